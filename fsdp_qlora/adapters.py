@@ -1,0 +1,196 @@
+"""LoRA on frozen linear layers: PEFT's bookkeeping, one op of our own for the arithmetic.
+
+PEFT decides what an adapter is called, how it is configured and how it is saved, so that everything
+written here loads in plain PEFT. The forward is one opaque op per layer that keeps only its input,
+the rank-R product and the packed weight; W is dequantized again in backward. LoRA is
+arXiv:2106.09685.
+
+Shapes: B tokens of all rows, I inputs, O outputs, R rank.  x (B, I), A (R, I), B (O, R), y (B, O)
+"""
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from .blocks import linear_names, output_head
+from .quantize import QuantLinear, dense_weight
+
+
+@torch.library.custom_op("fsdp_qlora::adapted_linear", mutates_args=())
+def adapted_linear(x: Tensor, weight: Tensor, absmax: Tensor | None, bias: Tensor | None,
+                   a: Tensor, b: Tensor, keep: Tensor | None, scaling: float, keep_scale: float,
+                   in_features: int, quant_type: str) -> tuple[Tensor, Tensor]:
+    """y = x W^T + bias + scaling (x' A^T) B^T, and x' A^T (B, R) for the backward.
+
+    x' is x under dropout: x * keep * keep_scale, with keep a (B, I) mask or None.
+    """
+    dtype = x.dtype
+    y = nn.functional.linear(x, dense_weight(weight, absmax, in_features, quant_type, dtype),
+                             None if bias is None else bias.to(dtype))
+    xa = dropped(x, keep, keep_scale) @ a.to(dtype).t()
+    y.addmm_(xa, b.to(dtype).t(), alpha=scaling)
+    return y, xa
+
+
+@torch.library.custom_op("fsdp_qlora::adapted_linear_backward", mutates_args=())
+def adapted_linear_backward(dy: Tensor, x: Tensor, xa: Tensor, weight: Tensor,
+                            absmax: Tensor | None, a: Tensor, b: Tensor, keep: Tensor | None,
+                            scaling: float, keep_scale: float, in_features: int, quant_type: str
+                            ) -> tuple[Tensor, Tensor, Tensor]:
+    """dX (B, I), dA (R, I) and dB (O, R); the gradients of A and B are summed in their own dtype."""
+    dtype = dy.dtype
+    dx = dy @ dense_weight(weight, absmax, in_features, quant_type, dtype)
+    dxa = (dy @ b.to(dtype)) * scaling
+    db = product(dy.t(), xa, b.dtype) * scaling
+    da = product(dxa.t(), dropped(x, keep, keep_scale), a.dtype)
+    if keep is None: dx.addmm_(dxa, a.to(dtype))
+    else: dx.add_(dropped(dxa @ a.to(dtype), keep, keep_scale))
+    return dx, da, db
+
+
+def dropped(x: Tensor, keep: Tensor | None, keep_scale: float) -> Tensor:
+    """x with the elements outside `keep` set to zero and the rest scaled up."""
+    return x if keep is None else x * keep * keep_scale
+
+
+def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Matrix product in the operands' dtype whose sums stay in `dtype` where the device can."""
+    if left.dtype == dtype: return left @ right
+    if left.is_cuda: return torch.mm(left, right, out_dtype=dtype)
+    return (left @ right).to(dtype)
+
+
+@adapted_linear.register_fake
+def _(x, weight, absmax, bias, a, b, keep, scaling, keep_scale, in_features, quant_type):
+    return x.new_empty(x.shape[0], b.shape[0]), x.new_empty(x.shape[0], a.shape[0])
+
+
+@adapted_linear_backward.register_fake
+def _(dy, x, xa, weight, absmax, a, b, keep, scaling, keep_scale, in_features, quant_type):
+    return torch.empty_like(x), torch.empty_like(a), torch.empty_like(b)
+
+
+def _save_adapted(ctx, inputs, output):
+    x, weight, absmax, _, a, b, keep, *ctx.constants = inputs
+    ctx.save_for_backward(x, output[1], weight, absmax, a, b, keep)
+    ctx.set_materialize_grads(False)
+
+
+def _adapted_backward(ctx, dy, _):
+    grads = (None, None, None)
+    if dy is not None:
+        grads = adapted_linear_backward(dy.contiguous(), *ctx.saved_tensors, *ctx.constants)
+    dx, da, db = grads
+    return dx, None, None, None, da, db, None, None, None, None, None
+
+
+adapted_linear.register_autograd(_adapted_backward, setup_context=_save_adapted)
+
+
+class LoraLinear(nn.Module, LoraLayer):
+    """PEFT's LoRA layer over a QuantLinear or a frozen nn.Linear, with the fused forward."""
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, r: int = 0,
+                 lora_alpha: int = 1, **kwargs):
+        super().__init__()
+        LoraLayer.__init__(self, base_layer, **kwargs)
+        self._active_adapter = adapter_name
+        self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        return module.in_features, module.out_features
+
+    def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+        if self.disable_adapters: return self.base_layer(x)
+        (name,) = self.active_adapters
+        base = self.base_layer
+        drop = self.lora_dropout[name]
+        p = drop.p if self.training and isinstance(drop, nn.Dropout) else 0.0
+        rows = x.reshape(-1, x.shape[-1])
+        keep = torch.empty_like(rows, dtype=torch.bool).bernoulli_(1 - p) if p else None
+        y, _ = adapted_linear(rows, base.weight, getattr(base, "absmax", None), base.bias,
+                              self.lora_A[name].weight, self.lora_B[name].weight, keep,
+                              self.scaling[name], 1 / (1 - p), base.in_features,
+                              getattr(base, "quant_type", ""))
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def lora_config(*, rank: int = 64, alpha: int = 16, dropout: float = 0.0,
+                target_modules: str | list[str] | None = "all-linear") -> LoraConfig:
+    """A PEFT LoRA configuration for causal language models."""
+    return LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, lora_dropout=dropout,
+                      target_modules=target_modules)
+
+
+def apply_adapters(model: nn.Module, config: LoraConfig, dtype: torch.dtype = torch.float32
+                   ) -> PeftModel:
+    """Freeze the model and inject LoRA layers; adapters are stored in `dtype`.
+
+    Works on the meta device (values come later, `init_adapters`) and on a loaded model. Raises
+    ValueError, listing the candidates, if a target module does not exist.
+    """
+    config.target_modules = resolve_targets(model, config.target_modules)
+    config._register_custom_module({QuantLinear: LoraLinear, nn.Linear: LoraLinear})
+    peft_model = get_peft_model(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
+    for p in trainable_parameters(peft_model).values(): p.data = p.data.to(dtype)
+    return peft_model
+
+
+def resolve_targets(model: nn.Module, targets) -> set[str] | list[str] | None:
+    """Module names to adapt; "all-linear" is every linear layer but the head.
+
+    Raises ValueError with the names that exist, if one is not found.
+    """
+    found = linear_names(model)
+    if targets == "all-linear": return set(found)
+    if targets is None or isinstance(targets, str): return targets
+    head = output_head(model)
+    modules = dict(model.named_modules())
+    known = set(found) | {name for name, m in modules.items() if m is head}
+    missing = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in modules)]
+    if missing:
+        raise ValueError(f"--lora_target_modules {','.join(missing)}: no such module; this model "
+                         f"has {', '.join(sorted(known))}")
+    return targets
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that take gradients, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def adapter_counts(model: nn.Module) -> dict[str, int]:
+    """How many layers of each name are adapted, as printed at the start."""
+    counts: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            key = name.rsplit(".", 1)[-1]
+            counts[key] = counts.get(key, 0) + 1
+    return counts
+
+
+def init_adapters(model: nn.Module, seed: int, local_rows) -> None:
+    """Give every adapter its values after loading: A uniform as PEFT, B zero.
+
+    The values come from a seed per parameter name, so every sharding and world size starts equal.
+    `local_rows(parameter)` gives the local tensor and its rows (start, stop) of the whole.
+    """
+    for name, parameter in trainable_parameters(model).items():
+        local, start, stop = local_rows(parameter)
+        with torch.no_grad():
+            if ".lora_B." in name: local.zero_()
+            elif ".lora_A." in name:
+                local.copy_(initial_a(name, seed, parameter.shape)[start:stop])
+
+
+def initial_a(name: str, seed: int, shape) -> Tensor:
+    """PEFT's initial A: kaiming uniform with a = sqrt(5), which is U(-1/sqrt(I), 1/sqrt(I))."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)

@@ -1,0 +1,86 @@
+"""The order in which a model is made ready to train, on one screen.
+
+Each step is a function that can be used alone; the order matters. Adapters need the final linear
+layers, recompute and compile wrap what the block computes, sharding must come before any weight
+exists, and adapter values come last because they must be equal under every sharding.
+"""
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from .activations import apply_activation_policy
+from .adapters import apply_adapters, init_adapters, lora_config
+from .blocks import decoder_blocks
+from .config import RunConfig
+from .loading import (
+    DTYPES,
+    Checkpoint,
+    RandomCheckpoint,
+    check_complete,
+    checkpoint_folder,
+    expected_shapes,
+    load_weights,
+    materialize,
+    meta_model,
+    read_config,
+)
+from .losses import apply_chunked_loss
+from .quantize import quantize_linears
+from .sharding import apply_sharding, local_rows, make_mesh, parameter_device
+
+
+def build_model(config: RunConfig, device: torch.device) -> nn.Module:
+    """The model of a run: built on meta, transformed, sharded, then filled from the checkpoint.
+
+    Needs a process group (`dist.process_group`). Raises ValueError for a model, target or strategy
+    that does not fit; all ranks raise the same before any waits for another.
+    """
+    model, checkpoint = planned_model(config, device)
+    apply_activation_policy(model, activation_policy(config), config.reentrant_checkpointing)
+    apply_chunked_loss(model)
+    if config.compile: compile_blocks(model)
+    apply_sharding(model, config.sharding_strategy,
+                   make_mesh(config.sharding_strategy, device, config.shard_group_size),
+                   wrap_policy=config.wrap_policy, min_wrap_params=config.min_wrap_params,
+                   cpu_offload=config.use_cpu_offload, backward_prefetch=config.backward_prefetch)
+    materialize(model, device, parameter_device(device, config.use_cpu_offload))
+    load_weights(model, checkpoint, device, local_rows)
+    init_adapters(model, config.seed, local_rows)
+    return model
+
+
+def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, Checkpoint]:
+    """The model on meta with quantized linears and adapters, and the checkpoint that will fill it.
+
+    Needs no process group: a wrong model, checkpoint or target module is found here.
+    """
+    model = meta_model(read_config(config.model_name), DTYPES[config.precision],
+                       config.attn_implementation)
+    model.config._name_or_path = config.model_name  # PEFT writes it into the adapter's config
+    checkpoint = open_checkpoint(config, model, device)
+    if config.quant != "none": quantize_linears(model, config.quant)
+    if config.adapter == "lora":
+        model = apply_adapters(model, lora_config(
+            rank=config.lora_rank, alpha=config.lora_alpha, dropout=config.lora_dropout,
+            target_modules=config.target_modules), DTYPES[config.adapter_dtype])
+    return model, checkpoint
+
+
+def open_checkpoint(config: RunConfig, model: nn.Module, device: torch.device):
+    """The checkpoint of --model_name, checked to be complete, or random weights."""
+    if config.random_weights: return RandomCheckpoint(expected_shapes(model), device, config.seed)
+    checkpoint = Checkpoint(checkpoint_folder(config.model_name))
+    check_complete(model, checkpoint)
+    return checkpoint
+
+
+def activation_policy(config: RunConfig) -> str:
+    """The policy that --use_gradient_checkpointing asks for."""
+    return "recompute_all" if config.use_gradient_checkpointing else "keep_all"
+
+
+def compile_blocks(model: nn.Module):
+    """torch.compile each decoder block's forward, in place; like blocks share one graph."""
+    for block in decoder_blocks(model): block.forward = torch.compile(block.forward)

@@ -1,0 +1,322 @@
+"""Every setting of a run, once: its name, default, help and the checks between settings.
+
+The command line is made from these fields (`cli.py`), so a setting is written in one place. Each
+group of settings is a small dataclass; `RunConfig` is all of them in one flat namespace, which is
+what users know from the command line. Pure: no torch here, so that `--help` and every check answer
+at once.
+
+Names follow the original fsdp_qlora script where it had them; docs/migrating.md lists what changed.
+"""
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, get_type_hints
+
+from fastcore.basics import listify
+
+AUTO = -1  # an integer setting that is derived; the derived value is printed once
+
+STRATEGY_NAMES = ("ddp", "shard_grad_op", "full_shard", "hybrid_shard_grad_op", "hybrid_full_shard")
+
+# A train_type of the original script is shorthand for (quant, adapter): the two are independent.
+TRAIN_TYPES = {
+    "full": ("none", "none"),
+    "lora": ("none", "lora"),
+    "custom_lora": ("none", "lora"),
+    "qlora": ("nf4", "lora"),
+    "custom_qlora": ("nf4", "lora"),
+}
+LATER_TRAIN_TYPES = ("hqq_lora", "hqq_dora", "bnb_dora", "bnb_llama_pro", "hqq_llama_pro")
+
+# `all` is the original script's list, without o_proj; `all-linear` is every linear but the head.
+OLD_ALL_TARGETS = ("k_proj", "q_proj", "v_proj", "up_proj", "down_proj", "gate_proj")
+
+
+def opt(default: Any, help: str, *, choices=None, unit: str | None = None, example=None,
+        later: tuple = ()):
+    """A setting: `later` holds values of the original script that this version refuses by name."""
+    meta = dict(help=help, choices=choices, unit=unit, example=example, later=later)
+    return field(default=default, metadata=meta)
+
+
+@dataclass(kw_only=True)
+class ModelOptions:
+    """Model"""
+    model_name: str = opt(
+        "meta-llama/Llama-2-7b-hf", "folder with config.json and safetensors, or a hub name",
+        example="./SmolLM2-135M-Instruct")
+    train_type: str = opt(
+        "qlora", "shorthand for --quant and --adapter",
+        choices=tuple(TRAIN_TYPES) + LATER_TRAIN_TYPES, later=LATER_TRAIN_TYPES)
+    quant: str = opt("auto", "format of the frozen linear weights; auto = from --train_type",
+                     choices=("auto", "none", "nf4", "fp4"))
+    precision: str = opt(
+        "bf16", "storage and compute of everything but quantized weights and adapters",
+        choices=("bf16", "fp32", "bf16_autocast", "fp16_autocast", "bf16_buffers_autocast"),
+        later=("bf16_autocast", "fp16_autocast", "bf16_buffers_autocast"))
+    attn_implementation: str = opt("sdpa", "attention kernel, as transformers names it",
+                                   example="eager")
+    device: str = opt("auto", "auto = cuda where there is a GPU", choices=("auto", "cpu", "cuda"))
+    random_weights: bool = opt(
+        False, "fill the model with random weights of config.json's shape (benchmarks)")
+    low_memory: bool = opt(True, "kept for old commands: the load is always streamed")
+    loading_workers: int = opt(AUTO, "reader threads per rank while loading; -1 = a few")
+    llama_pro_path: str | None = opt(None, "folder with expanded Llama-Pro weights", later=("*",))
+    n_bits: int = opt(4, "bits of HQQ weights", later=(3, 2, 8))
+
+
+@dataclass(kw_only=True)
+class AdapterOptions:
+    """Adapter"""
+    adapter: str = opt("auto", "auto = from --train_type; none trains every weight",
+                       choices=("auto", "none", "lora"))
+    lora_rank: int = opt(64, "rank R of the adapters")
+    lora_alpha: int = opt(16, "adapter output is scaled by lora_alpha / lora_rank")
+    lora_dropout: float = opt(0.1, "dropout on the adapter's input", unit="share")
+    lora_target_modules: str = opt(
+        "all-linear", "all-linear (every linear but the head), all (the original script's six), "
+        "default (PEFT's choice), or names", example="q_proj,v_proj")
+    adapter_dtype: str = opt("fp32", "storage of adapters, their gradients and optimizer states",
+                             choices=("fp32", "bf16"))
+
+
+@dataclass(kw_only=True)
+class DataOptions:
+    """Data"""
+    dataset: str = opt(
+        "alpaca_sample", "a .json/.jsonl file, a hub name, or one of alpaca, alpaca_sample, dummy, "
+        "guanaco, sql, orca_math, text_to_sql", example="rows.jsonl")
+    dataset_split: str = opt("train", "split of a hub data set")
+    dataset_samples: int = opt(512, "rows taken from alpaca_sample, dummy and orca_math")
+    context_length: int = opt(512, "longer rows are cut, and counted in the data report",
+                              unit="tokens")
+    train_on: str = opt("completion", "completion: only answers are trained; all: every token",
+                        choices=("completion", "all"))
+    data_cache: str | None = opt(None, "folder that keeps tokenized data between runs")
+    preview: int = opt(0, "print this many rows with their trained tokens marked", unit="rows")
+
+
+@dataclass(kw_only=True)
+class BatchOptions:
+    """Batch and steps"""
+    batch_size: int = opt(1, "rows per GPU and micro-batch", unit="rows")
+    gradient_accumulation_steps: int = opt(1, "micro-batches per optimizer step")
+    global_batch_size: int = opt(
+        AUTO, "rows per optimizer step over all GPUs; fixes the result for any number of GPUs and "
+        "derives the accumulation; -1 = batch_size x accumulation x GPUs", unit="rows", example=32)
+    num_epochs: int = opt(1, "passes over the data")
+    max_steps: int = opt(AUTO, "stop after this many optimizer steps; -1 = never")
+    seed: int = opt(42, "seed of data order, adapter values and dropout")
+
+
+@dataclass(kw_only=True)
+class ShardingOptions:
+    """Sharding and memory"""
+    sharding_strategy: str = opt("full_shard", "what is split over GPUs, and when it is gathered",
+                                 choices=STRATEGY_NAMES)
+    shard_group_size: int = opt(
+        AUTO, "GPUs that share one copy under the hybrid strategies; -1 = those of a node, or half "
+        "of a single node's")
+    wrap_policy: str = opt("block", "what is gathered together: a decoder block, its attention and "
+                           "MLP apart, or modules of at least --min_wrap_params",
+                           choices=("block", "attention_mlp", "min_params"))
+    min_wrap_params: int = opt(100_000_000, "smallest unit under --wrap_policy min_params")
+    backward_prefetch: str = opt(
+        "backward_pre", "backward_pre gathers the next unit before this one's backward, none after",
+        choices=("backward_pre", "backward_post", "none"), later=("backward_post",))
+    use_gradient_checkpointing: bool = opt(True, "recompute each block's activations in backward")
+    reentrant_checkpointing: bool = opt(False, "torch's older checkpointing; no gain known here")
+    use_cpu_offload: bool = opt(False, "keep shards of parameters and gradients in host memory")
+    use_activation_cpu_offload: bool = opt(False, "keep activations in host memory", later=(True,))
+    no_sync: bool = opt(False, "reduce gradients only at the last micro-batch of a step: less "
+                        "traffic, more memory")
+    compile: bool = opt(False, "torch.compile of each decoder block")
+    deterministic: bool = opt(False, "bit-equal repeats on a GPU, at some speed")
+
+
+@dataclass(kw_only=True)
+class OptimizerOptions:
+    """Optimizer"""
+    optimizer: str = opt("adamw", "optimizer of the trained weights",
+                         choices=("adamw", "adam", "sgd", "adadelta"))
+    lr: float = opt(1e-5, "peak learning rate")
+    wd: float = opt(0.1, "weight decay (adamw)")
+    lr_scheduler: str = opt("constant", "linear and cosine warm up over --warmup_share; cosine ends "
+                            "at a tenth of the peak", choices=("constant", "linear", "cosine"))
+    warmup_share: float = opt(0.1, "warm-up of linear and cosine", unit="share of all steps")
+    apply_gradient_clipping: bool = opt(False, "clip the gradient's norm over all weights")
+    grad_norm: float = opt(0.3, "norm to which gradients are clipped")
+
+
+@dataclass(kw_only=True)
+class OutputOptions:
+    """Output"""
+    output_dir: str = opt("output", "metrics, the loss picture and the trained weights go here")
+    save_model: bool = opt(True, "write the trained weights at the end: a PEFT adapter, or the "
+                           "model after full fine-tuning")
+    log_to: str = opt("tqdm", "progress bar, one line per step, or JSON lines on stdout",
+                      choices=("tqdm", "stdout", "jsonl", "wandb"), later=("wandb",))
+    verbose: bool = opt(False, "print the sharded model and every derived setting")
+    project_name: str = opt("fsdp_qlora", "project, with --log_to wandb")
+    name: str | None = opt(None, "run name, with --log_to wandb")
+    group: str | None = opt(None, "run group, with --log_to wandb")
+    entity: str | None = opt(None, "team, with --log_to wandb")
+
+
+@dataclass(kw_only=True)
+class LaunchOptions:
+    """Launch (without torchrun)"""
+    world_size: int = opt(AUTO, "ranks to start; -1 = one per visible GPU, or one on the CPU")
+    master_addr: str = opt("localhost", "address where ranks meet")
+    master_port: str = opt("12355", "port where ranks meet")
+    timeout_minutes: float = opt(30.0, "how long a rank waits for the others", unit="minutes")
+
+
+@dataclass(kw_only=True)
+class ProfileOptions:
+    """Profiling"""
+    profile: bool = opt(False, "write a torch.profiler trace", later=(True,))
+    profile_memory: bool = opt(False, "print where memory goes", later=(True,))
+    profiling_output: str = opt("profiles", "folder of traces")
+    with_stack: bool = opt(False, "record stacks", later=(True,))
+    with_shapes: bool = opt(False, "record shapes", later=(True,))
+    export_trace: bool = opt(True, "kept for old commands: traces are always exported")
+    export_memory_timeline: bool = opt(False, "write a memory timeline", later=(True,))
+    wait_steps: int = opt(0, "steps before the profiler warms up")
+    warmup_steps: int = opt(1, "steps the profiler warms up")
+    active_steps: int = opt(2, "steps recorded")
+    repeat: int = opt(0, "recordings; 0 = as long as the run")
+    profiling_frequency: int = opt(10, "steps between recordings")
+
+
+GROUPS = (ModelOptions, AdapterOptions, DataOptions, BatchOptions, ShardingOptions,
+          OptimizerOptions, OutputOptions, LaunchOptions, ProfileOptions)
+
+
+@dataclass(kw_only=True)
+class RunConfig(*GROUPS):
+    """All settings of one run. Raises ValueError, naming the flag and the remedy, if they clash."""
+
+    def __post_init__(self):
+        check_types(self)
+        check_choices(self)
+        self.expand()
+        check_numbers(self)
+        check_together(self)
+
+    def expand(self):
+        """Resolve `train_type` into `quant` and `adapter` where these are not given."""
+        quant, adapter = TRAIN_TYPES[self.train_type]
+        if self.quant == "auto": self.quant = quant
+        if self.adapter == "auto": self.adapter = adapter
+
+    @property
+    def target_modules(self) -> str | list[str] | None:
+        """`lora_target_modules` as PEFT takes it: "all-linear", a list of names, or None."""
+        if self.lora_target_modules == "all-linear": return "all-linear"
+        if self.lora_target_modules == "default": return None
+        if self.lora_target_modules == "all": return list(OLD_ALL_TARGETS)
+        return [name.strip() for name in self.lora_target_modules.split(",") if name.strip()]
+
+
+def check_types(config: RunConfig):
+    """A wrong type in a script would surface far away; say it here."""
+    hints = get_type_hints(RunConfig)
+    for f in fields(config):
+        value, hint = getattr(config, f.name), hints[f.name]
+        if hint is float and type(value) is int: setattr(config, f.name, float(value))
+        elif hint is int and type(value) is bool or not isinstance(value, hint):
+            raise ValueError(f"--{f.name} takes {type_name(hint)}, got {value!r}")
+
+
+def type_name(hint) -> str:
+    """A type as help and errors show it."""
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    return names.get(hint, "text or nothing")
+
+
+def check_choices(config: RunConfig):
+    """Refuse values outside a setting's choices, and those of the original script still to come."""
+    for f in fields(config):
+        value, later = getattr(config, f.name), f.metadata["later"]
+        choices = tuple(c for c in listify(f.metadata["choices"]) if c not in later)
+        if value in later or "*" in later and value is not None:
+            usable = f"choose {', '.join(choices)}" if choices else f"leave it at {shown(f.default)}"
+            raise ValueError(f"--{f.name} {shown(value)} is not available in this version; {usable}")
+        if choices and value not in choices:
+            raise ValueError(f"--{f.name} {shown(value)}: choose {', '.join(choices)}")
+
+
+def shown(value) -> str:
+    """A value as it is typed on the command line."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+AT_LEAST_ONE = ("lora_rank", "context_length", "batch_size", "gradient_accumulation_steps",
+                "num_epochs", "dataset_samples", "min_wrap_params")
+AUTO_OR_ABOVE_ZERO = ("global_batch_size", "max_steps", "shard_group_size", "world_size",
+                      "loading_workers")
+NOT_NEGATIVE = ("lr", "wd", "lora_alpha", "preview")
+
+
+def check_numbers(config: RunConfig):
+    """Ranges of single settings."""
+    def refuse(name, wanted):
+        raise ValueError(f"--{name} must be {wanted}, got {getattr(config, name)}")
+    for name in AT_LEAST_ONE:
+        if getattr(config, name) < 1: refuse(name, "1 or more")
+    for name in AUTO_OR_ABOVE_ZERO:
+        if getattr(config, name) != AUTO and getattr(config, name) < 1: refuse(name, "-1 or above 0")
+    for name in NOT_NEGATIVE:
+        if not getattr(config, name) >= 0: refuse(name, "0 or more")
+    if not config.grad_norm > 0: refuse("grad_norm", "above 0")
+    if not config.timeout_minutes > 0: refuse("timeout_minutes", "above 0")
+    if not 0 <= config.lora_dropout < 1: refuse("lora_dropout", "from 0 to below 1")
+    if not 0 <= config.warmup_share < 1: refuse("warmup_share", "from 0 to below 1")
+
+
+def check_together(config: RunConfig):
+    """Settings that exclude each other."""
+    if config.adapter == "none" and config.quant != "none":
+        raise ValueError(
+            f"--quant {config.quant} freezes the linear weights, so --adapter none would train "
+            "next to nothing; add --adapter lora, or --quant none for full fine-tuning")
+    if config.adapter != "none" and not config.target_modules and config.target_modules is not None:
+        raise ValueError("--lora_target_modules is empty; give all-linear or module names")
+    if config.sharding_strategy == "ddp" and config.use_cpu_offload:
+        raise ValueError("--use_cpu_offload moves shards to host memory and ddp has none; choose "
+                         "--sharding_strategy full_shard or shard_grad_op")
+
+
+def default_of(f) -> Any:
+    """A field's default."""
+    return f.default_factory() if f.default is MISSING else f.default
+
+
+def changed_settings(config: RunConfig) -> dict[str, Any]:
+    """Settings that differ from their default, as the run's summary prints them."""
+    return {f.name: getattr(config, f.name) for f in fields(config)
+            if getattr(config, f.name) != default_of(f)}
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How one optimizer step's rows are cut up."""
+    rows_per_step: int      # over all ranks
+    micro_batch_size: int   # rows per rank and forward
+    accumulation: int       # forwards per rank and step
+
+
+def plan_batches(config: RunConfig, world_size: int) -> BatchPlan:
+    """Rows per step, micro-batch and accumulation for `world_size` ranks.
+
+    `--global_batch_size` is the user's and is never changed: the accumulation follows from it, and
+    where it does not divide evenly some ranks run a last micro-batch with fewer rows or none.
+    """
+    micro = config.batch_size
+    if config.global_batch_size == AUTO:
+        accumulation = config.gradient_accumulation_steps
+        return BatchPlan(micro * accumulation * world_size, micro, accumulation)
+    micro = min(micro, -(-config.global_batch_size // world_size))
+    return BatchPlan(config.global_batch_size, micro,
+                     -(-config.global_batch_size // (world_size * micro)))

@@ -1,0 +1,165 @@
+"""Score text-to-SQL answers by running them: right means the same rows as the reference query.
+
+Comparing strings would fail answers that say the same in other words. Instead both queries run in
+an in-memory sqlite database that cannot be written to, with limits on time and size, since
+a language model may write anything. This is "execution accuracy" as in Spider
+(https://arxiv.org/abs/1809.08887), on one small database per schema.
+"""
+
+import math
+import re
+import sqlite3
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from .prompts import load_schemas
+
+MAX_ROWS = 1_000
+MAX_SECONDS = 1.0
+MAX_VALUE_BYTES = 100_000
+
+# Everything else, such as DROP, ATTACH or PRAGMA, is refused by the authorizer.
+READ_ONLY = {
+    sqlite3.SQLITE_SELECT,
+    sqlite3.SQLITE_READ,
+    sqlite3.SQLITE_FUNCTION,
+    sqlite3.SQLITE_RECURSIVE,
+}
+
+# Where a statement starts, most certain first: a line of its own (or after "SQL:"), then anywhere
+# in capitals, then anywhere followed by FROM. "I select the names with ..." is prose.
+WITH = r"WITH\s+(?:RECURSIVE\s+)?\w+\s*(?:\([^)]*\)\s*)?AS\s*\("
+STARTS = [
+    re.compile(rf"(?im)(?:^|[:`])[ \t]*(?=SELECT\s|{WITH})"),
+    re.compile(rf"(?=\bSELECT\s|{WITH})"),
+    re.compile(r"(?i)(?=\bSELECT\s[^.]*\sFROM\s)"),
+]
+# Where it ends: a semicolon, a blank line, closing backticks, a chat token. Quoted text is skipped.
+ENDS = re.compile(r"""('[^']*'|"[^"]*")|;|\n[ \t]*\n|`|<\|""")
+
+
+def extract_sql(text: str) -> str:
+    """The first SQL query in an answer, on one line and without its semicolon; "" if there is none."""
+    text = text.replace("\r", "")
+    for start in STARTS:
+        if found := start.search(text):
+            statement = text[found.end() :]
+            ends = (end.start() for end in ENDS.finditer(statement) if not end.group(1))
+            return " ".join(statement[: next(ends, None)].split())
+    return ""
+
+
+def execute(schema_sql: str, sql: str) -> list[tuple]:
+    """Rows of one query on a fresh copy of a database.
+
+    Raises ValueError for anything but one query that reads, and for one that takes too long or
+    gives too many rows.
+    """
+    connection = sqlite3.connect(":memory:")
+    try:
+        connection.executescript(schema_sql)
+        restrict(connection)
+        rows = connection.execute(sql).fetchmany(MAX_ROWS + 1)
+    except (sqlite3.Error, sqlite3.Warning) as error:
+        raise ValueError(f"sqlite cannot run {sql!r}: {error}") from error
+    finally:
+        connection.close()
+    if not sql.strip():
+        raise ValueError("there is no query to run")
+    if len(rows) > MAX_ROWS:
+        raise ValueError(f"{sql!r} gives more than {MAX_ROWS} rows")
+    return rows
+
+
+def restrict(connection: sqlite3.Connection):
+    """Let a connection only read, and only for a while."""
+
+    def authorize(action, *_):
+        return sqlite3.SQLITE_OK if action in READ_ONLY else sqlite3.SQLITE_DENY
+
+    deadline = time.monotonic() + MAX_SECONDS
+    connection.set_authorizer(authorize)
+    connection.set_progress_handler(lambda: time.monotonic() > deadline, 1_000)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
+
+
+def same_result(gold: list[tuple], predicted: list[tuple], ordered: bool) -> bool:
+    """Whether two results hold the same rows, in the same order if `ordered`.
+
+    Columns are compared by position, not by name, and numbers to a relative 1e-6.
+    """
+    if len(gold) != len(predicted):
+        return False
+    if not ordered:
+        gold, predicted = sorted(gold, key=sort_key), sorted(predicted, key=sort_key)
+    return all(map(same_row, gold, predicted))
+
+
+def same_row(one: tuple, other: tuple) -> bool:
+    return len(one) == len(other) and all(map(same_value, one, other))
+
+
+def same_value(one, other) -> bool:
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
+    return one == other
+
+
+def sort_key(row: tuple) -> list[tuple]:
+    """Sorts values of any type; numbers are rounded, since nearly equal ones must sort alike."""
+    return [(0, f"{v:.6e}") if isinstance(v, (int, float)) else (1, str(v)) for v in row]
+
+
+def is_ordered(sql: str) -> bool:
+    return re.search(r"\bORDER\s+BY\b", sql, re.IGNORECASE) is not None
+
+
+@dataclass
+class Failure:
+    kind: str
+    question: str
+    gold: str
+    predicted: str
+    error: str  # why it did not run; "" if it ran and gave other rows
+
+
+@dataclass
+class Score:
+    accuracy: float  # share of answers, 0 to 1, whose rows are right
+    executable: float  # share that sqlite could run
+    by_kind: dict[str, tuple[int, int]]  # kind -> right, asked
+    failures: list[Failure] = field(repr=False)
+
+    def __str__(self) -> str:
+        lines = [f"right {self.accuracy:.1%}, executable {self.executable:.1%}"]
+        lines += [f"  {kind:<16} {right:>3} of {asked}" for kind, (right, asked) in self.by_kind.items()]
+        return "\n".join(lines)
+
+
+def score(rows: list[dict], answers: list[str], schemas: dict[str, str] | None = None) -> Score:
+    """Score one answer (any text) per row of the data. `schemas`: name -> SQL; default: the bundled."""
+    if len(rows) != len(answers):
+        raise ValueError(f"{len(rows)} rows need as many answers, got {len(answers)}")
+    schemas = schemas or load_schemas()
+    failures = [failure for row, answer in zip(rows, answers) if (failure := judge(row, answer, schemas))]
+    asked = Counter(row["kind"] for row in rows)
+    failed = Counter(failure.kind for failure in failures)
+    return Score(
+        accuracy=1 - len(failures) / len(rows),
+        executable=1 - sum(failure.error != "" for failure in failures) / len(rows),
+        by_kind={kind: (asked[kind] - failed[kind], asked[kind]) for kind in sorted(asked)},
+        failures=failures,
+    )
+
+
+def judge(row: dict, answer: str, schemas: dict[str, str]) -> Failure | None:
+    """None if the answer is right."""
+    schema_sql, question, gold = schemas[row["schema"]], *(m["content"] for m in row["messages"][-2:])
+    predicted = extract_sql(answer)
+    try:
+        right = same_result(execute(schema_sql, gold), execute(schema_sql, predicted), is_ordered(gold))
+        error = ""
+    except ValueError as problem:
+        right, error = False, str(problem)
+    return None if right else Failure(row["kind"], question, gold, predicted, error)

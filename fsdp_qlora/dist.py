@@ -1,0 +1,141 @@
+"""The ranks of a run: the process group, the device meshes, and what only rank 0 says.
+
+The only reader of RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. One rank is a world like any
+other: the same code runs with a group of one, so there is no second path to keep right.
+"""
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who this process is among the ranks that torchrun started; a world of one without torchrun."""
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def nodes(self) -> int:
+        return max(1, self.world_size // self.local_world_size)
+
+
+def ranks_from_env() -> Ranks:
+    """Read what torchrun exported."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    return Ranks(rank=int(os.environ.get("RANK", 0)), world_size=world_size,
+                 local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+                 local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+
+
+def launched() -> bool:
+    """True inside a rank that torchrun, or our own launcher, started."""
+    return "RANK" in os.environ
+
+
+def rank_device(device_type: str, ranks: Ranks | None = None) -> torch.device:
+    """This rank's device; `device_type` is auto, cpu or cuda."""
+    ranks = ranks or ranks_from_env()
+    if device_type == "auto": device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if device_type == "cpu": return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("--device cuda: no CUDA device is visible; use --device cpu, or check the "
+                         "driver and CUDA_VISIBLE_DEVICES")
+    if ranks.local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"rank {ranks.rank} has no GPU: {ranks.local_world_size} ranks were started on a "
+            f"machine with {torch.cuda.device_count()} visible GPUs; lower --nproc_per_node")
+    return torch.device("cuda", ranks.local_rank)
+
+
+@contextmanager
+def process_group(device: torch.device, timeout_minutes: float = 30.0):
+    """The default process group for the life of the block.
+
+    On CUDA it serves both devices: NCCL for the GPU, gloo for host tensors (counts, and gradient
+    norms under CPU offload).
+    """
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    where = {} if launched() else dict(init_method=f"tcp://localhost:{free_port()}", rank=0,
+                                       world_size=1)
+    if device.type == "cuda": torch.cuda.set_device(device)
+    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes), **where)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def free_port() -> int:
+    """A TCP port that nothing listens on now."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+def shard_mesh(device: torch.device) -> DeviceMesh:
+    """All ranks in one shard group: shape (world,)."""
+    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+
+
+def hybrid_mesh(device: torch.device, shard_group_size: int) -> DeviceMesh:
+    """Replicas of shard groups: shape (replicas, shard_group_size). A group is consecutive ranks."""
+    shape = (dist.get_world_size() // shard_group_size, shard_group_size)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def resolve_shard_group_size(requested: int, ranks: Ranks, strategy: str) -> int:
+    """GPUs per shard group of a hybrid strategy; -1 = a node's, or half of a single node's.
+
+    Raises ValueError if the world cannot be cut into two or more groups of two or more.
+    """
+    size = requested
+    if size == -1: size = ranks.local_world_size if ranks.nodes > 1 else ranks.world_size // 2
+    if size < 2 or ranks.world_size % size or ranks.world_size // size < 2:
+        raise ValueError(
+            f"--sharding_strategy {strategy} needs 2 or more replicas of 2 or more GPUs; "
+            f"{ranks.world_size} ranks do not divide so with --shard_group_size {requested}; use "
+            "full_shard or shard_grad_op, or 4 ranks or more")
+    return size
+
+
+def sum_over_ranks(*counts: int) -> list[int]:
+    """Sum of whole numbers over all ranks, through host memory (the GPU is not waited for)."""
+    total = torch.tensor(counts, dtype=torch.int64)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def print_main(*args, **kwargs):
+    """Print on rank 0 only."""
+    if ranks_from_env().is_main: print(*args, **kwargs, flush=True)
+
+
+@contextmanager
+def main_only():
+    """Run the block's file writing on rank 0; a failure there is raised on every rank.
+
+    The block runs on all ranks and must write only `if ranks_from_env().is_main`. Without this the
+    others would wait for a rank that is gone.
+    """
+    error = None
+    try:
+        yield
+    except OSError as caught:
+        error = caught
+    message = [f"{type(error).__name__}: {error}" if error else None]
+    dist.broadcast_object_list(message, src=0)
+    if message[0]: raise OSError(f"rank 0 could not write: {message[0]}") from error

@@ -1,0 +1,142 @@
+"""Write trained weights: a PEFT adapter, or a whole model after full fine-tuning.
+
+Weights are gathered one at a time; only rank 0 keeps them, on the host. Files appear under their
+name when they are complete, never half written.
+"""
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from peft import get_peft_model_state_dict
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from .adapters import trainable_parameters
+from .dist import main_only, ranks_from_env
+from .sharding import full_tensor
+
+SHARD_BYTES = 5 * 10**9  # transformers' default size of one file
+
+
+def save_trained(model: nn.Module, folder: str | Path, tokenizer=None) -> Path:
+    """Save the adapter of a PEFT model, or else the whole model; every rank must call it.
+
+    Raises OSError on every rank if rank 0 can't write.
+    """
+    save = save_adapter if hasattr(model, "peft_config") else save_full
+    folder = save(model, folder)
+    with main_only():
+        if ranks_from_env().is_main and tokenizer is not None: tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_adapter(model: nn.Module, folder: str | Path) -> Path:
+    """An adapter folder with the key names and shapes of PEFT's own `save_pretrained`."""
+    folder, is_main = Path(folder), ranks_from_env().is_main
+    state = dict(gathered(trainable_parameters(model)))
+    with main_only():
+        if is_main:
+            with complete_folder(folder) as new:
+                tensors = get_peft_model_state_dict(model, state, save_embedding_layers=False)
+                save_file({k: v.contiguous() for k, v in tensors.items()},
+                          new / "adapter_model.safetensors", {"format": "pt"})
+                save_peft_config(model.peft_config[model.active_adapter], new)
+    return folder
+
+
+def save_peft_config(config, folder: Path):
+    """adapter_config.json, marked for inference as PEFT does."""
+    training, config.inference_mode = config.inference_mode, True
+    config.save_pretrained(str(folder))
+    config.inference_mode = training
+
+
+def gathered(parameters: dict[str, nn.Parameter]) -> Iterator[tuple[str, Tensor | None]]:
+    """Each parameter whole, on the host of rank 0; the others get None in its place."""
+    is_main = ranks_from_env().is_main
+    for name, parameter in parameters.items():
+        whole = full_tensor(parameter.detach())
+        if is_main: yield name, whole.cpu().clone()
+
+
+def save_full(model: nn.Module, folder: str | Path) -> Path:
+    """The whole model in transformers' format, in files of at most SHARD_BYTES."""
+    folder, is_main = Path(folder), ranks_from_env().is_main
+    writer = ShardWriter(folder.with_name(folder.name + ".partial"))
+    for name, tensor in gathered(dict(model.named_parameters())): writer.add(name, tensor)
+    with main_only():
+        if is_main:
+            writer.finish()
+            model.config.save_pretrained(writer.folder)
+            replace_folder(writer.folder, folder)
+    return folder
+
+
+class ShardWriter:
+    """Collects tensors and writes a safetensors file whenever enough have come together."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.pending, self.size, self.parts = folder, {}, 0, []
+
+    def add(self, name: str, tensor: Tensor):
+        if self.size + tensor.nbytes > SHARD_BYTES and self.pending: self.flush()
+        self.pending[name] = tensor
+        self.size += tensor.nbytes
+
+    def flush(self):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        save_file(self.pending, self.folder / f"part-{len(self.parts)}.safetensors",
+                  {"format": "pt"})
+        self.parts.append((list(self.pending), self.size))
+        self.pending, self.size = {}, 0
+
+    def finish(self):
+        """Write what is left and give the files the names that transformers expects."""
+        self.flush()
+        count, weight_map = len(self.parts), {}
+        for i, (names, _) in enumerate(self.parts):
+            final = ("model.safetensors" if count == 1
+                     else f"model-{i + 1:05}-of-{count:05}.safetensors")
+            (self.folder / f"part-{i}.safetensors").rename(self.folder / final)
+            weight_map.update(dict.fromkeys(names, final))
+        if count > 1:
+            total = sum(size for _, size in self.parts)
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+class complete_folder:  # noqa: N801  used like a function
+    """A context manager: a scratch folder that takes the wanted name only if the block succeeds."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.scratch = folder, folder.with_name(folder.name + ".partial")
+
+    def __enter__(self) -> Path:
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        self.scratch.mkdir(parents=True)
+        return self.scratch
+
+    def __exit__(self, kind, *_):
+        if kind is None: replace_folder(self.scratch, self.folder)
+        else: shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def replace_folder(new: Path, folder: Path):
+    """Put a complete folder in place of an older one."""
+    shutil.rmtree(folder, ignore_errors=True)
+    new.rename(folder)
+
+
+def load_adapter(model: nn.Module, folder: str | Path, local_rows) -> nn.Module:
+    """Fill a built model's adapters from an adapter folder, each rank its own rows."""
+    from safetensors import safe_open
+    with safe_open(Path(folder) / "adapter_model.safetensors", framework="pt") as file, \
+            torch.no_grad():
+        for name, parameter in trainable_parameters(model).items():
+            local, start, stop = local_rows(parameter)
+            local.copy_(file.get_slice(name.replace(".default.", "."))[start:stop])
+    return model

@@ -1,0 +1,92 @@
+"""What a run says while it runs, and keeps: one JSON line per step, a progress bar, a loss picture.
+
+Only rank 0 writes. `metrics.jsonl` is always there, whatever is shown on the terminal.
+"""
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+
+@dataclass
+class StepMetrics:
+    """One optimizer step."""
+    step: int                  # from 1
+    loss: float                # sum over trained tokens of all ranks / their number
+    lr: float
+    grad_norm: float           # over all trained weights, before clipping
+    trained_tokens: int        # over all ranks
+    tokens: int                # with padding, over all ranks
+    seconds: float
+    tokens_per_second: float   # over all ranks
+    peak_allocated_gib: float  # of this rank's GPU; 0 on the CPU
+
+    def line(self) -> str:
+        """The step in one line for people."""
+        return (f"step {self.step}  loss {self.loss:.4f}  lr {self.lr:.2e}  "
+                f"grad_norm {self.grad_norm:.3f}  {self.tokens_per_second:,.0f} tok/s")
+
+
+class RunLog:
+    """Writes the steps of a run to `metrics.jsonl` and shows them as --log_to asks."""
+
+    def __init__(self, folder: str | Path, log_to: str, total_steps: int, is_main: bool):
+        self.is_main, self.log_to = is_main, log_to
+        self.steps: list[StepMetrics] = []
+        if not is_main: return
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self.file = open(Path(folder) / "metrics.jsonl", "w")  # noqa: SIM115  closed by `close`
+        self.bar = tqdm(total=total_steps, unit="step", disable=log_to != "tqdm",
+                        mininterval=0.1 if sys.stderr.isatty() else 10, dynamic_ncols=True)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if not self.is_main: return
+        self.bar.close()
+        self.file.close()
+
+    def log(self, metrics: StepMetrics):
+        """Record and show one step."""
+        self.steps.append(metrics)
+        if not self.is_main: return
+        text = json.dumps(asdict(metrics))
+        self.file.write(text + "\n")
+        self.file.flush()
+        if self.log_to == "jsonl": print(text, flush=True)
+        elif self.log_to == "stdout": print(metrics.line(), flush=True)
+        self.bar.set_postfix_str(f"loss {metrics.loss:.3f}, {metrics.tokens_per_second:,.0f} tok/s",
+                                 refresh=False)
+        self.bar.update()
+
+
+def plot_loss(steps: list[StepMetrics], path: str | Path, title: str = "") -> bool:
+    """Draw the loss over optimizer steps as a PNG; False where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    x, losses = [s.step for s in steps], [s.loss for s in steps]
+    axes.plot(x, losses, color="#9db8d2", linewidth=1, label="each step")
+    axes.plot(x, smoothed(losses), color="#1f5a99", linewidth=2, label="running mean")
+    axes.set(xlabel="optimizer step", ylabel="loss per trained token", title=title,
+             ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return True
+
+
+def smoothed(values: list[float], window: int = 10) -> list[float]:
+    """Mean of the last `window` values at each place."""
+    return [sum(part) / len(part) for i in range(len(values))
+            if (part := values[max(0, i - window + 1):i + 1])]

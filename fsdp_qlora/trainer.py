@@ -1,0 +1,154 @@
+"""One optimizer step, and the run made of them.
+
+The loss of a step is the sum over its trained tokens, on all ranks and in all micro-batches,
+divided by their number, which is counted before the first backward. So a step's gradient does not
+depend on how its rows are cut up.
+
+Shapes: B rows of a micro-batch, T tokens.
+"""
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .adapters import adapter_counts, trainable_parameters
+from .build import build_model
+from .config import RunConfig, plan_batches
+from .dist import print_main, ranks_from_env, sum_over_ranks
+from .export import save_trained
+from .losses import count_trained
+from .metrics import RunLog, StepMetrics, plot_loss
+from .optim import build_optimizer, build_scheduler
+from .sharding import is_sharded, set_gradient_sync
+
+
+@dataclass
+class StepResult:
+    """What one optimizer step gave, over all ranks."""
+    loss: float
+    grad_norm: float
+    trained_tokens: int
+    tokens: int
+    stepped: bool = True  # False if no token was trained: the weights are unchanged
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: list[dict], *,
+               max_grad_norm: float | None = None, no_sync: bool = False) -> StepResult:
+    """Forward and backward of every micro-batch, then one optimizer step.
+
+    Each micro-batch is a dict of input_ids and labels (B, T), and what else the model takes; every
+    rank must bring the same number of them. Gradients are averaged over ranks, so the sum of losses
+    is divided by the tokens per rank.
+    """
+    trained, tokens = sum_over_ranks(sum(count_trained(b["labels"]) for b in micro_batches),
+                                     sum(b["input_ids"].numel() for b in micro_batches))
+    if not trained: return StepResult(0.0, 0.0, 0, tokens, stepped=False)
+    device = compute_device(model)
+    loss_sum = torch.zeros((), device=device)
+    for i, batch in enumerate(micro_batches):
+        last = i == len(micro_batches) - 1
+        set_gradient_sync(model, last or is_sharded(model) and not no_sync)
+        batch = {k: v.to(device, non_blocking=True) for k, v in batch.items() if v is not None}
+        loss = model(**batch, num_items_in_batch=trained / dist.get_world_size()).loss
+        loss.backward()
+        loss_sum += loss.detach()
+    norm = clip_gradients(model, max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    dist.all_reduce(loss_sum)
+    return StepResult(loss_sum.item() / dist.get_world_size(), norm, trained, tokens)
+
+
+def compute_device(model: nn.Module) -> torch.device:
+    """Where the forward runs; under CPU offload the parameters are elsewhere."""
+    buffer = next(model.buffers(), None)
+    return buffer.device if buffer is not None else next(model.parameters()).device
+
+
+def clip_gradients(model: nn.Module, max_norm: float | None) -> float:
+    """Norm of all gradients over all ranks; gradients are scaled down to `max_norm` if given."""
+    parameters = list(trainable_parameters(model).values())
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if isinstance(norm, DTensor): norm = norm.full_tensor()
+    if max_norm is not None: torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm.item()
+
+
+def seed_everything(seed: int, rank: int, deterministic: bool = False):
+    """Seed dropout and shuffling; ranks differ, or all would drop the same places."""
+    random.seed(seed + rank)
+    torch.manual_seed(seed + rank)
+    if deterministic: torch.use_deterministic_algorithms(True)
+
+
+def train(config: RunConfig, dataset, pad_token_id: int, device: torch.device, tokenizer=None
+          ) -> list[StepMetrics]:
+    """Build the model, train it on a tokenized data set, save what was trained.
+
+    Needs a process group. Returns the metrics of every step.
+    """
+    from .data import StepLoader, StepSampler
+    ranks = ranks_from_env()
+    batches = plan_batches(config, ranks.world_size)
+    sampler = StepSampler(len(dataset), batches.rows_per_step, seed=config.seed,
+                          epochs=config.num_epochs, max_steps=config.max_steps)
+    loader = StepLoader(dataset, sampler, ranks.rank, ranks.world_size, batches.micro_batch_size,
+                        pad_token_id)
+    seed_everything(config.seed, ranks.rank, config.deterministic)
+    started = time.perf_counter()
+    model = build_model(config, device)
+    describe(model, config, batches, sampler.total_steps, time.perf_counter() - started)
+    optimizer = build_optimizer(model, config.optimizer, config.lr, config.wd)
+    scheduler = build_scheduler(optimizer, config.lr_scheduler, sampler.total_steps,
+                                config.warmup_share)
+    max_norm = config.grad_norm if config.apply_gradient_clipping else None
+    with RunLog(config.output_dir, config.log_to, sampler.total_steps, ranks.is_main) as log:
+        for step in loader:
+            started, lr = time.perf_counter(), scheduler.get_last_lr()[0]
+            result = train_step(model, optimizer, step.micro_batches, max_grad_norm=max_norm,
+                                no_sync=config.no_sync)
+            scheduler.step()
+            log.log(step_metrics(step.index + 1, lr, result, time.perf_counter() - started, device))
+    finish(model, config, log, tokenizer)
+    return log.steps
+
+
+def step_metrics(number: int, lr: float, result: StepResult, seconds: float, device: torch.device
+                 ) -> StepMetrics:
+    """A step's result with its time and memory."""
+    peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+    return StepMetrics(step=number, loss=result.loss, lr=lr, grad_norm=result.grad_norm,
+                       trained_tokens=result.trained_tokens, tokens=result.tokens, seconds=seconds,
+                       tokens_per_second=result.tokens / seconds, peak_allocated_gib=peak)
+
+
+def describe(model: nn.Module, config: RunConfig, batches, total_steps: int, seconds: float):
+    """Print every derived value once."""
+    trained = sum(p.numel() for p in trainable_parameters(model).values())
+    counts = adapter_counts(model)
+    if counts: print_main("adapted layers: " + ", ".join(f"{k} x{n}" for k, n in counts.items()))
+    print_main(f"trained weights: {trained:,}; model ready in {seconds:.1f} s")
+    print_main(f"{total_steps} steps of {batches.rows_per_step} rows: micro-batch "
+               f"{batches.micro_batch_size} x accumulation {batches.accumulation} x "
+               f"{ranks_from_env().world_size} ranks")
+    if config.verbose: print_main(model)
+
+
+def finish(model: nn.Module, config: RunConfig, log: RunLog, tokenizer: object | None):
+    """Save what was trained and draw the loss."""
+    folder = Path(config.output_dir)
+    if config.save_model:
+        kind = "model" if config.adapter == "none" else "adapter"
+        save_trained(model, folder / kind, tokenizer)
+        print_main(f"saved the {kind} in {folder / kind}")
+    if ranks_from_env().is_main and log.steps:
+        print(f"loss: first step {log.steps[0].loss:.4f}, last step {log.steps[-1].loss:.4f}")
+        if plot_loss(log.steps, folder / "loss.png", Path(config.model_name).name):
+            print(f"loss picture: {folder / 'loss.png'}")

@@ -1,0 +1,66 @@
+"""Run a function on real gloo ranks and bring back what each returned.
+
+Ranks are forked from a server that has the heavy imports done, so a spawn costs about a second; put
+several cases into one function all the same.
+"""
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import traceback
+
+from fsdp_qlora.dist import free_port
+
+PRELOAD = ["torch", "transformers", "peft", "bitsandbytes", "torch.distributed.fsdp",
+           "transformers.models.llama.modeling_llama", "fsdp_qlora.trainer"]
+
+
+def run_ranks(function, world_size: int, *args, timeout: float = 300) -> list:
+    """`function(*args)` on every rank; the results by rank. Raises if any rank failed."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    results, port = context.Queue(), free_port()
+    ranks = [context.Process(target=_rank, args=(function, rank, world_size, port, results, args))
+             for rank in range(world_size)]
+    for process in ranks: process.start()
+    try:
+        collected = dict(results.get(timeout=timeout) for _ in ranks)
+    finally:
+        for process in ranks:
+            process.join(timeout=20)
+            process.kill()
+    failures = [f"rank {r}:\n{v}" for r, (ok, v) in sorted(collected.items()) if not ok]
+    assert not failures, "\n".join(failures)
+    return [_unpacked(collected[r][1]) for r in range(world_size)]
+
+
+def _rank(function, rank, world_size, port, results, args):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
+                      LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="localhost",
+                      MASTER_PORT=str(port))
+    import torch
+
+    from fsdp_qlora.dist import process_group
+    torch.set_num_threads(1)
+    try:
+        with process_group(torch.device("cpu"), timeout_minutes=2):
+            results.put((rank, (True, _packed(function(*args)))))
+    except BaseException:  # noqa: BLE001  reported by the parent
+        results.put((rank, (False, traceback.format_exc())))
+        results.close()
+        results.join_thread()
+        os._exit(1)
+
+
+def _packed(result) -> bytes:
+    """Results as bytes: tensors in a queue would live in the memory of a rank that is gone."""
+    import torch
+    buffer = io.BytesIO()
+    torch.save(result, buffer)
+    return buffer.getvalue()
+
+
+def _unpacked(data: bytes):
+    import torch
+    return torch.load(io.BytesIO(data), weights_only=False)
