@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from .activations import apply_activation_policy
 from .adapters import apply_adapters, init_adapters, lora_config

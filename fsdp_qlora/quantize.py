@@ -11,14 +11,9 @@ Shapes: O out rows, I inputs, Ip = I rounded up to whole blocks of 64, B any lea
 """
 from __future__ import annotations
 
-import logging
-
+import bitsandbytes  # noqa: F401  registers torch.ops.bitsandbytes
 import torch
 from torch import Tensor, nn
-
-# It warns in every process that an optional CPU kernel for inference is missing.
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-import bitsandbytes  # noqa: E402, F401  registers torch.ops.bitsandbytes
 
 BLOCKSIZE = 64
 STORAGE_DTYPE = torch.bfloat16  # a carrier of bytes; no arithmetic is ever done in it

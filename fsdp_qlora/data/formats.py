@@ -60,6 +60,9 @@ def row_from_record(record: dict, source: str) -> Row:
 
 def _chat(record: dict, source: str, key: str) -> Row:
     messages = _messages(record, source, key)
+    system = _optional_text(record, source, "system")  # beside the turns in some ShareGPT files
+    if system and not any(turn["role"] == "system" for turn in messages):
+        messages = [_message("system", system), *messages]
     tools = record.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise ValueError(f"{source}: 'tools' is {type(tools).__name__}; expected a list of schemas")
@@ -166,8 +169,9 @@ def _optional_text(record: dict, source: str, key: str) -> str:
 def _text(record: dict, source: str, key: str) -> str:
     value = record.get(key)
     if not isinstance(value, str):
-        found = "null" if value is None else f"{type(value).__name__} ({value!r:.40})"
-        raise ValueError(f"{source}: '{key}' is {found}; expected text in quotes")
+        found = "null" if value is None else f"{type(value).__name__} {str(value)[:40]}"
+        raise ValueError(f"{source}: '{key}' is {found}; expected text in quotes (drop the row, "
+                         "or write \"\" where it is empty)")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -78,11 +78,10 @@ def open_source(dataset: str | Path | list, *, split: str = "train", samples: in
 
 
 def _whole_source(dataset: str | Path | list, split: str, seed: int) -> Source:
-    if dataset == "text_to_sql": return _file_source(_bundled_files(split))
-    if dataset in HUB_IDS if isinstance(dataset, str) else False:
-        return _named_hub_source(dataset, split, seed)
     if isinstance(dataset, list):
         return _file_source([path for part in dataset for path in find_files(part, split)])
+    if dataset == "text_to_sql": return _file_source(_bundled_files(split))
+    if dataset in HUB_IDS: return _named_hub_source(dataset, split, seed)
     if _is_saved_by_datasets(dataset): return _disk_source(dataset, split)
     if _looks_like_hub_name(dataset): return _hub_source(str(dataset), split)
     return _file_source(find_files(dataset, split))
@@ -203,28 +202,28 @@ def _json_lines_records(path: Path) -> Iterator[tuple[str, dict]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             line = line.removeprefix(codecs.BOM_UTF8)  # also where files were concatenated
-            if line.strip():
-                yield f"{path}:{number}", _parse_json(line, f"{path}:{number}")
+            if line.strip(): yield f"{path}:{number}", _parse_json(line, path, number)
 
 
 def _json_list_records(path: Path) -> Iterator[tuple[str, dict]]:
-    records = _parse_json(path.read_bytes().removeprefix(codecs.BOM_UTF8), f"{path}")
+    records = _parse_json(path.read_bytes().removeprefix(codecs.BOM_UTF8), path, first_line=1)
     return ((f"{path}: element {number}", record) for number, record in enumerate(records, 1))
 
 
-def _parse_json(data: bytes, place: str):
-    """json.loads whose faults are one line: place, what is wrong, what to do."""
-    def reject(constant):
-        raise ValueError(f"{place}: {constant} is no JSON value; "
-                         "write null, or text in quotes, or drop the row")
+def _parse_json(data: bytes, path: Path, first_line: int):
+    """json.loads whose faults are one line: the place, what is wrong, what to do.
+
+    NaN passes, as in Python; in a field that is used it is then reported as not being text.
+    """
     try:
-        return json.loads(data.decode("utf-8"), parse_constant=reject)
+        return json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise ValueError(f"{place}: byte 0x{data[error.start]:02x} at position {error.start + 1} "
-                         "is not UTF-8; convert the file: iconv -f ISO-8859-1 -t UTF-8") from None
+        line = first_line + data.count(b"\n", 0, error.start)
+        raise ValueError(f"{path}:{line}: byte 0x{data[error.start]:02x} is not UTF-8; convert the "
+                         f"file, say: iconv -f ISO-8859-1 -t UTF-8 {path.name}") from None
     except json.JSONDecodeError as error:
-        if b"\n" in data.rstrip(): place = f"{place}:{error.lineno}"  # a list over many lines
-        raise ValueError(f"{place}: column {error.colno}: {_json_fault(error)}") from None
+        line = first_line + error.lineno - 1
+        raise ValueError(f"{path}:{line}: column {error.colno}: {_json_fault(error)}") from None
 
 
 def _json_fault(error: json.JSONDecodeError) -> str:
@@ -295,9 +294,11 @@ def _load_from_hub(hub_id: str, split: str, dataset: str):
     try:
         return datasets.load_dataset(hub_id, split=split)
     except Exception as error:  # no network, unknown name, unknown split, a gated repository
-        raise ValueError(f"--dataset {dataset}: {hub_id} (split {split}) could not be loaded from "
-                         f"the Hugging Face hub: {_first_line(error)}; check the name, the split "
-                         f"and the network, or use a file or one of {', '.join(NAMES)}") from error
+        missing = "no such file or folder here, and " if dataset == hub_id else ""
+        raise ValueError(f"--dataset {dataset}: {missing}{hub_id} (split {split}) could not be "
+                         f"loaded from the Hugging Face hub: {_first_line(error)}; check the name, "
+                         f"the split and the network, or use a file or one of {', '.join(NAMES)}"
+                         ) from error
 
 
 def _arrow_source(data, name: str) -> Source:

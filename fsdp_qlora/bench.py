@@ -1,0 +1,222 @@
+"""Measure optimizer steps on random tokens, and write each measurement as one JSON line.
+
+A row says all that is needed to repeat it: settings, versions, commit, GPU. Out of memory is a row
+too. The step is a median after warm-up; memory is the highest over ranks.
+"""
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import time
+from dataclasses import asdict, dataclass
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from .config import RunConfig, plan_batches
+from .dist import print_main, process_group, rank_device, ranks_from_env
+
+VERSIONED = ("torch", "transformers", "peft", "bitsandbytes", "triton", "fsdp_qlora")
+
+
+@dataclass
+class Row:
+    """One measurement. Sizes in GiB, times in seconds; `status` is ok, oom or error."""
+    name: str
+    model: str
+    num_hidden_layers: int
+    train_type: str
+    quant: str
+    compute_dtype: str
+    gpu: str
+    gpus: int
+    nodes: int
+    gpu_memory_limit_gib: float | None
+    sharding_strategy: str
+    activation_policy: str
+    cpu_offload: bool
+    activation_offload: bool
+    batch_size: int
+    context_length: int
+    gradient_accumulation_steps: int
+    lora_rank: int | None
+    lora_targets: str | None
+    lora_dropout: float | None
+    adapter_dtype: str | None
+    absmax_dtype: str | None
+    optimizer: str
+    optimizer_state_dtype: str
+    compile: bool
+    attention_backend: str
+    packed: bool
+    versions: dict[str, str]
+    commit: str
+    date: str
+    status: str = "ok"
+    peer: str | None = None
+    steps_measured: int = 0
+    seconds_per_step: float | None = None
+    seconds_p10: float | None = None
+    seconds_p90: float | None = None
+    tokens_per_second_per_gpu: float | None = None
+    model_tflops_per_gpu: float | None = None
+    peak_allocated_gib: float | None = None
+    peak_reserved_gib: float | None = None
+    peak_host_gib: float | None = None
+    load_seconds: float | None = None
+    loss_first: float | None = None
+    loss_last: float | None = None
+    estimate_peak_gib: float | None = None
+    estimate_seconds_per_step: float | None = None
+
+
+def append_row(row: Row, path: str | Path):
+    """Add a row to a results file."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file: file.write(json.dumps(asdict(row)) + "\n")
+
+
+def describe_run(config: RunConfig, name: str, layers: int, device: torch.device) -> Row:
+    """A row with everything that is known before the first step."""
+    ranks, adapted = ranks_from_env(), config.adapter != "none"
+    batches = plan_batches(config, ranks.world_size)
+    return Row(
+        name=name, model=config.model_name, num_hidden_layers=layers, train_type=config.train_type,
+        quant=config.quant, compute_dtype=config.precision, gpu=device_name(device),
+        gpus=ranks.world_size, nodes=ranks.nodes, gpu_memory_limit_gib=None,
+        sharding_strategy=config.sharding_strategy,
+        activation_policy="recompute_all" if config.use_gradient_checkpointing else "keep_all",
+        cpu_offload=config.use_cpu_offload, activation_offload=config.use_activation_cpu_offload,
+        batch_size=batches.micro_batch_size, context_length=config.context_length,
+        gradient_accumulation_steps=batches.accumulation,
+        lora_rank=config.lora_rank if adapted else None,
+        lora_targets=config.lora_target_modules if adapted else None,
+        lora_dropout=config.lora_dropout if adapted else None,
+        adapter_dtype=config.adapter_dtype if adapted else None,
+        absmax_dtype="fp32" if config.quant != "none" else None, optimizer=config.optimizer,
+        optimizer_state_dtype=config.adapter_dtype if adapted else config.precision,
+        compile=config.compile, attention_backend=config.attn_implementation, packed=False,
+        versions=versions(), commit=commit(), date=date.today().isoformat())
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or cpu."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of what decides speed and memory."""
+    found = {}
+    for package in VERSIONED:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    if torch.version.cuda: found["cuda"] = torch.version.cuda
+    return found
+
+
+def commit() -> str:
+    """The project's commit, with + if the tree has changes; unknown outside a checkout."""
+    try:
+        run = subprocess.run(["git", "describe", "--always", "--dirty=+"], capture_output=True,
+                             text=True, cwd=Path(__file__).parent, check=True)
+        return run.stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def bench_rank(config: RunConfig, options) -> Row:
+    """Measure `options.steps` steps of `config` on this rank; rank 0 prints and keeps the row."""
+    from .loading import read_config
+    device = rank_device(config.device)
+    layers = read_config(config.model_name).num_hidden_layers
+    row = describe_run(config, options.row_name or config.sharding_strategy, layers, device)
+    with process_group(device, config.timeout_minutes):
+        try:
+            measure(row, config, options, device)
+        except torch.OutOfMemoryError as error:
+            row.status = "oom"
+            print_main(str(error).splitlines()[0])
+    if ranks_from_env().is_main:
+        print(summary(row))
+        if options.results: append_row(row, options.results)
+    return row
+
+
+def measure(row: Row, config: RunConfig, options, device: torch.device):
+    """Build, warm up, time the steps, and fill the row."""
+    from .build import build_model
+    from .optim import build_optimizer
+    from .trainer import seed_everything, train_step
+    seed_everything(config.seed, ranks_from_env().rank, config.deterministic)
+    started = time.perf_counter()
+    model = build_model(config, device)
+    synchronize(device)
+    row.load_seconds = time.perf_counter() - started
+    optimizer = build_optimizer(model, config.optimizer, config.lr, config.wd)
+    batches = random_batches(config, model.config.vocab_size, row.gradient_accumulation_steps)
+    clip = config.grad_norm if config.apply_gradient_clipping else None
+    seconds = []
+    for step in range(options.warmup + options.steps):
+        if step == options.warmup and device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        synchronize(device)
+        started = time.perf_counter()
+        result = train_step(model, optimizer, batches, max_grad_norm=clip, no_sync=config.no_sync)
+        synchronize(device)
+        if step == 0: row.loss_first = result.loss
+        if step >= options.warmup: seconds.append(time.perf_counter() - started)
+    row.loss_last = result.loss
+    record_time(row, seconds)
+    record_memory(row, device)
+
+
+def random_batches(config: RunConfig, vocab: int, count: int) -> list[dict[str, torch.Tensor]]:
+    """Full rows of random tokens, other ones on each rank; the same in every step."""
+    generator = torch.Generator().manual_seed(config.seed + ranks_from_env().rank)
+    shape = (config.batch_size, config.context_length)
+    tokens = [torch.randint(0, vocab, shape, generator=generator) for _ in range(count)]
+    return [dict(input_ids=t, labels=t.clone()) for t in tokens]
+
+
+def record_time(row: Row, seconds: list[float]):
+    """Median and spread of the measured steps."""
+    row.steps_measured = len(seconds)
+    row.seconds_per_step = statistics.median(seconds)
+    ordered = sorted(seconds)
+    row.seconds_p10 = ordered[int(0.1 * (len(ordered) - 1))]
+    row.seconds_p90 = ordered[int(0.9 * (len(ordered) - 1) + 0.5)]
+    tokens = row.batch_size * row.context_length * row.gradient_accumulation_steps
+    row.tokens_per_second_per_gpu = tokens / row.seconds_per_step
+
+
+def record_memory(row: Row, device: torch.device):
+    """Highest memory of any rank, and the hosts' together."""
+    import resource
+    host = torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20])
+    dist.all_reduce(host)
+    row.peak_host_gib = host.item()
+    if device.type != "cuda": return
+    peaks = torch.tensor([torch.cuda.max_memory_allocated(device),
+                          torch.cuda.max_memory_reserved(device)], dtype=torch.float64) / 2**30
+    dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+    row.peak_allocated_gib, row.peak_reserved_gib = peaks.tolist()
+
+
+def synchronize(device: torch.device):
+    """Wait for the GPU."""
+    if device.type == "cuda": torch.cuda.synchronize(device)
+
+
+def summary(row: Row) -> str:
+    """A row in one line."""
+    if row.status != "ok": return f"{row.name}: {row.status}"
+    memory = f"  peak {row.peak_allocated_gib:.2f} GiB" if row.peak_allocated_gib else ""
+    return (f"{row.name}: {row.seconds_per_step:.3f} s/step  "
+            f"{row.tokens_per_second_per_gpu:,.0f} tok/s per GPU{memory}  "
+            f"loss {row.loss_first:.4f} -> {row.loss_last:.4f}  load {row.load_seconds:.1f} s")

@@ -1,0 +1,187 @@
+"""The command line: `fsdp-qlora train|generate|data|bench|demo`, and `train.py`, which is `train`.
+
+Flags are made from the fields of `RunConfig` and nothing else. A user's mistake ends in one line on
+stderr and exit code 2, on every rank; --verbose adds the traceback.
+"""
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+import traceback
+from dataclasses import dataclass, fields
+from typing import get_args, get_type_hints
+
+from fastcore.basics import listify, str2bool
+
+from .config import GROUPS, RunConfig, default_of, opt, shown
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are ValueErrors, so that all mistakes end in one place."""
+
+    def error(self, message: str):
+        raise ValueError(message)
+
+
+def boolean(text: str) -> bool:
+    """true, false, True, False, 1, 0, yes, no."""
+    value = str2bool(text)
+    if not isinstance(value, bool): raise argparse.ArgumentTypeError(f"{text!r} is not true or false")
+    return value
+
+
+def add_fields(parser: argparse.ArgumentParser, group: type):
+    """One flag per field of a dataclass, under its docstring as a title."""
+    section = parser.add_argument_group(group.__doc__.splitlines()[0])
+    hints = get_type_hints(group)
+    for f in fields(group):
+        kind = next((t for t in get_args(hints[f.name]) if t is not type(None)), hints[f.name])
+        how = dict(nargs="?", const=True, type=boolean) if kind is bool else dict(type=kind)
+        section.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=help_text(f),
+                             metavar=metavar(f, kind), **how)
+
+
+def metavar(f, kind: type) -> str:
+    """What stands for a value in --help."""
+    choices = [c for c in listify(f.metadata["choices"]) if c not in f.metadata["later"]]
+    if choices: return "{" + ",".join(choices) + "}"
+    return {bool: "true|false", int: "N", float: "X"}.get(kind, "TEXT")
+
+
+def help_text(f) -> str:
+    """A setting's help line with its unit, example and default."""
+    extra = [f"in {f.metadata['unit']}"] if f.metadata["unit"] else []
+    if f.metadata["example"] is not None: extra.append(f"e.g. {f.metadata['example']}")
+    extra.append(f"default {shown(default_of(f))}")
+    return f"{f.metadata['help']} ({'; '.join(extra)})".replace("%", "%%")
+
+
+def parse(argv: list[str], *extra_groups: type, prog: str = "fsdp-qlora train") -> list:
+    """The RunConfig that `argv` asks for, and one object per group in `extra_groups`.
+
+    Raises ValueError for an unknown flag, with the nearest known one, or a value that is not one.
+    """
+    parser = Parser(prog=prog, usage=f"{prog} [--flag value ...]", allow_abbrev=False)
+    for group in (*extra_groups, *GROUPS): add_fields(parser, group)
+    known, unknown = parser.parse_known_args(argv)
+    if unknown: raise ValueError(unknown_flag(unknown[0], parser))
+    values = vars(known)
+    extras = [g(**{f.name: values.pop(f.name) for f in fields(g) if f.name in values})
+              for g in extra_groups]
+    return [RunConfig(**values), *extras]
+
+
+def unknown_flag(flag: str, parser: argparse.ArgumentParser) -> str:
+    """An error for a flag that does not exist."""
+    if not flag.startswith("-"): return f"unexpected argument {flag!r}; settings are --name value"
+    flags = [s for a in parser._actions for s in a.option_strings]
+    near = difflib.get_close_matches(flag.split("=")[0].replace("-", "_").replace("__", "--", 1),
+                                     flags, n=1)
+    return f"unknown flag {flag}" + (f"; did you mean {near[0]}?" if near else "; see --help")
+
+
+# ---- commands ----------------------------------------------------------------------------------
+
+def train_command(argv: list[str]):
+    """Fine-tune a model."""
+    (config,) = parse(argv)
+    from .launch import run_on_ranks
+    run_on_ranks(config, "train", argv, train_rank)
+
+
+def train_rank(config: RunConfig):
+    """What each rank does: prepare without the others, then train with them."""
+    from .dist import process_group, rank_device
+    from .prepare import check_device, load_tokenizer, tokenized_data
+    device = rank_device(config.device)
+    check_device(config, device)
+    tokenizer = load_tokenizer(config.model_name)
+    dataset = tokenized_data(config, tokenizer)
+    from .build import planned_model
+    from .trainer import train
+    planned_model(config, device)  # a wrong checkpoint or target is found before ranks wait
+    with process_group(device, config.timeout_minutes):
+        train(config, dataset, tokenizer.pad_token_id, device, tokenizer)
+
+
+@dataclass
+class GenerateOptions:
+    """Generate"""
+    adapter_folder: str | None = opt(None, "adapter folder that training saved",
+                                     example="output/adapter")
+    prompt: str = opt("", "what the user says")
+    max_new_tokens: int = opt(128, "longest answer", unit="tokens")
+    base_quant: str = opt("auto", "weights of the base: auto = as the adapter was trained",
+                          choices=("auto", "none", "nf4", "fp4"))
+
+
+def generate_command(argv: list[str]):
+    """Answer a prompt with a base model and an adapter."""
+    config, options = parse(argv, GenerateOptions, prog="fsdp-qlora generate")
+    from .generate import answer
+    answer(config, options)
+
+
+def data_command(argv: list[str]):
+    """Tokenize a data set, report on it and show its first rows with trained tokens marked."""
+    (config,) = parse(argv, prog="fsdp-qlora data")
+    from .prepare import load_tokenizer, tokenized_data
+    tokenized_data(config, load_tokenizer(config.model_name))
+
+
+@dataclass
+class BenchOptions:
+    """Benchmark"""
+    steps: int = opt(10, "measured optimizer steps")
+    warmup: int = opt(3, "steps before that are dropped")
+    results: str | None = opt(None, "JSON-lines file the row is appended to")
+    row_name: str = opt("", "name of the row")
+
+
+def bench_command(argv: list[str]):
+    """Measure steps on random tokens and write a benchmark row."""
+    config, options = parse(argv, BenchOptions, prog="fsdp-qlora bench")
+    from .bench import bench_rank
+    from .launch import run_on_ranks
+    run_on_ranks(config, "bench", argv, lambda c: bench_rank(c, options))
+
+
+def demo_command(argv: list[str]):
+    """Fine-tune a small real model to write SQL, and score it before and after."""
+    from .demo.run import main as demo
+    demo(argv)
+
+
+COMMANDS = {"train": train_command, "generate": generate_command, "data": data_command,
+            "bench": bench_command, "demo": demo_command}
+
+
+def overview() -> str:
+    """The commands in a few lines."""
+    lines = [f"  {name:<10}{function.__doc__}" for name, function in COMMANDS.items()]
+    return "\n".join(["usage: fsdp-qlora COMMAND [--flag value ...]", "", *lines, "",
+                      "fsdp-qlora COMMAND --help lists a command's flags"])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; the exit code is 2 for a user's mistake."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    try:
+        if argv[0] not in COMMANDS:
+            raise ValueError(f"unknown command {argv[0]!r}; choose {', '.join(COMMANDS)}")
+        COMMANDS[argv[0]](argv[1:])
+        return 0
+    except (ValueError, OSError, ImportError) as error:
+        if "--verbose" in argv: traceback.print_exc()
+        rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
+        print(f"error{rank}: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""One rank builds a file, the others wait for it, without a process group.
+
+Tokenising a large data set takes longer than the timeout of a collective, so ranks that waited in a
+barrier would be killed while rank 0 worked. Here they poll the disk instead, before any process
+group exists. The file appears whole (atomic rename); if the writer fails it leaves a note, and every
+rank raises the writer's error.
+"""
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+POLL_SECONDS = 0.2
+CLOCK_SLACK_SECONDS = 60  # file times may come from another host, and ranks start at odd times
+
+
+def build_or_wait(path: Path, build: Callable[[Path], None], *, is_writer: bool,
+                  timeout_s: float) -> None:
+    """Return once `path` exists: built by `build(temporary_path)` on the writer, awaited elsewhere.
+
+    Raises what `build` raised on the writer, and ValueError with the same text on the others.
+    """
+    if path.exists(): return
+    if is_writer: _build(path, build)
+    else: _wait(path, timeout_s)
+
+
+def _build(path: Path, build: Callable[[Path], None]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _note_of(path).unlink(missing_ok=True)  # of an earlier run
+    except OSError as error:
+        raise ValueError(f"--cache_dir {path.parent}: {error}; name a folder that can be written "
+                         "to") from error
+    try:
+        _write_whole(path, build)
+    except Exception as error:
+        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        with suppress(OSError):  # a full disk; the launcher then ends the waiting ranks
+            _write_whole(_note_of(path), lambda temporary: temporary.write_text(text))
+        raise
+
+
+def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    temporary = path.with_name(f".writing-{uuid.uuid4().hex}")
+    try:
+        write(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _wait(path: Path, timeout_s: float) -> None:
+    started, deadline = time.time(), time.monotonic() + timeout_s
+    while not path.exists():
+        if (text := _fresh_note(path, started)) is not None: raise ValueError(text)
+        if time.monotonic() > deadline:
+            raise ValueError(f"{path}: the writing rank has not finished it in {timeout_s:.0f} s; "
+                             "see its log, or delete --cache_dir and start again")
+        time.sleep(POLL_SECONDS)
+
+
+def _fresh_note(path: Path, started: float) -> str | None:
+    """The error of this run's writer; a note left by an earlier run does not count."""
+    note = _note_of(path)
+    try:
+        if note.stat().st_mtime < started - CLOCK_SLACK_SECONDS: return None
+        return note.read_text()
+    except FileNotFoundError:
+        return None
+
+
+def _note_of(path: Path) -> Path:
+    return path.with_suffix(".failed")
+

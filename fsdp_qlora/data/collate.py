@@ -1,0 +1,69 @@
+"""Rows of unequal length as one batch, padded on the right.
+
+Padding is known by position, so any existing id serves as pad and the vocabulary is never resized:
+a [PAD] whose id is the size of the embedding is an index error, and a resized embedding is a
+checkpoint that other tools cannot load.
+
+Shapes: B rows of the batch, T tokens of its longest row (rounded up).
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+IGNORE = -100
+
+Example = tuple[Tensor, Tensor]  # input_ids (T,), labels (T,)
+
+
+def collate(examples: Sequence[Example], pad_token_id: int, pad_to_multiple_of: int = 1,
+            pad_to: int | None = None) -> dict[str, Tensor | None]:
+    """input_ids, labels, attention_mask and position_ids, each (B, T) int64.
+
+    attention_mask is None where no row is padded: then attention takes its fast causal kernel.
+    (Padding on the right never reaches a real token through causal attention either, so a causal
+    model gives real tokens the same result without the mask.)
+    pad_to: T for every batch, for compiled models; else the longest row, rounded up to
+        `pad_to_multiple_of`.
+    """
+    lengths = [len(input_ids) for input_ids, _ in examples]
+    width = padded_length(max(lengths), pad_to_multiple_of, pad_to)
+    input_ids = torch.full((len(examples), width), pad_token_id)
+    labels = torch.full_like(input_ids, IGNORE)
+    for row, (ids, targets) in enumerate(examples):
+        input_ids[row, :len(ids)] = ids
+        labels[row, :len(ids)] = targets
+    positions = torch.arange(width).expand(len(examples), -1).contiguous()
+    mask = (positions < torch.tensor(lengths)[:, None]).long() if min(lengths) < width else None
+    return {"input_ids": input_ids, "labels": labels, "attention_mask": mask,
+            "position_ids": positions}
+
+
+def filler(pad_token_id: int, num_tokens: int = 2) -> Example:
+    """A row without a trained token, for a rank that has none left in a step.
+
+    The rank still runs forward and backward on it and so joins every collective; its loss is a sum
+    over no tokens. Two tokens, so that the shifted labels are not empty.
+    """
+    return torch.full((num_tokens,), pad_token_id), torch.full((num_tokens,), IGNORE)
+
+
+def choose_pad_token_id(tokenizer, vocab_size: int | None = None) -> int:
+    """An id that the model already embeds: the pad token, else unk, else EOS, else 0.
+
+    vocab_size: rows of the model's embedding; a token added beyond it is passed over.
+    """
+    for token_id in (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.eos_token_id):
+        if token_id is not None and (vocab_size is None or token_id < vocab_size): return token_id
+    return 0
+
+
+def padded_length(longest: int, pad_to_multiple_of: int = 1, pad_to: int | None = None) -> int:
+    """T for a batch whose longest row has `longest` tokens."""
+    if pad_to is None: return -(-longest // pad_to_multiple_of) * pad_to_multiple_of
+    if longest > pad_to:
+        raise ValueError(f"pad_to={pad_to}: a row has {longest} tokens; set it to the "
+                         "--context_length the rows were cut to")
+    return pad_to

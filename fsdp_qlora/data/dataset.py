@@ -1,0 +1,190 @@
+"""Tokenised rows, held compactly, and the one call that makes them from a name or a file.
+
+A million rows of a thousand tokens are 5 GB here (4 bytes an id, 1 byte a mark) and would be over
+30 GB as lists of Python ints. With a cache file they are memory-mapped, so the ranks of a host share
+one copy.
+
+Shapes: N rows, T tokens of a row, S tokens of all rows.
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .cache import build_or_wait
+from .formats import Row
+from .masking import Encoded, encode_rows
+from .report import DataReport
+from .sources import open_source
+from .templates import ChatTemplate, UnusableRow
+
+IGNORE = -100  # label of tokens that are not trained, as in torch's cross_entropy
+ROWS_PER_BATCH = 256  # tokenised together
+CACHE_VERSION = 1  # raise it when the same input gives other tokens
+
+
+@dataclass(frozen=True)
+class TokenizedDataset:
+    """N rows of token ids; `dataset[i]` is (input_ids, labels), both (T,) int64."""
+
+    input_ids: np.ndarray  # (S,) int32
+    trained: np.ndarray  # (S,) bool; False at the first token of every row
+    offsets: np.ndarray  # (N + 1,) int64, where each row starts
+    report: DataReport
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        if not -len(self) <= row < len(self): raise IndexError(f"row {row} of {len(self)}")
+        row %= len(self)
+        part = slice(self.offsets[row], self.offsets[row + 1])
+        input_ids = torch.from_numpy(self.input_ids[part].astype(np.int64))
+        trained = torch.from_numpy(self.trained[part].copy())
+        return input_ids, input_ids.masked_fill(~trained, IGNORE)
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """(N,) tokens of each row."""
+        return np.diff(self.offsets)
+
+    @cached_property
+    def trained_counts(self) -> np.ndarray:
+        """(N,) trained tokens of each row; each is predicted, as a row's first never is trained."""
+        sums = np.concatenate([[0], np.cumsum(self.trained, dtype=np.int64)])
+        return sums[self.offsets[1:]] - sums[self.offsets[:-1]]
+
+    def check_vocab_size(self, vocab_size: int) -> None:
+        """ValueError if the model has no embedding for a token, which on a GPU is a device assert.
+
+        vocab_size: rows of the model's embedding.
+        """
+        largest = int(self.input_ids.max(initial=-1))
+        if largest >= vocab_size:
+            raise ValueError(f"the data hold token id {largest}, but the model embeds ids below "
+                             f"{vocab_size}; use the tokenizer that belongs to --model_name, or "
+                             "a checkpoint whose embedding was resized for the added tokens")
+
+    def save(self, path: str | Path) -> None:
+        arrays = {"input_ids": self.input_ids, "trained": self.trained, "offsets": self.offsets}
+        save_file({name: torch.from_numpy(values) for name, values in arrays.items()}, path,
+                  metadata={"report": json.dumps(self.report.to_dict())})
+
+    @classmethod
+    def load(cls, path: str | Path) -> TokenizedDataset:
+        with safe_open(path, framework="pt") as file:
+            report = DataReport.from_dict(json.loads(file.metadata()["report"]))
+        arrays = {name: values.numpy() for name, values in load_file(path).items()}  # mapped
+        return cls(**arrays, report=report)
+
+
+def tokenize_rows(rows: Iterable[Row], tokenizer, *, context_length: int,
+                  train_on: str = "completion") -> TokenizedDataset:
+    """Rows as tokens, in order, with what was dropped or cut in the `report`.
+
+    context_length: rows are cut after so many tokens.
+    train_on: "completion" (what an assistant writes, with the token that ends its turn) or "all".
+    """
+    if context_length < 2:
+        raise ValueError(f"--context_length {context_length}: give at least 2 tokens")
+    chat = ChatTemplate(tokenizer)
+    builder = _Builder(DataReport(context_length, train_on))
+    for batch in _batches(rows, ROWS_PER_BATCH):
+        for row, encoded in zip(batch, encode_rows(batch, chat, train_on), strict=True):
+            builder.add(row.source, encoded)
+    return builder.finish()
+
+
+def load_dataset(dataset: str | Path | list, tokenizer, *, split: str = "train",
+                 samples: int | None = None, context_length: int = 512,
+                 train_on: str = "completion", seed: int = 42,
+                 cache_dir: str | Path | None = None, is_writer: bool = True,
+                 wait_timeout_s: float = 6 * 3600) -> TokenizedDataset:
+    """Read and tokenise `dataset` (see `read_rows`); every rank gets the same rows.
+
+    cache_dir: where the tokens are kept, under a name that follows from the data, the tokenizer,
+        its template and the options. None: every rank tokenises for itself.
+    is_writer: True on the one rank per cache_dir that tokenises; the others poll for its file.
+        Call this before the process group exists, so that no collective can time out.
+    Raises ValueError if no row is left.
+    """
+    source = open_source(dataset, split=split, samples=samples, seed=seed,
+                         dummy_words=context_length)  # a word is at least a token
+
+    def build() -> TokenizedDataset:
+        tokenized = tokenize_rows(source.rows(), tokenizer, context_length=context_length,
+                                  train_on=train_on)
+        if not len(tokenized):
+            raise ValueError(f"--dataset {dataset}: no row is left to train on; "
+                             f"{tokenized.report.format_dropped()}")
+        return tokenized
+
+    if cache_dir is None: return build()
+    options = [split, samples, seed, context_length, train_on]
+    path = Path(cache_dir) / f"tokens-{_cache_key(source.digest(), tokenizer, options)}.safetensors"
+    build_or_wait(path, lambda temporary: build().save(temporary), is_writer=is_writer,
+                  timeout_s=wait_timeout_s)
+    return TokenizedDataset.load(path)
+
+
+def _cache_key(data_digest: str, tokenizer, options: list) -> str:
+    parts = [CACHE_VERSION, data_digest, tokenizer.backend_tokenizer.to_str(),
+             tokenizer.chat_template, tokenizer.special_tokens_map, options]
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:32]
+
+
+def _batches(rows: Iterable[Row], size: int) -> Iterator[list[Row]]:
+    rows = iter(rows)
+    while batch := list(islice(rows, size)): yield batch
+
+
+class _Builder:
+    """Grows the flat arrays row by row, and counts."""
+
+    def __init__(self, report: DataReport):
+        self.report = report
+        self.input_ids, self.trained, self.offsets = array("i"), array("b"), array("q", [0])
+
+    def add(self, source: str, encoded: Encoded | UnusableRow) -> None:
+        self.report.rows_read += 1
+        if isinstance(encoded, UnusableRow): return self.report.drop(str(encoded), source)
+        length = self.report.context_length
+        input_ids, trained = encoded.input_ids[:length], encoded.trained[:length]
+        if not trained.any():
+            reason = (f"nothing to train within {length:,} tokens (--context_length)"
+                      if encoded.trained.any() else "no answer to train")
+            return self.report.drop(reason, source)
+        self._keep(input_ids, trained)
+        self._count(len(input_ids), int(trained.sum()), encoded)
+
+    def _keep(self, input_ids: np.ndarray, trained: np.ndarray) -> None:
+        self.input_ids.frombytes(input_ids.tobytes())
+        self.trained.frombytes(trained.tobytes())
+        self.offsets.append(len(self.input_ids))
+
+    def _count(self, length: int, trained: int, encoded: Encoded) -> None:
+        report, cut = self.report, len(encoded.input_ids) - length
+        report.rows_kept += 1
+        report.rows_truncated += cut > 0
+        report.tokens_cut += cut
+        report.tokens_total += length
+        report.tokens_trained += trained
+        report.rows_with_folded_system += encoded.folded_system
+        report.count_length(length)
+
+    def finish(self) -> TokenizedDataset:
+        return TokenizedDataset(np.array(self.input_ids, dtype=np.int32),
+                                np.frombuffer(self.trained, dtype=np.bool_).copy(),
+                                np.array(self.offsets, dtype=np.int64), self.report)

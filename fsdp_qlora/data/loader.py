@@ -1,0 +1,119 @@
+"""Optimizer steps as ready batches for one rank, prepared ahead in a thread.
+
+Slicing arrays and padding takes well under a millisecond a row and mostly runs in C, so a thread is
+enough: no worker processes, nothing to pickle, nothing left behind when a run is interrupted.
+"""
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from .collate import IGNORE, collate, filler
+from .dataset import TokenizedDataset
+from .packing import collate_packed, pack
+from .sampler import StepSampler, rank_share
+
+
+@dataclass
+class Step:
+    """What one rank computes in one optimizer step."""
+
+    index: int
+    epoch: int
+    micro_batches: list[dict]  # this rank's; as many on every rank
+    num_rows: int  # of all ranks
+    num_tokens: int  # of all ranks, without padding
+    num_trained_tokens: int  # of all ranks: what the sum of losses is divided by
+    num_trained_tokens_local: int  # of this rank
+
+
+class StepLoader:
+    """Iterates `Step`s from the sampler's position to its end.
+
+    Every rank knows all lengths, so `Step` gives the trained tokens of all ranks without a
+    collective. Trained tokens are those left after the shift, labels[:, 1:] != -100.
+
+    micro_batch_size: rows of a micro-batch at most; bins, if packing.
+    packing: put rows of the same step together in bins of the context length. The rows of a step
+        stay the same, so it changes the layout and not the gradient. Batches come from
+        `collate_packed`, which attention must be told about.
+    pad_to_multiple_of, pad_to: as in `collate`.
+    num_workers: steps prepared ahead, each in a thread; 0 prepares a step when it is asked for.
+    pin_memory: for asynchronous copies to a GPU.
+    """
+
+    def __init__(self, dataset: TokenizedDataset, sampler: StepSampler, rank: int = 0,
+                 world_size: int = 1, micro_batch_size: int = 1, *, pad_token_id: int,
+                 packing: bool = False, pad_to_multiple_of: int = 1, pad_to: int | None = None,
+                 num_workers: int = 2, pin_memory: bool = False):
+        if micro_batch_size < 1:
+            raise ValueError(f"--batch_size {micro_batch_size}: give at least 1 row")
+        assert len(dataset) == sampler.num_rows, "the sampler was made for another dataset"
+        self.dataset, self.sampler = dataset, sampler
+        self.rank, self.world_size, self.micro_batch_size = rank, world_size, micro_batch_size
+        self.packing, self.num_workers, self.pin_memory = packing, num_workers, pin_memory
+        self.padding = {"pad_token_id": pad_token_id, "pad_to_multiple_of": pad_to_multiple_of,
+                        "pad_to": pad_to}
+
+    def __len__(self) -> int:
+        return self.sampler.total_steps - self.sampler.position
+
+    def __iter__(self) -> Iterator[Step]:
+        for step in self._steps(range(self.sampler.position, self.sampler.total_steps)):
+            self.sampler.position = step.index + 1  # a checkpoint in the step counts it as done
+            yield step
+
+    def _steps(self, indices: range) -> Iterator[Step]:
+        if not self.num_workers:
+            yield from map(self.step, indices)
+            return
+        pool = ThreadPoolExecutor(self.num_workers, thread_name_prefix="step-loader")
+        remaining, ahead = iter(indices), deque()
+        try:
+            for index in remaining:
+                ahead.append(pool.submit(self.step, index))
+                if len(ahead) > self.num_workers: yield ahead.popleft().result()
+            while ahead: yield ahead.popleft().result()
+        finally:  # also when the training loop stops early
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def step(self, index: int) -> Step:
+        """Any step, without moving the sampler."""
+        rows = self.sampler.rows(index)
+        micro_batches = [self._collate(share) for share in self._shares(rows, index)]
+        return Step(index, self.sampler.epoch(index), micro_batches, len(rows),
+                    int(self.dataset.lengths[rows].sum()),
+                    int(self.dataset.trained_counts[rows].sum()),
+                    sum(num_trained_tokens(batch) for batch in micro_batches))
+
+    def _shares(self, rows: list[int], index: int) -> list[list]:
+        """This rank's micro-batches: lists of row ids, or of bins of row ids."""
+        lengths = self.dataset.lengths[rows]
+        if self.packing:
+            bins = pack(lengths, self.dataset.report.context_length, seed=index)
+            lengths = [sum(lengths[i] for i in bin) for bin in bins]
+            rows = [[rows[i] for i in bin] for bin in bins]
+        return rank_share(rows, self.rank, self.world_size, self.micro_batch_size, lengths)
+
+    def _collate(self, share: list) -> dict:
+        nothing = filler(self.padding["pad_token_id"])
+        if self.packing:
+            bins = [[self.dataset[row] for row in bin] for bin in share] or [[nothing]]
+            batch = collate_packed(bins, **self.padding)
+        else:
+            batch = collate([self.dataset[row] for row in share] or [nothing], **self.padding)
+        return pin(batch) if self.pin_memory else batch
+
+
+def num_trained_tokens(batch: dict) -> int:
+    """Tokens whose prediction enters the loss: labels after the shift."""
+    return int((batch["labels"][:, 1:] != IGNORE).sum())
+
+
+def pin(batch: dict) -> dict:
+    return {name: value.pin_memory() if isinstance(value, torch.Tensor) else value
+            for name, value in batch.items()}

@@ -1,0 +1,234 @@
+"""Rows as token ids, with an exact mark on each token that the model must learn to write.
+
+The marks come from positions in the rendered text, never from token ids: a mask made by comparing
+ids with the pad id also hides the real EOS, and the tuned model never stops; a mask made by
+searching for a marker breaks where the marker tokenises differently or stands in a user's text.
+
+For each assistant turn the conversation is rendered once more with a sentinel in place of that
+turn's content. What is the same before and after the sentinel is the template's; what lies between
+is the model's, plus the token that closes the turn.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .formats import Row
+from .templates import ChatTemplate, UnusableRow, sentinel
+
+TRAIN_ON = ("completion", "all")
+
+
+@dataclass
+class Rendered:
+    """Text of a row with the spans (start, end), in characters, that the model must write."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    add_eos: bool  # the text has no end-of-turn token of its own
+    folded_system: bool = False
+
+
+@dataclass
+class Encoded:
+    """Token ids (T,) and, for each, whether it is trained; position 0 never is."""
+
+    input_ids: np.ndarray  # int32
+    trained: np.ndarray  # bool
+    folded_system: bool = False
+
+
+def encode_rows(rows: Sequence[Row], chat: ChatTemplate,
+                train_on: str = "completion") -> Iterator[Encoded | UnusableRow]:
+    """One result per row, in order; rows are tokenised together, which uses all cores."""
+    if train_on not in TRAIN_ON:
+        raise ValueError(f"--train_on {train_on}: choose one of {', '.join(TRAIN_ON)}")
+    rendered = [_render_or_reason(row, chat) for row in rows]
+    usable = [item for item in rendered if isinstance(item, Rendered)]
+    tokens = _tokenize([item.text for item in usable], chat.tokenizer)
+    prefix = _prefix_ids(chat.tokenizer)
+    for item in rendered:
+        if isinstance(item, UnusableRow): yield item
+        else: yield _encode(item, *next(tokens), prefix, chat.tokenizer, train_on)
+
+
+def encode_prompt(row: Row | list[dict], tokenizer) -> list[int]:
+    """Token ids that ask for the answer of `row`, exactly as they stand before it in training.
+
+    row: a Row whose last assistant turn (if it is the last message) is left out, or messages.
+    """
+    chat = ChatTemplate(tokenizer)
+    if isinstance(row, list): row = Row("prompt", messages=row)
+    if row.text is not None: text = row.text
+    elif chat.is_fallback and row.plain_prompt is not None: text = row.plain_prompt
+    else: text = _render_prompt(row, chat)
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return _missing_prefix(ids, _prefix_ids(tokenizer)) + ids
+
+
+def stop_token_ids(tokenizer) -> list[int]:
+    """Ids at which generation must stop: the EOS, and what closes a turn of the chat template."""
+    tokens = [tokenizer.eos_token, *ChatTemplate(tokenizer).end_tokens]
+    return sorted({tokenizer.convert_tokens_to_ids(token) for token in tokens if token})
+
+
+# ---- text and spans -------------------------------------------------------------------------
+
+def render_row(row: Row, chat: ChatTemplate) -> Rendered:
+    """The text of a row and what of it is the model's; UnusableRow says why there is none."""
+    if row.text is not None:
+        if not row.text: raise UnusableRow("empty text")
+        return Rendered(row.text, [(0, len(row.text))], add_eos=True)
+    if chat.is_fallback and row.plain_prompt is not None:
+        text = row.plain_prompt + row.messages[-1]["content"]
+        return Rendered(text, [(len(row.plain_prompt), len(text))], add_eos=True)
+    return _render_chat(row, chat)
+
+
+def _render_or_reason(row: Row, chat: ChatTemplate) -> Rendered | UnusableRow:
+    try:
+        return render_row(row, chat)
+    except UnusableRow as reason:
+        return reason
+
+
+def _render_chat(row: Row, chat: ChatTemplate) -> Rendered:
+    messages, text = chat.fit(row.messages, row.tools)
+    spans = [span for turn, message in enumerate(messages) if message["role"] == "assistant"
+             if (span := _turn_span(messages, turn, text, row.tools, chat)) is not None]
+    ends_open = bool(spans) and messages[-1]["role"] == "assistant" and not chat.closings
+    return Rendered(text[:spans[-1][1]] if ends_open else text, spans, add_eos=ends_open,
+                    folded_system=messages is not row.messages)
+
+
+def _render_prompt(row: Row, chat: ChatTemplate) -> str:
+    asked = row.messages
+    if asked and asked[-1]["role"] == "assistant": asked = asked[:-1]
+    messages, _ = chat.fit(asked, row.tools)
+    return chat.render(messages, row.tools, add_generation_prompt=True)
+
+
+def _turn_span(messages: list[dict], turn: int, text: str, tools: list | None,
+               chat: ChatTemplate) -> tuple[int, int] | None:
+    """Where `text` holds what the model wrote as messages[turn]; None if it was left out."""
+    probe = chat.render([*messages[:turn], {**messages[turn], "content": sentinel(turn)},
+                         *messages[turn + 1:]], tools)
+    copies = probe.count(sentinel(turn))
+    if copies == 0: return None
+    if copies > 1: raise UnusableRow("the chat template writes an answer more than once")
+    before, _, after = probe.partition(sentinel(turn))
+    start = len(before.removesuffix(chat.lead(messages, turn, tools)))
+    end = len(text) - len(after)
+    calls_tool = bool(messages[turn].get("tool_calls"))
+    if text[:start] != before[:start] or not (calls_tool or text.endswith(after)):
+        raise UnusableRow("the chat template alters other turns depending on an answer")
+    if calls_tool: return start, _end_of_tool_call(messages[turn], text, start, after, chat)
+    return start, _end_of_turn(text, max(start, end), chat)
+
+
+def _end_of_turn(text: str, end: int, chat: ChatTemplate) -> int:
+    """`end` of the content, moved past what closes the turn."""
+    for closing in chat.closings or (chat.plain_closing,):
+        if text.startswith(closing, end): return end + len(closing)
+    return end
+
+
+def _end_of_tool_call(message: dict, text: str, start: int, after: str,
+                      chat: ChatTemplate) -> int:
+    """Past the first end-of-turn token; the call stands after the content, and is the model's."""
+    content_end = len(text) - len(after) if text.endswith(after) else start
+    ends = [found + len(token) for token in chat.end_tokens
+            if (found := text.find(token, max(start, content_end))) >= 0]
+    if not ends: raise UnusableRow("no end-of-turn token after a tool call")
+    names = [call.get("function", call).get("name", "") for call in message["tool_calls"]]
+    if any(name not in text[start:min(ends)] for name in names):
+        raise UnusableRow("the chat template leaves out tool calls")
+    return min(ends)
+
+
+# ---- tokens and marks -----------------------------------------------------------------------
+
+def _tokenize(texts: list[str], tokenizer) -> Iterator[tuple[list[int], np.ndarray]]:
+    """Ids and character ranges (T, 2) of each text, without any token that the text lacks."""
+    if not texts: return
+    batch = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    for ids, offsets in zip(batch["input_ids"], batch["offset_mapping"], strict=True):
+        yield ids, _without_gaps(np.array(offsets, dtype=np.int64).reshape(-1, 2))
+
+
+def _without_gaps(offsets: np.ndarray) -> np.ndarray:
+    """Ranges that begin where the token before ends.
+
+    Some byte-level tokenizers report " word" without its space, and a token of spaces as nothing.
+    """
+    previous_ends = np.maximum.accumulate(np.concatenate([[0], offsets[:-1, 1]]))[:len(offsets)]
+    offsets[:, 0] = np.minimum(offsets[:, 0], previous_ends)
+    return offsets
+
+
+def _encode(rendered: Rendered, ids: list[int], offsets: np.ndarray, prefix: list[int], tokenizer,
+            train_on: str) -> Encoded:
+    if train_on == "all":
+        trained = np.ones(len(ids), dtype=bool)
+    else:
+        ids, offsets = _split_at_starts(rendered, ids, offsets, tokenizer)
+        trained = _overlaps(offsets, rendered.spans)
+    prefix = _missing_prefix(ids, prefix)
+    suffix = _missing_eos(ids, tokenizer) if rendered.add_eos else []
+    trained = np.concatenate([np.zeros(len(prefix), bool), trained, np.ones(len(suffix), bool)])
+    trained[:1] = False  # nothing stands before it to predict it from
+    return Encoded(np.array(prefix + ids + suffix, dtype=np.int32), trained,
+                   rendered.folded_system)
+
+
+def _overlaps(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
+    trained = np.zeros(len(offsets), dtype=bool)
+    for start, end in spans:
+        trained |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
+    return trained
+
+
+def _split_at_starts(rendered: Rendered, ids: list[int], offsets: np.ndarray, tokenizer):
+    """Tokens anew, cut where one would hold the end of a prompt and the start of an answer.
+
+    When asked, the model sees the prompt tokenised alone ("assistant\\n"), so it must not be
+    trained on a token across the border ("\\n\\n", if the answer starts with a newline).
+    """
+    cuts = [start for start, _ in rendered.spans
+            if ((offsets[:, 0] < start) & (offsets[:, 1] > start)).any()]
+    if not cuts or _adds_space(tokenizer): return ids, offsets
+    borders = [0, *cuts, len(rendered.text)]
+    pieces = [rendered.text[a:b] for a, b in zip(borders, borders[1:], strict=False)]
+    parts = list(_tokenize(pieces, tokenizer))
+    return ([token for part, _ in parts for token in part],
+            np.concatenate([ranges + at for (_, ranges), at in zip(parts, borders, strict=False)]))
+
+
+def _adds_space(tokenizer) -> bool:
+    """Whether every text gets a space in front (SentencePiece), which cutting would multiply."""
+    return tokenizer.tokenize("a")[0][0] in "▁Ġ"
+
+
+def _prefix_ids(tokenizer) -> list[int]:
+    """What the tokenizer itself puts before a text (BOS); empty if it adds nothing.
+
+    Then nothing is added here either: the model has not seen a BOS there.
+    """
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    full = tokenizer("a")["input_ids"]
+    return full[:full.index(bare[0])] if bare and bare[0] in full else []
+
+
+def _missing_prefix(ids: list[int], prefix: list[int]) -> list[int]:
+    """`prefix`, unless the text begins with it already, as where the template writes BOS."""
+    return [] if ids[:len(prefix)] == prefix else prefix
+
+
+def _missing_eos(ids: list[int], tokenizer) -> list[int]:
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no "
+                         "eos_token, so the model could not learn to stop; set eos_token in its "
+                         "tokenizer_config.json")
+    return [] if ids[-1:] == [tokenizer.eos_token_id] else [tokenizer.eos_token_id]

@@ -1,0 +1,98 @@
+"""Several rows in one line of tokens, instead of padding.
+
+Rows of a step are put into bins of the context length by best-fit decreasing: the longest row first,
+each into the fullest bin that still takes it (at most 11/9 of the best number of bins,
+https://en.wikipedia.org/wiki/Bin_packing_problem). Attention must then keep the rows apart; the
+batch says how, as `sequence_ids` for masks and `cu_seqlens` for variable-length kernels.
+
+Shapes: B bins of the batch, T tokens of a bin, N sequences of the batch.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .collate import IGNORE, Example, padded_length
+
+
+def pack(lengths: Sequence[int], capacity: int, seed: int = 0) -> list[list[int]]:
+    """Bins of indices into `lengths`, each index once, each bin's lengths at most `capacity`.
+
+    seed: order of rows of equal length, so that the same rows do not always meet.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    if lengths.max(initial=0) > capacity:
+        raise ValueError(f"packing: a row of {lengths.max()} tokens does not fit a bin of "
+                         f"{capacity}; pack to the --context_length the rows were cut to")
+    shuffled = np.random.default_rng(seed).permutation(len(lengths))
+    longest_first = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
+    bins: list[list[int]] = []
+    open_bins: list[list[int]] = [[] for _ in range(capacity + 1)]  # free space -> numbers of bins
+    spaces = 0  # bit f is set where open_bins[f] is not empty: finds the best fit in one step
+    for index in longest_first.tolist():
+        length = int(lengths[index])
+        fitting = spaces >> length
+        if fitting:
+            space = length + (fitting & -fitting).bit_length() - 1
+            number = open_bins[space].pop()
+            if not open_bins[space]: spaces &= ~(1 << space)
+        else:
+            space, number = capacity, len(bins)
+            bins.append([])
+        bins[number].append(index)
+        open_bins[space - length].append(number)
+        spaces |= 1 << (space - length)
+    return bins
+
+
+def collate_packed(bins: Sequence[Sequence[Example]], pad_token_id: int,
+                   pad_to_multiple_of: int = 1, pad_to: int | None = None) -> dict:
+    """A batch of B bins, each the concatenation of its examples.
+
+    input_ids, labels (B, T): the first label of every row is -100, so none predicts the next row.
+    position_ids (B, T): start again at 0 in every row and in the padding.
+    sequence_ids (B, T): 1, 2, ... per row within its bin; 0 is padding.
+    cu_seqlens (N + 1,) int32, max_seqlen int: borders of all sequences, runs of padding included,
+        in the batch flattened to (1, B * T).
+    attention_mask is None: a mask of real tokens would not keep rows apart.
+    """
+    width = padded_length(max(sum(len(ids) for ids, _ in bin) for bin in bins),
+                          pad_to_multiple_of, pad_to)
+    input_ids = torch.full((len(bins), width), pad_token_id)
+    labels = torch.full_like(input_ids, IGNORE)
+    position_ids, sequence_ids = torch.zeros_like(input_ids), torch.zeros_like(input_ids)
+    borders = [0]
+    for row, examples in enumerate(bins):
+        start = 0
+        for number, (ids, targets) in enumerate(examples, 1):
+            part = slice(start, start + len(ids))
+            input_ids[row, part], labels[row, part] = ids, targets
+            labels[row, start] = IGNORE
+            position_ids[row, part] = torch.arange(len(ids))
+            sequence_ids[row, part] = number
+            start += len(ids)
+            borders.append(row * width + start)
+        if start < width:
+            position_ids[row, start:] = torch.arange(width - start)
+            borders.append((row + 1) * width)
+    return {"input_ids": input_ids, "labels": labels, "attention_mask": None,
+            "position_ids": position_ids, "sequence_ids": sequence_ids,
+            "cu_seqlens": torch.tensor(borders, dtype=torch.int32),
+            "max_seqlen": max(b - a for a, b in zip(borders, borders[1:], strict=False))}
+
+
+def block_diagonal_mask(sequence_ids: Tensor, dtype: torch.dtype = torch.bool) -> Tensor:
+    """Causal attention within each sequence: (B, 1, T, T) from sequence_ids (B, T).
+
+    dtype: bool gives True where attention is allowed; a float dtype gives 0 there and its lowest
+        value elsewhere, to be added to the scores. Padding attends to padding, as a row without any
+        allowed position is NaN.
+    """
+    same = sequence_ids[:, None, :, None] == sequence_ids[:, None, None, :]
+    allowed = same.tril()
+    if dtype == torch.bool: return allowed
+    mask = torch.zeros(allowed.shape, dtype=dtype, device=sequence_ids.device)
+    return mask.masked_fill(~allowed, torch.finfo(dtype).min)

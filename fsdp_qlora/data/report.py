@@ -1,0 +1,133 @@
+"""What happened to the data on the way to tokens, so that nothing is dropped or cut in silence.
+
+`DataReport` travels with the tokenised data (it is stored in the cache beside them) and is meant to
+be printed once before training. `preview` shows rows as the model will see them.
+"""
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+EXAMPLES_KEPT = 3  # sources named for each reason a row was dropped
+BAR_WIDTH = 40
+GREEN, PLAIN = "\033[32m", "\033[0m"
+
+
+@dataclass
+class Dropped:
+    """Rows dropped for one reason."""
+
+    rows: int = 0
+    sources: list[str] = field(default_factory=list)  # of the first few
+
+
+@dataclass
+class DataReport:
+    """Counts of rows and tokens. Tokens trained are those that are predicted, after the shift."""
+
+    context_length: int
+    train_on: str = "completion"
+    rows_read: int = 0
+    rows_kept: int = 0
+    rows_truncated: int = 0
+    rows_with_folded_system: int = 0
+    tokens_total: int = 0
+    tokens_trained: int = 0
+    tokens_cut: int = 0
+    dropped: dict[str, Dropped] = field(default_factory=dict)  # reason -> rows
+    lengths: dict[int, int] = field(default_factory=dict)  # rows of up to so many tokens
+
+    def drop(self, reason: str, source: str) -> None:
+        dropped = self.dropped.setdefault(reason, Dropped())
+        dropped.rows += 1
+        if len(dropped.sources) < EXAMPLES_KEPT: dropped.sources.append(source)
+
+    def count_length(self, length: int) -> None:
+        bound = min(1 << max(length - 1, 0).bit_length(), self.context_length)
+        self.lengths[bound] = self.lengths.get(bound, 0) + 1
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict) -> DataReport:
+        """The inverse of `to_dict`, also after JSON has made strings of the keys."""
+        dropped = {reason: Dropped(**counts) for reason, counts in values["dropped"].items()}
+        lengths = {int(bound): rows for bound, rows in values["lengths"].items()}
+        return cls(**{**values, "dropped": dropped, "lengths": lengths})
+
+    def format_report(self) -> str:
+        """The report as a few lines of text, with a histogram of row lengths."""
+        share = self.tokens_trained / max(self.tokens_total, 1)
+        lines = [f"data: {self.rows_kept:,} of {self.rows_read:,} rows, {self.tokens_total:,} "
+                 f"tokens, {self.tokens_trained:,} trained ({share:.1%}, {self.train_on})"]
+        lines += [f"  {line}" for line in self._dropped_lines()]
+        if self.rows_truncated:
+            lines.append(f"  truncated {self.rows_truncated:,} rows to {self.context_length:,} "
+                         f"tokens (--context_length), losing {self.tokens_cut:,} tokens")
+        if self.rows_with_folded_system:
+            lines.append(f"  folded the system message into the first user turn in "
+                         f"{self.rows_with_folded_system:,} rows: the chat template takes none")
+        return "\n".join(lines + self._histogram())
+
+    def format_dropped(self) -> str:
+        """One line: how many rows were read, and why they were dropped."""
+        return "; ".join([f"{self.rows_read:,} read", *self._dropped_lines()])
+
+    def _dropped_lines(self) -> list[str]:
+        return [f"dropped {dropped.rows:,}: {reason} ({_named(dropped)})"
+                for reason, dropped in self.dropped.items()]
+
+    def _histogram(self) -> list[str]:
+        most = max(self.lengths.values(), default=1)
+        return [f"  up to {bound:>7,} tokens {rows:>9,} {'#' * -(-rows * BAR_WIDTH // most)}"
+                for bound, rows in sorted(self.lengths.items())]
+
+    def plot(self, path: str | Path) -> None:
+        """The histogram of row lengths as a picture; needs matplotlib."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise ValueError(f"{path}: plots need the package matplotlib; "
+                             "run: pip install fsdp_qlora[plot]") from None
+        bounds = sorted(self.lengths)
+        figure = Figure(figsize=(7, 3.5), layout="constrained")
+        axes = figure.subplots()
+        axes.bar([f"{bound:,}" for bound in bounds], [self.lengths[bound] for bound in bounds])
+        axes.set(xlabel="tokens in a row, up to", ylabel="rows",
+                 title=f"{self.rows_kept:,} rows, {self.tokens_total:,} tokens, "
+                       f"{self.tokens_trained:,} trained")
+        figure.savefig(path, dpi=150)
+
+
+def preview(dataset, tokenizer, n: int = 2, color: bool | None = None) -> str:
+    """The first `n` rows as text, trained tokens in green, or in [[...]] where color is False.
+
+    color: None colours if stdout is a terminal.
+    """
+    if color is None: color = sys.stdout.isatty()
+    before, after = (GREEN, PLAIN) if color else ("[[", "]]")
+    rows = []
+    for row in range(min(n, len(dataset))):
+        input_ids, labels = dataset[row]
+        runs = [f"{before}{text}{after}" if trained else text
+                for trained, text in _runs(input_ids, labels, tokenizer)]
+        rows.append(f"--- row {row}, {len(input_ids)} tokens\n{''.join(runs)}")
+    return "\n".join(rows)
+
+
+def _runs(input_ids, labels, tokenizer):
+    """(trained, text) for each run of tokens that are trained, or are not."""
+    start = 0
+    trained = (labels != -100).tolist()
+    for end in range(1, len(trained) + 1):
+        if end == len(trained) or trained[end] != trained[start]:
+            yield trained[start], tokenizer.decode(input_ids[start:end],
+                                                   clean_up_tokenization_spaces=False)
+            start = end
+
+
+def _named(dropped: Dropped) -> str:
+    more = ", ..." if dropped.rows > len(dropped.sources) else ""
+    return ", ".join(dropped.sources) + more

@@ -1,0 +1,110 @@
+"""Which rows each optimizer step trains on, and how a step's rows are shared among ranks.
+
+The unit is the optimizer step, not the batch of one rank. A step's rows follow from (seed, epoch,
+step) alone, so the same rows meet in the same step on 1 GPU or on 64, at any micro-batch size, and a
+run resumes from one number on any number of ranks.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+
+class StepSampler:
+    """The global list of row ids of each optimizer step.
+
+    Every row is used exactly once per epoch; the last step of an epoch is short where
+    `rows_per_step` does not divide the rows (nothing is dropped, nothing is repeated).
+
+    rows_per_step: --global_batch_size.
+    shuffle: another order in every epoch, derived from (seed, epoch).
+    max_steps: stop after exactly so many steps, in as many epochs as that takes; -1 follows
+        `epochs`.
+    """
+
+    def __init__(self, num_rows: int, rows_per_step: int, seed: int = 42, shuffle: bool = True,
+                 epochs: int = 1, max_steps: int = -1):
+        if num_rows < 1: raise ValueError("--dataset: no row to train on")
+        if rows_per_step < 1:
+            raise ValueError(f"--global_batch_size {rows_per_step}: give at least 1 row per step")
+        if max_steps < 1 and max_steps != -1:
+            raise ValueError(f"--max_steps {max_steps}: give at least 1 step, or -1 for all epochs")
+        if max_steps == -1 and epochs < 1:
+            raise ValueError(f"--num_epochs {epochs}: give at least 1 epoch")
+        self.num_rows, self.rows_per_step = num_rows, rows_per_step
+        self.seed, self.shuffle = seed, shuffle
+        self.steps_per_epoch = -(-num_rows // rows_per_step)
+        self.total_steps = max_steps if max_steps > 0 else epochs * self.steps_per_epoch
+        self.position = 0  # the next step
+        self._order = lru_cache(maxsize=2)(self._make_order)  # two, as a loader reads ahead
+
+    def __len__(self) -> int:
+        return self.total_steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while self.position < self.total_steps:
+            self.position += 1  # before the yield: a checkpoint in the step counts the step as done
+            yield self.rows(self.position - 1)
+
+    def epoch(self, step: int) -> int:
+        return step // self.steps_per_epoch
+
+    def rows(self, step: int) -> list[int]:
+        """Row ids of any step, from 0."""
+        epoch, in_epoch = divmod(step, self.steps_per_epoch)
+        start = in_epoch * self.rows_per_step
+        return self._order(epoch)[start:start + self.rows_per_step].tolist()
+
+    def _make_order(self, epoch: int) -> np.ndarray:
+        if not self.shuffle: return np.arange(self.num_rows)
+        return np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
+
+    def state_dict(self) -> dict:
+        """The position, and what must be equal for it to mean the same; no world size."""
+        return {"position": self.position, "num_rows": self.num_rows, "seed": self.seed,
+                "rows_per_step": self.rows_per_step, "shuffle": self.shuffle}
+
+    def load_state_dict(self, state: dict) -> None:
+        flags = {"num_rows": "--dataset (rows)", "rows_per_step": "--global_batch_size",
+                 "seed": "--seed", "shuffle": "shuffle"}
+        for name, flag in flags.items():
+            if state[name] != getattr(self, name):
+                raise ValueError(f"resume: {flag} was {state[name]} in the checkpoint and is "
+                                 f"{getattr(self, name)} now, so rows would be repeated or left "
+                                 "out; use the old value, or start a new run")
+        self.position = state["position"]
+
+
+def rank_share(rows: Sequence, rank: int, world_size: int, micro_batch_size: int,
+               lengths: Sequence[int] | None = None) -> list[list]:
+    """The micro-batches of `rank` in a step: the same number on every rank.
+
+    Rows (or bins of packed rows) are spread evenly, so micro-batches may hold fewer than
+    `micro_batch_size`, and some none: those ranks run a filler to join the collectives.
+
+    lengths: tokens of each of `rows`. Then micro-batches that run at the same time hold rows of
+        similar length, which means little padding and little waiting; the longest come first, so
+        that a step which does not fit fails at once.
+    """
+    if lengths is not None:
+        order = np.argsort(-np.asarray(lengths), kind="stable")
+        rows = [rows[index] for index in order]
+    num_micro_batches = -(-len(rows) // (world_size * micro_batch_size))
+    num_shares = num_micro_batches * world_size
+    return [_share(rows, _share_number(number, rank, world_size), num_shares)
+            for number in range(num_micro_batches)]
+
+
+def _share(rows: Sequence, number: int, num_shares: int) -> list:
+    """Part `number` of `rows` cut into `num_shares` parts whose sizes differ by at most one."""
+    size, larger = divmod(len(rows), num_shares)
+    start = number * size + min(number, larger)
+    return list(rows[start:start + size + (number < larger)])
+
+
+def _share_number(micro_batch: int, rank: int, world_size: int) -> int:
+    """Ranks take turns at the longer end, so none has more work over the whole step."""
+    turn = rank if micro_batch % 2 == 0 else world_size - 1 - rank
+    return micro_batch * world_size + turn

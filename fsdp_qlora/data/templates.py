@@ -1,0 +1,169 @@
+"""Conversations as text: the tokenizer's chat template, and what must be known about it.
+
+A template is a Jinja program that may strip, reorder, rewrite or refuse turns. Nothing here reads
+its source; everything is learned by rendering. What a model must write of a turn begins where the
+generation prompt ends and ends with the token that closes the turn, so those two are learned:
+
+- `closings`: the text that ends an assistant turn ("<|im_end|>"), often not the tokenizer's EOS;
+- `leads`: the text that the model writes before the content (Llama-2's space, an empty <think>).
+
+A tokenizer without a template gets FALLBACK_TEMPLATE, plain "role: content" lines.
+"""
+from __future__ import annotations
+
+from functools import cached_property
+
+from jinja2 import TemplateError
+
+# Every assistant turn ends with EOS, so that the model learns to stop at each.
+FALLBACK_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if not loop.first %}{{ '\\n' }}{% endif -%}"
+    "{{ message['role'] + ': ' + message['content'] }}"
+    "{%- if message['role'] == 'assistant' %}{{ eos_token }}{% endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt %}{{ '\\nassistant:' }}{% endif -%}")
+
+# Llama 3.1 ends a call of a built-in tool with this token in place of <|eot_id|>.
+TOOL_CALL_END = "<|eom_id|>"
+
+
+class UnusableRow(Exception):
+    """A row that cannot be trained on; the message is the reason, as counted in the report."""
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer, with what was learned about it."""
+
+    def __init__(self, tokenizer):
+        if not tokenizer.is_fast:
+            raise ValueError(
+                f"tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no "
+                "tokenizer.json, which the exact marking of answers needs; convert it with "
+                "AutoTokenizer.from_pretrained(...).save_pretrained(...) on a recent transformers")
+        self.tokenizer = tokenizer
+        self.template = None if tokenizer.chat_template else FALLBACK_TEMPLATE
+        self._leads: dict[tuple[str, ...], list[str]] = {}
+
+    @property
+    def is_fallback(self) -> bool:
+        return self.template is not None
+
+    def render(self, messages: list[dict], tools: list | None = None,
+               add_generation_prompt: bool = False) -> str:
+        """Text of a conversation; UnusableRow if the template refuses it."""
+        if not messages: raise UnusableRow("no messages")
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tools=tools, chat_template=self.template, tokenize=False,
+                add_generation_prompt=add_generation_prompt)
+        except (TemplateError, TypeError) as error:  # TypeError: a content it cannot handle
+            raise UnusableRow(f"chat template: {error}") from None
+
+    def fit(self, messages: list[dict], tools: list | None = None) -> tuple[list[dict], str]:
+        """The messages as the template takes them, and their text.
+
+        A leading system message that the template refuses, or silently leaves out, is folded into
+        the first user turn. Any other refusal is UnusableRow with the template's own message.
+        """
+        folded = fold_system(messages)
+        try:
+            text = self.render(messages, tools)
+        except UnusableRow:
+            if folded is None: raise
+            return folded, self.render(folded, tools)
+        if folded is not None and messages[0]["content"].strip() not in text:
+            return folded, self.render(folded, tools)
+        return messages, text
+
+    def lead(self, messages: list[dict], turn: int, tools: list | None = None) -> str:
+        """What stands between the generation prompt and the content of messages[turn]."""
+        plain = tools is None and all(len(message) == 2 for message in messages)
+        if not plain: return self._find_leads(messages, tools)[turn]
+        roles = tuple(message["role"] for message in messages)
+        if roles not in self._leads: self._leads[roles] = self._find_leads(messages)
+        return self._leads[roles][turn]
+
+    def _find_leads(self, messages: list[dict], tools: list | None = None) -> list[str]:
+        blank = [{**message, "content": sentinel(turn)} for turn, message in enumerate(messages)]
+        text = self.render(blank, tools)
+        return [self._find_lead(blank, turn, text, tools) if message["role"] == "assistant" else ""
+                for turn, message in enumerate(messages)]
+
+    def _find_lead(self, blank: list[dict], turn: int, text: str, tools: list | None) -> str:
+        try:
+            prompt = self.render(blank[:turn], tools, add_generation_prompt=True)
+        except UnusableRow:
+            return ""
+        # Not a prefix where a template writes old turns otherwise than it prompts for new ones.
+        if not text.startswith(prompt): return ""
+        before, found, _ = text[len(prompt):].partition(sentinel(turn))
+        return before if found else ""
+
+    @cached_property
+    def closings(self) -> tuple[str, ...]:
+        """Texts that may close an assistant turn, each ending with a token of its own.
+
+        Two, for templates that close the last turn otherwise (<|return|> beside <|end|>). Empty if
+        nothing after an answer is a token of its own: then EOS has to be added.
+        """
+        last, middle = self._tails
+        closing = self._up_to_first_token(last)
+        if closing is None: return ()
+        return tuple({closing: None, self._up_to_first_token(middle) or closing: None})
+
+    @property
+    def plain_closing(self) -> str:
+        """What follows the last answer, for templates without an end-of-turn token."""
+        return self._tails[0]
+
+    @property
+    def end_tokens(self) -> tuple[str, ...]:
+        """The end-of-turn tokens of `closings`, and that of a tool call if there is one."""
+        ends = [self._first_token(closing)[1] for closing in self.closings]
+        if ends and TOOL_CALL_END in self._own_tokens: ends.append(TOOL_CALL_END)
+        return tuple(ends)
+
+    @cached_property
+    def _tails(self) -> tuple[str, str]:
+        """The text after an answer at the end of a conversation, and in the middle of one."""
+        roles = ("user", "assistant", "user", "assistant")
+        messages = [{"role": role, "content": sentinel(turn)} for turn, role in enumerate(roles)]
+        try:
+            last = self.render(messages[:2]).partition(sentinel(1))[2]
+            middle = self.render(messages).partition(sentinel(1))[2].partition(sentinel(2))[0]
+        except UnusableRow:
+            return "", ""
+        return last, middle
+
+    @cached_property
+    def _own_tokens(self) -> list[str]:
+        """Strings that are one token wherever they stand; not the runs of spaces of some models."""
+        tokenizer = self.tokenizer
+        added = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+        return [token for token in {*added, *tokenizer.all_special_tokens} if token.strip()]
+
+    def _first_token(self, text: str) -> tuple[int, str] | None:
+        """Position and string of the first token of its own in `text`; the longer one at a tie."""
+        found = [(text.find(token), -len(token), token)
+                 for token in self._own_tokens if token in text]
+        if not found: return None
+        position, _, token = min(found)
+        return position, token
+
+    def _up_to_first_token(self, text: str) -> str | None:
+        found = self._first_token(text)
+        return None if found is None else text[:found[0] + len(found[1])]
+
+
+def sentinel(turn: int) -> str:
+    """A content that no data hold and no template alters: private-use characters, no spaces."""
+    return f"\ue0f0TURN{turn}\ue0f1"
+
+
+def fold_system(messages: list[dict]) -> list[dict] | None:
+    """The conversation with its leading system message put before the first user turn's text."""
+    roles = [message["role"] for message in messages[:2]]
+    if roles != ["system", "user"]: return None
+    system, user, *rest = messages
+    return [{**user, "content": f"{system['content']}\n\n{user['content']}"}, *rest]

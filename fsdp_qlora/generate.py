@@ -1,0 +1,86 @@
+"""Answer a prompt with a base model and an adapter, in plain transformers and PEFT.
+
+The weights of the base are those the adapter was trained on: after QLoRA they are the 4-bit values,
+written out in full, so that generation is fast and nothing else differs.
+"""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from .config import RunConfig
+from .dist import rank_device
+from .loading import DTYPES, read_config
+from .prepare import load_tokenizer
+from .quantize import dequantize_rows, quantize_rows
+
+RUN_FILE = "fsdp_qlora.json"  # beside an adapter: how it was trained
+
+
+def load_for_inference(model_name: str, adapter: str | Path | None = None, quant: str = "auto",
+                       device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16
+                       ) -> PreTrainedModel:
+    """The base model on `device`, its linears rounded as `quant` says, with the adapter if given."""
+    read_config(model_name)  # one clear line if there is no such model
+    model = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype).to(device).eval()
+    if quant == "auto": quant = trained_quant(adapter)
+    if quant != "none": round_linears(model, quant)
+    if adapter is None: return model
+    if not (Path(adapter) / "adapter_config.json").is_file():
+        raise ValueError(f"--adapter_folder {adapter}: no adapter_config.json there; give the folder "
+                         "that training saved, such as output/adapter")
+    return PeftModel.from_pretrained(model, str(adapter)).eval()
+
+
+def trained_quant(adapter: str | Path | None) -> str:
+    """The quantization an adapter was trained with, as its folder says; none if it does not."""
+    path = Path(adapter or "") / RUN_FILE
+    return json.loads(path.read_text())["quant"] if adapter and path.is_file() else "none"
+
+
+@torch.no_grad()
+def round_linears(model: nn.Module, quant_type: str, skip: tuple[str, ...] = ("lm_head",)):
+    """Give every linear weight but the head's the value that its 4-bit form stands for, in place."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name.rsplit(".", 1)[-1] not in skip:
+            w = module.weight
+            packed, absmax = quantize_rows(w.data, quant_type)
+            w.copy_(dequantize_rows(packed, absmax, module.in_features, quant_type, w.dtype))
+
+
+def answer(config: RunConfig, options):
+    """Print the answer to one prompt as it is made."""
+    from transformers import TextStreamer
+    if not options.prompt: raise ValueError("--prompt is empty; say what to answer")
+    device = rank_device(config.device)
+    dtype = torch.float32 if device.type == "cpu" else DTYPES[config.precision]
+    tokenizer = load_tokenizer(config.model_name)
+    model = load_for_inference(config.model_name, options.adapter_folder, options.base_quant, device,
+                               dtype)
+    inputs = prompt_ids(tokenizer, options.prompt).to(device)
+    model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False,
+                   max_new_tokens=options.max_new_tokens, pad_token_id=tokenizer.pad_token_id,
+                   eos_token_id=end_tokens(model, tokenizer),
+                   streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
+
+
+def prompt_ids(tokenizer, prompt: str) -> torch.Tensor:
+    """Token ids (1, T) of a user's turn, through the chat template where there is one."""
+    if tokenizer.chat_template is None: return tokenizer(prompt, return_tensors="pt")["input_ids"]
+    text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False,
+                                         add_generation_prompt=True)
+    return tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+
+
+def end_tokens(model, tokenizer) -> list[int]:
+    """Tokens that end an answer: the model's, the tokenizer's, and the end of a chat turn."""
+    given = model.generation_config.eos_token_id
+    ids = given if isinstance(given, list) else [given]
+    ids += [tokenizer.eos_token_id, *(tokenizer.convert_tokens_to_ids(t) for t in
+                                      ("<|im_end|>", "<|eot_id|>", "<end_of_turn>"))]
+    return sorted({i for i in ids if i is not None and i != tokenizer.unk_token_id})

@@ -1,0 +1,50 @@
+"""What a rank does before it meets the others: check the device, read the tokenizer and the data.
+
+Tokenizing can take minutes, and a process group would count them as a hang; a mistake found here
+ends every rank with the same line.
+"""
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from .config import RunConfig
+from .dist import print_main, ranks_from_env
+from .loading import first_line
+
+
+def check_device(config: RunConfig, device: torch.device):
+    """Refuse a precision that the device does not have."""
+    if device.type != "cuda" or config.precision == "fp32": return
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ValueError(f"--precision {config.precision}: {torch.cuda.get_device_name(device)} has "
+                         "no bf16 arithmetic; use --precision fp32")
+
+
+def load_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, with a padding token that exists in its vocabulary."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_name)
+    except (OSError, ValueError, KeyError) as error:
+        if not Path(model_name).exists():
+            raise ValueError(f"--model_name {model_name}: no such folder, and the hub answers: "
+                             f"{first_line(error)}") from error
+        raise ValueError(f"--model_name {model_name}: no tokenizer there ({first_line(error)})"
+                         ) from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.unk_token or tokenizer.eos_token
+    return tokenizer
+
+
+def tokenized_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase):
+    """The run's data set as token ids and trained masks; prints the data report on rank 0."""
+    from .data import format_report, load_dataset, preview
+    dataset = load_dataset(config.dataset, tokenizer, split=config.dataset_split,
+                           samples=config.dataset_samples, context_length=config.context_length,
+                           train_on=config.train_on, seed=config.seed, cache_dir=config.data_cache,
+                           is_writer=ranks_from_env().local_rank == 0)
+    print_main(format_report(dataset.report))
+    if config.preview: print_main(preview(dataset, tokenizer, config.preview))
+    return dataset
