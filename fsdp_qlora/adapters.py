@@ -1,11 +1,10 @@
 """LoRA on frozen linear layers: PEFT's bookkeeping, one op of our own for the arithmetic.
 
 PEFT decides what an adapter is called, how it is configured and how it is saved, so that everything
-written here loads in plain PEFT. The forward is one opaque op per layer that keeps only its input,
-the rank-R product and the packed weight; W is dequantized again in backward. LoRA is
-arXiv:2106.09685.
+written here loads in plain PEFT. Each layer keeps only its input, the rank-R product and the packed
+weight; W is dequantized again in backward. LoRA is arXiv:2106.09685.
 
-Shapes: B tokens of all rows, I inputs, O outputs, R rank.  x (B, I), A (R, I), B (O, R), y (B, O)
+Shapes: N tokens of all rows, I inputs, O outputs, R rank.  x (N, I), A (R, I), B (O, R), y (N, O)
 """
 from __future__ import annotations
 
@@ -21,20 +20,30 @@ from .blocks import linear_names, output_head
 from .quantize import QuantLinear, dense_weight
 
 
-@torch.library.custom_op("fsdp_qlora::adapted_linear", mutates_args=())
-def adapted_linear(x: Tensor, weight: Tensor, absmax: Tensor | None, bias: Tensor | None,
-                   a: Tensor, b: Tensor, keep: Tensor | None, scaling: float, keep_scale: float,
-                   in_features: int, quant_type: str) -> tuple[Tensor, Tensor]:
-    """y = x W^T + bias + scaling (x' A^T) B^T, and x' A^T (B, R) for the backward.
+def down_product(x: Tensor, a: Tensor, keep: Tensor | None, keep_scale: float) -> Tensor:
+    """x' A^T (N, R), with x' = x under dropout; `adapted_linear` has its gradient.
 
-    x' is x under dropout: x * keep * keep_scale, with keep a (B, I) mask or None.
+    It stands apart from the large product because the backward needs it and not y: a block that is
+    recomputed ends with its last linear layer's rank-R product, not with the whole layer.
+    """
+    with torch.no_grad():
+        return dropped(x, keep, keep_scale) @ a.to(x.dtype).t()
+
+
+# Opaque, so that torch.compile's partitioner can't decide to keep a dequantized W for the backward.
+@torch.library.custom_op("fsdp_qlora::adapted_linear", mutates_args=())
+def adapted_linear(x: Tensor, xa: Tensor, weight: Tensor, absmax: Tensor | None,
+                   bias: Tensor | None, a: Tensor, b: Tensor, keep: Tensor | None, scaling: float,
+                   keep_scale: float, in_features: int, quant_type: str) -> Tensor:
+    """y = x W^T + bias + scaling (x' A^T) B^T, given xa = x' A^T (N, R).
+
+    x' is x under dropout: x * keep * keep_scale, with keep a (N, I) mask or None. The rank-R product
+    comes first: the large one then adds to it in its epilogue, which hides the reading of y.
     """
     dtype = x.dtype
-    y = nn.functional.linear(x, dense_weight(weight, absmax, in_features, quant_type, dtype),
-                             None if bias is None else bias.to(dtype))
-    xa = dropped(x, keep, keep_scale) @ a.to(dtype).t()
-    y.addmm_(xa, b.to(dtype).t(), alpha=scaling)
-    return y, xa
+    y = xa @ (b * scaling).to(dtype).t()
+    y.addmm_(x, dense_weight(weight, absmax, in_features, quant_type, dtype).t())
+    return y if bias is None else y.add_(bias)
 
 
 @torch.library.custom_op("fsdp_qlora::adapted_linear_backward", mutates_args=())
@@ -42,14 +51,13 @@ def adapted_linear_backward(dy: Tensor, x: Tensor, xa: Tensor, weight: Tensor,
                             absmax: Tensor | None, a: Tensor, b: Tensor, keep: Tensor | None,
                             scaling: float, keep_scale: float, in_features: int, quant_type: str
                             ) -> tuple[Tensor, Tensor, Tensor]:
-    """dX (B, I), dA (R, I) and dB (O, R); the gradients of A and B are summed in their own dtype."""
+    """dX (N, I), dA (R, I) and dB (O, R); the gradients of A and B are summed in their own dtype."""
     dtype = dy.dtype
-    dx = dy @ dense_weight(weight, absmax, in_features, quant_type, dtype)
-    dxa = (dy @ b.to(dtype)) * scaling
+    dxa = dy @ (b * scaling).to(dtype)
     db = product(dy.t(), xa, b.dtype) * scaling
     da = product(dxa.t(), dropped(x, keep, keep_scale), a.dtype)
-    if keep is None: dx.addmm_(dxa, a.to(dtype))
-    else: dx.add_(dropped(dxa @ a.to(dtype), keep, keep_scale))
+    dx = dropped(dxa @ a.to(dtype), keep, keep_scale)
+    dx.addmm_(dy, dense_weight(weight, absmax, in_features, quant_type, dtype))
     return dx, da, db
 
 
@@ -66,8 +74,8 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @adapted_linear.register_fake
-def _(x, weight, absmax, bias, a, b, keep, scaling, keep_scale, in_features, quant_type):
-    return x.new_empty(x.shape[0], b.shape[0]), x.new_empty(x.shape[0], a.shape[0])
+def _(x, xa, weight, absmax, bias, a, b, keep, scaling, keep_scale, in_features, quant_type):
+    return x.new_empty(x.shape[0], b.shape[0])
 
 
 @adapted_linear_backward.register_fake
@@ -76,17 +84,13 @@ def _(dy, x, xa, weight, absmax, a, b, keep, scaling, keep_scale, in_features, q
 
 
 def _save_adapted(ctx, inputs, output):
-    x, weight, absmax, _, a, b, keep, *ctx.constants = inputs
-    ctx.save_for_backward(x, output[1], weight, absmax, a, b, keep)
-    ctx.set_materialize_grads(False)
+    x, xa, weight, absmax, _, a, b, keep, *ctx.constants = inputs
+    ctx.save_for_backward(x, xa, weight, absmax, a, b, keep)
 
 
-def _adapted_backward(ctx, dy, _):
-    grads = (None, None, None)
-    if dy is not None:
-        grads = adapted_linear_backward(dy.contiguous(), *ctx.saved_tensors, *ctx.constants)
-    dx, da, db = grads
-    return dx, None, None, None, da, db, None, None, None, None, None
+def _adapted_backward(ctx, dy):
+    dx, da, db = adapted_linear_backward(dy.contiguous(), *ctx.saved_tensors, *ctx.constants)
+    return dx, None, None, None, None, da, db, None, None, None, None, None
 
 
 adapted_linear.register_autograd(_adapted_backward, setup_context=_save_adapted)
@@ -113,10 +117,10 @@ class LoraLinear(nn.Module, LoraLayer):
         p = drop.p if self.training and isinstance(drop, nn.Dropout) else 0.0
         rows = x.reshape(-1, x.shape[-1])
         keep = torch.empty_like(rows, dtype=torch.bool).bernoulli_(1 - p) if p else None
-        y, _ = adapted_linear(rows, base.weight, getattr(base, "absmax", None), base.bias,
-                              self.lora_A[name].weight, self.lora_B[name].weight, keep,
-                              self.scaling[name], 1 / (1 - p), base.in_features,
-                              getattr(base, "quant_type", ""))
+        a, b = self.lora_A[name].weight, self.lora_B[name].weight
+        y = adapted_linear(rows, down_product(rows, a, keep, 1 / (1 - p)), base.weight,
+                           getattr(base, "absmax", None), base.bias, a, b, keep, self.scaling[name],
+                           1 / (1 - p), base.in_features, getattr(base, "quant_type", ""))
         return y.view(*x.shape[:-1], y.shape[-1])
 
 

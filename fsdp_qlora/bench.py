@@ -6,6 +6,7 @@ too. The step is a median after warm-up; memory is the highest over ranks.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import time
@@ -121,7 +122,8 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The project's commit, with + if the tree has changes; unknown outside a checkout."""
+    """The project's commit, with + if the tree has changes; GIT_COMMIT says it outside a checkout."""
+    if "GIT_COMMIT" in os.environ: return os.environ["GIT_COMMIT"]
     try:
         run = subprocess.run(["git", "describe", "--always", "--dirty=+"], capture_output=True,
                              text=True, cwd=Path(__file__).parent, check=True)

@@ -103,7 +103,7 @@ def train_rank(config: RunConfig):
     from .trainer import train
     planned_model(config, device)  # a wrong checkpoint or target is found before ranks wait
     with process_group(device, config.timeout_minutes):
-        train(config, dataset, tokenizer.pad_token_id, device, tokenizer)
+        train(config, dataset, device, tokenizer)
 
 
 @dataclass

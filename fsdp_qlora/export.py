@@ -22,7 +22,11 @@ from .sharding import full_tensor
 SHARD_BYTES = 5 * 10**9  # transformers' default size of one file
 
 
-def save_trained(model: nn.Module, folder: str | Path, tokenizer=None) -> Path:
+RUN_FILE = "fsdp_qlora.json"  # beside the weights: the settings they were trained with
+
+
+def save_trained(model: nn.Module, folder: str | Path, tokenizer=None, settings: dict | None = None
+                 ) -> Path:
     """Save the adapter of a PEFT model, or else the whole model; every rank must call it.
 
     Raises OSError on every rank if rank 0 can't write.
@@ -30,7 +34,9 @@ def save_trained(model: nn.Module, folder: str | Path, tokenizer=None) -> Path:
     save = save_adapter if hasattr(model, "peft_config") else save_full
     folder = save(model, folder)
     with main_only():
-        if ranks_from_env().is_main and tokenizer is not None: tokenizer.save_pretrained(folder)
+        if ranks_from_env().is_main:
+            if tokenizer is not None: tokenizer.save_pretrained(folder)
+            if settings is not None: (folder / RUN_FILE).write_text(json.dumps(settings, indent=2))
     return folder
 
 

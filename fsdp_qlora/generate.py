@@ -14,13 +14,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .config import RunConfig
+from .data import choose_pad_token_id, encode_prompt, stop_token_ids
 from .dist import rank_device
+from .export import RUN_FILE
 from .loading import DTYPES, read_config
 from .prepare import load_tokenizer
 from .quantize import dequantize_rows, quantize_rows
-
-RUN_FILE = "fsdp_qlora.json"  # beside an adapter: how it was trained
-
 
 def load_for_inference(model_name: str, adapter: str | Path | None = None, quant: str = "auto",
                        device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16
@@ -62,25 +61,10 @@ def answer(config: RunConfig, options):
     tokenizer = load_tokenizer(config.model_name)
     model = load_for_inference(config.model_name, options.adapter_folder, options.base_quant, device,
                                dtype)
-    inputs = prompt_ids(tokenizer, options.prompt).to(device)
+    inputs = torch.tensor([encode_prompt([{"role": "user", "content": options.prompt}], tokenizer)],
+                          device=device)
     model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False,
-                   max_new_tokens=options.max_new_tokens, pad_token_id=tokenizer.pad_token_id,
-                   eos_token_id=end_tokens(model, tokenizer),
+                   max_new_tokens=options.max_new_tokens,
+                   pad_token_id=choose_pad_token_id(tokenizer),
+                   eos_token_id=sorted(stop_token_ids(tokenizer)),
                    streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
-
-
-def prompt_ids(tokenizer, prompt: str) -> torch.Tensor:
-    """Token ids (1, T) of a user's turn, through the chat template where there is one."""
-    if tokenizer.chat_template is None: return tokenizer(prompt, return_tensors="pt")["input_ids"]
-    text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False,
-                                         add_generation_prompt=True)
-    return tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
-
-
-def end_tokens(model, tokenizer) -> list[int]:
-    """Tokens that end an answer: the model's, the tokenizer's, and the end of a chat turn."""
-    given = model.generation_config.eos_token_id
-    ids = given if isinstance(given, list) else [given]
-    ids += [tokenizer.eos_token_id, *(tokenizer.convert_tokens_to_ids(t) for t in
-                                      ("<|im_end|>", "<|eot_id|>", "<end_of_turn>"))]
-    return sorted({i for i in ids if i is not None and i != tokenizer.unk_token_id})

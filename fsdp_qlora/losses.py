@@ -11,11 +11,10 @@ Shapes: B batch, T tokens, D hidden, V vocabulary.
 """
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .blocks import base_model, output_head
@@ -57,29 +56,39 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def loss_and_d_logits(hidden, weight, bias, labels, softcap) -> tuple[Tensor, Tensor]:
-    """Summed loss of one chunk in fp32, and its gradient (N, V) before the head's product.
+    """Summed loss of one chunk in fp32, and its gradient (N, V) before the head's product."""
+    logits = nn.functional.linear(hidden, weight, bias)
+    if logits.is_cuda: return compiled_loss_of_logits()(logits, labels, softcap)
+    return loss_of_logits(logits, labels, softcap)
 
-    d loss / d logits = softmax(logits) - onehot(label), zero where the label is ignored.
+
+def loss_of_logits(logits: Tensor, labels: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Summed cross-entropy of logits (N, V) in fp32, and d loss / d logits in the logits' dtype.
+
+    The gradient is softmax(logits) - onehot(label), zero where the label is ignored.
     """
-    logits = nn.functional.linear(hidden, weight, bias).float()
-    capped = softcap * torch.tanh(logits / softcap) if softcap else logits
-    loss = cross_entropy(capped, labels, ignore_index=IGNORE, reduction="sum")
-    counted = labels != IGNORE
-    grad = capped.softmax(-1)
-    grad[torch.arange(len(labels), device=labels.device), labels.clamp(min=0)] -= 1
-    grad *= counted[:, None]
-    if softcap: grad *= 1 - (capped / softcap) ** 2
-    return loss, grad.to(hidden.dtype)
+    capped = logits.float()
+    if softcap: capped = softcap * torch.tanh(capped / softcap)
+    counted = (labels != IGNORE)[:, None]
+    target = labels.clamp(min=0)[:, None]
+    log_sum = capped.logsumexp(-1, keepdim=True)
+    loss = ((log_sum - capped.gather(-1, target)) * counted).sum()
+    grad = (capped - log_sum).exp()
+    is_target = torch.arange(logits.shape[-1], device=logits.device) == target
+    grad = (grad - is_target.float()) * counted
+    if softcap: grad = grad * (1 - (capped / softcap) ** 2)
+    return loss, grad.to(logits.dtype)
+
+
+@cache
+def compiled_loss_of_logits():
+    """`loss_of_logits` in fused kernels: on a GPU its many passes cost more than the head."""
+    return torch.compile(loss_of_logits, dynamic=False)
 
 
 def shifted(labels: Tensor) -> Tensor:
     """Labels (B, T) moved one left: position t predicts token t+1, the last one nothing."""
     return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
-
-
-def count_trained(labels: Tensor) -> int:
-    """Tokens of labels (B, T) that enter the loss: a row's first token is predicted by nothing."""
-    return int((labels[:, 1:] != IGNORE).sum())
 
 
 def chunked_forward(model, plain_forward, input_ids=None, attention_mask=None, labels=None,

@@ -24,7 +24,7 @@ def check_device(config: RunConfig, device: torch.device):
 
 
 def load_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, with a padding token that exists in its vocabulary."""
+    """The tokenizer of a model folder or hub name. Raises ValueError naming --model_name."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_name)
     except (OSError, ValueError, KeyError) as error:
@@ -33,18 +33,17 @@ def load_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
                              f"{first_line(error)}") from error
         raise ValueError(f"--model_name {model_name}: no tokenizer there ({first_line(error)})"
                          ) from error
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.unk_token or tokenizer.eos_token
     return tokenizer
 
 
 def tokenized_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase):
     """The run's data set as token ids and trained masks; prints the data report on rank 0."""
-    from .data import format_report, load_dataset, preview
-    dataset = load_dataset(config.dataset, tokenizer, split=config.dataset_split,
-                           samples=config.dataset_samples, context_length=config.context_length,
-                           train_on=config.train_on, seed=config.seed, cache_dir=config.data_cache,
+    from .data import SAMPLED_NAMES, load_dataset, preview
+    samples = config.dataset_samples if config.dataset in SAMPLED_NAMES else None
+    dataset = load_dataset(config.dataset, tokenizer, split=config.dataset_split, samples=samples,
+                           context_length=config.context_length, train_on=config.train_on,
+                           seed=config.seed, cache_dir=config.data_cache,
                            is_writer=ranks_from_env().local_rank == 0)
-    print_main(format_report(dataset.report))
+    print_main(dataset.report.format_report())
     if config.preview: print_main(preview(dataset, tokenizer, config.preview))
     return dataset

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -21,9 +21,15 @@ from torch.distributed.tensor import DTensor
 from .adapters import adapter_counts, trainable_parameters
 from .build import build_model
 from .config import RunConfig, plan_batches
+from .data import (
+    StepLoader,
+    StepSampler,
+    TokenizedDataset,
+    choose_pad_token_id,
+    num_trained_tokens,
+)
 from .dist import print_main, ranks_from_env, sum_over_ranks
 from .export import save_trained
-from .losses import count_trained
 from .metrics import RunLog, StepMetrics, plot_loss
 from .optim import build_optimizer, build_scheduler
 from .sharding import is_sharded, set_gradient_sync
@@ -47,7 +53,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches
     rank must bring the same number of them. Gradients are averaged over ranks, so the sum of losses
     is divided by the tokens per rank.
     """
-    trained, tokens = sum_over_ranks(sum(count_trained(b["labels"]) for b in micro_batches),
+    trained, tokens = sum_over_ranks(sum(num_trained_tokens(b) for b in micro_batches),
                                      sum(b["input_ids"].numel() for b in micro_batches))
     if not trained: return StepResult(0.0, 0.0, 0, tokens, stepped=False)
     device = compute_device(model)
@@ -88,22 +94,22 @@ def seed_everything(seed: int, rank: int, deterministic: bool = False):
     if deterministic: torch.use_deterministic_algorithms(True)
 
 
-def train(config: RunConfig, dataset, pad_token_id: int, device: torch.device, tokenizer=None
+def train(config: RunConfig, dataset: TokenizedDataset, device: torch.device, tokenizer
           ) -> list[StepMetrics]:
     """Build the model, train it on a tokenized data set, save what was trained.
 
     Needs a process group. Returns the metrics of every step.
     """
-    from .data import StepLoader, StepSampler
     ranks = ranks_from_env()
     batches = plan_batches(config, ranks.world_size)
     sampler = StepSampler(len(dataset), batches.rows_per_step, seed=config.seed,
                           epochs=config.num_epochs, max_steps=config.max_steps)
-    loader = StepLoader(dataset, sampler, ranks.rank, ranks.world_size, batches.micro_batch_size,
-                        pad_token_id)
     seed_everything(config.seed, ranks.rank, config.deterministic)
     started = time.perf_counter()
     model = build_model(config, device)
+    loader = StepLoader(dataset, sampler, ranks.rank, ranks.world_size, batches.micro_batch_size,
+                        pad_token_id=choose_pad_token_id(tokenizer, model.config.vocab_size),
+                        pin_memory=device.type == "cuda")
     describe(model, config, batches, sampler.total_steps, time.perf_counter() - started)
     optimizer = build_optimizer(model, config.optimizer, config.lr, config.wd)
     scheduler = build_scheduler(optimizer, config.lr_scheduler, sampler.total_steps,
@@ -141,12 +147,12 @@ def describe(model: nn.Module, config: RunConfig, batches, total_steps: int, sec
     if config.verbose: print_main(model)
 
 
-def finish(model: nn.Module, config: RunConfig, log: RunLog, tokenizer: object | None):
+def finish(model: nn.Module, config: RunConfig, log: RunLog, tokenizer):
     """Save what was trained and draw the loss."""
     folder = Path(config.output_dir)
     if config.save_model:
         kind = "model" if config.adapter == "none" else "adapter"
-        save_trained(model, folder / kind, tokenizer)
+        save_trained(model, folder / kind, tokenizer, asdict(config))
         print_main(f"saved the {kind} in {folder / kind}")
     if ranks_from_env().is_main and log.steps:
         print(f"loss: first step {log.steps[0].loss:.4f}, last step {log.steps[-1].loss:.4f}")

@@ -19,7 +19,7 @@ from fsdp_qlora.adapters import initial_a
 CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config,
            "qwen3": Qwen3Config}
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-SEED, RANK, LR, CLIP = 7, 4, 1e-2, 1.0
+SEED, RANK, LR, CLIP = 7, 4, 1e-3, 1.0
 
 
 def save_tiny(folder: str | Path, family: str = "llama", **settings) -> str:

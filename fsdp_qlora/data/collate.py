@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-IGNORE = -100
+IGNORE = -100  # label of tokens that are not trained: torch's cross_entropy leaves it out
 
 Example = tuple[Tensor, Tensor]  # input_ids (T,), labels (T,)
 

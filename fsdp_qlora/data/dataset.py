@@ -24,13 +24,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .cache import build_or_wait
+from .collate import IGNORE
 from .formats import Row
 from .masking import Encoded, encode_rows
 from .report import DataReport
 from .sources import open_source
 from .templates import ChatTemplate, UnusableRow
 
-IGNORE = -100  # label of tokens that are not trained, as in torch's cross_entropy
 ROWS_PER_BATCH = 256  # tokenised together
 CACHE_VERSION = 1  # raise it when the same input gives other tokens
 

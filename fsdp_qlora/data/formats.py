@@ -139,10 +139,9 @@ def _turn(turn: dict, source: str) -> dict:
     role = SHAREGPT_ROLES.get(turn[role_key], turn[role_key])
     if role not in ROLES:
         raise ValueError(f"{source}: role {role!r} is not known; use one of {', '.join(ROLES)}")
-    if turn.get("tool_calls") and turn.get(content_key) is None:
-        content = ""
-    else:
-        content = _content({"content": turn.get(content_key)}, source)
+    content = turn.get(content_key)
+    if content is not None or not turn.get("tool_calls"):  # None is right beside tool calls
+        content = _content({"content": content}, source)
     # Arrow fills absent fields of a struct with None; a template must not see those.
     rest = {key: value for key, value in turn.items()
             if key not in (role_key, content_key) and value is not None}

@@ -113,19 +113,41 @@ def _render_prompt(row: Row, chat: ChatTemplate) -> str:
 def _turn_span(messages: list[dict], turn: int, text: str, tools: list | None,
                chat: ChatTemplate) -> tuple[int, int] | None:
     """Where `text` holds what the model wrote as messages[turn]; None if it was left out."""
+    if messages[turn].get("tool_calls"): return _tool_call_span(messages, turn, text, tools, chat)
+    around = _around_content(messages, turn, tools, chat)
+    if around is None: return None
+    before, after = around
+    if not (text.startswith(before) and text.endswith(after)):
+        raise UnusableRow("the chat template alters other turns depending on an answer")
+    return len(before), _end_of_turn(text, max(len(before), len(text) - len(after)), chat)
+
+
+def _around_content(messages: list[dict], turn: int, tools: list | None,
+                    chat: ChatTemplate) -> tuple[str, str] | None:
+    """The text before what the model writes in this turn, and the text after its content."""
     probe = chat.render([*messages[:turn], {**messages[turn], "content": sentinel(turn)},
                          *messages[turn + 1:]], tools)
     copies = probe.count(sentinel(turn))
     if copies == 0: return None
     if copies > 1: raise UnusableRow("the chat template writes an answer more than once")
     before, _, after = probe.partition(sentinel(turn))
-    start = len(before.removesuffix(chat.lead(messages, turn, tools)))
-    end = len(text) - len(after)
-    calls_tool = bool(messages[turn].get("tool_calls"))
-    if text[:start] != before[:start] or not (calls_tool or text.endswith(after)):
-        raise UnusableRow("the chat template alters other turns depending on an answer")
-    if calls_tool: return start, _end_of_tool_call(messages[turn], text, start, after, chat)
-    return start, _end_of_turn(text, max(start, end), chat)
+    return before.removesuffix(chat.lead(messages, turn, tools)), after
+
+
+def _tool_call_span(messages: list[dict], turn: int, text: str, tools: list | None,
+                    chat: ChatTemplate) -> tuple[int, int]:
+    """The same for a turn that calls tools, where the template may write no content at all."""
+    before = chat.render(messages[:turn], tools, add_generation_prompt=True)
+    if not text.startswith(before):
+        before, _ = _around_content(messages, turn, tools, chat) or ("", "")
+    ends = [found + len(token) for token in chat.end_tokens
+            if (found := text.find(token, len(before))) >= 0]
+    if not before or not text.startswith(before) or not ends:
+        raise UnusableRow("tool calls cannot be told apart in the text of the chat template")
+    names = [call.get("function", call).get("name", "") for call in messages[turn]["tool_calls"]]
+    if any(name not in text[len(before):min(ends)] for name in names):
+        raise UnusableRow("the chat template leaves out tool calls")
+    return len(before), min(ends)
 
 
 def _end_of_turn(text: str, end: int, chat: ChatTemplate) -> int:
@@ -133,19 +155,6 @@ def _end_of_turn(text: str, end: int, chat: ChatTemplate) -> int:
     for closing in chat.closings or (chat.plain_closing,):
         if text.startswith(closing, end): return end + len(closing)
     return end
-
-
-def _end_of_tool_call(message: dict, text: str, start: int, after: str,
-                      chat: ChatTemplate) -> int:
-    """Past the first end-of-turn token; the call stands after the content, and is the model's."""
-    content_end = len(text) - len(after) if text.endswith(after) else start
-    ends = [found + len(token) for token in chat.end_tokens
-            if (found := text.find(token, max(start, content_end))) >= 0]
-    if not ends: raise UnusableRow("no end-of-turn token after a tool call")
-    names = [call.get("function", call).get("name", "") for call in message["tool_calls"]]
-    if any(name not in text[start:min(ends)] for name in names):
-        raise UnusableRow("the chat template leaves out tool calls")
-    return min(ends)
 
 
 # ---- tokens and marks -----------------------------------------------------------------------

@@ -9,6 +9,8 @@ import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from .collate import IGNORE
+
 EXAMPLES_KEPT = 3  # sources named for each reason a row was dropped
 BAR_WIDTH = 40
 GREEN, PLAIN = "\033[32m", "\033[0m"
@@ -120,7 +122,7 @@ def preview(dataset, tokenizer, n: int = 2, color: bool | None = None) -> str:
 def _runs(input_ids, labels, tokenizer):
     """(trained, text) for each run of tokens that are trained, or are not."""
     start = 0
-    trained = (labels != -100).tolist()
+    trained = (labels != IGNORE).tolist()
     for end in range(1, len(trained) + 1):
         if end == len(trained) or trained[end] != trained[start]:
             yield trained[start], tokenizer.decode(input_ids[start:end],

@@ -179,7 +179,7 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, dict]]:
             for record in batch.to_pylist():
                 number += 1
                 yield f"{path}: row {number}", record
-    except OSError as error:  # what pyarrow raises for damaged files
+    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
         raise ValueError(f"{path}: not readable as parquet after row {number} "
                          f"({_first_line(error)}); download or export it again") from None
 
@@ -201,7 +201,7 @@ def _json_records(path: Path) -> Iterator[tuple[str, dict]]:
 def _json_lines_records(path: Path) -> Iterator[tuple[str, dict]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            line = line.removeprefix(codecs.BOM_UTF8)  # also where files were concatenated
+            line = line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n")  # marks also stand mid-file
             if line.strip(): yield f"{path}:{number}", _parse_json(line, path, number)
 
 

@@ -28,7 +28,7 @@ FALLBACK_TEMPLATE = (
 TOOL_CALL_END = "<|eom_id|>"
 
 
-class UnusableRow(Exception):
+class UnusableRow(ValueError):
     """A row that cannot be trained on; the message is the reason, as counted in the report."""
 
 

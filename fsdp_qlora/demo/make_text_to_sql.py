@@ -1,4 +1,6 @@
-"""Make the demo's questions: `python -m fsdp_qlora.demo.make_text_to_sql` rewrites the bundled files.
+"""Make the demo's questions: `python -m fsdp_qlora.demo.make_text_to_sql`.
+
+This rewrites the bundled files beside it, which come out the same every time.
 
 Held-out questions are about worlds whose tables no training question mentions, so the score on
 them measures SQL, not memory. A question is kept only if running its SQL can tell a right answer
@@ -9,7 +11,7 @@ import json
 import random
 import re
 
-from .prompts import HELDOUT_FILE, SCHEMAS_FILE, TRAIN_FILE, prompt_messages
+from .prompts import HELDOUT_FILE, SCHEMAS_FILE, TRAIN_FILE, message, prompt_messages
 from .questions import KINDS, Question
 from .score import execute, is_ordered, same_result
 from .worlds import World, read_worlds
@@ -80,13 +82,13 @@ def trivial(world: World) -> list[str]:
     return [
         f"SELECT {what} FROM {table.name}"
         for table in world.tables
-        for what in ["*", "COUNT(*)", *table.all_column_names]
+        for what in ["*", "COUNT(*)", *table.column_names]
     ]
 
 
 def make_row(world: World, kind: str, question: Question) -> dict:
-    messages = prompt_messages(world.notation(), question.text)
-    messages.append({"role": "assistant", "content": question.sql})
+    prompt = prompt_messages(world.notation(), question.text)
+    messages = [*prompt, message("assistant", question.sql)]
     return {"messages": messages, "schema": world.name, "kind": kind}
 
 

@@ -1,8 +1,8 @@
 """What the demo says to a model, and the bundled questions and databases.
 
-The tuned model is trained on, and asked with, `prompt_messages`. A base model was never shown that
-format, so `base_messages` puts a worked example before it; otherwise its score would measure
-whether it guessed the format, not whether it can write SQL.
+The tuned model is trained on, and asked with, the terse `prompt_messages`. A model that was not
+tuned never saw that format and would be scored on guessing it, so `base_messages` labels the
+parts and shows a worked example first: the best for SmolLM2-135M of four prompts that were tried.
 """
 
 import json
@@ -15,31 +15,37 @@ SCHEMAS_FILE = FOLDER / "text_to_sql_schemas.json"
 
 SYSTEM = "Answer with one SQL query."
 
-EXAMPLE = {
-    "user": "owner(id, name, city)\ncar(id, brand, price, owner_id)\n"
-    "Show the brands of cars whose price is above 900.",
-    "assistant": "SELECT brand FROM car WHERE price > 900",
-}
+EXAMPLE_NOTATION = "owner(id, name, city)\ncar(id, brand, price, owner_id)"
+EXAMPLE_QUESTION = "Show the brands of cars whose price is above 900."
+EXAMPLE_SQL = "SELECT brand FROM car WHERE price > 900"
 
 
 def prompt_messages(notation: str, question: str) -> list[dict]:
-    """The chat before the answer: a system line, then the schema (a table a line) and the question."""
+    """The chat before the answer. `notation`: the schema, a table a line: `car(id, brand)`."""
+    return [message("system", SYSTEM), message("user", f"{notation}\n{question}")]
+
+
+def base_messages(row: dict) -> list[dict]:
+    """The prompt of a row for a model that was not tuned: labelled, after a worked example."""
+    notation, _, question = row["messages"][-2]["content"].rpartition("\n")
     return [
-        {"role": "system", "content": SYSTEM},
-        {"role": "user", "content": f"{notation}\n{question}"},
+        message("user", labelled(EXAMPLE_NOTATION, EXAMPLE_QUESTION)),
+        message("assistant", EXAMPLE_SQL),
+        message("user", labelled(notation, question)),
     ]
 
 
 def tuned_messages(row: dict) -> list[dict]:
-    """The prompt of a row of the data: all its messages but the answer."""
+    """The prompt of a row for a tuned model: all its messages but the answer."""
     return row["messages"][:-1]
 
 
-def base_messages(row: dict) -> list[dict]:
-    """The same prompt with a worked example before it, for a model that was not tuned."""
-    system, user = tuned_messages(row)
-    example = [{"role": role, "content": content} for role, content in EXAMPLE.items()]
-    return [system, *example, user]
+def labelled(notation: str, question: str) -> str:
+    return f"Tables:\n{notation}\nQuestion: {question}\nSQL:"
+
+
+def message(role: str, content: str) -> dict:
+    return {"role": role, "content": content}
 
 
 def load_rows(path: Path) -> list[dict]:
@@ -47,6 +53,6 @@ def load_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def load_schemas(path: Path = SCHEMAS_FILE) -> dict[str, str]:
-    """The SQL that builds each database, by name."""
-    return json.loads(path.read_text())
+def load_schemas() -> dict[str, str]:
+    """The SQL that builds each bundled database, by name."""
+    return json.loads(SCHEMAS_FILE.read_text())

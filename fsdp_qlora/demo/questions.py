@@ -12,6 +12,12 @@ from .worlds import Column, Table, World
 KINDS = {}  # name -> function(world, rng) -> Question
 
 
+def kind(draw):
+    """Register a kind of question under its function's name."""
+    KINDS[draw.__name__] = draw
+    return draw
+
+
 @dataclass
 class Question:
     text: str
@@ -20,70 +26,77 @@ class Question:
 
 @dataclass
 class Condition:
-    sql: str  # what stands after WHERE
-    words: str  # what stands after the noun: "singers *from France*"
-
-
-def kind(draw):
-    """Register a kind of question under its function's name."""
-    KINDS[draw.__name__] = draw
-    return draw
+    sql: str  # what follows WHERE: "country = 'France'"
+    words: str  # what follows the noun: "from France"
 
 
 # How one asks
 
 
-def ask_for(what: str, rng: random.Random) -> str:
-    openings = ["Show {}.", "List {}.", "Give {}.", "Find {}.", "What are {}?", "I need {}."]
+def ask_for(what: str, rng: random.Random, many: bool = True) -> str:
+    verb = "are" if many else "is"
+    openings = ["Show {}.", "List {}.", "Give {}.", "Find {}.", f"What {verb} {{}}?", "I need {}."]
     return rng.choice(openings).format(what)
 
 
-def labels_of(table: Table, rng: random.Random) -> str:
-    label = table.label.spoken
-    return rng.choice([f"the {label}s of {table.plural}", f"the {label}s of all {table.plural}"])
-
-
-def how_many(things: str, rng: random.Random) -> str:
+def ask_how_many(things: str, rng: random.Random) -> str:
     openings = ["How many {} are there?", "Count the {}.", "What is the number of {}?"]
     return rng.choice(openings).format(things)
 
 
+def labels_of(table: Table, rng: random.Random) -> str:
+    return f"the {table.label.spoken}s of {rng.choice(['', 'all '])}{table.plural}"
+
+
 def some_table(world: World, rng: random.Random, *having: str) -> Table:
-    """A table that has such columns; mostly the child, which has more to ask about."""
+    """A table with such columns ("categories", "amounts"); mostly the child, which has more."""
     tables = [world.parent, world.child, world.child]
     return rng.choice([table for table in tables if all(getattr(table, what) for what in having)])
 
 
-# Conditions. `owner` is put before a column's name in a join: "singer."
+def some_aggregate(rng: random.Random) -> tuple[str, str]:
+    """A function and a word for it."""
+    function, words = rng.choice([
+        ("AVG", ["average", "mean"]),
+        ("SUM", ["total", "combined"]),
+        ("MAX", ["highest", "maximum"]),
+        ("MIN", ["lowest", "minimum"]),
+    ])  # fmt: skip
+    return function, rng.choice(words)
+
+
+# Conditions. `prefix` is "singer." where a join needs to say whose column it is.
 
 
 def quoted(word: str) -> str:
     return f"'{word}'"
 
 
-def category_is(table: Table, rng: random.Random, owner: str = "") -> Condition:
+def category_is(table: Table, rng: random.Random, prefix: str = "") -> Condition:
     column = rng.choice(table.categories)
     word = rng.choice(table.values(column))
     said = [f"whose {column.spoken} is *", f"with {column.spoken} *", *2 * column.phrases]
-    return Condition(f"{owner}{column.name} = {quoted(word)}", rng.choice(said).replace("*", word))
+    words = rng.choice(said).replace("*", word)
+    return Condition(f"{prefix}{column.name} = {quoted(word)}", words)
 
 
-def number_is(table: Table, rng: random.Random, owner: str = "") -> Condition:
+def number_is(table: Table, rng: random.Random, prefix: str = "") -> Condition:
     column = rng.choice(table.numbers)
     # Not at the ends, so that some rows pass and some do not.
     number = rng.choice(table.values(column)[1:-1])
     operator, said = rng.choice(comparisons(column))
     words = rng.choice(said).replace("*", str(number))
-    return Condition(f"{owner}{column.name} {operator} {number}", words)
+    return Condition(f"{prefix}{column.name} {operator} {number}", words)
 
 
 def comparisons(column: Column) -> list[tuple[str, list[str]]]:
-    """Operators with the ways to say them; a phrase of the column's own counts twice."""
+    """Operators and the ways to say them. A phrase of the column's own is drawn more often."""
     name = column.spoken
-    more, less = column.phrases or ([], [])
+    plain = [f"whose {name} is more than *", f"whose {name} is less than *"]
+    more, less = column.phrases or plain
     return [
-        (">", [f"whose {name} is above *", f"with {name} over *", *2 * [more or f"whose {name} is more than *"]]),
-        ("<", [f"whose {name} is below *", f"with {name} under *", *2 * [less or f"whose {name} is less than *"]]),
+        (">", [f"whose {name} is above *", f"with {name} over *", more, more]),
+        ("<", [f"whose {name} is below *", f"with {name} under *", less, less]),
         (">=", [f"whose {name} is at least *", f"with {name} of * or more"]),
         ("<=", [f"whose {name} is at most *", f"with {name} of * or less"]),
     ]
@@ -92,7 +105,8 @@ def comparisons(column: Column) -> list[tuple[str, list[str]]]:
 def number_between(table: Table, rng: random.Random) -> Condition:
     column = rng.choice(table.numbers)
     low, high = sorted(rng.sample(table.values(column)[1:], 2))
-    said = [f"whose {column.spoken} is between {low} and {high}", f"with {column.spoken} from {low} to {high}"]
+    name = column.spoken
+    said = [f"whose {name} is between {low} and {high}", f"with {name} from {low} to {high}"]
     return Condition(f"{column.name} BETWEEN {low} AND {high}", rng.choice(said))
 
 
@@ -114,8 +128,9 @@ def label_like(table: Table, rng: random.Random) -> Condition:
     return Condition(f"{label.name} LIKE {quoted(pattern)}", f"whose {label.spoken} {said}")
 
 
-def any_condition(table: Table, rng: random.Random) -> Condition:
-    return rng.choice([category_is, number_is] if table.categories else [number_is])(table, rng)
+def simple_condition(table: Table, rng: random.Random, prefix: str = "") -> Condition:
+    draw = rng.choice([category_is, number_is] if table.categories else [number_is])
+    return draw(table, rng, prefix)
 
 
 # Kinds: which rows
@@ -127,77 +142,72 @@ def lookup(table: Table, condition: Condition, rng: random.Random) -> Question:
 
 
 @kind
-def where(world, rng):
+def where(world: World, rng: random.Random) -> Question:
     table = some_table(world, rng, "categories")
     return lookup(table, category_is(table, rng), rng)
 
 
 @kind
-def compare(world, rng):
+def compare(world: World, rng: random.Random) -> Question:
     table = some_table(world, rng)
     return lookup(table, number_is(table, rng), rng)
 
 
 @kind
-def between(world, rng):
+def between(world: World, rng: random.Random) -> Question:
     table = some_table(world, rng)
     return lookup(table, number_between(table, rng), rng)
 
 
 @kind
-def one_of(world, rng):
+def one_of(world: World, rng: random.Random) -> Question:
     table = some_table(world, rng, "categories")
     return lookup(table, category_in(table, rng), rng)
 
 
 @kind
-def like(world, rng):
+def like(world: World, rng: random.Random) -> Question:
     table = some_table(world, rng)
     return lookup(table, label_like(table, rng), rng)
 
 
 @kind
-def two_conditions(world, rng):
-    table, word = world.child, rng.choice(["and", "or"])
-    first, second = category_is(table, rng), number_is(table, rng)
-    both = Condition(f"{first.sql} {word.upper()} {second.sql}", f"{first.words} {word} {second.words}")
-    return lookup(table, both, rng)
+def two_conditions(world: World, rng: random.Random) -> Question:
+    one, two = category_is(world.child, rng), number_is(world.child, rng)
+    word = rng.choice(["and", "or"])
+    both = Condition(f"{one.sql} {word.upper()} {two.sql}", f"{one.words} {word} {two.words}")
+    return lookup(world.child, both, rng)
 
 
 @kind
-def above_average(world, rng):
+def above_average(world: World, rng: random.Random) -> Question:
     table = some_table(world, rng, "amounts")
     column = rng.choice(table.amounts)
     side, operator = rng.choice([("above", ">"), ("below", "<")])
-    words = rng.choice([f"with {side} average {column.spoken}", f"whose {column.spoken} is {side} average"])
-    average = f"(SELECT AVG({column.name}) FROM {table.name})"
-    return lookup(table, Condition(f"{column.name} {operator} {average}", words), rng)
+    said = [f"with {side} average {column.spoken}", f"whose {column.spoken} is {side} average"]
+    sql = f"{column.name} {operator} (SELECT AVG({column.name}) FROM {table.name})"
+    return lookup(table, Condition(sql, rng.choice(said)), rng)
 
 
 # Kinds: in which order
 
 
-def direction(column: Column, rng: random.Random) -> tuple[str, str]:
-    """A superlative and its order."""
-    most, least = (["latest"], ["earliest"]) if column.is_date else (["highest", "largest"], ["lowest", "smallest"])
-    return rng.choice([(rng.choice(most), " DESC"), (rng.choice(least), "")])
-
-
 @kind
-def top(world, rng):
+def top(world: World, rng: random.Random) -> Question:
     table = some_table(world, rng)
-    column, limit = rng.choice(table.numbers), rng.randint(1, 4)
-    superlative, order = direction(column, rng)
-    things = table.name if limit == 1 else f"{limit} {table.plural}"
-    plural = "" if limit == 1 else "s"
-    text = ask_for(f"the {table.label.spoken}{plural} of the {things} with the {superlative} {column.spoken}", rng)
-    if limit == 1:
-        text = text.replace("What are", "What is")
-    return Question(text, f"SELECT {table.label.name} FROM {table.name} ORDER BY {column.name}{order} LIMIT {limit}")
+    label, column, limit = table.label, rng.choice(table.numbers), rng.randint(1, 4)
+    most, least = ("latest", "earliest") if column.is_date else ("highest", "lowest")
+    superlative, order = rng.choice([(most, " DESC"), (least, "")])
+    labels = f"{label.spoken} of the {table.name}"
+    if limit > 1:
+        labels = f"{label.spoken}s of the {limit} {table.plural}"
+    text = ask_for(f"the {labels} with the {superlative} {column.spoken}", rng, many=limit > 1)
+    sql = f"SELECT {label.name} FROM {table.name} ORDER BY {column.name}{order} LIMIT {limit}"
+    return Question(text, sql)
 
 
 @kind
-def order(world, rng):
+def order(world: World, rng: random.Random) -> Question:
     table = some_table(world, rng)
     column = rng.choice(table.numbers)
     words, order = rng.choice([
@@ -207,66 +217,57 @@ def order(world, rng):
         (f"by {column.spoken} from low to high", ""),
     ])  # fmt: skip
     text = ask_for(f"{labels_of(table, rng)} {rng.choice(['sorted', 'ordered'])} {words}", rng)
-    return Question(text, f"SELECT {table.label.name} FROM {table.name} ORDER BY {column.name}{order}")
+    sql = f"SELECT {table.label.name} FROM {table.name} ORDER BY {column.name}{order}"
+    return Question(text, sql)
 
 
-# Kinds: counts and other aggregates
+# Kinds: one value
 
 
 @kind
-def count(world, rng):
+def count(world: World, rng: random.Random) -> Question:
     table = some_table(world, rng)
-    condition = any_condition(table, rng)
-    text = how_many(f"{table.plural} {condition.words}", rng)
+    condition = simple_condition(table, rng)
+    text = ask_how_many(f"{table.plural} {condition.words}", rng)
     return Question(text, f"SELECT COUNT(*) FROM {table.name} WHERE {condition.sql}")
 
 
-def some_aggregate(rng: random.Random) -> tuple[str, str]:
-    """A function and the word for it."""
-    return rng.choice([
-        ("AVG", "average"), ("AVG", "mean"), ("SUM", "total"), ("SUM", "combined"),
-        ("MAX", "highest"), ("MAX", "maximum"), ("MIN", "lowest"), ("MIN", "minimum"),
-    ])  # fmt: skip
-
-
-def aggregate_question(table: Table, condition: Condition | None, rng: random.Random) -> Question:
-    column = rng.choice(table.amounts)
-    function, word = some_aggregate(rng)
-    things = f"{table.plural} {condition.words}" if condition else f"all {table.plural}"
-    text = ask_for(f"the {word} {column.spoken} of {things}", rng).replace("What are", "What is")
-    where_clause = f" WHERE {condition.sql}" if condition else ""
-    return Question(text, f"SELECT {function}({column.name}) FROM {table.name}{where_clause}")
+@kind
+def aggregate(world: World, rng: random.Random) -> Question:
+    table = some_table(world, rng, "amounts")
+    column, (function, word) = rng.choice(table.amounts), some_aggregate(rng)
+    text = ask_for(f"the {word} {column.spoken} of all {table.plural}", rng, many=False)
+    return Question(text, f"SELECT {function}({column.name}) FROM {table.name}")
 
 
 @kind
-def aggregate(world, rng):
-    return aggregate_question(some_table(world, rng, "amounts"), None, rng)
+def aggregate_where(world: World, rng: random.Random) -> Question:
+    table, condition = world.child, category_is(world.child, rng)
+    column, (function, word) = rng.choice(table.amounts), some_aggregate(rng)
+    things = f"{table.plural} {condition.words}"
+    text = ask_for(f"the {word} {column.spoken} of {things}", rng, many=False)
+    sql = f"SELECT {function}({column.name}) FROM {table.name} WHERE {condition.sql}"
+    return Question(text, sql)
+
+
+# Kinds: distinct values and groups
 
 
 @kind
-def aggregate_where(world, rng):
-    table = world.child
-    return aggregate_question(table, category_is(table, rng), rng)
-
-
-@kind
-def distinct(world, rng):
+def distinct(world: World, rng: random.Random) -> Question:
     table = some_table(world, rng, "categories")
     column = rng.choice(table.categories)
-    name = column.spoken
     said = rng.choice(["different", "distinct", "unique"])
+    things = f"{said} {column.spoken} values of {table.plural}"
     if rng.random() < 0.5:
-        text = ask_for(f"the {said} {name} values of {table.plural}", rng)
-        return Question(text, f"SELECT DISTINCT {column.name} FROM {table.name}")
-    text = how_many(f"{said} {name} values of {table.plural}", rng)
-    return Question(text, f"SELECT COUNT(DISTINCT {column.name}) FROM {table.name}")
-
-
-# Kinds: groups
+        sql = f"SELECT DISTINCT {column.name} FROM {table.name}"
+        return Question(ask_for(f"the {things}", rng), sql)
+    sql = f"SELECT COUNT(DISTINCT {column.name}) FROM {table.name}"
+    return Question(ask_how_many(things, rng), sql)
 
 
 @kind
-def group_count(world, rng):
+def group_count(world: World, rng: random.Random) -> Question:
     table = some_table(world, rng, "categories")
     column = rng.choice(table.categories)
     text = rng.choice([
@@ -274,35 +275,42 @@ def group_count(world, rng):
         f"List every {column.spoken} and how many {table.plural} it has.",
         f"For each {column.spoken}, show it and count the {table.plural}.",
     ])  # fmt: skip
-    return Question(text, f"SELECT {column.name}, COUNT(*) FROM {table.name} GROUP BY {column.name}")
+    name = column.name
+    return Question(text, f"SELECT {name}, COUNT(*) FROM {table.name} GROUP BY {name}")
 
 
 @kind
-def group_aggregate(world, rng):
+def group_aggregate(world: World, rng: random.Random) -> Question:
     table = some_table(world, rng, "categories", "amounts")
     column, amount = rng.choice(table.categories), rng.choice(table.amounts)
     function, word = some_aggregate(rng)
+    things = f"the {word} {amount.spoken} of its {table.plural}"
     text = rng.choice([
-        f"Show each {column.spoken} with the {word} {amount.spoken} of its {table.plural}.",
-        f"List every {column.spoken} and the {word} {amount.spoken} of its {table.plural}.",
-        f"For each {column.spoken}, show it and the {word} {amount.spoken} of {table.plural}.",
+        f"Show each {column.spoken} with {things}.",
+        f"List every {column.spoken} and {things}.",
+        f"For each {column.spoken}, show it and {things}.",
     ])  # fmt: skip
-    sql = f"SELECT {column.name}, {function}({amount.name}) FROM {table.name} GROUP BY {column.name}"
+    name = column.name
+    sql = f"SELECT {name}, {function}({amount.name}) FROM {table.name} GROUP BY {name}"
     return Question(text, sql)
 
 
 @kind
-def having(world, rng):
+def having(world: World, rng: random.Random) -> Question:
     table = some_table(world, rng, "categories")
     column, number = rng.choice(table.categories), rng.randint(1, 3)
-    operator, said = rng.choice([(">", "more than"), (">=", "at least"), ("<", "fewer than")])
-    number += operator != ">"
-    text = rng.choice([
-        f"Show each {column.spoken} that has {said} {number} {table.plural}.",
-        f"List every {column.spoken} with {said} {number} {table.plural}.",
-        f"Which {column.spoken} values have {said} {number} {table.plural}?",
+    said, test = rng.choice([
+        (f"more than {number}", f"> {number}"),
+        (f"at least {number + 1}", f">= {number + 1}"),
+        (f"fewer than {number + 1}", f"< {number + 1}"),
     ])  # fmt: skip
-    sql = f"SELECT {column.name} FROM {table.name} GROUP BY {column.name} HAVING COUNT(*) {operator} {number}"
+    text = rng.choice([
+        f"Show each {column.spoken} that has {said} {table.plural}.",
+        f"List every {column.spoken} with {said} {table.plural}.",
+        f"Which {column.spoken} values have {said} {table.plural}?",
+    ])  # fmt: skip
+    name = column.name
+    sql = f"SELECT {name} FROM {table.name} GROUP BY {name} HAVING COUNT(*) {test}"
     return Question(text, sql)
 
 
@@ -315,41 +323,41 @@ def joined(world: World) -> str:
 
 
 @kind
-def join(world, rng):
+def join(world: World, rng: random.Random) -> Question:
     child, parent = world.child, world.parent
-    owner, label = f"{parent.name}.", parent.label
     if rng.random() < 0.5:
-        name = rng.choice(label.words)
-        condition = Condition(f"{owner}{label.name} = {quoted(name)}", f"the {parent.name} {name}")
+        name = rng.choice(parent.label.words)
+        sql = f"{parent.name}.{parent.label.name} = {quoted(name)}"
+        owners = f"the {parent.name} {name}"
     else:
-        make = rng.choice([category_is, number_is] if parent.categories else [number_is])
-        condition = make(parent, rng, owner)
-        condition.words = f"{parent.plural} {condition.words}"
-    text = ask_for(f"the {child.label.spoken}s of {child.plural} of {condition.words}", rng)
-    sql = f"SELECT {child.name}.{child.label.name} FROM {joined(world)} WHERE {condition.sql}"
-    return Question(text, sql)
+        condition = simple_condition(parent, rng, f"{parent.name}.")
+        sql, owners = condition.sql, f"{parent.plural} {condition.words}"
+    text = ask_for(f"the {child.label.spoken}s of {child.plural} of {owners}", rng)
+    label = f"{child.name}.{child.label.name}"
+    return Question(text, f"SELECT {label} FROM {joined(world)} WHERE {sql}")
 
 
 @kind
-def join_count(world, rng):
-    child, parent = world.child, world.parent
-    label = f"{parent.name}.{parent.label.name}"
+def join_count(world: World, rng: random.Random) -> Question:
+    parent, children = world.parent, world.child.plural
     text = rng.choice([
-        f"Show the {parent.label.spoken} of each {parent.name} with its number of {child.plural}.",
-        f"For each {parent.name}, show its {parent.label.spoken} and count its {child.plural}.",
-        f"List every {parent.name} {parent.label.spoken} and how many {child.plural} it has.",
+        f"Show the {parent.label.spoken} of each {parent.name} with its number of {children}.",
+        f"For each {parent.name}, show its {parent.label.spoken} and count its {children}.",
+        f"List every {parent.name} {parent.label.spoken} and how many {children} it has.",
     ])  # fmt: skip
+    label = f"{parent.name}.{parent.label.name}"
     return Question(text, f"SELECT {label}, COUNT(*) FROM {joined(world)} GROUP BY {label}")
 
 
 @kind
-def join_aggregate(world, rng):
+def join_aggregate(world: World, rng: random.Random) -> Question:
     child, parent = world.child, world.parent
-    label, amount = f"{parent.name}.{parent.label.name}", rng.choice(child.amounts)
-    function, word = some_aggregate(rng)
+    amount, (function, word) = rng.choice(child.amounts), some_aggregate(rng)
+    things = f"the {word} {amount.spoken} of its {child.plural}"
     text = rng.choice([
-        f"Show the {parent.label.spoken} of each {parent.name} with the {word} {amount.spoken} of its {child.plural}.",
-        f"For each {parent.name}, show its {parent.label.spoken} and the {word} {amount.spoken} of its {child.plural}.",
+        f"Show the {parent.label.spoken} of each {parent.name} with {things}.",
+        f"For each {parent.name}, show its {parent.label.spoken} and {things}.",
     ])  # fmt: skip
-    sql = f"SELECT {label}, {function}({child.name}.{amount.name}) FROM {joined(world)} GROUP BY {label}"
+    label, value = f"{parent.name}.{parent.label.name}", f"{child.name}.{amount.name}"
+    sql = f"SELECT {label}, {function}({value}) FROM {joined(world)} GROUP BY {label}"
     return Question(text, sql)

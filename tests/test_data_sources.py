@@ -1,0 +1,264 @@
+"""Files, folders, names and record formats; a fault names its file, line and remedy."""
+import builtins
+import json
+
+import pytest
+
+from fsdp_qlora.data import NAMES, read_rows, row_from_record
+from fsdp_qlora.data.formats import FORMATS
+from fsdp_qlora.data.sources import guanaco_record
+
+RECORD = {"instruction": "Say hi.", "output": "hi"}
+LINE = json.dumps(RECORD).encode()
+
+
+def write(path, *lines):
+    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode()
+                                for line in lines))
+    return str(path)
+
+
+def contents(row):
+    return [message["content"] for message in row.messages]
+
+
+# ---- record formats --------------------------------------------------------------------------
+
+@pytest.mark.parametrize("record", [
+    {"instruction": "Q", "input": "", "output": "A"},
+    {"instruction": "Q", "input": None, "output": "A", "text": "ready-made"},
+    {"instruction": "Q", "response": "A"},
+    {"prompt": "Q", "completion": "A"},
+    {"prompt": [{"role": "user", "content": "Q"}],
+     "completion": [{"role": "assistant", "content": "A"}]},
+    {"question": "Q", "answer": "A"},
+    {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]},
+    {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "Q"}], "name": None},
+                  {"role": "assistant", "content": "A", "tool_calls": None}]},
+], ids=lambda record: "+".join(record))
+def test_every_format_becomes_the_same_conversation(record):
+    assert row_from_record(record, "test").messages == [
+        {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+
+
+def test_input_and_context_are_part_of_what_is_asked():
+    assert contents(row_from_record({**RECORD, "input": "more"}, "test"))[0] == "Say hi.\n\nmore"
+    asked = {"context": "CREATE TABLE t (a)", "question": "How many?", "answer": "SELECT"}
+    row = row_from_record(asked, "test")
+    assert contents(row) == ["CREATE TABLE t (a)\n\nHow many?", "SELECT"]
+    assert row.plain_prompt == ("###Context:\nCREATE TABLE t (a)\n"
+                                "###Question:\nHow many?\n###Answer:\n")
+
+
+def test_a_system_text_beside_the_turns_leads_the_conversation():
+    record = {"system": "Be brief.", "conversations": [{"from": "human", "value": "Q"}]}
+    assert row_from_record(record, "test").messages[0] == {"role": "system", "content": "Be brief."}
+
+
+def test_plain_text_stays_text():
+    row = row_from_record({"text": "once"}, "test")
+    assert row.text == "once" and row.messages is None
+
+
+def test_unknown_keys_are_named_with_the_formats_that_work():
+    with pytest.raises(ValueError) as error:
+        row_from_record({"ask": "Q", "reply": "A"}, "rows.jsonl:3")
+    assert "rows.jsonl:3: keys ask, reply fit no format" in str(error.value)
+    assert all(" + ".join(keys) in str(error.value) for keys, _ in FORMATS)
+
+
+@pytest.mark.parametrize("record, fault", [
+    ({"instruction": "Q", "output": None}, "'output' is null; expected text"),
+    ({"instruction": "Q", "output": 7}, "'output' is int 7; expected text"),
+    ({"messages": "Q"}, "'messages' is str; expected a list"),
+    ({"messages": [{"content": "Q"}]}, r"messages\[0\]: expected"),
+    ({"messages": [{"role": "critic", "content": "Q"}]}, "role 'critic' is not known"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text is trained"),
+    (["Q", "A"], "expected an object with named fields, found list"),
+])
+def test_a_field_of_the_wrong_type_is_named(record, fault):
+    with pytest.raises(ValueError, match=f"rows.jsonl:3: .*{fault}|rows.jsonl:3: {fault}"):
+        row_from_record(record, "rows.jsonl:3")
+
+
+# ---- faults of files -------------------------------------------------------------------------
+
+@pytest.mark.parametrize("line, fault", [
+    (b'{"instruction": "a\nb", "output": "c"}', "the line ends inside a string"),
+    (b'{"instruction": "a\tb", "output": "c"}', "control character inside a string"),
+    (b'{"instruction": "caf\xe9", "output": "c"}', "byte 0xe9 is not UTF-8; convert the file"),
+    (b'{"instruction": "a\\ud83d", "output": "c"}', "'instruction' holds a lone surrogate"),
+    (b'{"instruction": "a", "output": NaN}', "'output' is float nan"),
+    (b'{"instruction": "a", "output": "c"', "not JSON"),
+    (LINE + LINE, "write one JSON object a line"),
+    (b"7", "expected an object"),
+], ids=["raw newline", "raw tab", "bad UTF-8", "lone surrogate", "NaN", "cut off", "two", "number"])
+def test_a_fault_names_file_line_and_remedy(tmp_path, line, fault):
+    path = write(tmp_path / "rows.jsonl", LINE, LINE, line, LINE)
+    with pytest.raises(ValueError) as error: read_rows(path)
+    assert str(error.value).startswith(f"{path}:3: ") and fault in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_byte_order_mark_and_blank_lines_are_accepted(tmp_path):
+    path = write(tmp_path / "rows.jsonl", b"\xef\xbb\xbf" + LINE, b"", b"  \r", LINE, b"")
+    assert [row.source for row in read_rows(path)] == [f"{path}:1", f"{path}:4"]
+
+
+def test_a_faulty_list_names_the_line(tmp_path):
+    path = write(tmp_path / "rows.json", b"[", LINE + b",", b'{"instruction": }', b"]")
+    with pytest.raises(ValueError, match="rows.json:3: column"): read_rows(path)
+
+
+@pytest.mark.parametrize("head, fault", [
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:00", "run: git lfs pull"),
+    ('{"text": "a"}'.encode("utf-16"), "the file is UTF-16"),
+])
+def test_a_file_that_is_something_else_is_recognised(tmp_path, head, fault):
+    path = write(tmp_path / "rows.jsonl", head)
+    with pytest.raises(ValueError, match=f"rows.jsonl:1: .*{fault}"): read_rows(path)
+
+
+# ---- places ----------------------------------------------------------------------------------
+
+def test_lines_a_list_and_parquet_hold_the_same_rows(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+    records = [{"question": f"Q{i}", "answer": f"A{i}"} for i in range(5)]
+    lines = write(tmp_path / "rows.jsonl", *records)
+    array = write(tmp_path / "rows.json", json.dumps(records, indent=1).encode())
+    parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "rows.parquet")
+    table = str(tmp_path / "rows.parquet")
+    expected = [contents(row) for row in read_rows(lines)]
+    assert expected == [[f"Q{i}", f"A{i}"] for i in range(5)]
+    assert [contents(row) for row in read_rows(array)] == expected
+    assert [contents(row) for row in read_rows(table)] == expected
+    assert read_rows(array)[4].source == f"{array}: element 5"
+    assert read_rows(table)[4].source == f"{table}: row 5"
+    joined = read_rows([lines, array])
+    assert [contents(row) for row in joined] == expected * 2
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path):
+    pytest.importorskip("pyarrow")
+    path = write(tmp_path / "rows.parquet", b"PAR1 not really")
+    with pytest.raises(ValueError, match="rows.parquet: not readable as parquet"): read_rows(path)
+
+
+def test_a_folder_gives_the_files_of_the_split(tmp_path):
+    for name in ("train-0.jsonl", "train-1.jsonl", "test.jsonl"):
+        write(tmp_path / name, {"text": name})
+    def texts(**options):
+        return [row.text for row in read_rows(tmp_path, **options)]
+    assert texts() == ["train-0.jsonl", "train-1.jsonl"]
+    assert texts(split="test") == ["test.jsonl"]
+    with pytest.raises(ValueError, match="no file of split 'dev'.*found test.jsonl"):
+        texts(split="dev")
+
+
+def test_a_folder_without_split_names_is_all_train(tmp_path):
+    for name in ("b.jsonl", "a.jsonl", "test.jsonl", "notes.txt"):
+        write(tmp_path / name, {"text": name})
+    assert [row.text for row in read_rows(tmp_path)] == ["a.jsonl", "b.jsonl"]
+    globbed = read_rows(str(tmp_path / "*.jsonl"))
+    assert [row.text for row in globbed] == ["a.jsonl", "b.jsonl", "test.jsonl"]
+
+
+@pytest.mark.parametrize("dataset", ["missing.jsonl", "/no/such/folder", "no/*.jsonl"])
+def test_a_missing_file_names_the_flag_and_what_works(dataset):
+    with pytest.raises(ValueError) as error: read_rows(dataset)
+    assert str(error.value).startswith(f"--dataset {dataset}: no such file or folder")
+    assert all(name in str(error.value) for name in NAMES)
+
+
+def test_a_file_of_another_kind_and_a_split_of_one_file_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="'.csv' files are not read"):
+        read_rows(write(tmp_path / "rows.csv", b"a,b"))
+    with pytest.raises(ValueError, match="--dataset_split test: .* is one file"):
+        read_rows(write(tmp_path / "rows.jsonl", LINE), split="test")
+
+
+def test_samples_are_drawn_by_seed_and_keep_their_order(tmp_path):
+    path = write(tmp_path / "rows.jsonl", *[{"text": str(i)} for i in range(100)])
+    def drawn(samples, seed):
+        return [int(row.text) for row in read_rows(path, samples=samples, seed=seed)]
+    assert drawn(10, 1) == sorted(drawn(10, 1)) == drawn(10, 1) != drawn(10, 2)
+    assert len(set(drawn(10, 1))) == 10 and max(drawn(50, 1)) > 50
+    assert drawn(1000, 1) == list(range(100))
+    with pytest.raises(ValueError, match="--dataset_samples 0"): drawn(0, 1)
+
+
+# ---- names -----------------------------------------------------------------------------------
+
+def test_dummy_rows_have_equal_length_and_need_no_hub():
+    rows = read_rows("dummy", samples=3, dummy_words=40)
+    assert [len(row.text.split()) for row in rows] == [40] * 3
+    assert rows[0].text.startswith("Lorem ipsum dolor") and len({row.text for row in rows}) == 3
+    assert len(read_rows("dummy")) == 512
+
+
+def test_text_to_sql_is_bundled_with_both_splits():
+    train, heldout = (read_rows("text_to_sql", split=split) for split in ("train", "heldout"))
+    assert train and heldout and all(row.messages[-1]["role"] == "assistant" for row in train)
+    with pytest.raises(ValueError, match="text_to_sql has the splits train and heldout"):
+        read_rows("text_to_sql", split="test")
+
+
+def test_guanaco_text_becomes_turns():
+    record = {"text": "### Human: Hi.\nYou?### Assistant: Fine.\n### Human: Why?\n"
+                      "### Assistant: So."}
+    assert guanaco_record(record)["messages"] == [
+        {"role": "user", "content": "Hi.\nYou?"}, {"role": "assistant", "content": "Fine."},
+        {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub of three rows per data set; records what was asked of it."""
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load_dataset(name, split):
+        asked.append((name, split))
+        if "missing" in name: raise FileNotFoundError(f"Dataset '{name}' doesn't exist")
+        return datasets.Dataset.from_list([{"question": f"Q{i}", "answer": "A"} for i in range(3)])
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return asked
+
+
+def test_names_stand_for_data_sets_of_the_hub(hub):
+    rows = read_rows("orca_math", samples=2)
+    assert len(rows) == 2 and rows[0].source.startswith("orca_math: row ")
+    assert contents(read_rows("alpaca_sample", samples=1)[0]) == ["Q0", "A"]
+    read_rows("someone/their-data", split="validation")
+    assert hub == [("microsoft/orca-math-word-problems-200k", "train"),
+                   ("yahma/alpaca-cleaned", "train"), ("someone/their-data", "validation")]
+
+
+def test_a_name_that_the_hub_does_not_know_is_one_clear_line(hub):
+    with pytest.raises(ValueError) as error: read_rows("missing/data")
+    assert str(error.value).startswith("--dataset missing/data: no such file or folder here, and ")
+    assert "\n" not in str(error.value) and "text_to_sql" in str(error.value)
+
+
+def test_a_folder_saved_by_datasets_is_read(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_list([{"text": "a"}, {"text": "b"}])
+    data.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict(train=data).save_to_disk(str(tmp_path / "many"))
+    assert [row.text for row in read_rows(tmp_path / "one")] == ["a", "b"]
+    assert [row.text for row in read_rows(str(tmp_path / "many"))] == ["a", "b"]
+    with pytest.raises(ValueError, match="--dataset_split test: .* has the splits train"):
+        read_rows(tmp_path / "many", split="test")
+
+
+def test_a_missing_package_names_what_to_install(monkeypatch):
+    real_import = builtins.__import__
+    def without_datasets(name, *args, **kwargs):
+        if name == "datasets": raise ImportError(name)
+        return real_import(name, *args, **kwargs)
+    monkeypatch.setattr(builtins, "__import__", without_datasets)
+    monkeypatch.setattr("importlib.import_module", without_datasets)
+    with pytest.raises(ValueError, match=r"needs the package datasets; .*fsdp_qlora\[data\]"):
+        read_rows("alpaca")

@@ -1,0 +1,77 @@
+"""The GPU catalogue: spelling, what is measured and what is only a datasheet, users' own cards."""
+import json
+
+import pytest
+
+from fsdp_qlora.hardware import GPUS, PATTERNS, find_gpu, load_gpu_spec
+
+
+@pytest.mark.parametrize("given,found", [
+    ("h100", "H100 SXM"), ("NVIDIA H100 80GB HBM3", "H100 SXM"), ("H100-PCIe", "H100 PCIe"),
+    ("NVIDIA H100 PCIe", "H100 PCIe"), ("NVIDIA H200", "H200"), ("rtx3090", "RTX 3090"),
+    ("NVIDIA GeForce RTX 4090", "RTX 4090"), ("4080", "RTX 4080"), ("RTX_5090", "RTX 5090"),
+    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000"),
+    ("a6000", "RTX A6000"), ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+    ("a6000 ada", "RTX 6000 Ada"), ("rtxa5000", "RTX A5000"), ("a100", "A100 80GB"),
+    ("NVIDIA A100-SXM4-40GB", "A100 40GB"), ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+    ("NVIDIA L40S", "L40S"), ("AMD Instinct MI300X", "MI300X")])
+def test_a_card_is_found_however_it_is_spelled(given, found):
+    assert find_gpu(given).name == found
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_card_is_found_by_its_own_name(name):
+    assert find_gpu(name) is GPUS[name] and name in PATTERNS
+
+
+@pytest.mark.parametrize("name", ["RTX 4090 Laptop GPU", "RTX 3090 Ti", "RTX 4080 SUPER", "GH200",
+                                  "H100 NVL", "v100", ""])
+def test_an_unknown_or_like_named_card_lists_the_catalogue(name):
+    with pytest.raises(ValueError, match="--gpu .*not in the catalogue.*RTX 3090.*--gpu_spec"):
+        find_gpu(name)
+
+
+def test_only_measured_cards_are_calibrated():
+    assert [name for name, gpu in GPUS.items() if gpu.calibrated] == ["H100 SXM"]
+    assert GPUS["H100 SXM"].label == "H100 SXM"
+    assert GPUS["RTX 3090"].label == "RTX 3090 (uncalibrated)"
+
+
+def test_estimated_rates_stay_below_the_datasheet():
+    for gpu in GPUS.values():
+        assert 0 < gpu.reached_tflops < gpu.bf16_tflops
+        assert 0 < gpu.reached_bandwidth_gb_s < gpu.bandwidth_gb_s
+        assert gpu.source and (gpu.price_source if gpu.price_per_hour else True)
+        assert gpu.fp8_tflops is None or gpu.fp8_tflops == pytest.approx(2 * gpu.bf16_tflops, 0.02)
+
+
+def test_link_is_the_measured_one_else_nvlink_else_through_the_host():
+    h100 = find_gpu("h100")
+    assert (h100.peer_gb_s(2), h100.peer_gb_s(4), h100.peer_gb_s(8)) == (329, 355, 355)
+    assert h100.without_nvlink().peer_gb_s(2) == h100.host_gb_s / 2
+    assert 150 < find_gpu("a100").peer_gb_s(2) < 300
+    assert 10 < find_gpu("3090").peer_gb_s(2) < 16  # PCIe 4 x16 through the host
+
+
+def test_a_card_from_a_file(tmp_path):
+    spec = tmp_path / "gpu.json"
+    spec.write_text(json.dumps(dict(base="4090", name="slow slot", pcie_lanes=4)))
+    gpu = load_gpu_spec(spec)
+    assert gpu.name == "slow slot" and gpu.bf16_tflops == GPUS["RTX 4090"].bf16_tflops
+    assert gpu.host_gb_s == pytest.approx(GPUS["RTX 4090"].host_gb_s / 4)
+    spec.write_text(json.dumps(dict(
+        name="mine", memory_gib=40, bf16_tflops=100, bandwidth_gb_s=1000, measured_bf16_tflops=90,
+        measured_bandwidth_gb_s=900, nvlink_gb_s=50, measured_link_gb_s={"2": 30})))
+    assert load_gpu_spec(spec).calibrated and load_gpu_spec(spec).peer_gb_s(2) == 30
+
+
+@pytest.mark.parametrize("spec,message", [
+    ("{", "not readable JSON"), ("[]", "one JSON object"), ('{"nam": 1}', "unknown field nam"),
+    ('{"name": "x"}', "needs memory_gib, bf16_tflops"),
+    ('{"base": "4090", "memory_gib": -1}', "memory_gib must be above 0"),
+    ('{"base": "4090", "memory_gib": "24"}', "memory_gib must be a number"),
+    ('{"base": "4090", "pcie_gen": 9}', "pcie_gen 9: choose")])
+def test_a_wrong_file_is_named_with_the_field(tmp_path, spec, message):
+    (tmp_path / "gpu.json").write_text(spec)
+    with pytest.raises(ValueError, match=f"gpu.json: .*{message}"):
+        load_gpu_spec(tmp_path / "gpu.json")
