@@ -6,7 +6,7 @@
 """
 import sys
 
-from fsdp_qlora.cli import main
+from fsdp_qlora.cli import leave, main
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    leave(main(["train", *sys.argv[1:]]))

@@ -48,7 +48,6 @@ class ModelShape:
     o_bias: bool = False
     mlp_bias: bool = False
     max_positions: int | None = None
-    softcap: bool = False    # logits pass through a tanh
 
     @property
     def fused(self) -> bool:
@@ -163,8 +162,7 @@ def shape_from_config(config: dict, name: str = "") -> ModelShape:
         tied=family in TIED_BY_DEFAULT if tied is None else bool(tied),
         qkv_bias=family in QKV_BIAS or bias, o_bias=bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
-        max_positions=config.get("max_position_embeddings"),
-        softcap=bool(config.get("final_logit_softcapping")))
+        max_positions=config.get("max_position_embeddings"))
 
 
 def model_shape(model: str | Path | dict) -> ModelShape:

@@ -5,14 +5,12 @@ ends every rank with the same line.
 """
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .config import RunConfig
 from .dist import print_main, ranks_from_env
-from .loading import first_line
+from .loading import first_line, read_config
 
 
 def check_device(config: RunConfig, device: torch.device):
@@ -25,15 +23,12 @@ def check_device(config: RunConfig, device: torch.device):
 
 def load_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or hub name. Raises ValueError naming --model_name."""
+    read_config(model_name)  # a missing folder is said in the same words everywhere
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_name)
+        return AutoTokenizer.from_pretrained(model_name)
     except (OSError, ValueError, KeyError) as error:
-        if not Path(model_name).exists():
-            raise ValueError(f"--model_name {model_name}: no such folder, and the hub answers: "
-                             f"{first_line(error)}") from error
-        raise ValueError(f"--model_name {model_name}: no tokenizer there ({first_line(error)})"
-                         ) from error
-    return tokenizer
+        raise ValueError(f"--model_name {model_name}: no tokenizer there ({first_line(error)}); "
+                         "copy the tokenizer files of the model into it") from error
 
 
 def tokenized_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase):

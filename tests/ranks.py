@@ -9,6 +9,7 @@ import io
 import multiprocessing
 import os
 import traceback
+from contextlib import nullcontext
 
 from fsdp_qlora.dist import free_port
 
@@ -16,12 +17,15 @@ PRELOAD = ["torch", "transformers", "peft", "bitsandbytes", "torch.distributed.f
            "transformers.models.llama.modeling_llama", "fsdp_qlora.trainer"]
 
 
-def run_ranks(function, world_size: int, *args, timeout: float = 300) -> list:
-    """`function(*args)` on every rank; the results by rank. Raises if any rank failed."""
+def run_ranks(function, world_size: int, *args, timeout: float = 300, grouped: bool = True) -> list:
+    """`function(*args)` on every rank; the results by rank. Raises if any rank failed.
+
+    `grouped` makes the process group; without it the function meets the world as train.py does.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     results, port = context.Queue(), free_port()
-    ranks = [context.Process(target=_rank, args=(function, rank, world_size, port, results, args))
+    ranks = [context.Process(target=_rank, args=(function, rank, world_size, port, results, args, grouped))
              for rank in range(world_size)]
     for process in ranks: process.start()
     try:
@@ -35,7 +39,7 @@ def run_ranks(function, world_size: int, *args, timeout: float = 300) -> list:
     return [_unpacked(collected[r][1]) for r in range(world_size)]
 
 
-def _rank(function, rank, world_size, port, results, args):
+def _rank(function, rank, world_size, port, results, args, grouped):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
                       LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="localhost",
                       MASTER_PORT=str(port))
@@ -44,7 +48,7 @@ def _rank(function, rank, world_size, port, results, args):
     from fsdp_qlora.dist import process_group
     torch.set_num_threads(1)
     try:
-        with process_group(torch.device("cpu"), timeout_minutes=2):
+        with process_group(torch.device("cpu"), timeout_minutes=2) if grouped else nullcontext():
             results.put((rank, (True, _packed(function(*args)))))
     except BaseException:  # noqa: BLE001  reported by the parent
         results.put((rank, (False, traceback.format_exc())))

@@ -31,6 +31,7 @@ from fsdp_qlora.estimate import (
     step_seconds,
 )
 from fsdp_qlora.hardware import find_gpu
+from fsdp_qlora.loading import materialize
 from fsdp_qlora.quantize import quantize_linears
 
 LLAMA_8B, LLAMA_70B = model_shape("meta-llama/Llama-3.1-8B"), model_shape("llama-2-70b")
@@ -54,6 +55,7 @@ def tiny(known: str, setup: Setup):
         targets = list(setup.targets) if isinstance(setup.targets, tuple) else setup.targets
         model = apply_adapters(model, lora_config(
             rank=setup.lora_rank, dropout=setup.lora_dropout, target_modules=targets))
+    materialize(model, torch.device("cpu"), torch.device("cpu"))  # PEFT left adapters on meta
     if setup.compile:
         for block in decoder_blocks(model):
             block.forward = torch.compile(block.forward, backend="aot_eager_decomp_partition")
@@ -149,11 +151,21 @@ def test_window_is_two_units_and_the_root_where_blocks_are_freed():
 
 def test_each_rung_of_the_escalation_takes_less_memory():
     steps = [dict(strategy="ddp", activation_policy="keep_all"), dict(strategy="ddp"),
-             dict(strategy="shard_grad_op"), dict(strategy="full_shard"),
-             dict(strategy="full_shard", cpu_offload=True)]
+             dict(strategy="full_shard"), dict(strategy="full_shard", cpu_offload=True)]
     totals = [memory(LLAMA_8B, world_size=4, batch_size=4, context_length=2048, **s).total
               for s in steps]
-    assert totals == sorted(totals, reverse=True) and len(set(totals)) == 5
+    assert totals == sorted(totals, reverse=True) and len(set(totals)) == 4
+
+
+def test_shard_grad_op_holds_shards_and_whole_blocks_at_once():
+    """With frozen weights it can need more than ddp, which has no gradients of them to shard."""
+    setup = Setup(world_size=2, batch_size=4, context_length=2048)
+    ddp, grad_op = (memory(LLAMA_8B, setup, strategy=s) for s in ("ddp", "shard_grad_op"))
+    assert grad_op.peak_allocated > ddp.peak_allocated
+    full = (replace(setup, quant="none", adapter="none", strategy=s)
+            for s in ("ddp", "shard_grad_op"))
+    ddp, grad_op = (memory(LLAMA_8B, s) for s in full)
+    assert grad_op.peak_allocated < ddp.peak_allocated
 
 
 def test_cpu_offload_moves_shards_gradients_and_states_to_the_host():

@@ -10,6 +10,7 @@ from a lazy one: see `is_telling`.
 import json
 import random
 import re
+from functools import cache
 
 from .prompts import HELDOUT_FILE, SCHEMAS_FILE, TRAIN_FILE, message, prompt_messages
 from .questions import KINDS, Question
@@ -18,7 +19,9 @@ from .worlds import World, read_worlds
 
 SEED = 0
 TRAIN_PER_KIND, HELDOUT_PER_KIND = 3, 1  # questions of each kind about each world
-TRIES = 200  # draws per question before a kind is given up for a world
+TRIES = 200  # draws per kind before fewer questions will do
+
+run = cache(execute)  # trivial queries come back for every question about a world
 
 
 def main():
@@ -44,12 +47,12 @@ def make_rows(worlds: list[World], split: str, per_kind: int) -> list[dict]:
 
 
 def draw_questions(world: World, kind: str, count: int, rng: random.Random) -> list[Question]:
-    """Up to `count` telling questions of a kind, each with an SQL of its own."""
+    """Up to `count` telling questions of a kind, no two with the same text."""
     questions, schema_sql = {}, world.sql()
     for _ in range(TRIES):
         question = KINDS[kind](world, rng)
-        if question.sql not in questions and is_telling(question.sql, world, schema_sql):
-            questions[question.sql] = question
+        if question.text not in questions and is_telling(question.sql, world, schema_sql):
+            questions[question.text] = question
         if len(questions) == count:
             break
     return list(questions.values())
@@ -57,10 +60,10 @@ def draw_questions(world: World, kind: str, count: int, rng: random.Random) -> l
 
 def is_telling(sql: str, world: World, schema_sql: str) -> bool:
     """Whether a query finds something, and something else than every query lazier than it."""
-    gold = execute(schema_sql, sql)
+    gold = run(schema_sql, sql)
     if not gold or gold == [(None,)]:
         return False
-    lazy = [execute(schema_sql, other) for other in [*shortened(sql), *trivial(world)]]
+    lazy = [run(schema_sql, other) for other in [*shortened(sql), *trivial(world)]]
     return not any(same_result(gold, other, is_ordered(sql)) for other in lazy)
 
 
@@ -68,9 +71,9 @@ def shortened(sql: str) -> list[str]:
     """A query less one of its clauses, conditions or its DISTINCT, where that is still a query."""
     clauses = re.split(r" (?=(?:WHERE|GROUP BY|HAVING|ORDER BY|LIMIT)\b)", sql)
     queries = [" ".join(clauses[:i] + clauses[i + 1 :]) for i in range(1, len(clauses))]
-    if both := re.fullmatch(r"(.* WHERE )(.*) (?:AND|OR) (.*)", sql):
+    if both := re.fullmatch(r"(.* WHERE )((?:(?!BETWEEN).)*) (?:AND|OR) (.*)", sql):
         before, first, second = both.groups()
-        queries += [] if "BETWEEN" in sql else [before + first, before + second]
+        queries += [before + first, before + second]
     if "DISTINCT " in sql:
         queries.append(sql.replace("DISTINCT ", ""))
     # HAVING without GROUP BY is an error in older sqlite.

@@ -33,7 +33,7 @@ WITH = r"WITH\s+(?:RECURSIVE\s+)?\w+\s*(?:\([^)]*\)\s*)?AS\s*\("
 STARTS = [
     re.compile(rf"(?im)(?:^|[:`])[ \t]*(?=SELECT\s|{WITH})"),
     re.compile(rf"(?=\bSELECT\s|{WITH})"),
-    re.compile(r"(?i)(?=\bSELECT\s[^.]*\sFROM\s)"),
+    re.compile(r"(?is)(?=\bSELECT\s.*?\sFROM\s)"),
 ]
 # Where it ends: a semicolon, a blank line, closing backticks, a chat token. Quoted text is skipped.
 ENDS = re.compile(r"""('[^']*'|"[^"]*")|;|\n[ \t]*\n|`|<\|""")
@@ -109,7 +109,7 @@ def same_value(one, other) -> bool:
 
 def sort_key(row: tuple) -> list[tuple]:
     """Sorts values of any type; numbers are rounded, since nearly equal ones must sort alike."""
-    return [(0, f"{v:.6e}") if isinstance(v, (int, float)) else (1, str(v)) for v in row]
+    return [(0, f"{v:.9g}") if isinstance(v, (int, float)) else (1, str(v)) for v in row]
 
 
 def is_ordered(sql: str) -> bool:
@@ -145,7 +145,7 @@ def score(rows: list[dict], answers: list[str], schemas: dict[str, str] | None =
     `schemas` maps a row's schema to the SQL that builds it; the bundled ones unless given.
     """
     if len(rows) != len(answers) or not rows:
-        raise ValueError(f"need an answer for each of some rows, got {len(answers)} for {len(rows)}")
+        raise ValueError(f"need one answer for each row, got {len(answers)} for {len(rows)}")
     schemas = schemas or load_schemas()
     verdicts = [judge(row, text, schemas) for row, text in zip(rows, answers, strict=True)]
     failures = [failure for failure in verdicts if failure]

@@ -38,7 +38,7 @@ def smollm2_folder(cache_dir: str | Path) -> Path:
 def find_gguf() -> Path:
     # The package is not imported: it is a plugin of a tool that need not be installed.
     spec = importlib.util.find_spec(PACKAGE)
-    places = spec.submodule_search_locations if spec else []
+    places = spec.submodule_search_locations or [] if spec else []
     files = [file for place in places for file in sorted(Path(place).glob("*.gguf"))]
     if not files:
         raise ValueError(f"the demo's model is missing: get it (98 MB) with `{INSTALL}`")
@@ -47,7 +47,7 @@ def find_gguf() -> Path:
 
 def unpack(gguf_file: Path, folder: Path):
     """Write a GGUF file's weights (bf16), tokenizer and chat template as a Hugging Face folder."""
-    import torch
+    import torch  # here, since a second run needs neither
     import transformers
 
     source = {"pretrained_model_name_or_path": gguf_file.parent, "gguf_file": gguf_file.name}

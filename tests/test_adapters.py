@@ -1,0 +1,406 @@
+"""LoRA layers against PEFT's own over bitsandbytes and nn.Linear: values, gradients, what is kept.
+
+Shapes: N tokens, I inputs, O outputs, R rank.  x (N, I), A (R, I), B (O, R)
+"""
+import copy
+import math
+
+import pytest
+import torch
+from bitsandbytes.nn import Linear4bit, Params4bit
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from fsdp_qlora.adapters import (
+    LoraLinear,
+    adapted_linear,
+    adapted_linear_backward,
+    adapter_counts,
+    apply_adapters,
+    down_product,
+    init_adapters,
+    initial_a,
+    lora_config,
+    resolve_targets,
+    trainable_parameters,
+)
+from fsdp_qlora.config import RunConfig
+from fsdp_qlora.loading import materialize, meta_model
+from fsdp_qlora.quantize import QuantLinear, quantize_linears, quantize_rows
+
+from .tiny import CONFIGS, TARGETS, save_tiny
+
+I, O, R, ALPHA = 128, 96, 4, 8
+SCALING = ALPHA / R
+
+
+def values(*shape, seed=0, dtype=torch.float32):
+    """Normal values that bf16 holds exactly, so that bf16 and fp32 runs start from the same ones."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).bfloat16().to(dtype)
+
+
+def with_values(layer):
+    """The layer with weights in A and B, so that every gradient is of consequence."""
+    layer.lora_A["default"].weight.data = values(R, I, seed=1) / math.sqrt(I)
+    layer.lora_B["default"].weight.data = values(O, R, seed=2) / math.sqrt(R)
+    return layer
+
+
+def base_linear(bias: bool, dtype=torch.float32) -> nn.Linear:
+    linear = nn.Linear(I, O, bias)
+    linear.weight.data = values(O, I, seed=3) / 16
+    if bias: linear.bias.data = values(O, seed=4)
+    return linear.to(dtype).requires_grad_(False)
+
+
+def our_layer(base: str, bias: bool = False, dropout: float = 0.0, dtype=torch.float32):
+    linear = base_linear(bias, dtype)
+    if base == "nf4": linear = QuantLinear.from_linear(linear)
+    config = lora_config(rank=R, alpha=ALPHA, dropout=dropout)
+    return with_values(LoraLinear(linear, "default", config, r=R, lora_alpha=ALPHA))
+
+
+def peft_layer(base: str, bias: bool = False, dtype=torch.float32):
+    """PEFT's LoRA layer over bitsandbytes' Linear4bit or nn.Linear."""
+    linear = base_linear(bias, dtype)
+    if base == "nf4":
+        quant = Linear4bit(I, O, bias, dtype, quant_type="nf4")
+        quant.weight = Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4",
+                                  compress_statistics=False)
+        quant.bias = linear.bias
+        linear = quant.to("cpu")
+    model = inject_adapter_in_model(LoraConfig(r=R, lora_alpha=ALPHA, target_modules=["proj"]),
+                                    nn.ModuleDict(dict(proj=linear)))
+    return with_values(model["proj"])
+
+
+def results(layer, dtype=torch.float32, leading=(2, 3)) -> dict[str, torch.Tensor]:
+    """Output and every gradient of a layer, for the same x and dY."""
+    x = values(*leading, I, seed=5, dtype=dtype).requires_grad_()
+    y = layer(x)
+    y.backward(values(*leading, O, seed=6, dtype=dtype))
+    return dict(y=y.detach(), dx=x.grad, da=layer.lora_A["default"].weight.grad,
+                db=layer.lora_B["default"].weight.grad)
+
+
+# ---- one layer against PEFT --------------------------------------------------------------------
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("base", ["nf4", "plain"])
+def test_outputs_and_gradients_equal_peft_in_fp32(base, bias):
+    ours, theirs = results(our_layer(base, bias)), results(peft_layer(base, bias))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("base", ["nf4", "plain"])
+def test_bf16_outputs_and_gradients_equal_peft_up_to_rounding(base):
+    """bf16 rounds to a relative 2^-9; a value here is rounded about four times on its way (inputs
+    of a product, rank-R product, sum, result), so 2^-7 of the norm bounds ours, and PEFT's too.
+    """
+    exact = results(peft_layer(base, bias=True))
+    for layer in (our_layer, peft_layer):
+        rounded = results(layer(base, bias=True, dtype=torch.bfloat16), torch.bfloat16)
+        for name, value in rounded.items():
+            error = (value.float() - exact[name]).norm() / exact[name].norm()
+            assert error < 2**-7, (layer.__name__, name, error)
+
+
+def test_bf16_compute_keeps_outputs_in_bf16_and_adapter_gradients_in_fp32():
+    got = results(our_layer("nf4", dtype=torch.bfloat16), torch.bfloat16)
+    assert {n: t.dtype for n, t in got.items()} == dict(
+        y=torch.bfloat16, dx=torch.bfloat16, da=torch.float32, db=torch.float32)
+
+
+@pytest.mark.parametrize("in_features, out_features", [(72, 100), (31, 33)])
+def test_sizes_that_are_not_whole_blocks_equal_the_formula(in_features, out_features):
+    linear = QuantLinear.from_linear(nn.Linear(in_features, out_features))
+    layer = LoraLinear(linear, "default", lora_config(rank=3, alpha=6), r=3, lora_alpha=6).float()
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    nn.init.normal_(b)
+    x = values(5, in_features).requires_grad_()
+    wanted = x @ (linear.dequantize(torch.float32) + 2.0 * b @ a).t() + linear.bias
+    for ours, formula in zip(torch.autograd.grad(layer(x).square().sum(), (x, a, b)),
+                             torch.autograd.grad(wanted.square().sum(), (x, a, b)), strict=True):
+        torch.testing.assert_close(ours, formula, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(layer(x), wanted)
+
+
+# ---- dropout -----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("base", ["nf4", "plain"])
+def test_gradients_under_dropout_are_those_of_the_formula_with_the_same_mask(base):
+    layer = our_layer(base)
+    keep, scale = values(6, I, seed=7) > 0, 2.0
+    weight = layer.base_layer.weight if base == "plain" else layer.base_layer.dequantize(torch.float)
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    x = values(6, I, seed=5).requires_grad_()
+    quantized = (getattr(layer.base_layer, "absmax", None), None)
+    y = adapted_linear(x, down_product(x, a, keep, scale), layer.base_layer.weight, *quantized, a, b,
+                       keep, SCALING, scale, I, "nf4")
+    formula = x @ weight.t() + SCALING * (x * keep * scale) @ a.t() @ b.t()
+    torch.testing.assert_close(y, formula, rtol=1e-5, atol=1e-5)
+    dy = values(6, O, seed=6)
+    for ours, theirs in zip(torch.autograd.grad(y, (x, a, b), dy),
+                            torch.autograd.grad(formula, (x, a, b), dy), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_gradients_equal_finite_differences(dropout):
+    layer = our_layer("plain", bias=True, dropout=dropout).double()
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+
+    def forward(x, a_, b_):
+        torch.manual_seed(0)  # the same mask every time
+        layer.lora_A["default"].weight, layer.lora_B["default"].weight = a_, b_
+        return layer(x)
+    layer.lora_A["default"]._parameters.clear()
+    layer.lora_B["default"]._parameters.clear()
+    assert torch.autograd.gradcheck(forward, (values(3, I).double().requires_grad_(), a, b),
+                                    fast_mode=True)
+
+
+def test_dropout_keeps_the_expected_output_and_drops_the_given_share():
+    """Linear in the mask, so the mean over draws is the output without dropout: the mean of 2,000
+    has a standard error of sqrt(p / (1 - p) / 2000) = 1.5% of a term; four of them are allowed.
+    """
+    layer, masks = our_layer("plain", dropout=0.3), []
+    x = values(1, I, seed=5)
+    expected = layer.eval()(x)
+    layer.train()
+    with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: masks.append(t) if t.dtype == torch.bool else None, lambda t: t):
+        y = layer(x.expand(2000, I).contiguous().requires_grad_()).mean(0, keepdim=True)
+    (keep,) = masks
+    assert keep.shape == (2000, I) and abs(keep.float().mean() - 0.7) < 0.005
+    adapter = expected - layer.base_layer(x)
+    spread = 4 * math.sqrt(0.3 / 0.7 / 2000) * x.norm() / math.sqrt(I) * SCALING * 2
+    assert adapter.abs().max() > 3 * spread  # else the next line says nothing
+    assert (y - expected).abs().max() < spread
+
+
+def test_dropout_masks_differ_from_call_to_call_and_eval_has_none():
+    layer, x = our_layer("nf4", dropout=0.5), values(4, I)
+    assert not torch.equal(layer(x), layer(x))
+    layer.eval()
+    torch.testing.assert_close(layer(x), our_layer("nf4")(x), rtol=0, atol=0)
+
+
+# ---- the ops -----------------------------------------------------------------------------------
+
+def op_arguments(quantized: bool, dropout: bool, bias: bool, dtype=torch.float32, strided=False):
+    x = values(16, 6, seed=5, dtype=dtype).t() if strided else values(6, 16, seed=5, dtype=dtype)
+    a, b = values(R, 16, seed=1).requires_grad_(), values(10, R, seed=2).requires_grad_()
+    weight, absmax = values(10, 16, seed=3, dtype=dtype), None
+    if quantized: weight, absmax = quantize_rows(weight)
+    keep = values(6, 16, seed=7) > 0 if dropout else None
+    xa = down_product(x, a, keep, 2.0)
+    return (x.requires_grad_(), xa, weight, absmax, values(10, seed=4, dtype=dtype) if bias else None,
+            a, b, keep, SCALING, 2.0, 16, "nf4" if quantized else "")
+
+
+@pytest.mark.parametrize("kinds", [
+    dict(quantized=True, dropout=False, bias=False), dict(quantized=True, dropout=True, bias=True),
+    dict(quantized=False, dropout=True, bias=False),
+    dict(quantized=True, dropout=False, bias=True, dtype=torch.bfloat16),
+    dict(quantized=True, dropout=False, bias=False, strided=True)],
+    ids=lambda kinds: "+".join(k for k, v in kinds.items() if v))
+def test_adapted_linear_passes_opcheck(kinds):
+    args = op_arguments(**kinds)
+    torch.library.opcheck(adapted_linear, args)
+    x, xa, weight, absmax, _, *rest = (t.detach() if isinstance(t, torch.Tensor) else t for t in args)
+    dy = values(6, 10, seed=6, dtype=x.dtype)
+    torch.library.opcheck(adapted_linear_backward, (dy, x, xa, weight, absmax, *rest))
+
+
+def saved_by(forward) -> list[torch.Tensor]:
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        forward()
+    return saved
+
+
+@pytest.mark.parametrize("base", ["nf4", "plain"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_only_x_xa_packed_weight_scales_a_and_b_are_saved_for_backward(base, bias):
+    layer, n = our_layer(base, bias, dtype=torch.bfloat16), 10
+    x = values(2, 5, I, dtype=torch.bfloat16).requires_grad_()
+    saved = saved_by(lambda: layer(x))
+    frozen = [layer.base_layer.weight, *([layer.base_layer.absmax] if base == "nf4" else [])]
+    adapters = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+    assert {t.data_ptr() for t in (x, *frozen, *adapters)} < {t.data_ptr() for t in saved}
+    assert sum(t.nbytes for t in saved) == (sum(t.nbytes for t in (x, *frozen, *adapters))
+                                            + n * R * 2)  # the rest is xa (N, R) in bf16
+
+
+# ---- disabling ---------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("llama"))
+
+
+def whole(parameter):
+    """`local_rows` of a model that is not sharded."""
+    return parameter.data, 0, parameter.shape[0]
+
+
+def adapted_model(folder, quantized=True, targets="all-linear", **settings):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if quantized: quantize_linears(model)
+    model = apply_adapters(model, lora_config(rank=R, target_modules=targets, **settings))
+    materialize(model, torch.device("cpu"), torch.device("cpu"))
+    init_adapters(model, 0, whole)
+    return model
+
+
+IDS = torch.tensor([[5, 17, 3, 96, 0, 41]])
+
+
+def test_disable_adapter_gives_the_base_model(folder):
+    base = quantize_linears(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    model = adapted_model(folder)
+    for name, p in trainable_parameters(model).items():
+        if "lora_B" in name: nn.init.normal_(p)
+    adapted = model(IDS).logits
+    with model.disable_adapter(): disabled = model(IDS).logits
+    torch.testing.assert_close(disabled, base(IDS).logits, rtol=0, atol=0)
+    assert not torch.allclose(adapted, disabled)
+    torch.testing.assert_close(model(IDS).logits, adapted, rtol=0, atol=0)
+
+
+# ---- targets -----------------------------------------------------------------------------------
+
+def meta_llama(family="llama", **settings):
+    return meta_model(CONFIGS[family](vocab_size=97, hidden_size=64, intermediate_size=128,
+                                      num_hidden_layers=3, num_attention_heads=4,
+                                      num_key_value_heads=2, **settings), torch.bfloat16)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("flag, names", [
+    ("all-linear", TARGETS), ("all", [t for t in TARGETS if t != "o_proj"]),
+    ("default", ["q_proj", "v_proj"]), ("q_proj,down_proj", ["q_proj", "down_proj"]),
+    ("lm_head,q_proj", ["lm_head", "q_proj"])])
+def test_targets_adapt_what_they_say(family, flag, names):
+    """all is the original script's list, default PEFT's; the head only where it is asked for."""
+    targets = RunConfig(lora_target_modules=flag).target_modules
+    model = apply_adapters(quantize_linears(meta_llama(family)),
+                           lora_config(rank=R, target_modules=targets))
+    assert adapter_counts(model) == {n: 1 if n == "lm_head" else 3 for n in names}
+    trained = trainable_parameters(model)
+    assert all(".lora_A." in n or ".lora_B." in n for n in trained)
+    assert len(trained) == 2 * sum(adapter_counts(model).values())
+
+
+def test_default_targets_are_those_that_peft_chooses():
+    theirs = get_peft_model(meta_llama(), LoraConfig(task_type="CAUSAL_LM", r=R))
+    ours = apply_adapters(meta_llama(), lora_config(rank=R, target_modules=None))
+    assert trainable_parameters(ours).keys() == trainable_parameters(theirs).keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_are_stored_in_their_own_dtype(dtype):
+    model = apply_adapters(quantize_linears(meta_llama()), lora_config(rank=R), dtype)
+    assert {p.dtype for p in trainable_parameters(model).values()} == {dtype}
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_adapters_of_a_loaded_model_are_real_and_start_as_the_base_model(folder, quantized):
+    """As in a script of the user's: from_pretrained, quantize_linears, apply_adapters, train."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if quantized: quantize_linears(model)
+    expected = model(IDS).logits
+    model = apply_adapters(model, lora_config(rank=R))
+    assert not any(p.is_meta for p in model.parameters())
+    torch.testing.assert_close(model(IDS).logits, expected)
+    assert all(p.any() for n, p in trainable_parameters(model).items() if ".lora_A." in n)
+
+
+@pytest.mark.parametrize("targets", [["qproj"], ["q_proj", "qkv_proj"], ["Q_PROJ"], ["proj"]])
+def test_an_unknown_target_is_refused_with_the_candidates(targets):
+    with pytest.raises(ValueError) as caught: resolve_targets(meta_llama(), targets)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert f"--lora_target_modules {targets[-1]}" in message
+    assert all(name in message for name in (*TARGETS, "lm_head"))
+
+
+@pytest.mark.parametrize("target", ["self_attn", "input_layernorm", "norm", "embed_tokens", "0"])
+def test_a_target_that_is_no_linear_layer_is_refused_with_the_candidates(target):
+    """PEFT would print the whole module, or train an embedding adapter that gets no values here."""
+    with pytest.raises(ValueError) as caught:
+        apply_adapters(quantize_linears(meta_llama()), lora_config(target_modules=["q_proj", target]))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert f"--lora_target_modules {target}" in message and "down_proj" in message
+
+
+# ---- initial values ----------------------------------------------------------------------------
+
+@pytest.mark.parametrize("parts", [2, 3, 5])
+def test_initial_values_are_the_same_however_rows_are_split(folder, parts):
+    """`parts` ranks, each with its own rows of every parameter, as `fully_shard` cuts them."""
+    once, cut = adapted_model(folder), adapted_model(folder)
+    for p in trainable_parameters(cut).values(): p.data.fill_(float("nan"))
+    for rank in range(parts):
+        def rows(p, rank=rank):
+            size = -(-p.shape[0] // parts)
+            start, stop = min(rank * size, p.shape[0]), min((rank + 1) * size, p.shape[0])
+            return p.data[start:stop], start, stop
+        init_adapters(cut, 0, rows)
+    torch.testing.assert_close(trainable_parameters(cut), trainable_parameters(once), rtol=0, atol=0)
+
+
+def test_a_is_distributed_as_pefts_and_b_is_zero(folder):
+    ours = trainable_parameters(adapted_model(folder))
+    theirs = trainable_parameters(get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        LoraConfig(task_type="CAUSAL_LM", r=R, target_modules=TARGETS)))
+    assert ours.keys() == theirs.keys()
+    for name, p in ours.items():
+        if ".lora_B." in name:
+            assert not p.any()
+            continue
+        bound = 1 / math.sqrt(p.shape[1])
+        for a in (p, theirs[name]):  # 256 values or more of a uniform distribution
+            assert 0.95 * bound < a.abs().max() <= bound
+            assert abs(a.std() - bound / math.sqrt(3)) < 0.15 * bound
+
+
+def test_a_depends_on_name_and_seed_alone():
+    first = initial_a("layers.0.q_proj.lora_A", 1, (4, 64))
+    torch.manual_seed(123)
+    assert torch.equal(initial_a("layers.0.q_proj.lora_A", 1, (4, 64)), first)
+    assert not torch.equal(initial_a("layers.1.q_proj.lora_A", 1, (4, 64)), first)
+    assert not torch.equal(initial_a("layers.0.q_proj.lora_A", 2, (4, 64)), first)
+
+
+# ---- a block under torch.compile ---------------------------------------------------------------
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_compiled_block_has_no_graph_break_and_equal_results(folder, dropout):
+    model = adapted_model(folder, dropout=dropout).train()
+    for name, p in trainable_parameters(model).items():
+        if "lora_B" in name: nn.init.normal_(p, std=0.1)
+    decoder = model.get_base_model().model
+    block = decoder.layers[0]
+    compiled = torch.compile(copy.deepcopy(block), fullgraph=True, backend="aot_eager")
+    hidden = values(2, 6, 64)
+    rotary = decoder.rotary_emb(hidden, torch.arange(6)[None])
+
+    def run(block):
+        torch.manual_seed(0)
+        x = hidden.clone().requires_grad_()
+        y = block(x, position_embeddings=rotary)
+        y.square().sum().backward()
+        grads = {n.removeprefix("_orig_mod."): p.grad for n, p in trainable_parameters(block).items()}
+        return dict(y=y.detach(), dx=x.grad, **grads)
+    torch._dynamo.utils.counters.clear()
+    ours, eager = run(compiled), run(block)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert len(ours) == 2 + 14
+    torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-5)

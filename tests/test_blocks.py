@@ -1,0 +1,81 @@
+"""Blocks, linear layers and heads of the four families, found without a table of families."""
+import pytest
+import torch
+from torch import nn
+
+from fsdp_qlora.adapters import apply_adapters, lora_config
+from fsdp_qlora.blocks import (
+    attention_and_mlp,
+    decoder_blocks,
+    is_tied,
+    linear_names,
+    output_head,
+)
+from fsdp_qlora.loading import meta_model
+from fsdp_qlora.quantize import quantize_linears
+
+from .tiny import CONFIGS, TARGETS
+
+
+def tiny_model(family: str, **settings):
+    """Three blocks on the meta device."""
+    return meta_model(CONFIGS[family](**dict(
+        vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2) | settings), torch.float32)
+
+
+@pytest.fixture(params=CONFIGS)
+def model(request):
+    return tiny_model(request.param)
+
+
+def test_blocks_are_the_decoder_layers_in_order(model):
+    assert decoder_blocks(model) == list(model.model.layers)
+
+
+def test_blocks_are_found_after_quantization_and_under_peft(model):
+    layers = list(model.model.layers)
+    quantize_linears(model)
+    assert decoder_blocks(model) == layers
+    assert decoder_blocks(apply_adapters(model, lora_config(rank=4))) == layers
+
+
+def test_linear_names_are_all_but_the_head_with_their_counts(model):
+    assert linear_names(model) == dict.fromkeys(TARGETS, 3)
+    assert linear_names(quantize_linears(model)) == dict.fromkeys(TARGETS, 3)
+
+
+def test_the_head_is_the_output_embedding_also_under_peft(model):
+    head = model.lm_head
+    assert output_head(model) is head
+    assert output_head(apply_adapters(model, lora_config(rank=4))) is head
+
+
+def test_attention_and_mlp_are_the_children_that_hold_linears(model):
+    block = model.model.layers[0]
+    assert list(attention_and_mlp(block)) == [block.self_attn, block.mlp]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_is_tied_follows_the_config(tied):
+    model = tiny_model("qwen2", tie_word_embeddings=tied)
+    assert is_tied(model) is tied
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+
+
+def test_the_largest_list_is_chosen_where_there_are_several():
+    """As in a model with a small list of like heads beside its decoder."""
+    model = nn.ModuleDict(dict(heads=nn.ModuleList(nn.Linear(4, 4) for _ in range(5)),
+                               norms=nn.ModuleList(nn.LayerNorm(999) for _ in range(9)),
+                               layers=nn.ModuleList(nn.Linear(32, 32) for _ in range(2))))
+    assert decoder_blocks(model) == list(model["layers"])
+
+
+@pytest.mark.parametrize("model", [
+    nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.ModuleList(),
+    nn.ModuleList([nn.LayerNorm(4)]), nn.ModuleList([nn.Linear(4, 4), nn.LayerNorm(4)])],
+    ids=["linear", "sequential", "empty", "no linear", "unlike"])
+def test_a_model_without_blocks_is_refused_with_the_remedy(model):
+    with pytest.raises(ValueError, match="no list of decoder blocks; pass a wrap policy") as caught:
+        decoder_blocks(model)
+    assert type(model).__name__ in str(caught.value)

@@ -1,0 +1,209 @@
+"""Settings: the old names, the shorthand, and refusals in one line that name flag and remedy."""
+import importlib.util
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_qlora.config import (
+    AUTO,
+    GROUPS,
+    STRATEGY_NAMES,
+    RunConfig,
+    changed_settings,
+    plan_batches,
+)
+
+# Every flag of the original train.py.
+OLD_FLAGS = """
+world_size train_type llama_pro_path batch_size context_length gradient_accumulation_steps
+num_epochs dataset dataset_samples sharding_strategy use_gradient_checkpointing
+reentrant_checkpointing use_cpu_offload use_activation_cpu_offload low_memory no_sync precision
+model_name save_model output_dir lora_rank lora_alpha lora_dropout lora_target_modules verbose lr
+apply_gradient_clipping grad_norm wd profile_memory optimizer lr_scheduler loading_workers log_to
+master_addr master_port seed project_name name group entity n_bits profile profiling_output
+with_stack with_shapes export_trace export_memory_timeline wait_steps warmup_steps active_steps
+repeat profiling_frequency max_steps
+""".split()
+
+OLD_CHOICES = {
+    "train_type": "full lora qlora custom_qlora custom_lora hqq_lora hqq_dora bnb_dora "
+                  "bnb_llama_pro hqq_llama_pro",
+    "sharding_strategy": "full_shard shard_grad_op ddp hybrid_full_shard hybrid_shard_grad_op",
+    "precision": "fp32 bf16 fp16_autocast bf16_autocast bf16_buffers_autocast",
+    "dataset": "alpaca alpaca_sample dummy guanaco sql orca_math",
+    "lora_target_modules": "all default",
+    "optimizer": "adamw adam sgd adadelta",
+    "lr_scheduler": "constant linear cosine",
+    "log_to": "tqdm wandb stdout",
+}
+
+BOOLEANS = [f.name for f in fields(RunConfig) if type(f.default) is bool]
+PURE = [m for m in ("config", "cli", "arch", "hardware", "estimate", "planner")
+        if importlib.util.find_spec(f"fsdp_qlora.{m}")]
+
+
+def refusal(**settings) -> str:
+    """The one line with which these settings are refused."""
+    with pytest.raises(ValueError) as caught: RunConfig(**settings)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# ---- names and values of the original script ---------------------------------------------------
+
+@pytest.mark.parametrize("name", OLD_FLAGS)
+def test_every_flag_of_the_original_script_is_a_setting(name):
+    assert name in {f.name for f in fields(RunConfig)}
+
+
+@pytest.mark.parametrize("name, value", [(n, v) for n, vs in OLD_CHOICES.items()
+                                         for v in vs.split()])
+def test_every_choice_of_the_original_script_works_or_is_refused_by_name(name, value):
+    try:
+        RunConfig(**{name: value})
+    except ValueError as error:
+        assert f"--{name} {value} is not available in this version" in str(error)
+
+
+def test_every_setting_is_in_one_group_and_has_help():
+    names = [f.name for group in GROUPS for f in fields(group)]
+    assert sorted(names) == sorted({f.name for f in fields(RunConfig)})
+    assert all(f.metadata["help"] for f in fields(RunConfig))
+
+
+# ---- the shorthand -----------------------------------------------------------------------------
+
+@pytest.mark.parametrize("train_type, quant, adapter", [
+    ("full", "none", "none"), ("lora", "none", "lora"), ("custom_lora", "none", "lora"),
+    ("qlora", "nf4", "lora"), ("custom_qlora", "nf4", "lora")])
+def test_train_type_stands_for_quant_and_adapter(train_type, quant, adapter):
+    config = RunConfig(train_type=train_type)
+    assert (config.quant, config.adapter) == (quant, adapter)
+
+
+def test_quant_and_adapter_win_over_the_shorthand():
+    assert RunConfig(train_type="qlora", quant="fp4").quant == "fp4"
+    assert RunConfig(train_type="qlora", quant="none", adapter="none").adapter == "none"
+
+
+@pytest.mark.parametrize("given_names, targets", [
+    ("all-linear", "all-linear"), ("default", None), (" q_proj, v_proj,", ["q_proj", "v_proj"]),
+    ("all", ["k_proj", "q_proj", "v_proj", "up_proj", "down_proj", "gate_proj"])])
+def test_lora_target_modules_as_peft_takes_them(given_names, targets):
+    assert RunConfig(lora_target_modules=given_names).target_modules == targets
+
+
+# ---- refusals ----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("settings, parts", [
+    (dict(batch_size=0), ["--batch_size", "1 or more", "0"]),
+    (dict(lora_rank=0), ["--lora_rank", "1 or more"]),
+    (dict(context_length=-5), ["--context_length", "1 or more", "-5"]),
+    (dict(gradient_accumulation_steps=0), ["--gradient_accumulation_steps", "1 or more"]),
+    (dict(num_epochs=0), ["--num_epochs", "1 or more"]),
+    (dict(global_batch_size=0), ["--global_batch_size", "-1 or above 0"]),
+    (dict(max_steps=0), ["--max_steps", "-1 or above 0"]),
+    (dict(world_size=-2), ["--world_size", "-1 or above 0"]),
+    (dict(lr=-1e-5), ["--lr", "0 or more"]),
+    (dict(lr=float("nan")), ["--lr", "0 or more"]),
+    (dict(grad_norm=0.0), ["--grad_norm", "above 0"]),
+    (dict(lora_dropout=1.0), ["--lora_dropout", "below 1"]),
+    (dict(warmup_share=1.5), ["--warmup_share", "below 1"]),
+    (dict(timeout_minutes=0), ["--timeout_minutes", "above 0"]),
+    (dict(lr="fast"), ["--lr", "a number", "'fast'"]),
+    (dict(batch_size=1.5), ["--batch_size", "a whole number", "1.5"]),
+    (dict(batch_size=True), ["--batch_size", "a whole number", "True"]),
+    (dict(save_model="yes"), ["--save_model", "true or false", "'yes'"]),
+    (dict(model_name=None), ["--model_name", "text"]),
+    (dict(train_type="qdora"), ["--train_type qdora", "qlora"]),
+    (dict(quant="int8"), ["--quant int8", "nf4", "none"]),
+    (dict(sharding_strategy="zero3"), ["--sharding_strategy zero3", *STRATEGY_NAMES]),
+    (dict(optimizer="lion"), ["--optimizer lion", "adamw", "sgd"]),
+    (dict(precision="mp_bf16_autocast"), ["--precision mp_bf16_autocast", "bf16", "fp32"]),
+    (dict(train_type="full", quant="nf4"), ["--quant nf4", "--adapter lora", "--quant none"]),
+    (dict(lora_target_modules=" , "), ["--lora_target_modules", "all-linear"]),
+    (dict(sharding_strategy="ddp", use_cpu_offload=True),
+     ["--use_cpu_offload", "ddp", "full_shard"]),
+], ids=lambda v: "+".join(v) if isinstance(v, dict) else "")
+def test_a_mistake_is_one_line_with_the_flag_and_what_would_work(settings, parts):
+    message = refusal(**settings)
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize("name, value", [
+    *[("train_type", t) for t in ("hqq_lora", "hqq_dora", "bnb_dora", "bnb_llama_pro",
+                                  "hqq_llama_pro")],
+    *[("precision", p) for p in ("fp16_autocast", "bf16_autocast", "bf16_buffers_autocast")],
+    ("llama_pro_path", "weights_blk_exp-32-35"), ("n_bits", 3), ("log_to", "wandb"),
+    ("backward_prefetch", "backward_post"), ("use_activation_cpu_offload", True),
+    ("profile", True), ("profile_memory", True), ("with_stack", True), ("with_shapes", True),
+    ("export_memory_timeline", True)])
+def test_a_later_feature_is_refused_by_name_and_value(name, value):
+    shown = str(value).lower() if value is True else value
+    message = refusal(**{name: value})
+    assert message.startswith(f"--{name} {shown} is not available in this version; ")
+    assert "choose" in message or "leave it at" in message
+
+
+@pytest.mark.parametrize("bits", [1, 5, 16])
+def test_bits_that_no_version_has_are_refused(bits):
+    assert "--n_bits" in refusal(n_bits=bits)
+
+
+@pytest.mark.parametrize("name", BOOLEANS)
+def test_a_switch_takes_no_number(name):
+    assert f"--{name}" in refusal(**{name: 1})
+
+
+def test_a_whole_number_is_a_number():
+    config = RunConfig(lr=1, grad_norm=2)
+    assert (config.lr, type(config.lr), config.grad_norm) == (1.0, float, 2.0)
+
+
+def test_changed_settings_are_those_that_differ_from_the_default():
+    changed = changed_settings(RunConfig(lora_rank=8, train_type="lora"))
+    assert changed == {"lora_rank": 8, "train_type": "lora", "quant": "none", "adapter": "lora"}
+
+
+# ---- batches -----------------------------------------------------------------------------------
+
+SIZES = dict(micro=st.integers(1, 64), world=st.integers(1, 300))
+
+
+@given(rows=st.integers(1, 5000), **SIZES)
+def test_global_batch_size_is_kept_for_any_world_size(rows, micro, world):
+    """No rank needs one micro-batch more than the rows ask for, and none can hold too few."""
+    plan = plan_batches(RunConfig(global_batch_size=rows, batch_size=micro), world)
+    assert plan.rows_per_step == rows
+    assert 1 <= plan.micro_batch_size <= micro
+    assert plan.micro_batch_size * plan.accumulation * world >= rows
+    assert plan.micro_batch_size * (plan.accumulation - 1) * world < rows
+
+
+@given(accumulation=st.integers(1, 64), **SIZES)
+def test_without_global_batch_size_rows_are_the_product(micro, accumulation, world):
+    config = RunConfig(batch_size=micro, gradient_accumulation_steps=accumulation)
+    assert config.global_batch_size == AUTO
+    plan = plan_batches(config, world)
+    assert plan.rows_per_step == micro * accumulation * world
+    assert (plan.micro_batch_size, plan.accumulation) == (micro, accumulation)
+
+
+# ---- the pure layer ----------------------------------------------------------------------------
+
+def test_strategy_names_are_those_of_the_strategies_table():
+    from fsdp_qlora.sharding import STRATEGIES
+    assert sorted(STRATEGY_NAMES) == sorted(STRATEGIES)
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_the_pure_layer_imports_no_torch(module):
+    code = (f"import sys, fsdp_qlora.{module}; "
+            "print(*({'torch', 'transformers', 'bitsandbytes', 'peft'} & set(sys.modules)))")
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []

@@ -1,0 +1,87 @@
+"""Optimizers by name, and the schedules against their closed forms."""
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_qlora.optim import build_optimizer, build_scheduler, lr_share
+
+PEAK = 0.5
+
+
+def rates(name: str, total: int, **settings) -> list[float]:
+    """The learning rate of every step of a run, as the optimizer used it."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], PEAK)
+    scheduler = build_scheduler(optimizer, name, total, **settings)
+    used = []
+    for _ in range(total):
+        used.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return used
+
+
+def test_constant_is_the_peak_at_every_step():
+    assert rates("constant", 7) == [PEAK] * 7
+
+
+def test_linear_rises_over_the_warm_up_then_falls_to_zero():
+    """40 steps, a quarter of them warm-up: 1/11 ... 10/11 of the peak, then 30/30 ... 1/30."""
+    expected = [(i + 1) / 11 for i in range(10)] + [i / 30 for i in range(30, 0, -1)]
+    assert rates("linear", 40, warmup_share=0.25) == pytest.approx([PEAK * e for e in expected])
+
+
+def test_cosine_falls_by_half_a_cosine_to_a_tenth():
+    """60 steps, 10% warm-up: 54 steps of cosine, whose thirds are known by heart."""
+    used = rates("cosine", 60)
+    assert used[:6] == pytest.approx([PEAK * (i + 1) / 7 for i in range(6)])
+    shares = {6: 1.0, 6 + 18: 0.1 + 0.9 * 0.75, 6 + 27: 0.55, 6 + 36: 0.1 + 0.9 * 0.25}
+    for step, share in shares.items(): assert used[step] == pytest.approx(PEAK * share)
+    assert used[-1] == pytest.approx(PEAK * (0.1 + 0.45 * (1 + math.cos(math.pi * 53 / 54))))
+
+
+@pytest.mark.parametrize("name, floor", [("linear", 0.0), ("cosine", 0.1)])
+def test_a_schedule_stays_at_its_floor_after_the_last_step(name, floor):
+    for step in (100, 101, 1000): assert lr_share(step, name, 100) == pytest.approx(floor)
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+@pytest.mark.parametrize("total, warmup_share", [(1, 0.1), (2, 0.5), (3, 0.9), (10, 0.0), (97, 0.1)])
+def test_no_step_is_wasted_at_rate_zero_and_the_peak_is_reached(name, total, warmup_share):
+    used = rates(name, total, warmup_share=warmup_share)
+    assert min(used) > 0 and max(used) == PEAK
+    assert used.index(PEAK) == int(total * warmup_share)
+
+
+@pytest.mark.parametrize("name, reference", [
+    ("adamw", lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.2)),
+    ("adam", lambda p: torch.optim.Adam(p, 0.1)),
+    ("sgd", lambda p: torch.optim.SGD(p, 0.1)),
+    ("adadelta", lambda p: torch.optim.Adadelta(p, 0.1))])
+def test_each_name_steps_as_torchs_optimizer_and_leaves_frozen_weights(name, reference):
+    def trained(build):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        model[0].requires_grad_(False)
+        optimizer = build(model)
+        for _ in range(3):
+            model(torch.ones(4, 3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict(), optimizer
+    ours, optimizer = trained(lambda m: build_optimizer(m, name, 0.1, 0.2))
+    theirs, _ = trained(lambda m: reference([p for p in m.parameters() if p.requires_grad]))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert len(optimizer.param_groups[0]["params"]) == 2
+
+
+def test_an_unknown_optimizer_is_refused_with_the_choices():
+    with pytest.raises(ValueError, match="--optimizer lion: choose adamw, adam, sgd or adadelta"):
+        build_optimizer(nn.Linear(2, 2), "lion")
+
+
+def test_an_unknown_schedule_is_refused_with_the_choices():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], PEAK)
+    with pytest.raises(ValueError, match="--lr_scheduler wsd: choose constant, linear or cosine"):
+        build_scheduler(optimizer, "wsd", 10)
