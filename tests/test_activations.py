@@ -1,0 +1,118 @@
+"""Recomputing blocks changes what is kept and what is run again, and no gradient."""
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from fsdp_qlora.activations import apply_activation_policy
+from fsdp_qlora.adapters import apply_adapters, init_adapters, lora_config, trainable_parameters
+from fsdp_qlora.loading import materialize
+from fsdp_qlora.quantize import quantize_linears
+
+from .tiny import padded_batch, save_tiny, tiny_rows
+
+CPU = torch.device("cpu")
+POLICIES = [("keep_all", False), ("recompute_all", False), ("recompute_all", True)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("llama"))
+
+
+def tiny_model(folder, train_type, policy="keep_all", reentrant=False, dropout=0.0):
+    """A tiny llama in training mode, B not zero so that every gradient is of consequence."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if train_type == "qlora": quantize_linears(model)
+    if train_type != "full":
+        model = apply_adapters(model, lora_config(rank=4, dropout=dropout))
+        materialize(model, CPU, CPU)
+        init_adapters(model, 0, lambda p: (p.data, 0, p.shape[0]))
+        for name, p in trainable_parameters(model).items():
+            if ".lora_B." in name: p.data.normal_(generator=torch.Generator().manual_seed(1))
+    return apply_activation_policy(model.train(), policy, reentrant)
+
+
+def loss_and_gradients(model):
+    torch.manual_seed(0)  # dropout draws the same masks
+    loss = model(**padded_batch(tiny_rows(1, 3)[0])).loss
+    loss.backward()
+    return loss.detach(), {n: p.grad for n, p in trainable_parameters(model).items()}
+
+
+@pytest.mark.parametrize("train_type, dropout", [("full", 0.0), ("lora", 0.0), ("qlora", 0.0),
+                                                 ("qlora", 0.2)])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradients_equal_those_with_everything_kept(folder, train_type, dropout, reentrant):
+    kept = loss_and_gradients(tiny_model(folder, train_type, dropout=dropout))
+    again = loss_and_gradients(tiny_model(folder, train_type, "recompute_all", reentrant, dropout))
+    assert all(g is not None for g in again[1].values())
+    torch.testing.assert_close(again, kept, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("train_type", ["full", "lora", "qlora"])
+def test_parameter_names_stay_those_without_a_policy(folder, train_type):
+    names = [list(tiny_model(folder, train_type, *policy).state_dict()) for policy in POLICIES]
+    assert names[0] == names[1] == names[2]
+    assert not any("checkpoint" in name for name in names[0])
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operations that run, by name."""
+
+    def __enter__(self):
+        self.counts = Counter()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def calls(model) -> Counter:
+    with Calls() as mode: loss_and_gradients(model)
+    return mode.counts
+
+
+@pytest.mark.parametrize("policy, reentrant, attentions", [(*POLICIES[0], 2), (*POLICIES[1], 4),
+                                                           (*POLICIES[2], 4)])
+def test_blocks_run_again_only_where_the_policy_says_so(folder, policy, reentrant, attentions):
+    """A forward has one softmax-free sign of attention per block: silu of its MLP."""
+    assert calls(tiny_model(folder, "qlora", policy, reentrant))["aten::silu"] == attentions
+
+
+def test_the_last_linear_layer_of_a_block_runs_once(folder):
+    """Nothing in backward needs its output, and down_proj is a quarter of a block's FLOPs.
+
+    2 blocks of 7 adapted layers: 14 forward, and 6 of each block again.
+    """
+    counts = calls(tiny_model(folder, "qlora", "recompute_all"))
+    assert counts["fsdp_qlora::adapted_linear_backward"] == 14
+    assert counts["fsdp_qlora::adapted_linear"] == 14 + 12
+
+
+def kept_bytes(model) -> int:
+    """Bytes that the forward keeps for the backward, weights not counted."""
+    weights = {t.data_ptr() for t in (*model.parameters(), *model.buffers())}
+    kept = {}
+
+    def pack(t):
+        if t.data_ptr() not in weights: kept[t.data_ptr()] = t.untyped_storage().nbytes()
+        return t
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = model(**padded_batch(tiny_rows(1, 3)[0])).loss
+    del loss
+    return sum(kept.values())
+
+
+def test_recomputing_keeps_a_small_part_of_the_activations(folder):
+    kept, recomputed = (kept_bytes(tiny_model(folder, "qlora", policy))
+                        for policy in ("keep_all", "recompute_all"))
+    assert recomputed < kept / 3
+
+
+def test_an_unknown_policy_is_refused_with_the_choices(folder):
+    with pytest.raises(ValueError, match="'half': choose keep_all, recompute_all"):
+        tiny_model(folder, "lora", "half")

@@ -1,0 +1,209 @@
+"""The chunked loss against transformers' own on all logits: values, gradients, and what is held.
+
+Shapes: B rows, T tokens, N = B T, D hidden, V vocabulary.
+"""
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
+
+from fsdp_qlora import losses
+from fsdp_qlora.adapters import apply_adapters, lora_config
+from fsdp_qlora.losses import ChunkedCrossEntropy, apply_chunked_loss
+
+from .tiny import CONFIGS, padded_batch, tiny_rows
+
+V, D = 97, 64
+SIZES = dict(vocab_size=V, hidden_size=D, intermediate_size=128, num_hidden_layers=2,
+             num_attention_heads=4, num_key_value_heads=2)
+
+
+def tiny_model(config) -> nn.Module:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32,
+                                             attn_implementation="eager").train()
+    for p in model.parameters(): p.data *= 3  # logits of some size
+    return model
+
+
+def llama(**settings) -> nn.Module:
+    return tiny_model(CONFIGS["llama"](**SIZES | settings))
+
+
+def batch_of(rows=3):
+    return padded_batch(tiny_rows(1, rows)[0])
+
+
+def loss_and_gradients(model, batch, **kwargs):
+    loss = model(**batch, **kwargs).loss
+    loss.backward()
+    return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture(params=[1, 7, 48, 1024], ids=lambda n: f"chunks of {n}")
+def chunk(request, monkeypatch):
+    """3 rows of 19 tokens or fewer: single tokens, a last chunk that is short, one chunk."""
+    monkeypatch.setattr(losses, "CHUNK_TOKENS", request.param)
+
+
+# ---- against transformers ----------------------------------------------------------------------
+
+@pytest.mark.parametrize("num_items", [None, 5, 12.5, torch.tensor(40)])
+def test_loss_and_all_gradients_equal_transformers(chunk, num_items):
+    """Every weight is trained, the head too; a number of tokens is that of the whole step."""
+    plain, batch = llama(), batch_of()
+    ours = apply_chunked_loss(copy.deepcopy(plain))
+    expected = loss_and_gradients(plain, batch, num_items_in_batch=num_items)
+    got = loss_and_gradients(ours, batch, num_items_in_batch=num_items)
+    assert "lm_head.weight" in got[1] and got[1].keys() == expected[1].keys()
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_head_tied_to_the_embedding_gets_the_gradient_of_both(chunk):
+    plain, batch = llama(tie_word_embeddings=True), batch_of()
+    ours = apply_chunked_loss(copy.deepcopy(plain))
+    torch.testing.assert_close(loss_and_gradients(ours, batch), loss_and_gradients(plain, batch),
+                               rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_through_a_frozen_head_equal_transformers_under_peft(chunk):
+    plain, batch = llama(), batch_of()
+    config = lora_config(rank=4, target_modules=["q_proj", "down_proj"])
+    plain = apply_adapters(plain, config)
+    plain._apply(lambda t: torch.ones_like(t, device="cpu") * 0.1 if t.is_meta else t)
+    ours = apply_chunked_loss(copy.deepcopy(plain))
+    expected, got = (loss_and_gradients(m, batch, num_items_in_batch=9) for m in (plain, ours))
+    assert len(got[1]) == 8
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_soft_capped_logits_equal_transformers_gemma2(chunk):
+    config = Gemma2Config(**SIZES, head_dim=16, final_logit_softcapping=2.0, sliding_window=32)
+    plain, batch = tiny_model(config), batch_of()
+    ours = apply_chunked_loss(copy.deepcopy(plain))
+    with torch.no_grad():  # the cap is of consequence
+        assert plain(**{k: v for k, v in batch.items() if k != "labels"}).logits.abs().max() > 1
+    torch.testing.assert_close(loss_and_gradients(ours, batch), loss_and_gradients(plain, batch),
+                               rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_that_scales_its_logits_gives_its_own_loss():
+    plain, batch = tiny_model(GraniteConfig(**SIZES, logits_scaling=4.0)), batch_of()
+    ours = apply_chunked_loss(copy.deepcopy(plain))
+    torch.testing.assert_close(loss_and_gradients(ours, batch), loss_and_gradients(plain, batch))
+
+
+def test_an_adapted_head_is_trained():
+    model = apply_adapters(llama(), lora_config(rank=4, target_modules=["lm_head"]))
+    model._apply(lambda t: torch.ones_like(t, device="cpu") * 0.1 if t.is_meta else t)
+    _, gradients = loss_and_gradients(apply_chunked_loss(model), batch_of())
+    assert len(gradients) == 2 and all(g.any() for g in gradients.values())
+
+
+# ---- against the formula -----------------------------------------------------------------------
+
+@pytest.mark.parametrize("chunk_size", [1, 5, 8, 12, 100])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("bias", [False, True])
+def test_sum_and_gradients_equal_the_formula(chunk_size, softcap, bias):
+    """-sum of log softmax(cap tanh(h W^T + b / cap))[label], over labels that are not -100."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator).requires_grad_()  # noqa: E731
+    hidden, weight, offset = draw(12, 8), draw(11, 8), draw(11) if bias else None
+    labels = torch.tensor([3, -100, 0, 10, -100, -100, 5, 5, -100, 1, 2, -100])
+    leaves = [t for t in (hidden, weight, offset) if t is not None]
+    logits = hidden @ weight.t() + (offset if bias else 0)
+    if softcap: logits = softcap * torch.tanh(logits / softcap)
+    counted = labels != -100
+    expected = -logits[counted].softmax(-1).gather(1, labels[counted, None]).log().sum()
+    loss = ChunkedCrossEntropy.apply(hidden, weight, offset, labels, softcap, chunk_size)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(0.3 * loss, leaves),
+                               torch.autograd.grad(0.3 * expected, leaves), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_items", [None, 4])
+def test_rows_without_a_trained_token_give_loss_zero_and_no_gradient(chunk, num_items):
+    batch = batch_of()
+    batch["labels"].fill_(-100)
+    loss, gradients = loss_and_gradients(apply_chunked_loss(llama()), batch,
+                                         num_items_in_batch=num_items)
+    assert loss == 0 and gradients
+    assert not any(g.any() for g in gradients.values())
+
+
+def test_large_logits_stay_finite_and_equal_cross_entropy():
+    hidden = (1e4 * torch.eye(4, 8)).requires_grad_()
+    weight, labels = torch.eye(6, 8), torch.tensor([0, 5, 2, -100])
+    loss = ChunkedCrossEntropy.apply(hidden, weight, None, labels, None, 2)
+    expected = nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="sum")
+    torch.testing.assert_close(loss, expected)
+    assert torch.autograd.grad(loss, hidden)[0].isfinite().all()
+
+
+def test_bf16_sums_in_fp32():
+    """4,096 equal terms of log(V): a bf16 sum would stop growing after some 256 of them."""
+    hidden = torch.zeros(4096, 8, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.zeros(16, 8, dtype=torch.bfloat16)
+    loss = ChunkedCrossEntropy.apply(hidden, weight, None, torch.zeros(4096, dtype=torch.long), None,
+                                     256)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, 4096 * torch.tensor(16.0).log())
+
+
+# ---- what it leaves alone, and what it holds ---------------------------------------------------
+
+def test_without_labels_the_model_gives_its_logits():
+    plain, batch = llama(), batch_of()
+    del batch["labels"]
+    expected = plain(**batch).logits
+    output = apply_chunked_loss(copy.deepcopy(plain))(**batch)
+    torch.testing.assert_close(output.logits, expected, rtol=0, atol=0)
+
+
+def test_generation_still_works():
+    plain, ids = llama().eval(), torch.tensor([[1, 5, 9]])
+    generate = dict(max_new_tokens=4, do_sample=False, pad_token_id=0)
+    expected = plain.generate(ids, **generate)
+    assert torch.equal(apply_chunked_loss(plain).generate(ids, **generate), expected)
+
+
+class Sizes(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that any operation makes."""
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        made = [t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        self.largest = max(self.largest, *made, 0)
+        return out
+
+
+@pytest.mark.parametrize("trained_head", [False, True])
+def test_all_logits_are_never_held_nor_saved(trained_head):
+    """N V would be 1,048,576 values; a chunk's logits are 65,536 and a trained head's gradient
+    32,768. In between nothing may be.
+    """
+    n, vocabulary, width, chunk = 256, 4096, 8, 16
+    hidden = torch.randn(n, width, requires_grad=True)
+    weight = torch.randn(vocabulary, width, requires_grad=trained_head)
+    saved = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    with Sizes() as sizes, hooks:
+        loss = ChunkedCrossEntropy.apply(hidden, weight, None, torch.arange(n), None, chunk)
+        loss.backward()
+    assert sizes.largest == chunk * vocabulary
+    assert sum(t.numel() for t in saved) == n * width + trained_head * vocabulary * width
+
+
+def test_the_model_saves_nothing_of_the_size_of_its_logits():
+    model, saved = apply_chunked_loss(llama(vocab_size=4096)), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        model(**batch_of())
+    n = batch_of()["input_ids"].numel()
+    assert saved and not any(t.numel() >= n * 4096 for t in saved if t.dim() < 3)
+    assert not any(t.shape[-1] == 4096 for t in saved)
