@@ -176,6 +176,7 @@ def measure(row: Row, config: RunConfig, options, device: torch.device):
     row.loss_last = result.loss
     record_time(row, seconds)
     record_memory(row, device)
+    record_estimate(row, config)
 
 
 def random_batches(config: RunConfig, vocab: int, count: int) -> list[dict[str, torch.Tensor]]:
@@ -210,6 +211,20 @@ def record_memory(row: Row, device: torch.device):
     row.peak_allocated_gib, row.peak_reserved_gib = peaks.tolist()
 
 
+def record_estimate(row: Row, config: RunConfig):
+    """What the estimate says of the same settings, and the model's arithmetic per second."""
+    from .arch import shape_from_config
+    from .estimate import memory, model_tflops, setup_from_config, step_seconds
+    from .hardware import find_gpu
+    from .loading import read_config
+    shape = shape_from_config(read_config(config.model_name).to_dict(), row.model)
+    setup = setup_from_config(config, row.gpus)
+    row.model_tflops_per_gpu = model_tflops(shape, setup, row.tokens_per_second_per_gpu)
+    row.estimate_peak_gib = memory(shape, setup).peak_allocated
+    if row.gpu != "cpu":
+        row.estimate_seconds_per_step = step_seconds(shape, find_gpu(row.gpu), setup).total
+
+
 def synchronize(device: torch.device):
     """Wait for the GPU."""
     if device.type == "cuda": torch.cuda.synchronize(device)
@@ -218,7 +233,8 @@ def synchronize(device: torch.device):
 def summary(row: Row) -> str:
     """A row in one line."""
     if row.status != "ok": return f"{row.name}: {row.status}"
-    memory = f"  peak {row.peak_allocated_gib:.2f} GiB" if row.peak_allocated_gib else ""
+    memory = (f"  peak {row.peak_allocated_gib:.2f} GiB (estimate {row.estimate_peak_gib:.2f})"
+              if row.peak_allocated_gib else "")
     return (f"{row.name}: {row.seconds_per_step:.3f} s/step  "
             f"{row.tokens_per_second_per_gpu:,.0f} tok/s per GPU{memory}  "
             f"loss {row.loss_first:.4f} -> {row.loss_last:.4f}  load {row.load_seconds:.1f} s")

@@ -127,9 +127,20 @@ def apply_sharding(model: nn.Module, strategy: str = "full_shard", mesh=None, *,
     units = sharding_units(model, wrap_policy, min_wrap_params)
     for _, unit in units: fully_shard(unit, **settings)
     fully_shard(model, **settings | dict(reshard_after_forward=False))
-    if backward_prefetch == "none":
-        for _, unit in units: unit.set_modules_to_backward_prefetch([unit])
+    stop_backward_prefetch(units if backward_prefetch == "none" else units_before_embedding(model, units))
     return [name for name, _ in units]
+
+
+def stop_backward_prefetch(units: list[tuple[str, nn.Module]]):
+    """Gather nothing ahead of these units' backward: FSDP2 takes a unit naming itself as that."""
+    for _, unit in units: unit.set_modules_to_backward_prefetch([unit])
+
+
+def units_before_embedding(model: nn.Module, units: list[tuple[str, nn.Module]]):
+    """The first block, if the frozen embedding is a unit: no backward needs the embedding."""
+    embedding, blocks = separate_embedding(model), decoder_blocks(model)[:1]
+    if embedding is None or embedding.weight.requires_grad: return []
+    return [unit for unit in units if unit[1] in blocks]
 
 
 def check_storage(model: nn.Module):

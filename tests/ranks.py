@@ -17,7 +17,8 @@ PRELOAD = ["torch", "transformers", "peft", "bitsandbytes", "torch.distributed.f
            "transformers.models.llama.modeling_llama", "fsdp_qlora.trainer"]
 
 
-def run_ranks(function, world_size: int, *args, timeout: float = 300, grouped: bool = True) -> list:
+def run_ranks(function, world_size: int, *args, timeout: float = 300, grouped: bool = True,
+              device: str = "cpu") -> list:
     """`function(*args)` on every rank; the results by rank. Raises if any rank failed.
 
     `grouped` makes the process group; without it the function meets the world as train.py does.
@@ -25,7 +26,7 @@ def run_ranks(function, world_size: int, *args, timeout: float = 300, grouped: b
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     results, port = context.Queue(), free_port()
-    ranks = [context.Process(target=_rank, args=(function, rank, world_size, port, results, args, grouped))
+    ranks = [context.Process(target=_rank, args=(function, rank, world_size, port, results, args, grouped, device))
              for rank in range(world_size)]
     for process in ranks: process.start()
     try:
@@ -39,16 +40,16 @@ def run_ranks(function, world_size: int, *args, timeout: float = 300, grouped: b
     return [_unpacked(collected[r][1]) for r in range(world_size)]
 
 
-def _rank(function, rank, world_size, port, results, args, grouped):
+def _rank(function, rank, world_size, port, results, args, grouped, device):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
                       LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="localhost",
                       MASTER_PORT=str(port))
     import torch
 
-    from fsdp_qlora.dist import process_group
+    from fsdp_qlora.dist import process_group, rank_device
     torch.set_num_threads(1)
     try:
-        with process_group(torch.device("cpu"), timeout_minutes=2) if grouped else nullcontext():
+        with process_group(rank_device(device), timeout_minutes=2) if grouped else nullcontext():
             results.put((rank, (True, _packed(function(*args)))))
     except BaseException:  # noqa: BLE001  reported by the parent
         results.put((rank, (False, traceback.format_exc())))

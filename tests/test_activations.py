@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
 
 def tiny_model(folder, train_type, policy="keep_all", reentrant=False, dropout=0.0):
     """A tiny llama in training mode, B not zero so that every gradient is of consequence."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_cache=False)
     if train_type == "qlora": quantize_linears(model)
     if train_type != "full":
         model = apply_adapters(model, lora_config(rank=4, dropout=dropout))
@@ -52,6 +52,16 @@ def test_gradients_equal_those_with_everything_kept(folder, train_type, dropout,
     torch.testing.assert_close(again, kept, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_model_as_from_pretrained_gives_it_can_be_recomputed(folder, reentrant):
+    """It keeps a key-value cache, which a second forward of a block would fill twice."""
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert plain.config.use_cache
+    again = apply_activation_policy(plain.train(), "recompute_all", reentrant)
+    torch.testing.assert_close(loss_and_gradients(again),
+                               loss_and_gradients(tiny_model(folder, "full")), rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("train_type", ["full", "lora", "qlora"])
 def test_parameter_names_stay_those_without_a_policy(folder, train_type):
     names = [list(tiny_model(folder, train_type, *policy).state_dict()) for policy in POLICIES]
@@ -76,11 +86,11 @@ def calls(model) -> Counter:
     return mode.counts
 
 
-@pytest.mark.parametrize("policy, reentrant, attentions", [(*POLICIES[0], 2), (*POLICIES[1], 4),
+@pytest.mark.parametrize("policy, reentrant, silus", [(*POLICIES[0], 2), (*POLICIES[1], 4),
                                                            (*POLICIES[2], 4)])
-def test_blocks_run_again_only_where_the_policy_says_so(folder, policy, reentrant, attentions):
-    """A forward has one softmax-free sign of attention per block: silu of its MLP."""
-    assert calls(tiny_model(folder, "qlora", policy, reentrant))["aten::silu"] == attentions
+def test_blocks_run_again_only_where_the_policy_says_so(folder, policy, reentrant, silus):
+    """Each of 2 blocks has one silu, in its MLP."""
+    assert calls(tiny_model(folder, "qlora", policy, reentrant))["aten::silu"] == silus
 
 
 def test_the_last_linear_layer_of_a_block_runs_once(folder):

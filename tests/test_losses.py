@@ -44,9 +44,17 @@ def loss_and_gradients(model, batch, **kwargs):
     return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.fixture(params=[1, 7, 48, 1024], ids=lambda n: f"chunks of {n}")
+def assert_equal(got, expected, tolerance=1e-5):
+    """Loss and every gradient equal up to the rounding of fp32 sums, relative to its norm."""
+    torch.testing.assert_close(got[0], expected[0], rtol=tolerance, atol=0)
+    assert got[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert (got[1][name] - gradient).norm() <= tolerance * gradient.norm(), name
+
+
+@pytest.fixture(params=[7, 1024], ids=lambda n: f"chunks of {n}")
 def chunk(request, monkeypatch):
-    """3 rows of 19 tokens or fewer: single tokens, a last chunk that is short, one chunk."""
+    """3 rows of 19 tokens or fewer: many chunks of which the last is short, or one."""
     monkeypatch.setattr(losses, "CHUNK_TOKENS", request.param)
 
 
@@ -59,15 +67,14 @@ def test_loss_and_all_gradients_equal_transformers(chunk, num_items):
     ours = apply_chunked_loss(copy.deepcopy(plain))
     expected = loss_and_gradients(plain, batch, num_items_in_batch=num_items)
     got = loss_and_gradients(ours, batch, num_items_in_batch=num_items)
-    assert "lm_head.weight" in got[1] and got[1].keys() == expected[1].keys()
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    assert "lm_head.weight" in got[1]
+    assert_equal(got, expected)
 
 
 def test_a_head_tied_to_the_embedding_gets_the_gradient_of_both(chunk):
     plain, batch = llama(tie_word_embeddings=True), batch_of()
     ours = apply_chunked_loss(copy.deepcopy(plain))
-    torch.testing.assert_close(loss_and_gradients(ours, batch), loss_and_gradients(plain, batch),
-                               rtol=1e-5, atol=1e-6)
+    assert_equal(loss_and_gradients(ours, batch), loss_and_gradients(plain, batch))
 
 
 def test_gradients_through_a_frozen_head_equal_transformers_under_peft(chunk):
@@ -78,7 +85,7 @@ def test_gradients_through_a_frozen_head_equal_transformers_under_peft(chunk):
     ours = apply_chunked_loss(copy.deepcopy(plain))
     expected, got = (loss_and_gradients(m, batch, num_items_in_batch=9) for m in (plain, ours))
     assert len(got[1]) == 8
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    assert_equal(got, expected)
 
 
 def test_soft_capped_logits_equal_transformers_gemma2(chunk):
@@ -87,8 +94,7 @@ def test_soft_capped_logits_equal_transformers_gemma2(chunk):
     ours = apply_chunked_loss(copy.deepcopy(plain))
     with torch.no_grad():  # the cap is of consequence
         assert plain(**{k: v for k, v in batch.items() if k != "labels"}).logits.abs().max() > 1
-    torch.testing.assert_close(loss_and_gradients(ours, batch), loss_and_gradients(plain, batch),
-                               rtol=1e-5, atol=1e-6)
+    assert_equal(loss_and_gradients(ours, batch), loss_and_gradients(plain, batch))
 
 
 def test_a_model_that_scales_its_logits_gives_its_own_loss():
@@ -204,6 +210,4 @@ def test_the_model_saves_nothing_of_the_size_of_its_logits():
     model, saved = apply_chunked_loss(llama(vocab_size=4096)), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         model(**batch_of())
-    n = batch_of()["input_ids"].numel()
-    assert saved and not any(t.numel() >= n * 4096 for t in saved if t.dim() < 3)
-    assert not any(t.shape[-1] == 4096 for t in saved)
+    assert saved and not any(t.shape[-1:] == (4096,) for t in saved)
