@@ -11,6 +11,8 @@ import os
 import traceback
 from contextlib import nullcontext
 
+import torch
+
 from fsdp_qlora.dist import free_port
 
 PRELOAD = ["torch", "transformers", "peft", "bitsandbytes", "torch.distributed.fsdp",
@@ -23,8 +25,10 @@ def run_ranks(function, world_size: int, *args, timeout: float = 300, grouped: b
 
     `grouped` makes the process group; without it the function meets the world as train.py does.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    # A forked process can't use CUDA once the imports have touched the driver.
+    on_gpu_machine = torch.cuda.device_count() > 0
+    context = multiprocessing.get_context("spawn" if on_gpu_machine else "forkserver")
+    if not on_gpu_machine: context.set_forkserver_preload(PRELOAD)
     results, port = context.Queue(), free_port()
     ranks = [context.Process(target=_rank, args=(function, rank, world_size, port, results, args, grouped, device))
              for rank in range(world_size)]
@@ -44,8 +48,6 @@ def _rank(function, rank, world_size, port, results, args, grouped, device):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
                       LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="localhost",
                       MASTER_PORT=str(port))
-    import torch
-
     from fsdp_qlora.dist import process_group, rank_device
     torch.set_num_threads(1)
     try:
@@ -60,12 +62,10 @@ def _rank(function, rank, world_size, port, results, args, grouped, device):
 
 def _packed(result) -> bytes:
     """Results as bytes: tensors in a queue would live in the memory of a rank that is gone."""
-    import torch
     buffer = io.BytesIO()
     torch.save(result, buffer)
     return buffer.getvalue()
 
 
 def _unpacked(data: bytes):
-    import torch
     return torch.load(io.BytesIO(data), weights_only=False)

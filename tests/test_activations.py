@@ -3,15 +3,20 @@ from collections import Counter
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.activations import apply_activation_policy
 from fsdp_qlora.adapters import apply_adapters, init_adapters, lora_config, trainable_parameters
+from fsdp_qlora.blocks import decoder_blocks
 from fsdp_qlora.loading import materialize
 from fsdp_qlora.quantize import quantize_linears
 
 from .tiny import padded_batch, save_tiny, tiny_rows
+
+torch.set_num_threads(1)  # threads that share a tiny product only wait for each other
 
 CPU = torch.device("cpu")
 POLICIES = [("keep_all", False), ("recompute_all", False), ("recompute_all", True)]
@@ -101,6 +106,28 @@ def test_the_last_linear_layer_of_a_block_runs_once(folder):
     counts = calls(tiny_model(folder, "qlora", "recompute_all"))
     assert counts["fsdp_qlora::adapted_linear_backward"] == 14
     assert counts["fsdp_qlora::adapted_linear"] == 14 + 12
+
+
+def test_a_compiled_block_does_not_run_its_last_linear_layer_again(folder):
+    """The same where torch.compile sees the recompute: 7 adapted layers forward, 6 backward."""
+    graphs = {}
+
+    def counting(name):
+        def compiler(graph, _):
+            graphs[name] = Counter(str(node.target) for node in graph.graph.nodes)
+            return make_boxed_func(graph.forward)
+        return compiler
+    model = tiny_model(folder, "qlora", "recompute_all")
+    backend = aot_autograd(fw_compiler=counting("forward"), bw_compiler=counting("backward"),
+                           partition_fn=min_cut_rematerialization_partition)
+    for block in decoder_blocks(model):
+        block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
+    compiled = loss_and_gradients(model)
+    torch.testing.assert_close(compiled, loss_and_gradients(tiny_model(folder, "qlora")), rtol=1e-5,
+                               atol=1e-6)
+    assert graphs["forward"]["fsdp_qlora.adapted_linear.default"] == 7
+    assert graphs["backward"]["fsdp_qlora.adapted_linear.default"] == 6
+    assert graphs["backward"]["fsdp_qlora.adapted_linear_backward.default"] == 7
 
 
 def kept_bytes(model) -> int:

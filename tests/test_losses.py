@@ -12,10 +12,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
 
 from fsdp_qlora import losses
-from fsdp_qlora.adapters import apply_adapters, lora_config
+from fsdp_qlora.adapters import apply_adapters, lora_config, trainable_parameters
+from fsdp_qlora.loading import materialize
 from fsdp_qlora.losses import ChunkedCrossEntropy, apply_chunked_loss
 
 from .tiny import CONFIGS, padded_batch, tiny_rows
+
+torch.set_num_threads(1)  # threads that share a tiny product only wait for each other
 
 V, D = 97, 64
 SIZES = dict(vocab_size=V, hidden_size=D, intermediate_size=128, num_hidden_layers=2,
@@ -32,6 +35,13 @@ def tiny_model(config) -> nn.Module:
 
 def llama(**settings) -> nn.Module:
     return tiny_model(CONFIGS["llama"](**SIZES | settings))
+
+
+def with_adapter_values(model) -> nn.Module:
+    """The model with values in A and B, so that no gradient is zero."""
+    materialize(model, torch.device("cpu"), torch.device("cpu"))
+    for p in trainable_parameters(model).values(): p.data.normal_(std=0.1)
+    return model
 
 
 def batch_of(rows=3):
@@ -80,8 +90,7 @@ def test_a_head_tied_to_the_embedding_gets_the_gradient_of_both(chunk):
 def test_gradients_through_a_frozen_head_equal_transformers_under_peft(chunk):
     plain, batch = llama(), batch_of()
     config = lora_config(rank=4, target_modules=["q_proj", "down_proj"])
-    plain = apply_adapters(plain, config)
-    plain._apply(lambda t: torch.ones_like(t, device="cpu") * 0.1 if t.is_meta else t)
+    plain = with_adapter_values(apply_adapters(plain, config))
     ours = apply_chunked_loss(copy.deepcopy(plain))
     expected, got = (loss_and_gradients(m, batch, num_items_in_batch=9) for m in (plain, ours))
     assert len(got[1]) == 8
@@ -104,8 +113,8 @@ def test_a_model_that_scales_its_logits_gives_its_own_loss():
 
 
 def test_an_adapted_head_is_trained():
-    model = apply_adapters(llama(), lora_config(rank=4, target_modules=["lm_head"]))
-    model._apply(lambda t: torch.ones_like(t, device="cpu") * 0.1 if t.is_meta else t)
+    model = with_adapter_values(
+        apply_adapters(llama(), lora_config(rank=4, target_modules=["lm_head"])))
     _, gradients = loss_and_gradients(apply_chunked_loss(model), batch_of())
     assert len(gradients) == 2 and all(g.any() for g in gradients.values())
 

@@ -22,6 +22,8 @@ from fsdp_qlora.quantize import (
 
 from .tiny import save_tiny
 
+torch.set_num_threads(1)  # threads that share a tiny product only wait for each other
+
 WHOLE = [(96, 64), (48, 192), (1, 128)]               # sizes that are whole blocks of 64
 RAGGED = [(33, 31), (100, 72), (72, 100), (96, 65)]   # sizes that are not
 # The widest gap between neighbouring levels, halved: the error of a value in a block of absmax 1.

@@ -2,7 +2,7 @@
 
 The tuned model is trained on, and asked with, the terse `prompt_messages`. A model that was not
 tuned never saw that format and would be scored on guessing it, so `base_messages` labels the
-parts and shows a worked example first: the best for SmolLM2-135M of four prompts that were tried.
+parts and shows a worked example first. SmolLM2-135M scored 0 to 5% with each of four such prompts.
 """
 
 import json

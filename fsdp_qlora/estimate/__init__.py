@@ -1,0 +1,45 @@
+"""Bytes, seconds and money of a run, from the model's shape and the settings alone. Pure: no torch.
+
+Memory follows the code, tensor by tensor: what a block saves for its backward, what its backward
+holds at its widest place, which units FSDP2 has gathered at that moment. The peak is the largest of
+a few moments of a step, and the table shows what is alive then. Nothing is fitted but the constants
+at the top of each module; each says what it stands for.
+
+Time is counted in the same way: FLOPs over the rate of large products, bytes over the rate of
+copies, transfers less what compute hides.
+
+Modules, each importing only from those before it: setup, weights, activations, peak, speed, cost.
+
+Letters: B batch, T tokens of a row, N = B T, D hidden, I intermediate, q and kv the widths of all
+query and all key-value heads, V vocabulary, R rank, n ranks that share one copy of the weights.
+"""
+from __future__ import annotations
+
+from . import activations, cost, peak, setup, speed, weights
+from .activations import loss_bytes, saved_by_block
+from .cost import RunCost, run_cost
+from .peak import GIB, Memory, host_memory, memory
+from .setup import Setup, check_context, setup_from_config
+from .speed import (
+    Flops,
+    StepTime,
+    flops_per_token,
+    model_flops_per_token,
+    model_tflops,
+    step_seconds,
+)
+from .weights import Weight, block_weights, gathered, optimizer_bytes, resident_bytes
+
+__all__ = [
+    "GIB", "Flops", "Memory", "RunCost", "Setup", "StepTime", "Weight", "block_weights",
+    "check_context", "flops_per_token", "gathered", "host_memory", "loss_bytes", "memory",
+    "model_flops_per_token", "model_tflops", "optimizer_bytes", "resident_bytes", "run_cost",
+    "saved_by_block", "setup_from_config", "step_seconds",
+]
+
+
+def __getattr__(name: str):
+    """A helper or constant that is not public, from the module that has it."""
+    for module in (setup, weights, activations, peak, speed, cost):
+        if not name.startswith("_") and name in vars(module): return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

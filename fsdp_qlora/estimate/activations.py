@@ -1,0 +1,148 @@
+"""What a block saves for its backward, what its backward holds meanwhile, and what the loss takes.
+
+The tests trace transformers' blocks and compare.
+"""
+from __future__ import annotations
+
+from ..arch import ModelShape
+from .setup import BYTES, Setup
+from .weights import as_given, block_weights, trained_bytes
+
+CHUNK_TOKENS = 1024    # tokens whose logits exist at once (losses.py)
+
+
+def saved_by_block(shape: ModelShape, setup: Setup) -> float:
+    """Bytes that one block's forward saves for its backward, its input included if it is saved.
+
+    Found by tracing `saved_tensors_hooks` through transformers' blocks with our adapted linear
+    (the tests trace again); a compiled block as torch's min-cut partitioner leaves it.
+      norm, eager: its input in fp32, and 1/rms         compiled: its input as it is, and 1/rms
+      adapted linear: input (shared by q, k, v and by gate, up), xA (N, R), dropout mask (N, in)
+      attention (flash): q, k after rotation, v, output, log-sum-exp in fp32
+      MLP: gate, up and, eager, act(gate); their product is the input of down_proj
+    Where weights are trained, norms also save their normalised input.
+    """
+    n, a = setup.tokens, BYTES[setup.precision]
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    kept = inputs_kept(shape, setup)
+    norm_bytes = a if setup.compile else 4
+    if setup.adapter == "none" and not setup.compile: norm_bytes += a
+    total = shape.norms_per_block * n * (shape.hidden * norm_bytes + 4)
+    if shape.qk_norm:
+        heads = shape.heads + shape.kv_heads
+        total += n * heads * (shape.head_dim * norm_bytes + 4)
+    total += n * shape.hidden * a * (kept["attention"] + kept["mlp"])
+    total += attention_saved(shape, setup, kept["o_proj"])
+    # v is a slice of the fused product, whose other columns stay with it; and phi3 joins q of two
+    # halves, which leaves attention's output in an order that has to be copied for o_proj.
+    if shape.fused: total += n * (q + kv + q * kept["o_proj"]) * a
+    total += n * shape.intermediate * a * (2 + (not setup.compile) + kept["down_proj"])
+    return total + adapter_saved(shape, setup)
+
+
+def inputs_kept(shape: ModelShape, setup: Setup) -> dict[str, bool]:
+    """Which inputs of linear layers are saved: those of trained and of adapted layers."""
+    names = tuple(shape.linears())
+    kept = names if setup.adapter == "none" else shape.targets(as_given(setup.targets))
+    down = names.index("down_proj")
+    o = names.index("o_proj")
+    return dict(attention=any(n in kept for n in names[:o]), o_proj="o_proj" in kept,
+                mlp=any(n in kept for n in names[o + 1:down]), down_proj="down_proj" in kept)
+
+
+def attention_saved(shape: ModelShape, setup: Setup, output_kept: bool) -> float:
+    """Bytes that attention saves: by a flash kernel, with a padding mask, or eager.
+
+    A mask makes transformers repeat k and v for all heads, and the kernel keeps the mask in the
+    compute dtype, (B, 1, T, T). Eager attention keeps the (B, H, T, T) weights in fp32 and cast.
+    """
+    n, a = setup.tokens, BYTES[setup.precision]
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    squares = n * setup.context_length
+    if setup.attention == "eager":
+        return n * a * (3 * q + q * output_kept) + squares * shape.heads * (4 + a * (a < 4))
+    saved = n * a * (q + 2 * kv + q) + n * shape.heads * 4
+    if setup.padded_rows: saved += n * a * 2 * (q - kv) + squares * a
+    return saved
+
+
+def adapter_saved(shape: ModelShape, setup: Setup) -> float:
+    """xA (N, R) of each adapted layer of a block, and its dropout mask (N, in) of one byte each."""
+    if setup.adapter != "lora": return 0.0
+    a, targets = BYTES[setup.precision], shape.targets(as_given(setup.targets))
+    linears = shape.linears()
+    each = [setup.lora_rank * a + (linears[t][1] if setup.lora_dropout else 0)
+            for t in targets if t in linears]
+    return setup.tokens * sum(each)
+
+
+def block_input(shape: ModelShape, setup: Setup) -> float:
+    """(N, D): all that is kept of a recomputed block."""
+    return setup.tokens * shape.hidden * BYTES[setup.precision]
+
+
+def saved_at(shape: ModelShape, setup: Setup, block: int) -> float:
+    """Bytes saved in all blocks when the backward has come to `block` (from 0), that one included.
+
+    A recomputed block is whole while its backward runs. A compiled one saves its input itself.
+    """
+    whole, inputs = saved_by_block(shape, setup), block_input(shape, setup)
+    n = setup.recomputed(shape)
+    waiting = min(n, block + 1) * inputs + max(0, block + 1 - n) * whole
+    if block >= n: return waiting
+    return waiting + whole - (inputs if setup.compile else 0)
+
+
+def dequantized(shape: ModelShape, setup: Setup, name: str) -> float:
+    """Bytes of one linear weight in the compute dtype, made for a product and freed after it."""
+    if setup.quant == "none": return 0.0
+    out, wide = shape.linears()[name]
+    return out * wide * BYTES[setup.precision]
+
+
+def backward_working(shape: ModelShape, setup: Setup) -> float:
+    """The most that a block's backward holds beyond what was saved, near its start.
+
+    In down_proj's backward: the block's output gradient, the gradient of its input (N, I), and the
+    dequantized weight or, with dropout, two more of (N, I). Eager, then in the product's backward
+    three of (N, I), while down_proj's saved input is gone; compiled, these are taken to reuse what
+    was saved, which one measured peak bears out (13.3 GiB; 13.6 without).
+    """
+    n, a = setup.tokens, BYTES[setup.precision]
+    wide, hidden = n * shape.intermediate * a, n * shape.hidden * a
+    kept = inputs_kept(shape, setup)["down_proj"]
+    dropout = 2 * wide if kept and setup.adapter == "lora" and setup.lora_dropout else 0
+    own_gradient = 0.0
+    if setup.adapter == "none":
+        own_gradient = shape.hidden * shape.intermediate * a
+    down = wide + max(dequantized(shape, setup, "down_proj"), dropout)
+    product = 0 if setup.compile else (3 - kept) * wide
+    return hidden + own_gradient + max(down, product)
+
+
+def backward_end(shape: ModelShape, setup: Setup) -> float:
+    """What a block's backward holds in its first linear layers, when only the first norm is left.
+
+    The gradients of the block's output and of q's input and output, the saved input of q, k, v, and
+    the norm's; all of the block's weight gradients.
+    """
+    n, a = setup.tokens, BYTES[setup.precision]
+    first = next(iter(shape.linears()))
+    rows = n * shape.hidden * (4 * a + (a if setup.compile else 4))
+    grads = trained_bytes(block_weights(shape, setup), 1, setup)
+    return rows + dequantized(shape, setup, first) + grads
+
+
+def loss_bytes(shape: ModelShape, setup: Setup) -> float:
+    """Logits and what is made of them (losses.py), and the head's gradient where it is trained.
+
+    At a chunk's widest place: logits and their gradient in the compute dtype, as the fused kernel
+    of a GPU leaves them, and the gradient of the chunk before. An adapted head takes transformers'
+    own loss: all tokens' logits, cast to fp32, their log-softmax and both gradients.
+    """
+    a, n = BYTES[setup.precision], setup.tokens
+    if setup.adapter == "lora" and "lm_head" in shape.targets(as_given(setup.targets)):
+        return n * shape.vocab * (12 + 2 * a)
+    rows = min(n, CHUNK_TOKENS)
+    head = shape.vocab * shape.hidden * (4 + a) if setup.adapter == "none" else 0
+    return rows * shape.vocab * a * (3 if n > CHUNK_TOKENS else 2) + head

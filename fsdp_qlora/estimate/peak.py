@@ -1,0 +1,256 @@
+"""The peak of a step: what is alive at the moments that can be it, and the host's memory.
+
+Which units FSDP2 has gathered, and which gradients wait, follows sharding.py and trainer.py.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from ..arch import ModelShape
+from .activations import (
+    backward_end,
+    backward_working,
+    block_input,
+    loss_bytes,
+    saved_at,
+    saved_by_block,
+)
+from .setup import BYTES, Setup
+from .weights import (
+    all_trained,
+    all_weights,
+    block_weights,
+    embedding_weights,
+    gathered,
+    linear_weights,
+    optimizer_bytes,
+    resident_bytes,
+    root_weights,
+    trained_bytes,
+)
+
+GIB = 2**30
+BUCKET_BYTES = 128 * 2**20  # gradients reduced together under ddp (sharding.py)
+CUBLAS_WORKSPACE = 2 * 32 * 2**20  # torch's default on Hopper, for the forward and backward thread
+
+# Not measured yet: what torch's peak_allocated does not contain.
+SLACK_SHARE = 0.05     # fragmentation: reserved but unused, as a share of what comes and goes
+CONTEXT_GIB = 0.5      # CUDA context and kernels
+NCCL_GIB = 0.4         # buffers of one NCCL communicator, where there are several ranks
+PROCESS_HOST_GIB = 1.5  # Python, torch and its libraries, per rank
+
+PARTS = ("linears", "absmax", "embedding", "head", "norms", "adapters", "optimizer", "gradients",
+         "activations", "working", "unsharded", "loss", "workspace")
+NOT_ALLOCATED = ("slack", "context")
+EXPLAINED = dict(
+    linears="linear weights of the blocks", absmax="scales of 4-bit weights",
+    embedding="input embedding", head="output head", norms="norms and biases",
+    adapters="adapters", optimizer="optimizer states", gradients="gradients of trained weights",
+    activations="saved for the backward", working="in use inside one block",
+    unsharded="gathered by FSDP", loss="logits and their gradients", workspace="cuBLAS",
+    slack="reserved by the allocator, unused", context="CUDA context and NCCL")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """GiB per GPU at the peak of a step, by part, and GiB of host memory per machine."""
+    parts: dict[str, float]
+    moment: str                        # when the peak is
+    moments: dict[str, float]          # allocated GiB at each moment
+    host_parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def peak_allocated(self) -> float:
+        """As torch.cuda.max_memory_allocated, in GiB."""
+        return sum(v for k, v in self.parts.items() if k not in NOT_ALLOCATED)
+
+    @property
+    def peak_reserved(self) -> float:
+        """As torch.cuda.max_memory_reserved, in GiB."""
+        return self.peak_allocated + self.parts["slack"]
+
+    @property
+    def total(self) -> float:
+        """GiB that the card must have: reserved memory, the context and NCCL's buffers."""
+        return sum(self.parts.values())
+
+    @property
+    def host(self) -> float:
+        """GiB of host memory per machine, all its ranks together."""
+        return sum(self.host_parts.values())
+
+    @property
+    def largest(self) -> str:
+        """The part that takes most."""
+        return max(self.parts, key=self.parts.get)
+
+    def fits(self, memory_gib: float) -> bool:
+        """True if a card of this size holds it."""
+        return self.total <= memory_gib
+
+    def table(self) -> str:
+        """The parts in lines for people; empty ones are left out."""
+        rows = [(name, gib, EXPLAINED[name]) for name, gib in self.parts.items() if gib >= 0.005]
+        lines = [f"{name:<12} {gib:8.2f} GiB  {text}" for name, gib, text in rows]
+        lines += [f"{'total':<12} {self.total:8.2f} GiB  per GPU; {self.peak_allocated:.2f} "
+                  f"allocated, peak at: {self.moment}",
+                  f"{'host':<12} {self.host:8.2f} GiB  per machine"]
+        return "\n".join(lines)
+
+
+def memory(shape: ModelShape, setup: Setup | None = None, **changes) -> Memory:
+    """The peak memory of one training step after the first, with its parts.
+
+    `changes` are fields of `Setup`: `memory(shape, world_size=2, batch_size=4)`. Raises ValueError
+    for an unknown target module or a number out of range.
+    """
+    setup = replace(setup or Setup(), **changes)
+    static = static_parts(shape, setup)
+    found = {name: static | parts for name, parts in moments(shape, setup).items()}
+    totals = {name: sum(parts.values()) for name, parts in found.items()}
+    moment = max(totals, key=totals.get)
+    parts = {name: found[moment].get(name, 0.0) for name in PARTS}
+    moving = sum(parts[p] for p in ("gradients", "activations", "working", "unsharded", "loss"))
+    parts["slack"] = SLACK_SHARE * moving
+    parts["context"] = GIB * (CONTEXT_GIB + (NCCL_GIB if setup.world_size > 1 else 0))
+    return Memory({name: b / GIB for name, b in parts.items()}, moment,
+                  {name: b / GIB for name, b in totals.items()}, host_memory(shape, setup))
+
+
+def static_parts(shape: ModelShape, setup: Setup) -> dict[str, float]:
+    """Bytes that stay on the GPU through the whole step."""
+    parts = dict(workspace=CUBLAS_WORKSPACE)
+    if setup.cpu_offload: return parts
+    return parts | resident_bytes(shape, setup) | dict(optimizer=optimizer_bytes(shape, setup))
+
+
+def moments(shape: ModelShape, setup: Setup) -> dict[str, dict[str, float]]:
+    """Bytes of what comes and goes, at each moment that can be the peak.
+
+    Between the last block and the first everything changes evenly, so the ends are enough.
+    """
+    n, d, a = setup.tokens, shape.hidden, BYTES[setup.precision]
+    last = shape.layers - 1
+    window = forward_window(shape, setup)
+    held = held_gradients(shape, setup)
+    embedding, root = (gathered(w(shape, setup), setup) for w in (embedding_weights, root_weights))
+    after_blocks = saved_by_block(shape, setup) * (shape.layers - setup.recomputed(shape))
+    after_blocks += block_input(shape, setup) * setup.recomputed(shape)
+    # The final norm is never compiled: its input in fp32 and its output, then the loss's gradient.
+    found = {
+        "embedding": dict(unsharded=root + max(root, embedding) + embedding, gradients=held),
+        "loss": dict(activations=after_blocks + n * d * (4 + a), loss=loss_bytes(shape, setup)
+                     + n * d * a, unsharded=window, gradients=held),
+        # Its backward in fp32: the input and, in that of its square, five tensors of its size.
+        "final norm": dict(activations=after_blocks + n * d * 4, working=5 * n * d * 4,
+                           unsharded=window, gradients=held + root_gradient(shape, setup))}
+    for name, block in (("last block", last), ("block before it", last - 1), ("first block", 0)):
+        if block >= 0: found[name] = in_block_backward(shape, setup, block)
+    grads = all_gradients(shape, setup)
+    bucket = min(grads, BUCKET_BYTES) if setup.world_size > 1 and not setup.sharded else 0.0
+    found["gradients reduced"] = dict(gradients=grads + bucket)
+    return found
+
+
+def in_block_backward(shape: ModelShape, setup: Setup, block: int) -> dict[str, float]:
+    """What is alive at the widest place of one block's backward."""
+    saved, work = saved_at(shape, setup, block), backward_working(shape, setup)
+    own = saved_by_block(shape, setup)
+    end_saved, end_work = saved - own, backward_end(shape, setup)
+    if saved + work < end_saved + end_work: saved, work = end_saved, end_work
+    return dict(activations=saved, working=work, unsharded=backward_window(shape, setup, block),
+                gradients=gradients_at(shape, setup, block))
+
+
+def unit_bytes(shape: ModelShape, setup: Setup) -> tuple[float, float]:
+    """Gathered bytes of the unit whose backward comes first in a block, and of the one after it.
+
+    A block is one unit, or its MLP and its attention are two. `min_params` is taken as `block`.
+    """
+    if setup.wrap_policy == "attention_mlp":
+        return tuple(gathered(linear_weights(shape, setup, part), setup)
+                     for part in ("mlp", "attention"))
+    block = gathered(block_weights(shape, setup), setup)
+    return block, block
+
+
+def forward_window(shape: ModelShape, setup: Setup) -> float:
+    """Gathered bytes while the loss is computed, inside the root's forward.
+
+    The root's weights; the flat buffer of the last unit's all-gather, which FSDP2 frees at the next
+    one; and without resharding, every block and the embedding.
+    """
+    if not setup.sharded: return 0.0
+    root = gathered(root_weights(shape, setup), setup)
+    flat = unit_bytes(shape, setup)[0] if setup.shard_ranks > 1 else 0.0
+    if setup.resharded: return root + flat
+    return (root + flat + gathered(embedding_weights(shape, setup), setup)
+            + shape.layers * gathered(block_weights(shape, setup), setup))
+
+
+def backward_window(shape: ModelShape, setup: Setup, block: int) -> float:
+    """Gathered bytes in a block's backward.
+
+    Its unit, and the flat buffer of the next, gathered ahead. The unit before the first block is
+    the embedding, which is gathered only if it is trained (sharding.py stops it otherwise). Without
+    resharding all blocks up to this one, and the embedding, whose hook waits for the end of the
+    backward.
+    """
+    if not setup.sharded: return 0.0
+    root = gathered(root_weights(shape, setup), setup)
+    embedding = gathered(embedding_weights(shape, setup), setup)
+    if not setup.resharded:
+        return root + embedding + (block + 1) * gathered(block_weights(shape, setup), setup)
+    unit, ahead = unit_bytes(shape, setup)
+    if block == 0 and setup.wrap_policy != "attention_mlp":
+        ahead = embedding if setup.adapter == "none" else 0.0
+    if not setup.backward_prefetch or setup.shard_ranks == 1: ahead = 0.0
+    return root + unit + ahead
+
+
+def all_gradients(shape: ModelShape, setup: Setup) -> float:
+    """Gradients of one rank after the backward; the host has them under CPU offload."""
+    if setup.sharded and setup.no_sync and setup.accumulation > 1:  # whole, in the reduce dtype
+        return all_trained(shape, setup, 1, "fp32")
+    return 0.0 if setup.cpu_offload else all_trained(shape, setup, setup.shard_ranks)
+
+
+def held_gradients(shape: ModelShape, setup: Setup) -> float:
+    """Gradients of earlier micro-batches, which wait through a forward."""
+    return all_gradients(shape, setup) if setup.accumulation > 1 else 0.0
+
+
+def root_gradient(shape: ModelShape, setup: Setup) -> float:
+    """The root's own gradients, whole until the backward ends."""
+    return trained_bytes(root_weights(shape, setup), 1, setup)
+
+
+def gradients_at(shape: ModelShape, setup: Setup, block: int) -> float:
+    """Gradients alive when the backward has come to `block`.
+
+    Those of the blocks after it, reduced; the fp32 input of the last reduce-scatter, which FSDP2
+    keeps until the next; and the root's.
+    """
+    weights, later = block_weights(shape, setup), shape.layers - 1 - block
+    grads = held_gradients(shape, setup)
+    if setup.accumulation == 1 and not setup.cpu_offload:
+        grads += later * trained_bytes(weights, setup.shard_ranks, setup)
+    if setup.sharded and later: grads += trained_bytes(weights, 1, setup, "fp32")
+    return grads + root_gradient(shape, setup)
+
+
+def host_memory(shape: ModelShape, setup: Setup) -> dict[str, float]:
+    """GiB of host memory of one machine by part: its ranks, and what CPU offload puts there.
+
+    torch's pinned allocator rounds each tensor up to a power of two.
+    """
+    ranks = setup.node_gpus
+    parts = dict(processes=PROCESS_HOST_GIB * ranks)
+    if not setup.cpu_offload: return parts
+    shards = [(w.shard(setup.shard_ranks), count) for w, count in all_weights(shape, setup)]
+    pinned = sum(count * size for size, count in shards)
+    rounded = sum(count * 2 ** (int(size) - 1).bit_length() for size, count in shards if size > 1)
+    grads = all_trained(shape, setup, setup.shard_ranks)
+    found = dict(weights=pinned, gradients=grads, optimizer=optimizer_bytes(shape, setup),
+                 rounding=max(0.0, rounded - pinned))
+    return parts | {name: ranks * b / GIB for name, b in found.items()}

@@ -1,0 +1,107 @@
+"""The settings that decide memory and time, from a run's config or given one by one.
+
+The constants here are shared by the modules beside this one.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..arch import ModelShape
+from ..config import RunConfig, plan_batches
+
+BYTES = {"fp32": 4, "bf16": 2}
+OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "adadelta": 2}  # values per trained weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """The settings that decide memory and time; defaults are those of `RunConfig`."""
+    world_size: int = 1
+    gpus_per_node: int | None = None   # None: all on one machine
+    strategy: str = "full_shard"
+    shard_group_size: int = -1         # hybrid strategies; -1 as in RunConfig
+    wrap_policy: str = "block"
+    backward_prefetch: bool = True
+    cpu_offload: bool = False
+    activation_policy: str = "recompute_all"
+    recomputed_blocks: int | None = None  # None: all or none, as the policy says
+    quant: str = "nf4"
+    absmax_bytes: int = 4
+    adapter: str = "lora"
+    lora_rank: int = 64
+    targets: str | tuple[str, ...] | None = "all-linear"
+    lora_dropout: float = 0.1
+    adapter_dtype: str = "fp32"
+    optimizer: str = "adamw"
+    precision: str = "bf16"
+    batch_size: int = 1                # rows per GPU and micro-batch
+    context_length: int = 512
+    accumulation: int = 1
+    no_sync: bool = False
+    compile: bool = False
+    attention: str = "sdpa"
+    padded_rows: bool = False          # a mask goes into attention, as where rows are padded
+
+    def __post_init__(self):
+        for name in ("world_size", "lora_rank", "batch_size", "context_length", "accumulation"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        if self.optimizer not in OPTIMIZER_STATES:
+            raise ValueError(f"optimizer {self.optimizer}: choose {', '.join(OPTIMIZER_STATES)}")
+
+    @property
+    def tokens(self) -> int:
+        """N, the tokens of one micro-batch on one GPU."""
+        return self.batch_size * self.context_length
+
+    @property
+    def node_gpus(self) -> int:
+        return min(self.world_size, self.gpus_per_node or self.world_size)
+
+    @property
+    def shard_ranks(self) -> int:
+        """n: ranks that share one copy of the weights; 1 under ddp."""
+        if self.strategy == "ddp": return 1
+        if not self.strategy.startswith("hybrid"): return self.world_size
+        if self.shard_group_size > 0: return min(self.shard_group_size, self.world_size)
+        if self.node_gpus < self.world_size: return self.node_gpus
+        return max(1, self.world_size // 2)
+
+    @property
+    def sharded(self) -> bool:
+        """True if FSDP owns the weights, which it does for one rank only to offload them."""
+        return self.strategy != "ddp" and (self.world_size > 1 or self.cpu_offload)
+
+    @property
+    def resharded(self) -> bool:
+        """True if a unit's gathered weights are freed after its forward."""
+        return self.strategy in ("full_shard", "hybrid_full_shard")
+
+    def recomputed(self, shape: ModelShape) -> int:
+        """Blocks whose activations are computed again; they are the first ones."""
+        if self.recomputed_blocks is not None: return min(self.recomputed_blocks, shape.layers)
+        return shape.layers if self.activation_policy == "recompute_all" else 0
+
+
+def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
+    """The `Setup` of a run's settings on `world_size` GPUs, with `changes` to it."""
+    batches, targets = plan_batches(config, world_size), config.target_modules
+    return replace(Setup(
+        world_size=world_size, strategy=config.sharding_strategy,
+        shard_group_size=config.shard_group_size, wrap_policy=config.wrap_policy,
+        backward_prefetch=config.backward_prefetch != "none", cpu_offload=config.use_cpu_offload,
+        activation_policy="recompute_all" if config.use_gradient_checkpointing else "keep_all",
+        quant=config.quant, adapter=config.adapter, lora_rank=config.lora_rank,
+        targets=tuple(targets) if isinstance(targets, list) else targets,
+        lora_dropout=config.lora_dropout, adapter_dtype=config.adapter_dtype,
+        optimizer=config.optimizer, precision=config.precision,
+        batch_size=batches.micro_batch_size, context_length=config.context_length,
+        accumulation=batches.accumulation, no_sync=config.no_sync, compile=config.compile,
+        attention=config.attn_implementation), **changes)
+
+
+def check_context(shape: ModelShape, setup: Setup):
+    """Refuse rows longer than the model's positions, with a ValueError."""
+    if shape.max_positions and setup.context_length > shape.max_positions:
+        raise ValueError(f"--context_length {setup.context_length}: {shape.name} has "
+                         f"{shape.max_positions} positions")

@@ -1,0 +1,252 @@
+"""FLOPs of a step, and its seconds: products, copies, and transfers that compute does not hide."""
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..arch import ModelShape
+from ..hardware import Gpu
+from .setup import BYTES, OPTIMIZER_STATES, Setup
+from .weights import (
+    BLOCKSIZE,
+    all_trained,
+    as_given,
+    block_weights,
+    embedding_weights,
+    gathered,
+    root_weights,
+    trained_bytes,
+)
+
+# Set by hand on the H100 rows that tests/test_estimate.py names, so those rows do not test them.
+MATMUL_SHARE = 0.87    # of the rate of large products, for a block's linear layers
+ATTENTION_SHARE = 0.55  # the same for attention kernels, forward and backward together
+COPY_SHARE = 1.30      # passes over activations move at this share of a copy's rate (caches)
+HOST_OPTIMIZER_PER_SECOND = 0.9e9  # weights per second and rank that the host's Adam updates
+
+# Not measured yet: small steps are bound by what the CPU can launch.
+LAUNCH_SECONDS = {"eager": 0.6e-3, "compiled": 0.25e-3}  # one block's forward; backward is twice it
+SHARDED_LAUNCH_SECONDS = 0.3e-3  # FSDP's hooks, per block and pass
+COLLECTIVE_LATENCY = 30e-6
+INTERNODE_GB_S = 25.0  # per GPU, if not said otherwise
+
+
+# ---- FLOPs -------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations per token of one step, by what does them."""
+    linears: float      # blocks and head, forward and backward
+    adapters: float
+    attention: float
+    recompute_linears: float    # linears and adapters run again
+    recompute_attention: float
+
+    @property
+    def total(self) -> float:
+        return (self.linears + self.adapters + self.attention + self.recompute_linears
+                + self.recompute_attention)
+
+
+def flops_per_token(shape: ModelShape, setup: Setup) -> Flops:
+    """What the hardware does per token, a product of (m, k) and (k, n) being 2 m k n.
+
+    A weight costs 2 in the forward and 2 for dX; trained ones 2 more for dW; 2 again where the
+    block is recomputed. Causal attention does half of Q K^T and P V, 2 T q per layer; a flash
+    backward recomputes Q K^T, which makes it 2.5 times the forward (arXiv:2307.08691). The
+    embedding is a lookup, and the chunked loss makes the head's dX in the forward.
+    """
+    again = setup.recomputed(shape) / shape.layers
+    linears = shape.params()["linears"]
+    head = shape.vocab * shape.hidden
+    adapters = adapter_params(shape, setup)
+    attention = 2 * setup.context_length * shape.heads * shape.head_dim * shape.layers
+    each = 6 if setup.adapter == "none" else 4
+    return Flops(linears=each * (linears + head), adapters=6 * adapters, attention=3.5 * attention,
+                 recompute_linears=2 * again * (linears + adapters),
+                 recompute_attention=again * attention)
+
+
+def adapter_params(shape: ModelShape, setup: Setup) -> int:
+    """Weights of the adapters, 0 without any."""
+    if setup.adapter != "lora": return 0
+    return shape.lora_params(setup.lora_rank, as_given(setup.targets))
+
+
+def model_flops_per_token(shape: ModelShape, setup: Setup) -> float:
+    """FLOPs per token that the task itself needs, as benchmark rows count them.
+
+    4 per frozen weight and 6 per trained one, linears and head, plus 6 T q per layer for causal
+    attention (half of the square, backward twice the forward). Recomputation does not count.
+    """
+    linears = shape.params()["linears"] + shape.vocab * shape.hidden
+    each = 6 if setup.adapter == "none" else 4
+    attention = 6 * setup.context_length * shape.heads * shape.head_dim * shape.layers
+    return each * linears + 6 * adapter_params(shape, setup) + attention
+
+
+def model_tflops(shape: ModelShape, setup: Setup, tokens_per_second: float) -> float:
+    """Model TFLOP/s at a measured rate of tokens; per GPU if the rate is."""
+    return model_flops_per_token(shape, setup) * tokens_per_second / 1e12
+
+
+# ---- Time --------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step by part, none hidden behind another."""
+    parts: dict[str, float]
+    tokens_per_gpu: int        # in one optimizer step
+    calibrated: bool           # False where only the GPU's datasheet is known
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        return self.tokens_per_gpu / self.total
+
+    def table(self) -> str:
+        """The parts in lines for people; empty ones are left out."""
+        lines = [f"{name:<14} {seconds:8.3f} s" for name, seconds in self.parts.items()
+                 if seconds >= 0.0005]
+        note = "" if self.calibrated else "; uncalibrated: from the GPU's datasheet"
+        return "\n".join(lines + [f"{'step':<14} {self.total:8.3f} s  "
+                                  f"{self.tokens_per_second_per_gpu:,.0f} tok/s per GPU{note}"])
+
+
+def step_seconds(shape: ModelShape, gpu: Gpu, setup: Setup | None = None, *,
+                 link_gb_s: float | None = None, internode_gb_s: float = INTERNODE_GB_S, **changes
+                 ) -> StepTime:
+    """Predicted time of one optimizer step, with its parts.
+
+    Products and attention over their rates, passes over activations and dequantization over the
+    memory's, then what transfers and the CPU's launches take beyond that. `link_gb_s` replaces the
+    GPU's link between peers, `internode_gb_s` is that between machines, per GPU.
+    """
+    setup = replace(setup or Setup(), **changes)
+    link = link_gb_s or gpu.peer_gb_s(setup.node_gpus)
+    if setup.shard_ranks > setup.node_gpus: link = min(link, internode_gb_s)
+    forward, backward = block_seconds(shape, gpu, setup)
+    compute = compute_parts(shape, gpu, setup)
+    busy = sum(compute.values())
+    launches = launch_seconds(shape, setup)
+    exposed, offloaded = exposed_seconds(shape, gpu, setup, forward, backward, link)
+    micro = compute | dict(launches=max(0.0, launches - busy), communication=exposed,
+                           offload=offloaded)
+    parts = {name: setup.accumulation * seconds for name, seconds in micro.items()}
+    parts["communication"] += once_per_step(shape, setup, link, internode_gb_s)
+    parts["optimizer"] = optimizer_seconds(shape, gpu, setup)
+    return StepTime(parts, setup.tokens * setup.accumulation, gpu.calibrated)
+
+
+def compute_parts(shape: ModelShape, gpu: Gpu, setup: Setup) -> dict[str, float]:
+    """Seconds of one micro-batch's kernels."""
+    flops, n = flops_per_token(shape, setup), setup.tokens
+    # fp32 products run without tensor cores, at about a sixteenth of bf16's rate.
+    rate = gpu.reached_tflops * 1e12 / (16 if setup.precision == "fp32" else 1)
+    copies = gpu.reached_bandwidth_gb_s * 1e9
+    passes = 2 + setup.recomputed(shape) / shape.layers
+    per_pass = shape.layers * sum(dequantize_traffic(shape, setup).values())
+    logit_bytes = n * shape.vocab * 7 * BYTES[setup.precision]  # seven passes of a fused kernel
+    traffic = activation_traffic(shape, setup)
+    again = setup.recomputed(shape)
+    moved = shape.layers * sum(traffic) + again * traffic[0]
+    return dict(
+        linears=n * (flops.linears + flops.adapters) / (rate * MATMUL_SHARE),
+        attention=n * flops.attention / (rate * ATTENTION_SHARE),
+        recompute=n * flops.recompute_linears / (rate * MATMUL_SHARE)
+        + n * flops.recompute_attention / (rate * ATTENTION_SHARE)
+        + again * traffic[0] / (copies * COPY_SHARE),
+        activations=(moved - again * traffic[0]) / (copies * COPY_SHARE),
+        dequantization=passes * per_pass / copies, loss=logit_bytes / copies)
+
+
+def dequantize_traffic(shape: ModelShape, setup: Setup) -> dict[str, float]:
+    """Bytes read and written to dequantize each linear weight of a block once."""
+    if setup.quant == "none": return {}
+    packed = 0.5 + setup.absmax_bytes / BLOCKSIZE
+    return {name: out * wide * (packed + BYTES[setup.precision])
+            for name, (out, wide) in shape.linears().items()}
+
+
+def activation_traffic(shape: ModelShape, setup: Setup) -> tuple[float, float]:
+    """Bytes that a block's forward and backward move besides products' operands, counted by pass.
+
+    Adapters: y is read and written again, x read; backward dx and dy likewise. Norms with
+    residuals, rotation and activation: fused where compiled, one pass per operation where eager.
+    """
+    n, a = setup.tokens, BYTES[setup.precision]
+    d, i = shape.hidden, shape.intermediate
+    rotated = (shape.heads + shape.kv_heads) * shape.head_dim
+    targets = shape.targets(as_given(setup.targets)) if setup.adapter == "lora" else ()
+    adapted = [size for name, size in shape.linears().items() if name in targets]
+    out, wide = sum(o for o, _ in adapted), sum(w for _, w in adapted)
+    norms = shape.norms_per_block / 2
+    rest = 6 * d * norms + 4 * rotated + 3 * i, 10 * d * norms + 4 * rotated + 6 * i
+    if not setup.compile:
+        rest = 42 * d * norms + 10 * rotated + 5 * i, 84 * d * norms + 10 * rotated + 8 * i
+    if setup.lora_dropout: rest = rest[0] + 4 * wide, rest[1] + 8 * wide
+    return n * a * (2 * out + wide + rest[0]), n * a * (2 * out + 3 * wide + rest[1])
+
+
+def block_seconds(shape: ModelShape, gpu: Gpu, setup: Setup) -> tuple[float, float]:
+    """Seconds of one block's forward, and of its backward with recomputation."""
+    parts = compute_parts(shape, gpu, setup)
+    busy = max(sum(parts.values()), launch_seconds(shape, setup)) / shape.layers
+    forward = busy / (4 if setup.recomputed(shape) else 3)
+    return forward, busy - forward
+
+
+def launch_seconds(shape: ModelShape, setup: Setup) -> float:
+    """Seconds that the CPU needs to launch one micro-batch: forward 1, backward 2, recompute 1."""
+    once = LAUNCH_SECONDS["compiled" if setup.compile else "eager"]
+    hooks = 2 * SHARDED_LAUNCH_SECONDS if setup.sharded else 0.0
+    return shape.layers * (3 * once + hooks) + setup.recomputed(shape) * once
+
+
+def exposed_seconds(shape: ModelShape, gpu: Gpu, setup: Setup, forward: float, backward: float,
+                    link: float) -> tuple[float, float]:
+    """Seconds of one micro-batch's gathers and reduce-scatters, and of host copies, not hidden.
+
+    A unit is gathered while the one before it computes, so what shows is what takes longer than
+    that, the first units of a pass, and the copy out of the flat buffer on the compute stream.
+    """
+    if not setup.sharded: return 0.0, 0.0
+    n, several = setup.shard_ranks, setup.shard_ranks > 1
+    network = (n - 1) / n / (link * 1e9)  # seconds per gathered byte
+    pcie = 1 / n / (gpu.host_gb_s * 1e9) if setup.cpu_offload else 0.0
+    block = block_weights(shape, setup)
+    unit = gathered(block, setup)
+    outer = sum(gathered(w(shape, setup), setup) for w in (embedding_weights, root_weights))
+    gather = unit * network + COLLECTIVE_LATENCY * several
+    reduce = trained_bytes(block, 1, setup, "fp32") * network
+    copy_out = 2 * unit / (gpu.reached_bandwidth_gb_s * 1e9) * several
+    # One pass over the blocks each: how often a unit is gathered, reduced, and what can hide it.
+    passes = [(1, 0, forward * several),
+              (int(setup.resharded), 1, backward * several * setup.backward_prefetch)]
+    shown, from_host = outer * network + gather, (outer + unit) * pcie
+    for gathers, reduces, room in passes:
+        transfer = gathers * gather + reduces * reduce
+        shown += shape.layers * (gathers * copy_out + max(0.0, transfer - room))
+        from_host += shape.layers * max(0.0, gathers * unit * pcie - max(0.0, room - transfer))
+    return shown, from_host
+
+
+def once_per_step(shape: ModelShape, setup: Setup, link: float, internode_gb_s: float) -> float:
+    """Seconds of all-reduce at the end: ddp's gradients, or those of the hybrid's replicas."""
+    replicas = setup.world_size // setup.shard_ranks
+    if replicas < 2: return 0.0
+    if setup.world_size > setup.node_gpus: link = min(link, internode_gb_s)
+    size = all_trained(shape, setup, setup.shard_ranks, "" if setup.strategy == "ddp" else "fp32")
+    return 2 * (replicas - 1) / replicas * size / (link * 1e9)
+
+
+def optimizer_seconds(shape: ModelShape, gpu: Gpu, setup: Setup) -> float:
+    """Seconds of the update: weight and states read and written, gradient read; on the host under
+    CPU offload."""
+    size = all_trained(shape, setup, setup.shard_ranks)
+    own = setup.precision if setup.adapter == "none" else setup.adapter_dtype
+    if setup.cpu_offload: return size / BYTES[own] / HOST_OPTIMIZER_PER_SECOND
+    passes = 3 + 2 * OPTIMIZER_STATES[setup.optimizer]
+    return passes * size / (gpu.reached_bandwidth_gb_s * 1e9)

@@ -1,0 +1,129 @@
+"""Every weight of a model as it is stored: whole, in one rank's shard, and in a gathered unit.
+
+Follows sharding.py, which shards rows on dim 0, and quantize.py, which packs them. What is counted
+per trained weight, gradients and optimizer states, follows from the same list.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..arch import ModelShape
+from .setup import BYTES, OPTIMIZER_STATES, Setup
+
+BLOCKSIZE = 64         # weights per absmax value (quantize.py)
+ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter as it is stored and sharded: rows on dim 0, padded to whole shards."""
+    kind: str          # the part of the table it belongs to
+    rows: int
+    row_bytes: float
+    values: int        # numbers per row; 0 where the bytes are packed or frozen
+    trained: bool
+
+    def shard(self, ranks: int) -> float:
+        """Bytes of one rank's part."""
+        return -(-self.rows // ranks) * self.row_bytes
+
+    def shard_values(self, ranks: int) -> int:
+        """Trained numbers in one rank's part."""
+        return -(-self.rows // ranks) * self.values if self.trained else 0
+
+
+def plain(kind: str, rows: int, width: int, dtype: str, trained: bool) -> Weight:
+    """A weight (rows, width) in a float dtype."""
+    return Weight(kind, rows, width * BYTES[dtype], width, trained)
+
+
+def linear_weights(shape: ModelShape, setup: Setup, part: str = "") -> list[Weight]:
+    """Linear weights of a block with absmax and adapters; of its "attention" or "mlp" alone."""
+    trained, weights = setup.adapter == "none", []
+    targets = shape.targets(as_given(setup.targets)) if setup.adapter == "lora" else ()
+    for name, (out, wide) in shape.linears().items():
+        if part and (name in ATTENTION_LINEARS) != (part == "attention"): continue
+        if setup.quant == "none":
+            weights.append(plain("linears", out, wide, setup.precision, trained))
+        else:
+            blocks = -(-wide // BLOCKSIZE)
+            weights += [Weight("linears", out, blocks * BLOCKSIZE / 2, 0, False),
+                        Weight("absmax", out, blocks * setup.absmax_bytes, 0, False)]
+        if name in targets: weights += adapter(out, wide, setup)
+    weights += [plain("norms", length, 1, setup.precision, trained)
+                for name, length in shape.biases().items()
+                if not part or (name in ATTENTION_LINEARS) == (part == "attention")]
+    return weights
+
+
+def as_given(targets):
+    """Targets as `ModelShape.targets` takes them."""
+    return list(targets) if isinstance(targets, tuple) else targets
+
+
+def adapter(out: int, wide: int, setup: Setup) -> list[Weight]:
+    """A (R, in) and B (out, R)."""
+    return [plain("adapters", setup.lora_rank, wide, setup.adapter_dtype, True),
+            plain("adapters", out, setup.lora_rank, setup.adapter_dtype, True)]
+
+
+def block_weights(shape: ModelShape, setup: Setup) -> list[Weight]:
+    """Every weight of one decoder block."""
+    trained = setup.adapter == "none"
+    norms = [shape.hidden] * shape.norms_per_block + [shape.head_dim] * (2 * shape.qk_norm)
+    return linear_weights(shape, setup) + [
+        plain("norms", width, 1, setup.precision, trained) for width in norms]
+
+
+def embedding_weights(shape: ModelShape, setup: Setup) -> list[Weight]:
+    """The embedding's unit: empty where the head shares it, for then it is the root's."""
+    if shape.tied: return []
+    return [plain("embedding", shape.vocab, shape.hidden, setup.precision, setup.adapter == "none")]
+
+
+def root_weights(shape: ModelShape, setup: Setup) -> list[Weight]:
+    """What is left to the root: the final norm, and the head or the tied embedding."""
+    trained = setup.adapter == "none"
+    weights = [plain("embedding" if shape.tied else "head", shape.vocab, shape.hidden,
+                     setup.precision, trained),
+               plain("norms", shape.hidden, 1, setup.precision, trained)]
+    if setup.adapter == "lora" and "lm_head" in shape.targets(as_given(setup.targets)):
+        weights += adapter(shape.vocab, shape.hidden, setup)
+    return weights
+
+
+def all_weights(shape: ModelShape, setup: Setup) -> list[tuple[Weight, int]]:
+    """Every weight of the model with how often it occurs."""
+    outer = embedding_weights(shape, setup) + root_weights(shape, setup)
+    return [(w, shape.layers) for w in block_weights(shape, setup)] + [(w, 1) for w in outer]
+
+
+def resident_bytes(shape: ModelShape, setup: Setup) -> dict[str, float]:
+    """Stored weights of one rank by kind, on the GPU or, under CPU offload, on the host."""
+    found = dict.fromkeys(("linears", "absmax", "embedding", "head", "norms", "adapters"), 0.0)
+    for weight, count in all_weights(shape, setup):
+        found[weight.kind] += count * weight.shard(setup.shard_ranks)
+    return found
+
+
+def trained_bytes(weights: list[Weight], ranks: int, setup: Setup, dtype: str = "") -> float:
+    """Bytes of the trained among `weights` in one rank's part, in their dtype or another."""
+    own = setup.precision if setup.adapter == "none" else setup.adapter_dtype
+    return sum(w.shard_values(ranks) for w in weights) * BYTES[dtype or own]
+
+
+def optimizer_bytes(shape: ModelShape, setup: Setup) -> float:
+    """Optimizer states of one rank, in the dtype of what they belong to."""
+    return OPTIMIZER_STATES[setup.optimizer] * all_trained(shape, setup, setup.shard_ranks)
+
+
+def all_trained(shape: ModelShape, setup: Setup, ranks: int, dtype: str = "") -> float:
+    """`trained_bytes` of the whole model."""
+    return sum(count * trained_bytes([weight], ranks, setup, dtype)
+               for weight, count in all_weights(shape, setup))
+
+
+def gathered(weights: list[Weight], setup: Setup) -> float:
+    """Bytes of a unit after its all-gather; 0 where FSDP does not own the weights."""
+    if not setup.sharded: return 0.0
+    return sum(setup.shard_ranks * w.shard(setup.shard_ranks) for w in weights)

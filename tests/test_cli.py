@@ -1,0 +1,246 @@
+"""The command line: forms of a flag, help, and mistakes that end in one line and exit code 2."""
+import json
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from fsdp_qlora.cli import COMMANDS, BenchOptions, GenerateOptions, main, parse
+from fsdp_qlora.config import GROUPS, RunConfig
+
+from .tiny import TARGETS, save_tiny
+
+ROOT = Path(__file__).parent.parent
+BOOLEANS = [f.name for f in fields(RunConfig) if type(f.default) is bool]
+
+
+def parsed(*argv) -> RunConfig:
+    return parse(list(argv))[0]
+
+
+# ---- forms of a flag ---------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", ["save_model", "use_gradient_checkpointing", "use_cpu_offload"])
+def test_a_switch_is_set_bare_or_with_a_value_in_any_case(name):
+    for form in ([f"--{name}"], [f"--{name}", "true"], [f"--{name}", "True"], [f"--{name}=true"],
+                 [f"--{name}=True"], [f"--{name}", "1"], [f"--{name}", "yes"]):
+        assert getattr(parsed(*form), name) is True
+    for form in ([f"--{name}", "false"], [f"--{name}", "False"], [f"--{name}=false"],
+                 [f"--{name}=False"], [f"--{name}", "0"], [f"--{name}", "no"]):
+        assert getattr(parsed(*form), name) is False
+
+
+def test_a_bare_switch_does_not_swallow_the_next_flag():
+    config = parsed("--verbose", "--lr", "0.1", "--no_sync")
+    assert (config.verbose, config.lr, config.no_sync) == (True, 0.1, True)
+
+
+@pytest.mark.parametrize("name", [n for n in BOOLEANS if getattr(RunConfig(), n)])
+def test_every_switch_that_is_on_by_default_can_be_turned_off(name):
+    assert getattr(parsed(f"--{name}", "false"), name) is False
+
+
+def test_values_have_the_type_of_their_setting():
+    config = parsed("--lr", "1e-4", "--batch_size=8", "--max_steps", "-1", "--name", "run 1",
+                    "--lora_target_modules", "q_proj,v_proj")
+    assert config == RunConfig(lr=1e-4, batch_size=8, name="run 1",
+                               lora_target_modules="q_proj,v_proj")
+
+
+def test_without_flags_every_setting_has_its_default():
+    assert parsed() == RunConfig()
+
+
+def test_the_last_of_a_repeated_flag_counts():
+    assert parsed("--lr", "1", "--lr", "2").lr == 2.0
+
+
+def test_extra_groups_are_parsed_beside_the_settings():
+    config, options = parse(["--lr", "1", "--prompt", "hi"], GenerateOptions)
+    assert (config.lr, options.prompt) == (1.0, "hi")
+
+
+# ---- help --------------------------------------------------------------------------------------
+
+def without_torch(*argv) -> str:
+    """What `main(argv)` prints in a process that must not import torch."""
+    code = ("import sys\nfrom fsdp_qlora.cli import main\n"
+            f"try: main({list(argv)!r})\nexcept SystemExit as end: assert not end.code\n"
+            "sys.exit('torch' in sys.modules)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_help_of_train_lists_every_group_and_flag_and_imports_no_torch():
+    text = without_torch("train", "--help")
+    for group in GROUPS:
+        assert f"{group.__doc__}:" in text
+        assert all(f"--{f.name} " in text for f in fields(group))
+
+
+@pytest.mark.parametrize("command, group", [("generate", GenerateOptions), ("bench", BenchOptions)])
+def test_help_of_other_commands_lists_their_own_flags_too(command, group):
+    text = without_torch(command, "--help")
+    assert all(f"--{f.name} " in text for f in (*fields(group), *fields(RunConfig)))
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]])
+def test_without_a_command_all_commands_are_listed_with_a_line_each(argv, capsys):
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    for name, function in COMMANDS.items():
+        assert f"{name} " in text and function.__doc__.splitlines()[0] in text
+
+
+def test_help_shows_choices_units_and_defaults_but_no_value_that_is_refused(capsys):
+    with pytest.raises(SystemExit): main(["train", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "{auto,none,nf4,fp4}" in text and "default full_shard" in text and "in tokens" in text
+    assert "hqq_lora" not in text and "wandb}" not in text
+
+
+# ---- mistakes ----------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A folder with a tiny llama and a tokenizer of a few words."""
+    folder = tmp_path_factory.mktemp("model")
+    words = ["<s>", "</s>", "<unk>", "###", "Question", "Answer", ":", "say", "hi", "you"]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>",
+                            unk_token="<unk>").save_pretrained(folder)
+    return save_tiny(folder)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    record = json.dumps({"instruction": "say hi", "output": "hi you"})
+    path.write_text(f"{record}\n" * 8)
+    return str(path)
+
+
+@pytest.fixture
+def mistake(capsys, tmp_path, monkeypatch):
+    """Runs `train` with a mistake: the one line on stderr; nothing may be written."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("fsdp_qlora.launch.share_cores", lambda ranks: None)  # it outlives the test
+
+    def run(*argv, command="train"):
+        capsys.readouterr()  # what fixtures printed
+        output = tmp_path / "output"
+        where = [f"--output_dir={output}", "--device=cpu"] if command == "train" else []
+        assert main([command, *where, *map(str, argv)]) == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert line.startswith("error: ")
+        assert not output.exists()
+        return line.removeprefix("error: ")
+    return run
+
+
+@pytest.mark.parametrize("argv, near", [
+    (["--learning_rate", "1"], None), (["--lora_rnak", "8"], "--lora_rank"),
+    (["--lora-rank", "8"], "--lora_rank"), (["--shardingstrategy=ddp"], "--sharding_strategy"),
+    (["--use_gradient_checkpoint"], "--use_gradient_checkpointing"), (["--zzz"], None)])
+def test_an_unknown_flag_is_named_with_the_nearest_known_one(mistake, argv, near):
+    line = mistake(*argv)
+    assert line.startswith(f"unknown flag {argv[0]}")
+    assert f"did you mean {near}?" in line if near else "--" in line
+
+
+def test_a_flag_is_not_taken_from_its_beginning(mistake):
+    assert "unknown flag --lora_ra" in mistake("--lora_ra", "8")
+
+
+def test_a_word_without_a_flag_is_named(mistake):
+    assert "unexpected argument 'q_proj'" in mistake("q_proj")
+
+
+def test_an_unknown_command_is_named_with_the_choices(mistake):
+    line = mistake(command="trian")
+    assert "unknown command 'trian'" in line and all(name in line for name in COMMANDS)
+
+
+@pytest.mark.parametrize("argv, parts", [
+    (["--lr", "fast"], ["--lr", "fast"]), (["--batch_size", "1.5"], ["--batch_size", "1.5"]),
+    (["--save_model", "maybe"], ["--save_model", "'maybe'", "true or false"]),
+    (["--lora_rank"], ["--lora_rank", "expected one argument"]),
+    (["--precision", "fp8"], ["--precision fp8", "choose bf16, fp32"]),
+    (["--batch_size", "0"], ["--batch_size", "1 or more"]),
+    (["--train_type", "hqq_lora"], ["--train_type hqq_lora", "not available", "qlora"]),
+    (["--profile"], ["--profile true", "not available"])])
+def test_a_value_that_does_not_fit_is_named_with_its_flag(mistake, argv, parts):
+    line = mistake(*argv)
+    assert all(part in line for part in parts), line
+
+
+def test_a_missing_model_folder_is_named(mistake, rows, tmp_path):
+    line = mistake("--model_name", tmp_path / "absent", "--dataset", rows)
+    assert f"--model_name {tmp_path / 'absent'}" in line and "does not exist" in line
+
+
+def test_a_model_folder_without_a_tokenizer_is_named(mistake, rows, tmp_path):
+    folder = save_tiny(tmp_path / "bare")
+    line = mistake("--model_name", folder, "--dataset", rows)
+    assert f"--model_name {folder}" in line and "tokenizer" in line
+
+
+def test_a_missing_data_file_is_named(mistake, model, tmp_path):
+    line = mistake("--model_name", model, "--dataset", tmp_path / "absent.jsonl")
+    assert f"--dataset {tmp_path / 'absent.jsonl'}" in line and "no such file" in line
+
+
+def test_bad_json_is_named_with_file_and_line(mistake, model, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    good = json.dumps({"instruction": "say hi", "output": "hi"})
+    path.write_text(f"{good}\n\n{good}\n{{'instruction': 1}}\n{good}\n")
+    line = mistake("--model_name", model, "--dataset", path)
+    assert f"{path}:4" in line and "JSON" in line
+
+
+def test_a_target_that_does_not_exist_is_named_with_the_candidates(mistake, model, rows):
+    line = mistake("--model_name", model, "--dataset", rows, "--lora_target_modules", "qkv_proj")
+    assert "--lora_target_modules qkv_proj" in line and all(name in line for name in TARGETS)
+
+
+def test_a_broken_checkpoint_is_named(mistake, model, rows, tmp_path):
+    folder = Path(save_tiny(tmp_path / "model"))
+    for file in Path(model).glob("token*"): (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    line = mistake("--model_name", folder, "--dataset", rows)
+    assert str(folder / "model.safetensors") in line and "download it again" in line
+
+
+def test_a_failed_rank_says_which_it_is(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    assert main(["train", "--zzz"]) == 2
+    assert capsys.readouterr().err.startswith("error (rank 3): unknown flag --zzz")
+
+
+@pytest.mark.parametrize("verbose, traceback", [
+    (["--verbose"], True), (["--verbose", "true"], True), (["--verbose=true"], True),
+    (["--verbose", "false"], False), (["--verbose=false"], False), ([], False)])
+def test_verbose_adds_the_traceback(capsys, verbose, traceback):
+    assert main(["train", "--batch_size", "0", *verbose]) == 2
+    assert ("Traceback" in capsys.readouterr().err) is traceback
+
+
+@pytest.mark.parametrize("argv, part", [
+    (["--lora_rnak", "8"], "did you mean --lora_rank?"),
+    (["--model_name", "./absent", "--device", "cpu"], "--model_name ./absent")])
+def test_train_py_ends_with_one_line_and_exit_code_2(tmp_path, argv, part):
+    """The whole way: a new process, its exit code, its streams."""
+    env = {k: v for k, v in os.environ.items() if k != "RANK"} | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, ROOT / "train.py", *argv], capture_output=True, text=True,
+                          cwd=tmp_path, env=env)
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("error: ") and part in line
+    assert not list(tmp_path.iterdir())
