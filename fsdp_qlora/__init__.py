@@ -14,9 +14,10 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 PUBLIC = {
     "RunConfig": "config", "plan_batches": "config",
     "process_group": "dist", "rank_device": "dist", "ranks_from_env": "dist",
+    "local_rows": "dist", "full_tensor": "dist",
     "build_model": "build",
-    "Checkpoint": "loading", "meta_model": "loading", "materialize": "loading",
-    "load_weights": "loading",
+    "Checkpoint": "loading", "read_config": "loading", "meta_model": "loading",
+    "materialize": "loading", "load_weights": "loading",
     "QuantLinear": "quantize", "quantize_linears": "quantize",
     "lora_config": "adapters", "apply_adapters": "adapters", "init_adapters": "adapters",
     "trainable_parameters": "adapters",

@@ -17,6 +17,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from .blocks import linear_names, output_head
+from .dist import local_rows
 from .quantize import QuantLinear, dense_weight
 
 
@@ -178,11 +179,10 @@ def adapter_counts(model: nn.Module) -> dict[str, int]:
     return counts
 
 
-def init_adapters(model: nn.Module, seed: int, local_rows) -> None:
+def init_adapters(model: nn.Module, seed: int) -> None:
     """Give every adapter its values after loading: A uniform as PEFT, B zero.
 
     The values come from a seed per parameter name, so every sharding and world size starts equal.
-    `local_rows(parameter)` gives the local tensor and its rows (start, stop) of the whole.
     """
     for name, parameter in trainable_parameters(model).items():
         local, start, stop = local_rows(parameter)

@@ -62,3 +62,9 @@ def attention_and_mlp(block: nn.Module) -> Iterator[nn.Module]:
     """The direct children of a block that hold linear layers: its attention and its MLP."""
     for child in block.children():
         if any(is_linear(m) for m in child.modules()): yield child
+
+
+def own_weights(module: nn.Module) -> int:
+    """Weights of a module without its children's; a quantized weight counts unpacked."""
+    if isinstance(module, QuantLinear): return module.out_features * module.in_features
+    return sum(p.numel() for p in module.parameters(recurse=False))

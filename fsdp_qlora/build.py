@@ -27,7 +27,7 @@ from .loading import (
 )
 from .losses import apply_chunked_loss
 from .quantize import quantize_linears
-from .sharding import apply_sharding, local_rows, make_mesh, parameter_device
+from .sharding import apply_sharding, make_mesh, parameter_device
 
 
 def build_model(config: RunConfig, device: torch.device) -> nn.Module:
@@ -45,8 +45,8 @@ def build_model(config: RunConfig, device: torch.device) -> nn.Module:
                    wrap_policy=config.wrap_policy, min_wrap_params=config.min_wrap_params,
                    cpu_offload=config.use_cpu_offload, backward_prefetch=config.backward_prefetch)
     materialize(model, device, parameter_device(device, config.use_cpu_offload))
-    load_weights(model, checkpoint, device, local_rows)
-    init_adapters(model, config.seed, local_rows)
+    load_weights(model, checkpoint, device)
+    init_adapters(model, config.seed)
     return model
 
 

@@ -73,6 +73,14 @@ def parse(argv: list[str], *extra_groups: type, prog: str = "fsdp-qlora train") 
     return [RunConfig(**values), *extras]
 
 
+def parse_own(argv: list[str], group: type) -> tuple:
+    """One command's own settings, and the arguments that are left for RunConfig."""
+    parser = Parser(allow_abbrev=False, add_help=False)
+    add_fields(parser, group)
+    known, rest = parser.parse_known_args(argv)
+    return group(**vars(known)), rest
+
+
 def unknown_flag(flag: str, parser: argparse.ArgumentParser) -> str:
     """An error for a flag that does not exist."""
     if not flag.startswith("-"): return f"unexpected argument {flag!r}; settings are --name value"
@@ -148,10 +156,18 @@ def bench_command(argv: list[str]):
     run_on_ranks(config, "bench", argv, lambda c: bench_rank(c, options))
 
 
+@dataclass
+class DemoOptions:
+    """Demo"""
+    cache_dir: str = opt(".cache", "folder that keeps the unpacked model between runs")
+
+
 def demo_command(argv: list[str]):
     """Fine-tune a small real model to write SQL, and score it before and after."""
-    from .demo.run import main as demo
-    demo(argv)
+    options, flags = parse_own(argv, DemoOptions)
+    (config,) = parse(flags, prog="fsdp-qlora demo")
+    from .demo.run import run_demo
+    run_demo(config, flags, options.cache_dir)
 
 
 COMMANDS = {"train": train_command, "generate": generate_command, "data": data_command,

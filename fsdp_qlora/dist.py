@@ -1,4 +1,4 @@
-"""The ranks of a run: the process group, the device meshes, and what only rank 0 says.
+"""The ranks of a run: the process group, the meshes, and which rows of a tensor a rank holds.
 
 The only reader of RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. One rank is a world like any
 other: the same code runs with a group of one, so there is no second path to keep right.
@@ -13,7 +13,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,21 @@ def resolve_shard_group_size(requested: int, ranks: Ranks, strategy: str) -> int
             f"{ranks.world_size} ranks do not divide so with --shard_group_size {requested}; use "
             "full_shard or shard_grad_op, or 4 ranks or more")
     return size
+
+
+def local_rows(parameter: Tensor) -> tuple[Tensor, int, int]:
+    """This rank's part of a parameter: its tensor, and its rows (start, stop) of the whole."""
+    if not isinstance(parameter, DTensor):
+        return parameter.data, 0, parameter.shape[0]
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements)
+    start = offset[0] if shape[0] else 0
+    return parameter.to_local().data, start, start + shape[0]
+
+
+def full_tensor(parameter: Tensor) -> Tensor:
+    """The whole of a sharded parameter; every rank must call it."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def sum_over_ranks(*counts: int) -> list[int]:

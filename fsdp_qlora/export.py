@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .adapters import trainable_parameters
-from .dist import main_only, ranks_from_env
-from .sharding import full_tensor
+from .dist import full_tensor, local_rows, main_only, ranks_from_env
 
 SHARD_BYTES = 5 * 10**9  # transformers' default size of one file
 
@@ -137,7 +136,7 @@ def replace_folder(new: Path, folder: Path):
     new.rename(folder)
 
 
-def load_adapter(model: nn.Module, folder: str | Path, local_rows) -> nn.Module:
+def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     """Fill a built model's adapters from an adapter folder, each rank its own rows."""
     from safetensors import safe_open
     with safe_open(Path(folder) / "adapter_model.safetensors", framework="pt") as file, \

@@ -21,6 +21,7 @@ from .loading import DTYPES, read_config
 from .prepare import load_tokenizer
 from .quantize import dequantize_rows, quantize_rows
 
+
 def load_for_inference(model_name: str, adapter: str | Path | None = None, quant: str = "auto",
                        device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16
                        ) -> PreTrainedModel:

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from .dist import local_rows
 from .quantize import QuantLinear, quantize_rows
 
 READ_AHEAD = 4  # tensors read before they are needed
@@ -199,7 +200,7 @@ def is_packed(module: nn.Module, leaf: str) -> bool:
     return isinstance(module, QuantLinear) and leaf == "weight"
 
 
-def load_jobs(model: nn.Module, local_rows: Callable) -> Iterator[Job]:
+def load_jobs(model: nn.Module) -> Iterator[Job]:
     """What this rank must read, in the model's order."""
     for key, module, leaf, parameter in base_parameters(model):
         local, start, stop = local_rows(parameter)
@@ -232,13 +233,13 @@ def check_complete(model: nn.Module, checkpoint: Checkpoint):
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint | RandomCheckpoint, device: torch.device,
-                 local_rows: Callable, workers: int = 2, progress: Callable | None = None):
+                 workers: int = 2, progress: Callable | None = None):
     """Fill the model's frozen and trained base weights with this rank's rows, quantizing on `device`.
 
     Reads run ahead in `workers` threads, a few tensors at a time. `progress(bytes)` is told of every
     tensor.
     """
-    jobs = load_jobs(model, local_rows)
+    jobs = load_jobs(model)
     with ThreadPoolExecutor(workers) as pool, torch.no_grad():
         for job, rows in read_ahead(pool, jobs, lambda j: checkpoint.rows(j.key, *j.rows)):
             place(job, rows, device)

@@ -21,11 +21,9 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_leaves
 
-from .blocks import attention_and_mlp, decoder_blocks, is_tied
+from .blocks import attention_and_mlp, decoder_blocks, is_tied, own_weights
 from .dist import hybrid_mesh, ranks_from_env, resolve_shard_group_size, shard_mesh
 
 
@@ -95,8 +93,7 @@ def smallest_modules_above(module: nn.Module, min_params: int) -> list[nn.Module
     found: list[nn.Module] = []
 
     def remaining(m: nn.Module) -> int:
-        count = sum(p.numel() for p in m.parameters(recurse=False))
-        count += sum(remaining(child) for child in m.children())
+        count = own_weights(m) + sum(remaining(child) for child in m.children())
         if count < min_params or m is module or isinstance(m, (nn.ModuleList, nn.ModuleDict)):
             return count
         found.append(m)
@@ -127,7 +124,8 @@ def apply_sharding(model: nn.Module, strategy: str = "full_shard", mesh=None, *,
     units = sharding_units(model, wrap_policy, min_wrap_params)
     for _, unit in units: fully_shard(unit, **settings)
     fully_shard(model, **settings | dict(reshard_after_forward=False))
-    stop_backward_prefetch(units if backward_prefetch == "none" else units_before_embedding(model, units))
+    stop_backward_prefetch(units if backward_prefetch == "none"
+                           else units_before_embedding(model, units))
     return [name for name, _ in units]
 
 
@@ -165,21 +163,6 @@ def set_gradient_sync(model: nn.Module, sync: bool):
     """Whether the next backward reduces gradients over ranks; all but a step's last may skip it."""
     if is_sharded(model): model.set_requires_gradient_sync(sync)
     elif hasattr(model, "gradient_reducer"): model.gradient_reducer.enabled = sync
-
-
-def local_rows(parameter: nn.Parameter) -> tuple[Tensor, int, int]:
-    """This rank's part of a parameter: its tensor, and its rows (start, stop) of the whole."""
-    if not isinstance(parameter, DTensor):
-        return parameter.data, 0, parameter.shape[0]
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements)
-    start = offset[0] if shape[0] else 0
-    return parameter.to_local().data, start, start + shape[0]
-
-
-def full_tensor(parameter: Tensor) -> Tensor:
-    """The whole of a sharded parameter; every rank must call it."""
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def parameter_device(device: torch.device, cpu_offload: bool) -> torch.device:

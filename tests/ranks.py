@@ -30,8 +30,8 @@ def run_ranks(function, world_size: int, *args, timeout: float = 300, grouped: b
     context = multiprocessing.get_context("spawn" if on_gpu_machine else "forkserver")
     if not on_gpu_machine: context.set_forkserver_preload(PRELOAD)
     results, port = context.Queue(), free_port()
-    ranks = [context.Process(target=_rank, args=(function, rank, world_size, port, results, args, grouped, device))
-             for rank in range(world_size)]
+    shared = (world_size, port, results, function, args, grouped, device)
+    ranks = [context.Process(target=_rank, args=(rank, *shared)) for rank in range(world_size)]
     for process in ranks: process.start()
     try:
         collected = dict(results.get(timeout=timeout) for _ in ranks)
@@ -44,7 +44,7 @@ def run_ranks(function, world_size: int, *args, timeout: float = 300, grouped: b
     return [_unpacked(collected[r][1]) for r in range(world_size)]
 
 
-def _rank(function, rank, world_size, port, results, args, grouped, device):
+def _rank(rank, world_size, port, results, function, args, grouped, device):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
                       LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="localhost",
                       MASTER_PORT=str(port))

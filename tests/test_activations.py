@@ -34,7 +34,7 @@ def tiny_model(folder, train_type, policy="keep_all", reentrant=False, dropout=0
     if train_type != "full":
         model = apply_adapters(model, lora_config(rank=4, dropout=dropout))
         materialize(model, CPU, CPU)
-        init_adapters(model, 0, lambda p: (p.data, 0, p.shape[0]))
+        init_adapters(model, 0)
         for name, p in trainable_parameters(model).items():
             if ".lora_B." in name: p.data.normal_(generator=torch.Generator().manual_seed(1))
     return apply_activation_policy(model.train(), policy, reentrant)

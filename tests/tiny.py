@@ -58,13 +58,13 @@ def padded_batch(rows) -> dict[str, torch.Tensor]:
                 labels=torch.tensor([pad(t, -100) for _, t in rows]))
 
 
-def reference_model(folder: str, train_type: str, dtype=torch.float32, targets=TARGETS):
+def reference_model(folder: str, train_type: str, dtype=torch.float32, targets=TARGETS,
+                    quantization: BitsAndBytesConfig | None = None):
     """The model as plain transformers, bitsandbytes and PEFT make it, in one process."""
-    quantization = {}
-    if train_type == "qlora":
-        quantization = dict(quantization_config=BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **quantization)
+    if train_type == "qlora" and quantization is None:
+        quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
+                                          bnb_4bit_compute_dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=quantization)
     if train_type == "full": return model.train()
     config = LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=8, target_modules=targets)
     model = get_peft_model(model, config)

@@ -75,7 +75,8 @@ def test_torchrun_trains_each_row_once_and_saves_the_adapter(folder, rows, tmp_p
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "train.py",
                "--model_name", folder, "--dataset", rows, "--precision", "fp32", "--lora_rank", "4",
                "--lr", "1e-3", "--global_batch_size", "4", "--num_epochs", "2", "--log_to", "stdout",
-               "--output_dir", str(tmp_path / "out"), "--use_gradient_checkpointing", "--device", "cpu"]
+               "--output_dir", str(tmp_path / "out"), "--use_gradient_checkpointing",
+               "--device", "cpu"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr[-3000:]
     steps = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]

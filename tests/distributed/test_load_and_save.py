@@ -23,10 +23,10 @@ def resident_mib(field: str) -> float:
 
 
 def load_and_measure(folder: str, settings: dict) -> dict:
-    """Extra resident memory at the peak of building and loading, and the bytes of this rank's shards."""
+    """Extra resident memory at the peak of building and loading, and the size of the shards."""
     from fsdp_qlora.build import build_model
     from fsdp_qlora.config import RunConfig
-    from fsdp_qlora.sharding import full_tensor, local_rows
+    from fsdp_qlora.dist import full_tensor, local_rows
     config = RunConfig(model_name=folder, precision="bf16", lora_rank=4, **settings)
     with open("/proc/self/clear_refs", "w") as file: file.write("5")  # restart the high-water mark
     before = resident_mib("VmRSS")

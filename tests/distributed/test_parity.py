@@ -39,8 +39,8 @@ def train_case(folder: str, steps, settings: dict) -> dict:
     from fsdp_qlora.adapters import trainable_parameters
     from fsdp_qlora.build import build_model
     from fsdp_qlora.config import RunConfig
+    from fsdp_qlora.dist import full_tensor
     from fsdp_qlora.optim import build_optimizer
-    from fsdp_qlora.sharding import full_tensor
     from fsdp_qlora.trainer import train_step
     config = RunConfig(**dict(model_name=folder, precision="fp32", lora_rank=RANK, lora_alpha=8,
                               lora_dropout=0.0, seed=SEED) | settings)
@@ -61,7 +61,7 @@ def train_case(folder: str, steps, settings: dict) -> dict:
 
 def checksum(model) -> float:
     """One number for all parameters, frozen and trained, gathered."""
-    from fsdp_qlora.sharding import full_tensor
+    from fsdp_qlora.dist import full_tensor
     return sum(full_tensor(p.detach()).view(torch.int16).double().sum().item()
                for p in model.parameters())
 

@@ -1,6 +1,8 @@
 """What only a GPU can show: NCCL, streams, CUDA kernels. Needs 2 GPUs; `pytest -m gpu`."""
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -19,10 +21,9 @@ def train_on_gpu(folder: str, cases: list[dict]) -> list[dict]:
 
     from fsdp_qlora.build import build_model
     from fsdp_qlora.config import RunConfig
-    from fsdp_qlora.dist import rank_device
+    from fsdp_qlora.dist import full_tensor, rank_device
     from fsdp_qlora.optim import build_optimizer
     from fsdp_qlora.quantize import QuantLinear
-    from fsdp_qlora.sharding import full_tensor
     from fsdp_qlora.trainer import train_step
     results, device = [], rank_device("cuda")
     for case in cases:
@@ -32,13 +33,10 @@ def train_on_gpu(folder: str, cases: list[dict]) -> list[dict]:
         watched = [(n, m) for n, m in model.named_modules() if isinstance(m, QuantLinear)]
         stored = {n: (full_tensor(m.weight).cpu().view(torch.int16).clone(),
                       full_tensor(m.absmax).cpu().clone()) for n, m in watched}
-        seen, hooks = {}, []
+        seen: dict = {}
         blocks = [m for m in model.modules() if type(m).__name__ == "LlamaDecoderLayer"]
-        for block in blocks:  # after FSDP's own pre-forward hook the parameters are whole
-            hooks.append(block.register_forward_pre_hook(
-                lambda b, _: seen.update({id(m): (m.weight.detach().cpu().view(torch.int16).clone(),
-                                                  m.absmax.detach().cpu().clone())
-                                          for m in b.modules() if isinstance(m, QuantLinear)})))
+        # After FSDP's own pre-forward hook the parameters are whole.
+        hooks = [block.register_forward_pre_hook(partial(record_bytes, seen)) for block in blocks]
         optimizer = build_optimizer(model, "adamw", 1e-3)
         losses = []
         for rows in STEPS:
@@ -51,6 +49,14 @@ def train_on_gpu(folder: str, cases: list[dict]) -> list[dict]:
                 for hook in hooks: hook.remove()
         results.append(dict(losses=losses, bytes_equal=equal and len(watched) == 28))
     return results
+
+
+def record_bytes(seen: dict, block, _):
+    """Copy the packed bytes and scales that a block's forward is about to use."""
+    for m in block.modules():
+        if type(m).__name__ == "QuantLinear":
+            seen[id(m)] = (m.weight.detach().cpu().view(torch.int16).clone(),
+                           m.absmax.detach().cpu().clone())
 
 
 def test_strategies_offload_and_compile_agree_and_see_the_stored_bytes(tmp_path):
@@ -71,7 +77,7 @@ def test_fp32_on_gpu_equals_fp32_on_cpu(tmp_path):
     folder = save_tiny(tmp_path, **SHAPE)
     cases = [dict(sharding_strategy="full_shard", train_type="qlora")]
     (cpu,) = run_ranks(train_cases, 2, folder, STEPS, cases)[0]
-    (gpu,) = run_ranks(train_on_gpu, 2, folder, [dict(sharding_strategy="full_shard", precision="fp32",
-                                                      lora_rank=4)], device="cuda")[0]
+    cases = [dict(sharding_strategy="full_shard", precision="fp32", lora_rank=4)]
+    (gpu,) = run_ranks(train_on_gpu, 2, folder, cases, device="cuda")[0]
     torch.testing.assert_close(torch.tensor(gpu["losses"]), torch.tensor(cpu["losses"]),
                                rtol=1e-4, atol=0)

@@ -1,0 +1,17 @@
+# Everything a fresh machine needs is set up by these two; Python 3.11 or newer and pip are enough.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: demo test lint
+
+demo: $(VENV)/.installed-demo
+	$(RUN) -m fsdp_qlora.cli demo --output_dir demo_output
+
+test: $(VENV)/.installed-dev
+	$(VENV)/bin/ruff check .
+	$(RUN) -m pytest tests
+
+$(VENV)/.installed-%: setup.cfg pyproject.toml constraints.txt scripts/install
+	scripts/install $(VENV) $(PYTHON) $*
+	touch $@

@@ -1,0 +1,112 @@
+"""The pieces as users combine them: their own loop, their own model, their own wrapping."""
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from tests.distributed.test_parity import relative
+from tests.ranks import run_ranks
+from tests.tiny import (
+    CLIP,
+    LR,
+    padded_batch,
+    reference_model,
+    reference_run,
+    save_tiny,
+    tiny_rows,
+)
+
+ROOT = Path(__file__).parents[2]
+STEPS = tiny_rows(steps=3, rows_per_step=4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def test_the_example_loop_trains_on_two_ranks_and_its_adapter_loads(folder, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2",
+               str(ROOT / "examples/custom_loop.py"), folder]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr[-3000:]
+    losses = [float(line.split()[3]) for line in run.stdout.splitlines() if line.startswith("step")]
+    assert len(losses) == 10 and losses[-1] < losses[0]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    PeftModel.from_pretrained(model, tmp_path / "custom_loop_output")
+
+
+def shard_and_train(folder: str, strategies: list[str]) -> list[tuple]:
+    """Shard a model that transformers, bitsandbytes and PEFT built, and train it."""
+    import torch.distributed as dist
+    from transformers import BitsAndBytesConfig
+
+    from fsdp_qlora import apply_sharding, build_optimizer, make_mesh, train_step
+    results, device = [], torch.device("cpu")
+    for strategy in strategies:
+        quantization = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32,
+            bnb_4bit_quant_storage=torch.float32)
+        model = reference_model(folder, "qlora", quantization=quantization)
+        units = apply_sharding(model, strategy, make_mesh(strategy, device))
+        optimizer = build_optimizer(model, "adamw", LR, 0.1)
+        losses = [train_step(model, optimizer, [padded_batch(rows[dist.get_rank()::2])],
+                             max_grad_norm=CLIP).loss for rows in STEPS]
+        results.append((units, losses))
+    return results
+
+
+def test_a_model_built_with_bitsandbytes_and_peft_shards_and_trains_alike(folder):
+    losses, _, _ = reference_run(reference_model(folder, "qlora"), STEPS)
+    results = run_ranks(shard_and_train, 2, folder, ["full_shard", "shard_grad_op", "ddp"])[0]
+    for units, sharded in results: assert relative(sharded, losses) < 1e-5
+    assert any("layers.1" in unit for unit in results[0][0])
+
+
+def units_of(folder: str) -> dict[str, list[str]]:
+    """The units that each wrap policy makes."""
+    from fsdp_qlora import RunConfig, apply_sharding, make_mesh
+    from fsdp_qlora.build import planned_model
+    made = {}
+    policies = dict(block="block", attention_mlp="attention_mlp", min_params="min_params",
+                    mine=lambda m: type(m).__name__ == "LlamaMLP")
+    for name, policy in policies.items():
+        model, _ = planned_model(RunConfig(model_name=folder, precision="fp32", lora_rank=2),
+                                 torch.device("cpu"))
+        mesh = make_mesh("full_shard", torch.device("cpu"))
+        made[name] = apply_sharding(model, "full_shard", mesh, wrap_policy=policy,
+                                    min_wrap_params=9000)
+    return made
+
+
+def test_wrap_policies_make_the_units_they_name(folder):
+    units = {name: {u.removeprefix("base_model.model.model.") for u in made}
+             for name, made in run_ranks(units_of, 2, folder)[0].items()}
+    blocks, embedding = {"layers.0", "layers.1"}, {"embed_tokens"}
+    parts = {f"layers.{i}.{part}" for i in (0, 1) for part in ("self_attn", "mlp")}
+    assert units["block"] == blocks | embedding
+    assert units["attention_mlp"] == blocks | parts | embedding
+    assert units["mine"] == {"layers.0.mlp", "layers.1.mlp"} | embedding
+    assert units["min_params"] >= {"layers.0.mlp", "layers.1.mlp"}
+
+
+def integer_storage_error(folder: str) -> str:
+    """What sharding says of bitsandbytes weights that are stored as integers."""
+    from fsdp_qlora import apply_sharding, make_mesh
+    model = reference_model(folder, "qlora")
+    try:
+        apply_sharding(model, "full_shard", make_mesh("full_shard", torch.device("cpu")))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_bitsandbytes_weights_in_integer_storage_are_refused_with_the_remedy(folder):
+    for error in run_ranks(integer_storage_error, 2, folder):
+        assert "bnb_4bit_quant_storage" in error
