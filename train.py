@@ -6,7 +6,7 @@
 """
 import sys
 
-from fsdp_qlora.cli import leave, main
+from fsdp_qlora.cli import main
 
 if __name__ == "__main__":
-    leave(main(["train", *sys.argv[1:]]))
+    sys.exit(main(["train", *sys.argv[1:]]))

@@ -199,16 +199,5 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-def leave(code: int):
-    """End a rank at once, with its output flushed.
-
-    gloo's worker threads can outlive the group they served, and C++ destructors at a normal exit
-    then abort the process now and then, after all work is done and saved.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    leave(main())
+    sys.exit(main())

@@ -78,6 +78,10 @@ def process_group(device: torch.device, timeout_minutes: float = 30.0):
     dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes), **where)
     try:
         yield
+        # gloo's threads free a finished collective's tensors a moment after its caller goes on, and
+        # need the interpreter for it: a rank that ends in that moment aborts. A barrier has no
+        # tensors, and while this rank waits for it they free the last ones.
+        dist.barrier()
     finally:
         dist.destroy_process_group()
 
