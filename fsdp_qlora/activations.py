@@ -24,6 +24,7 @@ def apply_activation_policy(model: nn.Module, policy: str, reentrant: bool = Fal
     if policy not in ACTIVATION_POLICIES:
         raise ValueError(f"activation policy {policy!r}: choose {', '.join(ACTIVATION_POLICIES)}")
     if policy == "keep_all": return model
+    base_model(model).config.use_cache = False  # a second forward would fill the cache twice
     for block in decoder_blocks(model):
         block.forward = partial(recomputed, block.forward, reentrant)
     # Reentrant checkpointing gives no gradient unless an input needs one, and the embedding that

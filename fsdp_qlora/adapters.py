@@ -16,30 +16,32 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from .blocks import linear_names, output_head
+from .blocks import is_linear, linear_names, output_head
 from .dist import local_rows
 from .quantize import QuantLinear, dense_weight
 
 
-def down_product(x: Tensor, a: Tensor, keep: Tensor | None, keep_scale: float) -> Tensor:
-    """x' A^T (N, R), with x' = x under dropout; `adapted_linear` has its gradient.
+# Two opaque ops, so that torch.compile's partitioner can't keep a dequantized W, and so that a block
+# that is recomputed runs its last large product once: autograd saves a Python op's tensors when it
+# has run, so the op that saves is the cheap one. What links them is a token of y's shape that takes
+# no memory: its gradient is dY.
+@torch.library.custom_op("fsdp_qlora::adapted_inputs", mutates_args=())
+def adapted_inputs(x: Tensor, weight: Tensor, absmax: Tensor | None, a: Tensor, b: Tensor,
+                   keep: Tensor | None, scaling: float, keep_scale: float, in_features: int,
+                   quant_type: str) -> tuple[Tensor, Tensor]:
+    """x' A^T (N, R), and a token (N, O) that carries the gradient of y to all that is saved here."""
+    xa = dropped(x, keep, keep_scale) @ a.to(x.dtype).t()
+    return xa, x.new_zeros(1).expand(x.shape[0], b.shape[0])
 
-    It stands apart from the large product because the backward needs it and not y: a block that is
-    recomputed ends with its last linear layer's rank-R product, not with the whole layer.
-    """
-    with torch.no_grad():
-        return dropped(x, keep, keep_scale) @ a.to(x.dtype).t()
 
-
-# Opaque, so that torch.compile's partitioner can't decide to keep a dequantized W for the backward.
 @torch.library.custom_op("fsdp_qlora::adapted_linear", mutates_args=())
-def adapted_linear(x: Tensor, xa: Tensor, weight: Tensor, absmax: Tensor | None,
-                   bias: Tensor | None, a: Tensor, b: Tensor, keep: Tensor | None, scaling: float,
-                   keep_scale: float, in_features: int, quant_type: str) -> Tensor:
+def adapted_linear(token: Tensor, x: Tensor, xa: Tensor, weight: Tensor, absmax: Tensor | None,
+                   bias: Tensor | None, b: Tensor, scaling: float, in_features: int,
+                   quant_type: str) -> Tensor:
     """y = x W^T + bias + scaling (x' A^T) B^T, given xa = x' A^T (N, R).
 
-    x' is x under dropout: x * keep * keep_scale, with keep a (N, I) mask or None. The rank-R product
-    comes first: the large one then adds to it in its epilogue, which hides the reading of y.
+    The rank-R product comes first: the large one adds to it in its epilogue, which hides the reading
+    of y.
     """
     dtype = x.dtype
     y = xa @ (b * scaling).to(dtype).t()
@@ -74,27 +76,38 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return (left @ right).to(dtype)
 
 
+@adapted_inputs.register_fake
+def _(x, weight, absmax, a, b, keep, scaling, keep_scale, in_features, quant_type):
+    n = x.shape[0]
+    return x.new_empty(n, a.shape[0]), x.new_empty(1).expand(n, b.shape[0])
+
+
 @adapted_linear.register_fake
-def _(x, xa, weight, absmax, bias, a, b, keep, scaling, keep_scale, in_features, quant_type):
-    return x.new_empty(x.shape[0], b.shape[0])
+def _(token, x, xa, weight, absmax, bias, b, scaling, in_features, quant_type):
+    return x.new_empty(token.shape)
 
 
 @adapted_linear_backward.register_fake
 def _(dy, x, xa, weight, absmax, a, b, keep, scaling, keep_scale, in_features, quant_type):
-    return torch.empty_like(x), torch.empty_like(a), torch.empty_like(b)
+    return x.new_empty(x.shape), a.new_empty(a.shape), b.new_empty(b.shape)
 
 
-def _save_adapted(ctx, inputs, output):
-    x, xa, weight, absmax, _, a, b, keep, *ctx.constants = inputs
-    ctx.save_for_backward(x, xa, weight, absmax, a, b, keep)
+def _save_inputs(ctx, inputs, output):
+    x, weight, absmax, a, b, keep, *ctx.constants = inputs
+    ctx.save_for_backward(x, output[0], weight, absmax, a, b, keep)
 
 
-def _adapted_backward(ctx, dy):
+def _inputs_backward(ctx, _, dy):
     dx, da, db = adapted_linear_backward(dy.contiguous(), *ctx.saved_tensors, *ctx.constants)
-    return dx, None, None, None, None, da, db, None, None, None, None, None
+    return dx, None, None, da, db, None, None, None, None, None
 
 
-adapted_linear.register_autograd(_adapted_backward, setup_context=_save_adapted)
+def _token_backward(ctx, dy):
+    return dy, *[None] * 9
+
+
+adapted_inputs.register_autograd(_inputs_backward, setup_context=_save_inputs)
+adapted_linear.register_autograd(_token_backward)
 
 
 class LoraLinear(nn.Module, LoraLayer):
@@ -119,9 +132,11 @@ class LoraLinear(nn.Module, LoraLayer):
         rows = x.reshape(-1, x.shape[-1])
         keep = torch.empty_like(rows, dtype=torch.bool).bernoulli_(1 - p) if p else None
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
-        y = adapted_linear(rows, down_product(rows, a, keep, 1 / (1 - p)), base.weight,
-                           getattr(base, "absmax", None), base.bias, a, b, keep, self.scaling[name],
-                           1 / (1 - p), base.in_features, getattr(base, "quant_type", ""))
+        absmax, quant_type = getattr(base, "absmax", None), getattr(base, "quant_type", "")
+        scale, form = self.scaling[name], (base.in_features, quant_type)
+        xa, token = adapted_inputs(rows, base.weight, absmax, a, b, keep, scale, 1 / (1 - p), *form)
+        y = adapted_linear(token, rows.detach(), xa.detach(), base.weight, absmax, base.bias,
+                           b.detach(), scale, *form)
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -141,7 +156,8 @@ def apply_adapters(model: nn.Module, config: LoraConfig, dtype: torch.dtype = to
     """
     config.target_modules = resolve_targets(model, config.target_modules)
     config._register_custom_module({QuantLinear: LoraLinear, nn.Linear: LoraLinear})
-    peft_model = get_peft_model(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
+    peft_model = get_peft_model(model, config, autocast_adapter_dtype=False,
+                                low_cpu_mem_usage=next(model.parameters()).is_meta)
     for p in trainable_parameters(peft_model).values(): p.data = p.data.to(dtype)
     return peft_model
 
@@ -155,12 +171,12 @@ def resolve_targets(model: nn.Module, targets) -> set[str] | list[str] | None:
     if targets == "all-linear": return set(found)
     if targets is None or isinstance(targets, str): return targets
     head = output_head(model)
-    modules = dict(model.named_modules())
-    known = set(found) | {name for name, m in modules.items() if m is head}
-    missing = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in modules)]
+    linears = [name for name, m in model.named_modules() if is_linear(m)]
+    known = set(found) | {name for name, m in model.named_modules() if m is head}
+    missing = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in linears)]
     if missing:
-        raise ValueError(f"--lora_target_modules {','.join(missing)}: no such module; this model "
-                         f"has {', '.join(sorted(known))}")
+        raise ValueError(f"--lora_target_modules {','.join(missing)}: no such linear layer; this "
+                         f"model has {', '.join(sorted(known))}")
     return targets
 
 

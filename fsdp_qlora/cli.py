@@ -27,9 +27,10 @@ class Parser(argparse.ArgumentParser):
 
 def boolean(text: str) -> bool:
     """true, false, True, False, 1, 0, yes, no."""
-    value = str2bool(text)
-    if not isinstance(value, bool): raise argparse.ArgumentTypeError(f"{text!r} is not true or false")
-    return value
+    try:
+        return str2bool(text)
+    except TypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not true or false") from None
 
 
 def add_fields(parser: argparse.ArgumentParser, group: type):
@@ -46,7 +47,7 @@ def add_fields(parser: argparse.ArgumentParser, group: type):
 def metavar(f, kind: type) -> str:
     """What stands for a value in --help."""
     choices = [c for c in listify(f.metadata["choices"]) if c not in f.metadata["later"]]
-    if choices: return "{" + ",".join(choices) + "}"
+    if choices: return "{" + ",".join(map(str, choices)) + "}"
     return {bool: "true|false", int: "N", float: "X"}.get(kind, "TEXT")
 
 
@@ -181,6 +182,16 @@ def overview() -> str:
                       "fsdp-qlora COMMAND --help lists a command's flags"])
 
 
+def is_verbose(argv: list[str]) -> bool:
+    """Whether --verbose is on, also where the rest of the command line can't be parsed."""
+    parser = Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--verbose", nargs="?", const=True, default=False, type=boolean)
+    try:
+        return parser.parse_known_args(argv)[0].verbose
+    except ValueError:
+        return False
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command; the exit code is 2 for a user's mistake."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -193,7 +204,7 @@ def main(argv: list[str] | None = None) -> int:
         COMMANDS[argv[0]](argv[1:])
         return 0
     except (ValueError, OSError, ImportError) as error:
-        if "--verbose" in argv: traceback.print_exc()
+        if is_verbose(argv): traceback.print_exc()
         rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
         print(f"error{rank}: {error}", file=sys.stderr, flush=True)
         return 2

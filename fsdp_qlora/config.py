@@ -62,7 +62,7 @@ class ModelOptions:
     low_memory: bool = opt(True, "kept for old commands: the load is always streamed")
     loading_workers: int = opt(AUTO, "reader threads per rank while loading; -1 = a few")
     llama_pro_path: str | None = opt(None, "folder with expanded Llama-Pro weights", later=("*",))
-    n_bits: int = opt(4, "bits of HQQ weights", later=(3, 2, 8))
+    n_bits: int = opt(4, "bits of HQQ weights", choices=(4, 3, 2, 8), later=(3, 2, 8))
 
 
 @dataclass(kw_only=True)
@@ -240,11 +240,12 @@ def check_choices(config: RunConfig):
     for f in fields(config):
         value, later = getattr(config, f.name), f.metadata["later"]
         choices = tuple(c for c in listify(f.metadata["choices"]) if c not in later)
+        listed = ", ".join(map(str, choices))
         if value in later or "*" in later and value is not None:
-            usable = f"choose {', '.join(choices)}" if choices else f"leave it at {shown(f.default)}"
+            usable = f"choose {listed}" if choices else f"leave it at {shown(f.default)}"
             raise ValueError(f"--{f.name} {shown(value)} is not available in this version; {usable}")
         if choices and value not in choices:
-            raise ValueError(f"--{f.name} {shown(value)}: choose {', '.join(choices)}")
+            raise ValueError(f"--{f.name} {shown(value)}: choose {listed}")
 
 
 def shown(value) -> str:

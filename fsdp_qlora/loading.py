@@ -111,7 +111,12 @@ class Checkpoint:
         """Every file that the index names must be there."""
         index = self.folder / "model.safetensors.index.json"
         if not index.is_file(): return
-        for name in sorted(set(json.loads(index.read_text())["weight_map"].values())):
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is not an index of safetensors files ({first_line(error)}); "
+                             "it may be a pointer or an error page: download it again") from error
+        for name in names:
             if not (self.folder / name).is_file():
                 raise ValueError(f"{index} names {name}, which is missing; download it again")
 
@@ -133,15 +138,16 @@ def read_header(path: Path) -> dict[str, tuple[int, ...]]:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > size: raise ValueError("its header is longer than the file")
             header = json.loads(file.read(length))
-    except (ValueError, struct.error) as error:
+        header.pop("__metadata__", None)
+        shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise ValueError(f"{path} is not a safetensors file ({size} bytes: {first_line(error)}); "
                          "it may be a pointer or an error page: download it again") from error
-    header.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if 8 + length + end != size:
         raise ValueError(f"{path} is truncated: {size} bytes where its header says "
                          f"{8 + length + end}; download it again")
-    return {name: tuple(entry["shape"]) for name, entry in header.items()}
+    return shapes
 
 
 class RandomCheckpoint:

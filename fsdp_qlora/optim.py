@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+SCHEDULES = ("constant", "linear", "cosine")
 COSINE_FLOOR = 0.1  # the cosine ends at a tenth of the peak, as in the original script
 
 
@@ -32,6 +33,8 @@ def lr_share(step: int, name: str, total_steps: int, warmup_share: float = 0.1) 
     constant: 1. linear: up over the warm-up, then down to 0. cosine: the same with half a cosine
     down to COSINE_FLOOR.
     """
+    if name not in SCHEDULES:
+        raise ValueError(f"--lr_scheduler {name}: choose constant, linear or cosine")
     if name == "constant": return 1.0
     warmup = int(total_steps * warmup_share)
     if step < warmup: return (step + 1) / (warmup + 1)

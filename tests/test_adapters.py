@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.adapters import (
     LoraLinear,
+    adapted_inputs,
     adapted_linear,
     adapted_linear_backward,
     adapter_counts,
     apply_adapters,
-    down_product,
     init_adapters,
     initial_a,
     lora_config,
@@ -205,9 +205,8 @@ def op_arguments(quantized: bool, dropout: bool, bias: bool, dtype=torch.float32
     weight, absmax = values(10, 16, seed=3, dtype=dtype), None
     if quantized: weight, absmax = quantize_rows(weight)
     keep = values(6, 16, seed=7) > 0 if dropout else None
-    xa = down_product(x, a, keep, 2.0)
-    return (x.requires_grad_(), xa, weight, absmax, values(10, seed=4, dtype=dtype) if bias else None,
-            a, b, keep, SCALING, 2.0, 16, "nf4" if quantized else "")
+    return (x.requires_grad_(), weight, absmax, a, b, keep, SCALING, 2.0, 16,
+            "nf4" if quantized else ""), values(10, seed=4, dtype=dtype) if bias else None
 
 
 @pytest.mark.parametrize("kinds", [
@@ -217,11 +216,16 @@ def op_arguments(quantized: bool, dropout: bool, bias: bool, dtype=torch.float32
     dict(quantized=True, dropout=False, bias=False, strided=True)],
     ids=lambda kinds: "+".join(k for k, v in kinds.items() if v))
 def test_adapted_linear_passes_opcheck(kinds):
-    args = op_arguments(**kinds)
-    torch.library.opcheck(adapted_linear, args)
-    x, xa, weight, absmax, _, *rest = (t.detach() if isinstance(t, torch.Tensor) else t for t in args)
+    args, bias = op_arguments(**kinds)
+    torch.library.opcheck(adapted_inputs, args)
+    x, weight, absmax, a, b, keep, scaling, keep_scale, n, kind = args
+    xa, token = adapted_inputs(*args)
+    torch.library.opcheck(adapted_linear, (token.detach().requires_grad_(), x.detach(), xa.detach(),
+                                           weight, absmax, bias, b.detach(), scaling, n, kind))
     dy = values(6, 10, seed=6, dtype=x.dtype)
-    torch.library.opcheck(adapted_linear_backward, (dy, x, xa, weight, absmax, *rest))
+    torch.library.opcheck(adapted_linear_backward,
+                          (dy, x.detach(), xa.detach(), weight, absmax, a.detach(), b.detach(), keep,
+                           scaling, keep_scale, n, kind))
 
 
 def saved_by(forward) -> list[torch.Tensor]:

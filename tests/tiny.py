@@ -64,7 +64,8 @@ def reference_model(folder: str, train_type: str, dtype=torch.float32, targets=T
     if train_type == "qlora" and quantization is None:
         quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
                                           bnb_4bit_compute_dtype=dtype)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=quantization)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype,
+                                                 quantization_config=quantization)
     if train_type == "full": return model.train()
     config = LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=8, target_modules=targets)
     model = get_peft_model(model, config)
