@@ -83,6 +83,7 @@ def append_row(row: Row, path: str | Path):
 
 def describe_run(config: RunConfig, name: str, layers: int, device: torch.device) -> Row:
     """A row with everything that is known before the first step."""
+    from .build import compiles
     ranks, adapted = ranks_from_env(), config.adapter != "none"
     batches = plan_batches(config, ranks.world_size)
     return Row(
@@ -90,7 +91,7 @@ def describe_run(config: RunConfig, name: str, layers: int, device: torch.device
         quant=config.quant, compute_dtype=config.precision, gpu=device_name(device),
         gpus=ranks.world_size, nodes=ranks.nodes, gpu_memory_limit_gib=None,
         sharding_strategy=config.sharding_strategy,
-        activation_policy="recompute_all" if config.use_gradient_checkpointing else "keep_all",
+        activation_policy=config.activation_policy,
         cpu_offload=config.use_cpu_offload, activation_offload=config.use_activation_cpu_offload,
         batch_size=batches.micro_batch_size, context_length=config.context_length,
         gradient_accumulation_steps=batches.accumulation,
@@ -100,7 +101,7 @@ def describe_run(config: RunConfig, name: str, layers: int, device: torch.device
         adapter_dtype=config.adapter_dtype if adapted else None,
         absmax_dtype="fp32" if config.quant != "none" else None, optimizer=config.optimizer,
         optimizer_state_dtype=config.adapter_dtype if adapted else config.precision,
-        compile=config.compile, attention_backend=config.attn_implementation, packed=False,
+        compile=compiles(config, device), attention_backend=config.attn_implementation, packed=False,
         versions=versions(), commit=commit(), date=date.today().isoformat())
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from .activations import apply_activation_policy
 from .adapters import apply_adapters, init_adapters, lora_config
 from .blocks import decoder_blocks
-from .config import RunConfig
+from .config import RunConfig, block_policies
 from .loading import (
     DTYPES,
     Checkpoint,
@@ -37,9 +37,10 @@ def build_model(config: RunConfig, device: torch.device) -> nn.Module:
     that does not fit; all ranks raise the same before any waits for another.
     """
     model, checkpoint = planned_model(config, device)
-    apply_activation_policy(model, activation_policy(config), config.reentrant_checkpointing)
+    policies = block_policies(config.activation_policy, len(decoder_blocks(model)))
+    apply_activation_policy(model, policies, config.reentrant_checkpointing)
     apply_chunked_loss(model)
-    if config.compile: compile_blocks(model)
+    if compiles(config, device): compile_blocks(model)
     apply_sharding(model, config.sharding_strategy,
                    make_mesh(config.sharding_strategy, device, config.shard_group_size),
                    wrap_policy=config.wrap_policy, min_wrap_params=config.min_wrap_params,
@@ -75,9 +76,9 @@ def open_checkpoint(config: RunConfig, model: nn.Module, device: torch.device):
     return checkpoint
 
 
-def activation_policy(config: RunConfig) -> str:
-    """The policy that --use_gradient_checkpointing asks for."""
-    return "recompute_all" if config.use_gradient_checkpointing else "keep_all"
+def compiles(config: RunConfig, device: torch.device) -> bool:
+    """Whether blocks are compiled: as --compile says, else on a GPU."""
+    return device.type == "cuda" if config.compile is None else config.compile
 
 
 def compile_blocks(model: nn.Module):

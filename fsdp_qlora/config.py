@@ -18,6 +18,8 @@ AUTO = -1  # an integer setting that is derived; the derived value is printed on
 
 STRATEGY_NAMES = ("ddp", "shard_grad_op", "full_shard", "hybrid_shard_grad_op", "hybrid_full_shard")
 
+ACTIVATION_POLICIES = ("recompute_all", "keep_attention", "keep_linears", "keep_all")
+
 # A train_type of the original script is shorthand for (quant, adapter): the two are independent.
 TRAIN_TYPES = {
     "full": ("none", "none"),
@@ -124,13 +126,18 @@ class ShardingOptions:
     backward_prefetch: str = opt(
         "backward_pre", "backward_pre gathers the next unit before this one's backward, none after",
         choices=("backward_pre", "backward_post", "none"), later=("backward_post",))
-    use_gradient_checkpointing: bool = opt(True, "recompute each block's activations in backward")
+    use_gradient_checkpointing: bool = opt(
+        True, "the two ends of --activation_policy: true = recompute_all, false = keep_all")
+    activation_policy: str = opt(
+        "auto", "what each block keeps for the backward: recompute_all, keep_attention, keep_linears, "
+        "keep_all, or numbers of blocks of each; auto = from --use_gradient_checkpointing",
+        example="keep_linears:16,recompute_all:16")
     reentrant_checkpointing: bool = opt(False, "torch's older checkpointing; no gain known here")
     use_cpu_offload: bool = opt(False, "keep shards of parameters and gradients in host memory")
     use_activation_cpu_offload: bool = opt(False, "keep activations in host memory", later=(True,))
     no_sync: bool = opt(False, "reduce gradients only at the last micro-batch of a step: less "
                         "traffic, more memory")
-    compile: bool = opt(False, "torch.compile of each decoder block")
+    compile: bool | None = opt(None, "torch.compile of each decoder block; None = on a GPU")
     deterministic: bool = opt(False, "bit-equal repeats on a GPU, at some speed")
 
 
@@ -209,6 +216,9 @@ class RunConfig(*GROUPS):
         quant, adapter = TRAIN_TYPES[self.train_type]
         if self.quant == "auto": self.quant = quant
         if self.adapter == "auto": self.adapter = adapter
+        if self.activation_policy == "auto":
+            recompute = self.use_gradient_checkpointing
+            self.activation_policy = "recompute_all" if recompute else "keep_all"
 
     @property
     def target_modules(self) -> str | list[str] | None:
@@ -287,6 +297,26 @@ def check_together(config: RunConfig):
     if config.sharding_strategy == "ddp" and config.use_cpu_offload:
         raise ValueError("--use_cpu_offload moves shards to host memory and ddp has none; choose "
                          "--sharding_strategy full_shard or shard_grad_op")
+
+
+def block_policies(text: str, blocks: int) -> list[str]:
+    """The activation policy of each block: one name, or `name:count,...` from the first block on.
+
+    Raises ValueError naming the flag if a name is unknown or the counts do not add up to `blocks`.
+    """
+    policies: list[str] = []
+    for part in text.split(","):
+        name, _, count = part.strip().partition(":")
+        if name not in ACTIVATION_POLICIES:
+            raise ValueError(f"--activation_policy {text}: {name!r} is not one of "
+                             f"{', '.join(ACTIVATION_POLICIES)}")
+        if count and not count.isdecimal():
+            raise ValueError(f"--activation_policy {text}: {count!r} is no number of blocks")
+        policies += [name] * (int(count) if count else blocks - len(policies))
+    if len(policies) != blocks:
+        raise ValueError(f"--activation_policy {text} is for {len(policies)} blocks, and the model "
+                         f"has {blocks}")
+    return policies
 
 
 def default_of(f) -> Any:
