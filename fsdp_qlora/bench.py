@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .config import RunConfig, plan_batches
+from .data import collate_packed
 from .dist import print_main, process_group, rank_device, ranks_from_env
 
 VERSIONED = ("torch", "transformers", "peft", "bitsandbytes", "triton", "fsdp_qlora")
@@ -87,7 +88,7 @@ def describe_run(config: RunConfig, name: str, layers: int, device: torch.device
     ranks, adapted = ranks_from_env(), config.adapter != "none"
     batches = plan_batches(config, ranks.world_size)
     return Row(
-        name=name, model=config.model_name, num_hidden_layers=layers, train_type=config.train_type,
+        name=name, model=Path(config.model_name).name, num_hidden_layers=layers, train_type=config.train_type,
         quant=config.quant, compute_dtype=config.precision, gpu=device_name(device),
         gpus=ranks.world_size, nodes=ranks.nodes, gpu_memory_limit_gib=None,
         sharding_strategy=config.sharding_strategy,
@@ -101,8 +102,8 @@ def describe_run(config: RunConfig, name: str, layers: int, device: torch.device
         adapter_dtype=config.adapter_dtype if adapted else None,
         absmax_dtype="fp32" if config.quant != "none" else None, optimizer=config.optimizer,
         optimizer_state_dtype=config.adapter_dtype if adapted else config.precision,
-        compile=compiles(config, device), attention_backend=config.attn_implementation, packed=False,
-        versions=versions(), commit=commit(), date=date.today().isoformat())
+        compile=compiles(config, device), attention_backend=config.attn_implementation,
+        packed=config.packing, versions=versions(), commit=commit(), date=date.today().isoformat())
 
 
 def device_name(device: torch.device) -> str:
@@ -160,6 +161,7 @@ def measure(row: Row, config: RunConfig, options, device: torch.device):
     started = time.perf_counter()
     model = build_model(config, device)
     synchronize(device)
+    row.attention_backend = model.config._attn_implementation
     row.load_seconds = time.perf_counter() - started
     optimizer = build_optimizer(model, config.optimizer, config.lr, config.wd)
     batches = random_batches(config, model.config.vocab_size, row.gradient_accumulation_steps)
@@ -185,6 +187,7 @@ def random_batches(config: RunConfig, vocab: int, count: int) -> list[dict[str, 
     generator = torch.Generator().manual_seed(config.seed + ranks_from_env().rank)
     shape = (config.batch_size, config.context_length)
     tokens = [torch.randint(0, vocab, shape, generator=generator) for _ in range(count)]
+    if config.packing: return [collate_packed([[(row, row)] for row in t], 0) for t in tokens]
     return [dict(input_ids=t, labels=t.clone()) for t in tokens]
 
 

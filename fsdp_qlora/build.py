@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from .activations import apply_activation_policy
 from .adapters import apply_adapters, init_adapters, lora_config
+from .attention import choose_attention
 from .blocks import decoder_blocks
 from .config import RunConfig, block_policies
+from .dist import print_main
 from .loading import (
     DTYPES,
     Checkpoint,
@@ -41,10 +44,12 @@ def build_model(config: RunConfig, device: torch.device) -> nn.Module:
     apply_activation_policy(model, policies, config.reentrant_checkpointing)
     apply_chunked_loss(model)
     if compiles(config, device): compile_blocks(model)
-    apply_sharding(model, config.sharding_strategy,
-                   make_mesh(config.sharding_strategy, device, config.shard_group_size),
-                   wrap_policy=config.wrap_policy, min_wrap_params=config.min_wrap_params,
-                   cpu_offload=config.use_cpu_offload, backward_prefetch=config.backward_prefetch)
+    units = apply_sharding(
+        model, config.sharding_strategy,
+        make_mesh(config.sharding_strategy, device, config.shard_group_size),
+        wrap_policy=config.wrap_policy, min_wrap_params=config.min_wrap_params,
+        cpu_offload=config.use_cpu_offload, backward_prefetch=config.backward_prefetch)
+    print_main(describe_units(units))
     materialize(model, device, parameter_device(device, config.use_cpu_offload))
     load_weights(model, checkpoint, device)
     init_adapters(model, config.seed)
@@ -56,8 +61,8 @@ def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, C
 
     Needs no process group: a wrong model, checkpoint or target module is found here.
     """
-    model = meta_model(read_config(config.model_name), DTYPES[config.precision],
-                       config.attn_implementation)
+    settings = read_config(config.model_name)
+    model = meta_model(settings, DTYPES[config.precision], attention(config, settings, device)[0])
     model.config._name_or_path = config.model_name  # PEFT writes it into the adapter's config
     checkpoint = open_checkpoint(config, model, device)
     if config.quant != "none": quantize_linears(model, config.quant)
@@ -68,12 +73,30 @@ def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, C
     return model, checkpoint
 
 
+def attention(config: RunConfig, settings: PretrainedConfig, device: torch.device
+              ) -> tuple[str, str]:
+    """The attention implementation of a run on `device`, and the reason."""
+    return choose_attention(config.attn_implementation, config.packing, settings, device,
+                            DTYPES[config.precision])
+
+
 def open_checkpoint(config: RunConfig, model: nn.Module, device: torch.device):
     """The checkpoint of --model_name, checked to be complete, or random weights."""
     if config.random_weights: return RandomCheckpoint(expected_shapes(model), device, config.seed)
     checkpoint = Checkpoint(checkpoint_folder(config.model_name))
     check_complete(model, checkpoint)
     return checkpoint
+
+
+def describe_units(units: list[str]) -> str:
+    """The FSDP units in one line; numbered ones as a range."""
+    if not units: return "nothing is sharded: each rank holds the whole model"
+    numbered = [u for u in units if u.rsplit(".", 1)[-1].isdecimal()]
+    others = [u for u in units if u not in numbered]
+    ends = [f"{numbered[0]} to {numbered[-1].rsplit('.', 1)[-1]}"] if len(numbered) > 1 else numbered
+    shown = [u.removeprefix("base_model.model.") for u in (*others[:4], *ends)]
+    more = ", ..." if len(others) > 4 else ""
+    return f"{len(units)} FSDP units, and the root with the rest: {', '.join(shown)}{more}"
 
 
 def compiles(config: RunConfig, device: torch.device) -> bool:

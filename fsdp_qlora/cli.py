@@ -39,7 +39,8 @@ def add_fields(parser: argparse.ArgumentParser, group: type):
     hints = get_type_hints(group)
     for f in fields(group):
         kind = next((t for t in get_args(hints[f.name]) if t is not type(None)), hints[f.name])
-        how = dict(nargs="?", const=True, type=boolean) if kind is bool else dict(type=kind)
+        bare, convert = (True, boolean) if kind is bool else (f.metadata["bare"], kind)
+        how = dict(type=convert) | (dict(nargs="?", const=bare) if bare is not None else {})
         section.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=help_text(f),
                              metavar=metavar(f, kind), **how)
 
@@ -193,7 +194,7 @@ def is_verbose(argv: list[str]) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; the exit code is 2 for a user's mistake."""
+    """Run a command; the exit code is 2 for a user's mistake, 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(overview())
@@ -208,6 +209,9 @@ def main(argv: list[str] | None = None) -> int:
         rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
         print(f"error{rank}: {error}", file=sys.stderr, flush=True)
         return 2
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0": print("stopped", file=sys.stderr, flush=True)
+        return 130
 
 
 if __name__ == "__main__":

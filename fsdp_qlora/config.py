@@ -35,9 +35,12 @@ OLD_ALL_TARGETS = ("k_proj", "q_proj", "v_proj", "up_proj", "down_proj", "gate_p
 
 
 def opt(default: Any, help: str, *, choices=None, unit: str | None = None, example=None,
-        later: tuple = ()):
-    """A setting: `later` holds values of the original script that this version refuses by name."""
-    meta = dict(help=help, choices=choices, unit=unit, example=example, later=later)
+        later: tuple = (), bare=None):
+    """A setting: `later` holds values of the original script that this version refuses by name.
+
+    bare: the value of the flag given without one.
+    """
+    meta = dict(help=help, choices=choices, unit=unit, example=example, later=later, bare=bare)
     return field(default=default, metadata=meta)
 
 
@@ -56,8 +59,9 @@ class ModelOptions:
         "bf16", "storage and compute of everything but quantized weights and adapters",
         choices=("bf16", "fp32", "bf16_autocast", "fp16_autocast", "bf16_buffers_autocast"),
         later=("bf16_autocast", "fp16_autocast", "bf16_buffers_autocast"))
-    attn_implementation: str = opt("sdpa", "attention kernel, as transformers names it",
-                                   example="eager")
+    attn_implementation: str = opt(
+        "sdpa", "attention kernel, as transformers names it; with --packing, sdpa is torch's "
+        "variable-length attention where that runs", example="eager")
     device: str = opt("auto", "auto = cuda where there is a GPU", choices=("auto", "cpu", "cuda"))
     random_weights: bool = opt(
         False, "fill the model with random weights of config.json's shape (benchmarks)")
@@ -86,8 +90,9 @@ class AdapterOptions:
 class DataOptions:
     """Data"""
     dataset: str = opt(
-        "alpaca_sample", "a .json/.jsonl file, a hub name, or one of alpaca, alpaca_sample, dummy, "
-        "guanaco, sql, orca_math, text_to_sql", example="rows.jsonl")
+        "alpaca_sample", "a .jsonl, .json or .parquet file, a folder or glob of them, a hub name, or "
+        "one of alpaca, alpaca_sample, dummy, guanaco, sql, orca_math, text_to_sql",
+        example="rows.jsonl")
     dataset_split: str = opt("train", "split of a hub data set")
     dataset_samples: int = opt(512, "rows taken from alpaca_sample, dummy and orca_math")
     context_length: int = opt(512, "longer rows are cut, and counted in the data report",
@@ -95,7 +100,24 @@ class DataOptions:
     train_on: str = opt("completion", "completion: only answers are trained; all: every token",
                         choices=("completion", "all"))
     data_cache: str | None = opt(None, "folder that keeps tokenized data between runs")
-    preview: int = opt(0, "print this many rows with their trained tokens marked", unit="rows")
+    stream: bool = opt(False, "read and tokenize rows while training, for data larger than memory")
+    shuffle_buffer: int = opt(5000, "rows held by each rank of a stream to shuffle it; 1 keeps the "
+                              "order of the files", unit="rows")
+    preview: int = opt(0, "print this many rows with their trained tokens marked; 3 if bare",
+                       unit="rows", bare=3)
+
+
+@dataclass(kw_only=True)
+class EvaluationOptions:
+    """Evaluation"""
+    eval_dataset: str | None = opt(None, "held-out rows, in any form that --dataset takes",
+                                   example="heldout.jsonl")
+    eval_split: str | None = opt(None, "split of --eval_dataset, or of --dataset, that is held out",
+                                 example="validation")
+    eval_share: float = opt(0.0, "part of --dataset that is held out; the same rows every time",
+                            unit="share of rows", example=0.05)
+    eval_every: int = opt(AUTO, "optimizer steps between evaluations; -1 = only at the end",
+                          unit="steps")
 
 
 @dataclass(kw_only=True)
@@ -106,6 +128,9 @@ class BatchOptions:
     global_batch_size: int = opt(
         AUTO, "rows per optimizer step over all GPUs; fixes the result for any number of GPUs and "
         "derives the accumulation; -1 = batch_size x accumulation x GPUs", unit="rows", example=32)
+    packing: bool = opt(
+        False, "put rows of a step together in bins of --context_length instead of padding them; "
+        "--batch_size then counts bins, --global_batch_size still rows")
     num_epochs: int = opt(1, "passes over the data")
     max_steps: int = opt(AUTO, "stop after this many optimizer steps; -1 = never")
     seed: int = opt(42, "seed of data order, adapter values and dropout")
@@ -196,8 +221,8 @@ class ProfileOptions:
     profiling_frequency: int = opt(10, "steps between recordings")
 
 
-GROUPS = (ModelOptions, AdapterOptions, DataOptions, BatchOptions, ShardingOptions,
-          OptimizerOptions, OutputOptions, LaunchOptions, ProfileOptions)
+GROUPS = (ModelOptions, AdapterOptions, DataOptions, EvaluationOptions, BatchOptions,
+          ShardingOptions, OptimizerOptions, OutputOptions, LaunchOptions, ProfileOptions)
 
 
 @dataclass(kw_only=True)
@@ -210,6 +235,7 @@ class RunConfig(*GROUPS):
         self.expand()
         check_numbers(self)
         check_together(self)
+        check_data_together(self)
 
     def expand(self):
         """Resolve `train_type` into `quant` and `adapter` where these are not given."""
@@ -219,6 +245,16 @@ class RunConfig(*GROUPS):
         if self.activation_policy == "auto":
             recompute = self.use_gradient_checkpointing
             self.activation_policy = "recompute_all" if recompute else "keep_all"
+
+    @property
+    def holds_out_a_data_set(self) -> bool:
+        """Whether held-out rows are a data set, or a split, of their own."""
+        return self.eval_dataset is not None or self.eval_split is not None
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are held-out rows."""
+        return self.holds_out_a_data_set or self.eval_share > 0
 
     @property
     def target_modules(self) -> str | list[str] | None:
@@ -264,9 +300,9 @@ def shown(value) -> str:
 
 
 AT_LEAST_ONE = ("lora_rank", "context_length", "batch_size", "gradient_accumulation_steps",
-                "num_epochs", "dataset_samples", "min_wrap_params")
+                "num_epochs", "dataset_samples", "min_wrap_params", "shuffle_buffer")
 AUTO_OR_ABOVE_ZERO = ("global_batch_size", "max_steps", "shard_group_size", "world_size",
-                      "loading_workers")
+                      "loading_workers", "eval_every")
 NOT_NEGATIVE = ("lr", "wd", "lora_alpha", "preview")
 
 
@@ -284,6 +320,7 @@ def check_numbers(config: RunConfig):
     if not config.timeout_minutes > 0: refuse("timeout_minutes", "above 0")
     if not 0 <= config.lora_dropout < 1: refuse("lora_dropout", "from 0 to below 1")
     if not 0 <= config.warmup_share < 1: refuse("warmup_share", "from 0 to below 1")
+    if not 0 <= config.eval_share < 1: refuse("eval_share", "from 0 to below 1")
 
 
 def check_together(config: RunConfig):
@@ -292,6 +329,9 @@ def check_together(config: RunConfig):
         raise ValueError(
             f"--quant {config.quant} freezes the linear weights, so --adapter none would train "
             "next to nothing; add --adapter lora, or --quant none for full fine-tuning")
+    if config.attn_implementation == "varlen" and not config.packing:
+        raise ValueError("--attn_implementation varlen is for packed rows; add --packing true, or "
+                         "use sdpa")
     if config.adapter != "none" and not config.target_modules and config.target_modules is not None:
         raise ValueError("--lora_target_modules is empty; give all-linear or module names")
     if config.sharding_strategy == "ddp" and config.use_cpu_offload:
@@ -317,6 +357,22 @@ def block_policies(text: str, blocks: int) -> list[str]:
         raise ValueError(f"--activation_policy {text} is for {len(policies)} blocks, and the model "
                          f"has {blocks}")
     return policies
+
+
+def check_data_together(config: RunConfig):
+    """Settings of data and evaluation that exclude or need each other."""
+    if config.eval_share and config.holds_out_a_data_set:
+        raise ValueError("--eval_share holds out rows of --dataset, beside --eval_dataset or "
+                         "--eval_split; give one of them")
+    if config.eval_every != AUTO and not config.evaluates:
+        raise ValueError(f"--eval_every {config.eval_every} has nothing to evaluate; add "
+                         "--eval_dataset, --eval_split or --eval_share")
+    if config.stream and config.eval_share:
+        raise ValueError("--eval_share needs all rows at hand and --stream holds few; give the "
+                         "held-out rows as --eval_dataset")
+    if config.stream and config.lr_scheduler != "constant" and config.max_steps == AUTO:
+        raise ValueError(f"--lr_scheduler {config.lr_scheduler} needs the number of steps, which "
+                         "--stream does not know; add --max_steps, or use constant")
 
 
 def default_of(f) -> Any:

@@ -64,18 +64,23 @@ def rank_device(device_type: str, ranks: Ranks | None = None) -> torch.device:
     return torch.device("cuda", ranks.local_rank)
 
 
+MEETING = timedelta(hours=6)  # how long the first rank waits for one that still tokenizes
+
+
 @contextmanager
 def process_group(device: torch.device, timeout_minutes: float = 30.0):
     """The default process group for the life of the block.
 
     On CUDA it serves both devices: NCCL for the GPU, gloo for host tensors (counts, and gradient
-    norms under CPU offload).
+    norms under CPU offload). The timeout counts from when all ranks are there: one that prepares
+    its data or fetches the model for longer makes the others wait and fails nothing.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    where = {} if launched() else dict(init_method=f"tcp://localhost:{free_port()}", rank=0,
-                                       world_size=1)
+    timeout = timedelta(minutes=timeout_minutes)
     if device.type == "cuda": torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes), **where)
+    store, rank, world_size = meet()
+    store.set_timeout(timeout)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
     try:
         yield
         # gloo's threads free a finished collective's tensors a moment after its caller goes on, and
@@ -84,6 +89,18 @@ def process_group(device: torch.device, timeout_minutes: float = 30.0):
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def meet() -> tuple[dist.Store, int, int]:
+    """The ranks' common store once every rank has come to it; this rank, and how many there are.
+
+    A rank that fails before never comes; its launcher ends the waiting ones.
+    """
+    address, *who = ("env://",) if launched() else (f"tcp://localhost:{free_port()}", 0, 1)
+    store, rank, world_size = next(dist.rendezvous(address, *who, timeout=MEETING))
+    store.set(f"met/{rank}", "")
+    store.wait([f"met/{other}" for other in range(world_size)], MEETING)
+    return store, rank, world_size
 
 
 def free_port() -> int:
@@ -151,13 +168,15 @@ def main_only():
     """Run the block's file writing on rank 0; a failure there is raised on every rank.
 
     The block runs on all ranks and must write only `if ranks_from_env().is_main`. Without this the
-    others would wait for a rank that is gone.
+    others would wait for a rank that is gone. Any exception counts: safetensors reports a full disk
+    with one of its own.
     """
     error = None
     try:
         yield
-    except OSError as caught:
+    except Exception as caught:
         error = caught
     message = [f"{type(error).__name__}: {error}" if error else None]
     dist.broadcast_object_list(message, src=0)
     if message[0]: raise OSError(f"rank 0 could not write: {message[0]}") from error
+    if error: raise error

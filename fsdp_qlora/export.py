@@ -1,13 +1,14 @@
 """Write trained weights: a PEFT adapter, or a whole model after full fine-tuning.
 
-Weights are gathered one at a time; only rank 0 keeps them, on the host. Files appear under their
-name when they are complete, never half written.
+Weights are gathered one at a time; only rank 0 keeps them, on the host. A folder appears under its
+name when all its files are complete, never half written.
 """
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -30,17 +31,33 @@ def save_trained(model: nn.Module, folder: str | Path, tokenizer=None, settings:
 
     Raises OSError on every rank if rank 0 can't write.
     """
+    def write_rest(new: Path):
+        if tokenizer is not None: tokenizer.save_pretrained(new)
+        if settings is not None: (new / RUN_FILE).write_text(json.dumps(settings, indent=2))
     save = save_adapter if hasattr(model, "peft_config") else save_full
-    folder = save(model, folder)
-    with main_only():
-        if ranks_from_env().is_main:
-            if tokenizer is not None: tokenizer.save_pretrained(folder)
-            if settings is not None: (folder / RUN_FILE).write_text(json.dumps(settings, indent=2))
-    return folder
+    return save(model, folder, write_rest)
 
 
-def save_adapter(model: nn.Module, folder: str | Path) -> Path:
-    """An adapter folder with the key names and shapes of PEFT's own `save_pretrained`."""
+def check_output_dir(output_dir: str | Path, kind: str):
+    """Find out before training whether `output_dir`/`kind` can be written; nothing is made yet.
+
+    Raises ValueError naming --output_dir.
+    """
+    folder = Path(output_dir)
+    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not there.is_dir(): fault = f"{there} is a file"
+    elif not os.access(there, os.W_OK | os.X_OK): fault = f"{there} can't be written to"
+    elif (folder / kind).is_file(): fault = f"{folder / kind}, where the {kind} goes, is a file"
+    else: return
+    raise ValueError(f"--output_dir {output_dir}: {fault}; give a folder that can be written to")
+
+
+def save_adapter(model: nn.Module, folder: str | Path,
+                 write_rest: Callable[[Path], None] | None = None) -> Path:
+    """An adapter folder with the key names and shapes of PEFT's own `save_pretrained`.
+
+    `write_rest` writes more files into the folder before it gets its name.
+    """
     folder, is_main = Path(folder), ranks_from_env().is_main
     state = dict(gathered(trainable_parameters(model)))
     with main_only():
@@ -50,6 +67,7 @@ def save_adapter(model: nn.Module, folder: str | Path) -> Path:
                 save_file({k: v.contiguous() for k, v in tensors.items()},
                           new / "adapter_model.safetensors", {"format": "pt"})
                 save_peft_config(model.peft_config[model.active_adapter], new)
+                if write_rest: write_rest(new)
     return folder
 
 
@@ -68,27 +86,46 @@ def gathered(parameters: dict[str, nn.Parameter]) -> Iterator[tuple[str, Tensor 
         if is_main: yield name, whole.cpu().clone()
 
 
-def save_full(model: nn.Module, folder: str | Path) -> Path:
-    """The whole model in transformers' format, in files of at most SHARD_BYTES."""
+def save_full(model: nn.Module, folder: str | Path,
+              write_rest: Callable[[Path], None] | None = None) -> Path:
+    """The whole model in transformers' format, in files of at most SHARD_BYTES.
+
+    `write_rest` writes more files into the folder before it gets its name.
+    """
     folder, is_main = Path(folder), ranks_from_env().is_main
-    writer = ShardWriter(folder.with_name(folder.name + ".partial"))
+    scratch = scratch_of(folder)
+    if is_main: shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed
+    writer = ShardWriter(scratch)
     for name, tensor in gathered(dict(model.named_parameters())): writer.add(name, tensor)
     with main_only():
         if is_main:
-            writer.finish()
-            model.config.save_pretrained(writer.folder)
-            replace_folder(writer.folder, folder)
+            try:
+                writer.finish()
+                model.config.save_pretrained(scratch)
+                if write_rest: write_rest(scratch)
+                replace_folder(scratch, folder)
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
     return folder
 
 
 class ShardWriter:
-    """Collects tensors and writes a safetensors file whenever enough have come together."""
+    """Collects tensors and writes a safetensors file whenever enough have come together.
+
+    A failure is kept for `finish`: the other ranks are still gathering, and can be told only then.
+    """
 
     def __init__(self, folder: Path):
         self.folder, self.pending, self.size, self.parts = folder, {}, 0, []
+        self.error: Exception | None = None
 
     def add(self, name: str, tensor: Tensor):
-        if self.size + tensor.nbytes > SHARD_BYTES and self.pending: self.flush()
+        if self.error: return
+        if self.size + tensor.nbytes > SHARD_BYTES and self.pending:
+            try:
+                self.flush()
+            except Exception as error:
+                self.error = error
         self.pending[name] = tensor
         self.size += tensor.nbytes
 
@@ -101,6 +138,7 @@ class ShardWriter:
 
     def finish(self):
         """Write what is left and give the files the names that transformers expects."""
+        if self.error: raise self.error
         self.flush()
         count, weight_map = len(self.parts), {}
         for i, (names, _) in enumerate(self.parts):
@@ -118,7 +156,7 @@ class complete_folder:  # noqa: N801  used like a function
     """A context manager: a scratch folder that takes the wanted name only if the block succeeds."""
 
     def __init__(self, folder: Path):
-        self.folder, self.scratch = folder, folder.with_name(folder.name + ".partial")
+        self.folder, self.scratch = folder, scratch_of(folder)
 
     def __enter__(self) -> Path:
         shutil.rmtree(self.scratch, ignore_errors=True)
@@ -130,10 +168,18 @@ class complete_folder:  # noqa: N801  used like a function
         else: shutil.rmtree(self.scratch, ignore_errors=True)
 
 
+def scratch_of(folder: Path) -> Path:
+    """Where a folder is made before it gets its name."""
+    return folder.with_name(folder.name + ".partial")
+
+
 def replace_folder(new: Path, folder: Path):
-    """Put a complete folder in place of an older one."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Put a complete folder in place of an older one, of which one is there at any time."""
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.is_dir(): folder.rename(old)
     new.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:

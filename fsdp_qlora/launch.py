@@ -48,6 +48,7 @@ def share_cores(ranks_here: int):
 
 def start_ranks(count: int, config: RunConfig, command: str, argv: list[str]):
     """Start `count` local ranks with torch's launcher and wait; exit as the first failed one did."""
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
     # Each rank has said in one line what went wrong; torch's banner of all ranks would bury it.
@@ -59,3 +60,5 @@ def start_ranks(count: int, config: RunConfig, command: str, argv: list[str]):
         elastic_launch(launch, sys.executable)("-m", "fsdp_qlora.cli", command, *argv)
     except ChildFailedError as error:
         sys.exit(error.get_first_failure()[1].exitcode)
+    except SignalException as stopped:  # the ranks have been told and are gone
+        sys.exit(128 + stopped.sigval)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -23,7 +24,7 @@ from torch.distributed.fsdp import (
 )
 from torch.utils._pytree import tree_leaves
 
-from .blocks import attention_and_mlp, decoder_blocks, is_tied, own_weights
+from .blocks import attention_and_mlp, decoder_blocks, is_tied, output_head, own_weights
 from .dist import hybrid_mesh, ranks_from_env, resolve_shard_group_size, shard_mesh
 
 
@@ -64,8 +65,9 @@ def sharding_units(model: nn.Module, policy: WrapPolicy = "block", min_params: i
                    ) -> list[tuple[str, nn.Module]]:
     """The modules that are gathered together, innermost first; what is left joins the root.
 
-    `policy` is "block", "attention_mlp", "min_params", or a function that is true for each unit.
-    Raises ValueError if a policy of the caller's picks nothing.
+    `policy` is "block", "attention_mlp", "min_params", or a function that is true for each unit;
+    `gatherable` corrects a choice that could not be gathered alone. Raises ValueError if a policy of
+    the caller's picks nothing.
     """
     if policy == "block":
         chosen = decoder_blocks(model)
@@ -79,7 +81,37 @@ def sharding_units(model: nn.Module, policy: WrapPolicy = "block", min_params: i
     names = {id(m): name for name, m in model.named_modules()}
     embedding = separate_embedding(model)
     if embedding is not None and embedding not in chosen: chosen = [embedding, *chosen]
+    chosen = gatherable(model, chosen)
     return sorted(((names[id(m)], m) for m in chosen), key=lambda unit: -unit[0].count("."))
+
+
+def gatherable(model: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
+    """The chosen modules, without those whose weights are used while they are not gathered.
+
+    A unit is whole only inside its own forward. An adapted layer reads the weights of its parts, so
+    a part stands for the layer; the root's loss reads the head's weight; and a weight shared with a
+    module outside of the unit (a tied head) would be split from it. The last two join the root.
+    """
+    layer_of = {id(part): layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)
+                for part in layer.modules()}
+    chosen = [layer_of.get(id(m), m) for m in chosen]
+    owners = owners_of_shared_weights(model)
+    head = output_head(model)
+    return [m for m in dict.fromkeys(chosen)
+            if m is not head and not any(splits(m, group) for group in owners)]
+
+
+def owners_of_shared_weights(model: nn.Module) -> list[set[nn.Module]]:
+    """For each parameter that several modules hold, those modules."""
+    owners: dict[int, set[nn.Module]] = {}
+    for module in model.modules():
+        for p in module.parameters(recurse=False): owners.setdefault(id(p), set()).add(module)
+    return [group for group in owners.values() if len(group) > 1]
+
+
+def splits(unit: nn.Module, owners: set[nn.Module]) -> bool:
+    """True if some of `owners` are inside `unit` and some outside."""
+    return 0 < len(owners & set(unit.modules())) < len(owners)
 
 
 def separate_embedding(model: nn.Module) -> nn.Module | None:

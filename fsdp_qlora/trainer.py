@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .adapters import adapter_counts, trainable_parameters
-from .build import build_model
+from .build import attention, build_model
 from .config import RunConfig, plan_batches
 from .data import (
     StepLoader,
@@ -61,7 +61,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches
     for i, batch in enumerate(micro_batches):
         last = i == len(micro_batches) - 1
         set_gradient_sync(model, last or is_sharded(model) and not no_sync)
-        batch = {k: v.to(device, non_blocking=True) for k, v in batch.items() if v is not None}
+        batch = on_device(batch, device)
         loss = model(**batch, num_items_in_batch=trained / dist.get_world_size()).loss
         loss.backward()
         loss_sum += loss.detach()
@@ -70,6 +70,12 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches
     optimizer.zero_grad()
     dist.all_reduce(loss_sum)
     return StepResult(loss_sum.item() / dist.get_world_size(), norm, trained, tokens)
+
+
+def on_device(batch: dict, device: torch.device) -> dict:
+    """A batch as the model takes it: tensors on `device`, numbers, and nothing that is None."""
+    return {k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v
+            for k, v in batch.items() if v is not None}
 
 
 def compute_device(model: nn.Module) -> torch.device:
@@ -109,7 +115,7 @@ def train(config: RunConfig, dataset: TokenizedDataset, device: torch.device, to
     model = build_model(config, device)
     loader = StepLoader(dataset, sampler, ranks.rank, ranks.world_size, batches.micro_batch_size,
                         pad_token_id=choose_pad_token_id(tokenizer, model.config.vocab_size),
-                        pin_memory=device.type == "cuda")
+                        packing=config.packing, pin_memory=device.type == "cuda")
     describe(model, config, batches, sampler.total_steps, time.perf_counter() - started)
     optimizer = build_optimizer(model, config.optimizer, config.lr, config.wd)
     scheduler = build_scheduler(optimizer, config.lr_scheduler, sampler.total_steps,
@@ -141,8 +147,11 @@ def describe(model: nn.Module, config: RunConfig, batches, total_steps: int, sec
     counts = adapter_counts(model)
     if counts: print_main("adapted layers: " + ", ".join(f"{k} x{n}" for k, n in counts.items()))
     print_main(f"trained weights: {trained:,}; model ready in {seconds:.1f} s")
+    implementation, reason = attention(config, model.config, compute_device(model))
+    print_main(f"attention: {implementation} ({reason})")
+    unit = "bins" if config.packing else "rows"
     print_main(f"{total_steps} steps of {batches.rows_per_step} rows: micro-batch "
-               f"{batches.micro_batch_size} x accumulation {batches.accumulation} x "
+               f"{batches.micro_batch_size} {unit} x accumulation {batches.accumulation} x "
                f"{ranks_from_env().world_size} ranks")
     if config.verbose: print_main(model)
 

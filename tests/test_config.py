@@ -167,7 +167,8 @@ def test_a_whole_number_is_a_number():
 
 def test_changed_settings_are_those_that_differ_from_the_default():
     changed = changed_settings(RunConfig(lora_rank=8, train_type="lora"))
-    assert changed == {"lora_rank": 8, "train_type": "lora", "quant": "none", "adapter": "lora"}
+    assert changed == {"lora_rank": 8, "train_type": "lora", "quant": "none", "adapter": "lora",
+                       "activation_policy": "recompute_all"}
 
 
 # ---- batches -----------------------------------------------------------------------------------

@@ -92,9 +92,10 @@ def test_a_packed_batch_keeps_its_rows_apart():
     assert batch["labels"].tolist() == [[-100, 11, 12, -100, 21, -100],
                                         [-100, 31, 32, 33, -100, -100]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 0, 1]]
-    assert batch["sequence_ids"].tolist() == [[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 0, 0]]
-    assert batch["cu_seqlens"].tolist() == [0, 3, 5, 6, 10, 12] and batch["max_seqlen"] == 4
-    assert batch["cu_seqlens"].dtype == torch.int32
+    for side in "qk":
+        assert batch[f"cu_seq_lens_{side}"].tolist() == [0, 3, 5, 6, 10, 12]
+        assert batch[f"cu_seq_lens_{side}"].dtype == torch.int32
+        assert batch[f"max_length_{side}"] == 4
 
 
 def test_the_first_token_of_a_packed_row_is_never_a_target():
@@ -104,12 +105,12 @@ def test_the_first_token_of_a_packed_row_is_never_a_target():
 
 
 def test_the_block_diagonal_mask_is_causal_within_sequences():
-    sequence_ids = torch.tensor([[1, 1, 2, 0, 0]])
-    allowed = block_diagonal_mask(sequence_ids)
+    position_ids = torch.tensor([[0, 1, 0, 0, 1]])
+    allowed = block_diagonal_mask(position_ids)
     assert allowed.shape == (1, 1, 5, 5)
     assert allowed[0, 0].int().tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0],
                                             [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
-    added = block_diagonal_mask(sequence_ids, torch.float32)
+    added = block_diagonal_mask(position_ids, torch.float32)
     assert (added[allowed] == 0).all() and (added[~allowed] == torch.finfo(torch.float32).min).all()
 
 
@@ -127,7 +128,7 @@ def test_packed_padded_and_single_rows_give_the_same_logits():
         batch = collate(examples, pad_token_id=0)
         padded = model(**{k: v for k, v in batch.items() if k != "labels"}).logits
         packed = collate_packed([examples], pad_token_id=0, pad_to=14)
-        mask = block_diagonal_mask(packed["sequence_ids"], torch.float32)
+        mask = block_diagonal_mask(packed["position_ids"], torch.float32)
         joined = model(input_ids=packed["input_ids"], attention_mask=mask,
                        position_ids=packed["position_ids"]).logits[0]
     for row, logits in enumerate(single):

@@ -19,12 +19,11 @@ Example = tuple[Tensor, Tensor]  # input_ids (T,), labels (T,)
 
 
 def collate(examples: Sequence[Example], pad_token_id: int, pad_to_multiple_of: int = 1,
-            pad_to: int | None = None) -> dict[str, Tensor | None]:
-    """input_ids, labels, attention_mask and position_ids, each (B, T) int64.
+            pad_to: int | None = None) -> dict[str, Tensor]:
+    """input_ids, labels and position_ids, each (B, T) int64.
 
-    attention_mask is None where no row is padded: then attention takes its fast causal kernel.
-    (Padding on the right never reaches a real token through causal attention either, so a causal
-    model gives real tokens the same result without the mask.)
+    There is no attention_mask: causal attention does not look right, where the padding is, so real
+    tokens get the same result without one, and attention takes its fast causal kernels.
     pad_to: T for every batch, for compiled models; else the longest row, rounded up to
         `pad_to_multiple_of`.
     """
@@ -36,9 +35,7 @@ def collate(examples: Sequence[Example], pad_token_id: int, pad_to_multiple_of: 
         input_ids[row, :len(ids)] = ids
         labels[row, :len(ids)] = targets
     positions = torch.arange(width).expand(len(examples), -1).contiguous()
-    mask = (positions < torch.tensor(lengths)[:, None]).long() if min(lengths) < width else None
-    return {"input_ids": input_ids, "labels": labels, "attention_mask": mask,
-            "position_ids": positions}
+    return {"input_ids": input_ids, "labels": labels, "position_ids": positions}
 
 
 def filler(pad_token_id: int, num_tokens: int = 2) -> Example:

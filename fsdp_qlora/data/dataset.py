@@ -21,10 +21,9 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from .cache import build_or_wait
-from .collate import IGNORE
+from .collate import IGNORE, Example
 from .formats import Row
 from .masking import Encoded, encode_rows
 from .report import DataReport
@@ -47,13 +46,11 @@ class TokenizedDataset:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, row: int) -> Example:
         if not -len(self) <= row < len(self): raise IndexError(f"row {row} of {len(self)}")
         row %= len(self)
         part = slice(self.offsets[row], self.offsets[row + 1])
-        input_ids = torch.from_numpy(self.input_ids[part].astype(np.int64))
-        trained = torch.from_numpy(self.trained[part].copy())
-        return input_ids, input_ids.masked_fill(~trained, IGNORE)
+        return as_example(self.input_ids[part], self.trained[part])
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -67,15 +64,7 @@ class TokenizedDataset:
         return sums[self.offsets[1:]] - sums[self.offsets[:-1]]
 
     def check_vocab_size(self, vocab_size: int) -> None:
-        """ValueError if the model has no embedding for a token, which on a GPU is a device assert.
-
-        vocab_size: rows of the model's embedding.
-        """
-        largest = int(self.input_ids.max(initial=-1))
-        if largest >= vocab_size:
-            raise ValueError(f"the data hold token id {largest}, but the model embeds ids below "
-                             f"{vocab_size}; use the tokenizer that belongs to --model_name, or "
-                             "a checkpoint whose embedding was resized for the added tokens")
+        check_vocab_size(int(self.input_ids.max(initial=-1)), vocab_size)
 
     def save(self, path: str | Path) -> None:
         arrays = {"input_ids": self.input_ids, "trained": self.trained, "offsets": self.offsets}
@@ -90,6 +79,73 @@ class TokenizedDataset:
         return cls(**arrays, report=report)
 
 
+def as_example(input_ids: np.ndarray, trained: np.ndarray) -> Example:
+    """(input_ids, labels), both (T,) int64, from the compact form."""
+    ids = torch.from_numpy(input_ids.astype(np.int64))
+    return ids, ids.masked_fill(~torch.from_numpy(trained.copy()), IGNORE)
+
+
+def check_vocab_size(largest: int, vocab_size: int) -> None:
+    """ValueError if the model has no embedding for a token, which on a GPU is a device assert.
+
+    vocab_size: rows of the model's embedding.
+    """
+    if largest >= vocab_size:
+        raise ValueError(f"the data hold token id {largest}, but the model embeds ids below "
+                         f"{vocab_size}; use the tokenizer that belongs to --model_name, or "
+                         "a checkpoint whose embedding was resized for the added tokens")
+
+
+@dataclass(frozen=True)
+class Subset:
+    """Some rows of a dataset, whose tokens stay where they are."""
+
+    dataset: TokenizedDataset
+    rows: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> Example:
+        return self.dataset[int(self.rows[row])]
+
+    @property
+    def report(self) -> DataReport:
+        """Of the whole dataset."""
+        return self.dataset.report
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        return self.dataset.lengths[self.rows]
+
+    @cached_property
+    def trained_counts(self) -> np.ndarray:
+        return self.dataset.trained_counts[self.rows]
+
+    def check_vocab_size(self, vocab_size: int) -> None:
+        self.dataset.check_vocab_size(vocab_size)
+
+
+def hold_out(dataset: TokenizedDataset, share: float) -> tuple[Subset, Subset]:
+    """The rows to train on, and `share` of all rows (one at least) to evaluate on.
+
+    A row's side follows from a hash of its tokens, so it is the same in every run, most rows keep
+    theirs when the data grow, and copies of a row are never on both sides.
+    """
+    digests = np.array([_row_digest(dataset, row) for row in range(len(dataset))], dtype=np.uint64)
+    largest = np.sort(digests)[max(1, round(share * len(digests))) - 1]
+    train, held_out = np.flatnonzero(digests > largest), np.flatnonzero(digests <= largest)
+    if not len(train):
+        raise ValueError(f"--eval_share {share}: all {len(dataset)} rows would be held out; give a "
+                         "smaller share or more rows")
+    return Subset(dataset, train), Subset(dataset, held_out)
+
+
+def _row_digest(dataset: TokenizedDataset, row: int) -> int:
+    tokens = dataset.input_ids[dataset.offsets[row]:dataset.offsets[row + 1]].tobytes()
+    return int.from_bytes(hashlib.blake2b(tokens, digest_size=8).digest(), "big")
+
+
 def tokenize_rows(rows: Iterable[Row], tokenizer, *, context_length: int,
                   train_on: str = "completion") -> TokenizedDataset:
     """Rows as tokens, in order, with what was dropped or cut in the `report`.
@@ -101,7 +157,7 @@ def tokenize_rows(rows: Iterable[Row], tokenizer, *, context_length: int,
         raise ValueError(f"--context_length {context_length}: give at least 2 tokens")
     chat = ChatTemplate(tokenizer)
     builder = _Builder(DataReport(context_length, train_on))
-    for batch in _batches(rows, ROWS_PER_BATCH):
+    for batch in groups(rows, ROWS_PER_BATCH):
         for row, encoded in zip(batch, encode_rows(batch, chat, train_on), strict=True):
             builder.add(row.source, encoded)
     return builder.finish()
@@ -145,9 +201,27 @@ def _cache_key(data_digest: str, tokenizer, options: list) -> str:
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:32]
 
 
-def _batches(rows: Iterable[Row], size: int) -> Iterator[list[Row]]:
-    rows = iter(rows)
-    while batch := list(islice(rows, size)): yield batch
+def groups(items: Iterable, size: int) -> Iterator[list]:
+    """Lists of `size` items in turn; the last may be shorter."""
+    items = iter(items)
+    while group := list(islice(items, size)): yield group
+
+
+def cut_and_count(encoded: Encoded | UnusableRow, source: str, report: DataReport
+                  ) -> Encoded | None:
+    """The row within the context length, or None if nothing is left to train; the report says so."""
+    report.rows_read += 1
+    if isinstance(encoded, UnusableRow): return report.drop(str(encoded), source)
+    length = report.context_length
+    row = Encoded(encoded.input_ids[:length], encoded.trained[:length], encoded.folded_system)
+    if not row.trained.any():
+        reason = (f"nothing to train within {length:,} tokens (--context_length)"
+                  if encoded.trained.any() else "no answer to train")
+        return report.drop(reason, source)
+    report.keep(len(row.input_ids), int(row.trained.sum()),
+                tokens_cut=len(encoded.input_ids) - len(row.input_ids),
+                folded_system=row.folded_system)
+    return row
 
 
 class _Builder:
@@ -158,31 +232,11 @@ class _Builder:
         self.input_ids, self.trained, self.offsets = array("i"), array("b"), array("q", [0])
 
     def add(self, source: str, encoded: Encoded | UnusableRow) -> None:
-        self.report.rows_read += 1
-        if isinstance(encoded, UnusableRow): return self.report.drop(str(encoded), source)
-        length = self.report.context_length
-        input_ids, trained = encoded.input_ids[:length], encoded.trained[:length]
-        if not trained.any():
-            reason = (f"nothing to train within {length:,} tokens (--context_length)"
-                      if encoded.trained.any() else "no answer to train")
-            return self.report.drop(reason, source)
-        self._keep(input_ids, trained)
-        self._count(len(input_ids), int(trained.sum()), encoded)
-
-    def _keep(self, input_ids: np.ndarray, trained: np.ndarray) -> None:
-        self.input_ids.frombytes(input_ids.tobytes())
-        self.trained.frombytes(trained.tobytes())
+        row = cut_and_count(encoded, source, self.report)
+        if row is None: return
+        self.input_ids.frombytes(row.input_ids.tobytes())
+        self.trained.frombytes(row.trained.tobytes())
         self.offsets.append(len(self.input_ids))
-
-    def _count(self, length: int, trained: int, encoded: Encoded) -> None:
-        report, cut = self.report, len(encoded.input_ids) - length
-        report.rows_kept += 1
-        report.rows_truncated += cut > 0
-        report.tokens_cut += cut
-        report.tokens_total += length
-        report.tokens_trained += trained
-        report.rows_with_folded_system += encoded.folded_system
-        report.count_length(length)
 
     def finish(self) -> TokenizedDataset:
         return TokenizedDataset(np.array(self.input_ids, dtype=np.int32),

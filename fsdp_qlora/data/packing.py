@@ -3,13 +3,15 @@
 Rows of a step are put into bins of the context length by best-fit decreasing: the longest row first,
 each into the fullest bin that still takes it (at most 11/9 of the best number of bins,
 https://en.wikipedia.org/wiki/Bin_packing_problem). Attention must then keep the rows apart; the
-batch says how, as `sequence_ids` for masks and `cu_seqlens` for variable-length kernels.
+batch says how, in the names of transformers: positions restart, for masks, and `cu_seq_lens_q` has
+the borders, for variable-length kernels (attention.py).
 
-Shapes: B bins of the batch, T tokens of a bin, N sequences of the batch.
+Shapes: B bins of the batch, T tokens of a bin, N rows of the batch, runs of padding included.
 """
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -54,45 +56,42 @@ def collate_packed(bins: Sequence[Sequence[Example]], pad_token_id: int,
 
     input_ids, labels (B, T): the first label of every row is -100, so none predicts the next row.
     position_ids (B, T): start again at 0 in every row and in the padding.
-    sequence_ids (B, T): 1, 2, ... per row within its bin; 0 is padding.
-    cu_seqlens (N + 1,) int32, max_seqlen int: borders of all sequences, runs of padding included,
-        in the batch flattened to (1, B * T).
-    attention_mask is None: a mask of real tokens would not keep rows apart.
+    cu_seq_lens_q, cu_seq_lens_k (N + 1,) int32, max_length_q, max_length_k int: borders of all rows
+        in the batch flattened to (1, B * T), and the tokens of the longest.
     """
     width = padded_length(max(sum(len(ids) for ids, _ in bin) for bin in bins),
                           pad_to_multiple_of, pad_to)
     input_ids = torch.full((len(bins), width), pad_token_id)
     labels = torch.full_like(input_ids, IGNORE)
-    position_ids, sequence_ids = torch.zeros_like(input_ids), torch.zeros_like(input_ids)
-    borders = [0]
+    position_ids, borders = torch.zeros_like(input_ids), [0]
     for row, examples in enumerate(bins):
         start = 0
-        for number, (ids, targets) in enumerate(examples, 1):
+        for ids, targets in examples:
             part = slice(start, start + len(ids))
             input_ids[row, part], labels[row, part] = ids, targets
             labels[row, start] = IGNORE
             position_ids[row, part] = torch.arange(len(ids))
-            sequence_ids[row, part] = number
             start += len(ids)
             borders.append(row * width + start)
         if start < width:
             position_ids[row, start:] = torch.arange(width - start)
             borders.append((row + 1) * width)
-    return {"input_ids": input_ids, "labels": labels, "attention_mask": None,
-            "position_ids": position_ids, "sequence_ids": sequence_ids,
-            "cu_seqlens": torch.tensor(borders, dtype=torch.int32),
-            "max_seqlen": max(b - a for a, b in zip(borders, borders[1:], strict=False))}
+    cu_seq_lens = torch.tensor(borders, dtype=torch.int32)
+    longest = max(b - a for a, b in pairwise(borders))
+    return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids,
+            "cu_seq_lens_q": cu_seq_lens, "cu_seq_lens_k": cu_seq_lens,
+            "max_length_q": longest, "max_length_k": longest}
 
 
-def block_diagonal_mask(sequence_ids: Tensor, dtype: torch.dtype = torch.bool) -> Tensor:
-    """Causal attention within each sequence: (B, 1, T, T) from sequence_ids (B, T).
+def block_diagonal_mask(position_ids: Tensor, dtype: torch.dtype = torch.bool) -> Tensor:
+    """Causal attention within each row: (B, 1, T, T) from the position_ids (B, T) of packed rows.
 
     dtype: bool gives True where attention is allowed; a float dtype gives 0 there and its lowest
         value elsewhere, to be added to the scores. Padding attends to padding, as a row without any
         allowed position is NaN.
     """
-    same = sequence_ids[:, None, :, None] == sequence_ids[:, None, None, :]
-    allowed = same.tril()
+    rows = (position_ids == 0).cumsum(-1)
+    allowed = (rows[:, None, :, None] == rows[:, None, None, :]).tril()
     if dtype == torch.bool: return allowed
-    mask = torch.zeros(allowed.shape, dtype=dtype, device=sequence_ids.device)
+    mask = torch.zeros(allowed.shape, dtype=dtype, device=position_ids.device)
     return mask.masked_fill(~allowed, torch.finfo(dtype).min)

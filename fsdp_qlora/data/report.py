@@ -14,6 +14,8 @@ from .collate import IGNORE
 EXAMPLES_KEPT = 3  # sources named for each reason a row was dropped
 BAR_WIDTH = 40
 GREEN, PLAIN = "\033[32m", "\033[0m"
+COUNTS = ("rows_read", "rows_kept", "rows_truncated", "rows_with_folded_system", "tokens_total",
+          "tokens_trained", "tokens_cut")
 
 
 @dataclass
@@ -45,9 +47,27 @@ class DataReport:
         dropped.rows += 1
         if len(dropped.sources) < EXAMPLES_KEPT: dropped.sources.append(source)
 
-    def count_length(self, length: int) -> None:
+    def keep(self, length: int, trained: int, tokens_cut: int = 0, folded_system: bool = False
+             ) -> None:
+        """Count a row of `length` tokens, `tokens_cut` of it already gone."""
+        self.rows_kept += 1
+        self.rows_truncated += tokens_cut > 0
+        self.rows_with_folded_system += folded_system
+        self.tokens_total += length
+        self.tokens_trained += trained
+        self.tokens_cut += tokens_cut
         bound = min(1 << max(length - 1, 0).bit_length(), self.context_length)
         self.lengths[bound] = self.lengths.get(bound, 0) + 1
+
+    def add(self, other: DataReport) -> None:
+        """Count another rank's rows too."""
+        for name in COUNTS: setattr(self, name, getattr(self, name) + getattr(other, name))
+        for reason, dropped in other.dropped.items():
+            mine = self.dropped.setdefault(reason, Dropped())
+            mine.rows += dropped.rows
+            mine.sources = (mine.sources + dropped.sources)[:EXAMPLES_KEPT]
+        for bound, rows in other.lengths.items():
+            self.lengths[bound] = self.lengths.get(bound, 0) + rows
 
     def to_dict(self) -> dict:
         return asdict(self)

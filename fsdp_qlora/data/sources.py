@@ -40,14 +40,32 @@ LOREM = ("Lorem ipsum dolor sit amet consectetur adipiscing elit sed do eiusmod 
 
 @dataclass(frozen=True)
 class Source:
-    """Records with the place of each, and a digest that changes when the data change."""
+    """Records with the place of each, and a digest that changes when the data change.
 
-    records: Callable[[], Iterator[tuple[str, dict]]]
+    raw_records: as read. A line of JSON is still bytes: most ranks of a stream only pass it by.
+    """
+
+    raw_records: Callable[[], Iterator[tuple[str, dict | bytes]]]
     digest: Callable[[], str]
+
+    def records(self) -> Iterator[tuple[str, dict]]:
+        return ((place, parse_record(raw, place)) for place, raw in self.raw_records())
 
     def rows(self) -> Iterator[Row]:
         """Rows one at a time, so that a large file is never held as Python objects."""
-        return (row_from_record(record, place) for place, record in self.records())
+        return (parse_row(raw, place) for place, raw in self.raw_records())
+
+
+def parse_row(raw: dict | bytes, place: str) -> Row:
+    """The row of a raw record; ValueError names its place."""
+    return row_from_record(parse_record(raw, place), place)
+
+
+def parse_record(raw: dict | bytes, place: str) -> dict:
+    """A raw record as an object; a line of JSON has the place "path:line"."""
+    if not isinstance(raw, bytes): return raw
+    path, _, line = place.rpartition(":")
+    return _parse_json(raw, Path(path), int(line))
 
 
 def read_rows(dataset: str | Path | list, *, split: str = "train", samples: int | None = None,
@@ -65,25 +83,30 @@ def read_rows(dataset: str | Path | list, *, split: str = "train", samples: int 
     return list(source.rows())
 
 
-def open_source(dataset: str | Path | list, *, split: str = "train", samples: int | None = None,
-                seed: int = 42, dummy_words: int = 1024) -> Source:
-    """The `Source` behind `read_rows`, whose records are not read yet."""
+def open_source(dataset, *, split: str = "train", samples: int | None = None, seed: int = 42,
+                dummy_words: int = 1024, streaming: bool = False) -> Source:
+    """The `Source` behind `read_rows`, whose records are not read yet.
+
+    dataset: as in `read_rows`, or a Dataset or IterableDataset of `datasets`.
+    streaming: take a data set of the hub row by row, instead of fetching it first.
+    """
     if samples is not None and samples < 1:
         raise ValueError(f"--dataset_samples {samples}: give a number of rows above 0")
     if dataset == "dummy": return _dummy_source(samples or 512, dummy_words)
-    source = _whole_source(dataset, split, seed)
+    source = _whole_source(dataset, split, seed, streaming)
     if samples is None: return source
     draw = _first if dataset == "alpaca_sample" else _sample
-    return Source(lambda: draw(source.records(), samples, seed), source.digest)
+    return Source(lambda: draw(source.raw_records(), samples, seed), source.digest)
 
 
-def _whole_source(dataset: str | Path | list, split: str, seed: int) -> Source:
+def _whole_source(dataset, split: str, seed: int, streaming: bool) -> Source:
     if isinstance(dataset, list):
         return _file_source([path for part in dataset for path in find_files(part, split)])
+    if not isinstance(dataset, str | Path): return _arrow_source(dataset, "dataset")
     if dataset == "text_to_sql": return _file_source(_bundled_files(split))
-    if dataset in HUB_IDS: return _named_hub_source(dataset, split, seed)
+    if dataset in HUB_IDS: return _named_hub_source(dataset, split, seed, streaming)
     if _is_saved_by_datasets(dataset): return _disk_source(dataset, split)
-    if _looks_like_hub_name(dataset): return _hub_source(str(dataset), split)
+    if _looks_like_hub_name(dataset): return _hub_source(str(dataset), split, streaming)
     return _file_source(find_files(dataset, split))
 
 
@@ -184,7 +207,7 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, dict]]:
                          f"({_first_line(error)}); download or export it again") from None
 
 
-def _json_records(path: Path) -> Iterator[tuple[str, dict]]:
+def _json_records(path: Path) -> Iterator[tuple[str, dict | bytes]]:
     """Records of JSON lines, or of one JSON list, told apart by the first character."""
     with path.open("rb") as file:
         head = file.read(64)
@@ -198,11 +221,11 @@ def _json_records(path: Path) -> Iterator[tuple[str, dict]]:
     return _json_lines_records(path)
 
 
-def _json_lines_records(path: Path) -> Iterator[tuple[str, dict]]:
+def _json_lines_records(path: Path) -> Iterator[tuple[str, bytes]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             line = line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n")  # marks also stand mid-file
-            if line.strip(): yield f"{path}:{number}", _parse_json(line, path, number)
+            if line.strip(): yield f"{path}:{number}", line
 
 
 def _json_list_records(path: Path) -> Iterator[tuple[str, dict]]:
@@ -263,19 +286,19 @@ def _disk_source(folder: str | Path, split: str) -> Source:
     return _arrow_source(loaded, str(folder))
 
 
-def _hub_source(name: str, split: str) -> Source:
-    return _arrow_source(_load_from_hub(name, split, name), name)
+def _hub_source(name: str, split: str, streaming: bool) -> Source:
+    return _arrow_source(_load_from_hub(name, split, name, streaming), name)
 
 
-def _named_hub_source(name: str, split: str, seed: int) -> Source:
+def _named_hub_source(name: str, split: str, seed: int, streaming: bool) -> Source:
     """The data sets of the first fsdp_qlora, prepared as there."""
     hub_id = HUB_IDS[name]
-    if name == "sql":
+    if name == "sql":  # fetched whole: its splits are made by a shuffle of all rows
         shuffled = _load_from_hub(hub_id, "validation", name).shuffle(seed=seed)
         cut = min(SQL_HELDOUT_ROWS, len(shuffled))
         rows = range(cut, len(shuffled)) if split == "train" else range(cut)
         return _arrow_source(shuffled.select(rows), name)
-    source = _arrow_source(_load_from_hub(hub_id, split, name), name)
+    source = _arrow_source(_load_from_hub(hub_id, split, name, streaming), name)
     if name != "guanaco": return source
     return Source(lambda: ((place, guanaco_record(record)) for place, record in source.records()),
                   source.digest)
@@ -289,10 +312,10 @@ def guanaco_record(record: dict) -> dict:
                          for role, content in zip(pieces[1::2], pieces[2::2], strict=True)]}
 
 
-def _load_from_hub(hub_id: str, split: str, dataset: str):
+def _load_from_hub(hub_id: str, split: str, dataset: str, streaming: bool = False):
     datasets = _import_for_data("datasets", dataset)
     try:
-        return datasets.load_dataset(hub_id, split=split)
+        return datasets.load_dataset(hub_id, split=split, **{"streaming": True} if streaming else {})
     except Exception as error:  # no network, unknown name, unknown split, a gated repository
         missing = "no such file or folder here, and " if dataset == hub_id else ""
         raise ValueError(f"--dataset {dataset}: {missing}{hub_id} (split {split}) could not be "
