@@ -16,9 +16,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from . import fp8
 from .blocks import is_linear, linear_names, output_head
 from .dist import local_rows
-from .quantize import QuantLinear, dense_weight
+from .fourbit import dense_weight
+from .quantize import QuantLinear
 
 
 # Two opaque ops, so that torch.compile's partitioner can't keep a dequantized W, and so that a block
@@ -28,7 +30,7 @@ from .quantize import QuantLinear, dense_weight
 @torch.library.custom_op("fsdp_qlora::adapted_inputs", mutates_args=())
 def adapted_inputs(x: Tensor, weight: Tensor, absmax: Tensor | None, a: Tensor, b: Tensor,
                    keep: Tensor | None, scaling: float, keep_scale: float, in_features: int,
-                   quant_type: str) -> tuple[Tensor, Tensor]:
+                   quant_type: str, product_dtype: str) -> tuple[Tensor, Tensor]:
     """x' A^T (N, R), and a token (N, O) that carries the gradient of y to all that is saved here."""
     xa = dropped(x, keep, keep_scale) @ a.to(x.dtype).t()
     return xa, x.new_zeros(1).expand(x.shape[0], b.shape[0])
@@ -37,30 +39,37 @@ def adapted_inputs(x: Tensor, weight: Tensor, absmax: Tensor | None, a: Tensor, 
 @torch.library.custom_op("fsdp_qlora::adapted_linear", mutates_args=())
 def adapted_linear(token: Tensor, x: Tensor, xa: Tensor, weight: Tensor, absmax: Tensor | None,
                    bias: Tensor | None, b: Tensor, scaling: float, in_features: int,
-                   quant_type: str) -> Tensor:
+                   quant_type: str, product_dtype: str) -> Tensor:
     """y = x W^T + bias + scaling (x' A^T) B^T, given xa = x' A^T (N, R).
 
     The rank-R product comes first: the large one adds to it in its epilogue, which hides the reading
     of y.
     """
-    dtype = x.dtype
-    y = xa @ (b * scaling).to(dtype).t()
-    y.addmm_(x, dense_weight(weight, absmax, in_features, quant_type, dtype).t())
+    b = (b * scaling).to(x.dtype)
+    if product_dtype == "fp8":
+        y = fp8.forward_product(x, weight, absmax, quant_type, xa, b)
+    else:
+        y = xa @ b.t()
+        y.addmm_(x, dense_weight(weight, absmax, in_features, quant_type, x.dtype).t())
     return y if bias is None else y.add_(bias)
 
 
 @torch.library.custom_op("fsdp_qlora::adapted_linear_backward", mutates_args=())
 def adapted_linear_backward(dy: Tensor, x: Tensor, xa: Tensor, weight: Tensor,
                             absmax: Tensor | None, a: Tensor, b: Tensor, keep: Tensor | None,
-                            scaling: float, keep_scale: float, in_features: int, quant_type: str
-                            ) -> tuple[Tensor, Tensor, Tensor]:
+                            scaling: float, keep_scale: float, in_features: int, quant_type: str,
+                            product_dtype: str) -> tuple[Tensor, Tensor, Tensor]:
     """dX (N, I), dA (R, I) and dB (O, R); the gradients of A and B are summed in their own dtype."""
-    dtype = dy.dtype
+    dtype, form = dy.dtype, (in_features, quant_type)
     dxa = dy @ (b * scaling).to(dtype)
     db = product(dy.t(), xa, b.dtype) * scaling
     da = product(dxa.t(), dropped(x, keep, keep_scale), a.dtype)
-    dx = dropped(dxa @ a.to(dtype), keep, keep_scale)
-    dx.addmm_(dy, dense_weight(weight, absmax, in_features, quant_type, dtype))
+    a = a.to(dtype)
+    if product_dtype == "fp8" and keep is None:
+        return fp8.backward_product(dy, weight, absmax, *form, dxa, a.t()), da, db
+    dx = dropped(dxa @ a, keep, keep_scale)
+    if product_dtype == "fp8": dx += fp8.backward_product(dy, weight, absmax, *form)
+    else: dx.addmm_(dy, dense_weight(weight, absmax, *form, dtype))
     return dx, da, db
 
 
@@ -77,18 +86,19 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @adapted_inputs.register_fake
-def _(x, weight, absmax, a, b, keep, scaling, keep_scale, in_features, quant_type):
+def _(x, weight, absmax, a, b, keep, scaling, keep_scale, in_features, quant_type, product_dtype):
     n = x.shape[0]
     return x.new_empty(n, a.shape[0]), x.new_empty(1).expand(n, b.shape[0])
 
 
 @adapted_linear.register_fake
-def _(token, x, xa, weight, absmax, bias, b, scaling, in_features, quant_type):
+def _(token, x, xa, weight, absmax, bias, b, scaling, in_features, quant_type, product_dtype):
     return x.new_empty(token.shape)
 
 
 @adapted_linear_backward.register_fake
-def _(dy, x, xa, weight, absmax, a, b, keep, scaling, keep_scale, in_features, quant_type):
+def _(dy, x, xa, weight, absmax, a, b, keep, scaling, keep_scale, in_features, quant_type,
+      product_dtype):
     return x.new_empty(x.shape), a.new_empty(a.shape), b.new_empty(b.shape)
 
 
@@ -99,11 +109,11 @@ def _save_inputs(ctx, inputs, output):
 
 def _inputs_backward(ctx, _, dy):
     dx, da, db = adapted_linear_backward(dy.contiguous(), *ctx.saved_tensors, *ctx.constants)
-    return dx, None, None, da, db, None, None, None, None, None
+    return dx, None, None, da, db, *[None] * 6
 
 
 def _token_backward(ctx, dy):
-    return dy, *[None] * 9
+    return dy, *[None] * 10
 
 
 adapted_inputs.register_autograd(_inputs_backward, setup_context=_save_inputs)
@@ -111,7 +121,12 @@ adapted_linear.register_autograd(_token_backward)
 
 
 class LoraLinear(nn.Module, LoraLayer):
-    """PEFT's LoRA layer over a QuantLinear or a frozen nn.Linear, with the fused forward."""
+    """PEFT's LoRA layer over a QuantLinear or a frozen nn.Linear, with the fused forward.
+
+    `product_dtype` is "" for products in the input's dtype, or "fp8" for the frozen weight's.
+    """
+
+    product_dtype = ""
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, r: int = 0,
                  lora_alpha: int = 1, **kwargs):
@@ -133,7 +148,7 @@ class LoraLinear(nn.Module, LoraLayer):
         keep = torch.empty_like(rows, dtype=torch.bool).bernoulli_(1 - p) if p else None
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
         absmax, quant_type = getattr(base, "absmax", None), getattr(base, "quant_type", "")
-        scale, form = self.scaling[name], (base.in_features, quant_type)
+        scale, form = self.scaling[name], (base.in_features, quant_type, self.product_dtype)
         xa, token = adapted_inputs(rows, base.weight, absmax, a, b, keep, scale, 1 / (1 - p), *form)
         y = adapted_linear(token, rows.detach(), xa.detach(), base.weight, absmax, base.bias,
                            b.detach(), scale, *form)
@@ -214,3 +229,17 @@ def initial_a(name: str, seed: int, shape) -> Tensor:
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
     bound = 1 / math.sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def apply_fp8(model: nn.Module, device: torch.device) -> int:
+    """Let frozen weights be multiplied in fp8, in place; returns the number of such layers.
+
+    Trained weights, the head and layers of a shape that does not suit stay in 16 bits. Raises
+    ValueError, naming the flag, where the device has no fp8 arithmetic.
+    """
+    problem = fp8.fp8_problem(device)
+    if problem: raise ValueError(f"--compute_dtype fp8: {problem}; use --compute_dtype bf16")
+    layers = [m for m in model.modules() if isinstance(m, (LoraLinear, QuantLinear))
+              and fp8.fits_fp8(m.in_features, m.out_features)]
+    for layer in layers: layer.product_dtype = "fp8"
+    return len(layers)

@@ -88,8 +88,10 @@ def describe_run(config: RunConfig, name: str, layers: int, device: torch.device
     ranks, adapted = ranks_from_env(), config.adapter != "none"
     batches = plan_batches(config, ranks.world_size)
     return Row(
-        name=name, model=Path(config.model_name).name, num_hidden_layers=layers, train_type=config.train_type,
-        quant=config.quant, compute_dtype=config.precision, gpu=device_name(device),
+        name=name, model=Path(config.model_name).name, num_hidden_layers=layers,
+        train_type=config.train_type, quant=config.quant,
+        compute_dtype=config.precision if config.compute_dtype == "auto" else config.compute_dtype,
+        gpu=device_name(device),
         gpus=ranks.world_size, nodes=ranks.nodes, gpu_memory_limit_gib=None,
         sharding_strategy=config.sharding_strategy,
         activation_policy=config.activation_policy,

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from .activations import apply_activation_policy
-from .adapters import apply_adapters, init_adapters, lora_config
+from .adapters import apply_adapters, apply_fp8, init_adapters, lora_config
 from .attention import choose_attention
 from .blocks import decoder_blocks
 from .config import RunConfig, block_policies
@@ -40,6 +40,7 @@ def build_model(config: RunConfig, device: torch.device) -> nn.Module:
     that does not fit; all ranks raise the same before any waits for another.
     """
     model, checkpoint = planned_model(config, device)
+    if config.compute_dtype == "fp8": apply_fp8(model, device)
     policies = block_policies(config.activation_policy, len(decoder_blocks(model)))
     apply_activation_policy(model, policies, config.reentrant_checkpointing)
     apply_chunked_loss(model)

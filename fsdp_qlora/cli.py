@@ -104,16 +104,16 @@ def train_command(argv: list[str]):
 def train_rank(config: RunConfig):
     """What each rank does: prepare without the others, then train with them."""
     from .dist import process_group, rank_device
-    from .prepare import check_device, load_tokenizer, tokenized_data
+    from .prepare import check_device, load_data, load_tokenizer
     device = rank_device(config.device)
     check_device(config, device)
     tokenizer = load_tokenizer(config.model_name)
-    dataset = tokenized_data(config, tokenizer)
+    data = load_data(config, tokenizer)
     from .build import planned_model
     from .trainer import train
     planned_model(config, device)  # a wrong checkpoint or target is found before ranks wait
     with process_group(device, config.timeout_minutes):
-        train(config, dataset, device, tokenizer)
+        train(config, data.train, device, tokenizer, data.held_out)
 
 
 @dataclass
@@ -135,10 +135,10 @@ def generate_command(argv: list[str]):
 
 
 def data_command(argv: list[str]):
-    """Tokenize a data set, report on it and show its first rows with trained tokens marked."""
+    """Tokenize a data set and report on it; --preview shows rows with trained tokens marked."""
     (config,) = parse(argv, prog="fsdp-qlora data")
-    from .prepare import load_tokenizer, tokenized_data
-    tokenized_data(config, load_tokenizer(config.model_name))
+    from .prepare import load_tokenizer, report_on_data
+    report_on_data(config, load_tokenizer(config.model_name))
 
 
 @dataclass

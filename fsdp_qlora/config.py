@@ -59,6 +59,9 @@ class ModelOptions:
         "bf16", "storage and compute of everything but quantized weights and adapters",
         choices=("bf16", "fp32", "bf16_autocast", "fp16_autocast", "bf16_buffers_autocast"),
         later=("bf16_autocast", "fp16_autocast", "bf16_buffers_autocast"))
+    compute_dtype: str = opt(
+        "auto", "products of frozen weights: fp8 is faster on Hopper and newer; auto = --precision",
+        choices=("auto", "bf16", "fp8"))
     attn_implementation: str = opt(
         "sdpa", "attention kernel, as transformers names it; with --packing, sdpa is torch's "
         "variable-length attention where that runs", example="eager")
@@ -154,8 +157,8 @@ class ShardingOptions:
     use_gradient_checkpointing: bool = opt(
         True, "the two ends of --activation_policy: true = recompute_all, false = keep_all")
     activation_policy: str = opt(
-        "auto", "what each block keeps for the backward: recompute_all, keep_attention, keep_linears, "
-        "keep_all, or numbers of blocks of each; auto = from --use_gradient_checkpointing",
+        "auto", "what each block keeps for the backward: recompute_all, keep_attention, "
+        "keep_linears, keep_all, or counts of each; auto = from --use_gradient_checkpointing",
         example="keep_linears:16,recompute_all:16")
     reentrant_checkpointing: bool = opt(False, "torch's older checkpointing; no gain known here")
     use_cpu_offload: bool = opt(False, "keep shards of parameters and gradients in host memory")
@@ -334,9 +337,31 @@ def check_together(config: RunConfig):
                          "use sdpa")
     if config.adapter != "none" and not config.target_modules and config.target_modules is not None:
         raise ValueError("--lora_target_modules is empty; give all-linear or module names")
+    if config.compute_dtype == "bf16" and config.precision != "bf16":
+        raise ValueError(f"--compute_dtype bf16 with --precision {config.precision}: products are "
+                         "in the precision; use --precision bf16")
+    if config.compute_dtype == "fp8" and config.adapter == "none":
+        raise ValueError("--compute_dtype fp8 is for frozen weights and --train_type full has none; "
+                         "leave it out")
     if config.sharding_strategy == "ddp" and config.use_cpu_offload:
         raise ValueError("--use_cpu_offload moves shards to host memory and ddp has none; choose "
                          "--sharding_strategy full_shard or shard_grad_op")
+
+
+def check_data_together(config: RunConfig):
+    """Settings of data and evaluation that exclude or need each other."""
+    if config.eval_share and config.holds_out_a_data_set:
+        raise ValueError("--eval_share holds out rows of --dataset, beside --eval_dataset or "
+                         "--eval_split; give one of them")
+    if config.eval_every != AUTO and not config.evaluates:
+        raise ValueError(f"--eval_every {config.eval_every} has nothing to evaluate; add "
+                         "--eval_dataset, --eval_split or --eval_share")
+    if config.stream and config.eval_share:
+        raise ValueError("--eval_share needs all rows at hand and --stream holds few; give the "
+                         "held-out rows as --eval_dataset")
+    if config.stream and config.lr_scheduler != "constant" and config.max_steps == AUTO:
+        raise ValueError(f"--lr_scheduler {config.lr_scheduler} needs the number of steps, which "
+                         "--stream does not know; add --max_steps, or use constant")
 
 
 def block_policies(text: str, blocks: int) -> list[str]:
@@ -357,22 +382,6 @@ def block_policies(text: str, blocks: int) -> list[str]:
         raise ValueError(f"--activation_policy {text} is for {len(policies)} blocks, and the model "
                          f"has {blocks}")
     return policies
-
-
-def check_data_together(config: RunConfig):
-    """Settings of data and evaluation that exclude or need each other."""
-    if config.eval_share and config.holds_out_a_data_set:
-        raise ValueError("--eval_share holds out rows of --dataset, beside --eval_dataset or "
-                         "--eval_split; give one of them")
-    if config.eval_every != AUTO and not config.evaluates:
-        raise ValueError(f"--eval_every {config.eval_every} has nothing to evaluate; add "
-                         "--eval_dataset, --eval_split or --eval_share")
-    if config.stream and config.eval_share:
-        raise ValueError("--eval_share needs all rows at hand and --stream holds few; give the "
-                         "held-out rows as --eval_dataset")
-    if config.stream and config.lr_scheduler != "constant" and config.max_steps == AUTO:
-        raise ValueError(f"--lr_scheduler {config.lr_scheduler} needs the number of steps, which "
-                         "--stream does not know; add --max_steps, or use constant")
 
 
 def default_of(f) -> Any:

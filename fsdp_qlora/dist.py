@@ -158,6 +158,13 @@ def sum_over_ranks(*counts: int) -> list[int]:
     return total.tolist()
 
 
+def gather_over_ranks(value) -> list:
+    """A small picklable value of every rank, in the order of ranks, through host memory."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def print_main(*args, **kwargs):
     """Print on rank 0 only."""
     if ranks_from_env().is_main: print(*args, **kwargs, flush=True)

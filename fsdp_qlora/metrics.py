@@ -24,6 +24,7 @@ class StepMetrics:
     seconds: float
     tokens_per_second: float   # over all ranks
     peak_allocated_gib: float  # of this rank's GPU; 0 on the CPU
+    kind: str = "step"
 
     def line(self) -> str:
         """The step in one line for people."""
@@ -31,12 +32,30 @@ class StepMetrics:
                 f"grad_norm {self.grad_norm:.3f}  {self.tokens_per_second:,.0f} tok/s")
 
 
+@dataclass
+class EvalMetrics:
+    """One evaluation on held-out rows."""
+    step: int                  # optimizer steps done
+    eval_loss: float           # sum over all trained tokens of these rows / their number
+    perplexity: float          # e ** eval_loss
+    trained_tokens: int
+    is_best: bool              # the lowest loss of the run so far
+    seconds: float
+    kind: str = "eval"
+
+    def line(self) -> str:
+        """The evaluation in one line for people."""
+        return (f"step {self.step}  held-out loss {self.eval_loss:.4f}  "
+                f"perplexity {self.perplexity:.3f}" + ("  best so far" if self.is_best else ""))
+
+
 class RunLog:
     """Writes the steps of a run to `metrics.jsonl` and shows them as --log_to asks."""
 
-    def __init__(self, folder: str | Path, log_to: str, total_steps: int, is_main: bool):
+    def __init__(self, folder: str | Path, log_to: str, total_steps: int | None, is_main: bool):
         self.is_main, self.log_to = is_main, log_to
         self.steps: list[StepMetrics] = []
+        self.evaluations: list[EvalMetrics] = []
         if not is_main: return
         Path(folder).mkdir(parents=True, exist_ok=True)
         self.file = open(Path(folder) / "metrics.jsonl", "w")  # noqa: SIM115  closed by `close`
@@ -55,18 +74,31 @@ class RunLog:
         """Record and show one step."""
         self.steps.append(metrics)
         if not self.is_main: return
-        text = json.dumps(asdict(metrics))
-        self.file.write(text + "\n")
-        self.file.flush()
-        if self.log_to == "jsonl": print(text, flush=True)
-        elif self.log_to == "stdout": print(metrics.line(), flush=True)
+        self.record(metrics)
+        if self.log_to == "stdout": print(metrics.line(), flush=True)
         self.bar.set_postfix_str(f"loss {metrics.loss:.3f}, {metrics.tokens_per_second:,.0f} tok/s",
                                  refresh=False)
         self.bar.update()
 
+    def log_evaluation(self, metrics: EvalMetrics):
+        """Record and show one evaluation."""
+        self.evaluations.append(metrics)
+        if not self.is_main: return
+        self.record(metrics)
+        if self.log_to == "tqdm": self.bar.write(metrics.line())
+        elif self.log_to == "stdout": print(metrics.line(), flush=True)
 
-def plot_loss(steps: list[StepMetrics], path: str | Path, title: str = "") -> bool:
-    """Draw the loss over optimizer steps as a PNG; False where matplotlib is not installed."""
+    def record(self, metrics: StepMetrics | EvalMetrics):
+        """One line of JSON in the file, and on the terminal if asked."""
+        text = json.dumps(asdict(metrics))
+        self.file.write(text + "\n")
+        self.file.flush()
+        if self.log_to == "jsonl": print(text, flush=True)
+
+
+def plot_loss(steps: list[StepMetrics], path: str | Path, title: str = "",
+              evaluations: list[EvalMetrics] = ()) -> bool:
+    """Draw the losses over optimizer steps as a PNG; False where matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -77,6 +109,9 @@ def plot_loss(steps: list[StepMetrics], path: str | Path, title: str = "") -> bo
     x, losses = [s.step for s in steps], [s.loss for s in steps]
     axes.plot(x, losses, color="#9db8d2", linewidth=1, label="each step")
     axes.plot(x, smoothed(losses), color="#1f5a99", linewidth=2, label="running mean")
+    if evaluations:
+        axes.plot([e.step for e in evaluations], [e.eval_loss for e in evaluations], color="#c2571a",
+                  linewidth=2, marker="o", markersize=4, label="held-out rows")
     axes.set(xlabel="optimizer step", ylabel="loss per trained token", title=title,
              ylim=(0, None))
     axes.grid(alpha=0.3)

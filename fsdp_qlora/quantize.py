@@ -1,105 +1,83 @@
 """4-bit linear layers whose packed bytes are ordinary parameters, so that anything can shard them.
 
 bitsandbytes keeps a weight's scales in a side object that sharding does not see. Here both halves
-are frozen `Parameter`s with one row per output feature, so a row slice of the pair is the pair of
-the row slice, and FSDP shards them on dim 0 like any weight. The arithmetic is bitsandbytes' own
-registered ops, so bytes and values equal theirs. NF4 is defined in QLoRA, arXiv:2305.14314.
+are frozen `Parameter`s with one row per output feature (`fourbit.py`), so FSDP shards them on dim 0
+like any weight.
 
-Shapes: O out rows, I inputs, Ip = I rounded up to whole blocks of 64, B any leading dims, R rank.
-    weight  (O, Ip/4)  bfloat16 view of the (O, Ip/2) bytes: torch 2.11's FSDP refuses integers
-    absmax  (O, Ip/64) float32, the largest magnitude of each block
+Shapes: O out rows, I inputs, B any leading dims.
 """
 from __future__ import annotations
 
-import bitsandbytes  # noqa: F401  registers torch.ops.bitsandbytes
 import torch
 from torch import Tensor, nn
 
-BLOCKSIZE = 64
-STORAGE_DTYPE = torch.bfloat16  # a carrier of bytes; no arithmetic is ever done in it
-QUANT_TYPES = ("nf4", "fp4")
-
-
-def padded(in_features: int) -> int:
-    """`in_features` rounded up to whole quantization blocks, so that no block spans two rows."""
-    return -(-in_features // BLOCKSIZE) * BLOCKSIZE
-
-
-def quantize_rows(weight: Tensor, quant_type: str = "nf4") -> tuple[Tensor, Tensor]:
-    """Quantize a float (O, I) weight: packed (O, Ip/4) in bfloat16 storage, absmax (O, Ip/64).
-
-    Works on any row slice: the result is that slice of the whole weight's result.
-    """
-    rows, in_features = weight.shape
-    wide = padded(in_features)
-    if not rows: return (weight.new_empty(0, wide // 4, dtype=STORAGE_DTYPE),
-                         weight.new_empty(0, wide // BLOCKSIZE, dtype=torch.float32))
-    if wide != in_features: weight = nn.functional.pad(weight, (0, wide - in_features))
-    packed, absmax = torch.ops.bitsandbytes.quantize_4bit(
-        weight.contiguous(), BLOCKSIZE, quant_type, torch.uint8)
-    return packed.view(rows, wide // 2).view(STORAGE_DTYPE), absmax.view(rows, wide // BLOCKSIZE)
-
-
-def dequantize_rows(packed: Tensor, absmax: Tensor, in_features: int, quant_type: str,
-                    dtype: torch.dtype) -> Tensor:
-    """The (O, I) weight that packed (O, Ip/4) and absmax (O, Ip/64) stand for, in `dtype`."""
-    rows, wide = packed.shape[0], padded(in_features)
-    weight = torch.ops.bitsandbytes.dequantize_4bit(
-        packed.view(torch.uint8).view(-1, 1), absmax.view(-1), BLOCKSIZE, quant_type, (rows, wide),
-        dtype)
-    return weight if wide == in_features else weight[:, :in_features]
-
-
-def dense_weight(weight: Tensor, absmax: Tensor | None, in_features: int, quant_type: str,
-                 dtype: torch.dtype) -> Tensor:
-    """A frozen weight as (O, I) in `dtype`: dequantized if it has scales, else as it is."""
-    if absmax is None: return weight.to(dtype)
-    return dequantize_rows(weight, absmax, in_features, quant_type, dtype)
+from . import fp8
+from .fourbit import (
+    BLOCKSIZE,
+    QUANT_TYPES,
+    STORAGE_DTYPE,
+    dense_weight,
+    dequantize_rows,
+    padded,
+    quantize_rows,
+)
 
 
 # A frozen weight needs only dX in backward, so W is never saved: it is dequantized again. The op is
 # opaque so that the partitioner of torch.compile can't decide to keep W for the backward.
 @torch.library.custom_op("fsdp_qlora::frozen_linear", mutates_args=())
 def frozen_linear(x: Tensor, weight: Tensor, absmax: Tensor | None, bias: Tensor | None,
-                  in_features: int, quant_type: str) -> Tensor:
+                  in_features: int, quant_type: str, product_dtype: str) -> Tensor:
     """x (B, I) times a frozen weight, plus bias: (B, O) in x's dtype."""
+    if product_dtype == "fp8":
+        y = fp8.forward_product(x.reshape(-1, in_features), weight, absmax, quant_type)
+        y = y.view(*x.shape[:-1], -1)
+        return y if bias is None else y.add_(bias)
     dense = dense_weight(weight, absmax, in_features, quant_type, x.dtype)
     return nn.functional.linear(x, dense, None if bias is None else bias.to(x.dtype))
 
 
 @torch.library.custom_op("fsdp_qlora::frozen_linear_backward", mutates_args=())
 def frozen_linear_backward(dy: Tensor, weight: Tensor, absmax: Tensor | None, in_features: int,
-                           quant_type: str) -> Tensor:
+                           quant_type: str, product_dtype: str) -> Tensor:
     """dX (B, I) = dY (B, O) W."""
+    if product_dtype == "fp8":
+        dx = fp8.backward_product(dy.reshape(-1, dy.shape[-1]), weight, absmax, in_features,
+                                  quant_type)
+        return dx.view(*dy.shape[:-1], in_features)
     return dy @ dense_weight(weight, absmax, in_features, quant_type, dy.dtype)
 
 
 @frozen_linear.register_fake
-def _(x, weight, absmax, bias, in_features, quant_type):
+def _(x, weight, absmax, bias, in_features, quant_type, product_dtype):
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 @frozen_linear_backward.register_fake
-def _(dy, weight, absmax, in_features, quant_type):
+def _(dy, weight, absmax, in_features, quant_type, product_dtype):
     return dy.new_empty(*dy.shape[:-1], in_features)
 
 
 def _save_frozen(ctx, inputs, output):
-    _, weight, absmax, _, ctx.in_features, ctx.quant_type = inputs
+    _, weight, absmax, _, *ctx.form = inputs
     ctx.save_for_backward(weight, absmax)
 
 
 def _frozen_backward(ctx, dy):
     weight, absmax = ctx.saved_tensors
-    dx = frozen_linear_backward(dy.contiguous(), weight, absmax, ctx.in_features, ctx.quant_type)
-    return dx, None, None, None, None, None
+    return frozen_linear_backward(dy.contiguous(), weight, absmax, *ctx.form), *[None] * 6
 
 
 frozen_linear.register_autograd(_frozen_backward, setup_context=_save_frozen)
 
 
 class QuantLinear(nn.Module):
-    """A frozen linear layer in 4 bits: y = x W^T + bias, with W dequantized for the product."""
+    """A frozen linear layer in 4 bits: y = x W^T + bias, with W dequantized for the product.
+
+    `product_dtype` is "" for products in the input's dtype, or "fp8".
+    """
+
+    product_dtype = ""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False,
                  quant_type: str = "nf4", device=None, dtype=None):
@@ -128,7 +106,7 @@ class QuantLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return frozen_linear(x, self.weight, self.absmax, self.bias, self.in_features,
-                             self.quant_type)
+                             self.quant_type, self.product_dtype)
 
     def _apply(self, fn, recurse=True):
         """Follow a move to another device, but keep bytes and scales through a change of dtype.

@@ -20,15 +20,21 @@ from torch.distributed.tensor import DTensor
 
 from .adapters import adapter_counts, trainable_parameters
 from .build import attention, build_model
-from .config import RunConfig, plan_batches
+from .config import BatchPlan, RunConfig, plan_batches
 from .data import (
+    Source,
     StepLoader,
     StepSampler,
+    StreamLoader,
+    StreamSampler,
+    Subset,
     TokenizedDataset,
     choose_pad_token_id,
     num_trained_tokens,
+    on_device,
 )
-from .dist import print_main, ranks_from_env, sum_over_ranks
+from .dist import gather_over_ranks, print_main, ranks_from_env, sum_over_ranks
+from .evaluate import Evaluator
 from .export import save_trained
 from .metrics import RunLog, StepMetrics, plot_loss
 from .optim import build_optimizer, build_scheduler
@@ -72,12 +78,6 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches
     return StepResult(loss_sum.item() / dist.get_world_size(), norm, trained, tokens)
 
 
-def on_device(batch: dict, device: torch.device) -> dict:
-    """A batch as the model takes it: tensors on `device`, numbers, and nothing that is None."""
-    return {k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v
-            for k, v in batch.items() if v is not None}
-
-
 def compute_device(model: nn.Module) -> torch.device:
     """Where the forward runs; under CPU offload the parameters are elsewhere."""
     buffer = next(model.buffers(), None)
@@ -100,36 +100,77 @@ def seed_everything(seed: int, rank: int, deterministic: bool = False):
     if deterministic: torch.use_deterministic_algorithms(True)
 
 
-def train(config: RunConfig, dataset: TokenizedDataset, device: torch.device, tokenizer
-          ) -> list[StepMetrics]:
-    """Build the model, train it on a tokenized data set, save what was trained.
+def train(config: RunConfig, dataset: TokenizedDataset | Subset | Source, device: torch.device,
+          tokenizer, held_out: TokenizedDataset | Subset | None = None) -> list[StepMetrics]:
+    """Build the model, train it on tokenized rows or a stream, save what was trained.
 
-    Needs a process group. Returns the metrics of every step.
+    Needs a process group. `held_out` rows are evaluated on as --eval_every says. Returns the metrics
+    of every step.
     """
     ranks = ranks_from_env()
     batches = plan_batches(config, ranks.world_size)
-    sampler = StepSampler(len(dataset), batches.rows_per_step, seed=config.seed,
-                          epochs=config.num_epochs, max_steps=config.max_steps)
     seed_everything(config.seed, ranks.rank, config.deterministic)
     started = time.perf_counter()
     model = build_model(config, device)
-    loader = StepLoader(dataset, sampler, ranks.rank, ranks.world_size, batches.micro_batch_size,
-                        pad_token_id=choose_pad_token_id(tokenizer, model.config.vocab_size),
-                        packing=config.packing, pin_memory=device.type == "cuda")
-    describe(model, config, batches, sampler.total_steps, time.perf_counter() - started)
+    pad_token_id = choose_pad_token_id(tokenizer, model.config.vocab_size)
+    loader = build_loader(config, dataset, batches, tokenizer, model.config.vocab_size, device)
+    if held_out is not None: held_out.check_vocab_size(model.config.vocab_size)
+    evaluator = None if held_out is None else Evaluator(
+        held_out, device, every=config.eval_every, batch_size=batches.micro_batch_size,
+        pad_token_id=pad_token_id, packing=config.packing)
+    total_steps = loader.sampler.total_steps
+    describe(model, config, batches, total_steps, time.perf_counter() - started)
     optimizer = build_optimizer(model, config.optimizer, config.lr, config.wd)
-    scheduler = build_scheduler(optimizer, config.lr_scheduler, sampler.total_steps,
+    scheduler = build_scheduler(optimizer, config.lr_scheduler, total_steps or 0,
                                 config.warmup_share)
     max_norm = config.grad_norm if config.apply_gradient_clipping else None
-    with RunLog(config.output_dir, config.log_to, sampler.total_steps, ranks.is_main) as log:
+    with RunLog(config.output_dir, config.log_to, total_steps, ranks.is_main) as log:
         for step in loader:
             started, lr = time.perf_counter(), scheduler.get_last_lr()[0]
             result = train_step(model, optimizer, step.micro_batches, max_grad_norm=max_norm,
                                 no_sync=config.no_sync)
             scheduler.step()
             log.log(step_metrics(step.index + 1, lr, result, time.perf_counter() - started, device))
+            if evaluator and evaluator.is_due(step.index + 1):
+                evaluate(evaluator, model, config, log, tokenizer)
+        if evaluator and log.steps and evaluator.is_due(log.steps[-1].step, is_last=True):
+            evaluate(evaluator, model, config, log, tokenizer)
+    if isinstance(loader, StreamLoader): print_main(loader.full_report().format_report())
     finish(model, config, log, tokenizer)
     return log.steps
+
+
+def build_loader(config: RunConfig, dataset: TokenizedDataset | Subset | Source, batches: BatchPlan,
+                 tokenizer, vocab_size: int, device: torch.device) -> StepLoader | StreamLoader:
+    """This rank's batches of each step. Raises ValueError for a token beyond the vocabulary."""
+    ranks = ranks_from_env()
+    order = dict(seed=config.seed, epochs=config.num_epochs, max_steps=config.max_steps)
+    share = ranks.rank, ranks.world_size, batches.micro_batch_size
+    batching = dict(pad_token_id=choose_pad_token_id(tokenizer, vocab_size),
+                    packing=config.packing, pin_memory=device.type == "cuda")
+    if isinstance(dataset, Source):
+        sampler = StreamSampler(dataset, batches.rows_per_step, **order,
+                                shuffle_buffer=config.shuffle_buffer)
+        return StreamLoader(sampler, tokenizer, *share, context_length=config.context_length,
+                            train_on=config.train_on, vocab_size=vocab_size,
+                            gather=gather_over_ranks, **batching)
+    dataset.check_vocab_size(vocab_size)
+    return StepLoader(dataset, StepSampler(len(dataset), batches.rows_per_step, **order), *share,
+                      **batching)
+
+
+def evaluate(evaluator: Evaluator, model: nn.Module, config: RunConfig, log: RunLog, tokenizer):
+    """Loss on held-out rows; the weights with the lowest so far are kept beside the last ones."""
+    metrics = evaluator.run(model, log.steps[-1].step)
+    log.log_evaluation(metrics)
+    if metrics.is_best and config.save_model:
+        save_trained(model, weights_folder(config, "-best"), tokenizer, asdict(config))
+
+
+def weights_folder(config: RunConfig, suffix: str = "") -> Path:
+    """Where trained weights go: adapter or model, and the suffix."""
+    kind = "model" if config.adapter == "none" else "adapter"
+    return Path(config.output_dir) / f"{kind}{suffix}"
 
 
 def step_metrics(number: int, lr: float, result: StepResult, seconds: float, device: torch.device
@@ -141,7 +182,8 @@ def step_metrics(number: int, lr: float, result: StepResult, seconds: float, dev
                        tokens_per_second=result.tokens / seconds, peak_allocated_gib=peak)
 
 
-def describe(model: nn.Module, config: RunConfig, batches, total_steps: int, seconds: float):
+def describe(model: nn.Module, config: RunConfig, batches: BatchPlan, total_steps: int | None,
+             seconds: float):
     """Print every derived value once."""
     trained = sum(p.numel() for p in trainable_parameters(model).values())
     counts = adapter_counts(model)
@@ -150,7 +192,8 @@ def describe(model: nn.Module, config: RunConfig, batches, total_steps: int, sec
     implementation, reason = attention(config, model.config, compute_device(model))
     print_main(f"attention: {implementation} ({reason})")
     unit = "bins" if config.packing else "rows"
-    print_main(f"{total_steps} steps of {batches.rows_per_step} rows: micro-batch "
+    steps = "steps until the stream ends" if total_steps is None else f"{total_steps} steps"
+    print_main(f"{steps}, of {batches.rows_per_step} rows: micro-batch "
                f"{batches.micro_batch_size} {unit} x accumulation {batches.accumulation} x "
                f"{ranks_from_env().world_size} ranks")
     if config.verbose: print_main(model)
@@ -158,12 +201,14 @@ def describe(model: nn.Module, config: RunConfig, batches, total_steps: int, sec
 
 def finish(model: nn.Module, config: RunConfig, log: RunLog, tokenizer):
     """Save what was trained and draw the loss."""
-    folder = Path(config.output_dir)
     if config.save_model:
-        kind = "model" if config.adapter == "none" else "adapter"
-        save_trained(model, folder / kind, tokenizer, asdict(config))
-        print_main(f"saved the {kind} in {folder / kind}")
-    if ranks_from_env().is_main and log.steps:
-        print(f"loss: first step {log.steps[0].loss:.4f}, last step {log.steps[-1].loss:.4f}")
-        if plot_loss(log.steps, folder / "loss.png", Path(config.model_name).name):
-            print(f"loss picture: {folder / 'loss.png'}")
+        folder = save_trained(model, weights_folder(config), tokenizer, asdict(config))
+        print_main(f"saved the {folder.name} in {folder}")
+    if not ranks_from_env().is_main or not log.steps: return
+    print(f"loss: first step {log.steps[0].loss:.4f}, last step {log.steps[-1].loss:.4f}")
+    for best in [e for e in log.evaluations if e.is_best][-1:]:
+        print(f"held-out loss: lowest {best.eval_loss:.4f} after step {best.step}"
+              + (f", kept in {weights_folder(config, '-best')}" if config.save_model else ""))
+    picture = Path(config.output_dir) / "loss.png"
+    if plot_loss(log.steps, picture, Path(config.model_name).name, log.evaluations):
+        print(f"loss picture: {picture}")

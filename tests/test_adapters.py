@@ -206,7 +206,7 @@ def op_arguments(quantized: bool, dropout: bool, bias: bool, dtype=torch.float32
     if quantized: weight, absmax = quantize_rows(weight)
     keep = values(6, 16, seed=7) > 0 if dropout else None
     return (x.requires_grad_(), weight, absmax, a, b, keep, SCALING, 2.0, 16,
-            "nf4" if quantized else ""), values(10, seed=4, dtype=dtype) if bias else None
+            "nf4" if quantized else "", ""), values(10, seed=4, dtype=dtype) if bias else None
 
 
 @pytest.mark.parametrize("kinds", [
@@ -218,14 +218,14 @@ def op_arguments(quantized: bool, dropout: bool, bias: bool, dtype=torch.float32
 def test_adapted_linear_passes_opcheck(kinds):
     args, bias = op_arguments(**kinds)
     torch.library.opcheck(adapted_inputs, args)
-    x, weight, absmax, a, b, keep, scaling, keep_scale, n, kind = args
+    x, weight, absmax, a, b, keep, scaling, keep_scale, *form = args
     xa, token = adapted_inputs(*args)
     torch.library.opcheck(adapted_linear, (token.detach().requires_grad_(), x.detach(), xa.detach(),
-                                           weight, absmax, bias, b.detach(), scaling, n, kind))
+                                           weight, absmax, bias, b.detach(), scaling, *form))
     dy = values(6, 10, seed=6, dtype=x.dtype)
     torch.library.opcheck(adapted_linear_backward,
                           (dy, x.detach(), xa.detach(), weight, absmax, a.detach(), b.detach(), keep,
-                           scaling, keep_scale, n, kind))
+                           scaling, keep_scale, *form))
 
 
 def saved_by(forward) -> list[torch.Tensor]:

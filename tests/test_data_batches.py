@@ -38,13 +38,8 @@ def test_padding_is_on_the_right_and_untrained_even_where_pad_is_a_real_token():
     batch = collate([example(3), example(5)], pad_token_id=pad)
     assert batch["input_ids"].tolist() == [[10, 11, 12, pad, pad], [10, 11, 12, 13, 14]]
     assert batch["labels"].tolist() == [[-100, 11, 12, -100, -100], [-100, 11, 12, 13, 14]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1] * 5]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4]] * 2
     assert num_trained_tokens(batch) == 6
-
-
-def test_a_batch_without_padding_has_no_mask():
-    assert collate([example(4), example(4)], pad_token_id=0)["attention_mask"] is None
 
 
 def test_the_width_is_rounded_up_or_fixed():

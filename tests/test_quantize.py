@@ -238,12 +238,12 @@ def test_ragged_layers_multiply_by_what_they_dequantize_to(shape):
 def test_frozen_linear_passes_opcheck(shape, bias, strided):
     layer = quant_linear(*shape, bias)
     x = values((shape[1], 4)).t() if strided else values((2, 2, shape[1]))
-    args = (x.requires_grad_(), layer.weight, layer.absmax, layer.bias, shape[1], "nf4")
+    args = (x.requires_grad_(), layer.weight, layer.absmax, layer.bias, shape[1], "nf4", "")
     torch.library.opcheck(frozen_linear, args)
 
 
 def test_frozen_linear_passes_opcheck_with_a_weight_that_is_not_quantized():
-    args = (values((2, 3, 8)).requires_grad_(), values((5, 8)), None, values((5,)), 8, "")
+    args = (values((2, 3, 8)).requires_grad_(), values((5, 8)), None, values((5,)), 8, "", "")
     torch.library.opcheck(frozen_linear, args)
 
 

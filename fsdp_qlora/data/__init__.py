@@ -1,24 +1,27 @@
 """Data: from a name or a file to the micro-batches of each optimizer step.
 
     read_rows -> tokenize_rows -> StepSampler -> StepLoader -> Step.micro_batches
+    open_source -> StreamSampler -> StreamLoader -> Step.micro_batches, for data beyond memory
 
 `load_dataset` does the first two, with a cache that ranks share. Each piece is usable alone and
 takes plain arguments; none knows of models, processes or configurations.
 """
 from .collate import choose_pad_token_id, collate, filler
-from .dataset import TokenizedDataset, load_dataset, tokenize_rows
+from .dataset import Subset, TokenizedDataset, hold_out, load_dataset, tokenize_rows
 from .formats import Row, row_from_record
-from .loader import Step, StepLoader, num_trained_tokens
+from .loader import Step, StepLoader, num_trained_tokens, on_device
 from .masking import TRAIN_ON, encode_prompt, stop_token_ids
 from .packing import block_diagonal_mask, collate_packed, pack
 from .report import DataReport, preview
 from .sampler import StepSampler, rank_share
-from .sources import NAMES, SAMPLED_NAMES, read_rows
+from .sources import NAMES, SAMPLED_NAMES, Source, open_source, read_rows
+from .stream import StreamLoader, StreamSampler
 from .templates import ChatTemplate
 
 __all__ = [
-    "NAMES", "SAMPLED_NAMES", "TRAIN_ON", "ChatTemplate", "DataReport", "Row", "Step", "StepLoader",
-    "StepSampler", "TokenizedDataset", "block_diagonal_mask", "choose_pad_token_id", "collate",
-    "collate_packed", "encode_prompt", "filler", "load_dataset", "num_trained_tokens", "pack",
+    "NAMES", "SAMPLED_NAMES", "TRAIN_ON", "ChatTemplate", "DataReport", "Row", "Source", "Step",
+    "StepLoader", "StepSampler", "StreamLoader", "StreamSampler", "Subset", "TokenizedDataset",
+    "block_diagonal_mask", "choose_pad_token_id", "collate", "collate_packed", "encode_prompt",
+    "filler", "hold_out", "load_dataset", "num_trained_tokens", "on_device", "open_source", "pack",
     "preview", "rank_share", "read_rows", "row_from_record", "stop_token_ids", "tokenize_rows",
 ]

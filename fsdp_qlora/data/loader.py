@@ -90,6 +90,16 @@ class StepLoader:
                     int(self.dataset.trained_counts[rows].sum()),
                     sum(num_trained_tokens(batch) for batch in micro_batches))
 
+    def filled_share(self, num_steps: int = 100) -> float:
+        """Share of this rank's tokens that are the rows' own, not padding, in its first steps."""
+        own = computed = 0
+        for index in range(min(num_steps, self.sampler.total_steps)):
+            for units in self._shares(self.sampler.rows(index), index):
+                lengths = [int(self.dataset.lengths[unit].sum()) for unit in units]
+                own += sum(lengths)
+                computed += len(lengths) * max(lengths, default=0)
+        return own / max(computed, 1)
+
     def _shares(self, rows: list[int], index: int) -> list[list]:
         """This rank's micro-batches: lists of row ids, or of bins of row ids."""
         lengths = self.dataset.lengths[rows]
@@ -117,3 +127,9 @@ def num_trained_tokens(batch: dict) -> int:
 def pin(batch: dict) -> dict:
     return {name: value.pin_memory() if isinstance(value, torch.Tensor) else value
             for name, value in batch.items()}
+
+
+def on_device(batch: dict, device: torch.device) -> dict:
+    """A batch as the model takes it: tensors on `device`, numbers, and nothing that is None."""
+    return {k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v
+            for k, v in batch.items() if v is not None}

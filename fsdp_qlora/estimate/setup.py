@@ -96,8 +96,8 @@ def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
         lora_dropout=config.lora_dropout, adapter_dtype=config.adapter_dtype,
         optimizer=config.optimizer, precision=config.precision,
         batch_size=batches.micro_batch_size, context_length=config.context_length,
-        accumulation=batches.accumulation, no_sync=config.no_sync, compile=config.compile is not False,
-        attention=config.attn_implementation), **changes)
+        accumulation=batches.accumulation, no_sync=config.no_sync,
+        compile=config.compile is not False, attention=config.attn_implementation), **changes)
 
 
 def check_context(shape: ModelShape, setup: Setup):

@@ -1,0 +1,55 @@
+"""Four-bit numbers: how a weight is packed, and back. bitsandbytes' registered ops do the arithmetic.
+
+Every row of a weight is packed by itself, so a slice of rows packs to the slice of the packed rows,
+which is what lets a rank quantize only what it holds. NF4 is defined in QLoRA, arXiv:2305.14314.
+
+Shapes: O out rows, I inputs, Ip = I rounded up to whole blocks of 64.
+    packed  (O, Ip/4)  bfloat16 view of the (O, Ip/2) bytes: torch 2.11's FSDP refuses integers
+    absmax  (O, Ip/64) float32, the largest magnitude of each block
+"""
+from __future__ import annotations
+
+import bitsandbytes  # noqa: F401  registers torch.ops.bitsandbytes
+import torch
+from torch import Tensor, nn
+
+BLOCKSIZE = 64
+STORAGE_DTYPE = torch.bfloat16  # a carrier of bytes; no arithmetic is ever done in it
+QUANT_TYPES = ("nf4", "fp4")
+
+
+def padded(in_features: int) -> int:
+    """`in_features` rounded up to whole quantization blocks, so that no block spans two rows."""
+    return -(-in_features // BLOCKSIZE) * BLOCKSIZE
+
+
+def quantize_rows(weight: Tensor, quant_type: str = "nf4") -> tuple[Tensor, Tensor]:
+    """Quantize a float (O, I) weight: packed (O, Ip/4) in bfloat16 storage, absmax (O, Ip/64).
+
+    Works on any row slice: the result is that slice of the whole weight's result.
+    """
+    rows, in_features = weight.shape
+    wide = padded(in_features)
+    if not rows: return (weight.new_empty(0, wide // 4, dtype=STORAGE_DTYPE),
+                         weight.new_empty(0, wide // BLOCKSIZE, dtype=torch.float32))
+    if wide != in_features: weight = nn.functional.pad(weight, (0, wide - in_features))
+    packed, absmax = torch.ops.bitsandbytes.quantize_4bit(
+        weight.contiguous(), BLOCKSIZE, quant_type, torch.uint8)
+    return packed.view(rows, wide // 2).view(STORAGE_DTYPE), absmax.view(rows, wide // BLOCKSIZE)
+
+
+def dequantize_rows(packed: Tensor, absmax: Tensor, in_features: int, quant_type: str,
+                    dtype: torch.dtype) -> Tensor:
+    """The (O, I) weight that packed (O, Ip/4) and absmax (O, Ip/64) stand for, in `dtype`."""
+    rows, wide = packed.shape[0], padded(in_features)
+    weight = torch.ops.bitsandbytes.dequantize_4bit(
+        packed.view(torch.uint8).view(-1, 1), absmax.view(-1), BLOCKSIZE, quant_type, (rows, wide),
+        dtype)
+    return weight if wide == in_features else weight[:, :in_features]
+
+
+def dense_weight(weight: Tensor, absmax: Tensor | None, in_features: int, quant_type: str,
+                 dtype: torch.dtype) -> Tensor:
+    """A frozen weight as (O, I) in `dtype`: dequantized if it has scales, else as it is."""
+    if absmax is None: return weight.to(dtype)
+    return dequantize_rows(weight, absmax, in_features, quant_type, dtype)

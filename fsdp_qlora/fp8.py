@@ -1,0 +1,209 @@
+"""Products of frozen weights in 8-bit floats, for GPUs that multiply them twice as fast (Hopper on).
+
+Only the frozen weight's products are in fp8, forward and backward; adapters stay in bf16 and are
+added in the same kernel. Scales are dynamic: one per token, one per weight row (arXiv:2209.05433
+describes the formats). A weight row's scale follows from its blocks' absmax, so 4-bit weights become
+fp8 in one pass, without a 16-bit copy between.
+
+In the backward, dX = dY W sums over W's rows, where the row scales would have to be inside the sum:
+they are multiplied into dY before dY is quantized.
+
+Shapes: N tokens, I inputs, O outputs, R rank.  x (N, I), W (O, I), y (N, O)
+"""
+from __future__ import annotations
+
+import torch
+from bitsandbytes.functional import get_4bit_type
+from torch import Tensor, nn
+
+from .fourbit import BLOCKSIZE, dense_weight, padded
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+TINY = 1e-12  # keeps the scale of an all-zero row finite
+LEAST_RANK = 16  # of a product on tensor cores; ranks are padded to a power of two
+MULTIPLE = 16  # the tensor cores take operands in rows of 16 bytes
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # CPU builds of torch come without; the same arithmetic runs in torch there
+    triton = None
+
+
+def fp8_problem(device: torch.device) -> str | None:
+    """Why this device can't do fp8 products, or None. The CPU can, slowly, for tests."""
+    if device.type == "cpu": return None
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return f"{torch.cuda.get_device_name(device)} has no fp8 arithmetic"
+    return None if triton else "triton is not installed"
+
+
+def fits_fp8(in_features: int, out_features: int) -> bool:
+    """Whether a layer's shape suits the kernels; others stay in 16 bits."""
+    return in_features % BLOCKSIZE == 0 and out_features % MULTIPLE == 0
+
+
+def forward_product(x: Tensor, weight: Tensor, absmax: Tensor | None, quant_type: str,
+                    left: Tensor | None = None, right: Tensor | None = None) -> Tensor:
+    """x W^T in fp8, plus left (N, R) right^T (R, O) in x's dtype if given; the result too."""
+    scale = row_scale(weight, absmax)
+    w8 = weight_to_fp8(weight, absmax, x.shape[1], quant_type, scale, transposed=False)
+    x8, x_scale = quantize_tokens(x)
+    return scaled_product(x8, x_scale, w8, scale, *rank_product(left, right, x, w8))
+
+
+def backward_product(dy: Tensor, weight: Tensor, absmax: Tensor | None, in_features: int,
+                     quant_type: str, left: Tensor | None = None, right: Tensor | None = None
+                     ) -> Tensor:
+    """dY W in fp8, plus left (N, R) right^T (R, I) in dY's dtype if given; the result too."""
+    scale = row_scale(weight, absmax)
+    wt8 = weight_to_fp8(weight, absmax, in_features, quant_type, scale, transposed=True)
+    dy8, dy_scale = quantize_tokens(dy, scale)
+    ones = torch.ones(in_features, device=scale.device)
+    return scaled_product(dy8, dy_scale, wt8, ones, *rank_product(left, right, dy, wt8))
+
+
+def rank_product(left: Tensor | None, right: Tensor | None, rows: Tensor, columns: Tensor
+                 ) -> tuple[Tensor, Tensor]:
+    """The factors of what is added to a product, of a rank the kernel takes; zeros if None."""
+    if left is None:
+        return (rows.new_zeros(rows.shape[0], LEAST_RANK),
+                rows.new_zeros(columns.shape[0], LEAST_RANK))
+    missing = max(LEAST_RANK, 1 << (left.shape[1] - 1).bit_length()) - left.shape[1]
+    if missing: left, right = (nn.functional.pad(t, (0, missing)) for t in (left, right))
+    return left.contiguous(), right.contiguous()
+
+
+def row_scale(weight: Tensor, absmax: Tensor | None) -> Tensor:
+    """fp32 (O,): what 448, the largest fp8 number, stands for in each row, divided by 448."""
+    largest = weight.abs().amax(1).float() if absmax is None else absmax.amax(1)
+    return (largest / FP8_MAX).clamp(min=TINY)
+
+
+def weight_to_fp8(weight: Tensor, absmax: Tensor | None, in_features: int, quant_type: str,
+                  scale: Tensor, transposed: bool) -> Tensor:
+    """W / scale in fp8, (O, I), or (I, O) if `transposed`; both are contiguous."""
+    if absmax is not None and weight.is_cuda:
+        return nf4_to_fp8(weight, absmax, in_features, quant_type, scale, transposed)
+    dense = dense_weight(weight, absmax, in_features, quant_type, torch.float32) / scale[:, None]
+    return (dense.t() if transposed else dense).to(FP8).contiguous()
+
+
+def quantize_tokens(x: Tensor, column_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x (N, K), times `column_scale` (K,) if given, as fp8 (N, K) and fp32 scales (N,)."""
+    if x.is_cuda: return quantize_tokens_on_gpu(x, column_scale)
+    x = x.float() if column_scale is None else x.float() * column_scale
+    scale = (x.abs().amax(1) / FP8_MAX).clamp(min=TINY)
+    return (x / scale[:, None]).to(FP8), scale
+
+
+def scaled_product(a8: Tensor, a_scale: Tensor, b8: Tensor, b_scale: Tensor, left: Tensor,
+                   right: Tensor) -> Tensor:
+    """(a8 * a_scale) (b8 * b_scale)^T + left right^T, in left's dtype.
+
+    a8 (M, K), a_scale (M,), b8 (N, K), b_scale (N,), left (M, R), right (N, R).
+    """
+    if a8.is_cuda: return scaled_product_on_gpu(a8, a_scale, b8, b_scale, left, right)
+    product = (a8.float() * a_scale[:, None]) @ (b8.float() * b_scale[:, None]).t()
+    return (product + left.float() @ right.float().t()).to(left.dtype)
+
+
+# ---- kernels -----------------------------------------------------------------------------------
+
+if triton:
+    @triton.jit
+    def _quantize_tokens(x_ptr, column_scale_ptr, out_ptr, scale_ptr, K, HAS_COLUMNS: tl.constexpr,
+                         BLOCK: tl.constexpr):
+        row = tl.program_id(0).to(tl.int64)
+        columns = tl.arange(0, BLOCK)
+        inside = columns < K
+        x = tl.load(x_ptr + row * K + columns, mask=inside, other=0.0).to(tl.float32)
+        if HAS_COLUMNS: x *= tl.load(column_scale_ptr + columns, mask=inside, other=0.0)
+        scale = tl.maximum(tl.max(tl.abs(x), 0) / 448.0, 1e-12)
+        tl.store(scale_ptr + row, scale)
+        tl.store(out_ptr + row * K + columns, (x / scale).to(tl.float8e4nv), mask=inside)
+
+    @triton.jit
+    def _nf4_to_fp8(packed_ptr, absmax_ptr, code_ptr, scale_ptr, out_ptr, O, I,
+                    TRANSPOSED: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr):
+        rows = tl.program_id(0) * BO + tl.arange(0, BO)
+        first = tl.program_id(1) * BI
+        inside = (rows < O)[:, None]
+        half = first // 2 + tl.arange(0, BI // 2)
+        packed = tl.load(packed_ptr + rows[:, None] * (I // 2) + half[None, :], mask=inside, other=0)
+        high = tl.load(code_ptr + (packed >> 4).to(tl.int32))
+        low = tl.load(code_ptr + (packed & 15).to(tl.int32))
+        values = tl.interleave(high, low)  # (BO, BI)
+        columns = first + tl.arange(0, BI)
+        absmax = tl.load(absmax_ptr + rows[:, None] * (I // 64) + (columns // 64)[None, :],
+                         mask=inside, other=0.0)
+        scale = tl.load(scale_ptr + rows, mask=rows < O, other=1.0)
+        out = (values * absmax / scale[:, None]).to(tl.float8e4nv)
+        rows = rows.to(tl.int64)
+        if TRANSPOSED:
+            where = columns.to(tl.int64)[:, None] * O + rows[None, :]
+            tl.store(out_ptr + where, tl.trans(out), mask=(rows < O)[None, :])
+        else:
+            tl.store(out_ptr + rows[:, None] * I + columns[None, :], out, mask=inside)
+
+    @triton.jit
+    def _scaled_product(a_desc, b_desc, left_desc, right_desc, c_desc, a_scale_ptr, b_scale_ptr,
+                        M, N, K, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                        BK: tl.constexpr, GROUP: tl.constexpr):
+        # Programs in groups of GROUP row tiles, so that neighbours share tiles in the cache.
+        program, tiles_m, tiles_n = tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN)
+        group = program // (GROUP * tiles_n)
+        size = min(tiles_m - group * GROUP, GROUP)
+        m = (group * GROUP + (program % (GROUP * tiles_n)) % size) * BM
+        n = ((program % (GROUP * tiles_n)) // size) * BN
+        total = tl.zeros((BM, BN), dtype=tl.float32)
+        for k in range(0, K, BK):
+            total = tl.dot(a_desc.load([m, k]), b_desc.load([n, k]).T, total)
+        rows, columns = m + tl.arange(0, BM), n + tl.arange(0, BN)
+        a_scale = tl.load(a_scale_ptr + rows, mask=rows < M, other=0.0)
+        b_scale = tl.load(b_scale_ptr + columns, mask=columns < N, other=0.0)
+        total = total * a_scale[:, None] * b_scale[None, :]
+        total = tl.dot(left_desc.load([m, 0]), right_desc.load([n, 0]).T, total)
+        c_desc.store([m, n], total.to(c_desc.dtype))
+
+
+def quantize_tokens_on_gpu(x: Tensor, column_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`quantize_tokens` in one pass."""
+    n, k = x.shape
+    out = torch.empty(n, k, dtype=FP8, device=x.device)
+    scale = torch.empty(n, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(k)
+    _quantize_tokens[(n,)](x, column_scale, out, scale, k, column_scale is not None, block,
+                           num_warps=4 if block <= 4096 else 8 if block <= 16384 else 16)
+    return out, scale
+
+
+def nf4_to_fp8(weight: Tensor, absmax: Tensor, in_features: int, quant_type: str, scale: Tensor,
+               transposed: bool) -> Tensor:
+    """Packed 4-bit rows to fp8 in one pass: (O, I), or (I, O) if `transposed`."""
+    assert padded(in_features) == in_features
+    rows = weight.shape[0]
+    shape = (in_features, rows) if transposed else (rows, in_features)
+    out = torch.empty(shape, dtype=FP8, device=weight.device)
+    code = get_4bit_type(quant_type, device=weight.device)
+    block = 64
+    grid = (triton.cdiv(rows, block), in_features // block)
+    _nf4_to_fp8[grid](weight.view(torch.uint8), absmax, code, scale, out, rows, in_features,
+                      transposed, block, block, num_warps=4)
+    return out
+
+
+def scaled_product_on_gpu(a8: Tensor, a_scale: Tensor, b8: Tensor, b_scale: Tensor, left: Tensor,
+                          right: Tensor, tile=(128, 256, 128, 4, 8)) -> Tensor:
+    """`scaled_product` in one kernel, the rank-R product in its epilogue."""
+    (m, k), n, rank = a8.shape, b8.shape[0], left.shape[1]
+    bm, bn, bk, stages, warps = tile
+    c = torch.empty(m, n, dtype=left.dtype, device=a8.device)
+    describe = TensorDescriptor.from_tensor
+    _scaled_product[(triton.cdiv(m, bm) * triton.cdiv(n, bn),)](
+        describe(a8, [bm, bk]), describe(b8, [bn, bk]), describe(left, [bm, rank]),
+        describe(right, [bn, rank]), describe(c, [bm, bn]), a_scale, b_scale.contiguous(),
+        m, n, k, rank, bm, bn, bk, 8, num_stages=stages, num_warps=warps)
+    return c

@@ -1,0 +1,48 @@
+"""The fp8 kernels compute what the same lines of torch compute on the CPU. Needs Hopper or newer."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fsdp_qlora import fp8
+from fsdp_qlora.fourbit import dense_weight, quantize_rows
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
+    reason="needs a GPU with fp8")]
+
+
+def relative(ours, reference) -> float:
+    return ((ours.double() - reference.double()).norm() / reference.double().norm()).item()
+
+
+@pytest.fixture(params=[(300, 512, 1024, 64), (1000, 4096, 1024, 8), (64, 128, 272, 16)])
+def layer(request):
+    n, inputs, outputs, rank = request.param
+    normal = lambda *shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    weight = normal(outputs, inputs) * torch.logspace(-3, 0, outputs, device="cuda")[:, None]
+    packed, absmax = quantize_rows(weight.bfloat16())
+    return normal(n, inputs), normal(n, outputs), packed, absmax, normal(n, rank), \
+        normal(outputs, rank), normal(inputs, rank)
+
+
+def test_kernels_equal_the_reference(layer):
+    x, dy, packed, absmax, left, right, right_t = layer
+    inputs, (n, outputs) = x.shape[1], dy.shape
+    dense = dense_weight(packed, absmax, inputs, "nf4", torch.float32)
+    scale = fp8.row_scale(packed, absmax)
+    for transposed in (False, True):
+        w8 = fp8.weight_to_fp8(packed, absmax, inputs, "nf4", scale, transposed)
+        plain = (dense / scale[:, None]).to(fp8.FP8)
+        expected = plain.t() if transposed else plain
+        same = (w8.float() == expected.float()).float().mean()
+        assert same > 0.999, same  # a value on the border between two may round either way
+    x8, x_scale = fp8.quantize_tokens(x)
+    torch.testing.assert_close(x8.float() * x_scale[:, None], x.float(), rtol=2**-4, atol=1e-2)
+    y = fp8.forward_product(x, packed, absmax, "nf4", left, right)
+    dx = fp8.backward_product(dy, packed, absmax, inputs, "nf4", left, right_t)
+    assert relative(y, x.float() @ dense.t() + left.float() @ right.float().t()) < 0.06
+    assert relative(dx, dy.float() @ dense + left.float() @ right_t.float().t()) < 0.06
+    # Against the same arithmetic on the CPU: only the order of sums and bf16 rounding differ.
+    args = [t.cpu() for t in (x, packed, absmax, left, right)]
+    assert relative(y.cpu(), fp8.forward_product(*args[:3], "nf4", *args[3:]).float()) < 0.01

@@ -1,0 +1,299 @@
+"""Streams: the same rows in the same steps on any number of ranks, in little memory, to one end.
+
+Ranks are threads here, which tell each other what real ranks tell through a process group.
+"""
+import json
+import random
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_qlora.data import (
+    Source,
+    StreamLoader,
+    StreamSampler,
+    num_trained_tokens,
+    open_source,
+    tokenize_rows,
+)
+from fsdp_qlora.data.stream import shuffled
+
+from .test_data_tokenizers import chat, make_tokenizer
+
+TOKENIZER = make_tokenizer("chatml")
+ROOT = Path(__file__).parent.parent
+
+
+class Ranks:
+    """`gather` for ranks that are threads."""
+
+    def __init__(self, world_size):
+        self.values, self.barrier = [None] * world_size, threading.Barrier(world_size, timeout=30)
+
+    def gather(self, rank, value):
+        self.values[rank] = value
+        self.barrier.wait()
+        everyone = list(self.values)
+        self.barrier.wait()
+        return everyone
+
+
+def write_rows(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def conversations(count):
+    return [{"messages": chat(f"ask {i}", "say " * (i % 7 + 1) + str(i))} for i in range(count)]
+
+
+def stream(source, world_size=1, rows_per_step=6, micro_batch_size=2, state=None, stop_after=None,
+           loader_options=None, **sampler_options):
+    """For each rank, its steps or its error; and the loaders."""
+    ranks = Ranks(world_size)
+
+    def run(rank):
+        sampler = StreamSampler(source, rows_per_step, shuffle_buffer=10, **sampler_options)
+        if state: sampler.load_state_dict(state)
+        loader = StreamLoader(sampler, TOKENIZER, rank, world_size, micro_batch_size,
+                              gather=lambda value: ranks.gather(rank, value), pad_token_id=0,
+                              **{"context_length": 64} | (loader_options or {}))
+        steps = []
+        try:
+            for step in loader:
+                steps.append(step)
+                if len(steps) == stop_after: break
+            return steps, loader, loader.full_report()
+        except ValueError as error:
+            return steps, loader, error
+    with ThreadPoolExecutor(world_size) as pool: return list(pool.map(run, range(world_size)))
+
+
+def trained_rows(*rank_steps):
+    """The trained text of every row in a step of each rank, sorted."""
+    batches = [batch for step in rank_steps for batch in step.micro_batches]
+    return sorted(TOKENIZER.decode(labels[labels != -100].tolist())
+                  for batch in batches for labels in batch["labels"] if (labels != -100).any())
+
+
+@pytest.fixture
+def rows(tmp_path):
+    return open_source(write_rows(tmp_path / "rows.jsonl", conversations(41)))
+
+
+# ---- order -----------------------------------------------------------------------------------
+
+@given(count=st.integers(0, 50), size=st.integers(1, 60), seed=st.integers(0, 5))
+def test_a_buffer_gives_each_item_once_and_none_before_it_can_hold_it(count, size, seed):
+    order = list(shuffled(range(count), size, random.Random(seed)))
+    assert sorted(order) == list(range(count))
+    assert all(item < place + size for place, item in enumerate(order))
+    assert order == list(shuffled(range(count), size, random.Random(seed)))
+
+
+def test_a_buffer_of_one_keeps_the_order():
+    assert list(shuffled(range(9), 1, random.Random(0))) == list(range(9))
+
+
+def test_each_row_is_in_one_step_of_an_epoch_and_epochs_differ(rows):
+    ((steps, _, report),) = stream(rows, epochs=2)
+    assert [step.index for step in steps] == list(range(14))
+    assert [step.num_rows for step in steps] == [6, 6, 6, 6, 6, 6, 5] * 2
+    first, second = ([row for step in half for row in trained_rows(step)]
+                     for half in (steps[:7], steps[7:]))
+    assert sorted(first) == sorted(second) and len(set(first)) == 41 and first != second
+    assert report.rows_read == report.rows_kept == 82
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_a_step_has_the_same_rows_on_any_number_of_ranks(rows, world_size, packing):
+    options = dict(loader_options=dict(packing=packing))
+    ((alone, _, alone_report),) = stream(rows, **options)
+    by_rank = stream(rows, world_size, **options)
+    for index, steps in enumerate(zip(*(steps for steps, _, _ in by_rank), strict=True)):
+        assert len({len(step.micro_batches) for step in steps}) == 1
+        assert {step.num_rows for step in steps} == {alone[index].num_rows}
+        if not packing: assert trained_rows(*steps) == trained_rows(alone[index])
+        trained = sum(num_trained_tokens(batch) for step in steps for batch in step.micro_batches)
+        assert {trained} == {step.num_trained_tokens for step in (*steps, alone[index])}
+        assert trained == sum(step.num_trained_tokens_local for step in steps)
+    assert len(alone) == len(by_rank[0][0]) == 7
+    for _, _, report in by_rank:
+        assert replace(report, dropped={}) == replace(alone_report, dropped={})
+
+
+def test_the_rows_are_those_that_are_tokenised_at_once(rows):
+    reference = tokenize_rows(rows.rows(), TOKENIZER, context_length=64)
+    ((steps, _, report),) = stream(rows)
+    assert report == reference.report
+    answers = sorted(TOKENIZER.decode(labels[labels != -100].tolist()) for _, labels in reference)
+    assert sorted(row for step in steps for row in trained_rows(step)) == answers
+    assert sum(step.num_trained_tokens for step in steps) == reference.trained_counts.sum()
+
+
+def test_max_steps_ends_a_stream_early_or_repeats_it(rows):
+    for max_steps in (3, 7, 17):
+        ((steps, _, _),) = stream(rows, max_steps=max_steps)
+        assert [step.index for step in steps] == list(range(max_steps))
+    assert [step.epoch for step in steps] == [0] * 7 + [1] * 7 + [2] * 3
+
+
+@pytest.mark.parametrize("done", [1, 6, 7, 9, 14])
+def test_a_stream_resumes_on_another_number_of_ranks(rows, done):
+    ((whole, _, _),) = stream(rows, epochs=2)
+    (_, loader, _), _ = stream(rows, 2, epochs=2, stop_after=done)
+    state = json.loads(json.dumps(loader.sampler.state_dict()))
+    by_rank = stream(rows, 3, epochs=2, state=state)
+    rest = list(zip(*(steps for steps, _, _ in by_rank), strict=True))
+    assert [trained_rows(*steps) for steps in rest] == [trained_rows(s) for s in whole[done:]]
+
+
+def test_a_stream_does_not_resume_with_another_order(rows):
+    state = StreamSampler(rows, 6, seed=1).state_dict()
+    with pytest.raises(ValueError, match="resume: --seed was 1 .* is 2 now"):
+        StreamSampler(rows, 6, seed=2).load_state_dict(state)
+
+
+# ---- sources ---------------------------------------------------------------------------------
+
+def test_shards_parquet_and_iterable_datasets_give_the_same_rows(tmp_path):
+    parquet, datasets = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("datasets")
+    import pyarrow
+    records = [{"question": f"Q{i}", "answer": f"A{i}"} for i in range(20)]
+    write_rows(tmp_path / "part-1.jsonl", records[:9])
+    write_rows(tmp_path / "part-2.jsonl", records[9:])
+    parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "rows.parquet")
+    sources = [tmp_path / "part-*.jsonl", tmp_path / "rows.parquet",
+               datasets.Dataset.from_list(records).to_iterable_dataset()]
+    streams = [stream(open_source(source, streaming=True), 2) for source in sources]
+    print([r[2] for x in streams for r in x])
+    rows = [[trained_rows(*steps) for steps in zip(*(steps for steps, _, _ in by_rank), strict=True)]
+            for by_rank in streams]
+    assert rows[0] == rows[1] == rows[2] and sum(map(len, rows[0])) == 20
+
+
+def test_a_data_set_of_the_hub_is_streamed_and_not_fetched(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, **options: asked.append(options) or [])
+    open_source("someone/their-data", streaming=True)
+    open_source("someone/their-data")
+    assert asked == [{"split": "train", "streaming": True}, {"split": "train"}]
+
+
+def test_a_rank_parses_its_own_lines_only(tmp_path, monkeypatch):
+    from fsdp_qlora.data import stream as stream_module
+    parsed = []
+    monkeypatch.setattr(stream_module, "parse_row", lambda raw, place: parsed.append(place) or
+                        parse_row(raw, place))
+    from fsdp_qlora.data.sources import parse_row
+    stream(open_source(write_rows(tmp_path / "rows.jsonl", conversations(41))), 4)
+    assert len(parsed) == len(set(parsed)) == 41
+
+
+# ---- faults ----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("line, fault", [
+    ('{"messages": [', "JSON"), ('{"messages": "Hello"}', "expected a list"),
+    ('{"prompt": "a"}', "fit no format"), ('{"text": "\\ud83d"}', "lone surrogate")])
+def test_a_broken_row_ends_all_ranks_with_file_and_line(tmp_path, line, fault):
+    lines = [json.dumps(record) for record in conversations(30)]
+    lines[22] = line
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines))
+    results = stream(open_source(path), world_size=3)
+    for steps, _, error in results:
+        assert len(steps) == len(results[0][0]) >= 2  # the steps before it were trained on
+        assert str(error).startswith(f"{path}:23: ") and fault in str(error)
+
+
+def test_an_error_that_no_one_foresaw_ends_all_ranks_too():
+    def records():
+        yield from ((f"row {i}", {"text": "a"}) for i in range(8))
+        raise OSError("the disk is gone")
+    for _, _, error in stream(Source(records, str), world_size=2):
+        assert str(error) == "OSError: the disk is gone"
+
+
+@pytest.mark.parametrize("max_steps", [-1, 5])
+@pytest.mark.parametrize("records, reason", [
+    ([], "no row to train on"), ([{"messages": []}] * 9, "no row is left .* read; dropped")])
+def test_without_a_usable_row_all_ranks_say_so(tmp_path, records, reason, max_steps):
+    source = open_source(write_rows(tmp_path / "rows.jsonl", records))
+    for steps, _, error in stream(source, world_size=2, max_steps=max_steps):
+        assert not steps
+        with pytest.raises(ValueError, match=reason): raise error
+
+
+def test_dropped_rows_leave_steps_smaller_and_are_counted(tmp_path):
+    records = conversations(24)
+    records[::2] = [{"messages": []}] * 12
+    source = open_source(write_rows(tmp_path / "rows.jsonl", records))
+    by_rank = stream(source, world_size=2)
+    assert sum(step.num_rows for step in by_rank[0][0]) == 12
+    assert [report.dropped["no messages"].rows for _, _, report in by_rank] == [12, 12]
+
+
+def test_ranks_that_read_different_files_end_together(tmp_path):
+    sources = [open_source(write_rows(tmp_path / f"{n}.jsonl", conversations(n))) for n in (6, 26)]
+    ranks = Ranks(2)
+
+    def run(rank):
+        loader = StreamLoader(StreamSampler(sources[rank], 6), TOKENIZER, rank, 2, 2, pad_token_id=0,
+                              context_length=64, gather=lambda value: ranks.gather(rank, value))
+        return [len(step.micro_batches) for step in loader]
+    with ThreadPoolExecutor(2) as pool: first, second = pool.map(run, range(2))
+    assert first == second and len(first) == 5
+
+
+def test_a_token_beyond_the_embedding_is_named(rows):
+    ((_, _, error),) = stream(rows, loader_options=dict(vocab_size=100))
+    assert "the model embeds ids below 100" in str(error)
+
+
+def test_the_thread_ends_with_the_loop(rows):
+    before = threading.active_count()
+    loader = StreamLoader(StreamSampler(rows, 2, max_steps=1000), TOKENIZER, context_length=64,
+                          pad_token_id=0)
+    iterator = iter(loader)
+    next(iterator)
+    assert threading.active_count() == before + 1
+    iterator.close()
+    assert threading.active_count() == before
+
+
+# ---- memory ----------------------------------------------------------------------------------
+
+MEASURE = """
+import sys, psutil
+from fsdp_qlora.data import StreamLoader, StreamSampler, open_source
+from tests.test_data_tokenizers import make_tokenizer
+sampler = StreamSampler(open_source(sys.argv[1]), 16, shuffle_buffer=500)
+loader = StreamLoader(sampler, make_tokenizer("chatml"), 0, 8, 2, context_length=512, pad_token_id=0)
+process, start, peak, steps = psutil.Process(), None, 0, 0
+for step in loader:
+    steps += 1
+    if steps == 50: start = process.memory_info().rss
+    if steps > 50 and steps % 20 == 0: peak = max(peak, process.memory_info().rss)
+print(steps, (peak - start) / 2**20)
+"""
+
+
+def test_memory_does_not_grow_with_the_data(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    record = json.dumps({"messages": chat("why? " * 100, "because " * 400)})
+    with path.open("w") as file: file.writelines(f"{record}\n" for _ in range(16_000))
+    assert path.stat().st_size > 58e6
+    done = subprocess.run([sys.executable, "-c", MEASURE, str(path)], capture_output=True, text=True,
+                          cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    steps, growth_mib = done.stdout.split()
+    assert int(steps) == 1000 and float(growth_mib) < 20

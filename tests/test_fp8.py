@@ -1,0 +1,87 @@
+"""Products of frozen weights in fp8: close to full precision, scales right, refused where impossible."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fsdp_qlora import fp8
+from fsdp_qlora.config import RunConfig
+from fsdp_qlora.fourbit import dense_weight, quantize_rows
+from tests.tiny import padded_batch, save_tiny, tiny_rows
+
+# e4m3 has 3 bits of mantissa: a value is off by up to 2^-4, and by 2^-4 / sqrt(3) in the mean square;
+# both factors of a product are rounded, and errors of a sum are independent.
+ROUNDING = 2**-4 / 3**0.5 * 2**0.5
+
+
+def relative(ours, reference) -> float:
+    return ((ours.double() - reference.double()).norm() / reference.double().norm()).item()
+
+
+@pytest.fixture
+def layer():
+    generator = torch.Generator().manual_seed(0)
+    normal = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
+    # Rows and tokens of very different size: one scale for all would lose the small ones.
+    weight = normal(96, 256) * torch.logspace(-4, 0, 96)[:, None]
+    x, dy = normal(40, 256) * torch.logspace(-3, 2, 40)[:, None], normal(40, 96)
+    return x, dy, *quantize_rows(weight), normal(40, 8), normal(96, 8), normal(256, 8)
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_products_are_within_fp8_rounding_for_every_token(layer, quantized):
+    x, dy, packed, absmax, left, right, right_t = layer
+    dense = dense_weight(packed, absmax, 256, "nf4", torch.float32)
+    weight, scales = (packed, absmax) if quantized else (dense, None)
+    y = fp8.forward_product(x, weight, scales, "nf4")
+    dx = fp8.backward_product(dy, weight, scales, 256, "nf4")
+    for ours, reference in ((y, x @ dense.t()), (dx, dy @ dense)):
+        assert relative(ours, reference) < ROUNDING
+        assert all(relative(o, r) < 2 * ROUNDING for o, r in zip(ours, reference, strict=True))
+
+
+def test_the_adapters_product_is_added_in_full_precision(layer):
+    x, dy, packed, absmax, left, right, right_t = layer
+    pairs = ((fp8.forward_product(x, packed, absmax, "nf4", left, right),
+              fp8.forward_product(x, packed, absmax, "nf4"), left @ right.t()),
+             (fp8.backward_product(dy, packed, absmax, 256, "nf4", left, right_t),
+              fp8.backward_product(dy, packed, absmax, 256, "nf4"), left @ right_t.t()))
+    for with_rank, without, rank in pairs:
+        torch.testing.assert_close(with_rank - without, rank, rtol=1e-4, atol=1e-3)
+
+
+def test_a_row_of_zeros_stays_zero(layer):
+    x, _, packed, absmax, *_ = layer
+    x[3], absmax[5] = 0, 0
+    y = fp8.forward_product(x, packed, absmax, "nf4")
+    assert torch.isfinite(y).all() and not y[3].any() and not y[:, 5].any()
+
+
+def test_training_in_fp8_follows_training_in_full_precision(tmp_path):
+    from fsdp_qlora.build import build_model
+    from fsdp_qlora.dist import process_group
+    from fsdp_qlora.optim import build_optimizer
+    from fsdp_qlora.trainer import train_step
+    folder, steps, losses = save_tiny(tmp_path), tiny_rows(1, 4) * 8, {}
+    with process_group(torch.device("cpu")):
+        for dtype in ("auto", "fp8"):
+            config = RunConfig(model_name=folder, precision="fp32", lora_rank=4, lora_dropout=0.0,
+                               compute_dtype=dtype)
+            model = build_model(config, torch.device("cpu"))
+            optimizer = build_optimizer(model, "adamw", 1e-2)
+            losses[dtype] = torch.tensor([train_step(model, optimizer, [padded_batch(rows)]).loss
+                                          for rows in steps])
+    assert losses["fp8"][-1] < losses["fp8"][0] - 0.1
+    torch.testing.assert_close(losses["fp8"], losses["auto"], rtol=2e-2, atol=0)
+    assert not torch.equal(losses["fp8"], losses["auto"])
+
+
+def test_a_gpu_without_fp8_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    assert "A100 has no fp8" in fp8.fp8_problem(torch.device("cuda"))
+
+
+def test_fp8_without_frozen_weights_is_refused():
+    with pytest.raises(ValueError, match="--compute_dtype fp8"):
+        RunConfig(train_type="full", compute_dtype="fp8")
