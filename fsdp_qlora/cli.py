@@ -103,15 +103,17 @@ def train_command(argv: list[str]):
 
 def train_rank(config: RunConfig):
     """What each rank does: prepare without the others, then train with them."""
-    from .dist import process_group, rank_device
+    from .dist import process_group, rank_device, ranks_from_env
     from .prepare import check_device, load_data, load_tokenizer
     device = rank_device(config.device)
     check_device(config, device)
     tokenizer = load_tokenizer(config.model_name)
     data = load_data(config, tokenizer)
     from .build import planned_model
-    from .trainer import train
+    from .export import check_output_dir
+    from .trainer import train, weights_folder
     planned_model(config, device)  # a wrong checkpoint or target is found before ranks wait
+    if ranks_from_env().is_main: check_output_dir(weights_folder(config))
     with process_group(device, config.timeout_minutes):
         train(config, data.train, device, tokenizer, data.held_out)
 

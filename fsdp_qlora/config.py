@@ -9,6 +9,7 @@ Names follow the original fsdp_qlora script where it had them; docs/migrating.md
 """
 from __future__ import annotations
 
+import math
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, get_type_hints
 
@@ -320,10 +321,15 @@ def check_numbers(config: RunConfig):
     for name in NOT_NEGATIVE:
         if not getattr(config, name) >= 0: refuse(name, "0 or more")
     if not config.grad_norm > 0: refuse("grad_norm", "above 0")
-    if not config.timeout_minutes > 0: refuse("timeout_minutes", "above 0")
+    if not 0 < config.timeout_minutes <= 1e5: refuse("timeout_minutes", "above 0, at most 100000")
     if not 0 <= config.lora_dropout < 1: refuse("lora_dropout", "from 0 to below 1")
     if not 0 <= config.warmup_share < 1: refuse("warmup_share", "from 0 to below 1")
     if not 0 <= config.eval_share < 1: refuse("eval_share", "from 0 to below 1")
+    if not 0 <= config.seed < 2**32: refuse("seed", "from 0 to 4294967295")
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if isinstance(value, float) and not math.isfinite(value): refuse(f.name, "a finite number")
+        if isinstance(value, str) and not value.strip(): refuse(f.name, "left out, or given a value")
 
 
 def check_together(config: RunConfig):

@@ -38,18 +38,17 @@ def save_trained(model: nn.Module, folder: str | Path, tokenizer=None, settings:
     return save(model, folder, write_rest)
 
 
-def check_output_dir(output_dir: str | Path, kind: str):
-    """Find out before training whether `output_dir`/`kind` can be written; nothing is made yet.
+def check_output_dir(folder: Path):
+    """Find out before training whether `folder` can be made in --output_dir; nothing is made yet.
 
     Raises ValueError naming --output_dir.
     """
-    folder = Path(output_dir)
-    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    if not there.is_dir(): fault = f"{there} is a file"
+    there = next(p for p in folder.absolute().parents if p.exists())
+    if folder.exists() and not folder.is_dir(): fault = f"{folder} is a file"
+    elif not there.is_dir(): fault = f"{there} is a file"
     elif not os.access(there, os.W_OK | os.X_OK): fault = f"{there} can't be written to"
-    elif (folder / kind).is_file(): fault = f"{folder / kind}, where the {kind} goes, is a file"
     else: return
-    raise ValueError(f"--output_dir {output_dir}: {fault}; give a folder that can be written to")
+    raise ValueError(f"--output_dir {folder.parent}: {fault}; give another folder")
 
 
 def save_adapter(model: nn.Module, folder: str | Path,

@@ -1,7 +1,6 @@
 """Products of frozen weights in 8-bit floats, for GPUs that multiply them twice as fast (Hopper on).
 
-Only the frozen weight's products are in fp8, forward and backward; adapters stay in bf16 and are
-added in the same kernel. Scales are dynamic: one per token, one per weight row (arXiv:2209.05433
+Only the frozen weight's products are in fp8, forward and backward; adapters stay in bf16. Scales are dynamic: one per token, one per weight row (arXiv:2209.05433
 describes the formats). A weight row's scale follows from its blocks' absmax, so 4-bit weights become
 fp8 in one pass, without a 16-bit copy between.
 
@@ -14,20 +13,18 @@ from __future__ import annotations
 
 import torch
 from bitsandbytes.functional import get_4bit_type
-from torch import Tensor, nn
+from torch import Tensor
 
 from .fourbit import BLOCKSIZE, dense_weight, padded
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 TINY = 1e-12  # keeps the scale of an all-zero row finite
-LEAST_RANK = 16  # of a product on tensor cores; ranks are padded to a power of two
 MULTIPLE = 16  # the tensor cores take operands in rows of 16 bytes
 
 try:
     import triton
     import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # CPU builds of torch come without; the same arithmetic runs in torch there
     triton = None
 
@@ -51,7 +48,7 @@ def forward_product(x: Tensor, weight: Tensor, absmax: Tensor | None, quant_type
     scale = row_scale(weight, absmax)
     w8 = weight_to_fp8(weight, absmax, x.shape[1], quant_type, scale, transposed=False)
     x8, x_scale = quantize_tokens(x)
-    return scaled_product(x8, x_scale, w8, scale, *rank_product(left, right, x, w8))
+    return scaled_product(x8, x_scale, w8, scale, left, right, x.dtype)
 
 
 def backward_product(dy: Tensor, weight: Tensor, absmax: Tensor | None, in_features: int,
@@ -62,18 +59,7 @@ def backward_product(dy: Tensor, weight: Tensor, absmax: Tensor | None, in_featu
     wt8 = weight_to_fp8(weight, absmax, in_features, quant_type, scale, transposed=True)
     dy8, dy_scale = quantize_tokens(dy, scale)
     ones = torch.ones(in_features, device=scale.device)
-    return scaled_product(dy8, dy_scale, wt8, ones, *rank_product(left, right, dy, wt8))
-
-
-def rank_product(left: Tensor | None, right: Tensor | None, rows: Tensor, columns: Tensor
-                 ) -> tuple[Tensor, Tensor]:
-    """The factors of what is added to a product, of a rank the kernel takes; zeros if None."""
-    if left is None:
-        return (rows.new_zeros(rows.shape[0], LEAST_RANK),
-                rows.new_zeros(columns.shape[0], LEAST_RANK))
-    missing = max(LEAST_RANK, 1 << (left.shape[1] - 1).bit_length()) - left.shape[1]
-    if missing: left, right = (nn.functional.pad(t, (0, missing)) for t in (left, right))
-    return left.contiguous(), right.contiguous()
+    return scaled_product(dy8, dy_scale, wt8, ones, left, right, dy.dtype)
 
 
 def row_scale(weight: Tensor, absmax: Tensor | None) -> Tensor:
@@ -99,15 +85,18 @@ def quantize_tokens(x: Tensor, column_scale: Tensor | None = None) -> tuple[Tens
     return (x / scale[:, None]).to(FP8), scale
 
 
-def scaled_product(a8: Tensor, a_scale: Tensor, b8: Tensor, b_scale: Tensor, left: Tensor,
-                   right: Tensor) -> Tensor:
-    """(a8 * a_scale) (b8 * b_scale)^T + left right^T, in left's dtype.
+def scaled_product(a8: Tensor, a_scale: Tensor, b8: Tensor, b_scale: Tensor, left: Tensor | None,
+                   right: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """(a8 * a_scale) (b8 * b_scale)^T, plus left right^T if given, in `dtype`.
 
     a8 (M, K), a_scale (M,), b8 (N, K), b_scale (N,), left (M, R), right (N, R).
     """
-    if a8.is_cuda: return scaled_product_on_gpu(a8, a_scale, b8, b_scale, left, right)
-    product = (a8.float() * a_scale[:, None]) @ (b8.float() * b_scale[:, None]).t()
-    return (product + left.float() @ right.float().t()).to(left.dtype)
+    if a8.is_cuda:
+        product = torch._scaled_mm(a8, b8.t(), scale_a=a_scale[:, None], scale_b=b_scale[None],
+                                   out_dtype=dtype, use_fast_accum=True)
+    else:
+        product = ((a8.float() * a_scale[:, None]) @ (b8.float() * b_scale[:, None]).t()).to(dtype)
+    return product if left is None else product.addmm_(left, right.t())
 
 
 # ---- kernels -----------------------------------------------------------------------------------
@@ -126,47 +115,41 @@ if triton:
         tl.store(out_ptr + row * K + columns, (x / scale).to(tl.float8e4nv), mask=inside)
 
     @triton.jit
-    def _nf4_to_fp8(packed_ptr, absmax_ptr, code_ptr, scale_ptr, out_ptr, O, I,
-                    TRANSPOSED: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr):
-        rows = tl.program_id(0) * BO + tl.arange(0, BO)
-        first = tl.program_id(1) * BI
-        inside = (rows < O)[:, None]
-        half = first // 2 + tl.arange(0, BI // 2)
-        packed = tl.load(packed_ptr + rows[:, None] * (I // 2) + half[None, :], mask=inside, other=0)
-        high = tl.load(code_ptr + (packed >> 4).to(tl.int32))
-        low = tl.load(code_ptr + (packed & 15).to(tl.int32))
-        values = tl.interleave(high, low)  # (BO, BI)
-        columns = first + tl.arange(0, BI)
-        absmax = tl.load(absmax_ptr + rows[:, None] * (I // 64) + (columns // 64)[None, :],
-                         mask=inside, other=0.0)
-        scale = tl.load(scale_ptr + rows, mask=rows < O, other=1.0)
-        out = (values * absmax / scale[:, None]).to(tl.float8e4nv)
-        rows = rows.to(tl.int64)
-        if TRANSPOSED:
-            where = columns.to(tl.int64)[:, None] * O + rows[None, :]
-            tl.store(out_ptr + where, tl.trans(out), mask=(rows < O)[None, :])
-        else:
-            tl.store(out_ptr + rows[:, None] * I + columns[None, :], out, mask=inside)
+    def _lookup(index, code_ptr):
+        """code[index] for 4-bit indices by halving: 15 selections are faster than loads."""
+        odd, two, four, eight = index & 1, index & 2, index & 4, index & 8
+        a = tl.where(odd == 1, tl.load(code_ptr + 1), tl.load(code_ptr))
+        b = tl.where(odd == 1, tl.load(code_ptr + 3), tl.load(code_ptr + 2))
+        c = tl.where(odd == 1, tl.load(code_ptr + 5), tl.load(code_ptr + 4))
+        d = tl.where(odd == 1, tl.load(code_ptr + 7), tl.load(code_ptr + 6))
+        low = tl.where(four == 0, tl.where(two == 0, a, b), tl.where(two == 0, c, d))
+        a = tl.where(odd == 1, tl.load(code_ptr + 9), tl.load(code_ptr + 8))
+        b = tl.where(odd == 1, tl.load(code_ptr + 11), tl.load(code_ptr + 10))
+        c = tl.where(odd == 1, tl.load(code_ptr + 13), tl.load(code_ptr + 12))
+        d = tl.where(odd == 1, tl.load(code_ptr + 15), tl.load(code_ptr + 14))
+        high = tl.where(four == 0, tl.where(two == 0, a, b), tl.where(two == 0, c, d))
+        return tl.where(eight == 0, low, high)
 
     @triton.jit
-    def _scaled_product(a_desc, b_desc, left_desc, right_desc, c_desc, a_scale_ptr, b_scale_ptr,
-                        M, N, K, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                        BK: tl.constexpr, GROUP: tl.constexpr):
-        # Programs in groups of GROUP row tiles, so that neighbours share tiles in the cache.
-        program, tiles_m, tiles_n = tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN)
-        group = program // (GROUP * tiles_n)
-        size = min(tiles_m - group * GROUP, GROUP)
-        m = (group * GROUP + (program % (GROUP * tiles_n)) % size) * BM
-        n = ((program % (GROUP * tiles_n)) // size) * BN
-        total = tl.zeros((BM, BN), dtype=tl.float32)
-        for k in range(0, K, BK):
-            total = tl.dot(a_desc.load([m, k]), b_desc.load([n, k]).T, total)
-        rows, columns = m + tl.arange(0, BM), n + tl.arange(0, BN)
-        a_scale = tl.load(a_scale_ptr + rows, mask=rows < M, other=0.0)
-        b_scale = tl.load(b_scale_ptr + columns, mask=columns < N, other=0.0)
-        total = total * a_scale[:, None] * b_scale[None, :]
-        total = tl.dot(left_desc.load([m, 0]), right_desc.load([n, 0]).T, total)
-        c_desc.store([m, n], total.to(c_desc.dtype))
+    def _nf4_to_fp8(packed_ptr, absmax_ptr, code_ptr, scale_ptr, out_ptr, O, I,
+                    TRANSPOSED: tl.constexpr, BO: tl.constexpr):
+        # One block of 64 inputs of BO rows: 32 bytes a row, one absmax a row.
+        rows = tl.program_id(0) * BO + tl.arange(0, BO)
+        block, inside = tl.program_id(1), rows < O
+        half = block * 32 + tl.arange(0, 32)
+        packed = tl.load(packed_ptr + rows[:, None] * (I // 2) + half[None, :],
+                         mask=inside[:, None], other=0).to(tl.int32)
+        absmax = tl.load(absmax_ptr + rows * (I // 64) + block, mask=inside, other=0.0)
+        factor = (absmax / tl.load(scale_ptr + rows, mask=inside, other=1.0))[:, None]
+        high = (_lookup(packed >> 4, code_ptr) * factor).to(tl.float8e4nv)
+        low = (_lookup(packed & 15, code_ptr) * factor).to(tl.float8e4nv)
+        out = tl.interleave(high, low)  # (BO, 64)
+        columns, rows = (block * 64 + tl.arange(0, 64)).to(tl.int64), rows.to(tl.int64)
+        if TRANSPOSED:
+            tl.store(out_ptr + columns[:, None] * O + rows[None, :], tl.trans(out),
+                     mask=inside[None, :])
+        else:
+            tl.store(out_ptr + rows[:, None] * I + columns[None, :], out, mask=inside[:, None])
 
 
 def quantize_tokens_on_gpu(x: Tensor, column_scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -188,22 +171,8 @@ def nf4_to_fp8(weight: Tensor, absmax: Tensor, in_features: int, quant_type: str
     shape = (in_features, rows) if transposed else (rows, in_features)
     out = torch.empty(shape, dtype=FP8, device=weight.device)
     code = get_4bit_type(quant_type, device=weight.device)
-    block = 64
-    grid = (triton.cdiv(rows, block), in_features // block)
+    block = 128
+    grid = (triton.cdiv(rows, block), in_features // BLOCKSIZE)
     _nf4_to_fp8[grid](weight.view(torch.uint8), absmax, code, scale, out, rows, in_features,
-                      transposed, block, block, num_warps=4)
+                      transposed, block, num_warps=4)
     return out
-
-
-def scaled_product_on_gpu(a8: Tensor, a_scale: Tensor, b8: Tensor, b_scale: Tensor, left: Tensor,
-                          right: Tensor, tile=(128, 256, 128, 4, 8)) -> Tensor:
-    """`scaled_product` in one kernel, the rank-R product in its epilogue."""
-    (m, k), n, rank = a8.shape, b8.shape[0], left.shape[1]
-    bm, bn, bk, stages, warps = tile
-    c = torch.empty(m, n, dtype=left.dtype, device=a8.device)
-    describe = TensorDescriptor.from_tensor
-    _scaled_product[(triton.cdiv(m, bm) * triton.cdiv(n, bn),)](
-        describe(a8, [bm, bk]), describe(b8, [bn, bk]), describe(left, [bm, rank]),
-        describe(right, [bn, rank]), describe(c, [bm, bn]), a_scale, b_scale.contiguous(),
-        m, n, k, rank, bm, bn, bk, 8, num_stages=stages, num_warps=warps)
-    return c

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -59,6 +60,15 @@ def start_ranks(count: int, config: RunConfig, command: str, argv: list[str]):
     try:
         elastic_launch(launch, sys.executable)("-m", "fsdp_qlora.cli", command, *argv)
     except ChildFailedError as error:
-        sys.exit(error.get_first_failure()[1].exitcode)
-    except SignalException as stopped:  # the ranks have been told and are gone
+        sys.exit(exit_code_of(*error.get_first_failure()))
+    except SignalException as stopped:  # Ctrl-C or a scheduler: the ranks have been told and are gone
         sys.exit(128 + stopped.sigval)
+
+
+def exit_code_of(rank: int, failure) -> int:
+    """The exit code of a failed rank, as a shell gives it; a killed rank could not say why itself."""
+    if failure.exitcode >= 0: return failure.exitcode
+    hint = ("; the system does so when memory runs out (see dmesg)"
+            if failure.exitcode == -signal.SIGKILL else "")
+    print(f"error: rank {rank} was killed by {failure.signal_name()}{hint}", file=sys.stderr, flush=True)
+    return 128 - failure.exitcode

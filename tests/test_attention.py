@@ -27,8 +27,9 @@ from fsdp_qlora.activations import apply_activation_policy
 from fsdp_qlora.adapters import trainable_parameters
 from fsdp_qlora.blocks import decoder_blocks
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.data import collate, collate_packed
+from fsdp_qlora.data import collate, collate_packed, num_trained_tokens, on_device
 from fsdp_qlora.dist import full_tensor
+from fsdp_qlora.trainer import compute_device
 
 from .ranks import run_ranks
 from .tiny import RANK, SEED, padded_batch, save_tiny, tiny_rows
@@ -86,22 +87,23 @@ def backward_kernel(d_out, q, k, v, out, lse, cu, _, longest, __, is_causal, rng
 
 def loss_and_gradients(model, batches) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The token-weighted loss over all batches, and its gradients, gathered."""
-    trained = sum(int((labels[1:] != -100).sum()) for _, labels in ROWS)
-    losses = [model(**batch, num_items_in_batch=trained).loss for batch in batches]
+    trained = sum(num_trained_tokens(batch) for batch in batches)
+    device = compute_device(model)
+    losses = [model(**on_device(batch, device), num_items_in_batch=trained).loss
+              for batch in batches]
     sum(losses).backward()
-    parameters = trainable_parameters(model).items()
-    return sum(losses).detach(), {n: full_tensor(p.grad).clone() for n, p in parameters}
+    gradients = {n: full_tensor(p.grad).cpu() for n, p in trainable_parameters(model).items()}
+    return sum(losses).detach().cpu(), gradients
 
 
-def built_model(folder: str, way: str | None, **settings):
+def built_model(folder: str, way: str | None, device: torch.device = CPU, **settings):
     """A model of the product that packs in one of WAYS, or not, and whose B are not zero."""
-    # An operator with CPU kernels needs no GPU.
-    attention.why_not_varlen = lambda *_: "" if way == "varlen" else "needs a GPU"
+    attention.why_not_varlen = lambda *_: "" if way == "varlen" else "is another way"
     config = RunConfig(**dict(
         model_name=folder, precision="fp32", lora_rank=RANK, lora_alpha=8, lora_dropout=0.0,
         seed=SEED, packing=way is not None,
         attn_implementation="eager" if way == "eager" else "sdpa") | settings)
-    model = build.build_model(config, CPU)
+    model = build.build_model(config, device)
     assert model.config._attn_implementation == (way or "sdpa")
     generator = torch.Generator().manual_seed(1)
     for name, p in trainable_parameters(model).items():

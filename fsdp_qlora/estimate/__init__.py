@@ -8,17 +8,19 @@ at the top of each module; each says what it stands for.
 Time is counted in the same way: FLOPs over the rate of large products, bytes over the rate of
 copies, transfers less what compute hides.
 
-Modules, each importing only from those before it: setup, weights, activations, peak, speed, cost.
+Modules, each importing only from those before it: setup, weights, activations, peak, speed, policies,
+cost.
 
 Letters: B batch, T tokens of a row, N = B T, D hidden, I intermediate, q and kv the widths of all
 query and all key-value heads, V vocabulary, R rank, n ranks that share one copy of the weights.
 """
 from __future__ import annotations
 
-from . import activations, cost, peak, setup, speed, weights
-from .activations import loss_bytes, saved_by_block
+from . import activations, cost, peak, policies, setup, speed, weights
+from .activations import kept_by_block, loss_bytes, saved_by_block
 from .cost import RunCost, run_cost
 from .peak import GIB, Memory, host_memory, memory
+from .policies import choose_policies
 from .setup import Setup, check_context, setup_from_config
 from .speed import (
     Flops,
@@ -32,7 +34,8 @@ from .weights import Weight, block_weights, gathered, optimizer_bytes, resident_
 
 __all__ = [
     "GIB", "Flops", "Memory", "RunCost", "Setup", "StepTime", "Weight", "block_weights",
-    "check_context", "flops_per_token", "gathered", "host_memory", "loss_bytes", "memory",
+    "check_context", "choose_policies", "flops_per_token", "gathered", "host_memory",
+    "kept_by_block", "loss_bytes", "memory",
     "model_flops_per_token", "model_tflops", "optimizer_bytes", "resident_bytes", "run_cost",
     "saved_by_block", "setup_from_config", "step_seconds",
 ]
@@ -40,6 +43,6 @@ __all__ = [
 
 def __getattr__(name: str):
     """A helper or constant that is not public, from the module that has it."""
-    for module in (setup, weights, activations, peak, speed, cost):
+    for module in (setup, weights, activations, peak, speed, policies, cost):
         if not name.startswith("_") and name in vars(module): return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

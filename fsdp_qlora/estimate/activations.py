@@ -1,8 +1,10 @@
-"""What a block saves for its backward, what its backward holds meanwhile, and what the loss takes.
+"""What a block keeps for its backward, what its backward holds meanwhile, and what the loss takes.
 
 The tests trace transformers' blocks and compare.
 """
 from __future__ import annotations
+
+from collections import Counter
 
 from ..arch import ModelShape
 from .setup import BYTES, Setup
@@ -12,7 +14,7 @@ CHUNK_TOKENS = 1024    # tokens whose logits exist at once (losses.py)
 
 
 def saved_by_block(shape: ModelShape, setup: Setup) -> float:
-    """Bytes that one block's forward saves for its backward, its input included if it is saved.
+    """Bytes that a keep_all block's forward saves for its backward, its input included if saved.
 
     Found by tracing `saved_tensors_hooks` through transformers' blocks with our adapted linear
     (the tests trace again); a compiled block as torch's min-cut partitioner leaves it.
@@ -77,20 +79,58 @@ def adapter_saved(shape: ModelShape, setup: Setup) -> float:
 
 
 def block_input(shape: ModelShape, setup: Setup) -> float:
-    """(N, D): all that is kept of a recomputed block."""
+    """(N, D): all that is kept of a block under recompute_all."""
     return setup.tokens * shape.hidden * BYTES[setup.precision]
 
 
-def saved_at(shape: ModelShape, setup: Setup, block: int) -> float:
-    """Bytes saved in all blocks when the backward has come to `block` (from 0), that one included.
+def kept_by_block(shape: ModelShape, setup: Setup, policy: str) -> float:
+    """Bytes that stay of one block between its forward and its backward, under a policy's name.
 
-    A recomputed block is whole while its backward runs. A compiled one saves its input itself.
+    recompute_all, its input; keep_attention, also attention's output and log-sum-exp; keep_linears,
+    also what each linear layer gives, with q and k before rotation. xA and dropout masks are made
+    again. Of a compiled block the partitioner leaves out the output of down_proj, which only a norm
+    after it would need; eager checkpointing keeps whatever the policy names.
     """
-    whole, inputs = saved_by_block(shape, setup), block_input(shape, setup)
-    n = setup.recomputed(shape)
-    waiting = min(n, block + 1) * inputs + max(0, block + 1 - n) * whole
-    if block >= n: return waiting
-    return waiting + whole - (inputs if setup.compile else 0)
+    if policy == "keep_all": return saved_by_block(shape, setup)
+    kept = block_input(shape, setup)
+    if policy in ("keep_attention", "keep_linears"): kept += attention_output(shape, setup)
+    if policy == "keep_linears":
+        rows = sum(out for name, (out, _) in shape.linears().items()
+                   if name != "down_proj" or not setup.compile or normed_output(shape))
+        kept += setup.tokens * rows * BYTES[setup.precision]
+    return kept
+
+
+def normed_output(shape: ModelShape) -> bool:
+    """True if a norm follows down_proj, so that its output is needed in backward."""
+    return shape.norms_per_block == 4
+
+
+def attention_output(shape: ModelShape, setup: Setup) -> float:
+    """Output and log-sum-exp of the attention ops that a policy can keep, which are torch's SDPA."""
+    if setup.attention != "sdpa": return 0.0
+    q = shape.heads * shape.head_dim
+    return setup.tokens * (q * BYTES[setup.precision] + shape.heads * 4)
+
+
+def kept_before(shape: ModelShape, setup: Setup, block: int) -> float:
+    """Bytes kept of the blocks before `block` (from 0)."""
+    counts = Counter(setup.policies(shape)[:block])
+    return sum(count * kept_by_block(shape, setup, policy) for policy, count in counts.items())
+
+
+def saved_in_backward(shape: ModelShape, setup: Setup, policy: str) -> float:
+    """Bytes saved of one block while its backward runs, when what was not kept is there again.
+
+    A compiled block then holds what a keep_all block does. Eager, what was kept stays beside that,
+    but attention's output, gate and up, which are the same tensors.
+    """
+    whole = saved_by_block(shape, setup)
+    if policy == "keep_all" or setup.compile: return whole
+    shared = 0.0 if policy == "recompute_all" else attention_output(shape, setup)
+    if policy == "keep_linears":
+        shared += setup.tokens * 2 * shape.intermediate * BYTES[setup.precision]
+    return whole + kept_by_block(shape, setup, policy) - shared
 
 
 def dequantized(shape: ModelShape, setup: Setup, name: str) -> float:

@@ -11,9 +11,10 @@ from .activations import (
     backward_end,
     backward_working,
     block_input,
+    kept_before,
     loss_bytes,
-    saved_at,
     saved_by_block,
+    saved_in_backward,
 )
 from .setup import BYTES, Setup
 from .weights import (
@@ -127,36 +128,50 @@ def static_parts(shape: ModelShape, setup: Setup) -> dict[str, float]:
 def moments(shape: ModelShape, setup: Setup) -> dict[str, dict[str, float]]:
     """Bytes of what comes and goes, at each moment that can be the peak.
 
-    Between the last block and the first everything changes evenly, so the ends are enough.
+    Among blocks of one policy everything changes evenly, so the ends of each run are enough.
     """
     n, d, a = setup.tokens, shape.hidden, BYTES[setup.precision]
     last = shape.layers - 1
     window = forward_window(shape, setup)
     held = held_gradients(shape, setup)
-    embedding, root = (gathered(w(shape, setup), setup) for w in (embedding_weights, root_weights))
-    after_blocks = saved_by_block(shape, setup) * (shape.layers - setup.recomputed(shape))
-    after_blocks += block_input(shape, setup) * setup.recomputed(shape)
+    after_blocks = kept_before(shape, setup, shape.layers)
     # The final norm is never compiled: its input in fp32 and its output, then the loss's gradient.
     found = {
-        "embedding": dict(unsharded=root + max(root, embedding) + embedding, gradients=held),
+        "embedding": dict(unsharded=embedding_window(shape, setup), gradients=held),
+        "last block gathered": dict(
+            activations=kept_before(shape, setup, last) + block_input(shape, setup),
+            unsharded=gather_window(shape, setup), gradients=held),
         "loss": dict(activations=after_blocks + n * d * (4 + a), loss=loss_bytes(shape, setup)
                      + n * d * a, unsharded=window, gradients=held),
         # Its backward in fp32: the input and, in that of its square, five tensors of its size.
         "final norm": dict(activations=after_blocks + n * d * 4, working=5 * n * d * 4,
                            unsharded=window, gradients=held + root_gradient(shape, setup))}
-    for name, block in (("last block", last), ("block before it", last - 1), ("first block", 0)):
-        if block >= 0: found[name] = in_block_backward(shape, setup, block)
+    for name, block in block_moments(setup.policies(shape)).items():
+        found[name] = in_block_backward(shape, setup, block)
     grads = all_gradients(shape, setup)
     bucket = min(grads, BUCKET_BYTES) if setup.world_size > 1 and not setup.sharded else 0.0
     found["gradients reduced"] = dict(gradients=grads + bucket)
     return found
 
 
+def block_moments(policies: list[str]) -> dict[str, int]:
+    """The blocks, from 0, in whose backward the peak can be: first, last and where policies change.
+
+    The last block is apart: no gradients wait to be reduced yet.
+    """
+    last = len(policies) - 1
+    found = {"last block": last, "block before it": last - 1, "first block": 0}
+    for i in range(last):
+        if policies[i] != policies[i + 1]: found |= {f"block {i + 1}": i, f"block {i + 2}": i + 1}
+    return {name: block for name, block in found.items() if block >= 0}
+
+
 def in_block_backward(shape: ModelShape, setup: Setup, block: int) -> dict[str, float]:
     """What is alive at the widest place of one block's backward."""
-    saved, work = saved_at(shape, setup, block), backward_working(shape, setup)
-    own = saved_by_block(shape, setup)
-    end_saved, end_work = saved - own, backward_end(shape, setup)
+    before = kept_before(shape, setup, block)
+    own = saved_in_backward(shape, setup, setup.policies(shape)[block])
+    saved, work = before + own, backward_working(shape, setup)
+    end_saved, end_work = saved - saved_by_block(shape, setup), backward_end(shape, setup)
     if saved + work < end_saved + end_work: saved, work = end_saved, end_work
     return dict(activations=saved, working=work, unsharded=backward_window(shape, setup, block),
                 gradients=gradients_at(shape, setup, block))
@@ -172,6 +187,32 @@ def unit_bytes(shape: ModelShape, setup: Setup) -> tuple[float, float]:
                      for part in ("mlp", "attention"))
     block = gathered(block_weights(shape, setup), setup)
     return block, block
+
+
+def embedding_window(shape: ModelShape, setup: Setup) -> float:
+    """Gathered bytes at the start of a forward, where the root and then the embedding are gathered.
+
+    FSDP2's copy out of the embedding's flat buffer keeps the root's alive until it returns, by a
+    local name (`prev_all_gather_state` in `FSDPParamGroup.wait_for_unshard`).
+    """
+    embedding, root = (gathered(w(shape, setup), setup) for w in (embedding_weights, root_weights))
+    if setup.shard_ranks == 1: return root + embedding  # copied without a flat buffer
+    return 2 * root + 2 * embedding
+
+
+def gather_window(shape: ModelShape, setup: Setup) -> float:
+    """Gathered bytes while the last unit of the last block is copied out of its flat buffer.
+
+    The root's weights, both flat buffers as in `embedding_window`, and the unit; without resharding
+    all blocks and the embedding.
+    """
+    if not setup.sharded: return 0.0
+    root = gathered(root_weights(shape, setup), setup)
+    unit, before = unit_bytes(shape, setup)
+    flat = unit + before if setup.shard_ranks > 1 else 0.0
+    if setup.resharded: return root + flat + unit
+    return (root + flat + gathered(embedding_weights(shape, setup), setup)
+            + shape.layers * gathered(block_weights(shape, setup), setup))
 
 
 def forward_window(shape: ModelShape, setup: Setup) -> float:

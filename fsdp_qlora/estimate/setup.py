@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..arch import ModelShape
-from ..config import RunConfig, plan_batches
+from ..config import RunConfig, block_policies, plan_batches
 
 BYTES = {"fp32": 4, "bf16": 2}
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "adadelta": 2}  # values per trained weight
@@ -23,8 +23,7 @@ class Setup:
     wrap_policy: str = "block"
     backward_prefetch: bool = True
     cpu_offload: bool = False
-    activation_policy: str = "recompute_all"
-    recomputed_blocks: int | None = None  # None: all or none, as the policy says
+    activation_policy: str = "recompute_all"  # as --activation_policy: one name, or name:count,...
     quant: str = "nf4"
     absmax_bytes: int = 4
     adapter: str = "lora"
@@ -77,20 +76,23 @@ class Setup:
         """True if a unit's gathered weights are freed after its forward."""
         return self.strategy in ("full_shard", "hybrid_full_shard")
 
-    def recomputed(self, shape: ModelShape) -> int:
-        """Blocks whose activations are computed again; they are the first ones."""
-        if self.recomputed_blocks is not None: return min(self.recomputed_blocks, shape.layers)
-        return shape.layers if self.activation_policy == "recompute_all" else 0
+    def policies(self, shape: ModelShape) -> list[str]:
+        """The activation policy of each block, from the first on; ValueError if it has no sense."""
+        return block_policies(self.activation_policy, shape.layers)
 
 
 def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
-    """The `Setup` of a run's settings on `world_size` GPUs, with `changes` to it."""
+    """The `Setup` of a run's settings on `world_size` GPUs, with `changes` to it.
+
+    Where the policy is still to be chosen (--activation_budget_gib) every block is recomputed.
+    """
     batches, targets = plan_batches(config, world_size), config.target_modules
     return replace(Setup(
         world_size=world_size, strategy=config.sharding_strategy,
         shard_group_size=config.shard_group_size, wrap_policy=config.wrap_policy,
         backward_prefetch=config.backward_prefetch != "none", cpu_offload=config.use_cpu_offload,
-        activation_policy="recompute_all" if config.use_gradient_checkpointing else "keep_all",
+        activation_policy=("recompute_all" if config.activation_policy == "auto"
+                           else config.activation_policy),
         quant=config.quant, adapter=config.adapter, lora_rank=config.lora_rank,
         targets=tuple(targets) if isinstance(targets, list) else targets,
         lora_dropout=config.lora_dropout, adapter_dtype=config.adapter_dtype,

@@ -1,10 +1,12 @@
 """FLOPs of a step, and its seconds: products, copies, and transfers that compute does not hide."""
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from ..arch import ModelShape
 from ..hardware import Gpu
+from .activations import normed_output
 from .setup import BYTES, OPTIMIZER_STATES, Setup
 from .weights import (
     BLOCKSIZE,
@@ -50,20 +52,55 @@ class Flops:
 def flops_per_token(shape: ModelShape, setup: Setup) -> Flops:
     """What the hardware does per token, a product of (m, k) and (k, n) being 2 m k n.
 
-    A weight costs 2 in the forward and 2 for dX; trained ones 2 more for dW; 2 again where the
-    block is recomputed. Causal attention does half of Q K^T and P V, 2 T q per layer; a flash
+    A weight costs 2 in the forward and 2 for dX; trained ones 2 more for dW; 2 again where its
+    product is recomputed. Causal attention does half of Q K^T and P V, 2 T q per layer; a flash
     backward recomputes Q K^T, which makes it 2.5 times the forward (arXiv:2307.08691). The
     embedding is a lookup, and the chunked loss makes the head's dX in the forward.
     """
-    again = setup.recomputed(shape) / shape.layers
     linears = shape.params()["linears"]
     head = shape.vocab * shape.hidden
     adapters = adapter_params(shape, setup)
     attention = 2 * setup.context_length * shape.heads * shape.head_dim * shape.layers
     each = 6 if setup.adapter == "none" else 4
+    counts = Counter(setup.policies(shape))
+    again = sum(count * rerun_weights(shape, setup, policy) for policy, count in counts.items())
+    blocks = sum(count for policy, count in counts.items() if reruns_attention(setup, policy))
     return Flops(linears=each * (linears + head), adapters=6 * adapters, attention=3.5 * attention,
-                 recompute_linears=2 * again * (linears + adapters),
-                 recompute_attention=again * attention)
+                 recompute_linears=2 * again,
+                 recompute_attention=attention * blocks / shape.layers)
+
+
+def rerun_linears(shape: ModelShape, policy: str) -> dict[str, tuple[int, int]]:
+    """(out, in) of the linear layers whose product a block's backward runs again.
+
+    Not down_proj, the last one, whose output no backward needs but that of a norm after it.
+    """
+    if policy in ("keep_linears", "keep_all"): return {}
+    return {name: size for name, size in shape.linears().items()
+            if name != "down_proj" or normed_output(shape)}
+
+
+def rerun_weights(shape: ModelShape, setup: Setup, policy: str) -> int:
+    """Weights of one block whose products run again; of adapters all A, unless all is kept."""
+    again = rerun_linears(shape, policy)
+    weights = sum(out * wide for out, wide in again.values())
+    if policy == "keep_all": return weights
+    adapted = adapted_linears(shape, setup)
+    return weights + setup.lora_rank * (sum(wide for _, wide in adapted.values())
+                                        + sum(out for n, (out, _) in adapted.items() if n in again))
+
+
+def reruns_attention(setup: Setup, policy: str) -> bool:
+    """Whether attention runs again; only torch's SDPA can be kept (activations.py)."""
+    kept = policy in ("keep_attention", "keep_linears") and setup.attention == "sdpa"
+    return policy != "keep_all" and not kept
+
+
+def adapted_linears(shape: ModelShape, setup: Setup) -> dict[str, tuple[int, int]]:
+    """(out, in) of the adapted linear layers of a block."""
+    if setup.adapter != "lora": return {}
+    targets = shape.targets(as_given(setup.targets))
+    return {name: size for name, size in shape.linears().items() if name in targets}
 
 
 def adapter_params(shape: ModelShape, setup: Setup) -> int:
@@ -146,20 +183,21 @@ def compute_parts(shape: ModelShape, gpu: Gpu, setup: Setup) -> dict[str, float]
     # fp32 products run without tensor cores, at about a sixteenth of bf16's rate.
     rate = gpu.reached_tflops * 1e12 / (16 if setup.precision == "fp32" else 1)
     copies = gpu.reached_bandwidth_gb_s * 1e9
-    passes = 2 + setup.recomputed(shape) / shape.layers
-    per_pass = shape.layers * sum(dequantize_traffic(shape, setup).values())
     logit_bytes = n * shape.vocab * 7 * BYTES[setup.precision]  # seven passes of a fused kernel
-    traffic = activation_traffic(shape, setup)
-    again = setup.recomputed(shape)
-    moved = shape.layers * sum(traffic) + again * traffic[0]
+    dequantize, moved, moved_again, packed_again = dequantize_traffic(shape, setup), 0.0, 0.0, 0.0
+    for policy, count in Counter(setup.policies(shape)).items():
+        moved += count * sum(activation_traffic(shape, setup))
+        moved_again += count * rerun_traffic(shape, setup, policy)
+        packed_again += count * sum(dequantize.get(t, 0.0) for t in rerun_linears(shape, policy))
     return dict(
         linears=n * (flops.linears + flops.adapters) / (rate * MATMUL_SHARE),
         attention=n * flops.attention / (rate * ATTENTION_SHARE),
         recompute=n * flops.recompute_linears / (rate * MATMUL_SHARE)
         + n * flops.recompute_attention / (rate * ATTENTION_SHARE)
-        + again * traffic[0] / (copies * COPY_SHARE),
-        activations=(moved - again * traffic[0]) / (copies * COPY_SHARE),
-        dequantization=passes * per_pass / copies, loss=logit_bytes / copies)
+        + moved_again / (copies * COPY_SHARE) + packed_again / copies,
+        activations=moved / (copies * COPY_SHARE),
+        dequantization=2 * shape.layers * sum(dequantize.values()) / copies,
+        loss=logit_bytes / copies)
 
 
 def dequantize_traffic(shape: ModelShape, setup: Setup) -> dict[str, float]:
@@ -179,8 +217,7 @@ def activation_traffic(shape: ModelShape, setup: Setup) -> tuple[float, float]:
     n, a = setup.tokens, BYTES[setup.precision]
     d, i = shape.hidden, shape.intermediate
     rotated = (shape.heads + shape.kv_heads) * shape.head_dim
-    targets = shape.targets(as_given(setup.targets)) if setup.adapter == "lora" else ()
-    adapted = [size for name, size in shape.linears().items() if name in targets]
+    adapted = adapted_linears(shape, setup).values()
     out, wide = sum(o for o, _ in adapted), sum(w for _, w in adapted)
     norms = shape.norms_per_block / 2
     rest = 6 * d * norms + 4 * rotated + 3 * i, 10 * d * norms + 4 * rotated + 6 * i
@@ -190,11 +227,23 @@ def activation_traffic(shape: ModelShape, setup: Setup) -> tuple[float, float]:
     return n * a * (2 * out + wide + rest[0]), n * a * (2 * out + 3 * wide + rest[1])
 
 
+def rerun_traffic(shape: ModelShape, setup: Setup, policy: str) -> float:
+    """Bytes of `activation_traffic`'s forward that a block's backward moves again.
+
+    All but the outputs of layers whose product does not run again.
+    """
+    if policy == "keep_all": return 0.0
+    again = rerun_linears(shape, policy)
+    kept = sum(out for name, (out, _) in adapted_linears(shape, setup).items() if name not in again)
+    forward, _ = activation_traffic(shape, setup)
+    return forward - setup.tokens * BYTES[setup.precision] * 2 * kept
+
+
 def block_seconds(shape: ModelShape, gpu: Gpu, setup: Setup) -> tuple[float, float]:
-    """Seconds of one block's forward, and of its backward with recomputation."""
+    """Seconds of one block's forward, and of its backward with recomputation: means of all blocks."""
     parts = compute_parts(shape, gpu, setup)
     busy = max(sum(parts.values()), launch_seconds(shape, setup)) / shape.layers
-    forward = busy / (4 if setup.recomputed(shape) else 3)
+    forward = (busy - parts["recompute"] / shape.layers) / 3
     return forward, busy - forward
 
 
@@ -202,7 +251,8 @@ def launch_seconds(shape: ModelShape, setup: Setup) -> float:
     """Seconds that the CPU needs to launch one micro-batch: forward 1, backward 2, recompute 1."""
     once = LAUNCH_SECONDS["compiled" if setup.compile else "eager"]
     hooks = 2 * SHARDED_LAUNCH_SECONDS if setup.sharded else 0.0
-    return shape.layers * (3 * once + hooks) + setup.recomputed(shape) * once
+    recomputed = shape.layers - setup.policies(shape).count("keep_all")
+    return shape.layers * (3 * once + hooks) + recomputed * once
 
 
 def exposed_seconds(shape: ModelShape, gpu: Gpu, setup: Setup, forward: float, backward: float,

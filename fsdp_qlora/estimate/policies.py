@@ -1,0 +1,97 @@
+"""The mix of activation policies that trains fastest within a memory budget.
+
+What keeping a block's tensors saves in time and takes in memory is the same for every block, so a mix
+is four counts. Counts are searched, not filled greedily: a byte buys most time in keep_attention, then
+in keep_linears, but the best mix of whole blocks is not the best order of bytes.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..arch import ModelShape
+from ..hardware import Gpu, find_gpu
+from .activations import kept_by_block
+from .peak import GIB, memory
+from .setup import Setup
+from .speed import step_seconds
+
+# From the first block on. The end matters by less than one block: all that is kept is there at the
+# end of the forward, whatever the order; only with recomputed blocks last does their backward, which
+# makes one of them whole again, come on top of everything kept for the others.
+ORDER = ("keep_all", "keep_linears", "keep_attention", "recompute_all")
+Counts = tuple[int, int, int, int]  # blocks of each policy, in ORDER
+
+
+def choose_policies(shape: ModelShape, setup: Setup, budget_gib: float, gpu: Gpu | None = None
+                    ) -> str:
+    """The fastest mix whose predicted `peak_allocated` is within the budget, for --activation_policy.
+
+    `setup.activation_policy` is not looked at. Times are those of `gpu`, an H100 if not given.
+    Raises ValueError, with the predicted need, if it is not enough even for recompute_all.
+    """
+    gpu = gpu or find_gpu("h100")
+
+    def fits(counts: Counts) -> bool:
+        return memory(shape, replace(setup, activation_policy=policy_text(counts))
+                      ).peak_allocated <= budget_gib
+
+    def seconds(counts: Counts) -> float:
+        return step_seconds(shape, gpu, replace(setup, activation_policy=policy_text(counts))).total
+
+    least = memory(shape, replace(setup, activation_policy="recompute_all"))
+    if not least.peak_allocated <= budget_gib:
+        raise ValueError(
+            f"--activation_budget_gib {budget_gib:g}: a step needs {least.peak_allocated:.2f} GiB with "
+            "every block recomputed, as predicted; give more, or lower --batch_size or "
+            "--context_length")
+    best, best_seconds = (0, 0, 0, shape.layers), float("inf")
+    for bound, most in sorted((seconds(c), c) for c in candidates(shape, setup, least, budget_gib)):
+        if bound >= best_seconds: break
+        found = most_attention_that_fits(most, fits)
+        if found is not None and (time := seconds(found)) < best_seconds:
+            best, best_seconds = found, time
+    return policy_text(best)
+
+
+def candidates(shape: ModelShape, setup: Setup, least, budget_gib: float) -> list[Counts]:
+    """For each number of keep_all and of keep_linears, the most of keep_attention that might fit.
+
+    Judged by one moment alone, the loss, to which every kept byte adds: quick, and never too strict.
+    keep_attention keeps nothing of attention that is not torch's SDPA, so none is tried there.
+    """
+    layers = shape.layers
+    each = {p: kept_by_block(shape, setup, p) for p in ORDER}
+    more = {p: (each[p] - each["recompute_all"]) / GIB for p in ORDER}
+    room = budget_gib - least.moments["loss"]
+    found = []
+    for whole in range(layers + 1):
+        for linears in range(layers + 1 - whole):
+            left = room - whole * more["keep_all"] - linears * more["keep_linears"]
+            if left < -1e-9: break
+            rest = layers - whole - linears
+            attention = 0
+            if more["keep_attention"]: attention = min(rest, int(left / more["keep_attention"] + 1e-6))
+            found.append((whole, linears, attention, rest - attention))
+    return found
+
+
+def most_attention_that_fits(most: Counts, fits: Callable[[Counts], bool]) -> Counts | None:
+    """`most` with as many of its keep_attention blocks as fit, the others recomputed; None if no mix.
+
+    By bisection: each block that keeps attention takes more memory than one that does not.
+    """
+    whole, linears, attention, again = most
+    mixes = [(whole, linears, n, again + attention - n) for n in range(attention + 1)]
+    if fits(mixes[-1]): return mixes[-1]
+    low, high = -1, attention  # mixes[high] does not fit
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(mixes[middle]) else (low, middle)
+    return mixes[low] if low >= 0 else None
+
+
+def policy_text(counts: Counts) -> str:
+    """Counts as --activation_policy takes them: `keep_linears:16,recompute_all:16`, or one name."""
+    used = [(name, count) for name, count in zip(ORDER, counts, strict=True) if count]
+    return used[0][0] if len(used) == 1 else ",".join(f"{name}:{count}" for name, count in used)

@@ -1,0 +1,200 @@
+"""Held-out rows: which they are, when they are evaluated, and what is recorded of it."""
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fsdp_qlora.cli import main, parse
+from fsdp_qlora.config import RunConfig
+from fsdp_qlora.data import Row, hold_out, tokenize_rows
+from fsdp_qlora.evaluate import Evaluator, perplexity
+from fsdp_qlora.metrics import EvalMetrics, RunLog, StepMetrics, plot_loss
+
+from .test_data_tokenizers import chat, make_tokenizer
+from .tiny import save_tiny
+from .tokenizers import VOCAB_SIZE, save_tokenizer
+
+TOKENIZER = make_tokenizer("chatml")
+
+
+def dataset_of(*texts):
+    rows = [Row(f"row {i}", messages=chat("ask", text)) for i, text in enumerate(texts)]
+    return tokenize_rows(rows, TOKENIZER, context_length=64)
+
+
+def texts(dataset) -> set[str]:
+    return {TOKENIZER.decode(labels[labels != -100].tolist()).removesuffix("<|im_end|>")
+            for _, labels in (dataset[row] for row in range(len(dataset)))}
+
+
+# ---- which rows ------------------------------------------------------------------------------
+
+def test_a_held_out_share_is_exact_and_the_same_every_time():
+    dataset = dataset_of(*map(str, range(200)))
+    train, held_out = hold_out(dataset, 0.05)
+    assert (len(train), len(held_out)) == (190, 10)
+    assert not texts(train) & texts(held_out) and len(texts(train) | texts(held_out)) == 200
+    assert texts(hold_out(dataset, 0.05)[1]) == texts(held_out)
+    backwards = dataset_of(*map(str, reversed(range(200))))
+    assert texts(hold_out(backwards, 0.05)[1]) == texts(held_out)
+
+
+def test_copies_of_a_row_are_on_one_side():
+    train, held_out = hold_out(dataset_of(*[str(i % 20) for i in range(100)]), 0.3)
+    assert not texts(train) & texts(held_out)
+    assert len(train) + len(held_out) == 100 and len(held_out) == 30
+
+
+def test_rows_keep_their_side_when_data_are_added():
+    _, before = hold_out(dataset_of(*map(str, range(100))), 0.2)
+    _, after = hold_out(dataset_of(*map(str, range(400))), 0.2)
+    assert len(texts(before) & texts(after)) > 10  # 4 by chance
+
+
+def test_a_subset_is_the_rows_of_its_dataset():
+    dataset = dataset_of(*map(str, range(30)))
+    _, held_out = hold_out(dataset, 0.2)
+    assert held_out.report is dataset.report
+    for i, row in enumerate(held_out.rows):
+        assert all(map(torch.equal, held_out[i], dataset[row]))
+        assert held_out.lengths[i] == len(dataset[row][0])
+        assert held_out.trained_counts[i] == (dataset[row][1][1:] != -100).sum()
+
+
+def test_one_row_is_held_out_at_least_and_one_is_left():
+    assert len(hold_out(dataset_of("a", "b"), 0.01)[1]) == 1
+    for few in (["a"], ["a", "a"]):
+        with pytest.raises(ValueError, match="--eval_share 0.5: all .* would be held out"):
+            hold_out(dataset_of(*few), 0.5)
+
+
+# ---- when ------------------------------------------------------------------------------------
+
+
+
+@pytest.fixture
+def given_losses(monkeypatch):
+    monkeypatch.setattr("fsdp_qlora.evaluate.held_out_loss",
+                        lambda model, dataset, device, losses: (next(losses), 10))
+
+    def run(losses, every=2):
+        made = Evaluator(None, torch.device("cpu"), every=every, losses=iter(losses))
+        return made, [made.run(None, step) for step in range(1, len(losses) + 1)]
+    return run
+
+
+def test_evaluation_is_due_every_so_many_steps_and_once_at_the_end(given_losses):
+    made, _ = given_losses([1.0] * 4, every=2)
+    assert [made.is_due(step) for step in (1, 2, 3, 4)] == [False, True, False, True]
+    assert not made.is_due(4, is_last=True) and made.is_due(5, is_last=True)
+    assert not any(given_losses([], every=-1)[0].is_due(step) for step in range(1, 9))
+
+
+def test_the_best_is_the_lowest_and_never_nan(given_losses):
+    made, results = given_losses([math.nan, 2.0, 3.0, 1.0, math.nan, 1.0])
+    assert [r.is_best for r in results] == [False, True, False, True, False, False]
+    assert made.best is results[3] and made.last is results[5]
+
+
+def test_perplexity_is_e_to_the_loss_and_does_not_overflow():
+    assert perplexity(math.log(5)) == pytest.approx(5) and perplexity(1e4) == math.inf
+
+
+# ---- what is recorded ------------------------------------------------------------------------
+
+def step_metrics(step):
+    return StepMetrics(step, 2.0, 1e-3, 1.0, 10, 20, 0.1, 200.0, 0.0)
+
+
+def eval_metrics(step, loss=1.5):
+    return EvalMetrics(step, loss, math.exp(loss), 30, True, 0.2)
+
+
+@pytest.mark.parametrize("log_to", ["tqdm", "stdout", "jsonl"])
+def test_evaluations_are_lines_of_their_own_kind_and_shown(tmp_path, capsys, log_to):
+    with RunLog(tmp_path, log_to, None, is_main=True) as log:
+        log.log(step_metrics(1))
+        log.log_evaluation(eval_metrics(1))
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["kind"] for record in records] == ["step", "eval"]
+    assert records[1]["eval_loss"] == 1.5 and records[1]["perplexity"] == pytest.approx(4.4817, 1e-4)
+    assert ("eval_loss" if log_to == "jsonl" else "held-out loss 1.5") in capsys.readouterr().out
+
+
+def test_the_picture_shows_the_held_out_loss(tmp_path):
+    pytest.importorskip("matplotlib")
+    from matplotlib.image import imread
+    steps = [step_metrics(step) for step in (1, 2, 3)]
+    for name, evaluations in (("with", [eval_metrics(1), eval_metrics(3)]), ("without", [])):
+        assert plot_loss(steps, tmp_path / f"{name}.png", evaluations=evaluations)
+    orange = {name: int((np.abs(imread(tmp_path / f"{name}.png")[..., :3] * 255 - (194, 87, 26))
+                         .sum(-1) < 3).sum()) for name in ("with", "without")}
+    assert orange["with"] > 100 and orange["without"] == 0
+
+
+# ---- settings --------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("settings, parts", [
+    (dict(eval_share=0.1, eval_dataset="a.jsonl"), ["--eval_share", "--eval_dataset"]),
+    (dict(eval_share=0.1, eval_split="test"), ["--eval_share", "--eval_split"]),
+    (dict(eval_share=1.0), ["--eval_share", "below 1"]),
+    (dict(eval_every=5), ["--eval_every 5", "--eval_dataset"]),
+    (dict(eval_every=0, eval_share=0.1), ["--eval_every", "-1 or above 0"]),
+    (dict(stream=True, eval_share=0.1), ["--stream", "--eval_dataset"]),
+    (dict(stream=True, lr_scheduler="cosine"), ["--stream", "--max_steps"]),
+    (dict(shuffle_buffer=0), ["--shuffle_buffer", "1 or more"])])
+def test_settings_that_clash_are_refused_with_the_remedy(settings, parts):
+    with pytest.raises(ValueError) as caught: RunConfig(**settings)
+    assert all(part in str(caught.value) for part in parts)
+
+
+def test_a_schedule_over_a_stream_of_known_length_is_accepted():
+    assert RunConfig(stream=True, lr_scheduler="cosine", max_steps=10).stream
+
+
+@pytest.mark.parametrize("argv, rows", [([], 0), (["--preview"], 3), (["--preview", "5"], 5)])
+def test_preview_alone_means_three_rows(argv, rows):
+    assert parse([*argv, "--lr", "1"])[0].preview == rows
+
+
+# ---- the data command ------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model's folder without its weights, and a file of rows."""
+    folder = tmp_path_factory.mktemp("model")
+    save_tiny(folder, vocab_size=VOCAB_SIZE)
+    save_tokenizer(folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "rows.jsonl").write_text("".join(
+        json.dumps({"prompt": f"{i}?", "completion": "yes " * (i % 9)}) + "\n" for i in range(40)))
+    return folder
+
+
+def data_command(folder, *argv):
+    return main(["data", "--model_name", str(folder), "--dataset", str(folder / "rows.jsonl"),
+                 "--output_dir", str(folder / "out"), *argv])
+
+
+def test_the_data_command_reports_and_draws_without_weights(folder, capsys):
+    assert data_command(folder, "--preview", "--batch_size", "4", "--eval_share", "0.1") == 0
+    text = capsys.readouterr().out
+    assert "data: 40 of 40 rows" in text and "up to" in text
+    assert text.count("--- row") == 3 and "[[yes <|im_end|>]]" in text
+    assert "held out: 4 rows" in text
+    assert "with padding" in text and "with --packing true (4 rows per step" in text
+    assert (folder / "out" / "lengths.png").stat().st_size > 1000
+
+
+def test_the_data_command_looks_at_the_beginning_of_a_stream(folder, capsys):
+    assert data_command(folder, "--preview", "1", "--stream") == 0
+    text = capsys.readouterr().out
+    assert "the first 40 rows of the stream" in text and text.count("--- row") == 1
+
+
+@pytest.mark.parametrize("flag", ["--eval_dataset", "--eval_split"])
+def test_missing_held_out_rows_are_named_by_their_flag(folder, capsys, flag):
+    assert data_command(folder, flag, "absent.jsonl") == 2
+    assert capsys.readouterr().err.startswith(f"error: {flag}: ")
