@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from . import adapters  # noqa: F401  registers the ops named below
+from . import adapters, attention  # noqa: F401  register the ops named below
 from .blocks import base_model, decoder_blocks
 from .config import ACTIVATION_POLICIES
 
@@ -34,6 +34,7 @@ ATTENTION_OPS = {
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.torch_attn._varlen_attn.default,
 }
 LINEAR_OPS = {
     torch.ops.fsdp_qlora.adapted_linear.default,

@@ -14,10 +14,11 @@ from .activations import apply_activation_policy
 from .adapters import apply_adapters, apply_fp8, init_adapters, lora_config
 from .attention import choose_attention
 from .blocks import decoder_blocks
-from .config import RunConfig, block_policies
+from .config import AUTO, RunConfig, block_policies
 from .dist import print_main
 from .loading import (
     DTYPES,
+    READERS,
     Checkpoint,
     RandomCheckpoint,
     check_complete,
@@ -52,7 +53,8 @@ def build_model(config: RunConfig, device: torch.device) -> nn.Module:
         cpu_offload=config.use_cpu_offload, backward_prefetch=config.backward_prefetch)
     print_main(describe_units(units))
     materialize(model, device, parameter_device(device, config.use_cpu_offload))
-    load_weights(model, checkpoint, device)
+    workers = READERS if config.loading_workers == AUTO else config.loading_workers
+    load_weights(model, checkpoint, device, workers)
     init_adapters(model, config.seed)
     return model
 

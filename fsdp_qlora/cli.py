@@ -15,7 +15,7 @@ from typing import get_args, get_type_hints
 
 from fastcore.basics import listify, str2bool
 
-from .config import GROUPS, RunConfig, default_of, opt, shown
+from .config import GROUPS, RunConfig, default_of, opt, settings_without_effect, shown
 
 
 class Parser(argparse.ArgumentParser):
@@ -103,10 +103,11 @@ def train_command(argv: list[str]):
 
 def train_rank(config: RunConfig):
     """What each rank does: prepare without the others, then train with them."""
-    from .dist import process_group, rank_device, ranks_from_env
+    from .dist import print_main, process_group, rank_device, ranks_from_env
     from .prepare import check_device, load_data, load_tokenizer
     device = rank_device(config.device)
     check_device(config, device)
+    for warning in settings_without_effect(config): print_main(f"warning: {warning}")
     tokenizer = load_tokenizer(config.model_name)
     data = load_data(config, tokenizer)
     from .build import planned_model

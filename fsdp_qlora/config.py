@@ -70,7 +70,7 @@ class ModelOptions:
     random_weights: bool = opt(
         False, "fill the model with random weights of config.json's shape (benchmarks)")
     low_memory: bool = opt(True, "kept for old commands: the load is always streamed")
-    loading_workers: int = opt(AUTO, "reader threads per rank while loading; -1 = a few")
+    loading_workers: int = opt(AUTO, "reader threads per rank while loading; -1 = two")
     llama_pro_path: str | None = opt(None, "folder with expanded Llama-Pro weights", later=("*",))
     n_bits: int = opt(4, "bits of HQQ weights", choices=(4, 3, 2, 8), later=(3, 2, 8))
 
@@ -161,6 +161,9 @@ class ShardingOptions:
         "auto", "what each block keeps for the backward: recompute_all, keep_attention, "
         "keep_linears, keep_all, or counts of each; auto = from --use_gradient_checkpointing",
         example="keep_linears:16,recompute_all:16")
+    activation_budget_gib: float | None = opt(
+        None, "memory of a GPU, as torch counts what is allocated: the fastest --activation_policy "
+        "is chosen whose predicted peak is within it", unit="GiB", example=40)
     reentrant_checkpointing: bool = opt(False, "torch's older checkpointing; no gain known here")
     use_cpu_offload: bool = opt(False, "keep shards of parameters and gradients in host memory")
     use_activation_cpu_offload: bool = opt(False, "keep activations in host memory", later=(True,))
@@ -246,7 +249,7 @@ class RunConfig(*GROUPS):
         quant, adapter = TRAIN_TYPES[self.train_type]
         if self.quant == "auto": self.quant = quant
         if self.adapter == "auto": self.adapter = adapter
-        if self.activation_policy == "auto":
+        if self.activation_policy == "auto" and self.activation_budget_gib is None:
             recompute = self.use_gradient_checkpointing
             self.activation_policy = "recompute_all" if recompute else "keep_all"
 
@@ -274,14 +277,15 @@ def check_types(config: RunConfig):
     hints = get_type_hints(RunConfig)
     for f in fields(config):
         value, hint = getattr(config, f.name), hints[f.name]
-        if hint is float and type(value) is int: setattr(config, f.name, float(value))
+        if hint in (float, float | None) and type(value) is int: setattr(config, f.name, float(value))
         elif hint is int and type(value) is bool or not isinstance(value, hint):
             raise ValueError(f"--{f.name} takes {type_name(hint)}, got {value!r}")
 
 
 def type_name(hint) -> str:
     """A type as help and errors show it."""
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text",
+             float | None: "a number or nothing"}
     return names.get(hint, "text or nothing")
 
 
@@ -322,6 +326,8 @@ def check_numbers(config: RunConfig):
         if not getattr(config, name) >= 0: refuse(name, "0 or more")
     if not config.grad_norm > 0: refuse("grad_norm", "above 0")
     if not 0 < config.timeout_minutes <= 1e5: refuse("timeout_minutes", "above 0, at most 100000")
+    if config.activation_budget_gib is not None and not config.activation_budget_gib > 0:
+        refuse("activation_budget_gib", "above 0")
     if not 0 <= config.lora_dropout < 1: refuse("lora_dropout", "from 0 to below 1")
     if not 0 <= config.warmup_share < 1: refuse("warmup_share", "from 0 to below 1")
     if not 0 <= config.eval_share < 1: refuse("eval_share", "from 0 to below 1")
@@ -349,6 +355,7 @@ def check_together(config: RunConfig):
     if config.compute_dtype == "fp8" and config.adapter == "none":
         raise ValueError("--compute_dtype fp8 is for frozen weights and --train_type full has none; "
                          "leave it out")
+    if config.activation_budget_gib is not None: check_budget_alone(config)
     if config.sharding_strategy == "ddp" and config.use_cpu_offload:
         raise ValueError("--use_cpu_offload moves shards to host memory and ddp has none; choose "
                          "--sharding_strategy full_shard or shard_grad_op")
@@ -370,6 +377,17 @@ def check_data_together(config: RunConfig):
                          "--stream does not know; add --max_steps, or use constant")
 
 
+def check_budget_alone(config: RunConfig):
+    """A budget chooses what each block keeps, so no other setting may."""
+    others = {"activation_policy": config.activation_policy != "auto",
+              "use_gradient_checkpointing": not config.use_gradient_checkpointing,
+              "reentrant_checkpointing": config.reentrant_checkpointing}
+    for name, given in others.items():
+        if given:
+            raise ValueError("--activation_budget_gib chooses what each block keeps, and so does "
+                             f"--{name} {shown(getattr(config, name))}; leave one of them out")
+
+
 def block_policies(text: str, blocks: int) -> list[str]:
     """The activation policy of each block: one name, or `name:count,...` from the first block on.
 
@@ -388,6 +406,27 @@ def block_policies(text: str, blocks: int) -> list[str]:
         raise ValueError(f"--activation_policy {text} is for {len(policies)} blocks, and the model "
                          f"has {blocks}")
     return policies
+
+
+# Settings of the original script that change nothing here, with what does.
+WITHOUT_EFFECT = {
+    "low_memory": "the load is always streamed",
+    "export_trace": "--profile decides",
+    **dict.fromkeys(("project_name", "name", "group", "entity"), "they belong to --log_to wandb"),
+    **dict.fromkeys(("wait_steps", "warmup_steps", "active_steps", "repeat", "profiling_frequency",
+                     "profiling_output"), "they belong to --profile"),
+}
+
+
+def settings_without_effect(config: RunConfig) -> list[str]:
+    """A warning for each changed setting that does nothing in this run."""
+    changed = changed_settings(config)
+    warnings = [f"--{name} has no effect: {why}" for name, why in WITHOUT_EFFECT.items()
+                if name in changed]
+    if "global_batch_size" in changed and "gradient_accumulation_steps" in changed:
+        warnings.append("--gradient_accumulation_steps has no effect: it follows from "
+                        "--global_batch_size")
+    return warnings
 
 
 def default_of(f) -> Any:

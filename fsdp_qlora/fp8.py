@@ -1,8 +1,9 @@
 """Products of frozen weights in 8-bit floats, for GPUs that multiply them twice as fast (Hopper on).
 
-Only the frozen weight's products are in fp8, forward and backward; adapters stay in bf16. Scales are dynamic: one per token, one per weight row (arXiv:2209.05433
-describes the formats). A weight row's scale follows from its blocks' absmax, so 4-bit weights become
-fp8 in one pass, without a 16-bit copy between.
+Only the frozen weight's products are in fp8, forward and backward; adapters stay in bf16. Scales
+are dynamic: one per token, one per weight row (arXiv:2209.05433 describes the formats). A weight
+row's scale follows from its blocks' absmax, so 4-bit weights become fp8 in one pass, without a
+16-bit copy between.
 
 In the backward, dX = dY W sums over W's rows, where the row scales would have to be inside the sum:
 they are multiplied into dY before dY is quantized.
@@ -63,7 +64,7 @@ def backward_product(dy: Tensor, weight: Tensor, absmax: Tensor | None, in_featu
 
 
 def row_scale(weight: Tensor, absmax: Tensor | None) -> Tensor:
-    """fp32 (O,): what 448, the largest fp8 number, stands for in each row, divided by 448."""
+    """fp32 (O,): the factor that takes each row's largest value to 448, the largest of fp8."""
     largest = weight.abs().amax(1).float() if absmax is None else absmax.amax(1)
     return (largest / FP8_MAX).clamp(min=TINY)
 

@@ -24,6 +24,7 @@ from .dist import local_rows
 from .quantize import QuantLinear, quantize_rows
 
 READ_AHEAD = 4  # tensors read before they are needed
+READERS = 2     # threads that read them
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -58,7 +59,9 @@ def checkpoint_folder(model_name: str) -> Path:
     """The local folder of a model; a hub name is fetched into the cache first."""
     if looks_local(model_name): return Path(model_name)
     from huggingface_hub import snapshot_download
-    return Path(snapshot_download(model_name, allow_patterns=["*.safetensors", "*.json", "*.model"]))
+    # Some repositories hold the weights twice: `model*` is what transformers would read.
+    wanted = ["model*.safetensors", "*.json", "*.model", "*.jinja"]
+    return Path(snapshot_download(model_name, allow_patterns=wanted))
 
 
 def meta_model(config: PretrainedConfig, dtype: torch.dtype, attn_implementation: str = "sdpa"
@@ -235,11 +238,11 @@ def check_complete(model: nn.Module, checkpoint: Checkpoint):
                              "config.json")
         if found != shape:
             raise ValueError(f"{checkpoint.folder}: {key} has shape {found}, config.json wants "
-                             f"{shape}")
+                             f"{shape}; the two are of different models")
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint | RandomCheckpoint, device: torch.device,
-                 workers: int = 2, progress: Callable | None = None):
+                 workers: int = READERS, progress: Callable | None = None):
     """Fill the model's frozen and trained base weights with this rank's rows, quantizing on `device`.
 
     Reads run ahead in `workers` threads, a few tensors at a time. `progress(bytes)` is told of every

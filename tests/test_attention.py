@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
 from itertools import pairwise
 
 import pytest
 import torch
 from torch.nn.attention import varlen
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -201,6 +203,29 @@ def test_compiled_blocks_have_no_graph_break_and_equal_results(way, recompute, t
         assert not torch._dynamo.utils.counters["graph_break"]
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-6)
     assert graphs[3] and graphs[4] == graphs[5]
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operations that run, by name."""
+
+    def __enter__(self):
+        self.counts = Counter()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("policy, forwards", [("recompute_all", 4), ("keep_attention", 2)])
+def test_attention_of_packed_rows_is_kept_where_the_policy_says_so(policy, forwards, tmp_path):
+    """2 blocks, whose attention runs once, or again in backward."""
+    model = AutoModelForCausalLM.from_pretrained(save_tiny(tmp_path), use_cache=False,
+                                                 attn_implementation="varlen").train()
+    apply_activation_policy(model, policy)
+    with Calls() as calls: model(**collate_packed(BINS, 0)).loss.backward()
+    assert calls.counts["torch_attn::_varlen_attn"] == forwards
+    assert calls.counts["torch_attn::_varlen_attn_backward"] == 2
 
 
 # ---- whole runs --------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from fsdp_qlora.config import (
     STRATEGY_NAMES,
     RunConfig,
     changed_settings,
+    settings_without_effect,
     plan_batches,
 )
 
@@ -208,3 +209,12 @@ def test_the_pure_layer_imports_no_torch(module):
             "print(*({'torch', 'transformers', 'bitsandbytes', 'peft'} & set(sys.modules)))")
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == []
+
+
+def test_a_changed_setting_that_does_nothing_warns_and_says_why():
+    warnings = settings_without_effect(RunConfig(low_memory=False, global_batch_size=8,
+                                                 gradient_accumulation_steps=2, name="a"))
+    assert len(warnings) == 3
+    assert any("always streamed" in w for w in warnings)
+    assert any("--gradient_accumulation_steps" in w for w in warnings)
+    assert not settings_without_effect(RunConfig())

@@ -1,4 +1,4 @@
-"""Products of frozen weights in fp8: close to full precision, scales right, refused where impossible."""
+"""Products of frozen weights in fp8: close to full precision, refused where impossible."""
 from __future__ import annotations
 
 import pytest

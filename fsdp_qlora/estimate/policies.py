@@ -1,8 +1,8 @@
 """The mix of activation policies that trains fastest within a memory budget.
 
 What keeping a block's tensors saves in time and takes in memory is the same for every block, so a mix
-is four counts. Counts are searched, not filled greedily: a byte buys most time in keep_attention, then
-in keep_linears, but the best mix of whole blocks is not the best order of bytes.
+is four counts. They are searched, not filled up one after the other: whether keep_attention or
+keep_linears saves more time per byte depends on the length of rows, and blocks are whole.
 """
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import replace
 from ..arch import ModelShape
 from ..hardware import Gpu, find_gpu
 from .activations import kept_by_block
-from .peak import GIB, memory
+from .peak import GIB, Memory, memory
 from .setup import Setup
 from .speed import step_seconds
 
@@ -54,7 +54,8 @@ def choose_policies(shape: ModelShape, setup: Setup, budget_gib: float, gpu: Gpu
     return policy_text(best)
 
 
-def candidates(shape: ModelShape, setup: Setup, least, budget_gib: float) -> list[Counts]:
+def candidates(shape: ModelShape, setup: Setup, least: Memory, budget_gib: float
+               ) -> list[Counts]:
     """For each number of keep_all and of keep_linears, the most of keep_attention that might fit.
 
     Judged by one moment alone, the loss, to which every kept byte adds: quick, and never too strict.
