@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import io
 import json
-from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
 from itertools import pairwise
 
 import pytest
 import torch
 from torch.nn.attention import varlen
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -34,6 +32,7 @@ from fsdp_qlora.dist import full_tensor
 from fsdp_qlora.trainer import compute_device
 
 from .ranks import run_ranks
+from .test_activations import Calls
 from .tiny import RANK, SEED, padded_batch, save_tiny, tiny_rows
 from .tokenizers import VOCAB_SIZE, save_tokenizer
 
@@ -205,27 +204,15 @@ def test_compiled_blocks_have_no_graph_break_and_equal_results(way, recompute, t
     assert graphs[3] and graphs[4] == graphs[5]
 
 
-class Calls(TorchDispatchMode):
-    """Counts the operations that run, by name."""
-
-    def __enter__(self):
-        self.counts = Counter()
-        return super().__enter__()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.counts[func.name()] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("policy, forwards", [("recompute_all", 4), ("keep_attention", 2)])
 def test_attention_of_packed_rows_is_kept_where_the_policy_says_so(policy, forwards, tmp_path):
     """2 blocks, whose attention runs once, or again in backward."""
     model = AutoModelForCausalLM.from_pretrained(save_tiny(tmp_path), use_cache=False,
                                                  attn_implementation="varlen").train()
     apply_activation_policy(model, policy)
-    with Calls() as calls: model(**collate_packed(BINS, 0)).loss.backward()
-    assert calls.counts["torch_attn::_varlen_attn"] == forwards
-    assert calls.counts["torch_attn::_varlen_attn_backward"] == 2
+    with Calls() as mode: model(**collate_packed(BINS, 0)).loss.backward()
+    assert mode.counts["torch_attn::_varlen_attn"] == forwards
+    assert mode.counts["torch_attn::_varlen_attn_backward"] == 2
 
 
 # ---- whole runs --------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from .setup import BYTES, Setup
 from .weights import as_given, block_weights, trained_bytes
 
 CHUNK_TOKENS = 1024    # tokens whose logits exist at once (losses.py)
+KEPT_ATTENTION = ("sdpa", "varlen")  # whose ops a policy can keep (../activations.py)
 
 
 def saved_by_block(shape: ModelShape, setup: Setup) -> float:
@@ -107,8 +108,8 @@ def normed_output(shape: ModelShape) -> bool:
 
 
 def attention_output(shape: ModelShape, setup: Setup) -> float:
-    """Output and log-sum-exp of the attention ops that a policy can keep, which are torch's SDPA."""
-    if setup.attention != "sdpa": return 0.0
+    """Output and log-sum-exp of attention, 0 where it is not among the ops that a policy keeps."""
+    if setup.attention not in KEPT_ATTENTION: return 0.0
     q = shape.heads * shape.head_dim
     return setup.tokens * (q * BYTES[setup.precision] + shape.heads * 4)
 

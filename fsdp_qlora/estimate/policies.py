@@ -42,8 +42,8 @@ def choose_policies(shape: ModelShape, setup: Setup, budget_gib: float, gpu: Gpu
     least = memory(shape, replace(setup, activation_policy="recompute_all"))
     if not least.peak_allocated <= budget_gib:
         raise ValueError(
-            f"--activation_budget_gib {budget_gib:g}: a step needs {least.peak_allocated:.2f} GiB with "
-            "every block recomputed, as predicted; give more, or lower --batch_size or "
+            f"--activation_budget_gib {budget_gib:g}: a step needs {least.peak_allocated:.2f} GiB, as "
+            "predicted, with every block recomputed; give more, or lower --batch_size or "
             "--context_length")
     best, best_seconds = (0, 0, 0, shape.layers), float("inf")
     for bound, most in sorted((seconds(c), c) for c in candidates(shape, setup, least, budget_gib)):
@@ -59,7 +59,7 @@ def candidates(shape: ModelShape, setup: Setup, least: Memory, budget_gib: float
     """For each number of keep_all and of keep_linears, the most of keep_attention that might fit.
 
     Judged by one moment alone, the loss, to which every kept byte adds: quick, and never too strict.
-    keep_attention keeps nothing of attention that is not torch's SDPA, so none is tried there.
+    keep_attention keeps nothing of some attention (KEPT_ATTENTION), and is not tried there.
     """
     layers = shape.layers
     each = {p: kept_by_block(shape, setup, p) for p in ORDER}
@@ -69,10 +69,10 @@ def candidates(shape: ModelShape, setup: Setup, least: Memory, budget_gib: float
     for whole in range(layers + 1):
         for linears in range(layers + 1 - whole):
             left = room - whole * more["keep_all"] - linears * more["keep_linears"]
-            if left < -1e-9: break
+            if left < -1e-9: break  # rounding apart
             rest = layers - whole - linears
-            attention = 0
-            if more["keep_attention"]: attention = min(rest, int(left / more["keep_attention"] + 1e-6))
+            per_block = more["keep_attention"]
+            attention = min(rest, int(left / per_block + 1e-6)) if per_block else 0
             found.append((whole, linears, attention, rest - attention))
     return found
 

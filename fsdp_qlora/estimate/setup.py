@@ -37,7 +37,7 @@ class Setup:
     context_length: int = 512
     accumulation: int = 1
     no_sync: bool = False
-    compile: bool = False
+    compile: bool = False              # where RunConfig says nothing, true on a GPU
     attention: str = "sdpa"
     padded_rows: bool = False          # a mask goes into attention, as where rows are padded
 

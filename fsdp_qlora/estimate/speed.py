@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..arch import ModelShape
 from ..hardware import Gpu
-from .activations import normed_output
+from .activations import KEPT_ATTENTION, normed_output
 from .setup import BYTES, OPTIMIZER_STATES, Setup
 from .weights import (
     BLOCKSIZE,
@@ -19,7 +19,7 @@ from .weights import (
     trained_bytes,
 )
 
-# Set by hand on the H100 rows that tests/test_estimate.py names, so those rows do not test them.
+# Set by hand on the trial's rows in tests/test_estimate_speed.py, so those do not test them.
 MATMUL_SHARE = 0.87    # of the rate of large products, for a block's linear layers
 ATTENTION_SHARE = 0.55  # the same for attention kernels, forward and backward together
 COPY_SHARE = 1.30      # passes over activations move at this share of a copy's rate (caches)
@@ -91,9 +91,9 @@ def rerun_weights(shape: ModelShape, setup: Setup, policy: str) -> int:
 
 
 def reruns_attention(setup: Setup, policy: str) -> bool:
-    """Whether attention runs again; only torch's SDPA can be kept (activations.py)."""
-    kept = policy in ("keep_attention", "keep_linears") and setup.attention == "sdpa"
-    return policy != "keep_all" and not kept
+    """Whether attention runs again in a block's backward."""
+    if policy in ("keep_attention", "keep_linears"): return setup.attention not in KEPT_ATTENTION
+    return policy == "recompute_all"
 
 
 def adapted_linears(shape: ModelShape, setup: Setup) -> dict[str, tuple[int, int]]:

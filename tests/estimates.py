@@ -1,0 +1,49 @@
+"""Shapes, settings and tiny models that the tests of estimates share."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fsdp_qlora.activations import apply_activation_policy
+from fsdp_qlora.adapters import apply_adapters, lora_config
+from fsdp_qlora.arch import known_config, model_shape, shape_from_config
+from fsdp_qlora.blocks import decoder_blocks
+from fsdp_qlora.estimate import Setup
+from fsdp_qlora.hardware import find_gpu
+from fsdp_qlora.loading import materialize
+from fsdp_qlora.quantize import quantize_linears
+
+LLAMA_8B, LLAMA_70B = model_shape("meta-llama/Llama-3.1-8B"), model_shape("llama-2-70b")
+H100 = find_gpu("h100")
+# What benchmarks/results has, unless a row says otherwise: 8B on one GPU, 8192 tokens a row.
+PRODUCT = Setup(lora_dropout=0.0, compile=True, strategy="ddp", context_length=8192)
+# The trial's runs, before this code existed (the design's table): bf16 adapters.
+TRIAL = replace(PRODUCT, strategy="full_shard", adapter_dtype="bf16", batch_size=2)
+TRIAL_HALF = dict(activation_policy="recompute_all:16,keep_all:16")
+
+SMALL = Setup(batch_size=2, context_length=64, lora_rank=8, lora_dropout=0.0)
+TINY = dict(vocab_size=97, hidden_size=128, intermediate_size=448, num_hidden_layers=3,
+            num_attention_heads=8, num_key_value_heads=2, head_dim=32)
+
+
+def tiny(known: str, setup: Setup):
+    """A small model of a known one's family, transformed as `setup` says, and its shape."""
+    config = known_config(known) | TINY
+    if config["model_type"] == "phi3": config["head_dim"] = 16  # transformers ignores head_dim
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**config, pad_token_id=0, use_cache=False), dtype=torch.bfloat16,
+        attn_implementation=setup.attention)
+    shape = shape_from_config(config)
+    if setup.quant != "none": quantize_linears(model, setup.quant)
+    if setup.adapter == "lora":
+        targets = list(setup.targets) if isinstance(setup.targets, tuple) else setup.targets
+        model = apply_adapters(model, lora_config(
+            rank=setup.lora_rank, dropout=setup.lora_dropout, target_modules=targets))
+    materialize(model, torch.device("cpu"), torch.device("cpu"))  # PEFT left adapters on meta
+    apply_activation_policy(model, setup.policies(shape))
+    if setup.compile:
+        for block in decoder_blocks(model):
+            block.forward = torch.compile(block.forward, backend="aot_eager_decomp_partition")
+    return model.train(), shape

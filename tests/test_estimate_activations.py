@@ -1,0 +1,143 @@
+"""What a block keeps, against what torch keeps of transformers' blocks with our layers."""
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from fsdp_qlora import activations
+from fsdp_qlora.blocks import base_model, decoder_blocks
+from fsdp_qlora.config import ACTIVATION_POLICIES
+from fsdp_qlora.estimate import GIB, kept_by_block, memory, saved_by_block
+
+from .estimates import LLAMA_8B, PRODUCT, SMALL, TRIAL, TRIAL_HALF, tiny
+
+CPU_RANDOM_STATE = 5056  # bytes, kept once per dropout mask to draw it again; 16 on a GPU
+
+
+def traced_block_bytes(model, setup, monkeypatch) -> int:
+    """Bytes of distinct storages, parameters apart, that the third block keeps for its backward.
+
+    Autograd's saved tensors, and those that selective checkpointing keeps in its own dictionary.
+    Masks and positions that blocks share are first seen in the blocks before it.
+    """
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    inside, seen, kept = [False], {}, []
+
+    def add(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters and storage.nbytes() != CPU_RANDOM_STATE:
+            seen.setdefault(storage.data_ptr(), (inside[0], storage.nbytes(), tensor))
+        return tensor
+
+    def contexts(policy):
+        forward, backward = original(policy)
+        if inside[0]: kept.append(forward.storage)
+        return forward, backward
+
+    original = activations.create_selective_checkpoint_contexts
+    if not setup.compile:
+        monkeypatch.setattr(activations, "create_selective_checkpoint_contexts", contexts)
+    block = decoder_blocks(model)[2]
+    block.register_forward_pre_hook(lambda *_: inside.__setitem__(0, True))
+    block.register_forward_hook(lambda *_: inside.__setitem__(0, False))
+    rows = torch.randint(0, 97, (setup.batch_size, setup.context_length))
+    with saved_tensors_hooks(add, lambda tensor: tensor):
+        base_model(model).model(input_ids=rows)
+    inside[0] = True
+    for tensor in tensors_in(kept): add(tensor)
+    return sum(size for in_block, size, _ in seen.values() if in_block)
+
+
+def tensors_in(tree):
+    """Tensors in nested containers, and in the wrappers of torch's checkpointing."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        yield from tensors_in(list(tree.values()))
+    elif isinstance(tree, (list, tuple)):
+        for branch in tree: yield from tensors_in(branch)
+    elif hasattr(tree, "val"):
+        yield from tensors_in(tree.val)
+
+
+@pytest.mark.parametrize("known,changes", [
+    ("llama-2-7b", {}), ("llama-2-7b", dict(lora_dropout=0.1)),
+    ("llama-2-7b", dict(targets=("q_proj", "v_proj"))), ("llama-2-7b", dict(quant="none")),
+    ("llama-2-7b", dict(targets=("down_proj",), lora_dropout=0.5)),
+    ("llama-2-7b", dict(attention="eager")), ("qwen2.5-7b", {}), ("qwen3-8b", {}),
+    ("gemma-7b", {}), ("phi-3-mini-4k", {}), ("llama-2-7b", dict(quant="none", adapter="none")),
+    ("llama-2-7b", dict(compile=True)), ("qwen3-8b", dict(compile=True, lora_dropout=0.1)),
+])
+def test_saved_activations_are_those_that_autograd_saves(known, changes, monkeypatch):
+    setup = replace(SMALL, activation_policy="keep_all", **changes)
+    model, shape = tiny(known, setup)
+    traced = traced_block_bytes(model, setup, monkeypatch)
+    assert saved_by_block(shape, setup) == pytest.approx(traced, rel=0.01)
+
+
+@pytest.mark.parametrize("policy", [p for p in ACTIVATION_POLICIES if p != "keep_all"])
+@pytest.mark.parametrize("known,changes", [
+    ("llama-2-7b", dict(compile=True)), ("qwen3-8b", dict(compile=True, lora_dropout=0.1)),
+    ("phi-3-mini-4k", dict(compile=True)), ("llama-2-7b", dict(compile=True, quant="none")),
+    ("qwen2.5-7b", dict(compile=True, targets=("q_proj", "v_proj"))),
+    ("llama-2-7b", dict(compile=True, attention="eager")),
+    ("gemma-2-9b", dict(compile=True, attention="eager")),
+    ("llama-2-7b", {}), ("qwen3-8b", dict(lora_dropout=0.1)), ("phi-3-mini-4k", {}),
+    ("llama-2-7b", dict(attention="eager")), ("llama-2-7b", dict(quant="none", adapter="none")),
+])
+def test_a_policy_keeps_what_torch_keeps_of_its_block(policy, known, changes, monkeypatch):
+    setup = replace(SMALL, activation_policy=policy, **changes)
+    torch._dynamo.reset()
+    model, shape = tiny(known, setup)
+    traced = traced_block_bytes(model, setup, monkeypatch)
+    assert kept_by_block(shape, setup, policy) == pytest.approx(traced, rel=0.01)
+
+
+def test_what_policies_keep_of_a_block_by_hand():
+    """Llama-3.1-8B, 8192 tokens in bf16: widths 4096, 1024 and 14336; log-sum-exp of 32 heads."""
+    n, inputs, attention = 8192, 4096 * 2, 4096 * 2 + 32 * 4
+    linears = (4096 + 1024 + 1024 + 4096 + 2 * 14336) * 2
+    compiled, eager = (replace(PRODUCT, compile=c) for c in (True, False))
+    for setup in (compiled, eager):
+        assert kept_by_block(LLAMA_8B, setup, "recompute_all") == n * inputs
+        assert kept_by_block(LLAMA_8B, setup, "keep_attention") == n * (inputs + attention)
+    assert kept_by_block(LLAMA_8B, compiled, "keep_linears") == n * (inputs + attention + linears)
+    assert kept_by_block(LLAMA_8B, eager, "keep_linears") == (
+        n * (inputs + attention + linears + 4096 * 2))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("strategy", ["ddp", "full_shard", "shard_grad_op"])
+def test_each_policy_that_keeps_more_takes_more(compiled, strategy):
+    setup = replace(PRODUCT, compile=compiled, strategy=strategy, world_size=2)
+    peaks = [memory(LLAMA_8B, setup, activation_policy=p).peak_allocated
+             for p in ACTIVATION_POLICIES]
+    assert peaks == sorted(peaks) and len(set(peaks)) == 4
+
+
+def test_a_mix_lies_between_its_policies():
+    for more, less in (("keep_all", "recompute_all"), ("keep_linears", "keep_attention")):
+        texts = [f"{less}:{32 - k},{more}:{k}" for k in (0, 1, 8, 24, 31, 32)]
+        peaks = [memory(LLAMA_8B, TRIAL, activation_policy=t).peak_allocated for t in texts]
+        assert peaks == sorted(peaks)
+        assert peaks[0] == memory(LLAMA_8B, TRIAL, activation_policy=less).peak_allocated
+        assert peaks[-1] == memory(LLAMA_8B, TRIAL, activation_policy=more).peak_allocated
+
+
+def test_recomputed_blocks_last_take_at_most_one_block_more_than_first():
+    first = memory(LLAMA_8B, TRIAL, **TRIAL_HALF).peak_allocated
+    last = memory(LLAMA_8B, TRIAL, activation_policy="keep_all:16,recompute_all:16").peak_allocated
+    assert first < last < first + saved_by_block(LLAMA_8B, TRIAL) / GIB
+
+
+def test_the_peak_can_be_where_policies_change():
+    """Blocks 1 to 3 keep everything: the backward of the fourth finds them all."""
+    setup = replace(TRIAL, context_length=2048, activation_policy="keep_all:3,recompute_all:1,"
+                    "keep_attention:28")
+    assert {"block 3", "block 4", "block 5"} <= set(memory(LLAMA_8B, setup).moments)
+
+
+def test_policies_that_do_not_fit_the_model_are_refused():
+    with pytest.raises(ValueError, match="--activation_policy keep_all:3 is for 3 blocks"):
+        memory(LLAMA_8B, activation_policy="keep_all:3")

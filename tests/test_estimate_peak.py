@@ -1,0 +1,152 @@
+"""The peak of a step against closed forms, FSDP2 itself, and figures measured on H100s."""
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from fsdp_qlora.estimate import GIB, Setup, block_weights, gathered, memory
+
+from .estimates import LLAMA_8B, LLAMA_70B, PRODUCT, TRIAL, TRIAL_HALF
+from .ranks import run_ranks
+
+
+def test_quantized_weights_by_hand():
+    """4 bits and a 32-bit scale per 64 weights: 4.5 bits."""
+    parts = memory(LLAMA_70B, world_size=4).parts
+    linears = 80 * (2 * 8192 * 8192 + 2 * 1024 * 8192 + 3 * 28672 * 8192)
+    assert parts["linears"] == pytest.approx(linears / 2 / 4 / GIB)
+    assert parts["absmax"] == pytest.approx(linears / 16 / 4 / GIB)
+    assert parts["optimizer"] == pytest.approx(2 * parts["adapters"])
+
+
+def test_ddp_keeps_everything_whole():
+    ddp = memory(LLAMA_8B, world_size=4, strategy="ddp").parts
+    one = memory(LLAMA_8B, world_size=1).parts
+    assert ddp["linears"] == one["linears"] and ddp["unsharded"] == 0
+
+
+def test_window_is_two_units_and_the_root_where_blocks_are_freed():
+    setup = Setup(world_size=2, batch_size=4, context_length=2048)
+    block, root = gathered(block_weights(LLAMA_70B, setup), setup), 32000 * 8192 * 2
+    full = memory(LLAMA_70B, setup).parts["unsharded"] * GIB
+    assert full == pytest.approx(2 * block + root, rel=0.001)
+    kept = memory(LLAMA_70B, setup, strategy="shard_grad_op").parts["unsharded"] * GIB
+    assert kept == pytest.approx(80 * block + 2 * root, rel=0.02)
+    assert memory(LLAMA_70B, setup, backward_prefetch=False).parts["unsharded"] * GIB == (
+        pytest.approx(block + root, rel=0.001))
+    apart = memory(LLAMA_70B, setup, wrap_policy="attention_mlp").parts["unsharded"] * GIB
+    assert apart == pytest.approx(block + root, rel=0.001)
+
+
+def test_each_rung_of_the_escalation_takes_less_memory():
+    steps = [dict(strategy="ddp", activation_policy="keep_all"), dict(strategy="ddp"),
+             dict(strategy="full_shard"), dict(strategy="full_shard", cpu_offload=True)]
+    totals = [memory(LLAMA_8B, world_size=4, batch_size=4, context_length=2048, **s).total
+              for s in steps]
+    assert totals == sorted(totals, reverse=True) and len(set(totals)) == 4
+
+
+def test_shard_grad_op_holds_shards_and_whole_blocks_at_once():
+    """With frozen weights it can need more than ddp, which has no gradients of them to shard."""
+    setup = Setup(world_size=2, batch_size=4, context_length=2048)
+    ddp, grad_op = (memory(LLAMA_8B, setup, strategy=s) for s in ("ddp", "shard_grad_op"))
+    assert grad_op.peak_allocated > ddp.peak_allocated
+    full = (replace(setup, quant="none", adapter="none", strategy=s)
+            for s in ("ddp", "shard_grad_op"))
+    ddp, grad_op = (memory(LLAMA_8B, s) for s in full)
+    assert grad_op.peak_allocated < ddp.peak_allocated
+
+
+def test_cpu_offload_moves_shards_gradients_and_states_to_the_host():
+    setup = Setup(world_size=2, batch_size=2, context_length=2048)
+    on, off = memory(LLAMA_70B, setup, cpu_offload=True), memory(LLAMA_70B, setup)
+    assert on.parts["linears"] == on.parts["optimizer"] == 0
+    assert on.host_parts["weights"] == pytest.approx(
+        2 * sum(off.parts[p] for p in ("linears", "absmax", "embedding", "head", "norms",
+                                       "adapters")))
+    assert on.host > 2 * off.parts["linears"] + off.host
+
+
+def test_hybrid_shards_within_a_group_only():
+    hybrid = memory(LLAMA_8B, world_size=8, gpus_per_node=4, strategy="hybrid_full_shard").parts
+    assert hybrid["linears"] == memory(LLAMA_8B, world_size=4).parts["linears"]
+    groups = Setup(world_size=8, strategy="hybrid_full_shard", shard_group_size=2)
+    assert groups.shard_ranks == 2 and replace(groups, shard_group_size=-1).shard_ranks == 4
+
+
+def test_gradients_wait_for_the_step_only_with_accumulation():
+    keep = Setup(activation_policy="keep_all", batch_size=8, context_length=2048)
+    assert memory(LLAMA_8B, keep).parts["gradients"] == 0  # the peak is in the loss
+    waiting = memory(LLAMA_8B, keep, accumulation=2).parts
+    assert waiting["gradients"] == pytest.approx(waiting["adapters"])
+    sharded = replace(keep, world_size=2, accumulation=2)
+    whole = memory(LLAMA_8B, sharded, no_sync=True).parts["gradients"]
+    assert whole == pytest.approx(2 * memory(LLAMA_8B, sharded).parts["gradients"])
+
+
+def test_full_training_needs_gradients_and_states_of_every_weight():
+    parts = memory(LLAMA_8B, quant="none", adapter="none").parts
+    assert parts["optimizer"] == pytest.approx(2 * LLAMA_8B.total_params() * 2 / GIB)
+    assert parts["adapters"] == parts["absmax"] == 0
+
+
+@pytest.mark.parametrize("shape,changes,measured,within", [
+    (LLAMA_8B, {}, 13.3, 0.03),
+    (LLAMA_8B, dict(activation_policy="keep_all"), 76.5, 0.03),
+    (LLAMA_8B, TRIAL_HALF, 44.4, 0.03),
+    (LLAMA_8B, dict(activation_policy="keep_all", world_size=2), 74.8, 0.03),
+    (LLAMA_70B, dict(batch_size=8, context_length=2048, world_size=4), 41.8, 0.15),
+    (LLAMA_70B.cut(16), dict(batch_size=4, context_length=2048, world_size=2), 11.3, 0.05),
+    (LLAMA_70B.cut(16), dict(batch_size=4, context_length=2048, world_size=2, cpu_offload=True),
+     7.0, 0.10)])
+def test_peak_memory_is_near_what_the_trial_measured(shape, changes, measured, within):
+    assert memory(shape, TRIAL, **changes).peak_allocated == pytest.approx(measured, rel=within)
+
+
+@pytest.mark.parametrize("changes,measured", [
+    (dict(batch_size=2), 14.28), (dict(batch_size=2, compile=False), 15.42),
+    (dict(batch_size=2, activation_policy="keep_attention"), 17.89),
+    (dict(batch_size=2, activation_policy="keep_linears"), 55.14),
+    (dict(activation_policy="keep_all"), 42.76), (dict(activation_policy="keep_linears"), 31.59),
+    (dict(activation_policy="keep_linears", quant="none"), 40.93)])
+def test_peak_memory_is_near_what_one_h100_measured(changes, measured):
+    assert memory(LLAMA_8B, PRODUCT, **changes).peak_allocated == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("strategy,compiled,eager", [
+    ("full_shard", 7.73, 7.73), ("shard_grad_op", 12.06, 12.08), ("ddp", 9.44, 9.55)])
+def test_peak_memory_is_near_what_two_h100s_measured(strategy, compiled, eager):
+    setup = replace(PRODUCT, world_size=2, batch_size=2, context_length=2048, strategy=strategy)
+    found = [memory(LLAMA_8B, setup, compile=c).peak_allocated for c in (True, False)]
+    assert found == pytest.approx([compiled, eager], rel=0.02)
+
+
+def test_large_embeddings_make_their_gathering_the_peak():
+    """Both tables of 128256 x 4096 in bf16, whole and in flat buffers; a block is 0.13 GiB."""
+    found = memory(LLAMA_8B, PRODUCT, world_size=2, context_length=2048, strategy="full_shard")
+    assert found.moment == "embedding"
+    assert found.parts["unsharded"] * GIB == pytest.approx(4 * 128256 * 4096 * 2, rel=0.001)
+
+
+def flat_buffers_alive() -> list[int]:
+    """How many units' flat buffers exist at each copy out of one, in a step of four units."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    for layer in model: fully_shard(layer)
+    fully_shard(model)
+    buffers, counts, copy_out = [], [], group.foreach_all_gather_copy_out
+
+    def counted(result, *args):
+        buffers.append(weakref.ref(result.all_gather_output.untyped_storage()))
+        copy_out(result, *args)
+        counts.append(sum(ref() is not None for ref in buffers))
+    group.foreach_all_gather_copy_out = counted
+    model(torch.ones(2, 8)).sum().backward()
+    return counts
+
+
+def test_fsdp_holds_two_flat_buffers_while_it_gathers_in_the_forward():
+    for counts in run_ranks(flat_buffers_alive, 2):
+        assert counts[:4] == [1, 2, 2, 2]

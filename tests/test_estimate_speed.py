@@ -1,0 +1,113 @@
+"""Time and FLOPs of a step against closed forms and what was measured on H100s."""
+from dataclasses import replace
+
+import pytest
+
+from fsdp_qlora.arch import model_shape
+from fsdp_qlora.config import ACTIVATION_POLICIES
+from fsdp_qlora.estimate import (
+    MATMUL_SHARE,
+    flops_per_token,
+    model_flops_per_token,
+    model_tflops,
+    step_seconds,
+)
+from fsdp_qlora.hardware import find_gpu
+
+from .estimates import H100, LLAMA_8B, LLAMA_70B, PRODUCT, TRIAL, TRIAL_HALF
+
+
+@pytest.mark.parametrize("changes,measured", [
+    (dict(batch_size=2), 1.556), (dict(batch_size=2, activation_policy="keep_attention"), 1.487),
+    (dict(batch_size=2, activation_policy="keep_linears"), 1.222),
+    (dict(activation_policy="keep_all"), 0.618), (dict(activation_policy="keep_linears"), 0.634),
+    (dict(activation_policy="keep_linears", quant="none"), 0.621)])
+def test_step_time_is_near_what_one_h100_measured(changes, measured):
+    assert step_seconds(LLAMA_8B, H100, PRODUCT, **changes).total == pytest.approx(
+        measured, rel=0.05)
+
+
+@pytest.mark.parametrize("shape,changes,measured", [
+    (LLAMA_8B, {}, 1.64), (LLAMA_8B, dict(activation_policy="keep_all"), 1.17),
+    (LLAMA_8B, TRIAL_HALF, 1.43),
+    (LLAMA_8B, dict(activation_policy="keep_all", world_size=2), 1.22),
+    (LLAMA_70B, dict(batch_size=8, context_length=2048, world_size=4), 12.67),
+    (LLAMA_70B.cut(16), dict(batch_size=4, context_length=2048, world_size=2), 1.25),
+    (LLAMA_70B.cut(16), dict(batch_size=4, context_length=2048, world_size=2, cpu_offload=True),
+     1.34)])
+def test_step_time_is_near_what_the_trial_measured(shape, changes, measured):
+    """The trial ran a recomputed block's last product once more than this code does."""
+    setup = replace(TRIAL, **changes)
+    recomputed = setup.policies(shape).count("recompute_all")
+    last = 2 * shape.hidden * shape.intermediate * setup.tokens / (
+        H100.reached_tflops * 1e12 * MATMUL_SHARE)
+    assert step_seconds(shape, H100, setup).total + recomputed * last == pytest.approx(
+        measured, rel=0.10)
+
+
+def test_flops_by_hand():
+    """4 per frozen weight, 6 per adapter weight, half of the attention square three times."""
+    n_linear = 6_979_321_856 + 128256 * 4096
+    adapters = LLAMA_8B.lora_params(64)
+    attention = 6 * 8192 * 4096 * 32
+    assert model_flops_per_token(LLAMA_8B, TRIAL) == 4 * n_linear + 6 * adapters + attention
+    assert model_flops_per_token(LLAMA_8B, replace(TRIAL, quant="none", adapter="none")) == (
+        6 * n_linear + attention)
+    assert model_tflops(LLAMA_8B, TRIAL, 1e3) == model_flops_per_token(LLAMA_8B, TRIAL) / 1e9
+
+
+def recomputed_flops(policy: str, **changes) -> float:
+    """FLOPs per token beyond those of keep_all."""
+    kept, found = (flops_per_token(LLAMA_8B, replace(PRODUCT, activation_policy=p, **changes)).total
+                   for p in ("keep_all", policy))
+    return found - kept
+
+
+def test_recomputed_flops_by_hand():
+    """All products but each block's last one and B of its adapter; then attention; A of adapters."""
+    down, rank = 4096 * 14336, 64
+    linears = 6_979_321_856 - 32 * down + LLAMA_8B.lora_params(rank) - 32 * rank * 4096
+    attention = 2 * 8192 * 4096 * 32
+    a_only = 32 * rank * (6 * 4096 + 14336)
+    assert recomputed_flops("recompute_all") == 2 * linears + attention
+    assert recomputed_flops("keep_attention") == 2 * linears
+    assert recomputed_flops("keep_linears") == 2 * a_only
+    assert recomputed_flops("recompute_all:16,keep_all:16") == linears + attention / 2
+
+
+def test_attention_that_no_policy_keeps_is_recomputed():
+    varlen, eager = (recomputed_flops("keep_attention", attention=a) for a in ("varlen", "eager"))
+    assert varlen == recomputed_flops("keep_attention")
+    assert eager == recomputed_flops("recompute_all")
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("shape", [LLAMA_8B, model_shape("gemma-2-9b"), model_shape("phi-3-mini-4k")])
+def test_each_policy_that_keeps_more_is_faster(shape, compiled):
+    seconds = [step_seconds(shape, H100, PRODUCT, compile=compiled, activation_policy=p).total
+               for p in ACTIVATION_POLICIES]
+    assert seconds == sorted(seconds, reverse=True) and len(set(seconds)) == 4
+
+
+def test_a_mix_takes_the_mean_of_its_policies():
+    def seconds(policy): return step_seconds(LLAMA_8B, H100, PRODUCT, activation_policy=policy).total
+    mean = (seconds("keep_linears") + 3 * seconds("recompute_all")) / 4
+    assert seconds("keep_linears:8,recompute_all:24") == pytest.approx(mean)
+
+
+def test_slow_links_show_and_fast_ones_hide_behind_compute():
+    setup = replace(TRIAL, world_size=2, batch_size=1, context_length=2048)
+    fast = step_seconds(LLAMA_8B, H100, setup).parts["communication"]
+    slow = step_seconds(LLAMA_8B, H100, setup, link_gb_s=1).parts["communication"]
+    assert fast < 0.02 and slow > 1
+    ddp = step_seconds(LLAMA_8B, H100, setup, strategy="ddp", link_gb_s=1).parts["communication"]
+    assert ddp == pytest.approx(LLAMA_8B.lora_params(64) * 2 / 1e9)
+    alone = step_seconds(LLAMA_8B, H100, setup, world_size=1).parts
+    assert alone["communication"] == alone["offload"] == 0
+
+
+def test_small_steps_are_bound_by_launches_and_datasheet_cards_say_so():
+    small = step_seconds(model_shape("smollm2-135m"), H100, batch_size=1, context_length=64)
+    assert small.parts["launches"] > 0.5 * small.total
+    table = step_seconds(LLAMA_8B, find_gpu("3090")).table()
+    assert "uncalibrated" in table and "uncalibrated" not in small.table()
