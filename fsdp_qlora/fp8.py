@@ -12,6 +12,8 @@ Shapes: N tokens, I inputs, O outputs, R rank.  x (N, I), W (O, I), y (N, O)
 """
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from bitsandbytes.functional import get_4bit_type
 from torch import Tensor
@@ -164,6 +166,12 @@ def quantize_tokens_on_gpu(x: Tensor, column_scale: Tensor | None) -> tuple[Tens
     return out, scale
 
 
+@cache
+def code_table(quant_type: str, device: torch.device) -> Tensor:
+    """The 16 values of a 4-bit code, fp32; made once, since making it waits for the GPU."""
+    return get_4bit_type(quant_type, device=device)
+
+
 def nf4_to_fp8(weight: Tensor, absmax: Tensor, in_features: int, quant_type: str, scale: Tensor,
                transposed: bool) -> Tensor:
     """Packed 4-bit rows to fp8 in one pass: (O, I), or (I, O) if `transposed`."""
@@ -171,7 +179,7 @@ def nf4_to_fp8(weight: Tensor, absmax: Tensor, in_features: int, quant_type: str
     rows = weight.shape[0]
     shape = (in_features, rows) if transposed else (rows, in_features)
     out = torch.empty(shape, dtype=FP8, device=weight.device)
-    code = get_4bit_type(quant_type, device=weight.device)
+    code = code_table(quant_type, weight.device)
     block = 128
     grid = (triton.cdiv(rows, block), in_features // BLOCKSIZE)
     _nf4_to_fp8[grid](weight.view(torch.uint8), absmax, code, scale, out, rows, in_features,

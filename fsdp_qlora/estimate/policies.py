@@ -42,8 +42,8 @@ def choose_policies(shape: ModelShape, setup: Setup, budget_gib: float, gpu: Gpu
     least = memory(shape, replace(setup, activation_policy="recompute_all"))
     if not least.peak_allocated <= budget_gib:
         raise ValueError(
-            f"--activation_budget_gib {budget_gib:g}: a step needs {least.peak_allocated:.2f} GiB, as "
-            "predicted, with every block recomputed; give more, or lower --batch_size or "
+            f"--activation_budget_gib {budget_gib:g}: a step needs {least.peak_allocated:.2f} GiB by "
+            "the estimate, with every block recomputed; give more, or lower --batch_size or "
             "--context_length")
     best, best_seconds = (0, 0, 0, shape.layers), float("inf")
     for bound, most in sorted((seconds(c), c) for c in candidates(shape, setup, least, budget_gib)):
