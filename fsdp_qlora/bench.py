@@ -168,20 +168,41 @@ def measure(row: Row, config: RunConfig, options, device: torch.device):
     optimizer = build_optimizer(model, config.optimizer, config.lr, config.wd)
     batches = random_batches(config, model.config.vocab_size, row.gradient_accumulation_steps)
     clip = config.grad_norm if config.apply_gradient_clipping else None
-    seconds = []
     for step in range(options.warmup + options.steps):
-        if step == options.warmup and device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        synchronize(device)
-        started = time.perf_counter()
+        if step == options.warmup: timer = StepTimer(device)
         result = train_step(model, optimizer, batches, max_grad_norm=clip, no_sync=config.no_sync)
-        synchronize(device)
         if step == 0: row.loss_first = result.loss
-        if step >= options.warmup: seconds.append(time.perf_counter() - started)
+        if step >= options.warmup: timer.step_done()
     row.loss_last = result.loss
-    record_time(row, seconds)
+    record_time(row, timer.seconds())
     record_memory(row, device)
     record_estimate(row, config)
+
+
+class StepTimer:
+    """Seconds of each step, without holding the host up between steps, as training doesn't either."""
+
+    def __init__(self, device: torch.device):
+        self.on_gpu, self.marks = device.type == "cuda", []
+        synchronize(device)
+        if self.on_gpu: torch.cuda.reset_peak_memory_stats(device)
+        self.step_done()
+
+    def step_done(self):
+        """Mark the end of a step, in the GPU's own order of work."""
+        if not self.on_gpu:
+            self.marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self.marks.append(event)
+
+    def seconds(self) -> list[float]:
+        """The time from each mark to the next; waits for the last."""
+        pairs = list(zip(self.marks, self.marks[1:], strict=False))
+        if not self.on_gpu: return [after - before for before, after in pairs]
+        self.marks[-1].synchronize()
+        return [before.elapsed_time(after) / 1000 for before, after in pairs]
 
 
 def random_batches(config: RunConfig, vocab: int, count: int) -> list[dict[str, torch.Tensor]]:

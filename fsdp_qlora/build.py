@@ -6,16 +6,20 @@ exists, and adapter values come last because they must be equal under every shar
 """
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
 from .activations import apply_activation_policy
 from .adapters import apply_adapters, apply_fp8, init_adapters, lora_config
+from .arch import shape_from_config
 from .attention import choose_attention
 from .blocks import decoder_blocks
 from .config import AUTO, RunConfig, block_policies
-from .dist import print_main
+from .dist import print_main, ranks_from_env
+from .estimate import choose_policies, memory, setup_from_config
 from .loading import (
     DTYPES,
     READERS,
@@ -40,6 +44,7 @@ def build_model(config: RunConfig, device: torch.device) -> nn.Module:
     Needs a process group (`dist.process_group`). Raises ValueError for a model, target or strategy
     that does not fit; all ranks raise the same before any waits for another.
     """
+    config = with_activation_policy(config, device)
     model, checkpoint = planned_model(config, device)
     if config.compute_dtype == "fp8": apply_fp8(model, device)
     policies = block_policies(config.activation_policy, len(decoder_blocks(model)))
@@ -74,6 +79,22 @@ def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, C
             rank=config.lora_rank, alpha=config.lora_alpha, dropout=config.lora_dropout,
             target_modules=config.target_modules), DTYPES[config.adapter_dtype])
     return model, checkpoint
+
+
+def with_activation_policy(config: RunConfig, device: torch.device) -> RunConfig:
+    """The configuration with --activation_budget_gib resolved into --activation_policy, if given.
+
+    The choice is the estimate's: `estimate.choose_policies`. Raises ValueError if the budget is too
+    small even with every block recomputed.
+    """
+    if config.activation_budget_gib is None: return config
+    shape = shape_from_config(read_config(config.model_name).to_dict(), config.model_name)
+    setup = setup_from_config(config, ranks_from_env().world_size, compile=compiles(config, device))
+    policy = choose_policies(shape, setup, config.activation_budget_gib)
+    peak = memory(shape, replace(setup, activation_policy=policy)).peak_allocated
+    print_main(f"--activation_policy {policy}: {peak:.1f} GiB at the peak by the estimate, within "
+               f"{config.activation_budget_gib:g}")
+    return replace(config, activation_policy=policy, activation_budget_gib=None)
 
 
 def attention(config: RunConfig, settings: PretrainedConfig, device: torch.device

@@ -5,6 +5,7 @@ other: the same code runs with a group of one, so there is no second path to kee
 """
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from contextlib import contextmanager
@@ -65,6 +66,7 @@ def rank_device(device_type: str, ranks: Ranks | None = None) -> torch.device:
 
 
 MEETING = timedelta(hours=6)  # how long the first rank waits for one that still tokenizes
+meetings = itertools.count()
 
 
 @contextmanager
@@ -98,6 +100,7 @@ def meet() -> tuple[dist.Store, int, int]:
     """
     address, *who = ("env://",) if launched() else (f"tcp://localhost:{free_port()}", 0, 1)
     store, rank, world_size = next(dist.rendezvous(address, *who, timeout=MEETING))
+    store = dist.PrefixStore(f"meeting {next(meetings)}", store)  # torchrun's outlives a group
     store.set(f"met/{rank}", "")
     store.wait([f"met/{other}" for other in range(world_size)], MEETING)
     return store, rank, world_size

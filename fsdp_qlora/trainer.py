@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .adapters import adapter_counts, trainable_parameters
@@ -43,12 +43,24 @@ from .sharding import is_sharded, set_gradient_sync
 
 @dataclass
 class StepResult:
-    """What one optimizer step gave, over all ranks."""
-    loss: float
-    grad_norm: float
+    """What one optimizer step gave, over all ranks.
+
+    Loss and norm stay on the device until they are read, which waits for it.
+    """
+    loss_and_norm: Tensor  # (2,)
     trained_tokens: int
     tokens: int
     stepped: bool = True  # False if no token was trained: the weights are unchanged
+
+    @property
+    def loss(self) -> float:
+        """Sum of the trained tokens' losses divided by their number."""
+        return self.loss_and_norm[0].item()
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of all gradients before clipping."""
+        return self.loss_and_norm[1].item()
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: list[dict], *,
@@ -61,7 +73,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches
     """
     trained, tokens = sum_over_ranks(sum(num_trained_tokens(b) for b in micro_batches),
                                      sum(b["input_ids"].numel() for b in micro_batches))
-    if not trained: return StepResult(0.0, 0.0, 0, tokens, stepped=False)
+    if not trained: return StepResult(torch.zeros(2), 0, tokens, stepped=False)
     device = compute_device(model)
     loss_sum = torch.zeros((), device=device)
     for i, batch in enumerate(micro_batches):
@@ -75,7 +87,8 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches
     optimizer.step()
     optimizer.zero_grad()
     dist.all_reduce(loss_sum)
-    return StepResult(loss_sum.item() / dist.get_world_size(), norm, trained, tokens)
+    loss_and_norm = torch.stack([loss_sum / dist.get_world_size(), norm.to(loss_sum)])
+    return StepResult(loss_and_norm, trained, tokens)
 
 
 def compute_device(model: nn.Module) -> torch.device:
@@ -84,13 +97,13 @@ def compute_device(model: nn.Module) -> torch.device:
     return buffer.device if buffer is not None else next(model.parameters()).device
 
 
-def clip_gradients(model: nn.Module, max_norm: float | None) -> float:
+def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
     """Norm of all gradients over all ranks; gradients are scaled down to `max_norm` if given."""
     parameters = list(trainable_parameters(model).values())
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if isinstance(norm, DTensor): norm = norm.full_tensor()
     if max_norm is not None: torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm.item()
+    return norm
 
 
 def seed_everything(seed: int, rank: int, deterministic: bool = False):
@@ -125,14 +138,18 @@ def train(config: RunConfig, dataset: TokenizedDataset | Subset | Source, device
                                 config.warmup_share)
     max_norm = config.grad_norm if config.apply_gradient_clipping else None
     with RunLog(config.output_dir, config.log_to, total_steps, ranks.is_main) as log:
+        lagged = LaggedLog(log, device)
         for step in loader:
-            started, lr = time.perf_counter(), scheduler.get_last_lr()[0]
+            lr = scheduler.get_last_lr()[0]
             result = train_step(model, optimizer, step.micro_batches, max_grad_norm=max_norm,
                                 no_sync=config.no_sync)
             scheduler.step()
-            log.log(step_metrics(step.index + 1, lr, result, time.perf_counter() - started, device))
+            lagged.add(step.index + 1, lr, result)
             if evaluator and evaluator.is_due(step.index + 1):
+                lagged.flush()
                 evaluate(evaluator, model, config, log, tokenizer)
+                lagged.restart_clock()
+        lagged.flush()
         if evaluator and log.steps and evaluator.is_due(log.steps[-1].step, is_last=True):
             evaluate(evaluator, model, config, log, tokenizer)
     if isinstance(loader, StreamLoader): print_main(loader.full_report().format_report())
@@ -171,6 +188,36 @@ def weights_folder(config: RunConfig, suffix: str = "") -> Path:
     """Where trained weights go: adapter or model, and the suffix."""
     kind = "model" if config.adapter == "none" else "adapter"
     return Path(config.output_dir) / f"{kind}{suffix}"
+
+
+class LaggedLog:
+    """Logs each step when the next one is under way.
+
+    Reading a loss waits for the GPU. Reading it a step late leaves the host free to queue work ahead,
+    so the GPU never waits for the host between steps.
+    """
+
+    def __init__(self, log: RunLog, device: torch.device):
+        self.log, self.device, self.pending = log, device, None
+        self.restart_clock()
+
+    def restart_clock(self):
+        """Count the next step's seconds from now."""
+        self.read = time.perf_counter()
+
+    def add(self, number: int, lr: float, result: StepResult):
+        """Take a step that was queued, and log the one before it."""
+        self.flush()
+        self.pending = number, lr, result
+
+    def flush(self):
+        """Log the step that is waiting, if there is one."""
+        if self.pending is None: return
+        number, lr, result = self.pending
+        result.loss_and_norm = result.loss_and_norm.cpu()  # waits until the step is done
+        started, self.read = self.read, time.perf_counter()
+        self.log.log(step_metrics(number, lr, result, self.read - started, self.device))
+        self.pending = None
 
 
 def step_metrics(number: int, lr: float, result: StepResult, seconds: float, device: torch.device

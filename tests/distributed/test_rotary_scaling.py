@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Phi3Config
 from tests.ranks import run_ranks
 from tests.tiny import CONFIGS, save_tiny
 
-POSITIONS, ORIGINAL = 128, 32
+ORIGINAL = 32
 BASE = dict(rope_theta=10_000.0)
 LONG = dict(original_max_position_embeddings=ORIGINAL)
 SCALINGS = {
@@ -24,9 +24,9 @@ SCALINGS = {
     "longrope": dict(rope_type="longrope", short_factor=[1.0] * 8, factor=4.0,
                      long_factor=[1.0 + i / 2 for i in range(8)], **LONG, **BASE),
 }
-# Short, and beyond the positions that the model was first trained on.
+# Short, and beyond the 128 positions of the tiny models, where every scaling is of consequence.
 INPUTS = [torch.randint(0, 97, (2, length), generator=torch.Generator().manual_seed(length))
-          for length in (12, 120)]
+          for length in (12, 160)]
 
 
 def save_scaled(folder, scaling: str) -> str:
