@@ -138,8 +138,10 @@ def commit() -> str:
 
 def bench_rank(config: RunConfig, options) -> Row:
     """Measure `options.steps` steps of `config` on this rank; rank 0 prints and keeps the row."""
+    from .build import with_activation_policy
     from .loading import read_config
     device = rank_device(config.device)
+    config = with_activation_policy(config, device)
     layers = read_config(config.model_name).num_hidden_layers
     row = describe_run(config, options.row_name or config.sharding_strategy, layers, device)
     with process_group(device, config.timeout_minutes):
