@@ -14,8 +14,8 @@ from fsdp_qlora.config import (
     STRATEGY_NAMES,
     RunConfig,
     changed_settings,
-    settings_without_effect,
     plan_batches,
+    settings_without_effect,
 )
 
 # Every flag of the original train.py.

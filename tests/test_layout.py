@@ -1,0 +1,53 @@
+"""The architecture's promises: imports go one way, the pure layer has no torch, one file owns FSDP."""
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "fsdp_qlora"
+# A module imports only from those before it; names of a line may import each other's packages.
+ORDER = ["settings", "checks", "config", "arch", "hardware", "estimate", "dist", "fourbit", "fp8",
+         "quantize", "blocks", "attention", "adapters", "activations", "losses", "sharding", "loading",
+         "build", "data", "optim", "metrics", "export", "prepare", "evaluate", "trainer", "generate",
+         "launch", "bench", "demo", "cli"]
+PURE = {"settings", "checks", "config", "arch", "hardware", "estimate"}
+
+
+def modules() -> list[tuple[str, Path]]:
+    """(top-level module or package name, file) of every file of the package."""
+    files = [f for f in sorted(PACKAGE.rglob("*.py")) if f != PACKAGE / "__init__.py"]
+    return [(f.relative_to(PACKAGE).parts[0].removesuffix(".py"), f) for f in files]
+
+
+def imports(path: Path) -> set[str]:
+    """Absolute names of what a file imports, inside functions too."""
+    depth, found = len(path.relative_to(PACKAGE).parts), set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import): found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            if node.level < depth and node.level: continue  # within its own package
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            prefix = "fsdp_qlora." if node.level else ""
+            found |= {prefix + name for name in names}
+    return found
+
+
+@pytest.mark.parametrize("name, path", modules(), ids=lambda v: v if isinstance(v, str) else v.stem)
+def test_a_module_imports_only_from_modules_before_it(name, path):
+    inside = {i.split(".")[1] for i in imports(path) if i.startswith("fsdp_qlora.")}
+    assert name in ORDER, f"{name} has no place in the layout"
+    later = {i for i in inside if ORDER.index(i) >= ORDER.index(name)} - {name}
+    assert not later
+
+
+def test_the_pure_layer_imports_no_torch():
+    for name, path in modules():
+        if name in PURE: assert not {i for i in imports(path) if i.split(".")[0] == "torch"}, path
+
+
+def test_one_file_owns_fsdp():
+    owners = {path.name for _, path in modules()
+              if any(i.startswith("torch.distributed.fsdp") for i in imports(path))}
+    assert owners == {"sharding.py"}
