@@ -15,7 +15,15 @@ from typing import get_args, get_type_hints
 
 from fastcore.basics import listify, str2bool
 
-from .config import GROUPS, RunConfig, default_of, opt, settings_without_effect, shown
+from .config import (
+    GROUPS,
+    RunConfig,
+    check_choices,
+    default_of,
+    opt,
+    settings_without_effect,
+    shown,
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,6 +36,7 @@ class Parser(argparse.ArgumentParser):
 def boolean(text: str) -> bool:
     """true, false, True, False, 1, 0, yes, no."""
     try:
+        if not text.strip(): raise TypeError  # fastcore takes it for false
         return str2bool(text)
     except TypeError:
         raise argparse.ArgumentTypeError(f"{text!r} is not true or false") from None
@@ -72,6 +81,7 @@ def parse(argv: list[str], *extra_groups: type, prog: str = "fsdp-qlora train") 
     values = vars(known)
     extras = [g(**{f.name: values.pop(f.name) for f in fields(g) if f.name in values})
               for g in extra_groups]
+    for extra in extras: check_choices(extra)
     return [RunConfig(**values), *extras]
 
 
@@ -111,10 +121,10 @@ def train_rank(config: RunConfig):
     tokenizer = load_tokenizer(config.model_name)
     data = load_data(config, tokenizer)
     from .build import planned_model
-    from .export import check_output_dir
+    from .export import check_output_dir, trained_bytes
     from .trainer import train, weights_folder
-    planned_model(config, device)  # a wrong checkpoint or target is found before ranks wait
-    if ranks_from_env().is_main: check_output_dir(weights_folder(config))
+    model, _ = planned_model(config, device)  # a wrong one is found before ranks wait
+    if ranks_from_env().is_main: check_output_dir(weights_folder(config), trained_bytes(model))
     with process_group(device, config.timeout_minutes):
         train(config, data.train, device, tokenizer, data.held_out)
 
@@ -156,6 +166,8 @@ class BenchOptions:
 def bench_command(argv: list[str]):
     """Measure steps on random tokens and write a benchmark row."""
     config, options = parse(argv, BenchOptions, prog="fsdp-qlora bench")
+    if options.steps < 1: raise ValueError(f"--steps must be 1 or more, got {options.steps}")
+    if options.warmup < 0: raise ValueError(f"--warmup must be 0 or more, got {options.warmup}")
     from .bench import bench_rank
     from .launch import run_on_ranks
     run_on_ranks(config, "bench", argv, lambda c: bench_rank(c, options))

@@ -289,8 +289,11 @@ def type_name(hint) -> str:
     return names.get(hint, "text or nothing")
 
 
-def check_choices(config: RunConfig):
-    """Refuse values outside a setting's choices, and those of the original script still to come."""
+def check_choices(config):
+    """Refuse values outside a setting's choices, and those of the original script still to come.
+
+    `config` is a RunConfig or a command's own settings.
+    """
     for f in fields(config):
         value, later = getattr(config, f.name), f.metadata["later"]
         choices = tuple(c for c in listify(f.metadata["choices"]) if c not in later)
@@ -325,7 +328,7 @@ def check_numbers(config: RunConfig):
     for name in NOT_NEGATIVE:
         if not getattr(config, name) >= 0: refuse(name, "0 or more")
     if not config.grad_norm > 0: refuse("grad_norm", "above 0")
-    if not 0 < config.timeout_minutes <= 1e5: refuse("timeout_minutes", "above 0, at most 100000")
+    if not 0.01 <= config.timeout_minutes <= 1e5: refuse("timeout_minutes", "from 0.01 to 100000")
     if config.activation_budget_gib is not None and not config.activation_budget_gib > 0:
         refuse("activation_budget_gib", "above 0")
     if not 0 <= config.lora_dropout < 1: refuse("lora_dropout", "from 0 to below 1")

@@ -106,10 +106,13 @@ def meet() -> tuple[dist.Store, int, int]:
     return store, rank, world_size
 
 
-def free_port() -> int:
-    """A TCP port that nothing listens on now."""
+def free_port(host: str = "localhost", port: int = 0) -> int:
+    """A TCP port of this machine that nothing listens on now: `port`, or any if that is 0.
+
+    Raises OSError or OverflowError if it is taken, or the host is not this machine.
+    """
     with socket.socket() as s:
-        s.bind(("localhost", 0))
+        s.bind((host, port))
         return s.getsockname()[1]
 
 

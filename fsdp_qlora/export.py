@@ -38,15 +38,23 @@ def save_trained(model: nn.Module, folder: str | Path, tokenizer=None, settings:
     return save(model, folder, write_rest)
 
 
-def check_output_dir(folder: Path):
-    """Find out before training whether `folder` can be made in --output_dir; nothing is made yet.
+def trained_bytes(model: nn.Module) -> int:
+    """Size of what `save_trained` will write; the model may still be on meta."""
+    whole = not hasattr(model, "peft_config")
+    return sum(p.numel() * p.element_size() for p in model.parameters() if whole or p.requires_grad)
 
-    Raises ValueError naming --output_dir.
+
+def check_output_dir(folder: Path, size: int = 0):
+    """Find out before training whether `folder` and `size` bytes fit in --output_dir.
+
+    Nothing is made yet. Raises ValueError naming --output_dir.
     """
     there = next(p for p in folder.absolute().parents if p.exists())
     if folder.exists() and not folder.is_dir(): fault = f"{folder} is a file"
     elif not there.is_dir(): fault = f"{there} is a file"
     elif not os.access(there, os.W_OK | os.X_OK): fault = f"{there} can't be written to"
+    elif (free := shutil.disk_usage(there).free) < size:
+        fault = f"{there} has {free / 1e9:.1f} GB free and the trained weights take {size / 1e9:.1f}"
     else: return
     raise ValueError(f"--output_dir {folder.parent}: {fault}; give another folder")
 
@@ -95,16 +103,16 @@ def save_full(model: nn.Module, folder: str | Path,
     scratch = scratch_of(folder)
     if is_main: shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed
     writer = ShardWriter(scratch)
-    for name, tensor in gathered(dict(model.named_parameters())): writer.add(name, tensor)
-    with main_only():
-        if is_main:
-            try:
+    try:
+        for name, tensor in gathered(dict(model.named_parameters())): writer.add(name, tensor)
+        with main_only():
+            if is_main:
                 writer.finish()
                 model.config.save_pretrained(scratch)
                 if write_rest: write_rest(scratch)
                 replace_folder(scratch, folder)
-            finally:
-                shutil.rmtree(scratch, ignore_errors=True)
+    finally:
+        if is_main: shutil.rmtree(scratch, ignore_errors=True)
     return folder
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -17,7 +18,7 @@ from .config import RunConfig
 from .data import choose_pad_token_id, encode_prompt, stop_token_ids
 from .dist import rank_device
 from .export import RUN_FILE
-from .loading import DTYPES, read_config
+from .loading import DTYPES, first_line, read_config
 from .prepare import load_tokenizer
 from .quantize import dequantize_rows, quantize_rows
 
@@ -34,13 +35,23 @@ def load_for_inference(model_name: str, adapter: str | Path | None = None, quant
     if not (Path(adapter) / "adapter_config.json").is_file():
         raise ValueError(f"--adapter_folder {adapter}: no adapter_config.json there; give the folder "
                          "that training saved, such as output/adapter")
-    return PeftModel.from_pretrained(model, str(adapter)).eval()
+    try:
+        return PeftModel.from_pretrained(model, str(adapter)).eval()
+    except (ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"--adapter_folder {adapter}: not an adapter of {model_name} "
+                         f"({first_line(error)}); save it again, or give the model it was trained on"
+                         ) from error
 
 
 def trained_quant(adapter: str | Path | None) -> str:
     """The quantization an adapter was trained with, as its folder says; none if it does not."""
     path = Path(adapter or "") / RUN_FILE
-    return json.loads(path.read_text())["quant"] if adapter and path.is_file() else "none"
+    if not adapter or not path.is_file(): return "none"
+    try:
+        return json.loads(path.read_text())["quant"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} does not say how the base was quantized; give --base_quant none, "
+                         "nf4 or fp4") from error
 
 
 @torch.no_grad()
@@ -57,6 +68,10 @@ def answer(config: RunConfig, options):
     """Print the answer to one prompt as it is made."""
     from transformers import TextStreamer
     if not options.prompt: raise ValueError("--prompt is empty; say what to answer")
+    if any("\ud800" <= c <= "\udfff" for c in options.prompt):
+        raise ValueError("--prompt is not UTF-8; convert it, or set the terminal to UTF-8")
+    if options.max_new_tokens < 1:
+        raise ValueError(f"--max_new_tokens must be 1 or more, got {options.max_new_tokens}")
     device = rank_device(config.device)
     dtype = torch.float32 if device.type == "cpu" else DTYPES[config.precision]
     tokenizer = load_tokenizer(config.model_name)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from .config import AUTO, RunConfig
+from .config import AUTO, LaunchOptions, RunConfig
 from .dist import free_port, launched, ranks_from_env
 
 
@@ -55,7 +55,7 @@ def start_ranks(count: int, config: RunConfig, command: str, argv: list[str]):
     # Each rank has said in one line what went wrong; torch's banner of all ranks would bury it.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     launch = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=count, run_id="fsdp_qlora",
-                          rdzv_backend="c10d", rdzv_endpoint=f"{config.master_addr}:{free_port()}",
+                          rdzv_backend="c10d", rdzv_endpoint=meeting_point(config),
                           max_restarts=0, monitor_interval=0.2)
     try:
         elastic_launch(launch, sys.executable)("-m", "fsdp_qlora.cli", command, *argv)
@@ -63,6 +63,20 @@ def start_ranks(count: int, config: RunConfig, command: str, argv: list[str]):
         sys.exit(exit_code_of(*error.get_first_failure()))
     except SignalException as stopped:  # Ctrl-C or a scheduler: the ranks have been told and are gone
         sys.exit(128 + stopped.sigval)
+
+
+def meeting_point(config: RunConfig) -> str:
+    """host:port of this machine where the ranks started here meet; a free port if none was asked for.
+
+    Raises ValueError naming --master_addr and --master_port.
+    """
+    host, port = config.master_addr, config.master_port
+    try:
+        return f"{host}:{free_port(host, 0 if port == LaunchOptions.master_port else int(port))}"
+    except (OSError, ValueError, OverflowError) as error:
+        raise ValueError(f"--master_addr {host} --master_port {port}: {error}; all ranks started "
+                         "here are on this machine, so leave both out, or start several machines "
+                         "with torchrun") from error
 
 
 def exit_code_of(rank: int, failure) -> int:

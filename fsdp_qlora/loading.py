@@ -69,11 +69,15 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype, attn_implementation
     """The model with its parameters on the meta device and its buffers real.
 
     Buffers such as rotary frequencies are in no checkpoint: they are computed here, once, and
-    survive `materialize`.
+    survive `materialize`. Raises ValueError if the attention kernel is unknown or not installed.
     """
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype,
-                                                 attn_implementation=attn_implementation)
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype,
+                                                     attn_implementation=attn_implementation)
+    except (ValueError, ImportError) as error:
+        if "attn" not in str(error).lower() and "attention" not in str(error).lower(): raise
+        raise ValueError(f"--attn_implementation {attn_implementation}: {first_line(error)}") from error
     model.config.use_cache = False
     model.tie_weights()
     return model.train()

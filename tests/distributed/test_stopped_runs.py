@@ -1,0 +1,184 @@
+"""A run that is stopped, killed or can't write ends soon, on all ranks, and leaves nothing half made."""
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import redirect_stderr
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from tests.ranks import run_ranks
+from tests.tiny import padded_batch, save_tiny, tiny_rows
+from tests.tokenizers import VOCAB_SIZE, save_tokenizer
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny(folder, vocab_size=VOCAB_SIZE)
+    save_tokenizer(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    path.write_text("".join(json.dumps(dict(prompt=str(i), completion=str(i))) + "\n"
+                            for i in range(8)))
+    return str(path)
+
+
+# ---- signals -----------------------------------------------------------------------------------
+
+def endless_run(folder: str, rows: str, out: Path, world_size: int) -> subprocess.Popen:
+    """train.py after its first steps."""
+    command = [sys.executable, "train.py", "--model_name", folder, "--dataset", rows, "--device", "cpu",
+               "--precision", "fp32", "--lora_rank", "2", "--num_epochs", "1000000", "--world_size",
+               str(world_size), "--log_to", "stdout", "--output_dir", str(out)]
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    run = subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE,
+                           stderr=subprocess.PIPE)
+    for line in run.stdout:
+        if line.startswith("step 3 "): return run
+    raise AssertionError(run.stderr.read())
+
+
+def end_of(run: subprocess.Popen) -> tuple[int, str, float]:
+    """Exit code, errors and seconds until the end."""
+    started = time.monotonic()
+    try:
+        _, error = run.communicate(timeout=SECONDS)
+    finally:
+        run.kill()
+    return run.returncode, error, time.monotonic() - started
+
+
+def ranks_of(run: subprocess.Popen) -> list[int]:
+    """Process ids of the ranks that a run started."""
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    return [int(c) for c in children if "fsdp_qlora.cli" in Path(f"/proc/{c}/cmdline").read_text()]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ctrl_c_ends_all_ranks_without_a_traceback_and_without_an_adapter(folder, rows, tmp_path,
+                                                                         world_size):
+    run = endless_run(folder, rows, tmp_path, world_size)
+    ranks = ranks_of(run)
+    assert len(ranks) == (world_size if world_size > 1 else 0)
+    run.send_signal(signal.SIGINT)
+    code, error, _ = end_of(run)
+    assert code == 130 and "stopped" in error and "Traceback" not in error, error
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+def test_the_death_of_one_rank_ends_the_others_and_is_named(folder, rows, tmp_path):
+    run = endless_run(folder, rows, tmp_path, 2)
+    victim, other = ranks_of(run)
+    os.kill(victim, signal.SIGKILL)
+    code, error, _ = end_of(run)
+    assert code == 128 + signal.SIGKILL
+    assert "error: rank 0 was killed by SIGKILL" in error and "memory" in error, error
+    assert not Path(f"/proc/{other}").exists()
+
+
+# ---- folders that can't be written to ----------------------------------------------------------
+
+def refusal(argv: list[str]) -> str:
+    from fsdp_qlora.cli import main
+    error = StringIO()
+    with redirect_stderr(error): assert main(argv) == 2
+    return error.getvalue()
+
+
+@pytest.mark.parametrize("out, made, fault", [
+    ("file", "file", "is a file"), ("file/deep/er", "file", "is a file"),
+    ("out", "out/adapter", "is a file")])
+def test_an_output_folder_that_is_a_file_is_refused_before_training(folder, rows, tmp_path, out, made,
+                                                                   fault):
+    (tmp_path / made).parent.mkdir(exist_ok=True)
+    (tmp_path / made).write_text("mine")
+    error = refusal(["train", "--model_name", folder, "--dataset", rows, "--device", "cpu",
+                     "--output_dir", str(tmp_path / out)])
+    assert f"--output_dir {tmp_path / out}" in error and fault in error
+    assert (tmp_path / made).read_text() == "mine"
+
+
+@pytest.mark.parametrize("fault, patched", [
+    ("can't be written to", ("os.access", lambda *_: False)),
+    ("GB free", ("fsdp_qlora.export.shutil.disk_usage", lambda _: SimpleNamespace(free=1000)))])
+def test_a_folder_without_rights_or_space_is_refused_before_training(folder, rows, tmp_path, fault,
+                                                                    patched, monkeypatch):
+    monkeypatch.setattr(*patched)
+    error = refusal(["train", "--model_name", folder, "--dataset", rows, "--device", "cpu",
+                     "--output_dir", str(tmp_path / "new" / "out")])
+    assert f"--output_dir {tmp_path}/new/out: {tmp_path}" in error and fault in error, error
+    assert not list(tmp_path.iterdir())
+
+
+def save_twice(folder: str, out: str, train_type: str) -> list[str]:
+    """Save, fail to save, train a step, save: what the failure said, and what the folder held."""
+    import fsdp_qlora.export as export
+    from fsdp_qlora.build import build_model
+    from fsdp_qlora.config import RunConfig
+    from fsdp_qlora.dist import ranks_from_env
+    from fsdp_qlora.optim import build_optimizer
+    from fsdp_qlora.trainer import train_step
+    model = build_model(RunConfig(model_name=folder, precision="fp32", lora_rank=2,
+                                  train_type=train_type), torch.device("cpu"))
+    export.save_trained(model, out)
+    before, save_file = listed(out), export.save_file
+    export.SHARD_BYTES = 100_000  # so that writing begins while ranks still gather
+
+    def full_disk(tensors, path, *_):
+        path.write_bytes(b"half")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+    said = []
+    for failing in (full_disk, interrupted):
+        if ranks_from_env().is_main: export.save_file = failing
+        if failing is interrupted and ranks_from_env().world_size > 1: continue
+        try:
+            export.save_trained(model, out)
+        except (OSError, KeyboardInterrupt) as error:
+            said.append(str(error))
+    after, export.save_file = listed(out), save_file  # rank 0 is the one that tidies up
+    if ranks_from_env().is_main: assert before == after, (before, after)
+    result = train_step(model, build_optimizer(model), [padded_batch(tiny_rows(1, 2)[0])])
+    assert result.loss > 0
+    export.save_trained(model, out)
+    return said
+
+
+def interrupted(tensors, path, *_):
+    path.write_bytes(b"half")
+    raise KeyboardInterrupt("Ctrl-C")
+
+
+def listed(out: str) -> dict[str, int]:
+    """Files beside and in a folder, with their sizes."""
+    return {str(p): p.stat().st_size for p in Path(out).parent.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("train_type", ["lora", "full"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_failed_save_is_said_on_all_ranks_keeps_the_old_one_and_the_run_can_go_on(
+        folder, tmp_path, world_size, train_type):
+    out = tmp_path / "saved" / "weights"
+    ranks = run_ranks(save_twice, world_size, folder, str(out), train_type, timeout=60)
+    for said in ranks: assert "rank 0 could not write" in said[0] and "No space left" in said[0]
+    assert [p.name for p in out.parent.iterdir()] == ["weights"]
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) == (1 if train_type == "lora" else 5) and all(load_file(f) for f in files)

@@ -1,0 +1,41 @@
+"""docs/cases.md names, for each difficult input, tests that exist."""
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+TABLE = TESTS.parent / "docs" / "cases.md"
+LATER = {10, 15, 18, 19, 24, 26}  # wholly or in part
+
+
+def rows() -> dict[int, tuple[str, list[str]]]:
+    """Number -> (right result, names of tests) of each row of the table."""
+    found = {}
+    for line in TABLE.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0].isdecimal():
+            found[int(cells[0])] = cells[2], re.findall(r"`([\w/]+\.py::\w+)`", cells[3])
+    return found
+
+
+def functions_of(path: Path) -> set[str]:
+    """Names of the test functions of a file, without importing it."""
+    return {node.name for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+
+
+def test_the_table_has_all_thirty_rows_and_each_is_tested_or_said_to_be_later():
+    table = rows()
+    assert list(table) == list(range(1, 31))
+    for number, (result, tests) in table.items():
+        if number in LATER: assert "Later" in result or "comes with" in result, number
+        else: assert tests, number
+
+
+def test_every_named_test_exists():
+    for number, (_, tests) in rows().items():
+        for name in tests:
+            file, function = name.split("::")
+            assert function in functions_of(TESTS / file), (number, name)

@@ -1,0 +1,121 @@
+"""Values that nobody means, on the command line and in files: one line that names the flag."""
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+
+import pytest
+import torch
+
+from fsdp_qlora.cli import main
+from fsdp_qlora.config import RunConfig
+from fsdp_qlora.dist import free_port
+from fsdp_qlora.launch import meeting_point
+from tests.tiny import save_tiny
+from tests.tokenizers import VOCAB_SIZE, save_tokenizer
+
+torch.set_num_threads(1)
+TEXTS = [f.name for f in fields(RunConfig) if f.type in ("str", "str | None")
+         and not f.metadata["choices"] and not f.metadata["later"]]
+NUMBERS = [f.name for f in fields(RunConfig) if f.type == "float"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny(folder, vocab_size=VOCAB_SIZE)
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def refused(capsys):
+    """The error line of a command that must end with exit code 2."""
+    def call(*argv) -> str:
+        assert main([str(a) for a in argv]) == 2
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+        assert len(lines) == 1
+        return lines[0]
+    return call
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("text", ["", " "])
+def test_an_empty_text_is_refused(refused, name, text):
+    """An empty --dataset or --output_dir would be the current folder."""
+    assert f"--{name} " in refused("train", f"--{name}={text}")
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("number", ["inf", "-inf", "nan", "1e400", ""])
+def test_a_number_that_is_none_is_refused(refused, name, number):
+    assert f"--{name}" in refused("train", f"--{name}={number}")
+
+
+@pytest.mark.parametrize("argv, part", [
+    (["--save_model="], "'' is not true or false"),  # must not stand for false
+    (["--seed", "-1"], "--seed must be from 0"), (["--seed", "4294967296"], "--seed must be from 0"),
+    (["--timeout_minutes", "1e-9"], "--timeout_minutes must be from 0.01"),
+    (["--timeout_minutes", "1e12"], "--timeout_minutes must be from 0.01"),
+    (["--lora_rank", "0x10"], "--lora_rank"), (["--lora_rank", "4.0"], "--lora_rank"),
+    (["--lr", "1e-5", "--lr"], "--lr"), (["4"], "unexpected argument '4'")])
+def test_other_values_of_train(refused, argv, part):
+    assert part in refused("train", *argv)
+
+
+@pytest.mark.parametrize("argv, part", [
+    (["bench", "--steps", "0"], "--steps must be 1 or more"),
+    (["bench", "--warmup", "-1"], "--warmup must be 0 or more"),
+    (["generate", "--prompt", "x", "--base_quant", "int3"], "--base_quant int3: choose auto, none"),
+    (["generate", "--prompt", "x", "--max_new_tokens", "0"], "--max_new_tokens must be 1 or more"),
+    (["generate", "--prompt", "\udcff"], "--prompt is not UTF-8")])
+def test_values_of_other_commands(refused, argv, part):
+    assert part in refused(*argv)
+
+
+@pytest.mark.parametrize("name", ["nonsense", "flash_attention_7"])
+def test_an_unknown_attention_kernel_names_its_flag(refused, folder, tmp_path, name):
+    (tmp_path / "rows.jsonl").write_text('{"text": "hello"}\n')
+    error = refused("train", "--model_name", folder, "--dataset", tmp_path / "rows.jsonl",
+                    "--device", "cpu", "--attn_implementation", name)
+    assert f"--attn_implementation {name}" in error
+
+
+@pytest.mark.parametrize("files, part", [
+    ({"adapter_config.json": "{"}, "not an adapter of"),
+    ({"adapter_config.json": '{"peft_type": "LORA"}', "adapter_model.safetensors": "<html>"},
+     "not an adapter of"),
+    ({"adapter_config.json": "{}", "fsdp_qlora.json": "{}"}, "give --base_quant"),
+    ({"adapter_config.json": "{}", "fsdp_qlora.json": "<html>"}, "give --base_quant"),
+    ({}, "no adapter_config.json there")])
+def test_a_broken_adapter_folder_is_named(refused, folder, tmp_path, files, part):
+    for name, text in files.items(): (tmp_path / name).write_text(text)
+    error = refused("generate", "--model_name", folder, "--device", "cpu", "--prompt", "x",
+                    "--adapter_folder", tmp_path)
+    assert str(tmp_path) in error and part in error
+
+
+def test_names_in_any_script_work(folder, tmp_path):
+    path = tmp_path / "übung 日本" / "🙂.jsonl"
+    path.parent.mkdir()
+    path.write_text(json.dumps(dict(prompt="日本", completion="🙂")) + "\n")
+    assert main(["train", "--model_name", str(folder), "--dataset", str(path), "--device", "cpu",
+                 "--precision", "fp32", "--lora_rank", "2", "--log_to", "jsonl",
+                 "--output_dir", str(path.parent / "aus gabe")]) == 0
+    assert (path.parent / "aus gabe" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+# ---- where ranks meet --------------------------------------------------------------------------
+
+@pytest.mark.parametrize("settings", [
+    dict(master_addr="nowhere.invalid"), dict(master_addr="192.0.2.1"), dict(master_port="abc"),
+    dict(master_port="99999")])
+def test_a_place_where_ranks_cant_meet_is_refused_at_once(settings):
+    with pytest.raises(ValueError, match="--master_addr .* --master_port .*leave both out"):
+        meeting_point(RunConfig(**settings))
+
+
+def test_ranks_meet_at_the_port_asked_for_or_at_a_free_one():
+    port = free_port()
+    assert meeting_point(RunConfig(master_port=str(port))) == f"localhost:{port}"
+    assert meeting_point(RunConfig()) != meeting_point(RunConfig())
