@@ -15,15 +15,9 @@ from typing import get_args, get_type_hints
 
 from fastcore.basics import listify, str2bool
 
-from .config import (
-    GROUPS,
-    RunConfig,
-    check_choices,
-    default_of,
-    opt,
-    settings_without_effect,
-    shown,
-)
+from .checks import check_choices, settings_without_effect
+from .config import GROUPS, RunConfig
+from .settings import default_of, opt, shown
 
 
 class Parser(argparse.ArgumentParser):

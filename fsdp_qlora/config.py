@@ -1,21 +1,24 @@
-"""Every setting of a run, once: its name, default, help and the checks between settings.
+"""Every setting of a run, once: its name, default and help.
 
 The command line is made from these fields (`cli.py`), so a setting is written in one place. Each
 group of settings is a small dataclass; `RunConfig` is all of them in one flat namespace, which is
 what users know from the command line. Pure: no torch here, so that `--help` and every check answer
 at once.
 
-Names follow the original fsdp_qlora script where it had them; docs/migrating.md lists what changed.
+Names follow the original fsdp_qlora script where it had them.
 """
 from __future__ import annotations
 
-import math
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, get_type_hints
+from dataclasses import dataclass
 
-from fastcore.basics import listify
-
-AUTO = -1  # an integer setting that is derived; the derived value is printed once
+from .checks import (
+    check_choices,
+    check_data_together,
+    check_numbers,
+    check_together,
+    check_types,
+)
+from .settings import AUTO, opt
 
 STRATEGY_NAMES = ("ddp", "shard_grad_op", "full_shard", "hybrid_shard_grad_op", "hybrid_full_shard")
 
@@ -33,16 +36,6 @@ LATER_TRAIN_TYPES = ("hqq_lora", "hqq_dora", "bnb_dora", "bnb_llama_pro", "hqq_l
 
 # `all` is the original script's list, without o_proj; `all-linear` is every linear but the head.
 OLD_ALL_TARGETS = ("k_proj", "q_proj", "v_proj", "up_proj", "down_proj", "gate_proj")
-
-
-def opt(default: Any, help: str, *, choices=None, unit: str | None = None, example=None,
-        later: tuple = (), bare=None):
-    """A setting: `later` holds values of the original script that this version refuses by name.
-
-    bare: the value of the flag given without one.
-    """
-    meta = dict(help=help, choices=choices, unit=unit, example=example, later=later, bare=bare)
-    return field(default=default, metadata=meta)
 
 
 @dataclass(kw_only=True)
@@ -272,125 +265,6 @@ class RunConfig(*GROUPS):
         return [name.strip() for name in self.lora_target_modules.split(",") if name.strip()]
 
 
-def check_types(config: RunConfig):
-    """A wrong type in a script would surface far away; say it here."""
-    hints = get_type_hints(RunConfig)
-    for f in fields(config):
-        value, hint = getattr(config, f.name), hints[f.name]
-        if hint in (float, float | None) and type(value) is int: setattr(config, f.name, float(value))
-        elif hint is int and type(value) is bool or not isinstance(value, hint):
-            raise ValueError(f"--{f.name} takes {type_name(hint)}, got {value!r}")
-
-
-def type_name(hint) -> str:
-    """A type as help and errors show it."""
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text",
-             float | None: "a number or nothing"}
-    return names.get(hint, "text or nothing")
-
-
-def check_choices(config):
-    """Refuse values outside a setting's choices, and those of the original script still to come.
-
-    `config` is a RunConfig or a command's own settings.
-    """
-    for f in fields(config):
-        value, later = getattr(config, f.name), f.metadata["later"]
-        choices = tuple(c for c in listify(f.metadata["choices"]) if c not in later)
-        listed = ", ".join(map(str, choices))
-        if value in later or "*" in later and value is not None:
-            usable = f"choose {listed}" if choices else f"leave it at {shown(f.default)}"
-            raise ValueError(f"--{f.name} {shown(value)} is not available in this version; {usable}")
-        if choices and value not in choices:
-            raise ValueError(f"--{f.name} {shown(value)}: choose {listed}")
-
-
-def shown(value) -> str:
-    """A value as it is typed on the command line."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-AT_LEAST_ONE = ("lora_rank", "context_length", "batch_size", "gradient_accumulation_steps",
-                "num_epochs", "dataset_samples", "min_wrap_params", "shuffle_buffer")
-AUTO_OR_ABOVE_ZERO = ("global_batch_size", "max_steps", "shard_group_size", "world_size",
-                      "loading_workers", "eval_every")
-NOT_NEGATIVE = ("lr", "wd", "lora_alpha", "preview")
-
-
-def check_numbers(config: RunConfig):
-    """Ranges of single settings."""
-    def refuse(name, wanted):
-        raise ValueError(f"--{name} must be {wanted}, got {getattr(config, name)}")
-    for name in AT_LEAST_ONE:
-        if getattr(config, name) < 1: refuse(name, "1 or more")
-    for name in AUTO_OR_ABOVE_ZERO:
-        if getattr(config, name) != AUTO and getattr(config, name) < 1: refuse(name, "-1 or above 0")
-    for name in NOT_NEGATIVE:
-        if not getattr(config, name) >= 0: refuse(name, "0 or more")
-    if not config.grad_norm > 0: refuse("grad_norm", "above 0")
-    if not 0.01 <= config.timeout_minutes <= 1e5: refuse("timeout_minutes", "from 0.01 to 100000")
-    if config.activation_budget_gib is not None and not config.activation_budget_gib > 0:
-        refuse("activation_budget_gib", "above 0")
-    if not 0 <= config.lora_dropout < 1: refuse("lora_dropout", "from 0 to below 1")
-    if not 0 <= config.warmup_share < 1: refuse("warmup_share", "from 0 to below 1")
-    if not 0 <= config.eval_share < 1: refuse("eval_share", "from 0 to below 1")
-    if not 0 <= config.seed < 2**32: refuse("seed", "from 0 to 4294967295")
-    for f in fields(config):
-        value = getattr(config, f.name)
-        if isinstance(value, float) and not math.isfinite(value): refuse(f.name, "a finite number")
-        if isinstance(value, str) and not value.strip(): refuse(f.name, "left out, or given a value")
-
-
-def check_together(config: RunConfig):
-    """Settings that exclude each other."""
-    if config.adapter == "none" and config.quant != "none":
-        raise ValueError(
-            f"--quant {config.quant} freezes the linear weights, so --adapter none would train "
-            "next to nothing; add --adapter lora, or --quant none for full fine-tuning")
-    if config.attn_implementation == "varlen" and not config.packing:
-        raise ValueError("--attn_implementation varlen is for packed rows; add --packing true, or "
-                         "use sdpa")
-    if config.adapter != "none" and not config.target_modules and config.target_modules is not None:
-        raise ValueError("--lora_target_modules is empty; give all-linear or module names")
-    if config.compute_dtype == "bf16" and config.precision != "bf16":
-        raise ValueError(f"--compute_dtype bf16 with --precision {config.precision}: products are "
-                         "in the precision; use --precision bf16")
-    if config.compute_dtype == "fp8" and config.adapter == "none":
-        raise ValueError("--compute_dtype fp8 is for frozen weights and --train_type full has none; "
-                         "leave it out")
-    if config.activation_budget_gib is not None: check_budget_alone(config)
-    if config.sharding_strategy == "ddp" and config.use_cpu_offload:
-        raise ValueError("--use_cpu_offload moves shards to host memory and ddp has none; choose "
-                         "--sharding_strategy full_shard or shard_grad_op")
-
-
-def check_data_together(config: RunConfig):
-    """Settings of data and evaluation that exclude or need each other."""
-    if config.eval_share and config.holds_out_a_data_set:
-        raise ValueError("--eval_share holds out rows of --dataset, beside --eval_dataset or "
-                         "--eval_split; give one of them")
-    if config.eval_every != AUTO and not config.evaluates:
-        raise ValueError(f"--eval_every {config.eval_every} has nothing to evaluate; add "
-                         "--eval_dataset, --eval_split or --eval_share")
-    if config.stream and config.eval_share:
-        raise ValueError("--eval_share needs all rows at hand and --stream holds few; give the "
-                         "held-out rows as --eval_dataset")
-    if config.stream and config.lr_scheduler != "constant" and config.max_steps == AUTO:
-        raise ValueError(f"--lr_scheduler {config.lr_scheduler} needs the number of steps, which "
-                         "--stream does not know; add --max_steps, or use constant")
-
-
-def check_budget_alone(config: RunConfig):
-    """A budget chooses what each block keeps, so no other setting may."""
-    others = {"activation_policy": config.activation_policy != "auto",
-              "use_gradient_checkpointing": not config.use_gradient_checkpointing,
-              "reentrant_checkpointing": config.reentrant_checkpointing}
-    for name, given in others.items():
-        if given:
-            raise ValueError("--activation_budget_gib chooses what each block keeps, and so does "
-                             f"--{name} {shown(getattr(config, name))}; leave one of them out")
-
-
 def block_policies(text: str, blocks: int) -> list[str]:
     """The activation policy of each block: one name, or `name:count,...` from the first block on.
 
@@ -409,38 +283,6 @@ def block_policies(text: str, blocks: int) -> list[str]:
         raise ValueError(f"--activation_policy {text} is for {len(policies)} blocks, and the model "
                          f"has {blocks}")
     return policies
-
-
-# Settings of the original script that change nothing here, with what does.
-WITHOUT_EFFECT = {
-    "low_memory": "the load is always streamed",
-    "export_trace": "--profile decides",
-    **dict.fromkeys(("project_name", "name", "group", "entity"), "they belong to --log_to wandb"),
-    **dict.fromkeys(("wait_steps", "warmup_steps", "active_steps", "repeat", "profiling_frequency",
-                     "profiling_output"), "they belong to --profile"),
-}
-
-
-def settings_without_effect(config: RunConfig) -> list[str]:
-    """A warning for each changed setting that does nothing in this run."""
-    changed = changed_settings(config)
-    warnings = [f"--{name} has no effect: {why}" for name, why in WITHOUT_EFFECT.items()
-                if name in changed]
-    if "global_batch_size" in changed and "gradient_accumulation_steps" in changed:
-        warnings.append("--gradient_accumulation_steps has no effect: it follows from "
-                        "--global_batch_size")
-    return warnings
-
-
-def default_of(f) -> Any:
-    """A field's default."""
-    return f.default_factory() if f.default is MISSING else f.default
-
-
-def changed_settings(config: RunConfig) -> dict[str, Any]:
-    """Settings that differ from their default, as the run's summary prints them."""
-    return {f.name: getattr(config, f.name) for f in fields(config)
-            if getattr(config, f.name) != default_of(f)}
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,12 @@ def _frozen_backward(ctx, dy):
 frozen_linear.register_autograd(_frozen_backward, setup_context=_save_frozen)
 
 
+def compute_input(x: Tensor) -> Tensor:
+    """x in the dtype that autocast asks for, if it is on: it does not look into opaque ops."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
 class QuantLinear(nn.Module):
     """A frozen linear layer in 4 bits: y = x W^T + bias, with W dequantized for the product.
 
@@ -105,7 +111,7 @@ class QuantLinear(nn.Module):
         return dequantize_rows(self.weight, self.absmax, self.in_features, self.quant_type, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return frozen_linear(x, self.weight, self.absmax, self.bias, self.in_features,
+        return frozen_linear(compute_input(x), self.weight, self.absmax, self.bias, self.in_features,
                              self.quant_type, self.product_dtype)
 
     def _apply(self, fn, recurse=True):

@@ -8,15 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_qlora.config import (
-    AUTO,
-    GROUPS,
-    STRATEGY_NAMES,
-    RunConfig,
-    changed_settings,
-    plan_batches,
-    settings_without_effect,
-)
+from fsdp_qlora.checks import settings_without_effect
+from fsdp_qlora.config import GROUPS, STRATEGY_NAMES, RunConfig, plan_batches
+from fsdp_qlora.settings import AUTO, changed_settings
 
 # Every flag of the original train.py.
 OLD_FLAGS = """

@@ -171,9 +171,10 @@ def test_shards_parquet_and_iterable_datasets_give_the_same_rows(tmp_path):
     write_rows(tmp_path / "part-1.jsonl", records[:9])
     write_rows(tmp_path / "part-2.jsonl", records[9:])
     parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "rows.parquet")
-    sources = [tmp_path / "part-*.jsonl", tmp_path / "rows.parquet",
-               datasets.Dataset.from_list(records).to_iterable_dataset()]
-    streams = [stream(open_source(source, streaming=True), 2) for source in sources]
+    iterable = datasets.Dataset.from_list(records).to_iterable_dataset
+    sources = [open_source(tmp_path / "part-*.jsonl"), open_source(tmp_path / "rows.parquet"),
+               Source(lambda: open_source(iterable()).raw_records(), str)]  # one for each rank
+    streams = [stream(source, 2) for source in sources]
     assert not [end for by_rank in streams for _, _, end in by_rank if isinstance(end, ValueError)]
     rows = [[trained_rows(*steps) for steps in zip(*(steps for steps, _, _ in by_rank), strict=True)]
             for by_rank in streams]

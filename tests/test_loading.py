@@ -145,7 +145,7 @@ def test_ranks_read_only_their_rows_and_together_all_of_them(sharded_llama, rank
         assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8)), name
 
 
-# ---- broken folders (CASES 14) -----------------------------------------------------------------
+# ---- broken folders (row 14 of docs/cases.md) ------------------------------------------------
 
 def only_bin(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")

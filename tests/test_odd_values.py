@@ -11,6 +11,7 @@ from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import free_port
 from fsdp_qlora.launch import meeting_point
+from fsdp_qlora.quantize import QuantLinear
 from tests.tiny import save_tiny
 from tests.tokenizers import VOCAB_SIZE, save_tokenizer
 
@@ -119,3 +120,16 @@ def test_ranks_meet_at_the_port_asked_for_or_at_a_free_one():
     port = free_port()
     assert meeting_point(RunConfig(master_port=str(port))) == f"localhost:{port}"
     assert meeting_point(RunConfig()) != meeting_point(RunConfig())
+
+
+# ---- a loop of the user's under autocast -------------------------------------------------------
+
+def test_a_quantized_layer_follows_autocast_as_a_linear_layer_does():
+    layer = QuantLinear.from_linear(torch.nn.Linear(64, 32, bias=False))
+    x = torch.randn(3, 64, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16): y = layer(x)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y, torch.nn.functional.linear(
+        x.bfloat16(), layer.dequantize(torch.bfloat16)))
+    y.sum().backward()
+    assert x.grad.dtype == torch.float32 and x.grad.any()

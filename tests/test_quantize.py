@@ -122,7 +122,7 @@ def test_a_weight_that_is_a_strided_view_quantizes_as_its_copy():
                        as_bytes(quantize_rows(weight.contiguous())[0]))
 
 
-# ---- nothing moves the bytes (CASES 16 and 29) -------------------------------------------------
+# ---- nothing moves the bytes (rows 16 and 29 of docs/cases.md) --------------------------------
 
 def all_patterns() -> QuantLinear:
     """A layer whose storage holds each of the 65,536 bf16 patterns, all NaNs among them."""
