@@ -14,13 +14,15 @@ import math
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS
 from torch import Tensor, nn
 
 from . import fp8
-from .blocks import is_linear, linear_names, output_head
+from .arch import DEFAULT_TARGETS
+from .blocks import base_model, is_linear, linear_names, output_head
 from .dist import local_rows
 from .fourbit import dense_weight
-from .quantize import QuantLinear
+from .quantize import QuantLinear, compute_input
 
 
 # Two opaque ops, so that torch.compile's partitioner can't keep a dequantized W, and so that a block
@@ -140,6 +142,7 @@ class LoraLinear(nn.Module, LoraLayer):
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         if self.disable_adapters: return self.base_layer(x)
+        x = compute_input(x)
         (name,) = self.active_adapters
         base = self.base_layer
         drop = self.lora_dropout[name]
@@ -152,7 +155,8 @@ class LoraLinear(nn.Module, LoraLayer):
         xa, token = adapted_inputs(rows, base.weight, absmax, a, b, keep, scale, 1 / (1 - p), *form)
         y = adapted_linear(token, rows.detach(), xa.detach(), base.weight, absmax, base.bias,
                            b.detach(), scale, *form)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        # Not a view to autograd: FSDP warns of units that return one.
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
 
 def lora_config(*, rank: int = 64, alpha: int = 16, dropout: float = 0.0,
@@ -184,6 +188,7 @@ def resolve_targets(model: nn.Module, targets) -> set[str] | list[str] | None:
     """
     found = linear_names(model)
     if targets == "all-linear": return set(found)
+    if targets is None: targets = default_targets(base_model(model).config.model_type, found)
     if targets is None or isinstance(targets, str): return targets
     head = output_head(model)
     linears = [name for name, m in model.named_modules() if is_linear(m)]
@@ -193,6 +198,17 @@ def resolve_targets(model: nn.Module, targets) -> set[str] | list[str] | None:
         raise ValueError(f"--lora_target_modules {','.join(missing)}: no such linear layer; this "
                          f"model has {', '.join(sorted(known))}")
     return targets
+
+
+def default_targets(family: str, found) -> list[str] | None:
+    """Names for a family that PEFT has no choice for; None leaves the choice to PEFT.
+
+    Raises ValueError, listing the candidates, if there is none here either.
+    """
+    if family in PEFT_TARGETS: return None
+    if family in DEFAULT_TARGETS: return list(DEFAULT_TARGETS[family])
+    raise ValueError(f"--lora_target_modules default: PEFT has no choice for {family}; give "
+                     f"all-linear or some of {', '.join(found)}")
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -104,8 +104,11 @@ def chunked_forward(model, plain_forward, input_ids=None, attention_mask=None, l
                               **kwargs).last_hidden_state
     head, labels = output_head(model), shifted(labels).flatten()
     softcap = getattr(model.config, "final_logit_softcapping", None)
-    total = ChunkedCrossEntropy.apply(hidden.flatten(0, 1), head.weight, head.bias, labels,
-                                      softcap, CHUNK_TOKENS)
+    # In the head's own dtype: norms in fp32 give another, and autocast knows no `out=`.
+    hidden = hidden.flatten(0, 1).to(head.weight.dtype)
+    with torch.autocast(hidden.device.type, enabled=False):
+        total = ChunkedCrossEntropy.apply(hidden, head.weight, head.bias, labels, softcap,
+                                          CHUNK_TOKENS)
     if num_items_in_batch is None: num_items_in_batch = (labels != IGNORE).sum().clamp(min=1)
     return CausalLMOutputWithPast(loss=total / num_items_in_batch)
 

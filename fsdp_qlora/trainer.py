@@ -8,6 +8,7 @@ Shapes: B rows of a micro-batch, T tokens.
 """
 from __future__ import annotations
 
+import math
 import random
 import time
 from dataclasses import asdict, dataclass
@@ -236,6 +237,7 @@ def describe(model: nn.Module, config: RunConfig, batches: BatchPlan, total_step
     counts = adapter_counts(model)
     if counts: print_main("adapted layers: " + ", ".join(f"{k} x{n}" for k, n in counts.items()))
     print_main(f"trained weights: {trained:,}; model ready in {seconds:.1f} s")
+    print_main(dtypes_line(model, config))
     implementation, reason = attention(config, model.config, compute_device(model))
     print_main(f"attention: {implementation} ({reason})")
     unit = "bins" if config.packing else "rows"
@@ -246,8 +248,22 @@ def describe(model: nn.Module, config: RunConfig, batches: BatchPlan, total_step
     if config.verbose: print_main(model)
 
 
+def dtypes_line(model: nn.Module, config: RunConfig) -> str:
+    """Which dtypes weights are stored, multiplied and trained in."""
+    stored = {trained: ", ".join(sorted({str(p.dtype).removeprefix("torch.")
+                                         for p in model.parameters() if p.requires_grad == trained}))
+              for trained in (True, False)}
+    packed = f" ({config.quant} bytes in bfloat16)" if config.quant != "none" else ""
+    products = config.precision if config.compute_dtype == "auto" else config.compute_dtype
+    frozen = f"frozen {stored[False]}{packed}, " if stored[False] else ""
+    return f"dtypes: {frozen}trained {stored[True]}, products of frozen weights in {products}"
+
+
 def finish(model: nn.Module, config: RunConfig, log: RunLog, tokenizer):
-    """Save what was trained and draw the loss."""
+    """Save what was trained and draw the loss. Raises ValueError, and saves nothing, after a NaN."""
+    if log.steps and not math.isfinite(log.steps[-1].loss + log.steps[-1].grad_norm):
+        raise ValueError(f"the loss or gradient of step {log.steps[-1].step} is not a number, so "
+                         f"nothing is saved; try a --lr below {config.lr:g}, or clip gradients")
     if config.save_model:
         folder = save_trained(model, weights_folder(config), tokenizer, asdict(config))
         print_main(f"saved the {folder.name} in {folder}")

@@ -231,7 +231,7 @@ def fail(*_, **__):
 
 def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path, tokenizer):
     path = write_rows(tmp_path / "rows.jsonl", ["Hello", "I am"])
-    with pytest.raises(ValueError, match=f"--cache_dir {path}"):
+    with pytest.raises(ValueError, match=f"--data_cache {path}"):
         load_dataset(path, tokenizer, cache_dir=path)
 
 

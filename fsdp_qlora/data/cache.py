@@ -33,7 +33,7 @@ def _build(path: Path, build: Callable[[Path], None]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _note_of(path).unlink(missing_ok=True)  # of an earlier run
     except OSError as error:
-        raise ValueError(f"--cache_dir {path.parent}: {error}; name a folder that can be written "
+        raise ValueError(f"--data_cache {path.parent}: {error}; name a folder that can be written "
                          "to") from error
     try:
         _write_whole(path, build)
@@ -59,7 +59,7 @@ def _wait(path: Path, timeout_s: float) -> None:
         if (text := _fresh_note(path, started)) is not None: raise ValueError(text)
         if time.monotonic() > deadline:
             raise ValueError(f"{path}: the writing rank has not finished it in {timeout_s:.0f} s; "
-                             "see its log, or delete --cache_dir and start again")
+                             "see its log, or delete --data_cache and start again")
         time.sleep(POLL_SECONDS)
 
 
