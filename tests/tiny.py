@@ -10,6 +10,7 @@ from transformers import (
     BitsAndBytesConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
 )
@@ -19,6 +20,7 @@ from fsdp_qlora.adapters import initial_a
 CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config,
            "qwen3": Qwen3Config}
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+FUSED_CONFIGS = {"phi3": Phi3Config}  # q, k, v in one layer: other names of targets
 SEED, RANK, LR, CLIP = 7, 4, 1e-3, 1.0
 
 
@@ -28,7 +30,7 @@ def save_tiny(folder: str | Path, family: str = "llama", **settings) -> str:
                     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
                     tie_word_embeddings=False)
     torch.manual_seed(0)
-    config = CONFIGS[family](**defaults | settings)
+    config = (CONFIGS | FUSED_CONFIGS)[family](**defaults | settings)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # Norms and biases start at 1 and 0; move them so that a lost one is seen.
     with torch.no_grad():

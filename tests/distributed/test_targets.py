@@ -11,16 +11,15 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Phi3Config
+from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.adapters import adapter_counts
 from fsdp_qlora.build import planned_model
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.quantize import QuantLinear
 from tests.ranks import run_ranks
-from tests.tiny import CONFIGS, padded_batch, save_tiny, tiny_rows
+from tests.tiny import padded_batch, save_tiny, tiny_rows
 
-CONFIGS.setdefault("phi3", Phi3Config)
 LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PHI3 = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 FOUND = {
