@@ -192,7 +192,7 @@ def weights_folder(config: RunConfig, suffix: str = "") -> Path:
 
 
 class LaggedLog:
-    """Logs each step when the next one is under way.
+    """Logs each step when the next one is under way; on the CPU, where a step is done at once, then.
 
     Reading a loss waits for the GPU. Reading it a step late leaves the host free to queue work ahead,
     so the GPU never waits for the host between steps.
@@ -210,6 +210,7 @@ class LaggedLog:
         """Take a step that was queued, and log the one before it."""
         self.flush()
         self.pending = number, lr, result
+        if self.device.type == "cpu": self.flush()
 
     def flush(self):
         """Log the step that is waiting, if there is one."""

@@ -198,3 +198,17 @@ def test_the_data_command_looks_at_the_beginning_of_a_stream(folder, capsys):
 def test_missing_held_out_rows_are_named_by_their_flag(folder, capsys, flag):
     assert data_command(folder, flag, "absent.jsonl") == 2
     assert capsys.readouterr().err.startswith(f"error: {flag}: ")
+
+
+def test_a_step_on_the_cpu_is_logged_when_it_is_done_and_one_on_a_gpu_a_step_later(tmp_path):
+    from fsdp_qlora.trainer import LaggedLog, StepResult
+    logged = {}
+    for kind in ("cpu", "meta"):  # meta stands for a device whose work is queued
+        log = RunLog(tmp_path / kind, "jsonl", 2, is_main=False)
+        lagged, counts = LaggedLog(log, torch.device(kind)), []
+        for number in (1, 2):
+            lagged.add(number, 0.1, StepResult(torch.tensor([float(number), 1.0]), 3, 4))
+            counts.append(len(log.steps))
+        lagged.flush()
+        logged[kind] = counts, [step.loss for step in log.steps]
+    assert logged == {"cpu": ([1, 2], [1.0, 2.0]), "meta": ([0, 1], [1.0, 2.0])}
