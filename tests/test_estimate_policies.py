@@ -46,9 +46,10 @@ def test_no_mix_that_fits_is_faster(setup, layers, share):
 
 @settings(deadline=None, max_examples=25)
 @given(shape=st.sampled_from([LLAMA_8B, LLAMA_70B.cut(40)]), setup=st.sampled_from(SETUPS),
-       budgets=st.tuples(st.floats(40, 250), st.floats(40, 250)))
-def test_a_larger_budget_is_never_slower(shape, setup, budgets):
-    chosen = [choose_policies(shape, setup, budget) for budget in sorted(budgets)]
+       spare=st.tuples(st.floats(0, 200), st.floats(0, 200)))
+def test_a_larger_budget_is_never_slower(shape, setup, spare):
+    least = memory(shape, setup, activation_policy="recompute_all").peak_allocated
+    chosen = [choose_policies(shape, setup, least + gib) for gib in sorted(spare)]
     tight, wide = (step_seconds(shape, H100, setup, activation_policy=p).total for p in chosen)
     assert wide <= tight
     for text in chosen:  # the parts are in ORDER
