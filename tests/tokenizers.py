@@ -4,6 +4,8 @@ from __future__ import annotations
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.tiny import save_tiny
+
 CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
           "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -22,3 +24,10 @@ def save_tokenizer(folder) -> PreTrainedTokenizerFast:
     fast.chat_template = CHATML
     fast.save_pretrained(folder)
     return fast
+
+
+def save_chat_model(folder) -> str:
+    """A tiny random model with its tokenizer, as train.py takes it."""
+    save_tiny(folder, vocab_size=VOCAB_SIZE)
+    save_tokenizer(folder)
+    return str(folder)

@@ -12,18 +12,14 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_ranks
-from tests.tiny import save_tiny
-from tests.tokenizers import VOCAB_SIZE, save_tokenizer
+from tests.tokenizers import save_chat_model
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny(folder, vocab_size=VOCAB_SIZE)
-    save_tokenizer(folder)
-    return str(folder)
+    return save_chat_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from tests.ranks import run_ranks
-from tests.tiny import padded_batch, save_tiny, tiny_rows
-from tests.tokenizers import VOCAB_SIZE, save_tokenizer
+from tests.tiny import padded_batch, tiny_rows
+from tests.tokenizers import save_chat_model
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 40
@@ -27,10 +27,7 @@ SECONDS = 40
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny(folder, vocab_size=VOCAB_SIZE)
-    save_tokenizer(folder)
-    return str(folder)
+    return save_chat_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
