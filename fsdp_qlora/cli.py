@@ -1,102 +1,20 @@
 """The command line: `fsdp-qlora train|generate|data|bench|demo`, and `train.py`, which is `train`.
 
-Flags are made from the fields of `RunConfig` and nothing else. A user's mistake ends in one line on
+Flags are made from the fields of `RunConfig` (`flags.py`). A user's mistake ends in one line on
 stderr and exit code 2, on every rank; --verbose adds the traceback.
 """
 from __future__ import annotations
 
-import argparse
-import difflib
 import os
 import sys
 import traceback
-from dataclasses import dataclass, fields
-from typing import get_args, get_type_hints
+from dataclasses import dataclass
 
-from fastcore.basics import listify, str2bool
+from .checks import settings_without_effect
+from .config import RunConfig
+from .flags import Parser, boolean, parse, parse_own
+from .settings import opt
 
-from .checks import check_choices, settings_without_effect
-from .config import GROUPS, RunConfig
-from .settings import default_of, opt, shown
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse whose errors are ValueErrors, so that all mistakes end in one place."""
-
-    def error(self, message: str):
-        raise ValueError(message)
-
-
-def boolean(text: str) -> bool:
-    """true, false, True, False, 1, 0, yes, no."""
-    try:
-        if not text.strip(): raise TypeError  # fastcore takes it for false
-        return str2bool(text)
-    except TypeError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not true or false") from None
-
-
-def add_fields(parser: argparse.ArgumentParser, group: type):
-    """One flag per field of a dataclass, under its docstring as a title."""
-    section = parser.add_argument_group(group.__doc__.splitlines()[0])
-    hints = get_type_hints(group)
-    for f in fields(group):
-        kind = next((t for t in get_args(hints[f.name]) if t is not type(None)), hints[f.name])
-        bare, convert = (True, boolean) if kind is bool else (f.metadata["bare"], kind)
-        how = dict(type=convert) | (dict(nargs="?", const=bare) if bare is not None else {})
-        section.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=help_text(f),
-                             metavar=metavar(f, kind), **how)
-
-
-def metavar(f, kind: type) -> str:
-    """What stands for a value in --help."""
-    choices = [c for c in listify(f.metadata["choices"]) if c not in f.metadata["later"]]
-    if choices: return "{" + ",".join(map(str, choices)) + "}"
-    return {bool: "true|false", int: "N", float: "X"}.get(kind, "TEXT")
-
-
-def help_text(f) -> str:
-    """A setting's help line with its unit, example and default."""
-    extra = [f"in {f.metadata['unit']}"] if f.metadata["unit"] else []
-    if f.metadata["example"] is not None: extra.append(f"e.g. {f.metadata['example']}")
-    extra.append(f"default {shown(default_of(f))}")
-    return f"{f.metadata['help']} ({'; '.join(extra)})".replace("%", "%%")
-
-
-def parse(argv: list[str], *extra_groups: type, prog: str = "fsdp-qlora train") -> list:
-    """The RunConfig that `argv` asks for, and one object per group in `extra_groups`.
-
-    Raises ValueError for an unknown flag, with the nearest known one, or a value that is not one.
-    """
-    parser = Parser(prog=prog, usage=f"{prog} [--flag value ...]", allow_abbrev=False)
-    for group in (*extra_groups, *GROUPS): add_fields(parser, group)
-    known, unknown = parser.parse_known_args(argv)
-    if unknown: raise ValueError(unknown_flag(unknown[0], parser))
-    values = vars(known)
-    extras = [g(**{f.name: values.pop(f.name) for f in fields(g) if f.name in values})
-              for g in extra_groups]
-    for extra in extras: check_choices(extra)
-    return [RunConfig(**values), *extras]
-
-
-def parse_own(argv: list[str], group: type) -> tuple:
-    """One command's own settings, and the arguments that are left for RunConfig."""
-    parser = Parser(allow_abbrev=False, add_help=False)
-    add_fields(parser, group)
-    known, rest = parser.parse_known_args(argv)
-    return group(**vars(known)), rest
-
-
-def unknown_flag(flag: str, parser: argparse.ArgumentParser) -> str:
-    """An error for a flag that does not exist."""
-    if not flag.startswith("-"): return f"unexpected argument {flag!r}; settings are --name value"
-    flags = [s for a in parser._actions for s in a.option_strings]
-    near = difflib.get_close_matches(flag.split("=")[0].replace("-", "_").replace("__", "--", 1),
-                                     flags, n=1)
-    return f"unknown flag {flag}" + (f"; did you mean {near[0]}?" if near else "; see --help")
-
-
-# ---- commands ----------------------------------------------------------------------------------
 
 def train_command(argv: list[str]):
     """Fine-tune a model."""

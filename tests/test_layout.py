@@ -8,11 +8,12 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "fsdp_qlora"
 # A module imports only from those before it; names of a line may import each other's packages.
-ORDER = ["settings", "checks", "config", "arch", "hardware", "estimate", "dist", "fourbit", "fp8",
-         "quantize", "blocks", "attention", "adapters", "activations", "losses", "sharding", "loading",
-         "build", "data", "optim", "metrics", "export", "prepare", "evaluate", "trainer", "generate",
+ORDER = ["settings", "checks", "config", "flags", "arch", "hardware", "estimate",
+         "dist", "fourbit", "fp8", "quantize", "blocks", "attention", "adapters", "activations",
+         "losses", "sharding", "loading", "build", "data", "optim", "metrics", "export",
+         "prepare", "evaluate", "trainer", "generate",
          "launch", "bench", "demo", "cli"]
-PURE = {"settings", "checks", "config", "arch", "hardware", "estimate"}
+PURE = {"settings", "checks", "config", "flags", "arch", "hardware", "estimate"}
 
 
 def modules() -> list[tuple[str, Path]]:
