@@ -30,7 +30,7 @@ from fsdp_qlora.config import RunConfig
 from fsdp_qlora.data import DataReport, StepLoader, StepSampler, TokenizedDataset, collate
 from fsdp_qlora.dist import process_group, rank_device
 from fsdp_qlora.optim import build_optimizer
-from fsdp_qlora.trainer import train_step
+from fsdp_qlora.step import train_step
 
 MEAN, SIGMA = 350, 1.0  # of log-normal lengths, before the cut
 

@@ -25,7 +25,7 @@ PUBLIC = {
     "STRATEGIES": "sharding", "apply_sharding": "sharding", "make_mesh": "sharding",
     "set_gradient_sync": "sharding",
     "build_optimizer": "optim", "build_scheduler": "optim",
-    "held_out_loss": "evaluate", "train_step": "trainer", "train": "trainer",
+    "held_out_loss": "evaluate", "train_step": "step", "train": "trainer",
     "save_trained": "export", "save_adapter": "export", "load_adapter": "export",
 }
 __all__ = list(PUBLIC)

@@ -160,7 +160,7 @@ def measure(row: Row, config: RunConfig, options, device: torch.device):
     """Build, warm up, time the steps, and fill the row."""
     from .build import build_model
     from .optim import build_optimizer
-    from .trainer import seed_everything, train_step
+    from .step import seed_everything, train_step
     seed_everything(config.seed, ranks_from_env().rank, config.deterministic)
     started = time.perf_counter()
     model = build_model(config, device)

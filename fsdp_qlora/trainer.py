@@ -1,23 +1,13 @@
-"""One optimizer step, and the run made of them.
-
-The loss of a step is the sum over its trained tokens, on all ranks and in all micro-batches,
-divided by their number, which is counted before the first backward. So a step's gradient does not
-depend on how its rows are cut up.
-
-Shapes: B rows of a micro-batch, T tokens.
-"""
+"""A run: the model built, trained step by step, evaluated and saved."""
 from __future__ import annotations
 
 import math
-import random
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from .adapters import adapter_counts, trainable_parameters
 from .build import attention, build_model
@@ -31,87 +21,14 @@ from .data import (
     Subset,
     TokenizedDataset,
     choose_pad_token_id,
-    num_trained_tokens,
-    on_device,
 )
-from .dist import gather_over_ranks, print_main, ranks_from_env, sum_over_ranks
+from .dist import gather_over_ranks, print_main, ranks_from_env
 from .evaluate import Evaluator
 from .export import save_trained
 from .metrics import RunLog, StepMetrics, plot_loss
 from .optim import build_optimizer, build_scheduler
-from .sharding import is_sharded, set_gradient_sync
-
-
-@dataclass
-class StepResult:
-    """What one optimizer step gave, over all ranks.
-
-    Loss and norm stay on the device until they are read, which waits for it.
-    """
-    loss_and_norm: Tensor  # (2,)
-    trained_tokens: int
-    tokens: int
-    stepped: bool = True  # False if no token was trained: the weights are unchanged
-
-    @property
-    def loss(self) -> float:
-        """Sum of the trained tokens' losses divided by their number."""
-        return self.loss_and_norm[0].item()
-
-    @property
-    def grad_norm(self) -> float:
-        """Norm of all gradients before clipping."""
-        return self.loss_and_norm[1].item()
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: list[dict], *,
-               max_grad_norm: float | None = None, no_sync: bool = False) -> StepResult:
-    """Forward and backward of every micro-batch, then one optimizer step.
-
-    Each micro-batch is a dict of input_ids and labels (B, T), and what else the model takes; every
-    rank must bring the same number of them. Gradients are averaged over ranks, so the sum of losses
-    is divided by the tokens per rank.
-    """
-    trained, tokens = sum_over_ranks(sum(num_trained_tokens(b) for b in micro_batches),
-                                     sum(b["input_ids"].numel() for b in micro_batches))
-    if not trained: return StepResult(torch.zeros(2), 0, tokens, stepped=False)
-    device = compute_device(model)
-    loss_sum = torch.zeros((), device=device)
-    for i, batch in enumerate(micro_batches):
-        last = i == len(micro_batches) - 1
-        set_gradient_sync(model, last or is_sharded(model) and not no_sync)
-        batch = on_device(batch, device)
-        loss = model(**batch, num_items_in_batch=trained / dist.get_world_size()).loss
-        loss.backward()
-        loss_sum += loss.detach()
-    norm = clip_gradients(model, max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-    dist.all_reduce(loss_sum)
-    loss_and_norm = torch.stack([loss_sum / dist.get_world_size(), norm.to(loss_sum)])
-    return StepResult(loss_and_norm, trained, tokens)
-
-
-def compute_device(model: nn.Module) -> torch.device:
-    """Where the forward runs; under CPU offload the parameters are elsewhere."""
-    buffer = next(model.buffers(), None)
-    return buffer.device if buffer is not None else next(model.parameters()).device
-
-
-def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
-    """Norm of all gradients over all ranks; gradients are scaled down to `max_norm` if given."""
-    parameters = list(trainable_parameters(model).values())
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if isinstance(norm, DTensor): norm = norm.full_tensor()
-    if max_norm is not None: torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
-
-
-def seed_everything(seed: int, rank: int, deterministic: bool = False):
-    """Seed dropout and shuffling; ranks differ, or all would drop the same places."""
-    random.seed(seed + rank)
-    torch.manual_seed(seed + rank)
-    if deterministic: torch.use_deterministic_algorithms(True)
+from .step import compute_device, seed_everything, train_step
+from .steplog import LaggedLog
 
 
 def train(config: RunConfig, dataset: TokenizedDataset | Subset | Source, device: torch.device,
@@ -189,46 +106,6 @@ def weights_folder(config: RunConfig, suffix: str = "") -> Path:
     """Where trained weights go: adapter or model, and the suffix."""
     kind = "model" if config.adapter == "none" else "adapter"
     return Path(config.output_dir) / f"{kind}{suffix}"
-
-
-class LaggedLog:
-    """Logs each step when the next one is under way; on the CPU, where a step is done at once, then.
-
-    Reading a loss waits for the GPU. Reading it a step late leaves the host free to queue work ahead,
-    so the GPU never waits for the host between steps.
-    """
-
-    def __init__(self, log: RunLog, device: torch.device):
-        self.log, self.device, self.pending = log, device, None
-        self.restart_clock()
-
-    def restart_clock(self):
-        """Count the next step's seconds from now."""
-        self.read = time.perf_counter()
-
-    def add(self, number: int, lr: float, result: StepResult):
-        """Take a step that was queued, and log the one before it."""
-        self.flush()
-        self.pending = number, lr, result
-        if self.device.type == "cpu": self.flush()
-
-    def flush(self):
-        """Log the step that is waiting, if there is one."""
-        if self.pending is None: return
-        number, lr, result = self.pending
-        result.loss_and_norm = result.loss_and_norm.cpu()  # waits until the step is done
-        started, self.read = self.read, time.perf_counter()
-        self.log.log(step_metrics(number, lr, result, self.read - started, self.device))
-        self.pending = None
-
-
-def step_metrics(number: int, lr: float, result: StepResult, seconds: float, device: torch.device
-                 ) -> StepMetrics:
-    """A step's result with its time and memory."""
-    peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
-    return StepMetrics(step=number, loss=result.loss, lr=lr, grad_norm=result.grad_norm,
-                       trained_tokens=result.trained_tokens, tokens=result.tokens, seconds=seconds,
-                       tokens_per_second=result.tokens / seconds, peak_allocated_gib=peak)
 
 
 def describe(model: nn.Module, config: RunConfig, batches: BatchPlan, total_steps: int | None,

@@ -29,7 +29,7 @@ from fsdp_qlora.blocks import decoder_blocks
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.data import collate, collate_packed, num_trained_tokens, on_device
 from fsdp_qlora.dist import full_tensor
-from fsdp_qlora.trainer import compute_device
+from fsdp_qlora.step import compute_device
 
 from .ranks import run_ranks
 from .test_activations import Calls

@@ -201,7 +201,8 @@ def test_missing_held_out_rows_are_named_by_their_flag(folder, capsys, flag):
 
 
 def test_a_step_on_the_cpu_is_logged_when_it_is_done_and_one_on_a_gpu_a_step_later(tmp_path):
-    from fsdp_qlora.trainer import LaggedLog, StepResult
+    from fsdp_qlora.step import StepResult
+    from fsdp_qlora.steplog import LaggedLog
     logged = {}
     for kind in ("cpu", "meta"):  # meta stands for a device whose work is queued
         log = RunLog(tmp_path / kind, "jsonl", 2, is_main=False)

@@ -61,7 +61,7 @@ def test_training_in_fp8_follows_training_in_full_precision(tmp_path):
     from fsdp_qlora.build import build_model
     from fsdp_qlora.dist import process_group
     from fsdp_qlora.optim import build_optimizer
-    from fsdp_qlora.trainer import train_step
+    from fsdp_qlora.step import train_step
     folder, steps, losses = save_tiny(tmp_path), tiny_rows(1, 4) * 8, {}
     with process_group(torch.device("cpu")):
         for dtype in ("auto", "fp8"):

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "fsdp_qlora"
 ORDER = ["settings", "checks", "config", "flags", "arch", "hardware", "estimate",
          "dist", "fourbit", "fp8", "quantize", "blocks", "attention", "adapters", "activations",
          "losses", "sharding", "loading", "build", "data", "optim", "metrics", "export",
-         "prepare", "evaluate", "trainer", "generate",
+         "prepare", "evaluate", "step", "steplog", "trainer", "generate",
          "launch", "bench", "demo", "cli"]
 PURE = {"settings", "checks", "config", "flags", "arch", "hardware", "estimate"}
 

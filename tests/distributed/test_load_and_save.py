@@ -79,7 +79,7 @@ def train_and_save(folder: str, out: str, cases: list[dict], steps) -> list[torc
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.export import save_trained
     from fsdp_qlora.optim import build_optimizer
-    from fsdp_qlora.trainer import train_step
+    from fsdp_qlora.step import train_step
     logits = []
     for i, case in enumerate(cases):
         config = RunConfig(**dict(model_name=folder, precision="fp32", lora_rank=RANK, lora_alpha=8,

@@ -138,7 +138,7 @@ def step_of_each_split(folder: str, splits, settings: dict) -> list[dict]:
     from fsdp_qlora.build import build_model
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.dist import full_tensor
-    from fsdp_qlora.trainer import train_step
+    from fsdp_qlora.step import train_step
     results = []
     for split in splits:
         config = RunConfig(model_name=folder, precision="fp32", lora_rank=RANK, lora_dropout=0.0,
@@ -196,7 +196,7 @@ def train_with_decay(folder: str) -> tuple[bool, bool]:
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.dist import full_tensor
     from fsdp_qlora.optim import build_optimizer
-    from fsdp_qlora.trainer import train_step
+    from fsdp_qlora.step import train_step
     model = build_model(RunConfig(model_name=folder, precision="fp32", lora_rank=RANK),
                         torch.device("cpu"))
     optimizer = build_optimizer(model, "adamw", LR, 0.1)

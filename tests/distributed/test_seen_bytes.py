@@ -26,7 +26,7 @@ def train_watched(folder: str, cases: list[dict], device_type: str) -> list[dict
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.dist import rank_device
     from fsdp_qlora.optim import build_optimizer
-    from fsdp_qlora.trainer import train_step
+    from fsdp_qlora.step import train_step
     results, device = [], rank_device(device_type)
     for case in cases:
         config = RunConfig(**dict(model_name=folder, lora_rank=4, lora_dropout=0.0, lora_alpha=8,

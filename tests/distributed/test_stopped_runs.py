@@ -133,7 +133,7 @@ def save_twice(folder: str, out: str, train_type: str) -> list[str]:
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.dist import ranks_from_env
     from fsdp_qlora.optim import build_optimizer
-    from fsdp_qlora.trainer import train_step
+    from fsdp_qlora.step import train_step
     model = build_model(RunConfig(model_name=folder, precision="fp32", lora_rank=2,
                                   train_type=train_type), torch.device("cpu"))
     export.save_trained(model, out)
