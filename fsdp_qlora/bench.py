@@ -102,7 +102,7 @@ def describe_run(config: RunConfig, name: str, layers: int, device: torch.device
         lora_targets=config.lora_target_modules if adapted else None,
         lora_dropout=config.lora_dropout if adapted else None,
         adapter_dtype=config.adapter_dtype if adapted else None,
-        absmax_dtype="fp32" if config.quant != "none" else None, optimizer=config.optimizer,
+        absmax_dtype=config.absmax_dtype if config.quant != "none" else None, optimizer=config.optimizer,
         optimizer_state_dtype=config.adapter_dtype if adapted else config.precision,
         compile=compiles(config, device), attention_backend=config.attn_implementation,
         packed=config.packing, versions=versions(), commit=commit(), date=date.today().isoformat())

@@ -73,7 +73,8 @@ def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, C
     model = meta_model(settings, DTYPES[config.precision], attention(config, settings, device)[0])
     model.config._name_or_path = config.model_name  # PEFT writes it into the adapter's config
     checkpoint = open_checkpoint(config, model, device)
-    if config.quant != "none": quantize_linears(model, config.quant)
+    if config.quant != "none":
+        quantize_linears(model, config.quant, absmax_dtype=config.absmax_dtype)
     if config.adapter == "lora":
         model = apply_adapters(model, lora_config(
             rank=config.lora_rank, alpha=config.lora_alpha, dropout=config.lora_dropout,

@@ -136,6 +136,8 @@ def settings_without_effect(config) -> list[str]:
     changed = changed_settings(config)
     warnings = [f"--{name} has no effect: {why}" for name, why in WITHOUT_EFFECT.items()
                 if name in changed]
+    if "absmax_dtype" in changed and config.quant == "none":
+        warnings.append("--absmax_dtype has no effect: no weight is quantized")
     if "global_batch_size" in changed and "gradient_accumulation_steps" in changed:
         warnings.append("--gradient_accumulation_steps has no effect: it follows from "
                         "--global_batch_size")

@@ -49,6 +49,8 @@ class ModelOptions:
         choices=tuple(TRAIN_TYPES) + LATER_TRAIN_TYPES, later=LATER_TRAIN_TYPES)
     quant: str = opt("auto", "format of the frozen linear weights; auto = from --train_type",
                      choices=("auto", "none", "nf4", "fp4"))
+    absmax_dtype: str = opt("fp32", "scales of quantized blocks: int8 saves 8% of a 4-bit model, and "
+                            "its rounding is far below the weights' own", choices=("fp32", "int8"))
     precision: str = opt(
         "bf16", "storage and compute of everything but quantized weights and adapters",
         choices=("bf16", "fp32", "bf16_autocast", "fp16_autocast", "bf16_buffers_autocast"),

@@ -5,7 +5,7 @@ which is what lets a rank quantize only what it holds. NF4 is defined in QLoRA, 
 
 Shapes: O out rows, I inputs, Ip = I rounded up to whole blocks of 64.
     packed  (O, Ip/4)  bfloat16 view of the (O, Ip/2) bytes: torch 2.11's FSDP refuses integers
-    absmax  (O, Ip/64) float32, the largest magnitude of each block
+    absmax  (O, Ip/64) float32, the largest magnitude of each block; or 8-bit codes (absmax.py)
 """
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import bitsandbytes  # noqa: F401  registers torch.ops.bitsandbytes
 import torch
 from torch import Tensor, nn
 
+from .absmax import STORAGE_DTYPE, absmax_columns, decode_absmax, encode_absmax, storage_of
+
 BLOCKSIZE = 64
-STORAGE_DTYPE = torch.bfloat16  # a carrier of bytes; no arithmetic is ever done in it
 QUANT_TYPES = ("nf4", "fp4")
 
 
@@ -23,25 +24,35 @@ def padded(in_features: int) -> int:
     return -(-in_features // BLOCKSIZE) * BLOCKSIZE
 
 
-def quantize_rows(weight: Tensor, quant_type: str = "nf4") -> tuple[Tensor, Tensor]:
+def blocks_of(in_features: int) -> int:
+    """Quantization blocks of a row."""
+    return padded(in_features) // BLOCKSIZE
+
+
+def quantize_rows(weight: Tensor, quant_type: str = "nf4", absmax_dtype: str = "fp32"
+                  ) -> tuple[Tensor, Tensor]:
     """Quantize a float (O, I) weight: packed (O, Ip/4) in bfloat16 storage, absmax (O, Ip/64).
 
-    Works on any row slice: the result is that slice of the whole weight's result.
+    Works on any row slice: the result is that slice of the whole weight's result. With `absmax_dtype`
+    "int8" the second is the bytes of `encode_absmax`.
     """
     rows, in_features = weight.shape
-    wide = padded(in_features)
+    wide, blocks = padded(in_features), blocks_of(in_features)
     if not rows: return (weight.new_empty(0, wide // 4, dtype=STORAGE_DTYPE),
-                         weight.new_empty(0, wide // BLOCKSIZE, dtype=torch.float32))
+                         weight.new_empty(0, absmax_columns(blocks, absmax_dtype),
+                                          dtype=storage_of(absmax_dtype)))
     if wide != in_features: weight = nn.functional.pad(weight, (0, wide - in_features))
     packed, absmax = torch.ops.bitsandbytes.quantize_4bit(
         weight.contiguous(), BLOCKSIZE, quant_type, torch.uint8)
-    return packed.view(rows, wide // 2).view(STORAGE_DTYPE), absmax.view(rows, wide // BLOCKSIZE)
+    packed, absmax = packed.view(rows, wide // 2).view(STORAGE_DTYPE), absmax.view(rows, blocks)
+    return packed, encode_absmax(absmax) if absmax_dtype == "int8" else absmax
 
 
 def dequantize_rows(packed: Tensor, absmax: Tensor, in_features: int, quant_type: str,
                     dtype: torch.dtype) -> Tensor:
-    """The (O, I) weight that packed (O, Ip/4) and absmax (O, Ip/64) stand for, in `dtype`."""
+    """The (O, I) weight that packed (O, Ip/4) and absmax, in either form, stand for, in `dtype`."""
     rows, wide = packed.shape[0], padded(in_features)
+    absmax = decode_absmax(absmax, blocks_of(in_features))
     weight = torch.ops.bitsandbytes.dequantize_4bit(
         packed.view(torch.uint8).view(-1, 1), absmax.view(-1), BLOCKSIZE, quant_type, (rows, wide),
         dtype)

@@ -18,7 +18,8 @@ import torch
 from bitsandbytes.functional import get_4bit_type
 from torch import Tensor
 
-from .fourbit import BLOCKSIZE, dense_weight, padded
+from .absmax import decode_absmax
+from .fourbit import BLOCKSIZE, blocks_of, dense_weight, padded
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -48,6 +49,7 @@ def fits_fp8(in_features: int, out_features: int) -> bool:
 def forward_product(x: Tensor, weight: Tensor, absmax: Tensor | None, quant_type: str,
                     left: Tensor | None = None, right: Tensor | None = None) -> Tensor:
     """x W^T in fp8, plus left (N, R) right^T (R, O) in x's dtype if given; the result too."""
+    absmax = float_scales(absmax, x.shape[1])
     scale = row_scale(weight, absmax)
     w8 = weight_to_fp8(weight, absmax, x.shape[1], quant_type, scale, transposed=False)
     x8, x_scale = quantize_tokens(x)
@@ -58,11 +60,17 @@ def backward_product(dy: Tensor, weight: Tensor, absmax: Tensor | None, in_featu
                      quant_type: str, left: Tensor | None = None, right: Tensor | None = None
                      ) -> Tensor:
     """dY W in fp8, plus left (N, R) right^T (R, I) in dY's dtype if given; the result too."""
+    absmax = float_scales(absmax, in_features)
     scale = row_scale(weight, absmax)
     wt8 = weight_to_fp8(weight, absmax, in_features, quant_type, scale, transposed=True)
     dy8, dy_scale = quantize_tokens(dy, scale)
     ones = torch.ones(in_features, device=scale.device)
     return scaled_product(dy8, dy_scale, wt8, ones, left, right, dy.dtype)
+
+
+def float_scales(absmax: Tensor | None, in_features: int) -> Tensor | None:
+    """fp32 scales (O, I/64) from either form that stores them."""
+    return None if absmax is None else decode_absmax(absmax, blocks_of(in_features))
 
 
 def row_scale(weight: Tensor, absmax: Tensor | None) -> Tensor:

@@ -187,6 +187,7 @@ class Job:
     rows: tuple[int, int]
     absmax: Tensor | None = None
     quant_type: str = ""
+    absmax_dtype: str = "fp32"
 
 
 def checkpoint_key(name: str) -> str:
@@ -220,6 +221,7 @@ def load_jobs(model: nn.Module) -> Iterator[Job]:
         job = Job(key, local, (start, stop))
         if is_packed(module, leaf):
             job.absmax, job.quant_type = local_rows(module.absmax)[0], module.quant_type
+            job.absmax_dtype = module.absmax_dtype
         yield job
 
 
@@ -274,6 +276,6 @@ def place(job: Job, rows: Tensor, device: torch.device):
     if job.absmax is None:
         job.local.copy_(rows)
         return
-    packed, absmax = quantize_rows(rows.to(device), job.quant_type)
+    packed, absmax = quantize_rows(rows.to(device), job.quant_type, job.absmax_dtype)
     job.local.copy_(packed)
     job.absmax.copy_(absmax)

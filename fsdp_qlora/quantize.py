@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from . import fp8
+from .absmax import ABSMAX_DTYPES, absmax_columns, storage_of
 from .fourbit import (
-    BLOCKSIZE,
     QUANT_TYPES,
     STORAGE_DTYPE,
+    blocks_of,
     dense_weight,
     dequantize_rows,
     padded,
@@ -86,23 +87,30 @@ class QuantLinear(nn.Module):
     product_dtype = ""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False,
-                 quant_type: str = "nf4", device=None, dtype=None):
+                 quant_type: str = "nf4", device=None, dtype=None, absmax_dtype: str = "fp32"):
         super().__init__()
         if quant_type not in QUANT_TYPES:
             raise ValueError(f"quant_type {quant_type!r}: choose {' or '.join(QUANT_TYPES)}")
+        if absmax_dtype not in ABSMAX_DTYPES:
+            raise ValueError(f"absmax_dtype {absmax_dtype!r}: choose {' or '.join(ABSMAX_DTYPES)}")
         self.in_features, self.out_features, self.quant_type = in_features, out_features, quant_type
-        wide = padded(in_features)
-        self.weight = frozen(torch.empty(out_features, wide // 4, dtype=STORAGE_DTYPE, device=device))
-        self.absmax = frozen(torch.empty(out_features, wide // BLOCKSIZE, device=device))
+        self.absmax_dtype = absmax_dtype
+        columns = absmax_columns(blocks_of(in_features), absmax_dtype)
+        self.weight = frozen(torch.empty(out_features, padded(in_features) // 4, dtype=STORAGE_DTYPE,
+                                         device=device))
+        self.absmax = frozen(torch.empty(out_features, columns, dtype=storage_of(absmax_dtype),
+                                         device=device))
         self.bias = frozen(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, quant_type: str = "nf4") -> QuantLinear:
+    def from_linear(cls, linear: nn.Linear, quant_type: str = "nf4", absmax_dtype: str = "fp32"
+                    ) -> QuantLinear:
         """A quantized copy of a linear layer, on its device; on meta only the shapes are made."""
         made = cls(linear.in_features, linear.out_features, linear.bias is not None, quant_type,
-                   linear.weight.device, linear.weight.dtype)
+                   linear.weight.device, linear.weight.dtype, absmax_dtype)
         if not linear.weight.is_meta:
-            made.weight.data, made.absmax.data = quantize_rows(linear.weight.data, quant_type)
+            made.weight.data, made.absmax.data = quantize_rows(
+                    linear.weight.data, quant_type, absmax_dtype)
             if made.bias is not None: made.bias.data = linear.bias.data
         return made
 
@@ -127,7 +135,8 @@ class QuantLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return (f"in_features={self.in_features}, out_features={self.out_features}, "
-                f"bias={self.bias is not None}, quant_type={self.quant_type}")
+                f"bias={self.bias is not None}, quant_type={self.quant_type}, "
+                f"absmax_dtype={self.absmax_dtype}")
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:
@@ -136,12 +145,13 @@ def frozen(tensor: Tensor) -> nn.Parameter:
 
 
 def quantize_linears(model: nn.Module, quant_type: str = "nf4",
-                     skip: tuple[str, ...] = ("lm_head",)) -> nn.Module:
+                     skip: tuple[str, ...] = ("lm_head",), absmax_dtype: str = "fp32") -> nn.Module:
     """Replace every linear layer but those whose last name part is in `skip`, in place.
 
     On the meta device only shapes change; a model with weights is quantized where it lies.
     """
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name.rsplit(".", 1)[-1] not in skip:
-            model.set_submodule(name, QuantLinear.from_linear(module, quant_type))
+            made = QuantLinear.from_linear(module, quant_type, absmax_dtype)
+            model.set_submodule(name, made)
     return model

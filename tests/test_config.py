@@ -212,3 +212,5 @@ def test_a_changed_setting_that_does_nothing_warns_and_says_why():
     assert any("always streamed" in w for w in warnings)
     assert any("--gradient_accumulation_steps" in w for w in warnings)
     assert not settings_without_effect(RunConfig())
+    assert settings_without_effect(RunConfig(train_type="lora", absmax_dtype="int8")) == [
+        "--absmax_dtype has no effect: no weight is quantized"]

@@ -9,8 +9,12 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "fsdp_qlora"
 # A module imports only from those before it; names of a line may import each other's packages.
 ORDER = ["settings", "checks", "config", "flags", "arch", "hardware", "estimate",
-         "dist", "fourbit", "fp8", "quantize", "blocks", "attention", "adapters", "activations",
-         "losses", "sharding", "loading", "build", "data", "optim", "metrics", "export",
+         "dist",
+         "absmax", "fourbit", "int8", "hqq", "formats",
+         "fp8", "quantize", "blocks", "attention", "adapters", "activations",
+         "losses", "sharding",
+         "weight_files", "prequantized", "quantized_cache", "loading",
+         "build", "data", "optim", "metrics", "export",
          "prepare", "evaluate", "step", "steplog", "trainer", "generate",
          "launch", "bench", "demo", "cli"]
 PURE = {"settings", "checks", "config", "flags", "arch", "hardware", "estimate"}

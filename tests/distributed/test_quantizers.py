@@ -1,0 +1,40 @@
+"""Every format of frozen weights trains sharded as one plain process with the weights it stands for.
+
+The reference has ordinary linear layers that hold the dequantized values, and PEFT's LoRA.
+"""
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tests.distributed.test_parity import assert_equal_run, train_cases
+from tests.ranks import run_ranks
+from tests.tiny import TARGETS, reference_model, reference_run, save_tiny, tiny_rows
+
+STEPS = tiny_rows(steps=3, rows_per_step=4)
+FORMATS = [dict(quant="nf4", absmax_dtype="int8"), dict(quant="fp4"),
+           dict(quant="fp4", absmax_dtype="int8")]
+PLACES = [dict(sharding_strategy="full_shard"), dict(sharding_strategy="ddp"),
+          dict(sharding_strategy="full_shard", use_cpu_offload=True)]
+
+
+def rounded_reference(folder: str, quant: str, absmax_dtype: str = "fp32"):
+    """Losses, norms and weights of plain LoRA over the values that the format stands for."""
+    from fsdp_qlora.quantize import QuantLinear
+    model = reference_model(folder, "lora")
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and any(f"{t}.base_layer" in name for t in TARGETS):
+                made = QuantLinear.from_linear(module, quant, absmax_dtype)
+                module.weight.copy_(made.dequantize(torch.float32))
+    return reference_run(model, STEPS)
+
+
+def test_every_format_equals_one_process_with_its_values(tmp_path):
+    # 3, 5 and 1 blocks a row: scales whose bytes are padded to whole words.
+    folder = save_tiny(tmp_path, hidden_size=192, intermediate_size=320, head_dim=16)
+    cases = [form | place for form in FORMATS for place in PLACES]
+    results = run_ranks(train_cases, 2, folder, STEPS, cases)[0]
+    references = [rounded_reference(folder, **form) for form in FORMATS for _ in PLACES]
+    for case, result, reference in zip(cases, results, references, strict=True):
+        assert_equal_run(result, reference, 1e-5, case)
