@@ -34,6 +34,7 @@ from .loading import (
     read_config,
 )
 from .losses import apply_chunked_loss
+from .offload import apply_activation_offload
 from .quantize import quantize_linears
 from .sharding import apply_sharding, make_mesh, parameter_device
 
@@ -51,6 +52,7 @@ def build_model(config: RunConfig, device: torch.device) -> nn.Module:
     apply_activation_policy(model, policies, config.reentrant_checkpointing)
     apply_chunked_loss(model)
     if compiles(config, device): compile_blocks(model)
+    if config.use_activation_cpu_offload: apply_activation_offload(model, policies)
     units = apply_sharding(
         model, config.sharding_strategy,
         make_mesh(config.sharding_strategy, device, config.shard_group_size),

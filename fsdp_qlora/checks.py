@@ -89,9 +89,19 @@ def check_together(config):
         raise ValueError("--compute_dtype fp8 is for frozen weights and --train_type full has none; "
                          "leave it out")
     if config.activation_budget_gib is not None: check_budget_alone(config)
+    check_activation_offload(config)
     if config.sharding_strategy == "ddp" and config.use_cpu_offload:
         raise ValueError("--use_cpu_offload moves shards to host memory and ddp has none; choose "
                          "--sharding_strategy full_shard or shard_grad_op")
+
+
+def check_activation_offload(config):
+    """Only what a block starts its recomputation from can leave the GPU."""
+    names = {part.partition(":")[0].strip() for part in config.activation_policy.split(",")}
+    if config.use_activation_cpu_offload and names == {"keep_all"}:
+        raise ValueError("--use_activation_cpu_offload moves the inputs of recomputed blocks, and "
+                         "with keep_all no block is; add --use_gradient_checkpointing true or "
+                         "another --activation_policy")
 
 
 def check_data_together(config):

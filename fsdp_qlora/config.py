@@ -161,7 +161,8 @@ class ShardingOptions:
         "is chosen whose predicted peak is within it", unit="GiB", example=40)
     reentrant_checkpointing: bool = opt(False, "torch's older checkpointing; no gain known here")
     use_cpu_offload: bool = opt(False, "keep shards of parameters and gradients in host memory")
-    use_activation_cpu_offload: bool = opt(False, "keep activations in host memory", later=(True,))
+    use_activation_cpu_offload: bool = opt(
+        False, "keep the inputs of recomputed blocks in pinned host memory until their backward")
     no_sync: bool = opt(False, "reduce gradients only at the last micro-batch of a step: less "
                         "traffic, more memory")
     compile: bool | None = opt(None, "torch.compile of each decoder block; None = on a GPU")

@@ -122,6 +122,8 @@ def test_lora_target_modules_as_peft_takes_them(given_names, targets):
     (dict(precision="mp_bf16_autocast"), ["--precision mp_bf16_autocast", "bf16", "fp32"]),
     (dict(train_type="full", quant="nf4"), ["--quant nf4", "--adapter lora", "--quant none"]),
     (dict(lora_target_modules=" , "), ["--lora_target_modules", "all-linear"]),
+    (dict(use_activation_cpu_offload=True, use_gradient_checkpointing=False),
+     ["--use_activation_cpu_offload", "keep_all", "--activation_policy"]),
     (dict(sharding_strategy="ddp", use_cpu_offload=True),
      ["--use_cpu_offload", "ddp", "full_shard"]),
 ], ids=lambda v: "+".join(v) if isinstance(v, dict) else "")
@@ -135,7 +137,7 @@ def test_a_mistake_is_one_line_with_the_flag_and_what_would_work(settings, parts
                                   "hqq_llama_pro")],
     *[("precision", p) for p in ("fp16_autocast", "bf16_autocast", "bf16_buffers_autocast")],
     ("llama_pro_path", "weights_blk_exp-32-35"), ("n_bits", 3), ("log_to", "wandb"),
-    ("backward_prefetch", "backward_post"), ("use_activation_cpu_offload", True),
+    ("backward_prefetch", "backward_post"),
     ("profile", True), ("profile_memory", True), ("with_stack", True), ("with_shapes", True),
     ("export_memory_timeline", True)])
 def test_a_later_feature_is_refused_by_name_and_value(name, value):

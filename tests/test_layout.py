@@ -12,7 +12,7 @@ ORDER = ["settings", "checks", "config", "flags", "arch", "hardware", "estimate"
          "dist",
          "absmax", "fourbit", "int8", "hqq", "formats",
          "fp8", "quantize", "blocks", "attention", "adapters", "activations",
-         "losses", "sharding",
+         "hostmem", "offload", "losses", "sharding",
          "weight_files", "prequantized", "quantized_cache", "loading",
          "build", "data", "optim", "metrics", "export",
          "prepare", "evaluate", "step", "steplog", "trainer", "generate",

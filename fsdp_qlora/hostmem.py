@@ -1,0 +1,65 @@
+"""Host memory for what is off the GPU: one region of pages per use, page-locked as a whole.
+
+torch's allocator of pinned memory rounds every tensor up to a power of two: 36 GB in the tensors of
+a 70B model become 50. Here a region is mapped once, locked once (`cudaHostRegister`) and cut into
+tensors, and it goes back to the system with the last of them.
+"""
+from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Iterable
+from math import prod
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 256  # bytes, as the GPU's own allocator starts tensors
+PORTABLE = 1     # cudaHostRegisterPortable: pinned for every GPU
+
+
+class Pages(mmap.mmap):
+    """Private anonymous pages that are unlocked before they are unmapped."""
+
+    address = 0  # where they were locked
+
+    def __new__(cls, size: int):
+        return super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def __del__(self):
+        if not self.address or sys.is_finalizing(): return
+        torch.cuda.synchronize()  # a copy may be under way
+        torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
+def host_bytes(size: int, pinned: bool) -> Tensor:
+    """`size` bytes of host memory as a uint8 tensor, zero.
+
+    Raises OSError if the system can't give or, for `pinned`, lock that much.
+    """
+    pages = Pages(max(1, size))
+    if hasattr(mmap, "MADV_HUGEPAGE"): pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock
+    buffer = torch.frombuffer(pages, dtype=torch.uint8)  # keeps `pages` alive
+    if pinned:
+        failed = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), len(buffer), PORTABLE))
+        if failed:
+            raise OSError(f"CUDA can't lock {size / 2**30:.1f} GiB of host memory (error {failed}); "
+                          "free host memory, or raise the container's limit")
+        pages.address = buffer.data_ptr()
+    return buffer[:size]
+
+
+def host_tensors(like: Iterable[Tensor], pinned: bool) -> list[Tensor]:
+    """Contiguous host tensors of the shapes and dtypes of `like`, cut from one region."""
+    like = list(like)
+    starts, end = [], 0
+    for t in like:
+        starts.append(end)
+        end += -(-t.numel() * t.element_size() // ALIGNMENT) * ALIGNMENT
+    region = host_bytes(end, pinned)
+    return [typed(region[start:], t.shape, t.dtype) for start, t in zip(starts, like, strict=True)]
+
+
+def typed(region: Tensor, shape, dtype: torch.dtype) -> Tensor:
+    """The start of a region of bytes as a tensor."""
+    return region[:prod(shape) * dtype.itemsize].view(dtype).view(shape)

@@ -1,0 +1,93 @@
+"""Offload changes where things wait, and no gradient: docs/cases.md row 18, on CPU ranks."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed.test_parity import assert_equal_run, train_cases
+from tests.ranks import run_ranks
+from tests.tiny import RANK, SEED, padded_batch, reference_model, reference_run, save_tiny, tiny_rows
+
+ACCUMULATION = 3
+OFFLOADS = [dict(), dict(use_cpu_offload=True), dict(use_activation_cpu_offload=True),
+            dict(use_cpu_offload=True, use_activation_cpu_offload=True)]
+STEPS = tiny_rows(steps=3, rows_per_step=2 * ACCUMULATION)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("tiny"), num_hidden_layers=3)
+
+
+def accumulated_gradients(folder: str, device: str, cases: list[dict], repeats: int = 1,
+                          rows=STEPS[0]) -> list[list[dict]]:
+    """For each case, the whole gradients of each repeat of one step of 3 micro-batches.
+
+    A step before them, in which torch.compile meets the lengths of the rows, does not count.
+    """
+    import torch.distributed as dist
+
+    from fsdp_qlora.adapters import trainable_parameters
+    from fsdp_qlora.build import build_model
+    from fsdp_qlora.config import RunConfig
+    from fsdp_qlora.dist import full_tensor, rank_device
+    from fsdp_qlora.step import train_step
+
+    class Keep(torch.optim.SGD):
+        """Takes no step and keeps the gradients."""
+        def step(self):
+            found.append({n: full_tensor(p.grad.to(place)).cpu().clone()
+                          for n, p in trainable_parameters(model).items()})
+
+    results, place = [], rank_device(device)
+    for case in cases:
+        torch._dynamo.reset()
+        config = RunConfig(**dict(model_name=folder, precision="fp32", lora_rank=RANK, seed=SEED,
+                                  lora_dropout=0.0, device=device) | case)
+        model, found = build_model(config, place), []
+        for name, p in trainable_parameters(model).items():  # B of zeros would hide what A gets
+            if ".lora_B." in name: torch.nn.init.constant_(p, 0.01)
+        own = rows[dist.get_rank()::dist.get_world_size()]
+        for _ in range(1 + repeats):
+            train_step(model, Keep(trainable_parameters(model).values(), 0.0),
+                       [padded_batch([row]) for row in own], no_sync=config.no_sync)
+        results.append(found[1:])
+    return results
+
+
+def assert_all_equal(results: list[list[dict]], cases: list[dict]):
+    """Every repeat of every case has the gradients of the first, bit by bit."""
+    reference = results[0][0]
+    assert all(gradient.abs().sum() > 0 for gradient in reference.values())
+    for case, repeats in zip(cases, results, strict=True):
+        for repeat, gradients in enumerate(repeats):
+            unequal = [n for n in reference if not torch.equal(gradients[n], reference[n])]
+            assert not unequal, (case, repeat, unequal[:3])
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+def test_accumulated_gradients_are_bit_equal_with_every_offload(folder, strategy):
+    cases = [o | dict(sharding_strategy=strategy) for o in OFFLOADS]
+    for results in run_ranks(accumulated_gradients, 2, folder, "cpu", cases, 2):
+        assert_all_equal(results, cases)
+
+
+def test_a_compiled_ddp_step_is_bit_equal_with_activation_offload(folder):
+    cases = [o | dict(sharding_strategy="ddp", compile=compiled)
+             for compiled in (False, True) for o in (OFFLOADS[0], OFFLOADS[2])]
+    results = run_ranks(accumulated_gradients, 2, folder, "cpu", cases)[0]
+    for pair in (slice(0, 2), slice(2, 4)): assert_all_equal(results[pair], cases[pair])
+
+
+def test_one_rank_may_offload_too(folder):
+    cases = [o | dict(no_sync=no_sync) for o in OFFLOADS for no_sync in (False, True)]
+    assert_all_equal(run_ranks(accumulated_gradients, 1, folder, "cpu", cases)[0], cases)
+
+
+def test_runs_with_offload_and_clipping_equal_one_process(folder):
+    cases = [o | dict(train_type=t, no_sync=no_sync) for o in OFFLOADS[1:] for t in ("full", "qlora")
+             for no_sync in (False, True)]
+    results = run_ranks(train_cases, 2, folder, STEPS, cases)[0]
+    references = {t: reference_run(reference_model(folder, t), STEPS) for t in ("full", "qlora")}
+    for case, result in zip(cases, results, strict=True):
+        assert_equal_run(result, references[case["train_type"]], 1e-5, case)

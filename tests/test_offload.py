@@ -1,0 +1,133 @@
+"""Block inputs in host memory: the same gradients, bit by bit, and nothing left behind."""
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+
+from fsdp_qlora.blocks import decoder_blocks
+from fsdp_qlora.hostmem import host_tensors
+from fsdp_qlora.offload import HostStore, apply_activation_offload
+
+from .test_activations import loss_and_gradients, tiny_model
+from .tiny import padded_batch, save_tiny, tiny_rows
+
+torch.set_num_threads(1)  # threads that share a tiny product only wait for each other
+
+LAYERS = 4
+POLICIES = [("recompute_all", False), ("recompute_all", True), ("keep_attention", False),
+            ("keep_linears", False)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("llama"), num_hidden_layers=LAYERS)
+
+
+def offloading_model(folder, policy="recompute_all", reentrant=False, dropout=0.0, backend=None):
+    model = tiny_model(folder, "qlora", policy, reentrant, dropout)
+    if backend: compile_whole(model, backend)
+    return apply_activation_offload(model, [policy] * LAYERS)
+
+
+def compile_whole(model, backend):
+    """Compile each block; a break in a graph is an error."""
+    torch._dynamo.reset()
+    for block in decoder_blocks(model):
+        block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
+
+
+def block_inputs(model) -> list[weakref.ref]:
+    """Weak references to what will go into each block."""
+    seen = []
+    for block in decoder_blocks(model):
+        block.register_forward_pre_hook(lambda _, args: seen.append(weakref.ref(args[0])))
+    return seen
+
+
+def bit_equal(ours, reference) -> bool:
+    return torch.equal(ours[0], reference[0]) and all(
+        torch.equal(ours[1][name], gradient) for name, gradient in reference[1].items())
+
+
+@pytest.mark.parametrize("policy, reentrant", POLICIES)
+def test_gradients_are_those_without_offload_bit_by_bit(folder, policy, reentrant):
+    model = offloading_model(folder, policy, reentrant, dropout=0.1)
+    plain = tiny_model(folder, "qlora", policy, reentrant, dropout=0.1)
+    assert bit_equal(loss_and_gradients(model), loss_and_gradients(plain))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("policy", ["recompute_all", "keep_linears"])
+def test_a_compiled_block_stays_one_graph_and_its_gradients_the_same(folder, policy):
+    plain = tiny_model(folder, "qlora", policy)
+    compile_whole(plain, "aot_eager")
+    reference = loss_and_gradients(plain)
+    model = offloading_model(folder, policy, backend="aot_eager")
+    seen = block_inputs(model)
+    assert bit_equal(loss_and_gradients(model), reference) and len(seen) == LAYERS
+
+
+@pytest.mark.parametrize("policy", ["recompute_all", "keep_linears"])
+def test_after_the_forward_only_the_last_blocks_input_is_on_the_device(folder, policy):
+    def alive(model):
+        seen = block_inputs(model)
+        loss = model(**padded_batch(tiny_rows(1, 3)[0])).loss
+        assert loss.requires_grad
+        return [ref() is not None for ref in seen]
+    assert alive(offloading_model(folder, policy)) == [False, False, False, True]
+    assert all(alive(tiny_model(folder, "qlora", policy)))
+
+
+def test_host_memory_is_one_slot_per_moved_input_and_is_used_again(folder, monkeypatch):
+    regions, plain = [], HostStore.new_slots
+    monkeypatch.setattr(HostStore, "new_slots", lambda store: regions.append(
+        store.slots * store.slot_bytes) or plain(store))
+    model = offloading_model(folder)
+    for _ in range(3): loss_and_gradients(model)
+    rows, tokens = padded_batch(tiny_rows(1, 3)[0])["input_ids"].shape
+    assert regions == [(LAYERS - 1) * rows * tokens * 64 * 4]
+
+
+def test_batches_of_any_size_and_order_are_right(folder):
+    """A larger batch needs larger slots; a smaller one fits those."""
+    model, plain = offloading_model(folder), tiny_model(folder, "qlora")
+    for rows in (2, 5, 1, 3, 5):
+        results = []
+        for m in (model, plain):
+            m.zero_grad()
+            m(**padded_batch(tiny_rows(1, rows, seed=rows)[0])).loss.backward()
+            results.append([p.grad for p in m.parameters() if p.grad is not None])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_two_forwards_before_a_backward_and_one_without_do_not_disturb_each_other(folder):
+    batches = [padded_batch(tiny_rows(1, 3, seed=s)[0]) for s in (1, 2, 3)]
+    gradients = []
+    for model in (offloading_model(folder), tiny_model(folder, "qlora")):
+        first, second, dropped = (model(**b).loss for b in batches)
+        del dropped
+        with torch.no_grad(): model(**batches[2])
+        (first + second).backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_a_block_that_keeps_everything_is_left_alone(folder):
+    policies = ["recompute_all", "keep_all"] * 2
+    model = apply_activation_offload(tiny_model(folder, "qlora", policies), policies)
+    seen = block_inputs(model)
+    loss = model(**padded_batch(tiny_rows(1, 3)[0])).loss
+    assert [ref() is not None for ref in seen] == [False, True, False, True] and loss.requires_grad
+
+
+def test_host_tensors_share_one_region_without_rounding_to_powers_of_two():
+    like = [torch.empty(3, 5, dtype=torch.bfloat16, device="meta"), torch.empty(0, 4, device="meta"),
+            torch.empty(5000, device="meta")]
+    made = host_tensors(like, pinned=False)
+    assert [(t.shape, t.dtype) for t in made] == [(t.shape, t.dtype) for t in like]
+    assert len({t.untyped_storage().data_ptr() for t in made}) == 1
+    assert made[0].untyped_storage().nbytes() == 256 + 20224  # 20,000 bytes in steps of 256
+    for value, t in enumerate(made): t.fill_(value)
+    assert all((t == value).all() for value, t in enumerate(made))
