@@ -1,4 +1,4 @@
-"""The command line: `fsdp-qlora train|generate|data|bench|demo`, and `train.py`, which is `train`.
+"""The command line: `fsdp-qlora train|generate|data|merge|bench|demo`, and `train.py`, which is `train`.
 
 Flags are made from the fields of `RunConfig` (`flags.py`). A user's mistake ends in one line on
 stderr and exit code 2, on every rank; --verbose adds the traceback.
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from .checks import settings_without_effect
 from .config import RunConfig
+from .delivery import merge_command
 from .flags import Parser, boolean, parse, parse_own
 from .settings import opt
 
@@ -100,7 +101,7 @@ def demo_command(argv: list[str]):
 
 
 COMMANDS = {"train": train_command, "generate": generate_command, "data": data_command,
-            "bench": bench_command, "demo": demo_command}
+            "merge": merge_command, "bench": bench_command, "demo": demo_command}
 
 
 def overview() -> str:

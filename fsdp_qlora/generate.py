@@ -5,7 +5,6 @@ written out in full, so that generation is fast and nothing else differs.
 """
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -17,10 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from .config import RunConfig
 from .data import choose_pad_token_id, encode_prompt, stop_token_ids
 from .dist import rank_device
-from .export import RUN_FILE
 from .loading import DTYPES, first_line, read_config
 from .prepare import load_tokenizer
-from .quantize import dequantize_rows, quantize_rows
+from .trained_base import BaseQuant, base_quant
 
 
 def load_for_inference(model_name: str, adapter: str | Path | None = None, quant: str = "auto",
@@ -29,8 +27,8 @@ def load_for_inference(model_name: str, adapter: str | Path | None = None, quant
     """The base model on `device`, its linears rounded as `quant` says, with the adapter if given."""
     read_config(model_name)  # one clear line if there is no such model
     model = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype).to(device).eval()
-    if quant == "auto": quant = trained_quant(adapter)
-    if quant != "none": round_linears(model, quant)
+    known = base_quant(quant, adapter)
+    if known.quant != "none": round_linears(model, known)
     if adapter is None: return model
     if not (Path(adapter) / "adapter_config.json").is_file():
         raise ValueError(f"--adapter_folder {adapter}: no adapter_config.json there; give the folder "
@@ -43,25 +41,13 @@ def load_for_inference(model_name: str, adapter: str | Path | None = None, quant
                          ) from error
 
 
-def trained_quant(adapter: str | Path | None) -> str:
-    """The quantization an adapter was trained with, as its folder says; none if it does not."""
-    path = Path(adapter or "") / RUN_FILE
-    if not adapter or not path.is_file(): return "none"
-    try:
-        return json.loads(path.read_text())["quant"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} does not say how the base was quantized; give --base_quant none, "
-                         "nf4 or fp4") from error
-
-
 @torch.no_grad()
-def round_linears(model: nn.Module, quant_type: str, skip: tuple[str, ...] = ("lm_head",)):
+def round_linears(model: nn.Module, quant: BaseQuant, skip: tuple[str, ...] = ("lm_head",)):
     """Give every linear weight but the head's the value that its 4-bit form stands for, in place."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name.rsplit(".", 1)[-1] not in skip:
             w = module.weight
-            packed, absmax = quantize_rows(w.data, quant_type)
-            w.copy_(dequantize_rows(packed, absmax, module.in_features, quant_type, w.dtype))
+            w.copy_(quant.round_rows(w.data, w.dtype))
 
 
 def answer(config: RunConfig, options):
