@@ -67,8 +67,9 @@ class BaseModel:
         """The base in words."""
         if self.packed: return f"{self.name}, whose weights are stored in 4 bits"
         if self.round_to: return f"{self.name} rounded to {self.round_to} and back"
-        other = f" (the adapter was trained on {self.trained_on})" if self.trained_on != BaseQuant() else ""
-        return f"the original weights of {self.name}{other}"
+        if self.trained_on.quant == "none": return f"the original weights of {self.name}"
+        return (f"the original weights of {self.name}, though the adapter was trained on "
+                f"{self.trained_on}")
 
 
 def as_fp32(tensor: Tensor) -> Tensor:
@@ -102,8 +103,8 @@ def choose_base(base: BaseModel, merge_base: str, quant: str, adapter: str | Pat
     base.trained_on, wanted = trained_quant(adapter), base_quant(quant, adapter)
     if merge_base == "original" or merge_base == "auto" and wanted.quant == "none": return
     if not wanted.is_known:
-        fault = ("the adapter's folder does not say in which format it was trained"
-                 if wanted.quant == "none" else f"it was trained on {wanted}, which can't be repeated here")
+        fault = ("the adapter's folder does not say what it was trained on" if wanted.quant == "none"
+                 else f"it was trained on {wanted}, which can't be repeated here")
         raise ValueError(f"--merge_base {merge_base}: {fault}; add --base_quant nf4 or fp4, or use "
                          "--merge_base original")
     base.round_to = wanted

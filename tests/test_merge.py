@@ -167,6 +167,21 @@ def test_a_qlora_adapter_is_merged_into_the_base_that_it_was_trained_on(qlora, t
     assert (off - live).norm() > 5 * (merged - live).norm()  # the other base is far away
 
 
+def test_scales_in_8_bits_are_repeated_too(qlora, tmp_path):
+    from fsdp_qlora.quantize import QuantLinear
+    base, adapter = qlora
+    adapter = shutil.copytree(adapter, tmp_path / "adapter")
+    run = json.loads((adapter / "fsdp_qlora.json").read_text()) | dict(absmax_dtype="int8")
+    (adapter / "fsdp_qlora.json").write_text(json.dumps(run))
+    merged = load_file(merge(base, adapter, tmp_path / "merged", dtype="fp32") / "model.safetensors")
+    lora = load_file(adapter / "adapter_model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    up = QuantLinear.from_linear(model.model.layers[1].mlp.up_proj, "nf4", "int8")
+    name = "base_model.model.model.layers.1.mlp.up_proj.lora_{}.weight"
+    expected = up.dequantize(torch.float32) + 4 * lora[name.format("B")] @ lora[name.format("A")]
+    torch.testing.assert_close(merged["model.layers.1.mlp.up_proj.weight"], expected)
+
+
 def test_the_original_base_is_taken_when_asked_for_and_said(qlora, tmp_path, capsys):
     base, adapter = qlora
     folder = merge(base, adapter, tmp_path / "merged", merge_base="original")
