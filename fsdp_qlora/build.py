@@ -57,7 +57,8 @@ def build_model(config: RunConfig, device: torch.device) -> nn.Module:
         model, config.sharding_strategy,
         make_mesh(config.sharding_strategy, device, config.shard_group_size),
         wrap_policy=config.wrap_policy, min_wrap_params=config.min_wrap_params,
-        cpu_offload=config.use_cpu_offload, backward_prefetch=config.backward_prefetch)
+        cpu_offload=config.use_cpu_offload, backward_prefetch=config.backward_prefetch,
+        forward_prefetch=config.forward_prefetch, gather_once=config.gather_once)
     print_main(describe_units(units))
     materialize(model, device, parameter_device(device, config.use_cpu_offload))
     workers = READERS if config.loading_workers == AUTO else config.loading_workers

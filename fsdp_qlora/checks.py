@@ -148,6 +148,9 @@ def settings_without_effect(config) -> list[str]:
                 if name in changed]
     if "absmax_dtype" in changed and config.quant == "none":
         warnings.append("--absmax_dtype has no effect: no weight is quantized")
+    if config.sharding_strategy == "ddp":
+        warnings += [f"--{name} has no effect: ddp gathers nothing" for name in
+                     ("backward_prefetch", "forward_prefetch", "gather_once") if name in changed]
     if "global_batch_size" in changed and "gradient_accumulation_steps" in changed:
         warnings.append("--gradient_accumulation_steps has no effect: it follows from "
                         "--global_batch_size")

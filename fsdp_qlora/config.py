@@ -148,8 +148,14 @@ class ShardingOptions:
                            choices=("block", "attention_mlp", "min_params"))
     min_wrap_params: int = opt(100_000_000, "smallest unit under --wrap_policy min_params")
     backward_prefetch: str = opt(
-        "backward_pre", "backward_pre gathers the next unit before this one's backward, none after",
-        choices=("backward_pre", "backward_post", "none"), later=("backward_post",))
+        "backward_pre", "when the next unit is gathered: before this one's backward, after it beside "
+        "the reduction of its gradients, or when needed",
+        choices=("backward_pre", "backward_post", "none"))
+    forward_prefetch: bool = opt(False, "gather the next unit before this one's forward is queued; "
+                                 "helps where the host is slow")
+    gather_once: bool = opt(
+        False, "keep gathered weights through all micro-batches of an optimizer step: less traffic "
+        "under accumulation, and every GPU holds the whole model")
     use_gradient_checkpointing: bool = opt(
         True, "the two ends of --activation_policy: true = recompute_all, false = keep_all")
     activation_policy: str = opt(

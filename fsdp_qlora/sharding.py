@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from .blocks import attention_and_mlp, decoder_blocks, is_tied, output_head, own_weights
 from .dist import hybrid_mesh, ranks_from_env, resolve_shard_group_size, shard_mesh
+from .prefetch import apply_backward_prefetch, apply_forward_prefetch, keep_gathered
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,8 @@ def smallest_modules_above(module: nn.Module, min_params: int) -> list[nn.Module
 
 def apply_sharding(model: nn.Module, strategy: str = "full_shard", mesh=None, *,
                    wrap_policy: WrapPolicy = "block", min_wrap_params: int = 100_000_000,
-                   cpu_offload: bool = False, backward_prefetch: str = "backward_pre"
-                   ) -> list[str]:
+                   cpu_offload: bool = False, backward_prefetch: str = "backward_pre",
+                   forward_prefetch: bool = False, gather_once: bool = False) -> list[str]:
     """Shard the model in place over `mesh` (`make_mesh`) and return the names of the units made.
 
     Works on the meta device, before any weight exists, and on a loaded model: ours, or one built
@@ -156,21 +157,18 @@ def apply_sharding(model: nn.Module, strategy: str = "full_shard", mesh=None, *,
     units = sharding_units(model, wrap_policy, min_wrap_params)
     for _, unit in units: fully_shard(unit, **settings)
     fully_shard(model, **settings | dict(reshard_after_forward=False))
-    stop_backward_prefetch(units if backward_prefetch == "none"
-                           else units_before_embedding(model, units))
+    modules = [unit for _, unit in units]
+    apply_backward_prefetch(model, needed_in_backward(model, modules), backward_prefetch)
+    if forward_prefetch: apply_forward_prefetch(model, modules)
+    if gather_once: keep_gathered(model)
     return [name for name, _ in units]
 
 
-def stop_backward_prefetch(units: list[tuple[str, nn.Module]]):
-    """Gather nothing ahead of these units' backward: FSDP2 takes a unit naming itself as that."""
-    for _, unit in units: unit.set_modules_to_backward_prefetch([unit])
-
-
-def units_before_embedding(model: nn.Module, units: list[tuple[str, nn.Module]]):
-    """The first block, if the frozen embedding is a unit: no backward needs the embedding."""
-    embedding, blocks = separate_embedding(model), decoder_blocks(model)[:1]
-    if embedding is None or embedding.weight.requires_grad: return []
-    return [unit for unit in units if unit[1] in blocks]
+def needed_in_backward(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
+    """The units without the frozen embedding, whose weight no backward needs."""
+    embedding = separate_embedding(model)
+    if embedding is None or embedding.weight.requires_grad: return units
+    return [unit for unit in units if unit is not embedding]
 
 
 def check_storage(model: nn.Module):

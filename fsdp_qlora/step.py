@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from .adapters import trainable_parameters
 from .data import num_trained_tokens, on_device
 from .dist import sum_over_ranks
+from .prefetch import set_last_micro_batch
 from .sharding import is_sharded, set_gradient_sync
 
 
@@ -60,6 +61,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches
     for i, batch in enumerate(micro_batches):
         last = i == len(micro_batches) - 1
         set_gradient_sync(model, last or is_sharded(model) and not no_sync)
+        set_last_micro_batch(model, last)
         batch = on_device(batch, device)
         loss = model(**batch, num_items_in_batch=trained / dist.get_world_size()).loss
         loss.backward()

@@ -12,7 +12,7 @@ ORDER = ["settings", "checks", "config", "flags", "arch", "hardware", "estimate"
          "dist",
          "absmax", "fourbit", "int8", "hqq", "formats",
          "fp8", "quantize", "blocks", "attention", "adapters", "activations",
-         "hostmem", "offload", "losses", "sharding",
+         "hostmem", "offload", "losses", "prefetch", "sharding",
          "weight_files", "prequantized", "quantized_cache", "loading",
          "build", "data", "optim", "metrics", "export",
          "adapter_folder", "trained_base", "bnb4", "merge_base", "merged_files", "merge", "delivery",

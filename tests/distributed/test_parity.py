@@ -28,7 +28,9 @@ WORLDS = {2: ("ddp", "shard_grad_op", "full_shard"),
 # Variations of one setting each, where sharding could change the result.
 VARIATIONS = [dict(use_gradient_checkpointing=False), dict(no_sync=True), dict(compile=False),
               dict(wrap_policy="attention_mlp"), dict(wrap_policy="min_params", min_wrap_params=9000),
-              dict(backward_prefetch="none"), dict(use_cpu_offload=True),
+              dict(backward_prefetch="none"), dict(backward_prefetch="backward_post"),
+              dict(backward_prefetch="backward_post", wrap_policy="attention_mlp"),
+              dict(forward_prefetch=True), dict(gather_once=True), dict(use_cpu_offload=True),
               dict(reentrant_checkpointing=True)]
 
 
