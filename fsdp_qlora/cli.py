@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from .checks import settings_without_effect
 from .config import RunConfig
-from .delivery import merge_command
+from .delivery import DELIVERY
 from .flags import Parser, boolean, parse, parse_own
 from .settings import opt
 
@@ -101,7 +101,7 @@ def demo_command(argv: list[str]):
 
 
 COMMANDS = {"train": train_command, "generate": generate_command, "data": data_command,
-            "merge": merge_command, "bench": bench_command, "demo": demo_command}
+            "bench": bench_command, "demo": demo_command} | DELIVERY
 
 
 def overview() -> str:

@@ -39,3 +39,47 @@ def merge_command(argv: list[str]):
     merge(options.model_name or base_of(options.adapter_folder), options.adapter_folder,
           options.output_dir, merge_base=options.merge_base, base_quant=options.base_quant,
           merge_format=options.merge_format, dtype=options.dtype)
+
+
+@dataclass
+class ConvertOptions:
+    """Convert"""
+    weights: str = opt("model_state_dict.safetensors", "what the original script saved: the file, or "
+                       "its folder")
+    model_name: str = opt("meta-llama/Llama-2-7b-hf", "the model that it was trained on")
+    output_dir: str = opt("adapter", "new folder for the PEFT adapter")
+    lora_alpha: int = opt(16, "that run's --lora_alpha; its DoRA had none")
+    train_type: str = opt("", "that run's --train_type, from which a merge knows the base",
+                          example="custom_qlora")
+    verbose: bool = opt(False, "print the traceback of an error")
+
+
+def convert_command(argv: list[str]):
+    """Make a PEFT adapter of what the original script saved."""
+    options = parse_alone(argv, ConvertOptions, "fsdp-qlora convert")
+    from .convert import convert
+    convert(options.weights, options.output_dir, options.model_name, lora_alpha=options.lora_alpha,
+            train_type=options.train_type)
+
+
+@dataclass
+class CheckOptions:
+    """Check"""
+    adapter_folder: str = opt("output/adapter", "adapter folder that training saved")
+    max_lora_rank: int = opt(512, "what vLLM is started with")
+    verbose: bool = opt(False, "print the traceback of an error")
+
+
+def check_command(argv: list[str]):
+    """Say whether vLLM takes an adapter folder as it is."""
+    options = parse_alone(argv, CheckOptions, "fsdp-qlora check")
+    from .serving import check_adapter_folder, serve_command
+    problems = check_adapter_folder(options.adapter_folder, options.max_lora_rank)
+    if problems:
+        raise ValueError(f"--adapter_folder {options.adapter_folder}: vLLM does not take "
+                         f"{'; nor '.join(problems)}. Serve the merged model: fsdp-qlora merge "
+                         f"--adapter_folder {options.adapter_folder}")
+    print(f"vLLM takes this adapter:\n  {serve_command(options.adapter_folder)}")
+
+
+DELIVERY = {"merge": merge_command, "convert": convert_command, "check": check_command}

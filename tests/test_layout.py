@@ -15,7 +15,8 @@ ORDER = ["settings", "checks", "config", "flags", "arch", "hardware", "estimate"
          "hostmem", "offload", "losses", "prefetch", "sharding",
          "weight_files", "prequantized", "quantized_cache", "loading",
          "build", "data", "optim", "metrics", "export",
-         "adapter_folder", "trained_base", "bnb4", "merge_base", "merged_files", "merge", "delivery",
+         "adapter_folder", "trained_base", "bnb4", "merge_base", "merged_files", "merge",
+         "convert", "serving", "delivery",
          "prepare", "evaluate", "step", "steplog", "trainer", "generate",
          "launch", "bench", "demo", "cli"]
 PURE = {"settings", "checks", "config", "flags", "arch", "hardware", "estimate"}

@@ -1,0 +1,62 @@
+"""What vLLM's loader takes and refuses, on folders that PEFT and this package write."""
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fsdp_qlora.cli import main
+from fsdp_qlora.serving import check_adapter_folder
+
+from .test_merge import save_adapter
+from .tiny import save_tiny
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("base"), "qwen2")
+
+
+def test_a_plain_adapter_is_taken_and_the_command_that_serves_it_is_printed(base, tmp_path, capsys):
+    adapter = save_adapter(base, tmp_path / "adapter", r=24, use_rslora=True)
+    assert check_adapter_folder(adapter) == []
+    assert main(["check", "--adapter_folder", adapter]) == 0
+    text = capsys.readouterr().out
+    assert f"vllm serve {base} --enable-lora --max-lora-rank 32 --lora-modules tuned={adapter}" in text
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("settings, part", [
+    (dict(use_dora=True), "DoRA"), (dict(modules_to_save=["lm_head"]), "modules_to_save"),
+    (dict(bias="all"), "bias all"), (dict(lora_bias=True, target_modules=["q_proj"]), "lora_bias"),
+    (dict(alpha_pattern={"q_proj": 3}), "alpha_pattern"), (dict(r=600), "rank 600")])
+def test_what_vllm_refuses_is_named(base, tmp_path, capsys, settings, part):
+    adapter = save_adapter(base, tmp_path / "adapter", **settings)
+    assert any(part in problem for problem in check_adapter_folder(adapter))
+    assert main(["check", "--adapter_folder", adapter]) == 2
+    line = capsys.readouterr().err
+    assert "--adapter_folder" in line and part in line and "fsdp-qlora merge" in line
+
+
+def test_ranks_are_held_against_the_servers_limit(base, tmp_path):
+    adapter = save_adapter(base, tmp_path / "adapter", r=24)
+    assert check_adapter_folder(adapter, 16) == ["rank 24, above --max-lora-rank 16"]
+
+
+def test_files_and_tensors_that_the_loader_can_not_parse_are_named(base, tmp_path):
+    adapter = save_adapter(base, tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights = load_file(path)
+    save_file({k.replace("lora_A", "lora_A.default"): v for k, v in weights.items()}, path)
+    assert "lora_A.default" in check_adapter_folder(adapter)[0]
+    save_file(weights | {"model.norm.weight": torch.ones(2)}, path)
+    assert "model.norm.weight" in check_adapter_folder(adapter)[0]
+    path.write_bytes(b"version https://git-lfs")
+    assert "can't be read" in check_adapter_folder(adapter)[0]
+    path.unlink()
+    assert check_adapter_folder(adapter) == ["no adapter_model.safetensors"]
+    config = tmp_path / "adapter" / "adapter_config.json"
+    config.write_text(json.dumps({"peft_type": "IA3"}))
+    with pytest.raises(ValueError, match="IA3"): check_adapter_folder(adapter)
