@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from . import adapters, attention  # noqa: F401  register the ops named below
+from . import attention, lora_ops  # noqa: F401  register the ops named below
 from .blocks import base_model, decoder_blocks
 from .config import ACTIVATION_POLICIES
 
@@ -38,6 +38,7 @@ ATTENTION_OPS = {
 }
 LINEAR_OPS = {
     torch.ops.fsdp_qlora.adapted_linear.default,
+    torch.ops.fsdp_qlora.adapted_inputs.default,
     torch.ops.fsdp_qlora.frozen_linear.default,
     aten.mm.default, aten.addmm.default, aten.linear.default,
 }

@@ -1,10 +1,9 @@
 """LoRA on frozen linear layers: PEFT's bookkeeping, one op of our own for the arithmetic.
 
 PEFT decides what an adapter is called, how it is configured and how it is saved, so that everything
-written here loads in plain PEFT. Each layer keeps only its input, the rank-R product and the packed
-weight; W is dequantized again in backward. LoRA is arXiv:2106.09685.
+written here loads in plain PEFT; `lora_ops.py` computes. LoRA is arXiv:2106.09685.
 
-Shapes: N tokens of all rows, I inputs, O outputs, R rank.  x (N, I), A (R, I), B (O, R), y (N, O)
+Shapes: I inputs, O outputs, R rank.  A (R, I), B (O, R)
 """
 from __future__ import annotations
 
@@ -21,105 +20,8 @@ from . import fp8
 from .arch import DEFAULT_TARGETS
 from .blocks import base_model, is_linear, linear_names, output_head
 from .dist import local_rows
-from .fourbit import dense_weight
+from .lora_ops import adapted_inputs, adapted_linear
 from .quantize import QuantLinear, compute_input
-
-
-# Two opaque ops, so that torch.compile's partitioner can't keep a dequantized W, and so that a block
-# that is recomputed runs its last large product once: autograd saves a Python op's tensors when it
-# has run, so the op that saves is the cheap one. What links them is a token of y's shape that takes
-# no memory: its gradient is dY.
-@torch.library.custom_op("fsdp_qlora::adapted_inputs", mutates_args=())
-def adapted_inputs(x: Tensor, weight: Tensor, absmax: Tensor | None, a: Tensor, b: Tensor,
-                   keep: Tensor | None, scaling: float, keep_scale: float, in_features: int,
-                   quant_type: str, product_dtype: str) -> tuple[Tensor, Tensor]:
-    """x' A^T (N, R), and a token (N, O) that carries the gradient of y to all that is saved here."""
-    xa = dropped(x, keep, keep_scale) @ a.to(x.dtype).t()
-    return xa, x.new_zeros(1).expand(x.shape[0], b.shape[0])
-
-
-@torch.library.custom_op("fsdp_qlora::adapted_linear", mutates_args=())
-def adapted_linear(token: Tensor, x: Tensor, xa: Tensor, weight: Tensor, absmax: Tensor | None,
-                   bias: Tensor | None, b: Tensor, scaling: float, in_features: int,
-                   quant_type: str, product_dtype: str) -> Tensor:
-    """y = x W^T + bias + scaling (x' A^T) B^T, given xa = x' A^T (N, R).
-
-    The rank-R product comes first: the large one adds to it in its epilogue, which hides the reading
-    of y.
-    """
-    b = (b * scaling).to(x.dtype)
-    if product_dtype == "fp8":
-        y = fp8.forward_product(x, weight, absmax, quant_type, xa, b)
-    else:
-        y = xa @ b.t()
-        y.addmm_(x, dense_weight(weight, absmax, in_features, quant_type, x.dtype).t())
-    return y if bias is None else y.add_(bias)
-
-
-@torch.library.custom_op("fsdp_qlora::adapted_linear_backward", mutates_args=())
-def adapted_linear_backward(dy: Tensor, x: Tensor, xa: Tensor, weight: Tensor,
-                            absmax: Tensor | None, a: Tensor, b: Tensor, keep: Tensor | None,
-                            scaling: float, keep_scale: float, in_features: int, quant_type: str,
-                            product_dtype: str) -> tuple[Tensor, Tensor, Tensor]:
-    """dX (N, I), dA (R, I) and dB (O, R); the gradients of A and B are summed in their own dtype."""
-    dtype, form = dy.dtype, (in_features, quant_type)
-    dxa = dy @ (b * scaling).to(dtype)
-    db = product(dy.t(), xa, b.dtype) * scaling
-    da = product(dxa.t(), dropped(x, keep, keep_scale), a.dtype)
-    a = a.to(dtype)
-    if product_dtype == "fp8" and keep is None:
-        return fp8.backward_product(dy, weight, absmax, *form, dxa, a.t()), da, db
-    dx = dropped(dxa @ a, keep, keep_scale)
-    if product_dtype == "fp8": dx += fp8.backward_product(dy, weight, absmax, *form)
-    else: dx.addmm_(dy, dense_weight(weight, absmax, *form, dtype))
-    return dx, da, db
-
-
-def dropped(x: Tensor, keep: Tensor | None, keep_scale: float) -> Tensor:
-    """x with the elements outside `keep` set to zero and the rest scaled up."""
-    return x if keep is None else x * keep * keep_scale
-
-
-def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Matrix product in the operands' dtype whose sums stay in `dtype` where the device can."""
-    if left.dtype == dtype: return left @ right
-    if left.is_cuda: return torch.mm(left, right, out_dtype=dtype)
-    return (left @ right).to(dtype)
-
-
-@adapted_inputs.register_fake
-def _(x, weight, absmax, a, b, keep, scaling, keep_scale, in_features, quant_type, product_dtype):
-    n = x.shape[0]
-    return x.new_empty(n, a.shape[0]), x.new_empty(1).expand(n, b.shape[0])
-
-
-@adapted_linear.register_fake
-def _(token, x, xa, weight, absmax, bias, b, scaling, in_features, quant_type, product_dtype):
-    return x.new_empty(token.shape)
-
-
-@adapted_linear_backward.register_fake
-def _(dy, x, xa, weight, absmax, a, b, keep, scaling, keep_scale, in_features, quant_type,
-      product_dtype):
-    return x.new_empty(x.shape), a.new_empty(a.shape), b.new_empty(b.shape)
-
-
-def _save_inputs(ctx, inputs, output):
-    x, weight, absmax, a, b, keep, *ctx.constants = inputs
-    ctx.save_for_backward(x, output[0], weight, absmax, a, b, keep)
-
-
-def _inputs_backward(ctx, _, dy):
-    dx, da, db = adapted_linear_backward(dy.contiguous(), *ctx.saved_tensors, *ctx.constants)
-    return dx, None, None, da, db, *[None] * 6
-
-
-def _token_backward(ctx, dy):
-    return dy, *[None] * 10
-
-
-adapted_inputs.register_autograd(_inputs_backward, setup_context=_save_inputs)
-adapted_linear.register_autograd(_token_backward)
 
 
 class LoraLinear(nn.Module, LoraLayer):
@@ -154,7 +56,7 @@ class LoraLinear(nn.Module, LoraLayer):
         scale, form = self.scaling[name], (base.in_features, quant_type, self.product_dtype)
         xa, token = adapted_inputs(rows, base.weight, absmax, a, b, keep, scale, 1 / (1 - p), *form)
         y = adapted_linear(token, rows.detach(), xa.detach(), base.weight, absmax, base.bias,
-                           b.detach(), scale, *form)
+                           None if p else a.detach(), b.detach(), scale, *form)
         # Not a view to autograd: FSDP warns of units that return one.
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 

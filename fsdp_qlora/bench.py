@@ -208,12 +208,13 @@ class StepTimer:
 
 
 def random_batches(config: RunConfig, vocab: int, count: int) -> list[dict[str, torch.Tensor]]:
-    """Full rows of random tokens, other ones on each rank; the same in every step."""
+    """Full rows of random tokens, pinned; other ones on each rank, the same in every step."""
     generator = torch.Generator().manual_seed(config.seed + ranks_from_env().rank)
     shape = (config.batch_size, config.context_length)
-    tokens = [torch.randint(0, vocab, shape, generator=generator) for _ in range(count)]
+    pinned = dict(pin_memory=torch.cuda.is_available())
+    tokens = [torch.randint(0, vocab, shape, generator=generator, **pinned) for _ in range(count)]
     if config.packing: return [collate_packed([[(row, row)] for row in t], 0) for t in tokens]
-    return [dict(input_ids=t, labels=t.clone()) for t in tokens]
+    return [dict(input_ids=t, labels=t) for t in tokens]
 
 
 def record_time(row: Row, seconds: list[float]):

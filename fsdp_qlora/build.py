@@ -20,6 +20,7 @@ from .blocks import decoder_blocks
 from .config import AUTO, RunConfig, block_policies
 from .dist import print_main, ranks_from_env
 from .estimate import choose_policies, memory, setup_from_config
+from .fusion import SharedInputs
 from .loading import (
     DTYPES,
     READERS,
@@ -134,4 +135,5 @@ def compiles(config: RunConfig, device: torch.device) -> bool:
 
 def compile_blocks(model: nn.Module):
     """torch.compile each decoder block's forward, in place; like blocks share one graph."""
-    for block in decoder_blocks(model): block.forward = torch.compile(block.forward)
+    options = dict(post_grad_custom_pre_pass=SharedInputs())
+    for block in decoder_blocks(model): block.forward = torch.compile(block.forward, options=options)

@@ -41,11 +41,10 @@ def check_choices(config):
 
 
 AT_LEAST_ONE = ("lora_rank", "context_length", "batch_size", "gradient_accumulation_steps",
-                "num_epochs", "dataset_samples", "min_wrap_params", "shuffle_buffer",
-                "keep_checkpoints")
+                "num_epochs", "dataset_samples", "min_wrap_params", "shuffle_buffer")
 AUTO_OR_ABOVE_ZERO = ("global_batch_size", "max_steps", "shard_group_size", "world_size",
-                      "loading_workers", "eval_every", "checkpoint_every")
-NOT_NEGATIVE = ("lr", "wd", "lora_alpha", "preview", "checkpoint_minutes")
+                      "loading_workers", "eval_every")
+NOT_NEGATIVE = ("lr", "wd", "lora_alpha", "preview")
 
 
 def check_numbers(config):

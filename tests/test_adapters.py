@@ -14,9 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.adapters import (
     LoraLinear,
-    adapted_inputs,
-    adapted_linear,
-    adapted_linear_backward,
     adapter_counts,
     apply_adapters,
     init_adapters,
@@ -27,6 +24,7 @@ from fsdp_qlora.adapters import (
 )
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.loading import materialize, meta_model
+from fsdp_qlora.lora_ops import adapted_inputs, adapted_linear, adapted_linear_backward
 from fsdp_qlora.quantize import QuantLinear, quantize_linears, quantize_rows
 
 from .tiny import CONFIGS, TARGETS, save_tiny
@@ -221,7 +219,8 @@ def test_adapted_linear_passes_opcheck(kinds):
     x, weight, absmax, a, b, keep, scaling, keep_scale, *form = args
     xa, token = adapted_inputs(*args)
     torch.library.opcheck(adapted_linear, (token.detach().requires_grad_(), x.detach(), xa.detach(),
-                                           weight, absmax, bias, b.detach(), scaling, *form))
+                                           weight, absmax, bias, a.detach(), b.detach(), scaling,
+                                           *form))
     dy = values(6, 10, seed=6, dtype=x.dtype)
     torch.library.opcheck(adapted_linear_backward,
                           (dy, x.detach(), xa.detach(), weight, absmax, a.detach(), b.detach(), keep,

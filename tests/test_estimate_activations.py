@@ -97,7 +97,7 @@ def test_a_policy_keeps_what_torch_keeps_of_its_block(policy, known, changes, mo
 def test_what_policies_keep_of_a_block_by_hand():
     """Llama-3.1-8B, 8192 tokens in bf16: widths 4096, 1024 and 14336; log-sum-exp of 32 heads."""
     n, inputs, attention = 8192, 4096 * 2, 4096 * 2 + 32 * 4
-    linears = (4096 + 1024 + 1024 + 4096 + 2 * 14336) * 2
+    linears = (4096 + 1024 + 1024 + 4096 + 2 * 14336) * 2 + 7 * 64 * 2  # outputs, and xA of rank 64
     compiled, eager = (replace(PRODUCT, compile=c) for c in (True, False))
     for setup in (compiled, eager):
         assert kept_by_block(LLAMA_8B, setup, "recompute_all") == n * inputs

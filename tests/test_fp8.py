@@ -34,7 +34,7 @@ def test_products_are_within_fp8_rounding_for_every_token(layer, quantized):
     dense = dense_weight(packed, absmax, 256, "nf4", torch.float32)
     weight, scales = (packed, absmax) if quantized else (dense, None)
     y = fp8.forward_product(x, weight, scales, "nf4")
-    dx = fp8.backward_product(dy, weight, scales, 256, "nf4")
+    dx = fp8.backward_product([dy], [weight], [scales], 256, "nf4")
     for ours, reference in ((y, x @ dense.t()), (dx, dy @ dense)):
         assert relative(ours, reference) < ROUNDING
         assert all(relative(o, r) < 2 * ROUNDING for o, r in zip(ours, reference, strict=True))
@@ -44,8 +44,8 @@ def test_the_adapters_product_is_added_in_full_precision(layer):
     x, dy, packed, absmax, left, right, right_t = layer
     pairs = ((fp8.forward_product(x, packed, absmax, "nf4", left, right),
               fp8.forward_product(x, packed, absmax, "nf4"), left @ right.t()),
-             (fp8.backward_product(dy, packed, absmax, 256, "nf4", left, right_t),
-              fp8.backward_product(dy, packed, absmax, 256, "nf4"), left @ right_t.t()))
+             (fp8.backward_product([dy], [packed], [absmax], 256, "nf4", left, right_t),
+              fp8.backward_product([dy], [packed], [absmax], 256, "nf4"), left @ right_t.t()))
     for with_rank, without, rank in pairs:
         torch.testing.assert_close(with_rank - without, rank, rtol=1e-4, atol=1e-3)
 

@@ -11,15 +11,13 @@ PACKAGE = Path(__file__).parents[1] / "fsdp_qlora"
 ORDER = ["settings", "checks", "config", "flags", "arch", "hardware", "estimate",
          "dist",
          "absmax", "fourbit", "int8", "hqq", "formats",
-         "fp8", "quantize", "blocks", "attention", "adapters", "activations",
-         "hostmem", "offload", "losses", "prefetch", "sharding",
+         "kernels", "fp8", "quantize", "blocks", "attention", "lora_ops", "fusion", "adapters",
+         "activations", "hostmem", "offload", "losses", "prefetch", "sharding",
          "weight_files", "prequantized", "quantized_cache", "loading",
          "build", "data", "optim", "metrics", "export",
          "adapter_folder", "trained_base", "bnb4", "merge_base", "merged_files", "merge",
          "convert", "serving", "delivery",
-         "prepare", "evaluate",
-         "step", "steplog", "faults", "checkpoint", "describe", "trainer",
-         "generate",
+         "prepare", "evaluate", "step", "steplog", "trainer", "generate",
          "launch", "bench", "demo", "cli"]
 PURE = {"settings", "checks", "config", "flags", "arch", "hardware", "estimate"}
 

@@ -71,12 +71,20 @@ def attention_saved(shape: ModelShape, setup: Setup, output_kept: bool) -> float
 
 def adapter_saved(shape: ModelShape, setup: Setup) -> float:
     """xA (N, R) of each adapted layer of a block, and its dropout mask (N, in) of one byte each."""
-    if setup.adapter != "lora": return 0.0
-    a, targets = BYTES[setup.precision], shape.targets(as_given(setup.targets))
-    linears = shape.linears()
-    each = [setup.lora_rank * a + (linears[t][1] if setup.lora_dropout else 0)
-            for t in targets if t in linears]
-    return setup.tokens * sum(each)
+    masks = sum(shape.linears()[name][1] for name in adapted_names(shape, setup))
+    return rank_products(shape, setup) + (setup.tokens * masks if setup.lora_dropout else 0)
+
+
+def rank_products(shape: ModelShape, setup: Setup) -> float:
+    """xA (N, R) of each adapted layer of a block."""
+    return (setup.tokens * setup.lora_rank * BYTES[setup.precision]
+            * len(adapted_names(shape, setup)))
+
+
+def adapted_names(shape: ModelShape, setup: Setup) -> list[str]:
+    """The adapted layers of a block."""
+    if setup.adapter != "lora": return []
+    return [name for name in shape.targets(as_given(setup.targets)) if name in shape.linears()]
 
 
 def block_input(shape: ModelShape, setup: Setup) -> float:
@@ -88,7 +96,7 @@ def kept_by_block(shape: ModelShape, setup: Setup, policy: str) -> float:
     """Bytes that stay of one block between its forward and its backward, under a policy's name.
 
     recompute_all, its input; keep_attention, also attention's output and log-sum-exp; keep_linears,
-    also what each linear layer gives, with q and k before rotation. xA and dropout masks are made
+    also what each linear layer gives, with q and k before rotation, and xA. Dropout masks are made
     again. Of a compiled block the partitioner leaves out the output of down_proj, which only a norm
     after it would need; eager checkpointing keeps whatever the policy names.
     """
@@ -98,7 +106,7 @@ def kept_by_block(shape: ModelShape, setup: Setup, policy: str) -> float:
     if policy == "keep_linears":
         rows = sum(out for name, (out, _) in shape.linears().items()
                    if name != "down_proj" or not setup.compile or normed_output(shape))
-        kept += setup.tokens * rows * BYTES[setup.precision]
+        kept += setup.tokens * rows * BYTES[setup.precision] + rank_products(shape, setup)
     return kept
 
 
@@ -131,6 +139,7 @@ def saved_in_backward(shape: ModelShape, setup: Setup, policy: str) -> float:
     shared = 0.0 if policy == "recompute_all" else attention_output(shape, setup)
     if policy == "keep_linears":
         shared += setup.tokens * 2 * shape.intermediate * BYTES[setup.precision]
+        shared += rank_products(shape, setup)
     return whole + kept_by_block(shape, setup, policy) - shared
 
 

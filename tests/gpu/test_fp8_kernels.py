@@ -37,10 +37,10 @@ def test_kernels_equal_the_reference(layer):
         expected = plain.t() if transposed else plain
         same = (w8.float() == expected.float()).float().mean()
         assert same > 0.999, same  # a value on the border between two may round either way
-    x8, x_scale = fp8.quantize_tokens(x)
+    x8, x_scale = fp8.quantize_tokens([x])
     torch.testing.assert_close(x8.float() * x_scale[:, None], x.float(), rtol=2**-4, atol=1e-2)
     y = fp8.forward_product(x, packed, absmax, "nf4", left, right)
-    dx = fp8.backward_product(dy, packed, absmax, inputs, "nf4", left, right_t)
+    dx = fp8.backward_product([dy], [packed], [absmax], inputs, "nf4", left, right_t)
     assert relative(y, x.float() @ dense.t() + left.float() @ right.float().t()) < 0.06
     assert relative(dx, dy.float() @ dense + left.float() @ right_t.float().t()) < 0.06
     # Against the same arithmetic on the CPU: only the order of sums and bf16 rounding differ.

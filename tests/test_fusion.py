@@ -1,0 +1,84 @@
+"""Layers that share an input are joined in a compiled block, and compute the same."""
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from fsdp_qlora import fusion
+from fsdp_qlora.activations import apply_activation_policy
+from fsdp_qlora.adapters import apply_adapters, init_adapters, lora_config, trainable_parameters
+from fsdp_qlora.build import compile_blocks
+from fsdp_qlora.quantize import quantize_linears
+from tests.tiny import save_tiny
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often each of the project's ops stands in the graphs that were compiled."""
+    torch._dynamo.reset()
+    counts, whole = Counter(), fusion.SharedInputs.__call__
+
+    def counted(self, graph):
+        whole(self, graph)
+        counts.update(node.target.name().removeprefix("fsdp_qlora::") for node in graph.nodes
+                      if getattr(node.target, "namespace", "") == "fsdp_qlora")
+    monkeypatch.setattr(fusion.SharedInputs, "__call__", counted)
+    monkeypatch.setattr(fusion.SharedInputs, "uuid", lambda self: None)  # no graph from a cache
+    return counts
+
+
+def adapted_model(folder, policy: str, targets, dropout: float):
+    model = apply_adapters(quantize_linears(AutoModelForCausalLM.from_pretrained(folder)),
+                           lora_config(rank=4, target_modules=targets, dropout=dropout))
+    init_adapters(model, 0)
+    torch.manual_seed(0)
+    for name, p in trainable_parameters(model).items():
+        if "lora_B" in name: nn.init.normal_(p, std=0.1)
+    return apply_activation_policy(model.train(), policy)
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    """The loss and every gradient of one batch."""
+    torch.manual_seed(0)
+    ids = torch.arange(24, device=next(model.parameters()).device).view(2, 12)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return dict(loss=loss.detach()) | {n.replace("_orig_mod.", ""): p.grad
+                                       for n, p in trainable_parameters(model).items()}
+
+
+# Two blocks: the first one's input takes no gradient, so there the dX of q, k and v are not joined.
+JOINED = dict(shared_inputs_backward=1 + 2, adapted_linear_backward=3 + 2 + 2)
+EXPECTED = {
+    ("keep_linears", "llama"): JOINED | dict(shared_inputs=4, adapted_inputs=4, adapted_linear=14),
+    # Forward, and all but the last layer's product again in backward.
+    ("recompute_all", "llama"): JOINED | dict(shared_inputs=8, adapted_inputs=8, adapted_linear=26),
+}
+
+
+@pytest.mark.parametrize("policy, family", EXPECTED)
+def test_layers_of_one_input_share_their_passes_and_gradients_stay(policy, family, tmp_path, calls):
+    model = adapted_model(save_tiny(tmp_path, family), policy, "all-linear", dropout=0.0)
+    eager = gradients(copy.deepcopy(model))
+    compile_blocks(model)
+    torch.testing.assert_close(gradients(model), eager, rtol=1e-5, atol=1e-6)
+    assert calls == EXPECTED[policy, family]
+
+
+def test_layers_of_which_one_is_not_adapted_stay_as_they_are(tmp_path, calls):
+    model = adapted_model(save_tiny(tmp_path), "keep_all", ["q_proj", "up_proj"], dropout=0.0)
+    eager = gradients(copy.deepcopy(model))
+    compile_blocks(model)
+    torch.testing.assert_close(gradients(model), eager, rtol=1e-5, atol=1e-6)
+    assert not {"shared_inputs", "shared_inputs_backward"} & set(calls)
+
+
+def test_layers_that_drop_other_places_of_their_input_are_not_joined(tmp_path, calls):
+    model = adapted_model(save_tiny(tmp_path), "keep_all", "all-linear", dropout=0.5)
+    compile_blocks(model)
+    assert gradients(model)["loss"].isfinite()
+    assert calls["adapted_linear_backward"] == 14
+    assert not {"shared_inputs", "shared_inputs_backward"} & set(calls)
