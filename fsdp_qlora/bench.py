@@ -103,9 +103,15 @@ def describe_run(config: RunConfig, name: str, layers: int, device: torch.device
         lora_dropout=config.lora_dropout if adapted else None,
         adapter_dtype=config.adapter_dtype if adapted else None,
         absmax_dtype=config.absmax_dtype if config.quant != "none" else None, optimizer=config.optimizer,
-        optimizer_state_dtype=config.adapter_dtype if adapted else config.precision,
+        optimizer_state_dtype=state_dtype(config),
         compile=compiles(config, device), attention_backend=config.attn_implementation,
         packed=config.packing, versions=versions(), commit=commit(), date=date.today().isoformat())
+
+
+def state_dtype(config: RunConfig) -> str:
+    """What the optimizer's states are stored in: by its name, else as the trained weights."""
+    own = config.adapter_dtype if config.adapter != "none" else config.precision
+    return {"adamw_bf16": "bf16", "adamw_8bit": "int8", "adafactor": "fp32"}.get(config.optimizer, own)
 
 
 def device_name(device: torch.device) -> str:

@@ -63,6 +63,7 @@ def check_numbers(config):
         refuse("activation_budget_gib", "above 0")
     if not 0 <= config.lora_dropout < 1: refuse("lora_dropout", "from 0 to below 1")
     if not 0 <= config.warmup_share < 1: refuse("warmup_share", "from 0 to below 1")
+    if config.lr_warmup_steps < AUTO: refuse("lr_warmup_steps", "-1 or above")
     if not 0 <= config.eval_share < 1: refuse("eval_share", "from 0 to below 1")
     if not 0 <= config.seed < 2**32: refuse("seed", "from 0 to 4294967295")
     for f in fields(config):
@@ -89,6 +90,9 @@ def check_together(config):
         raise ValueError("--compute_dtype fp8 is for frozen weights and --train_type full has none; "
                          "leave it out")
     if config.activation_budget_gib is not None: check_budget_alone(config)
+    if config.lr_warmup_steps != AUTO and "warmup_share" in changed_settings(config):
+        raise ValueError(f"--lr_warmup_steps {config.lr_warmup_steps} and --warmup_share "
+                         f"{config.warmup_share:g} both say how long the warm-up is; give one")
     check_activation_offload(config)
     if config.sharding_strategy == "ddp" and config.use_cpu_offload:
         raise ValueError("--use_cpu_offload moves shards to host memory and ddp has none; choose "
@@ -131,6 +135,8 @@ def check_budget_alone(config):
                              f"--{name} {shown(getattr(config, name))}; leave one of them out")
 
 
+ROUNDED_STOCHASTICALLY = ("adamw_bf16", "adamw_8bit", "adafactor")
+
 # Settings of the original script that change nothing here, with what does.
 WITHOUT_EFFECT = {
     "low_memory": "the load is always streamed",
@@ -139,6 +145,14 @@ WITHOUT_EFFECT = {
     **dict.fromkeys(("wait_steps", "warmup_steps", "active_steps", "repeat", "profiling_frequency",
                      "profiling_output"), "they belong to --profile"),
 }
+
+
+def lost_updates(config) -> list[str]:
+    """A warning if bf16 weights are trained by an optimizer that rounds to the nearest."""
+    trained = config.precision if config.adapter == "none" else config.adapter_dtype
+    if trained != "bf16" or config.optimizer in ROUNDED_STOCHASTICALLY: return []
+    return [f"--optimizer {config.optimizer} on bf16 weights: an update below 1/512 of a weight is "
+            f"rounded to nothing; {', '.join(ROUNDED_STOCHASTICALLY)} round stochastically"]
 
 
 def settings_without_effect(config) -> list[str]:

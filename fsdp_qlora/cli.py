@@ -10,7 +10,7 @@ import sys
 import traceback
 from dataclasses import dataclass
 
-from .checks import settings_without_effect
+from .checks import lost_updates, settings_without_effect
 from .config import RunConfig
 from .delivery import DELIVERY
 from .flags import Parser, boolean, parse, parse_own
@@ -30,7 +30,8 @@ def train_rank(config: RunConfig):
     from .prepare import check_device, load_data, load_tokenizer
     device = rank_device(config.device)
     check_device(config, device)
-    for warning in settings_without_effect(config): print_main(f"warning: {warning}")
+    warnings = settings_without_effect(config) + lost_updates(config)
+    for warning in warnings: print_main(f"warning: {warning}")
     tokenizer = load_tokenizer(config.model_name)
     data = load_data(config, tokenizer)
     from .build import planned_model

@@ -22,6 +22,8 @@ from .settings import AUTO, opt
 
 STRATEGY_NAMES = ("ddp", "shard_grad_op", "full_shard", "hybrid_shard_grad_op", "hybrid_full_shard")
 
+OPTIMIZER_NAMES = ("adamw", "adamw_bf16", "adamw_8bit", "adafactor", "adam", "sgd", "adadelta")
+
 ACTIVATION_POLICIES = ("recompute_all", "keep_attention", "keep_linears", "keep_all")
 
 # A train_type of the original script is shorthand for (quant, adapter): the two are independent.
@@ -178,13 +180,16 @@ class ShardingOptions:
 @dataclass(kw_only=True)
 class OptimizerOptions:
     """Optimizer"""
-    optimizer: str = opt("adamw", "optimizer of the trained weights",
-                         choices=("adamw", "adam", "sgd", "adadelta"))
+    optimizer: str = opt(
+        "adamw", "optimizer of the trained weights; adamw_bf16 and adamw_8bit have smaller states and "
+        "round bf16 weights stochastically, for full fine-tuning", choices=OPTIMIZER_NAMES)
     lr: float = opt(1e-5, "peak learning rate")
-    wd: float = opt(0.1, "weight decay (adamw)")
-    lr_scheduler: str = opt("constant", "linear and cosine warm up over --warmup_share; cosine ends "
-                            "at a tenth of the peak", choices=("constant", "linear", "cosine"))
+    wd: float = opt(0.1, "weight decay of the adamw kinds")
+    lr_scheduler: str = opt("constant", "linear and cosine warm up; cosine ends at a tenth of the "
+                            "peak", choices=("constant", "linear", "cosine"))
     warmup_share: float = opt(0.1, "warm-up of linear and cosine", unit="share of all steps")
+    lr_warmup_steps: int = opt(AUTO, "warm-up of any schedule in optimizer steps; -1 = from "
+                               "--warmup_share", unit="steps", example=100)
     apply_gradient_clipping: bool = opt(False, "clip the gradient's norm over all weights")
     grad_norm: float = opt(0.3, "norm to which gradients are clipped")
 

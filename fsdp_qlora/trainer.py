@@ -27,6 +27,7 @@ from .evaluate import Evaluator
 from .export import save_trained
 from .metrics import RunLog, StepMetrics, plot_loss
 from .optim import build_optimizer, build_scheduler
+from .settings import AUTO
 from .step import compute_device, seed_everything, train_step
 from .steplog import LaggedLog
 
@@ -53,7 +54,8 @@ def train(config: RunConfig, dataset: TokenizedDataset | Subset | Source, device
     describe(model, config, batches, total_steps, time.perf_counter() - started)
     optimizer = build_optimizer(model, config.optimizer, config.lr, config.wd)
     scheduler = build_scheduler(optimizer, config.lr_scheduler, total_steps or 0,
-                                config.warmup_share)
+                                config.warmup_share,
+                                None if config.lr_warmup_steps == AUTO else config.lr_warmup_steps)
     max_norm = config.grad_norm if config.apply_gradient_clipping else None
     with RunLog(config.output_dir, config.log_to, total_steps, ranks.is_main) as log:
         lagged = LaggedLog(log, device)

@@ -109,6 +109,8 @@ def test_lora_target_modules_as_peft_takes_them(given_names, targets):
     (dict(grad_norm=0.0), ["--grad_norm", "above 0"]),
     (dict(lora_dropout=1.0), ["--lora_dropout", "below 1"]),
     (dict(warmup_share=1.5), ["--warmup_share", "below 1"]),
+    (dict(lr_warmup_steps=-3), ["--lr_warmup_steps", "-1 or above", "-3"]),
+    (dict(lr_warmup_steps=5, warmup_share=0.2), ["--lr_warmup_steps 5", "--warmup_share 0.2", "one"]),
     (dict(timeout_minutes=0), ["--timeout_minutes", "from 0.01"]),
     (dict(lr="fast"), ["--lr", "a number", "'fast'"]),
     (dict(batch_size=1.5), ["--batch_size", "a whole number", "1.5"]),

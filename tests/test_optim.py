@@ -1,10 +1,11 @@
-"""Optimizers by name, and the schedules against their closed forms."""
+"""Optimizers by name against torch's, and the schedules against their closed forms."""
 import math
 
 import pytest
 import torch
 from torch import nn
 
+from fsdp_qlora.config import OPTIMIZER_NAMES
 from fsdp_qlora.optim import build_optimizer, build_scheduler, lr_share
 
 PEAK = 0.5
@@ -54,30 +55,42 @@ def test_no_step_is_wasted_at_rate_zero_and_the_peak_is_reached(name, total, war
     assert used.index(PEAK) == int(total * warmup_share)
 
 
-@pytest.mark.parametrize("name, reference", [
-    ("adamw", lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.2)),
-    ("adam", lambda p: torch.optim.Adam(p, 0.1)),
-    ("sgd", lambda p: torch.optim.SGD(p, 0.1)),
-    ("adadelta", lambda p: torch.optim.Adadelta(p, 0.1))])
-def test_each_name_steps_as_torchs_optimizer_and_leaves_frozen_weights(name, reference):
-    def trained(build):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-        model[0].requires_grad_(False)
-        optimizer = build(model)
-        for _ in range(3):
-            model(torch.ones(4, 3)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return model.state_dict(), optimizer
-    ours, optimizer = trained(lambda m: build_optimizer(m, name, 0.1, 0.2))
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
+def test_a_warm_up_in_steps_rises_for_as_many_steps_in_every_schedule(name):
+    used = rates(name, 40, warmup_steps=4)
+    assert used[:5] == pytest.approx([PEAK * share for share in (0.2, 0.4, 0.6, 0.8, 1)])
+    assert used[5] <= PEAK and (name == "constant") == (used[-1] == PEAK)
+
+
+def trained(build, shape=(64, 65)):
+    """Weights after some steps of a small model whose first layer is frozen, and the optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, shape[0]), nn.Linear(*shape), nn.Linear(shape[1], 2))
+    model[0].requires_grad_(False)
+    optimizer = build(model)
+    for step in range(3):
+        rows = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+        model(rows).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict(), optimizer
+
+
+@pytest.mark.parametrize("name, reference, tolerance", [
+    ("adamw", lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.2), 1e-6),
+    ("adam", lambda p: torch.optim.Adam(p, 0.01), 1e-6),
+    ("adafactor", lambda p: torch.optim.Adafactor(p, 0.01), 1e-6),
+    ("sgd", lambda p: torch.optim.SGD(p, 0.01), 0),
+    ("adadelta", lambda p: torch.optim.Adadelta(p, 0.01), 0)])
+def test_each_name_steps_as_torchs_optimizer_and_leaves_frozen_weights(name, reference, tolerance):
+    ours, optimizer = trained(lambda m: build_optimizer(m, name, 0.01, 0.2))
     theirs, _ = trained(lambda m: reference([p for p in m.parameters() if p.requires_grad]))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-    assert len(optimizer.param_groups[0]["params"]) == 2
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    assert len(optimizer.param_groups[0]["params"]) == 4
 
 
 def test_an_unknown_optimizer_is_refused_with_the_choices():
-    with pytest.raises(ValueError, match="--optimizer lion: choose adamw, adam, sgd or adadelta"):
+    with pytest.raises(ValueError, match=f"--optimizer lion: choose {', '.join(OPTIMIZER_NAMES)}"):
         build_optimizer(nn.Linear(2, 2), "lion")
 
 

@@ -10,7 +10,9 @@ from ..arch import ModelShape
 from ..config import RunConfig, block_policies, plan_batches
 
 BYTES = {"fp32": 4, "bf16": 2}
-OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "adadelta": 2}  # values per trained weight
+OPTIMIZER_STATES = {"adamw": 2, "adamw_bf16": 2, "adamw_8bit": 2, "adafactor": 0, "adam": 2, "sgd": 0,
+                    "adadelta": 2}  # values per trained weight
+STATE_BYTES = {"adamw_bf16": 2, "adamw_8bit": 1 + 4 / 256}  # of a value, where not as the weight's
 
 
 @dataclass(frozen=True, kw_only=True)

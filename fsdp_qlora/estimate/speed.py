@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ..arch import ModelShape
 from ..hardware import Gpu
 from .activations import KEPT_ATTENTION, normed_output
-from .setup import BYTES, OPTIMIZER_STATES, Setup
+from .setup import BYTES, Setup
 from .weights import (
     BLOCKSIZE,
     all_trained,
@@ -15,6 +15,7 @@ from .weights import (
     block_weights,
     embedding_weights,
     gathered,
+    optimizer_bytes,
     root_weights,
     trained_bytes,
 )
@@ -298,5 +299,5 @@ def optimizer_seconds(shape: ModelShape, gpu: Gpu, setup: Setup) -> float:
     size = all_trained(shape, setup, setup.shard_ranks)
     own = setup.precision if setup.adapter == "none" else setup.adapter_dtype
     if setup.cpu_offload: return size / BYTES[own] / HOST_OPTIMIZER_PER_SECOND
-    passes = 3 + 2 * OPTIMIZER_STATES[setup.optimizer]
-    return passes * size / (gpu.reached_bandwidth_gb_s * 1e9)
+    moved = 3 * size + 2 * optimizer_bytes(shape, setup)
+    return moved / (gpu.reached_bandwidth_gb_s * 1e9)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..arch import ModelShape
-from .setup import BYTES, OPTIMIZER_STATES, Setup
+from .setup import BYTES, OPTIMIZER_STATES, STATE_BYTES, Setup
 
 BLOCKSIZE = 64         # weights per absmax value (quantize.py)
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
@@ -113,8 +113,10 @@ def trained_bytes(weights: list[Weight], ranks: int, setup: Setup, dtype: str = 
 
 
 def optimizer_bytes(shape: ModelShape, setup: Setup) -> float:
-    """Optimizer states of one rank, in the dtype of what they belong to."""
-    return OPTIMIZER_STATES[setup.optimizer] * all_trained(shape, setup, setup.shard_ranks)
+    """Optimizer states of one rank, in their own dtype or that of what they belong to."""
+    own = BYTES[setup.precision if setup.adapter == "none" else setup.adapter_dtype]
+    values = OPTIMIZER_STATES[setup.optimizer] * all_trained(shape, setup, setup.shard_ranks) / own
+    return values * STATE_BYTES.get(setup.optimizer, own)
 
 
 def all_trained(shape: ModelShape, setup: Setup, ranks: int, dtype: str = "") -> float:

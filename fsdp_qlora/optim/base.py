@@ -1,0 +1,70 @@
+"""What this project's own optimizers share: states beside sharded weights, in dtypes of their own."""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+
+class ShardedOptimizer(Optimizer):
+    """An optimizer that updates each rank's rows of a weight; a subclass says how.
+
+    States are plain tensors or DTensors beside their weight, so that distributed checkpoints save them
+    and cut them anew for another number of ranks.
+    """
+
+    def new_state(self, p: Tensor) -> dict[str, Tensor]:
+        """The states of a weight before its first update, without "step"."""
+        raise NotImplementedError
+
+    def update(self, p: Tensor, state: dict[str, Tensor], group: dict, salt: int):
+        """Update a weight and its states in place. `salt` differs for each weight and step."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One update of every weight that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad(): loss = closure()
+        for group in self.param_groups:
+            for number, p in enumerate(group["params"]):
+                if p.grad is None: continue
+                state = self.state[p]
+                if not state: state.update(step=torch.zeros(()), **self.new_state(p))
+                state["step"] += 1
+                self.update(p, state, group, int32(int(state["step"]) * 1000003 + number * 7919))
+        return loss
+
+    def load_state_dict(self, state_dict):
+        """Load as torch does, and keep the dtypes: torch casts every state to the weight's."""
+        super().load_state_dict(state_dict)
+        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for number, p in zip(numbers, params, strict=True):
+            saved = state_dict["state"].get(number, {})
+            self.state[p].update({name: value.to(p.device) for name, value in saved.items()
+                                  if name != "step"})
+
+
+def zeros_beside(p: Tensor, tail: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros of p's shape but for the last dimensions, which are `tail`; sharded as p is."""
+    shape = (*p.shape[:-len(tail)], *tail)
+    if not isinstance(p, DTensor): return torch.zeros(shape, dtype=dtype, device=p.device)
+    local = p.to_local()
+    own = (*local.shape[:-len(tail)], *tail) if p.dim() > len(tail) else local.shape
+    zeros = torch.zeros(own, dtype=dtype, device=local.device)
+    return DTensor.from_local(zeros, p.device_mesh, p.placements, run_check=False, shape=shape,
+                              stride=torch.empty(shape, device="meta").stride())
+
+
+def sent(values: list, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A few numbers as a tensor on `device`, without waiting for it."""
+    numbers = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return numbers.to(device, non_blocking=True)
+
+
+def int32(number: int) -> int:
+    """The lowest 32 bits as a signed number."""
+    return (number + 2**31) % 2**32 - 2**31
