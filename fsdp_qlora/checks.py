@@ -41,10 +41,11 @@ def check_choices(config):
 
 
 AT_LEAST_ONE = ("lora_rank", "context_length", "batch_size", "gradient_accumulation_steps",
-                "num_epochs", "dataset_samples", "min_wrap_params", "shuffle_buffer")
+                "num_epochs", "dataset_samples", "min_wrap_params", "shuffle_buffer",
+                "keep_checkpoints")
 AUTO_OR_ABOVE_ZERO = ("global_batch_size", "max_steps", "shard_group_size", "world_size",
-                      "loading_workers", "eval_every")
-NOT_NEGATIVE = ("lr", "wd", "lora_alpha", "preview")
+                      "loading_workers", "eval_every", "checkpoint_every")
+NOT_NEGATIVE = ("lr", "wd", "lora_alpha", "preview", "checkpoint_minutes")
 
 
 def check_numbers(config):

@@ -210,6 +210,18 @@ class OutputOptions:
 
 
 @dataclass(kw_only=True)
+class CheckpointOptions:
+    """Checkpoints and resuming"""
+    checkpoint_every: int = opt(AUTO, "save the state of the run after so many optimizer steps; -1 = "
+                                "only as --checkpoint_minutes says", unit="steps", example=100)
+    checkpoint_minutes: float = opt(15.0, "save it when so much time has gone by; 0 = never",
+                                    unit="minutes")
+    keep_checkpoints: int = opt(2, "newest checkpoints that are kept, beside the best")
+    resume: str = opt("auto", "auto goes on from the newest whole checkpoint of --output_dir, none "
+                      "begins anew, a folder names a checkpoint or a run", example="other_output")
+
+
+@dataclass(kw_only=True)
 class LaunchOptions:
     """Launch (without torchrun)"""
     world_size: int = opt(AUTO, "ranks to start; -1 = one per visible GPU, or one on the CPU")
@@ -236,7 +248,8 @@ class ProfileOptions:
 
 
 GROUPS = (ModelOptions, AdapterOptions, DataOptions, EvaluationOptions, BatchOptions,
-          ShardingOptions, OptimizerOptions, OutputOptions, LaunchOptions, ProfileOptions)
+          ShardingOptions, OptimizerOptions, OutputOptions, CheckpointOptions, LaunchOptions,
+          ProfileOptions)
 
 
 @dataclass(kw_only=True)

@@ -8,9 +8,12 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +21,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,7 @@ def process_group(device: torch.device, timeout_minutes: float = 30.0):
     if device.type == "cuda": torch.cuda.set_device(device)
     store, rank, world_size = meet()
     store.set_timeout(timeout)
+    board.append(Board(store, rank, world_size))
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
     try:
         yield
@@ -90,6 +96,7 @@ def process_group(device: torch.device, timeout_minutes: float = 30.0):
         # tensors, and while this rank waits for it they free the last ones.
         dist.barrier()
     finally:
+        board.pop()
         dist.destroy_process_group()
 
 
@@ -104,6 +111,36 @@ def meet() -> tuple[dist.Store, int, int]:
     store.set(f"met/{rank}", "")
     store.wait([f"met/{other}" for other in range(world_size)], MEETING)
     return store, rank, world_size
+
+
+class Board:
+    """Where threads of the ranks leave each other short texts, without a collective."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int):
+        self.store, self.rank, self.world_size = store, rank, world_size
+
+    def post(self, topic: str, text: str):
+        """Leave this rank's text on a topic."""
+        self.store.set(f"{topic}/{self.rank}", text)
+
+    def read(self, topic: str, rank: int) -> str | None:
+        """A rank's text, or None if there is none yet; does not wait."""
+        key = f"{topic}/{rank}"
+        return self.store.get(key).decode() if self.store.check([key]) else None
+
+    def wait_for_all(self, topic: str, timeout_s: float) -> list[str]:
+        """The texts of all ranks in their order. Raises OSError if one does not come."""
+        deadline = time.monotonic() + timeout_s
+        texts: list[str] = []
+        while len(texts) < self.world_size:
+            if (text := self.read(topic, len(texts))) is not None: texts.append(text)
+            elif time.monotonic() > deadline:
+                raise OSError(f"rank {len(texts)} said nothing for {timeout_s:.0f} s")
+            else: time.sleep(0.02)
+        return texts
+
+
+board: list[Board] = []  # of the process group that is open, last
 
 
 def free_port(host: str = "localhost", port: int = 0) -> int:
@@ -152,6 +189,14 @@ def local_rows(parameter: Tensor) -> tuple[Tensor, int, int]:
     return parameter.to_local().data, start, start + shape[0]
 
 
+def is_first_copy(tensor: Tensor) -> bool:
+    """True on one of the ranks that hold the same rows of a tensor; a plain tensor is rank 0's."""
+    if not isinstance(tensor, DTensor): return dist.get_rank() == 0
+    return all(place == 0 for place, placement in zip(tensor.device_mesh.get_coordinate(),
+                                                      tensor.placements, strict=True)
+               if placement.is_replicate())
+
+
 def full_tensor(parameter: Tensor) -> Tensor:
     """The whole of a sharded parameter; every rank must call it."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
@@ -169,6 +214,21 @@ def gather_over_ranks(value) -> list:
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def from_main(function: Callable[[], T]) -> T:
+    """What `function` gives on rank 0, on every rank; so is its ValueError or OSError."""
+    given, error = None, None
+    if ranks_from_env().is_main:
+        try:
+            given = function()
+        except (ValueError, OSError) as caught:
+            error = caught
+    message = [given, (isinstance(error, ValueError), str(error)) if error else None]
+    dist.broadcast_object_list(message, src=0)
+    if error: raise error
+    if message[1]: raise (ValueError if message[1][0] else OSError)(message[1][1])
+    return message[0]
 
 
 def print_main(*args, **kwargs):

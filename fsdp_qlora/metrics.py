@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -49,17 +50,34 @@ class EvalMetrics:
                 f"perplexity {self.perplexity:.3f}" + ("  best so far" if self.is_best else ""))
 
 
-class RunLog:
-    """Writes the steps of a run to `metrics.jsonl` and shows them as --log_to asks."""
+@dataclass
+class CheckpointMetrics:
+    """One checkpoint, at its start; it is written while training goes on."""
+    step: int                  # optimizer steps done
+    seconds_held: float        # that the next step waited
+    kind: str = "checkpoint"
 
-    def __init__(self, folder: str | Path, log_to: str, total_steps: int | None, is_main: bool):
+
+class RunLog:
+    """Writes the steps of a run to `metrics.jsonl` and shows them as --log_to asks.
+
+    earlier: the lines of the same run before it was stopped; they stay.
+    """
+
+    def __init__(self, folder: str | Path, log_to: str, total_steps: int | None, is_main: bool,
+                 earlier: Sequence[dict] = ()):
         self.is_main, self.log_to = is_main, log_to
-        self.steps: list[StepMetrics] = []
-        self.evaluations: list[EvalMetrics] = []
+        self.steps = [StepMetrics(**r) for r in earlier if r["kind"] == "step"]
+        self.evaluations = [EvalMetrics(**r) for r in earlier if r["kind"] == "eval"]
         if not is_main: return
         Path(folder).mkdir(parents=True, exist_ok=True)
-        self.file = open(Path(folder) / "metrics.jsonl", "w")  # noqa: SIM115  closed by `close`
+        path = Path(folder) / "metrics.jsonl"
+        begun = path.with_suffix(".partial")
+        begun.write_text("".join(json.dumps(r) + "\n" for r in earlier))
+        begun.replace(path)
+        self.file = open(path, "a")  # noqa: SIM115  closed by `__exit__`
         self.bar = tqdm(total=total_steps, unit="step", disable=log_to != "tqdm",
+                        initial=self.steps[-1].step if self.steps else 0,
                         mininterval=0.1 if sys.stderr.isatty() else 10, dynamic_ncols=True)
 
     def __enter__(self):
@@ -88,8 +106,9 @@ class RunLog:
         if self.log_to == "tqdm": self.bar.write(metrics.line())
         elif self.log_to == "stdout": print(metrics.line(), flush=True)
 
-    def record(self, metrics: StepMetrics | EvalMetrics):
+    def record(self, metrics: StepMetrics | EvalMetrics | CheckpointMetrics):
         """One line of JSON in the file, and on the terminal if asked."""
+        if not self.is_main: return
         text = json.dumps(asdict(metrics))
         self.file.write(text + "\n")
         self.file.flush()

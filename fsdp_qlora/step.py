@@ -9,6 +9,7 @@ Shapes: B rows of a micro-batch, T tokens.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -46,15 +47,17 @@ class StepResult:
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: list[dict], *,
-               max_grad_norm: float | None = None, no_sync: bool = False) -> StepResult:
+               max_grad_norm: float | None = None, no_sync: bool = False,
+               agree: Callable[..., list[int]] = sum_over_ranks) -> StepResult:
     """Forward and backward of every micro-batch, then one optimizer step.
 
     Each micro-batch is a dict of input_ids and labels (B, T), and what else the model takes; every
     rank must bring the same number of them. Gradients are averaged over ranks, so the sum of losses
-    is divided by the tokens per rank.
+    is divided by the tokens per rank. `agree` sums counts over ranks before the step and between
+    micro-batches; if it raises, weights and optimizer are as they were.
     """
-    trained, tokens = sum_over_ranks(sum(num_trained_tokens(b) for b in micro_batches),
-                                     sum(b["input_ids"].numel() for b in micro_batches))
+    trained, tokens = agree(sum(num_trained_tokens(b) for b in micro_batches),
+                            sum(b["input_ids"].numel() for b in micro_batches))
     if not trained: return StepResult(torch.zeros(2), 0, tokens, stepped=False)
     device = compute_device(model)
     loss_sum = torch.zeros((), device=device)

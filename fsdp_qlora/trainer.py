@@ -1,19 +1,29 @@
-"""A run: the model built, trained step by step, evaluated and saved."""
+"""A run: found or begun, trained step by step, evaluated, checkpointed and saved."""
 from __future__ import annotations
 
 import math
 import time
+import uuid
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from .adapters import adapter_counts, trainable_parameters
-from .build import attention, build_model
+from .build import build_model
+from .checkpoint import (
+    Boundary,
+    CheckpointWriter,
+    Found,
+    RunState,
+    checkpoints_of,
+    find_run,
+    mark_finished,
+)
 from .config import BatchPlan, RunConfig, plan_batches
 from .data import (
     Source,
+    Step,
     StepLoader,
     StepSampler,
     StreamLoader,
@@ -22,13 +32,15 @@ from .data import (
     TokenizedDataset,
     choose_pad_token_id,
 )
-from .dist import gather_over_ranks, print_main, ranks_from_env
+from .describe import describe
+from .dist import from_main, gather_over_ranks, print_main, ranks_from_env
 from .evaluate import Evaluator
 from .export import save_trained
-from .metrics import RunLog, StepMetrics, plot_loss
+from .faults import Agreement
+from .metrics import CheckpointMetrics, RunLog, StepMetrics, plot_loss
 from .optim import build_optimizer, build_scheduler
 from .settings import AUTO
-from .step import compute_device, seed_everything, train_step
+from .step import seed_everything, train_step
 from .steplog import LaggedLog
 
 
@@ -36,45 +48,107 @@ def train(config: RunConfig, dataset: TokenizedDataset | Subset | Source, device
           tokenizer, held_out: TokenizedDataset | Subset | None = None) -> list[StepMetrics]:
     """Build the model, train it on tokenized rows or a stream, save what was trained.
 
-    Needs a process group. `held_out` rows are evaluated on as --eval_every says. Returns the metrics
-    of every step.
+    Needs a process group. Goes on from a checkpoint as --resume says. `held_out` rows are evaluated
+    on as --eval_every says. Returns the metrics of every step.
     """
-    ranks = ranks_from_env()
+    found, ranks = find_run(config, dataset), ranks_from_env()
+    config = found.settings(config)
     batches = plan_batches(config, ranks.world_size)
     seed_everything(config.seed, ranks.rank, config.deterministic)
     started = time.perf_counter()
     model = build_model(config, device)
-    pad_token_id = choose_pad_token_id(tokenizer, model.config.vocab_size)
     loader = build_loader(config, dataset, batches, tokenizer, model.config.vocab_size, device)
-    if held_out is not None: held_out.check_vocab_size(model.config.vocab_size)
-    evaluator = None if held_out is None else Evaluator(
-        held_out, device, every=config.eval_every, batch_size=batches.micro_batch_size,
-        pad_token_id=pad_token_id, packing=config.packing)
-    total_steps = loader.sampler.total_steps
-    describe(model, config, batches, total_steps, time.perf_counter() - started)
-    optimizer = build_optimizer(model, config.optimizer, config.lr, config.wd)
-    scheduler = build_scheduler(optimizer, config.lr_scheduler, total_steps or 0,
-                                config.warmup_share,
-                                None if config.lr_warmup_steps == AUTO else config.lr_warmup_steps)
-    max_norm = config.grad_norm if config.apply_gradient_clipping else None
-    with RunLog(config.output_dir, config.log_to, total_steps, ranks.is_main) as log:
-        lagged = LaggedLog(log, device)
-        for step in loader:
-            lr = scheduler.get_last_lr()[0]
-            result = train_step(model, optimizer, step.micro_batches, max_grad_norm=max_norm,
-                                no_sync=config.no_sync)
-            scheduler.step()
-            lagged.add(step.index + 1, lr, result)
-            if evaluator and evaluator.is_due(step.index + 1):
-                lagged.flush()
-                evaluate(evaluator, model, config, log, tokenizer)
-                lagged.restart_clock()
-        lagged.flush()
-        if evaluator and log.steps and evaluator.is_due(log.steps[-1].step, is_last=True):
-            evaluate(evaluator, model, config, log, tokenizer)
+    describe(model, config, batches, loader.sampler.total_steps, time.perf_counter() - started)
+    state = build_state(config, batches, model, loader, tokenizer, held_out, device)
+    boundary = state.restore(found.folder) if found.folder else state.boundary(0)
+    with RunLog(config.output_dir, config.log_to, loader.sampler.total_steps, ranks.is_main,
+                found.metrics) as log:
+        Training(config, tokenizer, loader, state, boundary, log, found).run()
     if isinstance(loader, StreamLoader): print_main(loader.full_report().format_report())
     finish(model, config, log, tokenizer)
     return log.steps
+
+
+def build_state(config: RunConfig, batches: BatchPlan, model: nn.Module,
+                loader: StepLoader | StreamLoader, tokenizer,
+                held_out: TokenizedDataset | Subset | None, device: torch.device) -> RunState:
+    """Optimizer, schedule and evaluator around a model, as they are at the beginning."""
+    optimizer = build_optimizer(model, config.optimizer, config.lr, config.wd)
+    scheduler = build_scheduler(optimizer, config.lr_scheduler, loader.sampler.total_steps or 0,
+                                config.warmup_share,
+                                None if config.lr_warmup_steps == AUTO else config.lr_warmup_steps)
+    evaluator = None
+    if held_out is not None:
+        held_out.check_vocab_size(model.config.vocab_size)
+        evaluator = Evaluator(held_out, device, every=config.eval_every, packing=config.packing,
+                              batch_size=batches.micro_batch_size,
+                              pad_token_id=choose_pad_token_id(tokenizer, model.config.vocab_size))
+    return RunState(model, optimizer, scheduler, loader.sampler, evaluator, device)
+
+
+class Training:
+    """The steps of a run, and what happens between them."""
+
+    def __init__(self, config: RunConfig, tokenizer, loader: StepLoader | StreamLoader,
+                 state: RunState, boundary: Boundary, log: RunLog, found: Found):
+        self.config, self.tokenizer, self.loader, self.state = config, tokenizer, loader, state
+        self.boundary, self.log, self.lagged = boundary, log, LaggedLog(log, state.device)
+        self.writer = CheckpointWriter(checkpoints_of(config.output_dir), state, config,
+                                       facts_of(config, state, found), found.folder)
+        self.agree = Agreement(save=self.writer.is_time, failed=self.writer.has_failed)
+        self.max_norm = config.grad_norm if config.apply_gradient_clipping else None
+
+    def run(self):
+        """All steps that are left, and the evaluations that are due."""
+        self.evaluate_if_due()  # a run that was stopped may not have come to it
+        for step in self.loader: self.step(step)
+        self.lagged.flush()
+        self.evaluate_if_due(is_last=True)
+        self.writer.join()
+
+    def step(self, step: Step):
+        """One optimizer step, then what is due after it."""
+        state, lr = self.state, self.state.scheduler.get_last_lr()[0]
+        result = train_step(state.model, state.optimizer, step.micro_batches, agree=self.agree,
+                            max_grad_norm=self.max_norm, no_sync=self.config.no_sync)
+        state.scheduler.step()
+        self.lagged.add(step.index + 1, lr, result)
+        self.boundary = state.boundary(step.index + 1)
+        self.evaluate_if_due()
+        if self.agree.heard["failed"]: self.writer.stop_all_ranks()
+        if self.agree.heard["save"] or self.is_checkpoint_step(): self.save()
+
+    def is_checkpoint_step(self) -> bool:
+        """Whether --checkpoint_every names this step."""
+        every = self.config.checkpoint_every
+        return every != AUTO and self.boundary.step % every == 0
+
+    def save(self):
+        """Start a checkpoint of the last boundary."""
+        self.lagged.flush()
+        held = self.writer.save(self.boundary)
+        self.log.record(CheckpointMetrics(self.boundary.step, held))
+        self.lagged.restart_clock()
+
+    def evaluate_if_due(self, is_last: bool = False):
+        """Loss on held-out rows; the weights with the lowest so far are kept beside the last ones."""
+        evaluator, step = self.state.evaluator, self.boundary.step
+        if not evaluator or not step or not evaluator.is_due(step, is_last): return
+        self.lagged.flush()
+        metrics = evaluator.run(self.state.model, step)
+        self.log.log_evaluation(metrics)
+        if metrics.is_best and self.config.save_model:
+            save_trained(self.state.model, weights_folder(self.config, "-best"), self.tokenizer,
+                         asdict(self.config))
+        self.lagged.restart_clock()
+
+
+def facts_of(config: RunConfig, state: RunState, found: Found) -> dict:
+    """What run.json says beside the state; `run_id` stays the same for as long as a run is resumed."""
+    run_id = found.run["run_id"] if found.run else from_main(lambda: uuid.uuid4().hex)
+    return {"run_id": run_id, "config": asdict(config), "content": found.content,
+            "world_size": ranks_from_env().world_size,
+            "rows_per_step": state.sampler.rows_per_step}
 
 
 def build_loader(config: RunConfig, dataset: TokenizedDataset | Subset | Source, batches: BatchPlan,
@@ -96,47 +170,10 @@ def build_loader(config: RunConfig, dataset: TokenizedDataset | Subset | Source,
                       **batching)
 
 
-def evaluate(evaluator: Evaluator, model: nn.Module, config: RunConfig, log: RunLog, tokenizer):
-    """Loss on held-out rows; the weights with the lowest so far are kept beside the last ones."""
-    metrics = evaluator.run(model, log.steps[-1].step)
-    log.log_evaluation(metrics)
-    if metrics.is_best and config.save_model:
-        save_trained(model, weights_folder(config, "-best"), tokenizer, asdict(config))
-
-
 def weights_folder(config: RunConfig, suffix: str = "") -> Path:
     """Where trained weights go: adapter or model, and the suffix."""
     kind = "model" if config.adapter == "none" else "adapter"
     return Path(config.output_dir) / f"{kind}{suffix}"
-
-
-def describe(model: nn.Module, config: RunConfig, batches: BatchPlan, total_steps: int | None,
-             seconds: float):
-    """Print every derived value once."""
-    trained = sum(p.numel() for p in trainable_parameters(model).values())
-    counts = adapter_counts(model)
-    if counts: print_main("adapted layers: " + ", ".join(f"{k} x{n}" for k, n in counts.items()))
-    print_main(f"trained weights: {trained:,}; model ready in {seconds:.1f} s")
-    print_main(dtypes_line(model, config))
-    implementation, reason = attention(config, model.config, compute_device(model))
-    print_main(f"attention: {implementation} ({reason})")
-    unit = "bins" if config.packing else "rows"
-    steps = "steps until the stream ends" if total_steps is None else f"{total_steps} steps"
-    print_main(f"{steps}, of {batches.rows_per_step} rows: micro-batch "
-               f"{batches.micro_batch_size} {unit} x accumulation {batches.accumulation} x "
-               f"{ranks_from_env().world_size} ranks")
-    if config.verbose: print_main(model)
-
-
-def dtypes_line(model: nn.Module, config: RunConfig) -> str:
-    """Which dtypes weights are stored, multiplied and trained in."""
-    stored = {trained: ", ".join(sorted({str(p.dtype).removeprefix("torch.")
-                                         for p in model.parameters() if p.requires_grad == trained}))
-              for trained in (True, False)}
-    packed = f" ({config.quant} bytes in bfloat16)" if config.quant != "none" else ""
-    products = config.precision if config.compute_dtype == "auto" else config.compute_dtype
-    frozen = f"frozen {stored[False]}{packed}, " if stored[False] else ""
-    return f"dtypes: {frozen}trained {stored[True]}, products of frozen weights in {products}"
 
 
 def finish(model: nn.Module, config: RunConfig, log: RunLog, tokenizer):
@@ -148,6 +185,7 @@ def finish(model: nn.Module, config: RunConfig, log: RunLog, tokenizer):
         folder = save_trained(model, weights_folder(config), tokenizer, asdict(config))
         print_main(f"saved the {folder.name} in {folder}")
     if not ranks_from_env().is_main or not log.steps: return
+    mark_finished(checkpoints_of(config.output_dir), log.steps[-1].step)
     print(f"loss: first step {log.steps[0].loss:.4f}, last step {log.steps[-1].loss:.4f}")
     for best in [e for e in log.evaluations if e.is_best][-1:]:
         print(f"held-out loss: lowest {best.eval_loss:.4f} after step {best.step}"

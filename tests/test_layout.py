@@ -17,7 +17,9 @@ ORDER = ["settings", "checks", "config", "flags", "arch", "hardware", "estimate"
          "build", "data", "optim", "metrics", "export",
          "adapter_folder", "trained_base", "bnb4", "merge_base", "merged_files", "merge",
          "convert", "serving", "delivery",
-         "prepare", "evaluate", "step", "steplog", "trainer", "generate",
+         "prepare", "evaluate",
+         "step", "steplog", "faults", "checkpoint", "describe", "trainer",
+         "generate",
          "launch", "bench", "demo", "cli"]
 PURE = {"settings", "checks", "config", "flags", "arch", "hardware", "estimate"}
 

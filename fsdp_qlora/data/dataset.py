@@ -66,6 +66,13 @@ class TokenizedDataset:
     def check_vocab_size(self, vocab_size: int) -> None:
         check_vocab_size(int(self.input_ids.max(initial=-1)), vocab_size)
 
+    def digest(self) -> str:
+        """SHA-256 of the rows and their order."""
+        digest = hashlib.sha256()
+        for values in (self.offsets, self.input_ids, self.trained):
+            digest.update(np.ascontiguousarray(values).data)
+        return digest.hexdigest()
+
     def save(self, path: str | Path) -> None:
         arrays = {"input_ids": self.input_ids, "trained": self.trained, "offsets": self.offsets}
         save_file({name: torch.from_numpy(values) for name, values in arrays.items()}, path,
@@ -124,6 +131,11 @@ class Subset:
 
     def check_vocab_size(self, vocab_size: int) -> None:
         self.dataset.check_vocab_size(vocab_size)
+
+    def digest(self) -> str:
+        """SHA-256 of the rows and their order."""
+        rows = np.ascontiguousarray(self.rows)
+        return hashlib.sha256(self.dataset.digest().encode() + rows.tobytes()).hexdigest()
 
 
 def hold_out(dataset: TokenizedDataset, share: float) -> tuple[Subset, Subset]:

@@ -1,0 +1,188 @@
+"""Checkpoint folders: complete or absent, verified by hash, pruned so that a good one is always left.
+
+    checkpoints/step-000100/         the name appears when everything in it is on the disk
+        manifest.json                SHA-256 and size of every other file; written last
+        run.json                     step, settings, schedule, position in the data
+        rank-00000.safetensors       a rank's optimizer rows and random states
+        adapter/                     the adapter as PEFT reads it
+    checkpoints/.step-000200.tmp/    being written, or left by a run that was killed
+
+No torch here: whatever happens to files can be tested fast.
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+MANIFEST, RUN = "manifest.json", "run.json"
+ASIDE = ".aside"  # a damaged checkpoint, or one of a past that was left; gone after the next good one
+
+
+def checkpoints_of(output_dir: str | Path) -> Path:
+    """Where the checkpoints of a run are."""
+    return Path(output_dir) / "checkpoints"
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """The checkpoint after `step` optimizer steps."""
+    return root / f"step-{step:06}"
+
+
+def scratch_folder(root: Path, step: int) -> Path:
+    """Where that checkpoint is made."""
+    return root / f".step-{step:06}.tmp"
+
+
+def step_of(folder: Path) -> int:
+    """The step in a checkpoint's name; -1 where the name is another."""
+    digits = folder.name.removeprefix("step-")
+    return int(digits) if digits.isdecimal() and digits != folder.name else -1
+
+
+def all_checkpoints(root: Path) -> list[Path]:
+    """Checkpoints by name, the newest first; whole or not."""
+    if not root.is_dir(): return []
+    return sorted((f for f in root.iterdir() if step_of(f) >= 0), key=step_of, reverse=True)
+
+
+# ---- writing -----------------------------------------------------------------------------------
+
+def write_text(path: Path, text: str):
+    """A text file that is on the disk when this returns."""
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: Path):
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def seal(scratch: Path, folder: Path):
+    """Hash every file of a finished scratch folder, write the manifest, give the folder its name."""
+    inside = sorted(p for p in scratch.rglob("*") if p.is_file())
+    for path in inside: sync(path)
+    files = {str(p.relative_to(scratch)): {"bytes": p.stat().st_size, "sha256": sha256(p)}
+             for p in inside}
+    write_text(scratch / MANIFEST, manifest_text(files))
+    for path in (*(p for p in scratch.rglob("*") if p.is_dir()), scratch): sync(path)
+    if folder.exists(): set_aside(folder)
+    scratch.rename(folder)
+    sync(folder.parent)
+
+
+def manifest_text(files: dict) -> str:
+    """The one way a manifest is written: any other spelling of it is damage."""
+    digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"files": files, "sha256": digest}, indent=1, sort_keys=True) + "\n"
+
+
+def sha256(path: Path) -> str:
+    """Hash of a file."""
+    with open(path, "rb") as file: return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ---- reading -----------------------------------------------------------------------------------
+
+def fault_of(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, or None if every byte is as it was written."""
+    try:
+        text = (folder / MANIFEST).read_text()
+        files = json.loads(text)["files"]
+        if text != manifest_text(files): return f"{MANIFEST} is damaged"
+        if RUN not in files: return f"{RUN} is not in {MANIFEST}"
+        for name, expected in files.items():
+            if (size := (folder / name).stat().st_size) != expected["bytes"]:
+                return f"{name} has {size} bytes instead of {expected['bytes']}"
+            if sha256(folder / name) != expected["sha256"]: return f"{name} is damaged"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"it can't be read ({type(error).__name__}: {error})"
+    return None
+
+
+def newest_whole(root: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint without a fault; each that has one is said and set aside."""
+    for folder in all_checkpoints(root):
+        fault = fault_of(folder)
+        if fault is None: return folder
+        say(f"warning: {folder} is not used: {fault}; looking for an earlier one")
+        set_aside(folder)
+    return None
+
+
+def read_run(folder: Path) -> dict:
+    """run.json of a checkpoint."""
+    return json.loads((folder / RUN).read_text())
+
+
+# ---- tidying -----------------------------------------------------------------------------------
+
+def set_aside(folder: Path):
+    """Take a checkpoint out of the list; `prune` deletes it after the next good one."""
+    target = folder.with_name(folder.name + ASIDE)
+    shutil.rmtree(target, ignore_errors=True)
+    folder.rename(target)
+
+
+def set_newer_aside(root: Path, step: int):
+    """A run that goes on from `step` leaves the checkpoints after it behind."""
+    for folder in all_checkpoints(root):
+        if step_of(folder) > step: set_aside(folder)
+
+
+def remove_scratch(root: Path):
+    """Delete what a killed run left half written or half deleted."""
+    for folder in root.glob(".*"): shutil.rmtree(folder, ignore_errors=True)
+
+
+def prune(root: Path, keep: int, protected: Iterable[Path] = ()) -> list[Path]:
+    """Delete all but the newest `keep`, the one of lowest held-out loss and the `protected`.
+
+    A folder loses its name before its files, so that a kill leaves none that looks complete.
+    """
+    folders = all_checkpoints(root)
+    kept = {*folders[:keep], *protected, best_of(folders)}
+    gone = [f for f in folders if f not in kept] + list(root.glob(f"*{ASIDE}"))
+    for folder in gone:
+        dying = folder.with_name(f".{folder.name}.gone")
+        shutil.rmtree(dying, ignore_errors=True)
+        folder.rename(dying)
+        shutil.rmtree(dying, ignore_errors=True)
+    return gone
+
+
+def best_of(folders: list[Path]) -> Path | None:
+    """The checkpoint whose weights had the lowest held-out loss, of those that were evaluated."""
+    losses = {folder: loss for folder in folders if (loss := held_out_loss_of(folder)) is not None}
+    return min(losses, key=losses.get, default=None)
+
+
+def held_out_loss_of(folder: Path) -> float | None:
+    """The held-out loss of a checkpoint's weights, if they were evaluated."""
+    try:
+        run = read_run(folder)
+        last = run["evaluator"]["last"]
+        return last["eval_loss"] if last and last["step"] == run["step"] else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def retire(root: Path) -> Path | None:
+    """Keep the checkpoints of an earlier run as checkpoints.old, in place of those before."""
+    if not all_checkpoints(root): return None
+    old = root.with_name(root.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    root.rename(old)
+    return old

@@ -1,0 +1,83 @@
+"""Whether a checkpoint belongs to the run that is being started, and if not, what differs.
+
+Settings that change the result must be equal. How the work is laid out (ranks, sharding, what is
+recomputed) and what is shown may change; so may paths, for the model and the data are compared by
+content. A setting that is not named here must be equal.
+"""
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+from ..config import RunConfig, plan_batches
+from ..data import Source, Subset, TokenizedDataset
+from ..loading import checkpoint_folder
+from ..settings import shown
+
+# Layout, speed, paths and display. The batch is compared as rows per step, see `batch_difference`.
+MAY_CHANGE = frozenset("""
+model_name dataset dataset_split dataset_samples data_cache eval_dataset eval_split eval_share
+eval_every preview train_type attn_implementation device low_memory loading_workers batch_size
+gradient_accumulation_steps global_batch_size sharding_strategy shard_group_size wrap_policy
+min_wrap_params backward_prefetch use_gradient_checkpointing activation_policy activation_budget_gib
+reentrant_checkpointing use_cpu_offload use_activation_cpu_offload forward_prefetch gather_once
+no_sync compile deterministic output_dir save_model log_to verbose project_name name group entity
+world_size master_addr master_port timeout_minutes profile profile_memory profiling_output
+with_stack with_shapes export_trace export_memory_timeline wait_steps warmup_steps active_steps
+repeat profiling_frequency checkpoint_every checkpoint_minutes keep_checkpoints resume
+""".split())
+
+# What a checkpoint's tensors mean: not even an explicit --resume PATH goes on after a change.
+DEFINES_THE_WEIGHTS = frozenset("""
+quant precision adapter lora_rank lora_alpha lora_target_modules adapter_dtype optimizer
+""".split())
+
+
+def content_of(config: RunConfig, dataset: TokenizedDataset | Subset | Source) -> dict[str, str]:
+    """Hashes of the base model and of the rows."""
+    return {"model": "random" if config.random_weights else model_digest(config.model_name),
+            "data": dataset.digest()}
+
+
+def model_digest(model_name: str) -> str:
+    """Of config.json, the index, and the names and sizes of the weight files, which are not read."""
+    folder, digest = checkpoint_folder(model_name), hashlib.sha256()
+    for path in sorted(Path(folder).glob("*")):
+        if path.name == "config.json" or path.name.endswith(".index.json"):
+            digest.update(path.read_bytes())
+        elif path.suffix == ".safetensors":
+            digest.update(f"{path.name} {path.stat().st_size}".encode())
+    return digest.hexdigest()
+
+
+def differences(run: dict, config: RunConfig, content: dict[str, str], world_size: int
+                ) -> dict[str, str]:
+    """For each setting that differs from the checkpoint's run.json: its name, old and new value."""
+    old, new = run["config"], asdict(config)
+    found = {name: f"--{name} was {shown(old.get(name))} and is {shown(new[name])}"
+             for name in new if name not in MAY_CHANGE and old.get(name) != new[name]}
+    if run["content"]["model"] != content["model"]:
+        found["model_name"] = f"--model_name is another model than {old['model_name']} was"
+    if run["content"]["data"] != content["data"]:
+        found["dataset"] = f"--dataset holds other rows than {old['dataset']} did"
+    return found | batch_difference(run, config, world_size)
+
+
+def batch_difference(run: dict, config: RunConfig, world_size: int) -> dict[str, str]:
+    """Empty if the settings ask for the checkpoint's rows per step, on its ranks or on these."""
+    asked = {plan_batches(config, n).rows_per_step for n in (run["world_size"], world_size)}
+    if run["rows_per_step"] in asked: return {}
+    return {"global_batch_size": f"--global_batch_size was {run['rows_per_step']} rows per step and "
+                                 f"is {plan_batches(config, world_size).rows_per_step}"}
+
+
+def with_batch_of(run: dict, config: RunConfig, world_size: int) -> RunConfig:
+    """The settings with the checkpoint's rows per step, also where the number of ranks is another."""
+    if plan_batches(config, world_size).rows_per_step == run["rows_per_step"]: return config
+    return replace(config, global_batch_size=run["rows_per_step"])
+
+
+def unknown_settings() -> set[str]:
+    """Names above that are no setting (a test keeps this empty)."""
+    return (MAY_CHANGE | DEFINES_THE_WEIGHTS) - {f.name for f in fields(RunConfig)}

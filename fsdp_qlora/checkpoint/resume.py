@@ -1,0 +1,130 @@
+"""Finds the checkpoint that a run goes on from.
+
+Rank 0 looks and verifies; the others are told, so that all start from the same one.
+"""
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config import RunConfig
+from ..data import Source, Subset, TokenizedDataset
+from ..dist import from_main, print_main, ranks_from_env
+from .folder import (
+    all_checkpoints,
+    checkpoints_of,
+    fault_of,
+    newest_whole,
+    read_run,
+    remove_scratch,
+    retire,
+    set_newer_aside,
+    step_of,
+    write_text,
+)
+from .identity import DEFINES_THE_WEIGHTS, content_of, differences, with_batch_of
+
+FINISHED = "finished.json"  # beside the checkpoints of a run that came to its end
+
+
+@dataclass
+class Found:
+    """Where a run stands when it starts."""
+    content: dict[str, str]           # hashes of the model and the data
+    folder: Path | None = None        # the checkpoint, or None at the beginning
+    run: dict | None = None           # its run.json
+    metrics: tuple[dict, ...] = ()    # what metrics.jsonl says up to there
+
+    def settings(self, config: RunConfig) -> RunConfig:
+        """`config` with the rows per step of the run that goes on."""
+        return config if self.run is None else with_batch_of(self.run, config, world_size())
+
+
+def world_size() -> int:
+    """How many ranks run now."""
+    return ranks_from_env().world_size
+
+
+def find_run(config: RunConfig, dataset: TokenizedDataset | Subset | Source) -> Found:
+    """Where to go on from, as --resume says; every rank must call it.
+
+    Raises ValueError on every rank if --resume is a path without a whole checkpoint, or if the
+    checkpoint is of another run, with what differs.
+    """
+    found = from_main(lambda: look(config, dataset))
+    if found.folder:
+        print_main(f"resumed from {found.folder}: step {found.run['step']} of a run that "
+                   f"{found.run['world_size']} ranks began or went on with")
+    return found
+
+
+def look(config: RunConfig, dataset: TokenizedDataset | Subset | Source) -> Found:
+    """What `find_run` finds, on rank 0; leaves the folder ready for the run."""
+    root, content = checkpoints_of(config.output_dir), content_of(config, dataset)
+    if root.is_dir(): remove_scratch(root)
+    folder = chosen(config, root)
+    if folder is None:
+        if old := retire(root): print_main(f"the checkpoints of the run before are now in {old}")
+        (root / FINISHED).unlink(missing_ok=True)
+        return Found(content)
+    run = read_run(folder)
+    check_same_run(config, run, content, folder)
+    if folder.parent == root:
+        set_newer_aside(root, run["step"])
+        (root / FINISHED).unlink(missing_ok=True)
+    elif old := retire(root): print_main(f"the checkpoints of the run before are now in {old}")
+    kept = kept_metrics(Path(config.output_dir) / "metrics.jsonl", run)
+    return Found(content, folder, run, tuple(kept))
+
+
+def chosen(config: RunConfig, root: Path) -> Path | None:
+    """The checkpoint that --resume asks for, verified."""
+    if config.resume == "none": return None
+    if config.resume == "auto":
+        if not all_checkpoints(root) or (root / FINISHED).exists(): return None
+        return newest_whole(root, print_main)
+    folder = Path(config.resume)
+    if step_of(folder) < 0:  # a run's folder, or its checkpoints
+        inside = folder if folder.name == "checkpoints" else checkpoints_of(folder)
+        newest = newest_whole(inside, print_main)
+        if newest is None: raise ValueError(f"--resume {folder}: no whole checkpoint there; give a "
+                                            "folder that training wrote, auto or none")
+        return newest
+    if fault := fault_of(folder):
+        raise ValueError(f"--resume {folder}: {fault}; give another checkpoint, or auto for the "
+                         "newest whole one of --output_dir")
+    return folder
+
+
+def check_same_run(config: RunConfig, run: dict, content: dict[str, str], folder: Path):
+    """Refuse a checkpoint of another run; after an explicit path only what it can't do without."""
+    found = differences(run, config, content, world_size())
+    if config.resume != "auto":
+        must = DEFINES_THE_WEIGHTS | {"model_name", "dataset", "global_batch_size", "seed"}
+        for name in found.keys() - must: print_main(f"warning: since {folder}, {found[name]}")
+        found = {name: text for name, text in found.items() if name in must}
+    if found:
+        raise ValueError(f"--resume {config.resume}: {folder} is of another run: "
+                         f"{'; '.join(found.values())}. Give the old values to go on, --resume none "
+                         "to start anew, or another --output_dir")
+
+
+def kept_metrics(path: Path, run: dict) -> list[dict]:
+    """The lines of metrics.jsonl up to the checkpoint; a last line that was cut is left out."""
+    if not path.is_file(): return []
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        evaluated = (run["evaluator"] or {}).get("last") or {"step": 0}
+        last = evaluated["step"] if record.get("kind") == "eval" else run["step"]
+        if record.get("step", 0) <= last: kept.append(record)
+    return kept
+
+
+def mark_finished(root: Path, step: int):
+    """Say beside a run's checkpoints that it came to its end, so that --resume auto begins anew."""
+    if root.is_dir(): write_text(root / FINISHED, json.dumps({"step": step}))

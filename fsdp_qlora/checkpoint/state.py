@@ -1,0 +1,102 @@
+"""What a run is made of, as far as a checkpoint must bring it back."""
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from peft import get_peft_model_state_dict
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..adapters import trainable_parameters
+from ..data import StepSampler, StreamSampler
+from ..dist import ranks_from_env
+from ..evaluate import Evaluator
+from ..metrics import EvalMetrics
+from .folder import read_run
+from .tensors import (
+    RandomState,
+    RowFiles,
+    load_optimizer_into,
+    load_weights_into,
+    read_random_state,
+)
+
+ADAPTER = Path("adapter", "adapter_model.safetensors")
+
+
+@dataclass
+class Boundary:
+    """The moment between two steps: what changes while the next one is prepared and run."""
+    step: int                  # optimizer steps done
+    sampler: dict
+    random: RandomState
+
+
+@dataclass
+class RunState:
+    """The parts of a run that training changes."""
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler
+    sampler: StepSampler | StreamSampler
+    evaluator: Evaluator | None
+    device: torch.device
+
+    def boundary(self, step: int) -> Boundary:
+        """Where the run is now, after `step` optimizer steps."""
+        return Boundary(step, self.sampler.state_dict(), RandomState.now(self.device))
+
+    def to_json(self, boundary: Boundary) -> dict:
+        """All but the tensors, as run.json holds it."""
+        return {"step": boundary.step, "sampler": boundary.sampler,
+                "scheduler": self.scheduler.state_dict(),
+                "evaluator": evaluator_to_json(self.evaluator)}
+
+    def restore(self, folder: Path) -> Boundary:
+        """Bring back a checkpoint, on any number of ranks; every rank must call it.
+
+        Random states come back only on as many ranks as wrote them.
+        """
+        run, rank = read_run(folder), ranks_from_env().rank
+        load_weights_into(self.model, *saved_weights(self.model, folder))
+        load_optimizer_into(self.model, self.optimizer, RowFiles(folder.glob("rank-*.safetensors")))
+        self.scheduler.load_state_dict(run["scheduler"])
+        for group, lr in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+            group["lr"] = lr
+        self.sampler.load_state_dict(run["sampler"])
+        evaluator_from_json(self.evaluator, run["evaluator"])
+        if run["world_size"] == ranks_from_env().world_size:
+            read_random_state(folder, rank).restore(self.device)
+        return self.boundary(run["step"])
+
+
+def saved_weights(model: nn.Module, folder: Path) -> tuple[RowFiles, dict[str, str]]:
+    """A checkpoint's trained weights, and how each parameter is named there."""
+    if hasattr(model, "peft_config"): return RowFiles([folder / ADAPTER]), adapter_keys(model)
+    return (RowFiles(folder.glob("weights-*.safetensors")),
+            {name: name for name in trainable_parameters(model)})
+
+
+def adapter_keys(model: nn.Module) -> dict[str, str]:
+    """For each trained parameter the name that PEFT saves it under."""
+    marks = {name: torch.empty(0) for name in trainable_parameters(model)}
+    saved = get_peft_model_state_dict(model, marks, save_embedding_layers=False)
+    key_of = {id(mark): key for key, mark in saved.items()}
+    return {name: key_of[id(mark)] for name, mark in marks.items()}
+
+
+def evaluator_to_json(evaluator: Evaluator | None) -> dict | None:
+    """The best and the last evaluation."""
+    if evaluator is None: return None
+    return {name: metrics and asdict(metrics) for name, metrics in
+            (("best", evaluator.best), ("last", evaluator.last))}
+
+
+def evaluator_from_json(evaluator: Evaluator | None, saved: dict | None):
+    """The other way; an evaluator that is new starts without a best."""
+    if evaluator is None or saved is None: return
+    for name, values in saved.items():
+        setattr(evaluator, name, values and EvalMetrics(**values))

@@ -1,0 +1,215 @@
+"""A run's tensors on disk: each rank writes the rows it holds, any number of ranks read them back.
+
+FSDP2 shards dim 0, so a shard is a range of rows and resharding is reading other ranges. The files
+are safetensors whose header says which rows they hold. torch.distributed.checkpoint would write a
+pickle as its index, and its planning needs collectives, which a background thread must not run
+beside those of a step.
+"""
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ..adapters import trainable_parameters
+from ..dist import is_first_copy, local_rows
+from .folder import sync
+
+
+@dataclass
+class Rows:
+    """Rows `start`, `start` + 1, ... of a tensor that has `total`; 0 of a tensor without rows."""
+    tensor: Tensor
+    start: int = 0
+    total: int = 0
+
+
+def rows_of(tensor: Tensor) -> Rows | None:
+    """What this rank has to save of a tensor; None where another rank does, or there is no row."""
+    if not is_first_copy(tensor): return None
+    if tensor.dim() == 0: return Rows(tensor.detach())
+    local, start, _ = local_rows(tensor.detach())
+    return Rows(local, start, tensor.shape[0]) if local.shape[0] else None
+
+
+def weight_rows(model: nn.Module) -> dict[str, Rows]:
+    """This rank's rows of the trained weights."""
+    return {name: rows for name, p in trainable_parameters(model).items()
+            if (rows := rows_of(p)) is not None}
+
+
+def optimizer_rows(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Rows]:
+    """This rank's rows of the optimizer's states, as `<parameter>|<state>`."""
+    return {f"{name}|{key}": rows for name, p in trainable_parameters(model).items()
+            for key, value in optimizer.state.get(p, {}).items()
+            if value is not None and (rows := rows_of(value)) is not None}
+
+
+class Staging:
+    """Copies of tensors in host memory, so that a step can go on while they are written.
+
+    On a GPU the copies go to page-locked memory that is kept for the next time.
+    """
+
+    def __init__(self):
+        self.pinned: dict[str, Tensor] = {}
+
+    def copy(self, kind: str, rows: dict[str, Rows]) -> dict[str, Rows]:
+        """The same rows, on the host; `wait` before they are read."""
+        return {name: Rows(self.host(f"{kind} {name}", r.tensor), r.start, r.total)
+                for name, r in rows.items()}
+
+    def host(self, name: str, tensor: Tensor) -> Tensor:
+        if not tensor.is_cuda: return tensor.clone(memory_format=torch.contiguous_format)
+        buffer = self.pinned.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = self.pinned[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return buffer.copy_(tensor, non_blocking=True)
+
+    def wait(self, device: torch.device):
+        """Until the copies are there."""
+        if device.type == "cuda": torch.cuda.current_stream(device).synchronize()
+
+
+# ---- random numbers ----------------------------------------------------------------------------
+
+@dataclass
+class RandomState:
+    """Of one rank: what dropout and shuffling draw from next."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    python: list = field(default_factory=list)
+
+    @classmethod
+    def now(cls, device: torch.device) -> RandomState:
+        tensors = {"cpu": torch.get_rng_state()}
+        if device.type == "cuda": tensors["cuda"] = torch.cuda.get_rng_state(device)
+        return cls(tensors, random.getstate())
+
+    def restore(self, device: torch.device):
+        version, numbers, gauss = self.python
+        random.setstate((version, tuple(numbers), gauss))
+        torch.set_rng_state(self.tensors["cpu"])
+        if device.type == "cuda" and "cuda" in self.tensors:
+            torch.cuda.set_rng_state(self.tensors["cuda"], device)
+
+
+# ---- files -------------------------------------------------------------------------------------
+
+def rank_file(folder: Path, rank: int) -> Path:
+    """A rank's optimizer rows and random state."""
+    return folder / f"rank-{rank:05}.safetensors"
+
+
+def weights_file(folder: Path, rank: int) -> Path:
+    """A rank's rows of the trained weights."""
+    return folder / f"weights-{rank:05}.safetensors"
+
+
+def write_rows(path: Path, rows: dict[str, Rows], random_state: RandomState | None = None):
+    """Write rows, wait for the disk, and read them back. Raises OSError if they are not the same."""
+    tensors = {name: r.tensor for name, r in rows.items()}
+    metadata = {"format": "pt", "rows": json.dumps({n: [r.start, r.total] for n, r in rows.items()})}
+    if random_state is not None:
+        tensors |= {f"random|{kind}": state for kind, state in random_state.tensors.items()}
+        metadata["python_random"] = json.dumps(random_state.python)
+    save_file(tensors, path, metadata)
+    read_back(path, tensors)
+
+
+def read_back(path: Path, tensors: dict[str, Tensor]):
+    """Compare a file with what it should hold, bit by bit, from the disk and not from the cache."""
+    sync(path)
+    descriptor = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+    with safe_open(path, framework="pt") as file:
+        same = set(file.keys()) == set(tensors) and all(
+            same_bits(file.get_tensor(name), tensor) for name, tensor in tensors.items())
+    if not same: raise OSError(f"{path}: the disk gave back other bytes than were written")
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal in shape, dtype and every bit, NaN included."""
+    if a.shape != b.shape or a.dtype != b.dtype: return False
+    a, b = (t.contiguous().view(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(a, b)
+
+
+class RowFiles:
+    """Tensors whose rows lie in several files. A file without a list of rows holds whole tensors."""
+
+    def __init__(self, paths: Iterable[Path]):
+        self.parts = defaultdict(list)  # name -> (first row, rows there, total rows, file)
+        for path in paths:
+            file = safe_open(path, framework="pt")
+            listed = json.loads((file.metadata() or {}).get("rows", "{}"))
+            for name in file.keys():  # noqa: SIM118  not a dict
+                shape = file.get_slice(name).get_shape()
+                start, total = listed.get(name, (0, shape[0] if shape else 0))
+                self.parts[name].append((start, shape[0] if shape else 0, total, file))
+
+    def total(self, name: str) -> int:
+        """Rows of the whole tensor; 0 if it has none."""
+        return self.parts[name][0][2]
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows start to stop of a tensor. Raises ValueError if some are in no file."""
+        if not (total := self.total(name)): return self.parts[name][0][3].get_tensor(name)
+        place, stop, found = start, total if stop is None else stop, []
+        for first, count, _, file in sorted(self.parts[name], key=lambda part: part[0]):
+            if first <= place < min(first + count, stop):
+                end = min(first + count, stop)
+                found.append(file.get_slice(name)[place - first:end - first])
+                place = end
+        if place < stop: raise ValueError(f"checkpoint: rows {place} to {stop} of {name} are missing")
+        if not found: return self.parts[name][0][3].get_slice(name)[0:0]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+# ---- into a model ------------------------------------------------------------------------------
+
+def load_weights_into(model: nn.Module, files: RowFiles, keys: dict[str, str]):
+    """Fill the trained weights, each rank its rows; `keys` names them as the files do."""
+    with torch.no_grad():
+        for name, parameter in trainable_parameters(model).items():
+            local, start, stop = local_rows(parameter)
+            local.copy_(files.read(keys[name], start, stop))
+
+
+def load_optimizer_into(model: nn.Module, optimizer: torch.optim.Optimizer, files: RowFiles):
+    """Fill the optimizer's states, sharded as the parameters are now."""
+    names = {id(p): name for name, p in trainable_parameters(model).items()}
+    saved = defaultdict(dict)
+    for full in files.parts:
+        name, _, key = full.rpartition("|")
+        saved[name][key] = full
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = {i: {key: state_like(p, files, full) for key, full in saved[names[id(p)]].items()}
+              for i, p in enumerate(parameters) if names[id(p)] in saved}
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": states})
+
+
+def state_like(parameter: nn.Parameter, files: RowFiles, name: str) -> Tensor:
+    """A state of the parameter's rows, placed like it; a state without rows is whole everywhere."""
+    if files.total(name) != parameter.shape[0]: return files.read(name)
+    state = torch.zeros_like(parameter.detach())
+    local, start, stop = local_rows(state)
+    local.copy_(files.read(name, start, stop))
+    return state
+
+
+def read_random_state(folder: Path, rank: int) -> RandomState:
+    """The random state that a rank of the same world had."""
+    with safe_open(rank_file(folder, rank), framework="pt") as file:
+        tensors = {name.removeprefix("random|"): file.get_tensor(name) for name in file.keys()  # noqa: SIM118
+                   if name.startswith("random|")}
+        return RandomState(tensors, json.loads(file.metadata()["python_random"]))

@@ -1,0 +1,161 @@
+"""Writes checkpoints while training goes on.
+
+A step is held up only while its tensors are copied to the host. Then a thread of each rank writes
+that rank's file; rank 0's also waits for the others' word, puts the adapter together, verifies,
+writes the manifest, gives the folder its name and prunes. Ranks speak through the store (`Board`), so
+no collective of the thread can cross one of a step. One write is in flight at a time.
+"""
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from copy import copy
+from dataclasses import dataclass
+from itertools import count
+from json import dumps
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from ..config import RunConfig
+from ..dist import board, from_main, print_main, ranks_from_env
+from ..export import save_peft_config
+from .folder import RUN, prune, scratch_folder, seal, step_folder, write_text
+from .state import ADAPTER, Boundary, RunState, adapter_keys
+from .tensors import (
+    RandomState,
+    RowFiles,
+    Rows,
+    Staging,
+    optimizer_rows,
+    rank_file,
+    read_back,
+    weight_rows,
+    weights_file,
+    write_rows,
+)
+
+WORD_SECONDS = 1800  # how long rank 0 waits for another rank's file
+writes = count()  # tells writes of the same step apart; every rank counts alike
+
+
+@dataclass
+class Snapshot:
+    """What one rank writes of a checkpoint, copied from the run."""
+    step: int
+    weights: dict[str, Rows]
+    optimizer: dict[str, Rows]
+    random: RandomState
+    run: dict
+    topic: str  # where the ranks say that they have written it
+
+
+class CheckpointWriter:
+    """Saves a run's state into `root`, keeping the newest `keep` checkpoints and the best.
+
+    facts: what run.json says besides the state. failure: why the last write failed, on rank 0.
+    """
+
+    def __init__(self, root: Path, state: RunState, config: RunConfig, facts: dict,
+                 verified: Path | None = None):
+        self.root, self.state, self.keep, self.facts = root, state, config.keep_checkpoints, facts
+        self.minutes = config.checkpoint_minutes
+        self.rank, self.board, self.staging = ranks_from_env(), board[-1], Staging()
+        self.keys = adapter_keys(state.model) if hasattr(state.model, "peft_config") else None
+        self.verified, self.failure = verified, None
+        self.saved_step = -1
+        self.thread: threading.Thread | None = None
+        self.clock = time.monotonic()
+
+    def save(self, boundary: Boundary) -> float:
+        """Start to write the state as it is after `boundary.step`; seconds that this held up the run.
+
+        Every rank must call it.
+        """
+        started = time.perf_counter()
+        self.join()
+        if boundary.step == self.saved_step: return 0.0
+        shot = self.snapshot(boundary)
+        self.saved_step = boundary.step
+        self.thread = threading.Thread(target=self.write, args=(shot,), name="checkpoint")
+        self.thread.start()
+        self.clock = time.monotonic()
+        return time.perf_counter() - started
+
+    def is_time(self) -> bool:
+        """Whether --checkpoint_minutes have gone by; rank 0's clock counts."""
+        due = self.minutes and time.monotonic() - self.clock > 60 * self.minutes
+        return bool(due) and self.rank.is_main
+
+    def has_failed(self) -> bool:
+        """Whether the last write failed and no earlier checkpoint is good; only rank 0 knows."""
+        return self.failure is not None and self.verified is None
+
+    def stop_all_ranks(self):
+        """Raise on every rank what rank 0 failed at."""
+        self.join()
+        raise OSError("no checkpoint could be written: " + from_main(lambda: self.failure))
+
+    def join(self):
+        """Wait until this rank's thread is done."""
+        if self.thread: self.thread.join()
+        self.thread = None
+
+    def snapshot(self, boundary: Boundary) -> Snapshot:
+        """Copies of this rank's rows, on the host."""
+        state = self.state
+        weights = self.staging.copy("weights", weight_rows(state.model))
+        optimizer = self.staging.copy("optimizer", optimizer_rows(state.model, state.optimizer))
+        self.staging.wait(state.device)
+        run = self.facts | state.to_json(boundary)
+        return Snapshot(boundary.step, weights, optimizer, boundary.random, run,
+                        f"checkpoint {next(writes)} of step {boundary.step}")
+
+    # ---- in the thread ----
+
+    def write(self, shot: Snapshot):
+        """This rank's part; on rank 0 the whole. Never raises: a failure is kept in `failure`."""
+        scratch, word = scratch_folder(self.root, shot.step), "written"
+        try:
+            write_part(scratch, self.rank.rank, shot)
+        except Exception as error:  # noqa: BLE001  a full disk comes as any of several
+            word = f"{type(error).__name__}: {error}"
+        self.board.post(shot.topic, word)
+        if self.rank.is_main: self.complete(shot, scratch)
+
+    def complete(self, shot: Snapshot, scratch: Path):
+        """Make one checkpoint of what all ranks wrote."""
+        folder = step_folder(self.root, shot.step)
+        try:
+            words = self.board.wait_for_all(shot.topic, WORD_SECONDS)
+            failed = [f"rank {r}: {word}" for r, word in enumerate(words) if word != "written"]
+            if failed: raise OSError(failed[0])
+            if self.keys: self.assemble_adapter(scratch)
+            write_text(scratch / RUN, dumps(shot.run, indent=1))
+            seal(scratch, folder)
+            self.verified, self.failure = folder, None
+            prune(self.root, self.keep, protected=[folder])
+        except Exception as error:  # noqa: BLE001
+            self.failure = f"{type(error).__name__}: {error}"
+            shutil.rmtree(scratch, ignore_errors=True)
+            if self.verified: print_main(f"warning: no checkpoint of step {shot.step} "
+                                         f"({self.failure}); {self.verified} is the last good one")
+
+    def assemble_adapter(self, scratch: Path):
+        """The ranks' rows of the adapter as the one file that PEFT reads, in place of theirs."""
+        parts = sorted(scratch.glob("weights-*.safetensors"))
+        files = RowFiles(parts)
+        tensors = {key: files.read(name).contiguous() for name, key in self.keys.items()}
+        (scratch / ADAPTER).parent.mkdir()
+        save_file(tensors, scratch / ADAPTER, {"format": "pt"})
+        read_back(scratch / ADAPTER, tensors)
+        save_peft_config(copy(self.state.model.peft_config["default"]), scratch / ADAPTER.parent)
+        for part in parts: part.unlink()
+
+
+def write_part(scratch: Path, rank: int, shot: Snapshot):
+    """The files of one rank."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    if shot.weights: write_rows(weights_file(scratch, rank), shot.weights)
+    write_rows(rank_file(scratch, rank), shot.optimizer, shot.random)

@@ -1,0 +1,244 @@
+"""A run that was stopped and goes on is the run that never stopped: same rows, rates, masks, losses."""
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from fsdp_qlora.checkpoint.folder import all_checkpoints, fault_of
+from tests.ranks import run_ranks
+from tests.tiny import save_tiny
+from tests.tokenizers import VOCAB_SIZE, save_tokenizer
+
+STEPS, STOP_AT = 6, 4  # the stop is in the fifth step; the last checkpoint before it is of step 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny(folder, vocab_size=VOCAB_SIZE, num_hidden_layers=1)
+    save_tokenizer(folder)
+    return str(folder)
+
+
+def settings(folder: str, out, **others):
+    """Two epochs of eleven rows in steps of four, with dropout and a cosine."""
+    from fsdp_qlora.config import RunConfig
+    return RunConfig(**dict(model_name=folder, precision="fp32", lora_rank=4, lora_dropout=0.1, lr=1e-2,
+                            lr_scheduler="cosine", num_epochs=2, global_batch_size=4,
+                            apply_gradient_clipping=True, checkpoint_every=3, log_to="jsonl",
+                            output_dir=str(out)) | others)
+
+
+def rows_of(count: int, first: int = 0) -> list:
+    from fsdp_qlora.data import Row
+    return [Row(str(i), messages=[dict(role="user", content="?" * (i % 5)),
+                                  dict(role="assistant", content=chr(ord("A") + i) * (1 + i % 4))])
+            for i in range(first, first + count)]
+
+
+class Killed(Exception):
+    """Stands for whatever ends a run between two steps."""
+
+
+def run_once(config, stop_at: int | None = None, num_rows: int = 11, held_out: int = 0
+             ) -> list[list[int]]:
+    """Train; the trained tokens that this rank saw in each step. Raises Killed in step `stop_at`."""
+    from fsdp_qlora import trainer
+    from fsdp_qlora.data import tokenize_rows
+    from fsdp_qlora.prepare import load_tokenizer
+    seen, train_step = [], trainer.train_step
+
+    def watched(model, optimizer, micro_batches, **kwargs):
+        if len(seen) == stop_at: raise Killed
+        seen.append(sorted(t for b in micro_batches for t in b["labels"].flatten().tolist() if t > 2))
+        return train_step(model, optimizer, micro_batches, **kwargs)
+    trainer.train_step = watched
+    tokenizer = load_tokenizer(config.model_name)
+    try:
+        trainer.train(config, tokenize_rows(rows_of(num_rows), tokenizer, context_length=64),
+                      torch.device("cpu"), tokenizer,
+                      tokenize_rows(rows_of(held_out, 20), tokenizer, context_length=64)
+                      if held_out else None)
+    except Killed:
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint": thread.join()
+    finally:
+        trainer.train_step = train_step
+    return seen
+
+
+def whole_and_resumed(folder: str, out: str, cases: list[dict]) -> list[dict]:
+    """For each case: rows seen by a run of six steps, and by one stopped in the fifth and resumed."""
+    results = []
+    for number, case in enumerate(cases):
+        case, held_out = dict(case), case.get("eval_every", 0) and 3
+        whole = run_once(settings(folder, Path(out, f"{number}-whole"), **case), held_out=held_out)
+        config = settings(folder, Path(out, f"{number}-resumed"), **case)
+        first = run_once(config, STOP_AT, held_out=held_out)
+        results.append(dict(whole=whole, first=first, second=run_once(config, held_out=held_out)))
+    return results
+
+
+def metrics(out: Path, kind: str = "step") -> list[dict]:
+    """What metrics.jsonl says, without times."""
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in r.items() if "second" not in k and k != "peak_allocated_gib"}
+            for r in records if r["kind"] == kind]
+
+
+CASES = [dict(sharding_strategy="full_shard", train_type="qlora"),
+         dict(sharding_strategy="ddp", train_type="lora"),
+         dict(sharding_strategy="shard_grad_op", train_type="full", lr=1e-3),
+         dict(sharding_strategy="full_shard", train_type="lora", use_cpu_offload=True, eval_every=2,
+              eval_dataset="given"),
+         dict(train_type="lora", optimizer="adadelta", adapter_dtype="bf16")]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_resumed_run_is_bit_equal_to_one_that_never_stopped(folder, tmp_path, world_size):
+    by_rank = run_ranks(whole_and_resumed, world_size, folder, str(tmp_path), CASES)
+    for number, case in enumerate(CASES):
+        whole, resumed = tmp_path / f"{number}-whole", tmp_path / f"{number}-resumed"
+        for rank in by_rank:
+            seen = rank[number]
+            assert len(seen["whole"]) == STEPS and len(seen["first"]) == STOP_AT
+            assert seen["second"] == seen["whole"][3:], case
+        assert metrics(whole) == metrics(resumed) and len(metrics(whole)) == STEPS, case
+        assert len({m["lr"] for m in metrics(whole)}) == STEPS
+        assert metrics(whole, "eval") == metrics(resumed, "eval"), case
+        for file in sorted((whole / ("model" if case["train_type"] == "full" else "adapter"))
+                           .glob("*.safetensors")):
+            expected = load_file(file)
+            found = load_file(resumed / file.relative_to(whole))
+            assert expected.keys() == found.keys()
+            assert all(torch.equal(found[k], expected[k]) for k in expected), case
+
+
+# ---- other numbers of ranks, other layouts -------------------------------------------------------
+
+LEGS = [(2, dict(sharding_strategy="full_shard"), 3),  # ranks, layout, where it is stopped
+        (1, dict(sharding_strategy="ddp", batch_size=3), 3),
+        (4, dict(sharding_strategy="shard_grad_op", batch_size=2, activation_policy="keep_all"), None)]
+
+
+@pytest.mark.parametrize("train_type", ["qlora", "full"])
+def test_a_run_goes_on_with_its_rows_on_another_number_of_ranks_and_another_strategy(folder, tmp_path,
+                                                                                    train_type):
+    common = dict(train_type=train_type, lora_dropout=0.0, lr=1e-3, checkpoint_every=2,
+                  global_batch_size=4)
+    ((whole),) = run_ranks(run_once, 1, settings(folder, tmp_path / "whole", **common))
+    steps, out = [], tmp_path / "moved"
+    for world_size, layout, stop_at in LEGS:
+        by_rank = run_ranks(run_once, world_size, settings(folder, out, **common, **layout), stop_at)
+        steps = steps[:2 if len(steps) == 3 else 4]  # what came after the checkpoint is done again
+        steps += [sorted(sum(parts, [])) for parts in zip(*by_rank, strict=True)]
+    assert steps == whole and len(whole) == STEPS
+    for moved, stayed in zip(metrics(out), metrics(tmp_path / "whole"), strict=True):
+        assert moved["lr"] == stayed["lr"]
+        assert moved["loss"] == pytest.approx(stayed["loss"], rel=1e-5)
+
+
+def test_the_rows_of_a_step_stay_where_they_follow_from_the_number_of_ranks(folder, tmp_path):
+    config = settings(folder, tmp_path, global_batch_size=-1, batch_size=2, checkpoint_every=1)
+    first = run_ranks(run_once, 2, config, 1)
+    second = run_ranks(run_once, 1, config)
+    assert len(first[0]) == 1 and len(second[0]) == STEPS - 1
+    runs = [json.loads((f / "run.json").read_text()) for f in all_checkpoints(tmp_path / "checkpoints")]
+    assert {run["rows_per_step"] for run in runs} == {4} and len({run["run_id"] for run in runs}) == 1
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+def refusals(folder: str, out: str, cases: list[dict]) -> list[str]:
+    """After a run was stopped: what each case is told, or "" if it went on."""
+    import torch.distributed as dist
+    run_once(settings(folder, out), STOP_AT)
+    dist.barrier()  # rank 0 has written
+    before, said = listed(out), []
+    for case in cases:
+        num_rows = case.pop("num_rows", 11)
+        config = settings(folder, out, **case)
+        try:
+            run_once(config, 0, num_rows)
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+            assert listed(out) == before
+    return said
+
+
+def listed(out: str) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {str(p): p.read_bytes() for p in Path(out).rglob("*") if p.is_file()}
+
+
+def test_a_changed_model_adapter_batch_or_data_is_refused_on_every_rank_with_what_differs(folder,
+                                                                                          tmp_path):
+    other = save_tiny(tmp_path / "other", vocab_size=VOCAB_SIZE, num_hidden_layers=2)
+    save_tokenizer(other)
+    out = tmp_path / "out"
+    here = str(out / "checkpoints" / "step-000003")
+    cases = {"--lora_rank was 4 and is 8": dict(lora_rank=8),
+             "--lr was 0.01 and is 0.02": dict(lr=0.02),
+             "--quant was nf4 and is none": dict(train_type="lora"),
+             "--model_name is another model": dict(model_name=other),
+             "--dataset holds other rows": dict(num_rows=10),
+             "--global_batch_size was 4 rows per step and is 6": dict(global_batch_size=6),
+             "--seed was 42 and is 43": dict(resume=here, seed=43),
+             "no whole checkpoint there": dict(resume=str(tmp_path / "other")),
+             "manifest.json is missing": dict(resume=str(out / "checkpoints" / "step-000009"))}
+    for said in run_ranks(refusals, 2, folder, str(out), list(cases.values())):
+        for expected, text in zip(cases, said, strict=True):
+            assert expected in text and "\n" not in text and "--resume" in text, (expected, text)
+
+
+def test_layout_and_paths_may_change_and_an_explicit_path_lets_the_rate_change(folder, tmp_path):
+    out = tmp_path / "out"
+    cases = [dict(activation_policy="keep_all", checkpoint_every=5, log_to="stdout"),
+             dict(resume=str(out), lr=0.02)]
+    assert run_ranks(refusals, 1, folder, str(out), cases) == [["", ""]]
+
+
+def test_a_finished_run_and_resume_none_begin_anew_and_keep_the_checkpoints_once(folder, tmp_path):
+    (seen,) = run_ranks(runs_in_one_folder, 1, folder, str(tmp_path))
+    assert seen == [STEPS, STEPS, STOP_AT, STEPS]
+    assert [f.name for f in all_checkpoints(tmp_path / "checkpoints")] == ["step-000006", "step-000003"]
+    assert [f.name for f in all_checkpoints(tmp_path / "checkpoints.old")] == ["step-000003"]
+
+
+def runs_in_one_folder(folder: str, out: str) -> list[int]:
+    config = settings(folder, out)
+    runs = [(config, None), (config, None), (config, STOP_AT), (replace(config, resume="none"), None)]
+    return [len(run_once(*run)) for run in runs]
+
+
+# ---- what is in a checkpoint ---------------------------------------------------------------------
+
+def test_a_checkpoint_is_safetensors_and_json_no_larger_than_adapter_and_optimizer(folder, tmp_path):
+    run_ranks(run_once, 2, settings(folder, tmp_path, lora_rank=64))
+    (newest, *_) = all_checkpoints(tmp_path / "checkpoints")
+    assert fault_of(newest) is None
+    files = [p for p in newest.rglob("*") if p.is_file()]
+    assert {p.suffix for p in files} == {".safetensors", ".json"}
+    adapter = sum(t.nbytes for t in load_file(tmp_path / "adapter/adapter_model.safetensors").values())
+    assert 3 * adapter < sum(p.stat().st_size for p in files) < 1.1 * 3 * adapter  # AdamW keeps two more
+    with safe_open(newest / "adapter/adapter_model.safetensors", "pt") as file:
+        assert all("lora_" in name for name in file.keys())  # noqa: SIM118
+
+
+def test_the_adapter_in_a_checkpoint_loads_in_peft_and_is_the_one_that_is_saved(folder, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+    run_ranks(run_once, 2, settings(folder, tmp_path))
+    (newest, *_) = all_checkpoints(tmp_path / "checkpoints")
+    assert newest.name == "step-000006"
+    logits = [PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), path)(
+        torch.arange(9)[None]).logits for path in (newest / "adapter", tmp_path / "adapter")]
+    assert torch.equal(*logits)

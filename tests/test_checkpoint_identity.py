@@ -1,0 +1,59 @@
+"""Which settings a run may change when it goes on."""
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+
+from fsdp_qlora.checkpoint.identity import differences, unknown_settings, with_batch_of
+from fsdp_qlora.config import RunConfig, plan_batches
+
+CONTENT = dict(model="m", data="d")
+
+
+def run_json(world_size: int = 2, **settings) -> dict:
+    config = RunConfig(**settings)
+    return dict(config=asdict(config), content=CONTENT, world_size=world_size,
+                rows_per_step=plan_batches(config, world_size).rows_per_step)
+
+
+def test_every_named_setting_exists():
+    assert unknown_settings() == set()
+
+
+@pytest.mark.parametrize("name, value", [
+    ("lr", 1e-3), ("wd", 0.0), ("seed", 1), ("lora_alpha", 32), ("lora_dropout", 0.0),
+    ("optimizer", "sgd"),
+    ("lr_scheduler", "cosine"), ("num_epochs", 2), ("max_steps", 5), ("context_length", 64),
+    ("train_on", "all"), ("packing", True), ("grad_norm", 1.0), ("precision", "fp32"), ("stream", True)])
+def test_a_setting_that_changes_the_result_differs(name, value):
+    assert list(differences(run_json(), RunConfig(**{name: value}), CONTENT, 2)) == [name]
+
+
+@pytest.mark.parametrize("settings", [
+    dict(output_dir="elsewhere"), dict(log_to="jsonl"), dict(sharding_strategy="ddp"),
+    dict(activation_policy="keep_all"), dict(use_cpu_offload=True), dict(checkpoint_every=5),
+    dict(model_name="moved"), dict(dataset="moved"), dict(timeout_minutes=1.0)])
+def test_layout_paths_and_display_do_not_differ(settings):
+    assert not differences(run_json(), RunConfig(**settings), CONTENT, 2)
+
+
+@pytest.mark.parametrize("old, old_ranks, new, ranks, rows", [
+    (dict(), 2, dict(), 4, 2),                                             # follows from the old ranks
+    (dict(batch_size=2), 2, dict(batch_size=1, gradient_accumulation_steps=2), 2, 4),
+    (dict(batch_size=2), 2, dict(batch_size=1), 4, 4),                      # the same on these ranks
+    (dict(global_batch_size=6), 2, dict(global_batch_size=6), 4, 6)])
+def test_the_rows_of_a_step_are_kept(old, old_ranks, new, ranks, rows):
+    run, config = run_json(old_ranks, **old), RunConfig(**new)
+    assert not differences(run, config, CONTENT, ranks)
+    assert plan_batches(with_batch_of(run, config, ranks), ranks).rows_per_step == rows
+
+
+def test_other_rows_per_step_differ():
+    found = differences(run_json(2), RunConfig(batch_size=3), CONTENT, 2)
+    assert found == {"global_batch_size": "--global_batch_size was 2 rows per step and is 6"}
+
+
+def test_another_model_or_data_set_differs_by_content():
+    found = differences(run_json(), RunConfig(), dict(model="x", data="y"), 2)
+    assert sorted(found) == ["dataset", "model_name"]
