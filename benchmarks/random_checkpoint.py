@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from fsdp_qlora.arch import known_config
-from fsdp_qlora.loading import RandomCheckpoint, expected_shapes, meta_model
+from fsdp_qlora.loading import expected_shapes, meta_model
+from fsdp_qlora.weight_files import RandomCheckpoint
 
 FILE_BYTES = 5 * 10**9
 

@@ -16,7 +16,7 @@ PUBLIC = {
     "process_group": "dist", "rank_device": "dist", "ranks_from_env": "dist",
     "local_rows": "dist", "full_tensor": "dist",
     "build_model": "build",
-    "Checkpoint": "loading", "read_config": "loading", "meta_model": "loading",
+    "Checkpoint": "weight_files", "read_config": "loading", "meta_model": "loading",
     "materialize": "loading", "load_weights": "loading",
     "QuantLinear": "quantize", "quantize_linears": "quantize",
     "lora_config": "adapters", "apply_adapters": "adapters", "init_adapters": "adapters",

@@ -6,6 +6,7 @@ exists, and adapter values come last because they must be equal under every shar
 """
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -23,9 +24,7 @@ from .estimate import choose_policies, memory, setup_from_config
 from .fusion import SharedInputs
 from .loading import (
     DTYPES,
-    READERS,
-    Checkpoint,
-    RandomCheckpoint,
+    LoadProgress,
     check_complete,
     checkpoint_folder,
     expected_shapes,
@@ -37,7 +36,9 @@ from .loading import (
 from .losses import apply_chunked_loss
 from .offload import apply_activation_offload
 from .quantize import quantize_linears
+from .quantized_cache import QuantizedCache
 from .sharding import apply_sharding, make_mesh, parameter_device
+from .weight_files import Checkpoint, RandomCheckpoint
 
 
 def build_model(config: RunConfig, device: torch.device) -> nn.Module:
@@ -62,8 +63,7 @@ def build_model(config: RunConfig, device: torch.device) -> nn.Module:
         forward_prefetch=config.forward_prefetch, gather_once=config.gather_once)
     print_main(describe_units(units))
     materialize(model, device, parameter_device(device, config.use_cpu_offload))
-    workers = READERS if config.loading_workers == AUTO else config.loading_workers
-    load_weights(model, checkpoint, device, workers)
+    load(model, checkpoint, device, config)
     init_adapters(model, config.seed)
     return model
 
@@ -115,6 +115,17 @@ def open_checkpoint(config: RunConfig, model: nn.Module, device: torch.device):
     checkpoint = Checkpoint(checkpoint_folder(config.model_name))
     check_complete(model, checkpoint)
     return checkpoint
+
+
+def load(model: nn.Module, source: Checkpoint, device: torch.device, config: RunConfig):
+    """Stream the weights in, with a progress bar and a line of what it took."""
+    workers = None if config.loading_workers == AUTO else config.loading_workers
+    cached = config.quantized_cache and config.quant != "none" and not config.random_weights
+    with QuantizedCache(config.quantized_cache, model, source, device) if cached \
+            else nullcontext(source) as weights:
+        progress = LoadProgress(model, weights)
+        load_weights(model, weights, device, workers, progress)
+        progress.close()
 
 
 def describe_units(units: list[str]) -> str:

@@ -166,6 +166,9 @@ def settings_without_effect(config) -> list[str]:
     if config.sharding_strategy == "ddp":
         warnings += [f"--{name} has no effect: ddp gathers nothing" for name in
                      ("backward_prefetch", "forward_prefetch", "gather_once") if name in changed]
+    if config.quantized_cache and (config.quant == "none" or config.random_weights):
+        why = "the weights are random" if config.random_weights else "no weight is quantized"
+        warnings.append(f"--quantized_cache has no effect: {why}")
     if "global_batch_size" in changed and "gradient_accumulation_steps" in changed:
         warnings.append("--gradient_accumulation_steps has no effect: it follows from "
                         "--global_batch_size")

@@ -67,7 +67,10 @@ class ModelOptions:
     random_weights: bool = opt(
         False, "fill the model with random weights of config.json's shape (benchmarks)")
     low_memory: bool = opt(True, "kept for old commands: the load is always streamed")
-    loading_workers: int = opt(AUTO, "reader threads per rank while loading; -1 = two")
+    quantized_cache: str | None = opt(
+        None, "folder that keeps quantized weights: later starts read those, a quarter of the "
+        "checkpoint, on any number of GPUs", example="~/.cache/fsdp_qlora")
+    loading_workers: int = opt(AUTO, "reader threads per rank while loading; -1 = up to four")
     llama_pro_path: str | None = opt(None, "folder with expanded Llama-Pro weights", later=("*",))
     n_bits: int = opt(4, "bits of HQQ weights", choices=(4, 3, 2, 8), later=(3, 2, 8))
 

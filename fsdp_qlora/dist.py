@@ -191,7 +191,7 @@ def local_rows(parameter: Tensor) -> tuple[Tensor, int, int]:
 
 def is_first_copy(tensor: Tensor) -> bool:
     """True on one of the ranks that hold the same rows of a tensor; a plain tensor is rank 0's."""
-    if not isinstance(tensor, DTensor): return dist.get_rank() == 0
+    if not isinstance(tensor, DTensor): return ranks_from_env().is_main
     return all(place == 0 for place, placement in zip(tensor.device_mesh.get_coordinate(),
                                                       tensor.placements, strict=True)
                if placement.is_replicate())

@@ -2,29 +2,34 @@
 
 No rank ever holds the model: it is built on the meta device, and each rank reads only its own rows
 of each tensor, quantizes them on its device and copies them into its shard. What is wrong with a
-folder is found from its file headers, before any rank waits for another.
+folder is found from its file headers (weight_files.py), before any rank waits for another.
 """
 from __future__ import annotations
 
-import json
-import struct
+import math
+import os
+import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from queue import SimpleQueue
+from time import perf_counter
 
 import torch
 from accelerate import init_empty_weights
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from .dist import local_rows
+from .dist import is_first_copy, local_rows, print_main, ranks_from_env, sum_over_ranks
 from .quantize import QuantLinear, quantize_rows
+from .weight_files import Checkpoint, Stored, first_line
 
-READ_AHEAD = 4  # tensors read before they are needed
-READERS = 2     # threads that read them
+PIECE_VALUES = 2**22  # values of a tensor that are read and quantized at a time
+ALIGNMENT = 64        # bytes, of tensors in a staging buffer
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -48,11 +53,6 @@ def looks_local(model_name: str) -> bool:
     """True for a path; a hub name has at most one slash and does not exist as a folder."""
     return (Path(model_name).exists() or model_name.startswith((".", "/", "~"))
             or model_name.count("/") != 1)
-
-
-def first_line(error: Exception) -> str:
-    """An exception in one line."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def checkpoint_folder(model_name: str) -> Path:
@@ -91,103 +91,26 @@ def materialize(model: nn.Module, device: torch.device, parameter_device: torch.
     if any(not hasattr(p, "device_mesh") for p in causal.parameters()): causal.tie_weights()
 
 
-class Checkpoint:
-    """The tensors of a folder of safetensors files.
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of a parameter: where they come from, and where in the model they go."""
+    key: str                          # the tensor's name in the checkpoint
+    start: int                        # rows of the whole tensor
+    stop: int
+    width: int                        # values in a row, unquantized
+    local: Tensor                     # this rank's storage of these rows
+    absmax: Tensor | None = None      # its scales, if the model quantizes it
+    module: QuantLinear | None = None
+    first_copy: bool = True           # no rank before this one holds the same rows
 
-    Raises ValueError, naming the file, for a missing, truncated or foreign file.
-    """
-
-    def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.files: dict[str, Path] = {}
-        for path in self.safetensors_files():
-            for name, shape in read_header(path).items():
-                self.shapes[name], self.files[name] = shape, path
-        self.check_index()
-
-    def safetensors_files(self) -> list[Path]:
-        files = sorted(self.folder.glob("*.safetensors"))
-        if files: return files
-        bins = sorted(self.folder.glob("*.bin")) + sorted(self.folder.glob("*.pth"))
-        remedy = (f"only {bins[0].name} and the like; convert with model.save_pretrained(folder, "
-                  "safe_serialization=True)" if bins else "no *.safetensors file")
-        raise ValueError(f"--model_name {self.folder}: it holds {remedy}")
-
-    def check_index(self):
-        """Every file that the index names must be there."""
-        index = self.folder / "model.safetensors.index.json"
-        if not index.is_file(): return
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index} is not an index of safetensors files ({first_line(error)}); "
-                             "it may be a pointer or an error page: download it again") from error
-        for name in names:
-            if not (self.folder / name).is_file():
-                raise ValueError(f"{index} names {name}, which is missing; download it again")
-
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows (start, stop) of a tensor, on the host, as stored."""
-        try:
-            with safe_open(self.files[name], framework="pt") as file:
-                part = file.get_slice(name)
-                return part[start:stop] if self.shapes[name] else part[...]
-        except SafetensorError as error:
-            raise ValueError(f"{self.files[name]}: can't read {name}: {error}") from error
-
-
-def read_header(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of one file; checks that the file is as long as its header says."""
-    size = path.stat().st_size
-    try:
-        with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > size: raise ValueError("its header is longer than the file")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise ValueError(f"{path} is not a safetensors file ({size} bytes: {first_line(error)}); "
-                         "it may be a pointer or an error page: download it again") from error
-    if 8 + length + end != size:
-        raise ValueError(f"{path} is truncated: {size} bytes where its header says "
-                         f"{8 + length + end}; download it again")
-    return shapes
-
-
-class RandomCheckpoint:
-    """Random weights of a model's shape, for benchmarks: any rows, without the rest."""
-
-    def __init__(self, shapes: dict[str, tuple[int, ...]], device: torch.device, seed: int = 0):
-        self.shapes, self.device, self.seed = shapes, device, seed
-
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Normal values of standard deviation 0.02, ones for norms."""
-        shape = (stop - start, *self.shapes[name][1:])
-        if len(shape) == 1: return torch.ones(shape, device=self.device)
-        seed = hash_seed(f"{self.seed}:{name}:{start}")
-        generator = torch.Generator(self.device).manual_seed(seed)
-        return torch.empty(shape, dtype=torch.bfloat16, device=self.device).normal_(
-            0, 0.02, generator=generator)
-
-
-def hash_seed(text: str) -> int:
-    """A seed from a text, equal in every process."""
-    import hashlib
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
-
-
-@dataclass
-class Job:
-    """One tensor of the checkpoint and where its rows go."""
-    key: str
-    local: Tensor
-    rows: tuple[int, int]
-    absmax: Tensor | None = None
-    quant_type: str = ""
-    absmax_dtype: str = "fp32"
+    def cut(self) -> Iterator[Piece]:
+        """The same in pieces of at most PIECE_VALUES values, or one row."""
+        step = max(1, PIECE_VALUES // max(1, self.width))
+        for start in range(self.start, self.stop, step):
+            stop = min(start + step, self.stop)
+            mine = slice(start - self.start, stop - self.start)
+            yield replace(self, start=start, stop=stop, local=self.local[mine],
+                          absmax=None if self.absmax is None else self.absmax[mine])
 
 
 def checkpoint_key(name: str) -> str:
@@ -214,15 +137,16 @@ def is_packed(module: nn.Module, leaf: str) -> bool:
     return isinstance(module, QuantLinear) and leaf == "weight"
 
 
-def load_jobs(model: nn.Module) -> Iterator[Job]:
-    """What this rank must read, in the model's order."""
+def rank_pieces(model: nn.Module) -> Iterator[Piece]:
+    """What this rank must read, in the model's order, a parameter at a time."""
     for key, module, leaf, parameter in base_parameters(model):
         local, start, stop = local_rows(parameter)
-        job = Job(key, local, (start, stop))
+        piece = Piece(key, start, stop, math.prod(parameter.shape[1:]), local,
+                      first_copy=is_first_copy(parameter))
         if is_packed(module, leaf):
-            job.absmax, job.quant_type = local_rows(module.absmax)[0], module.quant_type
-            job.absmax_dtype = module.absmax_dtype
-        yield job
+            piece = replace(piece, width=module.in_features, module=module,
+                            absmax=local_rows(module.absmax)[0])
+        yield piece
 
 
 def expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -237,8 +161,9 @@ def check_complete(model: nn.Module, checkpoint: Checkpoint):
 
     Raises ValueError, so that no weight is ever left uninitialised.
     """
+    shapes = checkpoint.shapes
     for key, shape in expected_shapes(model).items():
-        found = checkpoint.shapes.get(key)
+        found = shapes.get(key)
         if found is None:
             raise ValueError(f"{checkpoint.folder} has no tensor {key}; its files are not those of "
                              "config.json")
@@ -247,35 +172,96 @@ def check_complete(model: nn.Module, checkpoint: Checkpoint):
                              f"{shape}; the two are of different models")
 
 
-def load_weights(model: nn.Module, checkpoint: Checkpoint | RandomCheckpoint, device: torch.device,
-                 workers: int = READERS, progress: Callable | None = None):
+def load_weights(model: nn.Module, source: Checkpoint, device: torch.device,
+                 workers: int | None = None, progress: Callable[[int], None] | None = None):
     """Fill the model's frozen and trained base weights with this rank's rows, quantizing on `device`.
 
-    Reads run ahead in `workers` threads, a few tensors at a time. `progress(bytes)` is told of every
-    tensor.
+    `source` is a Checkpoint, or has its methods `spans`, `values` and `placed`. Reads run ahead in
+    `workers` threads, a few pieces at a time. `progress(bytes)` is told of every piece.
     """
-    jobs = load_jobs(model)
-    with ThreadPoolExecutor(workers) as pool, torch.no_grad():
-        for job, rows in read_ahead(pool, jobs, lambda j: checkpoint.rows(j.key, *j.rows)):
-            place(job, rows, device)
-            if progress: progress(rows.numel() * rows.element_size())
+    pieces = (piece for whole in rank_pieces(model) for piece in whole.cut())
+    with torch.no_grad():
+        for piece, tensors in read_ahead(pieces, source, device, workers or reader_threads()):
+            place(piece, source.values(piece, tensors))
+            source.placed(piece)
+            if progress: progress(sum(t.nbytes for t in tensors))
 
 
-def read_ahead(pool: ThreadPoolExecutor, jobs: Iterator[Job], read: Callable) -> Iterator:
-    """(job, rows) in order, with READ_AHEAD reads under way."""
-    pending = [(job, pool.submit(read, job)) for job in islice(jobs, READ_AHEAD)]
-    while pending:
-        job, future = pending.pop(0)
-        rows = future.result()
-        for following in islice(jobs, 1): pending.append((following, pool.submit(read, following)))
-        yield job, rows
+def place(piece: Piece, values: tuple[Tensor, ...]):
+    """Copy a piece's values into the model, quantizing numbers that it wants quantized."""
+    if piece.module and len(values) == 1:
+        values = quantize_rows(*values, piece.module.quant_type, piece.module.absmax_dtype)
+    piece.local.copy_(values[0])
+    if piece.module: piece.absmax.copy_(values[1])
 
 
-def place(job: Job, rows: Tensor, device: torch.device):
-    """Copy rows into a shard, quantized if the shard is."""
-    if job.absmax is None:
-        job.local.copy_(rows)
-        return
-    packed, absmax = quantize_rows(rows.to(device), job.quant_type, job.absmax_dtype)
-    job.local.copy_(packed)
-    job.absmax.copy_(absmax)
+def reader_threads() -> int:
+    """Threads that read for one rank, unless --loading_workers says."""
+    return max(2, min(4, (os.cpu_count() or 1) // ranks_from_env().local_world_size))
+
+
+def read_ahead(pieces: Iterator[Piece], source: Checkpoint, device: torch.device, workers: int
+               ) -> Iterator[tuple[Piece, list[Tensor]]]:
+    """(piece, what its source asked for, on `device`) in order, with some more under way.
+
+    The tensors are valid until the next piece is asked for.
+    """
+    staging = Staging(device, workers + 2)
+    pool = ThreadPoolExecutor(workers)
+    ahead = ((piece, pool.submit(staging.read, source.spans(piece))) for piece in pieces)
+    pending = deque(islice(ahead, workers + 2))
+    try:
+        while pending:
+            piece, future = pending.popleft()
+            buffer, tensors = future.result()
+            yield piece, [t.to(device, non_blocking=True) for t in tensors]
+            staging.release(buffer)
+            pending.extend(islice(ahead, 1))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+class Staging:
+    """Host buffers that threads read into and the device copies from; pinned for CUDA."""
+
+    def __init__(self, device: torch.device, count: int):
+        self.pin, self.free = device.type == "cuda", SimpleQueue()
+        for _ in range(count): self.free.put((torch.empty(0, dtype=torch.uint8), None))
+
+    def read(self, spans: list[Stored]) -> tuple[Tensor, list[Tensor]]:
+        """Read spans into one buffer; returns it, and the tensors that it holds."""
+        buffer, copied = self.free.get()
+        if copied is not None: copied.synchronize()
+        sizes = [-(-span.nbytes // ALIGNMENT) * ALIGNMENT for span in spans]
+        if buffer.numel() < sum(sizes):
+            buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self.pin)
+        parts = buffer[:sum(sizes)].split(sizes) if spans else []
+        return buffer, [span.read_into(part[:span.nbytes])
+                        for span, part in zip(spans, parts, strict=True)]
+
+    def release(self, buffer: Tensor):
+        """Let a buffer be filled again once the device has copied it."""
+        copied = torch.cuda.Event() if self.pin else None
+        if copied is not None: copied.record()
+        self.free.put((buffer, copied))
+
+
+class LoadProgress:
+    """Bytes and their rate while rank 0 loads: a bar on a terminal, and one line at the end."""
+
+    def __init__(self, model: nn.Module, source: Checkpoint):
+        spans = (span for piece in rank_pieces(model) for span in source.spans(piece))
+        self.total, self.start = sum(span.nbytes for span in spans), perf_counter()
+        self.bar = tqdm(total=self.total, desc="loading", unit="B", unit_scale=True, leave=False,
+                        disable=not (ranks_from_env().is_main and sys.stderr.isatty()))
+
+    def __call__(self, count: int):
+        self.bar.update(count)
+
+    def close(self):
+        """Wait for the device, and say how much was read in which time, by all ranks."""
+        self.bar.close()
+        if torch.cuda.is_initialized(): torch.cuda.synchronize()
+        (total,) = sum_over_ranks(self.total)
+        seconds = max(perf_counter() - self.start, 1e-6)
+        print_main(f"loaded {total / 1e9:.1f} GB in {seconds:.1f} s, {total / 1e9 / seconds:.1f} GB/s")

@@ -13,7 +13,7 @@ ORDER = ["settings", "checks", "config", "flags", "arch", "hardware", "estimate"
          "absmax", "fourbit", "int8", "hqq", "formats",
          "kernels", "fp8", "quantize", "blocks", "attention", "lora_ops", "fusion", "adapters",
          "activations", "hostmem", "offload", "losses", "prefetch", "sharding",
-         "weight_files", "prequantized", "quantized_cache", "loading",
+         "weight_files", "prequantized", "loading", "quantized_cache",
          "build", "data", "optim", "metrics", "export",
          "adapter_folder", "trained_base", "bnb4", "merge_base", "merged_files", "merge",
          "convert", "serving", "delivery",

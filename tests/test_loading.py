@@ -10,7 +10,6 @@ from fsdp_qlora.build import build_model, planned_model
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import process_group
 from fsdp_qlora.loading import (
-    Checkpoint,
     check_complete,
     load_weights,
     materialize,
@@ -18,6 +17,7 @@ from fsdp_qlora.loading import (
     read_config,
 )
 from fsdp_qlora.quantize import QuantLinear, quantize_linears, quantize_rows
+from fsdp_qlora.weight_files import Checkpoint
 
 from .tiny import CONFIGS, save_tiny
 
@@ -145,6 +145,41 @@ def test_ranks_read_only_their_rows_and_together_all_of_them(sharded_llama, rank
         assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8)), name
 
 
+def test_pieces_of_any_size_give_the_same_model(llama, monkeypatch):
+    for settings_ in (dict(train_type="full"), dict(absmax_dtype="int8", train_type="qlora")):
+        whole = built(llama, **settings_).state_dict()
+        for values in (1, 200, 1000):
+            monkeypatch.setattr("fsdp_qlora.loading.PIECE_VALUES", values)
+            for name, tensor in built(llama, **settings_).state_dict().items():
+                assert torch.equal(tensor.view(torch.uint8), whole[name].view(torch.uint8)), name
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("workers", [1, 3, 8])
+def test_any_number_of_readers_gives_the_same_model(llama, workers, monkeypatch):
+    monkeypatch.setattr("fsdp_qlora.loading.PIECE_VALUES", 100)
+    plain = AutoModelForCausalLM.from_pretrained(llama)
+    torch.testing.assert_close(built(llama, loading_workers=workers).state_dict(),
+                               plain.state_dict(), rtol=0, atol=0)
+
+
+def test_a_file_that_is_cut_while_it_is_read_ends_in_a_line_that_names_it(llama):
+    checkpoint = Checkpoint(llama)
+    model = meta_model(read_config(str(llama)), torch.float32)
+    materialize(model, CPU, CPU)
+    cut_to(0.5)(llama)
+    with pytest.raises(ValueError, match="model.safetensors: can't read") as caught:
+        load_weights(model, checkpoint, CPU)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_load_says_what_it_read_and_how_fast(llama, capfd):
+    built(llama)
+    out, err = capfd.readouterr()
+    assert len([line for line in out.splitlines() if "loaded" in line and "GB/s" in line]) == 1
+    assert "\r" not in err  # no bar where there is no terminal
+
+
 # ---- broken folders (row 14 of docs/cases.md) ------------------------------------------------
 
 def only_bin(folder):
@@ -194,12 +229,18 @@ def header_of(text: bytes):
     return replaced_by(len(text).to_bytes(8, "little") + text)
 
 
+def unknown_type(folder):
+    header_of(b'{"lm_head.weight": {"shape": [1], "dtype": "F4", "data_offsets": [0, 0]}}')(folder)
+    return [str(folder / "model.safetensors"), "lm_head.weight", "F4", "give the model in bf16"]
+
+
 BROKEN = {
     "only .bin": only_bin, "no weights": no_weights, "empty": replaced_by(b""),
     "LFS pointer": replaced_by(LFS_POINTER), "HTML page": replaced_by(HTML),
     "header cut": cut_to(0.001), "data cut": cut_to(0.9), "too long": padded_at_the_end,
     "header not JSON": header_of(b"{]"), "header a list": header_of(b"[]"),
     "header without offsets": header_of(b'{"lm_head.weight": {"shape": [1]}}'),
+    "an unknown type": unknown_type,
     "index names an absent file": index_names_an_absent_file,
     "index a pointer": index_of(LFS_POINTER.decode()), "index a page": index_of(HTML.decode()),
     "index without a map": index_of("{}"),

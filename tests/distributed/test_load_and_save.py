@@ -40,7 +40,8 @@ def load_and_measure(folder: str, settings: dict) -> dict:
 
 def test_four_ranks_load_with_little_more_memory_than_their_shards(tmp_path):
     # bf16 weights of 400 MB, made here tensor by tensor.
-    from fsdp_qlora.loading import RandomCheckpoint, expected_shapes, meta_model
+    from fsdp_qlora.loading import expected_shapes, meta_model
+    from fsdp_qlora.weight_files import RandomCheckpoint
     config = LlamaConfig(**LARGE)
     config.save_pretrained(tmp_path)
     shapes = expected_shapes(meta_model(config, torch.bfloat16))

@@ -1,0 +1,202 @@
+"""Tensors in safetensors files: found and checked by their headers, read by rows.
+
+A row slice of a tensor is one run of bytes, so it is read straight into the memory that wants it:
+on a GPU machine a pinned buffer. What is wrong with a folder is found from the headers, before any
+rank waits for another. The format: https://github.com/huggingface/safetensors#format
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+STORED_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+
+
+def first_line(error: Exception) -> str:
+    """An exception in one line."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+class Stored(NamedTuple):
+    """A tensor, or some of its rows, in a file."""
+    path: Path
+    offset: int  # bytes from the file's start
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def rows(self, start: int, stop: int) -> Stored:
+        """Rows (start, stop); a scalar stays whole."""
+        if not self.shape: return self
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        return self._replace(offset=self.offset + start * row_bytes,
+                             shape=(stop - start, *self.shape[1:]))
+
+    def seen_as(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Stored:
+        """The same bytes under another type and shape."""
+        return self._replace(dtype=dtype, shape=tuple(shape))
+
+    def read(self) -> Tensor:
+        """The values, on the host."""
+        return self.read_into(torch.empty(self.nbytes, dtype=torch.uint8))
+
+    def read_into(self, buffer: Tensor) -> Tensor:
+        """Fill `buffer`, bytes of the right number; returns it as what it holds."""
+        left = memoryview(buffer.numpy())
+        try:
+            with open(self.path, "rb", buffering=0) as file:  # reading lets other threads run
+                file.seek(self.offset)
+                while left:
+                    count = file.readinto(left)
+                    if not count: raise OSError("the file has become shorter")
+                    left = left[count:]
+        except OSError as error:
+            raise ValueError(f"{self.path}: can't read from byte {self.offset} on: {error}") from error
+        return buffer.view(self.dtype).view(self.shape)
+
+
+class Checkpoint:
+    """The tensors of a folder of safetensors files.
+
+    Raises ValueError, naming the file, for a missing, truncated or foreign file.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.stored: dict[str, Stored] = {}
+        for path in self.safetensors_files(): self.stored |= read_header(path)
+        self.check_index()
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor."""
+        return {name: stored.shape for name, stored in self.stored.items()}
+
+    def safetensors_files(self) -> list[Path]:
+        files = sorted(self.folder.glob("*.safetensors"))
+        if files: return files
+        bins = sorted(self.folder.glob("*.bin")) + sorted(self.folder.glob("*.pth"))
+        remedy = (f"only {bins[0].name} and the like; convert with model.save_pretrained(folder, "
+                  "safe_serialization=True)" if bins else "no *.safetensors file")
+        raise ValueError(f"--model_name {self.folder}: it holds {remedy}")
+
+    def check_index(self):
+        """Every file that the index names must be there."""
+        index = self.folder / "model.safetensors.index.json"
+        if not index.is_file(): return
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is not an index of safetensors files ({first_line(error)}); "
+                             "it may be a pointer or an error page: download it again") from error
+        for name in names:
+            if not (self.folder / name).is_file():
+                raise ValueError(f"{index} names {name}, which is missing; download it again")
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows (start, stop) of a tensor, on the host, as stored."""
+        return self.stored[name].rows(start, stop).read()
+
+    # What `loading.load_weights` asks of a source of weights; a piece is some rows of a parameter.
+
+    def spans(self, piece) -> list[Stored]:
+        """What must be read for a piece."""
+        return [self.stored[piece.key].rows(piece.start, piece.stop)]
+
+    def values(self, piece, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        """The piece's values, from what was read: rows of numbers, or packed bytes and scales."""
+        return (tensors[0],)
+
+    def placed(self, piece):
+        """Told when a piece is in the model."""
+
+
+def read_header(path: Path) -> dict[str, Stored]:
+    """The tensors of one file; checks that the file is as long as its header says."""
+    size = path.stat().st_size
+    try:
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > size: raise ValueError("its header is longer than the file")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        found = {name: Stored(path, 8 + length + entry["data_offsets"][0], entry["dtype"],
+                              tuple(entry["shape"])) for name, entry in header.items()}
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise ValueError(f"{path} is not a safetensors file ({size} bytes: {first_line(error)}); "
+                         "it may be a pointer or an error page: download it again") from error
+    if 8 + length + end != size:
+        raise ValueError(f"{path} is truncated: {size} bytes where its header says "
+                         f"{8 + length + end}; download it again")
+    return {name: stored._replace(dtype=known_dtype(stored, name)) for name, stored in found.items()}
+
+
+def known_dtype(stored: Stored, name: str) -> torch.dtype:
+    """The torch dtype of a tensor whose header says `stored.dtype`."""
+    if stored.dtype in STORED_DTYPES: return STORED_DTYPES[stored.dtype]
+    raise ValueError(f"{stored.path}: {name} is of type {stored.dtype}, which can't be read; give the "
+                     "model in bf16")
+
+
+SAMPLES, SAMPLE_BYTES = 3, 256  # of each tensor
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """A hash of names, types, shapes and a sample of each tensor's bytes; not of where the files lie.
+
+    Training changes all values of a tensor, so a few of each tell two checkpoints apart.
+    """
+    digest = hashlib.sha256()
+    for name, stored in sorted(checkpoint.stored.items()):
+        digest.update(f"{name} {stored.dtype} {stored.shape}\n".encode())
+        size = min(SAMPLE_BYTES, stored.nbytes)
+        with open(stored.path, "rb") as file:
+            for i in range(SAMPLES):
+                file.seek(stored.offset + (stored.nbytes - size) * i // (SAMPLES - 1))
+                digest.update(file.read(size))
+    return digest.hexdigest()
+
+
+class RandomCheckpoint(Checkpoint):
+    """Random weights of a model's shape, for benchmarks: any rows, without the rest."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], device: torch.device, seed: int = 0):
+        self.random_shapes, self.device, self.seed = shapes, device, seed
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self.random_shapes
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Normal values of standard deviation 0.02, ones for norms."""
+        shape = (stop - start, *self.shapes[name][1:])
+        if len(shape) == 1: return torch.ones(shape, device=self.device)
+        seed = hash_seed(f"{self.seed}:{name}:{start}")
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return torch.empty(shape, dtype=torch.bfloat16, device=self.device).normal_(
+            0, 0.02, generator=generator)
+
+    def spans(self, piece) -> list[Stored]:
+        return []
+
+    def values(self, piece, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        return (self.rows(piece.key, piece.start, piece.stop),)
+
+
+def hash_seed(text: str) -> int:
+    """A seed from a text, equal in every process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
