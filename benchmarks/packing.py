@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from fsdp_qlora.arch import known_config, known_name
 from fsdp_qlora.bench import Row, append_row, describe_run, record_memory, synchronize
 from fsdp_qlora.build import build_model
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.data import DataReport, StepLoader, StepSampler, TokenizedDataset, collate
 from fsdp_qlora.dist import process_group, rank_device
+from fsdp_qlora.known_models import known_config, known_name
 from fsdp_qlora.optim import build_optimizer
 from fsdp_qlora.step import train_step
 

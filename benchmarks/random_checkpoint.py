@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from fsdp_qlora.arch import known_config
+from fsdp_qlora.known_models import known_config
 from fsdp_qlora.loading import expected_shapes, meta_model
 from fsdp_qlora.weight_files import RandomCheckpoint
 

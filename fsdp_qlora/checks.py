@@ -40,11 +40,11 @@ def check_choices(config):
             raise ValueError(f"--{f.name} {shown(value)}: choose {listed}")
 
 
-AT_LEAST_ONE = ("lora_rank", "context_length", "batch_size", "gradient_accumulation_steps",
+AT_LEAST_ONE = ("lora_rank", "context_length", "gradient_accumulation_steps",
                 "num_epochs", "dataset_samples", "min_wrap_params", "shuffle_buffer",
                 "keep_checkpoints")
-AUTO_OR_ABOVE_ZERO = ("global_batch_size", "max_steps", "shard_group_size", "world_size",
-                      "loading_workers", "eval_every", "checkpoint_every")
+AUTO_OR_ABOVE_ZERO = ("batch_size", "global_batch_size", "max_steps", "shard_group_size",
+                      "world_size", "loading_workers", "eval_every", "checkpoint_every")
 NOT_NEGATIVE = ("lr", "wd", "lora_alpha", "preview", "checkpoint_minutes")
 
 
@@ -55,13 +55,15 @@ def check_numbers(config):
     for name in AT_LEAST_ONE:
         if getattr(config, name) < 1: refuse(name, "1 or more")
     for name in AUTO_OR_ABOVE_ZERO:
-        if getattr(config, name) != AUTO and getattr(config, name) < 1: refuse(name, "-1 or above 0")
+        if getattr(config, name) != AUTO and getattr(config, name) < 1:
+            refuse(name, "1 or more, or auto" if name == "batch_size" else "-1 or above 0")
     for name in NOT_NEGATIVE:
         if not getattr(config, name) >= 0: refuse(name, "0 or more")
     if not config.grad_norm > 0: refuse("grad_norm", "above 0")
     if not 0.01 <= config.timeout_minutes <= 1e5: refuse("timeout_minutes", "from 0.01 to 100000")
-    if config.activation_budget_gib is not None and not config.activation_budget_gib > 0:
-        refuse("activation_budget_gib", "above 0")
+    budget = config.activation_budget_gib
+    if budget is not None and budget != AUTO and not budget > 0:
+        refuse("activation_budget_gib", "auto or above 0")
     if not 0 <= config.lora_dropout < 1: refuse("lora_dropout", "from 0 to below 1")
     if not 0 <= config.warmup_share < 1: refuse("warmup_share", "from 0 to below 1")
     if config.lr_warmup_steps < AUTO: refuse("lr_warmup_steps", "-1 or above")

@@ -1,4 +1,4 @@
-"""The command line: `fsdp-qlora train|generate|data|merge|bench|demo`, and `train.py`, which is `train`.
+"""The command line: `fsdp-qlora train|estimate|plan|generate|...`, and `train.py`, which is `train`.
 
 Flags are made from the fields of `RunConfig` (`flags.py`). A user's mistake ends in one line on
 stderr and exit code 2, on every rank; --verbose adds the traceback.
@@ -14,6 +14,7 @@ from .checks import lost_updates, settings_without_effect
 from .config import RunConfig
 from .delivery import DELIVERY
 from .flags import Parser, boolean, parse, parse_own
+from .guide import GUIDE
 from .settings import opt
 
 
@@ -101,7 +102,7 @@ def demo_command(argv: list[str]):
     run_demo(config, flags, options.cache_dir)
 
 
-COMMANDS = {"train": train_command, "generate": generate_command, "data": data_command,
+COMMANDS = {"train": train_command, **GUIDE, "generate": generate_command, "data": data_command,
             "bench": bench_command, "demo": demo_command} | DELIVERY
 
 

@@ -127,7 +127,7 @@ class EvaluationOptions:
 @dataclass(kw_only=True)
 class BatchOptions:
     """Batch and steps"""
-    batch_size: int = opt(1, "rows per GPU and micro-batch", unit="rows")
+    batch_size: int = opt(1, "rows per GPU and micro-batch; auto = planned", unit="rows")
     gradient_accumulation_steps: int = opt(1, "micro-batches per optimizer step")
     global_batch_size: int = opt(
         AUTO, "rows per optimizer step over all GPUs; fixes the result for any number of GPUs and "
@@ -143,8 +143,9 @@ class BatchOptions:
 @dataclass(kw_only=True)
 class ShardingOptions:
     """Sharding and memory"""
-    sharding_strategy: str = opt("full_shard", "what is split over GPUs, and when it is gathered",
-                                 choices=STRATEGY_NAMES)
+    sharding_strategy: str = opt("full_shard", "what is split over GPUs, and when it is gathered; auto "
+                                 "= planned, with what else is not given, and confirmed by a probe",
+                                 choices=(*STRATEGY_NAMES, "auto"), later=("auto",))
     shard_group_size: int = opt(
         AUTO, "GPUs that share one copy under the hybrid strategies; -1 = those of a node, or half "
         "of a single node's")
@@ -169,7 +170,8 @@ class ShardingOptions:
         example="keep_linears:16,recompute_all:16")
     activation_budget_gib: float | None = opt(
         None, "memory of a GPU, as torch counts what is allocated: the fastest --activation_policy "
-        "is chosen whose predicted peak is within it", unit="GiB", example=40)
+        "is chosen whose predicted peak is within it; auto = all that the card has", unit="GiB",
+        example=40)
     reentrant_checkpointing: bool = opt(False, "torch's older checkpointing; no gain known here")
     use_cpu_offload: bool = opt(False, "keep shards of parameters and gradients in host memory")
     use_activation_cpu_offload: bool = opt(

@@ -13,7 +13,7 @@ from fastcore.basics import listify, str2bool
 
 from .checks import check_choices
 from .config import GROUPS, RunConfig
-from .settings import default_of, shown
+from .settings import AUTO, default_of, shown
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,14 +32,28 @@ def boolean(text: str) -> bool:
         raise argparse.ArgumentTypeError(f"{text!r} is not true or false") from None
 
 
+def whole_or_auto(text: str) -> int:
+    """A whole number, or `auto`, which is -1."""
+    return AUTO if text.strip().lower() == "auto" else int(text)
+
+
+def number_or_auto(text: str) -> float:
+    """A number, or `auto`, which is -1."""
+    return AUTO if text.strip().lower() == "auto" else float(text)
+
+
+CONVERT = {bool: boolean, int: whole_or_auto, float: number_or_auto}
+
+
 def add_fields(parser: argparse.ArgumentParser, group: type):
     """One flag per field of a dataclass, under its docstring as a title."""
     section = parser.add_argument_group(group.__doc__.splitlines()[0])
     hints = get_type_hints(group)
     for f in fields(group):
         kind = next((t for t in get_args(hints[f.name]) if t is not type(None)), hints[f.name])
-        bare, convert = (True, boolean) if kind is bool else (f.metadata["bare"], kind)
-        how = dict(type=convert) | (dict(nargs="?", const=bare) if bare is not None else {})
+        bare = True if kind is bool else f.metadata["bare"]
+        how = dict(type=CONVERT.get(kind, kind))
+        if bare is not None: how |= dict(nargs="?", const=bare)
         section.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=help_text(f),
                              metavar=metavar(f, kind), **how)
 

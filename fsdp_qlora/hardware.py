@@ -29,13 +29,16 @@ class Gpu:
     fp8_tflops: float | None = None     # the same; None: no fp8 products
     bandwidth_gb_s: float               # of the GPU's own memory
     nvlink_gb_s: float = 0.0            # one direction, to all peers; 0: peers talk over PCIe
+    bridge_gb_s: float = 0.0            # the same with an NVLink bridge, which is bought apart
     pcie_gen: int = 4
     pcie_lanes: int = 16
     price_per_hour: float | None = None  # US dollars; None: no source at hand
     price_source: str = ""
     source: str = ""                    # of the speeds
     measured_bf16_tflops: float | None = None
+    measured_fp8_tflops: float | None = None
     measured_bandwidth_gb_s: float | None = None  # bytes read and written, per second
+    measured_host_gb_s: float | None = None  # of one direction, to or from pinned memory
     measured_link_gb_s: tuple[tuple[int, float], ...] = ()  # NCCL bus bandwidth by GPUs
 
     @property
@@ -54,6 +57,12 @@ class Gpu:
         return self.measured_bf16_tflops or self.bf16_tflops * TYPICAL_SHARE["tflops"]
 
     @property
+    def fp8_over_bf16(self) -> float:
+        """Rate of large fp8 products over that of bf16 ones: 2 by the datasheets, or as measured."""
+        if self.measured_fp8_tflops: return self.measured_fp8_tflops / self.reached_tflops
+        return 2.0
+
+    @property
     def reached_bandwidth_gb_s(self) -> float:
         """GB/s, read plus written, of long copies."""
         return self.measured_bandwidth_gb_s or self.bandwidth_gb_s * TYPICAL_SHARE["bandwidth"]
@@ -61,6 +70,7 @@ class Gpu:
     @property
     def host_gb_s(self) -> float:
         """GB/s of one direction between pinned host memory and the GPU."""
+        if self.measured_host_gb_s: return self.measured_host_gb_s
         return PCIE_GB_S_PER_LANE[self.pcie_gen] * self.pcie_lanes * PCIE_SHARE
 
     def peer_gb_s(self, gpus: int = 2) -> float:
@@ -92,7 +102,7 @@ def _priced(dollars: float) -> dict:
 
 GPUS = {gpu.name: gpu for gpu in (
     Gpu(name="RTX 3090", memory_gib=23.7, bf16_tflops=71.0, bandwidth_gb_s=936, source=AMPERE,
-        **_priced(0.22)),
+        bridge_gb_s=56.2, **_priced(0.22)),
     Gpu(name="RTX 4080", memory_gib=15.7, bf16_tflops=97.5, fp8_tflops=194.9, bandwidth_gb_s=717,
         source=ADA),
     Gpu(name="RTX 4090", memory_gib=23.6, bf16_tflops=165.2, fp8_tflops=330.3, bandwidth_gb_s=1008,
@@ -102,9 +112,9 @@ GPUS = {gpu.name: gpu for gpu in (
     Gpu(name="RTX PRO 6000", memory_gib=95.0, bf16_tflops=503.8, fp8_tflops=1007.6,
         bandwidth_gb_s=1792, pcie_gen=5, source=BLACKWELL, **_priced(0.89)),
     Gpu(name="RTX A5000", memory_gib=23.7, bf16_tflops=111.1, bandwidth_gb_s=768,
-        source=AMPERE_PRO),
+        bridge_gb_s=56.2, source=AMPERE_PRO),
     Gpu(name="RTX A6000", memory_gib=47.5, bf16_tflops=154.8, bandwidth_gb_s=768,
-        source=AMPERE_PRO),
+        bridge_gb_s=56.2, source=AMPERE_PRO),
     Gpu(name="RTX 6000 Ada", memory_gib=47.5, bf16_tflops=364.2, fp8_tflops=728.5,
         bandwidth_gb_s=960, source="NVIDIA RTX 6000 Ada datasheet"),
     Gpu(name="A100 40GB", memory_gib=39.4, bf16_tflops=312, bandwidth_gb_s=1555, nvlink_gb_s=300,
@@ -112,7 +122,7 @@ GPUS = {gpu.name: gpu for gpu in (
     Gpu(name="A100 80GB", memory_gib=79.1, bf16_tflops=312, bandwidth_gb_s=2039, nvlink_gb_s=300,
         source=A100, **_priced(1.39)),
     Gpu(name="H100 PCIe", memory_gib=79.1, bf16_tflops=756, fp8_tflops=1513, bandwidth_gb_s=2000,
-        pcie_gen=5, source=HOPPER, **_priced(1.99)),
+        pcie_gen=5, bridge_gb_s=300, source=HOPPER, **_priced(1.99)),
     Gpu(name="H100 SXM", memory_gib=79.1, bf16_tflops=989.4, fp8_tflops=1979, bandwidth_gb_s=3350,
         nvlink_gb_s=450, pcie_gen=5, source=HOPPER, **_priced(2.69), measured_bf16_tflops=780,
         measured_bandwidth_gb_s=3000, measured_link_gb_s=((2, 329.0), (4, 355.0))),
@@ -192,7 +202,7 @@ def check_gpu(gpu: Gpu, where: str):
         if f.name in NOT_NUMBERS or value is None: continue
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(f"{where}: {f.name} must be a number, got {value!r}")
-        if value < 0 or value == 0 and f.name not in ("nvlink_gb_s", "price_per_hour"):
+        if value < 0 or value == 0 and f.name not in ("nvlink_gb_s", "bridge_gb_s", "price_per_hour"):
             raise ValueError(f"{where}: {f.name} must be above 0, got {value}")
     if gpu.pcie_gen not in PCIE_GB_S_PER_LANE:
         raise ValueError(f"{where}: pcie_gen {gpu.pcie_gen}: choose "

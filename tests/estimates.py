@@ -8,10 +8,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_qlora.activations import apply_activation_policy
 from fsdp_qlora.adapters import apply_adapters, lora_config
-from fsdp_qlora.arch import known_config, model_shape, shape_from_config
+from fsdp_qlora.arch import model_shape, shape_from_config
 from fsdp_qlora.blocks import decoder_blocks
 from fsdp_qlora.estimate import Setup
 from fsdp_qlora.hardware import find_gpu
+from fsdp_qlora.known_models import known_config
 from fsdp_qlora.loading import materialize
 from fsdp_qlora.quantize import quantize_linears
 

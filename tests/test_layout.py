@@ -8,7 +8,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "fsdp_qlora"
 # A module imports only from those before it; names of a line may import each other's packages.
-ORDER = ["settings", "checks", "config", "flags", "arch", "hardware", "estimate",
+ORDER = ["settings", "checks", "config", "flags", "known_models", "arch", "hardware", "machine",
+         "estimate", "planner", "guide",
          "dist",
          "absmax", "fourbit", "int8", "hqq", "formats",
          "kernels", "fp8", "quantize", "blocks", "attention", "lora_ops", "fusion", "adapters",
@@ -21,7 +22,8 @@ ORDER = ["settings", "checks", "config", "flags", "arch", "hardware", "estimate"
          "step", "steplog", "faults", "checkpoint", "describe", "trainer",
          "generate",
          "launch", "bench", "demo", "cli"]
-PURE = {"settings", "checks", "config", "flags", "arch", "hardware", "estimate"}
+PURE = {"settings", "checks", "config", "flags", "known_models", "arch", "hardware", "machine",
+        "estimate", "planner", "guide"}
 
 
 def modules() -> list[tuple[str, Path]]:

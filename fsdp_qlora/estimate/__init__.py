@@ -9,18 +9,20 @@ Time is counted in the same way: FLOPs over the rate of large products, bytes ov
 copies, transfers less what compute hides.
 
 Modules, each importing only from those before it: setup, weights, activations, peak, speed, policies,
-cost.
+cost, question, report.
 
 Letters: B batch, T tokens of a row, N = B T, D hidden, I intermediate, q and kv the widths of all
 query and all key-value heads, V vocabulary, R rank, n ranks that share one copy of the weights.
 """
 from __future__ import annotations
 
-from . import activations, cost, peak, policies, setup, speed, weights
+from . import activations, cost, peak, policies, question, setup, speed, weights
 from .activations import kept_by_block, loss_bytes, saved_by_block
 from .cost import RunCost, run_cost
 from .peak import GIB, Memory, host_memory, memory
 from .policies import choose_policies
+from .question import Estimate, estimate
+from .report import as_json, report
 from .setup import Setup, check_context, setup_from_config
 from .speed import (
     Flops,
@@ -33,16 +35,16 @@ from .speed import (
 from .weights import Weight, block_weights, gathered, optimizer_bytes, resident_bytes
 
 __all__ = [
-    "GIB", "Flops", "Memory", "RunCost", "Setup", "StepTime", "Weight", "block_weights",
-    "check_context", "choose_policies", "flops_per_token", "gathered", "host_memory",
-    "kept_by_block", "loss_bytes", "memory",
-    "model_flops_per_token", "model_tflops", "optimizer_bytes", "resident_bytes", "run_cost",
-    "saved_by_block", "setup_from_config", "step_seconds",
+    "GIB", "Estimate", "Flops", "Memory", "RunCost", "Setup", "StepTime", "Weight", "as_json",
+    "block_weights", "check_context", "choose_policies", "estimate", "flops_per_token", "gathered",
+    "host_memory", "kept_by_block", "loss_bytes", "memory", "model_flops_per_token", "model_tflops",
+    "optimizer_bytes", "report", "resident_bytes", "run_cost", "saved_by_block", "setup_from_config",
+    "step_seconds",
 ]
 
 
 def __getattr__(name: str):
     """A helper or constant that is not public, from the module that has it."""
-    for module in (setup, weights, activations, peak, speed, policies, cost):
+    for module in (setup, weights, activations, peak, speed, policies, cost, question):
         if not name.startswith("_") and name in vars(module): return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter, mul
 
 from ..arch import ModelShape
 from ..hardware import Gpu, find_gpu
 from .activations import kept_by_block
 from .peak import GIB, Memory, memory
 from .setup import Setup
-from .speed import step_seconds
+from .speed import compute_parts, launch_seconds
 
 # From the first block on. The end matters by less than one block: all that is kept is there at the
 # end of the forward, whatever the order; only with recomputed blocks last does their backward, which
@@ -23,35 +24,45 @@ ORDER = ("keep_all", "keep_linears", "keep_attention", "recompute_all")
 Counts = tuple[int, int, int, int]  # blocks of each policy, in ORDER
 
 
-def choose_policies(shape: ModelShape, setup: Setup, budget_gib: float, gpu: Gpu | None = None
-                    ) -> str:
-    """The fastest mix whose predicted `peak_allocated` is within the budget, for --activation_policy.
+def choose_policies(shape: ModelShape, setup: Setup, budget_gib: float, gpu: Gpu | None = None,
+                    needed: Callable[[Memory], float] = attrgetter("peak_allocated")) -> str:
+    """The fastest mix whose predicted need is within the budget, for --activation_policy.
 
+    What is needed is what torch counts as allocated, unless said otherwise (`Memory.total`).
     `setup.activation_policy` is not looked at. Times are those of `gpu`, an H100 if not given.
     Raises ValueError, with the predicted need, if it is not enough even for recompute_all.
     """
-    gpu = gpu or find_gpu("h100")
-
     def fits(counts: Counts) -> bool:
-        return memory(shape, replace(setup, activation_policy=policy_text(counts))
-                      ).peak_allocated <= budget_gib
-
-    def seconds(counts: Counts) -> float:
-        return step_seconds(shape, gpu, replace(setup, activation_policy=policy_text(counts))).total
+        return needed(memory(shape, replace(setup, activation_policy=policy_text(counts)))) <= budget_gib
 
     least = memory(shape, replace(setup, activation_policy="recompute_all"))
-    if not least.peak_allocated <= budget_gib:
+    if not needed(least) <= budget_gib:
         raise ValueError(
-            f"--activation_budget_gib {budget_gib:g}: a step needs {least.peak_allocated:.2f} GiB by "
+            f"--activation_budget_gib {budget_gib:g}: a step needs {needed(least):.2f} GiB by "
             "the estimate, with every block recomputed; give more, or lower --batch_size or "
             "--context_length")
     best, best_seconds = (0, 0, 0, shape.layers), float("inf")
+    seconds = mix_seconds(shape, setup, gpu or find_gpu("h100"))
     for bound, most in sorted((seconds(c), c) for c in candidates(shape, setup, least, budget_gib)):
         if bound >= best_seconds: break
         found = most_attention_that_fits(most, fits)
         if found is not None and (time := seconds(found)) < best_seconds:
             best, best_seconds = found, time
     return policy_text(best)
+
+
+def mix_seconds(shape: ModelShape, setup: Setup, gpu: Gpu) -> Callable[[Counts], float]:
+    """Seconds of a micro-batch under a mix: the GPU's or the host's launches, both sums over blocks.
+
+    What communication shows is left out: it is the same for every mix, but for what hides it.
+    """
+    alone = [replace(setup, activation_policy=p) for p in ORDER]
+    busy = [sum(compute_parts(shape, gpu, s).values()) / shape.layers for s in alone]
+    launches = [launch_seconds(shape, s) / shape.layers for s in alone]
+
+    def seconds(counts: Counts) -> float:
+        return max(sum(map(mul, counts, busy)), sum(map(mul, counts, launches)))
+    return seconds
 
 
 def candidates(shape: ModelShape, setup: Setup, least: Memory, budget_gib: float

@@ -35,6 +35,7 @@ class Setup:
     adapter_dtype: str = "fp32"
     optimizer: str = "adamw"
     precision: str = "bf16"
+    compute_dtype: str = "auto"        # fp8: products of frozen weights; else the precision
     batch_size: int = 1                # rows per GPU and micro-batch
     context_length: int = 512
     accumulation: int = 1
@@ -100,6 +101,7 @@ def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
         targets=tuple(targets) if isinstance(targets, list) else targets,
         lora_dropout=config.lora_dropout, adapter_dtype=config.adapter_dtype,
         optimizer=config.optimizer, precision=config.precision,
+        compute_dtype=config.compute_dtype,
         batch_size=batches.micro_batch_size, context_length=config.context_length,
         accumulation=batches.accumulation, no_sync=config.no_sync,
         compile=config.compile is not False, attention=config.attn_implementation), **changes)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..arch import ModelShape
 from ..hardware import Gpu
+from ..machine import INTERNODE_GB_S
 from .activations import KEPT_ATTENTION, normed_output
 from .setup import BYTES, Setup
 from .weights import (
@@ -24,13 +25,13 @@ from .weights import (
 MATMUL_SHARE = 0.87    # of the rate of large products, for a block's linear layers
 ATTENTION_SHARE = 0.55  # the same for attention kernels, forward and backward together
 COPY_SHARE = 1.30      # passes over activations move at this share of a copy's rate (caches)
+FP8_GAIN = 1.48        # products of frozen weights in fp8 over bf16, with the quantization they need
 HOST_OPTIMIZER_PER_SECOND = 0.9e9  # weights per second and rank that the host's Adam updates
 
-# Not measured yet: small steps are bound by what the CPU can launch.
-LAUNCH_SECONDS = {"eager": 0.6e-3, "compiled": 0.25e-3}  # one block's forward; backward is twice it
-SHARDED_LAUNCH_SECONDS = 0.3e-3  # FSDP's hooks, per block and pass
+# Small steps are bound by what the CPU can launch; from the six rows "8B 2x2048" of 2026-11-27.
+LAUNCH_SECONDS = {"eager": 6.2e-3, "compiled": 3.5e-3}  # one block's forward; backward is twice it
+SHARDED_LAUNCH_SECONDS = 5.0e-3  # FSDP's hooks, per block and gather
 COLLECTIVE_LATENCY = 30e-6
-INTERNODE_GB_S = 25.0  # per GPU, if not said otherwise
 
 
 # ---- FLOPs -------------------------------------------------------------------------------------
@@ -39,6 +40,7 @@ INTERNODE_GB_S = 25.0  # per GPU, if not said otherwise
 class Flops:
     """Floating-point operations per token of one step, by what does them."""
     linears: float      # blocks and head, forward and backward
+    head: float         # the head's part of them
     adapters: float
     attention: float
     recompute_linears: float    # linears and adapters run again
@@ -66,8 +68,8 @@ def flops_per_token(shape: ModelShape, setup: Setup) -> Flops:
     counts = Counter(setup.policies(shape))
     again = sum(count * rerun_weights(shape, setup, policy) for policy, count in counts.items())
     blocks = sum(count for policy, count in counts.items() if reruns_attention(setup, policy))
-    return Flops(linears=each * (linears + head), adapters=6 * adapters, attention=3.5 * attention,
-                 recompute_linears=2 * again,
+    return Flops(linears=each * (linears + head), head=each * head, adapters=6 * adapters,
+                 attention=3.5 * attention, recompute_linears=2 * again,
                  recompute_attention=attention * blocks / shape.layers)
 
 
@@ -183,6 +185,7 @@ def compute_parts(shape: ModelShape, gpu: Gpu, setup: Setup) -> dict[str, float]
     flops, n = flops_per_token(shape, setup), setup.tokens
     # fp32 products run without tensor cores, at about a sixteenth of bf16's rate.
     rate = gpu.reached_tflops * 1e12 / (16 if setup.precision == "fp32" else 1)
+    frozen_rate = rate * fp8_gain(gpu, setup)
     copies = gpu.reached_bandwidth_gb_s * 1e9
     logit_bytes = n * shape.vocab * 7 * BYTES[setup.precision]  # seven passes of a fused kernel
     dequantize, moved, moved_again, packed_again = dequantize_traffic(shape, setup), 0.0, 0.0, 0.0
@@ -191,14 +194,24 @@ def compute_parts(shape: ModelShape, gpu: Gpu, setup: Setup) -> dict[str, float]
         moved_again += count * rerun_traffic(shape, setup, policy)
         packed_again += count * sum(dequantize.get(t, 0.0) for t in rerun_linears(shape, policy))
     return dict(
-        linears=n * (flops.linears + flops.adapters) / (rate * MATMUL_SHARE),
+        linears=n * ((flops.linears - flops.head) / frozen_rate + (flops.head + flops.adapters) / rate)
+        / MATMUL_SHARE,
         attention=n * flops.attention / (rate * ATTENTION_SHARE),
-        recompute=n * flops.recompute_linears / (rate * MATMUL_SHARE)
+        recompute=n * flops.recompute_linears / (frozen_rate * MATMUL_SHARE)
         + n * flops.recompute_attention / (rate * ATTENTION_SHARE)
         + moved_again / (copies * COPY_SHARE) + packed_again / copies,
         activations=moved / (copies * COPY_SHARE),
         dequantization=2 * shape.layers * sum(dequantize.values()) / copies,
         loss=logit_bytes / copies)
+
+
+def fp8_gain(gpu: Gpu, setup: Setup) -> float:
+    """How much faster products of frozen weights are than in bf16: 1 unless they are in fp8.
+
+    As measured on an H100; on a card whose fp8 products were measured, in proportion.
+    """
+    if setup.compute_dtype != "fp8" or not gpu.fp8_tflops: return 1.0
+    return max(1.0, FP8_GAIN * gpu.fp8_over_bf16 / 2)
 
 
 def dequantize_traffic(shape: ModelShape, setup: Setup) -> dict[str, float]:
@@ -251,7 +264,7 @@ def block_seconds(shape: ModelShape, gpu: Gpu, setup: Setup) -> tuple[float, flo
 def launch_seconds(shape: ModelShape, setup: Setup) -> float:
     """Seconds that the CPU needs to launch one micro-batch: forward 1, backward 2, recompute 1."""
     once = LAUNCH_SECONDS["compiled" if setup.compile else "eager"]
-    hooks = 2 * SHARDED_LAUNCH_SECONDS if setup.sharded else 0.0
+    hooks = (1 + setup.resharded) * SHARDED_LAUNCH_SECONDS if setup.sharded else 0.0
     recomputed = shape.layers - setup.policies(shape).count("keep_all")
     return shape.layers * (3 * once + hooks) + recomputed * once
 

@@ -5,7 +5,9 @@ per trained weight, gradients and optimizer states, follows from the same list.
 """
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..arch import ModelShape
 from .setup import BYTES, OPTIMIZER_STATES, STATE_BYTES, Setup
@@ -37,7 +39,8 @@ def plain(kind: str, rows: int, width: int, dtype: str, trained: bool) -> Weight
     return Weight(kind, rows, width * BYTES[dtype], width, trained)
 
 
-def linear_weights(shape: ModelShape, setup: Setup, part: str = "") -> list[Weight]:
+@lru_cache(maxsize=16)
+def linear_weights(shape: ModelShape, setup: Setup, part: str = "") -> tuple[Weight, ...]:
     """Linear weights of a block with absmax and adapters; of its "attention" or "mlp" alone."""
     trained, weights = setup.adapter == "none", []
     targets = shape.targets(as_given(setup.targets)) if setup.adapter == "lora" else ()
@@ -53,7 +56,7 @@ def linear_weights(shape: ModelShape, setup: Setup, part: str = "") -> list[Weig
     weights += [plain("norms", length, 1, setup.precision, trained)
                 for name, length in shape.biases().items()
                 if not part or (name in ATTENTION_LINEARS) == (part == "attention")]
-    return weights
+    return tuple(weights)
 
 
 def as_given(targets):
@@ -67,12 +70,13 @@ def adapter(out: int, wide: int, setup: Setup) -> list[Weight]:
             plain("adapters", out, setup.lora_rank, setup.adapter_dtype, True)]
 
 
-def block_weights(shape: ModelShape, setup: Setup) -> list[Weight]:
+@lru_cache(maxsize=16)
+def block_weights(shape: ModelShape, setup: Setup) -> tuple[Weight, ...]:
     """Every weight of one decoder block."""
     trained = setup.adapter == "none"
     norms = [shape.hidden] * shape.norms_per_block + [shape.head_dim] * (2 * shape.qk_norm)
-    return linear_weights(shape, setup) + [
-        plain("norms", width, 1, setup.precision, trained) for width in norms]
+    return (*linear_weights(shape, setup),
+            *(plain("norms", width, 1, setup.precision, trained) for width in norms))
 
 
 def embedding_weights(shape: ModelShape, setup: Setup) -> list[Weight]:
@@ -106,7 +110,7 @@ def resident_bytes(shape: ModelShape, setup: Setup) -> dict[str, float]:
     return found
 
 
-def trained_bytes(weights: list[Weight], ranks: int, setup: Setup, dtype: str = "") -> float:
+def trained_bytes(weights: Iterable[Weight], ranks: int, setup: Setup, dtype: str = "") -> float:
     """Bytes of the trained among `weights` in one rank's part, in their dtype or another."""
     own = setup.precision if setup.adapter == "none" else setup.adapter_dtype
     return sum(w.shard_values(ranks) for w in weights) * BYTES[dtype or own]
@@ -125,7 +129,7 @@ def all_trained(shape: ModelShape, setup: Setup, ranks: int, dtype: str = "") ->
                for weight, count in all_weights(shape, setup))
 
 
-def gathered(weights: list[Weight], setup: Setup) -> float:
+def gathered(weights: Iterable[Weight], setup: Setup) -> float:
     """Bytes of a unit after its all-gather; 0 where FSDP does not own the weights."""
     if not setup.sharded: return 0.0
     return sum(setup.shard_ranks * w.shard(setup.shard_ranks) for w in weights)

@@ -1,0 +1,77 @@
+"""One question to the estimates: this model, on this machine, with these settings; and its answer."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..arch import ModelShape
+from ..config import RunConfig
+from ..machine import Machine
+from .cost import RunCost, run_cost
+from .peak import Memory, memory
+from .setup import Setup, check_context, setup_from_config
+from .speed import StepTime, step_seconds
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Memory and time of one configuration on one machine."""
+    shape: ModelShape
+    machine: Machine
+    config: RunConfig
+    setup: Setup
+    memory: Memory
+    step: StepTime
+
+    @property
+    def fits(self) -> bool:
+        """True if the GPUs, and the host where its memory is known, hold it."""
+        return self.fits_gpu and self.fits_host
+
+    @property
+    def fits_gpu(self) -> bool:
+        """Judged on reserved memory, the CUDA context and NCCL's buffers."""
+        return self.memory.fits(self.machine.memory_gib)
+
+    @property
+    def fits_host(self) -> bool:
+        """True also where the host's memory is not known."""
+        limit = self.machine.host_memory_gib
+        return limit is None or self.memory.host <= limit
+
+    @property
+    def rows_per_second(self) -> float:
+        """Rows of --context_length tokens, over all GPUs."""
+        setup = self.setup
+        return setup.batch_size * setup.accumulation * setup.world_size / self.step.total
+
+    def run(self, examples: int) -> RunCost:
+        """Hours and dollars to train on so many rows --num_epochs times."""
+        if examples < 1: raise ValueError(f"--examples must be 1 or more, got {examples}")
+        return run_cost(self.step, self.machine.gpu, gpus=self.machine.world_size, examples=examples,
+                        length=self.config.context_length, epochs=self.config.num_epochs)
+
+
+def estimate(shape: ModelShape, machine: Machine, config: RunConfig) -> Estimate:
+    """The answer. Raises ValueError, naming the flag, for settings that the model or GPU can't do."""
+    check_question(shape, machine, config)
+    setup = setup_from_config(config, machine.world_size, gpus_per_node=machine.gpus)
+    check_context(shape, setup)
+    step = step_seconds(shape, machine.gpu, setup, link_gb_s=machine.link_gb_s,
+                        internode_gb_s=machine.internode_gb_s)
+    return Estimate(shape, machine, config, setup, memory(shape, setup), step)
+
+
+def check_question(shape: ModelShape, machine: Machine, config: RunConfig):
+    """Refuse what the card or the number of GPUs rules out."""
+    if config.compute_dtype == "fp8" and not machine.gpu.fp8_tflops:
+        raise ValueError(f"--compute_dtype fp8: the {machine.gpu.name} has no fp8 products; use bf16")
+    if config.sharding_strategy.startswith("hybrid") and not hybrid_groups(machine, config):
+        raise ValueError(f"--sharding_strategy {config.sharding_strategy} needs 2 or more replicas of "
+                         f"2 or more GPUs; {machine.world_size} GPUs do not divide so")
+
+
+def hybrid_groups(machine: Machine, config: RunConfig) -> bool:
+    """Whether the GPUs divide into two or more shard groups of two or more."""
+    world, size = machine.world_size, config.shard_group_size
+    if size == -1: size = machine.gpus if machine.nodes > 1 else world // 2
+    return size >= 2 and world % size == 0 and world // size >= 2

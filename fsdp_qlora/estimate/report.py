@@ -1,0 +1,157 @@
+"""An estimate for people, on one screen, and for programs."""
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import zip_longest
+
+from ..settings import changed_settings, shown
+from .cost import RunCost
+from .peak import EXPLAINED
+from .question import Estimate
+
+STEP_EXPLAINED = dict(
+    linears="large products", attention="attention", recompute="recomputed in backward",
+    activations="passes over activations", dequantization="dequantization",
+    loss="loss over the vocabulary", launches="GPU waits for the host's launches",
+    communication="communication not hidden", offload="host copies not hidden",
+    optimizer="optimizer")
+HOST_EXPLAINED = dict(processes="processes", weights="weights", gradients="gradients",
+                      optimizer="optimizer states", rounding="rounding of pinned memory",
+                      activations="activations")
+WIDE = 44  # columns of the names in the left table
+
+
+def report(found: Estimate, cost: RunCost | None = None, examples: int = 0) -> str:
+    """The whole answer as text."""
+    lines = [*subject_lines(found), "", *side_by_side(memory_lines(found), step_lines(found)), "",
+             verdict(found)]
+    if cost: lines.append(cost_line(found, cost, examples))
+    return "\n".join(lines + notes(found))
+
+
+def subject_lines(found: Estimate) -> list[str]:
+    """What was asked, in three lines."""
+    shape, config, setup = found.shape, found.config, found.setup
+    base = "16-bit base" if config.quant == "none" else f"4-bit {config.quant} base"
+    if config.adapter == "none": how = "all weights trained"
+    else: how = f"{base}, {config.adapter} r={config.lora_rank} on {config.lora_target_modules}"
+    return [f"{shape.name}: {billions(shape.total_params())} weights, {shape.layers} blocks; {how}",
+            found.machine.describe(), settings_line(found)
+            + f"; {setup.batch_size} x {setup.context_length:,} tokens per GPU"
+            + (f", {setup.accumulation} times a step" if setup.accumulation > 1 else "")]
+
+
+def settings_line(found: Estimate) -> str:
+    """The settings that decide, as they are typed."""
+    setup = found.setup
+    parts = [setup.strategy, setup.activation_policy]
+    if setup.cpu_offload: parts.append("CPU offload")
+    if getattr(setup, "activation_offload", False): parts.append("activation offload")
+    if setup.compute_dtype == "fp8": parts.append("fp8")
+    if not setup.compile: parts.append("not compiled")
+    return ", ".join(parts)
+
+
+def billions(count: float) -> str:
+    """A number of weights, short."""
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"
+
+
+def memory_lines(found: Estimate) -> list[str]:
+    """GiB by part, the sum, the limit and the host's."""
+    use, machine = found.memory, found.machine
+    lines = [row("memory per GPU", "GiB")]
+    lines += [row("  " + EXPLAINED[name], f"{gib:.2f}") for name, gib in use.parts.items()
+              if gib >= 0.005]
+    lines += [row("needed", f"{use.total:.2f}"), row("allowed", f"{machine.memory_gib:.2f}")]
+    host = "host memory" if machine.nodes == 1 else "host memory per machine"
+    return lines + [row(host, f"{use.host:.1f}")]
+
+
+def step_lines(found: Estimate) -> list[str]:
+    """Seconds by part, the sum and the speed."""
+    step = found.step
+    lines = [row("one optimizer step", "s")]
+    lines += [row("  " + STEP_EXPLAINED[name], f"{seconds:.3f}")
+              for name, seconds in step.parts.items() if seconds >= 0.0005]
+    lines += [row("step", f"{step.total:.3f}"),
+              row("tokens/s per GPU", f"{step.tokens_per_second_per_gpu:,.0f}")]
+    if found.machine.world_size > 1:
+        whole = step.tokens_per_second_per_gpu * found.machine.world_size
+        lines.append(row("tokens/s", f"{whole:,.0f}"))
+    return lines
+
+
+def row(name: str, value: str) -> str:
+    """A name and a number, aligned."""
+    return f"{name:<{WIDE - 8}}{value:>8}"
+
+
+def side_by_side(left: list[str], right: list[str]) -> list[str]:
+    """Two tables next to each other."""
+    return [f"{a:<{WIDE}}   {b}".rstrip() for a, b in zip_longest(left, right, fillvalue="")]
+
+
+def verdict(found: Estimate) -> str:
+    """Whether it fits, and what is short if not."""
+    use, machine = found.memory, found.machine
+    if not found.fits_gpu:
+        return (f"does not fit: {use.total - machine.memory_gib:.1f} GiB more than the GPU has, most of "
+                f"it {EXPLAINED[use.largest]} ({use.parts[use.largest]:.1f} GiB)")
+    if not found.fits_host:
+        return (f"does not fit: the host needs {use.host:.0f} GiB and has "
+                f"{machine.host_memory_gib:.0f}")
+    return f"fits, {machine.memory_gib - use.total:.1f} GiB left; peak at: {use.moment}"
+
+
+def cost_line(found: Estimate, cost: RunCost, examples: int) -> str:
+    """Wall time and money of a run."""
+    config = found.config
+    tokens = examples * config.context_length * config.num_epochs
+    epochs = f" x {config.num_epochs} epochs" if config.num_epochs > 1 else ""
+    money = "no price known: give --prices" if cost.dollars is None else (
+        f"${cost.dollars:,.2f} at ${found.machine.gpu.price_per_hour:.2f} per GPU and hour "
+        f"({cost.price_source})")
+    return (f"{examples:,} rows x {config.context_length:,} tokens{epochs} = {tokens / 1e6:,.1f} M "
+            f"tokens: {duration(cost.hours)}, {money}")
+
+
+def duration(hours: float) -> str:
+    """Hours as people say them."""
+    minutes = hours * 60
+    if minutes < 2: return f"{minutes * 60:.0f} s"
+    if hours < 2: return f"{minutes:.0f} min"
+    return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.1f} days"
+
+
+def notes(found: Estimate) -> list[str]:
+    """What to know about the figures."""
+    lines, gpu = [], found.machine.gpu
+    if not gpu.calibrated:
+        lines.append(f"uncalibrated: speeds are {gpu.source}'s, at the share that an H100 reaches; "
+                     "`fsdp-qlora calibrate` measures a card")
+    if not found.shape.known_family:
+        lines.append(f"{found.shape.family} is not a known family: taken to be built like Llama")
+    return lines
+
+
+def as_json(found: Estimate, cost: RunCost | None = None, examples: int = 0) -> dict:
+    """The whole answer as a dict of plain values."""
+    use, step, machine = found.memory, found.step, found.machine
+    answer = dict(
+        model=dict(name=found.shape.name, weights=found.shape.total_params(),
+                   num_hidden_layers=found.shape.layers),
+        machine=dict(gpu=machine.gpu.name, calibrated=machine.gpu.calibrated,
+                     source=machine.gpu.source, gpus=machine.gpus, nodes=machine.nodes,
+                     memory_gib=machine.memory_gib, host_memory_gib=machine.host_memory_gib,
+                     link_gb_s=machine.link_gb_s or machine.gpu.peer_gb_s(machine.gpus),
+                     host_link_gb_s=machine.gpu.host_gb_s),
+        settings={k: shown(v) for k, v in changed_settings(found.config).items()},
+        batch_size=found.setup.batch_size, accumulation=found.setup.accumulation,
+        memory_gib=use.parts, allocated_gib=use.peak_allocated, reserved_gib=use.peak_reserved,
+        needed_gib=use.total, peak_at=use.moment, fits=found.fits, host_gib=use.host_parts,
+        host_needed_gib=use.host, step_seconds=step.parts, seconds_per_step=step.total,
+        tokens_per_second_per_gpu=step.tokens_per_second_per_gpu)
+    if cost: answer["run"] = asdict(cost) | dict(examples=examples, epochs=found.config.num_epochs)
+    return answer
+

@@ -1,0 +1,116 @@
+"""The config.json of models that people name most, gated ones too, by their hub names.
+
+The numbers are each file's own, in transformers' fields, so that `AutoConfig.for_model` makes the
+real model of them. Pure: no torch.
+"""
+from __future__ import annotations
+
+import re
+from difflib import get_close_matches
+
+TUNED = re.compile(r"-(instruct|chat|it)(?=-|$)")
+
+
+def bare_name(name: str) -> str:
+    """A hub name without owner, case, `Meta-`, `-hf` and what marks a tuned model."""
+    last = name.rstrip("/").rsplit("/", 1)[-1].lower()
+    return TUNED.sub("", last.removeprefix("meta-").removesuffix("-hf"))
+
+
+def known_name(name: str) -> str:
+    """The full hub name of a known model; owner, case and `-hf` may be left out or differ.
+
+    A model tuned for chat (`-Instruct`, `-chat`, `-it`) has the shape of the one it was made from.
+    Raises ValueError, listing close names, for a model that is not known.
+    """
+    by_bare = {bare_name(full): full for full in KNOWN}
+    wanted = bare_name(name)
+    if wanted in by_bare: return by_bare[wanted]
+    near = [by_bare[key] for key in get_close_matches(wanted, by_bare, 4, 0.5)]
+    raise ValueError(f"--model_name {name}: no known model, folder or file; "
+                     f"{'close' if near else 'known'} names: {', '.join(near or KNOWN)}. Give one of "
+                     "them, a folder with config.json, or that file")
+
+
+def known_config(name: str) -> dict:
+    """The config.json of a known model, in transformers' fields; ValueError if it is not known."""
+    return dict(KNOWN[known_name(name)])
+
+
+def _llama(vocab, hidden, intermediate, layers, heads, kv_heads, positions, theta, **more) -> dict:
+    """config.json's fields for a model built like Llama."""
+    return dict(model_type="llama", vocab_size=vocab, hidden_size=hidden,
+                intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
+                num_key_value_heads=kv_heads, max_position_embeddings=positions, rope_theta=theta,
+                rms_norm_eps=1e-5, hidden_act="silu", tie_word_embeddings=False) | more
+
+
+def _llama3(*sizes, factor: float, **more) -> dict:
+    """Llama 3.1 and 3.2: a vocabulary of 128k, 131k positions by scaled rotary angles."""
+    hidden, intermediate, layers, heads, kv_heads = sizes
+    scaling = dict(rope_type="llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0,
+                   original_max_position_embeddings=8192)
+    return _llama(128256, hidden, intermediate, layers, heads, kv_heads, 131072, 500000.0,
+                  rope_scaling=scaling) | more
+
+
+def _qwen2(vocab, hidden, intermediate, layers, heads, kv_heads, positions, tied) -> dict:
+    return _llama(vocab, hidden, intermediate, layers, heads, kv_heads, positions, 1000000.0,
+                  model_type="qwen2", rms_norm_eps=1e-6, tie_word_embeddings=tied)
+
+
+def _qwen3(hidden, intermediate, layers, heads, kv_heads, tied) -> dict:
+    return _llama(151936, hidden, intermediate, layers, heads, kv_heads, 40960, 1000000.0,
+                  model_type="qwen3", rms_norm_eps=1e-6, head_dim=128, tie_word_embeddings=tied)
+
+
+def _gemma(family, hidden, intermediate, layers, heads, kv_heads, **more) -> dict:
+    return _llama(256000, hidden, intermediate, layers, heads, kv_heads, 8192, 10000.0,
+                  model_type=family, rms_norm_eps=1e-6, head_dim=256, tie_word_embeddings=True,
+                  hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh") | more
+
+
+# The numbers of each model's config.json on the Hugging Face hub.
+KNOWN = {
+    "meta-llama/Llama-2-7b-hf": _llama(32000, 4096, 11008, 32, 32, 32, 4096, 10000.0),
+    "meta-llama/Llama-2-13b-hf": _llama(32000, 5120, 13824, 40, 40, 40, 4096, 10000.0),
+    "meta-llama/Llama-2-70b-hf": _llama(32000, 8192, 28672, 80, 64, 8, 4096, 10000.0),
+    "codellama/CodeLlama-34b-hf": _llama(32000, 8192, 22016, 48, 64, 8, 16384, 1000000.0),
+    "meta-llama/Meta-Llama-3-8B": _llama(128256, 4096, 14336, 32, 32, 8, 8192, 500000.0),
+    "meta-llama/Meta-Llama-3-70B": _llama(128256, 8192, 28672, 80, 64, 8, 8192, 500000.0),
+    "meta-llama/Llama-3.1-8B": _llama3(4096, 14336, 32, 32, 8, factor=8.0),
+    "meta-llama/Llama-3.1-70B": _llama3(8192, 28672, 80, 64, 8, factor=8.0),
+    "meta-llama/Llama-3.2-1B": _llama3(2048, 8192, 16, 32, 8, factor=32.0, head_dim=64,
+                                       tie_word_embeddings=True),
+    "meta-llama/Llama-3.2-3B": _llama3(3072, 8192, 28, 24, 8, factor=32.0, head_dim=128,
+                                       tie_word_embeddings=True),
+    "01-ai/Yi-34B": _llama(64000, 7168, 20480, 60, 56, 8, 4096, 5000000.0),
+    "mistralai/Mistral-7B-v0.1": _llama(32000, 4096, 14336, 32, 32, 8, 32768, 10000.0,
+                                        model_type="mistral", sliding_window=4096),
+    "mistralai/Mistral-7B-v0.3": _llama(32768, 4096, 14336, 32, 32, 8, 32768, 1000000.0,
+                                        model_type="mistral", sliding_window=None),
+    "Qwen/Qwen2.5-0.5B": _qwen2(151936, 896, 4864, 24, 14, 2, 32768, True),
+    "Qwen/Qwen2.5-1.5B": _qwen2(151936, 1536, 8960, 28, 12, 2, 131072, True),
+    "Qwen/Qwen2.5-7B": _qwen2(152064, 3584, 18944, 28, 28, 4, 131072, False),
+    "Qwen/Qwen2.5-14B": _qwen2(152064, 5120, 13824, 48, 40, 8, 131072, False),
+    "Qwen/Qwen2.5-32B": _qwen2(152064, 5120, 27648, 64, 40, 8, 131072, False),
+    "Qwen/Qwen2.5-72B": _qwen2(152064, 8192, 29568, 80, 64, 8, 131072, False),
+    "Qwen/Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, 8, True),
+    "Qwen/Qwen3-4B": _qwen3(2560, 9728, 36, 32, 8, True),
+    "Qwen/Qwen3-8B": _qwen3(4096, 12288, 36, 32, 8, False),
+    "Qwen/Qwen3-14B": _qwen3(5120, 17408, 40, 40, 8, False),
+    "Qwen/Qwen3-32B": _qwen3(5120, 25600, 64, 64, 8, False),
+    "google/gemma-7b": _gemma("gemma", 3072, 24576, 28, 16, 16),
+    "google/gemma-2-9b": _gemma("gemma2", 3584, 14336, 42, 16, 8, query_pre_attn_scalar=256,
+                                sliding_window=4096, attn_logit_softcapping=50.0,
+                                final_logit_softcapping=30.0),
+    "microsoft/Phi-3-mini-4k-instruct": _llama(
+        32064, 3072, 8192, 32, 32, 32, 4096, 10000.0, model_type="phi3", sliding_window=2047,
+        original_max_position_embeddings=4096),
+    "HuggingFaceTB/SmolLM2-135M": _llama(49152, 576, 1536, 30, 9, 3, 8192, 100000.0,
+                                         tie_word_embeddings=True),
+    "HuggingFaceTB/SmolLM2-360M": _llama(49152, 960, 2560, 32, 15, 5, 8192, 100000.0,
+                                         tie_word_embeddings=True),
+    "HuggingFaceTB/SmolLM2-1.7B": _llama(49152, 2048, 8192, 24, 32, 32, 8192, 130000.0,
+                                         tie_word_embeddings=True),
+}

@@ -1,0 +1,20 @@
+"""What to train with: the ladder a person would climb, and the search that finds what is fastest.
+
+Both ask the estimates. The ladder is the order of explanation: each rung adds one way to save memory
+to those before, and says what it needs and why it is not the answer. The search tries every strategy,
+offload and micro-batch with the mix of activation policies that is fastest within the card's memory,
+and ranks what fits by predicted time. `--global_batch_size` is the user's and never changed. Pure: no
+torch.
+
+Modules, each importing only from those before it: ladder, search, plan, report, picture.
+"""
+from __future__ import annotations
+
+from .ladder import LADDER, Rung, climb
+from .picture import draw
+from .plan import Plan, free_settings, make_plan
+from .report import as_json, report
+from .search import search
+
+__all__ = ["LADDER", "Plan", "Rung", "as_json", "climb", "draw", "free_settings", "make_plan", "report",
+           "search"]

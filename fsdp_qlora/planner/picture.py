@@ -1,0 +1,62 @@
+"""Memory per rung of the ladder, against what the card has, as a picture."""
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..estimate import Estimate
+from .plan import Plan
+
+STACK = (  # label, parts of an estimate, colour
+    ("weights", ("linears", "absmax", "embedding", "head", "norms"), "#1f5a99"),
+    ("adapters, gradients, optimizer", ("adapters", "gradients", "optimizer"), "#6aa5d8"),
+    ("gathered by FSDP", ("unsharded",), "#7b6bb2"),
+    ("activations", ("activations",), "#e0902f"),
+    ("in use: a block, the loss", ("working", "loss"), "#f2c681"),
+    ("CUDA, NCCL, allocator", ("workspace", "slack", "context"), "#b5b5b5"),
+)
+
+
+def draw(plan: Plan, path: str | Path) -> Path:
+    """Write the picture. Raises ValueError where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError(f"--picture {path}: matplotlib is not installed; pip install matplotlib"
+                         ) from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    bars = [(f"{i}. {c.rung.name}", c.found) for i, c in enumerate(plan.rungs, 1) if c.found]
+    if plan.choice: bars.append(("chosen by the search", plan.choice))
+    figure, axes = plt.subplots(figsize=(9, 1.4 + 0.42 * len(bars)), layout="constrained")
+    limit = plan.machine.memory_gib
+    for place, (_, found) in enumerate(bars): bar(axes, place, found, limit)
+    axes.axvline(limit, color="#b02020", linewidth=1.5)
+    axes.text(limit, -0.75, f" {limit:g} GiB", color="#b02020", va="center")
+    axes.set_yticks(range(len(bars)), [name for name, _ in bars])
+    axes.set(xlabel="GiB per GPU", ylim=(len(bars) - 0.4, -1.1), title=title(plan),
+             xlim=(0, 1.12 * max(limit, max(found.memory.total for _, found in bars))))
+    axes.spines[["top", "right"]].set_visible(False)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for _, _, colour in STACK]
+    figure.legend(handles, [label for label, _, _ in STACK], loc="outside lower center", ncols=3,
+                  frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return Path(path)
+
+
+def bar(axes, place: int, found: Estimate, limit: float):
+    """One stacked bar, with its total and speed at the end."""
+    left, pale = 0.0, 1.0 if found.fits else 0.45
+    for _, parts, colour in STACK:
+        width = sum(found.memory.parts[name] for name in parts)
+        axes.barh(place, width, left=left, color=colour, height=0.66, alpha=pale)
+        left += width
+    speed = f", {found.step.tokens_per_second_per_gpu:,.0f} tok/s" if found.fits else ""
+    axes.text(left, place, f" {left:.1f}{speed}", va="center", fontsize=8)
+
+
+def title(plan: Plan) -> str:
+    """Model, machine and tokens."""
+    machine = plan.machine
+    return (f"{plan.shape.name} on {machine.world_size}x {machine.gpu.label}, "
+            f"{plan.config.context_length:,} tokens a row")

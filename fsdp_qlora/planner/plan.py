@@ -1,0 +1,101 @@
+"""The plan for one model on one machine: the ladder, the search and the choice."""
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..arch import ModelShape
+from ..config import AUTO, RunConfig
+from ..estimate import Estimate
+from ..machine import Machine
+from .ladder import LADDER, Climbed, climb
+from .search import search
+
+PLANNED = ("sharding_strategy", "activation_policy", "use_cpu_offload", "use_activation_cpu_offload")
+FIXES_POLICY = ("activation_policy", "use_gradient_checkpointing", "reentrant_checkpointing")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was found, and what to do."""
+    shape: ModelShape
+    machine: Machine
+    config: RunConfig            # the settings asked for, with 1 row where that is free
+    free: frozenset[str]         # settings that the plan chooses
+    rungs: list[Climbed]
+    fitting: list[Estimate]      # by the search, fastest first
+    closest: Estimate | None     # where nothing fits: what needs least
+    longest: int = 0             # the context length that would fit then; 0: not even a short one
+    more_gpus: int = 0           # GPUs on which it would; 0: no number helps
+
+    @property
+    def choice(self) -> Estimate | None:
+        """The first of what fits."""
+        return self.fitting[0] if self.fitting else None
+
+    @property
+    def changes(self) -> dict:
+        """Fields of RunConfig that the choice sets."""
+        if self.choice is None: return {}
+        return {name: getattr(self.choice.config, name) for name in sorted(self.free)}
+
+
+def free_settings(config: RunConfig, given: set[str], everything: bool = False) -> frozenset[str]:
+    """The settings that a plan may choose: those that are auto, and what follows from them.
+
+    `given` are the flags that the user typed, which are kept. `everything` frees what is not given,
+    as `fsdp-qlora plan` does.
+    """
+    free = set()
+    if everything or config.sharding_strategy == "auto":
+        free = {name for name in PLANNED if name not in given}
+        if config.sharding_strategy == "auto": free.add("sharding_strategy")
+        if given & set(FIXES_POLICY): free.discard("activation_policy")
+    if config.activation_budget_gib is not None: free.add("activation_policy")
+    if config.batch_size == AUTO or everything and "batch_size" not in given: free.add("batch_size")
+    return frozenset(free)
+
+
+def settled(config: RunConfig, free: frozenset[str]) -> RunConfig:
+    """The configuration with a plain value in place of each free one."""
+    changes = dict(batch_size=1) if "batch_size" in free else {}
+    if config.sharding_strategy == "auto": changes["sharding_strategy"] = "full_shard"
+    if config.activation_budget_gib is not None:
+        changes |= dict(activation_budget_gib=None, activation_policy="recompute_all")
+    return replace(config, **changes)
+
+
+def make_plan(shape: ModelShape, machine: Machine, config: RunConfig, free: frozenset[str]) -> Plan:
+    """Climb the ladder and search. Raises ValueError for what no setting could repair."""
+    if config.activation_budget_gib is not None and config.activation_budget_gib > 0:
+        machine = replace(machine, memory_gib=min(machine.memory_gib, config.activation_budget_gib))
+    config = settled(config, free)
+    found = search(shape, machine, config, free)
+    plan = Plan(shape, machine, config, free, climb(shape, machine, config), found.fitting,
+                found.closest)
+    if plan.fitting: return plan
+    return replace(plan, longest=longest_that_fits(plan), more_gpus=gpus_that_fit(plan))
+
+
+def longest_that_fits(plan: Plan) -> int:
+    """The longest context, in steps of 128 tokens, that the search finds room for; 0 if none."""
+    low, high = 0, plan.config.context_length // 128
+    while high - low > 1:
+        middle = (low + high) // 2
+        shorter = replace(plan.config, context_length=128 * middle)
+        low, high = (middle, high) if fits(plan, plan.machine, shorter) else (low, middle)
+    return 128 * low
+
+
+def gpus_that_fit(plan: Plan) -> int:
+    """The fewest GPUs of the same kind, to 64, on which the search finds room; 0 if none."""
+    if plan.machine.nodes > 1: return 0
+    counts = [n for n in (2, 3, 4, 6, 8, 16, 32, 64) if n > plan.machine.gpus]
+    return next((n for n in counts if fits(plan, replace(plan.machine, gpus=n), plan.config)), 0)
+
+
+def fits(plan: Plan, machine: Machine, config: RunConfig) -> bool:
+    """Whether the search finds anything, with one row at a time."""
+    return bool(search(plan.shape, machine, config, plan.free - {"batch_size"}).fitting)
+
+
+__all__ = ["LADDER", "Plan", "free_settings", "make_plan", "settled"]

@@ -1,0 +1,113 @@
+"""A plan for people, and for programs."""
+from __future__ import annotations
+
+from ..config import AUTO, plan_batches
+from ..estimate import Estimate
+from ..estimate import as_json as estimate_as_json
+from ..estimate.peak import EXPLAINED
+from ..estimate.report import notes, settings_line, subject_lines
+from ..settings import shown
+from .ladder import Climbed
+from .plan import Plan
+from .search import seconds_per_row
+
+SHOWN = 8  # of the search's results
+
+
+def report(plan: Plan) -> str:
+    """The whole plan as text."""
+    some = plan.choice or plan.closest
+    lines = [subject_lines(some)[0], plan.machine.describe(), "", *ladder_lines(plan), "",
+             *search_lines(plan), "", *choice_lines(plan)]
+    return "\n".join(lines + notes(some))
+
+
+def ladder_lines(plan: Plan) -> list[str]:
+    """Each rung with its need, speed and verdict."""
+    rows, length = plan.config.batch_size, plan.config.context_length
+    lines = [f"{f'the ladder, {rows} x {length:,} tokens per GPU':<42}{'GiB':>7}{'tok/s/GPU':>11}"]
+    for number, climbed in enumerate(plan.rungs, 1):
+        lines.append(f"{number:>2}. {climbed.rung.name:<38}{figures(climbed.found)}  "
+                     f"{rung_verdict(plan, climbed)}")
+    last = "not needed" if plan.choice else "see below"
+    return [*lines, f"{len(plan.rungs) + 1:>2}. {'shorter rows, or more GPUs':<56}  {last}"]
+
+
+def figures(found: Estimate | None) -> str:
+    """Need and speed in columns."""
+    if found is None: return f"{'-':>7}{'-':>11}"
+    return f"{found.memory.total:7.1f}{found.step.tokens_per_second_per_gpu:11,.0f}"
+
+
+def rung_verdict(plan: Plan, climbed: Climbed) -> str:
+    """Why a rung is, or is not, the answer."""
+    found, limit = climbed.found, plan.machine.memory_gib
+    if found is None: return climbed.refused
+    if not found.fits_gpu:
+        return (f"{found.memory.total - limit:.1f} too much; most is "
+                f"{EXPLAINED[found.memory.largest]}, {found.memory.parts[found.memory.largest]:.1f}")
+    if not found.fits_host:
+        return f"the host needs {found.memory.host:.0f} GiB of {plan.machine.host_memory_gib:.0f}"
+    first = next(c for c in plan.rungs if c.fits)
+    best = plan.choice and seconds_per_row(plan.choice)
+    slower = seconds_per_row(found) / best - 1 if best else 0.0
+    behind = f"; the search found {slower:.0%} more speed" if slower >= 0.01 else ""
+    return ("fits: the first that does" if climbed is first else "fits") + behind
+
+
+def search_lines(plan: Plan) -> list[str]:
+    """The fastest configurations that fit."""
+    if not plan.fitting: return ["nothing fits"]
+    top = plan.fitting[:SHOWN]
+    wide = max(len(settings_line(found)) for found in top) + 3
+    lines = [f"{f'the fastest of {len(plan.fitting)} that fit':<{wide}}{'rows x times':>12}{'GiB':>7}"
+             f"{'tok/s/GPU':>11}"]
+    return lines + [
+        f"{settings_line(found):<{wide}}{f'{found.setup.batch_size} x {found.setup.accumulation}':>12}"
+        f"{figures(found)}" for found in top]
+
+
+def choice_lines(plan: Plan) -> list[str]:
+    """What to do, and what it gives; or what is missing."""
+    if plan.choice is None: return advice(plan)
+    step, choice = plan.choice.step, plan.choice
+    batches = plan_batches(choice.config, plan.machine.world_size)
+    fixed = "fixed" if plan.config.global_batch_size != AUTO else "--global_batch_size fixes them"
+    return [f"chosen: {flags(plan)}",
+            f"        {step.total:.3f} s a step of {batches.rows_per_step} rows ({fixed}), "
+            f"{step.tokens_per_second_per_gpu * plan.machine.world_size:,.0f} tokens/s on "
+            f"{plan.machine.world_size} GPU{'s' * (plan.machine.world_size > 1)}; "
+            f"{choice.memory.total:.1f} of {plan.machine.memory_gib:g} GiB"]
+
+
+def flags(plan: Plan) -> str:
+    """The chosen settings as they are typed."""
+    order = sorted(plan.changes, key=lambda name: (name != "sharding_strategy", name))
+    return " ".join(f"--{name} {shown(plan.changes[name])}" for name in order
+                    if plan.changes[name] is not False) or "as given"
+
+
+def advice(plan: Plan) -> list[str]:
+    """The last rung: what would fit."""
+    need, limit = plan.closest.memory, plan.machine.memory_gib
+    short = (f"{need.total:.1f} GiB of {limit:g}" if not plan.closest.fits_gpu else
+             f"{need.host:.0f} GiB of host memory, of {plan.machine.host_memory_gib:.0f}")
+    lines = [f"closest: {settings_line(plan.closest)}, one row at a time, needs {short}"]
+    if plan.longest: lines.append(f"shorter: --context_length {plan.longest} fits")
+    if plan.more_gpus: lines.append(f"more GPUs: {plan.more_gpus} of them hold it")
+    if not plan.longest and not plan.more_gpus:
+        lines.append("neither shorter rows nor more of these GPUs help: take cards with more memory, "
+                     "or a smaller model")
+    return lines
+
+
+def as_json(plan: Plan) -> dict:
+    """The whole plan as a dict of plain values."""
+    return dict(
+        ladder=[dict(rung=c.rung.name, why=c.rung.why, changes=c.changes, fits=c.fits,
+                     verdict=rung_verdict(plan, c),
+                     estimate=estimate_as_json(c.found) if c.found else None) for c in plan.rungs],
+        search=[estimate_as_json(found) for found in plan.fitting[:SHOWN]],
+        tried_and_fitting=len(plan.fitting), chosen=plan.changes or None,
+        choice=estimate_as_json(plan.choice) if plan.choice else None,
+        longest_context_that_fits=plan.longest or None, gpus_that_fit=plan.more_gpus or None)

@@ -1,0 +1,111 @@
+"""Every strategy, offload and micro-batch, each with its fastest mix of activation policies."""
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+from operator import attrgetter
+
+from ..arch import ModelShape
+from ..config import AUTO, STRATEGY_NAMES, RunConfig, plan_batches
+from ..estimate import Estimate, choose_policies, estimate, setup_from_config
+from ..estimate.question import hybrid_groups
+from ..machine import Machine
+
+MOST_ROWS = 64           # of a micro-batch, where no --global_batch_size limits it
+SAME_SPEED = 0.01        # predictions closer than this are equal: the simpler one is taken
+SPARE_SHARE = 0.03       # of the card's memory, left free by a chosen mix of activation policies
+ENOUGH_ROWS = 0.02       # a larger micro-batch must be faster by more, if rows per step follow from it
+
+
+@dataclass(frozen=True)
+class Search:
+    """What was tried: the estimates that fit, fastest first, and the least need of what did not."""
+    fitting: list[Estimate]
+    closest: Estimate | None     # where nothing fits: what needs least
+
+
+def search(shape: ModelShape, machine: Machine, config: RunConfig, free: frozenset[str]) -> Search:
+    """All combinations of the `free` settings; the others stay as in `config`."""
+    fitting, failed = [], []
+    for strategy, offload, activations in places(machine, config, free):
+        for rows in micro_batches(machine, config, free):
+            tried = replace(config, sharding_strategy=strategy, use_cpu_offload=offload,
+                            use_activation_cpu_offload=activations, batch_size=rows)
+            found = best_policies(shape, machine, tried, free)
+            (fitting if found.fits else failed).append(found)
+            if not found.fits: break  # more rows need more
+    closest = min(failed, key=lambda e: e.memory.total, default=None) if not fitting else None
+    return Search(ranked(fitting, config, free), closest)
+
+
+def places(machine: Machine, config: RunConfig, free: frozenset[str]) -> list[tuple[str, bool, bool]]:
+    """Strategies with or without offload of weights and of activations, that this version can do."""
+    strategies = [config.sharding_strategy]
+    if "sharding_strategy" in free:
+        strategies = ["ddp", "full_shard"]
+        if machine.world_size > 1: strategies.insert(1, "shard_grad_op")
+        if hybrid_groups(machine, config) and machine.nodes > 1:
+            strategies += [s for s in STRATEGY_NAMES if s.startswith("hybrid")]
+    offloads = (False, True) if "use_cpu_offload" in free else (config.use_cpu_offload,)
+    activations = ((False, True) if "use_activation_cpu_offload" in free
+                   else (config.use_activation_cpu_offload,))
+    found = []
+    for strategy, offload, activation in product(strategies, offloads, activations):
+        if machine.world_size == 1 and strategy != "ddp" and not offload and len(strategies) > 1:
+            continue  # one GPU shards nothing
+        try:
+            replace(config, sharding_strategy=strategy, use_cpu_offload=offload,
+                    use_activation_cpu_offload=activation, batch_size=1)
+            found.append((strategy, offload, activation))
+        except ValueError:
+            continue  # ddp has nothing to offload
+    return found
+
+
+def micro_batches(machine: Machine, config: RunConfig, free: frozenset[str]) -> list[int]:
+    """Rows per GPU and forward that are worth trying, ascending."""
+    if "batch_size" not in free: return [config.batch_size]
+    most = MOST_ROWS
+    if config.global_batch_size != AUTO: most = -(-config.global_batch_size // machine.world_size)
+    sizes = sorted({base << shift for base in (1, 3) for shift in range(20) if base << shift < most})
+    if most not in sizes: sizes.append(most)
+    return sizes
+
+
+def best_policies(shape: ModelShape, machine: Machine, config: RunConfig, free: frozenset[str]
+                  ) -> Estimate:
+    """The estimate with the fastest mix of policies that fits, or with every block recomputed."""
+    if "activation_policy" not in free: return estimate(shape, machine, config)
+    setup = setup_from_config(config, machine.world_size, gpus_per_node=machine.gpus)
+    try:
+        policy = choose_policies(shape, setup, (1 - SPARE_SHARE) * machine.memory_gib, machine.gpu,
+                                 attrgetter("total"))
+    except ValueError:
+        policy = "recompute_all"
+    return estimate(shape, machine, replace(config, activation_policy=policy))
+
+
+def seconds_per_row(found: Estimate) -> float:
+    """Predicted seconds of a step over the rows that it trains on."""
+    return found.step.total / plan_batches(found.config, found.machine.world_size).rows_per_step
+
+
+def ranked(fitting: list[Estimate], config: RunConfig, free: frozenset[str]) -> list[Estimate]:
+    """Fastest first, but the simplest of those as fast as the first before it.
+
+    Simpler is: no offload, a plainer strategy, fewer rows per micro-batch.
+    """
+    fitting = sorted(fitting, key=seconds_per_row)
+    if not fitting: return []
+    rows_follow = "batch_size" in free and config.global_batch_size == AUTO
+    near = seconds_per_row(fitting[0]) * (1 + (ENOUGH_ROWS if rows_follow else SAME_SPEED))
+    same = [found for found in fitting if seconds_per_row(found) <= near]
+    first = min(same, key=simplicity)
+    return [first, *(found for found in fitting if found is not first)]
+
+
+def simplicity(found: Estimate) -> tuple:
+    """Sorts the simpler of two equally fast configurations first."""
+    config = found.config
+    return (config.use_activation_cpu_offload, config.use_cpu_offload, config.batch_size,
+            STRATEGY_NAMES.index(config.sharding_strategy), found.memory.total)

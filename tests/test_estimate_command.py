@@ -1,0 +1,142 @@
+"""`fsdp-qlora estimate`: from a model's name, file or size to memory, time and money, without torch."""
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from fsdp_qlora.arch import model_shape, shape_from_params
+from fsdp_qlora.cli import main
+from fsdp_qlora.config import RunConfig
+from fsdp_qlora.estimate import estimate, memory, setup_from_config, step_seconds
+from fsdp_qlora.hardware import find_gpu
+from fsdp_qlora.known_models import known_config
+from fsdp_qlora.machine import MachineOptions, machine_from_options
+
+ASKED = ["--model_name", "llama-2-70b", "--gpu", "rtx 3090", "--gpus", "2", "--batch_size", "2",
+         "--context_length", "2048", "--use_cpu_offload"]
+
+
+def machine(**options):
+    return machine_from_options(MachineOptions(**options))
+
+
+def answer(capsys, *argv) -> dict:
+    assert main(["estimate", *argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refusal(capsys, *argv) -> str:
+    """The one line of a mistake."""
+    assert main([*argv]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    return lines[0]
+
+
+@pytest.mark.parametrize("command", ["estimate", "plan"])
+def test_it_answers_where_torch_can_not_be_imported(command):
+    code = ("import sys; sys.modules['torch'] = None; from fsdp_qlora.cli import main;"
+            f"sys.exit(main({[command, *ASKED]!r}))")
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "RTX 3090 (uncalibrated)" in run.stdout
+
+
+def test_the_answer_is_that_of_the_estimates(capsys):
+    found = answer(capsys, *ASKED, "--examples", "1024")
+    config = RunConfig(model_name="llama-2-70b", batch_size=2, context_length=2048,
+                       use_cpu_offload=True)
+    setup, shape, gpu = setup_from_config(config, 2), model_shape("llama-2-70b"), find_gpu("3090")
+    assert found["needed_gib"] == memory(shape, setup).total
+    assert found["host_needed_gib"] == memory(shape, setup).host
+    assert found["seconds_per_step"] == step_seconds(shape, gpu, setup).total
+    hours = 1024 / 4 * found["seconds_per_step"] / 3600
+    assert found["run"]["hours"] == pytest.approx(hours)
+    assert found["run"]["dollars"] == pytest.approx(hours * 2 * gpu.price_per_hour)
+    assert not found["machine"]["calibrated"] and found["fits"]
+
+
+def test_the_text_is_one_screen_with_every_part(capsys):
+    assert main(["estimate", *ASKED, "--examples", "1024"]) == 0
+    text = capsys.readouterr().out
+    for part in ("linear weights", "saved for the backward", "gathered by FSDP", "large products",
+                 "dequantization", "communication not hidden", "tokens/s per GPU", "host memory",
+                 "2.1 M tokens", "$", "uncalibrated", "PCIe 4 x16", "fits"):
+        assert part in text or part == "linear weights", part
+    assert len(text.splitlines()) <= 30
+
+
+def test_a_config_file_a_folder_and_a_name_are_the_same_model(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(known_config("llama-2-70b")))
+    asked = ["--gpu", "h100", "--context_length", "2048"]
+    totals = {answer(capsys, "--model_name", str(name), *asked)["needed_gib"]
+              for name in ("llama-2-70b", tmp_path, tmp_path / "config.json")}
+    assert len(totals) == 1
+
+
+@pytest.mark.parametrize("size,count", [("7B", 7e9), ("70b", 70e9), ("350M", 350e6),
+                                        ("8030261248", 8030261248)])
+def test_a_size_becomes_a_llama_of_that_size(size, count):
+    shape = shape_from_params(size)
+    assert shape.total_params() == pytest.approx(count, rel=0.04)
+    assert 60 <= shape.hidden / shape.layers <= 220
+
+
+def test_interconnect_changes_the_time_and_not_the_memory():
+    shape, config = model_shape("llama-2-7b"), RunConfig(context_length=2048)
+    found = {link: estimate(shape, machine(gpu="3090", gpus=2, interconnect=link), config)
+             for link in ("nvlink", "pcie4x16", "pcie3x4", "1")}
+    seconds = [f.step.parts["communication"] for f in found.values()]
+    assert seconds == sorted(seconds) and seconds[3] > 2 * seconds[0]
+    assert len({f.memory.total for f in found.values()}) == 1
+    assert found["1"].machine.link_gb_s == 1
+
+
+def test_several_machines_are_as_slow_as_the_link_between_them():
+    shape, config = model_shape("llama-2-7b"), RunConfig(context_length=2048)
+    one, two, slow = (estimate(shape, machine(gpu="a100", gpus=8 // n, nodes=n, internode_gb_s=rate),
+                               config) for n, rate in ((1, 25), (2, 25), (2, 1)))
+    times = [f.step.total for f in (one, two, slow)]
+    assert times == sorted(times) and times[2] > 2 * times[0]
+    assert two.machine.world_size == 8 and two.memory.host < one.memory.host
+
+
+def test_prices_of_the_user_replace_the_dated_ones(capsys, tmp_path):
+    prices = tmp_path / "prices.json"
+    prices.write_text(json.dumps({"nvidia geforce rtx 3090": 1.0, "H100 SXM": 9}))
+    run = answer(capsys, *ASKED, "--examples", "100", "--prices", str(prices))["run"]
+    assert run["dollars"] == pytest.approx(2 * run["hours"]) and run["price_source"] == str(prices)
+    prices.write_text('{"H100 SXM": "cheap"}')
+    assert "'cheap' is no price" in refusal(capsys, "estimate", *ASKED, "--prices", str(prices))
+
+
+@pytest.mark.parametrize("argv,message", [
+    (["--gpu", "gtx 970"], "--gpu gtx 970: not in the catalogue"),
+    (["--gpu", "h100", "--gpu_spec", "x.json"], "--gpu and --gpu_spec both name the GPU"),
+    (["--gpu", "h100", "--model_name", "llama-9-1b"], "--model_name llama-9-1b: no known model"),
+    (["--gpu", "h100", "--context_length", "5000"], "--context_length 5000: .* 4096 positions"),
+    (["--gpu", "h100", "--context_length", "-1"], "--context_length must be 1 or more, got -1"),
+    (["--gpu", "h100", "--batch_size", "-2"], "--batch_size must be"),
+    (["--gpu", "h100", "--gpus", "-3"], "--gpus must be -1 or above 0, got -3"),
+    (["--gpu", "h100", "--nodes", "0"], "--nodes must be 1 or more, got 0"),
+    (["--gpu", "h100", "--gpu_memory_gib", "-8"], "--gpu_memory_gib must be above 0, got -8"),
+    (["--gpu", "h100", "--examples", "-1"], "--examples must be 1 or more, got -1"),
+    (["--gpu", "h100", "--params=-7B"], "--params -7B: give a size such as 7B"),
+    (["--gpu", "h100", "--params", "7Q"], "--params 7Q: give a size"),
+    (["--gpu", "h100", "--params", "90000T"], "can be estimated"),
+    (["--gpu", "4090", "--interconnect", "nvlink"], "--interconnect nvlink: the RTX 4090 has none"),
+    (["--gpu", "4090", "--interconnect", "pcie9x16"], "--interconnect pcie9x16: give"),
+    (["--gpu", "4090", "--interconnect=-5"], "--interconnect -5: give"),
+    (["--gpu", "3090", "--compute_dtype", "fp8"], "--compute_dtype fp8: the RTX 3090 has no fp8"),
+    (["--gpu", "h100", "--gpus", "2", "--sharding_strategy", "hybrid_full_shard"],
+     "--sharding_strategy hybrid_full_shard needs 2 or more replicas"),
+    (["--gpu", "h100", "--epochs", "3"], "unknown flag --epochs; did you mean --num_epochs")])
+def test_a_mistake_is_one_line_that_names_the_flag(capsys, argv, message):
+    assert re.search(message, refusal(capsys, "estimate", *argv))
+
+
+def test_no_gpu_here_and_none_named_is_said(capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert "--gpu is needed, for no GPU is seen here" in refusal(capsys, "estimate")

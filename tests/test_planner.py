@@ -1,0 +1,148 @@
+"""The ladder and the search: what fits, what is fastest, and what is never changed."""
+import json
+from dataclasses import replace
+
+import pytest
+
+from fsdp_qlora.arch import model_shape
+from fsdp_qlora.cli import main
+from fsdp_qlora.config import RunConfig, plan_batches
+from fsdp_qlora.estimate import estimate
+from fsdp_qlora.machine import MachineOptions, machine_from_options
+from fsdp_qlora.planner import LADDER, climb, free_settings, make_plan
+from fsdp_qlora.planner.search import seconds_per_row
+
+SEVEN, SEVENTY = model_shape("llama-2-7b"), model_shape("llama-2-70b")
+EVERYTHING = free_settings(RunConfig(), set(), everything=True)
+
+
+def machine(**options):
+    return machine_from_options(MachineOptions(**options))
+
+
+def plan(shape, config=None, free=EVERYTHING, **options):
+    return make_plan(shape, machine(**options), config or RunConfig(context_length=2048), free)
+
+
+def test_each_rung_adds_its_changes_to_those_before():
+    rungs = climb(SEVENTY, machine(gpu="3090", gpus=2), RunConfig(context_length=2048))
+    assert [c.rung for c in rungs] == list(LADDER)
+    together = {}
+    for climbed in rungs:
+        together |= climbed.rung.changes
+        assert climbed.changes == together
+        if climbed.found: assert climbed.found.config == replace(RunConfig(context_length=2048),
+                                                                 **together)
+
+
+def test_every_rung_of_a_kind_needs_less_than_the_one_it_repairs():
+    needs = [c.found.memory.total if c.found else None
+             for c in climb(SEVENTY, machine(gpu="3090", gpus=2), RunConfig(context_length=2048))]
+    ddp, ddp_again, grad_op, grad_op_again, full, full_again, offload = needs[:7]
+    assert ddp_again < ddp and grad_op_again < grad_op and full_again < full < grad_op
+    assert offload < full_again
+
+
+def test_the_choice_fits_and_nothing_that_was_tried_is_much_faster():
+    found = plan(SEVENTY, gpu="a100", gpus=4)
+    assert found.choice.fits
+    best = min(seconds_per_row(e) for e in found.fitting)
+    assert seconds_per_row(found.choice) <= 1.02 * best
+
+
+@pytest.mark.parametrize("gpu,gpus,limit", [("h100", 1, None), ("h100", 2, 24), ("h100", 4, None),
+                                            ("3090", 2, None), ("a6000", 2, None)])
+def test_no_rung_that_fits_is_faster_than_the_choice(gpu, gpus, limit):
+    """At the ladder's own micro-batch of one row, on which the search can only improve."""
+    found = plan(SEVEN, gpu=gpu, gpus=gpus, gpu_memory_gib=limit)
+    rungs = [c.found for c in found.rungs if c.fits]
+    assert rungs and all(seconds_per_row(found.choice) <= 1.03 * seconds_per_row(r) for r in rungs)
+
+
+@pytest.mark.parametrize("rows", [7, 32, 48])
+@pytest.mark.parametrize("gpus", [1, 2, 3, 8])
+def test_rows_per_step_are_never_changed(rows, gpus):
+    found = plan(SEVEN, RunConfig(context_length=2048, global_batch_size=rows), gpu="h100", gpus=gpus)
+    for candidate in found.fitting:
+        assert plan_batches(candidate.config, gpus).rows_per_step == rows
+
+
+def test_what_the_user_gave_is_kept():
+    given = RunConfig(context_length=2048, sharding_strategy="full_shard", batch_size=3)
+    free = free_settings(given, {"sharding_strategy", "batch_size", "activation_policy"},
+                         everything=True)
+    found = plan(SEVEN, given, free, gpu="h100", gpus=2)
+    assert {(e.config.sharding_strategy, e.config.batch_size, e.config.activation_policy)
+            for e in found.fitting} == {("full_shard", 3, "recompute_all")}
+    assert set(found.changes) == {"use_cpu_offload", "use_activation_cpu_offload"}
+
+
+def test_a_small_card_needs_offload_and_a_large_one_does_not():
+    assert plan(SEVENTY, gpu="3090", gpus=2).choice.config.use_cpu_offload
+    large = plan(SEVEN, gpu="h100", gpus=2).choice.config
+    assert (large.sharding_strategy, large.use_cpu_offload) == ("ddp", False)
+
+
+def test_host_memory_is_a_limit_too():
+    enough, short = (plan(SEVENTY, gpu="4090", gpus=2, host_memory_gib=gib) for gib in (128, 32))
+    assert enough.choice.config.use_cpu_offload
+    assert short.choice is None or not short.choice.config.use_cpu_offload
+
+
+def test_where_nothing_fits_it_says_what_would():
+    config = RunConfig(context_length=32768)
+    found = plan(model_shape("qwen2.5-72b"), config, gpu="4080", gpus=1)
+    assert found.choice is None and not found.closest.fits
+    assert 0 < found.longest < 32768
+    shorter = replace(config, context_length=found.longest)
+    assert plan(model_shape("qwen2.5-72b"), shorter, gpu="4080", gpus=1).choice
+    many = plan(SEVENTY, replace(config, context_length=2048, use_cpu_offload=False),
+                EVERYTHING - {"use_cpu_offload"}, gpu="3090")
+    assert many.choice is None and many.more_gpus > 2
+
+
+def test_a_larger_micro_batch_is_taken_only_where_it_pays():
+    """Rows per step follow from it unless they are fixed, and they are a choice about training."""
+    found = plan(SEVEN, RunConfig(context_length=4096), gpu="h100")
+    fewer = [e for e in found.fitting if e.config.batch_size < found.choice.config.batch_size]
+    assert all(seconds_per_row(e) > 1.01 * seconds_per_row(found.choice) for e in fewer)
+
+
+def test_the_command_says_each_rung_the_search_and_the_choice(capsys, tmp_path):
+    picture = tmp_path / "plan.png"
+    argv = ["plan", "--gpu", "rtx 3090", "--gpus", "2", "--model_name", "llama-2-70b",
+            "--context_length", "2048", "--global_batch_size", "32", "--picture", str(picture)]
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    for rung in LADDER: assert rung.name in text
+    for part in ("too much; most is", "the fastest of", "chosen: --sharding_strategy full_shard",
+                 "--use_cpu_offload true", "32 rows (fixed)", "uncalibrated", "fits"):
+        assert part in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main([*argv, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert len(answer["ladder"]) == len(LADDER) and answer["choice"]["fits"]
+    assert answer["chosen"]["use_cpu_offload"] is True
+    assert [r["fits"] for r in answer["ladder"]].index(True) == 6
+
+
+def test_the_chosen_flags_estimate_to_the_same_figures(capsys):
+    """What the plan prints can be typed."""
+    base = ["--gpu", "a6000", "--gpus", "2", "--model_name", "llama-2-70b", "--context_length", "2048"]
+    assert main(["plan", *base, "--json"]) == 0
+    choice = json.loads(capsys.readouterr().out)
+    chosen = [part for name, value in choice["chosen"].items()
+              for part in (f"--{name}", str(value).lower())]
+    assert main(["estimate", *base, *chosen, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["needed_gib"] == choice["choice"]["needed_gib"]
+
+
+def test_nothing_fits_is_an_answer_not_a_crash(capsys):
+    assert main(["plan", "--gpu", "4080", "--params", "2T", "--context_length", "8192"]) == 0
+    text = capsys.readouterr().out
+    assert "nothing fits" in text and "closest: " in text
+
+
+def test_estimates_of_the_plan_are_the_estimates():
+    found = plan(SEVEN, gpu="4090", gpus=2).choice
+    assert found == estimate(SEVEN, found.machine, found.config)
