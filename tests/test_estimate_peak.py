@@ -150,3 +150,17 @@ def flat_buffers_alive() -> list[int]:
 def test_fsdp_holds_two_flat_buffers_while_it_gathers_in_the_forward():
     for counts in run_ranks(flat_buffers_alive, 2):
         assert counts[:4] == [1, 2, 2, 2]
+
+
+def test_inputs_that_wait_on_the_host_are_off_the_gpu_but_for_those_in_flight():
+    """Of 31 that move (the last stays), two are back at most; the host has a slot for each."""
+    setup = replace(PRODUCT, batch_size=2)
+    one = 2 * 8192 * 4096 * 2 / GIB
+    kept, moved = (memory(LLAMA_8B, setup, activation_offload=o) for o in (False, True))
+    assert kept.moments["last block"] - moved.moments["last block"] == pytest.approx(31 * one)
+    assert kept.moments["block before it"] - moved.moments["block before it"] == pytest.approx(29 * one)
+    assert moved.host - kept.host == pytest.approx(31 * one)
+    assert moved.peak_allocated < kept.peak_allocated
+    whole = replace(setup, activation_policy="keep_all:8,recompute_all:24")
+    saved = [memory(LLAMA_8B, whole, activation_offload=o).moments["loss"] for o in (False, True)]
+    assert saved[0] - saved[1] == pytest.approx(23 * one)

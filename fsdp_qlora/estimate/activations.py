@@ -123,9 +123,20 @@ def attention_output(shape: ModelShape, setup: Setup) -> float:
 
 
 def kept_before(shape: ModelShape, setup: Setup, block: int) -> float:
-    """Bytes kept of the blocks before `block` (from 0)."""
+    """Bytes kept on the GPU of the blocks before `block` (from 0)."""
     counts = Counter(setup.policies(shape)[:block])
-    return sum(count * kept_by_block(shape, setup, policy) for policy, count in counts.items())
+    moved = offloaded_input(shape, setup) * moved_blocks(shape, setup, block)
+    return sum(count * kept_by_block(shape, setup, policy) for policy, count in counts.items()) - moved
+
+
+def offloaded_input(shape: ModelShape, setup: Setup) -> float:
+    """Bytes of a block's input that wait in host memory; 0 without activation offload."""
+    return block_input(shape, setup) if setup.activation_offload else 0.0
+
+
+def moved_blocks(shape: ModelShape, setup: Setup, block: int) -> int:
+    """How many of the blocks before `block` have their input moved: not keep_all, nor the last."""
+    return sum(policy != "keep_all" for policy in setup.policies(shape)[:min(block, shape.layers - 1)])
 
 
 def saved_in_backward(shape: ModelShape, setup: Setup, policy: str) -> float:

@@ -13,6 +13,7 @@ from .activations import (
     block_input,
     kept_before,
     loss_bytes,
+    offloaded_input,
     saved_by_block,
     saved_in_backward,
 )
@@ -170,6 +171,8 @@ def in_block_backward(shape: ModelShape, setup: Setup, block: int) -> dict[str, 
     """What is alive at the widest place of one block's backward."""
     before = kept_before(shape, setup, block)
     own = saved_in_backward(shape, setup, setup.policies(shape)[block])
+    # The input of the block before comes back meanwhile; the last block's never left.
+    if 0 < block < shape.layers - 1: before += offloaded_input(shape, setup)
     saved, work = before + own, backward_working(shape, setup)
     end_saved, end_work = saved - saved_by_block(shape, setup), backward_end(shape, setup)
     if saved + work < end_saved + end_work: saved, work = end_saved, end_work
@@ -281,12 +284,15 @@ def gradients_at(shape: ModelShape, setup: Setup, block: int) -> float:
 
 
 def host_memory(shape: ModelShape, setup: Setup) -> dict[str, float]:
-    """GiB of host memory of one machine by part: its ranks, and what CPU offload puts there.
+    """GiB of host memory of one machine by part: its ranks, and what offload puts there.
 
     torch's pinned allocator rounds each tensor up to a power of two.
     """
     ranks = setup.node_gpus
     parts = dict(processes=PROCESS_HOST_GIB * ranks)
+    if setup.activation_offload:  # one region, with a slot for every block but the last
+        slots = (shape.layers - 1) * offloaded_input(shape, setup)
+        parts["activations"] = ranks * slots / GIB
     if not setup.cpu_offload: return parts
     shards = [(w.shard(setup.shard_ranks), count) for w, count in all_weights(shape, setup)]
     pinned = sum(count * size for size, count in shards)

@@ -46,7 +46,7 @@ def settings_line(found: Estimate) -> str:
     setup = found.setup
     parts = [setup.strategy, setup.activation_policy]
     if setup.cpu_offload: parts.append("CPU offload")
-    if getattr(setup, "activation_offload", False): parts.append("activation offload")
+    if setup.activation_offload: parts.append("activation offload")
     if setup.compute_dtype == "fp8": parts.append("fp8")
     if not setup.compile: parts.append("not compiled")
     return ", ".join(parts)

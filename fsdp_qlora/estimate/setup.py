@@ -25,6 +25,7 @@ class Setup:
     wrap_policy: str = "block"
     backward_prefetch: bool = True
     cpu_offload: bool = False
+    activation_offload: bool = False   # inputs of recomputed blocks wait on the host (../offload.py)
     activation_policy: str = "recompute_all"  # as --activation_policy: one name, or name:count,...
     quant: str = "nf4"
     absmax_bytes: int = 4
@@ -94,6 +95,7 @@ def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
         world_size=world_size, strategy=config.sharding_strategy,
         shard_group_size=config.shard_group_size, wrap_policy=config.wrap_policy,
         backward_prefetch=config.backward_prefetch != "none", cpu_offload=config.use_cpu_offload,
+        activation_offload=config.use_activation_cpu_offload,
         activation_policy=("recompute_all" if config.activation_policy == "auto"
                            else config.activation_policy),
         quant=config.quant, absmax_bytes=1 if config.absmax_dtype == "int8" else 4,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ..arch import ModelShape
 from ..hardware import Gpu
 from ..machine import INTERNODE_GB_S
-from .activations import KEPT_ATTENTION, normed_output
+from .activations import KEPT_ATTENTION, moved_blocks, normed_output, offloaded_input
 from .setup import BYTES, Setup
 from .weights import (
     BLOCKSIZE,
@@ -274,9 +274,9 @@ def exposed_seconds(shape: ModelShape, gpu: Gpu, setup: Setup, forward: float, b
     """Seconds of one micro-batch's gathers and reduce-scatters, and of host copies, not hidden.
 
     A unit is gathered while the one before it computes, so what shows is what takes longer than
-    that, the first units of a pass, and the copy out of the flat buffer on the compute stream.
+    that, the first units of a pass, and the copy out of the flat buffer on the compute stream. The
+    inputs of blocks that wait on the host go there and come back beside a block's work.
     """
-    if not setup.sharded: return 0.0, 0.0
     n, several = setup.shard_ranks, setup.shard_ranks > 1
     network = (n - 1) / n / (link * 1e9)  # seconds per gathered byte
     pcie = 1 / n / (gpu.host_gb_s * 1e9) if setup.cpu_offload else 0.0
@@ -286,14 +286,20 @@ def exposed_seconds(shape: ModelShape, gpu: Gpu, setup: Setup, forward: float, b
     gather = unit * network + COLLECTIVE_LATENCY * several
     reduce = trained_bytes(block, 1, setup, "fp32") * network
     copy_out = 2 * unit / (gpu.reached_bandwidth_gb_s * 1e9) * several
+    moved = offloaded_input(shape, setup) / (gpu.host_gb_s * 1e9)
+    moved *= moved_blocks(shape, setup, shape.layers) / shape.layers
     # One pass over the blocks each: how often a unit is gathered, reduced, and what can hide it.
     passes = [(1, 0, forward * several),
               (int(setup.resharded), 1, backward * several * setup.backward_prefetch)]
     shown, from_host = outer * network + gather, (outer + unit) * pcie
+    if not setup.sharded: passes, shown = [], 0.0
     for gathers, reduces, room in passes:
         transfer = gathers * gather + reduces * reduce
         shown += shape.layers * (gathers * copy_out + max(0.0, transfer - room))
         from_host += shape.layers * max(0.0, gathers * unit * pcie - max(0.0, room - transfer))
+    weights = unit * pcie
+    from_host += shape.layers * (max(0.0, moved - max(0.0, forward - weights))
+                                 + max(0.0, moved - max(0.0, backward - setup.resharded * weights)))
     return shown, from_host
 
 

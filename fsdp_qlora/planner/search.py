@@ -32,6 +32,7 @@ def search(shape: ModelShape, machine: Machine, config: RunConfig, free: frozens
             tried = replace(config, sharding_strategy=strategy, use_cpu_offload=offload,
                             use_activation_cpu_offload=activations, batch_size=rows)
             found = best_policies(shape, machine, tried, free)
+            if activations != found.setup.activation_offload: continue  # nothing is left to offload
             (fitting if found.fits else failed).append(found)
             if not found.fits: break  # more rows need more
     closest = min(failed, key=lambda e: e.memory.total, default=None) if not fitting else None
@@ -53,9 +54,11 @@ def places(machine: Machine, config: RunConfig, free: frozenset[str]) -> list[tu
     for strategy, offload, activation in product(strategies, offloads, activations):
         if machine.world_size == 1 and strategy != "ddp" and not offload and len(strategies) > 1:
             continue  # one GPU shards nothing
+        tried = dict(sharding_strategy=strategy, use_cpu_offload=offload, batch_size=1,
+                     use_activation_cpu_offload=activation)
+        if "activation_policy" in free: tried["activation_policy"] = "recompute_all"
         try:
-            replace(config, sharding_strategy=strategy, use_cpu_offload=offload,
-                    use_activation_cpu_offload=activation, batch_size=1)
+            replace(config, **tried)
             found.append((strategy, offload, activation))
         except ValueError:
             continue  # ddp has nothing to offload
@@ -82,6 +85,7 @@ def best_policies(shape: ModelShape, machine: Machine, config: RunConfig, free: 
                                  attrgetter("total"))
     except ValueError:
         policy = "recompute_all"
+    if policy == "keep_all": config = replace(config, use_activation_cpu_offload=False)
     return estimate(shape, machine, replace(config, activation_policy=policy))
 
 
