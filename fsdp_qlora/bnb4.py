@@ -18,7 +18,7 @@ from transformers import BitsAndBytesConfig
 from .fourbit import BLOCKSIZE
 
 if TYPE_CHECKING:
-    from .loading import Checkpoint
+    from .weight_files import Checkpoint
 
 STATE = re.compile(r"(?P<weight>.+)\.quant_state\.bitsandbytes__(?P<quant_type>nf4|fp4)")
 

@@ -35,6 +35,7 @@ from .loading import (
 )
 from .losses import apply_chunked_loss
 from .offload import apply_activation_offload
+from .prequantized import FourBitCheckpoint, layers_to_quantize, open_weights
 from .quantize import quantize_linears
 from .quantized_cache import QuantizedCache
 from .sharding import apply_sharding, make_mesh, parameter_device
@@ -76,9 +77,10 @@ def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, C
     settings = read_config(config.model_name)
     model = meta_model(settings, DTYPES[config.precision], attention(config, settings, device)[0])
     model.config._name_or_path = config.model_name  # PEFT writes it into the adapter's config
-    checkpoint = open_checkpoint(config, model, device)
+    checkpoint = open_checkpoint(config, settings, model, device)
     if config.quant != "none":
-        quantize_linears(model, config.quant, absmax_dtype=config.absmax_dtype)
+        quantize_linears(model, config.quant, absmax_dtype=config.absmax_dtype,
+                         names=layers_to_quantize(checkpoint, config.quant))
     if config.adapter == "lora":
         model = apply_adapters(model, lora_config(
             rank=config.lora_rank, alpha=config.lora_alpha, dropout=config.lora_dropout,
@@ -109,10 +111,12 @@ def attention(config: RunConfig, settings: PretrainedConfig, device: torch.devic
                             DTYPES[config.precision])
 
 
-def open_checkpoint(config: RunConfig, model: nn.Module, device: torch.device):
+def open_checkpoint(config: RunConfig, settings: PretrainedConfig, model: nn.Module,
+                    device: torch.device) -> Checkpoint:
     """The checkpoint of --model_name, checked to be complete, or random weights."""
     if config.random_weights: return RandomCheckpoint(expected_shapes(model), device, config.seed)
-    checkpoint = Checkpoint(checkpoint_folder(config.model_name))
+    quantization = settings.to_dict().get("quantization_config")
+    checkpoint = open_weights(checkpoint_folder(config.model_name), quantization, config.model_name)
     check_complete(model, checkpoint)
     return checkpoint
 
@@ -121,6 +125,8 @@ def load(model: nn.Module, source: Checkpoint, device: torch.device, config: Run
     """Stream the weights in, with a progress bar and a line of what it took."""
     workers = None if config.loading_workers == AUTO else config.loading_workers
     cached = config.quantized_cache and config.quant != "none" and not config.random_weights
+    if cached and isinstance(source, FourBitCheckpoint):
+        cached = print_main("--quantized_cache has no effect: the checkpoint is in 4 bits already")
     with QuantizedCache(config.quantized_cache, model, source, device) if cached \
             else nullcontext(source) as weights:
         progress = LoadProgress(model, weights)

@@ -6,6 +6,7 @@ folder is found from its file headers (weight_files.py), before any rank waits f
 """
 from __future__ import annotations
 
+import copy
 import math
 import os
 import sys
@@ -71,6 +72,9 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype, attn_implementation
     Buffers such as rotary frequencies are in no checkpoint: they are computed here, once, and
     survive `materialize`. Raises ValueError if the attention kernel is unknown or not installed.
     """
+    if getattr(config, "quantization_config", None):  # that of the files, not of this model
+        config = copy.deepcopy(config)
+        del config.quantization_config
     try:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype,

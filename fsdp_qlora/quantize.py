@@ -145,13 +145,16 @@ def frozen(tensor: Tensor) -> nn.Parameter:
 
 
 def quantize_linears(model: nn.Module, quant_type: str = "nf4",
-                     skip: tuple[str, ...] = ("lm_head",), absmax_dtype: str = "fp32") -> nn.Module:
+                     skip: tuple[str, ...] = ("lm_head",), absmax_dtype: str = "fp32",
+                     names: set[str] | None = None) -> nn.Module:
     """Replace every linear layer but those whose last name part is in `skip`, in place.
 
+    With `names`, only layers of these names.
     On the meta device only shapes change; a model with weights is quantized where it lies.
     """
     for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and name.rsplit(".", 1)[-1] not in skip:
+        if not isinstance(module, nn.Linear) or name.rsplit(".", 1)[-1] in skip: continue
+        if names is None or name in names:
             made = QuantLinear.from_linear(module, quant_type, absmax_dtype)
             model.set_submodule(name, made)
     return model

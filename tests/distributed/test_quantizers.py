@@ -38,3 +38,28 @@ def test_every_format_equals_one_process_with_its_values(tmp_path):
     references = [rounded_reference(folder, **form) for form in FORMATS for _ in PLACES]
     for case, result, reference in zip(cases, results, references, strict=True):
         assert_equal_run(result, reference, 1e-5, case)
+
+
+def gathered_bytes(folder: str, cases: list[dict]) -> list[dict]:
+    """Every parameter's bytes, gathered, for each case."""
+    from fsdp_qlora.build import build_model
+    from fsdp_qlora.config import RunConfig
+    from fsdp_qlora.dist import full_tensor
+    return [{n: full_tensor(p.detach()).contiguous().view(torch.uint8).clone()
+             for n, p in build_model(RunConfig(model_name=folder, precision="fp32", lora_rank=3,
+                                               **case), torch.device("cpu")).named_parameters()}
+            for case in cases]
+
+
+def test_ranks_take_their_rows_of_a_4_bit_checkpoint(tmp_path):
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    plain = save_tiny(tmp_path / "plain", hidden_size=192, intermediate_size=320, head_dim=16)
+    AutoModelForCausalLM.from_pretrained(plain, quantization_config=BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_quant_storage=torch.bfloat16)).save_pretrained(tmp_path / "packed")
+    cases = [dict(), dict(sharding_strategy="ddp"), dict(quant="none")]
+    (whole,) = run_ranks(gathered_bytes, 1, str(tmp_path / "packed"), cases)
+    for rank in run_ranks(gathered_bytes, 3, str(tmp_path / "packed"), cases):  # uneven rows
+        for ours, expected in zip(rank, whole, strict=True):
+            assert ours.keys() == expected.keys()
+            assert all(torch.equal(ours[n], expected[n]) for n in ours)
