@@ -1,12 +1,15 @@
 """Products of frozen weights in 8-bit floats, for GPUs that multiply them twice as fast (Hopper on).
 
-Only the frozen weight's products are in fp8, forward and backward; adapters stay in bf16. Scales
-are dynamic: one per token, one per weight row (arXiv:2209.05433 describes the formats). A weight
-row's scale follows from its blocks' absmax, so 4-bit weights become fp8 in one pass, without a
+Scales are dynamic: one per token, one per weight row (arXiv:2209.05433 describes the formats). A
+weight row's scale follows from its blocks' absmax, so 4-bit weights become fp8 in one pass, without a
 16-bit copy between.
 
 In the backward, dX = dY W sums over W's rows, where the row scales would have to be inside the sum:
 they are multiplied into dY before dY is quantized.
+
+A rank that suits rides along: (x | xA) (W | B)^T is one product, summed in fp32. Added to its rounded
+result, what a young adapter gives would be lost: it is smaller than half a step of 16 bits. xA and B
+are themselves made and trained in 16 and 32 bits.
 
 Shapes: N tokens, I inputs, O outputs, R rank.  x (N, I), W (O, I), y (N, O)
 """
@@ -19,12 +22,16 @@ from torch import Tensor
 
 from .absmax import decode_absmax
 from .fourbit import BLOCKSIZE, blocks_of, dense_weight
-from .kernels import nf4_to_fp8, quantize_tokens_on_gpu, triton
+from .kernels import RANKS, nf4_to_fp8, quantize_tokens_on_gpu, row_scales_on_gpu, triton
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 TINY = 1e-12  # keeps the scale of an all-zero row finite
 MULTIPLE = 16  # the tensor cores take operands in rows of 16 bytes
+# A young adapter's B is far smaller than W and its A of W's size; fp8 has 15 octaves. The small factor
+# is moved up and the large one down by so much that both are inside, now and when B has grown.
+BOOST = 32.0
+A_LARGEST = 2.0
 
 
 def fp8_problem(device: torch.device) -> str | None:
@@ -41,31 +48,45 @@ def fits_fp8(in_features: int, out_features: int) -> bool:
 
 
 def forward_product(x: Tensor, weight: Tensor, absmax: Tensor | None, quant_type: str,
-                    left: Tensor | None = None, right: Tensor | None = None) -> Tensor:
-    """x W^T in fp8, plus left (N, R) right^T (R, O) in x's dtype if given; the result too."""
-    absmax = float_scales(absmax, x.shape[1])
-    scale = row_scale(weight, absmax)
-    w8 = weight_to_fp8(weight, absmax, x.shape[1], quant_type, scale, transposed=False)
-    x8, x_scale = quantize_tokens([x])
-    return scaled_product(x8, x_scale, w8, scale, left, right, x.dtype)
+                    xa: Tensor | None = None, b: Tensor | None = None, scaling: float = 1.0) -> Tensor:
+    """x W^T in fp8, plus scaling xa B^T if given, with xa (N, R) and B (O, R); in x's dtype."""
+    n_in, absmax = x.shape[1], float_scales(absmax, x.shape[1])
+    rank = b.shape[1] if b is not None and joins(b.shape[1]) else 0
+    w8 = torch.empty(len(weight), n_in + rank, dtype=FP8, device=x.device)
+    scale = row_scale(weight, absmax, *((b, BOOST * scaling, w8[:, n_in:]) if rank else ()))
+    weight_to_fp8(weight, absmax, n_in, quant_type, scale, transposed=False, out=w8[:, :n_in])
+    x8, x_scale = quantize_tokens([x, xa] if rank else [x], [1.0, 1 / BOOST])
+    y = scaled_product(x8, x_scale, w8, scale, x.dtype)
+    return y if rank or b is None else y.addmm_(xa, (b * scaling).to(x.dtype).t())
 
 
 def backward_product(dys: list[Tensor], weights: list[Tensor], absmaxes: list[Tensor | None],
-                     in_features: int, quant_type: str, left: Tensor | None = None,
-                     right: Tensor | None = None) -> Tensor:
-    """The sum of dY W over layers of one input, in fp8, plus left (N, R) right^T (R, I) if given.
+                     in_features: int, quant_type: str, dxa: Tensor | None = None,
+                     a: Tensor | None = None) -> Tensor:
+    """The sum of dY W over layers of one input, in fp8, plus dxa A if given, in dY's dtype.
 
-    One product: the dY stand side by side under one scale per token, the W one below the other.
+    dxa (N, R) and A (R, I) of all the layers side by side. One product: the dY stand side by side
+    under one scale per token, the W one below the other.
     """
     absmaxes = [float_scales(absmax, in_features) for absmax in absmaxes]
     scales = [row_scale(*each) for each in zip(weights, absmaxes, strict=True)]
-    wt8 = torch.empty(in_features, sum(map(len, weights)), dtype=FP8, device=dys[0].device)
-    parts = wt8.split([len(weight) for weight in weights], dim=1)
+    rank = len(a) if a is not None and joins(len(a)) else 0
+    wt8 = torch.empty(in_features, sum(map(len, weights)) + rank, dtype=FP8, device=dys[0].device)
+    *parts, a_part = wt8.split([*map(len, weights), rank], dim=1)
     for weight, absmax, scale, part in zip(weights, absmaxes, scales, parts, strict=True):
         weight_to_fp8(weight, absmax, in_features, quant_type, scale, transposed=True, out=part)
-    dy8, dy_scale = quantize_tokens(dys, scales)
-    return scaled_product(dy8, dy_scale, wt8, ones(in_features, dy8.device), left,
-                          right, dys[0].dtype)
+    if rank:
+        a_scale = (a.abs().amax(1).float() / A_LARGEST).clamp(min=TINY)
+        a_part.copy_((a / a_scale[:, None]).t())
+        dys, scales = [*dys, dxa], [*scales, a_scale]
+    dy8, dy_scale = quantize_tokens(dys, [1.0] * len(dys), scales)
+    dx = scaled_product(dy8, dy_scale, wt8, ones(in_features, dy8.device), dys[0].dtype)
+    return dx if rank or a is None else dx.addmm_(dxa, a.to(dx.dtype))
+
+
+def joins(rank: int) -> bool:
+    """Whether an adapter of such a rank can be further columns of the product."""
+    return rank % MULTIPLE == 0
 
 
 @cache
@@ -79,10 +100,19 @@ def float_scales(absmax: Tensor | None, in_features: int) -> Tensor | None:
     return None if absmax is None else decode_absmax(absmax, blocks_of(in_features))
 
 
-def row_scale(weight: Tensor, absmax: Tensor | None) -> Tensor:
-    """fp32 (O,): the factor that takes each row's largest value to 448, the largest of fp8."""
+def row_scale(weight: Tensor, absmax: Tensor | None, b: Tensor | None = None, factor: float = 1.0,
+              b8: Tensor | None = None) -> Tensor:
+    """fp32 (O,): the factor that takes each row's largest value to 448, the largest of fp8.
+
+    If B (O, R) is given, times `factor`, it counts as part of the row and goes into `b8`, scaled.
+    """
+    if absmax is not None and absmax.is_cuda and (b is None or b.shape[1] in RANKS):
+        return row_scales_on_gpu(absmax, None if b is None else b.contiguous(), factor, b8)
     largest = weight.abs().amax(1).float() if absmax is None else absmax.amax(1)
-    return (largest / FP8_MAX).clamp(min=TINY)
+    if b is not None: largest = largest.maximum(b.abs().amax(1).float() * factor)
+    scale = (largest / FP8_MAX).clamp(min=TINY)
+    if b is not None: b8.copy_(b.float() * factor / scale[:, None])
+    return scale
 
 
 def weight_to_fp8(weight: Tensor, absmax: Tensor | None, in_features: int, quant_type: str,
@@ -97,25 +127,20 @@ def weight_to_fp8(weight: Tensor, absmax: Tensor | None, in_features: int, quant
     return out.copy_(dense.t() if transposed else dense)
 
 
-def quantize_tokens(xs: list[Tensor], column_scales: list[Tensor] | None = None
-                    ) -> tuple[Tensor, Tensor]:
-    """x (N, K) side by side, times `column_scales` (K,) if given, in fp8, and fp32 scales (N,)."""
-    if xs[0].is_cuda: return quantize_tokens_on_gpu(xs, column_scales)
-    x = torch.cat(xs, 1).float()
+def quantize_tokens(xs: list[Tensor], factors: list[float],
+                    column_scales: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """x (N, K) side by side, times `factors` and `column_scales` (K,), in fp8, and scales (N,)."""
+    if xs[0].is_cuda: return quantize_tokens_on_gpu(xs, factors[:len(xs)], column_scales)
+    x = torch.cat([x.float() * factor for x, factor in zip(xs, factors, strict=False)], 1)
     if column_scales is not None: x = x * torch.cat(column_scales)
     scale = (x.abs().amax(1) / FP8_MAX).clamp(min=TINY)
     return (x / scale[:, None]).to(FP8), scale
 
 
-def scaled_product(a8: Tensor, a_scale: Tensor, b8: Tensor, b_scale: Tensor, left: Tensor | None,
-                   right: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """(a8 * a_scale) (b8 * b_scale)^T, plus left right^T if given, in `dtype`.
-
-    a8 (M, K), a_scale (M,), b8 (N, K), b_scale (N,), left (M, R), right (N, R).
-    """
+def scaled_product(a8: Tensor, a_scale: Tensor, b8: Tensor, b_scale: Tensor, dtype: torch.dtype
+                   ) -> Tensor:
+    """(a8 * a_scale) (b8 * b_scale)^T in `dtype`: a8 (M, K), a_scale (M,), b8 (N, K), b_scale (N,)."""
     if a8.is_cuda:
-        product = torch._scaled_mm(a8, b8.t(), scale_a=a_scale[:, None], scale_b=b_scale[None],
-                                   out_dtype=dtype, use_fast_accum=True)
-    else:
-        product = ((a8.float() * a_scale[:, None]) @ (b8.float() * b_scale[:, None]).t()).to(dtype)
-    return product if left is None else product.addmm_(left, right.t())
+        return torch._scaled_mm(a8, b8.t(), scale_a=a_scale[:, None], scale_b=b_scale[None],
+                                out_dtype=dtype, use_fast_accum=True)
+    return ((a8.float() * a_scale[:, None]) @ (b8.float() * b_scale[:, None]).t()).to(dtype)

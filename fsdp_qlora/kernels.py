@@ -20,13 +20,15 @@ try:
 except ImportError:  # CPU builds of torch come without
     triton = None
 
-MOST_TENSORS = 3  # that `quantize_tokens_on_gpu` takes at once: q, k and v
+MOST_TENSORS = 3  # layers of one input that are joined: q, k and v
+RANKS = (16, 32, 64, 128)  # of adapters that the kernels take
 
 if triton:
     @triton.jit
-    def _scaled_row(x_ptr, column_scale_ptr, row, K, HAS_COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    def _scaled_row(x_ptr, column_scale_ptr, factor, row, K, HAS_COLUMNS: tl.constexpr,
+                    BLOCK: tl.constexpr):
         columns = tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * K + columns, mask=columns < K, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row * K + columns, mask=columns < K, other=0.0).to(tl.float32) * factor
         if HAS_COLUMNS: x *= tl.load(column_scale_ptr + columns, mask=columns < K, other=0.0)
         return x
 
@@ -36,25 +38,49 @@ if triton:
         tl.store(out_ptr + columns, x.to(tl.float8e4nv), mask=columns < K)
 
     @triton.jit
-    def _quantize_tokens(x_ptr, y_ptr, z_ptr, xc_ptr, yc_ptr, zc_ptr, out_ptr, scale_ptr, KX, KY, KZ,
-                         COUNT: tl.constexpr, HAS_COLUMNS: tl.constexpr, BX: tl.constexpr,
-                         BY: tl.constexpr, BZ: tl.constexpr):
+    def _quantize_tokens(x_ptr, y_ptr, z_ptr, u_ptr, xc_ptr, yc_ptr, zc_ptr, uc_ptr, fx, fy, fz, fu,
+                         out_ptr, scale_ptr, KX, KY, KZ, KU, COUNT: tl.constexpr,
+                         HAS_COLUMNS: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
+                         BZ: tl.constexpr, BU: tl.constexpr):
         # COUNT rows side by side under one scale, each of which stays in registers meanwhile.
         row = tl.program_id(0).to(tl.int64)
-        x = _scaled_row(x_ptr, xc_ptr, row, KX, HAS_COLUMNS, BX)
+        x = _scaled_row(x_ptr, xc_ptr, fx, row, KX, HAS_COLUMNS, BX)
         largest = tl.max(tl.abs(x), 0)
         if COUNT > 1:
-            y = _scaled_row(y_ptr, yc_ptr, row, KY, HAS_COLUMNS, BY)
+            y = _scaled_row(y_ptr, yc_ptr, fy, row, KY, HAS_COLUMNS, BY)
             largest = tl.maximum(largest, tl.max(tl.abs(y), 0))
         if COUNT > 2:
-            z = _scaled_row(z_ptr, zc_ptr, row, KZ, HAS_COLUMNS, BZ)
+            z = _scaled_row(z_ptr, zc_ptr, fz, row, KZ, HAS_COLUMNS, BZ)
             largest = tl.maximum(largest, tl.max(tl.abs(z), 0))
+        if COUNT > 3:
+            u = _scaled_row(u_ptr, uc_ptr, fu, row, KU, HAS_COLUMNS, BU)
+            largest = tl.maximum(largest, tl.max(tl.abs(u), 0))
         scale = tl.maximum(largest / 448.0, 1e-12)
         tl.store(scale_ptr + row, scale)
-        out_ptr += row * (KX + KY + KZ)
+        out_ptr += row * (KX + KY + KZ + KU)
         _store_row(out_ptr, x / scale, KX, BX)
         if COUNT > 1: _store_row(out_ptr + KX, y / scale, KY, BY)
         if COUNT > 2: _store_row(out_ptr + KX + KY, z / scale, KZ, BZ)
+        if COUNT > 3: _store_row(out_ptr + KX + KY + KZ, u / scale, KU, BU)
+
+    @triton.jit
+    def _row_scales(absmax_ptr, b_ptr, scale_ptr, b8_ptr, STRIDE, O, BLOCKS, factor,
+                    R: tl.constexpr, BO: tl.constexpr, BB: tl.constexpr):
+        rows, blocks = tl.program_id(0) * BO + tl.arange(0, BO), tl.arange(0, BB)
+        inside = rows < O
+        absmax = tl.load(absmax_ptr + rows[:, None] * BLOCKS + blocks[None, :],
+                         mask=inside[:, None] & (blocks < BLOCKS)[None, :], other=0.0)
+        largest = tl.max(absmax, 1)
+        if R:
+            ranks = tl.arange(0, R)
+            b = tl.load(b_ptr + rows[:, None] * R + ranks[None, :], mask=inside[:, None], other=0.0)
+            b = b.to(tl.float32) * factor
+            largest = tl.maximum(largest, tl.max(tl.abs(b), 1))
+        scale = tl.maximum(largest / 448.0, 1e-12)
+        tl.store(scale_ptr + rows, scale, mask=inside)
+        if R:
+            tl.store(b8_ptr + rows.to(tl.int64)[:, None] * STRIDE + ranks[None, :],
+                     (b / scale[:, None]).to(tl.float8e4nv), mask=inside[:, None])
 
     @triton.jit
     def _lookup(index, code_ptr):
@@ -94,20 +120,19 @@ if triton:
             tl.store(out_ptr + rows[:, None] * STRIDE + columns[None, :], out, mask=inside[:, None])
 
     @triton.jit
-    def _unpack_adapted(packed_ptr, absmax_ptr, code_ptr, a_ptr, b_ptr, out_ptr, scaling, O, I,
+    def _unpack_adapted(packed_ptr, absmax_ptr, code_ptr, a_ptr, b_ptr, out_ptr, O, I,
                         R: tl.constexpr, BO: tl.constexpr, BLOCKS: tl.constexpr):
         # BO rows and BLOCKS blocks of 64 inputs: B is read once for all of them.
         rows, ranks = tl.program_id(0) * BO + tl.arange(0, BO), tl.arange(0, R)
         inside = rows < O
         b = tl.load(b_ptr + rows[:, None] * R + ranks[None, :], mask=inside[:, None], other=0.0)
-        b = (b.to(tl.float32) * scaling).to(tl.bfloat16)
         rows = rows.to(tl.int64)
         for i in range(BLOCKS):
             block = tl.program_id(1) * BLOCKS + i
             columns = block * 64 + tl.arange(0, 64)
             there = inside[:, None] & (columns < I)[None, :]
             a = tl.load(a_ptr + ranks[:, None] * I + columns[None, :],
-                        mask=(columns < I)[None, :], other=0.0).to(tl.bfloat16)
+                        mask=(columns < I)[None, :], other=0.0)
             half = block * 32 + tl.arange(0, 32)
             packed = tl.load(packed_ptr + rows[:, None] * (I // 2) + half[None, :],
                              mask=inside[:, None] & (half < I // 2)[None, :], other=0).to(tl.int32)
@@ -119,20 +144,32 @@ if triton:
             tl.store(out_ptr + rows[:, None] * I + columns[None, :], weight.to(tl.bfloat16), mask=there)
 
 
-def quantize_tokens_on_gpu(xs: list[Tensor], column_scales: list[Tensor] | None
-                           ) -> tuple[Tensor, Tensor]:
-    """`fp8.quantize_tokens` in one pass, of one to three tensors."""
+def quantize_tokens_on_gpu(xs: list[Tensor], factors: list[float],
+                           column_scales: list[Tensor] | None) -> tuple[Tensor, Tensor]:
+    """`fp8.quantize_tokens` in one pass, of one to four tensors."""
     n, device, widths = xs[0].shape[0], xs[0].device, [x.shape[1] for x in xs]
     out = torch.empty(n, sum(widths), dtype=torch.float8_e4m3fn, device=device)
     scale = torch.empty(n, dtype=torch.float32, device=device)
-    missing = [None] * (MOST_TENSORS - len(xs))
-    widths += [0] * len(missing)
+    more = MOST_TENSORS + 1 - len(xs)
+    widths += [0] * more
     blocks = [triton.next_power_of_2(max(k, 1)) for k in widths]
     wide = sum(blocks)
-    _quantize_tokens[(n,)](*xs, *missing, *(column_scales or [None] * len(xs)), *missing, out, scale,
-                           *widths, len(xs), column_scales is not None, *blocks,
-                           num_warps=4 if wide <= 6144 else 8 if wide <= 16384 else 16)
+    _quantize_tokens[(n,)](*xs, *[None] * more, *(column_scales or [None] * len(xs)), *[None] * more,
+                           *factors, *[1.0] * more, out, scale, *widths, len(xs),
+                           column_scales is not None, *blocks,
+                           num_warps=4 if wide <= 6144 else 8 if wide <= 20000 else 16)
     return out, scale
+
+
+def row_scales_on_gpu(absmax: Tensor, b: Tensor | None = None, factor: float = 1.0,
+                      b8: Tensor | None = None) -> Tensor:
+    """`fp8.row_scale` of a 4-bit weight and its B (O, R); B, scaled, goes into `b8` (O, R)."""
+    rows, blocks = absmax.shape
+    scale = torch.empty(rows, dtype=torch.float32, device=absmax.device)
+    _row_scales[(triton.cdiv(rows, 16),)](absmax, b, scale, b8, 0 if b8 is None else b8.stride(0),
+                                          rows, blocks, factor, 0 if b is None else b.shape[1], 16,
+                                          triton.next_power_of_2(blocks), num_warps=4)
+    return scale
 
 
 @cache
@@ -156,7 +193,7 @@ def can_unpack_adapted(weight: Tensor, in_features: int, quant_type: str, rank: 
     """Whether `unpack_adapted` takes such a layer."""
     return (weight.is_cuda and triton is not None and quant_type in QUANT_TYPES
             and dtype == torch.bfloat16 and in_features % BLOCKSIZE == 0
-            and rank in (16, 32, 64, 128))
+            and rank in RANKS)
 
 
 def unpack_adapted(weight: Tensor, absmax: Tensor, in_features: int, quant_type: str, a: Tensor,
@@ -164,9 +201,8 @@ def unpack_adapted(weight: Tensor, absmax: Tensor, in_features: int, quant_type:
     """W + scaling B A as bf16 (O, I): summed in fp32, rounded once. absmax is fp32 (O, I/64)."""
     rows = weight.shape[0]
     out = torch.empty(rows, in_features, dtype=torch.bfloat16, device=weight.device)
-    blocks = 4
-    grid = (triton.cdiv(rows, 128), triton.cdiv(in_features // BLOCKSIZE, blocks))
-    _unpack_adapted[grid](weight.view(torch.uint8), absmax, code_table(quant_type, weight.device),
-                          a.contiguous(), b.contiguous(), out, scaling, rows, in_features, b.shape[1],
-                          128, blocks, num_warps=8)
+    a, b = a.to(torch.bfloat16).contiguous(), (b * scaling).to(torch.bfloat16)
+    _unpack_adapted[(triton.cdiv(rows, 64), in_features // BLOCKSIZE)](
+        weight.view(torch.uint8), absmax, code_table(quant_type, weight.device), a, b, out, rows,
+        in_features, b.shape[1], 64, 1, num_warps=4)
     return out

@@ -46,7 +46,7 @@ def adapted_linear(token: Tensor, x: Tensor, xa: Tensor, weight: Tensor, absmax:
     """
     form = (in_features, quant_type)
     if product_dtype == "fp8":
-        y = fp8.forward_product(x, weight, absmax, quant_type, xa, (b * scaling).to(x.dtype))
+        y = fp8.forward_product(x, weight, absmax, quant_type, xa, b, scaling)
     elif a is not None and can_unpack_adapted(weight, *form, b.shape[1], x.dtype):
         y = x @ weight_with_adapter(weight, absmax, *form, a, b, scaling).t()
     else:
@@ -114,7 +114,7 @@ def shared_input_backward(dys, x: Tensor, xas, weights, absmaxes, as_, bs, scali
         return [sum_of_products(dys, dense), da, *dbs]
     a = as_[0] if len(as_) == 1 else torch.cat(list(as_))
     if product_dtype == "fp8":
-        dx = fp8.backward_product(dys, weights, absmaxes, *form, dxa, a.to(dtype).t())
+        dx = fp8.backward_product(dys, weights, absmaxes, *form, dxa, a)
         return [dx, da, *dbs]
     dense = (dense_weight(w, scales, *form, dtype)
              for w, scales in zip(weights, absmaxes, strict=True))

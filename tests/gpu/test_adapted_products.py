@@ -80,3 +80,18 @@ def test_a_compiled_model_gives_the_gradients_of_the_plain_one(policy, tmp_path)
     plain = gradients(copy.deepcopy(model))
     compile_blocks(model)
     torch.testing.assert_close(gradients(model), plain, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("product_dtype", ["", "fp8"])
+def test_what_a_young_adapter_gives_is_not_lost_in_rounding(product_dtype):
+    """Its part is far below half a step of the output's bf16; on the average it must be there."""
+    torch.manual_seed(0)
+    x = torch.randn(4096, 512, device="cuda").bfloat16()
+    packed, absmax = quantize_rows(torch.randn(2048, 512, device="cuda") / 512**0.5)
+    a, b = torch.randn(R, 512, device="cuda") / 512**0.5, 1e-4 * torch.randn(2048, R, device="cuda")
+    args = (x, x, x @ a.bfloat16().t(), packed, absmax, None, a)
+    found, without = (adapted_linear(*args, each, 1.0, 512, "nf4", product_dtype).double()
+                      for each in (b, torch.zeros_like(b)))
+    part = (x.double() @ a.double().t()) @ b.double().t()
+    assert part.std() < 2**-10 * without.std()
+    assert ((found - without) * part).sum() / part.square().sum() == pytest.approx(1, abs=0.1)

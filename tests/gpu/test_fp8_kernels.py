@@ -23,11 +23,11 @@ def layer(request):
     weight = normal(outputs, inputs) * torch.logspace(-3, 0, outputs, device="cuda")[:, None]
     packed, absmax = quantize_rows(weight.bfloat16())
     return normal(n, inputs), normal(n, outputs), packed, absmax, normal(n, rank), \
-        normal(outputs, rank), normal(inputs, rank)
+        normal(outputs, rank).float() / 100, normal(n, rank) / 100, normal(rank, inputs).float() / 16
 
 
 def test_kernels_equal_the_reference(layer):
-    x, dy, packed, absmax, left, right, right_t = layer
+    x, dy, packed, absmax, xa, b, dxa, a = layer
     inputs = x.shape[1]
     dense = dense_weight(packed, absmax, inputs, "nf4", torch.float32)
     scale = fp8.row_scale(packed, absmax)
@@ -37,12 +37,18 @@ def test_kernels_equal_the_reference(layer):
         expected = plain.t() if transposed else plain
         same = (w8.float() == expected.float()).float().mean()
         assert same > 0.999, same  # a value on the border between two may round either way
-    x8, x_scale = fp8.quantize_tokens([x])
-    torch.testing.assert_close(x8.float() * x_scale[:, None], x.float(), rtol=2**-4, atol=1e-2)
-    y = fp8.forward_product(x, packed, absmax, "nf4", left, right)
-    dx = fp8.backward_product([dy], [packed], [absmax], inputs, "nf4", left, right_t)
-    assert relative(y, x.float() @ dense.t() + left.float() @ right.float().t()) < 0.06
-    assert relative(dx, dy.float() @ dense + left.float() @ right_t.float().t()) < 0.06
+    x8, x_scale = fp8.quantize_tokens([x, xa], [1.0, 0.5])
+    torch.testing.assert_close(x8.float() * x_scale[:, None], torch.cat([x, xa / 2], 1).float(),
+                               rtol=2**-4, atol=1e-2)
     # Against the same arithmetic on the CPU: only the order of sums and bf16 rounding differ.
-    args = [t.cpu() for t in (x, packed, absmax, left, right)]
-    assert relative(y.cpu(), fp8.forward_product(*args[:3], "nf4", *args[3:]).float()) < 0.01
+    pairs = ((fp8.forward_product, (x, packed, absmax, "nf4", xa, b, 0.25)),
+             (fp8.backward_product, ([dy], [packed], [absmax], inputs, "nf4", dxa, a)),
+             (fp8.backward_product, ([dy, dy, dy], [packed] * 3, [absmax] * 3, inputs, "nf4")))
+    for product, args in pairs:
+        on_cpu = [[t.cpu() for t in arg] if isinstance(arg, list) else
+                  arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        assert relative(product(*args).cpu(), product(*on_cpu).float()) < 0.01
+    y = fp8.forward_product(x, packed, absmax, "nf4", xa, b, 0.25)
+    dx = fp8.backward_product([dy], [packed], [absmax], inputs, "nf4", dxa, a)
+    assert relative(y, x.float() @ dense.t() + 0.25 * xa.float() @ b.t()) < 0.06
+    assert relative(dx, dy.float() @ dense + dxa.float() @ a) < 0.06
