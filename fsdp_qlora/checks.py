@@ -42,7 +42,7 @@ def check_choices(config):
 
 AT_LEAST_ONE = ("lora_rank", "context_length", "gradient_accumulation_steps",
                 "num_epochs", "dataset_samples", "min_wrap_params", "shuffle_buffer",
-                "keep_checkpoints")
+                "keep_checkpoints", "max_bad_steps")
 AUTO_OR_ABOVE_ZERO = ("batch_size", "global_batch_size", "max_steps", "shard_group_size",
                       "world_size", "loading_workers", "eval_every", "checkpoint_every")
 NOT_NEGATIVE = ("lr", "wd", "lora_alpha", "preview", "checkpoint_minutes")

@@ -16,16 +16,20 @@ from .delivery import DELIVERY
 from .flags import Parser, boolean, parse, parse_own
 from .guide import GUIDE
 from .settings import opt
+from .signals import EXIT_STOPPED, StopRequested, StopSignals
 
 
 def train_command(argv: list[str]):
     """Fine-tune a model."""
     (config,) = parse(argv)
     from .launch import run_on_ranks
-    run_on_ranks(config, "train", argv, train_rank)
+
+    def body(config: RunConfig):
+        with StopSignals() as signals: train_rank(config, signals)
+    run_on_ranks(config, "train", argv, body)
 
 
-def train_rank(config: RunConfig):
+def train_rank(config: RunConfig, signals: StopSignals | None = None):
     """What each rank does: prepare without the others, then train with them."""
     from .dist import print_main, process_group, rank_device, ranks_from_env
     from .prepare import check_device, load_data, load_tokenizer
@@ -37,11 +41,12 @@ def train_rank(config: RunConfig):
     data = load_data(config, tokenizer)
     from .build import planned_model
     from .export import check_output_dir, trained_bytes
-    from .trainer import train, weights_folder
+    from .loop import weights_folder
+    from .trainer import train
     model, _ = planned_model(config, device)  # a wrong one is found before ranks wait
     if ranks_from_env().is_main: check_output_dir(weights_folder(config), trained_bytes(model))
     with process_group(device, config.timeout_minutes):
-        train(config, data.train, device, tokenizer, data.held_out)
+        train(config, data.train, device, tokenizer, data.held_out, signals)
 
 
 @dataclass
@@ -124,7 +129,7 @@ def is_verbose(argv: list[str]) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; the exit code is 2 for a user's mistake, 130 after Ctrl-C."""
+    """Run a command; the exit code is 2 for a mistake, 130 after Ctrl-C, 75 if told to stop."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(overview())
@@ -139,6 +144,9 @@ def main(argv: list[str] | None = None) -> int:
         rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
         print(f"error{rank}: {error}", file=sys.stderr, flush=True)
         return 2
+    except StopRequested as stopped:
+        if os.environ.get("RANK", "0") == "0": print(stopped, file=sys.stderr, flush=True)
+        return EXIT_STOPPED
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0": print("stopped", file=sys.stderr, flush=True)
         return 130

@@ -216,7 +216,7 @@ class OutputOptions:
 
 @dataclass(kw_only=True)
 class CheckpointOptions:
-    """Checkpoints and resuming"""
+    """Checkpoints and faults"""
     checkpoint_every: int = opt(AUTO, "save the state of the run after so many optimizer steps; -1 = "
                                 "only as --checkpoint_minutes says", unit="steps", example=100)
     checkpoint_minutes: float = opt(15.0, "save it when so much time has gone by; 0 = never",
@@ -224,6 +224,10 @@ class CheckpointOptions:
     keep_checkpoints: int = opt(2, "newest checkpoints that are kept, beside the best")
     resume: str = opt("auto", "auto goes on from the newest whole checkpoint of --output_dir, none "
                       "begins anew, a folder names a checkpoint or a run", example="other_output")
+    max_bad_steps: int = opt(3, "steps in a row whose loss or gradient is not a number, which are "
+                             "skipped on all ranks, before --on_bad_steps", unit="steps")
+    on_bad_steps: str = opt("stop", "then stop, skip them for ever, or go back to the last checkpoint "
+                            "and leave their rows out", choices=("stop", "skip", "rollback"))
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -28,12 +28,12 @@ MICRO_BATCHES_TOGETHER = 16  # rows of so many are sorted by length, which leave
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, dataset: TokenizedDataset | Subset, device: torch.device, *,
-                  batch_size: int = 1, pad_token_id: int = 0, packing: bool = False
-                  ) -> tuple[float, int]:
+                  batch_size: int = 1, pad_token_id: int = 0, packing: bool = False,
+                  agree: Callable[[], object] | None = None) -> tuple[float, int]:
     """Loss per trained token of `dataset` over all ranks, and the number of these tokens.
 
     Every rank must call it, with the same dataset. batch_size: rows per rank and forward, or bins.
-    packing: as the model was built.
+    packing: as the model was built. agree: called before each forward, on every rank; may raise.
     """
     total, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
     ranks = ranks_from_env()
@@ -46,6 +46,7 @@ def held_out_loss(model: nn.Module, dataset: TokenizedDataset | Subset, device: 
         for step in loader:
             tokens += step.num_trained_tokens
             for batch in step.micro_batches:
+                if agree: agree()
                 batch = on_device(batch, device)
                 total += model(**batch, num_items_in_batch=1, use_cache=False).loss  # a sum
     dist.all_reduce(total)
@@ -87,10 +88,11 @@ class Evaluator:
         if is_last: return self.last is None or self.last.step != step
         return self.every != AUTO and step % self.every == 0
 
-    def run(self, model: nn.Module, step: int) -> EvalMetrics:
-        """Evaluate after `step`; every rank must call it."""
+    def run(self, model: nn.Module, step: int, agree: Callable[[], object] | None = None
+            ) -> EvalMetrics:
+        """Evaluate after `step`; every rank must call it. `agree` as in `held_out_loss`."""
         started = time.perf_counter()
-        loss, tokens = held_out_loss(model, self.dataset, self.device, **self.batching)
+        loss, tokens = held_out_loss(model, self.dataset, self.device, agree=agree, **self.batching)
         is_best = loss < (self.best.eval_loss if self.best else math.inf)  # NaN never is
         self.last = EvalMetrics(step, loss, perplexity(loss), tokens, is_best,
                                 time.perf_counter() - started)

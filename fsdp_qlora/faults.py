@@ -1,18 +1,22 @@
-"""What ranks tell each other while they train, so that all do the same about it.
+"""What goes wrong while ranks train, and how all of them do the same about it.
 
-A signal, a full disk or a flipped bit is seen by one rank. Each step begins with a sum of token
-counts over all ranks; what a rank has to tell is added to it, which costs nothing and makes every
-decision common.
+A signal or a full disk is seen by one rank. Each step begins with a sum of token counts over all
+ranks; what a rank has to tell is added to it, which costs nothing and makes every decision common.
+A loss or gradient that is not a number needs no telling: both are sums over ranks already.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
+import torch
+
+from .data import Step
 from .dist import sum_over_ranks
-
-
-class StopRequested(Exception):
-    """All ranks were asked to stop, and agreed to; the state is as it was after the last step."""
+from .metrics import StepMetrics
+from .signals import StopRequested
 
 
 class Agreement:
@@ -31,3 +35,65 @@ class Agreement:
         self.heard = dict(zip(self.questions, sums[len(counts):], strict=True))
         if self.heard.get("stop"): raise StopRequested
         return sums[:len(counts)]
+
+
+class RollBack(Exception):
+    """Too many bad steps: the run is to go on from its last good checkpoint."""
+
+
+class BadSteps:
+    """Steps whose loss or gradient is not finite: no rank takes them; after `limit` in a row `policy`.
+
+    policy: stop, skip (go on for ever) or rollback. Steps are numbered from 1, as they are logged;
+    `left_out` holds indices from 0, as the loader counts.
+    """
+
+    def __init__(self, policy: str, limit: int):
+        self.policy, self.limit = policy, limit
+        self.in_a_row: list[int] = []
+        self.rows: dict[int, Sequence] = {}  # of the steps that were queued and not read
+        self.left_out: set[int] = set()
+        self.went_back_to: Path | None = None
+
+    def see(self, metrics: StepMetrics) -> Sequence | None:
+        """The rows of a step if it is bad, else None."""
+        rows = self.rows.pop(metrics.step, ())
+        if math.isfinite(metrics.loss + metrics.grad_norm):
+            self.in_a_row = []
+            return None
+        self.in_a_row.append(metrics.step)
+        return rows
+
+    def decide(self):
+        """After a bad step: raises ValueError or RollBack if it is one too many."""
+        if self.policy == "skip" or len(self.in_a_row) < self.limit: return
+        if self.policy == "rollback": raise RollBack
+        raise ValueError(f"{self.reason()}; try a lower --lr, clip gradients, or --on_bad_steps "
+                         "rollback")
+
+    def reason(self) -> str:
+        """What happened."""
+        return (f"the loss or gradient of steps {self.in_a_row[0]} to {self.in_a_row[-1]} is not a "
+                "number")
+
+    def leave_out(self, folder: Path | None):
+        """Skip the rows of these steps from now on. Raises ValueError if going back can't help."""
+        if folder is None: raise ValueError(self.reason() + ", and there is no checkpoint to go back to")
+        if folder == self.went_back_to:
+            raise ValueError(f"{self.reason()}, also after going back to {folder}; try a lower --lr")
+        self.left_out |= {step - 1 for step in self.in_a_row}
+        self.in_a_row, self.rows, self.went_back_to = [], {}, folder
+
+
+@contextmanager
+def out_of_memory_explained(step: Step):
+    """Turn an out-of-memory error into a ValueError that says what to change."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        shape = max((tuple(b["input_ids"].shape) for b in step.micro_batches), key=math.prod)
+        raise ValueError(
+            f"GPU memory ran out in step {step.index + 1} at a micro-batch of {shape[0]} x {shape[1]} "
+            "tokens; lower --batch_size or --context_length, keep less with --activation_policy "
+            "recompute_all, or split more with --sharding_strategy full_shard and --use_cpu_offload; "
+            "the run then goes on from its last checkpoint") from error

@@ -11,6 +11,7 @@ import torch
 
 from .config import AUTO, LaunchOptions, RunConfig
 from .dist import free_port, launched, ranks_from_env
+from .signals import EXIT_STOPPED, STOP_SIGNALS
 
 
 def run_on_ranks(config: RunConfig, command: str, argv: list[str], body: Callable):
@@ -54,6 +55,7 @@ def start_ranks(count: int, config: RunConfig, command: str, argv: list[str]):
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
     # Each rank has said in one line what went wrong; torch's banner of all ranks would bury it.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     launch = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=count, run_id="fsdp_qlora",
                           rdzv_backend="c10d", rdzv_endpoint=meeting_point(config),
                           max_restarts=0, monitor_interval=0.2)
@@ -62,7 +64,7 @@ def start_ranks(count: int, config: RunConfig, command: str, argv: list[str]):
     except ChildFailedError as error:
         sys.exit(exit_code_of(*error.get_first_failure()))
     except SignalException as stopped:  # Ctrl-C or a scheduler: the ranks have been told and are gone
-        sys.exit(128 + stopped.sigval)
+        sys.exit(EXIT_STOPPED if stopped.sigval in STOP_SIGNALS else 128 + stopped.sigval)
 
 
 def meeting_point(config: RunConfig) -> str:
@@ -82,6 +84,7 @@ def meeting_point(config: RunConfig) -> str:
 def exit_code_of(rank: int, failure) -> int:
     """The exit code of a failed rank, as a shell gives it; a killed rank could not say why itself."""
     if failure.exitcode >= 0: return failure.exitcode
+    if -failure.exitcode in STOP_SIGNALS: return EXIT_STOPPED  # before it listened
     hint = ("; the system does so when memory runs out (see dmesg)"
             if failure.exitcode == -signal.SIGKILL else "")
     print(f"error: rank {rank} was killed by {failure.signal_name()}{hint}", file=sys.stderr, flush=True)

@@ -58,6 +58,14 @@ class CheckpointMetrics:
     kind: str = "checkpoint"
 
 
+@dataclass
+class SkippedMetrics:
+    """A step that no rank took, because its loss or gradient was not a number."""
+    step: int                  # from 1
+    rows: list                 # ids or places of all its rows
+    kind: str = "skipped"
+
+
 class RunLog:
     """Writes the steps of a run to `metrics.jsonl` and shows them as --log_to asks.
 
@@ -71,11 +79,8 @@ class RunLog:
         self.evaluations = [EvalMetrics(**r) for r in earlier if r["kind"] == "eval"]
         if not is_main: return
         Path(folder).mkdir(parents=True, exist_ok=True)
-        path = Path(folder) / "metrics.jsonl"
-        begun = path.with_suffix(".partial")
-        begun.write_text("".join(json.dumps(r) + "\n" for r in earlier))
-        begun.replace(path)
-        self.file = open(path, "a")  # noqa: SIM115  closed by `__exit__`
+        self.path = Path(folder) / "metrics.jsonl"
+        self.begin(earlier)
         self.bar = tqdm(total=total_steps, unit="step", disable=log_to != "tqdm",
                         initial=self.steps[-1].step if self.steps else 0,
                         mininterval=0.1 if sys.stderr.isatty() else 10, dynamic_ncols=True)
@@ -87,6 +92,23 @@ class RunLog:
         if not self.is_main: return
         self.bar.close()
         self.file.close()
+
+    def begin(self, records: Sequence[dict]):
+        """Start the file with these lines; it is never seen half written."""
+        begun = self.path.with_suffix(".partial")
+        begun.write_text("".join(json.dumps(r) + "\n" for r in records))
+        begun.replace(self.path)
+        self.file = open(self.path, "a")  # noqa: SIM115  closed by `__exit__`
+
+    def rewind(self, step: int):
+        """Forget what came after `step`."""
+        self.steps = [s for s in self.steps if s.step <= step]
+        self.evaluations = [e for e in self.evaluations if e.step <= step]
+        if not self.is_main: return
+        self.file.close()
+        lines = map(json.loads, self.path.read_text().splitlines())
+        self.begin([r for r in lines if r["step"] <= step or r["kind"] == "skipped"])
+        self.bar.update(step - self.bar.n)
 
     def log(self, metrics: StepMetrics):
         """Record and show one step."""
@@ -106,7 +128,7 @@ class RunLog:
         if self.log_to == "tqdm": self.bar.write(metrics.line())
         elif self.log_to == "stdout": print(metrics.line(), flush=True)
 
-    def record(self, metrics: StepMetrics | EvalMetrics | CheckpointMetrics):
+    def record(self, metrics: StepMetrics | EvalMetrics | CheckpointMetrics | SkippedMetrics):
         """One line of JSON in the file, and on the terminal if asked."""
         if not self.is_main: return
         text = json.dumps(asdict(metrics))

@@ -48,20 +48,22 @@ class StepResult:
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: list[dict], *,
                max_grad_norm: float | None = None, no_sync: bool = False,
-               agree: Callable[..., list[int]] = sum_over_ranks) -> StepResult:
+               agree: Callable[..., list[int]] | None = None) -> StepResult:
     """Forward and backward of every micro-batch, then one optimizer step.
 
     Each micro-batch is a dict of input_ids and labels (B, T), and what else the model takes; every
     rank must bring the same number of them. Gradients are averaged over ranks, so the sum of losses
-    is divided by the tokens per rank. `agree` sums counts over ranks before the step and between
-    micro-batches; if it raises, weights and optimizer are as they were.
+    is divided by the tokens per rank. `agree` sums counts over ranks, before the step and between
+    micro-batches; if it raises, weights and optimizer are as they were. So they are after a step
+    whose loss or gradient is not finite, on every rank, for both are sums over ranks.
     """
-    trained, tokens = agree(sum(num_trained_tokens(b) for b in micro_batches),
-                            sum(b["input_ids"].numel() for b in micro_batches))
+    trained, tokens = (agree or sum_over_ranks)(sum(num_trained_tokens(b) for b in micro_batches),
+                                                sum(b["input_ids"].numel() for b in micro_batches))
     if not trained: return StepResult(torch.zeros(2), 0, tokens, stepped=False)
     device = compute_device(model)
     loss_sum = torch.zeros((), device=device)
     for i, batch in enumerate(micro_batches):
+        if i and agree: agree()
         last = i == len(micro_batches) - 1
         set_gradient_sync(model, last or is_sharded(model) and not no_sync)
         set_last_micro_batch(model, last)
@@ -70,11 +72,23 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches
         loss.backward()
         loss_sum += loss.detach()
     norm = clip_gradients(model, max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad()
     dist.all_reduce(loss_sum)
     loss_and_norm = torch.stack([loss_sum / dist.get_world_size(), norm.to(loss_sum)])
+    step_if(loss_and_norm.isfinite().all(), optimizer)
+    optimizer.zero_grad()
     return StepResult(loss_and_norm, trained, tokens)
+
+
+def step_if(finite: Tensor, optimizer: torch.optim.Optimizer):
+    """The optimizer's step, or none; fused kernels decide it on the device.
+
+    Reading `finite` would make the host wait for the GPU in every step. `found_inf` is what torch's
+    GradScaler gives fused optimizers: 1 leaves weights, moments and the step count alone.
+    """
+    if optimizer.defaults.get("fused"):
+        optimizer.found_inf = 1 - finite.float()
+        optimizer.step()
+    elif finite.item(): optimizer.step()
 
 
 def compute_device(model: nn.Module) -> torch.device:

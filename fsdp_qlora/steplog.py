@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -16,8 +17,9 @@ class LaggedLog:
     so the GPU never waits for the host between steps.
     """
 
-    def __init__(self, log: RunLog, device: torch.device):
-        self.log, self.device, self.pending = log, device, None
+    def __init__(self, log: RunLog, device: torch.device,
+                 was_read: Callable[[StepMetrics], None] = lambda _: None):
+        self.log, self.device, self.pending, self.was_read = log, device, None, was_read
         self.restart_clock()
 
     def restart_clock(self):
@@ -36,8 +38,10 @@ class LaggedLog:
         number, lr, result = self.pending
         result.loss_and_norm = result.loss_and_norm.cpu()  # waits until the step is done
         started, self.read = self.read, time.perf_counter()
-        self.log.log(step_metrics(number, lr, result, self.read - started, self.device))
+        metrics = step_metrics(number, lr, result, self.read - started, self.device)
         self.pending = None
+        self.log.log(metrics)
+        self.was_read(metrics)
 
 
 def step_metrics(number: int, lr: float, result: StepResult, seconds: float, device: torch.device

@@ -12,7 +12,6 @@ from torch import nn
 
 from .build import build_model
 from .checkpoint import (
-    Boundary,
     CheckpointWriter,
     Found,
     RunState,
@@ -23,7 +22,6 @@ from .checkpoint import (
 from .config import BatchPlan, RunConfig, plan_batches
 from .data import (
     Source,
-    Step,
     StepLoader,
     StepSampler,
     StreamLoader,
@@ -36,20 +34,21 @@ from .describe import describe
 from .dist import from_main, gather_over_ranks, print_main, ranks_from_env
 from .evaluate import Evaluator
 from .export import save_trained
-from .faults import Agreement
-from .metrics import CheckpointMetrics, RunLog, StepMetrics, plot_loss
+from .loop import Training, weights_folder
+from .metrics import RunLog, StepMetrics, plot_loss
 from .optim import build_optimizer, build_scheduler
 from .settings import AUTO
-from .step import seed_everything, train_step
-from .steplog import LaggedLog
+from .signals import StopSignals
+from .step import seed_everything
 
 
 def train(config: RunConfig, dataset: TokenizedDataset | Subset | Source, device: torch.device,
-          tokenizer, held_out: TokenizedDataset | Subset | None = None) -> list[StepMetrics]:
+          tokenizer, held_out: TokenizedDataset | Subset | None = None,
+          signals: StopSignals | None = None) -> list[StepMetrics]:
     """Build the model, train it on tokenized rows or a stream, save what was trained.
 
     Needs a process group. Goes on from a checkpoint as --resume says. `held_out` rows are evaluated
-    on as --eval_every says. Returns the metrics of every step.
+    on as --eval_every says; `signals` may ask for a stop. Returns the metrics of every step.
     """
     found, ranks = find_run(config, dataset), ranks_from_env()
     config = found.settings(config)
@@ -63,7 +62,9 @@ def train(config: RunConfig, dataset: TokenizedDataset | Subset | Source, device
     boundary = state.restore(found.folder) if found.folder else state.boundary(0)
     with RunLog(config.output_dir, config.log_to, loader.sampler.total_steps, ranks.is_main,
                 found.metrics) as log:
-        Training(config, tokenizer, loader, state, boundary, log, found).run()
+        writer = CheckpointWriter(checkpoints_of(config.output_dir), state, config,
+                                  facts_of(config, state, found), found.folder)
+        Training(config, tokenizer, loader, state, boundary, log, writer, signals).run()
     if isinstance(loader, StreamLoader): print_main(loader.full_report().format_report())
     finish(model, config, log, tokenizer)
     return log.steps
@@ -84,63 +85,6 @@ def build_state(config: RunConfig, batches: BatchPlan, model: nn.Module,
                               batch_size=batches.micro_batch_size,
                               pad_token_id=choose_pad_token_id(tokenizer, model.config.vocab_size))
     return RunState(model, optimizer, scheduler, loader.sampler, evaluator, device)
-
-
-class Training:
-    """The steps of a run, and what happens between them."""
-
-    def __init__(self, config: RunConfig, tokenizer, loader: StepLoader | StreamLoader,
-                 state: RunState, boundary: Boundary, log: RunLog, found: Found):
-        self.config, self.tokenizer, self.loader, self.state = config, tokenizer, loader, state
-        self.boundary, self.log, self.lagged = boundary, log, LaggedLog(log, state.device)
-        self.writer = CheckpointWriter(checkpoints_of(config.output_dir), state, config,
-                                       facts_of(config, state, found), found.folder)
-        self.agree = Agreement(save=self.writer.is_time, failed=self.writer.has_failed)
-        self.max_norm = config.grad_norm if config.apply_gradient_clipping else None
-
-    def run(self):
-        """All steps that are left, and the evaluations that are due."""
-        self.evaluate_if_due()  # a run that was stopped may not have come to it
-        for step in self.loader: self.step(step)
-        self.lagged.flush()
-        self.evaluate_if_due(is_last=True)
-        self.writer.join()
-
-    def step(self, step: Step):
-        """One optimizer step, then what is due after it."""
-        state, lr = self.state, self.state.scheduler.get_last_lr()[0]
-        result = train_step(state.model, state.optimizer, step.micro_batches, agree=self.agree,
-                            max_grad_norm=self.max_norm, no_sync=self.config.no_sync)
-        state.scheduler.step()
-        self.lagged.add(step.index + 1, lr, result)
-        self.boundary = state.boundary(step.index + 1)
-        self.evaluate_if_due()
-        if self.agree.heard["failed"]: self.writer.stop_all_ranks()
-        if self.agree.heard["save"] or self.is_checkpoint_step(): self.save()
-
-    def is_checkpoint_step(self) -> bool:
-        """Whether --checkpoint_every names this step."""
-        every = self.config.checkpoint_every
-        return every != AUTO and self.boundary.step % every == 0
-
-    def save(self):
-        """Start a checkpoint of the last boundary."""
-        self.lagged.flush()
-        held = self.writer.save(self.boundary)
-        self.log.record(CheckpointMetrics(self.boundary.step, held))
-        self.lagged.restart_clock()
-
-    def evaluate_if_due(self, is_last: bool = False):
-        """Loss on held-out rows; the weights with the lowest so far are kept beside the last ones."""
-        evaluator, step = self.state.evaluator, self.boundary.step
-        if not evaluator or not step or not evaluator.is_due(step, is_last): return
-        self.lagged.flush()
-        metrics = evaluator.run(self.state.model, step)
-        self.log.log_evaluation(metrics)
-        if metrics.is_best and self.config.save_model:
-            save_trained(self.state.model, weights_folder(self.config, "-best"), self.tokenizer,
-                         asdict(self.config))
-        self.lagged.restart_clock()
 
 
 def facts_of(config: RunConfig, state: RunState, found: Found) -> dict:
@@ -168,12 +112,6 @@ def build_loader(config: RunConfig, dataset: TokenizedDataset | Subset | Source,
     dataset.check_vocab_size(vocab_size)
     return StepLoader(dataset, StepSampler(len(dataset), batches.rows_per_step, **order), *share,
                       **batching)
-
-
-def weights_folder(config: RunConfig, suffix: str = "") -> Path:
-    """Where trained weights go: adapter or model, and the suffix."""
-    kind = "model" if config.adapter == "none" else "adapter"
-    return Path(config.output_dir) / f"{kind}{suffix}"
 
 
 def finish(model: nn.Module, config: RunConfig, log: RunLog, tokenizer):

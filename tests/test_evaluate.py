@@ -77,7 +77,7 @@ def test_one_row_is_held_out_at_least_and_one_is_left():
 @pytest.fixture
 def given_losses(monkeypatch):
     monkeypatch.setattr("fsdp_qlora.evaluate.held_out_loss",
-                        lambda model, dataset, device, losses: (next(losses), 10))
+                        lambda model, dataset, device, losses, agree: (next(losses), 10))
 
     def run(losses, every=2):
         made = Evaluator(None, torch.device("cpu"), every=every, losses=iter(losses))

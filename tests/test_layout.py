@@ -8,8 +8,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "fsdp_qlora"
 # A module imports only from those before it; names of a line may import each other's packages.
-ORDER = ["settings", "checks", "config", "flags", "known_models", "arch", "hardware", "machine",
-         "estimate", "planner", "guide",
+ORDER = ["settings", "checks", "config", "flags", "signals", "known_models", "arch", "hardware",
+         "machine", "estimate", "planner", "guide",
          "dist",
          "absmax", "fourbit", "int8", "hqq", "formats",
          "kernels", "fp8", "quantize", "blocks", "attention", "lora_ops", "fusion", "adapters",
@@ -19,11 +19,11 @@ ORDER = ["settings", "checks", "config", "flags", "known_models", "arch", "hardw
          "adapter_folder", "trained_base", "merge_base", "merged_files", "merge",
          "convert", "serving", "delivery",
          "prepare", "evaluate",
-         "step", "steplog", "faults", "checkpoint", "describe", "trainer",
+         "step", "steplog", "faults", "checkpoint", "describe", "loop", "trainer",
          "generate",
          "launch", "bench", "demo", "cli"]
-PURE = {"settings", "checks", "config", "flags", "known_models", "arch", "hardware", "machine",
-        "estimate", "planner", "guide"}
+PURE = {"settings", "checks", "config", "flags", "signals", "known_models", "arch", "hardware",
+        "machine", "estimate", "planner", "guide"}
 
 
 def modules() -> list[tuple[str, Path]]:

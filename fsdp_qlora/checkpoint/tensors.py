@@ -11,7 +11,7 @@ import json
 import os
 import random
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -193,15 +193,30 @@ def load_optimizer_into(model: nn.Module, optimizer: torch.optim.Optimizer, file
         name, _, key = full.rpartition("|")
         saved[name][key] = full
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    states = {i: {key: state_like(p, files, full) for key, full in saved[names[id(p)]].items()}
-              for i, p in enumerate(parameters) if names[id(p)] in saved}
+    states = {}
+    for number, p in enumerate(parameters):
+        if full_names := saved.get(names[id(p)]):
+            empty = empty_states(optimizer, p)
+            states[number] = {key: filled(empty(key, files.total(full)), files, full)
+                              for key, full in full_names.items()}
     optimizer.load_state_dict(optimizer.state_dict() | {"state": states})
 
 
-def state_like(parameter: nn.Parameter, files: RowFiles, name: str) -> Tensor:
-    """A state of the parameter's rows, placed like it; a state without rows is whole everywhere."""
-    if files.total(name) != parameter.shape[0]: return files.read(name)
-    state = torch.zeros_like(parameter.detach())
+def empty_states(optimizer: torch.optim.Optimizer, p: nn.Parameter
+                 ) -> Callable[[str, int], Tensor | None]:
+    """A function (state, its rows) -> a tensor to fill, placed as the optimizer would; None if whole.
+
+    This project's optimizers make their own; torch's are like the weight.
+    """
+    if hasattr(optimizer, "new_state"):
+        states = optimizer.new_state(p.detach())
+        return lambda key, _: states.get(key)
+    return lambda _, rows: torch.zeros_like(p.detach()) if rows == p.shape[0] else None
+
+
+def filled(state: Tensor | None, files: RowFiles, name: str) -> Tensor:
+    """A state with this rank's rows; one without a place of its own is whole on every rank."""
+    if state is None: return files.read(name)
     local, start, stop = local_rows(state)
     local.copy_(files.read(name, start, stop))
     return state

@@ -6,7 +6,7 @@ enough: no worker processes, nothing to pickle, nothing left behind when a run i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -29,6 +29,7 @@ class Step:
     num_tokens: int  # of all ranks, without padding
     num_trained_tokens: int  # of all ranks: what the sum of losses is divided by
     num_trained_tokens_local: int  # of this rank
+    row_ids: Sequence = ()  # of all ranks: places in the data set, or in the files of a stream
 
 
 class StepLoader:
@@ -88,7 +89,7 @@ class StepLoader:
         return Step(index, self.sampler.epoch(index), micro_batches, len(rows),
                     int(self.dataset.lengths[rows].sum()),
                     int(self.dataset.trained_counts[rows].sum()),
-                    sum(num_trained_tokens(batch) for batch in micro_batches))
+                    sum(num_trained_tokens(batch) for batch in micro_batches), rows)
 
     def filled_share(self, num_steps: int = 100) -> float:
         """Share of this rank's tokens that are the rows' own, not padding, in its first steps."""

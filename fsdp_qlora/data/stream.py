@@ -167,7 +167,8 @@ class StreamLoader:
         if self.vocab_size is not None: check_vocab_size(largest, self.vocab_size)
         micro_batches = [self._collate(share) for share in self._shares(examples)]
         return Step(step.index, step.epoch, micro_batches, len(examples), report.tokens_total,
-                    report.tokens_trained, report.tokens_trained), report
+                    report.tokens_trained, report.tokens_trained,
+                    [place for place, _ in step.rows]), report
 
     def _shares(self, examples: list[Example]) -> Iterator[list]:
         """Micro-batches of rows, or of bins of rows, of similar length; the longest first."""

@@ -38,12 +38,12 @@ def name_of_row(number: int) -> str:
 
 def train_each(folder: str, out: str, cases: list[tuple[int, int]]) -> list[dict]:
     """For each (rows, accumulation): seconds, steps logged, and the rows of each step here."""
-    from fsdp_qlora import trainer
+    from fsdp_qlora import loop, trainer
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.data import tokenize_rows
     from fsdp_qlora.prepare import load_tokenizer
     tokenizer, results = load_tokenizer(folder), []
-    train_step = trainer.train_step
+    train_step = loop.train_step
     for num_rows, accumulation in cases:
         seen: list[list[int]] = []
 
@@ -51,7 +51,7 @@ def train_each(folder: str, out: str, cases: list[tuple[int, int]]) -> list[dict
             seen.append([t for batch in micro_batches for t in batch["labels"].flatten().tolist()
                          if t > 2 and t != IGNORE])  # 0 to 2 end a turn or a text
             return train_step(model, optimizer, micro_batches, **kwargs)
-        trainer.train_step = watched
+        loop.train_step = watched
         rows = [Row(str(i), messages=[dict(role="user", content="?" * i),
                                       dict(role="assistant", content=name_of_row(i))])
                 for i in range(num_rows)]
@@ -62,7 +62,7 @@ def train_each(folder: str, out: str, cases: list[tuple[int, int]]) -> list[dict
         dataset = tokenize_rows(rows, tokenizer, context_length=64)
         steps = trainer.train(config, dataset, torch.device("cpu"), tokenizer)
         results.append(dict(seconds=time.monotonic() - started, steps=len(steps), seen=seen))
-    trainer.train_step = train_step
+    loop.train_step = train_step
     return results
 
 

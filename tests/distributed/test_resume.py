@@ -50,16 +50,16 @@ class Killed(Exception):
 def run_once(config, stop_at: int | None = None, num_rows: int = 11, held_out: int = 0
              ) -> list[list[int]]:
     """Train; the trained tokens that this rank saw in each step. Raises Killed in step `stop_at`."""
-    from fsdp_qlora import trainer
+    from fsdp_qlora import loop, trainer
     from fsdp_qlora.data import tokenize_rows
     from fsdp_qlora.prepare import load_tokenizer
-    seen, train_step = [], trainer.train_step
+    seen, train_step = [], loop.train_step
 
     def watched(model, optimizer, micro_batches, **kwargs):
         if len(seen) == stop_at: raise Killed
         seen.append(sorted(t for b in micro_batches for t in b["labels"].flatten().tolist() if t > 2))
         return train_step(model, optimizer, micro_batches, **kwargs)
-    trainer.train_step = watched
+    loop.train_step = watched
     tokenizer = load_tokenizer(config.model_name)
     try:
         trainer.train(config, tokenize_rows(rows_of(num_rows), tokenizer, context_length=64),
@@ -70,7 +70,7 @@ def run_once(config, stop_at: int | None = None, num_rows: int = 11, held_out: i
         for thread in threading.enumerate():
             if thread.name == "checkpoint": thread.join()
     finally:
-        trainer.train_step = train_step
+        loop.train_step = train_step
     return seen
 
 

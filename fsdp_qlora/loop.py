@@ -1,0 +1,145 @@
+"""The steps of a run, and what happens between them: logs, evaluations, checkpoints, faults."""
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import torch.distributed as dist
+
+from .checkpoint import Boundary, CheckpointWriter, RunState
+from .config import RunConfig
+from .data import Step, StepLoader, StreamLoader
+from .dist import from_main, print_main
+from .export import save_trained
+from .faults import Agreement, BadSteps, RollBack, out_of_memory_explained
+from .metrics import CheckpointMetrics, RunLog, SkippedMetrics, StepMetrics
+from .settings import AUTO
+from .signals import StopRequested, StopSignals
+from .step import train_step
+from .steplog import LaggedLog
+
+
+class Training:
+    """A run under way. `signals` asks it to stop."""
+
+    def __init__(self, config: RunConfig, tokenizer, loader: StepLoader | StreamLoader,
+                 state: RunState, boundary: Boundary, log: RunLog, writer: CheckpointWriter,
+                 signals: StopSignals | None = None):
+        self.config, self.tokenizer, self.loader, self.state = config, tokenizer, loader, state
+        self.boundary, self.log, self.writer = boundary, log, writer
+        self.signals = signals or StopSignals()
+        self.lagged = LaggedLog(log, state.device, self.was_read)
+        self.bad = BadSteps(config.on_bad_steps, config.max_bad_steps)
+        self.agree = Agreement(stop=self.signals.is_asked, save=writer.is_time,
+                               failed=writer.has_failed)
+        self.max_norm = config.grad_norm if config.apply_gradient_clipping else None
+
+    def run(self):
+        """All steps that are left, and the evaluations that are due.
+
+        Raises StopRequested, with the state saved, after a signal to any rank.
+        """
+        self.signals.can_save = True
+        try:
+            while not self.ran_through(): self.roll_back()
+            self.writer.join()
+        except StopRequested:
+            self.stop()
+
+    def ran_through(self) -> bool:
+        """Train to the end; False if that came to bad steps and is to be tried from a checkpoint."""
+        try:
+            self.evaluate_if_due()  # a run that was stopped may not have come to it
+            for step in self.loader: self.step(step)
+            self.lagged.flush()
+            self.evaluate_if_due(is_last=True)
+            return True
+        except RollBack:
+            return False
+
+    def step(self, step: Step):
+        """One optimizer step, unless its rows are left out, then what is due after it."""
+        state, lr = self.state, self.state.scheduler.get_last_lr()[0]
+        if is_taken := step.index not in self.bad.left_out:
+            with out_of_memory_explained(step):
+                result = train_step(state.model, state.optimizer, step.micro_batches, agree=self.agree,
+                                    max_grad_norm=self.max_norm, no_sync=self.config.no_sync)
+            self.bad.rows[step.index + 1] = step.row_ids
+            self.lagged.add(step.index + 1, lr, result)
+        state.scheduler.step()
+        self.boundary = state.boundary(step.index + 1)
+        if is_taken: self.after_step()
+
+    def after_step(self):
+        """Evaluate and save where that is due."""
+        self.evaluate_if_due()
+        if self.agree.heard["failed"]: self.writer.stop_all_ranks()
+        if self.agree.heard["save"] or self.is_checkpoint_step(): self.save()
+
+    def is_checkpoint_step(self) -> bool:
+        """Whether --checkpoint_every names this step."""
+        every = self.config.checkpoint_every
+        return every != AUTO and self.boundary.step % every == 0
+
+    def save(self):
+        """Start a checkpoint of the last boundary; not amid bad steps, which may mean bad weights."""
+        self.lagged.flush()
+        if self.bad.in_a_row: return
+        held = self.writer.save(self.boundary)
+        self.log.record(CheckpointMetrics(self.boundary.step, held))
+        self.lagged.restart_clock()
+
+    def evaluate_if_due(self, is_last: bool = False):
+        """Loss on held-out rows; the weights with the lowest so far are kept beside the last ones."""
+        evaluator, step = self.state.evaluator, self.boundary.step
+        if not evaluator or not step or not evaluator.is_due(step, is_last): return
+        self.lagged.flush()
+        metrics = evaluator.run(self.state.model, step, self.agree)
+        self.log.log_evaluation(metrics)
+        if metrics.is_best and self.config.save_model:
+            save_trained(self.state.model, weights_folder(self.config, "-best"), self.tokenizer,
+                         asdict(self.config))
+        self.lagged.restart_clock()
+
+    def was_read(self, metrics: StepMetrics):
+        """A step's loss and norm are known; raises what --on_bad_steps says after too many bad ones."""
+        rows = self.bad.see(metrics)
+        if rows is None: return
+        self.log.record(SkippedMetrics(metrics.step, list(rows)))
+        print_main(f"warning: step {metrics.step} skipped, its loss or gradient is not a number "
+                   f"(loss {metrics.loss}, grad_norm {metrics.grad_norm}); its rows: {shortened(rows)}")
+        self.bad.decide()
+
+    def roll_back(self):
+        """Go on from the last good checkpoint, without the rows of the bad steps."""
+        self.lagged.pending = None
+        self.writer.join()
+        folder = from_main(lambda: self.writer.verified)
+        self.bad.leave_out(folder)
+        self.boundary = self.state.restore(folder)
+        self.log.rewind(self.boundary.step)
+        print_main(f"went back to {folder}; left out: the rows of steps "
+                   + ", ".join(str(i + 1) for i in sorted(self.bad.left_out)))
+
+    def stop(self):
+        """Save where the run stands, on all ranks, and end it."""
+        self.lagged.flush()
+        if self.boundary.step: self.save()
+        self.writer.join()
+        folder = from_main(lambda: self.writer.verified)
+        dist.barrier()  # as at the end of `process_group`
+        where = f"saved in {folder}" if folder else "there was nothing to save"
+        raise StopRequested(f"stopped after step {self.boundary.step}; {where}; the same command goes "
+                            "on from there")
+
+
+def shortened(rows, most: int = 20) -> str:
+    """The first of the rows' ids."""
+    more = f" and {len(rows) - most} more" if len(rows) > most else ""
+    return ", ".join(map(str, rows[:most])) + more
+
+
+def weights_folder(config: RunConfig, suffix: str = "") -> Path:
+    """Where trained weights go: adapter or model, and the suffix."""
+    kind = "model" if config.adapter == "none" else "adapter"
+    return Path(config.output_dir) / f"{kind}{suffix}"
