@@ -42,10 +42,11 @@ def check_choices(config):
 
 AT_LEAST_ONE = ("lora_rank", "context_length", "gradient_accumulation_steps",
                 "num_epochs", "dataset_samples", "min_wrap_params", "shuffle_buffer",
-                "keep_checkpoints", "max_bad_steps")
+                "keep_checkpoints", "max_bad_steps", "active_steps", "profiling_frequency")
 AUTO_OR_ABOVE_ZERO = ("batch_size", "global_batch_size", "max_steps", "shard_group_size",
                       "world_size", "loading_workers", "eval_every", "checkpoint_every")
-NOT_NEGATIVE = ("lr", "wd", "lora_alpha", "preview", "checkpoint_minutes")
+NOT_NEGATIVE = ("lr", "wd", "lora_alpha", "preview", "checkpoint_minutes", "wait_steps",
+                "warmup_steps", "repeat")
 
 
 def check_numbers(config):
@@ -144,10 +145,11 @@ ROUNDED_STOCHASTICALLY = ("adamw_bf16", "adamw_8bit", "adafactor")
 WITHOUT_EFFECT = {
     "low_memory": "the load is always streamed",
     "export_trace": "--profile decides",
+    "export_memory_timeline": "--profile decides",
     **dict.fromkeys(("project_name", "name", "group", "entity"), "they belong to --log_to wandb"),
-    **dict.fromkeys(("wait_steps", "warmup_steps", "active_steps", "repeat", "profiling_frequency",
-                     "profiling_output"), "they belong to --profile"),
 }
+OF_THE_PROFILE = ("profiling_output", "with_stack", "with_shapes", "wait_steps", "warmup_steps",
+                  "active_steps", "repeat", "profiling_frequency")
 
 
 def lost_updates(config) -> list[str]:
@@ -163,6 +165,9 @@ def settings_without_effect(config) -> list[str]:
     changed = changed_settings(config)
     warnings = [f"--{name} has no effect: {why}" for name, why in WITHOUT_EFFECT.items()
                 if name in changed]
+    if not config.profile:
+        warnings += [f"--{name} has no effect: it belongs to --profile" for name in OF_THE_PROFILE
+                     if name in changed]
     if "absmax_dtype" in changed and config.quant == "none":
         warnings.append("--absmax_dtype has no effect: no weight is quantized")
     if config.sharding_strategy == "ddp":

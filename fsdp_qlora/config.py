@@ -242,18 +242,20 @@ class LaunchOptions:
 @dataclass(kw_only=True)
 class ProfileOptions:
     """Profiling"""
-    profile: bool = opt(False, "write a torch.profiler trace", later=(True,))
+    profile: bool = opt(False, "trace some steps: where their time goes, and what communication is "
+                        "exposed; on a GPU a memory snapshot too")
     profile_memory: bool = opt(False, "print where memory goes", later=(True,))
     profiling_output: str = opt("profiles", "folder of traces")
-    with_stack: bool = opt(False, "record stacks", later=(True,))
-    with_shapes: bool = opt(False, "record shapes", later=(True,))
+    with_stack: bool = opt(False, "record Python stacks")
+    with_shapes: bool = opt(False, "record shapes of operands")
     export_trace: bool = opt(True, "kept for old commands: traces are always exported")
-    export_memory_timeline: bool = opt(False, "write a memory timeline", later=(True,))
-    wait_steps: int = opt(0, "steps before the profiler warms up")
+    export_memory_timeline: bool = opt(False, "kept for old commands: --profile writes a memory "
+                                       "snapshot on a GPU")
+    wait_steps: int = opt(3, "steps before the profiler warms up; the first ones compile")
     warmup_steps: int = opt(1, "steps the profiler warms up")
     active_steps: int = opt(2, "steps recorded")
-    repeat: int = opt(0, "recordings; 0 = as long as the run")
-    profiling_frequency: int = opt(10, "steps between recordings")
+    repeat: int = opt(1, "recordings; 0 = as long as the run")
+    profiling_frequency: int = opt(10, "steps from the start of one recording to the next")
 
 
 GROUPS = (ModelOptions, AdapterOptions, DataOptions, EvaluationOptions, BatchOptions,

@@ -13,6 +13,7 @@ from .dist import from_main, print_main
 from .export import save_trained
 from .faults import Agreement, BadSteps, RollBack, out_of_memory_explained
 from .metrics import CheckpointMetrics, RunLog, SkippedMetrics, StepMetrics
+from .profiling import step_profiler
 from .settings import AUTO
 from .signals import StopRequested, StopSignals
 from .step import train_step
@@ -50,7 +51,10 @@ class Training:
         """Train to the end; False if that came to bad steps and is to be tried from a checkpoint."""
         try:
             self.evaluate_if_due()  # a run that was stopped may not have come to it
-            for step in self.loader: self.step(step)
+            with step_profiler(self.config, self.state.device) as step_done:
+                for step in self.loader:
+                    self.step(step)
+                    step_done()
             self.lagged.flush()
             self.evaluate_if_due(is_last=True)
             return True

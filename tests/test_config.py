@@ -139,8 +139,7 @@ def test_a_mistake_is_one_line_with_the_flag_and_what_would_work(settings, parts
                                   "hqq_llama_pro")],
     *[("precision", p) for p in ("fp16_autocast", "bf16_autocast", "bf16_buffers_autocast")],
     ("llama_pro_path", "weights_blk_exp-32-35"), ("n_bits", 3), ("log_to", "wandb"),
-    ("profile", True), ("profile_memory", True), ("with_stack", True), ("with_shapes", True),
-    ("export_memory_timeline", True)])
+    ("profile_memory", True)])
 def test_a_later_feature_is_refused_by_name_and_value(name, value):
     shown = str(value).lower() if value is True else value
     message = refusal(**{name: value})

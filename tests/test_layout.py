@@ -9,13 +9,13 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "fsdp_qlora"
 # A module imports only from those before it; names of a line may import each other's packages.
 ORDER = ["settings", "checks", "config", "flags", "signals", "known_models", "arch", "hardware",
-         "machine", "estimate", "planner", "guide",
+         "machine", "estimate", "planner", "guide", "trace",
          "dist",
          "absmax", "fourbit", "int8", "hqq", "formats",
          "kernels", "fp8", "quantize", "blocks", "attention", "lora_ops", "fusion", "adapters",
          "activations", "hostmem", "offload", "losses", "prefetch", "sharding",
          "weight_files", "bnb4", "prequantized", "loading", "quantized_cache",
-         "build", "data", "optim", "metrics", "export",
+         "build", "data", "optim", "metrics", "profiling", "export",
          "adapter_folder", "trained_base", "merge_base", "merged_files", "merge",
          "convert", "serving", "delivery",
          "prepare", "evaluate",
@@ -23,7 +23,7 @@ ORDER = ["settings", "checks", "config", "flags", "signals", "known_models", "ar
          "generate",
          "launch", "bench", "demo", "cli"]
 PURE = {"settings", "checks", "config", "flags", "signals", "known_models", "arch", "hardware",
-        "machine", "estimate", "planner", "guide"}
+        "machine", "estimate", "planner", "guide", "trace"}
 
 
 def modules() -> list[tuple[str, Path]]:
