@@ -206,8 +206,9 @@ def check_supported(folder: Path, config: dict):
                          "path_initial_model_for_weight_conversion first")
 
 
-def base_of(folder: str | Path | None) -> str:
-    """The model that an adapter names as its base. Raises ValueError naming --model_name."""
-    name = read_adapter_config(Path(folder)).get("base_model_name_or_path") if folder else None
-    if not name: raise ValueError("--model_name is missing; give the model that the adapter is for")
-    return name
+def base_of(folder: str | Path | None) -> tuple[str, str | None]:
+    """The model that an adapter names as its base, and its revision. Raises ValueError."""
+    config = read_adapter_config(Path(folder)) if folder else {}
+    if not config.get("base_model_name_or_path"):
+        raise ValueError("--model_name is missing; give the model that the adapter is for")
+    return config["base_model_name_or_path"], config.get("revision")

@@ -148,7 +148,7 @@ def bench_rank(config: RunConfig, options) -> Row:
     from .loading import read_config
     device = rank_device(config.device)
     config = with_activation_policy(config, device)
-    layers = read_config(config.model_name).num_hidden_layers
+    layers = read_config(config.model_name, **config.source).num_hidden_layers
     row = describe_run(config, options.row_name or config.sharding_strategy, layers, device)
     with process_group(device, config.timeout_minutes):
         try:
@@ -253,7 +253,7 @@ def record_estimate(row: Row, config: RunConfig):
     from .estimate import memory, model_tflops, setup_from_config, step_seconds
     from .hardware import find_gpu
     from .loading import read_config
-    shape = shape_from_config(read_config(config.model_name).to_dict(), row.model)
+    shape = shape_from_config(read_config(config.model_name, **config.source).to_dict(), row.model)
     setup = setup_from_config(config, row.gpus)
     row.model_tflops_per_gpu = model_tflops(shape, setup, row.tokens_per_second_per_gpu)
     row.estimate_peak_gib = memory(shape, setup).peak_allocated

@@ -74,17 +74,19 @@ def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, C
 
     Needs no process group: a wrong model, checkpoint or target module is found here.
     """
-    settings = read_config(config.model_name)
-    model = meta_model(settings, DTYPES[config.precision], attention(config, settings, device)[0])
+    settings = read_config(config.model_name, **config.source)
+    model = meta_model(settings, DTYPES[config.precision], attention(config, settings, device)[0],
+                       **config.source)
     model.config._name_or_path = config.model_name  # PEFT writes it into the adapter's config
     checkpoint = open_checkpoint(config, settings, model, device)
     if config.quant != "none":
         quantize_linears(model, config.quant, absmax_dtype=config.absmax_dtype,
                          names=layers_to_quantize(checkpoint, config.quant))
     if config.adapter == "lora":
-        model = apply_adapters(model, lora_config(
-            rank=config.lora_rank, alpha=config.lora_alpha, dropout=config.lora_dropout,
-            target_modules=config.target_modules), DTYPES[config.adapter_dtype])
+        lora = lora_config(rank=config.lora_rank, alpha=config.lora_alpha, dropout=config.lora_dropout,
+                           target_modules=config.target_modules)
+        lora.revision = config.revision
+        model = apply_adapters(model, lora, DTYPES[config.adapter_dtype])
     return model, checkpoint
 
 
@@ -95,7 +97,8 @@ def with_activation_policy(config: RunConfig, device: torch.device) -> RunConfig
     small even with every block recomputed.
     """
     if config.activation_budget_gib is None: return config
-    shape = shape_from_config(read_config(config.model_name).to_dict(), config.model_name)
+    settings = read_config(config.model_name, **config.source)
+    shape = shape_from_config(settings.to_dict(), config.model_name)
     setup = setup_from_config(config, ranks_from_env().world_size, compile=compiles(config, device))
     policy = choose_policies(shape, setup, config.activation_budget_gib)
     peak = memory(shape, replace(setup, activation_policy=policy)).peak_allocated
@@ -116,7 +119,8 @@ def open_checkpoint(config: RunConfig, settings: PretrainedConfig, model: nn.Mod
     """The checkpoint of --model_name, checked to be complete, or random weights."""
     if config.random_weights: return RandomCheckpoint(expected_shapes(model), device, config.seed)
     quantization = settings.to_dict().get("quantization_config")
-    checkpoint = open_weights(checkpoint_folder(config.model_name), quantization, config.model_name)
+    checkpoint = open_weights(checkpoint_folder(config.model_name, config.revision), quantization,
+                              config.model_name)
     check_complete(model, checkpoint)
     return checkpoint
 

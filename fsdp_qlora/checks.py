@@ -6,7 +6,9 @@ Pure: no torch, so that every mistake answers at once.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import fields
+from pathlib import Path
 from typing import get_type_hints
 
 from fastcore.basics import listify
@@ -126,6 +128,17 @@ def check_data_together(config):
     if config.stream and config.lr_scheduler != "constant" and config.max_steps == AUTO:
         raise ValueError(f"--lr_scheduler {config.lr_scheduler} needs the number of steps, which "
                          "--stream does not know; add --max_steps, or use constant")
+
+
+def check_remote_code(config):
+    """Code of a model may run only as it was when it was read, so at a commit, never at a branch."""
+    if not config.trust_remote_code: return
+    if not re.fullmatch("[0-9a-f]{40}", config.revision or ""):
+        raise ValueError("--trust_remote_code true runs code from the hub, so it needs the full commit: "
+                         f"--revision with 40 hex digits, got {config.revision}")
+    if Path(config.model_name).exists():
+        raise ValueError(f"--trust_remote_code true: --model_name {config.model_name} is a folder, and "
+                         "no commit fixes its code; give the hub name")
 
 
 def check_budget_alone(config):

@@ -15,6 +15,7 @@ from .config import RunConfig
 from .delivery import DELIVERY
 from .flags import Parser, boolean, parse, parse_own
 from .guide import GUIDE
+from .redact import redact
 from .settings import opt
 from .signals import EXIT_STOPPED, StopRequested, StopSignals
 
@@ -37,7 +38,7 @@ def train_rank(config: RunConfig, signals: StopSignals | None = None):
     check_device(config, device)
     warnings = settings_without_effect(config) + lost_updates(config)
     for warning in warnings: print_main(f"warning: {warning}")
-    tokenizer = load_tokenizer(config.model_name)
+    tokenizer = load_tokenizer(config.model_name, **config.source)
     data = load_data(config, tokenizer)
     from .build import planned_model
     from .export import check_output_dir, trained_bytes
@@ -71,7 +72,7 @@ def data_command(argv: list[str]):
     """Tokenize a data set and report on it; --preview shows rows with trained tokens marked."""
     (config,) = parse(argv, prog="fsdp-qlora data")
     from .prepare import load_tokenizer, report_on_data
-    report_on_data(config, load_tokenizer(config.model_name))
+    report_on_data(config, load_tokenizer(config.model_name, **config.source))
 
 
 @dataclass
@@ -140,9 +141,9 @@ def main(argv: list[str] | None = None) -> int:
         COMMANDS[argv[0]](argv[1:])
         return 0
     except (ValueError, OSError, ImportError) as error:
-        if is_verbose(argv): traceback.print_exc()
+        if is_verbose(argv): print_traceback()
         rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
-        print(f"error{rank}: {error}", file=sys.stderr, flush=True)
+        print(redact(f"error{rank}: {error}"), file=sys.stderr, flush=True)
         return 2
     except StopRequested as stopped:
         if os.environ.get("RANK", "0") == "0": print(stopped, file=sys.stderr, flush=True)
@@ -150,6 +151,14 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0": print("stopped", file=sys.stderr, flush=True)
         return 130
+    except Exception:  # a fault of this program: the same words as Python's, without secrets
+        print_traceback()
+        return 1
+
+
+def print_traceback():
+    """The traceback of the exception that is being handled, on stderr."""
+    print(redact(traceback.format_exc()), end="", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from .checks import (
     check_choices,
     check_data_together,
     check_numbers,
+    check_remote_code,
     check_together,
     check_types,
 )
@@ -46,6 +47,9 @@ class ModelOptions:
     model_name: str = opt(
         "meta-llama/Llama-2-7b-hf", "folder with config.json and safetensors, or a hub name",
         example="./SmolLM2-135M-Instruct")
+    revision: str | None = opt(None, "branch, tag or commit of a model on the hub", example="main")
+    trust_remote_code: bool = opt(
+        False, "run Python code that the model brings; only with the full commit as --revision")
     train_type: str = opt(
         "qlora", "shorthand for --quant and --adapter",
         choices=tuple(TRAIN_TYPES) + LATER_TRAIN_TYPES, later=LATER_TRAIN_TYPES)
@@ -274,6 +278,7 @@ class RunConfig(*GROUPS):
         check_numbers(self)
         check_together(self)
         check_data_together(self)
+        check_remote_code(self)
 
     def expand(self):
         """Resolve `train_type` into `quant` and `adapter` where these are not given."""
@@ -283,6 +288,11 @@ class RunConfig(*GROUPS):
         if self.activation_policy == "auto" and self.activation_budget_gib is None:
             recompute = self.use_gradient_checkpointing
             self.activation_policy = "recompute_all" if recompute else "keep_all"
+
+    @property
+    def source(self) -> dict[str, str | bool | None]:
+        """Which version of --model_name is read, and whether its code is run."""
+        return dict(revision=self.revision, trust_remote_code=self.trust_remote_code)
 
     @property
     def holds_out_a_data_set(self) -> bool:

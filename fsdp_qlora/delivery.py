@@ -15,6 +15,8 @@ class MergeOptions:
     """Merge"""
     model_name: str | None = opt(None, "the base: folder or hub name; the adapter's own if left out",
                                  example="./SmolLM2-135M-Instruct")
+    revision: str | None = opt(None, "branch, tag or commit of the base on the hub; the adapter's own "
+                               "if --model_name is left out")
     adapter_folder: str | None = opt(None, "adapter folder that training saved",
                                      example="output/adapter")
     output_dir: str = opt("merged", "new folder for the merged model")
@@ -36,9 +38,13 @@ def merge_command(argv: list[str]):
     options = parse_alone(argv, MergeOptions, "fsdp-qlora merge")
     from .adapter_folder import base_of
     from .merge import merge
-    merge(options.model_name or base_of(options.adapter_folder), options.adapter_folder,
-          options.output_dir, merge_base=options.merge_base, base_quant=options.base_quant,
-          merge_format=options.merge_format, dtype=options.dtype)
+    name, revision = options.model_name, options.revision
+    if name is None:
+        name, trained_on = base_of(options.adapter_folder)
+        revision = revision or trained_on
+    merge(name, options.adapter_folder, options.output_dir, merge_base=options.merge_base,
+          base_quant=options.base_quant, merge_format=options.merge_format, dtype=options.dtype,
+          revision=revision)
 
 
 @dataclass

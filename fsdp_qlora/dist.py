@@ -22,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from .redact import redact
+
 T = TypeVar("T")
 
 
@@ -232,8 +234,8 @@ def from_main(function: Callable[[], T]) -> T:
 
 
 def print_main(*args, **kwargs):
-    """Print on rank 0 only."""
-    if ranks_from_env().is_main: print(*args, **kwargs, flush=True)
+    """Print on rank 0 only, without secrets."""
+    if ranks_from_env().is_main: print(*(redact(str(arg)) for arg in args), **kwargs, flush=True)
 
 
 @contextmanager

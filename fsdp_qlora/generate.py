@@ -16,17 +16,19 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from .config import RunConfig
 from .data import choose_pad_token_id, encode_prompt, stop_token_ids
 from .dist import rank_device
-from .loading import DTYPES, first_line, read_config
+from .loading import DTYPES, first_line, pinned, read_config
 from .prepare import load_tokenizer
 from .trained_base import BaseQuant, base_quant
 
 
 def load_for_inference(model_name: str, adapter: str | Path | None = None, quant: str = "auto",
-                       device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16
+                       device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16,
+                       revision: str | None = None, trust_remote_code: bool = False
                        ) -> PreTrainedModel:
     """The base model on `device`, its linears rounded as `quant` says, with the adapter if given."""
-    read_config(model_name)  # one clear line if there is no such model
-    model = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype).to(device).eval()
+    read_config(model_name, revision, trust_remote_code)  # one clear line if there is no such model
+    model = AutoModelForCausalLM.from_pretrained(
+        model_name, dtype=dtype, **pinned(revision, trust_remote_code)).to(device).eval()
     known = base_quant(quant, adapter)
     if known.quant != "none": round_linears(model, known)
     if adapter is None: return model
@@ -60,9 +62,9 @@ def answer(config: RunConfig, options):
         raise ValueError(f"--max_new_tokens must be 1 or more, got {options.max_new_tokens}")
     device = rank_device(config.device)
     dtype = torch.float32 if device.type == "cpu" else DTYPES[config.precision]
-    tokenizer = load_tokenizer(config.model_name)
+    tokenizer = load_tokenizer(config.model_name, **config.source)
     model = load_for_inference(config.model_name, options.adapter_folder, options.base_quant, device,
-                               dtype)
+                               dtype, **config.source)
     inputs = torch.tensor([encode_prompt([{"role": "user", "content": options.prompt}], tokenizer)],
                           device=device)
     model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False,

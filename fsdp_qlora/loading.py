@@ -34,7 +34,8 @@ ALIGNMENT = 64        # bytes, of tensors in a staging buffer
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def read_config(model_name: str) -> PretrainedConfig:
+def read_config(model_name: str, revision: str | None = None, trust_remote_code: bool = False
+                ) -> PretrainedConfig:
     """The config.json of a local folder or a hub name.
 
     Raises ValueError naming --model_name if it is not there.
@@ -45,9 +46,22 @@ def read_config(model_name: str) -> PretrainedConfig:
         raise ValueError(f"--model_name {model_name}: the folder {what}; give a folder in "
                          "transformers' format or a hub name such as org/model")
     try:
-        return AutoConfig.from_pretrained(model_name)
+        return AutoConfig.from_pretrained(model_name, **pinned(revision, trust_remote_code))
     except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error): error = needs_own_code()
         raise ValueError(f"--model_name {model_name}: {first_line(error)}") from error
+
+
+def pinned(revision: str | None, trust_remote_code: bool) -> dict:
+    """Arguments of transformers' loaders; code comes from that same revision or not at all."""
+    code = {"code_revision": revision} if trust_remote_code else {}
+    return dict(revision=revision or "main", trust_remote_code=trust_remote_code, **code)
+
+
+def needs_own_code() -> ValueError:
+    """What to do about a model that brings Python code."""
+    return ValueError("it needs Python code of its own, which is not run unasked; read that code, then "
+                      "give its commit: --revision COMMIT --trust_remote_code true")
 
 
 def looks_local(model_name: str) -> bool:
@@ -56,17 +70,17 @@ def looks_local(model_name: str) -> bool:
             or model_name.count("/") != 1)
 
 
-def checkpoint_folder(model_name: str) -> Path:
+def checkpoint_folder(model_name: str, revision: str | None = None) -> Path:
     """The local folder of a model; a hub name is fetched into the cache first."""
     if looks_local(model_name): return Path(model_name)
     from huggingface_hub import snapshot_download
     # Some repositories hold the weights twice: `model*` is what transformers would read.
     wanted = ["model*.safetensors", "*.json", "*.model", "*.jinja"]
-    return Path(snapshot_download(model_name, allow_patterns=wanted))
+    return Path(snapshot_download(model_name, revision=revision, allow_patterns=wanted))
 
 
-def meta_model(config: PretrainedConfig, dtype: torch.dtype, attn_implementation: str = "sdpa"
-               ) -> nn.Module:
+def meta_model(config: PretrainedConfig, dtype: torch.dtype, attn_implementation: str = "sdpa",
+               revision: str | None = None, trust_remote_code: bool = False) -> nn.Module:
     """The model with its parameters on the meta device and its buffers real.
 
     Buffers such as rotary frequencies are in no checkpoint: they are computed here, once, and
@@ -77,8 +91,9 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype, attn_implementation
         del config.quantization_config
     try:
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype,
-                                                     attn_implementation=attn_implementation)
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attn_implementation,
+                **pinned(revision, trust_remote_code))
     except (ValueError, ImportError) as error:
         if "attn" not in str(error).lower() and "attention" not in str(error).lower(): raise
         raise ValueError(f"--attn_implementation {attn_implementation}: {first_line(error)}") from error

@@ -65,13 +65,14 @@ class MergePlan:
 
 def merge(model_name: str, adapter_folder: str | Path | None, output_dir: str | Path, *,
           merge_base: str = "auto", base_quant: str = "auto", merge_format: str = "safetensors",
-          dtype: str = "bf16") -> Path:
+          dtype: str = "bf16", revision: str | None = None) -> Path:
     """Write base and adapter as one model into a new folder, in transformers' format.
 
     merge_base: original, dequantized (the base as it was trained on), or auto, as it was trained on.
     base_quant: the 4-bit format of a dequantized base; auto is what the adapter's folder says.
     merge_format: safetensors, or bnb4 for weights in NF4 that transformers and bitsandbytes load.
     Without an adapter, bnb4 writes the base itself in 4 bits.
+    revision: of a hub name.
 
     Raises ValueError, naming the flag, for what does not fit together, before anything is written;
     the folder gets its name when all its files are complete.
@@ -79,7 +80,8 @@ def merge(model_name: str, adapter_folder: str | Path | None, output_dir: str | 
     started, output_dir = time.perf_counter(), Path(output_dir)
     if output_dir.exists():
         raise ValueError(f"--output_dir {output_dir} is there already; give a new folder")
-    plan = plan_merge(model_name, adapter_folder, merge_base, base_quant, merge_format, dtype)
+    plan = plan_merge(open_base(model_name, revision), adapter_folder, merge_base, base_quant,
+                      merge_format, dtype)
     check_output_dir(output_dir, plan.num_bytes, output_dir)
     print(f"base: {plan.base.describe()}", flush=True)
     with complete_folder(output_dir) as new:
@@ -91,14 +93,13 @@ def merge(model_name: str, adapter_folder: str | Path | None, output_dir: str | 
     return output_dir
 
 
-def plan_merge(model_name: str, adapter_folder: str | Path | None, merge_base: str, base_quant: str,
+def plan_merge(base: BaseModel, adapter_folder: str | Path | None, merge_base: str, base_quant: str,
                merge_format: str, dtype: str) -> MergePlan:
     """Read what is needed of base and adapter, and match them. Raises ValueError."""
     if adapter_folder is None and merge_format != "bnb4":
         raise ValueError("--adapter_folder is missing; give the folder that training saved, or "
                          "--merge_format bnb4 to write the base in 4 bits")
     adapter = AdapterFolder(adapter_folder) if adapter_folder else None
-    base = open_base(model_name)
     choose_base(base, merge_base, base_quant, adapter_folder)
     outputs, untied = plan_outputs(base, adapter)
     plan = MergePlan(base, adapter, outputs, MERGE_DTYPES[dtype], set(), {})

@@ -77,15 +77,15 @@ def as_fp32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def open_base(name: str) -> BaseModel:
+def open_base(name: str, revision: str | None = None) -> BaseModel:
     """Open a model's checkpoint. Raises ValueError naming --model_name."""
-    config = read_config(name)
+    config = read_config(name, revision)
     meta = quantize_linears(meta_model(config, torch.bfloat16), "nf4")
     names = {id(m): n for n, m in meta.named_modules()}
     linear = {f"{n}.weight" for n, m in meta.named_modules() if isinstance(m, QuantLinear)}
     ends = [f"{names[id(end)]}.weight"
             for end in (meta.get_input_embeddings(), meta.get_output_embeddings())]
-    base = BaseModel(name, Checkpoint(checkpoint_folder(name)), config, linear, *ends)
+    base = BaseModel(name, Checkpoint(checkpoint_folder(name, revision)), config, linear, *ends)
     base.linear_weights = {base.find(n) or n for n in linear}
     return base
 

@@ -27,7 +27,7 @@ from .data import (
     tokenize_rows,
 )
 from .dist import print_main, ranks_from_env
-from .loading import first_line, read_config
+from .loading import first_line, pinned, read_config
 
 FIRST_ROWS = 1000  # of a stream, read before the ranks meet
 
@@ -40,11 +40,13 @@ def check_device(config: RunConfig, device: torch.device):
                          "no bf16 arithmetic; use --precision fp32")
 
 
-def load_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(model_name: str, revision: str | None = None, trust_remote_code: bool = False
+                   ) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or hub name. Raises ValueError naming --model_name."""
-    read_config(model_name)  # a missing folder is said in the same words everywhere
+    # A missing folder is said in the same words everywhere.
+    read_config(model_name, revision, trust_remote_code)
     try:
-        return AutoTokenizer.from_pretrained(model_name)
+        return AutoTokenizer.from_pretrained(model_name, **pinned(revision, trust_remote_code))
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"--model_name {model_name}: no tokenizer there ({first_line(error)}); "
                          "copy the tokenizer files of the model into it") from error

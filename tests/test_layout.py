@@ -8,7 +8,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "fsdp_qlora"
 # A module imports only from those before it; names of a line may import each other's packages.
-ORDER = ["settings", "checks", "config", "flags", "signals", "known_models", "arch", "hardware",
+ORDER = ["redact",
+         "settings", "checks", "config", "flags", "signals", "known_models", "arch", "hardware",
          "machine", "estimate", "planner", "guide", "trace",
          "dist",
          "absmax", "fourbit", "int8", "hqq", "formats",
@@ -22,7 +23,8 @@ ORDER = ["settings", "checks", "config", "flags", "signals", "known_models", "ar
          "step", "steplog", "faults", "checkpoint", "describe", "loop", "trainer",
          "generate",
          "launch", "bench", "demo", "cli"]
-PURE = {"settings", "checks", "config", "flags", "signals", "known_models", "arch", "hardware",
+PURE = {"redact",
+        "settings", "checks", "config", "flags", "signals", "known_models", "arch", "hardware",
         "machine", "estimate", "planner", "guide", "trace"}
 
 
