@@ -5,6 +5,7 @@ Each has settings of its own and none of RunConfig's. Pure: no torch before a co
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 
 from .flags import parse_alone
 from .settings import opt
@@ -88,4 +89,26 @@ def check_command(argv: list[str]):
     print(f"vLLM takes this adapter:\n  {serve_command(options.adapter_folder)}")
 
 
-DELIVERY = {"merge": merge_command, "convert": convert_command, "check": check_command}
+@dataclass
+class PushOptions:
+    """Push"""
+    folder: str = opt("output/adapter", "adapter or model folder; also as the first word")
+    repo: str = opt("", "name on the hub; also as the second word", example="me/my-adapter")
+    private: bool = opt(True, "false publishes it")
+    revision: str | None = opt(None, "branch to push to")
+    verbose: bool = opt(False, "print the traceback of an error")
+
+
+def push_command(argv: list[str]):
+    """Push an adapter or model folder to a hub, private by default."""
+    words = list(takewhile(lambda word: not word.startswith("-"), argv))[:2]
+    named = [part for flag, word in zip(("--folder", "--repo"), words, strict=False)
+             for part in (flag, word)]
+    options = parse_alone(named + argv[len(words):], PushOptions, "fsdp-qlora push")
+    if not options.repo: raise ValueError("--repo is missing; give a name such as me/my-adapter")
+    from .hub import push
+    push(options.folder, options.repo, options.private, options.revision)
+
+
+DELIVERY = {"merge": merge_command, "convert": convert_command, "check": check_command,
+            "push": push_command}

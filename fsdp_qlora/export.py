@@ -17,7 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .adapters import trainable_parameters
+from .card import write_card
 from .dist import full_tensor, local_rows, main_only, ranks_from_env
+from .redact import redact_all
 
 SHARD_BYTES = 5 * 10**9  # transformers' default size of one file
 
@@ -29,11 +31,16 @@ def save_trained(model: nn.Module, folder: str | Path, tokenizer=None, settings:
                  ) -> Path:
     """Save the adapter of a PEFT model, or else the whole model; every rank must call it.
 
+    `settings` are those of the run (`card.run_record`): they are kept in the folder, and with the
+    metrics.jsonl beside it they make its model card.
+
     Raises OSError on every rank if rank 0 can't write.
     """
     def write_rest(new: Path):
         if tokenizer is not None: tokenizer.save_pretrained(new)
-        if settings is not None: (new / RUN_FILE).write_text(json.dumps(settings, indent=2))
+        if settings is None: return
+        (new / RUN_FILE).write_text(json.dumps(redact_all(settings), indent=2))
+        write_card(new, redact_all(settings), Path(folder).parent / "metrics.jsonl")
     save = save_adapter if hasattr(model, "peft_config") else save_full
     return save(model, folder, write_rest)
 

@@ -54,8 +54,13 @@ def read_config(model_name: str, revision: str | None = None, trust_remote_code:
 
 def pinned(revision: str | None, trust_remote_code: bool) -> dict:
     """Arguments of transformers' loaders; code comes from that same revision or not at all."""
-    code = {"code_revision": revision} if trust_remote_code else {}
-    return dict(revision=revision or "main", trust_remote_code=trust_remote_code, **code)
+    return dict(revision=revision or "main", **pinned_code(revision, trust_remote_code))
+
+
+def pinned_code(revision: str | None, trust_remote_code: bool) -> dict:
+    """The part of `pinned` that is about code."""
+    if not trust_remote_code: return dict(trust_remote_code=False)
+    return dict(trust_remote_code=True, code_revision=revision)
 
 
 def needs_own_code() -> ValueError:
@@ -93,7 +98,7 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype, attn_implementation
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attn_implementation,
-                **pinned(revision, trust_remote_code))
+                **pinned_code(revision, trust_remote_code))
     except (ValueError, ImportError) as error:
         if "attn" not in str(error).lower() and "attention" not in str(error).lower(): raise
         raise ValueError(f"--attn_implementation {attn_implementation}: {first_line(error)}") from error

@@ -1,7 +1,6 @@
 """The steps of a run, and what happens between them: logs, evaluations, checkpoints, faults."""
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,13 +20,13 @@ from .steplog import LaggedLog
 
 
 class Training:
-    """A run under way. `signals` asks it to stop."""
+    """A run under way. `record` is kept beside weights that it saves, `signals` ask it to stop."""
 
     def __init__(self, config: RunConfig, tokenizer, loader: StepLoader | StreamLoader,
                  state: RunState, boundary: Boundary, log: RunLog, writer: CheckpointWriter,
-                 signals: StopSignals | None = None):
+                 record: dict, signals: StopSignals | None = None):
         self.config, self.tokenizer, self.loader, self.state = config, tokenizer, loader, state
-        self.boundary, self.log, self.writer = boundary, log, writer
+        self.boundary, self.log, self.writer, self.record = boundary, log, writer, record
         self.signals = signals or StopSignals()
         self.lagged = LaggedLog(log, state.device, self.was_read)
         self.bad = BadSteps(config.on_bad_steps, config.max_bad_steps)
@@ -102,7 +101,7 @@ class Training:
         self.log.log_evaluation(metrics)
         if metrics.is_best and self.config.save_model:
             save_trained(self.state.model, weights_folder(self.config, "-best"), self.tokenizer,
-                         asdict(self.config))
+                         self.record)
         self.lagged.restart_clock()
 
     def was_read(self, metrics: StepMetrics):

@@ -7,6 +7,7 @@ said, and the result is never quantized again unless that is asked for.
 """
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterator
@@ -20,10 +21,12 @@ from tqdm import tqdm
 
 from . import bnb4
 from .adapter_folder import AdapterFolder, Change
-from .export import ShardWriter, check_output_dir, complete_folder
+from .card import write_card
+from .export import RUN_FILE, ShardWriter, check_output_dir, complete_folder
 from .loading import DTYPES
 from .merge_base import BaseModel, choose_base, open_base
 from .merged_files import write_other_files
+from .redact import without_folders
 
 CHUNK_BYTES = 256 * 2**20  # of fp32 rows that are changed together
 MERGE_DTYPES = DTYPES | {"fp16": torch.float16}
@@ -89,6 +92,7 @@ def merge(model_name: str, adapter_folder: str | Path | None, output_dir: str | 
         for name, tensor in merged_tensors(plan): writer.add(name, tensor)
         writer.finish()
         write_other_files(new, plan.base.checkpoint.folder, adapter_folder, plan.settings)
+        if adapter_folder: write_merged_card(new, Path(adapter_folder), plan.base)
     print(describe_result(plan, output_dir, time.perf_counter() - started))
     return output_dir
 
@@ -190,6 +194,15 @@ def merged_tensor(plan: MergePlan, output: Output) -> Tensor:
         if merged is None: merged = rounded(rows.new_empty(0), plan.dtype).new_empty(shape)
         merged[start:stop] = rows
     return merged
+
+
+def write_merged_card(folder: Path, adapter: Path, base: BaseModel):
+    """A model card, if the adapter's folder tells of the run that it comes from."""
+    if not (adapter / RUN_FILE).is_file(): return
+    run = json.loads((adapter / RUN_FILE).read_text())
+    if "model_name" not in run: return  # a converted adapter
+    write_card(folder, run, adapter.parent / "metrics.jsonl",
+               merged=(adapter, base.describe(without_folders(base.name))))
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -63,13 +63,13 @@ class BaseModel:
         if not self.round_to or name not in self.linear_weights: return as_fp32(rows)
         return self.round_to.round_rows(rows)
 
-    def describe(self) -> str:
-        """The base in words."""
-        if self.packed: return f"{self.name}, whose weights are stored in 4 bits"
-        if self.round_to: return f"{self.name} rounded to {self.round_to} and back"
-        if self.trained_on.quant == "none": return f"the original weights of {self.name}"
-        return (f"the original weights of {self.name}, though the adapter was trained on "
-                f"{self.trained_on}")
+    def describe(self, name: str | None = None) -> str:
+        """The base in words, under its own or another name."""
+        name = name or self.name
+        if self.packed: return f"{name}, whose weights are stored in 4 bits"
+        if self.round_to: return f"{name} rounded to {self.round_to} and back"
+        if self.trained_on.quant == "none": return f"the original weights of {name}"
+        return f"the original weights of {name}, though the adapter was trained on {self.trained_on}"
 
 
 def as_fp32(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .build import build_model
+from .card import run_record
 from .checkpoint import (
     CheckpointWriter,
     Found,
@@ -37,6 +38,7 @@ from .export import save_trained
 from .loop import Training, weights_folder
 from .metrics import RunLog, StepMetrics, plot_loss
 from .optim import build_optimizer, build_scheduler
+from .redact import redact_all
 from .settings import AUTO
 from .signals import StopSignals
 from .step import seed_everything
@@ -64,9 +66,10 @@ def train(config: RunConfig, dataset: TokenizedDataset | Subset | Source, device
                 found.metrics) as log:
         writer = CheckpointWriter(checkpoints_of(config.output_dir), state, config,
                                   facts_of(config, state, found), found.folder)
-        Training(config, tokenizer, loader, state, boundary, log, writer, signals).run()
+        record = record_of(config, found, device)
+        Training(config, tokenizer, loader, state, boundary, log, writer, record, signals).run()
     if isinstance(loader, StreamLoader): print_main(loader.full_report().format_report())
-    finish(model, config, log, tokenizer)
+    finish(model, config, log, tokenizer, record)
     return log.steps
 
 
@@ -90,7 +93,7 @@ def build_state(config: RunConfig, batches: BatchPlan, model: nn.Module,
 def facts_of(config: RunConfig, state: RunState, found: Found) -> dict:
     """What run.json says beside the state; `run_id` stays the same for as long as a run is resumed."""
     run_id = found.run["run_id"] if found.run else from_main(lambda: uuid.uuid4().hex)
-    return {"run_id": run_id, "config": asdict(config), "content": found.content,
+    return {"run_id": run_id, "config": redact_all(asdict(config)), "content": found.content,
             "world_size": ranks_from_env().world_size,
             "rows_per_step": state.sampler.rows_per_step}
 
@@ -114,13 +117,19 @@ def build_loader(config: RunConfig, dataset: TokenizedDataset | Subset | Source,
                       **batching)
 
 
-def finish(model: nn.Module, config: RunConfig, log: RunLog, tokenizer):
+def record_of(config: RunConfig, found: Found, device: torch.device) -> dict:
+    """What is kept beside the trained weights."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return run_record(config, found.content["data"], name, ranks_from_env().world_size)
+
+
+def finish(model: nn.Module, config: RunConfig, log: RunLog, tokenizer, record: dict):
     """Save what was trained and draw the loss. Raises ValueError, and saves nothing, after a NaN."""
     if log.steps and not math.isfinite(log.steps[-1].loss + log.steps[-1].grad_norm):
         raise ValueError(f"the loss or gradient of step {log.steps[-1].step} is not a number, so "
                          f"nothing is saved; try a --lr below {config.lr:g}, or clip gradients")
     if config.save_model:
-        folder = save_trained(model, weights_folder(config), tokenizer, asdict(config))
+        folder = save_trained(model, weights_folder(config), tokenizer, record)
         print_main(f"saved the {folder.name} in {folder}")
     if not ranks_from_env().is_main or not log.steps: return
     mark_finished(checkpoints_of(config.output_dir), log.steps[-1].step)
