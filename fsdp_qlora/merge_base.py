@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from . import bnb4
 from .loading import Checkpoint, checkpoint_folder, meta_model, read_config
+from .prequantized import kind_of
 from .quantize import QuantLinear, quantize_linears
 from .trained_base import BaseQuant, base_quant, trained_quant
 
@@ -80,6 +81,10 @@ def as_fp32(tensor: Tensor) -> Tensor:
 def open_base(name: str, revision: str | None = None) -> BaseModel:
     """Open a model's checkpoint. Raises ValueError naming --model_name."""
     config = read_config(name, revision)
+    kind = kind_of(config.to_dict().get("quantization_config"))
+    if kind not in (None, "bitsandbytes"):
+        raise ValueError(f"--model_name {name}: its weights are quantized with {kind}, which can't be "
+                         "merged into; give the 16-bit model it was made from")
     meta = quantize_linears(meta_model(config, torch.bfloat16), "nf4")
     names = {id(m): n for n, m in meta.named_modules()}
     linear = {f"{n}.weight" for n, m in meta.named_modules() if isinstance(m, QuantLinear)}

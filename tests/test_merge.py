@@ -300,6 +300,14 @@ def test_an_existing_folder_a_missing_one_and_a_base_that_can_not_be_had_are_ref
     assert "does not exist" in refused(base=str(refused.folder / "absent"))
 
 
+@pytest.mark.parametrize("method", [dict(quant_method="fp8", weight_block_size=[128, 128]),
+                                    dict(quant_method="gptq", bits=4)])
+def test_a_base_in_another_quantized_form_is_refused(refused, method):
+    path = refused.folder / "base" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(quantization_config=method)))
+    assert f"quantized with {method['quant_method']}" in refused()
+
+
 def test_a_disk_that_is_too_small_is_said_before_anything_is_written(refused, monkeypatch):
     usage = shutil.disk_usage(refused.folder)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=1000))
