@@ -62,7 +62,9 @@ def start_ranks(count: int, config: RunConfig, command: str, argv: list[str]):
     try:
         elastic_launch(launch, sys.executable)("-m", "fsdp_qlora.cli", command, *argv)
     except ChildFailedError as error:
-        sys.exit(exit_code_of(*error.get_first_failure()))
+        # A rank that is told to stop while it loads takes the others' connections with it.
+        told = any(f.exitcode == EXIT_STOPPED for f in error.failures.values())
+        sys.exit(EXIT_STOPPED if told else exit_code_of(*error.get_first_failure()))
     except SignalException as stopped:  # Ctrl-C or a scheduler: the ranks have been told and are gone
         sys.exit(EXIT_STOPPED if stopped.sigval in STOP_SIGNALS else 128 + stopped.sigval)
 

@@ -96,6 +96,7 @@ class Training:
         """Loss on held-out rows; the weights with the lowest so far are kept beside the last ones."""
         evaluator, step = self.state.evaluator, self.boundary.step
         if not evaluator or not step or not evaluator.is_due(step, is_last): return
+        if evaluator.last and evaluator.last.step == step: return
         self.lagged.flush()
         metrics = evaluator.run(self.state.model, step, self.agree)
         self.log.log_evaluation(metrics)

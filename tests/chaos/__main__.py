@@ -1,0 +1,25 @@
+"""The long form: `python -m tests.chaos kills 200`, `python -m tests.chaos signals 100`."""
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.chaos.harness import make_inputs
+from tests.chaos.test_kills import killed_runs
+from tests.chaos.test_signals import signalled_runs
+
+FORMS = {"kills": killed_runs, "signals": signalled_runs}
+
+
+def main(form: str, count: str, seed: str = "0"):
+    """Run one form and print its report."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = make_inputs(Path(scratch, "inputs"))
+        report = FORMS[form](folder, Path(scratch), int(count), int(seed))
+    print(form, report, f"{time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__": main(*sys.argv[1:])
