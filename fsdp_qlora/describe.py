@@ -28,6 +28,14 @@ def describe(model: nn.Module, config: RunConfig, batches: BatchPlan, total_step
     if config.verbose: print_main(model)
 
 
+def first_step_line(seconds: float) -> str:
+    """How long a run's first step took, and what part of it torch compiled for."""
+    from torch._dynamo.utils import calculate_time_spent
+    compiling = calculate_time_spent().get("total_wall_time", 0.0)
+    what = f", {compiling:.1f} of them compiling or reading torch's compile cache" if compiling else ""
+    return f"first step: {seconds:.1f} s{what}"
+
+
 def dtypes_line(model: nn.Module, config: RunConfig) -> str:
     """Which dtypes weights are stored, multiplied and trained in."""
     stored = {trained: ", ".join(sorted({str(p.dtype).removeprefix("torch.")

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from .checkpoint import Boundary, CheckpointWriter, RunState
 from .config import RunConfig
 from .data import Step, StepLoader, StreamLoader
+from .describe import first_step_line
 from .dist import from_main, print_main
 from .export import save_trained
 from .faults import Agreement, BadSteps, RollBack, out_of_memory_explained
@@ -29,6 +30,7 @@ class Training:
         self.boundary, self.log, self.writer, self.record = boundary, log, writer, record
         self.signals = signals or StopSignals()
         self.lagged = LaggedLog(log, state.device, self.was_read)
+        self.first_step = boundary.step + 1
         self.bad = BadSteps(config.on_bad_steps, config.max_bad_steps)
         self.agree = Agreement(stop=self.signals.is_asked, save=writer.is_time,
                                failed=writer.has_failed)
@@ -107,6 +109,7 @@ class Training:
 
     def was_read(self, metrics: StepMetrics):
         """A step's loss and norm are known; raises what --on_bad_steps says after too many bad ones."""
+        if metrics.step == self.first_step: print_main(first_step_line(metrics.seconds))
         rows = self.bad.see(metrics)
         if rows is None: return
         self.log.record(SkippedMetrics(metrics.step, list(rows)))

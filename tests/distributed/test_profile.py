@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 
 import pytest
 from torch.profiler import ProfilerAction
@@ -69,3 +70,8 @@ def test_rank_0_prints_where_time_goes_and_what_communication_is_exposed(run):
 def test_a_run_too_short_to_record_says_so(run):
     _, (_, text) = run
     assert "--profile recorded nothing: the run ended after 5 steps" in text
+
+
+def test_a_run_says_how_long_its_start_took(run):
+    _, (text, _) = run
+    assert re.search(r"model ready in [\d.]+ s", text) and re.search(r"^first step: [\d.]+ s$", text, re.M)
