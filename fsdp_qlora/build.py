@@ -21,6 +21,7 @@ from .blocks import decoder_blocks
 from .config import AUTO, RunConfig, block_policies
 from .dist import print_main, ranks_from_env
 from .estimate import choose_policies, memory, setup_from_config
+from .estimate.weights import all_trained, optimizer_bytes
 from .fusion import SharedInputs
 from .loading import (
     DTYPES,
@@ -38,7 +39,7 @@ from .offload import apply_activation_offload
 from .prequantized import FourBitCheckpoint, layers_to_quantize, open_weights
 from .quantize import quantize_linears
 from .quantized_cache import QuantizedCache
-from .sharding import apply_sharding, make_mesh, parameter_device
+from .sharding import OnHost, apply_sharding, make_mesh, parameter_device
 from .weight_files import Checkpoint, RandomCheckpoint
 
 
@@ -56,14 +57,15 @@ def build_model(config: RunConfig, device: torch.device) -> nn.Module:
     apply_chunked_loss(model)
     if compiles(config, device): compile_blocks(model)
     if config.use_activation_cpu_offload: apply_activation_offload(model, policies)
+    on_host = weights_on_host(config, model, device)
     units = apply_sharding(
         model, config.sharding_strategy,
         make_mesh(config.sharding_strategy, device, config.shard_group_size),
         wrap_policy=config.wrap_policy, min_wrap_params=config.min_wrap_params,
-        cpu_offload=config.use_cpu_offload, backward_prefetch=config.backward_prefetch,
+        on_host=on_host, backward_prefetch=config.backward_prefetch,
         forward_prefetch=config.forward_prefetch, gather_once=config.gather_once)
     print_main(describe_units(units))
-    materialize(model, device, parameter_device(device, config.use_cpu_offload))
+    materialize(model, device, parameter_device(model, device, on_host))
     load(model, checkpoint, device, config)
     init_adapters(model, config.seed)
     return model
@@ -136,6 +138,29 @@ def load(model: nn.Module, source: Checkpoint, device: torch.device, config: Run
         progress = LoadProgress(model, weights)
         load_weights(model, weights, device, workers, progress)
         progress.close()
+
+
+TRAINED_SHARE = 1 / 8  # of a GPU that trained weights may take before they are offloaded too
+
+
+def weights_on_host(config: RunConfig, model: nn.Module, device: torch.device) -> OnHost:
+    """What --use_cpu_offload and its two companions move; the derived choice is printed."""
+    frozen, trained = config.use_cpu_offload, config.use_trained_cpu_offload
+    if trained is None:
+        trained = device.type == "cpu" or config.adapter == "none" or TRAINED_SHARE < (
+            trained_bytes(config, model) / torch.cuda.mem_get_info(device)[1])
+    if frozen and config.adapter != "none":
+        print_main("--use_trained_cpu_offload " + ("true: trained weights, gradients and optimizer "
+                   "states are in host memory too" if trained else "false: these stay on the GPU"))
+    vocabulary = config.use_vocabulary_cpu_offload
+    return OnHost(frozen, frozen and trained, frozen if vocabulary is None else vocabulary)
+
+
+def trained_bytes(config: RunConfig, model: nn.Module) -> float:
+    """Bytes of a rank's trained weights, their gradients and optimizer states."""
+    shape = shape_from_config(model.config.to_dict(), config.model_name)
+    setup = setup_from_config(config, ranks_from_env().world_size)
+    return 2 * all_trained(shape, setup, setup.shard_ranks) + optimizer_bytes(shape, setup)
 
 
 def describe_units(units: list[str]) -> str:

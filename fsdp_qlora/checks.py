@@ -99,10 +99,24 @@ def check_together(config):
     if config.lr_warmup_steps != AUTO and "warmup_share" in changed_settings(config):
         raise ValueError(f"--lr_warmup_steps {config.lr_warmup_steps} and --warmup_share "
                          f"{config.warmup_share:g} both say how long the warm-up is; give one")
+    if config.profile and config.profile_memory:
+        raise ValueError("--profile_memory and --profile both record the GPU's memory; give one of them")
+    check_cpu_offload(config)
     check_activation_offload(config)
+
+
+def check_cpu_offload(config):
+    """Shards are what is moved, and trained weights can stay only where frozen ones go."""
     if config.sharding_strategy == "ddp" and config.use_cpu_offload:
         raise ValueError("--use_cpu_offload moves shards to host memory and ddp has none; choose "
                          "--sharding_strategy full_shard or shard_grad_op")
+    if config.adapter != "none": return
+    if config.use_cpu_offload and config.use_trained_cpu_offload is False:
+        raise ValueError("--use_trained_cpu_offload false leaves nothing for --use_cpu_offload to "
+                         "move, as --train_type full trains every weight; leave one of them out")
+    if config.use_vocabulary_cpu_offload:
+        raise ValueError("--use_vocabulary_cpu_offload true is for a frozen embedding and head, and "
+                         "--train_type full trains them; use --use_cpu_offload")
 
 
 def check_activation_offload(config):
@@ -183,6 +197,8 @@ def settings_without_effect(config) -> list[str]:
                      if name in changed]
     if "absmax_dtype" in changed and config.quant == "none":
         warnings.append("--absmax_dtype has no effect: no weight is quantized")
+    if config.use_trained_cpu_offload is not None and not config.use_cpu_offload:
+        warnings.append("--use_trained_cpu_offload has no effect: it belongs to --use_cpu_offload")
     if config.sharding_strategy == "ddp":
         warnings += [f"--{name} has no effect: ddp gathers nothing" for name in
                      ("backward_prefetch", "forward_prefetch", "gather_once") if name in changed]

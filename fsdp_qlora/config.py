@@ -177,7 +177,12 @@ class ShardingOptions:
         "is chosen whose predicted peak is within it; auto = all that the card has", unit="GiB",
         example=40)
     reentrant_checkpointing: bool = opt(False, "torch's older checkpointing; no gain known here")
-    use_cpu_offload: bool = opt(False, "keep shards of parameters and gradients in host memory")
+    use_cpu_offload: bool = opt(False, "keep the shards of frozen weights in host memory")
+    use_trained_cpu_offload: bool | None = opt(
+        None, "with --use_cpu_offload, also trained weights, their gradients and optimizer states; "
+        "None = where they take more than an eighth of the GPU")
+    use_vocabulary_cpu_offload: bool | None = opt(
+        None, "keep a frozen embedding and head in host memory; None = as --use_cpu_offload")
     use_activation_cpu_offload: bool = opt(
         False, "keep the inputs of recomputed blocks in pinned host memory until their backward")
     no_sync: bool = opt(False, "reduce gradients only at the last micro-batch of a step: less "
@@ -248,7 +253,8 @@ class ProfileOptions:
     """Profiling"""
     profile: bool = opt(False, "trace some steps: where their time goes, and what communication is "
                         "exposed; on a GPU a memory snapshot too")
-    profile_memory: bool = opt(False, "print where memory goes", later=(True,))
+    profile_memory: bool = opt(False, "print where a GPU's memory goes in the second step, beside "
+                               "the estimate, and draw it: memory.png in --output_dir")
     profiling_output: str = opt("profiles", "folder of traces")
     with_stack: bool = opt(False, "record Python stacks")
     with_shapes: bool = opt(False, "record shapes of operands")

@@ -204,6 +204,25 @@ def full_tensor(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
+# torch 2.13 renames both, and warns of the old names.
+gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather_rows(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The parts of all ranks of a group below each other; all are of one shape."""
+    gathered = part.new_empty(group.size() * part.shape[0], *part.shape[1:])
+    gather_into(gathered, part.contiguous(), group=group)
+    return gathered
+
+
+def reduce_scatter_rows(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part of the sum of all ranks' `parts`, which hold one part per rank."""
+    own = parts.new_empty(parts.shape[0] // group.size(), *parts.shape[1:])
+    reduce_into(own, parts.contiguous(), group=group)
+    return own
+
+
 def sum_over_ranks(*counts: int) -> list[int]:
     """Sum of whole numbers over all ranks, through host memory (the GPU is not waited for)."""
     total = torch.tensor(counts, dtype=torch.int64)

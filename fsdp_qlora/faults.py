@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
-from .data import Step
 from .dist import sum_over_ranks
 from .metrics import StepMetrics
 from .signals import StopRequested
@@ -83,17 +79,3 @@ class BadSteps:
             raise ValueError(f"{self.reason()}, also after going back to {folder}; try a lower --lr")
         self.left_out |= {step - 1 for step in self.in_a_row}
         self.in_a_row, self.rows, self.went_back_to = [], {}, folder
-
-
-@contextmanager
-def out_of_memory_explained(step: Step):
-    """Turn an out-of-memory error into a ValueError that says what to change."""
-    try:
-        yield
-    except torch.cuda.OutOfMemoryError as error:
-        shape = max((tuple(b["input_ids"].shape) for b in step.micro_batches), key=math.prod)
-        raise ValueError(
-            f"GPU memory ran out in step {step.index + 1} at a micro-batch of {shape[0]} x {shape[1]} "
-            "tokens; lower --batch_size or --context_length, keep less with --activation_policy "
-            "recompute_all, or split more with --sharding_strategy full_shard and --use_cpu_offload; "
-            "the run then goes on from its last checkpoint") from error

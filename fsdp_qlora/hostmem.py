@@ -13,6 +13,7 @@ from math import prod
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 ALIGNMENT = 256  # bytes, as the GPU's own allocator starts tensors
 PORTABLE = 1     # cudaHostRegisterPortable: pinned for every GPU
@@ -58,6 +59,16 @@ def host_tensors(like: Iterable[Tensor], pinned: bool) -> list[Tensor]:
         end += -(-t.numel() * t.element_size() // ALIGNMENT) * ALIGNMENT
     region = host_bytes(end, pinned)
     return [typed(region[start:], t.shape, t.dtype) for start, t in zip(starts, like, strict=True)]
+
+
+def empty_on_host(parameters: list[Tensor], pinned: bool) -> list[Tensor]:
+    """Host tensors for meta parameters; of a sharded one, for this rank's rows."""
+    is_sharded = [isinstance(p, DTensor) for p in parameters]
+    shards = [p.to_local() if d else p for p, d in zip(parameters, is_sharded, strict=True)]
+    made = host_tensors(shards, pinned)
+    return [DTensor.from_local(t, p.device_mesh, p.placements, run_check=False, shape=p.shape,
+                               stride=p.stride()) if d else t
+            for p, t, d in zip(parameters, made, is_sharded, strict=True)]
 
 
 def typed(region: Tensor, shape, dtype: torch.dtype) -> Tensor:

@@ -26,6 +26,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from .dist import is_first_copy, local_rows, print_main, ranks_from_env, sum_over_ranks
+from .hostmem import empty_on_host
 from .quantize import QuantLinear, quantize_rows
 from .weight_files import Checkpoint, Stored, first_line
 
@@ -107,12 +108,26 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype, attn_implementation
     return model.train()
 
 
-def materialize(model: nn.Module, device: torch.device, parameter_device: torch.device):
-    """Give meta parameters uninitialised storage on `parameter_device`, move buffers to `device`."""
-    model._apply(lambda t: torch.empty_like(t, device=parameter_device) if t.is_meta
-                 else t.to(device))
-    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if any(not hasattr(p, "device_mesh") for p in causal.parameters()): causal.tie_weights()
+def materialize(model: nn.Module, device: torch.device,
+                parameter_device: torch.device | Callable[[nn.Parameter], torch.device]):
+    """Give meta parameters uninitialised storage, move buffers to `device`.
+
+    `parameter_device` is a device, or a function that gives each parameter its own. What is on the
+    host of a GPU is one region of page-locked memory.
+    """
+    place = parameter_device if callable(parameter_device) else lambda _: parameter_device
+    meta = [p for p in model.parameters() if p.is_meta]
+    on_host = [p for p in meta if place(p).type == "cpu"]
+    made = dict(zip(on_host, empty_on_host(on_host, pinned=device.type == "cuda"), strict=True))
+    for p in meta:
+        if p not in made: made[p] = torch.empty_like(p, device=place(p))
+    made = {p: nn.Parameter(t, p.requires_grad) for p, t in made.items()}
+    for module in model.modules():  # a shared parameter stays one
+        for name, p in module._parameters.items():
+            if p is not None and p in made: module._parameters[name] = made[p]
+            elif p is not None: p.data = p.data.to(place(p))
+        for name, b in module._buffers.items():
+            if b is not None: module._buffers[name] = b.to(device)
 
 
 @dataclass(frozen=True)

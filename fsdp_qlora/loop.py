@@ -11,7 +11,8 @@ from .data import Step, StepLoader, StreamLoader
 from .describe import first_step_line
 from .dist import from_main, print_main
 from .export import save_trained
-from .faults import Agreement, BadSteps, RollBack, out_of_memory_explained
+from .faults import Agreement, BadSteps, RollBack
+from .memory_report import MemoryWatch
 from .metrics import CheckpointMetrics, RunLog, SkippedMetrics, StepMetrics
 from .profiling import step_profiler
 from .settings import AUTO
@@ -35,6 +36,7 @@ class Training:
         self.agree = Agreement(stop=self.signals.is_asked, save=writer.is_time,
                                failed=writer.has_failed)
         self.max_norm = config.grad_norm if config.apply_gradient_clipping else None
+        self.memory = MemoryWatch(config, state.model, state.optimizer, state.device)
 
     def run(self):
         """All steps that are left, and the evaluations that are due.
@@ -66,7 +68,7 @@ class Training:
         """One optimizer step, unless its rows are left out, then what is due after it."""
         state, lr = self.state, self.state.scheduler.get_last_lr()[0]
         if is_taken := step.index not in self.bad.left_out:
-            with out_of_memory_explained(step):
+            with self.memory.step(step):
                 result = train_step(state.model, state.optimizer, step.micro_batches, agree=self.agree,
                                     max_grad_norm=self.max_norm, no_sync=self.config.no_sync)
             self.bad.rows[step.index + 1] = step.row_ids

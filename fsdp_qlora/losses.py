@@ -18,9 +18,15 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .blocks import base_model, output_head
+from .vocabulary import whole
 
 IGNORE = -100
-CHUNK_TOKENS = 1024
+CHUNK_LOGITS = 2**27  # of one chunk, 256 MB in bf16: 1,024 tokens of a vocabulary of 128k
+
+
+def chunk_tokens(vocabulary: int) -> int:
+    """Tokens whose logits exist at once: 1024, or fewer where the vocabulary is larger."""
+    return max(128, min(1024, CHUNK_LOGITS // vocabulary // 128 * 128))
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -106,9 +112,10 @@ def chunked_forward(model, plain_forward, input_ids=None, attention_mask=None, l
     softcap = getattr(model.config, "final_logit_softcapping", None)
     # In the head's own dtype: norms in fp32 give another, and autocast knows no `out=`.
     hidden = hidden.flatten(0, 1).to(head.weight.dtype)
+    weight = whole(head.weight, hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):
-        total = ChunkedCrossEntropy.apply(hidden, head.weight, head.bias, labels, softcap,
-                                          CHUNK_TOKENS)
+        total = ChunkedCrossEntropy.apply(hidden, weight, head.bias, labels, softcap,
+                                          chunk_tokens(len(weight)))
     if num_items_in_batch is None: num_items_in_batch = (labels != IGNORE).sum().clamp(min=1)
     return CausalLMOutputWithPast(loss=total / num_items_in_batch)
 

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from .blocks import attention_and_mlp, decoder_blocks, is_tied, output_head, own_weights
 from .dist import hybrid_mesh, ranks_from_env, resolve_shard_group_size, shard_mesh
 from .prefetch import apply_backward_prefetch, apply_forward_prefetch, keep_gathered
+from .vocabulary import apply_vocabulary_lookup, vocabulary_weights
 
 
 @dataclass(frozen=True)
@@ -137,26 +138,30 @@ def smallest_modules_above(module: nn.Module, min_params: int) -> list[nn.Module
 
 def apply_sharding(model: nn.Module, strategy: str = "full_shard", mesh=None, *,
                    wrap_policy: WrapPolicy = "block", min_wrap_params: int = 100_000_000,
-                   cpu_offload: bool = False, backward_prefetch: str = "backward_pre",
+                   on_host: OnHost | None = None, backward_prefetch: str = "backward_pre",
                    forward_prefetch: bool = False, gather_once: bool = False) -> list[str]:
     """Shard the model in place over `mesh` (`make_mesh`) and return the names of the units made.
 
     Works on the meta device, before any weight exists, and on a loaded model: ours, or one built
     with transformers, bitsandbytes 4-bit and PEFT. With one rank and no offload there is nothing to
-    split, and the model stays as it is.
+    split, and the model stays as it is. A frozen embedding and head are no units: each rank keeps
+    its rows of them (vocabulary.py).
     """
     check_storage(model)
-    if mesh is None or (mesh.size() == 1 and not cpu_offload):
+    on_host = on_host or OnHost()
+    if mesh is None or (mesh.size() == 1 and not on_host.frozen):
         if dist.get_world_size() > 1: model.gradient_reducer = GradientReducer(model)
+        if on_host.vocabulary: apply_vocabulary_lookup(model)
         return []
-    device_type = mesh.device_type
-    offload = CPUOffloadPolicy(pin_memory=device_type == "cuda") if cpu_offload else OffloadPolicy()
-    settings = dict(mesh=mesh, offload_policy=offload,
+    by_rows = set(apply_vocabulary_lookup(model, mesh))
+    settings = dict(mesh=mesh, offload_policy=on_host.policy(mesh.device_type), ignored_params=by_rows,
                     mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
                     reshard_after_forward=STRATEGIES[strategy].reshard_after_forward)
-    units = sharding_units(model, wrap_policy, min_wrap_params)
+    units = [(name, unit) for name, unit in sharding_units(model, wrap_policy, min_wrap_params)
+             if not by_rows.issuperset(unit.parameters())]
     for _, unit in units: fully_shard(unit, **settings)
     fully_shard(model, **settings | dict(reshard_after_forward=False))
+    if on_host.frozen and not on_host.trained: keep_trained_on_device(model)
     modules = [unit for _, unit in units]
     apply_backward_prefetch(model, needed_in_backward(model, modules), backward_prefetch)
     if forward_prefetch: apply_forward_prefetch(model, modules)
@@ -165,7 +170,7 @@ def apply_sharding(model: nn.Module, strategy: str = "full_shard", mesh=None, *,
 
 
 def needed_in_backward(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
-    """The units without the frozen embedding, whose weight no backward needs."""
+    """The units without a frozen embedding, whose weight no backward needs."""
     embedding = separate_embedding(model)
     if embedding is None or embedding.weight.requires_grad: return units
     return [unit for unit in units if unit is not embedding]
@@ -195,9 +200,44 @@ def set_gradient_sync(model: nn.Module, sync: bool):
     elif hasattr(model, "gradient_reducer"): model.gradient_reducer.enabled = sync
 
 
-def parameter_device(device: torch.device, cpu_offload: bool) -> torch.device:
-    """Where shards live between uses."""
-    return torch.device("cpu") if cpu_offload else device
+# ---- host memory -------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class OnHost:
+    """Which weights' shards wait in host memory between uses."""
+    frozen: bool = False      # and all that FSDP owns, but for:
+    trained: bool = False     # with their gradients and optimizer states
+    vocabulary: bool = False  # a frozen embedding and head
+
+    def policy(self, device_type: str) -> OffloadPolicy:
+        """As FSDP takes it."""
+        return CPUOffloadPolicy(pin_memory=device_type == "cuda") if self.frozen else OffloadPolicy()
+
+
+def parameter_device(model: nn.Module, device: torch.device, on_host: OnHost
+                     ) -> Callable[[nn.Parameter], torch.device]:
+    """Where each parameter's shard lives, as a function of the parameter."""
+    by_rows = set(vocabulary_weights(model))
+
+    def place(p: nn.Parameter) -> torch.device:
+        off = (on_host.vocabulary if p in by_rows else on_host.trained if p.requires_grad
+               else on_host.frozen)
+        return torch.device("cpu") if off else device
+    return place
+
+
+def keep_trained_on_device(model: nn.Module):
+    """Of an offloaded model, leave trained weights on their device, with all that belongs to them.
+
+    FSDP2 knows one policy per group but keeps it per parameter. A group that is said to be offloaded
+    refuses parameters that are not, so its own policy is taken off.
+    """
+    for module in model.modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        if group is None: continue
+        group.offload_policy = OffloadPolicy()
+        for p in group.fsdp_params:
+            if p.sharded_param.requires_grad: p.offload_to_cpu = p.pin_memory = False
 
 
 # ---- ddp: reduce the gradients of trained weights after each backward --------------------------

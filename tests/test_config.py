@@ -124,6 +124,11 @@ def test_lora_target_modules_as_peft_takes_them(given_names, targets):
     (dict(precision="mp_bf16_autocast"), ["--precision mp_bf16_autocast", "bf16", "fp32"]),
     (dict(train_type="full", quant="nf4"), ["--quant nf4", "--adapter lora", "--quant none"]),
     (dict(lora_target_modules=" , "), ["--lora_target_modules", "all-linear"]),
+    (dict(train_type="full", use_cpu_offload=True, use_trained_cpu_offload=False),
+     ["--use_trained_cpu_offload false", "full", "leave one"]),
+    (dict(train_type="full", use_vocabulary_cpu_offload=True),
+     ["--use_vocabulary_cpu_offload", "full", "--use_cpu_offload"]),
+    (dict(profile=True, profile_memory=True), ["--profile_memory", "--profile", "one of them"]),
     (dict(use_activation_cpu_offload=True, use_gradient_checkpointing=False),
      ["--use_activation_cpu_offload", "keep_all", "--activation_policy"]),
     (dict(sharding_strategy="ddp", use_cpu_offload=True),
@@ -138,8 +143,7 @@ def test_a_mistake_is_one_line_with_the_flag_and_what_would_work(settings, parts
     *[("train_type", t) for t in ("hqq_lora", "hqq_dora", "bnb_dora", "bnb_llama_pro",
                                   "hqq_llama_pro")],
     *[("precision", p) for p in ("fp16_autocast", "bf16_autocast", "bf16_buffers_autocast")],
-    ("llama_pro_path", "weights_blk_exp-32-35"), ("n_bits", 3), ("log_to", "wandb"),
-    ("profile_memory", True)])
+    ("llama_pro_path", "weights_blk_exp-32-35"), ("n_bits", 3), ("log_to", "wandb")])
 def test_a_later_feature_is_refused_by_name_and_value(name, value):
     shown = str(value).lower() if value is True else value
     message = refusal(**{name: value})

@@ -65,7 +65,7 @@ def assert_equal(got, expected, tolerance=1e-5):
 @pytest.fixture(params=[7, 1024], ids=lambda n: f"chunks of {n}")
 def chunk(request, monkeypatch):
     """3 rows of 19 tokens or fewer: many chunks of which the last is short, or one."""
-    monkeypatch.setattr(losses, "CHUNK_TOKENS", request.param)
+    monkeypatch.setattr(losses, "chunk_tokens", lambda _: request.param)
 
 
 # ---- against transformers ----------------------------------------------------------------------

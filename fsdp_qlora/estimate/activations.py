@@ -10,7 +10,7 @@ from ..arch import ModelShape
 from .setup import BYTES, Setup
 from .weights import as_given, block_weights, trained_bytes
 
-CHUNK_TOKENS = 1024    # tokens whose logits exist at once (losses.py)
+CHUNK_LOGITS = 2**27   # logits that exist at once, of 1,024 tokens at most (losses.py)
 KEPT_ATTENTION = ("sdpa", "varlen")  # whose ops a policy can keep (../activations.py)
 
 
@@ -204,6 +204,7 @@ def loss_bytes(shape: ModelShape, setup: Setup) -> float:
     a, n = BYTES[setup.precision], setup.tokens
     if setup.adapter == "lora" and "lm_head" in shape.targets(as_given(setup.targets)):
         return n * shape.vocab * (12 + 2 * a)
-    rows = min(n, CHUNK_TOKENS)
+    chunk = max(128, min(1024, CHUNK_LOGITS // shape.vocab // 128 * 128))
+    rows = min(n, chunk)
     head = shape.vocab * shape.hidden * (4 + a) if setup.adapter == "none" else 0
-    return rows * shape.vocab * a * (3 if n > CHUNK_TOKENS else 2) + head
+    return rows * shape.vocab * a * (3 if n > chunk else 2) + head

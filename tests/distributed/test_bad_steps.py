@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fsdp_qlora.checkpoint.folder import all_checkpoints
-from fsdp_qlora.faults import out_of_memory_explained
 from tests.distributed.test_resume import metrics, rows_of, settings
 from tests.ranks import run_ranks
 from tests.tiny import padded_batch, save_tiny, tiny_rows
@@ -151,11 +150,3 @@ def test_a_second_streak_after_the_same_checkpoint_ends_the_run(folder, tmp_path
         assert "also after going back" in said
     without = config_of(folder, tmp_path / "new", on_bad_steps="rollback", max_bad_steps=1)
     for said in run_ranks(poisoned_run, 2, without, {1: 9}): assert "no checkpoint to go back to" in said
-
-
-def test_out_of_memory_says_what_to_change():
-    from fsdp_qlora.data import Step
-    step = Step(11, 0, [dict(input_ids=torch.zeros(2, 512))], 2, 0, 0, 0)
-    said = "step 12 at a micro-batch of 2 x 512 tokens; lower --batch_size"
-    with pytest.raises(ValueError, match=said), out_of_memory_explained(step):
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory")

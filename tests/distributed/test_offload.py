@@ -11,6 +11,8 @@ from tests.tiny import RANK, SEED, padded_batch, reference_model, reference_run,
 ACCUMULATION = 3
 OFFLOADS = [dict(), dict(use_cpu_offload=True), dict(use_activation_cpu_offload=True),
             dict(use_cpu_offload=True, use_activation_cpu_offload=True)]
+PARTS = [dict(use_cpu_offload=True, use_trained_cpu_offload=trained, use_vocabulary_cpu_offload=rows)
+         for trained in (False, True) for rows in (False, True)]
 STEPS = tiny_rows(steps=3, rows_per_step=2 * ACCUMULATION)
 
 
@@ -67,16 +69,17 @@ def assert_all_equal(results: list[list[dict]], cases: list[dict]):
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 def test_accumulated_gradients_are_bit_equal_with_every_offload(folder, strategy):
-    cases = [o | dict(sharding_strategy=strategy) for o in OFFLOADS]
+    cases = [o | dict(sharding_strategy=strategy) for o in (*OFFLOADS, *PARTS)]
     for results in run_ranks(accumulated_gradients, 2, folder, "cpu", cases, 2):
         assert_all_equal(results, cases)
 
 
-def test_a_compiled_ddp_step_is_bit_equal_with_activation_offload(folder):
+def test_a_compiled_ddp_step_is_bit_equal_with_what_ddp_can_offload(folder):
     cases = [o | dict(sharding_strategy="ddp", compile=compiled)
-             for compiled in (False, True) for o in (OFFLOADS[0], OFFLOADS[2])]
+             for compiled in (False, True)
+             for o in (OFFLOADS[0], OFFLOADS[2], dict(use_vocabulary_cpu_offload=True))]
     results = run_ranks(accumulated_gradients, 2, folder, "cpu", cases)[0]
-    for pair in (slice(0, 2), slice(2, 4)): assert_all_equal(results[pair], cases[pair])
+    for same in (slice(0, 3), slice(3, 6)): assert_all_equal(results[same], cases[same])
 
 
 def test_one_rank_may_offload_too(folder):
