@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from .checks import lost_updates, settings_without_effect
@@ -15,6 +16,7 @@ from .config import RunConfig
 from .delivery import DELIVERY
 from .flags import Parser, boolean, parse, parse_own
 from .guide import GUIDE
+from .lock import sole_run_in
 from .redact import redact
 from .settings import opt
 from .signals import EXIT_STOPPED, StopRequested, StopSignals
@@ -45,8 +47,10 @@ def train_rank(config: RunConfig, signals: StopSignals | None = None):
     from .loop import weights_folder
     from .trainer import train
     model, _ = planned_model(config, device)  # a wrong one is found before ranks wait
-    if ranks_from_env().is_main: check_output_dir(weights_folder(config), trained_bytes(model))
-    with process_group(device, config.timeout_minutes):
+    is_main = ranks_from_env().is_main
+    if is_main: check_output_dir(weights_folder(config), trained_bytes(model))
+    with sole_run_in(config.output_dir) if is_main else nullcontext(), \
+            process_group(device, config.timeout_minutes):
         train(config, data.train, device, tokenizer, data.held_out, signals)
 
 

@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "fsdp_qlora"
 # A module imports only from those before it; names of a line may import each other's packages.
 ORDER = ["redact",
-         "settings", "checks", "config", "flags", "signals", "known_models", "arch", "hardware",
+         "settings", "checks", "config", "flags", "signals", "lock", "known_models", "arch", "hardware",
          "machine", "estimate", "planner", "guide", "trace",
          "dist",
          "absmax", "fourbit", "int8", "hqq", "formats",
@@ -25,7 +25,7 @@ ORDER = ["redact",
          "generate",
          "launch", "bench", "demo", "cli"]
 PURE = {"redact",
-        "settings", "checks", "config", "flags", "signals", "known_models", "arch", "hardware",
+        "settings", "checks", "config", "flags", "signals", "lock", "known_models", "arch", "hardware",
         "machine", "estimate", "planner", "guide", "trace"}
 
 

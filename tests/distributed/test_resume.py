@@ -242,3 +242,50 @@ def test_the_adapter_in_a_checkpoint_loads_in_peft_and_is_the_one_that_is_saved(
     logits = [PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), path)(
         torch.arange(9)[None]).logits for path in (newest / "adapter", tmp_path / "adapter")]
     assert torch.equal(*logits)
+
+
+# ---- writes that fail ----------------------------------------------------------------------------
+
+def run_with_full_disk(config, failing: list[int]) -> tuple[int, str]:
+    """Train while rank 0's disk is full in these writes; steps taken, and the error or the warnings."""
+    import torch.distributed as dist
+
+    from fsdp_qlora.checkpoint import writer
+    from fsdp_qlora.dist import print_main
+    from fsdp_qlora.trainer import RunLog
+    write_part, calls, taken, said = writer.write_part, [], [], []
+
+    def full(scratch, rank, shot):
+        calls.append(1)
+        if rank == 0 and len(calls) in failing:
+            scratch.mkdir(parents=True, exist_ok=True)
+            (scratch / "half").write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        write_part(scratch, rank, shot)
+    log = RunLog.log
+
+    def slowly(self, metrics):
+        taken.append(metrics.step)
+        log(self, metrics)
+        dist.barrier()
+    writer.write_part, RunLog.log, writer.print_main = full, slowly, said.append
+    try:
+        run_once(config)
+        return len(taken), "; ".join(said)
+    except OSError as error:
+        return len(taken), str(error)
+    finally:
+        writer.write_part, RunLog.log, writer.print_main = write_part, log, print_main
+
+
+def test_a_full_disk_stops_all_ranks_if_nothing_was_saved_and_else_only_warns(folder, tmp_path):
+    config = settings(folder, tmp_path / "first", checkpoint_every=1, num_epochs=20)
+    for steps, error in run_ranks(run_with_full_disk, 2, config, list(range(1, 100)), timeout=60):
+        assert steps < 60 and "No space left" in error and "rank 0" in error, (steps, error)
+    assert not list((tmp_path / "first" / "checkpoints").iterdir())
+    config = settings(folder, tmp_path / "later", checkpoint_every=1)
+    (taken, warned), other = run_ranks(run_with_full_disk, 2, config, [3, 4], timeout=60)
+    assert (taken, "") == other and taken == STEPS
+    assert "warning: no checkpoint of step 3" in warned and "step-000002 is the last good one" in warned
+    names = [f.name for f in all_checkpoints(tmp_path / "later" / "checkpoints")]
+    assert names == ["step-000006", "step-000005"]

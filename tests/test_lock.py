@@ -1,0 +1,46 @@
+"""Two runs never write into one output folder; a dead run's lock holds nobody up."""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+from fsdp_qlora.lock import LOCK, sole_run_in
+
+HOLD = ("import sys, time; from fsdp_qlora.lock import sole_run_in\n"
+        "with sole_run_in(sys.argv[1]): print('held', flush=True); time.sleep(100)")
+
+
+@contextmanager
+def held_by_another(folder):
+    """A process that holds the folder until it is killed."""
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout.readline() == "held\n"
+            yield other
+        finally:
+            other.kill()
+
+
+def test_a_second_run_is_refused_with_the_process_of_the_first(tmp_path):
+    folder = tmp_path / "out put é"
+    with held_by_another(folder) as other:
+        with pytest.raises(ValueError) as caught, sole_run_in(folder): pass
+        assert "--output_dir" in str(caught.value) and f"process {other.pid} on " in str(caught.value)
+
+
+def test_the_lock_of_a_killed_run_is_taken_over(tmp_path):
+    with held_by_another(tmp_path): pass
+    assert (tmp_path / LOCK).exists()
+    with sole_run_in(tmp_path): assert str(os.getpid()) in (tmp_path / LOCK).read_text()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_was_made_and_not_used_is_removed(tmp_path):
+    with sole_run_in(tmp_path / "new"): pass
+    with sole_run_in(tmp_path / "used"): (tmp_path / "used" / "file").touch()
+    assert [p.name for p in tmp_path.iterdir()] == ["used"]
