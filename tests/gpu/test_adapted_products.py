@@ -94,4 +94,5 @@ def test_what_a_young_adapter_gives_is_not_lost_in_rounding(product_dtype):
                       for each in (b, torch.zeros_like(b)))
     part = (x.double() @ a.double().t()) @ b.double().t()
     assert part.std() < 2**-10 * without.std()
-    assert ((found - without) * part).sum() / part.square().sum() == pytest.approx(1, abs=0.1)
+    share = ((found - without) * part).sum() / part.square().sum()
+    assert share.item() == pytest.approx(1, abs=0.1)
