@@ -27,6 +27,8 @@ PUBLIC = {
     "build_optimizer": "optim", "build_scheduler": "optim",
     "held_out_loss": "evaluate", "train_step": "step", "train": "trainer",
     "save_trained": "export", "save_adapter": "export", "load_adapter": "export",
+    "merge_adapter": "merge", "convert_adapter": "convert", "check_adapter_folder": "serving",
+    "push_folder": "hub",
 }
 __all__ = list(PUBLIC)
 __version__ = "0.1.0"

@@ -33,8 +33,8 @@ NAME = re.compile(r"(?P<module>.+?)\.(?:lora_AB\.(?P<sequential>[01])\.weight"
                   r"|(?P<magnitude>magnitude_layer\.magnitude))")
 
 
-def convert(weights: str | Path, output_dir: str | Path, model_name: str, *, lora_alpha: int = 16,
-            train_type: str = "") -> Path:
+def convert_adapter(weights: str | Path, output_dir: str | Path, model_name: str, *,
+                    lora_alpha: int = 16, train_type: str = "") -> Path:
     """Write a PEFT adapter folder from a file of the original script, or the folder that holds it.
 
     lora_alpha: what that run was given; it is in no file. DoRA had no scaling there.

@@ -38,14 +38,14 @@ def merge_command(argv: list[str]):
     """Merge an adapter into its base model."""
     options = parse_alone(argv, MergeOptions, "fsdp-qlora merge")
     from .adapter_folder import base_of
-    from .merge import merge
+    from .merge import merge_adapter
     name, revision = options.model_name, options.revision
     if name is None:
         name, trained_on = base_of(options.adapter_folder)
         revision = revision or trained_on
-    merge(name, options.adapter_folder, options.output_dir, merge_base=options.merge_base,
-          base_quant=options.base_quant, merge_format=options.merge_format, dtype=options.dtype,
-          revision=revision)
+    merge_adapter(name, options.adapter_folder, options.output_dir, revision=revision,
+                  merge_base=options.merge_base, base_quant=options.base_quant,
+                  merge_format=options.merge_format, dtype=options.dtype)
 
 
 @dataclass
@@ -64,9 +64,9 @@ class ConvertOptions:
 def convert_command(argv: list[str]):
     """Make a PEFT adapter of what the original script saved."""
     options = parse_alone(argv, ConvertOptions, "fsdp-qlora convert")
-    from .convert import convert
-    convert(options.weights, options.output_dir, options.model_name, lora_alpha=options.lora_alpha,
-            train_type=options.train_type)
+    from .convert import convert_adapter
+    convert_adapter(options.weights, options.output_dir, options.model_name,
+                    lora_alpha=options.lora_alpha, train_type=options.train_type)
 
 
 @dataclass
@@ -106,8 +106,8 @@ def push_command(argv: list[str]):
              for part in (flag, word)]
     options = parse_alone(named + argv[len(words):], PushOptions, "fsdp-qlora push")
     if not options.repo: raise ValueError("--repo is missing; give a name such as me/my-adapter")
-    from .hub import push
-    push(options.folder, options.repo, options.private, options.revision)
+    from .hub import push_folder
+    push_folder(options.folder, options.repo, options.private, options.revision)
 
 
 DELIVERY = {"merge": merge_command, "convert": convert_command, "check": check_command,

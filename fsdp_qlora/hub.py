@@ -21,7 +21,7 @@ PUSHED_FILES = ("*.safetensors", "adapter_config.json", "config.json", "fsdp_qlo
                 "model.safetensors.index.json", CARD_FILE, *TOKENIZER_FILES, *OTHER_FILES)
 
 
-def push(folder: str | Path, repo: str, private: bool = True, revision: str | None = None) -> str:
+def push_folder(folder: str | Path, repo: str, private: bool = True, revision: str | None = None) -> str:
     """Upload an adapter or model folder in one commit; returns the address of the repository.
 
     Raises ValueError, naming the argument, for a folder without weights, a name or token that is not

@@ -66,9 +66,10 @@ class MergePlan:
                          "trained on")
 
 
-def merge(model_name: str, adapter_folder: str | Path | None, output_dir: str | Path, *,
-          merge_base: str = "auto", base_quant: str = "auto", merge_format: str = "safetensors",
-          dtype: str = "bf16", revision: str | None = None) -> Path:
+def merge_adapter(model_name: str, adapter_folder: str | Path | None, output_dir: str | Path, *,
+                  merge_base: str = "auto", base_quant: str = "auto",
+                  merge_format: str = "safetensors", dtype: str = "bf16",
+                  revision: str | None = None) -> Path:
     """Write base and adapter as one model into a new folder, in transformers' format.
 
     merge_base: original, dequantized (the base as it was trained on), or auto, as it was trained on.

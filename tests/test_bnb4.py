@@ -10,7 +10,7 @@ from bitsandbytes.nn import Linear4bit
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from fsdp_qlora.merge import merge
+from fsdp_qlora.merge import merge_adapter
 
 from .test_merge import IDS, live_logits, logits, save_adapter
 from .tiny import save_tiny
@@ -29,7 +29,7 @@ def bnb_weights(model) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_base_in_4_bits_is_what_transformers_and_bitsandbytes_make_of_it(tmp_path, family, tied):
     base = save_tiny(tmp_path / "base", family, tie_word_embeddings=tied)
-    folder = merge(base, None, tmp_path / "nf4", merge_format="bnb4")
+    folder = merge_adapter(base, None, tmp_path / "nf4", merge_format="bnb4")
     assert "quantization_config" in json.loads((folder / "config.json").read_text())
     loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"], info
@@ -45,9 +45,9 @@ def test_a_merged_model_in_4_bits_is_the_merged_model_quantized_by_transformers(
     base = save_tiny(tmp_path / "base")
     adapter = save_adapter(base, tmp_path / "adapter")
     packed = AutoModelForCausalLM.from_pretrained(
-        merge(base, adapter, tmp_path / "nf4", merge_format="bnb4"))
+        merge_adapter(base, adapter, tmp_path / "nf4", merge_format="bnb4"))
     made = AutoModelForCausalLM.from_pretrained(
-        merge(base, adapter, tmp_path / "whole"), quantization_config=BitsAndBytesConfig(**NF4))
+        merge_adapter(base, adapter, tmp_path / "whole"), quantization_config=BitsAndBytesConfig(**NF4))
     for name, tensor in bnb_weights(made).items():
         assert torch.equal(bnb_weights(packed)[name].flatten(), tensor.flatten()), name
 
@@ -63,7 +63,7 @@ def test_an_adapter_is_merged_into_a_base_that_is_stored_in_4_bits(tmp_path, cap
     model.save_pretrained(tmp_path / "nf4")
     written = {name: dequantize_4bit(m.weight.data, m.weight.quant_state)
                for name, m in model.named_modules() if isinstance(m, Linear4bit)}
-    folder = merge(str(tmp_path / "nf4"), adapter, tmp_path / "merged", dtype="fp32")
+    folder = merge_adapter(str(tmp_path / "nf4"), adapter, tmp_path / "merged", dtype="fp32")
     assert "stored in 4 bits" in capsys.readouterr().out
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
     merged = load_file(folder / "model.safetensors")
@@ -74,4 +74,4 @@ def test_an_adapter_is_merged_into_a_base_that_is_stored_in_4_bits(tmp_path, cap
     assert merged.keys() == load_file(tmp_path / "base" / "model.safetensors").keys()
     assert (logits(folder) - live_logits(base, adapter)).norm() > 0
     with pytest.raises(ValueError, match="--merge_base original.*4-bit weights only"):
-        merge(str(tmp_path / "nf4"), adapter, tmp_path / "other", merge_base="original")
+        merge_adapter(str(tmp_path / "nf4"), adapter, tmp_path / "other", merge_base="original")

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.cli import main
-from fsdp_qlora.merge import merge
+from fsdp_qlora.merge import merge_adapter
 
 from .test_merge import IDS, logits
 from .tiny import save_tiny
@@ -77,7 +77,7 @@ def test_a_converted_adapter_gives_the_logits_of_the_original_in_peft(tmp_path, 
         assert (model(IDS).logits - expected).norm() > 0.01 * expected.norm()
         peft = PeftModel.from_pretrained(model, tmp_path / "adapter").eval()(IDS).logits
     torch.testing.assert_close(peft, expected, rtol=1e-4, atol=1e-4)
-    merged = logits(merge(base, tmp_path / "adapter", tmp_path / "merged", dtype="fp32"))
+    merged = logits(merge_adapter(base, tmp_path / "adapter", tmp_path / "merged", dtype="fp32"))
     torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-4)
 
 

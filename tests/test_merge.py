@@ -1,6 +1,7 @@
 """Merging against PEFT's own merge_and_unload in fp32, and against the live model of base + adapter."""
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 
@@ -11,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from fsdp_qlora.cli import main
+from fsdp_qlora.export import ShardWriter
 from fsdp_qlora.generate import load_for_inference
-from fsdp_qlora.merge import merge
+from fsdp_qlora.merge import merge_adapter
 
 from .tiny import TARGETS, save_tiny
 from .tokenizers import CHATML, save_tokenizer
@@ -104,7 +106,7 @@ def test_a_merged_model_has_the_logits_of_base_and_adapter(tmp_path, family, siz
             else save_tiny(tmp_path / "base", family, **sizes))
     adapter = save_adapter(base, tmp_path / "adapter", **settings)
     live = live_logits(base, adapter)
-    exact, rounded = (logits(merge(base, adapter, tmp_path / dtype, dtype=dtype))
+    exact, rounded = (logits(merge_adapter(base, adapter, tmp_path / dtype, dtype=dtype))
                       for dtype in ("fp32", "bf16"))
     torch.testing.assert_close(exact, live, rtol=1e-4, atol=1e-4)
     assert (rounded - live).norm() < 0.02 * live.norm()
@@ -117,7 +119,7 @@ def test_tensors_are_those_of_peft_in_fp32_rounded_once(tmp_path, settings, monk
     base = save_tiny(tmp_path / "base")
     adapter = save_adapter(base, tmp_path / "adapter", **settings)
     monkeypatch.setattr("fsdp_qlora.merge.CHUNK_BYTES", 64 * 4 * 7)  # chunks that end in mid-tensor
-    merged = load_file(merge(base, adapter, tmp_path / "merged") / "model.safetensors")
+    merged = load_file(merge_adapter(base, adapter, tmp_path / "merged") / "model.safetensors")
     expected = peft_merged(base, adapter).state_dict()
     assert merged.keys() == expected.keys()
     for name, tensor in merged.items():
@@ -132,7 +134,8 @@ def test_values_are_computed_in_fp32_whatever_the_base_and_adapter_are_stored_in
     weights = load_file(tmp_path / "base" / "model.safetensors")
     save_file({k: v.bfloat16() for k, v in weights.items()}, tmp_path / "base" / "model.safetensors",
               {"format": "pt"})
-    merged = load_file(merge(base, adapter, tmp_path / "merged", dtype="fp32") / "model.safetensors")
+    folder = merge_adapter(base, adapter, tmp_path / "merged", dtype="fp32")
+    merged = load_file(folder / "model.safetensors")
     expected = peft_merged(base, adapter).state_dict()
     for name in merged: torch.testing.assert_close(merged[name], expected[name], rtol=1e-6, atol=1e-7)
 
@@ -156,8 +159,8 @@ def qlora(tmp_path_factory):
 
 def test_a_qlora_adapter_is_merged_into_the_base_that_it_was_trained_on(qlora, tmp_path, capsys):
     base, adapter = qlora
-    exact = logits(merge(base, adapter, tmp_path / "exact", dtype="fp32"))
-    merged = logits(merge(base, adapter, tmp_path / "merged"))
+    exact = logits(merge_adapter(base, adapter, tmp_path / "exact", dtype="fp32"))
+    merged = logits(merge_adapter(base, adapter, tmp_path / "merged"))
     assert "rounded to nf4 and back" in capsys.readouterr().out
     with torch.no_grad():
         live = load_for_inference(base, adapter, "nf4", "cpu", torch.float32)(IDS).logits
@@ -173,7 +176,8 @@ def test_scales_in_8_bits_are_repeated_too(qlora, tmp_path):
     adapter = shutil.copytree(adapter, tmp_path / "adapter")
     run = json.loads((adapter / "fsdp_qlora.json").read_text()) | dict(absmax_dtype="int8")
     (adapter / "fsdp_qlora.json").write_text(json.dumps(run))
-    merged = load_file(merge(base, adapter, tmp_path / "merged", dtype="fp32") / "model.safetensors")
+    folder = merge_adapter(base, adapter, tmp_path / "merged", dtype="fp32")
+    merged = load_file(folder / "model.safetensors")
     lora = load_file(adapter / "adapter_model.safetensors")
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     up = QuantLinear.from_linear(model.model.layers[1].mlp.up_proj, "nf4", "int8")
@@ -184,7 +188,7 @@ def test_scales_in_8_bits_are_repeated_too(qlora, tmp_path):
 
 def test_the_original_base_is_taken_when_asked_for_and_said(qlora, tmp_path, capsys):
     base, adapter = qlora
-    folder = merge(base, adapter, tmp_path / "merged", merge_base="original")
+    folder = merge_adapter(base, adapter, tmp_path / "merged", merge_base="original")
     text = capsys.readouterr().out
     assert "the original weights" in text and "trained on nf4" in text
     live = live_logits(base, adapter)
@@ -193,7 +197,7 @@ def test_the_original_base_is_taken_when_asked_for_and_said(qlora, tmp_path, cap
 
 def test_the_result_is_not_quantized_again_unless_that_is_asked_for(qlora, tmp_path, capsys):
     base, adapter = qlora
-    folder = merge(base, adapter, tmp_path / "merged")
+    folder = merge_adapter(base, adapter, tmp_path / "merged")
     config = json.loads((folder / "config.json").read_text())
     assert "quantization_config" not in config and config["dtype"] == "bfloat16"
     weights = load_file(folder / "model.safetensors")
@@ -201,7 +205,7 @@ def test_the_result_is_not_quantized_again_unless_that_is_asked_for(qlora, tmp_p
     name = "model.layers.0.mlp.down_proj.weight"
     assert len(weights[name][0, :64].unique()) > 16  # of one block in NF4 there are 16 at most
     capsys.readouterr()
-    merge(base, adapter, tmp_path / "four bits", merge_format="bnb4")
+    merge_adapter(base, adapter, tmp_path / "four bits", merge_format="bnb4")
     assert "rounded to nf4, which base and adapter were not" in capsys.readouterr().out
 
 
@@ -213,7 +217,7 @@ def test_tokenizer_template_and_generation_settings_come_along(qlora, tmp_path):
     (copy / "generation_config.json").write_text('{"temperature": 0.25, "do_sample": true}')
     (copy / "pytorch_model.bin").write_bytes(b"not to be carried")
     (copy / "notes.py").write_text("raise SystemExit")
-    folder = merge(str(copy), adapter, tmp_path / "merged")
+    folder = merge_adapter(str(copy), adapter, tmp_path / "merged")
     assert AutoTokenizer.from_pretrained(folder).chat_template == CHATML
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.generation_config.temperature == 0.25 and model.dtype == torch.bfloat16
@@ -224,9 +228,9 @@ def test_tokenizer_template_and_generation_settings_come_along(qlora, tmp_path):
 def test_large_models_are_written_in_several_files_with_an_index(tmp_path, monkeypatch):
     base = save_tiny(tmp_path / "base")
     adapter = save_adapter(base, tmp_path / "adapter")
-    whole = load_file(merge(base, adapter, tmp_path / "one") / "model.safetensors")
+    whole = load_file(merge_adapter(base, adapter, tmp_path / "one") / "model.safetensors")
     monkeypatch.setattr("fsdp_qlora.export.SHARD_BYTES", 50_000)
-    folder = merge(base, adapter, tmp_path / "many")
+    folder = merge_adapter(base, adapter, tmp_path / "many")
     files = sorted(folder.glob("*.safetensors"))
     assert len(files) > 3 and max(f.stat().st_size for f in files) < 60_000
     torch.testing.assert_close({k: v for f in files for k, v in load_file(f).items()}, whole)
@@ -234,12 +238,35 @@ def test_large_models_are_written_in_several_files_with_an_index(tmp_path, monke
     assert (logits(folder) - live).norm() < 0.02 * live.norm()
 
 
+def anonymous_mib() -> float:
+    """Memory of this process that is no file's."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) / 1024 for line in status if line.startswith("RssAnon"))
+
+
+def test_memory_is_one_file_and_one_tensor_and_not_the_model(tmp_path, monkeypatch):
+    base = save_tiny(tmp_path / "base", hidden_size=512, intermediate_size=2048, num_hidden_layers=12)
+    adapter = save_adapter(base, tmp_path / "adapter")
+    size = (tmp_path / "base" / "model.safetensors").stat().st_size / 2**20
+    gc.collect()
+    seen, before = [], anonymous_mib()
+    class Watched(ShardWriter):
+        def add(self, name, tensor):
+            super().add(name, tensor)
+            seen.append(anonymous_mib() - before)
+    monkeypatch.setattr("fsdp_qlora.merge.ShardWriter", Watched)
+    monkeypatch.setattr("fsdp_qlora.merge.CHUNK_BYTES", 2**20)
+    monkeypatch.setattr("fsdp_qlora.export.SHARD_BYTES", 8 * 2**20)
+    merge_adapter(base, adapter, tmp_path / "merged", dtype="fp32")
+    assert size > 180 and max(seen) < 0.4 * size, (size, max(seen))
+
+
 def test_a_failed_merge_leaves_nothing_behind(tmp_path, monkeypatch):
     base = save_tiny(tmp_path / "base")
     adapter = save_adapter(base, tmp_path / "adapter")
     def full(*_): raise OSError("No space left on device")
     monkeypatch.setattr("fsdp_qlora.merge.write_other_files", full)
-    with pytest.raises(OSError, match="No space"): merge(base, adapter, tmp_path / "merged")
+    with pytest.raises(OSError, match="No space"): merge_adapter(base, adapter, tmp_path / "merged")
     assert {p.name for p in tmp_path.iterdir()} == {"base", "adapter"}
 
 
