@@ -1,0 +1,130 @@
+"""The rows of docs/performance.md's table of targets: random weights, random tokens, one line each.
+
+    python benchmarks/speed_rows.py                              every row for one GPU
+    torchrun --nproc_per_node 4 benchmarks/speed_rows.py         every row for four
+    python benchmarks/speed_rows.py '8b_qlora*' --results benchmarks/results/speed_h100_2026-11-28.jsonl
+
+All rows run in one process, one after the other. An out-of-memory row is a row too.
+"""
+from __future__ import annotations
+
+import argparse
+import gc
+import tempfile
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from transformers import AutoConfig
+
+from fsdp_qlora.bench import Row, bench_rank
+from fsdp_qlora.config import RunConfig
+from fsdp_qlora.dist import print_main, ranks_from_env
+from fsdp_qlora.known_models import known_config
+
+LLAMA_8B, LLAMA_70B = "meta-llama/Llama-3.1-8B", "meta-llama/Llama-2-70b-hf"
+BUDGET = 70  # GiB that torch may have allocated on a card of 80 GB
+COMMON = dict(random_weights=True, lora_dropout=0.0, lora_rank=64, lr=1e-4, activation_budget_gib=BUDGET)
+LONG = dict(batch_size=2, context_length=8192)
+LORA = dict(train_type="lora", batch_size=2, context_length=4096)
+PUBLISHED = dict(lora_target_modules="q_proj,k_proj,v_proj", lora_rank=8, batch_size=1,
+                 context_length=4096)
+WIDE = dict(context_length=2048, sharding_strategy="full_shard", global_batch_size=32)
+FP8 = dict(compute_dtype="fp8")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: what to run, and what issue 4 wants of it."""
+    settings: dict
+    target: float            # tokens per second and GPU, or seconds per step
+    unit: str = "tok/s"
+    model: str = LLAMA_8B
+    gpus: tuple[int, ...] = field(default=(1,))
+
+    def config(self, folder: str, **changes) -> RunConfig:
+        """The run's settings; `changes` are for machines without a large GPU."""
+        settings = COMMON | dict(sharding_strategy="ddp") | self.settings | changes
+        if "activation_policy" in settings: settings["activation_budget_gib"] = None
+        return RunConfig(model_name=folder, **settings)
+
+
+CASES = {
+    "8b_qlora": Case(LONG, 15_500),
+    "8b_qlora_fp8": Case(LONG | FP8, 18_500),
+    "8b_qlora_low_memory": Case(LONG | dict(activation_policy="recompute_all",
+                                            use_activation_cpu_offload=True), 11_000),
+    "8b_lora": Case(LORA, 17_000),
+    "8b_lora_qkv": Case(PUBLISHED | dict(train_type="lora"), 17_900),
+    "8b_lora_qkv_fp8": Case(PUBLISHED | dict(train_type="lora") | FP8, 24_100),
+    "8b_qlora_qkv": Case(PUBLISHED, 17_900),
+    "8b_qlora_qkv_fp8": Case(PUBLISHED | FP8, 24_100),
+    "8b_full_8bit": Case(LONG | dict(train_type="full", optimizer="adamw_8bit"), 2.2, "s/step"),
+    "8b_full_bf16": Case(LONG | dict(train_type="full", optimizer="adamw_bf16"), 2.2, "s/step"),
+    "8b_qlora_full_shard": Case(LONG | dict(sharding_strategy="full_shard"), 14_880, gpus=(2, 4)),
+    "8b_qlora_ddp": Case(LONG, 14_880, gpus=(2, 4)),
+    "70b_qlora": Case(WIDE | dict(batch_size=2), 1_850, model=LLAMA_70B, gpus=(4,)),
+    "70b_qlora_8x1": Case(WIDE | dict(batch_size=8), 1_850, model=LLAMA_70B, gpus=(4,)),
+    "70b_qlora_fp8": Case(WIDE | dict(batch_size=2) | FP8, 2_450, model=LLAMA_70B, gpus=(4,)),
+}
+
+
+def config_folder(model: str, layers: int | None = None) -> str:
+    """A folder with the config.json of a known model, cut to `layers` if given."""
+    settings = known_config(model)
+    if layers: settings["num_hidden_layers"] = layers
+    folder = Path(tempfile.mkdtemp()) / model.rsplit("/", 1)[-1].lower()
+    AutoConfig.for_model(settings.pop("model_type"), **settings).save_pretrained(folder)
+    return str(folder)
+
+
+def chosen(patterns: list[str], gpus: int) -> list[str]:
+    """Names of the rows that match and are for this number of GPUs.
+
+    Raises ValueError, listing the rows, if there is none.
+    """
+    names = [name for name, case in CASES.items()
+             if gpus in case.gpus and any(fnmatch(name, p) for p in patterns or ["*"])]
+    if not names:
+        raise ValueError(f"no row matches {' '.join(patterns) or '*'} on {gpus} GPUs; there are "
+                         + ", ".join(f"{n} {list(c.gpus)}" for n, c in CASES.items()))
+    return names
+
+
+def run_case(name: str, folder: str, options, **changes) -> Row:
+    """Measure one row in this process and leave the GPU empty; prints it beside its target."""
+    case = CASES[name]
+    layers = f" {options.layers} layers" if options.layers else ""
+    bench = SimpleNamespace(steps=options.steps, warmup=options.warmup, results=options.results,
+                            row_name=f"{name}{layers} on {ranks_from_env().world_size}")
+    row = bench_rank(case.config(folder, **changes), bench)
+    if row.status == "ok":
+        reached = row.seconds_per_step if case.unit == "s/step" else row.tokens_per_second_per_gpu
+        print_main(f"    {reached:,.5g} {case.unit}, target {case.target:,.5g}")
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available(): torch.cuda.empty_cache()
+    return row
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rows", nargs="*", help="names or patterns; all that suit this many GPUs")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--layers", type=int, help="cut the model, to see that a row runs")
+    parser.add_argument("--results")
+    options = parser.parse_args()
+    gpus = ranks_from_env().world_size
+    for name in chosen(options.rows, gpus):
+        try:
+            run_case(name, config_folder(CASES[name].model, options.layers), options)
+        except Exception as error:  # the other rows are still wanted; ranks fail together or time out
+            if gpus > 1: raise
+            print(f"{name}: {type(error).__name__}: {error}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
