@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from math import prod
 
 import torch
@@ -39,7 +40,8 @@ def host_bytes(size: int, pinned: bool) -> Tensor:
     Raises OSError if the system can't give or, for `pinned`, lock that much.
     """
     pages = Pages(max(1, size))
-    if hasattr(mmap, "MADV_HUGEPAGE"): pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock
+    with suppress(OSError, AttributeError):  # where the system has them
+        pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock
     buffer = torch.frombuffer(pages, dtype=torch.uint8)  # keeps `pages` alive
     if pinned:
         failed = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), len(buffer), PORTABLE))
@@ -56,7 +58,7 @@ def host_tensors(like: Iterable[Tensor], pinned: bool) -> list[Tensor]:
     starts, end = [], 0
     for t in like:
         starts.append(end)
-        end += -(-t.numel() * t.element_size() // ALIGNMENT) * ALIGNMENT
+        end += aligned(t.numel() * t.element_size())
     region = host_bytes(end, pinned)
     return [typed(region[start:], t.shape, t.dtype) for start, t in zip(starts, like, strict=True)]
 
@@ -66,9 +68,14 @@ def empty_on_host(parameters: list[Tensor], pinned: bool) -> list[Tensor]:
     is_sharded = [isinstance(p, DTensor) for p in parameters]
     shards = [p.to_local() if d else p for p, d in zip(parameters, is_sharded, strict=True)]
     made = host_tensors(shards, pinned)
-    return [DTensor.from_local(t, p.device_mesh, p.placements, run_check=False, shape=p.shape,
-                               stride=p.stride()) if d else t
+    # Not DTensor.from_local, which would move the shard to the mesh's device.
+    return [DTensor(t, p._spec, requires_grad=False) if d else t
             for p, t, d in zip(parameters, made, is_sharded, strict=True)]
+
+
+def aligned(size: int) -> int:
+    """Bytes up to where the next tensor may start."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def typed(region: Tensor, shape, dtype: torch.dtype) -> Tensor:

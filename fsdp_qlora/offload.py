@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .blocks import decoder_blocks
-from .hostmem import host_bytes, typed
+from .hostmem import aligned, host_bytes, typed
 
 
 def apply_activation_offload(model: nn.Module, policies: list[str]) -> nn.Module:
@@ -93,7 +93,7 @@ class HostStore:
     def take_slot(self, size: int) -> Tensor:
         """A free slot of at least `size` bytes."""
         if size > self.slot_bytes:  # slots in use keep the older region until they are let go of
-            self.slot_bytes = max(size, int(1.5 * self.slot_bytes))
+            self.slot_bytes = aligned(max(size, int(1.5 * self.slot_bytes)))
             self.free = []
         if not self.free: self.free = self.new_slots()
         return self.free.pop()
