@@ -233,6 +233,8 @@ class CheckpointOptions:
     keep_checkpoints: int = opt(2, "newest checkpoints that are kept, beside the best")
     resume: str = opt("auto", "auto goes on from the newest whole checkpoint of --output_dir, none "
                       "begins anew, a folder names a checkpoint or a run", example="other_output")
+    stall_seconds: float = opt(600.0, "end a run in which nothing has moved for so long, and name the "
+                               "rank that holds it up; 0 = never", unit="seconds")
     max_bad_steps: int = opt(3, "steps in a row whose loss or gradient is not a number, which are "
                              "skipped on all ranks, before --on_bad_steps", unit="steps")
     on_bad_steps: str = opt("stop", "then stop, skip them for ever, or go back to the last checkpoint "

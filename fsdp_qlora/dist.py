@@ -130,6 +130,10 @@ class Board:
         key = f"{topic}/{rank}"
         return self.store.get(key).decode() if self.store.check([key]) else None
 
+    def claim(self, topic: str) -> bool:
+        """True for the first rank that claims the topic."""
+        return self.store.compare_set(topic, "", str(self.rank)).decode() == str(self.rank)
+
     def wait_for_all(self, topic: str, timeout_s: float) -> list[str]:
         """The texts of all ranks in their order. Raises OSError if one does not come."""
         deadline = time.monotonic() + timeout_s

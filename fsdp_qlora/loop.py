@@ -9,7 +9,7 @@ from .checkpoint import Boundary, CheckpointWriter, RunState
 from .config import RunConfig
 from .data import Step, StepLoader, StreamLoader
 from .describe import first_step_line
-from .dist import from_main, print_main
+from .dist import board, from_main, print_main
 from .export import save_trained
 from .faults import Agreement, BadSteps, RollBack
 from .memory_report import MemoryWatch
@@ -19,6 +19,7 @@ from .settings import AUTO
 from .signals import StopRequested, StopSignals
 from .step import train_step
 from .steplog import LaggedLog
+from .watchdog import Watchdog
 
 
 class Training:
@@ -33,7 +34,8 @@ class Training:
         self.lagged = LaggedLog(log, state.device, self.was_read)
         self.first_step = boundary.step + 1
         self.bad = BadSteps(config.on_bad_steps, config.max_bad_steps)
-        self.agree = Agreement(stop=self.signals.is_asked, save=writer.is_time,
+        self.watch = Watchdog(board[-1], config.stall_seconds)
+        self.agree = Agreement(self.watch.mark, stop=self.signals.is_asked, save=writer.is_time,
                                failed=writer.has_failed)
         self.max_norm = config.grad_norm if config.apply_gradient_clipping else None
         self.memory = MemoryWatch(config, state.model, state.optimizer, state.device)
@@ -45,8 +47,9 @@ class Training:
         """
         self.signals.can_save = True
         try:
-            while not self.ran_through(): self.roll_back()
-            self.writer.join()
+            with self.watch.watching():
+                while not self.ran_through(): self.roll_back()
+                self.writer.join(self.watch.mark)
         except StopRequested:
             self.stop()
 
@@ -67,6 +70,7 @@ class Training:
     def step(self, step: Step):
         """One optimizer step, unless its rows are left out, then what is due after it."""
         state, lr = self.state, self.state.scheduler.get_last_lr()[0]
+        self.watch.mark(f"step {step.index + 1}")
         if is_taken := step.index not in self.bad.left_out:
             with self.memory.step(step):
                 result = train_step(state.model, state.optimizer, step.micro_batches, agree=self.agree,
@@ -92,7 +96,8 @@ class Training:
         """Start a checkpoint of the last boundary; not amid bad steps, which may mean bad weights."""
         self.lagged.flush()
         if self.bad.in_a_row: return
-        held = self.writer.save(self.boundary)
+        self.watch.mark(f"the checkpoint after step {self.boundary.step}")
+        held = self.writer.save(self.boundary, self.watch.mark)
         self.log.record(CheckpointMetrics(self.boundary.step, held))
         self.lagged.restart_clock()
 
@@ -102,11 +107,13 @@ class Training:
         if not evaluator or not step or not evaluator.is_due(step, is_last): return
         if evaluator.last and evaluator.last.step == step: return
         self.lagged.flush()
+        self.watch.mark(f"the evaluation after step {step}")
         metrics = evaluator.run(self.state.model, step, self.agree)
         self.log.log_evaluation(metrics)
         if metrics.is_best and self.config.save_model:
-            save_trained(self.state.model, weights_folder(self.config, "-best"), self.tokenizer,
-                         self.record)
+            with self.watch.paused("saving the best weights"):
+                save_trained(self.state.model, weights_folder(self.config, "-best"), self.tokenizer,
+                             self.record)
         self.lagged.restart_clock()
 
     def was_read(self, metrics: StepMetrics):

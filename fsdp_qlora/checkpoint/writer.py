@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from itertools import count
@@ -68,13 +69,13 @@ class CheckpointWriter:
         self.thread: threading.Thread | None = None
         self.clock = time.monotonic()
 
-    def save(self, boundary: Boundary) -> float:
+    def save(self, boundary: Boundary, mark: Callable[[], None] = lambda: None) -> float:
         """Start to write the state as it is after `boundary.step`; seconds that this held up the run.
 
-        Every rank must call it.
+        Every rank must call it. `mark` is called now and then while an earlier write is waited for.
         """
         started = time.perf_counter()
-        self.join()
+        self.join(mark)
         if boundary.step == self.saved_step: return 0.0
         shot = self.snapshot(boundary)
         self.saved_step = boundary.step
@@ -97,9 +98,11 @@ class CheckpointWriter:
         self.join()
         raise OSError("no checkpoint could be written: " + from_main(lambda: self.failure))
 
-    def join(self):
+    def join(self, mark: Callable[[], None] = lambda: None):
         """Wait until this rank's thread is done."""
-        if self.thread: self.thread.join()
+        while self.thread and self.thread.is_alive():
+            self.thread.join(1.0)
+            mark()
         self.thread = None
 
     def snapshot(self, boundary: Boundary) -> Snapshot:

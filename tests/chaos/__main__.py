@@ -1,4 +1,4 @@
-"""The long form: `python -m tests.chaos kills 200`, `python -m tests.chaos signals 100`."""
+"""The long form: `python -m tests.chaos kills 200`, `... signals 100`, `... hangs 40`."""
 from __future__ import annotations
 
 import sys
@@ -7,10 +7,11 @@ import time
 from pathlib import Path
 
 from tests.chaos.harness import make_inputs
+from tests.chaos.test_hangs import hung_runs
 from tests.chaos.test_kills import killed_runs
 from tests.chaos.test_signals import signalled_runs
 
-FORMS = {"kills": killed_runs, "signals": signalled_runs}
+FORMS = {"kills": killed_runs, "signals": signalled_runs, "hangs": hung_runs}
 
 
 def main(form: str, count: str, seed: str = "0"):

@@ -27,12 +27,13 @@ WORLD, STEPS = 2, 12
 PHASES = {
     "tokenize": "fsdp_qlora.prepare.load_data", "load": "fsdp_qlora.trainer.build_model",
     "restore": "fsdp_qlora.trainer.find_run", "step": "fsdp_qlora.loop.train_step",
-    "eval": "fsdp_qlora.evaluate.StepLoader.step", "stage": "fsdp_qlora.checkpoint.writer.weight_rows",
+    "eval": "fsdp_qlora.evaluate.on_device", "stage": "fsdp_qlora.checkpoint.writer.weight_rows",
     "write": "fsdp_qlora.checkpoint.tensors.save_file",
     "verify": "fsdp_qlora.checkpoint.tensors.read_back",
     "manifest": "fsdp_qlora.checkpoint.folder.write_text",
     "rename": "fsdp_qlora.checkpoint.folder.Path.rename",
     "prune": "fsdp_qlora.checkpoint.folder.shutil.rmtree",
+    "forward": "fsdp_qlora.adapters.LoraLinear.forward", "optimizer": "torch.optim.AdamW.step",
     "save": "fsdp_qlora.loop.save_trained", "export": "fsdp_qlora.trainer.save_trained"}
 MAIN_ONLY = ("manifest", "rename", "prune")  # what only rank 0 does
 
@@ -43,7 +44,7 @@ class Hit:
     rank: int
     phase: str
     nth: int
-    action: str          # kill, stop (SIGTERM), usr1, stall
+    action: str          # kill, stop (SIGTERM), usr1, stall, freeze (SIGSTOP)
     after: bool = False  # when the function is done, not when it begins
 
     @classmethod
@@ -58,6 +59,7 @@ class Hit:
         elif self.action == "stop": os.kill(os.getpid(), signal.SIGTERM)
         elif self.action == "usr1": os.kill(os.getpid(), signal.SIGUSR1)
         elif self.action == "stall": time.sleep(600)
+        elif self.action == "freeze": os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @contextmanager
@@ -137,6 +139,8 @@ class Command:
             if first and not told and now - first > 0.2:  # torchrun polls, then tells the others
                 for p in ranks: p.terminate()
                 told = True
+            if told and hit and hit.action == "freeze":
+                for p in ranks: p.kill()
             if now - began > timeout or first and now - first > 30:
                 for p in ranks: p.kill()
             time.sleep(0.01)
