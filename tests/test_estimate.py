@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from fsdp_qlora.adapters import trainable_parameters
 from fsdp_qlora.config import RunConfig
@@ -19,6 +20,7 @@ from fsdp_qlora.estimate import (
     step_seconds,
 )
 from fsdp_qlora.hardware import find_gpu
+from fsdp_qlora.optim import build_optimizer
 
 from .estimates import H100, LLAMA_8B, LLAMA_70B, SMALL, TRIAL, tiny
 
@@ -103,3 +105,15 @@ def test_estimates_need_no_torch():
             "print(json.dumps('torch' in sys.modules))")
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(out.stdout) is False
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_bf16", "adamw_8bit", "sgd"])
+def test_optimizer_states_are_those_that_a_step_makes(optimizer):
+    """But for vectors, which keep float32 states under adamw_8bit, and blocks of rows this narrow."""
+    setup = replace(SMALL, quant="none", adapter="none", optimizer=optimizer)
+    model, shape = tiny("llama-2-7b", setup)
+    made = build_optimizer(model, optimizer, 1e-3)
+    for p in model.parameters(): p.grad = torch.zeros_like(p)
+    made.step()
+    found = sum(v.nbytes for state in made.state.values() for v in state.values() if v.dim())
+    assert found == pytest.approx(optimizer_bytes(shape, setup), rel=0.03)
