@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from fsdp_qlora.bench import Row, append_row, describe_run, record_memory, synchronize
+from fsdp_qlora.bench.measure import describe_run, record_memory, synchronize
+from fsdp_qlora.bench.row import Row, append_row
 from fsdp_qlora.build import build_model
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.data import DataReport, StepLoader, StepSampler, TokenizedDataset, collate

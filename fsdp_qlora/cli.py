@@ -11,6 +11,7 @@ import traceback
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+from .bench.command import bench_command
 from .checks import lost_updates, settings_without_effect
 from .config import RunConfig
 from .delivery import DELIVERY
@@ -77,25 +78,6 @@ def data_command(argv: list[str]):
     (config,) = parse(argv, prog="fsdp-qlora data")
     from .prepare import load_tokenizer, report_on_data
     report_on_data(config, load_tokenizer(config.model_name, **config.source))
-
-
-@dataclass
-class BenchOptions:
-    """Benchmark"""
-    steps: int = opt(10, "measured optimizer steps")
-    warmup: int = opt(3, "steps before that are dropped")
-    results: str | None = opt(None, "JSON-lines file the row is appended to")
-    row_name: str = opt("", "name of the row")
-
-
-def bench_command(argv: list[str]):
-    """Measure steps on random tokens and write a benchmark row."""
-    config, options = parse(argv, BenchOptions, prog="fsdp-qlora bench")
-    if options.steps < 1: raise ValueError(f"--steps must be 1 or more, got {options.steps}")
-    if options.warmup < 0: raise ValueError(f"--warmup must be 0 or more, got {options.warmup}")
-    from .bench import bench_rank
-    from .launch import run_on_ranks
-    run_on_ranks(config, "bench", argv, lambda c: bench_rank(c, options))
 
 
 @dataclass

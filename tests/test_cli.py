@@ -10,7 +10,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fsdp_qlora.cli import COMMANDS, BenchOptions, GenerateOptions, main, parse
+from fsdp_qlora.bench.command import BenchOptions
+from fsdp_qlora.cli import COMMANDS, GenerateOptions, main, parse
 from fsdp_qlora.config import GROUPS, RunConfig
 
 from .tiny import TARGETS, save_tiny

@@ -5,12 +5,11 @@ too. The step is a median after warm-up; memory is the highest over ranks.
 """
 from __future__ import annotations
 
-import json
 import os
+import resource
 import statistics
 import subprocess
 import time
-from dataclasses import asdict, dataclass
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,73 +17,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from .config import RunConfig, plan_batches
-from .data import collate_packed
-from .dist import print_main, process_group, rank_device, ranks_from_env
+from ..config import RunConfig, plan_batches
+from ..data import collate_packed
+from ..dist import ranks_from_env
+from .row import Row
 
 VERSIONED = ("torch", "transformers", "peft", "bitsandbytes", "triton", "fsdp_qlora")
 
 
-@dataclass
-class Row:
-    """One measurement. Sizes in GiB, times in seconds; `status` is ok, oom or error."""
-    name: str
-    model: str
-    num_hidden_layers: int
-    train_type: str
-    quant: str
-    compute_dtype: str
-    gpu: str
-    gpus: int
-    nodes: int
-    gpu_memory_limit_gib: float | None
-    sharding_strategy: str
-    activation_policy: str
-    cpu_offload: bool
-    activation_offload: bool
-    batch_size: int
-    context_length: int
-    gradient_accumulation_steps: int
-    lora_rank: int | None
-    lora_targets: str | None
-    lora_dropout: float | None
-    adapter_dtype: str | None
-    absmax_dtype: str | None
-    optimizer: str
-    optimizer_state_dtype: str
-    compile: bool
-    attention_backend: str
-    packed: bool
-    versions: dict[str, str]
-    commit: str
-    date: str
-    status: str = "ok"
-    peer: str | None = None
-    steps_measured: int = 0
-    seconds_per_step: float | None = None
-    seconds_p10: float | None = None
-    seconds_p90: float | None = None
-    tokens_per_second_per_gpu: float | None = None
-    model_tflops_per_gpu: float | None = None
-    peak_allocated_gib: float | None = None
-    peak_reserved_gib: float | None = None
-    peak_host_gib: float | None = None
-    load_seconds: float | None = None
-    loss_first: float | None = None
-    loss_last: float | None = None
-    estimate_peak_gib: float | None = None
-    estimate_seconds_per_step: float | None = None
-
-
-def append_row(row: Row, path: str | Path):
-    """Add a row to a results file."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as file: file.write(json.dumps(asdict(row)) + "\n")
-
-
 def describe_run(config: RunConfig, name: str, layers: int, device: torch.device) -> Row:
     """A row with everything that is known before the first step."""
-    from .build import compiles
+    from ..build import compiles
     ranks, adapted = ranks_from_env(), config.adapter != "none"
     batches = plan_batches(config, ranks.world_size)
     return Row(
@@ -112,6 +55,11 @@ def state_dtype(config: RunConfig) -> str:
     """What the optimizer's states are stored in: by its name, else as the trained weights."""
     own = config.adapter_dtype if config.adapter != "none" else config.precision
     return {"adamw_bf16": "bf16", "adamw_8bit": "int8", "adafactor": "fp32"}.get(config.optimizer, own)
+
+
+def this_device() -> torch.device:
+    """The first GPU, or the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def device_name(device: torch.device) -> str:
@@ -142,31 +90,29 @@ def commit() -> str:
         return "unknown"
 
 
-def bench_rank(config: RunConfig, options) -> Row:
-    """Measure `options.steps` steps of `config` on this rank; rank 0 prints and keeps the row."""
-    from .build import with_activation_policy
-    from .loading import read_config
-    device = rank_device(config.device)
-    config = with_activation_policy(config, device)
-    layers = read_config(config.model_name, **config.source).num_hidden_layers
-    row = describe_run(config, options.row_name or config.sharding_strategy, layers, device)
-    with process_group(device, config.timeout_minutes):
-        try:
-            measure(row, config, options, device)
-        except torch.OutOfMemoryError as error:
-            row.status = "oom"
-            print_main(str(error).splitlines()[0])
-    if ranks_from_env().is_main:
-        print(summary(row))
-        if options.results: append_row(row, options.results)
-    return row
+class MemoryLimit:
+    """Host memory that a process may take from now on, looked at when `check` is called."""
+
+    def __init__(self, gib: float | None):
+        self.gib, self.start = gib, peak_host_gib()
+
+    def check(self):
+        """Raise MemoryError if this process has taken more."""
+        taken = peak_host_gib() - self.start
+        if self.gib is not None and taken > self.gib:
+            raise MemoryError(f"{taken:.2f} GiB of host memory, and {self.gib:g} are allowed")
 
 
-def measure(row: Row, config: RunConfig, options, device: torch.device):
+def peak_host_gib() -> float:
+    """The most host memory this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def measure(row: Row, config: RunConfig, how, device: torch.device, limit: MemoryLimit):
     """Build, warm up, time the steps, and fill the row."""
-    from .build import build_model
-    from .optim import build_optimizer
-    from .step import seed_everything, train_step
+    from ..build import build_model
+    from ..optim import build_optimizer
+    from ..step import seed_everything, train_step
     seed_everything(config.seed, ranks_from_env().rank, config.deterministic)
     started = time.perf_counter()
     model = build_model(config, device)
@@ -176,11 +122,12 @@ def measure(row: Row, config: RunConfig, options, device: torch.device):
     optimizer = build_optimizer(model, config.optimizer, config.lr, config.wd)
     batches = random_batches(config, model.config.vocab_size, row.gradient_accumulation_steps)
     clip = config.grad_norm if config.apply_gradient_clipping else None
-    for step in range(options.warmup + options.steps):
-        if step == options.warmup: timer = StepTimer(device)
+    for step in range(how.warmup + how.steps):
+        if step == how.warmup: timer = StepTimer(device)
         result = train_step(model, optimizer, batches, max_grad_norm=clip, no_sync=config.no_sync)
         if step == 0: row.loss_first = result.loss
-        if step >= options.warmup: timer.step_done()
+        if step >= how.warmup: timer.step_done()
+        limit.check()
     row.loss_last = result.loss
     record_time(row, timer.seconds())
     record_memory(row, device)
@@ -236,8 +183,7 @@ def record_time(row: Row, seconds: list[float]):
 
 def record_memory(row: Row, device: torch.device):
     """Highest memory of any rank, and the hosts' together."""
-    import resource
-    host = torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20])
+    host = torch.tensor([peak_host_gib()])
     dist.all_reduce(host)
     row.peak_host_gib = host.item()
     if device.type != "cuda": return
@@ -249,16 +195,19 @@ def record_memory(row: Row, device: torch.device):
 
 def record_estimate(row: Row, config: RunConfig):
     """What the estimate says of the same settings, and the model's arithmetic per second."""
-    from .arch import shape_from_config
-    from .estimate import memory, model_tflops, setup_from_config, step_seconds
-    from .hardware import find_gpu
-    from .loading import read_config
+    from ..arch import shape_from_config
+    from ..estimate import memory, model_tflops, setup_from_config, step_seconds
+    from ..hardware import find_gpu
+    from ..loading import read_config
     shape = shape_from_config(read_config(config.model_name, **config.source).to_dict(), row.model)
-    setup = setup_from_config(config, row.gpus)
+    setup = setup_from_config(config, row.gpus, compile=row.compile)
     row.model_tflops_per_gpu = model_tflops(shape, setup, row.tokens_per_second_per_gpu)
     row.estimate_peak_gib = memory(shape, setup).peak_allocated
-    if row.gpu != "cpu":
+    if row.gpu == "cpu": return
+    try:
         row.estimate_seconds_per_step = step_seconds(shape, find_gpu(row.gpu), setup).total
+    except ValueError:  # a card that is not in the catalogue
+        return
 
 
 def synchronize(device: torch.device):

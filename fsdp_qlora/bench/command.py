@@ -1,0 +1,126 @@
+"""`fsdp-qlora bench`: one configuration, a grid of them, or a report on what was measured."""
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config import RunConfig
+from ..flags import parse
+from ..settings import opt
+from .drive import How, Job, job_of, run_jobs
+from .grid import Grid, read_grid
+from .row import Row, read_rows
+
+
+@dataclass
+class BenchOptions:
+    """Benchmark"""
+    steps: int = opt(10, "measured optimizer steps")
+    warmup: int = opt(3, "steps before that are dropped")
+    results: str | None = opt(None, "JSON-lines file the rows are appended to")
+    row_name: str = opt("", "name of the row")
+    gpu_memory_gib: float | None = opt(None, "measure as on a smaller card", unit="GiB", example=24)
+    grid: str | None = opt(None, "YAML file of configurations to measure",
+                           example="benchmarks/grids/accuracy.yaml")
+    only: str | None = opt(None, "cells of the grid whose name has this in it (a regular expression)",
+                           example="'2 GPUs'")
+    together: int = opt(1, "cells measured by one process before a new one starts")
+    cell_minutes: float = opt(10.0, "a cell that takes longer is stopped", unit="minutes")
+    again: bool = opt(False, "measure also what --results has for this commit and GPU")
+    report: str | None = opt(None, "results file to print as Markdown instead of measuring; with "
+                             "--grid, beside what others published")
+    against: str | None = opt(None, "with --report: a second results file to compare with")
+    picture: str | None = opt(None, "with --report: draw estimates over measurements there",
+                              example="accuracy.png")
+    jobs: str | None = opt(None, "folder of jobs, as one bench gives it to another it starts")
+
+
+def bench_command(argv: list[str]):
+    """Measure steps on random tokens: one configuration, or a grid of them."""
+    config, options = parse(argv, BenchOptions, prog="fsdp-qlora bench")
+    check_options(options)
+    how = How(options.steps, options.warmup, options.together, options.cell_minutes)
+    if options.report: print_report(options)
+    elif options.jobs: measure_jobs(config, options.jobs, argv, how)
+    elif options.grid: measure_grid(read_grid(options.grid), options, how)
+    else: measure_one(config, options, argv, how)
+
+
+def check_options(options: BenchOptions):
+    """Ranges, and what needs what."""
+    if options.steps < 1: raise ValueError(f"--steps must be 1 or more, got {options.steps}")
+    if options.warmup < 0: raise ValueError(f"--warmup must be 0 or more, got {options.warmup}")
+    if options.together < 1: raise ValueError(f"--together must be 1 or more, got {options.together}")
+    if not options.cell_minutes > 0:
+        raise ValueError(f"--cell_minutes must be above 0, got {options.cell_minutes:g}")
+    if options.gpu_memory_gib is not None and not options.gpu_memory_gib > 0:
+        raise ValueError(f"--gpu_memory_gib must be above 0, got {options.gpu_memory_gib:g}")
+    for name in ("against", "picture"):
+        if getattr(options, name) and not options.report:
+            raise ValueError(f"--{name} goes with --report")
+
+
+def measure_jobs(config: RunConfig, folder: str, argv: list[str], how: How):
+    """The ranks' part."""
+    from ..launch import run_on_ranks
+    from .cells import run_jobs_here
+    run_on_ranks(config, "bench", argv, lambda c: run_jobs_here(c, folder, how))
+
+
+def measure_one(config: RunConfig, options: BenchOptions, argv: list[str], how: How):
+    """One configuration, in a process of its own."""
+    job = Job(options.row_name or config.sharding_strategy, settings_alone(argv),
+              gpu_memory_gib=options.gpu_memory_gib)
+    (row,) = run_jobs([job], how, options.results)
+    if row.status == "error": sys.exit(1)  # it has said why
+
+
+def settings_alone(argv: list[str]) -> list[str]:
+    """The run's own flags among those of a bench."""
+    from ..flags import Parser, add_fields
+    parser = Parser(allow_abbrev=False, add_help=False)
+    add_fields(parser, BenchOptions)
+    return parser.parse_known_args(argv)[1]
+
+
+def measure_grid(grid: Grid, options: BenchOptions, how: How):
+    """The cells that are wanted and not measured yet."""
+    cells = [c for c in grid.cells if not options.only or re.search(options.only, c.name)]
+    if not cells:
+        raise ValueError(f"--only {options.only}: no cell of {options.grid} is named so")
+    known = measured_names(options) if not options.again else set()
+    jobs = sorted((job_of(c) for c in cells if c.name not in known), key=lambda job: job.gpus)
+    if known: print(f"{len(cells) - len(jobs)} of {len(cells)} cells are measured already")
+    rows = run_jobs(jobs, how, options.results)
+    failed = [row for row in rows if row.status != "ok"]
+    print(f"{len(rows) - len(failed)} measured, {sum(r.status == 'oom' for r in failed)} out of memory, "
+          f"{sum(r.status == 'error' for r in failed)} failed")
+
+
+def measured_names(options: BenchOptions) -> set[str]:
+    """Names of the rows in --results that this commit measured on this kind of GPU.
+
+    None if the commit is not known or the tree has changes.
+    """
+    if not options.results or not Path(options.results).exists(): return set()
+    from .measure import commit, device_name, this_device
+    here, gpu = commit(), device_name(this_device())
+    if here == "unknown" or here.endswith("+"): return set()
+    return {row.name for row in read_rows(options.results)
+            if (row.commit, row.gpu) == (here, gpu) and row.status != "error"}
+
+
+def print_report(options: BenchOptions):
+    """Markdown of a results file, and a picture if asked."""
+    from .pictures import scatter
+    from .tables import accuracy_lines, against_table, published_table, results_table
+    rows: list[Row] = read_rows(options.report)
+    if options.grid: print(published_table(read_grid(options.grid), rows))
+    elif options.against: print(against_table(rows, read_rows(options.against)))
+    else:
+        print(results_table(rows))
+        try: print("\n" + accuracy_lines(rows))
+        except ValueError: pass
+    if options.picture: scatter(rows, options.picture)

@@ -1,0 +1,114 @@
+"""Grids of runs to measure, in YAML: which settings, on how many GPUs, and what others published.
+
+    title: Two cards, 7B
+    defaults: {model_name: llama-2-7b, random_weights: true, gpus: 2, context_length: 2048}
+    cells:
+      - {name: "QLoRA {batch_size}x2048", batch_size: [4, 10]}
+      - {name: LoRA 4x2048, train_type: lora, batch_size: 4, published: {peak_gib: 16.14}}
+
+A cell has the settings of a run, by their names, and gpus, num_hidden_layers (a model cut short, of the
+same width), gpu_memory_gib (a smaller card) and published. Lists make one cell for each combination.
+Pure: no torch.
+"""
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass, field, fields
+from itertools import product
+from pathlib import Path
+
+from ..arch import ModelShape, model_shape
+from ..config import RunConfig
+from ..known_models import bare_name, known_config
+from ..settings import shown
+
+OWN = ("name", "gpus", "num_hidden_layers", "gpu_memory_gib", "published")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a grid."""
+    name: str
+    settings: dict                        # fields of RunConfig
+    gpus: int = 1
+    num_hidden_layers: int | None = None  # None: all of the model's
+    gpu_memory_gib: float | None = None   # None: all of the card's
+    published: dict = field(default_factory=dict, hash=False)
+
+    @property
+    def config(self) -> RunConfig:
+        """The run's configuration; the model by its name."""
+        return RunConfig(**self.settings)
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model's shape, cut if asked."""
+        shape = model_shape(self.settings["model_name"])
+        return shape.cut(self.num_hidden_layers) if self.num_hidden_layers else shape
+
+    def argv(self) -> list[str]:
+        """The run's command line; the model is a folder with config.json alone."""
+        settings = self.settings | dict(model_name=str(model_folder(self)))
+        return [part for name, value in settings.items() for part in (f"--{name}", shown(value))]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Cells with what they are about."""
+    title: str
+    source: str
+    cells: list[Cell]
+
+
+def read_grid(path: str | Path) -> Grid:
+    """A grid from its file. Raises ValueError naming the file, the cell and what is wrong."""
+    import yaml
+    try:
+        given = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"--grid {path}: not readable YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(given, dict) or not isinstance(given.get("cells"), list):
+        raise ValueError(f"--grid {path}: takes title, defaults and a list of cells")
+    defaults, cells = given.get("defaults") or {}, []
+    for number, wanted in enumerate(given["cells"], 1):
+        try:
+            cells += make_cells(defaults | wanted)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"--grid {path}: cell {number}: {error}") from None
+    names = [cell.name for cell in cells]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"--grid {path}: several cells are named {sorted(twice)[0]!r}")
+    return Grid(given.get("title", Path(path).stem), given.get("source", ""), cells)
+
+
+def make_cells(wanted: dict) -> list[Cell]:
+    """The cell of a dict, or one for each combination of its lists."""
+    known = {f.name for f in fields(RunConfig)}
+    if unknown := [key for key in wanted if key not in known and key not in OWN]:
+        raise ValueError(f"unknown setting {', '.join(unknown)}")
+    lists = {key: value for key, value in wanted.items() if isinstance(value, list)}
+    found = []
+    for values in product(*lists.values()):
+        chosen = wanted | dict(zip(lists, values, strict=True))
+        settings = {key: value for key, value in chosen.items() if key not in OWN}
+        cell = Cell(str(wanted["name"]).format(**chosen), settings, int(chosen.get("gpus", 1)),
+                    chosen.get("num_hidden_layers"), chosen.get("gpu_memory_gib"),
+                    chosen.get("published") or {})
+        cell.config, cell.shape  # noqa: B018  wrong settings are said here
+        found.append(cell)
+    return found
+
+
+def model_folder(cell: Cell) -> Path:
+    """A folder with the cell's config.json; one that exists already as it is, unless it is cut."""
+    name = cell.settings["model_name"]
+    if Path(name).exists() and not cell.num_hidden_layers: return Path(name)
+    config = (json.loads((Path(name) / "config.json").read_text()) if Path(name).exists()
+              else known_config(name))
+    if cell.num_hidden_layers: config["num_hidden_layers"] = cell.num_hidden_layers
+    layers = config["num_hidden_layers"]
+    folder = Path(tempfile.gettempdir(), "fsdp_qlora_shapes", str(layers), bare_name(name))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

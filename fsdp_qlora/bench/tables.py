@@ -1,0 +1,112 @@
+"""Markdown of measurements: rows with estimates and errors, two results files, published tables."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..estimate import Estimate, estimate
+from ..machine import MachineOptions, machine_from_options
+from .accuracy import Compared, accuracy, compare
+from .grid import Cell, Grid
+from .row import Row
+
+
+def markdown(head: list[str], body: list[list[str]]) -> str:
+    """A Markdown table; all columns but the first are numbers, on the right."""
+    rule = ["---"] + ["--:"] * (len(head) - 1)
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *body))
+
+
+def number(value: float | None, places: int = 2) -> str:
+    """A figure, or nothing where there is none."""
+    return "" if value is None else f"{value:,.{places}f}"
+
+
+def percent(share: float) -> str:
+    return f"{share:+.1%}"
+
+
+def results_table(rows: list[Row]) -> str:
+    """Every row: what was measured, today's estimates and their errors."""
+    by_row = {id(c.row): c for c in compare(rows)}
+    head = ["row", "s/step", "tok/s per GPU", "estimate s", "error", "peak GiB", "estimate", "error"]
+    return markdown(head, [result_line(row, by_row.get(id(row))) for row in rows])
+
+
+def result_line(row: Row, compared: Compared | None) -> list[str]:
+    """One row's cells."""
+    name = f"{row.name}, {row.gpus or 1}x {row.gpu or '?'}"
+    if row.status != "ok":
+        return [name, "out of memory" if row.status == "oom" else f"error: {row.error or ''}",
+                *[""] * 6]
+    line = [name, number(row.seconds_per_step, 3), number(row.tokens_per_second_per_gpu, 0)]
+    if compared is None: return [*line, "", "", number(row.peak_allocated_gib), "", ""]
+    return [*line, number(compared.step.total, 3), percent(compared.time_error),
+            number(row.peak_allocated_gib), number(compared.memory.peak_allocated),
+            percent(compared.memory_error)]
+
+
+def accuracy_lines(rows: list[Row]) -> str:
+    """How near the estimates come, in two sentences."""
+    found = accuracy(compare(rows))
+    return (f"Memory, {found.rows} rows: median error {found.memory_median:.1%}, worst "
+            f"{found.memory_worst:.1%}, most below {percent(found.memory_lowest)}. Time, "
+            f"{found.timed} rows of today's code: median {found.time_median:.1%}, worst "
+            f"{found.time_worst:.1%}. Rows that a constant was set on are left out.")
+
+
+def against_table(rows: list[Row], others: list[Row]) -> str:
+    """Rows of two files that have the same name, the second as a share of the first."""
+    theirs = {row.name: row for row in others}
+    head = ["row", "tok/s per GPU", "other", "share", "peak GiB", "other"]
+    body = []
+    for row in rows:
+        other = theirs.get(row.name)
+        if other is None: continue
+        speeds = row.tokens_per_second_per_gpu, other.tokens_per_second_per_gpu
+        share = f"{speeds[1] / speeds[0]:.0%}" if all(speeds) else f"{row.status} / {other.status}"
+        body.append([row.name, *(number(s, 0) for s in speeds), share,
+                     number(row.peak_allocated_gib), number(other.peak_allocated_gib)])
+    return markdown(head, body) if body else "no row is in both files"
+
+
+def published_table(grid: Grid, rows: list[Row]) -> str:
+    """A grid's cells: what others published, what is estimated for their card and for an H100, and what
+    was measured here; empty where nothing was.
+
+    Times are seconds of an optimizer step; where a whole run was published, it is divided by its steps.
+    """
+    measured = {row.name: row for row in rows if row.status == "ok"}
+    head = ["", "published on", "GiB", "s/step", "estimated GiB", "s/step", "on H100 s/step",
+            "measured on", "GiB", "s/step"]
+    return markdown(head, [published_line(cell, measured.get(cell.name)) for cell in grid.cells])
+
+
+def published_line(cell: Cell, row: Row | None) -> list[str]:
+    """One cell's three sources."""
+    said, card = cell.published, cell.published.get("gpu")
+    there = estimated(cell, card) if card else None
+    line = [cell.name, f"{cell.gpus}x {card}" if card else "", number(said.get("peak_gib")),
+            number(published_seconds(cell), 2)]
+    line += [number(there.memory.peak_reserved), number(there.step.total, 2)] if there else ["", ""]
+    line.append(number(estimated(cell, "h100").step.total, 2))
+    if row is None: return [*line, "", "", ""]
+    return [*line, f"{row.gpus}x {row.gpu}", number(row.peak_reserved_gib),
+            number(row.seconds_per_step, 2)]
+
+
+def published_seconds(cell: Cell) -> float | None:
+    """Seconds of an optimizer step as published: directly, or from a run's time and rows."""
+    said = cell.published
+    if "seconds_per_step" in said: return said["seconds_per_step"]
+    rows = cell.settings.get("batch_size", 1) * cell.settings.get("gradient_accumulation_steps", 1)
+    if "tokens_per_second" in said:
+        return rows * cell.settings["context_length"] * cell.gpus / said["tokens_per_second"]
+    if "seconds" not in said: return None
+    return said["seconds"] * rows * cell.gpus / said["rows"]
+
+
+def estimated(cell: Cell, card: str) -> Estimate:
+    """The estimate of a cell on a card, also for rows beyond the model's positions."""
+    link = cell.published.get("interconnect") if card != "h100" else None
+    machine = machine_from_options(MachineOptions(gpu=card, gpus=cell.gpus, interconnect=link))
+    return estimate(replace(cell.shape, max_positions=None), machine, cell.config)

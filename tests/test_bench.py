@@ -1,0 +1,146 @@
+"""Grids become rows, whatever happens to a cell, and rows become tables with today's estimates."""
+import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from fsdp_qlora.bench.accuracy import CALIBRATED_ON, accuracy, compare, setup_from_row, shape_of_row
+from fsdp_qlora.bench.command import settings_alone
+from fsdp_qlora.bench.grid import read_grid
+from fsdp_qlora.bench.row import append_row, read_rows
+from fsdp_qlora.bench.tables import against_table, published_seconds, published_table
+from fsdp_qlora.cli import main
+from fsdp_qlora.estimate import memory
+
+ROOT = Path(__file__).parents[1]
+GRIDS = sorted((ROOT / "benchmarks" / "grids").glob("*.yaml"))
+RESULTS = [r for f in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
+           if not f.name.startswith("attention") for r in read_rows(f)]
+TINY = dict(model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=97, hidden_size=64,
+            intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0)
+
+
+@pytest.fixture
+def grid(tmp_path):
+    """A grid of four cells; the second can't have the memory that it is allowed."""
+    model = tmp_path / "tiny"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(TINY))
+    path = tmp_path / "grid.yaml"
+    path.write_text(f"""
+title: tiny
+defaults: {{model_name: {model}, random_weights: true, device: cpu, context_length: 16, gpus: 2}}
+cells:
+  - {{name: first, published: {{gpu: rtx 3090, seconds: 100, rows: 50}}}}
+  - {{name: too much, gpu_memory_gib: 0.0001}}
+  - {{name: "after {{batch_size}}", batch_size: [2, 3]}}
+""")
+    return path
+
+
+def test_a_cell_without_memory_is_a_row_and_the_others_are_measured(grid, tmp_path, capfd):
+    """Three processes: the first cell and the failing one, then the two after it."""
+    results = tmp_path / "rows.jsonl"
+    assert main(["bench", "--grid", str(grid), "--results", str(results), "--steps", "1",
+                 "--warmup", "1", "--together", "4"]) == 0
+    rows = read_rows(results)
+    assert [(r.name, r.status) for r in rows] == [
+        ("first", "ok"), ("too much", "oom"), ("after 2", "ok"), ("after 3", "ok")]
+    assert "host memory" in rows[1].error and rows[1].context_length == 16
+    assert all(r.gpus == 2 and r.seconds_per_step > 0 for r in rows if r.status == "ok")
+    out = capfd.readouterr().out
+    assert "3 measured, 1 out of memory, 0 failed" in out
+    table = published_table(read_grid(grid), rows)
+    first = next(line for line in table.splitlines() if line.startswith("| first"))
+    assert "2x rtx 3090" in first and "4.00" in first and f"{rows[0].seconds_per_step:,.2f}" in first
+
+
+@pytest.mark.parametrize("path", GRIDS, ids=lambda p: p.stem)
+def test_every_shipped_grid_can_be_run(path):
+    grid = read_grid(path)
+    for cell in grid.cells:
+        assert cell.shape.layers == (cell.num_hidden_layers or cell.shape.layers)
+        assert cell.argv()[0].startswith("--")
+        if cell.published: assert published_seconds(cell) is None or published_seconds(cell) > 0
+    assert grid.title
+
+
+def test_the_accuracy_grid_covers_what_it_should():
+    cells = read_grid(ROOT / "benchmarks/grids/accuracy.yaml").cells
+    assert len(cells) >= 40
+    assert {c.gpus for c in cells} == {1, 2, 4}
+    assert {c.settings.get("batch_size", 1) for c in cells} >= {1, 16}
+    assert {c.settings.get("context_length") for c in cells} >= {512, 16384}
+
+
+@pytest.mark.parametrize("text,message", [
+    ("cells: {", "not readable YAML"), ("a: 1", "takes title, defaults and a list of cells"),
+    ("cells: [{name: x, model_name: llama-2-7b, bach_size: 2}]", "cell 1: unknown setting bach_size"),
+    ("cells: [{name: x, model_name: llama-2-7b, batch_size: 0}]", "cell 1: --batch_size"),
+    ("cells: [{name: x, model_name: llama-9}]", "cell 1: --model_name llama-9"),
+    ("cells: [{name: x, model_name: llama-2-7b, batch_size: [1, 2]}]", "several cells are named 'x'")])
+def test_a_wrong_grid_is_named_with_the_cell(tmp_path, text, message):
+    (tmp_path / "g.yaml").write_text(text)
+    with pytest.raises(ValueError, match=f"--grid .*g.yaml: {message}"): read_grid(tmp_path / "g.yaml")
+
+
+def test_a_runs_own_flags_are_told_from_those_of_the_bench():
+    argv = ["--steps", "3", "--model_name", "x", "--results=r", "--random_weights", "--again", "true"]
+    assert settings_alone(argv) == ["--model_name", "x", "--random_weights"]
+
+
+def test_estimates_are_near_every_measured_peak():
+    """Recomputed by today's code, on rows that no constant was set on."""
+    found = accuracy(compare(RESULTS))
+    assert found.rows >= 14
+    assert found.memory_median <= 0.05 and found.memory_worst <= 0.12 and found.memory_lowest >= -0.05
+
+
+def test_estimates_are_near_every_measured_time_of_todays_code():
+    found = accuracy(compare(RESULTS))
+    assert found.time_median <= 0.10 and found.time_worst <= 0.25
+
+
+def test_few_rows_set_constants():
+    assert len(CALIBRATED_ON) <= 10 and {r.name for r in RESULTS} >= set(CALIBRATED_ON)
+
+
+def test_a_row_names_all_that_its_estimate_needs():
+    row = next(r for r in RESULTS if r.name == "8B 2x8192 keep_linears")
+    smaller = replace(row, absmax_dtype="int8", lora_rank=16, activation_policy="recompute_all")
+    sizes = [memory(shape_of_row(r), setup_from_row(r)).peak_allocated for r in (row, smaller)]
+    assert sizes[1] < 0.3 * sizes[0]
+
+
+def test_two_results_files_are_compared_by_name(tmp_path):
+    row = next(r for r in RESULTS if r.status == "ok" and r.tokens_per_second_per_gpu)
+    half = replace(row, tokens_per_second_per_gpu=row.tokens_per_second_per_gpu / 2)
+    assert "50%" in against_table([row], [half])
+    assert against_table([row], [replace(half, name="another")]) == "no row is in both files"
+    append_row(half, tmp_path / "r.jsonl")
+    assert read_rows(tmp_path / "r.jsonl") == [half] and asdict(half)["peer"] is None
+
+
+def test_a_report_is_markdown_with_a_picture(tmp_path, capsys):
+    results = ROOT / "benchmarks/results/llama-3.1-8b_h100_2026-11-27.jsonl"
+    assert main(["bench", "--report", str(results), "--picture", str(tmp_path / "a.png")]) == 0
+    text = capsys.readouterr().out
+    assert "| 8B 2x8192 keep_all, 1x NVIDIA H100 80GB HBM3 | out of memory |" in text
+    assert "median error" in text
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("argv,message", [
+    (["--grid", "none.yaml"], "--grid none.yaml: not readable"),
+    (["--report", "none.jsonl"], "none.jsonl: No such file"),
+    (["--against", "x.jsonl"], "--against goes with --report"),
+    (["--together", "0"], "--together must be 1 or more"),
+    (["--gpu_memory_gib=-3"], "--gpu_memory_gib must be above 0"),
+    (["--grid", str(GRIDS[0]), "--only", "nothing like it"], "no cell of .* is named so")])
+def test_a_mistake_is_one_line(capsys, argv, message):
+    assert main(["bench", *argv]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and re.search(message, lines[0])
