@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from .blocks import attention_and_mlp, decoder_blocks, is_tied, output_head, own_weights
 from .dist import hybrid_mesh, ranks_from_env, resolve_shard_group_size, shard_mesh
 from .prefetch import apply_backward_prefetch, apply_forward_prefetch, keep_gathered
+from .streaming import apply_streaming
 from .vocabulary import apply_vocabulary_lookup, vocabulary_weights
 
 
@@ -153,12 +154,13 @@ def apply_sharding(model: nn.Module, strategy: str = "full_shard", mesh=None, *,
         if dist.get_world_size() > 1: model.gradient_reducer = GradientReducer(model)
         if on_host.vocabulary: apply_vocabulary_lookup(model)
         return []
-    by_rows = set(apply_vocabulary_lookup(model, mesh))
-    settings = dict(mesh=mesh, offload_policy=on_host.policy(mesh.device_type), ignored_params=by_rows,
+    not_fsdps = set(apply_vocabulary_lookup(model, mesh))
+    if mesh.size() == 1: not_fsdps |= set(apply_streaming(model, mesh_device(mesh)))
+    settings = dict(mesh=mesh, offload_policy=on_host.policy(mesh.device_type), ignored_params=not_fsdps,
                     mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
                     reshard_after_forward=STRATEGIES[strategy].reshard_after_forward)
     units = [(name, unit) for name, unit in sharding_units(model, wrap_policy, min_wrap_params)
-             if not by_rows.issuperset(unit.parameters())]
+             if not not_fsdps.issuperset(unit.parameters())]
     for _, unit in units: fully_shard(unit, **settings)
     fully_shard(model, **settings | dict(reshard_after_forward=False))
     if on_host.frozen and not on_host.trained: keep_trained_on_device(model)
@@ -167,6 +169,12 @@ def apply_sharding(model: nn.Module, strategy: str = "full_shard", mesh=None, *,
     if forward_prefetch: apply_forward_prefetch(model, modules)
     if gather_once: keep_gathered(model)
     return [name for name, _ in units]
+
+
+def mesh_device(mesh) -> torch.device:
+    """This rank's device of a mesh."""
+    return torch.device(mesh.device_type, torch.cuda.current_device()) if (
+        mesh.device_type == "cuda") else torch.device(mesh.device_type)
 
 
 def needed_in_backward(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
