@@ -47,7 +47,8 @@ AT_LEAST_ONE = ("lora_rank", "context_length", "gradient_accumulation_steps",
                 "keep_checkpoints", "max_bad_steps", "active_steps", "profiling_frequency")
 AUTO_OR_ABOVE_ZERO = ("batch_size", "global_batch_size", "max_steps", "shard_group_size",
                       "world_size", "loading_workers", "eval_every", "checkpoint_every")
-NOT_NEGATIVE = ("lr", "wd", "lora_alpha", "preview", "checkpoint_minutes", "stall_seconds", "wait_steps",
+NOT_NEGATIVE = ("lr", "wd", "lora_alpha", "preview", "checkpoint_minutes", "stall_seconds",
+                "verify_frozen_minutes", "wait_steps",
                 "warmup_steps", "repeat")
 
 

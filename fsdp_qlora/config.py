@@ -235,6 +235,8 @@ class CheckpointOptions:
                       "begins anew, a folder names a checkpoint or a run", example="other_output")
     stall_seconds: float = opt(600.0, "end a run in which nothing has moved for so long, and name the "
                                "rank that holds it up; 0 = never", unit="seconds")
+    verify_frozen_minutes: float = opt(10.0, "look for flipped bits in the frozen weights so often; 0 = "
+                                       "never", unit="minutes")
     max_bad_steps: int = opt(3, "steps in a row whose loss or gradient is not a number, which are "
                              "skipped on all ranks, before --on_bad_steps", unit="steps")
     on_bad_steps: str = opt("stop", "then stop, skip them for ever, or go back to the last checkpoint "

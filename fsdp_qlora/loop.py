@@ -9,9 +9,10 @@ from .checkpoint import Boundary, CheckpointWriter, RunState
 from .config import RunConfig
 from .data import Step, StepLoader, StreamLoader
 from .describe import first_step_line
-from .dist import board, from_main, print_main
+from .dist import board, from_main, gather_over_ranks, print_main
 from .export import save_trained
 from .faults import Agreement, BadSteps, RollBack
+from .frozen import FrozenWeights
 from .memory_report import MemoryWatch
 from .metrics import CheckpointMetrics, RunLog, SkippedMetrics, StepMetrics
 from .profiling import step_profiler
@@ -35,8 +36,9 @@ class Training:
         self.first_step = boundary.step + 1
         self.bad = BadSteps(config.on_bad_steps, config.max_bad_steps)
         self.watch = Watchdog(board[-1], config.stall_seconds)
+        self.frozen = FrozenWeights(state.model, state.device, config.verify_frozen_minutes)
         self.agree = Agreement(self.watch.mark, stop=self.signals.is_asked, save=writer.is_time,
-                               failed=writer.has_failed)
+                               failed=writer.has_failed, flipped=self.frozen.has_changed)
         self.max_norm = config.grad_norm if config.apply_gradient_clipping else None
         self.memory = MemoryWatch(config, state.model, state.optimizer, state.device)
 
@@ -47,7 +49,7 @@ class Training:
         """
         self.signals.can_save = True
         try:
-            with self.watch.watching():
+            with self.watch.watching(), self.frozen.watching():
                 while not self.ran_through(): self.roll_back()
                 self.writer.join(self.watch.mark)
         except StopRequested:
@@ -82,7 +84,8 @@ class Training:
         if is_taken: self.after_step()
 
     def after_step(self):
-        """Evaluate and save where that is due."""
+        """Evaluate and save where that is due; what was computed with a flipped bit is not saved."""
+        if self.agree.heard["flipped"]: self.stop_for_flipped_bit()
         self.evaluate_if_due()
         if self.agree.heard["failed"]: self.writer.stop_all_ranks()
         if self.agree.heard["save"] or self.is_checkpoint_step(): self.save()
@@ -136,6 +139,11 @@ class Training:
         self.log.rewind(self.boundary.step)
         print_main(f"went back to {folder}; left out: the rows of steps "
                    + ", ".join(str(i + 1) for i in sorted(self.bad.left_out)))
+
+    def stop_for_flipped_bit(self):
+        """Raise on every rank what one of them found."""
+        found = gather_over_ranks(self.frozen.explain(dist.get_rank()))
+        raise OSError("; ".join(text for text in found if text))
 
     def stop(self):
         """Save where the run stands, on all ranks, and end it."""

@@ -20,7 +20,7 @@ ORDER = ["redact",
          "adapter_folder", "trained_base", "merge_base", "merged_files", "merge",
          "convert", "serving", "hub", "delivery",
          "prepare", "evaluate",
-         "step", "steplog", "faults", "watchdog", "checkpoint", "describe",
+         "step", "steplog", "faults", "frozen", "watchdog", "checkpoint", "describe",
          "memory_timeline", "memory_report", "peaks", "loop", "trainer",
          "generate",
          "launch", "bench", "demo", "cli"]

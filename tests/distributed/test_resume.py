@@ -98,7 +98,9 @@ CASES = [dict(sharding_strategy="full_shard", train_type="qlora"),
          dict(sharding_strategy="shard_grad_op", train_type="full", lr=1e-3),
          dict(sharding_strategy="full_shard", train_type="lora", use_cpu_offload=True, eval_every=2,
               eval_dataset="given"),
-         dict(train_type="lora", optimizer="adadelta", adapter_dtype="bf16")]
+         dict(train_type="lora", optimizer="adadelta", adapter_dtype="bf16"),
+         dict(train_type="full", optimizer="adamw_8bit", lr=1e-3),
+         dict(train_type="lora", optimizer="adafactor", lr=1e-3, lora_rank=1)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -1,0 +1,63 @@
+"""A flipped bit of a frozen weight is found on the rank that has it, and ends all ranks."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fsdp_qlora.frozen import FrozenWeights, bit_sum
+from tests.distributed.test_resume import run_once, settings
+from tests.ranks import run_ranks
+from tests.tiny import save_tiny
+from tests.tokenizers import VOCAB_SIZE, save_tokenizer
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64])
+def test_every_single_bit_changes_the_sum(dtype):
+    weights = torch.arange(6, dtype=torch.uint8).repeat(8)[:40].view(dtype)
+    expected = bit_sum(weights)
+    raw = weights.view(torch.uint8)
+    for place in range(len(raw)):
+        for bit in range(8):
+            raw[place] ^= 1 << bit
+            assert bit_sum(weights) != expected, (place, bit)
+            raw[place] ^= 1 << bit
+    assert bit_sum(weights) == expected
+
+
+def flipped_run(config, at: int | None) -> str:
+    """Train; on rank 1 a bit of the second frozen shard flips in step `at`. The error, if any."""
+    import torch.distributed as dist
+
+    from fsdp_qlora import loop
+    step = loop.Training.step
+
+    def watched(self, given):
+        if given.index == at and dist.get_rank() == 1:
+            list(self.frozen.shards.values())[1].view(-1).view(torch.uint8)[3] ^= 4
+        self.frozen.compare()  # as the thread does
+        return step(self, given)
+    loop.Training.step = watched
+    try:
+        run_once(config)
+        return ""
+    except OSError as error:
+        return str(error)
+    finally:
+        loop.Training.step = step
+
+
+def test_a_flipped_bit_names_rank_and_weight_and_a_whole_run_changes_none(tmp_path):
+    folder = tmp_path / "model"
+    save_tiny(folder, vocab_size=VOCAB_SIZE, num_hidden_layers=1)
+    save_tokenizer(folder)
+    for layout in (dict(sharding_strategy="full_shard"), dict(sharding_strategy="ddp"),
+                   dict(sharding_strategy="shard_grad_op", use_cpu_offload=True)):
+        config = settings(str(folder), tmp_path / "out", train_type="qlora", resume="none", **layout)
+        for said in run_ranks(flipped_run, 2, config, 3):
+            assert "has changed in the memory of rank 1" in said and "weight" in said, (layout, said)
+        assert run_ranks(flipped_run, 2, config, None) == ["", ""], layout
+
+
+def test_without_minutes_nothing_is_summed():
+    model = torch.nn.Linear(2, 2).requires_grad_(False)
+    with FrozenWeights(model, torch.device("cpu"), 0.0).watching() as nothing: assert nothing is None
