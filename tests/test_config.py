@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_qlora.checks import settings_without_effect
+from fsdp_qlora.checks import lost_updates, settings_without_effect
 from fsdp_qlora.config import GROUPS, STRATEGY_NAMES, RunConfig, plan_batches
 from fsdp_qlora.settings import AUTO, changed_settings
 
@@ -220,3 +220,22 @@ def test_a_changed_setting_that_does_nothing_warns_and_says_why():
     assert not settings_without_effect(RunConfig())
     assert settings_without_effect(RunConfig(train_type="lora", absmax_dtype="int8")) == [
         "--absmax_dtype has no effect: no weight is quantized"]
+
+
+def test_settings_of_the_profile_and_of_gathering_warn_where_there_is_neither():
+    warned = lambda **s: [w.split()[0] for w in settings_without_effect(RunConfig(**s))]  # noqa: E731
+    assert warned(with_stack=True, active_steps=3) == ["--with_stack", "--active_steps"]
+    assert not warned(profile=True, with_stack=True, active_steps=3)
+    assert warned(sharding_strategy="ddp", gather_once=True, backward_prefetch="none") == [
+        "--backward_prefetch", "--gather_once"]
+    assert not warned(gather_once=True, backward_prefetch="none")
+
+
+@pytest.mark.parametrize("settings, warns", [
+    (dict(train_type="full"), True), (dict(train_type="full", optimizer="sgd"), True),
+    (dict(train_type="full", optimizer="adamw_8bit"), False), (dict(), False),
+    (dict(train_type="full", precision="fp32"), False), (dict(adapter_dtype="bf16"), True)])
+def test_bf16_weights_under_an_optimizer_that_loses_small_updates_warn(settings, warns):
+    warnings = lost_updates(RunConfig(**settings))
+    assert bool(warnings) == warns
+    assert not warns or "adamw_8bit" in warnings[0]
