@@ -40,7 +40,8 @@ def save_trained(model: nn.Module, folder: str | Path, tokenizer=None, settings:
         if tokenizer is not None: tokenizer.save_pretrained(new)
         if settings is None: return
         (new / RUN_FILE).write_text(json.dumps(redact_all(settings), indent=2))
-        write_card(new, redact_all(settings), Path(folder).parent / "metrics.jsonl")
+        if "about" in settings:  # a whole record of a run, not settings of one's own
+            write_card(new, redact_all(settings), Path(folder).parent / "metrics.jsonl")
     save = save_adapter if hasattr(model, "peft_config") else save_full
     return save(model, folder, write_rest)
 

@@ -201,7 +201,7 @@ def write_merged_card(folder: Path, adapter: Path, base: BaseModel):
     """A model card, if the adapter's folder tells of the run that it comes from."""
     if not (adapter / RUN_FILE).is_file(): return
     run = json.loads((adapter / RUN_FILE).read_text())
-    if "model_name" not in run: return  # a converted adapter
+    if "about" not in run: return  # a converted adapter, or one with settings of its own
     write_card(folder, run, adapter.parent / "metrics.jsonl",
                merged=(adapter, base.describe(without_folders(base.name))))
 

@@ -217,7 +217,7 @@ def outputs(tmp_path_factory):
                                   capture_output=True, text=True, cwd=folder)
             return done.returncode, done.stdout + done.stderr
         printed = {
-            "train": run("train", *tune, "--dataset", rows, "--verbose"),
+            "train": run("train", *tune, "--dataset", rows, "--verbose", "--checkpoint_every", "1"),
             "generate": run("generate", "--model_name", base, "--adapter_folder", adapter, "--prompt",
                             "größe?", "--max_new_tokens", "2", "--device", "cpu"),
             "merge": run("merge", "--adapter_folder", adapter, "--output_dir", str(folder / "mérged 1")),
@@ -264,6 +264,7 @@ def test_no_secret_is_printed_written_or_pushed(outputs):
         assert not CANARIES.search(data.decode("utf-8", "ignore")), name
     for name, data in hub.pushed.items():
         assert not CANARIES.search(data.decode("utf-8", "ignore")), name
+    assert any(name.endswith("run.json") for name in written)
     assert "out put ß/metrics.jsonl" in written and "out put ß/adapter/fsdp_qlora.json" in written
 
 
