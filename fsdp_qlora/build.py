@@ -82,8 +82,8 @@ def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, C
     model.config._name_or_path = config.model_name  # PEFT writes it into the adapter's config
     checkpoint = open_checkpoint(config, settings, model, device)
     if config.quant != "none":
-        quantize_linears(model, config.quant, absmax_dtype=config.absmax_dtype,
-                         names=layers_to_quantize(checkpoint, config.quant))
+        quantize_linears(model, config.quant_type, absmax_dtype=config.absmax_dtype,
+                         names=layers_to_quantize(checkpoint, config.quant_type))
     if config.adapter == "lora":
         lora = lora_config(rank=config.lora_rank, alpha=config.lora_alpha, dropout=config.lora_dropout,
                            target_modules=config.target_modules)

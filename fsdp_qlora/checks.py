@@ -96,6 +96,12 @@ def check_together(config):
     if config.compute_dtype == "fp8" and config.adapter == "none":
         raise ValueError("--compute_dtype fp8 is for frozen weights and --train_type full has none; "
                          "leave it out")
+    if config.compute_dtype == "fp8" and config.quant in ("int8", "hqq"):
+        raise ValueError(f"--compute_dtype fp8 with --quant {config.quant}: fp8 products are made from "
+                         "nf4, fp4 or 16-bit weights; use one of these, or leave --compute_dtype out")
+    if config.n_bits != 4 and config.quant != "hqq":
+        raise ValueError(f"--n_bits {config.n_bits} is for --quant hqq, and this run has --quant "
+                         f"{config.quant}; add --quant hqq, or leave it out")
     if config.activation_budget_gib is not None: check_budget_alone(config)
     if config.lr_warmup_steps != AUTO and "warmup_share" in changed_settings(config):
         raise ValueError(f"--lr_warmup_steps {config.lr_warmup_steps} and --warmup_share "

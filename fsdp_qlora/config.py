@@ -34,8 +34,9 @@ TRAIN_TYPES = {
     "custom_lora": ("none", "lora"),
     "qlora": ("nf4", "lora"),
     "custom_qlora": ("nf4", "lora"),
+    "hqq_lora": ("hqq", "lora"),
 }
-LATER_TRAIN_TYPES = ("hqq_lora", "hqq_dora", "bnb_dora", "bnb_llama_pro", "hqq_llama_pro")
+LATER_TRAIN_TYPES = ("hqq_dora", "bnb_dora", "bnb_llama_pro", "hqq_llama_pro")
 
 # `all` is the original script's list, without o_proj; `all-linear` is every linear but the head.
 OLD_ALL_TARGETS = ("k_proj", "q_proj", "v_proj", "up_proj", "down_proj", "gate_proj")
@@ -54,7 +55,7 @@ class ModelOptions:
         "qlora", "shorthand for --quant and --adapter",
         choices=tuple(TRAIN_TYPES) + LATER_TRAIN_TYPES, later=LATER_TRAIN_TYPES)
     quant: str = opt("auto", "format of the frozen linear weights; auto = from --train_type",
-                     choices=("auto", "none", "nf4", "fp4"))
+                     choices=("auto", "none", "nf4", "fp4", "int8", "hqq"))
     absmax_dtype: str = opt("fp32", "scales of quantized blocks: int8 saves 8% of a 4-bit model, and "
                             "its rounding is far below the weights' own", choices=("fp32", "int8"))
     precision: str = opt(
@@ -76,7 +77,7 @@ class ModelOptions:
         "checkpoint, on any number of GPUs", example="~/.cache/fsdp_qlora")
     loading_workers: int = opt(AUTO, "reader threads per rank while loading; -1 = up to four")
     llama_pro_path: str | None = opt(None, "folder with expanded Llama-Pro weights", later=("*",))
-    n_bits: int = opt(4, "bits of HQQ weights", choices=(4, 3, 2, 8), later=(3, 2, 8))
+    n_bits: int = opt(4, "bits of a weight, with --quant hqq", choices=(8, 4, 3, 2))
 
 
 @dataclass(kw_only=True)
@@ -303,6 +304,11 @@ class RunConfig(*GROUPS):
     def source(self) -> dict[str, str | bool | None]:
         """Which version of --model_name is read, and whether its code is run."""
         return dict(revision=self.revision, trust_remote_code=self.trust_remote_code)
+
+    @property
+    def quant_type(self) -> str:
+        """The format of frozen weights with its number of bits, as `formats.FORMATS` names it."""
+        return f"hqq{self.n_bits}" if self.quant == "hqq" else self.quant
 
     @property
     def holds_out_a_data_set(self) -> bool:

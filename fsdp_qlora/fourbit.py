@@ -11,22 +11,12 @@ from __future__ import annotations
 
 import bitsandbytes  # noqa: F401  registers torch.ops.bitsandbytes
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .absmax import STORAGE_DTYPE, absmax_columns, decode_absmax, encode_absmax, storage_of
+from .absmax import STORAGE_DTYPE, decode_absmax, encode_absmax
+from .blocks64 import BLOCKSIZE, blocks_of, pad_rows, padded
 
-BLOCKSIZE = 64
 QUANT_TYPES = ("nf4", "fp4")
-
-
-def padded(in_features: int) -> int:
-    """`in_features` rounded up to whole quantization blocks, so that no block spans two rows."""
-    return -(-in_features // BLOCKSIZE) * BLOCKSIZE
-
-
-def blocks_of(in_features: int) -> int:
-    """Quantization blocks of a row."""
-    return padded(in_features) // BLOCKSIZE
 
 
 def quantize_rows(weight: Tensor, quant_type: str = "nf4", absmax_dtype: str = "fp32"
@@ -38,12 +28,8 @@ def quantize_rows(weight: Tensor, quant_type: str = "nf4", absmax_dtype: str = "
     """
     rows, in_features = weight.shape
     wide, blocks = padded(in_features), blocks_of(in_features)
-    if not rows: return (weight.new_empty(0, wide // 4, dtype=STORAGE_DTYPE),
-                         weight.new_empty(0, absmax_columns(blocks, absmax_dtype),
-                                          dtype=storage_of(absmax_dtype)))
-    if wide != in_features: weight = nn.functional.pad(weight, (0, wide - in_features))
     packed, absmax = torch.ops.bitsandbytes.quantize_4bit(
-        weight.contiguous(), BLOCKSIZE, quant_type, torch.uint8)
+        pad_rows(weight).contiguous(), BLOCKSIZE, quant_type, torch.uint8)
     packed, absmax = packed.view(rows, wide // 2).view(STORAGE_DTYPE), absmax.view(rows, blocks)
     return packed, encode_absmax(absmax) if absmax_dtype == "int8" else absmax
 
@@ -57,10 +43,3 @@ def dequantize_rows(packed: Tensor, absmax: Tensor, in_features: int, quant_type
         packed.view(torch.uint8).view(-1, 1), absmax.view(-1), BLOCKSIZE, quant_type, (rows, wide),
         dtype)
     return weight if wide == in_features else weight[:, :in_features]
-
-
-def dense_weight(weight: Tensor, absmax: Tensor | None, in_features: int, quant_type: str,
-                 dtype: torch.dtype) -> Tensor:
-    """A frozen weight as (O, I) in `dtype`: dequantized if it has scales, else as it is."""
-    if absmax is None: return weight.to(dtype)
-    return dequantize_rows(weight, absmax, in_features, quant_type, dtype)

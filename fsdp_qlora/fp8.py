@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from .absmax import decode_absmax
-from .fourbit import BLOCKSIZE, blocks_of, dense_weight
+from .blocks64 import BLOCKSIZE, blocks_of
+from .formats import dense_weight
 from .kernels import RANKS, nf4_to_fp8, quantize_tokens_on_gpu, row_scales_on_gpu, triton
 
 FP8 = torch.float8_e4m3fn

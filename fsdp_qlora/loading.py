@@ -26,8 +26,9 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from .dist import is_first_copy, local_rows, print_main, ranks_from_env, sum_over_ranks
+from .formats import quantize_rows
 from .hostmem import empty_on_host
-from .quantize import QuantLinear, quantize_rows
+from .quantize import QuantLinear
 from .weight_files import Checkpoint, Stored, first_line
 
 PIECE_VALUES = 2**22  # values of a tensor that are read and quantized at a time

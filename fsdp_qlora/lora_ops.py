@@ -18,7 +18,8 @@ from torch import Tensor
 
 from . import fp8
 from .absmax import decode_absmax
-from .fourbit import blocks_of, dense_weight
+from .blocks64 import blocks_of
+from .formats import dense_weight
 from .kernels import can_unpack_adapted, unpack_adapted
 
 

@@ -1,7 +1,7 @@
-"""4-bit linear layers whose packed bytes are ordinary parameters, so that anything can shard them.
+"""Quantized linear layers whose packed bytes are ordinary parameters, so that anything can shard them.
 
 bitsandbytes keeps a weight's scales in a side object that sharding does not see. Here both halves
-are frozen `Parameter`s with one row per output feature (`fourbit.py`), so FSDP shards them on dim 0
+are frozen `Parameter`s with one row per output feature (`formats.py`), so FSDP shards them on dim 0
 like any weight.
 
 Shapes: O out rows, I inputs, B any leading dims.
@@ -12,16 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from . import fp8
-from .absmax import ABSMAX_DTYPES, absmax_columns, storage_of
-from .fourbit import (
-    QUANT_TYPES,
-    STORAGE_DTYPE,
-    blocks_of,
-    dense_weight,
-    dequantize_rows,
-    padded,
-    quantize_rows,
-)
+from .absmax import ABSMAX_DTYPES
+from .formats import FORMATS, dense_weight, dequantize_rows, empty_rows, quantize_rows
 
 
 # A frozen weight needs only dX in backward, so W is never saved: it is dequantized again. The op is
@@ -79,7 +71,7 @@ def compute_input(x: Tensor) -> Tensor:
 
 
 class QuantLinear(nn.Module):
-    """A frozen linear layer in 4 bits: y = x W^T + bias, with W dequantized for the product.
+    """A frozen linear layer in few bits: y = x W^T + bias, with W dequantized for the product.
 
     `product_dtype` is "" for products in the input's dtype, or "fp8".
     """
@@ -89,17 +81,14 @@ class QuantLinear(nn.Module):
     def __init__(self, in_features: int, out_features: int, bias: bool = False,
                  quant_type: str = "nf4", device=None, dtype=None, absmax_dtype: str = "fp32"):
         super().__init__()
-        if quant_type not in QUANT_TYPES:
-            raise ValueError(f"quant_type {quant_type!r}: choose {' or '.join(QUANT_TYPES)}")
+        if quant_type not in FORMATS:
+            raise ValueError(f"quant_type {quant_type!r}: choose {', '.join(FORMATS)}")
         if absmax_dtype not in ABSMAX_DTYPES:
             raise ValueError(f"absmax_dtype {absmax_dtype!r}: choose {' or '.join(ABSMAX_DTYPES)}")
         self.in_features, self.out_features, self.quant_type = in_features, out_features, quant_type
         self.absmax_dtype = absmax_dtype
-        columns = absmax_columns(blocks_of(in_features), absmax_dtype)
-        self.weight = frozen(torch.empty(out_features, padded(in_features) // 4, dtype=STORAGE_DTYPE,
-                                         device=device))
-        self.absmax = frozen(torch.empty(out_features, columns, dtype=storage_of(absmax_dtype),
-                                         device=device))
+        self.weight, self.absmax = map(frozen, empty_rows(out_features, in_features, quant_type,
+                                                          absmax_dtype, device))
         self.bias = frozen(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
 
     @classmethod

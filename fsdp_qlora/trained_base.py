@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .export import RUN_FILE
-from .fourbit import QUANT_TYPES, dequantize_rows, quantize_rows
+from .formats import FORMATS, dequantize_rows, quantize_rows
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class BaseQuant:
     @property
     def is_known(self) -> bool:
         """Whether `round_rows` can repeat it."""
-        return self.quant in QUANT_TYPES
+        return self.quant in FORMATS
 
     def round_rows(self, rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Rows (O, I) of a weight, as their 4-bit form stands for them, in `dtype`."""
@@ -42,7 +42,8 @@ def trained_quant(folder: str | Path | None) -> BaseQuant:
     if not folder or not path.is_file(): return BaseQuant()
     try:
         run = json.loads(path.read_text())
-        return BaseQuant(run["quant"], run.get("absmax_dtype", "fp32"))
+        bits = run.get("n_bits", 4) if run["quant"] == "hqq" else ""
+        return BaseQuant(f"{run['quant']}{bits}", run.get("absmax_dtype", "fp32"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} does not say how the base was quantized; give --base_quant none, "
                          "nf4 or fp4") from error

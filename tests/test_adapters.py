@@ -23,9 +23,10 @@ from fsdp_qlora.adapters import (
     trainable_parameters,
 )
 from fsdp_qlora.config import RunConfig
+from fsdp_qlora.formats import quantize_rows
 from fsdp_qlora.loading import materialize, meta_model
 from fsdp_qlora.lora_ops import adapted_inputs, adapted_linear, adapted_linear_backward
-from fsdp_qlora.quantize import QuantLinear, quantize_linears, quantize_rows
+from fsdp_qlora.quantize import QuantLinear, quantize_linears
 
 from .tiny import CONFIGS, TARGETS, save_tiny
 

@@ -102,8 +102,8 @@ def test_without_a_command_all_commands_are_listed_with_a_line_each(argv, capsys
 def test_help_shows_choices_units_and_defaults_but_no_value_that_is_refused(capsys):
     with pytest.raises(SystemExit): main(["train", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "{auto,none,nf4,fp4}" in text and "default full_shard" in text and "in tokens" in text
-    assert "hqq_lora" not in text and "wandb}" not in text
+    assert "{auto,none,nf4,fp4,int8,hqq}" in text and "default full_shard" in text and "in tokens" in text
+    assert "hqq_dora" not in text and "wandb}" not in text
 
 
 # ---- mistakes ----------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_an_unknown_command_is_named_with_the_choices(mistake):
     (["--lora_rank"], ["--lora_rank", "expected one argument"]),
     (["--precision", "fp8"], ["--precision fp8", "choose bf16, fp32"]),
     (["--batch_size", "0"], ["--batch_size", "1 or more"]),
-    (["--train_type", "hqq_lora"], ["--train_type hqq_lora", "not available", "qlora"])])
+    (["--train_type", "hqq_dora"], ["--train_type hqq_dora", "not available", "qlora"])])
 def test_a_value_that_does_not_fit_is_named_with_its_flag(mistake, argv, parts):
     line = mistake(*argv)
     assert all(part in line for part in parts), line

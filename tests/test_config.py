@@ -75,7 +75,7 @@ def test_every_setting_is_in_one_group_and_has_help():
 
 @pytest.mark.parametrize("train_type, quant, adapter", [
     ("full", "none", "none"), ("lora", "none", "lora"), ("custom_lora", "none", "lora"),
-    ("qlora", "nf4", "lora"), ("custom_qlora", "nf4", "lora")])
+    ("qlora", "nf4", "lora"), ("custom_qlora", "nf4", "lora"), ("hqq_lora", "hqq", "lora")])
 def test_train_type_stands_for_quant_and_adapter(train_type, quant, adapter):
     config = RunConfig(train_type=train_type)
     assert (config.quant, config.adapter) == (quant, adapter)
@@ -118,7 +118,7 @@ def test_lora_target_modules_as_peft_takes_them(given_names, targets):
     (dict(save_model="yes"), ["--save_model", "true or false", "'yes'"]),
     (dict(model_name=None), ["--model_name", "text"]),
     (dict(train_type="qdora"), ["--train_type qdora", "qlora"]),
-    (dict(quant="int8"), ["--quant int8", "nf4", "none"]),
+    (dict(quant="int4"), ["--quant int4", "nf4", "none"]),
     (dict(sharding_strategy="zero3"), ["--sharding_strategy zero3", *STRATEGY_NAMES]),
     (dict(optimizer="lion"), ["--optimizer lion", "adamw", "sgd"]),
     (dict(precision="mp_bf16_autocast"), ["--precision mp_bf16_autocast", "bf16", "fp32"]),
@@ -140,15 +140,23 @@ def test_a_mistake_is_one_line_with_the_flag_and_what_would_work(settings, parts
 
 
 @pytest.mark.parametrize("name, value", [
-    *[("train_type", t) for t in ("hqq_lora", "hqq_dora", "bnb_dora", "bnb_llama_pro",
-                                  "hqq_llama_pro")],
+    *[("train_type", t) for t in ("hqq_dora", "bnb_dora", "bnb_llama_pro", "hqq_llama_pro")],
     *[("precision", p) for p in ("fp16_autocast", "bf16_autocast", "bf16_buffers_autocast")],
-    ("llama_pro_path", "weights_blk_exp-32-35"), ("n_bits", 3), ("log_to", "wandb")])
+    ("llama_pro_path", "weights_blk_exp-32-35"), ("log_to", "wandb")])
 def test_a_later_feature_is_refused_by_name_and_value(name, value):
     shown = str(value).lower() if value is True else value
     message = refusal(**{name: value})
     assert message.startswith(f"--{name} {shown} is not available in this version; ")
     assert "choose" in message or "leave it at" in message
+
+
+def test_bits_are_hqqs_and_fp8_products_those_of_other_formats():
+    assert RunConfig(train_type="hqq_lora", n_bits=3).quant_type == "hqq3"
+    assert RunConfig(quant="hqq").quant_type == "hqq4" and RunConfig().quant_type == "nf4"
+    assert "--n_bits 3 is for --quant hqq" in refusal(n_bits=3)
+    for quant in ("int8", "hqq"):
+        message = refusal(compute_dtype="fp8", quant=quant)
+        assert f"--quant {quant}" in message and "nf4" in message
 
 
 @pytest.mark.parametrize("bits", [1, 5, 16])

@@ -6,7 +6,7 @@ import torch
 
 from fsdp_qlora import fp8
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.fourbit import dense_weight, quantize_rows
+from fsdp_qlora.formats import dense_weight, quantize_rows
 from tests.tiny import padded_batch, save_tiny, tiny_rows
 
 # e4m3 has 3 bits of mantissa: a value is off by up to 2^-4, and by 2^-4 / sqrt(3) in the mean square;

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from fsdp_qlora.build import build_model, planned_model
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import process_group
+from fsdp_qlora.formats import quantize_rows
 from fsdp_qlora.loading import (
     check_complete,
     load_weights,
@@ -16,7 +17,7 @@ from fsdp_qlora.loading import (
     meta_model,
     read_config,
 )
-from fsdp_qlora.quantize import QuantLinear, quantize_linears, quantize_rows
+from fsdp_qlora.quantize import QuantLinear, quantize_linears
 from fsdp_qlora.weight_files import Checkpoint
 
 from .tiny import CONFIGS, save_tiny

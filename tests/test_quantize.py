@@ -11,14 +11,9 @@ import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import nn
 
-from fsdp_qlora.quantize import (
-    QuantLinear,
-    dequantize_rows,
-    frozen_linear,
-    padded,
-    quantize_linears,
-    quantize_rows,
-)
+from fsdp_qlora.blocks64 import padded
+from fsdp_qlora.formats import dequantize_rows, quantize_rows
+from fsdp_qlora.quantize import QuantLinear, frozen_linear, quantize_linears
 
 from .tiny import save_tiny
 
@@ -256,7 +251,7 @@ def test_only_packed_bytes_and_scales_are_saved_for_backward():
 
 
 def test_an_unknown_quant_type_is_refused_with_the_choices():
-    with pytest.raises(ValueError, match="quant_type 'int4': choose nf4 or fp4"):
+    with pytest.raises(ValueError, match="quant_type 'int4': choose nf4, fp4, int8"):
         QuantLinear(8, 8, quant_type="int4")
 
 

@@ -8,6 +8,7 @@ from ..settings import changed_settings, shown
 from .cost import RunCost
 from .peak import EXPLAINED
 from .question import Estimate
+from .weights import packed_bits
 
 STEP_EXPLAINED = dict(
     linears="large products", attention="attention", recompute="recomputed in backward",
@@ -32,7 +33,8 @@ def report(found: Estimate, cost: RunCost | None = None, examples: int = 0) -> s
 def subject_lines(found: Estimate) -> list[str]:
     """What was asked, in three lines."""
     shape, config, setup = found.shape, found.config, found.setup
-    base = "16-bit base" if config.quant == "none" else f"4-bit {config.quant} base"
+    quantized = config.quant != "none"
+    base = f"{packed_bits(setup.quant)}-bit {config.quant} base" if quantized else "16-bit base"
     if config.adapter == "none": how = "all weights trained"
     else: how = f"{base}, {config.adapter} r={config.lora_rank} on {config.lora_target_modules}"
     return [f"{shape.name}: {billions(shape.total_params())} weights, {shape.layers} blocks; {how}",

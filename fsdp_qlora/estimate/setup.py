@@ -98,7 +98,7 @@ def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
         activation_offload=config.use_activation_cpu_offload,
         activation_policy=("recompute_all" if config.activation_policy == "auto"
                            else config.activation_policy),
-        quant=config.quant, absmax_bytes=1 if config.absmax_dtype == "int8" else 4,
+        quant=config.quant_type, absmax_bytes=1 if config.absmax_dtype == "int8" else 4,
         adapter=config.adapter, lora_rank=config.lora_rank,
         targets=tuple(targets) if isinstance(targets, list) else targets,
         lora_dropout=config.lora_dropout, adapter_dtype=config.adapter_dtype,

@@ -17,7 +17,9 @@ from .weights import (
     embedding_weights,
     gathered,
     optimizer_bytes,
+    packed_bits,
     root_weights,
+    scale_bytes,
     trained_bytes,
 )
 
@@ -217,7 +219,7 @@ def fp8_gain(gpu: Gpu, setup: Setup) -> float:
 def dequantize_traffic(shape: ModelShape, setup: Setup) -> dict[str, float]:
     """Bytes read and written to dequantize each linear weight of a block once."""
     if setup.quant == "none": return {}
-    packed = 0.5 + setup.absmax_bytes / BLOCKSIZE
+    packed = packed_bits(setup.quant) / 8 + scale_bytes(1, setup) / BLOCKSIZE
     return {name: out * wide * (packed + BYTES[setup.precision])
             for name, (out, wide) in shape.linears().items()}
 

@@ -50,13 +50,25 @@ def linear_weights(shape: ModelShape, setup: Setup, part: str = "") -> tuple[Wei
             weights.append(plain("linears", out, wide, setup.precision, trained))
         else:
             blocks = -(-wide // BLOCKSIZE)
-            weights += [Weight("linears", out, blocks * BLOCKSIZE / 2, 0, False),
-                        Weight("absmax", out, blocks * setup.absmax_bytes, 0, False)]
+            packed = blocks * BLOCKSIZE * packed_bits(setup.quant) / 8
+            weights += [Weight("linears", out, packed, 0, False),
+                        Weight("absmax", out, scale_bytes(blocks, setup), 0, False)]
         if name in targets: weights += adapter(out, wide, setup)
     weights += [plain("norms", length, 1, setup.precision, trained)
                 for name, length in shape.biases().items()
                 if not part or (name in ATTENTION_LINEARS) == (part == "attention")]
     return tuple(weights)
+
+
+def packed_bits(quant: str) -> int:
+    """Bits of a quantized value, without its scale (formats.py)."""
+    return {"nf4": 4, "fp4": 4, "int8": 8}.get(quant) or int(quant.removeprefix("hqq"))
+
+
+def scale_bytes(blocks: int, setup: Setup) -> int:
+    """Bytes of a row's scales: one number a block, HQQ has two; in 8 bits a row adds its range."""
+    if setup.quant.startswith("hqq"): return 2 * blocks * setup.absmax_bytes
+    return blocks * setup.absmax_bytes
 
 
 def as_given(targets):
