@@ -1,4 +1,4 @@
-"""Command-line flags, made from the fields of dataclasses and nothing else.
+"""Command-line flags, made from the fields of dataclasses and nothing else; recipes become flags too.
 
 Pure: no torch, so that --help answers at once.
 """
@@ -13,6 +13,7 @@ from fastcore.basics import listify, str2bool
 
 from .checks import check_choices
 from .config import GROUPS, RunConfig
+from .recipe import Recipe, RecipeOptions, read_recipe
 from .settings import AUTO, default_of, shown
 
 
@@ -48,9 +49,7 @@ CONVERT = {bool: boolean, int: whole_or_auto, float: number_or_auto}
 def add_fields(parser: argparse.ArgumentParser, group: type):
     """One flag per field of a dataclass, under its docstring as a title."""
     section = parser.add_argument_group(group.__doc__.splitlines()[0])
-    hints = get_type_hints(group)
-    for f in fields(group):
-        kind = next((t for t in get_args(hints[f.name]) if t is not type(None)), hints[f.name])
+    for f, kind in typed_fields(group):
         bare = True if kind is bool else f.metadata["bare"]
         how = dict(type=CONVERT.get(kind, kind))
         if bare is not None: how |= dict(nargs="?", const=bare)
@@ -58,9 +57,21 @@ def add_fields(parser: argparse.ArgumentParser, group: type):
                              metavar=metavar(f, kind), **how)
 
 
+def typed_fields(group: type) -> list[tuple]:
+    """(field, type of its value where one is given) of a dataclass."""
+    hints = get_type_hints(group)
+    return [(f, next((t for t in get_args(hints[f.name]) if t is not type(None)), hints[f.name]))
+            for f in fields(group)]
+
+
+def usable_choices(f) -> list:
+    """A setting's choices without those that this version refuses."""
+    return [c for c in listify(f.metadata["choices"]) if c not in f.metadata["later"]]
+
+
 def metavar(f, kind: type) -> str:
     """What stands for a value in --help."""
-    choices = [c for c in listify(f.metadata["choices"]) if c not in f.metadata["later"]]
+    choices = usable_choices(f)
     if choices: return "{" + ",".join(map(str, choices)) + "}"
     return {bool: "true|false", int: "N", float: "X"}.get(kind, "TEXT")
 
@@ -74,19 +85,47 @@ def help_text(f) -> str:
 
 
 def parse(argv: list[str], *extra_groups: type, prog: str = "fsdp-qlora train") -> list:
-    """The RunConfig that `argv` asks for, and one object per group in `extra_groups`.
+    """The RunConfig that `argv` and its --config ask for, and one object per group in `extra_groups`.
 
-    Raises ValueError for an unknown flag, with the nearest known one, or a value that is not one.
+    Raises ValueError for an unknown flag, with the nearest known one, or a value that is not one; it
+    names the line of the recipe where the value is from there.
     """
-    parser = Parser(prog=prog, usage=f"{prog} [--flag value ...]", allow_abbrev=False)
-    for group in (*extra_groups, *GROUPS): add_fields(parser, group)
+    parser = Parser(prog=prog, usage=f"{prog} [--config recipe.yaml] [--flag value ...]",
+                    allow_abbrev=False)
+    for group in (*extra_groups, RecipeOptions, *GROUPS): add_fields(parser, group)
+    recipe = recipe_of(argv)
+    try:
+        return parse_flags(parser, [*recipe.flags, *argv], extra_groups)
+    except ValueError as error:
+        raise ValueError(recipe.with_place(str(error), typed_flags(argv))) from error
+
+
+def parse_flags(parser: Parser, argv: list[str], extra_groups: tuple[type, ...]) -> list:
+    """The RunConfig and the objects of `extra_groups` that flags ask for."""
     known, unknown = parser.parse_known_args(argv)
     if unknown: raise ValueError(unknown_flag(unknown[0], parser))
     values = vars(known)
+    values.pop("config", None)
     extras = [g(**{f.name: values.pop(f.name) for f in fields(g) if f.name in values})
               for g in extra_groups]
     for extra in extras: check_choices(extra)
     return [RunConfig(**values), *extras]
+
+
+def recipe_of(argv: list[str]) -> Recipe:
+    """The recipe of --config, or an empty one."""
+    options, _ = parse_own(argv, RecipeOptions)
+    return Recipe() if options.config is None else read_recipe(options.config)
+
+
+def typed_flags(argv: list[str]) -> set[str]:
+    """Names of the flags in a list of arguments."""
+    return {a.split("=")[0].removeprefix("--") for a in argv if a.startswith("--")}
+
+
+def given_settings(argv: list[str]) -> set[str]:
+    """Names of the settings that were given, as flags or in a recipe."""
+    return typed_flags([*recipe_of(argv).flags, *argv])
 
 
 def parse_own(argv: list[str], group: type) -> tuple:

@@ -1,6 +1,6 @@
-"""Commands that answer before there is a GPU: what a run would need, and what to train with.
+"""Commands that answer before there is a GPU: what a run would need, what to train with, what to write.
 
-They share every flag with training and add those of the machine. Pure: no torch.
+The first two share every flag with training and add those of the machine. Pure: no torch.
 """
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from .arch import ModelShape, model_shape, shape_from_params
 from .config import RunConfig
-from .flags import parse
+from .flags import given_settings, parse, parse_alone
 from .machine import MachineOptions, machine_from_options
 from .settings import opt
 
@@ -44,7 +44,7 @@ def plan_command(argv: list[str]):
     """Find the fastest configuration that fits, and say why not another; needs no GPU."""
     from .planner import as_json, draw, free_settings, make_plan, report
     config, machine, options = parse(argv, MachineOptions, PlanOptions, prog="fsdp-qlora plan")
-    free = free_settings(config, given_flags(argv), everything=True)
+    free = free_settings(config, given_settings(argv), everything=True)
     plan = make_plan(asked_shape(config, options), machine_from_options(machine), config, free)
     show(as_json if options.json else report, plan)
     if options.picture: draw(plan, options.picture)
@@ -55,15 +55,23 @@ def asked_shape(config: RunConfig, options: EstimateOptions | PlanOptions) -> Mo
     return shape_from_params(options.params) if options.params else model_shape(config.model_name)
 
 
-def given_flags(argv: list[str]) -> set[str]:
-    """Names of the flags that were typed."""
-    return {a.split("=")[0].removeprefix("--") for a in argv if a.startswith("--")}
-
-
 def show(form: Callable, *answer):
     """Print an answer as text, or as JSON where `form` gives a dict."""
     text = form(*answer)
     print(json.dumps(text, indent=1) if isinstance(text, dict) else text)
 
 
-GUIDE = {"estimate": estimate_command, "plan": plan_command}
+@dataclass
+class SchemaOptions:
+    """Schema"""
+    verbose: bool = opt(False, "print the traceback of an error")
+
+
+def schema_command(argv: list[str]):
+    """Print the JSON schema of recipes, with which editors check and complete them."""
+    from .reference import schema
+    parse_alone(argv, SchemaOptions, "fsdp-qlora schema")
+    print(json.dumps(schema(), indent=1))
+
+
+GUIDE = {"estimate": estimate_command, "plan": plan_command, "schema": schema_command}

@@ -1,8 +1,10 @@
 """Settings: the old names, the shorthand, and refusals in one line that name flag and remedy."""
 import importlib.util
+import runpy
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -69,6 +71,13 @@ def test_every_setting_is_in_one_group_and_has_help():
     names = [f.name for group in GROUPS for f in fields(group)]
     assert sorted(names) == sorted({f.name for f in fields(RunConfig)})
     assert all(f.metadata["help"] for f in fields(RunConfig))
+
+
+def test_files_made_from_the_settings_are_current():
+    """docs/flags.md and the schema of recipes follow every change of a setting."""
+    made = runpy.run_path(str(Path(__file__).parents[1] / "scripts/make_reference.py"))["pages"]()
+    for path, text in made.items():
+        assert path.read_text() == text, f"{path.name} is old; run: python scripts/make_reference.py"
 
 
 # ---- the shorthand -----------------------------------------------------------------------------
