@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ..config import RunConfig, plan_batches
 from ..data import collate_packed
 from ..dist import ranks_from_env
+from ..peaks import Peaks
 from .row import Row
 
 VERSIONED = ("torch", "transformers", "peft", "bitsandbytes", "triton", "fsdp_qlora")
@@ -110,6 +111,13 @@ def peak_host_gib() -> float:
 
 def measure(row: Row, config: RunConfig, how, device: torch.device, limit: MemoryLimit):
     """Build, warm up, time the steps, and fill the row."""
+    with Peaks(device) as peaks: measure_steps(row, config, how, device, limit)
+    record_memory(row, device, peaks)
+    record_estimate(row, config)
+
+
+def measure_steps(row: Row, config: RunConfig, how, device: torch.device, limit: MemoryLimit):
+    """Everything but memory and the estimate."""
     from ..build import build_model
     from ..optim import build_optimizer
     from ..step import seed_everything, train_step
@@ -130,8 +138,6 @@ def measure(row: Row, config: RunConfig, how, device: torch.device, limit: Memor
         limit.check()
     row.loss_last = result.loss
     record_time(row, timer.seconds())
-    record_memory(row, device)
-    record_estimate(row, config)
 
 
 class StepTimer:
@@ -181,16 +187,18 @@ def record_time(row: Row, seconds: list[float]):
     row.tokens_per_second_per_gpu = tokens / row.seconds_per_step
 
 
-def record_memory(row: Row, device: torch.device):
-    """Highest memory of any rank, and the hosts' together."""
-    host = torch.tensor([peak_host_gib()])
+def record_memory(row: Row, device: torch.device, peaks: Peaks | None = None):
+    """Highest memory of any rank, and the hosts' together; without `peaks`, the kernel's peak."""
+    host = torch.tensor([peaks.host / 2**30 if peaks else peak_host_gib()])
     dist.all_reduce(host)
     row.peak_host_gib = host.item()
     if device.type != "cuda": return
-    peaks = torch.tensor([torch.cuda.max_memory_allocated(device),
-                          torch.cuda.max_memory_reserved(device)], dtype=torch.float64) / 2**30
-    dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
-    row.peak_allocated_gib, row.peak_reserved_gib = peaks.tolist()
+    found = torch.tensor([torch.cuda.max_memory_allocated(device),
+                          torch.cuda.max_memory_reserved(device),
+                          peaks.driver if peaks else 0], dtype=torch.float64) / 2**30
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    row.peak_allocated_gib, row.peak_reserved_gib, driver = found.tolist()
+    row.peak_driver_gib = driver or None
 
 
 def record_estimate(row: Row, config: RunConfig):

@@ -50,7 +50,8 @@ class Row:
     model_tflops_per_gpu: float | None = None
     peak_allocated_gib: float | None = None
     peak_reserved_gib: float | None = None
-    peak_host_gib: float | None = None
+    peak_driver_gib: float | None = None   # as the driver counts: torch, CUDA and NCCL
+    peak_host_gib: float | None = None     # anonymous and pinned memory of all ranks, the load included
     load_seconds: float | None = None
     loss_first: float | None = None
     loss_last: float | None = None
