@@ -109,7 +109,8 @@ def meet() -> tuple[dist.Store, int, int]:
     """
     address, *who = ("env://",) if launched() else (f"tcp://localhost:{free_port()}", 0, 1)
     store, rank, world_size = next(dist.rendezvous(address, *who, timeout=MEETING))
-    store = dist.PrefixStore(f"meeting {next(meetings)}", store)  # torchrun's outlives a group
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives a group, and
+    store = dist.PrefixStore(f"start {start}, meeting {next(meetings)}", store)  # ranks that were killed
     store.set(f"met/{rank}", "")
     store.wait([f"met/{other}" for other in range(world_size)], MEETING)
     return store, rank, world_size
