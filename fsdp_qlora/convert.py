@@ -62,8 +62,11 @@ def convert_adapter(weights: str | Path, output_dir: str | Path, model_name: str
 
 
 def quant_of(train_type: str) -> str:
-    """What the base was rounded to under a train_type of the original script."""
-    if train_type.startswith("hqq"): return "hqq"
+    """What the base was rounded to under a train_type of the original script.
+
+    Its HQQ weights had quantized scales and zeros, which no format here has.
+    """
+    if train_type.startswith("hqq"): return "the original script's hqq"
     return "nf4" if "qlora" in train_type or train_type.startswith("bnb") else "none"
 
 

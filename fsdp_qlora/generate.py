@@ -30,7 +30,11 @@ def load_for_inference(model_name: str, adapter: str | Path | None = None, quant
     model = AutoModelForCausalLM.from_pretrained(
         model_name, dtype=dtype, **pinned(revision, trust_remote_code)).to(device).eval()
     known = base_quant(quant, adapter)
-    if known.quant != "none": round_linears(model, known)
+    if known.quant != "none":
+        if not known.is_known:
+            raise ValueError(f"--adapter_folder {adapter}: it was trained on {known}, which can't be "
+                             "repeated here; add --base_quant none for the original weights")
+        round_linears(model, known)
     if adapter is None: return model
     if not (Path(adapter) / "adapter_config.json").is_file():
         raise ValueError(f"--adapter_folder {adapter}: no adapter_config.json there; give the folder "

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.cli import main
+from fsdp_qlora.generate import load_for_inference
 from fsdp_qlora.merge import merge_adapter
 
 from .test_merge import IDS, logits
@@ -99,6 +100,20 @@ def test_a_state_dict_of_the_old_peft_path_is_converted_without_its_base(tmp_pat
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     with torch.no_grad(): found = PeftModel.from_pretrained(plain, tmp_path / "adapter")(IDS).logits
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_base_that_can_not_be_repeated_is_refused_where_it_is_needed(tmp_path, capsys):
+    base = save_tiny(tmp_path / "base")
+    original_run(base, tmp_path / "original", Dora)
+    adapter = str(tmp_path / "adapter")
+    assert main(["convert", "--weights", str(tmp_path / "original"), "--model_name", base,
+                 "--output_dir", adapter, "--train_type", "hqq_dora"]) == 0
+    with pytest.raises(ValueError, match="original script's hqq.*--base_quant none"):
+        load_for_inference(base, adapter)
+    with pytest.raises(ValueError, match="original script's hqq.*--merge_base original"):
+        merge_adapter(base, adapter, tmp_path / "merged")
+    merge_adapter(base, adapter, tmp_path / "merged", merge_base="original")
+    assert "though the adapter was trained on the original script's hqq" in capsys.readouterr().out
 
 
 def test_what_can_not_be_converted_is_said_in_one_line(tmp_path, capsys):
