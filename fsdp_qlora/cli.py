@@ -23,9 +23,19 @@ from .settings import opt
 from .signals import EXIT_STOPPED, StopRequested, StopSignals
 
 
+@dataclass
+class TrainOptions:
+    """Train"""
+    dry_run: bool = opt(False, "print the settings, the prediction and the first batch with its trained "
+                        "tokens marked; train and write nothing")
+
+
 def train_command(argv: list[str]):
     """Fine-tune a model."""
-    (config,) = parse(argv)
+    config, options = parse(argv, TrainOptions)
+    if options.dry_run:
+        from .dryrun import dry_run
+        return dry_run(config, argv)
     from .launch import run_on_ranks
 
     def body(config: RunConfig):

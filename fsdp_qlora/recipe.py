@@ -87,6 +87,12 @@ def value_text(node, where: str) -> str | None:
     raise ValueError(f"{where} takes one value, not a block of settings")
 
 
+def as_recipe(settings: dict) -> str:
+    """Settings as the text of a recipe."""
+    import yaml
+    return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=1000).rstrip()
+
+
 def unknown_name(name: str, known: Iterable[str]) -> str:
     """An error for a setting that does not exist, with the nearest one."""
     near = get_close_matches(name.lstrip("-").replace("-", "_"), list(known), n=1)

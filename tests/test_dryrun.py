@@ -1,0 +1,119 @@
+"""`train --dry_run` shows the run and leaves no trace."""
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from fsdp_qlora.cli import main, parse
+from fsdp_qlora.config import RunConfig
+from fsdp_qlora.data import StepLoader, StepSampler
+from fsdp_qlora.dryrun import batch_rows
+from fsdp_qlora.prepare import load_data, load_tokenizer
+
+from .tiny import save_tiny
+
+WORDS = "<s> </s> <unk> ### Question Answer : say hi you one two three four".split()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A working folder with a tiny model, its tokenizer and rows of several lengths."""
+    folder = tmp_path_factory.mktemp("work")
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>",
+                            unk_token="<unk>").save_pretrained(folder / "model")
+    save_tiny(folder / "model")
+    rows = [{"instruction": f"say {' '.join(WORDS[10:11 + i % 4])}", "output": "hi " * (1 + i)}
+            for i in range(10)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "recipe.yaml").write_text("model_name: model\ndataset: rows.jsonl\ndevice: cpu\n"
+                                        "world_size: 2\nglobal_batch_size: 4\nlora_rank: 8\n")
+    return folder
+
+
+@pytest.fixture
+def shown(folder, monkeypatch, capsys):
+    """What a dry run prints; the folder and all files in it must be as before."""
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("RANK", raising=False)
+
+    def run(*flags) -> str:
+        before = snapshot(folder)
+        assert main(["train", "--config", "recipe.yaml", "--dry_run", *flags]) == 0
+        assert snapshot(folder) == before
+        return capsys.readouterr().out
+    return run
+
+
+def snapshot(folder: Path) -> dict[str, tuple[float, int]]:
+    return {str(f): (f.stat().st_mtime, f.stat().st_size) for f in folder.rglob("*")}
+
+
+def test_the_settings_are_printed_as_a_recipe_that_means_the_same(shown, folder, tmp_path):
+    text = shown("--lr", "1e-4", "--data_cache", "cache", "--output_dir", "out")
+    recipe = text.split("as a recipe (--verbose: all):\n")[1].split("\n\n")[0]
+    again = tmp_path / "again.yaml"
+    again.write_text(recipe)
+    wanted, = parse(["--config", str(folder / "recipe.yaml"), "--lr", "1e-4", "--data_cache", "cache",
+                     "--output_dir", "out"])
+    assert parse(["--config", str(again)])[0] == wanted
+
+
+def test_verbose_prints_every_setting(shown):
+    text = shown("--verbose")
+    assert all(f"\n{name}: " in text for name in vars(RunConfig()))
+
+
+def test_the_first_batch_is_that_of_the_run_with_trained_tokens_marked(shown, folder):
+    text = shown("--batch_size", "2", "--preview", "5")
+    assert "3 steps, of 4 rows: micro-batch 2 rows x accumulation 1 x 2 ranks" in text
+    config = parse(["--config", "recipe.yaml"])[0]
+    tokenizer = load_tokenizer("model")
+    rows = load_data(config, tokenizer).rows
+    loader = StepLoader(rows, StepSampler(len(rows), 4, seed=config.seed), 0, 2, 2, pad_token_id=2)
+    batch = loader.step(0).micro_batches[0]
+    width = batch["input_ids"].shape[1]
+    assert f"on rank 0, 1 of which make its first step: 2 x {width} tokens" in text
+    printed = text.split("with padding\n")[1]
+    for row, (ids, labels) in enumerate(batch_rows(batch, 2)):
+        answer = tokenizer.decode(ids[labels != -100])
+        assert f"--- row {row}, {len(ids)} tokens" in printed and f"[[{answer}]]" in printed
+    assert "--- row 2" not in printed  # though --preview would show five
+
+
+@pytest.mark.parametrize("flags, says", [
+    (["--packing"], "micro-batch 1 bins"), (["--stream", "--max_steps", "2"], "rows of the stream"),
+    (["--eval_share", "0.2"], "held out: 2 rows")])
+def test_other_forms_of_data_are_shown_too(shown, flags, says):
+    text = shown(*flags)
+    assert says in text and "--- row 0" in text and "[[" in text
+    assert text.endswith("dry run: nothing was trained or written\n")
+
+
+def test_without_a_gpu_it_says_how_to_get_a_prediction(shown):
+    assert "no prediction: no GPU is used here; `fsdp-qlora estimate`" in shown()
+
+
+@pytest.mark.parametrize("flags, says", [
+    (["--lora_target_modules", "qkv_proj"], "--lora_target_modules qkv_proj"),
+    (["--dataset", "absent.jsonl"], "no such file"), (["--model_name", "absent"], "does not exist")])
+def test_what_a_run_would_refuse_is_refused(folder, monkeypatch, capsys, flags, says):
+    monkeypatch.chdir(folder)
+    assert main(["train", "--config", "recipe.yaml", "--dry_run", *flags]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_no_rank_is_started_and_no_thread_count_changes(shown):
+    threads = torch.get_num_threads()
+    text = shown("--world_size", "64")
+    assert "x 64 ranks" in text and torch.get_num_threads() == threads
+
+
+def test_padding_at_the_end_is_left_out_and_a_trained_end_token_is_not():
+    batch = {"input_ids": torch.tensor([[5, 6, 1, 1], [5, 1, 1, 1]]),
+             "labels": torch.tensor([[-100, 6, 1, -100], [-100, -100, -100, -100]])}
+    assert [len(ids) for ids, _ in batch_rows(batch, 1)] == [3, 1]
