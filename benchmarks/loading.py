@@ -19,7 +19,8 @@ from time import perf_counter
 
 import torch.distributed as dist
 
-from fsdp_qlora.bench import append_row, describe_run, record_memory, synchronize
+from fsdp_qlora.bench.measure import describe_run, record_memory, synchronize
+from fsdp_qlora.bench.row import append_row
 from fsdp_qlora.build import build_model
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import launched, process_group, rank_device, ranks_from_env

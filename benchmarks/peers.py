@@ -28,18 +28,18 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
-from fsdp_qlora.bench import (
-    Row,
+from fsdp_qlora.bench.measure import (
     StepTimer,
-    append_row,
     describe_run,
     random_batches,
     record_memory,
     record_time,
     synchronize,
 )
+from fsdp_qlora.bench.row import Row, append_row
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import print_main, process_group, rank_device, ranks_from_env
+from fsdp_qlora.peaks import Peaks
 
 PEERS = {"hf": ("transformers", "peft", "bitsandbytes"),
          "hf_liger": ("transformers", "peft", "bitsandbytes", "liger-kernel"),
@@ -137,7 +137,6 @@ def measure(row: Row, peer: str, config: RunConfig, options, device: torch.devic
         if step >= options.warmup: timer.step_done()
     row.loss_last = len(batches) * loss.item()
     record_time(row, timer.seconds())
-    record_memory(row, device)
 
 
 def row_vocabulary(config: RunConfig) -> int:
@@ -172,7 +171,8 @@ def run_peer(name: str, peer: str, folder: str, options, **changes) -> Row:
     row = peer_row(name, peer, config, device)
     with process_group(device, config.timeout_minutes):
         try:
-            measure(row, peer, config, options, device)
+            with Peaks(device) as peaks: measure(row, peer, config, options, device)
+            record_memory(row, device, peaks)
         except torch.OutOfMemoryError as error:
             row.status = "oom"
             print_main(str(error).splitlines()[0])

@@ -9,20 +9,22 @@ All rows run in one process, one after the other. An out-of-memory row is a row 
 from __future__ import annotations
 
 import argparse
-import gc
 import tempfile
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from transformers import AutoConfig
 
-from fsdp_qlora.bench import Row, bench_rank
+from fsdp_qlora.bench.cells import clean_up
+from fsdp_qlora.bench.measure import MemoryLimit, describe_run, measure, summary
+from fsdp_qlora.bench.row import Row, append_row
+from fsdp_qlora.build import with_activation_policy
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.dist import print_main, ranks_from_env
+from fsdp_qlora.dist import print_main, process_group, rank_device, ranks_from_env
 from fsdp_qlora.known_models import known_config
+from fsdp_qlora.loading import read_config
 
 LLAMA_8B, LLAMA_70B = "meta-llama/Llama-3.1-8B", "meta-llama/Llama-2-70b-hf"
 BUDGET = 70  # GiB that torch may have allocated on a card of 80 GB
@@ -94,18 +96,25 @@ def chosen(patterns: list[str], gpus: int) -> list[str]:
 
 
 def run_case(name: str, folder: str, options, **changes) -> Row:
-    """Measure one row in this process and leave the GPU empty; prints it beside its target."""
+    """Measure one row in this process and leave the GPU empty; rank 0 prints it beside its target."""
     case = CASES[name]
-    layers = f" {options.layers} layers" if options.layers else ""
-    bench = SimpleNamespace(steps=options.steps, warmup=options.warmup, results=options.results,
-                            row_name=f"{name}{layers} on {ranks_from_env().world_size}")
-    row = bench_rank(case.config(folder, **changes), bench)
-    if row.status == "ok":
-        reached = row.seconds_per_step if case.unit == "s/step" else row.tokens_per_second_per_gpu
-        print_main(f"    {reached:,.5g} {case.unit}, target {case.target:,.5g}")
-    torch._dynamo.reset()
-    gc.collect()
-    if torch.cuda.is_available(): torch.cuda.empty_cache()
+    if options.profile: changes |= dict(profile=True, profiling_output=f"{options.profile}/{name}")
+    config = case.config(folder, **changes)
+    device = rank_device(config.device)
+    config = with_activation_policy(config, device)
+    layers = read_config(folder).num_hidden_layers
+    row = describe_run(config, f"{name} on {ranks_from_env().world_size}", layers, device)
+    with process_group(device, config.timeout_minutes):
+        try:
+            measure(row, config, options, device, MemoryLimit(None))
+        except torch.OutOfMemoryError as error:
+            row.status = "oom"
+            print_main(str(error).splitlines()[0])
+        clean_up(device)
+    reached = row.seconds_per_step if case.unit == "s/step" else row.tokens_per_second_per_gpu
+    goal = f"; {reached:,.5g} {case.unit}, target {case.target:,.5g}" if row.status == "ok" else ""
+    print_main(summary(row) + goal)
+    if options.results and ranks_from_env().is_main: append_row(row, options.results)
     return row
 
 
@@ -115,6 +124,7 @@ def main():
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--layers", type=int, help="cut the model, to see that a row runs")
+    parser.add_argument("--profile", help="folder for a trace and its table of each row")
     parser.add_argument("--results")
     options = parser.parse_args()
     gpus = ranks_from_env().world_size

@@ -11,6 +11,7 @@ import gzip
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -59,6 +60,14 @@ def step_profiler(config: RunConfig, device: torch.device) -> Iterator[Callable[
     if steps <= first:
         print_main(f"warning: --profile recorded nothing: the run ended after {steps} steps, and "
                    f"recording begins after {first}; lower --wait_steps or --warmup_steps")
+
+
+def profile_steps(config: RunConfig, device: torch.device, step: Callable[[], object]):
+    """One recording of more steps after a benchmark's, whose times it must not touch."""
+    with step_profiler(replace(config, wait_steps=0, repeat=1), device) as step_done:
+        for _ in range(config.warmup_steps + config.active_steps):
+            step()
+            step_done()
 
 
 def keep_trace(profiler, folder: Path, config: RunConfig):

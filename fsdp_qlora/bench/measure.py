@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import time
 from datetime import date
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -120,6 +121,7 @@ def measure_steps(row: Row, config: RunConfig, how, device: torch.device, limit:
     """Everything but memory and the estimate."""
     from ..build import build_model
     from ..optim import build_optimizer
+    from ..profiling import profile_steps
     from ..step import seed_everything, train_step
     seed_everything(config.seed, ranks_from_env().rank, config.deterministic)
     started = time.perf_counter()
@@ -130,14 +132,16 @@ def measure_steps(row: Row, config: RunConfig, how, device: torch.device, limit:
     optimizer = build_optimizer(model, config.optimizer, config.lr, config.wd)
     batches = random_batches(config, model.config.vocab_size, row.gradient_accumulation_steps)
     clip = config.grad_norm if config.apply_gradient_clipping else None
+    one = partial(train_step, model, optimizer, batches, max_grad_norm=clip, no_sync=config.no_sync)
     for step in range(how.warmup + how.steps):
         if step == how.warmup: timer = StepTimer(device)
-        result = train_step(model, optimizer, batches, max_grad_norm=clip, no_sync=config.no_sync)
+        result = one()
         if step == 0: row.loss_first = result.loss
         if step >= how.warmup: timer.step_done()
         limit.check()
     row.loss_last = result.loss
     record_time(row, timer.seconds())
+    if config.profile: profile_steps(config, device, one)
 
 
 class StepTimer:

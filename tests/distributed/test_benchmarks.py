@@ -20,7 +20,8 @@ def measured(folder: str, results: str, ours: list[str], peers: list[tuple[str, 
     """Run rows of ours and of peers on a tiny model."""
     import peers as peer_rows
     import speed_rows
-    options = SimpleNamespace(steps=2, warmup=1, results=results, layers=None)
+    options = SimpleNamespace(steps=2, warmup=1, results=results, layers=None,
+                              profile=str(Path(results).parent))
     for name in ours: speed_rows.run_case(name, folder, options, **SMALL)
     for name, peer in peers: peer_rows.run_peer(name, peer, folder, options, **SMALL)
 
@@ -44,7 +45,10 @@ def test_rows_of_ours_and_of_peers_are_measured_one_after_the_other(tmp_path, ra
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     assert [r["name"] for r in rows] == [f"{n} on {ranks}" for n in [*ours, *(n for n, _ in peers)]]
     assert all(r["status"] == "ok" and r["seconds_per_step"] > 0 for r in rows)
-    for row in rows[:len(ours)]: assert row["peer"] is None
+    for row, name in zip(rows, ours, strict=False):
+        assert row["peer"] is None
+        table = (tmp_path / name / "table_steps_2-3_rank_0.txt").read_text()
+        assert table.startswith("one of 2 recorded steps") and "products" in table
     for row, (_, peer) in zip(rows[len(ours):], peers, strict=True):
         assert row["peer"].startswith(f"{peer}: transformers ")
         assert row["loss_first"] == pytest.approx(4.57, abs=0.2)  # log(97)

@@ -31,7 +31,8 @@ def test_bytes_of_the_cpu_give_the_same_values_and_rounding_loses_as_much(quant_
 def loaded(folder, **settings) -> list[torch.Tensor]:
     """The bytes of every base parameter."""
     device = torch.device("cuda", 0)
-    config = RunConfig(**dict(model_name=folder, precision="bf16", lora_rank=2, compile=False) | settings)
+    base = dict(model_name=folder, precision="bf16", lora_rank=2, compile=False)
+    config = RunConfig(**base | settings)
     with process_group(device):
         model = build_model(config, device)
         return [t.contiguous().view(torch.uint8).cpu() for piece in rank_pieces(model)
