@@ -1,7 +1,8 @@
 """What checkpoints cost a run, and how soon it goes on after a rank is killed.
 
     python benchmarks/checkpointing.py /dev/shm/llama-8b --shape meta-llama/Llama-3.1-8B --gpus 2 \
-        --results benchmarks/results/checkpointing_h100_$(date +%F).jsonl
+        --results benchmarks/results/checkpointing_h100_$(date +%F).jsonl -- \
+        --batch_size 2 --context_length 2048 --lora_dropout 0 --quantized_cache /dev/shm/quantized
 
 Makes a random checkpoint of that shape if the folder is empty, trains QLoRA on random text with a
 checkpoint every --every steps, kills a rank at half of the steps, and lets torchrun start again. Prints
@@ -14,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -72,6 +74,12 @@ def last_step(out: Path) -> int:
     return max((r["step"] for r in records(out) if r["kind"] == "step"), default=0)
 
 
+def resumed_at(out: Path) -> int | None:
+    """The step that the second start went on from, as the run says; None before."""
+    found = re.search(r"resumed from .*: step (\d+) ", Path(f"{out}.log").read_text())
+    return int(found[1]) if found else None
+
+
 def ranks_of(run: subprocess.Popen) -> list[int]:
     """Process ids of the ranks."""
     children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
@@ -82,7 +90,7 @@ def wait_for(condition, run: subprocess.Popen, what: str, out: Path, seconds: fl
     """Poll; ends with the log's end if the run is over before."""
     deadline = time.monotonic() + seconds
     while not condition():
-        if run.poll() is not None or time.monotonic() > deadline:
+        if (run.poll() or time.monotonic() > deadline) and not condition():
             run.kill()
             sys.exit(f"no {what}: {Path(f'{out}.log').read_text()[-3000:]}")
         time.sleep(0.05)
@@ -94,20 +102,17 @@ def measure(options, flags: list[str]) -> dict:
     out = options.folder / f"run-{os.getpid()}"
     run = start(options, out, rows, flags)
     wait_for(lambda: last_step(out) >= options.steps // 2, run, "first half", out)
-    before = records(out)
     os.kill(ranks_of(run)[-1], signal.SIGKILL)
     killed, step = time.monotonic(), last_step(out)
-    saved = max(r["step"] for r in before if r["kind"] == "checkpoint")
-    wait_for(lambda: last_step(out) < step or run.poll() is not None, run, "restart", out)
-    wait_for(lambda: last_step(out) > saved - options.every, run, "step after the restart", out)
-    resumed = last_step(out)
-    wait_for(lambda: last_step(out) > resumed, run, "step after the restart", out)
+    wait_for(lambda: resumed_at(out) is not None, run, "restart", out)
+    wait_for(lambda: last_step(out) > resumed_at(out), run, "step after the restart", out)
     to_next_step = time.monotonic() - killed
     wait_for(lambda: last_step(out) > step, run, "new step", out)
     to_new_step = time.monotonic() - killed
     if run.wait() != 0: sys.exit(Path(f"{out}.log").read_text()[-3000:])
     return figures(options, out, records(out)) | dict(
-        step_when_killed=step, seconds_kill_to_next_step=round(to_next_step, 2),
+        step_when_killed=step, step_resumed=resumed_at(out),
+        seconds_kill_to_next_step=round(to_next_step, 2),
         seconds_kill_to_new_step=round(to_new_step, 2))
 
 

@@ -8,6 +8,7 @@ Shapes: B rows of a micro-batch, T tokens.
 """
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -110,4 +111,6 @@ def seed_everything(seed: int, rank: int, deterministic: bool = False):
     """Seed dropout and shuffling; ranks differ, or all would drop the same places."""
     random.seed(seed + rank)
     torch.manual_seed(seed + rank)
-    if deterministic: torch.use_deterministic_algorithms(True)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses
+        torch.use_deterministic_algorithms(True)

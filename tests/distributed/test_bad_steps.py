@@ -76,6 +76,7 @@ def poisoned_run(config, bad_steps: dict[int, int], num_rows: int = 24) -> str:
     from fsdp_qlora import loop, trainer
     from fsdp_qlora.adapters import trainable_parameters
     from fsdp_qlora.data import tokenize_rows
+    from fsdp_qlora.dist import rank_device
     from fsdp_qlora.prepare import load_tokenizer
     from fsdp_qlora.step import train_step
     tokenizer, left = load_tokenizer(config.model_name), dict(bad_steps)
@@ -99,7 +100,7 @@ def poisoned_run(config, bad_steps: dict[int, int], num_rows: int = 24) -> str:
     loop.Training.step = watched
     try:
         trainer.train(config, tokenize_rows(rows_of(num_rows), tokenizer, context_length=64),
-                      torch.device("cpu"), tokenizer)
+                      rank_device(config.device), tokenizer)
         return ""
     except ValueError as error:
         return str(error)

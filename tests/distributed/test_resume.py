@@ -33,7 +33,7 @@ def settings(folder: str, out, **others):
     return RunConfig(**dict(model_name=folder, precision="fp32", lora_rank=4, lora_dropout=0.1, lr=1e-2,
                             lr_scheduler="cosine", num_epochs=2, global_batch_size=4,
                             apply_gradient_clipping=True, checkpoint_every=3, log_to="jsonl",
-                            output_dir=str(out)) | others)
+                            output_dir=str(out), device="cpu") | others)
 
 
 def rows_of(count: int, first: int = 0) -> list:
@@ -52,6 +52,7 @@ def run_once(config, stop_at: int | None = None, num_rows: int = 11, held_out: i
     """Train; the trained tokens that this rank saw in each step. Raises Killed in step `stop_at`."""
     from fsdp_qlora import loop, trainer
     from fsdp_qlora.data import tokenize_rows
+    from fsdp_qlora.dist import rank_device
     from fsdp_qlora.prepare import load_tokenizer
     seen, train_step = [], loop.train_step
 
@@ -63,7 +64,7 @@ def run_once(config, stop_at: int | None = None, num_rows: int = 11, held_out: i
     tokenizer = load_tokenizer(config.model_name)
     try:
         trainer.train(config, tokenize_rows(rows_of(num_rows), tokenizer, context_length=64),
-                      torch.device("cpu"), tokenizer,
+                      rank_device(config.device), tokenizer,
                       tokenize_rows(rows_of(held_out, 20), tokenizer, context_length=64)
                       if held_out else None)
     except Killed:
