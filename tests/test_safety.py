@@ -31,9 +31,12 @@ ROW = json.dumps({"instruction": "say hi", "output": "hi you"}) + "\n"
 
 # ---- pickle ---------------------------------------------------------------------------------------
 
-PICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "yaml"}
+PICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 LOADERS = {"torch.load", "torch.save", "torch.jit.load", "pd.read_pickle", "pandas.read_pickle",
-           "torch.package", "torch.hub.load"}
+           "torch.package", "torch.hub.load",
+           # YAML may build any Python object, but for its safe loader.
+           "yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load", "yaml.Loader",
+           "yaml.UnsafeLoader", "yaml.FullLoader"}
 # torch's own checkpoint files are pickled (`.metadata`), unlike its helpers for state dicts.
 CHECKPOINT_FILES = {"FileSystemReader", "FileSystemWriter", "dcp.load", "dcp.save"}
 
@@ -71,6 +74,7 @@ def test_no_file_reads_or_writes_pickles_or_runs_text(path):
 
 
 @pytest.mark.parametrize("source", [
+    "yaml.load(text)", "from yaml import FullLoader",
     "import pickle", "from pickle import loads", "import torch\ntorch.load('x')", "torch.save(x, 'y')",
     "np.load('x', allow_pickle=True)", "torch.load('x', weights_only=False)", "import joblib",
     "eval('1')", "from torch.distributed.checkpoint import FileSystemReader",
