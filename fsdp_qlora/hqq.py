@@ -92,8 +92,9 @@ def pack(values: Tensor, n_bits: int) -> Tensor:
     planes, shift = [], 0
     for width in PLANES[n_bits]:
         part = ((values >> shift) & (2**width - 1)).view(*values.shape[:2], 8 // width, -1)
-        shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=values.device)[:, None]
-        planes.append((part << shifts).sum(2, dtype=torch.uint8))
+        plane = part[:, :, 0]
+        for i in range(1, 8 // width): plane = plane | (part[:, :, i] << (i * width))
+        planes.append(plane)
         shift += width
     return torch.cat(planes, 2).flatten(1)
 
