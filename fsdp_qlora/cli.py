@@ -15,6 +15,7 @@ from .bench.command import bench_command
 from .checks import lost_updates, settings_without_effect
 from .config import RunConfig
 from .delivery import DELIVERY
+from .doctor import doctor_command
 from .flags import Parser, boolean, parse, parse_own
 from .guide import GUIDE
 from .lock import sole_run_in
@@ -105,7 +106,7 @@ def demo_command(argv: list[str]):
 
 
 COMMANDS = {"train": train_command, **GUIDE, "generate": generate_command, "data": data_command,
-            "bench": bench_command, "demo": demo_command} | DELIVERY
+            "bench": bench_command, "demo": demo_command, "doctor": doctor_command} | DELIVERY
 
 
 def overview() -> str:
