@@ -21,7 +21,7 @@ from .blocks import decoder_blocks
 from .config import AUTO, RunConfig, block_policies
 from .dist import print_main, ranks_from_env
 from .estimate import choose_policies, memory, setup_from_config
-from .estimate.weights import all_trained, optimizer_bytes
+from .estimate.setup import OPTIMIZER_STATES, STATE_BYTES
 from .fusion import SharedInputs
 from .loading import (
     DTYPES,
@@ -146,21 +146,23 @@ TRAINED_SHARE = 1 / 8  # of a GPU that trained weights may take before they are 
 def weights_on_host(config: RunConfig, model: nn.Module, device: torch.device) -> OnHost:
     """What --use_cpu_offload and its two companions move; the derived choice is printed."""
     frozen, trained = config.use_cpu_offload, config.use_trained_cpu_offload
-    if trained is None:
+    if frozen and trained is None:
         trained = device.type == "cpu" or config.adapter == "none" or TRAINED_SHARE < (
             trained_bytes(config, model) / torch.cuda.mem_get_info(device)[1])
     if frozen and config.adapter != "none":
         print_main("--use_trained_cpu_offload " + ("true: trained weights, gradients and optimizer "
                    "states are in host memory too" if trained else "false: these stay on the GPU"))
     vocabulary = config.use_vocabulary_cpu_offload
-    return OnHost(frozen, frozen and trained, frozen if vocabulary is None else vocabulary)
+    return OnHost(frozen, bool(frozen and trained), frozen if vocabulary is None else vocabulary)
 
 
 def trained_bytes(config: RunConfig, model: nn.Module) -> float:
     """Bytes of a rank's trained weights, their gradients and optimizer states."""
-    shape = shape_from_config(model.config.to_dict(), config.model_name)
-    setup = setup_from_config(config, ranks_from_env().world_size)
-    return 2 * all_trained(shape, setup, setup.shard_ranks) + optimizer_bytes(shape, setup)
+    states = OPTIMIZER_STATES[config.optimizer]
+    bytes_of = [(p.numel(), p.element_size()) for p in model.parameters() if p.requires_grad]
+    whole = sum(n * (2 * size + states * STATE_BYTES.get(config.optimizer, size))
+                for n, size in bytes_of)
+    return whole / setup_from_config(config, ranks_from_env().world_size).shard_ranks
 
 
 def describe_units(units: list[str]) -> str:

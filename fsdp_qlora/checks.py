@@ -117,6 +117,9 @@ def check_cpu_offload(config):
     if config.sharding_strategy == "ddp" and config.use_cpu_offload:
         raise ValueError("--use_cpu_offload moves shards to host memory and ddp has none; choose "
                          "--sharding_strategy full_shard or shard_grad_op")
+    if config.use_cpu_offload and config.gather_once:
+        raise ValueError("--gather_once keeps every block on the GPU through a step, and "
+                         "--use_cpu_offload takes them off; leave one of them out")
     if config.adapter != "none": return
     if config.use_cpu_offload and config.use_trained_cpu_offload is False:
         raise ValueError("--use_trained_cpu_offload false leaves nothing for --use_cpu_offload to "

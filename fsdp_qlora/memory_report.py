@@ -151,14 +151,22 @@ def table(found: Timeline, reserved: int, estimate: Memory) -> str:
 
 def out_of_memory(config: RunConfig, model: nn.Module, step: Step) -> str:
     """Which part was the largest by the estimate, and the next rung of the guide, in one line."""
-    estimate = estimated(config, model)
-    parts = by_part(estimate)
-    largest = max(parts, key=parts.get)
     rows, tokens = max((tuple(b["input_ids"].shape) for b in step.micro_batches), key=prod)
     return (f"GPU memory ran out in step {step.index + 1} at a micro-batch of {rows} x {tokens} tokens: "
-            f"by the estimate {largest} take most, {parts[largest]:.1f} of {estimate.total:.1f} GiB; "
-            f"next on the guide: {next_rung(config, ranks_from_env().world_size)}; the run then goes "
-            "on from its last checkpoint")
+            f"{largest_part(config, model)}next on the guide: "
+            f"{next_rung(config, ranks_from_env().world_size)}; the run then goes on from its last "
+            "checkpoint")
+
+
+def largest_part(config: RunConfig, model: nn.Module) -> str:
+    """What takes most by the estimate, as part of a sentence; nothing of a model it does not know."""
+    try:
+        estimate = estimated(config, model)
+    except ValueError:
+        return ""
+    parts = by_part(estimate)
+    largest = max(parts, key=parts.get)
+    return f"by the estimate {largest} take most, {parts[largest]:.1f} of {estimate.total:.1f} GiB; "
 
 
 def next_rung(config: RunConfig, world_size: int) -> str:

@@ -135,6 +135,7 @@ def test_lora_target_modules_as_peft_takes_them(given_names, targets):
     (dict(lora_target_modules=" , "), ["--lora_target_modules", "all-linear"]),
     (dict(train_type="full", use_cpu_offload=True, use_trained_cpu_offload=False),
      ["--use_trained_cpu_offload false", "full", "leave one"]),
+    (dict(use_cpu_offload=True, gather_once=True), ["--gather_once", "--use_cpu_offload", "leave one"]),
     (dict(train_type="full", use_vocabulary_cpu_offload=True),
      ["--use_vocabulary_cpu_offload", "full", "--use_cpu_offload"]),
     (dict(profile=True, profile_memory=True), ["--profile_memory", "--profile", "one of them"]),

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from fsdp_qlora.blocks import decoder_blocks
+from fsdp_qlora.build import trained_bytes
+from fsdp_qlora.config import RunConfig
 from fsdp_qlora.hostmem import host_tensors
 from fsdp_qlora.offload import HostStore, apply_activation_offload
 
@@ -120,6 +122,14 @@ def test_a_block_that_keeps_everything_is_left_alone(folder):
     seen = block_inputs(model)
     loss = model(**padded_batch(tiny_rows(1, 3)[0])).loss
     assert [ref() is not None for ref in seen] == [False, True, False, True] and loss.requires_grad
+
+
+@pytest.mark.parametrize("optimizer, bytes_per_weight", [("adamw", 16), ("sgd", 8)])
+def test_what_trained_weights_take_is_theirs_with_gradients_and_states(folder, optimizer,
+                                                                       bytes_per_weight):
+    model = tiny_model(folder, "qlora")
+    weights = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert trained_bytes(RunConfig(optimizer=optimizer), model) == bytes_per_weight * weights
 
 
 def test_host_tensors_share_one_region_without_rounding_to_powers_of_two():
