@@ -2,14 +2,18 @@
 
 Shapes: O out rows, I inputs, K groups of 64 in a row.
 """
+import json
+
 import pytest
 import torch
 from torch import nn
 
 from fsdp_qlora import hqq
 from fsdp_qlora.absmax import decode_absmax
+from fsdp_qlora.export import RUN_FILE
 from fsdp_qlora.formats import FORMATS, dequantize_rows, quantize_rows
 from fsdp_qlora.quantize import QuantLinear, frozen_linear
+from fsdp_qlora.trained_base import trained_quant
 
 torch.set_num_threads(1)
 
@@ -170,3 +174,12 @@ def test_hqq_scales_in_8_bits_are_near_those_in_32():
     torch.testing.assert_close(zero, plain[:, 16:], rtol=0, atol=0.03)
     assert small.nbytes < plain.nbytes / 2.5
     assert torch.equal(decode_absmax(small[:, :10].contiguous(), 16), scale)
+
+
+def test_what_an_adapter_was_trained_on_is_told_with_its_bits(tmp_path):
+    settings = dict(quant="hqq", n_bits=3, absmax_dtype="int8")
+    (tmp_path / RUN_FILE).write_text(json.dumps(settings))
+    base, weight = trained_quant(tmp_path), normal((8, 200))
+    assert base.is_known and str(base) == "hqq3 with int8 scales"
+    assert torch.equal(base.round_rows(weight), dequantize_rows(
+        *quantize_rows(weight, "hqq3", "int8"), 200, "hqq3", torch.float32))
