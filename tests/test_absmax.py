@@ -117,11 +117,11 @@ def test_a_layer_multiplies_by_what_it_dequantizes_to(shape):
 
 def test_fp8_products_take_8_bit_scales_as_the_scales_they_stand_for():
     layer, x = quantized(32, 320), torch.randn(8, 320)
-    plain = decode_absmax(layer.absmax, 5)
-    for product, args in [(fp8.forward_product, (x,)), (fp8.backward_product, (torch.randn(8, 32),))]:
-        rest = ("nf4",) if product is fp8.forward_product else (320, "nf4")
-        assert torch.equal(product(*args, layer.weight, layer.absmax, *rest),
-                           product(*args, layer.weight, plain, *rest))
+    plain, dy = decode_absmax(layer.absmax, 5), torch.randn(8, 32)
+    y, same_y = (fp8.forward_product(x, layer.weight, scales, "nf4") for scales in (layer.absmax, plain))
+    dx, same_dx = (fp8.backward_product([dy], [layer.weight], [scales], 320, "nf4")
+                   for scales in (layer.absmax, plain))
+    assert torch.equal(y, same_y) and torch.equal(dx, same_dx)
 
 
 def test_unknown_scales_are_refused_with_the_choices():
