@@ -1,25 +1,55 @@
-"""Write what is generated: docs/flags.md and examples/recipes/schema.json.
+"""Write what is generated: docs/flags.md, docs/recipes.md, the recipes' schema and what they expect.
 
-    python scripts/make_reference.py            # tests/test_reference.py says when it is needed
+    python scripts/make_reference.py            # tests say when it is needed
+
+A recipe's header names a machine in the estimator's flags; its `expects` line is the estimate for it.
 """
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from dataclasses import is_dataclass
 from pathlib import Path
 
 from fsdp_qlora import cli, delivery, guide
+from fsdp_qlora.arch import model_shape
 from fsdp_qlora.bench import command as bench
-from fsdp_qlora.config import GROUPS, RunConfig
+from fsdp_qlora.config import GROUPS, RunConfig, plan_batches
+from fsdp_qlora.estimate import Estimate, estimate
+from fsdp_qlora.estimate.report import duration
+from fsdp_qlora.flags import parse
+from fsdp_qlora.machine import MachineOptions, machine_from_options
 from fsdp_qlora.recipe import RecipeOptions
 from fsdp_qlora.reference import flags_page, schema
 
 ROOT = Path(__file__).parents[1]
+ROWS = 1000  # for which a recipe's header gives the time
+INTRO = """# Recipes
+
+Made by `python scripts/make_reference.py` from the headers of [examples/recipes](../examples/recipes); do
+not edit.
+
+A recipe is a YAML file of settings, one `name: value` a line, with the names of the
+[flags](flags.md). `--config recipe.yaml` reads it, and flags of the command line win:
+
+```bash
+python train.py --config examples/recipes/7b-1x24gb.yaml --dataset my.jsonl --dry_run
+fsdp-qlora estimate --config examples/recipes/7b-1x24gb.yaml --gpu "RTX 4090"
+```
+
+Paths in it are seen from the folder where the command runs. An unknown name is refused with its line
+and the nearest name. Editors with the YAML language server check a recipe while it is written: its first
+line names the schema, which `fsdp-qlora schema > schema.json` makes.
+
+What each expects is predicted by `fsdp-qlora estimate`, for rows as long as `context_length`; none was
+measured as written."""
 
 
 def pages() -> dict[Path, str]:
     """Each generated file and its text."""
     return {ROOT / "docs/flags.md": flags_page(own_options()),
+            ROOT / "docs/recipes.md": recipes_page(),
             ROOT / "examples/recipes/schema.json": json.dumps(schema(), indent=1) + "\n"}
 
 
@@ -31,5 +61,48 @@ def own_options() -> list[type]:
             and g not in (*GROUPS, RunConfig)]
 
 
+def recipe_files() -> list[Path]:
+    """All recipes."""
+    return sorted((ROOT / "examples/recipes").glob("*.yaml"))
+
+
+def header(path: Path) -> dict[str, str]:
+    """What a recipe's comment says: title, machine, run, expects."""
+    comments = [line.removeprefix("# ") for line in path.read_text().splitlines() if line[:1] == "#"]
+    said = dict(re.match(r"(\w+): +(.*)", line).groups() for line in comments[2:])
+    return dict(title=comments[1], **said)
+
+
+def estimated(path: Path) -> Estimate:
+    """The estimate of a recipe on the machine of its header."""
+    flags = shlex.split(header(path)["machine"])
+    config, machine = parse(["--config", str(path), *flags], MachineOptions)
+    return estimate(model_shape(config.model_name), machine_from_options(machine), config)
+
+
+def expects(found: Estimate) -> str:
+    """An estimate in a line."""
+    batches, cost = plan_batches(found.config, found.machine.world_size), found.run(ROWS)
+    unit = "bins" if found.config.packing else "rows"
+    host = f", {found.memory.host:.0f} of the host" if found.config.use_cpu_offload else ""
+    dollars = "" if cost.dollars is None else f", ${cost.dollars / found.config.num_epochs:.2f}"
+    return (f"{found.memory.total:.1f} of {found.machine.memory_gib:g} GiB per GPU{host}; "
+            f"{found.step.total:.1f} s a step of {batches.rows_per_step} {unit}; {ROWS:,} {unit} in "
+            f"{duration(cost.hours)}{dollars}")
+
+
+def recipes_page() -> str:
+    """The table of recipes."""
+    rows = []
+    for path in recipe_files():
+        said = header(path)
+        rows.append(f"| [{path.stem}](../examples/recipes/{path.name}) | {said['title']} | "
+                    f"`{said['machine']}` | {said['expects']} |")
+    return "\n".join([INTRO, "", "| recipe | what | machine | expects |", "|---|---|---|---|", *rows, ""])
+
+
 if __name__ == "__main__":
+    for path in recipe_files():
+        line = f"# expects: {expects(estimated(path))}"
+        path.write_text(re.sub(r"^# expects:.*$", line, path.read_text(), count=1, flags=re.M))
     for path, text in pages().items(): path.write_text(text)

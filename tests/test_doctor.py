@@ -82,7 +82,8 @@ def test_cards_are_read_from_the_driver_and_a_busy_or_badly_seated_one_is_noted(
 
 
 def test_cards_that_differ_and_figures_that_the_driver_does_not_know_are_no_fault(driver):
-    driver("0, NVIDIA A100, 81920, [N/A], 570.86, [N/A], [N/A]\n1, NVIDIA H100, 81920, 3, 570.86, 16, 16\n")
+    driver("0, NVIDIA A100, 81920, [N/A], 570.86, [N/A], [N/A]\n"
+           "1, NVIDIA H100, 81920, 3, 570.86, 16, 16\n")
     found = list(check_cards(gpu_rows()))
     assert levels(found) == [OK, OK, OK, NOTE] and "differ" in found[3].says
 
@@ -98,7 +99,8 @@ def test_cards_that_torch_does_not_see_are_wrong_with_the_reason(driver, monkeyp
 
 
 @pytest.mark.parametrize("link, level, says", [
-    ("NV4", OK, "NVLink (NV4)"), ("PHB", OK, "PCIe (PHB)"), ("SYS", NOTE, "through the processors (SYS)")])
+    ("NV4", OK, "NVLink (NV4)"), ("PHB", OK, "PCIe (PHB)"),
+    ("SYS", NOTE, "through the processors (SYS)")])
 def test_links_are_read_from_the_rows_and_not_from_the_legend(driver, link, level, says):
     driver(CARDS, TOPOLOGY.format(link=link))
     (found,) = check_links(2, nvidia_smi("topo", "-m"))
