@@ -54,6 +54,9 @@ class Training:
                 self.writer.join(self.watch.mark)
         except StopRequested:
             self.stop()
+        except BaseException:
+            self.writer.join(most_seconds=10)  # a rank that is gone would never be heard of
+            raise
 
     def ran_through(self) -> bool:
         """Train to the end; False if that came to bad steps and is to be tried from a checkpoint."""

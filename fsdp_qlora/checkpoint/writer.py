@@ -7,6 +7,7 @@ no collective of the thread can cross one of a step. One write is in flight at a
 """
 from __future__ import annotations
 
+import math
 import shutil
 import threading
 import time
@@ -79,7 +80,8 @@ class CheckpointWriter:
         if boundary.step == self.saved_step: return 0.0
         shot = self.snapshot(boundary)
         self.saved_step = boundary.step
-        self.thread = threading.Thread(target=self.write, args=(shot,), name="checkpoint")
+        self.thread = threading.Thread(target=self.write, args=(shot,), name="checkpoint",
+                                       daemon=True)
         self.thread.start()
         self.clock = time.monotonic()
         return time.perf_counter() - started
@@ -98,10 +100,11 @@ class CheckpointWriter:
         self.join()
         raise OSError("no checkpoint could be written: " + from_main(lambda: self.failure))
 
-    def join(self, mark: Callable[[], None] = lambda: None):
-        """Wait until this rank's thread is done."""
-        while self.thread and self.thread.is_alive():
-            self.thread.join(1.0)
+    def join(self, mark: Callable[[], None] = lambda: None, most_seconds: float = math.inf):
+        """Wait until this rank's thread is done; after an error no longer than is given."""
+        deadline = time.monotonic() + most_seconds
+        while self.thread and self.thread.is_alive() and time.monotonic() < deadline:
+            self.thread.join(min(1.0, most_seconds))
             mark()
         self.thread = None
 
