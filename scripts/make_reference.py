@@ -27,8 +27,8 @@ ROOT = Path(__file__).parents[1]
 ROWS = 1000  # for which a recipe's header gives the time
 INTRO = """# Recipes
 
-Made by `python scripts/make_reference.py` from the headers of [examples/recipes](../examples/recipes); do
-not edit.
+Made by `python scripts/make_reference.py` from the headers of [examples/recipes](../examples/recipes);
+do not edit.
 
 A recipe is a YAML file of settings, one `name: value` a line, with the names of the
 [flags](flags.md). `--config recipe.yaml` reads it, and flags of the command line win:
@@ -39,8 +39,8 @@ fsdp-qlora estimate --config examples/recipes/7b-1x24gb.yaml --gpu "RTX 4090"
 ```
 
 Paths in it are seen from the folder where the command runs. An unknown name is refused with its line
-and the nearest name. Editors with the YAML language server check a recipe while it is written: its first
-line names the schema, which `fsdp-qlora schema > schema.json` makes.
+and the nearest name. Editors with the YAML language server check a recipe while it is written: its
+first line names the schema, which `fsdp-qlora schema > schema.json` makes.
 
 What each expects is predicted by `fsdp-qlora estimate`, for rows as long as `context_length`; none was
 measured as written."""
@@ -98,7 +98,8 @@ def recipes_page() -> str:
         said = header(path)
         rows.append(f"| [{path.stem}](../examples/recipes/{path.name}) | {said['title']} | "
                     f"`{said['machine']}` | {said['expects']} |")
-    return "\n".join([INTRO, "", "| recipe | what | machine | expects |", "|---|---|---|---|", *rows, ""])
+    head = ["| recipe | what | machine | expects |", "|---|---|---|---|"]
+    return "\n".join([INTRO, "", *head, *rows, ""])
 
 
 if __name__ == "__main__":
