@@ -1,7 +1,7 @@
-"""LoRA on frozen linear layers: PEFT's bookkeeping, one op of our own for the arithmetic.
+"""LoRA and DoRA on frozen linear layers: PEFT's bookkeeping, ops of our own for the arithmetic.
 
 PEFT decides what an adapter is called, how it is configured and how it is saved, so that everything
-written here loads in plain PEFT; `lora_ops.py` computes. LoRA is arXiv:2106.09685.
+written here loads in plain PEFT; `lora_ops.py` and `dora.py` compute. LoRA is arXiv:2106.09685.
 
 Shapes: I inputs, O outputs, R rank.  A (R, I), B (O, R)
 """
@@ -20,8 +20,9 @@ from . import fp8
 from .arch import DEFAULT_TARGETS
 from .blocks import base_model, is_linear, linear_names, output_head
 from .dist import local_rows
+from .dora import Magnitude, adapted_norms, norms_of
 from .lora_ops import adapted_inputs, adapted_linear
-from .quantize import QuantLinear, compute_input
+from .quantize import QuantLinear, compute_input, frozen_linear
 
 
 class LoraLinear(nn.Module, LoraLayer):
@@ -42,30 +43,53 @@ class LoraLinear(nn.Module, LoraLayer):
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         return module.in_features, module.out_features
 
+    @property
+    def lora_variants(self) -> dict:
+        """The kinds of LoRA that this layer computes, as PEFT asks for them."""
+        return {(): None, ("use_dora",): Magnitude}
+
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         if self.disable_adapters: return self.base_layer(x)
         x = compute_input(x)
         (name,) = self.active_adapters
-        base = self.base_layer
         drop = self.lora_dropout[name]
         p = drop.p if self.training and isinstance(drop, nn.Dropout) else 0.0
         rows = x.reshape(-1, x.shape[-1])
+        with_magnitude = name in self.lora_magnitude_vector
+        y = self.turned(rows, name, p) if with_magnitude else self.adapted(rows, name, p)
+        # Not a view to autograd: FSDP warns of units that return one.
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
+
+    def adapted(self, rows: Tensor, name: str, p: float = 0.0, with_bias: bool = True) -> Tensor:
+        """x W^T + bias + scaling (x' A^T) B^T (N, O), where x' is x with a share p dropped."""
+        base = self.base_layer
         keep = torch.empty_like(rows, dtype=torch.bool).bernoulli_(1 - p) if p else None
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
         absmax, quant_type = getattr(base, "absmax", None), getattr(base, "quant_type", "")
         scale, form = self.scaling[name], (base.in_features, quant_type, self.product_dtype)
         xa, token = adapted_inputs(rows, base.weight, absmax, a, b, keep, scale, 1 / (1 - p), *form)
-        y = adapted_linear(token, rows.detach(), xa.detach(), base.weight, absmax, base.bias,
-                           None if p else a.detach(), b.detach(), scale, *form)
-        # Not a view to autograd: FSDP warns of units that return one.
-        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
+        return adapted_linear(token, rows.detach(), xa.detach(), base.weight, absmax,
+                              base.bias if with_bias else None, None if p else a.detach(), b.detach(),
+                              scale, *form)
+
+    def turned(self, rows: Tensor, name: str, p: float) -> Tensor:
+        """DoRA's output (N, O). As in PEFT, what dropout takes away goes through W alone."""
+        base, a, b = self.base_layer, self.lora_A[name].weight, self.lora_B[name].weight
+        norms = norms_of(base, a, b, self.scaling[name], rows.dtype)
+        left = nn.functional.dropout(rows, p) if p else rows
+        y = self.adapted(left, name, with_bias=False) * (self.lora_magnitude_vector[name].weight / norms)
+        if p:
+            y = y + frozen_linear(rows - left, base.weight, getattr(base, "absmax", None), None,
+                                  base.in_features, getattr(base, "quant_type", ""),
+                                  self.product_dtype)
+        return (y if base.bias is None else y + base.bias).to(rows.dtype)
 
 
 def lora_config(*, rank: int = 64, alpha: int = 16, dropout: float = 0.0,
-                target_modules: str | list[str] | None = "all-linear") -> LoraConfig:
-    """A PEFT LoRA configuration for causal language models."""
+                target_modules: str | list[str] | None = "all-linear", **more) -> LoraConfig:
+    """A PEFT LoRA configuration for causal language models; `more` is PEFT's, such as use_dora."""
     return LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, lora_dropout=dropout,
-                      target_modules=target_modules)
+                      target_modules=target_modules, **more)
 
 
 def apply_adapters(model: nn.Module, config: LoraConfig, dtype: torch.dtype = torch.float32
@@ -129,7 +153,7 @@ def adapter_counts(model: nn.Module) -> dict[str, int]:
 
 
 def init_adapters(model: nn.Module, seed: int) -> None:
-    """Give every adapter its values after loading: A uniform as PEFT, B zero.
+    """Give every adapter its values after loading: A uniform as PEFT, B zero, m the norms of W.
 
     The values come from a seed per parameter name, so every sharding and world size starts equal.
     """
@@ -139,6 +163,21 @@ def init_adapters(model: nn.Module, seed: int) -> None:
             if ".lora_B." in name: local.zero_()
             elif ".lora_A." in name:
                 local.copy_(initial_a(name, seed, parameter.shape)[start:stop])
+    for layer in model.modules():
+        if isinstance(layer, LoraLinear): init_magnitudes(layer)
+
+
+def init_magnitudes(layer: LoraLinear):
+    """Let DoRA's m be |W|, each rank from its own rows: FSDP cuts both at the same places."""
+    base = layer.base_layer
+    for magnitude in layer.lora_magnitude_vector.values():
+        weight, *rows = local_rows(base.weight)
+        local, *same_rows = local_rows(magnitude.weight)
+        assert rows == same_rows
+        absmax = local_rows(base.absmax)[0] if hasattr(base, "absmax") else None
+        with torch.no_grad():
+            local.copy_(adapted_norms(weight, absmax, None, None, 1.0, base.in_features,
+                                      getattr(base, "quant_type", ""), torch.float32))
 
 
 def initial_a(name: str, seed: int, shape) -> Tensor:

@@ -84,9 +84,9 @@ def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, C
     if config.quant != "none":
         quantize_linears(model, config.quant_type, absmax_dtype=config.absmax_dtype,
                          names=layers_to_quantize(checkpoint, config.quant_type))
-    if config.adapter == "lora":
+    if config.adapter != "none":
         lora = lora_config(rank=config.lora_rank, alpha=config.lora_alpha, dropout=config.lora_dropout,
-                           target_modules=config.target_modules)
+                           target_modules=config.target_modules, use_dora=config.adapter == "dora")
         lora.revision = config.revision
         model = apply_adapters(model, lora, DTYPES[config.adapter_dtype])
     return model, checkpoint

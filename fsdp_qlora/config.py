@@ -35,8 +35,10 @@ TRAIN_TYPES = {
     "qlora": ("nf4", "lora"),
     "custom_qlora": ("nf4", "lora"),
     "hqq_lora": ("hqq", "lora"),
+    "bnb_dora": ("nf4", "dora"),
+    "hqq_dora": ("hqq", "dora"),
 }
-LATER_TRAIN_TYPES = ("hqq_dora", "bnb_dora", "bnb_llama_pro", "hqq_llama_pro")
+LATER_TRAIN_TYPES = ("bnb_llama_pro", "hqq_llama_pro")
 
 # `all` is the original script's list, without o_proj; `all-linear` is every linear but the head.
 OLD_ALL_TARGETS = ("k_proj", "q_proj", "v_proj", "up_proj", "down_proj", "gate_proj")
@@ -83,8 +85,8 @@ class ModelOptions:
 @dataclass(kw_only=True)
 class AdapterOptions:
     """Adapter"""
-    adapter: str = opt("auto", "auto = from --train_type; none trains every weight",
-                       choices=("auto", "none", "lora"))
+    adapter: str = opt("auto", "auto = from --train_type; dora = LoRA with a trained magnitude per "
+                       "output; none trains every weight", choices=("auto", "none", "lora", "dora"))
     lora_rank: int = opt(64, "rank R of the adapters")
     lora_alpha: int = opt(16, "adapter output is scaled by lora_alpha / lora_rank")
     lora_dropout: float = opt(0.1, "dropout on the adapter's input", unit="share")

@@ -197,6 +197,12 @@ def replace_folder(new: Path, folder: Path):
     shutil.rmtree(old, ignore_errors=True)
 
 
+def saved_name(name: str) -> str:
+    """A trained parameter's name in an adapter folder."""
+    if "lora_magnitude_vector" in name: return name.removesuffix(".default.weight")
+    return name.replace(".default.", ".")
+
+
 def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     """Fill a built model's adapters from an adapter folder, each rank its own rows."""
     from safetensors import safe_open
@@ -204,5 +210,5 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
             torch.no_grad():
         for name, parameter in trainable_parameters(model).items():
             local, start, stop = local_rows(parameter)
-            local.copy_(file.get_slice(name.replace(".default.", "."))[start:stop])
+            local.copy_(file.get_slice(saved_name(name))[start:stop])
     return model

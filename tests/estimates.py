@@ -38,10 +38,11 @@ def tiny(known: str, setup: Setup):
         attn_implementation=setup.attention)
     shape = shape_from_config(config)
     if setup.quant != "none": quantize_linears(model, setup.quant)
-    if setup.adapter == "lora":
+    if setup.adapter != "none":
         targets = list(setup.targets) if isinstance(setup.targets, tuple) else setup.targets
         model = apply_adapters(model, lora_config(
-            rank=setup.lora_rank, dropout=setup.lora_dropout, target_modules=targets))
+            rank=setup.lora_rank, dropout=setup.lora_dropout, target_modules=targets,
+            use_dora=setup.adapter == "dora"))
     materialize(model, torch.device("cpu"), torch.device("cpu"))  # PEFT left adapters on meta
     apply_activation_policy(model, setup.policies(shape))
     if setup.compile:

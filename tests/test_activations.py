@@ -30,9 +30,10 @@ def folder(tmp_path_factory):
 def tiny_model(folder, train_type, policy="keep_all", reentrant=False, dropout=0.0):
     """A tiny llama in training mode, B not zero so that every gradient is of consequence."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_cache=False)
-    if train_type == "qlora": quantize_linears(model)
+    if train_type in ("qlora", "bnb_dora"): quantize_linears(model)
     if train_type != "full":
-        model = apply_adapters(model, lora_config(rank=4, dropout=dropout))
+        model = apply_adapters(model, lora_config(rank=4, dropout=dropout,
+                                                  use_dora="dora" in train_type))
         materialize(model, CPU, CPU)
         init_adapters(model, 0)
         for name, p in trainable_parameters(model).items():
@@ -48,7 +49,8 @@ def loss_and_gradients(model):
 
 
 @pytest.mark.parametrize("train_type, dropout", [("full", 0.0), ("lora", 0.0), ("qlora", 0.0),
-                                                 ("qlora", 0.2)])
+                                                 ("qlora", 0.2), ("dora", 0.0), ("bnb_dora", 0.0),
+                                                 ("bnb_dora", 0.2)])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradients_equal_those_with_everything_kept(folder, train_type, dropout, reentrant):
     kept = loss_and_gradients(tiny_model(folder, train_type, dropout=dropout))

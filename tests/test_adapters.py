@@ -63,15 +63,19 @@ def our_layer(base: str, bias: bool = False, dropout: float = 0.0, dtype=torch.f
     return with_values(LoraLinear(linear, "default", config, r=R, lora_alpha=ALPHA))
 
 
+def bnb_linear(linear: nn.Linear, bias: bool, dtype) -> Linear4bit:
+    """bitsandbytes' 4-bit form of a linear layer."""
+    quant = Linear4bit(I, O, bias, dtype, quant_type="nf4")
+    quant.weight = Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4",
+                              compress_statistics=False)
+    quant.bias = linear.bias
+    return quant.to("cpu")
+
+
 def peft_layer(base: str, bias: bool = False, dtype=torch.float32):
     """PEFT's LoRA layer over bitsandbytes' Linear4bit or nn.Linear."""
     linear = base_linear(bias, dtype)
-    if base == "nf4":
-        quant = Linear4bit(I, O, bias, dtype, quant_type="nf4")
-        quant.weight = Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4",
-                                  compress_statistics=False)
-        quant.bias = linear.bias
-        linear = quant.to("cpu")
+    if base == "nf4": linear = bnb_linear(linear, bias, dtype)
     model = inject_adapter_in_model(LoraConfig(r=R, lora_alpha=ALPHA, target_modules=["proj"]),
                                     nn.ModuleDict(dict(proj=linear)))
     return with_values(model["proj"])
@@ -116,6 +120,7 @@ def test_bf16_compute_keeps_outputs_in_bf16_and_adapter_gradients_in_fp32():
 
 @pytest.mark.parametrize("in_features, out_features", [(72, 100), (31, 33)])
 def test_sizes_that_are_not_whole_blocks_equal_the_formula(in_features, out_features):
+    torch.manual_seed(0)
     linear = QuantLinear.from_linear(nn.Linear(in_features, out_features))
     layer = LoraLinear(linear, "default", lora_config(rank=3, alpha=6), r=3, lora_alpha=6).float()
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight

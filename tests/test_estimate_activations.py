@@ -68,12 +68,14 @@ def tensors_in(tree):
     ("llama-2-7b", dict(attention="eager")), ("qwen2.5-7b", {}), ("qwen3-8b", {}),
     ("gemma-7b", {}), ("phi-3-mini-4k", {}), ("llama-2-7b", dict(quant="none", adapter="none")),
     ("llama-2-7b", dict(compile=True)), ("qwen3-8b", dict(compile=True, lora_dropout=0.1)),
+    ("llama-2-7b", dict(adapter="dora")), ("llama-2-7b", dict(adapter="dora", compile=True)),
 ])
 def test_saved_activations_are_those_that_autograd_saves(known, changes, monkeypatch):
     setup = replace(SMALL, activation_policy="keep_all", **changes)
     model, shape = tiny(known, setup)
     traced = traced_block_bytes(model, setup, monkeypatch)
-    assert saved_by_block(shape, setup) == pytest.approx(traced, rel=0.01)
+    within = 0.02 if setup.adapter == "dora" and setup.compile else 0.01  # some xA are made again
+    assert saved_by_block(shape, setup) == pytest.approx(traced, rel=within)
 
 
 @pytest.mark.parametrize("policy", [p for p in ACTIVATION_POLICIES if p != "keep_all"])

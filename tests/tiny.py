@@ -62,14 +62,18 @@ def padded_batch(rows) -> dict[str, torch.Tensor]:
 
 def reference_model(folder: str, train_type: str, dtype=torch.float32, targets=TARGETS,
                     quantization: BitsAndBytesConfig | None = None):
-    """The model as plain transformers, bitsandbytes and PEFT make it, in one process."""
-    if train_type == "qlora" and quantization is None:
+    """The model as plain transformers, bitsandbytes and PEFT make it, in one process.
+
+    train_type: that of the run, or "dora" for DoRA on plain weights.
+    """
+    if train_type in ("qlora", "bnb_dora") and quantization is None:
         quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
                                           bnb_4bit_compute_dtype=dtype)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype,
                                                  quantization_config=quantization)
     if train_type == "full": return model.train()
-    config = LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=8, target_modules=targets)
+    config = LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=8, target_modules=targets,
+                        use_dora="dora" in train_type)
     model = get_peft_model(model, config)
     with torch.no_grad():
         for name, p in model.named_parameters():

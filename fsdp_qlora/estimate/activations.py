@@ -70,9 +70,19 @@ def attention_saved(shape: ModelShape, setup: Setup, output_kept: bool) -> float
 
 
 def adapter_saved(shape: ModelShape, setup: Setup) -> float:
-    """xA (N, R) of each adapted layer of a block, and its dropout mask (N, in) of one byte each."""
-    masks = sum(shape.linears()[name][1] for name in adapted_names(shape, setup))
-    return rank_products(shape, setup) + (setup.tokens * masks if setup.lora_dropout else 0)
+    """xA (N, R) of each adapted layer of a block, and its dropout mask (N, in) of one byte each.
+
+    DoRA also keeps what it scales, (N, out), for the gradient of its magnitudes, and what dropout
+    leaves of the input; a compiled block makes v, gate and up from it again.
+    """
+    sizes = {name: shape.linears()[name] for name in adapted_names(shape, setup)}
+    a, inputs = BYTES[setup.precision], sum(wide for _, wide in sizes.values())
+    per_token = inputs if setup.lora_dropout else 0
+    if setup.adapter == "dora":
+        again = {"v_proj", "gate_proj", "up_proj"} if setup.compile else ()
+        per_token += a * inputs * bool(setup.lora_dropout)
+        per_token += a * sum(out for name, (out, _) in sizes.items() if name not in again)
+    return rank_products(shape, setup) + setup.tokens * per_token
 
 
 def rank_products(shape: ModelShape, setup: Setup) -> float:
@@ -83,7 +93,7 @@ def rank_products(shape: ModelShape, setup: Setup) -> float:
 
 def adapted_names(shape: ModelShape, setup: Setup) -> list[str]:
     """The adapted layers of a block."""
-    if setup.adapter != "lora": return []
+    if setup.adapter == "none": return []
     return [name for name in shape.targets(as_given(setup.targets)) if name in shape.linears()]
 
 
@@ -172,7 +182,7 @@ def backward_working(shape: ModelShape, setup: Setup) -> float:
     n, a = setup.tokens, BYTES[setup.precision]
     wide, hidden = n * shape.intermediate * a, n * shape.hidden * a
     kept = inputs_kept(shape, setup)["down_proj"]
-    dropout = 2 * wide if kept and setup.adapter == "lora" and setup.lora_dropout else 0
+    dropout = 2 * wide if kept and setup.adapter != "none" and setup.lora_dropout else 0
     own_gradient = 0.0
     if setup.adapter == "none":
         own_gradient = shape.hidden * shape.intermediate * a
@@ -202,7 +212,7 @@ def loss_bytes(shape: ModelShape, setup: Setup) -> float:
     own loss: all tokens' logits, cast to fp32, their log-softmax and both gradients.
     """
     a, n = BYTES[setup.precision], setup.tokens
-    if setup.adapter == "lora" and "lm_head" in shape.targets(as_given(setup.targets)):
+    if setup.adapter != "none" and "lm_head" in shape.targets(as_given(setup.targets)):
         return n * shape.vocab * (12 + 2 * a)
     chunk = max(128, min(1024, CHUNK_LOGITS // shape.vocab // 128 * 128))
     rows = min(n, chunk)

@@ -75,19 +75,22 @@ def flops_per_token(shape: ModelShape, setup: Setup) -> Flops:
                  recompute_attention=attention * blocks / shape.layers)
 
 
-def rerun_linears(shape: ModelShape, policy: str) -> dict[str, tuple[int, int]]:
+def rerun_linears(shape: ModelShape, setup: Setup, policy: str) -> dict[str, tuple[int, int]]:
     """(out, in) of the linear layers whose product a block's backward runs again.
 
-    Not down_proj, the last one, whose output no backward needs but that of a norm after it.
+    Not down_proj, the last one, whose output no backward needs but that of a norm after it, or of a
+    DoRA magnitude.
     """
     if policy in ("keep_linears", "keep_all"): return {}
+    last_too = normed_output(shape) or (setup.adapter == "dora"
+                                        and "down_proj" in adapted_linears(shape, setup))
     return {name: size for name, size in shape.linears().items()
-            if name != "down_proj" or normed_output(shape)}
+            if name != "down_proj" or last_too}
 
 
 def rerun_weights(shape: ModelShape, setup: Setup, policy: str) -> int:
     """Weights of one block whose products run again; of adapters all A, unless all is kept."""
-    again = rerun_linears(shape, policy)
+    again = rerun_linears(shape, setup, policy)
     weights = sum(out * wide for out, wide in again.values())
     if policy == "keep_all": return weights
     adapted = adapted_linears(shape, setup)
@@ -103,14 +106,14 @@ def reruns_attention(setup: Setup, policy: str) -> bool:
 
 def adapted_linears(shape: ModelShape, setup: Setup) -> dict[str, tuple[int, int]]:
     """(out, in) of the adapted linear layers of a block."""
-    if setup.adapter != "lora": return {}
+    if setup.adapter == "none": return {}
     targets = shape.targets(as_given(setup.targets))
     return {name: size for name, size in shape.linears().items() if name in targets}
 
 
 def adapter_params(shape: ModelShape, setup: Setup) -> int:
     """Weights of the adapters, 0 without any."""
-    if setup.adapter != "lora": return 0
+    if setup.adapter == "none": return 0
     return shape.lora_params(setup.lora_rank, as_given(setup.targets))
 
 
@@ -194,7 +197,7 @@ def compute_parts(shape: ModelShape, gpu: Gpu, setup: Setup) -> dict[str, float]
     for policy, count in Counter(setup.policies(shape)).items():
         moved += count * sum(activation_traffic(shape, setup))
         moved_again += count * rerun_traffic(shape, setup, policy)
-        packed_again += count * sum(dequantize.get(t, 0.0) for t in rerun_linears(shape, policy))
+        packed_again += count * sum(dequantize.get(t, 0.0) for t in rerun_linears(shape, setup, policy))
     return dict(
         linears=n * ((flops.linears - flops.head) / frozen_rate + (flops.head + flops.adapters) / rate)
         / MATMUL_SHARE,
@@ -249,7 +252,7 @@ def rerun_traffic(shape: ModelShape, setup: Setup, policy: str) -> float:
     All but the outputs of layers whose product does not run again.
     """
     if policy == "keep_all": return 0.0
-    again = rerun_linears(shape, policy)
+    again = rerun_linears(shape, setup, policy)
     kept = sum(out for name, (out, _) in adapted_linears(shape, setup).items() if name not in again)
     forward, _ = activation_traffic(shape, setup)
     return forward - setup.tokens * BYTES[setup.precision] * 2 * kept

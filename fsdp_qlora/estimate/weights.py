@@ -43,7 +43,7 @@ def plain(kind: str, rows: int, width: int, dtype: str, trained: bool) -> Weight
 def linear_weights(shape: ModelShape, setup: Setup, part: str = "") -> tuple[Weight, ...]:
     """Linear weights of a block with absmax and adapters; of its "attention" or "mlp" alone."""
     trained, weights = setup.adapter == "none", []
-    targets = shape.targets(as_given(setup.targets)) if setup.adapter == "lora" else ()
+    targets = shape.targets(as_given(setup.targets)) if setup.adapter != "none" else ()
     for name, (out, wide) in shape.linears().items():
         if part and (name in ATTENTION_LINEARS) != (part == "attention"): continue
         if setup.quant == "none":
@@ -77,9 +77,11 @@ def as_given(targets):
 
 
 def adapter(out: int, wide: int, setup: Setup) -> list[Weight]:
-    """A (R, in) and B (out, R)."""
-    return [plain("adapters", setup.lora_rank, wide, setup.adapter_dtype, True),
-            plain("adapters", out, setup.lora_rank, setup.adapter_dtype, True)]
+    """A (R, in) and B (out, R), and DoRA's magnitudes (out,)."""
+    weights = [plain("adapters", setup.lora_rank, wide, setup.adapter_dtype, True),
+               plain("adapters", out, setup.lora_rank, setup.adapter_dtype, True)]
+    if setup.adapter == "dora": weights.append(plain("adapters", out, 1, setup.adapter_dtype, True))
+    return weights
 
 
 @lru_cache(maxsize=16)
@@ -103,7 +105,7 @@ def root_weights(shape: ModelShape, setup: Setup) -> list[Weight]:
     weights = [plain("embedding" if shape.tied else "head", shape.vocab, shape.hidden,
                      setup.precision, trained),
                plain("norms", shape.hidden, 1, setup.precision, trained)]
-    if setup.adapter == "lora" and "lm_head" in shape.targets(as_given(setup.targets)):
+    if setup.adapter != "none" and "lm_head" in shape.targets(as_given(setup.targets)):
         weights += adapter(shape.vocab, shape.hidden, setup)
     return weights
 

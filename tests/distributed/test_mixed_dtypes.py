@@ -22,6 +22,7 @@ from tests.tiny import (
 )
 
 STRATEGIES = ("ddp", "shard_grad_op", "full_shard", "hybrid_shard_grad_op", "hybrid_full_shard")
+TRAIN_TYPES = ("lora", "qlora", "dora", "bnb_dora")
 STEPS = tiny_rows(steps=2, rows_per_step=4)
 
 
@@ -36,8 +37,8 @@ def mixed_model(folder: str, train_type: str, strategy: str):
     import fsdp_qlora as fq
     device = torch.device("cpu")
     model = fq.meta_model(fq.read_config(folder), torch.bfloat16)
-    if train_type == "qlora": fq.quantize_linears(model, "nf4")
-    model = fq.apply_adapters(model, fq.lora_config(rank=RANK, alpha=8))
+    if train_type in ("qlora", "bnb_dora"): fq.quantize_linears(model, "nf4")
+    model = fq.apply_adapters(model, fq.lora_config(rank=RANK, alpha=8, use_dora="dora" in train_type))
     for name, p in model.named_parameters():
         if is_wide(name): p.data = p.data.float()
     fq.apply_activation_policy(model, "recompute_all")
@@ -72,15 +73,19 @@ def reference_losses(folder: str, train_type: str) -> list[float]:
     """Of one fp32 process whose linear weights have the values that bf16, or NF4, keeps."""
     model = reference_model(folder, train_type)
     for name, p in model.named_parameters():
-        if train_type == "lora" and ".base_layer." in name: p.data = p.data.bfloat16().float()
+        if train_type in ("qlora", "bnb_dora") or ".base_layer." not in name: continue
+        p.data = p.data.bfloat16().float()
+        if train_type == "dora":
+            layer = model.get_submodule(name.removesuffix(".base_layer.weight"))
+            layer.lora_magnitude_vector["default"].weight.data = p.norm(dim=1).detach()
     return reference_run(model, STEPS)[0]
 
 
 def test_every_strategy_trains_only_the_adapters_of_a_model_of_two_dtypes(tmp_path):
     folder = save_tiny(tmp_path)
-    cases = [(t, s) for t in ("lora", "qlora") for s in STRATEGIES]
+    cases = [(t, s) for t in TRAIN_TYPES for s in STRATEGIES]
     results = run_ranks(train_mixed, 4, folder, cases)[0]
-    expected = {t: reference_losses(folder, t) for t in ("lora", "qlora")}
+    expected = {t: reference_losses(folder, t) for t in TRAIN_TYPES}
     for (train_type, strategy), result in zip(cases, results, strict=True):
         assert relative(result["losses"], expected[train_type]) < 1e-5, (train_type, strategy)
         for name, dtype in result["dtypes"].items():
