@@ -55,10 +55,10 @@ def start_ranks(count: int, config: RunConfig, command: str, argv: list[str]):
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
     # Each rank has said in one line what went wrong; torch's banner of all ranks would bury it.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     launch = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=count, run_id="fsdp_qlora",
                           rdzv_backend="c10d", rdzv_endpoint=meeting_point(config),
                           max_restarts=0, monitor_interval=0.2)
+    launch.signals_to_handle = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # passed on to the ranks
     try:
         elastic_launch(launch, sys.executable)("-m", "fsdp_qlora.cli", command, *argv)
     except ChildFailedError as error:

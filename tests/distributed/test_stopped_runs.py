@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -80,6 +81,20 @@ def test_ctrl_c_ends_all_ranks_without_a_traceback_and_without_an_adapter(folder
     assert code == 130 and "stopped" in error and "Traceback" not in error, error
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+@pytest.mark.parametrize("world_size, to_a_rank, number", [
+    (1, False, signal.SIGTERM), (2, False, signal.SIGTERM), (2, False, signal.SIGUSR1),
+    (2, True, signal.SIGUSR1)])
+def test_sigterm_or_sigusr1_to_the_launcher_or_a_rank_saves_and_ends_with_75(
+        folder, rows, tmp_path, world_size, to_a_rank, number):
+    run = endless_run(folder, rows, tmp_path, world_size)
+    os.kill(ranks_of(run)[1] if to_a_rank else run.pid, number)
+    code, error, seconds = end_of(run)
+    assert code == 75 and seconds < 30 and "Traceback" not in error, error
+    step = re.search(r"stopped after step (\d+); saved in", error)[1]
+    (saved,) = (tmp_path / "checkpoints").glob("step-*")
+    assert int(saved.name.removeprefix("step-")) == int(step) >= 3
 
 
 def test_the_death_of_one_rank_ends_the_others_and_is_named(folder, rows, tmp_path):
