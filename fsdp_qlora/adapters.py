@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -100,11 +101,26 @@ def apply_adapters(model: nn.Module, config: LoraConfig, dtype: torch.dtype = to
     ValueError, listing the candidates, if a target module does not exist.
     """
     config.target_modules = resolve_targets(model, config.target_modules)
+    check_patterns(model, config)
     config._register_custom_module({QuantLinear: LoraLinear, nn.Linear: LoraLinear})
     peft_model = get_peft_model(model, config, autocast_adapter_dtype=False,
                                 low_cpu_mem_usage=next(model.parameters()).is_meta)
     for p in trainable_parameters(peft_model).values(): p.data = p.data.to(dtype)
     return peft_model
+
+
+def check_patterns(model: nn.Module, config: LoraConfig):
+    """Refuse a rank or alpha for a layer that is not adapted: PEFT only warns, or says nothing."""
+    targets = config.target_modules
+    if targets is None: targets = PEFT_TARGETS[base_model(model).config.model_type]
+    if isinstance(targets, str): return
+    adapted = [name for name, m in model.named_modules()
+               if is_linear(m) and any(name == t or name.endswith(f".{t}") for t in targets)]
+    for flag in ("rank_pattern", "alpha_pattern"):
+        for key in getattr(config, flag):
+            if any(re.fullmatch(rf"(.*\.)?({key})", name) for name in adapted): continue
+            found = ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in adapted))
+            raise ValueError(f"--lora_{flag} {key}: no adapted layer of that name; there are {found}")
 
 
 def resolve_targets(model: nn.Module, targets) -> set[str] | list[str] | None:

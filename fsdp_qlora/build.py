@@ -86,7 +86,9 @@ def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, C
                          names=layers_to_quantize(checkpoint, config.quant_type))
     if config.adapter != "none":
         lora = lora_config(rank=config.lora_rank, alpha=config.lora_alpha, dropout=config.lora_dropout,
-                           target_modules=config.target_modules, use_dora=config.adapter == "dora")
+                           target_modules=config.target_modules, use_dora=config.adapter == "dora",
+                           use_rslora=config.use_rslora, rank_pattern=config.rank_pattern,
+                           alpha_pattern=config.alpha_pattern)
         lora.revision = config.revision
         model = apply_adapters(model, lora, DTYPES[config.adapter_dtype])
     return model, checkpoint

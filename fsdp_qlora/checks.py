@@ -63,6 +63,7 @@ def check_numbers(config):
             refuse(name, "1 or more, or auto" if name == "batch_size" else "-1 or above 0")
     for name in NOT_NEGATIVE:
         if not getattr(config, name) >= 0: refuse(name, "0 or more")
+    if not config.loraplus_lr_ratio > 0: refuse("loraplus_lr_ratio", "above 0")
     if not config.grad_norm > 0: refuse("grad_norm", "above 0")
     if not 0.01 <= config.timeout_minutes <= 1e5: refuse("timeout_minutes", "from 0.01 to 100000")
     budget = config.activation_budget_gib
@@ -90,6 +91,7 @@ def check_together(config):
                          "use sdpa")
     if config.adapter != "none" and not config.target_modules and config.target_modules is not None:
         raise ValueError("--lora_target_modules is empty; give all-linear or module names")
+    for flag in ("lora_rank_pattern", "lora_alpha_pattern"): module_pattern(flag, getattr(config, flag))
     if config.compute_dtype == "bf16" and config.precision != "bf16":
         raise ValueError(f"--compute_dtype bf16 with --precision {config.precision}: products are "
                          "in the precision; use --precision bf16")
@@ -110,6 +112,18 @@ def check_together(config):
         raise ValueError("--profile_memory and --profile both record the GPU's memory; give one of them")
     check_cpu_offload(config)
     check_activation_offload(config)
+
+
+def module_pattern(flag: str, text: str | None) -> dict[str, int]:
+    """`name=number,...` as a dict; none is empty. Raises ValueError naming the flag."""
+    found = {}
+    for part in text.split(",") if text else ():
+        name, _, number = part.strip().partition("=")
+        if not name or not number.isdecimal() or not int(number):
+            raise ValueError(f"--{flag} {text}: {part.strip()!r} is not a module and a number of 1 or "
+                             "more; write it as q_proj=16,down_proj=128")
+        found[name] = int(number)
+    return found
 
 
 def check_cpu_offload(config):
@@ -185,6 +199,7 @@ WITHOUT_EFFECT = {
     "export_memory_timeline": "--profile decides",
     **dict.fromkeys(("project_name", "name", "group", "entity"), "they belong to --log_to wandb"),
 }
+OF_ADAPTERS = ("use_rslora", "lora_rank_pattern", "lora_alpha_pattern", "loraplus_lr_ratio")
 OF_THE_PROFILE = ("profiling_output", "with_stack", "with_shapes", "wait_steps", "warmup_steps",
                   "active_steps", "repeat", "profiling_frequency")
 
@@ -202,6 +217,9 @@ def settings_without_effect(config) -> list[str]:
     changed = changed_settings(config)
     warnings = [f"--{name} has no effect: {why}" for name, why in WITHOUT_EFFECT.items()
                 if name in changed]
+    if config.adapter == "none":
+        warnings += [f"--{name} has no effect: --train_type full has no adapters" for name in
+                     OF_ADAPTERS if name in changed]
     if not config.profile:
         warnings += [f"--{name} has no effect: it belongs to --profile" for name in OF_THE_PROFILE
                      if name in changed]

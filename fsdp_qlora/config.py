@@ -18,6 +18,7 @@ from .checks import (
     check_remote_code,
     check_together,
     check_types,
+    module_pattern,
 )
 from .settings import AUTO, opt
 
@@ -89,6 +90,19 @@ class AdapterOptions:
                        "output; none trains every weight", choices=("auto", "none", "lora", "dora"))
     lora_rank: int = opt(64, "rank R of the adapters")
     lora_alpha: int = opt(16, "adapter output is scaled by lora_alpha / lora_rank")
+    use_rslora: bool = opt(False, "scale by lora_alpha / sqrt(lora_rank) instead: rsLoRA, for large "
+                           "ranks")
+    lora_rank_pattern: str | None = opt(None, "other ranks for some modules",
+                                        example="q_proj=16,down_proj=128")
+    lora_alpha_pattern: str | None = opt(None, "other values of --lora_alpha for some modules",
+                                         example="q_proj=32")
+    init_lora_weights: str = opt(
+        "default", "first values of an adapter: A random and B zero", later=("pissa", "olora", "loftq"),
+        choices=("default", "pissa", "olora", "loftq"))
+    modules_to_save: str | None = opt(None, "modules that are trained whole beside the adapters",
+                                      later=("*",))
+    loraplus_lr_ratio: float = opt(1.0, "learning rate of B, and of DoRA's magnitudes, over --lr: "
+                                   "LoRA+", example=16)
     lora_dropout: float = opt(0.1, "dropout on the adapter's input", unit="share")
     lora_target_modules: str = opt(
         "all-linear", "all-linear (every linear but the head), all (the original script's six), "
@@ -321,6 +335,16 @@ class RunConfig(*GROUPS):
     def evaluates(self) -> bool:
         """Whether there are held-out rows."""
         return self.holds_out_a_data_set or self.eval_share > 0
+
+    @property
+    def rank_pattern(self) -> dict[str, int]:
+        """`lora_rank_pattern` as PEFT takes it."""
+        return module_pattern("lora_rank_pattern", self.lora_rank_pattern)
+
+    @property
+    def alpha_pattern(self) -> dict[str, int]:
+        """`lora_alpha_pattern` as PEFT takes it."""
+        return module_pattern("lora_alpha_pattern", self.lora_alpha_pattern)
 
     @property
     def target_modules(self) -> str | list[str] | None:

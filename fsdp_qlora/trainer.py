@@ -77,7 +77,8 @@ def build_state(config: RunConfig, batches: BatchPlan, model: nn.Module,
                 loader: StepLoader | StreamLoader, tokenizer,
                 held_out: TokenizedDataset | Subset | None, device: torch.device) -> RunState:
     """Optimizer, schedule and evaluator around a model, as they are at the beginning."""
-    optimizer = build_optimizer(model, config.optimizer, config.lr, config.wd)
+    optimizer = build_optimizer(model, config.optimizer, config.lr, config.wd,
+                                config.loraplus_lr_ratio)
     scheduler = build_scheduler(optimizer, config.lr_scheduler, loader.sampler.total_steps or 0,
                                 config.warmup_share,
                                 None if config.lr_warmup_steps == AUTO else config.lr_warmup_steps)

@@ -42,7 +42,7 @@ def tiny(known: str, setup: Setup):
         targets = list(setup.targets) if isinstance(setup.targets, tuple) else setup.targets
         model = apply_adapters(model, lora_config(
             rank=setup.lora_rank, dropout=setup.lora_dropout, target_modules=targets,
-            use_dora=setup.adapter == "dora"))
+            use_dora=setup.adapter == "dora", rank_pattern=dict(setup.rank_pattern)))
     materialize(model, torch.device("cpu"), torch.device("cpu"))  # PEFT left adapters on meta
     apply_activation_policy(model, setup.policies(shape))
     if setup.compile:

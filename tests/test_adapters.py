@@ -9,6 +9,7 @@ import pytest
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -349,6 +350,26 @@ def test_a_target_that_is_no_linear_layer_is_refused_with_the_candidates(target)
     message = str(caught.value)
     assert "\n" not in message
     assert f"--lora_target_modules {target}" in message and "down_proj" in message
+
+
+def test_ranks_alphas_and_rslora_scales_are_those_of_peft():
+    patterns = dict(use_rslora=True, rank_pattern={"q_proj": 2, "layers.1.mlp.down_proj": 8},
+                    alpha_pattern={"v_proj": 5})
+    ours = apply_adapters(meta_llama(), lora_config(rank=R, **patterns))
+    theirs = get_peft_model(meta_llama(), LoraConfig(task_type="CAUSAL_LM", r=R, lora_alpha=16,
+                                                     target_modules=TARGETS, **patterns))
+    layers = {n: m.scaling for n, m in theirs.named_modules() if isinstance(m, LoraLayer)}
+    assert {n: m.scaling for n, m in ours.named_modules() if isinstance(m, LoraLayer)} == layers
+    assert len({scaling["default"] for scaling in layers.values()}) == 4
+    shapes = {n: p.shape for n, p in trainable_parameters(theirs).items()}
+    assert {n: p.shape for n, p in trainable_parameters(ours).items()} == shapes
+
+
+@pytest.mark.parametrize("flag", ["rank_pattern", "alpha_pattern"])
+@pytest.mark.parametrize("name", ["qproj", "k_proj", "lm_head"])
+def test_a_rank_or_alpha_of_a_module_that_is_not_adapted_is_refused(flag, name):
+    with pytest.raises(ValueError, match=f"--lora_{flag} {name}: no adapted layer of that name.*q_proj"):
+        apply_adapters(meta_llama(), lora_config(target_modules=["q_proj"], **{flag: {name: 8}}))
 
 
 # ---- initial values ----------------------------------------------------------------------------

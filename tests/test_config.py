@@ -127,6 +127,9 @@ def test_lora_target_modules_as_peft_takes_them(given_names, targets):
     (dict(save_model="yes"), ["--save_model", "true or false", "'yes'"]),
     (dict(model_name=None), ["--model_name", "text"]),
     (dict(train_type="qdora"), ["--train_type qdora", "qlora"]),
+    (dict(lora_rank_pattern="q_proj"), ["--lora_rank_pattern q_proj", "q_proj=16"]),
+    (dict(lora_alpha_pattern="q_proj=0"), ["--lora_alpha_pattern q_proj=0", "q_proj=16"]),
+    (dict(loraplus_lr_ratio=0), ["--loraplus_lr_ratio", "above 0"]),
     (dict(quant="int4"), ["--quant int4", "nf4", "none"]),
     (dict(sharding_strategy="zero3"), ["--sharding_strategy zero3", *STRATEGY_NAMES]),
     (dict(optimizer="lion"), ["--optimizer lion", "adamw", "sgd"]),
@@ -152,7 +155,8 @@ def test_a_mistake_is_one_line_with_the_flag_and_what_would_work(settings, parts
 @pytest.mark.parametrize("name, value", [
     *[("train_type", t) for t in ("bnb_llama_pro", "hqq_llama_pro")],
     *[("precision", p) for p in ("fp16_autocast", "bf16_autocast", "bf16_buffers_autocast")],
-    ("llama_pro_path", "weights_blk_exp-32-35"), ("log_to", "wandb")])
+    *[("init_lora_weights", kind) for kind in ("pissa", "olora", "loftq")],
+    ("modules_to_save", "lm_head"), ("llama_pro_path", "weights_blk_exp-32-35"), ("log_to", "wandb")])
 def test_a_later_feature_is_refused_by_name_and_value(name, value):
     shown = str(value).lower() if value is True else value
     message = refusal(**{name: value})

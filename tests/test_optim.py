@@ -3,6 +3,8 @@ import math
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from peft.optimizers import create_loraplus_optimizer
 from torch import nn
 
 from fsdp_qlora.config import OPTIMIZER_NAMES
@@ -98,3 +100,22 @@ def test_an_unknown_schedule_is_refused_with_the_choices():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], PEAK)
     with pytest.raises(ValueError, match="--lr_scheduler wsd: choose constant, linear or cosine"):
         build_scheduler(optimizer, "wsd", 10)
+
+
+def test_loraplus_steps_are_those_of_pefts_optimizer():
+    """B and DoRA's magnitudes learn at 16 times the rate of A."""
+    def model():
+        torch.manual_seed(0)
+        config = LoraConfig(r=2, use_dora=True, target_modules=["0"])
+        return get_peft_model(nn.Sequential(nn.Linear(8, 6)), config)
+    ours, theirs = model(), model()
+    steps = {ours: build_optimizer(ours, "adamw", 1e-2, 0.0, loraplus_lr_ratio=16),
+             theirs: create_loraplus_optimizer(theirs, torch.optim.AdamW, lr=1e-2,
+                                               loraplus_lr_ratio=16)}
+    for each, optimizer in steps.items():
+        for _ in range(3):
+            each(torch.ones(4, 8)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(steps[ours].param_groups) == 2
+    torch.testing.assert_close(dict(ours.named_parameters()), dict(theirs.named_parameters()))

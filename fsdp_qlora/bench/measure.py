@@ -129,7 +129,8 @@ def measure_steps(row: Row, config: RunConfig, how, device: torch.device, limit:
     synchronize(device)
     row.attention_backend = model.config._attn_implementation
     row.load_seconds = time.perf_counter() - started
-    optimizer = build_optimizer(model, config.optimizer, config.lr, config.wd)
+    optimizer = build_optimizer(model, config.optimizer, config.lr, config.wd,
+                                config.loraplus_lr_ratio)
     batches = random_batches(config, model.config.vocab_size, row.gradient_accumulation_steps)
     clip = config.grad_norm if config.apply_gradient_clipping else None
     one = partial(train_step, model, optimizer, batches, max_grad_norm=clip, no_sync=config.no_sync)

@@ -32,6 +32,7 @@ keep_checkpoints resume max_bad_steps on_bad_steps stall_seconds verify_frozen_m
 # What a checkpoint's tensors mean: not even an explicit --resume PATH goes on after a change.
 DEFINES_THE_WEIGHTS = frozenset("""
 quant precision adapter lora_rank lora_alpha lora_target_modules adapter_dtype optimizer
+use_rslora lora_rank_pattern lora_alpha_pattern
 """.split())
 
 

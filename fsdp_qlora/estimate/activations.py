@@ -87,8 +87,8 @@ def adapter_saved(shape: ModelShape, setup: Setup) -> float:
 
 def rank_products(shape: ModelShape, setup: Setup) -> float:
     """xA (N, R) of each adapted layer of a block."""
-    return (setup.tokens * setup.lora_rank * BYTES[setup.precision]
-            * len(adapted_names(shape, setup)))
+    return setup.tokens * BYTES[setup.precision] * sum(
+        setup.rank(name) for name in adapted_names(shape, setup))
 
 
 def adapted_names(shape: ModelShape, setup: Setup) -> list[str]:

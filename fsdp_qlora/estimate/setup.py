@@ -31,6 +31,7 @@ class Setup:
     absmax_bytes: int = 4
     adapter: str = "lora"
     lora_rank: int = 64
+    rank_pattern: tuple[tuple[str, int], ...] = ()  # (layer name, its rank), where another
     targets: str | tuple[str, ...] | None = "all-linear"
     lora_dropout: float = 0.1
     adapter_dtype: str = "fp32"
@@ -80,6 +81,10 @@ class Setup:
         """True if a unit's gathered weights are freed after its forward."""
         return self.strategy in ("full_shard", "hybrid_full_shard")
 
+    def rank(self, name: str) -> int:
+        """R of a layer's adapter."""
+        return dict(self.rank_pattern).get(name, self.lora_rank)
+
     def policies(self, shape: ModelShape) -> list[str]:
         """The activation policy of each block, from the first on; ValueError if it has no sense."""
         return block_policies(self.activation_policy, shape.layers)
@@ -100,6 +105,7 @@ def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
                            else config.activation_policy),
         quant=config.quant_type, absmax_bytes=1 if config.absmax_dtype == "int8" else 4,
         adapter=config.adapter, lora_rank=config.lora_rank,
+        rank_pattern=tuple(config.rank_pattern.items()),
         targets=tuple(targets) if isinstance(targets, list) else targets,
         lora_dropout=config.lora_dropout, adapter_dtype=config.adapter_dtype,
         optimizer=config.optimizer, precision=config.precision,

@@ -94,8 +94,8 @@ def rerun_weights(shape: ModelShape, setup: Setup, policy: str) -> int:
     weights = sum(out * wide for out, wide in again.values())
     if policy == "keep_all": return weights
     adapted = adapted_linears(shape, setup)
-    return weights + setup.lora_rank * (sum(wide for _, wide in adapted.values())
-                                        + sum(out for n, (out, _) in adapted.items() if n in again))
+    return weights + sum(setup.rank(name) * (wide + out * (name in again))
+                         for name, (out, wide) in adapted.items())
 
 
 def reruns_attention(setup: Setup, policy: str) -> bool:
@@ -114,7 +114,11 @@ def adapted_linears(shape: ModelShape, setup: Setup) -> dict[str, tuple[int, int
 def adapter_params(shape: ModelShape, setup: Setup) -> int:
     """Weights of the adapters, 0 without any."""
     if setup.adapter == "none": return 0
-    return shape.lora_params(setup.lora_rank, as_given(setup.targets))
+    in_blocks = sum(setup.rank(name) * (out + wide)
+                    for name, (out, wide) in adapted_linears(shape, setup).items())
+    in_head = "lm_head" in shape.targets(as_given(setup.targets))
+    head = setup.rank("lm_head") * (shape.vocab + shape.hidden) if in_head else 0
+    return shape.layers * in_blocks + head
 
 
 def model_flops_per_token(shape: ModelShape, setup: Setup) -> float:

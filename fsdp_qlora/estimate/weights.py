@@ -53,7 +53,7 @@ def linear_weights(shape: ModelShape, setup: Setup, part: str = "") -> tuple[Wei
             packed = blocks * BLOCKSIZE * packed_bits(setup.quant) / 8
             weights += [Weight("linears", out, packed, 0, False),
                         Weight("absmax", out, scale_bytes(blocks, setup), 0, False)]
-        if name in targets: weights += adapter(out, wide, setup)
+        if name in targets: weights += adapter(name, out, wide, setup)
     weights += [plain("norms", length, 1, setup.precision, trained)
                 for name, length in shape.biases().items()
                 if not part or (name in ATTENTION_LINEARS) == (part == "attention")]
@@ -76,10 +76,11 @@ def as_given(targets):
     return list(targets) if isinstance(targets, tuple) else targets
 
 
-def adapter(out: int, wide: int, setup: Setup) -> list[Weight]:
+def adapter(name: str, out: int, wide: int, setup: Setup) -> list[Weight]:
     """A (R, in) and B (out, R), and DoRA's magnitudes (out,)."""
-    weights = [plain("adapters", setup.lora_rank, wide, setup.adapter_dtype, True),
-               plain("adapters", out, setup.lora_rank, setup.adapter_dtype, True)]
+    rank = setup.rank(name)
+    weights = [plain("adapters", rank, wide, setup.adapter_dtype, True),
+               plain("adapters", out, rank, setup.adapter_dtype, True)]
     if setup.adapter == "dora": weights.append(plain("adapters", out, 1, setup.adapter_dtype, True))
     return weights
 
@@ -106,7 +107,7 @@ def root_weights(shape: ModelShape, setup: Setup) -> list[Weight]:
                      setup.precision, trained),
                plain("norms", shape.hidden, 1, setup.precision, trained)]
     if setup.adapter != "none" and "lm_head" in shape.targets(as_given(setup.targets)):
-        weights += adapter(shape.vocab, shape.hidden, setup)
+        weights += adapter("lm_head", shape.vocab, shape.hidden, setup)
     return weights
 
 

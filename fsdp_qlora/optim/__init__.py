@@ -14,12 +14,13 @@ __all__ = ["SCHEDULES", "Adafactor", "CompactAdamW", "build_optimizer", "build_s
 
 
 def build_optimizer(model: nn.Module, name: str = "adamw", lr: float = 1e-5,
-                    weight_decay: float = 0.1) -> Optimizer:
+                    weight_decay: float = 0.1, loraplus_lr_ratio: float = 1.0) -> Optimizer:
     """An optimizer over the trained parameters; weight decay is that of the AdamW kinds.
 
-    Sharded parameters make sharded states. Raises ValueError for an unknown name.
+    Sharded parameters make sharded states. `loraplus_lr_ratio` is the learning rate of B over that of
+    A. Raises ValueError for an unknown name.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = trained_groups(model, lr, loraplus_lr_ratio)
     adam = torch.optim.AdamW if name == "adamw" else torch.optim.Adam
     if name == "adamw": return adam(parameters, lr, weight_decay=weight_decay, fused=True)
     if name == "adam": return adam(parameters, lr, fused=True)
@@ -29,3 +30,15 @@ def build_optimizer(model: nn.Module, name: str = "adamw", lr: float = 1e-5,
     if name == "sgd": return torch.optim.SGD(parameters, lr)
     if name == "adadelta": return torch.optim.Adadelta(parameters, lr)
     raise ValueError(f"--optimizer {name}: choose {', '.join(OPTIMIZER_NAMES)}")
+
+
+def trained_groups(model: nn.Module, lr: float, loraplus_lr_ratio: float) -> list:
+    """The trained parameters; in two groups where B learns faster: LoRA+, arXiv:2402.12354.
+
+    As PEFT's `create_loraplus_optimizer` has them, vectors such as DoRA's magnitudes go with B.
+    """
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if loraplus_lr_ratio == 1: return [p for _, p in trained]
+    fast = [p for name, p in trained if "lora_B" in name or p.dim() == 1]
+    slow = [p for name, p in trained if "lora_B" not in name and p.dim() != 1]
+    return [dict(params=slow, lr=lr), dict(params=fast, lr=lr * loraplus_lr_ratio)]
