@@ -100,6 +100,7 @@ CASES = [dict(sharding_strategy="full_shard", train_type="qlora"),
          dict(sharding_strategy="full_shard", train_type="lora", use_cpu_offload=True, eval_every=2,
               eval_dataset="given"),
          dict(train_type="lora", optimizer="adadelta", adapter_dtype="bf16"),
+         dict(train_type="bnb_dora", loraplus_lr_ratio=4.0),
          dict(train_type="full", optimizer="adamw_8bit", lr=1e-3),
          dict(train_type="lora", optimizer="adafactor", lr=1e-3, lora_rank=1)]
 

@@ -1,0 +1,44 @@
+"""DoRA on a GPU: norms from the kernel that unpacks W + scaling B A, and blocks that are compiled."""
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from fsdp_qlora.adapters import apply_adapters, init_adapters, lora_config, trainable_parameters
+from fsdp_qlora.build import compile_blocks
+from fsdp_qlora.dora import adapted_norms
+from fsdp_qlora.quantize import quantize_linears
+from tests.gpu.test_adapted_products import SCALING, SHAPES, layer
+from tests.test_fusion import gradients
+from tests.tiny import save_tiny
+
+pytestmark = [pytest.mark.gpu,
+              pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@pytest.mark.parametrize("rows, inputs", SHAPES)
+def test_norms_of_bf16_products_are_those_of_the_fp32_weight(rows, inputs):
+    """A norm averages the rounding of many weights, each below 2^-9."""
+    _, packed, absmax, a, b, _, whole = layer(rows, inputs)
+    norms = adapted_norms(packed, absmax, a, b, SCALING, inputs, "nf4", torch.bfloat16)
+    assert norms.dtype == torch.float32
+    torch.testing.assert_close(norms, whole.norm(dim=1), rtol=2**-9, atol=0)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_compiled_blocks_have_the_gradients_of_eager_ones(tmp_path, quantized):
+    base = AutoModelForCausalLM.from_pretrained(save_tiny(tmp_path), dtype=torch.bfloat16).cuda()
+    model = apply_adapters(quantize_linears(base) if quantized else base,
+                           lora_config(rank=16, use_dora=True)).train()
+    init_adapters(model, 0)
+    for name, p in trainable_parameters(model).items():
+        if "lora_B" in name: nn.init.normal_(p, std=0.1)
+    eager = gradients(copy.deepcopy(model))
+    compile_blocks(model)
+    for name, found in gradients(model).items():
+        error = (found.float() - eager[name].float()).norm() / eager[name].float().norm()
+        assert error < 0.05, (name, error)  # bf16 rounds at other places
