@@ -168,10 +168,11 @@ def adapter_counts(model: nn.Module) -> dict[str, int]:
     return counts
 
 
-def init_adapters(model: nn.Module, seed: int) -> None:
+def init_adapters(model: nn.Module, seed: int, device: torch.device | None = None) -> None:
     """Give every adapter its values after loading: A uniform as PEFT, B zero, m the norms of W.
 
     The values come from a seed per parameter name, so every sharding and world size starts equal.
+    `device` is where norms are computed, if not where W is: offloaded rows are on the host.
     """
     for name, parameter in trainable_parameters(model).items():
         local, start, stop = local_rows(parameter)
@@ -180,19 +181,19 @@ def init_adapters(model: nn.Module, seed: int) -> None:
             elif ".lora_A." in name:
                 local.copy_(initial_a(name, seed, parameter.shape)[start:stop])
     for layer in model.modules():
-        if isinstance(layer, LoraLinear): init_magnitudes(layer)
+        if isinstance(layer, LoraLinear): init_magnitudes(layer, device)
 
 
-def init_magnitudes(layer: LoraLinear):
+def init_magnitudes(layer: LoraLinear, device: torch.device | None = None):
     """Let DoRA's m be |W|, each rank from its own rows: FSDP cuts both at the same places."""
     base = layer.base_layer
     for magnitude in layer.lora_magnitude_vector.values():
         weight, *rows = local_rows(base.weight)
         local, *same_rows = local_rows(magnitude.weight)
         assert rows == same_rows
-        absmax = local_rows(base.absmax)[0] if hasattr(base, "absmax") else None
+        absmax = local_rows(base.absmax)[0].to(device=device) if hasattr(base, "absmax") else None
         with torch.no_grad():
-            local.copy_(adapted_norms(weight, absmax, None, None, 1.0, base.in_features,
+            local.copy_(adapted_norms(weight.to(device=device), absmax, None, None, 1.0, base.in_features,
                                       getattr(base, "quant_type", ""), torch.float32))
 
 

@@ -67,7 +67,7 @@ def build_model(config: RunConfig, device: torch.device) -> nn.Module:
     print_main(describe_units(units))
     materialize(model, device, parameter_device(model, device, on_host))
     load(model, checkpoint, device, config)
-    init_adapters(model, config.seed)
+    init_adapters(model, config.seed, device)
     return model
 
 
