@@ -193,8 +193,9 @@ def init_magnitudes(layer: LoraLinear, device: torch.device | None = None):
         assert rows == same_rows
         absmax = local_rows(base.absmax)[0].to(device=device) if hasattr(base, "absmax") else None
         with torch.no_grad():
-            local.copy_(adapted_norms(weight.to(device=device), absmax, None, None, 1.0, base.in_features,
-                                      getattr(base, "quant_type", ""), torch.float32))
+            norms = adapted_norms(weight.to(device=device), absmax, None, None, 1.0, base.in_features,
+                                  getattr(base, "quant_type", ""), torch.float32)
+            local.copy_(norms)
 
 
 def initial_a(name: str, seed: int, shape) -> Tensor:
