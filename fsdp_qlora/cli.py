@@ -19,6 +19,7 @@ from .doctor import doctor_command
 from .flags import Parser, boolean, parse, parse_own
 from .guide import GUIDE
 from .lock import sole_run_in
+from .notice import told_at_end
 from .redact import redact
 from .settings import opt
 from .signals import EXIT_STOPPED, StopRequested, StopSignals
@@ -29,6 +30,10 @@ class TrainOptions:
     """Train"""
     dry_run: bool = opt(False, "print the settings, the prediction and the first batch with its trained "
                         "tokens marked; train and write nothing")
+    on_end: str | None = opt(
+        None, "shell command for when the run is over, told how by $FSDP_QLORA_STATUS (finished, "
+        "stopped, failed), $FSDP_QLORA_MESSAGE and $FSDP_QLORA_OUTPUT_DIR",
+        example="'notify-send \"$FSDP_QLORA_STATUS\"'")
 
 
 def train_command(argv: list[str]):
@@ -37,10 +42,13 @@ def train_command(argv: list[str]):
     if options.dry_run:
         from .dryrun import dry_run
         return dry_run(config, argv)
+    from .dist import ranks_from_env
     from .launch import run_on_ranks
 
     def body(config: RunConfig):
-        with StopSignals() as signals: train_rank(config, signals)
+        on_end = options.on_end if ranks_from_env().is_main else None
+        with StopSignals() as signals, told_at_end(on_end, config.output_dir):
+            train_rank(config, signals)
     run_on_ranks(config, "train", argv, body)
 
 

@@ -43,6 +43,16 @@ def number_or_auto(text: str) -> float:
     return AUTO if text.strip().lower() == "auto" else float(text)
 
 
+EXAMPLES = {
+    "train": ["--model_name ./my-model --dataset rows.jsonl --dry_run",
+              "--config examples/recipes/7b-1x24gb.yaml --dataset rows.jsonl --lr 2e-4"],
+    "estimate": ["--model_name llama-2-70b --gpu 'RTX 3090' --gpus 2 --use_cpu_offload --examples 1000"],
+    "plan": ["--params 34B --gpu 'RTX 4090' --gpus 2 --context_length 2048 --global_batch_size 32"],
+    "data": ["--model_name ./my-model --dataset rows.jsonl --context_length 2048 --preview 5"],
+    "generate": ["--model_name ./my-model --adapter_folder output/adapter --prompt 'Who are you?'"],
+    "bench": ["--model_name llama-3.1-8b --random_weights --context_length 8192 --results rows.jsonl"],
+}
+
 CONVERT = {bool: boolean, int: whole_or_auto, float: number_or_auto}
 
 
@@ -78,7 +88,8 @@ def metavar(f, kind: type) -> str:
 
 def help_text(f) -> str:
     """A setting's help line with its unit, example and default."""
-    extra = [f"in {f.metadata['unit']}"] if f.metadata["unit"] else []
+    unit = f.metadata["unit"]
+    extra = [unit if unit.startswith("share") else f"in {unit}"] if unit else []
     if f.metadata["example"] is not None: extra.append(f"e.g. {f.metadata['example']}")
     extra.append(f"default {shown(default_of(f))}")
     return f"{f.metadata['help']} ({'; '.join(extra)})".replace("%", "%%")
@@ -91,13 +102,20 @@ def parse(argv: list[str], *extra_groups: type, prog: str = "fsdp-qlora train") 
     names the line of the recipe where the value is from there.
     """
     parser = Parser(prog=prog, usage=f"{prog} [--config recipe.yaml] [--flag value ...]",
-                    allow_abbrev=False)
+                    allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+                    epilog=examples(prog))
     for group in (*extra_groups, RecipeOptions, *GROUPS): add_fields(parser, group)
     recipe = recipe_of(argv)
     try:
         return parse_flags(parser, [*recipe.flags, *argv], extra_groups)
     except ValueError as error:
         raise ValueError(recipe.with_place(str(error), typed_flags(argv))) from error
+
+
+def examples(prog: str) -> str:
+    """The end of --help: commands as people type them."""
+    lines = [f"  {prog} {flags}" for flags in EXAMPLES.get(prog.split()[-1], ())]
+    return "\n".join(["examples:", *lines]) if lines else ""
 
 
 def parse_flags(parser: Parser, argv: list[str], extra_groups: tuple[type, ...]) -> list:

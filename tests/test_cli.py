@@ -1,6 +1,8 @@
 """The command line: forms of a flag, help, and mistakes that end in one line and exit code 2."""
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from dataclasses import fields
@@ -13,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from fsdp_qlora.bench.command import BenchOptions
 from fsdp_qlora.cli import COMMANDS, GenerateOptions, main, parse
 from fsdp_qlora.config import GROUPS, RunConfig
+from fsdp_qlora.flags import EXAMPLES
 
 from .tiny import TARGETS, save_tiny
 
@@ -104,6 +107,16 @@ def test_help_shows_choices_units_and_defaults_but_no_value_that_is_refused(caps
     text = " ".join(capsys.readouterr().out.split())
     for part in ("{auto,none,nf4,fp4,int8,hqq}", "default full_shard", "in tokens"): assert part in text
     assert "hqq_dora" not in text and "wandb}" not in text
+
+
+@pytest.mark.parametrize("command", EXAMPLES)
+def test_the_examples_at_the_end_of_help_are_commands_that_are_taken(command, capsys):
+    for flags in EXAMPLES[command]:
+        with pytest.raises(SystemExit) as ended: main([command, *shlex.split(flags), "--help"])
+        text = capsys.readouterr().out
+        assert ended.value.code == 0 and f"  fsdp-qlora {command} {flags}\n" in text
+        known = {word.split()[0] for word in re.findall(r"--\w+", text.split("examples:")[0])}
+        assert set(re.findall(r"--\w+", flags)) <= known
 
 
 # ---- mistakes ----------------------------------------------------------------------------------

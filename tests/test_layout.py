@@ -9,8 +9,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "fsdp_qlora"
 # A module imports only from those before it; names of a line may import each other's packages.
 ORDER = ["redact",
-         "settings", "checks", "config", "recipe", "flags", "signals", "lock", "known_models", "arch",
-         "hardware", "machine", "estimate", "planner", "reference", "guide", "trace",
+         "settings", "checks", "config", "recipe", "flags", "signals", "notice", "lock", "known_models",
+         "arch", "hardware", "machine", "estimate", "planner", "reference", "guide", "trace",
          "dist",
          "absmax", "blocks64", "fourbit", "int8", "hqq", "formats",
          "kernels", "fp8", "quantize", "blocks", "attention", "lora_ops", "dora", "fusion",
@@ -26,8 +26,8 @@ ORDER = ["redact",
          "generate",
          "launch", "dryrun", "doctor", "bench", "demo", "cli"]
 PURE = {"redact",
-        "settings", "checks", "config", "recipe", "flags", "signals", "lock", "known_models", "arch",
-        "hardware", "machine", "estimate", "planner", "reference", "guide", "trace"}
+        "settings", "checks", "config", "recipe", "flags", "signals", "notice", "lock", "known_models",
+        "arch", "hardware", "machine", "estimate", "planner", "reference", "guide", "trace"}
 
 
 def modules() -> list[tuple[str, Path]]:
