@@ -106,7 +106,7 @@ def test_help_shows_choices_units_and_defaults_but_no_value_that_is_refused(caps
     with pytest.raises(SystemExit): main(["train", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     for part in ("{auto,none,nf4,fp4,int8,hqq}", "default full_shard", "in tokens"): assert part in text
-    assert "hqq_dora" not in text and "wandb}" not in text
+    assert "hqq_llama_pro" not in text and "wandb}" not in text
 
 
 @pytest.mark.parametrize("command", EXAMPLES)
