@@ -188,7 +188,7 @@ def test_an_unknown_command_is_named_with_the_choices(mistake):
     (["--lora_rank"], ["--lora_rank", "expected one argument"]),
     (["--precision", "fp8"], ["--precision fp8", "choose bf16, fp32"]),
     (["--batch_size", "0"], ["--batch_size", "1 or more"]),
-    (["--train_type", "hqq_dora"], ["--train_type hqq_dora", "not available", "qlora"])])
+    (["--train_type", "hqq_llama_pro"], ["--train_type hqq_llama_pro", "not available", "qlora"])])
 def test_a_value_that_does_not_fit_is_named_with_its_flag(mistake, argv, parts):
     line = mistake(*argv)
     assert all(part in line for part in parts), line
