@@ -55,7 +55,8 @@ def test_two_ranks_tell_it_once(folder, tmp_path, monkeypatch, flags, code, told
     command = WRITE + str(tmp_path / "told")
     argv = ["train", "--config", "recipe.yaml", "--output_dir", str(tmp_path / "out"), "--precision",
             "fp32", "--on_end", command, *flags]
-    done = subprocess.run([sys.executable, "-m", "fsdp_qlora.cli", *argv], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "fsdp_qlora.cli", *argv], capture_output=True,
+                          text=True)
     assert done.returncode == code, done.stderr
     (line,) = (tmp_path / "told").read_text().splitlines()
     assert line.startswith(told)
