@@ -20,19 +20,21 @@ from .activations import (
 from .setup import BYTES, Setup
 from .weights import (
     all_trained,
-    all_weights,
     block_weights,
     embedding_weights,
     gathered,
+    head_bytes,
     linear_weights,
     optimizer_bytes,
     resident_bytes,
     root_weights,
     trained_bytes,
+    trained_on_host,
 )
 
 GIB = 2**30
 BUCKET_BYTES = 128 * 2**20  # gradients reduced together under ddp (sharding.py)
+PIECE_BYTES = 2**27  # rows of the embedding that travel at a time (vocabulary.py)
 CUBLAS_WORKSPACE = 2 * 32 * 2**20  # torch's default on Hopper, for the forward and backward thread
 
 # Not measured yet: what torch's peak_allocated does not contain.
@@ -121,9 +123,8 @@ def memory(shape: ModelShape, setup: Setup | None = None, **changes) -> Memory:
 
 def static_parts(shape: ModelShape, setup: Setup) -> dict[str, float]:
     """Bytes that stay on the GPU through the whole step."""
-    parts = dict(workspace=CUBLAS_WORKSPACE)
-    if setup.cpu_offload: return parts
-    return parts | resident_bytes(shape, setup) | dict(optimizer=optimizer_bytes(shape, setup))
+    states = 0.0 if trained_on_host(shape, setup) else optimizer_bytes(shape, setup)
+    return dict(workspace=CUBLAS_WORKSPACE, optimizer=states) | resident_bytes(shape, setup)
 
 
 def moments(shape: ModelShape, setup: Setup) -> dict[str, dict[str, float]]:
@@ -138,12 +139,13 @@ def moments(shape: ModelShape, setup: Setup) -> dict[str, dict[str, float]]:
     after_blocks = kept_before(shape, setup, shape.layers)
     # The final norm is never compiled: its input in fp32 and its output, then the loss's gradient.
     found = {
-        "embedding": dict(unsharded=embedding_window(shape, setup), gradients=held),
+        "embedding": dict(unsharded=embedding_window(shape, setup), gradients=held,
+                          working=n * d * a + 2 * PIECE_BYTES * setup.by_rows),
         "last block gathered": dict(
             activations=kept_before(shape, setup, last) + block_input(shape, setup),
             unsharded=gather_window(shape, setup), gradients=held),
         "loss": dict(activations=after_blocks + n * d * (4 + a), loss=loss_bytes(shape, setup)
-                     + n * d * a, unsharded=window, gradients=held),
+                     + n * d * a, unsharded=window + head_bytes(shape, setup), gradients=held),
         # Its backward in fp32: the input and, in that of its square, five tensors of its size.
         "final norm": dict(activations=after_blocks + n * d * 4, working=5 * n * d * 4,
                            unsharded=window, gradients=held + root_gradient(shape, setup))}
@@ -253,10 +255,10 @@ def backward_window(shape: ModelShape, setup: Setup, block: int) -> float:
 
 
 def all_gradients(shape: ModelShape, setup: Setup) -> float:
-    """Gradients of one rank after the backward; the host has them under CPU offload."""
+    """Gradients of one rank after the backward; the host has them if they are offloaded."""
     if setup.sharded and setup.no_sync and setup.accumulation > 1:  # whole, in the reduce dtype
         return all_trained(shape, setup, 1, "fp32")
-    return 0.0 if setup.cpu_offload else all_trained(shape, setup, setup.shard_ranks)
+    return 0.0 if trained_on_host(shape, setup) else all_trained(shape, setup, setup.shard_ranks)
 
 
 def held_gradients(shape: ModelShape, setup: Setup) -> float:
@@ -277,7 +279,7 @@ def gradients_at(shape: ModelShape, setup: Setup, block: int) -> float:
     """
     weights, later = block_weights(shape, setup), shape.layers - 1 - block
     grads = held_gradients(shape, setup)
-    if setup.accumulation == 1 and not setup.cpu_offload:
+    if setup.accumulation == 1 and not trained_on_host(shape, setup):
         grads += later * trained_bytes(weights, setup.shard_ranks, setup)
     if setup.sharded and later: grads += trained_bytes(weights, 1, setup, "fp32")
     return grads + root_gradient(shape, setup)
@@ -286,18 +288,14 @@ def gradients_at(shape: ModelShape, setup: Setup, block: int) -> float:
 def host_memory(shape: ModelShape, setup: Setup) -> dict[str, float]:
     """GiB of host memory of one machine by part: its ranks, and what offload puts there.
 
-    torch's pinned allocator rounds each tensor up to a power of two.
+    One page-locked region per rank and use (hostmem.py), so nothing is rounded up.
     """
     ranks = setup.node_gpus
-    parts = dict(processes=PROCESS_HOST_GIB * ranks)
-    if setup.activation_offload:  # one region, with a slot for every block but the last
-        slots = (shape.layers - 1) * offloaded_input(shape, setup)
-        parts["activations"] = ranks * slots / GIB
-    if not setup.cpu_offload: return parts
-    shards = [(w.shard(setup.shard_ranks), count) for w, count in all_weights(shape, setup)]
-    pinned = sum(count * size for size, count in shards)
-    rounded = sum(count * 2 ** (int(size) - 1).bit_length() for size, count in shards if size > 1)
-    grads = all_trained(shape, setup, setup.shard_ranks)
-    found = dict(weights=pinned, gradients=grads, optimizer=optimizer_bytes(shape, setup),
-                 rounding=max(0.0, rounded - pinned))
-    return parts | {name: ranks * b / GIB for name, b in found.items()}
+    found = dict(weights=sum(resident_bytes(shape, setup, host=True).values()))
+    if setup.activation_offload:  # a slot for every block but the last
+        found["activations"] = (shape.layers - 1) * offloaded_input(shape, setup)
+    if trained_on_host(shape, setup):
+        found |= dict(gradients=all_trained(shape, setup, setup.shard_ranks),
+                      optimizer=optimizer_bytes(shape, setup))
+    return dict(processes=PROCESS_HOST_GIB * ranks) | {
+        name: ranks * b / GIB for name, b in found.items() if b}

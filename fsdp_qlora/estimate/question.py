@@ -1,7 +1,7 @@
 """One question to the estimates: this model, on this machine, with these settings; and its answer."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..arch import ModelShape
 from ..config import RunConfig
@@ -10,6 +10,7 @@ from .cost import RunCost, run_cost
 from .peak import Memory, memory
 from .setup import Setup, check_context, setup_from_config
 from .speed import StepTime, step_seconds
+from .weights import trained_on_host
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ def estimate(shape: ModelShape, machine: Machine, config: RunConfig) -> Estimate
     check_question(shape, machine, config)
     setup = setup_from_config(config, machine.world_size, gpus_per_node=machine.gpus)
     check_context(shape, setup)
+    on_host = trained_on_host(shape, setup, machine.gpu.memory_gib)
+    if setup.cpu_offload: setup = replace(setup, trained_offload=on_host)
     step = step_seconds(shape, machine.gpu, setup, link_gb_s=machine.link_gb_s,
                         internode_gb_s=machine.internode_gb_s)
     return Estimate(shape, machine, config, setup, memory(shape, setup), step)

@@ -17,8 +17,7 @@ STEP_EXPLAINED = dict(
     communication="communication not hidden", offload="host copies not hidden",
     optimizer="optimizer")
 HOST_EXPLAINED = dict(processes="processes", weights="weights", gradients="gradients",
-                      optimizer="optimizer states", rounding="rounding of pinned memory",
-                      activations="activations")
+                      optimizer="optimizer states",  activations="activations")
 WIDE = 44  # columns of the names in the left table
 
 

@@ -25,6 +25,8 @@ class Setup:
     wrap_policy: str = "block"
     backward_prefetch: bool = True
     cpu_offload: bool = False
+    trained_offload: bool | None = None     # None: where trained weights take an eighth of a GPU
+    vocabulary_offload: bool | None = None  # None: as cpu_offload
     activation_offload: bool = False   # inputs of recomputed blocks wait on the host (../offload.py)
     activation_policy: str = "recompute_all"  # as --activation_policy: one name, or name:count,...
     quant: str = "nf4"
@@ -77,6 +79,17 @@ class Setup:
         return self.strategy != "ddp" and (self.world_size > 1 or self.cpu_offload)
 
     @property
+    def by_rows(self) -> bool:
+        """True if a frozen embedding and head are sharded but no business of FSDP's."""
+        return self.sharded and self.adapter != "none"
+
+    @property
+    def vocabulary_on_host(self) -> bool:
+        """True if their shards wait in host memory."""
+        off = self.cpu_offload if self.vocabulary_offload is None else self.vocabulary_offload
+        return off and self.adapter != "none"
+
+    @property
     def resharded(self) -> bool:
         """True if a unit's gathered weights are freed after its forward."""
         return self.strategy in ("full_shard", "hybrid_full_shard")
@@ -101,6 +114,8 @@ def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
         shard_group_size=config.shard_group_size, wrap_policy=config.wrap_policy,
         backward_prefetch=config.backward_prefetch != "none", cpu_offload=config.use_cpu_offload,
         activation_offload=config.use_activation_cpu_offload,
+        trained_offload=config.use_trained_cpu_offload,
+        vocabulary_offload=config.use_vocabulary_cpu_offload,
         activation_policy=("recompute_all" if config.activation_policy == "auto"
                            else config.activation_policy),
         quant=config.quant_type, absmax_bytes=1 if config.absmax_dtype == "int8" else 4,

@@ -16,11 +16,13 @@ from .weights import (
     block_weights,
     embedding_weights,
     gathered,
+    head_bytes,
     optimizer_bytes,
     packed_bits,
     root_weights,
     scale_bytes,
     trained_bytes,
+    trained_on_host,
 )
 
 # Set by hand on the trial's rows in tests/test_estimate_speed.py, so those do not test them.
@@ -301,6 +303,11 @@ def exposed_seconds(shape: ModelShape, gpu: Gpu, setup: Setup, forward: float, b
     passes = [(1, 0, forward * several),
               (int(setup.resharded), 1, backward * several * setup.backward_prefetch)]
     shown, from_host = outer * network + gather, (outer + unit) * pcie
+    if setup.by_rows:  # the head for the loss, and the rows of all ranks' tokens (vocabulary.py)
+        rows = n * setup.tokens * shape.hidden * BYTES[setup.precision]
+        shown += (head_bytes(shape, setup) + rows) * network
+        if setup.vocabulary_on_host:  # both shards pass whole
+            from_host += 2 * head_bytes(shape, setup) / n / (gpu.host_gb_s * 1e9)
     if not setup.sharded: passes, shown = [], 0.0
     for gathers, reduces, room in passes:
         transfer = gathers * gather + reduces * reduce
@@ -326,6 +333,6 @@ def optimizer_seconds(shape: ModelShape, gpu: Gpu, setup: Setup) -> float:
     CPU offload."""
     size = all_trained(shape, setup, setup.shard_ranks)
     own = setup.precision if setup.adapter == "none" else setup.adapter_dtype
-    if setup.cpu_offload: return size / BYTES[own] / HOST_OPTIMIZER_PER_SECOND
+    if trained_on_host(shape, setup): return size / BYTES[own] / HOST_OPTIMIZER_PER_SECOND
     moved = 3 * size + 2 * optimizer_bytes(shape, setup)
     return moved / (gpu.reached_bandwidth_gb_s * 1e9)

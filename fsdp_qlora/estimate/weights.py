@@ -24,6 +24,7 @@ class Weight:
     row_bytes: float
     values: int        # numbers per row; 0 where the bytes are packed or frozen
     trained: bool
+    by_rows: bool = False  # of the vocabulary, frozen: never gathered by FSDP (../vocabulary.py)
 
     def shard(self, ranks: int) -> float:
         """Bytes of one rank's part."""
@@ -36,7 +37,8 @@ class Weight:
 
 def plain(kind: str, rows: int, width: int, dtype: str, trained: bool) -> Weight:
     """A weight (rows, width) in a float dtype."""
-    return Weight(kind, rows, width * BYTES[dtype], width, trained)
+    by_rows = kind in ("embedding", "head") and not trained
+    return Weight(kind, rows, width * BYTES[dtype], width, trained, by_rows)
 
 
 @lru_cache(maxsize=16)
@@ -117,11 +119,12 @@ def all_weights(shape: ModelShape, setup: Setup) -> list[tuple[Weight, int]]:
     return [(w, shape.layers) for w in block_weights(shape, setup)] + [(w, 1) for w in outer]
 
 
-def resident_bytes(shape: ModelShape, setup: Setup) -> dict[str, float]:
-    """Stored weights of one rank by kind, on the GPU or, under CPU offload, on the host."""
+def resident_bytes(shape: ModelShape, setup: Setup, host: bool = False) -> dict[str, float]:
+    """Stored weights of one rank by kind: those on the GPU, or those in host memory."""
     found = dict.fromkeys(("linears", "absmax", "embedding", "head", "norms", "adapters"), 0.0)
     for weight, count in all_weights(shape, setup):
-        found[weight.kind] += count * weight.shard(setup.shard_ranks)
+        if on_host(weight, shape, setup) == host:
+            found[weight.kind] += count * weight.shard(setup.shard_ranks)
     return found
 
 
@@ -147,4 +150,27 @@ def all_trained(shape: ModelShape, setup: Setup, ranks: int, dtype: str = "") ->
 def gathered(weights: Iterable[Weight], setup: Setup) -> float:
     """Bytes of a unit after its all-gather; 0 where FSDP does not own the weights."""
     if not setup.sharded: return 0.0
-    return sum(setup.shard_ranks * w.shard(setup.shard_ranks) for w in weights)
+    return sum(setup.shard_ranks * w.shard(setup.shard_ranks) for w in weights if not w.by_rows)
+
+
+def head_bytes(shape: ModelShape, setup: Setup) -> float:
+    """The head as the loss gathers it, whole; 0 where every rank holds it, or FSDP gathers it."""
+    if not setup.by_rows or setup.adapter == "none": return 0.0
+    return shape.vocab * shape.hidden * BYTES[setup.precision]
+
+
+TRAINED_SHARE = 1 / 8  # of a GPU that trained weights may take before they are offloaded (../build.py)
+
+
+def trained_on_host(shape: ModelShape, setup: Setup, gpu_memory_gib: float = 79.1) -> bool:
+    """Whether trained weights, gradients and optimizer states are offloaded with the others."""
+    if not setup.cpu_offload or setup.trained_offload is False: return False
+    if setup.trained_offload or setup.adapter == "none": return True
+    taken = 2 * all_trained(shape, setup, setup.shard_ranks) + optimizer_bytes(shape, setup)
+    return taken / 2**30 > TRAINED_SHARE * gpu_memory_gib
+
+
+def on_host(weight: Weight, shape: ModelShape, setup: Setup) -> bool:
+    """Whether a weight's shard waits in host memory."""
+    if weight.by_rows: return setup.vocabulary_on_host
+    return trained_on_host(shape, setup) if weight.trained else setup.cpu_offload
