@@ -100,6 +100,9 @@ def with_activation_policy(config: RunConfig, device: torch.device) -> RunConfig
     The choice is the estimate's: `estimate.choose_policies`. Raises ValueError if the budget is too
     small even with every block recomputed.
     """
+    if config.is_auto:
+        raise ValueError("--sharding_strategy, --batch_size and --activation_budget_gib auto are chosen "
+                         "by the train command; here give values, as `fsdp-qlora plan` prints them")
     if config.activation_budget_gib is None: return config
     settings = read_config(config.model_name, **config.source)
     shape = shape_from_config(settings.to_dict(), config.model_name)

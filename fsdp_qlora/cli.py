@@ -42,6 +42,10 @@ def train_command(argv: list[str]):
     if options.dry_run:
         from .dryrun import dry_run
         return dry_run(config, argv)
+    if config.is_auto:
+        from .probe import planned_argv
+        argv = planned_argv(config, argv)
+        config, _ = parse(argv, TrainOptions)
     from .dist import ranks_from_env
     from .launch import run_on_ranks
 

@@ -166,7 +166,7 @@ class ShardingOptions:
     """Sharding and memory"""
     sharding_strategy: str = opt("full_shard", "what is split over GPUs, and when it is gathered; auto "
                                  "= planned, with what else is not given, and confirmed by a probe",
-                                 choices=(*STRATEGY_NAMES, "auto"), later=("auto",))
+                                 choices=(*STRATEGY_NAMES, "auto"))
     shard_group_size: int = opt(
         AUTO, "GPUs that share one copy under the hybrid strategies; -1 = those of a node, or half "
         "of a single node's")
@@ -325,6 +325,12 @@ class RunConfig(*GROUPS):
     def quant_type(self) -> str:
         """The format of frozen weights with its number of bits, as `formats.FORMATS` names it."""
         return f"hqq{self.n_bits}" if self.quant == "hqq" else self.quant
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether something is still to be planned (probe.py)."""
+        return (self.sharding_strategy == "auto" or self.batch_size == AUTO
+                or self.activation_budget_gib == AUTO)
 
     @property
     def holds_out_a_data_set(self) -> bool:

@@ -150,6 +150,13 @@ class Board:
 board: list[Board] = []  # of the process group that is open, last
 
 
+def told_by_main(answer: Callable[[], str]) -> str:
+    """What rank 0 answers, on every rank; the others wait for it, before there is a group."""
+    store, rank, _ = meet()
+    if rank == 0: store.set("told", answer())
+    return store.get("told").decode()
+
+
 def free_port(host: str = "localhost", port: int = 0) -> int:
     """A TCP port of this machine that nothing listens on now: `port`, or any if that is 0.
 

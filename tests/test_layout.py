@@ -24,7 +24,7 @@ ORDER = ["redact",
          "step", "steplog", "faults", "frozen", "watchdog", "checkpoint", "describe",
          "memory_timeline", "memory_report", "peaks", "loop", "trainer",
          "generate",
-         "launch", "dryrun", "doctor", "bench", "demo", "cli"]
+         "launch", "dryrun", "doctor", "bench", "probe", "demo", "cli"]
 PURE = {"redact",
         "settings", "checks", "config", "recipe", "flags", "signals", "notice", "lock", "known_models",
         "arch", "hardware", "machine", "estimate", "planner", "reference", "guide", "trace"}
