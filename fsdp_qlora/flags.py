@@ -35,12 +35,18 @@ def boolean(text: str) -> bool:
 
 def whole_or_auto(text: str) -> int:
     """A whole number, or `auto`, which is -1."""
-    return AUTO if text.strip().lower() == "auto" else int(text)
+    try:
+        return AUTO if text.strip().lower() == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
 
 
 def number_or_auto(text: str) -> float:
     """A number, or `auto`, which is -1."""
-    return AUTO if text.strip().lower() == "auto" else float(text)
+    try:
+        return AUTO if text.strip().lower() == "auto" else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
 EXAMPLES = {

@@ -27,6 +27,9 @@ def load_for_inference(model_name: str, adapter: str | Path | None = None, quant
                        ) -> PreTrainedModel:
     """The base model on `device`, its linears rounded as `quant` says, with the adapter if given."""
     read_config(model_name, revision, trust_remote_code)  # one clear line if there is no such model
+    if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
+        raise ValueError(f"--adapter_folder {adapter}: no adapter_config.json there; give the folder "
+                         "that training saved, such as output/adapter")
     model = AutoModelForCausalLM.from_pretrained(
         model_name, dtype=dtype, **pinned(revision, trust_remote_code)).to(device).eval()
     known = base_quant(quant, adapter)
@@ -36,9 +39,6 @@ def load_for_inference(model_name: str, adapter: str | Path | None = None, quant
                              "repeated here; add --base_quant none for the original weights")
         round_linears(model, known)
     if adapter is None: return model
-    if not (Path(adapter) / "adapter_config.json").is_file():
-        raise ValueError(f"--adapter_folder {adapter}: no adapter_config.json there; give the folder "
-                         "that training saved, such as output/adapter")
     try:
         return PeftModel.from_pretrained(model, str(adapter)).eval()
     except (ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:

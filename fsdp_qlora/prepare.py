@@ -102,8 +102,9 @@ def tokenized_held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase):
     try:
         return tokenized(config, tokenizer, dataset, config.eval_split or "train")
     except ValueError as error:
-        flag = "--eval_dataset" if config.eval_dataset else "--eval_split"
-        raise ValueError(f"{flag}: {error}") from error
+        given = (f"--eval_dataset {config.eval_dataset}" if config.eval_dataset
+                 else f"--eval_split {config.eval_split}")
+        raise ValueError(f"{given}: {str(error).removeprefix(f'--dataset {dataset}: ')}") from error
 
 
 def open_stream(config: RunConfig) -> Source:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import fields
 
 import pytest
@@ -58,7 +59,9 @@ def test_a_number_that_is_none_is_refused(refused, name, number):
     (["--seed", "-1"], "--seed must be from 0"), (["--seed", "4294967296"], "--seed must be from 0"),
     (["--timeout_minutes", "1e-9"], "--timeout_minutes must be from 0.01"),
     (["--timeout_minutes", "1e12"], "--timeout_minutes must be from 0.01"),
-    (["--lora_rank", "0x10"], "--lora_rank"), (["--lora_rank", "4.0"], "--lora_rank"),
+    (["--lora_rank", "0x10"], "--lora_rank: '0x10' is not a whole number"),
+    (["--lora_rank", "4.0"], "--lora_rank: '4.0' is not a whole number"),
+    (["--lr", "fast"], "--lr: 'fast' is not a number"),
     (["--lr", "1e-5", "--lr"], "--lr"), (["4"], "unexpected argument '4'")])
 def test_other_values_of_train(refused, argv, part):
     assert part in refused("train", *argv)
@@ -94,6 +97,26 @@ def test_a_broken_adapter_folder_is_named(refused, folder, tmp_path, files, part
     error = refused("generate", "--model_name", folder, "--device", "cpu", "--prompt", "x",
                     "--adapter_folder", tmp_path)
     assert str(tmp_path) in error and part in error
+
+
+def test_a_wrong_adapter_folder_is_said_before_the_base_is_read(refused, folder, tmp_path):
+    """A large base takes minutes; here its weights can't be read at all."""
+    base = tmp_path / "base"
+    shutil.copytree(folder, base)
+    (base / "model.safetensors").unlink()
+    error = refused("generate", "--model_name", base, "--device", "cpu", "--prompt", "x",
+                    "--adapter_folder", tmp_path / "nowhere")
+    assert "nowhere: no adapter_config.json there" in error
+
+
+@pytest.mark.parametrize("text, part", [(None, "no such file"), ("", "no row is left")])
+def test_held_out_rows_are_named_by_their_own_flag(refused, folder, tmp_path, text, part):
+    rows, held_out = tmp_path / "rows.jsonl", tmp_path / "heldout.jsonl"
+    rows.write_text('{"prompt": "a", "completion": "b"}\n')
+    if text is not None: held_out.write_text(text)
+    error = refused("train", "--model_name", folder, "--device", "cpu", "--dataset", rows,
+                    "--eval_dataset", held_out)
+    assert f"--eval_dataset {held_out}: {part}" in error and "--dataset" not in error
 
 
 def test_names_in_any_script_work(folder, tmp_path):
