@@ -204,6 +204,16 @@ OF_THE_PROFILE = ("profiling_output", "with_stack", "with_shapes", "wait_steps",
                   "active_steps", "repeat", "profiling_frequency")
 
 
+def unused_details(config) -> dict[str, str]:
+    """Settings that say how another one works which is off in this run, with that other one."""
+    others = {"grad_norm": ("--apply_gradient_clipping", config.apply_gradient_clipping),
+              "shuffle_buffer": ("--stream", config.stream),
+              "min_wrap_params": ("--wrap_policy min_params", config.wrap_policy == "min_params"),
+              "shard_group_size": ("the hybrid strategies",
+                                   config.sharding_strategy.startswith("hybrid"))}
+    return {name: other for name, (other, is_on) in others.items() if not is_on}
+
+
 def lost_updates(config) -> list[str]:
     """A warning if bf16 weights are trained by an optimizer that rounds to the nearest."""
     trained = config.precision if config.adapter == "none" else config.adapter_dtype
@@ -223,6 +233,8 @@ def settings_without_effect(config) -> list[str]:
     if not config.profile:
         warnings += [f"--{name} has no effect: it belongs to --profile" for name in OF_THE_PROFILE
                      if name in changed]
+    warnings += [f"--{name} has no effect: it belongs to {other}"
+                 for name, other in unused_details(config).items() if name in changed]
     if "absmax_dtype" in changed and config.quant == "none":
         warnings.append("--absmax_dtype has no effect: no weight is quantized")
     if config.use_trained_cpu_offload is not None and not config.use_cpu_offload:

@@ -244,6 +244,16 @@ def test_a_changed_setting_that_does_nothing_warns_and_says_why():
         "--absmax_dtype has no effect: no weight is quantized"]
 
 
+@pytest.mark.parametrize("name, value, turned_on_by", [
+    ("grad_norm", 1.0, dict(apply_gradient_clipping=True)), ("shuffle_buffer", 9, dict(stream=True)),
+    ("min_wrap_params", 9, dict(wrap_policy="min_params")),
+    ("shard_group_size", 2, dict(sharding_strategy="hybrid_full_shard"))])
+def test_a_detail_of_something_that_is_off_warns(name, value, turned_on_by):
+    (warning,) = settings_without_effect(RunConfig(**{name: value}))
+    assert warning.startswith(f"--{name} has no effect: it belongs to ")
+    assert not settings_without_effect(RunConfig(**{name: value}, **turned_on_by))
+
+
 def test_settings_of_the_profile_and_of_gathering_warn_where_there_is_neither():
     warned = lambda **s: [w.split()[0] for w in settings_without_effect(RunConfig(**s))]  # noqa: E731
     assert warned(with_stack=True, active_steps=3) == ["--with_stack", "--active_steps"]
