@@ -197,7 +197,7 @@ def test_the_data_command_looks_at_the_beginning_of_a_stream(folder, capsys):
 @pytest.mark.parametrize("flag", ["--eval_dataset", "--eval_split"])
 def test_missing_held_out_rows_are_named_by_their_flag(folder, capsys, flag):
     assert data_command(folder, flag, "absent.jsonl") == 2
-    assert capsys.readouterr().err.startswith(f"error: {flag}: ")
+    assert capsys.readouterr().err.startswith(f"error: {flag} absent.jsonl: ")
 
 
 def test_a_step_on_the_cpu_is_logged_when_it_is_done_and_one_on_a_gpu_a_step_later(tmp_path):
