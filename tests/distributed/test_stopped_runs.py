@@ -48,10 +48,15 @@ def endless_run(folder: str, rows: str, out: Path, world_size: int) -> subproces
                str(world_size), "--log_to", "stdout", "--output_dir", str(out)]
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     run = subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE,
-                           stderr=subprocess.PIPE)
+                           stderr=subprocess.PIPE, preexec_fn=listen_to_ctrl_c)
     for line in run.stdout:
         if line.startswith("step 3 "): return run
     raise AssertionError(run.stderr.read())
+
+
+def listen_to_ctrl_c():
+    """As in a terminal: a shell's background job, which tests may run in, starts with it ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def end_of(run: subprocess.Popen) -> tuple[int, str, float]:
