@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
 
 from . import attention, lora_ops  # noqa: F401  register the ops named below
 from .blocks import base_model, decoder_blocks
-from .config import ACTIVATION_POLICIES
+from .options import ACTIVATION_POLICIES
 
 aten = torch.ops.aten
 ATTENTION_OPS = {

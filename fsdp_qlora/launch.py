@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 import torch
 
-from .config import AUTO, LaunchOptions, RunConfig
+from .config import AUTO, RunConfig
 from .dist import free_port, launched, ranks_from_env
+from .options import LaunchOptions
 from .signals import EXIT_STOPPED, STOP_SIGNALS
 
 

@@ -10,8 +10,8 @@ https://json-schema.org/draft/2020-12
 from __future__ import annotations
 
 from .checks import AT_LEAST_ONE, AUTO_OR_ABOVE_ZERO, NOT_NEGATIVE
-from .config import GROUPS
 from .flags import typed_fields, usable_choices
+from .options import GROUPS
 from .settings import AUTO, default_of, shown
 
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from fsdp_qlora import cli, delivery, guide
 from fsdp_qlora.arch import model_shape
 from fsdp_qlora.bench import command as bench
-from fsdp_qlora.config import GROUPS, RunConfig, plan_batches
+from fsdp_qlora.config import RunConfig, plan_batches
 from fsdp_qlora.estimate import Estimate, estimate
 from fsdp_qlora.estimate.report import duration
 from fsdp_qlora.flags import parse
 from fsdp_qlora.machine import MachineOptions, machine_from_options
+from fsdp_qlora.options import GROUPS
 from fsdp_qlora.recipe import RecipeOptions
 from fsdp_qlora.reference import flags_page, schema
 

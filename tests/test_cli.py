@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.bench.command import BenchOptions
 from fsdp_qlora.cli import COMMANDS, GenerateOptions, main, parse
-from fsdp_qlora.config import GROUPS, RunConfig
+from fsdp_qlora.config import RunConfig
 from fsdp_qlora.flags import EXAMPLES
+from fsdp_qlora.options import GROUPS
 
 from .tiny import TARGETS, save_tiny
 

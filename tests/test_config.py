@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_qlora.checks import lost_updates, settings_without_effect
-from fsdp_qlora.config import GROUPS, STRATEGY_NAMES, RunConfig, plan_batches
+from fsdp_qlora.config import RunConfig, plan_batches
+from fsdp_qlora.options import GROUPS, STRATEGY_NAMES
 from fsdp_qlora.settings import AUTO, changed_settings
 
 # Every flag of the original train.py.

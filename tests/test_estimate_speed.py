@@ -4,7 +4,6 @@ from dataclasses import replace
 import pytest
 
 from fsdp_qlora.arch import model_shape
-from fsdp_qlora.config import ACTIVATION_POLICIES
 from fsdp_qlora.estimate import (
     MATMUL_SHARE,
     flops_per_token,
@@ -13,6 +12,7 @@ from fsdp_qlora.estimate import (
     step_seconds,
 )
 from fsdp_qlora.hardware import find_gpu
+from fsdp_qlora.options import ACTIVATION_POLICIES
 
 from .estimates import H100, LLAMA_8B, LLAMA_70B, PRODUCT, TRIAL, TRIAL_HALF
 

@@ -9,8 +9,9 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "fsdp_qlora"
 # A module imports only from those before it; names of a line may import each other's packages.
 ORDER = ["redact",
-         "settings", "checks", "config", "recipe", "flags", "signals", "notice", "lock", "known_models",
-         "arch", "hardware", "machine", "estimate", "planner", "reference", "guide", "trace",
+         "settings", "options", "checks", "config", "recipe", "flags", "signals", "notice", "lock",
+         "known_models", "arch", "hardware", "machine", "estimate", "planner", "reference", "guide",
+         "trace",
          "dist",
          "absmax", "blocks64", "fourbit", "int8", "hqq", "formats",
          "kernels", "fp8", "quantize", "blocks", "attention", "lora_ops", "dora", "fusion",
@@ -25,9 +26,7 @@ ORDER = ["redact",
          "memory_timeline", "memory_report", "peaks", "loop", "trainer",
          "generate",
          "launch", "dryrun", "doctor", "bench", "probe", "demo", "cli"]
-PURE = {"redact",
-        "settings", "checks", "config", "recipe", "flags", "signals", "notice", "lock", "known_models",
-        "arch", "hardware", "machine", "estimate", "planner", "reference", "guide", "trace"}
+PURE = set(ORDER[:ORDER.index("dist")])
 
 
 def modules() -> list[tuple[str, Path]]:

@@ -7,7 +7,8 @@ import jsonschema
 import pytest
 
 from fsdp_qlora.cli import main, parse
-from fsdp_qlora.config import GROUPS, RunConfig
+from fsdp_qlora.config import RunConfig
+from fsdp_qlora.options import GROUPS
 from fsdp_qlora.reference import schema
 
 ROOT = Path(__file__).parents[1]

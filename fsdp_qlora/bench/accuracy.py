@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from ..arch import ModelShape, model_shape
-from ..config import OLD_ALL_TARGETS
 from ..estimate import Memory, Setup, StepTime, memory, step_seconds
 from ..hardware import find_gpu
+from ..options import OLD_ALL_TARGETS
 from .row import Row
 
 # Rows that constants were set on: what is not measured on other rows says nothing about accuracy.

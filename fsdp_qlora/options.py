@@ -1,0 +1,281 @@
+"""Every setting of a run, once: its name, default and help.
+
+The command line, recipes, their schema and docs/flags.md are made from these fields, so a setting is
+written in one place. Names follow the original fsdp_qlora script where it had them. Pure: no torch.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .settings import AUTO, opt
+
+STRATEGY_NAMES = ("ddp", "shard_grad_op", "full_shard", "hybrid_shard_grad_op", "hybrid_full_shard")
+
+OPTIMIZER_NAMES = ("adamw", "adamw_bf16", "adamw_8bit", "adafactor", "adam", "sgd", "adadelta")
+
+ACTIVATION_POLICIES = ("recompute_all", "keep_attention", "keep_linears", "keep_all")
+
+# A train_type of the original script is shorthand for (quant, adapter): the two are independent.
+TRAIN_TYPES = {
+    "full": ("none", "none"),
+    "lora": ("none", "lora"),
+    "custom_lora": ("none", "lora"),
+    "qlora": ("nf4", "lora"),
+    "custom_qlora": ("nf4", "lora"),
+    "hqq_lora": ("hqq", "lora"),
+    "bnb_dora": ("nf4", "dora"),
+    "hqq_dora": ("hqq", "dora"),
+}
+LATER_TRAIN_TYPES = ("bnb_llama_pro", "hqq_llama_pro")
+
+# `all` is the original script's list, without o_proj; `all-linear` is every linear but the head.
+OLD_ALL_TARGETS = ("k_proj", "q_proj", "v_proj", "up_proj", "down_proj", "gate_proj")
+
+
+@dataclass(kw_only=True)
+class ModelOptions:
+    """Model"""
+    model_name: str = opt(
+        "meta-llama/Llama-2-7b-hf", "folder with config.json and safetensors, or a hub name",
+        example="./SmolLM2-135M-Instruct")
+    revision: str | None = opt(None, "branch, tag or commit of a model on the hub", example="main")
+    trust_remote_code: bool = opt(
+        False, "run Python code that the model brings; only with the full commit as --revision")
+    train_type: str = opt(
+        "qlora", "shorthand for --quant and --adapter",
+        choices=tuple(TRAIN_TYPES) + LATER_TRAIN_TYPES, later=LATER_TRAIN_TYPES)
+    quant: str = opt("auto", "format of the frozen linear weights; auto = from --train_type",
+                     choices=("auto", "none", "nf4", "fp4", "int8", "hqq"))
+    absmax_dtype: str = opt("fp32", "scales of quantized blocks: int8 saves 8% of a 4-bit model, and "
+                            "its rounding is far below the weights' own", choices=("fp32", "int8"))
+    precision: str = opt(
+        "bf16", "storage and compute of everything but quantized weights and adapters",
+        choices=("bf16", "fp32", "bf16_autocast", "fp16_autocast", "bf16_buffers_autocast"),
+        later=("bf16_autocast", "fp16_autocast", "bf16_buffers_autocast"))
+    compute_dtype: str = opt(
+        "auto", "products of frozen weights: fp8 is faster on Hopper and newer; auto = --precision",
+        choices=("auto", "bf16", "fp8"))
+    attn_implementation: str = opt(
+        "sdpa", "attention kernel, as transformers names it; with --packing, sdpa is torch's "
+        "variable-length attention where that runs", example="eager")
+    device: str = opt("auto", "auto = cuda where there is a GPU", choices=("auto", "cpu", "cuda"))
+    random_weights: bool = opt(
+        False, "fill the model with random weights of config.json's shape (benchmarks)")
+    low_memory: bool = opt(True, "kept for old commands: the load is always streamed")
+    quantized_cache: str | None = opt(
+        None, "folder that keeps quantized weights: later starts read those, a quarter of the "
+        "checkpoint, on any number of GPUs", example="~/.cache/fsdp_qlora")
+    loading_workers: int = opt(AUTO, "reader threads per rank while loading; -1 = up to four")
+    llama_pro_path: str | None = opt(None, "folder with expanded Llama-Pro weights", later=("*",))
+    n_bits: int = opt(4, "bits of a weight, with --quant hqq", choices=(8, 4, 3, 2))
+
+
+@dataclass(kw_only=True)
+class AdapterOptions:
+    """Adapter"""
+    adapter: str = opt("auto", "auto = from --train_type; dora = LoRA with a trained magnitude per "
+                       "output; none trains every weight", choices=("auto", "none", "lora", "dora"))
+    lora_rank: int = opt(64, "rank R of the adapters")
+    lora_alpha: int = opt(16, "adapter output is scaled by lora_alpha / lora_rank")
+    use_rslora: bool = opt(False, "scale by lora_alpha / sqrt(lora_rank) instead: rsLoRA, for large "
+                           "ranks")
+    lora_rank_pattern: str | None = opt(None, "other ranks for some modules",
+                                        example="q_proj=16,down_proj=128")
+    lora_alpha_pattern: str | None = opt(None, "other values of --lora_alpha for some modules",
+                                         example="q_proj=32")
+    init_lora_weights: str = opt(
+        "default", "first values of an adapter: A random and B zero", later=("pissa", "olora", "loftq"),
+        choices=("default", "pissa", "olora", "loftq"))
+    modules_to_save: str | None = opt(None, "modules that are trained whole beside the adapters",
+                                      later=("*",))
+    loraplus_lr_ratio: float = opt(1.0, "learning rate of B, and of DoRA's magnitudes, over --lr: "
+                                   "LoRA+", example=16)
+    lora_dropout: float = opt(0.1, "dropout on the adapter's input", unit="share")
+    lora_target_modules: str = opt(
+        "all-linear", "all-linear (every linear but the head), all (the original script's six), "
+        "default (PEFT's choice), or names", example="q_proj,v_proj")
+    adapter_dtype: str = opt("fp32", "storage of adapters, their gradients and optimizer states",
+                             choices=("fp32", "bf16"))
+
+
+@dataclass(kw_only=True)
+class DataOptions:
+    """Data"""
+    dataset: str = opt(
+        "alpaca_sample", "a .jsonl, .json or .parquet file, a folder or glob of them, a hub name, or "
+        "one of alpaca, alpaca_sample, dummy, guanaco, sql, orca_math, text_to_sql",
+        example="rows.jsonl")
+    dataset_split: str = opt("train", "split of a hub data set")
+    dataset_samples: int = opt(512, "rows taken from alpaca_sample, dummy and orca_math")
+    context_length: int = opt(512, "longer rows are cut, and counted in the data report",
+                              unit="tokens")
+    train_on: str = opt("completion", "completion: only answers are trained; all: every token",
+                        choices=("completion", "all"))
+    data_cache: str | None = opt(None, "folder that keeps tokenized data between runs")
+    stream: bool = opt(False, "read and tokenize rows while training, for data larger than memory")
+    shuffle_buffer: int = opt(5000, "rows held by each rank of a stream to shuffle it; 1 keeps the "
+                              "order of the files", unit="rows")
+    preview: int = opt(0, "print this many rows with their trained tokens marked; 3 if bare",
+                       unit="rows", bare=3)
+
+
+@dataclass(kw_only=True)
+class EvaluationOptions:
+    """Evaluation"""
+    eval_dataset: str | None = opt(None, "held-out rows, in any form that --dataset takes",
+                                   example="heldout.jsonl")
+    eval_split: str | None = opt(None, "split of --eval_dataset, or of --dataset, that is held out",
+                                 example="validation")
+    eval_share: float = opt(0.0, "part of --dataset that is held out; the same rows every time",
+                            unit="share of rows", example=0.05)
+    eval_every: int = opt(AUTO, "optimizer steps between evaluations; -1 = only at the end",
+                          unit="steps")
+
+
+@dataclass(kw_only=True)
+class BatchOptions:
+    """Batch and steps"""
+    batch_size: int = opt(1, "rows per GPU and micro-batch; auto = planned", unit="rows")
+    gradient_accumulation_steps: int = opt(1, "micro-batches per optimizer step")
+    global_batch_size: int = opt(
+        AUTO, "rows per optimizer step over all GPUs; fixes the result for any number of GPUs and "
+        "derives the accumulation; -1 = batch_size x accumulation x GPUs", unit="rows", example=32)
+    packing: bool = opt(
+        False, "put rows of a step together in bins of --context_length instead of padding them; "
+        "--batch_size then counts bins, --global_batch_size still rows")
+    num_epochs: int = opt(1, "passes over the data")
+    max_steps: int = opt(AUTO, "stop after this many optimizer steps; -1 = never")
+    seed: int = opt(42, "seed of data order, adapter values and dropout")
+
+
+@dataclass(kw_only=True)
+class ShardingOptions:
+    """Sharding and memory"""
+    sharding_strategy: str = opt("full_shard", "what is split over GPUs, and when it is gathered; auto "
+                                 "= planned, with what else is not given, and confirmed by a probe",
+                                 choices=(*STRATEGY_NAMES, "auto"))
+    shard_group_size: int = opt(
+        AUTO, "GPUs that share one copy under the hybrid strategies; -1 = those of a node, or half "
+        "of a single node's")
+    wrap_policy: str = opt("block", "what is gathered together: a decoder block, its attention and "
+                           "MLP apart, or modules of at least --min_wrap_params",
+                           choices=("block", "attention_mlp", "min_params"))
+    min_wrap_params: int = opt(100_000_000, "smallest unit under --wrap_policy min_params")
+    backward_prefetch: str = opt(
+        "backward_pre", "when the next unit is gathered: before this one's backward, after it beside "
+        "the reduction of its gradients, or when needed",
+        choices=("backward_pre", "backward_post", "none"))
+    forward_prefetch: bool = opt(False, "gather the next unit before this one's forward is queued; "
+                                 "helps where the host is slow")
+    gather_once: bool = opt(
+        False, "keep gathered weights through all micro-batches of an optimizer step: less traffic "
+        "under accumulation, and every GPU holds the whole model")
+    use_gradient_checkpointing: bool = opt(
+        True, "the two ends of --activation_policy: true = recompute_all, false = keep_all")
+    activation_policy: str = opt(
+        "auto", "what each block keeps for the backward: recompute_all, keep_attention, "
+        "keep_linears, keep_all, or counts of each; auto = from --use_gradient_checkpointing",
+        example="keep_linears:16,recompute_all:16")
+    activation_budget_gib: float | None = opt(
+        None, "memory of a GPU, as torch counts what is allocated: the fastest --activation_policy "
+        "is chosen whose predicted peak is within it; auto = all that the card has", unit="GiB",
+        example=40)
+    reentrant_checkpointing: bool = opt(False, "torch's older checkpointing; no gain known here")
+    use_cpu_offload: bool = opt(False, "keep the shards of frozen weights in host memory")
+    use_trained_cpu_offload: bool | None = opt(
+        None, "with --use_cpu_offload, also trained weights, their gradients and optimizer states; "
+        "None = where they take more than an eighth of the GPU")
+    use_vocabulary_cpu_offload: bool | None = opt(
+        None, "keep a frozen embedding and head in host memory; None = as --use_cpu_offload")
+    use_activation_cpu_offload: bool = opt(
+        False, "keep the inputs of recomputed blocks in pinned host memory until their backward")
+    no_sync: bool = opt(False, "reduce gradients only at the last micro-batch of a step: less "
+                        "traffic, more memory")
+    compile: bool | None = opt(None, "torch.compile of each decoder block; None = on a GPU")
+    deterministic: bool = opt(False, "bit-equal repeats on a GPU, at some speed")
+
+
+@dataclass(kw_only=True)
+class OptimizerOptions:
+    """Optimizer"""
+    optimizer: str = opt(
+        "adamw", "optimizer of the trained weights; adamw_bf16 and adamw_8bit have smaller states and "
+        "round bf16 weights stochastically, for full fine-tuning", choices=OPTIMIZER_NAMES)
+    lr: float = opt(1e-5, "peak learning rate")
+    wd: float = opt(0.1, "weight decay of the adamw kinds")
+    lr_scheduler: str = opt("constant", "linear and cosine warm up; cosine ends at a tenth of the "
+                            "peak", choices=("constant", "linear", "cosine"))
+    warmup_share: float = opt(0.1, "warm-up of linear and cosine", unit="share of all steps")
+    lr_warmup_steps: int = opt(AUTO, "warm-up of any schedule in optimizer steps; -1 = from "
+                               "--warmup_share", unit="steps", example=100)
+    apply_gradient_clipping: bool = opt(False, "clip the gradient's norm over all weights")
+    grad_norm: float = opt(0.3, "norm to which gradients are clipped")
+
+
+@dataclass(kw_only=True)
+class OutputOptions:
+    """Output"""
+    output_dir: str = opt("output", "metrics, the loss picture and the trained weights go here")
+    save_model: bool = opt(True, "write the trained weights at the end: a PEFT adapter, or the "
+                           "model after full fine-tuning")
+    log_to: str = opt("tqdm", "progress bar, one line per step, or JSON lines on stdout",
+                      choices=("tqdm", "stdout", "jsonl", "wandb"), later=("wandb",))
+    verbose: bool = opt(False, "print the sharded model and every derived setting")
+    project_name: str = opt("fsdp_qlora", "project, with --log_to wandb")
+    name: str | None = opt(None, "run name, with --log_to wandb")
+    group: str | None = opt(None, "run group, with --log_to wandb")
+    entity: str | None = opt(None, "team, with --log_to wandb")
+
+
+@dataclass(kw_only=True)
+class CheckpointOptions:
+    """Checkpoints and faults"""
+    checkpoint_every: int = opt(AUTO, "save the state of the run after so many optimizer steps; -1 = "
+                                "only as --checkpoint_minutes says", unit="steps", example=100)
+    checkpoint_minutes: float = opt(15.0, "save it when so much time has gone by; 0 = never",
+                                    unit="minutes")
+    keep_checkpoints: int = opt(2, "newest checkpoints that are kept, beside the best")
+    resume: str = opt("auto", "auto goes on from the newest whole checkpoint of --output_dir, none "
+                      "begins anew, a folder names a checkpoint or a run", example="other_output")
+    stall_seconds: float = opt(600.0, "end a run in which nothing has moved for so long, and name the "
+                               "rank that holds it up; 0 = never", unit="seconds")
+    verify_frozen_minutes: float = opt(10.0, "look for flipped bits in the frozen weights so often; 0 = "
+                                       "never", unit="minutes")
+    max_bad_steps: int = opt(3, "steps in a row whose loss or gradient is not a number, which are "
+                             "skipped on all ranks, before --on_bad_steps", unit="steps")
+    on_bad_steps: str = opt("stop", "then stop, skip them for ever, or go back to the last checkpoint "
+                            "and leave their rows out", choices=("stop", "skip", "rollback"))
+
+
+@dataclass(kw_only=True)
+class LaunchOptions:
+    """Launch (without torchrun)"""
+    world_size: int = opt(AUTO, "ranks to start; -1 = one per visible GPU, or one on the CPU")
+    master_addr: str = opt("localhost", "address where ranks meet")
+    master_port: str = opt("12355", "port where ranks meet")
+    timeout_minutes: float = opt(30.0, "how long a rank waits for the others", unit="minutes")
+
+
+@dataclass(kw_only=True)
+class ProfileOptions:
+    """Profiling"""
+    profile: bool = opt(False, "trace some steps: where their time goes, and what communication is "
+                        "exposed; on a GPU a memory snapshot too")
+    profile_memory: bool = opt(False, "print where a GPU's memory goes in the second step, beside "
+                               "the estimate, and draw it: memory.png in --output_dir")
+    profiling_output: str = opt("profiles", "folder of traces")
+    with_stack: bool = opt(False, "record Python stacks")
+    with_shapes: bool = opt(False, "record shapes of operands")
+    export_trace: bool = opt(True, "kept for old commands: traces are always exported")
+    export_memory_timeline: bool = opt(False, "kept for old commands: --profile writes a memory "
+                                       "snapshot on a GPU")
+    wait_steps: int = opt(3, "steps before the profiler warms up; the first ones compile")
+    warmup_steps: int = opt(1, "steps the profiler warms up")
+    active_steps: int = opt(2, "steps recorded")
+    repeat: int = opt(1, "recordings; 0 = as long as the run")
+    profiling_frequency: int = opt(10, "steps from the start of one recording to the next")
+
+
+GROUPS = (ModelOptions, AdapterOptions, DataOptions, EvaluationOptions, BatchOptions,
+          ShardingOptions, OptimizerOptions, OutputOptions, CheckpointOptions, LaunchOptions,
+          ProfileOptions)
