@@ -59,7 +59,7 @@ def train_command(argv: list[str]):
 def train_rank(config: RunConfig, signals: StopSignals | None = None):
     """What each rank does: prepare without the others, then train with them."""
     from .dist import print_main, process_group, rank_device, ranks_from_env
-    from .prepare import check_device, load_data, load_tokenizer
+    from .prepare import check_device, check_positions, load_data, load_tokenizer
     device = rank_device(config.device)
     check_device(config, device)
     warnings = settings_without_effect(config) + lost_updates(config)
@@ -71,6 +71,7 @@ def train_rank(config: RunConfig, signals: StopSignals | None = None):
     from .loop import weights_folder
     from .trainer import train
     model, _ = planned_model(config, device)  # a wrong one is found before ranks wait
+    check_positions(config, data, model.config)
     is_main = ranks_from_env().is_main
     if is_main: check_output_dir(weights_folder(config), trained_bytes(model))
     with sole_run_in(config.output_dir) if is_main else nullcontext(), \

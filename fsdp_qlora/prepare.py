@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from .config import RunConfig, plan_batches
 from .data import (
@@ -38,6 +38,17 @@ def check_device(config: RunConfig, device: torch.device):
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ValueError(f"--precision {config.precision}: {torch.cuda.get_device_name(device)} has "
                          "no bf16 arithmetic; use --precision fp32")
+
+
+def check_positions(config: RunConfig, data: RunData, settings: PretrainedConfig):
+    """Refuse rows that are longer than the model's positions, which it was never trained at."""
+    positions = getattr(settings.get_text_config(), "max_position_embeddings", None)
+    longest = max(int(rows.lengths.max(initial=0)) for rows in (data.rows, data.held_out)
+                  if rows is not None)
+    if positions and longest > positions:
+        raise ValueError(f"--context_length {config.context_length}: the data have rows of {longest} "
+                         f"tokens, and the model has {positions} positions; with --context_length "
+                         f"{positions} longer rows are cut")
 
 
 def load_tokenizer(model_name: str, revision: str | None = None, trust_remote_code: bool = False

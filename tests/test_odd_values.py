@@ -156,3 +156,11 @@ def test_a_quantized_layer_follows_autocast_as_a_linear_layer_does():
         x.bfloat16(), layer.dequantize(torch.bfloat16)))
     y.sum().backward()
     assert x.grad.dtype == torch.float32 and x.grad.any()
+
+
+def test_rows_longer_than_the_models_positions_are_refused(refused, folder, tmp_path):
+    """Its 128 positions; shorter rows pass whatever --context_length says."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(dict(prompt="a" * 150, completion="b")) + "\n")
+    error = refused("train", "--model_name", folder, "--device", "cpu", "--dataset", rows)
+    assert "--context_length 512: the data have rows of" in error and "128 positions" in error
