@@ -33,8 +33,8 @@ class MachineOptions:
                                        example=24)
     host_memory_gib: float | None = opt(None, "memory of a machine; left out, not a limit, or that "
                                         "of this machine without --gpu", unit="GiB", example=128)
-    gpu_spec: str | None = opt(None, "JSON file that describes a GPU, as `fsdp-qlora calibrate` "
-                               "writes it, instead of --gpu", example="gpu.json")
+    gpu_spec: str | None = opt(None, "JSON file that describes a GPU, instead of --gpu; see "
+                               "docs/planner.md", example="gpu.json")
     prices: str | None = opt(None, "JSON file of dollars per hour by GPU name, over the catalogue's",
                              example="prices.json")
 

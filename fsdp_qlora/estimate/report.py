@@ -130,7 +130,7 @@ def notes(found: Estimate) -> list[str]:
     lines, gpu = [], found.machine.gpu
     if not gpu.calibrated:
         lines.append(f"uncalibrated: speeds are {gpu.source}'s, at the share that an H100 reaches; "
-                     "`fsdp-qlora calibrate` measures a card")
+                     "--gpu_spec takes measured ones")
     if not found.shape.known_family:
         lines.append(f"{found.shape.family} is not a known family: taken to be built like Llama")
     return lines
