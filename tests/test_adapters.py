@@ -29,7 +29,7 @@ from fsdp_qlora.loading import materialize, meta_model
 from fsdp_qlora.lora_ops import adapted_inputs, adapted_linear, adapted_linear_backward
 from fsdp_qlora.quantize import QuantLinear, quantize_linears
 
-from .tiny import CONFIGS, TARGETS, save_tiny
+from .tiny import CONFIGS, TARGETS, cut_rows, save_tiny
 
 torch.set_num_threads(1)  # threads that share a tiny product only wait for each other
 
@@ -380,11 +380,7 @@ def test_initial_values_are_the_same_however_rows_are_split(folder, parts, monke
     once, cut = adapted_model(folder), adapted_model(folder)
     for p in trainable_parameters(cut).values(): p.data.fill_(float("nan"))
     for rank in range(parts):
-        def rows(p, rank=rank):
-            size = -(-p.shape[0] // parts)
-            start, stop = min(rank * size, p.shape[0]), min((rank + 1) * size, p.shape[0])
-            return p.data[start:stop], start, stop
-        monkeypatch.setattr("fsdp_qlora.adapters.local_rows", rows)
+        monkeypatch.setattr("fsdp_qlora.adapters.local_rows", cut_rows(rank, parts))
         init_adapters(cut, 0)
     torch.testing.assert_close(trainable_parameters(cut), trainable_parameters(once), rtol=0, atol=0)
 

@@ -143,7 +143,6 @@ def test_the_report_survives_json(tokenizer):
 
 
 def test_the_report_plots(tmp_path, tokenizer):
-    pytest.importorskip("matplotlib")
     report = tokenize_rows(rows_of(chat("Hello", "I am")), tokenizer, context_length=64).report
     report.plot(tmp_path / "lengths.png")
     assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")

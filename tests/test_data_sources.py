@@ -2,6 +2,8 @@
 import builtins
 import json
 
+import datasets
+import pyarrow.parquet as parquet
 import pytest
 
 from fsdp_qlora.data import NAMES, read_rows, row_from_record
@@ -123,7 +125,6 @@ def test_a_file_that_is_something_else_is_recognised(tmp_path, head, fault):
 # ---- places ----------------------------------------------------------------------------------
 
 def test_lines_a_list_and_parquet_hold_the_same_rows(tmp_path):
-    parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
     records = [{"question": f"Q{i}", "answer": f"A{i}"} for i in range(5)]
     lines = write(tmp_path / "rows.jsonl", *records)
@@ -141,7 +142,6 @@ def test_lines_a_list_and_parquet_hold_the_same_rows(tmp_path):
 
 
 def test_a_damaged_parquet_file_is_named(tmp_path):
-    pytest.importorskip("pyarrow")
     path = write(tmp_path / "rows.parquet", b"PAR1 not really")
     with pytest.raises(ValueError, match="rows.parquet: not readable as parquet"): read_rows(path)
 
@@ -216,7 +216,6 @@ def test_guanaco_text_becomes_turns():
 @pytest.fixture
 def hub(monkeypatch):
     """A hub of three rows per data set; records what was asked of it."""
-    datasets = pytest.importorskip("datasets")
     asked = []
 
     def load_dataset(name, split):
@@ -243,7 +242,6 @@ def test_a_name_that_the_hub_does_not_know_is_one_clear_line(hub):
 
 
 def test_a_folder_saved_by_datasets_is_read(tmp_path):
-    datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_list([{"text": "a"}, {"text": "b"}])
     data.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict(train=data).save_to_disk(str(tmp_path / "many"))

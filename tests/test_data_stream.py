@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import datasets
+import pyarrow.parquet as parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -165,7 +167,6 @@ def test_a_stream_does_not_resume_with_another_order(rows):
 # ---- sources ---------------------------------------------------------------------------------
 
 def test_shards_parquet_and_iterable_datasets_give_the_same_rows(tmp_path):
-    parquet, datasets = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("datasets")
     import pyarrow
     records = [{"question": f"Q{i}", "answer": f"A{i}"} for i in range(20)]
     write_rows(tmp_path / "part-1.jsonl", records[:9])
@@ -182,7 +183,6 @@ def test_shards_parquet_and_iterable_datasets_give_the_same_rows(tmp_path):
 
 
 def test_a_data_set_of_the_hub_is_streamed_and_not_fetched(monkeypatch):
-    datasets = pytest.importorskip("datasets")
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda name, **options: asked.append(options) or [])
     open_source("someone/their-data", streaming=True)

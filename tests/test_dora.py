@@ -36,7 +36,7 @@ from .test_adapters import (
     values,
     with_values,
 )
-from .tiny import TARGETS, save_tiny
+from .tiny import TARGETS, cut_rows, save_tiny
 
 torch.set_num_threads(1)
 
@@ -165,11 +165,7 @@ def test_initial_magnitudes_are_the_norms_of_the_loaded_rows_however_they_are_sp
     expected = {n: p.clone() for n, p in trainable_parameters(model).items() if "magnitude" in n}
     for p in trainable_parameters(model).values(): p.data.fill_(float("nan"))
     for rank in range(parts):
-        def rows(p, rank=rank):
-            size = -(-p.shape[0] // parts)
-            start, stop = min(rank * size, p.shape[0]), min((rank + 1) * size, p.shape[0])
-            return p.data[start:stop], start, stop
-        monkeypatch.setattr("fsdp_qlora.adapters.local_rows", rows)
+        monkeypatch.setattr("fsdp_qlora.adapters.local_rows", cut_rows(rank, parts))
         init_adapters(model, 0)
     assert len(expected) == 14
     for name, norms in expected.items():

@@ -124,7 +124,6 @@ def test_evaluations_are_lines_of_their_own_kind_and_shown(tmp_path, capsys, log
 
 
 def test_the_picture_shows_the_held_out_loss(tmp_path):
-    pytest.importorskip("matplotlib")
     from matplotlib.image import imread
     steps = [step_metrics(step) for step in (1, 2, 3)]
     for name, evaluations in (("with", [eval_metrics(1), eval_metrics(3)]), ("without", [])):

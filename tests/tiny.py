@@ -99,3 +99,12 @@ def reference_run(model, steps) -> tuple[list[float], list[float], dict[str, tor
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses, norms, {n: p.detach().clone() for n, p in trained.items()}
+
+
+def cut_rows(rank: int, parts: int):
+    """`dist.local_rows` as rank `rank` of `parts` sees it: its rows, as `fully_shard` cuts them."""
+    def rows(p: torch.Tensor):
+        size = -(-p.shape[0] // parts)
+        start, stop = min(rank * size, p.shape[0]), min((rank + 1) * size, p.shape[0])
+        return p.data[start:stop], start, stop
+    return rows

@@ -26,8 +26,8 @@ def save_tokenizer(folder) -> PreTrainedTokenizerFast:
     return fast
 
 
-def save_chat_model(folder) -> str:
+def save_chat_model(folder, **settings) -> str:
     """A tiny random model with its tokenizer, as train.py takes it."""
-    save_tiny(folder, vocab_size=VOCAB_SIZE)
+    save_tiny(folder, vocab_size=VOCAB_SIZE, **settings)
     save_tokenizer(folder)
     return str(folder)

@@ -17,18 +17,14 @@ import torch
 from fsdp_qlora.checkpoint.folder import all_checkpoints, fault_of, newest_whole
 from tests.distributed.test_resume import run_once, settings
 from tests.ranks import run_ranks
-from tests.tiny import save_tiny
-from tests.tokenizers import VOCAB_SIZE, save_tokenizer
+from tests.tokenizers import save_chat_model
 
 DAMAGES, CUT_WRITES = 1000, 100
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny(folder, vocab_size=VOCAB_SIZE, num_hidden_layers=1)
-    save_tokenizer(folder)
-    return str(folder)
+    return save_chat_model(tmp_path_factory.mktemp("tiny"), num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")

@@ -10,16 +10,13 @@ import torch
 from fsdp_qlora.checkpoint.folder import all_checkpoints
 from tests.distributed.test_resume import metrics, rows_of, settings
 from tests.ranks import run_ranks
-from tests.tiny import padded_batch, save_tiny, tiny_rows
-from tests.tokenizers import VOCAB_SIZE, save_tokenizer
+from tests.tiny import padded_batch, tiny_rows
+from tests.tokenizers import save_chat_model
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny(folder, vocab_size=VOCAB_SIZE, num_hidden_layers=1)
-    save_tokenizer(folder)
-    return str(folder)
+    return save_chat_model(tmp_path_factory.mktemp("tiny"), num_hidden_layers=1)
 
 
 # ---- one step ------------------------------------------------------------------------------------

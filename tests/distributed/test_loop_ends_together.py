@@ -17,7 +17,7 @@ from fsdp_qlora.data.collate import IGNORE
 from tests.distributed.test_parity import relative
 from tests.ranks import run_ranks
 from tests.tiny import LR, RANK, SEED, padded_batch, save_tiny, tiny_rows
-from tests.tokenizers import VOCAB_SIZE, save_tokenizer
+from tests.tokenizers import save_chat_model, save_tokenizer
 
 EPOCHS, BATCH_SIZE = 2, 2
 SECONDS = 60
@@ -25,10 +25,7 @@ SECONDS = 60
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny(folder, vocab_size=VOCAB_SIZE, num_hidden_layers=1)
-    save_tokenizer(folder)
-    return str(folder)
+    return save_chat_model(tmp_path_factory.mktemp("tiny"), num_hidden_layers=1)
 
 
 def name_of_row(number: int) -> str:

@@ -14,17 +14,14 @@ from safetensors.torch import load_file
 from fsdp_qlora.checkpoint.folder import all_checkpoints, fault_of
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny
-from tests.tokenizers import VOCAB_SIZE, save_tokenizer
+from tests.tokenizers import VOCAB_SIZE, save_chat_model, save_tokenizer
 
 STEPS, STOP_AT = 6, 4  # the stop is in the fifth step; the last checkpoint before it is of step 3
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny(folder, vocab_size=VOCAB_SIZE, num_hidden_layers=1)
-    save_tokenizer(folder)
-    return str(folder)
+    return save_chat_model(tmp_path_factory.mktemp("tiny"), num_hidden_layers=1)
 
 
 def settings(folder: str, out, **others):

@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from tests.distributed.test_bad_steps import config_of, poisoned_run
 from tests.distributed.test_resume import STEPS, STOP_AT, metrics, run_once, settings
 from tests.ranks import run_ranks
-from tests.tiny import save_tiny
-from tests.tokenizers import VOCAB_SIZE, save_tokenizer
+from tests.tokenizers import save_chat_model
 
 pytestmark = [pytest.mark.gpu,
               pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")]
@@ -21,10 +20,7 @@ GPU = dict(device="cuda", compile=False)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny(folder, vocab_size=VOCAB_SIZE, num_hidden_layers=1)
-    save_tokenizer(folder)
-    return str(folder)
+    return save_chat_model(tmp_path_factory.mktemp("tiny"), num_hidden_layers=1)
 
 
 def whole_and_resumed(folder: str, out: str, cases: list[dict]) -> list[int]:
