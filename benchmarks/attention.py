@@ -28,8 +28,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from fsdp_qlora.attention import GQA
 from fsdp_qlora.bench.measure import commit, device_name, synchronize, versions
+from fsdp_qlora.model.attention import GQA
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 ERROR_LENGTH = 160  # characters kept of an error

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdp_qlora.known_models import known_config
+from fsdp_qlora.catalog.known_models import known_config
 from fsdp_qlora.loading import meta_model
 
 RANK, COMPARED_BLOCKS = 64, 4

@@ -26,12 +26,12 @@ from transformers import AutoConfig
 from fsdp_qlora.bench.measure import describe_run, record_memory, synchronize
 from fsdp_qlora.bench.row import Row, append_row
 from fsdp_qlora.build import build_model
+from fsdp_qlora.catalog.known_models import known_config, known_name
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.data import DataReport, StepLoader, StepSampler, TokenizedDataset, collate
 from fsdp_qlora.dist import process_group, rank_device
-from fsdp_qlora.known_models import known_config, known_name
 from fsdp_qlora.optim import build_optimizer
-from fsdp_qlora.step import train_step
+from fsdp_qlora.training.step import train_step
 
 MEAN, SIGMA = 350, 1.0  # of log-normal lengths, before the cut
 

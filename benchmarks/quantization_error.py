@@ -13,10 +13,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fsdp_qlora.absmax import ABSMAX_DTYPES
-from fsdp_qlora.formats import FORMATS, dequantize_rows, quantize_rows
 from fsdp_qlora.loading import checkpoint_folder
-from fsdp_qlora.weight_files import Checkpoint
+from fsdp_qlora.loading.weight_files import Checkpoint
+from fsdp_qlora.quantization.absmax import ABSMAX_DTYPES
+from fsdp_qlora.quantization.formats import FORMATS, dequantize_rows, quantize_rows
 
 
 def random_weights(rows: int) -> dict[str, list[Tensor]]:

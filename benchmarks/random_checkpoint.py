@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from fsdp_qlora.known_models import known_config
+from fsdp_qlora.catalog.known_models import known_config
 from fsdp_qlora.loading import expected_shapes, meta_model
-from fsdp_qlora.weight_files import RandomCheckpoint
+from fsdp_qlora.loading.weight_files import RandomCheckpoint
 
 FILE_BYTES = 5 * 10**9
 

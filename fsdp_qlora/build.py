@@ -13,16 +13,13 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from .activations import apply_activation_policy
 from .adapters import apply_adapters, apply_fp8, init_adapters, lora_config
-from .arch import shape_from_config
-from .attention import choose_attention
-from .blocks import decoder_blocks
+from .adapters.fusion import SharedInputs
+from .catalog.arch import shape_from_config
 from .config import AUTO, RunConfig, block_policies
 from .dist import print_main, ranks_from_env
 from .estimate import choose_policies, memory, setup_from_config
 from .estimate.setup import OPTIMIZER_STATES, STATE_BYTES
-from .fusion import SharedInputs
 from .loading import (
     DTYPES,
     LoadProgress,
@@ -34,13 +31,16 @@ from .loading import (
     meta_model,
     read_config,
 )
-from .losses import apply_chunked_loss
-from .offload import apply_activation_offload
-from .prequantized import FourBitCheckpoint, layers_to_quantize, open_weights
-from .quantize import quantize_linears
-from .quantized_cache import QuantizedCache
+from .loading.prequantized import FourBitCheckpoint, layers_to_quantize, open_weights
+from .loading.quantized_cache import QuantizedCache
+from .loading.weight_files import Checkpoint, RandomCheckpoint
+from .memory.activations import apply_activation_policy
+from .memory.losses import apply_chunked_loss
+from .memory.offload import apply_activation_offload
+from .model.attention import choose_attention
+from .model.blocks import decoder_blocks
+from .quantization.quantize import quantize_linears
 from .sharding import OnHost, apply_sharding, make_mesh, parameter_device
-from .weight_files import Checkpoint, RandomCheckpoint
 
 
 def build_model(config: RunConfig, device: torch.device) -> nn.Module:

@@ -12,17 +12,17 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from .bench.command import bench_command
-from .checks import lost_updates, settings_without_effect
+from .commands.delivery import DELIVERY
+from .commands.doctor import doctor_command
+from .commands.guide import GUIDE
 from .config import RunConfig
-from .delivery import DELIVERY
-from .doctor import doctor_command
-from .flags import Parser, boolean, parse, parse_own
-from .guide import GUIDE
-from .lock import sole_run_in
-from .notice import told_at_end
+from .config.checks import lost_updates, settings_without_effect
+from .config.flags import Parser, boolean, parse, parse_own
+from .config.settings import opt
 from .redact import redact
-from .settings import opt
-from .signals import EXIT_STOPPED, StopRequested, StopSignals
+from .training.lock import sole_run_in
+from .training.notice import told_at_end
+from .training.signals import EXIT_STOPPED, StopRequested, StopSignals
 
 
 @dataclass
@@ -40,14 +40,14 @@ def train_command(argv: list[str]):
     """Fine-tune a model."""
     config, options = parse(argv, TrainOptions)
     if options.dry_run:
-        from .dryrun import dry_run
+        from .commands.dryrun import dry_run
         return dry_run(config, argv)
     if config.is_auto:
-        from .probe import planned_argv
+        from .commands.probe import planned_argv
         argv = planned_argv(config, argv)
         config, _ = parse(argv, TrainOptions)
     from .dist import ranks_from_env
-    from .launch import run_on_ranks
+    from .training.launch import run_on_ranks
 
     def body(config: RunConfig):
         on_end = options.on_end if ranks_from_env().is_main else None
@@ -59,7 +59,7 @@ def train_command(argv: list[str]):
 def train_rank(config: RunConfig, signals: StopSignals | None = None):
     """What each rank does: prepare without the others, then train with them."""
     from .dist import print_main, process_group, rank_device, ranks_from_env
-    from .prepare import check_device, check_positions, load_data, load_tokenizer
+    from .training.prepare import check_device, check_positions, load_data, load_tokenizer
     device = rank_device(config.device)
     check_device(config, device)
     warnings = settings_without_effect(config) + lost_updates(config)
@@ -68,8 +68,8 @@ def train_rank(config: RunConfig, signals: StopSignals | None = None):
     data = load_data(config, tokenizer)
     from .build import planned_model
     from .export import check_output_dir, trained_bytes
-    from .loop import weights_folder
-    from .trainer import train
+    from .training.loop import weights_folder
+    from .training.trainer import train
     model, _ = planned_model(config, device)  # a wrong one is found before ranks wait
     check_positions(config, data, model.config)
     is_main = ranks_from_env().is_main
@@ -93,14 +93,14 @@ class GenerateOptions:
 def generate_command(argv: list[str]):
     """Answer a prompt with a base model and an adapter."""
     config, options = parse(argv, GenerateOptions, prog="fsdp-qlora generate")
-    from .generate import answer
+    from .commands.generate import answer
     answer(config, options)
 
 
 def data_command(argv: list[str]):
     """Tokenize a data set and report on it; --preview shows rows with trained tokens marked."""
     (config,) = parse(argv, prog="fsdp-qlora data")
-    from .prepare import load_tokenizer, report_on_data
+    from .training.prepare import load_tokenizer, report_on_data
     report_on_data(config, load_tokenizer(config.model_name, **config.source))
 
 

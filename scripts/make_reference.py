@@ -12,17 +12,18 @@ import shlex
 from dataclasses import is_dataclass
 from pathlib import Path
 
-from fsdp_qlora import cli, delivery, guide
-from fsdp_qlora.arch import model_shape
+from fsdp_qlora import cli
 from fsdp_qlora.bench import command as bench
+from fsdp_qlora.catalog.arch import model_shape
+from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
+from fsdp_qlora.commands import delivery, guide
 from fsdp_qlora.config import RunConfig, plan_batches
+from fsdp_qlora.config.flags import parse
+from fsdp_qlora.config.options import GROUPS
+from fsdp_qlora.config.recipe import RecipeOptions
+from fsdp_qlora.config.reference import flags_page, schema
 from fsdp_qlora.estimate import Estimate, estimate
 from fsdp_qlora.estimate.report import duration
-from fsdp_qlora.flags import parse
-from fsdp_qlora.machine import MachineOptions, machine_from_options
-from fsdp_qlora.options import GROUPS
-from fsdp_qlora.recipe import RecipeOptions
-from fsdp_qlora.reference import flags_page, schema
 
 ROOT = Path(__file__).parents[1]
 ROWS = 1000  # for which a recipe's header gives the time

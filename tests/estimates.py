@@ -6,15 +6,15 @@ from dataclasses import replace
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdp_qlora.activations import apply_activation_policy
 from fsdp_qlora.adapters import apply_adapters, lora_config
-from fsdp_qlora.arch import model_shape, shape_from_config
-from fsdp_qlora.blocks import decoder_blocks
+from fsdp_qlora.catalog.arch import model_shape, shape_from_config
+from fsdp_qlora.catalog.hardware import find_gpu
+from fsdp_qlora.catalog.known_models import known_config
 from fsdp_qlora.estimate import Setup
-from fsdp_qlora.hardware import find_gpu
-from fsdp_qlora.known_models import known_config
 from fsdp_qlora.loading import materialize
-from fsdp_qlora.quantize import quantize_linears
+from fsdp_qlora.memory.activations import apply_activation_policy
+from fsdp_qlora.model.blocks import decoder_blocks
+from fsdp_qlora.quantization.quantize import quantize_linears
 
 LLAMA_8B, LLAMA_70B = model_shape("meta-llama/Llama-3.1-8B"), model_shape("llama-2-70b")
 H100 = find_gpu("h100")

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fsdp_qlora import fp8
-from fsdp_qlora.absmax import absmax_columns, decode_absmax, encode_absmax
-from fsdp_qlora.fourbit import dequantize_rows, quantize_rows
-from fsdp_qlora.quantize import QuantLinear, frozen_linear
+from fsdp_qlora.quantization import fp8
+from fsdp_qlora.quantization.absmax import absmax_columns, decode_absmax, encode_absmax
+from fsdp_qlora.quantization.fourbit import dequantize_rows, quantize_rows
+from fsdp_qlora.quantization.quantize import QuantLinear, frozen_linear
 
 torch.set_num_threads(1)
 

@@ -8,11 +8,11 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from fsdp_qlora.activations import apply_activation_policy
 from fsdp_qlora.adapters import apply_adapters, init_adapters, lora_config, trainable_parameters
-from fsdp_qlora.blocks import decoder_blocks
 from fsdp_qlora.loading import materialize
-from fsdp_qlora.quantize import quantize_linears
+from fsdp_qlora.memory.activations import apply_activation_policy
+from fsdp_qlora.model.blocks import decoder_blocks
+from fsdp_qlora.quantization.quantize import quantize_linears
 
 from .tiny import padded_batch, save_tiny, tiny_rows
 

@@ -23,11 +23,11 @@ from fsdp_qlora.adapters import (
     resolve_targets,
     trainable_parameters,
 )
+from fsdp_qlora.adapters.lora_ops import adapted_inputs, adapted_linear, adapted_linear_backward
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.formats import quantize_rows
 from fsdp_qlora.loading import materialize, meta_model
-from fsdp_qlora.lora_ops import adapted_inputs, adapted_linear, adapted_linear_backward
-from fsdp_qlora.quantize import QuantLinear, quantize_linears
+from fsdp_qlora.quantization.formats import quantize_rows
+from fsdp_qlora.quantization.quantize import QuantLinear, quantize_linears
 
 from .tiny import CONFIGS, TARGETS, cut_rows, save_tiny
 
@@ -380,7 +380,7 @@ def test_initial_values_are_the_same_however_rows_are_split(folder, parts, monke
     once, cut = adapted_model(folder), adapted_model(folder)
     for p in trainable_parameters(cut).values(): p.data.fill_(float("nan"))
     for rank in range(parts):
-        monkeypatch.setattr("fsdp_qlora.adapters.local_rows", cut_rows(rank, parts))
+        monkeypatch.setattr("fsdp_qlora.adapters.lora.local_rows", cut_rows(rank, parts))
         init_adapters(cut, 0)
     torch.testing.assert_close(trainable_parameters(cut), trainable_parameters(once), rtol=0, atol=0)
 

@@ -6,8 +6,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdp_qlora.arch import model_shape, shape_from_config
-from fsdp_qlora.known_models import KNOWN, known_config, known_name
+from fsdp_qlora.catalog.arch import model_shape, shape_from_config
+from fsdp_qlora.catalog.known_models import KNOWN, known_config, known_name
 
 # As counted from the checkpoints on the hub.
 PUBLISHED = {

@@ -22,14 +22,15 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from fsdp_qlora import attention, build
-from fsdp_qlora.activations import apply_activation_policy
+from fsdp_qlora import build
 from fsdp_qlora.adapters import trainable_parameters
-from fsdp_qlora.blocks import decoder_blocks
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.data import collate, collate_packed, num_trained_tokens, on_device
 from fsdp_qlora.dist import full_tensor
-from fsdp_qlora.step import compute_device
+from fsdp_qlora.memory.activations import apply_activation_policy
+from fsdp_qlora.model import attention
+from fsdp_qlora.model.blocks import decoder_blocks
+from fsdp_qlora.training.step import compute_device
 
 from .ranks import run_ranks
 from .test_activations import Calls

@@ -4,15 +4,15 @@ import torch
 from torch import nn
 
 from fsdp_qlora.adapters import apply_adapters, lora_config
-from fsdp_qlora.blocks import (
+from fsdp_qlora.loading import meta_model
+from fsdp_qlora.model.blocks import (
     attention_and_mlp,
     decoder_blocks,
     is_tied,
     linear_names,
     output_head,
 )
-from fsdp_qlora.loading import meta_model
-from fsdp_qlora.quantize import quantize_linears
+from fsdp_qlora.quantization.quantize import quantize_linears
 
 from .tiny import CONFIGS, TARGETS
 

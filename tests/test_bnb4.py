@@ -10,7 +10,7 @@ from bitsandbytes.nn import Linear4bit
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from fsdp_qlora.merge import merge_adapter
+from fsdp_qlora.export.merge import merge_adapter
 
 from .test_merge import IDS, live_logits, logits, save_adapter
 from .tiny import save_tiny

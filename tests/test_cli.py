@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from fsdp_qlora.bench.command import BenchOptions
 from fsdp_qlora.cli import COMMANDS, GenerateOptions, main, parse
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.flags import EXAMPLES
-from fsdp_qlora.options import GROUPS
+from fsdp_qlora.config.flags import EXAMPLES
+from fsdp_qlora.config.options import GROUPS
 
 from .tiny import TARGETS, save_tiny
 
@@ -146,7 +146,7 @@ def rows(tmp_path_factory):
 def mistake(capsys, tmp_path, monkeypatch):
     """Runs `train` with a mistake: the one line on stderr; nothing may be written."""
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("fsdp_qlora.launch.share_cores", lambda ranks: None)  # it outlives the test
+    monkeypatch.setattr("fsdp_qlora.training.launch.share_cores", lambda ranks: None)  # outlives a test
 
     def run(*argv, command="train"):
         capsys.readouterr()  # what fixtures printed

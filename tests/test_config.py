@@ -1,5 +1,4 @@
 """Settings: the old names, the shorthand, and refusals in one line that name flag and remedy."""
-import importlib.util
 import runpy
 import subprocess
 import sys
@@ -10,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_qlora.checks import lost_updates, settings_without_effect
 from fsdp_qlora.config import RunConfig, plan_batches
-from fsdp_qlora.options import GROUPS, STRATEGY_NAMES
-from fsdp_qlora.settings import AUTO, changed_settings
+from fsdp_qlora.config.checks import lost_updates, settings_without_effect
+from fsdp_qlora.config.options import GROUPS, STRATEGY_NAMES
+from fsdp_qlora.config.settings import AUTO, changed_settings
 
 # Every flag of the original train.py.
 OLD_FLAGS = """
@@ -40,8 +39,7 @@ OLD_CHOICES = {
 }
 
 BOOLEANS = [f.name for f in fields(RunConfig) if type(f.default) is bool]
-PURE = [m for m in ("config", "cli", "arch", "hardware", "estimate", "planner")
-        if importlib.util.find_spec(f"fsdp_qlora.{m}")]
+PURE = ("config", "config.flags", "catalog.arch", "catalog.hardware", "estimate", "planner", "cli")
 
 
 def refusal(**settings) -> str:

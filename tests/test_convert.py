@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.cli import main
-from fsdp_qlora.generate import load_for_inference
-from fsdp_qlora.merge import merge_adapter
+from fsdp_qlora.commands.generate import load_for_inference
+from fsdp_qlora.export.merge import merge_adapter
 
 from .test_merge import IDS, logits
 from .tiny import save_tiny

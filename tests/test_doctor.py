@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_qlora.cli import main
-from fsdp_qlora.doctor import (
+from fsdp_qlora.commands.doctor import (
     NOTE,
     OK,
     WRONG,

@@ -10,18 +10,18 @@ from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from fsdp_qlora import dora
 from fsdp_qlora.adapters import (
     LoraLinear,
     apply_adapters,
+    dora,
     init_adapters,
     lora_config,
     trainable_parameters,
 )
+from fsdp_qlora.adapters.dora import adapted_norms
 from fsdp_qlora.build import compile_blocks
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.dora import adapted_norms
-from fsdp_qlora.quantize import QuantLinear, quantize_linears, quantize_rows
+from fsdp_qlora.quantization.quantize import QuantLinear, quantize_linears, quantize_rows
 
 from .test_adapters import (
     ALPHA,
@@ -104,7 +104,7 @@ def test_gradients_equal_finite_differences_of_the_layer_with_its_norm_held(monk
     layer = ours("plain", bias=True).double()
     parts = [layer.lora_A["default"], layer.lora_B["default"], layer.lora_magnitude_vector["default"]]
     held = dora.norms_of(layer.base_layer, *(p.weight for p in parts[:2]), SCALING, torch.float64)
-    monkeypatch.setattr("fsdp_qlora.adapters.norms_of", lambda *_: held)
+    monkeypatch.setattr("fsdp_qlora.adapters.lora.norms_of", lambda *_: held)
     weights = [part.weight for part in parts]
     for part in parts: part._parameters.clear()
 
@@ -165,7 +165,7 @@ def test_initial_magnitudes_are_the_norms_of_the_loaded_rows_however_they_are_sp
     expected = {n: p.clone() for n, p in trainable_parameters(model).items() if "magnitude" in n}
     for p in trainable_parameters(model).values(): p.data.fill_(float("nan"))
     for rank in range(parts):
-        monkeypatch.setattr("fsdp_qlora.adapters.local_rows", cut_rows(rank, parts))
+        monkeypatch.setattr("fsdp_qlora.adapters.lora.local_rows", cut_rows(rank, parts))
         init_adapters(model, 0)
     assert len(expected) == 14
     for name, norms in expected.items():

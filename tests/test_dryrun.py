@@ -8,10 +8,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.cli import main, parse
+from fsdp_qlora.commands.dryrun import batch_rows
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.data import StepLoader, StepSampler
-from fsdp_qlora.dryrun import batch_rows
-from fsdp_qlora.prepare import load_data, load_tokenizer
+from fsdp_qlora.training.prepare import load_data, load_tokenizer
 
 from .tiny import save_tiny
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fsdp_qlora.adapters import trainable_parameters
+from fsdp_qlora.catalog.hardware import find_gpu
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.estimate import (
     Setup,
@@ -19,7 +20,6 @@ from fsdp_qlora.estimate import (
     setup_from_config,
     step_seconds,
 )
-from fsdp_qlora.hardware import find_gpu
 from fsdp_qlora.optim import build_optimizer
 
 from .estimates import H100, LLAMA_8B, LLAMA_70B, SMALL, TRIAL, tiny
@@ -103,7 +103,7 @@ def test_context_beyond_the_models_positions_is_refused():
 
 
 def test_estimates_need_no_torch():
-    code = ("import sys, json; from fsdp_qlora import estimate, arch, hardware;"
+    code = ("import sys, json, fsdp_qlora.estimate, fsdp_qlora.catalog.arch, fsdp_qlora.catalog.hardware;"
             "print(json.dumps('torch' in sys.modules))")
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(out.stdout) is False

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from fsdp_qlora import activations
-from fsdp_qlora.blocks import base_model, decoder_blocks
+from fsdp_qlora.config.options import ACTIVATION_POLICIES
 from fsdp_qlora.estimate import GIB, kept_by_block, memory, saved_by_block
-from fsdp_qlora.options import ACTIVATION_POLICIES
+from fsdp_qlora.memory import activations
+from fsdp_qlora.model.blocks import base_model, decoder_blocks
 
 from .estimates import LLAMA_8B, PRODUCT, SMALL, TRIAL, TRIAL_HALF, tiny
 

@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from fsdp_qlora.arch import model_shape, shape_from_params
+from fsdp_qlora.catalog.arch import model_shape, shape_from_params
+from fsdp_qlora.catalog.hardware import find_gpu
+from fsdp_qlora.catalog.known_models import known_config
+from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.estimate import estimate, memory, setup_from_config, step_seconds
-from fsdp_qlora.hardware import find_gpu
-from fsdp_qlora.known_models import known_config
-from fsdp_qlora.machine import MachineOptions, machine_from_options
 
 ASKED = ["--model_name", "llama-2-70b", "--gpu", "rtx 3090", "--gpus", "2", "--batch_size", "2",
          "--context_length", "2048", "--use_cpu_offload"]

@@ -3,7 +3,9 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp_qlora.arch import model_shape
+from fsdp_qlora.catalog.arch import model_shape
+from fsdp_qlora.catalog.hardware import find_gpu
+from fsdp_qlora.config.options import ACTIVATION_POLICIES
 from fsdp_qlora.estimate import (
     MATMUL_SHARE,
     flops_per_token,
@@ -11,8 +13,6 @@ from fsdp_qlora.estimate import (
     model_tflops,
     step_seconds,
 )
-from fsdp_qlora.hardware import find_gpu
-from fsdp_qlora.options import ACTIVATION_POLICIES
 
 from .estimates import H100, LLAMA_8B, LLAMA_70B, PRODUCT, TRIAL, TRIAL_HALF
 

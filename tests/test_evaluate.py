@@ -9,8 +9,8 @@ import torch
 from fsdp_qlora.cli import main, parse
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.data import Row, hold_out, tokenize_rows
-from fsdp_qlora.evaluate import Evaluator, perplexity
-from fsdp_qlora.metrics import EvalMetrics, RunLog, StepMetrics, plot_loss
+from fsdp_qlora.observe.evaluate import Evaluator, perplexity
+from fsdp_qlora.observe.metrics import EvalMetrics, RunLog, StepMetrics, plot_loss
 
 from .test_data_tokenizers import chat, make_tokenizer
 from .tiny import save_tiny
@@ -76,7 +76,7 @@ def test_one_row_is_held_out_at_least_and_one_is_left():
 
 @pytest.fixture
 def given_losses(monkeypatch):
-    monkeypatch.setattr("fsdp_qlora.evaluate.held_out_loss",
+    monkeypatch.setattr("fsdp_qlora.observe.evaluate.held_out_loss",
                         lambda model, dataset, device, losses, agree: (next(losses), 10))
 
     def run(losses, every=2):
@@ -200,8 +200,8 @@ def test_missing_held_out_rows_are_named_by_their_flag(folder, capsys, flag):
 
 
 def test_a_step_on_the_cpu_is_logged_when_it_is_done_and_one_on_a_gpu_a_step_later(tmp_path):
-    from fsdp_qlora.step import StepResult
-    from fsdp_qlora.steplog import LaggedLog
+    from fsdp_qlora.training.step import StepResult
+    from fsdp_qlora.training.steplog import LaggedLog
     logged = {}
     for kind in ("cpu", "meta"):  # meta stands for a device whose work is queued
         log = RunLog(tmp_path / kind, "jsonl", 2, is_main=False)

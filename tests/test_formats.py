@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_qlora import hqq
-from fsdp_qlora.absmax import decode_absmax
 from fsdp_qlora.export import RUN_FILE
-from fsdp_qlora.formats import FORMATS, dequantize_rows, quantize_rows
-from fsdp_qlora.quantize import QuantLinear, frozen_linear
-from fsdp_qlora.trained_base import trained_quant
+from fsdp_qlora.export.trained_base import trained_quant
+from fsdp_qlora.quantization import hqq
+from fsdp_qlora.quantization.absmax import decode_absmax
+from fsdp_qlora.quantization.formats import FORMATS, dequantize_rows, quantize_rows
+from fsdp_qlora.quantization.quantize import QuantLinear, frozen_linear
 
 torch.set_num_threads(1)
 

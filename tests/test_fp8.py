@@ -4,9 +4,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp_qlora import fp8
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.formats import dense_weight, quantize_rows
+from fsdp_qlora.quantization import fp8
+from fsdp_qlora.quantization.formats import dense_weight, quantize_rows
 from tests.tiny import padded_batch, save_tiny, tiny_rows
 
 # e4m3 has 3 bits of mantissa: a value is off by up to 2^-4, and by 2^-4 / sqrt(3) in the mean square;
@@ -88,7 +88,7 @@ def test_training_in_fp8_follows_training_in_full_precision(tmp_path):
     from fsdp_qlora.build import build_model
     from fsdp_qlora.dist import process_group
     from fsdp_qlora.optim import build_optimizer
-    from fsdp_qlora.step import train_step
+    from fsdp_qlora.training.step import train_step
     folder, steps, losses = save_tiny(tmp_path), tiny_rows(1, 4) * 8, {}
     with process_group(torch.device("cpu")):
         for dtype in ("auto", "fp8"):

@@ -7,11 +7,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from fsdp_qlora import fusion
-from fsdp_qlora.activations import apply_activation_policy
-from fsdp_qlora.adapters import apply_adapters, init_adapters, lora_config, trainable_parameters
+from fsdp_qlora.adapters import apply_adapters, fusion, init_adapters, lora_config, trainable_parameters
 from fsdp_qlora.build import compile_blocks
-from fsdp_qlora.quantize import quantize_linears
+from fsdp_qlora.memory.activations import apply_activation_policy
+from fsdp_qlora.quantization.quantize import quantize_linears
 from tests.tiny import save_tiny
 
 

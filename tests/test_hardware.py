@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from fsdp_qlora.hardware import GPUS, PATTERNS, find_gpu, load_gpu_spec
+from fsdp_qlora.catalog.hardware import GPUS, PATTERNS, find_gpu, load_gpu_spec
 
 
 @pytest.mark.parametrize("given,found", [

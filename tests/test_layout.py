@@ -2,30 +2,17 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "fsdp_qlora"
-# A module imports only from those before it; names of a line may import each other's packages.
-ORDER = ["redact",
-         "settings", "options", "checks", "config", "recipe", "flags", "signals", "notice", "lock",
-         "known_models", "arch", "hardware", "machine", "estimate", "planner", "reference", "guide",
-         "trace",
-         "dist",
-         "absmax", "blocks64", "fourbit", "int8", "hqq", "formats",
-         "kernels", "fp8", "quantize", "blocks", "attention", "lora_ops", "dora", "fusion",
-         "adapters", "activations", "hostmem", "offload", "streaming", "vocabulary", "losses",
-         "prefetch", "sharding",
-         "weight_files", "bnb4", "prequantized", "loading", "quantized_cache",
-         "build", "data", "optim", "metrics", "profiling", "card", "export",
-         "adapter_folder", "trained_base", "merge_base", "merged_files", "merge",
-         "convert", "serving", "hub", "delivery",
-         "prepare", "evaluate",
-         "step", "steplog", "faults", "frozen", "watchdog", "checkpoint", "describe",
-         "memory_timeline", "memory_report", "peaks", "loop", "trainer",
-         "generate",
-         "launch", "dryrun", "doctor", "bench", "probe", "demo", "cli"]
+# A package imports only from those before it.
+ORDER = ["redact", "config", "catalog", "estimate", "planner",
+         "dist", "quantization", "model", "adapters", "memory", "sharding", "loading", "build",
+         "data", "optim", "observe", "export", "checkpoint", "training",
+         "bench", "commands", "demo", "cli"]
 PURE = set(ORDER[:ORDER.index("dist")])
 
 
@@ -56,6 +43,24 @@ def test_a_module_imports_only_from_modules_before_it(name, path):
     assert not later
 
 
+def test_no_two_modules_import_each_other():
+    known = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for _, path in modules()}
+    known = {name.removesuffix(".__init__"): path for name, path in known.items()}
+
+    def needs(path: Path) -> set[str]:
+        found, here = set(), path.relative_to(PACKAGE).parts[:-1]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not node.level: continue
+            base = [*here[:len(here) + 1 - node.level], *(node.module or "").split(".")]
+            base = ".".join(part for part in base if part)
+            found |= {name for alias in node.names
+                      if (name := f"{base}.{alias.name}".strip(".")) in known} or ({base} & set(known))
+        return found
+
+    order = graphlib.TopologicalSorter({name: needs(path) for name, path in known.items()})
+    assert len(list(order.static_order())) == len(known)
+
+
 def test_the_pure_layer_imports_no_torch():
     for name, path in modules():
         if name in PURE: assert not {i for i in imports(path) if i.split(".")[0] == "torch"}, path
@@ -64,4 +69,4 @@ def test_the_pure_layer_imports_no_torch():
 def test_one_file_owns_fsdp():
     owners = {path.name for _, path in modules()
               if any(i.startswith("torch.distributed.fsdp") for i in imports(path))}
-    assert owners == {"sharding.py"}
+    assert owners == {"fsdp.py"}

@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM
 from fsdp_qlora.build import build_model, planned_model
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import process_group
-from fsdp_qlora.formats import quantize_rows
 from fsdp_qlora.loading import (
     check_complete,
     load_weights,
@@ -17,8 +16,9 @@ from fsdp_qlora.loading import (
     meta_model,
     read_config,
 )
-from fsdp_qlora.quantize import QuantLinear, quantize_linears
-from fsdp_qlora.weight_files import Checkpoint
+from fsdp_qlora.loading.weight_files import Checkpoint
+from fsdp_qlora.quantization.formats import quantize_rows
+from fsdp_qlora.quantization.quantize import QuantLinear, quantize_linears
 
 from .tiny import CONFIGS, save_tiny
 
@@ -137,7 +137,7 @@ def test_ranks_read_only_their_rows_and_together_all_of_them(sharded_llama, rank
     materialize(model, CPU, CPU)
     reads = []
     for rank in range(ranks):
-        monkeypatch.setattr("fsdp_qlora.loading.local_rows", shards(rank))
+        monkeypatch.setattr("fsdp_qlora.loading.stream.local_rows", shards(rank))
         load_weights(model, Checkpoint(sharded_llama), CPU, progress=reads.append)
     plain = AutoModelForCausalLM.from_pretrained(sharded_llama)
     assert sum(reads) == sum(p.nbytes for p in plain.parameters())
@@ -150,7 +150,7 @@ def test_pieces_of_any_size_give_the_same_model(llama, monkeypatch):
     for settings_ in (dict(train_type="full"), dict(absmax_dtype="int8", train_type="qlora")):
         whole = built(llama, **settings_).state_dict()
         for values in (1, 200, 1000):
-            monkeypatch.setattr("fsdp_qlora.loading.PIECE_VALUES", values)
+            monkeypatch.setattr("fsdp_qlora.loading.stream.PIECE_VALUES", values)
             for name, tensor in built(llama, **settings_).state_dict().items():
                 assert torch.equal(tensor.view(torch.uint8), whole[name].view(torch.uint8)), name
         monkeypatch.undo()
@@ -158,7 +158,7 @@ def test_pieces_of_any_size_give_the_same_model(llama, monkeypatch):
 
 @pytest.mark.parametrize("workers", [1, 3, 8])
 def test_any_number_of_readers_gives_the_same_model(llama, workers, monkeypatch):
-    monkeypatch.setattr("fsdp_qlora.loading.PIECE_VALUES", 100)
+    monkeypatch.setattr("fsdp_qlora.loading.stream.PIECE_VALUES", 100)
     plain = AutoModelForCausalLM.from_pretrained(llama)
     torch.testing.assert_close(built(llama, loading_workers=workers).state_dict(),
                                plain.state_dict(), rtol=0, atol=0)

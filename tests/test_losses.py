@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
 
-from fsdp_qlora import losses
 from fsdp_qlora.adapters import apply_adapters, lora_config, trainable_parameters
 from fsdp_qlora.loading import materialize
-from fsdp_qlora.losses import ChunkedCrossEntropy, apply_chunked_loss
+from fsdp_qlora.memory import losses
+from fsdp_qlora.memory.losses import ChunkedCrossEntropy, apply_chunked_loss
 
 from .tiny import CONFIGS, padded_batch, tiny_rows
 

@@ -10,7 +10,7 @@ import torch
 
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.data import Step
-from fsdp_qlora.memory_report import (
+from fsdp_qlora.observe.memory_report import (
     ESTIMATED,
     MemoryWatch,
     address,
@@ -19,7 +19,7 @@ from fsdp_qlora.memory_report import (
     standing_tensors,
     table,
 )
-from fsdp_qlora.memory_timeline import PARTS, draw, part_of, timeline
+from fsdp_qlora.observe.memory_timeline import PARTS, draw, part_of, timeline
 
 from .test_activations import loss_and_gradients, tiny_model
 from .tiny import save_tiny

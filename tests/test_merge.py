@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from fsdp_qlora.cli import main
+from fsdp_qlora.commands.generate import load_for_inference
 from fsdp_qlora.export import ShardWriter
-from fsdp_qlora.generate import load_for_inference
-from fsdp_qlora.merge import merge_adapter
+from fsdp_qlora.export.merge import merge_adapter
 
 from .tiny import TARGETS, save_tiny
 from .tokenizers import CHATML, save_tokenizer
@@ -118,7 +118,7 @@ def test_a_merged_model_has_the_logits_of_base_and_adapter(tmp_path, family, siz
 def test_tensors_are_those_of_peft_in_fp32_rounded_once(tmp_path, settings, monkeypatch):
     base = save_tiny(tmp_path / "base")
     adapter = save_adapter(base, tmp_path / "adapter", **settings)
-    monkeypatch.setattr("fsdp_qlora.merge.CHUNK_BYTES", 64 * 4 * 7)  # chunks that end in mid-tensor
+    monkeypatch.setattr("fsdp_qlora.export.merge.CHUNK_BYTES", 64 * 4 * 7)  # chunks end in mid-tensor
     merged = load_file(merge_adapter(base, adapter, tmp_path / "merged") / "model.safetensors")
     expected = peft_merged(base, adapter).state_dict()
     assert merged.keys() == expected.keys()
@@ -171,7 +171,7 @@ def test_a_qlora_adapter_is_merged_into_the_base_that_it_was_trained_on(qlora, t
 
 
 def test_scales_in_8_bits_are_repeated_too(qlora, tmp_path):
-    from fsdp_qlora.quantize import QuantLinear
+    from fsdp_qlora.quantization.quantize import QuantLinear
     base, adapter = qlora
     adapter = shutil.copytree(adapter, tmp_path / "adapter")
     run = json.loads((adapter / "fsdp_qlora.json").read_text()) | dict(absmax_dtype="int8")
@@ -229,7 +229,7 @@ def test_large_models_are_written_in_several_files_with_an_index(tmp_path, monke
     base = save_tiny(tmp_path / "base")
     adapter = save_adapter(base, tmp_path / "adapter")
     whole = load_file(merge_adapter(base, adapter, tmp_path / "one") / "model.safetensors")
-    monkeypatch.setattr("fsdp_qlora.export.SHARD_BYTES", 50_000)
+    monkeypatch.setattr("fsdp_qlora.export.save.SHARD_BYTES", 50_000)
     folder = merge_adapter(base, adapter, tmp_path / "many")
     files = sorted(folder.glob("*.safetensors"))
     assert len(files) > 3 and max(f.stat().st_size for f in files) < 60_000
@@ -254,9 +254,9 @@ def test_memory_is_one_file_and_one_tensor_and_not_the_model(tmp_path, monkeypat
         def add(self, name, tensor):
             super().add(name, tensor)
             seen.append(anonymous_mib() - before)
-    monkeypatch.setattr("fsdp_qlora.merge.ShardWriter", Watched)
-    monkeypatch.setattr("fsdp_qlora.merge.CHUNK_BYTES", 2**20)
-    monkeypatch.setattr("fsdp_qlora.export.SHARD_BYTES", 8 * 2**20)
+    monkeypatch.setattr("fsdp_qlora.export.merge.ShardWriter", Watched)
+    monkeypatch.setattr("fsdp_qlora.export.merge.CHUNK_BYTES", 2**20)
+    monkeypatch.setattr("fsdp_qlora.export.save.SHARD_BYTES", 8 * 2**20)
     merge_adapter(base, adapter, tmp_path / "merged", dtype="fp32")
     assert size > 180 and max(seen) < 0.4 * size, (size, max(seen))
 
@@ -265,7 +265,7 @@ def test_a_failed_merge_leaves_nothing_behind(tmp_path, monkeypatch):
     base = save_tiny(tmp_path / "base")
     adapter = save_adapter(base, tmp_path / "adapter")
     def full(*_): raise OSError("No space left on device")
-    monkeypatch.setattr("fsdp_qlora.merge.write_other_files", full)
+    monkeypatch.setattr("fsdp_qlora.export.merge.write_other_files", full)
     with pytest.raises(OSError, match="No space"): merge_adapter(base, adapter, tmp_path / "merged")
     assert {p.name for p in tmp_path.iterdir()} == {"base", "adapter"}
 

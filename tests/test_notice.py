@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from fsdp_qlora.cli import main
-from fsdp_qlora.notice import told_at_end
-from fsdp_qlora.signals import StopRequested
+from fsdp_qlora.training.notice import told_at_end
+from fsdp_qlora.training.signals import StopRequested
 
 from .test_dryrun import folder  # noqa: F401  a model, rows and a recipe
 

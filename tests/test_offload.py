@@ -6,11 +6,11 @@ import weakref
 import pytest
 import torch
 
-from fsdp_qlora.blocks import decoder_blocks
 from fsdp_qlora.build import trained_bytes
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.hostmem import host_tensors
-from fsdp_qlora.offload import HostStore, apply_activation_offload
+from fsdp_qlora.memory.hostmem import host_tensors
+from fsdp_qlora.memory.offload import HostStore, apply_activation_offload
+from fsdp_qlora.model.blocks import decoder_blocks
 
 from .test_activations import loss_and_gradients, tiny_model
 from .tiny import padded_batch, save_tiny, tiny_rows

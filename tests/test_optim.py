@@ -7,8 +7,8 @@ from peft import LoraConfig, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
 from torch import nn
 
+from fsdp_qlora.config.options import OPTIMIZER_NAMES
 from fsdp_qlora.optim import build_optimizer, build_scheduler, lr_share
-from fsdp_qlora.options import OPTIMIZER_NAMES
 
 PEAK = 0.5
 

@@ -5,7 +5,7 @@ import mmap
 
 import torch
 
-from fsdp_qlora.peaks import Peaks, anonymous_bytes
+from fsdp_qlora.observe.peaks import Peaks, anonymous_bytes
 
 MIB = 2**20
 

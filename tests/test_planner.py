@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp_qlora.arch import model_shape
+from fsdp_qlora.catalog.arch import model_shape
+from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig, plan_batches
 from fsdp_qlora.estimate import estimate
-from fsdp_qlora.machine import MachineOptions, machine_from_options
 from fsdp_qlora.planner import LADDER, climb, free_settings, make_plan
 from fsdp_qlora.planner.search import seconds_per_row
 

@@ -9,11 +9,11 @@ from bitsandbytes.nn import Linear4bit
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from fsdp_qlora.absmax import decode_absmax, encode_absmax
 from fsdp_qlora.build import build_model, planned_model
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import process_group
-from fsdp_qlora.quantize import QuantLinear
+from fsdp_qlora.quantization.absmax import decode_absmax, encode_absmax
+from fsdp_qlora.quantization.quantize import QuantLinear
 
 from .tiny import save_tiny
 
@@ -61,7 +61,7 @@ def quantized_layers(model) -> dict:
 @pytest.mark.parametrize("ranks_of_rows", [2**22, 1000])  # whole weights, and a few rows at a time
 def test_bytes_scales_and_values_are_those_of_bitsandbytes(tmp_path, monkeypatch, form, ranks_of_rows):
     folder = save_quantized(tmp_path, **FORMS[form])
-    monkeypatch.setattr("fsdp_qlora.loading.PIECE_VALUES", ranks_of_rows)
+    monkeypatch.setattr("fsdp_qlora.loading.stream.PIECE_VALUES", ranks_of_rows)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ours = built(folder, quant="fp4" if "fp4" in form else "nf4")
     found = quantized_layers(ours)
@@ -147,7 +147,7 @@ def in_fp8_blocks(weight: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.
 @pytest.mark.parametrize("piece_values", [2**22, 1000])
 def test_fp8_weights_with_scales_per_block_are_loaded_as_their_numbers(tmp_path, monkeypatch,
                                                                        piece_values):
-    monkeypatch.setattr("fsdp_qlora.loading.PIECE_VALUES", piece_values)
+    monkeypatch.setattr("fsdp_qlora.loading.stream.PIECE_VALUES", piece_values)
     folder, size = save_tiny(tmp_path), 48
     tensors, expected = load_file(tmp_path / "model.safetensors"), {}
     for name in [n for n in tensors if "_proj.weight" in n]:

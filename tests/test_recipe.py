@@ -6,7 +6,7 @@ import pytest
 
 from fsdp_qlora.cli import main, parse
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.flags import given_settings
+from fsdp_qlora.config.flags import given_settings
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from fsdp_qlora.cli import TrainOptions, parse
-from fsdp_qlora.reference import schema
+from fsdp_qlora.config.reference import schema
 
 ROOT = Path(__file__).parents[1]
 MADE = runpy.run_path(str(ROOT / "scripts/make_reference.py"))

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fsdp_qlora.cli import main
-from fsdp_qlora.serving import check_adapter_folder
+from fsdp_qlora.export.serving import check_adapter_folder
 
 from .test_merge import save_adapter
 from .tiny import save_tiny

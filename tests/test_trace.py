@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from fsdp_qlora.trace import (
+from fsdp_qlora.observe.trace import (
     Span,
     device_spans,
     kind_of,

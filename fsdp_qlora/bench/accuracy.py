@@ -4,10 +4,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from ..arch import ModelShape, model_shape
+from ..catalog.arch import ModelShape, model_shape
+from ..catalog.hardware import find_gpu
+from ..config.options import OLD_ALL_TARGETS
 from ..estimate import Memory, Setup, StepTime, memory, step_seconds
-from ..hardware import find_gpu
-from ..options import OLD_ALL_TARGETS
 from .row import Row
 
 # Rows that constants were set on: what is not measured on other rows says nothing about accuracy.

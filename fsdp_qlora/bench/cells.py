@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from ..config import RunConfig
+from ..config.flags import parse
 from ..dist import print_main, process_group, rank_device, ranks_from_env
 from ..estimate.peak import CONTEXT_GIB, NCCL_GIB
-from ..flags import parse
 from .drive import How, Job
 from .measure import MemoryLimit, describe_run, measure, summary
 from .row import append_row

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import RunConfig
-from ..flags import parse
-from ..settings import opt
+from ..config.flags import parse
+from ..config.settings import opt
 from .drive import How, Job, job_of, run_jobs
 from .grid import Grid, read_grid
 from .row import Row, read_rows
@@ -64,7 +64,7 @@ def check_options(options: BenchOptions):
 
 def measure_jobs(config: RunConfig, folder: str, argv: list[str], how: How):
     """The ranks' part."""
-    from ..launch import run_on_ranks
+    from ..training.launch import run_on_ranks
     from .cells import run_jobs_here
     run_on_ranks(config, "bench", argv, lambda c: run_jobs_here(c, folder, how))
 
@@ -79,7 +79,7 @@ def measure_one(config: RunConfig, options: BenchOptions, argv: list[str], how: 
 
 def settings_alone(argv: list[str]) -> list[str]:
     """The run's own flags among those of a bench."""
-    from ..flags import Parser, add_fields
+    from ..config.flags import Parser, add_fields
     parser = Parser(allow_abbrev=False, add_help=False)
     add_fields(parser, BenchOptions)
     return parser.parse_known_args(argv)[1]

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field, fields
 from itertools import product
 from pathlib import Path
 
-from ..arch import ModelShape, model_shape
+from ..catalog.arch import ModelShape, model_shape
+from ..catalog.known_models import bare_name, known_config
 from ..config import RunConfig
-from ..known_models import bare_name, known_config
-from ..settings import shown
+from ..config.settings import shown
 
 OWN = ("name", "gpus", "num_hidden_layers", "gpu_memory_gib", "published")
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ..config import RunConfig, plan_batches
 from ..data import collate_packed
 from ..dist import ranks_from_env
-from ..peaks import Peaks
+from ..observe.peaks import Peaks
 from .row import Row
 
 VERSIONED = ("torch", "transformers", "peft", "bitsandbytes", "triton", "fsdp_qlora")
@@ -120,9 +120,9 @@ def measure(row: Row, config: RunConfig, how, device: torch.device, limit: Memor
 def measure_steps(row: Row, config: RunConfig, how, device: torch.device, limit: MemoryLimit):
     """Everything but memory and the estimate."""
     from ..build import build_model
+    from ..observe.profiling import profile_steps
     from ..optim import build_optimizer
-    from ..profiling import profile_steps
-    from ..step import seed_everything, train_step
+    from ..training.step import seed_everything, train_step
     seed_everything(config.seed, ranks_from_env().rank, config.deterministic)
     started = time.perf_counter()
     model = build_model(config, device)
@@ -208,9 +208,9 @@ def record_memory(row: Row, device: torch.device, peaks: Peaks | None = None):
 
 def record_estimate(row: Row, config: RunConfig):
     """What the estimate says of the same settings, and the model's arithmetic per second."""
-    from ..arch import shape_from_config
+    from ..catalog.arch import shape_from_config
+    from ..catalog.hardware import find_gpu
     from ..estimate import memory, model_tflops, setup_from_config, step_seconds
-    from ..hardware import find_gpu
     from ..loading import read_config
     shape = shape_from_config(read_config(config.model_name, **config.source).to_dict(), row.model)
     setup = setup_from_config(config, row.gpus, compile=row.compile)

@@ -3,8 +3,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..catalog.machine import MachineOptions, machine_from_options
 from ..estimate import Estimate, estimate
-from ..machine import MachineOptions, machine_from_options
 from .accuracy import Compared, accuracy, compare
 from .grid import Cell, Grid
 from .row import Row

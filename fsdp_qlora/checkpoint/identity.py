@@ -11,9 +11,9 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from ..config import RunConfig, plan_batches
+from ..config.settings import shown
 from ..data import Source, Subset, TokenizedDataset
 from ..loading import checkpoint_folder
-from ..settings import shown
 
 # Layout, speed, paths and display. The batch is compared as rows per step, see `batch_difference`.
 MAY_CHANGE = frozenset("""

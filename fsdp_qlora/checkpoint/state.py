@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..adapters import trainable_parameters
 from ..data import StepSampler, StreamSampler
 from ..dist import ranks_from_env
-from ..evaluate import Evaluator
-from ..metrics import EvalMetrics
+from ..observe.evaluate import Evaluator
+from ..observe.metrics import EvalMetrics
 from .folder import read_run
 from .tensors import (
     RandomState,

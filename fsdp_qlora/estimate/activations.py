@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ..arch import ModelShape
+from ..catalog.arch import ModelShape
 from .setup import BYTES, Setup
 from .weights import as_given, block_weights, trained_bytes
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..hardware import Gpu
+from ..catalog.hardware import Gpu
 from .speed import StepTime
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from ..arch import ModelShape
+from ..catalog.arch import ModelShape
 from .activations import (
     backward_end,
     backward_working,

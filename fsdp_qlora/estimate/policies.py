@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter, mul
 
-from ..arch import ModelShape
-from ..hardware import Gpu, find_gpu
+from ..catalog.arch import ModelShape
+from ..catalog.hardware import Gpu, find_gpu
 from .activations import kept_by_block
 from .peak import GIB, Memory, memory
 from .setup import Setup

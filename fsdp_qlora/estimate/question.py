@@ -3,9 +3,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..arch import ModelShape
+from ..catalog.arch import ModelShape
+from ..catalog.machine import Machine
 from ..config import RunConfig
-from ..machine import Machine
 from .cost import RunCost, run_cost
 from .peak import Memory, memory
 from .setup import Setup, check_context, setup_from_config

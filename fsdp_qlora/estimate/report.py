@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from itertools import zip_longest
 
-from ..settings import changed_settings, shown
+from ..config.settings import changed_settings, shown
 from .cost import RunCost
 from .peak import EXPLAINED
 from .question import Estimate

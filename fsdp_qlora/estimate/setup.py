@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..arch import ModelShape
+from ..catalog.arch import ModelShape
 from ..config import RunConfig, block_policies, plan_batches
 
 BYTES = {"fp32": 4, "bf16": 2}

@@ -4,9 +4,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from ..arch import ModelShape
-from ..hardware import Gpu
-from ..machine import INTERNODE_GB_S
+from ..catalog.arch import ModelShape
+from ..catalog.hardware import Gpu
+from ..catalog.machine import INTERNODE_GB_S
 from .activations import KEPT_ATTENTION, moved_blocks, normed_output, offloaded_input
 from .setup import BYTES, Setup
 from .weights import (

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..arch import ModelShape
+from ..catalog.arch import ModelShape
 from .setup import BYTES, OPTIMIZER_STATES, STATE_BYTES, Setup
 
 BLOCKSIZE = 64         # weights per absmax value (quantize.py)

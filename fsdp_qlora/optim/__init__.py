@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..options import OPTIMIZER_NAMES
+from ..config.options import OPTIMIZER_NAMES
 from .adafactor import Adafactor
 from .adamw import CompactAdamW
 from .schedules import SCHEDULES, build_scheduler, lr_share

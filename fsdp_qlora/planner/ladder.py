@@ -3,10 +3,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..arch import ModelShape
+from ..catalog.arch import ModelShape
+from ..catalog.machine import Machine
 from ..config import RunConfig
 from ..estimate import Estimate, estimate
-from ..machine import Machine
 
 
 @dataclass(frozen=True)

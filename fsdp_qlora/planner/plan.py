@@ -3,10 +3,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..arch import ModelShape
+from ..catalog.arch import ModelShape
+from ..catalog.machine import Machine
 from ..config import AUTO, RunConfig
 from ..estimate import Estimate
-from ..machine import Machine
 from .ladder import LADDER, Climbed, climb
 from .search import search
 

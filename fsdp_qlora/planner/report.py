@@ -2,11 +2,11 @@
 from __future__ import annotations
 
 from ..config import AUTO, plan_batches
+from ..config.settings import shown
 from ..estimate import Estimate
 from ..estimate import as_json as estimate_as_json
 from ..estimate.peak import EXPLAINED
 from ..estimate.report import notes, settings_line, subject_lines
-from ..settings import shown
 from .ladder import Climbed
 from .plan import Plan
 from .search import seconds_per_row

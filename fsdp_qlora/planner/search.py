@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
 
-from ..arch import ModelShape
+from ..catalog.arch import ModelShape
+from ..catalog.machine import Machine
 from ..config import AUTO, RunConfig, plan_batches
+from ..config.options import STRATEGY_NAMES
 from ..estimate import Estimate, choose_policies, estimate, setup_from_config
 from ..estimate.question import hybrid_groups
-from ..machine import Machine
-from ..options import STRATEGY_NAMES
 
 MOST_ROWS = 64           # of a micro-batch, where no --global_batch_size limits it
 SAME_SPEED = 0.01        # predictions closer than this are equal: the simpler one is taken

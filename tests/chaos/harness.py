@@ -25,16 +25,18 @@ WORLD, STEPS = 2, 12
 
 # Where a rank can be hit: the function that is being run then.
 PHASES = {
-    "tokenize": "fsdp_qlora.prepare.load_data", "load": "fsdp_qlora.trainer.build_model",
-    "restore": "fsdp_qlora.trainer.find_run", "step": "fsdp_qlora.loop.train_step",
-    "eval": "fsdp_qlora.evaluate.on_device", "stage": "fsdp_qlora.checkpoint.writer.weight_rows",
+    "tokenize": "fsdp_qlora.training.prepare.load_data",
+    "load": "fsdp_qlora.training.trainer.build_model",
+    "restore": "fsdp_qlora.training.trainer.find_run", "step": "fsdp_qlora.training.loop.train_step",
+    "eval": "fsdp_qlora.observe.evaluate.on_device", "stage": "fsdp_qlora.checkpoint.writer.weight_rows",
     "write": "fsdp_qlora.checkpoint.tensors.save_file",
     "verify": "fsdp_qlora.checkpoint.tensors.read_back",
     "manifest": "fsdp_qlora.checkpoint.folder.write_text",
     "rename": "fsdp_qlora.checkpoint.folder.Path.rename",
     "prune": "fsdp_qlora.checkpoint.folder.shutil.rmtree",
-    "forward": "fsdp_qlora.adapters.LoraLinear.forward", "optimizer": "torch.optim.AdamW.step",
-    "save": "fsdp_qlora.loop.save_trained", "export": "fsdp_qlora.trainer.save_trained"}
+    "forward": "fsdp_qlora.adapters.lora.LoraLinear.forward", "optimizer": "torch.optim.AdamW.step",
+    "save": "fsdp_qlora.training.loop.save_trained",
+    "export": "fsdp_qlora.training.trainer.save_trained"}
 MAIN_ONLY = ("manifest", "rename", "prune")  # what only rank 0 does
 
 

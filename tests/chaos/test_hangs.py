@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_qlora.watchdog import EXIT_STALLED, verdict
+from fsdp_qlora.training.watchdog import EXIT_STALLED, verdict
 from tests.chaos.harness import WORLD, Hit, command, make_inputs
 
 PHASES = ("step", "eval", "stage", "forward", "optimizer")

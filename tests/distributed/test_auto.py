@@ -1,10 +1,10 @@
 """--sharding_strategy auto on two CPU ranks: plans, probes, goes down out of memory, remembers."""
 import json
 
+from fsdp_qlora.commands.probe import confirmed_changes, with_changes
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.flags import parse
+from fsdp_qlora.config.flags import parse
 from fsdp_qlora.planner import free_settings
-from fsdp_qlora.probe import confirmed_changes, with_changes
 
 DEEP = dict(model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=97, hidden_size=64,
             intermediate_size=192, num_hidden_layers=24, num_attention_heads=2,

@@ -194,7 +194,7 @@ SLOW_SECONDS, TIMEOUT_SECONDS = 12, 4
 
 def train_with_a_slow_rank(argv: list[str], slow_rank: int) -> tuple[int, float]:
     """Exit code and seconds of a run on which one rank takes long to prepare its data."""
-    import fsdp_qlora.prepare as prepare
+    import fsdp_qlora.training.prepare as prepare
     load_data = prepare.load_data
 
     def slowly(*args):

@@ -28,7 +28,7 @@ def poisoned_steps(folder: str, cases: list[dict]) -> list[list[bool]]:
     from fsdp_qlora.adapters import trainable_parameters
     from fsdp_qlora.build import build_model
     from fsdp_qlora.dist import full_tensor
-    from fsdp_qlora.step import train_step
+    from fsdp_qlora.training.step import train_step
     results = []
     for case in cases:
         case, fused, value = dict(case), case.get("fused"), case.get("value", float("nan"))
@@ -70,12 +70,12 @@ def poisoned_run(config, bad_steps: dict[int, int], num_rows: int = 24) -> str:
     """Train while rank 1 gets a bad gradient in these steps, as often as said; the error, if any."""
     import torch.distributed as dist
 
-    from fsdp_qlora import loop, trainer
     from fsdp_qlora.adapters import trainable_parameters
     from fsdp_qlora.data import tokenize_rows
     from fsdp_qlora.dist import rank_device
-    from fsdp_qlora.prepare import load_tokenizer
-    from fsdp_qlora.step import train_step
+    from fsdp_qlora.training import loop, trainer
+    from fsdp_qlora.training.prepare import load_tokenizer
+    from fsdp_qlora.training.step import train_step
     tokenizer, left = load_tokenizer(config.model_name), dict(bad_steps)
     at = {}
 

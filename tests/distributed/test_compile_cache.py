@@ -18,7 +18,7 @@ def cache_lookups(folder: str, policies) -> list[list[dict]]:
     from fsdp_qlora.build import build_model
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.optim import build_optimizer
-    from fsdp_qlora.step import train_step
+    from fsdp_qlora.training.step import train_step
     found, (rows,) = [], tiny_rows(steps=1, rows_per_step=1)
     for policy in policies:
         config = RunConfig(model_name=folder, precision="fp32", lora_rank=RANK, lora_dropout=0.0,

@@ -42,9 +42,9 @@ def evaluate_cases(folder: str, cases: list[dict]) -> list[dict]:
 
     from fsdp_qlora.build import build_model
     from fsdp_qlora.config import RunConfig
-    from fsdp_qlora.evaluate import held_out_loss
+    from fsdp_qlora.observe.evaluate import held_out_loss
     from fsdp_qlora.optim import build_optimizer
-    from fsdp_qlora.step import train_step
+    from fsdp_qlora.training.step import train_step
     results, device = [], torch.device("cpu")
     for case in cases:
         case = dict(case)

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp_qlora.frozen import FrozenWeights, bit_sum
+from fsdp_qlora.training.frozen import FrozenWeights, bit_sum
 from tests.distributed.test_resume import run_once, settings
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny
@@ -28,7 +28,7 @@ def flipped_run(config, at: int | None) -> str:
     """Train; on rank 1 a bit of the second frozen shard flips in step `at`. The error, if any."""
     import torch.distributed as dist
 
-    from fsdp_qlora import loop
+    from fsdp_qlora.training import loop
     step = loop.Training.step
 
     def watched(self, given):

@@ -41,7 +41,7 @@ def load_and_measure(folder: str, settings: dict) -> dict:
 def test_four_ranks_load_with_little_more_memory_than_their_shards(tmp_path):
     # bf16 weights of 400 MB, made here tensor by tensor.
     from fsdp_qlora.loading import expected_shapes, meta_model
-    from fsdp_qlora.weight_files import RandomCheckpoint
+    from fsdp_qlora.loading.weight_files import RandomCheckpoint
     config = LlamaConfig(**LARGE)
     config.save_pretrained(tmp_path)
     shapes = expected_shapes(meta_model(config, torch.bfloat16))
@@ -80,7 +80,7 @@ def train_and_save(folder: str, out: str, cases: list[dict], steps) -> list[torc
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.export import save_trained
     from fsdp_qlora.optim import build_optimizer
-    from fsdp_qlora.step import train_step
+    from fsdp_qlora.training.step import train_step
     logits = []
     for i, case in enumerate(cases):
         config = RunConfig(**dict(model_name=folder, precision="fp32", lora_rank=RANK, lora_alpha=8,

@@ -35,10 +35,10 @@ def name_of_row(number: int) -> str:
 
 def train_each(folder: str, out: str, cases: list[tuple[int, int]]) -> list[dict]:
     """For each (rows, accumulation): seconds, steps logged, and the rows of each step here."""
-    from fsdp_qlora import loop, trainer
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.data import tokenize_rows
-    from fsdp_qlora.prepare import load_tokenizer
+    from fsdp_qlora.training import loop, trainer
+    from fsdp_qlora.training.prepare import load_tokenizer
     tokenizer, results = load_tokenizer(folder), []
     train_step = loop.train_step
     for num_rows, accumulation in cases:
@@ -135,7 +135,7 @@ def step_of_each_split(folder: str, splits, settings: dict) -> list[dict]:
     from fsdp_qlora.build import build_model
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.dist import full_tensor
-    from fsdp_qlora.step import train_step
+    from fsdp_qlora.training.step import train_step
     results = []
     for split in splits:
         config = RunConfig(model_name=folder, precision="fp32", lora_rank=RANK, lora_dropout=0.0,
@@ -193,7 +193,7 @@ def train_with_decay(folder: str) -> tuple[bool, bool]:
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.dist import full_tensor
     from fsdp_qlora.optim import build_optimizer
-    from fsdp_qlora.step import train_step
+    from fsdp_qlora.training.step import train_step
     model = build_model(RunConfig(model_name=folder, precision="fp32", lora_rank=RANK),
                         torch.device("cpu"))
     optimizer = build_optimizer(model, "adamw", LR, 0.1)

@@ -33,7 +33,7 @@ def accumulated_gradients(folder: str, device: str, cases: list[dict], repeats: 
     from fsdp_qlora.build import build_model
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.dist import full_tensor, rank_device
-    from fsdp_qlora.step import train_step
+    from fsdp_qlora.training.step import train_step
 
     class Keep(torch.optim.SGD):
         """Takes no step and keeps the gradients."""

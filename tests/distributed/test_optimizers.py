@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_qlora.options import OPTIMIZER_NAMES
+from fsdp_qlora.config.options import OPTIMIZER_NAMES
 from tests.ranks import run_ranks
 
 OWN = ("adamw_bf16", "adamw_8bit", "adafactor")

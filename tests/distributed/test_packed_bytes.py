@@ -44,7 +44,7 @@ def bytes_in_forward(folder: str, cases) -> list[tuple[int, int]]:
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.dist import full_tensor, local_rows
     from fsdp_qlora.optim import build_optimizer
-    from fsdp_qlora.step import train_step
+    from fsdp_qlora.training.step import train_step
     results = []
     for case in cases:
         model = build_model(RunConfig(**dict(model_name=folder, precision="fp32", lora_rank=2) | case),

@@ -43,7 +43,7 @@ def train_case(folder: str, steps, settings: dict) -> dict:
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.dist import full_tensor
     from fsdp_qlora.optim import build_optimizer
-    from fsdp_qlora.step import train_step
+    from fsdp_qlora.training.step import train_step
     config = RunConfig(**dict(model_name=folder, precision="fp32", lora_rank=RANK, lora_alpha=8,
                               lora_dropout=0.0, seed=SEED) | settings)
     model = build_model(config, torch.device("cpu"))

@@ -22,7 +22,7 @@ def events_of_steps(folder: str, cases: list[dict]) -> list[list[str]]:
     from fsdp_qlora.build import build_model
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.optim import build_optimizer
-    from fsdp_qlora.step import train_step
+    from fsdp_qlora.training.step import train_step
     runs = []
     for case in cases:
         config = RunConfig(**dict(model_name=folder, precision="fp32", lora_rank=RANK,

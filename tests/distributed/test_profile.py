@@ -9,8 +9,8 @@ import pytest
 from torch.profiler import ProfilerAction
 
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.profiling import phase
-from fsdp_qlora.trace import number_of_steps
+from fsdp_qlora.observe.profiling import phase
+from fsdp_qlora.observe.trace import number_of_steps
 from tests.distributed.test_command_line import call
 from tests.ranks import run_ranks
 from tests.tokenizers import save_chat_model

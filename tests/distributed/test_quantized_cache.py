@@ -12,8 +12,8 @@ from fsdp_qlora.build import build_model
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import process_group
 from fsdp_qlora.loading import load_weights, rank_pieces
-from fsdp_qlora.quantized_cache import QuantizedCache
-from fsdp_qlora.weight_files import Checkpoint
+from fsdp_qlora.loading.quantized_cache import QuantizedCache
+from fsdp_qlora.loading.weight_files import Checkpoint
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny
 
@@ -144,7 +144,7 @@ def fails_to_write(folder: str, cache: str) -> dict:
     """Rank 1's disk is full while the cache is made."""
     import torch.distributed as dist
 
-    from fsdp_qlora import quantized_cache
+    from fsdp_qlora.loading import quantized_cache
     def full(file, tensor): raise OSError(28, "No space left on device")
     if dist.get_rank() == 1: quantized_cache.write_all = full
     return state_of(build_model(config(folder, cache), CPU))

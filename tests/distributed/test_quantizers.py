@@ -23,7 +23,7 @@ PLACES = [dict(sharding_strategy="full_shard"), dict(sharding_strategy="ddp"),
 def rounded_reference(folder: str, **form):
     """Losses, norms and weights of plain LoRA over the values that the format stands for."""
     from fsdp_qlora.config import RunConfig
-    from fsdp_qlora.quantize import QuantLinear
+    from fsdp_qlora.quantization.quantize import QuantLinear
     config = RunConfig(**form)
     model = reference_model(folder, "lora")
     with torch.no_grad():

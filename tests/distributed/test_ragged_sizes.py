@@ -23,7 +23,7 @@ def train_ragged(folder: str, out: str, cases) -> list[dict]:
     from fsdp_qlora.dist import full_tensor
     from fsdp_qlora.export import save_trained
     from fsdp_qlora.optim import build_optimizer
-    from fsdp_qlora.step import train_step
+    from fsdp_qlora.training.step import train_step
     results, rank, world = [], dist.get_rank(), dist.get_world_size()
     for i, case in enumerate(cases):
         config = RunConfig(**dict(model_name=folder, precision="fp32", lora_rank=3, lora_alpha=8,

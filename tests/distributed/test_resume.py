@@ -47,10 +47,10 @@ class Killed(Exception):
 def run_once(config, stop_at: int | None = None, num_rows: int = 11, held_out: int = 0
              ) -> list[list[int]]:
     """Train; the trained tokens that this rank saw in each step. Raises Killed in step `stop_at`."""
-    from fsdp_qlora import loop, trainer
     from fsdp_qlora.data import tokenize_rows
     from fsdp_qlora.dist import rank_device
-    from fsdp_qlora.prepare import load_tokenizer
+    from fsdp_qlora.training import loop, trainer
+    from fsdp_qlora.training.prepare import load_tokenizer
     seen, train_step = [], loop.train_step
 
     def watched(model, optimizer, micro_batches, **kwargs):
@@ -253,7 +253,7 @@ def run_with_full_disk(config, failing: list[int]) -> tuple[int, str]:
 
     from fsdp_qlora.checkpoint import writer
     from fsdp_qlora.dist import print_main
-    from fsdp_qlora.trainer import RunLog
+    from fsdp_qlora.training.trainer import RunLog
     write_part, calls, taken, said = writer.write_part, [], [], []
 
     def full(scratch, rank, shot):

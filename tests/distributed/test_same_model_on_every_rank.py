@@ -30,7 +30,7 @@ def train_from_own_seeds(folder: str, steps, cases) -> list[dict]:
     from fsdp_qlora.build import build_model
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.dist import full_tensor
-    from fsdp_qlora.step import train_step
+    from fsdp_qlora.training.step import train_step
     rank, world, results = dist.get_rank(), dist.get_world_size(), []
     for strategy, train_type in cases:
         torch.manual_seed(rank)

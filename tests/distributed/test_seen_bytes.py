@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from fsdp_qlora.quantize import QuantLinear
+from fsdp_qlora.quantization.quantize import QuantLinear
 from tests.ranks import run_ranks
 from tests.tiny import padded_batch, save_tiny, tiny_rows
 
@@ -26,7 +26,7 @@ def train_watched(folder: str, cases: list[dict], device_type: str) -> list[dict
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.dist import rank_device
     from fsdp_qlora.optim import build_optimizer
-    from fsdp_qlora.step import train_step
+    from fsdp_qlora.training.step import train_step
     results, device = [], rank_device(device_type)
     for case in cases:
         config = RunConfig(**dict(model_name=folder, lora_rank=4, lora_dropout=0.0, lora_alpha=8,
@@ -45,8 +45,8 @@ def train_watched(folder: str, cases: list[dict], device_type: str) -> list[dict
 
 def watch(model) -> dict[int, bool]:
     """Fills, in each forward of a block, whether its layers' bytes and scales are the stored ones."""
-    from fsdp_qlora.blocks import decoder_blocks
     from fsdp_qlora.dist import full_tensor
+    from fsdp_qlora.model.blocks import decoder_blocks
     equal: dict[int, bool] = {}
     stored = {id(m): packed_bits(full_tensor(m.weight), full_tensor(m.absmax))
               for m in model.modules() if isinstance(m, QuantLinear)}

@@ -136,7 +136,7 @@ def test_an_output_folder_that_is_a_file_is_refused_before_training(folder, rows
 
 @pytest.mark.parametrize("fault, patched", [
     ("can't be written to", ("os.access", lambda *_: False)),
-    ("GB free", ("fsdp_qlora.export.shutil.disk_usage", lambda _: SimpleNamespace(free=1000)))])
+    ("GB free", ("fsdp_qlora.export.save.shutil.disk_usage", lambda _: SimpleNamespace(free=1000)))])
 def test_a_folder_without_rights_or_space_is_refused_before_training(folder, rows, tmp_path, fault,
                                                                     patched, monkeypatch):
     monkeypatch.setattr(*patched)
@@ -148,12 +148,12 @@ def test_a_folder_without_rights_or_space_is_refused_before_training(folder, row
 
 def save_twice(folder: str, out: str, train_type: str) -> list[str]:
     """Save, fail to save, train a step, save: what the failure said, and what the folder held."""
-    import fsdp_qlora.export as export
+    import fsdp_qlora.export.save as export
     from fsdp_qlora.build import build_model
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.dist import ranks_from_env
     from fsdp_qlora.optim import build_optimizer
-    from fsdp_qlora.step import train_step
+    from fsdp_qlora.training.step import train_step
     model = build_model(RunConfig(model_name=folder, precision="fp32", lora_rank=2,
                                   train_type=train_type), torch.device("cpu"))
     export.save_trained(model, out)

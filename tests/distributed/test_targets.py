@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from fsdp_qlora.adapters import adapter_counts
 from fsdp_qlora.build import planned_model
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.quantize import QuantLinear
+from fsdp_qlora.quantization.quantize import QuantLinear
 from tests.ranks import run_ranks
 from tests.tiny import padded_batch, save_tiny, tiny_rows
 

@@ -35,9 +35,9 @@ def by_rows(folders: dict, piece_bytes: int, dtype: torch.dtype) -> list[tuple]:
     """Whether embeddings, logits and losses equal those of a whole model; rows of each weight."""
     import torch.distributed as dist
 
-    from fsdp_qlora import vocabulary
     from fsdp_qlora.dist import shard_mesh
-    from fsdp_qlora.losses import apply_chunked_loss
+    from fsdp_qlora.memory import vocabulary
+    from fsdp_qlora.memory.losses import apply_chunked_loss
     vocabulary.PIECE_BYTES = piece_bytes
     results = []
     for tied, folder in folders.items():
@@ -69,7 +69,7 @@ def test_embeddings_logits_and_losses_are_those_of_whole_weights(folders, world_
 
 def test_rows_in_host_memory_come_in_pieces(monkeypatch):
     """The device is stood in for by another: on a CPU both are one."""
-    from fsdp_qlora import vocabulary
+    from fsdp_qlora.memory import vocabulary
     weight, ids = torch.randn(VOCAB, 8), torch.randint(0, VOCAB, (50,))
     for first, stop in ((0, VOCAB), (40, VOCAB), (0, 13), (5, 5)):
         expected = torch.where(((ids >= first) & (ids < stop))[:, None], weight[ids], 0.0)
@@ -81,9 +81,9 @@ def test_rows_in_host_memory_come_in_pieces(monkeypatch):
 
 def held_rows(folder: str, strategies: list[str]) -> list[dict[str, int]]:
     """The rows of embedding and head that are on this rank while the last block runs."""
-    from fsdp_qlora.blocks import decoder_blocks, output_head
     from fsdp_qlora.build import build_model
     from fsdp_qlora.config import RunConfig
+    from fsdp_qlora.model.blocks import decoder_blocks, output_head
     found = []
     for strategy in strategies:
         model = build_model(RunConfig(model_name=folder, lora_rank=2, precision="fp32",

@@ -4,9 +4,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp_qlora import fp8
-from fsdp_qlora.absmax import decode_absmax, encode_absmax
-from fsdp_qlora.fourbit import dequantize_rows, quantize_rows
+from fsdp_qlora.quantization import fp8
+from fsdp_qlora.quantization.absmax import decode_absmax, encode_absmax
+from fsdp_qlora.quantization.fourbit import dequantize_rows, quantize_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
                                                   reason="needs a GPU")]

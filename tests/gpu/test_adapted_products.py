@@ -6,10 +6,10 @@ import copy
 import pytest
 import torch
 
+from fsdp_qlora.adapters.lora_ops import adapted_linear, adapted_linear_backward, shared_inputs_backward
 from fsdp_qlora.build import compile_blocks
-from fsdp_qlora.fourbit import dequantize_rows, quantize_rows
-from fsdp_qlora.kernels import unpack_adapted
-from fsdp_qlora.lora_ops import adapted_linear, adapted_linear_backward, shared_inputs_backward
+from fsdp_qlora.quantization.fourbit import dequantize_rows, quantize_rows
+from fsdp_qlora.quantization.kernels import unpack_adapted
 from tests.test_fusion import adapted_model, gradients
 from tests.tiny import save_tiny
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp_qlora.doctor import WRONG, check_cards, check_links, check_torch, gpu_rows, nvidia_smi
+from fsdp_qlora.commands.doctor import WRONG, check_cards, check_links, check_torch, gpu_rows, nvidia_smi
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
                                                   reason="needs a GPU")]

@@ -7,8 +7,8 @@ import torch
 from fsdp_qlora.build import build_model
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import process_group
-from fsdp_qlora.formats import FORMATS, dequantize_rows, quantize_rows
 from fsdp_qlora.loading import rank_pieces
+from fsdp_qlora.quantization.formats import FORMATS, dequantize_rows, quantize_rows
 from tests.tiny import save_tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
@@ -45,7 +45,7 @@ def test_pieces_readers_and_the_cache_give_the_same_bytes(tmp_path, monkeypatch,
     folder, cache = save_tiny(tmp_path / "model", hidden_size=512, intermediate_size=1024), \
         str(tmp_path / "cache")
     whole = loaded(folder, **form)
-    monkeypatch.setattr("fsdp_qlora.loading.PIECE_VALUES", 5000)  # many pieces through few buffers
+    monkeypatch.setattr("fsdp_qlora.loading.stream.PIECE_VALUES", 5000)  # many pieces, few buffers
     for settings in (dict(loading_workers=8), dict(quantized_cache=cache),
                      dict(quantized_cache=cache, loading_workers=3)):
         again = loaded(folder, **form, **settings)

@@ -4,8 +4,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp_qlora import fp8
-from fsdp_qlora.formats import dense_weight, quantize_rows
+from fsdp_qlora.quantization import fp8
+from fsdp_qlora.quantization.formats import dense_weight, quantize_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),

@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 
-from fsdp_qlora.quantize import QuantLinear
+from fsdp_qlora.quantization.quantize import QuantLinear
 from tests.test_quantize import all_patterns, as_bytes, quant_linear, values
 
 pytestmark = [pytest.mark.gpu,

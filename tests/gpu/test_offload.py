@@ -91,7 +91,7 @@ def places(folder: str, settings: dict) -> dict[str, set]:
     from fsdp_qlora.build import build_model
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.optim import build_optimizer
-    from fsdp_qlora.step import train_step
+    from fsdp_qlora.training.step import train_step
     model = build_model(RunConfig(model_name=folder, lora_rank=4, compile=False, **settings),
                         torch.device("cuda", torch.cuda.current_device()))
     optimizer = build_optimizer(model)
@@ -131,9 +131,9 @@ def profiled(folder: str, output: str) -> str:
     from fsdp_qlora.build import build_model
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.data import Step
-    from fsdp_qlora.memory_report import MemoryWatch
+    from fsdp_qlora.observe.memory_report import MemoryWatch
     from fsdp_qlora.optim import build_optimizer
-    from fsdp_qlora.step import train_step
+    from fsdp_qlora.training.step import train_step
     device = torch.device("cuda", torch.cuda.current_device())
     config = RunConfig(model_name=folder, lora_rank=4, profile_memory=True, output_dir=output)
     model = build_model(config, device)

@@ -96,7 +96,7 @@ def train_packed(folder: str) -> list[float]:
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.data import collate_packed
     from fsdp_qlora.optim import build_optimizer
-    from fsdp_qlora.step import train_step
+    from fsdp_qlora.training.step import train_step
     config = RunConfig(model_name=folder, packing=True, lora_rank=8, lora_dropout=0.0)
     model = build_model(config, torch.device("cuda", 0))
     assert model.config._attn_implementation == "varlen"

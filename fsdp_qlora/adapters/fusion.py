@@ -1,0 +1,118 @@
+"""Adapted layers that share an input, joined in a compiled block: q, k and v; gate and up.
+
+Each layer of a block is written by itself, as transformers has it. In the graph that torch.compile
+makes of the block it can be seen which layers read the same tensor, whatever the family's names are:
+their x A^T becomes one product, and in backward their dX are summed by the products themselves
+instead of being added up after. Runs as a pass of inductor over each forward and backward graph:
+https://docs.pytorch.org/docs/stable/torch.compiler_custom_backends.html
+
+Letters: x the shared input, dX its gradient, as in `lora_ops.py`.
+"""
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch._guards import detect_fake_mode
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.pattern_matcher import stable_topological_sort
+from torch.fx import Graph, Node
+
+from ..quantization.kernels import MOST_TENSORS
+from . import lora_ops
+
+ops = torch.ops.fsdp_qlora
+ADD = torch.ops.aten.add.Tensor
+VIEWS = {torch.ops.aten.view.default, torch.ops.aten.reshape.default,
+         torch.ops.aten._unsafe_view.default}
+
+
+class SharedInputs(CustomGraphPass):
+    """Joins the adapted layers of one input, in place."""
+
+    def __call__(self, graph: Graph):
+        for group in groups_of_one_input(graph, ops.adapted_inputs.default, x=0, keep=5):
+            join_inputs(graph, group)
+        for group in groups_of_one_input(graph, ops.adapted_linear_backward.default, x=1, keep=7):
+            join_backward(graph, group)
+        stable_topological_sort(graph)  # a joined call stands where its last input is known
+        graph.eliminate_dead_code()
+
+    def uuid(self):
+        """What compiled graphs are cached under."""
+        return get_hash_for_files((__file__, lora_ops.__file__))
+
+
+def groups_of_one_input(graph: Graph, op, x: int, keep: int) -> list[list[Node]]:
+    """Calls of `op` with one argument `x` and one form, without dropout, in the graph's order."""
+    found: dict[tuple, list[Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=op):
+        if node.args[keep] is None: found.setdefault((node.args[x], *node.args[-3:]), []).append(node)
+    return [group for group in found.values() if 1 < len(group) <= MOST_TENSORS]
+
+
+def join_inputs(graph: Graph, group: list[Node]):
+    """One `shared_inputs` for the x A^T of a group."""
+    x = group[0].args[0]
+    joined = call(graph, group[-1], ops.shared_inputs.default, x, [node.args[3] for node in group])
+    for i, node in enumerate(group):
+        replace_output(graph, node, 0, joined, i)
+        # The token of an output only carries gradients, so any tensor stands for it here.
+        if token := output(node, 1): token.replace_all_uses_with(x)
+
+
+def join_backward(graph: Graph, group: list[Node]):
+    """One `shared_inputs_backward` for a group whose dX have no other use than to be added up."""
+    gradients = [output(node, 0) for node in group]
+    total = None if None in gradients else added_up(gradients)
+    if total is None: return
+    dy, x, xa, weight, absmax, a, b, _, scaling, *_ = (
+        list(column) for column in zip(*(node.args for node in group), strict=True))
+    joined = call(graph, group[-1], ops.shared_inputs_backward.default, dy, x[0], xa, weight,
+                  absmax if absmax[0] else [], a, b, scaling, *group[-1].args[-3:])
+    dx = call(graph, joined, operator.getitem, joined, 0)
+    for view in views_of(gradients[0]): dx = call(graph, dx, view.target, dx, *view.args[1:])
+    total.replace_all_uses_with(dx)
+    for i, node in enumerate(group):
+        replace_output(graph, node, 1, joined, 1 + i)
+        replace_output(graph, node, 2, joined, 1 + len(group) + i)
+
+
+def added_up(gradients: list[Node]) -> Node | None:
+    """The node that is the sum of all of these and of nothing else, if there is one."""
+    parts = {(views_of(g) or [g])[-1] for g in gradients}
+    while len(parts) > 1:
+        add = next((user for part in parts for user in part.users if user.target == ADD
+                    and len(part.users) == 1 and parts.issuperset(user.all_input_nodes)
+                    and len(user.all_input_nodes) == 2), None)
+        if add is None or add.kwargs or any(len(p.users) > 1 for p in add.all_input_nodes): return None
+        parts = parts - set(add.all_input_nodes) | {add}
+    return parts.pop()
+
+
+def views_of(node: Node) -> list[Node]:
+    """The views that follow a node, one after the other, while each is the only use."""
+    views = []
+    while len(node.users) == 1 and (user := next(iter(node.users))).target in VIEWS:
+        views.append(node := user)
+    return views
+
+
+def output(node: Node, index: int) -> Node | None:
+    """The node that takes output `index` of a call."""
+    return next((user for user in node.users if user.args[1] == index), None)
+
+
+def replace_output(graph: Graph, old: Node, which: int, new: Node, index: int):
+    """Let output `index` of `new` stand for output `which` of `old`."""
+    if item := output(old, which):
+        item.replace_all_uses_with(call(graph, new, operator.getitem, new, index))
+
+
+def call(graph: Graph, after: Node, target, *args) -> Node:
+    """A new call after a node, with the shapes of its result."""
+    with graph.inserting_after(after): node = graph.call_function(target, args)
+    values = torch.fx.map_arg(args, lambda n: n.meta["val"])
+    with detect_fake_mode([n.meta["val"] for n in node.all_input_nodes]):
+        node.meta["val"] = target(*values)
+    return node

@@ -1,0 +1,220 @@
+"""LoRA and DoRA on frozen linear layers: PEFT's bookkeeping, ops of our own for the arithmetic.
+
+PEFT decides what an adapter is called, how it is configured and how it is saved, so that everything
+written here loads in plain PEFT; `lora_ops` and `dora` compute. LoRA is arXiv:2106.09685.
+
+Shapes: I inputs, O outputs, R rank.  A (R, I), B (O, R)
+"""
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS
+from torch import Tensor, nn
+
+from ..catalog.arch import DEFAULT_TARGETS
+from ..dist import local_rows
+from ..model.blocks import base_model, is_linear, linear_names, output_head
+from ..quantization import fp8
+from ..quantization.quantize import QuantLinear, compute_input, frozen_linear
+from .dora import Magnitude, adapted_norms, norms_of
+from .lora_ops import adapted_inputs, adapted_linear
+
+
+class LoraLinear(nn.Module, LoraLayer):
+    """PEFT's LoRA layer over a QuantLinear or a frozen nn.Linear, with the fused forward.
+
+    `product_dtype` is "" for products in the input's dtype, or "fp8" for the frozen weight's.
+    """
+
+    product_dtype = ""
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, r: int = 0,
+                 lora_alpha: int = 1, **kwargs):
+        super().__init__()
+        LoraLayer.__init__(self, base_layer, **kwargs)
+        self._active_adapter = adapter_name
+        self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        return module.in_features, module.out_features
+
+    @property
+    def lora_variants(self) -> dict:
+        """The kinds of LoRA that this layer computes, as PEFT asks for them."""
+        return {(): None, ("use_dora",): Magnitude}
+
+    def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+        if self.disable_adapters: return self.base_layer(x)
+        x = compute_input(x)
+        (name,) = self.active_adapters
+        drop = self.lora_dropout[name]
+        p = drop.p if self.training and isinstance(drop, nn.Dropout) else 0.0
+        rows = x.reshape(-1, x.shape[-1])
+        with_magnitude = name in self.lora_magnitude_vector
+        y = self.turned(rows, name, p) if with_magnitude else self.adapted(rows, name, p)
+        # Not a view to autograd: FSDP warns of units that return one.
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
+
+    def adapted(self, rows: Tensor, name: str, p: float = 0.0, with_bias: bool = True) -> Tensor:
+        """x W^T + bias + scaling (x' A^T) B^T (N, O), where x' is x with a share p dropped."""
+        base = self.base_layer
+        keep = torch.empty_like(rows, dtype=torch.bool).bernoulli_(1 - p) if p else None
+        a, b = self.lora_A[name].weight, self.lora_B[name].weight
+        absmax, quant_type = getattr(base, "absmax", None), getattr(base, "quant_type", "")
+        scale, form = self.scaling[name], (base.in_features, quant_type, self.product_dtype)
+        xa, token = adapted_inputs(rows, base.weight, absmax, a, b, keep, scale, 1 / (1 - p), *form)
+        return adapted_linear(token, rows.detach(), xa.detach(), base.weight, absmax,
+                              base.bias if with_bias else None, None if p else a.detach(), b.detach(),
+                              scale, *form)
+
+    def turned(self, rows: Tensor, name: str, p: float) -> Tensor:
+        """DoRA's output (N, O). As in PEFT, what dropout takes away goes through W alone."""
+        base, a, b = self.base_layer, self.lora_A[name].weight, self.lora_B[name].weight
+        norms = norms_of(base, a, b, self.scaling[name], rows.dtype)
+        left = nn.functional.dropout(rows, p) if p else rows
+        y = self.adapted(left, name, with_bias=False) * (self.lora_magnitude_vector[name].weight / norms)
+        if p:
+            y = y + frozen_linear(rows - left, base.weight, getattr(base, "absmax", None), None,
+                                  base.in_features, getattr(base, "quant_type", ""),
+                                  self.product_dtype)
+        return (y if base.bias is None else y + base.bias).to(rows.dtype)
+
+
+def lora_config(*, rank: int = 64, alpha: int = 16, dropout: float = 0.0,
+                target_modules: str | list[str] | None = "all-linear", **more) -> LoraConfig:
+    """A PEFT LoRA configuration for causal language models; `more` is PEFT's, such as use_dora."""
+    return LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, lora_dropout=dropout,
+                      target_modules=target_modules, **more)
+
+
+def apply_adapters(model: nn.Module, config: LoraConfig, dtype: torch.dtype = torch.float32
+                   ) -> PeftModel:
+    """Freeze the model and inject LoRA layers; adapters are stored in `dtype`.
+
+    Works on the meta device (values come later, `init_adapters`) and on a loaded model. Raises
+    ValueError, listing the candidates, if a target module does not exist.
+    """
+    config.target_modules = resolve_targets(model, config.target_modules)
+    check_patterns(model, config)
+    config._register_custom_module({QuantLinear: LoraLinear, nn.Linear: LoraLinear})
+    peft_model = get_peft_model(model, config, autocast_adapter_dtype=False,
+                                low_cpu_mem_usage=next(model.parameters()).is_meta)
+    for p in trainable_parameters(peft_model).values(): p.data = p.data.to(dtype)
+    return peft_model
+
+
+def check_patterns(model: nn.Module, config: LoraConfig):
+    """Refuse a rank or alpha for a layer that is not adapted: PEFT only warns, or says nothing."""
+    targets = config.target_modules
+    if targets is None: targets = PEFT_TARGETS[base_model(model).config.model_type]
+    if isinstance(targets, str): return
+    adapted = [name for name, m in model.named_modules()
+               if is_linear(m) and any(name == t or name.endswith(f".{t}") for t in targets)]
+    for flag in ("rank_pattern", "alpha_pattern"):
+        for key in getattr(config, flag):
+            if any(re.fullmatch(rf"(.*\.)?({key})", name) for name in adapted): continue
+            found = ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in adapted))
+            raise ValueError(f"--lora_{flag} {key}: no adapted layer of that name; there are {found}")
+
+
+def resolve_targets(model: nn.Module, targets) -> set[str] | list[str] | None:
+    """Module names to adapt; "all-linear" is every linear layer but the head.
+
+    Raises ValueError with the names that exist, if one is not found.
+    """
+    found = linear_names(model)
+    if targets == "all-linear": return set(found)
+    if targets is None: targets = default_targets(base_model(model).config.model_type, found)
+    if targets is None or isinstance(targets, str): return targets
+    head = output_head(model)
+    linears = [name for name, m in model.named_modules() if is_linear(m)]
+    known = set(found) | {name for name, m in model.named_modules() if m is head}
+    missing = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in linears)]
+    if missing:
+        raise ValueError(f"--lora_target_modules {','.join(missing)}: no such linear layer; this "
+                         f"model has {', '.join(sorted(known))}")
+    return targets
+
+
+def default_targets(family: str, found) -> list[str] | None:
+    """Names for a family that PEFT has no choice for; None leaves the choice to PEFT.
+
+    Raises ValueError, listing the candidates, if there is none here either.
+    """
+    if family in PEFT_TARGETS: return None
+    if family in DEFAULT_TARGETS: return list(DEFAULT_TARGETS[family])
+    raise ValueError(f"--lora_target_modules default: PEFT has no choice for {family}; give "
+                     f"all-linear or some of {', '.join(found)}")
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that take gradients, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def adapter_counts(model: nn.Module) -> dict[str, int]:
+    """How many layers of each name are adapted, as printed at the start."""
+    counts: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            key = name.rsplit(".", 1)[-1]
+            counts[key] = counts.get(key, 0) + 1
+    return counts
+
+
+def init_adapters(model: nn.Module, seed: int, device: torch.device | None = None) -> None:
+    """Give every adapter its values after loading: A uniform as PEFT, B zero, m the norms of W.
+
+    The values come from a seed per parameter name, so every sharding and world size starts equal.
+    `device` is where norms are computed, if not where W is: offloaded rows are on the host.
+    """
+    for name, parameter in trainable_parameters(model).items():
+        local, start, stop = local_rows(parameter)
+        with torch.no_grad():
+            if ".lora_B." in name: local.zero_()
+            elif ".lora_A." in name:
+                local.copy_(initial_a(name, seed, parameter.shape)[start:stop])
+    for layer in model.modules():
+        if isinstance(layer, LoraLinear): init_magnitudes(layer, device)
+
+
+def init_magnitudes(layer: LoraLinear, device: torch.device | None = None):
+    """Let DoRA's m be |W|, each rank from its own rows: FSDP cuts both at the same places."""
+    base = layer.base_layer
+    for magnitude in layer.lora_magnitude_vector.values():
+        weight, *rows = local_rows(base.weight)
+        local, *same_rows = local_rows(magnitude.weight)
+        assert rows == same_rows
+        absmax = local_rows(base.absmax)[0].to(device=device) if hasattr(base, "absmax") else None
+        with torch.no_grad():
+            norms = adapted_norms(weight.to(device=device), absmax, None, None, 1.0, base.in_features,
+                                  getattr(base, "quant_type", ""), torch.float32)
+            local.copy_(norms)
+
+
+def initial_a(name: str, seed: int, shape) -> Tensor:
+    """PEFT's initial A: kaiming uniform with a = sqrt(5), which is U(-1/sqrt(I), 1/sqrt(I))."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def apply_fp8(model: nn.Module, device: torch.device) -> int:
+    """Let frozen weights be multiplied in fp8, in place; returns the number of such layers.
+
+    Trained weights, the head and layers of a shape that does not suit stay in 16 bits. Raises
+    ValueError, naming the flag, where the device has no fp8 arithmetic.
+    """
+    problem = fp8.fp8_problem(device)
+    if problem: raise ValueError(f"--compute_dtype fp8: {problem}; use --compute_dtype bf16")
+    layers = [m for m in model.modules() if isinstance(m, (LoraLinear, QuantLinear))
+              and fp8.fits_fp8(m.in_features, m.out_features)]
+    for layer in layers: layer.product_dtype = "fp8"
+    return len(layers)

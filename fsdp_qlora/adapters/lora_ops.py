@@ -1,0 +1,195 @@
+"""The arithmetic of an adapted linear layer: y = x W^T + scaling (x A^T) B^T, with W frozen.
+
+A layer keeps only its input, the rank-R product and the packed weight; W is dequantized again in
+backward. LoRA is arXiv:2106.09685.
+
+Where 4-bit weights are unpacked for a 16-bit product on a GPU, the adapter is added on the way, in
+fp32: one rounding for W + scaling B A, where W alone would be rounded too. So the layer is one large
+product in each direction, and no rank-R product writes an output of full size.
+
+Shapes: N tokens of all rows, I inputs, O outputs, R rank.  x (N, I), A (R, I), B (O, R), y (N, O)
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..quantization import fp8
+from ..quantization.absmax import decode_absmax
+from ..quantization.blocks64 import blocks_of
+from ..quantization.formats import dense_weight
+from ..quantization.kernels import can_unpack_adapted, unpack_adapted
+
+
+# Two opaque ops, so that torch.compile's partitioner can't keep a dequantized W, and so that a block
+# that is recomputed runs its last large product once: autograd saves a Python op's tensors when it
+# has run, so the op that saves is the cheap one. What links them is a token of y's shape that takes
+# no memory: its gradient is dY.
+@torch.library.custom_op("fsdp_qlora::adapted_inputs", mutates_args=())
+def adapted_inputs(x: Tensor, weight: Tensor, absmax: Tensor | None, a: Tensor, b: Tensor,
+                   keep: Tensor | None, scaling: float, keep_scale: float, in_features: int,
+                   quant_type: str, product_dtype: str) -> tuple[Tensor, Tensor]:
+    """x' A^T (N, R), and a token (N, O) that carries the gradient of y to all that is saved here."""
+    xa = dropped(x, keep, keep_scale) @ a.to(x.dtype).t()
+    return xa, x.new_zeros(1).expand(x.shape[0], b.shape[0])
+
+
+@torch.library.custom_op("fsdp_qlora::adapted_linear", mutates_args=())
+def adapted_linear(token: Tensor, x: Tensor, xa: Tensor, weight: Tensor, absmax: Tensor | None,
+                   bias: Tensor | None, a: Tensor | None, b: Tensor, scaling: float,
+                   in_features: int, quant_type: str, product_dtype: str) -> Tensor:
+    """y = x W^T + bias + scaling (x' A^T) B^T, given xa = x' A^T (N, R); `a` is A where x' is x.
+
+    A rank-R product comes before the large one, which adds to it in its epilogue: that hides the
+    reading of y.
+    """
+    form = (in_features, quant_type)
+    if product_dtype == "fp8":
+        y = fp8.forward_product(x, weight, absmax, quant_type, xa, b, scaling)
+    elif a is not None and can_unpack_adapted(weight, *form, b.shape[1], x.dtype):
+        y = x @ weight_with_adapter(weight, absmax, *form, a, b, scaling).t()
+    else:
+        y = xa @ (b * scaling).to(x.dtype).t()
+        y.addmm_(x, dense_weight(weight, absmax, *form, x.dtype).t())
+    return y if bias is None else y.add_(bias)
+
+
+@torch.library.custom_op("fsdp_qlora::adapted_linear_backward", mutates_args=())
+def adapted_linear_backward(dy: Tensor, x: Tensor, xa: Tensor, weight: Tensor,
+                            absmax: Tensor | None, a: Tensor, b: Tensor, keep: Tensor | None,
+                            scaling: float, keep_scale: float, in_features: int, quant_type: str,
+                            product_dtype: str) -> tuple[Tensor, Tensor, Tensor]:
+    """dX (N, I), dA (R, I) and dB (O, R); the gradients of A and B are summed in their own dtype."""
+    form = (in_features, quant_type, product_dtype)
+    if keep is None:
+        dx, da, db = shared_input_backward([dy], x, [xa], [weight], [absmax], [a], [b], [scaling],
+                                           *form)
+        return dx, da, db
+    dxa = dy @ (b * scaling).to(dy.dtype)
+    dx = dropped(dxa @ a.to(dy.dtype), keep, keep_scale)
+    if product_dtype == "fp8": dx += fp8.backward_product([dy], [weight], [absmax], *form[:2])
+    else: dx.addmm_(dy, dense_weight(weight, absmax, *form[:2], dy.dtype))
+    da = product(dxa.t(), dropped(x, keep, keep_scale), a.dtype)
+    return dx, da, product(dy.t(), xa, b.dtype) * scaling
+
+
+# ---- layers that share an input: a compiled block calls these instead (fusion.py) --------------
+
+@torch.library.custom_op("fsdp_qlora::shared_inputs", mutates_args=())
+def shared_inputs(x: Tensor, a: Sequence[Tensor]) -> list[Tensor]:
+    """x A^T (N, R) of each layer, with x read once."""
+    products = x @ torch.cat([each.to(x.dtype) for each in a]).t()
+    return [part.contiguous() for part in products.split([len(each) for each in a], dim=1)]
+
+
+@torch.library.custom_op("fsdp_qlora::shared_inputs_backward", mutates_args=())
+def shared_inputs_backward(dy: Sequence[Tensor], x: Tensor, xa: Sequence[Tensor],
+                           weight: Sequence[Tensor], absmax: Sequence[Tensor], a: Sequence[Tensor],
+                           b: Sequence[Tensor], scaling: Sequence[float], in_features: int,
+                           quant_type: str, product_dtype: str) -> list[Tensor]:
+    """The sum of the layers' dX, then each layer's dA, then each dB; no absmax if W is dense."""
+    dx, da, *db = shared_input_backward(dy, x, xa, weight, absmax or [None] * len(dy), a, b, scaling,
+                                        in_features, quant_type, product_dtype)
+    parts = [da] if len(a) == 1 else [p.clone() for p in da.split([len(each) for each in a])]
+    return [dx, *parts, *db]
+
+
+def shared_input_backward(dys, x: Tensor, xas, weights, absmaxes, as_, bs, scalings,
+                          in_features: int, quant_type: str, product_dtype: str) -> list[Tensor]:
+    """dX (N, I) summed over layers with the input x, their dA one below the other, each one's dB.
+
+    x is read once for all dA, and dX is written by one product after another, not added up after.
+    """
+    dtype, form = x.dtype, (in_features, quant_type)
+    dxa = [dy @ (b * s).to(dtype) for dy, b, s in zip(dys, bs, scalings, strict=True)]
+    dxa = dxa[0] if len(dxa) == 1 else torch.cat(dxa, 1)
+    da = product(dxa.t(), x, as_[0].dtype)
+    dbs = [product(dy.t(), xa, b.dtype) * s
+           for dy, xa, b, s in zip(dys, xas, bs, scalings, strict=True)]
+    if product_dtype != "fp8" and all(can_unpack_adapted(w, *form, b.shape[1], dtype)
+                                      for w, b in zip(weights, bs, strict=True)):
+        dense = (weight_with_adapter(*each[:2], *form, *each[2:])
+                 for each in zip(weights, absmaxes, as_, bs, scalings, strict=True))
+        return [sum_of_products(dys, dense), da, *dbs]
+    a = as_[0] if len(as_) == 1 else torch.cat(list(as_))
+    if product_dtype == "fp8":
+        dx = fp8.backward_product(dys, weights, absmaxes, *form, dxa, a)
+        return [dx, da, *dbs]
+    dense = (dense_weight(w, scales, *form, dtype)
+             for w, scales in zip(weights, absmaxes, strict=True))
+    return [sum_of_products(dys, dense, dxa @ a.to(dtype)), da, *dbs]
+
+
+def sum_of_products(dys, weights, total: Tensor | None = None) -> Tensor:
+    """total + sum of dY W; each W is made when its turn comes."""
+    for dy, weight in zip(dys, weights, strict=True):
+        total = dy @ weight if total is None else total.addmm_(dy, weight)
+    return total
+
+
+def weight_with_adapter(weight: Tensor, absmax: Tensor, in_features: int, quant_type: str, a: Tensor,
+                        b: Tensor, scaling: float) -> Tensor:
+    """W + scaling B A in bf16 (O, I)."""
+    absmax = decode_absmax(absmax, blocks_of(in_features))
+    return unpack_adapted(weight, absmax, in_features, quant_type, a, b, scaling)
+
+
+def dropped(x: Tensor, keep: Tensor | None, keep_scale: float) -> Tensor:
+    """x with the elements outside `keep` set to zero and the rest scaled up."""
+    return x if keep is None else x * keep * keep_scale
+
+
+def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Matrix product in the operands' dtype whose sums stay in `dtype` where the device can."""
+    if left.dtype == dtype: return left @ right
+    if left.is_cuda: return torch.mm(left, right, out_dtype=dtype)
+    return (left @ right).to(dtype)
+
+
+# ---- shapes for tracing, and autograd ----------------------------------------------------------
+
+@adapted_inputs.register_fake
+def _(x, weight, absmax, a, b, keep, scaling, keep_scale, in_features, quant_type, product_dtype):
+    n = x.shape[0]
+    return x.new_empty(n, a.shape[0]), x.new_empty(1).expand(n, b.shape[0])
+
+
+@adapted_linear.register_fake
+def _(token, x, xa, weight, absmax, bias, a, b, scaling, in_features, quant_type, product_dtype):
+    return x.new_empty(x.shape[0], b.shape[0])
+
+
+@adapted_linear_backward.register_fake
+def _(dy, x, xa, weight, absmax, a, b, keep, scaling, keep_scale, in_features, quant_type,
+      product_dtype):
+    return x.new_empty(x.shape), a.new_empty(a.shape), b.new_empty(b.shape)
+
+
+@shared_inputs.register_fake
+def _(x, a):
+    return [x.new_empty(x.shape[0], len(each)) for each in a]
+
+
+@shared_inputs_backward.register_fake
+def _(dy, x, xa, weight, absmax, a, b, scaling, in_features, quant_type, product_dtype):
+    return [x.new_empty(x.shape), *(each.new_empty(each.shape) for each in (*a, *b))]
+
+
+def _save_inputs(ctx, inputs, output):
+    x, weight, absmax, a, b, keep, *ctx.constants = inputs
+    ctx.save_for_backward(x, output[0], weight, absmax, a, b, keep)
+
+
+def _inputs_backward(ctx, _, dy):
+    dx, da, db = adapted_linear_backward(dy.contiguous(), *ctx.saved_tensors, *ctx.constants)
+    return dx, None, None, da, db, *[None] * 6
+
+
+def _token_backward(ctx, dy):
+    return dy, *[None] * 11
+
+
+adapted_inputs.register_autograd(_inputs_backward, setup_context=_save_inputs)
+adapted_linear.register_autograd(_token_backward)

@@ -1,0 +1,129 @@
+"""`train --dry_run`: all that is known before the first step, for people; nothing is trained or written.
+
+Settings as they are resolved, memory and time by the estimate (or the plan, where something is left
+to it), the data report, and the first batch as text. Weights are not read; a model on the hub is
+asked for its config and tokenizer alone.
+"""
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from ..build import planned_model
+from ..catalog.arch import ModelShape, shape_from_config
+from ..catalog.machine import Machine, MachineOptions, machine_from_options
+from ..config import AUTO, BatchPlan, RunConfig, plan_batches
+from ..config.checks import lost_updates, settings_without_effect
+from ..config.flags import given_settings
+from ..config.recipe import as_recipe
+from ..config.settings import changed_settings
+from ..data import StepLoader, StepSampler, choose_pad_token_id, preview
+from ..data.collate import IGNORE
+from ..dist import launched, print_main, rank_device, ranks_from_env
+from ..estimate import estimate
+from ..estimate import report as estimate_report
+from ..estimate.report import duration
+from ..loading import read_config
+from ..planner import free_settings, make_plan
+from ..planner import report as plan_report
+from ..training.launch import world_size
+from ..training.prepare import RunData, check_device, load_data, load_tokenizer
+
+SHOWN_ROWS = 2  # of the first batch, if --preview does not say
+
+
+def dry_run(config: RunConfig, argv: list[str]):
+    """Print what `train` with these arguments would do. Raises ValueError for what it would refuse."""
+    device = rank_device(config.device)
+    check_device(config, device)
+    ranks = ranks_from_env().world_size if launched() else world_size(config)
+    for warning in settings_without_effect(config) + lost_updates(config):
+        print_main(f"warning: {warning}")
+    print_main("all settings, as a recipe:" if config.verbose else
+               "settings that differ from their default, as a recipe (--verbose: all):")
+    print_main(as_recipe(asdict(config) if config.verbose else changed_settings(config)))
+    shape = shape_from_config(read_config(config.model_name, **config.source).to_dict(),
+                              config.model_name)
+    if Path(config.model_name).is_dir(): planned_model(config, device)  # its files and target modules
+    config, seconds = predict(config, argv, shape, device, ranks)
+    data = load_data(replace(config, data_cache=None, preview=0),
+                     tokenizer := load_tokenizer(config.model_name, **config.source))
+    show_batches(config, data, tokenizer, shape, ranks, seconds)
+    print_main("dry run: nothing was trained or written")
+
+
+def predict(config: RunConfig, argv: list[str], shape: ModelShape, device: torch.device, ranks: int
+            ) -> tuple[RunConfig, float | None]:
+    """Print the estimate, or the plan where settings are left to it; the settings then, and s/step."""
+    try:
+        machine = machine_here(device, ranks)
+        config, seconds, text = predicted(config, given_settings(argv), shape, machine)
+        print_main(f"\n{text}\n")
+        return config, seconds
+    except ValueError as error:
+        print_main(f"\nno prediction: {error}\n")
+        return (replace(config, batch_size=1) if config.batch_size == AUTO else config), None
+
+
+def predicted(config: RunConfig, given: set[str], shape: ModelShape, machine: Machine
+              ) -> tuple[RunConfig, float | None, str]:
+    """The settings after planning, seconds per step, and the answer as text."""
+    free = free_settings(config, given)
+    if not free:
+        found = estimate(shape, machine, config)
+        return config, found.step.total, estimate_report(found)
+    plan = make_plan(shape, machine, config, free)
+    if plan.choice is None: return plan.config, None, plan_report(plan)
+    return plan.choice.config, plan.choice.step.total, plan_report(plan)
+
+
+def machine_here(device: torch.device, ranks: int) -> Machine:
+    """This machine, and others like it under torchrun. Raises ValueError without a known GPU."""
+    if device.type != "cuda":
+        raise ValueError("no GPU is used here; `fsdp-qlora estimate` with the same settings and --gpu "
+                         "NAME predicts memory and time")
+    nodes = ranks_from_env().nodes if launched() else 1
+    return machine_from_options(MachineOptions(gpus=ranks // nodes, nodes=nodes))
+
+
+def show_batches(config: RunConfig, data: RunData, tokenizer, shape: ModelShape, ranks: int,
+                 seconds: float | None):
+    """Print how the data is cut into steps, and the first batch with its trained tokens marked."""
+    rows, batches = data.rows, plan_batches(config, ranks)
+    rows.check_vocab_size(shape.vocab)
+    pad = choose_pad_token_id(tokenizer, shape.vocab)
+    sampler = StepSampler(len(rows), batches.rows_per_step, seed=config.seed,
+                          shuffle=data.stream is None, epochs=config.num_epochs,
+                          max_steps=config.max_steps)
+    loader = StepLoader(rows, sampler, 0, ranks, batches.micro_batch_size, pad_token_id=pad,
+                        packing=config.packing)
+    print_main(steps_line(config, batches, None if data.stream else sampler.total_steps, ranks, seconds))
+    step = loader.step(0)
+    batch = step.micro_batches[0]
+    first = "the first rows of the stream, which a run shuffles" if data.stream else "the first batch"
+    print_main(f"{first} on rank 0, {len(step.micro_batches)} of which make its first step: "
+               f"{' x '.join(map(str, batch['input_ids'].shape))} tokens with padding")
+    print_main(preview(batch_rows(batch, pad), tokenizer, config.preview or SHOWN_ROWS))
+
+
+def steps_line(config: RunConfig, batches: BatchPlan, steps: int | None, ranks: int,
+               seconds: float | None) -> str:
+    """How many steps of how many rows, and how long they take if every row is full."""
+    unit = "bins" if config.packing else "rows"
+    count = "steps until the stream ends" if steps is None else f"{steps:,} steps"
+    time = "" if not steps or not seconds or config.packing else (
+        f"; at most {duration(steps * seconds / 3600)}, if all rows had --context_length tokens")
+    return (f"{count}, of {batches.rows_per_step} rows: micro-batch {batches.micro_batch_size} {unit} "
+            f"x accumulation {batches.accumulation} x {ranks} ranks{time}")
+
+
+def batch_rows(batch: dict, pad_token_id: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(input_ids, labels) of each row or bin of a batch, without the padding at its end."""
+    found = []
+    for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+        own = ((ids != pad_token_id) | (labels != IGNORE)).nonzero()
+        end = int(own.max()) + 1 if len(own) else 0
+        found.append((ids[:end], labels[:end]))
+    return found

@@ -1,0 +1,78 @@
+"""Answer a prompt with a base model and an adapter, in plain transformers and PEFT.
+
+The weights of the base are those the adapter was trained on: after QLoRA they are the 4-bit values,
+written out in full, so that generation is fast and nothing else differs.
+"""
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ..config import RunConfig
+from ..data import choose_pad_token_id, encode_prompt, stop_token_ids
+from ..dist import rank_device
+from ..export.trained_base import BaseQuant, base_quant
+from ..loading import DTYPES, first_line, pinned, read_config
+from ..training.prepare import load_tokenizer
+
+
+def load_for_inference(model_name: str, adapter: str | Path | None = None, quant: str = "auto",
+                       device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16,
+                       revision: str | None = None, trust_remote_code: bool = False
+                       ) -> PreTrainedModel:
+    """The base model on `device`, its linears rounded as `quant` says, with the adapter if given."""
+    read_config(model_name, revision, trust_remote_code)  # one clear line if there is no such model
+    if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
+        raise ValueError(f"--adapter_folder {adapter}: no adapter_config.json there; give the folder "
+                         "that training saved, such as output/adapter")
+    model = AutoModelForCausalLM.from_pretrained(
+        model_name, dtype=dtype, **pinned(revision, trust_remote_code)).to(device).eval()
+    known = base_quant(quant, adapter)
+    if known.quant != "none":
+        if not known.is_known:
+            raise ValueError(f"--adapter_folder {adapter}: it was trained on {known}, which can't be "
+                             "repeated here; add --base_quant none for the original weights")
+        round_linears(model, known)
+    if adapter is None: return model
+    try:
+        return PeftModel.from_pretrained(model, str(adapter)).eval()
+    except (ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"--adapter_folder {adapter}: not an adapter of {model_name} "
+                         f"({first_line(error)}); save it again, or give the model it was trained on"
+                         ) from error
+
+
+@torch.no_grad()
+def round_linears(model: nn.Module, quant: BaseQuant, skip: tuple[str, ...] = ("lm_head",)):
+    """Give every linear weight but the head's the value that its 4-bit form stands for, in place."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name.rsplit(".", 1)[-1] not in skip:
+            w = module.weight
+            w.copy_(quant.round_rows(w.data, w.dtype))
+
+
+def answer(config: RunConfig, options):
+    """Print the answer to one prompt as it is made."""
+    from transformers import TextStreamer
+    if not options.prompt: raise ValueError("--prompt is empty; say what to answer")
+    if any("\ud800" <= c <= "\udfff" for c in options.prompt):
+        raise ValueError("--prompt is not UTF-8; convert it, or set the terminal to UTF-8")
+    if options.max_new_tokens < 1:
+        raise ValueError(f"--max_new_tokens must be 1 or more, got {options.max_new_tokens}")
+    device = rank_device(config.device)
+    dtype = torch.float32 if device.type == "cpu" else DTYPES[config.precision]
+    tokenizer = load_tokenizer(config.model_name, **config.source)
+    model = load_for_inference(config.model_name, options.adapter_folder, options.base_quant, device,
+                               dtype, **config.source)
+    inputs = torch.tensor([encode_prompt([{"role": "user", "content": options.prompt}], tokenizer)],
+                          device=device)
+    model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False,
+                   max_new_tokens=options.max_new_tokens,
+                   pad_token_id=choose_pad_token_id(tokenizer),
+                   eos_token_id=sorted(stop_token_ids(tokenizer)),
+                   streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))

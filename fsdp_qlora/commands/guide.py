@@ -1,0 +1,77 @@
+"""Commands that answer before there is a GPU: what a run would need, what to train with, what to write.
+
+The first two share every flag with training and add those of the machine. Pure: no torch.
+"""
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..catalog.arch import ModelShape, model_shape, shape_from_params
+from ..catalog.machine import MachineOptions, machine_from_options
+from ..config import RunConfig
+from ..config.flags import given_settings, parse, parse_alone
+from ..config.settings import opt
+
+
+@dataclass
+class EstimateOptions:
+    """Estimate"""
+    params: str | None = opt(None, "size of a Llama-like model, instead of --model_name", example="7B")
+    examples: int = opt(0, "rows to train on, for wall time and money", unit="rows")
+    json: bool = opt(False, "the answer as JSON")
+
+
+@dataclass
+class PlanOptions:
+    """Plan"""
+    params: str | None = opt(None, "size of a Llama-like model, instead of --model_name", example="7B")
+    picture: str | None = opt(None, "draw the memory of each rung there", example="plan.png")
+    json: bool = opt(False, "the plan as JSON")
+
+
+def estimate_command(argv: list[str]):
+    """Predict memory, time and money of a run; needs no GPU."""
+    from ..estimate import as_json, estimate, report
+    config, machine, options = parse(argv, MachineOptions, EstimateOptions, prog="fsdp-qlora estimate")
+    found = estimate(asked_shape(config, options), machine_from_options(machine), config)
+    cost = found.run(options.examples) if options.examples else None
+    show(as_json if options.json else report, found, cost, options.examples)
+
+
+def plan_command(argv: list[str]):
+    """Find the fastest configuration that fits, and say why not another; needs no GPU."""
+    from ..planner import as_json, draw, free_settings, make_plan, report
+    config, machine, options = parse(argv, MachineOptions, PlanOptions, prog="fsdp-qlora plan")
+    free = free_settings(config, given_settings(argv), everything=True)
+    plan = make_plan(asked_shape(config, options), machine_from_options(machine), config, free)
+    show(as_json if options.json else report, plan)
+    if options.picture: draw(plan, options.picture)
+
+
+def asked_shape(config: RunConfig, options: EstimateOptions | PlanOptions) -> ModelShape:
+    """The model of --params or --model_name, from its config.json alone."""
+    return shape_from_params(options.params) if options.params else model_shape(config.model_name)
+
+
+def show(form: Callable, *answer):
+    """Print an answer as text, or as JSON where `form` gives a dict."""
+    text = form(*answer)
+    print(json.dumps(text, indent=1) if isinstance(text, dict) else text)
+
+
+@dataclass
+class SchemaOptions:
+    """Schema"""
+    verbose: bool = opt(False, "print the traceback of an error")
+
+
+def schema_command(argv: list[str]):
+    """Print the JSON schema of recipes, with which editors check and complete them."""
+    from ..config.reference import schema
+    parse_alone(argv, SchemaOptions, "fsdp-qlora schema")
+    print(json.dumps(schema(), indent=1))
+
+
+GUIDE = {"estimate": estimate_command, "plan": plan_command, "schema": schema_command}

@@ -1,0 +1,184 @@
+"""Command-line flags, made from the fields of dataclasses and nothing else; recipes become flags too.
+
+Pure: no torch, so that --help answers at once.
+"""
+from __future__ import annotations
+
+import argparse
+import difflib
+from dataclasses import fields
+from typing import get_args, get_type_hints
+
+from fastcore.basics import listify, str2bool
+
+from .checks import check_choices
+from .options import GROUPS
+from .recipe import Recipe, RecipeOptions, read_recipe
+from .run import RunConfig
+from .settings import AUTO, default_of, shown
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are ValueErrors, so that all mistakes end in one place."""
+
+    def error(self, message: str):
+        raise ValueError(message)
+
+
+def boolean(text: str) -> bool:
+    """true, false, True, False, 1, 0, yes, no."""
+    try:
+        if not text.strip(): raise TypeError  # fastcore takes it for false
+        return str2bool(text)
+    except TypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not true or false") from None
+
+
+def whole_or_auto(text: str) -> int:
+    """A whole number, or `auto`, which is -1."""
+    try:
+        return AUTO if text.strip().lower() == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def number_or_auto(text: str) -> float:
+    """A number, or `auto`, which is -1."""
+    try:
+        return AUTO if text.strip().lower() == "auto" else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+EXAMPLES = {
+    "train": ["--model_name ./my-model --dataset rows.jsonl --dry_run",
+              "--config examples/recipes/7b-1x24gb.yaml --dataset rows.jsonl --lr 2e-4"],
+    "estimate": ["--model_name llama-2-70b --gpu 'RTX 3090' --gpus 2 --use_cpu_offload --examples 1000"],
+    "plan": ["--params 34B --gpu 'RTX 4090' --gpus 2 --context_length 2048 --global_batch_size 32"],
+    "data": ["--model_name ./my-model --dataset rows.jsonl --context_length 2048 --preview 5"],
+    "generate": ["--model_name ./my-model --adapter_folder output/adapter --prompt 'Who are you?'"],
+    "bench": ["--model_name llama-3.1-8b --random_weights --context_length 8192 --results rows.jsonl"],
+}
+
+CONVERT = {bool: boolean, int: whole_or_auto, float: number_or_auto}
+
+
+def add_fields(parser: argparse.ArgumentParser, group: type):
+    """One flag per field of a dataclass, under its docstring as a title."""
+    section = parser.add_argument_group(group.__doc__.splitlines()[0])
+    for f, kind in typed_fields(group):
+        bare = True if kind is bool else f.metadata["bare"]
+        how = dict(type=CONVERT.get(kind, kind))
+        if bare is not None: how |= dict(nargs="?", const=bare)
+        section.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=help_text(f),
+                             metavar=metavar(f, kind), **how)
+
+
+def typed_fields(group: type) -> list[tuple]:
+    """(field, type of its value where one is given) of a dataclass."""
+    hints = get_type_hints(group)
+    return [(f, next((t for t in get_args(hints[f.name]) if t is not type(None)), hints[f.name]))
+            for f in fields(group)]
+
+
+def usable_choices(f) -> list:
+    """A setting's choices without those that this version refuses."""
+    return [c for c in listify(f.metadata["choices"]) if c not in f.metadata["later"]]
+
+
+def metavar(f, kind: type) -> str:
+    """What stands for a value in --help."""
+    choices = usable_choices(f)
+    if choices: return "{" + ",".join(map(str, choices)) + "}"
+    return {bool: "true|false", int: "N", float: "X"}.get(kind, "TEXT")
+
+
+def help_text(f) -> str:
+    """A setting's help line with its unit, example and default."""
+    unit = f.metadata["unit"]
+    extra = [unit if unit.startswith("share") else f"in {unit}"] if unit else []
+    if f.metadata["example"] is not None: extra.append(f"e.g. {f.metadata['example']}")
+    extra.append(f"default {shown(default_of(f))}")
+    return f"{f.metadata['help']} ({'; '.join(extra)})".replace("%", "%%")
+
+
+def parse(argv: list[str], *extra_groups: type, prog: str = "fsdp-qlora train") -> list:
+    """The RunConfig that `argv` and its --config ask for, and one object per group in `extra_groups`.
+
+    Raises ValueError for an unknown flag, with the nearest known one, or a value that is not one; it
+    names the line of the recipe where the value is from there.
+    """
+    parser = Parser(prog=prog, usage=f"{prog} [--config recipe.yaml] [--flag value ...]",
+                    allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+                    epilog=examples(prog))
+    for group in (*extra_groups, RecipeOptions, *GROUPS): add_fields(parser, group)
+    recipe = recipe_of(argv)
+    try:
+        return parse_flags(parser, [*recipe.flags, *argv], extra_groups)
+    except ValueError as error:
+        raise ValueError(recipe.with_place(str(error), typed_flags(argv))) from error
+
+
+def examples(prog: str) -> str:
+    """The end of --help: commands as people type them."""
+    lines = [f"  {prog} {flags}" for flags in EXAMPLES.get(prog.split()[-1], ())]
+    return "\n".join(["examples:", *lines]) if lines else ""
+
+
+def parse_flags(parser: Parser, argv: list[str], extra_groups: tuple[type, ...]) -> list:
+    """The RunConfig and the objects of `extra_groups` that flags ask for."""
+    known, unknown = parser.parse_known_args(argv)
+    if unknown: raise ValueError(unknown_flag(unknown[0], parser))
+    values = vars(known)
+    values.pop("config", None)
+    extras = [g(**{f.name: values.pop(f.name) for f in fields(g) if f.name in values})
+              for g in extra_groups]
+    for extra in extras: check_choices(extra)
+    return [RunConfig(**values), *extras]
+
+
+def recipe_of(argv: list[str]) -> Recipe:
+    """The recipe of --config, or an empty one."""
+    options, _ = parse_own(argv, RecipeOptions)
+    return Recipe() if options.config is None else read_recipe(options.config)
+
+
+def typed_flags(argv: list[str]) -> set[str]:
+    """Names of the flags in a list of arguments."""
+    return {a.split("=")[0].removeprefix("--") for a in argv if a.startswith("--")}
+
+
+def given_settings(argv: list[str]) -> set[str]:
+    """Names of the settings that were given, as flags or in a recipe."""
+    return typed_flags([*recipe_of(argv).flags, *argv])
+
+
+def parse_own(argv: list[str], group: type) -> tuple:
+    """One command's own settings, and the arguments that are left for RunConfig."""
+    parser = Parser(allow_abbrev=False, add_help=False)
+    add_fields(parser, group)
+    known, rest = parser.parse_known_args(argv)
+    return group(**vars(known)), rest
+
+
+def parse_alone(argv: list[str], group: type, prog: str):
+    """The settings of a command that has none of RunConfig's.
+
+    Raises ValueError as `parse` does.
+    """
+    parser = Parser(prog=prog, usage=f"{prog} [--flag value ...]", allow_abbrev=False)
+    add_fields(parser, group)
+    known, unknown = parser.parse_known_args(argv)
+    if unknown: raise ValueError(unknown_flag(unknown[0], parser))
+    options = group(**vars(known))
+    check_choices(options)
+    return options
+
+
+def unknown_flag(flag: str, parser: argparse.ArgumentParser) -> str:
+    """An error for a flag that does not exist."""
+    if not flag.startswith("-"): return f"unexpected argument {flag!r}; settings are --name value"
+    flags = [s for a in parser._actions for s in a.option_strings]
+    near = difflib.get_close_matches(flag.split("=")[0].replace("-", "_").replace("__", "--", 1),
+                                     flags, n=1)
+    return f"unknown flag {flag}" + (f"; did you mean {near[0]}?" if near else "; see --help")

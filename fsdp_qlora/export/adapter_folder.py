@@ -1,0 +1,214 @@
+"""Read a PEFT adapter folder: what it does to each tensor of its base.
+
+All of it follows from adapter_config.json and the names in adapter_model.safetensors, as in PEFT's
+own merge. What is not known here is refused by name, never left out. The format:
+https://huggingface.co/docs/peft/developer_guides/checkpoint
+
+Shapes: I inputs, O outputs, R rank.  W (O, I), or (I, O) if transposed; A (R, I), B (O, R)
+"""
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from peft.utils.other import get_pattern_key
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..loading import first_line
+
+WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+
+# Fields of a LoraConfig whose meaning is honoured here, and those that matter in training only.
+HONOURED = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "bias",
+            "lora_bias", "fan_in_fan_out", "modules_to_save", "target_modules", "init_lora_weights",
+            "ensure_weight_tying"}
+TRAINING_ONLY = {"peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path",
+                 "revision", "inference_mode", "lora_dropout", "exclude_modules", "megatron_core",
+                 "layers_to_transform", "layers_pattern", "loftq_config", "eva_config",
+                 "runtime_config", "qalora_group_size"}
+# Other ways to begin change the base too, which the saved adapter alone does not tell.
+INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+PART = re.compile(r"(?P<module>.+)\.(?:lora_(?P<linear>[AB])\.weight|lora_embedding_(?P<embedding>[AB])"
+                  r"|(?P<bias>lora_B\.bias)|(?P<magnitude>lora_magnitude_vector(?:\.weight)?))")
+
+
+@dataclass
+class Change:
+    """What an adapter does to one tensor of the base; strings are names in the adapter's file."""
+    module: str
+    replacement: str | None = None  # the tensor was trained whole
+    parts: dict[str, str] = field(default_factory=dict)  # A, B and magnitude of a weight
+    added: str | None = None        # a bias of B, added to the base's
+    embedding: bool = False
+    scaling: float = 1.0
+
+
+@dataclass
+class Delta:
+    """A low-rank change in fp32: scaling B A, and DoRA's magnitude (O,) if there is one."""
+    a: Tensor
+    b: Tensor
+    scaling: float
+    magnitude: Tensor | None = None
+    transposed: bool = False
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """Whether rows can't be changed one by one: DoRA's norm is over all inputs of an output."""
+        return self.transposed and self.magnitude is not None
+
+    def apply(self, rows: Tensor, start: int, stop: int) -> Tensor:
+        """Rows (start, stop) of the weight, changed. DoRA is arXiv:2402.09353, as PEFT computes it."""
+        if self.transposed: change = (self.b @ self.a[:, start:stop]).t()
+        else: change = self.b[start:stop] @ self.a
+        rows = rows + change * self.scaling
+        if self.magnitude is None: return rows
+        if self.transposed: return rows * (self.magnitude / torch.linalg.norm(rows, dim=0))
+        return rows * (self.magnitude[start:stop] / torch.linalg.norm(rows, dim=1))[:, None]
+
+
+@dataclass
+class Shift:
+    """What is added to a bias."""
+    by: Tensor
+    needs_all_rows = False
+
+    def apply(self, rows: Tensor, start: int, stop: int) -> Tensor:
+        return rows + self.by[start:stop]
+
+
+class AdapterFolder:
+    """An adapter on disk. Raises ValueError, naming --adapter_folder and the fault."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.config = read_adapter_config(self.folder)
+        check_supported(self.folder, self.config)
+        try:
+            self.file = safe_open(self.folder / WEIGHTS_FILE, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"--adapter_folder {folder}: {WEIGHTS_FILE} can't be read "
+                             f"({first_line(error)}); save the adapter again") from error
+        self.changes = self.read_changes()
+
+    def tensor(self, key: str) -> Tensor:
+        """A tensor of the adapter's file, in fp32."""
+        return self.file.get_tensor(key).float()
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self.file.get_slice(key).get_shape())
+
+    def refuse(self, fault: str):
+        raise ValueError(f"--adapter_folder {self.folder}: {fault}")
+
+    def read_changes(self) -> dict[str, Change]:
+        """Name of a base tensor, as the model has it -> its change. Every tensor is used once."""
+        changes: dict[str, Change] = {}
+        def change_of(module: str, leaf: str) -> Change:
+            return changes.setdefault(f"{module}.{leaf}", Change(module))
+        for key in self.file.keys():
+            name = key.removeprefix("base_model.model.")
+            if found := PART.fullmatch(name):
+                module, kind = found["module"], found["linear"] or found["embedding"]
+                if found["bias"]: change_of(module, "bias").added = key
+                else:
+                    change = change_of(module, "weight")
+                    change.parts[kind or "magnitude"] = key
+                    change.embedding |= bool(found["embedding"])
+            else:
+                module, _, leaf = name.replace(".base_layer.", ".").rpartition(".")
+                module = module.removesuffix(".modules_to_save")
+                if "lora_" in name or leaf not in ("weight", "bias"):
+                    self.refuse(f"it holds {key}, which is no part of an adapter known here; merge it "
+                                "with PEFT's merge_and_unload")
+                change_of(module, leaf).replacement = key
+        for change in changes.values(): self.complete(change)
+        return changes
+
+    def complete(self, change: Change):
+        """Check that a change has its parts, and find its scaling."""
+        if not change.parts and not change.added: return
+        rank = self.config["rank_pattern"]
+        rank = rank.get(get_pattern_key(rank.keys(), change.module), self.config["r"])
+        alpha = self.config["alpha_pattern"]
+        alpha = alpha.get(get_pattern_key(alpha.keys(), change.module), self.config["lora_alpha"])
+        change.scaling = alpha / (rank ** 0.5 if self.config["use_rslora"] else rank)
+        if not change.parts: return
+        wanted = {"A", "B"} | ({"magnitude"} if self.config["use_dora"] else set())
+        if missing := wanted ^ set(change.parts):
+            what = "lacks" if missing <= wanted else "has, without use_dora,"
+            self.refuse(f"{change.module} {what} {' and '.join(sorted(missing))}; save it again")
+        if change.embedding and "magnitude" in change.parts:
+            self.refuse(f"{change.module} is an embedding with DoRA, which can't be merged here")
+        stored = self.shape(change.parts["A"])[0], self.shape(change.parts["B"])[1]
+        if stored != (rank, rank):
+            self.refuse(f"{change.module} has rank {stored[0]} in A and {stored[1]} in B, and "
+                        f"{CONFIG_FILE} says {rank}; the two files are of different adapters")
+
+    def effect(self, change: Change, shape: tuple[int, ...]) -> Delta | Shift | None:
+        """What a change does to the base's values, if it does not only replace them."""
+        if change.added: return Shift(self.tensor(change.added) * change.scaling)
+        return self.delta(change, shape) if change.parts else None
+
+    def delta(self, change: Change, shape: tuple[int, ...]) -> Delta:
+        """The low-rank change of a weight of `shape`."""
+        parts = {kind: self.tensor(key) for kind, key in change.parts.items()}
+        magnitude = parts["magnitude"].flatten() if "magnitude" in parts else None
+        return Delta(parts["A"], parts["B"], change.scaling, magnitude,
+                     self.is_transposed(change, shape))
+
+    def is_transposed(self, change: Change, shape: tuple[int, ...]) -> bool:
+        """Whether a weight of `shape` is (I, O), as GPT-2's are; a square one as fan_in_fan_out says.
+
+        An embedding is (V, D) with A (R, V) and B (D, R), so it counts as transposed. Raises
+        ValueError if the change is not for such a weight.
+        """
+        plain = self.shape(change.parts["B"])[0], self.shape(change.parts["A"])[1]
+        square = plain[0] == plain[1] and bool(self.config["fan_in_fan_out"])
+        transposed = change.embedding or square or shape != plain
+        if shape != (plain[::-1] if transposed else plain):
+            self.refuse(f"{change.module} is for a weight of shape {plain}, and the base's is {shape}; "
+                        "give the model that the adapter was trained on")
+        return transposed
+
+
+def read_adapter_config(folder: Path) -> dict:
+    """adapter_config.json with PEFT's defaults for what it leaves out. Raises ValueError."""
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise ValueError(f"--adapter_folder {folder}: no {CONFIG_FILE} there; give the folder that "
+                         "training saved, such as output/adapter")
+    try:
+        config = json.loads(path.read_text())
+        if config.get("peft_type") != "LORA":
+            raise ValueError(f"peft_type is {config.get('peft_type')}, and only LORA is known here")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"--adapter_folder {folder}: {CONFIG_FILE}: {first_line(error)}") from error
+    return {**LoraConfig().to_dict(), **config}
+
+
+def check_supported(folder: Path, config: dict):
+    """Refuse a setting that changes the result in a way not known here, naming it."""
+    defaults = LoraConfig().to_dict()
+    for name, value in config.items():
+        if name in HONOURED | TRAINING_ONLY or not value or value == defaults.get(name): continue
+        raise ValueError(f"--adapter_folder {folder}: {CONFIG_FILE} sets {name}, which can't be merged "
+                         "here; use PEFT's merge_and_unload")
+    if config["init_lora_weights"] not in INITS:
+        raise ValueError(f"--adapter_folder {folder}: it began as {config['init_lora_weights']}, which "
+                         "also changed the base; save it with PEFT's "
+                         "path_initial_model_for_weight_conversion first")
+
+
+def base_of(folder: str | Path | None) -> tuple[str, str | None]:
+    """The model that an adapter names as its base, and its revision. Raises ValueError."""
+    config = read_adapter_config(Path(folder)) if folder else {}
+    if not config.get("base_model_name_or_path"):
+        raise ValueError("--model_name is missing; give the model that the adapter is for")
+    return config["base_model_name_or_path"], config.get("revision")

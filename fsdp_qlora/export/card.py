@@ -1,0 +1,141 @@
+"""The README.md of a trained folder: what it is, made from what, on what, with which figures.
+
+A model card as the Hugging Face hub reads it (https://huggingface.co/docs/hub/model-cards). It is for
+others, so it names no folder of this machine and no secret.
+"""
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from ..config import RunConfig
+from ..config.settings import default_of, shown
+from ..redact import redact_all, without_folders
+
+CARD_FILE = "README.md"
+PACKAGES = ("fsdp_qlora", "torch", "transformers", "peft", "bitsandbytes")
+NOT_SHOWN = {"model_name", "revision", "dataset", "dataset_split", "output_dir", "data_cache", "resume",
+             "log_to", "verbose", "device", "name", "group", "entity", "project_name", "master_addr",
+             "master_port", "world_size", "loading_workers", "preview", "quantized_cache"}
+
+
+def run_record(config: RunConfig, data_digest: str, device_name: str, ranks: int) -> dict:
+    """What is kept beside trained weights: the settings, and where they came from. No secrets."""
+    packages = {}
+    for package in PACKAGES:
+        try:
+            packages[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    about = dict(data_sha256=data_digest, hardware=f"{ranks} x {device_name}", packages=packages,
+                 date=datetime.now(UTC).date().isoformat())
+    return redact_all(asdict(config) | {"about": about})
+
+
+def write_card(folder: Path, run: dict, metrics: Path | None = None, *,
+               merged: tuple[Path, str] | None = None):
+    """README.md of `folder`, from the settings of its run and the figures in a metrics.jsonl.
+
+    merged: the adapter's folder and the base in words, if `folder` is what a merge made of them.
+    """
+    adapter = read_adapter(merged[0] if merged else folder)
+    text = card_text(run, adapter, read_metrics(metrics), merged and merged[1])
+    (folder / CARD_FILE).write_text(ModelCard(text).content)
+
+
+def card_text(run: dict, adapter: dict, lines: list[dict], merged_base: str | None = None) -> str:
+    """The card as text: its metadata, a table of facts and one of settings, and how it is used."""
+    base = without_folders(run["model_name"])
+    is_hub_name = base == run["model_name"] and base.count("/") == 1
+    kind = f"{adapter_kind(adapter)} of" if adapter else "All weights of"
+    is_adapter = bool(adapter) and not merged_base
+    data = ModelCardData(base_model=base if is_hub_name else None,
+                         library_name="peft" if is_adapter else "transformers",
+                         tags=["fsdp_qlora", *(["lora"] if adapter else [])],
+                         pipeline_tag="text-generation")
+    rows = facts(run, base) | figures(lines) | ({"merged into": merged_base} if merged_base else {})
+    return "\n".join([
+        "---", data.to_yaml(), "---", "", f"# {base}, fine-tuned", "",
+        f"{kind} {base}, trained with fsdp_qlora{' and merged' if merged_base else ''}.", "",
+        *table(rows), "", "## Settings that differ from the defaults", "", *table(changed(run)), "",
+        "## Use", "", "```python", *usage(base, is_adapter), "```", ""])
+
+
+def adapter_kind(adapter: dict) -> str:
+    """The adapter in words."""
+    kind = "DoRA" if adapter.get("use_dora") else "rsLoRA" if adapter.get("use_rslora") else "LoRA"
+    targets = adapter.get("target_modules") or []
+    names = targets if isinstance(targets, str) else ", ".join(sorted(targets))
+    return f"{kind} adapter (rank {adapter['r']}, alpha {adapter['lora_alpha']}; {names})"
+
+
+def facts(run: dict, base: str) -> dict:
+    """Where the weights come from."""
+    about = run.get("about", {})
+    packages = ", ".join(f"{name} {number}" for name, number in about.get("packages", {}).items())
+    rows = {"base": base, "revision": run.get("revision"), "base weights in training": run.get("quant"),
+            "data": without_folders(run["dataset"]),
+            "sha256 of the tokenized rows": about.get("data_sha256"),
+            "hardware": about.get("hardware"), "software": packages, "date": about.get("date")}
+    return {name: value for name, value in rows.items() if value}
+
+
+def figures(lines: list[dict]) -> dict:
+    """What was measured, from the lines of metrics.jsonl."""
+    steps = [line for line in lines if line.get("kind", "step") == "step"]
+    evaluations = [line for line in lines if line.get("kind") == "eval"]
+    if not steps: return {}
+    speeds = [line["tokens_per_second"] for line in steps]
+    found = {"optimizer steps": steps[-1]["step"],
+             "trained tokens": f"{sum(line['trained_tokens'] for line in steps):,}",
+             "training loss, first and last step": f"{steps[0]['loss']:.4f}, {steps[-1]['loss']:.4f}",
+             "tokens per second, median": f"{median(speeds):,.0f}"}
+    if evaluations:
+        best = min(evaluations, key=lambda line: line["eval_loss"])
+        found["lowest held-out loss"] = f"{best['eval_loss']:.4f} after step {best['step']}"
+    peak = max(line.get("peak_allocated_gib", 0) for line in steps)
+    return found | ({"peak memory of a GPU": f"{peak:.1f} GiB"} if peak else {})
+
+
+def changed(run: dict) -> dict:
+    """Settings that differ from their defaults, without those of this machine alone."""
+    return {f.name: without_folders(shown(run[f.name])) for f in fields(RunConfig)
+            if f.name in run and f.name not in NOT_SHOWN and run[f.name] != default_of(f)}
+
+
+def table(rows: dict) -> list[str]:
+    """Two columns of Markdown."""
+    return ["| | |", "|---|---|", *(f"| {name} | {str(value).replace('|', ' ')} |"
+                                    for name, value in rows.items())]
+
+
+def usage(base: str, is_adapter: bool) -> list[str]:
+    """How others load it."""
+    load = "from transformers import AutoModelForCausalLM"
+    if not is_adapter: return [load, "", 'model = AutoModelForCausalLM.from_pretrained("THIS FOLDER")']
+    return ["from peft import PeftModel", load, "",
+            f'model = AutoModelForCausalLM.from_pretrained("{base}")',
+            'model = PeftModel.from_pretrained(model, "THIS FOLDER")']
+
+
+def read_adapter(folder: Path) -> dict:
+    """adapter_config.json of a folder; empty if it is a whole model."""
+    path = folder / "adapter_config.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def read_metrics(path: Path | None) -> list[dict]:
+    """Lines of a metrics.jsonl; none if there is no such file, or for a line that was cut off."""
+    lines = []
+    for text in path.read_text().splitlines() if path and path.is_file() else []:
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            continue
+    return lines

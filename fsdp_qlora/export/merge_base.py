@@ -1,0 +1,114 @@
+"""The base of a merge: its checkpoint's tensors in fp32 rows, as stored or as rounded to 4 bits.
+
+An adapter trained with QLoRA has learnt beside weights that were rounded to NF4; the base that it fits
+is those, not the original ones. Both can be had here, and which one it is can be said in words.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from ..loading import Checkpoint, bnb4, checkpoint_folder, meta_model, read_config
+from ..loading.prequantized import kind_of
+from ..quantization.quantize import QuantLinear, quantize_linears
+from .trained_base import BaseQuant, base_quant, trained_quant
+
+
+@dataclass
+class BaseModel:
+    """The base checkpoint, and what its architecture says of its tensors."""
+    name: str
+    checkpoint: Checkpoint
+    config: PretrainedConfig
+    linear_weights: set[str]  # those that training quantizes
+    embedding: str            # names of the two ends' weights
+    head: str
+    round_to: BaseQuant | None = None  # linear weights are rounded so, and back
+    trained_on: BaseQuant = BaseQuant()
+    packed: dict = field(default_factory=dict)  # weights that the checkpoint itself has in 4 bits
+
+    def __post_init__(self):
+        self.packed = bnb4.packed_weights(self.checkpoint)
+        self.shapes = {name: self.packed[name].shape if name in self.packed else shape
+                       for name, shape in self.checkpoint.shapes.items()
+                       if not any(name.startswith(f"{w}.") for w in self.packed)}
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether head and embedding are one tensor; a second copy in the file counts for nothing."""
+        return bool(self.config.tie_word_embeddings) and self.find(self.embedding) is not None
+
+    def find(self, name: str) -> str | None:
+        """The checkpoint's name for the model's, which may differ by a first `model.` or the like."""
+        shorter = name.partition(".")[2]
+        return next((n for n in (name, shorter, f"model.{name}", f"transformer.{name}")
+                     if n in self.shapes), None)
+
+    def must_be_whole(self, name: str) -> bool:
+        """Whether a tensor can't be read by rows: blocks of bitsandbytes' weights run over them."""
+        return name in self.packed or not self.shapes[name]
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor that can't be read by rows, in fp32; integers as they are."""
+        if name in self.packed: return bnb4.dense(self.checkpoint, name, self.packed[name]).float()
+        return as_fp32(self.checkpoint.rows(name, 0, 0))
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows (start, stop) in fp32, rounded as in training; integers as they are."""
+        rows = self.checkpoint.rows(name, start, stop)
+        if not self.round_to or name not in self.linear_weights: return as_fp32(rows)
+        return self.round_to.round_rows(rows)
+
+    def describe(self, name: str | None = None) -> str:
+        """The base in words, under its own or another name."""
+        name = name or self.name
+        if self.packed: return f"{name}, whose weights are stored in 4 bits"
+        if self.round_to: return f"{name} rounded to {self.round_to} and back"
+        if self.trained_on.quant == "none": return f"the original weights of {name}"
+        return f"the original weights of {name}, though the adapter was trained on {self.trained_on}"
+
+
+def as_fp32(tensor: Tensor) -> Tensor:
+    """A float tensor in fp32; any other as it is."""
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def open_base(name: str, revision: str | None = None) -> BaseModel:
+    """Open a model's checkpoint. Raises ValueError naming --model_name."""
+    config = read_config(name, revision)
+    kind = kind_of(config.to_dict().get("quantization_config"))
+    if kind not in (None, "bitsandbytes"):
+        raise ValueError(f"--model_name {name}: its weights are quantized with {kind}, which can't be "
+                         "merged into; give the 16-bit model it was made from")
+    meta = quantize_linears(meta_model(config, torch.bfloat16), "nf4")
+    names = {id(m): n for n, m in meta.named_modules()}
+    linear = {f"{n}.weight" for n, m in meta.named_modules() if isinstance(m, QuantLinear)}
+    ends = [f"{names[id(end)]}.weight"
+            for end in (meta.get_input_embeddings(), meta.get_output_embeddings())]
+    base = BaseModel(name, Checkpoint(checkpoint_folder(name, revision)), config, linear, *ends)
+    base.linear_weights = {base.find(n) or n for n in linear}
+    return base
+
+
+def choose_base(base: BaseModel, merge_base: str, quant: str, adapter: str | Path | None):
+    """Set what the base is rounded to: `merge_base` is auto, original or dequantized.
+
+    auto is what the adapter was trained on. Raises ValueError if that base can't be had.
+    """
+    if base.packed:
+        if merge_base == "original":
+            raise ValueError(f"--merge_base original: {base.name} holds 4-bit weights only; give the "
+                             "16-bit model as --model_name, or use --merge_base dequantized")
+        return
+    base.trained_on, wanted = trained_quant(adapter), base_quant(quant, adapter)
+    if merge_base == "original" or merge_base == "auto" and wanted.quant == "none": return
+    if not wanted.is_known:
+        fault = ("the adapter's folder does not say what it was trained on" if wanted.quant == "none"
+                 else f"it was trained on {wanted}, which can't be repeated here")
+        raise ValueError(f"--merge_base {merge_base}: {fault}; add --base_quant nf4 or fp4, or use "
+                         "--merge_base original")
+    base.round_to = wanted

@@ -1,0 +1,214 @@
+"""Write trained weights: a PEFT adapter, or a whole model after full fine-tuning.
+
+Weights are gathered one at a time; only rank 0 keeps them, on the host. A folder appears under its
+name when all its files are complete, never half written.
+"""
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from peft import get_peft_model_state_dict
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ..adapters import trainable_parameters
+from ..dist import full_tensor, local_rows, main_only, ranks_from_env
+from ..redact import redact_all
+from .card import write_card
+
+SHARD_BYTES = 5 * 10**9  # transformers' default size of one file
+
+
+RUN_FILE = "fsdp_qlora.json"  # beside the weights: the settings they were trained with
+
+
+def save_trained(model: nn.Module, folder: str | Path, tokenizer=None, settings: dict | None = None
+                 ) -> Path:
+    """Save the adapter of a PEFT model, or else the whole model; every rank must call it.
+
+    `settings` are those of the run (`card.run_record`): they are kept in the folder, and with the
+    metrics.jsonl beside it they make its model card.
+
+    Raises OSError on every rank if rank 0 can't write.
+    """
+    def write_rest(new: Path):
+        if tokenizer is not None: tokenizer.save_pretrained(new)
+        if settings is None: return
+        (new / RUN_FILE).write_text(json.dumps(redact_all(settings), indent=2))
+        if "about" in settings:  # a whole record of a run, not settings of one's own
+            write_card(new, redact_all(settings), Path(folder).parent / "metrics.jsonl")
+    save = save_adapter if hasattr(model, "peft_config") else save_full
+    return save(model, folder, write_rest)
+
+
+def trained_bytes(model: nn.Module) -> int:
+    """Size of what `save_trained` will write; the model may still be on meta."""
+    whole = not hasattr(model, "peft_config")
+    return sum(p.numel() * p.element_size() for p in model.parameters() if whole or p.requires_grad)
+
+
+def check_output_dir(folder: Path, size: int = 0, given: Path | None = None):
+    """Find out before training whether `folder` and `size` bytes fit in --output_dir.
+
+    Nothing is made yet. Raises ValueError naming --output_dir, which is `given` or holds `folder`.
+    """
+    there = next(p for p in folder.absolute().parents if p.exists())
+    if folder.exists() and not folder.is_dir(): fault = f"{folder} is a file"
+    elif not there.is_dir(): fault = f"{there} is a file"
+    elif not os.access(there, os.W_OK | os.X_OK): fault = f"{there} can't be written to"
+    elif (free := shutil.disk_usage(there).free) < size:
+        fault = f"{there} has {free / 1e9:.1f} GB free and the weights take {size / 1e9:.1f}"
+    else: return
+    raise ValueError(f"--output_dir {given or folder.parent}: {fault}; give another folder")
+
+
+def save_adapter(model: nn.Module, folder: str | Path,
+                 write_rest: Callable[[Path], None] | None = None) -> Path:
+    """An adapter folder with the key names and shapes of PEFT's own `save_pretrained`.
+
+    `write_rest` writes more files into the folder before it gets its name.
+    """
+    folder, is_main = Path(folder), ranks_from_env().is_main
+    state = dict(gathered(trainable_parameters(model)))
+    with main_only():
+        if is_main:
+            with complete_folder(folder) as new:
+                tensors = get_peft_model_state_dict(model, state, save_embedding_layers=False)
+                save_file({k: v.contiguous() for k, v in tensors.items()},
+                          new / "adapter_model.safetensors", {"format": "pt"})
+                save_peft_config(model.peft_config[model.active_adapter], new)
+                if write_rest: write_rest(new)
+    return folder
+
+
+def save_peft_config(config, folder: Path):
+    """adapter_config.json, marked for inference as PEFT does."""
+    training, config.inference_mode = config.inference_mode, True
+    config.save_pretrained(str(folder))
+    config.inference_mode = training
+
+
+def gathered(parameters: dict[str, nn.Parameter]) -> Iterator[tuple[str, Tensor | None]]:
+    """Each parameter whole, on the host of rank 0; the others get None in its place."""
+    is_main = ranks_from_env().is_main
+    for name, parameter in parameters.items():
+        whole = full_tensor(parameter.detach())
+        if is_main: yield name, whole.cpu().clone()
+
+
+def save_full(model: nn.Module, folder: str | Path,
+              write_rest: Callable[[Path], None] | None = None) -> Path:
+    """The whole model in transformers' format, in files of at most SHARD_BYTES.
+
+    `write_rest` writes more files into the folder before it gets its name.
+    """
+    folder, is_main = Path(folder), ranks_from_env().is_main
+    scratch = scratch_of(folder)
+    if is_main: shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed
+    writer = ShardWriter(scratch)
+    try:
+        for name, tensor in gathered(dict(model.named_parameters())): writer.add(name, tensor)
+        with main_only():
+            if is_main:
+                writer.finish()
+                model.config.save_pretrained(scratch)
+                if write_rest: write_rest(scratch)
+                replace_folder(scratch, folder)
+    finally:
+        if is_main: shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+class ShardWriter:
+    """Collects tensors and writes a safetensors file whenever enough have come together.
+
+    A failure is kept for `finish`: the other ranks are still gathering, and can be told only then.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.pending, self.size, self.parts = folder, {}, 0, []
+        self.error: Exception | None = None
+
+    def add(self, name: str, tensor: Tensor):
+        if self.error: return
+        if self.size + tensor.nbytes > SHARD_BYTES and self.pending:
+            try:
+                self.flush()
+            except Exception as error:
+                self.error = error
+        self.pending[name] = tensor
+        self.size += tensor.nbytes
+
+    def flush(self):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        save_file(self.pending, self.folder / f"part-{len(self.parts)}.safetensors",
+                  {"format": "pt"})
+        self.parts.append((list(self.pending), self.size))
+        self.pending, self.size = {}, 0
+
+    def finish(self):
+        """Write what is left and give the files the names that transformers expects."""
+        if self.error: raise self.error
+        self.flush()
+        count, weight_map = len(self.parts), {}
+        for i, (names, _) in enumerate(self.parts):
+            final = ("model.safetensors" if count == 1
+                     else f"model-{i + 1:05}-of-{count:05}.safetensors")
+            (self.folder / f"part-{i}.safetensors").rename(self.folder / final)
+            weight_map.update(dict.fromkeys(names, final))
+        if count > 1:
+            total = sum(size for _, size in self.parts)
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+class complete_folder:  # noqa: N801  used like a function
+    """A context manager: a scratch folder that takes the wanted name only if the block succeeds."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.scratch = folder, scratch_of(folder)
+
+    def __enter__(self) -> Path:
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        self.scratch.mkdir(parents=True)
+        return self.scratch
+
+    def __exit__(self, kind, *_):
+        if kind is None: replace_folder(self.scratch, self.folder)
+        else: shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def scratch_of(folder: Path) -> Path:
+    """Where a folder is made before it gets its name."""
+    return folder.with_name(folder.name + ".partial")
+
+
+def replace_folder(new: Path, folder: Path):
+    """Put a complete folder in place of an older one, of which one is there at any time."""
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.is_dir(): folder.rename(old)
+    new.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def saved_name(name: str) -> str:
+    """A trained parameter's name in an adapter folder."""
+    if "lora_magnitude_vector" in name: return name.removesuffix(".default.weight")
+    return name.replace(".default.", ".")
+
+
+def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
+    """Fill a built model's adapters from an adapter folder, each rank its own rows."""
+    from safetensors import safe_open
+    with safe_open(Path(folder) / "adapter_model.safetensors", framework="pt") as file, \
+            torch.no_grad():
+        for name, parameter in trainable_parameters(model).items():
+            local, start, stop = local_rows(parameter)
+            local.copy_(file.get_slice(saved_name(name))[start:stop])
+    return model

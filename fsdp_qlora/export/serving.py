@@ -1,0 +1,66 @@
+"""Whether vLLM takes an adapter folder as it is, by the rules of vLLM's own loader.
+
+Read from https://github.com/vllm-project/vllm: `vllm/lora/peft_helper.py` (validate_legal) for
+adapter_config.json, `vllm/lora/lora_model.py` (from_local_checkpoint) for file names,
+`vllm/lora/utils.py` (parse_fine_tuned_lora_name) for tensor names, `vllm/config/lora.py` for ranks.
+An adapter that is not taken can be merged, and the merged model served.
+"""
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from ..loading import first_line
+from .adapter_folder import INITS, WEIGHTS_FILE, read_adapter_config
+
+MAX_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank can be; 16 if left out
+INITS_TAKEN = (*INITS, "mica", "lora_ga")
+TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.(?:lora_[AB]\.weight|lora_embedding_[AB])")
+
+# A setting that is not taken -> what vLLM says of it.
+NOT_TAKEN = {
+    "modules_to_save": "modules trained whole (modules_to_save)", "use_dora": "DoRA (use_dora)",
+    "lora_bias": "biases of B (lora_bias)", "use_qalora": "QALoRA (use_qalora)",
+    "alora_invocation_tokens": "activated LoRA (alora_invocation_tokens)",
+    "layer_replication": "repeated layers (layer_replication)",
+    "use_bdlora": "block-diagonal LoRA (use_bdlora)", "target_parameters": "target_parameters",
+    "rank_pattern": "ranks per layer (rank_pattern): versions before 2026 scale them wrongly",
+    "alpha_pattern": "alphas per layer (alpha_pattern): versions before 2026 scale them wrongly",
+}
+
+
+def check_adapter_folder(folder: str | Path, max_lora_rank: int = MAX_RANKS[-1]) -> list[str]:
+    """Why vLLM would refuse this adapter, or use it wrongly; empty if it takes it.
+
+    max_lora_rank: what the server is started with. Raises ValueError if it is no adapter at all.
+    """
+    config = read_adapter_config(Path(folder))
+    problems = [what for name, what in NOT_TAKEN.items() if config.get(name)]
+    if config["bias"] != "none": problems.append(f"trained biases (bias {config['bias']})")
+    if config["init_lora_weights"] not in INITS_TAKEN:
+        problems.append(f"init_lora_weights {config['init_lora_weights']}, which changes the base")
+    rank = max(config["r"], *(config["rank_pattern"] or {0: 0}).values())
+    if rank > max_lora_rank: problems.append(f"rank {rank}, above --max-lora-rank {max_lora_rank}")
+    return problems + tensor_problems(Path(folder))
+
+
+def tensor_problems(folder: Path) -> list[str]:
+    """What is wrong with the adapter's file and the names in it."""
+    if not (folder / WEIGHTS_FILE).is_file(): return [f"no {WEIGHTS_FILE}"]
+    try:
+        with safe_open(folder / WEIGHTS_FILE, framework="pt") as file: names = sorted(file.keys())
+    except (OSError, SafetensorError) as error:
+        return [f"{WEIGHTS_FILE} can't be read ({first_line(error)})"]
+    unknown = [name for name in names if not TENSOR.fullmatch(name)]
+    return [f"a tensor that is no part of a LoRA: {unknown[0]} ({len(unknown)} of {len(names)})"
+            ] if unknown else []
+
+
+def serve_command(folder: str | Path) -> str:
+    """The command that serves an adapter that vLLM takes."""
+    config = read_adapter_config(Path(folder))
+    rank = next(r for r in MAX_RANKS if r >= config["r"])
+    return (f"vllm serve {config['base_model_name_or_path'] or 'BASE'} --enable-lora --max-lora-rank "
+            f"{rank} --lora-modules tuned={folder}")

@@ -1,0 +1,21 @@
+"""The streamed load: checkpoints read by rows into a model that is already sharded."""
+from .stream import (
+    DTYPES,
+    Checkpoint,
+    LoadProgress,
+    check_complete,
+    checkpoint_folder,
+    expected_shapes,
+    first_line,
+    load_weights,
+    materialize,
+    meta_model,
+    pinned,
+    rank_pieces,
+    read_config,
+)
+
+__all__ = [
+    "Checkpoint", "DTYPES", "LoadProgress", "check_complete", "checkpoint_folder", "expected_shapes",
+    "first_line", "load_weights", "materialize", "meta_model", "pinned", "rank_pieces", "read_config",
+]

@@ -1,0 +1,179 @@
+"""Checkpoints whose weights come quantized: bitsandbytes' 4 bits, and fp8 with scales per block.
+
+4-bit weights of bitsandbytes load as they are, byte for byte. There the packed bytes of a weight are
+one flat run, with blocks of 64 along it, which are those of our rows where a row is whole blocks.
+Weights in 8-bit floats are turned into numbers as they stream in. Others are refused by name.
+"""
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..quantization.absmax import STORAGE_DTYPE, encode_absmax
+from ..quantization.fourbit import BLOCKSIZE, dequantize_rows
+from .bnb4 import STATE
+from .weight_files import Checkpoint, Stored
+
+
+def open_weights(folder: str | Path, quantization: dict | None, model_name: str) -> Checkpoint:
+    """The checkpoint of a folder, by the `quantization_config` of its config.json.
+
+    Raises ValueError naming --model_name and the kind of quantization if it can't be trained on.
+    """
+    kind = kind_of(quantization)
+    if not kind: return Checkpoint(folder)
+    if kind == "bitsandbytes": return FourBitCheckpoint(folder)
+    if kind == "fp8": return Fp8Checkpoint(folder, tuple(quantization["weight_block_size"]))
+    raise ValueError(f"--model_name {model_name}: its weights are quantized with {kind}, which can't "
+                     "be trained on here; give the 16-bit model it was made from, or one in "
+                     "bitsandbytes' 4 bits")
+
+
+def kind_of(quantization: dict | None) -> str | None:
+    """The kind of quantization in the words of config.json, more exactly where that matters."""
+    if not quantization: return None
+    kind = str(quantization.get("quant_method", "bitsandbytes" if "load_in_4bit" in quantization
+                                else "an unknown method"))
+    if kind == "bitsandbytes" and not quantization.get("load_in_4bit"): return "bitsandbytes in 8 bits"
+    if kind == "fp8" and not quantization.get("weight_block_size"): return "fp8 without blocks"
+    return kind
+
+
+def layers_to_quantize(checkpoint: Checkpoint, quant: str) -> set[str] | None:
+    """Names of the layers that the checkpoint has in 4 bits, or None if the choice is free.
+
+    Raises ValueError if they are not in the format `quant`.
+    """
+    if not isinstance(checkpoint, FourBitCheckpoint): return None
+    others = checkpoint.quant_types - {quant}
+    if others:
+        raise ValueError(f"--quant {quant}: the weights of {checkpoint.folder} are stored as "
+                         f"{', '.join(sorted(others))}; use --quant {min(others)}")
+    return checkpoint.quantized_layers
+
+
+@dataclass(frozen=True)
+class Nested:
+    """How absmax itself is quantized: value = code[byte] * scale of its block + offset."""
+    scale: Stored  # float32, one for each block of `blocksize` scales
+    code: Stored   # float32 (256,)
+    offset: float
+    blocksize: int
+
+
+@dataclass(frozen=True)
+class FourBitWeight:
+    """A 4-bit weight in a checkpoint."""
+    shape: tuple[int, int]  # (O, I)
+    quant_type: str
+    dtype: torch.dtype      # of the weight it was made from
+    packed: Stored          # uint8 (O, I/2)
+    absmax: Stored          # float32, or uint8 if nested: (O, I/64)
+    nested: Nested | None
+
+
+class FourBitCheckpoint(Checkpoint):
+    """A checkpoint that transformers saved with bitsandbytes' 4-bit weights.
+
+    Raises ValueError for weights that can't be split by rows.
+    """
+
+    def __init__(self, folder: str | Path):
+        super().__init__(folder)
+        found = [m for m in map(STATE.fullmatch, self.stored) if m]
+        self.weights = {m["weight"]: self.weight(m) for m in found}
+
+    def weight(self, state_name) -> FourBitWeight:
+        """The weight whose state STATE has matched."""
+        name = state_name["weight"]
+        state_key, part = state_name[0], lambda key: self.stored[f"{name}.{key}"]
+        state = json.loads(bytes(self.stored[state_key].read().tolist()))
+        out, wide = shape = tuple(state["shape"])
+        if state["blocksize"] != BLOCKSIZE or wide % BLOCKSIZE:
+            raise ValueError(f"--model_name {self.folder}: {name} has rows of {wide} values in blocks "
+                             f"of {state['blocksize']}, which can't be split by rows; give the 16-bit "
+                             "model")
+        nested = None
+        if f"{name}.nested_absmax" in self.stored:
+            nested = Nested(part("nested_absmax"), part("nested_quant_map"),
+                            float(state["nested_offset"]), state["nested_blocksize"])
+        absmax = part("absmax")
+        return FourBitWeight(
+            shape, state_name["quant_type"], getattr(torch, state["dtype"]),
+            self.stored[name].seen_as(torch.uint8, (out, wide // 2)),
+            absmax.seen_as(absmax.dtype, (out, wide // BLOCKSIZE)), nested)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes as they are before quantization."""
+        return super().shapes | {name: w.shape for name, w in self.weights.items()}
+
+    @property
+    def quantized_layers(self) -> set[str]:
+        """Names of the layers whose weights are in 4 bits."""
+        return {name.removesuffix(".weight") for name in self.weights}
+
+    @property
+    def quant_types(self) -> set[str]:
+        """nf4, fp4, or both."""
+        return {w.quant_type for w in self.weights.values()}
+
+    def spans(self, piece) -> list[Stored]:
+        weight = self.weights.get(piece.key)
+        if not weight: return super().spans(piece)
+        rows = [s.rows(piece.start, piece.stop) for s in (weight.packed, weight.absmax)]
+        if not weight.nested: return rows
+        first, last = nested_range(piece, weight)
+        return [*rows, weight.nested.scale.rows(first, last), weight.nested.code]
+
+    def values(self, piece, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        """Bytes and scales for a quantized layer, numbers for any other."""
+        weight = self.weights.get(piece.key)
+        if not weight: return super().values(piece, tensors)
+        packed, absmax = tensors[0].view(STORAGE_DTYPE), tensors[1]
+        if weight.nested: absmax = plain_absmax(piece, weight, *tensors[1:])
+        if piece.module is None:
+            return (dequantize_rows(packed, absmax, weight.shape[1], weight.quant_type, weight.dtype),)
+        return packed, encode_absmax(absmax) if piece.module.absmax_dtype == "int8" else absmax
+
+
+def nested_range(piece, weight: FourBitWeight) -> tuple[int, int]:
+    """Which of the scales' own blocks the piece's rows need: (first, last + 1)."""
+    blocks, size = weight.absmax.shape[1], weight.nested.blocksize
+    return piece.start * blocks // size, -(-piece.stop * blocks // size)
+
+
+def plain_absmax(piece, weight: FourBitWeight, absmax: Tensor, scale: Tensor, code: Tensor) -> Tensor:
+    """float32 scales (O, I/64) from nested ones (uint8), as bitsandbytes computes them."""
+    first, _ = nested_range(piece, weight)
+    at = torch.arange(absmax.numel(), device=absmax.device) + piece.start * absmax.shape[1]
+    block = at // weight.nested.blocksize - first
+    return code[absmax.int()] * scale[block].view(absmax.shape) + weight.nested.offset
+
+
+class Fp8Checkpoint(Checkpoint):
+    """Weights in 8-bit floats with a float32 scale per block, `weight_scale_inv`, as numbers."""
+
+    def __init__(self, folder: str | Path, block: tuple[int, int]):
+        super().__init__(folder)
+        self.block = block
+
+    def scale(self, key: str) -> Stored | None:
+        """The scales of a tensor, if it has some."""
+        return self.stored.get(f"{key}_scale_inv")
+
+    def spans(self, piece) -> list[Stored]:
+        scale, size = self.scale(piece.key), self.block[0]
+        if not scale: return super().spans(piece)
+        return [*super().spans(piece), scale.rows(piece.start // size, -(-piece.stop // size))]
+
+    def values(self, piece, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        if not self.scale(piece.key): return super().values(piece, tensors)
+        weight, scale = tensors[0].float(), tensors[1].float()
+        row = torch.arange(piece.start, piece.stop, device=weight.device) // self.block[0]
+        columns = scale[row - piece.start // self.block[0]].repeat_interleave(self.block[1], dim=1)
+        return (weight * columns[:, :weight.shape[1]],)

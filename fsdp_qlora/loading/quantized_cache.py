@@ -1,0 +1,181 @@
+"""Quantized weights kept in a file, so that a later start reads 4 bits of each instead of 16.
+
+One safetensors file per checkpoint and form of quantization. Every rank writes the rows it has just
+quantized at their place in it, so that no rank holds more than its own and any number of ranks can
+read it; the file takes its name when all of it is there. Each row has a sum of its words: a damaged
+one is read from the checkpoint again, and mended.
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import struct
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..dist import gather_over_ranks, main_only, print_main, ranks_from_env, sum_over_ranks
+from .stream import Piece, rank_pieces
+from .weight_files import STORED_DTYPES, Checkpoint, Stored, fingerprint, first_line, read_header
+
+VERSION = 1  # of what the file holds; part of its name's hash
+NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
+
+
+class QuantizedCache:
+    """A source of weights that takes the quantized ones from a file, or else makes the file.
+
+    Use as a context around `loading.load_weights`; every rank must. What the file lacks comes from
+    `base`, the checkpoint. Raises ValueError naming --quantized_cache if `folder` can't be used.
+    """
+
+    def __init__(self, folder: str | Path, model: nn.Module, base: Checkpoint, device: torch.device):
+        self.base, self.device, self.error = base, device, None
+        self.damaged: set[tuple[str, int]] = set()
+        layers = {piece.key: piece.module for piece in rank_pieces(model) if piece.module}
+        name = f"{base.folder.resolve().name}-{cache_key(layers, base, device)}.safetensors"
+        self.path = Path(folder).expanduser() / name
+        self.stored = layout(self.path, layers)
+        problem = self.problem()
+        self.complete = sum_over_ranks(int(problem is None))[0] == ranks_from_env().world_size
+        if not self.complete: self.begin(problem)
+
+    def problem(self) -> str | None:
+        """Why the file can't be read, or None."""
+        if not self.path.is_file(): return "it is not there yet"
+        try:
+            return None if read_header(self.path) == self.stored else "it holds other tensors"
+        except (ValueError, OSError) as error:
+            return first_line(error)
+
+    def begin(self, problem: str | None):
+        """Make an empty file under a passing name; the ranks fill it."""
+        size = sum(stored.nbytes for stored in self.stored.values())
+        check_folder(self.path.parent, size)
+        if self.path.is_file(): print_main(f"--quantized_cache: made anew, for {problem}")
+        maker = gather_over_ranks(f"{os.uname().nodename}-{os.getpid()}")[0]
+        self.partial = self.path.with_suffix(f".{maker}.partial")
+        with main_only():
+            if ranks_from_env().is_main:
+                remove_abandoned(self.path)
+                with open(self.partial, "wb") as file:
+                    file.write(header_bytes(self.stored))
+                    file.truncate(file.tell() + size)
+
+    def __enter__(self) -> QuantizedCache:
+        return self
+
+    def __exit__(self, kind, *_):
+        if kind is None: self.finish()
+        elif not self.complete and ranks_from_env().is_main: self.partial.unlink(missing_ok=True)
+
+    def finish(self):
+        """Give a full file its name, or say what was wrong."""
+        failed, mended = sum_over_ranks(int(self.error is not None), len(self.damaged))
+        reason = next((e for e in gather_over_ranks(self.error) if e), None)
+        if mended:
+            print_main(f"--quantized_cache: {mended} damaged parts of {self.path} were read from the "
+                       f"checkpoint{'' if failed else ' and written again'}")
+        if self.complete: return
+        if failed: print_main(f"--quantized_cache: not written, for {reason}")
+        with main_only():
+            if ranks_from_env().is_main:
+                if failed: self.partial.unlink(missing_ok=True)
+                else: os.replace(self.partial, self.path)
+        if not failed: print_main(f"--quantized_cache: written to {self.path}")
+
+    # ---- a source, as `loading.load_weights` asks it ----
+
+    def spans(self, piece: Piece) -> list[Stored]:
+        if not (self.complete and piece.module): return self.base.spans(piece)
+        return [self.stored[name].rows(piece.start, piece.stop) for name in entries(piece.key)]
+
+    def values(self, piece: Piece, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        if not (self.complete and piece.module): return self.base.values(piece, tensors)
+        packed, absmax, sums = tensors
+        if torch.equal(row_sums(packed, absmax), sums): return packed, absmax
+        self.damaged.add((piece.key, piece.start))
+        return self.base.values(piece, [s.read().to(self.device) for s in self.base.spans(piece)])
+
+    def placed(self, piece: Piece):
+        """Write the piece as it is in the model, unless it came from here."""
+        if not piece.module or not piece.first_copy or self.error: return
+        if self.complete and (piece.key, piece.start) not in self.damaged: return
+        held = (piece.local, piece.absmax, row_sums(piece.local, piece.absmax))
+        try:
+            with open(self.path if self.complete else self.partial, "rb+", buffering=0) as file:
+                for name, tensor in zip(entries(piece.key), held, strict=True):
+                    file.seek(self.stored[name].rows(piece.start, piece.stop).offset)
+                    write_all(file, tensor)
+        except OSError as error:
+            self.error = first_line(error)
+
+
+def entries(key: str) -> tuple[str, str, str]:
+    """Names in the file of a weight's bytes, its scales and the sums of its rows."""
+    return key, f"{key}.absmax", f"{key}.row_sums"
+
+
+def row_sums(packed: Tensor, absmax: Tensor) -> Tensor:
+    """int64 (O,): each row's 32-bit words added up; never the zero of a hole in the file."""
+    words = [t.contiguous().view(torch.int32).sum(1, dtype=torch.int64) for t in (packed, absmax)]
+    return words[0] + words[1] * 3 + 1
+
+
+def cache_key(layers: dict, base: Checkpoint, device: torch.device) -> str:
+    """A hash of the checkpoint, and of which layers take which form on which kind of device."""
+    forms = {key: (m.quant_type, m.absmax_dtype) for key, m in layers.items()}
+    text = json.dumps([VERSION, fingerprint(base), device.type, forms], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def layout(path: Path, layers: dict) -> dict[str, Stored]:
+    """Where each tensor of the file lies."""
+    found, offset = {}, 0
+    for key, module in layers.items():
+        shapes = (module.weight, module.absmax, torch.empty(module.weight.shape[:1], device="meta",
+                                                            dtype=torch.int64))
+        for name, tensor in zip(entries(key), shapes, strict=True):
+            found[name] = Stored(path, offset, tensor.dtype, tuple(tensor.shape))
+            offset += found[name].nbytes
+    start = len(header_bytes(found))
+    return {name: stored._replace(offset=start + stored.offset) for name, stored in found.items()}
+
+
+def header_bytes(stored: dict[str, Stored]) -> bytes:
+    """The head of a safetensors file with these tensors; their offsets may start anywhere."""
+    first = min((s.offset for s in stored.values()), default=0)
+    header = {name: {"dtype": NAMES[s.dtype], "shape": list(s.shape),
+                     "data_offsets": [s.offset - first, s.offset - first + s.nbytes]}
+              for name, s in stored.items()}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def write_all(file, tensor: Tensor):
+    """Write a tensor's bytes."""
+    left = memoryview(tensor.detach().cpu().contiguous().view(torch.uint8).numpy()).cast("B")
+    while left: left = left[file.write(left):]
+
+
+def remove_abandoned(path: Path):
+    """Remove what killed runs of this machine left of the file."""
+    for partial in path.parent.glob(f"{path.stem}.{os.uname().nodename}-*.partial"):
+        process = partial.stem.rpartition("-")[2]
+        if not Path("/proc", process).exists(): partial.unlink(missing_ok=True)
+
+
+def check_folder(folder: Path, size: int):
+    """Make the folder; ValueError if it can't be written to or has no room for `size` bytes."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        fault = None if os.access(folder, os.W_OK | os.X_OK) else "it can't be written to"
+    except OSError as error:
+        fault = first_line(error)
+    if not fault and (free := shutil.disk_usage(folder).free) < size:
+        fault = f"it has {free / 1e9:.1f} GB free and the quantized weights take {size / 1e9:.1f}"
+    if fault: raise ValueError(f"--quantized_cache {folder}: {fault}; give another folder")

@@ -1,0 +1,307 @@
+"""Stream a safetensors checkpoint into a model that is already sharded.
+
+No rank ever holds the model: it is built on the meta device, and each rank reads only its own rows
+of each tensor, quantizes them on its device and copies them into its shard. What is wrong with a
+folder is found from its file headers (weight_files.py), before any rank waits for another.
+"""
+from __future__ import annotations
+
+import copy
+import math
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from queue import SimpleQueue
+from time import perf_counter
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from ..dist import is_first_copy, local_rows, print_main, ranks_from_env, sum_over_ranks
+from ..memory.hostmem import empty_on_host
+from ..quantization.formats import quantize_rows
+from ..quantization.quantize import QuantLinear
+from .weight_files import Checkpoint, Stored, first_line
+
+PIECE_VALUES = 2**22  # values of a tensor that are read and quantized at a time
+ALIGNMENT = 64        # bytes, of tensors in a staging buffer
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def read_config(model_name: str, revision: str | None = None, trust_remote_code: bool = False
+                ) -> PretrainedConfig:
+    """The config.json of a local folder or a hub name.
+
+    Raises ValueError naming --model_name if it is not there.
+    """
+    folder = Path(model_name)
+    if looks_local(model_name) and not (folder / "config.json").is_file():
+        what = "has no config.json" if folder.is_dir() else "does not exist"
+        raise ValueError(f"--model_name {model_name}: the folder {what}; give a folder in "
+                         "transformers' format or a hub name such as org/model")
+    try:
+        return AutoConfig.from_pretrained(model_name, **pinned(revision, trust_remote_code))
+    except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error): error = needs_own_code()
+        raise ValueError(f"--model_name {model_name}: {first_line(error)}") from error
+
+
+def pinned(revision: str | None, trust_remote_code: bool) -> dict:
+    """Arguments of transformers' loaders; code comes from that same revision or not at all."""
+    return dict(revision=revision or "main", **pinned_code(revision, trust_remote_code))
+
+
+def pinned_code(revision: str | None, trust_remote_code: bool) -> dict:
+    """The part of `pinned` that is about code."""
+    if not trust_remote_code: return dict(trust_remote_code=False)
+    return dict(trust_remote_code=True, code_revision=revision)
+
+
+def needs_own_code() -> ValueError:
+    """What to do about a model that brings Python code."""
+    return ValueError("it needs Python code of its own, which is not run unasked; read that code, then "
+                      "give its commit: --revision COMMIT --trust_remote_code true")
+
+
+def looks_local(model_name: str) -> bool:
+    """True for a path; a hub name has at most one slash and does not exist as a folder."""
+    return (Path(model_name).exists() or model_name.startswith((".", "/", "~"))
+            or model_name.count("/") != 1)
+
+
+def checkpoint_folder(model_name: str, revision: str | None = None) -> Path:
+    """The local folder of a model; a hub name is fetched into the cache first."""
+    if looks_local(model_name): return Path(model_name)
+    from huggingface_hub import snapshot_download
+    # Some repositories hold the weights twice: `model*` is what transformers would read.
+    wanted = ["model*.safetensors", "*.json", "*.model", "*.jinja"]
+    return Path(snapshot_download(model_name, revision=revision, allow_patterns=wanted))
+
+
+def meta_model(config: PretrainedConfig, dtype: torch.dtype, attn_implementation: str = "sdpa",
+               revision: str | None = None, trust_remote_code: bool = False) -> nn.Module:
+    """The model with its parameters on the meta device and its buffers real.
+
+    Buffers such as rotary frequencies are in no checkpoint: they are computed here, once, and
+    survive `materialize`. Raises ValueError if the attention kernel is unknown or not installed.
+    """
+    if getattr(config, "quantization_config", None):  # that of the files, not of this model
+        config = copy.deepcopy(config)
+        del config.quantization_config
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attn_implementation,
+                **pinned_code(revision, trust_remote_code))
+    except (ValueError, ImportError) as error:
+        if "attn" not in str(error).lower() and "attention" not in str(error).lower(): raise
+        raise ValueError(f"--attn_implementation {attn_implementation}: {first_line(error)}") from error
+    model.config.use_cache = False
+    model.tie_weights()
+    return model.train()
+
+
+def materialize(model: nn.Module, device: torch.device,
+                parameter_device: torch.device | Callable[[nn.Parameter], torch.device]):
+    """Give meta parameters uninitialised storage, move buffers to `device`.
+
+    `parameter_device` is a device, or a function that gives each parameter its own. What is on the
+    host of a GPU is one region of page-locked memory.
+    """
+    place = parameter_device if callable(parameter_device) else lambda _: parameter_device
+    meta = [p for p in model.parameters() if p.is_meta]
+    on_host = [p for p in meta if place(p).type == "cpu"]
+    made = dict(zip(on_host, empty_on_host(on_host, pinned=device.type == "cuda"), strict=True))
+    for p in meta:
+        if p not in made: made[p] = torch.empty_like(p, device=place(p))
+    made = {p: nn.Parameter(t, p.requires_grad) for p, t in made.items()}
+    for module in model.modules():  # a shared parameter stays one
+        for name, p in module._parameters.items():
+            if p is not None and p in made: module._parameters[name] = made[p]
+            elif p is not None: p.data = p.data.to(place(p))
+        for name, b in module._buffers.items():
+            if b is not None: module._buffers[name] = b.to(device)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of a parameter: where they come from, and where in the model they go."""
+    key: str                          # the tensor's name in the checkpoint
+    start: int                        # rows of the whole tensor
+    stop: int
+    width: int                        # values in a row, unquantized
+    local: Tensor                     # this rank's storage of these rows
+    absmax: Tensor | None = None      # its scales, if the model quantizes it
+    module: QuantLinear | None = None
+    first_copy: bool = True           # no rank before this one holds the same rows
+
+    def cut(self) -> Iterator[Piece]:
+        """The same in pieces of at most PIECE_VALUES values, or one row."""
+        step = max(1, PIECE_VALUES // max(1, self.width))
+        for start in range(self.start, self.stop, step):
+            stop = min(start + step, self.stop)
+            mine = slice(start - self.start, stop - self.start)
+            yield replace(self, start=start, stop=stop, local=self.local[mine],
+                          absmax=None if self.absmax is None else self.absmax[mine])
+
+
+def checkpoint_key(name: str) -> str:
+    """A parameter's name in the checkpoint: without what PEFT put around it."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """(checkpoint key, owner, leaf name, parameter) of every tensor that a checkpoint fills.
+
+    A shared tensor comes once, under its first name; adapters and scales come from elsewhere.
+    """
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            if ".lora_" in name or leaf == "absmax" or id(parameter) in seen: continue
+            seen.add(id(parameter))
+            yield checkpoint_key(name), module, leaf, parameter
+
+
+def is_packed(module: nn.Module, leaf: str) -> bool:
+    """True for the bytes of a quantized weight."""
+    return isinstance(module, QuantLinear) and leaf == "weight"
+
+
+def rank_pieces(model: nn.Module) -> Iterator[Piece]:
+    """What this rank must read, in the model's order, a parameter at a time."""
+    for key, module, leaf, parameter in base_parameters(model):
+        local, start, stop = local_rows(parameter)
+        piece = Piece(key, start, stop, math.prod(parameter.shape[1:]), local,
+                      first_copy=is_first_copy(parameter))
+        if is_packed(module, leaf):
+            piece = replace(piece, width=module.in_features, module=module,
+                            absmax=local_rows(module.absmax)[0])
+        yield piece
+
+
+def expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Every tensor that the model needs from a checkpoint, with its unquantized shape."""
+    return {key: (module.out_features, module.in_features) if is_packed(module, leaf)
+            else tuple(parameter.shape)
+            for key, module, leaf, parameter in base_parameters(model)}
+
+
+def check_complete(model: nn.Module, checkpoint: Checkpoint):
+    """Refuse a checkpoint that lacks a tensor of the model or has it in another shape.
+
+    Raises ValueError, so that no weight is ever left uninitialised.
+    """
+    shapes = checkpoint.shapes
+    for key, shape in expected_shapes(model).items():
+        found = shapes.get(key)
+        if found is None:
+            raise ValueError(f"{checkpoint.folder} has no tensor {key}; its files are not those of "
+                             "config.json")
+        if found != shape:
+            raise ValueError(f"{checkpoint.folder}: {key} has shape {found}, config.json wants "
+                             f"{shape}; the two are of different models")
+
+
+def load_weights(model: nn.Module, source: Checkpoint, device: torch.device,
+                 workers: int | None = None, progress: Callable[[int], None] | None = None):
+    """Fill the model's frozen and trained base weights with this rank's rows, quantizing on `device`.
+
+    `source` is a Checkpoint, or has its methods `spans`, `values` and `placed`. Reads run ahead in
+    `workers` threads, a few pieces at a time. `progress(bytes)` is told of every piece.
+    """
+    pieces = (piece for whole in rank_pieces(model) for piece in whole.cut())
+    with torch.no_grad():
+        for piece, tensors in read_ahead(pieces, source, device, workers or reader_threads()):
+            place(piece, source.values(piece, tensors))
+            source.placed(piece)
+            if progress: progress(sum(t.nbytes for t in tensors))
+
+
+def place(piece: Piece, values: tuple[Tensor, ...]):
+    """Copy a piece's values into the model, quantizing numbers that it wants quantized."""
+    if piece.module and len(values) == 1:
+        values = quantize_rows(*values, piece.module.quant_type, piece.module.absmax_dtype)
+    piece.local.copy_(values[0])
+    if piece.module: piece.absmax.copy_(values[1])
+
+
+def reader_threads() -> int:
+    """Threads that read for one rank, unless --loading_workers says."""
+    return max(2, min(4, (os.cpu_count() or 1) // ranks_from_env().local_world_size))
+
+
+def read_ahead(pieces: Iterator[Piece], source: Checkpoint, device: torch.device, workers: int
+               ) -> Iterator[tuple[Piece, list[Tensor]]]:
+    """(piece, what its source asked for, on `device`) in order, with some more under way.
+
+    The tensors are valid until the next piece is asked for.
+    """
+    staging = Staging(device, workers + 2)
+    pool = ThreadPoolExecutor(workers)
+    ahead = ((piece, pool.submit(staging.read, source.spans(piece))) for piece in pieces)
+    pending = deque(islice(ahead, workers + 2))
+    try:
+        while pending:
+            piece, future = pending.popleft()
+            buffer, tensors = future.result()
+            yield piece, [t.to(device, non_blocking=True) for t in tensors]
+            staging.release(buffer)
+            pending.extend(islice(ahead, 1))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+class Staging:
+    """Host buffers that threads read into and the device copies from; pinned for CUDA."""
+
+    def __init__(self, device: torch.device, count: int):
+        self.pin, self.free = device.type == "cuda", SimpleQueue()
+        for _ in range(count): self.free.put((torch.empty(0, dtype=torch.uint8), None))
+
+    def read(self, spans: list[Stored]) -> tuple[Tensor, list[Tensor]]:
+        """Read spans into one buffer; returns it, and the tensors that it holds."""
+        buffer, copied = self.free.get()
+        if copied is not None: copied.synchronize()
+        sizes = [-(-span.nbytes // ALIGNMENT) * ALIGNMENT for span in spans]
+        if buffer.numel() < sum(sizes):
+            buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self.pin)
+        parts = buffer[:sum(sizes)].split(sizes) if spans else []
+        return buffer, [span.read_into(part[:span.nbytes])
+                        for span, part in zip(spans, parts, strict=True)]
+
+    def release(self, buffer: Tensor):
+        """Let a buffer be filled again once the device has copied it."""
+        copied = torch.cuda.Event() if self.pin else None
+        if copied is not None: copied.record()
+        self.free.put((buffer, copied))
+
+
+class LoadProgress:
+    """Bytes and their rate while rank 0 loads: a bar on a terminal, and one line at the end."""
+
+    def __init__(self, model: nn.Module, source: Checkpoint):
+        spans = (span for piece in rank_pieces(model) for span in source.spans(piece))
+        self.total, self.start = sum(span.nbytes for span in spans), perf_counter()
+        self.bar = tqdm(total=self.total, desc="loading", unit="B", unit_scale=True, leave=False,
+                        disable=not (ranks_from_env().is_main and sys.stderr.isatty()))
+
+    def __call__(self, count: int):
+        self.bar.update(count)
+
+    def close(self):
+        """Wait for the device, and say how much was read in which time, by all ranks."""
+        self.bar.close()
+        if torch.cuda.is_initialized(): torch.cuda.synchronize()
+        (total,) = sum_over_ranks(self.total)
+        seconds = max(perf_counter() - self.start, 1e-6)
+        print_main(f"loaded {total / 1e9:.1f} GB in {seconds:.1f} s, {total / 1e9 / seconds:.1f} GB/s")

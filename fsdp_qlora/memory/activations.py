@@ -1,0 +1,91 @@
+"""Which activations are kept for the backward, and which are computed again.
+
+A policy replaces the `forward` of a block and nothing else: no wrapper module, so parameter names
+stay those of transformers and PEFT, and FSDP's hooks stay outside of what is recomputed.
+
+Kept per block and token, with D hidden, F intermediate, K key-value width, for a Llama block:
+
+    recompute_all   D                        the block's input
+    keep_attention  2D + attention's inputs  and attention, whose time grows with the row's length
+    keep_linears    4D + 2K + 2F             every large product; norms, rotation and gates again
+    keep_all        all that autograd saves
+
+Selective checkpointing is torch's: https://pytorch.org/blog/activation-checkpointing-techniques/
+"""
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from ..adapters import lora_ops  # noqa: F401  registers ops named below
+from ..config.options import ACTIVATION_POLICIES
+from ..model import attention  # noqa: F401  registers one more
+from ..model.blocks import base_model, decoder_blocks
+
+aten = torch.ops.aten
+ATTENTION_OPS = {
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.torch_attn._varlen_attn.default,
+}
+LINEAR_OPS = {
+    torch.ops.fsdp_qlora.adapted_linear.default,
+    torch.ops.fsdp_qlora.adapted_inputs.default,
+    torch.ops.fsdp_qlora.frozen_linear.default,
+    aten.mm.default, aten.addmm.default, aten.linear.default,
+}
+KEPT_OPS = {"recompute_all": set(), "keep_attention": ATTENTION_OPS,
+            "keep_linears": ATTENTION_OPS | LINEAR_OPS}
+
+
+def apply_activation_policy(model: nn.Module, policy: str | list[str], reentrant: bool = False
+                            ) -> nn.Module:
+    """Make the decoder blocks follow `policy`, one name for all or one per block, in place.
+
+    Raises ValueError for an unknown policy, or a list that is not as long as the model.
+    """
+    blocks = decoder_blocks(model)
+    policies = [policy] * len(blocks) if isinstance(policy, str) else policy
+    check_policies(policies, len(blocks), reentrant)
+    for block, name in zip(blocks, policies, strict=True):
+        if name != "keep_all":
+            block.forward = partial(recomputed, block.forward, name, reentrant)
+            base_model(model).config.use_cache = False  # a second forward would fill it twice
+    # Reentrant checkpointing gives no gradient unless an input needs one, and the embedding that
+    # makes the first block's input is frozen.
+    if reentrant: base_model(model).enable_input_require_grads()
+    return model
+
+
+def check_policies(policies: list[str], blocks: int, reentrant: bool):
+    """Refuse names that do not exist and lists of another length."""
+    for name in policies:
+        if name not in ACTIVATION_POLICIES:
+            raise ValueError(
+                f"activation policy {name!r}: choose {', '.join(ACTIVATION_POLICIES)}")
+        if reentrant and name not in ("recompute_all", "keep_all"):
+            raise ValueError(f"--reentrant_checkpointing recomputes whole blocks; it can't {name}")
+    if len(policies) != blocks:
+        raise ValueError(f"{len(policies)} activation policies for {blocks} blocks")
+
+
+def recomputed(forward, policy: str, reentrant: bool, hidden, *args, **kwargs):
+    """`forward(hidden, ...)` that keeps what `policy` says and recomputes the rest in backward."""
+    if reentrant or not KEPT_OPS[policy]:
+        return checkpoint(partial(forward, **kwargs), hidden, *args, use_reentrant=reentrant)
+    contexts = partial(create_selective_checkpoint_contexts, partial(kept, KEPT_OPS[policy]))
+    return checkpoint(forward, hidden, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def kept(ops: set, ctx, op, *args, **kwargs) -> CheckpointPolicy:
+    """torch's question about one op: keep its output?"""
+    return CheckpointPolicy.MUST_SAVE if op in ops else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,134 @@
+"""Cross-entropy over the vocabulary without ever holding all logits.
+
+A head of 128k tokens makes the logits of 16k tokens 4 GB in bf16 and 8 GB in fp32. The head and
+the loss are taken here in chunks of tokens: each chunk's logits give its loss and its gradient with
+respect to the hidden states at once, so backward has no head product left to do.
+
+`apply_chunked_loss` changes the model's own forward, so `model(**batch, labels=...).loss` is all
+that a training loop needs, as with any transformers model, and FSDP's hooks see one forward.
+
+Shapes: B batch, T tokens, D hidden, V vocabulary.
+"""
+from __future__ import annotations
+
+from functools import cache, partial
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ..model.blocks import base_model, output_head
+from .vocabulary import whole
+
+IGNORE = -100
+CHUNK_LOGITS = 2**27  # of one chunk, 256 MB in bf16: 1,024 tokens of a vocabulary of 128k
+
+
+def chunk_tokens(vocabulary: int) -> int:
+    """Tokens whose logits exist at once: 1024, or fewer where the vocabulary is larger."""
+    return max(128, min(1024, CHUNK_LOGITS // vocabulary // 128 * 128))
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Sum of token losses of hidden (N, D) against labels (N,), with the head's weight (V, D)."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, softcap, chunk):
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        d_hidden = torch.empty_like(hidden)
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
+        d_bias = (torch.zeros_like(bias, dtype=torch.float32)
+                  if bias is not None and bias.requires_grad else None)
+        for start in range(0, len(hidden), chunk):
+            part = slice(start, start + chunk)
+            chunk_loss, d_logits = loss_and_d_logits(hidden[part], weight, bias, labels[part],
+                                                     softcap)
+            loss += chunk_loss
+            torch.mm(d_logits, weight, out=d_hidden[part])
+            if d_weight is not None: d_weight += d_logits.t() @ hidden[part]
+            if d_bias is not None: d_bias += d_logits.sum(0)
+        ctx.save_for_backward(d_hidden, d_weight, d_bias)
+        ctx.dtypes = weight.dtype, bias.dtype if bias is not None else None
+        return loss
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        d_hidden, d_weight, d_bias = ctx.saved_tensors
+        weight_dtype, bias_dtype = ctx.dtypes
+        d_hidden = (d_hidden * d_loss).to(d_hidden.dtype)
+        if d_weight is not None: d_weight = (d_weight * d_loss).to(weight_dtype)
+        if d_bias is not None: d_bias = (d_bias * d_loss).to(bias_dtype)
+        return d_hidden, d_weight, d_bias, None, None, None
+
+
+def loss_and_d_logits(hidden, weight, bias, labels, softcap) -> tuple[Tensor, Tensor]:
+    """Summed loss of one chunk in fp32, and its gradient (N, V) before the head's product."""
+    logits = nn.functional.linear(hidden, weight, bias)
+    if logits.is_cuda: return compiled_loss_of_logits()(logits, labels, softcap)
+    return loss_of_logits(logits, labels, softcap)
+
+
+def loss_of_logits(logits: Tensor, labels: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Summed cross-entropy of logits (N, V) in fp32, and d loss / d logits in the logits' dtype.
+
+    The gradient is softmax(logits) - onehot(label), zero where the label is ignored.
+    """
+    capped = logits.float()
+    if softcap: capped = softcap * torch.tanh(capped / softcap)
+    counted = (labels != IGNORE)[:, None]
+    target = labels.clamp(min=0)[:, None]
+    log_sum = capped.logsumexp(-1, keepdim=True)
+    loss = ((log_sum - capped.gather(-1, target)) * counted).sum()
+    grad = (capped - log_sum).exp()
+    is_target = torch.arange(logits.shape[-1], device=logits.device) == target
+    grad = (grad - is_target.float()) * counted
+    if softcap: grad = grad * (1 - (capped / softcap) ** 2)
+    return loss, grad.to(logits.dtype)
+
+
+@cache
+def compiled_loss_of_logits():
+    """`loss_of_logits` in fused kernels: on a GPU its many passes cost more than the head."""
+    return torch.compile(loss_of_logits, dynamic=False)
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """Labels (B, T) moved one left: position t predicts token t+1, the last one nothing."""
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+
+
+def chunked_forward(model, plain_forward, input_ids=None, attention_mask=None, labels=None,
+                    num_items_in_batch=None, **kwargs):
+    """A causal model's forward: with labels only the loss, without labels its own forward.
+
+    The loss is the sum over trained tokens divided by `num_items_in_batch`, or their mean, as in
+    transformers.
+    """
+    if labels is None:
+        return plain_forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+    hidden = model.base_model(input_ids=input_ids, attention_mask=attention_mask,
+                              **kwargs).last_hidden_state
+    head, labels = output_head(model), shifted(labels).flatten()
+    softcap = getattr(model.config, "final_logit_softcapping", None)
+    # In the head's own dtype: norms in fp32 give another, and autocast knows no `out=`.
+    hidden = hidden.flatten(0, 1).to(head.weight.dtype)
+    weight = whole(head.weight, hidden.device)
+    with torch.autocast(hidden.device.type, enabled=False):
+        total = ChunkedCrossEntropy.apply(hidden, weight, head.bias, labels, softcap,
+                                          chunk_tokens(len(weight)))
+    if num_items_in_batch is None: num_items_in_batch = (labels != IGNORE).sum().clamp(min=1)
+    return CausalLMOutputWithPast(loss=total / num_items_in_batch)
+
+
+def apply_chunked_loss(model: nn.Module) -> nn.Module:
+    """Let the model compute its training loss in chunks, in place.
+
+    A model whose head is adapted, or which scales its logits in a way not known here, keeps its own
+    forward, which holds all logits.
+    """
+    causal = base_model(model)
+    scales = any(getattr(causal.config, name, None) not in (None, 1, 1.0)
+                 for name in ("logit_scale", "logits_scaling"))
+    if isinstance(output_head(model), nn.Linear) and not scales:
+        causal.forward = partial(chunked_forward, causal, causal.forward)
+    return model

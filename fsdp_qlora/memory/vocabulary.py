@@ -1,0 +1,126 @@
+"""A frozen embedding and head that no rank holds whole.
+
+Each is 2 GB in a model of 128k tokens and 8192 features. FSDP would gather the embedding at the
+start of every forward, for a few thousand of its rows, and the head, left to the root, for the whole
+step. Here each rank keeps its rows of both: of the embedding, only the rows that tokens need travel;
+the head is gathered for the loss and let go. Shards may be in host memory.
+
+Shapes: B batch, T tokens, N = B T, V vocabulary, D features, n ranks that share one copy.
+"""
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from ..dist import all_gather_rows, local_rows, reduce_scatter_rows
+from ..model.blocks import base_model, output_head
+
+PIECE_BYTES = 2**27  # of rows that are in flight at a time
+
+
+def vocabulary_layers(model: nn.Module) -> list[nn.Module]:
+    """The embedding and the head, where frozen and plain; both or none if they share a weight."""
+    embedding, head = base_model(model).get_input_embeddings(), output_head(model)
+    layers = [m for m, kind in ((embedding, nn.Embedding), (head, nn.Linear))
+              if isinstance(m, kind) and not m.weight.requires_grad]
+    shared = getattr(head, "weight", None) is getattr(embedding, "weight", None)
+    return layers if len(layers) == 2 or not shared else []
+
+
+def apply_vocabulary_lookup(model: nn.Module, mesh=None) -> list[nn.Parameter]:
+    """Use the frozen embedding and head by rows, sharded over `mesh` if given, in place.
+
+    Works on the meta device and on a loaded model; every rank must then run the forward equally
+    often. Returns their weights, which are no business of FSDP's.
+    """
+    sharded: dict[nn.Parameter, nn.Parameter] = {}
+    for layer in vocabulary_layers(model):
+        weight = layer.weight
+        if mesh is not None and weight not in sharded: sharded[weight] = sharded_rows(weight, mesh)
+        layer.weight = sharded.get(weight, weight)
+        use = embedded if isinstance(layer, nn.Embedding) else projected
+        layer.forward = partial(use, layer, layer.forward)
+    return vocabulary_weights(model)
+
+
+def vocabulary_weights(model: nn.Module) -> list[nn.Parameter]:
+    """Weights of the frozen embedding and head."""
+    return [layer.weight for layer in vocabulary_layers(model)]
+
+
+def sharded_rows(weight: nn.Parameter, mesh) -> nn.Parameter:
+    """A weight whose rows are split over the last dimension of a mesh, as FSDP splits them."""
+    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    whole = distribute_tensor(weight.data, mesh, placements, src_data_rank=None)
+    if not whole.is_meta: whole = whole.clone()  # or each shard would keep the whole alive
+    return nn.Parameter(whole, requires_grad=False)
+
+
+def embedded(layer: nn.Embedding, forward, ids: Tensor) -> Tensor:
+    """The embedding's output (B, T, D) for ids (B, T)."""
+    rows = looked_up(ids.flatten(), layer.weight)
+    if type(layer) is nn.Embedding: return rows.view(*ids.shape, -1)
+    # A subclass may scale what it finds: let it find the rows in their order.
+    weight = layer.weight
+    try:
+        layer.weight = nn.Parameter(rows, requires_grad=False)
+        return forward(torch.arange(len(rows), device=ids.device).view_as(ids))
+    finally:
+        layer.weight = weight
+
+
+def projected(layer: nn.Linear, forward, hidden: Tensor) -> Tensor:
+    """The head's logits, where they are asked for whole."""
+    return nn.functional.linear(hidden, whole(layer.weight, hidden.device), layer.bias)
+
+
+@torch.no_grad()
+def whole(weight: Tensor, device: torch.device) -> Tensor:
+    """A weight (V, D) on `device`, gathered if it is sharded; every rank must call it."""
+    if not isinstance(weight, DTensor): return weight.to(device, non_blocking=True)
+    local = weight.to_local().to(device, non_blocking=True)
+    return DTensor.from_local(local, weight.device_mesh, weight.placements, run_check=False,
+                              shape=weight.shape, stride=weight.stride()).full_tensor()
+
+
+@torch.no_grad()
+def looked_up(ids: Tensor, weight: Tensor) -> Tensor:
+    """Rows (N, D) of a weight for ids (N,), which differ from rank to rank, N among them.
+
+    Each rank finds its rows of all ranks' ids, and sums of those and zeros go back, exactly.
+    """
+    local, first, _ = local_rows(weight)
+    group = weight.device_mesh.get_group(-1) if isinstance(weight, DTensor) else None
+    ranks = group.size() if group else 1
+    in_pieces = local.device != ids.device
+    if ranks == 1: return own_rows(ids, local, 0, in_pieces)
+    longest = torch.tensor(len(ids))
+    dist.all_reduce(longest, dist.ReduceOp.MAX)  # through host memory: the GPU is not waited for
+    padded = nn.functional.pad(ids, (0, longest.item() - len(ids)))
+    everyones = all_gather_rows(padded, group).view(ranks, -1)
+    step = max(1, PIECE_BYTES // (ranks * local.shape[1] * local.element_size()))
+    found = [reduce_scatter_rows(own_rows(part.flatten(), local, first, in_pieces), group)
+             for part in everyones.split(step, dim=1)]
+    return torch.cat(found)[:len(ids)]
+
+
+def own_rows(ids: Tensor, local: Tensor, first: int, in_pieces: bool) -> Tensor:
+    """Rows (N, D) for ids (N,) that are among `local`, the weight's rows from `first`; else zeros.
+
+    Rows in host memory pass through the GPU in pieces, so that the host need not wait for the ids.
+    """
+    found = local.new_zeros(len(ids), local.shape[1], device=ids.device)
+    row_bytes = local.shape[1] * local.element_size()
+    size = max(1, PIECE_BYTES // row_bytes if in_pieces else len(local))
+    for start in range(0, len(local), size):
+        piece = local[start:start + size].to(ids.device, non_blocking=True)
+        index = ids - (first + start)
+        missing = (index < 0) | (index >= len(piece))
+        rows = nn.functional.embedding(index.clamp(0, len(piece) - 1), piece)
+        found += rows.masked_fill_(missing[:, None], 0)
+    return found
+

@@ -1,0 +1,70 @@
+"""Find the decoder blocks of a causal language model, and what is inside and around them.
+
+Every later transform works block by block (recompute, compile, shard), so it asks here what the
+blocks are. There is no table of families: the blocks are the longest list of like modules that hold
+linear layers, which is how every decoder in transformers is written.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from ..quantization.quantize import QuantLinear
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The transformers model inside a PEFT wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def is_linear(module: nn.Module) -> bool:
+    """A linear layer, plain or quantized."""
+    return isinstance(module, (nn.Linear, QuantLinear))
+
+
+def decoder_blocks(model: nn.Module) -> list[nn.Module]:
+    """The model's decoder blocks, in order.
+
+    Raises ValueError if there is no list of like blocks.
+    """
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)
+             and len({type(b) for b in m}) == 1 and any(is_linear(x) for x in m[0].modules())]
+    if not lists:
+        raise ValueError(f"{type(model).__name__} has no list of decoder blocks; pass a wrap policy "
+                         "of your own: a function of a module that is true for each unit")
+    return list(max(lists, key=lambda m: sum(p.numel() for p in m.parameters())))
+
+
+def linear_names(model: nn.Module) -> dict[str, int]:
+    """Last name part of every linear layer but the head, with how often it occurs."""
+    head, counts = output_head(model), {}
+    for name, module in model.named_modules():
+        if is_linear(module) and module is not head:
+            key = name.rsplit(".", 1)[-1]
+            counts[key] = counts.get(key, 0) + 1
+    return counts
+
+
+def output_head(model: nn.Module) -> nn.Module | None:
+    """The layer that turns hidden states into logits."""
+    model = base_model(model)
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+
+
+def is_tied(model: nn.Module) -> bool:
+    """True if the embedding and the head are one tensor."""
+    model = base_model(model)
+    return bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
+
+
+def attention_and_mlp(block: nn.Module) -> Iterator[nn.Module]:
+    """The direct children of a block that hold linear layers: its attention and its MLP."""
+    for child in block.children():
+        if any(is_linear(m) for m in child.modules()): yield child
+
+
+def own_weights(module: nn.Module) -> int:
+    """Weights of a module without its children's; a quantized weight counts unpacked."""
+    if isinstance(module, QuantLinear): return module.out_features * module.in_features
+    return sum(p.numel() for p in module.parameters(recurse=False))

@@ -1,0 +1,1 @@
+"""What a run shows of itself: metrics, held-out loss, profiles, where its memory goes."""

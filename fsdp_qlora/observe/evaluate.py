@@ -1,0 +1,100 @@
+"""The loss on rows that are not trained on.
+
+It is the sum of the losses of all trained tokens over their number, each row once: the same for any
+number of ranks and any batch size. The forward is the one that training runs, root first, so that
+FSDP gathers what it needs and the loss is taken in chunks; every rank runs as many.
+
+Shapes: B rows of a micro-batch, T tokens.
+"""
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..config import AUTO
+from ..data import StepLoader, StepSampler, Subset, TokenizedDataset, on_device
+from ..dist import ranks_from_env
+from ..sharding import is_sharded
+from .metrics import EvalMetrics
+
+MICRO_BATCHES_TOGETHER = 16  # rows of so many are sorted by length, which leaves little padding
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, dataset: TokenizedDataset | Subset, device: torch.device, *,
+                  batch_size: int = 1, pad_token_id: int = 0, packing: bool = False,
+                  agree: Callable[[], object] | None = None) -> tuple[float, int]:
+    """Loss per trained token of `dataset` over all ranks, and the number of these tokens.
+
+    Every rank must call it, with the same dataset. batch_size: rows per rank and forward, or bins.
+    packing: as the model was built. agree: called before each forward, on every rank; may raise.
+    """
+    total, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
+    ranks = ranks_from_env()
+    sampler = StepSampler(len(dataset), batch_size * ranks.world_size * MICRO_BATCHES_TOGETHER,
+                          shuffle=False)
+    loader = StepLoader(dataset, sampler, ranks.rank, ranks.world_size, batch_size,
+                        pad_token_id=pad_token_id, packing=packing,
+                        pin_memory=device.type == "cuda")
+    with evaluating(model):
+        for step in loader:
+            tokens += step.num_trained_tokens
+            for batch in step.micro_batches:
+                if agree: agree()
+                batch = on_device(batch, device)
+                total += model(**batch, num_items_in_batch=1, use_cache=False).loss  # a sum
+    dist.all_reduce(total)
+    return total.item() / max(tokens, 1), tokens
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Dropout off, as it was before at the end; gathered weights are freed, for no backward comes."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+        for module in model.modules():
+            if is_sharded(module): module.reshard()
+
+
+def perplexity(loss: float) -> float:
+    """e to the loss per token; infinite where that is beyond a float."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+class Evaluator:
+    """Evaluates a model every so many steps, and knows the best loss so far.
+
+    batching: what `held_out_loss` takes.
+    """
+
+    def __init__(self, dataset: TokenizedDataset | Subset, device: torch.device, *,
+                 every: int = AUTO, **batching):
+        self.dataset, self.device, self.every, self.batching = dataset, device, every, batching
+        self.best: EvalMetrics | None = None
+        self.last: EvalMetrics | None = None
+
+    def is_due(self, step: int, is_last: bool = False) -> bool:
+        """Whether to evaluate after optimizer step `step`, from 1; at the end once in any case."""
+        if is_last: return self.last is None or self.last.step != step
+        return self.every != AUTO and step % self.every == 0
+
+    def run(self, model: nn.Module, step: int, agree: Callable[[], object] | None = None
+            ) -> EvalMetrics:
+        """Evaluate after `step`; every rank must call it. `agree` as in `held_out_loss`."""
+        started = time.perf_counter()
+        loss, tokens = held_out_loss(model, self.dataset, self.device, agree=agree, **self.batching)
+        is_best = loss < (self.best.eval_loss if self.best else math.inf)  # NaN never is
+        self.last = EvalMetrics(step, loss, perplexity(loss), tokens, is_best,
+                                time.perf_counter() - started)
+        if is_best: self.best = self.last
+        return self.last

@@ -1,0 +1,1 @@
+"""Frozen weights in few bits: how they are packed, their kernels, and layers that multiply by them."""

@@ -1,0 +1,15 @@
+"""What is split over the ranks, and when it is gathered. `fsdp.py` alone knows torch's FSDP."""
+from .fsdp import (
+    STRATEGIES,
+    OnHost,
+    apply_sharding,
+    is_sharded,
+    make_mesh,
+    parameter_device,
+    set_gradient_sync,
+)
+
+__all__ = [
+    "OnHost", "STRATEGIES", "apply_sharding", "is_sharded", "make_mesh", "parameter_device",
+    "set_gradient_sync",
+]

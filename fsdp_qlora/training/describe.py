@@ -1,0 +1,47 @@
+"""What a run prints about itself before its first step."""
+from __future__ import annotations
+
+from torch import nn
+
+from ..adapters import adapter_counts, trainable_parameters
+from ..build import attention
+from ..config import BatchPlan, RunConfig
+from ..dist import print_main, ranks_from_env
+from .step import compute_device
+
+
+def describe(model: nn.Module, config: RunConfig, batches: BatchPlan, total_steps: int | None,
+             seconds: float):
+    """Print every derived value once."""
+    trained = sum(p.numel() for p in trainable_parameters(model).values())
+    counts = adapter_counts(model)
+    if counts: print_main("adapted layers: " + ", ".join(f"{k} x{n}" for k, n in counts.items()))
+    print_main(f"trained weights: {trained:,}; model ready in {seconds:.1f} s")
+    print_main(dtypes_line(model, config))
+    implementation, reason = attention(config, model.config, compute_device(model))
+    print_main(f"attention: {implementation} ({reason})")
+    unit = "bins" if config.packing else "rows"
+    steps = "steps until the stream ends" if total_steps is None else f"{total_steps} steps"
+    print_main(f"{steps}, of {batches.rows_per_step} rows: micro-batch "
+               f"{batches.micro_batch_size} {unit} x accumulation {batches.accumulation} x "
+               f"{ranks_from_env().world_size} ranks")
+    if config.verbose: print_main(model)
+
+
+def first_step_line(seconds: float) -> str:
+    """How long a run's first step took, and what part of it torch compiled for."""
+    from torch._dynamo.utils import calculate_time_spent
+    compiling = calculate_time_spent().get("total_wall_time", 0.0)
+    what = f", {compiling:.1f} of them compiling or reading torch's compile cache" if compiling else ""
+    return f"first step: {seconds:.1f} s{what}"
+
+
+def dtypes_line(model: nn.Module, config: RunConfig) -> str:
+    """Which dtypes weights are stored, multiplied and trained in."""
+    stored = {trained: ", ".join(sorted({str(p.dtype).removeprefix("torch.")
+                                         for p in model.parameters() if p.requires_grad == trained}))
+              for trained in (True, False)}
+    packed = f" ({config.quant} bytes in bfloat16)" if config.quant != "none" else ""
+    products = config.precision if config.compute_dtype == "auto" else config.compute_dtype
+    frozen = f"frozen {stored[False]}{packed}, " if stored[False] else ""
+    return f"dtypes: {frozen}trained {stored[True]}, products of frozen weights in {products}"

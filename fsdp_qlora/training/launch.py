@@ -1,0 +1,94 @@
+"""Start the ranks of a run where torchrun did not: one per visible GPU, or one on the CPU."""
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+import torch
+
+from ..config import AUTO, RunConfig
+from ..config.options import LaunchOptions
+from ..dist import free_port, launched, ranks_from_env
+from .signals import EXIT_STOPPED, STOP_SIGNALS
+
+
+def run_on_ranks(config: RunConfig, command: str, argv: list[str], body: Callable):
+    """Run `body(config)` in every rank: here if this is one, else in ranks started for it."""
+    wanted = world_size(config)
+    if launched():
+        check_world_size(config)
+        share_cores(ranks_from_env().local_world_size)
+        body(config)
+    elif wanted == 1:
+        share_cores(1)
+        body(config)
+    else:
+        start_ranks(wanted, config, command, argv)
+
+
+def world_size(config: RunConfig) -> int:
+    """Ranks to start when torchrun is not used."""
+    if config.world_size != AUTO: return config.world_size
+    on_gpu = config.device != "cpu" and torch.cuda.is_available()
+    return torch.cuda.device_count() if on_gpu else 1
+
+
+def check_world_size(config: RunConfig):
+    """--world_size and torchrun must not contradict each other."""
+    started = ranks_from_env().world_size
+    if config.world_size not in (AUTO, started):
+        raise ValueError(f"--world_size {config.world_size}, but torchrun started {started} ranks; "
+                         "leave --world_size out, or change --nproc_per_node")
+
+
+def share_cores(ranks_here: int):
+    """Split the cores among this machine's ranks; torchrun would leave each with one thread."""
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
+
+
+def start_ranks(count: int, config: RunConfig, command: str, argv: list[str]):
+    """Start `count` local ranks with torch's launcher and wait; exit as the first failed one did."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    # Each rank has said in one line what went wrong; torch's banner of all ranks would bury it.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    launch = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=count, run_id="fsdp_qlora",
+                          rdzv_backend="c10d", rdzv_endpoint=meeting_point(config),
+                          max_restarts=0, monitor_interval=0.2)
+    launch.signals_to_handle = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # passed on to the ranks
+    try:
+        elastic_launch(launch, sys.executable)("-m", "fsdp_qlora.cli", command, *argv)
+    except ChildFailedError as error:
+        # A rank that is told to stop while it loads takes the others' connections with it.
+        told = any(f.exitcode == EXIT_STOPPED for f in error.failures.values())
+        sys.exit(EXIT_STOPPED if told else exit_code_of(*error.get_first_failure()))
+    except SignalException as stopped:  # Ctrl-C or a scheduler: the ranks have been told and are gone
+        sys.exit(EXIT_STOPPED if stopped.sigval in STOP_SIGNALS else 128 + stopped.sigval)
+
+
+def meeting_point(config: RunConfig) -> str:
+    """host:port of this machine where the ranks started here meet; a free port if none was asked for.
+
+    Raises ValueError naming --master_addr and --master_port.
+    """
+    host, port = config.master_addr, config.master_port
+    try:
+        return f"{host}:{free_port(host, 0 if port == LaunchOptions.master_port else int(port))}"
+    except (OSError, ValueError, OverflowError) as error:
+        raise ValueError(f"--master_addr {host} --master_port {port}: {error}; all ranks started "
+                         "here are on this machine, so leave both out, or start several machines "
+                         "with torchrun") from error
+
+
+def exit_code_of(rank: int, failure) -> int:
+    """The exit code of a failed rank, as a shell gives it; a killed rank could not say why itself."""
+    if failure.exitcode >= 0: return failure.exitcode
+    if -failure.exitcode in STOP_SIGNALS: return EXIT_STOPPED  # before it listened
+    hint = ("; the system does so when memory runs out (see dmesg)"
+            if failure.exitcode == -signal.SIGKILL else "")
+    print(f"error: rank {rank} was killed by {failure.signal_name()}{hint}", file=sys.stderr, flush=True)
+    return 128 - failure.exitcode

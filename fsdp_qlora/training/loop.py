@@ -1,0 +1,172 @@
+"""The steps of a run, and what happens between them: logs, evaluations, checkpoints, faults."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ..checkpoint import Boundary, CheckpointWriter, RunState
+from ..config import RunConfig
+from ..config.settings import AUTO
+from ..data import Step, StepLoader, StreamLoader
+from ..dist import board, from_main, gather_over_ranks, print_main
+from ..export import save_trained
+from ..observe.memory_report import MemoryWatch
+from ..observe.metrics import CheckpointMetrics, RunLog, SkippedMetrics, StepMetrics
+from ..observe.profiling import step_profiler
+from .describe import first_step_line
+from .faults import Agreement, BadSteps, RollBack
+from .frozen import FrozenWeights
+from .signals import StopRequested, StopSignals
+from .step import train_step
+from .steplog import LaggedLog
+from .watchdog import Watchdog
+
+
+class Training:
+    """A run under way. `record` is kept beside weights that it saves, `signals` ask it to stop."""
+
+    def __init__(self, config: RunConfig, tokenizer, loader: StepLoader | StreamLoader,
+                 state: RunState, boundary: Boundary, log: RunLog, writer: CheckpointWriter,
+                 record: dict, signals: StopSignals | None = None):
+        self.config, self.tokenizer, self.loader, self.state = config, tokenizer, loader, state
+        self.boundary, self.log, self.writer, self.record = boundary, log, writer, record
+        self.signals = signals or StopSignals()
+        self.lagged = LaggedLog(log, state.device, self.was_read)
+        self.first_step = boundary.step + 1
+        self.bad = BadSteps(config.on_bad_steps, config.max_bad_steps)
+        self.watch = Watchdog(board[-1], config.stall_seconds)
+        self.frozen = FrozenWeights(state.model, state.device, config.verify_frozen_minutes)
+        self.agree = Agreement(self.watch.mark, stop=self.signals.is_asked, save=writer.is_time,
+                               failed=writer.has_failed, flipped=self.frozen.has_changed)
+        self.max_norm = config.grad_norm if config.apply_gradient_clipping else None
+        self.memory = MemoryWatch(config, state.model, state.optimizer, state.device)
+
+    def run(self):
+        """All steps that are left, and the evaluations that are due.
+
+        Raises StopRequested, with the state saved, after a signal to any rank.
+        """
+        self.signals.can_save = True
+        try:
+            with self.watch.watching(), self.frozen.watching():
+                while not self.ran_through(): self.roll_back()
+                self.writer.join(self.watch.mark)
+        except StopRequested:
+            self.stop()
+        except BaseException:
+            self.writer.join(most_seconds=10)  # a rank that is gone would never be heard of
+            raise
+
+    def ran_through(self) -> bool:
+        """Train to the end; False if that came to bad steps and is to be tried from a checkpoint."""
+        try:
+            self.evaluate_if_due()  # a run that was stopped may not have come to it
+            with step_profiler(self.config, self.state.device) as step_done:
+                for step in self.loader:
+                    self.step(step)
+                    step_done()
+            self.lagged.flush()
+            self.evaluate_if_due(is_last=True)
+            return True
+        except RollBack:
+            return False
+
+    def step(self, step: Step):
+        """One optimizer step, unless its rows are left out, then what is due after it."""
+        state, lr = self.state, self.state.scheduler.get_last_lr()[0]
+        self.watch.mark(f"step {step.index + 1}")
+        if is_taken := step.index not in self.bad.left_out:
+            with self.memory.step(step):
+                result = train_step(state.model, state.optimizer, step.micro_batches, agree=self.agree,
+                                    max_grad_norm=self.max_norm, no_sync=self.config.no_sync)
+            self.bad.rows[step.index + 1] = step.row_ids
+            self.lagged.add(step.index + 1, lr, result)
+        state.scheduler.step()
+        self.boundary = state.boundary(step.index + 1)
+        if is_taken: self.after_step()
+
+    def after_step(self):
+        """Evaluate and save where that is due; what was computed with a flipped bit is not saved."""
+        if self.agree.heard["flipped"]: self.stop_for_flipped_bit()
+        self.evaluate_if_due()
+        if self.agree.heard["failed"]: self.writer.stop_all_ranks()
+        if self.agree.heard["save"] or self.is_checkpoint_step(): self.save()
+
+    def is_checkpoint_step(self) -> bool:
+        """Whether --checkpoint_every names this step."""
+        every = self.config.checkpoint_every
+        return every != AUTO and self.boundary.step % every == 0
+
+    def save(self):
+        """Start a checkpoint of the last boundary; not amid bad steps, which may mean bad weights."""
+        self.lagged.flush()
+        if self.bad.in_a_row: return
+        self.watch.mark(f"the checkpoint after step {self.boundary.step}")
+        held = self.writer.save(self.boundary, self.watch.mark)
+        self.log.record(CheckpointMetrics(self.boundary.step, held))
+        self.lagged.restart_clock()
+
+    def evaluate_if_due(self, is_last: bool = False):
+        """Loss on held-out rows; the weights with the lowest so far are kept beside the last ones."""
+        evaluator, step = self.state.evaluator, self.boundary.step
+        if not evaluator or not step or not evaluator.is_due(step, is_last): return
+        if evaluator.last and evaluator.last.step == step: return
+        self.lagged.flush()
+        self.watch.mark(f"the evaluation after step {step}")
+        metrics = evaluator.run(self.state.model, step, self.agree)
+        self.log.log_evaluation(metrics)
+        if metrics.is_best and self.config.save_model:
+            with self.watch.paused("saving the best weights"):
+                save_trained(self.state.model, weights_folder(self.config, "-best"), self.tokenizer,
+                             self.record)
+        self.lagged.restart_clock()
+
+    def was_read(self, metrics: StepMetrics):
+        """A step's loss and norm are known; raises what --on_bad_steps says after too many bad ones."""
+        if metrics.step == self.first_step: print_main(first_step_line(metrics.seconds))
+        rows = self.bad.see(metrics)
+        if rows is None: return
+        self.log.record(SkippedMetrics(metrics.step, list(rows)))
+        print_main(f"warning: step {metrics.step} skipped, its loss or gradient is not a number "
+                   f"(loss {metrics.loss}, grad_norm {metrics.grad_norm}); its rows: {shortened(rows)}")
+        self.bad.decide()
+
+    def roll_back(self):
+        """Go on from the last good checkpoint, without the rows of the bad steps."""
+        self.lagged.pending = None
+        self.writer.join()
+        folder = from_main(lambda: self.writer.verified)
+        self.bad.leave_out(folder)
+        self.boundary = self.state.restore(folder)
+        self.log.rewind(self.boundary.step)
+        print_main(f"went back to {folder}; left out: the rows of steps "
+                   + ", ".join(str(i + 1) for i in sorted(self.bad.left_out)))
+
+    def stop_for_flipped_bit(self):
+        """Raise on every rank what one of them found."""
+        found = gather_over_ranks(self.frozen.explain(dist.get_rank()))
+        raise OSError("; ".join(text for text in found if text))
+
+    def stop(self):
+        """Save where the run stands, on all ranks, and end it."""
+        self.lagged.flush()
+        if self.boundary.step: self.save()
+        self.writer.join()
+        folder = from_main(lambda: self.writer.verified)
+        dist.barrier()  # as at the end of `process_group`
+        where = f"saved in {folder}" if folder else "there was nothing to save"
+        raise StopRequested(f"stopped after step {self.boundary.step}; {where}; the same command goes "
+                            "on from there")
+
+
+def shortened(rows, most: int = 20) -> str:
+    """The first of the rows' ids."""
+    more = f" and {len(rows) - most} more" if len(rows) > most else ""
+    return ", ".join(map(str, rows[:most])) + more
+
+
+def weights_folder(config: RunConfig, suffix: str = "") -> Path:
+    """Where trained weights go: adapter or model, and the suffix."""
+    kind = "model" if config.adapter == "none" else "adapter"
+    return Path(config.output_dir) / f"{kind}{suffix}"

@@ -1,0 +1,158 @@
+"""What a rank does before it meets the others: check the device, read the tokenizer and the data.
+
+Tokenizing can take minutes, and a process group would count them as a hang; a mistake found here
+ends every rank with the same line.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+
+from ..config import RunConfig, plan_batches
+from ..data import (
+    SAMPLED_NAMES,
+    Source,
+    StepLoader,
+    StepSampler,
+    Subset,
+    TokenizedDataset,
+    hold_out,
+    load_dataset,
+    open_source,
+    preview,
+    tokenize_rows,
+)
+from ..dist import print_main, ranks_from_env
+from ..loading import first_line, pinned, read_config
+
+FIRST_ROWS = 1000  # of a stream, read before the ranks meet
+
+
+def check_device(config: RunConfig, device: torch.device):
+    """Refuse a precision that the device does not have."""
+    if device.type != "cuda" or config.precision == "fp32": return
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ValueError(f"--precision {config.precision}: {torch.cuda.get_device_name(device)} has "
+                         "no bf16 arithmetic; use --precision fp32")
+
+
+def check_positions(config: RunConfig, data: RunData, settings: PretrainedConfig):
+    """Refuse rows that are longer than the model's positions, which it was never trained at."""
+    positions = getattr(settings.get_text_config(), "max_position_embeddings", None)
+    longest = max(int(rows.lengths.max(initial=0)) for rows in (data.rows, data.held_out)
+                  if rows is not None)
+    if positions and longest > positions:
+        raise ValueError(f"--context_length {config.context_length}: the data have rows of {longest} "
+                         f"tokens, and the model has {positions} positions; with --context_length "
+                         f"{positions} longer rows are cut")
+
+
+def load_tokenizer(model_name: str, revision: str | None = None, trust_remote_code: bool = False
+                   ) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub name. Raises ValueError naming --model_name."""
+    # A missing folder is said in the same words everywhere.
+    read_config(model_name, revision, trust_remote_code)
+    try:
+        return AutoTokenizer.from_pretrained(model_name, **pinned(revision, trust_remote_code))
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"--model_name {model_name}: no tokenizer there ({first_line(error)}); "
+                         "copy the tokenizer files of the model into it") from error
+
+
+@dataclass
+class RunData:
+    """What a run trains on and what it is evaluated on."""
+    rows: TokenizedDataset | Subset  # to train on; under --stream only the first ones
+    held_out: TokenizedDataset | Subset | None
+    stream: Source | None
+
+    @property
+    def train(self) -> TokenizedDataset | Subset | Source:
+        return self.rows if self.stream is None else self.stream
+
+
+def load_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
+    """The run's data; prints the data report, and the preview if asked, on rank 0."""
+    stream = open_stream(config) if config.stream else None
+    if stream is None:
+        rows = tokenized(config, tokenizer, config.dataset, config.dataset_split)
+    else:
+        rows = first_rows(config, tokenizer, stream)
+        print_main(f"the first {rows.report.rows_read:,} rows of the stream:")
+    print_main(rows.report.format_report())
+    if config.preview: print_main(preview(rows, tokenizer, config.preview))
+    held_out = tokenized_held_out(config, tokenizer)
+    if config.eval_share: rows, held_out = hold_out(rows, config.eval_share)
+    if held_out is not None:
+        print_main(f"held out: {len(held_out):,} rows, {held_out.lengths.sum():,} tokens, "
+                   f"{held_out.trained_counts.sum():,} of them predicted")
+    return RunData(rows, held_out, stream)
+
+
+def tokenized(config: RunConfig, tokenizer: PreTrainedTokenizerBase, dataset: str, split: str):
+    """A data set as token ids and trained masks."""
+    return load_dataset(dataset, tokenizer, split=split, samples=num_samples(config, dataset),
+                        context_length=config.context_length, train_on=config.train_on,
+                        seed=config.seed, cache_dir=config.data_cache,
+                        is_writer=ranks_from_env().local_rank == 0)
+
+
+def num_samples(config: RunConfig, dataset: str) -> int | None:
+    """How many rows of a data set are taken; None is all."""
+    return config.dataset_samples if dataset in SAMPLED_NAMES else None
+
+
+def tokenized_held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase):
+    """The rows of --eval_dataset and --eval_split, or None."""
+    if not config.holds_out_a_data_set: return None
+    dataset = config.eval_dataset or config.dataset
+    try:
+        return tokenized(config, tokenizer, dataset, config.eval_split or "train")
+    except ValueError as error:
+        given = (f"--eval_dataset {config.eval_dataset}" if config.eval_dataset
+                 else f"--eval_split {config.eval_split}")
+        raise ValueError(f"{given}: {str(error).removeprefix(f'--dataset {dataset}: ')}") from error
+
+
+def open_stream(config: RunConfig) -> Source:
+    """The stream of --dataset, at its beginning."""
+    return open_source(config.dataset, split=config.dataset_split, seed=config.seed,
+                       samples=num_samples(config, config.dataset),
+                       dummy_words=config.context_length, streaming=True)
+
+
+def first_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, stream: Source
+               ) -> TokenizedDataset:
+    """The first rows of a stream as tokens: most mistakes show in these, before ranks meet."""
+    return tokenize_rows(islice(stream.rows(), max(FIRST_ROWS, config.preview)), tokenizer,
+                         context_length=config.context_length, train_on=config.train_on)
+
+
+def report_on_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase):
+    """Load the data, and say and draw what there is to know before a run."""
+    rows = load_data(config, tokenizer).rows
+    if not len(rows): return
+    print_main(padding_line(config, rows))
+    picture = Path(config.output_dir) / "lengths.png"
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        rows.report.plot(picture)
+        print_main(f"picture of the row lengths: {picture}")
+    except ValueError as error:  # matplotlib is missing, and the text above is the same
+        print_main(f"no picture of the row lengths: {error}")
+
+
+def padding_line(config: RunConfig, rows: TokenizedDataset | Subset) -> str:
+    """How much of the computation is spent on rows' own tokens, padded and packed."""
+    batches = plan_batches(config, world_size=1)
+    sampler = StepSampler(len(rows), batches.rows_per_step, seed=config.seed)
+    padded, packed = (StepLoader(rows, sampler, micro_batch_size=batches.micro_batch_size,
+                                 pad_token_id=0, packing=packing).filled_share()
+                      for packing in (False, True))
+    return (f"of the tokens computed on one GPU, {padded:.0%} are the rows' own with padding, and "
+            f"{packed:.0%} with --packing true ({batches.rows_per_step} rows per step, "
+            f"{batches.micro_batch_size} per micro-batch)")

@@ -1,0 +1,116 @@
+"""One optimizer step.
+
+The loss of a step is the sum over its trained tokens, on all ranks and in all micro-batches,
+divided by their number, which is counted before the first backward. So a step's gradient does not
+depend on how its rows are cut up.
+
+Shapes: B rows of a micro-batch, T tokens.
+"""
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..adapters import trainable_parameters
+from ..data import num_trained_tokens, on_device
+from ..dist import sum_over_ranks
+from ..sharding import is_sharded, set_gradient_sync
+from ..sharding.prefetch import set_last_micro_batch
+
+
+@dataclass
+class StepResult:
+    """What one optimizer step gave, over all ranks.
+
+    Loss and norm stay on the device until they are read, which waits for it.
+    """
+    loss_and_norm: Tensor  # (2,)
+    trained_tokens: int
+    tokens: int
+    stepped: bool = True  # False if no token was trained: the weights are unchanged
+
+    @property
+    def loss(self) -> float:
+        """Sum of the trained tokens' losses divided by their number."""
+        return self.loss_and_norm[0].item()
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of all gradients before clipping."""
+        return self.loss_and_norm[1].item()
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: list[dict], *,
+               max_grad_norm: float | None = None, no_sync: bool = False,
+               agree: Callable[..., list[int]] | None = None) -> StepResult:
+    """Forward and backward of every micro-batch, then one optimizer step.
+
+    Each micro-batch is a dict of input_ids and labels (B, T), and what else the model takes; every
+    rank must bring the same number of them. Gradients are averaged over ranks, so the sum of losses
+    is divided by the tokens per rank. `agree` sums counts over ranks, before the step and between
+    micro-batches; if it raises, weights and optimizer are as they were. So they are after a step
+    whose loss or gradient is not finite, on every rank, for both are sums over ranks.
+    """
+    trained, tokens = (agree or sum_over_ranks)(sum(num_trained_tokens(b) for b in micro_batches),
+                                                sum(b["input_ids"].numel() for b in micro_batches))
+    if not trained: return StepResult(torch.zeros(2), 0, tokens, stepped=False)
+    device = compute_device(model)
+    loss_sum = torch.zeros((), device=device)
+    for i, batch in enumerate(micro_batches):
+        if i and agree: agree()
+        last = i == len(micro_batches) - 1
+        set_gradient_sync(model, last or is_sharded(model) and not no_sync)
+        set_last_micro_batch(model, last)
+        batch = on_device(batch, device)
+        loss = model(**batch, num_items_in_batch=trained / dist.get_world_size()).loss
+        loss.backward()
+        loss_sum += loss.detach()
+    norm = clip_gradients(model, max_grad_norm)
+    dist.all_reduce(loss_sum)
+    loss_and_norm = torch.stack([loss_sum / dist.get_world_size(), norm.to(loss_sum)])
+    step_if(loss_and_norm.isfinite().all(), optimizer)
+    optimizer.zero_grad()
+    return StepResult(loss_and_norm, trained, tokens)
+
+
+def step_if(finite: Tensor, optimizer: torch.optim.Optimizer):
+    """The optimizer's step, or none; fused kernels decide it on the device.
+
+    Reading `finite` would make the host wait for the GPU in every step. `found_inf` is what torch's
+    GradScaler gives fused optimizers: 1 leaves weights, moments and the step count alone.
+    """
+    if optimizer.defaults.get("fused"):
+        optimizer.found_inf = 1 - finite.float()
+        optimizer.step()
+    elif finite.item(): optimizer.step()
+
+
+def compute_device(model: nn.Module) -> torch.device:
+    """Where the forward runs; under CPU offload the parameters are elsewhere."""
+    buffer = next(model.buffers(), None)
+    return buffer.device if buffer is not None else next(model.parameters()).device
+
+
+def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
+    """Norm of all gradients over all ranks; gradients are scaled down to `max_norm` if given."""
+    parameters = list(trainable_parameters(model).values())
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if isinstance(norm, DTensor): norm = norm.full_tensor()
+    if max_norm is not None: torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def seed_everything(seed: int, rank: int, deterministic: bool = False):
+    """Seed dropout and shuffling; ranks differ, or all would drop the same places."""
+    random.seed(seed + rank)
+    torch.manual_seed(seed + rank)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses
+        torch.use_deterministic_algorithms(True)

@@ -1,0 +1,53 @@
+"""Turns the result of a step into its metrics, a step late on a GPU."""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from ..observe.metrics import RunLog, StepMetrics
+from .step import StepResult
+
+
+class LaggedLog:
+    """Logs each step when the next one is under way; on the CPU, where a step is done at once, then.
+
+    Reading a loss waits for the GPU. Reading it a step late leaves the host free to queue work ahead,
+    so the GPU never waits for the host between steps.
+    """
+
+    def __init__(self, log: RunLog, device: torch.device,
+                 was_read: Callable[[StepMetrics], None] = lambda _: None):
+        self.log, self.device, self.pending, self.was_read = log, device, None, was_read
+        self.restart_clock()
+
+    def restart_clock(self):
+        """Count the next step's seconds from now."""
+        self.read = time.perf_counter()
+
+    def add(self, number: int, lr: float, result: StepResult):
+        """Take a step that was queued, and log the one before it."""
+        self.flush()
+        self.pending = number, lr, result
+        if self.device.type == "cpu": self.flush()
+
+    def flush(self):
+        """Log the step that is waiting, if there is one."""
+        if self.pending is None: return
+        number, lr, result = self.pending
+        result.loss_and_norm = result.loss_and_norm.cpu()  # waits until the step is done
+        started, self.read = self.read, time.perf_counter()
+        metrics = step_metrics(number, lr, result, self.read - started, self.device)
+        self.pending = None
+        self.log.log(metrics)
+        self.was_read(metrics)
+
+
+def step_metrics(number: int, lr: float, result: StepResult, seconds: float, device: torch.device
+                 ) -> StepMetrics:
+    """A step's result with its time and memory."""
+    peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+    return StepMetrics(step=number, loss=result.loss, lr=lr, grad_norm=result.grad_norm,
+                       trained_tokens=result.trained_tokens, tokens=result.tokens, seconds=seconds,
+                       tokens_per_second=result.tokens / seconds, peak_allocated_gib=peak)

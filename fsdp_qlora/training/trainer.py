@@ -1,0 +1,143 @@
+"""A run: found or begun, trained step by step, evaluated, checkpointed and saved."""
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..build import build_model
+from ..checkpoint import (
+    CheckpointWriter,
+    Found,
+    RunState,
+    checkpoints_of,
+    find_run,
+    mark_finished,
+)
+from ..config import BatchPlan, RunConfig, plan_batches
+from ..config.settings import AUTO
+from ..data import (
+    Source,
+    StepLoader,
+    StepSampler,
+    StreamLoader,
+    StreamSampler,
+    Subset,
+    TokenizedDataset,
+    choose_pad_token_id,
+)
+from ..dist import from_main, gather_over_ranks, print_main, ranks_from_env
+from ..export import save_trained
+from ..export.card import run_record
+from ..observe.evaluate import Evaluator
+from ..observe.metrics import RunLog, StepMetrics, plot_loss
+from ..optim import build_optimizer, build_scheduler
+from ..redact import redact_all
+from .describe import describe
+from .loop import Training, weights_folder
+from .signals import StopSignals
+from .step import seed_everything
+
+
+def train(config: RunConfig, dataset: TokenizedDataset | Subset | Source, device: torch.device,
+          tokenizer, held_out: TokenizedDataset | Subset | None = None,
+          signals: StopSignals | None = None) -> list[StepMetrics]:
+    """Build the model, train it on tokenized rows or a stream, save what was trained.
+
+    Needs a process group. Goes on from a checkpoint as --resume says. `held_out` rows are evaluated
+    on as --eval_every says; `signals` may ask for a stop. Returns the metrics of every step.
+    """
+    found, ranks = find_run(config, dataset), ranks_from_env()
+    config = found.settings(config)
+    batches = plan_batches(config, ranks.world_size)
+    seed_everything(config.seed, ranks.rank, config.deterministic)
+    started = time.perf_counter()
+    model = build_model(config, device)
+    loader = build_loader(config, dataset, batches, tokenizer, model.config.vocab_size, device)
+    describe(model, config, batches, loader.sampler.total_steps, time.perf_counter() - started)
+    state = build_state(config, batches, model, loader, tokenizer, held_out, device)
+    boundary = state.restore(found.folder) if found.folder else state.boundary(0)
+    with RunLog(config.output_dir, config.log_to, loader.sampler.total_steps, ranks.is_main,
+                found.metrics) as log:
+        writer = CheckpointWriter(checkpoints_of(config.output_dir), state, config,
+                                  facts_of(config, state, found), found.folder)
+        record = record_of(config, found, device)
+        Training(config, tokenizer, loader, state, boundary, log, writer, record, signals).run()
+    if isinstance(loader, StreamLoader): print_main(loader.full_report().format_report())
+    finish(model, config, log, tokenizer, record)
+    return log.steps
+
+
+def build_state(config: RunConfig, batches: BatchPlan, model: nn.Module,
+                loader: StepLoader | StreamLoader, tokenizer,
+                held_out: TokenizedDataset | Subset | None, device: torch.device) -> RunState:
+    """Optimizer, schedule and evaluator around a model, as they are at the beginning."""
+    optimizer = build_optimizer(model, config.optimizer, config.lr, config.wd,
+                                config.loraplus_lr_ratio)
+    scheduler = build_scheduler(optimizer, config.lr_scheduler, loader.sampler.total_steps or 0,
+                                config.warmup_share,
+                                None if config.lr_warmup_steps == AUTO else config.lr_warmup_steps)
+    evaluator = None
+    if held_out is not None:
+        held_out.check_vocab_size(model.config.vocab_size)
+        evaluator = Evaluator(held_out, device, every=config.eval_every, packing=config.packing,
+                              batch_size=batches.micro_batch_size,
+                              pad_token_id=choose_pad_token_id(tokenizer, model.config.vocab_size))
+    return RunState(model, optimizer, scheduler, loader.sampler, evaluator, device)
+
+
+def facts_of(config: RunConfig, state: RunState, found: Found) -> dict:
+    """What run.json says beside the state; `run_id` stays the same for as long as a run is resumed."""
+    run_id = found.run["run_id"] if found.run else from_main(lambda: uuid.uuid4().hex)
+    return {"run_id": run_id, "config": redact_all(asdict(config)), "content": found.content,
+            "world_size": ranks_from_env().world_size,
+            "rows_per_step": state.sampler.rows_per_step}
+
+
+def build_loader(config: RunConfig, dataset: TokenizedDataset | Subset | Source, batches: BatchPlan,
+                 tokenizer, vocab_size: int, device: torch.device) -> StepLoader | StreamLoader:
+    """This rank's batches of each step. Raises ValueError for a token beyond the vocabulary."""
+    ranks = ranks_from_env()
+    order = dict(seed=config.seed, epochs=config.num_epochs, max_steps=config.max_steps)
+    share = ranks.rank, ranks.world_size, batches.micro_batch_size
+    batching = dict(pad_token_id=choose_pad_token_id(tokenizer, vocab_size),
+                    packing=config.packing, pin_memory=device.type == "cuda")
+    if isinstance(dataset, Source):
+        sampler = StreamSampler(dataset, batches.rows_per_step, **order,
+                                shuffle_buffer=config.shuffle_buffer)
+        return StreamLoader(sampler, tokenizer, *share, context_length=config.context_length,
+                            train_on=config.train_on, vocab_size=vocab_size,
+                            gather=gather_over_ranks, **batching)
+    dataset.check_vocab_size(vocab_size)
+    return StepLoader(dataset, StepSampler(len(dataset), batches.rows_per_step, **order), *share,
+                      **batching)
+
+
+def record_of(config: RunConfig, found: Found, device: torch.device) -> dict:
+    """What is kept beside the trained weights."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return run_record(config, found.content["data"], name, ranks_from_env().world_size)
+
+
+def finish(model: nn.Module, config: RunConfig, log: RunLog, tokenizer, record: dict):
+    """Save what was trained and draw the loss. Raises ValueError, and saves nothing, after a NaN."""
+    if log.steps and not math.isfinite(log.steps[-1].loss + log.steps[-1].grad_norm):
+        raise ValueError(f"the loss or gradient of step {log.steps[-1].step} is not a number, so "
+                         f"nothing is saved; try a --lr below {config.lr:g}, or clip gradients")
+    if config.save_model:
+        folder = save_trained(model, weights_folder(config), tokenizer, record)
+        print_main(f"saved the {folder.name} in {folder}")
+    if not ranks_from_env().is_main or not log.steps: return
+    mark_finished(checkpoints_of(config.output_dir), log.steps[-1].step)
+    print(f"loss: first step {log.steps[0].loss:.4f}, last step {log.steps[-1].loss:.4f}")
+    for best in [e for e in log.evaluations if e.is_best][-1:]:
+        print(f"held-out loss: lowest {best.eval_loss:.4f} after step {best.step}"
+              + (f", kept in {weights_folder(config, '-best')}" if config.save_model else ""))
+    picture = Path(config.output_dir) / "loss.png"
+    if plot_loss(log.steps, picture, Path(config.model_name).name, log.evaluations):
+        print(f"loss picture: {picture}")

@@ -1,0 +1,131 @@
+"""Names the rank that the others wait for, before the process group's bare time-out.
+
+A stalled rank looks like a stalled run: all others wait for it in a collective. A thread of each rank
+notices that its main thread has not moved, tells the others where it is, and compares: the culprit is
+the one that does not answer, or is outside any collective, or is behind. Its phase and Python stack are
+printed once, and the run ends, to go on from its last checkpoint.
+"""
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from ..dist import Board
+
+EXIT_STALLED = 70         # EX_SOFTWARE of sysexits.h
+INNERMOST = 5             # frames of a stack that tell whether it waits in a collective
+WITHOUT_STORE_SECONDS = 30  # the store may be in the process that is frozen
+
+
+class Watchdog:
+    """Watches this rank's main thread from `watching`, which marks where it is; 0 seconds never do."""
+
+    def __init__(self, board: Board, stall_seconds: float):
+        self.board, self.seconds = board, stall_seconds
+        self.grace = max(2.0, min(30.0, stall_seconds / 2))  # ranks come to a stop one after another
+        self.main = threading.main_thread().ident
+        self.phase, self.count, self.moved = "start", 0, time.monotonic()
+        self.is_paused, self.is_over, self.looked = False, threading.Event(), time.monotonic()
+
+    def mark(self, phase: str | None = None):
+        """The main thread is at a new place; ranks count alike."""
+        if phase: self.phase = phase
+        self.count, self.moved = self.count + 1, time.monotonic()
+
+    @contextmanager
+    def watching(self) -> Iterator[Watchdog]:
+        """Watch for the life of the block."""
+        self.mark()
+        if self.seconds:
+            for body in (self.watch, self.guard):
+                threading.Thread(target=body, name="watchdog", daemon=True).start()
+        try:
+            yield self
+        finally:
+            self.is_over.set()
+
+    @contextmanager
+    def paused(self, phase: str) -> Iterator[None]:
+        """Rank 0 may take as long as it likes here, and the others wait."""
+        self.mark(phase)
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.mark()
+            self.is_paused = False
+
+    # ---- in the threads ----
+
+    def watch(self):
+        """Tell the others where this rank is, and look for a stall."""
+        while not self.is_over.wait(min(1.0, self.seconds / 4)):
+            with suppress(RuntimeError):  # the store is closing, or frozen: `guard` sees that
+                self.board.post("beat", json.dumps([self.count, self.phase, time.time()]))
+                if self.is_stalled(): self.look_around()
+                self.looked = time.monotonic()
+
+    def guard(self):
+        """The store does not answer: its process is the one that is frozen."""
+        limit = self.seconds + self.grace + WITHOUT_STORE_SECONDS
+        while not self.is_over.wait(1.0):
+            if self.is_stalled() and time.monotonic() - self.looked > limit:
+                self.end(f"rank {self.board.rank} gets no answer from the ranks' store, which rank 0 "
+                         "holds: it is stopped, or its machine is gone")
+
+    def is_stalled(self) -> bool:
+        """Whether the main thread has not moved for too long."""
+        return not self.is_paused and time.monotonic() - self.moved > self.seconds
+
+    def look_around(self):
+        """Find the culprit once all stalled ranks have had the time to say where they are."""
+        count = self.count
+        stack = traceback.extract_stack(sys._current_frames()[self.main])
+        self.board.post("stalled", json.dumps([count, self.phase, waits(stack),
+                                               "".join(traceback.format_list(stack[-8:]))]))
+        self.is_over.wait(self.grace)
+        if self.is_over.is_set() or self.count != count: return
+        ranks = range(self.board.world_size)
+        told = {r: json.loads(text) for r in ranks if (text := self.board.read("stalled", r))}
+        silent = [r for r in ranks if not told.get(r) or told[r][0] < self.beat(r)[0]]
+        frozen = [r for r in silent if time.time() - self.beat(r)[2] > self.grace]
+        if set(silent) - set(frozen): return  # somebody moves, so this rank only waits
+        if self.board.claim("verdict"):
+            self.end(verdict(self.seconds, told, {r: self.beat(r) for r in frozen}))
+        time.sleep(self.grace)
+        os._exit(EXIT_STALLED)
+
+    def beat(self, rank: int) -> list:
+        """(count, phase, time) that a rank last told."""
+        return json.loads(self.board.read("beat", rank) or '[0, "start", 0]')
+
+    def end(self, message: str):
+        """Say it and end this rank; the launcher ends the others."""
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        os._exit(EXIT_STALLED)
+
+
+def waits(stack: list[traceback.FrameSummary]) -> bool:
+    """Whether a thread is inside a collective."""
+    return any("/torch/distributed/" in frame.filename for frame in stack[-INNERMOST:])
+
+
+def verdict(seconds: float, told: dict[int, list], frozen: dict[int, list]) -> str:
+    """Who holds up the run: `told` has (count, phase, waits, stack) of ranks, `frozen` the last beat."""
+    if frozen:
+        places = ", ".join(f"rank {r} (last seen at {phase})" for r, (_, phase, _) in frozen.items())
+        return f"the run has not moved for {seconds:g} s: no answer from {places}"
+    outside = {r: t for r, t in told.items() if not t[2]} or told
+    behind = min(t[0] for t in outside.values())
+    guilty = {r: t for r, t in outside.items() if t[0] == behind}
+    if len(guilty) == len(told) > 1:
+        return (f"the run has not moved for {seconds:g} s: all ranks wait at {told[0][1]}, so it is "
+                f"the network or a GPU; rank 0 is at\n{told[0][3]}")
+    return "\n".join(f"the run has not moved for {seconds:g} s: the others wait for rank {r} at "
+                     f"{phase}, which is here:\n{stack}" for r, (_, phase, _, stack) in guilty.items())
