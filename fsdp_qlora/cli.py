@@ -18,6 +18,7 @@ from .commands.guide import GUIDE
 from .config import RunConfig
 from .config.checks import lost_updates, settings_without_effect
 from .config.flags import Parser, boolean, parse, parse_own
+from .config.options import BASE_QUANTS
 from .config.settings import opt
 from .redact import redact
 from .training.lock import sole_run_in
@@ -87,7 +88,7 @@ class GenerateOptions:
     prompt: str = opt("", "what the user says")
     max_new_tokens: int = opt(128, "longest answer", unit="tokens")
     base_quant: str = opt("auto", "weights of the base: auto = as the adapter was trained",
-                          choices=("auto", "none", "nf4", "fp4"))
+                          choices=("auto", "none", *BASE_QUANTS))
 
 
 def generate_command(argv: list[str]):

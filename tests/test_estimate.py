@@ -103,7 +103,8 @@ def test_context_beyond_the_models_positions_is_refused():
 
 
 def test_estimates_need_no_torch():
-    code = ("import sys, json, fsdp_qlora.estimate, fsdp_qlora.catalog.arch, fsdp_qlora.catalog.hardware;"
+    code = ("import sys, json, fsdp_qlora.estimate, fsdp_qlora.catalog.arch;"
+            "import fsdp_qlora.catalog.hardware;"
             "print(json.dumps('torch' in sys.modules))")
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(out.stdout) is False

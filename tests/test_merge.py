@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from fsdp_qlora.cli import main
 from fsdp_qlora.commands.generate import load_for_inference
+from fsdp_qlora.config.options import BASE_QUANTS
 from fsdp_qlora.export import ShardWriter
 from fsdp_qlora.export.merge import merge_adapter
+from fsdp_qlora.quantization.formats import FORMATS
 
 from .tiny import TARGETS, save_tiny
 from .tokenizers import CHATML, save_tokenizer
@@ -184,6 +186,31 @@ def test_scales_in_8_bits_are_repeated_too(qlora, tmp_path):
     name = "base_model.model.model.layers.1.mlp.up_proj.lora_{}.weight"
     expected = up.dequantize(torch.float32) + 4 * lora[name.format("B")] @ lora[name.format("A")]
     torch.testing.assert_close(merged["model.layers.1.mlp.up_proj.weight"], expected)
+
+
+@pytest.mark.parametrize("quant", FORMATS)
+def test_any_format_of_training_can_be_named_for_an_adapter_that_does_not_say_it(qlora, tmp_path, quant):
+    from fsdp_qlora.quantization.quantize import QuantLinear
+    base, adapter = qlora
+    adapter = shutil.copytree(adapter, tmp_path / "adapter")
+    (adapter / "fsdp_qlora.json").unlink()
+    assert main(["merge", "--model_name", base, "--adapter_folder", str(adapter), "--output_dir",
+                 str(tmp_path / "merged"), "--merge_base", "dequantized", "--base_quant", quant,
+                 "--dtype", "fp32"]) == 0
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    for layer in model.model.layers:
+        for block in (layer.self_attn, layer.mlp):
+            for _, linear in list(block.named_children()):
+                if isinstance(linear, torch.nn.Linear):
+                    rounded = QuantLinear.from_linear(linear, quant).dequantize(torch.float32)
+                    linear.weight.data.copy_(rounded)
+    with torch.no_grad():
+        live = PeftModel.from_pretrained(model, adapter)(IDS).logits
+    torch.testing.assert_close(logits(tmp_path / "merged"), live, rtol=1e-4, atol=1e-4)
+
+
+def test_the_names_of_formats_on_the_command_line_are_those_that_there_are():
+    assert set(BASE_QUANTS) == set(FORMATS)
 
 
 def test_the_original_base_is_taken_when_asked_for_and_said(qlora, tmp_path, capsys):

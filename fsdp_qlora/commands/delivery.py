@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from ..config.flags import parse_alone
+from ..config.options import BASE_QUANTS
 from ..config.settings import opt
 
 
@@ -25,8 +26,8 @@ class MergeOptions:
         "auto", "original: the weights of --model_name; dequantized: these rounded to 4 bits and back, "
         "as QLoRA trained on them; auto = as the adapter was trained",
         choices=("auto", "original", "dequantized"))
-    base_quant: str = opt("auto", "4-bit format of a dequantized base; auto = what the adapter's folder "
-                          "says", choices=("auto", "nf4", "fp4"))
+    base_quant: str = opt("auto", "format of a dequantized base; auto = what the adapter's folder says",
+                          choices=("auto", *BASE_QUANTS))
     merge_format: str = opt(
         "safetensors", "bnb4: linear weights in NF4, as transformers and bitsandbytes load them; "
         "without an adapter, the base itself", choices=("safetensors", "bnb4"))

@@ -15,6 +15,9 @@ OPTIMIZER_NAMES = ("adamw", "adamw_bf16", "adamw_8bit", "adafactor", "adam", "sg
 
 ACTIVATION_POLICIES = ("recompute_all", "keep_attention", "keep_linears", "keep_all")
 
+# What linear weights can have been rounded to in training: the formats of `quantization.formats`.
+BASE_QUANTS = ("nf4", "fp4", "int8", "hqq8", "hqq4", "hqq3", "hqq2")
+
 # A train_type of the original script is shorthand for (quant, adapter): the two are independent.
 TRAIN_TYPES = {
     "full": ("none", "none"),

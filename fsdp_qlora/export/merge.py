@@ -72,7 +72,7 @@ def merge_adapter(model_name: str, adapter_folder: str | Path | None, output_dir
     """Write base and adapter as one model into a new folder, in transformers' format.
 
     merge_base: original, dequantized (the base as it was trained on), or auto, as it was trained on.
-    base_quant: the 4-bit format of a dequantized base; auto is what the adapter's folder says.
+    base_quant: the format of a dequantized base; auto is what the adapter's folder says.
     merge_format: safetensors, or bnb4 for weights in NF4 that transformers and bitsandbytes load.
     Without an adapter, bnb4 writes the base itself in 4 bits.
     revision: of a hub name.

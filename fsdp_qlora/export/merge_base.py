@@ -109,6 +109,6 @@ def choose_base(base: BaseModel, merge_base: str, quant: str, adapter: str | Pat
     if not wanted.is_known:
         fault = ("the adapter's folder does not say what it was trained on" if wanted.quant == "none"
                  else f"it was trained on {wanted}, which can't be repeated here")
-        raise ValueError(f"--merge_base {merge_base}: {fault}; add --base_quant nf4 or fp4, or use "
+        raise ValueError(f"--merge_base {merge_base}: {fault}; add --base_quant nf4, or another, or use "
                          "--merge_base original")
     base.round_to = wanted

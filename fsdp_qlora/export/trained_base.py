@@ -1,4 +1,4 @@
-"""The base as an adapter knew it: rounded to 4 bits in training, written out in full afterwards.
+"""The base as an adapter knew it: rounded in training, written out in full afterwards.
 
 A QLoRA adapter is right beside the weights that it was trained with, not beside the original ones.
 Which these were is told by the settings that training saved in the adapter's folder.
@@ -31,7 +31,7 @@ class BaseQuant:
         return self.quant in FORMATS
 
     def round_rows(self, rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Rows (O, I) of a weight, as their 4-bit form stands for them, in `dtype`."""
+        """Rows (O, I) of a weight, as their rounded form stands for them, in `dtype`."""
         packed, absmax = quantize_rows(rows, self.quant, self.absmax_dtype)
         return dequantize_rows(packed, absmax, rows.shape[1], self.quant, dtype)
 
@@ -45,8 +45,8 @@ def trained_quant(folder: str | Path | None) -> BaseQuant:
         bits = run.get("n_bits", 4) if run["quant"] == "hqq" else ""
         return BaseQuant(f"{run['quant']}{bits}", run.get("absmax_dtype", "fp32"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} does not say how the base was quantized; give --base_quant none, "
-                         "nf4 or fp4") from error
+        raise ValueError(f"{path} does not say how the base was quantized; give --base_quant none "
+                         "or a format such as nf4") from error
 
 
 def base_quant(choice: str, folder: str | Path | None) -> BaseQuant:
