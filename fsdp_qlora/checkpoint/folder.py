@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from itertools import count
 from pathlib import Path
 
 MANIFEST, RUN = "manifest.json", "run.json"
@@ -179,10 +180,26 @@ def held_out_loss_of(folder: Path) -> float | None:
         return None
 
 
-def retire(root: Path) -> Path | None:
-    """Keep the checkpoints of an earlier run as checkpoints.old, in place of those before."""
-    if not all_checkpoints(root): return None
-    old = root.with_name(root.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    root.rename(old)
-    return old
+# ---- an earlier run ----------------------------------------------------------------------------
+
+WEIGHTS = ("adapter", "model")
+LEFT_BY_A_RUN = (*WEIGHTS, *(f"{name}-best" for name in WEIGHTS), "checkpoints", "metrics.jsonl",
+                 "loss.png", "memory.png")
+
+
+def keep_earlier(output_dir: Path, names: Iterable[str] = LEFT_BY_A_RUN) -> Path | None:
+    """Move what an earlier run left into a folder of its own there, which nothing overwrites.
+
+    None if it left nothing. A crash in between leaves each thing in one of two places.
+    """
+    left = [path for name in names if (path := output_dir / name).exists()]
+    if not any(is_worth_keeping(path) for path in left): return None
+    kept = next(f for n in count(1) if not (f := output_dir / f"earlier-{n}").exists())
+    kept.mkdir()
+    for path in left: path.rename(kept / path.name)
+    return kept
+
+
+def is_worth_keeping(path: Path) -> bool:
+    """Whether a run got as far as to write something there."""
+    return any(path.iterdir()) if path.is_dir() else path.stat().st_size > 0

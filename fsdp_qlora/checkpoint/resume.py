@@ -12,13 +12,15 @@ from ..config import RunConfig
 from ..data import Source, Subset, TokenizedDataset
 from ..dist import from_main, print_main, ranks_from_env
 from .folder import (
+    LEFT_BY_A_RUN,
+    WEIGHTS,
     all_checkpoints,
     checkpoints_of,
     fault_of,
+    keep_earlier,
     newest_whole,
     read_run,
     remove_scratch,
-    retire,
     set_newer_aside,
     step_of,
     write_text,
@@ -26,6 +28,7 @@ from .folder import (
 from .identity import DEFINES_THE_WEIGHTS, content_of, differences, with_batch_of
 
 FINISHED = "finished.json"  # beside the checkpoints of a run that came to its end
+OF_ITS_END = (*WEIGHTS, "metrics.jsonl", "loss.png")  # what a run that goes on from there writes again
 
 
 @dataclass
@@ -65,17 +68,28 @@ def look(config: RunConfig, dataset: TokenizedDataset | Subset | Source) -> Foun
     if root.is_dir(): remove_scratch(root)
     folder = chosen(config, root)
     if folder is None:
-        if old := retire(root): print_main(f"the checkpoints of the run before are now in {old}")
-        (root / FINISHED).unlink(missing_ok=True)
+        make_room(config, LEFT_BY_A_RUN)
         return Found(content)
     run = read_run(folder)
     check_same_run(config, run, content, folder)
-    if folder.parent == root:
+    kept = kept_metrics(folder.parent.parent / "metrics.jsonl", run)
+    if folder.resolve().parent != root.resolve(): make_room(config, LEFT_BY_A_RUN)
+    else:
+        if (root / FINISHED).exists(): make_room(config, OF_ITS_END)
         set_newer_aside(root, run["step"])
         (root / FINISHED).unlink(missing_ok=True)
-    elif old := retire(root): print_main(f"the checkpoints of the run before are now in {old}")
-    kept = kept_metrics(Path(config.output_dir) / "metrics.jsonl", run)
     return Found(content, folder, run, tuple(kept))
+
+
+def make_room(config: RunConfig, names: tuple[str, ...]):
+    """Nothing that an earlier run left in --output_dir is overwritten. Raises ValueError naming it."""
+    out, base = Path(config.output_dir), Path(config.model_name).resolve()
+    if any(base.is_relative_to((out / name).resolve()) for name in names):
+        raise ValueError(f"--output_dir {out} holds --model_name {config.model_name}, in whose place "
+                         "the new weights would be; give another --output_dir")
+    if kept := keep_earlier(out, names):
+        moved = ", ".join(sorted(path.name for path in kept.iterdir()))
+        print_main(f"what an earlier run left in {out} is now in {kept}: {moved}")
 
 
 def chosen(config: RunConfig, root: Path) -> Path | None:

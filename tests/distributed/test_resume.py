@@ -207,17 +207,51 @@ def test_layout_and_paths_may_change_and_an_explicit_path_lets_the_rate_change(f
     assert run_ranks(refusals, 1, folder, str(out), cases) == [["", ""]]
 
 
-def test_a_finished_run_and_resume_none_begin_anew_and_keep_the_checkpoints_once(folder, tmp_path):
-    (seen,) = run_ranks(runs_in_one_folder, 1, folder, str(tmp_path))
-    assert seen == [STEPS, STEPS, STOP_AT, STEPS]
-    assert [f.name for f in all_checkpoints(tmp_path / "checkpoints")] == ["step-000006", "step-000003"]
-    assert [f.name for f in all_checkpoints(tmp_path / "checkpoints.old")] == ["step-000003"]
+def test_nothing_of_an_earlier_run_is_lost_when_one_begins_anew_in_its_folder(folder, tmp_path):
+    """Finished, finished with another rate, stopped, begun anew; then gone on after its end."""
+    out = tmp_path / "out"
+    seen, first, last = run_ranks(runs_in_one_folder, 1, folder, str(out))[0]
+    assert seen == [STEPS, STEPS, STOP_AT, STEPS, STEPS]
+    assert names_in(out) == {"adapter", "adapter-best", "checkpoints", "metrics.jsonl", "loss.png",
+                             *(f"earlier-{n}" for n in (1, 2, 3, 4))}
+    kept = {n: names_in(out / f"earlier-{n}") for n in (1, 2, 3, 4)}
+    whole = {"adapter", "adapter-best", "checkpoints", "metrics.jsonl", "loss.png"}
+    assert kept == {1: whole, 2: whole, 3: {"adapter-best", "checkpoints", "metrics.jsonl"},
+                    4: {"adapter", "metrics.jsonl", "loss.png"}}
+    assert left_in(out / "earlier-1") == first and left_in(out / "earlier-4") == {
+        k: v for k, v in last.items() if not k.startswith(("checkpoints", "adapter-best"))}
+    assert [m["step"] for m in metrics(out)] == list(range(1, 2 * STEPS + 1))
 
 
-def runs_in_one_folder(folder: str, out: str) -> list[int]:
-    config = settings(folder, out)
-    runs = [(config, None), (config, None), (config, STOP_AT), (replace(config, resume="none"), None)]
-    return [len(run_once(*run)) for run in runs]
+def names_in(folder: Path) -> set[str]:
+    """What is in a folder."""
+    return {path.name for path in folder.iterdir()}
+
+
+def left_in(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder but those of earlier runs."""
+    files = {str(Path(p).relative_to(folder)): data for p, data in listed(str(folder)).items()}
+    return {p: data for p, data in files.items() if not p.startswith("earlier-")}
+
+
+def runs_in_one_folder(folder: str, out: str) -> tuple[list[int], dict, dict]:
+    """Steps of each run in one folder, and all that the first and the last but one left."""
+    config = settings(folder, out, eval_every=2, eval_dataset="given")
+    seen = [len(run_once(config, held_out=3))]
+    first = left_in(Path(out))
+    seen += [len(run_once(replace(config, lr=0.02), held_out=3)),
+             len(run_once(config, STOP_AT, held_out=3)),
+             len(run_once(replace(config, resume="none"), held_out=3))]
+    last, longer = left_in(Path(out)), replace(config, resume=str(Path(out).resolve()), num_epochs=4)
+    return seen + [len(run_once(longer, held_out=3))], first, last
+
+
+def test_weights_that_a_run_trains_further_are_not_moved_from_under_it(folder, tmp_path):
+    out = tmp_path / "out"
+    base = save_chat_model(out / "model", num_hidden_layers=1)
+    with pytest.raises(AssertionError, match="holds --model_name .*give another --output_dir"):
+        run_ranks(run_once, 1, settings(base, out))
+    assert names_in(out) == {"model"}
 
 
 # ---- what is in a checkpoint ---------------------------------------------------------------------
