@@ -154,7 +154,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as error:
         if is_verbose(argv): print_traceback()
         rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
-        print(redact(f"error{rank}: {error}"), file=sys.stderr, flush=True)
+        line = redact(str(error))
+        print(f"error{rank}: {line}", file=sys.stderr, flush=True)
+        if rank: tell_other_ranks(line)
         return 2
     except StopRequested as stopped:
         if os.environ.get("RANK", "0") == "0": print(stopped, file=sys.stderr, flush=True)
@@ -165,6 +167,12 @@ def main(argv: list[str] | None = None) -> int:
     except Exception:  # a fault of this program: the same words as Python's, without secrets
         print_traceback()
         return 1
+
+
+def tell_other_ranks(line: str):
+    """Give the others the time to say it too: a launcher ends them when this rank ends."""
+    from .dist import tell_mistake
+    tell_mistake(line)
 
 
 def print_traceback():

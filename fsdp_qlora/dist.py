@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -22,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from . import meeting
+from .meeting import Mistakes
 from .redact import redact
 
 T = TypeVar("T")
@@ -105,15 +107,25 @@ def process_group(device: torch.device, timeout_minutes: float = 30.0):
 def meet() -> tuple[dist.Store, int, int]:
     """The ranks' common store once every rank has come to it; this rank, and how many there are.
 
-    A rank that fails before never comes; its launcher ends the waiting ones.
+    Raises MistakeElsewhere with what a rank says that will not come.
     """
     address, *who = ("env://",) if launched() else (f"tcp://localhost:{free_port()}", 0, 1)
     store, rank, world_size = next(dist.rendezvous(address, *who, timeout=MEETING))
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives a group, and
-    store = dist.PrefixStore(f"start {start}, meeting {next(meetings)}", store)  # ranks that were killed
-    store.set(f"met/{rank}", "")
-    store.wait([f"met/{other}" for other in range(world_size)], MEETING)
-    return store, rank, world_size
+    store = dist.PrefixStore("fsdp_qlora", store)
+    own = dist.PrefixStore(f"meeting {next(meetings)}", store)  # ranks count theirs alike
+    return meeting.meet(own, rank, world_size, MEETING, Mistakes(store)), rank, world_size
+
+
+def tell_mistake(text: str):
+    """See that every rank has said what is wrong before this one, which has, ends and takes them along.
+
+    Only where the launcher keeps the store: it would end the others.
+    """
+    ranks = ranks_from_env()
+    if ranks.world_size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True": return
+    with suppress(RuntimeError):
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=10)))
+        meeting.tell_mistake(dist.PrefixStore("fsdp_qlora", store), rank, world_size, text)
 
 
 class Board:

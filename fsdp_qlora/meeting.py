@@ -1,0 +1,90 @@
+"""How the ranks of a start find each other in torchrun's store, and hear of a mistake that one made.
+
+torchrun keeps one store for all starts of a run, and the restart count that it exports is each host's
+own: an agent does not count a restart that another host's failure brought about. So the keys of a rank
+that is gone can't be told by their names. Here every rank brings a fresh name, and a meeting is over
+when rank 0 has listed the names that answered its own.
+
+A rank that finds a mistake ends, and its launcher then ends the others, which may not have come so far.
+So it first tells them, and waits until each has said in its own log what was wrong.
+"""
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from contextlib import suppress
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store
+
+POLL_SECONDS, REPEAT = 0.05, 4  # a mistake is told again at every fourth look
+PATIENCE_SECONDS = 10           # for ranks to hear of a mistake
+
+
+class MistakeElsewhere(ValueError):
+    """Another rank found that the run can't start; the message is its own."""
+
+
+def meet(store: Store, rank: int, world_size: int, timeout: timedelta, mistakes: Mistakes
+         ) -> Store:
+    """Return when all ranks are here: a store of their own, without a trace of earlier starts.
+
+    Raises MistakeElsewhere if one says that it will not come, OSError after `timeout`.
+    """
+    own, answered = uuid.uuid4().hex, None
+    deadline = time.monotonic() + timeout.total_seconds()
+    if rank == 0: store.set("start", own)
+    while time.monotonic() < deadline:
+        if rank == 0:
+            answers = [f"{own}/{other}" for other in range(1, world_size)]
+            if not answers or store.check(answers):
+                store.set(f"{own}/all", json.dumps([store.get(key).decode() for key in answers]))
+                return PrefixStore(own, store)
+        elif store.check(["start"]):
+            start = store.get("start").decode()
+            if start != answered: store.set(f"{start}/{rank}", own)
+            answered = start
+            if store.check([f"{start}/all"]) and own in json.loads(store.get(f"{start}/all")):
+                return PrefixStore(start, store)
+        if told := mistakes.look(): raise MistakeElsewhere(told.text)
+        time.sleep(POLL_SECONDS)
+    raise OSError(f"not all of {world_size} ranks came to the start within {timeout}")
+
+
+class Told:
+    """A mistake as `rank` tells it; the text names the rank that made it."""
+
+    def __init__(self, value: str):
+        self.name, self.rank, self.text, _ = json.loads(value)
+
+
+class Mistakes:
+    """The key under which mistakes are told. Only a value that changes comes from a living rank."""
+
+    def __init__(self, store: Store):
+        self.store, self.before = store, None
+
+    def look(self) -> Told | None:
+        """The mistake that is being told now."""
+        if not self.store.check(["mistake"]): return None
+        value = self.store.get("mistake").decode()
+        before, self.before = self.before, value
+        return Told(value) if before not in (None, value) else None
+
+
+def tell_mistake(store: Store, rank: int, world_size: int, text: str,
+                 patience_s: float = PATIENCE_SECONDS):
+    """Tell a mistake that this rank has printed, until each other rank has printed one, or for so long."""
+    own, mistakes = uuid.uuid4().hex, Mistakes(store)
+    silent = set(range(world_size)) - {rank}
+    text = text if text.startswith("rank ") else f"rank {rank}: {text}"
+    with suppress(RuntimeError):  # the store is gone, and with it whoever could hear
+        for look in range(int(patience_s / POLL_SECONDS)):
+            if look % REPEAT == 0: store.set("mistake", json.dumps([own, rank, text, look]))
+            if (told := mistakes.look()) and told.name != own:
+                store.set(f"{told.name}/heard/{rank}", "")
+                silent.discard(told.rank)
+            while silent and store.check([f"{own}/heard/{min(silent)}"]): silent.remove(min(silent))
+            if not silent: return
+            time.sleep(POLL_SECONDS)

@@ -1,0 +1,65 @@
+"""Ranks meet in a store that remembers earlier starts, as torchrun's does."""
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from torch.distributed import PrefixStore, TCPStore
+
+from fsdp_qlora.meeting import MistakeElsewhere, Mistakes, meet, tell_mistake
+
+SOON = timedelta(seconds=20)
+
+
+@pytest.fixture
+def clients():
+    """A function that gives each rank a client of one server."""
+    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    return lambda count: [TCPStore("localhost", server.port, is_master=False) for _ in range(count)]
+
+
+def together(function, stores, timeout: timedelta = SOON) -> list:
+    """What each rank of a world gets, or the exception that it met with."""
+    def one(rank):
+        try:
+            return function(stores[rank], rank, len(stores), timeout)
+        except (ValueError, OSError) as error:
+            return error
+    with ThreadPoolExecutor(len(stores)) as threads: return list(threads.map(one, range(len(stores))))
+
+
+def met(store, rank, world_size, timeout):
+    return meet(store, rank, world_size, timeout, Mistakes(PrefixStore("common", store)))
+
+
+def test_each_start_has_a_store_without_a_trace_of_the_one_before_whatever_the_world(clients):
+    for world_size in (3, 2, 2, 3, 1):
+        found = together(met, clients(world_size))
+        assert not any(isinstance(store, Exception) for store in found), found
+        assert not found[0].check(["mark"])
+        found[0].set("mark", "")
+        assert all(store.check(["mark"]) for store in found)
+
+
+def test_ranks_that_are_alone_wait_for_their_time_and_say_so(clients):
+    together(met, clients(2))  # its keys are still there
+    for store, rank in zip(clients(2), (0, 1), strict=True):
+        with pytest.raises(OSError, match="2 ranks"): met(store, rank, 2, timedelta(seconds=1))
+
+
+def test_a_mistake_is_heard_by_ranks_that_wait_and_by_ranks_that_make_one(clients):
+    def start(store, rank, world_size, timeout):
+        common = PrefixStore("common", store)
+        try:
+            if rank: raise ValueError(f"--lr is wrong on {rank}")
+            met(store, rank, world_size, timeout)
+        except ValueError as error:
+            tell_mistake(common, rank, world_size, str(error), patience_s=60)
+            return error
+    stores = clients(3)
+    first, *others = together(start, stores)
+    assert isinstance(first, MistakeElsewhere) and str(first).startswith("rank ")
+    assert [str(e) for e in others] == ["--lr is wrong on 1", "--lr is wrong on 2"]
+    again = together(met, clients(3))  # what is left of it in the store frightens nobody
+    assert not any(isinstance(store, Exception) for store in again), again
