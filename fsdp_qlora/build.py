@@ -6,6 +6,7 @@ exists, and adapter values come last because they must be equal under every shar
 """
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -13,8 +14,9 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from .adapters import apply_adapters, apply_fp8, init_adapters, lora_config
+from .adapters import apply_adapters, apply_fp8, init_adapters, init_magnitudes, lora_config
 from .adapters.fusion import SharedInputs
+from .adapters.initial import Start
 from .catalog.arch import shape_from_config
 from .config import AUTO, RunConfig, block_policies
 from .dist import print_main, ranks_from_env
@@ -33,6 +35,7 @@ from .loading import (
 )
 from .loading.prequantized import FourBitCheckpoint, layers_to_quantize, open_weights
 from .loading.quantized_cache import QuantizedCache
+from .loading.starts import SavedRows, check_start, start_from_weights
 from .loading.weight_files import Checkpoint, RandomCheckpoint
 from .memory.activations import apply_activation_policy
 from .memory.losses import apply_chunked_loss
@@ -43,9 +46,10 @@ from .quantization.quantize import quantize_linears
 from .sharding import OnHost, apply_sharding, make_mesh, parameter_device
 
 
-def build_model(config: RunConfig, device: torch.device) -> nn.Module:
+def build_model(config: RunConfig, device: torch.device, saved: SavedRows | None = None) -> nn.Module:
     """The model of a run: built on meta, transformed, sharded, then filled from the checkpoint.
 
+    saved: reads the adapter that a run goes on from, which its base may depend on.
     Needs a process group (`dist.process_group`). Raises ValueError for a model, target or strategy
     that does not fit; all ranks raise the same before any waits for another.
     """
@@ -66,8 +70,12 @@ def build_model(config: RunConfig, device: torch.device) -> nn.Module:
         forward_prefetch=config.forward_prefetch, gather_once=config.gather_once)
     print_main(describe_units(units))
     materialize(model, device, parameter_device(model, device, on_host))
-    load(model, checkpoint, device, config)
-    init_adapters(model, config.seed, device)
+    start, filled = start_of(config), set()
+    if start.from_weights:
+        filled = start_from_weights(model, checkpoint, device, start, config.seed, saved)
+    load(model, checkpoint, device, config, filled)
+    if start.from_weights: init_magnitudes(model, device, with_adapter=True)
+    else: init_adapters(model, config.seed, device)
     return model
 
 
@@ -91,7 +99,13 @@ def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, C
                            alpha_pattern=config.alpha_pattern)
         lora.revision = config.revision
         model = apply_adapters(model, lora, DTYPES[config.adapter_dtype])
+        check_start(model, checkpoint, start_of(config))
     return model, checkpoint
+
+
+def start_of(config: RunConfig) -> Start:
+    """How the run's adapters begin."""
+    return Start() if config.adapter == "none" else Start(config.init_lora_weights, config.loftq_iter)
 
 
 def with_activation_policy(config: RunConfig, device: torch.device) -> RunConfig:
@@ -132,16 +146,17 @@ def open_checkpoint(config: RunConfig, settings: PretrainedConfig, model: nn.Mod
     return checkpoint
 
 
-def load(model: nn.Module, source: Checkpoint, device: torch.device, config: RunConfig):
-    """Stream the weights in, with a progress bar and a line of what it took."""
+def load(model: nn.Module, source: Checkpoint, device: torch.device, config: RunConfig,
+         filled: Collection[str] = ()):
+    """Stream the weights in but those that are there, with a progress bar and a line of what it took."""
     workers = None if config.loading_workers == AUTO else config.loading_workers
     cached = config.quantized_cache and config.quant != "none" and not config.random_weights
     if cached and isinstance(source, FourBitCheckpoint):
         cached = print_main("--quantized_cache has no effect: the checkpoint is in 4 bits already")
     with QuantizedCache(config.quantized_cache, model, source, device) if cached \
             else nullcontext(source) as weights:
-        progress = LoadProgress(model, weights)
-        load_weights(model, weights, device, workers, progress)
+        progress = LoadProgress(model, weights, filled)
+        load_weights(model, weights, device, workers, progress, filled)
         progress.close()
 
 

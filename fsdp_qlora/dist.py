@@ -228,6 +228,22 @@ def full_tensor(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
+def from_rank(owner: int, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype,
+              device: torch.device) -> Tensor:
+    """The tensor that rank `owner` gives, on every rank."""
+    if dist.get_rank() != owner: tensor = torch.empty(shape, dtype=dtype, device=device)
+    dist.broadcast(tensor, src=owner)
+    return tensor
+
+
+def split_as(local: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's rows as a tensor that is split, or whole, as a parameter of its shape is."""
+    local = local.to(local_rows(parameter)[0].device)
+    if not isinstance(parameter, DTensor): return local
+    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False,
+                              shape=parameter.shape, stride=parameter.stride())
+
+
 # torch 2.13 renames both, and warns of the old names.
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

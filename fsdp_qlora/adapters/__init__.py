@@ -5,6 +5,7 @@ from .lora import (
     apply_adapters,
     apply_fp8,
     init_adapters,
+    init_magnitudes,
     initial_a,
     lora_config,
     resolve_targets,
@@ -12,6 +13,6 @@ from .lora import (
 )
 
 __all__ = [
-    "LoraLinear", "adapter_counts", "apply_adapters", "apply_fp8", "init_adapters", "initial_a",
-    "lora_config", "resolve_targets", "trainable_parameters",
+    "LoraLinear", "adapter_counts", "apply_adapters", "apply_fp8", "init_adapters", "init_magnitudes",
+    "initial_a", "lora_config", "resolve_targets", "trainable_parameters",
 ]

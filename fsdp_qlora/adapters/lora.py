@@ -18,7 +18,7 @@ from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPP
 from torch import Tensor, nn
 
 from ..catalog.arch import DEFAULT_TARGETS
-from ..dist import local_rows
+from ..dist import full_tensor, local_rows
 from ..model.blocks import base_model, is_linear, linear_names, output_head
 from ..quantization import fp8
 from ..quantization.quantize import QuantLinear, compute_input, frozen_linear
@@ -33,6 +33,7 @@ class LoraLinear(nn.Module, LoraLayer):
     """
 
     product_dtype = ""
+    taken = None  # what the base lacks of the adapter's first values (initial.py)
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, r: int = 0,
                  lora_alpha: int = 1, **kwargs):
@@ -180,22 +181,29 @@ def init_adapters(model: nn.Module, seed: int, device: torch.device | None = Non
             if ".lora_B." in name: local.zero_()
             elif ".lora_A." in name:
                 local.copy_(initial_a(name, seed, parameter.shape)[start:stop])
+    init_magnitudes(model, device)
+
+
+@torch.no_grad()
+def init_magnitudes(model: nn.Module, device: torch.device | None = None, with_adapter: bool = False):
+    """Let DoRA's m be |W|, each rank from its own rows: FSDP cuts both at the same places.
+
+    with_adapter: |W + scaling B A|, where B is not zero; then every rank must call it.
+    """
     for layer in model.modules():
-        if isinstance(layer, LoraLinear): init_magnitudes(layer, device)
-
-
-def init_magnitudes(layer: LoraLinear, device: torch.device | None = None):
-    """Let DoRA's m be |W|, each rank from its own rows: FSDP cuts both at the same places."""
-    base = layer.base_layer
-    for magnitude in layer.lora_magnitude_vector.values():
-        weight, *rows = local_rows(base.weight)
-        local, *same_rows = local_rows(magnitude.weight)
-        assert rows == same_rows
-        absmax = local_rows(base.absmax)[0].to(device=device) if hasattr(base, "absmax") else None
-        with torch.no_grad():
-            norms = adapted_norms(weight.to(device=device), absmax, None, None, 1.0, base.in_features,
-                                  getattr(base, "quant_type", ""), torch.float32)
-            local.copy_(norms)
+        if not isinstance(layer, LoraLinear): continue
+        for name, magnitude in layer.lora_magnitude_vector.items():
+            base, a, b = layer.base_layer, None, None
+            weight, *rows = local_rows(base.weight)
+            local, *same_rows = local_rows(magnitude.weight)
+            assert rows == same_rows
+            absmax = local_rows(base.absmax)[0].to(device=device) if hasattr(base, "absmax") else None
+            if with_adapter:
+                a = full_tensor(layer.lora_A[name].weight).to(device=device)
+                b = local_rows(layer.lora_B[name].weight)[0].to(device=device)
+            local.copy_(adapted_norms(weight.to(device=device), absmax, a, b, layer.scaling[name],
+                                      base.in_features, getattr(base, "quant_type", ""),
+                                      torch.float32))
 
 
 def initial_a(name: str, seed: int, shape) -> Tensor:

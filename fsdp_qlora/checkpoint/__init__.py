@@ -1,8 +1,8 @@
 """Checkpoints: what a run needs to go on as if it had never been stopped."""
 from .folder import checkpoints_of
 from .resume import Found, find_run, mark_finished
-from .state import Boundary, RunState
+from .state import Boundary, RunState, saved_adapter
 from .writer import CheckpointWriter
 
 __all__ = ["Boundary", "CheckpointWriter", "Found", "RunState", "checkpoints_of", "find_run",
-           "mark_finished"]
+           "mark_finished", "saved_adapter"]

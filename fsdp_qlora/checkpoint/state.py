@@ -1,18 +1,20 @@
 """What a run is made of, as far as a checkpoint must bring it back."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from peft import get_peft_model_state_dict
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..adapters import trainable_parameters
 from ..data import StepSampler, StreamSampler
 from ..dist import ranks_from_env
+from ..export.save import saved_name
 from ..observe.evaluate import Evaluator
 from ..observe.metrics import EvalMetrics
 from .folder import read_run
@@ -78,6 +80,13 @@ def saved_weights(model: nn.Module, folder: Path) -> tuple[RowFiles, dict[str, s
     if hasattr(model, "peft_config"): return RowFiles([folder / ADAPTER]), adapter_keys(model)
     return (RowFiles(folder.glob("weights-*.safetensors")),
             {name: name for name in trainable_parameters(model)})
+
+
+def saved_adapter(folder: Path | None) -> Callable[[str], Tensor] | None:
+    """Reads the adapter of a checkpoint, a tensor by its parameter's name."""
+    if folder is None or not (folder / ADAPTER).is_file(): return None
+    files = RowFiles([folder / ADAPTER])
+    return lambda name: files.read(saved_name(name))
 
 
 def adapter_keys(model: nn.Module) -> dict[str, str]:

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..adapters import trainable_parameters
+from ..adapters.initial import taken_out
 from ..dist import is_first_copy, local_rows
 from .folder import sync
 
@@ -45,6 +46,15 @@ def weight_rows(model: nn.Module) -> dict[str, Rows]:
     """This rank's rows of the trained weights."""
     return {name: rows for name, p in trainable_parameters(model).items()
             if (rows := rows_of(p)) is not None}
+
+
+def taken_rows(model: nn.Module) -> dict[str, Rows]:
+    """This rank's rows of what the base lacks of each adapter, as `<parameter>|taken`."""
+    found, parameters = {}, trainable_parameters(model)
+    for name, tensor in taken_out(model).items():
+        if (rows := rows_of(parameters[name])) is not None:
+            found[f"{name}|taken"] = Rows(tensor, rows.start, rows.total)
+    return found
 
 
 def optimizer_rows(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Rows]:
@@ -182,7 +192,8 @@ def load_weights_into(model: nn.Module, files: RowFiles, keys: dict[str, str]):
     with torch.no_grad():
         for name, parameter in trainable_parameters(model).items():
             local, start, stop = local_rows(parameter)
-            local.copy_(files.read(keys[name], start, stop))
+            rows = files.read(keys[name], start, stop)
+            local.copy_(rows[:, :local.shape[1]] if local.dim() == 2 else rows)
 
 
 def load_optimizer_into(model: nn.Module, optimizer: torch.optim.Optimizer, files: RowFiles):

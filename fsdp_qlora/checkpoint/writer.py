@@ -12,14 +12,15 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from copy import copy
 from dataclasses import dataclass
 from itertools import count
 from json import dumps
 from pathlib import Path
 
 from safetensors.torch import save_file
+from torch import Tensor
 
+from ..adapters.initial import for_original_base, saved_config
 from ..config import RunConfig
 from ..dist import board, from_main, print_main, ranks_from_env
 from ..export import save_peft_config
@@ -33,6 +34,7 @@ from .tensors import (
     optimizer_rows,
     rank_file,
     read_back,
+    taken_rows,
     weight_rows,
     weights_file,
     write_rows,
@@ -111,7 +113,7 @@ class CheckpointWriter:
     def snapshot(self, boundary: Boundary) -> Snapshot:
         """Copies of this rank's rows, on the host."""
         state = self.state
-        weights = self.staging.copy("weights", weight_rows(state.model))
+        weights = self.staging.copy("weights", weight_rows(state.model)) | taken_rows(state.model)
         optimizer = self.staging.copy("optimizer", optimizer_rows(state.model, state.optimizer))
         self.staging.wait(state.device)
         run = self.facts | state.to_json(boundary)
@@ -152,12 +154,18 @@ class CheckpointWriter:
         """The ranks' rows of the adapter as the one file that PEFT reads, in place of theirs."""
         parts = sorted(scratch.glob("weights-*.safetensors"))
         files = RowFiles(parts)
-        tensors = {key: files.read(name).contiguous() for name, key in self.keys.items()}
+        tensors = {key: saved_tensor(files, name) for name, key in self.keys.items()}
         (scratch / ADAPTER).parent.mkdir()
         save_file(tensors, scratch / ADAPTER, {"format": "pt"})
         read_back(scratch / ADAPTER, tensors)
-        save_peft_config(copy(self.state.model.peft_config["default"]), scratch / ADAPTER.parent)
+        save_peft_config(saved_config(self.state.model), scratch / ADAPTER.parent)
         for part in parts: part.unlink()
+
+
+def saved_tensor(files: RowFiles, name: str) -> Tensor:
+    """A whole tensor of the adapter, as it is saved."""
+    taken = files.read(f"{name}|taken") if f"{name}|taken" in files.parts else None
+    return for_original_base(name, files.read(name), taken).contiguous()
 
 
 def write_part(scratch: Path, rank: int, shot: Snapshot):

@@ -42,7 +42,7 @@ def check_choices(config):
             raise ValueError(f"--{f.name} {shown(value)}: choose {listed}")
 
 
-AT_LEAST_ONE = ("lora_rank", "context_length", "gradient_accumulation_steps",
+AT_LEAST_ONE = ("lora_rank", "loftq_iter", "context_length", "gradient_accumulation_steps",
                 "num_epochs", "dataset_samples", "min_wrap_params", "shuffle_buffer",
                 "keep_checkpoints", "max_bad_steps", "active_steps", "profiling_frequency")
 AUTO_OR_ABOVE_ZERO = ("batch_size", "global_batch_size", "max_steps", "shard_group_size",
@@ -110,8 +110,23 @@ def check_together(config):
                          f"{config.warmup_share:g} both say how long the warm-up is; give one")
     if config.profile and config.profile_memory:
         raise ValueError("--profile_memory and --profile both record the GPU's memory; give one of them")
+    check_first_values(config)
     check_cpu_offload(config)
     check_activation_offload(config)
+
+
+def check_first_values(config):
+    """What adapters begin from must be there."""
+    kind = config.init_lora_weights
+    if not re.fullmatch(r"default|pissa|pissa_niter_\d+|olora|loftq", kind):
+        raise ValueError(f"--init_lora_weights {kind}: choose default, pissa, pissa_niter_N with a number "
+                         "N, olora or loftq")
+    if kind == "loftq" and config.adapter != "none" and config.quant == "none":
+        raise ValueError("--init_lora_weights loftq gives adapters what quantization lost, and with "
+                         "--quant none nothing is; add --quant nf4, or use pissa")
+    if config.changes_base and config.quantized_cache:
+        raise ValueError(f"--init_lora_weights {kind} quantizes other weights than --quantized_cache "
+                         "keeps; leave one of them out")
 
 
 def module_pattern(flag: str, text: str | None) -> dict[str, int]:
@@ -199,7 +214,7 @@ WITHOUT_EFFECT = {
     "export_memory_timeline": "--profile decides",
     **dict.fromkeys(("project_name", "name", "group", "entity"), "they belong to --log_to wandb"),
 }
-OF_ADAPTERS = ("use_rslora", "lora_rank_pattern", "lora_alpha_pattern", "loraplus_lr_ratio")
+OF_ADAPTERS = ("init_lora_weights", "use_rslora", "lora_rank_pattern", "lora_alpha_pattern", "loraplus_lr_ratio")
 OF_THE_PROFILE = ("profiling_output", "with_stack", "with_shapes", "wait_steps", "warmup_steps",
                   "active_steps", "repeat", "profiling_frequency")
 
@@ -207,6 +222,7 @@ OF_THE_PROFILE = ("profiling_output", "with_stack", "with_shapes", "wait_steps",
 def unused_details(config) -> dict[str, str]:
     """Settings that say how another one works which is off in this run, with that other one."""
     others = {"grad_norm": ("--apply_gradient_clipping", config.apply_gradient_clipping),
+              "loftq_iter": ("--init_lora_weights loftq", config.init_lora_weights == "loftq"),
               "shuffle_buffer": ("--stream", config.stream),
               "min_wrap_params": ("--wrap_policy min_params", config.wrap_policy == "min_params"),
               "shard_group_size": ("the hybrid strategies",

@@ -69,6 +69,12 @@ class RunConfig(*GROUPS):
         return self.holds_out_a_data_set or self.eval_share > 0
 
     @property
+    def changes_base(self) -> bool:
+        """Whether adapters begin as a part of the weights, which the frozen ones then lack."""
+        if self.adapter == "none" or self.init_lora_weights == "default": return False
+        return self.init_lora_weights != "loftq" or self.loftq_iter > 1
+
+    @property
     def rank_pattern(self) -> dict[str, int]:
         """`lora_rank_pattern` as PEFT takes it."""
         return module_pattern("lora_rank_pattern", self.lora_rank_pattern)

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..adapters import trainable_parameters
-from ..dist import full_tensor, local_rows, main_only, ranks_from_env
+from ..adapters.initial import for_original_base, saved_config, taken_out
+from ..dist import full_tensor, local_rows, main_only, ranks_from_env, split_as
 from ..redact import redact_all
 from .card import write_card
 
@@ -71,17 +72,21 @@ def save_adapter(model: nn.Module, folder: str | Path,
                  write_rest: Callable[[Path], None] | None = None) -> Path:
     """An adapter folder with the key names and shapes of PEFT's own `save_pretrained`.
 
+    It fits the original base, whatever the adapter took out of it to begin from (adapters/initial.py).
     `write_rest` writes more files into the folder before it gets its name.
     """
     folder, is_main = Path(folder), ranks_from_env().is_main
-    state = dict(gathered(trainable_parameters(model)))
+    parameters = trainable_parameters(model)
+    state = dict(gathered(parameters))
+    taken = dict(gathered({n: split_as(t, parameters[n]) for n, t in taken_out(model).items()}))
     with main_only():
         if is_main:
             with complete_folder(folder) as new:
-                tensors = get_peft_model_state_dict(model, state, save_embedding_layers=False)
+                whole = {n: for_original_base(n, t, taken.get(n)) for n, t in state.items()}
+                tensors = get_peft_model_state_dict(model, whole, save_embedding_layers=False)
                 save_file({k: v.contiguous() for k, v in tensors.items()},
                           new / "adapter_model.safetensors", {"format": "pt"})
-                save_peft_config(model.peft_config[model.active_adapter], new)
+                save_peft_config(saved_config(model), new)
                 if write_rest: write_rest(new)
     return folder
 
@@ -93,8 +98,8 @@ def save_peft_config(config, folder: Path):
     config.inference_mode = training
 
 
-def gathered(parameters: dict[str, nn.Parameter]) -> Iterator[tuple[str, Tensor | None]]:
-    """Each parameter whole, on the host of rank 0; the others get None in its place."""
+def gathered(parameters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor | None]]:
+    """Each tensor whole, on the host of rank 0; the others get None in its place."""
     is_main = ranks_from_env().is_main
     for name, parameter in parameters.items():
         whole = full_tensor(parameter.detach())
@@ -210,5 +215,6 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
             torch.no_grad():
         for name, parameter in trainable_parameters(model).items():
             local, start, stop = local_rows(parameter)
-            local.copy_(file.get_slice(saved_name(name))[start:stop])
+            rows = file.get_slice(saved_name(name))[start:stop]
+            local.copy_(rows[:, :local.shape[1]] if local.dim() == 2 else rows)
     return model

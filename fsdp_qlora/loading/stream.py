@@ -11,7 +11,7 @@ import math
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -177,9 +177,10 @@ def is_packed(module: nn.Module, leaf: str) -> bool:
     return isinstance(module, QuantLinear) and leaf == "weight"
 
 
-def rank_pieces(model: nn.Module) -> Iterator[Piece]:
-    """What this rank must read, in the model's order, a parameter at a time."""
+def rank_pieces(model: nn.Module, but: Collection[str] = ()) -> Iterator[Piece]:
+    """What this rank must read, in the model's order, a parameter at a time; `but` is there already."""
     for key, module, leaf, parameter in base_parameters(model):
+        if key in but: continue
         local, start, stop = local_rows(parameter)
         piece = Piece(key, start, stop, math.prod(parameter.shape[1:]), local,
                       first_copy=is_first_copy(parameter))
@@ -213,13 +214,15 @@ def check_complete(model: nn.Module, checkpoint: Checkpoint):
 
 
 def load_weights(model: nn.Module, source: Checkpoint, device: torch.device,
-                 workers: int | None = None, progress: Callable[[int], None] | None = None):
+                 workers: int | None = None, progress: Callable[[int], None] | None = None,
+                 but: Collection[str] = ()):
     """Fill the model's frozen and trained base weights with this rank's rows, quantizing on `device`.
 
     `source` is a Checkpoint, or has its methods `spans`, `values` and `placed`. Reads run ahead in
-    `workers` threads, a few pieces at a time. `progress(bytes)` is told of every piece.
+    `workers` threads, a few pieces at a time. `progress(bytes)` is told of every piece. `but` names
+    tensors of the checkpoint that are in the model already.
     """
-    pieces = (piece for whole in rank_pieces(model) for piece in whole.cut())
+    pieces = (piece for whole in rank_pieces(model, but) for piece in whole.cut())
     with torch.no_grad():
         for piece, tensors in read_ahead(pieces, source, device, workers or reader_threads()):
             place(piece, source.values(piece, tensors))
@@ -289,8 +292,8 @@ class Staging:
 class LoadProgress:
     """Bytes and their rate while rank 0 loads: a bar on a terminal, and one line at the end."""
 
-    def __init__(self, model: nn.Module, source: Checkpoint):
-        spans = (span for piece in rank_pieces(model) for span in source.spans(piece))
+    def __init__(self, model: nn.Module, source: Checkpoint, but: Collection[str] = ()):
+        spans = (span for piece in rank_pieces(model, but) for span in source.spans(piece))
         self.total, self.start = sum(span.nbytes for span in spans), perf_counter()
         self.bar = tqdm(total=self.total, desc="loading", unit="B", unit_scale=True, leave=False,
                         disable=not (ranks_from_env().is_main and sys.stderr.isatty()))

@@ -18,6 +18,7 @@ from ..checkpoint import (
     checkpoints_of,
     find_run,
     mark_finished,
+    saved_adapter,
 )
 from ..config import BatchPlan, RunConfig, plan_batches
 from ..config.settings import AUTO
@@ -57,7 +58,7 @@ def train(config: RunConfig, dataset: TokenizedDataset | Subset | Source, device
     batches = plan_batches(config, ranks.world_size)
     seed_everything(config.seed, ranks.rank, config.deterministic)
     started = time.perf_counter()
-    model = build_model(config, device)
+    model = build_model(config, device, saved_adapter(found.folder))
     loader = build_loader(config, dataset, batches, tokenizer, model.config.vocab_size, device)
     describe(model, config, batches, loader.sampler.total_steps, time.perf_counter() - started)
     state = build_state(config, batches, model, loader, tokenizer, held_out, device)
