@@ -73,8 +73,8 @@ def train_rank(config: RunConfig, signals: StopSignals | None = None):
     from .training.trainer import train
     model, _ = planned_model(config, device)  # a wrong one is found before ranks wait
     check_positions(config, data, model.config)
-    is_main = ranks_from_env().is_main
-    if is_main: check_output_dir(weights_folder(config), trained_bytes(model))
+    is_main, size = ranks_from_env().is_main, trained_bytes(model) * (1 + config.changes_base)
+    if is_main: check_output_dir(weights_folder(config), size)
     with sole_run_in(config.output_dir) if is_main else nullcontext(), \
             process_group(device, config.timeout_minutes):
         train(config, data.train, device, tokenizer, data.held_out, signals)

@@ -154,7 +154,6 @@ def test_a_mistake_is_one_line_with_the_flag_and_what_would_work(settings, parts
 @pytest.mark.parametrize("name, value", [
     *[("train_type", t) for t in ("bnb_llama_pro", "hqq_llama_pro")],
     *[("precision", p) for p in ("fp16_autocast", "bf16_autocast", "bf16_buffers_autocast")],
-    *[("init_lora_weights", kind) for kind in ("pissa", "olora", "loftq")],
     ("modules_to_save", "lm_head"), ("llama_pro_path", "weights_blk_exp-32-35"), ("log_to", "wandb")])
 def test_a_later_feature_is_refused_by_name_and_value(name, value):
     shown = str(value).lower() if value is True else value
@@ -246,6 +245,7 @@ def test_a_changed_setting_that_does_nothing_warns_and_says_why():
 @pytest.mark.parametrize("name, value, turned_on_by", [
     ("grad_norm", 1.0, dict(apply_gradient_clipping=True)), ("shuffle_buffer", 9, dict(stream=True)),
     ("min_wrap_params", 9, dict(wrap_policy="min_params")),
+    ("loftq_iter", 2, dict(init_lora_weights="loftq")),
     ("shard_group_size", 2, dict(sharding_strategy="hybrid_full_shard"))])
 def test_a_detail_of_something_that_is_off_warns(name, value, turned_on_by):
     (warning,) = settings_without_effect(RunConfig(**{name: value}))

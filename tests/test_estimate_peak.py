@@ -152,6 +152,12 @@ def test_fsdp_holds_two_flat_buffers_while_it_gathers_in_the_forward():
         assert counts[:4] == [1, 2, 2, 2]
 
 
+def test_what_adapters_began_as_is_kept_on_the_host():
+    plain, began = (memory(LLAMA_8B, lora_rank=64, changes_base=c) for c in (False, True))
+    assert began.host - plain.host == pytest.approx(plain.parts["adapters"])
+    assert began.parts == plain.parts
+
+
 def test_inputs_that_wait_on_the_host_are_off_the_gpu_but_for_those_in_flight():
     """Of 31 that move (the last stays), two are back at most; the host has a slot for each."""
     setup = replace(PRODUCT, batch_size=2)

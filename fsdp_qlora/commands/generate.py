@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ..config import RunConfig
 from ..data import choose_pad_token_id, encode_prompt, stop_token_ids
 from ..dist import rank_device
-from ..export.trained_base import BaseQuant, base_quant
+from ..export.adapter_folder import Delta
+from ..export.trained_base import BaseQuant, base_quant, taken_out_of
 from ..loading import DTYPES, first_line, pinned, read_config
 from ..training.prepare import load_tokenizer
 
@@ -37,7 +38,7 @@ def load_for_inference(model_name: str, adapter: str | Path | None = None, quant
         if not known.is_known:
             raise ValueError(f"--adapter_folder {adapter}: it was trained on {known}, which can't be "
                              "repeated here; add --base_quant none for the original weights")
-        round_linears(model, known)
+        round_linears(model, known, taken_out_of(adapter))
     if adapter is None: return model
     try:
         return PeftModel.from_pretrained(model, str(adapter)).eval()
@@ -48,12 +49,16 @@ def load_for_inference(model_name: str, adapter: str | Path | None = None, quant
 
 
 @torch.no_grad()
-def round_linears(model: nn.Module, quant: BaseQuant, skip: tuple[str, ...] = ("lm_head",)):
-    """Give every linear weight but the head's the value that its 4-bit form stands for, in place."""
+def round_linears(model: nn.Module, quant: BaseQuant, taken: dict[str, Delta],
+                  skip: tuple[str, ...] = ("lm_head",)):
+    """Give every linear weight but the head's the value that its rounded form stands for, in place.
+
+    What is `taken` out of a weight in training is not rounded.
+    """
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name.rsplit(".", 1)[-1] not in skip:
             w = module.weight
-            w.copy_(quant.round_rows(w.data, w.dtype))
+            w.copy_(quant.round_rows(w.data, w.dtype, taken.get(f"{name}.weight")))
 
 
 def answer(config: RunConfig, options):

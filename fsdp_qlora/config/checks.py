@@ -119,8 +119,8 @@ def check_first_values(config):
     """What adapters begin from must be there."""
     kind = config.init_lora_weights
     if not re.fullmatch(r"default|pissa|pissa_niter_\d+|olora|loftq", kind):
-        raise ValueError(f"--init_lora_weights {kind}: choose default, pissa, pissa_niter_N with a number "
-                         "N, olora or loftq")
+        raise ValueError(f"--init_lora_weights {kind}: choose default, pissa, pissa_niter_N with a "
+                         "number N, olora or loftq")
     if kind == "loftq" and config.adapter != "none" and config.quant == "none":
         raise ValueError("--init_lora_weights loftq gives adapters what quantization lost, and with "
                          "--quant none nothing is; add --quant nf4, or use pissa")
@@ -214,7 +214,8 @@ WITHOUT_EFFECT = {
     "export_memory_timeline": "--profile decides",
     **dict.fromkeys(("project_name", "name", "group", "entity"), "they belong to --log_to wandb"),
 }
-OF_ADAPTERS = ("init_lora_weights", "use_rslora", "lora_rank_pattern", "lora_alpha_pattern", "loraplus_lr_ratio")
+OF_ADAPTERS = ("init_lora_weights", "use_rslora", "lora_rank_pattern", "lora_alpha_pattern",
+               "loraplus_lr_ratio")
 OF_THE_PROFILE = ("profiling_output", "with_stack", "with_shapes", "wait_steps", "warmup_steps",
                   "active_steps", "repeat", "profiling_frequency")
 

@@ -87,8 +87,8 @@ class AdapterOptions:
     lora_alpha_pattern: str | None = opt(None, "other values of --lora_alpha for some modules",
                                          example="q_proj=32")
     init_lora_weights: str = opt(
-        "default", "first values of an adapter: default (A random, B zero), pissa or olora (a part of W, "
-        "which the base then lacks), pissa_niter_N (by a fast SVD), loftq (what quantization lost)",
+        "default", "first values of an adapter: default (A random, B zero), pissa or olora (a part of "
+        "W, which the base then lacks), pissa_niter_N (by a fast SVD), loftq (what quantization lost)",
         example="pissa_niter_16")
     loftq_iter: int = opt(1, "rounds of quantizing and correcting, with --init_lora_weights loftq")
     modules_to_save: str | None = opt(None, "modules that are trained whole beside the adapters",

@@ -292,6 +292,8 @@ def host_memory(shape: ModelShape, setup: Setup) -> dict[str, float]:
     """
     ranks = setup.node_gpus
     found = dict(weights=sum(resident_bytes(shape, setup, host=True).values()))
+    if setup.changes_base:  # what adapters began as is kept to the end (../adapters/initial.py)
+        found["first values"] = all_trained(shape, setup, setup.shard_ranks)
     if setup.activation_offload:  # a slot for every block but the last
         found["activations"] = (shape.layers - 1) * offloaded_input(shape, setup)
     if trained_on_host(shape, setup):

@@ -36,6 +36,7 @@ class Setup:
     rank_pattern: tuple[tuple[str, int], ...] = ()  # (layer name, its rank), where another
     targets: str | tuple[str, ...] | None = "all-linear"
     lora_dropout: float = 0.1
+    changes_base: bool = False         # adapters begin as a part of the weights
     adapter_dtype: str = "fp32"
     optimizer: str = "adamw"
     precision: str = "bf16"
@@ -122,7 +123,8 @@ def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
         adapter=config.adapter, lora_rank=config.lora_rank,
         rank_pattern=tuple(config.rank_pattern.items()),
         targets=tuple(targets) if isinstance(targets, list) else targets,
-        lora_dropout=config.lora_dropout, adapter_dtype=config.adapter_dtype,
+        lora_dropout=config.lora_dropout, changes_base=config.changes_base,
+        adapter_dtype=config.adapter_dtype,
         optimizer=config.optimizer, precision=config.precision,
         compute_dtype=config.compute_dtype,
         batch_size=batches.micro_batch_size, context_length=config.context_length,

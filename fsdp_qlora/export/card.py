@@ -14,6 +14,7 @@ from statistics import median
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from ..adapters.initial import Start
 from ..config import RunConfig
 from ..config.settings import default_of, shown
 from ..redact import redact_all, without_folders
@@ -80,10 +81,21 @@ def facts(run: dict, base: str) -> dict:
     about = run.get("about", {})
     packages = ", ".join(f"{name} {number}" for name, number in about.get("packages", {}).items())
     rows = {"base": base, "revision": run.get("revision"), "base weights in training": run.get("quant"),
+            "the adapter is for": fits(run),
             "data": without_folders(run["dataset"]),
             "sha256 of the tokenized rows": about.get("data_sha256"),
             "hardware": about.get("hardware"), "software": packages, "date": about.get("date")}
     return {name: value for name, value in rows.items() if value}
+
+
+def fits(run: dict) -> str | None:
+    """Which form of the base an adapter goes with, where that is not plain from its kind."""
+    kind, quant = run.get("init_lora_weights", "default"), run.get("quant")
+    if kind == "default" or run.get("adapter") == "none": return None
+    if not Start(kind, run.get("loftq_iter", 1)).changes_base: return f"the base rounded to {quant}"
+    if quant == "none": return "the original weights"
+    return ("the original weights; in training all of them but what the adapter began as were rounded "
+            f"to {quant}, and `fsdp-qlora merge` repeats that")
 
 
 def figures(lines: list[dict]) -> dict:

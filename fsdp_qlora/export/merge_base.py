@@ -15,7 +15,8 @@ from transformers import PretrainedConfig
 from ..loading import Checkpoint, bnb4, checkpoint_folder, meta_model, read_config
 from ..loading.prequantized import kind_of
 from ..quantization.quantize import QuantLinear, quantize_linears
-from .trained_base import BaseQuant, base_quant, trained_quant
+from .adapter_folder import Delta
+from .trained_base import BaseQuant, base_quant, taken_out_of, trained_quant
 
 
 @dataclass
@@ -30,6 +31,7 @@ class BaseModel:
     round_to: BaseQuant | None = None  # linear weights are rounded so, and back
     trained_on: BaseQuant = BaseQuant()
     packed: dict = field(default_factory=dict)  # weights that the checkpoint itself has in 4 bits
+    taken: dict[str, Delta] = field(default_factory=dict)  # what is not rounded of a weight
 
     def __post_init__(self):
         self.packed = bnb4.packed_weights(self.checkpoint)
@@ -61,12 +63,14 @@ class BaseModel:
         """Rows (start, stop) in fp32, rounded as in training; integers as they are."""
         rows = self.checkpoint.rows(name, start, stop)
         if not self.round_to or name not in self.linear_weights: return as_fp32(rows)
-        return self.round_to.round_rows(rows)
+        return self.round_to.round_rows(rows, taken=self.taken.get(name), start=start)
 
     def describe(self, name: str | None = None) -> str:
         """The base in words, under its own or another name."""
         name = name or self.name
         if self.packed: return f"{name}, whose weights are stored in 4 bits"
+        if self.taken: return (f"{name} rounded to {self.round_to} and back, all but what the adapter "
+                               "began as")
         if self.round_to: return f"{name} rounded to {self.round_to} and back"
         if self.trained_on.quant == "none": return f"the original weights of {name}"
         return f"the original weights of {name}, though the adapter was trained on {self.trained_on}"
@@ -112,3 +116,4 @@ def choose_base(base: BaseModel, merge_base: str, quant: str, adapter: str | Pat
         raise ValueError(f"--merge_base {merge_base}: {fault}; add --base_quant nf4, or another, or use "
                          "--merge_base original")
     base.round_to = wanted
+    base.taken = {base.find(name) or name: part for name, part in taken_out_of(adapter).items()}

@@ -48,7 +48,10 @@ def save_trained(model: nn.Module, folder: str | Path, tokenizer=None, settings:
 
 
 def trained_bytes(model: nn.Module) -> int:
-    """Size of what `save_trained` will write; the model may still be on meta."""
+    """Size of what `save_trained` will write; the model may still be on meta.
+
+    An adapter that begins as a part of its base takes twice that.
+    """
     whole = not hasattr(model, "peft_config")
     return sum(p.numel() * p.element_size() for p in model.parameters() if whole or p.requires_grad)
 

@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..adapters.initial import Start, low_rank_rows
 from ..quantization.formats import FORMATS, dequantize_rows, quantize_rows
+from .adapter_folder import AdapterFolder, Delta
 from .save import RUN_FILE
 
 
@@ -30,10 +32,36 @@ class BaseQuant:
         """Whether `round_rows` can repeat it."""
         return self.quant in FORMATS
 
-    def round_rows(self, rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Rows (O, I) of a weight, as their rounded form stands for them, in `dtype`."""
+    def round_rows(self, rows: Tensor, dtype: torch.dtype = torch.float32, taken: Delta | None = None,
+                   start: int = 0) -> Tensor:
+        """Rows (O, I) of a weight from `start`, as their rounded form stands for them, in `dtype`.
+
+        What the frozen weights lacked in training (`taken_out_of`) is not rounded.
+        """
+        if taken is not None:
+            part = low_rank_rows(taken.a, taken.b, taken.scaling, start, start + len(rows))
+            part = part.to(rows.device)
+            return (self.round_rows(rows.float() - part) + part).to(dtype)
         packed, absmax = quantize_rows(rows, self.quant, self.absmax_dtype)
         return dequantize_rows(packed, absmax, rows.shape[1], self.quant, dtype)
+
+
+def taken_out_of(folder: str | Path | None) -> dict[str, Delta]:
+    """What each weight of the base lacked in training, by its name, as an adapter's folder has it.
+
+    Half of the rank of such an adapter (adapters/initial.py).
+    """
+    path, found = Path(folder or "") / RUN_FILE, {}
+    run = json.loads(path.read_text()) if folder and path.is_file() else {}
+    if not Start(run.get("init_lora_weights", "default"), run.get("loftq_iter", 1)).changes_base:
+        return found
+    adapter = AdapterFolder(folder)
+    for name, change in adapter.changes.items():
+        if not change.parts: continue
+        a, b = (adapter.tensor(change.parts[kind]) for kind in "AB")
+        rank = len(a) // 2
+        found[name] = Delta(a[rank:], -b[:, rank:], change.scaling)
+    return found
 
 
 def trained_quant(folder: str | Path | None) -> BaseQuant:

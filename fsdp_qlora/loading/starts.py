@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from time import perf_counter
 
 import torch
 from torch import Tensor, nn
 
 from ..adapters.initial import FirstValues, Start, Taken, first_values, low_rank_rows
 from ..adapters.lora import LoraLinear
-from ..dist import from_rank, local_rows, ranks_from_env
+from ..dist import from_rank, local_rows, print_main, ranks_from_env
 from ..model.blocks import base_model, is_tied, output_head
 from ..quantization.formats import dequantize_rows, quantize_rows
 from .prequantized import FourBitCheckpoint
@@ -55,7 +56,7 @@ def start_from_weights(model: nn.Module, source: Checkpoint, device: torch.devic
     Every rank must call it. `saved` reads the checkpoint that a run goes on from, so that nothing is
     searched for again. Returns the checkpoint's names of the weights that are in the model now.
     """
-    pieces, filled = {piece.key: piece for piece in rank_pieces(model)}, set()
+    began, pieces, filled = perf_counter(), {p.key: p for p in rank_pieces(model)}, set()
     values = found_values(model, source, device, start, seed) if saved is None \
         else saved_values(model, start, saved)
     with torch.no_grad():
@@ -67,6 +68,9 @@ def start_from_weights(model: nn.Module, source: Checkpoint, device: torch.devic
             layer.taken = Taken(*(own_rows(t, p) for t, p in zip(
                 (first.taken.a, first.taken.b), parameters_of(layer), strict=True)))
             filled.add(key)
+    print_main(f"--init_lora_weights {start.kind}: {len(adapted_layers(model))} adapters "
+               f"{'found in their weights' if saved is None else 'taken from the checkpoint'} in "
+               f"{perf_counter() - began:.1f} s")
     return filled
 
 

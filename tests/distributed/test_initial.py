@@ -28,7 +28,6 @@ from tests.tiny import (
     reference_model,
     reference_run,
     save_tiny,
-    tiny_rows,
 )
 
 PLACES = [dict(sharding_strategy="full_shard"), dict(sharding_strategy="ddp"),
@@ -203,3 +202,80 @@ def test_a_loftq_adapter_is_for_the_base_in_4_bits_as_bitsandbytes_has_it(folder
         torch.testing.assert_close(logits_of(reloaded, STEPS), live, rtol=1e-5, atol=2e-5)
         assert load_file(tmp_path / str(i) / "adapter_model.safetensors")[
             "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"].shape[0] == RANK
+
+
+QUANTIZED = [dict(init_lora_weights="pissa"), dict(init_lora_weights="olora", adapter="dora"),
+             dict(init_lora_weights="loftq", loftq_iter=2, absmax_dtype="int8"),
+             dict(init_lora_weights="pissa_niter_4", quant="hqq", n_bits=3, use_rslora=True)]
+
+
+def test_a_quantized_base_is_made_again_by_merge_and_generate_as_the_adapter_knew_it(folder, tmp_path):
+    logits = run_ranks(train_and_save, 2, folder, str(tmp_path), QUANTIZED, STEPS[:2])[0]
+    for i, (case, live) in enumerate(zip(QUANTIZED, logits, strict=True)):
+        adapter, merged = tmp_path / str(i), tmp_path / f"merged-{i}"
+        found = logits_of(load_for_inference(folder, adapter, dtype=torch.float32), STEPS)
+        assert (found - live).norm() < 2e-3 * live.norm(), case
+        merge_adapter(folder, adapter, merged, dtype="fp32")
+        of_merged = logits_of(AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32), STEPS)
+        torch.testing.assert_close(of_merged, found, rtol=1e-4, atol=1e-4)
+        original = load_for_inference(folder, adapter, "none", dtype=torch.float32)
+        assert (logits_of(original, STEPS) - live).norm() > 5 * (found - live).norm(), case
+
+
+# ---- resumed -----------------------------------------------------------------------------------
+
+def checkpointed(folder: str, out: str, cases: list[dict], from_step: int | None) -> list[dict]:
+    """Every parameter's bytes after one step and a checkpoint; or as it is built from that."""
+    from pathlib import Path
+
+    from fsdp_qlora.build import build_model
+    from fsdp_qlora.checkpoint import saved_adapter
+    from fsdp_qlora.checkpoint.folder import all_checkpoints
+    from fsdp_qlora.dist import full_tensor
+    from tests.distributed.test_resume import run_once, settings
+    found = []
+    for i, case in enumerate(cases):
+        config = settings(folder, Path(out, str(i)), max_steps=1, **case)
+        if from_step is None: run_once(config)
+        (newest,) = all_checkpoints(Path(out, str(i), "checkpoints"))
+        model = build_model(config, torch.device("cpu"), saved_adapter(newest))
+        found.append({n: full_tensor(p.detach()).contiguous().view(torch.uint8).clone()
+                      for n, p in model.named_parameters()})
+    return found
+
+
+def test_a_run_that_goes_on_elsewhere_has_the_same_base_bit_by_bit(tmp_path):
+    from tests.tokenizers import save_chat_model
+    folder = save_chat_model(tmp_path / "model", hidden_size=192, intermediate_size=320)
+    cases = [dict(train_type="lora", init_lora_weights="pissa", checkpoint_every=1),
+             dict(init_lora_weights="loftq", loftq_iter=2, adapter_dtype="bf16", checkpoint_every=1)]
+    first = run_ranks(checkpointed, 2, folder, str(tmp_path / "out"), cases, None)[0]
+    for world_size in (1, 3):
+        later = run_ranks(checkpointed, world_size, folder, str(tmp_path / "out"), cases, 1)[0]
+        for ours, expected in zip(later, first, strict=True):
+            assert ours.keys() == expected.keys()
+            assert all(torch.equal(ours[n], expected[n]) for n in ours)
+
+
+# ---- refused -----------------------------------------------------------------------------------
+
+def test_weights_that_adapters_can_not_begin_from_are_refused(folder, tmp_path):
+    from fsdp_qlora.build import planned_model
+    from fsdp_qlora.config import RunConfig
+
+    def refusal(model_name=folder, **settings):
+        with pytest.raises(ValueError) as error:
+            planned_model(RunConfig(**dict(model_name=str(model_name), lora_rank=RANK) | settings),
+                          torch.device("cpu"))
+        assert "\n" not in str(error.value)
+        return str(error.value)
+    assert "has no 64 directions; use a --lora_rank" in refusal(init_lora_weights="olora", lora_rank=64)
+    assert "add --quant nf4" in refusal(init_lora_weights="loftq", train_type="lora")
+    assert "--init_lora_weights svd: choose" in refusal(init_lora_weights="svd")
+    assert "--quantized_cache" in refusal(init_lora_weights="pissa", quantized_cache=str(tmp_path))
+    tied = save_tiny(tmp_path / "tied", tie_word_embeddings=True)
+    assert "this model's head is its embedding" in refusal(
+        tied, init_lora_weights="pissa", lora_target_modules="q_proj,lm_head")
+    packed = reference_model(folder, "qlora").unload()
+    packed.save_pretrained(tmp_path / "packed")
+    assert "give the 16-bit model" in refusal(tmp_path / "packed", init_lora_weights="loftq")

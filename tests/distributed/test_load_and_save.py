@@ -74,6 +74,8 @@ def assert_layer_equals(state: dict, weights: dict, train_type: str):
 
 def train_and_save(folder: str, out: str, cases: list[dict], steps) -> list[torch.Tensor]:
     """Train each case a little, save it, and return the live logits of the first rows."""
+    from dataclasses import asdict
+
     import torch.distributed as dist
 
     from fsdp_qlora.build import build_model
@@ -90,7 +92,7 @@ def train_and_save(folder: str, out: str, cases: list[dict], steps) -> list[torc
         for rows in steps:
             mine = rows[dist.get_rank()::dist.get_world_size()]
             train_step(model, optimizer, [padded_batch(mine)])
-        save_trained(model, f"{out}/{i}")
+        save_trained(model, f"{out}/{i}", settings=asdict(config))
         batch = padded_batch(steps[0])
         with torch.no_grad():
             logits.append(model(input_ids=batch["input_ids"],
