@@ -9,7 +9,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    LlamaForCausalLM,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fsdp_qlora.adapters import apply_adapters, lora_config, trainable_parameters
 from fsdp_qlora.loading import materialize
@@ -106,10 +113,35 @@ def test_soft_capped_logits_equal_transformers_gemma2(chunk):
     assert_equal(loss_and_gradients(ours, batch), loss_and_gradients(plain, batch))
 
 
-def test_a_model_that_scales_its_logits_gives_its_own_loss():
-    plain, batch = tiny_model(GraniteConfig(**SIZES, logits_scaling=4.0)), batch_of()
+SCALED = [GraniteConfig(**SIZES, logits_scaling=4.0), CohereConfig(**SIZES, logit_scale=0.25),
+          CohereConfig(**SIZES, logit_scale=5.0, tie_word_embeddings=False)]
+
+
+@pytest.mark.parametrize("config", SCALED, ids=["divided", "multiplied, tied", "multiplied"])
+def test_scaled_logits_equal_transformers_granite_and_cohere(chunk, config):
+    plain, batch = tiny_model(config), batch_of()
     ours = apply_chunked_loss(copy.deepcopy(plain))
-    torch.testing.assert_close(loss_and_gradients(ours, batch), loss_and_gradients(plain, batch))
+    assert "forward" in ours.__dict__
+    assert_equal(loss_and_gradients(ours, batch), loss_and_gradients(plain, batch))
+
+
+@pytest.mark.parametrize("shape", ["shifted", "hidden scaled", "squared"])
+def test_a_model_that_makes_its_logits_in_another_way_keeps_its_own_forward(shape, capsys):
+    """As a family never seen may; its loss must be its own."""
+    class Other(LlamaForCausalLM):
+        def forward(self, input_ids=None, labels=None, **kwargs):
+            hidden = self.model(input_ids=input_ids, **kwargs).last_hidden_state
+            if shape == "hidden scaled": hidden = hidden / 3
+            logits = self.lm_head(hidden)
+            if shape == "shifted": logits = logits + torch.arange(logits.shape[-1]) / 10
+            if shape == "squared": logits = logits.pow(2)
+            loss = None if labels is None else self.loss_function(logits, labels, V)
+            return CausalLMOutputWithPast(loss=loss, logits=logits)
+    torch.manual_seed(0)
+    plain, batch = Other(CONFIGS["llama"](**SIZES)), batch_of()
+    ours = apply_chunked_loss(copy.deepcopy(plain))
+    assert "all logits are held for the loss: Other" in capsys.readouterr().out
+    assert_equal(loss_and_gradients(ours, batch), loss_and_gradients(plain, batch))
 
 
 def test_an_adapted_head_is_trained():
@@ -135,7 +167,7 @@ def test_sum_and_gradients_equal_the_formula(chunk_size, softcap, bias):
     if softcap: logits = softcap * torch.tanh(logits / softcap)
     counted = labels != -100
     expected = -logits[counted].softmax(-1).gather(1, labels[counted, None]).log().sum()
-    loss = ChunkedCrossEntropy.apply(hidden, weight, offset, labels, softcap, chunk_size)
+    loss = ChunkedCrossEntropy.apply(hidden, weight, offset, labels, 1.0, softcap, chunk_size)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(torch.autograd.grad(0.3 * loss, leaves),
                                torch.autograd.grad(0.3 * expected, leaves), rtol=1e-5, atol=1e-6)
@@ -154,7 +186,7 @@ def test_rows_without_a_trained_token_give_loss_zero_and_no_gradient(chunk, num_
 def test_large_logits_stay_finite_and_equal_cross_entropy():
     hidden = (1e4 * torch.eye(4, 8)).requires_grad_()
     weight, labels = torch.eye(6, 8), torch.tensor([0, 5, 2, -100])
-    loss = ChunkedCrossEntropy.apply(hidden, weight, None, labels, None, 2)
+    loss = ChunkedCrossEntropy.apply(hidden, weight, None, labels, 1.0, None, 2)
     expected = nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="sum")
     torch.testing.assert_close(loss, expected)
     assert torch.autograd.grad(loss, hidden)[0].isfinite().all()
@@ -164,8 +196,8 @@ def test_bf16_sums_in_fp32():
     """4,096 equal terms of log(V): a bf16 sum would stop growing after some 256 of them."""
     hidden = torch.zeros(4096, 8, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.zeros(16, 8, dtype=torch.bfloat16)
-    loss = ChunkedCrossEntropy.apply(hidden, weight, None, torch.zeros(4096, dtype=torch.long), None,
-                                     256)
+    loss = ChunkedCrossEntropy.apply(hidden, weight, None, torch.zeros(4096, dtype=torch.long), 1.0,
+                                     None, 256)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, 4096 * torch.tensor(16.0).log())
 
@@ -209,7 +241,7 @@ def test_all_logits_are_never_held_nor_saved(trained_head):
     saved = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
     with Sizes() as sizes, hooks:
-        loss = ChunkedCrossEntropy.apply(hidden, weight, None, torch.arange(n), None, chunk)
+        loss = ChunkedCrossEntropy.apply(hidden, weight, None, torch.arange(n), 1.0, None, chunk)
         loss.backward()
     assert sizes.largest == chunk * vocabulary
     assert sum(t.numel() for t in saved) == n * width + trained_head * vocabulary * width

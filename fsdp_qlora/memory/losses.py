@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ..dist import print_main
 from ..model.blocks import base_model, output_head
+from .logits import logit_map
 from .vocabulary import whole
 
 IGNORE = -100
@@ -33,7 +35,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of token losses of hidden (N, D) against labels (N,), with the head's weight (V, D)."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, softcap, chunk):
+    def forward(ctx, hidden, weight, bias, labels, scale, softcap, chunk):
         loss = hidden.new_zeros((), dtype=torch.float32)
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
@@ -42,7 +44,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             chunk_loss, d_logits = loss_and_d_logits(hidden[part], weight, bias, labels[part],
-                                                     softcap)
+                                                     scale, softcap)
             loss += chunk_loss
             torch.mm(d_logits, weight, out=d_hidden[part])
             if d_weight is not None: d_weight += d_logits.t() @ hidden[part]
@@ -58,22 +60,25 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         d_hidden = (d_hidden * d_loss).to(d_hidden.dtype)
         if d_weight is not None: d_weight = (d_weight * d_loss).to(weight_dtype)
         if d_bias is not None: d_bias = (d_bias * d_loss).to(bias_dtype)
-        return d_hidden, d_weight, d_bias, None, None, None
+        return d_hidden, d_weight, d_bias, *[None] * 4
 
 
-def loss_and_d_logits(hidden, weight, bias, labels, softcap) -> tuple[Tensor, Tensor]:
+def loss_and_d_logits(hidden, weight, bias, labels, scale, softcap) -> tuple[Tensor, Tensor]:
     """Summed loss of one chunk in fp32, and its gradient (N, V) before the head's product."""
     logits = nn.functional.linear(hidden, weight, bias)
-    if logits.is_cuda: return compiled_loss_of_logits()(logits, labels, softcap)
-    return loss_of_logits(logits, labels, softcap)
+    if logits.is_cuda: return compiled_loss_of_logits()(logits, labels, scale, softcap)
+    return loss_of_logits(logits, labels, scale, softcap)
 
 
-def loss_of_logits(logits: Tensor, labels: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+def loss_of_logits(logits: Tensor, labels: Tensor, scale: float = 1.0, softcap: float | None = None
+                   ) -> tuple[Tensor, Tensor]:
     """Summed cross-entropy of logits (N, V) in fp32, and d loss / d logits in the logits' dtype.
 
-    The gradient is softmax(logits) - onehot(label), zero where the label is ignored.
+    The gradient is softmax(logits) - onehot(label), zero where the label is ignored; what the model
+    does to the head's output first (logits.py) is followed back.
     """
     capped = logits.float()
+    if scale != 1: capped = capped * scale
     if softcap: capped = softcap * torch.tanh(capped / softcap)
     counted = (labels != IGNORE)[:, None]
     target = labels.clamp(min=0)[:, None]
@@ -83,6 +88,7 @@ def loss_of_logits(logits: Tensor, labels: Tensor, softcap: float | None) -> tup
     is_target = torch.arange(logits.shape[-1], device=logits.device) == target
     grad = (grad - is_target.float()) * counted
     if softcap: grad = grad * (1 - (capped / softcap) ** 2)
+    if scale != 1: grad = grad * scale
     return loss, grad.to(logits.dtype)
 
 
@@ -97,24 +103,23 @@ def shifted(labels: Tensor) -> Tensor:
     return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
 
 
-def chunked_forward(model, plain_forward, input_ids=None, attention_mask=None, labels=None,
+def chunked_forward(model, plain_forward, after_head, input_ids=None, attention_mask=None, labels=None,
                     num_items_in_batch=None, **kwargs):
     """A causal model's forward: with labels only the loss, without labels its own forward.
 
     The loss is the sum over trained tokens divided by `num_items_in_batch`, or their mean, as in
-    transformers.
+    transformers. `after_head` is the scale and the cap of its logits.
     """
     if labels is None:
         return plain_forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
     hidden = model.base_model(input_ids=input_ids, attention_mask=attention_mask,
                               **kwargs).last_hidden_state
     head, labels = output_head(model), shifted(labels).flatten()
-    softcap = getattr(model.config, "final_logit_softcapping", None)
     # In the head's own dtype: norms in fp32 give another, and autocast knows no `out=`.
     hidden = hidden.flatten(0, 1).to(head.weight.dtype)
     weight = whole(head.weight, hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):
-        total = ChunkedCrossEntropy.apply(hidden, weight, head.bias, labels, softcap,
+        total = ChunkedCrossEntropy.apply(hidden, weight, head.bias, labels, *after_head,
                                           chunk_tokens(len(weight)))
     if num_items_in_batch is None: num_items_in_batch = (labels != IGNORE).sum().clamp(min=1)
     return CausalLMOutputWithPast(loss=total / num_items_in_batch)
@@ -123,12 +128,15 @@ def chunked_forward(model, plain_forward, input_ids=None, attention_mask=None, l
 def apply_chunked_loss(model: nn.Module) -> nn.Module:
     """Let the model compute its training loss in chunks, in place.
 
-    A model whose head is adapted, or which scales its logits in a way not known here, keeps its own
+    A model whose head is adapted, or which makes its logits in a way not known here, keeps its own
     forward, which holds all logits.
     """
     causal = base_model(model)
-    scales = any(getattr(causal.config, name, None) not in (None, 1, 1.0)
-                 for name in ("logit_scale", "logits_scaling"))
-    if isinstance(output_head(model), nn.Linear) and not scales:
-        causal.forward = partial(chunked_forward, causal, causal.forward)
+    if not isinstance(output_head(model), nn.Linear): return model
+    after_head = logit_map(causal)
+    if after_head is None:
+        print_main(f"all logits are held for the loss: {type(causal).__name__} makes them in a way "
+                   "that is not known here")
+        return model
+    causal.forward = partial(chunked_forward, causal, causal.forward, after_head)
     return model
