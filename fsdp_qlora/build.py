@@ -33,6 +33,7 @@ from .loading import (
     meta_model,
     read_config,
 )
+from .loading.names import match_names
 from .loading.prequantized import FourBitCheckpoint, layers_to_quantize, open_weights
 from .loading.quantized_cache import QuantizedCache
 from .loading.starts import SavedRows, check_start, start_from_weights
@@ -142,7 +143,7 @@ def open_checkpoint(config: RunConfig, settings: PretrainedConfig, model: nn.Mod
     quantization = settings.to_dict().get("quantization_config")
     checkpoint = open_weights(checkpoint_folder(config.model_name, config.revision), quantization,
                               config.model_name)
-    check_complete(model, checkpoint)
+    check_complete(model, match_names(model, checkpoint))
     return checkpoint
 
 

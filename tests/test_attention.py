@@ -272,6 +272,15 @@ def test_capped_scores_are_refused_where_the_cap_would_be_lost(packing):
     assert choose(Gemma2Config(), "eager", packing)[0] == "eager"
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_left_to_itself_a_model_takes_a_kernel_that_caps_its_scores_if_it_does(packing):
+    gpu = torch.device("cuda")
+    assert choose(Gemma2Config(), "auto", packing) == ("eager", "gemma2 caps its attention scores")
+    assert attention.choose_attention("auto", packing, Gemma2Config(), gpu, torch.bfloat16)[0] == (
+        "flex_attention")
+    assert choose(LlamaConfig(), "auto", packing)[0] == "sdpa"
+
+
 def test_varlen_is_refused_without_packing_and_where_it_has_no_kernels():
     with pytest.raises(ValueError, match="varlen is for packed rows; add --packing true"):
         RunConfig(attn_implementation="varlen")

@@ -72,9 +72,13 @@ def reference_model(folder: str, train_type: str, dtype=torch.float32, targets=T
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype,
                                                  quantization_config=quantization)
     if train_type == "full": return model.train()
-    config = LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=8, target_modules=targets,
-                        use_dora="dora" in train_type)
-    model = get_peft_model(model, config)
+    return with_lora(model, targets, use_dora="dora" in train_type)
+
+
+def with_lora(model, targets, **more):
+    """A model under PEFT whose adapters have the values that a run of SEED gives them."""
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=8,
+                                             target_modules=targets, **more))
     with torch.no_grad():
         for name, p in model.named_parameters():
             if ".lora_A." in name: p.copy_(initial_a(name, SEED, p.shape))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..catalog.arch import DEFAULT_TARGETS
 from ..dist import full_tensor, local_rows
 from ..model.blocks import base_model, is_linear, linear_names, output_head
+from ..model.conv1d import transposed_weights
 from ..quantization import fp8
 from ..quantization.quantize import QuantLinear, compute_input, frozen_linear
 from .dora import Magnitude, adapted_norms, norms_of
@@ -103,6 +104,7 @@ def apply_adapters(model: nn.Module, config: LoraConfig, dtype: torch.dtype = to
     """
     config.target_modules = resolve_targets(model, config.target_modules)
     check_patterns(model, config)
+    if transposed_weights(model): config.fan_in_fan_out = True  # as PEFT calls it where it loads this
     config._register_custom_module({QuantLinear: LoraLinear, nn.Linear: LoraLinear})
     peft_model = get_peft_model(model, config, autocast_adapter_dtype=False,
                                 low_cpu_mem_usage=next(model.parameters()).is_meta)

@@ -12,6 +12,7 @@ from peft import PeftModel
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from ..config import RunConfig
 from ..data import choose_pad_token_id, encode_prompt, stop_token_ids
@@ -56,8 +57,8 @@ def round_linears(model: nn.Module, quant: BaseQuant, taken: dict[str, Delta],
     What is `taken` out of a weight in training is not rounded.
     """
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name.rsplit(".", 1)[-1] not in skip:
-            w = module.weight
+        if isinstance(module, (nn.Linear, Conv1D)) and name.rsplit(".", 1)[-1] not in skip:
+            w = module.weight.t() if isinstance(module, Conv1D) else module.weight
             w.copy_(quant.round_rows(w.data, w.dtype, taken.get(f"{name}.weight")))
 
 

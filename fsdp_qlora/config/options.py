@@ -59,8 +59,9 @@ class ModelOptions:
         "auto", "products of frozen weights: fp8 is faster on Hopper and newer; auto = --precision",
         choices=("auto", "bf16", "fp8"))
     attn_implementation: str = opt(
-        "sdpa", "attention kernel, as transformers names it; with --packing, sdpa is torch's "
-        "variable-length attention where that runs", example="eager")
+        "auto", "attention kernel, as transformers names it; auto = sdpa, or one that caps scores for a "
+        "model that does; with --packing, sdpa is torch's variable-length attention where that runs",
+        example="eager")
     device: str = opt("auto", "auto = cuda where there is a GPU", choices=("auto", "cpu", "cuda"))
     random_weights: bool = opt(
         False, "fill the model with random weights of config.json's shape (benchmarks)")

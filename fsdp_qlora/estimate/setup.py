@@ -129,7 +129,12 @@ def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
         compute_dtype=config.compute_dtype,
         batch_size=batches.micro_batch_size, context_length=config.context_length,
         accumulation=batches.accumulation, no_sync=config.no_sync,
-        compile=config.compile is not False, attention=config.attn_implementation), **changes)
+        compile=config.compile is not False, attention=estimated_attention(config)), **changes)
+
+
+def estimated_attention(config: RunConfig) -> str:
+    """The attention kernel that is reckoned with."""
+    return "sdpa" if config.attn_implementation == "auto" else config.attn_implementation
 
 
 def check_context(shape: ModelShape, setup: Setup):

@@ -172,7 +172,9 @@ def merged_tensors(plan: MergePlan) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of the merged checkpoint, one after the other."""
     for name, output in tqdm(plan.outputs.items(), "merging", unit=" tensors", disable=None):
         tensor = merged_tensor(plan, output)
-        if name in plan.packed: yield from bnb4.stored_tensors(name, tensor, "nf4").items()
+        if name in plan.packed:
+            if output.source in plan.base.transposed: tensor = tensor.t()  # bitsandbytes holds W
+            yield from bnb4.stored_tensors(name, tensor, "nf4").items()
         else: yield name, tensor
 
 

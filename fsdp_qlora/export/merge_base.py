@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from ..loading import Checkpoint, bnb4, checkpoint_folder, meta_model, read_config
 from ..loading.prequantized import kind_of
+from ..model.conv1d import transposed_weights
 from ..quantization.quantize import QuantLinear, quantize_linears
 from .adapter_folder import Delta
 from .trained_base import BaseQuant, base_quant, taken_out_of, trained_quant
@@ -32,6 +33,7 @@ class BaseModel:
     trained_on: BaseQuant = BaseQuant()
     packed: dict = field(default_factory=dict)  # weights that the checkpoint itself has in 4 bits
     taken: dict[str, Delta] = field(default_factory=dict)  # what is not rounded of a weight
+    transposed: set[str] = field(default_factory=set)  # that it holds as W^T
 
     def __post_init__(self):
         self.packed = bnb4.packed_weights(self.checkpoint)
@@ -51,13 +53,17 @@ class BaseModel:
                      if n in self.shapes), None)
 
     def must_be_whole(self, name: str) -> bool:
-        """Whether a tensor can't be read by rows: blocks of bitsandbytes' weights run over them."""
-        return name in self.packed or not self.shapes[name]
+        """Whether a tensor can't be read by rows: blocks of bitsandbytes' weights run over them, and
+        W^T is rounded by columns."""
+        return name in self.packed or not self.shapes[name] or (
+            bool(self.round_to) and name in self.transposed)
 
     def whole(self, name: str) -> Tensor:
         """A tensor that can't be read by rows, in fp32; integers as they are."""
         if name in self.packed: return bnb4.dense(self.checkpoint, name, self.packed[name]).float()
-        return as_fp32(self.checkpoint.rows(name, 0, 0))
+        if not self.shapes[name]: return as_fp32(self.checkpoint.rows(name, 0, 0))
+        whole = as_fp32(self.checkpoint.rows(name, 0, self.shapes[name][0]))
+        return self.round_to.round_rows(whole.t().contiguous(), taken=self.taken.get(name)).t()
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows (start, stop) in fp32, rounded as in training; integers as they are."""
@@ -95,6 +101,7 @@ def open_base(name: str, revision: str | None = None) -> BaseModel:
             for end in (meta.get_input_embeddings(), meta.get_output_embeddings())]
     base = BaseModel(name, Checkpoint(checkpoint_folder(name, revision)), config, linear, *ends)
     base.linear_weights = {base.find(n) or n for n in linear}
+    base.transposed = {base.find(n) or n for n in transposed_weights(meta)} - base.packed.keys()
     return base
 
 

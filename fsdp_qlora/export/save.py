@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..adapters import trainable_parameters
 from ..adapters.initial import for_original_base, saved_config, taken_out
 from ..dist import full_tensor, local_rows, main_only, ranks_from_env, split_as
+from ..model.conv1d import transposed_weights
 from ..redact import redact_all
 from .card import write_card
 
@@ -120,7 +121,9 @@ def save_full(model: nn.Module, folder: str | Path,
     if is_main: shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed
     writer = ShardWriter(scratch)
     try:
-        for name, tensor in gathered(dict(model.named_parameters())): writer.add(name, tensor)
+        transposed = transposed_weights(model)
+        for name, tensor in gathered(dict(model.named_parameters())):
+            writer.add(name, tensor.t().contiguous() if name in transposed else tensor)
         with main_only():
             if is_main:
                 writer.finish()

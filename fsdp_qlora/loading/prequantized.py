@@ -107,6 +107,10 @@ class FourBitCheckpoint(Checkpoint):
             self.stored[name].seen_as(torch.uint8, (out, wide // 2)),
             absmax.seen_as(absmax.dtype, (out, wide // BLOCKSIZE)), nested)
 
+    def rename(self, names: dict[str, str]):
+        super().rename(names)
+        self.weights = {names.get(name, name): weight for name, weight in self.weights.items()}
+
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes as they are before quantization."""

@@ -79,11 +79,16 @@ class Checkpoint:
         self.stored: dict[str, Stored] = {}
         for path in self.safetensors_files(): self.stored |= read_header(path)
         self.check_index()
+        self.made: dict = {}  # tensors that are not in the files as the model has them (names.py)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor."""
-        return {name: stored.shape for name, stored in self.stored.items()}
+        return {name: t.shape for name, t in (self.stored | self.made).items()}
+
+    def rename(self, names: dict[str, str]):
+        """Know tensors by other names; `names` maps those in the files to those."""
+        self.stored = {names.get(name, name): stored for name, stored in self.stored.items()}
 
     def safetensors_files(self) -> list[Path]:
         files = sorted(self.folder.glob("*.safetensors"))
@@ -114,10 +119,12 @@ class Checkpoint:
 
     def spans(self, piece) -> list[Stored]:
         """What must be read for a piece."""
+        if made := self.made.get(piece.key): return made.spans(piece.start, piece.stop)
         return [self.stored[piece.key].rows(piece.start, piece.stop)]
 
     def values(self, piece, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         """The piece's values, from what was read: rows of numbers, or packed bytes and scales."""
+        if made := self.made.get(piece.key): return (made.rows(tensors, piece.start, piece.stop),)
         return (tensors[0],)
 
     def placed(self, piece):

@@ -21,6 +21,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, Pretra
 
 VARLEN = "varlen"
 WITHOUT_SOFTCAP = ("sdpa", VARLEN)  # both would leave the capping of scores out in silence
+WITH_SOFTCAP = {"cuda": "flex_attention", "cpu": "eager"}
 ROW_WISE_LAYERS = {"full_attention", "sliding_attention"}  # others carry a state along the tokens
 # torch 2.11 takes fewer key-value heads as they come; since 2.12 it wants to be told.
 GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -58,15 +59,20 @@ def choose_attention(wanted: str, packing: bool, config: PretrainedConfig, devic
                      dtype: torch.dtype) -> tuple[str, str]:
     """The implementation to build a model with, and the reason.
 
-    wanted: --attn_implementation. Of `sdpa`, packed rows take `varlen` where it runs.
+    wanted: --attn_implementation. `auto` is sdpa, or one that can cap scores. Of `sdpa`, packed rows
+    take `varlen` where it runs.
     Raises ValueError where packed rows would not be kept apart, or scores not be capped.
     """
     config = config.get_text_config()
     if packing: check_packing(config)
+    caps = bool(getattr(config, "attn_logit_softcapping", None))
+    if wanted == "auto" and caps:
+        return WITH_SOFTCAP[device.type], f"{config.model_type} caps its attention scores"
+    if wanted == "auto": wanted = "sdpa"
     reason = why_not_varlen(config, device, dtype)
     if wanted == VARLEN and reason:
         raise ValueError(f"--attn_implementation {VARLEN}: {reason}; use sdpa")
-    if wanted in WITHOUT_SOFTCAP and getattr(config, "attn_logit_softcapping", None):
+    if caps and wanted in WITHOUT_SOFTCAP:
         raise ValueError(f"--attn_implementation {wanted}: {config.model_type} caps its attention "
                          "scores, which this leaves out; use eager or flex_attention")
     if not packing: return wanted, "--attn_implementation"

@@ -36,24 +36,27 @@ VARIATIONS = [dict(use_gradient_checkpointing=False), dict(no_sync=True), dict(c
 
 def train_case(folder: str, steps, settings: dict) -> dict:
     """Train on this rank's rows of each step, one row a micro-batch."""
+    from fsdp_qlora.build import build_model
+    from fsdp_qlora.config import RunConfig
+    config = RunConfig(**dict(model_name=folder, precision="fp32", lora_rank=RANK, lora_alpha=8,
+                              lora_dropout=0.0, seed=SEED) | settings)
+    return train_model(build_model(config, torch.device("cpu")), steps, config.no_sync)
+
+
+def train_model(model, steps, no_sync: bool = False) -> dict:
+    """Train a built model on this rank's rows of each step, one row a micro-batch."""
     import torch.distributed as dist
 
     from fsdp_qlora.adapters import trainable_parameters
-    from fsdp_qlora.build import build_model
-    from fsdp_qlora.config import RunConfig
     from fsdp_qlora.dist import full_tensor
     from fsdp_qlora.optim import build_optimizer
     from fsdp_qlora.training.step import train_step
-    config = RunConfig(**dict(model_name=folder, precision="fp32", lora_rank=RANK, lora_alpha=8,
-                              lora_dropout=0.0, seed=SEED) | settings)
-    model = build_model(config, torch.device("cpu"))
     optimizer = build_optimizer(model, "adamw", LR, 0.1)
     rank, world, losses, norms, checksums = dist.get_rank(), dist.get_world_size(), [], [], []
     checksums.append(checksum(model))
     for rows in steps:
         micro_batches = [padded_batch([row]) for row in rows[rank::world]]
-        result = train_step(model, optimizer, micro_batches, max_grad_norm=CLIP,
-                            no_sync=config.no_sync)
+        result = train_step(model, optimizer, micro_batches, max_grad_norm=CLIP, no_sync=no_sync)
         losses.append(result.loss)
         norms.append(result.grad_norm)
         checksums.append(checksum(model))
