@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test lint
+.PHONY: demo test docs
 
 demo: $(VENV)/.installed-demo
 	$(RUN) -m fsdp_qlora.cli demo --output_dir demo_output
@@ -11,6 +11,9 @@ demo: $(VENV)/.installed-demo
 test: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(RUN) -m pytest tests
+
+docs: $(VENV)/.installed-docs
+	$(RUN) -m mkdocs build --strict
 
 $(VENV)/.installed-%: setup.cfg pyproject.toml constraints.txt scripts/install
 	scripts/install $(VENV) $(PYTHON) $*

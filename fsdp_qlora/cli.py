@@ -113,8 +113,8 @@ class DemoOptions:
 
 def demo_command(argv: list[str]):
     """Fine-tune a small real model to write SQL, and score it before and after."""
-    options, flags = parse_own(argv, DemoOptions)
-    (config,) = parse(flags, prog="fsdp-qlora demo")
+    config, options = parse(argv, DemoOptions, prog="fsdp-qlora demo")
+    _, flags = parse_own(argv, DemoOptions)
     from .demo.run import run_demo
     run_demo(config, flags, options.cache_dir)
 

