@@ -119,6 +119,22 @@ def test_held_out_rows_are_named_by_their_own_flag(refused, folder, tmp_path, te
     assert f"--eval_dataset {held_out}: {part}" in error and "--dataset" not in error
 
 
+@pytest.mark.parametrize("text, part", [
+    ("", "no row is left to train on; it is empty"),
+    (json.dumps(dict(prompt="a" * 99, completion="b")) + "\n", "1 read; dropped 1: nothing to train")])
+def test_a_stream_without_a_row_to_train_on_is_refused_before_the_base_is_read(
+        refused, folder, tmp_path, text, part):
+    """The same words as without --stream; the base's weights can't be read at all."""
+    base, rows = tmp_path / "base", tmp_path / "rows.jsonl"
+    shutil.copytree(folder, base)
+    (base / "model.safetensors").write_bytes(b"")
+    rows.write_text(text)
+    argv = ["train", "--model_name", base, "--device", "cpu", "--dataset", rows, "--context_length", "64"]
+    errors = {refused(*argv), refused(*argv, "--stream")}  # one line
+    (error,) = errors
+    assert f"--dataset {rows}: no row is left" in error and part in error
+
+
 def test_names_in_any_script_work(folder, tmp_path):
     path = tmp_path / "übung 日本" / "🙂.jsonl"
     path.parent.mkdir()

@@ -135,7 +135,8 @@ class StreamLoader:
                         "pad_to": pad_to}
         self.gather, self.steps_ahead, self.pin_memory = gather, steps_ahead, pin_memory
         self.chat = ChatTemplate(deepcopy(tokenizer))  # its thread's own
-        self.report = DataReport(context_length, train_on)  # of this rank's rows, as far as read
+        self.report = DataReport(context_length, train_on)  # of this rank's rows, each once
+        self.counted_epoch, self.counted_steps = None, 0
 
     def __iter__(self) -> Iterator[Step]:
         started_at, rows_so_far = self.sampler.position, 0
@@ -148,7 +149,7 @@ class StreamLoader:
         if not started_at: self._check_any(rows_so_far)
 
     def full_report(self) -> DataReport:
-        """What all ranks have read so far; every rank must call it."""
+        """What all ranks have read so far, later epochs left out; every rank must call it."""
         total = DataReport(self.report.context_length, self.report.train_on)
         for values in self.gather(self.report.to_dict()): total.add(DataReport.from_dict(values))
         return total
@@ -192,7 +193,7 @@ class StreamLoader:
         try:
             if (item := next(steps, None)) is not None:
                 step, report = item
-                self.report.add(report)
+                self._count(step, report)
                 told = (len(step.micro_batches), step.num_rows, step.num_tokens,
                         step.num_trained_tokens)
         except Exception as caught:  # noqa: BLE001  the others would wait for this rank
@@ -202,6 +203,13 @@ class StreamLoader:
             raise ValueError(faults[0]) from error
         counts = [state for state in everyone if state is not None]
         return self._with_fillers(step, counts) if counts else None
+
+    def _count(self, step: Step, report: DataReport):
+        """Take a step into the report, unless its rows came before: in an epoch, or before a rollback."""
+        if self.counted_epoch is None: self.counted_epoch = step.epoch
+        if step.epoch != self.counted_epoch or step.index < self.counted_steps: return
+        self.report.add(report)
+        self.counted_steps = step.index + 1
 
     def _with_fillers(self, step: Step | None, counts: list[tuple]) -> Step:
         micro_batches, rows, tokens, trained = zip(*counts, strict=True)
@@ -215,8 +223,7 @@ class StreamLoader:
 
     def _check_any(self, rows: int) -> None:
         if not rows:
-            raise ValueError("--dataset: no row is left to train on; "
-                             f"{self.full_report().format_dropped()}")
+            raise ValueError(f"--dataset: {self.full_report().format_nothing_left()}")
 
 
 def ahead(items: Iterator, depth: int) -> Iterator:

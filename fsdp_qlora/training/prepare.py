@@ -127,9 +127,16 @@ def open_stream(config: RunConfig) -> Source:
 
 def first_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, stream: Source
                ) -> TokenizedDataset:
-    """The first rows of a stream as tokens: most mistakes show in these, before ranks meet."""
-    return tokenize_rows(islice(stream.rows(), max(FIRST_ROWS, config.preview)), tokenizer,
+    """The first rows of a stream as tokens: most mistakes show in these, before ranks meet.
+
+    Raises ValueError if these are all, and none is left to train on.
+    """
+    asked = max(FIRST_ROWS, config.preview)
+    rows = tokenize_rows(islice(stream.rows(), asked), tokenizer,
                          context_length=config.context_length, train_on=config.train_on)
+    if not len(rows) and rows.report.rows_read < asked:
+        raise ValueError(f"--dataset {config.dataset}: {rows.report.format_nothing_left()}")
+    return rows
 
 
 def report_on_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase):
