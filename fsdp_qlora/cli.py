@@ -60,21 +60,27 @@ def train_command(argv: list[str]):
 def train_rank(config: RunConfig, signals: StopSignals | None = None):
     """What each rank does: prepare without the others, then train with them."""
     from .dist import print_main, process_group, rank_device, ranks_from_env
-    from .training.prepare import check_device, check_positions, load_data, load_tokenizer
+    from .training.prepare import (
+        check_device,
+        check_places,
+        check_positions,
+        load_data,
+        load_tokenizer,
+    )
     device = rank_device(config.device)
     check_device(config, device)
+    is_main = ranks_from_env().is_main
+    if is_main: check_places(config)
     warnings = settings_without_effect(config) + lost_updates(config)
     for warning in warnings: print_main(f"warning: {warning}")
     tokenizer = load_tokenizer(config.model_name, **config.source)
     data = load_data(config, tokenizer)
     from .build import planned_model
-    from .export import check_output_dir, trained_bytes
-    from .training.loop import weights_folder
+    from .export import trained_bytes
     from .training.trainer import train
     model, _ = planned_model(config, device)  # a wrong one is found before ranks wait
     check_positions(config, data, model.config)
-    is_main, size = ranks_from_env().is_main, trained_bytes(model) * (1 + config.changes_base)
-    if is_main: check_output_dir(weights_folder(config), size)
+    if is_main: check_places(config, trained_bytes(model) * (1 + config.changes_base))
     with sole_run_in(config.output_dir) if is_main else nullcontext(), \
             process_group(device, config.timeout_minutes):
         train(config, data.train, device, tokenizer, data.held_out, signals)

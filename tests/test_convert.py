@@ -124,7 +124,7 @@ def test_what_can_not_be_converted_is_said_in_one_line(tmp_path, capsys):
     for weights, model, part in [
             (tmp_path / "original", other, "does not have; give the model that it was trained on"),
             (tmp_path / "empty.safetensors", base, "no adapter of the original script"),
-            (tmp_path / "absent", base, "can't be read"),
+            (tmp_path / "absent", base, "no such file; give what the original script saved"),
             (tmp_path / "original", biased, "has a bias")]:
         out = tmp_path / "adapter"
         assert main(["convert", "--weights", str(weights), "--model_name", model,

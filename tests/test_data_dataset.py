@@ -132,7 +132,7 @@ def test_the_report_states_what_was_done(tokenizer):
     text = report.format_report()
     assert text.startswith(f"data: 2 of 6 rows, {report.tokens_total} tokens")
     assert "dropped 4: no messages (rows.jsonl:3, rows.jsonl:4, rows.jsonl:5, ...)" in text
-    assert "truncated 1 rows to 64 tokens (--context_length)" in text
+    assert "truncated 1 row to 64 tokens (--context_length)" in text
     assert "up to      64 tokens         1 ###" in text
     assert sum(report.lengths.values()) == 2
 

@@ -86,7 +86,7 @@ def test_the_first_batch_is_that_of_the_run_with_trained_tokens_marked(shown, fo
 
 
 @pytest.mark.parametrize("flags, says", [
-    (["--packing"], "micro-batch 1 bins"), (["--stream", "--max_steps", "2"], "rows of the stream"),
+    (["--packing"], "micro-batch 1 bin x"), (["--stream", "--max_steps", "2"], "rows of the stream"),
     (["--eval_share", "0.2"], "held out: 2 rows")])
 def test_other_forms_of_data_are_shown_too(shown, flags, says):
     text = shown(*flags)

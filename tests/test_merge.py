@@ -366,7 +366,7 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_written(refused, mo
     usage = shutil.disk_usage(refused.folder)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=1000))
     line = refused()
-    assert f"--output_dir {refused.folder / 'merged'}" in line and "GB free" in line
+    assert f"--output_dir {refused.folder / 'merged'}" in line and "1 kB free" in line
 
 
 def test_the_base_is_the_adapters_own_if_none_is_given(tmp_path):

@@ -8,8 +8,10 @@ from dataclasses import fields
 import pytest
 import torch
 
+from fsdp_qlora.bench.row import append_row, empty_row
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig
+from fsdp_qlora.config.settings import counted
 from fsdp_qlora.dist import free_port
 from fsdp_qlora.quantization.quantize import QuantLinear
 from fsdp_qlora.training.launch import meeting_point
@@ -129,10 +131,60 @@ def test_a_stream_without_a_row_to_train_on_is_refused_before_the_base_is_read(
     shutil.copytree(folder, base)
     (base / "model.safetensors").write_bytes(b"")
     rows.write_text(text)
-    argv = ["train", "--model_name", base, "--device", "cpu", "--dataset", rows, "--context_length", "64"]
+    argv = ["train", "--model_name", base, "--dataset", rows, "--device", "cpu", "--context_length", 64]
     errors = {refused(*argv), refused(*argv, "--stream")}  # one line
     (error,) = errors
     assert f"--dataset {rows}: no row is left" in error and part in error
+
+
+@pytest.mark.parametrize("flag, place, part", [
+    ("quantized_cache", "rows.jsonl", "is a file"), ("quantized_cache", "rows.jsonl/deep", "is a file"),
+    ("data_cache", "rows.jsonl", "is a file"), ("profiling_output", "rows.jsonl", "is a file"),
+    ("quantized_cache", "/proc/x", "/proc "), ("output_dir", "/proc/x", "/proc "),
+    ("output_dir", "/sys/x", "/sys ")])
+def test_a_folder_that_cant_be_written_is_refused_before_the_base_is_read(refused, folder, tmp_path,
+                                                                        flag, place, part):
+    base, rows = tmp_path / "base", tmp_path / "rows.jsonl"
+    shutil.copytree(folder, base)
+    (base / "model.safetensors").write_bytes(b"")
+    rows.write_text('{"text": "hello"}\n')
+    error = refused("train", "--model_name", base, "--device", "cpu", "--dataset", rows, "--profile",
+                    "--output_dir", tmp_path / "out", f"--{flag}", tmp_path / place)
+    assert f"--{flag} {tmp_path / place}: " in error and part in error and "rrno" not in error
+    assert "0.0 GB" not in error and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("argv", [["bench", "--results"], ["bench", "--report", "x", "--picture"],
+                                  ["plan", "--params", "7B", "--gpu", "h100", "--picture"]])
+@pytest.mark.parametrize("place", ["rows.jsonl/x", "/proc/x/y", "."])
+def test_a_file_that_cant_be_written_is_refused_before_any_work(refused, tmp_path, argv, place):
+    (tmp_path / "rows.jsonl").write_text("mine")
+    error = refused(*argv, tmp_path / place)
+    assert f"{argv[-1]} {tmp_path / place}: " in error and "give another file" in error
+
+
+def test_a_disk_that_is_full_when_a_row_was_measured_does_not_lose_the_row(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match='--results .*file/rows.jsonl: .*; the row was {"name": "mine"'):
+        append_row(empty_row("mine"), tmp_path / "file" / "rows.jsonl")
+
+
+def test_a_file_as_model_is_called_one(refused, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("{}")
+    argv = ["--model_name", tmp_path / "rows.jsonl", "--device", "cpu"]
+    assert "rows.jsonl: it is a file; give a folder" in refused("train", *argv)
+
+
+def test_a_home_folder_that_no_shell_expanded_is_not_a_folder_named_tilde(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = RunConfig(output_dir="~/run", quantized_cache="~/cache", model_name="~", dataset="a~b")
+    assert (config.output_dir, config.quantized_cache) == ("/home/me/run", "/home/me/cache")
+    assert (config.model_name, config.dataset) == ("/home/me", "a~b")
+
+
+@pytest.mark.parametrize("number, text", [(0, "0 rows"), (1, "1 row"), (2000, "2,000 rows")])
+def test_one_is_no_plural(number, text):
+    assert counted(number, "row") == text
 
 
 def test_names_in_any_script_work(folder, tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 from ..config import RunConfig
 from ..config.flags import parse
 from ..config.settings import opt
+from ..places import check_file
 from .drive import How, Job, job_of, run_jobs
 from .grid import Grid, read_grid
 from .row import Row, read_rows
@@ -49,7 +50,9 @@ def bench_command(argv: list[str]):
 
 
 def check_options(options: BenchOptions):
-    """Ranges, and what needs what."""
+    """Ranges, what needs what, and whether files can be written."""
+    check_file("results", options.results)
+    check_file("picture", options.picture)
     if options.steps < 1: raise ValueError(f"--steps must be 1 or more, got {options.steps}")
     if options.warmup < 0: raise ValueError(f"--warmup must be 0 or more, got {options.warmup}")
     if options.together < 1: raise ValueError(f"--together must be 1 or more, got {options.together}")

@@ -60,9 +60,13 @@ class Row:
 
 
 def append_row(row: Row, path: str | Path):
-    """Add a row to a results file."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as file: file.write(json.dumps(asdict(row)) + "\n")
+    """Add a row to a results file. Raises ValueError that holds the row, so that it is not lost."""
+    text = json.dumps(asdict(row))
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a") as file: file.write(text + "\n")
+    except OSError as error:
+        raise ValueError(f"--results {path}: {error.strerror or error}; the row was {text}") from error
 
 
 def read_rows(path: str | Path) -> list[Row]:

@@ -13,7 +13,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from ..config import RunConfig, plan_batches
-from ..config.settings import shown
+from ..config.settings import counted, shown
 from ..data import Source, Subset, TokenizedDataset
 from ..loading import checkpoint_folder
 
@@ -81,8 +81,8 @@ def batch_difference(run: dict, config: RunConfig, world_size: int) -> dict[str,
     """Empty if the settings ask for the checkpoint's rows per step, on its ranks or on these."""
     asked = {plan_batches(config, n).rows_per_step for n in (run["world_size"], world_size)}
     if run["rows_per_step"] in asked: return {}
-    return {"global_batch_size": f"--global_batch_size was {run['rows_per_step']} rows per step and "
-                                 f"is {plan_batches(config, world_size).rows_per_step}"}
+    was, now = run["rows_per_step"], plan_batches(config, world_size).rows_per_step
+    return {"global_batch_size": f"--global_batch_size was {counted(was, 'row')} per step and is {now}"}
 
 
 def with_batch_of(run: dict, config: RunConfig, world_size: int) -> RunConfig:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import RunConfig
+from ..config.settings import counted
 from ..data import Source, Subset, TokenizedDataset
 from ..dist import from_main, print_main, ranks_from_env
 from .folder import (
@@ -58,7 +59,7 @@ def find_run(config: RunConfig, dataset: TokenizedDataset | Subset | Source) -> 
     found = from_main(lambda: look(config, dataset))
     if found.folder:
         print_main(f"resumed from {found.folder}: step {found.run['step']} of a run that "
-                   f"{found.run['world_size']} ranks began or went on with")
+                   f"{counted(found.run['world_size'], 'rank')} began or went on with")
     return found
 
 

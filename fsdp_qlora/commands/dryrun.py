@@ -14,7 +14,7 @@ import torch
 from ..build import planned_model
 from ..catalog.arch import ModelShape, shape_from_config
 from ..catalog.machine import Machine, MachineOptions, machine_from_options
-from ..config import AUTO, BatchPlan, RunConfig, plan_batches
+from ..config import AUTO, RunConfig, plan_batches
 from ..config.checks import lost_updates, settings_without_effect
 from ..config.flags import given_settings
 from ..config.recipe import as_recipe
@@ -28,8 +28,9 @@ from ..estimate.report import duration
 from ..loading import read_config
 from ..planner import free_settings, make_plan
 from ..planner import report as plan_report
+from ..training.describe import steps_line
 from ..training.launch import world_size
-from ..training.prepare import RunData, check_device, load_data, load_tokenizer
+from ..training.prepare import RunData, check_device, check_places, load_data, load_tokenizer
 
 SHOWN_ROWS = 2  # of the first batch, if --preview does not say
 
@@ -38,6 +39,7 @@ def dry_run(config: RunConfig, argv: list[str]):
     """Print what `train` with these arguments would do. Raises ValueError for what it would refuse."""
     device = rank_device(config.device)
     check_device(config, device)
+    check_places(config)
     ranks = ranks_from_env().world_size if launched() else world_size(config)
     for warning in settings_without_effect(config) + lost_updates(config):
         print_main(f"warning: {warning}")
@@ -99,7 +101,8 @@ def show_batches(config: RunConfig, data: RunData, tokenizer, shape: ModelShape,
                           max_steps=config.max_steps)
     loader = StepLoader(rows, sampler, 0, ranks, batches.micro_batch_size, pad_token_id=pad,
                         packing=config.packing)
-    print_main(steps_line(config, batches, None if data.stream else sampler.total_steps, ranks, seconds))
+    steps = None if data.stream else sampler.total_steps
+    print_main(steps_line(config, batches, steps, ranks) + time_line(config, steps, seconds))
     step = loader.step(0)
     batch = step.micro_batches[0]
     first = "the first rows of the stream, which a run shuffles" if data.stream else "the first batch"
@@ -108,15 +111,10 @@ def show_batches(config: RunConfig, data: RunData, tokenizer, shape: ModelShape,
     print_main(preview(batch_rows(batch, pad), tokenizer, config.preview or SHOWN_ROWS))
 
 
-def steps_line(config: RunConfig, batches: BatchPlan, steps: int | None, ranks: int,
-               seconds: float | None) -> str:
-    """How many steps of how many rows, and how long they take if every row is full."""
-    unit = "bins" if config.packing else "rows"
-    count = "steps until the stream ends" if steps is None else f"{steps:,} steps"
-    time = "" if not steps or not seconds or config.packing else (
-        f"; at most {duration(steps * seconds / 3600)}, if all rows had --context_length tokens")
-    return (f"{count}, of {batches.rows_per_step} rows: micro-batch {batches.micro_batch_size} {unit} "
-            f"x accumulation {batches.accumulation} x {ranks} ranks{time}")
+def time_line(config: RunConfig, steps: int | None, seconds: float | None) -> str:
+    """How long the steps take if every row is full, where that is known."""
+    if not steps or not seconds or config.packing: return ""
+    return f"; at most {duration(steps * seconds / 3600)}, if all rows had --context_length tokens"
 
 
 def batch_rows(batch: dict, pad_token_id: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

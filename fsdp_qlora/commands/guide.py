@@ -13,13 +13,14 @@ from ..catalog.machine import MachineOptions, machine_from_options
 from ..config import RunConfig
 from ..config.flags import given_settings, parse, parse_alone
 from ..config.settings import opt
+from ..places import check_file
 
 
 @dataclass
 class EstimateOptions:
     """Estimate"""
     params: str | None = opt(None, "size of a Llama-like model, instead of --model_name", example="7B")
-    examples: int = opt(0, "rows to train on, for wall time and money", unit="rows")
+    examples: int | None = opt(None, "rows to train on, for wall time and money", unit="rows")
     json: bool = opt(False, "the answer as JSON")
 
 
@@ -36,7 +37,7 @@ def estimate_command(argv: list[str]):
     from ..estimate import as_json, estimate, report
     config, machine, options = parse(argv, MachineOptions, EstimateOptions, prog="fsdp-qlora estimate")
     found = estimate(asked_shape(config, options), machine_from_options(machine), config)
-    cost = found.run(options.examples) if options.examples else None
+    cost = found.run(options.examples) if options.examples is not None else None
     show(as_json if options.json else report, found, cost, options.examples)
 
 
@@ -44,6 +45,7 @@ def plan_command(argv: list[str]):
     """Find the fastest configuration that fits, and say why not another; needs no GPU."""
     from ..planner import as_json, draw, free_settings, make_plan, report
     config, machine, options = parse(argv, MachineOptions, PlanOptions, prog="fsdp-qlora plan")
+    check_file("picture", options.picture)
     free = free_settings(config, given_settings(argv), everything=True)
     plan = make_plan(asked_shape(config, options), machine_from_options(machine), config, free)
     show(as_json if options.json else report, plan)

@@ -5,6 +5,7 @@ no torch here, so that `--help` and every check answer at once.
 """
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from .checks import (
@@ -18,6 +19,9 @@ from .checks import (
 )
 from .options import ACTIVATION_POLICIES, GROUPS, OLD_ALL_TARGETS, TRAIN_TYPES
 from .settings import AUTO
+
+PATHS = ("model_name", "dataset", "eval_dataset", "data_cache", "quantized_cache", "output_dir",
+         "resume", "profiling_output")
 
 
 @dataclass(kw_only=True)
@@ -34,7 +38,13 @@ class RunConfig(*GROUPS):
         check_remote_code(self)
 
     def expand(self):
-        """Resolve `train_type` into `quant` and `adapter` where these are not given."""
+        """Resolve `train_type` into `quant` and `adapter` where these are not given, and ~ in paths.
+
+        A shell leaves --output_dir=~/run and a recipe's path as they are.
+        """
+        for name in PATHS:
+            if (getattr(self, name) or "").startswith("~"):
+                setattr(self, name, os.path.expanduser(getattr(self, name)))
         quant, adapter = TRAIN_TYPES[self.train_type]
         if self.quant == "auto": self.quant = quant
         if self.adapter == "auto": self.adapter = adapter

@@ -29,6 +29,11 @@ def shown(value) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def counted(number: int, unit: str) -> str:
+    """A number of things in words: 1 step, 2,000 steps."""
+    return f"{number:,} {unit}" + ("" if number == 1 else "s")
+
+
 def default_of(f) -> Any:
     """A field's default."""
     return f.default_factory() if f.default is MISSING else f.default

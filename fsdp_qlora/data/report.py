@@ -9,6 +9,7 @@ import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from ..config.settings import counted
 from .collate import IGNORE
 
 EXAMPLES_KEPT = 3  # sources named for each reason a row was dropped
@@ -84,15 +85,15 @@ class DataReport:
     def format_report(self) -> str:
         """The report as a few lines of text, with a histogram of row lengths."""
         share = self.tokens_trained / max(self.tokens_total, 1)
-        lines = [f"data: {self.rows_kept:,} of {self.rows_read:,} rows, {self.tokens_total:,} "
+        lines = [f"data: {self.rows_kept:,} of {counted(self.rows_read, 'row')}, {self.tokens_total:,} "
                  f"tokens, {self.tokens_trained:,} trained ({share:.1%}, {self.train_on})"]
         lines += [f"  {line}" for line in self._dropped_lines()]
         if self.rows_truncated:
-            lines.append(f"  truncated {self.rows_truncated:,} rows to {self.context_length:,} "
+            lines.append(f"  truncated {counted(self.rows_truncated, 'row')} to {self.context_length:,} "
                          f"tokens (--context_length), losing {self.tokens_cut:,} tokens")
         if self.rows_with_folded_system:
             lines.append(f"  folded the system message into the first user turn in "
-                         f"{self.rows_with_folded_system:,} rows: the chat template takes none")
+                         f"{counted(self.rows_with_folded_system, 'row')}: the chat template takes none")
         return "\n".join(lines + self._histogram())
 
     def format_nothing_left(self) -> str:

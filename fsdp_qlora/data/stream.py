@@ -205,7 +205,7 @@ class StreamLoader:
         return self._with_fillers(step, counts) if counts else None
 
     def _count(self, step: Step, report: DataReport):
-        """Take a step into the report, unless its rows came before: in an epoch, or before a rollback."""
+        """Take a step into the report, unless its rows were in it: an epoch or a rollback ago."""
         if self.counted_epoch is None: self.counted_epoch = step.epoch
         if step.epoch != self.counted_epoch or step.index < self.counted_steps: return
         self.report.add(report)

@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from itertools import zip_longest
 
-from ..config.settings import changed_settings, shown
+from ..config.settings import changed_settings, counted, shown
 from .cost import RunCost
 from .peak import EXPLAINED
 from .question import Estimate
@@ -113,8 +113,9 @@ def cost_line(found: Estimate, cost: RunCost, examples: int) -> str:
     money = "no price known: give --prices" if cost.dollars is None else (
         f"${cost.dollars:,.2f} at ${found.machine.gpu.price_per_hour:.2f} per GPU and hour "
         f"({cost.price_source})")
-    return (f"{examples:,} rows x {config.context_length:,} tokens{epochs} = {tokens / 1e6:,.1f} M "
-            f"tokens: {duration(cost.hours)}, {money}")
+    total = f"{tokens / 1e6:,.1f} M" if tokens >= 1e6 else f"{tokens:,}"
+    return (f"{counted(examples, 'row')} x {config.context_length:,} tokens{epochs} = {total} tokens: "
+            f"{duration(cost.hours)}, {money}")
 
 
 def duration(hours: float) -> str:

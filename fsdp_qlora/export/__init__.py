@@ -2,12 +2,11 @@
 from .save import (
     RUN_FILE,
     ShardWriter,
-    check_output_dir,
     save_peft_config,
     save_trained,
     trained_bytes,
 )
 
 __all__ = [
-    "RUN_FILE", "ShardWriter", "check_output_dir", "save_peft_config", "save_trained", "trained_bytes",
+    "RUN_FILE", "ShardWriter", "save_peft_config", "save_trained", "trained_bytes",
 ]

@@ -77,6 +77,9 @@ def read_original(weights: str | Path) -> tuple[dict[str, Tensor], int]:
     """
     path = Path(weights)
     if path.is_dir(): path = path / ORIGINAL_FILE
+    if not path.is_file():
+        raise ValueError(f"--weights {weights}: no such file; give what the original script saved, its "
+                         f"{ORIGINAL_FILE} or the folder with it")
     state: dict[str, Tensor] = {}
     try:
         with safe_open(path, framework="pt") as file:

@@ -20,12 +20,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..loading import DTYPES, bnb4
+from ..places import check_folder
 from ..redact import without_folders
 from .adapter_folder import AdapterFolder, Change
 from .card import write_card
 from .merge_base import BaseModel, choose_base, open_base
 from .merged_files import write_other_files
-from .save import RUN_FILE, ShardWriter, check_output_dir, complete_folder
+from .save import RUN_FILE, ShardWriter, complete_folder
 
 CHUNK_BYTES = 256 * 2**20  # of fp32 rows that are changed together
 MERGE_DTYPES = DTYPES | {"fp16": torch.float16}
@@ -85,7 +86,7 @@ def merge_adapter(model_name: str, adapter_folder: str | Path | None, output_dir
         raise ValueError(f"--output_dir {output_dir} is there already; give a new folder")
     plan = plan_merge(open_base(model_name, revision), adapter_folder, merge_base, base_quant,
                       merge_format, dtype)
-    check_output_dir(output_dir, plan.num_bytes, output_dir)
+    check_folder("output_dir", output_dir, plan.num_bytes, "the merged model")
     print(f"base: {plan.base.describe()}", flush=True)
     with complete_folder(output_dir) as new:
         writer = ShardWriter(new)

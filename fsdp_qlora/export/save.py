@@ -6,7 +6,6 @@ name when all its files are complete, never half written.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,21 +54,6 @@ def trained_bytes(model: nn.Module) -> int:
     """
     whole = not hasattr(model, "peft_config")
     return sum(p.numel() * p.element_size() for p in model.parameters() if whole or p.requires_grad)
-
-
-def check_output_dir(folder: Path, size: int = 0, given: Path | None = None):
-    """Find out before training whether `folder` and `size` bytes fit in --output_dir.
-
-    Nothing is made yet. Raises ValueError naming --output_dir, which is `given` or holds `folder`.
-    """
-    there = next(p for p in folder.absolute().parents if p.exists())
-    if folder.exists() and not folder.is_dir(): fault = f"{folder} is a file"
-    elif not there.is_dir(): fault = f"{there} is a file"
-    elif not os.access(there, os.W_OK | os.X_OK): fault = f"{there} can't be written to"
-    elif (free := shutil.disk_usage(there).free) < size:
-        fault = f"{there} has {free / 1e9:.1f} GB free and the weights take {size / 1e9:.1f}"
-    else: return
-    raise ValueError(f"--output_dir {given or folder.parent}: {fault}; give another folder")
 
 
 def save_adapter(model: nn.Module, folder: str | Path,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import struct
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dist import gather_over_ranks, main_only, print_main, ranks_from_env, sum_over_ranks
+from ..places import check_folder
 from .stream import Piece, rank_pieces
 from .weight_files import STORED_DTYPES, Checkpoint, Stored, fingerprint, first_line, read_header
 
@@ -54,12 +54,13 @@ class QuantizedCache:
     def begin(self, problem: str | None):
         """Make an empty file under a passing name; the ranks fill it."""
         size = sum(stored.nbytes for stored in self.stored.values())
-        check_folder(self.path.parent, size)
+        check_folder("quantized_cache", self.path.parent, size, "what is kept there")
         if self.path.is_file(): print_main(f"--quantized_cache: made anew, for {problem}")
         maker = gather_over_ranks(f"{os.uname().nodename}-{os.getpid()}")[0]
         self.partial = self.path.with_suffix(f".{maker}.partial")
         with main_only():
             if ranks_from_env().is_main:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
                 remove_abandoned(self.path)
                 with open(self.partial, "wb") as file:
                     file.write(header_bytes(self.stored))
@@ -167,15 +168,3 @@ def remove_abandoned(path: Path):
     for partial in path.parent.glob(f"{path.stem}.{os.uname().nodename}-*.partial"):
         process = partial.stem.rpartition("-")[2]
         if not Path("/proc", process).exists(): partial.unlink(missing_ok=True)
-
-
-def check_folder(folder: Path, size: int):
-    """Make the folder; ValueError if it can't be written to or has no room for `size` bytes."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        fault = None if os.access(folder, os.W_OK | os.X_OK) else "it can't be written to"
-    except OSError as error:
-        fault = first_line(error)
-    if not fault and (free := shutil.disk_usage(folder).free) < size:
-        fault = f"it has {free / 1e9:.1f} GB free and the quantized weights take {size / 1e9:.1f}"
-    if fault: raise ValueError(f"--quantized_cache {folder}: {fault}; give another folder")

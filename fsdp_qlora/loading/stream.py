@@ -45,9 +45,10 @@ def read_config(model_name: str, revision: str | None = None, trust_remote_code:
     """
     folder = Path(model_name)
     if looks_local(model_name) and not (folder / "config.json").is_file():
-        what = "has no config.json" if folder.is_dir() else "does not exist"
-        raise ValueError(f"--model_name {model_name}: the folder {what}; give a folder in "
-                         "transformers' format or a hub name such as org/model")
+        what = ("the folder has no config.json" if folder.is_dir() else
+                "it is a file" if folder.exists() else "the folder does not exist")
+        raise ValueError(f"--model_name {model_name}: {what}; give a folder in transformers' format or "
+                         "a hub name such as org/model")
     try:
         return AutoConfig.from_pretrained(model_name, **pinned(revision, trust_remote_code))
     except (OSError, ValueError) as error:

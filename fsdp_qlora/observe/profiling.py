@@ -18,6 +18,7 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity
 
 from ..config import RunConfig
+from ..config.settings import counted
 from ..dist import print_main, ranks_from_env
 from .trace import Span, device_spans, number_of_steps, summarize, table
 
@@ -58,8 +59,8 @@ def step_profiler(config: RunConfig, device: torch.device) -> Iterator[Callable[
         steps = profiler.step_num
     first = config.wait_steps + config.warmup_steps
     if steps <= first:
-        print_main(f"warning: --profile recorded nothing: the run ended after {steps} steps, and "
-                   f"recording begins after {first}; lower --wait_steps or --warmup_steps")
+        print_main(f"warning: --profile recorded nothing: the run ended after {counted(steps, 'step')}, "
+                   f"and recording begins after {first}; lower --wait_steps or --warmup_steps")
 
 
 def profile_steps(config: RunConfig, device: torch.device, step: Callable[[], object]):

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from ..config import AUTO, plan_batches
-from ..config.settings import shown
+from ..config.settings import counted, shown
 from ..estimate import Estimate
 from ..estimate import as_json as estimate_as_json
 from ..estimate.peak import EXPLAINED
@@ -74,7 +74,7 @@ def choice_lines(plan: Plan) -> list[str]:
     batches = plan_batches(choice.config, plan.machine.world_size)
     fixed = "fixed" if plan.config.global_batch_size != AUTO else "--global_batch_size fixes them"
     return [f"chosen: {flags(plan)}",
-            f"        {step.total:.3f} s a step of {batches.rows_per_step} rows ({fixed}), "
+            f"        {step.total:.3f} s a step of {counted(batches.rows_per_step, 'row')} ({fixed}), "
             f"{step.tokens_per_second_per_gpu * plan.machine.world_size:,.0f} tokens/s on "
             f"{plan.machine.world_size} GPU{'s' * (plan.machine.world_size > 1)}; "
             f"{choice.memory.total:.1f} of {plan.machine.memory_gib:g} GiB"]

@@ -6,6 +6,7 @@ from torch import nn
 from ..adapters import adapter_counts, trainable_parameters
 from ..build import attention
 from ..config import BatchPlan, RunConfig
+from ..config.settings import counted
 from ..dist import print_main, ranks_from_env
 from .step import compute_device
 
@@ -20,12 +21,17 @@ def describe(model: nn.Module, config: RunConfig, batches: BatchPlan, total_step
     print_main(dtypes_line(model, config))
     implementation, reason = attention(config, model.config, compute_device(model))
     print_main(f"attention: {implementation} ({reason})")
-    unit = "bins" if config.packing else "rows"
-    steps = "steps until the stream ends" if total_steps is None else f"{total_steps} steps"
-    print_main(f"{steps}, of {batches.rows_per_step} rows: micro-batch "
-               f"{batches.micro_batch_size} {unit} x accumulation {batches.accumulation} x "
-               f"{ranks_from_env().world_size} ranks")
+    print_main(steps_line(config, batches, total_steps, ranks_from_env().world_size))
     if config.verbose: print_main(model)
+
+
+def steps_line(config: RunConfig, batches: BatchPlan, steps: int | None, ranks: int) -> str:
+    """How many steps of how many rows; None is until a stream ends."""
+    count = "steps until the stream ends" if steps is None else counted(steps, "step")
+    unit = "bin" if config.packing else "row"
+    return (f"{count}, of {counted(batches.rows_per_step, 'row')}: micro-batch "
+            f"{counted(batches.micro_batch_size, unit)} x accumulation {batches.accumulation} x "
+            f"{counted(ranks, 'rank')}")
 
 
 def first_step_line(seconds: float) -> str:

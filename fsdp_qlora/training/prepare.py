@@ -13,6 +13,7 @@ import torch
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from ..config import RunConfig, plan_batches
+from ..config.settings import counted
 from ..data import (
     SAMPLED_NAMES,
     Source,
@@ -28,6 +29,8 @@ from ..data import (
 )
 from ..dist import print_main, ranks_from_env
 from ..loading import first_line, pinned, read_config
+from ..places import check_folder
+from .loop import weights_folder
 
 FIRST_ROWS = 1000  # of a stream, read before the ranks meet
 
@@ -38,6 +41,13 @@ def check_device(config: RunConfig, device: torch.device):
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ValueError(f"--precision {config.precision}: {torch.cuda.get_device_name(device)} has "
                          "no bf16 arithmetic; use --precision fp32")
+
+
+def check_places(config: RunConfig, size: int = 0):
+    """Refuse folders that can't be written to, or not `size` bytes of weights, before any work."""
+    check_folder("output_dir", weights_folder(config), size, "the result", given=config.output_dir)
+    for flag in ("data_cache", "quantized_cache", *(["profiling_output"] if config.profile else [])):
+        if getattr(config, flag): check_folder(flag, getattr(config, flag))
 
 
 def check_positions(config: RunConfig, data: RunData, settings: PretrainedConfig):
@@ -82,13 +92,13 @@ def load_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
         rows = tokenized(config, tokenizer, config.dataset, config.dataset_split)
     else:
         rows = first_rows(config, tokenizer, stream)
-        print_main(f"the first {rows.report.rows_read:,} rows of the stream:")
+        print_main(f"the first {counted(rows.report.rows_read, 'row')} of the stream:")
     print_main(rows.report.format_report())
     if config.preview: print_main(preview(rows, tokenizer, config.preview))
     held_out = tokenized_held_out(config, tokenizer)
     if config.eval_share: rows, held_out = hold_out(rows, config.eval_share)
     if held_out is not None:
-        print_main(f"held out: {len(held_out):,} rows, {held_out.lengths.sum():,} tokens, "
+        print_main(f"held out: {counted(len(held_out), 'row')}, {held_out.lengths.sum():,} tokens, "
                    f"{held_out.trained_counts.sum():,} of them predicted")
     return RunData(rows, held_out, stream)
 
@@ -161,5 +171,5 @@ def padding_line(config: RunConfig, rows: TokenizedDataset | Subset) -> str:
                                  pad_token_id=0, packing=packing).filled_share()
                       for packing in (False, True))
     return (f"of the tokens computed on one GPU, {padded:.0%} are the rows' own with padding, and "
-            f"{packed:.0%} with --packing true ({batches.rows_per_step} rows per step, "
+            f"{packed:.0%} with --packing true ({counted(batches.rows_per_step, 'row')} per step, "
             f"{batches.micro_batch_size} per micro-batch)")

@@ -136,7 +136,8 @@ def test_an_output_folder_that_is_a_file_is_refused_before_training(folder, rows
 
 @pytest.mark.parametrize("fault, patched", [
     ("can't be written to", ("os.access", lambda *_: False)),
-    ("GB free", ("fsdp_qlora.export.save.shutil.disk_usage", lambda _: SimpleNamespace(free=1000)))])
+    ("has 1 kB free, and the result takes", ("fsdp_qlora.places.shutil.disk_usage",
+                                             lambda _: SimpleNamespace(total=10**9, free=1000)))])
 def test_a_folder_without_rights_or_space_is_refused_before_training(folder, rows, tmp_path, fault,
                                                                     patched, monkeypatch):
     monkeypatch.setattr(*patched)
