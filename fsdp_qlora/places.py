@@ -14,8 +14,8 @@ def check_folder(flag: str, folder: str | Path, size: int = 0, what: str = "it",
 
     Raises ValueError naming the flag and `given`, if that is not the folder itself.
     """
-    if fault := fault_of(Path(folder), size, what):
-        raise ValueError(f"--{flag} {given or folder}: {fault}; give another folder")
+    fault = fault_of(Path(folder), size, what)
+    if fault: raise ValueError(f"--{flag} {given or folder}: {fault}; give another folder")
 
 
 def check_file(flag: str, path: str | Path | None):

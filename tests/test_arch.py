@@ -129,7 +129,7 @@ def test_a_model_that_can_not_be_estimated_says_why(change, message):
 
 def test_broken_config_file_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="--model_name .* is no config.json: "): model_shape(tmp_path)
+    with pytest.raises(ValueError, match="--model_name .*: not a config.json"): model_shape(tmp_path)
 
 
 def test_unknown_target_lists_the_names():

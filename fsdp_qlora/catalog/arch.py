@@ -141,15 +141,15 @@ def shape_from_config(config: dict, name: str = "") -> ModelShape:
     """
     config = config.get("text_config") or config
     name = name or config.get("_name_or_path") or config.get("model_type", "model")
-    def refuse(fault): raise ValueError(f"--model_name {name}: {fault}")
     if missing := [key for key in MUST_HAVE if not isinstance(config.get(key), int)]:
-        refuse(f"config.json has no {', '.join(missing)}, so it is not a decoder of the Llama kind and "
-               "can't be estimated")
+        raise ValueError(f"--model_name {name}: config.json has no {', '.join(missing)}, so it is not a "
+                         "decoder of the Llama kind and can't be estimated")
     if wrong := [key for key in MUST_HAVE if config[key] < 1]:
-        refuse(f"config.json has {wrong[0]} {config[wrong[0]]}; it must be 1 or more")
+        raise ValueError(f"--model_name {name}: config.json has {wrong[0]} {config[wrong[0]]}; it must "
+                         "be 1 or more")
     if experts := [key for key in EXPERT_COUNTS if (config.get(key) or 1) > 1]:
-        refuse(f"a mixture of experts ({experts[0]} {config[experts[0]]}) can't be estimated in this "
-               "version")
+        raise ValueError(f"--model_name {name}: a mixture of experts ({experts[0]} "
+                         f"{config[experts[0]]}) can't be estimated in this version")
     family, heads = config.get("model_type", "llama"), config["num_attention_heads"]
     bias = bool(config.get("attention_bias", False))
     tied = config.get("tie_word_embeddings")
@@ -181,9 +181,11 @@ def read_json(path: Path) -> dict:
     try:
         found = json.loads(path.read_text())
     except (ValueError, OSError) as error:
-        raise ValueError(f"--model_name {path} is no config.json: {error}") from None
+        raise ValueError(f"--model_name {path}: not a config.json ({error}); give the model's folder, "
+                         "or a hub name") from None
     if not isinstance(found, dict):
-        raise ValueError(f"--model_name {path} is no config.json: it holds no JSON object")
+        raise ValueError(f"--model_name {path}: it holds no JSON object; give the model's folder, or a "
+                         "hub name")
     return found
 
 

@@ -195,7 +195,8 @@ def load_dataset(dataset: str | Path | list, tokenizer, *, split: str = "train",
         tokenized = tokenize_rows(source.rows(), tokenizer, context_length=context_length,
                                   train_on=train_on)
         if not len(tokenized):
-            raise ValueError(f"--dataset {dataset}: {tokenized.report.format_nothing_left()}")
+            raise ValueError(f"--dataset {dataset}: no row is left to train on; "
+                             f"{tokenized.report.format_dropped()}")
         return tokenized
 
     if cache_dir is None: return build()

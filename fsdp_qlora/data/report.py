@@ -96,10 +96,10 @@ class DataReport:
                          f"{counted(self.rows_with_folded_system, 'row')}: the chat template takes none")
         return "\n".join(lines + self._histogram())
 
-    def format_nothing_left(self) -> str:
-        """One line for an error: how many rows were read, and why they were all dropped."""
-        why = [f"{self.rows_read:,} read", *self._dropped_lines()] if self.rows_read else ["it is empty"]
-        return "; ".join(["no row is left to train on", *why])
+    def format_dropped(self) -> str:
+        """One line: how many rows were read, and why they were dropped."""
+        if not self.rows_read: return "it is empty"
+        return "; ".join([f"{self.rows_read:,} read", *self._dropped_lines()])
 
     def _dropped_lines(self) -> list[str]:
         return [f"dropped {dropped.rows:,}: {reason} ({_named(dropped)})"

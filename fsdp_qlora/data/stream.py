@@ -223,7 +223,8 @@ class StreamLoader:
 
     def _check_any(self, rows: int) -> None:
         if not rows:
-            raise ValueError(f"--dataset: {self.full_report().format_nothing_left()}")
+            raise ValueError("--dataset: no row is left to train on; "
+                             f"{self.full_report().format_dropped()}")
 
 
 def ahead(items: Iterator, depth: int) -> Iterator:
