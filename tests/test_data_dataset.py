@@ -112,8 +112,8 @@ def test_no_row_left_is_an_error_with_the_reasons(tmp_path, tokenizer):
     path = write_rows(tmp_path / "rows.jsonl", ["Hello " * 50, "I am"])
     with pytest.raises(ValueError) as error: load_dataset(path, tokenizer, context_length=16)
     assert str(error.value) == (
-        f"--dataset {path}: no row is left to train on; 1 read; dropped 1: nothing to train within "
-        f"16 tokens (--context_length) ({path}:1)")
+        f"--dataset {path}: no row is left to train on (1 read; dropped 1: nothing to train within "
+        f"16 tokens (--context_length) ({path}:1)); give rows with an answer within --context_length")
 
 
 def test_dummy_rows_fill_the_context(tokenizer):

@@ -195,8 +195,9 @@ def load_dataset(dataset: str | Path | list, tokenizer, *, split: str = "train",
         tokenized = tokenize_rows(source.rows(), tokenizer, context_length=context_length,
                                   train_on=train_on)
         if not len(tokenized):
-            raise ValueError(f"--dataset {dataset}: no row is left to train on; "
-                             f"{tokenized.report.format_dropped()}")
+            raise ValueError(f"--dataset {dataset}: no row is left to train on "
+                             f"({tokenized.report.format_dropped()}); give rows with an answer within "
+                             "--context_length")
         return tokenized
 
     if cache_dir is None: return build()

@@ -223,8 +223,9 @@ class StreamLoader:
 
     def _check_any(self, rows: int) -> None:
         if not rows:
-            raise ValueError("--dataset: no row is left to train on; "
-                             f"{self.full_report().format_dropped()}")
+            raise ValueError("--dataset: no row is left to train on "
+                             f"({self.full_report().format_dropped()}); give rows with an answer within "
+                             "--context_length")
 
 
 def ahead(items: Iterator, depth: int) -> Iterator:
