@@ -123,7 +123,7 @@ def test_held_out_rows_are_named_by_their_own_flag(refused, folder, tmp_path, te
 
 @pytest.mark.parametrize("text, part", [
     ("", "no row is left to train on (it is empty); give rows"),
-    (json.dumps(dict(prompt="a" * 99, completion="b")) + "\n", "on (1 read; dropped 1: nothing to train")])
+    (json.dumps(dict(prompt="a" * 99, completion="b")) + "\n", "on (1 read; dropped 1: nothing")])
 def test_a_stream_without_a_row_to_train_on_is_refused_before_the_base_is_read(
         refused, folder, tmp_path, text, part):
     """The same words as without --stream; the base's weights can't be read at all."""
