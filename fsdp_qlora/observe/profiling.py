@@ -99,7 +99,10 @@ class MemoryRecorder:
         if not self.on_gpu or warming == (self.first is not None): return
         if warming:
             self.first = step + 1
-            torch.cuda.memory._record_memory_history(max_entries=200_000, stacks="python")
+            # A stack for each release too would lose the exception by which checkpointing stops a
+            # recomputation early (https://github.com/pytorch/pytorch/issues/179536).
+            torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python",
+                                                     max_entries=200_000)
             return
         name = f"memory_steps_{self.first}-{step}_rank_{ranks_from_env().rank}.pickle"
         torch.cuda.memory._dump_snapshot(str(self.folder / name))
