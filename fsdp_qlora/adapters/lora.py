@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from ..catalog.arch import DEFAULT_TARGETS
 from ..dist import full_tensor, local_rows
-from ..model.blocks import base_model, is_linear, linear_names, output_head
+from ..model.blocks import base_model, decoder_blocks, is_linear, linear_names, output_head
 from ..model.conv1d import transposed_weights
 from ..quantization import fp8
-from ..quantization.quantize import QuantLinear, compute_input, frozen_linear
+from ..quantization.quantize import FrozenLinear, QuantLinear, compute_input, frozen_linear
 from .dora import Magnitude, adapted_norms, norms_of
 from .lora_ops import adapted_inputs, adapted_linear
 
@@ -224,7 +224,11 @@ def apply_fp8(model: nn.Module, device: torch.device) -> int:
     """
     problem = fp8.fp8_problem(device)
     if problem: raise ValueError(f"--compute_dtype fp8: {problem}; use --compute_dtype bf16")
-    layers = [m for m in model.modules() if isinstance(m, (LoraLinear, QuantLinear))
-              and fp8.fits_fp8(m.in_features, m.out_features)]
-    for layer in layers: layer.product_dtype = "fp8"
+    layers = [m for block in decoder_blocks(model) for m in block.modules()
+              if isinstance(m, (LoraLinear, QuantLinear)) or type(m) is nn.Linear]
+    layers = [m for m in layers if fp8.fits_fp8(m.in_features, m.out_features)
+              and not getattr(m, "base_layer", m).weight.requires_grad]
+    for layer in layers:
+        if type(layer) is nn.Linear: layer.__class__ = FrozenLinear
+        layer.product_dtype = "fp8"
     return len(layers)

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 
@@ -49,14 +48,15 @@ class ShardedOptimizer(Optimizer):
 
 
 def zeros_beside(p: Tensor, tail: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros of p's shape but for the last dimensions, which are `tail`; sharded as p is."""
-    shape = (*p.shape[:-len(tail)], *tail)
-    if not isinstance(p, DTensor): return torch.zeros(shape, dtype=dtype, device=p.device)
-    local = p.to_local()
-    own = (*local.shape[:-len(tail)], *tail) if p.dim() > len(tail) else local.shape
-    zeros = torch.zeros(own, dtype=dtype, device=local.device)
-    return DTensor.from_local(zeros, p.device_mesh, p.placements, run_check=False, shape=shape,
-                              stride=torch.empty(shape, device="meta").stride())
+    """Zeros of p's shape but for the last dimensions, at most p's, which are `tail`; sharded as p is.
+
+    Made by slicing p: `DTensor.from_local` would move them to the mesh's device, and under CPU offload
+    p is not there.
+    """
+    like = p.detach()
+    for dim, size in enumerate(tail, p.dim() - len(tail)):
+        if size != p.shape[dim]: like = like.narrow(dim, 0, size)
+    return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def sent(values: list, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -7,10 +7,11 @@ weight row's scale follows from its blocks' absmax, so 4-bit weights become fp8 
 In the backward, dX = dY W sums over W's rows, where the row scales would have to be inside the sum:
 they are multiplied into dY before dY is quantized.
 
-A rank that suits rides along: (xA | x) (B | W)^T is one product. Added to its rounded result, what a
-young adapter gives would be lost: it is smaller than half a step of 16 bits. It comes first, because
-tensor cores cut each fp8 product to some 14 bits of the sum so far (arXiv:2412.19437, section 3.3.2):
-last, a fifth of it was lost. xA and B are themselves made and trained in 16 and 32 bits.
+An adapter rides along: (xA | x) (B | W)^T is one product, with its rank filled up with zeros. Added
+to the rounded product, what a young adapter gives would be lost: it is smaller than half a step of
+16 bits. It comes first, because tensor cores cut each fp8 product to some 14 bits of the sum so far
+(arXiv:2412.19437, section 3.3.2): last, a fifth of it was lost. xA and B are themselves made and
+trained in 16 and 32 bits.
 
 Shapes: N tokens, I inputs, O outputs, R rank.  x (N, I), W (O, I), y (N, O)
 """
@@ -24,7 +25,17 @@ from torch import Tensor
 from .absmax import decode_absmax
 from .blocks64 import BLOCKSIZE, blocks_of
 from .formats import dense_weight
-from .kernels import RANKS, nf4_to_fp8, quantize_tokens_on_gpu, row_scales_on_gpu, triton
+from .kernels import (
+    RANKS,
+    dense_to_fp8,
+    fourbit_to_fp8,
+    quantize_tokens_on_gpu,
+    rank_columns,
+    row_scales_on_gpu,
+    triton,
+    with_columns,
+    with_rows,
+)
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -53,13 +64,16 @@ def forward_product(x: Tensor, weight: Tensor, absmax: Tensor | None, quant_type
                     xa: Tensor | None = None, b: Tensor | None = None, scaling: float = 1.0) -> Tensor:
     """x W^T in fp8, plus scaling xa B^T if given, with xa (N, R) and B (O, R); in x's dtype."""
     n_in, absmax = x.shape[1], float_scales(absmax, x.shape[1])
-    rank = b.shape[1] if b is not None and joins(b.shape[1]) else 0
+    rank = 0 if b is None else rank_columns(b.shape[1])
     w8 = torch.empty(len(weight), rank + n_in, dtype=FP8, device=x.device)
-    scale = row_scale(weight, absmax, *((b, BOOST * scaling, w8[:, :rank]) if rank else ()))
+    if rank:
+        scale = row_scale(weight, absmax, with_columns(b, rank), BOOST * scaling, w8[:, :rank])
+        x8, x_scale = quantize_tokens([with_columns(xa, rank), x], [1 / BOOST, 1.0])
+    else:
+        scale = row_scale(weight, absmax)
+        x8, x_scale = quantize_tokens([x], [1.0])
     weight_to_fp8(weight, absmax, n_in, quant_type, scale, transposed=False, out=w8[:, rank:])
-    x8, x_scale = quantize_tokens(*(([xa, x], [1 / BOOST, 1.0]) if rank else ([x], [1.0])))
-    y = scaled_product(x8, x_scale, w8, scale, x.dtype)
-    return y if rank or b is None else y.addmm_(xa, (b * scaling).to(x.dtype).t())
+    return scaled_product(x8, x_scale, w8, scale, x.dtype)
 
 
 def backward_product(dys: list[Tensor], weights: list[Tensor], absmaxes: list[Tensor | None],
@@ -72,23 +86,18 @@ def backward_product(dys: list[Tensor], weights: list[Tensor], absmaxes: list[Te
     """
     absmaxes = [float_scales(absmax, in_features) for absmax in absmaxes]
     scales = [row_scale(*each) for each in zip(weights, absmaxes, strict=True)]
-    rank = len(a) if a is not None and joins(len(a)) else 0
+    rank = 0 if a is None else -(-len(a) // MULTIPLE) * MULTIPLE
     wt8 = torch.empty(in_features, rank + sum(map(len, weights)), dtype=FP8, device=dys[0].device)
     a_part, *parts = wt8.split([rank, *map(len, weights)], dim=1)
     for weight, absmax, scale, part in zip(weights, absmaxes, scales, parts, strict=True):
         weight_to_fp8(weight, absmax, in_features, quant_type, scale, transposed=True, out=part)
     if rank:
+        a, dxa = with_rows(a, rank), with_columns(dxa, rank)
         a_scale = (a.abs().amax(1).float() / A_LARGEST).clamp(min=TINY)
         a_part.copy_((a / a_scale[:, None]).t())
         dys, scales = [dxa, *dys], [a_scale, *scales]
     dy8, dy_scale = quantize_tokens(dys, [1.0] * len(dys), scales)
-    dx = scaled_product(dy8, dy_scale, wt8, ones(in_features, dy8.device), dys[-1].dtype)
-    return dx if rank or a is None else dx.addmm_(dxa, a.to(dx.dtype))
-
-
-def joins(rank: int) -> bool:
-    """Whether an adapter of such a rank can be further columns of the product."""
-    return rank % MULTIPLE == 0
+    return scaled_product(dy8, dy_scale, wt8, ones(in_features, dy8.device), dys[-1].dtype)
 
 
 @cache
@@ -108,8 +117,9 @@ def row_scale(weight: Tensor, absmax: Tensor | None, b: Tensor | None = None, fa
 
     If B (O, R) is given, times `factor`, it counts as part of the row and goes into `b8`, scaled.
     """
-    if absmax is not None and absmax.is_cuda and (b is None or b.shape[1] in RANKS):
-        return row_scales_on_gpu(absmax, None if b is None else b.contiguous(), factor, b8)
+    if weight.is_cuda and (b is None or b.shape[1] in RANKS):
+        return row_scales_on_gpu(weight if absmax is None else absmax,
+                                 None if b is None else b.contiguous(), factor, b8)
     largest = weight.abs().amax(1).float() if absmax is None else absmax.amax(1)
     if b is not None: largest = largest.maximum(b.abs().amax(1).float() * factor)
     scale = (largest / FP8_MAX).clamp(min=TINY)
@@ -122,8 +132,9 @@ def weight_to_fp8(weight: Tensor, absmax: Tensor | None, in_features: int, quant
     """W / scale in fp8, (O, I), or (I, O) if `transposed`; into `out` if given."""
     shape = (in_features, len(weight)) if transposed else (len(weight), in_features)
     if out is None: out = torch.empty(shape, dtype=FP8, device=weight.device)
-    if absmax is not None and weight.is_cuda:
-        nf4_to_fp8(weight, absmax, in_features, quant_type, scale, transposed, out)
+    if weight.is_cuda:
+        if absmax is None: dense_to_fp8(weight, scale, transposed, out)
+        else: fourbit_to_fp8(weight, absmax, in_features, quant_type, scale, transposed, out)
         return out
     dense = dense_weight(weight, absmax, in_features, quant_type, torch.float32) / scale[:, None]
     return out.copy_(dense.t() if transposed else dense)

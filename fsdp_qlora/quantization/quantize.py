@@ -35,7 +35,7 @@ def frozen_linear_backward(dy: Tensor, weight: Tensor, absmax: Tensor | None, in
                            quant_type: str, product_dtype: str) -> Tensor:
     """dX (B, I) = dY (B, O) W."""
     if product_dtype == "fp8":
-        dx = fp8.backward_product(dy.reshape(-1, dy.shape[-1]), weight, absmax, in_features,
+        dx = fp8.backward_product([dy.reshape(-1, dy.shape[-1])], [weight], [absmax], in_features,
                                   quant_type)
         return dx.view(*dy.shape[:-1], in_features)
     return dy @ dense_weight(weight, absmax, in_features, quant_type, dy.dtype)
@@ -126,6 +126,16 @@ class QuantLinear(nn.Module):
         return (f"in_features={self.in_features}, out_features={self.out_features}, "
                 f"bias={self.bias is not None}, quant_type={self.quant_type}, "
                 f"absmax_dtype={self.absmax_dtype}")
+
+
+class FrozenLinear(nn.Linear):
+    """A frozen linear layer in 16 bits whose products may be in fp8: see QuantLinear.product_dtype."""
+
+    product_dtype = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return frozen_linear(compute_input(x), self.weight, None, self.bias, self.in_features, "",
+                             self.product_dtype)
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:

@@ -257,11 +257,12 @@ class GradientReducer:
     """Averages the trained weights' gradients over all ranks at the end of each backward, as DDP.
 
     The root's outputs carry a hook that asks the engine for a call when the backward is done;
-    parameters are looked up then, since loading replaces those that were on the meta device.
+    parameters are looked up in the first one, since loading replaces those that were on the meta device.
     """
 
     def __init__(self, model: nn.Module):
         self.model, self.enabled, self.queued = model, True, False
+        self.trained: list[nn.Parameter] = []
         model.register_forward_hook(self.watch)
 
     def watch(self, module, args, output):
@@ -275,20 +276,24 @@ class GradientReducer:
 
     def reduce(self):
         self.queued = False
-        for bucket in buckets([p for p in self.model.parameters() if p.requires_grad]):
+        self.trained = self.trained or [p for p in self.model.parameters() if p.requires_grad]
+        for p in self.trained:  # a missing gradient counts as zero
+            if p.grad is None: p.grad = torch.zeros_like(p)
+        if dist.get_world_size() == 1: return
+        for bucket in buckets(self.trained):
             flat = torch.cat([p.grad.reshape(-1) for p in bucket])
             dist.all_reduce(flat)
             flat /= dist.get_world_size()
-            for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                p.grad.copy_(part.view_as(p))
+            parts = flat.split([p.numel() for p in bucket])
+            torch._foreach_copy_([p.grad for p in bucket],
+                                 [part.view_as(p) for p, part in zip(bucket, parts, strict=True)])
 
 
 def buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters in groups of one dtype and about BUCKET_BYTES; a missing gradient counts as zero."""
+    """Parameters in groups of one dtype and about BUCKET_BYTES."""
     groups: list[list[nn.Parameter]] = []
     size = 0
     for p in parameters:
-        if p.grad is None: p.grad = torch.zeros_like(p)
         if not groups or size > BUCKET_BYTES or groups[-1][0].dtype != p.dtype:
             groups.append([])
             size = 0

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..adapters import trainable_parameters
 from ..data import num_trained_tokens, on_device
 from ..dist import sum_over_ranks
 from ..sharding import is_sharded, set_gradient_sync
@@ -72,7 +71,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches
         loss = model(**batch, num_items_in_batch=trained / dist.get_world_size()).loss
         loss.backward()
         loss_sum += loss.detach()
-    norm = clip_gradients(model, max_grad_norm)
+    norm = clip_gradients(trained_weights(optimizer), max_grad_norm)
     dist.all_reduce(loss_sum)
     loss_and_norm = torch.stack([loss_sum / dist.get_world_size(), norm.to(loss_sum)])
     step_if(loss_and_norm.isfinite().all(), optimizer)
@@ -98,9 +97,13 @@ def compute_device(model: nn.Module) -> torch.device:
     return buffer.device if buffer is not None else next(model.parameters()).device
 
 
-def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
+def trained_weights(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """What the optimizer trains: asking it takes no walk through the model's modules."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
     """Norm of all gradients over all ranks; gradients are scaled down to `max_norm` if given."""
-    parameters = list(trainable_parameters(model).values())
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if isinstance(norm, DTensor): norm = norm.full_tensor()
     if max_norm is not None: torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 from fsdp_qlora.optim import build_optimizer
+from tests.ranks import run_ranks
+from tests.tiny import save_tiny
 
 pytestmark = [pytest.mark.gpu,
               pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -70,3 +72,29 @@ def test_an_8_bit_step_needs_a_gigabyte_beside_weights_gradients_and_states():
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before < 1.1 * 2**30
     assert before < 6.1 * 128 * 1024 * 4096
+
+
+def losses_of(folder: str, cases: list[dict]) -> list[list[float]]:
+    """Losses of 4 steps of each case."""
+    from fsdp_qlora.build import build_model
+    from fsdp_qlora.config import RunConfig
+    from fsdp_qlora.training.step import train_step
+    from tests.tiny import padded_batch, tiny_rows
+    found, steps = [], tiny_rows(steps=4, rows_per_step=2)
+    for case in cases:
+        config = RunConfig(model_name=folder, lora_rank=16, lora_dropout=0.0, compile=False,
+                           use_cpu_offload=True, **case)
+        model = build_model(config, torch.device("cuda", torch.cuda.current_device()))
+        optimizer = build_optimizer(model, config.optimizer, 1e-2)
+        found.append([train_step(model, optimizer, [padded_batch(rows)]).loss for rows in steps])
+    return found
+
+
+def test_every_optimizer_trains_weights_in_host_memory_as_on_the_gpu(tmp_path):
+    folder = save_tiny(tmp_path, hidden_size=256, intermediate_size=512)
+    names = ("adamw", *OWN)
+    cases = [dict(optimizer=name, use_trained_cpu_offload=there)
+             for name in names for there in (False, True)]
+    for found in run_ranks(losses_of, min(2, torch.cuda.device_count()), folder, cases, device="cuda"):
+        for on_gpu, on_host in zip(found[::2], found[1::2], strict=True):
+            assert on_host == pytest.approx(on_gpu, rel=1e-3) and on_host[-1] < on_host[0]
