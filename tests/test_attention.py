@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.nn.attention import varlen
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Gemma2Config,
     Lfm2Config,
@@ -28,6 +29,7 @@ from fsdp_qlora.config import RunConfig
 from fsdp_qlora.data import collate, collate_packed, num_trained_tokens, on_device
 from fsdp_qlora.dist import full_tensor
 from fsdp_qlora.memory.activations import apply_activation_policy
+from fsdp_qlora.memory.losses import apply_chunked_loss
 from fsdp_qlora.model import attention
 from fsdp_qlora.model.blocks import decoder_blocks
 from fsdp_qlora.training.step import compute_device
@@ -293,3 +295,24 @@ def test_a_batch_that_does_not_say_where_rows_begin_is_refused(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(save_tiny(tmp_path), attn_implementation="varlen")
     with pytest.raises(ValueError, match="--packing true needs cu_seq_lens_q"):
         model(**padded_batch(tiny_rows(1, 2)[0]))
+
+
+# ---- rows alone --------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("family, spared", [("llama", True), ("qwen2", True), ("mistral", False)])
+def test_rows_alone_have_the_loss_of_transformers_and_no_question_to_the_gpu(family, spared, tmp_path,
+                                                                           monkeypatch):
+    """transformers' question is `.all()` of positions; a sliding window still needs its mask."""
+    import transformers.masking_utils as masks
+    window = dict(sliding_window=4) if family == "mistral" else {}
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                             num_attention_heads=2, num_key_value_heads=1, vocab_size=97,
+                             use_cache=False, **window), attn_implementation="sdpa")
+    ids = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(0))
+    expected = model(input_ids=ids, labels=ids).loss
+    asked, plain = [], masks.find_packed_sequence_indices
+    monkeypatch.setattr(masks, "find_packed_sequence_indices", lambda p: asked.append(1) or plain(p))
+    found = apply_chunked_loss(model)(input_ids=ids, labels=ids).loss
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    assert bool(asked) is not spared and model.config._attn_implementation == "sdpa"

@@ -11,6 +11,7 @@ Shapes: B batch, T tokens, D hidden, V vocabulary.
 """
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache, partial
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..dist import print_main
+from ..model.attention import rows_alone
 from ..model.blocks import base_model, output_head
 from .logits import logit_map
 from .vocabulary import whole
@@ -112,8 +114,10 @@ def chunked_forward(model, plain_forward, after_head, input_ids=None, attention_
     """
     if labels is None:
         return plain_forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
-    hidden = model.base_model(input_ids=input_ids, attention_mask=attention_mask,
-                              **kwargs).last_hidden_state
+    alone = attention_mask is None and "position_ids" not in kwargs
+    with rows_alone(model.config) if alone else nullcontext():
+        hidden = model.base_model(input_ids=input_ids, attention_mask=attention_mask,
+                                  **kwargs).last_hidden_state
     head, labels = output_head(model), shifted(labels).flatten()
     # In the head's own dtype: norms in fp32 give another, and autocast knows no `out=`.
     hidden = hidden.flatten(0, 1).to(head.weight.dtype)

@@ -6,20 +6,24 @@ is built. Where it cannot run, `sdpa` gives the same result: transformers sees p
 builds a block-diagonal causal mask (B, 1, T, T).
 
 Rows that are not packed need neither. Padding is on the right, where causal attention does not look,
-so without a mask SDPA takes its fast causal kernels (https://arxiv.org/abs/2307.08691).
+so without a mask SDPA takes its fast causal kernels (https://arxiv.org/abs/2307.08691). To know that
+rows are not packed, transformers asks the GPU in every forward and waits: `rows_alone` spares that.
 
 Shapes: B bins, T tokens of a bin, N rows of the batch, H heads, K key-value heads, D head size.
 """
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PretrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-VARLEN = "varlen"
+VARLEN, CAUSAL = "varlen", "sdpa_causal"
 WITHOUT_SOFTCAP = ("sdpa", VARLEN)  # both would leave the capping of scores out in silence
 WITH_SOFTCAP = {"cuda": "flex_attention", "cpu": "eager"}
 ROW_WISE_LAYERS = {"full_attention", "sliding_attention"}  # others carry a state along the tokens
@@ -53,6 +57,26 @@ def varlen_attention(module, query: Tensor, key: Tensor, value: Tensor, attentio
 # No function for AttentionMaskInterface: then transformers builds no mask. With one, it would ask
 # the GPU in every forward whether positions restart, and wait for the answer.
 AttentionInterface.register(VARLEN, varlen_attention)
+AttentionInterface.register(CAUSAL, sdpa_attention_forward)
+
+
+@contextmanager
+def rows_alone(config: PretrainedConfig) -> Iterator[None]:
+    """Within it, `sdpa` of a model whose every layer sees all tokens before needs no mask.
+
+    For forwards without attention_mask and position_ids alone.
+    """
+    config = config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None) and "full_attention" not in layers
+    if config._attn_implementation != "sdpa" or window or layers - {"full_attention"}:
+        yield
+        return
+    config._attn_implementation = CAUSAL
+    try:
+        yield
+    finally:
+        config._attn_implementation = "sdpa"
 
 
 def choose_attention(wanted: str, packing: bool, config: PretrainedConfig, device: torch.device,
