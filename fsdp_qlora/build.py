@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from .adapters import apply_adapters, apply_fp8, init_adapters, init_magnitudes, lora_config
 from .adapters.fusion import SharedInputs
 from .adapters.initial import Start
+from .adapters.whole import train_whole
 from .catalog.arch import shape_from_config
 from .config import AUTO, RunConfig, block_policies
 from .dist import print_main, ranks_from_env
@@ -101,6 +102,7 @@ def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, C
         lora.revision = config.revision
         model = apply_adapters(model, lora, DTYPES[config.adapter_dtype])
         check_start(model, checkpoint, start_of(config))
+        train_whole(model, config.whole_modules, DTYPES[config.adapter_dtype])
     return model, checkpoint
 
 

@@ -152,6 +152,20 @@ def test_fsdp_holds_two_flat_buffers_while_it_gathers_in_the_forward():
         assert counts[:4] == [1, 2, 2, 2]
 
 
+def test_modules_trained_whole_are_counted_by_hand():
+    """A head in fp32 with its gradient and two AdamW states, on each rank a half; beside that the
+    copy in bf16 that the loss multiplies with."""
+    plain, head = (memory(LLAMA_8B, world_size=2, whole_modules=m) for m in ((), ("lm_head",)))
+    values = 128256 * 4096 / 2
+    assert head.parts["head"] == pytest.approx(4 * values / GIB)
+    assert head.parts["optimizer"] - plain.parts["optimizer"] == pytest.approx(8 * values / GIB)
+    assert head.moments["loss"] > plain.moments["loss"] + 14 * values / GIB
+    norms = memory(LLAMA_8B, whole_modules=("norm",)).parts
+    assert norms["norms"] == pytest.approx((65 * 4096) * 4 / GIB)
+    assert norms["optimizer"] - plain.parts["optimizer"] == pytest.approx(
+        2 * norms["norms"] + memory(LLAMA_8B).parts["optimizer"] / 2, rel=1e-6)
+
+
 def test_what_adapters_began_as_is_kept_on_the_host():
     plain, began = (memory(LLAMA_8B, lora_rank=64, changes_base=c) for c in (False, True))
     assert began.host - plain.host == pytest.approx(plain.parts["adapters"])

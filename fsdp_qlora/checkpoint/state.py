@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from peft import get_peft_model_state_dict
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..adapters import trainable_parameters
+from ..adapters.whole import peft_names
 from ..data import StepSampler, StreamSampler
 from ..dist import ranks_from_env
 from ..export.save import saved_name
@@ -92,8 +92,7 @@ def saved_adapter(folder: Path | None) -> Callable[[str], Tensor] | None:
 def adapter_keys(model: nn.Module) -> dict[str, str]:
     """For each trained parameter the name that PEFT saves it under."""
     marks = {name: torch.empty(0) for name in trainable_parameters(model)}
-    saved = get_peft_model_state_dict(model, marks, save_embedding_layers=False)
-    key_of = {id(mark): key for key, mark in saved.items()}
+    key_of = {id(mark): key for key, mark in peft_names(model, marks).items()}
     return {name: key_of[id(mark)] for name, mark in marks.items()}
 
 

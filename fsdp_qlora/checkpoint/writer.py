@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..adapters.initial import for_original_base, saved_config
+from ..adapters.whole import for_both_ends
 from ..config import RunConfig
 from ..dist import board, from_main, print_main, ranks_from_env
 from ..export import save_peft_config
@@ -154,7 +155,8 @@ class CheckpointWriter:
         """The ranks' rows of the adapter as the one file that PEFT reads, in place of theirs."""
         parts = sorted(scratch.glob("weights-*.safetensors"))
         files = RowFiles(parts)
-        tensors = {key: saved_tensor(files, name) for name, key in self.keys.items()}
+        tensors = for_both_ends(self.state.model, {key: saved_tensor(files, name)
+                                                   for name, key in self.keys.items()})
         (scratch / ADAPTER).parent.mkdir()
         save_file(tensors, scratch / ADAPTER, {"format": "pt"})
         read_back(scratch / ADAPTER, tensors)

@@ -214,8 +214,8 @@ WITHOUT_EFFECT = {
     "export_memory_timeline": "--profile decides",
     **dict.fromkeys(("project_name", "name", "group", "entity"), "they belong to --log_to wandb"),
 }
-OF_ADAPTERS = ("init_lora_weights", "use_rslora", "lora_rank_pattern", "lora_alpha_pattern",
-               "loraplus_lr_ratio")
+OF_ADAPTERS = ("modules_to_save", "init_lora_weights", "use_rslora", "lora_rank_pattern",
+               "lora_alpha_pattern", "loraplus_lr_ratio")
 OF_THE_PROFILE = ("profiling_output", "with_stack", "with_shapes", "wait_steps", "warmup_steps",
                   "active_steps", "repeat", "profiling_frequency")
 

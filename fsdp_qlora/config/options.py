@@ -92,16 +92,17 @@ class AdapterOptions:
         "W, which the base then lacks), pissa_niter_N (by a fast SVD), loftq (what quantization lost)",
         example="pissa_niter_16")
     loftq_iter: int = opt(1, "rounds of quantizing and correcting, with --init_lora_weights loftq")
-    modules_to_save: str | None = opt(None, "modules that are trained whole beside the adapters",
-                                      later=("*",))
+    modules_to_save: str | None = opt(
+        None, "modules that are trained whole beside the adapters, by the ends of their names",
+        example="embed_tokens,lm_head")
     loraplus_lr_ratio: float = opt(1.0, "learning rate of B, and of DoRA's magnitudes, over --lr: "
                                    "LoRA+", example=16)
     lora_dropout: float = opt(0.1, "dropout on the adapter's input", unit="share")
     lora_target_modules: str = opt(
         "all-linear", "all-linear (every linear but the head), all (the original script's six), "
         "default (PEFT's choice), or names", example="q_proj,v_proj")
-    adapter_dtype: str = opt("fp32", "storage of adapters, their gradients and optimizer states",
-                             choices=("fp32", "bf16"))
+    adapter_dtype: str = opt("fp32", "storage of adapters and --modules_to_save, their gradients and "
+                             "optimizer states", choices=("fp32", "bf16"))
 
 
 @dataclass(kw_only=True)

@@ -85,6 +85,12 @@ class RunConfig(*GROUPS):
         return self.init_lora_weights != "loftq" or self.loftq_iter > 1
 
     @property
+    def whole_modules(self) -> list[str]:
+        """`modules_to_save` as a list; empty where every weight is trained."""
+        if self.adapter == "none" or not self.modules_to_save: return []
+        return [name.strip() for name in self.modules_to_save.split(",") if name.strip()]
+
+    @property
     def rank_pattern(self) -> dict[str, int]:
         """`lora_rank_pattern` as PEFT takes it."""
         return module_pattern("lora_rank_pattern", self.lora_rank_pattern)

@@ -8,7 +8,7 @@ from collections import Counter
 
 from ..catalog.arch import ModelShape
 from .setup import BYTES, Setup
-from .weights import as_given, block_weights, trained_bytes
+from .weights import as_given, block_weights, trained_bytes, trains_head
 
 CHUNK_LOGITS = 2**27   # logits that exist at once, of 1,024 tokens at most (losses.py)
 KEPT_ATTENTION = ("sdpa", "varlen")  # whose ops a policy can keep (../activations.py)
@@ -216,5 +216,5 @@ def loss_bytes(shape: ModelShape, setup: Setup) -> float:
         return n * shape.vocab * (12 + 2 * a)
     chunk = max(128, min(1024, CHUNK_LOGITS // shape.vocab // 128 * 128))
     rows = min(n, chunk)
-    head = shape.vocab * shape.hidden * (4 + a) if setup.adapter == "none" else 0
+    head = shape.vocab * shape.hidden * (4 + a) if trains_head(shape, setup) else 0
     return rows * shape.vocab * a * (3 if n > chunk else 2) + head

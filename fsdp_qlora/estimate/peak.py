@@ -19,8 +19,10 @@ from .activations import (
 )
 from .setup import BYTES, Setup
 from .weights import (
+    EMBEDDING,
     all_trained,
     block_weights,
+    cast_head_bytes,
     embedding_weights,
     gathered,
     head_bytes,
@@ -145,7 +147,8 @@ def moments(shape: ModelShape, setup: Setup) -> dict[str, dict[str, float]]:
             activations=kept_before(shape, setup, last) + block_input(shape, setup),
             unsharded=gather_window(shape, setup), gradients=held),
         "loss": dict(activations=after_blocks + n * d * (4 + a), loss=loss_bytes(shape, setup)
-                     + n * d * a, unsharded=window + head_bytes(shape, setup), gradients=held),
+                     + n * d * a, unsharded=window + head_bytes(shape, setup), gradients=held,
+                     working=cast_head_bytes(shape, setup)),
         # Its backward in fp32: the input and, in that of its square, five tensors of its size.
         "final norm": dict(activations=after_blocks + n * d * 4, working=5 * n * d * 4,
                            unsharded=window, gradients=held + root_gradient(shape, setup))}
@@ -249,7 +252,7 @@ def backward_window(shape: ModelShape, setup: Setup, block: int) -> float:
         return root + embedding + (block + 1) * gathered(block_weights(shape, setup), setup)
     unit, ahead = unit_bytes(shape, setup)
     if block == 0 and setup.wrap_policy != "attention_mlp":
-        ahead = embedding if setup.adapter == "none" else 0.0
+        ahead = embedding if setup.trains(EMBEDDING) else 0.0
     if not setup.backward_prefetch or setup.shard_ranks == 1: ahead = 0.0
     return root + unit + ahead
 

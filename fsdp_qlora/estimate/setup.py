@@ -36,6 +36,7 @@ class Setup:
     rank_pattern: tuple[tuple[str, int], ...] = ()  # (layer name, its rank), where another
     targets: str | tuple[str, ...] | None = "all-linear"
     lora_dropout: float = 0.1
+    whole_modules: tuple[str, ...] = ()  # trained beside the adapters, by the ends of their names
     changes_base: bool = False         # adapters begin as a part of the weights
     adapter_dtype: str = "fp32"
     optimizer: str = "adamw"
@@ -95,6 +96,15 @@ class Setup:
         """True if a unit's gathered weights are freed after its forward."""
         return self.strategy in ("full_shard", "hybrid_full_shard")
 
+    def trains(self, name: str) -> bool:
+        """True if the weights of a module are trained themselves."""
+        return self.adapter == "none" or any(
+            name.endswith(end.rsplit(".", 1)[-1]) for end in self.whole_modules)
+
+    def dtype(self, name: str) -> str:
+        """Storage of a module that is not quantized."""
+        return self.adapter_dtype if self.adapter != "none" and self.trains(name) else self.precision
+
     def rank(self, name: str) -> int:
         """R of a layer's adapter."""
         return dict(self.rank_pattern).get(name, self.lora_rank)
@@ -123,7 +133,8 @@ def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
         adapter=config.adapter, lora_rank=config.lora_rank,
         rank_pattern=tuple(config.rank_pattern.items()),
         targets=tuple(targets) if isinstance(targets, list) else targets,
-        lora_dropout=config.lora_dropout, changes_base=config.changes_base,
+        lora_dropout=config.lora_dropout, whole_modules=tuple(config.whole_modules),
+        changes_base=config.changes_base,
         adapter_dtype=config.adapter_dtype,
         optimizer=config.optimizer, precision=config.precision,
         compute_dtype=config.compute_dtype,

@@ -23,6 +23,7 @@ from .weights import (
     scale_bytes,
     trained_bytes,
     trained_on_host,
+    trains_head,
 )
 
 # Set by hand on the trial's rows in tests/test_estimate_speed.py, so those do not test them.
@@ -72,7 +73,8 @@ def flops_per_token(shape: ModelShape, setup: Setup) -> Flops:
     counts = Counter(setup.policies(shape))
     again = sum(count * rerun_weights(shape, setup, policy) for policy, count in counts.items())
     blocks = sum(count for policy, count in counts.items() if reruns_attention(setup, policy))
-    return Flops(linears=each * (linears + head), head=each * head, adapters=6 * adapters,
+    of_head = (6 if trains_head(shape, setup) else 4) * head
+    return Flops(linears=each * linears + of_head, head=of_head, adapters=6 * adapters,
                  attention=3.5 * attention, recompute_linears=2 * again,
                  recompute_attention=attention * blocks / shape.layers)
 

@@ -13,6 +13,10 @@ from ..catalog.arch import ModelShape
 from .setup import BYTES, OPTIMIZER_STATES, STATE_BYTES, Setup
 
 BLOCKSIZE = 64         # weights per absmax value (quantize.py)
+EMBEDDING, HEAD = "embed_tokens", "lm_head"
+BLOCK_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
+               "post_feedforward_layernorm")
+HEAD_NORMS = ("q_norm", "k_norm")
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
 
 
@@ -44,19 +48,19 @@ def plain(kind: str, rows: int, width: int, dtype: str, trained: bool) -> Weight
 @lru_cache(maxsize=16)
 def linear_weights(shape: ModelShape, setup: Setup, part: str = "") -> tuple[Weight, ...]:
     """Linear weights of a block with absmax and adapters; of its "attention" or "mlp" alone."""
-    trained, weights = setup.adapter == "none", []
+    weights: list[Weight] = []
     targets = shape.targets(as_given(setup.targets)) if setup.adapter != "none" else ()
     for name, (out, wide) in shape.linears().items():
         if part and (name in ATTENTION_LINEARS) != (part == "attention"): continue
         if setup.quant == "none":
-            weights.append(plain("linears", out, wide, setup.precision, trained))
+            weights.append(plain("linears", out, wide, setup.dtype(name), setup.trains(name)))
         else:
             blocks = -(-wide // BLOCKSIZE)
             packed = blocks * BLOCKSIZE * packed_bits(setup.quant) / 8
             weights += [Weight("linears", out, packed, 0, False),
                         Weight("absmax", out, scale_bytes(blocks, setup), 0, False)]
         if name in targets: weights += adapter(name, out, wide, setup)
-    weights += [plain("norms", length, 1, setup.precision, trained)
+    weights += [plain("norms", length, 1, setup.dtype(name), setup.trains(name))
                 for name, length in shape.biases().items()
                 if not part or (name in ATTENTION_LINEARS) == (part == "attention")]
     return tuple(weights)
@@ -90,24 +94,25 @@ def adapter(name: str, out: int, wide: int, setup: Setup) -> list[Weight]:
 @lru_cache(maxsize=16)
 def block_weights(shape: ModelShape, setup: Setup) -> tuple[Weight, ...]:
     """Every weight of one decoder block."""
-    trained = setup.adapter == "none"
-    norms = [shape.hidden] * shape.norms_per_block + [shape.head_dim] * (2 * shape.qk_norm)
+    norms = [(name, shape.hidden) for name in BLOCK_NORMS[:shape.norms_per_block]]
+    norms += [(name, shape.head_dim) for name in HEAD_NORMS * shape.qk_norm]
     return (*linear_weights(shape, setup),
-            *(plain("norms", width, 1, setup.precision, trained) for width in norms))
+            *(plain("norms", width, 1, setup.dtype(name), setup.trains(name)) for name, width in norms))
 
 
 def embedding_weights(shape: ModelShape, setup: Setup) -> list[Weight]:
     """The embedding's unit: empty where the head shares it, for then it is the root's."""
     if shape.tied: return []
-    return [plain("embedding", shape.vocab, shape.hidden, setup.precision, setup.adapter == "none")]
+    return [plain("embedding", shape.vocab, shape.hidden, setup.dtype(EMBEDDING),
+                  setup.trains(EMBEDDING))]
 
 
 def root_weights(shape: ModelShape, setup: Setup) -> list[Weight]:
     """What is left to the root: the final norm, and the head or the tied embedding."""
-    trained = setup.adapter == "none"
+    end = EMBEDDING if shape.tied and setup.trains(EMBEDDING) else HEAD
     weights = [plain("embedding" if shape.tied else "head", shape.vocab, shape.hidden,
-                     setup.precision, trained),
-               plain("norms", shape.hidden, 1, setup.precision, trained)]
+                     setup.dtype(end), setup.trains(end)),
+               plain("norms", shape.hidden, 1, setup.dtype("norm"), setup.trains("norm"))]
     if setup.adapter != "none" and "lm_head" in shape.targets(as_given(setup.targets)):
         weights += adapter("lm_head", shape.vocab, shape.hidden, setup)
     return weights
@@ -155,8 +160,19 @@ def gathered(weights: Iterable[Weight], setup: Setup) -> float:
 
 def head_bytes(shape: ModelShape, setup: Setup) -> float:
     """The head as the loss gathers it, whole; 0 where every rank holds it, or FSDP gathers it."""
-    if not setup.by_rows or setup.adapter == "none": return 0.0
+    if not setup.by_rows or trains_head(shape, setup): return 0.0
     return shape.vocab * shape.hidden * BYTES[setup.precision]
+
+
+def trains_head(shape: ModelShape, setup: Setup) -> bool:
+    """Whether the head's weights are trained themselves; those of a tied one are the embedding's."""
+    return setup.trains(HEAD) or shape.tied and setup.trains(EMBEDDING)
+
+
+def cast_head_bytes(shape: ModelShape, setup: Setup) -> float:
+    """A trained head as the loss multiplies with it, if it is stored in another dtype."""
+    cast = setup.adapter != "none" and setup.adapter_dtype != setup.precision
+    return shape.vocab * shape.hidden * BYTES[setup.precision] * (cast and trains_head(shape, setup))
 
 
 TRAINED_SHARE = 1 / 8  # of a GPU that trained weights may take before they are offloaded (../build.py)

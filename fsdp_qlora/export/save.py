@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from peft import get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..adapters import trainable_parameters
 from ..adapters.initial import for_original_base, saved_config, taken_out
+from ..adapters.whole import for_both_ends, peft_names
 from ..dist import full_tensor, local_rows, main_only, ranks_from_env, split_as
 from ..model.conv1d import transposed_weights
 from ..redact import redact_all
@@ -71,7 +71,7 @@ def save_adapter(model: nn.Module, folder: str | Path,
         if is_main:
             with complete_folder(folder) as new:
                 whole = {n: for_original_base(n, t, taken.get(n)) for n, t in state.items()}
-                tensors = get_peft_model_state_dict(model, whole, save_embedding_layers=False)
+                tensors = for_both_ends(model, peft_names(model, whole))
                 save_file({k: v.contiguous() for k, v in tensors.items()},
                           new / "adapter_model.safetensors", {"format": "pt"})
                 save_peft_config(saved_config(model), new)

@@ -119,11 +119,14 @@ def chunked_forward(model, plain_forward, after_head, input_ids=None, attention_
         hidden = model.base_model(input_ids=input_ids, attention_mask=attention_mask,
                                   **kwargs).last_hidden_state
     head, labels = output_head(model), shifted(labels).flatten()
-    # In the head's own dtype: norms in fp32 give another, and autocast knows no `out=`.
-    hidden = hidden.flatten(0, 1).to(head.weight.dtype)
-    weight = whole(head.weight, hidden.device)
+    # In the head's own dtype: norms in fp32 give another, and autocast knows no `out=`. A head that is
+    # trained beside adapters is stored in another one (adapters/whole.py).
+    dtype = getattr(head, "compute_dtype", head.weight.dtype)
+    hidden = hidden.flatten(0, 1).to(dtype)
+    weight = whole(head.weight, hidden.device).to(dtype)
+    bias = None if head.bias is None else head.bias.to(dtype)
     with torch.autocast(hidden.device.type, enabled=False):
-        total = ChunkedCrossEntropy.apply(hidden, weight, head.bias, labels, *after_head,
+        total = ChunkedCrossEntropy.apply(hidden, weight, bias, labels, *after_head,
                                           chunk_tokens(len(weight)))
     if num_items_in_batch is None: num_items_in_batch = (labels != IGNORE).sum().clamp(min=1)
     return CausalLMOutputWithPast(loss=total / num_items_in_batch)

@@ -1,6 +1,8 @@
 """What a run prints about itself before its first step."""
 from __future__ import annotations
 
+from collections import Counter
+
 from torch import nn
 
 from ..adapters import adapter_counts, trainable_parameters
@@ -17,6 +19,9 @@ def describe(model: nn.Module, config: RunConfig, batches: BatchPlan, total_step
     trained = sum(p.numel() for p in trainable_parameters(model).values())
     counts = adapter_counts(model)
     if counts: print_main("adapted layers: " + ", ".join(f"{k} x{n}" for k, n in counts.items()))
+    whole = Counter(name.rsplit(".", 2)[-2] for name in trainable_parameters(model)
+                    if counts and ".lora_" not in name)
+    if whole: print_main("trained whole: " + ", ".join(f"{k} x{n}" for k, n in whole.items()))
     print_main(f"trained weights: {trained:,}; model ready in {seconds:.1f} s")
     print_main(dtypes_line(model, config))
     implementation, reason = attention(config, model.config, compute_device(model))

@@ -1,0 +1,118 @@
+"""Modules that are trained whole beside the adapters: PEFT's `modules_to_save`, without its copies.
+
+PEFT keeps such a module twice, as it was and as it is trained. Here it is trained where it is, so it is
+sharded, and the loss takes a head in chunks, as in full fine-tuning. In the adapter's folder it has the
+name that PEFT gives it. It is stored in the adapters' dtype, for FSDP reduces the gradients of a unit
+together, and computes in the model's.
+"""
+from __future__ import annotations
+
+from difflib import get_close_matches
+from functools import partial
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from ..model.blocks import base_model, is_tied, output_head
+from ..model.conv1d import transposed_weights
+from ..quantization.quantize import QuantLinear
+
+
+def train_whole(model: PeftModel, names: list[str], dtype: torch.dtype):
+    """Unfreeze the modules whose names end so, as PEFT finds them, and store them in `dtype`, in place.
+
+    Works on meta and on a loaded model. Raises ValueError for a name that no module has, and for
+    modules that are quantized or adapted.
+    """
+    if not names: return
+    causal = base_model(model)
+    for end in names:
+        found = [(name, m) for name, m in causal.named_modules(remove_duplicate=False)
+                 if name.endswith(end) and any(True for _ in m.parameters())]
+        if not found: raise ValueError(f"--modules_to_save {end}: {no_such_module(causal, end)}")
+        for name, module in found: check_can_be_whole(name, module, end, dtype)
+        if lying := [n for n in transposed_weights(model) for name, _ in found if n.startswith(name)]:
+            raise ValueError(f"--modules_to_save {end}: files of this model hold {lying[0]} "
+                             "transposed, and it can't be trained whole beside adapters; adapt it")
+        for _, module in found: unfreeze(module, dtype)
+    model.peft_config[model.active_adapter].modules_to_save = with_tied_end(causal, names)
+
+
+def no_such_module(causal: nn.Module, end: str) -> str:
+    """What to say of a name that no module has."""
+    known = dict.fromkeys(name.rsplit(".", 1)[-1] for name, m in causal.named_modules()
+                          if any(True for _ in m.parameters(recurse=False)) and "lora_" not in name)
+    near = get_close_matches(end, known, 1)
+    return (f"no module's name ends so{f'; did you mean {near[0]}?' if near else ''}; this model has "
+            f"{', '.join(name for name in known if name not in ('base_layer', 'default'))}")
+
+
+def check_can_be_whole(name: str, module: nn.Module, end: str, dtype: torch.dtype):
+    """Refuse what is not there to be trained whole, or can't compute in another dtype than `dtype`."""
+    for part in module.modules():
+        if isinstance(part, BaseTunerLayer):
+            raise ValueError(f"--modules_to_save {end}: {name} is adapted, or holds layers that are; "
+                             "leave them out of --lora_target_modules")
+        if isinstance(part, QuantLinear):
+            raise ValueError(f"--modules_to_save {end}: {name} is quantized, or holds layers that are, "
+                             "and can't be trained; use --quant none, or adapt it")
+        own = [] if isinstance(part, (nn.Linear, nn.Embedding)) else part.parameters(recurse=False)
+        if any(p.dim() > 1 and p.dtype != dtype for p in own):
+            raise ValueError(f"--modules_to_save {end}: {name} holds weights of a kind that can be "
+                             "trained in the dtype of --precision only; give --adapter_dtype the same")
+
+
+def unfreeze(module: nn.Module, dtype: torch.dtype):
+    """Let a module be trained in `dtype` and compute in the dtype that it had, in place."""
+    for part in module.modules():
+        own = list(part.parameters(recurse=False))
+        if not own or hasattr(part, "compute_dtype"): continue
+        part.compute_dtype = own[0].dtype
+        if own[0].dtype != dtype: part.forward = partial(computed, part, part.forward)
+    for p in module.parameters():
+        p.requires_grad_()
+        p.data = p.data.to(dtype)
+
+
+def computed(layer: nn.Module, forward, x: Tensor) -> Tensor:
+    """The output of a layer whose weights are in another dtype than its compute dtype, in the latter."""
+    if not isinstance(layer, nn.Linear): return forward(x).to(layer.compute_dtype)
+    weight, bias = (t if t is None else t.to(x.dtype) for t in (layer.weight, layer.bias))
+    return nn.functional.linear(x, weight, bias)
+
+
+# ---- in files ----------------------------------------------------------------------------------
+
+def with_tied_end(causal: nn.Module, names: list[str]) -> list[str]:
+    """The names, with the other end of a tied model where one end is among them: both are trained."""
+    if not is_tied(causal): return list(names)
+    ends = tied_ends(causal)
+    if not any(end.endswith(name) for end in ends for name in names): return list(names)
+    return [*names, *(last for end in ends if (last := end.rsplit(".", 1)[-1]) not in names)]
+
+
+def tied_ends(causal: nn.Module) -> tuple[str, str]:
+    """The names of a model's embedding and head."""
+    names = {id(m): name for name, m in causal.named_modules()}
+    return names[id(causal.get_input_embeddings())], names[id(output_head(causal))]
+
+
+def peft_names(model: nn.Module, named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors under the names of parameters, under the names that PEFT saves them with instead."""
+    adapters = get_peft_model_state_dict(model, named, save_embedding_layers=False)
+    return adapters | {name: t for name, t in named.items() if ".lora_" not in name}
+
+
+def for_both_ends(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A saved adapter's tensors, with a trained embedding that is the head too under both names.
+
+    PEFT makes two modules of it, and a merge finds that they are equal.
+    """
+    causal = base_model(model)
+    if not is_tied(causal): return tensors
+    first, second = (f"base_model.model.{end}.weight" for end in tied_ends(causal))
+    for here, there in ((first, second), (second, first)):
+        if here in tensors and there not in tensors: tensors = tensors | {there: tensors[here].clone()}
+    return tensors
