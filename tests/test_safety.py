@@ -249,6 +249,7 @@ def outputs(tmp_path_factory):
 def test_paths_with_spaces_and_any_letters_work_from_training_to_the_hub(outputs):
     folder, printed, written, hub = outputs
     for name in ("train", "generate", "merge", "push"): assert printed[name][0] == 0, printed[name][1]
+    assert "Loading weights" not in printed["generate"][1]
     assert "mérged 1/model.safetensors" in written
     name = "adapter_model.safetensors"
     assert hub.pushed[name] == written[f"out put ß/adapter/{name}"]

@@ -65,6 +65,8 @@ def round_linears(model: nn.Module, quant: BaseQuant, taken: dict[str, Delta],
 def answer(config: RunConfig, options):
     """Print the answer to one prompt as it is made."""
     from transformers import TextStreamer
+    from transformers.utils.logging import disable_progress_bar
+    disable_progress_bar()
     if not options.prompt: raise ValueError("--prompt is empty; say what to answer")
     if any("\ud800" <= c <= "\udfff" for c in options.prompt):
         raise ValueError("--prompt is not UTF-8; convert it, or set the terminal to UTF-8")

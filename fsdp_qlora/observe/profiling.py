@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,12 +44,14 @@ def step_profiler(config: RunConfig, device: torch.device) -> Iterator[Callable[
     if not config.profile:
         yield lambda: None
         return
+    # Kineto prints each start and stop as "USDT: ..."; a level that is set is the user's.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     folder = Path(config.profiling_output)
     folder.mkdir(parents=True, exist_ok=True)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     memory = MemoryRecorder(config, folder, device)
     with torch.profiler.profile(activities=activities, schedule=lambda step: phase(step, config),
-                                on_trace_ready=lambda p: keep_trace(p, folder, config),
+                                on_trace_ready=lambda p: keep_trace(p, folder, config, device),
                                 record_shapes=config.with_shapes, with_stack=config.with_stack,
                                 acc_events=True) as profiler:
         memory.enter(0)
@@ -71,7 +74,7 @@ def profile_steps(config: RunConfig, device: torch.device, step: Callable[[], ob
             step_done()
 
 
-def keep_trace(profiler, folder: Path, config: RunConfig):
+def keep_trace(profiler, folder: Path, config: RunConfig, device: torch.device):
     """Write a recording's trace; rank 0 sums it up."""
     rank, last = ranks_from_env(), profiler.step_num
     name = f"steps_{max(last - config.active_steps, 0) + 1}-{last}_rank_{rank.rank}"
@@ -79,6 +82,9 @@ def keep_trace(profiler, folder: Path, config: RunConfig):
     profiler.export_chrome_trace(str(path))
     if not rank.is_main: return
     with gzip.open(path, "rt") as file: events = json.load(file)["traceEvents"]
+    if device.type == "cuda" and not any(e.get("cat") == "kernel" for e in events):
+        print("warning: --profile saw no kernel of the GPU, only the host; KINETO_LOG_LEVEL=0 in the "
+              "environment tells why", flush=True)
     spans = device_spans(events)
     text = table(summarize(spans, number_of_steps(events) or 1))
     (folder / f"table_{name}.txt").write_text(text + "\n")

@@ -6,10 +6,11 @@ import json
 import re
 
 import pytest
+import torch
 from torch.profiler import ProfilerAction
 
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.observe.profiling import phase
+from fsdp_qlora.observe.profiling import phase, step_profiler
 from fsdp_qlora.observe.trace import number_of_steps
 from tests.distributed.test_command_line import call
 from tests.ranks import run_ranks
@@ -29,6 +30,16 @@ LETTERS = {ProfilerAction.NONE: ".", ProfilerAction.WARMUP: "w", ProfilerAction.
 def test_each_step_is_waited_warmed_up_or_recorded_as_the_settings_say(settings, steps):
     config = RunConfig(profile=True, **settings)
     assert "".join(LETTERS[phase(i, config)] for i in range(len(steps))) == steps
+
+
+def test_recording_adds_no_lines_of_torchs_own(tmp_path, capfd):
+    config = RunConfig(profile=True, wait_steps=0, profiling_output=str(tmp_path))
+    with step_profiler(config, torch.device("cpu")) as step_done:
+        for _ in range(config.warmup_steps + config.active_steps):
+            torch.ones(3) + 1
+            step_done()
+    text, errors = capfd.readouterr()
+    assert "trace: " in text and errors == ""
 
 
 @pytest.fixture(scope="module")
