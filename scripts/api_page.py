@@ -1,4 +1,4 @@
-"""docs/api.md: the public names, with their docstrings, which mkdocstrings puts in."""
+"""docs/api.md, the public names with their docstrings, which mkdocstrings puts in; and their types."""
 from __future__ import annotations
 
 from fsdp_qlora import PUBLIC
@@ -35,3 +35,11 @@ def api_page() -> str:
 def with_options(line: str) -> str:
     """A name's line; the fields of RunConfig are all on the page of flags."""
     return f"{line}\n    options:\n      members: false" if line.endswith(".RunConfig") else line
+
+
+def public_types() -> str:
+    """fsdp_qlora/__init__.pyi: where type checkers find what is imported on first use."""
+    lines = [f"from .{module} import {name} as {name}" for name, module in
+             sorted(PUBLIC.items(), key=lambda item: (item[1], item[0]))]
+    return "\n".join(["# Made by python scripts/make_reference.py; do not edit.", *lines, "",
+                      "__all__: list[str]", "__version__: str", "PUBLIC: dict[str, str]", ""])

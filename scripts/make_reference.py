@@ -1,4 +1,5 @@
-"""Write what is generated: pages of docs/ (flags, recipes, messages, api), and the recipes' schema.
+"""Write what is generated: pages of docs/ (flags, recipes, messages, api), the recipes' schema, and the
+types of the names that `fsdp_qlora` imports on first use.
 
     python scripts/make_reference.py            # tests say when it is needed
 
@@ -20,15 +21,15 @@ from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
 from fsdp_qlora.commands import delivery, guide
 from fsdp_qlora.config import RunConfig, plan_batches
 from fsdp_qlora.config.flags import parse
-from fsdp_qlora.config.options import GROUPS
 from fsdp_qlora.config.recipe import RecipeOptions
 from fsdp_qlora.config.reference import flags_page, schema
+from fsdp_qlora.config.run import GROUPS
 from fsdp_qlora.estimate import Estimate, estimate
 from fsdp_qlora.estimate.report import duration
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
-from api_page import api_page  # noqa: E402
+from api_page import api_page, public_types  # noqa: E402
 from messages_page import messages_page  # noqa: E402
 
 ROWS = 1000  # for which a recipe's header gives the time
@@ -59,6 +60,7 @@ def pages() -> dict[Path, str]:
             ROOT / "docs/recipes.md": recipes_page(),
             ROOT / "docs/messages.md": messages_page(),
             ROOT / "docs/api.md": api_page(),
+            ROOT / "fsdp_qlora/__init__.pyi": public_types(),
             ROOT / "examples/recipes/schema.json": json.dumps(schema(), indent=1) + "\n"}
 
 

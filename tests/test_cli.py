@@ -16,7 +16,7 @@ from fsdp_qlora.bench.command import BenchOptions
 from fsdp_qlora.cli import COMMANDS, GenerateOptions, main, parse
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.flags import EXAMPLES
-from fsdp_qlora.config.options import GROUPS
+from fsdp_qlora.config.run import GROUPS
 
 from .tiny import TARGETS, save_tiny
 

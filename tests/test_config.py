@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from fsdp_qlora.config import RunConfig, plan_batches
 from fsdp_qlora.config.checks import lost_updates, settings_without_effect
-from fsdp_qlora.config.options import GROUPS, STRATEGY_NAMES
+from fsdp_qlora.config.options import STRATEGY_NAMES
+from fsdp_qlora.config.run import GROUPS
 from fsdp_qlora.config.settings import AUTO, changed_settings
 
 # Every flag of the original train.py.

@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_qlora.cli import main, parse
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.config.options import GROUPS
+from fsdp_qlora.config.run import GROUPS
 from fsdp_qlora.config.reference import schema
 
 ROOT = Path(__file__).parents[1]

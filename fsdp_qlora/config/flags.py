@@ -12,9 +12,8 @@ from typing import get_args, get_type_hints
 from fastcore.basics import listify, str2bool
 
 from .checks import check_choices
-from .options import GROUPS
 from .recipe import Recipe, RecipeOptions, read_recipe
-from .run import RunConfig
+from .run import GROUPS, RunConfig
 from .settings import AUTO, default_of, shown
 
 

@@ -281,8 +281,3 @@ class ProfileOptions:
     active_steps: int = opt(2, "steps recorded")
     repeat: int = opt(1, "recordings; 0 = as long as the run")
     profiling_frequency: int = opt(10, "steps from the start of one recording to the next")
-
-
-GROUPS = (ModelOptions, AdapterOptions, DataOptions, EvaluationOptions, BatchOptions,
-          ShardingOptions, OptimizerOptions, OutputOptions, CheckpointOptions, LaunchOptions,
-          ProfileOptions)

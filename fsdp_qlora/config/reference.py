@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from .checks import AT_LEAST_ONE, AUTO_OR_ABOVE_ZERO, NOT_NEGATIVE
 from .flags import typed_fields, usable_choices
-from .options import GROUPS
+from .run import GROUPS
 from .settings import AUTO, default_of, shown
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from .checks import (
     check_choices,
@@ -17,7 +18,22 @@ from .checks import (
     check_types,
     module_pattern,
 )
-from .options import ACTIVATION_POLICIES, GROUPS, OLD_ALL_TARGETS, TRAIN_TYPES
+from .options import (
+    ACTIVATION_POLICIES,
+    OLD_ALL_TARGETS,
+    TRAIN_TYPES,
+    AdapterOptions,
+    BatchOptions,
+    CheckpointOptions,
+    DataOptions,
+    EvaluationOptions,
+    LaunchOptions,
+    ModelOptions,
+    OptimizerOptions,
+    OutputOptions,
+    ProfileOptions,
+    ShardingOptions,
+)
 from .settings import AUTO
 
 PATHS = ("model_name", "dataset", "eval_dataset", "data_cache", "quantized_cache", "output_dir",
@@ -25,7 +41,9 @@ PATHS = ("model_name", "dataset", "eval_dataset", "data_cache", "quantized_cache
 
 
 @dataclass(kw_only=True)
-class RunConfig(*GROUPS):
+class RunConfig(ModelOptions, AdapterOptions, DataOptions, EvaluationOptions, BatchOptions,
+                ShardingOptions, OptimizerOptions, OutputOptions, CheckpointOptions, LaunchOptions,
+                ProfileOptions):
     """All settings of one run. Raises ValueError, naming the flag and the remedy, if they clash."""
 
     def __post_init__(self):
@@ -53,7 +71,7 @@ class RunConfig(*GROUPS):
             self.activation_policy = "recompute_all" if recompute else "keep_all"
 
     @property
-    def source(self) -> dict[str, str | bool | None]:
+    def source(self) -> dict[str, Any]:
         """Which version of --model_name is read, and whether its code is run."""
         return dict(revision=self.revision, trust_remote_code=self.trust_remote_code)
 
@@ -107,6 +125,9 @@ class RunConfig(*GROUPS):
         if self.lora_target_modules == "default": return None
         if self.lora_target_modules == "all": return list(OLD_ALL_TARGETS)
         return [name.strip() for name in self.lora_target_modules.split(",") if name.strip()]
+
+
+GROUPS = RunConfig.__bases__  # in the order in which help and pages show them
 
 
 def block_policies(text: str, blocks: int) -> list[str]:

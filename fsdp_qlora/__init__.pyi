@@ -1,0 +1,42 @@
+# Made by python scripts/make_reference.py; do not edit.
+from .adapters import apply_adapters as apply_adapters
+from .adapters import init_adapters as init_adapters
+from .adapters import lora_config as lora_config
+from .adapters import trainable_parameters as trainable_parameters
+from .build import build_model as build_model
+from .config import RunConfig as RunConfig
+from .config import plan_batches as plan_batches
+from .dist import full_tensor as full_tensor
+from .dist import local_rows as local_rows
+from .dist import process_group as process_group
+from .dist import rank_device as rank_device
+from .dist import ranks_from_env as ranks_from_env
+from .export import save_trained as save_trained
+from .export.convert import convert_adapter as convert_adapter
+from .export.hub import push_folder as push_folder
+from .export.merge import merge_adapter as merge_adapter
+from .export.save import load_adapter as load_adapter
+from .export.save import save_adapter as save_adapter
+from .export.serving import check_adapter_folder as check_adapter_folder
+from .loading import load_weights as load_weights
+from .loading import materialize as materialize
+from .loading import meta_model as meta_model
+from .loading import read_config as read_config
+from .loading.weight_files import Checkpoint as Checkpoint
+from .memory.activations import apply_activation_policy as apply_activation_policy
+from .memory.losses import apply_chunked_loss as apply_chunked_loss
+from .observe.evaluate import held_out_loss as held_out_loss
+from .optim import build_optimizer as build_optimizer
+from .optim import build_scheduler as build_scheduler
+from .quantization.quantize import QuantLinear as QuantLinear
+from .quantization.quantize import quantize_linears as quantize_linears
+from .sharding import STRATEGIES as STRATEGIES
+from .sharding import apply_sharding as apply_sharding
+from .sharding import make_mesh as make_mesh
+from .sharding import set_gradient_sync as set_gradient_sync
+from .training.step import train_step as train_step
+from .training.trainer import train as train
+
+__all__: list[str]
+__version__: str
+PUBLIC: dict[str, str]
