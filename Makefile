@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test docs
+.PHONY: demo test docs typecheck
 
 demo: $(VENV)/.installed-demo
 	$(RUN) -m fsdp_qlora.cli demo --output_dir demo_output
@@ -14,6 +14,9 @@ test: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed-docs
 	$(RUN) -m mkdocs build --strict
+
+typecheck: $(VENV)/.installed-dev
+	$(RUN) -m mypy
 
 $(VENV)/.installed-%: setup.cfg pyproject.toml constraints.txt scripts/install
 	scripts/install $(VENV) $(PYTHON) $*

@@ -11,7 +11,7 @@ import torch
 import fsdp_qlora as fq
 
 
-def main(folder: str, strategy: str = "full_shard", steps: int = 10):
+def main(folder: str, strategy: str = "full_shard", *, steps: int = 10):
     device = fq.rank_device("auto")
     with fq.process_group(device):
         # The model, step by step; fq.build_model(fq.RunConfig(model_name=folder), device) does all.

@@ -231,7 +231,8 @@ def full_tensor(parameter: Tensor) -> Tensor:
 def from_rank(owner: int, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype,
               device: torch.device) -> Tensor:
     """The tensor that rank `owner` gives, on every rank."""
-    if dist.get_rank() != owner: tensor = torch.empty(shape, dtype=dtype, device=device)
+    if tensor is None or dist.get_rank() != owner:
+        tensor = torch.empty(shape, dtype=dtype, device=device)
     dist.broadcast(tensor, src=owner)
     return tensor
 
@@ -285,7 +286,7 @@ def from_main(function: Callable[[], T]) -> T:
             given = function()
         except (ValueError, OSError) as caught:
             error = caught
-    message = [given, (isinstance(error, ValueError), str(error)) if error else None]
+    message: list = [given, (isinstance(error, ValueError), str(error)) if error else None]
     dist.broadcast_object_list(message, src=0)
     if error: raise error
     if message[1]: raise (ValueError if message[1][0] else OSError)(message[1][1])

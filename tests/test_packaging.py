@@ -13,7 +13,7 @@ import pytest
 import fsdp_qlora
 
 ROOT = Path(__file__).parents[1]
-DATA = {"py.typed", "demo/worlds.txt", "demo/text_to_sql_heldout.jsonl",
+DATA = {"py.typed", "__init__.pyi", "demo/worlds.txt", "demo/text_to_sql_heldout.jsonl",
         "demo/text_to_sql_schemas.json", "demo/text_to_sql_train.jsonl"}
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from fsdp_qlora.cli import main, parse
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.config.run import GROUPS
 from fsdp_qlora.config.reference import schema
+from fsdp_qlora.config.run import GROUPS
 
 ROOT = Path(__file__).parents[1]
 

@@ -43,7 +43,7 @@ class LoraLinear(nn.Module, LoraLayer):
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
-    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+    def _get_in_out_features(self, module) -> tuple[int, int]:
         return module.in_features, module.out_features
 
     @property
@@ -126,7 +126,7 @@ def check_patterns(model: nn.Module, config: LoraConfig):
             raise ValueError(f"--lora_{flag} {key}: no adapted layer of that name; there are {found}")
 
 
-def resolve_targets(model: nn.Module, targets) -> set[str] | list[str] | None:
+def resolve_targets(model: nn.Module, targets) -> set[str] | list[str] | str | None:
     """Module names to adapt; "all-linear" is every linear layer but the head.
 
     Raises ValueError with the names that exist, if one is not found.

@@ -197,8 +197,9 @@ def shape_from_params(text: str) -> ModelShape:
     """
     found = re.fullmatch(r"([\d.]+)\s*([KMBT]?)", text.strip().upper())
     try:
+        if not found: raise ValueError
         wanted = float(found[1]) * dict(K=1e3, M=1e6, B=1e9, T=1e12).get(found[2], 1)
-    except (TypeError, ValueError):
+    except ValueError:
         raise ValueError(f"--params {text}: give a size such as 7B, 350M or 8030261248") from None
     if not 5e6 <= wanted <= 2e12:
         raise ValueError(f"--params {text}: {wanted:,.0f} weights; 5M to 2T can be estimated")

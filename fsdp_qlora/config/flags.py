@@ -14,7 +14,7 @@ from fastcore.basics import listify, str2bool
 from .checks import check_choices
 from .recipe import Recipe, RecipeOptions, read_recipe
 from .run import GROUPS, RunConfig
-from .settings import AUTO, default_of, shown
+from .settings import AUTO, default_of, shown, title
 
 
 class Parser(argparse.ArgumentParser):
@@ -64,7 +64,7 @@ CONVERT = {bool: boolean, int: whole_or_auto, float: number_or_auto}
 
 def add_fields(parser: argparse.ArgumentParser, group: type):
     """One flag per field of a dataclass, under its docstring as a title."""
-    section = parser.add_argument_group(group.__doc__.splitlines()[0])
+    section = parser.add_argument_group(title(group))
     for f, kind in typed_fields(group):
         bare = True if kind is bool else f.metadata["bare"]
         how = dict(type=CONVERT.get(kind, kind))

@@ -38,7 +38,8 @@ class Recipe:
 
 def read_recipe(path: str) -> Recipe:
     """The flags that a YAML file stands for. Raises ValueError with file and line of a mistake."""
-    flags, places = [], {}
+    flags: list[str] = []
+    places: dict[str, str] = {}
     for name, value, place in entries(path):
         if name in places: raise ValueError(f"{place}: {name} is there twice, first in {places[name]}")
         places[name] = place
@@ -75,7 +76,8 @@ def pairs(path: str) -> list:
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ValueError(f"{place}: no YAML: {reason}") from None
     if root is None: return []  # nothing but comments
-    if root.id != "mapping": raise ValueError(f"--config {path}: settings are `name: value`, one a line")
+    if not isinstance(root, yaml.MappingNode):
+        raise ValueError(f"--config {path}: settings are `name: value`, one a line")
     return root.value
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from .checks import AT_LEAST_ONE, AUTO_OR_ABOVE_ZERO, NOT_NEGATIVE
 from .flags import typed_fields, usable_choices
 from .run import GROUPS
-from .settings import AUTO, default_of, shown
+from .settings import AUTO, default_of, shown, title
 
 
 def schema() -> dict:
@@ -26,7 +26,7 @@ def schema() -> dict:
 def property_of(f, kind: type) -> dict:
     """One setting: what it takes, its default, help and example."""
     unit = f" ({f.metadata['unit']})" if f.metadata["unit"] else ""
-    forms = [{"enum": usable_choices(f)}] if usable_choices(f) else forms_of(f, kind)
+    forms: list[dict] = [{"enum": usable_choices(f)}] if usable_choices(f) else forms_of(f, kind)
     if default_of(f) is None: forms.append({"type": "null"})
     found = forms[0] if len(forms) == 1 else {"anyOf": forms}
     found = found | {"description": f.metadata["help"] + unit, "default": default_of(f)}
@@ -71,7 +71,7 @@ def table(group: type) -> str:
     """A group of settings as a Markdown table under its title."""
     rows = [f"| `--{f.name}` | {values(f, kind)} | {cell(shown(default_of(f)))} | "
             f"{f.metadata['help'].replace('|', chr(92) + '|')} |" for f, kind in typed_fields(group)]
-    return "\n".join([f"## {group.__doc__.splitlines()[0]}", "",
+    return "\n".join([f"## {title(group)}", "",
                       "| flag | takes | default | what |", "|---|---|---|---|", *rows])
 
 

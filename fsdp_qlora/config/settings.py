@@ -34,6 +34,11 @@ def counted(number: int, unit: str) -> str:
     return f"{number:,} {unit}" + ("" if number == 1 else "s")
 
 
+def title(group: type) -> str:
+    """The title of a group of settings: the first line of its docstring."""
+    return (group.__doc__ or group.__name__).splitlines()[0]
+
+
 def default_of(f) -> Any:
     """A field's default."""
     return f.default_factory() if f.default is MISSING else f.default

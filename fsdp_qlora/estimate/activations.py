@@ -30,7 +30,7 @@ def saved_by_block(shape: ModelShape, setup: Setup) -> float:
     kept = inputs_kept(shape, setup)
     norm_bytes = a if setup.compile else 4
     if setup.adapter == "none" and not setup.compile: norm_bytes += a
-    total = shape.norms_per_block * n * (shape.hidden * norm_bytes + 4)
+    total: float = shape.norms_per_block * n * (shape.hidden * norm_bytes + 4)
     if shape.qk_norm:
         heads = shape.heads + shape.kv_heads
         total += n * heads * (shape.head_dim * norm_bytes + 4)

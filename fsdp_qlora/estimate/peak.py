@@ -88,7 +88,7 @@ class Memory:
     @property
     def largest(self) -> str:
         """The part that takes most."""
-        return max(self.parts, key=self.parts.get)
+        return max(self.parts, key=self.parts.__getitem__)
 
     def fits(self, memory_gib: float) -> bool:
         """True if a card of this size holds it."""
@@ -114,7 +114,7 @@ def memory(shape: ModelShape, setup: Setup | None = None, **changes) -> Memory:
     static = static_parts(shape, setup)
     found = {name: static | parts for name, parts in moments(shape, setup).items()}
     totals = {name: sum(parts.values()) for name, parts in found.items()}
-    moment = max(totals, key=totals.get)
+    moment = max(totals, key=totals.__getitem__)
     parts = {name: found[moment].get(name, 0.0) for name in PARTS}
     moving = sum(parts[p] for p in ("gradients", "activations", "working", "unsharded", "loss"))
     parts["slack"] = SLACK_SHARE * moving
@@ -191,8 +191,8 @@ def unit_bytes(shape: ModelShape, setup: Setup) -> tuple[float, float]:
     A block is one unit, or its MLP and its attention are two. `min_params` is taken as `block`.
     """
     if setup.wrap_policy == "attention_mlp":
-        return tuple(gathered(linear_weights(shape, setup, part), setup)
-                     for part in ("mlp", "attention"))
+        return (gathered(linear_weights(shape, setup, "mlp"), setup),
+                gathered(linear_weights(shape, setup, "attention"), setup))
     block = gathered(block_weights(shape, setup), setup)
     return block, block
 

@@ -189,13 +189,14 @@ def merged_tensor(plan: MergePlan, output: Output) -> Tensor:
     if not shape: return rounded(whole, plan.dtype)
     per_chunk = max(1, CHUNK_BYTES // (4 * math.prod(shape[1:]) or 1))
     if effect and effect.needs_all_rows: per_chunk = shape[0]
-    merged = None
+    merged: Tensor | None = None
     for start in range(0, shape[0], per_chunk):
         stop = min(start + per_chunk, shape[0])
         rows = base.rows(output.source, start, stop) if whole is None else whole[start:stop]
         if effect: rows = effect.apply(rows, start, stop)
         if merged is None: merged = rounded(rows.new_empty(0), plan.dtype).new_empty(shape)
         merged[start:stop] = rows
+    assert merged is not None  # every tensor has a row
     return merged
 
 

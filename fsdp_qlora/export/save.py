@@ -126,7 +126,9 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path):
-        self.folder, self.pending, self.size, self.parts = folder, {}, 0, []
+        self.folder, self.size = folder, 0
+        self.pending: dict[str, Tensor] = {}
+        self.parts: list[tuple[list[str], int]] = []  # names of tensors, bytes
         self.error: Exception | None = None
 
     def add(self, name: str, tensor: Tensor):

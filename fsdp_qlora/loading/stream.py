@@ -195,8 +195,8 @@ def rank_pieces(model: nn.Module, but: Collection[str] = ()) -> Iterator[Piece]:
 
 def expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Every tensor that the model needs from a checkpoint, with its unquantized shape."""
-    return {key: (module.out_features, module.in_features) if is_packed(module, leaf)
-            else tuple(parameter.shape)
+    def unpacked(module) -> tuple[int, int]: return module.out_features, module.in_features
+    return {key: unpacked(module) if is_packed(module, leaf) else tuple(parameter.shape)
             for key, module, leaf, parameter in base_parameters(model)}
 
 
@@ -271,7 +271,8 @@ class Staging:
     """Host buffers that threads read into and the device copies from; pinned for CUDA."""
 
     def __init__(self, device: torch.device, count: int):
-        self.pin, self.free = device.type == "cuda", SimpleQueue()
+        self.pin = device.type == "cuda"
+        self.free: SimpleQueue = SimpleQueue()
         for _ in range(count): self.free.put((torch.empty(0, dtype=torch.uint8), None))
 
     def read(self, spans: list[Stored]) -> tuple[Tensor, list[Tensor]]:

@@ -51,7 +51,8 @@ class Climbed:
 
 def climb(shape: ModelShape, machine: Machine, config: RunConfig) -> list[Climbed]:
     """Every rung's estimate for these settings, the cumulative changes applied to them."""
-    changes, found = {}, []
+    changes: dict = {}
+    found = []
     for rung in LADDER:
         changes = changes | rung.changes
         found.append(climbed(rung, changes, shape, machine, config))

@@ -57,7 +57,7 @@ def free_settings(config: RunConfig, given: set[str], everything: bool = False) 
 
 def settled(config: RunConfig, free: frozenset[str]) -> RunConfig:
     """The configuration with a plain value in place of each free one."""
-    changes = dict(batch_size=1) if "batch_size" in free else {}
+    changes: dict = dict(batch_size=1) if "batch_size" in free else {}
     if config.sharding_strategy == "auto": changes["sharding_strategy"] = "full_shard"
     if config.activation_budget_gib is not None:
         changes |= dict(activation_budget_gib=None, activation_policy="recompute_all")

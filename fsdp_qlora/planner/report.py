@@ -17,6 +17,7 @@ SHOWN = 8  # of the search's results
 def report(plan: Plan) -> str:
     """The whole plan as text."""
     some = plan.choice or plan.closest
+    assert some  # a search tries something
     lines = [subject_lines(some)[0], plan.machine.describe(), "", *ladder_lines(plan), "",
              *search_lines(plan), "", *choice_lines(plan)]
     return "\n".join(lines + notes(some))
@@ -89,6 +90,7 @@ def flags(plan: Plan) -> str:
 
 def advice(plan: Plan) -> list[str]:
     """The last rung: what would fit."""
+    assert plan.closest  # else something fits
     need, limit = plan.closest.memory, plan.machine.memory_gib
     short = (f"{need.total:.1f} GiB of {limit:g}" if not plan.closest.fits_gpu else
              f"{need.host:.0f} GiB of host memory, of {plan.machine.host_memory_gib:.0f}")

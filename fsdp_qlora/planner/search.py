@@ -27,7 +27,8 @@ class Search:
 
 def search(shape: ModelShape, machine: Machine, config: RunConfig, free: frozenset[str]) -> Search:
     """All combinations of the `free` settings; the others stay as in `config`."""
-    fitting, failed = [], []
+    fitting: list[Estimate] = []
+    failed: list[Estimate] = []
     for strategy, offload, activations in places(machine, config, free):
         for rows in micro_batches(machine, config, free):
             tried = replace(config, sharding_strategy=strategy, use_cpu_offload=offload,
@@ -55,8 +56,8 @@ def places(machine: Machine, config: RunConfig, free: frozenset[str]) -> list[tu
     for strategy, offload, activation in product(strategies, offloads, activations):
         if machine.world_size == 1 and strategy != "ddp" and not offload and len(strategies) > 1:
             continue  # one GPU shards nothing
-        tried = dict(sharding_strategy=strategy, use_cpu_offload=offload, batch_size=1,
-                     use_activation_cpu_offload=activation)
+        tried: dict = dict(sharding_strategy=strategy, use_cpu_offload=offload, batch_size=1,
+                           use_activation_cpu_offload=activation)
         if "activation_policy" in free: tried["activation_policy"] = "recompute_all"
         try:
             replace(config, **tried)

@@ -86,7 +86,7 @@ def step_if(finite: Tensor, optimizer: torch.optim.Optimizer):
     GradScaler gives fused optimizers: 1 leaves weights, moments and the step count alone.
     """
     if optimizer.defaults.get("fused"):
-        optimizer.found_inf = 1 - finite.float()
+        optimizer.found_inf = 1 - finite.float()  # type: ignore[attr-defined]
         optimizer.step()
     elif finite.item(): optimizer.step()
 
