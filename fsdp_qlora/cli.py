@@ -170,8 +170,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0": print("stopped", file=sys.stderr, flush=True)
         return 130
-    except Exception:  # a fault of this program: the same words as Python's, without secrets
-        print_traceback()
+    except Exception as error:  # a fault of this program: the same words as Python's, without secrets
+        if is_verbose(argv) or not says_that_a_rank_is_gone(error): print_traceback()
         return 1
 
 
@@ -179,6 +179,16 @@ def tell_other_ranks(line: str):
     """Give the others the time to say it too: a launcher ends them when this rank ends."""
     from .dist import tell_mistake
     tell_mistake(line)
+
+
+def says_that_a_rank_is_gone(error: Exception) -> bool:
+    """Say in a line that this rank ends only because another did, or can't be reached."""
+    if "RANK" not in os.environ: return False
+    from .meeting import is_lost_connection
+    if not is_lost_connection(error): return False
+    print(f"error (rank {os.environ['RANK']}): the connection to another rank is lost: that has ended, "
+          "and says why in its own log, or its machine can't be reached", file=sys.stderr, flush=True)
+    return True
 
 
 def print_traceback():

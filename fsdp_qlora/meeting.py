@@ -22,6 +22,16 @@ POLL_SECONDS, REPEAT = 0.05, 4  # a mistake is told again at every fourth look
 PATIENCE_SECONDS = 10           # for ranks to hear of a mistake
 
 
+# What gloo, NCCL and the store say when another process is gone; none of them has a type for it.
+GONE = ("closed by peer", "reset by peer", "pair closure", "Broken pipe", "remote process exited",
+        "Timed out waiting", "Socket Timeout", "failed to recv")
+
+
+def is_lost_connection(error: Exception) -> bool:
+    """Whether an exception only says that another rank ended, or that its machine can't be reached."""
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in GONE)
+
+
 class MistakeElsewhere(ValueError):
     """Another rank found that the run can't start; the message is its own."""
 

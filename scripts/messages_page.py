@@ -75,9 +75,10 @@ REMEDIES = [
     ("wrap policy is true for no module", "give another function, or `--wrap_policy block`"),
     ("rank 0 could not write|no checkpoint could be written|other bytes than were written",
      "look for a full or broken disk; the reason is in the line"),
+    ("copied to every machine|s file:", "look at that machine's disk and link; start the command again"),
+    ("came to the start", "look at the logs of the missing ranks; all machines must run one command"),
     ("said nothing for", "see that rank's own output for its reason; raise `--timeout_minutes` if it "
      "was only slow"),
-    ("came to the start", "look at the output of the others; `--timeout_minutes` if they are slow"),
     ("GIVEN: VALUE", "another message of this page, about the held-out rows"),
     ("rows PLACE to STOP", "take the checkpoint before it with `--resume FOLDER`"),
     ("embedding with DoRA", "use PEFT's merge_and_unload"),

@@ -5,13 +5,14 @@ Rank 0 looks and verifies; the others are told, so that all start from the same 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import RunConfig
 from ..config.settings import counted
 from ..data import Source, Subset, TokenizedDataset
 from ..dist import from_main, print_main, ranks_from_env
+from .disks import Disks, find_disks
 from .folder import (
     LEFT_BY_A_RUN,
     WEIGHTS,
@@ -39,6 +40,7 @@ class Found:
     folder: Path | None = None        # the checkpoint, or None at the beginning
     run: dict | None = None           # its run.json
     metrics: tuple[dict, ...] = ()    # what metrics.jsonl says up to there
+    disks: Disks | None = None        # how its files come to machines that don't see them
 
     def settings(self, config: RunConfig) -> RunConfig:
         """`config` with the rows per step of the run that goes on."""
@@ -56,7 +58,11 @@ def find_run(config: RunConfig, dataset: TokenizedDataset | Subset | Source) -> 
     Raises ValueError on every rank if --resume is a path without a whole checkpoint, or if the
     checkpoint is of another run, with what differs.
     """
-    found = from_main(lambda: look(config, dataset))
+    out, root = Path(config.output_dir), checkpoints_of(config.output_dir)
+    disks = find_disks(out)
+    if disks.rank in disks.takers: remove_scratch(root)
+    disks.bring_newest(out, lambda: config.resume == "auto" and not (root / FINISHED).exists())
+    found = replace(from_main(lambda: look(config, dataset)), disks=disks)
     if found.folder:
         print_main(f"resumed from {found.folder}: step {found.run['step']} of a run that "
                    f"{counted(found.run['world_size'], 'rank')} began or went on with")

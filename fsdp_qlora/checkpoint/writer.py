@@ -12,9 +12,10 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from json import dumps
+from json import dumps, loads
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -25,6 +26,7 @@ from ..adapters.whole import for_both_ends
 from ..config import RunConfig
 from ..dist import board, from_main, print_main, ranks_from_env
 from ..export import save_peft_config
+from .disks import Disks, list_files
 from .folder import RUN, prune, scratch_folder, seal, step_folder, write_text
 from .state import ADAPTER, Boundary, RunState, adapter_keys
 from .tensors import (
@@ -62,10 +64,10 @@ class CheckpointWriter:
     facts: what run.json says besides the state. failure: why the last write failed, on rank 0.
     """
 
-    def __init__(self, root: Path, state: RunState, config: RunConfig, facts: dict,
+    def __init__(self, root: Path, state: RunState, config: RunConfig, facts: dict, disks: Disks,
                  verified: Path | None = None):
         self.root, self.state, self.keep, self.facts = root, state, config.keep_checkpoints, facts
-        self.minutes = config.checkpoint_minutes
+        self.disks, self.minutes = disks, config.checkpoint_minutes
         self.rank, self.board, self.staging = ranks_from_env(), board[-1], Staging()
         self.keys = adapter_keys(state.model) if hasattr(state.model, "peft_config") else None
         self.verified, self.failure = verified, None
@@ -125,19 +127,25 @@ class CheckpointWriter:
 
     def write(self, shot: Snapshot):
         """This rank's part; on rank 0 the whole. Never raises: a failure is kept in `failure`."""
-        scratch, word = scratch_folder(self.root, shot.step), "written"
+        scratch, word, files = scratch_folder(self.root, shot.step), "written", {}
         try:
-            write_part(scratch, self.rank.rank, shot)
+            names = write_part(scratch, self.rank.rank, shot)
+            if self.disks.is_apart: files = list_files(scratch, names)
+            self.board.post(f"{shot.topic} files", dumps(files))
         except Exception as error:  # noqa: BLE001  a full disk comes as any of several
             word = f"{type(error).__name__}: {error}"
         self.board.post(shot.topic, word)
         if self.rank.is_main: self.complete(shot, scratch)
+        elif self.disks.is_apart and word == "written":
+            with suppress(OSError, RuntimeError):  # rank 0 says what fails
+                self.disks.send(scratch, files)
 
     def complete(self, shot: Snapshot, scratch: Path):
         """Make one checkpoint of what all ranks wrote."""
         folder = step_folder(self.root, shot.step)
         try:
             words = self.board.wait_for_all(shot.topic, WORD_SECONDS)
+            self.receive(shot, scratch, [r for r in self.disks.apart if words[r] == "written"])
             failed = [f"rank {r}: {word}" for r, word in enumerate(words) if word != "written"]
             if failed: raise OSError(failed[0])
             if self.keys: self.assemble_adapter(scratch)
@@ -150,6 +158,16 @@ class CheckpointWriter:
             shutil.rmtree(scratch, ignore_errors=True)
             if self.verified: print_main(f"warning: no checkpoint of step {shot.step} "
                                          f"({self.failure}); {self.verified} is the last good one")
+
+    def receive(self, shot: Snapshot, scratch: Path, ranks: list[int]):
+        """The files of ranks that don't see this disk; all of them, though one may fail."""
+        faults = []
+        for rank in ranks:
+            try:
+                self.disks.receive(scratch, rank, loads(self.board.read(f"{shot.topic} files", rank)))
+            except OSError as error:
+                faults.append(error)
+        if faults: raise faults[0]
 
     def assemble_adapter(self, scratch: Path):
         """The ranks' rows of the adapter as the one file that PEFT reads, in place of theirs."""
@@ -170,8 +188,11 @@ def saved_tensor(files: RowFiles, name: str) -> Tensor:
     return for_original_base(name, files.read(name), taken).contiguous()
 
 
-def write_part(scratch: Path, rank: int, shot: Snapshot):
-    """The files of one rank."""
+def write_part(scratch: Path, rank: int, shot: Snapshot) -> list[str]:
+    """Write the files of one rank; their names."""
     scratch.mkdir(parents=True, exist_ok=True)
-    if shot.weights: write_rows(weights_file(scratch, rank), shot.weights)
-    write_rows(rank_file(scratch, rank), shot.optimizer, shot.random)
+    paths = [weights_file(scratch, rank)] if shot.weights else []
+    if shot.weights: write_rows(paths[0], shot.weights)
+    paths.append(rank_file(scratch, rank))
+    write_rows(paths[-1], shot.optimizer, shot.random)
+    return [path.name for path in paths]

@@ -138,7 +138,7 @@ class Training:
         self.writer.join()
         folder = from_main(lambda: self.writer.verified)
         self.bad.leave_out(folder)
-        self.boundary = self.state.restore(folder)
+        with self.writer.disks.at_hand(folder): self.boundary = self.state.restore(folder)
         self.log.rewind(self.boundary.step)
         print_main(f"went back to {folder}; left out: the rows of steps "
                    + ", ".join(str(i + 1) for i in sorted(self.bad.left_out)))

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..build import build_model
 from ..checkpoint import (
+    Boundary,
     CheckpointWriter,
     Found,
     RunState,
@@ -62,11 +63,11 @@ def train(config: RunConfig, dataset: TokenizedDataset | Subset | Source, device
     loader = build_loader(config, dataset, batches, tokenizer, model.config.vocab_size, device)
     describe(model, config, batches, loader.sampler.total_steps, time.perf_counter() - started)
     state = build_state(config, batches, model, loader, tokenizer, held_out, device)
-    boundary = state.restore(found.folder) if found.folder else state.boundary(0)
+    boundary = restored(state, found) if found.folder else state.boundary(0)
     with RunLog(config.output_dir, config.log_to, loader.sampler.total_steps, ranks.is_main,
                 found.metrics) as log:
         writer = CheckpointWriter(checkpoints_of(config.output_dir), state, config,
-                                  facts_of(config, state, found), found.folder)
+                                  facts_of(config, state, found), found.disks, found.folder)
         record = record_of(config, found, device)
         Training(config, tokenizer, loader, state, boundary, log, writer, record, signals).run()
     if isinstance(loader, StreamLoader): print_main(loader.full_report().format_report())
@@ -90,6 +91,11 @@ def build_state(config: RunConfig, batches: BatchPlan, model: nn.Module,
                               batch_size=batches.micro_batch_size,
                               pad_token_id=choose_pad_token_id(tokenizer, model.config.vocab_size))
     return RunState(model, optimizer, scheduler, loader.sampler, evaluator, device)
+
+
+def restored(state: RunState, found: Found) -> Boundary:
+    """Bring back what was found, on every machine."""
+    with found.disks.at_hand(found.folder): return state.restore(found.folder)
 
 
 def facts_of(config: RunConfig, state: RunState, found: Found) -> dict:

@@ -97,6 +97,7 @@ def cut_writes(folder: str, out: str) -> list[str]:
     """Write a checkpoint under a limit of file size that grows; what was there after each try."""
     from fsdp_qlora.build import build_model
     from fsdp_qlora.checkpoint import CheckpointWriter, RunState
+    from fsdp_qlora.checkpoint.disks import find_disks
     from fsdp_qlora.data import StepSampler
     from fsdp_qlora.optim import build_optimizer, build_scheduler
     sys.stdout = open("/dev/null", "w")  # noqa: SIM115  a file of the test's would meet the limit too
@@ -109,7 +110,7 @@ def cut_writes(folder: str, out: str) -> list[str]:
     state = RunState(model, optimizer, build_scheduler(optimizer, "constant", 9), StepSampler(9, 1),
                      None, torch.device("cpu"))
     facts = dict(run_id="", config={}, content={}, world_size=1, rows_per_step=1)
-    writer = CheckpointWriter(Path(out, "checkpoints"), state, config, facts)
+    writer = CheckpointWriter(Path(out, "checkpoints"), state, config, facts, find_disks(Path(out)))
     writer.save(state.boundary(1))
     writer.join()
     assert writer.failure is None, writer.failure
