@@ -1,5 +1,6 @@
 """The wheel and the sdist hold all that the package needs, and the wheel works where it is unpacked."""
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -68,6 +69,26 @@ def test_the_wheel_works_where_it_is_unpacked(built, tmp_path):
                           env=os.environ | {"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     assert "tokens/s per GPU" in done.stdout
+
+
+def test_every_package_that_an_extra_names_has_the_version_of_the_tests():
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    pinned = {line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().split()
+              if "==" in line}
+    named = {re.split(r"[\[=<>]", name)[0].lower() for extra in setup["options.extras_require"].values()
+             for name in extra.split()}
+    assert named <= pinned
+
+
+def test_the_image_has_the_files_it_copies_and_runs_as_no_root():
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    copied = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert ignored[0] == "*"
+    for name in copied: assert (ROOT / name).exists() and f"!{name}" in ignored, name
+    user = [line for line in lines if line.startswith("USER ")][-1]
+    assert user != "USER root" and lines.index(user) < lines.index('ENTRYPOINT ["fsdp-qlora"]')
 
 
 def test_the_version_is_written_alike_everywhere():
