@@ -17,6 +17,8 @@ from pathlib import Path
 from .grid import Cell
 from .row import Row, append_row, empty_row, read_rows, row_from_dict
 
+GRACE_SECONDS = 60  # of a process that is told to end, before it is killed
+
 
 @dataclass(frozen=True)
 class Job:
@@ -90,9 +92,22 @@ def run_process(argv: list[str], seconds: float) -> int | None:
     except subprocess.TimeoutExpired:
         return None
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        end(process)
+
+
+def end(process: subprocess.Popen):
+    """End a process that still runs, and the ranks that it started.
+
+    Ranks have sessions of their own, so only it can end them: killed at once it would leave them to
+    hold the GPUs that the next cell is measured on.
+    """
+    if process.poll() is not None: return
+    process.terminate()
+    try:
+        process.wait(GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def failed_row(files: Path, job: Job, code: int | None) -> Row:

@@ -63,7 +63,8 @@ def whitening(p: Tensor, grad: Tensor, state: dict[str, Tensor], new_share: floa
 
 
 def summed(p: Tensor, part: Tensor) -> Tensor:
-    """The sum of `part` over the ranks that hold rows of p."""
+    """The sum of `part` over the ranks that hold rows of p, on its device, GPU or host."""
     if not isinstance(p, DTensor): return part
     placements = [Partial() if place.is_shard() else Replicate() for place in p.placements]
-    return DTensor.from_local(part, p.device_mesh, placements, run_check=False).full_tensor()
+    whole = DTensor.from_local(part, p.device_mesh, placements, run_check=False).full_tensor()
+    return whole.to(part.device)

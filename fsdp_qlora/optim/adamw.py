@@ -18,6 +18,7 @@ from functools import cache
 import torch
 from bitsandbytes.functional import create_dynamic_map
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..dist import local_rows
 from .base import ShardedOptimizer, int32, sent, zeros_beside
@@ -53,17 +54,29 @@ class CompactAdamW(ShardedOptimizer):
         if not weight.numel(): return
         local = {name: local_rows(value)[0].view(-1) for name, value in state.items()
                  if name != "step"}
-        device = weight.device
+        device = place_of_update(p)
         factors = sent(update_factors(group, int(state["step"])), torch.float32, device)
         first = first_row * (p.numel() // p.shape[0])
         weight, grad = weight.view(-1), local_rows(p.grad)[0].reshape(-1)
-        update = compiled_update() if weight.is_cuda else adamw_update
+        update = compiled_update() if device.type == "cuda" else adamw_update
         for start in range(0, len(weight), CHUNK):
             part = slice(start, min(start + CHUNK, len(weight)))
-            moments = [unpacked(local, name, part) for name in MOMENTS]
+            w, g = weight[part].to(device), grad[part].to(device)
+            moments = [unpacked(local, name, part, device) for name in MOMENTS]
             places = sent([int32(first + start), salt], torch.int32, device)
-            update(weight[part], grad[part], *moments, factors, places)
+            update(w, g, *moments, factors, places)
             for name, moment in zip(MOMENTS, moments, strict=True): pack(local, name, part, moment)
+            if device != weight.device: weight[part] = w
+
+
+def place_of_update(p: Tensor) -> torch.device:
+    """Where a weight is updated: by the GPU also if it is kept in host memory.
+
+    On the host the many small operations of rounding and quantization would take minutes a step.
+    """
+    if isinstance(p, DTensor) and p.device_mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return p.device
 
 
 def blocksize(p: Tensor) -> int | None:
@@ -104,23 +117,25 @@ def compiled_update():
     return torch.compile(adamw_update, fullgraph=True, dynamic=True)
 
 
-def unpacked(local: dict[str, Tensor], name: str, part: slice) -> Tensor:
-    """A part of a moment to update: itself, or a float32 copy of 8-bit codes."""
+def unpacked(local: dict[str, Tensor], name: str, part: slice, device: torch.device) -> Tensor:
+    """A part of a moment to update: itself, a copy on `device`, or 8-bit codes made float32 there."""
     codes, absmax = local[name], local.get(f"{name}_absmax")
-    if absmax is None: return codes[part]
+    if absmax is None: return codes[part].to(device)
     block = len(codes) // len(absmax)
     return torch.ops.bitsandbytes.dequantize_blockwise(
-        codes[part], absmax[part.start // block:part.stop // block],
-        code_table(MOMENTS[name], codes.device), block, torch.float32)
+        codes[part].to(device), absmax[part.start // block:part.stop // block].to(device),
+        code_table(MOMENTS[name], device), block, torch.float32)
 
 
 def pack(local: dict[str, Tensor], name: str, part: slice, moment: Tensor):
-    """Write an updated float32 copy back to its codes; a moment that is its own needs nothing."""
+    """Write an updated copy back, to its codes if there are; a moment that is its own needs nothing."""
     codes, absmax = local[name], local.get(f"{name}_absmax")
-    if absmax is None: return
+    if absmax is None:
+        if moment.device != codes.device: codes[part] = moment
+        return
     block = len(codes) // len(absmax)
     codes[part], absmax[part.start // block:part.stop // block] = (
-        torch.ops.bitsandbytes.quantize_blockwise(moment, code_table(MOMENTS[name], codes.device),
+        torch.ops.bitsandbytes.quantize_blockwise(moment, code_table(MOMENTS[name], moment.device),
                                                   block))
 
 

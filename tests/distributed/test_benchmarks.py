@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
+from fsdp_qlora.bench.drive import How, Job, run_jobs
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny
 
@@ -52,3 +54,15 @@ def test_rows_of_ours_and_of_peers_are_measured_one_after_the_other(tmp_path, ra
     for row, (_, peer) in zip(rows[len(ours):], peers, strict=True):
         assert row["peer"].startswith(f"{peer}: transformers ")
         assert row["loss_first"] == pytest.approx(4.57, abs=0.2)  # log(97)
+
+
+def test_a_cell_that_runs_out_of_time_leaves_no_rank_behind(tmp_path):
+    """A rank left alone would hold the GPU that the next cell is measured on."""
+    folder = save_tiny(tmp_path)
+    job = Job("endless", ["--model_name", folder, "--random_weights", "--device", "cpu",
+                          "--context_length", "16", "--world_size", "2"], gpus=2)
+    how = How(steps=10**6, warmup=1, minutes=0.4)
+    (row,) = run_jobs([job], how)
+    assert (row.status, row.error) == ("error", "stopped: out of time")
+    seen = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
+    assert not [line for line in seen if f"--steps {how.steps}" in line]
