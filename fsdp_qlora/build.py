@@ -38,6 +38,7 @@ from .loading.names import match_names
 from .loading.prequantized import FourBitCheckpoint, layers_to_quantize, open_weights
 from .loading.quantized_cache import QuantizedCache
 from .loading.starts import SavedRows, check_start, start_from_weights
+from .loading.tokens import grow_vocabulary, load_tokenizer, with_new_rows
 from .loading.weight_files import Checkpoint, RandomCheckpoint
 from .memory.activations import apply_activation_policy
 from .memory.losses import apply_chunked_loss
@@ -87,6 +88,9 @@ def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, C
     Needs no process group: a wrong model, checkpoint or target module is found here.
     """
     settings = read_config(config.model_name, **config.source)
+    if config.added_tokens:
+        grow_vocabulary(settings, load_tokenizer(config.model_name, **config.source,
+                                                 added_tokens=config.new_tokens))
     model = meta_model(settings, DTYPES[config.precision], attention(config, settings, device)[0],
                        **config.source)
     model.config._name_or_path = config.model_name  # PEFT writes it into the adapter's config
@@ -102,7 +106,8 @@ def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, C
         lora.revision = config.revision
         model = apply_adapters(model, lora, DTYPES[config.adapter_dtype])
         check_start(model, checkpoint, start_of(config))
-        train_whole(model, config.whole_modules, DTYPES[config.adapter_dtype])
+        train_whole(model, config.whole_modules, DTYPES[config.adapter_dtype],
+                    both_ends=bool(config.added_tokens))
     return model, checkpoint
 
 
@@ -145,7 +150,7 @@ def open_checkpoint(config: RunConfig, settings: PretrainedConfig, model: nn.Mod
     quantization = settings.to_dict().get("quantization_config")
     checkpoint = open_weights(checkpoint_folder(config.model_name, config.revision), quantization,
                               config.model_name)
-    check_complete(model, match_names(model, checkpoint))
+    check_complete(model, with_new_rows(model, match_names(model, checkpoint)))
     return checkpoint
 
 

@@ -65,7 +65,7 @@ def train_rank(config: RunConfig, signals: StopSignals | None = None):
         check_places,
         check_positions,
         load_data,
-        load_tokenizer,
+        run_tokenizer,
     )
     device = rank_device(config.device)
     check_device(config, device)
@@ -73,7 +73,7 @@ def train_rank(config: RunConfig, signals: StopSignals | None = None):
     if is_main: check_places(config)
     warnings = settings_without_effect(config) + lost_updates(config)
     for warning in warnings: print_main(f"warning: {warning}")
-    tokenizer = load_tokenizer(config.model_name, **config.source)
+    tokenizer = run_tokenizer(config)
     data = load_data(config, tokenizer)
     from .build import planned_model
     from .export import trained_bytes
@@ -107,8 +107,8 @@ def generate_command(argv: list[str]):
 def data_command(argv: list[str]):
     """Tokenize a data set and report on it; --preview shows rows with trained tokens marked."""
     (config,) = parse(argv, prog="fsdp-qlora data")
-    from .training.prepare import load_tokenizer, report_on_data
-    report_on_data(config, load_tokenizer(config.model_name, **config.source))
+    from .training.prepare import report_on_data, run_tokenizer
+    report_on_data(config, run_tokenizer(config))
 
 
 @dataclass

@@ -20,14 +20,18 @@ from ..model.conv1d import transposed_weights
 from ..quantization.quantize import QuantLinear
 
 
-def train_whole(model: PeftModel, names: list[str], dtype: torch.dtype):
+def train_whole(model: PeftModel, names: list[str], dtype: torch.dtype, both_ends: bool = False):
     """Unfreeze the modules whose names end so, as PEFT finds them, and store them in `dtype`, in place.
 
+    both_ends: the embedding and the head too.
     Works on meta and on a loaded model. Raises ValueError for a name that no module has, and for
     modules that are quantized or adapted.
     """
-    if not names: return
     causal = base_model(model)
+    if both_ends:
+        ends = [name.rsplit(".", 1)[-1] for name in ends_of(causal)]
+        names = [*names, *(end for end in ends if end not in names)]
+    if not names: return
     for end in names:
         found = [(name, m) for name, m in causal.named_modules(remove_duplicate=False)
                  if name.endswith(end) and any(True for _ in m.parameters())]
@@ -88,12 +92,12 @@ def computed(layer: nn.Module, forward, x: Tensor) -> Tensor:
 def with_tied_end(causal: nn.Module, names: list[str]) -> list[str]:
     """The names, with the other end of a tied model where one end is among them: both are trained."""
     if not is_tied(causal): return list(names)
-    ends = tied_ends(causal)
+    ends = ends_of(causal)
     if not any(end.endswith(name) for end in ends for name in names): return list(names)
     return [*names, *(last for end in ends if (last := end.rsplit(".", 1)[-1]) not in names)]
 
 
-def tied_ends(causal: nn.Module) -> tuple[str, str]:
+def ends_of(causal: nn.Module) -> tuple[str, str]:
     """The names of a model's embedding and head."""
     names = {id(m): name for name, m in causal.named_modules()}
     return names[id(causal.get_input_embeddings())], names[id(output_head(causal))]
@@ -112,7 +116,7 @@ def for_both_ends(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Ten
     """
     causal = base_model(model)
     if not is_tied(causal): return tensors
-    first, second = (f"base_model.model.{end}.weight" for end in tied_ends(causal))
+    first, second = (f"base_model.model.{end}.weight" for end in ends_of(causal))
     for here, there in ((first, second), (second, first)):
         if here in tensors and there not in tensors: tensors = tensors | {there: tensors[here].clone()}
     return tensors

@@ -30,7 +30,7 @@ from ..planner import free_settings, make_plan
 from ..planner import report as plan_report
 from ..training.describe import steps_line
 from ..training.launch import world_size
-from ..training.prepare import RunData, check_device, check_places, load_data, load_tokenizer
+from ..training.prepare import RunData, check_device, check_places, load_data, run_tokenizer
 
 SHOWN_ROWS = 2  # of the first batch, if --preview does not say
 
@@ -51,7 +51,8 @@ def dry_run(config: RunConfig, argv: list[str]):
     if Path(config.model_name).is_dir(): planned_model(config, device)  # its files and target modules
     config, seconds = predict(config, argv, shape, device, ranks)
     data = load_data(replace(config, data_cache=None, preview=0),
-                     tokenizer := load_tokenizer(config.model_name, **config.source))
+                     tokenizer := run_tokenizer(config))
+    if config.added_tokens: shape = replace(shape, vocab=max(shape.vocab, len(tokenizer)))
     show_batches(config, data, tokenizer, shape, ranks, seconds)
     print_main("dry run: nothing was trained or written")
 

@@ -11,16 +11,16 @@ import torch
 from peft import PeftModel
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..config import RunConfig
 from ..data import choose_pad_token_id, encode_prompt, stop_token_ids
 from ..dist import rank_device
-from ..export.adapter_folder import Delta
+from ..export.adapter_folder import AdapterFolder, Delta
 from ..export.trained_base import BaseQuant, base_quant, taken_out_of
 from ..loading import DTYPES, first_line, pinned, read_config
-from ..training.prepare import load_tokenizer
+from ..loading.tokens import load_tokenizer
 
 
 def load_for_inference(model_name: str, adapter: str | Path | None = None, quant: str = "auto",
@@ -41,12 +41,31 @@ def load_for_inference(model_name: str, adapter: str | Path | None = None, quant
                              "repeated here; add --base_quant none for the original weights")
         round_linears(model, known, taken_out_of(adapter))
     if adapter is None: return model
+    rows = max(trained_rows(model, adapter), default=0)
+    if rows > model.config.get_text_config().vocab_size:
+        model.resize_token_embeddings(rows, mean_resizing=False)
     try:
         return PeftModel.from_pretrained(model, str(adapter)).eval()
     except (ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"--adapter_folder {adapter}: not an adapter of {model_name} "
                          f"({first_line(error)}); save it again, or give the model it was trained on"
                          ) from error
+
+
+def trained_rows(model: PreTrainedModel, adapter: str | Path) -> list[int]:
+    """Rows of the embedding and the head in an adapter that was trained with more tokens."""
+    ends = {id(end) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
+    names = [f"{name}.weight" for name, module in model.named_modules() if id(module) in ends]
+    found = AdapterFolder(adapter)
+    return [found.shape(change.replacement)[0] for name, change in found.changes.items()
+            if name in names and change.replacement]
+
+
+def tokenizer_of(config: RunConfig, adapter: str | Path | None):
+    """The tokenizer that an adapter was trained with, if its folder has one, or the model's."""
+    if adapter and (Path(adapter) / "tokenizer_config.json").is_file():
+        return AutoTokenizer.from_pretrained(adapter)
+    return load_tokenizer(config.model_name, **config.source)
 
 
 @torch.no_grad()
@@ -74,7 +93,7 @@ def answer(config: RunConfig, options):
         raise ValueError(f"--max_new_tokens must be 1 or more, got {options.max_new_tokens}")
     device = rank_device(config.device)
     dtype = torch.float32 if device.type == "cpu" else DTYPES[config.precision]
-    tokenizer = load_tokenizer(config.model_name, **config.source)
+    tokenizer = tokenizer_of(config, options.adapter_folder)
     model = load_for_inference(config.model_name, options.adapter_folder, options.base_quant, device,
                                dtype, **config.source)
     inputs = torch.tensor([encode_prompt([{"role": "user", "content": options.prompt}], tokenizer)],

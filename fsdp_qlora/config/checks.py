@@ -111,6 +111,7 @@ def check_together(config):
     if config.profile and config.profile_memory:
         raise ValueError("--profile_memory and --profile both record the GPU's memory; give one of them")
     check_first_values(config)
+    token_list(config.added_tokens)
     check_cpu_offload(config)
     check_activation_offload(config)
 
@@ -138,6 +139,21 @@ def module_pattern(flag: str, text: str | None) -> dict[str, int]:
             raise ValueError(f"--{flag} {text}: {part.strip()!r} is not a module and a number of 1 or "
                              "more; write it as q_proj=16,down_proj=128")
         found[name] = int(number)
+    return found
+
+
+def token_list(text: str | None) -> list[str]:
+    """--added_tokens as a list; none is empty. Raises ValueError for an empty or absent file."""
+    if text is None: return []
+    path = Path(text).expanduser()
+    try:
+        is_file = path.is_file() or path.suffix == ".txt"
+        parts = path.read_text().splitlines() if is_file else text.split(",")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--added_tokens {text}: {getattr(error, 'strerror', error)}; give a text file with one token a line, or "
+                         "tokens separated by commas") from None
+    found = list(dict.fromkeys(part for part in (p.strip("\r\n") for p in parts) if part.strip()))
+    if not found: raise ValueError(f"--added_tokens {text}: no token there; give one, or leave it out")
     return found
 
 

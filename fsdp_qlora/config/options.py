@@ -95,6 +95,9 @@ class AdapterOptions:
     modules_to_save: str | None = opt(
         None, "modules that are trained whole beside the adapters, by the ends of their names",
         example="embed_tokens,lm_head")
+    added_tokens: str | None = opt(
+        None, "tokens that the tokenizer gains: separated by commas, or a file with one a line; trains "
+        "the embedding and the head whole", example="<think>,</think>")
     loraplus_lr_ratio: float = opt(1.0, "learning rate of B, and of DoRA's magnitudes, over --lr: "
                                    "LoRA+", example=16)
     lora_dropout: float = opt(0.1, "dropout on the adapter's input", unit="share")

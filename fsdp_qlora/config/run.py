@@ -17,6 +17,7 @@ from .checks import (
     check_together,
     check_types,
     module_pattern,
+    token_list,
 )
 from .options import (
     ACTIVATION_POLICIES,
@@ -101,6 +102,11 @@ class RunConfig(ModelOptions, AdapterOptions, DataOptions, EvaluationOptions, Ba
         """Whether adapters begin as a part of the weights, which the frozen ones then lack."""
         if self.adapter == "none" or self.init_lora_weights == "default": return False
         return self.init_lora_weights != "loftq" or self.loftq_iter > 1
+
+    @property
+    def new_tokens(self) -> list[str]:
+        """`added_tokens` as a list, read from the file if it is one."""
+        return token_list(self.added_tokens)
 
     @property
     def whole_modules(self) -> list[str]:

@@ -18,8 +18,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from ..commands.generate import load_for_inference
 from ..config import RunConfig
+from ..loading.tokens import load_tokenizer
 from ..training.launch import share_cores
-from ..training.prepare import load_tokenizer
 from .answers import generate_answers
 from .prompts import HELDOUT_FILE, base_messages, load_rows, tuned_messages
 from .score import Score, score

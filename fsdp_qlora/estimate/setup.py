@@ -133,7 +133,8 @@ def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
         adapter=config.adapter, lora_rank=config.lora_rank,
         rank_pattern=tuple(config.rank_pattern.items()),
         targets=tuple(targets) if isinstance(targets, list) else targets,
-        lora_dropout=config.lora_dropout, whole_modules=tuple(config.whole_modules),
+        lora_dropout=config.lora_dropout, whole_modules=(
+            *config.whole_modules, *(("embed_tokens", "lm_head") if config.added_tokens else ())),
         changes_base=config.changes_base,
         adapter_dtype=config.adapter_dtype,
         optimizer=config.optimizer, precision=config.precision,

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ..config import RunConfig, plan_batches
 from ..config.settings import counted
@@ -28,7 +28,7 @@ from ..data import (
     tokenize_rows,
 )
 from ..dist import print_main, ranks_from_env
-from ..loading import first_line, pinned, read_config
+from ..loading.tokens import load_tokenizer
 from ..places import check_folder
 from .loop import weights_folder
 
@@ -61,16 +61,9 @@ def check_positions(config: RunConfig, data: RunData, settings: PretrainedConfig
                          f"{positions} longer rows are cut")
 
 
-def load_tokenizer(model_name: str, revision: str | None = None, trust_remote_code: bool = False
-                   ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or hub name. Raises ValueError naming --model_name."""
-    # A missing folder is said in the same words everywhere.
-    read_config(model_name, revision, trust_remote_code)
-    try:
-        return AutoTokenizer.from_pretrained(model_name, **pinned(revision, trust_remote_code))
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"--model_name {model_name}: no tokenizer there ({first_line(error)}); "
-                         "copy the tokenizer files of the model into it") from error
+def run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of a run, with --added_tokens."""
+    return load_tokenizer(config.model_name, **config.source, added_tokens=config.new_tokens)
 
 
 @dataclass

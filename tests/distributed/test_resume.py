@@ -50,7 +50,7 @@ def run_once(config, stop_at: int | None = None, num_rows: int = 11, held_out: i
     from fsdp_qlora.data import tokenize_rows
     from fsdp_qlora.dist import rank_device
     from fsdp_qlora.training import loop, trainer
-    from fsdp_qlora.training.prepare import load_tokenizer
+    from fsdp_qlora.training.prepare import run_tokenizer
     seen, train_step = [], loop.train_step
 
     def watched(model, optimizer, micro_batches, **kwargs):
@@ -58,7 +58,7 @@ def run_once(config, stop_at: int | None = None, num_rows: int = 11, held_out: i
         seen.append(sorted(t for b in micro_batches for t in b["labels"].flatten().tolist() if t > 2))
         return train_step(model, optimizer, micro_batches, **kwargs)
     loop.train_step = watched
-    tokenizer = load_tokenizer(config.model_name)
+    tokenizer = run_tokenizer(config)
     try:
         trainer.train(config, tokenize_rows(rows_of(num_rows), tokenizer, context_length=64),
                       rank_device(config.device), tokenizer,
