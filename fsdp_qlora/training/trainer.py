@@ -59,7 +59,7 @@ def train(config: RunConfig, dataset: TokenizedDataset | Subset | Source, device
     batches = plan_batches(config, ranks.world_size)
     seed_everything(config.seed, ranks.rank, config.deterministic)
     started = time.perf_counter()
-    model = build_model(config, device, saved_adapter(found.folder))
+    model = built(config, device, found)
     loader = build_loader(config, dataset, batches, tokenizer, model.config.vocab_size, device)
     describe(model, config, batches, loader.sampler.total_steps, time.perf_counter() - started)
     state = build_state(config, batches, model, loader, tokenizer, held_out, device)
@@ -73,6 +73,13 @@ def train(config: RunConfig, dataset: TokenizedDataset | Subset | Source, device
     if isinstance(loader, StreamLoader): print_main(loader.full_report().format_report())
     finish(model, config, log, tokenizer, record)
     return log.steps
+
+
+def built(config: RunConfig, device: torch.device, found: Found) -> nn.Module:
+    """The model as it is before the first step; the base may depend on the adapter that was found."""
+    if not found.folder or config.init_lora_weights == "default": return build_model(config, device)
+    with found.disks.at_hand(found.folder):
+        return build_model(config, device, saved_adapter(found.folder))
 
 
 def build_state(config: RunConfig, batches: BatchPlan, model: nn.Module,
