@@ -150,7 +150,8 @@ def token_list(text: str | None) -> list[str]:
         is_file = path.is_file() or path.suffix == ".txt"
         parts = path.read_text().splitlines() if is_file else text.split(",")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--added_tokens {text}: {getattr(error, 'strerror', error)}; give a text file with one token a line, or "
+        why = getattr(error, "strerror", error)
+        raise ValueError(f"--added_tokens {text}: {why}; give a text file with one token a line, or "
                          "tokens separated by commas") from None
     found = list(dict.fromkeys(part for part in (p.strip("\r\n") for p in parts) if part.strip()))
     if not found: raise ValueError(f"--added_tokens {text}: no token there; give one, or leave it out")
