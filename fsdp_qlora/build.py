@@ -45,6 +45,7 @@ from .memory.losses import apply_chunked_loss
 from .memory.offload import apply_activation_offload
 from .model.attention import choose_attention
 from .model.blocks import decoder_blocks
+from .model.experts import StackedExperts, check_quantizable
 from .quantization.quantize import quantize_linears
 from .sharding import OnHost, apply_sharding, make_mesh, parameter_device
 
@@ -96,6 +97,7 @@ def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, C
     model.config._name_or_path = config.model_name  # PEFT writes it into the adapter's config
     checkpoint = open_checkpoint(config, settings, model, device)
     if config.quant != "none":
+        check_quantizable(model, config.quant)
         quantize_linears(model, config.quant_type, absmax_dtype=config.absmax_dtype,
                          names=layers_to_quantize(checkpoint, config.quant_type))
     if config.adapter != "none":
@@ -210,6 +212,11 @@ def compiles(config: RunConfig, device: torch.device) -> bool:
 
 
 def compile_blocks(model: nn.Module):
-    """torch.compile each decoder block's forward, in place; like blocks share one graph."""
+    """torch.compile each decoder block's forward, in place; like blocks share one graph.
+
+    Not blocks with experts: how many tokens go to each is known only in the forward.
+    """
     options = dict(post_grad_custom_pre_pass=SharedInputs())
-    for block in decoder_blocks(model): block.forward = torch.compile(block.forward, options=options)
+    for block in decoder_blocks(model):
+        if any(isinstance(m, StackedExperts) for m in block.modules()): continue
+        block.forward = torch.compile(block.forward, options=options)

@@ -46,10 +46,17 @@ FAMILIES = {
                      tie_word_embeddings=False),
 }
 
+MOE_FAMILIES = {
+    "Mixtral": dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2,
+                    tie_word_embeddings=False),
+    "Qwen3-MoE": dict(model_type="qwen3_moe", head_dim=16, num_experts=4, num_experts_per_tok=2,
+                      moe_intermediate_size=64, norm_topk_prob=True, tie_word_embeddings=False),
+}
+
 
 def family_config(family: str, **more):
     """The tiny model's configuration."""
-    fields = SIZES | FAMILIES[family] | more
+    fields = SIZES | (FAMILIES | MOE_FAMILIES)[family] | more
     if fields["model_type"] == "gpt2":  # its names of the same sizes
         for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                      "num_key_value_heads", "max_position_embeddings"): fields.pop(name)

@@ -5,9 +5,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from fsdp_qlora.catalog.arch import model_shape, shape_from_config
 from fsdp_qlora.catalog.known_models import KNOWN, known_config, known_name
+from fsdp_qlora.model.blocks import is_tied
+
+from .families import FAMILIES, MOE_FAMILIES, family_config
 
 # As counted from the checkpoints on the hub.
 PUBLISHED = {
@@ -69,6 +73,36 @@ def test_every_known_shape_equals_transformers(name):
     assert model.config.tie_word_embeddings == shape.tied
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, *MOE_FAMILIES])
+def test_every_family_is_known_from_its_config_alone(family):
+    """Weights by kind, from config.json as a dict, against transformers' own model of it."""
+    config = family_config(family)
+    with torch.device("meta"): model = AutoModelForCausalLM.from_config(config)
+    shape = shape_from_config(config.to_dict())
+    assert shape.known_family
+    assert sum(p.numel() for p in model.parameters()) == shape.total_params()
+    block = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))[0]
+    linears = {n: m for n, m in block.named_modules() if isinstance(m, (torch.nn.Linear, Conv1D))}
+    sizes = {n: tuple(m.weight.shape) if isinstance(m, torch.nn.Linear) else tuple(m.weight.shape[::-1])
+             for n, m in linears.items()}
+    short = {n if n in shape.linears() else n.rsplit(".", 1)[-1]: size for n, size in sizes.items()}
+    assert short == shape.linears()
+    biases = {n.rsplit(".", 1)[-1]: len(m.bias) for n, m in linears.items() if m.bias is not None}
+    assert biases == {n.rsplit(".", 1)[-1]: size for n, size in shape.biases().items()}
+    assert is_tied(model) == shape.tied
+
+
+@pytest.mark.parametrize("config", [
+    dict(family="StableLM", use_parallel_residual=True), dict(family="StableLM", qk_layernorm=True),
+    dict(family="StableLM", use_qkv_bias=False), dict(family="SmolLM3", attention_bias=True),
+    dict(family="SmolLM3", mlp_bias=True, tie_word_embeddings=False), dict(family="GPT-2", n_inner=96)])
+def test_switches_of_a_family_are_read(config):
+    config = family_config(**config)
+    with torch.device("meta"): model = AutoModelForCausalLM.from_config(config)
+    shape = shape_from_config(config.to_dict())
+    assert sum(p.numel() for p in model.parameters()) == shape.total_params()
+
+
 def test_rotary_settings_reach_transformers():
     """A known config carries the angles that long contexts need."""
     rope = AutoConfig.for_model(**known_config("meta-llama/Llama-3.1-8B")).rope_parameters
@@ -114,13 +148,15 @@ def test_folder_file_and_dict_give_the_same_shape(tmp_path):
     config = known_config("Qwen/Qwen3-8B")
     (tmp_path / "config.json").write_text(json.dumps(config))
     shapes = [model_shape(m) for m in (config, tmp_path, str(tmp_path / "config.json"))]
-    assert len({(s.total_params(), s.head_dim, s.qk_norm) for s in shapes}) == 1
+    assert len({(s.total_params(), s.head_dim, s.traits) for s in shapes}) == 1
     nested = shape_from_config({"model_type": "any", "text_config": config})
     assert nested.total_params() == shapes[0].total_params()
 
 
 @pytest.mark.parametrize("change,message", [
-    ({"num_local_experts": 8}, "mixture of experts"), ({"hidden_size": None}, "no hidden_size"),
+    ({"num_local_experts": 8}, "experts of llama are not known"),
+    ({"model_type": "qwen3_moe", "num_experts": 8, "decoder_sparse_step": 2}, "only some of its blocks"),
+    ({"hidden_size": None}, "no hidden_size"),
     ({"num_hidden_layers": -2}, "num_hidden_layers -2")])
 def test_a_model_that_can_not_be_estimated_says_why(change, message):
     with pytest.raises(ValueError, match=message):

@@ -17,6 +17,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     Gemma2Config,
+    GptOssConfig,
     Lfm2Config,
     LlamaConfig,
     MambaConfig,
@@ -280,6 +281,7 @@ def test_left_to_itself_a_model_takes_a_kernel_that_caps_its_scores_if_it_does(p
     assert choose(Gemma2Config(), "auto", packing) == ("eager", "gemma2 caps its attention scores")
     assert attention.choose_attention("auto", packing, Gemma2Config(), gpu, torch.bfloat16)[0] == (
         "flex_attention")
+    assert choose(GptOssConfig(), "auto", packing) == ("eager", "gpt_oss has no sdpa")
     assert choose(LlamaConfig(), "auto", packing)[0] == "sdpa"
 
 

@@ -17,7 +17,7 @@ from peft.tuners.lora import LoraLayer
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS
 from torch import Tensor, nn
 
-from ..catalog.arch import DEFAULT_TARGETS
+from ..catalog.families import DEFAULT_TARGETS
 from ..dist import full_tensor, local_rows
 from ..model.blocks import base_model, decoder_blocks, is_linear, linear_names, output_head
 from ..model.conv1d import transposed_weights

@@ -4,7 +4,7 @@ Memory and time follow from a model's shape alone, so estimates need its config.
 `known_models.py` has that file for models people name most. Pure: no torch.
 
 Letters: V vocabulary, D hidden, I intermediate, H query heads, K key-value heads, hd head size,
-R LoRA rank, O out rows of a linear layer.
+R LoRA rank, O out rows of a linear layer, E experts.
 """
 from __future__ import annotations
 
@@ -13,17 +13,8 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from .families import DEFAULT_TARGETS, FAMILIES, LLAMA, Traits, traits_of, with_common_names
 from .known_models import known_config, known_name
-
-# Family traits that config.json leaves to transformers' defaults.
-TIED_BY_DEFAULT = ("gemma", "gemma2")
-QKV_BIAS = ("qwen2",)
-QK_NORM = ("qwen3",)
-FOUR_NORMS = ("gemma2",)
-FUSED = ("phi3",)
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3")
-# What PEFT adapts if no target is named.
-DEFAULT_TARGETS = {"phi3": ("qkv_proj",)}
 
 MUST_HAVE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
              "num_attention_heads")
@@ -42,60 +33,93 @@ class ModelShape:
     heads: int               # H
     kv_heads: int            # K
     head_dim: int            # hd
-    tied: bool               # one tensor is embedding and head
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
+    traits: Traits = LLAMA   # of the family and this model of it
     max_positions: int | None = None
+    experts: int = 0         # E
+    experts_per_token: int = 0
 
     @property
-    def fused(self) -> bool:
-        """True if q, k, v are one linear layer, and gate and up another."""
-        return self.family in FUSED
-
-    @property
-    def qk_norm(self) -> bool:
-        """True if each head's q and k are normalised."""
-        return self.family in QK_NORM
-
-    @property
-    def norms_per_block(self) -> int:
-        """Norms of width D in a block."""
-        return 4 if self.family in FOUR_NORMS else 2
+    def tied(self) -> bool:
+        """True if one tensor is embedding and head."""
+        return self.traits.tied
 
     @property
     def known_family(self) -> bool:
         """False if the block is only assumed to be built like Llama's."""
         return self.family in FAMILIES
 
+    @property
+    def mlp_width(self) -> int:
+        """Values between up and down that a token passes through; of all its experts."""
+        return self.intermediate * max(1, self.experts_per_token)
+
+    @property
+    def learned_positions(self) -> int:
+        """Rows of an embedding of positions, which most families do without."""
+        return self.max_positions if self.traits.layers == "gpt2" else 0
+
+    def attention_linears(self) -> dict[str, tuple[int, int]]:
+        """(out, in) of the linear layers of a block's attention; the last gives its output."""
+        q, kv, d = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden
+        if self.traits.layers == "gpt2":
+            return {"attn.c_attn": (q + 2 * kv, d), "attn.c_proj": (d, q)}
+        if self.traits.layers == "fused": return dict(qkv_proj=(q + 2 * kv, d), o_proj=(d, q))
+        return dict(q_proj=(q, d), k_proj=(kv, d), v_proj=(kv, d), o_proj=(d, q))
+
+    def mlp_linears(self) -> dict[str, tuple[int, int]]:
+        """(out, in) of the linear layers of a block's MLP; the last gives its output."""
+        d, i = self.hidden, self.intermediate
+        if self.traits.experts: return {}
+        if self.traits.layers == "gpt2": return {"mlp.c_fc": (i, d), "mlp.c_proj": (d, i)}
+        if self.traits.layers == "fused": return dict(gate_up_proj=(2 * i, d), down_proj=(d, i))
+        return dict(gate_proj=(i, d), up_proj=(i, d), down_proj=(d, i))
+
     def linears(self) -> dict[str, tuple[int, int]]:
         """(out, in) of every linear layer of a block, by name, in the order of the forward."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        d, i = self.hidden, self.intermediate
-        if self.fused:
-            return dict(qkv_proj=(q + 2 * kv, d), o_proj=(d, q), gate_up_proj=(2 * i, d),
-                        down_proj=(d, i))
-        return dict(q_proj=(q, d), k_proj=(kv, d), v_proj=(kv, d), o_proj=(d, q),
-                    gate_proj=(i, d), up_proj=(i, d), down_proj=(d, i))
+        return self.attention_linears() | self.mlp_linears()
+
+    def expert_linears(self) -> dict[str, tuple[int, int]]:
+        """(out, in) of the weights of one expert; empty without experts."""
+        if not self.traits.experts: return {}
+        return {"experts.gate_up_proj": (2 * self.intermediate, self.hidden),
+                "experts.down_proj": (self.hidden, self.intermediate)}
 
     def biases(self) -> dict[str, int]:
         """Length of the bias of each linear layer of a block that has one."""
-        def has_bias(name):
-            if name == "o_proj": return self.o_bias
-            return self.qkv_bias if name[0] in "qkv" else self.mlp_bias
-        return {name: out for name, (out, _) in self.linears().items() if has_bias(name)}
+        attention = list(self.attention_linears())
+        has = {name: self.traits.mlp_bias for name in self.mlp_linears()}
+        has |= dict.fromkeys(attention[:-1], self.traits.qkv_bias) | {attention[-1]: self.traits.o_bias}
+        return {name: out for name, (out, _) in self.linears().items() if has[name]}
+
+    def norm_weights(self) -> list[tuple[str, int]]:
+        """Name and length of each weight of a block's norms."""
+        widths = dict(head=(self.head_dim, self.head_dim),
+                      width=(self.heads * self.head_dim, self.kv_heads * self.head_dim))
+        of_qk = zip(("q_norm", "k_norm"), widths.get(self.traits.qk_norm, ()), strict=False)
+        return [(name, self.hidden) for name in self.traits.norm_names * self.traits.norm_parts] + [*of_qk]
 
     def block_params(self) -> dict[str, int]:
-        """Weights of one block: `linears`, and `norms` with the biases."""
-        norms = self.norms_per_block * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
-        return dict(linears=sum(out * wide for out, wide in self.linears().values()),
-                    norms=norms + sum(self.biases().values()))
+        """Weights of one block: `linears`, and `norms` with biases and a router."""
+        each = sum(out * wide for out, wide in self.linears().values())
+        experts = sum(out * wide for out, wide in self.expert_linears().values())
+        norms = sum(width for _, width in self.norm_weights()) + sum(self.biases().values())
+        return dict(linears=each + self.experts * experts, norms=norms + self.experts * self.hidden)
+
+    def used_linears(self) -> int:
+        """Weights of a block's linear layers that a token is multiplied with."""
+        experts = sum(out * wide for out, wide in self.expert_linears().values())
+        return (sum(out * wide for out, wide in self.linears().values())
+                + self.experts_per_token * experts)
 
     def params(self) -> dict[str, int]:
-        """Weights of the model by kind; `head` is 0 where the embedding is used again."""
+        """Weights of the model by kind; `head` is 0 where the embedding is used again.
+
+        `norms` are all that is neither linear nor as large as the vocabulary.
+        """
         block, embedding = self.block_params(), self.vocab * self.hidden
+        last = self.hidden * (self.traits.norm_parts + self.learned_positions)
         return dict(embedding=embedding, linears=self.layers * block["linears"],
-                    norms=self.layers * block["norms"] + self.hidden,
+                    norms=self.layers * block["norms"] + last,
                     head=0 if self.tied else embedding)
 
     def total_params(self) -> int:
@@ -110,14 +134,14 @@ class ModelShape:
         """
         names = tuple(self.linears())
         if wanted == "all-linear": return names
-        if wanted is None: return DEFAULT_TARGETS.get(self.family, ("q_proj", "v_proj"))
+        if wanted is None: wanted = DEFAULT_TARGETS.get(self.family, ("q_proj", "v_proj"))
         known = (*names, "lm_head")
         wanted = [wanted] if isinstance(wanted, str) else wanted
-        last = [name.rsplit(".", 1)[-1] for name in wanted]
-        if missing := [name for name in last if name not in known]:
+        def is_of(name, asked): return f".{name}".endswith(f".{asked.rsplit('.', 1)[-1]}")
+        if missing := [w for w in wanted if not any(is_of(name, w) for name in known)]:
             raise ValueError(f"--lora_target_modules {','.join(missing)}: no such module; "
                              f"{self.name} has {', '.join(known)}")
-        return tuple(name for name in known if name in last)
+        return tuple(name for name in known if any(is_of(name, w) for w in wanted))
 
     def lora_block_params(self, rank: int, targets: tuple[str, ...]) -> int:
         """Adapter weights of one block: A (R, in) and B (out, R) for each target."""
@@ -137,9 +161,9 @@ class ModelShape:
 def shape_from_config(config: dict, name: str = "") -> ModelShape:
     """The shape that a config.json describes, as a dict.
 
-    Raises ValueError for a file that is no decoder's, or one of experts, which are not modelled.
+    Raises ValueError for a file that is no decoder's, or one of experts of an unknown kind.
     """
-    config = config.get("text_config") or config
+    config = with_common_names(config.get("text_config") or config)
     name = name or config.get("_name_or_path") or config.get("model_type", "model")
     if missing := [key for key in MUST_HAVE if not isinstance(config.get(key), int)]:
         raise ValueError(f"--model_name {name}: config.json has no {', '.join(missing)}, so it is not a "
@@ -147,21 +171,30 @@ def shape_from_config(config: dict, name: str = "") -> ModelShape:
     if wrong := [key for key in MUST_HAVE if config[key] < 1]:
         raise ValueError(f"--model_name {name}: config.json has {wrong[0]} {config[wrong[0]]}; it must "
                          "be 1 or more")
-    if experts := [key for key in EXPERT_COUNTS if (config.get(key) or 1) > 1]:
-        raise ValueError(f"--model_name {name}: a mixture of experts ({experts[0]} "
-                         f"{config[experts[0]]}) can't be estimated in this version")
-    family, heads = config.get("model_type", "llama"), config["num_attention_heads"]
-    bias = bool(config.get("attention_bias", False))
-    tied = config.get("tie_word_embeddings")
+    family, traits = config.get("model_type", "llama"), traits_of(config)
+    heads = config["num_attention_heads"]
+    experts = next((config[key] for key in EXPERT_COUNTS if (config.get(key) or 1) > 1), 0)
+    if experts: check_experts(name, config, traits)
     return ModelShape(
         name=name, family=family, vocab=config["vocab_size"], hidden=config["hidden_size"],
-        intermediate=config["intermediate_size"], layers=config["num_hidden_layers"], heads=heads,
+        intermediate=experts and config.get("moe_intermediate_size") or config["intermediate_size"],
+        layers=config["num_hidden_layers"], heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        tied=family in TIED_BY_DEFAULT if tied is None else bool(tied),
-        qkv_bias=family in QKV_BIAS or bias, o_bias=bias,
-        mlp_bias=bool(config.get("mlp_bias", False)),
-        max_positions=config.get("max_position_embeddings"))
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads, traits=traits,
+        max_positions=config.get("max_position_embeddings"), experts=experts,
+        experts_per_token=config["num_experts_per_tok"] if experts else 0)
+
+
+def check_experts(name: str, config: dict, traits: Traits):
+    """Refuse a mixture of experts that is built in a way not known here. Raises ValueError."""
+    family = config.get("model_type")
+    if not traits.experts: fault = f"the experts of {family} are not known here"
+    elif config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        fault = "only some of its blocks have experts"
+    else: return
+    known = ", ".join(f for f, t in FAMILIES.items() if t.experts)
+    raise ValueError(f"--model_name {name}: a mixture of experts that can't be estimated: {fault}; "
+                     f"known are {known} with experts everywhere")
 
 
 def model_shape(model: str | Path | dict) -> ModelShape:
@@ -208,7 +241,7 @@ def shape_from_params(text: str) -> ModelShape:
         heads = max(1, layers if layers < 64 else layers // 8 * 8)
         return ModelShape(name=f"a Llama of {text.strip()} weights", family="llama", vocab=vocab,
                           hidden=128 * heads, intermediate=448 * heads, layers=layers, heads=heads,
-                          kv_heads=min(heads, 8), head_dim=128, tied=wanted < 3e9)
+                          kv_heads=min(heads, 8), head_dim=128, traits=Traits(tied=wanted < 3e9))
     near = min(map(llama, range(1, 400)), key=lambda s: abs(s.total_params() - wanted))
     rest = (wanted - near.total_params()) / sum(near.block_params().values())
     return replace(near, layers=max(1, near.layers + round(rest)))

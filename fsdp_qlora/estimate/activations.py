@@ -30,16 +30,16 @@ def saved_by_block(shape: ModelShape, setup: Setup) -> float:
     kept = inputs_kept(shape, setup)
     norm_bytes = a if setup.compile else 4
     if setup.adapter == "none" and not setup.compile: norm_bytes += a
-    total: float = shape.norms_per_block * n * (shape.hidden * norm_bytes + 4)
-    if shape.qk_norm:
+    total: float = shape.traits.norms * n * (shape.hidden * norm_bytes + 4)
+    if shape.traits.qk_norm:
         heads = shape.heads + shape.kv_heads
         total += n * heads * (shape.head_dim * norm_bytes + 4)
     total += n * shape.hidden * a * (kept["attention"] + kept["mlp"])
     total += attention_saved(shape, setup, kept["o_proj"])
     # v is a slice of the fused product, whose other columns stay with it; and phi3 joins q of two
     # halves, which leaves attention's output in an order that has to be copied for o_proj.
-    if shape.fused: total += n * (q + kv + q * kept["o_proj"]) * a
-    total += n * shape.intermediate * a * (2 + (not setup.compile) + kept["down_proj"])
+    if shape.traits.layers == "fused": total += n * (q + kv + q * kept["o_proj"]) * a
+    total += n * shape.mlp_width * a * (2 + (not setup.compile) + kept["down_proj"])
     return total + adapter_saved(shape, setup)
 
 
@@ -47,10 +47,10 @@ def inputs_kept(shape: ModelShape, setup: Setup) -> dict[str, bool]:
     """Which inputs of linear layers are saved: those of trained and of adapted layers."""
     names = tuple(shape.linears())
     kept = names if setup.adapter == "none" else shape.targets(as_given(setup.targets))
-    down = names.index("down_proj")
-    o = names.index("o_proj")
-    return dict(attention=any(n in kept for n in names[:o]), o_proj="o_proj" in kept,
-                mlp=any(n in kept for n in names[o + 1:down]), down_proj="down_proj" in kept)
+    *inner, o_proj = shape.attention_linears()
+    *mlp, down_proj = shape.mlp_linears() or (None,)
+    return dict(attention=any(n in kept for n in inner), o_proj=o_proj in kept,
+                mlp=any(n in kept for n in mlp), down_proj=down_proj in kept)
 
 
 def attention_saved(shape: ModelShape, setup: Setup, output_kept: bool) -> float:
@@ -115,14 +115,19 @@ def kept_by_block(shape: ModelShape, setup: Setup, policy: str) -> float:
     if policy in ("keep_attention", "keep_linears"): kept += attention_output(shape, setup)
     if policy == "keep_linears":
         rows = sum(out for name, (out, _) in shape.linears().items()
-                   if name != "down_proj" or not setup.compile or normed_output(shape))
+                   if name != last_linear(shape) or not setup.compile or normed_output(shape))
         kept += setup.tokens * rows * BYTES[setup.precision] + rank_products(shape, setup)
     return kept
 
 
 def normed_output(shape: ModelShape) -> bool:
     """True if a norm follows down_proj, so that its output is needed in backward."""
-    return shape.norms_per_block == 4
+    return shape.traits.output_norm
+
+
+def last_linear(shape: ModelShape) -> str | None:
+    """down_proj, by the family's name of it; None where the MLP is experts."""
+    return next(reversed(shape.mlp_linears()), None)
 
 
 def attention_output(shape: ModelShape, setup: Setup) -> float:
@@ -159,7 +164,7 @@ def saved_in_backward(shape: ModelShape, setup: Setup, policy: str) -> float:
     if policy == "keep_all" or setup.compile: return whole
     shared = 0.0 if policy == "recompute_all" else attention_output(shape, setup)
     if policy == "keep_linears":
-        shared += setup.tokens * 2 * shape.intermediate * BYTES[setup.precision]
+        shared += setup.tokens * 2 * shape.mlp_width * BYTES[setup.precision]
         shared += rank_products(shape, setup)
     return whole + kept_by_block(shape, setup, policy) - shared
 
@@ -167,7 +172,7 @@ def saved_in_backward(shape: ModelShape, setup: Setup, policy: str) -> float:
 def dequantized(shape: ModelShape, setup: Setup, name: str) -> float:
     """Bytes of one linear weight in the compute dtype, made for a product and freed after it."""
     if setup.quant == "none": return 0.0
-    out, wide = shape.linears()[name]
+    out, wide = (shape.linears() | shape.expert_linears())[name]
     return out * wide * BYTES[setup.precision]
 
 
@@ -180,13 +185,13 @@ def backward_working(shape: ModelShape, setup: Setup) -> float:
     was saved, which one measured peak bears out (13.3 GiB; 13.6 without).
     """
     n, a = setup.tokens, BYTES[setup.precision]
-    wide, hidden = n * shape.intermediate * a, n * shape.hidden * a
+    wide, hidden = n * shape.mlp_width * a, n * shape.hidden * a
     kept = inputs_kept(shape, setup)["down_proj"]
     dropout = 2 * wide if kept and setup.adapter != "none" and setup.lora_dropout else 0
     own_gradient = 0.0
     if setup.adapter == "none":
-        own_gradient = shape.hidden * shape.intermediate * a
-    down = wide + max(dequantized(shape, setup, "down_proj"), dropout)
+        own_gradient = max(1, shape.experts) * shape.hidden * shape.intermediate * a
+    down = wide + max(dequantized(shape, setup, last_linear(shape) or "experts.down_proj"), dropout)
     product = 0 if setup.compile else (3 - kept) * wide
     return hidden + own_gradient + max(down, product)
 

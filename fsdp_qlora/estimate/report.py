@@ -134,6 +134,9 @@ def notes(found: Estimate) -> list[str]:
                      "--gpu_spec takes measured ones")
     if not found.shape.known_family:
         lines.append(f"{found.shape.family} is not a known family: taken to be built like Llama")
+    if found.shape.experts:
+        lines.append(f"{found.shape.experts} experts, {found.shape.experts_per_token} for each token: "
+                     "no run of such a model was measured against these figures")
     return lines
 
 

@@ -7,7 +7,13 @@ from dataclasses import dataclass, replace
 from ..catalog.arch import ModelShape
 from ..catalog.hardware import Gpu
 from ..catalog.machine import INTERNODE_GB_S
-from .activations import KEPT_ATTENTION, moved_blocks, normed_output, offloaded_input
+from .activations import (
+    KEPT_ATTENTION,
+    last_linear,
+    moved_blocks,
+    normed_output,
+    offloaded_input,
+)
 from .setup import BYTES, Setup
 from .weights import (
     BLOCKSIZE,
@@ -65,7 +71,7 @@ def flops_per_token(shape: ModelShape, setup: Setup) -> Flops:
     backward recomputes Q K^T, which makes it 2.5 times the forward (arXiv:2307.08691). The
     embedding is a lookup, and the chunked loss makes the head's dX in the forward.
     """
-    linears = shape.params()["linears"]
+    linears = shape.layers * shape.used_linears()
     head = shape.vocab * shape.hidden
     adapters = adapter_params(shape, setup)
     attention = 2 * setup.context_length * shape.heads * shape.head_dim * shape.layers
@@ -87,16 +93,17 @@ def rerun_linears(shape: ModelShape, setup: Setup, policy: str) -> dict[str, tup
     """
     if policy in ("keep_linears", "keep_all"): return {}
     last_too = normed_output(shape) or (setup.adapter == "dora"
-                                        and "down_proj" in adapted_linears(shape, setup))
+                                        and last_linear(shape) in adapted_linears(shape, setup))
     return {name: size for name, size in shape.linears().items()
-            if name != "down_proj" or last_too}
+            if name != last_linear(shape) or last_too}
 
 
 def rerun_weights(shape: ModelShape, setup: Setup, policy: str) -> int:
     """Weights of one block whose products run again; of adapters all A, unless all is kept."""
     again = rerun_linears(shape, setup, policy)
+    if policy == "keep_all": return 0
     weights = sum(out * wide for out, wide in again.values())
-    if policy == "keep_all": return weights
+    weights += shape.experts_per_token * sum(o * w for o, w in shape.expert_linears().values())
     adapted = adapted_linears(shape, setup)
     return weights + sum(setup.rank(name) * (wide + out * (name in again))
                          for name, (out, wide) in adapted.items())
@@ -131,7 +138,7 @@ def model_flops_per_token(shape: ModelShape, setup: Setup) -> float:
     4 per frozen weight and 6 per trained one, linears and head, plus 6 T q per layer for causal
     attention (half of the square, backward twice the forward). Recomputation does not count.
     """
-    linears = shape.params()["linears"] + shape.vocab * shape.hidden
+    linears = shape.layers * shape.used_linears() + shape.vocab * shape.hidden
     each = 6 if setup.adapter == "none" else 4
     attention = 6 * setup.context_length * shape.heads * shape.head_dim * shape.layers
     return each * linears + 6 * adapter_params(shape, setup) + attention
@@ -232,7 +239,13 @@ def dequantize_traffic(shape: ModelShape, setup: Setup) -> dict[str, float]:
     if setup.quant == "none": return {}
     packed = packed_bits(setup.quant) / 8 + scale_bytes(1, setup) / BLOCKSIZE
     return {name: out * wide * (packed + BYTES[setup.precision])
-            for name, (out, wide) in shape.linears().items()}
+            for name, (out, wide) in stored_linears(shape).items()}
+
+
+def stored_linears(shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """(out, in) of a block's linear layers, and of all its experts as one, for each may be hit."""
+    return shape.linears() | {name: (shape.experts * out, wide)
+                              for name, (out, wide) in shape.expert_linears().items()}
 
 
 def activation_traffic(shape: ModelShape, setup: Setup) -> tuple[float, float]:
@@ -242,11 +255,11 @@ def activation_traffic(shape: ModelShape, setup: Setup) -> tuple[float, float]:
     residuals, rotation and activation: fused where compiled, one pass per operation where eager.
     """
     n, a = setup.tokens, BYTES[setup.precision]
-    d, i = shape.hidden, shape.intermediate
+    d, i = shape.hidden, shape.mlp_width
     rotated = (shape.heads + shape.kv_heads) * shape.head_dim
     adapted = adapted_linears(shape, setup).values()
     out, wide = sum(o for o, _ in adapted), sum(w for _, w in adapted)
-    norms = shape.norms_per_block / 2
+    norms = shape.traits.norms / 2
     rest = 6 * d * norms + 4 * rotated + 3 * i, 10 * d * norms + 4 * rotated + 6 * i
     if not setup.compile:
         rest = 42 * d * norms + 10 * rotated + 5 * i, 84 * d * norms + 10 * rotated + 8 * i

@@ -14,10 +14,6 @@ from .setup import BYTES, OPTIMIZER_STATES, STATE_BYTES, Setup
 
 BLOCKSIZE = 64         # weights per absmax value (quantize.py)
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
-BLOCK_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
-               "post_feedforward_layernorm")
-HEAD_NORMS = ("q_norm", "k_norm")
-ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
 
 
 @dataclass(frozen=True)
@@ -50,20 +46,30 @@ def linear_weights(shape: ModelShape, setup: Setup, part: str = "") -> tuple[Wei
     """Linear weights of a block with absmax and adapters; of its "attention" or "mlp" alone."""
     weights: list[Weight] = []
     targets = shape.targets(as_given(setup.targets)) if setup.adapter != "none" else ()
-    for name, (out, wide) in shape.linears().items():
-        if part and (name in ATTENTION_LINEARS) != (part == "attention"): continue
-        if setup.quant == "none":
-            weights.append(plain("linears", out, wide, setup.dtype(name), setup.trains(name)))
-        else:
-            blocks = -(-wide // BLOCKSIZE)
-            packed = blocks * BLOCKSIZE * packed_bits(setup.quant) / 8
-            weights += [Weight("linears", out, packed, 0, False),
-                        Weight("absmax", out, scale_bytes(blocks, setup), 0, False)]
+    parts = {"attention": shape.attention_linears(), "mlp": shape.mlp_linears()}
+    names = parts[part] if part else shape.linears()
+    for name, (out, wide) in names.items():
+        weights += stored_linear(name, out, wide, setup)
         if name in targets: weights += adapter(name, out, wide, setup)
-    weights += [plain("norms", length, 1, setup.dtype(name), setup.trains(name))
-                for name, length in shape.biases().items()
-                if not part or (name in ATTENTION_LINEARS) == (part == "attention")]
+    weights += [plain("norms", length, 1, setup.precision, trained)
+                for name, length in shape.biases().items() if name in names]
+    if part != "attention":
+        for name, (out, wide) in shape.expert_linears().items():
+            weights += stored_linear(name, shape.experts * out, wide, setup)
+        if shape.experts:  # the router
+            weights.append(plain("norms", shape.experts, shape.hidden, setup.dtype("gate"),
+                                 setup.trains("gate")))
     return tuple(weights)
+
+
+def stored_linear(name: str, out: int, wide: int, setup: Setup) -> list[Weight]:
+    """A linear weight as it is stored: numbers, or packed bytes and scales."""
+    if setup.quant == "none":
+        return [plain("linears", out, wide, setup.dtype(name), setup.trains(name))]
+    blocks = -(-wide // BLOCKSIZE)
+    packed = blocks * BLOCKSIZE * packed_bits(setup.quant) / 8
+    return [Weight("linears", out, packed, 0, False),
+            Weight("absmax", out, scale_bytes(blocks, setup), 0, False)]
 
 
 def packed_bits(quant: str) -> int:
@@ -94,10 +100,9 @@ def adapter(name: str, out: int, wide: int, setup: Setup) -> list[Weight]:
 @lru_cache(maxsize=16)
 def block_weights(shape: ModelShape, setup: Setup) -> tuple[Weight, ...]:
     """Every weight of one decoder block."""
-    norms = [(name, shape.hidden) for name in BLOCK_NORMS[:shape.norms_per_block]]
-    norms += [(name, shape.head_dim) for name in HEAD_NORMS * shape.qk_norm]
     return (*linear_weights(shape, setup),
-            *(plain("norms", width, 1, setup.dtype(name), setup.trains(name)) for name, width in norms))
+            *(plain("norms", width, 1, setup.dtype(name), setup.trains(name))
+              for name, width in shape.norm_weights()))
 
 
 def embedding_weights(shape: ModelShape, setup: Setup) -> list[Weight]:
@@ -112,7 +117,10 @@ def root_weights(shape: ModelShape, setup: Setup) -> list[Weight]:
     end = EMBEDDING if shape.tied and setup.trains(EMBEDDING) else HEAD
     weights = [plain("embedding" if shape.tied else "head", shape.vocab, shape.hidden,
                      setup.dtype(end), setup.trains(end)),
-               plain("norms", shape.hidden, 1, setup.dtype("norm"), setup.trains("norm"))]
+               *[plain("norms", shape.hidden, 1, setup.dtype("norm"), setup.trains("norm"))]
+               * shape.traits.norm_parts]
+    if rows := shape.learned_positions:
+        weights.append(plain("norms", rows, shape.hidden, setup.dtype("wpe"), setup.trains("wpe")))
     if setup.adapter != "none" and "lm_head" in shape.targets(as_given(setup.targets)):
         weights += adapter("lm_head", shape.vocab, shape.hidden, setup)
     return weights

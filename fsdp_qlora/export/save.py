@@ -19,6 +19,7 @@ from ..adapters.initial import for_original_base, saved_config, taken_out
 from ..adapters.whole import for_both_ends, peft_names
 from ..dist import full_tensor, local_rows, main_only, ranks_from_env, split_as
 from ..model.conv1d import transposed_weights
+from ..model.experts import stacked_weights
 from ..redact import redact_all
 from .card import write_card
 
@@ -105,9 +106,11 @@ def save_full(model: nn.Module, folder: str | Path,
     if is_main: shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed
     writer = ShardWriter(scratch)
     try:
-        transposed = transposed_weights(model)
+        transposed, stacks = transposed_weights(model), stacked_weights(model)
         for name, tensor in gathered(dict(model.named_parameters())):
-            writer.add(name, tensor.t().contiguous() if name in transposed else tensor)
+            if name in transposed: tensor = tensor.t().contiguous()
+            stored_name, experts = stacks.get(name, (name, 0))
+            writer.add(stored_name, tensor.unflatten(0, (experts, -1)) if experts else tensor)
         with main_only():
             if is_main:
                 writer.finish()

@@ -9,14 +9,23 @@ Shapes: I inputs, O outputs, E experts.
 """
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 
 from ..model.conv1d import transposed_weights
+from ..model.experts import stacked_weights
 from .weight_files import Checkpoint, Stored
 
 
@@ -36,6 +45,27 @@ class Transposed:
         return tensors[0].t()[start:stop]
 
 
+@dataclass(frozen=True)
+class Stacked:
+    """Rows of several tensors of one width below each other, as of all experts of a block."""
+    parts: tuple[Stored, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    def spans(self, start: int, stop: int) -> list[Stored]:
+        found, first = [], 0
+        for part in self.parts:
+            inside = max(start - first, 0), min(stop - first, part.shape[0])
+            if inside[0] < inside[1]: found.append(part.rows(*inside))
+            first += part.shape[0]
+        return found
+
+    def rows(self, tensors: list[Tensor], start: int, stop: int) -> Tensor:
+        return torch.cat(tensors) if tensors else torch.empty(0, self.shape[1])
+
+
 def match_names(model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
     """Let a checkpoint know its tensors by the names and shapes of a transformers model, in place.
 
@@ -46,19 +76,64 @@ def match_names(model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
     for name in transposed_weights(model) & checkpoint.stored.keys():
         stored = checkpoint.stored[name]  # bitsandbytes' 4-bit weights lie as W does
         if stored.shape == wanted[name][::-1]: checkpoint.made[name] = Transposed(stored)
+    stack_experts(model, checkpoint)
     return checkpoint
+
+
+def stack_experts(model: nn.Module, checkpoint: Checkpoint):
+    """Let a checkpoint know the stacked experts of a model, from one tensor of all or one of each."""
+    stacks = stacked_weights(model)
+    if not stacks: return
+    parts = parts_of_stacks(model, checkpoint)
+    for name, (stored_name, _) in stacks.items():
+        if whole := checkpoint.stored.get(stored_name):  # (E, O, I)
+            checkpoint.stored[name] = whole.seen_as(whole.dtype, (-1, whole.shape[-1]))
+        elif found := parts.get(stored_name): checkpoint.made[name] = Stacked(found)
+
+
+def parts_of_stacks(model: nn.Module, checkpoint: Checkpoint) -> dict[str, tuple[Stored, ...]]:
+    """For each weight of experts by its name in transformers: its parts, expert by expert.
+
+    Raises ValueError where they do not simply lie below each other.
+    """
+    converters = {pattern: converter for converter in conversions(model, WeightConverter)
+                  for pattern in converter.source_patterns}
+    found: dict[str, dict[tuple[int, int], str]] = {}
+    wanted = {stored_name for stored_name, _ in stacked_weights(model).values()}
+    for name, (new, pattern) in renamed(model, checkpoint.stored).items():
+        if pattern is None or new not in wanted: continue
+        converter = converters[pattern]
+        check_stackable(converter, name, checkpoint)
+        expert = int(re.findall(r"\.(\d+)\.", name)[-1])
+        found.setdefault(new, {})[expert, converter.source_patterns.index(pattern)] = name
+    return {new: tuple(checkpoint.stored[names[place]] for place in sorted(names))
+            for new, names in found.items()}
+
+
+def check_stackable(converter: WeightConverter, name: str, checkpoint: Checkpoint):
+    """Refuse a tensor that is no plain part of a stack. Raises ValueError naming --model_name."""
+    merge, *rest = converter.operations
+    plain = isinstance(merge, MergeModulelist) and merge.dim == 0 and all(
+        isinstance(op, Concatenate) and op.dim == 1 for op in rest)
+    scaled = any(other in checkpoint.stored for other in (f"{name}_scale_inv", f"{name}.absmax"))
+    if plain and not scaled: return
+    fault = "experts that are quantized already" if scaled else "experts in an order not known here"
+    raise ValueError(f"--model_name {checkpoint.folder}: {name}: {fault}; give the 16-bit model")
 
 
 def new_names(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
     """The model's name of every tensor of a checkpoint that has another one there."""
-    found = {old: new for old, (new, _) in renamed(model, checkpoint.shapes).items()}
-    return {old: new for old, new in found.items() if old != new}
+    return {old: new for old, (new, part_of) in renamed(model, checkpoint.shapes).items()
+            if old != new and part_of is None}
 
 
 def renamed(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[str, str | None]]:
     """For each name in a checkpoint, the model's, and the pattern of the conversion if there is one."""
-    transforms = get_model_conversion_mapping(model)
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    renamings, converters = conversions(model, WeightRenaming), conversions(model, WeightConverter)
     state, prefix = model.state_dict(), model.base_model_prefix
     return {name: rename_source_key(name, renamings, converters, prefix, state) for name in names}
+
+
+def conversions(model: nn.Module, kind: type) -> list:
+    """transformers' conversions of one kind for a model's files."""
+    return [t for t in get_model_conversion_mapping(model) if isinstance(t, kind)]

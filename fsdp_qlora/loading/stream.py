@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from ..dist import is_first_copy, local_rows, print_main, ranks_from_env, sum_over_ranks
 from ..memory.hostmem import empty_on_host
 from ..model.conv1d import apply_plain_linears
+from ..model.experts import apply_stacked_experts
 from ..quantization.formats import quantize_rows
 from ..quantization.quantize import QuantLinear
 from .weight_files import Checkpoint, Stored, first_line
@@ -108,7 +109,7 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype, attn_implementation
         raise ValueError(f"--attn_implementation {attn_implementation}: {first_line(error)}") from error
     model.config.use_cache = False
     model.tie_weights()
-    apply_plain_linears(model)
+    apply_stacked_experts(apply_plain_linears(model))
     return model.train()
 
 

@@ -46,7 +46,8 @@ class Stored(NamedTuple):
                              shape=(stop - start, *self.shape[1:]))
 
     def seen_as(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Stored:
-        """The same bytes under another type and shape."""
+        """The same bytes under another type and shape, whose first number may be -1 for what is left."""
+        if shape[0] == -1: shape = (math.prod(self.shape) // math.prod(shape[1:]), *shape[1:])
         return self._replace(dtype=dtype, shape=tuple(shape))
 
     def read(self) -> Tensor:

@@ -92,6 +92,9 @@ def choose_attention(wanted: str, packing: bool, config: PretrainedConfig, devic
     caps = bool(getattr(config, "attn_logit_softcapping", None))
     if wanted == "auto" and caps:
         return WITH_SOFTCAP[device.type], f"{config.model_type} caps its attention scores"
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if wanted == "auto" and not getattr(model, "_supports_sdpa", True):
+        return "eager", f"{config.model_type} has no sdpa"
     if wanted == "auto": wanted = "sdpa"
     reason = why_not_varlen(config, device, dtype)
     if wanted == VARLEN and reason:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from ..quantization.quantize import QuantLinear
+from .experts import StackedExperts
 
 
 def base_model(model: nn.Module) -> nn.Module:
@@ -37,10 +38,11 @@ def decoder_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def linear_names(model: nn.Module) -> dict[str, int]:
-    """Last name part of every linear layer but the head, with how often it occurs."""
+    """Last name part of every linear layer but the head and experts, with how often it occurs."""
     head, counts = output_head(model), {}
+    experts = {part for m in model.modules() if isinstance(m, StackedExperts) for part in m.modules()}
     for name, module in model.named_modules():
-        if is_linear(module) and module is not head:
+        if is_linear(module) and module is not head and module not in experts:
             key = name.rsplit(".", 1)[-1]
             counts[key] = counts.get(key, 0) + 1
     return counts

@@ -28,6 +28,7 @@ from ..dist import hybrid_mesh, ranks_from_env, resolve_shard_group_size, shard_
 from ..memory.streaming import apply_streaming
 from ..memory.vocabulary import apply_vocabulary_lookup, vocabulary_weights
 from ..model.blocks import attention_and_mlp, decoder_blocks, is_tied, output_head, own_weights
+from ..model.experts import StackedExperts
 from .prefetch import apply_backward_prefetch, apply_forward_prefetch, keep_gathered
 
 
@@ -91,12 +92,13 @@ def sharding_units(model: nn.Module, policy: WrapPolicy = "block", min_params: i
 def gatherable(model: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
     """The chosen modules, without those whose weights are used while they are not gathered.
 
-    A unit is whole only inside its own forward. An adapted layer reads the weights of its parts, so
-    a part stands for the layer; the root's loss reads the head's weight; and a weight shared with a
-    module outside of the unit (a tied head) would be split from it. The last two join the root.
+    A unit is whole only inside its own forward. An adapted layer, and experts, read the weights of
+    their parts, so a part stands for them; the root's loss reads the head's weight; and a weight
+    shared with a module outside of the unit (a tied head) would be split from it. The last two join
+    the root.
     """
-    layer_of = {id(part): layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)
-                for part in layer.modules()}
+    layer_of = {id(part): layer for layer in model.modules()
+                if isinstance(layer, (BaseTunerLayer, StackedExperts)) for part in layer.modules()}
     chosen = [layer_of.get(id(m), m) for m in chosen]
     owners = owners_of_shared_weights(model)
     head = output_head(model)

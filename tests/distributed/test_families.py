@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tests.distributed.test_parity import assert_equal_run, relative, train_model
-from tests.families import FAMILIES, save_family
+from tests.families import FAMILIES, MOE_FAMILIES, save_family
 from tests.ranks import run_ranks
 from tests.tiny import RANK, SEED, padded_batch, reference_run, tiny_rows, with_lora
 
 STEPS = tiny_rows(steps=3, rows_per_step=4)
 SEEN = padded_batch(tiny_rows(1, 3, seed=11)[0])
-CASES = [(family, kind) for family in FAMILIES for kind in ("lora", "qlora")]
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]  # experts are no linear layers, and stay frozen
+CASES = [(family, kind) for family in (*FAMILIES, *MOE_FAMILIES) for kind in ("lora", "qlora")]
 
 
 def inputs() -> dict:
@@ -43,14 +45,24 @@ def reference(folder: str, family: str, kind: str):
     quantization = None if kind == "lora" else BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     attention = "eager" if family == "Gemma 2" else "sdpa"
-    return with_lora(AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, quantization_config=quantization, attn_implementation=attention),
-        "all-linear")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=quantization, attn_implementation=attention)
+    if kind == "qlora": round_experts(model)
+    return with_lora(model, ATTENTION if family in MOE_FAMILIES else "all-linear")
+
+
+@torch.no_grad()
+def round_experts(model):
+    """Give each expert's weights what bitsandbytes' 4 bits stand for, which leaves experts alone."""
+    for p in model.parameters():
+        if p.dim() != 3: continue
+        for weight in p: weight.copy_(dequantize_4bit(*quantize_4bit(weight.data, quant_type="nf4")))
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {family: save_family(tmp_path_factory.mktemp("family"), family) for family in FAMILIES}
+    return {family: save_family(tmp_path_factory.mktemp("family"), family)
+            for family in (*FAMILIES, *MOE_FAMILIES)}
 
 
 @pytest.fixture(scope="module")

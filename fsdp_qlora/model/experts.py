@@ -1,0 +1,98 @@
+"""Mixtures of experts: the weights of all experts below each other, as two linear layers.
+
+transformers holds them as parameters of three dimensions (E, O, I), which nothing that works on linear
+layers would see. As rows (E O, I) of a linear layer they are quantized, streamed and sharded by rows
+like any other, and an expert's product reads its own rows. All experts of a block are gathered with
+it, so a rank whose tokens go to few of them waits for nobody.
+
+Shapes: N tokens, K experts of a token, E experts, D hidden, F intermediate, O outputs, I inputs.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import _default_apply_gate as silent_gate
+
+from ..quantization.quantize import compute_input, frozen_linear
+
+
+class StackedExperts(nn.Module):
+    """Experts of gate, up and down: for each token the weighted sum of what its K experts make of it."""
+
+    def __init__(self, experts: nn.Module):
+        super().__init__()
+        self.num_experts, self.act_fn = experts.num_experts, experts.act_fn
+        self.gate_up, self.down = stacked(experts.gate_up_proj), stacked(experts.down_proj)
+
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden (N, D), top_k_index and top_k_weights (N, K) -> (N, D)."""
+        chosen, k = top_k_index.flatten(), top_k_index.shape[-1]
+        order = chosen.argsort(stable=True)
+        counts = torch.bincount(chosen, minlength=self.num_experts).tolist()  # the GPU is waited for
+        given = hidden[order // k].split(counts)
+        made = torch.cat([self.expert(e, x) for e, x in enumerate(given) if len(x)])
+        made = made * top_k_weights.flatten()[order, None]
+        return made[order.argsort()].unflatten(0, (-1, k)).sum(1).to(hidden.dtype)
+
+    def expert(self, index: int, x: Tensor) -> Tensor:
+        """What one expert makes of its tokens."""
+        gate, up = self.product(self.gate_up, index, x).chunk(2, dim=-1)
+        return self.product(self.down, index, self.act_fn(gate) * up)
+
+    def product(self, layer: nn.Module, index: int, x: Tensor) -> Tensor:
+        """x (n, I) W^T with the rows of one expert."""
+        rows = layer.out_features // self.num_experts
+        mine = slice(index * rows, (index + 1) * rows)
+        if layer.weight.requires_grad: return nn.functional.linear(x, layer.weight[mine])
+        absmax = layer.absmax[mine] if hasattr(layer, "absmax") else None
+        return frozen_linear(compute_input(x), layer.weight[mine], absmax, None, layer.in_features,
+                             getattr(layer, "quant_type", ""), "")
+
+
+def stacked(weight: nn.Parameter) -> nn.Linear:
+    """(E, O, I) as a linear layer of E O outputs, on its device."""
+    layer = nn.utils.skip_init(nn.Linear, weight.shape[2], weight.shape[0] * weight.shape[1],
+                               bias=False, device=torch.device("meta"))
+    layer.weight = nn.Parameter(weight.data.flatten(0, 1), weight.requires_grad)
+    return layer
+
+
+def is_stackable(module: nn.Module) -> bool:
+    """Whether a module holds experts as most are written: gate and up in one tensor, no bias."""
+    if getattr(type(module), "_apply_gate", None) is not silent_gate: return False
+    return (module.has_gate and not module.has_bias and not module.is_transposed
+            and module.is_concatenated)
+
+
+def apply_stacked_experts(model: nn.Module) -> nn.Module:
+    """Replace every module of experts by one of linear layers, in place, also on meta.
+
+    The names of their weights, with how the model's files call them and the number of experts, are
+    kept in `model.stacked_weights`.
+    """
+    found = {name: m for name, m in model.named_modules() if is_stackable(m)}
+    names = {}
+    for name, module in found.items():
+        model.set_submodule(name, StackedExperts(module))
+        for ours, theirs in (("gate_up", "gate_up_proj"), ("down", "down_proj")):
+            names[f"{name}.{ours}.weight"] = f"{name}.{theirs}", module.num_experts
+    if names: model.stacked_weights = names
+    return model
+
+
+def stacked_weights(model: nn.Module) -> dict[str, tuple[str, int]]:
+    """For each weight of stacked experts, without what PEFT puts before it: its name in files, and E."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return getattr(base, "stacked_weights", {})
+
+
+def check_quantizable(model: nn.Module, quant: str):
+    """Refuse to leave experts of another kind in 16 bits where the model is to be quantized.
+
+    Raises ValueError naming --quant and the module.
+    """
+    for name, module in model.named_modules():
+        large = [p for p in module.parameters(recurse=False) if p.dim() == 3 and p.shape[0] > 1]
+        if large:
+            raise ValueError(f"--quant {quant}: {name} ({type(module).__name__}) keeps the weights of "
+                             "its experts in a way that can't be quantized here; use --quant none")
