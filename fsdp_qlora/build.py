@@ -44,8 +44,8 @@ from .memory.activations import apply_activation_policy
 from .memory.losses import apply_chunked_loss
 from .memory.offload import apply_activation_offload
 from .model.attention import choose_attention
-from .model.blocks import decoder_blocks
-from .model.experts import StackedExperts, check_quantizable
+from .model.blocks import decoder_blocks, has_experts
+from .model.experts import check_quantizable
 from .quantization.quantize import quantize_linears
 from .sharding import OnHost, apply_sharding, make_mesh, parameter_device
 
@@ -218,5 +218,5 @@ def compile_blocks(model: nn.Module):
     """
     options = dict(post_grad_custom_pre_pass=SharedInputs())
     for block in decoder_blocks(model):
-        if any(isinstance(m, StackedExperts) for m in block.modules()): continue
+        if has_experts(block): continue
         block.forward = torch.compile(block.forward, options=options)

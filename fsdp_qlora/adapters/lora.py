@@ -19,7 +19,14 @@ from torch import Tensor, nn
 
 from ..catalog.families import DEFAULT_TARGETS
 from ..dist import full_tensor, local_rows
-from ..model.blocks import base_model, decoder_blocks, is_linear, linear_names, output_head
+from ..model.blocks import (
+    base_model,
+    decoder_blocks,
+    has_experts,
+    linear_layers,
+    linear_names,
+    output_head,
+)
 from ..model.conv1d import transposed_weights
 from ..quantization import fp8
 from ..quantization.quantize import FrozenLinear, QuantLinear, compute_input, frozen_linear
@@ -117,8 +124,8 @@ def check_patterns(model: nn.Module, config: LoraConfig):
     targets = config.target_modules
     if targets is None: targets = PEFT_TARGETS[base_model(model).config.model_type]
     if isinstance(targets, str): return
-    adapted = [name for name, m in model.named_modules()
-               if is_linear(m) and any(name == t or name.endswith(f".{t}") for t in targets)]
+    adapted = [name for name in linear_layers(model)
+               if any(name == t or name.endswith(f".{t}") for t in targets)]
     for flag in ("rank_pattern", "alpha_pattern"):
         for key in getattr(config, flag):
             if any(re.fullmatch(rf"(.*\.)?({key})", name) for name in adapted): continue
@@ -136,12 +143,13 @@ def resolve_targets(model: nn.Module, targets) -> set[str] | list[str] | str | N
     if targets is None: targets = default_targets(base_model(model).config.model_type, found)
     if targets is None or isinstance(targets, str): return targets
     head = output_head(model)
-    linears = [name for name, m in model.named_modules() if is_linear(m)]
+    linears = linear_layers(model)
     known = set(found) | {name for name, m in model.named_modules() if m is head}
     missing = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in linears)]
     if missing:
+        frozen = "; its experts stay frozen" if has_experts(model) else ""
         raise ValueError(f"--lora_target_modules {','.join(missing)}: no such linear layer; this "
-                         f"model has {', '.join(sorted(known))}")
+                         f"model has {', '.join(sorted(known))}{frozen}")
     return targets
 
 

@@ -96,7 +96,8 @@ class ModelShape:
         widths = dict(head=(self.head_dim, self.head_dim),
                       width=(self.heads * self.head_dim, self.kv_heads * self.head_dim))
         of_qk = zip(("q_norm", "k_norm"), widths.get(self.traits.qk_norm, ()), strict=False)
-        return [(name, self.hidden) for name in self.traits.norm_names * self.traits.norm_parts] + [*of_qk]
+        names = self.traits.norm_names * self.traits.norm_parts
+        return [*((name, self.hidden) for name in names), *of_qk]
 
     def block_params(self) -> dict[str, int]:
         """Weights of one block: `linears`, and `norms` with biases and a router."""

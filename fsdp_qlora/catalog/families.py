@@ -16,7 +16,8 @@ class Traits:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    norm_names: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # of width D in a block
+    # of width D in a block
+    norm_names: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     norm_parts: int = 1          # weights of a norm: none, a scale, or a scale and an offset
     qk_norm: str = ""            # of q and k: "head", one for all heads, or "width", one value each
     output_norm: bool = False    # a norm follows the MLP

@@ -51,7 +51,7 @@ def linear_weights(shape: ModelShape, setup: Setup, part: str = "") -> tuple[Wei
     for name, (out, wide) in names.items():
         weights += stored_linear(name, out, wide, setup)
         if name in targets: weights += adapter(name, out, wide, setup)
-    weights += [plain("norms", length, 1, setup.precision, trained)
+    weights += [plain("norms", length, 1, setup.dtype(name), setup.trains(name))
                 for name, length in shape.biases().items() if name in names]
     if part != "attention":
         for name, (out, wide) in shape.expert_linears().items():

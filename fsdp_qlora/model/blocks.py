@@ -37,15 +37,26 @@ def decoder_blocks(model: nn.Module) -> list[nn.Module]:
     return list(max(lists, key=lambda m: sum(p.numel() for p in m.parameters())))
 
 
-def linear_names(model: nn.Module) -> dict[str, int]:
-    """Last name part of every linear layer but the head and experts, with how often it occurs."""
-    head, counts = output_head(model), {}
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The linear layers that can be adapted, by name: all but those that hold experts."""
     experts = {part for m in model.modules() if isinstance(m, StackedExperts) for part in m.modules()}
-    for name, module in model.named_modules():
-        if is_linear(module) and module is not head and module not in experts:
-            key = name.rsplit(".", 1)[-1]
-            counts[key] = counts.get(key, 0) + 1
+    return {name: m for name, m in model.named_modules() if is_linear(m) and m not in experts}
+
+
+def linear_names(model: nn.Module) -> dict[str, int]:
+    """Last name part of each of `linear_layers` but the head, with how often it occurs."""
+    head = output_head(model)
+    counts: dict[str, int] = {}
+    for name, module in linear_layers(model).items():
+        if module is head: continue
+        key = name.rsplit(".", 1)[-1]
+        counts[key] = counts.get(key, 0) + 1
     return counts
+
+
+def has_experts(model: nn.Module) -> bool:
+    """True for a mixture of experts."""
+    return any(isinstance(m, StackedExperts) for m in model.modules())
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
