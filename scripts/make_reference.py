@@ -1,5 +1,5 @@
-"""Write what is generated: pages of docs/ (flags, recipes, messages, api), the recipes' schema, and the
-types of the names that `fsdp_qlora` imports on first use.
+"""Write what is generated: pages of docs/ (flags, recipes, messages, nodes, api), the recipes' schema,
+and the types of the names that `fsdp_qlora` imports on first use.
 
     python scripts/make_reference.py            # tests say when it is needed
 
@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 from api_page import api_page, public_types  # noqa: E402
 from messages_page import messages_page  # noqa: E402
+from nodes_page import with_tables  # noqa: E402
 
 ROWS = 1000  # for which a recipe's header gives the time
 INTRO = """# Recipes
@@ -59,6 +60,7 @@ def pages() -> dict[Path, str]:
     return {ROOT / "docs/flags.md": flags_page(own_options()),
             ROOT / "docs/recipes.md": recipes_page(),
             ROOT / "docs/messages.md": messages_page(),
+            ROOT / "docs/nodes.md": with_tables((ROOT / "docs/nodes.md").read_text()),
             ROOT / "docs/api.md": api_page(),
             ROOT / "fsdp_qlora/__init__.pyi": public_types(),
             ROOT / "examples/recipes/schema.json": json.dumps(schema(), indent=1) + "\n"}

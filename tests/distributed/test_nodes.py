@@ -184,9 +184,11 @@ class Launcher:
 
 
 C10D = ("--rdzv_backend", "c10d", "--rdzv_endpoint", "host0:29400", "--rdzv_id", "run")
+STATIC = ("--rdzv_backend", "static", "--node_rank", "HOST", "--master_addr", "host0",
+          "--master_port", "29400")
 
 
-def wait_until(condition, launcher: Launcher, seconds: float = 120):
+def wait_until(condition, launcher: Launcher, seconds: float = 240):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, launcher.text(0)[-3000:] + launcher.text(1)[-3000:]
@@ -194,16 +196,18 @@ def wait_until(condition, launcher: Launcher, seconds: float = 120):
 
 
 @pytest.mark.slow
-def test_torchrun_starts_all_hosts_again_after_a_rank_of_one_was_killed(inputs, tmp_path):
+@pytest.mark.parametrize("count, how", [(2, C10D), (3, C10D), (2, STATIC)],
+                         ids=["two", "three", "static"])
+def test_torchrun_starts_all_hosts_again_after_a_rank_of_one_was_killed(inputs, tmp_path, count, how):
     """The agents count restarts differently then: only one of them has seen a failure of its own."""
     run = command(inputs, tmp_path / "out", *FLAGS, "--num_epochs", "6")
     reference = command(inputs, tmp_path / "reference", *FLAGS, "--num_epochs", "6")
-    with Hosts(2, tmp_path / "hosts") as hosts:
-        with Launcher(hosts, 1, tmp_path / "log", run, "--nnodes", "2", "--max_restarts", "2", *C10D
-                      ) as launcher:
+    with Hosts(count, tmp_path / "hosts") as hosts:
+        with Launcher(hosts, 1, tmp_path / "log", run, "--nnodes", str(count), "--max_restarts", "2",
+                      *how) as launcher:
             wait_until((run.out / "checkpoints/step-000004").exists, launcher)
             os.kill(launcher.rank_of(1), signal.SIGKILL)
-            assert launcher.codes(120) == [0, 0], launcher.text(0)[-3000:]
-            text = launcher.text(0) + launcher.text(1)
+            assert launcher.codes(240) == [0] * count, launcher.text(0)[-3000:]
+            text = "".join(map(launcher.text, range(count)))
     assert "resumed from" in text and reference.start().codes == [0, 0]
-    assert outcome(run.out) == outcome(reference.out)
+    assert same(outcome(run.out)[0], outcome(reference.out)[0])

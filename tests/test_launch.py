@@ -1,0 +1,139 @@
+"""The launch examples: they parse, and the flags in them are those of torchrun and train.py."""
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import yaml
+from torch.distributed.run import get_args_parser
+
+from fsdp_qlora.cli import TrainOptions
+from fsdp_qlora.config.flags import parse
+from tests.chaos.harness import command, make_inputs, outcome
+from tests.hosts import Hosts
+
+ROOT = Path(__file__).parents[1]
+LAUNCH = ROOT / "examples/launch"
+VALUES = {"SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8", "#hosts[@]": "2", "GPUS:-8": "8"}
+
+
+def filled(text: str) -> str:
+    """A script's text with a value for each variable."""
+    text = re.sub(r"\$\{([^}]*)\}|\$(\w+)", lambda m: VALUES.get(m[1] or m[2], "x"), text)
+    return text.replace("\\\n", " ")
+
+
+def check_torchrun(line: str) -> list[str]:
+    """The flags of train.py after a torchrun command, whose own flags must be known."""
+    known = get_args_parser().parse_args(shlex.split(line))
+    assert Path(known.training_script).name == "train.py"
+    assert known.nnodes in ("1:1", "2") and known.nproc_per_node in ("1", "8")
+    return known.training_script_args
+
+
+@pytest.mark.parametrize("name, flags", [("slurm.sbatch", ' "$@"'), ("ssh.sh", "$flags")])
+def test_scripts_parse_and_start_torchrun_with_flags_that_it_has(name, flags):
+    path = LAUNCH / name
+    subprocess.run(["bash", "-n", path], check=True)
+    text = path.read_text()
+    found = re.search(r"torchrun\s+(--nnodes.*?train\.py)", filled(text), re.S)
+    assert check_torchrun(found[1]) == [] and f"train.py{flags}" in text
+    assert re.search(r"--rdzv_backend c10d\s.*--rdzv_endpoint .*:.*--max_restarts 3", found[1], re.S)
+    example = re.search(r"^# .*(--config .*)$", text, re.M)[1]
+    parse(shlex.split(example), TrainOptions)
+
+
+def test_slurm_settings_give_one_torchrun_to_a_machine_and_time_to_save():
+    text = (LAUNCH / "slurm.sbatch").read_text()
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", text, re.M))
+    assert options["ntasks-per-node"] == "1" and "requeue" in options
+    assert int(options["signal"].removeprefix("B:USR1@")) >= 60  # a save takes 30 s at most
+
+
+def test_the_kubernetes_job_runs_in_its_runtime_with_flags_that_train_has():
+    runtime, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
+    assert job["kind"] == "TrainJob" and job["apiVersion"] == runtime["apiVersion"]
+    assert job["spec"]["runtimeRef"] == {"kind": runtime["kind"], "name": runtime["metadata"]["name"]}
+    trainer, pod = job["spec"]["trainer"], runtime["spec"]["template"]["spec"]["replicatedJobs"][0]
+    pod = pod["template"]["spec"]["template"]["spec"]
+    mounted = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
+    assert trainer["command"] == ["torchrun"]
+    here = [arg.replace("/workspace", str(ROOT)) for arg in trainer["args"]]
+    config, _ = parse(check_torchrun(shlex.join(here)), TrainOptions)
+    assert config.sharding_strategy == "hybrid_full_shard" and config.output_dir == "/runs/70b"
+    assert trainer["numNodes"] == runtime["spec"]["mlPolicy"]["numNodes"] == 2
+
+
+@pytest.mark.slow
+def test_the_ssh_script_runs_on_two_hosts_and_carries_on_after_a_long_cut(tmp_path):
+    """`ssh` enters a namespace here. Both hosts see one folder; the cut outlasts any patience."""
+    inputs = make_inputs(tmp_path / "inputs")
+    flags = ("--global_batch_size", "4", "--lora_dropout", "0", "--num_epochs", "8",
+             "--stall_seconds", "5", "--sharding_strategy", "hybrid_full_shard")
+    run, whole = (command(inputs, tmp_path / name, *flags) for name in ("out", "whole"))
+    with Hosts(2, tmp_path / "hosts") as hosts:
+        (tmp_path / "bin").mkdir()
+        for host in range(2):
+            entering = shlex.join(hosts.inside(host))
+            (tmp_path / f"bin/host{host}").write_text(f'{entering} bash -c "$1"\n')
+        ssh = tmp_path / "bin/ssh"
+        ssh.write_text(f'#!/bin/bash\nwhile [[ $1 == -o ]]; do shift 2; done\n'
+                       f'exec bash {tmp_path}/bin/$1 "$2"\n')
+        (tmp_path / "bin/torchrun").write_text(
+            f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+        for path in (ssh, tmp_path / "bin/torchrun"): path.chmod(0o755)
+        env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+        env |= dict(HOSTS="host0 host1", GPUS="2", TRIES="20",
+                    PATH=f"{tmp_path}/bin:{os.environ['PATH']}")
+
+        def started(which) -> subprocess.Popen:
+            with open(f"{which.out}.ssh", "w") as log:
+                return subprocess.Popen([LAUNCH / "ssh.sh", *which.argv[1:]], cwd=ROOT, env=env,
+                                        stdout=log, stderr=log)
+        launched = started(run)
+        while not (run.out / "checkpoints/step-000010").exists():
+            assert launched.poll() is None, Path(f"{run.out}.ssh").read_text()
+            time.sleep(0.05)
+        hosts.cable(1, "down")
+        time.sleep(90)
+        hosts.cable(1, "up")
+        assert launched.wait(400) == 0, Path(f"{run.out}.ssh").read_text()[-3000:]
+        assert started(whole).wait(300) == 0
+    assert "resumed from" in Path(f"{run.out}.ssh").read_text()
+    assert outcome(run.out) == outcome(whole.out)
+
+
+@pytest.mark.ray
+def test_ray_train_starts_the_ranks_and_starts_them_again_after_one_was_killed(tmp_path):
+    inputs = make_inputs(tmp_path / "inputs")
+    run = command(inputs, tmp_path / "out", "--num_epochs", "4")
+    reference = command(inputs, tmp_path / "reference", "--num_epochs", "4")
+    assert reference.start().codes == [0, 0]
+    with open(tmp_path / "log", "w") as log:
+        ray = subprocess.Popen([sys.executable, LAUNCH / "ray_train.py", "--workers", "2", "--cpu",
+                                *run.argv[1:]], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
+                               stdout=log, stderr=log)
+    while not (run.out / "checkpoints/step-000006").exists():
+        assert ray.poll() is None, (tmp_path / "log").read_text()[-3000:]
+        time.sleep(0.05)
+    os.kill(next(rank_processes(run.out)), signal.SIGKILL)
+    assert ray.wait(400) == 0, (tmp_path / "log").read_text()[-3000:]
+    assert "resumed from" in (tmp_path / "log").read_text()
+    assert outcome(run.out) == outcome(reference.out)
+
+
+def rank_processes(out: Path):
+    """Process ids of ranks that write to a folder."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            line = (folder / "cmdline").read_text()
+            if "fsdp_qlora.cli\0train" in line and str(out) in line: yield int(folder.name)
