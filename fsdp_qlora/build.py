@@ -20,6 +20,7 @@ from .adapters.initial import Start
 from .adapters.whole import train_whole
 from .catalog.arch import shape_from_config
 from .config import AUTO, RunConfig, block_policies
+from .config.settings import counted
 from .dist import print_main, ranks_from_env
 from .estimate import choose_policies, memory, setup_from_config
 from .estimate.setup import OPTIMIZER_STATES, STATE_BYTES
@@ -159,6 +160,7 @@ def open_checkpoint(config: RunConfig, settings: PretrainedConfig, model: nn.Mod
 def load(model: nn.Module, source: Checkpoint, device: torch.device, config: RunConfig,
          filled: Collection[str] = ()):
     """Stream the weights in but those that are there, with a progress bar and a line of what it took."""
+    if source.unused: print_main(unused_line(source))
     workers = None if config.loading_workers == AUTO else config.loading_workers
     cached = config.quantized_cache and config.quant != "none" and not config.random_weights
     if cached and isinstance(source, FourBitCheckpoint):
@@ -168,6 +170,13 @@ def load(model: nn.Module, source: Checkpoint, device: torch.device, config: Run
         progress = LoadProgress(model, weights, filled)
         load_weights(model, weights, device, workers, progress, filled)
         progress.close()
+
+
+def unused_line(source: Checkpoint, most: int = 4) -> str:
+    """What a checkpoint holds for nothing: files and config.json may be of different models."""
+    more = ", ..." if len(source.unused) > most else ""
+    return (f"warning: {counted(len(source.unused), 'tensor')} of {source.folder} not loaded, for the "
+            f"model has no place for them: {', '.join(source.unused[:most])}{more}")
 
 
 TRAINED_SHARE = 1 / 8  # of a GPU that trained weights may take before they are offloaded too

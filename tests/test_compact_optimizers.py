@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -54,6 +55,25 @@ def final_weight(optimizer_of, dtype, steps=400) -> float:
         p.grad = torch.ones_like(p)
         optimizer.step()
     return p.detach().float().mean().item()
+
+
+def stepped(groups) -> list[torch.Tensor]:
+    """Equal bf16 weights after one step with equal gradients; `groups` cuts them up."""
+    weights = [nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16)) for _ in range(4)]
+    optimizer = CompactAdamW(groups(weights), 2e-3, "bf16")
+    for p in weights: p.grad = torch.ones_like(p)
+    optimizer.step()
+    return weights
+
+
+def test_weights_of_different_groups_are_rounded_by_different_chances():
+    """LoRA+ has two groups; of two coins with chance p, 2 p (1 - p) fall differently."""
+    alone, cut = stepped(lambda ws: ws), stepped(lambda ws: [dict(params=ws[:2]), dict(params=ws[2:])])
+    for a, b in itertools.combinations(cut, 2):
+        p = (a != 1).float().mean().item()
+        assert 0.1 < p < 0.9
+        assert abs((a != b).float().mean().item() - 2 * p * (1 - p)) < 0.05
+    for a, b in zip(alone, cut, strict=True): assert torch.equal(a, b)
 
 
 def test_updates_too_small_for_bfloat16_add_up():

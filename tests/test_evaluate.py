@@ -123,6 +123,38 @@ def test_evaluations_are_lines_of_their_own_kind_and_shown(tmp_path, capsys, log
     assert ("eval_loss" if log_to == "jsonl" else "held-out loss 1.5") in capsys.readouterr().out
 
 
+def test_a_full_disk_does_not_end_the_run_and_its_lines_come_later(tmp_path, capsys):
+    """/dev/full is a disk without room."""
+    with RunLog(tmp_path, "stdout", None, is_main=True) as log:
+        log.log(step_metrics(1))
+        file, log.file = log.file, open("/dev/full", "ab", buffering=0)  # noqa: SIM115
+        for step in (2, 3): log.log(step_metrics(step))
+        log.file.close()
+        log.file = file
+        log.log(step_metrics(4))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert "metrics.jsonl can't be written (No space left on device); its lines wait" in warning
+
+
+def test_lines_that_wait_for_room_are_there_after_a_rollback(tmp_path):
+    with RunLog(tmp_path, "stdout", None, is_main=True) as log:
+        log.log(step_metrics(1))
+        log.file.close()
+        log.file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
+        for step in (2, 3): log.log(step_metrics(step))
+        log.rewind(2)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+
+
+def test_metrics_that_cant_be_begun_name_the_flag(tmp_path):
+    (tmp_path / "metrics.partial").mkdir()
+    with pytest.raises(ValueError, match="--output_dir .* metrics.jsonl can't be written .* make room"):
+        RunLog(tmp_path, "stdout", None, is_main=True)
+
+
 def test_the_picture_shows_the_held_out_loss(tmp_path):
     from matplotlib.image import imread
     steps = [step_metrics(step) for step in (1, 2, 3)]

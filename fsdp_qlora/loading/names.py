@@ -28,6 +28,8 @@ from ..model.conv1d import transposed_weights
 from ..model.experts import stacked_weights
 from .weight_files import Checkpoint, Stored
 
+BESIDE_A_WEIGHT = re.compile(r"(?<=\.weight)\..*")  # what bitsandbytes stores with a 4-bit one
+
 
 @dataclass(frozen=True)
 class Transposed:
@@ -72,6 +74,7 @@ def match_names(model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
     The model is as transformers makes it: no adapters yet, nothing quantized.
     """
     wanted = {name: p.shape for name, p in model.named_parameters()}
+    checkpoint.unused = unused_names(model, checkpoint)
     if not wanted.keys() <= checkpoint.shapes.keys(): checkpoint.rename(new_names(model, checkpoint))
     for name in transposed_weights(model) & checkpoint.stored.keys():
         stored = checkpoint.stored[name]  # bitsandbytes' 4-bit weights lie as W does
@@ -119,6 +122,17 @@ def check_stackable(converter: WeightConverter, name: str, checkpoint: Checkpoin
     if plain and not scaled: return
     fault = "experts that are quantized already" if scaled else "experts in an order not known here"
     raise ValueError(f"--model_name {checkpoint.folder}: {name}: {fault}; give the 16-bit model")
+
+
+def unused_names(model: nn.Module, checkpoint: Checkpoint) -> list[str]:
+    """Tensors of a checkpoint that are no part of the model, but for those that its class expects."""
+    own = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    own |= {stored_name for stored_name, _ in stacked_weights(model).values()}
+    others = checkpoint.shapes.keys() - own
+    expected = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"\.inv_freq$"]
+    return sorted(old for old, (new, _) in renamed(model, others).items()
+                  if BESIDE_A_WEIGHT.sub("", new) not in own
+                  and not any(re.search(pattern, new) for pattern in expected))
 
 
 def new_names(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:

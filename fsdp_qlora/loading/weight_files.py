@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,6 +75,8 @@ class Checkpoint:
 
     Raises ValueError, naming the file, for a missing, truncated or foreign file.
     """
+
+    unused: Sequence[str] = ()  # tensors that the model has no place for, see names.py
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)

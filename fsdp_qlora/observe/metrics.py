@@ -90,15 +90,21 @@ class RunLog:
 
     def __exit__(self, *_):
         if not self.is_main: return
+        if self.waiting: self.write()
+        if self.waiting: self.warn("still no room", "its last lines are lost")
         self.bar.close()
         self.file.close()
 
     def begin(self, records: Sequence[dict]):
         """Start the file with these lines; it is never seen half written."""
         begun = self.path.with_suffix(".partial")
-        begun.write_text("".join(json.dumps(r) + "\n" for r in records))
-        begun.replace(self.path)
-        self.file = open(self.path, "a")  # noqa: SIM115  closed by `__exit__`
+        try:
+            begun.write_text("".join(json.dumps(r) + "\n" for r in records))
+            begun.replace(self.path)
+        except OSError as error:
+            raise ValueError(f"--output_dir {self.path.parent}: {self.path.name} can't be written "
+                             f"({error.strerror}); make room, or give another folder") from error
+        self.file, self.waiting = open(self.path, "ab", buffering=0), b""  # noqa: SIM115  see __exit__
 
     def rewind(self, step: int):
         """Forget what came after `step`."""
@@ -106,7 +112,7 @@ class RunLog:
         self.evaluations = [e for e in self.evaluations if e.step <= step]
         if not self.is_main: return
         self.file.close()
-        lines = map(json.loads, self.path.read_text().splitlines())
+        lines = map(json.loads, (self.path.read_bytes() + self.waiting).splitlines())
         self.begin([r for r in lines if r["step"] <= step or r["kind"] == "skipped"])
         self.bar.update(step - self.bar.n)
 
@@ -132,9 +138,21 @@ class RunLog:
         """One line of JSON in the file, and on the terminal if asked."""
         if not self.is_main: return
         text = json.dumps(asdict(metrics))
-        self.file.write(text + "\n")
-        self.file.flush()
+        self.write(text + "\n")
         if self.log_to == "jsonl": print(text, flush=True)
+
+
+    def write(self, text: str = ""):
+        """Append to the file. On a full disk lines wait for the next one, and the run goes on."""
+        had_room, self.waiting = not self.waiting, self.waiting + text.encode()
+        try:
+            while self.waiting: self.waiting = self.waiting[self.file.write(self.waiting):]
+        except OSError as error:
+            if had_room: self.warn(error.strerror, "its lines wait until there is room")
+
+    def warn(self, reason: str, then: str):
+        """Say on stderr, beside the bar, that the file can't be written."""
+        self.bar.write(f"warning: {self.path} can't be written ({reason}); {then}", file=sys.stderr)
 
 
 def plot_loss(steps: list[StepMetrics], path: str | Path, title: str = "",

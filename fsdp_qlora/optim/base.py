@@ -1,6 +1,8 @@
 """What this project's own optimizers share: states beside sharded weights, in dtypes of their own."""
 from __future__ import annotations
 
+from itertools import count
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -27,8 +29,9 @@ class ShardedOptimizer(Optimizer):
         loss = None
         if closure is not None:
             with torch.enable_grad(): loss = closure()
+        numbers = count()  # through all groups, or the same chances would round two weights
         for group in self.param_groups:
-            for number, p in enumerate(group["params"]):
+            for p, number in zip(group["params"], numbers, strict=False):
                 if p.grad is None: continue
                 state = self.state[p]
                 if not state: state.update(step=torch.zeros(()), **self.new_state(p))

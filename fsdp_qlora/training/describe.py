@@ -54,5 +54,6 @@ def dtypes_line(model: nn.Module, config: RunConfig) -> str:
               for trained in (True, False)}
     packed = f" ({config.quant} bytes in bfloat16)" if config.quant != "none" else ""
     products = config.precision if config.compute_dtype == "auto" else config.compute_dtype
-    frozen = f"frozen {stored[False]}{packed}, " if stored[False] else ""
-    return f"dtypes: {frozen}trained {stored[True]}, products of frozen weights in {products}"
+    if not stored[False]: return f"dtypes: trained {stored[True]}, products in {products}"
+    return (f"dtypes: frozen {stored[False]}{packed}, trained {stored[True]}, products of frozen "
+            f"weights in {products}")

@@ -21,6 +21,7 @@ from ..data import (
     StepSampler,
     Subset,
     TokenizedDataset,
+    choose_pad_token_id,
     hold_out,
     load_dataset,
     open_source,
@@ -28,7 +29,8 @@ from ..data import (
     tokenize_rows,
 )
 from ..dist import print_main, ranks_from_env
-from ..loading.tokens import load_tokenizer
+from ..loading import read_config
+from ..loading.tokens import grow_vocabulary, load_tokenizer
 from ..places import check_folder
 from .loop import weights_folder
 
@@ -62,8 +64,25 @@ def check_positions(config: RunConfig, data: RunData, settings: PretrainedConfig
 
 
 def run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of a run, with --added_tokens."""
-    return load_tokenizer(config.model_name, **config.source, added_tokens=config.new_tokens)
+    """The tokenizer of a run, with --added_tokens and a pad token that the model embeds."""
+    tokenizer = load_tokenizer(config.model_name, **config.source, added_tokens=config.new_tokens)
+    settings = read_config(config.model_name, **config.source)
+    if config.new_tokens: grow_vocabulary(settings, tokenizer)
+    return with_pad_token_of(tokenizer, settings.get_text_config().vocab_size)
+
+
+def with_pad_token_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> PreTrainedTokenizerBase:
+    """The tokenizer with a pad token that the model embeds; it is also saved beside the weights.
+
+    One that was added and never embedded is an index error for whoever pads with it.
+    """
+    pad = tokenizer.pad_token_id
+    if pad is None or pad < vocab_size: return tokenizer
+    was, token_id = tokenizer.pad_token, choose_pad_token_id(tokenizer, vocab_size)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(token_id)
+    print_main(f"the pad token {was} has the id {pad}, and the model embeds ids below {vocab_size}: "
+               f"{tokenizer.pad_token} is taken in its place, also in what is saved")
+    return tokenizer
 
 
 @dataclass

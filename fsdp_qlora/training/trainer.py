@@ -153,5 +153,8 @@ def finish(model: nn.Module, config: RunConfig, log: RunLog, tokenizer, record: 
         print(f"held-out loss: lowest {best.eval_loss:.4f} after step {best.step}"
               + (f", kept in {weights_folder(config, '-best')}" if config.save_model else ""))
     picture = Path(config.output_dir) / "loss.png"
-    if plot_loss(log.steps, picture, Path(config.model_name).name, log.evaluations):
-        print(f"loss picture: {picture}")
+    try:
+        if plot_loss(log.steps, picture, Path(config.model_name).name, log.evaluations):
+            print(f"loss picture: {picture}")
+    except OSError as error:
+        print(f"warning: no loss picture in {picture}: {error.strerror or error}")

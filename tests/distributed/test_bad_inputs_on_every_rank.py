@@ -14,6 +14,7 @@ from contextlib import redirect_stderr, redirect_stdout
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny
@@ -175,6 +176,9 @@ def test_a_pad_token_beyond_the_vocabulary_trains_saves_and_reloads(tmp_path):
     for kind in ("lora", "qlora"):
         names = load_file(tmp_path / kind / "adapter" / "adapter_model.safetensors")
         assert not any("embed" in name or "head" in name for name in names)  # nothing was resized
+        saved = AutoTokenizer.from_pretrained(tmp_path / kind / "adapter")
+        padded = saved(["a", "a bc"], padding=True)["input_ids"]  # as whoever goes on with it pads
+        assert saved.pad_token_id < VOCAB_SIZE and max(map(max, padded)) < VOCAB_SIZE
 
 
 def test_a_row_that_holds_a_token_beyond_the_vocabulary_is_refused_with_the_remedy(tmp_path):
