@@ -30,6 +30,7 @@ from .loading import (
     check_complete,
     checkpoint_folder,
     expected_shapes,
+    load_buffers,
     load_weights,
     materialize,
     meta_model,
@@ -154,6 +155,7 @@ def open_checkpoint(config: RunConfig, settings: PretrainedConfig, model: nn.Mod
     checkpoint = open_weights(checkpoint_folder(config.model_name, config.revision), quantization,
                               config.model_name)
     check_complete(model, with_new_rows(model, match_names(model, checkpoint)))
+    load_buffers(model, checkpoint)
     return checkpoint
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fsdp_qlora.catalog.arch import shape_from_config
+
 SIZES = dict(vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
              num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
              bos_token_id=1, eos_token_id=2, pad_token_id=0)
@@ -73,3 +75,27 @@ def save_family(folder: str | Path, family: str, **more) -> str:
             else: p.normal_(0, 0.1)
     model.save_pretrained(folder)
     return str(folder)
+
+
+# What sets a family apart, as docs/families.md says it.
+TRAITS = {
+    "sliding_window": "sliding windows", "attn_logit_softcapping": "capped scores",
+    "final_logit_softcapping": "capped logits", "logits_scaling": "scaled logits",
+    "clip_qkv": "clipped q, k, v", "num_local_experts": "experts", "num_experts": "experts",
+    "no_rope_layers": "layers without rotation", "partial_rotary_factor": "partly rotated heads",
+}
+
+
+def families_table() -> str:
+    """The table of docs/families.md: each family of these lists, its adapted layers, what is special."""
+    lines = ["| family | `model_type` | `all-linear` adapts | also tested |", "|---|---|---|---|"]
+    for family, fields in (FAMILIES | MOE_FAMILIES).items():
+        shape = shape_from_config(family_config(family).to_dict())
+        special = [text for key, text in TRAITS.items() if fields.get(key)]
+        if "rope_type" in fields.get("rope_parameters", {}): special.append("scaled rotation")
+        if shape.traits.qk_norm: special.append("normed q and k")
+        if shape.traits.qkv_bias: special.append("biases")
+        if shape.tied: special.append("tied")
+        targets = ", ".join(name.rsplit(".", 1)[-1] for name in shape.linears())
+        lines.append(f"| {family} | {fields['model_type']} | {targets} | {', '.join(special)} |")
+    return "\n".join(lines)

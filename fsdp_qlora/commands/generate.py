@@ -21,6 +21,7 @@ from ..export.adapter_folder import AdapterFolder, Delta
 from ..export.trained_base import BaseQuant, base_quant, taken_out_of
 from ..loading import DTYPES, first_line, pinned, read_config
 from ..loading.tokens import load_tokenizer
+from ..model.experts import is_stackable
 
 
 def load_for_inference(model_name: str, adapter: str | Path | None = None, quant: str = "auto",
@@ -76,6 +77,9 @@ def round_linears(model: nn.Module, quant: BaseQuant, taken: dict[str, Delta],
     What is `taken` out of a weight in training is not rounded.
     """
     for name, module in model.named_modules():
+        if is_stackable(module):
+            for w in (module.gate_up_proj, module.down_proj):
+                w.copy_(quant.round_rows(w.data.flatten(0, 1), w.dtype).view_as(w))
         if isinstance(module, (nn.Linear, Conv1D)) and name.rsplit(".", 1)[-1] not in skip:
             w = module.weight.t() if isinstance(module, Conv1D) else module.weight
             w.copy_(quant.round_rows(w.data, w.dtype, taken.get(f"{name}.weight")))

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ..loading import Checkpoint, bnb4, checkpoint_folder, meta_model, read_config
+from ..loading.names import files_of_stacks
 from ..loading.prequantized import kind_of
 from ..model.conv1d import transposed_weights
 from ..quantization.quantize import QuantLinear, quantize_linears
@@ -69,6 +70,7 @@ class BaseModel:
         """Rows (start, stop) in fp32, rounded as in training; integers as they are."""
         rows = self.checkpoint.rows(name, start, stop)
         if not self.round_to or name not in self.linear_weights: return as_fp32(rows)
+        if rows.dim() == 3: return self.round_to.round_rows(rows.flatten(0, 1)).view_as(rows)  # experts
         return self.round_to.round_rows(rows, taken=self.taken.get(name), start=start)
 
     def describe(self, name: str | None = None) -> str:
@@ -101,6 +103,7 @@ def open_base(name: str, revision: str | None = None) -> BaseModel:
             for end in (meta.get_input_embeddings(), meta.get_output_embeddings())]
     base = BaseModel(name, Checkpoint(checkpoint_folder(name, revision)), config, linear, *ends)
     base.linear_weights = {base.find(n) or n for n in linear}
+    base.linear_weights |= files_of_stacks(meta, base.checkpoint)
     base.transposed = {base.find(n) or n for n in transposed_weights(meta)} - base.packed.keys()
     return base
 

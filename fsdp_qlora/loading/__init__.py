@@ -7,6 +7,7 @@ from .stream import (
     checkpoint_folder,
     expected_shapes,
     first_line,
+    load_buffers,
     load_weights,
     materialize,
     meta_model,
@@ -16,6 +17,7 @@ from .stream import (
 )
 
 __all__ = [
-    "Checkpoint", "DTYPES", "LoadProgress", "check_complete", "checkpoint_folder", "expected_shapes",
-    "first_line", "load_weights", "materialize", "meta_model", "pinned", "rank_pieces", "read_config",
+    "Checkpoint", "DTYPES", "LoadProgress", "check_complete", "checkpoint_folder",
+    "expected_shapes", "first_line", "load_buffers", "load_weights", "materialize", "meta_model",
+    "pinned", "rank_pieces", "read_config",
 ]

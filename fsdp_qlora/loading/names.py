@@ -113,6 +113,13 @@ def parts_of_stacks(model: nn.Module, checkpoint: Checkpoint) -> dict[str, tuple
             for new, names in found.items()}
 
 
+def files_of_stacks(model: nn.Module, checkpoint: Checkpoint) -> set[str]:
+    """Names in a checkpoint of all tensors that stacked experts are made of."""
+    stacks = {stored_name for stored_name, _ in stacked_weights(model).values()}
+    if not stacks: return set()
+    return {name for name, (new, _) in renamed(model, checkpoint.stored).items() if new in stacks}
+
+
 def check_stackable(converter: WeightConverter, name: str, checkpoint: Checkpoint):
     """Refuse a tensor that is no plain part of a stack. Raises ValueError naming --model_name."""
     merge, *rest = converter.operations

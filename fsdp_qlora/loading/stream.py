@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -110,7 +111,23 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype, attn_implementation
     model.config.use_cache = False
     model.tie_weights()
     apply_stacked_experts(apply_plain_linears(model))
+    keep_in_fp32(model)
     return model.train()
+
+
+def keep_in_fp32(model: nn.Module):
+    """Store in fp32 what the model's code says must be, such as some routers, in place."""
+    names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if any(re.search(rf"(^|\.){re.escape(kept)}($|\.)", name) for kept in names):
+            tensor.data = tensor.data.float()
+
+
+def load_buffers(model: nn.Module, checkpoint: Checkpoint):
+    """Fill the buffers that a checkpoint holds, such as a router's corrections, on every rank."""
+    kept = model.state_dict().keys() & checkpoint.stored.keys()
+    for name, buffer in model.named_buffers():
+        if name in kept: buffer.copy_(checkpoint.stored[name].read().view(buffer.shape))
 
 
 def materialize(model: nn.Module, device: torch.device,

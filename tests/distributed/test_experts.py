@@ -6,13 +6,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, Glm4MoeConfig
 
 from fsdp_qlora.build import planned_model
+from fsdp_qlora.commands.generate import load_for_inference
 from fsdp_qlora.config import RunConfig
+from fsdp_qlora.export.merge import merge_adapter
 from tests.distributed.test_parity import assert_equal_run, relative, train_model
 from tests.families import MOE_FAMILIES, save_family
 from tests.ranks import run_ranks
+from tests.test_merge import save_adapter
 from tests.test_names import renamed_files
 from tests.tiny import RANK, SEED, reference_run, tiny_rows, with_lora
 
@@ -70,6 +75,53 @@ def test_trained_whole_it_equals_transformers_and_is_saved_as_it_names_them(tmp_
         for name, p in saved.named_parameters(): assert relative(p.detach(), weights[name]) < 1e-4, name
         with torch.no_grad():
             torch.testing.assert_close(saved.eval()(IDS).logits, ours["logits"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_a_merge_rounds_experts_as_training_did(family, tmp_path):
+    base = save_family(tmp_path / "base", family)
+    adapter = save_adapter(base, tmp_path / "adapter", target_modules=ATTENTION)
+    merged = merge_adapter(base, adapter, tmp_path / "merged", merge_base="dequantized",
+                           base_quant="nf4", dtype="fp32")
+    model = plain(base)
+    with torch.no_grad():
+        for name, p in model.named_parameters():  # all but embedding, head and router
+            if "_proj" not in name: continue
+            for weight in p if p.dim() == 3 else [p]:
+                weight.copy_(dequantize_4bit(*quantize_4bit(weight.data, quant_type="nf4")))
+        expected = PeftModel.from_pretrained(model, adapter).eval()(IDS).logits
+        for found in (plain(merged), load_for_inference(base, adapter, "nf4", "cpu", torch.float32)):
+            torch.testing.assert_close(found.eval()(IDS).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def load_tiny(folder: str) -> dict:
+    """What is stored otherwise than as bf16 weights: tensors by name, on one rank."""
+    from fsdp_qlora.build import build_model
+    model = build_model(RunConfig(model_name=folder, train_type="lora"), torch.device("cpu"))
+    kept = {n: p for n, p in model.named_parameters() if "lora_" not in n and p.dtype == torch.float32}
+    return kept | {n: b for n, b in model.named_buffers() if "e_score" in n}
+
+
+def test_routers_keep_fp32_and_corrections_where_the_model_does(tmp_path):
+    sizes = dict(vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+                 num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=64)
+    ernie = Ernie4_5_MoeConfig(**sizes, moe_num_experts=4, moe_k=2, moe_layer_start_index=0)
+    glm = Glm4MoeConfig(**sizes, n_routed_experts=4, num_experts_per_tok=2, first_k_dense_replace=0,
+                        n_group=1, topk_group=1, head_dim=16)
+    for config in (ernie, glm):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        for name, b in model.named_buffers():
+            if "e_score" in name: b.copy_(torch.linspace(-1, 1, b.numel()).view_as(b))
+        model.save_pretrained(tmp_path / config.model_type)
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path / config.model_type,
+                                                        dtype=torch.bfloat16)
+        (found,) = run_ranks(load_tiny, 1, str(tmp_path / config.model_type))
+        found = {n.removeprefix("base_model.model."): t for n, t in found.items()}
+        wanted = {n: p for n, p in expected.named_parameters() if p.dtype == torch.float32}
+        wanted |= {n: b for n, b in expected.named_buffers() if "e_score" in n}
+        assert found.keys() == wanted.keys() and wanted, config.model_type
+        for name, tensor in wanted.items(): assert torch.equal(found[name], tensor), name
 
 
 def test_experts_of_another_build_are_refused_under_quantization(tmp_path):
