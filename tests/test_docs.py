@@ -124,7 +124,6 @@ def test_the_quickstart_runs_as_it_is_written(tmp_path, monkeypatch, capsys):
     for words in commands(page):
         argv = own_command(words)
         if argv is None or argv[0] == "doctor": continue  # tests/test_doctor.py
-        if "--config" in argv: argv += ["--model_name", model, "--sharding_strategy", "full_shard"]
         argv = [model if w == ".cache/SmolLM2-135M-Instruct" else w for w in argv]
         assert main(argv) == 0, f"{argv}: {capsys.readouterr().err}"
     assert {p.name for p in Path("first").iterdir()} >= {"adapter", "metrics.jsonl", "loss.png"}

@@ -52,6 +52,7 @@ def unpack(gguf_file: Path, folder: Path):
     import torch  # here, since a second run needs neither
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     source = {"pretrained_model_name_or_path": gguf_file.parent, "gguf_file": gguf_file.name}
     # transformers 5.17 keeps GGUF blocks packed where it has a kernel, and cannot save them then.
     dense = {}
