@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from .adapters import apply_adapters, apply_fp8, init_adapters, init_magnitudes, lora_config
 from .adapters.fusion import SharedInputs
 from .adapters.initial import Start
-from .adapters.whole import train_whole
+from .adapters.whole import train_only, train_whole
 from .catalog.arch import shape_from_config
 from .config import AUTO, RunConfig, block_policies
 from .config.settings import counted
@@ -107,12 +107,22 @@ def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, C
                            target_modules=config.target_modules, use_dora=config.adapter == "dora",
                            use_rslora=config.use_rslora, rank_pattern=config.rank_pattern,
                            alpha_pattern=config.alpha_pattern)
-        lora.revision = config.revision
+        lora.revision, lora.layers_to_transform = config.revision, adapted_blocks(config, model)
         model = apply_adapters(model, lora, DTYPES[config.adapter_dtype])
         check_start(model, checkpoint, start_of(config))
         train_whole(model, config.whole_modules, DTYPES[config.adapter_dtype],
                     both_ends=bool(config.added_tokens))
+    else: train_only(model, config.only_modules)
     return model, checkpoint
+
+
+def adapted_blocks(config: RunConfig, model: nn.Module) -> list[int] | None:
+    """The blocks of --layers_to_transform. Raises ValueError for one that the model does not have."""
+    chosen, count = config.adapted_blocks, len(decoder_blocks(model))
+    if chosen and chosen[-1] >= count:
+        raise ValueError(f"--layers_to_transform {config.layers_to_transform}: the model has no such "
+                         f"block; give some of 0 to {count - 1}")
+    return chosen
 
 
 def start_of(config: RunConfig) -> Start:

@@ -166,6 +166,11 @@ def test_modules_trained_whole_are_counted_by_hand():
         2 * norms["norms"] + memory(LLAMA_8B).parts["optimizer"] / 2, rel=1e-6)
 
 
+def test_blocks_that_are_not_adapted_have_no_adapters_or_states():
+    parts, half = (memory(LLAMA_8B, blocks_adapted=n).parts for n in (None, 16))
+    for name in ("adapters", "optimizer"): assert half[name] == pytest.approx(parts[name] / 2)
+
+
 def test_what_adapters_began_as_is_kept_on_the_host():
     plain, began = (memory(LLAMA_8B, lora_rank=64, changes_base=c) for c in (False, True))
     assert began.host - plain.host == pytest.approx(plain.parts["adapters"])

@@ -44,6 +44,24 @@ def train_whole(model: PeftModel, names: list[str], dtype: torch.dtype, both_end
     model.peft_config[model.active_adapter].modules_to_save = with_tied_end(causal, names)
 
 
+def train_only(model: nn.Module, names: list[str]):
+    """Freeze a model but for the modules whose names end so, in place; none is all, and changes nothing.
+
+    Raises ValueError for a name that no module has.
+    """
+    if not names: return
+    model.requires_grad_(False)
+    for end in names:
+        found = [m for name, m in model.named_modules(remove_duplicate=False) if is_end(name, end)]
+        if not found: raise ValueError(f"--trained_modules {end}: {no_such_module(model, end)}")
+        for module in found: module.requires_grad_()
+
+
+def is_end(name: str, end: str) -> bool:
+    """Whether a module's name ends in whole parts so; layers.1 is not the end of layers.11."""
+    return name == end or name.endswith(f".{end}")
+
+
 def no_such_module(causal: nn.Module, end: str) -> str:
     """What to say of a name that no module has."""
     known = dict.fromkeys(name.rsplit(".", 1)[-1] for name, m in causal.named_modules()

@@ -36,7 +36,7 @@ keep_checkpoints resume max_bad_steps on_bad_steps stall_seconds verify_frozen_m
 DEFINES_THE_WEIGHTS = frozenset("""
 quant precision adapter lora_rank lora_alpha lora_target_modules adapter_dtype optimizer
 use_rslora lora_rank_pattern lora_alpha_pattern absmax_dtype n_bits init_lora_weights loftq_iter
-modules_to_save added_tokens llama_pro_path
+modules_to_save trained_modules layers_to_transform added_tokens llama_pro_path
 """.split())
 
 # The rest of what decides the losses. An explicit --resume PATH may change these, with a warning.

@@ -112,6 +112,10 @@ def check_together(config):
         raise ValueError("--profile_memory and --profile both record the GPU's memory; give one of them")
     check_first_values(config)
     token_list(config.added_tokens)
+    block_numbers(config.layers_to_transform)
+    if config.trained_modules and config.adapter != "none":
+        raise ValueError(f"--trained_modules {config.trained_modules} is for --train_type full, and "
+                         "this run trains adapters; use --modules_to_save for modules beside them")
     check_cpu_offload(config)
     check_activation_offload(config)
 
@@ -140,6 +144,20 @@ def module_pattern(flag: str, text: str | None) -> dict[str, int]:
                              "more; write it as q_proj=16,down_proj=128")
         found[name] = int(number)
     return found
+
+
+def block_numbers(text: str | None) -> list[int] | None:
+    """--layers_to_transform as sorted numbers; none is None. Raises ValueError naming the flag."""
+    if text is None: return None
+    found = set()
+    for part in text.split(","):
+        first, _, last = (p.strip() for p in part.partition("-"))
+        last = last or first
+        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+            raise ValueError(f"--layers_to_transform {text}: {part.strip()!r} is neither a number nor a "
+                             "range; write it as 0,24-31")
+        found |= set(range(int(first), int(last) + 1))
+    return sorted(found)
 
 
 def token_list(text: str | None) -> list[str]:
@@ -231,8 +249,8 @@ WITHOUT_EFFECT = {
     "export_memory_timeline": "--profile decides",
     **dict.fromkeys(("project_name", "name", "group", "entity"), "they belong to --log_to wandb"),
 }
-OF_ADAPTERS = ("modules_to_save", "init_lora_weights", "use_rslora", "lora_rank_pattern",
-               "lora_alpha_pattern", "loraplus_lr_ratio")
+OF_ADAPTERS = ("modules_to_save", "layers_to_transform", "init_lora_weights", "use_rslora",
+               "lora_rank_pattern", "lora_alpha_pattern", "loraplus_lr_ratio")
 OF_THE_PROFILE = ("profiling_output", "with_stack", "with_shapes", "wait_steps", "warmup_steps",
                   "active_steps", "repeat", "profiling_frequency")
 

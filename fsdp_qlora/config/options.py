@@ -95,6 +95,11 @@ class AdapterOptions:
     modules_to_save: str | None = opt(
         None, "modules that are trained whole beside the adapters, by the ends of their names",
         example="embed_tokens,lm_head")
+    trained_modules: str | None = opt(
+        None, "with --train_type full: train these modules alone, by the ends of their names",
+        example="layers.30,layers.31,lm_head")
+    layers_to_transform: str | None = opt(None, "adapt these blocks alone, counted from 0",
+                                          example="0,24-31")
     added_tokens: str | None = opt(
         None, "tokens that the tokenizer gains: separated by commas, or a file with one a line; trains "
         "the embedding and the head whole", example="<think>,</think>")

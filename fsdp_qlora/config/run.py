@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .checks import (
+    block_numbers,
     check_choices,
     check_data_together,
     check_numbers,
@@ -102,6 +103,16 @@ class RunConfig(ModelOptions, AdapterOptions, DataOptions, EvaluationOptions, Ba
         """Whether adapters begin as a part of the weights, which the frozen ones then lack."""
         if self.adapter == "none" or self.init_lora_weights == "default": return False
         return self.init_lora_weights != "loftq" or self.loftq_iter > 1
+
+    @property
+    def adapted_blocks(self) -> list[int] | None:
+        """`layers_to_transform` as numbers; None is all."""
+        return block_numbers(self.layers_to_transform)
+
+    @property
+    def only_modules(self) -> list[str]:
+        """`trained_modules` as a list; empty where every weight is trained."""
+        return [name.strip() for name in (self.trained_modules or "").split(",") if name.strip()]
 
     @property
     def new_tokens(self) -> list[str]:

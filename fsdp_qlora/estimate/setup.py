@@ -37,6 +37,7 @@ class Setup:
     targets: str | tuple[str, ...] | None = "all-linear"
     lora_dropout: float = 0.1
     whole_modules: tuple[str, ...] = ()  # trained beside the adapters, by the ends of their names
+    blocks_adapted: int | None = None  # of all blocks; None: each
     changes_base: bool = False         # adapters begin as a part of the weights
     adapter_dtype: str = "fp32"
     optimizer: str = "adamw"
@@ -136,6 +137,7 @@ def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
         lora_dropout=config.lora_dropout, whole_modules=(
             *config.whole_modules, *(("embed_tokens", "lm_head") if config.added_tokens else ())),
         changes_base=config.changes_base,
+        blocks_adapted=config.adapted_blocks and len(config.adapted_blocks),
         adapter_dtype=config.adapter_dtype,
         optimizer=config.optimizer, precision=config.precision,
         compute_dtype=config.compute_dtype,

@@ -129,7 +129,9 @@ def root_weights(shape: ModelShape, setup: Setup) -> list[Weight]:
 def all_weights(shape: ModelShape, setup: Setup) -> list[tuple[Weight, int]]:
     """Every weight of the model with how often it occurs."""
     outer = embedding_weights(shape, setup) + root_weights(shape, setup)
-    return [(w, shape.layers) for w in block_weights(shape, setup)] + [(w, 1) for w in outer]
+    adapted = shape.layers if setup.blocks_adapted is None else setup.blocks_adapted
+    return [(w, adapted if w.kind == "adapters" else shape.layers)
+            for w in block_weights(shape, setup)] + [(w, 1) for w in outer]
 
 
 def resident_bytes(shape: ModelShape, setup: Setup, host: bool = False) -> dict[str, float]:
