@@ -56,7 +56,7 @@ class ModelShape:
     @property
     def learned_positions(self) -> int:
         """Rows of an embedding of positions, which most families do without."""
-        return self.max_positions if self.traits.layers == "gpt2" else 0
+        return (self.max_positions or 0) if self.traits.layers == "gpt2" else 0
 
     def attention_linears(self) -> dict[str, tuple[int, int]]:
         """(out, in) of the linear layers of a block's attention; the last gives its output."""
@@ -135,7 +135,7 @@ class ModelShape:
         """
         names = tuple(self.linears())
         if wanted == "all-linear": return names
-        if wanted is None: wanted = DEFAULT_TARGETS.get(self.family, ("q_proj", "v_proj"))
+        if wanted is None: wanted = [*DEFAULT_TARGETS.get(self.family, ())] or ["q_proj", "v_proj"]
         known = (*names, "lm_head")
         wanted = [wanted] if isinstance(wanted, str) else wanted
         def is_of(name, asked): return f".{name}".endswith(f".{asked.rsplit('.', 1)[-1]}")

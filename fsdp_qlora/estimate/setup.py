@@ -137,7 +137,7 @@ def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
         lora_dropout=config.lora_dropout, whole_modules=(
             *config.whole_modules, *(("embed_tokens", "lm_head") if config.added_tokens else ())),
         changes_base=config.changes_base,
-        blocks_adapted=config.adapted_blocks and len(config.adapted_blocks),
+        blocks_adapted=len(config.adapted_blocks) if config.adapted_blocks else None,
         adapter_dtype=config.adapter_dtype,
         optimizer=config.optimizer, precision=config.precision,
         compute_dtype=config.compute_dtype,
