@@ -22,6 +22,7 @@ from fsdp_qlora.data import (
     rank_share,
     tokenize_rows,
 )
+from fsdp_qlora.data.packing import balanced
 
 from .test_data_tokenizers import chat, make_tokenizer
 
@@ -73,6 +74,24 @@ def test_packing_uses_every_row_once_and_no_bin_overflows(lengths, seed):
 
 def test_packing_fills_bins_exactly_where_it_can():
     assert sorted(map(sorted, pack([6, 4, 7, 3, 5, 5], 10))) == [[0, 1], [2, 3], [4, 5]]
+
+
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=80), parts=st.integers(1, 9))
+def test_balanced_bins_hold_each_row_once_within_the_capacity(lengths, parts):
+    packed = pack(lengths, 50)
+    bins = balanced(lengths, packed, 50, parts)
+    assert sorted(row for bin in bins for row in bin) == list(range(len(lengths)))
+    assert all(bin and sum(lengths[row] for row in bin) <= 50 for bin in bins)
+    assert bins == packed or len(bins) == min(-(-len(packed) // parts) * parts, len(lengths))
+
+
+def test_ranks_that_compute_beside_each_other_get_the_same_number_of_tokens():
+    """Three full bins on two ranks would be two rounds, one of them with a rank that idles."""
+    lengths = [10] * 30  # bins of 100
+    bins = balanced(lengths, pack(lengths, 100), 100, parts=4)
+    assert sorted(len(bin) for bin in bins) == [7, 7, 8, 8]
+    full = [[0, 1], [2, 3, 4]]  # 5 5 and 4 3 3: the longest into the emptiest does not fit
+    assert balanced([5, 5, 4, 3, 3], full, 10, parts=2) == full
 
 
 def test_a_row_longer_than_a_bin_is_refused():

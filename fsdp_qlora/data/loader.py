@@ -14,7 +14,7 @@ import torch
 
 from .collate import IGNORE, collate, filler
 from .dataset import TokenizedDataset
-from .packing import collate_packed, pack
+from .packing import balanced, collate_packed, pack
 from .sampler import StepSampler, rank_share
 
 
@@ -105,7 +105,11 @@ class StepLoader:
         """This rank's micro-batches: lists of row ids, or of bins of row ids."""
         lengths = self.dataset.lengths[rows]
         if self.packing:
-            bins = pack(lengths, self.dataset.report.context_length, seed=index)
+            capacity = self.dataset.report.context_length
+            bins = pack(lengths, capacity, seed=index)
+            at_once = self.world_size * self.micro_batch_size
+            parts = self.world_size * -(-len(bins) // at_once)
+            bins = balanced(lengths, bins, capacity, parts)
             lengths = [sum(lengths[i] for i in bin) for bin in bins]
             rows = [[rows[i] for i in bin] for bin in bins]
         return rank_share(rows, self.rank, self.world_size, self.micro_batch_size, lengths)

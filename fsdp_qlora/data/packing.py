@@ -11,6 +11,7 @@ Shapes: B bins of the batch, T tokens of a bin, N rows of the batch, runs of pad
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapreplace
 from itertools import pairwise
 
 import numpy as np
@@ -48,6 +49,24 @@ def pack(lengths: Sequence[int], capacity: int, seed: int = 0) -> list[list[int]
         open_bins[space - length].append(number)
         spaces |= 1 << (space - length)
     return bins
+
+
+def balanced(lengths: Sequence[int], bins: list[list[int]], capacity: int, parts: int
+             ) -> list[list[int]]:
+    """The same rows in a multiple of `parts` bins that hold nearly the same number of tokens.
+
+    Ranks that compute beside each other are done when the fullest of their bins is. The longest row
+    first, each into the emptiest bin (Graham's LPT rule, https://doi.org/10.1137/0117039). If that does
+    not fit, the bins are left as they are.
+    """
+    count = min(-(-len(bins) // parts) * parts, len(lengths))
+    heap, found = [(0, number) for number in range(count)], [[] for _ in range(count)]
+    for index in sorted((i for bin in bins for i in bin), key=lambda i: -int(lengths[i])):
+        tokens, number = heap[0]
+        if tokens + int(lengths[index]) > capacity: return bins
+        found[number].append(index)
+        heapreplace(heap, (tokens + int(lengths[index]), number))
+    return found
 
 
 def collate_packed(bins: Sequence[Sequence[Example]], pad_token_id: int,
