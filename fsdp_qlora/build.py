@@ -19,6 +19,7 @@ from .adapters.fusion import SharedInputs
 from .adapters.initial import Start
 from .adapters.whole import train_only, train_whole
 from .catalog.arch import shape_from_config
+from .catalog.block_expansion import Expansion, expanded_shape, expansion_of
 from .config import AUTO, RunConfig, block_policies
 from .config.settings import counted
 from .dist import print_main, ranks_from_env
@@ -36,6 +37,7 @@ from .loading import (
     meta_model,
     read_config,
 )
+from .loading.expanded import ExpandedCheckpoint, expanded_config
 from .loading.names import match_names
 from .loading.prequantized import FourBitCheckpoint, layers_to_quantize, open_weights
 from .loading.quantized_cache import QuantizedCache
@@ -46,7 +48,9 @@ from .memory.activations import apply_activation_policy
 from .memory.losses import apply_chunked_loss
 from .memory.offload import apply_activation_offload
 from .model.attention import choose_attention
-from .model.blocks import decoder_blocks, has_experts
+from .model.autocast import apply_autocast
+from .model.blocks import block_list, decoder_blocks, has_experts
+from .model.expansion import train_new_blocks
 from .model.experts import check_quantizable
 from .quantization.quantize import quantize_linears
 from .sharding import OnHost, apply_sharding, make_mesh, parameter_device
@@ -65,6 +69,7 @@ def build_model(config: RunConfig, device: torch.device, saved: SavedRows | None
     policies = block_policies(config.activation_policy, len(decoder_blocks(model)))
     apply_activation_policy(model, policies, config.reentrant_checkpointing)
     apply_chunked_loss(model)
+    apply_autocast(model, DTYPES.get(config.autocast_dtype))
     if compiles(config, device): compile_blocks(model)
     if config.use_activation_cpu_offload: apply_activation_offload(model, policies)
     on_host = weights_on_host(config, model, device)
@@ -94,15 +99,20 @@ def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, C
     if config.added_tokens:
         grow_vocabulary(settings, load_tokenizer(config.model_name, **config.source,
                                                  added_tokens=config.new_tokens))
-    model = meta_model(settings, DTYPES[config.precision], attention(config, settings, device)[0],
+    grown = expansion_of(config, settings.get_text_config().num_hidden_layers)
+    if grown: settings = expanded_config(settings, grown)
+    model = meta_model(settings, DTYPES[config.stored_dtype], attention(config, settings, device)[0],
                        **config.source)
     model.config._name_or_path = config.model_name  # PEFT writes it into the adapter's config
-    checkpoint = open_checkpoint(config, settings, model, device)
+    checkpoint = open_checkpoint(config, settings, model, device, grown)
     if config.quant != "none":
         check_quantizable(model, config.quant)
         quantize_linears(model, config.quant_type, absmax_dtype=config.absmax_dtype,
-                         names=layers_to_quantize(checkpoint, config.quant_type))
-    if config.adapter != "none":
+                         names=layers_to_quantize(checkpoint, config.quant_type),
+                         but=grown.new_in(block_list(model)[0]) if grown else ())
+    if grown:
+        train_new_blocks(model, grown.new, DTYPES[config.adapter_dtype], DTYPES[config.product_dtype])
+    elif config.has_lora:
         lora = lora_config(rank=config.lora_rank, alpha=config.lora_alpha, dropout=config.lora_dropout,
                            target_modules=config.target_modules, use_dora=config.adapter == "dora",
                            use_rslora=config.use_rslora, rank_pattern=config.rank_pattern,
@@ -127,7 +137,7 @@ def adapted_blocks(config: RunConfig, model: nn.Module) -> list[int] | None:
 
 def start_of(config: RunConfig) -> Start:
     """How the run's adapters begin."""
-    return Start() if config.adapter == "none" else Start(config.init_lora_weights, config.loftq_iter)
+    return Start() if not config.has_lora else Start(config.init_lora_weights, config.loftq_iter)
 
 
 def with_activation_policy(config: RunConfig, device: torch.device) -> RunConfig:
@@ -141,7 +151,7 @@ def with_activation_policy(config: RunConfig, device: torch.device) -> RunConfig
                          "by the train command; here give values, as `fsdp-qlora plan` prints them")
     if config.activation_budget_gib is None: return config
     settings = read_config(config.model_name, **config.source)
-    shape = shape_from_config(settings.to_dict(), config.model_name)
+    shape = expanded_shape(shape_from_config(settings.to_dict(), config.model_name), config)
     setup = setup_from_config(config, ranks_from_env().world_size, compile=compiles(config, device))
     policy = choose_policies(shape, setup, config.activation_budget_gib)
     peak = memory(shape, replace(setup, activation_policy=policy)).peak_allocated
@@ -154,18 +164,25 @@ def attention(config: RunConfig, settings: PretrainedConfig, device: torch.devic
               ) -> tuple[str, str]:
     """The attention implementation of a run on `device`, and the reason."""
     return choose_attention(config.attn_implementation, config.packing, settings, device,
-                            DTYPES[config.precision])
+                            DTYPES[config.product_dtype])
 
 
 def open_checkpoint(config: RunConfig, settings: PretrainedConfig, model: nn.Module,
-                    device: torch.device) -> Checkpoint:
-    """The checkpoint of --model_name, checked to be complete, or random weights."""
+                    device: torch.device, grown: Expansion | None = None) -> Checkpoint:
+    """The checkpoint of --model_name, checked to be complete, or random weights.
+
+    grown: which of the model's blocks are new ones of Llama-Pro.
+    """
     if config.random_weights: return RandomCheckpoint(expected_shapes(model), device, config.seed)
-    quantization = settings.to_dict().get("quantization_config")
-    checkpoint = open_weights(checkpoint_folder(config.model_name, config.revision), quantization,
-                              config.model_name)
-    check_complete(model, with_new_rows(model, match_names(model, checkpoint)))
-    load_buffers(model, checkpoint)
+    if grown and config.llama_pro_path:
+        checkpoint = match_names(model, Checkpoint(config.llama_pro_path))
+    else:
+        quantization = settings.to_dict().get("quantization_config")
+        checkpoint = with_new_rows(model, match_names(model, open_weights(
+            checkpoint_folder(config.model_name, config.revision), quantization, config.model_name)))
+        if grown: checkpoint = ExpandedCheckpoint(checkpoint, model, grown)
+    check_complete(model, checkpoint)
+    if not grown: load_buffers(model, checkpoint)  # routers', which Llama-Pro's blocks have none of
     return checkpoint
 
 
@@ -175,7 +192,7 @@ def load(model: nn.Module, source: Checkpoint, device: torch.device, config: Run
     if source.unused: print_main(unused_line(source))
     workers = None if config.loading_workers == AUTO else config.loading_workers
     cached = config.quantized_cache and config.quant != "none" and not config.random_weights
-    if cached and isinstance(source, FourBitCheckpoint):
+    if cached and isinstance(getattr(source, "base", source), FourBitCheckpoint):
         cached = print_main("--quantized_cache has no effect: the checkpoint is in 4 bits already")
     with QuantizedCache(config.quantized_cache, model, source, device) if cached \
             else nullcontext(source) as weights:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 TABLE = TESTS.parent / "docs" / "cases.md"
-LATER = {19}  # wholly or in part
+LATER: set[int] = set()  # wholly or in part
 
 
 def rows() -> dict[int, tuple[str, list[str]]]:

@@ -153,9 +153,7 @@ def test_a_mistake_is_one_line_with_the_flag_and_what_would_work(settings, parts
 
 
 @pytest.mark.parametrize("name, value", [
-    *[("train_type", t) for t in ("bnb_llama_pro", "hqq_llama_pro")],
-    *[("precision", p) for p in ("fp16_autocast", "bf16_autocast", "bf16_buffers_autocast")],
-    ("llama_pro_path", "weights_blk_exp-32-35"), ("log_to", "wandb")])
+    ("log_to", "wandb")])
 def test_a_later_feature_is_refused_by_name_and_value(name, value):
     shown = str(value).lower() if value is True else value
     message = refusal(**{name: value})

@@ -30,11 +30,12 @@ def adapted_norms(weight: Tensor, absmax: Tensor | None, a: Tensor | None, b: Te
     wide = torch.promote_types(dtype, torch.float32)
     norms = torch.empty(weight.shape[0], dtype=wide, device=weight.device)
     step = max(1, PART_VALUES // in_features)
-    for start in range(0, len(norms), step):
-        rows = slice(start, start + step)
-        part = weight[rows], None if absmax is None else absmax[rows], in_features, quant_type
-        norms[rows] = torch.linalg.vector_norm(
-            adapted_rows(*part, a, None if b is None else b[rows], scaling, dtype), dim=1)
+    with torch.autocast(weight.device.type, enabled=False):  # it would round the product
+        for start in range(0, len(norms), step):
+            rows = slice(start, start + step)
+            part = weight[rows], None if absmax is None else absmax[rows], in_features, quant_type
+            norms[rows] = torch.linalg.vector_norm(
+                adapted_rows(*part, a, None if b is None else b[rows], scaling, dtype), dim=1)
     return norms
 
 

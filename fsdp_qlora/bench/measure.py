@@ -35,7 +35,7 @@ def describe_run(config: RunConfig, name: str, layers: int, device: torch.device
     return Row(
         name=name, model=Path(config.model_name).name, num_hidden_layers=layers,
         train_type=config.train_type, quant=config.quant,
-        compute_dtype=config.precision if config.compute_dtype == "auto" else config.compute_dtype,
+        compute_dtype=config.product_dtype if config.compute_dtype == "auto" else config.compute_dtype,
         gpu=device_name(device),
         gpus=ranks.world_size, nodes=ranks.nodes, gpu_memory_limit_gib=None,
         sharding_strategy=config.sharding_strategy,
@@ -55,7 +55,7 @@ def describe_run(config: RunConfig, name: str, layers: int, device: torch.device
 
 def state_dtype(config: RunConfig) -> str:
     """What the optimizer's states are stored in: by its name, else as the trained weights."""
-    own = config.adapter_dtype if config.adapter != "none" else config.precision
+    own = config.adapter_dtype if config.adapter != "none" else config.stored_dtype
     return {"adamw_bf16": "bf16", "adamw_8bit": "int8", "adafactor": "fp32"}.get(config.optimizer, own)
 
 
@@ -209,10 +209,12 @@ def record_memory(row: Row, device: torch.device, peaks: Peaks | None = None):
 def record_estimate(row: Row, config: RunConfig):
     """What the estimate says of the same settings, and the model's arithmetic per second."""
     from ..catalog.arch import shape_from_config
+    from ..catalog.block_expansion import expanded_shape
     from ..catalog.hardware import find_gpu
     from ..estimate import memory, model_tflops, setup_from_config, step_seconds
     from ..loading import read_config
-    shape = shape_from_config(read_config(config.model_name, **config.source).to_dict(), row.model)
+    shape = expanded_shape(shape_from_config(
+        read_config(config.model_name, **config.source).to_dict(), row.model), config)
     setup = setup_from_config(config, row.gpus, compile=row.compile)
     row.model_tflops_per_gpu = model_tflops(shape, setup, row.tokens_per_second_per_gpu)
     row.estimate_peak_gib = memory(shape, setup).peak_allocated

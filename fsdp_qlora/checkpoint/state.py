@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,14 @@ class Boundary:
     random: RandomState
 
 
+class Scaler(Protocol):
+    """What a checkpoint asks of `training.scaler.LossScaler`."""
+
+    def state_dict(self) -> dict: ...
+
+    def load_state_dict(self, state: dict): ...
+
+
 @dataclass
 class RunState:
     """The parts of a run that training changes."""
@@ -46,6 +55,7 @@ class RunState:
     sampler: StepSampler | StreamSampler
     evaluator: Evaluator | None
     device: torch.device
+    scaler: Scaler | None = None  # of the loss, with fp16
 
     def boundary(self, step: int) -> Boundary:
         """Where the run is now, after `step` optimizer steps."""
@@ -55,6 +65,7 @@ class RunState:
         """All but the tensors, as run.json holds it."""
         return {"step": boundary.step, "sampler": boundary.sampler,
                 "scheduler": self.scheduler.state_dict(),
+                "scaler": self.scaler and self.scaler.state_dict(),
                 "evaluator": evaluator_to_json(self.evaluator)}
 
     def restore(self, folder: Path) -> Boundary:
@@ -68,6 +79,7 @@ class RunState:
         self.scheduler.load_state_dict(run["scheduler"])
         for group, lr in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = lr
+        if self.scaler: self.scaler.load_state_dict(run["scaler"])
         self.sampler.load_state_dict(run["sampler"])
         evaluator_from_json(self.evaluator, run["evaluator"])
         if run["world_size"] == ranks_from_env().world_size:

@@ -96,7 +96,7 @@ def answer(config: RunConfig, options):
     if options.max_new_tokens < 1:
         raise ValueError(f"--max_new_tokens must be 1 or more, got {options.max_new_tokens}")
     device = rank_device(config.device)
-    dtype = torch.float32 if device.type == "cpu" else DTYPES[config.precision]
+    dtype = torch.float32 if device.type == "cpu" else DTYPES[config.product_dtype]
     tokenizer = tokenizer_of(config, options.adapter_folder)
     model = load_for_inference(config.model_name, options.adapter_folder, options.base_quant, device,
                                dtype, **config.source)

@@ -46,7 +46,8 @@ AT_LEAST_ONE = ("lora_rank", "loftq_iter", "context_length", "gradient_accumulat
                 "num_epochs", "dataset_samples", "min_wrap_params", "shuffle_buffer",
                 "keep_checkpoints", "max_bad_steps", "active_steps", "profiling_frequency")
 AUTO_OR_ABOVE_ZERO = ("batch_size", "global_batch_size", "max_steps", "shard_group_size",
-                      "world_size", "loading_workers", "eval_every", "checkpoint_every")
+                      "world_size", "loading_workers", "eval_every", "checkpoint_every",
+                      "llama_pro_blocks")
 NOT_NEGATIVE = ("lr", "wd", "lora_alpha", "preview", "checkpoint_minutes", "stall_seconds",
                 "verify_frozen_minutes", "wait_steps",
                 "warmup_steps", "repeat")
@@ -92,9 +93,12 @@ def check_together(config):
     if config.adapter != "none" and not config.target_modules and config.target_modules is not None:
         raise ValueError("--lora_target_modules is empty; give all-linear or module names")
     for flag in ("lora_rank_pattern", "lora_alpha_pattern"): module_pattern(flag, getattr(config, flag))
-    if config.compute_dtype == "bf16" and config.precision != "bf16":
+    if config.compute_dtype == "bf16" and config.product_dtype != "bf16":
         raise ValueError(f"--compute_dtype bf16 with --precision {config.precision}: products are "
                          "in the precision; use --precision bf16")
+    if config.compute_dtype == "fp8" and config.scales_loss:
+        raise ValueError("--compute_dtype fp8 with --precision fp16_autocast: fp8 products give bf16; "
+                         "use --precision bf16")
     if config.compute_dtype == "fp8" and config.adapter == "none":
         raise ValueError("--compute_dtype fp8 is for frozen weights and --train_type full has none; "
                          "leave it out")
@@ -110,6 +114,12 @@ def check_together(config):
                          f"{config.warmup_share:g} both say how long the warm-up is; give one")
     if config.profile and config.profile_memory:
         raise ValueError("--profile_memory and --profile both record the GPU's memory; give one of them")
+    if config.added_tokens and config.adapter == "llama_pro":
+        raise ValueError("--added_tokens: --adapter llama_pro trains new blocks alone, and the rows of "
+                         "new tokens would stay as they begin; use --adapter lora")
+    if config.llama_pro_path is not None and config.llama_pro_blocks != AUTO:
+        raise ValueError("--llama_pro_path says by its name how many blocks are new, and so does "
+                         f"--llama_pro_blocks {config.llama_pro_blocks}; give one of them")
     check_first_values(config)
     token_list(config.added_tokens)
     block_numbers(config.layers_to_transform)
@@ -126,7 +136,7 @@ def check_first_values(config):
     if not re.fullmatch(r"default|pissa|pissa_niter_\d+|olora|loftq", kind):
         raise ValueError(f"--init_lora_weights {kind}: choose default, pissa, pissa_niter_N with a "
                          "number N, olora or loftq")
-    if kind == "loftq" and config.adapter != "none" and config.quant == "none":
+    if kind == "loftq" and config.has_lora and config.quant == "none":
         raise ValueError("--init_lora_weights loftq gives adapters what quantization lost, and with "
                          "--quant none nothing is; add --quant nf4, or use pissa")
     if config.changes_base and config.quantized_cache:
@@ -260,6 +270,8 @@ def unused_details(config) -> dict[str, str]:
     others = {"grad_norm": ("--apply_gradient_clipping", config.apply_gradient_clipping),
               "loftq_iter": ("--init_lora_weights loftq", config.init_lora_weights == "loftq"),
               "shuffle_buffer": ("--stream", config.stream),
+              "llama_pro_blocks": ("--adapter llama_pro", config.adapter == "llama_pro"),
+              "llama_pro_path": ("--adapter llama_pro", config.adapter == "llama_pro"),
               "min_wrap_params": ("--wrap_policy min_params", config.wrap_policy == "min_params"),
               "shard_group_size": ("the hybrid strategies",
                                    config.sharding_strategy.startswith("hybrid"))}
@@ -268,7 +280,7 @@ def unused_details(config) -> dict[str, str]:
 
 def lost_updates(config) -> list[str]:
     """A warning if bf16 weights are trained by an optimizer that rounds to the nearest."""
-    trained = config.precision if config.adapter == "none" else config.adapter_dtype
+    trained = config.stored_dtype if config.adapter == "none" else config.adapter_dtype
     if trained != "bf16" or config.optimizer in ROUNDED_STOCHASTICALLY: return []
     return [f"--optimizer {config.optimizer} on bf16 weights: an update below 1/512 of a weight is "
             f"rounded to nothing; {', '.join(ROUNDED_STOCHASTICALLY)} round stochastically"]
@@ -279,8 +291,9 @@ def settings_without_effect(config) -> list[str]:
     changed = changed_settings(config)
     warnings = [f"--{name} has no effect: {why}" for name, why in WITHOUT_EFFECT.items()
                 if name in changed]
-    if config.adapter == "none":
-        warnings += [f"--{name} has no effect: --train_type full has no adapters" for name in
+    if not config.has_lora:
+        kind = "llama_pro has no LoRA" if config.adapter == "llama_pro" else "full has no adapters"
+        warnings += [f"--{name} has no effect: --train_type {kind}" for name in
                      OF_ADAPTERS if name in changed]
     if not config.profile:
         warnings += [f"--{name} has no effect: it belongs to --profile" for name in OF_THE_PROFILE

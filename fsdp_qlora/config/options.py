@@ -15,6 +15,15 @@ OPTIMIZER_NAMES = ("adamw", "adamw_bf16", "adamw_8bit", "adafactor", "adam", "sg
 
 ACTIVATION_POLICIES = ("recompute_all", "keep_attention", "keep_linears", "keep_all")
 
+# Of a precision: what is stored, and what autocast multiplies in, if it is on.
+PRECISIONS = {
+    "bf16": ("bf16", None),
+    "fp32": ("fp32", None),
+    "bf16_autocast": ("fp32", "bf16"),
+    "fp16_autocast": ("fp32", "fp16"),
+    "bf16_buffers_autocast": ("bf16", "bf16"),
+}
+
 # What linear weights can have been rounded to in training: the formats of `quantization.formats`.
 BASE_QUANTS = ("nf4", "fp4", "int8", "hqq8", "hqq4", "hqq3", "hqq2")
 
@@ -28,8 +37,9 @@ TRAIN_TYPES = {
     "hqq_lora": ("hqq", "lora"),
     "bnb_dora": ("nf4", "dora"),
     "hqq_dora": ("hqq", "dora"),
+    "bnb_llama_pro": ("nf4", "llama_pro"),
+    "hqq_llama_pro": ("hqq", "llama_pro"),
 }
-LATER_TRAIN_TYPES = ("bnb_llama_pro", "hqq_llama_pro")
 
 # `all` is the original script's list, without o_proj; `all-linear` is every linear but the head.
 OLD_ALL_TARGETS = ("k_proj", "q_proj", "v_proj", "up_proj", "down_proj", "gate_proj")
@@ -46,15 +56,15 @@ class ModelOptions:
         False, "run Python code that the model brings; only with the full commit as --revision")
     train_type: str = opt(
         "qlora", "shorthand for --quant and --adapter",
-        choices=tuple(TRAIN_TYPES) + LATER_TRAIN_TYPES, later=LATER_TRAIN_TYPES)
+        choices=tuple(TRAIN_TYPES))
     quant: str = opt("auto", "format of the frozen linear weights; auto = from --train_type",
                      choices=("auto", "none", "nf4", "fp4", "int8", "hqq"))
     absmax_dtype: str = opt("fp32", "scales of quantized blocks: int8 saves 8% of a 4-bit model, and "
                             "its rounding is far below the weights' own", choices=("fp32", "int8"))
     precision: str = opt(
-        "bf16", "storage and compute of everything but quantized weights and adapters",
-        choices=("bf16", "fp32", "bf16_autocast", "fp16_autocast", "bf16_buffers_autocast"),
-        later=("bf16_autocast", "fp16_autocast", "bf16_buffers_autocast"))
+        "bf16", "storage and products of all but quantized weights and adapters; the autocast kinds "
+        "store fp32 (bf16_buffers_autocast bf16), and fp16_autocast scales the loss",
+        choices=tuple(PRECISIONS))
     compute_dtype: str = opt(
         "auto", "products of frozen weights: fp8 is faster on Hopper and newer; auto = --precision",
         choices=("auto", "bf16", "fp8"))
@@ -70,7 +80,6 @@ class ModelOptions:
         None, "folder that keeps quantized weights: later starts read those, a quarter of the "
         "checkpoint, on any number of GPUs", example="~/.cache/fsdp_qlora")
     loading_workers: int = opt(AUTO, "reader threads per rank while loading; -1 = up to four")
-    llama_pro_path: str | None = opt(None, "folder with expanded Llama-Pro weights", later=("*",))
     n_bits: int = opt(4, "bits of a weight, with --quant hqq", choices=(8, 4, 3, 2))
 
 
@@ -78,7 +87,13 @@ class ModelOptions:
 class AdapterOptions:
     """Adapter"""
     adapter: str = opt("auto", "auto = from --train_type; dora = LoRA with a trained magnitude per "
-                       "output; none trains every weight", choices=("auto", "none", "lora", "dora"))
+                       "output; llama_pro = new blocks between the base's; none trains every weight",
+                       choices=("auto", "none", "lora", "dora", "llama_pro"))
+    llama_pro_blocks: int = opt(AUTO, "new blocks, evenly among the base's, with --adapter llama_pro; "
+                                "-1 = one for every four", unit="blocks", example=8)
+    llama_pro_path: str | None = opt(
+        None, "folder of weights that the original script expanded; its name says the blocks before and "
+        "after. Without it blocks are added while the base is read", example="Llama-2-7b_blk_exp-32-35")
     lora_rank: int = opt(64, "rank R of the adapters")
     lora_alpha: int = opt(16, "adapter output is scaled by lora_alpha / lora_rank")
     use_rslora: bool = opt(False, "scale by lora_alpha / sqrt(lora_rank) instead: rsLoRA, for large "
@@ -109,8 +124,8 @@ class AdapterOptions:
     lora_target_modules: str = opt(
         "all-linear", "all-linear (every linear but the head), all (the original script's six), "
         "default (PEFT's choice), or names", example="q_proj,v_proj")
-    adapter_dtype: str = opt("fp32", "storage of adapters and --modules_to_save, their gradients and "
-                             "optimizer states", choices=("fp32", "bf16"))
+    adapter_dtype: str = opt("fp32", "storage of adapters, --modules_to_save and new blocks, their "
+                             "gradients and optimizer states", choices=("fp32", "bf16"))
 
 
 @dataclass(kw_only=True)

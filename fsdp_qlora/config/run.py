@@ -23,6 +23,7 @@ from .checks import (
 from .options import (
     ACTIVATION_POLICIES,
     OLD_ALL_TARGETS,
+    PRECISIONS,
     TRAIN_TYPES,
     AdapterOptions,
     BatchOptions,
@@ -83,6 +84,31 @@ class RunConfig(ModelOptions, AdapterOptions, DataOptions, EvaluationOptions, Ba
         return f"hqq{self.n_bits}" if self.quant == "hqq" else self.quant
 
     @property
+    def stored_dtype(self) -> str:
+        """What weights are stored in that are neither quantized nor adapters."""
+        return PRECISIONS[self.precision][0]
+
+    @property
+    def autocast_dtype(self) -> str | None:
+        """What autocast multiplies in, if it is on."""
+        return PRECISIONS[self.precision][1]
+
+    @property
+    def product_dtype(self) -> str:
+        """What --precision multiplies in."""
+        return self.autocast_dtype or self.stored_dtype
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients pass through fp16, where small ones would be lost."""
+        return self.autocast_dtype == "fp16"
+
+    @property
+    def has_lora(self) -> bool:
+        """Whether there are adapters of PEFT's beside the weights."""
+        return self.adapter in ("lora", "dora")
+
+    @property
     def is_auto(self) -> bool:
         """Whether something is still to be planned (probe.py)."""
         return (self.sharding_strategy == "auto" or self.batch_size == AUTO
@@ -101,7 +127,7 @@ class RunConfig(ModelOptions, AdapterOptions, DataOptions, EvaluationOptions, Ba
     @property
     def changes_base(self) -> bool:
         """Whether adapters begin as a part of the weights, which the frozen ones then lack."""
-        if self.adapter == "none" or self.init_lora_weights == "default": return False
+        if not self.has_lora or self.init_lora_weights == "default": return False
         return self.init_lora_weights != "loftq" or self.loftq_iter > 1
 
     @property
@@ -122,7 +148,7 @@ class RunConfig(ModelOptions, AdapterOptions, DataOptions, EvaluationOptions, Ba
     @property
     def whole_modules(self) -> list[str]:
         """`modules_to_save` as a list; empty where every weight is trained."""
-        if self.adapter == "none" or not self.modules_to_save: return []
+        if not self.has_lora or not self.modules_to_save: return []
         return [name.strip() for name in self.modules_to_save.split(",") if name.strip()]
 
     @property

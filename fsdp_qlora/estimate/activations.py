@@ -8,7 +8,7 @@ from collections import Counter
 
 from ..catalog.arch import ModelShape
 from .setup import BYTES, Setup
-from .weights import as_given, block_weights, trained_bytes, trains_head
+from .weights import as_given, most_trained, trains_head
 
 CHUNK_LOGITS = 2**27   # logits that exist at once, of 1,024 tokens at most (losses.py)
 KEPT_ATTENTION = ("sdpa", "varlen")  # whose ops a policy can keep (../activations.py)
@@ -25,7 +25,7 @@ def saved_by_block(shape: ModelShape, setup: Setup) -> float:
       MLP: gate, up and, eager, act(gate); their product is the input of down_proj
     Where weights are trained, norms also save their normalised input.
     """
-    n, a = setup.tokens, BYTES[setup.precision]
+    n, a = setup.tokens, setup.product_bytes
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     kept = inputs_kept(shape, setup)
     norm_bytes = a if setup.compile else 4
@@ -46,7 +46,7 @@ def saved_by_block(shape: ModelShape, setup: Setup) -> float:
 def inputs_kept(shape: ModelShape, setup: Setup) -> dict[str, bool]:
     """Which inputs of linear layers are saved: those of trained and of adapted layers."""
     names = tuple(shape.linears())
-    kept = names if setup.adapter == "none" else shape.targets(as_given(setup.targets))
+    kept = names if not setup.has_lora else shape.targets(as_given(setup.targets))
     *inner, o_proj = shape.attention_linears()
     *mlp, down_proj = shape.mlp_linears() or (None,)
     return dict(attention=any(n in kept for n in inner), o_proj=o_proj in kept,
@@ -59,7 +59,7 @@ def attention_saved(shape: ModelShape, setup: Setup, output_kept: bool) -> float
     A mask makes transformers repeat k and v for all heads, and the kernel keeps the mask in the
     compute dtype, (B, 1, T, T). Eager attention keeps the (B, H, T, T) weights in fp32 and cast.
     """
-    n, a = setup.tokens, BYTES[setup.precision]
+    n, a = setup.tokens, setup.product_bytes
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     squares = n * setup.context_length
     if setup.attention == "eager":
@@ -76,7 +76,7 @@ def adapter_saved(shape: ModelShape, setup: Setup) -> float:
     leaves of the input; a compiled block makes v, gate and up from it again.
     """
     sizes = {name: shape.linears()[name] for name in adapted_names(shape, setup)}
-    a, inputs = BYTES[setup.precision], sum(wide for _, wide in sizes.values())
+    a, inputs = setup.product_bytes, sum(wide for _, wide in sizes.values())
     per_token = inputs if setup.lora_dropout else 0
     if setup.adapter == "dora":
         again = {"v_proj", "gate_proj", "up_proj"} if setup.compile else ()
@@ -87,13 +87,13 @@ def adapter_saved(shape: ModelShape, setup: Setup) -> float:
 
 def rank_products(shape: ModelShape, setup: Setup) -> float:
     """xA (N, R) of each adapted layer of a block."""
-    return setup.tokens * BYTES[setup.precision] * sum(
+    return setup.tokens * setup.product_bytes * sum(
         setup.rank(name) for name in adapted_names(shape, setup))
 
 
 def adapted_names(shape: ModelShape, setup: Setup) -> list[str]:
     """The adapted layers of a block."""
-    if setup.adapter == "none": return []
+    if not setup.has_lora: return []
     return [name for name in shape.targets(as_given(setup.targets)) if name in shape.linears()]
 
 
@@ -116,7 +116,7 @@ def kept_by_block(shape: ModelShape, setup: Setup, policy: str) -> float:
     if policy == "keep_linears":
         rows = sum(out for name, (out, _) in shape.linears().items()
                    if name != last_linear(shape) or not setup.compile or normed_output(shape))
-        kept += setup.tokens * rows * BYTES[setup.precision] + rank_products(shape, setup)
+        kept += setup.tokens * rows * setup.product_bytes + rank_products(shape, setup)
     return kept
 
 
@@ -134,7 +134,7 @@ def attention_output(shape: ModelShape, setup: Setup) -> float:
     """Output and log-sum-exp of attention, 0 where it is not among the ops that a policy keeps."""
     if setup.attention not in KEPT_ATTENTION: return 0.0
     q = shape.heads * shape.head_dim
-    return setup.tokens * (q * BYTES[setup.precision] + shape.heads * 4)
+    return setup.tokens * (q * setup.product_bytes + shape.heads * 4)
 
 
 def kept_before(shape: ModelShape, setup: Setup, block: int) -> float:
@@ -164,7 +164,7 @@ def saved_in_backward(shape: ModelShape, setup: Setup, policy: str) -> float:
     if policy == "keep_all" or setup.compile: return whole
     shared = 0.0 if policy == "recompute_all" else attention_output(shape, setup)
     if policy == "keep_linears":
-        shared += setup.tokens * 2 * shape.mlp_width * BYTES[setup.precision]
+        shared += setup.tokens * 2 * shape.mlp_width * setup.product_bytes
         shared += rank_products(shape, setup)
     return whole + kept_by_block(shape, setup, policy) - shared
 
@@ -173,7 +173,7 @@ def dequantized(shape: ModelShape, setup: Setup, name: str) -> float:
     """Bytes of one linear weight in the compute dtype, made for a product and freed after it."""
     if setup.quant == "none": return 0.0
     out, wide = (shape.linears() | shape.expert_linears())[name]
-    return out * wide * BYTES[setup.precision]
+    return out * wide * setup.product_bytes
 
 
 def backward_working(shape: ModelShape, setup: Setup) -> float:
@@ -184,12 +184,12 @@ def backward_working(shape: ModelShape, setup: Setup) -> float:
     three of (N, I), while down_proj's saved input is gone; compiled, these are taken to reuse what
     was saved, which one measured peak bears out (13.3 GiB; 13.6 without).
     """
-    n, a = setup.tokens, BYTES[setup.precision]
+    n, a = setup.tokens, setup.product_bytes
     wide, hidden = n * shape.mlp_width * a, n * shape.hidden * a
     kept = inputs_kept(shape, setup)["down_proj"]
-    dropout = 2 * wide if kept and setup.adapter != "none" and setup.lora_dropout else 0
+    dropout = 2 * wide if kept and setup.has_lora and setup.lora_dropout else 0
     own_gradient = 0.0
-    if setup.adapter == "none":
+    if not setup.has_lora:
         own_gradient = max(1, shape.experts) * shape.hidden * shape.intermediate * a
     down = wide + max(dequantized(shape, setup, last_linear(shape) or "experts.down_proj"), dropout)
     product = 0 if setup.compile else (3 - kept) * wide
@@ -202,10 +202,10 @@ def backward_end(shape: ModelShape, setup: Setup) -> float:
     The gradients of the block's output and of q's input and output, the saved input of q, k, v, and
     the norm's; all of the block's weight gradients.
     """
-    n, a = setup.tokens, BYTES[setup.precision]
+    n, a = setup.tokens, setup.product_bytes
     first = next(iter(shape.linears()))
     rows = n * shape.hidden * (4 * a + (a if setup.compile else 4))
-    grads = trained_bytes(block_weights(shape, setup), 1, setup)
+    grads = most_trained(shape, setup)
     return rows + dequantized(shape, setup, first) + grads
 
 
@@ -216,8 +216,8 @@ def loss_bytes(shape: ModelShape, setup: Setup) -> float:
     of a GPU leaves them, and the gradient of the chunk before. An adapted head takes transformers'
     own loss: all tokens' logits, cast to fp32, their log-softmax and both gradients.
     """
-    a, n = BYTES[setup.precision], setup.tokens
-    if setup.adapter != "none" and "lm_head" in shape.targets(as_given(setup.targets)):
+    a, n = setup.product_bytes, setup.tokens
+    if setup.has_lora and "lm_head" in shape.targets(as_given(setup.targets)):
         return n * shape.vocab * (12 + 2 * a)
     chunk = max(128, min(1024, CHUNK_LOGITS // shape.vocab // 128 * 128))
     rows = min(n, chunk)

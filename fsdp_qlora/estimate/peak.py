@@ -21,17 +21,20 @@ from .setup import BYTES, Setup
 from .weights import (
     EMBEDDING,
     all_trained,
-    block_weights,
+    average_gathered,
+    average_trained,
     cast_head_bytes,
     embedding_weights,
     gathered,
     head_bytes,
     linear_weights,
+    most_trained,
     optimizer_bytes,
     resident_bytes,
     root_weights,
     trained_bytes,
     trained_on_host,
+    widest_block,
 )
 
 GIB = 2**30
@@ -193,7 +196,7 @@ def unit_bytes(shape: ModelShape, setup: Setup) -> tuple[float, float]:
     if setup.wrap_policy == "attention_mlp":
         return (gathered(linear_weights(shape, setup, "mlp"), setup),
                 gathered(linear_weights(shape, setup, "attention"), setup))
-    block = gathered(block_weights(shape, setup), setup)
+    block = gathered(widest_block(shape, setup), setup)
     return block, block
 
 
@@ -220,7 +223,7 @@ def gather_window(shape: ModelShape, setup: Setup) -> float:
     flat = unit + before if setup.shard_ranks > 1 else 0.0
     if setup.resharded: return root + flat + unit
     return (root + flat + gathered(embedding_weights(shape, setup), setup)
-            + shape.layers * gathered(block_weights(shape, setup), setup))
+            + shape.layers * average_gathered(shape, setup))
 
 
 def forward_window(shape: ModelShape, setup: Setup) -> float:
@@ -234,7 +237,7 @@ def forward_window(shape: ModelShape, setup: Setup) -> float:
     flat = unit_bytes(shape, setup)[0] if setup.shard_ranks > 1 else 0.0
     if setup.resharded: return root + flat
     return (root + flat + gathered(embedding_weights(shape, setup), setup)
-            + shape.layers * gathered(block_weights(shape, setup), setup))
+            + shape.layers * average_gathered(shape, setup))
 
 
 def backward_window(shape: ModelShape, setup: Setup, block: int) -> float:
@@ -249,7 +252,7 @@ def backward_window(shape: ModelShape, setup: Setup, block: int) -> float:
     root = gathered(root_weights(shape, setup), setup)
     embedding = gathered(embedding_weights(shape, setup), setup)
     if not setup.resharded:
-        return root + embedding + (block + 1) * gathered(block_weights(shape, setup), setup)
+        return root + embedding + (block + 1) * average_gathered(shape, setup)
     unit, ahead = unit_bytes(shape, setup)
     if block == 0 and setup.wrap_policy != "attention_mlp":
         ahead = embedding if setup.trains(EMBEDDING) else 0.0
@@ -280,11 +283,11 @@ def gradients_at(shape: ModelShape, setup: Setup, block: int) -> float:
     Those of the blocks after it, reduced; the fp32 input of the last reduce-scatter, which FSDP2
     keeps until the next; and the root's.
     """
-    weights, later = block_weights(shape, setup), shape.layers - 1 - block
+    later = shape.layers - 1 - block
     grads = held_gradients(shape, setup)
     if setup.accumulation == 1 and not trained_on_host(shape, setup):
-        grads += later * trained_bytes(weights, setup.shard_ranks, setup)
-    if setup.sharded and later: grads += trained_bytes(weights, 1, setup, "fp32")
+        grads += later * average_trained(shape, setup, setup.shard_ranks)
+    if setup.sharded and later: grads += most_trained(shape, setup, "fp32")
     return grads + root_gradient(shape, setup)
 
 

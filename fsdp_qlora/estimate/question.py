@@ -4,6 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..catalog.arch import ModelShape
+from ..catalog.block_expansion import expanded_shape
 from ..catalog.machine import Machine
 from ..config import RunConfig
 from .cost import RunCost, run_cost
@@ -54,6 +55,7 @@ class Estimate:
 
 def estimate(shape: ModelShape, machine: Machine, config: RunConfig) -> Estimate:
     """The answer. Raises ValueError, naming the flag, for settings that the model or GPU can't do."""
+    shape = expanded_shape(shape, config)
     check_question(shape, machine, config)
     setup = setup_from_config(config, machine.world_size, gpus_per_node=machine.gpus)
     check_context(shape, setup)

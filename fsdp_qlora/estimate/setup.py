@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ..catalog.arch import ModelShape
 from ..config import RunConfig, block_policies, plan_batches
 
-BYTES = {"fp32": 4, "bf16": 2}
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 OPTIMIZER_STATES = {"adamw": 2, "adamw_bf16": 2, "adamw_8bit": 2, "adafactor": 0, "adam": 2, "sgd": 0,
                     "adadelta": 2}  # values per trained weight
 STATE_BYTES = {"adamw_bf16": 2, "adamw_8bit": 1 + 4 / 256}  # of a value, where not as the weight's
@@ -41,7 +41,8 @@ class Setup:
     changes_base: bool = False         # adapters begin as a part of the weights
     adapter_dtype: str = "fp32"
     optimizer: str = "adamw"
-    precision: str = "bf16"
+    precision: str = "bf16"            # that weights are stored in
+    product_dtype: str = ""            # where autocast multiplies in another
     compute_dtype: str = "auto"        # fp8: products of frozen weights; else the precision
     batch_size: int = 1                # rows per GPU and micro-batch
     context_length: int = 512
@@ -80,6 +81,16 @@ class Setup:
     def sharded(self) -> bool:
         """True if FSDP owns the weights, which it does for one rank only to offload them."""
         return self.strategy != "ddp" and (self.world_size > 1 or self.cpu_offload)
+
+    @property
+    def product_bytes(self) -> int:
+        """Of a value that a product takes or gives."""
+        return BYTES[self.product_dtype or self.precision]
+
+    @property
+    def has_lora(self) -> bool:
+        """Whether there are adapters beside the weights."""
+        return self.adapter in ("lora", "dora")
 
     @property
     def by_rows(self) -> bool:
@@ -139,7 +150,7 @@ def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
         changes_base=config.changes_base,
         blocks_adapted=len(config.adapted_blocks) if config.adapted_blocks else None,
         adapter_dtype=config.adapter_dtype,
-        optimizer=config.optimizer, precision=config.precision,
+        optimizer=config.optimizer, precision=config.stored_dtype, product_dtype=config.product_dtype,
         compute_dtype=config.compute_dtype,
         batch_size=batches.micro_batch_size, context_length=config.context_length,
         accumulation=batches.accumulation, no_sync=config.no_sync,

@@ -19,7 +19,8 @@ from .weights import (
     BLOCKSIZE,
     all_trained,
     as_given,
-    block_weights,
+    average_gathered,
+    average_trained,
     embedding_weights,
     gathered,
     head_bytes,
@@ -27,7 +28,6 @@ from .weights import (
     packed_bits,
     root_weights,
     scale_bytes,
-    trained_bytes,
     trained_on_host,
     trains_head,
 )
@@ -80,7 +80,8 @@ def flops_per_token(shape: ModelShape, setup: Setup) -> Flops:
     again = sum(count * rerun_weights(shape, setup, policy) for policy, count in counts.items())
     blocks = sum(count for policy, count in counts.items() if reruns_attention(setup, policy))
     of_head = (6 if trains_head(shape, setup) else 4) * head
-    return Flops(linears=each * linears + of_head, head=of_head, adapters=6 * adapters,
+    trained = 2 * linears * shape.new_blocks / shape.layers  # dW of Llama-Pro's blocks
+    return Flops(linears=each * linears + trained + of_head, head=of_head, adapters=6 * adapters,
                  attention=3.5 * attention, recompute_linears=2 * again,
                  recompute_attention=attention * blocks / shape.layers)
 
@@ -117,14 +118,14 @@ def reruns_attention(setup: Setup, policy: str) -> bool:
 
 def adapted_linears(shape: ModelShape, setup: Setup) -> dict[str, tuple[int, int]]:
     """(out, in) of the adapted linear layers of a block."""
-    if setup.adapter == "none": return {}
+    if not setup.has_lora: return {}
     targets = shape.targets(as_given(setup.targets))
     return {name: size for name, size in shape.linears().items() if name in targets}
 
 
 def adapter_params(shape: ModelShape, setup: Setup) -> int:
     """Weights of the adapters, 0 without any."""
-    if setup.adapter == "none": return 0
+    if not setup.has_lora: return 0
     in_blocks = sum(setup.rank(name) * (out + wide)
                     for name, (out, wide) in adapted_linears(shape, setup).items())
     in_head = "lm_head" in shape.targets(as_given(setup.targets))
@@ -141,7 +142,8 @@ def model_flops_per_token(shape: ModelShape, setup: Setup) -> float:
     linears = shape.layers * shape.used_linears() + shape.vocab * shape.hidden
     each = 6 if setup.adapter == "none" else 4
     attention = 6 * setup.context_length * shape.heads * shape.head_dim * shape.layers
-    return each * linears + 6 * adapter_params(shape, setup) + attention
+    new = 2 * shape.params()["linears"] * shape.new_blocks / shape.layers
+    return each * linears + new + 6 * adapter_params(shape, setup) + attention
 
 
 def model_tflops(shape: ModelShape, setup: Setup, tokens_per_second: float) -> float:
@@ -204,10 +206,10 @@ def compute_parts(shape: ModelShape, gpu: Gpu, setup: Setup) -> dict[str, float]
     """Seconds of one micro-batch's kernels."""
     flops, n = flops_per_token(shape, setup), setup.tokens
     # fp32 products run without tensor cores, at about a sixteenth of bf16's rate.
-    rate = gpu.reached_tflops * 1e12 / (16 if setup.precision == "fp32" else 1)
+    rate = gpu.reached_tflops * 1e12 / (16 if setup.product_bytes == 4 else 1)
     frozen_rate = rate * fp8_gain(gpu, setup)
     copies = gpu.reached_bandwidth_gb_s * 1e9
-    logit_bytes = n * shape.vocab * 7 * BYTES[setup.precision]  # seven passes of a fused kernel
+    logit_bytes = n * shape.vocab * 7 * setup.product_bytes  # seven passes of a fused kernel
     dequantize, moved, moved_again, packed_again = dequantize_traffic(shape, setup), 0.0, 0.0, 0.0
     for policy, count in Counter(setup.policies(shape)).items():
         moved += count * sum(activation_traffic(shape, setup))
@@ -238,7 +240,7 @@ def dequantize_traffic(shape: ModelShape, setup: Setup) -> dict[str, float]:
     """Bytes read and written to dequantize each linear weight of a block once."""
     if setup.quant == "none": return {}
     packed = packed_bits(setup.quant) / 8 + scale_bytes(1, setup) / BLOCKSIZE
-    return {name: out * wide * (packed + BYTES[setup.precision])
+    return {name: out * wide * (packed + setup.product_bytes)
             for name, (out, wide) in stored_linears(shape).items()}
 
 
@@ -254,7 +256,7 @@ def activation_traffic(shape: ModelShape, setup: Setup) -> tuple[float, float]:
     Adapters: y is read and written again, x read; backward dx and dy likewise. Norms with
     residuals, rotation and activation: fused where compiled, one pass per operation where eager.
     """
-    n, a = setup.tokens, BYTES[setup.precision]
+    n, a = setup.tokens, setup.product_bytes
     d, i = shape.hidden, shape.mlp_width
     rotated = (shape.heads + shape.kv_heads) * shape.head_dim
     adapted = adapted_linears(shape, setup).values()
@@ -276,7 +278,7 @@ def rerun_traffic(shape: ModelShape, setup: Setup, policy: str) -> float:
     again = rerun_linears(shape, setup, policy)
     kept = sum(out for name, (out, _) in adapted_linears(shape, setup).items() if name not in again)
     forward, _ = activation_traffic(shape, setup)
-    return forward - setup.tokens * BYTES[setup.precision] * 2 * kept
+    return forward - setup.tokens * setup.product_bytes * 2 * kept
 
 
 def block_seconds(shape: ModelShape, gpu: Gpu, setup: Setup) -> tuple[float, float]:
@@ -306,11 +308,10 @@ def exposed_seconds(shape: ModelShape, gpu: Gpu, setup: Setup, forward: float, b
     n, several = setup.shard_ranks, setup.shard_ranks > 1
     network = (n - 1) / n / (link * 1e9)  # seconds per gathered byte
     pcie = 1 / n / (gpu.host_gb_s * 1e9) if setup.cpu_offload else 0.0
-    block = block_weights(shape, setup)
-    unit = gathered(block, setup)
+    unit = average_gathered(shape, setup)
     outer = sum(gathered(w(shape, setup), setup) for w in (embedding_weights, root_weights))
     gather = unit * network + COLLECTIVE_LATENCY * several
-    reduce = trained_bytes(block, 1, setup, "fp32") * network
+    reduce = average_trained(shape, setup, 1, "fp32") * network
     copy_out = 2 * unit / (gpu.reached_bandwidth_gb_s * 1e9) * several
     moved = offloaded_input(shape, setup) / (gpu.host_gb_s * 1e9)
     moved *= moved_blocks(shape, setup, shape.layers) / shape.layers
@@ -319,7 +320,7 @@ def exposed_seconds(shape: ModelShape, gpu: Gpu, setup: Setup, forward: float, b
               (int(setup.resharded), 1, backward * several * setup.backward_prefetch)]
     shown, from_host = outer * network + gather, (outer + unit) * pcie
     if setup.by_rows:  # the head for the loss, and the rows of all ranks' tokens (vocabulary.py)
-        rows = n * setup.tokens * shape.hidden * BYTES[setup.precision]
+        rows = n * setup.tokens * shape.hidden * setup.product_bytes
         shown += (head_bytes(shape, setup) + rows) * network
         if setup.vocabulary_on_host:  # both shards pass whole
             from_host += 2 * head_bytes(shape, setup) / n / (gpu.host_gb_s * 1e9)

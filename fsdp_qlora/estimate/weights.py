@@ -6,7 +6,7 @@ per trained weight, gradients and optimizer states, follows from the same list.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ..catalog.arch import ModelShape
@@ -45,7 +45,7 @@ def plain(kind: str, rows: int, width: int, dtype: str, trained: bool) -> Weight
 def linear_weights(shape: ModelShape, setup: Setup, part: str = "") -> tuple[Weight, ...]:
     """Linear weights of a block with absmax and adapters; of its "attention" or "mlp" alone."""
     weights: list[Weight] = []
-    targets = shape.targets(as_given(setup.targets)) if setup.adapter != "none" else ()
+    targets = shape.targets(as_given(setup.targets)) if setup.has_lora else ()
     parts = {"attention": shape.attention_linears(), "mlp": shape.mlp_linears()}
     names = parts[part] if part else shape.linears()
     for name, (out, wide) in names.items():
@@ -105,6 +105,40 @@ def block_weights(shape: ModelShape, setup: Setup) -> tuple[Weight, ...]:
               for name, width in shape.norm_weights()))
 
 
+@lru_cache(maxsize=16)
+def new_block_weights(shape: ModelShape, setup: Setup) -> tuple[Weight, ...]:
+    """Every weight of a block that Llama-Pro adds: trained, in --adapter_dtype, never quantized."""
+    if not shape.new_blocks: return ()
+    whole = replace(setup, adapter="none", quant="none", precision=setup.adapter_dtype)
+    return tuple(replace(weight, kind="adapters") for weight in block_weights(shape, whole))
+
+
+def widest_block(shape: ModelShape, setup: Setup) -> tuple[Weight, ...]:
+    """The weights of the block that is largest when it is gathered."""
+    return max(block_weights(shape, setup), new_block_weights(shape, setup),
+               key=lambda weights: gathered(weights, setup))
+
+
+def average_gathered(shape: ModelShape, setup: Setup) -> float:
+    """Gathered bytes of a block, on the average over all."""
+    new = shape.new_blocks / shape.layers
+    return ((1 - new) * gathered(block_weights(shape, setup), setup)
+            + new * gathered(new_block_weights(shape, setup), setup))
+
+
+def average_trained(shape: ModelShape, setup: Setup, ranks: int, dtype: str = "") -> float:
+    """Trained bytes of a block in one rank's part, on the average over all; as `trained_bytes`."""
+    new = shape.new_blocks / shape.layers
+    return ((1 - new) * trained_bytes(block_weights(shape, setup), ranks, setup, dtype)
+            + new * trained_bytes(new_block_weights(shape, setup), ranks, setup, dtype))
+
+
+def most_trained(shape: ModelShape, setup: Setup, dtype: str = "") -> float:
+    """Trained bytes of the block with most of them, whole."""
+    return max(trained_bytes(weights(shape, setup), 1, setup, dtype)
+               for weights in (block_weights, new_block_weights))
+
+
 def embedding_weights(shape: ModelShape, setup: Setup) -> list[Weight]:
     """The embedding's unit: empty where the head shares it, for then it is the root's."""
     if shape.tied: return []
@@ -121,7 +155,7 @@ def root_weights(shape: ModelShape, setup: Setup) -> list[Weight]:
                * shape.traits.norm_parts]
     if rows := shape.learned_positions:
         weights.append(plain("norms", rows, shape.hidden, setup.dtype("wpe"), setup.trains("wpe")))
-    if setup.adapter != "none" and "lm_head" in shape.targets(as_given(setup.targets)):
+    if setup.has_lora and "lm_head" in shape.targets(as_given(setup.targets)):
         weights += adapter("lm_head", shape.vocab, shape.hidden, setup)
     return weights
 
@@ -130,8 +164,10 @@ def all_weights(shape: ModelShape, setup: Setup) -> list[tuple[Weight, int]]:
     """Every weight of the model with how often it occurs."""
     outer = embedding_weights(shape, setup) + root_weights(shape, setup)
     adapted = shape.layers if setup.blocks_adapted is None else setup.blocks_adapted
-    return [(w, adapted if w.kind == "adapters" else shape.layers)
-            for w in block_weights(shape, setup)] + [(w, 1) for w in outer]
+    base = shape.layers - shape.new_blocks
+    blocks = [(w, adapted if w.kind == "adapters" else base) for w in block_weights(shape, setup)]
+    return blocks + [(w, shape.new_blocks) for w in new_block_weights(shape, setup)] + [
+        (w, 1) for w in outer]
 
 
 def resident_bytes(shape: ModelShape, setup: Setup, host: bool = False) -> dict[str, float]:

@@ -18,8 +18,11 @@ from ..adapters import trainable_parameters
 from ..adapters.initial import for_original_base, saved_config, taken_out
 from ..adapters.whole import for_both_ends, peft_names
 from ..dist import full_tensor, local_rows, main_only, ranks_from_env, split_as
+from ..model.blocks import own_weights
 from ..model.conv1d import transposed_weights
 from ..model.experts import stacked_weights
+from ..quantization.formats import dequantize_rows
+from ..quantization.quantize import QuantLinear
 from ..redact import redact_all
 from .card import write_card
 
@@ -53,8 +56,21 @@ def trained_bytes(model: nn.Module) -> int:
 
     An adapter that begins as a part of its base takes twice that.
     """
-    whole = not hasattr(model, "peft_config")
-    return sum(p.numel() * p.element_size() for p in model.parameters() if whole or p.requires_grad)
+    if not hasattr(model, "peft_config"): return whole_bytes(model)
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+
+def whole_bytes(model: nn.Module) -> int:
+    """Size of all weights in the dtype of the model's configuration."""
+    layers = [m for m in model.modules() if isinstance(m, QuantLinear)]
+    packed = {p for layer in layers for p in (layer.weight, layer.absmax)}
+    plain = sum(p.numel() for p in model.parameters() if p not in packed)
+    return (plain + sum(own_weights(layer) for layer in layers)) * saved_dtype(model).itemsize
+
+
+def saved_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype that a whole model is saved in: that of its configuration."""
+    return getattr(model.config, "dtype", None) or torch.float32
 
 
 def save_adapter(model: nn.Module, folder: str | Path,
@@ -95,10 +111,27 @@ def gathered(parameters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor | None
         if is_main: yield name, whole.cpu().clone()
 
 
+def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Each weight of a model without adapters on the host of rank 0, in the dtype of its configuration.
+
+    Quantized ones become the numbers that they stood for in training.
+    """
+    dtype = saved_dtype(model)
+    layers = {f"{name}.": m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
+    packed = {prefix + leaf for prefix in layers for leaf in ("weight", "absmax")}
+    plain = {name: p for name, p in model.named_parameters() if name not in packed}
+    for name, tensor in gathered(plain): yield name, tensor.to(dtype)
+    for prefix, layer in layers.items():
+        parts = [t for _, t in gathered(dict(weight=layer.weight, absmax=layer.absmax))]
+        if parts: yield f"{prefix}weight", dequantize_rows(*parts, layer.in_features, layer.quant_type,
+                                                           dtype)
+
+
 def save_full(model: nn.Module, folder: str | Path,
               write_rest: Callable[[Path], None] | None = None) -> Path:
     """The whole model in transformers' format, in files of at most SHARD_BYTES.
 
+    What was quantized is written as the numbers that it stood for in training (`whole_weights`).
     `write_rest` writes more files into the folder before it gets its name.
     """
     folder, is_main = Path(folder), ranks_from_env().is_main
@@ -107,7 +140,7 @@ def save_full(model: nn.Module, folder: str | Path,
     writer = ShardWriter(scratch)
     try:
         transposed, stacks = transposed_weights(model), stacked_weights(model)
-        for name, tensor in gathered(dict(model.named_parameters())):
+        for name, tensor in whole_weights(model):
             if name in transposed: tensor = tensor.t().contiguous()
             stored_name, experts = stacks.get(name, (name, 0))
             writer.add(stored_name, tensor.unflatten(0, (experts, -1)) if experts else tensor)

@@ -48,8 +48,9 @@ def layers_to_quantize(checkpoint: Checkpoint, quant: str) -> set[str] | None:
 
     Raises ValueError if they are not in the format `quant`.
     """
-    if not isinstance(checkpoint, FourBitCheckpoint): return None
-    others = checkpoint.quant_types - {quant}
+    base = getattr(checkpoint, "base", checkpoint)  # of an expanded one
+    if not isinstance(base, FourBitCheckpoint): return None
+    others = base.quant_types - {quant}
     if others:
         raise ValueError(f"--quant {quant}: the weights of {checkpoint.folder} are stored as "
                          f"{', '.join(sorted(others))}; use --quant {min(others)}")

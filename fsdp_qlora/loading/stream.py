@@ -36,7 +36,7 @@ from .weight_files import Checkpoint, Stored, first_line
 
 PIECE_VALUES = 2**22  # values of a tensor that are read and quantized at a time
 ALIGNMENT = 64        # bytes, of tensors in a staging buffer
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def read_config(model_name: str, revision: str | None = None, trust_remote_code: bool = False

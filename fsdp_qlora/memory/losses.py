@@ -21,6 +21,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ..dist import print_main
 from ..model.attention import rows_alone
 from ..model.blocks import base_model, output_head
+from ..quantization.quantize import compute_input
 from .logits import logit_map
 from .vocabulary import whole
 
@@ -39,10 +40,12 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, scale, softcap, chunk):
         loss = hidden.new_zeros((), dtype=torch.float32)
+        ctx.dtypes = weight.dtype, bias.dtype if bias is not None else None
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
         d_bias = (torch.zeros_like(bias, dtype=torch.float32)
                   if bias is not None and bias.requires_grad else None)
+        weight, bias = (t if t is None else t.to(hidden.dtype) for t in (weight, bias))
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             chunk_loss, d_logits = loss_and_d_logits(hidden[part], weight, bias, labels[part],
@@ -52,7 +55,6 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             if d_weight is not None: d_weight += d_logits.t() @ hidden[part]
             if d_bias is not None: d_bias += d_logits.sum(0)
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
-        ctx.dtypes = weight.dtype, bias.dtype if bias is not None else None
         return loss
 
     @staticmethod
@@ -119,14 +121,12 @@ def chunked_forward(model, plain_forward, after_head, input_ids=None, attention_
         hidden = model.base_model(input_ids=input_ids, attention_mask=attention_mask,
                                   **kwargs).last_hidden_state
     head, labels = output_head(model), shifted(labels).flatten()
-    # In the head's own dtype: norms in fp32 give another, and autocast knows no `out=`. A head that is
-    # trained beside adapters is stored in another one (adapters/whole.py).
-    dtype = getattr(head, "compute_dtype", head.weight.dtype)
-    hidden = hidden.flatten(0, 1).to(dtype)
-    weight = whole(head.weight, hidden.device).to(dtype)
-    bias = None if head.bias is None else head.bias.to(dtype)
+    # In the head's own dtype or autocast's: norms in fp32 give another, and autocast knows no `out=`. A
+    # head that is trained beside adapters is stored in another one (adapters/whole.py).
+    hidden = compute_input(hidden.flatten(0, 1).to(getattr(head, "compute_dtype", head.weight.dtype)))
+    weight = whole(head.weight, hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):
-        total = ChunkedCrossEntropy.apply(hidden, weight, bias, labels, *after_head,
+        total = ChunkedCrossEntropy.apply(hidden, weight, head.bias, labels, *after_head,
                                           chunk_tokens(len(weight)))
     if num_items_in_batch is None: num_items_in_batch = (labels != IGNORE).sum().clamp(min=1)
     return CausalLMOutputWithPast(loss=total / num_items_in_batch)

@@ -23,6 +23,8 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ..quantization.quantize import compute_input
+
 VARLEN, CAUSAL = "varlen", "sdpa_causal"
 WITHOUT_SOFTCAP = ("sdpa", VARLEN)  # both would leave the capping of scores out in silence
 WITH_SOFTCAP = {"cuda": "flex_attention", "cpu": "eager"}
@@ -47,7 +49,8 @@ def varlen_attention(module, query: Tensor, key: Tensor, value: Tensor, attentio
             "a model built with --packing true needs cu_seq_lens_q and max_length_q in every batch, "
             "as collate_packed gives them; build it with --packing false for other batches")
     assert not dropout and kwargs.get("softcap") is None and kwargs.get("s_aux") is None
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    # Under autocast q and k come in fp32, for rotation is no product.
+    q, k, v = (compute_input(x).transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     left = -1 if sliding_window is None else sliding_window - 1  # -1: back to the row's first token
     out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q,
                       scale=scaling, window_size=(left, 0), **GQA)

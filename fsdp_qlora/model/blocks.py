@@ -29,12 +29,17 @@ def decoder_blocks(model: nn.Module) -> list[nn.Module]:
 
     Raises ValueError if there is no list of like blocks.
     """
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)
+    return list(block_list(model)[1])
+
+
+def block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The list of decoder blocks with its name in the model. Raises ValueError as `decoder_blocks`."""
+    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)
              and len({type(b) for b in m}) == 1 and any(is_linear(x) for x in m[0].modules())]
     if not lists:
         raise ValueError(f"{type(model).__name__} has no list of decoder blocks; pass a wrap policy "
                          "of your own: a function of a module that is true for each unit")
-    return list(max(lists, key=lambda m: sum(p.numel() for p in m.parameters())))
+    return max(lists, key=lambda found: sum(p.numel() for p in found[1].parameters()))
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from ..config import RunConfig
 from ..data import Step
 from ..dist import local_rows, print_main, ranks_from_env
 from ..estimate import Memory, memory, setup_from_config
-from ..model.blocks import base_model
+from ..model.blocks import base_model, decoder_blocks
 from .memory_timeline import PARTS, Timeline, draw, timeline
 
 RECORDED_STEP = 2
@@ -126,6 +127,9 @@ def standing_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, device:
 def estimated(config: RunConfig, model: nn.Module) -> Memory:
     """What the estimate says of this run."""
     shape = shape_from_config(base_model(model).config.to_dict(), config.model_name)
+    if config.adapter == "llama_pro":
+        new = [b for b in decoder_blocks(model) if all(p.requires_grad for p in b.parameters())]
+        shape = replace(shape, new_blocks=len(new))
     return memory(shape, setup_from_config(config, ranks_from_env().world_size))
 
 

@@ -5,6 +5,7 @@ Only rank 0 writes. `metrics.jsonl` is always there, whatever is shown on the te
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +26,19 @@ class StepMetrics:
     seconds: float
     tokens_per_second: float   # over all ranks
     peak_allocated_gib: float  # of this rank's GPU; 0 on the CPU
+    loss_scale: float | None = None  # with fp16
     kind: str = "step"
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradients are numbers."""
+        return math.isfinite(self.loss + self.grad_norm)
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether fp16 gradients were too large at this scale: a lower one comes next."""
+        return (not self.is_finite and math.isfinite(self.loss) and self.loss_scale is not None
+                and self.loss_scale > 1)
 
     def line(self) -> str:
         """The step in one line for people."""

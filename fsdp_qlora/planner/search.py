@@ -6,6 +6,7 @@ from itertools import product
 from operator import attrgetter
 
 from ..catalog.arch import ModelShape
+from ..catalog.block_expansion import expanded_shape
 from ..catalog.machine import Machine
 from ..config import AUTO, RunConfig, plan_batches
 from ..config.options import STRATEGY_NAMES
@@ -27,6 +28,7 @@ class Search:
 
 def search(shape: ModelShape, machine: Machine, config: RunConfig, free: frozenset[str]) -> Search:
     """All combinations of the `free` settings; the others stay as in `config`."""
+    shape = expanded_shape(shape, config)
     fitting: list[Estimate] = []
     failed: list[Estimate] = []
     for strategy, offload, activations in places(machine, config, free):

@@ -145,14 +145,15 @@ def frozen(tensor: Tensor) -> nn.Parameter:
 
 def quantize_linears(model: nn.Module, quant_type: str = "nf4",
                      skip: tuple[str, ...] = ("lm_head",), absmax_dtype: str = "fp32",
-                     names: set[str] | None = None) -> nn.Module:
+                     names: set[str] | None = None, but: tuple[str, ...] = ()) -> nn.Module:
     """Replace every linear layer but those whose last name part is in `skip`, in place.
 
-    With `names`, only layers of these names.
+    With `names`, only layers of these names; none in the modules whose names are in `but`.
     On the meta device only shapes change; a model with weights is quantized where it lies.
     """
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear) or name.rsplit(".", 1)[-1] in skip: continue
+        if any(name.startswith(f"{module_name}.") for module_name in but): continue
         if names is None or name in names:
             made = QuantLinear.from_linear(module, quant_type, absmax_dtype)
             model.set_submodule(name, made)

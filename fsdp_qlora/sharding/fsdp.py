@@ -180,10 +180,15 @@ def mesh_device(mesh) -> torch.device:
 
 
 def needed_in_backward(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
-    """The units without a frozen embedding, whose weight no backward needs."""
-    embedding = separate_embedding(model)
-    if embedding is None or embedding.weight.requires_grad: return units
-    return [unit for unit in units if unit is not embedding]
+    """The units from the first with trained weights on: no gradient goes further back.
+
+    A frozen embedding is left out, and so are the blocks of the base before Llama-Pro's first new one.
+    """
+    chosen = set(units)
+    order = [m for m in model.modules() if m in chosen]
+    trained = [any(p.requires_grad for p in m.parameters()) for m in order]
+    needed = set(order[trained.index(True):] if True in trained else ())
+    return [unit for unit in units if unit in needed]
 
 
 def check_storage(model: nn.Module):

@@ -53,7 +53,7 @@ def dtypes_line(model: nn.Module, config: RunConfig) -> str:
                                          for p in model.parameters() if p.requires_grad == trained}))
               for trained in (True, False)}
     packed = f" ({config.quant} bytes in bfloat16)" if config.quant != "none" else ""
-    products = config.precision if config.compute_dtype == "auto" else config.compute_dtype
+    products = config.product_dtype if config.compute_dtype == "auto" else config.compute_dtype
     if not stored[False]: return f"dtypes: trained {stored[True]}, products in {products}"
     return (f"dtypes: frozen {stored[False]}{packed}, trained {stored[True]}, products of frozen "
             f"weights in {products}")

@@ -6,7 +6,6 @@ A loss or gradient that is not a number needs no telling: both are sums over ran
 """
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -54,9 +53,10 @@ class BadSteps:
         self.went_back_to: Path | None = None
 
     def see(self, metrics: StepMetrics) -> Sequence | None:
-        """The rows of a step if it is bad, else None."""
+        """The rows of a step that no rank took, else None; an fp16 overflow counts for none in a row."""
         rows = self.rows.pop(metrics.step, ())
-        if math.isfinite(metrics.loss + metrics.grad_norm):
+        if metrics.overflowed: return rows
+        if metrics.is_finite:
             self.in_a_row = []
             return None
         self.in_a_row.append(metrics.step)

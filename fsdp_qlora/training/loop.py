@@ -79,7 +79,8 @@ class Training:
         if is_taken := step.index not in self.bad.left_out:
             with self.memory.step(step):
                 result = train_step(state.model, state.optimizer, step.micro_batches, agree=self.agree,
-                                    max_grad_norm=self.max_norm, no_sync=self.config.no_sync)
+                                    max_grad_norm=self.max_norm, no_sync=self.config.no_sync,
+                                    scaler=state.scaler)
             self.bad.rows[step.index + 1] = step.row_ids
             self.lagged.add(step.index + 1, lr, result)
         state.scheduler.step()
@@ -128,8 +129,8 @@ class Training:
         rows = self.bad.see(metrics)
         if rows is None: return
         self.log.record(SkippedMetrics(metrics.step, list(rows)))
-        print_main(f"warning: step {metrics.step} skipped, its loss or gradient is not a number "
-                   f"(loss {metrics.loss}, grad_norm {metrics.grad_norm}); its rows: {shortened(rows)}")
+        print_main(f"warning: step {metrics.step} skipped, {why_skipped(metrics)}; its rows: "
+                   f"{shortened(rows)}")
         self.bad.decide()
 
     def roll_back(self):
@@ -160,6 +161,13 @@ class Training:
                             "on from there")
 
 
+def why_skipped(metrics: StepMetrics) -> str:
+    """What was wrong with a step that no rank took."""
+    if metrics.overflowed: return f"an fp16 overflow at loss scale {metrics.loss_scale:g}, now halved"
+    return (f"its loss or gradient is not a number (loss {metrics.loss}, grad_norm "
+            f"{metrics.grad_norm})")
+
+
 def shortened(rows, most: int = 20) -> str:
     """The first of the rows' ids."""
     more = f" and {len(rows) - most} more" if len(rows) > most else ""
@@ -168,5 +176,5 @@ def shortened(rows, most: int = 20) -> str:
 
 def weights_folder(config: RunConfig, suffix: str = "") -> Path:
     """Where trained weights go: adapter or model, and the suffix."""
-    kind = "model" if config.adapter == "none" else "adapter"
+    kind = "adapter" if config.has_lora else "model"
     return Path(config.output_dir) / f"{kind}{suffix}"

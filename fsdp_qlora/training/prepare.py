@@ -39,10 +39,10 @@ FIRST_ROWS = 1000  # of a stream, read before the ranks meet
 
 def check_device(config: RunConfig, device: torch.device):
     """Refuse a precision that the device does not have."""
-    if device.type != "cuda" or config.precision == "fp32": return
+    if device.type != "cuda" or config.product_dtype != "bf16": return
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ValueError(f"--precision {config.precision}: {torch.cuda.get_device_name(device)} has "
-                         "no bf16 arithmetic; use --precision fp32")
+                         "no bf16 arithmetic; use --precision fp16_autocast or fp32")
 
 
 def check_places(config: RunConfig, size: int = 0):

@@ -22,6 +22,7 @@ from ..data import num_trained_tokens, on_device
 from ..dist import sum_over_ranks
 from ..sharding import is_sharded, set_gradient_sync
 from ..sharding.prefetch import set_last_micro_batch
+from .scaler import LossScaler
 
 
 @dataclass
@@ -33,6 +34,7 @@ class StepResult:
     loss_and_norm: Tensor  # (2,)
     trained_tokens: int
     tokens: int
+    loss_scale: Tensor | None = None  # of this step, with fp16
     stepped: bool = True  # False if no token was trained: the weights are unchanged
 
     @property
@@ -48,14 +50,16 @@ class StepResult:
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: list[dict], *,
                max_grad_norm: float | None = None, no_sync: bool = False,
-               agree: Callable[..., list[int]] | None = None) -> StepResult:
+               agree: Callable[..., list[int]] | None = None,
+               scaler: LossScaler | None = None) -> StepResult:
     """Forward and backward of every micro-batch, then one optimizer step.
 
     Each micro-batch is a dict of input_ids and labels (B, T), and what else the model takes; every
     rank must bring the same number of them. Gradients are averaged over ranks, so the sum of losses
     is divided by the tokens per rank. `agree` sums counts over ranks, before the step and between
     micro-batches; if it raises, weights and optimizer are as they were. So they are after a step
-    whose loss or gradient is not finite, on every rank, for both are sums over ranks.
+    whose loss or gradient is not finite, on every rank, for both are sums over ranks. With a `scaler`
+    the loss is scaled for the backward, and the norm is that of the gradients themselves.
     """
     trained, tokens = (agree or sum_over_ranks)(sum(num_trained_tokens(b) for b in micro_batches),
                                                 sum(b["input_ids"].numel() for b in micro_batches))
@@ -69,14 +73,18 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches
         set_last_micro_batch(model, last)
         batch = on_device(batch, device)
         loss = model(**batch, num_items_in_batch=trained / dist.get_world_size()).loss
-        loss.backward()
+        (loss if scaler is None else loss * scaler.scale).backward()
         loss_sum += loss.detach()
+    if scaler: scaler.unscale(trained_weights(optimizer))
     norm = clip_gradients(trained_weights(optimizer), max_grad_norm)
     dist.all_reduce(loss_sum)
     loss_and_norm = torch.stack([loss_sum / dist.get_world_size(), norm.to(loss_sum)])
-    step_if(loss_and_norm.isfinite().all(), optimizer)
+    finite = loss_and_norm.isfinite().all()
+    step_if(finite, optimizer)
     optimizer.zero_grad()
-    return StepResult(loss_and_norm, trained, tokens)
+    scale = scaler and scaler.scale
+    if scaler: scaler.update(finite)
+    return StepResult(loss_and_norm, trained, tokens, scale)
 
 
 def step_if(finite: Tensor, optimizer: torch.optim.Optimizer):

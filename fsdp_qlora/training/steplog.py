@@ -50,4 +50,5 @@ def step_metrics(number: int, lr: float, result: StepResult, seconds: float, dev
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
     return StepMetrics(step=number, loss=result.loss, lr=lr, grad_norm=result.grad_norm,
                        trained_tokens=result.trained_tokens, tokens=result.tokens, seconds=seconds,
-                       tokens_per_second=result.tokens / seconds, peak_allocated_gib=peak)
+                       tokens_per_second=result.tokens / seconds, peak_allocated_gib=peak,
+                       loss_scale=None if result.loss_scale is None else result.loss_scale.item())

@@ -1,7 +1,6 @@
 """A run: found or begun, trained step by step, evaluated, checkpointed and saved."""
 from __future__ import annotations
 
-import math
 import time
 import uuid
 from dataclasses import asdict
@@ -42,6 +41,7 @@ from ..optim import build_optimizer, build_scheduler
 from ..redact import redact_all
 from .describe import describe
 from .loop import Training, weights_folder
+from .scaler import LossScaler
 from .signals import StopSignals
 from .step import seed_everything
 
@@ -97,7 +97,8 @@ def build_state(config: RunConfig, batches: BatchPlan, model: nn.Module,
         evaluator = Evaluator(held_out, device, every=config.eval_every, packing=config.packing,
                               batch_size=batches.micro_batch_size,
                               pad_token_id=choose_pad_token_id(tokenizer, model.config.vocab_size))
-    return RunState(model, optimizer, scheduler, loader.sampler, evaluator, device)
+    scaler = LossScaler(device) if config.scales_loss else None
+    return RunState(model, optimizer, scheduler, loader.sampler, evaluator, device, scaler)
 
 
 def restored(state: RunState, found: Found) -> Boundary:
@@ -140,7 +141,7 @@ def record_of(config: RunConfig, found: Found, device: torch.device) -> dict:
 
 def finish(model: nn.Module, config: RunConfig, log: RunLog, tokenizer, record: dict):
     """Save what was trained and draw the loss. Raises ValueError, and saves nothing, after a NaN."""
-    if log.steps and not math.isfinite(log.steps[-1].loss + log.steps[-1].grad_norm):
+    if log.steps and not (log.steps[-1].is_finite or log.steps[-1].overflowed):
         raise ValueError(f"the loss or gradient of step {log.steps[-1].step} is not a number, so "
                          f"nothing is saved; try a --lr below {config.lr:g}, or clip gradients")
     if config.save_model:

@@ -55,7 +55,8 @@ def test_every_mistake_is_one_line_and_an_exit_code_on_every_rank(folder, rows, 
         "--lora_target_modules": (["--lora_target_modules", "q_prj"], "q_proj"),
         "--sharding_strategy": (["--sharding_strategy", "hybrid_full_shard"], "full_shard"),
         "--world_size": (["--world_size", "4"], "torchrun started 2"),
-        "--train_type": (["--train_type", "hqq_llama_pro"], "qlora"),
+        "--train_type": (["--train_type", "llama_pro"], "bnb_llama_pro"),
+        "--llama_pro_blocks": (["--adapter", "llama_pro", "--llama_pro_blocks", "99"], "give 1 to"),
         "--lora_rank": (["--lora_rank", "0"], "1 or more"),
     }
     by_rank = run_ranks(call, 2, [base + extra for extra, _ in mistakes.values()], grouped=False)

@@ -101,6 +101,8 @@ CASES = [dict(sharding_strategy="full_shard", train_type="qlora"),
          dict(train_type="full", optimizer="adamw_8bit", lr=1e-3),
          dict(train_type="lora", optimizer="adafactor", lr=1e-3, lora_rank=1),
          dict(train_type="qlora", init_lora_weights="pissa"),
+         dict(train_type="hqq_llama_pro", lr=1e-3),
+         dict(train_type="lora", precision="fp16_autocast"),
          dict(train_type="bnb_dora", init_lora_weights="loftq", loftq_iter=2, adapter_dtype="bf16")]
 
 

@@ -1,0 +1,95 @@
+"""A base checkpoint read as one with more blocks: Llama-Pro without a prepared folder.
+
+A new block reads the tensors of the block that it copies, and zeros for its two output projections, so
+the expanded model computes exactly what the base does (`catalog.block_expansion`).
+"""
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from ..catalog.block_expansion import Expansion
+from ..model.blocks import block_list
+from ..model.expansion import output_projections
+from .weight_files import Checkpoint, Stored
+
+
+def expanded_config(settings: PretrainedConfig, grown: Expansion) -> PretrainedConfig:
+    """The settings of a model with the expansion's blocks; what is listed per block grows too."""
+    settings = copy.deepcopy(settings)
+    text = settings.get_text_config()
+    before = text.num_hidden_layers
+    for name, value in list(vars(text).items()):
+        if "layer" in name and isinstance(value, (list, tuple)) and len(value) == before:
+            setattr(text, name, [value[source] for source in grown.sources])
+    text.num_hidden_layers = len(grown.sources)
+    return settings
+
+
+class ExpandedCheckpoint(Checkpoint):
+    """A checkpoint whose blocks are those of `base`, and the copies of an expansion.
+
+    model: the expanded one, on meta, before layers are replaced in it.
+    """
+
+    def __init__(self, base: Checkpoint, model: nn.Module, grown: Expansion):
+        self.base, self.folder, self.grown = base, base.folder, grown
+        self.prefix = block_list(model)[0]
+        self.zeros = output_projections(model)
+
+    @property
+    def stored(self) -> dict[str, Stored]:
+        """The tensors in the files."""
+        return self.base.stored
+
+    def place(self, key: str) -> tuple[int, str] | None:
+        """(block, name in it) of a tensor of the expanded model, if it is in a block."""
+        found = re.fullmatch(rf"{re.escape(self.prefix)}\.(\d+)\.(.+)", key)
+        return found and (int(found[1]), found[2])
+
+    def source(self, key: str) -> str:
+        """The name of a tensor in the base."""
+        place = self.place(key)
+        return f"{self.prefix}.{self.grown.sources[place[0]]}.{place[1]}" if place else key
+
+    def is_zero(self, key: str) -> bool:
+        """Whether a tensor belongs to an output projection of a new block."""
+        place = self.place(key)
+        return bool(place) and place[0] in self.grown.new and place[1].rsplit(".", 1)[0] in self.zeros
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor of the expanded model."""
+        shapes, found = self.base.shapes, {}
+        for key, shape in shapes.items():
+            place = self.place(key)
+            copies = [b for b, s in enumerate(self.grown.sources) if s == place[0]] if place else []
+            found |= {f"{self.prefix}.{block}.{place[1]}": shape for block in copies} or {key: shape}
+        return found
+
+    @property
+    def quantized_layers(self) -> set[str]:
+        """Names of the layers whose weights are in 4 bits, of a base that has such."""
+        return {name for key in self.shapes if (name := key.removesuffix(".weight")) != key
+                and self.source(key).removesuffix(".weight") in self.base.quantized_layers}
+
+    def spans(self, piece) -> list[Stored]:
+        """What must be read for a piece."""
+        return [] if self.is_zero(piece.key) else self.base.spans(self.renamed(piece))
+
+    def values(self, piece, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        """The piece's values, from what was read."""
+        if self.is_zero(piece.key): return (torch.zeros_like(piece.local),)
+        return self.base.values(self.renamed(piece), tensors)
+
+    def placed(self, piece):
+        """Told when a piece is in the model."""
+
+    def renamed(self, piece):
+        """The same piece under its name in the base."""
+        return replace(piece, key=self.source(piece.key))

@@ -1,0 +1,81 @@
+"""Where Llama-Pro's blocks go, what a mistake says, and what they cost."""
+from __future__ import annotations
+
+import pytest
+
+from fsdp_qlora.catalog.block_expansion import expanded_shape, expansion, expansion_of, folder_counts
+from fsdp_qlora.catalog.machine import Machine
+from fsdp_qlora.config import RunConfig
+from fsdp_qlora.config.checks import settings_without_effect
+from fsdp_qlora.estimate import (
+    all_trained,
+    estimate,
+    gathered,
+    memory,
+    optimizer_bytes,
+    setup_from_config,
+    widest_block,
+)
+from tests.estimates import H100, LLAMA_8B
+
+
+def new_ids_of_the_original_script(before: int, after: int) -> list[int]:
+    split = before // (after - before)
+    return [split + (split + 1) * n for n in range(after - before)]
+
+
+@pytest.mark.parametrize("before, after", [(32, 35), (32, 40), (32, 64), (32, 33), (30, 37), (4, 6)])
+def test_new_blocks_are_where_the_original_script_had_them(before, after):
+    grown = expansion(before, after - before)
+    assert list(grown.new) == new_ids_of_the_original_script(before, after)
+    assert len(grown.sources) == after
+    assert [s for b, s in enumerate(grown.sources) if b not in grown.new] == list(range(before))
+    assert all(grown.sources[place] == grown.sources[place - 1] for place in grown.new)
+
+
+def test_unless_told_one_block_in_four_is_new_as_in_the_paper():
+    assert len(expansion(32, -1).new) == 8 and len(expansion(2, -1).new) == 1
+
+
+def test_the_folder_of_the_original_script_says_how_many():
+    path = "/models/meta-llama/Llama-2-7b-hf_blk_exp-32-35"
+    assert folder_counts(path) == (32, 35)
+    config = RunConfig(train_type="hqq_llama_pro", llama_pro_path=path)
+    assert expansion_of(config, 32).new == (10, 21, 32)
+    assert expansion_of(RunConfig(), 32) is None
+
+
+@pytest.mark.parametrize("settings, blocks, parts", [
+    (dict(llama_pro_path="expanded"), 32, ["--llama_pro_path expanded", "blk_exp-32-35"]),
+    (dict(llama_pro_path="m_blk_exp-32-35"), 28, ["32 to 35", "has 28"]),
+    (dict(llama_pro_blocks=40), 32, ["--llama_pro_blocks 40", "1 to 32"])])
+def test_a_number_or_folder_that_does_not_suit_the_base_is_refused(settings, blocks, parts):
+    with pytest.raises(ValueError) as error:
+        expansion_of(RunConfig(train_type="bnb_llama_pro", **settings), blocks)
+    assert all(part in str(error.value) for part in parts), error.value
+
+
+def test_settings_of_one_kind_do_nothing_for_the_other():
+    with pytest.raises(ValueError, match="--llama_pro_blocks 3"):
+        RunConfig(train_type="bnb_llama_pro", llama_pro_path="m_blk_exp-32-35", llama_pro_blocks=3)
+    (warning,) = settings_without_effect(RunConfig(llama_pro_blocks=3))
+    assert "--llama_pro_blocks has no effect" in warning
+    (warning,) = settings_without_effect(RunConfig(adapter="llama_pro", use_rslora=True))
+    assert "--use_rslora has no effect" in warning
+
+
+def test_the_estimate_counts_new_blocks_as_trained_and_whole():
+    config = RunConfig(train_type="bnb_llama_pro", llama_pro_blocks=8)
+    shape, setup = expanded_shape(LLAMA_8B, config), setup_from_config(config, world_size=4)
+    assert expanded_shape(shape, config) == shape and shape.layers == 40
+    block = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 14336 * 4096 + 2 * 4096
+    assert all_trained(shape, setup, 1) == 8 * block * 4  # fp32
+    assert optimizer_bytes(shape, setup) == 2 * all_trained(shape, setup, 4)
+    qlora = memory(LLAMA_8B, setup_from_config(RunConfig(), world_size=4))
+    grown = memory(shape, setup)
+    assert grown.parts["linears"] == qlora.parts["linears"]  # of the base, packed
+    assert gathered(widest_block(shape, setup), setup) == block * 4
+    found = estimate(LLAMA_8B, Machine(gpu=H100, gpus=4, memory_gib=79), config)
+    assert found.memory.peak_allocated > qlora.peak_allocated
+    plain = estimate(LLAMA_8B, Machine(gpu=H100, gpus=4, memory_gib=79), RunConfig())
+    assert found.step.total > 1.2 * plain.step.total
