@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..model.blocks import base_model, is_tied, output_head
 from ..model.conv1d import transposed_weights
+from ..model.experts import StackedExperts
 from ..quantization.quantize import QuantLinear
 
 
@@ -77,6 +78,9 @@ def check_can_be_whole(name: str, module: nn.Module, end: str, dtype: torch.dtyp
         if isinstance(part, BaseTunerLayer):
             raise ValueError(f"--modules_to_save {end}: {name} is adapted, or holds layers that are; "
                              "leave them out of --lora_target_modules")
+        if isinstance(part, StackedExperts):
+            raise ValueError(f"--modules_to_save {end}: {name} holds experts, which stay frozen beside "
+                             "adapters; leave it out")
         if isinstance(part, QuantLinear):
             raise ValueError(f"--modules_to_save {end}: {name} is quantized, or holds layers that are, "
                              "and can't be trained; use --quant none, or adapt it")
