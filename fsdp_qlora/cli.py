@@ -15,6 +15,7 @@ from .bench.command import bench_command
 from .commands.delivery import DELIVERY
 from .commands.doctor import doctor_command
 from .commands.guide import GUIDE
+from .commands.reporting import report_command
 from .config import RunConfig
 from .config.checks import lost_updates, settings_without_effect
 from .config.flags import Parser, boolean, parse, parse_own
@@ -60,6 +61,7 @@ def train_command(argv: list[str]):
 def train_rank(config: RunConfig, signals: StopSignals | None = None):
     """What each rank does: prepare without the others, then train with them."""
     from .dist import print_main, process_group, rank_device, ranks_from_env
+    from .observe.trackers import check_trackers
     from .training.prepare import (
         check_device,
         check_places,
@@ -67,6 +69,7 @@ def train_rank(config: RunConfig, signals: StopSignals | None = None):
         load_data,
         run_tokenizer,
     )
+    check_trackers(config)
     device = rank_device(config.device)
     check_device(config, device)
     is_main = ranks_from_env().is_main
@@ -126,7 +129,8 @@ def demo_command(argv: list[str]):
 
 
 COMMANDS = {"train": train_command, **GUIDE, "generate": generate_command, "data": data_command,
-            "bench": bench_command, "demo": demo_command, "doctor": doctor_command} | DELIVERY
+            "bench": bench_command, "demo": demo_command, "doctor": doctor_command,
+            "report": report_command} | DELIVERY
 
 
 def overview() -> str:

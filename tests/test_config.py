@@ -2,7 +2,7 @@
 import runpy
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_qlora.config import RunConfig, plan_batches
-from fsdp_qlora.config.checks import lost_updates, settings_without_effect
+from fsdp_qlora.config.checks import check_choices, lost_updates, settings_without_effect
 from fsdp_qlora.config.options import STRATEGY_NAMES
 from fsdp_qlora.config.run import GROUPS
-from fsdp_qlora.config.settings import AUTO, changed_settings
+from fsdp_qlora.config.settings import AUTO, changed_settings, opt
 
 # Every flag of the original train.py.
 OLD_FLAGS = """
@@ -152,13 +152,18 @@ def test_a_mistake_is_one_line_with_the_flag_and_what_would_work(settings, parts
     assert all(part in message for part in parts), message
 
 
-@pytest.mark.parametrize("name, value", [
-    ("log_to", "wandb")])
-def test_a_later_feature_is_refused_by_name_and_value(name, value):
-    shown = str(value).lower() if value is True else value
-    message = refusal(**{name: value})
-    assert message.startswith(f"--{name} {shown} is not available in this version; ")
-    assert "choose" in message or "leave it at" in message
+@dataclass
+class WithLater:
+    """Settings, of which some values are still to come."""
+    kind: str = opt("a", "help", choices=("a", "b"), later=("b",))
+    path: str | None = opt(None, "help", later=("*",))
+
+
+@pytest.mark.parametrize("name, value, usable", [
+    ("kind", "b", "choose a"), ("path", "x", "leave it at None")])
+def test_a_later_feature_is_refused_by_name_and_value(name, value, usable):
+    with pytest.raises(ValueError) as caught: check_choices(WithLater(**{name: value}))
+    assert str(caught.value) == f"--{name} {value} is not available in this version; {usable}"
 
 
 def test_bits_are_hqqs_and_fp8_products_those_of_other_formats():

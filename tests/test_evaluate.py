@@ -10,7 +10,10 @@ from fsdp_qlora.cli import main, parse
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.data import Row, hold_out, tokenize_rows
 from fsdp_qlora.observe.evaluate import Evaluator, perplexity
-from fsdp_qlora.observe.metrics import EvalMetrics, RunLog, StepMetrics, plot_loss
+from fsdp_qlora.observe.loss_picture import plot_loss
+from fsdp_qlora.observe.metrics import EvalMetrics, StepMetrics
+from fsdp_qlora.observe.runlog import RunLog
+from fsdp_qlora.observe.sinks import terminal
 
 from .test_data_tokenizers import chat, make_tokenizer
 from .tiny import save_tiny
@@ -114,18 +117,18 @@ def eval_metrics(step, loss=1.5):
 
 @pytest.mark.parametrize("log_to", ["tqdm", "stdout", "jsonl"])
 def test_evaluations_are_lines_of_their_own_kind_and_shown(tmp_path, capsys, log_to):
-    with RunLog(tmp_path, log_to, None, is_main=True) as log:
+    with RunLog(tmp_path, terminal=terminal([log_to], None, 0)) as log:
         log.log(step_metrics(1))
         log.log_evaluation(eval_metrics(1))
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [record["kind"] for record in records] == ["step", "eval"]
+    assert [record["kind"] for record in records] == ["step", "eval", "end"]
     assert records[1]["eval_loss"] == 1.5 and records[1]["perplexity"] == pytest.approx(4.4817, 1e-4)
     assert ("eval_loss" if log_to == "jsonl" else "held-out loss 1.5") in capsys.readouterr().out
 
 
 def test_a_full_disk_does_not_end_the_run_and_its_lines_come_later(tmp_path, capsys):
     """/dev/full is a disk without room."""
-    with RunLog(tmp_path, "stdout", None, is_main=True) as log:
+    with RunLog(tmp_path) as log:
         log.log(step_metrics(1))
         file, log.file = log.file, open("/dev/full", "ab", buffering=0)  # noqa: SIM115
         for step in (2, 3): log.log(step_metrics(step))
@@ -133,26 +136,26 @@ def test_a_full_disk_does_not_end_the_run_and_its_lines_come_later(tmp_path, cap
         log.file = file
         log.log(step_metrics(4))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2, 3, 4]
     (warning,) = capsys.readouterr().err.splitlines()
     assert "metrics.jsonl can't be written (No space left on device); its lines wait" in warning
 
 
 def test_lines_that_wait_for_room_are_there_after_a_rollback(tmp_path):
-    with RunLog(tmp_path, "stdout", None, is_main=True) as log:
+    with RunLog(tmp_path) as log:
         log.log(step_metrics(1))
         log.file.close()
         log.file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
         for step in (2, 3): log.log(step_metrics(step))
         log.rewind(2)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2]
 
 
 def test_metrics_that_cant_be_begun_name_the_flag(tmp_path):
     (tmp_path / "metrics.partial").mkdir()
     with pytest.raises(ValueError, match="--output_dir .* metrics.jsonl can't be written .* make room"):
-        RunLog(tmp_path, "stdout", None, is_main=True)
+        RunLog(tmp_path)
 
 
 def test_the_picture_shows_the_held_out_loss(tmp_path):
@@ -236,10 +239,10 @@ def test_a_step_on_the_cpu_is_logged_when_it_is_done_and_one_on_a_gpu_a_step_lat
     from fsdp_qlora.training.steplog import LaggedLog
     logged = {}
     for kind in ("cpu", "meta"):  # meta stands for a device whose work is queued
-        log = RunLog(tmp_path / kind, "jsonl", 2, is_main=False)
+        log = RunLog(tmp_path / kind, is_main=False)
         lagged, counts = LaggedLog(log, torch.device(kind)), []
         for number in (1, 2):
-            lagged.add(number, 0.1, StepResult(torch.tensor([float(number), 1.0]), 3, 4))
+            lagged.add(number, 0.1, 1, StepResult(torch.tensor([float(number), 1.0]), 3, 4))
             counts.append(len(log.steps))
         lagged.flush()
         logged[kind] = counts, [step.loss for step in log.steps]

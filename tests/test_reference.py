@@ -32,7 +32,9 @@ VALUES = [  # a recipe's name and value, as YAML gives them
     ("train_type", "full"), ("optimizer", "lion"), ("compile", None), ("compile", False), ("seed", None),
     ("lora_target_modules", ["q_proj", "v_proj"]), ("lora_target_modules", "all"), ("context_length", 0),
     ("name", None), ("name", "run"), ("master_port", 12355), ("lora_rnak", 8), ("keep_checkpoints", 1),
-    ("activation_budget_gib", 40), ("activation_budget_gib", "auto"), ("stream", False)]
+    ("activation_budget_gib", 40), ("activation_budget_gib", "auto"), ("stream", False),
+    ("log_to", "tqdm"), ("log_to", "stdout, wandb,mlflow"), ("log_to", ["tqdm", "tensorboard"]),
+    ("log_to", "neptune"), ("log_to", "tqdm,"), ("price_per_hour", 2.5), ("price_per_hour", -1)]
 
 
 @pytest.mark.parametrize("name, value", VALUES)

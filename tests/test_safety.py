@@ -215,13 +215,15 @@ def outputs(tmp_path_factory):
     with fake_hub() as hub:
         env = {k: v for k, v in os.environ.items() if k != "RANK"} | {
             "HF_TOKEN": TOKEN, "WANDB_API_KEY": KEY, "HF_ENDPOINT": hub.url, "OMP_NUM_THREADS": "1",
-            "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+            "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(folder / "cache"), "PYTHONPATH": str(ROOT),
+            "WANDB_MODE": "offline"}
         def run(*argv):
             done = subprocess.run([sys.executable, "-m", "fsdp_qlora.cli", *argv], env=env,
                                   capture_output=True, text=True, cwd=folder)
             return done.returncode, done.stdout + done.stderr
         printed = {
-            "train": run("train", *tune, "--dataset", rows, "--verbose", "--checkpoint_every", "1"),
+            "train": run("train", *tune, "--dataset", rows, "--verbose", "--checkpoint_every", "1",
+                         "--log_to", "tqdm,tensorboard,wandb"),
             "generate": run("generate", "--model_name", base, "--adapter_folder", adapter, "--prompt",
                             "größe?", "--max_new_tokens", "2", "--device", "cpu"),
             "merge": run("merge", "--adapter_folder", adapter, "--output_dir", str(folder / "mérged 1")),
@@ -270,6 +272,8 @@ def test_no_secret_is_printed_written_or_pushed(outputs):
     for name, data in hub.pushed.items():
         assert not CANARIES.search(data.decode("utf-8", "ignore")), name
     assert any(name.endswith("run.json") for name in written)
+    assert any(name.endswith(".wandb") for name in written)
+    assert any("out put ß/tensorboard/" in name for name in written)
     assert "out put ß/metrics.jsonl" in written and "out put ß/adapter/fsdp_qlora.json" in written
 
 

@@ -184,7 +184,7 @@ def held_out_loss_of(folder: Path) -> float | None:
 
 WEIGHTS = ("adapter", "model")
 LEFT_BY_A_RUN = (*WEIGHTS, *(f"{name}-best" for name in WEIGHTS), "checkpoints", "metrics.jsonl",
-                 "loss.png", "memory.png")
+                 "loss.png", "memory.png", "tensorboard", "report.html")
 
 
 def keep_earlier(output_dir: Path, names: Iterable[str] = LEFT_BY_A_RUN) -> Path | None:
@@ -202,4 +202,5 @@ def keep_earlier(output_dir: Path, names: Iterable[str] = LEFT_BY_A_RUN) -> Path
 
 def is_worth_keeping(path: Path) -> bool:
     """Whether a run got as far as to write something there."""
+    if path.name == "metrics.jsonl": return '"kind": "step"' in path.read_text()
     return any(path.iterdir()) if path.is_dir() else path.stat().st_size > 0

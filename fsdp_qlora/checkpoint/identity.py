@@ -20,12 +20,14 @@ from ..loading import checkpoint_folder
 # Layout, speed, paths and display. The batch is compared as rows per step, see `batch_difference`.
 MAY_CHANGE = frozenset("""
 model_name dataset dataset_split dataset_samples data_cache eval_dataset eval_split eval_share
-eval_every preview quantized_cache train_type attn_implementation device low_memory loading_workers
+eval_every samples sample_prompts sample_tokens
+preview quantized_cache train_type attn_implementation device low_memory loading_workers
 batch_size gradient_accumulation_steps global_batch_size sharding_strategy shard_group_size
 wrap_policy min_wrap_params backward_prefetch use_gradient_checkpointing activation_policy
 activation_budget_gib reentrant_checkpointing use_cpu_offload use_trained_cpu_offload
 use_vocabulary_cpu_offload use_activation_cpu_offload
-forward_prefetch gather_once no_sync compile deterministic output_dir save_model log_to verbose
+forward_prefetch gather_once no_sync compile deterministic output_dir save_model log_to log_every
+price_per_hour verbose
 project_name name group entity world_size master_addr master_port timeout_minutes profile
 profile_memory profiling_output with_stack with_shapes export_trace export_memory_timeline
 wait_steps warmup_steps active_steps repeat profiling_frequency checkpoint_every checkpoint_minutes

@@ -12,6 +12,7 @@ from ..config import RunConfig
 from ..config.settings import counted
 from ..data import Source, Subset, TokenizedDataset
 from ..dist import from_main, print_main, ranks_from_env
+from ..observe.metrics import HISTORY
 from .disks import Disks, find_disks
 from .folder import (
     LEFT_BY_A_RUN,
@@ -41,6 +42,11 @@ class Found:
     run: dict | None = None           # its run.json
     metrics: tuple[dict, ...] = ()    # what metrics.jsonl says up to there
     disks: Disks | None = None        # how its files come to machines that don't see them
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.run["step"] if self.run else 0
 
     def settings(self, config: RunConfig) -> RunConfig:
         """`config` with the rows per step of the run that goes on."""
@@ -132,7 +138,10 @@ def check_same_run(config: RunConfig, run: dict, content: dict[str, str], folder
 
 
 def kept_metrics(path: Path, run: dict) -> list[dict]:
-    """The lines of metrics.jsonl up to the checkpoint; a last line that was cut is left out."""
+    """The lines of metrics.jsonl up to the checkpoint, and what went wrong after it.
+
+    A last line that was cut is left out.
+    """
     if not path.is_file(): return []
     kept = []
     for line in path.read_text().splitlines():
@@ -142,7 +151,7 @@ def kept_metrics(path: Path, run: dict) -> list[dict]:
             continue
         evaluated = (run["evaluator"] or {}).get("last") or {"step": 0}
         last = evaluated["step"] if record.get("kind") == "eval" else run["step"]
-        if record.get("step", 0) <= last: kept.append(record)
+        if record.get("step", 0) <= last or record.get("kind") in HISTORY: kept.append(record)
     return kept
 
 

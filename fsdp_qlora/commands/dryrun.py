@@ -26,6 +26,7 @@ from ..estimate import estimate
 from ..estimate import report as estimate_report
 from ..estimate.report import duration
 from ..loading import read_config
+from ..observe.trackers import check_trackers
 from ..planner import free_settings, make_plan
 from ..planner import report as plan_report
 from ..training.describe import steps_line
@@ -40,6 +41,7 @@ def dry_run(config: RunConfig, argv: list[str]):
     device = rank_device(config.device)
     check_device(config, device)
     check_places(config)
+    check_trackers(config)
     ranks = ranks_from_env().world_size if launched() else world_size(config)
     for warning in settings_without_effect(config) + lost_updates(config):
         print_main(f"warning: {warning}")

@@ -13,7 +13,7 @@ from typing import get_type_hints
 
 from fastcore.basics import listify
 
-from .settings import AUTO, changed_settings, shown, type_name
+from .settings import AUTO, changed_settings, parts_of, shown, type_name
 
 
 def check_types(config):
@@ -38,17 +38,19 @@ def check_choices(config):
         if value in later or "*" in later and value is not None:
             usable = f"choose {listed}" if choices else f"leave it at {shown(f.default)}"
             raise ValueError(f"--{f.name} {shown(value)} is not available in this version; {usable}")
-        if choices and value not in choices:
+        given = parts_of(value) if f.metadata["several"] else [value]
+        if choices and not set(given) <= set(choices):
             raise ValueError(f"--{f.name} {shown(value)}: choose {listed}")
 
 
 AT_LEAST_ONE = ("lora_rank", "loftq_iter", "context_length", "gradient_accumulation_steps",
                 "num_epochs", "dataset_samples", "min_wrap_params", "shuffle_buffer",
-                "keep_checkpoints", "max_bad_steps", "active_steps", "profiling_frequency")
+                "keep_checkpoints", "max_bad_steps", "active_steps", "profiling_frequency",
+                "log_every", "sample_tokens")
 AUTO_OR_ABOVE_ZERO = ("batch_size", "global_batch_size", "max_steps", "shard_group_size",
                       "world_size", "loading_workers", "eval_every", "checkpoint_every",
                       "llama_pro_blocks")
-NOT_NEGATIVE = ("lr", "wd", "lora_alpha", "preview", "checkpoint_minutes", "stall_seconds",
+NOT_NEGATIVE = ("samples", "lr", "wd", "lora_alpha", "preview", "checkpoint_minutes", "stall_seconds",
                 "verify_frozen_minutes", "wait_steps",
                 "warmup_steps", "repeat")
 
@@ -74,6 +76,8 @@ def check_numbers(config):
     if not 0 <= config.warmup_share < 1: refuse("warmup_share", "from 0 to below 1")
     if config.lr_warmup_steps < AUTO: refuse("lr_warmup_steps", "-1 or above")
     if not 0 <= config.eval_share < 1: refuse("eval_share", "from 0 to below 1")
+    price = config.price_per_hour
+    if price is not None and not price >= 0: refuse("price_per_hour", "0 or more")
     if not 0 <= config.seed < 2**32: refuse("seed", "from 0 to 4294967295")
     for f in fields(config):
         value = getattr(config, f.name)
@@ -128,6 +132,10 @@ def check_together(config):
                          "this run trains adapters; use --modules_to_save for modules beside them")
     check_cpu_offload(config)
     check_activation_offload(config)
+    shown_as = [name for name in parts_of(config.log_to) if name in TERMINAL_FORMS]
+    if len(shown_as) > 1:
+        raise ValueError(f"--log_to {config.log_to}: {' and '.join(shown_as)} are forms of what the "
+                         "terminal shows; give one of them")
 
 
 def check_first_values(config):
@@ -220,12 +228,23 @@ def check_data_together(config):
     if config.eval_every != AUTO and not config.evaluates:
         raise ValueError(f"--eval_every {config.eval_every} has nothing to evaluate; add "
                          "--eval_dataset, --eval_split or --eval_share")
+    if config.samples and not config.sample_prompts: check_samples(config)
     if config.stream and config.eval_share:
         raise ValueError("--eval_share needs all rows at hand and --stream holds few; give the "
                          "held-out rows as --eval_dataset")
     if config.stream and config.lr_scheduler != "constant" and config.max_steps == AUTO:
         raise ValueError(f"--lr_scheduler {config.lr_scheduler} needs the number of steps, which "
                          "--stream does not know; add --max_steps, or use constant")
+
+
+def check_samples(config):
+    """Prompts need held-out rows that tell prompt and answer apart."""
+    if not config.evaluates:
+        raise ValueError(f"--samples {config.samples} has no held-out rows to take prompts from; add "
+                         "--eval_dataset, --eval_split or --eval_share, or --sample_prompts FILE")
+    if config.train_on == "all":
+        raise ValueError(f"--samples {config.samples}: with --train_on all no token is a prompt's; "
+                         "give prompts with --sample_prompts FILE")
 
 
 def check_remote_code(config):
@@ -257,8 +276,8 @@ WITHOUT_EFFECT = {
     "low_memory": "the load is always streamed",
     "export_trace": "--profile decides",
     "export_memory_timeline": "--profile decides",
-    **dict.fromkeys(("project_name", "name", "group", "entity"), "they belong to --log_to wandb"),
 }
+TERMINAL_FORMS = ("tqdm", "stdout", "jsonl")  # of --log_to; the rest are trackers
 OF_ADAPTERS = ("modules_to_save", "layers_to_transform", "init_lora_weights", "use_rslora",
                "lora_rank_pattern", "lora_alpha_pattern", "loraplus_lr_ratio")
 OF_THE_PROFILE = ("profiling_output", "with_stack", "with_shapes", "wait_steps", "warmup_steps",
@@ -272,7 +291,11 @@ def unused_details(config) -> dict[str, str]:
               "shuffle_buffer": ("--stream", config.stream),
               "llama_pro_blocks": ("--adapter llama_pro", config.adapter == "llama_pro"),
               "llama_pro_path": ("--adapter llama_pro", config.adapter == "llama_pro"),
+              **dict.fromkeys(("project_name", "name"), ("--log_to wandb or mlflow",
+                                                         {"wandb", "mlflow"} & set(config.trackers))),
+              **dict.fromkeys(("group", "entity"), ("--log_to wandb", "wandb" in config.trackers)),
               "min_wrap_params": ("--wrap_policy min_params", config.wrap_policy == "min_params"),
+              "sample_tokens": ("--samples", config.samples or config.sample_prompts),
               "shard_group_size": ("the hybrid strategies",
                                    config.sharding_strategy.startswith("hybrid"))}
     return {name: other for name, (other, is_on) in others.items() if not is_on}

@@ -88,7 +88,8 @@ def usable_choices(f) -> list:
 def metavar(f, kind: type) -> str:
     """What stands for a value in --help."""
     choices = usable_choices(f)
-    if choices: return "{" + ",".join(map(str, choices)) + "}"
+    more = ",..." if f.metadata["several"] else ""
+    if choices: return "{" + ",".join(map(str, choices)) + "}" + more
     return {bool: "true|false", int: "N", float: "X"}.get(kind, "TEXT")
 
 

@@ -160,6 +160,11 @@ class EvaluationOptions:
                             unit="share of rows", example=0.05)
     eval_every: int = opt(AUTO, "optimizer steps between evaluations; -1 = only at the end",
                           unit="steps")
+    samples: int = opt(0, "answer the prompts of so many held-out rows before training and at each "
+                       "evaluation; a token costs a forward", unit="rows", example=3)
+    sample_prompts: str | None = opt(None, "text file with a prompt a line to answer instead; all, or "
+                                     "the first --samples", example="prompts.txt")
+    sample_tokens: int = opt(64, "longest of these answers", unit="tokens")
 
 
 @dataclass(kw_only=True)
@@ -248,11 +253,17 @@ class OutputOptions:
     output_dir: str = opt("output", "metrics, the loss picture and the trained weights go here")
     save_model: bool = opt(True, "write the trained weights at the end: a PEFT adapter, or the "
                            "model after full fine-tuning")
-    log_to: str = opt("tqdm", "progress bar, one line per step, or JSON lines on stdout",
-                      choices=("tqdm", "stdout", "jsonl", "wandb"), later=("wandb",))
+    log_to: str = opt(
+        "tqdm", "one form of terminal output (a bar, and lines where no terminal is; lines; all records "
+        "as JSON), and trackers; metrics.jsonl is always written", several=True,
+        choices=("tqdm", "stdout", "jsonl", "tensorboard", "wandb", "mlflow"), example="tqdm,wandb")
+    log_every: int = opt(10, "steps that a line, and a point of a tracker, is the mean of; "
+                         "metrics.jsonl has each step", unit="steps")
+    price_per_hour: float | None = opt(None, "dollars for a GPU and hour, for the cost so far; None = "
+                                       "the catalogue's", unit="dollars", example=2.5)
     verbose: bool = opt(False, "print the sharded model and every derived setting")
-    project_name: str = opt("fsdp_qlora", "project, with --log_to wandb")
-    name: str | None = opt(None, "run name, with --log_to wandb")
+    project_name: str = opt("fsdp_qlora", "project of wandb, experiment of mlflow")
+    name: str | None = opt(None, "run name, with --log_to wandb or mlflow")
     group: str | None = opt(None, "run group, with --log_to wandb")
     entity: str | None = opt(None, "team, with --log_to wandb")
 

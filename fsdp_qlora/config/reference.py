@@ -26,12 +26,22 @@ def schema() -> dict:
 def property_of(f, kind: type) -> dict:
     """One setting: what it takes, its default, help and example."""
     unit = f" ({f.metadata['unit']})" if f.metadata["unit"] else ""
-    forms: list[dict] = [{"enum": usable_choices(f)}] if usable_choices(f) else forms_of(f, kind)
+    forms: list[dict] = choices_of(f) or forms_of(f, kind)
     if default_of(f) is None: forms.append({"type": "null"})
     found = forms[0] if len(forms) == 1 else {"anyOf": forms}
     found = found | {"description": f.metadata["help"] + unit, "default": default_of(f)}
     if f.metadata["example"] is not None: found["examples"] = [f.metadata["example"]]
     return found
+
+
+def choices_of(f) -> list[dict]:
+    """The forms of a setting that has choices."""
+    choices = usable_choices(f)
+    if not choices: return []
+    if not f.metadata["several"]: return [{"enum": choices}]
+    one = "|".join(choices)
+    return [{"type": "string", "pattern": f"^ *({one}) *(, *({one}) *)*$"},
+            {"type": "array", "items": {"enum": choices}, "minItems": 1}]
 
 
 def forms_of(f, kind: type) -> list[dict]:
@@ -43,7 +53,7 @@ def forms_of(f, kind: type) -> list[dict]:
         return [{"type": ["string", "number"]}, *lists]
     number = {"type": "integer" if kind is int else "number"}
     if f.name in AT_LEAST_ONE: return [number | {"minimum": 1}]
-    if f.name in NOT_NEGATIVE: return [number | {"minimum": 0}]
+    if f.name in (*NOT_NEGATIVE, "price_per_hour"): return [number | {"minimum": 0}]
     if f.name in AUTO_OR_ABOVE_ZERO:
         return [number | {"minimum": 1}, {"const": AUTO}, {"const": "auto"}]
     return [number, {"const": "auto"}] if "auto" in f.metadata["help"] else [number]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .checks import (
+    TERMINAL_FORMS,
     block_numbers,
     check_choices,
     check_data_together,
@@ -37,7 +38,7 @@ from .options import (
     ProfileOptions,
     ShardingOptions,
 )
-from .settings import AUTO
+from .settings import AUTO, parts_of
 
 PATHS = ("model_name", "dataset", "eval_dataset", "data_cache", "quantized_cache", "output_dir",
          "resume", "profiling_output")
@@ -150,6 +151,11 @@ class RunConfig(ModelOptions, AdapterOptions, DataOptions, EvaluationOptions, Ba
         """`modules_to_save` as a list; empty where every weight is trained."""
         if not self.has_lora or not self.modules_to_save: return []
         return [name.strip() for name in self.modules_to_save.split(",") if name.strip()]
+
+    @property
+    def trackers(self) -> list[str]:
+        """What --log_to names beside a form of terminal output."""
+        return [name for name in dict.fromkeys(parts_of(self.log_to)) if name not in TERMINAL_FORMS]
 
     @property
     def rank_pattern(self) -> dict[str, int]:

@@ -8,13 +8,19 @@ AUTO = -1  # an integer setting that is derived; the derived value is printed on
 
 
 def opt(default: Any, help: str, *, choices=None, unit: str | None = None, example=None,
-        later: tuple = (), bare=None):
+        later: tuple = (), bare=None, several: bool = False):
     """A setting: `later` holds values of the original script that this version refuses by name.
 
-    bare: the value of the flag given without one.
+    bare: the value of the flag given without one. several: choices may be joined with commas.
     """
-    meta = dict(help=help, choices=choices, unit=unit, example=example, later=later, bare=bare)
+    meta = dict(help=help, choices=choices, unit=unit, example=example, later=later, bare=bare,
+                several=several)
     return field(default=default, metadata=meta)
+
+
+def parts_of(text: str) -> list[str]:
+    """What a setting of several choices names."""
+    return [part.strip() for part in text.split(",")]
 
 
 def type_name(hint) -> str:

@@ -13,6 +13,7 @@ class RunCost:
     hours: float
     dollars: float | None   # None where no price is known
     price_source: str
+    price: float | None = None  # of a GPU and hour
 
 
 def run_cost(step: StepTime, gpu: Gpu, *, gpus: int, examples: int, length: int, epochs: float = 1,
@@ -28,4 +29,4 @@ def run_cost(step: StepTime, gpu: Gpu, *, gpus: int, examples: int, length: int,
     hours = tokens / (step.tokens_per_second_per_gpu * gpus) / 3600
     price = gpu.price_per_hour if price_per_hour is None else price_per_hour
     source = gpu.price_source if price_per_hour is None else "given"
-    return RunCost(hours, None if price is None else hours * price * gpus, source)
+    return RunCost(hours, None if price is None else hours * price * gpus, source, price)

@@ -50,7 +50,8 @@ class Estimate:
         """Hours and dollars to train on so many rows --num_epochs times."""
         if examples < 1: raise ValueError(f"--examples must be 1 or more, got {examples}")
         return run_cost(self.step, self.machine.gpu, gpus=self.machine.world_size, examples=examples,
-                        length=self.config.context_length, epochs=self.config.num_epochs)
+                        length=self.config.context_length, epochs=self.config.num_epochs,
+                        price_per_hour=self.config.price_per_hour)
 
 
 def estimate(shape: ModelShape, machine: Machine, config: RunConfig) -> Estimate:

@@ -111,8 +111,8 @@ def cost_line(found: Estimate, cost: RunCost, examples: int) -> str:
     config = found.config
     tokens = examples * config.context_length * config.num_epochs
     epochs = f" x {config.num_epochs} epochs" if config.num_epochs > 1 else ""
-    money = "no price known: give --prices" if cost.dollars is None else (
-        f"${cost.dollars:,.2f} at ${found.machine.gpu.price_per_hour:.2f} per GPU and hour "
+    money = "no price known: give --prices or --price_per_hour" if cost.dollars is None else (
+        f"${cost.dollars:,.2f} at ${cost.price:.2f} per GPU and hour "
         f"({cost.price_source})")
     total = f"{tokens / 1e6:,.1f} M" if tokens >= 1e6 else f"{tokens:,}"
     return (f"{counted(examples, 'row')} x {config.context_length:,} tokens{epochs} = {total} tokens: "

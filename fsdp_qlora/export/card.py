@@ -23,7 +23,8 @@ CARD_FILE = "README.md"
 PACKAGES = ("fsdp_qlora", "torch", "transformers", "peft", "bitsandbytes")
 NOT_SHOWN = {"model_name", "revision", "dataset", "dataset_split", "output_dir", "data_cache", "resume",
              "log_to", "verbose", "device", "name", "group", "entity", "project_name", "master_addr",
-             "master_port", "world_size", "loading_workers", "preview", "quantized_cache"}
+             "master_port", "world_size", "loading_workers", "preview", "quantized_cache",
+             "log_every", "price_per_hour"}
 
 
 def run_record(config: RunConfig, data_digest: str, device_name: str, ranks: int) -> dict:

@@ -1,21 +1,33 @@
-"""What a run says while it runs, and keeps: one JSON line per step, a progress bar, a loss picture.
+"""The records of a run: each is one JSON line of `metrics.jsonl`.
 
-Only rank 0 writes. `metrics.jsonl` is always there, whatever is shown on the terminal.
+`line()` is for people, `values()` for trackers such as TensorBoard; a record without them is kept in
+the file alone.
 """
 from __future__ import annotations
 
-import json
 import math
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
-from tqdm import tqdm
+SHOWN_OF_ANSWER = 70  # characters, in a line
+
+
+class Record:
+    """One thing that happened in a run, after `step` optimizer steps; `kind` names it in the file."""
+    step: int
+    kind: str
+
+    def line(self) -> str:
+        """The record in one line for people."""
+        return ""
+
+    def values(self) -> dict[str, float]:
+        """Its numbers by the names that trackers show."""
+        return {}
 
 
 @dataclass
-class StepMetrics:
+class StepMetrics(Record):
     """One optimizer step."""
     step: int                  # from 1
     loss: float                # sum over trained tokens of all ranks / their number
@@ -28,6 +40,8 @@ class StepMetrics:
     peak_allocated_gib: float  # of this rank's GPU; 0 on the CPU
     loss_scale: float | None = None  # with fp16
     kind: str = "step"
+    model_tflops_per_gpu: float | None = None  # None: a family whose shape is not known
+    share_of_peak: float | None = None         # of the GPU's dense bf16 rate; None: a card not known
 
     @property
     def is_finite(self) -> bool:
@@ -41,13 +55,69 @@ class StepMetrics:
                 and self.loss_scale > 1)
 
     def line(self) -> str:
-        """The step in one line for people."""
-        return (f"step {self.step}  loss {self.loss:.4f}  lr {self.lr:.2e}  "
-                f"grad_norm {self.grad_norm:.3f}  {self.tokens_per_second:,.0f} tok/s")
+        parts = [f"loss {self.loss:.4f}", f"lr {self.lr:.2e}", f"grad_norm {self.grad_norm:.3f}",
+                 f"{self.tokens_per_second:,.0f} tok/s"]
+        if self.model_tflops_per_gpu and self.model_tflops_per_gpu >= 0.05: parts.append(self.rate())
+        if self.peak_allocated_gib: parts.append(f"{self.peak_allocated_gib:.1f} GiB")
+        return "  ".join([f"step {self.step}", *parts])
+
+    def rate(self) -> str:
+        """Model TFLOP/s of a GPU, and of what its datasheet promises."""
+        of_peak = "" if self.share_of_peak is None else f" ({self.share_of_peak:.0%} of peak)"
+        digits = 0 if self.model_tflops_per_gpu >= 10 else 1
+        return f"{self.model_tflops_per_gpu:.{digits}f} TFLOP/s{of_peak}"
+
+    def values(self) -> dict[str, float]:
+        names = ("loss", "lr", "grad_norm", "tokens_per_second", "model_tflops_per_gpu",
+                 "share_of_peak", "peak_allocated_gib", "seconds")
+        return {f"train/{name}": value for name in names
+                if (value := getattr(self, name)) is not None}
 
 
 @dataclass
-class EvalMetrics:
+class Progress(StepMetrics):
+    """Several steps as one: their means, and where the run stands after the last of them."""
+    total_steps: int | None = None     # None: until a stream ends
+    seconds_left: float | None = None  # without the evaluations to come
+    dollars: float | None = None       # so far, for all GPUs; None: no price is known
+
+    def line(self) -> str:
+        step = f"step {self.step}" + (f"/{self.total_steps}" if self.total_steps else "")
+        parts = [step, super().line().split("  ", 1)[1]]
+        if self.seconds_left: parts.append(f"{clock(self.seconds_left)} left")
+        if self.dollars is not None: parts.append(f"${self.dollars:,.2f}")
+        return "  ".join(parts)
+
+    def values(self) -> dict[str, float]:
+        return super().values() | ({} if self.dollars is None else {"run/dollars": self.dollars})
+
+
+def mean_of(steps: Sequence[StepMetrics], **where) -> Progress:
+    """Steps in a row as one: loss per trained token of all, rates over all, the last learning rate.
+
+    Loss and norm are of the steps that were taken, unless none was.
+    """
+    last, trained = steps[-1], sum(s.trained_tokens for s in steps)
+    seconds, count = sum(s.seconds for s in steps), len(steps)
+    taken = [s for s in steps if s.is_finite] or steps
+
+    def mean(name: str, weights: str | None = None) -> float | None:
+        if getattr(last, name) is None: return None
+        counted = steps if weights == "seconds" else taken
+        shares = [getattr(s, weights) if weights else 1 for s in counted]
+        if not sum(shares): return getattr(last, name)
+        return sum(getattr(s, name) * n for s, n in zip(counted, shares, strict=True)) / sum(shares)
+    return Progress(
+        step=last.step, loss=mean("loss", "trained_tokens"), lr=last.lr,
+        grad_norm=mean("grad_norm"), trained_tokens=trained, tokens=sum(s.tokens for s in steps),
+        seconds=seconds / count, tokens_per_second=sum(s.tokens for s in steps) / seconds,
+        peak_allocated_gib=max(s.peak_allocated_gib for s in steps),
+        model_tflops_per_gpu=mean("model_tflops_per_gpu", "seconds"),
+        share_of_peak=mean("share_of_peak", "seconds"), **where)
+
+
+@dataclass
+class EvalMetrics(Record):
     """One evaluation on held-out rows."""
     step: int                  # optimizer steps done
     eval_loss: float           # sum over all trained tokens of these rows / their number
@@ -58,13 +128,75 @@ class EvalMetrics:
     kind: str = "eval"
 
     def line(self) -> str:
-        """The evaluation in one line for people."""
         return (f"step {self.step}  held-out loss {self.eval_loss:.4f}  "
                 f"perplexity {self.perplexity:.3f}" + ("  best so far" if self.is_best else ""))
 
+    def values(self) -> dict[str, float]:
+        return {"eval/loss": self.eval_loss, "eval/perplexity": self.perplexity}
+
 
 @dataclass
-class CheckpointMetrics:
+class SampleRecord(Record):
+    """What the model answers now."""
+    step: int                  # optimizer steps done; 0 before the first
+    samples: list[dict]        # prompt, answer and reference (empty if there is none), as text
+    seconds: float
+    kind: str = "samples"
+
+    def line(self) -> str:
+        first = " ".join(self.samples[0]["answer"].split())
+        shown = first if len(first) <= SHOWN_OF_ANSWER else first[:SHOWN_OF_ANSWER] + "..."
+        return f"step {self.step}  answers {shown!r}"
+
+
+@dataclass
+class StartRecord(Record):
+    """A run began, or went on from a checkpoint: all that is known before its next step."""
+    step: int                  # optimizer steps done before
+    time: str                  # ISO 8601, UTC
+    run_id: str                # the same for as long as a run is resumed
+    settings: dict             # of RunConfig, with where it runs under "about"; no secrets
+    ranks: int
+    total_steps: int | None
+    rows_per_step: int
+    micro_batch: int           # rows, or bins under --packing
+    accumulation: int
+    trained_weights: int
+    load_seconds: float
+    data: dict                 # the data report, and how many rows are trained on and held out
+    estimate: dict = field(default_factory=dict)  # GiB and seconds that were predicted, where they were
+    dollars_per_hour: float | None = None
+    kind: str = "start"
+
+
+@dataclass
+class EndRecord(Record):
+    """This is how a run ended; a run that was killed has none."""
+    step: int
+    status: str                # finished, stopped or failed
+    message: str
+    time: str
+    kind: str = "end"
+
+
+@dataclass
+class DataRecord(Record):
+    """What happened to the rows of a stream, at its end."""
+    step: int
+    data: dict
+    kind: str = "data"
+
+
+@dataclass
+class RollBackRecord(Record):
+    """A run went back to its checkpoint after `step` steps, and left rows of bad steps out."""
+    step: int
+    from_step: int
+    kind: str = "rollback"
+
+
+@dataclass
+class CheckpointMetrics(Record):
     """One checkpoint, at its start; it is written while training goes on."""
     step: int                  # optimizer steps done
     seconds_held: float        # that the next step waited
@@ -72,128 +204,22 @@ class CheckpointMetrics:
 
 
 @dataclass
-class SkippedMetrics:
+class SkippedMetrics(Record):
     """A step that no rank took, because its loss or gradient was not a number."""
     step: int                  # from 1
     rows: list                 # ids or places of all its rows
     kind: str = "skipped"
 
 
-class RunLog:
-    """Writes the steps of a run to `metrics.jsonl` and shows them as --log_to asks.
-
-    earlier: the lines of the same run before it was stopped; they stay.
-    """
-
-    def __init__(self, folder: str | Path, log_to: str, total_steps: int | None, is_main: bool,
-                 earlier: Sequence[dict] = ()):
-        self.is_main, self.log_to = is_main, log_to
-        self.steps = [StepMetrics(**r) for r in earlier if r["kind"] == "step"]
-        self.evaluations = [EvalMetrics(**r) for r in earlier if r["kind"] == "eval"]
-        if not is_main: return
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        self.path = Path(folder) / "metrics.jsonl"
-        self.begin(earlier)
-        self.bar = tqdm(total=total_steps, unit="step", disable=log_to != "tqdm",
-                        initial=self.steps[-1].step if self.steps else 0,
-                        mininterval=0.1 if sys.stderr.isatty() else 10, dynamic_ncols=True)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        if not self.is_main: return
-        if self.waiting: self.write()
-        if self.waiting: self.warn("still no room", "its last lines are lost")
-        self.bar.close()
-        self.file.close()
-
-    def begin(self, records: Sequence[dict]):
-        """Start the file with these lines; it is never seen half written."""
-        begun = self.path.with_suffix(".partial")
-        try:
-            begun.write_text("".join(json.dumps(r) + "\n" for r in records))
-            begun.replace(self.path)
-        except OSError as error:
-            raise ValueError(f"--output_dir {self.path.parent}: {self.path.name} can't be written "
-                             f"({error.strerror}); make room, or give another folder") from error
-        self.file, self.waiting = open(self.path, "ab", buffering=0), b""  # noqa: SIM115  see __exit__
-
-    def rewind(self, step: int):
-        """Forget what came after `step`."""
-        self.steps = [s for s in self.steps if s.step <= step]
-        self.evaluations = [e for e in self.evaluations if e.step <= step]
-        if not self.is_main: return
-        self.file.close()
-        lines = map(json.loads, (self.path.read_bytes() + self.waiting).splitlines())
-        self.begin([r for r in lines if r["step"] <= step or r["kind"] == "skipped"])
-        self.bar.update(step - self.bar.n)
-
-    def log(self, metrics: StepMetrics):
-        """Record and show one step."""
-        self.steps.append(metrics)
-        if not self.is_main: return
-        self.record(metrics)
-        if self.log_to == "stdout": print(metrics.line(), flush=True)
-        self.bar.set_postfix_str(f"loss {metrics.loss:.3f}, {metrics.tokens_per_second:,.0f} tok/s",
-                                 refresh=False)
-        self.bar.update()
-
-    def log_evaluation(self, metrics: EvalMetrics):
-        """Record and show one evaluation."""
-        self.evaluations.append(metrics)
-        if not self.is_main: return
-        self.record(metrics)
-        if self.log_to == "tqdm": self.bar.write(metrics.line())
-        elif self.log_to == "stdout": print(metrics.line(), flush=True)
-
-    def record(self, metrics: StepMetrics | EvalMetrics | CheckpointMetrics | SkippedMetrics):
-        """One line of JSON in the file, and on the terminal if asked."""
-        if not self.is_main: return
-        text = json.dumps(asdict(metrics))
-        self.write(text + "\n")
-        if self.log_to == "jsonl": print(text, flush=True)
+# What a run that goes back to a checkpoint does not forget.
+HISTORY = ("start", "end", "rollback", "skipped")
 
 
-    def write(self, text: str = ""):
-        """Append to the file. On a full disk lines wait for the next one, and the run goes on."""
-        had_room, self.waiting = not self.waiting, self.waiting + text.encode()
-        try:
-            while self.waiting: self.waiting = self.waiting[self.file.write(self.waiting):]
-        except OSError as error:
-            if had_room: self.warn(error.strerror, "its lines wait until there is room")
-
-    def warn(self, reason: str, then: str):
-        """Say on stderr, beside the bar, that the file can't be written."""
-        self.bar.write(f"warning: {self.path} can't be written ({reason}); {then}", file=sys.stderr)
-
-
-def plot_loss(steps: list[StepMetrics], path: str | Path, title: str = "",
-              evaluations: list[EvalMetrics] = ()) -> bool:
-    """Draw the losses over optimizer steps as a PNG; False where matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    x, losses = [s.step for s in steps], [s.loss for s in steps]
-    axes.plot(x, losses, color="#9db8d2", linewidth=1, label="each step")
-    axes.plot(x, smoothed(losses), color="#1f5a99", linewidth=2, label="running mean")
-    if evaluations:
-        axes.plot([e.step for e in evaluations], [e.eval_loss for e in evaluations], color="#c2571a",
-                  linewidth=2, marker="o", markersize=4, label="held-out rows")
-    axes.set(xlabel="optimizer step", ylabel="loss per trained token", title=title,
-             ylim=(0, None))
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return True
-
-
-def smoothed(values: list[float], window: int = 10) -> list[float]:
-    """Mean of the last `window` values at each place."""
-    return [sum(part) / len(part) for i in range(len(values))
-            if (part := values[max(0, i - window + 1):i + 1])]
+def clock(seconds: float) -> str:
+    """Seconds as people read them off: 45 s, 12 min, 3 h 05, 2 d 4 h."""
+    if not math.isfinite(seconds): return "?"
+    minutes = seconds / 60
+    if minutes < 2: return f"{seconds:.0f} s"
+    if minutes < 120: return f"{minutes:.0f} min"
+    hours, minutes = divmod(round(minutes), 60)
+    return f"{hours} h {minutes:02}" if hours < 48 else f"{hours // 24} d {hours % 24} h"

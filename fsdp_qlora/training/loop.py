@@ -12,8 +12,11 @@ from ..data import Step, StepLoader, StreamLoader
 from ..dist import board, from_main, gather_over_ranks, print_main
 from ..export import save_trained
 from ..observe.memory_report import MemoryWatch
-from ..observe.metrics import CheckpointMetrics, RunLog, SkippedMetrics, StepMetrics
+from ..observe.metrics import CheckpointMetrics, SkippedMetrics, StepMetrics
+from ..observe.pace import arithmetic
 from ..observe.profiling import step_profiler
+from ..observe.runlog import RunLog
+from ..observe.samples import Sampler
 from .describe import first_step_line
 from .faults import Agreement, BadSteps, RollBack
 from .frozen import FrozenWeights
@@ -28,11 +31,12 @@ class Training:
 
     def __init__(self, config: RunConfig, tokenizer, loader: StepLoader | StreamLoader,
                  state: RunState, boundary: Boundary, log: RunLog, writer: CheckpointWriter,
-                 record: dict, signals: StopSignals | None = None):
+                 record: dict, signals: StopSignals | None = None, sampler: Sampler | None = None):
         self.config, self.tokenizer, self.loader, self.state = config, tokenizer, loader, state
         self.boundary, self.log, self.writer, self.record = boundary, log, writer, record
-        self.signals = signals or StopSignals()
-        self.lagged = LaggedLog(log, state.device, self.was_read)
+        self.signals, self.sampler = signals or StopSignals(), sampler
+        self.lagged = LaggedLog(log, state.device, self.was_read,
+                                arithmetic(config, state.model, state.device))
         self.first_step = boundary.step + 1
         self.bad = BadSteps(config.on_bad_steps, config.max_bad_steps)
         self.watch = Watchdog(board[-1], config.stall_seconds)
@@ -61,6 +65,7 @@ class Training:
     def ran_through(self) -> bool:
         """Train to the end; False if that came to bad steps and is to be tried from a checkpoint."""
         try:
+            if not self.boundary.step: self.sample()
             self.evaluate_if_due()  # a run that was stopped may not have come to it
             with step_profiler(self.config, self.state.device) as step_done:
                 for step in self.loader:
@@ -68,6 +73,7 @@ class Training:
                     step_done()
             self.lagged.flush()
             self.evaluate_if_due(is_last=True)
+            self.sample()
             return True
         except RollBack:
             return False
@@ -82,7 +88,7 @@ class Training:
                                     max_grad_norm=self.max_norm, no_sync=self.config.no_sync,
                                     scaler=state.scaler)
             self.bad.rows[step.index + 1] = step.row_ids
-            self.lagged.add(step.index + 1, lr, result)
+            self.lagged.add(step.index + 1, lr, step.num_rows, result)
         state.scheduler.step()
         self.boundary = state.boundary(step.index + 1)
         if is_taken: self.after_step()
@@ -117,10 +123,19 @@ class Training:
         self.watch.mark(f"the evaluation after step {step}")
         metrics = evaluator.run(self.state.model, step, self.agree)
         self.log.log_evaluation(metrics)
+        self.sample()
         if metrics.is_best and self.config.save_model:
             with self.watch.paused("saving the best weights"):
                 save_trained(self.state.model, weights_folder(self.config, "-best"), self.tokenizer,
                              self.record)
+        self.lagged.restart_clock()
+
+    def sample(self):
+        """What the model answers now, if that is asked and not known."""
+        step = self.boundary.step
+        if not self.sampler or self.sampler.last_step == step: return
+        self.watch.mark(f"the answers after step {step}")
+        self.log.record(self.sampler.run(self.state.model, step, self.agree))
         self.lagged.restart_clock()
 
     def was_read(self, metrics: StepMetrics):

@@ -31,6 +31,7 @@ from ..data import (
 from ..dist import print_main, ranks_from_env
 from ..loading import read_config
 from ..loading.tokens import grow_vocabulary, load_tokenizer
+from ..observe.samples import choose_prompts
 from ..places import check_folder
 from .loop import weights_folder
 
@@ -112,6 +113,7 @@ def load_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
     if held_out is not None:
         print_main(f"held out: {counted(len(held_out), 'row')}, {held_out.lengths.sum():,} tokens, "
                    f"{held_out.trained_counts.sum():,} of them predicted")
+    choose_prompts(config, tokenizer, held_out)  # a mistake in them is said here, on every rank
     return RunData(rows, held_out, stream)
 
 

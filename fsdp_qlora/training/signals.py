@@ -21,6 +21,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 class StopRequested(Exception):
     """A run was asked to stop, and has: the message says where it can go on from."""
+    ends_as = "stopped"  # in the run's own records
 
 
 class StopSignals:

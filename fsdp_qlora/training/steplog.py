@@ -3,10 +3,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from ..observe.metrics import RunLog, StepMetrics
+from ..observe.metrics import StepMetrics
+from ..observe.pace import Arithmetic
+from ..observe.runlog import RunLog
 from .step import StepResult
 
 
@@ -18,27 +21,32 @@ class LaggedLog:
     """
 
     def __init__(self, log: RunLog, device: torch.device,
-                 was_read: Callable[[StepMetrics], None] = lambda _: None):
+                 was_read: Callable[[StepMetrics], None] = lambda _: None,
+                 arithmetic: Arithmetic | None = None):
         self.log, self.device, self.pending, self.was_read = log, device, None, was_read
+        self.arithmetic = arithmetic
         self.restart_clock()
 
     def restart_clock(self):
         """Count the next step's seconds from now."""
         self.read = time.perf_counter()
 
-    def add(self, number: int, lr: float, result: StepResult):
-        """Take a step that was queued, and log the one before it."""
+    def add(self, number: int, lr: float, rows: int, result: StepResult):
+        """Take a step of so many rows that was queued, and log the one before it."""
         self.flush()
-        self.pending = number, lr, result
+        self.pending = number, lr, rows, result
         if self.device.type == "cpu": self.flush()
 
     def flush(self):
         """Log the step that is waiting, if there is one."""
         if self.pending is None: return
-        number, lr, result = self.pending
+        number, lr, rows, result = self.pending
         result.loss_and_norm = result.loss_and_norm.cpu()  # waits until the step is done
         started, self.read = self.read, time.perf_counter()
-        metrics = step_metrics(number, lr, result, self.read - started, self.device)
+        seconds = self.read - started
+        metrics = step_metrics(number, lr, result, seconds, self.device)
+        if self.arithmetic:
+            metrics = replace(metrics, **self.arithmetic.of_step(result.tokens, rows, seconds))
         self.pending = None
         self.log.log(metrics)
         self.was_read(metrics)

@@ -21,7 +21,7 @@ from ..checkpoint import (
     saved_adapter,
 )
 from ..config import BatchPlan, RunConfig, plan_batches
-from ..config.settings import AUTO
+from ..config.settings import AUTO, parts_of
 from ..data import (
     Source,
     StepLoader,
@@ -36,9 +36,16 @@ from ..dist import from_main, gather_over_ranks, print_main, ranks_from_env
 from ..export import save_trained
 from ..export.card import run_record
 from ..observe.evaluate import Evaluator
-from ..observe.metrics import RunLog, StepMetrics, plot_loss
+from ..observe.loss_picture import plot_loss
+from ..observe.metrics import DataRecord, StartRecord, StepMetrics
+from ..observe.pace import Pace
+from ..observe.runlog import RunLog
+from ..observe.samples import Sampler, choose_prompts
+from ..observe.sinks import Sink, terminal
+from ..observe.trackers import open_trackers
 from ..optim import build_optimizer, build_scheduler
 from ..redact import redact_all
+from .begin import about_data, start_record
 from .describe import describe
 from .loop import Training, weights_folder
 from .scaler import LossScaler
@@ -54,24 +61,43 @@ def train(config: RunConfig, dataset: TokenizedDataset | Subset | Source, device
     Needs a process group. Goes on from a checkpoint as --resume says. `held_out` rows are evaluated
     on as --eval_every says; `signals` may ask for a stop. Returns the metrics of every step.
     """
-    found, ranks = find_run(config, dataset), ranks_from_env()
+    found = find_run(config, dataset)
     config = found.settings(config)
+    run_id = found.run["run_id"] if found.run else from_main(lambda: uuid.uuid4().hex)
+    with open_trackers(config, run_id, found.step) as trackers:
+        return train_found(config, found, run_id, dataset, device, tokenizer, held_out, signals,
+                           trackers)
+
+
+def train_found(config: RunConfig, found: Found, run_id: str,
+                dataset: TokenizedDataset | Subset | Source, device: torch.device, tokenizer,
+                held_out: TokenizedDataset | Subset | None, signals: StopSignals | None,
+                trackers: list[Sink]) -> list[StepMetrics]:
+    """`train` from where the run was found."""
+    ranks = ranks_from_env()
     batches = plan_batches(config, ranks.world_size)
     seed_everything(config.seed, ranks.rank, config.deterministic)
     started = time.perf_counter()
     model = built(config, device, found)
     loader = build_loader(config, dataset, batches, tokenizer, model.config.vocab_size, device)
-    describe(model, config, batches, loader.sampler.total_steps, time.perf_counter() - started)
+    loaded, total_steps = time.perf_counter() - started, loader.sampler.total_steps
+    describe(model, config, batches, total_steps, loaded)
     state = build_state(config, batches, model, loader, tokenizer, held_out, device)
     boundary = restored(state, found) if found.folder else state.boundary(0)
-    with RunLog(config.output_dir, config.log_to, loader.sampler.total_steps, ranks.is_main,
-                found.metrics) as log:
+    sampler = build_sampler(config, tokenizer, held_out, model.config.vocab_size, device)
+    record = record_of(config, found, device)
+    start = start_record(config, record, run_id, model, batches, about_data(dataset, held_out), device,
+                         step=boundary.step, total_steps=total_steps, load_seconds=loaded)
+    with run_log(config, start, trackers, found) as log:
+        log.record(start)
         writer = CheckpointWriter(checkpoints_of(config.output_dir), state, config,
-                                  facts_of(config, state, found), found.disks, found.folder)
-        record = record_of(config, found, device)
-        Training(config, tokenizer, loader, state, boundary, log, writer, record, signals).run()
-    if isinstance(loader, StreamLoader): print_main(loader.full_report().format_report())
-    finish(model, config, log, tokenizer, record)
+                                  facts_of(config, state, found, run_id), found.disks,
+                                  found.folder)
+        Training(config, tokenizer, loader, state, boundary, log, writer, record, signals,
+                 sampler).run()
+        log.end_steps()
+        if isinstance(loader, StreamLoader): report_on_stream(loader, log)
+        finish(model, config, log, tokenizer, record)
     return log.steps
 
 
@@ -80,6 +106,21 @@ def built(config: RunConfig, device: torch.device, found: Found) -> nn.Module:
     if not found.folder or config.init_lora_weights == "default": return build_model(config, device)
     with found.disks.at_hand(found.folder):
         return build_model(config, device, saved_adapter(found.folder))
+
+
+def run_log(config: RunConfig, start: StartRecord, trackers: list[Sink], found: Found) -> RunLog:
+    """Where the records of a run go."""
+    shown = terminal(parts_of(config.log_to), start.total_steps, start.step)
+    pace = Pace(start.total_steps, start.dollars_per_hour, found.metrics)
+    return RunLog(config.output_dir, ranks_from_env().is_main, terminal=shown, trackers=trackers,
+                  every=config.log_every, pace=pace, earlier=found.metrics)
+
+
+def report_on_stream(loader: StreamLoader, log: RunLog):
+    """What happened to the rows of a stream is known when all have been read."""
+    report = loader.full_report()
+    print_main(report.format_report())
+    log.record(DataRecord(log.last_step(), dict(report=report.to_dict())))
 
 
 def build_state(config: RunConfig, batches: BatchPlan, model: nn.Module,
@@ -106,9 +147,17 @@ def restored(state: RunState, found: Found) -> Boundary:
     with found.disks.at_hand(found.folder): return state.restore(found.folder)
 
 
-def facts_of(config: RunConfig, state: RunState, found: Found) -> dict:
+def build_sampler(config: RunConfig, tokenizer, held_out: TokenizedDataset | Subset | None,
+                  vocab_size: int, device: torch.device) -> Sampler | None:
+    """What answers the prompts of --samples and --sample_prompts."""
+    prompts = choose_prompts(config, tokenizer, held_out)
+    if not prompts: return None
+    return Sampler(prompts, tokenizer, device, config.sample_tokens, packing=config.packing,
+                   pad_token_id=choose_pad_token_id(tokenizer, vocab_size))
+
+
+def facts_of(config: RunConfig, state: RunState, found: Found, run_id: str) -> dict:
     """What run.json says beside the state; `run_id` stays the same for as long as a run is resumed."""
-    run_id = found.run["run_id"] if found.run else from_main(lambda: uuid.uuid4().hex)
     return {"run_id": run_id, "config": redact_all(asdict(config)), "content": found.content,
             "world_size": ranks_from_env().world_size,
             "rows_per_step": state.sampler.rows_per_step}

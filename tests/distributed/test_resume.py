@@ -87,7 +87,8 @@ def whole_and_resumed(folder: str, out: str, cases: list[dict]) -> list[dict]:
 def metrics(out: Path, kind: str = "step") -> list[dict]:
     """What metrics.jsonl says, without times."""
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in r.items() if "second" not in k and k != "peak_allocated_gib"}
+    return [{k: v for k, v in r.items() if "second" not in k and k not in (
+        "peak_allocated_gib", "model_tflops_per_gpu", "share_of_peak")}
             for r in records if r["kind"] == kind]
 
 

@@ -45,12 +45,12 @@ def endless_run(folder: str, rows: str, out: Path, world_size: int) -> subproces
     """train.py after its first steps."""
     command = [sys.executable, "train.py", "--model_name", folder, "--dataset", rows, "--device", "cpu",
                "--precision", "fp32", "--lora_rank", "2", "--num_epochs", "1000000", "--world_size",
-               str(world_size), "--log_to", "stdout", "--output_dir", str(out)]
+               str(world_size), "--log_to", "stdout", "--log_every", "1", "--output_dir", str(out)]
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     run = subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE,
                            stderr=subprocess.PIPE, preexec_fn=listen_to_ctrl_c)
     for line in run.stdout:
-        if line.startswith("step 3 "): return run
+        if line.startswith("step 3/"): return run
     raise AssertionError(run.stderr.read())
 
 

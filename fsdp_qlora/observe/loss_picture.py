@@ -1,0 +1,37 @@
+"""The losses of a run as one picture, `loss.png`."""
+from __future__ import annotations
+
+from pathlib import Path
+
+from .metrics import EvalMetrics, StepMetrics
+
+
+def plot_loss(steps: list[StepMetrics], path: str | Path, title: str = "",
+              evaluations: list[EvalMetrics] = ()) -> bool:
+    """Draw the losses over optimizer steps as a PNG; False where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    x, losses = [s.step for s in steps], [s.loss for s in steps]
+    axes.plot(x, losses, color="#9db8d2", linewidth=1, label="each step")
+    axes.plot(x, smoothed(losses), color="#1f5a99", linewidth=2, label="running mean")
+    if evaluations:
+        axes.plot([e.step for e in evaluations], [e.eval_loss for e in evaluations], color="#c2571a",
+                  linewidth=2, marker="o", markersize=4, label="held-out rows")
+    axes.set(xlabel="optimizer step", ylabel="loss per trained token", title=title,
+             ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return True
+
+
+def smoothed(values: list[float], window: int = 10) -> list[float]:
+    """Mean of the last `window` values at each place."""
+    return [sum(part) / len(part) for i in range(len(values))
+            if (part := values[max(0, i - window + 1):i + 1])]
