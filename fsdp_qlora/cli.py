@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from .bench.command import bench_command
+from .commands.calibrate import calibrate_command
 from .commands.delivery import DELIVERY
 from .commands.doctor import doctor_command
 from .commands.guide import GUIDE
@@ -129,8 +130,8 @@ def demo_command(argv: list[str]):
 
 
 COMMANDS = {"train": train_command, **GUIDE, "generate": generate_command, "data": data_command,
-            "bench": bench_command, "demo": demo_command, "doctor": doctor_command,
-            "report": report_command} | DELIVERY
+            "bench": bench_command, "calibrate": calibrate_command, "demo": demo_command,
+            "doctor": doctor_command, "report": report_command} | DELIVERY
 
 
 def overview() -> str:

@@ -18,7 +18,7 @@ from fsdp_qlora import cli
 from fsdp_qlora.bench import command as bench
 from fsdp_qlora.catalog.arch import model_shape
 from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
-from fsdp_qlora.commands import delivery, guide, reporting
+from fsdp_qlora.commands import calibrate, delivery, guide, reporting
 from fsdp_qlora.config import RunConfig, plan_batches
 from fsdp_qlora.config.flags import parse
 from fsdp_qlora.config.recipe import RecipeOptions
@@ -68,7 +68,7 @@ def pages() -> dict[Path, str]:
 
 def own_options() -> list[type]:
     """The dataclasses of settings that commands add to those of a run."""
-    found = [RecipeOptions, *(value for module in (guide, cli, reporting, bench, delivery)
+    found = [RecipeOptions, *(value for module in (guide, cli, reporting, bench, calibrate, delivery)
                               for value in vars(module).values() if is_dataclass(value))]
     return [g for g in dict.fromkeys(found) if isinstance(g, type) and g.__name__.endswith("Options")
             and g not in (*GROUPS, RunConfig)]

@@ -1,5 +1,6 @@
 """`train --dry_run` shows the run and leaves no trace."""
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,10 @@ def test_padding_at_the_end_is_left_out_and_a_trained_end_token_is_not():
     batch = {"input_ids": torch.tensor([[5, 6, 1, 1], [5, 1, 1, 1]]),
              "labels": torch.tensor([[-100, 6, 1, -100], [-100, -100, -100, -100]])}
     assert [len(ids) for ids, _ in batch_rows(batch, 1)] == [3, 1]
+
+
+def test_what_is_auto_is_planned_and_nothing_is_minus_one(shown):
+    text = shown("--batch_size", "auto", "--global_batch_size", "4", "--context_length", "64")
+    assert "batch_size: auto" in text and "batch_size: -1" not in text
+    chosen = re.search(r"chosen: --batch_size (\d+)", text)[1]
+    assert chosen in ("1", "2") and f"micro-batch {chosen} row" in text

@@ -144,3 +144,23 @@ def test_a_mistake_is_one_line_that_names_the_flag(capsys, argv, message):
 def test_no_gpu_here_and_none_named_is_said(capsys, monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert "--gpu is needed, for no GPU is seen here" in refusal(capsys, "estimate")
+
+
+def test_what_is_auto_is_chosen_before_it_is_estimated(capsys):
+    """As training would: with --batch_size alone, the strategy stays the user's."""
+    asked = ["estimate", "--model_name", "llama-2-7b", "--gpu", "h100", "--gpus", "2", "--batch_size",
+             "auto", "--context_length", "2048", "--json"]
+    assert main(asked) == 0
+    one = json.loads(capsys.readouterr().out)
+    assert one["batch_size"] > 1 and one["fits"]
+    assert one["settings"].get("sharding_strategy", "full_shard") == "full_shard"
+    assert main([*asked, "--sharding_strategy", "auto", "--activation_budget_gib", "auto"]) == 0
+    two = json.loads(capsys.readouterr().out)
+    assert two["tokens_per_second_per_gpu"] >= one["tokens_per_second_per_gpu"]
+    assert two["settings"]["sharding_strategy"] != "auto"
+
+
+def test_auto_that_fits_nowhere_is_one_line(capsys):
+    assert main(["estimate", "--model_name", "llama-2-70b", "--gpu", "rtx 4080", "--sharding_strategy",
+                 "auto", "--host_memory_gib", "8"]) == 2
+    assert capsys.readouterr().err.startswith("error: auto: nothing fits; closest: ")

@@ -68,6 +68,30 @@ def test_cpu_offload_moves_frozen_shards_to_the_host():
     assert on.host > 2 * off.parts["linears"] + off.host
 
 
+def test_a_vocabulary_on_the_host_leaves_the_head_on_the_gpu_for_the_loss_alone():
+    setup = Setup(world_size=2, strategy="ddp", batch_size=2, context_length=2048)
+    table = 128256 * 4096 * 2 / GIB
+    on, off = memory(LLAMA_8B, setup), memory(LLAMA_8B, setup, vocabulary_offload=True)
+    assert on.parts["head"] == pytest.approx(table) and off.parts["head"] == 0
+    assert off.moments["loss"] == pytest.approx(on.moments["loss"] - table)
+    assert off.host == pytest.approx(on.host + 2 * 2 * table)
+
+
+def test_weights_gathered_once_stay_whole_as_under_shard_grad_op():
+    setup = Setup(world_size=4, batch_size=2, context_length=2048, accumulation=4)
+    once, kept = (memory(LLAMA_8B, setup, **c) for c in (dict(gather_once=True),
+                                                       dict(strategy="shard_grad_op")))
+    assert once.peak_allocated >= kept.peak_allocated > memory(LLAMA_8B, setup).peak_allocated
+    blocks = 32 * gathered(block_weights(LLAMA_8B, setup), setup) / GIB
+    assert once.moments["first block"] > kept.moments["first block"] + 0.9 * blocks
+
+
+def test_slack_follows_what_comes_and_goes_and_fp8_adds_to_it():
+    small, large = (memory(LLAMA_8B, PRODUCT, batch_size=n).parts["slack"] for n in (1, 4))
+    assert large > 1.5 * small
+    assert memory(LLAMA_8B, PRODUCT, compute_dtype="fp8").parts["slack"] > small
+
+
 def test_hybrid_shards_within_a_group_only():
     hybrid = memory(LLAMA_8B, world_size=8, gpus_per_node=4, strategy="hybrid_full_shard").parts
     assert hybrid["linears"] == memory(LLAMA_8B, world_size=4).parts["linears"]

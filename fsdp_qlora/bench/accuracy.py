@@ -1,30 +1,43 @@
 """Estimates beside measurements, computed anew by the code as it is now, never read from the row."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from ..catalog.arch import ModelShape, model_shape
-from ..catalog.hardware import find_gpu
+from ..catalog.hardware import Gpu, find_gpu
 from ..config.options import OLD_ALL_TARGETS
 from ..estimate import Memory, Setup, StepTime, memory, step_seconds
 from .row import Row
 
-# Rows that constants were set on: what is not measured on other rows says nothing about accuracy.
+# Rows that constants were set on (scripts/fit_constants.py): they say nothing about accuracy, nor does
+# any other row of the same name.
 CALIBRATED_ON = (
-    "8B 2x8192 recompute_all", "8B 2x8192 keep_linears", "8B 1x8192 keep_all",  # MATMUL, COPY shares
-    "8B 2x8192 fp8 keep_linears",                                               # FP8_GAIN
+    "8B 2x8192 keep_linears",            # products, attention, passes, unpacking
+    "8B 2x8192 fp8 keep_linears",        # products in fp8
+    "8B 2x8192 fp8 recompute_all",
+    "8B 2x4096 LoRA bf16 keep_all",      # a 16-bit base
+    "70B 2x2048x4 keep_linears",         # gathers, on four GPUs
+    "8B 2x2048 ddp compile=true",        # launches: steps that the host holds up
+    "8B 2x2048 ddp compile=false",
+    "8B 2x2048 shard_grad_op compile=true",
 )
-# Commits whose kernels and hooks the code no longer has: the times of their rows are history.
-OLD_COMMITS = ("ae215fd", "f251e71", "989a742", "da4c632")
+# Commits whose kernels and hooks the code no longer has: the times of their rows are history, but for
+# the launches that are set on them. Those of the second list lack only today's 4-bit and fp8 products.
+OLD_COMMITS = ("ae215fd", "f251e71", "989a742", "da4c632", "4d00b20", "2bd4447")
+OLD_PRODUCTS = ("f8e8940", "fc55a1e")
 
 
 @dataclass(frozen=True)
 class Compared:
     """One measured row with the estimates for it; errors are (estimate - measured) / measured."""
     row: Row
+    shape: ModelShape
+    gpu: Gpu
+    setup: Setup
     memory: Memory
     step: StepTime
+    superseded: bool = False  # by a later row of the same name
 
     @property
     def memory_error(self) -> float:
@@ -44,9 +57,16 @@ class Compared:
         return self.row.name in CALIBRATED_ON
 
     @property
+    def old_units(self) -> bool:
+        """Whether FSDP still gathered embedding and head whole, which vocabulary.py has ended."""
+        return self.row.commit in OLD_COMMITS and self.row.sharding_strategy != "ddp"
+
+    @property
     def old_code(self) -> bool:
         """Whether other code than today's was measured."""
-        return self.row.commit in OLD_COMMITS
+        return self.row.commit in OLD_COMMITS or (
+            self.row.commit in OLD_PRODUCTS and (self.row.quant != "none" or
+                                                 self.row.compute_dtype == "fp8"))
 
 
 def setup_from_row(row: Row) -> Setup:
@@ -82,28 +102,37 @@ def compare(rows: list[Row]) -> list[Compared]:
             shape, setup, gpu = shape_of_row(row), setup_from_row(row), find_gpu(row.gpu)
         except (ValueError, KeyError):
             continue  # a model or a card that no estimate knows
-        found.append(Compared(row, memory(shape, setup), step_seconds(shape, gpu, setup)))
-    return found
+        found.append(Compared(row, shape, gpu, setup, memory(shape, setup),
+                              step_seconds(shape, gpu, setup)))
+    last = {c.row.name: c for c in found}
+    return [replace(c, superseded=last[c.row.name] is not c) for c in found]
 
 
 @dataclass(frozen=True)
 class Accuracy:
     """Errors over rows that no constant was set on, as shares."""
-    rows: int
+    rows: int               # whose memory is compared
     memory_median: float
     memory_worst: float
-    memory_lowest: float   # most below the measurement
-    timed: int
+    memory_lowest: float    # most below the measurement
+    reserved_median: float
+    reserved_worst: float
+    reserved_lowest: float
+    timed: int              # those of today's code
     time_median: float
     time_worst: float
 
 
 def accuracy(compared: list[Compared]) -> Accuracy:
-    """Medians and extremes; times only of today's code. Raises ValueError without such rows."""
-    tested = [c for c in compared if not c.calibrates]
+    """Medians and extremes. Raises ValueError without a row that sets nothing."""
+    tested = [c for c in compared if not c.calibrates and not c.old_units]
     if not tested: raise ValueError("no measured row that estimates were not set on")
-    # Sharded rows of old code gathered embedding and head whole, which vocabulary.py no longer does.
-    sizes = [c.memory_error for c in tested if not c.old_code or c.row.sharding_strategy == "ddp"]
+    sizes, reserved = [c.memory_error for c in tested], [c.reserved_error for c in tested]
     times = [abs(c.time_error) for c in tested if not c.old_code] or [float("nan")]
-    return Accuracy(len(sizes), median(map(abs, sizes)), max(map(abs, sizes)), min(sizes), len(times),
-                    median(times), max(times))
+    return Accuracy(len(tested), *spread(sizes), *spread(reserved), len(times), median(times),
+                    max(times))
+
+
+def spread(errors: list[float]) -> tuple[float, float, float]:
+    """Median and largest size of errors, and the lowest."""
+    return median(map(abs, errors)), max(map(abs, errors)), min(errors)

@@ -12,7 +12,7 @@ from ..config.settings import opt
 from ..places import check_file
 from .drive import How, Job, job_of, run_jobs
 from .grid import Grid, read_grid
-from .row import Row, read_rows
+from .row import Row, append_row, read_rows
 
 
 @dataclass
@@ -30,8 +30,11 @@ class BenchOptions:
     together: int = opt(1, "cells measured by one process before a new one starts")
     cell_minutes: float = opt(10.0, "a cell that takes longer is stopped", unit="minutes")
     again: bool = opt(False, "measure also what --results has for this commit and GPU")
-    report: str | None = opt(None, "results file to print as Markdown instead of measuring; with "
-                             "--grid, beside what others published")
+    report: str | None = opt(None, "results files to print as Markdown instead of measuring, separated "
+                             "by commas; with --grid, beside what others published, or with auto's "
+                             "share of the best")
+    accuracy: bool = opt(False, "with --report: only the errors of today's estimates on rows of "
+                         "today's code")
     against: str | None = opt(None, "with --report: a second results file to compare with")
     picture: str | None = opt(None, "with --report: draw estimates over measurements there",
                               example="accuracy.png")
@@ -60,7 +63,7 @@ def check_options(options: BenchOptions):
         raise ValueError(f"--cell_minutes must be above 0, got {options.cell_minutes:g}")
     if options.gpu_memory_gib is not None and not options.gpu_memory_gib > 0:
         raise ValueError(f"--gpu_memory_gib must be above 0, got {options.gpu_memory_gib:g}")
-    for name in ("against", "picture"):
+    for name in ("against", "picture", "accuracy"):
         if getattr(options, name) and not options.report:
             raise ValueError(f"--{name} goes with --report")
 
@@ -96,10 +99,21 @@ def measure_grid(grid: Grid, options: BenchOptions, how: How):
     known = measured_names(options) if not options.again else set()
     jobs = sorted((job_of(c) for c in cells if c.name not in known), key=lambda job: job.gpus)
     if known: print(f"{len(cells) - len(jobs)} of {len(cells)} cells are measured already")
-    rows = run_jobs(jobs, how, options.results)
+    left_to_plan = {c.name for c in cells if c.config.is_auto}
+    rows = run_jobs([job for job in jobs if job.name not in left_to_plan], how, options.results)
+    for job in jobs:
+        if job.name in left_to_plan: rows += planned_row(job, how, options.results)
     failed = [row for row in rows if row.status != "ok"]
     print(f"{len(rows) - len(failed)} measured, {sum(r.status == 'oom' for r in failed)} out of memory, "
           f"{sum(r.status == 'error' for r in failed)} failed")
+
+
+def planned_row(job: Job, how: How, results: str | None) -> list[Row]:
+    """The row of a cell with auto settings, appended to the results."""
+    from .auto import run_auto
+    row = run_auto(job, how)
+    if results: append_row(row, results)
+    return [row]
 
 
 def measured_names(options: BenchOptions) -> set[str]:
@@ -118,12 +132,12 @@ def measured_names(options: BenchOptions) -> set[str]:
 def print_report(options: BenchOptions):
     """Markdown of a results file, and a picture if asked."""
     from .pictures import scatter
-    from .tables import accuracy_lines, against_table, published_table, results_table
-    rows: list[Row] = read_rows(options.report)
-    if options.grid: print(published_table(read_grid(options.grid), rows))
+    from .tables import accuracy_lines, accuracy_table, against_table, grid_table, results_table
+    rows: list[Row] = [row for path in options.report.split(",") for row in read_rows(path)]
+    if options.grid: print(grid_table(read_grid(options.grid), rows))
     elif options.against: print(against_table(rows, read_rows(options.against)))
     else:
-        print(results_table(rows))
+        print((accuracy_table if options.accuracy else results_table)(rows))
         try: print("\n" + accuracy_lines(rows))
         except ValueError: pass
     if options.picture: scatter(rows, options.picture)

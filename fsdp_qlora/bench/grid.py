@@ -20,9 +20,10 @@ from pathlib import Path
 
 from ..catalog.arch import ModelShape, model_shape
 from ..catalog.known_models import bare_name, known_config
-from ..config import RunConfig
+from ..config import AUTO, RunConfig
 from ..config.settings import shown
 
+AUTO_NUMBERS = (("batch_size", "auto"), ("activation_budget_gib", "auto"))
 OWN = ("name", "gpus", "num_hidden_layers", "gpu_memory_gib", "published")
 
 
@@ -91,7 +92,8 @@ def make_cells(wanted: dict) -> list[Cell]:
     found = []
     for values in product(*lists.values()):
         chosen = wanted | dict(zip(lists, values, strict=True))
-        settings = {key: value for key, value in chosen.items() if key not in OWN}
+        settings = {key: AUTO if (key, value) in AUTO_NUMBERS else value
+                    for key, value in chosen.items() if key not in OWN}
         cell = Cell(str(wanted["name"]).format(**chosen), settings, int(chosen.get("gpus", 1)),
                     chosen.get("num_hidden_layers"), chosen.get("gpu_memory_gib"),
                     chosen.get("published") or {})

@@ -21,7 +21,8 @@ def scatter(rows: list[Row], path: str | Path) -> Path:
     import matplotlib.pyplot as plt
     compared = compare(rows)
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.4), layout="constrained")
-    panel(left, [(c.row.peak_allocated_gib, c.memory.peak_allocated, c.calibrates) for c in compared],
+    panel(left, [(c.row.peak_allocated_gib, c.memory.peak_allocated, c.calibrates) for c in compared
+                 if not c.old_units],
           "peak memory, GiB", 0.05)
     panel(right, [(c.row.seconds_per_step, c.step.total, c.calibrates)
                   for c in compared if not c.old_code], "step, seconds", 0.10)
@@ -32,6 +33,7 @@ def scatter(rows: list[Row], path: str | Path) -> Path:
 
 def panel(axes, points: list[tuple[float, float, bool]], what: str, band: float):
     """One scatter with the diagonal and a band around it."""
+    from matplotlib.ticker import LogLocator, NullFormatter
     for hollow in (False, True):
         some = [(x, y) for x, y, calibrates in points if calibrates == hollow]
         axes.scatter([x for x, _ in some], [y for _, y in some], s=26, zorder=3,
@@ -44,4 +46,8 @@ def panel(axes, points: list[tuple[float, float, bool]], what: str, band: float)
                       color="#888888", alpha=0.2, label=f"within {band:.0%}")
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel=f"measured {what}",
              ylabel="estimated")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())
     axes.legend(frameon=False, fontsize=8)

@@ -45,13 +45,33 @@ def result_line(row: Row, compared: Compared | None) -> list[str]:
             percent(compared.memory_error)]
 
 
+def accuracy_table(rows: list[Row]) -> str:
+    """Rows of today's code with their errors; the newest of each name."""
+    head = ["row", "GPUs", "s/step", "estimate", "error", "allocated GiB", "error", "reserved GiB",
+            "error", "sets constants"]
+    return markdown(head, [accuracy_line(c) for c in compare(rows) if not c.old_code
+                           and not c.superseded])
+
+
+def accuracy_line(c: Compared) -> list[str]:
+    """One row's cells."""
+    return [c.row.name, str(c.row.gpus), number(c.row.seconds_per_step, 3), number(c.step.total, 3),
+            percent(c.time_error), number(c.row.peak_allocated_gib), percent(c.memory_error),
+            number(c.row.peak_reserved_gib), percent(c.reserved_error), "yes" * c.calibrates]
+
+
 def accuracy_lines(rows: list[Row]) -> str:
-    """How near the estimates come, in two sentences."""
+    """How near the estimates come."""
     found = accuracy(compare(rows))
-    return (f"Memory, {found.rows} rows: median error {found.memory_median:.1%}, worst "
-            f"{found.memory_worst:.1%}, most below {percent(found.memory_lowest)}. Time, "
-            f"{found.timed} rows of today's code: median {found.time_median:.1%}, worst "
-            f"{found.time_worst:.1%}. Rows that a constant was set on are left out.")
+    def line(what, middle, worst, lowest=None):
+        below = "" if lowest is None else f", most below {percent(lowest)}"
+        return f"{what}: median error {middle:.1%}, worst {worst:.1%}{below}"
+    return (f"On rows that no constant was set on. {found.rows} rows: "
+            + line("allocated memory", found.memory_median, found.memory_worst, found.memory_lowest)
+            + "; " + line("reserved memory", found.reserved_median, found.reserved_worst,
+                          found.reserved_lowest)
+            + f". {found.timed} rows of today's kernels: "
+            + line("time", found.time_median, found.time_worst) + ".")
 
 
 def against_table(rows: list[Row], others: list[Row]) -> str:
@@ -67,6 +87,40 @@ def against_table(rows: list[Row], others: list[Row]) -> str:
         body.append([row.name, *(number(s, 0) for s in speeds), share,
                      number(row.peak_allocated_gib), number(other.peak_allocated_gib)])
     return markdown(head, body) if body else "no row is in both files"
+
+
+def grid_table(grid: Grid, rows: list[Row]) -> str:
+    """A grid beside what was measured: with auto's share of the best, if a cell of it is auto."""
+    planned = any(cell.config.is_auto for cell in grid.cells)
+    return (auto_table if planned else published_table)(grid, rows)
+
+
+def auto_table(grid: Grid, rows: list[Row]) -> str:
+    """What was chosen and what a person might try, and the speed that auto reaches of the best."""
+    names = [cell.name for cell in grid.cells]
+    auto = {cell.name for cell in grid.cells if cell.config.is_auto}
+    found = {row.name: row for row in rows if row.name in names}
+    speeds = {name: row.tokens_per_second_per_gpu for name, row in found.items() if row.status == "ok"}
+    by_hand = {name: speed for name, speed in speeds.items() if name not in auto}
+    best = max(by_hand, key=by_hand.get, default=None)
+    head = ["", "settings", "tok/s per GPU", "of the best by hand", "GiB reserved"]
+    body = [auto_line(name, found.get(name), best and by_hand[best]) for name in names]
+    lines = [f"{name}: {speeds[name] / by_hand[best]:.1%} of {best}, the best by hand" if (
+                 best and name in speeds) else f"{name}: not measured yet" for name in sorted(auto)]
+    return "\n".join([markdown(head, body), "", *lines])
+
+
+def auto_line(name: str, row: Row | None, best: float | None) -> list[str]:
+    """One cell of an auto grid."""
+    if row is None: return [name, "not measured", "", "", ""]
+    if row.status != "ok": return [name, row.status, "", "", ""]
+    offload = [text for text, on in (("CPU offload", row.cpu_offload),
+                                     ("activation offload", row.activation_offload)) if on]
+    settings = [row.sharding_strategy, row.activation_policy, *offload,
+                f"{row.batch_size} x {row.gradient_accumulation_steps} rows"]
+    speed = row.tokens_per_second_per_gpu
+    return [name, ", ".join(settings), number(speed, 0), f"{speed / best:.1%}" if best else "",
+            number(row.peak_reserved_gib, 1)]
 
 
 def published_table(grid: Grid, rows: list[Row]) -> str:

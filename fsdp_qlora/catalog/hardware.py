@@ -38,6 +38,7 @@ class Gpu:
     measured_bf16_tflops: float | None = None
     measured_fp8_tflops: float | None = None
     measured_bandwidth_gb_s: float | None = None  # bytes read and written, per second
+    measured_unpack_gb_s: float | None = None  # the same, where 4-bit weights become 16-bit ones
     measured_host_gb_s: float | None = None  # of one direction, to or from pinned memory
     measured_link_gb_s: tuple[tuple[int, float], ...] = ()  # NCCL bus bandwidth by GPUs
 
@@ -57,10 +58,10 @@ class Gpu:
         return self.measured_bf16_tflops or self.bf16_tflops * TYPICAL_SHARE["tflops"]
 
     @property
-    def fp8_over_bf16(self) -> float:
-        """Rate of large fp8 products over that of bf16 ones: 2 by the datasheets, or as measured."""
-        if self.measured_fp8_tflops: return self.measured_fp8_tflops / self.reached_tflops
-        return 2.0
+    def reached_fp8_tflops(self) -> float | None:
+        """The same in fp8; None where there is none."""
+        if self.measured_fp8_tflops or not self.fp8_tflops: return self.measured_fp8_tflops
+        return self.fp8_tflops * TYPICAL_SHARE["tflops"]
 
     @property
     def reached_bandwidth_gb_s(self) -> float:
@@ -79,12 +80,13 @@ class Gpu:
         Without NVLink data go through the host, up and down: half of PCIe's rate.
         """
         known = dict(self.measured_link_gb_s)
-        if known and self.nvlink_gb_s: return known[min(known, key=lambda n: abs(n - gpus))]
+        if known: return known[min(known, key=lambda n: abs(n - gpus))]
         return self.nvlink_gb_s * TYPICAL_SHARE["link"] or self.host_gb_s / 2
 
     def without_nvlink(self) -> Gpu:
         """The same card where peers talk over PCIe (NCCL_P2P_DISABLE=1, or no bridge)."""
-        return replace(self, name=f"{self.name} without NVLink", nvlink_gb_s=0.0)
+        return replace(self, name=f"{self.name} without NVLink", nvlink_gb_s=0.0,
+                       measured_link_gb_s=())
 
 
 AMPERE = "NVIDIA GA102 whitepaper"
@@ -164,31 +166,37 @@ def find_gpu(name: str) -> Gpu:
                      "Describe another card in a JSON file and give --gpu_spec FILE")
 
 
-def load_gpu_spec(path: str | Path) -> Gpu:
+CALIBRATION = "machine"  # what a calibration's file says besides a card's fields (calibration.py)
+
+
+def load_gpu_spec(path: str | Path, flag: str = "") -> Gpu:
     """A card described by a JSON object with `Gpu`'s fields; `base` names a card to start from.
 
     {"base": "RTX 4090", "name": "my 4090 at 350 W", "measured_bf16_tflops": 120}
-    Raises ValueError, naming the file and the field, for what is missing, unknown or out of range.
+    A calibration's file is one too. Raises ValueError, naming the file and the field, for what is
+    missing, unknown or out of range.
     """
+    flag = flag or f"--gpu_spec {path}"
     try:
         given = json.loads(Path(path).read_text())
     except (ValueError, OSError) as error:
-        raise ValueError(f"--gpu_spec {path}: not readable JSON: {error}") from None
+        raise ValueError(f"{flag}: not readable JSON: {error}") from None
     if not isinstance(given, dict):
-        raise ValueError(f"--gpu_spec {path}: takes one JSON object with a GPU's fields")
+        raise ValueError(f"{flag}: takes one JSON object with a GPU's fields")
+    given.pop(CALIBRATION, None)
     base = find_gpu(given.pop("base")) if "base" in given else None
     names = [f.name for f in fields(Gpu)]
     if unknown := [key for key in given if key not in names]:
-        raise ValueError(f"--gpu_spec {path}: unknown field {', '.join(unknown)}; there are "
+        raise ValueError(f"{flag}: unknown field {', '.join(unknown)}; there are "
                          f"{', '.join(names)}")
     needed = ("name", "memory_gib", "bf16_tflops", "bandwidth_gb_s")
     if missing := [key for key in needed if base is None and key not in given]:
-        raise ValueError(f"--gpu_spec {path}: needs {', '.join(missing)}, or a base")
+        raise ValueError(f"{flag}: needs {', '.join(missing)}, or a base")
     if "measured_link_gb_s" in given:
         given["measured_link_gb_s"] = tuple(
             (int(gpus), float(rate)) for gpus, rate in dict(given["measured_link_gb_s"]).items())
     gpu = replace(base, **given) if base else Gpu(**given)
-    check_gpu(gpu, f"--gpu_spec {path}")
+    check_gpu(gpu, flag)
     return gpu
 
 

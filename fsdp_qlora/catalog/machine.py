@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config.settings import AUTO, opt
+from .calibration import calibrated, calibrated_here
 from .hardware import GPUS, PCIE_GB_S_PER_LANE, Gpu, find_gpu, load_gpu_spec
 
 INTERNODE_GB_S = 25.0  # per GPU, if not said otherwise: 200 Gbit/s
@@ -35,6 +36,8 @@ class MachineOptions:
                                         "of this machine without --gpu", unit="GiB", example=128)
     gpu_spec: str | None = opt(None, "JSON file that describes a GPU, instead of --gpu; see "
                                "docs/planner.md", example="gpu.json")
+    calibration: str | None = opt(None, "file that `fsdp-qlora calibrate` wrote for such a card; left "
+                                  "out, this machine's own, for its own cards", example="machine.json")
     prices: str | None = opt(None, "JSON file of dollars per hour by GPU name, over the catalogue's",
                              example="prices.json")
 
@@ -79,6 +82,8 @@ def machine_from_options(options: MachineOptions) -> Machine:
     names = local_gpus() if here else []
     if options.gpu_spec: gpu = load_gpu_spec(options.gpu_spec)
     else: gpu = find_gpu(options.gpu or names[0])
+    if options.calibration: gpu = calibrated(gpu, options.calibration)
+    elif here: gpu = calibrated_here(gpu, names[0])
     gpu, link = linked(gpu, options.interconnect)
     if options.prices: gpu = priced(gpu, options.prices)
     host = options.host_memory_gib or (host_memory_here() if here else None)
@@ -132,7 +137,7 @@ def linked(gpu: Gpu, interconnect: str | None) -> tuple[Gpu, float | None]:
         gen, lanes = int(found[1]), int(found[2] or gpu.pcie_lanes)
         if gen in PCIE_GB_S_PER_LANE and lanes in (1, 2, 4, 8, 16):
             return replace(gpu, nvlink_gb_s=0.0, pcie_gen=gen, pcie_lanes=lanes,
-                           measured_host_gb_s=None), None
+                           measured_host_gb_s=None, measured_link_gb_s=()), None
     try:
         rate = float(text)
     except ValueError:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from ..bench.auto import machine_here as planning_machine
 from ..build import planned_model
 from ..catalog.arch import ModelShape, shape_from_config
 from ..catalog.machine import Machine, MachineOptions, machine_from_options
@@ -47,7 +48,7 @@ def dry_run(config: RunConfig, argv: list[str]):
         print_main(f"warning: {warning}")
     print_main("all settings, as a recipe:" if config.verbose else
                "settings that differ from their default, as a recipe (--verbose: all):")
-    print_main(as_recipe(asdict(config) if config.verbose else changed_settings(config)))
+    print_main(as_recipe(as_typed(asdict(config) if config.verbose else changed_settings(config))))
     shape = shape_from_config(read_config(config.model_name, **config.source).to_dict(),
                               config.model_name)
     if Path(config.model_name).is_dir(): planned_model(config, device)  # its files and target modules
@@ -59,11 +60,17 @@ def dry_run(config: RunConfig, argv: list[str]):
     print_main("dry run: nothing was trained or written")
 
 
+def as_typed(settings: dict) -> dict:
+    """Settings with the word for what is left to the plan."""
+    return {name: "auto" if name in ("batch_size", "activation_budget_gib") and value == AUTO else value
+            for name, value in settings.items()}
+
+
 def predict(config: RunConfig, argv: list[str], shape: ModelShape, device: torch.device, ranks: int
             ) -> tuple[RunConfig, float | None]:
     """Print the estimate, or the plan where settings are left to it; the settings then, and s/step."""
     try:
-        machine = machine_here(device, ranks)
+        machine = planning_machine(config) if config.is_auto else machine_here(device, ranks)
         config, seconds, text = predicted(config, given_settings(argv), shape, machine)
         print_main(f"\n{text}\n")
         return config, seconds

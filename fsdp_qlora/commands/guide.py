@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..catalog.arch import ModelShape, model_shape, shape_from_params
-from ..catalog.machine import MachineOptions, machine_from_options
+from ..catalog.machine import Machine, MachineOptions, machine_from_options
 from ..config import RunConfig
 from ..config.flags import given_settings, parse, parse_alone
 from ..config.settings import opt
@@ -36,7 +36,9 @@ def estimate_command(argv: list[str]):
     """Predict memory, time and money of a run; needs no GPU."""
     from ..estimate import as_json, estimate, report
     config, machine, options = parse(argv, MachineOptions, EstimateOptions, prog="fsdp-qlora estimate")
-    found = estimate(asked_shape(config, options), machine_from_options(machine), config)
+    shape, machine = asked_shape(config, options), machine_from_options(machine)
+    if config.is_auto: config = planned(shape, machine, config, argv)
+    found = estimate(shape, machine, config)
     cost = found.run(options.examples) if options.examples is not None else None
     show(as_json if options.json else report, found, cost, options.examples)
 
@@ -50,6 +52,16 @@ def plan_command(argv: list[str]):
     plan = make_plan(asked_shape(config, options), machine_from_options(machine), config, free)
     show(as_json if options.json else report, plan)
     if options.picture: draw(plan, options.picture)
+
+
+def planned(shape: ModelShape, machine: Machine, config: RunConfig, argv: list[str]) -> RunConfig:
+    """The settings with what is auto chosen, as training would. Raises ValueError if nothing fits."""
+    from ..planner import free_settings, make_plan
+    from ..planner.report import advice
+    plan = make_plan(shape, machine, config, free_settings(config, given_settings(argv)))
+    if plan.choice is None:
+        raise ValueError("auto: nothing fits; " + "; ".join(advice(plan)))
+    return plan.choice.config
 
 
 def asked_shape(config: RunConfig, options: EstimateOptions | PlanOptions) -> ModelShape:

@@ -2,36 +2,42 @@
 
 Memory follows the code, tensor by tensor: what a block saves for its backward, what its backward
 holds at its widest place, which units FSDP2 has gathered at that moment. The peak is the largest of
-a few moments of a step, and the table shows what is alive then. Nothing is fitted but the constants
-at the top of each module; each says what it stands for.
+a few moments of a step, and the table shows what is alive then. Nothing is fitted but what
+`constants.py` names; each says what it stands for.
 
 Time is counted in the same way: FLOPs over the rate of large products, bytes over the rate of
 copies, transfers less what compute hides.
 
-Modules, each importing only from those before it: setup, weights, activations, peak, speed, policies,
-cost, question, report.
+Modules, each importing only from those before it: constants, setup, weights, activations, flops, peak,
+passes, speed, policies, cost, question, report.
 
 Letters: B batch, T tokens of a row, N = B T, D hidden, I intermediate, q and kv the widths of all
 query and all key-value heads, V vocabulary, R rank, n ranks that share one copy of the weights.
 """
 from __future__ import annotations
 
-from . import activations, cost, peak, policies, question, setup, speed, weights
+from . import (
+    activations,
+    constants,
+    cost,
+    flops,
+    passes,
+    peak,
+    policies,
+    question,
+    setup,
+    speed,
+    weights,
+)
 from .activations import kept_by_block, loss_bytes, saved_by_block
 from .cost import RunCost, run_cost
+from .flops import Flops, flops_per_token, model_flops_per_token, model_tflops
 from .peak import GIB, Memory, host_memory, memory
 from .policies import choose_policies
 from .question import Estimate, estimate
 from .report import as_json, report
 from .setup import Setup, check_context, setup_from_config
-from .speed import (
-    Flops,
-    StepTime,
-    flops_per_token,
-    model_flops_per_token,
-    model_tflops,
-    step_seconds,
-)
+from .speed import StepTime, step_seconds
 from .weights import Weight, block_weights, gathered, optimizer_bytes, resident_bytes
 
 __all__ = [
@@ -45,6 +51,7 @@ __all__ = [
 
 def __getattr__(name: str):
     """A helper or constant that is not public, from the module that has it."""
-    for module in (setup, weights, activations, peak, speed, policies, cost, question):
+    for module in (constants, setup, weights, activations, flops, passes, peak, speed, policies, cost,
+                   question):
         if not name.startswith("_") and name in vars(module): return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from ..catalog.arch import ModelShape
+from . import constants
 from .activations import (
     backward_end,
     backward_working,
@@ -17,6 +18,7 @@ from .activations import (
     saved_by_block,
     saved_in_backward,
 )
+from .constants import CONTEXT_GIB, NCCL_GIB, PROCESS_HOST_GIB
 from .setup import BYTES, Setup
 from .weights import (
     EMBEDDING,
@@ -41,12 +43,6 @@ GIB = 2**30
 BUCKET_BYTES = 128 * 2**20  # gradients reduced together under ddp (sharding.py)
 PIECE_BYTES = 2**27  # rows of the embedding that travel at a time (vocabulary.py)
 CUBLAS_WORKSPACE = 2 * 32 * 2**20  # torch's default on Hopper, for the forward and backward thread
-
-# Not measured yet: what torch's peak_allocated does not contain.
-SLACK_SHARE = 0.05     # fragmentation: reserved but unused, as a share of what comes and goes
-CONTEXT_GIB = 0.5      # CUDA context and kernels
-NCCL_GIB = 0.4         # buffers of one NCCL communicator, where there are several ranks
-PROCESS_HOST_GIB = 1.5  # Python, torch and its libraries, per rank
 
 PARTS = ("linears", "absmax", "embedding", "head", "norms", "adapters", "optimizer", "gradients",
          "activations", "working", "unsharded", "loss", "workspace")
@@ -119,11 +115,26 @@ def memory(shape: ModelShape, setup: Setup | None = None, **changes) -> Memory:
     totals = {name: sum(parts.values()) for name, parts in found.items()}
     moment = max(totals, key=totals.__getitem__)
     parts = {name: found[moment].get(name, 0.0) for name in PARTS}
-    moving = sum(parts[p] for p in ("gradients", "activations", "working", "unsharded", "loss"))
-    parts["slack"] = SLACK_SHARE * moving
+    parts["slack"] = slack_bytes(shape, setup, found)
     parts["context"] = GIB * (CONTEXT_GIB + (NCCL_GIB if setup.world_size > 1 else 0))
     return Memory({name: b / GIB for name, b in parts.items()}, moment,
                   {name: b / GIB for name, b in totals.items()}, host_memory(shape, setup))
+
+
+def slack_bytes(shape: ModelShape, setup: Setup, found: dict[str, dict[str, float]]) -> float:
+    """What torch has reserved and does not use at the peak: pieces of what came and went.
+
+    In proportion to the most that comes and goes at once: not units that stay gathered. Products in
+    fp8 make copies of tokens and weights besides, never at the peak itself.
+    """
+    if setup.sharded and not setup.resharded:
+        found = moments(shape, replace(setup, gather_once=False, strategy=setup.strategy.replace(
+            "shard_grad_op", "full_shard")))
+    widest = max(sum(parts.get(name, 0.0) for name in ("working", "unsharded", "loss"))
+                 for parts in found.values())
+    if setup.compute_dtype == "fp8":
+        widest += 2 * shape.intermediate * (setup.tokens + shape.hidden)
+    return constants.SLACK_SHARE * widest + constants.SLACK_GIB * GIB
 
 
 def static_parts(shape: ModelShape, setup: Setup) -> dict[str, float]:
@@ -252,7 +263,9 @@ def backward_window(shape: ModelShape, setup: Setup, block: int) -> float:
     root = gathered(root_weights(shape, setup), setup)
     embedding = gathered(embedding_weights(shape, setup), setup)
     if not setup.resharded:
-        return root + embedding + (block + 1) * average_gathered(shape, setup)
+        # Of all micro-batches but the last, --gather_once frees nothing.
+        whole = shape.layers if setup.gather_once and setup.accumulation > 1 else block + 1
+        return root + embedding + whole * average_gathered(shape, setup)
     unit, ahead = unit_bytes(shape, setup)
     if block == 0 and setup.wrap_policy != "attention_mlp":
         ahead = embedding if setup.trains(EMBEDDING) else 0.0

@@ -12,7 +12,8 @@ from .weights import packed_bits
 
 STEP_EXPLAINED = dict(
     linears="large products", attention="attention", recompute="recomputed in backward",
-    activations="passes over activations", dequantization="dequantization",
+    adapters="products of the adapters' rank", activations="passes over activations",
+    dequantization="weights unpacked", quantization="tokens to fp8",
     loss="loss over the vocabulary", launches="GPU waits for the host's launches",
     communication="communication not hidden", offload="host copies not hidden",
     optimizer="optimizer")

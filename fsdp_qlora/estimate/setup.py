@@ -24,6 +24,7 @@ class Setup:
     shard_group_size: int = -1         # hybrid strategies; -1 as in RunConfig
     wrap_policy: str = "block"
     backward_prefetch: bool = True
+    gather_once: bool = False          # units stay gathered through the micro-batches of a step
     cpu_offload: bool = False
     trained_offload: bool | None = None     # None: where trained weights take an eighth of a GPU
     vocabulary_offload: bool | None = None  # None: as cpu_offload
@@ -106,7 +107,7 @@ class Setup:
     @property
     def resharded(self) -> bool:
         """True if a unit's gathered weights are freed after its forward."""
-        return self.strategy in ("full_shard", "hybrid_full_shard")
+        return not self.gather_once and self.strategy in ("full_shard", "hybrid_full_shard")
 
     def trains(self, name: str) -> bool:
         """True if the weights of a module are trained themselves."""
@@ -135,7 +136,8 @@ def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
     return replace(Setup(
         world_size=world_size, strategy=config.sharding_strategy,
         shard_group_size=config.shard_group_size, wrap_policy=config.wrap_policy,
-        backward_prefetch=config.backward_prefetch != "none", cpu_offload=config.use_cpu_offload,
+        backward_prefetch=config.backward_prefetch != "none", gather_once=config.gather_once,
+        cpu_offload=config.use_cpu_offload,
         activation_offload=config.use_activation_cpu_offload,
         trained_offload=config.use_trained_cpu_offload,
         vocabulary_offload=config.use_vocabulary_cpu_offload,

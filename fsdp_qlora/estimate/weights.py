@@ -205,8 +205,8 @@ def gathered(weights: Iterable[Weight], setup: Setup) -> float:
 
 
 def head_bytes(shape: ModelShape, setup: Setup) -> float:
-    """The head as the loss gathers it, whole; 0 where every rank holds it, or FSDP gathers it."""
-    if not setup.by_rows or trains_head(shape, setup): return 0.0
+    """The head whole, as the loss gathers or fetches it; 0 where every GPU holds it, or FSDP gathers."""
+    if not (setup.by_rows or setup.vocabulary_on_host) or trains_head(shape, setup): return 0.0
     return shape.vocab * shape.hidden * BYTES[setup.precision]
 
 

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from ..adapters import trainable_parameters
 from ..catalog.arch import shape_from_config
 from ..config import RunConfig
+from ..config.settings import shown
 from ..data import Step
 from ..dist import local_rows, print_main, ranks_from_env
 from ..estimate import Memory, memory, setup_from_config
 from ..model.blocks import base_model, decoder_blocks
+from ..planner import savings
 from .memory_timeline import PARTS, Timeline, draw, timeline
 
 RECORDED_STEP = 2
@@ -174,14 +176,12 @@ def largest_part(config: RunConfig, model: nn.Module) -> str:
 
 
 def next_rung(config: RunConfig, world_size: int) -> str:
-    """The first step of the escalation guide (docs/memory.md) that this run has not taken."""
-    if config.activation_policy != "recompute_all": return "--activation_policy recompute_all"
-    if world_size > 1 and config.sharding_strategy != "full_shard":
-        return "--sharding_strategy full_shard"
-    if not config.use_cpu_offload:
-        shard = "" if config.sharding_strategy == "full_shard" else "--sharding_strategy full_shard "
-        return f"{shard}--use_cpu_offload true"
-    if not config.use_activation_cpu_offload: return "--use_activation_cpu_offload true"
+    """The first step of the planner's ladder that this run has not taken, then what lies beyond it."""
+    for name, value in savings().items():
+        if getattr(config, name) == value: continue
+        if name == "sharding_strategy" and world_size == 1: continue  # nothing to split
+        shard = name == "use_cpu_offload" and config.sharding_strategy != "full_shard"
+        return f"{'--sharding_strategy full_shard ' * shard}--{name} {shown(value)}"
     if config.use_trained_cpu_offload is not True: return "--use_trained_cpu_offload true"
     if config.batch_size > 1:
         return f"--batch_size {config.batch_size // 2}, with more --gradient_accumulation_steps"

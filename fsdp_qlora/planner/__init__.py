@@ -10,11 +10,11 @@ Modules, each importing only from those before it: ladder, search, plan, report,
 """
 from __future__ import annotations
 
-from .ladder import LADDER, Rung, climb
+from .ladder import LADDER, Rung, climb, savings
 from .picture import draw
 from .plan import Plan, free_settings, make_plan
 from .report import as_json, report
 from .search import search
 
 __all__ = ["LADDER", "Plan", "Rung", "as_json", "climb", "draw", "free_settings", "make_plan", "report",
-           "search"]
+           "savings", "search"]

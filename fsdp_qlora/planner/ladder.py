@@ -35,6 +35,13 @@ LADDER = (
 )
 
 
+def savings() -> dict[str, object]:
+    """What each setting is at the ladder's end, in the order in which a rung first makes it so."""
+    ends = {name: value for rung in LADDER for name, value in rung.changes.items()}
+    order = [name for rung in LADDER for name, value in rung.changes.items() if value == ends[name]]
+    return {name: ends[name] for name in order}
+
+
 @dataclass(frozen=True)
 class Climbed:
     """A rung with its estimate, or why there is none."""

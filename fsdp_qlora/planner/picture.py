@@ -29,12 +29,12 @@ def draw(plan: Plan, path: str | Path) -> Path:
     if plan.choice: bars.append(("chosen by the search", plan.choice))
     figure, axes = plt.subplots(figsize=(9, 1.4 + 0.42 * len(bars)), layout="constrained")
     limit = plan.machine.memory_gib
-    for place, (_, found) in enumerate(bars): bar(axes, place, found, limit)
+    axes.set_xlim(0, 1.12 * max(limit, max(found.memory.total for _, found in bars)))
+    for place, (_, found) in enumerate(bars): bar(axes, place, found)
     axes.axvline(limit, color="#b02020", linewidth=1.5)
     axes.text(limit, -0.75, f" {limit:g} GiB", color="#b02020", va="center")
     axes.set_yticks(range(len(bars)), [name for name, _ in bars])
-    axes.set(xlabel="GiB per GPU", ylim=(len(bars) - 0.4, -1.1), title=title(plan),
-             xlim=(0, 1.12 * max(limit, max(found.memory.total for _, found in bars))))
+    axes.set(xlabel="GiB per GPU", ylim=(len(bars) - 0.4, -1.1), title=title(plan))
     axes.spines[["top", "right"]].set_visible(False)
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for _, _, colour in STACK]
     figure.legend(handles, [label for label, _, _ in STACK], loc="outside lower center", ncols=3,
@@ -44,7 +44,7 @@ def draw(plan: Plan, path: str | Path) -> Path:
     return Path(path)
 
 
-def bar(axes, place: int, found: Estimate, limit: float):
+def bar(axes, place: int, found: Estimate):
     """One stacked bar, with its total and speed at the end."""
     left, pale = 0.0, 1.0 if found.fits else 0.45
     for _, parts, colour in STACK:
@@ -52,7 +52,9 @@ def bar(axes, place: int, found: Estimate, limit: float):
         axes.barh(place, width, left=left, color=colour, height=0.66, alpha=pale)
         left += width
     speed = f", {found.step.tokens_per_second_per_gpu:,.0f} tok/s" if found.fits else ""
-    axes.text(left, place, f" {left:.1f}{speed}", va="center", fontsize=8)
+    # On white, and over the line of the limit, which may stand where the label is.
+    axes.text(left + 0.006 * axes.get_xlim()[1], place, f"{left:.1f}{speed}", va="center", fontsize=8,
+              zorder=3, bbox=dict(facecolor="white", edgecolor="none", pad=1))
 
 
 def title(plan: Plan) -> str:

@@ -1,7 +1,8 @@
 """--sharding_strategy auto on two CPU ranks: plans, probes, goes down out of memory, remembers."""
 import json
 
-from fsdp_qlora.commands.probe import confirmed_changes, with_changes
+from fsdp_qlora.bench.auto import with_changes
+from fsdp_qlora.commands.probe import confirmed_changes
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.flags import parse
 from fsdp_qlora.planner import free_settings

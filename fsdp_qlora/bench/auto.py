@@ -1,0 +1,112 @@
+"""What is `auto` in a run: planned, measured, and planned again with less if it runs out of memory.
+
+The steps run on random weights and tokens in processes of their own, all ranks of them, so that running
+out of memory there costs nothing here (`drive.py`).
+"""
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..catalog.arch import ModelShape, shape_from_config
+from ..catalog.calibration import calibrated_here
+from ..catalog.hardware import Gpu
+from ..catalog.machine import Machine, MachineOptions, host_memory_here, local_gpus, machine_from_options
+from ..config import RunConfig
+from ..config.flags import parse, typed_flags
+from ..config.settings import shown
+from ..dist import launched, ranks_from_env
+from ..estimate.peak import CONTEXT_GIB, NCCL_GIB
+from ..loading import read_config
+from ..planner import Plan, free_settings, make_plan
+from ..planner.report import advice, flags
+from ..training.launch import world_size
+from .drive import How, Job, run_jobs
+from .row import Row, empty_row
+
+ATTEMPTS = 8
+LESS = 0.85                 # of what the failed choice needed, allowed to the next
+BESIDE = CONTEXT_GIB + NCCL_GIB
+
+
+def run_auto(job: Job, how: How) -> Row:
+    """The row of a job with auto settings: of the first plan that is measured to fit.
+
+    Where nothing does, the row says so.
+    """
+    (config,) = parse(job.argv, prog="fsdp-qlora bench")
+    shape = shape_from_config(read_config(config.model_name, **config.source).to_dict(),
+                              config.model_name)
+    machine = machine_here(replace(config, world_size=job.gpus or config.world_size))
+    if job.gpu_memory_gib: machine = replace(machine, memory_gib=job.gpu_memory_gib)
+    free = free_settings(config, set(typed_flags(job.argv)))
+    try:
+        return climb_down(shape, machine, config, free, job, how)[1]
+    except ValueError as error:
+        print(error, flush=True)
+        return replace(empty_row(job.name), status="error", error=str(error), gpus=job.gpus)
+
+
+def climb_down(shape: ModelShape, machine: Machine, config: RunConfig, free: frozenset[str],
+               job: Job, how: How) -> tuple[Plan, Row | None]:
+    """The first plan that is measured to fit; each one that does not leaves less memory to the next.
+
+    `job` says what to measure, `auto` settings included. Raises ValueError if nothing fits.
+    """
+    for _ in range(ATTEMPTS):
+        plan = make_plan(shape, machine, config, free)
+        if plan.choice is None:
+            raise ValueError("--sharding_strategy auto: nothing fits; " + "; ".join(advice(plan)))
+        print(f"plan: {flags(plan)}: {plan.choice.memory.total:.1f} of {machine.memory_gib:.1f} GiB and "
+              f"{plan.choice.step.tokens_per_second_per_gpu:,.0f} tokens/s per GPU by the estimate",
+              flush=True)
+        if ranks_from_env().nodes > 1:
+            print("not probed: several machines", flush=True)
+            return plan, None
+        (row,) = run_jobs([replace(job, argv=with_changes(job.argv, plan.changes))], how)
+        if row.status == "ok":
+            print(f"probe: {measured(row)}", flush=True)
+            return plan, row
+        if row.status == "error": raise ValueError(f"--sharding_strategy auto: the probe failed: "
+                                                   f"{row.error}")
+        print(f"probe: out of memory ({row.error}); a plan that needs less", flush=True)
+        less = BESIDE + LESS * (plan.choice.memory.total - BESIDE)
+        machine = replace(machine, memory_gib=less)
+    raise ValueError(f"--sharding_strategy auto: {ATTEMPTS} probes ran out of memory; lower "
+                     "--context_length, or free the GPUs")
+
+
+def with_changes(argv: list[str], changes: dict) -> list[str]:
+    """The command line with the chosen settings in place of those that were typed for them."""
+    dropped, kept, skip = {*changes, "activation_budget_gib", "config"}, [], False
+    for part in argv:
+        if part.startswith("--"): skip = part.split("=")[0].removeprefix("--") in dropped
+        if not skip: kept.append(part)
+    return kept + [p for name, value in changes.items() for p in (f"--{name}", shown(value))]
+
+
+def measured(row: Row) -> str:
+    """A probe's figures in words."""
+    peak = f", {row.peak_reserved_gib:.1f} GiB reserved" if row.peak_reserved_gib else ""
+    return f"{row.tokens_per_second_per_gpu:,.0f} tokens/s per GPU{peak}"
+
+
+def machine_here(config: RunConfig) -> Machine:
+    """This machine, with as much of it as the run may use.
+
+    On the CPU its memory is shared by the ranks and the limit; speeds are a guess.
+    """
+    ranks = ranks_from_env()
+    world = ranks.world_size if launched() else world_size(config)
+    here = ranks.local_world_size if launched() else world
+    try:
+        if config.device == "cpu": raise ValueError("not wanted")
+        local_gpus()
+        machine = machine_from_options(MachineOptions(gpus=here, nodes=max(1, world // here)))
+    except ValueError:
+        if config.device == "cuda": raise
+        cpu = Gpu(name="CPU", memory_gib=host_memory_here() / here, bf16_tflops=0.5, bandwidth_gb_s=20,
+                  source="a guess")
+        cpu = calibrated_here(cpu, "cpu")
+        machine = Machine(gpu=cpu, gpus=here, nodes=max(1, world // here),
+                          memory_gib=cpu.memory_gib + BESIDE, here=True)
+    return machine

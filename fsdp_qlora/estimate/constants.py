@@ -1,0 +1,47 @@
+"""What a GPU's rates become in a step: every constant of the estimates that measurements have set.
+
+Rates themselves are the card's (`catalog/hardware.py`, `fsdp-qlora calibrate`); these say how much of
+them a step reaches, and what the host and the allocator add. They come from the rows that
+`bench/accuracy.py` names in CALIBRATED_ON; `python scripts/fit_constants.py` sets them anew and prints
+the errors on all other rows.
+"""
+from __future__ import annotations
+
+# ---- products and passes -----------------------------------------------------------------------
+MATMUL_SHARE = 0.923   # of the rate of large products, for a block's linear layers
+FP8_SHARE = 0.838       # the same in fp8, without the quantization that they need
+ATTENTION_SHARE = 0.661  # of the same rate for attention over long rows, forward and backward together
+ATTENTION_RAMP = 840   # tokens: rows of this length reach half of it (benchmarks/attention.py, cuDNN)
+COPY_SHARE = 1.01      # passes over activations move at this share of a copy's rate
+RANK_SHARE = 0.9      # the same for products of rank R, which only read
+UNPACK_SHARE = 0.63    # the same for 4-bit weights unpacked to 16 bits,
+MERGE_SHARE = 0.373     # with the adapter added on the way,
+FP8_UNPACK_SHARE = 0.509  # or written as fp8
+
+# ---- sharding ----------------------------------------------------------------------------------
+# What a gather costs although it is hidden: gathered bytes are copied out of a flat buffer, parameter
+# by parameter, and products that run beside a collective wait for its multiprocessors. Measured as one
+# (docs/LOG.md): in proportion to the bytes, for blocks of 0.14 and of 0.52 GB, on 2 and on 4 GPUs.
+GATHER_SHARE = 0.121    # of a copy's rate, for the bytes of a gathered unit, read and written
+COLLECTIVE_LATENCY = 30e-6  # seconds
+
+# ---- the host ----------------------------------------------------------------------------------
+# Seconds in which the CPU launches one forward of a block; a backward takes twice as long.
+COMPILED_LAUNCH = 0.00225
+EAGER_LAUNCH = 0.00495
+ADAPTER_LAUNCH = 0.0001  # more for each adapted layer,
+UNPACK_LAUNCH = 0.000401   # where weights are in few bits,
+FP8_LAUNCH = 0.0004      # and in fp8
+RERUN_LAUNCH = 0.3       # of a forward, to make again what keep_linears leaves out
+SHARDED_LAUNCH = 0.00517   # FSDP's hooks, per block and gather
+STEP_SECONDS = 0.0162             # the GPU waits at a step's start and end
+HOST_OPTIMIZER_PER_SECOND = 0.9e9  # weights per second and rank that the host's Adam updates
+
+# ---- the allocator -----------------------------------------------------------------------------
+# Reserved but not used at the peak: freed pieces of tensors that come and go, at their widest.
+SLACK_SHARE = 0.893     # of the most that is gathered, in use in a block or the loss at any moment
+SLACK_GIB = 0.228       # whatever the size: the allocator's rounding to segments
+
+CONTEXT_GIB = 0.5      # CUDA context and kernels
+NCCL_GIB = 0.4         # buffers of one NCCL communicator, where there are several ranks
+PROCESS_HOST_GIB = 1.5  # Python, torch and its libraries, per rank

@@ -1,0 +1,115 @@
+"""Floating-point operations of a step, what the task itself needs of them, and what runs again."""
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from ..catalog.arch import ModelShape
+from .activations import KEPT_ATTENTION, last_linear, normed_output
+from .setup import Setup
+from .weights import as_given, trains_head
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations per token of one step, by what does them."""
+    linears: float      # blocks and head, forward and backward
+    head: float         # the head's part of them
+    adapters: float
+    attention: float
+    recompute_linears: float    # linears and adapters run again
+    recompute_attention: float
+
+    @property
+    def total(self) -> float:
+        return (self.linears + self.adapters + self.attention + self.recompute_linears
+                + self.recompute_attention)
+
+
+def flops_per_token(shape: ModelShape, setup: Setup) -> Flops:
+    """What the hardware does per token, a product of (m, k) and (k, n) being 2 m k n.
+
+    A weight costs 2 in the forward and 2 for dX; trained ones 2 more for dW; 2 again where its
+    product is recomputed. Causal attention does half of Q K^T and P V, 2 T q per layer; a flash
+    backward recomputes Q K^T, which makes it 2.5 times the forward (arXiv:2307.08691). The
+    embedding is a lookup, and the chunked loss makes the head's dX in the forward.
+    """
+    linears = shape.layers * shape.used_linears()
+    head = shape.vocab * shape.hidden
+    adapters = adapter_params(shape, setup)
+    attention = 2 * setup.context_length * shape.heads * shape.head_dim * shape.layers
+    each = 6 if setup.adapter == "none" else 4
+    counts = Counter(setup.policies(shape))
+    again = sum(count * rerun_weights(shape, setup, policy) for policy, count in counts.items())
+    blocks = sum(count for policy, count in counts.items() if reruns_attention(setup, policy))
+    of_head = (6 if trains_head(shape, setup) else 4) * head
+    trained = 2 * linears * shape.new_blocks / shape.layers  # dW of Llama-Pro's blocks
+    return Flops(linears=each * linears + trained + of_head, head=of_head, adapters=6 * adapters,
+                 attention=3.5 * attention, recompute_linears=2 * again,
+                 recompute_attention=attention * blocks / shape.layers)
+
+
+def rerun_linears(shape: ModelShape, setup: Setup, policy: str) -> dict[str, tuple[int, int]]:
+    """(out, in) of the linear layers whose product a block's backward runs again.
+
+    Not down_proj, the last one, whose output no backward needs but that of a norm after it, or of a
+    DoRA magnitude.
+    """
+    if policy in ("keep_linears", "keep_all"): return {}
+    last_too = normed_output(shape) or (setup.adapter == "dora"
+                                        and last_linear(shape) in adapted_linears(shape, setup))
+    return {name: size for name, size in shape.linears().items()
+            if name != last_linear(shape) or last_too}
+
+
+def rerun_weights(shape: ModelShape, setup: Setup, policy: str) -> int:
+    """Weights of one block whose products run again; of adapters all A, unless products are kept."""
+    again = rerun_linears(shape, setup, policy)
+    if policy == "keep_all": return 0
+    weights = sum(out * wide for out, wide in again.values())
+    weights += shape.experts_per_token * sum(o * w for o, w in shape.expert_linears().values())
+    if not again: return weights
+    adapted = adapted_linears(shape, setup)
+    return weights + sum(setup.rank(name) * (wide + out * (name in again))
+                         for name, (out, wide) in adapted.items())
+
+
+def reruns_attention(setup: Setup, policy: str) -> bool:
+    """Whether attention runs again in a block's backward."""
+    if policy in ("keep_attention", "keep_linears"): return setup.attention not in KEPT_ATTENTION
+    return policy == "recompute_all"
+
+
+def adapted_linears(shape: ModelShape, setup: Setup) -> dict[str, tuple[int, int]]:
+    """(out, in) of the adapted linear layers of a block."""
+    if not setup.has_lora: return {}
+    targets = shape.targets(as_given(setup.targets))
+    return {name: size for name, size in shape.linears().items() if name in targets}
+
+
+def adapter_params(shape: ModelShape, setup: Setup) -> int:
+    """Weights of the adapters, 0 without any."""
+    if not setup.has_lora: return 0
+    in_blocks = sum(setup.rank(name) * (out + wide)
+                    for name, (out, wide) in adapted_linears(shape, setup).items())
+    in_head = "lm_head" in shape.targets(as_given(setup.targets))
+    head = setup.rank("lm_head") * (shape.vocab + shape.hidden) if in_head else 0
+    return shape.layers * in_blocks + head
+
+
+def model_flops_per_token(shape: ModelShape, setup: Setup) -> float:
+    """FLOPs per token that the task itself needs, as benchmark rows count them.
+
+    4 per frozen weight and 6 per trained one, linears and head, plus 6 T q per layer for causal
+    attention (half of the square, backward twice the forward). Recomputation does not count.
+    """
+    linears = shape.layers * shape.used_linears() + shape.vocab * shape.hidden
+    each = 6 if setup.adapter == "none" else 4
+    attention = 6 * setup.context_length * shape.heads * shape.head_dim * shape.layers
+    new = 2 * shape.params()["linears"] * shape.new_blocks / shape.layers
+    return each * linears + new + 6 * adapter_params(shape, setup) + attention
+
+
+def model_tflops(shape: ModelShape, setup: Setup, tokens_per_second: float) -> float:
+    """Model TFLOP/s at a measured rate of tokens; per GPU if the rate is."""
+    return model_flops_per_token(shape, setup) * tokens_per_second / 1e12

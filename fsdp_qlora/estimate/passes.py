@@ -1,0 +1,126 @@
+"""Bytes that a step moves through a GPU's memory besides the operands of its large products.
+
+Counted by pass over a tensor, in the compute dtype, as the kernels make them: norms, rotation and
+gates; products of rank R, which read far more than they compute; weights unpacked for a product;
+tokens quantized for one in fp8.
+
+Letters: N tokens, I inputs, O outputs and R rank of an adapted layer.
+"""
+from __future__ import annotations
+
+from ..catalog.arch import ModelShape
+from . import constants
+from .flops import adapted_linears, rerun_linears
+from .setup import Setup
+from .weights import BLOCKSIZE, packed_bits, scale_bytes
+
+MERGED_RANK = 128  # the largest of adapters that are added while W is unpacked (kernels.py)
+DENSE_TO_FP8 = 5   # bytes per weight: a 16-bit base is read for the rows' scales, and again
+DORA_NORMS = 10    # bytes per weight, on top of unpacking: to fp32, and read for the norm
+FEEDS = dict(q_proj="qkv", k_proj="qkv", v_proj="qkv", gate_proj="mlp", up_proj="mlp")  # share an input
+
+
+def form(setup: Setup, rank: int) -> str:
+    """How an adapter of this rank is applied: merged into W, joined to an fp8 product, or added."""
+    if setup.compute_dtype == "fp8": return "joined"
+    fits = setup.quant in ("nf4", "fp4") and rank <= MERGED_RANK and setup.product_bytes == 2
+    return "merged" if fits and not setup.lora_dropout else "added"
+
+
+def activation_traffic(shape: ModelShape, setup: Setup) -> tuple[float, float]:
+    """Bytes of a block's norms with residuals, rotation, gate and dropout: forward and backward.
+
+    Fused where compiled, one pass per operation where eager. DoRA scales each output.
+    """
+    d, i, norms = shape.hidden, shape.mlp_width, shape.traits.norms / 2
+    rotated = (shape.heads + shape.kv_heads) * shape.head_dim
+    forward, backward = (6 * d * norms + 4 * rotated + 3 * i, 10 * d * norms + 4 * rotated + 6 * i)
+    if not setup.compile:
+        forward, backward = (42 * d * norms + 10 * rotated + 5 * i,
+                             84 * d * norms + 10 * rotated + 8 * i)
+    adapted = adapted_linears(shape, setup).values()
+    if setup.lora_dropout:
+        wide = sum(w for _, w in adapted)
+        forward, backward = forward + 4 * wide, backward + 8 * wide
+    if setup.adapter == "dora":
+        out = sum(o for o, _ in adapted)
+        forward, backward = forward + 2 * out, backward + 4 * out
+    each = setup.tokens * setup.product_bytes
+    return each * forward, each * backward
+
+
+def adapter_traffic(shape: ModelShape, setup: Setup) -> tuple[float, float]:
+    """Bytes of a block's products of rank R: forward and backward.
+
+    x A^T reads x, once for layers that share it in a compiled block; dY B and dB read dY, dA reads
+    x. Where an adapter is added, y and dX are written once more and read again.
+    """
+    groups: dict[str, int] = {}
+    added_out = added_in = out = 0
+    for name, (rows, wide) in adapted_linears(shape, setup).items():
+        alone = not setup.compile or setup.lora_dropout
+        key = name if alone else FEEDS.get(name, name)
+        if form(setup, setup.rank(name)) == "added":
+            added_out += rows
+            added_in += wide * (key not in groups)
+        groups[key] = wide
+        out += rows
+    inputs, each = sum(groups.values()), setup.tokens * setup.product_bytes
+    return each * (inputs + 2 * added_out), each * (2 * out + inputs + 2 * added_in)
+
+
+def quantize_traffic(shape: ModelShape, setup: Setup) -> dict[str, tuple[float, float]]:
+    """Bytes to quantize each layer's tokens for fp8 products: its input, then its output's gradient."""
+    if setup.compute_dtype != "fp8": return {}
+    each = setup.tokens * (setup.product_bytes + 1)
+    return {name: (each * wide, each * out) for name, (out, wide) in shape.linears().items()}
+
+
+def unpack_traffic(shape: ModelShape, setup: Setup) -> dict[str, float]:
+    """Bytes to make each linear weight of a block ready for one product, at the rate of a copy.
+
+    Kernels that do more than copy count for more bytes, by their share of a copy's rate.
+    """
+    sizes = {name: out * wide for name, (out, wide) in stored_linears(shape).items()}
+    adapted = adapted_linears(shape, setup)
+    return {name: size * unpack_bytes(setup, setup.rank(name) if name in adapted else 0)
+            for name, size in sizes.items()}
+
+
+def stored_linears(shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """(out, in) of a block's linear layers, and of all its experts as one, for each may be hit."""
+    return shape.linears() | {name: (shape.experts * out, wide)
+                              for name, (out, wide) in shape.expert_linears().items()}
+
+
+def unpack_bytes(setup: Setup, rank: int) -> float:
+    """The same per weight, with an adapter of this rank; 0 without."""
+    fp8 = setup.compute_dtype == "fp8"
+    if setup.quant == "none": return DENSE_TO_FP8 if fp8 else 0.0
+    packed = packed_bits(setup.quant) / 8 + scale_bytes(1, setup) / BLOCKSIZE
+    if fp8: return (packed + 1) / constants.FP8_UNPACK_SHARE
+    merged = rank and form(setup, rank) == "merged"
+    share = constants.MERGE_SHARE if merged else constants.UNPACK_SHARE
+    return (packed + setup.product_bytes) / share
+
+
+def norm_traffic(shape: ModelShape, setup: Setup) -> float:
+    """Bytes to make a block's weights again for the norms of DoRA, in each forward."""
+    if setup.adapter != "dora": return 0.0
+    unpack = unpack_traffic(shape, setup)
+    return sum(unpack[name] + DORA_NORMS * out * wide
+               for name, (out, wide) in adapted_linears(shape, setup).items())
+
+
+def rerun_traffic(shape: ModelShape, setup: Setup, policy: str) -> dict[str, float]:
+    """Bytes of the forward that a block's backward moves again, by kind; nothing under keep_all.
+
+    x A^T is kept with the products, under keep_linears.
+    """
+    if policy == "keep_all": return {}
+    again = rerun_linears(shape, setup, policy)
+    quantize, unpack = quantize_traffic(shape, setup), unpack_traffic(shape, setup)
+    return dict(activations=activation_traffic(shape, setup)[0],
+                adapters=adapter_traffic(shape, setup)[0] if again else 0.0,
+                unpack=sum(unpack[name] for name in again) + norm_traffic(shape, setup),
+                quantize=sum(quantize[name][0] for name in again if quantize))
