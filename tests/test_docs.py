@@ -31,7 +31,7 @@ OTHERS = {"git", "cd", "pip", "python", "hf", "export", "cat", ".", "ulimit", "d
 # Flags of others that the docs name.
 FOREIGN = {"nproc_per_node", "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id",
            "max_restarts", "standalone", "master_addr", "local_addr", "config_file", "gpus",
-           "outfile", "outtype", "layers", "ranks"}
+           "outfile", "outtype", "layers", "ranks", "write"}
 
 
 @cache

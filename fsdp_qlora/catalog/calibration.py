@@ -65,7 +65,7 @@ def calibrated(gpu: Gpu, path: str) -> Gpu:
     found = read_calibration(path)
     if not found.is_of(gpu):
         raise ValueError(f"--calibration {path}: measured on a {found.device}, and the GPU is a "
-                         f"{gpu.name}")
+                         f"{gpu.name}; run `fsdp-qlora calibrate` there, or leave --calibration out")
     return found.applied(gpu)
 
 
