@@ -278,6 +278,13 @@ def gather_over_ranks(value) -> list:
     return values
 
 
+def from_rank_in(group: dist.ProcessGroup, owner: int, value):
+    """A small picklable value of one rank of a group, on all of them, through host memory."""
+    values = [value]
+    dist.broadcast_object_list(values, owner, group=group)
+    return values[0]
+
+
 def from_main(function: Callable[[], T]) -> T:
     """What `function` gives on rank 0, on every rank; so is its ValueError or OSError."""
     given, error = None, None

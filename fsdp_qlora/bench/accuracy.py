@@ -25,7 +25,7 @@ CALIBRATED_ON = (
 # Commits whose kernels and hooks the code no longer has: the times of their rows are history, but for
 # the launches that are set on them. Those of the second list lack only today's 4-bit and fp8 products.
 OLD_COMMITS = ("ae215fd", "f251e71", "989a742", "da4c632", "4d00b20", "2bd4447")
-OLD_PRODUCTS = ("f8e8940", "fc55a1e")
+OLD_PRODUCTS = ("f8e8940", "fc55a1e", "8e7a833")
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ def setup_from_row(row: Row) -> Setup:
     return Setup(
         world_size=row.gpus, gpus_per_node=row.gpus // (row.nodes or 1),
         strategy=row.sharding_strategy, cpu_offload=bool(row.cpu_offload),
+        trained_offload=row.trained_offload, vocabulary_offload=row.vocabulary_offload,
         activation_offload=bool(row.activation_offload), activation_policy=row.activation_policy,
         quant=row.quant, absmax_bytes=1 if row.absmax_dtype == "int8" else 4,
         adapter="lora" if row.lora_rank else "none", lora_rank=row.lora_rank or 64,

@@ -42,6 +42,8 @@ class Row:
     status: str = "ok"
     error: str | None = None   # the first line of what went wrong
     peer: str | None = None
+    trained_offload: bool | None = None     # None: as the run chose by itself
+    vocabulary_offload: bool | None = None  # None: as cpu_offload
     steps_measured: int = 0
     seconds_per_step: float | None = None
     seconds_p10: float | None = None

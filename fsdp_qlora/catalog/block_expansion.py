@@ -35,7 +35,9 @@ def expansion(blocks: int, new: int) -> Expansion:
     if not 1 <= new <= blocks:
         raise ValueError(f"--llama_pro_blocks {new}: the model has {blocks} blocks; give 1 to "
                          f"{blocks}")
-    group, sources, places = blocks // new, [], []
+    sources: list[int] = []
+    places: list[int] = []
+    group = blocks // new
     for block in range(blocks):
         sources.append(block)
         if (block + 1) % group == 0 and len(places) < new:

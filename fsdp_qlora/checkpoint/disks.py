@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..dist import from_main, gather_over_ranks, print_main, ranks_from_env
+from ..dist import from_main, from_rank_in, gather_over_ranks, print_main, ranks_from_env
 from .folder import (
     WEIGHTS,
     all_checkpoints,
@@ -106,10 +106,9 @@ class Disks:
     def hand_out(self, path: Path, source: int, takers: list[int]) -> bool:
         """Copy a folder or a file of `source`'s disk to those of `takers`; whether this rank has."""
         if not takers: return False
-        listed = [list_files(path) if self.rank == source else None]
-        dist.broadcast_object_list(listed, source, group=self.group)
+        listed = from_rank_in(self.group, source, list_files(path) if self.rank == source else None)
         new, faults = path.with_name(f".{path.name}.{uuid.uuid4().hex}"), []
-        for name, (size, digest) in listed[0].items():
+        for name, (size, digest) in listed.items():
             received = self.broadcast(path / name if self.rank == source else None, size, source)
             if self.rank in takers: faults.append(written(new / name, received, digest))
             else: drain(received)

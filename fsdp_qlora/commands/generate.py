@@ -65,7 +65,7 @@ def trained_rows(model: PreTrainedModel, adapter: str | Path) -> list[int]:
 def tokenizer_of(config: RunConfig, adapter: str | Path | None):
     """The tokenizer that an adapter was trained with, if its folder has one, or the model's."""
     if adapter and (Path(adapter) / "tokenizer_config.json").is_file():
-        return AutoTokenizer.from_pretrained(adapter)
+        return AutoTokenizer.from_pretrained(adapter, trust_remote_code=False)
     return load_tokenizer(config.model_name, **config.source)
 
 

@@ -168,7 +168,8 @@ def transfer_seconds(shape: ModelShape, gpu: Gpu, setup: Setup, link: float) -> 
     Each micro-batch gathers each unit once, or again for its backward; or only the first does.
     """
     room = block_seconds(shape, gpu, setup)
-    def one(*gathers: int): return exposed_seconds(shape, gpu, setup, *room, link, gathers)
+    def one(first: int, again: int):
+        return exposed_seconds(shape, gpu, setup, *room, link, (first, again))
     first, others = one(1, int(setup.resharded)), setup.accumulation - 1
     again = one(0, 0) if setup.gather_once else first
     return tuple(a + others * b for a, b in zip(first, again, strict=True))

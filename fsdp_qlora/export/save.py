@@ -123,8 +123,10 @@ def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in gathered(plain): yield name, tensor.to(dtype)
     for prefix, layer in layers.items():
         parts = [t for _, t in gathered(dict(weight=layer.weight, absmax=layer.absmax))]
-        if parts: yield f"{prefix}weight", dequantize_rows(*parts, layer.in_features, layer.quant_type,
-                                                           dtype)
+        if not parts: continue
+        packed_rows, scales = parts
+        yield f"{prefix}weight", dequantize_rows(packed_rows, scales, layer.in_features,
+                                                 layer.quant_type, dtype)
 
 
 def save_full(model: nn.Module, folder: str | Path,
