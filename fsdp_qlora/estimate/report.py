@@ -13,7 +13,7 @@ from .weights import packed_bits
 STEP_EXPLAINED = dict(
     linears="large products", attention="attention", recompute="recomputed in backward",
     adapters="products of the adapters' rank", activations="passes over activations",
-    dequantization="weights unpacked", quantization="tokens to fp8",
+    dequantization="dequantization", quantization="tokens to fp8",
     loss="loss over the vocabulary", launches="GPU waits for the host's launches",
     communication="communication not hidden", offload="host copies not hidden",
     optimizer="optimizer")
