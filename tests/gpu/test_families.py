@@ -8,7 +8,8 @@ from tests.families import save_family
 from tests.ranks import run_ranks
 from tests.tiny import padded_batch, tiny_rows
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu,
+              pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 SEEN = padded_batch(tiny_rows(1, 3, seed=11)[0])
 CASES = [("Gemma 2", "lora"), ("Mixtral", "lora"), ("Mixtral", "qlora"), ("Qwen3-MoE", "qlora"),
          ("GPT-2", "qlora")]
