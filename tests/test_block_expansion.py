@@ -78,4 +78,4 @@ def test_the_estimate_counts_new_blocks_as_trained_and_whole():
     found = estimate(LLAMA_8B, Machine(gpu=H100, gpus=4, memory_gib=79), config)
     assert found.memory.peak_allocated > qlora.peak_allocated
     plain = estimate(LLAMA_8B, Machine(gpu=H100, gpus=4, memory_gib=79), RunConfig())
-    assert found.step.total > 1.2 * plain.step.total
+    assert found.step.total > 1.05 * plain.step.total

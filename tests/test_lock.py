@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_qlora.training.lock import LOCK, sole_run_in
 
-HOLD = ("import sys, time; from fsdp_qlora.lock import sole_run_in\n"
+HOLD = ("import sys, time; from fsdp_qlora.training.lock import sole_run_in\n"
         "with sole_run_in(sys.argv[1]): print('held', flush=True); time.sleep(100)")
 
 
