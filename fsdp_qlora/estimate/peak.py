@@ -1,6 +1,7 @@
 """The peak of a step: what is alive at the moments that can be it, and the host's memory.
 
-Which units FSDP2 has gathered, and which gradients wait, follows sharding.py and trainer.py.
+Which units FSDP2 has gathered, and which gradients wait, follows sharding/fsdp.py and
+training/trainer.py.
 """
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ from .weights import (
 )
 
 GIB = 2**30
-BUCKET_BYTES = 128 * 2**20  # gradients reduced together under ddp (sharding.py)
+BUCKET_BYTES = 128 * 2**20  # gradients reduced together under ddp (sharding/fsdp.py)
 PIECE_BYTES = 2**27  # rows of the embedding that travel at a time (vocabulary.py)
 CUBLAS_WORKSPACE = 2 * 32 * 2**20  # torch's default on Hopper, for the forward and backward thread
 
@@ -255,7 +256,7 @@ def backward_window(shape: ModelShape, setup: Setup, block: int) -> float:
     """Gathered bytes in a block's backward.
 
     Its unit, and the flat buffer of the next, gathered ahead. The unit before the first block is
-    the embedding, which is gathered only if it is trained (sharding.py stops it otherwise). Without
+    the embedding, which is gathered only if it is trained (sharding/fsdp.py stops it otherwise). Without
     resharding all blocks up to this one, and the embedding, whose hook waits for the end of the
     backward.
     """

@@ -1,6 +1,6 @@
 """Every weight of a model as it is stored: whole, in one rank's shard, and in a gathered unit.
 
-Follows sharding.py, which shards rows on dim 0, and quantize.py, which packs them. What is counted
+Follows sharding/fsdp.py, which shards rows, and quantization/, which packs them. What is counted
 per trained weight, gradients and optimizer states, follows from the same list.
 """
 from __future__ import annotations
