@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..report.story import smoothed
 from .metrics import EvalMetrics, StepMetrics
 
 
@@ -18,7 +19,8 @@ def plot_loss(steps: list[StepMetrics], path: str | Path, title: str = "",
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     x, losses = [s.step for s in steps], [s.loss for s in steps]
     axes.plot(x, losses, color="#9db8d2", linewidth=1, label="each step")
-    axes.plot(x, smoothed(losses), color="#1f5a99", linewidth=2, label="running mean")
+    means = [mean for _, mean in smoothed(list(zip(x, losses, strict=True)))]
+    axes.plot(x, means, color="#1f5a99", linewidth=2, label="mean around it")
     if evaluations:
         axes.plot([e.step for e in evaluations], [e.eval_loss for e in evaluations], color="#c2571a",
                   linewidth=2, marker="o", markersize=4, label="held-out rows")
@@ -29,9 +31,3 @@ def plot_loss(steps: list[StepMetrics], path: str | Path, title: str = "",
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return True
-
-
-def smoothed(values: list[float], window: int = 10) -> list[float]:
-    """Mean of the last `window` values at each place."""
-    return [sum(part) / len(part) for i in range(len(values))
-            if (part := values[max(0, i - window + 1):i + 1])]
