@@ -1,13 +1,15 @@
 """What checkpoints cost a run, and how soon it goes on after a rank is killed.
 
+    python benchmarks/checkpointing.py       # Llama 3.1 8B's shape on all visible GPUs, in /dev/shm
     python benchmarks/checkpointing.py /dev/shm/llama-8b --shape meta-llama/Llama-3.1-8B --gpus 2 \
-        --results benchmarks/results/checkpointing_h100_$(date +%F).jsonl -- \
+        --steps 240 --results benchmarks/results/checkpointing_h100_$(date +%F).jsonl -- \
         --batch_size 2 --context_length 2048 --lora_dropout 0 --quantized_cache /dev/shm/quantized
 
 Makes a random checkpoint of that shape if the folder is empty, trains QLoRA on random text with a
 checkpoint every --every steps, kills a rank at half of the steps, and lets torchrun start again. Prints
 one JSON line: seconds that a step was held up, bytes of a checkpoint, seconds from the kill to the next
-step. About 6 minutes on 2 H100s. Flags after -- go to train.py.
+step. The first checkpoint of each start is told apart, as it also makes the host's buffers. Flags
+after -- go to train.py, in place of those above. The folder keeps the model for the next time.
 """
 from __future__ import annotations
 
@@ -25,11 +27,12 @@ from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+FLAGS = ["--batch_size", "2", "--context_length", "2048", "--lora_dropout", "0"]
 
 
-def make_inputs(folder: Path, shape: str | None, rows: int, words: int) -> Path:
+def make_inputs(folder: Path, shape: str, rows: int, words: int) -> Path:
     """The model and its tokenizer, if they are not there, and random text; the file of rows."""
-    if shape and not (folder / "config.json").exists():
+    if not list(folder.glob("model.safetensors*")):  # the index is written last
         command = [sys.executable, "benchmarks/random_checkpoint.py", shape, str(folder)]
         subprocess.run(command, cwd=ROOT, env=environment(), check=True)
     if not (folder / "tokenizer.json").exists():
@@ -118,32 +121,55 @@ def measure(options, flags: list[str]) -> dict:
 
 def figures(options, out: Path, found: list[dict]) -> dict:
     """What the finished run's metrics and checkpoints say."""
-    held = sorted(r["seconds_held"] for r in found if r["kind"] == "checkpoint")
-    seconds = [r["seconds"] for r in found if r["kind"] == "step"][3:]
+    first, held, after = held_up(found)
+    steps = {r["step"]: r["seconds"] for r in found if r["kind"] == "step"}
+    seconds = statistics.median(list(steps.values())[3:])
     newest = max((out / "checkpoints").glob("step-*"))
     size = sum(p.stat().st_size for p in newest.rglob("*") if p.is_file())
     adapter = (newest / "adapter" / "adapter_model.safetensors").stat().st_size
-    return dict(name="checkpointing", shape=options.shape or str(options.folder), gpus=options.gpus,
-                steps=options.steps, every=options.every, checkpoints=len(held),
-                seconds_held_median=statistics.median(held),
+    return dict(name="checkpointing", shape=options.shape, gpus=options.gpus,
+                steps=options.steps, every=options.every, checkpoints=len(first + held),
+                seconds_held_first=first, seconds_held_median=statistics.median(held),
                 seconds_held_p95=held[min(len(held) - 1, int(0.95 * len(held)))],
-                seconds_held_max=held[-1], seconds_per_step=statistics.median(seconds),
+                seconds_held_max=held[-1], seconds_per_step=seconds,
+                seconds_step_after_median=statistics.median(steps[s] for s in after if s in steps),
                 bytes_checkpoint=size, bytes_adapter=adapter, date=str(date.today()))
+
+
+def held_up(found: list[dict]) -> tuple[list[float], list[float], list[int]]:
+    """Seconds that the first checkpoint of each start held up its step, those of the others in order
+    of size, and the steps after the others, which a write goes on beside.
+    """
+    first, others, after, is_first = [], [], [], True
+    for record in found:
+        if record["kind"] == "start": is_first = True
+        if record["kind"] != "checkpoint": continue
+        (first if is_first else others).append(record["seconds_held"])
+        if not is_first: after.append(record["step"] + 1)
+        is_first = False
+    return first, sorted(others), after
+
+
+def visible_gpus() -> int:
+    """GPUs of this machine, or two ranks of its CPU."""
+    import torch
+    return torch.cuda.device_count() or 2
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--shape")
-    parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument("--every", type=int, default=10)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("/dev/shm/llama-8b"))
+    parser.add_argument("--shape", default="meta-llama/Llama-3.1-8B")
+    parser.add_argument("--gpus", type=int, default=visible_gpus())
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--every", type=int, default=12)
     parser.add_argument("--rows", type=int, default=1000)
-    parser.add_argument("--words", type=int, default=1000)
+    parser.add_argument("--words", type=int, default=3000)
     parser.add_argument("--results", type=Path)
     own, flags = sys.argv[1:], []
     if "--" in own: own, flags = own[:own.index("--")], own[own.index("--") + 1:]
     options = parser.parse_args(own)
+    flags = flags or [*FLAGS, "--quantized_cache", str(options.folder / "quantized")]
     line = json.dumps(measure(options, flags))
     print(line)
     if options.results:
