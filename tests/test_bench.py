@@ -17,7 +17,7 @@ from fsdp_qlora.estimate import memory
 ROOT = Path(__file__).parents[1]
 GRIDS = sorted((ROOT / "benchmarks" / "grids").glob("*.yaml"))
 RESULTS = [r for f in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
-           if not f.name.startswith(("attention", "packing")) for r in read_rows(f)]
+           if not f.name.startswith(("attention", "packing", "quality")) for r in read_rows(f)]
 TINY = dict(model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=97, hidden_size=64,
             intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0)

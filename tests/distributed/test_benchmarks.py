@@ -37,6 +37,33 @@ def test_every_row_of_the_table_is_a_configuration_with_a_target():
     with pytest.raises(ValueError, match="no row matches 9b"): chosen(["9b"], 1)
 
 
+def test_quality_runs_each_variant_and_seed_of_a_task_alike_but_for_what_it_compares(tmp_path):
+    from quality import TASKS, VARIANTS, Job, all_jobs, config_of
+    jobs = all_jobs(3)
+    assert len(jobs) == len(set(jobs)) == len(VARIANTS) * len(TASKS) * (3 + 1)
+    assert {job.seed for job in jobs[:len(VARIANTS) * len(TASKS)]} == {0}  # whole seeds, one by one
+    for task in TASKS:
+        configs = {v: config_of(Job(task, v, 1), tmp_path, model_name="model") for v in VARIANTS}
+        formats = {(c.quant_type, c.absmax_dtype, c.adapter, c.compute_dtype) for c in configs.values()}
+        assert len(formats) == len(VARIANTS)
+        assert len({(c.lr, c.lora_rank, c.lora_alpha, c.global_batch_size, c.max_steps, c.eval_dataset,
+                     c.seed) for c in configs.values()}) == 1
+        assert len({c.output_dir for c in configs.values()}) == len(VARIANTS)
+    assert configs["hqq 3 bits"].quant_type == "hqq3" and configs["nf4, DoRA"].adapter == "dora"
+
+
+def test_the_table_of_quality_takes_differences_seed_by_seed():
+    from quality_table import tables
+    losses = {("bf16", 0): 1.0, ("bf16", 1): 2.0, ("nf4", 0): 1.1, ("nf4", 1): 2.1, ("nf4", 2): 7.0,
+              ("nf4", None): 3.0}
+    rows = [dict(task="stdlib", variant=variant, seed=seed, status="ok", held_out_loss=loss)
+            for (variant, seed), loss in losses.items()]
+    rows += [dict(task="stdlib", variant="fp4", seed=0, status="error", error="out of memory")]
+    assert tables(rows).splitlines()[4:] == [
+        "| bf16 |  | 1.5000 ± 0.7071 |  | 2 |",
+        "| nf4 | 3.000 | 3.4000 ± 3.1575 | +0.1000 ± 0.0000 | 3 |"]
+
+
 @pytest.mark.parametrize("ranks, ours, peers", [
     (1, ["8b_qlora", "8b_full_8bit", "8b_lora_qkv"], [("8b_qlora", "hf"), ("8b_lora", "hf")]),
     (2, ["8b_qlora_full_shard"], [("8b_qlora_full_shard", "accelerate")])])
