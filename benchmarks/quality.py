@@ -52,7 +52,7 @@ VARIANTS = {
 COMMON = dict(RECIPE, sharding_strategy="ddp", compile=False, world_size=1, save_model=False,
               checkpoint_minutes=0.0, verify_frozen_minutes=0.0, resume="none", log_to="stdout")
 TASKS = {"text_to_sql": dict(batch_size=16),
-         "stdlib": dict(batch_size=16, context_length=512, train_on="all", lr=5e-4)}
+         "stdlib": dict(batch_size=16, context_length=512, train_on="all", lr=1e-3)}
 STEPS = {"text_to_sql": 93, "stdlib": 100}  # one pass over the demo's rows; 0.8 million tokens
 SQL_PER_KIND = 4  # held-out questions of each kind about each world; the demo asks one
 SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "turtledemo",
