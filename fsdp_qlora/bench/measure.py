@@ -124,20 +124,23 @@ def measure_steps(row: Row, config: RunConfig, how, device: torch.device, limit:
     from ..build import build_model
     from ..observe.profiling import profile_steps
     from ..optim import build_optimizer
+    from ..training.graphs import micro_batch_runner, uses_graphs
     from ..training.step import seed_everything, train_step
     seed_everything(config.seed, ranks_from_env().rank, config.deterministic)
     started = time.perf_counter()
     model = build_model(config, device)
     synchronize(device)
     row.attention_backend = model.config._attn_implementation
+    row.cuda_graphs = uses_graphs(config, model, device)
     row.load_seconds = time.perf_counter() - started
     optimizer = build_optimizer(model, config.optimizer, config.lr, config.wd,
                                 config.loraplus_lr_ratio)
     batches = random_batches(config, model.config.vocab_size, row.gradient_accumulation_steps)
     clip = config.grad_norm if config.apply_gradient_clipping else None
-    one = partial(train_step, model, optimizer, batches, max_grad_norm=clip, no_sync=config.no_sync)
+    one = partial(train_step, model, optimizer, batches, max_grad_norm=clip, no_sync=config.no_sync,
+                  forward_backward=micro_batch_runner(config, model, device))
     for step in range(how.warmup + how.steps):
-        if step == how.warmup: timer = StepTimer(device)
+        if step == how.warmup: timer = StepTimer(device, keep_peak=row.cuda_graphs)
         result = one()
         if step == 0: row.loss_first = result.loss
         if step >= how.warmup: timer.step_done()
@@ -148,12 +151,15 @@ def measure_steps(row: Row, config: RunConfig, how, device: torch.device, limit:
 
 
 class StepTimer:
-    """Seconds of each step, without holding the host up between steps, as training doesn't either."""
+    """Seconds of each step, without holding the host up between steps, as training doesn't either.
 
-    def __init__(self, device: torch.device):
+    keep_peak: leave torch's record of memory as it is, for steps that allocate nothing any more.
+    """
+
+    def __init__(self, device: torch.device, keep_peak: bool = False):
         self.on_gpu, self.marks = device.type == "cuda", []
         synchronize(device)
-        if self.on_gpu: torch.cuda.reset_peak_memory_stats(device)
+        if self.on_gpu and not keep_peak: torch.cuda.reset_peak_memory_stats(device)
         self.step_done()
 
     def step_done(self):

@@ -44,6 +44,7 @@ class Row:
     peer: str | None = None
     trained_offload: bool | None = None     # None: as the run chose by itself
     vocabulary_offload: bool | None = None  # None: as cpu_offload
+    cuda_graphs: bool = False  # whether micro-batches were replayed
     steps_measured: int = 0
     seconds_per_step: float | None = None
     seconds_p10: float | None = None

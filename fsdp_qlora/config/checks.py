@@ -132,6 +132,7 @@ def check_together(config):
                          "this run trains adapters; use --modules_to_save for modules beside them")
     check_cpu_offload(config)
     check_activation_offload(config)
+    check_cuda_graphs(config)
     shown_as = [name for name in parts_of(config.log_to) if name in TERMINAL_FORMS]
     if len(shown_as) > 1:
         raise ValueError(f"--log_to {config.log_to}: {' and '.join(shown_as)} are forms of what the "
@@ -218,6 +219,21 @@ def check_activation_offload(config):
         raise ValueError("--use_activation_cpu_offload moves the inputs of recomputed blocks, and "
                          "with keep_all no block is; add --use_gradient_checkpointing true or "
                          "another --activation_policy")
+
+
+def check_cuda_graphs(config):
+    """A graph holds addresses of weights and activations, so these must stay where they are."""
+    if not config.cuda_graphs: return
+    for flag in ("use_cpu_offload", "use_vocabulary_cpu_offload", "use_activation_cpu_offload"):
+        if getattr(config, flag):
+            raise ValueError(f"--cuda_graphs needs all that a step takes on the GPU, and --{flag} moves "
+                             "some of it to the host; leave one of them out")
+    if config.profile_memory:
+        raise ValueError("--profile_memory sees what is allocated, and --cuda_graphs allocates nothing "
+                         "in a step; leave one of them out")
+    if config.compile is False:
+        raise ValueError("--cuda_graphs is for compiled blocks, and --compile false leaves them as they "
+                         "are; leave one of them out")
 
 
 def check_data_together(config):

@@ -227,6 +227,9 @@ class ShardingOptions:
     no_sync: bool = opt(False, "reduce gradients only at the last micro-batch of a step: less "
                         "traffic, more memory")
     compile: bool | None = opt(None, "torch.compile of each decoder block; None = on a GPU")
+    cuda_graphs: bool | None = opt(
+        None, "replay forward and backward of a micro-batch without the host, which is much faster with "
+        "few tokens; None = on one GPU and in ddp, where it pays")
     deterministic: bool = opt(False, "bit-equal repeats on a GPU, at some speed")
 
 

@@ -199,6 +199,22 @@ def block_policies(text: str, blocks: int) -> list[str]:
     return policies
 
 
+GRAPH_TOKENS = 8192  # of a micro-batch; above, the GPU computes for longer than the host needs
+
+
+def graphs_pay(config: RunConfig, world_size: int) -> bool:
+    """Whether --cuda_graphs None replays micro-batches: they are short, and nothing of a run moves.
+
+    A model may still have what no graph can hold (training/graphs.py).
+    """
+    stays = config.sharding_strategy == "ddp" or world_size == 1
+    moved = (config.use_cpu_offload or config.use_vocabulary_cpu_offload
+             or config.use_activation_cpu_offload)
+    rows = plan_batches(config, world_size).micro_batch_size
+    return (stays and not moved and config.compile is not False and not config.profile_memory
+            and rows * config.context_length <= GRAPH_TOKENS)
+
+
 @dataclass(frozen=True)
 class BatchPlan:
     """How one optimizer step's rows are cut up."""

@@ -20,10 +20,11 @@ Example = tuple[Tensor, Tensor]  # input_ids (T,), labels (T,)
 
 def collate(examples: Sequence[Example], pad_token_id: int, pad_to_multiple_of: int = 1,
             pad_to: int | None = None) -> dict[str, Tensor]:
-    """input_ids, labels and position_ids, each (B, T) int64.
+    """input_ids and labels, each (B, T) int64.
 
     There is no attention_mask: causal attention does not look right, where the padding is, so real
-    tokens get the same result without one, and attention takes its fast causal kernels.
+    tokens get the same result without one, and attention takes its fast causal kernels. Nor are there
+    positions: with them transformers would ask the GPU whether rows are packed, and wait.
     pad_to: T for every batch, for compiled models; else the longest row, rounded up to
         `pad_to_multiple_of`.
     """
@@ -34,8 +35,7 @@ def collate(examples: Sequence[Example], pad_token_id: int, pad_to_multiple_of: 
     for row, (ids, targets) in enumerate(examples):
         input_ids[row, :len(ids)] = ids
         labels[row, :len(ids)] = targets
-    positions = torch.arange(width).expand(len(examples), -1).contiguous()
-    return {"input_ids": input_ids, "labels": labels, "position_ids": positions}
+    return {"input_ids": input_ids, "labels": labels}
 
 
 def filler(pad_token_id: int, num_tokens: int = 2) -> Example:

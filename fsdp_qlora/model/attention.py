@@ -70,9 +70,7 @@ def rows_alone(config: PretrainedConfig) -> Iterator[None]:
     For forwards without attention_mask and position_ids alone.
     """
     config = config.get_text_config()
-    layers = set(getattr(config, "layer_types", None) or ())
-    window = getattr(config, "sliding_window", None) and "full_attention" not in layers
-    if config._attn_implementation != "sdpa" or window or layers - {"full_attention"}:
+    if config._attn_implementation != "sdpa" or has_windows(config):
         yield
         return
     config._attn_implementation = CAUSAL
@@ -80,6 +78,13 @@ def rows_alone(config: PretrainedConfig) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = "sdpa"
+
+
+def has_windows(config: PretrainedConfig) -> bool:
+    """True if some layers see less than all tokens before."""
+    layers = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None) and "full_attention" not in layers
+    return bool(window or layers - {"full_attention"})
 
 
 def choose_attention(wanted: str, packing: bool, config: PretrainedConfig, device: torch.device,

@@ -6,10 +6,12 @@ from .fsdp import (
     is_sharded,
     make_mesh,
     parameter_device,
+    reduce_gradients,
     set_gradient_sync,
+    without_gradient_sync,
 )
 
 __all__ = [
     "OnHost", "STRATEGIES", "apply_sharding", "is_sharded", "make_mesh", "parameter_device",
-    "set_gradient_sync",
+    "reduce_gradients", "set_gradient_sync", "without_gradient_sync",
 ]

@@ -8,7 +8,8 @@ follows. Packed bytes, scales and adapters travel as stored; the ops cast what t
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -213,6 +214,24 @@ def set_gradient_sync(model: nn.Module, sync: bool):
     """Whether the next backward reduces gradients over ranks; all but a step's last may skip it."""
     if is_sharded(model): model.set_requires_gradient_sync(sync)
     elif hasattr(model, "gradient_reducer"): model.gradient_reducer.enabled = sync
+
+
+@contextmanager
+def without_gradient_sync(model: nn.Module) -> Iterator[None]:
+    """Within it, no backward of a model that is not sharded meets other ranks."""
+    reducer = getattr(model, "gradient_reducer", None)
+    was = reducer and reducer.enabled
+    set_gradient_sync(model, False)
+    try:
+        yield
+    finally:
+        if reducer: reducer.enabled = was
+
+
+def reduce_gradients(model: nn.Module):
+    """What the end of a backward does in ddp, where `set_gradient_sync` asks for it."""
+    reducer = getattr(model, "gradient_reducer", None)
+    if reducer and reducer.enabled: reducer.reduce()
 
 
 # ---- host memory -------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from ..build import attention
 from ..config import BatchPlan, RunConfig
 from ..config.settings import counted
 from ..dist import print_main, ranks_from_env
+from .graphs import uses_graphs
 from .step import compute_device
 
 
@@ -26,6 +27,8 @@ def describe(model: nn.Module, config: RunConfig, batches: BatchPlan, total_step
     print_main(dtypes_line(model, config))
     implementation, reason = attention(config, model.config, compute_device(model))
     print_main(f"attention: {implementation} ({reason})")
+    if uses_graphs(config, model, compute_device(model)):
+        print_main("micro-batches of a shape seen before are replayed from CUDA graphs")
     print_main(steps_line(config, batches, total_steps, ranks_from_env().world_size))
     if config.verbose: print_main(model)
 

@@ -20,6 +20,7 @@ from ..observe.samples import Sampler
 from .describe import first_step_line
 from .faults import Agreement, BadSteps, RollBack
 from .frozen import FrozenWeights
+from .graphs import micro_batch_runner
 from .signals import StopRequested, StopSignals
 from .step import train_step
 from .steplog import LaggedLog
@@ -45,6 +46,7 @@ class Training:
                                failed=writer.has_failed, flipped=self.frozen.has_changed)
         self.max_norm = config.grad_norm if config.apply_gradient_clipping else None
         self.memory = MemoryWatch(config, state.model, state.optimizer, state.device)
+        self.forward_backward = micro_batch_runner(config, state.model, state.device)
 
     def run(self):
         """All steps that are left, and the evaluations that are due.
@@ -86,7 +88,7 @@ class Training:
             with self.memory.step(step):
                 result = train_step(state.model, state.optimizer, step.micro_batches, agree=self.agree,
                                     max_grad_norm=self.max_norm, no_sync=self.config.no_sync,
-                                    scaler=state.scaler)
+                                    scaler=state.scaler, forward_backward=self.forward_backward)
             self.bad.rows[step.index + 1] = step.row_ids
             self.lagged.add(step.index + 1, lr, step.num_rows, result)
         state.scheduler.step()

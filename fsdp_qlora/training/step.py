@@ -24,6 +24,8 @@ from ..sharding import is_sharded, set_gradient_sync
 from ..sharding.prefetch import set_last_micro_batch
 from .scaler import LossScaler
 
+ForwardBackward = Callable[[nn.Module, dict, float, Tensor | None], Tensor]
+
 
 @dataclass
 class StepResult:
@@ -50,8 +52,8 @@ class StepResult:
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: list[dict], *,
                max_grad_norm: float | None = None, no_sync: bool = False,
-               agree: Callable[..., list[int]] | None = None,
-               scaler: LossScaler | None = None) -> StepResult:
+               agree: Callable[..., list[int]] | None = None, scaler: LossScaler | None = None,
+               forward_backward: ForwardBackward | None = None) -> StepResult:
     """Forward and backward of every micro-batch, then one optimizer step.
 
     Each micro-batch is a dict of input_ids and labels (B, T), and what else the model takes; every
@@ -60,6 +62,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches
     micro-batches; if it raises, weights and optimizer are as they were. So they are after a step
     whose loss or gradient is not finite, on every rank, for both are sums over ranks. With a `scaler`
     the loss is scaled for the backward, and the norm is that of the gradients themselves.
+    `forward_backward` may be another way to compute a micro-batch (graphs.py).
     """
     trained, tokens = (agree or sum_over_ranks)(sum(num_trained_tokens(b) for b in micro_batches),
                                                 sum(b["input_ids"].numel() for b in micro_batches))
@@ -71,10 +74,8 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches
         last = i == len(micro_batches) - 1
         set_gradient_sync(model, last or is_sharded(model) and not no_sync)
         set_last_micro_batch(model, last)
-        batch = on_device(batch, device)
-        loss = model(**batch, num_items_in_batch=trained / dist.get_world_size()).loss
-        (loss if scaler is None else loss * scaler.scale).backward()
-        loss_sum += loss.detach()
+        loss_sum += (forward_backward or run_micro_batch)(
+            model, on_device(batch, device), trained / dist.get_world_size(), scaler and scaler.scale)
     if scaler: scaler.unscale(trained_weights(optimizer))
     norm = clip_gradients(trained_weights(optimizer), max_grad_norm)
     dist.all_reduce(loss_sum)
@@ -85,6 +86,14 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches
     scale = scaler and scaler.scale
     if scaler: scaler.update(finite)
     return StepResult(loss_and_norm, trained, tokens, scale)
+
+
+def run_micro_batch(model: nn.Module, batch: dict, num_items: float | Tensor,
+                    scale: Tensor | None = None) -> Tensor:
+    """Forward and backward of one micro-batch; the sum of its losses divided by `num_items`."""
+    loss = model(**batch, num_items_in_batch=num_items).loss
+    (loss if scale is None else loss * scale).backward()
+    return loss.detach()
 
 
 def step_if(finite: Tensor, optimizer: torch.optim.Optimizer):

@@ -47,6 +47,7 @@ from ..optim import build_optimizer, build_scheduler
 from ..redact import redact_all
 from .begin import about_data, start_record
 from .describe import describe
+from .graphs import steady_padding, uses_graphs
 from .loop import Training, weights_folder
 from .scaler import LossScaler
 from .signals import StopSignals
@@ -79,7 +80,7 @@ def train_found(config: RunConfig, found: Found, run_id: str,
     seed_everything(config.seed, ranks.rank, config.deterministic)
     started = time.perf_counter()
     model = built(config, device, found)
-    loader = build_loader(config, dataset, batches, tokenizer, model.config.vocab_size, device)
+    loader = build_loader(config, dataset, batches, tokenizer, model, device)
     loaded, total_steps = time.perf_counter() - started, loader.sampler.total_steps
     describe(model, config, batches, total_steps, loaded)
     state = build_state(config, batches, model, loader, tokenizer, held_out, device)
@@ -164,13 +165,14 @@ def facts_of(config: RunConfig, state: RunState, found: Found, run_id: str) -> d
 
 
 def build_loader(config: RunConfig, dataset: TokenizedDataset | Subset | Source, batches: BatchPlan,
-                 tokenizer, vocab_size: int, device: torch.device) -> StepLoader | StreamLoader:
+                 tokenizer, model: nn.Module, device: torch.device) -> StepLoader | StreamLoader:
     """This rank's batches of each step. Raises ValueError for a token beyond the vocabulary."""
-    ranks = ranks_from_env()
+    ranks, vocab_size = ranks_from_env(), model.config.vocab_size
     order = dict(seed=config.seed, epochs=config.num_epochs, max_steps=config.max_steps)
     share = ranks.rank, ranks.world_size, batches.micro_batch_size
     batching = dict(pad_token_id=choose_pad_token_id(tokenizer, vocab_size),
                     packing=config.packing, pin_memory=device.type == "cuda")
+    if uses_graphs(config, model, device): batching |= steady_padding(config)
     if isinstance(dataset, Source):
         sampler = StreamSampler(dataset, batches.rows_per_step, **order,
                                 shuffle_buffer=config.shuffle_buffer)

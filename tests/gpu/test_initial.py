@@ -33,7 +33,7 @@ def test_loftq_is_pefts(rounds):
 @pytest.mark.parametrize("kind", ["pissa", "pissa_niter_16", "olora"])
 def test_a_part_is_the_same_on_the_gpu_as_on_the_host(kind):
     weight = torch.randn(384, 512, generator=torch.Generator().manual_seed(0))
-    weight[:, :32] *= 10  # so that the largest directions are far apart from the rest
+    weight[:, :RANK] *= 10  # so that the directions that are taken are far apart from the rest
     found = [first_values(w, Start(kind), RANK, 0.5, torch.float32, in_nf4)
              for w in (weight, weight.cuda())]
     here, there = (f.b.cpu() @ f.a.cpu() for f in found)

@@ -1,0 +1,159 @@
+"""Forward and backward of a micro-batch as one CUDA graph, which the GPU replays without the host.
+
+A layer of a block is a dozen launches in each direction. With few tokens the GPU has done one before
+the host has sent the next, and waits: 8B at 1x512 took 433 ms a step for some 70 ms of work. A graph
+is sent in one call (https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/).
+
+A graph has the addresses of all it reads and writes, so weights must stay where they are: nothing
+sharded, nothing offloaded. Gradients are added to tensors that stay too, so a step may mix graphs and
+ordinary micro-batches. Each shape of batch gets a graph of its own when it is seen for the second time
+(by then it is compiled); all of them use the same memory, for only one runs at a time.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..config import RunConfig
+from ..config.run import graphs_pay
+from ..dist import print_main, ranks_from_env
+from ..model.attention import VARLEN, has_windows
+from ..model.blocks import decoder_blocks, has_experts
+from ..sharding import is_sharded, reduce_gradients, without_gradient_sync
+from .step import ForwardBackward, run_micro_batch
+
+MOST_GRAPHS = 64  # shapes beyond these run as they come
+WIDTH_MULTIPLE = 64   # of padded rows, so that fewer shapes occur
+BORDERS_MULTIPLE = 64  # of packed rows' borders, or each batch had its own shape
+
+
+def uses_graphs(config: RunConfig, model: nn.Module, device: torch.device) -> bool:
+    """Whether a run replays its micro-batches from graphs.
+
+    Raises ValueError for a model that no graph can hold, where --cuda_graphs asks for it.
+    """
+    problem = why_no_graphs(model, device)
+    if config.cuda_graphs is None:
+        return not problem and graphs_pay(config, ranks_from_env().world_size)
+    if config.cuda_graphs and problem:
+        raise ValueError(f"--cuda_graphs true: {problem}; leave it out")
+    return config.cuda_graphs
+
+
+def micro_batch_runner(config: RunConfig, model: nn.Module, device: torch.device) -> ForwardBackward:
+    """How a run computes its micro-batches."""
+    if not uses_graphs(config, model, device): return run_micro_batch
+    return GraphedMicroBatches(model, may_fail=config.cuda_graphs is None)
+
+
+def steady_padding(config: RunConfig) -> dict[str, int]:
+    """How a loader pads so that few shapes of batches occur."""
+    return dict(pad_to=config.context_length) if config.packing else dict(
+        pad_to_multiple_of=WIDTH_MULTIPLE)
+
+
+def why_no_graphs(model: nn.Module, device: torch.device) -> str:
+    """What keeps a model's micro-batches from being replayed; empty if nothing does."""
+    if device.type != "cuda": return "there is no GPU"
+    if is_sharded(model): return "full_shard and its kin gather weights into memory that moves"
+    config = model.config.get_text_config()
+    if config._attn_implementation != VARLEN and (config._attn_implementation != "sdpa"
+                                                  or has_windows(config)):
+        return "its attention takes masks, which are made with the host's help"
+    if any(map(has_experts, decoder_blocks(model))):
+        return "how many tokens go to each expert is known only in the forward"
+    return ""
+
+
+class GraphedMicroBatches:
+    """`run_micro_batch` for a model whose weights stay in place; see the module.
+
+    may_fail: go on without graphs where one can't be captured, instead of raising what torch raised.
+    """
+
+    def __init__(self, model: nn.Module, may_fail: bool = False):
+        self.may_fail, self.failed = may_fail, False
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.gradients: list[Tensor] = []
+        self.seen: set[tuple] = set()
+        self.graphs: dict[tuple, Graph] = {}
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, model: nn.Module, batch: dict, num_items: float, scale: Tensor | None = None
+                 ) -> Tensor:
+        batch = with_steady_borders(batch)
+        graph = self.graph_of(model, batch, scale)
+        if graph is None: return run_micro_batch(model, batch, num_items, scale)
+        self.place_gradients()
+        return graph.replay(batch, num_items, scale)
+
+    def graph_of(self, model: nn.Module, batch: dict, scale: Tensor | None) -> Graph | None:
+        """The graph of a batch's shape; None where that runs as it comes."""
+        shape = shape_of(batch)
+        if shape in self.graphs or self.failed: return self.graphs.get(shape)
+        if shape not in self.seen or len(self.graphs) == MOST_GRAPHS:
+            self.seen.add(shape)
+            return None
+        self.place_gradients()
+        try:
+            self.graphs[shape] = Graph(model, batch, scale, self.pool)
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            if not self.may_fail: raise
+            self.failed = True
+            print_main("goes on without CUDA graphs, more slowly with few tokens: "
+                       + str(error).splitlines()[0])
+        return self.graphs.get(shape)
+
+    def place_gradients(self):
+        """Let gradients be the tensors that graphs add to; after a step they are gone, which is zero."""
+        self.gradients = self.gradients or [torch.zeros_like(p) for p in self.trained]
+        moved = [(p, g) for p, g in zip(self.trained, self.gradients, strict=True) if p.grad is not g]
+        if moved: torch._foreach_zero_([g for _, g in moved])
+        for p, g in moved:
+            if p.grad is not None: g.copy_(p.grad)
+            p.grad = g
+
+
+class Graph:
+    """One micro-batch's graph, with the tensors that it reads and the loss that it writes."""
+
+    def __init__(self, model: nn.Module, batch: dict, scale: Tensor | None, pool):
+        self.model = model
+        self.batch = {k: v.clone() if isinstance(v, Tensor) else v for k, v in batch.items()}
+        device = batch["input_ids"].device
+        self.num_items = torch.ones((), device=device)
+        self.scale = None if scale is None else torch.ones_like(scale)
+        self.graph = torch.cuda.CUDAGraph()
+        # thread_local: threads that read data ahead may pin memory meanwhile.
+        with (without_gradient_sync(model),
+              torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local")):
+            self.loss = run_micro_batch(model, self.batch, self.num_items, self.scale)
+
+    def replay(self, batch: dict, num_items: float, scale: Tensor | None) -> Tensor:
+        """The loss of a batch of this shape; gradients are added up as by a backward."""
+        for name, value in self.batch.items():
+            if isinstance(value, Tensor): value.copy_(batch[name], non_blocking=True)
+        self.num_items.fill_(num_items)
+        if scale is not None: self.scale.copy_(scale)
+        self.graph.replay()
+        reduce_gradients(self.model)
+        return self.loss.clone()
+
+
+def shape_of(batch: dict) -> tuple:
+    """What two batches must have in common to be replayed from one graph."""
+    return tuple((name, (value.shape, value.dtype) if isinstance(value, Tensor) else value)
+                 for name, value in sorted(batch.items()))
+
+
+def with_steady_borders(batch: dict) -> dict:
+    """A batch of packed rows with rows of no tokens at its end, and the longest row as long as can be.
+
+    Variable-length attention takes both, and computes nothing for them.
+    """
+    if "cu_seq_lens_q" not in batch: return batch
+    borders, width = batch["cu_seq_lens_q"], batch["input_ids"].shape[1]
+    more = -len(borders) % BORDERS_MULTIPLE
+    borders = torch.cat([borders, borders[-1:].expand(more)])
+    return batch | dict(cu_seq_lens_q=borders, cu_seq_lens_k=borders, max_length_q=width,
+                        max_length_k=width)

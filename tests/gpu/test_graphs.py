@@ -1,0 +1,106 @@
+"""Micro-batches replayed from CUDA graphs train as they do one launch at a time; one GPU."""
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.tiny import save_tiny, tiny_rows
+
+pytestmark = [pytest.mark.gpu,
+              pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+CASES = {
+    "dropout": dict(lora_dropout=0.1),
+    "recomputed": dict(use_gradient_checkpointing=True),
+    "fp8": dict(compute_dtype="fp8"),
+    "lora": dict(train_type="lora"),
+    "full": dict(train_type="full", optimizer="adamw_8bit"),
+    "fp16": dict(precision="fp16_autocast"),
+    "packed": dict(packing=True),
+}
+
+
+def batches_of(config) -> list[list[dict]]:
+    """Micro-batches of six steps, two a step, of three shapes; packed rows of any number."""
+    from fsdp_qlora.data import collate, collate_packed
+    steps = []
+    for i, rows in enumerate(tiny_rows(steps=6, rows_per_step=6)):
+        rows = [(torch.tensor(ids), torch.tensor(labels)) for ids, labels in rows]
+        if config.packing:
+            steps.append([collate_packed([rows[:2 + i % 2]], 0, pad_to=128),
+                          collate_packed([rows[3:]], 0, pad_to=128)])
+        else: steps.append([collate(part, 0, 32) for part in (rows[:1 + i % 3], rows[3:])])
+    return steps
+
+
+def train_both_ways(folder: str) -> dict:
+    """Per case: losses and trained weights, launched and replayed, and how many graphs there were."""
+    from fsdp_qlora.adapters import trainable_parameters
+    from fsdp_qlora.build import build_model
+    from fsdp_qlora.config import RunConfig
+    from fsdp_qlora.optim import build_optimizer
+    from fsdp_qlora.training.graphs import micro_batch_runner
+    from fsdp_qlora.training.scaler import LossScaler
+    from fsdp_qlora.training.step import seed_everything, train_step
+    device, found = torch.device("cuda", 0), {}
+    for name, settings in CASES.items():
+        for cuda_graphs in (False, True):
+            config = RunConfig(model_name=folder, cuda_graphs=cuda_graphs, lora_rank=8, **dict(
+                lora_dropout=0.0, use_gradient_checkpointing=False, sharding_strategy="ddp") | settings)
+            seed_everything(0, 0)
+            torch._dynamo.reset()
+            model = build_model(config, device).train()
+            optimizer = build_optimizer(model, config.optimizer, 1e-3)
+            runner = micro_batch_runner(config, model, device)
+            scaler = LossScaler(device) if config.scales_loss else None
+            losses = [train_step(model, optimizer, batches, max_grad_norm=1.0, scaler=scaler,
+                                 forward_backward=runner).loss for batches in batches_of(config)]
+            weights = {n: p.detach().cpu() for n, p in trainable_parameters(model).items()}
+            found[name, cuda_graphs] = losses, weights, len(getattr(runner, "graphs", ()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = save_tiny(tmp_path_factory.mktemp("tiny"), hidden_size=128, intermediate_size=256)
+    return run_ranks(train_both_ways, 1, folder, device="cuda")[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_replayed_steps_are_those_of_the_host(results, case):
+    """Sums may be taken in another order by kernels that add atomically; nothing else may differ."""
+    losses, weights, _ = results[case, False]
+    replayed, same_weights, graphs = results[case, True]
+    assert graphs >= 1
+    torch.testing.assert_close(replayed, losses, rtol=1e-3, atol=0)
+    for name, weight in weights.items():
+        torch.testing.assert_close(same_weights[name], weight, rtol=1e-2, atol=1e-4, msg=name)
+
+
+class Waits(torch.nn.Module):
+    """Drops some of its inputs and asks the GPU for a number, which no graph can hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8, device="cuda")
+
+    def forward(self, input_ids, num_items_in_batch):
+        y = torch.nn.functional.dropout(self.linear(input_ids), 0.5)
+        return SimpleNamespace(loss=y.square().sum() / (num_items_in_batch + 0 * y.sum().item()))
+
+
+def test_a_model_that_no_graph_can_hold_goes_on_without(capsys):
+    from fsdp_qlora.training.graphs import GraphedMicroBatches
+    from fsdp_qlora.training.step import run_micro_batch
+    batch = dict(input_ids=torch.randn(4, 8, device="cuda"))
+    gradients = []
+    for make in (lambda: run_micro_batch, lambda: GraphedMicroBatches(model, may_fail=True)):
+        torch.manual_seed(0)
+        model = Waits()
+        runner = make()
+        for _ in range(3): runner(model, batch, 4.0, None)
+        gradients.append(model.linear.weight.grad)
+    torch.testing.assert_close(*gradients)
+    assert "without CUDA graphs" in capsys.readouterr().out
