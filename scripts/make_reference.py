@@ -3,7 +3,8 @@ and the types of the names that `fsdp_qlora` imports on first use.
 
     python scripts/make_reference.py            # tests say when it is needed
 
-A recipe's header names a machine in the estimator's flags; its `expects` line is the estimate for it.
+A recipe's header names a machine in the estimator's flags; its `expects` line is the estimate for it
+and its `measured` line the row of benchmarks/results that is nearest.
 """
 from __future__ import annotations
 
@@ -33,7 +34,15 @@ from api_page import api_page, public_types  # noqa: E402
 from messages_page import messages_page  # noqa: E402
 from nodes_page import with_tables  # noqa: E402
 
+RESULTS = ROOT / "benchmarks/results"
 ROWS = 1000  # for which a recipe's header gives the time
+# The rows of benchmarks/results nearest to recipes that were not measured themselves.
+NEAREST = {
+    "8b-1xh100": "8B 1x8192 keep_all",
+    "continued-pretraining": "8B 2x8192 4 GPUs ddp keep_linears",
+    "70b-4x80gb": "70B 2x2048x4 keep_linears",
+    "70b-2x24gb": "70B offload 2x2048, 2 GPUs of 24 GB",
+}
 INTRO = """# Recipes
 
 Made by `python scripts/make_reference.py` from the headers of [examples/recipes](../examples/recipes);
@@ -51,8 +60,10 @@ Paths in it are seen from the folder where the command runs. An unknown name is 
 and the nearest name. Editors with the YAML language server check a recipe while it is written: its
 first line names the schema, which `fsdp-qlora schema > schema.json` makes.
 
-What each expects is predicted by `fsdp-qlora estimate`, for rows as long as `context_length`; none was
-measured as written."""
+What each expects is predicted by `fsdp-qlora estimate`, for rows as long as `context_length`. Beside it
+stands what was measured: the recipe itself, or the nearest row of
+[benchmarks/results](../benchmarks/results) under its name there. `fsdp-qlora bench --config RECIPE
+--random_weights` measures a recipe on your machine."""
 
 
 def pages() -> dict[Path, str]:
@@ -104,19 +115,31 @@ def expects(found: Estimate) -> str:
             f"{duration(cost.hours)}{dollars}")
 
 
+def measured(path: Path) -> str:
+    """The newest row of a recipe, measured as `recipe NAME`, or the nearest to it, in a line."""
+    found = {row["name"]: row for file in sorted(RESULTS.glob("*.jsonl"), key=lambda f: f.stem[-10:])
+             for row in map(json.loads, file.read_text().splitlines())
+             if "name" in row and row.get("status") == "ok" and not row.get("peer")}
+    own, near = f"recipe {path.stem}", NEAREST.get(path.stem)
+    if not (row := found.get(own) or found.get(near)): return "nothing near it yet"
+    return (f"{'as written' if own in found else f'near it, {near}'} on {row['gpus']} x {row['gpu']}: "
+            f"{row['tokens_per_second_per_gpu']:,.0f} tokens/s per GPU, "
+            f"{row['peak_allocated_gib']:.1f} GiB")
+
+
 def recipes_page() -> str:
     """The table of recipes."""
     rows = []
     for path in recipe_files():
         said = header(path)
         rows.append(f"| [{path.stem}](../examples/recipes/{path.name}) | {said['title']} | "
-                    f"`{said['machine']}` | {said['expects']} |")
-    head = ["| recipe | what | machine | expects |", "|---|---|---|---|"]
+                    f"`{said['machine']}` | {said['expects']} | {measured(path)} |")
+    head = ["| recipe | what | machine | expects | measured |", "|---|---|---|---|---|"]
     return "\n".join([INTRO, "", *head, *rows, ""])
 
 
 if __name__ == "__main__":
     for path in recipe_files():
-        line = f"# expects: {expects(estimated(path))}"
-        path.write_text(re.sub(r"^# expects:.*$", line, path.read_text(), count=1, flags=re.M))
+        lines = f"# expects: {expects(estimated(path))}\n# measured: {measured(path)}"
+        path.write_text(re.sub(r"^# expects:.*\n# measured:.*$", lines, path.read_text(), flags=re.M))
     for path, text in pages().items(): path.write_text(text)

@@ -56,6 +56,13 @@ def test_it_is_valid_by_the_schema_that_it_names_and_fits_on_a_screen(path):
     assert len(text.splitlines()) <= 30
 
 
+def test_what_was_measured_near_a_recipe_is_a_row_of_the_results():
+    for name in MADE["NEAREST"]:
+        path = ROOT / f"examples/recipes/{name}.yaml"
+        assert re.search(r"[\d,]+ tokens/s per GPU", MADE["measured"](path)), name
+        assert MADE["header"](path)["measured"] == MADE["measured"](path), STALE
+
+
 def test_a_hybrid_recipe_leaves_only_gradients_to_the_link_between_machines():
     found = MADE["estimated"](ROOT / "examples/recipes/70b-2-nodes.yaml")
     assert found.machine.nodes == 2 and found.setup.shard_ranks == found.machine.gpus
