@@ -1,19 +1,19 @@
 """Every error message of the program, read from its source; docs/messages.md is made of them.
 
 A message is a text that ends a run in one line. What is filled in when it happens stands in capitals:
-`--lr must be above 0, got LR`. A text that reaches an error through a variable, a parameter or a
-function of this package is followed back to where it is written.
+`--lr must be above 0, got LR`. A text that reaches an error through a variable, a collection, a
+parameter or a function of this package is followed back to where it is written.
 """
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 PACKAGE = Path(__file__).parents[1] / "fsdp_qlora"
 ERRORS = {"ValueError", "OSError", "UnusableRow", "ArgumentTypeError"}
-STEPS_BACK = 3  # how far a text is followed
+STEPS_BACK = 4  # how far a text is followed
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -31,6 +31,7 @@ class Source:
     places: dict[ast.AST, tuple[str, ast.AST]] = field(default_factory=dict)  # file, function
     functions: dict[str, list[ast.FunctionDef]] = field(default_factory=dict)
     calls: dict[str, list[ast.Call]] = field(default_factory=dict)
+    imported: dict[tuple[str, str], str] = field(default_factory=dict)  # file, name -> from where
 
     def add(self, file: str, tree: ast.Module):
         self.files[file] = tree
@@ -41,58 +42,105 @@ class Source:
             self.places[child] = file, function
             if isinstance(child, FUNCTIONS): self.functions.setdefault(child.name, []).append(child)
             if isinstance(child, ast.Call): self.calls.setdefault(called(child), []).append(child)
+            if isinstance(child, ast.ImportFrom) and child.level:
+                there = PurePosixPath(file).parents[child.level - 1].joinpath(
+                    *(child.module or "").split("."))
+                self.imported |= {(file, a.asname or a.name): there.as_posix() for a in child.names}
             self.visit(file, child, child if isinstance(child, FUNCTIONS) else function)
 
-    def texts(self, node: ast.AST, steps: int = STEPS_BACK) -> list[str]:
-        """The texts that an expression can be; none where it is no text of this package."""
-        if isinstance(node, ast.Constant): return [node.value] if isinstance(node.value, str) else []
-        if isinstance(node, ast.JoinedStr): return self.filled_in(node.values, steps)
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            return self.filled_in([node.left, node.right], steps)
-        if isinstance(node, ast.IfExp):
-            return self.texts(node.body, steps) + self.texts(node.orelse, steps)
-        if isinstance(node, ast.Call) and steps: return self.returned(node, steps)
-        if isinstance(node, ast.Name) and steps: return self.assigned(node, steps)
-        return []
+    def texts(self, node: ast.AST, steps: int = STEPS_BACK) -> list[str | None]:
+        """The texts that an expression can be; None among them for what this package does not show."""
+        if isinstance(node, ast.Constant): return [node.value if isinstance(node.value, str) else None]
+        if pieces := pieces_of(node): return self.filled_in(pieces, steps)
+        if choices := choices_of(node):
+            return [text for choice in choices for text in self.texts(choice, steps)]
+        if isinstance(node, ast.Call) and steps: return self.returned(node, steps) or [None]
+        if isinstance(node, ast.Name) and steps: return self.assigned(node, steps) or [None]
+        return [None]
 
-    def filled_in(self, parts: list[ast.AST], steps: int) -> list[str]:
+    def filled_in(self, pieces: list[ast.AST], steps: int) -> list[str]:
         """A text with a word for each value in it; one for each sentence that a value is known to be."""
-        plain = [plain_text(part) for part in parts]
+        plain = [plain_text(piece) for piece in pieces]
         found = []
-        for place, part in enumerate(parts):
-            value = part.value if isinstance(part, ast.FormattedValue) else part
-            if isinstance(value, ast.Constant | ast.JoinedStr): continue
-            found += ["".join([*plain[:place], text, *plain[place + 1:]])
-                      for text in self.texts(value, steps)
-                      if len(text.split()) > 2 or isinstance(value, ast.IfExp)]
+        for place, piece in enumerate(pieces):
+            if isinstance(piece, ast.Constant): continue
+            is_choice = isinstance(piece, ast.IfExp)  # any other value of two words is no sentence
+            known = [text if text is not None and (is_choice or len(text.split()) not in (1, 2))
+                     else plain[place] for text in self.texts(piece, steps)]
+            if plain[place - 1].endswith(": "): known = [text for text in known if text]
+            if set(known) != {plain[place]}:
+                found += ["".join([*plain[:place], text, *plain[place + 1:]]) for text in known]
         return found or ["".join(plain)]
 
     def returned(self, call: ast.Call, steps: int) -> list[str]:
-        """The texts that a function of this package returns."""
+        """The texts that a function of this package returns or yields."""
         return [text for function in self.defined(called(call), call) for node in ast.walk(function)
-                if isinstance(node, ast.Return) and node.value and self.places[node][1] is function
+                if isinstance(node, ast.Return | ast.Yield) and node.value
+                and self.places[node][1] is function
                 for text in self.texts(node.value, steps - 1)]
 
     def assigned(self, name: ast.Name, steps: int) -> list[str]:
-        """The texts of a variable: assigned in its function, or given by those who call it."""
+        """The texts of a variable: put into it in its function, or given by those who call it."""
         file, function = self.places[name]
         if not isinstance(function, FUNCTIONS): return []
-        values = [node.value for node in ast.walk(function) if isinstance(node, ast.Assign)
-                  and any(isinstance(t, ast.Name) and t.id == name.id for t in node.targets)]
+        values = [value for node in ast.walk(function) for value in put_into(node, name.id)]
         parameters = [a.arg for a in function.args.args if a.arg != "self"]
         if name.id in parameters:
             place = parameters.index(name.id)
-            values += [call.args[place] for call in self.calls.get(function.name, [])
-                       if len(call.args) > place and function in self.defined(function.name, call)]
+            for call in self.calls.get(function.name, []):
+                if function not in self.defined(function.name, call): continue
+                values += call.args[place:place + 1]
+                values += [k.value for k in call.keywords if k.arg == name.id]
         return [text for value in values for text in self.texts(value, steps - 1)]
 
     def defined(self, name: str, call: ast.Call) -> list[ast.FunctionDef]:
-        """The functions that a call can mean: those of its file, else the only one of that name."""
+        """The functions that a call can mean: those of its file, else those that it imports."""
         found, here = self.functions.get(name, []), self.places[call][0]
         if isinstance(call.func, ast.Attribute) and getattr(call.func.value, "id", "") != "self":
             return [f for f in found if self.places[f][0] != here
                     and not isinstance(self.places[f][1], FUNCTIONS)]
-        return [f for f in found if self.places[f][0] == here] or found
+        if own := [f for f in found if self.places[f][0] == here]: return own
+        module = self.imported.get((here, name), "")
+        return [f for f in found if self.places[f][0].startswith(module)]
+
+
+def pieces_of(node: ast.AST) -> list[ast.AST]:
+    """The pieces that a text is put together from, in their order; none if it is not."""
+    if isinstance(node, ast.FormattedValue): return pieces_of(node.value)
+    if isinstance(node, ast.JoinedStr): whole = node.values
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add): whole = [node.left, node.right]
+    else: return []
+    pieces = [piece for part in whole for piece in pieces_of(part) or [
+        part.value if isinstance(part, ast.FormattedValue) else part]]
+    is_text = any(isinstance(p, ast.Constant) and isinstance(p.value, str) for p in pieces)
+    return pieces if is_text else []  # else numbers that are added
+
+
+def choices_of(node: ast.AST) -> list[ast.AST]:
+    """The expressions of which one is the text, or several, joined."""
+    if isinstance(node, ast.IfExp): return [node.body, node.orelse]
+    if isinstance(node, ast.BoolOp | ast.Dict): return node.values
+    if isinstance(node, ast.BinOp): return [node.left, node.right]  # lists, or dicts
+    if isinstance(node, ast.List | ast.Set): return node.elts
+    if isinstance(node, ast.ListComp | ast.GeneratorExp): return [node.elt]
+    if isinstance(node, ast.DictComp): return [node.value]
+    if isinstance(node, ast.Subscript | ast.NamedExpr): return [node.value]
+    if isinstance(node, ast.Call) and called(node) == "join": return node.args
+    if isinstance(node, ast.Call) and called(node) == "values": return [node.func.value]
+    return []
+
+
+def put_into(node: ast.AST, name: str) -> list[ast.AST]:
+    """What a statement or expression puts into the variable of that name, or into what it holds."""
+    def is_it(target: ast.AST) -> bool:
+        if isinstance(target, ast.Subscript): return is_it(target.value)
+        return isinstance(target, ast.Name) and target.id == name
+    if isinstance(node, ast.Assign) and any(map(is_it, node.targets)): return [node.value]
+    if isinstance(node, ast.AugAssign | ast.NamedExpr) and is_it(node.target): return [node.value]
+    if isinstance(node, ast.For | ast.comprehension) and is_it(node.target): return [node.iter]
+    if isinstance(node, ast.Call) and called(node) in ("append", "extend") and is_it(node.func.value):
+        return node.args
+    return []
 
 
 def called(node: ast.Call) -> str:
@@ -103,8 +151,7 @@ def called(node: ast.Call) -> str:
 def plain_text(node: ast.AST) -> str:
     """A part of a text as written, or a word in capitals for what is filled in."""
     if isinstance(node, ast.Constant): return str(node.value)
-    if isinstance(node, ast.JoinedStr): return "".join(map(plain_text, node.values))
-    return placeholder(node.value if isinstance(node, ast.FormattedValue) else node)
+    return placeholder(node)
 
 
 def placeholder(node: ast.AST) -> str:
@@ -137,11 +184,11 @@ def raised(tree: ast.Module) -> Iterator[ast.Call]:
 def messages(source: Source) -> list[Message]:
     """Every message, in the order of the files."""
     found = [Message(file, text) for file, tree in source.files.items() for call in raised(tree)
-             for text in source.texts(call.args[0])]
+             for text in source.texts(call.args[0]) if text is not None]
     return list(dict.fromkeys(found))
 
 
 def without_text(source: Source) -> list[str]:
     """`file: expression` of each error that only passes on a text, which was not found."""
     return [f"{file}: {ast.unparse(call.args[0])}" for file, tree in source.files.items()
-            for call in raised(tree) if not source.texts(call.args[0])]
+            for call in raised(tree) if set(source.texts(call.args[0])) == {None}]

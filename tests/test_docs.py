@@ -132,6 +132,9 @@ def test_the_quickstart_runs_as_it_is_written(tmp_path, monkeypatch, capsys):
 
 # ---- errors -------------------------------------------------------------------------------------
 
+WARN = ("settings_without_effect", "lost_updates")  # functions whose texts are warnings
+
+
 def literal_words() -> list[tuple[str, str]]:
     """(place, longest literal part) of each ValueError of the package."""
     found = []
@@ -156,6 +159,29 @@ def test_every_error_message_has_its_entry():
     for place, text in parts:
         for half in re.split(r"[;:.] ", text):
             assert words_of(half) in page, f"{place}: {half!r}; run: python scripts/make_reference.py"
+
+
+def texts_about_flags() -> list[tuple[str, str]]:
+    """(place, text) of what begins with a flag anywhere in the package, but for what is only printed."""
+    tools, found = runpy.run_path(str(ROOT / "scripts/messages.py")), []
+    places = tools["read_source"]().places
+    for node in places:
+        if isinstance(node, ast.Call) and tools["called"](node) in ("print", "print_main"):
+            for inside in ast.walk(node): inside.is_printed = True
+    for node, (file, function) in places.items():
+        if not isinstance(node, ast.JoinedStr) or hasattr(node, "is_printed"): continue
+        if getattr(function, "name", "") in WARN: continue
+        text = "".join(map(tools["plain_text"], tools["pieces_of"](node)))
+        if re.match(r"--[a-z_]+[ :]", text): found.append((file, text))
+    return found
+
+
+def test_a_message_that_a_function_hands_to_the_one_that_raises_it_has_its_entry():
+    page, texts = words_of((DOCS / "messages.md").read_text()), texts_about_flags()
+    assert any(text.startswith("--dataset holds other rows") for _, text in texts)
+    for file, text in texts:
+        for half in re.split(r"[A-Z_]{3,}|[;:.] ", text):  # what is filled in, or is the remedy
+            assert words_of(half) in page, f"{file}: {text!r}; run: python scripts/make_reference.py"
 
 
 def test_every_entry_says_what_to_do():
