@@ -2,7 +2,7 @@
 
     python benchmarks/one_step_error.py --results benchmarks/results/quality_step_h200_2026-11-28.jsonl
 
-The same checkpoint, the same adapter and the same sixteen rows of each of quality.py's tasks. B is
+The same checkpoint, the same adapter and the same rows of a step of each of quality.py's tasks. B is
 drawn with a deviation of 0.01, about what training makes of it: at zero, A would have no gradient. The
 error of gradients is the norm of the difference over the norm, over all trained weights together; that
 of the loss is relative too. Other rows, in fp32, say how large the noise of a batch is beside it.
@@ -36,7 +36,7 @@ B_DEVIATION = 0.01
 
 
 def batches(config: RunConfig) -> list[dict]:
-    """Two batches of sixteen rows."""
+    """The rows of two steps."""
     tokenizer = run_tokenizer(config)
     rows = load_data(config, tokenizer).rows
     sampler = StepSampler(len(rows), config.batch_size, seed=0, max_steps=2)
