@@ -49,7 +49,7 @@ from .memory.losses import apply_chunked_loss
 from .memory.offload import apply_activation_offload
 from .model.attention import choose_attention
 from .model.autocast import apply_autocast
-from .model.blocks import block_list, decoder_blocks, has_experts
+from .model.blocks import block_list, decoder_blocks
 from .model.expansion import train_new_blocks
 from .model.experts import check_quantizable
 from .quantization.quantize import quantize_linears
@@ -250,11 +250,7 @@ def compiles(config: RunConfig, device: torch.device) -> bool:
 
 
 def compile_blocks(model: nn.Module):
-    """torch.compile each decoder block's forward, in place; like blocks share one graph.
-
-    Not blocks with experts: how many tokens go to each is known only in the forward.
-    """
+    """torch.compile each decoder block's forward, in place; like blocks share one graph."""
     options = dict(post_grad_custom_pre_pass=SharedInputs())
     for block in decoder_blocks(model):
-        if has_experts(block): continue
         block.forward = torch.compile(block.forward, options=options)

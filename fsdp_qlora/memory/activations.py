@@ -41,6 +41,7 @@ LINEAR_OPS = {
     torch.ops.fsdp_qlora.adapted_linear.default,
     torch.ops.fsdp_qlora.adapted_inputs.default,
     torch.ops.fsdp_qlora.frozen_linear.default,
+    torch.ops.fsdp_qlora.grouped_linear.default,
     aten.mm.default, aten.addmm.default, aten.linear.default,
 }
 KEPT_OPS = {"recompute_all": set(), "keep_attention": ATTENTION_OPS,

@@ -2,10 +2,11 @@
 
 transformers holds them as parameters of three dimensions (E, O, I), which nothing that works on linear
 layers would see. As rows (E O, I) of a linear layer they are quantized, streamed and sharded by rows
-like any other, and an expert's product reads its own rows. All experts of a block are gathered with
-it, so a rank whose tokens go to few of them waits for nobody.
+like any other, and one grouped product takes all experts at once (quantization/grouped.py). All experts
+of a block are gathered with it, so a rank whose tokens go to few of them waits for nobody.
 
-Shapes: N tokens, K experts of a token, E experts, D hidden, F intermediate, O outputs, I inputs.
+Shapes: N tokens, K experts of a token, S = N K rows, E experts, D hidden, F intermediate, O outputs,
+I inputs.
 """
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import _default_apply_gate as silent_gate
 
-from ..quantization.quantize import compute_input, frozen_linear
+from ..quantization.grouped import grouped_linear
+from ..quantization.quantize import compute_input
+
+STACKS = ("gate_up_proj", "down_proj")  # as transformers names them, in its order
 
 
 class StackedExperts(nn.Module):
@@ -22,31 +26,43 @@ class StackedExperts(nn.Module):
     def __init__(self, experts: nn.Module):
         super().__init__()
         self.num_experts, self.act_fn = experts.num_experts, experts.act_fn
-        self.gate_up, self.down = stacked(experts.gate_up_proj), stacked(experts.down_proj)
+        self.gate_up_proj, self.down_proj = (stacked(getattr(experts, name)) for name in STACKS)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden (N, D), top_k_index and top_k_weights (N, K) -> (N, D)."""
-        chosen, k = top_k_index.flatten(), top_k_index.shape[-1]
-        order = chosen.argsort(stable=True)
-        counts = torch.bincount(chosen, minlength=self.num_experts).tolist()  # the GPU is waited for
-        given = hidden[order // k].split(counts)
-        made = torch.cat([self.expert(e, x) for e, x in enumerate(given) if len(x)])
-        made = made * top_k_weights.flatten()[order, None]
-        return made[order.argsort()].unflatten(0, (-1, k)).sum(1).to(hidden.dtype)
+        k = top_k_index.shape[-1]
+        chosen, order = top_k_index.flatten().sort(stable=True)
+        experts = torch.arange(self.num_experts, device=chosen.device)
+        ends = torch.searchsorted(chosen, experts, right=True, out_int32=True)
+        back = order.argsort()
+        given = Reordered.apply(compute_input(hidden), order, back, k)
+        gate, up = product(self.gate_up_proj, given, ends).chunk(2, dim=-1)
+        made = product(self.down_proj, self.act_fn(gate) * up, ends)
+        made = Reordered.apply(made, back, order, 1).unflatten(0, (-1, k))
+        return (made * top_k_weights[..., None]).sum(1).to(hidden.dtype)
 
-    def expert(self, index: int, x: Tensor) -> Tensor:
-        """What one expert makes of its tokens."""
-        gate, up = self.product(self.gate_up, index, x).chunk(2, dim=-1)
-        return self.product(self.down, index, self.act_fn(gate) * up)
 
-    def product(self, layer: nn.Module, index: int, x: Tensor) -> Tensor:
-        """x (n, I) W^T with the rows of one expert."""
-        rows = layer.out_features // self.num_experts
-        mine = slice(index * rows, (index + 1) * rows)
-        if layer.weight.requires_grad: return nn.functional.linear(x, layer.weight[mine])
-        absmax = layer.absmax[mine] if hasattr(layer, "absmax") else None
-        return frozen_linear(compute_input(x), layer.weight[mine], absmax, None, layer.in_features,
-                             getattr(layer, "quant_type", ""), "")
+class Reordered(torch.autograd.Function):
+    """Rows in another order, each K times; backward knows the way back, and has nothing to add up."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, order: Tensor, back: Tensor, k: int) -> Tensor:
+        """rows (N, D), order and back (N K,) -> (N K, D)."""
+        ctx.save_for_backward(back)
+        ctx.k = k
+        return rows[order // k]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (back,) = ctx.saved_tensors
+        return grad[back].unflatten(0, (-1, ctx.k)).sum(1), None, None, None
+
+
+def product(layer: nn.Module, x: Tensor, ends: Tensor) -> Tensor:
+    """x (S, I) W^T, each group with the rows of its expert: (S, O). Adapted layers know themselves."""
+    if hasattr(layer, "base_layer"): return layer(x, ends)
+    return grouped_linear(compute_input(x), ends, layer.weight, getattr(layer, "absmax", None),
+                          layer.in_features, getattr(layer, "quant_type", ""))
 
 
 def stacked(weight: nn.Parameter) -> nn.Linear:
@@ -74,8 +90,7 @@ def apply_stacked_experts(model: nn.Module) -> nn.Module:
     names = {}
     for name, module in found.items():
         model.set_submodule(name, StackedExperts(module))
-        for ours, theirs in (("gate_up", "gate_up_proj"), ("down", "down_proj")):
-            names[f"{name}.{ours}.weight"] = f"{name}.{theirs}", module.num_experts
+        for stack in STACKS: names[f"{name}.{stack}.weight"] = f"{name}.{stack}", module.num_experts
     if names: model.stacked_weights = names
     return model
 

@@ -137,10 +137,10 @@ def test_experts_of_another_build_are_refused_under_quantization(tmp_path):
 def test_an_expert_that_is_missing_is_noticed(tmp_path):
     folder = renamed_files(save_family(tmp_path, "Qwen3-MoE"), "none", "none",
                            drop=("model.layers.1.mlp.experts.3.up_proj.weight",))
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.gate_up\.weight has shape"):
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.gate_up_proj\.weight has shape"):
         planned_model(RunConfig(model_name=folder), torch.device("cpu"))
 
 
 def test_a_name_of_experts_is_no_target(folder):
     with pytest.raises(ValueError, match="--lora_target_modules .*its experts stay frozen"):
-        planned_model(RunConfig(model_name=folder, lora_target_modules="gate_up"), torch.device("cpu"))
+        planned_model(RunConfig(model_name=folder, lora_target_modules="gate_up_proj"), torch.device("cpu"))
