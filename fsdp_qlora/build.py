@@ -114,9 +114,10 @@ def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, C
         train_new_blocks(model, grown.new, DTYPES[config.adapter_dtype], DTYPES[config.product_dtype])
     elif config.has_lora:
         lora = lora_config(rank=config.lora_rank, alpha=config.lora_alpha, dropout=config.lora_dropout,
-                           target_modules=config.target_modules, use_dora=config.adapter == "dora",
-                           use_rslora=config.use_rslora, rank_pattern=config.rank_pattern,
-                           alpha_pattern=config.alpha_pattern)
+                           target_modules=config.target_modules,
+                           target_parameters=config.target_parameters,
+                           use_dora=config.adapter == "dora", use_rslora=config.use_rslora,
+                           rank_pattern=config.rank_pattern, alpha_pattern=config.alpha_pattern)
         lora.revision, lora.layers_to_transform = config.revision, adapted_blocks(config, model)
         model = apply_adapters(model, lora, DTYPES[config.adapter_dtype])
         check_start(model, checkpoint, start_of(config))

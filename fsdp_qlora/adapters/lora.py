@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from collections.abc import Iterable
+from contextlib import nullcontext
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -31,6 +33,7 @@ from ..model.conv1d import transposed_weights
 from ..quantization import fp8
 from ..quantization.quantize import FrozenLinear, QuantLinear, compute_input, frozen_linear
 from .dora import Magnitude, adapted_norms, norms_of
+from .experts import adapt_experts, expert_parameters, target_ends
 from .lora_ops import adapted_inputs, adapted_linear
 
 
@@ -106,26 +109,32 @@ def apply_adapters(model: nn.Module, config: LoraConfig, dtype: torch.dtype = to
                    ) -> PeftModel:
     """Freeze the model and inject LoRA layers; adapters are stored in `dtype`.
 
+    `config.target_parameters` names those of experts, or is ["experts"] for all of them.
     Works on the meta device (values come later, `init_adapters`) and on a loaded model. Raises
-    ValueError, listing the candidates, if a target module does not exist.
+    ValueError, listing the candidates, if a target module or parameter does not exist.
     """
     config.target_modules = resolve_targets(model, config.target_modules)
-    check_patterns(model, config)
+    ends, blocks = target_ends(config.target_parameters), config.layers_to_transform
+    experts = expert_parameters(model, ends, blocks)
+    config.target_parameters = None  # PEFT would look for parameters of that name now
+    check_patterns(model, config, experts)
     if transposed_weights(model): config.fan_in_fan_out = True  # as PEFT calls it where it loads this
     config._register_custom_module({QuantLinear: LoraLinear, nn.Linear: LoraLinear})
-    peft_model = get_peft_model(model, config, autocast_adapter_dtype=False,
-                                low_cpu_mem_usage=next(model.parameters()).is_meta)
+    on_meta = next(model.parameters()).is_meta
+    peft_model = get_peft_model(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=on_meta)
+    with torch.device("meta") if on_meta else nullcontext(): adapt_experts(peft_model, experts, config)
+    if experts: config.target_parameters = [*experts] if blocks else ends
     for p in trainable_parameters(peft_model).values(): p.data = p.data.to(dtype)
     return peft_model
 
 
-def check_patterns(model: nn.Module, config: LoraConfig):
-    """Refuse a rank or alpha for a layer that is not adapted: PEFT only warns, or says nothing."""
+def check_patterns(model: nn.Module, config: LoraConfig, experts: Iterable[str] = ()):
+    """Refuse a rank or alpha for what is not adapted: PEFT only warns, or says nothing."""
     targets = config.target_modules
     if targets is None: targets = PEFT_TARGETS[base_model(model).config.model_type]
     if isinstance(targets, str): return
     adapted = [name for name in linear_layers(model)
-               if any(name == t or name.endswith(f".{t}") for t in targets)]
+               if any(name == t or name.endswith(f".{t}") for t in targets)] + [*experts]
     for flag in ("rank_pattern", "alpha_pattern"):
         for key in getattr(config, flag):
             if any(re.fullmatch(rf"(.*\.)?({key})", name) for name in adapted): continue
@@ -147,7 +156,7 @@ def resolve_targets(model: nn.Module, targets) -> set[str] | list[str] | str | N
     known = set(found) | {name for name, m in model.named_modules() if m is head}
     missing = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in linears)]
     if missing:
-        frozen = "; its experts stay frozen" if has_experts(model) else ""
+        frozen = "; for its experts see --lora_target_parameters" if has_experts(model) else ""
         raise ValueError(f"--lora_target_modules {','.join(missing)}: no such linear layer; this "
                          f"model has {', '.join(sorted(known))}{frozen}")
     return targets

@@ -19,6 +19,7 @@ from ..model.blocks import base_model, is_tied, output_head
 from ..model.conv1d import transposed_weights
 from ..model.experts import StackedExperts
 from ..quantization.quantize import QuantLinear
+from .experts import names_of_wrappers
 
 
 def train_whole(model: PeftModel, names: list[str], dtype: torch.dtype, both_ends: bool = False):
@@ -128,7 +129,20 @@ def ends_of(causal: nn.Module) -> tuple[str, str]:
 def peft_names(model: nn.Module, named: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors under the names of parameters, under the names that PEFT saves them with instead."""
     adapters = get_peft_model_state_dict(model, named, save_embedding_layers=False)
-    return adapters | {name: t for name, t in named.items() if ".lora_" not in name}
+    wrappers = names_of_wrappers(model)
+
+    def renamed(key: str) -> str:
+        layer, of_lora, part = key.partition(".lora_")
+        return wrappers.get(layer, layer) + of_lora + part
+    return {renamed(key): t for key, t in adapters.items()} | {
+        name: t for name, t in named.items() if ".lora_" not in name}
+
+
+def saved_names(model: nn.Module) -> dict[str, str]:
+    """For each trained parameter of a model with adapters the name that PEFT saves it under."""
+    marks = {name: torch.empty(0) for name, p in model.named_parameters() if p.requires_grad}
+    key_of = {id(mark): key for key, mark in peft_names(model, marks).items()}
+    return {name: key_of[id(mark)] for name, mark in marks.items()}
 
 
 def for_both_ends(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

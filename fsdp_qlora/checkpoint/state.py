@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..adapters import trainable_parameters
-from ..adapters.whole import peft_names
+from ..adapters.whole import saved_names
 from ..data import StepSampler, StreamSampler
 from ..dist import ranks_from_env
 from ..export.save import saved_name
@@ -89,7 +89,7 @@ class RunState:
 
 def saved_weights(model: nn.Module, folder: Path) -> tuple[RowFiles, dict[str, str]]:
     """A checkpoint's trained weights, and how each parameter is named there."""
-    if hasattr(model, "peft_config"): return RowFiles([folder / ADAPTER]), adapter_keys(model)
+    if hasattr(model, "peft_config"): return RowFiles([folder / ADAPTER]), saved_names(model)
     return (RowFiles(folder.glob("weights-*.safetensors")),
             {name: name for name in trainable_parameters(model)})
 
@@ -99,13 +99,6 @@ def saved_adapter(folder: Path | None) -> Callable[[str], Tensor] | None:
     if folder is None or not (folder / ADAPTER).is_file(): return None
     files = RowFiles([folder / ADAPTER])
     return lambda name: files.read(saved_name(name))
-
-
-def adapter_keys(model: nn.Module) -> dict[str, str]:
-    """For each trained parameter the name that PEFT saves it under."""
-    marks = {name: torch.empty(0) for name in trainable_parameters(model)}
-    key_of = {id(mark): key for key, mark in peft_names(model, marks).items()}
-    return {name: key_of[id(mark)] for name, mark in marks.items()}
 
 
 def evaluator_to_json(evaluator: Evaluator | None) -> dict | None:

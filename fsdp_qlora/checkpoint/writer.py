@@ -22,13 +22,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..adapters.initial import for_original_base, saved_config
-from ..adapters.whole import for_both_ends
+from ..adapters.whole import for_both_ends, saved_names
 from ..config import RunConfig
 from ..dist import board, from_main, print_main, ranks_from_env
 from ..export import save_peft_config
 from .disks import Disks, list_files
 from .folder import RUN, prune, scratch_folder, seal, step_folder, write_text
-from .state import ADAPTER, Boundary, RunState, adapter_keys
+from .state import ADAPTER, Boundary, RunState
 from .tensors import (
     RandomState,
     RowFiles,
@@ -69,7 +69,7 @@ class CheckpointWriter:
         self.root, self.state, self.keep, self.facts = root, state, config.keep_checkpoints, facts
         self.disks, self.minutes = disks, config.checkpoint_minutes
         self.rank, self.board, self.staging = ranks_from_env(), board[-1], Staging()
-        self.keys = adapter_keys(state.model) if hasattr(state.model, "peft_config") else None
+        self.keys = saved_names(state.model) if hasattr(state.model, "peft_config") else None
         self.verified, self.failure = verified, None
         self.saved_step = -1
         self.thread: threading.Thread | None = None

@@ -125,6 +125,7 @@ def check_together(config):
         raise ValueError("--llama_pro_path says by its name how many blocks are new, and so does "
                          f"--llama_pro_blocks {config.llama_pro_blocks}; give one of them")
     check_first_values(config)
+    check_target_parameters(config)
     token_list(config.added_tokens)
     block_numbers(config.layers_to_transform)
     if config.trained_modules and config.adapter != "none":
@@ -151,6 +152,21 @@ def check_first_values(config):
     if config.changes_base and config.quantized_cache:
         raise ValueError(f"--init_lora_weights {kind} quantizes other weights than --quantized_cache "
                          "keeps; leave one of them out")
+
+
+def check_target_parameters(config):
+    """What PEFT can't do to parameters is refused, for it would not load what was saved."""
+    if config.target_parameters is None: return
+    if not config.target_parameters:
+        raise ValueError("--lora_target_parameters is empty; give experts or names of parameters")
+    others = dict(adapter=config.adapter == "dora", lora_dropout=config.lora_dropout,
+                  init_lora_weights=config.init_lora_weights != "default")
+    remedies = dict(adapter="lora", lora_dropout="0", init_lora_weights="default")
+    for name, given in others.items():
+        if given:
+            raise ValueError(f"--lora_target_parameters {config.lora_target_parameters} with --{name} "
+                             f"{getattr(config, name)}: PEFT has none for parameters; add --{name} "
+                             f"{remedies[name]}")
 
 
 def module_pattern(flag: str, text: str | None) -> dict[str, int]:
@@ -295,7 +311,7 @@ WITHOUT_EFFECT = {
 }
 TERMINAL_FORMS = ("tqdm", "stdout", "jsonl")  # of --log_to; the rest are trackers
 OF_ADAPTERS = ("modules_to_save", "layers_to_transform", "init_lora_weights", "use_rslora",
-               "lora_rank_pattern", "lora_alpha_pattern", "loraplus_lr_ratio")
+               "lora_rank_pattern", "lora_alpha_pattern", "loraplus_lr_ratio", "lora_target_parameters")
 OF_THE_PROFILE = ("profiling_output", "with_stack", "with_shapes", "wait_steps", "warmup_steps",
                   "active_steps", "repeat", "profiling_frequency")
 

@@ -124,6 +124,10 @@ class AdapterOptions:
     lora_target_modules: str = opt(
         "all-linear", "all-linear (every linear but the head), all (the original script's six), "
         "default (PEFT's choice), or names", example="q_proj,v_proj")
+    lora_target_parameters: str | None = opt(
+        None, "weights of a mixture's experts that are adapted too, each expert's with its own A and B: "
+        "experts (all), or the ends of their names; with --lora_dropout 0",
+        example="gate_up_proj,down_proj")
     adapter_dtype: str = opt("fp32", "storage of adapters, --modules_to_save and new blocks, their "
                              "gradients and optimizer states", choices=("fp32", "bf16"))
 

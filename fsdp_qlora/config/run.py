@@ -175,6 +175,12 @@ class RunConfig(ModelOptions, AdapterOptions, DataOptions, EvaluationOptions, Ba
         if self.lora_target_modules == "all": return list(OLD_ALL_TARGETS)
         return [name.strip() for name in self.lora_target_modules.split(",") if name.strip()]
 
+    @property
+    def target_parameters(self) -> list[str] | None:
+        """`lora_target_parameters` as PEFT takes it, but for "experts"; None without adapters."""
+        if not self.has_lora or not self.lora_target_parameters: return None
+        return [name.strip() for name in self.lora_target_parameters.split(",") if name.strip()]
+
 
 GROUPS = RunConfig.__bases__  # in the order in which help and pages show them
 

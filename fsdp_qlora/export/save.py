@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..adapters import trainable_parameters
 from ..adapters.initial import for_original_base, saved_config, taken_out
-from ..adapters.whole import for_both_ends, peft_names
+from ..adapters.whole import for_both_ends, peft_names, saved_names
 from ..dist import full_tensor, local_rows, main_only, ranks_from_env, split_as
 from ..model.blocks import own_weights
 from ..model.conv1d import transposed_weights
@@ -243,8 +243,9 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     from safetensors import safe_open
     with safe_open(Path(folder) / "adapter_model.safetensors", framework="pt") as file, \
             torch.no_grad():
+        keys = saved_names(model)
         for name, parameter in trainable_parameters(model).items():
             local, start, stop = local_rows(parameter)
-            rows = file.get_slice(saved_name(name))[start:stop]
+            rows = file.get_slice(keys[name])[start:stop]
             local.copy_(rows[:, :local.shape[1]] if local.dim() == 2 else rows)
     return model

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ..adapters import lora_ops  # noqa: F401  registers ops named below
+from ..adapters import expert_ops, lora_ops  # noqa: F401  register ops named below
 from ..config.options import ACTIVATION_POLICIES
 from ..model import attention  # noqa: F401  registers one more
 from ..model.blocks import base_model, decoder_blocks
@@ -42,6 +42,7 @@ LINEAR_OPS = {
     torch.ops.fsdp_qlora.adapted_inputs.default,
     torch.ops.fsdp_qlora.frozen_linear.default,
     torch.ops.fsdp_qlora.grouped_linear.default,
+    torch.ops.fsdp_qlora.adapted_experts.default,
     aten.mm.default, aten.addmm.default, aten.linear.default,
 }
 KEPT_OPS = {"recompute_all": set(), "keep_attention": ATTENTION_OPS,

@@ -10,6 +10,7 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, Glm4MoeConfig
 
+from fsdp_qlora.adapters import initial_a
 from fsdp_qlora.build import planned_model
 from fsdp_qlora.commands.generate import load_for_inference
 from fsdp_qlora.config import RunConfig
@@ -26,10 +27,24 @@ IDS = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(1))
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 CASES = [dict(sharding_strategy="ddp"), dict(wrap_policy="attention_mlp"),
          dict(wrap_policy="min_params", min_wrap_params=9000), dict(use_gradient_checkpointing=False),
-         dict(use_cpu_offload=True), dict(activation_policy="keep_linears"), dict(compile=True)]
+         dict(use_cpu_offload=True), dict(activation_policy="keep_linears")]
+
+
+ADAPTED = [  # experts under LoRA, with what PEFT is told
+    (dict(train_type="lora"), {}),
+    (dict(train_type="lora", sharding_strategy="ddp", lora_target_parameters="experts.down_proj",
+          layers_to_transform="1"),
+     dict(target_parameters=["model.layers.1.mlp.experts.down_proj"], layers_to_transform=[1])),
+    (dict(train_type="lora", compile=True, lora_alpha_pattern="gate_up_proj=3"),
+     dict(alpha_pattern={"gate_up_proj": 3})),
+    (dict(train_type="qlora", lora_rank_pattern="down_proj=6", activation_policy="keep_linears"),
+     dict(rank_pattern={"down_proj": 6})),
+    (dict(train_type="qlora", use_rslora=True, use_cpu_offload=True, wrap_policy="min_params",
+          min_wrap_params=9000), dict(use_rslora=True))]
 
 
 def train_cases(cases: list[dict], out: str) -> list[dict]:
+    from fsdp_qlora.adapters.whole import saved_names
     from fsdp_qlora.build import build_model
     from fsdp_qlora.export import save_trained
     results = []
@@ -38,7 +53,11 @@ def train_cases(cases: list[dict], out: str) -> list[dict]:
                                   seed=SEED) | case)
         model = build_model(config, torch.device("cpu"))
         results.append(train_model(model, STEPS))
-        if config.train_type == "full":
+        if config.lora_target_parameters:  # under the names of PEFT's own model
+            weights = results[-1]["weights"]
+            results[-1]["weights"] = {key.replace(".weight", ".default.weight"): weights[name]
+                                      for name, key in saved_names(model).items()}
+        if config.train_type == "full" or config.lora_target_parameters:
             with torch.no_grad(): results[-1]["logits"] = model.eval()(input_ids=IDS).logits
             save_trained(model, f"{out}/{i}")
     return results
@@ -77,6 +96,47 @@ def test_trained_whole_it_equals_transformers_and_is_saved_as_it_names_them(tmp_
             torch.testing.assert_close(saved.eval()(IDS).logits, ours["logits"], rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+def rounded(model):
+    """The model with linear weights, all but the head's, and experts as 4 bits stand for them."""
+    for name, p in model.named_parameters():
+        if "_proj" not in name: continue
+        for weight in p if p.dim() == 3 else [p]:
+            weight.copy_(dequantize_4bit(*quantize_4bit(weight.data, quant_type="nf4")))
+    return model
+
+
+def with_adapted_experts(model, more: dict):
+    """A model under PEFT's `target_parameters`, whose first A are those of a run."""
+    model = with_lora(model, ATTENTION, **dict(target_parameters=["gate_up_proj", "down_proj"]) | more)
+    inner = "gate_up_proj" if any("experts.base_layer.lora" in n for n, _ in model.named_parameters()) \
+        else "down_proj"
+    for name, p in model.named_parameters():
+        if "experts" not in name or ".lora_A." not in name: continue
+        ours = name.replace("experts.lora", "experts.down_proj.lora")
+        p.data.copy_(initial_a(ours.replace("base_layer.lora", f"{inner}.lora"), SEED, p.shape))
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapted_experts_equal_peft_in_one_process_and_load_there(folder, tmp_path):
+    """Of 64 experts, most get no token in a micro-batch."""
+    qwen = save_family(tmp_path / "qwen", "Qwen3-MoE")
+    cases = [(dict(model_name=f, lora_target_parameters="experts") | ours, peft)
+             for f, ours, peft in [*((folder, *case) for case in ADAPTED), (qwen, *ADAPTED[3])]]
+    results = run_ranks(train_cases, 2, [ours for ours, _ in cases], str(tmp_path))
+    for i, ((case, peft), mine, other) in enumerate(zip(cases, *results, strict=True)):
+        def base(case=case):
+            model = plain(case["model_name"])
+            return rounded(model) if case["train_type"] == "qlora" else model
+        model = with_adapted_experts(base(), peft)
+        assert_equal_run(mine, reference_run(model, STEPS), 2e-5, case)
+        assert mine["checksums"] == other["checksums"], case
+        loaded = PeftModel.from_pretrained(base(), tmp_path / str(i)).eval()
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(IDS).logits, mine["logits"], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_a_merge_rounds_experts_as_training_did(family, tmp_path):
@@ -84,13 +144,8 @@ def test_a_merge_rounds_experts_as_training_did(family, tmp_path):
     adapter = save_adapter(base, tmp_path / "adapter", target_modules=ATTENTION)
     merged = merge_adapter(base, adapter, tmp_path / "merged", merge_base="dequantized",
                            base_quant="nf4", dtype="fp32")
-    model = plain(base)
     with torch.no_grad():
-        for name, p in model.named_parameters():  # all but embedding, head and router
-            if "_proj" not in name: continue
-            for weight in p if p.dim() == 3 else [p]:
-                weight.copy_(dequantize_4bit(*quantize_4bit(weight.data, quant_type="nf4")))
-        expected = PeftModel.from_pretrained(model, adapter).eval()(IDS).logits
+        expected = PeftModel.from_pretrained(rounded(plain(base)), adapter).eval()(IDS).logits
         for found in (plain(merged), load_for_inference(base, adapter, "nf4", "cpu", torch.float32)):
             torch.testing.assert_close(found.eval()(IDS).logits, expected, rtol=1e-4, atol=1e-4)
 
@@ -141,6 +196,10 @@ def test_an_expert_that_is_missing_is_noticed(tmp_path):
         planned_model(RunConfig(model_name=folder), torch.device("cpu"))
 
 
-def test_a_name_of_experts_is_no_target(folder):
-    with pytest.raises(ValueError, match="--lora_target_modules .*its experts stay frozen"):
-        planned_model(RunConfig(model_name=folder, lora_target_modules="gate_up_proj"), torch.device("cpu"))
+@pytest.mark.parametrize("settings, message", [
+    (dict(lora_target_modules="gate_up_proj"), "--lora_target_modules gate_up_proj: .*_parameters"),
+    (dict(lora_target_parameters="w1", lora_dropout=0.0),
+     "--lora_target_parameters w1: .*gate_up_proj")])
+def test_a_name_that_is_no_target_is_answered_with_those_there_are(folder, settings, message):
+    with pytest.raises(ValueError, match=message):
+        planned_model(RunConfig(model_name=folder, **settings), torch.device("cpu"))
