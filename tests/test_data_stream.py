@@ -143,6 +143,30 @@ def test_a_step_has_the_same_rows_on_any_number_of_ranks(rows, world_size, packi
         assert replace(report, dropped={}) == replace(alone_report, dropped={})
 
 
+def test_packed_bins_that_ranks_compute_beside_each_other_hold_nearly_the_same_tokens(tmp_path):
+    """Though all long rows are one rank's to read, and with fewer rows than it would need bins."""
+    records = [{"text": "say " * (12 if i % 2 else 2)} for i in range(64)]
+    source = open_source(write_rows(tmp_path / "rows.jsonl", records))
+    options = dict(packing=True, train_on="all", context_length=60)
+    for micro_batch_size in (1, 2):
+        by_rank = stream(source, 2, rows_per_step=16, micro_batch_size=micro_batch_size,
+                         loader_options=options)
+        ((alone, _, _),) = stream(source, rows_per_step=16, micro_batch_size=2 * micro_batch_size,
+                                  loader_options=options)
+        for step, *beside in zip(alone, *(steps for steps, _, _ in by_rank), strict=True):
+            assert {len(s.micro_batches) for s in beside} == {len(step.micro_batches)}
+            rows = [[lengths_in(batch) for batch in s.micro_batches] for s in beside]
+            longest = max(max(lengths) for of_rank in rows for lengths in of_rank)
+            assert sum(map(sum, rows[0])) + sum(map(sum, rows[1])) == step.num_tokens
+            assert all(abs(sum(a) - sum(b)) <= longest for a, b in zip(*rows, strict=True))
+
+
+def lengths_in(batch) -> list[int]:
+    """Lengths of the rows in a packed batch, without those of padding."""
+    labels, starts = batch["labels"].flatten(), (batch["position_ids"].flatten() == 0).nonzero()
+    return [len(row) for row in labels.tensor_split(starts.flatten()[1:]) if (row != -100).any()]
+
+
 def test_the_rows_are_those_that_are_tokenised_at_once(rows):
     reference = tokenize_rows(rows.rows(), TOKENIZER, context_length=64)
     ((steps, _, report),) = stream(rows)

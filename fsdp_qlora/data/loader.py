@@ -6,13 +6,13 @@ enough: no worker processes, nothing to pickle, nothing left behind when a run i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
-from .collate import IGNORE, collate, filler
+from .collate import IGNORE, Example, collate, filler
 from .dataset import TokenizedDataset
 from .packing import balanced, collate_packed, pack
 from .sampler import StepSampler, rank_share
@@ -85,7 +85,8 @@ class StepLoader:
     def step(self, index: int) -> Step:
         """Any step, without moving the sampler."""
         rows = self.sampler.rows(index)
-        micro_batches = [self._collate(share) for share in self._shares(rows, index)]
+        micro_batches = [collated(share, self.dataset.__getitem__, self.packing, self.padding,
+                                  self.pin_memory) for share in self._shares(rows, index)]
         return Step(index, self.sampler.epoch(index), micro_batches, len(rows),
                     int(self.dataset.lengths[rows].sum()),
                     int(self.dataset.trained_counts[rows].sum()),
@@ -103,25 +104,37 @@ class StepLoader:
 
     def _shares(self, rows: list[int], index: int) -> list[list]:
         """This rank's micro-batches: lists of row ids, or of bins of row ids."""
-        lengths = self.dataset.lengths[rows]
-        if self.packing:
-            capacity = self.dataset.report.context_length
-            bins = pack(lengths, capacity, seed=index)
-            at_once = self.world_size * self.micro_batch_size
-            parts = self.world_size * -(-len(bins) // at_once)
-            bins = balanced(lengths, bins, capacity, parts)
-            lengths = [sum(lengths[i] for i in bin) for bin in bins]
-            rows = [[rows[i] for i in bin] for bin in bins]
-        return rank_share(rows, self.rank, self.world_size, self.micro_batch_size, lengths)
+        capacity = self.dataset.report.context_length if self.packing else None
+        return share_out(rows, self.dataset.lengths[rows], self.rank, self.world_size,
+                         self.micro_batch_size, capacity, seed=index)
 
-    def _collate(self, share: list) -> dict:
-        nothing = filler(self.padding["pad_token_id"])
-        if self.packing:
-            bins = [[self.dataset[row] for row in bin] for bin in share] or [[nothing]]
-            batch = collate_packed(bins, **self.padding)
-        else:
-            batch = collate([self.dataset[row] for row in share] or [nothing], **self.padding)
-        return pin(batch) if self.pin_memory else batch
+
+def share_out(rows: Sequence, lengths: Sequence[int], rank: int, world_size: int,
+              micro_batch_size: int, capacity: int | None = None, seed: int = 0) -> list[list]:
+    """This rank's micro-batches of a step's rows, as many as the other ranks have.
+
+    capacity: tokens of a bin; then micro-batches are of lists of rows, packed together, and what ranks
+        compute beside each other holds nearly the same number of tokens.
+    """
+    if capacity is not None:
+        bins = pack(lengths, capacity, seed)
+        parts = world_size * -(-len(bins) // (world_size * micro_batch_size))
+        bins = balanced(lengths, bins, capacity, parts)
+        rows, lengths = ([[rows[i] for i in bin] for bin in bins],
+                         [sum(lengths[i] for i in bin) for bin in bins])
+    return rank_share(rows, rank, world_size, micro_batch_size, lengths)
+
+
+def collated(share: list, example: Callable[[object], Example], packing: bool, padding: dict,
+             pin_memory: bool = False) -> dict:
+    """A micro-batch of `share_out`, of what `example` makes of a row; a filler if it has no row."""
+    nothing = filler(padding["pad_token_id"])
+    if packing:
+        bins = [[example(row) for row in bin] for bin in share] or [[nothing]]
+        batch = collate_packed(bins, **padding)
+    else:
+        batch = collate([example(row) for row in share] or [nothing], **padding)
+    return pin(batch) if pin_memory else batch
 
 
 def num_trained_tokens(batch: dict) -> int:

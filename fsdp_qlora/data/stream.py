@@ -4,8 +4,10 @@ Every rank reads the same records in the same shuffled order, which costs little
 tokenises only its own, in a thread. The rows of a step are then the same on 1 GPU or on 64, a run
 resumes from a number on any number of ranks, and memory holds one buffer of unread records.
 
-What a rank cannot know alone (how many micro-batches the others need, that their stream is at its
-end, that a row is broken) they tell each other once per step, through `gather`.
+Once per step the ranks give each other, through `gather`, what they made of their records: the tokens,
+5 bytes each, or that a row is broken, or that their stream is at its end. So each knows all rows of
+the step, as with `StepLoader`, and they share them out alike: as many micro-batches on every rank, and
+packed bins that hold nearly the same number of tokens.
 """
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count, islice
+from operator import itemgetter
 
-from .collate import Example, collate, filler
+from .collate import Example
 from .dataset import as_example, check_vocab_size, cut_and_count, groups
-from .loader import Step, pin
-from .masking import encode_rows
-from .packing import collate_packed, pack
+from .loader import Step, collated, num_trained_tokens, share_out
+from .masking import Encoded, encode_rows
 from .report import DataReport
 from .sources import Source, parse_row
 from .templates import ChatTemplate
@@ -37,6 +39,15 @@ class RawStep:
     index: int
     epoch: int
     rows: list[RawRow]
+
+
+@dataclass
+class Part:
+    """What one rank makes of its records of a step: the rows that are kept, by their place in it."""
+
+    index: int
+    epoch: int
+    rows: list[tuple[int, Encoded]]
 
 
 class StreamSampler:
@@ -156,70 +167,55 @@ class StreamLoader:
 
     # ---- in the thread ----
 
-    def _tokenize(self, step: RawStep) -> tuple[Step, DataReport]:
-        """The part of `step` that is this rank's, for rows are dealt in turn."""
+    def _tokenize(self, step: RawStep) -> tuple[Part, DataReport, list[str]]:
+        """The part of `step` that is this rank's, for rows are dealt in turn; the places of all rows."""
         report = DataReport(self.report.context_length, self.report.train_on)
         first = (self.rank - step.index * self.sampler.rows_per_step) % self.world_size
-        rows = [parse_row(raw, place) for place, raw in step.rows[first::self.world_size]]
-        encoded = zip(rows, encode_rows(rows, self.chat, report.train_on), strict=True)
-        kept = [cut_and_count(item, row.source, report) for row, item in encoded]
-        examples = [as_example(row.input_ids, row.trained) for row in kept if row is not None]
-        largest = max((int(ids.max()) for ids, _ in examples), default=-1)
+        places = range(first, len(step.rows), self.world_size)
+        rows = [parse_row(step.rows[place][1], step.rows[place][0]) for place in places]
+        encoded = zip(places, rows, encode_rows(rows, self.chat, report.train_on), strict=True)
+        kept = [(place, row) for place, given, item in encoded
+                if (row := cut_and_count(item, given.source, report)) is not None]
+        largest = max((int(row.input_ids.max()) for _, row in kept), default=-1)
         if self.vocab_size is not None: check_vocab_size(largest, self.vocab_size)
-        micro_batches = [self._collate(share) for share in self._shares(examples)]
-        return Step(step.index, step.epoch, micro_batches, len(examples), report.tokens_total,
-                    report.tokens_trained, report.tokens_trained,
-                    [place for place, _ in step.rows]), report
-
-    def _shares(self, examples: list[Example]) -> Iterator[list]:
-        """Micro-batches of rows, or of bins of rows, of similar length; the longest first."""
-        lengths = [len(ids) for ids, _ in examples]
-        if self.packing:
-            bins = pack(lengths, self.report.context_length) if examples else []
-            units = sorted(([examples[row] for row in bin] for bin in bins), key=_bin_tokens)
-        else:
-            units = sorted(examples, key=lambda example: len(example[0]))
-        return groups(reversed(units), self.micro_batch_size)
-
-    def _collate(self, share: list) -> dict:
-        batch = (collate_packed if self.packing else collate)(share, **self.padding)
-        return pin(batch) if self.pin_memory else batch
+        return Part(step.index, step.epoch, kept), report, [place for place, _ in step.rows]
 
     # ---- with the other ranks ----
 
-    def _agree(self, steps: Iterator[tuple[Step, DataReport]]) -> Step | None:
-        """The next step with as many micro-batches as the busiest rank has; None at the end."""
-        step, told, error = None, None, None
+    def _agree(self, steps: Iterator[tuple[Part, DataReport, list[str]]]) -> Step | None:
+        """This rank's share of the next step; None where the streams of all are at their end."""
+        told, row_ids, error = None, [], None
         try:
             if (item := next(steps, None)) is not None:
-                step, report = item
-                self._count(step, report)
-                told = (len(step.micro_batches), step.num_rows, step.num_tokens,
-                        step.num_trained_tokens)
+                told, report, row_ids = item
+                self._count(told, report)
         except Exception as caught:  # noqa: BLE001  the others would wait for this rank
             error, told = caught, one_line(caught)
         everyone = self.gather(told)
         if faults := [state for state in everyone if isinstance(state, str)]:
             raise ValueError(faults[0]) from error
-        counts = [state for state in everyone if state is not None]
-        return self._with_fillers(step, counts) if counts else None
+        parts = [state for state in everyone if state is not None]
+        return self._share_of(parts, row_ids) if parts else None
 
-    def _count(self, step: Step, report: DataReport):
+    def _share_of(self, parts: list[Part], row_ids: list[str]) -> Step:
+        """What this rank computes of a step that the ranks have read in parts."""
+        rows = [row for _, row in sorted((pair for part in parts for pair in part.rows),
+                                         key=itemgetter(0))]
+        lengths = [len(row.input_ids) for row in rows]
+        shares = share_out(rows, lengths, self.rank, self.world_size, self.micro_batch_size,
+                           self.report.context_length if self.packing else None, parts[0].index)
+        micro_batches = [collated(share, example_of, self.packing, self.padding, self.pin_memory)
+                         for share in shares]
+        return Step(parts[0].index, parts[0].epoch, micro_batches, len(rows), sum(lengths),
+                    sum(int(row.trained.sum()) for row in rows),
+                    sum(map(num_trained_tokens, micro_batches)), row_ids)
+
+    def _count(self, step: Part, report: DataReport):
         """Take a step into the report, unless its rows were in it: an epoch or a rollback ago."""
         if self.counted_epoch is None: self.counted_epoch = step.epoch
         if step.epoch != self.counted_epoch or step.index < self.counted_steps: return
         self.report.add(report)
         self.counted_steps = step.index + 1
-
-    def _with_fillers(self, step: Step | None, counts: list[tuple]) -> Step:
-        micro_batches, rows, tokens, trained = zip(*counts, strict=True)
-        if step is None:  # the others' records go on: they read other files
-            step = Step(self.sampler.position, self.sampler.epoch, [], 0, 0, 0, 0)
-        nothing = filler(self.padding["pad_token_id"])
-        missing = max(micro_batches) - len(step.micro_batches)
-        fillers = [self._collate([[nothing] if self.packing else nothing]) for _ in range(missing)]
-        return replace(step, micro_batches=step.micro_batches + fillers, num_rows=sum(rows),
-                       num_tokens=sum(tokens), num_trained_tokens=sum(trained))
 
     def _check_any(self, rows: int) -> None:
         if not rows:
@@ -246,5 +242,6 @@ def one_line(error: Exception) -> str:
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
-def _bin_tokens(bin: list[Example]) -> int:
-    return sum(len(ids) for ids, _ in bin)
+def example_of(row: Encoded) -> Example:
+    """A row as a batch takes it."""
+    return as_example(row.input_ids, row.trained)

@@ -183,7 +183,7 @@ def tokenized_by_hand(folder) -> list[tuple[list, list]]:
     return rows
 
 
-def test_a_streamed_run_trains_the_same_tokens_on_any_number_of_ranks(chat_folder, tmp_path):
+def test_a_streamed_run_trains_the_same_on_any_number_of_ranks_packed_or_not(chat_folder, tmp_path):
     base = ["train", "--model_name", str(chat_folder), "--dataset", str(chat_folder / "rows.jsonl"),
             "--precision", "fp32", "--lora_rank", "4", "--lora_dropout", "0", "--global_batch_size",
             "4", "--device", "cpu", "--stream", "--shuffle_buffer", "5"]
@@ -193,13 +193,15 @@ def test_a_streamed_run_trains_the_same_tokens_on_any_number_of_ranks(chat_folde
     broken.write_text("\n".join(lines * 50 + ['{"prompt": "a"'] + lines))
     for world_size in (1, 3):
         argvs = [base + ["--output_dir", str(tmp_path / str(world_size))],
+                 base + ["--output_dir", str(tmp_path / f"{world_size} packed"), "--packing"],
                  base + ["--output_dir", str(tmp_path / "broken"), "--dataset", str(broken),
                          "--global_batch_size", "400", "--batch_size", "400"]]
         codes = run_ranks(command, world_size, argvs, grouped=False)
-        assert codes == [[0, 2]] * world_size
-    alone, three = (records(tmp_path / str(world_size), "step") for world_size in (1, 3))
-    assert len(alone) == len(three) == 6  # 23 rows in steps of 4
-    for one, other in zip(alone, three, strict=True):
-        assert one["trained_tokens"] == other["trained_tokens"]
-        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
-        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+        assert codes == [[0, 0, 2]] * world_size
+    alone, *others = (records(tmp_path / name, "step") for name in ("1", "3", "1 packed", "3 packed"))
+    for run in others:
+        assert len(alone) == len(run) == 6  # 23 rows in steps of 4
+        for one, other in zip(alone, run, strict=True):
+            assert one["trained_tokens"] == other["trained_tokens"]
+            assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
+            assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
