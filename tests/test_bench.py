@@ -10,7 +10,7 @@ from fsdp_qlora.bench.accuracy import CALIBRATED_ON, accuracy, compare, setup_fr
 from fsdp_qlora.bench.command import settings_alone
 from fsdp_qlora.bench.grid import read_grid
 from fsdp_qlora.bench.row import append_row, read_rows
-from fsdp_qlora.bench.tables import against_table, published_seconds, published_table
+from fsdp_qlora.bench.tables import against_table, auto_table, published_seconds, published_table
 from fsdp_qlora.cli import main
 from fsdp_qlora.estimate import memory
 
@@ -124,6 +124,18 @@ def test_two_results_files_are_compared_by_name(tmp_path):
     assert against_table([row], [replace(half, name="another")]) == "no row is in both files"
     append_row(half, tmp_path / "r.jsonl")
     assert read_rows(tmp_path / "r.jsonl") == [half] and asdict(half)["peer"] is None
+
+
+def test_auto_is_compared_with_the_best_by_hand_of_its_own_limit():
+    grid = read_grid(ROOT / "benchmarks/grids/auto_8b_1gpu.yaml")
+    some = next(r for r in RESULTS if r.status == "ok" and r.tokens_per_second_per_gpu)
+    speeds = {24: (90, 100), 80: (198, 200), None: (400, 300)}
+    rows = [replace(some, name=c.name, tokens_per_second_per_gpu=speeds[c.gpu_memory_gib][
+        0 if c.config.is_auto else 1]) for c in grid.cells if "recompute_all, 4" not in c.name]
+    text = auto_table(grid, rows)
+    for limit, share in (("24 GiB", "90.0%"), ("80 GiB", "99.0%"), ("1 GPU", "133.3%")):
+        assert f"8B {limit} auto: {share} of 8B {limit} keep" in text
+    assert "not measured" in text and "8B 24 GiB auto: not measured yet" in auto_table(grid, rows[1:])
 
 
 def test_a_report_is_markdown_with_a_picture(tmp_path, capsys):

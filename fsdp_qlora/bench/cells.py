@@ -24,21 +24,21 @@ OUT_OF_MEMORY = 99  # exit code
 def run_jobs_here(config: RunConfig, folder: str | Path, how: How):
     """Measure the jobs of `folder`/jobs.json on these ranks; rows and notes go into the folder.
 
-    A rank that fails says why in a file and ends at once, since the others may wait for it in a
-    collective: the launcher ends them.
+    Rows also go where jobs.json says. A rank that fails says why in a file and ends at once, since the
+    others may wait for it in a collective: the launcher ends them.
     """
     files, device = Path(folder), rank_device(config.device)
-    jobs = [Job(**job) for job in json.loads((files / "jobs.json").read_text())]
+    asked = json.loads((files / "jobs.json").read_text())
     with process_group(device, config.timeout_minutes):
-        for job in jobs:
+        for job in asked["jobs"]:
             try:
-                run_job(job, files, how, device)
+                run_job(Job(**job), files, how, device, asked["results"])
             except Exception as error:
                 give_up(files, error)
             clean_up(device)
 
 
-def run_job(job: Job, files: Path, how: How, device: torch.device):
+def run_job(job: Job, files: Path, how: How, device: torch.device, results: str | None = None):
     """Measure one job; rank 0 keeps its row."""
     from ..build import with_activation_policy
     from ..loading import read_config
@@ -51,7 +51,8 @@ def run_job(job: Job, files: Path, how: How, device: torch.device):
     if is_main: (files / "current.json").write_text(json.dumps(asdict(row)))
     measure(row, config, how, device, limit_memory(job.gpu_memory_gib, device))
     print_main(summary(row))
-    if is_main: append_row(row, files / "rows.jsonl")
+    if is_main:
+        for path in filter(None, (files / "rows.jsonl", results)): append_row(row, path)
 
 
 def limit_memory(limit_gib: float | None, device: torch.device) -> MemoryLimit:

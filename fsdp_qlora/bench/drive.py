@@ -49,22 +49,26 @@ def run_jobs(jobs: list[Job], how: How, results: str | Path | None = None) -> li
     rows, left = [], list(jobs)
     while left:
         batch = [job for job in left[:how.together] if job.gpus == left[0].gpus]
-        found = run_batch(batch, how)
-        for row in found:
-            if results: append_row(row, results)
+        found = run_batch(batch, how, results)
         rows += found
         left = left[len(found):]
     return rows
 
 
-def run_batch(batch: list[Job], how: How) -> list[Row]:
-    """Rows of the first jobs of a batch: of all, or up to the one that failed."""
+def run_batch(batch: list[Job], how: How, results: str | Path | None = None) -> list[Row]:
+    """Rows of the first jobs of a batch: of all, or up to the one that failed.
+
+    The process itself appends what it measures to `results`: what is there survives an end of both.
+    """
     with tempfile.TemporaryDirectory(prefix="fsdp_qlora_bench_") as folder:
         files = Path(folder)
-        (files / "jobs.json").write_text(json.dumps([vars(job) for job in batch]))
+        (files / "jobs.json").write_text(json.dumps(dict(
+            jobs=[vars(job) for job in batch], results=results and str(Path(results).absolute()))))
         code = run_process(command(files, batch[0], how), how.minutes * 60 * len(batch))
         rows = read_rows(files / "rows.jsonl") if (files / "rows.jsonl").exists() else []
-        if len(rows) < len(batch): rows.append(failed_row(files, batch[len(rows)], code))
+        if len(rows) < len(batch):
+            rows.append(failed_row(files, batch[len(rows)], code))
+            if results: append_row(rows[-1], results)
         return rows
 
 

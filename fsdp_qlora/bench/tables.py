@@ -96,18 +96,30 @@ def grid_table(grid: Grid, rows: list[Row]) -> str:
 
 
 def auto_table(grid: Grid, rows: list[Row]) -> str:
-    """What was chosen and what a person might try, and the speed that auto reaches of the best."""
-    names = [cell.name for cell in grid.cells]
-    auto = {cell.name for cell in grid.cells if cell.config.is_auto}
+    """What was chosen and what a person might try, and the speed that auto reaches of the best.
+
+    Cells are compared with those of the same limit of memory.
+    """
+    names = {cell.name for cell in grid.cells}
     found = {row.name: row for row in rows if row.name in names}
-    speeds = {name: row.tokens_per_second_per_gpu for name, row in found.items() if row.status == "ok"}
-    by_hand = {name: speed for name, speed in speeds.items() if name not in auto}
-    best = max(by_hand, key=by_hand.get, default=None)
     head = ["", "settings", "tok/s per GPU", "of the best by hand", "GiB reserved"]
-    body = [auto_line(name, found.get(name), best and by_hand[best]) for name in names]
-    lines = [f"{name}: {speeds[name] / by_hand[best]:.1%} of {best}, the best by hand" if (
-                 best and name in speeds) else f"{name}: not measured yet" for name in sorted(auto)]
+    body, lines = [], []
+    for cell in grid.cells:
+        best, row = best_by_hand(grid, cell.gpu_memory_gib, found), found.get(cell.name)
+        body.append(auto_line(cell.name, row, best and best.tokens_per_second_per_gpu))
+        if not cell.config.is_auto: continue
+        share = best and row and row.status == "ok" and (
+            row.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu)
+        lines.append(f"{cell.name}: " + (f"{share:.1%} of {best.name}, the best by hand" if share
+                                         else "not measured yet"))
     return "\n".join([markdown(head, body), "", *lines])
+
+
+def best_by_hand(grid: Grid, limit_gib: float | None, found: dict[str, Row]) -> Row | None:
+    """The fastest row of a cell without auto settings that has this limit."""
+    cells = [c for c in grid.cells if not c.config.is_auto and c.gpu_memory_gib == limit_gib]
+    by_hand = [found[c.name] for c in cells if c.name in found and found[c.name].status == "ok"]
+    return max(by_hand, key=lambda row: row.tokens_per_second_per_gpu, default=None)
 
 
 def auto_line(name: str, row: Row | None, best: float | None) -> list[str]:
