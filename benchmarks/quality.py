@@ -27,27 +27,12 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from quality_table import tables
+from quality_table import VARIANTS, tables
 
 from fsdp_qlora.bench.measure import commit, device_name, versions
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.demo.run import RECIPE
 
-# The first three are compared with each other in every table, so they come first in each seed.
-VARIANTS = {
-    "bf16": dict(train_type="lora"),
-    "nf4": dict(train_type="qlora"),
-    "bf16, fp8 products": dict(train_type="lora", compute_dtype="fp8"),
-    "nf4, fp8 products": dict(train_type="qlora", compute_dtype="fp8"),
-    "nf4, 8-bit scales": dict(train_type="qlora", absmax_dtype="int8"),
-    "nf4, DoRA": dict(train_type="bnb_dora"),
-    "hqq 4 bits": dict(train_type="hqq_lora", n_bits=4),
-    "hqq 3 bits": dict(train_type="hqq_lora", n_bits=3),
-    "hqq 2 bits": dict(train_type="hqq_lora", n_bits=2),
-    "int8": dict(quant="int8"),
-    "fp4": dict(quant="fp4"),
-    "bf16, DoRA": dict(train_type="lora", adapter="dora"),
-}
 # One process, a short run, and nothing written but the metrics.
 COMMON = dict(RECIPE, sharding_strategy="ddp", compile=False, world_size=1, save_model=False,
               checkpoint_minutes=0.0, verify_frozen_minutes=0.0, resume="none", log_to="stdout")
@@ -145,7 +130,9 @@ def run(job: Job, config: RunConfig) -> dict:
         except Exception as error:  # the others go on, and the line says what it was
             row |= dict(status="error", error=f"{type(error).__name__}: {error}".splitlines()[0])
     gc.collect()
-    if torch.cuda.is_available(): torch.cuda.empty_cache()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     return row | dict(run_seconds=round(time.perf_counter() - started, 1))
 
 

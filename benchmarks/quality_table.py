@@ -1,11 +1,28 @@
-"""Tables of what quality.py and one_step_error.py wrote; no torch."""
+"""What quality.py compares, and tables of what it and one_step_error.py wrote; no torch."""
 from __future__ import annotations
 
 from statistics import mean, stdev
 
 from fsdp_qlora.bench.tables import markdown
 
+# The settings of each, important ones first: a run that is cut off has these.
+VARIANTS = {
+    "bf16": dict(train_type="lora"),
+    "nf4": dict(train_type="qlora"),
+    "bf16, fp8 products": dict(train_type="lora", compute_dtype="fp8"),
+    "nf4, fp8 products": dict(train_type="qlora", compute_dtype="fp8"),
+    "nf4, 8-bit scales": dict(train_type="qlora", absmax_dtype="int8"),
+    "nf4, DoRA": dict(train_type="bnb_dora"),
+    "hqq 4 bits": dict(train_type="hqq_lora", n_bits=4),
+    "hqq 3 bits": dict(train_type="hqq_lora", n_bits=3),
+    "hqq 2 bits": dict(train_type="hqq_lora", n_bits=2),
+    "int8": dict(quant="int8"),
+    "fp4": dict(quant="fp4"),
+    "bf16, DoRA": dict(train_type="lora", adapter="dora"),
+}
 BASE = "bf16"  # what the others are compared with
+FP8 = {"bf16, fp8 products": "bf16", "nf4, fp8 products": "nf4"}  # and the same weights without
+WINDOW = 10  # steps that a point of a curve is the mean of
 TITLES = {"text_to_sql": "Text to SQL", "stdlib": "Source of the standard library"}
 
 
@@ -30,12 +47,11 @@ def table(rows: list[dict]) -> str:
 
 
 def final_losses(rows: list[dict]) -> dict[str, dict[int, float]]:
-    """Held-out loss by variant and seed, in the order of the variants' first rows; the newest counts."""
-    found: dict[str, dict[int, float]] = {}
+    """Held-out loss by variant and seed; of lines of the same run the newest counts."""
+    found: dict[str, dict[int, float]] = {variant: {} for variant in VARIANTS}
     for row in rows:
-        if row["seed"] is None: continue
-        found.setdefault(row["variant"], {})[row["seed"]] = row["held_out_loss"]
-    return found
+        if row["seed"] is not None: found[row["variant"]][row["seed"]] = row["held_out_loss"]
+    return {variant: dict(sorted(by_seed.items())) for variant, by_seed in found.items() if by_seed}
 
 
 def against(losses: dict[str, dict[int, float]], variant: str) -> str:
@@ -43,6 +59,38 @@ def against(losses: dict[str, dict[int, float]], variant: str) -> str:
     if variant == BASE or BASE not in losses: return ""
     ours, theirs = losses[variant], losses[BASE]
     return spread([ours[seed] - theirs[seed] for seed in ours if seed in theirs], 4, "+")
+
+
+def gaps(rows: list[dict], variant: str) -> list[list[float]]:
+    """Of each seed, training loss of fp8 products less that of bf16 ones, at every step."""
+    losses = {(row["variant"], row["seed"]): row["losses"] for row in rows if row.get("losses")}
+    return [[a - b for a, b in zip(losses[variant, seed], losses[FP8[variant], seed], strict=True)]
+            for found, seed in losses if found == variant and (FP8[variant], seed) in losses]
+
+
+def smooth(values: list[float]) -> list[float]:
+    """Means of WINDOW steps in a row."""
+    return [mean(values[i:i + WINDOW]) for i in range(len(values) - WINDOW + 1)]
+
+
+def fp8_table(rows: list[dict]) -> str:
+    """fp8 products beside bf16 ones, by task and weights; each seed with its like."""
+    head = ["task, weights", "held-out loss, fp8 less bf16", "training loss, fp8 less bf16",
+            f"largest gap of {WINDOW}-step means", "seeds"]
+    body = []
+    for task, title in TITLES.items():
+        found = [row for row in rows if row.get("task") == task and row.get("status") == "ok"]
+        for variant, base in FP8.items():
+            per_seed = gaps(found, variant)
+            if not per_seed: continue
+            losses = final_losses([row for row in found if "variant" in row])
+            ends = [losses[variant][seed] - losses[base][seed] for seed in losses[variant]
+                    if seed in losses[base]]
+            largest = max((gap for gap in per_seed for gap in smooth(gap)), key=abs, default=0.0)
+            body.append([f"{title}, {base}", spread(ends, 4, "+"),
+                         spread([mean(gap) for gap in per_seed], 4, "+"), f"{largest:+.4f}",
+                         str(len(per_seed))])
+    return markdown(head, body)
 
 
 def spread(values: list[float], places: int, sign: str = "") -> str:

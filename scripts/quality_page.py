@@ -1,0 +1,110 @@
+"""The measured part of docs/quality.md, and its pictures.
+
+    python scripts/quality_page.py
+
+Made of the lines that benchmarks/quality.py and benchmarks/one_step_error.py wrote, between two marks.
+"""
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from statistics import mean
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot  # noqa: E402
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from quality_table import (  # noqa: E402
+    FP8,
+    TITLES,
+    VARIANTS,
+    WINDOW,
+    error_tables,
+    final_losses,
+    fp8_table,
+    gaps,
+    smooth,
+    tables,
+)
+
+PAGE = ROOT / "docs/quality.md"
+BEGIN, END = "<!-- made by scripts/quality_page.py -->", "<!-- end of what is made -->"
+LOSSES, CURVES = "pictures/quality.png", "pictures/quality_fp8.png"
+COLORS = {"bf16": "#1f5a99", "bf16, fp8 products": "#7fb2e5", "nf4": "#b34700",
+          "nf4, fp8 products": "#f0a35e"}
+
+
+def read_rows() -> list[dict]:
+    """All lines of the results, file by file."""
+    files = sorted((ROOT / "benchmarks/results").glob("quality_*.jsonl"))
+    return [json.loads(line) for path in files for line in path.read_text().splitlines()]
+
+
+def runs_of(rows: list[dict], task: str) -> list[dict]:
+    """The lines of a task's runs that came to their end."""
+    return [r for r in rows if r["task"] == task and "variant" in r and r["status"] == "ok"]
+
+
+def draw_losses(rows: list[dict]):
+    """Held-out loss of each variant, a dot a seed and a line at their mean."""
+    figure, panels = pyplot.subplots(1, len(TITLES), figsize=(10, 4.2), sharey=True,
+                                     layout="constrained")
+    for axes, (task, title) in zip(panels, TITLES.items(), strict=True):
+        for variant, by_seed in final_losses(runs_of(rows, task)).items():
+            place = list(VARIANTS).index(variant)
+            axes.plot(list(by_seed.values()), [place] * len(by_seed), "o", color="#1f5a99", alpha=0.6)
+            axes.plot([mean(by_seed.values())] * 2, [place - 0.3, place + 0.3], color="#222222")
+        axes.set(title=title, xlabel="held-out loss after fine-tuning", yticks=range(len(VARIANTS)),
+                 yticklabels=list(VARIANTS))
+        axes.grid(axis="x", alpha=0.3)
+    panels[0].invert_yaxis()
+    figure.savefig(PAGE.parent / LOSSES, dpi=130)
+    pyplot.close(figure)
+
+
+def draw_curves(rows: list[dict]):
+    """Training loss under fp8 and bf16 products, and below it what fp8 changes, over all seeds."""
+    figure, panels = pyplot.subplots(2, len(TITLES), figsize=(10, 6.2), sharex="col",
+                                     layout="constrained", height_ratios=(2, 1))
+    for (above, below), (task, title) in zip(panels.T, TITLES.items(), strict=True):
+        found = runs_of(rows, task)
+        for variant, color in COLORS.items():
+            curves = [row["losses"] for row in found if row["variant"] == variant and row.get("losses")]
+            if not curves: continue
+            curve = smooth([mean(step) for step in zip(*curves, strict=True)])
+            above.plot(range(WINDOW, WINDOW + len(curve)), curve, color=color, label=variant,
+                       linestyle="--" if variant in FP8 else "-")
+        for variant in FP8:
+            for gap in gaps(found, variant):
+                below.plot(range(WINDOW, len(gap) + 1), smooth(gap), color=COLORS[variant])
+        above.set(title=title, ylabel="training loss")
+        above.legend(frameon=False, fontsize=8)
+        below.axhline(0, color="#222222", linewidth=0.8)
+        below.set(xlabel="step", ylabel="fp8 less bf16, each seed")
+    figure.savefig(PAGE.parent / CURVES, dpi=130)
+    pyplot.close(figure)
+
+
+def section(rows: list[dict]) -> str:
+    """Tables and pictures."""
+    runs = [row for row in rows if "variant" in row]
+    gpu, commit = runs[0]["gpu"], runs[0]["commit"]
+    python = runs[0]["versions"]["python"]
+    return "\n\n".join([
+        f"{gpu}, commit {commit}, {runs[0]['date']}; the library of Python {python}.",
+        "## Loss by format", tables(rows), f"![held-out loss by format, a dot a seed]({LOSSES})",
+        "## fp8 beside bf16", fp8_table(rows), f"![loss curves of fp8 and bf16 products]({CURVES})",
+        "## One step beside fp32", error_tables(rows)])
+
+
+if __name__ == "__main__":
+    rows = read_rows()
+    draw_losses(rows)
+    draw_curves(rows)
+    PAGE.write_text(re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{section(rows)}\n{END}",
+                           PAGE.read_text(), flags=re.S))
