@@ -12,7 +12,7 @@ from tests.tiny import save_tiny, tiny_rows
 pytestmark = [pytest.mark.gpu,
               pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 CASES = {
-    "dropout": dict(lora_dropout=0.1),
+    "shapes": dict(lora_dropout=0.1),
     "recomputed": dict(use_gradient_checkpointing=True),
     "fp8": dict(compute_dtype="fp8"),
     "lora": dict(train_type="lora"),
@@ -23,7 +23,7 @@ CASES = {
 
 
 def batches_of(config) -> list[list[dict]]:
-    """Micro-batches of six steps, two a step, of three shapes; packed rows of any number."""
+    """Micro-batches of six steps, two a step: of one shape, three shapes, or packed rows of any number."""
     from fsdp_qlora.data import collate, collate_packed
     steps = []
     for i, rows in enumerate(tiny_rows(steps=6, rows_per_step=6)):
@@ -31,7 +31,9 @@ def batches_of(config) -> list[list[dict]]:
         if config.packing:
             steps.append([collate_packed([rows[:2 + i % 2]], 0, pad_to=128),
                           collate_packed([rows[3:]], 0, pad_to=128)])
-        else: steps.append([collate(part, 0, 32) for part in (rows[:1 + i % 3], rows[3:])])
+        else:
+            count = 1 + i % 3 if config.lora_dropout else 3  # each further shape is compiled too
+            steps.append([collate(part, 0, 32) for part in (rows[:count], rows[3:])])
     return steps
 
 
@@ -46,11 +48,11 @@ def train_both_ways(folder: str) -> dict:
     from fsdp_qlora.training.step import seed_everything, train_step
     device, found = torch.device("cuda", 0), {}
     for name, settings in CASES.items():
+        torch._dynamo.reset()
         for cuda_graphs in (False, True):
             config = RunConfig(model_name=folder, cuda_graphs=cuda_graphs, lora_rank=8, **dict(
                 lora_dropout=0.0, use_gradient_checkpointing=False, sharding_strategy="ddp") | settings)
             seed_everything(0, 0)
-            torch._dynamo.reset()
             model = build_model(config, device).train()
             optimizer = build_optimizer(model, config.optimizer, 1e-3)
             runner = micro_batch_runner(config, model, device)
