@@ -23,7 +23,7 @@ CASES = {
 
 
 def batches_of(config) -> list[list[dict]]:
-    """Micro-batches of six steps, two a step: of one shape, three shapes, or packed rows of any number."""
+    """Micro-batches of six steps, two a step: of one shape, of three, or packed rows of any number."""
     from fsdp_qlora.data import collate, collate_packed
     steps = []
     for i, rows in enumerate(tiny_rows(steps=6, rows_per_step=6)):
