@@ -140,6 +140,7 @@ def measure_steps(row: Row, config: RunConfig, how, device: torch.device, limit:
     clip = config.grad_norm if config.apply_gradient_clipping else None
     one = partial(train_step, model, optimizer, batches, max_grad_norm=clip, no_sync=config.no_sync,
                   forward_backward=micro_batch_runner(config, model, device))
+    if device.type == "cuda": torch.cuda.reset_peak_memory_stats(device)  # of the job before
     for step in range(how.warmup + how.steps):
         if step == how.warmup: timer = StepTimer(device, keep_peak=row.cuda_graphs)
         result = one()
