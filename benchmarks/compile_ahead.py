@@ -14,7 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from fsdp_qlora.bench.drive import How, job_of, run_jobs
+from fsdp_qlora.bench.drive import How, job_of, run_batch
 from fsdp_qlora.bench.grid import Cell, read_grid
 from fsdp_qlora.bench.row import Row
 
@@ -38,13 +38,13 @@ def thin_cells(cells: list[Cell]) -> list[Cell]:
     return list(found.values())
 
 
-def compile_cells(cells: list[Cell], processes: int) -> list[Row]:
-    """A step of each, in so many processes."""
+def compile_cells(cells: list[Cell], processes: int, minutes: float) -> list[Row]:
+    """A step of each, in so many processes; what takes longer than `minutes` in all is left."""
     jobs = [job_of(cell) for cell in cells]
     shares = [jobs[first::processes] for first in range(min(processes, len(jobs)))]
-    how = How(steps=1, warmup=0, together=len(jobs))
+    def share_rows(share): return run_batch(share, How(steps=1, warmup=0, minutes=minutes / len(share)))
     with ThreadPoolExecutor(processes) as pool:
-        return [row for rows in pool.map(lambda share: run_jobs(share, how), shares) for row in rows]
+        return [row for rows in pool.map(share_rows, shares) for row in rows]
 
 
 def main():
@@ -52,11 +52,12 @@ def main():
     parser.add_argument("grids", nargs="+")
     parser.add_argument("--only", default="", help="cells whose name has this in it")
     parser.add_argument("--processes", type=int, default=5)
+    parser.add_argument("--minutes", type=float, default=3, help="to stop after")
     options = parser.parse_args()
     cells = [c for path in options.grids for c in read_grid(path).cells
              if re.search(options.only, c.name)]
     started, thin = time.perf_counter(), thin_cells(cells)
-    rows = compile_cells(thin, options.processes)
+    rows = compile_cells(thin, options.processes, options.minutes)
     print(f"{sum(row.status == 'ok' for row in rows)} of {len(thin)} graphs for {len(cells)} cells "
           f"compiled in {time.perf_counter() - started:.0f} s")
 
