@@ -19,14 +19,16 @@ from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..adapters.experts import is_target
 from ..loading import first_line
+from ..model.experts import STACKS
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 
 # Fields of a LoraConfig whose meaning is honoured here, and those that matter in training only.
 HONOURED = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "bias",
-            "lora_bias", "fan_in_fan_out", "modules_to_save", "target_modules", "init_lora_weights",
-            "ensure_weight_tying"}
+            "lora_bias", "fan_in_fan_out", "modules_to_save", "target_modules", "target_parameters",
+            "init_lora_weights", "ensure_weight_tying"}
 TRAINING_ONLY = {"peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path",
                  "revision", "inference_mode", "lora_dropout", "exclude_modules", "megatron_core",
                  "layers_to_transform", "layers_pattern", "loftq_config", "eva_config",
@@ -46,6 +48,8 @@ class Change:
     parts: dict[str, str] = field(default_factory=dict)  # A, B and magnitude of a weight
     added: str | None = None        # a bias of B, added to the base's
     embedding: bool = False
+    experts: int = 0                # whose weights lie below each other, expert by expert
+    first_row: int = 0              # of them that the tensor holds
     scaling: float = 1.0
 
 
@@ -71,6 +75,23 @@ class Delta:
         if self.magnitude is None: return rows
         if self.transposed: return rows * (self.magnitude / torch.linalg.norm(rows, dim=0))
         return rows * (self.magnitude[start:stop] / torch.linalg.norm(rows, dim=1))[:, None]
+
+
+@dataclass
+class ExpertsDelta:
+    """A low-rank change of each expert in fp32, for a tensor of all, or of rows of one of them."""
+    a: Tensor           # (E, R, I)
+    b: Tensor           # (E, O, R)
+    scaling: float
+    first_row: int = 0  # of all E O that the tensor holds
+    needs_all_rows = False
+
+    def apply(self, rows: Tensor, start: int, stop: int) -> Tensor:
+        """Rows (start, stop) of the tensor, changed: experts where it is (E, O, I)."""
+        if rows.dim() == 3:
+            return torch.baddbmm(rows, self.b[start:stop], self.a[start:stop], alpha=self.scaling)
+        expert, row = divmod(self.first_row + start, self.b.shape[1])
+        return torch.addmm(rows, self.b[expert, row:row + len(rows)], self.a[expert], alpha=self.scaling)
 
 
 @dataclass
@@ -116,7 +137,9 @@ class AdapterFolder:
             name = key.removeprefix("base_model.model.")
             if found := PART.fullmatch(name):
                 module, kind = found["module"], found["linear"] or found["embedding"]
-                if found["bias"]: change_of(module, "bias").added = key
+                if parameter := self.wrapped_parameter(module):
+                    changes.setdefault(parameter, Change(parameter, experts=1)).parts[kind] = key
+                elif found["bias"]: change_of(module, "bias").added = key
                 else:
                     change = change_of(module, "weight")
                     change.parts[kind or "magnitude"] = key
@@ -130,6 +153,22 @@ class AdapterFolder:
                 change_of(module, leaf).replacement = key
         for change in changes.values(): self.complete(change)
         return changes
+
+    def wrapped_parameter(self, module: str) -> str | None:
+        """The parameter of experts that a wrapper of PEFT's is for; None for any other module.
+
+        The last of those adapted is outermost (../adapters/experts.py).
+        """
+        owner, targets = module.replace(".base_layer", ""), self.config["target_modules"] or ()
+        is_module = bool(re.fullmatch(targets, owner)) if isinstance(targets, str) else any(
+            is_target(owner, target) for target in targets)
+        ends = self.config["target_parameters"] or ()
+        adapted = [name for name in (f"{owner}.{stack}" for stack in STACKS)
+                   if any(is_target(name, end) for end in ends)]
+        if is_module or not adapted: return None
+        depth = module.count(".base_layer")
+        if depth >= len(adapted): self.refuse(f"{module} wraps more than {CONFIG_FILE} says")
+        return adapted[-1 - depth]
 
     def complete(self, change: Change):
         """Check that a change has its parts, and find its scaling."""
@@ -147,6 +186,7 @@ class AdapterFolder:
         if change.embedding and "magnitude" in change.parts:
             self.refuse(f"{change.module} is an embedding with DoRA, which can't be merged here")
         stored = self.shape(change.parts["A"])[0], self.shape(change.parts["B"])[1]
+        if change.experts: change.experts, rank = stored[0] // rank, stored[0] // rank * rank
         if stored != (rank, rank):
             self.refuse(f"{change.module} has rank {stored[0]} in A and {stored[1]} in B, and "
                         f"{CONFIG_FILE} says {rank}; the two files are of different adapters")
@@ -154,7 +194,25 @@ class AdapterFolder:
     def effect(self, change: Change, shape: tuple[int, ...]) -> Delta | Shift | None:
         """What a change does to the base's values, if it does not only replace them."""
         if change.added: return Shift(self.tensor(change.added) * change.scaling)
+        if change.experts: return self.experts_delta(change)
         return self.delta(change, shape) if change.parts else None
+
+    def experts_delta(self, change: Change) -> ExpertsDelta:
+        """The low-rank changes of all experts; PEFT's B has an expert's columns apart."""
+        a, b = (self.tensor(change.parts[kind]) for kind in "AB")
+        return ExpertsDelta(a.unflatten(0, (change.experts, -1)),
+                            b.unflatten(1, (-1, change.experts)).permute(2, 0, 1), change.scaling,
+                            change.first_row)
+
+    def check_shape(self, change: Change, shape: tuple[int, ...]):
+        """Refuse a change of a tensor of another shape."""
+        if not change.experts:
+            self.is_transposed(change, shape)
+            return
+        out, wide = self.shape(change.parts["B"])[0], self.shape(change.parts["A"])[1]
+        if len(shape) == 3 and shape != (change.experts, out, wide) or shape[-1] != wide:
+            self.refuse(f"{change.module} is for {change.experts} experts of shape {(out, wide)}, and "
+                        f"the base has {shape}; give the model that the adapter was trained on")
 
     def delta(self, change: Change, shape: tuple[int, ...]) -> Delta:
         """The low-rank change of a weight of `shape`."""

@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -128,6 +128,9 @@ def plan_outputs(base: BaseModel, adapter: AdapterFolder | None) -> tuple[dict[s
     outputs = {name: Output(name) for name in base.shapes if not (tied and name == head)}
     changes = {}
     for name, change in (adapter.changes if adapter else {}).items():
+        if change.experts:
+            changes |= changes_of_experts(adapter, name, change, base)
+            continue
         found = head if tied and name == base.head else base.find(name)
         if found is None: refuse_unknown(adapter, name, change, base)
         changes[found] = change
@@ -136,6 +139,20 @@ def plan_outputs(base: BaseModel, adapter: AdapterFolder | None) -> tuple[dict[s
     for name, change in changes.items():
         if name in outputs: outputs[name].change = change
     return outputs, untied
+
+
+def changes_of_experts(adapter: AdapterFolder, name: str, change: Change, base: BaseModel
+                       ) -> dict[str, Change]:
+    """The change of all experts' weights as one of each tensor that holds some of them."""
+    if name not in base.experts: refuse_unknown(adapter, name, change, base)
+    found, row = {}, 0
+    for part in base.experts[name]:
+        found[part] = replace(change, first_row=row)
+        row += math.prod(base.shapes[part][:-1])
+    if row != change.experts * (out := adapter.shape(change.parts["B"])[0]):
+        adapter.refuse(f"{name} is for {change.experts} experts of {out} outputs, and the base's have "
+                       f"{row} in all; give the model that it was trained on")
+    return found
 
 
 def refuse_unknown(adapter: AdapterFolder, name: str, change: Change, base: BaseModel):
@@ -161,7 +178,7 @@ def check_shapes(plan: MergePlan):
     base, ends = plan.base, {}
     for name, output in plan.outputs.items():
         shape, expected = plan.shape(output), tuple(base.shapes[output.source])
-        if output.change and output.change.parts: plan.adapter.is_transposed(output.change, shape)
+        if output.change and output.change.parts: plan.adapter.check_shape(output.change, shape)
         if name in (base.find(base.embedding), base.find(base.head), base.head): ends[name] = shape[0]
         elif shape != expected: plan.refuse(f"{name} has shape {shape}, and the base's is {expected}")
     if len(set(ends.values())) > 1:

@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ..loading import Checkpoint, bnb4, checkpoint_folder, meta_model, read_config
-from ..loading.names import files_of_stacks
+from ..loading.names import parts_of_stacks
 from ..loading.prequantized import kind_of
 from ..model.conv1d import transposed_weights
+from ..model.experts import stacked_weights
 from ..quantization.quantize import QuantLinear, quantize_linears
 from .adapter_folder import Delta
 from .trained_base import BaseQuant, base_quant, taken_out_of, trained_quant
@@ -35,6 +36,7 @@ class BaseModel:
     packed: dict = field(default_factory=dict)  # weights that the checkpoint itself has in 4 bits
     taken: dict[str, Delta] = field(default_factory=dict)  # what is not rounded of a weight
     transposed: set[str] = field(default_factory=set)  # that it holds as W^T
+    experts: dict[str, tuple[str, ...]] = field(default_factory=dict)  # tensors of all experts' weights
 
     def __post_init__(self):
         self.packed = bnb4.packed_weights(self.checkpoint)
@@ -103,7 +105,8 @@ def open_base(name: str, revision: str | None = None) -> BaseModel:
             for end in (meta.get_input_embeddings(), meta.get_output_embeddings())]
     base = BaseModel(name, Checkpoint(checkpoint_folder(name, revision)), config, linear, *ends)
     base.linear_weights = {base.find(n) or n for n in linear}
-    base.linear_weights |= files_of_stacks(meta, base.checkpoint)
+    base.experts = parts_of_stacks(meta, base.checkpoint) if stacked_weights(meta) else {}
+    base.linear_weights |= {part for parts in base.experts.values() for part in parts}
     base.transposed = {base.find(n) or n for n in transposed_weights(meta)} - base.packed.keys()
     return base
 

@@ -91,11 +91,14 @@ def stack_experts(model: nn.Module, checkpoint: Checkpoint):
     for name, (stored_name, _) in stacks.items():
         if whole := checkpoint.stored.get(stored_name):  # (E, O, I)
             checkpoint.stored[name] = whole.seen_as(whole.dtype, (-1, whole.shape[-1]))
-        elif found := parts.get(stored_name): checkpoint.made[name] = Stacked(found)
+        elif found := parts.get(stored_name):
+            checkpoint.made[name] = Stacked(tuple(checkpoint.stored[part] for part in found))
 
 
-def parts_of_stacks(model: nn.Module, checkpoint: Checkpoint) -> dict[str, tuple[Stored, ...]]:
-    """For each weight of experts by its name in transformers: its parts, expert by expert.
+def parts_of_stacks(model: nn.Module, checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
+    """For each weight of experts by its name in transformers: the names of its parts in the files.
+
+    Expert by expert; one name where a tensor holds them all.
 
     Raises ValueError where they do not simply lie below each other.
     """
@@ -104,20 +107,15 @@ def parts_of_stacks(model: nn.Module, checkpoint: Checkpoint) -> dict[str, tuple
     found: dict[str, dict[tuple[int, int], str]] = {}
     wanted = {stored_name for stored_name, _ in stacked_weights(model).values()}
     for name, (new, pattern) in renamed(model, checkpoint.stored).items():
-        if pattern is None or new not in wanted: continue
+        if new not in wanted: continue
+        if pattern is None:
+            found[new] = {(0, 0): name}
+            continue
         converter = converters[pattern]
         check_stackable(converter, name, checkpoint)
         expert = int(re.findall(r"\.(\d+)\.", name)[-1])
         found.setdefault(new, {})[expert, converter.source_patterns.index(pattern)] = name
-    return {new: tuple(checkpoint.stored[names[place]] for place in sorted(names))
-            for new, names in found.items()}
-
-
-def files_of_stacks(model: nn.Module, checkpoint: Checkpoint) -> set[str]:
-    """Names in a checkpoint of all tensors that stacked experts are made of."""
-    stacks = {stored_name for stored_name, _ in stacked_weights(model).values()}
-    if not stacks: return set()
-    return {name for name, (new, _) in renamed(model, checkpoint.stored).items() if new in stacks}
+    return {new: tuple(names[place] for place in sorted(names)) for new, names in found.items()}
 
 
 def check_stackable(converter: WeightConverter, name: str, checkpoint: Checkpoint):

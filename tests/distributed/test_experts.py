@@ -8,6 +8,7 @@ import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from peft import PeftModel
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, Glm4MoeConfig
 
 from fsdp_qlora.adapters import initial_a
@@ -138,10 +139,15 @@ def test_adapted_experts_equal_peft_in_one_process_and_load_there(folder, tmp_pa
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("settings", [{}, dict(target_parameters=["gate_up_proj", "down_proj"],
+                                               rank_pattern={"down_proj": 3}, use_rslora=True),
+                                      dict(target_parameters=["experts.gate_up_proj"])])
 @pytest.mark.parametrize("family", MOE_FAMILIES)
-def test_a_merge_rounds_experts_as_training_did(family, tmp_path):
+def test_a_merge_rounds_experts_as_training_did_and_changes_each(family, settings, tmp_path):
     base = save_family(tmp_path / "base", family)
-    adapter = save_adapter(base, tmp_path / "adapter", target_modules=ATTENTION)
+    if "rank_pattern" in settings:  # experts in one tensor, where published files have one of each
+        save_file(plain(base).state_dict(), tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    adapter = save_adapter(base, tmp_path / "adapter", target_modules=ATTENTION, **settings)
     merged = merge_adapter(base, adapter, tmp_path / "merged", merge_base="dequantized",
                            base_quant="nf4", dtype="fp32")
     with torch.no_grad():
