@@ -167,7 +167,8 @@ class AdapterFolder:
                    if any(is_target(name, end) for end in ends)]
         if is_module or not adapted: return None
         depth = module.count(".base_layer")
-        if depth >= len(adapted): self.refuse(f"{module} wraps more than {CONFIG_FILE} says; save it again")
+        if depth >= len(adapted):
+            self.refuse(f"{module} wraps more than {CONFIG_FILE} says; save it again")
         return adapted[-1 - depth]
 
     def complete(self, change: Change):

@@ -126,7 +126,7 @@ def plan_outputs(base: BaseModel, adapter: AdapterFolder | None) -> tuple[dict[s
     head, embedding = (base.find(name) or name for name in (base.head, base.embedding))
     tied = base.is_tied
     outputs = {name: Output(name) for name in base.shapes if not (tied and name == head)}
-    changes = {}
+    changes: dict[str, Change] = {}
     for name, change in (adapter.changes if adapter else {}).items():
         if change.experts:
             changes |= changes_of_experts(adapter, name, change, base)
