@@ -47,6 +47,7 @@ from .loading.weight_files import Checkpoint, RandomCheckpoint
 from .memory.activations import apply_activation_policy
 from .memory.losses import apply_chunked_loss
 from .memory.offload import apply_activation_offload
+from .memory.tiles import apply_tiled_mlp, tiled_mlps
 from .model.attention import choose_attention
 from .model.autocast import apply_autocast
 from .model.blocks import block_list, decoder_blocks
@@ -67,6 +68,7 @@ def build_model(config: RunConfig, device: torch.device, saved: SavedRows | None
     model, checkpoint = planned_model(config, device)
     if config.compute_dtype == "fp8": apply_fp8(model, device)
     policies = block_policies(config.activation_policy, len(decoder_blocks(model)))
+    apply_tiled_mlp(model, config.mlp_tiles, policies)
     apply_activation_policy(model, policies, config.reentrant_checkpointing)
     apply_chunked_loss(model)
     apply_autocast(model, DTYPES.get(config.autocast_dtype))
@@ -251,7 +253,11 @@ def compiles(config: RunConfig, device: torch.device) -> bool:
 
 
 def compile_blocks(model: nn.Module):
-    """torch.compile each decoder block's forward, in place; like blocks share one graph."""
+    """torch.compile each decoder block's forward, in place; like blocks share one graph.
+
+    An MLP in tiles is one op of its block's graph, and has a graph of its own.
+    """
     options = dict(post_grad_custom_pre_pass=SharedInputs())
+    for mlp in tiled_mlps(model): mlp.forward = torch.compile(mlp.forward, options=options)
     for block in decoder_blocks(model):
         block.forward = torch.compile(block.forward, options=options)

@@ -149,6 +149,8 @@ def test_lora_target_modules_as_peft_takes_them(given_names, targets):
      ["--use_activation_cpu_offload", "keep_all", "--activation_policy"]),
     (dict(sharding_strategy="ddp", use_cpu_offload=True),
      ["--use_cpu_offload", "ddp", "full_shard"]),
+    (dict(mlp_tiles=2, wrap_policy="min_params"),
+     ["--mlp_tiles 2", "min_params", "--wrap_policy block"]),
 ], ids=lambda v: "+".join(v) if isinstance(v, dict) else "")
 def test_a_mistake_is_one_line_with_the_flag_and_what_would_work(settings, parts):
     message = refusal(**settings)
@@ -247,6 +249,8 @@ def test_a_changed_setting_that_does_nothing_warns_and_says_why():
     assert not settings_without_effect(RunConfig())
     assert settings_without_effect(RunConfig(train_type="lora", absmax_dtype="int8")) == [
         "--absmax_dtype has no effect: no weight is quantized"]
+    assert settings_without_effect(RunConfig(mlp_tiles=4, activation_policy="keep_linears")) == [
+        "--mlp_tiles has no effect: under keep_linears no MLP is computed again"]
 
 
 @pytest.mark.parametrize("name, value, turned_on_by", [

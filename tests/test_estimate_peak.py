@@ -77,6 +77,17 @@ def test_a_vocabulary_on_the_host_leaves_the_head_on_the_gpu_for_the_loss_alone(
     assert off.host == pytest.approx(on.host + 2 * 2 * table)
 
 
+def test_tiles_leave_one_part_of_what_is_as_wide_as_the_mlp():
+    """8B, 2 x 8192 tokens: gate, up, their product and its gradient, 0.44 GiB each."""
+    setup = replace(PRODUCT, batch_size=2, activation_offload=True, vocabulary_offload=True)
+    peaks = [memory(LLAMA_8B, setup, mlp_tiles=n).moments["first block"] for n in (1, 2, 4)]
+    wide, hidden = 16384 * 14336 * 2 / GIB, 16384 * 4096 * 2 / GIB
+    assert peaks[0] - peaks[1] == pytest.approx(4 * wide / 2 - hidden)
+    assert peaks[1] - peaks[2] == pytest.approx(4 * wide / 4)
+    kept = replace(setup, activation_policy="keep_linears")
+    assert memory(LLAMA_8B, kept, mlp_tiles=4) == memory(LLAMA_8B, kept)
+
+
 def test_weights_gathered_once_stay_whole_as_under_shard_grad_op():
     setup = Setup(world_size=4, batch_size=2, context_length=2048, accumulation=4)
     once, kept = (memory(LLAMA_8B, setup, **c) for c in (dict(gather_once=True),

@@ -133,6 +133,15 @@ def test_dora_makes_every_weight_once_more_for_its_norms():
     assert dora["activations"] > lora["activations"]
 
 
+def test_each_tile_more_dequantizes_an_mlp_once_more_in_each_pass():
+    """Forward and backward all of it, the recomputation gate and up: 8 of 9 passes over its weights."""
+    one, two, four = (step_seconds(LLAMA_8B, H100, PRODUCT, mlp_tiles=n) for n in (1, 2, 4))
+    weights = 32 * 3 * 4096 * 14336
+    least = weights * 8 / 3 * 2.5 / (H100.reached_bandwidth_gb_s * 1e9)  # at the rate of a copy
+    assert least < two.total - one.total < 4 * least
+    assert four.total - one.total == pytest.approx(3 * (two.total - one.total))
+
+
 def test_an_offloaded_vocabulary_passes_the_link_twice_also_under_ddp():
     """The embedding is looked through in pieces, and the head is fetched for the loss."""
     setup = replace(PRODUCT, world_size=2, vocabulary_offload=True)

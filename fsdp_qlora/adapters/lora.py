@@ -44,6 +44,7 @@ class LoraLinear(nn.Module, LoraLayer):
     """
 
     product_dtype = ""
+    only_gradients = False  # leave the product out, for a backward that follows (memory/tiles.py)
     taken = None  # what the base lacks of the adapter's first values (initial.py)
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, r: int = 0,
@@ -81,6 +82,7 @@ class LoraLinear(nn.Module, LoraLayer):
         absmax, quant_type = getattr(base, "absmax", None), getattr(base, "quant_type", "")
         scale, form = self.scaling[name], (base.in_features, quant_type, self.product_dtype)
         xa, token = adapted_inputs(rows, base.weight, absmax, a, b, keep, scale, 1 / (1 - p), *form)
+        if self.only_gradients: return token
         return adapted_linear(token, rows.detach(), xa.detach(), base.weight, absmax,
                               base.bias if with_bias else None, None if p else a.detach(), b.detach(),
                               scale, *form)

@@ -42,7 +42,7 @@ def describe_run(config: RunConfig, name: str, layers: int, device: torch.device
         activation_policy=config.activation_policy,
         cpu_offload=config.use_cpu_offload, activation_offload=config.use_activation_cpu_offload,
         trained_offload=config.use_trained_cpu_offload,
-        vocabulary_offload=config.use_vocabulary_cpu_offload,
+        vocabulary_offload=config.use_vocabulary_cpu_offload, mlp_tiles=config.mlp_tiles,
         batch_size=batches.micro_batch_size, context_length=config.context_length,
         gradient_accumulation_steps=batches.accumulation,
         lora_rank=config.lora_rank if adapted else None,

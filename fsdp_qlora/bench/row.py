@@ -45,6 +45,7 @@ class Row:
     trained_offload: bool | None = None     # None: as the run chose by itself
     vocabulary_offload: bool | None = None  # None: as cpu_offload
     cuda_graphs: bool = False  # whether micro-batches were replayed
+    mlp_tiles: int = 1
     steps_measured: int = 0
     seconds_per_step: float | None = None
     seconds_p10: float | None = None

@@ -43,7 +43,7 @@ def check_choices(config):
             raise ValueError(f"--{f.name} {shown(value)}: choose {listed}")
 
 
-AT_LEAST_ONE = ("lora_rank", "loftq_iter", "context_length", "gradient_accumulation_steps",
+AT_LEAST_ONE = ("lora_rank", "mlp_tiles", "loftq_iter", "context_length", "gradient_accumulation_steps",
                 "num_epochs", "dataset_samples", "min_wrap_params", "shuffle_buffer",
                 "keep_checkpoints", "max_bad_steps", "active_steps", "profiling_frequency",
                 "log_every", "sample_tokens")
@@ -134,6 +134,7 @@ def check_together(config):
     check_cpu_offload(config)
     check_activation_offload(config)
     check_cuda_graphs(config)
+    check_mlp_tiles(config)
     shown_as = [name for name in parts_of(config.log_to) if name in TERMINAL_FORMS]
     if len(shown_as) > 1:
         raise ValueError(f"--log_to {config.log_to}: {' and '.join(shown_as)} are forms of what the "
@@ -230,8 +231,7 @@ def check_cpu_offload(config):
 
 def check_activation_offload(config):
     """Only what a block starts its recomputation from can leave the GPU."""
-    names = {part.partition(":")[0].strip() for part in config.activation_policy.split(",")}
-    if config.use_activation_cpu_offload and names == {"keep_all"}:
+    if config.use_activation_cpu_offload and policy_names(config) == {"keep_all"}:
         raise ValueError("--use_activation_cpu_offload moves the inputs of recomputed blocks, and "
                          "with keep_all no block is; add --use_gradient_checkpointing true or "
                          "another --activation_policy")
@@ -244,12 +244,27 @@ def check_cuda_graphs(config):
         if getattr(config, flag):
             raise ValueError(f"--cuda_graphs needs all that a step takes on the GPU, and --{flag} moves "
                              "some of it to the host; leave one of them out")
+    if config.mlp_tiles > 1:
+        raise ValueError(f"--cuda_graphs is for short micro-batches, and --mlp_tiles {config.mlp_tiles} "
+                         "cuts up long ones; leave one of them out")
     if config.profile_memory:
         raise ValueError("--profile_memory sees what is allocated, and --cuda_graphs allocates nothing "
                          "in a step; leave one of them out")
     if config.compile is False:
         raise ValueError("--cuda_graphs is for compiled blocks, and --compile false leaves them as they "
                          "are; leave one of them out")
+
+
+def policy_names(config) -> set[str]:
+    """The names in --activation_policy."""
+    return {part.partition(":")[0].strip() for part in config.activation_policy.split(",")}
+
+
+def check_mlp_tiles(config):
+    """An MLP in tiles runs inside one op, so it must be gathered as one."""
+    if config.mlp_tiles > 1 and config.wrap_policy == "min_params":
+        raise ValueError(f"--mlp_tiles {config.mlp_tiles} with --wrap_policy min_params, which may "
+                         "gather the layers of an MLP apart; use --wrap_policy block")
 
 
 def check_data_together(config):
@@ -359,6 +374,9 @@ def settings_without_effect(config) -> list[str]:
         warnings.append("--absmax_dtype has no effect: no weight is quantized")
     if config.use_trained_cpu_offload is not None and not config.use_cpu_offload:
         warnings.append("--use_trained_cpu_offload has no effect: it belongs to --use_cpu_offload")
+    if config.mlp_tiles > 1 and policy_names(config) <= {"keep_all", "keep_linears"}:
+        warnings.append(f"--mlp_tiles has no effect: under {' and '.join(sorted(policy_names(config)))} "
+                        "no MLP is computed again")
     if config.sharding_strategy == "ddp":
         warnings += [f"--{name} has no effect: ddp gathers nothing" for name in
                      ("backward_prefetch", "forward_prefetch", "gather_once") if name in changed]

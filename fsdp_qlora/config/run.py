@@ -209,7 +209,7 @@ GRAPH_TOKENS = 8192  # of a micro-batch; above, the GPU computes for longer than
 
 
 def graphs_pay(config: RunConfig, world_size: int) -> bool:
-    """Whether --cuda_graphs None replays micro-batches: they are short, and nothing of a run moves.
+    """Whether --cuda_graphs None replays micro-batches: they are short and whole, and nothing moves.
 
     A model may still have what no graph can hold (training/graphs.py).
     """
@@ -217,8 +217,8 @@ def graphs_pay(config: RunConfig, world_size: int) -> bool:
     moved = (config.use_cpu_offload or config.use_vocabulary_cpu_offload
              or config.use_activation_cpu_offload)
     rows = plan_batches(config, world_size).micro_batch_size
-    return (stays and not moved and config.compile is not False and not config.profile_memory
-            and rows * config.context_length <= GRAPH_TOKENS)
+    return (stays and not moved and config.mlp_tiles == 1 and config.compile is not False
+            and not config.profile_memory and rows * config.context_length <= GRAPH_TOKENS)
 
 
 @dataclass(frozen=True)

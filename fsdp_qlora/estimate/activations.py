@@ -39,8 +39,13 @@ def saved_by_block(shape: ModelShape, setup: Setup) -> float:
     # v is a slice of the fused product, whose other columns stay with it; and phi3 joins q of two
     # halves, which leaves attention's output in an order that has to be copied for o_proj.
     if shape.traits.layers == "fused": total += n * (q + kv + q * kept["o_proj"]) * a
-    total += n * shape.mlp_width * a * (2 + (not setup.compile) + kept["down_proj"])
-    return total + adapter_saved(shape, setup)
+    return total + mlp_saved(shape, setup) + adapter_saved(shape, setup)
+
+
+def mlp_saved(shape: ModelShape, setup: Setup) -> float:
+    """Of these, what is as wide as the MLP: gate, up and what is made of them."""
+    wide = setup.tokens * shape.mlp_width * setup.product_bytes
+    return wide * (2 + (not setup.compile) + inputs_kept(shape, setup)["down_proj"])
 
 
 def inputs_kept(shape: ModelShape, setup: Setup) -> dict[str, bool]:
@@ -154,13 +159,18 @@ def moved_blocks(shape: ModelShape, setup: Setup, block: int) -> int:
     return sum(policy != "keep_all" for policy in setup.policies(shape)[:min(block, shape.layers - 1)])
 
 
+def saved_at_once(shape: ModelShape, setup: Setup, policy: str) -> float:
+    """What a block saves, `saved_by_block`, but of an MLP in tiles one tile."""
+    return saved_by_block(shape, setup) - mlp_saved(shape, setup) * (1 - 1 / setup.tiles(policy))
+
+
 def saved_in_backward(shape: ModelShape, setup: Setup, policy: str) -> float:
     """Bytes saved of one block while its backward runs, when what was not kept is there again.
 
-    A compiled block then holds what a keep_all block does. Eager, what was kept stays beside that,
-    but attention's output, gate and up, which are the same tensors.
+    A compiled block then holds what a keep_all block does; of an MLP in tiles, one tile of it. Eager,
+    what was kept stays beside that, but attention's output, gate and up, which are the same tensors.
     """
-    whole = saved_by_block(shape, setup)
+    whole = saved_at_once(shape, setup, policy)
     if policy == "keep_all" or setup.compile: return whole
     shared = 0.0 if policy == "recompute_all" else attention_output(shape, setup)
     if policy == "keep_linears":
@@ -176,21 +186,24 @@ def dequantized(shape: ModelShape, setup: Setup, name: str) -> float:
     return out * wide * setup.product_bytes
 
 
-def backward_working(shape: ModelShape, setup: Setup) -> float:
+def backward_working(shape: ModelShape, setup: Setup, policy: str) -> float:
     """The most that a block's backward holds beyond what was saved, near its start.
 
     In down_proj's backward: the block's output gradient, the gradient of its input (N, I), and the
     dequantized weight or, with dropout, two more of (N, I). Eager, then in the product's backward
     three of (N, I), while down_proj's saved input is gone; compiled, these are taken to reuse what
-    was saved, which one measured peak bears out (13.3 GiB; 13.6 without).
+    was saved, which one measured peak bears out (13.3 GiB; 13.6 without). In tiles, all that is as
+    wide as the MLP is of one tile, and the gradient of the MLP's input is there whole.
     """
-    n, a = setup.tokens, setup.product_bytes
-    wide, hidden = n * shape.mlp_width * a, n * shape.hidden * a
+    n, a, tiles = setup.tokens, setup.product_bytes, setup.tiles(policy)
+    wide, hidden = n * shape.mlp_width * a / tiles, n * shape.hidden * a * (1 + (tiles > 1))
     kept = inputs_kept(shape, setup)["down_proj"]
     dropout = 2 * wide if kept and setup.has_lora and setup.lora_dropout else 0
     own_gradient = 0.0
     if not setup.has_lora:
         own_gradient = max(1, shape.experts) * shape.hidden * shape.intermediate * a
+        if tiles > 1:  # and those of all tiles in fp32
+            own_gradient += 4 * sum(out * wide for out, wide in shape.mlp_linears().values())
     down = wide + max(dequantized(shape, setup, last_linear(shape) or "experts.down_proj"), dropout)
     product = 0 if setup.compile else (3 - kept) * wide
     return hidden + own_gradient + max(down, product)
@@ -207,6 +220,15 @@ def backward_end(shape: ModelShape, setup: Setup) -> float:
     rows = n * shape.hidden * (4 * a + (a if setup.compile else 4))
     grads = most_trained(shape, setup)
     return rows + dequantized(shape, setup, first) + grads
+
+
+def attention_working(shape: ModelShape, setup: Setup) -> float:
+    """What a block's backward holds in attention: gradients of its output and of q, k and v.
+
+    Beside the gradient of what the MLP's half took. Without tiles it is never the most.
+    """
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    return setup.tokens * setup.product_bytes * (shape.hidden + 2 * q + 2 * kv)
 
 
 def loss_bytes(shape: ModelShape, setup: Setup) -> float:

@@ -87,6 +87,13 @@ def unpack_traffic(shape: ModelShape, setup: Setup) -> dict[str, float]:
             for name, size in sizes.items()}
 
 
+def tile_traffic(shape: ModelShape, setup: Setup, policy: str) -> float:
+    """What an MLP in tiles unpacks more in a forward and backward: its weights again for each tile."""
+    unpack, again = unpack_traffic(shape, setup), rerun_linears(shape, setup, policy)
+    once = sum(unpack[name] * (2 + (name in again)) for name in shape.mlp_linears())
+    return (setup.tiles(policy) - 1) * once
+
+
 def stored_linears(shape: ModelShape) -> dict[str, tuple[int, int]]:
     """(out, in) of a block's linear layers, and of all its experts as one, for each may be hit."""
     return shape.linears() | {name: (shape.experts * out, wide)

@@ -10,13 +10,15 @@ from dataclasses import dataclass, field, replace
 from ..catalog.arch import ModelShape
 from . import constants
 from .activations import (
+    attention_working,
     backward_end,
     backward_working,
     block_input,
     kept_before,
     loss_bytes,
+    mlp_saved,
     offloaded_input,
-    saved_by_block,
+    saved_at_once,
     saved_in_backward,
 )
 from .constants import CONTEXT_GIB, NCCL_GIB, PROCESS_HOST_GIB
@@ -190,12 +192,16 @@ def block_moments(policies: list[str]) -> dict[str, int]:
 def in_block_backward(shape: ModelShape, setup: Setup, block: int) -> dict[str, float]:
     """What is alive at the widest place of one block's backward."""
     before = kept_before(shape, setup, block)
-    own = saved_in_backward(shape, setup, setup.policies(shape)[block])
+    policy = setup.policies(shape)[block]
+    own = saved_in_backward(shape, setup, policy)
     # The input of the block before comes back meanwhile; the last block's never left.
     if 0 < block < shape.layers - 1: before += offloaded_input(shape, setup)
-    saved, work = before + own, backward_working(shape, setup)
-    end_saved, end_work = saved - saved_by_block(shape, setup), backward_end(shape, setup)
-    if saved + work < end_saved + end_work: saved, work = end_saved, end_work
+    saved, work = before + own, backward_working(shape, setup, policy)
+    others = [(saved - saved_at_once(shape, setup, policy), backward_end(shape, setup))]
+    if setup.tiles(policy) > 1:
+        without_mlp = saved - mlp_saved(shape, setup) / setup.tiles(policy)
+        others.append((without_mlp, attention_working(shape, setup)))
+    saved, work = max((saved, work), *others, key=sum)
     return dict(activations=saved, working=work, unsharded=backward_window(shape, setup, block),
                 gradients=gradients_at(shape, setup, block))
 

@@ -10,6 +10,7 @@ from ..catalog.arch import ModelShape
 from ..config import RunConfig, block_policies, plan_batches
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+TILED = ("recompute_all", "keep_attention")  # policies under which an MLP can be in tiles
 OPTIMIZER_STATES = {"adamw": 2, "adamw_bf16": 2, "adamw_8bit": 2, "adafactor": 0, "adam": 2, "sgd": 0,
                     "adadelta": 2}  # values per trained weight
 STATE_BYTES = {"adamw_bf16": 2, "adamw_8bit": 1 + 4 / 256}  # of a value, where not as the weight's
@@ -29,6 +30,7 @@ class Setup:
     trained_offload: bool | None = None     # None: where trained weights take an eighth of a GPU
     vocabulary_offload: bool | None = None  # None: as cpu_offload
     activation_offload: bool = False   # inputs of recomputed blocks wait on the host (../offload.py)
+    mlp_tiles: int = 1                 # of recomputed blocks (../memory/tiles.py)
     activation_policy: str = "recompute_all"  # as --activation_policy: one name, or name:count,...
     quant: str = "nf4"
     absmax_bytes: int = 4
@@ -54,7 +56,8 @@ class Setup:
     padded_rows: bool = False          # a mask goes into attention, as where rows are padded
 
     def __post_init__(self):
-        for name in ("world_size", "lora_rank", "batch_size", "context_length", "accumulation"):
+        for name in ("world_size", "lora_rank", "batch_size", "context_length", "accumulation",
+                     "mlp_tiles"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
         if self.optimizer not in OPTIMIZER_STATES:
@@ -122,6 +125,10 @@ class Setup:
         """R of a layer's adapter."""
         return dict(self.rank_pattern).get(name, self.lora_rank)
 
+    def tiles(self, policy: str) -> int:
+        """Parts in which the MLP of a block with this policy is computed."""
+        return self.mlp_tiles if policy in TILED else 1
+
     def policies(self, shape: ModelShape) -> list[str]:
         """The activation policy of each block, from the first on; ValueError if it has no sense."""
         return block_policies(self.activation_policy, shape.layers)
@@ -138,7 +145,7 @@ def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
         shard_group_size=config.shard_group_size, wrap_policy=config.wrap_policy,
         backward_prefetch=config.backward_prefetch != "none", gather_once=config.gather_once,
         cpu_offload=config.use_cpu_offload,
-        activation_offload=config.use_activation_cpu_offload,
+        activation_offload=config.use_activation_cpu_offload, mlp_tiles=config.mlp_tiles,
         trained_offload=config.use_trained_cpu_offload,
         vocabulary_offload=config.use_vocabulary_cpu_offload,
         activation_policy=("recompute_all" if config.activation_policy == "auto"

@@ -19,6 +19,7 @@ from .passes import (
     norm_traffic,
     quantize_traffic,
     rerun_traffic,
+    tile_traffic,
     unpack_traffic,
 )
 from .setup import BYTES, Setup
@@ -93,14 +94,16 @@ def compute_parts(shape: ModelShape, gpu: Gpu, setup: Setup) -> dict[str, float]
     ranks = max(n * flops.adapters / rate,
                 layers * sum(adapter_traffic(shape, setup)) / (copies * constants.RANK_SHARE))
     unpack, logits = unpack_traffic(shape, setup), n * shape.vocab * setup.product_bytes
+    tiles = sum(count * tile_traffic(shape, setup, policy)
+                for policy, count in Counter(setup.policies(shape)).items())
     return dict(
         linears=n * ((flops.linears - flops.head) / frozen_rate + flops.head / rate),
         attention=flops.attention * attention, adapters=ranks,
         recompute=n * flops.recompute_linears / frozen_rate + flops.recompute_attention * attention
         + rerun_seconds(shape, gpu, setup),
         activations=layers * sum(activation_traffic(shape, setup)) / (copies * constants.COPY_SHARE),
-        dequantization=layers * (2 * sum(unpack.values()) + norm_traffic(shape, setup)) / copies
-        * unpack_slowdown(gpu),
+        dequantization=(layers * (2 * sum(unpack.values()) + norm_traffic(shape, setup)) + tiles)
+        / copies * unpack_slowdown(gpu),
         quantization=layers * sum(map(sum, quantize_traffic(shape, setup).values())) / copies,
         loss=7 * logits / copies)  # seven passes of a fused kernel
 

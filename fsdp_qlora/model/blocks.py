@@ -6,7 +6,9 @@ linear layers, which is how every decoder in transformers is written.
 """
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from inspect import Parameter
 
 from torch import nn
 
@@ -80,6 +82,17 @@ def attention_and_mlp(block: nn.Module) -> Iterator[nn.Module]:
     """The direct children of a block that hold linear layers: its attention and its MLP."""
     for child in block.children():
         if any(is_linear(m) for m in child.modules()): yield child
+
+
+def mlp_of(block: nn.Module) -> nn.Module | None:
+    """The part of a block that takes the hidden states alone, so each token by itself: its MLP."""
+    return next((m for m in attention_and_mlp(block) if not is_linear(m) and takes_one(m.forward)), None)
+
+
+def takes_one(forward) -> bool:
+    """Whether a function takes one argument and no other."""
+    kinds = [p.kind for p in inspect.signature(forward).parameters.values()]
+    return len(kinds) == 1 and kinds[0] in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def own_weights(module: nn.Module) -> int:

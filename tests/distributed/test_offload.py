@@ -87,9 +87,11 @@ def test_one_rank_may_offload_too(folder):
     assert_all_equal(run_ranks(accumulated_gradients, 1, folder, "cpu", cases)[0], cases)
 
 
-def test_runs_with_offload_and_clipping_equal_one_process(folder):
+def test_runs_with_offload_or_tiles_and_clipping_equal_one_process(folder):
     cases = [o | dict(train_type=t, no_sync=no_sync) for o in OFFLOADS[1:] for t in ("full", "qlora")
              for no_sync in (False, True)]
+    cases += [dict(train_type=t, mlp_tiles=3, use_cpu_offload=True, wrap_policy="attention_mlp")
+              for t in ("full", "qlora")]
     results = run_ranks(train_cases, 2, folder, STEPS, cases)[0]
     references = {t: reference_run(reference_model(folder, t), STEPS) for t in ("full", "qlora")}
     for case, result in zip(cases, results, strict=True):
