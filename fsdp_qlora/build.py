@@ -112,8 +112,7 @@ def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, C
         quantize_linears(model, config.quant_type, absmax_dtype=config.absmax_dtype,
                          names=layers_to_quantize(checkpoint, config.quant_type),
                          but=grown.new_in(block_list(model)[0]) if grown else ())
-    if grown:
-        train_new_blocks(model, grown.new, DTYPES[config.adapter_dtype], DTYPES[config.product_dtype])
+    if grown: train_new_blocks(model, grown.new, DTYPES[config.adapter_dtype])
     elif config.has_lora:
         lora = lora_config(rank=config.lora_rank, alpha=config.lora_alpha, dropout=config.lora_dropout,
                            target_modules=config.target_modules,

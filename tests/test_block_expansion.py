@@ -58,6 +58,8 @@ def test_a_number_or_folder_that_does_not_suit_the_base_is_refused(settings, blo
 def test_settings_of_one_kind_do_nothing_for_the_other():
     with pytest.raises(ValueError, match="--llama_pro_blocks 3"):
         RunConfig(train_type="bnb_llama_pro", llama_pro_path="m_blk_exp-32-35", llama_pro_blocks=3)
+    with pytest.raises(ValueError, match="--adapter_dtype bf16 with --precision fp32"):
+        RunConfig(train_type="bnb_llama_pro", precision="fp32", adapter_dtype="bf16")
     (warning,) = settings_without_effect(RunConfig(llama_pro_blocks=3))
     assert "--llama_pro_blocks has no effect" in warning
     (warning,) = settings_without_effect(RunConfig(adapter="llama_pro", use_rslora=True))

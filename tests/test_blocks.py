@@ -1,7 +1,10 @@
 """Blocks, linear layers and heads of the four families, found without a table of families."""
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.adapters import apply_adapters, lora_config
 from fsdp_qlora.loading import meta_model
@@ -12,8 +15,12 @@ from fsdp_qlora.model.blocks import (
     linear_names,
     output_head,
 )
+from fsdp_qlora.model.conv1d import apply_plain_linears
+from fsdp_qlora.model.experts import apply_stacked_experts
+from fsdp_qlora.model.stored import train_in
 from fsdp_qlora.quantization.quantize import quantize_linears
 
+from .families import family_config
 from .tiny import CONFIGS, TARGETS
 
 
@@ -79,3 +86,18 @@ def test_a_model_without_blocks_is_refused_with_the_remedy(model):
     with pytest.raises(ValueError, match="no list of decoder blocks; pass a wrap policy") as caught:
         decoder_blocks(model)
     assert type(model).__name__ in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["Llama 3", "Gemma 2", "GPT-2", "StableLM", "Mixtral"])
+def test_a_block_that_is_stored_in_fp32_computes_as_its_bf16_model_does(family):
+    torch.manual_seed(0)
+    reference = AutoModelForCausalLM.from_config(family_config(family)).bfloat16().eval()
+    apply_stacked_experts(apply_plain_linears(reference))
+    apart, ids = deepcopy(reference), torch.randint(0, 97, (2, 8))
+    train_in(decoder_blocks(apart)[0], torch.float32)
+    for model in (reference, apart): model(input_ids=ids, labels=ids).loss.backward()
+    assert apart(input_ids=ids).logits.dtype == torch.bfloat16
+    expected, found = ([p.grad for p in decoder_blocks(m)[0].parameters()] for m in (reference, apart))
+    assert {g.dtype for g in found} == {torch.float32}
+    expected, found = (torch.cat([g.float().flatten() for g in all]) for all in (expected, found))
+    assert (found - expected).norm() < 0.02 * expected.norm()

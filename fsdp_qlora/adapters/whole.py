@@ -8,7 +8,6 @@ together, and computes in the model's.
 from __future__ import annotations
 
 from difflib import get_close_matches
-from functools import partial
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from ..model.blocks import base_model, is_tied, output_head
 from ..model.conv1d import transposed_weights
 from ..model.experts import StackedExperts
+from ..model.stored import train_in
 from ..quantization.quantize import QuantLinear
 from .experts import names_of_wrappers
 
@@ -42,7 +42,7 @@ def train_whole(model: PeftModel, names: list[str], dtype: torch.dtype, both_end
         if lying := [n for n in transposed_weights(model) for name, _ in found if n.startswith(name)]:
             raise ValueError(f"--modules_to_save {end}: files of this model hold {lying[0]} "
                              "transposed, and it can't be trained whole beside adapters; adapt it")
-        for _, module in found: unfreeze(module, dtype)
+        for _, module in found: train_in(module, dtype)
     model.peft_config[model.active_adapter].modules_to_save = with_tied_end(causal, names)
 
 
@@ -89,25 +89,6 @@ def check_can_be_whole(name: str, module: nn.Module, end: str, dtype: torch.dtyp
         if any(p.dim() > 1 and p.dtype != dtype for p in own):
             raise ValueError(f"--modules_to_save {end}: {name} holds weights of a kind that can be "
                              "trained in the dtype of --precision only; give --adapter_dtype the same")
-
-
-def unfreeze(module: nn.Module, dtype: torch.dtype):
-    """Let a module be trained in `dtype` and compute in the dtype that it had, in place."""
-    for part in module.modules():
-        own = list(part.parameters(recurse=False))
-        if not own or hasattr(part, "compute_dtype"): continue
-        part.compute_dtype = own[0].dtype
-        if own[0].dtype != dtype: part.forward = partial(computed, part, part.forward)
-    for p in module.parameters():
-        p.requires_grad_()
-        p.data = p.data.to(dtype)
-
-
-def computed(layer: nn.Module, forward, x: Tensor) -> Tensor:
-    """The output of a layer whose weights are in another dtype than its compute dtype, in the latter."""
-    if not isinstance(layer, nn.Linear): return forward(x).to(layer.compute_dtype)
-    weight, bias = (t if t is None else t.to(x.dtype) for t in (layer.weight, layer.bias))
-    return nn.functional.linear(x, weight, bias)
 
 
 # ---- in files ----------------------------------------------------------------------------------

@@ -124,6 +124,11 @@ def check_together(config):
     if config.llama_pro_path is not None and config.llama_pro_blocks != AUTO:
         raise ValueError("--llama_pro_path says by its name how many blocks are new, and so does "
                          f"--llama_pro_blocks {config.llama_pro_blocks}; give one of them")
+    if (config.adapter == "llama_pro" or config.whole_modules) and (
+            config.adapter_dtype == "bf16" and config.stored_dtype == "fp32"):
+        raise ValueError(f"--adapter_dtype bf16 with --precision {config.precision}: blocks and modules "
+                         "that are trained whole are stored as precisely as they are computed; leave "
+                         "--adapter_dtype out")
     check_first_values(config)
     check_target_parameters(config)
     token_list(config.added_tokens)

@@ -5,12 +5,11 @@ how they get their values `loading.expanded`'s.
 """
 from __future__ import annotations
 
-from functools import partial
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .blocks import attention_and_mlp, decoder_blocks, is_linear
+from .stored import train_in
 
 # What families call the last linear layer of an attention or an MLP, whose output the block adds.
 OUTPUTS = ("o_proj", "down_proj", "c_proj", "out_proj", "fc_out", "dense", "dense_4h_to_h", "fc2")
@@ -32,24 +31,8 @@ def output_projections(model: nn.Module) -> set[str]:
     return found
 
 
-def train_new_blocks(model: nn.Module, new: tuple[int, ...], dtype: torch.dtype,
-                     compute_dtype: torch.dtype) -> nn.Module:
-    """Freeze all but the blocks at the places `new`, in place; these are stored in `dtype`.
-
-    Where they are stored wider than they compute, autocast rounds what is multiplied.
-    """
+def train_new_blocks(model: nn.Module, new: tuple[int, ...], dtype: torch.dtype) -> nn.Module:
+    """Freeze all but the blocks at the places `new`, which are stored in `dtype`, in place."""
     model.requires_grad_(False)
-    blocks = decoder_blocks(model)
-    for place in new:
-        for p in blocks[place].parameters(): p.data = p.data.to(dtype)
-        blocks[place].requires_grad_(True)
-        if dtype != compute_dtype:
-            blocks[place].forward = partial(computed_in, compute_dtype, blocks[place].forward)
+    for place in new: train_in(decoder_blocks(model)[place], dtype)
     return model
-
-
-def computed_in(dtype: torch.dtype, forward, hidden: Tensor, *args, **kwargs):
-    """A block's forward whose products are in `dtype`; what it gives is of its input's dtype."""
-    with torch.autocast(hidden.device.type, dtype):
-        out = forward(hidden, *args, **kwargs)
-    return out.to(hidden.dtype) if isinstance(out, Tensor) else (out[0].to(hidden.dtype), *out[1:])

@@ -1,0 +1,35 @@
+"""Weights that are trained in another dtype than their model computes in, cast as they are multiplied.
+
+In fp32 an update is not lost that is below half a step of the weight's bf16; products stay in bf16.
+`autocast.py` is for a whole model; here the layers around stay as they are.
+"""
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+
+def train_in(module: nn.Module, dtype: torch.dtype):
+    """Let a module be trained in `dtype` and compute in the dtype that it had, in place.
+
+    dtype: that which it had, or fp32.
+    """
+    for part in module.modules():
+        own = list(part.parameters(recurse=False))
+        if not own or hasattr(part, "compute_dtype"): continue
+        part.compute_dtype = own[0].dtype
+        if own[0].dtype != dtype: part.forward = partial(computed, part, part.forward)
+    for p in module.parameters():
+        p.requires_grad_()
+        p.data = p.data.to(dtype)
+
+
+def computed(layer: nn.Module, forward, x: Tensor):
+    """The output of a layer whose weights are in another dtype than its compute dtype, in the latter."""
+    if isinstance(layer, nn.Linear):
+        weight, bias = (t if t is None else t.to(x.dtype) for t in (layer.weight, layer.bias))
+        return nn.functional.linear(x, weight, bias)
+    with torch.autocast(x.device.type, layer.compute_dtype): out = forward(x)  # the router of a mixture
+    return out.to(layer.compute_dtype) if isinstance(out, Tensor) else out
