@@ -91,8 +91,12 @@ def grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 def outer_products(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """dY^T X of each group: (E, O, I)."""
-    if is_aligned(dy) and is_aligned(x): return nn.functional.grouped_mm(dy.t(), x, offs=ends)
+    """dY^T X of each group: (E, O, I), zero for one without rows."""
+    if is_aligned(dy) and is_aligned(x):
+        products = nn.functional.grouped_mm(dy.t(), x, offs=ends)
+        # Not on every GPU does the kernel write those: https://github.com/pytorch/pytorch/issues/172439
+        empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+        return products.masked_fill_(empty[:, None, None], 0)
     return torch.stack([dy[rows].t() @ x[rows] for rows in spans(ends)])
 
 
