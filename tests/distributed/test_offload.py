@@ -42,8 +42,8 @@ def accumulated_gradients(folder: str, device: str, cases: list[dict], repeats: 
                           for n, p in trainable_parameters(model).items()})
 
     results, place = [], rank_device(device)
+    torch._dynamo.reset()  # once: like blocks of several cases share their graphs
     for case in cases:
-        torch._dynamo.reset()
         config = RunConfig(**dict(model_name=folder, precision="fp32", lora_rank=RANK, seed=SEED,
                                   lora_dropout=0.0, device=device) | case)
         model, found = build_model(config, place), []
