@@ -24,6 +24,7 @@ from .config import AUTO, RunConfig, block_policies
 from .config.settings import counted
 from .dist import print_main, ranks_from_env
 from .estimate import choose_policies, memory, setup_from_config
+from .estimate.policies import choose_tiles
 from .estimate.setup import OPTIMIZER_STATES, STATE_BYTES
 from .loading import (
     DTYPES,
@@ -143,22 +144,28 @@ def start_of(config: RunConfig) -> Start:
 
 
 def with_activation_policy(config: RunConfig, device: torch.device) -> RunConfig:
-    """The configuration with --activation_budget_gib resolved into --activation_policy, if given.
+    """The configuration with --activation_budget_gib and --mlp_tiles -1 resolved, if given.
 
-    The choice is the estimate's: `estimate.choose_policies`. Raises ValueError if the budget is too
-    small even with every block recomputed.
+    The choice is the estimate's: `estimate.choose_policies` and `choose_tiles`. Raises ValueError if the
+    budget is too small even with every block recomputed.
     """
     if config.is_auto:
         raise ValueError("--sharding_strategy, --batch_size and --activation_budget_gib auto are chosen "
                          "by the train command; here give values, as `fsdp-qlora plan` prints them")
-    if config.activation_budget_gib is None: return config
+    budget = config.activation_budget_gib
+    if budget is None and config.mlp_tiles != AUTO: return config
     settings = read_config(config.model_name, **config.source)
     shape = expanded_shape(shape_from_config(settings.to_dict(), config.model_name), config)
     setup = setup_from_config(config, ranks_from_env().world_size, compile=compiles(config, device))
-    policy = choose_policies(shape, setup, config.activation_budget_gib)
+    if config.mlp_tiles == AUTO:
+        setup = replace(setup, mlp_tiles=choose_tiles(shape, setup, budget))
+        config = replace(config, mlp_tiles=setup.mlp_tiles)
+        print_main(f"--mlp_tiles {setup.mlp_tiles}: chosen by the estimate")
+    if budget is None: return config
+    policy = choose_policies(shape, setup, budget)
     peak = memory(shape, replace(setup, activation_policy=policy)).peak_allocated
     print_main(f"--activation_policy {policy}: {peak:.1f} GiB at the peak by the estimate, within "
-               f"{config.activation_budget_gib:g}")
+               f"{budget:g}")
     return replace(config, activation_policy=policy, activation_budget_gib=None)
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fsdp_qlora.config import RunConfig, block_policies
 from fsdp_qlora.estimate import choose_policies, memory, step_seconds
+from fsdp_qlora.estimate.policies import choose_tiles
 
 from .estimates import H100, LLAMA_8B, LLAMA_70B, PRODUCT
 
@@ -93,3 +94,13 @@ def test_a_budget_that_is_wrong_or_not_alone_is_refused(settings, named):
 def test_a_budget_leaves_the_policy_open():
     assert RunConfig(activation_budget_gib=20).activation_policy == "auto"
     assert RunConfig().activation_policy == "recompute_all"
+
+
+def test_tiles_are_as_few_as_a_budget_needs_or_as_save_much():
+    long = replace(PRODUCT, batch_size=2, activation_offload=True, vocabulary_offload=True)
+    peaks = {n: memory(LLAMA_8B, long, mlp_tiles=n).peak_allocated for n in (1, 2, 4, 8)}
+    assert peaks[1] > 1.05 * peaks[2] > 1.05 * peaks[4] and peaks[4] == peaks[8]
+    assert choose_tiles(LLAMA_8B, long) == 4
+    for tiles, peak in [*peaks.items()][:3]: assert choose_tiles(LLAMA_8B, long, peak) == tiles
+    assert choose_tiles(LLAMA_8B, replace(PRODUCT, context_length=512)) == 1
+    assert choose_tiles(LLAMA_8B, replace(long, activation_policy="keep_all")) == 1

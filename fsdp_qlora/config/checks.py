@@ -43,11 +43,11 @@ def check_choices(config):
             raise ValueError(f"--{f.name} {shown(value)}: choose {listed}")
 
 
-AT_LEAST_ONE = ("lora_rank", "mlp_tiles", "loftq_iter", "context_length", "gradient_accumulation_steps",
+AT_LEAST_ONE = ("lora_rank", "loftq_iter", "context_length", "gradient_accumulation_steps",
                 "num_epochs", "dataset_samples", "min_wrap_params", "shuffle_buffer",
                 "keep_checkpoints", "max_bad_steps", "active_steps", "profiling_frequency",
                 "log_every", "sample_tokens")
-AUTO_OR_ABOVE_ZERO = ("batch_size", "global_batch_size", "max_steps", "shard_group_size",
+AUTO_OR_ABOVE_ZERO = ("batch_size", "mlp_tiles", "global_batch_size", "max_steps", "shard_group_size",
                       "world_size", "loading_workers", "eval_every", "checkpoint_every",
                       "llama_pro_blocks")
 NOT_NEGATIVE = ("samples", "lr", "wd", "lora_alpha", "preview", "checkpoint_minutes", "stall_seconds",
@@ -249,7 +249,7 @@ def check_cuda_graphs(config):
         if getattr(config, flag):
             raise ValueError(f"--cuda_graphs needs all that a step takes on the GPU, and --{flag} moves "
                              "some of it to the host; leave one of them out")
-    if config.mlp_tiles > 1:
+    if config.mlp_tiles != 1:
         raise ValueError(f"--cuda_graphs is for short micro-batches, and --mlp_tiles {config.mlp_tiles} "
                          "cuts up long ones; leave one of them out")
     if config.profile_memory:
@@ -267,7 +267,7 @@ def policy_names(config) -> set[str]:
 
 def check_mlp_tiles(config):
     """An MLP in tiles runs inside one op, so it must be gathered as one."""
-    if config.mlp_tiles > 1 and config.wrap_policy == "min_params":
+    if config.mlp_tiles != 1 and config.wrap_policy == "min_params":
         raise ValueError(f"--mlp_tiles {config.mlp_tiles} with --wrap_policy min_params, which may "
                          "gather the layers of an MLP apart; use --wrap_policy block")
 
@@ -379,7 +379,7 @@ def settings_without_effect(config) -> list[str]:
         warnings.append("--absmax_dtype has no effect: no weight is quantized")
     if config.use_trained_cpu_offload is not None and not config.use_cpu_offload:
         warnings.append("--use_trained_cpu_offload has no effect: it belongs to --use_cpu_offload")
-    if config.mlp_tiles > 1 and policy_names(config) <= {"keep_all", "keep_linears"}:
+    if config.mlp_tiles != 1 and policy_names(config) <= {"keep_all", "keep_linears"}:
         warnings.append(f"--mlp_tiles has no effect: under {' and '.join(sorted(policy_names(config)))} "
                         "no MLP is computed again")
     if config.sharding_strategy == "ddp":

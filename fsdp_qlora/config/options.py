@@ -222,7 +222,8 @@ class ShardingOptions:
     reentrant_checkpointing: bool = opt(False, "torch's older checkpointing; no gain known here")
     mlp_tiles: int = opt(
         1, "compute the MLP of recomputed blocks for so many parts of the tokens, one after the other: "
-        "less memory over long rows, and weights are dequantized once for each", example=4)
+        "less memory over long rows, and weights are dequantized once for each; -1 = as few as fit "
+        "--activation_budget_gib, or as save much by the estimate", example=4)
     use_cpu_offload: bool = opt(False, "keep the shards of frozen weights in host memory")
     use_trained_cpu_offload: bool | None = opt(
         None, "with --use_cpu_offload, also trained weights, their gradients and optimizer states; "

@@ -21,6 +21,8 @@ from .speed import compute_parts, launch_seconds
 # end of the forward, whatever the order; only with recomputed blocks last does their backward, which
 # makes one of them whole again, come on top of everything kept for the others.
 ORDER = ("keep_all", "keep_linears", "keep_attention", "recompute_all")
+TILES = (1, 2, 4, 8, 16, 32)  # of an MLP, that are tried
+LITTLE = 0.03  # of the peak, which is not worth twice the tiles
 Counts = tuple[int, int, int, int]  # blocks of each policy, in ORDER
 
 
@@ -49,6 +51,21 @@ def choose_policies(shape: ModelShape, setup: Setup, budget_gib: float, gpu: Gpu
         if found is not None and (time := seconds(found)) < best_seconds:
             best, best_seconds = found, time
     return policy_text(best)
+
+
+def choose_tiles(shape: ModelShape, setup: Setup, budget_gib: float | None = None) -> int:
+    """How many tiles --mlp_tiles -1 is: the fewest that fit, or after which twice as many save little.
+
+    With a budget, for every block recomputed; the most if not even those fit.
+    """
+    def peak(tiles: int, **changes) -> float:
+        return memory(shape, replace(setup, mlp_tiles=tiles, **changes)).peak_allocated
+
+    for tiles in TILES[:-1]:
+        if budget_gib is not None: enough = peak(tiles, activation_policy="recompute_all") <= budget_gib
+        else: enough = peak(2 * tiles) > (1 - LITTLE) * peak(tiles)
+        if enough: return tiles
+    return TILES[-1]
 
 
 def mix_seconds(shape: ModelShape, setup: Setup, gpu: Gpu) -> Callable[[Counts], float]:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from ..catalog.arch import ModelShape
 from ..catalog.block_expansion import expanded_shape
 from ..catalog.machine import Machine
-from ..config import RunConfig
+from ..config import AUTO, RunConfig
 from .cost import RunCost, run_cost
 from .peak import Memory, memory
+from .policies import choose_tiles
 from .setup import Setup, check_context, setup_from_config
 from .speed import StepTime, step_seconds
 from .weights import trained_on_host
@@ -62,6 +63,7 @@ def estimate(shape: ModelShape, machine: Machine, config: RunConfig) -> Estimate
     check_context(shape, setup)
     on_host = trained_on_host(shape, setup, machine.gpu.memory_gib)
     if setup.cpu_offload: setup = replace(setup, trained_offload=on_host)
+    if config.mlp_tiles == AUTO: setup = replace(setup, mlp_tiles=choose_tiles(shape, setup))
     step = step_seconds(shape, machine.gpu, setup, link_gb_s=machine.link_gb_s,
                         internode_gb_s=machine.internode_gb_s)
     return Estimate(shape, machine, config, setup, memory(shape, setup), step)

@@ -50,6 +50,7 @@ def settings_line(found: Estimate) -> str:
     parts = [setup.strategy, setup.activation_policy]
     if setup.cpu_offload: parts.append("CPU offload")
     if setup.activation_offload: parts.append("activation offload")
+    if setup.mlp_tiles > 1: parts.append(f"MLP in {setup.mlp_tiles} tiles")
     if setup.compute_dtype == "fp8": parts.append("fp8")
     if not setup.compile: parts.append("not compiled")
     return ", ".join(parts)

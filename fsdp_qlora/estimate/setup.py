@@ -137,7 +137,8 @@ class Setup:
 def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
     """The `Setup` of a run's settings on `world_size` GPUs, with `changes` to it.
 
-    Where the policy is still to be chosen (--activation_budget_gib) every block is recomputed.
+    Where the policy is still to be chosen (--activation_budget_gib) every block is recomputed, and
+    where tiles are, MLPs are whole.
     """
     batches, targets = plan_batches(config, world_size), config.target_modules
     return replace(Setup(
@@ -145,7 +146,8 @@ def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
         shard_group_size=config.shard_group_size, wrap_policy=config.wrap_policy,
         backward_prefetch=config.backward_prefetch != "none", gather_once=config.gather_once,
         cpu_offload=config.use_cpu_offload,
-        activation_offload=config.use_activation_cpu_offload, mlp_tiles=config.mlp_tiles,
+        activation_offload=config.use_activation_cpu_offload,
+        mlp_tiles=max(1, config.mlp_tiles),
         trained_offload=config.use_trained_cpu_offload,
         vocabulary_offload=config.use_vocabulary_cpu_offload,
         activation_policy=("recompute_all" if config.activation_policy == "auto"

@@ -8,7 +8,8 @@ tile costs is that every weight is dequantized for it once more in each pass.
 
 Published as TiledMLP: Arctic Long Sequence Training, arXiv:2506.13996, and in Liger kernels. Those
 run the MLP in the forward, in the block's recomputation and once more in its backward; this one saves
-its input before it runs, so that a recomputed block stops there, as at its last linear layer.
+its input before it runs, so that a recomputed block stops there, as at its last linear layer
+(docs/LOG.md says what else kept theirs out).
 
 Shapes: N tokens of all rows, D hidden, F intermediate.
 """
@@ -97,7 +98,8 @@ def in_tiles_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 def tiled_mlps(model: nn.Module) -> list[TiledMlp]:
     """The tiled MLPs of a model."""
-    return [m.tiled for m in model.modules() if isinstance(getattr(m, "tiled", None), TiledMlp)]
+    found = (getattr(m, "tiled", None) for m in model.modules())
+    return [mlp for mlp in found if isinstance(mlp, TiledMlp)]
 
 
 def draw_seeds(model: nn.Module):
