@@ -95,11 +95,13 @@ class GraphedMicroBatches:
             self.seen.add(shape)
             return None
         self.place_gradients()
+        random_state = torch.cuda.get_rng_state()
         try:
             self.graphs[shape] = Graph(model, batch, scale, self.pool)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             if not self.may_fail: raise
             self.failed = True
+            restart_generator(random_state)
             print_main("goes on without CUDA graphs, more slowly with few tokens: "
                        + str(error).splitlines()[0])
         return self.graphs.get(shape)
@@ -138,6 +140,14 @@ class Graph:
         self.graph.replay()
         reduce_gradients(self.model)
         return self.loss.clone()
+
+
+def restart_generator(random_state: Tensor):
+    """Let this GPU's random numbers go on from a state; a capture that failed leaves them shut."""
+    device = torch.cuda.current_device()
+    fresh = torch.Generator(f"cuda:{device}")
+    fresh.set_state(random_state)
+    torch.cuda.default_generators[device].graphsafe_set_state(fresh)
 
 
 def shape_of(batch: dict) -> tuple:

@@ -1,13 +1,16 @@
 """Micro-batches replayed from CUDA graphs train as they do one launch at a time; one GPU."""
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.distributed.test_command_line import call
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny, tiny_rows
+from tests.tokenizers import save_chat_model
 
 pytestmark = [pytest.mark.gpu,
               pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -106,3 +109,26 @@ def test_a_model_that_no_graph_can_hold_goes_on_without(capsys):
         return model.linear.weight.grad
     torch.testing.assert_close(gradient(True), gradient(False))
     assert "without CUDA graphs" in capsys.readouterr().out
+
+
+def test_a_run_with_evaluations_and_checkpoints_is_the_same_replayed(tmp_path):
+    """Padded to the same widths or not: what is read, saved and evaluated beside the graphs stays."""
+    folder, rows = save_chat_model(tmp_path / "tiny"), tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(dict(prompt=f"{i}?", completion="a" * (1 + i % 5))) + "\n"
+                            for i in range(60)))
+    argv = ["train", "--model_name", folder, "--dataset", str(rows), "--sharding_strategy", "ddp",
+            "--batch_size", "2", "--num_epochs", "2", "--lr", "1e-3", "--eval_share", "0.2",
+            "--eval_every", "10", "--checkpoint_every", "8", "--lora_rank", "4", "--cuda_graphs"]
+    found = {}
+    for replayed in ("false", "true"):
+        out = tmp_path / replayed
+        ((code, text, errors),) = run_ranks(call, 1, [[*argv, replayed, "--output_dir", str(out)]],
+                                            grouped=False, device="cuda")[0]
+        assert code == 0, errors
+        assert ("replayed from CUDA graphs" in text) == (replayed == "true")
+        records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        found[replayed] = [r.get("loss", r.get("eval_loss")) for r in records
+                           if "loss" in r or "eval_loss" in r]
+        assert (out / "adapter" / "adapter_model.safetensors").exists()
+    assert len(found["true"]) > 40
+    torch.testing.assert_close(found["true"], found["false"], rtol=1e-2, atol=0)
