@@ -109,6 +109,25 @@ def test_small_states_learn_as_float32_adamw(kind, dtype):
     assert sum(ours[-20:]) == pytest.approx(sum(reference[-20:]), rel=0.1)
 
 
+@pytest.mark.parametrize("kind", ["bf16", "8bit"])
+def test_weights_updated_together_are_those_updated_alone(kind, monkeypatch):
+    """Bit-equal: rounding follows from a weight's salt and place, and no block spans two weights."""
+    def trained(together: int) -> list[torch.Tensor]:
+        monkeypatch.setattr("fsdp_qlora.optim.adamw.TOGETHER", together)
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(64, 256), (32, 512), (96, 64), (128,), (7, 50), (64, 256), (300, 128)]
+        weights = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+                   for dtype in (torch.bfloat16, torch.float32) for shape in shapes]
+        groups = [dict(params=weights[::2]), dict(params=weights[1::2], lr=3e-3)]
+        optimizer = CompactAdamW(groups, 1e-2, kind)
+        for _ in range(4):
+            for p in weights: p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+            optimizer.step()
+        return [t.detach() for p in weights for t in (p, *optimizer.state[p].values())]
+    for alone, together in zip(trained(0), trained(2**24), strict=True):
+        assert torch.equal(alone, together)
+
+
 def test_an_8_bit_state_takes_a_byte_a_weight_and_a_scale_a_block():
     weight = nn.Parameter(torch.zeros(96, 512, dtype=torch.bfloat16))
     narrow, bias = nn.Parameter(torch.zeros(96, 50)), nn.Parameter(torch.zeros(512))

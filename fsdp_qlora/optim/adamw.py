@@ -13,6 +13,8 @@ Shapes: a weight (..., O, I), its codes likewise, its scales (..., O, I / blocks
 """
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -27,6 +29,7 @@ from .rounding import element_bits, hashed, store
 BLOCKSIZES = (256, 128, 64)
 MIN_8BIT_SIZE = 4096    # smaller weights keep float32 states, as in bitsandbytes
 CHUNK = 2**26           # values updated at once: the float32 copies of their states take 0.5 GiB
+TOGETHER = 2**24        # values of several weights that are copied together and updated at once
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # signed?
 
 
@@ -48,25 +51,106 @@ class CompactAdamW(ShardedOptimizer):
         return state | {f"{moment}_absmax": zeros_beside(p, (p.shape[-1] // block,), torch.float32)
                         for moment in MOMENTS}
 
-    def update(self, p: Tensor, state: dict[str, Tensor], group: dict, salt: int):
-        """AdamW's update of one weight and its moments, in place, a chunk at a time."""
-        weight, first_row, _ = local_rows(p)
-        if not weight.numel(): return
-        local = {name: local_rows(value)[0].view(-1) for name, value in state.items()
-                 if name != "step"}
-        device = place_of_update(p)
-        factors = sent(update_factors(group, int(state["step"])), torch.float32, device)
-        first = first_row * (p.numel() // p.shape[0])
-        weight, grad = weight.view(-1), local_rows(p.grad)[0].reshape(-1)
-        update = compiled_update() if device.type == "cuda" else adamw_update
-        for start in range(0, len(weight), CHUNK):
-            part = slice(start, min(start + CHUNK, len(weight)))
-            w, g = weight[part].to(device), grad[part].to(device)
-            moments = [unpacked(local, name, part, device) for name in MOMENTS]
-            places = sent([int32(first + start), salt], torch.int32, device)
-            update(w, g, *moments, factors, places)
-            for name, moment in zip(MOMENTS, moments, strict=True): pack(local, name, part, moment)
-            if device != weight.device: weight[part] = w
+    def update_all(self, due):
+        """AdamW's update of every weight and its moments, in place.
+
+        Small weights of one kind are updated together: adapters are hundreds, and each would be some ten
+        launches that take longer than its values.
+        """
+        for batch in batches(piece for each in due for piece in pieces(*each)): update(batch)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Values of one weight, as views of all that belongs to them, each (N,) but for the scales."""
+    weight: Tensor
+    grad: Tensor
+    moments: dict[str, Tensor]  # codes, or the moments themselves
+    scales: dict[str, Tensor]   # of the codes, (N / blocksize,); empty without codes
+    first: int                  # place of the first value in the whole weight
+    salt: int
+    factors: tuple[float, ...]
+    device: torch.device        # where it is updated
+
+    @property
+    def kind(self) -> tuple:
+        """What pieces that are updated together have in common."""
+        blocks = [len(self.moments[name]) // len(scale) for name, scale in self.scales.items()]
+        return (self.weight.dtype, self.grad.dtype, self.weight.device, self.device, *blocks,
+                *(m.dtype for m in self.moments.values()), *self.factors)
+
+
+def pieces(p: Tensor, state: dict[str, Tensor], group: dict, salt: int) -> Iterator[Piece]:
+    """This rank's values of a weight, CHUNK at a time."""
+    weight, first_row, _ = local_rows(p)
+    local = {name: local_rows(value)[0].view(-1) for name, value in state.items() if name != "step"}
+    first, factors = first_row * (p.numel() // p.shape[0]), update_factors(group, int(state["step"]))
+    weight, grad = weight.view(-1), local_rows(p.grad)[0].reshape(-1)
+    for start in range(0, len(weight), CHUNK):
+        share = start, min(start + CHUNK, len(weight)), len(weight)
+        yield Piece(cut(weight, *share), cut(grad, *share),
+                    {name: cut(local[name], *share) for name in MOMENTS},
+                    {name: cut(local[f"{name}_absmax"], *share) for name in MOMENTS
+                     if f"{name}_absmax" in local},
+                    first + start, salt, factors, place_of_update(p))
+
+
+def cut(tensor: Tensor, start: int, stop: int, count: int) -> Tensor:
+    """What belongs to the values (start, stop) of a weight of `count`: one of each, or of each block."""
+    block = count // len(tensor)
+    return tensor[start // block:stop // block]
+
+
+def batches(found: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Pieces of one kind together, up to TOGETHER values; larger ones alone."""
+    waiting: dict[tuple, list[Piece]] = {}
+    for piece in found:
+        batch = waiting.setdefault(piece.kind, [])
+        if batch and sum(len(other.weight) for other in batch) + len(piece.weight) > TOGETHER:
+            yield waiting.pop(piece.kind)
+            batch = waiting.setdefault(piece.kind, [])
+        batch.append(piece)
+    yield from waiting.values()
+
+
+def update(batch: list[Piece]):
+    """AdamW's update of pieces of one kind."""
+    device, factors = batch[0].device, batch[0].factors
+    weights = [piece.weight for piece in batch]
+    weight = joined(weights, device)
+    moments = [unpacked(batch, name) for name in MOMENTS]
+    run = compiled_update() if device.type == "cuda" else adamw_update
+    run(weight, joined([piece.grad for piece in batch], device), *moments,
+        sent(list(factors), torch.float32, device), places(batch))
+    for name, moment in zip(MOMENTS, moments, strict=True): pack(batch, name, moment)
+    give_back(weight, weights)
+
+
+def joined(parts: list[Tensor], device: torch.device) -> Tensor:
+    """Tensors (N,) behind one another on `device`; a single one that is there is itself."""
+    parts = [part.to(device, non_blocking=True) for part in parts]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def give_back(whole: Tensor, parts: list[Tensor]):
+    """The other way: write what was updated where it came from."""
+    if len(parts) == 1 and whole is parts[0]: return
+    split = whole.split([len(part) for part in parts])
+    if whole.device == parts[0].device: torch._foreach_copy_(parts, split)
+    else:
+        for part, new in zip(parts, split, strict=True): part.copy_(new)
+
+
+def places(batch: list[Piece]) -> Tensor:
+    """Place in its whole weight, less that in the batch, and salt: of all values, or of each (2, N)."""
+    lengths, starts = [len(piece.weight) for piece in batch], [0]
+    for length in lengths: starts.append(starts[-1] + length)
+    of_pieces = [[int32(piece.first - start) for piece, start in zip(batch, starts, strict=False)],
+                 [piece.salt for piece in batch]]
+    sent_there = sent(of_pieces, torch.int32, batch[0].device)
+    if len(batch) == 1: return sent_there[:, 0]
+    return sent_there.repeat_interleave(sent(lengths, torch.int64, batch[0].device), dim=1,
+                                        output_size=starts[-1])
 
 
 def place_of_update(p: Tensor) -> torch.device:
@@ -85,20 +169,20 @@ def blocksize(p: Tensor) -> int | None:
     return next((size for size in BLOCKSIZES if p.shape[-1] % size == 0), None)
 
 
-def update_factors(group: dict, step: int) -> list[float]:
+def update_factors(group: dict, step: int) -> tuple[float, ...]:
     """Numbers of one step: decay, step size, sqrt of the second bias correction, betas, eps."""
     beta1, beta2 = group["betas"]
     lr = float(group["lr"])
-    return [1 - lr * group["weight_decay"], lr / (1 - beta1**step), (1 - beta2**step) ** 0.5,
-            beta1, beta2, group["eps"]]
+    return (1 - lr * group["weight_decay"], lr / (1 - beta1**step), (1 - beta2**step) ** 0.5,
+            beta1, beta2, group["eps"])
 
 
 def adamw_update(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
                  factors: Tensor, places: Tensor):
     """The update of N weights and their moments, in place.
 
-    `places` holds the place of the first in the whole weight and a salt. Numbers that change with the
-    step are tensors, so that the compiled form is compiled once.
+    `places`, (2,) or (2, N), is as in `element_bits`. Numbers that change with the step are tensors, so
+    that the compiled form is compiled once.
     """
     decay, step_size, bias, beta1, beta2, eps = factors.unbind()
     grad = grad.float()
@@ -117,26 +201,25 @@ def compiled_update():
     return torch.compile(adamw_update, fullgraph=True, dynamic=True)
 
 
-def unpacked(local: dict[str, Tensor], name: str, part: slice, device: torch.device) -> Tensor:
-    """A part of a moment to update: itself, a copy on `device`, or 8-bit codes made float32 there."""
-    codes, absmax = local[name], local.get(f"{name}_absmax")
-    if absmax is None: return codes[part].to(device)
-    block = len(codes) // len(absmax)
+def unpacked(batch: list[Piece], name: str) -> Tensor:
+    """A moment to update: itself, a copy, or 8-bit codes made float32, where the batch is updated."""
+    device, scales = batch[0].device, [piece.scales[name] for piece in batch if piece.scales]
+    codes = joined([piece.moments[name] for piece in batch], device)
+    if not scales: return codes
+    absmax = joined(scales, device)
     return torch.ops.bitsandbytes.dequantize_blockwise(
-        codes[part].to(device), absmax[part.start // block:part.stop // block].to(device),
-        code_table(MOMENTS[name], device), block, torch.float32)
+        codes, absmax, code_table(MOMENTS[name], device), len(codes) // len(absmax), torch.float32)
 
 
-def pack(local: dict[str, Tensor], name: str, part: slice, moment: Tensor):
-    """Write an updated copy back, to its codes if there are; a moment that is its own needs nothing."""
-    codes, absmax = local[name], local.get(f"{name}_absmax")
-    if absmax is None:
-        if moment.device != codes.device: codes[part] = moment
-        return
-    block = len(codes) // len(absmax)
-    codes[part], absmax[part.start // block:part.stop // block] = (
-        torch.ops.bitsandbytes.quantize_blockwise(moment, code_table(MOMENTS[name], moment.device),
-                                                  block))
+def pack(batch: list[Piece], name: str, moment: Tensor):
+    """Write an updated moment back, to its codes if there are."""
+    own, scales = [piece.moments[name] for piece in batch], [p.scales[name] for p in batch if p.scales]
+    if not scales: return give_back(moment, own)
+    block = len(own[0]) // len(scales[0])
+    codes, absmax = torch.ops.bitsandbytes.quantize_blockwise(
+        moment, code_table(MOMENTS[name], moment.device), block)
+    give_back(codes, own)
+    give_back(absmax, scales)
 
 
 @cache

@@ -1,6 +1,7 @@
 """What this project's own optimizers share: states beside sharded weights, in dtypes of their own."""
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from itertools import count
 
 import torch
@@ -23,12 +24,21 @@ class ShardedOptimizer(Optimizer):
         """Update a weight and its states in place. `salt` differs for each weight and step."""
         raise NotImplementedError
 
+    def update_all(self, due: Iterable[tuple[Tensor, dict[str, Tensor], dict, int]]):
+        """`update` of each; a subclass may take several together."""
+        for each in due: self.update(*each)
+
     @torch.no_grad()
     def step(self, closure=None):
         """One update of every weight that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad(): loss = closure()
+        self.update_all(self.due())
+        return loss
+
+    def due(self) -> Iterator[tuple[Tensor, dict[str, Tensor], dict, int]]:
+        """Each weight that has a gradient, with its states, group and salt; its steps are counted."""
         numbers = count()  # through all groups, or the same chances would round two weights
         for group in self.param_groups:
             for p, number in zip(group["params"], numbers, strict=False):
@@ -36,8 +46,7 @@ class ShardedOptimizer(Optimizer):
                 state = self.state[p]
                 if not state: state.update(step=torch.zeros(()), **self.new_state(p))
                 state["step"] += 1
-                self.update(p, state, group, int32(int(state["step"]) * 1000003 + number * 7919))
-        return loss
+                yield p, state, group, int32(int(state["step"]) * 1000003 + number * 7919)
 
     def load_state_dict(self, state_dict):
         """Load as torch does, and keep the dtypes: torch casts every state to the weight's."""

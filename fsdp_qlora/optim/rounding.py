@@ -41,6 +41,10 @@ def store(target: Tensor, value: Tensor, bits: Tensor):
 
 
 def element_bits(count: int, places: Tensor) -> Tensor:
-    """Bits (count,) for the values from place `places[0]` on, with the salt `places[1]`."""
+    """Bits (count,) for the values from place `places[0]` on, with the salt `places[1]`.
+
+    Both may differ from value to value: then `places` is (2, count), and the first is what a value's
+    place exceeds its index by.
+    """
     index = torch.arange(count, device=places.device, dtype=torch.int32)
     return hashed(index + places[0], places[1])
