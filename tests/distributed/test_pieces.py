@@ -43,28 +43,41 @@ def test_the_example_loop_trains_on_two_ranks_and_its_adapter_loads(folder, tmp_
 
 
 def shard_and_train(folder: str, strategies: list[str]) -> list[tuple]:
-    """Shard a model that transformers, bitsandbytes and PEFT built, and train it."""
+    """Shard a model that transformers, bitsandbytes and PEFT built, and train it.
+
+    "apart": ranks meet after a backward and not in it, as with CUDA graphs.
+    """
     import torch.distributed as dist
     from transformers import BitsAndBytesConfig
 
     from fsdp_qlora import apply_sharding, build_optimizer, make_mesh, train_step
+    from fsdp_qlora.sharding import reduce_gradients, without_gradient_sync
+    from fsdp_qlora.training.step import run_micro_batch
     results, device = [], torch.device("cpu")
-    for strategy in strategies:
+
+    def run_apart(model, *args):
+        with without_gradient_sync(model): loss = run_micro_batch(model, *args)
+        reduce_gradients(model)
+        return loss
+    for name in strategies:
+        strategy, _, apart = name.partition(", ")
         quantization = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32,
             bnb_4bit_quant_storage=torch.float32)
         model = reference_model(folder, "qlora", quantization=quantization)
         units = apply_sharding(model, strategy, make_mesh(strategy, device))
         optimizer = build_optimizer(model, "adamw", LR, 0.1)
-        losses = [train_step(model, optimizer, [padded_batch(rows[dist.get_rank()::2])],
-                             max_grad_norm=CLIP).loss for rows in STEPS]
+        losses = [train_step(model, optimizer, [padded_batch([row]) for row in rows[dist.get_rank()::2]],
+                             max_grad_norm=CLIP, forward_backward=run_apart if apart else None).loss
+                  for rows in STEPS]
         results.append((units, losses))
     return results
 
 
 def test_a_model_built_with_bitsandbytes_and_peft_shards_and_trains_alike(folder):
     losses, _, _ = reference_run(reference_model(folder, "qlora"), STEPS)
-    results = run_ranks(shard_and_train, 2, folder, ["full_shard", "shard_grad_op", "ddp"])[0]
+    results = run_ranks(shard_and_train, 2, folder, ["full_shard", "shard_grad_op", "ddp",
+                                                        "ddp, apart"])[0]
     for _, sharded in results: assert relative(sharded, losses) < 1e-5
     assert any("layers.1" in unit for unit in results[0][0])
 
