@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..config import RunConfig
 from ..config.run import graphs_pay
 from ..dist import print_main, ranks_from_env
+from ..memory.tiles import tiled_mlps
 from ..model.attention import VARLEN, has_windows
 from ..model.blocks import decoder_blocks, has_experts
 from ..sharding import is_sharded, reduce_gradients, without_gradient_sync
@@ -54,7 +55,6 @@ def steady_padding(config: RunConfig) -> dict[str, int]:
 
 def why_no_graphs(model: nn.Module, device: torch.device) -> str:
     """What keeps a model's micro-batches from being replayed; empty if nothing does."""
-    if device.type != "cuda": return "there is no GPU"
     if is_sharded(model): return "full_shard and its kin gather weights into memory that moves"
     config = model.config.get_text_config()
     if config._attn_implementation != VARLEN and (config._attn_implementation != "sdpa"
@@ -62,7 +62,9 @@ def why_no_graphs(model: nn.Module, device: torch.device) -> str:
         return "its attention takes masks, which are made with the host's help"
     if any(map(has_experts, decoder_blocks(model))):
         return "how many tokens go to each expert is known only in the forward"
-    return ""
+    if any(mlp.drops for mlp in tiled_mlps(model)):
+        return "tiles of an MLP draw the same dropout twice, from seeds of the host's"
+    return "" if device.type == "cuda" else "there is no GPU"
 
 
 class GraphedMicroBatches:

@@ -1,0 +1,83 @@
+"""CUDA graphs: where they pay, what no graph can hold, batches of few shapes; see also tests/gpu."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fsdp_qlora.build import planned_model
+from fsdp_qlora.config import RunConfig
+from fsdp_qlora.config.run import graphs_pay
+from fsdp_qlora.data import collate, collate_packed
+from fsdp_qlora.memory.tiles import apply_tiled_mlp
+from fsdp_qlora.training.graphs import (
+    shape_of,
+    steady_padding,
+    uses_graphs,
+    why_no_graphs,
+    with_steady_borders,
+)
+from tests.tiny import save_tiny
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize("settings, ranks, pays", [
+    (dict(), 1, True), (dict(), 2, False), (dict(sharding_strategy="ddp"), 8, True),
+    (dict(batch_size=16), 1, True), (dict(batch_size=17), 1, False),
+    (dict(batch_size=32, global_batch_size=8), 2, False), (dict(compile=False), 1, False),
+    (dict(use_activation_cpu_offload=True), 1, False), (dict(use_cpu_offload=True), 1, False)])
+def test_short_micro_batches_that_stay_on_the_gpu_are_replayed(settings, ranks, pays):
+    assert graphs_pay(RunConfig(model_name="m", **dict(context_length=512) | settings), ranks) is pays
+
+
+@pytest.mark.parametrize("family, settings, reason", [
+    ("llama", {}, ""), ("qwen3", {}, ""), ("mistral", dict(sliding_window=8), "masks"),
+    ("llama", dict(mlp_tiles=2, lora_dropout=0.1), "tiles")])
+def test_a_model_that_no_graph_can_hold_is_named(family, settings, reason, tmp_path):
+    window = {k: settings.pop(k) for k in ("sliding_window",) if k in settings}
+    config = RunConfig(model_name=save_tiny(tmp_path, family, **window), lora_rank=2, **settings)
+    model, _ = planned_model(config, CPU)
+    apply_tiled_mlp(model, config.mlp_tiles, ["recompute_all"] * 2)
+    assert reason in why_no_graphs(model, GPU) and bool(reason) == bool(why_no_graphs(model, GPU))
+    assert why_no_graphs(model, CPU)
+
+
+def test_on_a_cpu_graphs_are_refused_only_if_asked_for(tmp_path):
+    config = RunConfig(model_name=save_tiny(tmp_path), cuda_graphs=True)
+    model, _ = planned_model(config, CPU)
+    with pytest.raises(ValueError, match="--cuda_graphs true: there is no GPU; leave it out"):
+        uses_graphs(config, model, CPU)
+    assert not uses_graphs(RunConfig(model_name=config.model_name), model, CPU)
+
+
+@pytest.mark.parametrize("settings, flag", [
+    (dict(compile=False), "compile"), (dict(use_cpu_offload=True), "use_cpu_offload"),
+    (dict(profile_memory=True), "profile_memory"),
+    (dict(use_activation_cpu_offload=True), "use_activation_cpu_offload")])
+def test_what_moves_or_counts_memory_and_graphs_exclude_each_other(settings, flag):
+    with pytest.raises(ValueError, match=f"--cuda_graphs.*--{flag}|--{flag}.*--cuda_graphs"):
+        RunConfig(model_name="m", cuda_graphs=True, **settings)
+
+
+def rows(*lengths: int):
+    return [(torch.arange(n), torch.arange(n)) for n in lengths]
+
+
+def test_batches_of_near_widths_have_one_shape():
+    padding = steady_padding(RunConfig(model_name="m", context_length=512))
+    shapes = {shape_of(collate(rows(*lengths), 0, **padding)) for lengths in ((5, 9), (60, 64), (33, 2))}
+    assert len(shapes) == 1
+    assert shape_of(collate(rows(65, 2), 0, **padding)) not in shapes
+
+
+def test_packed_batches_have_one_shape_and_the_same_rows():
+    padding = steady_padding(RunConfig(model_name="m", context_length=128, packing=True))
+    batches = [collate_packed([rows(*lengths)], 0, **padding) for lengths in ((5, 9), (100,), (3,) * 40)]
+    steady = [with_steady_borders(batch) for batch in batches]
+    assert len({shape_of(batch) for batch in batches}) == 3
+    assert len({shape_of(batch) for batch in steady}) == 1
+    for before, after in zip(batches, steady, strict=True):
+        borders = before["cu_seq_lens_q"]
+        assert torch.equal(after["cu_seq_lens_q"][:len(borders)], borders)
+        assert (after["cu_seq_lens_q"][len(borders):] == 128).all()
+        assert torch.equal(after["input_ids"], before["input_ids"])
