@@ -14,6 +14,7 @@ from fsdp_qlora.estimate import Setup
 from fsdp_qlora.loading import materialize
 from fsdp_qlora.memory.activations import apply_activation_policy
 from fsdp_qlora.model.blocks import decoder_blocks
+from fsdp_qlora.model.experts import apply_stacked_experts
 from fsdp_qlora.quantization.quantize import quantize_linears
 
 LLAMA_8B, LLAMA_70B = model_shape("meta-llama/Llama-3.1-8B"), model_shape("llama-2-70b")
@@ -32,16 +33,20 @@ TINY = dict(vocab_size=97, hidden_size=128, intermediate_size=448, num_hidden_la
 def tiny(known: str, setup: Setup):
     """A small model of a known one's family, transformed as `setup` says, and its shape."""
     config = known_config(known) | TINY
+    if "num_experts" in config:
+        config |= dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=192)
     if config["model_type"] == "phi3": config["head_dim"] = 16  # transformers ignores head_dim
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**config, pad_token_id=0, use_cache=False), dtype=torch.bfloat16,
         attn_implementation=setup.attention)
     shape = shape_from_config(config)
+    apply_stacked_experts(model)
     if setup.quant != "none": quantize_linears(model, setup.quant)
     if setup.adapter != "none":
         targets = list(setup.targets) if isinstance(setup.targets, tuple) else setup.targets
         model = apply_adapters(model, lora_config(
             rank=setup.lora_rank, dropout=setup.lora_dropout, target_modules=targets,
+            target_parameters=list(setup.expert_targets) or None,
             use_dora=setup.adapter == "dora", rank_pattern=dict(setup.rank_pattern)))
     materialize(model, torch.device("cpu"), torch.device("cpu"))  # PEFT left adapters on meta
     apply_activation_policy(model, setup.policies(shape))

@@ -38,6 +38,8 @@ PUBLISHED = {
     "Qwen/Qwen3-8B": 8_190_735_360,
     "Qwen/Qwen3-14B": 14_768_307_200,
     "Qwen/Qwen3-32B": 32_762_123_264,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
     "google/gemma-7b": 8_537_680_896,
     "google/gemma-2-9b": 9_241_705_984,
     "microsoft/Phi-3-mini-4k-instruct": 3_821_079_552,

@@ -12,6 +12,7 @@ from fsdp_qlora.model.blocks import base_model, decoder_blocks
 
 from .estimates import LLAMA_8B, PRODUCT, SMALL, TRIAL, TRIAL_HALF, tiny
 
+MIXTURES = [dict(), dict(expert_targets=("experts",)), dict(quant="none", adapter="none")]
 CPU_RANDOM_STATE = 5056  # bytes, kept once per dropout mask to draw it again; 16 on a GPU
 
 
@@ -69,6 +70,7 @@ def tensors_in(tree):
     ("gemma-7b", {}), ("phi-3-mini-4k", {}), ("llama-2-7b", dict(quant="none", adapter="none")),
     ("llama-2-7b", dict(compile=True)), ("qwen3-8b", dict(compile=True, lora_dropout=0.1)),
     ("llama-2-7b", dict(adapter="dora")), ("llama-2-7b", dict(adapter="dora", compile=True)),
+    *[("qwen3-30b-a3b", more | dict(compile=c)) for c in (False, True) for more in MIXTURES],
 ])
 def test_saved_activations_are_those_that_autograd_saves(known, changes, monkeypatch):
     setup = replace(SMALL, activation_policy="keep_all", **changes)
@@ -87,6 +89,7 @@ def test_saved_activations_are_those_that_autograd_saves(known, changes, monkeyp
     ("gemma-2-9b", dict(compile=True, attention="eager")),
     ("llama-2-7b", {}), ("qwen3-8b", dict(lora_dropout=0.1)), ("phi-3-mini-4k", {}),
     ("llama-2-7b", dict(attention="eager")), ("llama-2-7b", dict(quant="none", adapter="none")),
+    *[("qwen3-30b-a3b", dict(compile=c, expert_targets=("experts",))) for c in (False, True)],
 ])
 def test_a_policy_keeps_what_torch_keeps_of_its_block(policy, known, changes, monkeypatch):
     setup = replace(SMALL, activation_policy=policy, **changes)

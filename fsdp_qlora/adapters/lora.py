@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
 
@@ -123,7 +124,10 @@ def apply_adapters(model: nn.Module, config: LoraConfig, dtype: torch.dtype = to
     if transposed_weights(model): config.fan_in_fan_out = True  # as PEFT calls it where it loads this
     config._register_custom_module({QuantLinear: LoraLinear, nn.Linear: LoraLinear})
     on_meta = next(model.parameters()).is_meta
-    peft_model = get_peft_model(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=on_meta)
+    with warnings.catch_warnings():  # patterns are checked, and PEFT does not see those of experts
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys")
+        peft_model = get_peft_model(model, config, autocast_adapter_dtype=False,
+                                    low_cpu_mem_usage=on_meta)
     with torch.device("meta") if on_meta else nullcontext(): adapt_experts(peft_model, experts, config)
     if experts: config.target_parameters = [*experts] if blocks else ends
     for p in trainable_parameters(peft_model).values(): p.data = p.data.to(dtype)

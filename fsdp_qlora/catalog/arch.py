@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -144,6 +145,18 @@ class ModelShape:
             raise ValueError(f"--lora_target_modules {','.join(missing)}: no such module; "
                              f"{self.name} has {', '.join(known)}")
         return tuple(name for name in known if any(is_of(name, w) for w in wanted))
+
+    def expert_targets(self, wanted: Iterable[str]) -> tuple[str, ...]:
+        """Names of the adapted weights of experts; "experts" is all of them.
+
+        Raises ValueError, listing the names there are, for one that does not exist.
+        """
+        names, wanted = tuple(self.expert_linears()), tuple(wanted)
+        def is_of(name, asked): return asked in ("experts", name) or name.endswith(asked.split(".")[-1])
+        if missing := [w for w in wanted if not any(is_of(name, w) for name in names)]:
+            raise ValueError(f"--lora_target_parameters {','.join(missing)}: no such parameter; "
+                             f"{self.name} has {', '.join(names) or 'no experts'}")
+        return tuple(name for name in names if any(is_of(name, w) for w in wanted))
 
     def lora_block_params(self, rank: int, targets: tuple[str, ...]) -> int:
         """Adapter weights of one block: A (R, in) and B (out, R) for each target."""

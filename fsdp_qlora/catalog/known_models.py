@@ -100,6 +100,12 @@ KNOWN = {
     "Qwen/Qwen3-8B": _qwen3(4096, 12288, 36, 32, 8, False),
     "Qwen/Qwen3-14B": _qwen3(5120, 17408, 40, 40, 8, False),
     "Qwen/Qwen3-32B": _qwen3(5120, 25600, 64, 64, 8, False),
+    "Qwen/Qwen3-30B-A3B": _qwen3(2048, 6144, 48, 32, 4, False) | dict(
+        model_type="qwen3_moe", moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
+        norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]),
+    "mistralai/Mixtral-8x7B-v0.1": _llama(
+        32000, 4096, 14336, 32, 32, 8, 32768, 1000000.0, model_type="mixtral", sliding_window=None,
+        num_local_experts=8, num_experts_per_tok=2),
     "google/gemma-7b": _gemma("gemma", 3072, 24576, 28, 16, 16),
     "google/gemma-2-9b": _gemma("gemma2", 3584, 14336, 42, 16, 8, query_pre_attn_scalar=256,
                                 sliding_window=4096, attn_logit_softcapping=50.0,

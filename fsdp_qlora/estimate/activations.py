@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ..catalog.arch import ModelShape
+from . import experts
 from .setup import BYTES, Setup
 from .weights import as_given, most_trained, trains_head
 
@@ -39,7 +40,8 @@ def saved_by_block(shape: ModelShape, setup: Setup) -> float:
     # v is a slice of the fused product, whose other columns stay with it; and phi3 joins q of two
     # halves, which leaves attention's output in an order that has to be copied for o_proj.
     if shape.traits.layers == "fused": total += n * (q + kv + q * kept["o_proj"]) * a
-    return total + mlp_saved(shape, setup) + adapter_saved(shape, setup)
+    return (total + mlp_saved(shape, setup) + adapter_saved(shape, setup)
+            + experts.saved_by_experts(shape, setup))
 
 
 def mlp_saved(shape: ModelShape, setup: Setup) -> float:
@@ -52,10 +54,12 @@ def inputs_kept(shape: ModelShape, setup: Setup) -> dict[str, bool]:
     """Which inputs of linear layers are saved: those of trained and of adapted layers."""
     names = tuple(shape.linears())
     kept = names if not setup.has_lora else shape.targets(as_given(setup.targets))
+    kept += experts.trained_inputs(shape, setup)
     *inner, o_proj = shape.attention_linears()
-    *mlp, down_proj = shape.mlp_linears() or (None,)
+    *mlp, down_proj = shape.mlp_linears() or ("experts.down_proj",)
     return dict(attention=any(n in kept for n in inner), o_proj=o_proj in kept,
-                mlp=any(n in kept for n in mlp), down_proj=down_proj in kept)
+                mlp=any(n in kept for n in mlp) or bool(shape.experts and not setup.has_lora),
+                down_proj=down_proj in kept)
 
 
 def attention_saved(shape: ModelShape, setup: Setup, output_kept: bool) -> float:
@@ -122,6 +126,7 @@ def kept_by_block(shape: ModelShape, setup: Setup, policy: str) -> float:
         rows = sum(out for name, (out, _) in shape.linears().items()
                    if name != last_linear(shape) or not setup.compile or normed_output(shape))
         kept += setup.tokens * rows * setup.product_bytes + rank_products(shape, setup)
+        kept += experts.outputs(shape, setup)
     return kept
 
 
@@ -182,7 +187,7 @@ def saved_in_backward(shape: ModelShape, setup: Setup, policy: str) -> float:
 def dequantized(shape: ModelShape, setup: Setup, name: str) -> float:
     """Bytes of one linear weight in the compute dtype, made for a product and freed after it."""
     if setup.quant == "none": return 0.0
-    out, wide = (shape.linears() | shape.expert_linears())[name]
+    out, wide = shape.linears()[name]
     return out * wide * setup.product_bytes
 
 
@@ -204,7 +209,10 @@ def backward_working(shape: ModelShape, setup: Setup, policy: str) -> float:
         own_gradient = max(1, shape.experts) * shape.hidden * shape.intermediate * a
         if tiles > 1:  # and those of all tiles in fp32
             own_gradient += 4 * sum(out * wide for out, wide in shape.mlp_linears().values())
-    down = wide + max(dequantized(shape, setup, last_linear(shape) or "experts.down_proj"), dropout)
+    hidden += experts.row_bytes(shape, setup) * shape.hidden  # the gradient of what experts made
+    last = last_linear(shape)
+    weight = dequantized(shape, setup, last) if last else experts.unpacked(shape, setup)
+    down = wide + max(weight, dropout)
     product = 0 if setup.compile else (3 - kept) * wide
     return hidden + own_gradient + max(down, product)
 

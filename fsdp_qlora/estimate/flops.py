@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ..catalog.arch import ModelShape
+from . import experts
 from .activations import KEPT_ATTENTION, last_linear, normed_output
 from .setup import Setup
 from .weights import as_given, trains_head
@@ -67,8 +68,9 @@ def rerun_weights(shape: ModelShape, setup: Setup, policy: str) -> int:
     again = rerun_linears(shape, setup, policy)
     if policy == "keep_all": return 0
     weights = sum(out * wide for out, wide in again.values())
-    weights += shape.experts_per_token * sum(o * w for o, w in shape.expert_linears().values())
+    weights += experts.rerun_weights(shape, policy)
     if not again: return weights
+    weights += experts.adapter_weights_used(shape, setup)
     adapted = adapted_linears(shape, setup)
     return weights + sum(setup.rank(name) * (wide + out * (name in again))
                          for name, (out, wide) in adapted.items())
@@ -88,13 +90,13 @@ def adapted_linears(shape: ModelShape, setup: Setup) -> dict[str, tuple[int, int
 
 
 def adapter_params(shape: ModelShape, setup: Setup) -> int:
-    """Weights of the adapters, 0 without any."""
+    """Weights of the adapters that a token is multiplied with, 0 without any."""
     if not setup.has_lora: return 0
     in_blocks = sum(setup.rank(name) * (out + wide)
                     for name, (out, wide) in adapted_linears(shape, setup).items())
     in_head = "lm_head" in shape.targets(as_given(setup.targets))
     head = setup.rank("lm_head") * (shape.vocab + shape.hidden) if in_head else 0
-    return shape.layers * in_blocks + head
+    return shape.layers * (in_blocks + experts.adapter_weights_used(shape, setup)) + head
 
 
 def model_flops_per_token(shape: ModelShape, setup: Setup) -> float:

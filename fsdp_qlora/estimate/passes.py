@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from ..catalog.arch import ModelShape
 from . import constants
+from .experts import adapted_experts
 from .flops import adapted_linears, rerun_linears
 from .setup import Setup
 from .weights import BLOCKSIZE, packed_bits, scale_bytes
@@ -65,6 +66,11 @@ def adapter_traffic(shape: ModelShape, setup: Setup) -> tuple[float, float]:
             added_in += wide * (key not in groups)
         groups[key] = wide
         out += rows
+    for rows, wide in adapted_experts(shape, setup).values():
+        groups[f"{rows} {wide}"] = shape.experts_per_token * wide
+        added_in += shape.experts_per_token * wide
+        added_out += shape.experts_per_token * rows
+        out += shape.experts_per_token * rows
     inputs, each = sum(groups.values()), setup.tokens * setup.product_bytes
     return each * (inputs + 2 * added_out), each * (2 * out + inputs + 2 * added_in)
 
@@ -129,5 +135,6 @@ def rerun_traffic(shape: ModelShape, setup: Setup, policy: str) -> dict[str, flo
     quantize, unpack = quantize_traffic(shape, setup), unpack_traffic(shape, setup)
     return dict(activations=activation_traffic(shape, setup)[0],
                 adapters=adapter_traffic(shape, setup)[0] if again else 0.0,
-                unpack=sum(unpack[name] for name in again) + norm_traffic(shape, setup),
+                unpack=sum(unpack[name] for name in (*again, *(shape.expert_linears() if again else ())))
+                + norm_traffic(shape, setup),
                 quantize=sum(quantize[name][0] for name in again if quantize))

@@ -38,6 +38,7 @@ class Setup:
     lora_rank: int = 64
     rank_pattern: tuple[tuple[str, int], ...] = ()  # (layer name, its rank), where another
     targets: str | tuple[str, ...] | None = "all-linear"
+    expert_targets: tuple[str, ...] = ()  # adapted weights of experts, by the ends of their names
     lora_dropout: float = 0.1
     whole_modules: tuple[str, ...] = ()  # trained beside the adapters, by the ends of their names
     blocks_adapted: int | None = None  # of all blocks; None: each
@@ -123,7 +124,8 @@ class Setup:
 
     def rank(self, name: str) -> int:
         """R of a layer's adapter."""
-        return dict(self.rank_pattern).get(name, self.lora_rank)
+        ranks = dict(self.rank_pattern)
+        return ranks.get(name, ranks.get(name.rsplit(".", 1)[-1], self.lora_rank))
 
     def tiles(self, policy: str) -> int:
         """Parts in which the MLP of a block with this policy is computed."""
@@ -156,6 +158,7 @@ def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
         adapter=config.adapter, lora_rank=config.lora_rank,
         rank_pattern=tuple(config.rank_pattern.items()),
         targets=tuple(targets) if isinstance(targets, list) else targets,
+        expert_targets=tuple(config.target_parameters or ()),
         lora_dropout=config.lora_dropout, whole_modules=(
             *config.whole_modules, *(("embed_tokens", "lm_head") if config.added_tokens else ())),
         changes_base=config.changes_base,

@@ -12,6 +12,7 @@ from ..catalog.hardware import Gpu
 from ..catalog.machine import INTERNODE_GB_S
 from . import constants
 from .activations import moved_blocks, offloaded_input
+from .experts import adapted_experts
 from .flops import adapted_linears, flops_per_token
 from .passes import (
     activation_traffic,
@@ -156,7 +157,8 @@ def block_seconds(shape: ModelShape, gpu: Gpu, setup: Setup) -> tuple[float, flo
 def launch_seconds(shape: ModelShape, setup: Setup) -> float:
     """Seconds that the CPU needs to launch one micro-batch: forward 1, backward 2, recompute 1."""
     once = constants.COMPILED_LAUNCH if setup.compile else constants.EAGER_LAUNCH
-    once += constants.ADAPTER_LAUNCH * len(adapted_linears(shape, setup))
+    once += constants.ADAPTER_LAUNCH * (len(adapted_linears(shape, setup))
+                                        + len(adapted_experts(shape, setup)))
     if setup.quant != "none": once += constants.UNPACK_LAUNCH
     if setup.compute_dtype == "fp8": once += constants.FP8_LAUNCH
     hooks = (1 + setup.resharded) * constants.SHARDED_LAUNCH if setup.sharded else 0.0

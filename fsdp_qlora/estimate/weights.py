@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ..catalog.arch import ModelShape
+from .experts import adapted_experts
 from .setup import BYTES, OPTIMIZER_STATES, STATE_BYTES, Setup
 
 BLOCKSIZE = 64         # weights per absmax value (quantize.py)
@@ -56,6 +57,10 @@ def linear_weights(shape: ModelShape, setup: Setup, part: str = "") -> tuple[Wei
     if part != "attention":
         for name, (out, wide) in shape.expert_linears().items():
             weights += stored_linear(name, shape.experts * out, wide, setup)
+            if name in adapted_experts(shape, setup):  # A and B of each, as PEFT lays them
+                rank = shape.experts * setup.rank(name)
+                weights += [plain("adapters", rank, wide, setup.adapter_dtype, True),
+                            plain("adapters", out, rank, setup.adapter_dtype, True)]
         if shape.experts:  # the router
             weights.append(plain("norms", shape.experts, shape.hidden, setup.dtype("gate"),
                                  setup.trains("gate")))
