@@ -209,12 +209,12 @@ def backward_working(shape: ModelShape, setup: Setup, policy: str) -> float:
         own_gradient = max(1, shape.experts) * shape.hidden * shape.intermediate * a
         if tiles > 1:  # and those of all tiles in fp32
             own_gradient += 4 * sum(out * wide for out, wide in shape.mlp_linears().values())
-    hidden += experts.row_bytes(shape, setup) * shape.hidden  # the gradient of what experts made
+    of_experts = experts.row_bytes(shape, setup) * shape.hidden  # the gradient of what they made
     last = last_linear(shape)
     weight = dequantized(shape, setup, last) if last else experts.unpacked(shape, setup)
     down = wide + max(weight, dropout)
     product = 0 if setup.compile else (3 - kept) * wide
-    return hidden + own_gradient + max(down, product)
+    return hidden + of_experts + own_gradient + max(down, product)
 
 
 def backward_end(shape: ModelShape, setup: Setup) -> float:
