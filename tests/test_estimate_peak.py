@@ -68,6 +68,14 @@ def test_cpu_offload_moves_frozen_shards_to_the_host():
     assert on.host > 2 * off.parts["linears"] + off.host
 
 
+def test_one_gpu_that_streams_has_two_blocks_in_backward_but_for_the_first():
+    """The one that computes and the frozen weights of the one before; FSDP's next unit is gathered."""
+    setup = Setup(cpu_offload=True, trained_offload=True, lora_dropout=0.0, compile=True)
+    found = memory(LLAMA_70B, setup).moments
+    frozen = 855_638_016 * (0.5 + 4 / 64) / GIB
+    assert found["block before it"] - found["first block"] > 0.9 * frozen
+
+
 def test_a_vocabulary_on_the_host_leaves_the_head_on_the_gpu_for_the_loss_alone():
     setup = Setup(world_size=2, strategy="ddp", batch_size=2, context_length=2048)
     table = 128256 * 4096 * 2 / GIB

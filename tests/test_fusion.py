@@ -1,5 +1,6 @@
 """Layers that share an input are joined in a compiled block, and compute the same."""
 import copy
+import weakref
 from collections import Counter
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.adapters import apply_adapters, fusion, init_adapters, lora_config, trainable_parameters
+from fsdp_qlora.adapters.lora_ops import sum_of_products
 from fsdp_qlora.build import compile_blocks
 from fsdp_qlora.memory.activations import apply_activation_policy
 from fsdp_qlora.quantization.quantize import quantize_linears
@@ -81,3 +83,16 @@ def test_layers_that_drop_other_places_of_their_input_are_not_joined(tmp_path, c
     assert gradients(model)["loss"].isfinite()
     assert calls["adapted_linear_backward"] == 14
     assert not {"shared_inputs", "shared_inputs_backward"} & set(calls)
+
+
+def test_a_dequantized_weight_is_gone_before_the_next_one_is_made():
+    made = []
+
+    def weight() -> torch.Tensor:
+        assert not any(ref() is not None for ref in made)
+        one = torch.ones(4, 3)
+        made.append(weakref.ref(one))
+        return one
+    dys = [torch.full((2, 4), float(i)) for i in range(3)]
+    total = sum_of_products(dys, (weight() for _ in dys))
+    assert torch.equal(total, torch.full((2, 3), 12.0)) and len(made) == 3

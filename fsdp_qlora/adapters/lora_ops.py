@@ -123,9 +123,10 @@ def shared_input_backward(dys, x: Tensor, xas, weights, absmaxes, as_, bs, scali
 
 
 def sum_of_products(dys, weights, total: Tensor | None = None) -> Tensor:
-    """total + sum of dY W; each W is made when its turn comes."""
-    for dy, weight in zip(dys, weights, strict=True):
-        total = dy @ weight if total is None else total.addmm_(dy, weight)
+    """total + sum of dY W; each W is made when its turn comes, and gone before the next."""
+    weights = iter(weights)
+    for dy in dys:  # zip would hold on to a W while it asks for the next
+        total = dy @ next(weights) if total is None else total.addmm_(dy, next(weights))
     return total
 
 

@@ -22,7 +22,7 @@ def scatter(rows: list[Row], path: str | Path) -> Path:
     compared = compare(rows)
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.4), layout="constrained")
     panel(left, [(c.row.peak_allocated_gib, c.memory.peak_allocated, c.calibrates) for c in compared
-                 if not c.old_units],
+                 if not c.old_memory],
           "peak memory, GiB", 0.05)
     panel(right, [(c.row.seconds_per_step, c.step.total, c.calibrates)
                   for c in compared if not c.old_code], "step, seconds", 0.10)

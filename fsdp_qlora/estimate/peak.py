@@ -277,7 +277,14 @@ def backward_window(shape: ModelShape, setup: Setup, block: int) -> float:
     if block == 0 and setup.wrap_policy != "attention_mlp":
         ahead = embedding if setup.trains(EMBEDDING) else 0.0
     if not setup.backward_prefetch or setup.shard_ranks == 1: ahead = 0.0
+    if setup.shard_ranks == 1 and block: ahead = streamed_block(shape, setup)
     return root + unit + ahead
+
+
+def streamed_block(shape: ModelShape, setup: Setup) -> float:
+    """Frozen bytes of a block, which one GPU fetches ahead (../memory/streaming.py)."""
+    block = widest_block(shape, setup)
+    return gathered(block, setup) - trained_bytes(block, 1, setup)
 
 
 def all_gradients(shape: ModelShape, setup: Setup) -> float:

@@ -199,8 +199,9 @@ def exposed_seconds(shape: ModelShape, gpu: Gpu, setup: Setup, forward: float, b
     moved = offloaded_input(shape, setup) / (gpu.host_gb_s * 1e9)
     moved *= moved_blocks(shape, setup, shape.layers) / shape.layers
     # One pass over the blocks each: how often a unit is gathered, reduced, and what can hide it.
-    passes = [(gathers[0], 0, forward * several),
-              (gathers[1], 1, backward * several * setup.backward_prefetch)]
+    streams = not several and setup.cpu_offload  # one GPU, always a block ahead (memory/streaming.py)
+    passes = [(gathers[0], 0, forward * (several or streams)),
+              (gathers[1], 1, backward * (streams or several * setup.backward_prefetch))]
     shown, from_host = gathers[0] * (outer * network + gather), gathers[0] * (outer + unit) * pcie
     head = head_bytes(shape, setup)
     if setup.by_rows:  # the head for the loss, and the rows of all ranks' tokens (vocabulary.py)

@@ -25,7 +25,7 @@ from tests.tiny import padded_batch, save_tiny
 pytestmark = [pytest.mark.gpu,
               pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-LAYERS, HIDDEN, TOKENS, REPEATS = 4, 1024, 2048, 20
+LAYERS, HIDDEN, TOKENS, REPEATS = 3, 1024, 2048, 20
 SHAPE = dict(hidden_size=HIDDEN, intermediate_size=2048, num_hidden_layers=LAYERS,
              num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=TOKENS)
 BOTH = OFFLOADS[3]
