@@ -119,7 +119,8 @@ def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, C
                            target_modules=config.target_modules,
                            target_parameters=config.target_parameters,
                            use_dora=config.adapter == "dora", use_rslora=config.use_rslora,
-                           rank_pattern=config.rank_pattern, alpha_pattern=config.alpha_pattern)
+                           rank_pattern=config.rank_pattern, alpha_pattern=config.alpha_pattern,
+                           bias=config.bias)
         lora.revision, lora.layers_to_transform = config.revision, adapted_blocks(config, model)
         model = apply_adapters(model, lora, DTYPES[config.adapter_dtype])
         check_start(model, checkpoint, start_of(config))

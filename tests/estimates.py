@@ -47,7 +47,7 @@ def tiny(known: str, setup: Setup):
         model = apply_adapters(model, lora_config(
             rank=setup.lora_rank, dropout=setup.lora_dropout, target_modules=targets,
             target_parameters=list(setup.expert_targets) or None,
-            use_dora=setup.adapter == "dora", rank_pattern=dict(setup.rank_pattern)))
+            bias=setup.bias, use_dora=setup.adapter == "dora", rank_pattern=dict(setup.rank_pattern)))
     materialize(model, torch.device("cpu"), torch.device("cpu"))  # PEFT left adapters on meta
     apply_activation_policy(model, setup.policies(shape))
     if setup.compile:

@@ -28,7 +28,9 @@ from .estimates import H100, LLAMA_8B, LLAMA_70B, SMALL, TRIAL, tiny
 @pytest.mark.parametrize("known,changes", [
     ("llama-2-7b", {}), ("qwen2.5-0.5b", dict(quant="fp4")), ("qwen3-8b", dict(quant="none")),
     ("phi-3-mini-4k", {}), ("llama-2-7b", dict(targets=("q_proj", "lm_head"))),
-    ("qwen2.5-0.5b", dict(adapter="dora")), ("qwen3-30b-a3b", dict(expert_targets=("experts",))),
+    ("qwen2.5-0.5b", dict(adapter="dora")), ("qwen2.5-0.5b", dict(bias="all")),
+    ("qwen2.5-0.5b", dict(bias="lora_only", targets=("q_proj",))),
+    ("qwen3-30b-a3b", dict(expert_targets=("experts",))),
     ("mixtral-8x7b-v0.1", dict(expert_targets=("down_proj",), rank_pattern=(("down_proj", 3),))),
     ("qwen2.5-0.5b", dict(rank_pattern=(("q_proj", 2), ("down_proj", 16))))])
 def test_stored_weights_are_those_of_the_built_model(known, changes):

@@ -33,6 +33,7 @@ from ..model.blocks import (
 from ..model.conv1d import transposed_weights
 from ..quantization import fp8
 from ..quantization.quantize import FrozenLinear, QuantLinear, compute_input, frozen_linear
+from .biases import add_biases_as_computed, check_biases
 from .dora import Magnitude, adapted_norms, norms_of
 from .experts import adapt_experts, expert_parameters, target_ends
 from .lora_ops import adapted_inputs, adapted_linear
@@ -83,10 +84,12 @@ class LoraLinear(nn.Module, LoraLayer):
         absmax, quant_type = getattr(base, "absmax", None), getattr(base, "quant_type", "")
         scale, form = self.scaling[name], (base.in_features, quant_type, self.product_dtype)
         xa, token = adapted_inputs(rows, base.weight, absmax, a, b, keep, scale, 1 / (1 - p), *form)
-        if self.only_gradients: return token
-        return adapted_linear(token, rows.detach(), xa.detach(), base.weight, absmax,
-                              base.bias if with_bias else None, None if p else a.detach(), b.detach(),
-                              scale, *form)
+        bias = base.bias if with_bias else None
+        trained = bias is not None and bias.requires_grad
+        y = token if self.only_gradients else adapted_linear(
+            token, rows.detach(), xa.detach(), base.weight, absmax, None if trained else bias,
+            None if p else a.detach(), b.detach(), scale, *form)
+        return y + bias.to(y.dtype) if trained else y
 
     def turned(self, rows: Tensor, name: str, p: float) -> Tensor:
         """DoRA's output (N, O). As in PEFT, what dropout takes away goes through W alone."""
@@ -130,7 +133,9 @@ def apply_adapters(model: nn.Module, config: LoraConfig, dtype: torch.dtype = to
                                     low_cpu_mem_usage=on_meta)
     with torch.device("meta") if on_meta else nullcontext(): adapt_experts(peft_model, experts, config)
     if experts: config.target_parameters = [*experts] if blocks else ends
+    check_biases(peft_model, config.bias)
     for p in trainable_parameters(peft_model).values(): p.data = p.data.to(dtype)
+    add_biases_as_computed(peft_model)
     return peft_model
 
 

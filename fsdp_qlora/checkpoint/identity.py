@@ -39,7 +39,7 @@ DEFINES_THE_WEIGHTS = frozenset("""
 quant precision adapter lora_rank lora_alpha lora_target_modules adapter_dtype optimizer
 use_rslora lora_rank_pattern lora_alpha_pattern absmax_dtype n_bits init_lora_weights loftq_iter
 modules_to_save trained_modules layers_to_transform added_tokens llama_pro_path
-llama_pro_blocks lora_target_parameters
+llama_pro_blocks lora_target_parameters bias
 """.split())
 
 # The rest of what decides the losses. An explicit --resume PATH may change these, with a warning.

@@ -331,7 +331,8 @@ WITHOUT_EFFECT = {
 }
 TERMINAL_FORMS = ("tqdm", "stdout", "jsonl")  # of --log_to; the rest are trackers
 OF_ADAPTERS = ("modules_to_save", "layers_to_transform", "init_lora_weights", "use_rslora",
-               "lora_rank_pattern", "lora_alpha_pattern", "loraplus_lr_ratio", "lora_target_parameters")
+               "lora_rank_pattern", "lora_alpha_pattern", "loraplus_lr_ratio", "lora_target_parameters",
+               "bias")
 OF_THE_PROFILE = ("profiling_output", "with_stack", "with_shapes", "wait_steps", "warmup_steps",
                   "active_steps", "repeat", "profiling_frequency")
 

@@ -128,6 +128,8 @@ class AdapterOptions:
         None, "weights of a mixture's experts that are adapted too, each expert's with its own A and B: "
         "experts (all), or the ends of their names; with --lora_dropout 0",
         example="gate_up_proj,down_proj")
+    bias: str = opt("none", "biases that are trained too: all, or those of adapted layers",
+                    choices=("none", "all", "lora_only"))
     adapter_dtype: str = opt("fp32", "storage of adapters, --modules_to_save and new blocks, their "
                              "gradients and optimizer states", choices=("fp32", "bf16"))
 

@@ -39,6 +39,7 @@ class Setup:
     rank_pattern: tuple[tuple[str, int], ...] = ()  # (layer name, its rank), where another
     targets: str | tuple[str, ...] | None = "all-linear"
     expert_targets: tuple[str, ...] = ()  # adapted weights of experts, by the ends of their names
+    bias: str = "none"                 # biases that are trained: all, or lora_only
     lora_dropout: float = 0.1
     whole_modules: tuple[str, ...] = ()  # trained beside the adapters, by the ends of their names
     blocks_adapted: int | None = None  # of all blocks; None: each
@@ -159,7 +160,7 @@ def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
         rank_pattern=tuple(config.rank_pattern.items()),
         targets=tuple(targets) if isinstance(targets, list) else targets,
         expert_targets=tuple(config.target_parameters or ()),
-        lora_dropout=config.lora_dropout, whole_modules=(
+        bias=config.bias, lora_dropout=config.lora_dropout, whole_modules=(
             *config.whole_modules, *(("embed_tokens", "lm_head") if config.added_tokens else ())),
         changes_base=config.changes_base,
         blocks_adapted=len(config.adapted_blocks) if config.adapted_blocks else None,

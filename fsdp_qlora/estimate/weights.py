@@ -52,8 +52,11 @@ def linear_weights(shape: ModelShape, setup: Setup, part: str = "") -> tuple[Wei
     for name, (out, wide) in names.items():
         weights += stored_linear(name, out, wide, setup)
         if name in targets: weights += adapter(name, out, wide, setup)
-    weights += [plain("norms", length, 1, setup.dtype(name), setup.trains(name))
-                for name, length in shape.biases().items() if name in names]
+    for name, length in shape.biases().items():
+        if name not in names: continue
+        if setup.has_lora and (setup.bias == "all" or setup.bias == "lora_only" and name in targets):
+            weights.append(plain("adapters", length, 1, setup.adapter_dtype, True))
+        else: weights.append(plain("norms", length, 1, setup.dtype(name), setup.trains(name)))
     if part != "attention":
         for name, (out, wide) in shape.expert_linears().items():
             weights += stored_linear(name, shape.experts * out, wide, setup)

@@ -108,8 +108,7 @@ class QuantLinear(nn.Module):
         return dequantize_rows(self.weight, self.absmax, self.in_features, self.quant_type, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return frozen_linear(compute_input(x), self.weight, self.absmax, self.bias, self.in_features,
-                             self.quant_type, self.product_dtype)
+        return frozen_product(self, x)
 
     def _apply(self, fn, recurse=True):
         """Follow a move to another device, but keep bytes and scales through a change of dtype.
@@ -134,8 +133,17 @@ class FrozenLinear(nn.Linear):
     product_dtype = ""
 
     def forward(self, x: Tensor) -> Tensor:
-        return frozen_linear(compute_input(x), self.weight, None, self.bias, self.in_features, "",
-                             self.product_dtype)
+        return frozen_product(self, x)
+
+
+def frozen_product(layer: QuantLinear | FrozenLinear, x: Tensor) -> Tensor:
+    """What a frozen layer makes of x; its bias may be trained (adapters/biases.py)."""
+    bias = layer.bias
+    trained = bias is not None and bias.requires_grad
+    y = frozen_linear(compute_input(x), layer.weight, getattr(layer, "absmax", None),
+                      None if trained else bias, layer.in_features, getattr(layer, "quant_type", ""),
+                      layer.product_dtype)
+    return y + bias.to(y.dtype) if trained else y
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:
