@@ -1,6 +1,6 @@
 """How far one step's loss and gradients are from fp32: bf16 and fp8 products of dense and NF4 weights.
 
-    python benchmarks/one_step_error.py --results benchmarks/results/quality_step_h200_2026-11-28.jsonl
+    python benchmarks/one_step_error.py --results benchmarks/results/quality_step_h200_DATE.jsonl
 
 The same checkpoint, the same adapter and the same rows of a step of each of quality.py's tasks. B is
 drawn with a deviation of 0.01, about what training makes of it: at zero, A would have no gradient. The

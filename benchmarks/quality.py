@@ -1,7 +1,7 @@
 """Held-out loss after fine-tuning, by format of frozen weights, DoRA and fp8: two tasks, three seeds.
 
     python -m fsdp_qlora.demo.smollm2     # .cache/SmolLM2-135M-Instruct, the base of every run
-    python benchmarks/quality.py --results benchmarks/results/quality_h200_2026-11-28.jsonl --jobs 12
+    python benchmarks/quality.py --results benchmarks/results/quality_h200_DATE.jsonl --jobs 12
 
 The tasks are the demo's, text to SQL with the demo's settings, scored on four times its held-out
 questions; and the Python standard library's own source, as plain text in rows of 512 tokens, scored on

@@ -35,6 +35,7 @@ from quality_table import (  # noqa: E402
 PAGE = ROOT / "docs/quality.md"
 BEGIN, END = "<!-- made by scripts/quality_page.py -->", "<!-- end of what is made -->"
 LOSSES, CURVES = "pictures/quality.png", "pictures/quality_fp8.png"
+NONE = "Not measured yet."
 COLORS = {"bf16": "#1f5a99", "bf16, fp8 products": "#7fb2e5", "nf4": "#b34700",
           "nf4, fp8 products": "#f0a35e"}
 
@@ -91,20 +92,33 @@ def draw_curves(rows: list[dict]):
 
 
 def section(rows: list[dict]) -> str:
-    """Tables and pictures."""
+    """Tables and pictures of what there is."""
     runs = [row for row in rows if "variant" in row]
-    gpu, commit = runs[0]["gpu"], runs[0]["commit"]
-    python = runs[0]["versions"]["python"]
-    return "\n\n".join([
-        f"{gpu}, commit {commit}, {runs[0]['date']}; the library of Python {python}.",
-        "## Loss by format", tables(rows), f"![held-out loss by format, a dot a seed]({LOSSES})",
-        "## fp8 beside bf16", fp8_table(rows), f"![loss curves of fp8 and bf16 products]({CURVES})",
-        "## One step beside fp32", error_tables(rows)])
+    steps = [row for row in rows if "case" in row]
+    parts = ["## Loss by format", *losses_part(runs), "## One step beside fp32"]
+    return "\n\n".join([*parts, origin(steps), error_tables(steps)] if steps else [*parts, NONE])
+
+
+def losses_part(runs: list[dict]) -> list[str]:
+    """What fine-tuning came to."""
+    if not runs: return [NONE]
+    draw_losses(runs)
+    draw_curves(runs)
+    return [origin(runs), tables(runs), f"![held-out loss by format, a dot a seed]({LOSSES})",
+            "## fp8 beside bf16", fp8_table(runs),
+            f"![loss curves of fp8 and bf16 products]({CURVES})"]
+
+
+def origin(rows: list[dict]) -> str:
+    """Where lines were made. A CPU emulates fp8 products, with sums in fp32."""
+    row = rows[-1]
+    emulated = ", which emulates fp8 products with sums in fp32" if row["gpu"] == "cpu" else ""
+    device = "A CPU" if row["gpu"] == "cpu" else row["gpu"]
+    return (f"{device}{emulated}; {row['model']}; commit {row['commit']}, {row['date']}; Python "
+            f"{row['versions']['python']}.")
 
 
 if __name__ == "__main__":
     rows = read_rows()
-    draw_losses(rows)
-    draw_curves(rows)
     PAGE.write_text(re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{section(rows)}\n{END}",
                            PAGE.read_text(), flags=re.S))
