@@ -1,12 +1,13 @@
 """Set the constants of the estimates on the rows that `bench/accuracy.py` names, and say how well.
 
-    python scripts/fit_constants.py benchmarks/results/*h100*.jsonl
-    python scripts/fit_constants.py benchmarks/results/*h100*.jsonl --write
+    python scripts/fit_constants.py RESULTS.jsonl ...
+    python scripts/fit_constants.py RESULTS.jsonl ... --write
 
 Each constant moves while that brings the predicted times of those rows nearer to the measured ones; a
-penalty holds it near what it stands for, because ten rows can't tell fifteen constants apart. The
-allocator's slack is a line through the same rows. Nothing is written without --write, which changes
-`fsdp_qlora/estimate/constants.py`. Errors are printed for all other rows, before and after.
+penalty holds it near what it stands for, because ten rows can't tell fifteen constants apart; what no
+row of today's code depends on stays. The allocator's slack is least squares over the same rows. Nothing
+is written without --write, which changes `fsdp_qlora/estimate/constants.py`. Errors are printed for all
+other rows, before and after.
 """
 from __future__ import annotations
 
@@ -16,13 +17,17 @@ import re
 from pathlib import Path
 from statistics import median
 
+import numpy as np
+
 from fsdp_qlora.bench.accuracy import Compared, compare
 from fsdp_qlora.bench.row import Row, read_rows
-from fsdp_qlora.estimate import constants, step_seconds
+from fsdp_qlora.estimate import GIB, Peak, constants, step_seconds
 
 TIMES = ("MATMUL_SHARE", "FP8_SHARE", "ATTENTION_SHARE", "COPY_SHARE", "RANK_SHARE", "UNPACK_SHARE",
          "MERGE_SHARE", "FP8_UNPACK_SHARE", "GATHER_SHARE", "COMPILED_LAUNCH", "EAGER_LAUNCH",
-         "ADAPTER_LAUNCH", "UNPACK_LAUNCH", "FP8_LAUNCH", "SHARDED_LAUNCH", "STEP_SECONDS")
+         "RECOMPUTE_LAUNCH", "ADAPTER_LAUNCH", "UNPACK_LAUNCH", "FP8_LAUNCH", "SHARDED_LAUNCH",
+         "STEP_SECONDS", "OPTIMIZER_LAUNCH")
+SLACK = ("SLACK_KEPT", "SLACK_INPUTS", "SLACK_MOVED", "SLACK_GATHERED")
 HOLD = 0.02          # penalty of moving a constant by a factor of e, in squared relative errors
 FIRST, LAST = 0.16, 0.002  # the step of the search, as a share of a constant
 
@@ -55,18 +60,24 @@ def fit_times(rows: list[Compared]):
 
 
 def fit_slack(rows: list[Compared]):
-    """Least squares of reserved less allocated memory over what comes and goes; neither below 0."""
-    points = [((row.memory.parts["slack"] - constants.SLACK_GIB) / constants.SLACK_SHARE,
-               row.row.peak_reserved_gib - row.row.peak_allocated_gib) for row in rows]
-    x, y = (sum(values) / len(points) for values in zip(*points, strict=True))
-    spread = sum((a - x) ** 2 for a, _ in points)
-    slope = max(0.1, sum((a - x) * (b - y) for a, b in points) / spread)
-    constants.SLACK_SHARE, constants.SLACK_GIB = slope, max(0.0, y - slope * x)
+    """Least squares of reserved less allocated memory, as shares of reserved memory."""
+    terms = [Peak(row.shape, row.setup).slack_terms(row.setup.runs(row.shape)) for row in rows]
+    size = np.array([row.row.peak_reserved_gib for row in rows])
+    gaps = 1 - np.array([row.row.peak_allocated_gib for row in rows]) / size
+    names = [*SLACK]
+    while True:  # without those that come out below 0
+        sizes = np.array([[t.get(name, 0.0) / GIB for name in names] for t in terms]) / size[:, None]
+        found = np.linalg.lstsq(sizes, gaps, rcond=None)[0]
+        if (found >= 0).all(): break
+        names = [name for name, value in zip(names, found, strict=True) if value > 0]
+    for name in SLACK: setattr(constants, name, 0.0)
+    for name, value in zip(names, found, strict=True): setattr(constants, name, float(value))
 
 
 def errors(rows: list[Row]) -> str:
     """Errors of time and of reserved memory over rows that set nothing."""
-    tested = [row for row in compare(rows) if not row.calibrates and not row.old_code]
+    tested = [row for row in compare(rows)
+              if not (row.calibrates or row.old_code or row.other_peak)]
     if not tested: return "no row of today's code besides"
     times = [abs(row.time_error) for row in tested]
     sizes = [row.reserved_error for row in tested]
@@ -78,7 +89,7 @@ def errors(rows: list[Row]) -> str:
 def write(path: Path):
     """The values as they are now into the source, with three digits."""
     text = path.read_text()
-    for name in (*TIMES, "SLACK_SHARE", "SLACK_GIB"):
+    for name in (*TIMES, *SLACK):
         text = re.sub(rf"^{name} = [\d.e+-]+", f"{name} = {getattr(constants, name):.3g}", text,
                       flags=re.M)
     path.write_text(text)
@@ -92,9 +103,10 @@ def main():
     rows = [row for path in options.results for row in read_rows(path)]
     chosen = [row for row in compare(rows) if row.calibrates and not row.superseded]
     print(f"{len(chosen)} rows set constants; the others before: {errors(rows)}")
-    start = {name: getattr(constants, name) for name in (*TIMES, "SLACK_SHARE", "SLACK_GIB")}
-    fit_times([row for row in chosen if row.row.seconds_per_step])
-    fit_slack([row for row in chosen if not row.old_code])
+    start = {name: getattr(constants, name) for name in (*TIMES, *SLACK)}
+    fit_times([row for row in chosen if not row.old_code])
+    for _ in range(5):  # the moment that counts changes with the constants
+        fit_slack([row for row in chosen if not row.old_units and not row.other_peak])
     for name, value in start.items():
         print(f"{name:<18}{value:>10.4g} -> {getattr(constants, name):.3g}")
     for row in chosen:

@@ -105,10 +105,13 @@ def test_weights_gathered_once_stay_whole_as_under_shard_grad_op():
     assert once.moments["first block"] > kept.moments["first block"] + 0.9 * blocks
 
 
-def test_slack_follows_what_comes_and_goes_and_fp8_adds_to_it():
-    small, large = (memory(LLAMA_8B, PRODUCT, batch_size=n).parts["slack"] for n in (1, 4))
-    assert large > 1.5 * small
-    assert memory(LLAMA_8B, PRODUCT, compute_dtype="fp8").parts["slack"] > small
+def test_slack_follows_what_comes_and_goes_and_what_stays_between():
+    def slack(**changes): return memory(LLAMA_8B, PRODUCT, **changes).parts["slack"]
+    assert slack(batch_size=4) > 1.5 * slack()
+    assert slack(activation_offload=True) < slack() < slack(activation_policy="keep_all")
+    gathered = memory(LLAMA_70B, world_size=2, batch_size=2, context_length=2048).parts
+    assert gathered["slack"] > memory(LLAMA_70B, world_size=2, strategy="ddp", batch_size=2,
+                                      context_length=2048).parts["slack"] + 0.5 * gathered["unsharded"]
 
 
 def test_hybrid_shards_within_a_group_only():

@@ -5,13 +5,17 @@ import pytest
 
 from fsdp_qlora.catalog.arch import model_shape
 from fsdp_qlora.catalog.hardware import find_gpu
+from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.options import ACTIVATION_POLICIES
 from fsdp_qlora.estimate import (
+    GIB,
     MATMUL_SHARE,
     constants,
     flops_per_token,
+    memory,
     model_flops_per_token,
     model_tflops,
+    setup_from_config,
     step_seconds,
 )
 from fsdp_qlora.estimate.speed import launch_seconds
@@ -20,12 +24,13 @@ from .estimates import H100, LLAMA_8B, LLAMA_70B, PRODUCT, TRIAL, TRIAL_HALF
 
 
 @pytest.mark.parametrize("changes,measured", [
-    (dict(batch_size=2), 1.556), (dict(batch_size=2, activation_policy="keep_attention"), 1.487),
-    (dict(batch_size=2, activation_policy="keep_linears"), 1.222),
-    (dict(activation_policy="keep_all"), 0.618), (dict(activation_policy="keep_linears"), 0.634),
-    (dict(activation_policy="keep_linears", quant="none"), 0.621)])
+    (dict(activation_policy="keep_linears"), 1.167),
+    (dict(activation_policy="keep_all:26,keep_linears:6"), 1.151),
+    (dict(activation_policy="keep_linears", compute_dtype="fp8"), 0.911),
+    (dict(compute_dtype="fp8"), 1.150)])
 def test_step_time_is_near_what_one_h100_measured(changes, measured):
-    assert step_seconds(LLAMA_8B, H100, PRODUCT, **changes).total == pytest.approx(
+    """With the unpacking kernels before the present ones, by a few percent slower."""
+    assert step_seconds(LLAMA_8B, H100, PRODUCT, batch_size=2, **changes).total == pytest.approx(
         measured, rel=0.05)
 
 
@@ -166,3 +171,22 @@ def test_the_host_holds_up_small_steps_only_as_far_as_the_gpu_is_not_busy():
     assert waits > 0
     assert sum(parts.values()) - parts["optimizer"] - constants.STEP_SECONDS == pytest.approx(
         launch_seconds(LLAMA_8B, setup), rel=0.01)
+
+
+def test_replayed_micro_batches_wait_for_no_launch_and_their_gradients_stay():
+    """Where a model can't be captured, nothing changes."""
+    short = replace(PRODUCT, context_length=512, cuda_graphs=True)
+    launched, replayed = (step_seconds(LLAMA_8B, H100, short, cuda_graphs=g).parts
+                          for g in (False, True))
+    assert launched["launches"] > 0.3 and replayed["launches"] == constants.STEP_SECONDS
+    more = memory(LLAMA_8B, short).moments["loss"] - memory(
+        LLAMA_8B, short, cuda_graphs=False).moments["loss"]
+    assert more == pytest.approx(4 * LLAMA_8B.lora_params(64) / GIB)
+    for name in ("gemma-2-9b", "mixtral-8x7b-v0.1"):  # windows, experts
+        shape = model_shape(name)
+        assert step_seconds(shape, H100, short) == step_seconds(shape, H100, short, cuda_graphs=False)
+    settings = RunConfig(sharding_strategy="ddp", batch_size=4, context_length=2048)
+    def replays(world_size=1, **changes):
+        return setup_from_config(replace(settings, **changes), world_size).replays(LLAMA_8B)
+    assert replays() and replays(4) and not replays(context_length=4096)
+    assert not replays(2, sharding_strategy="full_shard") and not replays(cuda_graphs=False)

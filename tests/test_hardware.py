@@ -32,7 +32,7 @@ def test_an_unknown_or_like_named_card_lists_the_catalogue(name):
 
 
 def test_only_measured_cards_are_calibrated():
-    assert [name for name, gpu in GPUS.items() if gpu.calibrated] == ["H100 SXM"]
+    assert [name for name, gpu in GPUS.items() if gpu.calibrated] == ["H100 SXM", "H200"]
     assert GPUS["H100 SXM"].label == "H100 SXM"
     assert GPUS["RTX 3090"].label == "RTX 3090 (uncalibrated)"
 

@@ -1,6 +1,7 @@
 """The ladder and the search: what fits, what is fastest, and what is never changed."""
 import json
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -9,8 +10,9 @@ from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig, plan_batches
 from fsdp_qlora.estimate import estimate
+from fsdp_qlora.estimate.policies import policy_text
 from fsdp_qlora.planner import LADDER, climb, free_settings, make_plan
-from fsdp_qlora.planner.search import seconds_per_row
+from fsdp_qlora.planner.search import places, seconds_per_row
 
 SEVEN, SEVENTY = model_shape("llama-2-7b"), model_shape("llama-2-70b")
 EVERYTHING = free_settings(RunConfig(), set(), everything=True)
@@ -65,6 +67,26 @@ def test_rows_per_step_are_never_changed(rows, gpus):
     found = plan(SEVEN, RunConfig(context_length=2048, global_batch_size=rows), gpu="h100", gpus=gpus)
     for candidate in found.fitting:
         assert plan_batches(candidate.config, gpus).rows_per_step == rows
+
+
+@pytest.mark.parametrize("gpus,limit,settings", [
+    (1, 3.4, {}), (1, 4, dict(compile=False)), (2, 5, {}), (2, 3.2, {}), (2, 2.7, {})])
+def test_no_other_combination_is_faster_than_the_choice(gpus, limit, settings):
+    """Every strategy, offload, micro-batch and split of four blocks over the policies, one by one."""
+    shape, here = SEVEN.cut(4), machine(gpu="3090", gpus=gpus, gpu_memory_gib=limit)
+    config = replace(RunConfig(context_length=2048, global_batch_size=4, lora_dropout=0.0), **settings)
+    found = make_plan(shape, here, config, EVERYTHING)
+    mixes = [m for m in product(range(5), repeat=4) if sum(m) == 4]
+    best = float("inf")
+    for strategy, offload, activations in places(here, config, EVERYTHING):
+        for rows, mix in product((1, 2, 4), mixes):
+            if activations and mix[0] == 4: continue  # refused: nothing would be moved
+            tried = replace(config, sharding_strategy=strategy, use_cpu_offload=offload, batch_size=rows,
+                            use_activation_cpu_offload=activations, activation_policy=policy_text(mix))
+            one = estimate(shape, here, tried)
+            if one.memory.total <= 0.97 * limit: best = min(best, seconds_per_row(one))
+    assert found.choice.memory.total <= limit
+    assert seconds_per_row(found.choice) <= 1.011 * best
 
 
 def test_what_the_user_gave_is_kept():

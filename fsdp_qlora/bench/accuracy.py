@@ -13,21 +13,24 @@ from .row import Row
 # Rows that constants were set on (scripts/fit_constants.py): they say nothing about accuracy, nor does
 # any other row of the same name.
 CALIBRATED_ON = (
-    "8B 2x8192 keep_linears",            # products, attention, passes, unpacking
-    "8B 2x8192 fp8 keep_linears",        # products in fp8
-    "8B 2x8192 fp8 recompute_all",
-    "8B 2x4096 LoRA bf16 keep_all",      # a 16-bit base
-    "70B 2x2048x4 keep_linears",         # gathers, on four GPUs
-    "8B 2x2048 ddp compile=true",        # launches: steps that the host holds up
-    "8B 2x2048 ddp compile=false",
-    "8B 2x2048 shard_grad_op compile=true",
+    "8B 2x8192 ddp recompute_all, 1 GPU",       # products, attention, passes, unpacking
+    "8B 2x8192 ddp activation offload, 1 GPU",  # nothing kept on the GPU
+    "70B width 8 layers 4x2048 ddp keep_linears, 1 GPU",
+    "8B 4x2048 ddp 8-bit Adam, 1 GPU",          # an optimizer that is written here
+    "8B 1x512 ddp eager, 1 GPU",                # launches: steps that the host holds up
+    "8B 1x512 ddp eager keep_all, 1 GPU",
+    "1x2048_fp8 on 1",                          # the same compiled, and replayed without the host
+    "70B both offloads 2x2048, 2 GPUs of 8 GB",  # the allocator beside gathers
+    "70B 2x2048x4 keep_linears",                # gathers on four GPUs, and FSDP's launches, by the code
+    "8B 2x2048 shard_grad_op compile=true",     # of then; today's only on one GPU so far
 )
 # Commits whose kernels and hooks the code no longer has: the times of their rows are history, but for
 # the launches that are set on them. Those of the second list lack only today's 4-bit and fp8 products.
 OLD_COMMITS = ("ae215fd", "f251e71", "989a742", "da4c632", "4d00b20", "2bd4447")
-OLD_PRODUCTS = ("f8e8940", "fc55a1e", "8e7a833")
+OLD_PRODUCTS = ("f8e8940", "fc55a1e", "8e7a833", "0734433", "ee8b4e9", "bb323ea")
 # Two dequantized weights of one sum were there at once, which is the peak where tokens are few.
 OLD_SUMS = ("638255a",)
+EARLY_PEAKS = "5e23f3d"  # whose peaks of replayed rows are those of the row before
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Compared:
     setup: Setup
     memory: Memory
     step: StepTime
-    superseded: bool = False  # by a later row of the same name
+    superseded: bool = False  # by a later row of the same name, launched or replayed as this one
 
     @property
     def memory_error(self) -> float:
@@ -65,8 +68,17 @@ class Compared:
 
     @property
     def old_memory(self) -> bool:
-        """Whether other code than today's took the memory."""
-        return self.old_units or self.row.commit in OLD_SUMS
+        """Whether other code than today's took the memory, or torch's peak is not the step's."""
+        return self.old_units or self.row.commit in OLD_SUMS or self.other_peak
+
+    @property
+    def other_peak(self) -> bool:
+        """Whether torch's peak is not this step's, as where graphs are captured in the first step.
+
+        The optimizer has no states by then.
+        """
+        several = self.row.gradient_accumulation_steps > 1
+        return bool(self.row.cuda_graphs) and (several or self.row.commit == EARLY_PEAKS)
 
     @property
     def old_code(self) -> bool:
@@ -92,7 +104,7 @@ def setup_from_row(row: Row) -> Setup:
         lora_dropout=row.lora_dropout or 0.0, adapter_dtype=row.adapter_dtype or "fp32",
         optimizer=row.optimizer, compute_dtype=row.compute_dtype, batch_size=row.batch_size,
         context_length=row.context_length, accumulation=row.gradient_accumulation_steps,
-        compile=bool(row.compile))
+        compile=bool(row.compile), cuda_graphs=bool(row.cuda_graphs))
 
 
 def shape_of_row(row: Row) -> ModelShape:
@@ -113,8 +125,8 @@ def compare(rows: list[Row]) -> list[Compared]:
             continue  # a model or a card that no estimate knows
         found.append(Compared(row, shape, gpu, setup, memory(shape, setup),
                               step_seconds(shape, gpu, setup)))
-    last = {c.row.name: c for c in found}
-    return [replace(c, superseded=last[c.row.name] is not c) for c in found]
+    last = {(c.row.name, c.row.cuda_graphs): c for c in found}
+    return [replace(c, superseded=last[c.row.name, c.row.cuda_graphs] is not c) for c in found]
 
 
 @dataclass(frozen=True)
@@ -137,8 +149,8 @@ def accuracy(compared: list[Compared]) -> Accuracy:
     tested = [c for c in compared if not c.calibrates and not c.old_memory]
     if not tested: raise ValueError("no measured row that estimates were not set on")
     sizes, reserved = [c.memory_error for c in tested], [c.reserved_error for c in tested]
-    times = [abs(c.time_error) for c in compared
-             if not c.calibrates and not c.old_units and not c.old_code] or [float("nan")]
+    times = [abs(c.time_error) for c in compared if not c.calibrates and not c.old_code]
+    times = times or [float("nan")]
     return Accuracy(len(tested), *spread(sizes), *spread(reserved), len(times), median(times),
                     max(times))
 

@@ -225,7 +225,7 @@ def record_estimate(row: Row, config: RunConfig):
     from ..loading import read_config
     shape = expanded_shape(shape_from_config(
         read_config(config.model_name, **config.source).to_dict(), row.model), config)
-    setup = setup_from_config(config, row.gpus, compile=row.compile)
+    setup = setup_from_config(config, row.gpus, compile=row.compile, cuda_graphs=row.cuda_graphs)
     row.model_tflops_per_gpu = model_tflops(shape, setup, row.tokens_per_second_per_gpu)
     row.estimate_peak_gib = memory(shape, setup).peak_allocated
     if row.gpu == "cpu": return

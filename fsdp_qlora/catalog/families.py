@@ -22,6 +22,7 @@ class Traits:
     qk_norm: str = ""            # of q and k: "head", one for all heads, or "width", one value each
     output_norm: bool = False    # a norm follows the MLP
     experts: bool = False        # the MLP is a router and experts
+    windows: bool = False        # some layers see less than all tokens before
 
     @property
     def norms(self) -> int:
@@ -68,7 +69,14 @@ def traits_of(config: dict) -> Traits:
                          norm_names=LLAMA.norm_names[:1 if config.get("use_parallel_residual") else 2],
                          qk_norm="width" if config.get("qk_layernorm") else "")
     tied = config.get("tie_word_embeddings")
-    return replace(traits, tied=traits.tied if tied is None else bool(tied))
+    return replace(traits, windows=has_windows(config), tied=traits.tied if tied is None else bool(tied))
+
+
+def has_windows(config: dict) -> bool:
+    """Whether some layers see less than all tokens before."""
+    layers = set(config.get("layer_types") or ())
+    window = config.get("sliding_window") and config.get("use_sliding_window", True)
+    return bool(layers - {"full_attention"} or window and not layers)
 
 
 def with_common_names(config: dict) -> dict:

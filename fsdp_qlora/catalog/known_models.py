@@ -64,6 +64,17 @@ def _qwen3(hidden, intermediate, layers, heads, kv_heads, tied) -> dict:
                   model_type="qwen3", rms_norm_eps=1e-6, head_dim=128, tie_word_embeddings=tied)
 
 
+def _mixtral(vocab, hidden, intermediate, layers, heads, positions) -> dict:
+    return _llama(vocab, hidden, intermediate, layers, heads, 8, positions, 1000000.0,
+                  model_type="mixtral", sliding_window=None, num_local_experts=8, num_experts_per_tok=2)
+
+
+def _qwen3_moe(hidden, expert, layers, heads, experts) -> dict:
+    return _llama(151936, hidden, 3 * hidden, layers, heads, 4, 40960, 1000000.0, model_type="qwen3_moe",
+                  rms_norm_eps=1e-6, head_dim=128, moe_intermediate_size=expert, num_experts=experts,
+                  num_experts_per_tok=8, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
+
+
 def _gemma(family, hidden, intermediate, layers, heads, kv_heads, **more) -> dict:
     return _llama(256000, hidden, intermediate, layers, heads, kv_heads, 8192, 10000.0,
                   model_type=family, rms_norm_eps=1e-6, head_dim=256, tie_word_embeddings=True,
@@ -100,12 +111,10 @@ KNOWN = {
     "Qwen/Qwen3-8B": _qwen3(4096, 12288, 36, 32, 8, False),
     "Qwen/Qwen3-14B": _qwen3(5120, 17408, 40, 40, 8, False),
     "Qwen/Qwen3-32B": _qwen3(5120, 25600, 64, 64, 8, False),
-    "Qwen/Qwen3-30B-A3B": _qwen3(2048, 6144, 48, 32, 4, False) | dict(
-        model_type="qwen3_moe", moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
-        norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]),
-    "mistralai/Mixtral-8x7B-v0.1": _llama(
-        32000, 4096, 14336, 32, 32, 8, 32768, 1000000.0, model_type="mixtral", sliding_window=None,
-        num_local_experts=8, num_experts_per_tok=2),
+    "mistralai/Mixtral-8x7B-v0.1": _mixtral(32000, 4096, 14336, 32, 32, 32768),
+    "mistralai/Mixtral-8x22B-v0.1": _mixtral(32768, 6144, 16384, 56, 48, 65536),
+    "Qwen/Qwen3-30B-A3B": _qwen3_moe(2048, 768, 48, 32, experts=128),
+    "Qwen/Qwen3-235B-A22B": _qwen3_moe(4096, 1536, 94, 64, experts=128),
     "google/gemma-7b": _gemma("gemma", 3072, 24576, 28, 16, 16),
     "google/gemma-2-9b": _gemma("gemma2", 3584, 14336, 42, 16, 8, query_pre_attn_scalar=256,
                                 sliding_window=4096, attn_logit_softcapping=50.0,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import get_type_hints
 
@@ -15,10 +16,12 @@ from fastcore.basics import listify
 
 from .settings import AUTO, changed_settings, parts_of, shown, type_name
 
+types_of = cache(get_type_hints)  # a plan makes hundreds of configurations
+
 
 def check_types(config):
     """A wrong type in a script would surface far away; say it here."""
-    hints = get_type_hints(type(config))
+    hints = types_of(type(config))
     for f in fields(config):
         value, hint = getattr(config, f.name), hints[f.name]
         if hint in (float, float | None) and type(value) is int: setattr(config, f.name, float(value))

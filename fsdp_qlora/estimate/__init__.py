@@ -8,8 +8,8 @@ a few moments of a step, and the table shows what is alive then. Nothing is fitt
 Time is counted in the same way: FLOPs over the rate of large products, bytes over the rate of
 copies, transfers less what compute hides.
 
-Modules, each importing only from those before it: constants, setup, weights, activations, flops, peak,
-passes, speed, policies, cost, question, report.
+Modules, each importing only from those before it: constants, setup, weights, activations, flops,
+window, peak, passes, speed, policies, cost, question, report.
 
 Letters: B batch, T tokens of a row, N = B T, D hidden, I intermediate, q and kv the widths of all
 query and all key-value heads, V vocabulary, R rank, n ranks that share one copy of the weights.
@@ -28,11 +28,12 @@ from . import (
     setup,
     speed,
     weights,
+    window,
 )
 from .activations import kept_by_block, loss_bytes, saved_by_block
 from .cost import RunCost, run_cost
 from .flops import Flops, flops_per_token, model_flops_per_token, model_tflops
-from .peak import GIB, Memory, host_memory, memory
+from .peak import GIB, Memory, Peak, host_memory, memory
 from .policies import choose_policies
 from .question import Estimate, estimate
 from .report import as_json, report
@@ -41,7 +42,7 @@ from .speed import StepTime, step_seconds
 from .weights import Weight, block_weights, gathered, optimizer_bytes, resident_bytes
 
 __all__ = [
-    "GIB", "Estimate", "Flops", "Memory", "RunCost", "Setup", "StepTime", "Weight", "as_json",
+    "GIB", "Estimate", "Flops", "Memory", "Peak", "RunCost", "Setup", "StepTime", "Weight", "as_json",
     "block_weights", "check_context", "choose_policies", "estimate", "flops_per_token", "gathered",
     "host_memory", "kept_by_block", "loss_bytes", "memory", "model_flops_per_token", "model_tflops",
     "optimizer_bytes", "report", "resident_bytes", "run_cost", "saved_by_block", "setup_from_config",
@@ -51,7 +52,7 @@ __all__ = [
 
 def __getattr__(name: str):
     """A helper or constant that is not public, from the module that has it."""
-    for module in (constants, setup, weights, activations, flops, passes, peak, speed, policies, cost,
-                   question):
+    for module in (constants, setup, weights, activations, flops, window, peak, passes, speed, policies,
+                   cost, question):
         if not name.startswith("_") and name in vars(module): return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,11 +4,10 @@ The tests trace transformers' blocks and compare.
 """
 from __future__ import annotations
 
-from collections import Counter
-
 from ..catalog.arch import ModelShape
+from ..config.options import ACTIVATION_POLICIES
 from . import experts
-from .setup import BYTES, Setup
+from .setup import BYTES, Runs, Setup
 from .weights import as_given, most_trained, trains_head
 
 CHUNK_LOGITS = 2**27   # logits that exist at once, of 1,024 tokens at most (losses.py)
@@ -147,21 +146,48 @@ def attention_output(shape: ModelShape, setup: Setup) -> float:
     return setup.tokens * (q * setup.product_bytes + shape.heads * 4)
 
 
-def kept_before(shape: ModelShape, setup: Setup, block: int) -> float:
-    """Bytes kept on the GPU of the blocks before `block` (from 0)."""
-    counts = Counter(setup.policies(shape)[:block])
-    moved = offloaded_input(shape, setup) * moved_blocks(shape, setup, block)
-    return sum(count * kept_by_block(shape, setup, policy) for policy, count in counts.items()) - moved
-
-
 def offloaded_input(shape: ModelShape, setup: Setup) -> float:
     """Bytes of a block's input that wait in host memory; 0 without activation offload."""
     return block_input(shape, setup) if setup.activation_offload else 0.0
 
 
-def moved_blocks(shape: ModelShape, setup: Setup, block: int) -> int:
-    """How many of the blocks before `block` have their input moved: not keep_all, nor the last."""
-    return sum(policy != "keep_all" for policy in setup.policies(shape)[:min(block, shape.layers - 1)])
+def moved_blocks(runs: Runs) -> int:
+    """How many blocks have their input moved to the host: not keep_all, nor the last."""
+    *_, (last, _) = runs
+    return sum(count for policy, count in runs if policy != "keep_all") - (last != "keep_all")
+
+
+class Kept:
+    """What blocks keep on the GPU between forward and backward, under any mix of policies."""
+
+    def __init__(self, shape: ModelShape, setup: Setup):
+        self.in_backward = {p: widest_in_backward(shape, setup, p) for p in ACTIVATION_POLICIES}
+        self.offloaded = offloaded_input(shape, setup)
+        self.by_block = {p: kept_by_block(shape, setup, p) - self.offloaded * (p != "keep_all")
+                         for p in ACTIVATION_POLICIES}
+
+    def before(self, runs: Runs, block: int) -> float:
+        """Bytes kept of the blocks before `block` (from 0), which is not the end."""
+        kept, left = 0.0, block
+        for policy, count in runs:
+            kept += min(count, left) * self.by_block[policy]
+            left -= count
+            if left <= 0: break
+        return kept
+
+    def at_end(self, runs: Runs, blocks: int) -> float:
+        """Bytes kept of all blocks: the last one's input is not moved."""
+        return self.before(runs, blocks) + self.offloaded * (runs[-1][0] != "keep_all")
+
+
+def widest_in_backward(shape: ModelShape, setup: Setup, policy: str) -> tuple[float, float]:
+    """Bytes saved of a block, and in use beside them, where its backward takes most."""
+    saved, tiles = saved_in_backward(shape, setup, policy), setup.tiles(policy)
+    places = [(saved, backward_working(shape, setup, policy)),
+              (saved - saved_at_once(shape, setup, policy), backward_end(shape, setup))]
+    if tiles > 1:
+        places.append((saved - mlp_saved(shape, setup) / tiles, attention_working(shape, setup)))
+    return max(places, key=sum)
 
 
 def saved_at_once(shape: ModelShape, setup: Setup, policy: str) -> float:
@@ -243,7 +269,8 @@ def loss_bytes(shape: ModelShape, setup: Setup) -> float:
     """Logits and what is made of them (losses.py), and the head's gradient where it is trained.
 
     At a chunk's widest place: logits and their gradient in the compute dtype, as the fused kernel
-    of a GPU leaves them, and the gradient of the chunk before. An adapted head takes transformers'
+    of a GPU leaves them, and the gradient of the chunk before, or as much inside of the kernel where
+    there is one chunk (measured for 1x512). An adapted head takes transformers'
     own loss: all tokens' logits, cast to fp32, their log-softmax and both gradients.
     """
     a, n = setup.product_bytes, setup.tokens
@@ -252,4 +279,4 @@ def loss_bytes(shape: ModelShape, setup: Setup) -> float:
     chunk = max(128, min(1024, CHUNK_LOGITS // shape.vocab // 128 * 128))
     rows = min(n, chunk)
     head = shape.vocab * shape.hidden * (4 + a) if trains_head(shape, setup) else 0
-    return rows * shape.vocab * a * (3 if n > chunk else 2) + head
+    return rows * shape.vocab * a * 3 + head

@@ -8,15 +8,15 @@ the errors on all other rows.
 from __future__ import annotations
 
 # ---- products and passes -----------------------------------------------------------------------
-MATMUL_SHARE = 0.923   # of the rate of large products, for a block's linear layers
-FP8_SHARE = 0.838       # the same in fp8, without the quantization that they need
-ATTENTION_SHARE = 0.661  # of the same rate for attention over long rows, forward and backward together
+MATMUL_SHARE = 0.92   # of the rate of large products, for a block's linear layers
+FP8_SHARE = 0.824       # the same in fp8, without the quantization that they need
+ATTENTION_SHARE = 0.752  # of the same rate for attention over long rows, forward and backward together
 ATTENTION_RAMP = 840   # tokens: rows of this length reach half of it (benchmarks/attention.py, cuDNN)
-COPY_SHARE = 1.01      # passes over activations move at this share of a copy's rate
-RANK_SHARE = 0.9      # the same for products of rank R, which only read
-UNPACK_SHARE = 0.63    # the same for 4-bit weights unpacked to 16 bits,
-MERGE_SHARE = 0.373     # with the adapter added on the way,
-FP8_UNPACK_SHARE = 0.509  # or written as fp8
+COPY_SHARE = 1.03      # passes over activations move at this share of a copy's rate
+RANK_SHARE = 0.914      # the same for products of rank R, which only read
+UNPACK_SHARE = 0.632    # the same for 4-bit weights unpacked to 16 bits,
+MERGE_SHARE = 0.358     # with the adapter added on the way,
+FP8_UNPACK_SHARE = 0.529  # or written as fp8
 
 # ---- sharding ----------------------------------------------------------------------------------
 # What a gather costs although it is hidden: gathered bytes are copied out of a flat buffer, parameter
@@ -26,21 +26,26 @@ GATHER_SHARE = 0.121    # of a copy's rate, for the bytes of a gathered unit, re
 COLLECTIVE_LATENCY = 30e-6  # seconds
 
 # ---- the host ----------------------------------------------------------------------------------
-# Seconds in which the CPU launches one forward of a block; a backward takes twice as long.
-COMPILED_LAUNCH = 0.00225
-EAGER_LAUNCH = 0.00495
-ADAPTER_LAUNCH = 0.0001  # more for each adapted layer,
-UNPACK_LAUNCH = 0.000401   # where weights are in few bits,
-FP8_LAUNCH = 0.0004      # and in fp8
-RERUN_LAUNCH = 0.3       # of a forward, to make again what keep_linears leaves out
+# Seconds in which the CPU launches a third of a block's forward and backward.
+COMPILED_LAUNCH = 0.00126
+EAGER_LAUNCH = 0.00263
+ADAPTER_LAUNCH = 7.14e-05  # more for each adapted layer,
+UNPACK_LAUNCH = 0.000325   # where weights are in few bits,
+FP8_LAUNCH = 0.000345      # and in fp8
+RECOMPUTE_LAUNCH = 2.83    # of that third, to run a block again, hooks of checkpointing included;
+RERUN_LAUNCH = 0.3       # or only what keep_linears leaves out
 SHARDED_LAUNCH = 0.00517   # FSDP's hooks, per block and gather
-STEP_SECONDS = 0.0162             # the GPU waits at a step's start and end
+STEP_SECONDS = 0.00513             # the GPU waits at a step's start and end
+OPTIMIZER_LAUNCH = 0.00069  # to update one tensor by an optimizer that is written here (optim/)
 HOST_OPTIMIZER_PER_SECOND = 0.9e9  # weights per second and rank that the host's Adam updates
 
 # ---- the allocator -----------------------------------------------------------------------------
-# Reserved but not used at the peak: freed pieces of tensors that come and go, at their widest.
-SLACK_SHARE = 0.893     # of the most that is gathered, in use in a block or the loss at any moment
-SLACK_GIB = 0.228       # whatever the size: the allocator's rounding to segments
+# Reserved but not used at the peak: holes that tensors leave which come and go. What stays between them
+# keeps holes apart, so it matters what blocks keep. Shares of what is in use in a block or the loss,
+SLACK_KEPT = 1.58       # where blocks keep more than their input,
+SLACK_INPUTS = 1.09     # where they keep that,
+SLACK_MOVED = 0.311      # and where it waits on the host.
+SLACK_GATHERED = 1.09   # of what FSDP has gathered and frees; the two at the moment of the most
 
 CONTEXT_GIB = 0.5      # CUDA context and kernels
 NCCL_GIB = 0.4         # buffers of one NCCL communicator, where there are several ranks

@@ -1,7 +1,6 @@
 """The peak of a step: what is alive at the moments that can be it, and the host's memory.
 
-Which units FSDP2 has gathered, and which gradients wait, follows sharding/fsdp.py and
-training/trainer.py.
+Which units FSDP2 has gathered, and which gradients wait, is in `window.py`.
 """
 from __future__ import annotations
 
@@ -9,38 +8,18 @@ from dataclasses import dataclass, field, replace
 
 from ..catalog.arch import ModelShape
 from . import constants
-from .activations import (
-    attention_working,
-    backward_end,
-    backward_working,
-    block_input,
-    kept_before,
-    loss_bytes,
-    mlp_saved,
-    offloaded_input,
-    saved_at_once,
-    saved_in_backward,
-)
+from .activations import Kept, block_input, loss_bytes, offloaded_input
 from .constants import CONTEXT_GIB, NCCL_GIB, PROCESS_HOST_GIB
-from .setup import BYTES, Setup
+from .setup import BYTES, Runs, Setup
 from .weights import (
-    EMBEDDING,
     all_trained,
-    average_gathered,
-    average_trained,
     cast_head_bytes,
-    embedding_weights,
-    gathered,
     head_bytes,
-    linear_weights,
-    most_trained,
     optimizer_bytes,
     resident_bytes,
-    root_weights,
-    trained_bytes,
     trained_on_host,
-    widest_block,
 )
+from .window import Gradients, Window
 
 GIB = 2**30
 BUCKET_BYTES = 128 * 2**20  # gradients reduced together under ddp (sharding/fsdp.py)
@@ -113,31 +92,97 @@ def memory(shape: ModelShape, setup: Setup | None = None, **changes) -> Memory:
     for an unknown target module or a number out of range.
     """
     setup = replace(setup or Setup(), **changes)
-    static = static_parts(shape, setup)
-    found = {name: static | parts for name, parts in moments(shape, setup).items()}
-    totals = {name: sum(parts.values()) for name, parts in found.items()}
-    moment = max(totals, key=totals.__getitem__)
-    parts = {name: found[moment].get(name, 0.0) for name in PARTS}
-    parts["slack"] = slack_bytes(shape, setup, found)
-    parts["context"] = GIB * (CONTEXT_GIB + (NCCL_GIB if setup.world_size > 1 else 0))
-    return Memory({name: b / GIB for name, b in parts.items()}, moment,
-                  {name: b / GIB for name, b in totals.items()}, host_memory(shape, setup))
+    return Peak(shape, setup)(setup.runs(shape))
 
 
-def slack_bytes(shape: ModelShape, setup: Setup, found: dict[str, dict[str, float]]) -> float:
-    """What torch has reserved and does not use at the peak: pieces of what came and went.
+class Peak:
+    """`memory` for any mix of activation policies; what does not depend on it is counted once.
 
-    In proportion to the most that comes and goes at once: not units that stay gathered. Products in
-    fp8 make copies of tokens and weights besides, never at the peak itself.
+    `setup.activation_policy` is not looked at.
     """
-    if setup.sharded and not setup.resharded:
-        found = moments(shape, replace(setup, gather_once=False, strategy=setup.strategy.replace(
-            "shard_grad_op", "full_shard")))
-    widest = max(sum(parts.get(name, 0.0) for name in ("working", "unsharded", "loss"))
-                 for parts in found.values())
-    if setup.compute_dtype == "fp8":
-        widest += 2 * shape.intermediate * (setup.tokens + shape.hidden)
-    return constants.SLACK_SHARE * widest + constants.SLACK_GIB * GIB
+
+    def __init__(self, shape: ModelShape, setup: Setup):
+        self.shape, self.setup = shape, setup
+        self.static = static_parts(shape, setup)
+        self.kept, self.gradients = Kept(shape, setup), Gradients(shape, setup)
+        self.window = self.loose = Window(shape, setup)
+        if setup.sharded and not setup.resharded:
+            self.loose = Window(shape, replace(setup, gather_once=False, strategy=setup.strategy.replace(
+                "shard_grad_op", "full_shard")))
+        self.fixed = self.fixed_moments()
+        self.head = head_bytes(shape, setup)
+        self.context = GIB * (CONTEXT_GIB + (NCCL_GIB if setup.world_size > 1 else 0))
+        self.on_host = host_memory(shape, setup)
+
+    def __call__(self, runs: Runs) -> Memory:
+        """The memory of a step whose blocks follow `runs`."""
+        found = self.moments(runs)
+        totals = {name: sum(parts.values()) for name, parts in found.items()}
+        moment = max(totals, key=totals.__getitem__)
+        always = sum(self.static.values())
+        parts = dict.fromkeys(PARTS, 0.0) | self.static | found[moment]
+        parts |= dict(slack=self.slack(runs), context=self.context)
+        return Memory({name: b / GIB for name, b in parts.items()}, moment,
+                      {name: (always + b) / GIB for name, b in totals.items()}, self.on_host)
+
+    def fixed_moments(self) -> dict[str, dict[str, float]]:
+        """Bytes of what comes and goes outside of blocks; what these keep is added by `moments`."""
+        shape, setup, grads = self.shape, self.setup, self.gradients
+        n, d, a = setup.tokens, shape.hidden, BYTES[setup.precision]
+        bucket = min(grads.whole, BUCKET_BYTES) if setup.world_size > 1 and not setup.sharded else 0.0
+        # The final norm is never compiled: its input in fp32 and its output, then the loss's gradient.
+        return {
+            "embedding": dict(gradients=grads.held, working=n * d * a + 2 * PIECE_BYTES * setup.by_rows),
+            "last block gathered": dict(gradients=grads.held, activations=block_input(shape, setup)),
+            "loss": dict(activations=n * d * (4 + a), loss=loss_bytes(shape, setup) + n * d * a,
+                         gradients=grads.held, working=cast_head_bytes(shape, setup)),
+            # Its backward in fp32: the input and, in that of its square, five tensors of its size.
+            "final norm": dict(activations=n * d * 4, working=5 * n * d * 4,
+                               gradients=grads.held + grads.root),
+            "gradients reduced": dict(gradients=grads.whole + bucket)}
+
+    def moments(self, runs: Runs, window: Window | None = None) -> dict[str, dict[str, float]]:
+        """Bytes of what comes and goes, at each moment that can be the peak.
+
+        Among blocks of one policy everything changes evenly, so the ends of each run are enough.
+        """
+        window, layers = window or self.window, self.shape.layers
+        head, kept = self.head, self.kept.at_end(runs, layers)
+        more = {"embedding": (0.0, window.at_embedding()),
+                "last block gathered": (self.kept.before(runs, layers - 1), window.at_last_block()),
+                "loss": (kept, window.at_loss() + head), "final norm": (kept, window.at_loss()),
+                "gradients reduced": (0.0, 0.0)}
+        found = {name: self.fixed[name] | dict(
+                     activations=self.fixed[name].get("activations", 0.0) + before, unsharded=gathered)
+                 for name, (before, gathered) in more.items()}
+        return found | {name: self.in_block_backward(runs, policy, block, window)
+                        for name, (policy, block) in block_moments(runs).items()}
+
+    def in_block_backward(self, runs: Runs, policy: str, block: int, window: Window
+                          ) -> dict[str, float]:
+        """What is alive at the widest place of one block's backward."""
+        before = self.kept.before(runs, block)
+        # The input of the block before comes back meanwhile; the last block's never left.
+        if 0 < block < self.shape.layers - 1: before += self.kept.offloaded
+        saved, work = self.kept.in_backward[policy]
+        return dict(activations=before + saved, working=work, unsharded=window.in_backward(block),
+                    gradients=self.gradients.in_backward(block))
+
+    def slack(self, runs: Runs) -> float:
+        """Bytes that torch has reserved and does not use at the peak."""
+        return sum(getattr(constants, name) * size for name, size in self.slack_terms(runs).items())
+
+    def slack_terms(self, runs: Runs) -> dict[str, float]:
+        """What the slack is in proportion to, by the name of the constant.
+
+        Of the moment at which most comes and goes: not units that stay gathered.
+        """
+        keep = any(policy != "recompute_all" for policy, _ in runs)
+        share = "SLACK_" + ("KEPT" if keep else "MOVED" if self.setup.activation_offload else "INPUTS")
+        moments = [{share: parts.get("working", 0.0) + parts.get("loss", 0.0),
+                    "SLACK_GATHERED": parts["unsharded"]}
+                   for parts in self.moments(runs, self.loose).values()]
+        return max(moments, key=lambda m: sum(getattr(constants, name) * m[name] for name in m))
 
 
 def static_parts(shape: ModelShape, setup: Setup) -> dict[str, float]:
@@ -146,176 +191,21 @@ def static_parts(shape: ModelShape, setup: Setup) -> dict[str, float]:
     return dict(workspace=CUBLAS_WORKSPACE, optimizer=states) | resident_bytes(shape, setup)
 
 
-def moments(shape: ModelShape, setup: Setup) -> dict[str, dict[str, float]]:
-    """Bytes of what comes and goes, at each moment that can be the peak.
+def block_moments(runs: Runs) -> dict[str, tuple[str, int]]:
+    """Policy and number, from 0, of the blocks in whose backward the peak can be.
 
-    Among blocks of one policy everything changes evenly, so the ends of each run are enough.
+    These are the first, the last and those where policies change. The last is apart: no gradients wait
+    to be reduced yet; and so is the first, which has nothing before it to fetch.
     """
-    n, d, a = setup.tokens, shape.hidden, BYTES[setup.precision]
-    last = shape.layers - 1
-    window = forward_window(shape, setup)
-    held = held_gradients(shape, setup)
-    after_blocks = kept_before(shape, setup, shape.layers)
-    # The final norm is never compiled: its input in fp32 and its output, then the loss's gradient.
-    found = {
-        "embedding": dict(unsharded=embedding_window(shape, setup), gradients=held,
-                          working=n * d * a + 2 * PIECE_BYTES * setup.by_rows),
-        "last block gathered": dict(
-            activations=kept_before(shape, setup, last) + block_input(shape, setup),
-            unsharded=gather_window(shape, setup), gradients=held),
-        "loss": dict(activations=after_blocks + n * d * (4 + a), loss=loss_bytes(shape, setup)
-                     + n * d * a, unsharded=window + head_bytes(shape, setup), gradients=held,
-                     working=cast_head_bytes(shape, setup)),
-        # Its backward in fp32: the input and, in that of its square, five tensors of its size.
-        "final norm": dict(activations=after_blocks + n * d * 4, working=5 * n * d * 4,
-                           unsharded=window, gradients=held + root_gradient(shape, setup))}
-    for name, block in block_moments(setup.policies(shape)).items():
-        found[name] = in_block_backward(shape, setup, block)
-    grads = all_gradients(shape, setup)
-    bucket = min(grads, BUCKET_BYTES) if setup.world_size > 1 and not setup.sharded else 0.0
-    found["gradients reduced"] = dict(gradients=grads + bucket)
-    return found
-
-
-def block_moments(policies: list[str]) -> dict[str, int]:
-    """The blocks, from 0, in whose backward the peak can be: first, last and where policies change.
-
-    The last block is apart: no gradients wait to be reduced yet.
-    """
-    last = len(policies) - 1
-    found = {"last block": last, "block before it": last - 1, "first block": 0}
-    for i in range(last):
-        if policies[i] != policies[i + 1]: found |= {f"block {i + 1}": i, f"block {i + 2}": i + 1}
-    return {name: block for name, block in found.items() if block >= 0}
-
-
-def in_block_backward(shape: ModelShape, setup: Setup, block: int) -> dict[str, float]:
-    """What is alive at the widest place of one block's backward."""
-    before = kept_before(shape, setup, block)
-    policy = setup.policies(shape)[block]
-    own = saved_in_backward(shape, setup, policy)
-    # The input of the block before comes back meanwhile; the last block's never left.
-    if 0 < block < shape.layers - 1: before += offloaded_input(shape, setup)
-    saved, work = before + own, backward_working(shape, setup, policy)
-    others = [(saved - saved_at_once(shape, setup, policy), backward_end(shape, setup))]
-    if setup.tiles(policy) > 1:
-        without_mlp = saved - mlp_saved(shape, setup) / setup.tiles(policy)
-        others.append((without_mlp, attention_working(shape, setup)))
-    saved, work = max((saved, work), *others, key=sum)
-    return dict(activations=saved, working=work, unsharded=backward_window(shape, setup, block),
-                gradients=gradients_at(shape, setup, block))
-
-
-def unit_bytes(shape: ModelShape, setup: Setup) -> tuple[float, float]:
-    """Gathered bytes of the unit whose backward comes first in a block, and of the one after it.
-
-    A block is one unit, or its MLP and its attention are two. `min_params` is taken as `block`.
-    """
-    if setup.wrap_policy == "attention_mlp":
-        return (gathered(linear_weights(shape, setup, "mlp"), setup),
-                gathered(linear_weights(shape, setup, "attention"), setup))
-    block = gathered(widest_block(shape, setup), setup)
-    return block, block
-
-
-def embedding_window(shape: ModelShape, setup: Setup) -> float:
-    """Gathered bytes at the start of a forward, where the root and then the embedding are gathered.
-
-    FSDP2's copy out of the embedding's flat buffer keeps the root's alive until it returns, by a
-    local name (`prev_all_gather_state` in `FSDPParamGroup.wait_for_unshard`).
-    """
-    embedding, root = (gathered(w(shape, setup), setup) for w in (embedding_weights, root_weights))
-    if setup.shard_ranks == 1: return root + embedding  # copied without a flat buffer
-    return 2 * root + 2 * embedding
-
-
-def gather_window(shape: ModelShape, setup: Setup) -> float:
-    """Gathered bytes while the last unit of the last block is copied out of its flat buffer.
-
-    The root's weights, both flat buffers as in `embedding_window`, and the unit; without resharding
-    all blocks and the embedding.
-    """
-    if not setup.sharded: return 0.0
-    root = gathered(root_weights(shape, setup), setup)
-    unit, before = unit_bytes(shape, setup)
-    flat = unit + before if setup.shard_ranks > 1 else 0.0
-    if setup.resharded: return root + flat + unit
-    return (root + flat + gathered(embedding_weights(shape, setup), setup)
-            + shape.layers * average_gathered(shape, setup))
-
-
-def forward_window(shape: ModelShape, setup: Setup) -> float:
-    """Gathered bytes while the loss is computed, inside the root's forward.
-
-    The root's weights; the flat buffer of the last unit's all-gather, which FSDP2 frees at the next
-    one; and without resharding, every block and the embedding.
-    """
-    if not setup.sharded: return 0.0
-    root = gathered(root_weights(shape, setup), setup)
-    flat = unit_bytes(shape, setup)[0] if setup.shard_ranks > 1 else 0.0
-    if setup.resharded: return root + flat
-    return (root + flat + gathered(embedding_weights(shape, setup), setup)
-            + shape.layers * average_gathered(shape, setup))
-
-
-def backward_window(shape: ModelShape, setup: Setup, block: int) -> float:
-    """Gathered bytes in a block's backward.
-
-    Its unit, and the flat buffer of the next, gathered ahead. The unit before the first block is
-    the embedding, which is gathered only if it is trained (sharding/fsdp.py stops it otherwise). Without
-    resharding all blocks up to this one, and the embedding, whose hook waits for the end of the
-    backward.
-    """
-    if not setup.sharded: return 0.0
-    root = gathered(root_weights(shape, setup), setup)
-    embedding = gathered(embedding_weights(shape, setup), setup)
-    if not setup.resharded:
-        # Of all micro-batches but the last, --gather_once frees nothing.
-        whole = shape.layers if setup.gather_once and setup.accumulation > 1 else block + 1
-        return root + embedding + whole * average_gathered(shape, setup)
-    unit, ahead = unit_bytes(shape, setup)
-    if block == 0 and setup.wrap_policy != "attention_mlp":
-        ahead = embedding if setup.trains(EMBEDDING) else 0.0
-    if not setup.backward_prefetch or setup.shard_ranks == 1: ahead = 0.0
-    if setup.shard_ranks == 1 and block: ahead = streamed_block(shape, setup)
-    return root + unit + ahead
-
-
-def streamed_block(shape: ModelShape, setup: Setup) -> float:
-    """Frozen bytes of a block, which one GPU fetches ahead (../memory/streaming.py)."""
-    block = widest_block(shape, setup)
-    return gathered(block, setup) - trained_bytes(block, 1, setup)
-
-
-def all_gradients(shape: ModelShape, setup: Setup) -> float:
-    """Gradients of one rank after the backward; the host has them if they are offloaded."""
-    if setup.sharded and setup.no_sync and setup.accumulation > 1:  # whole, in the reduce dtype
-        return all_trained(shape, setup, 1, "fp32")
-    return 0.0 if trained_on_host(shape, setup) else all_trained(shape, setup, setup.shard_ranks)
-
-
-def held_gradients(shape: ModelShape, setup: Setup) -> float:
-    """Gradients of earlier micro-batches, which wait through a forward."""
-    return all_gradients(shape, setup) if setup.accumulation > 1 else 0.0
-
-
-def root_gradient(shape: ModelShape, setup: Setup) -> float:
-    """The root's own gradients, whole until the backward ends."""
-    return trained_bytes(root_weights(shape, setup), 1, setup)
-
-
-def gradients_at(shape: ModelShape, setup: Setup, block: int) -> float:
-    """Gradients alive when the backward has come to `block`.
-
-    Those of the blocks after it, reduced; the fp32 input of the last reduce-scatter, which FSDP2
-    keeps until the next; and the root's.
-    """
-    later = shape.layers - 1 - block
-    grads = held_gradients(shape, setup)
-    if setup.accumulation == 1 and not trained_on_host(shape, setup):
-        grads += later * average_trained(shape, setup, setup.shard_ranks)
-    if setup.sharded and later: grads += most_trained(shape, setup, "fp32")
-    return grads + root_gradient(shape, setup)
+    start, found = 0, {}
+    last = sum(count for _, count in runs) - 1
+    for policy, count in runs:
+        for block in {start, start + count - 1}: found[block] = policy
+        found |= {block: policy for block in (1, last - 1) if start <= block < start + count}
+        start += count
+    names = {0: "first block", 1: "second block", last - 1: "block before it", last: "last block"}
+    return {names.get(block, f"block {block + 1}"): (found[block], block)
+            for block in sorted(found, reverse=True)}
 
 
 def host_memory(shape: ModelShape, setup: Setup) -> dict[str, float]:

@@ -13,7 +13,7 @@ from operator import attrgetter, mul
 from ..catalog.arch import ModelShape
 from ..catalog.hardware import Gpu, find_gpu
 from .activations import kept_by_block
-from .peak import GIB, Memory, memory
+from .peak import GIB, Memory, Peak, memory
 from .setup import Setup
 from .speed import compute_parts, launch_seconds
 
@@ -34,10 +34,11 @@ def choose_policies(shape: ModelShape, setup: Setup, budget_gib: float, gpu: Gpu
     `setup.activation_policy` is not looked at. Times are those of `gpu`, an H100 if not given.
     Raises ValueError, with the predicted need, if it is not enough even for recompute_all.
     """
+    peak = Peak(shape, setup)
     def fits(counts: Counts) -> bool:
-        return needed(memory(shape, replace(setup, activation_policy=policy_text(counts)))) <= budget_gib
+        return needed(peak([run for run in zip(ORDER, counts, strict=True) if run[1]])) <= budget_gib
 
-    least = memory(shape, replace(setup, activation_policy="recompute_all"))
+    least = peak([("recompute_all", shape.layers)])
     if not needed(least) <= budget_gib:
         raise ValueError(
             f"--activation_budget_gib {budget_gib:g}: a step needs {needed(least):.2f} GiB by "
@@ -59,7 +60,7 @@ def choose_tiles(shape: ModelShape, setup: Setup, budget_gib: float | None = Non
     With a budget, for every block recomputed; the most if not even those fit.
     """
     def peak(tiles: int, **changes) -> float:
-        return memory(shape, replace(setup, mlp_tiles=tiles, **changes)).peak_allocated
+        return memory(shape, setup, mlp_tiles=tiles, **changes).peak_allocated
 
     for tiles in TILES[:-1]:
         if budget_gib is not None: enough = peak(tiles, activation_policy="recompute_all") <= budget_gib
@@ -113,11 +114,12 @@ def most_attention_that_fits(most: Counts, fits: Callable[[Counts], bool]) -> Co
     whole, linears, attention, again = most
     mixes = [(whole, linears, n, again + attention - n) for n in range(attention + 1)]
     if fits(mixes[-1]): return mixes[-1]
-    low, high = -1, attention  # mixes[high] does not fit
+    if attention and not fits(mixes[0]): return None
+    low, high = 0, attention  # mixes[high] does not fit
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(mixes[middle]) else (low, middle)
-    return mixes[low] if low >= 0 else None
+    return mixes[low] if attention else None
 
 
 def policy_text(counts: Counts) -> str:

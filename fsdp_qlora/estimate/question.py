@@ -59,14 +59,20 @@ def estimate(shape: ModelShape, machine: Machine, config: RunConfig) -> Estimate
     """The answer. Raises ValueError, naming the flag, for settings that the model or GPU can't do."""
     shape = expanded_shape(shape, config)
     check_question(shape, machine, config)
-    setup = setup_from_config(config, machine.world_size, gpus_per_node=machine.gpus)
+    setup = asked_setup(shape, machine, config)
     check_context(shape, setup)
-    on_host = trained_on_host(shape, setup, machine.gpu.memory_gib)
-    if setup.cpu_offload: setup = replace(setup, trained_offload=on_host)
-    if config.mlp_tiles == AUTO: setup = replace(setup, mlp_tiles=choose_tiles(shape, setup))
     step = step_seconds(shape, machine.gpu, setup, link_gb_s=machine.link_gb_s,
                         internode_gb_s=machine.internode_gb_s)
     return Estimate(shape, machine, config, setup, memory(shape, setup), step)
+
+
+def asked_setup(shape: ModelShape, machine: Machine, config: RunConfig) -> Setup:
+    """The settings on this machine, which decides where trained weights are under CPU offload."""
+    setup = setup_from_config(config, machine.world_size, gpus_per_node=machine.gpus)
+    on_host = trained_on_host(shape, setup, machine.gpu.memory_gib)
+    if setup.cpu_offload: setup = replace(setup, trained_offload=on_host)
+    if config.mlp_tiles == AUTO: setup = replace(setup, mlp_tiles=choose_tiles(shape, setup))
+    return setup
 
 
 def check_question(shape: ModelShape, machine: Machine, config: RunConfig):

@@ -5,14 +5,17 @@ The constants here are shared by the modules beside this one.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from ..catalog.arch import ModelShape
 from ..config import RunConfig, block_policies, plan_batches
+from ..config.run import graphs_pay
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 TILED = ("recompute_all", "keep_attention")  # policies under which an MLP can be in tiles
 OPTIMIZER_STATES = {"adamw": 2, "adamw_bf16": 2, "adamw_8bit": 2, "adafactor": 0, "adam": 2, "sgd": 0,
                     "adadelta": 2}  # values per trained weight
+Runs = list[tuple[str, int]]  # activation policies from the first block on: name, number of blocks
 STATE_BYTES = {"adamw_bf16": 2, "adamw_8bit": 1 + 4 / 256}  # of a value, where not as the weight's
 
 
@@ -54,6 +57,7 @@ class Setup:
     accumulation: int = 1
     no_sync: bool = False
     compile: bool = False              # where RunConfig says nothing, true on a GPU
+    cuda_graphs: bool = False          # micro-batches are replayed, without the host's launches
     attention: str = "sdpa"
     padded_rows: bool = False          # a mask goes into attention, as where rows are padded
 
@@ -132,9 +136,18 @@ class Setup:
         """Parts in which the MLP of a block with this policy is computed."""
         return self.mlp_tiles if policy in TILED else 1
 
+    def replays(self, shape: ModelShape) -> bool:
+        """Whether micro-batches are CUDA graphs, which some models rule out (training/graphs.py)."""
+        return self.cuda_graphs and self.attention in ("sdpa", "varlen") and not (
+            shape.traits.experts or shape.traits.windows)
+
     def policies(self, shape: ModelShape) -> list[str]:
         """The activation policy of each block, from the first on; ValueError if it has no sense."""
         return block_policies(self.activation_policy, shape.layers)
+
+    def runs(self, shape: ModelShape) -> Runs:
+        """The same, blocks of one policy that follow each other together."""
+        return [(policy, len([*blocks])) for policy, blocks in groupby(self.policies(shape))]
 
 
 def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
@@ -170,7 +183,9 @@ def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
         compute_dtype=config.compute_dtype,
         batch_size=batches.micro_batch_size, context_length=config.context_length,
         accumulation=batches.accumulation, no_sync=config.no_sync,
-        compile=config.compile is not False, attention=estimated_attention(config)), **changes)
+        compile=config.compile is not False, attention=estimated_attention(config),
+        cuda_graphs=(graphs_pay(config, world_size) if config.cuda_graphs is None
+                     else config.cuda_graphs)), **changes)
 
 
 def estimated_attention(config: RunConfig) -> str:

@@ -23,7 +23,7 @@ from .passes import (
     tile_traffic,
     unpack_traffic,
 )
-from .setup import BYTES, Setup
+from .setup import BYTES, STATE_BYTES, Setup
 from .weights import (
     all_trained,
     average_gathered,
@@ -34,6 +34,7 @@ from .weights import (
     optimizer_bytes,
     root_weights,
     trained_on_host,
+    trained_tensors,
 )
 
 
@@ -155,7 +156,11 @@ def block_seconds(shape: ModelShape, gpu: Gpu, setup: Setup) -> tuple[float, flo
 
 
 def launch_seconds(shape: ModelShape, setup: Setup) -> float:
-    """Seconds that the CPU needs to launch one micro-batch: forward 1, backward 2, recompute 1."""
+    """Seconds that the CPU needs to launch one micro-batch: blocks and what runs again.
+
+    None where CUDA graphs are replayed.
+    """
+    if setup.replays(shape): return 0.0
     once = constants.COMPILED_LAUNCH if setup.compile else constants.EAGER_LAUNCH
     once += constants.ADAPTER_LAUNCH * (len(adapted_linears(shape, setup))
                                         + len(adapted_experts(shape, setup)))
@@ -163,7 +168,7 @@ def launch_seconds(shape: ModelShape, setup: Setup) -> float:
     if setup.compute_dtype == "fp8": once += constants.FP8_LAUNCH
     hooks = (1 + setup.resharded) * constants.SHARDED_LAUNCH if setup.sharded else 0.0
     again = dict(keep_all=0.0, keep_linears=constants.RERUN_LAUNCH)
-    return sum(count * (once * (3 + again.get(policy, 1.0)) + hooks)
+    return sum(count * (once * (3 + again.get(policy, constants.RECOMPUTE_LAUNCH)) + hooks)
                for policy, count in Counter(setup.policies(shape)).items())
 
 
@@ -197,11 +202,11 @@ def exposed_seconds(shape: ModelShape, gpu: Gpu, setup: Setup, forward: float, b
     reduce = average_trained(shape, setup, 1, "fp32") * network
     copied = 2 * unit / (gpu.reached_bandwidth_gb_s * 1e9 * constants.GATHER_SHARE) * several
     moved = offloaded_input(shape, setup) / (gpu.host_gb_s * 1e9)
-    moved *= moved_blocks(shape, setup, shape.layers) / shape.layers
+    moved *= moved_blocks(setup.runs(shape)) / shape.layers
     # One pass over the blocks each: how often a unit is gathered, reduced, and what can hide it.
-    streams = not several and setup.cpu_offload  # one GPU, always a block ahead (memory/streaming.py)
-    passes = [(gathers[0], 0, forward * (several or streams)),
-              (gathers[1], 1, backward * (streams or several * setup.backward_prefetch))]
+    # On one GPU blocks stream ahead of their use in both directions (memory/streaming.py).
+    passes = [(gathers[0], 0, forward),
+              (gathers[1], 1, backward * (setup.backward_prefetch or not several))]
     shown, from_host = gathers[0] * (outer * network + gather), gathers[0] * (outer + unit) * pcie
     head = head_bytes(shape, setup)
     if setup.by_rows:  # the head for the loss, and the rows of all ranks' tokens (vocabulary.py)
@@ -229,10 +234,13 @@ def once_per_step(shape: ModelShape, setup: Setup, link: float, internode_gb_s: 
 
 
 def optimizer_seconds(shape: ModelShape, gpu: Gpu, setup: Setup) -> float:
-    """Seconds of the update: weight and states read and written, gradient read; on the host under
-    CPU offload."""
+    """Seconds of the update: weight and states read and written, gradient read.
+
+    On the host under CPU offload. Optimizers of optim/ go from tensor to tensor, which takes the host.
+    """
     size = all_trained(shape, setup, setup.shard_ranks)
     own = setup.precision if setup.adapter == "none" else setup.adapter_dtype
     if trained_on_host(shape, setup): return size / BYTES[own] / constants.HOST_OPTIMIZER_PER_SECOND
     moved = 3 * size + 2 * optimizer_bytes(shape, setup)
-    return moved / (gpu.reached_bandwidth_gb_s * 1e9)
+    one_by_one = trained_tensors(shape, setup) * (setup.optimizer in STATE_BYTES)
+    return max(constants.OPTIMIZER_LAUNCH * one_by_one, moved / (gpu.reached_bandwidth_gb_s * 1e9))

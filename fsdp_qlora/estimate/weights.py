@@ -181,8 +181,9 @@ def all_weights(shape: ModelShape, setup: Setup) -> list[tuple[Weight, int]]:
 def resident_bytes(shape: ModelShape, setup: Setup, host: bool = False) -> dict[str, float]:
     """Stored weights of one rank by kind: those on the GPU, or those in host memory."""
     found = dict.fromkeys(("linears", "absmax", "embedding", "head", "norms", "adapters"), 0.0)
+    trained = trained_on_host(shape, setup)
     for weight, count in all_weights(shape, setup):
-        if on_host(weight, shape, setup) == host:
+        if on_host(weight, setup, trained) == host:
             found[weight.kind] += count * weight.shard(setup.shard_ranks)
     return found
 
@@ -204,6 +205,11 @@ def all_trained(shape: ModelShape, setup: Setup, ranks: int, dtype: str = "") ->
     """`trained_bytes` of the whole model."""
     return sum(count * trained_bytes([weight], ranks, setup, dtype)
                for weight, count in all_weights(shape, setup))
+
+
+def trained_tensors(shape: ModelShape, setup: Setup) -> int:
+    """How many tensors the optimizer updates."""
+    return sum(count for weight, count in all_weights(shape, setup) if weight.trained)
 
 
 def gathered(weights: Iterable[Weight], setup: Setup) -> float:
@@ -240,7 +246,7 @@ def trained_on_host(shape: ModelShape, setup: Setup, gpu_memory_gib: float = 79.
     return taken / 2**30 > TRAINED_SHARE * gpu_memory_gib
 
 
-def on_host(weight: Weight, shape: ModelShape, setup: Setup) -> bool:
-    """Whether a weight's shard waits in host memory."""
+def on_host(weight: Weight, setup: Setup, trained: bool) -> bool:
+    """Whether a weight's shard waits in host memory; `trained`, whether those that are trained do."""
     if weight.by_rows: return setup.vocabulary_on_host
-    return trained_on_host(shape, setup) if weight.trained else setup.cpu_offload
+    return trained if weight.trained else setup.cpu_offload

@@ -10,8 +10,8 @@ from ..catalog.block_expansion import expanded_shape
 from ..catalog.machine import Machine
 from ..config import AUTO, RunConfig, plan_batches
 from ..config.options import STRATEGY_NAMES
-from ..estimate import Estimate, choose_policies, estimate, setup_from_config
-from ..estimate.question import hybrid_groups
+from ..estimate import Estimate, choose_policies, estimate
+from ..estimate.question import asked_setup, hybrid_groups
 
 MOST_ROWS = 64           # of a micro-batch, where no --global_batch_size limits it
 SAME_SPEED = 0.01        # predictions closer than this are equal: the simpler one is taken
@@ -83,10 +83,9 @@ def best_policies(shape: ModelShape, machine: Machine, config: RunConfig, free: 
                   ) -> Estimate:
     """The estimate with the fastest mix of policies that fits, or with every block recomputed."""
     if "activation_policy" not in free: return estimate(shape, machine, config)
-    setup = setup_from_config(config, machine.world_size, gpus_per_node=machine.gpus)
+    setup, room = asked_setup(shape, machine, config), (1 - SPARE_SHARE) * machine.memory_gib
     try:
-        policy = choose_policies(shape, setup, (1 - SPARE_SHARE) * machine.memory_gib, machine.gpu,
-                                 attrgetter("total"))
+        policy = choose_policies(shape, setup, room, machine.gpu, attrgetter("total"))
     except ValueError:
         policy = "recompute_all"
     if policy == "keep_all": config = replace(config, use_activation_cpu_offload=False)
