@@ -157,6 +157,7 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(overview())
         return 0
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # without a network, not a line for each retry
     try:
         if argv[0] not in COMMANDS:
             raise ValueError(f"unknown command {argv[0]!r}; choose {', '.join(COMMANDS)}")

@@ -46,12 +46,11 @@ REMEDIES = [
     ("unknown flag|unknown setting", "take the nearest name, or one of [these](flags.md)"),
     ("not readable JSON|holds no JSON object", "look at the file: it must be one JSON object"),
     ("not readable YAML|no YAML", "look at the line: a missing space after `:` or a tab is usual"),
-    ("not a text file", "give a YAML file"),
     ("is not true or false|is not a (whole )?number|takes HINT", "give a value of that kind"),
     ("--revision with 40 hex digits", "copy the commit from the model's page"),
     ("settings are `name: value`", "write it so"),
     ("is there twice", "keep one of the two lines"),
-    ("(--config PATH|^PATH): REASON", "look whether the file is there and readable"),
+    ("^PATH: REASON", "look whether the file is there and readable"),
     ("MESSAGE \\(NAMED\\)", "another message of this page, with the line of the recipe it is from"),
     ("--activation_policy TEXT", "counts of blocks must add up to those of the model: "
      "`keep_linears:16,recompute_all:16`"),
@@ -69,8 +68,6 @@ REMEDIES = [
     ("no \\*.safetensors file", "give the folder that holds the weights"),
     ("can't read from byte|header is longer|become shorter",
      "download the file again; look at the disk"),
-    ("--model_name MODEL_NAME: REASON", "check the name and the network; gated models need "
-     "`hf auth login`"),
     ("--attn_implementation ATTN", "use sdpa or eager"),
     ("wrap policy is true for no module", "give another function, or `--wrap_policy block`"),
     ("rank 0 could not write|no checkpoint could be written|other bytes than were written",

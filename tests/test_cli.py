@@ -186,7 +186,7 @@ def test_an_unknown_command_is_named_with_the_choices(mistake):
 @pytest.mark.parametrize("argv, parts", [
     (["--lr", "fast"], ["--lr", "fast"]), (["--batch_size", "1.5"], ["--batch_size", "1.5"]),
     (["--save_model", "maybe"], ["--save_model", "'maybe'", "true or false"]),
-    (["--lora_rank"], ["--lora_rank", "expected one argument"]),
+    (["--lora_rank"], ["--lora_rank: a value is missing"]),
     (["--precision", "fp8"], ["--precision fp8", "choose bf16, fp32"]),
     (["--batch_size", "0"], ["--batch_size", "1 or more"]),
     (["--log_to", "neptune"], ["--log_to neptune", "choose tqdm", "wandb"])])

@@ -64,6 +64,7 @@ def test_a_number_that_is_none_is_refused(refused, name, number):
     (["--lora_rank", "0x10"], "--lora_rank: '0x10' is not a whole number"),
     (["--lora_rank", "4.0"], "--lora_rank: '4.0' is not a whole number"),
     (["--lr", "fast"], "--lr: 'fast' is not a number"),
+    (["--lr"], "--lr: a value is missing; --help"),
     (["--lr", "1e-5", "--lr"], "--lr"), (["4"], "unexpected argument '4'")])
 def test_other_values_of_train(refused, argv, part):
     assert part in refused("train", *argv)

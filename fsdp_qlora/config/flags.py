@@ -21,6 +21,9 @@ class Parser(argparse.ArgumentParser):
     """argparse whose errors are ValueErrors, so that all mistakes end in one place."""
 
     def error(self, message: str):
+        message = message.removeprefix("argument ")
+        flag = message.removesuffix(": expected one argument")
+        if flag != message: raise ValueError(f"{flag}: a value is missing; --help says which it takes")
         raise ValueError(message)
 
 

@@ -67,9 +67,10 @@ def pairs(path: str) -> list:
     try:
         root = yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)
     except OSError as error:
-        raise ValueError(f"--config {path}: {error.strerror or error}") from None
+        raise ValueError(f"--config {path}: {error.strerror or error}; give a YAML file of settings, as "
+                         "those in examples/recipes") from None
     except UnicodeDecodeError:
-        raise ValueError(f"--config {path}: not a text file") from None
+        raise ValueError(f"--config {path}: not a text file; give a YAML file of settings") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else f"--config {path}"

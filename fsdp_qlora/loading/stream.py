@@ -54,8 +54,12 @@ def read_config(model_name: str, revision: str | None = None, trust_remote_code:
     try:
         return AutoConfig.from_pretrained(model_name, **pinned(revision, trust_remote_code))
     except (OSError, ValueError) as error:
-        if "trust_remote_code" in str(error): error = needs_own_code()
-        raise ValueError(f"--model_name {model_name}: {first_line(error)}") from error
+        if "trust_remote_code" in str(error):
+            raise ValueError(f"--model_name {model_name}: it needs Python code of its own, which is not "
+                             "run unasked; read that code, then give its commit: --revision COMMIT "
+                             "--trust_remote_code true") from error
+        raise ValueError(f"--model_name {model_name}: {first_line(error)}; check the name and the "
+                         "network, or give a folder; gated models need `hf auth login`") from error
 
 
 def pinned(revision: str | None, trust_remote_code: bool) -> dict:
@@ -67,12 +71,6 @@ def pinned_code(revision: str | None, trust_remote_code: bool) -> dict:
     """The part of `pinned` that is about code."""
     if not trust_remote_code: return dict(trust_remote_code=False)
     return dict(trust_remote_code=True, code_revision=revision)
-
-
-def needs_own_code() -> ValueError:
-    """What to do about a model that brings Python code."""
-    return ValueError("it needs Python code of its own, which is not run unasked; read that code, then "
-                      "give its commit: --revision COMMIT --trust_remote_code true")
 
 
 def looks_local(model_name: str) -> bool:
