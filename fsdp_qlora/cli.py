@@ -152,7 +152,7 @@ def is_verbose(argv: list[str]) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; the exit code is 2 for a mistake, 130 after Ctrl-C, 75 if told to stop."""
+    """Run a command; the exit code is 2 for a mistake, 75 if told to stop, 130 if at once."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(overview())

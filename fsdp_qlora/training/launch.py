@@ -67,7 +67,8 @@ def start_ranks(count: int, config: RunConfig, command: str, argv: list[str]):
         told = any(f.exitcode == EXIT_STOPPED for f in error.failures.values())
         sys.exit(EXIT_STOPPED if told else exit_code_of(*error.get_first_failure()))
     except SignalException as stopped:  # Ctrl-C or a scheduler: the ranks have been told and are gone
-        sys.exit(EXIT_STOPPED if stopped.sigval in STOP_SIGNALS else 128 + stopped.sigval)
+        is_saved = stopped.sigval in (*STOP_SIGNALS, signal.SIGINT)
+        sys.exit(EXIT_STOPPED if is_saved else 128 + stopped.sigval)
 
 
 def meeting_point(config: RunConfig) -> str:

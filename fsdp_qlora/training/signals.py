@@ -1,8 +1,9 @@
-"""SIGTERM and SIGUSR1 end a run with its state saved, in every phase within 30 seconds.
+"""SIGTERM, SIGUSR1 and Ctrl-C end a run with its state saved, in every phase within 30 seconds.
 
 While it trains, all ranks agree to stop at the next chance and save. Before that there is nothing new
-to save, and the process ends at once. Both are decided by a thread that the interpreter wakes
-through a pipe (`signal.set_wakeup_fd`): a rank that waits in a collective runs no Python handler.
+to save, and the process ends at once; so it does at a second Ctrl-C. Both are decided by a thread that
+the interpreter wakes through a pipe (`signal.set_wakeup_fd`): a rank that waits in a collective runs no
+Python handler.
 
 Pure: no torch, so that the command line can name the exit code.
 """
@@ -17,6 +18,7 @@ import time
 EXIT_STOPPED = 75    # EX_TEMPFAIL of sysexits.h: the same command goes on later
 GRACE_SECONDS = 25   # schedulers and torchrun kill 30 s after SIGTERM
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SAME_SECONDS = 2     # a terminal and the launcher both pass one Ctrl-C on to a rank
 
 
 class StopRequested(Exception):
@@ -30,11 +32,14 @@ class StopSignals:
     def __init__(self):
         self.asked_by: str | None = None  # a signal's name
         self.can_save = False             # from the first step on
+        self.interrupted: float | None = None  # when Ctrl-C came first
 
     def __enter__(self) -> StopSignals:
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.writer, False)
         self.before = {s: signal.signal(s, lambda *_: None) for s in STOP_SIGNALS}
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is to be ignored
+            self.before[signal.SIGINT] = signal.signal(signal.SIGINT, self.interrupt)
         self.fd_before = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
         threading.Thread(target=self.listen, name="signals", daemon=True).start()
         return self
@@ -49,6 +54,17 @@ class StopSignals:
         with os.fdopen(self.reader, "rb", buffering=0) as pipe:
             while byte := pipe.read(1):
                 if byte[0] in STOP_SIGNALS: self.stop(signal.Signals(byte[0]).name)
+                if byte[0] != signal.SIGINT or not self.can_save or self.asked_by: continue
+                if os.environ.get("RANK", "0") == "0":
+                    print("saving; Ctrl-C once more ends the run at once", file=sys.stderr, flush=True)
+                self.stop("Ctrl-C")
+
+    def interrupt(self, *_):
+        """The main thread's part of Ctrl-C: nothing at the first while there is something to save."""
+        now = time.monotonic()
+        if not self.can_save: raise KeyboardInterrupt
+        self.interrupted = self.interrupted or now
+        if now - self.interrupted > SAME_SECONDS: raise KeyboardInterrupt
 
     def stop(self, name: str):
         """Ask for a stop and see that it comes, or stop at once where nothing would be lost."""

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from fsdp_qlora.training.signals import StopSignals
 from tests.ranks import run_ranks
 from tests.tiny import padded_batch, tiny_rows
 from tests.tokenizers import save_chat_model
@@ -75,31 +76,38 @@ def ranks_of(run: subprocess.Popen) -> list[int]:
     return [int(c) for c in children if "fsdp_qlora.cli" in Path(f"/proc/{c}/cmdline").read_text()]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_ctrl_c_ends_all_ranks_without_a_traceback_and_without_an_adapter(folder, rows, tmp_path,
-                                                                         world_size):
+@pytest.mark.parametrize("world_size, to_a_rank, number", [
+    (1, False, signal.SIGTERM), (2, False, signal.SIGTERM), (2, False, signal.SIGUSR1),
+    (2, True, signal.SIGUSR1), (1, False, signal.SIGINT), (2, False, signal.SIGINT)])
+def test_a_signal_or_ctrl_c_to_the_launcher_or_a_rank_saves_and_ends_with_75(
+        folder, rows, tmp_path, world_size, to_a_rank, number):
     run = endless_run(folder, rows, tmp_path, world_size)
     ranks = ranks_of(run)
     assert len(ranks) == (world_size if world_size > 1 else 0)
-    run.send_signal(signal.SIGINT)
-    code, error, _ = end_of(run)
-    assert code == 130 and "stopped" in error and "Traceback" not in error, error
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
-
-
-@pytest.mark.parametrize("world_size, to_a_rank, number", [
-    (1, False, signal.SIGTERM), (2, False, signal.SIGTERM), (2, False, signal.SIGUSR1),
-    (2, True, signal.SIGUSR1)])
-def test_sigterm_or_sigusr1_to_the_launcher_or_a_rank_saves_and_ends_with_75(
-        folder, rows, tmp_path, world_size, to_a_rank, number):
-    run = endless_run(folder, rows, tmp_path, world_size)
-    os.kill(ranks_of(run)[1] if to_a_rank else run.pid, number)
+    is_ctrl_c = number == signal.SIGINT
+    for process in [*ranks, run.pid] if is_ctrl_c else [ranks[1] if to_a_rank else run.pid]:
+        os.kill(process, number)  # a terminal tells all processes of Ctrl-C
     code, error, seconds = end_of(run)
     assert code == 75 and seconds < 30 and "Traceback" not in error, error
+    assert ("Ctrl-C once more" in error) == is_ctrl_c
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
     step = re.search(r"stopped after step (\d+); saved in", error)[1]
     (saved,) = (tmp_path / "checkpoints").glob("step-*")
     assert int(saved.name.removeprefix("step-")) == int(step) >= 3
+
+
+def test_a_second_ctrl_c_ends_a_run_at_once(monkeypatch):
+    monkeypatch.setattr("fsdp_qlora.training.signals.SAME_SECONDS", 0)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with StopSignals() as signals:
+            with pytest.raises(KeyboardInterrupt): signal.raise_signal(signal.SIGINT)  # nothing to save
+            signals.can_save = True
+            signal.raise_signal(signal.SIGINT)
+            while not signals.is_asked(): time.sleep(0.01)
+            with pytest.raises(KeyboardInterrupt): signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_the_death_of_one_rank_ends_the_others_and_is_named(folder, rows, tmp_path):
