@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..build import build_model
+from ..build import build_model, with_activation_policy
 from ..checkpoint import (
     Boundary,
     CheckpointWriter,
@@ -79,7 +79,8 @@ def train_found(config: RunConfig, found: Found, run_id: str,
     batches = plan_batches(config, ranks.world_size)
     seed_everything(config.seed, ranks.rank, config.deterministic)
     started = time.perf_counter()
-    model = built(config, device, found)
+    planned = with_activation_policy(config, device)  # what the memory report and the pace go by too
+    model = built(planned, device, found)
     loader = build_loader(config, dataset, batches, tokenizer, model, device)
     loaded, total_steps = time.perf_counter() - started, loader.sampler.total_steps
     describe(model, config, batches, total_steps, loaded)
@@ -94,7 +95,7 @@ def train_found(config: RunConfig, found: Found, run_id: str,
         writer = CheckpointWriter(checkpoints_of(config.output_dir), state, config,
                                   facts_of(config, state, found, run_id), found.disks,
                                   found.folder)
-        Training(config, tokenizer, loader, state, boundary, log, writer, record, signals,
+        Training(planned, tokenizer, loader, state, boundary, log, writer, record, signals,
                  sampler).run()
         log.end_steps()
         if isinstance(loader, StreamLoader): report_on_stream(loader, log)
