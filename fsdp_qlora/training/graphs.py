@@ -61,7 +61,7 @@ def why_no_graphs(model: nn.Module, device: torch.device) -> str:
                                                   or has_windows(config)):
         return "its attention takes masks, which are made with the host's help"
     if any(map(has_experts, decoder_blocks(model))):
-        return "how many tokens go to each expert is known only in the forward"
+        return "graphs were not tried with experts yet, whose groups differ from batch to batch"
     if any(mlp.drops for mlp in tiled_mlps(model)):
         return "tiles of an MLP draw the same dropout twice, from seeds of the host's"
     return "" if device.type == "cuda" else "there is no GPU"
