@@ -1,4 +1,5 @@
-# fsdp_qlora on NVIDIA GPUs. Needs Docker with the NVIDIA container toolkit, and a driver for this CUDA.
+# fsdp_qlora on NVIDIA GPUs. Not built yet as an image: its pip commands were run on a plain machine.
+# Needs Docker with the NVIDIA container toolkit, and a driver for this CUDA.
 #
 #   docker build -t fsdp_qlora .
 #   docker run --rm --gpus all --ipc=host --ulimit memlock=-1 -v "$PWD":/work fsdp_qlora doctor

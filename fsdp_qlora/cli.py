@@ -154,15 +154,17 @@ def is_verbose(argv: list[str]) -> bool:
 def main(argv: list[str] | None = None) -> int:
     """Run a command; the exit code is 2 for a mistake, 75 if told to stop, 130 if at once."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        print(overview())
-        return 0
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # without a network, not a line for each retry
     try:
-        if argv[0] not in COMMANDS:
-            raise ValueError(f"unknown command {argv[0]!r}; choose {', '.join(COMMANDS)}")
-        COMMANDS[argv[0]](argv[1:])
+        if not argv or argv[0] in ("-h", "--help", "help"): print(overview())
+        elif argv[0] in COMMANDS: COMMANDS[argv[0]](argv[1:])
+        else: raise ValueError(f"unknown command {argv[0]!r}; choose {', '.join(COMMANDS)}")
+        sys.stdout.flush()
         return 0
+    except BrokenPipeError:  # `fsdp-qlora --help | head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if argv[:1] == ["train"]: print("stopped: the reader of its output ended", file=sys.stderr)
+        return 141
     except (ValueError, OSError, ImportError) as error:
         if is_verbose(argv): print_traceback()
         rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""

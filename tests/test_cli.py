@@ -258,3 +258,9 @@ def test_train_py_ends_with_one_line_and_exit_code_2(tmp_path, argv, part):
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith("error: ") and part in line
     assert not list(tmp_path.iterdir())
+
+
+def test_a_reader_that_has_read_enough_is_no_error():
+    command = f"{sys.executable} -m fsdp_qlora.cli --help | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stdout.strip() in ("0", "141") and "Traceback" not in done.stderr, done.stderr
