@@ -1,6 +1,6 @@
 """The section of docs/planner.md that says how near the estimates come, and its picture.
 
-    python scripts/accuracy_section.py benchmarks/results/*_h100_*.jsonl
+    python scripts/accuracy_section.py benchmarks/results/*_h[12]00_*.jsonl
 
 What `fsdp-qlora bench --report FILES --accuracy --picture FILE` prints and draws is put between two
 marks of the page.

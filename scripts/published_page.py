@@ -30,16 +30,16 @@ Made by `python scripts/published_page.py` from [benchmarks/published](../benchm
 edit.
 
 Every table of five documents that people start from, beside what `fsdp-qlora estimate` says of the same
-settings on the same card, and beside rows that this project measured on H100s where there is one of the
-same settings. The estimates are of this code, which does the same work in other ways than the code that
-was published: it need not be as slow, nor as large. Cards that this project never measured are
+settings on the same card, and beside rows that this project measured on H100s or H200s where there is
+one of the same settings. The estimates are of this code, which does the same work in other ways than the
+code that was published: it need not be as slow, nor as large. Cards that this project never measured are
 uncalibrated. Where a document leaves a setting open, what was taken is said under its table."""
 UNMEASURED = "unmeasured"
 
 
 def page() -> str:
     """The whole page."""
-    rows = [row for path in sorted((ROOT / "benchmarks/results").glob("*h100*.jsonl"))
+    rows = [row for path in sorted((ROOT / "benchmarks/results").glob("*_h[12]00_*.jsonl"))
             if not path.name.startswith(("attention", "packing")) for row in read_rows(path)]
     parts = [INTRO]
     for path in sorted((ROOT / "benchmarks/published").glob("*.yaml")):

@@ -46,18 +46,20 @@ def result_line(row: Row, compared: Compared | None) -> list[str]:
 
 
 def accuracy_table(rows: list[Row]) -> str:
-    """Rows of today's code with their errors; the newest of each name."""
+    """Rows with their errors, the newest of each name; empty what other code than today's took."""
     head = ["row", "GPUs", "s/step", "estimate", "error", "allocated GiB", "error", "reserved GiB",
             "error", "sets constants"]
-    return markdown(head, [accuracy_line(c) for c in compare(rows) if not c.old_code
-                           and not c.superseded])
+    return markdown(head, [accuracy_line(c) for c in compare(rows)
+                           if not c.superseded and not (c.old_code and c.old_memory)])
 
 
 def accuracy_line(c: Compared) -> list[str]:
     """One row's cells."""
-    return [c.row.name, str(c.row.gpus), number(c.row.seconds_per_step, 3), number(c.step.total, 3),
-            percent(c.time_error), number(c.row.peak_allocated_gib), percent(c.memory_error),
-            number(c.row.peak_reserved_gib), percent(c.reserved_error), "yes" * c.calibrates]
+    time = [number(c.row.seconds_per_step, 3), number(c.step.total, 3), percent(c.time_error)]
+    size = [number(c.row.peak_allocated_gib), percent(c.memory_error),
+            number(c.row.peak_reserved_gib), percent(c.reserved_error)]
+    return [c.row.name, str(c.row.gpus), *([""] * 3 if c.old_code else time),
+            *([""] * 4 if c.old_memory else size), "yes" * c.calibrates]
 
 
 def accuracy_lines(rows: list[Row]) -> str:

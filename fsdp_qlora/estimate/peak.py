@@ -175,13 +175,16 @@ class Peak:
     def slack_terms(self, runs: Runs) -> dict[str, float]:
         """What the slack is in proportion to, by the name of the constant.
 
-        Of the moment at which most comes and goes: not units that stay gathered.
+        Of the moment at which most comes and goes: not units that stay gathered, nor blocks that one GPU
+        streams, which come back to where they were; but the head that it fetches for the loss.
         """
+        alone = self.setup.shard_ranks == 1
         keep = any(policy != "recompute_all" for policy, _ in runs)
         share = "SLACK_" + ("KEPT" if keep else "MOVED" if self.setup.activation_offload else "INPUTS")
-        moments = [{share: parts.get("working", 0.0) + parts.get("loss", 0.0),
-                    "SLACK_GATHERED": parts["unsharded"]}
-                   for parts in self.moments(runs, self.loose).values()]
+        moments = [{share: parts.get("working", 0.0) + parts.get("loss", 0.0)
+                           + parts["unsharded"] * (alone and name == "loss"),
+                    "SLACK_GATHERED": parts["unsharded"] * (not alone)}
+                   for name, parts in self.moments(runs, self.loose).items()]
         return max(moments, key=lambda m: sum(getattr(constants, name) * m[name] for name in m))
 
 
