@@ -127,7 +127,7 @@ def test_prices_of_the_user_replace_the_dated_ones(capsys, tmp_path):
     (["--gpu", "h100", "--examples", "-1"], "--examples must be 1 or more, got -1"),
     (["--gpu", "h100", "--examples", "0"], "--examples must be 1 or more, got 0"),
     (["--gpu", "h100", "--model_name", "README.md"], "README.md: not a config.json .*; give"),
-    (["--gpu", "h100", "--params=-7B"], "--params -7B: give a size such as 7B"),
+    (["--gpu", "h100", "--params", "-7B"], "--params -7B: give a size such as 7B"),
     (["--gpu", "h100", "--params", "7Q"], "--params 7Q: give a size"),
     (["--gpu", "h100", "--params", "90000T"], "can be estimated"),
     (["--gpu", "4090", "--interconnect", "nvlink"], "--interconnect nvlink: the RTX 4090 has none"),

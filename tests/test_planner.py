@@ -130,7 +130,8 @@ def test_a_larger_micro_batch_is_taken_only_where_it_pays():
     assert all(seconds_per_row(e) > 1.01 * seconds_per_row(found.choice) for e in fewer)
 
 
-def test_the_command_says_each_rung_the_search_and_the_choice(capsys, tmp_path):
+def test_the_command_says_each_rung_the_search_and_the_choice(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     picture = tmp_path / "plan.png"
     argv = ["plan", "--gpu", "rtx 3090", "--gpus", "2", "--model_name", "llama-2-70b",
             "--context_length", "2048", "--global_batch_size", "32", "--picture", str(picture)]
@@ -140,6 +141,7 @@ def test_the_command_says_each_rung_the_search_and_the_choice(capsys, tmp_path):
     for part in ("too much; most is", "the fastest of", "chosen: --sharding_strategy full_shard",
                  "--use_cpu_offload true", "32 rows (fixed)", "uncalibrated", "fits"):
         assert part in text
+    assert all(len(line) < 80 for line in text.splitlines() if not line.startswith("chosen"))
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main([*argv, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)

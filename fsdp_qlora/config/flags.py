@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from dataclasses import fields
 from typing import get_args, get_type_hints
 
@@ -19,6 +20,10 @@ from .settings import AUTO, default_of, shown, title
 
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are ValueErrors, so that all mistakes end in one place."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # -7B is a value too, and a wrong one
 
     def error(self, message: str):
         message = message.removeprefix("argument ")

@@ -34,7 +34,7 @@ def draw(plan: Plan, path: str | Path) -> Path:
     axes.axvline(limit, color="#b02020", linewidth=1.5)
     axes.text(limit, -0.75, f" {limit:g} GiB", color="#b02020", va="center")
     axes.set_yticks(range(len(bars)), [name for name, _ in bars])
-    axes.set(xlabel="GiB per GPU", ylim=(len(bars) - 0.4, -1.1), title=title(plan))
+    axes.set(xlabel="GiB per GPU; pale: does not fit", ylim=(len(bars) - 0.4, -1.1), title=title(plan))
     axes.spines[["top", "right"]].set_visible(False)
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for _, _, colour in STACK]
     figure.legend(handles, [label for label, _, _ in STACK], loc="outside lower center", ncols=3,

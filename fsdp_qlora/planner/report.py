@@ -1,6 +1,9 @@
 """A plan for people, and for programs."""
 from __future__ import annotations
 
+from shutil import get_terminal_size
+from textwrap import wrap
+
 from ..config import AUTO, plan_batches
 from ..config.settings import counted, shown
 from ..estimate import Estimate
@@ -18,20 +21,28 @@ def report(plan: Plan) -> str:
     """The whole plan as text."""
     some = plan.choice or plan.closest
     assert some  # a search tries something
-    lines = [subject_lines(some)[0], plan.machine.describe(), "", *ladder_lines(plan), "",
+    lines = [*wrapped(subject_lines(some)[0]), *wrapped(plan.machine.describe()), "", *ladder_lines(plan), "",
              *search_lines(plan), "", *choice_lines(plan)]
-    return "\n".join(lines + notes(some))
+    return "\n".join(lines + [line for note in notes(some) for line in wrapped(note)])
 
 
 def ladder_lines(plan: Plan) -> list[str]:
     """Each rung with its need, speed and verdict."""
     rows, length = plan.config.batch_size, plan.config.context_length
-    lines = [f"{f'the ladder, {rows} x {length:,} tokens per GPU':<42}{'GiB':>7}{'tok/s/GPU':>11}"]
+    lines = [f"{'GiB':>7}{'tok/s/GPU':>11}  the ladder, {rows} x {length:,} tokens per GPU"]
     for number, climbed in enumerate(plan.rungs, 1):
-        lines.append(f"{number:>2}. {climbed.rung.name:<38}{figures(climbed.found)}  "
-                     f"{rung_verdict(plan, climbed)}")
+        lines += row(figures(climbed.found), f"{number}. {climbed.rung.name}: "
+                                             f"{rung_verdict(plan, climbed)}")
     last = "not needed" if plan.choice else "see below"
-    return [*lines, f"{len(plan.rungs) + 1:>2}. {'shorter rows, or more GPUs':<56}  {last}"]
+    return lines + row(figures(None), f"{len(plan.rungs) + 1}. shorter rows, or more GPUs: {last}")
+
+
+def row(numbers: str, text: str) -> list[str]:
+    """Numbers in columns with text beside them, which goes on below within the terminal's width."""
+    width = max(40, get_terminal_size().columns - 1)
+    lines = wrap(text, width - len(numbers) - 2, subsequent_indent="   ", break_long_words=False)
+    return [f"{numbers if first else '':<{len(numbers)}}  {line}"
+            for first, line in zip([True] + [False] * len(lines), lines, strict=False)]
 
 
 def figures(found: Estimate | None) -> str:
@@ -53,32 +64,38 @@ def rung_verdict(plan: Plan, climbed: Climbed) -> str:
     best = plan.choice and seconds_per_row(plan.choice)
     slower = seconds_per_row(found) / best - 1 if best else 0.0
     behind = f"; the search found {slower:.0%} more speed" if slower >= 0.01 else ""
-    return ("fits: the first that does" if climbed is first else "fits") + behind
+    return ("fits, the first that does" if climbed is first else "fits") + behind
 
 
 def search_lines(plan: Plan) -> list[str]:
-    """The fastest configurations that fit."""
+    """The fastest configurations that fit: rows of a micro-batch, how often in a step, and the rest."""
     if not plan.fitting: return ["nothing fits"]
-    top = plan.fitting[:SHOWN]
-    wide = max(len(settings_line(found)) for found in top) + 3
-    lines = [f"{f'the fastest of {len(plan.fitting)} that fit':<{wide}}{'rows x times':>12}{'GiB':>7}"
-             f"{'tok/s/GPU':>11}"]
-    return lines + [
-        f"{settings_line(found):<{wide}}{f'{found.setup.batch_size} x {found.setup.accumulation}':>12}"
-        f"{figures(found)}" for found in top]
+    lines = [f"{'GiB':>7}{'tok/s/GPU':>11}{'rows':>9}  the fastest of {len(plan.fitting)} that fit"]
+    for found in plan.fitting[:SHOWN]:
+        rows = f"{found.setup.batch_size} x {found.setup.accumulation}"
+        speed = plan.config.context_length / seconds_per_row(found) / plan.machine.world_size
+        lines += row(f"{found.memory.total:7.1f}{speed:11,.0f}{rows:>9}",
+                     settings_line(found).replace(",", ", ").replace(",  ", ", "))
+    return lines
 
 
 def choice_lines(plan: Plan) -> list[str]:
     """What to do, and what it gives; or what is missing."""
-    if plan.choice is None: return advice(plan)
+    if plan.choice is None: return [line for text in advice(plan) for line in wrapped(text)]
     step, choice = plan.choice.step, plan.choice
     batches = plan_batches(choice.config, plan.machine.world_size)
     fixed = "fixed" if plan.config.global_batch_size != AUTO else "--global_batch_size fixes them"
-    return [f"chosen: {flags(plan)}",
-            f"        {step.total:.3f} s a step of {counted(batches.rows_per_step, 'row')} ({fixed}), "
-            f"{step.tokens_per_second_per_gpu * plan.machine.world_size:,.0f} tokens/s on "
-            f"{plan.machine.world_size} GPU{'s' * (plan.machine.world_size > 1)}; "
-            f"{choice.memory.total:.1f} of {plan.machine.memory_gib:g} GiB"]
+    speed = step.tokens_per_second_per_gpu * plan.machine.world_size
+    return [f"chosen: {flags(plan)}",  # on one line, to be copied
+            *wrapped(f"        {step.total:.3f} s a step of {counted(batches.rows_per_step, 'row')} "
+                     f"({fixed}), {speed:,.0f} tokens/s on {counted(plan.machine.world_size, 'GPU')}; "
+                     f"{choice.memory.total:.1f} of {plan.machine.memory_gib:g} GiB")]
+
+
+def wrapped(text: str) -> list[str]:
+    """A line within the terminal's width, or several: what follows is indented."""
+    return wrap(text, max(40, get_terminal_size().columns - 1), subsequent_indent=" " * 8,
+                break_long_words=False, break_on_hyphens=False)
 
 
 def flags(plan: Plan) -> str:
