@@ -235,3 +235,17 @@ def test_inputs_that_wait_on_the_host_are_off_the_gpu_but_for_those_in_flight():
     whole = replace(setup, activation_policy="keep_all:8,recompute_all:24")
     saved = [memory(LLAMA_8B, whole, activation_offload=o).moments["loss"] for o in (False, True)]
     assert saved[0] - saved[1] == pytest.approx(23 * one)
+
+
+def test_chosen_modules_alone_have_gradients_and_states():
+    whole = dict(adapter="none", quant="none", strategy="ddp")
+    every = memory(LLAMA_8B, **whole)
+    block = sum(LLAMA_8B.block_params().values())
+    for names, weights in [(("layers.30", "model.layers.31", "lm_head"), 2 * block + 128256 * 4096),
+                           (("mlp.down_proj",), 32 * 4096 * 14336),
+                           (("layers.3.self_attn",), 2 * 4096 * (4096 + 1024)),
+                           (("self_attn", "mlp"), LLAMA_8B.params()["linears"])]:
+        some = memory(LLAMA_8B, **whole, only_modules=names)
+        assert some.parts["optimizer"] == pytest.approx(2 * 2 * weights / GIB, rel=1e-3)
+        assert some.peak_allocated < every.peak_allocated
+    assert memory(LLAMA_8B, **whole, only_modules=("no_such",)).parts == every.parts

@@ -8,7 +8,7 @@ from ..catalog.arch import ModelShape
 from . import experts
 from .activations import KEPT_ATTENTION, last_linear, normed_output
 from .setup import Setup
-from .weights import as_given, trains_head
+from .weights import as_given, trained_share, trains_head
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def flops_per_token(shape: ModelShape, setup: Setup) -> Flops:
     head = shape.vocab * shape.hidden
     adapters = adapter_params(shape, setup)
     attention = 2 * setup.context_length * shape.heads * shape.head_dim * shape.layers
-    each = 6 if setup.adapter == "none" else 4
+    each = 4 + 2 * trained_share(shape, setup) if setup.adapter == "none" else 4
     counts = Counter(setup.policies(shape))
     again = sum(count * rerun_weights(shape, setup, policy) for policy, count in counts.items())
     blocks = sum(count for policy, count in counts.items() if reruns_attention(setup, policy))
@@ -106,7 +106,7 @@ def model_flops_per_token(shape: ModelShape, setup: Setup) -> float:
     attention (half of the square, backward twice the forward). Recomputation does not count.
     """
     linears = shape.layers * shape.used_linears() + shape.vocab * shape.hidden
-    each = 6 if setup.adapter == "none" else 4
+    each = 4 + 2 * trained_share(shape, setup) if setup.adapter == "none" else 4
     attention = 6 * setup.context_length * shape.heads * shape.head_dim * shape.layers
     new = 2 * shape.params()["linears"] * shape.new_blocks / shape.layers
     return each * linears + new + 6 * adapter_params(shape, setup) + attention

@@ -35,7 +35,7 @@ def subject_lines(found: Estimate) -> list[str]:
     shape, config, setup = found.shape, found.config, found.setup
     quantized = config.quant != "none"
     base = f"{packed_bits(setup.quant)}-bit {config.quant} base" if quantized else "16-bit base"
-    if config.adapter == "none": how = "all weights trained"
+    if config.adapter == "none": how = f"{config.trained_modules or 'all weights'} trained"
     elif shape.new_blocks: how = f"{base}, {shape.new_blocks} of the blocks new and trained"
     else: how = f"{base}, {config.adapter} r={config.lora_rank} on {config.lora_target_modules}"
     return [f"{shape.name}: {billions(shape.total_params())} weights, {shape.layers} blocks; {how}",

@@ -45,6 +45,7 @@ class Setup:
     bias: str = "none"                 # biases that are trained: all, or lora_only
     lora_dropout: float = 0.1
     whole_modules: tuple[str, ...] = ()  # trained beside the adapters, by the ends of their names
+    only_modules: tuple[str, ...] = ()   # all that full fine-tuning trains, by the same; (): everything
     blocks_adapted: int | None = None  # of all blocks; None: each
     changes_base: bool = False         # adapters begin as a part of the weights
     adapter_dtype: str = "fp32"
@@ -175,7 +176,7 @@ def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
         expert_targets=tuple(config.target_parameters or ()),
         bias=config.bias, lora_dropout=config.lora_dropout, whole_modules=(
             *config.whole_modules, *(("embed_tokens", "lm_head") if config.added_tokens else ())),
-        changes_base=config.changes_base,
+        changes_base=config.changes_base, only_modules=tuple(config.only_modules),
         blocks_adapted=len(config.adapted_blocks) if config.adapted_blocks else None,
         adapter_dtype=config.adapter_dtype,
         optimizer=config.optimizer, precision=config.stored_dtype,

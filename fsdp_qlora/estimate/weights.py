@@ -203,8 +203,29 @@ def optimizer_bytes(shape: ModelShape, setup: Setup) -> float:
 
 def all_trained(shape: ModelShape, setup: Setup, ranks: int, dtype: str = "") -> float:
     """`trained_bytes` of the whole model."""
-    return sum(count * trained_bytes([weight], ranks, setup, dtype)
-               for weight, count in all_weights(shape, setup))
+    return trained_share(shape, setup) * sum(count * trained_bytes([weight], ranks, setup, dtype)
+                                             for weight, count in all_weights(shape, setup))
+
+
+def trained_share(shape: ModelShape, setup: Setup) -> float:
+    """Of the weights, those that --trained_modules trains; 1 where it names none, or unknown ones."""
+    if not setup.only_modules: return 1.0
+    block, outer = shape.block_params(), dict(embed_tokens=shape.params()["embedding"],
+                                              lm_head=shape.params()["head"], norm=shape.hidden)
+    parts = {name: out * wide for name, (out, wide) in shape.linears().items()}
+    parts |= dict(shape.norm_weights()) | dict(self_attn=sum(
+        out * wide for out, wide in shape.attention_linears().values()))
+    parts |= dict.fromkeys(("mlp", "experts"), block["linears"] - parts["self_attn"])
+    whole, trained = set(), 0
+    for name in setup.only_modules:
+        number, _, part = name.removeprefix("model.").removeprefix("layers.").partition(".")
+        if number.isdecimal() and not part: whole.add(number)
+        elif number.isdecimal() and part.rsplit(".", 1)[-1] in parts:
+            trained += parts[part.rsplit(".", 1)[-1]]
+        elif (last := name.rsplit(".", 1)[-1]) in outer: trained += outer[last]
+        elif last in parts: trained += shape.layers * parts[last]
+        else: return 1.0
+    return min(1.0, (trained + len(whole) * sum(block.values())) / shape.total_params())
 
 
 def trained_tensors(shape: ModelShape, setup: Setup) -> int:

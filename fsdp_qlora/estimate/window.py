@@ -118,5 +118,5 @@ class Gradients:
     def in_backward(self, block: int) -> float:
         """Alive when the backward has come to `block`: those of the blocks after it, and the root's."""
         later = self.last - block
-        new = 0.0 if self.stay else later * self.block
+        new = 0.0 if self.stay else min(later * self.block, self.whole)  # chosen blocks may come first
         return self.held + new + (self.reduced if later else 0.0) + self.root

@@ -21,8 +21,8 @@ def report(plan: Plan) -> str:
     """The whole plan as text."""
     some = plan.choice or plan.closest
     assert some  # a search tries something
-    lines = [*wrapped(subject_lines(some)[0]), *wrapped(plan.machine.describe()), "", *ladder_lines(plan), "",
-             *search_lines(plan), "", *choice_lines(plan)]
+    lines = [*wrapped(subject_lines(some)[0]), *wrapped(plan.machine.describe()), "",
+             *ladder_lines(plan), "", *search_lines(plan), "", *choice_lines(plan)]
     return "\n".join(lines + [line for note in notes(some) for line in wrapped(note)])
 
 
