@@ -35,7 +35,7 @@ EXPLAINED = dict(
     adapters="adapters", optimizer="optimizer states", gradients="gradients of trained weights",
     activations="saved for the backward", working="in use inside one block",
     unsharded="gathered by FSDP", loss="logits and their gradients", workspace="cuBLAS",
-    slack="reserved by the allocator, unused", context="CUDA context and NCCL")
+    slack="reserved by torch, unused", context="CUDA context and NCCL")
 
 
 @dataclass(frozen=True)

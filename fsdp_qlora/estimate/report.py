@@ -3,6 +3,8 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from itertools import zip_longest
+from shutil import get_terminal_size
+from textwrap import wrap
 
 from ..config.settings import changed_settings, counted, shown
 from .cost import RunCost
@@ -12,22 +14,29 @@ from .weights import packed_bits
 
 STEP_EXPLAINED = dict(
     linears="large products", attention="attention", recompute="recomputed in backward",
-    adapters="products of the adapters' rank", activations="passes over activations",
+    adapters="products of adapters' rank", activations="passes over activations",
     dequantization="dequantization", quantization="tokens to fp8",
-    loss="loss over the vocabulary", launches="GPU waits for the host's launches",
+    loss="loss over the vocabulary", launches="GPU waits for the host",
     communication="communication not hidden", offload="host copies not hidden",
     optimizer="optimizer")
 HOST_EXPLAINED = dict(processes="processes", weights="weights", gradients="gradients",
                       optimizer="optimizer states",  activations="activations")
-WIDE = 44  # columns of the names in the left table
+WIDE = 38  # columns of each table: two of them and a gap are within 80
 
 
 def report(found: Estimate, cost: RunCost | None = None, examples: int = 0) -> str:
     """The whole answer as text."""
-    lines = [*subject_lines(found), "", *side_by_side(memory_lines(found), step_lines(found)), "",
-             verdict(found)]
-    if cost: lines.append(cost_line(found, cost, examples))
-    return "\n".join(lines + notes(found))
+    after = [verdict(found), *([cost_line(found, cost, examples)] if cost else []), *notes(found)]
+    tables = side_by_side(memory_lines(found), step_lines(found))
+    subject, after = ([line for text in texts for line in wrapped(text)]
+                      for texts in (subject_lines(found), after))
+    return "\n".join([*subject, "", *tables, "", *after])
+
+
+def wrapped(text: str) -> list[str]:
+    """A line within the terminal's width, or several: what follows is indented."""
+    return wrap(text, max(40, get_terminal_size().columns - 1), subsequent_indent=" " * 8,
+                break_long_words=False, break_on_hyphens=False)
 
 
 def subject_lines(found: Estimate) -> list[str]:

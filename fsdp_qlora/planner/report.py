@@ -9,7 +9,7 @@ from ..config.settings import counted, shown
 from ..estimate import Estimate
 from ..estimate import as_json as estimate_as_json
 from ..estimate.peak import EXPLAINED
-from ..estimate.report import notes, settings_line, subject_lines
+from ..estimate.report import notes, settings_line, subject_lines, wrapped
 from .ladder import Climbed
 from .plan import Plan
 from .search import seconds_per_row
@@ -90,12 +90,6 @@ def choice_lines(plan: Plan) -> list[str]:
             *wrapped(f"        {step.total:.3f} s a step of {counted(batches.rows_per_step, 'row')} "
                      f"({fixed}), {speed:,.0f} tokens/s on {counted(plan.machine.world_size, 'GPU')}; "
                      f"{choice.memory.total:.1f} of {plan.machine.memory_gib:g} GiB")]
-
-
-def wrapped(text: str) -> list[str]:
-    """A line within the terminal's width, or several: what follows is indented."""
-    return wrap(text, max(40, get_terminal_size().columns - 1), subsequent_indent=" " * 8,
-                break_long_words=False, break_on_hyphens=False)
 
 
 def flags(plan: Plan) -> str:
