@@ -11,9 +11,9 @@ from pathlib import Path
 
 import yaml
 
-from fsdp_qlora.bench.accuracy import setup_from_row
+from fsdp_qlora.bench.accuracy import compare, setup_from_row
 from fsdp_qlora.bench.row import Row, read_rows
-from fsdp_qlora.bench.tables import markdown, number
+from fsdp_qlora.bench.tables import markdown, number, percent
 from fsdp_qlora.catalog.arch import ModelShape, model_shape
 from fsdp_qlora.catalog.hardware import find_gpu
 from fsdp_qlora.catalog.known_models import bare_name
@@ -33,7 +33,9 @@ Every table of five documents that people start from, beside what `fsdp-qlora es
 settings on the same card, and beside rows that this project measured on H100s or H200s where there is
 one of the same settings. The estimates are of this code, which does the same work in other ways than the
 code that was published: it need not be as slow, nor as large. Cards that this project never measured are
-uncalibrated. Where a document leaves a setting open, what was taken is said under its table."""
+uncalibrated. Errors are those of today's estimate for a measured row and its own card: of reserved
+memory, then of a step's seconds, which older kernels took longer for. Where a document leaves a setting
+open, what was taken is said under its table."""
 UNMEASURED = "unmeasured"
 
 
@@ -41,6 +43,7 @@ def page() -> str:
     """The whole page."""
     rows = [row for path in sorted((ROOT / "benchmarks/results").glob("*_h[12]00_*.jsonl"))
             if not path.name.startswith(("attention", "packing")) for row in read_rows(path)]
+    rows = [c.row for c in sorted(compare(rows), key=lambda c: not c.old_code)]  # today's code last
     parts = [INTRO]
     for path in sorted((ROOT / "benchmarks/published").glob("*.yaml")):
         document = yaml.safe_load(path.read_text())
@@ -62,7 +65,7 @@ def body(table: dict, rows: list[Row]) -> str:
 def runs_table(table: dict, rows: list[Row]) -> str:
     """Memory and speed: published, estimated on that card, estimated on H100s, measured."""
     head = ["", "published GiB", "tok/s per GPU", "estimated GiB", "tok/s per GPU", "on H100s tok/s",
-            "measured GiB", "tok/s per GPU"]
+            "measured GiB", "tok/s per GPU", "errors"]
     defaults = table.get("defaults", {})
     return markdown(head, [run_line(defaults | run, rows) for run in table["runs"]])
 
@@ -73,8 +76,10 @@ def run_line(run: dict, rows: list[Row]) -> list[str]:
     measured = same_settings(there, rows)
     line = [run["name"], said(run, "gib", 1), number(published_speed(run), 0) or said(run, "speed"),
             number(found.memory.peak_reserved, 1), speed(found), speed(there)]
-    if measured is None: return [*line, UNMEASURED, ""]
-    return [*line, number(measured.peak_reserved_gib, 1), number(measured.tokens_per_second_per_gpu, 0)]
+    if measured is None: return [*line, UNMEASURED, "", ""]
+    (c,) = compare([measured])
+    return [*line, number(measured.peak_reserved_gib, 1), number(measured.tokens_per_second_per_gpu, 0),
+            f"{percent(c.reserved_error)}, {percent(c.time_error)}"]
 
 
 def said(run: dict, name: str, places: int = 0) -> str:
@@ -109,7 +114,7 @@ def speed(found: Estimate) -> str:
 
 
 def same_settings(wanted: Estimate, rows: list[Row]) -> Row | None:
-    """The newest row of the same model, settings and number of GPUs."""
+    """The last row of the same model, settings and number of GPUs."""
     setup, shape = wanted.setup, wanted.shape
     for row in reversed(rows):
         if row.status != "ok" or row.peer or bare_name(row.model) != bare_name(shape.name): continue
@@ -119,8 +124,8 @@ def same_settings(wanted: Estimate, rows: list[Row]) -> Row | None:
 
 def alike(row: Setup, setup: Setup, shape: ModelShape) -> bool:
     """Whether two setups are the same in what a table tells."""
-    same = ("world_size", "quant", "adapter", "lora_rank", "cpu_offload", "batch_size", "context_length",
-            "compile")
+    same = ("world_size", "quant", "adapter", "lora_rank", "cpu_offload", "activation_offload",
+            "absmax_bytes", "batch_size", "context_length", "compile")
     def told(s: Setup): return [getattr(s, name) for name in same] + [
         s.compute_dtype == "fp8", s.strategy if s.world_size > 1 else "",
         block_policies(s.activation_policy, shape.layers)]
