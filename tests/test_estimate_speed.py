@@ -190,3 +190,14 @@ def test_replayed_micro_batches_wait_for_no_launch_and_their_gradients_stay():
         return setup_from_config(replace(settings, **changes), world_size).replays(LLAMA_8B)
     assert replays() and replays(4) and not replays(context_length=4096)
     assert not replays(2, sharding_strategy="full_shard") and not replays(cuda_graphs=False)
+
+
+def test_small_tensors_are_updated_together_and_large_ones_alone():
+    """8-bit AdamW of adapters takes some updates, not one for each of 448; whole weights fill one each."""
+    def seconds(**changes):
+        setup = replace(PRODUCT, optimizer="adamw_8bit", **changes)
+        return step_seconds(LLAMA_8B, H100, setup).parts["optimizer"]
+    adapters = 64 * 32 * (4 * 4096 + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+    assert seconds() == pytest.approx((1 + adapters / 2**24) * constants.OPTIMIZER_LAUNCH)
+    tensors = 32 * 9 + 3
+    assert seconds(adapter="none", quant="none") == pytest.approx(tensors * constants.OPTIMIZER_LAUNCH)

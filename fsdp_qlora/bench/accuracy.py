@@ -8,6 +8,7 @@ from ..catalog.arch import ModelShape, model_shape
 from ..catalog.hardware import Gpu, find_gpu
 from ..config.options import OLD_ALL_TARGETS
 from ..estimate import Memory, Setup, StepTime, memory, step_seconds
+from ..estimate.setup import STATE_BYTES
 from .row import Row
 
 # Rows that constants were set on (scripts/fit_constants.py): they say nothing about accuracy, nor does
@@ -28,6 +29,7 @@ CALIBRATED_ON = (
 # the launches that are set on them. Those of the second list lack only today's 4-bit and fp8 products.
 OLD_COMMITS = ("ae215fd", "f251e71", "989a742", "da4c632", "4d00b20", "2bd4447")
 OLD_PRODUCTS = ("f8e8940", "fc55a1e", "8e7a833", "0734433", "ee8b4e9", "bb323ea")
+OLD_OPTIMIZERS = ("cc5469f",)  # which updated one tensor after the other
 # Two dequantized weights of one sum were there at once, which is the peak where tokens are few.
 OLD_SUMS = ("638255a",)
 EARLY_PEAKS = "5e23f3d"  # whose peaks of replayed rows are those of the row before
@@ -83,9 +85,10 @@ class Compared:
     @property
     def old_code(self) -> bool:
         """Whether other code than today's was measured."""
-        return self.row.commit in OLD_COMMITS or (
-            self.row.commit in OLD_PRODUCTS and (self.row.quant != "none" or
-                                                 self.row.compute_dtype == "fp8"))
+        products = self.row.quant != "none" or self.row.compute_dtype == "fp8"
+        return (self.row.commit in OLD_COMMITS
+                or self.row.commit in OLD_PRODUCTS and products
+                or self.row.commit in OLD_OPTIMIZERS and self.row.optimizer in STATE_BYTES)
 
 
 def setup_from_row(row: Row) -> Setup:

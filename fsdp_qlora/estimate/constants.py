@@ -36,7 +36,7 @@ RECOMPUTE_LAUNCH = 2.83    # of that third, to run a block again, hooks of check
 RERUN_LAUNCH = 0.3       # or only what keep_linears leaves out
 SHARDED_LAUNCH = 0.00517   # FSDP's hooks, per block and gather
 STEP_SECONDS = 0.00513             # the GPU waits at a step's start and end
-OPTIMIZER_LAUNCH = 0.00069  # to update one tensor by an optimizer that is written here (optim/)
+OPTIMIZER_LAUNCH = 0.00069  # of an update by an optimizer that is written here (optim/)
 HOST_OPTIMIZER_PER_SECOND = 0.9e9  # weights per second and rank that the host's Adam updates
 
 # ---- the allocator -----------------------------------------------------------------------------

@@ -37,6 +37,8 @@ from .weights import (
     trained_tensors,
 )
 
+TOGETHER = 2**24  # values of small tensors that an optimizer of optim/ updates at once
+
 
 @dataclass(frozen=True)
 class StepTime:
@@ -236,11 +238,13 @@ def once_per_step(shape: ModelShape, setup: Setup, link: float, internode_gb_s: 
 def optimizer_seconds(shape: ModelShape, gpu: Gpu, setup: Setup) -> float:
     """Seconds of the update: weight and states read and written, gradient read.
 
-    On the host under CPU offload. Optimizers of optim/ go from tensor to tensor, which takes the host.
+    On the host under CPU offload. Those of optim/ update small tensors together, some at a time, which
+    takes the host.
     """
     size = all_trained(shape, setup, setup.shard_ranks)
     own = setup.precision if setup.adapter == "none" else setup.adapter_dtype
     if trained_on_host(shape, setup): return size / BYTES[own] / constants.HOST_OPTIMIZER_PER_SECOND
     moved = 3 * size + 2 * optimizer_bytes(shape, setup)
-    one_by_one = trained_tensors(shape, setup) * (setup.optimizer in STATE_BYTES)
-    return max(constants.OPTIMIZER_LAUNCH * one_by_one, moved / (gpu.reached_bandwidth_gb_s * 1e9))
+    updates = min(trained_tensors(shape, setup), 1 + size / BYTES[own] / TOGETHER)
+    launches = updates * constants.OPTIMIZER_LAUNCH * (setup.optimizer in STATE_BYTES)
+    return max(launches, moved / (gpu.reached_bandwidth_gb_s * 1e9))
