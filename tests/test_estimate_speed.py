@@ -193,7 +193,7 @@ def test_replayed_micro_batches_wait_for_no_launch_and_their_gradients_stay():
 
 
 def test_small_tensors_are_updated_together_and_large_ones_alone():
-    """8-bit AdamW of adapters takes some updates, not one for each of 448; whole weights fill one each."""
+    """8-bit AdamW of adapters takes some updates, not 448; whole weights fill one each."""
     def seconds(**changes):
         setup = replace(PRODUCT, optimizer="adamw_8bit", **changes)
         return step_seconds(LLAMA_8B, H100, setup).parts["optimizer"]
