@@ -127,7 +127,6 @@ def measure_steps(row: Row, config: RunConfig, how, device: torch.device, limit:
     from ..training.graphs import micro_batch_runner, uses_graphs
     from ..training.step import seed_everything, train_step
     seed_everything(config.seed, ranks_from_env().rank, config.deterministic)
-    if device.type == "cuda": torch.cuda.reset_peak_memory_stats(device)
     started = time.perf_counter()
     model = build_model(config, device)
     synchronize(device)
