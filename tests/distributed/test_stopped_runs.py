@@ -98,6 +98,8 @@ def test_a_signal_or_ctrl_c_to_the_launcher_or_a_rank_saves_and_ends_with_75(
 
 def test_a_second_ctrl_c_ends_a_run_at_once(monkeypatch):
     monkeypatch.setattr("fsdp_qlora.training.signals.SAME_SECONDS", 0)
+    # In a run, what has not ended by then is ended: here that would be the tests themselves.
+    monkeypatch.setattr("fsdp_qlora.training.signals.GRACE_SECONDS", 1e6)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with StopSignals() as signals:
