@@ -14,6 +14,7 @@ from typing import get_type_hints
 
 from fastcore.basics import listify
 
+from .options import ACTIVATION_POLICIES, TILED_POLICIES
 from .settings import AUTO, changed_settings, parts_of, shown, type_name
 
 types_of = cache(get_type_hints)  # a plan makes hundreds of configurations
@@ -383,7 +384,8 @@ def settings_without_effect(config) -> list[str]:
         warnings.append("--absmax_dtype has no effect: no weight is quantized")
     if config.use_trained_cpu_offload is not None and not config.use_cpu_offload:
         warnings.append("--use_trained_cpu_offload has no effect: it belongs to --use_cpu_offload")
-    if config.mlp_tiles != 1 and policy_names(config) <= {"keep_all", "keep_linears"}:
+    whole = set(ACTIVATION_POLICIES) - set(TILED_POLICIES)
+    if config.mlp_tiles != 1 and policy_names(config) <= whole:
         warnings.append(f"--mlp_tiles has no effect: under {' and '.join(sorted(policy_names(config)))} "
                         "no MLP is computed again")
     if config.sharding_strategy == "ddp":

@@ -14,6 +14,7 @@ STRATEGY_NAMES = ("ddp", "shard_grad_op", "full_shard", "hybrid_shard_grad_op", 
 OPTIMIZER_NAMES = ("adamw", "adamw_bf16", "adamw_8bit", "adafactor", "adam", "sgd", "adadelta")
 
 ACTIVATION_POLICIES = ("recompute_all", "keep_attention", "keep_linears", "keep_all")
+TILED_POLICIES = ("recompute_all", "keep_attention")  # under which an MLP runs again in backward
 
 # Of a precision: what is stored, and what autocast multiplies in, if it is on.
 PRECISIONS = {

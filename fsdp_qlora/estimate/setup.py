@@ -9,10 +9,10 @@ from itertools import groupby
 
 from ..catalog.arch import ModelShape
 from ..config import RunConfig, block_policies, plan_batches
+from ..config.options import TILED_POLICIES
 from ..config.run import graphs_pay
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-TILED = ("recompute_all", "keep_attention")  # policies under which an MLP can be in tiles
 OPTIMIZER_STATES = {"adamw": 2, "adamw_bf16": 2, "adamw_8bit": 2, "adafactor": 0, "adam": 2, "sgd": 0,
                     "adadelta": 2}  # values per trained weight
 Runs = list[tuple[str, int]]  # activation policies from the first block on: name, number of blocks
@@ -135,7 +135,7 @@ class Setup:
 
     def tiles(self, policy: str) -> int:
         """Parts in which the MLP of a block with this policy is computed."""
-        return self.mlp_tiles if policy in TILED else 1
+        return self.mlp_tiles if policy in TILED_POLICIES else 1
 
     def replays(self, shape: ModelShape) -> bool:
         """Whether micro-batches are CUDA graphs, which some models rule out (training/graphs.py)."""

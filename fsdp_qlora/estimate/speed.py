@@ -37,7 +37,7 @@ from .weights import (
     trained_tensors,
 )
 
-TOGETHER = 2**24  # values of small tensors that an optimizer of optim/ updates at once
+TOGETHER = 2**24  # values of small tensors that an optimizer of optim/ joins and updates at once
 
 
 @dataclass(frozen=True)

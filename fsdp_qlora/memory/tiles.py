@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..adapters.lora import LoraLinear
+from ..config.options import TILED_POLICIES
 from ..model.blocks import base_model, decoder_blocks, has_experts, mlp_of
-
-TILED = ("recompute_all", "keep_attention")  # policies under which the MLP runs again in backward
 
 
 class TiledMlp:
@@ -80,7 +79,7 @@ def apply_tiled_mlp(model: nn.Module, tiles: int, policies: list[str]) -> nn.Mod
         if mlp is None or has_experts(block):
             raise ValueError(f"--mlp_tiles {tiles}: {type(block).__name__} has no MLP that takes each "
                              "token alone in one module; leave it out")
-        if policy not in TILED: continue
+        if policy not in TILED_POLICIES: continue
         mlp.tiled = TiledMlp(mlp, tiles, width, dtype)
         mlp.__class__ = in_tiles_class(type(mlp))
     if any(mlp.drops for mlp in tiled_mlps(model)):

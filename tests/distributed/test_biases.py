@@ -11,10 +11,10 @@ from fsdp_qlora.build import planned_model
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.export.merge import merge_adapter
 from tests.distributed.test_initial import logits_of
-from tests.distributed.test_parity import STEPS, assert_equal_run, train_model
+from tests.distributed.test_parity import STEPS, assert_equal_run, build_and_train
 from tests.families import save_family
 from tests.ranks import run_ranks
-from tests.tiny import RANK, SEED, padded_batch, reference_model, reference_run, save_tiny, with_lora
+from tests.tiny import padded_batch, reference_model, reference_run, save_tiny, with_lora
 
 # Qwen2 has biases of q, k and v; of GPT-2's norms all have one, and its linear layers too.
 CASES = [dict(model="qwen2", bias="all", train_type="lora", lora_target_modules="q_proj,down_proj"),
@@ -28,14 +28,11 @@ IN_BF16 = [dict(model="gpt2", bias="all", train_type=t, lora_target_modules="c_a
 
 
 def train_and_save(cases: list[dict], out: str) -> list[dict]:
-    from fsdp_qlora.build import build_model
     from fsdp_qlora.export import save_trained
     results = []
     for i, case in enumerate(cases):
-        config = RunConfig(**dict(precision="fp32", lora_rank=RANK, lora_alpha=8, lora_dropout=0.0,
-                                  seed=SEED) | case)
-        model = build_model(config, torch.device("cpu"))
-        results.append(train_model(model, STEPS))
+        _, model, trained = build_and_train(case)
+        results.append(trained)
         batch = padded_batch(STEPS[0])
         with torch.no_grad():
             results[-1]["logits"] = model(input_ids=batch["input_ids"],

@@ -16,12 +16,12 @@ from fsdp_qlora.build import planned_model
 from fsdp_qlora.commands.generate import load_for_inference
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.export.merge import merge_adapter
-from tests.distributed.test_parity import assert_equal_run, relative, train_model
+from tests.distributed.test_parity import assert_equal_run, build_and_train, relative
 from tests.families import MOE_FAMILIES, save_family
 from tests.ranks import run_ranks
 from tests.test_merge import save_adapter
 from tests.test_names import renamed_files
-from tests.tiny import RANK, SEED, reference_run, tiny_rows, with_lora
+from tests.tiny import SEED, reference_run, tiny_rows, with_lora
 
 STEPS = tiny_rows(steps=2, rows_per_step=6)
 IDS = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -46,14 +46,11 @@ ADAPTED = [  # experts under LoRA, with what PEFT is told
 
 def train_cases(cases: list[dict], out: str) -> list[dict]:
     from fsdp_qlora.adapters.whole import saved_names
-    from fsdp_qlora.build import build_model
     from fsdp_qlora.export import save_trained
     results = []
     for i, case in enumerate(cases):
-        config = RunConfig(**dict(precision="fp32", lora_rank=RANK, lora_alpha=8, lora_dropout=0.0,
-                                  seed=SEED) | case)
-        model = build_model(config, torch.device("cpu"))
-        results.append(train_model(model, STEPS))
+        config, model, trained = build_and_train(case, STEPS)
+        results.append(trained)
         if config.lora_target_parameters:  # under the names of PEFT's own model
             weights = results[-1]["weights"]
             results[-1]["weights"] = {key.replace(".weight", ".default.weight"): weights[name]

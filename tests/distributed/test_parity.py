@@ -36,11 +36,17 @@ VARIATIONS = [dict(use_gradient_checkpointing=False), dict(no_sync=True), dict(c
 
 def train_case(folder: str, steps, settings: dict) -> dict:
     """Train on this rank's rows of each step, one row a micro-batch."""
+    return build_and_train(dict(model_name=folder) | settings, steps)[2]
+
+
+def build_and_train(case: dict, steps=STEPS):
+    """A run's configuration, its model after the steps in fp32, and what `train_model` says of them."""
     from fsdp_qlora.build import build_model
     from fsdp_qlora.config import RunConfig
-    config = RunConfig(**dict(model_name=folder, precision="fp32", lora_rank=RANK, lora_alpha=8,
-                              lora_dropout=0.0, seed=SEED) | settings)
-    return train_model(build_model(config, torch.device("cpu")), steps, config.no_sync)
+    config = RunConfig(**dict(precision="fp32", lora_rank=RANK, lora_alpha=8, lora_dropout=0.0,
+                              seed=SEED) | case)
+    model = build_model(config, torch.device("cpu"))
+    return config, model, train_model(model, steps, config.no_sync)
 
 
 def train_model(model, steps, no_sync: bool = False) -> dict:
