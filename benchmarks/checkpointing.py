@@ -45,8 +45,8 @@ def make_inputs(folder: Path, shape: str, rows: int, words: int) -> Path:
 
 
 def environment() -> dict:
-    """The environment with this repository's packages."""
-    return os.environ | {"PYTHONPATH": str(ROOT)}
+    """The environment with this repository's packages first."""
+    return os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
 
 
 def start(options, out: Path, rows: Path, flags: list[str]) -> subprocess.Popen:

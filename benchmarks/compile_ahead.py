@@ -4,7 +4,8 @@
 
 Compiling takes most of a cell's time, and one CPU core or two. Blocks of a model are alike, so a step of
 a model of two blocks is enough for each activation policy and shape; processes do it beside each other,
-which they must not when something is timed. Then `fsdp-qlora bench` finds the graphs on disk.
+which they must not when something is timed. Then `fsdp-qlora bench` finds the graphs on disk. Each rank
+has graphs of its own, as its device is part of them: cells of several GPUs are compiled on as many.
 """
 from __future__ import annotations
 
@@ -25,16 +26,18 @@ BLOCKS = 2
 
 
 def thin_cells(cells: list[Cell]) -> list[Cell]:
-    """One cell of two blocks for each graph that compiled cells on one GPU need."""
+    """One cell of two blocks for each graph that compiled cells need."""
     found: dict[tuple, Cell] = {}
     for cell in cells:
-        if cell.gpus > 1 or cell.config.is_auto or cell.config.compile is False: continue
+        if cell.config.is_auto or cell.config.compile is False: continue
+        strategy = "ddp" if cell.gpus == 1 else cell.config.sharding_strategy
         for part in cell.config.activation_policy.split(","):
             seen = {k: v for k, v in cell.settings.items() if k not in OUTSIDE}
-            seen |= dict(activation_policy=part.split(":")[0])
+            seen |= dict(activation_policy=part.split(":")[0], sharding_strategy=strategy)
             thin = replace(cell, name=f"{cell.name}: {part}", num_hidden_layers=BLOCKS,
-                           gpu_memory_gib=None, settings=seen | dict(sharding_strategy="ddp"))
-            found.setdefault(tuple(sorted((k, str(v)) for k, v in seen.items())), thin)
+                           gpu_memory_gib=None, settings=seen)
+            graph = {**seen, "gpus": cell.gpus, "sharding_strategy": strategy == "ddp"}
+            found.setdefault(tuple(sorted((k, str(v)) for k, v in graph.items())), thin)
     return list(found.values())
 
 

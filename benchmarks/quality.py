@@ -6,9 +6,9 @@
 The tasks are the demo's, text to SQL with the demo's settings, scored on four times its held-out
 questions; and the Python standard library's own source, as plain text in rows of 512 tokens, scored on
 modules that are not trained on. Each run is `fsdp-qlora train` without its command line, in one of
-`--jobs` processes that share a GPU, and one JSON line of the results. Lines that are there are not run
-again, so a command that was cut off goes on. Blocks are not compiled: compiling takes longer than such
-a run. `python scripts/quality_page.py` makes docs/quality.md of the lines.
+`--jobs` processes that share the GPUs, and one JSON line of the results. Lines that are there are not
+run again, so a command that was cut off goes on. Blocks are not compiled: compiling takes longer than
+such a run. `python scripts/quality_page.py` makes docs/quality.md of the lines.
 """
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import gc
 import hashlib
 import json
 import multiprocessing
+import os
 import random
 import sys
 import sysconfig
@@ -111,10 +112,19 @@ def pieces(text: str) -> Iterator[str]:
 
 # ---- one run, in a process of its own ----------------------------------------------------------
 
-def start_worker(jobs: int):
-    """Each process has its share of the cores."""
+def start_worker(jobs: int, started):
+    """Each process has its share of the cores, and one GPU: processes take turns."""
     from fsdp_qlora.training.launch import share_cores
     share_cores(jobs)
+    with started.get_lock(): number, started.value = started.value, started.value + 1
+    if gpus := visible_gpus(): os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs of the command, as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(n) for n in range(torch.cuda.device_count())]
 
 
 def run(job: Job, config: RunConfig) -> dict:
@@ -181,7 +191,8 @@ def run_grid(jobs: list[Job], options: argparse.Namespace, given: dict, about: d
     """Run jobs side by side and write a line as each ends; start none that would end too late."""
     started, longest, running = time.perf_counter(), 0.0, {}
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.processes, spawn, start_worker, (options.processes,)) as pool:
+    workers = (options.processes, spawn.Value("i", 0))
+    with ProcessPoolExecutor(options.processes, spawn, start_worker, workers) as pool:
         waiting = iter(jobs)
         while True:
             while len(running) < options.processes:
