@@ -24,10 +24,19 @@ def test_every_setting_is_in_one_class_of_what_may_change():
 @pytest.mark.parametrize("name, value", [
     ("lr", 1e-3), ("wd", 0.0), ("seed", 1), ("lora_alpha", 32), ("lora_dropout", 0.0),
     ("optimizer", "sgd"),
-    ("lr_scheduler", "cosine"), ("num_epochs", 2), ("max_steps", 5), ("context_length", 64),
+    ("lr_scheduler", "cosine"), ("context_length", 64),
     ("train_on", "all"), ("packing", True), ("grad_norm", 1.0), ("precision", "fp32"), ("stream", True)])
 def test_a_setting_that_changes_the_result_differs(name, value):
     assert list(differences(run_json(), RunConfig(**{name: value}), CONTENT, 2)) == [name]
+
+
+@pytest.mark.parametrize("name, value", [("num_epochs", 2), ("max_steps", 5)])
+@pytest.mark.parametrize("schedule, found", [
+    (dict(), False), (dict(lr_warmup_steps=10), False),
+    (dict(lr_scheduler="linear"), True), (dict(lr_scheduler="cosine"), True)])
+def test_the_length_differs_where_the_schedule_goes_by_it(name, value, schedule, found):
+    assert bool(differences(run_json(**schedule), RunConfig(**schedule | {name: value}), CONTENT,
+                            2)) is found
 
 
 @pytest.mark.parametrize("settings", [

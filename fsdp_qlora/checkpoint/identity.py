@@ -2,7 +2,7 @@
 
 Settings that change the result must be equal. How the work is laid out (ranks, sharding, what is
 recomputed) and what is shown may change; so may paths, for the model and the data are compared by
-content. Every setting is in one of the three sets below; a new one is refused by a test until somebody
+content. Every setting is in one of the four sets below; a new one is refused by a test until somebody
 has thought about where it belongs.
 """
 from __future__ import annotations
@@ -13,8 +13,9 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from ..config import RunConfig, plan_batches
-from ..config.settings import counted, shown
+from ..config.settings import AUTO, counted, shown
 from ..data import Source, Subset, TokenizedDataset
+from ..data.sampler import total_steps
 from ..loading import checkpoint_folder
 
 # Layout, speed, paths and display. The batch is compared as rows per step, see `batch_difference`.
@@ -45,20 +46,24 @@ llama_pro_blocks lora_target_parameters bias
 # The rest of what decides the losses. An explicit --resume PATH may change these, with a warning.
 MUST_BE_EQUAL = frozenset("""
 revision trust_remote_code compute_dtype random_weights lora_dropout loraplus_lr_ratio context_length
-train_on stream shuffle_buffer packing num_epochs max_steps seed lr wd lr_scheduler warmup_share
-lr_warmup_steps apply_gradient_clipping grad_norm
+train_on stream shuffle_buffer packing seed lr wd lr_scheduler warmup_share lr_warmup_steps
+apply_gradient_clipping grad_norm
 """.split())
+
+# When the run ends: as much as the rest under a schedule that goes by it; under a constant rate it
+# changes nothing that was computed, and may change.
+LENGTH = frozenset(["num_epochs", "max_steps"])
 
 
 def content_of(config: RunConfig, dataset: TokenizedDataset | Subset | Source) -> dict[str, str]:
     """Hashes of the base model and of the rows."""
-    return {"model": "random" if config.random_weights else model_digest(config.model_name),
-            "data": dataset.digest()}
+    model = "random" if config.random_weights else model_digest(config.model_name, config.revision)
+    return {"model": model, "data": dataset.digest()}
 
 
-def model_digest(model_name: str) -> str:
+def model_digest(model_name: str, revision: str | None = None) -> str:
     """Of config.json, the index, and the names and sizes of the weight files, which are not read."""
-    folder, digest = checkpoint_folder(model_name), hashlib.sha256()
+    folder, digest = checkpoint_folder(model_name, revision), hashlib.sha256()
     for path in sorted(Path(folder).glob("*")):
         if path.name == "config.json" or path.name.endswith(".index.json"):
             digest.update(path.read_bytes())
@@ -71,8 +76,10 @@ def differences(run: dict, config: RunConfig, content: dict[str, str], world_siz
                 ) -> dict[str, str]:
     """For each setting that differs from the checkpoint's run.json: its name, old and new value."""
     old, new = run["config"], asdict(config)
+    free = MAY_CHANGE | LENGTH if config.lr_scheduler == "constant" else MAY_CHANGE
     found = {name: f"--{name} was {shown(old.get(name))} and is {shown(new[name])}"
-             for name in new if name not in MAY_CHANGE and old.get(name) != new[name]}
+             + (f", which --lr_scheduler {config.lr_scheduler} goes by" if name in LENGTH else "")
+             for name in new if name not in free and old.get(name) != new[name]}
     if run["content"]["model"] != content["model"]:
         found["model_name"] = f"--model_name is another model than {old['model_name']} was"
     if run["content"]["data"] != content["data"]:
@@ -94,8 +101,15 @@ def with_batch_of(run: dict, config: RunConfig, world_size: int) -> RunConfig:
     return replace(config, global_batch_size=run["rows_per_step"])
 
 
+def steps_asked(config: RunConfig, dataset: TokenizedDataset | Subset | Source, rows_per_step: int
+                ) -> int | None:
+    """Steps of the whole run; None where only the end of a stream will tell."""
+    if isinstance(dataset, Source): return None if config.max_steps == AUTO else config.max_steps
+    return total_steps(len(dataset), rows_per_step, config.num_epochs, config.max_steps)
+
+
 def misplaced_settings() -> set[str]:
     """Settings in none of the sets above or in two, and names that are no setting; a test says none."""
-    places = Counter([*MAY_CHANGE, *DEFINES_THE_WEIGHTS, *MUST_BE_EQUAL])
+    places = Counter([*MAY_CHANGE, *DEFINES_THE_WEIGHTS, *MUST_BE_EQUAL, *LENGTH])
     names = {f.name for f in fields(RunConfig)}
     return {name for name in names | set(places) if places[name] != 1 or name not in names}

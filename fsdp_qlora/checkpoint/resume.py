@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import RunConfig
-from ..config.settings import counted
+from ..config.settings import AUTO, counted
 from ..data import Source, Subset, TokenizedDataset
 from ..dist import from_main, print_main, ranks_from_env
 from ..observe.metrics import HISTORY
@@ -28,7 +28,7 @@ from .folder import (
     step_of,
     write_text,
 )
-from .identity import DEFINES_THE_WEIGHTS, content_of, differences, with_batch_of
+from .identity import DEFINES_THE_WEIGHTS, content_of, differences, steps_asked, with_batch_of
 
 FINISHED = "finished.json"  # beside the checkpoints of a run that came to its end
 OF_ITS_END = (*WEIGHTS, "metrics.jsonl", "loss.png")  # what a run that goes on from there writes again
@@ -79,12 +79,13 @@ def look(config: RunConfig, dataset: TokenizedDataset | Subset | Source) -> Foun
     """What `find_run` finds, on rank 0; leaves the folder ready for the run."""
     root, content = checkpoints_of(config.output_dir), content_of(config, dataset)
     if root.is_dir(): remove_scratch(root)
-    folder = chosen(config, root)
+    folder = None if has_ended(config, dataset, content, root) else chosen(config, root)
     if folder is None:
         make_room(config, LEFT_BY_A_RUN)
         return Found(content)
     run = read_run(folder)
     check_same_run(config, run, content, folder)
+    check_length(config, run, dataset, folder)
     kept = kept_metrics(folder.parent.parent / "metrics.jsonl", run)
     if folder.resolve().parent != root.resolve(): make_room(config, LEFT_BY_A_RUN)
     else:
@@ -105,12 +106,23 @@ def make_room(config: RunConfig, names: tuple[str, ...]):
         print_main(f"what an earlier run left in {out} is now in {kept}: {moved}")
 
 
+def has_ended(config: RunConfig, dataset: TokenizedDataset | Subset | Source, content: dict[str, str],
+              root: Path) -> bool:
+    """Whether --resume auto meets a run that came to its end, and this is not that run made longer."""
+    if config.resume != "auto" or not (root / FINISHED).exists(): return False
+    try:
+        run = read_run(all_checkpoints(root)[0])
+        asked = steps_asked(config, dataset, run["rows_per_step"])
+        longer = asked is not None and asked > json.loads((root / FINISHED).read_text())["step"]
+    except (OSError, ValueError, LookupError):
+        return True
+    return not longer or bool(differences(run, config, content, world_size()))
+
+
 def chosen(config: RunConfig, root: Path) -> Path | None:
     """The checkpoint that --resume asks for, verified."""
     if config.resume == "none": return None
-    if config.resume == "auto":
-        if not all_checkpoints(root) or (root / FINISHED).exists(): return None
-        return newest_whole(root, print_main)
+    if config.resume == "auto": return newest_whole(root, print_main)
     folder = Path(config.resume)
     if step_of(folder) < 0:  # a run's folder, or its checkpoints
         inside = folder if folder.name == "checkpoints" else checkpoints_of(folder)
@@ -127,14 +139,29 @@ def chosen(config: RunConfig, root: Path) -> Path | None:
 def check_same_run(config: RunConfig, run: dict, content: dict[str, str], folder: Path):
     """Refuse a checkpoint of another run; after an explicit path only what it can't do without."""
     found = differences(run, config, content, world_size())
+    must = DEFINES_THE_WEIGHTS | {"model_name", "dataset", "global_batch_size", "seed"}
     if config.resume != "auto":
-        must = DEFINES_THE_WEIGHTS | {"model_name", "dataset", "global_batch_size", "seed"}
         for name in found.keys() - must: print_main(f"warning: since {folder}, {found[name]}")
         found = {name: text for name, text in found.items() if name in must}
-    if found:
-        raise ValueError(f"--resume {config.resume}: {folder} is of another run: "
-                         f"{'; '.join(found.values())}. Give the old values to go on, --resume none "
-                         "to start anew, or another --output_dir")
+    if not found: return
+    what = f"--resume {config.resume}: {folder} is of another run: {'; '.join(found.values())}"
+    if found.keys() & must:
+        raise ValueError(f"{what}. Give the old values to go on, --resume none to start anew, or "
+                         "another --output_dir")
+    raise ValueError(f"{what}. Give the old values to go on, --resume {folder} to go on with the new "
+                     "ones, --resume none to start anew, or another --output_dir")
+
+
+def check_length(config: RunConfig, run: dict, dataset: TokenizedDataset | Subset | Source,
+                 folder: Path):
+    """Refuse a run that would have ended before the checkpoint."""
+    asked = steps_asked(config, dataset, run["rows_per_step"])
+    too_short = (asked < run["step"] if asked is not None
+                 else config.num_epochs <= run["sampler"]["epoch"])
+    if too_short:
+        flag = "num_epochs" if config.max_steps == AUTO else "max_steps"
+        raise ValueError(f"--{flag} {getattr(config, flag)} ends before {folder}; give a larger "
+                         "number, or an earlier checkpoint with --resume FOLDER")
 
 
 def kept_metrics(path: Path, run: dict) -> list[dict]:

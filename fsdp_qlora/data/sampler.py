@@ -36,7 +36,7 @@ class StepSampler:
         self.num_rows, self.rows_per_step = num_rows, rows_per_step
         self.seed, self.shuffle = seed, shuffle
         self.steps_per_epoch = -(-num_rows // rows_per_step)
-        self.total_steps = max_steps if max_steps > 0 else epochs * self.steps_per_epoch
+        self.total_steps = total_steps(num_rows, rows_per_step, epochs, max_steps)
         self.position = 0  # the next step
         self._order = lru_cache(maxsize=2)(self._make_order)  # two, as a loader reads ahead
 
@@ -75,6 +75,11 @@ class StepSampler:
                                  f"{getattr(self, name)} now, so rows would be repeated or left "
                                  "out; use the old value, or start a new run")
         self.position = state["position"]
+
+
+def total_steps(num_rows: int, rows_per_step: int, epochs: int = 1, max_steps: int = -1) -> int:
+    """Steps of a whole run."""
+    return max_steps if max_steps > 0 else epochs * -(-num_rows // rows_per_step)
 
 
 def rank_share(rows: Sequence, rank: int, world_size: int, micro_batch_size: int,

@@ -194,6 +194,8 @@ def test_a_changed_model_adapter_batch_or_data_is_refused_on_every_rank_with_wha
     here = str(out / "checkpoints" / "step-000003")
     cases = {"--lora_rank was 4 and is 8": dict(lora_rank=8),
              "--lr was 0.01 and is 0.02": dict(lr=0.02),
+             "--max_steps was -1 and is 9, which --lr_scheduler cosine goes by": dict(max_steps=9),
+             f"--resume {here} to go on with the new ones": dict(num_epochs=3),
              "--quant was nf4 and is none": dict(train_type="lora"),
              "--model_name is another model": dict(model_name=other),
              "--dataset holds other rows": dict(num_rows=10),
@@ -211,6 +213,32 @@ def test_layout_and_paths_may_change_and_an_explicit_path_lets_the_rate_change(f
     cases = [dict(activation_policy="keep_all", checkpoint_every=5, log_to="stdout"),
              dict(resume=str(out), lr=0.02)]
     assert run_ranks(refusals, 1, folder, str(out), cases) == [["", ""]]
+
+
+def runs_of_other_lengths(folder: str, out: str) -> tuple[list[int], str, list]:
+    """Steps of a run that was stopped, is made longer, ends, and is made longer again; a refusal."""
+    config = settings(folder, Path(out, "longer"), lr_scheduler="constant", lr_warmup_steps=2)
+    seen = [len(run_once(config, STOP_AT))]
+    try:
+        said = str(run_once(replace(config, max_steps=2)))
+    except ValueError as error:
+        said = str(error)
+    seen += [len(run_once(replace(config, max_steps=7))), len(run_once(replace(config, num_epochs=3))),
+             len(run_once(replace(config, num_epochs=3), 0))]
+    whole = run_once(replace(config, num_epochs=3, output_dir=str(Path(out, "whole"))))
+    return seen, said, whole
+
+
+def test_under_a_constant_rate_a_run_that_was_stopped_or_has_ended_can_be_made_longer(folder, tmp_path):
+    """And is the one that was so long from the beginning; not if it is made shorter than it is."""
+    (seen, said, whole), _ = run_ranks(runs_of_other_lengths, 2, folder, str(tmp_path))
+    assert seen == [STOP_AT, 7 - 3, 9 - 6, 0] and len(whole) == 9
+    assert "--max_steps 2 ends before" in said and "give a larger number" in said
+    ended = tmp_path / "longer" / "earlier-2"  # by the same command again; earlier-1 is of seven steps
+    assert metrics(ended) == metrics(tmp_path / "whole") and len(metrics(ended)) == 9
+    saved = [(folder / "adapter/adapter_model.safetensors").read_bytes()
+             for folder in (ended, tmp_path / "whole")]
+    assert saved[0] == saved[1]
 
 
 def test_nothing_of_an_earlier_run_is_lost_when_one_begins_anew_in_its_folder(folder, tmp_path):
