@@ -55,7 +55,7 @@ from .model.blocks import block_list, decoder_blocks
 from .model.expansion import train_new_blocks
 from .model.experts import check_quantizable
 from .quantization.quantize import quantize_linears
-from .sharding import OnHost, apply_sharding, make_mesh, parameter_device
+from .sharding import OnHost, apply_sharding, describe_units, make_mesh, parameter_device
 
 
 def build_model(config: RunConfig, device: torch.device, saved: SavedRows | None = None) -> nn.Module:
@@ -241,17 +241,6 @@ def trained_bytes(config: RunConfig, model: nn.Module) -> float:
     whole = sum(n * (2 * size + states * STATE_BYTES.get(config.optimizer, size))
                 for n, size in bytes_of)
     return whole / setup_from_config(config, ranks_from_env().world_size).shard_ranks
-
-
-def describe_units(units: list[str]) -> str:
-    """The FSDP units in one line; numbered ones as a range."""
-    if not units: return "nothing is sharded: each rank holds the whole model"
-    numbered = [u for u in units if u.rsplit(".", 1)[-1].isdecimal()]
-    others = [u for u in units if u not in numbered]
-    ends = [f"{numbered[0]} to {numbered[-1].rsplit('.', 1)[-1]}"] if len(numbered) > 1 else numbered
-    shown = [u.removeprefix("base_model.model.") for u in (*others[:4], *ends)]
-    more = ", ..." if len(others) > 4 else ""
-    return f"{len(units)} FSDP units, and the root with the rest: {', '.join(shown)}{more}"
 
 
 def compiles(config: RunConfig, device: torch.device) -> bool:

@@ -22,7 +22,7 @@ from .weights import (
 from .window import Gradients, Window
 
 GIB = 2**30
-BUCKET_BYTES = 128 * 2**20  # gradients reduced together under ddp (sharding/fsdp.py)
+BUCKET_BYTES = 128 * 2**20  # gradients reduced together under ddp (sharding/ddp.py)
 PIECE_BYTES = 2**27  # rows of the embedding that travel at a time (vocabulary.py)
 CUBLAS_WORKSPACE = 2 * 32 * 2**20  # torch's default on Hopper, for the forward and backward thread
 

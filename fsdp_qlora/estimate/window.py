@@ -70,7 +70,7 @@ class Window:
         """In a block's backward: its unit, and the flat buffer of the next, gathered ahead.
 
         The unit before the first block is the embedding, which is gathered only if it is trained
-        (sharding/fsdp.py stops it otherwise). Without resharding all blocks up to this one, and the
+        (sharding/prefetch.py stops it otherwise). Without resharding all blocks up to this one, and the
         embedding, whose hook waits for the end of the backward.
         """
         setup = self.setup

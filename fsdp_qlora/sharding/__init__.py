@@ -10,8 +10,9 @@ from .fsdp import (
     set_gradient_sync,
     without_gradient_sync,
 )
+from .units import describe_units
 
 __all__ = [
-    "OnHost", "STRATEGIES", "apply_sharding", "is_sharded", "make_mesh", "parameter_device",
-    "reduce_gradients", "set_gradient_sync", "without_gradient_sync",
+    "OnHost", "STRATEGIES", "apply_sharding", "describe_units", "is_sharded", "make_mesh",
+    "parameter_device", "reduce_gradients", "set_gradient_sync", "without_gradient_sync",
 ]

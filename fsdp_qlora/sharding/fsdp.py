@@ -1,7 +1,8 @@
 """What is split over the ranks, when it is gathered, and how gradients are reduced.
 
-The only importer of torch.distributed.fsdp: FSDP2's `fully_shard` for every strategy that shards,
-and one all-reduce of the trained weights' gradients for ddp, where frozen weights are left alone.
+The only importer of torch.distributed.fsdp: FSDP2's `fully_shard` for every strategy that shards.
+Beside it, of any model: `units.py` chooses what is gathered together, `prefetch.py` when, and `ddp.py`
+reduces gradients where nothing is sharded.
 
 No group has a `param_dtype`: FSDP would cast the fp32 scales of quantized weights to it, and NaN
 follows. Packed bytes, scales and adapters travel as stored; the ops cast what they multiply.
@@ -14,8 +15,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -23,14 +23,13 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.utils._pytree import tree_leaves
 
 from ..dist import hybrid_mesh, ranks_from_env, resolve_shard_group_size, shard_mesh
 from ..memory.streaming import apply_streaming
 from ..memory.vocabulary import apply_vocabulary_lookup, vocabulary_weights
-from ..model.blocks import attention_and_mlp, decoder_blocks, is_tied, output_head, own_weights
-from ..model.experts import StackedExperts
+from .ddp import GradientReducer
 from .prefetch import apply_backward_prefetch, apply_forward_prefetch, keep_gathered
+from .units import WrapPolicy, needed_in_backward, sharding_units
 
 
 @dataclass(frozen=True)
@@ -54,90 +53,18 @@ STRATEGIES = {
                                   "full_shard in a group, replicas of groups"),
 }
 
-WrapPolicy = str | Callable[[nn.Module], bool]
-
 
 def make_mesh(strategy: str, device: torch.device, shard_group_size: int = -1):
-    """The device mesh of a strategy; None where weights are only replicated."""
+    """The device mesh of a strategy; None where weights are only replicated.
+
+    shard_group_size: ranks that share one copy under a hybrid strategy; -1 = a node's, or half of a
+    single node's. Raises ValueError if the ranks do not divide so.
+    """
     kind = STRATEGIES[strategy].mesh
     if kind == "replicate": return None
     if kind == "shard": return shard_mesh(device)
     size = resolve_shard_group_size(shard_group_size, ranks_from_env(), strategy)
     return hybrid_mesh(device, size)
-
-
-def sharding_units(model: nn.Module, policy: WrapPolicy = "block", min_params: int = 100_000_000
-                   ) -> list[tuple[str, nn.Module]]:
-    """The modules that are gathered together, innermost first; what is left joins the root.
-
-    `policy` is "block", "attention_mlp", "min_params", or a function that is true for each unit;
-    `gatherable` corrects a choice that could not be gathered alone. Raises ValueError if a policy of
-    the caller's picks nothing.
-    """
-    if policy == "block":
-        chosen = decoder_blocks(model)
-    elif policy == "attention_mlp":
-        chosen = [m for block in decoder_blocks(model) for m in (*attention_and_mlp(block), block)]
-    elif policy == "min_params":
-        chosen = smallest_modules_above(model, min_params)
-    else:
-        chosen = [m for _, m in model.named_modules() if m is not model and policy(m)]
-        if not chosen: raise ValueError("the wrap policy is true for no module of the model")
-    names = {id(m): name for name, m in model.named_modules()}
-    embedding = separate_embedding(model)
-    if embedding is not None and embedding not in chosen: chosen = [embedding, *chosen]
-    chosen = gatherable(model, chosen)
-    return sorted(((names[id(m)], m) for m in chosen), key=lambda unit: -unit[0].count("."))
-
-
-def gatherable(model: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
-    """The chosen modules, without those whose weights are used while they are not gathered.
-
-    A unit is whole only inside its own forward. An adapted layer, and experts, read the weights of
-    their parts, so a part stands for them; the root's loss reads the head's weight; and a weight
-    shared with a module outside of the unit (a tied head) would be split from it. The last two join
-    the root.
-    """
-    layer_of = {id(part): layer for layer in model.modules()
-                if isinstance(layer, (BaseTunerLayer, StackedExperts)) for part in layer.modules()}
-    chosen = [layer_of.get(id(m), m) for m in chosen]
-    owners = owners_of_shared_weights(model)
-    head = output_head(model)
-    return [m for m in dict.fromkeys(chosen)
-            if m is not head and not any(splits(m, group) for group in owners)]
-
-
-def owners_of_shared_weights(model: nn.Module) -> list[set[nn.Module]]:
-    """For each parameter that several modules hold, those modules."""
-    owners: dict[int, set[nn.Module]] = {}
-    for module in model.modules():
-        for p in module.parameters(recurse=False): owners.setdefault(id(p), set()).add(module)
-    return [group for group in owners.values() if len(group) > 1]
-
-
-def splits(unit: nn.Module, owners: set[nn.Module]) -> bool:
-    """True if some of `owners` are inside `unit` and some outside."""
-    return 0 < len(owners & set(unit.modules())) < len(owners)
-
-
-def separate_embedding(model: nn.Module) -> nn.Module | None:
-    """The input embedding as a unit of its own, unless its weight is the head's too."""
-    if is_tied(model): return None
-    return model.get_input_embeddings()
-
-
-def smallest_modules_above(module: nn.Module, min_params: int) -> list[nn.Module]:
-    """Innermost modules of at least `min_params` parameters, not counting units inside them."""
-    found: list[nn.Module] = []
-
-    def remaining(m: nn.Module) -> int:
-        count = own_weights(m) + sum(remaining(child) for child in m.children())
-        if count < min_params or m is module or isinstance(m, (nn.ModuleList, nn.ModuleDict)):
-            return count
-        found.append(m)
-        return 0
-    remaining(module)
-    return found
 
 
 def apply_sharding(model: nn.Module, strategy: str = "full_shard", mesh=None, *,
@@ -149,7 +76,8 @@ def apply_sharding(model: nn.Module, strategy: str = "full_shard", mesh=None, *,
     Works on the meta device, before any weight exists, and on a loaded model: ours, or one built
     with transformers, bitsandbytes 4-bit and PEFT. With one rank and no offload there is nothing to
     split, and the model stays as it is. A frozen embedding and head are no units: each rank keeps
-    its rows of them (vocabulary.py).
+    its rows of them (memory/vocabulary.py). Raises ValueError for bitsandbytes weights in a storage
+    that can't be sharded, or a `wrap_policy` function that picks nothing.
     """
     check_storage(model)
     on_host = on_host or OnHost()
@@ -178,18 +106,6 @@ def mesh_device(mesh) -> torch.device:
     """This rank's device of a mesh."""
     return torch.device(mesh.device_type, torch.cuda.current_device()) if (
         mesh.device_type == "cuda") else torch.device(mesh.device_type)
-
-
-def needed_in_backward(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
-    """The units from the first with trained weights on: no gradient goes further back.
-
-    A frozen embedding is left out, and so are the blocks of the base before Llama-Pro's first new one.
-    """
-    chosen = set(units)
-    order = [m for m in model.modules() if m in chosen]
-    trained = [any(p.requires_grad for p in m.parameters()) for m in order]
-    needed = set(order[trained.index(True):] if True in trained else ())
-    return [unit for unit in units if unit in needed]
 
 
 def check_storage(model: nn.Module):
@@ -272,57 +188,3 @@ def keep_trained_on_device(model: nn.Module):
         group.offload_policy = OffloadPolicy()
         for p in group.fsdp_params:
             if p.sharded_param.requires_grad: p.offload_to_cpu = p.pin_memory = False
-
-
-# ---- ddp: reduce the gradients of trained weights after each backward --------------------------
-
-BUCKET_BYTES = 128 * 2**20
-
-
-class GradientReducer:
-    """Averages the trained weights' gradients over all ranks at the end of each backward, as DDP.
-
-    The root's outputs carry a hook that asks the engine for a call when the backward is done;
-    parameters are looked up in the first one, since loading replaces those that were on the meta device.
-    """
-
-    def __init__(self, model: nn.Module):
-        self.model, self.enabled, self.queued = model, True, False
-        self.trained: list[nn.Parameter] = []
-        model.register_forward_hook(self.watch)
-
-    def watch(self, module, args, output):
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad: leaf.register_hook(self.queue)
-
-    def queue(self, _):
-        if self.queued or not self.enabled: return
-        self.queued = True
-        torch.autograd.Variable._execution_engine.queue_callback(self.reduce)
-
-    def reduce(self):
-        self.queued = False
-        self.trained = self.trained or [p for p in self.model.parameters() if p.requires_grad]
-        for p in self.trained:  # a missing gradient counts as zero
-            if p.grad is None: p.grad = torch.zeros_like(p)
-        if dist.get_world_size() == 1: return
-        for bucket in buckets(self.trained):
-            flat = torch.cat([p.grad.reshape(-1) for p in bucket])
-            dist.all_reduce(flat)
-            flat /= dist.get_world_size()
-            parts = flat.split([p.numel() for p in bucket])
-            torch._foreach_copy_([p.grad for p in bucket],
-                                 [part.view_as(p) for p, part in zip(bucket, parts, strict=True)])
-
-
-def buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters in groups of one dtype and about BUCKET_BYTES."""
-    groups: list[list[nn.Parameter]] = []
-    size = 0
-    for p in parameters:
-        if not groups or size > BUCKET_BYTES or groups[-1][0].dtype != p.dtype:
-            groups.append([])
-            size = 0
-        groups[-1].append(p)
-        size += p.numel() * p.element_size()
-    return groups

@@ -1,0 +1,62 @@
+"""ddp: the trained weights' gradients are averaged over the ranks after each backward.
+
+Frozen weights are left alone. torch's DistributedDataParallel wants all weights when it is made, to
+broadcast them, and here they are still on the meta device then.
+"""
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..estimate.peak import BUCKET_BYTES
+
+
+class GradientReducer:
+    """Averages the trained weights' gradients over all ranks at the end of each backward, as DDP.
+
+    The root's outputs carry a hook that asks the engine for a call when the backward is done;
+    parameters are looked up in the first one, since loading replaces those that were on the meta device.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model, self.enabled, self.queued = model, True, False
+        self.trained: list[nn.Parameter] = []
+        model.register_forward_hook(self.watch)
+
+    def watch(self, module, args, output):
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad: leaf.register_hook(self.queue)
+
+    def queue(self, _):
+        if self.queued or not self.enabled: return
+        self.queued = True
+        torch.autograd.Variable._execution_engine.queue_callback(self.reduce)
+
+    def reduce(self):
+        self.queued = False
+        self.trained = self.trained or [p for p in self.model.parameters() if p.requires_grad]
+        for p in self.trained:  # a missing gradient counts as zero
+            if p.grad is None: p.grad = torch.zeros_like(p)
+        if dist.get_world_size() == 1: return
+        for bucket in buckets(self.trained):
+            flat = torch.cat([p.grad.reshape(-1) for p in bucket])
+            dist.all_reduce(flat)
+            flat /= dist.get_world_size()
+            parts = flat.split([p.numel() for p in bucket])
+            torch._foreach_copy_([p.grad for p in bucket],
+                                 [part.view_as(p) for p, part in zip(bucket, parts, strict=True)])
+
+
+def buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters in groups of one dtype and about BUCKET_BYTES."""
+    groups: list[list[nn.Parameter]] = []
+    size = 0
+    for p in parameters:
+        if not groups or size > BUCKET_BYTES or groups[-1][0].dtype != p.dtype:
+            groups.append([])
+            size = 0
+        groups[-1].append(p)
+        size += p.numel() * p.element_size()
+    return groups
