@@ -20,9 +20,9 @@ from transformers import AutoConfig
 from fsdp_qlora.bench.cells import clean_up
 from fsdp_qlora.bench.measure import MemoryLimit, describe_run, measure, summary
 from fsdp_qlora.bench.row import Row, append_row
-from fsdp_qlora.build import with_activation_policy
 from fsdp_qlora.catalog.known_models import known_config
 from fsdp_qlora.config import RunConfig
+from fsdp_qlora.derived import with_activation_policy
 from fsdp_qlora.dist import print_main, process_group, rank_device, ranks_from_env
 from fsdp_qlora.loading import read_config
 

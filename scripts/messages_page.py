@@ -15,7 +15,7 @@ Look for some words of it here. What is filled in stands in capitals.
 
 # Title, beginnings of the names of files below fsdp_qlora/, what to know.
 SECTIONS = [
-    ("A flag or a recipe", ("config/", "cli", "build", "optim/"),
+    ("A flag or a recipe", ("config/", "cli", "derived", "build", "optim/"),
      "Nothing was written yet. [Every setting](flags.md) says what each flag takes; "
      "`train.py --dry_run` shows what would be done."),
     ("Estimates and plans", ("catalog/", "estimate/", "planner/", "commands/dryrun", "commands/probe"),

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "fsdp_qlora"
 # A package imports only from those before it.
 ORDER = ["redact", "places", "config", "catalog", "estimate", "planner", "report",
          "meeting", "dist", "quantization", "model", "adapters", "memory", "sharding", "loading",
-         "build", "data", "optim", "observe", "export", "checkpoint", "training",
+         "derived", "build", "data", "optim", "observe", "export", "checkpoint", "training",
          "bench", "commands", "demo", "cli"]
 PURE = set(ORDER[:ORDER.index("meeting")])
 

@@ -6,8 +6,8 @@ import weakref
 import pytest
 import torch
 
-from fsdp_qlora.build import trained_bytes
 from fsdp_qlora.config import RunConfig
+from fsdp_qlora.derived import training_bytes
 from fsdp_qlora.memory.hostmem import host_tensors
 from fsdp_qlora.memory.offload import HostStore, apply_activation_offload
 from fsdp_qlora.model.blocks import decoder_blocks
@@ -129,7 +129,7 @@ def test_what_trained_weights_take_is_theirs_with_gradients_and_states(folder, o
                                                                        bytes_per_weight):
     model = tiny_model(folder, "qlora")
     weights = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert trained_bytes(RunConfig(optimizer=optimizer), model) == bytes_per_weight * weights
+    assert training_bytes(RunConfig(optimizer=optimizer), model) == bytes_per_weight * weights
 
 
 def test_host_tensors_share_one_region_without_rounding_to_powers_of_two():

@@ -40,7 +40,7 @@ def run_jobs_here(config: RunConfig, folder: str | Path, how: How):
 
 def run_job(job: Job, files: Path, how: How, device: torch.device, results: str | None = None):
     """Measure one job; rank 0 keeps its row."""
-    from ..build import with_activation_policy
+    from ..derived import with_activation_policy
     from ..loading import read_config
     (config,) = parse(job.argv, prog="fsdp-qlora bench")
     layers = read_config(config.model_name, **config.source).num_hidden_layers

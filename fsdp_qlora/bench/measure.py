@@ -29,7 +29,7 @@ VERSIONED = ("torch", "transformers", "peft", "bitsandbytes", "triton", "fsdp_ql
 
 def describe_run(config: RunConfig, name: str, layers: int, device: torch.device) -> Row:
     """A row with everything that is known before the first step."""
-    from ..build import compiles
+    from ..derived import compiles
     ranks, adapted = ranks_from_env(), config.adapter != "none"
     batches = plan_batches(config, ranks.world_size)
     return Row(

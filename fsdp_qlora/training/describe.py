@@ -6,9 +6,9 @@ from collections import Counter
 from torch import nn
 
 from ..adapters import adapter_counts, trainable_parameters
-from ..build import attention
 from ..config import BatchPlan, RunConfig
 from ..config.settings import counted
+from ..derived import attention
 from ..dist import print_main, ranks_from_env
 from .graphs import uses_graphs
 from .step import compute_device

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..build import build_model, with_activation_policy
+from ..build import build_model
 from ..checkpoint import (
     Boundary,
     CheckpointWriter,
@@ -32,6 +32,7 @@ from ..data import (
     TokenizedDataset,
     choose_pad_token_id,
 )
+from ..derived import with_activation_policy
 from ..dist import from_main, gather_over_ranks, print_main, ranks_from_env
 from ..export import save_trained
 from ..export.card import run_record

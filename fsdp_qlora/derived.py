@@ -1,0 +1,127 @@
+"""Settings of a run that follow from its model and its machine; what is chosen is printed once.
+
+`RunConfig` knows neither, so this is where the two meet: before a model is built, or while it is on
+the meta device.
+"""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from peft import LoraConfig
+from torch import nn
+from transformers import PretrainedConfig
+
+from .adapters import lora_config
+from .adapters.initial import Start
+from .catalog.arch import shape_from_config
+from .catalog.block_expansion import Expansion, expanded_shape, expansion_of
+from .config import AUTO, RunConfig
+from .dist import print_main, ranks_from_env
+from .estimate import choose_policies, memory, setup_from_config
+from .estimate.policies import choose_tiles
+from .estimate.setup import OPTIMIZER_STATES, STATE_BYTES
+from .loading import DTYPES, read_config
+from .loading.expanded import expanded_config
+from .loading.tokens import grow_vocabulary, load_tokenizer
+from .model.attention import choose_attention
+from .model.blocks import decoder_blocks
+from .sharding import OnHost
+
+TRAINED_SHARE = 1 / 8  # of a GPU that trained weights may take before they are offloaded too
+
+
+def model_settings(config: RunConfig) -> tuple[PretrainedConfig, Expansion | None]:
+    """config.json with --added_tokens and the new blocks of Llama-Pro; and these, if there are any."""
+    settings = read_config(config.model_name, **config.source)
+    if config.added_tokens:
+        grow_vocabulary(settings, load_tokenizer(config.model_name, **config.source,
+                                                 added_tokens=config.new_tokens))
+    grown = expansion_of(config, settings.get_text_config().num_hidden_layers)
+    return expanded_config(settings, grown) if grown else settings, grown
+
+
+def with_activation_policy(config: RunConfig, device: torch.device) -> RunConfig:
+    """The configuration with --activation_budget_gib and --mlp_tiles -1 resolved, if given.
+
+    The choice is the estimate's: `estimate.choose_policies` and `choose_tiles`. Raises ValueError if the
+    budget is too small even with every block recomputed.
+    """
+    if config.is_auto:
+        raise ValueError("--sharding_strategy, --batch_size and --activation_budget_gib auto are chosen "
+                         "by the train command; here give values, as `fsdp-qlora plan` prints them")
+    budget = config.activation_budget_gib
+    if budget is None and config.mlp_tiles != AUTO: return config
+    settings = read_config(config.model_name, **config.source)
+    shape = expanded_shape(shape_from_config(settings.to_dict(), config.model_name), config)
+    setup = setup_from_config(config, ranks_from_env().world_size, compile=compiles(config, device))
+    if config.mlp_tiles == AUTO:
+        setup = replace(setup, mlp_tiles=choose_tiles(shape, setup, budget))
+        config = replace(config, mlp_tiles=setup.mlp_tiles)
+        print_main(f"--mlp_tiles {setup.mlp_tiles}: chosen by the estimate")
+    if budget is None: return config
+    policy = choose_policies(shape, setup, budget)
+    peak = memory(shape, replace(setup, activation_policy=policy)).peak_allocated
+    print_main(f"--activation_policy {policy}: {peak:.1f} GiB at the peak by the estimate, within "
+               f"{budget:g}")
+    return replace(config, activation_policy=policy, activation_budget_gib=None)
+
+
+def attention(config: RunConfig, settings: PretrainedConfig, device: torch.device
+              ) -> tuple[str, str]:
+    """The attention implementation of a run on `device`, and the reason."""
+    return choose_attention(config.attn_implementation, config.packing, settings, device,
+                            DTYPES[config.product_dtype])
+
+
+def compiles(config: RunConfig, device: torch.device) -> bool:
+    """Whether blocks are compiled: as --compile says, else on a GPU."""
+    return device.type == "cuda" if config.compile is None else config.compile
+
+
+def adapter_settings(config: RunConfig, model: nn.Module) -> LoraConfig:
+    """The run's adapters as PEFT is told of them; raises ValueError for a block that is not there."""
+    lora = lora_config(rank=config.lora_rank, alpha=config.lora_alpha, dropout=config.lora_dropout,
+                       target_modules=config.target_modules,
+                       target_parameters=config.target_parameters,
+                       use_dora=config.adapter == "dora", use_rslora=config.use_rslora,
+                       rank_pattern=config.rank_pattern, alpha_pattern=config.alpha_pattern,
+                       bias=config.bias)
+    lora.revision, lora.layers_to_transform = config.revision, adapted_blocks(config, model)
+    return lora
+
+
+def adapted_blocks(config: RunConfig, model: nn.Module) -> list[int] | None:
+    """The blocks of --layers_to_transform. Raises ValueError for one that the model does not have."""
+    chosen, count = config.adapted_blocks, len(decoder_blocks(model))
+    if chosen and chosen[-1] >= count:
+        raise ValueError(f"--layers_to_transform {config.layers_to_transform}: the model has no such "
+                         f"block; give some of 0 to {count - 1}")
+    return chosen
+
+
+def start_of(config: RunConfig) -> Start:
+    """How the run's adapters begin."""
+    return Start() if not config.has_lora else Start(config.init_lora_weights, config.loftq_iter)
+
+
+def weights_on_host(config: RunConfig, model: nn.Module, device: torch.device) -> OnHost:
+    """What --use_cpu_offload and its two companions move; the derived choice is printed."""
+    frozen, trained = config.use_cpu_offload, config.use_trained_cpu_offload
+    if frozen and trained is None:
+        trained = device.type == "cpu" or config.adapter == "none" or TRAINED_SHARE < (
+            training_bytes(config, model) / torch.cuda.mem_get_info(device)[1])
+    if frozen and config.adapter != "none":
+        print_main("--use_trained_cpu_offload " + ("true: trained weights, gradients and optimizer "
+                   "states are in host memory too" if trained else "false: these stay on the GPU"))
+    vocabulary = config.use_vocabulary_cpu_offload
+    return OnHost(frozen, bool(frozen and trained), frozen if vocabulary is None else vocabulary)
+
+
+def training_bytes(config: RunConfig, model: nn.Module) -> float:
+    """Bytes of a rank's trained weights, their gradients and optimizer states."""
+    states = OPTIMIZER_STATES[config.optimizer]
+    bytes_of = [(p.numel(), p.element_size()) for p in model.parameters() if p.requires_grad]
+    whole = sum(n * (2 * size + states * STATE_BYTES.get(config.optimizer, size))
+                for n, size in bytes_of)
+    return whole / setup_from_config(config, ranks_from_env().world_size).shard_ranks
