@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+COMMIT = "a" * 40  # of every branch
+
 
 class FakeHub:
     """Repositories: `served` are files to read, `pushed` what came up; `private` by name."""
@@ -66,14 +68,18 @@ class Handler(BaseHTTPRequestHandler):
         if path.startswith("/api/models/"):
             name = "/".join(path.removeprefix("/api/models/").split("/")[:2])
             private = self.hub.private.get(name, False)
-            return self.answer({"id": name, "private": private, "siblings": []})
+            if "/tree/" in path: return self.answer([])
+            files = self.hub.served.get(name, Path("/nonexistent")).glob("*")
+            return self.answer({"id": name, "private": private, "sha": COMMIT,
+                                "siblings": [{"rfilename": file.name} for file in files]})
         if path.count("/") < 5: return self.answer({}, 404, head)
         owner, name, _, revision, *rest = path.strip("/").split("/")
+        commit = revision if len(revision) == len(COMMIT) else COMMIT
         file = self.hub.served.get(f"{owner}/{name}", Path("/nonexistent")) / "/".join(rest)
         if not file.is_file():
-            return self.answer(b"", 404, head, X_Error_Code="EntryNotFound", X_Repo_Commit=revision)
+            return self.answer(b"", 404, head, X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
         data = file.read_bytes()
-        self.answer(data, 200, head, X_Repo_Commit=revision, ETag=hashlib.sha1(data).hexdigest())
+        self.answer(data, 200, head, X_Repo_Commit=commit, ETag=hashlib.sha1(data).hexdigest())
 
     def do_POST(self):
         self.hub.requests.append((self.command, self.path))

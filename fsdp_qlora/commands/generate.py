@@ -19,7 +19,8 @@ from ..data import choose_pad_token_id, encode_prompt, stop_token_ids
 from ..dist import rank_device
 from ..export.adapter_folder import AdapterFolder, Delta
 from ..export.trained_base import BaseQuant, base_quant, taken_out_of
-from ..loading import DTYPES, first_line, pinned, read_config
+from ..hub import asked_hub
+from ..loading import DTYPES, first_line, looks_local, not_at_hand, pinned, read_config
 from ..loading.tokens import load_tokenizer
 from ..model.experts import is_stackable
 
@@ -33,8 +34,15 @@ def load_for_inference(model_name: str, adapter: str | Path | None = None, quant
     if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
         raise ValueError(f"--adapter_folder {adapter}: no adapter_config.json there; give the folder "
                          "that training saved, such as output/adapter")
-    model = AutoModelForCausalLM.from_pretrained(
-        model_name, dtype=dtype, **pinned(revision, trust_remote_code)).to(device).eval()
+    with asked_hub(not looks_local(model_name)) as unreachable:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype,
+                                                         **pinned(revision, trust_remote_code))
+        except OSError as error:
+            if unreachable: raise not_at_hand(model_name, unreachable) from error
+            raise ValueError(f"--model_name {model_name}: {first_line(error)}; give a model's folder or "
+                             "hub name") from error
+    model = model.to(device).eval()
     known = base_quant(quant, adapter)
     if known.quant != "none":
         if not known.is_known:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from ..hub import asked_hub
 from .formats import Row, row_from_record
 
 HUB_IDS = {
@@ -314,14 +315,20 @@ def guanaco_record(record: dict) -> dict:
 
 def _load_from_hub(hub_id: str, split: str, dataset: str, streaming: bool = False):
     datasets = _import_for_data("datasets", dataset)
-    try:
-        return datasets.load_dataset(hub_id, split=split, **{"streaming": True} if streaming else {})
-    except Exception as error:  # no network, unknown name, unknown split, a gated repository
-        missing = "no such file or folder here, and " if dataset == hub_id else ""
-        raise ValueError(f"--dataset {dataset}: {missing}{hub_id} (split {split}) could not be "
-                         f"loaded from the Hugging Face hub: {_first_line(error)}; check the name, "
-                         f"the split and the network, or use a file or one of {', '.join(NAMES)}"
-                         ) from error
+    with asked_hub() as unreachable:
+        try:
+            return datasets.load_dataset(hub_id, split=split, **{"streaming": True} if streaming else {})
+        except Exception as error:  # no network, unknown name, unknown split, a gated repository
+            missing = "no such file or folder here, and " if dataset == hub_id else ""
+            if unreachable:
+                raise ValueError(f"--dataset {dataset}: {missing}{unreachable}, and it is not in the "
+                                 "cache; give a local folder, or fetch it with `hf download "
+                                 f"{hub_id} --repo-type dataset --local-dir FOLDER` where there is a "
+                                 "network") from error
+            raise ValueError(f"--dataset {dataset}: {missing}{hub_id} (split {split}) could not be "
+                             f"loaded from the Hugging Face hub: {_first_line(error)}; check the name, "
+                             f"the split and the network, or use a file or one of {', '.join(NAMES)}"
+                             ) from error
 
 
 def _arrow_source(data, name: str) -> Source:

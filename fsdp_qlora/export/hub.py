@@ -12,6 +12,7 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+from ..hub import why_offline
 from ..loading import first_line
 from ..redact import redact, without_folders
 from .card import CARD_FILE
@@ -33,6 +34,8 @@ def push_folder(folder: str | Path, repo: str, private: bool = True, revision: s
                          "saved, such as output/adapter")
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and is_pushed(path, folder)]
     left = sorted(p.name for p in folder.iterdir() if p.is_file() and p not in files)
+    if why := why_offline():
+        raise ValueError(f"--repo {repo}: {why}; push it where there is a network")
     api = HfApi(library_name="fsdp_qlora")
     try:
         url = api.create_repo(repo, private=private, exist_ok=True)

@@ -9,8 +9,10 @@ from .stream import (
     first_line,
     load_buffers,
     load_weights,
+    looks_local,
     materialize,
     meta_model,
+    not_at_hand,
     pinned,
     rank_pieces,
     read_config,
@@ -18,6 +20,6 @@ from .stream import (
 
 __all__ = [
     "Checkpoint", "DTYPES", "LoadProgress", "check_complete", "checkpoint_folder",
-    "expected_shapes", "first_line", "load_buffers", "load_weights", "materialize", "meta_model",
-    "pinned", "rank_pieces", "read_config",
+    "expected_shapes", "first_line", "load_buffers", "load_weights", "looks_local", "materialize",
+    "meta_model", "not_at_hand", "pinned", "rank_pieces", "read_config",
 ]

@@ -27,6 +27,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from ..dist import is_first_copy, local_rows, print_main, ranks_from_env, sum_over_ranks
+from ..hub import asked_hub
 from ..memory.hostmem import empty_on_host
 from ..model.conv1d import apply_plain_linears
 from ..model.experts import apply_stacked_experts
@@ -51,15 +52,17 @@ def read_config(model_name: str, revision: str | None = None, trust_remote_code:
                 "it is a file" if folder.exists() else "the folder does not exist")
         raise ValueError(f"--model_name {model_name}: {what}; give a folder in transformers' format or "
                          "a hub name such as org/model")
-    try:
-        return AutoConfig.from_pretrained(model_name, **pinned(revision, trust_remote_code))
-    except (OSError, ValueError) as error:
-        if "trust_remote_code" in str(error):
-            raise ValueError(f"--model_name {model_name}: it needs Python code of its own, which is not "
-                             "run unasked; read that code, then give its commit: --revision COMMIT "
-                             "--trust_remote_code true") from error
-        raise ValueError(f"--model_name {model_name}: {first_line(error)}; check the name and the "
-                         "network, or give a folder; gated models need `hf auth login`") from error
+    with asked_hub(not looks_local(model_name)) as unreachable:
+        try:
+            return AutoConfig.from_pretrained(model_name, **pinned(revision, trust_remote_code))
+        except (OSError, ValueError) as error:
+            if "trust_remote_code" in str(error):
+                raise ValueError(f"--model_name {model_name}: it needs Python code of its own, which is "
+                                 "not run unasked; read that code, then give its commit: --revision "
+                                 "COMMIT --trust_remote_code true") from error
+            if unreachable: raise not_at_hand(model_name, unreachable) from error
+            raise ValueError(f"--model_name {model_name}: {first_line(error)}; check the name and the "
+                             "network, or give a folder; gated models need `hf auth login`") from error
 
 
 def pinned(revision: str | None, trust_remote_code: bool) -> dict:
@@ -79,13 +82,29 @@ def looks_local(model_name: str) -> bool:
             or model_name.count("/") != 1)
 
 
+def not_at_hand(model_name: str, why: str) -> ValueError:
+    """What to say of a model that is not in the cache, where no hub can be reached."""
+    return ValueError(f"--model_name {model_name}: {why}, and it is not in the cache; give a local "
+                      f"folder, or fetch it with `hf download {model_name}` where there is a network")
+
+
 def checkpoint_folder(model_name: str, revision: str | None = None) -> Path:
-    """The local folder of a model; a hub name is fetched into the cache first."""
+    """The local folder of a model; a hub name is fetched into the cache first.
+
+    Raises ValueError naming --model_name if it can't be fetched.
+    """
     if looks_local(model_name): return Path(model_name)
+    from httpx import HTTPError
     from huggingface_hub import snapshot_download
     # Some repositories hold the weights twice: `model*` is what transformers would read.
     wanted = ["model*.safetensors", "*.json", "*.model", "*.jinja"]
-    return Path(snapshot_download(model_name, revision=revision, allow_patterns=wanted))
+    with asked_hub() as unreachable:
+        try:
+            return Path(snapshot_download(model_name, revision=revision, allow_patterns=wanted))
+        except (OSError, HTTPError) as error:
+            if unreachable: raise not_at_hand(model_name, unreachable) from error
+            raise ValueError(f"--model_name {model_name}: {first_line(error)}; start the same command "
+                             "again") from error
 
 
 def meta_model(config: PretrainedConfig, dtype: torch.dtype, attn_implementation: str = "sdpa",

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from .stream import expected_shapes, pinned, read_config
+from ..hub import asked_hub
+from .stream import expected_shapes, looks_local, not_at_hand, pinned, read_config
 from .weight_files import Checkpoint, Stored, first_line
 
 
@@ -23,11 +24,13 @@ def load_tokenizer(model_name: str, revision: str | None = None, trust_remote_co
     """The tokenizer of a model folder or hub name, with more tokens. ValueError names --model_name."""
     # A missing folder is said in the same words everywhere.
     read_config(model_name, revision, trust_remote_code)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_name, **pinned(revision, trust_remote_code))
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"--model_name {model_name}: no tokenizer there ({first_line(error)}); "
-                         "copy the tokenizer files of the model into it") from error
+    with asked_hub(not looks_local(model_name)) as unreachable:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(model_name, **pinned(revision, trust_remote_code))
+        except (OSError, ValueError, KeyError) as error:
+            if unreachable: raise not_at_hand(model_name, unreachable) from error
+            raise ValueError(f"--model_name {model_name}: no tokenizer there ({first_line(error)}); "
+                             "copy the tokenizer files of the model into it") from error
     known = len(tokenizer)
     tokenizer.add_tokens(list(added_tokens))
     if added_tokens and len(tokenizer) == known:
