@@ -22,7 +22,7 @@ from fsdp_qlora.bench.measure import MemoryLimit, describe_run, measure, summary
 from fsdp_qlora.bench.row import Row, append_row
 from fsdp_qlora.catalog.known_models import known_config
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.derived import with_activation_policy
+from fsdp_qlora.derived import with_choices
 from fsdp_qlora.dist import print_main, process_group, rank_device, ranks_from_env
 from fsdp_qlora.loading import read_config
 
@@ -101,7 +101,7 @@ def run_case(name: str, folder: str, options, **changes) -> Row:
     if options.profile: changes |= dict(profile=True, profiling_output=f"{options.profile}/{name}")
     config = case.config(folder, **changes)
     device = rank_device(config.device)
-    config = with_activation_policy(config, device)
+    config = with_choices(config, device)
     layers = read_config(folder).num_hidden_layers
     row = describe_run(config, f"{name} on {ranks_from_env().world_size}", layers, device)
     with process_group(device, config.timeout_minutes):

@@ -9,7 +9,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .adapters import apply_adapters, apply_fp8, init_adapters, init_magnitudes
+from .adapters import (
+    apply_adapters,
+    apply_fp8,
+    init_adapters,
+    init_magnitudes,
+    keep_fp8_weights,
+)
 from .adapters.fusion import SharedInputs
 from .adapters.whole import train_only, train_whole
 from .config import RunConfig, block_policies
@@ -20,7 +26,7 @@ from .derived import (
     model_settings,
     start_of,
     weights_on_host,
-    with_activation_policy,
+    with_choices,
 )
 from .dist import print_main
 from .loading import DTYPES, materialize, meta_model
@@ -47,7 +53,7 @@ def build_model(config: RunConfig, device: torch.device, saved: SavedRows | None
     Needs a process group (`dist.process_group`). Raises ValueError for a model, target or strategy
     that does not fit; all ranks raise the same before any waits for another.
     """
-    config = with_activation_policy(config, device)
+    config = with_choices(config, device)
     model, checkpoint = planned_model(config, device)
     if config.compute_dtype == "fp8": apply_fp8(model, device)
     policies = block_policies(config.activation_policy, len(decoder_blocks(model)))
@@ -72,6 +78,7 @@ def build_model(config: RunConfig, device: torch.device, saved: SavedRows | None
     load(model, checkpoint, device, config, filled)
     if start.from_weights: init_magnitudes(model, device, with_adapter=True)
     else: init_adapters(model, config.seed, device)
+    if config.keep_fp8_weights: keep_fp8_weights(model)
     return model
 
 

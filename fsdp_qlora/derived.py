@@ -6,6 +6,7 @@ the meta device.
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 
 import torch
 from peft import LoraConfig
@@ -14,12 +15,13 @@ from transformers import PretrainedConfig
 
 from .adapters import lora_config
 from .adapters.initial import Start
-from .catalog.arch import shape_from_config
+from .catalog.arch import ModelShape, shape_from_config
 from .catalog.block_expansion import Expansion, expanded_shape, expansion_of
 from .config import AUTO, RunConfig
+from .config.run import check_kept_stay
 from .dist import print_main, ranks_from_env
-from .estimate import choose_policies, memory, setup_from_config
-from .estimate.policies import choose_tiles
+from .estimate import Setup, choose_policies, keeps_fp8_weights, memory, setup_from_config
+from .estimate.policies import SPARE_SHARE, choose_tiles
 from .estimate.setup import OPTIMIZER_STATES, STATE_BYTES
 from .loading import DTYPES, read_config
 from .loading.expanded import expanded_config
@@ -41,20 +43,24 @@ def model_settings(config: RunConfig) -> tuple[PretrainedConfig, Expansion | Non
     return expanded_config(settings, grown) if grown else settings, grown
 
 
-def with_activation_policy(config: RunConfig, device: torch.device) -> RunConfig:
-    """The configuration with --activation_budget_gib and --mlp_tiles -1 resolved, if given.
+def with_choices(config: RunConfig, device: torch.device) -> RunConfig:
+    """The configuration with what the estimate chooses on this device in its place.
 
-    The choice is the estimate's: `estimate.choose_policies` and `choose_tiles`. Raises ValueError if the
+    That is --activation_budget_gib, --mlp_tiles -1 and --keep_fp8_weights None. Raises ValueError if a
     budget is too small even with every block recomputed.
     """
+    chosen = with_activation_policy(config, device)
+    return with_kept_fp8(chosen, device, config.activation_budget_gib)
+
+
+def with_activation_policy(config: RunConfig, device: torch.device) -> RunConfig:
+    """The configuration with --activation_budget_gib and --mlp_tiles -1 resolved, if given."""
     if config.is_auto:
         raise ValueError("--sharding_strategy, --batch_size and --activation_budget_gib auto are chosen "
                          "by the train command; here give values, as `fsdp-qlora plan` prints them")
     budget = config.activation_budget_gib
     if budget is None and config.mlp_tiles != AUTO: return config
-    settings = read_config(config.model_name, **config.source)
-    shape = expanded_shape(shape_from_config(settings.to_dict(), config.model_name), config)
-    setup = setup_from_config(config, ranks_from_env().world_size, compile=compiles(config, device))
+    shape, setup = shape_and_setup(config, device)
     if config.mlp_tiles == AUTO:
         setup = replace(setup, mlp_tiles=choose_tiles(shape, setup, budget))
         config = replace(config, mlp_tiles=setup.mlp_tiles)
@@ -65,6 +71,31 @@ def with_activation_policy(config: RunConfig, device: torch.device) -> RunConfig
     print_main(f"--activation_policy {policy}: {peak:.1f} GiB at the peak by the estimate, within "
                f"{budget:g}")
     return replace(config, activation_policy=policy, activation_budget_gib=None)
+
+
+def with_kept_fp8(config: RunConfig, device: torch.device, budget_gib: float | None) -> RunConfig:
+    """The configuration with --keep_fp8_weights None resolved: kept on a GPU if there is room.
+
+    That is a budget's, else the GPU's memory. Raises ValueError where they can't be kept as asked.
+    """
+    check_kept_stay(config, ranks_from_env().world_size)
+    if config.keep_fp8_weights is not None or config.compute_dtype != "fp8": return config
+    if device.type != "cuda": return replace(config, keep_fp8_weights=False)
+    room, needed = budget_gib, attrgetter("peak_allocated")
+    if room is None:
+        room = (1 - SPARE_SHARE) * torch.cuda.mem_get_info(device)[1] / 2**30
+        needed = attrgetter("total")
+    keeps = keeps_fp8_weights(*shape_and_setup(config, device), room, needed)
+    print_main(f"--keep_fp8_weights {str(keeps).lower()}: chosen by the estimate")
+    return replace(config, keep_fp8_weights=keeps)
+
+
+def shape_and_setup(config: RunConfig, device: torch.device) -> tuple[ModelShape, Setup]:
+    """What the estimate takes for a run."""
+    settings = read_config(config.model_name, **config.source)
+    shape = expanded_shape(shape_from_config(settings.to_dict(), config.model_name), config)
+    return shape, setup_from_config(config, ranks_from_env().world_size,
+                                    compile=compiles(config, device))
 
 
 def attention(config: RunConfig, settings: PretrainedConfig, device: torch.device

@@ -1,12 +1,33 @@
 """Products of frozen weights in fp8: close to full precision, refused where impossible."""
 from __future__ import annotations
 
+import weakref
+from dataclasses import replace
+
 import pytest
 import torch
 
+from fsdp_qlora.build import build_model
+from fsdp_qlora.catalog.arch import model_shape, shape_from_config
+from fsdp_qlora.catalog.hardware import find_gpu
+from fsdp_qlora.catalog.machine import Machine
 from fsdp_qlora.config import RunConfig
+from fsdp_qlora.config.run import check_kept_stay
+from fsdp_qlora.dist import process_group
+from fsdp_qlora.estimate import (
+    Setup,
+    estimate,
+    keeps_fp8_weights,
+    resident_bytes,
+    setup_from_config,
+    step_seconds,
+)
+from fsdp_qlora.loading import read_config
+from fsdp_qlora.optim import build_optimizer
 from fsdp_qlora.quantization import fp8
 from fsdp_qlora.quantization.formats import dense_weight, quantize_rows
+from fsdp_qlora.quantization.kept import KeptForms
+from fsdp_qlora.training.step import train_step
 from tests.tiny import padded_batch, save_tiny, tiny_rows
 
 # e4m3 has 3 bits of mantissa: a value is off by up to 2^-4, and by 2^-4 / sqrt(3) in the mean square;
@@ -60,14 +81,66 @@ def test_the_adapters_part_is_within_rounding_whatever_its_size(rank, size):
     assert relative(dx, dxa @ a) < bound
 
 
-def test_an_adapter_larger_than_the_weight_leaves_the_sum_within_rounding():
+@pytest.mark.parametrize("times", [1, 30, 1000])
+def test_an_adapter_as_large_as_the_weight_or_larger_leaves_the_sum_within_rounding(times):
     (xa, b, dxa, a), generator = adapter(16, 1.0), torch.Generator().manual_seed(2)
     x, dy, weight = (torch.randn(shape, generator=generator) for shape in
                      ((40, 256), (40, 96), (96, 256)))
-    y = fp8.forward_product(x, weight, None, "", xa, 30 * b, 1.0)
-    assert relative(y, x @ weight.t() + 30 * xa @ b.t()) < 1.5 * ROUNDING
-    dx = fp8.backward_product([dy], [weight], [None], 256, "", 300 * dxa, a)
-    assert relative(dx, dy @ weight + 300 * dxa @ a) < 1.5 * ROUNDING
+    y = fp8.forward_product(x, weight, None, "", xa, times * b, 1.0)
+    assert relative(y, x @ weight.t() + times * xa @ b.t()) < 1.5 * ROUNDING
+    dx = fp8.backward_product([dy], [weight], [None], 256, "", 10 * times * dxa, a)
+    assert relative(dx, dy @ weight + 10 * times * dxa @ a) < 1.5 * ROUNDING
+
+
+def test_a_row_of_the_weight_that_is_zero_takes_nothing_from_an_adapter(layer):
+    (xa, b, *_), (x, _, packed, absmax) = adapter(16, 0.1), layer
+    dense = dense_weight(packed, absmax, 256, "nf4", torch.float32)
+    for i in (5, 90): dense[i] = 0
+    y = fp8.forward_product(x, dense, None, "", xa, b, 0.25)
+    expected = x @ dense.t() + 0.25 * xa @ b.t()
+    assert relative(y, expected) < ROUNDING
+    assert relative(y[:, [5, 90]], expected[:, [5, 90]]) < 2 * ROUNDING
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_kept_weights_give_the_same_bits_while_adapters_change(layer, quantized):
+    x, dy, packed, absmax = layer
+    dense = dense_weight(packed, absmax, 256, "nf4", torch.float32)
+    weight, scales = (packed, absmax) if quantized else (dense, None)
+    others = [weight.clone(), weight.flip(0)] if quantized else [weight.clone(), weight / 3]
+    weights, absmaxes, dys = [weight, *others], [scales] * 3, [dy, 2 * dy, dy / 2]
+
+    def products(sizes):
+        for size in sizes:
+            xa, b, dxa, a = adapter(24, size)
+            yield fp8.forward_product(x, weight, scales, "nf4", xa, b, 0.25)
+            yield fp8.forward_product(x, others[0], scales, "nf4")
+            yield fp8.backward_product(dys, weights, absmaxes, 256, "nf4", dxa, (1 + size) * a)
+    sizes = (0, 1e-5, 1e-2, 3, 1e-3)
+    made_anew = [*products(sizes)]
+    keeper = KeptForms(weights)
+    with torch.inference_mode(): kept = [*products(sizes[:1])]  # an evaluation may come first
+    forms = dict(keeper.forms)
+    kept += products(sizes[1:])
+    assert all(torch.equal(*pair) for pair in zip(kept, made_anew, strict=True))
+    assert keeper.forms == forms and len(forms) == 2 + 3
+    # The same weight in another use: computed, not kept a second time.
+    fp8.forward_product(x, weight, scales, "nf4")
+    fp8.backward_product(dys[:1], weights[:1], absmaxes[:1], 256, "nf4")
+    assert keeper.forms == forms and keeper.bytes == 2 * 96 * (256 + 4) + 32 * 96 + (
+        256 * (32 + 3 * 96) + 3 * 96 * 4)
+
+
+def test_forms_are_gone_with_their_keeper(layer):
+    x, _, packed, absmax = layer
+    keeper = KeptForms([packed])
+    before = fp8.forward_product(x, packed, absmax, "nf4")
+    (_, (form, _)), = keeper.forms.values()
+    gone = weakref.ref(form)
+    absmax *= 2
+    assert torch.equal(fp8.forward_product(x, packed, absmax, "nf4"), before)
+    del keeper, form
+    assert gone() is None and not torch.equal(fp8.forward_product(x, packed, absmax, "nf4"), before)
 
 
 def test_layers_of_one_input_are_the_sum_of_each(layer):
@@ -85,22 +158,53 @@ def test_a_row_of_zeros_stays_zero(layer):
 
 
 def test_training_in_fp8_follows_training_in_full_precision(tmp_path):
-    from fsdp_qlora.build import build_model
-    from fsdp_qlora.dist import process_group
-    from fsdp_qlora.optim import build_optimizer
-    from fsdp_qlora.training.step import train_step
-    folder, steps, losses = save_tiny(tmp_path), tiny_rows(1, 4) * 8, {}
-    with process_group(torch.device("cpu")):
-        for dtype in ("auto", "fp8"):
-            config = RunConfig(model_name=folder, precision="fp32", lora_rank=4, lora_dropout=0.0,
-                               compute_dtype=dtype)
-            model = build_model(config, torch.device("cpu"))
+    """And with weights kept in fp8 it is the same training, in the memory that the estimate says."""
+    folder, losses, device = save_tiny(tmp_path), {}, torch.device("cpu")
+    plain = RunConfig(model_name=folder, precision="fp32", lora_rank=4, lora_dropout=0.0,
+                      compile=False, sharding_strategy="ddp")
+    in_fp8 = replace(plain, compute_dtype="fp8")
+    kept = replace(in_fp8, keep_fp8_weights=True)
+    with process_group(device):
+        for name, config in dict(plain=plain, fp8=in_fp8, kept=kept).items():
+            model = build_model(config, device)
             optimizer = build_optimizer(model, "adamw", 1e-2)
-            losses[dtype] = torch.tensor([train_step(model, optimizer, [padded_batch(rows)]).loss
-                                          for rows in steps])
+            losses[name] = torch.tensor([train_step(model, optimizer, [padded_batch(rows)]).loss
+                                         for rows in tiny_rows(1, 4) * 8])
     assert losses["fp8"][-1] < losses["fp8"][0] - 0.1
-    torch.testing.assert_close(losses["fp8"], losses["auto"], rtol=2e-2, atol=0)
-    assert not torch.equal(losses["fp8"], losses["auto"])
+    torch.testing.assert_close(losses["fp8"], losses["plain"], rtol=2e-2, atol=0)
+    assert not torch.equal(losses["fp8"], losses["plain"])
+    assert torch.equal(losses["kept"], losses["fp8"])
+    shape = shape_from_config(read_config(folder).to_dict(), "tiny")
+    assert model.kept_forms.bytes == resident_bytes(shape, setup_from_config(kept, 1))["fp8"] > 0
+
+
+def test_weights_are_kept_in_fp8_where_they_stay_and_activations_leave_room():
+    shape = model_shape("meta-llama/Llama-3.1-8B")
+    setup = Setup(strategy="ddp", compute_dtype="fp8", activation_policy="keep_all", compile=True,
+                  context_length=4096, lora_dropout=0.0, cuda_graphs=True)
+    kept = replace(setup, keep_fp8_weights=True)
+    weights = 2 * sum(out * wide for out, wide in shape.linears().values()) * shape.layers
+    assert weights < resident_bytes(shape, kept)["fp8"] < 1.1 * weights
+    assert keeps_fp8_weights(shape, setup, 70) and not keeps_fp8_weights(shape, setup, 40)
+    assert not keeps_fp8_weights(shape, replace(setup, context_length=16384), 70)
+    assert not keeps_fp8_weights(shape, replace(setup, strategy="full_shard", world_size=2), 70)
+    assert not keeps_fp8_weights(shape, replace(setup, compute_dtype="bf16"), 70)
+    h100 = find_gpu("h100")
+    anew, once = (step_seconds(shape, h100, each).parts for each in (setup, kept))
+    assert once == anew | dict(dequantization=0) and anew["dequantization"] > 0
+    machine = Machine(gpu=h100, gpus=1, memory_gib=h100.memory_gib)
+    asked = dict(model_name="m", compute_dtype="fp8", lora_dropout=0.0, context_length=2048)
+    answer = estimate(shape, machine, RunConfig(**asked))
+    assert answer.config.keep_fp8_weights and answer.memory.parts["fp8"] > 12
+    assert not estimate(shape, replace(machine, gpus=2), RunConfig(**asked)).config.keep_fp8_weights
+
+
+@pytest.mark.parametrize("settings, gpus", [
+    (dict(compute_dtype="bf16"), 1), (dict(), 2),
+    (dict(sharding_strategy="hybrid_full_shard"), 4), (dict(use_cpu_offload=True), 1)])
+def test_weights_that_do_not_stay_are_not_kept_in_fp8(settings, gpus):
+    with pytest.raises(ValueError, match="--keep_fp8_weights.*; (use|leave)"):
+        check_kept_stay(RunConfig(**dict(compute_dtype="fp8") | settings, keep_fp8_weights=True), gpus)
 
 
 def test_a_gpu_without_fp8_is_refused_by_name(monkeypatch):
@@ -118,8 +222,6 @@ def test_fp8_without_frozen_weights_is_refused():
 def test_layers_without_an_adapter_are_multiplied_in_fp8_too(tmp_path, train_type):
     """Only q is adapted: its gradient comes through every other layer of the blocks above."""
     from fsdp_qlora.adapters import trainable_parameters
-    from fsdp_qlora.build import build_model
-    from fsdp_qlora.dist import process_group
     folder, device, found = save_tiny(tmp_path, hidden_size=64, intermediate_size=128), \
         torch.device("cpu"), {}
     ((row,),) = tiny_rows(steps=1, rows_per_step=1)

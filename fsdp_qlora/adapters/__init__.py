@@ -1,9 +1,9 @@
 """LoRA-family adapters: the arithmetic of an adapted layer, and PEFT's bookkeeping."""
+from .fp8_layers import apply_fp8, keep_fp8_weights
 from .lora import (
     LoraLinear,
     adapter_counts,
     apply_adapters,
-    apply_fp8,
     init_adapters,
     init_magnitudes,
     initial_a,
@@ -14,5 +14,5 @@ from .lora import (
 
 __all__ = [
     "LoraLinear", "adapter_counts", "apply_adapters", "apply_fp8", "init_adapters", "init_magnitudes",
-    "initial_a", "lora_config", "resolve_targets", "trainable_parameters",
+    "initial_a", "keep_fp8_weights", "lora_config", "resolve_targets", "trainable_parameters",
 ]

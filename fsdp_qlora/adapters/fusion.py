@@ -18,7 +18,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
-from ..quantization.kernels import MOST_TENSORS
+from ..quantization.fp8_kernels import MOST_TENSORS
 from . import lora_ops
 
 ops = torch.ops.fsdp_qlora

@@ -24,15 +24,13 @@ from ..catalog.families import DEFAULT_TARGETS
 from ..dist import full_tensor, local_rows
 from ..model.blocks import (
     base_model,
-    decoder_blocks,
     has_experts,
     linear_layers,
     linear_names,
     output_head,
 )
 from ..model.conv1d import transposed_weights
-from ..quantization import fp8
-from ..quantization.quantize import FrozenLinear, QuantLinear, compute_input, frozen_linear
+from ..quantization.quantize import QuantLinear, compute_input, frozen_linear
 from .biases import add_biases_as_computed, check_biases
 from .dora import Magnitude, adapted_norms, norms_of
 from .experts import adapt_experts, expert_parameters, target_ends
@@ -242,21 +240,3 @@ def initial_a(name: str, seed: int, shape) -> Tensor:
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
     bound = 1 / math.sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
-
-
-def apply_fp8(model: nn.Module, device: torch.device) -> int:
-    """Let frozen weights be multiplied in fp8, in place; returns the number of such layers.
-
-    Trained weights, the head and layers of a shape that does not suit stay in 16 bits. Raises
-    ValueError, naming the flag, where the device has no fp8 arithmetic.
-    """
-    problem = fp8.fp8_problem(device)
-    if problem: raise ValueError(f"--compute_dtype fp8: {problem}; use --compute_dtype bf16")
-    layers = [m for block in decoder_blocks(model) for m in block.modules()
-              if isinstance(m, (LoraLinear, QuantLinear)) or type(m) is nn.Linear]
-    layers = [m for m in layers if fp8.fits_fp8(m.in_features, m.out_features)
-              and not getattr(m, "base_layer", m).weight.requires_grad]
-    for layer in layers:
-        if type(layer) is nn.Linear: layer.__class__ = FrozenLinear
-        layer.product_dtype = "fp8"
-    return len(layers)

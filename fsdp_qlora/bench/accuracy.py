@@ -100,7 +100,7 @@ def setup_from_row(row: Row) -> Setup:
         strategy=row.sharding_strategy, cpu_offload=bool(row.cpu_offload),
         trained_offload=row.trained_offload, vocabulary_offload=row.vocabulary_offload,
         activation_offload=bool(row.activation_offload), activation_policy=row.activation_policy,
-        mlp_tiles=row.mlp_tiles,
+        mlp_tiles=row.mlp_tiles, keep_fp8_weights=bool(row.keep_fp8_weights),
         quant=row.quant, absmax_bytes=1 if row.absmax_dtype == "int8" else 4,
         adapter="lora" if row.lora_rank else "none", lora_rank=row.lora_rank or 64,
         targets=named.get(targets, tuple(t.strip() for t in targets.split(","))),

@@ -40,12 +40,12 @@ def run_jobs_here(config: RunConfig, folder: str | Path, how: How):
 
 def run_job(job: Job, files: Path, how: How, device: torch.device, results: str | None = None):
     """Measure one job; rank 0 keeps its row."""
-    from ..derived import with_activation_policy
+    from ..derived import with_choices
     from ..loading import read_config
     (config,) = parse(job.argv, prog="fsdp-qlora bench")
     layers = read_config(config.model_name, **config.source).num_hidden_layers
     is_main = ranks_from_env().is_main
-    config = with_activation_policy(config, device)
+    config = with_choices(config, device)
     row = describe_run(config, job.name, layers, device)
     row.gpu_memory_limit_gib = job.gpu_memory_gib
     if is_main: (files / "current.json").write_text(json.dumps(asdict(row)))

@@ -43,6 +43,7 @@ def describe_run(config: RunConfig, name: str, layers: int, device: torch.device
         cpu_offload=config.use_cpu_offload, activation_offload=config.use_activation_cpu_offload,
         trained_offload=config.use_trained_cpu_offload,
         vocabulary_offload=config.use_vocabulary_cpu_offload, mlp_tiles=config.mlp_tiles,
+        keep_fp8_weights=bool(config.keep_fp8_weights),
         batch_size=batches.micro_batch_size, context_length=config.context_length,
         gradient_accumulation_steps=batches.accumulation,
         lora_rank=config.lora_rank if adapted else None,

@@ -46,6 +46,7 @@ class Row:
     vocabulary_offload: bool | None = None  # None: as cpu_offload
     cuda_graphs: bool = False  # whether micro-batches were replayed
     mlp_tiles: int = 1
+    keep_fp8_weights: bool = False
     steps_measured: int = 0
     seconds_per_step: float | None = None
     seconds_p10: float | None = None

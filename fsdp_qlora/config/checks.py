@@ -144,6 +144,7 @@ def check_together(config):
     check_activation_offload(config)
     check_cuda_graphs(config)
     check_mlp_tiles(config)
+    check_kept_fp8(config)
     shown_as = [name for name in parts_of(config.log_to) if name in TERMINAL_FORMS]
     if len(shown_as) > 1:
         raise ValueError(f"--log_to {config.log_to}: {' and '.join(shown_as)} are forms of what the "
@@ -264,6 +265,17 @@ def check_cuda_graphs(config):
                          "are; leave one of them out")
 
 
+def check_kept_fp8(config):
+    """What is made of a weight can be kept only where there is one and it stays."""
+    if not config.keep_fp8_weights: return
+    if config.compute_dtype != "fp8":
+        raise ValueError("--keep_fp8_weights keeps what --compute_dtype fp8 makes, and this run has "
+                         f"--compute_dtype {config.compute_dtype}; leave one of them out")
+    if config.use_cpu_offload:
+        raise ValueError("--keep_fp8_weights needs weights that stay on the GPU, and --use_cpu_offload "
+                         "takes them off; leave one of them out")
+
+
 def policy_names(config) -> set[str]:
     """The names in --activation_policy."""
     return {part.partition(":")[0].strip() for part in config.activation_policy.split(",")}
@@ -382,6 +394,8 @@ def settings_without_effect(config) -> list[str]:
                  for name, other in unused_details(config).items() if name in changed]
     if "absmax_dtype" in changed and config.quant == "none":
         warnings.append("--absmax_dtype has no effect: no weight is quantized")
+    if config.keep_fp8_weights is False and config.compute_dtype != "fp8":
+        warnings.append("--keep_fp8_weights has no effect: it belongs to --compute_dtype fp8")
     if config.use_trained_cpu_offload is not None and not config.use_cpu_offload:
         warnings.append("--use_trained_cpu_offload has no effect: it belongs to --use_cpu_offload")
     whole = set(ACTIVATION_POLICIES) - set(TILED_POLICIES)

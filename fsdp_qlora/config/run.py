@@ -205,6 +205,19 @@ def block_policies(text: str, blocks: int) -> list[str]:
     return policies
 
 
+def weights_stay(config: RunConfig, world_size: int) -> bool:
+    """Whether every GPU holds the blocks' weights whole, and in one place."""
+    return (config.sharding_strategy == "ddp" or world_size == 1) and not config.use_cpu_offload
+
+
+def check_kept_stay(config: RunConfig, world_size: int):
+    """Refuse --keep_fp8_weights where each product's weight is gathered first."""
+    if config.keep_fp8_weights and not weights_stay(config, world_size):
+        raise ValueError(f"--keep_fp8_weights true: {config.sharding_strategy} on {world_size} GPUs "
+                         "gathers each weight for its products; use --sharding_strategy ddp, or leave "
+                         "--keep_fp8_weights out")
+
+
 GRAPH_TOKENS = 8192  # of a micro-batch; above, the GPU computes for longer than the host needs
 
 
@@ -213,12 +226,11 @@ def graphs_pay(config: RunConfig, world_size: int) -> bool:
 
     A model may still have what no graph can hold (training/graphs.py).
     """
-    stays = config.sharding_strategy == "ddp" or world_size == 1
-    moved = (config.use_cpu_offload or config.use_vocabulary_cpu_offload
-             or config.use_activation_cpu_offload)
+    moved = config.use_vocabulary_cpu_offload or config.use_activation_cpu_offload
     rows = plan_batches(config, world_size).micro_batch_size
-    return (stays and not moved and config.mlp_tiles == 1 and config.compile is not False
-            and not config.profile_memory and rows * config.context_length <= GRAPH_TOKENS)
+    return (weights_stay(config, world_size) and not moved and config.mlp_tiles == 1
+            and config.compile is not False and not config.profile_memory
+            and rows * config.context_length <= GRAPH_TOKENS)
 
 
 @dataclass(frozen=True)

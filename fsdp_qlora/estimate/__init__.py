@@ -34,7 +34,7 @@ from .activations import kept_by_block, loss_bytes, saved_by_block
 from .cost import RunCost, run_cost
 from .flops import Flops, flops_per_token, model_flops_per_token, model_tflops
 from .peak import GIB, Memory, Peak, host_memory, memory
-from .policies import choose_policies
+from .policies import choose_policies, keeps_fp8_weights
 from .question import Estimate, estimate
 from .report import as_json, report
 from .setup import Setup, check_context, setup_from_config
@@ -44,9 +44,9 @@ from .weights import Weight, block_weights, gathered, optimizer_bytes, resident_
 __all__ = [
     "GIB", "Estimate", "Flops", "Memory", "Peak", "RunCost", "Setup", "StepTime", "Weight", "as_json",
     "block_weights", "check_context", "choose_policies", "estimate", "flops_per_token", "gathered",
-    "host_memory", "kept_by_block", "loss_bytes", "memory", "model_flops_per_token", "model_tflops",
-    "optimizer_bytes", "report", "resident_bytes", "run_cost", "saved_by_block", "setup_from_config",
-    "step_seconds",
+    "host_memory", "keeps_fp8_weights", "kept_by_block", "loss_bytes", "memory", "model_flops_per_token",
+    "model_tflops", "optimizer_bytes", "report", "resident_bytes", "run_cost", "saved_by_block",
+    "setup_from_config", "step_seconds",
 ]
 
 

@@ -212,7 +212,7 @@ def saved_in_backward(shape: ModelShape, setup: Setup, policy: str) -> float:
 
 def dequantized(shape: ModelShape, setup: Setup, name: str) -> float:
     """Bytes of one linear weight in the compute dtype, made for a product and freed after it."""
-    if setup.quant == "none": return 0.0
+    if setup.quant == "none" or setup.keep_fp8_weights: return 0.0
     out, wide = shape.linears()[name]
     return out * wide * setup.product_bytes
 

@@ -13,12 +13,11 @@ from . import constants
 from .experts import adapted_experts
 from .flops import adapted_linears, rerun_linears
 from .setup import Setup
-from .weights import BLOCKSIZE, packed_bits, scale_bytes
+from .weights import BLOCKSIZE, FEEDS, packed_bits, scale_bytes
 
 MERGED_RANK = 128  # the largest of adapters that are added while W is unpacked (kernels.py)
 DENSE_TO_FP8 = 5   # bytes per weight: a 16-bit base is read for the rows' scales, and again
 DORA_NORMS = 10    # bytes per weight, on top of unpacking: to fp32, and read for the norm
-FEEDS = dict(q_proj="qkv", k_proj="qkv", v_proj="qkv", gate_proj="mlp", up_proj="mlp")  # share an input
 
 
 def form(setup: Setup, rank: int) -> str:
@@ -85,11 +84,13 @@ def quantize_traffic(shape: ModelShape, setup: Setup) -> dict[str, tuple[float, 
 def unpack_traffic(shape: ModelShape, setup: Setup) -> dict[str, float]:
     """Bytes to make each linear weight of a block ready for one product, at the rate of a copy.
 
-    Kernels that do more than copy count for more bytes, by their share of a copy's rate.
+    Kernels that do more than copy count for more bytes, by their share of a copy's rate. What is kept
+    in fp8 is ready.
     """
     sizes = {name: out * wide for name, (out, wide) in stored_linears(shape).items()}
-    adapted = adapted_linears(shape, setup)
-    return {name: size * unpack_bytes(setup, setup.rank(name) if name in adapted else 0)
+    adapted, ready = adapted_linears(shape, setup), shape.linears() if setup.keep_fp8_weights else ()
+    return {name: 0.0 if name in ready else
+            size * unpack_bytes(setup, setup.rank(name) if name in adapted else 0)
             for name, size in sizes.items()}
 
 

@@ -26,11 +26,12 @@ BUCKET_BYTES = 128 * 2**20  # gradients reduced together under ddp (sharding/ddp
 PIECE_BYTES = 2**27  # rows of the embedding that travel at a time (vocabulary.py)
 CUBLAS_WORKSPACE = 2 * 32 * 2**20  # torch's default on Hopper, for the forward and backward thread
 
-PARTS = ("linears", "absmax", "embedding", "head", "norms", "adapters", "optimizer", "gradients",
+PARTS = ("linears", "absmax", "fp8", "embedding", "head", "norms", "adapters", "optimizer", "gradients",
          "activations", "working", "unsharded", "loss", "workspace")
 NOT_ALLOCATED = ("slack", "context")
 EXPLAINED = dict(
     linears="linear weights of the blocks", absmax="scales of 4-bit weights",
+    fp8="the same weights kept in fp8",
     embedding="input embedding", head="output head", norms="norms and biases",
     adapters="adapters", optimizer="optimizer states", gradients="gradients of trained weights",
     activations="saved for the backward", working="in use inside one block",

@@ -22,6 +22,7 @@ from .speed import compute_parts, launch_seconds
 # makes one of them whole again, come on top of everything kept for the others.
 ORDER = ("keep_all", "keep_linears", "keep_attention", "recompute_all")
 TILES = (1, 2, 4, 8, 16, 32)  # of an MLP, that are tried
+SPARE_SHARE = 0.03  # of the card's memory, left free where no budget is given
 LITTLE = 0.03  # of the peak, which is not worth twice the tiles
 Counts = tuple[int, int, int, int]  # blocks of each policy, in ORDER
 
@@ -52,6 +53,16 @@ def choose_policies(shape: ModelShape, setup: Setup, budget_gib: float, gpu: Gpu
         if found is not None and (time := seconds(found)) < best_seconds:
             best, best_seconds = found, time
     return policy_text(best)
+
+
+def keeps_fp8_weights(shape: ModelShape, setup: Setup, room_gib: float,
+                      needed: Callable[[Memory], float] = attrgetter("total")) -> bool:
+    """Whether --keep_fp8_weights None keeps them: where weights stay, if they fit beside the rest.
+
+    The rest has all that `setup.activation_policy` keeps: of a budget, activations come first.
+    """
+    stay = setup.compute_dtype == "fp8" and not setup.sharded and not setup.cpu_offload
+    return stay and needed(memory(shape, setup, keep_fp8_weights=True)) <= room_gib
 
 
 def choose_tiles(shape: ModelShape, setup: Setup, budget_gib: float | None = None) -> int:

@@ -7,9 +7,10 @@ from ..catalog.arch import ModelShape
 from ..catalog.block_expansion import expanded_shape
 from ..catalog.machine import Machine
 from ..config import AUTO, RunConfig
+from ..config.run import check_kept_stay
 from .cost import RunCost, run_cost
 from .peak import Memory, memory
-from .policies import choose_tiles
+from .policies import SPARE_SHARE, choose_tiles, keeps_fp8_weights
 from .setup import Setup, check_context, setup_from_config
 from .speed import StepTime, step_seconds
 from .weights import trained_on_host
@@ -61,6 +62,10 @@ def estimate(shape: ModelShape, machine: Machine, config: RunConfig) -> Estimate
     check_question(shape, machine, config)
     setup = asked_setup(shape, machine, config)
     check_context(shape, setup)
+    if config.keep_fp8_weights is None and config.compute_dtype == "fp8":
+        keeps = keeps_fp8_weights(shape, setup, (1 - SPARE_SHARE) * machine.memory_gib)
+        config = replace(config, keep_fp8_weights=keeps)
+        setup = replace(setup, keep_fp8_weights=keeps)
     step = step_seconds(shape, machine.gpu, setup, link_gb_s=machine.link_gb_s,
                         internode_gb_s=machine.internode_gb_s)
     return Estimate(shape, machine, config, setup, memory(shape, setup), step)
@@ -79,6 +84,7 @@ def check_question(shape: ModelShape, machine: Machine, config: RunConfig):
     """Refuse what the card or the number of GPUs rules out."""
     if config.compute_dtype == "fp8" and not machine.gpu.fp8_tflops:
         raise ValueError(f"--compute_dtype fp8: the {machine.gpu.name} has no fp8 products; use bf16")
+    check_kept_stay(config, machine.world_size)
     if config.sharding_strategy.startswith("hybrid") and not hybrid_groups(machine, config):
         raise ValueError(f"--sharding_strategy {config.sharding_strategy} needs 2 or more replicas of "
                          f"2 or more GPUs; {machine.world_size} GPUs do not divide so")

@@ -60,7 +60,7 @@ def settings_line(found: Estimate) -> str:
     if setup.cpu_offload: parts.append("CPU offload")
     if setup.activation_offload: parts.append("activation offload")
     if setup.mlp_tiles > 1: parts.append(f"MLP in {setup.mlp_tiles} tiles")
-    if setup.compute_dtype == "fp8": parts.append("fp8")
+    if setup.compute_dtype == "fp8": parts.append("fp8" + ", kept" * setup.keep_fp8_weights)
     if not setup.compile: parts.append("not compiled")
     return ", ".join(parts)
 

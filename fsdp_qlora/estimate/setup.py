@@ -53,6 +53,7 @@ class Setup:
     precision: str = "bf16"            # that weights are stored in
     product_dtype: str = ""            # where autocast multiplies in another
     compute_dtype: str = "auto"        # fp8: products of frozen weights; else the precision
+    keep_fp8_weights: bool = False     # made once, and kept (quantization/kept.py)
     batch_size: int = 1                # rows per GPU and micro-batch
     context_length: int = 512
     accumulation: int = 1
@@ -154,8 +155,8 @@ class Setup:
 def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
     """The `Setup` of a run's settings on `world_size` GPUs, with `changes` to it.
 
-    Where the policy is still to be chosen (--activation_budget_gib) every block is recomputed, and
-    where tiles are, MLPs are whole.
+    Where the policy is still to be chosen (--activation_budget_gib) every block is recomputed, where
+    tiles are, MLPs are whole, and where it is open whether weights are kept in fp8, they are not.
     """
     batches, targets = plan_batches(config, world_size), config.target_modules
     return replace(Setup(
@@ -181,7 +182,7 @@ def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
         adapter_dtype=config.adapter_dtype,
         optimizer=config.optimizer, precision=config.stored_dtype,
         product_dtype=config.product_dtype * (config.product_dtype != config.stored_dtype),
-        compute_dtype=config.compute_dtype,
+        compute_dtype=config.compute_dtype, keep_fp8_weights=bool(config.keep_fp8_weights),
         batch_size=batches.micro_batch_size, context_length=config.context_length,
         accumulation=batches.accumulation, no_sync=config.no_sync,
         compile=config.compile is not False, attention=estimated_attention(config),

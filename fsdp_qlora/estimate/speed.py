@@ -166,7 +166,7 @@ def launch_seconds(shape: ModelShape, setup: Setup) -> float:
     once = constants.COMPILED_LAUNCH if setup.compile else constants.EAGER_LAUNCH
     once += constants.ADAPTER_LAUNCH * (len(adapted_linears(shape, setup))
                                         + len(adapted_experts(shape, setup)))
-    if setup.quant != "none": once += constants.UNPACK_LAUNCH
+    if setup.quant != "none" and not setup.keep_fp8_weights: once += constants.UNPACK_LAUNCH
     if setup.compute_dtype == "fp8": once += constants.FP8_LAUNCH
     hooks = (1 + setup.resharded) * constants.SHARDED_LAUNCH if setup.sharded else 0.0
     again = dict(keep_all=0.0, keep_linears=constants.RERUN_LAUNCH)

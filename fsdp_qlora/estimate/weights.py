@@ -52,6 +52,7 @@ def linear_weights(shape: ModelShape, setup: Setup, part: str = "") -> tuple[Wei
     for name, (out, wide) in names.items():
         weights += stored_linear(name, out, wide, setup)
         if name in targets: weights += adapter(name, out, wide, setup)
+    if setup.keep_fp8_weights: weights += kept_in_fp8(names, targets, setup)
     for name, length in shape.biases().items():
         if name not in names: continue
         if setup.has_lora and (setup.bias == "all" or setup.bias == "lora_only" and name in targets):
@@ -78,6 +79,33 @@ def stored_linear(name: str, out: int, wide: int, setup: Setup) -> list[Weight]:
     packed = blocks * BLOCKSIZE * packed_bits(setup.quant) / 8
     return [Weight("linears", out, packed, 0, False),
             Weight("absmax", out, scale_bytes(blocks, setup), 0, False)]
+
+
+FP8_MULTIPLE = 16  # of rows, and of an adapter's columns in fp8 (../quantization/fp8.py)
+FEEDS = dict(q_proj="qkv", k_proj="qkv", v_proj="qkv", gate_proj="mlp", up_proj="mlp")  # share an input
+
+
+def kept_in_fp8(linears: dict[str, tuple[int, int]], targets: Iterable[str], setup: Setup
+                ) -> list[Weight]:
+    """What fp8 products keep of a block's weights (../quantization/kept.py).
+
+    W for the forward, W^T for the backward, a scale of each row for either, and an adapter's columns,
+    which layers of one input have together in a compiled block's backward.
+    """
+    weights, ranks = [], {}
+    for name, (out, wide) in linears.items():
+        if wide % BLOCKSIZE or out % FP8_MULTIPLE or setup.trains(name): continue
+        rank = setup.rank(name) if name in targets else 0
+        weights.append(Weight("fp8", out, 2 * wide + 2 * 4 + fp8_columns(rank), 0, False))
+        group = FEEDS.get(name, name) if setup.compile and rank and not setup.lora_dropout else name
+        together, _ = ranks.get(group, (0, wide))
+        if not setup.lora_dropout: ranks[group] = together + rank, wide
+    return weights + [Weight("fp8", wide, fp8_columns(rank), 0, False) for rank, wide in ranks.values()]
+
+
+def fp8_columns(rank: int) -> int:
+    """The columns that adapters of this rank together take in an fp8 product."""
+    return -(-rank // FP8_MULTIPLE) * FP8_MULTIPLE
 
 
 def packed_bits(quant: str) -> int:
@@ -180,7 +208,7 @@ def all_weights(shape: ModelShape, setup: Setup) -> list[tuple[Weight, int]]:
 
 def resident_bytes(shape: ModelShape, setup: Setup, host: bool = False) -> dict[str, float]:
     """Stored weights of one rank by kind: those on the GPU, or those in host memory."""
-    found = dict.fromkeys(("linears", "absmax", "embedding", "head", "norms", "adapters"), 0.0)
+    found = dict.fromkeys(("linears", "absmax", "fp8", "embedding", "head", "norms", "adapters"), 0.0)
     trained = trained_on_host(shape, setup)
     for weight, count in all_weights(shape, setup):
         if on_host(weight, setup, trained) == host:

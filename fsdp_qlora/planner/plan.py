@@ -52,6 +52,8 @@ def free_settings(config: RunConfig, given: set[str], everything: bool = False) 
         if given & set(FIXES_POLICY): free.discard("activation_policy")
     if config.activation_budget_gib is not None: free.add("activation_policy")
     if config.batch_size == AUTO or everything and "batch_size" not in given: free.add("batch_size")
+    if free and config.compute_dtype == "fp8" and config.keep_fp8_weights is None:
+        free.add("keep_fp8_weights")
     return frozenset(free)
 
 

@@ -11,11 +11,11 @@ from ..catalog.machine import Machine
 from ..config import AUTO, RunConfig, plan_batches
 from ..config.options import STRATEGY_NAMES
 from ..estimate import Estimate, choose_policies, estimate
+from ..estimate.policies import SPARE_SHARE
 from ..estimate.question import asked_setup, hybrid_groups
 
 MOST_ROWS = 64           # of a micro-batch, where no --global_batch_size limits it
 SAME_SPEED = 0.01        # predictions closer than this are equal: the simpler one is taken
-SPARE_SHARE = 0.03       # of the card's memory, left free by a chosen mix of activation policies
 ENOUGH_ROWS = 0.02       # a larger micro-batch must be faster by more, if rows per step follow from it
 
 

@@ -13,6 +13,10 @@ to the rounded product, what a young adapter gives would be lost: it is smaller 
 (arXiv:2412.19437, section 3.3.2): last, a fifth of it was lost. xA and B are themselves made and
 trained in 16 and 32 bits.
 
+Row scales are W's alone, so W in fp8 is the same in every step and may be kept (`kept.py`): only the
+adapter's columns are written anew. Each column of B is moved into the range of fp8 by a factor of its
+own, which xA is divided by.
+
 Shapes: N tokens, I inputs, O outputs, R rank.  x (N, I), W (O, I), y (N, O)
 """
 from __future__ import annotations
@@ -25,26 +29,27 @@ from torch import Tensor
 from .absmax import decode_absmax
 from .blocks64 import BLOCKSIZE, blocks_of
 from .formats import dense_weight
-from .kernels import (
-    RANKS,
+from .fp8_kernels import (
+    columns_to_fp8_on_gpu,
     dense_to_fp8,
     fourbit_to_fp8,
     quantize_tokens_on_gpu,
-    rank_columns,
     row_scales_on_gpu,
-    triton,
-    with_columns,
-    with_rows,
 )
+from .kept import Form, kept_form
+from .kernels import triton
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 TINY = 1e-12  # keeps the scale of an all-zero row finite
 MULTIPLE = 16  # the tensor cores take operands in rows of 16 bytes
 # A young adapter's B is far smaller than W and its A of W's size; fp8 has 15 octaves. The small factor
-# is moved up and the large one down by so much that both are inside, now and when B has grown.
+# is moved up and the large one down by so much that both are inside. As B grows it is moved up less.
 BOOST = 32.0
 A_LARGEST = 2.0
+# A row of W that is smaller than the largest by more shares that one's scale over this number: B may be
+# as large there as elsewhere, and would have to be moved down until nothing was left of it.
+SPREAD = 64.0
 
 
 def fp8_problem(device: torch.device) -> str | None:
@@ -63,17 +68,24 @@ def fits_fp8(in_features: int, out_features: int) -> bool:
 def forward_product(x: Tensor, weight: Tensor, absmax: Tensor | None, quant_type: str,
                     xa: Tensor | None = None, b: Tensor | None = None, scaling: float = 1.0) -> Tensor:
     """x W^T in fp8, plus scaling xa B^T if given, with xa (N, R) and B (O, R); in x's dtype."""
-    n_in, absmax = x.shape[1], float_scales(absmax, x.shape[1])
-    rank = 0 if b is None else rank_columns(b.shape[1])
-    w8 = torch.empty(len(weight), rank + n_in, dtype=FP8, device=x.device)
-    if rank:
-        scale = row_scale(weight, absmax, with_columns(b, rank), BOOST * scaling, w8[:, :rank])
-        x8, x_scale = quantize_tokens([with_columns(xa, rank), x], [1 / BOOST, 1.0])
-    else:
-        scale = row_scale(weight, absmax)
-        x8, x_scale = quantize_tokens([x], [1.0])
-    weight_to_fp8(weight, absmax, n_in, quant_type, scale, transposed=False, out=w8[:, rank:])
+    n_in, adapted = x.shape[1], b is not None and scaling > 0
+    rank = rank_columns(b.shape[1]) if adapted else 0
+    w8, (scale,) = kept_form("forward", [weight], rank, lambda: forward_form(
+        weight, float_scales(absmax, n_in), n_in, quant_type, rank))
+    if not adapted: return scaled_product(*quantize_tokens([x], [1.0]), w8, scale, x.dtype)
+    inverse = columns_to_fp8(b, scale, BOOST * scaling, FP8_MAX, w8[:, :rank])
+    x8, x_scale = quantize_tokens([xa, x], [scaling, 1.0], [inverse, None], rank)
     return scaled_product(x8, x_scale, w8, scale, x.dtype)
+
+
+def forward_form(weight: Tensor, absmax: Tensor | None, in_features: int, quant_type: str, rank: int
+                 ) -> Form:
+    """W in fp8 behind `rank` columns that are still to be written, and its rows' scales."""
+    w8 = torch.empty(len(weight), rank + in_features, dtype=FP8, device=weight.device)
+    scale = row_scale(weight, absmax)
+    if rank: scale = scale.maximum(scale.amax() / SPREAD)
+    weight_to_fp8(weight, absmax, in_features, quant_type, scale, transposed=False, out=w8[:, rank:])
+    return w8, [scale]
 
 
 def backward_product(dys: list[Tensor], weights: list[Tensor], absmaxes: list[Tensor | None],
@@ -84,20 +96,32 @@ def backward_product(dys: list[Tensor], weights: list[Tensor], absmaxes: list[Te
     dxa (N, R) and A (R, I) of all the layers side by side. One product: the dY stand side by side
     under one scale per token, the W one below the other.
     """
-    absmaxes = [float_scales(absmax, in_features) for absmax in absmaxes]
-    scales = [row_scale(*each) for each in zip(weights, absmaxes, strict=True)]
-    rank = 0 if a is None else -(-len(a) // MULTIPLE) * MULTIPLE
-    wt8 = torch.empty(in_features, rank + sum(map(len, weights)), dtype=FP8, device=dys[0].device)
-    a_part, *parts = wt8.split([rank, *map(len, weights)], dim=1)
-    for weight, absmax, scale, part in zip(weights, absmaxes, scales, parts, strict=True):
-        weight_to_fp8(weight, absmax, in_features, quant_type, scale, transposed=True, out=part)
+    rank = 0 if a is None else rank_columns(len(a))
+    wt8, scales = kept_form("backward", weights, rank, lambda: backward_form(
+        weights, absmaxes, in_features, quant_type, rank))
     if rank:
-        a, dxa = with_rows(a, rank), with_columns(dxa, rank)
-        a_scale = (a.abs().amax(1).float() / A_LARGEST).clamp(min=TINY)
-        a_part.copy_((a / a_scale[:, None]).t())
-        dys, scales = [dxa, *dys], [a_scale, *scales]
-    dy8, dy_scale = quantize_tokens(dys, [1.0] * len(dys), scales)
+        inverse = columns_to_fp8(a.t(), None, A_LARGEST / TINY, A_LARGEST, wt8[:, :rank])
+        dys, scales = [dxa, *dys], [inverse, *scales]
+    dy8, dy_scale = quantize_tokens(dys, [1.0] * len(dys), scales, rank)
     return scaled_product(dy8, dy_scale, wt8, ones(in_features, dy8.device), dys[-1].dtype)
+
+
+def backward_form(weights: list[Tensor], absmaxes: list[Tensor | None], in_features: int,
+                  quant_type: str, rank: int) -> Form:
+    """Each W^T in fp8, side by side behind `rank` columns still to be written, and its rows' scales."""
+    wt8 = torch.empty(in_features, rank + sum(map(len, weights)), dtype=FP8, device=weights[0].device)
+    _, *parts = wt8.split([rank, *map(len, weights)], dim=1)
+    scales = []
+    for weight, absmax, part in zip(weights, absmaxes, parts, strict=True):
+        absmax = float_scales(absmax, in_features)
+        scales.append(row_scale(weight, absmax))
+        weight_to_fp8(weight, absmax, in_features, quant_type, scales[-1], transposed=True, out=part)
+    return wt8, scales
+
+
+def rank_columns(rank: int) -> int:
+    """The columns that adapters of this rank together take in a joined product."""
+    return -(-rank // MULTIPLE) * MULTIPLE
 
 
 @cache
@@ -111,20 +135,25 @@ def float_scales(absmax: Tensor | None, in_features: int) -> Tensor | None:
     return None if absmax is None else decode_absmax(absmax, blocks_of(in_features))
 
 
-def row_scale(weight: Tensor, absmax: Tensor | None, b: Tensor | None = None, factor: float = 1.0,
-              b8: Tensor | None = None) -> Tensor:
-    """fp32 (O,): the factor that takes each row's largest value to 448, the largest of fp8.
-
-    If B (O, R) is given, times `factor`, it counts as part of the row and goes into `b8`, scaled.
-    """
-    if weight.is_cuda and (b is None or b.shape[1] in RANKS):
-        return row_scales_on_gpu(weight if absmax is None else absmax,
-                                 None if b is None else b.contiguous(), factor, b8)
+def row_scale(weight: Tensor, absmax: Tensor | None) -> Tensor:
+    """fp32 (O,): the factor that takes each row's largest value to 448, the largest of fp8."""
+    if weight.is_cuda: return row_scales_on_gpu(weight if absmax is None else absmax)
     largest = weight.abs().amax(1).float() if absmax is None else absmax.amax(1)
-    if b is not None: largest = largest.maximum(b.abs().amax(1).float() * factor)
-    scale = (largest / FP8_MAX).clamp(min=TINY)
-    if b is not None: b8.copy_(b.float() * factor / scale[:, None])
-    return scale
+    return (largest / FP8_MAX).clamp(min=TINY)
+
+
+def columns_to_fp8(x: Tensor, row_scale: Tensor | None, most: float, end: float, out: Tensor) -> Tensor:
+    """x (N, R) over its rows' scales, each column times a factor, in fp8 into `out`; 1 / factors (R,).
+
+    A factor is the largest, up to `most`, under which no value of the column passes `end`. `out` may
+    have more columns, which are filled with zeros.
+    """
+    if x.is_cuda: return columns_to_fp8_on_gpu(x, row_scale, most, end, out)
+    scaled = x.float() if row_scale is None else x.float() / row_scale[:, None]
+    factor = (end / scaled.abs().amax(0).clamp(min=1e-30)).clamp(max=most)
+    out[:, x.shape[1]:] = 0
+    out[:, :x.shape[1]].copy_(scaled * factor)
+    return 1 / factor
 
 
 def weight_to_fp8(weight: Tensor, absmax: Tensor | None, in_features: int, quant_type: str,
@@ -141,11 +170,18 @@ def weight_to_fp8(weight: Tensor, absmax: Tensor | None, in_features: int, quant
 
 
 def quantize_tokens(xs: list[Tensor], factors: list[float],
-                    column_scales: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """x (N, K) side by side, times `factors` and `column_scales` (K,), in fp8, and scales (N,)."""
-    if xs[0].is_cuda: return quantize_tokens_on_gpu(xs, factors[:len(xs)], column_scales)
-    x = torch.cat([x.float() * factor for x, factor in zip(xs, factors, strict=False)], 1)
-    if column_scales is not None: x = x * torch.cat(column_scales)
+                    column_scales: list[Tensor | None] | None = None, wide: int = 0
+                    ) -> tuple[Tensor, Tensor]:
+    """x (N, K) side by side, times `factors` and `column_scales` (K,), in fp8, and scales (N,).
+
+    The first is filled up with zeros to `wide` columns.
+    """
+    wide = max(wide, xs[0].shape[1])
+    if xs[0].is_cuda: return quantize_tokens_on_gpu(xs, factors, column_scales, wide)
+    scaled = [x.float() * factor * (1 if columns is None else columns) for x, factor, columns in
+              zip(xs, factors, column_scales or [None] * len(xs), strict=True)]
+    filling = scaled[0].new_zeros(len(scaled[0]), wide - xs[0].shape[1])
+    x = torch.cat([scaled[0], filling, *scaled[1:]], 1)
     scale = (x.abs().amax(1) / FP8_MAX).clamp(min=TINY)
     return (x / scale[:, None]).to(FP8), scale
 

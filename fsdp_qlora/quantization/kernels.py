@@ -1,9 +1,8 @@
-"""Triton kernels: 4-bit weights unpacked in one pass, also with an adapter added; tokens quantized.
+"""Triton kernels: how 4-bit codes are unpacked, and a weight with its adapter added on the way.
 
-What each computes is defined where it is used (`fp8.py`, `adapters/lora_ops.py`), in torch, for
-other devices.
+Those for fp8 are in `fp8_kernels.py`. Other devices do the same in torch (`adapters/lora_ops.py`).
 
-Shapes: N tokens, I inputs, O outputs, R rank.  W (O, I), A (R, I), B (O, R)
+Shapes: I inputs, O outputs, R rank.  W (O, I), A (R, I), B (O, R)
 """
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import torch
 from bitsandbytes.functional import get_4bit_type
 from torch import Tensor, nn
 
-from .fourbit import BLOCKSIZE, QUANT_TYPES, padded
+from .fourbit import BLOCKSIZE, QUANT_TYPES
 
 try:
     import triton
@@ -19,7 +18,6 @@ try:
 except ImportError:  # CPU builds of torch come without
     triton = None
 
-MOST_TENSORS = 3  # layers of one input that are joined: q, k and v
 RANKS = (16, 32, 64, 128)  # of adapters that the kernels take
 
 
@@ -53,70 +51,7 @@ if triton:
     HIGH_FP4, LOW_FP4 = (tl.constexpr(decoding("fp4", high)) for high in (True, False))
 
     @triton.jit
-    def _scaled_row(x_ptr, column_scale_ptr, factor, row, K, HAS_COLUMNS: tl.constexpr,
-                    BLOCK: tl.constexpr):
-        columns = tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * K + columns, mask=columns < K, other=0.0).to(tl.float32) * factor
-        if HAS_COLUMNS: x *= tl.load(column_scale_ptr + columns, mask=columns < K, other=0.0)
-        return x
-
-    @triton.jit
-    def _store_row(out_ptr, x, K, BLOCK: tl.constexpr):
-        columns = tl.arange(0, BLOCK)
-        tl.store(out_ptr + columns, x.to(tl.float8e4nv), mask=columns < K)
-
-    @triton.jit
-    def _quantize_tokens(x_ptr, y_ptr, z_ptr, u_ptr, xc_ptr, yc_ptr, zc_ptr, uc_ptr, fx, fy, fz, fu,
-                         out_ptr, scale_ptr, KX, KY, KZ, KU, COUNT: tl.constexpr,
-                         HAS_COLUMNS: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
-                         BZ: tl.constexpr, BU: tl.constexpr):
-        # COUNT rows side by side under one scale, each of which stays in registers meanwhile.
-        row = tl.program_id(0).to(tl.int64)
-        x = _scaled_row(x_ptr, xc_ptr, fx, row, KX, HAS_COLUMNS, BX)
-        largest = tl.max(tl.abs(x), 0)
-        if COUNT > 1:
-            y = _scaled_row(y_ptr, yc_ptr, fy, row, KY, HAS_COLUMNS, BY)
-            largest = tl.maximum(largest, tl.max(tl.abs(y), 0))
-        if COUNT > 2:
-            z = _scaled_row(z_ptr, zc_ptr, fz, row, KZ, HAS_COLUMNS, BZ)
-            largest = tl.maximum(largest, tl.max(tl.abs(z), 0))
-        if COUNT > 3:
-            u = _scaled_row(u_ptr, uc_ptr, fu, row, KU, HAS_COLUMNS, BU)
-            largest = tl.maximum(largest, tl.max(tl.abs(u), 0))
-        scale = tl.maximum(largest / 448.0, 1e-12)
-        tl.store(scale_ptr + row, scale)
-        out_ptr += row * (KX + KY + KZ + KU)
-        _store_row(out_ptr, x / scale, KX, BX)
-        if COUNT > 1: _store_row(out_ptr + KX, y / scale, KY, BY)
-        if COUNT > 2: _store_row(out_ptr + KX + KY, z / scale, KZ, BZ)
-        if COUNT > 3: _store_row(out_ptr + KX + KY + KZ, u / scale, KU, BU)
-
-    @triton.jit
-    def _row_scales(w_ptr, b_ptr, scale_ptr, b8_ptr, STRIDE, O, K, factor, R: tl.constexpr,
-                    BO: tl.constexpr, BK: tl.constexpr):
-        # The largest of each row of w (O, K), a weight or the absmax of its blocks, and of B.
-        rows = (tl.program_id(0) * BO + tl.arange(0, BO)).to(tl.int64)
-        inside = rows < O
-        largest = tl.zeros((BO, BK), tl.float32)
-        for start in range(0, K, BK):
-            columns = start + tl.arange(0, BK)
-            w = tl.load(w_ptr + rows[:, None] * K + columns[None, :],
-                        mask=inside[:, None] & (columns < K)[None, :], other=0.0)
-            largest = tl.maximum(largest, tl.abs(w.to(tl.float32)))
-        largest = tl.max(largest, 1)
-        if R:
-            ranks = tl.arange(0, R)
-            b = tl.load(b_ptr + rows[:, None] * R + ranks[None, :], mask=inside[:, None], other=0.0)
-            b = b.to(tl.float32) * factor
-            largest = tl.maximum(largest, tl.max(tl.abs(b), 1))
-        scale = tl.maximum(largest / 448.0, 1e-12)
-        tl.store(scale_ptr + rows, scale, mask=inside)
-        if R:
-            tl.store(b8_ptr + rows[:, None] * STRIDE + ranks[None, :],
-                     (b / scale[:, None]).to(tl.float8e4nv), mask=inside[:, None])
-
-    @triton.jit
-    def _decoded(packed, FP4: tl.constexpr):
+    def decoded(packed, FP4: tl.constexpr):
         """The codes of bytes' high and low halves, fp16 of the shape of `packed`."""
         high: tl.constexpr = HIGH_FP4 if FP4 else HIGH_NF4
         low: tl.constexpr = LOW_FP4 if FP4 else LOW_NF4
@@ -124,49 +59,6 @@ if triton:
                                           pack=4),
                 tl.inline_asm_elementwise(low, "=r,=r,r", [packed], dtype=tl.float16, is_pure=True,
                                           pack=4))
-
-    @triton.jit
-    def _store_tile(out_ptr, out, rows, columns, inside, STRIDE, TRANSPOSED: tl.constexpr):
-        rows, columns = rows.to(tl.int64), columns.to(tl.int64)
-        if TRANSPOSED:
-            tl.store(out_ptr + columns[:, None] * STRIDE + rows[None, :], tl.trans(out),
-                     mask=tl.trans(inside))
-        else:
-            tl.store(out_ptr + rows[:, None] * STRIDE + columns[None, :], out, mask=inside)
-
-    @triton.jit
-    def _fourbit_to_fp8(packed_ptr, absmax_ptr, scale_ptr, out_ptr, STRIDE, O, I, FP4: tl.constexpr,
-                        TRANSPOSED: tl.constexpr, BO: tl.constexpr, BLOCKS: tl.constexpr):
-        # BLOCKS blocks of 64 inputs of BO rows: 32 bytes and one absmax a block.
-        HALF: tl.constexpr = BLOCKS * 32
-        rows = tl.program_id(0) * BO + tl.arange(0, BO)
-        inside = rows < O
-        half = tl.program_id(1) * HALF + tl.arange(0, HALF)
-        packed = tl.load(packed_ptr + rows.to(tl.int64)[:, None] * (I // 2) + half[None, :],
-                         mask=inside[:, None], other=0)
-        high, low = _decoded(packed, FP4)
-        blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-        absmax = tl.load(absmax_ptr + rows[:, None] * (I // 64) + blocks[None, :],
-                         mask=inside[:, None], other=0.0)
-        scale = tl.load(scale_ptr + rows, mask=inside, other=1.0)
-        factor = (absmax / scale[:, None]).to(tl.float16)[:, :, None]
-        high = tl.reshape(tl.reshape(high, (BO, BLOCKS, 32)) * factor, (BO, HALF))
-        low = tl.reshape(tl.reshape(low, (BO, BLOCKS, 32)) * factor, (BO, HALF))
-        out = tl.interleave(high.to(tl.float8e4nv), low.to(tl.float8e4nv))
-        columns = tl.program_id(1) * BLOCKS * 64 + tl.arange(0, BLOCKS * 64)
-        _store_tile(out_ptr, out, rows, columns, inside[:, None] & (columns >= 0)[None, :], STRIDE,
-                    TRANSPOSED)
-
-    @triton.jit
-    def _dense_to_fp8(w_ptr, scale_ptr, out_ptr, STRIDE, O, I, TRANSPOSED: tl.constexpr,
-                      BO: tl.constexpr, BI: tl.constexpr):
-        rows = tl.program_id(0) * BO + tl.arange(0, BO)
-        columns = tl.program_id(1) * BI + tl.arange(0, BI)
-        inside = (rows < O)[:, None] & (columns < I)[None, :]
-        w = tl.load(w_ptr + rows.to(tl.int64)[:, None] * I + columns[None, :], mask=inside, other=0.0)
-        scale = tl.load(scale_ptr + rows, mask=rows < O, other=1.0)
-        out = (w.to(tl.float32) / scale[:, None]).to(tl.float8e4nv)
-        _store_tile(out_ptr, out, rows, columns, inside, STRIDE, TRANSPOSED)
 
     @triton.jit
     def _unpack_adapted(packed_ptr, absmax_ptr, a_ptr, b_ptr, out_ptr, O, I, FP4: tl.constexpr,
@@ -178,7 +70,7 @@ if triton:
         half = tl.program_id(1) * (WIDE // 2) + tl.arange(0, WIDE // 2)
         packed = tl.load(packed_ptr + far[:, None] * (I // 2) + half[None, :], mask=inside[:, None],
                          other=0)
-        high, low = _decoded(packed, FP4)
+        high, low = decoded(packed, FP4)
         blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
         absmax = tl.load(absmax_ptr + rows[:, None] * (I // 64) + blocks[None, :],
                          mask=inside[:, None], other=0.0)
@@ -190,58 +82,6 @@ if triton:
         weight = tl.dot(b, a, weight)
         tl.store(out_ptr + far[:, None] * I + columns[None, :], weight.to(tl.bfloat16),
                  mask=inside[:, None])
-
-
-def quantize_tokens_on_gpu(xs: list[Tensor], factors: list[float],
-                           column_scales: list[Tensor] | None) -> tuple[Tensor, Tensor]:
-    """`fp8.quantize_tokens` in one pass, of one to four tensors."""
-    n, device, widths = xs[0].shape[0], xs[0].device, [x.shape[1] for x in xs]
-    out = torch.empty(n, sum(widths), dtype=torch.float8_e4m3fn, device=device)
-    scale = torch.empty(n, dtype=torch.float32, device=device)
-    more = MOST_TENSORS + 1 - len(xs)
-    widths += [0] * more
-    blocks = [triton.next_power_of_2(max(k, 1)) for k in widths]
-    wide = sum(blocks)
-    _quantize_tokens[(n,)](*xs, *[None] * more, *(column_scales or [None] * len(xs)), *[None] * more,
-                           *factors, *[1.0] * more, out, scale, *widths, len(xs),
-                           column_scales is not None, *blocks,
-                           num_warps=4 if wide <= 6144 else 8 if wide <= 20000 else 16)
-    return out, scale
-
-
-def row_scales_on_gpu(weight: Tensor, b: Tensor | None = None, factor: float = 1.0,
-                      b8: Tensor | None = None) -> Tensor:
-    """`fp8.row_scale` of a weight (O, I), or of its absmax (O, I/64), and its B (O, R).
-
-    B, scaled, goes into `b8` (O, R).
-    """
-    rows, columns = weight.shape
-    scale = torch.empty(rows, dtype=torch.float32, device=weight.device)
-    _row_scales[(triton.cdiv(rows, 16),)](
-        weight, b, scale, b8, 0 if b8 is None else b8.stride(0), rows, columns, factor,
-        0 if b is None else b.shape[1], 16, min(256, triton.next_power_of_2(columns)), num_warps=4)
-    return scale
-
-
-def fourbit_to_fp8(weight: Tensor, absmax: Tensor, in_features: int, quant_type: str, scale: Tensor,
-                   transposed: bool, out: Tensor):
-    """Packed 4-bit rows to fp8 in one pass, into `out`: (O, I), or (I, O) if `transposed`."""
-    assert padded(in_features) == in_features and out.stride(1) == 1
-    rows, tall = weight.shape[0], 64 if transposed else 32
-    blocks = blocks_of_a_tile(in_features, 4)
-    grid = (triton.cdiv(rows, tall), in_features // BLOCKSIZE // blocks)
-    _fourbit_to_fp8[grid](weight.view(torch.uint8), absmax, scale, out, out.stride(0), rows,
-                          in_features, quant_type == "fp4", transposed, tall, blocks,
-                          num_warps=8 if transposed else 4)
-
-
-def dense_to_fp8(weight: Tensor, scale: Tensor, transposed: bool, out: Tensor):
-    """A weight (O, I) over its rows' scales to fp8 in one pass: (O, I), or (I, O) if `transposed`."""
-    rows, columns = weight.shape
-    assert weight.is_contiguous() and out.stride(1) == 1
-    grid = (triton.cdiv(rows, 64), triton.cdiv(columns, 128))
-    _dense_to_fp8[grid](weight, scale, out, out.stride(0), rows, columns, transposed, 64, 128,
-                        num_warps=8)
 
 
 def blocks_of_a_tile(in_features: int, most: int) -> int:
@@ -272,7 +112,7 @@ def unpack_adapted(weight: Tensor, absmax: Tensor, in_features: int, quant_type:
 
 
 def rank_columns(rank: int) -> int:
-    """The columns that an adapter of this rank takes in a joined product: a power of two, from 16 on."""
+    """What an adapter's rank is filled up to with zeros: a power of two, from 16 on."""
     return max(RANKS[0], 1 << (rank - 1).bit_length())
 
 

@@ -32,7 +32,7 @@ from ..data import (
     TokenizedDataset,
     choose_pad_token_id,
 )
-from ..derived import with_activation_policy
+from ..derived import with_choices
 from ..dist import from_main, gather_over_ranks, print_main, ranks_from_env
 from ..export import save_trained
 from ..export.card import run_record
@@ -80,7 +80,7 @@ def train_found(config: RunConfig, found: Found, run_id: str,
     batches = plan_batches(config, ranks.world_size)
     seed_everything(config.seed, ranks.rank, config.deterministic)
     started = time.perf_counter()
-    planned = with_activation_policy(config, device)  # what the memory report and the pace go by too
+    planned = with_choices(config, device)  # what the memory report and the pace go by too
     model = built(planned, device, found)
     loader = build_loader(config, dataset, batches, tokenizer, model, device)
     loaded, total_steps = time.perf_counter() - started, loader.sampler.total_steps

@@ -6,6 +6,7 @@ import torch
 
 from fsdp_qlora.quantization import fp8
 from fsdp_qlora.quantization.formats import dense_weight, quantize_rows
+from fsdp_qlora.quantization.kept import KeptForms
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
@@ -43,9 +44,20 @@ def test_kernels_equal_the_reference(layer):
         assert torch.equal(whole.float(), (plain.t() if transposed else plain).float())
     dense_scale = fp8.row_scale(dense.bfloat16(), None)
     torch.testing.assert_close(dense_scale, dense.bfloat16().abs().amax(1).float() / fp8.FP8_MAX)
-    x8, x_scale = fp8.quantize_tokens([x, xa], [1.0, 0.5])
-    torch.testing.assert_close(x8.float() * x_scale[:, None], torch.cat([x, xa / 2], 1).float(),
+    x8, x_scale = fp8.quantize_tokens([xa, x], [0.5, 1.0], wide=80)
+    filled = torch.nn.functional.pad(xa / 2, (0, 80 - xa.shape[1]))
+    torch.testing.assert_close(x8.float() * x_scale[:, None], torch.cat([filled, x], 1).float(),
                                rtol=2**-4, atol=1e-2)
+    for values, rows in ((b, scale), (a.t(), None), (a.bfloat16().t(), None)):
+        wide = -(-values.shape[1] // 16) * 16
+        on_gpu, on_cpu = (torch.ones(len(values), wide + 32, dtype=torch.bfloat16, device=device
+                                     ).to(fp8.FP8)[:, :wide] for device in ("cuda", "cpu"))
+        factors = fp8.columns_to_fp8(values, rows, 8.0, fp8.FP8_MAX, on_gpu)
+        expected = fp8.columns_to_fp8(values.cpu(), None if rows is None else rows.cpu(), 8.0,
+                                      fp8.FP8_MAX, on_cpu)
+        torch.testing.assert_close(factors.cpu(), expected, rtol=1e-5, atol=0)
+        assert relative(on_gpu.cpu().float(), on_cpu.float()) < 1e-3
+        assert not on_gpu.float()[:, values.shape[1]:].any()
     # Against the same arithmetic on the CPU: only the order of sums and bf16 rounding differ.
     pairs = ((fp8.forward_product, (x, packed, absmax, "nf4", xa, b, 0.25)),
              (fp8.backward_product, ([dy], [packed], [absmax], inputs, "nf4", dxa, a)),
@@ -63,10 +75,17 @@ def test_kernels_equal_the_reference(layer):
 
 
 def test_products_are_the_same_every_time(layer):
-    """No kernel adds in an order that changes from run to run."""
+    """No kernel adds in an order that changes from run to run; what is kept is as if made anew."""
     x, dy, packed, absmax, xa, b, dxa, a = layer
     inputs = x.shape[1]
-    first, *others = ((fp8.forward_product(x, packed, absmax, "nf4", xa, b, 0.25),
-                       fp8.backward_product([dy], [packed], [absmax], inputs, "nf4", dxa, a))
-                      for _ in range(20))
+    def products():
+        return (fp8.forward_product(x, packed, absmax, "nf4", xa, b, 0.25),
+                fp8.backward_product([dy], [packed], [absmax], inputs, "nf4", dxa, a))
+    first, *others = (products() for _ in range(10))
+    keeper = KeptForms([packed])
+    for _ in range(5):
+        fp8.forward_product(x, packed, absmax, "nf4", xa, torch.randn_like(b), 0.25)
+        fp8.backward_product([dy], [packed], [absmax], inputs, "nf4", dxa, 3 * a)
+        others.append(products())
+    assert len(keeper.forms) == 2
     assert all(torch.equal(*pair) for other in others for pair in zip(first, other, strict=True))

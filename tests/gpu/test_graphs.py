@@ -17,7 +17,10 @@ pytestmark = [pytest.mark.gpu,
 CASES = {
     "shapes": dict(lora_dropout=0.1),
     "recomputed": dict(use_gradient_checkpointing=True),
-    "fp8": dict(compute_dtype="fp8"),
+    "fp8": dict(compute_dtype="fp8", keep_fp8_weights=False),
+    "fp8 kept": dict(compute_dtype="fp8", keep_fp8_weights=True),
+    "fp8 kept, bf16 base": dict(compute_dtype="fp8", keep_fp8_weights=True, train_type="lora",
+                                lora_target_modules="q_proj,k_proj,up_proj"),
     "lora": dict(train_type="lora"),
     "full": dict(train_type="full", optimizer="adamw_8bit"),
     "fp16": dict(precision="fp16_autocast"),
@@ -82,6 +85,15 @@ def test_replayed_steps_are_those_of_the_host(results, case):
     torch.testing.assert_close(replayed, losses, rtol=1e-3, atol=0)
     for name, weight in weights.items():
         torch.testing.assert_close(same_weights[name], weight, rtol=1e-2, atol=1e-4, msg=name)
+
+
+def test_weights_kept_in_fp8_change_nothing(results):
+    for cuda_graphs in (False, True):
+        (losses, weights, _), (kept, same_weights, _) = (results[case, cuda_graphs] for case in
+                                                         ("fp8", "fp8 kept"))
+        torch.testing.assert_close(kept, losses, rtol=1e-3, atol=0)
+        for name, weight in weights.items():
+            torch.testing.assert_close(same_weights[name], weight, rtol=1e-2, atol=1e-4, msg=name)
 
 
 class Waits(torch.nn.Module):

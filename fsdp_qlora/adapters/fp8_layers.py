@@ -1,0 +1,40 @@
+"""Which layers of a model multiply in fp8, and whose fp8 weights are kept."""
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..model.blocks import decoder_blocks
+from ..quantization import fp8
+from ..quantization.kept import KeptForms
+from ..quantization.quantize import FrozenLinear, QuantLinear
+from .lora import LoraLinear
+
+
+def apply_fp8(model: nn.Module, device: torch.device) -> int:
+    """Let frozen weights be multiplied in fp8, in place; returns the number of such layers.
+
+    Trained weights, the head and layers of a shape that does not suit stay in 16 bits. Raises
+    ValueError, naming the flag, where the device has no fp8 arithmetic.
+    """
+    problem = fp8.fp8_problem(device)
+    if problem: raise ValueError(f"--compute_dtype fp8: {problem}; use --compute_dtype bf16")
+    layers = [m for block in decoder_blocks(model) for m in block.modules()
+              if isinstance(m, (LoraLinear, QuantLinear)) or type(m) is nn.Linear]
+    layers = [m for m in layers if fp8.fits_fp8(m.in_features, m.out_features)
+              and not getattr(m, "base_layer", m).weight.requires_grad]
+    for layer in layers:
+        if type(layer) is nn.Linear: layer.__class__ = FrozenLinear
+        layer.product_dtype = "fp8"
+    return len(layers)
+
+
+def keep_fp8_weights(model: nn.Module) -> KeptForms:
+    """Keep the fp8 forms of all weights that `apply_fp8` chose, from their first products on.
+
+    For a loaded model whose weights stay where they are. They are kept as long as the model is.
+    """
+    layers = [m for m in model.modules() if getattr(m, "product_dtype", "") == "fp8"]
+    weights = {id(w): w for m in layers for w in [getattr(m, "base_layer", m).weight]}
+    model.kept_forms = KeptForms(weights.values())
+    return model.kept_forms

@@ -1,0 +1,64 @@
+"""fp8 forms of frozen weights that are made once and kept, where weights stay in place.
+
+A product of a frozen weight takes it in another form than it is stored in, and making that anew in each
+forward and backward is a tenth of a short step. Kept, the forms of all layers take two bytes a weight.
+
+Ops look a form up by the addresses of the weights that they are given, as these are all that reaches an
+opaque op, compiled or not. What is kept changes no result, so torch.compile and autograd need not know.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+Form = tuple[Tensor, list[Tensor]]  # weights in fp8, and the scales of each one's rows
+Address = tuple[torch.device, int, torch.Size]
+_KEEPERS: WeakValueDictionary[Address, KeptForms] = WeakValueDictionary()
+
+
+class KeptForms:
+    """The forms of a model's weights: one for the forward and one for the backward of each.
+
+    Whoever has it keeps them; it holds on to the weights, so that no others get their addresses.
+    """
+
+    def __init__(self, weights: Iterable[Tensor]):
+        self.weights = [*weights]
+        self.forms: dict[tuple, tuple[tuple, Form]] = {}  # by use and weight: for which call, and what
+        _KEEPERS.update({address(weight): self for weight in self.weights})
+
+    @property
+    def bytes(self) -> int:
+        """What all forms take by now."""
+        forms = {id(form): form for _, form in self.forms.values()}
+        return sum(t.nbytes for w8, scales in forms.values() for t in (w8, *scales))
+
+    def find(self, use: str, weights: list[Tensor], columns: int, make: Callable[[], Form]) -> Form:
+        """`kept_form` for these weights. A second form of one that has one already is not kept."""
+        places = [(use, address(weight)) for weight in weights]
+        call = (columns, *places)
+        found, form = self.forms.get(places[0], (None, None))
+        if found == call: return form
+        # What a graph allocates in its capture is the graph's, and is filled only when it is replayed.
+        capturing = weights[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        if capturing or any(place in self.forms for place in places): return make()
+        with torch.inference_mode(False): form = make()  # or training could not write into it
+        self.forms.update(dict.fromkeys(places, (call, form)))
+        return form
+
+
+def kept_form(use: str, weights: list[Tensor], columns: int, make: Callable[[], Form]) -> Form:
+    """What `make` gives for these weights side by side behind `columns` of an adapter.
+
+    Kept from the first call on, if someone keeps forms of them. `use` is "forward" or "backward".
+    """
+    keeper = _KEEPERS.get(address(weights[0]))
+    return make() if keeper is None else keeper.find(use, weights, columns, make)
+
+
+def address(weight: Tensor) -> Address:
+    """What tells a weight from every other that lives."""
+    return weight.device, weight.data_ptr(), weight.shape
