@@ -21,7 +21,8 @@ from fsdp_qlora.bench.row import Row
 
 # What a compiled block does not know of.
 OUTSIDE = ("use_cpu_offload", "use_activation_cpu_offload", "use_vocabulary_cpu_offload", "optimizer",
-           "gradient_accumulation_steps", "global_batch_size", "sharding_strategy", "cuda_graphs")
+           "gradient_accumulation_steps", "global_batch_size", "sharding_strategy", "cuda_graphs",
+           "keep_fp8_weights")
 BLOCKS = 2
 
 

@@ -125,12 +125,14 @@ def main():
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--layers", type=int, help="cut the model, to see that a row runs")
     parser.add_argument("--profile", help="folder for a trace and its table of each row")
+    parser.add_argument("--keep_fp8_weights", choices=("true", "false"), help="as the run's setting")
     parser.add_argument("--results")
     options = parser.parse_args()
-    gpus = ranks_from_env().world_size
+    gpus, keep = ranks_from_env().world_size, options.keep_fp8_weights
+    changes = dict(keep_fp8_weights=keep == "true") if keep else {}
     for name in chosen(options.rows, gpus):
         try:
-            run_case(name, config_folder(CASES[name].model, options.layers), options)
+            run_case(name, config_folder(CASES[name].model, options.layers), options, **changes)
         except Exception as error:  # the other rows are still wanted; ranks fail together or time out
             if gpus > 1: raise
             print(f"{name}: {type(error).__name__}: {error}", flush=True)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..model.blocks import decoder_blocks
 from ..quantization import fp8
@@ -38,3 +38,8 @@ def keep_fp8_weights(model: nn.Module) -> KeptForms:
     weights = {id(w): w for m in layers for w in [getattr(m, "base_layer", m).weight]}
     model.kept_forms = KeptForms(weights.values())
     return model.kept_forms
+
+
+def kept_tensors(model: nn.Module) -> list[Tensor]:
+    """What a model keeps beside its weights by now."""
+    return model.kept_forms.tensors() if hasattr(model, "kept_forms") else []

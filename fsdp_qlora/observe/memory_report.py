@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..adapters import trainable_parameters
+from ..adapters.fp8_layers import kept_tensors
 from ..catalog.arch import shape_from_config
 from ..config import RunConfig
 from ..config.settings import shown
@@ -30,7 +31,7 @@ RECORDED_STEP = 2
 GIB = 2**30
 # What the estimate calls the parts of a timeline.
 ESTIMATED = dict(
-    weights=("linears", "absmax", "embedding", "head", "norms"), adapters=("adapters",),
+    weights=("linears", "absmax", "fp8", "embedding", "head", "norms"), adapters=("adapters",),
     optimizer=("optimizer",), gradients=("gradients",), activations=("activations", "working"),
     unsharded=("unsharded",), logits=("loss",), other=("workspace",))
 
@@ -120,6 +121,7 @@ def standing_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, device:
         found[storage.data_ptr()] = storage.nbytes(), part
     for p in model.parameters(): add(p, "adapters" if adapted and p in trained else "weights")
     for b in model.buffers(): add(b, "weights")
+    for t in kept_tensors(model): add(t, "weights")
     for states in optimizer.state.values():
         for value in states.values():
             if isinstance(value, Tensor): add(value, "optimizer")
@@ -177,6 +179,7 @@ def largest_part(config: RunConfig, model: nn.Module) -> str:
 
 def next_rung(config: RunConfig, world_size: int) -> str:
     """The first step of the planner's ladder that this run has not taken, then what lies beyond it."""
+    if config.keep_fp8_weights: return "--keep_fp8_weights false"
     for name, value in savings().items():
         if getattr(config, name) == value: continue
         if name == "sharding_strategy" and world_size == 1: continue  # nothing to split

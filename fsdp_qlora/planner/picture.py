@@ -7,7 +7,7 @@ from ..estimate import Estimate
 from .plan import Plan
 
 STACK = (  # label, parts of an estimate, colour
-    ("weights", ("linears", "absmax", "embedding", "head", "norms"), "#1f5a99"),
+    ("weights", ("linears", "absmax", "fp8", "embedding", "head", "norms"), "#1f5a99"),
     ("adapters, gradients, optimizer", ("adapters", "gradients", "optimizer"), "#6aa5d8"),
     ("gathered by FSDP", ("unsharded",), "#7b6bb2"),
     ("activations", ("activations",), "#e0902f"),

@@ -30,11 +30,10 @@ class KeptForms:
         self.forms: dict[tuple, tuple[tuple, Form]] = {}  # by use and weight: for which call, and what
         _KEEPERS.update({address(weight): self for weight in self.weights})
 
-    @property
-    def bytes(self) -> int:
-        """What all forms take by now."""
+    def tensors(self) -> list[Tensor]:
+        """All that is kept by now."""
         forms = {id(form): form for _, form in self.forms.values()}
-        return sum(t.nbytes for w8, scales in forms.values() for t in (w8, *scales))
+        return [tensor for w8, scales in forms.values() for tensor in (w8, *scales)]
 
     def find(self, use: str, weights: list[Tensor], columns: int, make: Callable[[], Form]) -> Form:
         """`kept_form` for these weights. A second form of one that has one already is not kept."""
