@@ -18,10 +18,10 @@ from .commands.doctor import doctor_command
 from .commands.guide import GUIDE
 from .commands.reporting import report_command
 from .config import RunConfig
-from .config.checks import lost_updates, settings_without_effect
 from .config.flags import Parser, boolean, parse, parse_own
 from .config.options import BASE_QUANTS
 from .config.settings import opt
+from .config.without_effect import warnings_of
 from .redact import redact
 from .training.lock import sole_run_in
 from .training.notice import told_at_end
@@ -75,8 +75,7 @@ def train_rank(config: RunConfig, signals: StopSignals | None = None):
     check_device(config, device)
     is_main = ranks_from_env().is_main
     if is_main: check_places(config)
-    warnings = settings_without_effect(config) + lost_updates(config)
-    for warning in warnings: print_main(f"warning: {warning}")
+    for warning in warnings_of(config): print_main(f"warning: {warning}")
     tokenizer = run_tokenizer(config)
     data = load_data(config, tokenizer)
     from .build import planned_model

@@ -6,7 +6,7 @@ import pytest
 from fsdp_qlora.catalog.block_expansion import expanded_shape, expansion, expansion_of, folder_counts
 from fsdp_qlora.catalog.machine import Machine
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.config.checks import settings_without_effect
+from fsdp_qlora.config.without_effect import settings_without_effect
 from fsdp_qlora.estimate import (
     all_trained,
     estimate,

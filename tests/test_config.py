@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_qlora.config import RunConfig, plan_batches
-from fsdp_qlora.config.checks import check_choices, lost_updates, settings_without_effect
+from fsdp_qlora.config.checks import check_choices
 from fsdp_qlora.config.options import STRATEGY_NAMES
 from fsdp_qlora.config.run import GROUPS
 from fsdp_qlora.config.settings import AUTO, changed_settings, opt
+from fsdp_qlora.config.without_effect import lost_updates, settings_without_effect
 
 # Every flag of the original train.py.
 OLD_FLAGS = """

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fsdp_qlora.catalog.arch import shape_from_config
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.config.checks import settings_without_effect
+from fsdp_qlora.config.without_effect import settings_without_effect
 from fsdp_qlora.estimate import Setup, model_flops_per_token
 from fsdp_qlora.observe.metrics import (
     CheckpointMetrics,

@@ -16,10 +16,10 @@ from ..build import planned_model
 from ..catalog.arch import ModelShape, shape_from_config
 from ..catalog.machine import Machine, MachineOptions, machine_from_options
 from ..config import AUTO, RunConfig, plan_batches
-from ..config.checks import lost_updates, settings_without_effect
 from ..config.flags import given_settings
 from ..config.recipe import as_recipe
 from ..config.settings import changed_settings
+from ..config.without_effect import warnings_of
 from ..data import StepLoader, StepSampler, choose_pad_token_id, preview
 from ..data.collate import IGNORE
 from ..dist import launched, print_main, rank_device, ranks_from_env
@@ -44,8 +44,7 @@ def dry_run(config: RunConfig, argv: list[str]):
     check_places(config)
     check_trackers(config)
     ranks = ranks_from_env().world_size if launched() else world_size(config)
-    for warning in settings_without_effect(config) + lost_updates(config):
-        print_main(f"warning: {warning}")
+    for warning in warnings_of(config): print_main(f"warning: {warning}")
     print_main("all settings, as a recipe:" if config.verbose else
                "settings that differ from their default, as a recipe (--verbose: all):")
     print_main(as_recipe(as_typed(asdict(config) if config.verbose else changed_settings(config))))

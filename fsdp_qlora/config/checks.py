@@ -14,7 +14,7 @@ from typing import get_type_hints
 
 from fastcore.basics import listify
 
-from .options import ACTIVATION_POLICIES, TILED_POLICIES
+from .lists import TERMINAL_FORMS, block_numbers, module_pattern, policy_names, token_list
 from .settings import AUTO, changed_settings, parts_of, shown, type_name
 
 types_of = cache(get_type_hints)  # a plan makes hundreds of configurations
@@ -91,16 +91,36 @@ def check_numbers(config):
 
 def check_together(config):
     """Settings that exclude each other."""
+    check_products(config)
+    check_adapter(config)
+    check_first_values(config)
+    check_target_parameters(config)
+    if config.activation_budget_gib is not None: check_budget_alone(config)
+    check_cpu_offload(config)
+    check_activation_offload(config)
+    check_cuda_graphs(config)
+    check_mlp_tiles(config)
+    check_kept_fp8(config)
+    if config.attn_implementation == "varlen" and not config.packing:
+        raise ValueError("--attn_implementation varlen is for packed rows; add --packing true, or "
+                         "use sdpa")
+    if config.lr_warmup_steps != AUTO and "warmup_share" in changed_settings(config):
+        raise ValueError(f"--lr_warmup_steps {config.lr_warmup_steps} and --warmup_share "
+                         f"{config.warmup_share:g} both say how long the warm-up is; give one")
+    if config.profile and config.profile_memory:
+        raise ValueError("--profile_memory and --profile both record the GPU's memory; give one of them")
+    shown_as = [name for name in parts_of(config.log_to) if name in TERMINAL_FORMS]
+    if len(shown_as) > 1:
+        raise ValueError(f"--log_to {config.log_to}: {' and '.join(shown_as)} are forms of what the "
+                         "terminal shows; give one of them")
+
+
+def check_products(config):
+    """What weights are stored as and multiplied in must suit each other."""
     if config.adapter == "none" and config.quant != "none":
         raise ValueError(
             f"--quant {config.quant} freezes the linear weights, so --adapter none would train "
             "next to nothing; add --adapter lora, or --quant none for full fine-tuning")
-    if config.attn_implementation == "varlen" and not config.packing:
-        raise ValueError("--attn_implementation varlen is for packed rows; add --packing true, or "
-                         "use sdpa")
-    if config.adapter != "none" and not config.target_modules and config.target_modules is not None:
-        raise ValueError("--lora_target_modules is empty; give all-linear or module names")
-    for flag in ("lora_rank_pattern", "lora_alpha_pattern"): module_pattern(flag, getattr(config, flag))
     if config.compute_dtype == "bf16" and config.product_dtype != "bf16":
         raise ValueError(f"--compute_dtype bf16 with --precision {config.precision}: products are "
                          "in the precision; use --precision bf16")
@@ -116,12 +136,15 @@ def check_together(config):
     if config.n_bits != 4 and config.quant != "hqq":
         raise ValueError(f"--n_bits {config.n_bits} is for --quant hqq, and this run has --quant "
                          f"{config.quant}; add --quant hqq, or leave it out")
-    if config.activation_budget_gib is not None: check_budget_alone(config)
-    if config.lr_warmup_steps != AUTO and "warmup_share" in changed_settings(config):
-        raise ValueError(f"--lr_warmup_steps {config.lr_warmup_steps} and --warmup_share "
-                         f"{config.warmup_share:g} both say how long the warm-up is; give one")
-    if config.profile and config.profile_memory:
-        raise ValueError("--profile_memory and --profile both record the GPU's memory; give one of them")
+
+
+def check_adapter(config):
+    """What is trained, by its names, and what can't be trained beside it."""
+    if config.adapter != "none" and not config.target_modules and config.target_modules is not None:
+        raise ValueError("--lora_target_modules is empty; give all-linear or module names")
+    for flag in ("lora_rank_pattern", "lora_alpha_pattern"): module_pattern(flag, getattr(config, flag))
+    token_list(config.added_tokens)
+    block_numbers(config.layers_to_transform)
     if config.added_tokens and config.adapter == "llama_pro":
         raise ValueError("--added_tokens: --adapter llama_pro trains new blocks alone, and the rows of "
                          "new tokens would stay as they begin; use --adapter lora")
@@ -133,22 +156,9 @@ def check_together(config):
         raise ValueError(f"--adapter_dtype bf16 with --precision {config.precision}: blocks and modules "
                          "that are trained whole are stored as precisely as they are computed; leave "
                          "--adapter_dtype out")
-    check_first_values(config)
-    check_target_parameters(config)
-    token_list(config.added_tokens)
-    block_numbers(config.layers_to_transform)
     if config.trained_modules and config.adapter != "none":
         raise ValueError(f"--trained_modules {config.trained_modules} is for --train_type full, and "
                          "this run trains adapters; use --modules_to_save for modules beside them")
-    check_cpu_offload(config)
-    check_activation_offload(config)
-    check_cuda_graphs(config)
-    check_mlp_tiles(config)
-    check_kept_fp8(config)
-    shown_as = [name for name in parts_of(config.log_to) if name in TERMINAL_FORMS]
-    if len(shown_as) > 1:
-        raise ValueError(f"--log_to {config.log_to}: {' and '.join(shown_as)} are forms of what the "
-                         "terminal shows; give one of them")
 
 
 def check_first_values(config):
@@ -178,48 +188,6 @@ def check_target_parameters(config):
             raise ValueError(f"--lora_target_parameters {config.lora_target_parameters} with --{name} "
                              f"{getattr(config, name)}: PEFT has none for parameters; add --{name} "
                              f"{remedies[name]}")
-
-
-def module_pattern(flag: str, text: str | None) -> dict[str, int]:
-    """`name=number,...` as a dict; none is empty. Raises ValueError naming the flag."""
-    found = {}
-    for part in text.split(",") if text else ():
-        name, _, number = part.strip().partition("=")
-        if not name or not number.isdecimal() or not int(number):
-            raise ValueError(f"--{flag} {text}: {part.strip()!r} is not a module and a number of 1 or "
-                             "more; write it as q_proj=16,down_proj=128")
-        found[name] = int(number)
-    return found
-
-
-def block_numbers(text: str | None) -> list[int] | None:
-    """--layers_to_transform as sorted numbers; none is None. Raises ValueError naming the flag."""
-    if text is None: return None
-    found = set()
-    for part in text.split(","):
-        first, _, last = (p.strip() for p in part.partition("-"))
-        last = last or first
-        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
-            raise ValueError(f"--layers_to_transform {text}: {part.strip()!r} is neither a number nor a "
-                             "range; write it as 0,24-31")
-        found |= set(range(int(first), int(last) + 1))
-    return sorted(found)
-
-
-def token_list(text: str | None) -> list[str]:
-    """--added_tokens as a list; none is empty. Raises ValueError for an empty or absent file."""
-    if text is None: return []
-    path = Path(text).expanduser()
-    try:
-        is_file = path.is_file() or path.suffix == ".txt"
-        parts = path.read_text().splitlines() if is_file else text.split(",")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", error)
-        raise ValueError(f"--added_tokens {text}: {why}; give a text file with one token a line, or "
-                         "tokens separated by commas") from None
-    found = list(dict.fromkeys(part for part in (p.strip("\r\n") for p in parts) if part.strip()))
-    if not found: raise ValueError(f"--added_tokens {text}: no token there; give one, or leave it out")
-    return found
 
 
 def check_cpu_offload(config):
@@ -276,11 +244,6 @@ def check_kept_fp8(config):
                          "takes them off; leave one of them out")
 
 
-def policy_names(config) -> set[str]:
-    """The names in --activation_policy."""
-    return {part.partition(":")[0].strip() for part in config.activation_policy.split(",")}
-
-
 def check_mlp_tiles(config):
     """An MLP in tiles runs inside one op, so it must be gathered as one."""
     if config.mlp_tiles != 1 and config.wrap_policy == "min_params":
@@ -335,80 +298,3 @@ def check_budget_alone(config):
         if given:
             raise ValueError("--activation_budget_gib chooses what each block keeps, and so does "
                              f"--{name} {shown(getattr(config, name))}; leave one of them out")
-
-
-ROUNDED_STOCHASTICALLY = ("adamw_bf16", "adamw_8bit", "adafactor")
-
-# Settings of the original script that change nothing here, with what does.
-WITHOUT_EFFECT = {
-    "low_memory": "the load is always streamed",
-    "export_trace": "--profile decides",
-    "export_memory_timeline": "--profile decides",
-}
-TERMINAL_FORMS = ("tqdm", "stdout", "jsonl")  # of --log_to; the rest are trackers
-OF_ADAPTERS = ("modules_to_save", "layers_to_transform", "init_lora_weights", "use_rslora",
-               "lora_rank_pattern", "lora_alpha_pattern", "loraplus_lr_ratio", "lora_target_parameters",
-               "bias")
-OF_THE_PROFILE = ("profiling_output", "with_stack", "with_shapes", "wait_steps", "warmup_steps",
-                  "active_steps", "repeat", "profiling_frequency")
-
-
-def unused_details(config) -> dict[str, str]:
-    """Settings that say how another one works which is off in this run, with that other one."""
-    others = {"grad_norm": ("--apply_gradient_clipping", config.apply_gradient_clipping),
-              "loftq_iter": ("--init_lora_weights loftq", config.init_lora_weights == "loftq"),
-              "shuffle_buffer": ("--stream", config.stream),
-              "llama_pro_blocks": ("--adapter llama_pro", config.adapter == "llama_pro"),
-              "llama_pro_path": ("--adapter llama_pro", config.adapter == "llama_pro"),
-              **dict.fromkeys(("project_name", "name"), ("--log_to wandb or mlflow",
-                                                         {"wandb", "mlflow"} & set(config.trackers))),
-              **dict.fromkeys(("group", "entity"), ("--log_to wandb", "wandb" in config.trackers)),
-              "min_wrap_params": ("--wrap_policy min_params", config.wrap_policy == "min_params"),
-              "sample_tokens": ("--samples", config.samples or config.sample_prompts),
-              "shard_group_size": ("the hybrid strategies",
-                                   config.sharding_strategy.startswith("hybrid"))}
-    return {name: other for name, (other, is_on) in others.items() if not is_on}
-
-
-def lost_updates(config) -> list[str]:
-    """A warning if bf16 weights are trained by an optimizer that rounds to the nearest."""
-    trained = config.stored_dtype if config.adapter == "none" else config.adapter_dtype
-    if trained != "bf16" or config.optimizer in ROUNDED_STOCHASTICALLY: return []
-    return [f"--optimizer {config.optimizer} on bf16 weights: an update below 1/512 of a weight is "
-            f"rounded to nothing; {', '.join(ROUNDED_STOCHASTICALLY)} round stochastically"]
-
-
-def settings_without_effect(config) -> list[str]:
-    """A warning for each changed setting that does nothing in this run."""
-    changed = changed_settings(config)
-    warnings = [f"--{name} has no effect: {why}" for name, why in WITHOUT_EFFECT.items()
-                if name in changed]
-    if not config.has_lora:
-        kind = "llama_pro has no LoRA" if config.adapter == "llama_pro" else "full has no adapters"
-        warnings += [f"--{name} has no effect: --train_type {kind}" for name in
-                     OF_ADAPTERS if name in changed]
-    if not config.profile:
-        warnings += [f"--{name} has no effect: it belongs to --profile" for name in OF_THE_PROFILE
-                     if name in changed]
-    warnings += [f"--{name} has no effect: it belongs to {other}"
-                 for name, other in unused_details(config).items() if name in changed]
-    if "absmax_dtype" in changed and config.quant == "none":
-        warnings.append("--absmax_dtype has no effect: no weight is quantized")
-    if config.keep_fp8_weights is False and config.compute_dtype != "fp8":
-        warnings.append("--keep_fp8_weights has no effect: it belongs to --compute_dtype fp8")
-    if config.use_trained_cpu_offload is not None and not config.use_cpu_offload:
-        warnings.append("--use_trained_cpu_offload has no effect: it belongs to --use_cpu_offload")
-    whole = set(ACTIVATION_POLICIES) - set(TILED_POLICIES)
-    if config.mlp_tiles != 1 and policy_names(config) <= whole:
-        warnings.append(f"--mlp_tiles has no effect: under {' and '.join(sorted(policy_names(config)))} "
-                        "no MLP is computed again")
-    if config.sharding_strategy == "ddp":
-        warnings += [f"--{name} has no effect: ddp gathers nothing" for name in
-                     ("backward_prefetch", "forward_prefetch", "gather_once") if name in changed]
-    if config.quantized_cache and (config.quant == "none" or config.random_weights):
-        why = "the weights are random" if config.random_weights else "no weight is quantized"
-        warnings.append(f"--quantized_cache has no effect: {why}")
-    if "global_batch_size" in changed and "gradient_accumulation_steps" in changed:
-        warnings.append("--gradient_accumulation_steps has no effect: it follows from "
-                        "--global_batch_size")
-    return warnings

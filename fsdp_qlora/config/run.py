@@ -10,19 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from .checks import (
-    TERMINAL_FORMS,
-    block_numbers,
     check_choices,
     check_data_together,
     check_numbers,
     check_remote_code,
     check_together,
     check_types,
-    module_pattern,
-    token_list,
 )
+from .lists import TERMINAL_FORMS, block_numbers, module_pattern, names_in, token_list
 from .options import (
-    ACTIVATION_POLICIES,
     OLD_ALL_TARGETS,
     PRECISIONS,
     TRAIN_TYPES,
@@ -139,7 +135,7 @@ class RunConfig(ModelOptions, AdapterOptions, DataOptions, EvaluationOptions, Ba
     @property
     def only_modules(self) -> list[str]:
         """`trained_modules` as a list; empty where every weight is trained."""
-        return [name.strip() for name in (self.trained_modules or "").split(",") if name.strip()]
+        return names_in(self.trained_modules)
 
     @property
     def new_tokens(self) -> list[str]:
@@ -149,8 +145,7 @@ class RunConfig(ModelOptions, AdapterOptions, DataOptions, EvaluationOptions, Ba
     @property
     def whole_modules(self) -> list[str]:
         """`modules_to_save` as a list; empty where every weight is trained."""
-        if not self.has_lora or not self.modules_to_save: return []
-        return [name.strip() for name in self.modules_to_save.split(",") if name.strip()]
+        return names_in(self.modules_to_save) if self.has_lora else []
 
     @property
     def trackers(self) -> list[str]:
@@ -173,36 +168,16 @@ class RunConfig(ModelOptions, AdapterOptions, DataOptions, EvaluationOptions, Ba
         if self.lora_target_modules == "all-linear": return "all-linear"
         if self.lora_target_modules == "default": return None
         if self.lora_target_modules == "all": return list(OLD_ALL_TARGETS)
-        return [name.strip() for name in self.lora_target_modules.split(",") if name.strip()]
+        return names_in(self.lora_target_modules)
 
     @property
     def target_parameters(self) -> list[str] | None:
         """`lora_target_parameters` as PEFT takes it, but for "experts"; None without adapters."""
         if not self.has_lora or not self.lora_target_parameters: return None
-        return [name.strip() for name in self.lora_target_parameters.split(",") if name.strip()]
+        return names_in(self.lora_target_parameters)
 
 
 GROUPS = RunConfig.__bases__  # in the order in which help and pages show them
-
-
-def block_policies(text: str, blocks: int) -> list[str]:
-    """The activation policy of each block: one name, or `name:count,...` from the first block on.
-
-    Raises ValueError naming the flag if a name is unknown or the counts do not add up to `blocks`.
-    """
-    policies: list[str] = []
-    for part in text.split(","):
-        name, _, count = part.strip().partition(":")
-        if name not in ACTIVATION_POLICIES:
-            raise ValueError(f"--activation_policy {text}: {name!r} is not one of "
-                             f"{', '.join(ACTIVATION_POLICIES)}")
-        if count and not count.isdecimal():
-            raise ValueError(f"--activation_policy {text}: {count!r} is no number of blocks")
-        policies += [name] * (int(count) if count else blocks - len(policies))
-    if len(policies) != blocks:
-        raise ValueError(f"--activation_policy {text} is for {len(policies)} blocks, and the model "
-                         f"has {blocks}")
-    return policies
 
 
 def weights_stay(config: RunConfig, world_size: int) -> bool:
