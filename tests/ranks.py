@@ -16,7 +16,8 @@ import torch
 from fsdp_qlora.dist import free_port
 
 PRELOAD = ["torch", "transformers", "peft", "bitsandbytes", "torch.distributed.fsdp",
-           "transformers.models.llama.modeling_llama", "fsdp_qlora.training.trainer"]
+           "transformers.models.llama.modeling_llama", "fsdp_qlora.cli", "fsdp_qlora.training.trainer",
+           "matplotlib.pyplot"]
 
 
 def run_ranks(function, world_size: int, *args, timeout: float = 300, grouped: bool = True,

@@ -26,6 +26,8 @@ from .step import train_step
 from .steplog import LaggedLog
 from .watchdog import Watchdog
 
+LAST_WAIT_SECONDS = 10  # for a checkpoint under way at an error: a rank that is gone is never heard of
+
 
 class Training:
     """A run under way. `record` is kept beside weights that it saves, `signals` ask it to stop."""
@@ -61,7 +63,7 @@ class Training:
         except StopRequested:
             self.stop()
         except BaseException:
-            self.writer.join(most_seconds=10)  # a rank that is gone would never be heard of
+            self.writer.join(most_seconds=LAST_WAIT_SECONDS)
             raise
 
     def ran_through(self) -> bool:

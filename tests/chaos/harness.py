@@ -100,6 +100,8 @@ def rank_main(rank: int, port: int, argv: list[str], hit: Hit | None, log: str):
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
     from fsdp_qlora.cli import main
+    from fsdp_qlora.training import loop
+    loop.LAST_WAIT_SECONDS = 2  # long enough on an idle disk
     if hit is None or hit.rank != rank: code = main(argv)
     else:
         with patched(hit): code = main(argv)

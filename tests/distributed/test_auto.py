@@ -2,6 +2,7 @@
 import json
 
 from fsdp_qlora.bench.auto import with_changes
+from fsdp_qlora.bench.drive import How
 from fsdp_qlora.commands.probe import confirmed_changes
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.flags import parse
@@ -17,6 +18,7 @@ def test_a_plan_that_runs_out_of_memory_is_replaced_and_the_one_that_works_is_ke
     """All activations take a rank 0.53 GiB, none 0.18; the probes may take 0.38."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("fsdp_qlora.commands.probe.STEPS", How(steps=1, warmup=0, minutes=10))
     (tmp_path / "config.json").write_text(json.dumps(DEEP))
     argv = ["--model_name", str(tmp_path), "--sharding_strategy", "auto", "--batch_size", "8",
             "--global_batch_size", "16", "--context_length", "512", "--device", "cpu",

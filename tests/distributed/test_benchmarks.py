@@ -88,7 +88,7 @@ def test_a_cell_that_runs_out_of_time_leaves_no_rank_behind(tmp_path):
     folder = save_tiny(tmp_path)
     job = Job("endless", ["--model_name", folder, "--random_weights", "--device", "cpu",
                           "--context_length", "16", "--world_size", "2"], gpus=2)
-    how = How(steps=10**6, warmup=1, minutes=0.4)
+    how = How(steps=10**6, warmup=1, minutes=0.2)
     (row,) = run_jobs([job], how)
     assert (row.status, row.error) == ("error", "stopped: out of time")
     seen = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from tests.ranks import run_ranks
 from tests.tiny import (
@@ -71,10 +72,18 @@ def train_model(model, steps, no_sync: bool = False) -> dict:
 
 
 def checksum(model) -> float:
-    """One number for all parameters, frozen and trained, gathered."""
-    from fsdp_qlora.dist import full_tensor
-    return sum(full_tensor(p.detach()).view(torch.int16).double().sum().item()
-               for p in model.parameters())
+    """One number for all parameters, frozen and trained: over the ranks that share a copy."""
+    import torch.distributed as dist
+
+    from fsdp_qlora.dist import local_rows
+    sums = torch.zeros(2, dtype=torch.float64)  # of whole tensors, of shards: whole numbers, so exact
+    group = None
+    for p in model.parameters():
+        sharded = isinstance(p, DTensor)
+        if sharded: group = p.device_mesh.get_group(-1)
+        sums[int(sharded)] += local_rows(p.detach())[0].view(torch.int16).double().sum()
+    if group is not None: dist.all_reduce(sums[1:], group=group)
+    return sums.sum().item()
 
 
 def train_cases(folder: str, steps, cases: list[dict]) -> list[dict]:
