@@ -92,7 +92,8 @@ def kept_in_fp8(linears: dict[str, tuple[int, int]], targets: Iterable[str], set
     W for the forward, W^T for the backward, a scale of each row for either, and an adapter's columns,
     which layers of one input have together in a compiled block's backward.
     """
-    weights, ranks = [], {}
+    weights: list[Weight] = []
+    ranks: dict[str, tuple[int, int]] = {}  # of layers with one input, and its width
     for name, (out, wide) in linears.items():
         if wide % BLOCKSIZE or out % FP8_MULTIPLE or setup.trains(name): continue
         rank = setup.rank(name) if name in targets else 0

@@ -1,22 +1,15 @@
 """The streamed load: checkpoints read by rows into a model that is already sharded."""
+from .find import checkpoint_folder, looks_local, not_at_hand, pinned, read_config
+from .meta import DTYPES, materialize, meta_model
 from .stream import (
-    DTYPES,
-    Checkpoint,
     LoadProgress,
     check_complete,
-    checkpoint_folder,
     expected_shapes,
-    first_line,
     load_buffers,
     load_weights,
-    looks_local,
-    materialize,
-    meta_model,
-    not_at_hand,
-    pinned,
     rank_pieces,
-    read_config,
 )
+from .weight_files import Checkpoint, first_line
 
 __all__ = [
     "Checkpoint", "DTYPES", "LoadProgress", "check_complete", "checkpoint_folder",

@@ -17,13 +17,13 @@ from ..config import AUTO, RunConfig
 from ..config.settings import counted
 from ..dist import print_main
 from .expanded import ExpandedCheckpoint
+from .find import checkpoint_folder
 from .names import match_names
 from .prequantized import FourBitCheckpoint, open_weights
 from .quantized_cache import QuantizedCache
 from .stream import (
     LoadProgress,
     check_complete,
-    checkpoint_folder,
     expected_shapes,
     load_buffers,
     load_weights,

@@ -1,172 +1,33 @@
 """Stream a safetensors checkpoint into a model that is already sharded.
 
-No rank ever holds the model: it is built on the meta device, and each rank reads only its own rows
-of each tensor, quantizes them on its device and copies them into its shard. What is wrong with a
-folder is found from its file headers (weight_files.py), before any rank waits for another.
+No rank ever holds the model: it is built on the meta device (meta.py), and each rank reads only its
+own rows of each tensor, quantizes them on its device and copies them into its shard. What is wrong with
+a folder is found from its file headers (weight_files.py), before any rank waits for another.
 """
 from __future__ import annotations
 
-import copy
 import math
 import os
-import re
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 from queue import SimpleQueue
 from time import perf_counter
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from ..dist import is_first_copy, local_rows, print_main, ranks_from_env, sum_over_ranks
-from ..hub import asked_hub
-from ..memory.hostmem import empty_on_host
-from ..model.conv1d import apply_plain_linears
-from ..model.experts import apply_stacked_experts
 from ..quantization.formats import quantize_rows
 from ..quantization.quantize import QuantLinear
-from .weight_files import Checkpoint, Stored, first_line
+from .weight_files import Checkpoint, Stored
 
 PIECE_VALUES = 2**22  # values of a tensor that are read and quantized at a time
 ALIGNMENT = 64        # bytes, of tensors in a staging buffer
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def read_config(model_name: str, revision: str | None = None, trust_remote_code: bool = False
-                ) -> PretrainedConfig:
-    """The config.json of a local folder or a hub name.
-
-    Raises ValueError naming --model_name if it is not there.
-    """
-    folder = Path(model_name)
-    if looks_local(model_name) and not (folder / "config.json").is_file():
-        what = ("the folder has no config.json" if folder.is_dir() else
-                "it is a file" if folder.exists() else "the folder does not exist")
-        raise ValueError(f"--model_name {model_name}: {what}; give a folder in transformers' format or "
-                         "a hub name such as org/model")
-    with asked_hub(not looks_local(model_name)) as unreachable:
-        try:
-            return AutoConfig.from_pretrained(model_name, **pinned(revision, trust_remote_code))
-        except (OSError, ValueError) as error:
-            if "trust_remote_code" in str(error):
-                raise ValueError(f"--model_name {model_name}: it needs Python code of its own, which is "
-                                 "not run unasked; read that code, then give its commit: --revision "
-                                 "COMMIT --trust_remote_code true") from error
-            if unreachable: raise not_at_hand(model_name, unreachable) from error
-            raise ValueError(f"--model_name {model_name}: {first_line(error)}; check the name and the "
-                             "network, or give a folder; gated models need `hf auth login`") from error
-
-
-def pinned(revision: str | None, trust_remote_code: bool) -> dict:
-    """Arguments of transformers' loaders; code comes from that same revision or not at all."""
-    return dict(revision=revision or "main", **pinned_code(revision, trust_remote_code))
-
-
-def pinned_code(revision: str | None, trust_remote_code: bool) -> dict:
-    """The part of `pinned` that is about code."""
-    if not trust_remote_code: return dict(trust_remote_code=False)
-    return dict(trust_remote_code=True, code_revision=revision)
-
-
-def looks_local(model_name: str) -> bool:
-    """True for a path; a hub name has at most one slash and does not exist as a folder."""
-    return (Path(model_name).exists() or model_name.startswith((".", "/", "~"))
-            or model_name.count("/") != 1)
-
-
-def not_at_hand(model_name: str, why: str) -> ValueError:
-    """What to say of a model that is not in the cache, where no hub can be reached."""
-    return ValueError(f"--model_name {model_name}: {why}, and it is not in the cache; give a local "
-                      f"folder, or fetch it with `hf download {model_name}` where there is a network")
-
-
-def checkpoint_folder(model_name: str, revision: str | None = None) -> Path:
-    """The local folder of a model; a hub name is fetched into the cache first.
-
-    Raises ValueError naming --model_name if it can't be fetched.
-    """
-    if looks_local(model_name): return Path(model_name)
-    from httpx import HTTPError
-    from huggingface_hub import snapshot_download
-    # Some repositories hold the weights twice: `model*` is what transformers would read.
-    wanted = ["model*.safetensors", "*.json", "*.model", "*.jinja"]
-    with asked_hub() as unreachable:
-        try:
-            return Path(snapshot_download(model_name, revision=revision, allow_patterns=wanted))
-        except (OSError, HTTPError) as error:
-            if unreachable: raise not_at_hand(model_name, unreachable) from error
-            raise ValueError(f"--model_name {model_name}: {first_line(error)}; start the same command "
-                             "again") from error
-
-
-def meta_model(config: PretrainedConfig, dtype: torch.dtype, attn_implementation: str = "sdpa",
-               revision: str | None = None, trust_remote_code: bool = False) -> nn.Module:
-    """The model with its parameters on the meta device and its buffers real.
-
-    Buffers such as rotary frequencies are in no checkpoint: they are computed here, once, and
-    survive `materialize`. Raises ValueError if the attention kernel is unknown or not installed.
-    """
-    if getattr(config, "quantization_config", None):  # that of the files, not of this model
-        config = copy.deepcopy(config)
-        del config.quantization_config
-    try:
-        with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attn_implementation,
-                **pinned_code(revision, trust_remote_code))
-    except (ValueError, ImportError) as error:
-        if "attn" not in str(error).lower() and "attention" not in str(error).lower(): raise
-        raise ValueError(f"--attn_implementation {attn_implementation}: {first_line(error)}") from error
-    model.config.use_cache = False
-    model.tie_weights()
-    apply_stacked_experts(apply_plain_linears(model))
-    keep_in_fp32(model)
-    return model.train()
-
-
-def keep_in_fp32(model: nn.Module):
-    """Store in fp32 what the model's code says must be, such as some routers, in place."""
-    names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if any(re.search(rf"(^|\.){re.escape(kept)}($|\.)", name) for kept in names):
-            tensor.data = tensor.data.float()
-
-
-def load_buffers(model: nn.Module, checkpoint: Checkpoint):
-    """Fill the buffers that a checkpoint holds, such as a router's corrections, on every rank."""
-    kept = model.state_dict().keys() & checkpoint.stored.keys()
-    for name, buffer in model.named_buffers():
-        if name in kept: buffer.copy_(checkpoint.stored[name].read().view(buffer.shape))
-
-
-def materialize(model: nn.Module, device: torch.device,
-                parameter_device: torch.device | Callable[[nn.Parameter], torch.device]):
-    """Give meta parameters uninitialised storage, move buffers to `device`.
-
-    `parameter_device` is a device, or a function that gives each parameter its own. What is on the
-    host of a GPU is one region of page-locked memory.
-    """
-    place = parameter_device if callable(parameter_device) else lambda _: parameter_device
-    meta = [p for p in model.parameters() if p.is_meta]
-    on_host = [p for p in meta if place(p).type == "cpu"]
-    made = dict(zip(on_host, empty_on_host(on_host, pinned=device.type == "cuda"), strict=True))
-    for p in meta:
-        if p not in made: made[p] = torch.empty_like(p, device=place(p))
-    made = {p: nn.Parameter(t, p.requires_grad) for p, t in made.items()}
-    for module in model.modules():  # a shared parameter stays one
-        for name, p in module._parameters.items():
-            if p is not None and p in made: module._parameters[name] = made[p]
-            elif p is not None: p.data = p.data.to(place(p))
-        for name, b in module._buffers.items():
-            if b is not None: module._buffers[name] = b.to(device)
 
 
 @dataclass(frozen=True)
@@ -249,6 +110,13 @@ def check_complete(model: nn.Module, checkpoint: Checkpoint):
         if found != shape:
             raise ValueError(f"{checkpoint.folder}: {key} has shape {found}, config.json wants "
                              f"{shape}; the two are of different models")
+
+
+def load_buffers(model: nn.Module, checkpoint: Checkpoint):
+    """Fill the buffers that a checkpoint holds, such as a router's corrections, on every rank."""
+    kept = model.state_dict().keys() & checkpoint.stored.keys()
+    for name, buffer in model.named_buffers():
+        if name in kept: buffer.copy_(checkpoint.stored[name].read().view(buffer.shape))
 
 
 def load_weights(model: nn.Module, source: Checkpoint, device: torch.device,

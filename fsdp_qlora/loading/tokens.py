@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from ..hub import asked_hub
-from .stream import expected_shapes, looks_local, not_at_hand, pinned, read_config
+from .find import looks_local, not_at_hand, pinned, read_config
+from .stream import expected_shapes
 from .weight_files import Checkpoint, Stored, first_line
 
 

@@ -1,0 +1,74 @@
+"""A model before it has weights: its modules on the meta device, and room for this rank's shards."""
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from ..memory.hostmem import empty_on_host
+from ..model.conv1d import apply_plain_linears
+from ..model.experts import apply_stacked_experts
+from .find import pinned_code
+from .weight_files import first_line
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def meta_model(config: PretrainedConfig, dtype: torch.dtype, attn_implementation: str = "sdpa",
+               revision: str | None = None, trust_remote_code: bool = False) -> nn.Module:
+    """The model with its parameters on the meta device and its buffers real.
+
+    Buffers such as rotary frequencies are in no checkpoint: they are computed here, once, and
+    survive `materialize`. Raises ValueError if the attention kernel is unknown or not installed.
+    """
+    if getattr(config, "quantization_config", None):  # that of the files, not of this model
+        config = copy.deepcopy(config)
+        del config.quantization_config
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attn_implementation,
+                **pinned_code(revision, trust_remote_code))
+    except (ValueError, ImportError) as error:
+        if "attn" not in str(error).lower() and "attention" not in str(error).lower(): raise
+        raise ValueError(f"--attn_implementation {attn_implementation}: {first_line(error)}") from error
+    model.config.use_cache = False
+    model.tie_weights()
+    apply_stacked_experts(apply_plain_linears(model))
+    keep_in_fp32(model)
+    return model.train()
+
+
+def keep_in_fp32(model: nn.Module):
+    """Store in fp32 what the model's code says must be, such as some routers, in place."""
+    names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if any(re.search(rf"(^|\.){re.escape(kept)}($|\.)", name) for kept in names):
+            tensor.data = tensor.data.float()
+
+
+def materialize(model: nn.Module, device: torch.device,
+                parameter_device: torch.device | Callable[[nn.Parameter], torch.device]):
+    """Give meta parameters uninitialised storage, move buffers to `device`.
+
+    `parameter_device` is a device, or a function that gives each parameter its own. What is on the
+    host of a GPU is one region of page-locked memory.
+    """
+    place = parameter_device if callable(parameter_device) else lambda _: parameter_device
+    meta = [p for p in model.parameters() if p.is_meta]
+    on_host = [p for p in meta if place(p).type == "cpu"]
+    made = dict(zip(on_host, empty_on_host(on_host, pinned=device.type == "cuda"), strict=True))
+    for p in meta:
+        if p not in made: made[p] = torch.empty_like(p, device=place(p))
+    made = {p: nn.Parameter(t, p.requires_grad) for p, t in made.items()}
+    for module in model.modules():  # a shared parameter stays one
+        for name, p in module._parameters.items():
+            if p is not None and p in made: module._parameters[name] = made[p]
+            elif p is not None: p.data = p.data.to(place(p))
+        for name, b in module._buffers.items():
+            if b is not None: module._buffers[name] = b.to(device)
