@@ -148,7 +148,7 @@ def run(job: Job, config: RunConfig) -> dict:
 
 def trained(config: RunConfig) -> dict:
     """Train as the command does; what its metrics say."""
-    from fsdp_qlora.cli import train_rank
+    from fsdp_qlora.training.rank import train_rank
     train_rank(config)
     lines = map(json.loads, (Path(config.output_dir) / "metrics.jsonl").read_text().splitlines())
     by_kind: dict[str, list[dict]] = {}

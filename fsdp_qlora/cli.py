@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 from .bench.command import bench_command
@@ -21,9 +20,7 @@ from .config import RunConfig
 from .config.flags import Parser, boolean, parse, parse_own
 from .config.options import BASE_QUANTS
 from .config.settings import opt
-from .config.without_effect import warnings_of
 from .redact import redact
-from .training.lock import sole_run_in
 from .training.notice import told_at_end
 from .training.signals import EXIT_STOPPED, StopRequested, StopSignals
 
@@ -52,41 +49,12 @@ def train_command(argv: list[str]):
     from .dist import ranks_from_env
     from .training.launch import run_on_ranks
 
-    def body(config: RunConfig):
+    def in_a_rank(config: RunConfig):
         on_end = options.on_end if ranks_from_env().is_main else None
         with StopSignals() as signals, told_at_end(on_end, config.output_dir):
+            from .training.rank import train_rank  # takes seconds, which only ranks need
             train_rank(config, signals)
-    run_on_ranks(config, "train", argv, body)
-
-
-def train_rank(config: RunConfig, signals: StopSignals | None = None):
-    """What each rank does: prepare without the others, then train with them."""
-    from .dist import print_main, process_group, rank_device, ranks_from_env
-    from .observe.trackers import check_trackers
-    from .training.prepare import (
-        check_device,
-        check_places,
-        check_positions,
-        load_data,
-        run_tokenizer,
-    )
-    check_trackers(config)
-    device = rank_device(config.device)
-    check_device(config, device)
-    is_main = ranks_from_env().is_main
-    if is_main: check_places(config)
-    for warning in warnings_of(config): print_main(f"warning: {warning}")
-    tokenizer = run_tokenizer(config)
-    data = load_data(config, tokenizer)
-    from .build import planned_model
-    from .export import trained_bytes
-    from .training.trainer import train
-    model, _ = planned_model(config, device)  # a wrong one is found before ranks wait
-    check_positions(config, data, model.config)
-    if is_main: check_places(config, trained_bytes(model) * (1 + config.changes_base))
-    with sole_run_in(config.output_dir) if is_main else nullcontext(), \
-            process_group(device, config.timeout_minutes):
-        train(config, data.train, device, tokenizer, data.held_out, signals)
+    run_on_ranks(config, "train", argv, in_a_rank)
 
 
 @dataclass
@@ -110,8 +78,8 @@ def generate_command(argv: list[str]):
 def data_command(argv: list[str]):
     """Tokenize a data set and report on it; --preview shows rows with trained tokens marked."""
     (config,) = parse(argv, prog="fsdp-qlora data")
-    from .training.prepare import report_on_data, run_tokenizer
-    report_on_data(config, run_tokenizer(config))
+    from .commands.data import report_on_data
+    report_on_data(config)
 
 
 @dataclass

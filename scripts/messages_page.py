@@ -28,7 +28,7 @@ SECTIONS = [
     ("Adapters", ("adapters/",), "See [adapters](adapters.md)."),
     ("Memory and sharding", ("memory/", "sharding/", "observe/"),
      "See [memory](memory.md) and [strategies](strategies.md)."),
-    ("Starting the ranks", ("dist", "training/launch", "training/lock", "training/prepare"),
+    ("Starting the ranks", ("dist", *(f"training/{n}" for n in ("launch", "rank", "lock", "prepare"))),
      "`fsdp-qlora doctor` checks GPUs, driver, links and versions."),
     ("A run that stops, and going on", ("training/", "checkpoint/"),
      "See [checkpoints](checkpoints.md)."),

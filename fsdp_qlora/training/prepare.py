@@ -7,18 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from ..config import RunConfig, plan_batches
+from ..config import RunConfig
 from ..config.settings import counted
 from ..data import (
     SAMPLED_NAMES,
     Source,
-    StepLoader,
-    StepSampler,
     Subset,
     TokenizedDataset,
     choose_pad_token_id,
@@ -163,29 +160,3 @@ def first_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, stream: So
                          f"({rows.report.format_dropped()}); give rows with an answer within "
                          "--context_length")
     return rows
-
-
-def report_on_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase):
-    """Load the data, and say and draw what there is to know before a run."""
-    rows = load_data(config, tokenizer).rows
-    if not len(rows): return
-    print_main(padding_line(config, rows))
-    picture = Path(config.output_dir) / "lengths.png"
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        rows.report.plot(picture)
-        print_main(f"picture of the row lengths: {picture}")
-    except ValueError as error:  # matplotlib is missing, and the text above is the same
-        print_main(f"no picture of the row lengths: {error}")
-
-
-def padding_line(config: RunConfig, rows: TokenizedDataset | Subset) -> str:
-    """How much of the computation is spent on rows' own tokens, padded and packed."""
-    batches = plan_batches(config, world_size=1)
-    sampler = StepSampler(len(rows), batches.rows_per_step, seed=config.seed)
-    padded, packed = (StepLoader(rows, sampler, micro_batch_size=batches.micro_batch_size,
-                                 pad_token_id=0, packing=packing).filled_share()
-                      for packing in (False, True))
-    return (f"of the tokens computed on one GPU, {padded:.0%} are the rows' own with padding, and "
-            f"{packed:.0%} with --packing true ({counted(batches.rows_per_step, 'row')} per step, "
-            f"{batches.micro_batch_size} per micro-batch)")

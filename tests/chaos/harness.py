@@ -25,7 +25,7 @@ WORLD, STEPS = 2, 12
 
 # Where a rank can be hit: the function that is being run then.
 PHASES = {
-    "tokenize": "fsdp_qlora.training.prepare.load_data",
+    "tokenize": "fsdp_qlora.training.rank.load_data",
     "load": "fsdp_qlora.training.trainer.build_model",
     "restore": "fsdp_qlora.training.trainer.find_run", "step": "fsdp_qlora.training.loop.train_step",
     "eval": "fsdp_qlora.observe.evaluate.on_device", "stage": "fsdp_qlora.checkpoint.writer.weight_rows",

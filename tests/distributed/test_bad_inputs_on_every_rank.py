@@ -193,18 +193,18 @@ def test_a_row_that_holds_a_token_beyond_the_vocabulary_is_refused_with_the_reme
 
 # ---- one slow rank -----------------------------------------------------------------------------
 
-SLOW_SECONDS, TIMEOUT_SECONDS = 12, 4
+SLOW_SECONDS, TIMEOUT_SECONDS = 6, 4
 
 
 def train_with_a_slow_rank(argv: list[str], slow_rank: int) -> tuple[int, float]:
     """Exit code and seconds of a run on which one rank takes long to prepare its data."""
-    import fsdp_qlora.training.prepare as prepare
-    load_data = prepare.load_data
+    import fsdp_qlora.training.rank as rank_of_run
+    load_data = rank_of_run.load_data
 
     def slowly(*args):
         if os.environ["RANK"] == str(slow_rank): time.sleep(SLOW_SECONDS)
         return load_data(*args)
-    prepare.load_data = slowly
+    rank_of_run.load_data = slowly
     ((code, _, error, seconds),) = call([argv])
     assert code == 0, error
     return code, seconds

@@ -1,0 +1,36 @@
+"""`fsdp-qlora data`: the data of a run as it would be trained on, in text and as a picture."""
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..config import RunConfig, plan_batches
+from ..config.settings import counted
+from ..data import StepLoader, StepSampler, Subset, TokenizedDataset
+from ..dist import print_main
+from ..training.prepare import load_data, run_tokenizer
+
+
+def report_on_data(config: RunConfig):
+    """Load the data, and say and draw what there is to know before a run."""
+    rows = load_data(config, run_tokenizer(config)).rows
+    if not len(rows): return
+    print_main(padding_line(config, rows))
+    picture = Path(config.output_dir) / "lengths.png"
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        rows.report.plot(picture)
+        print_main(f"picture of the row lengths: {picture}")
+    except ValueError as error:  # matplotlib is missing, and the text above is the same
+        print_main(f"no picture of the row lengths: {error}")
+
+
+def padding_line(config: RunConfig, rows: TokenizedDataset | Subset) -> str:
+    """How much of the computation is spent on rows' own tokens, padded and packed."""
+    batches = plan_batches(config, world_size=1)
+    sampler = StepSampler(len(rows), batches.rows_per_step, seed=config.seed)
+    padded, packed = (StepLoader(rows, sampler, micro_batch_size=batches.micro_batch_size,
+                                 pad_token_id=0, packing=packing).filled_share()
+                      for packing in (False, True))
+    return (f"of the tokens computed on one GPU, {padded:.0%} are the rows' own with padding, and "
+            f"{packed:.0%} with --packing true ({counted(batches.rows_per_step, 'row')} per step, "
+            f"{batches.micro_batch_size} per micro-batch)")

@@ -1,0 +1,39 @@
+"""What each rank of a run does: prepare without the others, then train with them.
+
+All that can be found wrong is found before the ranks meet, so that none waits for one that has ended.
+"""
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+from ..build import planned_model
+from ..config import RunConfig
+from ..config.without_effect import warnings_of
+from ..dist import print_main, process_group, rank_device, ranks_from_env
+from ..export import trained_bytes
+from ..observe.trackers import check_trackers
+from .lock import sole_run_in
+from .prepare import check_device, check_places, check_positions, load_data, run_tokenizer
+from .signals import StopSignals
+from .trainer import train
+
+
+def train_rank(config: RunConfig, signals: StopSignals | None = None):
+    """Check, tokenize and plan the model on this rank alone, then meet the others and train.
+
+    signals: what may ask for a stop. Raises ValueError or OSError for a mistake, before any step.
+    """
+    check_trackers(config)
+    device = rank_device(config.device)
+    check_device(config, device)
+    is_main = ranks_from_env().is_main
+    if is_main: check_places(config)
+    for warning in warnings_of(config): print_main(f"warning: {warning}")
+    tokenizer = run_tokenizer(config)
+    data = load_data(config, tokenizer)
+    model, _ = planned_model(config, device)  # a wrong one is found before ranks wait
+    check_positions(config, data, model.config)
+    if is_main: check_places(config, trained_bytes(model) * (1 + config.changes_base))
+    with sole_run_in(config.output_dir) if is_main else nullcontext(), \
+            process_group(device, config.timeout_minutes):
+        train(config, data.train, device, tokenizer, data.held_out, signals)
