@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fsdp_qlora.adapters.fp8_layers import kept_tensors
+from fsdp_qlora.adapters.lora_ops import shared_fp8_linears
 from fsdp_qlora.build import build_model
 from fsdp_qlora.catalog.arch import model_shape, shape_from_config
 from fsdp_qlora.catalog.hardware import find_gpu
@@ -153,6 +154,25 @@ def test_layers_of_one_input_are_the_sum_of_each(layer):
     together = fp8.backward_product([dy, 3 * dy], [packed, packed], [absmax, absmax], 256, "nf4")
     dense = dense_weight(packed, absmax, 256, "nf4", torch.float32)
     assert relative(together, 4 * dy @ dense) < ROUNDING
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_products_of_one_input_are_those_of_each_alone(layer, quantized):
+    x, _, packed, absmax = layer
+    (xa, b, *_), (other_xa, other_b, *_) = adapter(8, 0.1), adapter(24, 3.0)
+    dense = dense_weight(packed, absmax, 256, "nf4", torch.float32)
+    weights, scales = ([packed] * 2, [absmax] * 2) if quantized else ([dense, dense / 2], [])
+    bias = torch.linspace(-1, 1, 96)
+    args = (x, [xa, other_xa], weights, scales, [bias, -bias], [b, other_b], [0.25, 2.0], 256, "nf4")
+    first, second = shared_fp8_linears(*args)
+    assert relative(first, x @ dense.t() + 0.25 * xa @ b.t() + bias) < 1.5 * ROUNDING
+    half = dense if quantized else dense / 2
+    assert relative(second, x @ half.t() + 2 * other_xa @ other_b.t() - bias) < 1.5 * ROUNDING
+    frozen = (x.view(4, 10, 256), [], weights, scales, [], [], [], 256, "nf4")
+    for y, weight, its_scales in zip(shared_fp8_linears(*frozen), weights, scales or [None] * 2,
+                                     strict=True):
+        assert torch.equal(y.view(40, 96), fp8.forward_product(x, weight, its_scales, "nf4"))
+    for each in (args, frozen): torch.library.opcheck(shared_fp8_linears, each)
 
 
 def test_a_row_of_zeros_stays_zero(layer):

@@ -8,9 +8,19 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from fsdp_qlora.adapters import apply_adapters, fusion, init_adapters, lora_config, trainable_parameters
+from fsdp_qlora.adapters import (
+    apply_adapters,
+    apply_fp8,
+    fusion,
+    init_adapters,
+    keep_fp8_weights,
+    lora_config,
+    trainable_parameters,
+)
 from fsdp_qlora.adapters.lora_ops import sum_of_products
 from fsdp_qlora.build import compile_blocks
+from fsdp_qlora.catalog.arch import shape_from_config
+from fsdp_qlora.estimate import Setup, resident_bytes
 from fsdp_qlora.memory.activations import apply_activation_policy
 from fsdp_qlora.quantization.quantize import quantize_linears
 from tests.tiny import save_tiny
@@ -75,6 +85,38 @@ def test_layers_of_which_one_is_not_adapted_stay_as_they_are(tmp_path, calls):
     compile_blocks(model)
     torch.testing.assert_close(gradients(model), eager, rtol=1e-5, atol=1e-6)
     assert not {"shared_inputs", "shared_inputs_backward"} & set(calls)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "k_proj", "v_proj"]])
+def test_fp8_products_of_one_input_quantize_it_once(targets, tmp_path, calls):
+    """As near to full precision as each alone; weights that are kept are kept in this form."""
+    model = adapted_model(save_tiny(tmp_path, "qwen2"), "recompute_all", targets, dropout=0.0)
+    exact = gradients(copy.deepcopy(model))
+    apply_fp8(model, torch.device("cpu"))
+    eager = gradients(copy.deepcopy(model))
+    kept = keep_fp8_weights(model)
+    compile_blocks(model)
+    first, forms = gradients(model), dict(kept.forms)
+    model.zero_grad()
+    second = gradients(model)
+    assert kept.forms == forms and len(forms) == 2 * 2 * 7  # two blocks, forward and backward
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert error(first, exact) < 1.2 * error(eager, exact) < 0.5
+    # q, k, v and gate, up of two blocks, forward and again in backward; o, and down where it runs.
+    alone = {"adapted_linear": 6} if targets == "all-linear" else {"frozen_linear": 6}
+    assert calls["shared_fp8_linears"] == 2 * 2 * 2 and alone.items() <= calls.items()
+    shape = shape_from_config(model.config.to_dict(), "tiny")
+    expected = resident_bytes(shape, Setup(
+        strategy="ddp", compute_dtype="fp8", keep_fp8_weights=True, compile=True, lora_rank=4,
+        lora_dropout=0.0, targets=targets if targets == "all-linear" else tuple(targets)))["fp8"]
+    apart = 2 * 64 * 16  # the first block's q, k and v have no sum of dX
+    assert sum(t.nbytes for t in kept.tensors()) == expected + apart
+
+
+def error(found: dict, exact: dict) -> float:
+    """Of all gradients together, relative."""
+    difference = sum((found[name] - exact[name]).square().sum() for name in exact)
+    return (difference / sum(value.square().sum() for value in exact.values())).sqrt().item()
 
 
 def test_layers_that_drop_other_places_of_their_input_are_not_joined(tmp_path, calls):

@@ -1,9 +1,10 @@
-"""Adapted layers that share an input, joined in a compiled block: q, k and v; gate and up.
+"""Layers that share an input, joined in a compiled block: q, k and v; gate and up.
 
 Each layer of a block is written by itself, as transformers has it. In the graph that torch.compile
 makes of the block it can be seen which layers read the same tensor, whatever the family's names are:
-their x A^T becomes one product, and in backward their dX are summed by the products themselves
-instead of being added up after. Runs as a pass of inductor over each forward and backward graph:
+their x A^T becomes one product, what products in fp8 read is quantized once, and in backward their dX
+are summed by the products themselves instead of being added up after. Runs as a pass of inductor over
+each forward and backward graph:
 https://docs.pytorch.org/docs/stable/torch.compiler_custom_backends.html
 
 Letters: x the shared input, dX its gradient, as in `lora_ops.py`.
@@ -22,19 +23,25 @@ from ..quantization.fp8_kernels import MOST_TENSORS
 from . import lora_ops
 
 ops = torch.ops.fsdp_qlora
+# More columns for the adapters of others cost a product what quantizing x once saves.
+MOST_RANKS = 64
 ADD = torch.ops.aten.add.Tensor
 VIEWS = {torch.ops.aten.view.default, torch.ops.aten.reshape.default,
          torch.ops.aten._unsafe_view.default}
 
 
 class SharedInputs(CustomGraphPass):
-    """Joins the adapted layers of one input, in place."""
+    """Joins the layers of one input, in place."""
 
     def __call__(self, graph: Graph):
-        for group in groups_of_one_input(graph, ops.adapted_inputs.default, x=0, keep=5):
+        for group in groups_of_one_input(graph, ops.adapted_inputs.default, x=0, no=5):
             join_inputs(graph, group)
-        for group in groups_of_one_input(graph, ops.adapted_linear_backward.default, x=1, keep=7):
+        for group in groups_of_one_input(graph, ops.adapted_linear_backward.default, x=1, no=7):
             join_backward(graph, group)
+        for group in groups_of_one_input(graph, ops.adapted_linear.default, x=1):
+            join_adapted(graph, group)
+        for group in groups_of_one_input(graph, ops.frozen_linear.default, x=0):
+            join_frozen(graph, group)
         stable_topological_sort(graph)  # a joined call stands where its last input is known
         graph.eliminate_dead_code()
 
@@ -43,11 +50,15 @@ class SharedInputs(CustomGraphPass):
         return get_hash_for_files((__file__, lora_ops.__file__))
 
 
-def groups_of_one_input(graph: Graph, op, x: int, keep: int) -> list[list[Node]]:
-    """Calls of `op` with one argument `x` and one form, without dropout, in the graph's order."""
+def groups_of_one_input(graph: Graph, op, x: int, no: int | None = None) -> list[list[Node]]:
+    """Calls of `op` with one argument `x` and one form, without dropout, in the graph's order.
+
+    `no` is where the places stand that dropout keeps.
+    """
     found: dict[tuple, list[Node]] = {}
     for node in graph.find_nodes(op="call_function", target=op):
-        if node.args[keep] is None: found.setdefault((node.args[x], *node.args[-3:]), []).append(node)
+        if no is None or node.args[no] is None:
+            found.setdefault((node.args[x], *node.args[-3:]), []).append(node)
     return [group for group in found.values() if 1 < len(group) <= MOST_TENSORS]
 
 
@@ -61,15 +72,47 @@ def join_inputs(graph: Graph, group: list[Node]):
         if token := output(node, 1): token.replace_all_uses_with(x)
 
 
+def join_adapted(graph: Graph, group: list[Node]):
+    """One `shared_fp8_linears` for the products of a group, if they are in fp8 and ranks are small."""
+    _, x, xa, weight, absmax, bias, _, b, scaling, *_ = columns_of(group)
+    if sum(each.meta["val"].shape[1] for each in b) <= MOST_RANKS:
+        join_linears(graph, group, x[0], xa, weight, absmax, bias, b, scaling)
+
+
+def join_frozen(graph: Graph, group: list[Node]):
+    """The same for layers without an adapter."""
+    x, weight, absmax, bias, *_ = columns_of(group)
+    join_linears(graph, group, x[0], [], weight, absmax, bias, [], [])
+
+
+def join_linears(graph: Graph, group: list[Node], x: Node, xa, weight, absmax, bias, *adapters):
+    """One `shared_fp8_linears` in a group's place; not where some have a bias and others have none."""
+    in_features, quant_type, product_dtype = group[0].args[-3:]
+    if product_dtype != "fp8" or None in bias and any(bias): return
+    joined = call(graph, group[-1], ops.shared_fp8_linears.default, x, xa, weight, present(absmax),
+                  present(bias), *adapters, in_features, quant_type)
+    for i, node in enumerate(group):
+        node.replace_all_uses_with(call(graph, joined, operator.getitem, joined, i))
+
+
+def columns_of(group: list[Node]) -> list[list]:
+    """The arguments of a group's calls, those of one place together."""
+    return [list(column) for column in zip(*(node.args for node in group), strict=True)]
+
+
+def present(values: list) -> list:
+    """All or none, for ops that take no list with gaps."""
+    return values if values[0] is not None else []
+
+
 def join_backward(graph: Graph, group: list[Node]):
     """One `shared_inputs_backward` for a group whose dX have no other use than to be added up."""
     gradients = [output(node, 0) for node in group]
     total = None if None in gradients else added_up(gradients)
     if total is None: return
-    dy, x, xa, weight, absmax, a, b, _, scaling, *_ = (
-        list(column) for column in zip(*(node.args for node in group), strict=True))
+    dy, x, xa, weight, absmax, a, b, _, scaling, *_ = columns_of(group)
     joined = call(graph, group[-1], ops.shared_inputs_backward.default, dy, x[0], xa, weight,
-                  absmax if absmax[0] else [], a, b, scaling, *group[-1].args[-3:])
+                  present(absmax), a, b, scaling, *group[-1].args[-3:])
     dx = call(graph, joined, operator.getitem, joined, 0)
     for view in views_of(gradients[0]): dx = call(graph, dx, view.target, dx, *view.args[1:])
     total.replace_all_uses_with(dx)

@@ -84,6 +84,20 @@ def shared_inputs(x: Tensor, a: Sequence[Tensor]) -> list[Tensor]:
     return [part.contiguous() for part in products.split([len(each) for each in a], dim=1)]
 
 
+@torch.library.custom_op("fsdp_qlora::shared_fp8_linears", mutates_args=())
+def shared_fp8_linears(x: Tensor, xa: Sequence[Tensor], weight: Sequence[Tensor],
+                       absmax: Sequence[Tensor], bias: Sequence[Tensor], b: Sequence[Tensor],
+                       scaling: Sequence[float], in_features: int, quant_type: str) -> list[Tensor]:
+    """Each layer's y (..., O) of one x (..., I) in fp8: `adapted_linear`, or `frozen_linear` without b.
+
+    x is quantized once. Of absmax and bias, there is one for each layer or none.
+    """
+    ys = fp8.forward_products(x.reshape(-1, in_features), weight, absmax or [None] * len(weight),
+                              quant_type, xa, b, scaling)
+    for y, its_bias in zip(ys, bias, strict=False): y.add_(its_bias)
+    return [y.view(*x.shape[:-1], -1) for y in ys]
+
+
 @torch.library.custom_op("fsdp_qlora::shared_inputs_backward", mutates_args=())
 def shared_inputs_backward(dy: Sequence[Tensor], x: Tensor, xa: Sequence[Tensor],
                            weight: Sequence[Tensor], absmax: Sequence[Tensor], a: Sequence[Tensor],
@@ -171,6 +185,11 @@ def _(dy, x, xa, weight, absmax, a, b, keep, scaling, keep_scale, in_features, q
 @shared_inputs.register_fake
 def _(x, a):
     return [x.new_empty(x.shape[0], len(each)) for each in a]
+
+
+@shared_fp8_linears.register_fake
+def _(x, xa, weight, absmax, bias, b, scaling, in_features, quant_type):
+    return [x.new_empty(*x.shape[:-1], len(each)) for each in weight]
 
 
 @shared_inputs_backward.register_fake

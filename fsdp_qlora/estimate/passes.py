@@ -13,7 +13,7 @@ from . import constants
 from .experts import adapted_experts
 from .flops import adapted_linears, rerun_linears
 from .setup import Setup
-from .weights import BLOCKSIZE, FEEDS, packed_bits, scale_bytes
+from .weights import BLOCKSIZE, FEEDS, forward_ranks, packed_bits, scale_bytes
 
 MERGED_RANK = 128  # the largest of adapters that are added while W is unpacked (kernels.py)
 DENSE_TO_FP8 = 5   # bytes per weight: a 16-bit base is read for the rows' scales, and again
@@ -75,10 +75,27 @@ def adapter_traffic(shape: ModelShape, setup: Setup) -> tuple[float, float]:
 
 
 def quantize_traffic(shape: ModelShape, setup: Setup) -> dict[str, tuple[float, float]]:
-    """Bytes to quantize each layer's tokens for fp8 products: its input, then its output's gradient."""
+    """Bytes to quantize each layer's tokens for fp8 products: its input, then its output's gradient.
+
+    Joined layers of one input have it quantized once, which counts for the first of them.
+    """
     if setup.compute_dtype != "fp8": return {}
-    each = setup.tokens * (setup.product_bytes + 1)
-    return {name: (each * wide, each * out) for name, (out, wide) in shape.linears().items()}
+    each, first = setup.tokens * (setup.product_bytes + 1), first_of_joined(shape, setup)
+    return {name: (each * wide * (first[name] == name), each * out)
+            for name, (out, wide) in shape.linears().items()}
+
+
+def first_of_joined(shape: ModelShape, setup: Setup) -> dict[str, str]:
+    """For each layer the first of those whose fp8 product its own is joined with, if not itself."""
+    ranks = {name: setup.rank(name) for name in adapted_linears(shape, setup)}
+    first: dict[tuple[str, bool], str] = {}
+    found: dict[str, str] = {}
+    for name in shape.linears():
+        together = forward_ranks(name, ranks, setup) > ranks.get(name, 0) or name not in ranks
+        alone = not (setup.compile and together)
+        group = name if alone else FEEDS.get(name, name)
+        found[name] = first.setdefault((group, name in ranks), name)
+    return found
 
 
 def unpack_traffic(shape: ModelShape, setup: Setup) -> dict[str, float]:

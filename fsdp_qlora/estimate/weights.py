@@ -82,6 +82,7 @@ def stored_linear(name: str, out: int, wide: int, setup: Setup) -> list[Weight]:
 
 
 FP8_MULTIPLE = 16  # of rows, and of an adapter's columns in fp8 (../quantization/fp8.py)
+JOINED_RANKS = 64  # of layers of one input whose fp8 products are joined (../adapters/fusion.py)
 FEEDS = dict(q_proj="qkv", k_proj="qkv", v_proj="qkv", gate_proj="mlp", up_proj="mlp")  # share an input
 
 
@@ -89,19 +90,28 @@ def kept_in_fp8(linears: dict[str, tuple[int, int]], targets: Iterable[str], set
                 ) -> list[Weight]:
     """What fp8 products keep of a block's weights (../quantization/kept.py).
 
-    W for the forward, W^T for the backward, a scale of each row for either, and an adapter's columns,
-    which layers of one input have together in a compiled block's backward.
+    W for the forward, W^T for the backward, a scale of each row for either, and the columns of
+    adapters, which layers of one input have together where they are joined.
     """
-    weights: list[Weight] = []
-    ranks: dict[str, tuple[int, int]] = {}  # of layers with one input, and its width
-    for name, (out, wide) in linears.items():
-        if wide % BLOCKSIZE or out % FP8_MULTIPLE or setup.trains(name): continue
-        rank = setup.rank(name) if name in targets else 0
-        weights.append(Weight("fp8", out, 2 * wide + 2 * 4 + fp8_columns(rank), 0, False))
-        group = FEEDS.get(name, name) if setup.compile and rank and not setup.lora_dropout else name
-        together, _ = ranks.get(group, (0, wide))
-        if not setup.lora_dropout: ranks[group] = together + rank, wide
-    return weights + [Weight("fp8", wide, fp8_columns(rank), 0, False) for rank, wide in ranks.values()]
+    kept = {name: size for name, size in linears.items() if not setup.trains(name)
+            and size[1] % BLOCKSIZE == size[0] % FP8_MULTIPLE == 0}
+    ranks = {name: setup.rank(name) for name in kept if name in targets}
+    weights = [Weight("fp8", out, 2 * wide + 2 * 4 + fp8_columns(forward_ranks(name, ranks, setup)), 0,
+                      False) for name, (out, wide) in kept.items()]
+    groups: dict[str, tuple[int, int]] = {}  # ranks and inputs of what shares W^T's columns
+    for name, rank in ranks.items():
+        if setup.lora_dropout: continue
+        group = FEEDS.get(name, name) if setup.compile else name
+        groups[group] = groups.get(group, (0, 0))[0] + rank, kept[name][1]
+    return weights + [Weight("fp8", wide, fp8_columns(rank), 0, False) for rank, wide in groups.values()]
+
+
+def forward_ranks(name: str, ranks: dict[str, int], setup: Setup) -> int:
+    """The ranks that a layer's fp8 product has columns of: its own, or those of all of its input."""
+    if name not in ranks: return 0
+    group = FEEDS.get(name, name)
+    together = sum(rank for other, rank in ranks.items() if FEEDS.get(other, other) == group)
+    return together if setup.compile and together <= JOINED_RANKS else ranks[name]
 
 
 def fp8_columns(rank: int) -> int:

@@ -21,7 +21,7 @@ Shapes: N tokens, I inputs, O outputs, R rank.  x (N, I), W (O, I), y (N, O)
 """
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -68,19 +68,37 @@ def fits_fp8(in_features: int, out_features: int) -> bool:
 def forward_product(x: Tensor, weight: Tensor, absmax: Tensor | None, quant_type: str,
                     xa: Tensor | None = None, b: Tensor | None = None, scaling: float = 1.0) -> Tensor:
     """x W^T in fp8, plus scaling xa B^T if given, with xa (N, R) and B (O, R); in x's dtype."""
-    n_in, adapted = x.shape[1], b is not None and scaling > 0
-    rank = rank_columns(b.shape[1]) if adapted else 0
-    w8, (scale,) = kept_form("forward", [weight], rank, lambda: forward_form(
-        weight, float_scales(absmax, n_in), n_in, quant_type, rank))
-    if not adapted: return scaled_product(*quantize_tokens([x], [1.0]), w8, scale, x.dtype)
-    inverse = columns_to_fp8(b, scale, BOOST * scaling, FP8_MAX, w8[:, :rank])
-    x8, x_scale = quantize_tokens([xa, x], [scaling, 1.0], [inverse, None], rank)
-    return scaled_product(x8, x_scale, w8, scale, x.dtype)
+    adapter = ([], [], []) if b is None else ([xa], [b], [scaling])
+    return forward_products(x, [weight], [absmax], quant_type, *adapter)[0]
+
+
+def forward_products(x: Tensor, weights: list[Tensor], absmaxes: list[Tensor | None], quant_type: str,
+                     xas: list[Tensor], bs: list[Tensor], scalings: list[float]) -> list[Tensor]:
+    """The same for layers of one input, all with an adapter or none: x is quantized once for all.
+
+    Each weight has the columns of all adapters, with zeros for those of others.
+    """
+    n_in, rank, inverses = x.shape[1], rank_columns(sum(b.shape[1] for b in bs)), []
+    forms = [kept_form("forward", [weight], rank, partial(forward_form, weight, absmax, n_in, quant_type,
+                                                          rank))
+             for weight, absmax in zip(weights, absmaxes, strict=True)]
+    for (w8, (scale,)), b, scaling in zip(forms, bs, scalings, strict=False):
+        inverses.append(columns_to_fp8(b, scale, BOOST * max(scaling, TINY), FP8_MAX, w8[:, :rank],
+                                       sum(map(len, inverses)), scaling))
+    if bs: x8, x_scale = quantize_tokens([beside(xas), x], [1.0, 1.0], [beside(inverses, 0), None], rank)
+    else: x8, x_scale = quantize_tokens([x], [1.0])
+    return [scaled_product(x8, x_scale, w8, scale, x.dtype) for w8, (scale,) in forms]
+
+
+def beside(parts: list[Tensor], dim: int = 1) -> Tensor:
+    """Tensors side by side; a single one as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def forward_form(weight: Tensor, absmax: Tensor | None, in_features: int, quant_type: str, rank: int
                  ) -> Form:
     """W in fp8 behind `rank` columns that are still to be written, and its rows' scales."""
+    absmax = float_scales(absmax, in_features)
     w8 = torch.empty(len(weight), rank + in_features, dtype=FP8, device=weight.device)
     scale = row_scale(weight, absmax)
     if rank: scale = scale.maximum(scale.amax() / SPREAD)
@@ -142,18 +160,19 @@ def row_scale(weight: Tensor, absmax: Tensor | None) -> Tensor:
     return (largest / FP8_MAX).clamp(min=TINY)
 
 
-def columns_to_fp8(x: Tensor, row_scale: Tensor | None, most: float, end: float, out: Tensor) -> Tensor:
-    """x (N, R) over its rows' scales, each column times a factor, in fp8 into `out`; 1 / factors (R,).
+def columns_to_fp8(x: Tensor, row_scale: Tensor | None, most: float, end: float, out: Tensor,
+                   first: int = 0, times: float = 1.0) -> Tensor:
+    """x (N, R) over its rows' scales, each column times a factor, in fp8; `times` / factors (R,).
 
-    A factor is the largest, up to `most`, under which no value of the column passes `end`. `out` may
-    have more columns, which are filled with zeros.
+    A factor is the largest, up to `most`, under which no value of the column passes `end`. They go
+    into `out` from column `first` on; its others are filled with zeros.
     """
-    if x.is_cuda: return columns_to_fp8_on_gpu(x, row_scale, most, end, out)
+    if x.is_cuda: return columns_to_fp8_on_gpu(x, row_scale, most, end, out, first, times)
     scaled = x.float() if row_scale is None else x.float() / row_scale[:, None]
     factor = (end / scaled.abs().amax(0).clamp(min=1e-30)).clamp(max=most)
-    out[:, x.shape[1]:] = 0
-    out[:, :x.shape[1]].copy_(scaled * factor)
-    return 1 / factor
+    out.zero_()
+    out[:, first:first + x.shape[1]].copy_(scaled * factor)
+    return times / factor
 
 
 def weight_to_fp8(weight: Tensor, absmax: Tensor | None, in_features: int, quant_type: str,

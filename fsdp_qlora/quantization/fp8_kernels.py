@@ -75,7 +75,7 @@ if triton:
     @triton.jit
     def _scaled_tile(x_ptr, scale_ptr, rows, columns, N, R, ROW_STRIDE, COLUMN_STRIDE):
         # A tile of x (N, R), any strides, over its rows' scales if there are some.
-        inside = (rows < N)[:, None] & (columns < R)[None, :]
+        inside = (rows < N)[:, None] & ((columns >= 0) & (columns < R))[None, :]
         x = tl.load(x_ptr + rows[:, None] * ROW_STRIDE + columns[None, :] * COLUMN_STRIDE, mask=inside,
                     other=0.0).to(tl.float32)
         if scale_ptr is not None:
@@ -92,23 +92,26 @@ if triton:
         tl.store(part_ptr + tl.program_id(0) * R + columns, tl.max(tl.abs(x), 0), mask=columns < R)
 
     @triton.jit
-    def _columns_to_fp8(x_ptr, scale_ptr, part_ptr, inverse_ptr, out_ptr, STRIDE, N, R, WIDE, PARTS,
-                        ROW_STRIDE, COLUMN_STRIDE, most, end, BN: tl.constexpr, BR: tl.constexpr,
-                        BP: tl.constexpr):
+    def _columns_to_fp8(x_ptr, scale_ptr, part_ptr, inverse_ptr, out_ptr, STRIDE, N, R, WIDE, FIRST,
+                        PARTS, ROW_STRIDE, COLUMN_STRIDE, most, end, times, BN: tl.constexpr,
+                        BR: tl.constexpr, BP: tl.constexpr):
+        # x's columns go to those of `out` from FIRST on; WIDE columns are written in all.
         rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
-        columns = tl.program_id(1) * BR + tl.arange(0, BR)
+        there = tl.program_id(1) * BR + tl.arange(0, BR)
+        columns = there - FIRST
+        inside = (columns >= 0) & (columns < R)
         largest = tl.zeros((BP, BR), tl.float32)
         for start in range(0, PARTS, BP):
             parts = start + tl.arange(0, BP)
             largest = tl.maximum(largest, tl.load(
                 part_ptr + parts[:, None] * R + columns[None, :],
-                mask=(parts < PARTS)[:, None] & (columns < R)[None, :], other=0.0))
+                mask=(parts < PARTS)[:, None] & inside[None, :], other=0.0))
         factor = tl.minimum(end / tl.maximum(tl.max(largest, 0), 1e-30), most)
-        if tl.program_id(0) == 0: tl.store(inverse_ptr + columns, 1.0 / factor, mask=columns < R)
+        if tl.program_id(0) == 0: tl.store(inverse_ptr + columns, times / factor, mask=inside)
         x = _scaled_tile(x_ptr, scale_ptr, rows, columns, N, R, ROW_STRIDE, COLUMN_STRIDE)
-        tl.store(out_ptr + rows[:, None] * STRIDE + columns[None, :],
+        tl.store(out_ptr + rows[:, None] * STRIDE + there[None, :],
                  (x * factor[None, :]).to(tl.float8e4nv),
-                 mask=(rows < N)[:, None] & (columns < WIDE)[None, :])
+                 mask=(rows < N)[:, None] & (there < WIDE)[None, :])
 
     @triton.jit
     def _store_tile(out_ptr, out, rows, columns, inside, STRIDE, TRANSPOSED: tl.constexpr):
@@ -179,8 +182,8 @@ def row_scales_on_gpu(weight: Tensor) -> Tensor:
     return scale
 
 
-def columns_to_fp8_on_gpu(x: Tensor, row_scale: Tensor | None, most: float, end: float, out: Tensor
-                          ) -> Tensor:
+def columns_to_fp8_on_gpu(x: Tensor, row_scale: Tensor | None, most: float, end: float, out: Tensor,
+                          first: int = 0, times: float = 1.0) -> Tensor:
     """`fp8.columns_to_fp8`: one pass for the largest of each column, one that writes."""
     (rows, rank), wide = x.shape, out.shape[1]
     tall, broad = 128, min(64, triton.next_power_of_2(wide))
@@ -189,8 +192,8 @@ def columns_to_fp8_on_gpu(x: Tensor, row_scale: Tensor | None, most: float, end:
     inverse = torch.empty(rank, dtype=torch.float32, device=x.device)
     grid, strides = (parts, triton.cdiv(wide, broad)), x.stride()
     _largest_of_columns[grid](x, row_scale, part, rows, rank, *strides, tall, broad, num_warps=4)
-    _columns_to_fp8[grid](x, row_scale, part, inverse, out, out.stride(0), rows, rank, wide, parts,
-                          *strides, most, end, tall, broad, 16, num_warps=4)
+    _columns_to_fp8[grid](x, row_scale, part, inverse, out, out.stride(0), rows, rank, wide, first,
+                          parts, *strides, most, end, times, tall, broad, 16, num_warps=4)
     return inverse
 
 
