@@ -83,7 +83,7 @@ def next_tokens(model: nn.Module, rows: Tensor, ends: list[int], device: torch.d
     return logits[each, at].argmax(-1).tolist()
 
 
-class Sampler:
+class Answerer:
     """Answers the same prompts whenever it is asked."""
 
     def __init__(self, prompts: list[Prompt], tokenizer, device: torch.device, max_new_tokens: int,

@@ -1,15 +1,21 @@
-"""What a run prints about itself before its first step."""
+"""What a run says of itself before its first step: what it prints, and the record of its start."""
 from __future__ import annotations
 
 from collections import Counter
 
+import torch
 from torch import nn
 
 from ..adapters import adapter_counts, trainable_parameters
 from ..config import BatchPlan, RunConfig
 from ..config.settings import counted
+from ..data import Source, Subset, TokenizedDataset
 from ..derived import attention
 from ..dist import print_main, ranks_from_env
+from ..export.card import run_record
+from ..observe.metrics import StartRecord
+from ..observe.pace import dollars_per_hour, predicted
+from ..observe.runlog import now
 from .graphs import uses_graphs
 from .step import compute_device
 
@@ -60,3 +66,34 @@ def dtypes_line(model: nn.Module, config: RunConfig) -> str:
     if not stored[False]: return f"dtypes: trained {stored[True]}, products in {products}"
     return (f"dtypes: frozen {stored[False]}{packed}, trained {stored[True]}, products of frozen "
             f"weights in {products}")
+
+
+# ---- as records --------------------------------------------------------------------------------
+
+def record_beside_weights(config: RunConfig, data: dict, device: torch.device) -> dict:
+    """What is kept beside the trained weights; `data` says what they were trained on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return run_record(config, data, name, ranks_from_env().world_size)
+
+
+def start_record(config: RunConfig, record: dict, run_id: str, model: nn.Module, batches: BatchPlan,
+                 data: dict, device: torch.device, **about) -> StartRecord:
+    """All that is known before the next step; `record` is what is kept beside the weights.
+
+    about: step, total_steps and load_seconds.
+    """
+    return StartRecord(
+        time=now(), run_id=run_id, settings=record, ranks=ranks_from_env().world_size,
+        rows_per_step=batches.rows_per_step, micro_batch=batches.micro_batch_size,
+        accumulation=batches.accumulation,
+        trained_weights=sum(p.numel() for p in trainable_parameters(model).values()), data=data,
+        estimate=predicted(config, model, device),
+        dollars_per_hour=dollars_per_hour(config, device), **about)
+
+
+def about_data(dataset: TokenizedDataset | Subset | Source,
+               held_out: TokenizedDataset | Subset | None) -> dict:
+    """The data report, unless it is of a stream, and how many rows are trained on and held out."""
+    found = {} if held_out is None else dict(rows_held_out=len(held_out))
+    if isinstance(dataset, Source): return found
+    return found | dict(rows_trained=len(dataset), report=dataset.report.to_dict())

@@ -1,8 +1,6 @@
 """The steps of a run, and what happens between them: logs, evaluations, checkpoints, faults."""
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch.distributed as dist
 
 from ..checkpoint import Boundary, CheckpointWriter, RunState
@@ -16,11 +14,12 @@ from ..observe.metrics import CheckpointMetrics, SkippedMetrics, StepMetrics
 from ..observe.pace import arithmetic
 from ..observe.profiling import step_profiler
 from ..observe.runlog import RunLog
-from ..observe.samples import Sampler
+from ..observe.samples import Answerer
 from .describe import first_step_line
 from .faults import Agreement, BadSteps, RollBack
 from .frozen import FrozenWeights
 from .graphs import micro_batch_runner
+from .prepare import weights_folder
 from .signals import StopRequested, StopSignals
 from .step import train_step
 from .steplog import LaggedLog
@@ -34,10 +33,10 @@ class Training:
 
     def __init__(self, config: RunConfig, tokenizer, loader: StepLoader | StreamLoader,
                  state: RunState, boundary: Boundary, log: RunLog, writer: CheckpointWriter,
-                 record: dict, signals: StopSignals | None = None, sampler: Sampler | None = None):
+                 record: dict, signals: StopSignals | None = None, answerer: Answerer | None = None):
         self.config, self.tokenizer, self.loader, self.state = config, tokenizer, loader, state
         self.boundary, self.log, self.writer, self.record = boundary, log, writer, record
-        self.signals, self.sampler = signals or StopSignals(), sampler
+        self.signals, self.answerer = signals or StopSignals(), answerer
         self.lagged = LaggedLog(log, state.device, self.was_read,
                                 arithmetic(config, state.model, state.device))
         self.first_step = boundary.step + 1
@@ -69,7 +68,7 @@ class Training:
     def ran_through(self) -> bool:
         """Train to the end; False if that came to bad steps and is to be tried from a checkpoint."""
         try:
-            if not self.boundary.step: self.sample()
+            if not self.boundary.step: self.answer()
             self.evaluate_if_due()  # a run that was stopped may not have come to it
             with step_profiler(self.config, self.state.device) as step_done:
                 for step in self.loader:
@@ -77,7 +76,7 @@ class Training:
                     step_done()
             self.lagged.flush()
             self.evaluate_if_due(is_last=True)
-            self.sample()
+            self.answer()
             return True
         except RollBack:
             return False
@@ -127,19 +126,19 @@ class Training:
         self.watch.mark(f"the evaluation after step {step}")
         metrics = evaluator.run(self.state.model, step, self.agree)
         self.log.log_evaluation(metrics)
-        self.sample()
+        self.answer()
         if metrics.is_best and self.config.save_model:
             with self.watch.paused("saving the best weights"):
                 save_trained(self.state.model, weights_folder(self.config, "-best"), self.tokenizer,
                              self.record)
         self.lagged.restart_clock()
 
-    def sample(self):
+    def answer(self):
         """What the model answers now, if that is asked and not known."""
         step = self.boundary.step
-        if not self.sampler or self.sampler.last_step == step: return
+        if not self.answerer or self.answerer.last_step == step: return
         self.watch.mark(f"the answers after step {step}")
-        self.log.record(self.sampler.run(self.state.model, step, self.agree))
+        self.log.record(self.answerer.run(self.state.model, step, self.agree))
         self.lagged.restart_clock()
 
     def was_read(self, metrics: StepMetrics):
@@ -191,9 +190,3 @@ def shortened(rows, most: int = 20) -> str:
     """The first of the rows' ids."""
     more = f" and {len(rows) - most} more" if len(rows) > most else ""
     return ", ".join(map(str, rows[:most])) + more
-
-
-def weights_folder(config: RunConfig, suffix: str = "") -> Path:
-    """Where trained weights go: adapter or model, and the suffix."""
-    kind = "adapter" if config.has_lora else "model"
-    return Path(config.output_dir) / f"{kind}{suffix}"

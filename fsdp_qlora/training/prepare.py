@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -30,7 +31,6 @@ from ..loading import read_config
 from ..loading.tokens import grow_vocabulary, load_tokenizer
 from ..observe.samples import choose_prompts
 from ..places import check_folder
-from .loop import weights_folder
 
 FIRST_ROWS = 1000  # of a stream, read before the ranks meet
 
@@ -48,6 +48,12 @@ def check_places(config: RunConfig, size: int = 0):
     check_folder("output_dir", weights_folder(config), size, "the result", given=config.output_dir)
     for flag in ("data_cache", "quantized_cache", *(["profiling_output"] if config.profile else [])):
         if getattr(config, flag): check_folder(flag, getattr(config, flag))
+
+
+def weights_folder(config: RunConfig, suffix: str = "") -> Path:
+    """Where trained weights go: adapter or model, and the suffix."""
+    kind = "adapter" if config.has_lora else "model"
+    return Path(config.output_dir) / f"{kind}{suffix}"
 
 
 def check_positions(config: RunConfig, data: RunData, settings: PretrainedConfig):

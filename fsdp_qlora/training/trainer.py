@@ -35,21 +35,20 @@ from ..data import (
 from ..derived import with_choices
 from ..dist import from_main, gather_over_ranks, print_main, ranks_from_env
 from ..export import save_trained
-from ..export.card import run_record
 from ..observe.evaluate import Evaluator
 from ..observe.loss_picture import plot_loss
 from ..observe.metrics import DataRecord, StartRecord, StepMetrics
 from ..observe.pace import Pace
 from ..observe.runlog import RunLog
-from ..observe.samples import Sampler, choose_prompts
+from ..observe.samples import Answerer, choose_prompts
 from ..observe.sinks import Sink, terminal
 from ..observe.trackers import open_trackers
 from ..optim import build_optimizer, build_scheduler
 from ..redact import redact_all
-from .begin import about_data, start_record
-from .describe import describe
+from .describe import about_data, describe, record_beside_weights, start_record
 from .graphs import steady_padding, uses_graphs
-from .loop import Training, weights_folder
+from .loop import Training
+from .prepare import weights_folder
 from .scaler import LossScaler
 from .signals import StopSignals
 from .step import seed_everything
@@ -87,8 +86,8 @@ def train_found(config: RunConfig, found: Found, run_id: str,
     describe(model, config, batches, total_steps, loaded)
     state = build_state(config, batches, model, loader, tokenizer, held_out, device)
     boundary = restored(state, found) if found.folder else state.boundary(0)
-    sampler = build_sampler(config, tokenizer, held_out, model.config.vocab_size, device)
-    record = record_of(config, found, device)
+    answerer = build_answerer(config, tokenizer, held_out, model.config.vocab_size, device)
+    record = record_beside_weights(config, found.content["data"], device)
     start = start_record(config, record, run_id, model, batches, about_data(dataset, held_out), device,
                          step=boundary.step, total_steps=total_steps, load_seconds=loaded)
     with run_log(config, start, trackers, found) as log:
@@ -97,7 +96,7 @@ def train_found(config: RunConfig, found: Found, run_id: str,
                                   facts_of(config, state, found, run_id), found.disks,
                                   found.folder)
         Training(planned, tokenizer, loader, state, boundary, log, writer, record, signals,
-                 sampler).run()
+                 answerer).run()
         log.end_steps()
         if isinstance(loader, StreamLoader): report_on_stream(loader, log)
         finish(model, config, log, tokenizer, record)
@@ -111,19 +110,24 @@ def built(config: RunConfig, device: torch.device, found: Found) -> nn.Module:
         return build_model(config, device, saved_adapter(found.folder))
 
 
-def run_log(config: RunConfig, start: StartRecord, trackers: list[Sink], found: Found) -> RunLog:
-    """Where the records of a run go."""
-    shown = terminal(parts_of(config.log_to), start.total_steps, start.step)
-    pace = Pace(start.total_steps, start.dollars_per_hour, found.metrics)
-    return RunLog(config.output_dir, ranks_from_env().is_main, terminal=shown, trackers=trackers,
-                  every=config.log_every, pace=pace, earlier=found.metrics)
-
-
-def report_on_stream(loader: StreamLoader, log: RunLog):
-    """What happened to the rows of a stream is known when all have been read."""
-    report = loader.full_report()
-    print_main(report.format_report())
-    log.record(DataRecord(log.last_step(), dict(report=report.to_dict())))
+def build_loader(config: RunConfig, dataset: TokenizedDataset | Subset | Source, batches: BatchPlan,
+                 tokenizer, model: nn.Module, device: torch.device) -> StepLoader | StreamLoader:
+    """This rank's batches of each step. Raises ValueError for a token beyond the vocabulary."""
+    ranks, vocab_size = ranks_from_env(), model.config.vocab_size
+    order = dict(seed=config.seed, epochs=config.num_epochs, max_steps=config.max_steps)
+    share = ranks.rank, ranks.world_size, batches.micro_batch_size
+    batching = dict(pad_token_id=choose_pad_token_id(tokenizer, vocab_size),
+                    packing=config.packing, pin_memory=device.type == "cuda")
+    if uses_graphs(config, model, device): batching |= steady_padding(config)
+    if isinstance(dataset, Source):
+        sampler = StreamSampler(dataset, batches.rows_per_step, **order,
+                                shuffle_buffer=config.shuffle_buffer)
+        return StreamLoader(sampler, tokenizer, *share, context_length=config.context_length,
+                            train_on=config.train_on, vocab_size=vocab_size,
+                            gather=gather_over_ranks, **batching)
+    dataset.check_vocab_size(vocab_size)
+    return StepLoader(dataset, StepSampler(len(dataset), batches.rows_per_step, **order), *share,
+                      **batching)
 
 
 def build_state(config: RunConfig, batches: BatchPlan, model: nn.Module,
@@ -150,13 +154,21 @@ def restored(state: RunState, found: Found) -> Boundary:
     with found.disks.at_hand(found.folder): return state.restore(found.folder)
 
 
-def build_sampler(config: RunConfig, tokenizer, held_out: TokenizedDataset | Subset | None,
-                  vocab_size: int, device: torch.device) -> Sampler | None:
+def build_answerer(config: RunConfig, tokenizer, held_out: TokenizedDataset | Subset | None,
+                  vocab_size: int, device: torch.device) -> Answerer | None:
     """What answers the prompts of --samples and --sample_prompts."""
     prompts = choose_prompts(config, tokenizer, held_out)
     if not prompts: return None
-    return Sampler(prompts, tokenizer, device, config.sample_tokens, packing=config.packing,
+    return Answerer(prompts, tokenizer, device, config.sample_tokens, packing=config.packing,
                    pad_token_id=choose_pad_token_id(tokenizer, vocab_size))
+
+
+def run_log(config: RunConfig, start: StartRecord, trackers: list[Sink], found: Found) -> RunLog:
+    """Where the records of a run go."""
+    shown = terminal(parts_of(config.log_to), start.total_steps, start.step)
+    pace = Pace(start.total_steps, start.dollars_per_hour, found.metrics)
+    return RunLog(config.output_dir, ranks_from_env().is_main, terminal=shown, trackers=trackers,
+                  every=config.log_every, pace=pace, earlier=found.metrics)
 
 
 def facts_of(config: RunConfig, state: RunState, found: Found, run_id: str) -> dict:
@@ -166,30 +178,11 @@ def facts_of(config: RunConfig, state: RunState, found: Found, run_id: str) -> d
             "rows_per_step": state.sampler.rows_per_step}
 
 
-def build_loader(config: RunConfig, dataset: TokenizedDataset | Subset | Source, batches: BatchPlan,
-                 tokenizer, model: nn.Module, device: torch.device) -> StepLoader | StreamLoader:
-    """This rank's batches of each step. Raises ValueError for a token beyond the vocabulary."""
-    ranks, vocab_size = ranks_from_env(), model.config.vocab_size
-    order = dict(seed=config.seed, epochs=config.num_epochs, max_steps=config.max_steps)
-    share = ranks.rank, ranks.world_size, batches.micro_batch_size
-    batching = dict(pad_token_id=choose_pad_token_id(tokenizer, vocab_size),
-                    packing=config.packing, pin_memory=device.type == "cuda")
-    if uses_graphs(config, model, device): batching |= steady_padding(config)
-    if isinstance(dataset, Source):
-        sampler = StreamSampler(dataset, batches.rows_per_step, **order,
-                                shuffle_buffer=config.shuffle_buffer)
-        return StreamLoader(sampler, tokenizer, *share, context_length=config.context_length,
-                            train_on=config.train_on, vocab_size=vocab_size,
-                            gather=gather_over_ranks, **batching)
-    dataset.check_vocab_size(vocab_size)
-    return StepLoader(dataset, StepSampler(len(dataset), batches.rows_per_step, **order), *share,
-                      **batching)
-
-
-def record_of(config: RunConfig, found: Found, device: torch.device) -> dict:
-    """What is kept beside the trained weights."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return run_record(config, found.content["data"], name, ranks_from_env().world_size)
+def report_on_stream(loader: StreamLoader, log: RunLog):
+    """What happened to the rows of a stream is known when all have been read."""
+    report = loader.full_report()
+    print_main(report.format_report())
+    log.record(DataRecord(log.last_step(), dict(report=report.to_dict())))
 
 
 def finish(model: nn.Module, config: RunConfig, log: RunLog, tokenizer, record: dict):
