@@ -121,6 +121,8 @@ def test_the_guide_is_climbed_rung_by_rung_until_only_shorter_rows_are_left():
 def test_one_gpu_shards_only_to_offload():
     config = RunConfig(sharding_strategy="ddp")
     assert next_rung(config, 1) == "--sharding_strategy full_shard --use_cpu_offload true"
+    kept = replace(config, compute_dtype="fp8", keep_fp8_weights=True)
+    assert next_rung(kept, 1) == "--keep_fp8_weights false"
 
 
 def test_out_of_memory_is_one_line_with_the_largest_part_and_what_to_do(tmp_path):

@@ -17,6 +17,17 @@ def relative(ours, reference) -> float:
     return ((ours.double() - reference.double()).norm() / reference.double().norm()).item()
 
 
+def on_host(value):
+    """Tensors, in lists of any depth, on the CPU."""
+    if isinstance(value, list | tuple): return [on_host(each) for each in value]
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def together(*args) -> torch.Tensor:
+    """Products of one input, side by side."""
+    return torch.cat(fp8.forward_products(*args), 1)
+
+
 @pytest.fixture(params=[(300, 512, 1024, 64), (1000, 4096, 1024, 8), (64, 128, 272, 16)])
 def layer(request):
     n, inputs, outputs, rank = request.param
@@ -48,25 +59,27 @@ def test_kernels_equal_the_reference(layer):
     filled = torch.nn.functional.pad(xa / 2, (0, 80 - xa.shape[1]))
     torch.testing.assert_close(x8.float() * x_scale[:, None], torch.cat([filled, x], 1).float(),
                                rtol=2**-4, atol=1e-2)
-    for values, rows in ((b, scale), (a.t(), None), (a.bfloat16().t(), None)):
-        wide = -(-values.shape[1] // 16) * 16
+    for values, rows, first in ((b, scale, 0), (b, scale, 24), (a.t(), None, 0),
+                                (a.bfloat16().t(), None, 0)):
+        wide, rank = fp8.rank_columns(first + values.shape[1]), values.shape[1]
         on_gpu, on_cpu = (torch.ones(len(values), wide + 32, dtype=torch.bfloat16, device=device
                                      ).to(fp8.FP8)[:, :wide] for device in ("cuda", "cpu"))
-        factors = fp8.columns_to_fp8(values, rows, 8.0, fp8.FP8_MAX, on_gpu)
+        inverse = fp8.columns_to_fp8(values, rows, 8.0, fp8.FP8_MAX, on_gpu, first, 0.5)
         expected = fp8.columns_to_fp8(values.cpu(), None if rows is None else rows.cpu(), 8.0,
-                                      fp8.FP8_MAX, on_cpu)
-        torch.testing.assert_close(factors.cpu(), expected, rtol=1e-5, atol=0)
+                                      fp8.FP8_MAX, on_cpu, first, 0.5)
+        torch.testing.assert_close(inverse.cpu(), expected, rtol=1e-5, atol=0)
         assert relative(on_gpu.cpu().float(), on_cpu.float()) < 1e-3
-        assert not on_gpu.float()[:, values.shape[1]:].any()
+        assert not on_gpu.float()[:, first + rank:].any() and not on_gpu.float()[:, :first].any()
     # Against the same arithmetic on the CPU: only the order of sums and bf16 rounding differ.
     pairs = ((fp8.forward_product, (x, packed, absmax, "nf4", xa, b, 0.25)),
              (fp8.backward_product, ([dy], [packed], [absmax], inputs, "nf4", dxa, a)),
              (fp8.backward_product, ([dy, dy, dy], [packed] * 3, [absmax] * 3, inputs, "nf4")),
              (fp8.forward_product, (x, dense.bfloat16(), None, "", xa, b, 0.25)),
+             (together, (x, [packed] * 2, [absmax] * 2, "nf4", [xa, -xa], [b, 9 * b], [0.25, 1.0])),
+             (together, (x, [packed] * 2, [absmax] * 2, "nf4", [], [], [])),
              (fp8.backward_product, ([dy], [dense.bfloat16()], [None], inputs, "", dxa, a)))
     for product, args in pairs:
-        on_cpu = [[t if t is None else t.cpu() for t in arg] if isinstance(arg, list) else
-                  arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        on_cpu = on_host(args)
         assert relative(product(*args).cpu(), product(*on_cpu).float()) < 0.01
     y = fp8.forward_product(x, packed, absmax, "nf4", xa, b, 0.25)
     dx = fp8.backward_product([dy], [packed], [absmax], inputs, "nf4", dxa, a)
