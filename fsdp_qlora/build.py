@@ -34,9 +34,9 @@ from .loading.prequantized import layers_to_quantize
 from .loading.source import load, open_checkpoint
 from .loading.starts import SavedRows, check_start, start_from_weights
 from .loading.weight_files import Checkpoint
+from .memory.activation_offload import apply_activation_offload
 from .memory.activations import apply_activation_policy
 from .memory.losses import apply_chunked_loss
-from .memory.offload import apply_activation_offload
 from .memory.tiles import apply_tiled_mlp, tiled_mlps
 from .model.autocast import apply_autocast
 from .model.blocks import block_list, decoder_blocks

@@ -1,6 +1,6 @@
 """The command line: `fsdp-qlora train|estimate|plan|generate|...`, and `train.py`, which is `train`.
 
-Flags are made from the fields of `RunConfig` (`flags.py`). A user's mistake ends in one line on
+Flags are made from the fields of `RunConfig` (`config/flags.py`). A user's mistake ends in one line on
 stderr and exit code 2, on every rank; --verbose adds the traceback.
 """
 from __future__ import annotations

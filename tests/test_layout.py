@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,19 @@ def test_a_module_imports_only_from_modules_before_it(name, path):
     assert name in ORDER, f"{name} has no place in the layout"
     later = {i for i in inside if ORDER.index(i) >= ORDER.index(name)} - {name}
     assert not later
+
+
+@pytest.mark.parametrize("package", sorted(p.parent.name for p in PACKAGE.glob("*/__init__.py")))
+def test_a_package_names_its_modules_in_an_order_in_which_they_can_be_read(package):
+    doc = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text()))
+    listed = re.search(r"Modules, each importing only from those before it: ([\w\s,]+)\.", doc)
+    order = re.findall(r"\w+", listed[1])
+    assert sorted(order) == sorted(p.stem for p in (PACKAGE / package).glob("[!_]*.py"))
+    for place, name in enumerate(order):
+        tree = ast.parse((PACKAGE / package / f"{name}.py").read_text())
+        needed = {part for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 1
+                  for part in ([node.module] if node.module else [a.name for a in node.names])}
+        assert needed & set(order) <= set(order[:place]), name
 
 
 def test_no_two_modules_import_each_other():

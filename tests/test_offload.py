@@ -8,8 +8,8 @@ import torch
 
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.derived import training_bytes
+from fsdp_qlora.memory.activation_offload import HostStore, apply_activation_offload
 from fsdp_qlora.memory.hostmem import host_tensors
-from fsdp_qlora.memory.offload import HostStore, apply_activation_offload
 from fsdp_qlora.model.blocks import decoder_blocks
 
 from .test_activations import loss_and_gradients, tiny_model

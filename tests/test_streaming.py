@@ -4,8 +4,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp_qlora.memory.offload import apply_activation_offload
-from fsdp_qlora.memory.streaming import StreamedBlock, apply_streaming
+from fsdp_qlora.memory.activation_offload import apply_activation_offload
+from fsdp_qlora.memory.weight_streaming import StreamedBlock, apply_streaming
 
 from .test_activations import loss_and_gradients, tiny_model
 from .test_offload import bit_equal, compile_whole

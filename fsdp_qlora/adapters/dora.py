@@ -55,7 +55,7 @@ def _(weight, absmax, a, b, scaling, in_features, quant_type, dtype):
 
 
 class Magnitude(LoraVariant):
-    """PEFT's DoRA in name and file; the layer that has it computes (adapters.py)."""
+    """PEFT's DoRA in name and file; the layer that has it computes (lora.py)."""
 
     @staticmethod
     def init(module: nn.Module, adapter_name: str, **kwargs):

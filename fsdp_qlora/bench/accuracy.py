@@ -65,7 +65,7 @@ class Compared:
 
     @property
     def old_units(self) -> bool:
-        """Whether FSDP still gathered embedding and head whole, which vocabulary.py has ended."""
+        """Whether FSDP still gathered embedding and head whole, which memory/vocabulary.py has ended."""
         return self.row.commit in OLD_COMMITS and self.row.sharding_strategy != "ddp"
 
     @property

@@ -1,1 +1,5 @@
-"""What is known of models and GPUs by name, and the machine a run is estimated for. No torch."""
+"""What is known of models and GPUs by name, and the machine a run is estimated for. No torch.
+
+Modules, each importing only from those before it: families, known_models, arch, block_expansion,
+hardware, calibration, machine.
+"""

@@ -1,4 +1,8 @@
-"""Checkpoints: what a run needs to go on as if it had never been stopped."""
+"""Checkpoints: what a run needs to go on as if it had never been stopped.
+
+Modules, each importing only from those before it: folder, disks, tensors, state, writer, identity,
+resume.
+"""
 from .folder import checkpoints_of
 from .resume import Found, find_run, mark_finished
 from .state import Boundary, RunState, saved_adapter

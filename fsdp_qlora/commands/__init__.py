@@ -1,1 +1,5 @@
-"""The commands beside `train`, one file each."""
+"""The commands beside `train`, one file each.
+
+Modules, each importing only from those before it: guide, data, dryrun, probe, generate, delivery,
+reporting, doctor, calibrate.
+"""

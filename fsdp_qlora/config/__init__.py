@@ -1,4 +1,8 @@
-"""The settings of a run, their checks, and the flags, recipes and pages made from them. No torch."""
+"""The settings of a run, their checks, and the flags, recipes and pages made from them. No torch.
+
+Modules, each importing only from those before it: settings, options, lists, checks, run,
+without_effect, recipe, flags, reference.
+"""
 from .lists import block_policies
 from .run import AUTO, BatchPlan, RunConfig, plan_batches
 

@@ -107,7 +107,7 @@ class RunConfig(ModelOptions, AdapterOptions, DataOptions, EvaluationOptions, Ba
 
     @property
     def is_auto(self) -> bool:
-        """Whether something is still to be planned (probe.py)."""
+        """Whether something is still to be planned (commands/probe.py)."""
         return (self.sharding_strategy == "auto" or self.batch_size == AUTO
                 or self.activation_budget_gib == AUTO)
 

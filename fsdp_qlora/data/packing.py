@@ -4,7 +4,7 @@ Rows of a step are put into bins of the context length by best-fit decreasing: t
 each into the fullest bin that still takes it (at most 11/9 of the best number of bins,
 https://en.wikipedia.org/wiki/Bin_packing_problem). Attention must then keep the rows apart; the
 batch says how, in the names of transformers: positions restart, for masks, and `cu_seq_lens_q` has
-the borders, for variable-length kernels (attention.py).
+the borders, for variable-length kernels (model/attention.py).
 
 Shapes: B bins of the batch, T tokens of a bin, N rows of the batch, runs of padding included.
 """

@@ -10,7 +10,7 @@ from __future__ import annotations
 from ..catalog.arch import ModelShape
 from .setup import Setup
 
-PART_VALUES = 2**28  # weights that are unpacked at a time (grouped.py)
+PART_VALUES = 2**28  # weights that are unpacked at a time (quantization/grouped.py)
 
 
 def adapted_experts(shape: ModelShape, setup: Setup) -> dict[str, tuple[int, int]]:

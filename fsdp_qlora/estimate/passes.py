@@ -15,7 +15,7 @@ from .flops import adapted_linears, rerun_linears
 from .setup import Setup
 from .weights import BLOCKSIZE, FEEDS, forward_ranks, packed_bits, scale_bytes
 
-MERGED_RANK = 128  # the largest of adapters that are added while W is unpacked (kernels.py)
+MERGED_RANK = 128  # the largest of adapters that are added while W is unpacked (quantization/kernels.py)
 DENSE_TO_FP8 = 5   # bytes per weight: a 16-bit base is read for the rows' scales, and again
 DORA_NORMS = 10    # bytes per weight, on top of unpacking: to fp32, and read for the norm
 

@@ -23,7 +23,7 @@ from .window import Gradients, Window
 
 GIB = 2**30
 BUCKET_BYTES = 128 * 2**20  # gradients reduced together under ddp (sharding/ddp.py)
-PIECE_BYTES = 2**27  # rows of the embedding that travel at a time (vocabulary.py)
+PIECE_BYTES = 2**27  # rows of the embedding that travel at a time (memory/vocabulary.py)
 CUBLAS_WORKSPACE = 2 * 32 * 2**20  # torch's default on Hopper, for the forward and backward thread
 
 PARTS = ("linears", "absmax", "fp8", "embedding", "head", "norms", "adapters", "optimizer", "gradients",
@@ -215,7 +215,7 @@ def block_moments(runs: Runs) -> dict[str, tuple[str, int]]:
 def host_memory(shape: ModelShape, setup: Setup) -> dict[str, float]:
     """GiB of host memory of one machine by part: its ranks, and what offload puts there.
 
-    One page-locked region per rank and use (hostmem.py), so nothing is rounded up.
+    One page-locked region per rank and use (memory/hostmem.py), so nothing is rounded up.
     """
     ranks = setup.node_gpus
     found = dict(weights=sum(resident_bytes(shape, setup, host=True).values()))

@@ -32,7 +32,7 @@ class Setup:
     cpu_offload: bool = False
     trained_offload: bool | None = None     # None: where trained weights take an eighth of a GPU
     vocabulary_offload: bool | None = None  # None: as cpu_offload
-    activation_offload: bool = False   # inputs of recomputed blocks wait on the host (../offload.py)
+    activation_offload: bool = False   # inputs of recomputed blocks wait on the host
     mlp_tiles: int = 1                 # of recomputed blocks (../memory/tiles.py)
     activation_policy: str = "recompute_all"  # as --activation_policy: one name, or name:count,...
     quant: str = "nf4"

@@ -206,12 +206,12 @@ def exposed_seconds(shape: ModelShape, gpu: Gpu, setup: Setup, forward: float, b
     moved = offloaded_input(shape, setup) / (gpu.host_gb_s * 1e9)
     moved *= moved_blocks(setup.runs(shape)) / shape.layers
     # One pass over the blocks each: how often a unit is gathered, reduced, and what can hide it.
-    # On one GPU blocks stream ahead of their use in both directions (memory/streaming.py).
+    # On one GPU blocks stream ahead of their use in both directions (memory/weight_streaming.py).
     passes = [(gathers[0], 0, forward),
               (gathers[1], 1, backward * (setup.backward_prefetch or not several))]
     shown, from_host = gathers[0] * (outer * network + gather), gathers[0] * (outer + unit) * pcie
     head = head_bytes(shape, setup)
-    if setup.by_rows:  # the head for the loss, and the rows of all ranks' tokens (vocabulary.py)
+    if setup.by_rows:  # the head for the loss, and the rows of all ranks' tokens (memory/vocabulary.py)
         shown += (head + n * setup.tokens * shape.hidden * setup.product_bytes) * network
     if setup.vocabulary_on_host: from_host += 2 * head / n / (gpu.host_gb_s * 1e9)  # both shards pass
     if not setup.sharded: passes, shown = [], 0.0

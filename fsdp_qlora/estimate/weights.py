@@ -13,7 +13,7 @@ from ..catalog.arch import ModelShape
 from .experts import adapted_experts
 from .setup import BYTES, OPTIMIZER_STATES, STATE_BYTES, Setup
 
-BLOCKSIZE = 64         # weights per absmax value (quantize.py)
+BLOCKSIZE = 64         # weights per absmax value (quantization/quantize.py)
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 
 
@@ -25,7 +25,7 @@ class Weight:
     row_bytes: float
     values: int        # numbers per row; 0 where the bytes are packed or frozen
     trained: bool
-    by_rows: bool = False  # of the vocabulary, frozen: never gathered by FSDP (../vocabulary.py)
+    by_rows: bool = False  # of the vocabulary, frozen: never gathered by FSDP (memory/vocabulary.py)
 
     def shard(self, ranks: int) -> float:
         """Bytes of one rank's part."""
@@ -88,7 +88,7 @@ FEEDS = dict(q_proj="qkv", k_proj="qkv", v_proj="qkv", gate_proj="mlp", up_proj=
 
 def kept_in_fp8(linears: dict[str, tuple[int, int]], targets: Iterable[str], setup: Setup
                 ) -> list[Weight]:
-    """What fp8 products keep of a block's weights (../quantization/kept.py).
+    """What fp8 products keep of a block's weights (quantization/kept.py).
 
     W for the forward, W^T for the backward, a scale of each row for either, and the columns of
     adapters, which layers of one input have together where they are joined.
@@ -120,7 +120,7 @@ def fp8_columns(rank: int) -> int:
 
 
 def packed_bits(quant: str) -> int:
-    """Bits of a quantized value, without its scale (formats.py)."""
+    """Bits of a quantized value, without its scale (quantization/formats.py)."""
     return {"nf4": 4, "fp4": 4, "int8": 8}.get(quant) or int(quant.removeprefix("hqq"))
 
 

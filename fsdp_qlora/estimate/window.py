@@ -35,7 +35,7 @@ class Window:
         self.root = gathered(root_weights(shape, setup), setup)
         self.unit, self.next = unit_bytes(shape, setup)
         self.average, self.flat = average_gathered(shape, setup), setup.shard_ranks > 1
-        # Frozen bytes of a block, which one GPU fetches ahead (memory/streaming.py).
+        # Frozen bytes of a block, which one GPU fetches ahead (memory/weight_streaming.py).
         self.streamed = self.unit - trained_bytes(widest_block(shape, setup), 1, setup)
 
     def at_embedding(self) -> float:

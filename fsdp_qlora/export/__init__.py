@@ -1,4 +1,8 @@
-"""Trained weights on disk, and all that is made from them: merged models, cards, pushes."""
+"""Trained weights on disk, and all that is made from them: merged models, cards, pushes.
+
+Modules, each importing only from those before it: card, save, adapter_folder, trained_base,
+merge_base, merged_files, merge, convert, serving, hub.
+"""
 from .save import (
     RUN_FILE,
     ShardWriter,

@@ -1,8 +1,9 @@
 """4-bit weights as bitsandbytes stores them in a checkpoint, which transformers loads as they are.
 
 A linear weight W becomes `W`, its bytes; `W.absmax` and `W.quant_map`, scales and the sixteen values;
-and `W.quant_state.bitsandbytes__nf4`, the rest of the state as JSON in bytes. Unlike in `fourbit.py`,
-blocks run through the flattened weight, and absmax may be quantized too (`W.nested_absmax`).
+and `W.quant_state.bitsandbytes__nf4`, the rest of the state as JSON in bytes. Unlike in
+`quantization/fourbit.py`, blocks run through the flattened weight, and absmax may be quantized too
+(`W.nested_absmax`).
 https://huggingface.co/docs/transformers/quantization/bitsandbytes
 """
 from __future__ import annotations

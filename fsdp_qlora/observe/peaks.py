@@ -1,8 +1,8 @@
 """Peaks that nobody keeps for us, sampled: a process's own host memory, and the driver's figure.
 
 The kernel's peak of a process counts pages of files that it has read, a checkpoint's among them.
-Here count anonymous pages, which include those locked for the GPU (hostmem.py), and what torch's own
-allocator of pinned memory holds.
+Here count anonymous pages, which include those locked for the GPU (memory/hostmem.py), and what
+torch's own allocator of pinned memory holds.
 """
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Optimizers and learning-rate schedules by the names of the command line."""
+"""Optimizers and learning-rate schedules by the names of the command line.
+
+Modules, each importing only from those before it: rounding, base, adamw, adafactor, schedules.
+"""
 from __future__ import annotations
 
 import torch

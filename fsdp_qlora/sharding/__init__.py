@@ -1,4 +1,7 @@
-"""What is split over the ranks, and when it is gathered. `fsdp.py` alone knows torch's FSDP."""
+"""What is split over the ranks, and when it is gathered. `fsdp.py` alone knows torch's FSDP.
+
+Modules, each importing only from those before it: units, prefetch, ddp, fsdp.
+"""
 from .fsdp import (
     STRATEGIES,
     OnHost,

@@ -25,8 +25,8 @@ from torch.distributed.fsdp import (
 )
 
 from ..dist import hybrid_mesh, ranks_from_env, resolve_shard_group_size, shard_mesh
-from ..memory.streaming import apply_streaming
 from ..memory.vocabulary import apply_vocabulary_lookup, vocabulary_weights
+from ..memory.weight_streaming import apply_streaming
 from .ddp import GradientReducer
 from .prefetch import apply_backward_prefetch, apply_forward_prefetch, keep_gathered
 from .units import WrapPolicy, needed_in_backward, sharding_units

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from ..model.blocks import decoder_blocks
-from .offload import Copies
+from .activation_offload import Copies
 
 
 def apply_streaming(model: nn.Module, device: torch.device) -> list[nn.Parameter]:
