@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fsdp_qlora.adapters.fp8_layers import kept_tensors
-from fsdp_qlora.adapters.lora_ops import shared_fp8_linears
+from fsdp_qlora.adapters.lora_ops import shared_fp8_linears, shared_frozen_backward
 from fsdp_qlora.build import build_model
 from fsdp_qlora.catalog.arch import model_shape, shape_from_config
 from fsdp_qlora.catalog.hardware import find_gpu
@@ -173,6 +173,12 @@ def test_products_of_one_input_are_those_of_each_alone(layer, quantized):
                                      strict=True):
         assert torch.equal(y.view(40, 96), fp8.forward_product(x, weight, its_scales, "nf4"))
     for each in (args, frozen): torch.library.opcheck(shared_fp8_linears, each)
+    dys = [torch.randn(4, 10, 96), torch.randn(4, 10, 96)]
+    for kind in ("", "fp8"):
+        sums = (dys, weights, scales, 256, "nf4", kind)
+        expected = dys[0] @ dense + dys[1] @ half
+        assert relative(shared_frozen_backward(*sums), expected) < (ROUNDING if kind else 1e-5)
+        torch.library.opcheck(shared_frozen_backward, sums)
 
 
 def test_a_row_of_zeros_stays_zero(layer):

@@ -41,8 +41,9 @@ def calls(monkeypatch):
     return counts
 
 
-def adapted_model(folder, policy: str, targets, dropout: float):
-    model = apply_adapters(quantize_linears(AutoModelForCausalLM.from_pretrained(folder)),
+def adapted_model(folder, policy: str, targets, dropout: float, quantized: bool = True):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = apply_adapters(quantize_linears(model) if quantized else model,
                            lora_config(rank=4, target_modules=targets, dropout=dropout))
     init_adapters(model, 0)
     torch.manual_seed(0)
@@ -85,6 +86,20 @@ def test_layers_of_which_one_is_not_adapted_stay_as_they_are(tmp_path, calls):
     compile_blocks(model)
     torch.testing.assert_close(gradients(model), eager, rtol=1e-5, atol=1e-6)
     assert not {"shared_inputs", "shared_inputs_backward"} & set(calls)
+    assert calls["shared_frozen_backward"] == 1  # k and v of the second block
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_gradients_of_layers_without_an_adapter_are_one_sum(quantized, tmp_path, calls):
+    model = adapted_model(save_tiny(tmp_path), "keep_all", ["o_proj"], dropout=0.0, quantized=quantized)
+    if not quantized: apply_fp8(model, torch.device("cpu"))
+    eager = gradients(copy.deepcopy(model))
+    compile_blocks(model)
+    found = gradients(model)
+    if quantized: torch.testing.assert_close(found, eager, rtol=1e-5, atol=1e-6)
+    else: assert error(found, eager) < 0.1
+    # gate and up of both blocks, q, k and v of the second one.
+    assert calls["shared_frozen_backward"] == 3 and calls["frozen_linear_backward"] == 2
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "k_proj", "v_proj"]])

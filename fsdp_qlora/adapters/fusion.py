@@ -42,6 +42,8 @@ class SharedInputs(CustomGraphPass):
             join_adapted(graph, group)
         for group in groups_of_one_input(graph, ops.frozen_linear.default, x=0):
             join_frozen(graph, group)
+        for total, group in sums_of(graph, ops.frozen_linear_backward.default):
+            join_frozen_backward(graph, total, group)
         stable_topological_sort(graph)  # a joined call stands where its last input is known
         graph.eliminate_dead_code()
 
@@ -119,6 +121,33 @@ def join_backward(graph: Graph, group: list[Node]):
     for i, node in enumerate(group):
         replace_output(graph, node, 1, joined, 1 + i)
         replace_output(graph, node, 2, joined, 1 + len(group) + i)
+
+
+def join_frozen_backward(graph: Graph, total: Node, group: list[Node]):
+    """One `shared_frozen_backward` for the sum of the dX of layers without an adapter."""
+    dy, weight, absmax, *_ = columns_of(group)
+    total.replace_all_uses_with(call(graph, total, ops.shared_frozen_backward.default, dy, weight,
+                                     present(absmax), *group[0].args[-3:]))
+
+
+def sums_of(graph: Graph, op) -> list[tuple[Node, list[Node]]]:
+    """Nodes that are the sum of calls of `op` in one form and of nothing else, each with the calls."""
+    found = {}
+    for node in graph.find_nodes(op="call_function", target=ADD):
+        calls = summands(node, op)
+        if 1 < len(calls) <= MOST_TENSORS and len({each.args[-3:] for each in calls}) == 1:
+            found[node] = calls
+    return [(node, calls) for node, calls in found.items()
+            if not any(user in found for user in node.users)]
+
+
+def summands(node: Node, op) -> list[Node]:
+    """The calls of `op` whose sum a node is, used for nothing else; none if it is no such sum."""
+    if node.target == op: return [node]
+    if node.target != ADD or node.kwargs: return []
+    parts = [summands(part, op) if isinstance(part, Node) and len(part.users) == 1 else []
+             for part in node.args]
+    return [each for part in parts for each in part] if all(parts) else []
 
 
 def added_up(gradients: list[Node]) -> Node | None:

@@ -110,6 +110,19 @@ def shared_inputs_backward(dy: Sequence[Tensor], x: Tensor, xa: Sequence[Tensor]
     return [dx, *parts, *db]
 
 
+@torch.library.custom_op("fsdp_qlora::shared_frozen_backward", mutates_args=())
+def shared_frozen_backward(dy: Sequence[Tensor], weight: Sequence[Tensor], absmax: Sequence[Tensor],
+                           in_features: int, quant_type: str, product_dtype: str) -> Tensor:
+    """The sum of dX (..., I) of layers without an adapter; no absmax if W is dense."""
+    dys, absmaxes = [each.reshape(-1, each.shape[-1]) for each in dy], absmax or [None] * len(dy)
+    form = (in_features, quant_type)
+    if product_dtype == "fp8": dx = fp8.backward_product(dys, weight, absmaxes, *form)
+    else:
+        dx = sum_of_products(dys, (dense_weight(w, scales, *form, dys[0].dtype)
+                                   for w, scales in zip(weight, absmaxes, strict=True)))
+    return dx.view(*dy[0].shape[:-1], in_features)
+
+
 def shared_input_backward(dys, x: Tensor, xas, weights, absmaxes, as_, bs, scalings,
                           in_features: int, quant_type: str, product_dtype: str) -> list[Tensor]:
     """dX (N, I) summed over layers with the input x, their dA one below the other, each one's dB.
@@ -195,6 +208,11 @@ def _(x, xa, weight, absmax, bias, b, scaling, in_features, quant_type):
 @shared_inputs_backward.register_fake
 def _(dy, x, xa, weight, absmax, a, b, scaling, in_features, quant_type, product_dtype):
     return [x.new_empty(x.shape), *(each.new_empty(each.shape) for each in (*a, *b))]
+
+
+@shared_frozen_backward.register_fake
+def _(dy, weight, absmax, in_features, quant_type, product_dtype):
+    return dy[0].new_empty(*dy[0].shape[:-1], in_features)
 
 
 def _save_inputs(ctx, inputs, output):
