@@ -34,7 +34,7 @@ from ..quantization.quantize import QuantLinear, compute_input, frozen_linear
 from .biases import add_biases_as_computed, check_biases
 from .dora import Magnitude, adapted_norms, norms_of
 from .experts import adapt_experts, expert_parameters, target_ends
-from .lora_ops import adapted_inputs, adapted_linear
+from .lora_ops import adapted_inputs, adapted_linear, dropout_mask, dropped
 
 
 class LoraLinear(nn.Module, LoraLayer):
@@ -77,8 +77,8 @@ class LoraLinear(nn.Module, LoraLayer):
     def adapted(self, rows: Tensor, name: str, p: float = 0.0, with_bias: bool = True) -> Tensor:
         """x W^T + bias + scaling (x' A^T) B^T (N, O), where x' is x with a share p dropped."""
         base = self.base_layer
-        keep = torch.empty_like(rows, dtype=torch.bool).bernoulli_(1 - p) if p else None
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
+        keep = dropout_mask(rows, a, p) if p else None
         absmax, quant_type = getattr(base, "absmax", None), getattr(base, "quant_type", "")
         scale, form = self.scaling[name], (base.in_features, quant_type, self.product_dtype)
         xa, token = adapted_inputs(rows, base.weight, absmax, a, b, keep, scale, 1 / (1 - p), *form)
@@ -93,7 +93,7 @@ class LoraLinear(nn.Module, LoraLayer):
         """DoRA's output (N, O). As in PEFT, what dropout takes away goes through W alone."""
         base, a, b = self.base_layer, self.lora_A[name].weight, self.lora_B[name].weight
         norms = norms_of(base, a, b, self.scaling[name], rows.dtype)
-        left = nn.functional.dropout(rows, p) if p else rows
+        left = dropped(rows, dropout_mask(rows, a, p), 1 / (1 - p)) if p else rows
         y = self.adapted(left, name, with_bias=False) * (self.lora_magnitude_vector[name].weight / norms)
         if p:
             y = y + frozen_linear(rows - left, base.weight, getattr(base, "absmax", None), None,

@@ -23,6 +23,16 @@ from ..quantization.formats import dense_weight
 from ..quantization.kernels import can_unpack_adapted, unpack_adapted
 
 
+# Opaque, because torch 2.11 can't recompute random numbers of any length in a compiled block: what its
+# partitioner makes of dropout in a block of dynamic shape fails. It draws what eager blocks draw.
+# `layer` is any tensor of the layer: calls with equal arguments, as of q, k and v, would become one.
+@torch.library.custom_op("fsdp_qlora::dropout_mask", mutates_args=(),
+                         tags=(torch.Tag.nondeterministic_seeded,))
+def dropout_mask(x: Tensor, layer: Tensor, p: float) -> Tensor:
+    """bool of x's shape (N, I): False, dropped, with probability `p`."""
+    return torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
+
+
 # Two opaque ops, so that torch.compile's partitioner can't keep a dequantized W, and so that a block
 # that is recomputed runs its last large product once: autograd saves a Python op's tensors when it
 # has run, so the op that saves is the cheap one. What links them is a token of y's shape that takes
@@ -177,6 +187,11 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 # ---- shapes for tracing, and autograd ----------------------------------------------------------
+
+@dropout_mask.register_fake
+def _(x, layer, p):
+    return torch.empty_like(x, dtype=torch.bool)
+
 
 @adapted_inputs.register_fake
 def _(x, weight, absmax, a, b, keep, scaling, keep_scale, in_features, quant_type, product_dtype):
