@@ -231,7 +231,8 @@ def test_weights_are_kept_in_fp8_where_they_stay_and_activations_leave_room():
     assert not estimate(shape, replace(machine, gpus=2), RunConfig(**asked)).config.keep_fp8_weights
     free = free_settings(RunConfig(**asked), set(), everything=True)
     assert make_plan(shape, machine, RunConfig(**asked), free).changes["keep_fp8_weights"] is True
-    assert "keep_fp8_weights" not in free_settings(RunConfig(**asked, keep_fp8_weights=False), set(), True)
+    decided = RunConfig(**asked, keep_fp8_weights=False)
+    assert "keep_fp8_weights" not in free_settings(decided, set(), everything=True)
 
 
 @pytest.mark.parametrize("settings, gpus", [
