@@ -11,7 +11,7 @@ INTRODUCTION = """# Matrix
 
 Every combination of quantizer, scales, adapter and sharding strategy trains 3 steps on 2 ranks (4 under the hybrid strategies) and is compared with one process of transformers and PEFT whose linear layers hold the numbers that the format stands for. Made by `python -m tests.matrix` and `python scripts/make_matrix.py`; the ordinary tests run a set in which every pair of values occurs.
 
-A cell holds the largest relative difference of losses and gradient norms over its {strategies} strategies ({names}); trained weights are compared too, but for PiSSA's, whose singular vectors have free signs. fp32, on CPU ranks; {count} combinations.
+A cell holds the largest relative difference of losses and gradient norms over its {strategies} strategies ({names}); trained weights are compared too, but for PiSSA's, whose singular vectors have free signs. fp32, on CPU ranks; {count} combinations. "lora and biases" trains a model that has biases (`--bias all`), "lora on experts" a mixture (`--lora_target_parameters experts`).
 """
 
 

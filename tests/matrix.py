@@ -1,6 +1,7 @@
 """The matrix quantizer x scales x adapter x strategy: its cells, what each is compared with, the table.
 
-    python -m tests.matrix        # every cell, into docs/matrix.json; then scripts/make_matrix.py
+    python -m tests.matrix               # every cell, into docs/matrix.json; then scripts/make_matrix.py
+    python -m tests.matrix dora pissa    # only these columns again
 
 A cell trains 3 steps on real ranks and is compared with one process of plain transformers and PEFT whose
 linear layers hold the numbers that the format stands for; or RunConfig refuses it, in one line.
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from tests.families import save_family
 from tests.ranks import run_ranks
 from tests.tiny import CLIP, LR, RANK, SEED, TARGETS, padded_batch, save_tiny, tiny_rows
 
@@ -32,7 +34,10 @@ ADAPTERS = {"lora": dict(adapter="lora"), "rslora": dict(adapter="lora", use_rsl
             "dora": dict(adapter="dora"), "lora+": dict(adapter="lora", loraplus_lr_ratio=4.0),
             "pissa": dict(adapter="lora", init_lora_weights="pissa"),
             "lora and head": dict(adapter="lora", modules_to_save="lm_head"),
+            "lora and biases": dict(adapter="lora", bias="all"),
+            "lora on experts": dict(adapter="lora", lora_target_parameters="experts"),
             "llama_pro": dict(adapter="llama_pro", llama_pro_blocks=1), "full": dict(adapter="none")}
+MODELS = {"lora and biases": "qwen2", "lora on experts": "mixtral"}  # and llama
 STRATEGIES = {"ddp": (2, dict(sharding_strategy="ddp")),
               "shard_grad_op": (2, dict(sharding_strategy="shard_grad_op")),
               "full_shard": (2, dict(sharding_strategy="full_shard")),
@@ -59,11 +64,23 @@ class Cell:
         return self.quantizer, self.scales, self.adapter
 
     @property
+    def family(self) -> str:
+        """The model that it trains, a folder of `save_models`."""
+        return MODELS.get(self.adapter, "llama")
+
+    @property
     def settings(self) -> dict:
         """As RunConfig takes them."""
         return dict(precision="fp32", lora_rank=RANK, lora_alpha=8, lora_dropout=0.0, seed=SEED,
                     compile=False, **QUANTIZERS[self.quantizer], **SCALES[self.scales],
                     **ADAPTERS[self.adapter], **STRATEGIES[self.strategy][1])
+
+
+def save_models(folder: str | Path) -> str:
+    """A model of each family below `folder`; returns it."""
+    for family in ("llama", "qwen2"): save_tiny(Path(folder, family), family)
+    save_family(Path(folder, "mixtral"), "Mixtral")
+    return str(folder)
 
 
 def cells() -> list[Cell]:
@@ -107,15 +124,23 @@ def train_cell(folder: str, cell: Cell) -> dict:
     from fsdp_qlora.dist import full_tensor
     from fsdp_qlora.optim import build_optimizer
     from fsdp_qlora.training.step import train_step
-    config = RunConfig(model_name=folder, **cell.settings)
+    config = RunConfig(model_name=f"{folder}/{cell.family}", **cell.settings)
     model = build_model(config, torch.device("cpu"))
     optimizer = build_optimizer(model, "adamw", LR, 0.1, config.loraplus_lr_ratio)
     rank, world = dist.get_rank(), dist.get_world_size()
     results = [train_step(model, optimizer, [padded_batch([row]) for row in rows[rank::world]],
                           max_grad_norm=CLIP) for rows in STEPS]
     weights = {n: full_tensor(p.detach()).clone() for n, p in trainable_parameters(model).items()}
+    if "experts" in cell.adapter: weights = as_peft_names_them(model, weights)
     return dict(losses=[r.loss for r in results], norms=[r.grad_norm for r in results],
                 weights=weights if rank == 0 else None)
+
+
+def as_peft_names_them(model: nn.Module, weights: dict) -> dict:
+    """Weights by the names of PEFT's own model."""
+    from fsdp_qlora.adapters.whole import saved_names
+    return {key.replace(".weight", ".default.weight"): weights[name]
+            for name, key in saved_names(model).items()}
 
 
 # ---- its reference -----------------------------------------------------------------------------
@@ -144,8 +169,9 @@ def reference_model(folder: str, cell: Cell) -> tuple[nn.Module, torch.optim.Opt
     from transformers import AutoModelForCausalLM
 
     from fsdp_qlora.adapters import initial_a
+    from tests.distributed.test_experts import with_adapted_experts
     from tests.distributed.test_llama_pro import expanded_reference
-    ours, ratio = ADAPTERS[cell.adapter], ADAPTERS[cell.adapter].get("loraplus_lr_ratio", 1.0)
+    ours, folder = ADAPTERS[cell.adapter], f"{folder}/{cell.family}"
     if cell.adapter == "llama_pro":
         model = expanded_reference(folder, **{k: v for k, v in cell.settings.items()
                                               if k in ("quant", "n_bits", "absmax_dtype", "adapter")})
@@ -155,33 +181,42 @@ def reference_model(folder: str, cell: Cell) -> tuple[nn.Module, torch.optim.Opt
         return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], LR,
                                         weight_decay=0.1)
     starts = ours.get("init_lora_weights", True)
-    if starts is True: round_linears(model, cell)
-    model = get_peft_model(model, LoraConfig(
-        task_type="CAUSAL_LM", r=RANK, lora_alpha=8, target_modules=TARGETS, init_lora_weights=starts,
-        use_dora=ours["adapter"] == "dora", use_rslora=ours.get("use_rslora", False)))
-    if starts is not True: round_linears(model, cell)  # what it took out is gone by now
+    if starts is True: round_weights(model, cell)
+    if "experts" in cell.adapter: model = with_adapted_experts(model, {})
+    else:
+        model = get_peft_model(model, LoraConfig(
+            task_type="CAUSAL_LM", r=RANK, lora_alpha=8, target_modules=TARGETS,
+            init_lora_weights=starts, use_dora=ours["adapter"] == "dora",
+            use_rslora=ours.get("use_rslora", False), bias=ours.get("bias", "none")))
+    if starts is not True: round_weights(model, cell)  # what it took out is gone by now
     if "modules_to_save" in ours: model.get_base_model().lm_head.weight.requires_grad_()
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    if starts is True:
+    if starts is True and "experts" not in cell.adapter:
         for name, p in trained.items():
             if ".lora_A." in name: p.data.copy_(initial_a(name, SEED, p.shape))
     fast = [p for n, p in trained.items() if "lora_B" in n]
     slow = [p for n, p in trained.items() if "lora_B" not in n]
+    ratio = ours.get("loraplus_lr_ratio", 1.0)
     return model.train(), torch.optim.AdamW([dict(params=slow), dict(params=fast, lr=LR * ratio)], LR,
                                             weight_decay=0.1)
 
 
 @torch.no_grad()
-def round_linears(model: nn.Module, cell: Cell):
-    """Give every linear layer but the head the numbers that its format stands for."""
+def round_weights(model: nn.Module, cell: Cell):
+    """Give every linear layer but the head, and every expert, the numbers that its format stands for."""
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.quantization.quantize import QuantLinear
     config = RunConfig(**cell.settings)
     if config.quant == "none": return
-    for name, layer in model.named_modules():
-        if type(layer) is not nn.Linear or "lora_" in name or "lm_head" in name: continue
+
+    def round_in_place(weight: torch.Tensor):
+        layer = nn.Linear(*reversed(weight.shape), bias=False)
+        layer.weight.copy_(weight)
         made = QuantLinear.from_linear(layer, config.quant_type, config.absmax_dtype)
-        layer.weight.copy_(made.dequantize(torch.float32))
+        weight.copy_(made.dequantize(torch.float32))
+    for name, p in model.named_parameters():
+        if "_proj" not in name or "lora_" in name or p.dim() == 1: continue
+        for weight in p if p.dim() == 3 else [p]: round_in_place(weight)
 
 
 # ---- compared ----------------------------------------------------------------------------------
@@ -218,22 +253,23 @@ def outcomes(folder: str, few: list[Cell]) -> Iterator[tuple[Cell, float]]:
             yield cell, deviation(cell, ours, references[cell.model])
 
 
-def main():
-    """Run every cell, and write what came of each."""
+def main(columns: list[str]):
+    """Run every cell, or those of some adapters, and write what came of each."""
     torch.set_num_threads(1)
-    refused = {c: text for c in cells() if (text := refusal(c))}
-    found = [dict(cell=astuple(c), refused=text) for c, text in refused.items()]
+    chosen = [c for c in cells() if not columns or c.adapter in columns]
+    before = {tuple(line["cell"]): line for line in json.loads(RESULTS.read_text())} if columns else {}
+    refused = {c: text for c in chosen if (text := refusal(c))}
+    found = {astuple(c): dict(cell=astuple(c), refused=text) for c, text in refused.items()}
     with tempfile.TemporaryDirectory() as folder:
-        save_tiny(folder)
-        for cell, apart in outcomes(folder, [c for c in cells() if c not in refused]):
-            found.append(dict(cell=astuple(cell), deviation=float(f"{apart:.1e}")))
+        save_models(folder)
+        for cell, apart in outcomes(folder, [c for c in chosen if c not in refused]):
+            found[astuple(cell)] = dict(cell=astuple(cell), deviation=float(f"{apart:.1e}"))
             if apart > TOLERANCE: print("differs:", cell, apart, file=sys.stderr)
-    order = {astuple(c): i for i, c in enumerate(cells())}
-    found.sort(key=lambda line: order[line["cell"]])
-    RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")
+    lines = [(before | found)[astuple(c)] for c in cells()]
+    RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, lines)) + "\n]\n")
     print(f"{len(found)} cells, {len(refused)} refused: {RESULTS}")
 
 
 TOLERANCE = 1e-6  # scales in 8 bits instead of fp32 make 2e-6 in so small a model
 
-if __name__ == "__main__": main()
+if __name__ == "__main__": main(sys.argv[1:])

@@ -8,8 +8,7 @@ from itertools import combinations
 import pytest
 
 from scripts.make_matrix import PAGE, page
-from tests.matrix import RESULTS, TOLERANCE, cells, outcomes, pairwise, refusal
-from tests.tiny import save_tiny
+from tests.matrix import RESULTS, TOLERANCE, cells, outcomes, pairwise, refusal, save_models
 
 
 def accepted():
@@ -20,14 +19,14 @@ def test_every_pair_of_quantizer_scales_adapter_and_strategy_equals_one_process(
     few = pairwise(accepted())
     pairs = lambda some: {p for c in some for p in combinations(enumerate(astuple(c)), 2)}  # noqa: E731
     assert pairs(few) == pairs(accepted()) and len(few) < len(accepted()) / 5
-    apart = dict(outcomes(save_tiny(tmp_path), few))
+    apart = dict(outcomes(save_models(tmp_path), few))
     assert len(apart) == len(few)
     assert not {c: a for c, a in apart.items() if not a < TOLERANCE}
 
 
 @pytest.mark.slow
 def test_every_cell_equals_one_process(tmp_path):
-    apart = dict(outcomes(save_tiny(tmp_path), accepted()))
+    apart = dict(outcomes(save_models(tmp_path), accepted()))
     assert not {c: a for c, a in apart.items() if not a < TOLERANCE}
 
 
