@@ -193,6 +193,14 @@ def check_kept_stay(config: RunConfig, world_size: int):
                          "--keep_fp8_weights out")
 
 
+CHUNK_LOGITS = 2**27  # of one chunk, 256 MB in bf16: 1,024 tokens of a vocabulary of 128k
+
+
+def chunk_tokens(vocabulary: int) -> int:
+    """Tokens whose logits exist at once: 1024, or fewer where the vocabulary is larger."""
+    return max(128, min(1024, CHUNK_LOGITS // vocabulary // 128 * 128))
+
+
 GRAPH_TOKENS = 8192  # of a micro-batch; above, the GPU computes for longer than the host needs
 
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from ..catalog.arch import ModelShape
 from ..config.options import ACTIVATION_POLICIES
+from ..config.run import chunk_tokens
 from . import experts
 from .setup import BYTES, Runs, Setup
 from .weights import as_given, most_trained, trains_head
 
-CHUNK_LOGITS = 2**27   # logits that exist at once, of 1,024 tokens at most (losses.py)
 KEPT_ATTENTION = ("sdpa", "varlen")  # whose ops a policy can keep (../activations.py)
 
 
@@ -276,7 +276,6 @@ def loss_bytes(shape: ModelShape, setup: Setup) -> float:
     a, n = setup.product_bytes, setup.tokens
     if setup.has_lora and "lm_head" in shape.targets(as_given(setup.targets)):
         return n * shape.vocab * (12 + 2 * a)
-    chunk = max(128, min(1024, CHUNK_LOGITS // shape.vocab // 128 * 128))
-    rows = min(n, chunk)
+    rows = min(n, chunk_tokens(shape.vocab))
     head = shape.vocab * shape.hidden * (4 + a) if trains_head(shape, setup) else 0
     return rows * shape.vocab * a * 3 + head

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ..config.run import chunk_tokens
 from ..dist import print_main
 from ..model.attention import rows_alone
 from ..model.blocks import base_model, output_head
@@ -26,12 +27,6 @@ from .logits import logit_map
 from .vocabulary import whole
 
 IGNORE = -100
-CHUNK_LOGITS = 2**27  # of one chunk, 256 MB in bf16: 1,024 tokens of a vocabulary of 128k
-
-
-def chunk_tokens(vocabulary: int) -> int:
-    """Tokens whose logits exist at once: 1024, or fewer where the vocabulary is larger."""
-    return max(128, min(1024, CHUNK_LOGITS // vocabulary // 128 * 128))
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
