@@ -39,7 +39,7 @@ from .memory.activations import apply_activation_policy
 from .memory.losses import apply_chunked_loss
 from .memory.tiles import apply_tiled_mlp, tiled_mlps
 from .model.autocast import apply_autocast
-from .model.blocks import block_list, decoder_blocks
+from .model.blocks import block_list, decoder_blocks, final_norm
 from .model.expansion import train_new_blocks
 from .model.experts import check_quantizable
 from .quantization.quantize import quantize_linears
@@ -108,11 +108,13 @@ def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, C
 
 
 def compile_blocks(model: nn.Module):
-    """torch.compile each decoder block's forward, in place; like blocks share one graph.
+    """torch.compile each decoder block's forward and the norm after them, in place.
 
-    An MLP in tiles is one op of its block's graph, and has a graph of its own.
+    Like blocks share one graph. An MLP in tiles is one op of its block's graph, and has a graph of its
+    own. Eager, the norm would hold several copies of all hidden states in fp32.
     """
     options = dict(post_grad_custom_pre_pass=SharedInputs())
     for mlp in tiled_mlps(model): mlp.forward = torch.compile(mlp.forward, options=options)
     for block in decoder_blocks(model):
         block.forward = torch.compile(block.forward, options=options)
+    if norm := final_norm(model): norm.forward = torch.compile(norm.forward)

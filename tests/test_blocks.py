@@ -11,6 +11,7 @@ from fsdp_qlora.loading import meta_model
 from fsdp_qlora.model.blocks import (
     attention_and_mlp,
     decoder_blocks,
+    final_norm,
     is_tied,
     linear_names,
     output_head,
@@ -20,7 +21,7 @@ from fsdp_qlora.model.experts import apply_stacked_experts
 from fsdp_qlora.model.stored import train_in
 from fsdp_qlora.quantization.quantize import quantize_linears
 
-from .families import family_config
+from .families import FAMILIES, family_config
 from .tiny import CONFIGS, TARGETS
 
 
@@ -38,6 +39,13 @@ def model(request):
 
 def test_blocks_are_the_decoder_layers_in_order(model):
     assert decoder_blocks(model) == list(model.model.layers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_final_norm_is_found_in_every_family(family):
+    model = apply_plain_linears(meta_model(family_config(family), torch.float32))
+    found = final_norm(apply_adapters(model, lora_config(rank=4)))
+    assert found is (model.transformer.ln_f if family == "GPT-2" else model.model.norm)
 
 
 def test_blocks_are_found_after_quantization_and_under_peft(model):

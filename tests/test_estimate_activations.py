@@ -4,13 +4,16 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoModelForCausalLM
 
+from fsdp_qlora.build import compile_blocks
 from fsdp_qlora.config.options import ACTIVATION_POLICIES
 from fsdp_qlora.estimate import GIB, kept_by_block, memory, saved_by_block
 from fsdp_qlora.memory import activations
-from fsdp_qlora.model.blocks import base_model, decoder_blocks
+from fsdp_qlora.model.blocks import base_model, decoder_blocks, final_norm
 
 from .estimates import LLAMA_8B, PRODUCT, SMALL, TRIAL, TRIAL_HALF, tiny
+from .families import family_config
 
 MIXTURES = [dict(), dict(expert_targets=("experts",)), dict(quant="none", adapter="none")]
 CPU_RANDOM_STATE = 5056  # bytes, kept once per dropout mask to draw it again; 16 on a GPU
@@ -48,6 +51,17 @@ def traced_block_bytes(model, setup, monkeypatch) -> int:
     inside[0] = True
     for tensor in tensors_in(kept): add(tensor)
     return sum(size for in_block, size, _ in seen.values() if in_block)
+
+
+def test_a_compiled_final_norm_keeps_its_input_as_it_is():
+    model = AutoModelForCausalLM.from_config(family_config("Llama 3"), dtype=torch.bfloat16)
+    compile_blocks(model.requires_grad_(False))
+    hidden = torch.randn(1, 96, 64, dtype=torch.bfloat16, requires_grad=True)
+    seen = {}
+    with saved_tensors_hooks(lambda t: seen.setdefault(t.data_ptr(), t), lambda t: t):
+        final_norm(model)(hidden)
+    of_tokens = [t for t in seen.values() if t.dim() > 1]
+    assert sum(t.nbytes for t in of_tokens) == hidden.nbytes + 4 * 96
 
 
 def tensors_in(tree):

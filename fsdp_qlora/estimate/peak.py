@@ -131,15 +131,15 @@ class Peak:
         shape, setup, grads = self.shape, self.setup, self.gradients
         n, d, a = setup.tokens, shape.hidden, BYTES[setup.precision]
         bucket = min(grads.whole, BUCKET_BYTES) if setup.world_size > 1 and not setup.sharded else 0.0
-        # The final norm is never compiled: its input in fp32 and its output, then the loss's gradient.
+        # The final norm keeps its input, eager in fp32. Its backward, compiled, holds the gradients of
+        # both ends; eager, in that of its square, five tensors in fp32.
+        kept, work = (n * d * a, 2 * n * d * a) if setup.compile else (n * d * 4, 5 * n * d * 4)
         return {
             "embedding": dict(gradients=grads.held, working=n * d * a + 2 * PIECE_BYTES * setup.by_rows),
             "last block gathered": dict(gradients=grads.held, activations=block_input(shape, setup)),
-            "loss": dict(activations=n * d * (4 + a), loss=loss_bytes(shape, setup) + n * d * a,
+            "loss": dict(activations=kept + n * d * a, loss=loss_bytes(shape, setup) + n * d * a,
                          gradients=grads.held, working=cast_head_bytes(shape, setup)),
-            # Its backward in fp32: the input and, in that of its square, five tensors of its size.
-            "final norm": dict(activations=n * d * 4, working=5 * n * d * 4,
-                               gradients=grads.held + grads.root),
+            "final norm": dict(activations=kept, working=work, gradients=grads.held + grads.root),
             "gradients reduced": dict(gradients=grads.whole + bucket)}
 
     def moments(self, runs: Runs, window: Window | None = None) -> dict[str, dict[str, float]]:

@@ -44,6 +44,14 @@ def block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     return max(lists, key=lambda found: sum(p.numel() for p in found[1].parameters()))
 
 
+def final_norm(model: nn.Module) -> nn.Module | None:
+    """What the hidden states go through after the last block: the next module that takes them alone."""
+    name, blocks = block_list(model)
+    around = list(model.get_submodule(name.rpartition(".")[0]).children())
+    after = around[around.index(blocks) + 1:]
+    return next((m for m in after if takes_one(m.forward)), None)
+
+
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The linear layers that can be adapted, by name: all but those that hold experts."""
     experts = {part for m in model.modules() if isinstance(m, StackedExperts) for part in m.modules()}
