@@ -44,7 +44,7 @@ class Strategy:
 STRATEGIES = {
     "ddp": Strategy("replicate", None, "NO_SHARD", "every rank holds everything"),
     "shard_grad_op": Strategy("shard", False, "SHARD_GRAD_OP",
-                              "weights are gathered once per step and freed after backward"),
+                              "weights are gathered for a forward and freed after its backward"),
     "full_shard": Strategy("shard", True, "FULL_SHARD",
                            "weights are gathered for each forward and backward of a block"),
     "hybrid_shard_grad_op": Strategy("hybrid", False, "_HYBRID_SHARD_ZERO2",
