@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from . import meeting
-from .meeting import Mistakes
+from .meeting import Board, Mistakes
 from .redact import redact
 
 T = TypeVar("T")
@@ -126,37 +125,6 @@ def tell_mistake(text: str):
     with suppress(RuntimeError):
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=10)))
         meeting.tell_mistake(dist.PrefixStore("fsdp_qlora", store), rank, world_size, text)
-
-
-class Board:
-    """Where threads of the ranks leave each other short texts, without a collective."""
-
-    def __init__(self, store: dist.Store, rank: int, world_size: int):
-        self.store, self.rank, self.world_size = store, rank, world_size
-
-    def post(self, topic: str, text: str):
-        """Leave this rank's text on a topic."""
-        self.store.set(f"{topic}/{self.rank}", text)
-
-    def read(self, topic: str, rank: int) -> str | None:
-        """A rank's text, or None if there is none yet; does not wait."""
-        key = f"{topic}/{rank}"
-        return self.store.get(key).decode() if self.store.check([key]) else None
-
-    def claim(self, topic: str) -> bool:
-        """True for the first rank that claims the topic."""
-        return self.store.compare_set(topic, "", str(self.rank)).decode() == str(self.rank)
-
-    def wait_for_all(self, topic: str, timeout_s: float) -> list[str]:
-        """The texts of all ranks in their order. Raises OSError if one does not come."""
-        deadline = time.monotonic() + timeout_s
-        texts: list[str] = []
-        while len(texts) < self.world_size:
-            if (text := self.read(topic, len(texts))) is not None: texts.append(text)
-            elif time.monotonic() > deadline:
-                raise OSError(f"rank {len(texts)} said nothing for {timeout_s:.0f} s")
-            else: time.sleep(0.02)
-        return texts
 
 
 board: list[Board] = []  # of the process group that is open, last

@@ -1,4 +1,4 @@
-"""How the ranks of a start find each other in torchrun's store, and hear of a mistake that one made.
+"""What ranks tell each other through torchrun's store: that they are here, a mistake, and short texts.
 
 torchrun keeps one store for all starts of a run, and the restart count that it exports is each host's
 own: an agent does not count a restart that another host's failure brought about. So the keys of a rank
@@ -98,3 +98,34 @@ def tell_mistake(store: Store, rank: int, world_size: int, text: str,
             while silent and store.check([f"{own}/heard/{min(silent)}"]): silent.remove(min(silent))
             if not silent: return
             time.sleep(POLL_SECONDS)
+
+
+class Board:
+    """Where threads of the ranks leave each other short texts, without a collective."""
+
+    def __init__(self, store: Store, rank: int, world_size: int):
+        self.store, self.rank, self.world_size = store, rank, world_size
+
+    def post(self, topic: str, text: str):
+        """Leave this rank's text on a topic."""
+        self.store.set(f"{topic}/{self.rank}", text)
+
+    def read(self, topic: str, rank: int) -> str | None:
+        """A rank's text, or None if there is none yet; does not wait."""
+        key = f"{topic}/{rank}"
+        return self.store.get(key).decode() if self.store.check([key]) else None
+
+    def claim(self, topic: str) -> bool:
+        """True for the first rank that claims the topic."""
+        return self.store.compare_set(topic, "", str(self.rank)).decode() == str(self.rank)
+
+    def wait_for_all(self, topic: str, timeout_s: float) -> list[str]:
+        """The texts of all ranks in their order. Raises OSError if one does not come."""
+        deadline = time.monotonic() + timeout_s
+        texts: list[str] = []
+        while len(texts) < self.world_size:
+            if (text := self.read(topic, len(texts))) is not None: texts.append(text)
+            elif time.monotonic() > deadline:
+                raise OSError(f"rank {len(texts)} said nothing for {timeout_s:.0f} s")
+            else: time.sleep(0.02)
+        return texts

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from ..dist import Board
+from ..meeting import Board
 
 EXIT_STALLED = 70         # EX_SOFTWARE of sysexits.h
 INNERMOST = 5             # frames of a stack that tell whether it waits in a collective
