@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_qlora.data import NAMES, read_rows, row_from_record
 from fsdp_qlora.data.formats import FORMATS
-from fsdp_qlora.data.sources import guanaco_record
+from fsdp_qlora.data.hub_sets import guanaco_record
 
 RECORD = {"instruction": "Say hi.", "output": "hi"}
 LINE = json.dumps(RECORD).encode()

@@ -230,7 +230,7 @@ def test_a_rank_parses_its_own_lines_only(tmp_path, monkeypatch):
     parsed = []
     monkeypatch.setattr(stream_module, "parse_row", lambda raw, place: parsed.append(place) or
                         parse_row(raw, place))
-    from fsdp_qlora.data.sources import parse_row
+    from fsdp_qlora.data.records import parse_row
     stream(open_source(write_rows(tmp_path / "rows.jsonl", conversations(41))), 4)
     assert len(parsed) == len(set(parsed)) == 41
 

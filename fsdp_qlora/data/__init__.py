@@ -6,8 +6,8 @@
 `load_dataset` does the first two, with a cache that ranks share. Each piece is usable alone and
 takes plain arguments; none knows of models, processes or configurations.
 
-Modules, each importing only from those before it: formats, sources, templates, masking, collate,
-report, cache, dataset, packing, sampler, loader, stream.
+Modules, each importing only from those before it: formats, records, files, hub_sets, sources,
+templates, masking, collate, report, cache, dataset, packing, sampler, loader, stream.
 """
 from .collate import choose_pad_token_id, collate, filler
 from .dataset import Subset, TokenizedDataset, hold_out, load_dataset, tokenize_rows
@@ -15,9 +15,10 @@ from .formats import Row, row_from_record
 from .loader import Step, StepLoader, num_trained_tokens, on_device
 from .masking import TRAIN_ON, encode_prompt, stop_token_ids
 from .packing import block_diagonal_mask, collate_packed, pack
+from .records import NAMES, Source
 from .report import DataReport, preview
 from .sampler import StepSampler, rank_share
-from .sources import NAMES, SAMPLED_NAMES, Source, open_source, read_rows
+from .sources import SAMPLED_NAMES, open_source, read_rows
 from .stream import StreamLoader, StreamSampler
 from .templates import ChatTemplate
 

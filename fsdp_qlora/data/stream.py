@@ -25,8 +25,8 @@ from .collate import Example
 from .dataset import as_example, check_vocab_size, cut_and_count, groups
 from .loader import Step, collated, num_trained_tokens, share_out
 from .masking import Encoded, encode_rows
+from .records import Source, parse_row
 from .report import DataReport
-from .sources import Source, parse_row
 from .templates import ChatTemplate
 
 RawRow = tuple[str, dict | bytes]  # place and record, as Source.raw_records gives them
