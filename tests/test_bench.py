@@ -87,6 +87,16 @@ def test_a_wrong_grid_is_named_with_the_cell(tmp_path, text, message):
     with pytest.raises(ValueError, match=f"--grid .*g.yaml: {message}"): read_grid(tmp_path / "g.yaml")
 
 
+def test_random_weights_of_a_known_model_need_no_hub(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    results = tmp_path / "rows.jsonl"
+    assert main(["bench", "--model_name", "HuggingFaceTB/SmolLM2-135M", "--random_weights", "--device",
+                 "cpu", "--world_size", "1", "--sharding_strategy", "ddp", "--context_length", "16",
+                 "--steps", "1", "--warmup", "0", "--results", str(results)]) == 0
+    (row,) = read_rows(results)
+    assert (row.status, row.model, row.num_hidden_layers) == ("ok", "smollm2-135m", 30)
+
+
 def test_a_runs_own_flags_are_told_from_those_of_the_bench():
     argv = ["--steps", "3", "--model_name", "x", "--results=r", "--random_weights", "--again", "true"]
     assert settings_alone(argv) == ["--model_name", "x", "--random_weights"]

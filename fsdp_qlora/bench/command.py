@@ -6,12 +6,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..catalog.known_models import is_known
 from ..config import RunConfig
 from ..config.flags import parse
 from ..config.settings import opt
 from ..places import check_file
 from .drive import How, Job, job_of, run_jobs
-from .grid import Grid, read_grid
+from .grid import Grid, model_folder, read_grid
 from .row import Row, append_row, read_rows
 
 
@@ -77,10 +78,16 @@ def measure_jobs(config: RunConfig, folder: str, argv: list[str], how: How):
 
 def measure_one(config: RunConfig, options: BenchOptions, argv: list[str], how: How):
     """One configuration, in a process of its own."""
-    job = Job(options.row_name or config.sharding_strategy, settings_alone(argv),
+    job = Job(options.row_name or config.sharding_strategy, settings_alone(argv) + known_shape(config),
               gpu_memory_gib=options.gpu_memory_gib)
     (row,) = run_jobs([job], how, options.results)
     if row.status == "error": sys.exit(1)  # it has said why
+
+
+def known_shape(config: RunConfig) -> list[str]:
+    """Flags that take a known model's shape from here: random weights need nothing of a hub."""
+    if not config.random_weights or not is_known(config.model_name): return []
+    return ["--model_name", str(model_folder(config.model_name))]
 
 
 def settings_alone(argv: list[str]) -> list[str]:

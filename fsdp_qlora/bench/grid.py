@@ -50,7 +50,8 @@ class Cell:
 
     def argv(self) -> list[str]:
         """The run's command line; the model is a folder with config.json alone."""
-        settings = self.settings | dict(model_name=str(model_folder(self)))
+        folder = model_folder(self.settings["model_name"], self.num_hidden_layers)
+        settings = self.settings | dict(model_name=str(folder))
         return [part for name, value in settings.items() for part in (f"--{name}", shown(value))]
 
 
@@ -102,15 +103,17 @@ def make_cells(wanted: dict) -> list[Cell]:
     return found
 
 
-def model_folder(cell: Cell) -> Path:
-    """A folder with the cell's config.json; one that exists already as it is, unless it is cut."""
-    name = cell.settings["model_name"]
-    if Path(name).exists() and not cell.num_hidden_layers: return Path(name)
+def model_folder(name: str, layers: int | None = None) -> Path:
+    """A folder with a model's config.json, cut to `layers` if given; one that exists stays as it is.
+
+    Raises ValueError for a name that is neither a folder nor a known model's.
+    """
+    if Path(name).exists() and not layers: return Path(name)
     config = (json.loads((Path(name) / "config.json").read_text()) if Path(name).exists()
               else known_config(name))
-    if cell.num_hidden_layers: config["num_hidden_layers"] = cell.num_hidden_layers
-    layers = config["num_hidden_layers"]
-    folder = Path(tempfile.gettempdir(), "fsdp_qlora_shapes", str(layers), bare_name(name))
+    if layers: config["num_hidden_layers"] = layers
+    folder = Path(tempfile.gettempdir(), "fsdp_qlora_shapes", str(config["num_hidden_layers"]),
+                  bare_name(name))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder

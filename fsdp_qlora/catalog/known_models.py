@@ -32,6 +32,11 @@ def known_name(name: str) -> str:
                      "them, a folder with config.json, or that file")
 
 
+def is_known(name: str) -> bool:
+    """Whether the shape of a model of this name is known here."""
+    return bare_name(name) in {bare_name(full) for full in KNOWN}
+
+
 def known_config(name: str) -> dict:
     """The config.json of a known model, in transformers' fields; ValueError if it is not known."""
     return dict(KNOWN[known_name(name)])
