@@ -8,14 +8,13 @@ from fsdp_qlora.catalog.machine import Machine
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.without_effect import settings_without_effect
 from fsdp_qlora.estimate import (
-    all_trained,
     estimate,
     gathered,
     memory,
     optimizer_bytes,
     setup_from_config,
-    widest_block,
 )
+from fsdp_qlora.estimate.weights import all_trained, widest_block
 from tests.estimates import H100, LLAMA_8B
 
 

@@ -9,7 +9,6 @@ from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.options import ACTIVATION_POLICIES
 from fsdp_qlora.estimate import (
     GIB,
-    MATMUL_SHARE,
     constants,
     flops_per_token,
     memory,
@@ -18,6 +17,7 @@ from fsdp_qlora.estimate import (
     setup_from_config,
     step_seconds,
 )
+from fsdp_qlora.estimate.constants import MATMUL_SHARE
 from fsdp_qlora.estimate.speed import launch_seconds
 
 from .estimates import H100, LLAMA_8B, LLAMA_70B, PRODUCT, TRIAL, TRIAL_HALF

@@ -14,22 +14,6 @@ flops, window, peak, passes, speed, policies, cost, question, report.
 Letters: B batch, T tokens of a row, N = B T, D hidden, I intermediate, q and kv the widths of all
 query and all key-value heads, V vocabulary, R rank, n ranks that share one copy of the weights.
 """
-from __future__ import annotations
-
-from . import (
-    activations,
-    constants,
-    cost,
-    flops,
-    passes,
-    peak,
-    policies,
-    question,
-    setup,
-    speed,
-    weights,
-    window,
-)
 from .activations import kept_by_block, loss_bytes, saved_by_block
 from .cost import RunCost, run_cost
 from .flops import Flops, flops_per_token, model_flops_per_token, model_tflops
@@ -48,11 +32,3 @@ __all__ = [
     "model_tflops", "optimizer_bytes", "report", "resident_bytes", "run_cost", "saved_by_block",
     "setup_from_config", "step_seconds",
 ]
-
-
-def __getattr__(name: str):
-    """A helper or constant that is not public, from the module that has it."""
-    for module in (constants, setup, weights, activations, flops, window, peak, passes, speed, policies,
-                   cost, question):
-        if not name.startswith("_") and name in vars(module): return getattr(module, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
