@@ -98,8 +98,9 @@ def test_a_budget_leaves_the_policy_open():
 
 def test_tiles_are_as_few_as_a_budget_needs_or_as_save_much():
     long = replace(PRODUCT, batch_size=2, activation_offload=True, vocabulary_offload=True)
-    peaks = {n: memory(LLAMA_8B, long, mlp_tiles=n).peak_allocated for n in (1, 2, 4, 8)}
-    assert peaks[1] > 1.05 * peaks[2] > 1.05 * peaks[4] and peaks[4] == peaks[8]
+    peaks = {n: memory(LLAMA_8B, long, mlp_tiles=n).peak_allocated for n in (1, 2, 4, 8, 16)}
+    assert peaks[1] > 1.05 * peaks[2] > 1.05 * peaks[4]
+    assert peaks[4] < 1.03 * peaks[8] and peaks[8] == peaks[16]
     assert choose_tiles(LLAMA_8B, long) == 4
     for tiles, peak in [*peaks.items()][:3]: assert choose_tiles(LLAMA_8B, long, peak) == tiles
     assert choose_tiles(LLAMA_8B, replace(PRODUCT, context_length=512)) == 1
