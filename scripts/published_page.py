@@ -34,8 +34,8 @@ settings on the same card, and beside rows that this project measured on H100s o
 one of the same settings. The estimates are of this code, which does the same work in other ways than the
 code that was published: it need not be as slow, nor as large. Cards that this project never measured are
 uncalibrated. Errors are those of today's estimate for a measured row and its own card: of reserved
-memory, then of a step's seconds, which older kernels took longer for. Where a document leaves a setting
-open, what was taken is said under its table."""
+memory, then of a step's seconds; older code took a little more of either. Where a document leaves a
+setting open, what was taken is said under its table."""
 UNMEASURED = "unmeasured"
 
 

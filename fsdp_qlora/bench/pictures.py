@@ -19,7 +19,7 @@ def scatter(rows: list[Row], path: str | Path) -> Path:
                          ) from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    compared = compare(rows)
+    compared = [c for c in compare(rows) if not c.superseded]
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.4), layout="constrained")
     panel(left, [(c.row.peak_allocated_gib, c.memory.peak_allocated, c.calibrates) for c in compared
                  if not c.old_memory],

@@ -56,10 +56,11 @@ def accuracy_table(rows: list[Row]) -> str:
 def accuracy_line(c: Compared) -> list[str]:
     """One row's cells."""
     time = [number(c.row.seconds_per_step, 3), number(c.step.total, 3), percent(c.time_error)]
-    size = [number(c.row.peak_allocated_gib), percent(c.memory_error),
-            number(c.row.peak_reserved_gib), percent(c.reserved_error)]
+    size = [number(c.row.peak_allocated_gib), percent(c.memory_error)]
+    reserved = [number(c.row.peak_reserved_gib), percent(c.reserved_error)]
     return [c.row.name, str(c.row.gpus), *([""] * 3 if c.old_code else time),
-            *([""] * 4 if c.old_memory else size), "yes" * c.calibrates]
+            *([""] * 2 if c.old_memory else size), *([""] * 2 if c.old_reserved else reserved),
+            "yes" * c.calibrates]
 
 
 def accuracy_lines(rows: list[Row]) -> str:
@@ -70,8 +71,9 @@ def accuracy_lines(rows: list[Row]) -> str:
         return f"{what}: median error {middle:.1%}, worst {worst:.1%}{below}"
     return (f"On rows that no constant was set on. {found.rows} rows: "
             + line("allocated memory", found.memory_median, found.memory_worst, found.memory_lowest)
-            + "; " + line("reserved memory", found.reserved_median, found.reserved_worst,
-                          found.reserved_lowest)
+            + f". {found.reserving} rows: "
+            + line("reserved memory", found.reserved_median, found.reserved_worst,
+                   found.reserved_lowest)
             + f". {found.timed} rows of today's kernels: "
             + line("time", found.time_median, found.time_worst) + ".")
 
