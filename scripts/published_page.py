@@ -42,7 +42,7 @@ UNMEASURED = "unmeasured"
 def page() -> str:
     """The whole page."""
     rows = [row for path in sorted((ROOT / "benchmarks/results").glob("*_h[12]00_*.jsonl"))
-            if not path.name.startswith(("attention", "packing")) for row in read_rows(path)]
+            if not path.name.startswith(("attention", "packing", "quality")) for row in read_rows(path)]
     rows = [c.row for c in sorted(compare(rows), key=lambda c: not c.old_code)]  # today's code last
     parts = [INTRO]
     for path in sorted((ROOT / "benchmarks/published").glob("*.yaml")):
