@@ -46,7 +46,7 @@ class Ranks:
 
 
 def ranks_from_env() -> Ranks:
-    """Read what torchrun exported."""
+    """Rank, world size and their numbers on this machine, as torchrun exported them, or one rank."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     return Ranks(rank=int(os.environ.get("RANK", 0)), world_size=world_size,
                  local_rank=int(os.environ.get("LOCAL_RANK", 0)),
@@ -59,7 +59,10 @@ def launched() -> bool:
 
 
 def rank_device(device_type: str, ranks: Ranks | None = None) -> torch.device:
-    """This rank's device; `device_type` is auto, cpu or cuda."""
+    """This rank's device; `device_type` is auto, cpu or cuda.
+
+    ranks: those of the environment if not given. Raises ValueError if there is no GPU for this rank.
+    """
     ranks = ranks or ranks_from_env()
     if device_type == "auto": device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if device_type == "cpu": return torch.device("cpu")
@@ -83,7 +86,8 @@ def process_group(device: torch.device, timeout_minutes: float = 30.0):
 
     On CUDA it serves both devices: NCCL for the GPU, gloo for host tensors (counts, and gradient
     norms under CPU offload). The timeout counts from when all ranks are there: one that prepares
-    its data or fetches the model for longer makes the others wait and fails nothing.
+    its data or fetches the model for longer makes the others wait and fails nothing. Raises
+    ValueError with the mistake of a rank that will not come.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=timeout_minutes)
@@ -174,7 +178,10 @@ def resolve_shard_group_size(requested: int, ranks: Ranks, strategy: str) -> int
 
 
 def local_rows(parameter: Tensor) -> tuple[Tensor, int, int]:
-    """This rank's part of a parameter: its tensor, and its rows (start, stop) of the whole."""
+    """This rank's part of a parameter: its tensor, and its rows (start, stop) of the whole.
+
+    An unsharded parameter (O, ...) gives itself, 0 and O; the tensor shares the parameter's memory.
+    """
     if not isinstance(parameter, DTensor):
         return parameter.data, 0, parameter.shape[0]
     shape, offset = compute_local_shape_and_global_offset(

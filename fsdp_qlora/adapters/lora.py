@@ -104,7 +104,11 @@ class LoraLinear(nn.Module, LoraLayer):
 
 def lora_config(*, rank: int = 64, alpha: int = 16, dropout: float = 0.0,
                 target_modules: str | list[str] | None = "all-linear", **more) -> LoraConfig:
-    """A PEFT LoRA configuration for causal language models; `more` is PEFT's, such as use_dora."""
+    """A PEFT LoRA configuration for causal language models; `more` is PEFT's, such as use_dora.
+
+    The adapter's output is scaled by alpha / rank. dropout: share of its input. target_modules:
+    "all-linear" is every linear layer but the head, None is PEFT's choice.
+    """
     return LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, lora_dropout=dropout,
                       target_modules=target_modules, **more)
 

@@ -78,7 +78,8 @@ def save_adapter(model: nn.Module, folder: str | Path,
     """An adapter folder with the key names and shapes of PEFT's own `save_pretrained`.
 
     It fits the original base, whatever the adapter took out of it to begin from (adapters/initial.py).
-    `write_rest` writes more files into the folder before it gets its name.
+    `write_rest` writes more files into the folder before it gets its name. Every rank must call it.
+    Raises OSError on every rank if rank 0 can't write.
     """
     folder, is_main = Path(folder), ranks_from_env().is_main
     parameters = trainable_parameters(model)
@@ -239,7 +240,11 @@ def saved_name(name: str) -> str:
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
-    """Fill a built model's adapters from an adapter folder, each rank its own rows."""
+    """Fill a built model's adapters from an adapter folder, each rank its own rows; returns the model.
+
+    Needs no other rank. Raises FileNotFoundError without adapter_model.safetensors, and safetensors'
+    own error for an adapter of other layers.
+    """
     from safetensors import safe_open
     with safe_open(Path(folder) / "adapter_model.safetensors", framework="pt") as file, \
             torch.no_grad():

@@ -57,7 +57,7 @@ def materialize(model: nn.Module, device: torch.device,
     """Give meta parameters uninitialised storage, move buffers to `device`.
 
     `parameter_device` is a device, or a function that gives each parameter its own. What is on the
-    host of a GPU is one region of page-locked memory.
+    host of a GPU is one region of page-locked memory; raises OSError if the system can't lock so much.
     """
     place = parameter_device if callable(parameter_device) else lambda _: parameter_device
     meta = [p for p in model.parameters() if p.is_meta]

@@ -126,7 +126,8 @@ def load_weights(model: nn.Module, source: Checkpoint, device: torch.device,
 
     `source` is a Checkpoint, or has its methods `spans`, `values` and `placed`. Reads run ahead in
     `workers` threads, a few pieces at a time. `progress(bytes)` is told of every piece. `but` names
-    tensors of the checkpoint that are in the model already.
+    tensors of the checkpoint that are in the model already. Raises ValueError naming a file that can't
+    be read; whether all tensors are there is `check_complete`'s question.
     """
     pieces = (piece for whole in rank_pieces(model, but) for piece in whole.cut())
     with torch.no_grad():

@@ -30,7 +30,7 @@ MICRO_BATCHES_TOGETHER = 16  # rows of so many are sorted by length, which leave
 def held_out_loss(model: nn.Module, dataset: TokenizedDataset | Subset, device: torch.device, *,
                   batch_size: int = 1, pad_token_id: int = 0, packing: bool = False,
                   agree: Callable[[], object] | None = None) -> tuple[float, int]:
-    """Loss per trained token of `dataset` over all ranks, and the number of these tokens.
+    """Loss per trained token of `dataset` in nats, over all ranks, and the number of these tokens.
 
     Every rank must call it, with the same dataset. batch_size: rows per rank and forward, or bins.
     packing: as the model was built. agree: called before each forward, on every rank; may raise.

@@ -31,6 +31,10 @@ def lr_share(step: int, name: str, total_steps: int, warmup_share: float = 0.1,
 
 def build_scheduler(optimizer: Optimizer, name: str, total_steps: int, warmup_share: float = 0.1,
                     warmup_steps: int | None = None) -> LambdaLR:
-    """The schedule as torch's LambdaLR over optimizer steps."""
+    """The schedule as torch's LambdaLR over optimizer steps; the optimizer's rate is the peak.
+
+    name: constant, linear or cosine. total_steps and warmup_steps: optimizer steps. warmup_share: of
+    total_steps, where warmup_steps is None (`lr_share`). Raises ValueError for an unknown name.
+    """
     return LambdaLR(optimizer, lambda step: lr_share(step, name, total_steps, warmup_share,
                                                      warmup_steps))

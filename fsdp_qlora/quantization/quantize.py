@@ -157,7 +157,8 @@ def quantize_linears(model: nn.Module, quant_type: str = "nf4",
     """Replace every linear layer but those whose last name part is in `skip`, in place.
 
     With `names`, only layers of these names; none in the modules whose names are in `but`.
-    On the meta device only shapes change; a model with weights is quantized where it lies.
+    On the meta device only shapes change; a model with weights is quantized where it lies. Returns the
+    model. Raises ValueError for an unknown `quant_type` (formats.py) or `absmax_dtype` (fp32, int8).
     """
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear) or name.rsplit(".", 1)[-1] in skip: continue

@@ -60,7 +60,9 @@ def train(config: RunConfig, dataset: TokenizedDataset | Subset | Source, device
     """Build the model, train it on tokenized rows or a stream, save what was trained.
 
     Needs a process group. Goes on from a checkpoint as --resume says. `held_out` rows are evaluated
-    on as --eval_every says; `signals` may ask for a stop. Returns the metrics of every step.
+    on as --eval_every says; `signals` may ask for a stop. Returns the metrics of every step. Raises
+    ValueError for a loss that is not a number, OSError for a disk or memory fault, StopRequested when
+    it was stopped and has saved.
     """
     found = find_run(config, dataset)
     config = found.settings(config)
