@@ -10,6 +10,7 @@ import sys
 import traceback
 from dataclasses import dataclass
 
+from . import __version__
 from .bench.command import bench_command
 from .commands.calibrate import calibrate_command
 from .commands.delivery import DELIVERY
@@ -124,6 +125,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # without a network, not a line for each retry
     try:
         if not argv or argv[0] in ("-h", "--help", "help"): print(overview())
+        elif argv[0] in ("-V", "--version"): print(f"fsdp_qlora {__version__}")
         elif argv[0] in COMMANDS: COMMANDS[argv[0]](argv[1:])
         else: raise ValueError(f"unknown command {argv[0]!r}; choose {', '.join(COMMANDS)}")
         sys.stdout.flush()

@@ -12,11 +12,13 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from fsdp_qlora import __version__
 from fsdp_qlora.bench.command import BenchOptions
 from fsdp_qlora.cli import COMMANDS, GenerateOptions, main, parse
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.flags import EXAMPLES
 from fsdp_qlora.config.run import GROUPS
+from fsdp_qlora.config.settings import ELSEWHERE
 
 from .tiny import TARGETS, save_tiny
 
@@ -103,6 +105,10 @@ def test_without_a_command_all_commands_are_listed_with_a_line_each(argv, capsys
         assert f"{name} " in text and function.__doc__.splitlines()[0] in text
 
 
+def test_the_version_is_said(capsys):
+    assert main(["--version"]) == 0 and capsys.readouterr().out == f"fsdp_qlora {__version__}\n"
+
+
 def test_help_shows_choices_units_and_defaults_but_no_value_that_is_refused(capsys):
     with pytest.raises(SystemExit): main(["train", "--help"])
     text = " ".join(capsys.readouterr().out.split())
@@ -161,13 +167,19 @@ def mistake(capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("argv, near", [
-    (["--learning_rate", "1"], None), (["--lora_rnak", "8"], "--lora_rank"),
+    (["--learning_rate", "1"], "--lr"), (["--lora_rnak", "8"], "--lora_rank"),
+    (["-lr", "1"], "--lr"), (["--num-train-epochs=3"], "--num_epochs"),
     (["--lora-rank", "8"], "--lora_rank"), (["--shardingstrategy=ddp"], "--sharding_strategy"),
     (["--use_gradient_checkpoint"], "--use_gradient_checkpointing"), (["--zzz"], None)])
 def test_an_unknown_flag_is_named_with_the_nearest_known_one(mistake, argv, near):
     line = mistake(*argv)
     assert line.startswith(f"unknown flag {argv[0]}")
     assert f"did you mean {near}?" in line if near else "--" in line
+
+
+def test_names_of_other_trainers_stand_for_settings():
+    names = {field.name for field in fields(RunConfig)}
+    assert set(ELSEWHERE.values()) <= names and not set(ELSEWHERE) & names
 
 
 def test_a_flag_is_not_taken_from_its_beginning(mistake):

@@ -5,7 +5,6 @@ Pure: no torch, so that --help answers at once.
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 from dataclasses import fields
 from typing import get_args, get_type_hints
@@ -15,7 +14,7 @@ from fastcore.basics import listify, str2bool
 from .checks import check_choices
 from .recipe import Recipe, RecipeOptions, read_recipe
 from .run import GROUPS, RunConfig
-from .settings import AUTO, default_of, shown, title
+from .settings import AUTO, default_of, nearest_name, shown, title
 
 
 class Parser(argparse.ArgumentParser):
@@ -186,7 +185,6 @@ def parse_alone(argv: list[str], group: type, prog: str):
 def unknown_flag(flag: str, parser: argparse.ArgumentParser) -> str:
     """An error for a flag that does not exist."""
     if not flag.startswith("-"): return f"unexpected argument {flag!r}; settings are --name value"
-    flags = [s for a in parser._actions for s in a.option_strings]
-    near = difflib.get_close_matches(flag.split("=")[0].replace("-", "_").replace("__", "--", 1),
-                                     flags, n=1)
-    return f"unknown flag {flag}" + (f"; did you mean {near[0]}?" if near else "; see --help")
+    names = [s.lstrip("-") for a in parser._actions for s in a.option_strings]
+    near = nearest_name(flag.split("=")[0], names)
+    return f"unknown flag {flag}" + (f"; did you mean --{near}?" if near else "; see --help")

@@ -9,11 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from pathlib import Path
 
 from .run import RunConfig
-from .settings import default_of, opt
+from .settings import default_of, nearest_name, opt
 
 
 @dataclass
@@ -98,6 +97,6 @@ def as_recipe(settings: dict) -> str:
 
 def unknown_name(name: str, known: Iterable[str]) -> str:
     """An error for a setting that does not exist, with the nearest one."""
-    near = get_close_matches(name.lstrip("-").replace("-", "_"), list(known), n=1)
-    return f"unknown setting {name!r}" + (f"; did you mean {near[0]}?" if near else
+    near = nearest_name(name, known)
+    return f"unknown setting {name!r}" + (f"; did you mean {near}?" if near else
                                           "; fsdp-qlora train --help lists them")

@@ -36,7 +36,8 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype, attn_implementation
                 **pinned_code(revision, trust_remote_code))
     except (ValueError, ImportError) as error:
         if "attn" not in str(error).lower() and "attention" not in str(error).lower(): raise
-        raise ValueError(f"--attn_implementation {attn_implementation}: {first_line(error)}") from error
+        raise ValueError(f"--attn_implementation {attn_implementation}: {first_line(error)}; leave it "
+                         "out, or use sdpa") from error
     model.config.use_cache = False
     model.tie_weights()
     apply_stacked_experts(apply_plain_linears(model))

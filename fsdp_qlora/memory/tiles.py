@@ -74,17 +74,23 @@ def apply_tiled_mlp(model: nn.Module, tiles: int, policies: list[str]) -> nn.Mod
     if tiles == 1: return model
     causal, dtype = base_model(model), model.get_input_embeddings().weight.dtype
     width = causal.config.get_text_config().hidden_size
+    check_mlps(model, tiles)
     for block, policy in zip(decoder_blocks(model), policies, strict=True):
         mlp = mlp_of(block)
-        if mlp is None or has_experts(block):
-            raise ValueError(f"--mlp_tiles {tiles}: {type(block).__name__} has no MLP that takes each "
-                             "token alone in one module; leave it out")
         if policy not in TILED_POLICIES: continue
         mlp.tiled = TiledMlp(mlp, tiles, width, dtype)
         mlp.__class__ = in_tiles_class(type(mlp))
     if any(mlp.drops for mlp in tiled_mlps(model)):
         causal.register_forward_pre_hook(lambda *_: draw_seeds(model))
     return model
+
+
+def check_mlps(model: nn.Module, tiles: int):
+    """Refuse to tile blocks without an MLP that can be."""
+    for block in decoder_blocks(model) if tiles > 1 else ():
+        if mlp_of(block) is None or has_experts(block):
+            raise ValueError(f"--mlp_tiles {tiles}: {type(block).__name__} has no MLP that takes each "
+                             "token alone in one module; leave it out")
 
 
 @cache

@@ -10,9 +10,10 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from ..config import RunConfig
+from ..config import RunConfig, block_policies
 from ..config.settings import counted
 from ..data import (
     SAMPLED_NAMES,
@@ -26,9 +27,11 @@ from ..data import (
     preview,
     tokenize_rows,
 )
-from ..dist import print_main, ranks_from_env
+from ..dist import print_main, ranks_from_env, resolve_shard_group_size
 from ..loading import read_config
 from ..loading.tokens import grow_vocabulary, load_tokenizer
+from ..memory.tiles import check_mlps
+from ..model.blocks import decoder_blocks
 from ..observe.samples import choose_prompts
 from ..places import check_folder
 
@@ -54,6 +57,18 @@ def weights_folder(config: RunConfig, suffix: str = "") -> Path:
     """Where trained weights go: adapter or model, and the suffix."""
     kind = "adapter" if config.has_lora else "model"
     return Path(config.output_dir) / f"{kind}{suffix}"
+
+
+def check_layout(config: RunConfig, model: nn.Module):
+    """Refuse what these blocks, or this number of ranks, can't be cut up by.
+
+    Before an earlier run makes room for this one; `build_model` would come too late.
+    """
+    if config.activation_budget_gib is None:
+        block_policies(config.activation_policy, len(decoder_blocks(model)))
+    check_mlps(model, config.mlp_tiles)
+    if config.sharding_strategy.startswith("hybrid"):
+        resolve_shard_group_size(config.shard_group_size, ranks_from_env(), config.sharding_strategy)
 
 
 def check_positions(config: RunConfig, data: RunData, settings: PretrainedConfig):

@@ -127,6 +127,16 @@ def test_a_fault_on_line_3_is_named_by_file_and_line_on_every_rank(tmp_path):
     assert_refused_everywhere(argvs, parts)
 
 
+def test_what_the_blocks_or_ranks_do_not_allow_leaves_an_earlier_run_where_it_is(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "metrics.jsonl").write_text('{"kind": "step"}\n')
+    model, data = save_model(tmp_path / "model"), save_rows(tmp_path / "rows.jsonl")
+    mistakes = [["--activation_policy", "recompute_all:3"], ["--sharding_strategy", "hybrid_full_shard"]]
+    assert_refused_everywhere([arguments(model, data, tmp_path / "out", *flags) for flags in mistakes],
+                              mistakes)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["metrics.jsonl"]
+
+
 STRICT = ("{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}"
           "{% endif %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
           "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}") + CHATML
