@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ from fsdp_qlora.bench.drive import How, Job, run_jobs
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
 SMALL = dict(batch_size=1, context_length=16, lora_rank=4, compile=False, device="cpu",
              use_activation_cpu_offload=False, activation_policy="recompute_all")
 
@@ -35,6 +37,12 @@ def test_every_row_of_the_table_is_a_configuration_with_a_target():
         assert config.random_weights and config.lora_dropout == 0 and case.target > 0, name
     assert chosen(["8b_qlora_*"], 2) == ["8b_qlora_full_shard", "8b_qlora_ddp"]
     with pytest.raises(ValueError, match="no row matches 9b"): chosen(["9b"], 1)
+
+
+def test_the_table_of_targets_is_what_the_rows_say():
+    made = runpy.run_path(str(ROOT / "scripts/speed_page.py"))["table"]()
+    assert made in (ROOT / "docs/performance.md").read_text(), "run: make -C docs speed"
+    assert "| 8b_qlora | 1 | 15,500 |" in made and "| 8b_full_bf16 | 1 | 2.2 s |" in made
 
 
 def test_quality_runs_each_variant_and_seed_of_a_task_alike_but_for_what_it_compares(tmp_path):
