@@ -39,7 +39,7 @@ ROWS = 1000  # for which a recipe's header gives the time
 # The rows of benchmarks/results nearest to recipes that were not measured themselves.
 NEAREST = {
     "8b-1xh100": "8B 1x8192 keep_all",
-    "continued-pretraining": "8B 2x8192 4 GPUs ddp keep_linears",
+    "continued-pretraining": "8b_qlora_ddp on 2",
     "70b-4x80gb": "70B 2x2048x4 keep_linears",
     "70b-2x24gb": "70B offload 2x2048, 2 GPUs of 24 GB",
 }
