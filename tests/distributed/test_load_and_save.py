@@ -100,6 +100,34 @@ def train_and_save(folder: str, out: str, cases: list[dict], steps) -> list[torc
     return logits
 
 
+def reloaded(folder: str, out: str, cases: list[dict], steps) -> list[torch.Tensor]:
+    """The logits of models with other first values, once their adapters are those of the folders."""
+    import fsdp_qlora as fq
+    batch, found = padded_batch(steps[0]), []
+    for i, case in enumerate(cases):
+        config = fq.RunConfig(**dict(model_name=folder, precision="fp32", lora_rank=RANK, lora_alpha=8,
+                                     lora_dropout=0.0, seed=SEED + 1) | case)
+        model = fq.load_adapter(fq.build_model(config, torch.device("cpu")), f"{out}/{i}")
+        with torch.no_grad():
+            found.append(model(input_ids=batch["input_ids"],
+                               attention_mask=batch["attention_mask"]).logits)
+    return found
+
+
+def test_a_saved_adapter_loads_on_another_number_of_ranks(tmp_path):
+    folder, steps = save_tiny(tmp_path / "model"), tiny_rows(2, 4)
+    cases = [dict(train_type="qlora", sharding_strategy="full_shard"),
+             dict(train_type="bnb_dora", sharding_strategy="ddp"),
+             dict(train_type="lora", init_lora_weights="pissa")]
+    live = run_ranks(train_and_save, 2, folder, str(tmp_path / "out"), cases, steps)[0]
+    # What PiSSA saves fits the original base, at twice the rank.
+    again = [case | dict(init_lora_weights="default", lora_rank=2 * RANK, lora_alpha=16)
+             if "init_lora_weights" in case else case for case in cases]
+    for case, ours, logits in zip(cases, run_ranks(reloaded, 3, folder, str(tmp_path / "out"), again,
+                                                   steps)[0], live, strict=True):
+        torch.testing.assert_close(ours, logits, rtol=1e-5, atol=1e-5, msg=str(case))
+
+
 def test_saved_adapter_is_what_peft_would_have_saved(tmp_path):
     folder, steps = save_tiny(tmp_path / "model"), tiny_rows(2, 4)
     batch = padded_batch(steps[0])
