@@ -160,7 +160,7 @@ def test_a_report_is_markdown_with_a_picture(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("argv,message", [
-    (["--grid", "none.yaml"], "--grid none.yaml: not readable"),
+    (["--grid", "none.yaml"], "--grid none.yaml: No such file"),
     (["--report", "none.jsonl"], "none.jsonl: No such file"),
     (["--against", "x.jsonl"], "--against goes with --report"),
     (["--together", "0"], "--together must be 1 or more"),

@@ -6,7 +6,7 @@ import torch
 
 from fsdp_qlora.build import planned_model
 from fsdp_qlora.config import BatchPlan, RunConfig
-from fsdp_qlora.training.describe import dtypes_line, steps_line
+from fsdp_qlora.training.describe import dtypes_line, ends_in_warmup, steps_line
 
 from .tiny import save_tiny
 
@@ -28,3 +28,9 @@ def test_dtypes_are_those_of_the_weights_there_are(tmp_path, settings, line):
     (True, None, "steps until the stream ends, of 1 row: micro-batch 1 bin x accumulation 1 x 1 rank")])
 def test_steps_are_counted_in_words(packing, steps, line):
     assert steps_line(RunConfig(packing=packing), BatchPlan(1, 1, 1), steps, 1) == line
+
+
+def test_a_warm_up_as_long_as_the_run_is_noticed():
+    assert ends_in_warmup(RunConfig(lr_warmup_steps=9), 9)
+    assert not ends_in_warmup(RunConfig(lr_warmup_steps=9), 10) and not ends_in_warmup(RunConfig(), 1)
+    assert not ends_in_warmup(RunConfig(lr_warmup_steps=9), None)

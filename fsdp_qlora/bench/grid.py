@@ -68,7 +68,10 @@ def read_grid(path: str | Path) -> Grid:
     import yaml
     try:
         given = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise ValueError(f"--grid {path}: {error.strerror}; give a YAML file, as those in "
+                         "benchmarks/grids") from None
+    except yaml.YAMLError as error:
         raise ValueError(f"--grid {path}: not readable YAML: {' '.join(str(error).split())}") from None
     if not isinstance(given, dict) or not isinstance(given.get("cells"), list):
         raise ValueError(f"--grid {path}: takes title, defaults and a list of cells")

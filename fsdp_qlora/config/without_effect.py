@@ -35,8 +35,9 @@ def settings_without_effect(config) -> list[str]:
         warnings += [f"--{name} has no effect: --train_type {kind}" for name in
                      OF_ADAPTERS if name in changed]
     if not config.profile:
-        warnings += [f"--{name} has no effect: it belongs to --profile" for name in OF_THE_PROFILE
-                     if name in changed]
+        rate = {"warmup_steps": "; that of the learning rate is --lr_warmup_steps"}
+        warnings += [f"--{name} has no effect: it belongs to --profile{rate.get(name, '')}"
+                     for name in OF_THE_PROFILE if name in changed]
     warnings += [f"--{name} has no effect: it belongs to {other}"
                  for name, other in unused_details(config).items() if name in changed]
     if "absmax_dtype" in changed and config.quant == "none":

@@ -199,4 +199,4 @@ def check_context(shape: ModelShape, setup: Setup):
     """Refuse rows longer than the model's positions, with a ValueError."""
     if shape.max_positions and setup.context_length > shape.max_positions:
         raise ValueError(f"--context_length {setup.context_length}: {shape.name} has "
-                         f"{shape.max_positions} positions")
+                         f"{shape.max_positions} positions; give at most as many")

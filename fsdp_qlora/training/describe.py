@@ -36,6 +36,9 @@ def describe(model: nn.Module, config: RunConfig, batches: BatchPlan, total_step
     if uses_graphs(config, model, compute_device(model)):
         print_main("micro-batches of a shape seen before are replayed from CUDA graphs")
     print_main(steps_line(config, batches, total_steps, ranks_from_env().world_size))
+    if ends_in_warmup(config, total_steps):
+        print_main(f"warning: --lr_warmup_steps {config.lr_warmup_steps}: the run ends before --lr "
+                   f"{config.lr:g} is reached; give fewer than its {counted(total_steps, 'step')}")
     if config.verbose: print_main(model)
 
 
@@ -46,6 +49,11 @@ def steps_line(config: RunConfig, batches: BatchPlan, steps: int | None, ranks: 
     return (f"{count}, of {counted(batches.rows_per_step, 'row')}: micro-batch "
             f"{counted(batches.micro_batch_size, unit)} x accumulation {batches.accumulation} x "
             f"{counted(ranks, 'rank')}")
+
+
+def ends_in_warmup(config: RunConfig, steps: int | None) -> bool:
+    """Whether the run is over before its peak learning rate."""
+    return steps is not None and config.lr_warmup_steps >= steps
 
 
 def first_step_line(seconds: float) -> str:
