@@ -5,6 +5,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 from fsdp_qlora.cli import main
 from fsdp_qlora.commands.doctor import (
@@ -40,7 +41,9 @@ Legend:
 
 @pytest.fixture
 def driver(tmp_path, monkeypatch):
-    """Puts an nvidia-smi in front that prints given cards and links."""
+    """Puts an nvidia-smi in front that prints given cards and links; torch is built without CUDA."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+
     def install(cards: str, topology: str = ""):
         (tmp_path / "cards").write_text(cards)
         (tmp_path / "topology").write_text(topology)
@@ -90,7 +93,7 @@ def test_cards_that_differ_and_figures_that_the_driver_does_not_know_are_no_faul
 
 def test_cards_that_torch_does_not_see_are_wrong_with_the_reason(driver, monkeypatch):
     driver(CARDS)
-    first = next(iter(check_torch(len(gpu_rows()))))  # the tests' torch has no CUDA
+    first = next(iter(check_torch(len(gpu_rows()))))
     assert first.level == WRONG and "without CUDA" in first.says and "pytorch.org" in first.do
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert "hides the GPUs" in unseen_cards("13.0").says
