@@ -437,4 +437,4 @@ def test_a_compiled_block_has_no_graph_break_and_equal_results(folder, dropout, 
         assert not torch._dynamo.utils.counters["graph_break"]
         assert len(ours) == 2 + 14
         torch.testing.assert_close(ours, eager, rtol=1e-4 if again else 1e-5, atol=1e-5)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] in (1, 2)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= (1 if length == 6 else 2)

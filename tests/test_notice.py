@@ -1,5 +1,6 @@
 """--on_end: a command of the user's hears once how a run ended, whatever becomes of it."""
-import os
+import subprocess
+import sys
 
 import pytest
 
@@ -7,7 +8,6 @@ from fsdp_qlora.cli import main
 from fsdp_qlora.training.notice import told_at_end
 from fsdp_qlora.training.signals import StopRequested
 
-from .ranks import run_ranks
 from .test_dryrun import folder  # noqa: F401  a model, rows and a recipe
 
 WRITE = 'echo "$FSDP_QLORA_STATUS|$FSDP_QLORA_MESSAGE|$FSDP_QLORA_OUTPUT_DIR" >> '
@@ -46,20 +46,18 @@ def test_secrets_of_an_error_are_not_passed_on(tmp_path):
     assert secret not in (tmp_path / "told").read_text()
 
 
-def run_in(folder: str, argv: list[str]) -> int:  # noqa: F811
-    """The exit code of a command in a folder, in this rank."""
-    os.chdir(folder)
-    return main(argv)
-
-
 @pytest.mark.parametrize("flags, code, told", [
     (["--max_steps", "1"], 0, "finished|"),
     (["--dataset", "absent.jsonl"], 2, "failed|ValueError: --dataset absent.jsonl")])
-def test_two_ranks_tell_it_once(folder, tmp_path, flags, code, told):  # noqa: F811
+def test_two_ranks_tell_it_once(folder, tmp_path, monkeypatch, flags, code, told):  # noqa: F811
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("RANK", raising=False)
     command = WRITE + str(tmp_path / "told")
     argv = ["train", "--config", "recipe.yaml", "--output_dir", str(tmp_path / "out"), "--precision",
             "fp32", "--on_end", command, *flags]
-    assert run_ranks(run_in, 2, str(folder), argv, grouped=False) == [code, code]
+    done = subprocess.run([sys.executable, "-m", "fsdp_qlora.cli", *argv], capture_output=True,
+                          text=True)
+    assert done.returncode == code, done.stderr
     (line,) = (tmp_path / "told").read_text().splitlines()
     assert line.startswith(told)
     written = "".join(f.read_text() for f in (tmp_path / "out").rglob("*.json"))

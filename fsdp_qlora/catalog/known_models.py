@@ -23,8 +23,7 @@ def known_name(name: str) -> str:
     A model tuned for chat (`-Instruct`, `-chat`, `-it`) has the shape of the one it was made from.
     Raises ValueError, listing close names, for a model that is not known.
     """
-    by_bare = {bare_name(full): full for full in KNOWN}
-    wanted = bare_name(name)
+    by_bare, wanted = full_names(), bare_name(name)
     if wanted in by_bare: return by_bare[wanted]
     near = [by_bare[key] for key in get_close_matches(wanted, by_bare, 4, 0.5)]
     raise ValueError(f"--model_name {name}: no known model, folder or file; "
@@ -34,7 +33,12 @@ def known_name(name: str) -> str:
 
 def is_known(name: str) -> bool:
     """Whether the shape of a model of this name is known here."""
-    return bare_name(name) in {bare_name(full) for full in KNOWN}
+    return bare_name(name) in full_names()
+
+
+def full_names() -> dict[str, str]:
+    """The full hub name of each known model by its bare one."""
+    return {bare_name(full): full for full in KNOWN}
 
 
 def known_config(name: str) -> dict:

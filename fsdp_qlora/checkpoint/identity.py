@@ -8,8 +8,7 @@ has thought about where it belongs.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from ..config import RunConfig, plan_batches
@@ -106,10 +105,3 @@ def steps_asked(config: RunConfig, dataset: TokenizedDataset | Subset | Source, 
     """Steps of the whole run; None where only the end of a stream will tell."""
     if isinstance(dataset, Source): return None if config.max_steps == AUTO else config.max_steps
     return total_steps(len(dataset), rows_per_step, config.num_epochs, config.max_steps)
-
-
-def misplaced_settings() -> set[str]:
-    """Settings in none of the sets above or in two, and names that are no setting; a test says none."""
-    places = Counter([*MAY_CHANGE, *DEFINES_THE_WEIGHTS, *MUST_BE_EQUAL, *LENGTH])
-    names = {f.name for f in fields(RunConfig)}
-    return {name for name in names | set(places) if places[name] != 1 or name not in names}

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.distributed.test_load_and_save import train_and_save
-from tests.distributed.test_parity import assert_equal_run, train_cases
+from tests.distributed.test_parity import STEPS, assert_equal_run, train_cases
 from tests.ranks import run_ranks
 from tests.tiny import padded_batch, reference_model, reference_run, save_tiny, tiny_rows
 
@@ -20,7 +20,6 @@ VARIATIONS = [dict(), dict(use_gradient_checkpointing=False), dict(reentrant_che
               dict(sharding_strategy="ddp"), dict(sharding_strategy="shard_grad_op"),
               dict(use_cpu_offload=True), dict(activation_policy="keep_linears"),
               dict(wrap_policy="attention_mlp")]
-STEPS = tiny_rows(steps=3, rows_per_step=4)
 
 
 @pytest.fixture(scope="module")

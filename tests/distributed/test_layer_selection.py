@@ -12,15 +12,14 @@ from fsdp_qlora.adapters import initial_a
 from fsdp_qlora.config import RunConfig
 from tests.distributed.test_initial import logits_of
 from tests.distributed.test_load_and_save import train_and_save
-from tests.distributed.test_parity import assert_equal_run, train_cases
+from tests.distributed.test_parity import STEPS, assert_equal_run, train_cases
 from tests.ranks import run_ranks
-from tests.tiny import RANK, SEED, TARGETS, reference_model, reference_run, save_tiny, tiny_rows
+from tests.tiny import RANK, SEED, TARGETS, reference_model, reference_run, save_tiny
 
 PLACES = [dict(sharding_strategy="full_shard"), dict(sharding_strategy="ddp"),
           dict(sharding_strategy="full_shard", use_cpu_offload=True),
           dict(sharding_strategy="shard_grad_op", use_gradient_checkpointing=False),
           dict(reentrant_checkpointing=True)]
-STEPS = tiny_rows(steps=3, rows_per_step=4)
 
 
 @pytest.fixture(scope="module")
