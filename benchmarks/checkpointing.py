@@ -36,6 +36,7 @@ def make_inputs(folder: Path, shape: str, rows: int, words: int) -> Path:
         command = [sys.executable, "benchmarks/random_checkpoint.py", shape, str(folder)]
         subprocess.run(command, cwd=ROOT, env=environment(), check=True)
     if not (folder / "tokenizer.json").exists():
+        sys.path.insert(0, str(ROOT))
         from tests.tokenizers import save_tokenizer
         save_tokenizer(folder)
     rng, path = random.Random(0), folder / "rows.jsonl"

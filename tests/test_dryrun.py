@@ -26,9 +26,11 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("work")
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>",
-                            unk_token="<unk>").save_pretrained(folder / "model")
-    save_tiny(folder / "model")
+    for name, settings in dict(model={}, short=dict(max_position_embeddings=16),
+                               small=dict(vocab_size=8)).items():
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>",
+                                unk_token="<unk>").save_pretrained(folder / name)
+        save_tiny(folder / name, **settings)
     rows = [{"instruction": f"say {' '.join(WORDS[10:11 + i % 4])}", "output": "hi " * (1 + i)}
             for i in range(10)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -102,7 +104,9 @@ def test_without_a_gpu_it_says_how_to_get_a_prediction(shown):
 
 @pytest.mark.parametrize("flags, says", [
     (["--lora_target_modules", "qkv_proj"], "--lora_target_modules qkv_proj"),
-    (["--dataset", "absent.jsonl"], "no such file"), (["--model_name", "absent"], "does not exist")])
+    (["--dataset", "absent.jsonl"], "no such file"), (["--model_name", "absent"], "does not exist"),
+    (["--model_name", "short"], "the data have rows of 38 tokens, and the model has 16 positions"),
+    (["--model_name", "small"], "the model embeds ids below 8; use the tokenizer")])
 def test_what_a_run_would_refuse_is_refused(folder, monkeypatch, capsys, flags, says):
     monkeypatch.chdir(folder)
     assert main(["train", "--config", "recipe.yaml", "--dry_run", *flags]) == 2

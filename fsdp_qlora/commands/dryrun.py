@@ -27,12 +27,20 @@ from ..estimate import estimate
 from ..estimate import report as estimate_report
 from ..estimate.report import duration
 from ..loading import read_config
+from ..loading.tokens import grow_vocabulary
 from ..observe.trackers import check_trackers
 from ..planner import free_settings, make_plan
 from ..planner import report as plan_report
 from ..training.describe import steps_line
 from ..training.launch import world_size
-from ..training.prepare import RunData, check_device, check_places, load_data, run_tokenizer
+from ..training.prepare import (
+    RunData,
+    check_device,
+    check_places,
+    check_rows,
+    load_data,
+    run_tokenizer,
+)
 
 SHOWN_ROWS = 2  # of the first batch, if --preview does not say
 
@@ -48,13 +56,15 @@ def dry_run(config: RunConfig, argv: list[str]):
     print_main("all settings, as a recipe:" if config.verbose else
                "settings that differ from their default, as a recipe (--verbose: all):")
     print_main(as_recipe(as_typed(asdict(config) if config.verbose else changed_settings(config))))
-    shape = shape_from_config(read_config(config.model_name, **config.source).to_dict(),
-                              config.model_name)
+    model_settings = read_config(config.model_name, **config.source)
+    shape = shape_from_config(model_settings.to_dict(), config.model_name)
     if Path(config.model_name).is_dir(): planned_model(config, device)  # its files and target modules
     config, seconds = predict(config, argv, shape, device, ranks)
     data = load_data(replace(config, data_cache=None, preview=0),
                      tokenizer := run_tokenizer(config))
-    if config.added_tokens: shape = replace(shape, vocab=max(shape.vocab, len(tokenizer)))
+    if config.new_tokens: grow_vocabulary(model_settings, tokenizer)
+    shape = replace(shape, vocab=model_settings.get_text_config().vocab_size)
+    check_rows(config, data, model_settings)
     show_batches(config, data, tokenizer, shape, ranks, seconds)
     print_main("dry run: nothing was trained or written")
 
@@ -103,7 +113,6 @@ def show_batches(config: RunConfig, data: RunData, tokenizer, shape: ModelShape,
                  seconds: float | None):
     """Print how the data is cut into steps, and the first batch with its trained tokens marked."""
     rows, batches = data.rows, plan_batches(config, ranks)
-    rows.check_vocab_size(shape.vocab)
     pad = choose_pad_token_id(tokenizer, shape.vocab)
     sampler = StepSampler(len(rows), batches.rows_per_step, seed=config.seed,
                           shuffle=data.stream is None, epochs=config.num_epochs,

@@ -71,15 +71,19 @@ def check_layout(config: RunConfig, model: nn.Module):
         resolve_shard_group_size(config.shard_group_size, ranks_from_env(), config.sharding_strategy)
 
 
-def check_positions(config: RunConfig, data: RunData, settings: PretrainedConfig):
-    """Refuse rows that are longer than the model's positions, which it was never trained at."""
-    positions = getattr(settings.get_text_config(), "max_position_embeddings", None)
-    longest = max(int(rows.lengths.max(initial=0)) for rows in (data.rows, data.held_out)
-                  if rows is not None)
+def check_rows(config: RunConfig, data: RunData, settings: PretrainedConfig):
+    """Refuse rows longer than the model's positions, which it was never trained at, and tokens that it
+    does not embed. settings: the model's, grown by what --added_tokens adds.
+    """
+    settings = settings.get_text_config()
+    positions = getattr(settings, "max_position_embeddings", None)
+    found = [rows for rows in (data.rows, data.held_out) if rows is not None]
+    longest = max(int(rows.lengths.max(initial=0)) for rows in found)
     if positions and longest > positions:
         raise ValueError(f"--context_length {config.context_length}: the data have rows of {longest} "
                          f"tokens, and the model has {positions} positions; with --context_length "
                          f"{positions} longer rows are cut")
+    for rows in found: rows.check_vocab_size(settings.vocab_size)
 
 
 def run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:

@@ -19,6 +19,7 @@ from ..checkpoint import (
     find_run,
     mark_finished,
     saved_adapter,
+    take_folder,
 )
 from ..config import BatchPlan, RunConfig, plan_batches
 from ..config.settings import AUTO, parts_of
@@ -92,6 +93,7 @@ def train_found(config: RunConfig, found: Found, run_id: str,
     record = record_beside_weights(config, found.content["data"], device)
     start = start_record(config, record, run_id, model, batches, about_data(dataset, held_out), device,
                          step=boundary.step, total_steps=total_steps, load_seconds=loaded)
+    take_folder(config, found)
     with run_log(config, start, trackers, found) as log:
         log.record(start)
         writer = CheckpointWriter(checkpoints_of(config.output_dir), state, config,
