@@ -33,17 +33,21 @@ def run_auto(job: Job, how: How) -> Row:
 
     Where nothing does, the row says so.
     """
+    try:
+        return climb_down(*asked(job), job, how)[1]
+    except ValueError as error:
+        print(error, flush=True)
+        return replace(empty_row(job.name), status="error", error=str(error), gpus=job.gpus)
+
+
+def asked(job: Job) -> tuple[ModelShape, Machine, RunConfig, frozenset[str]]:
+    """What a job asks of the planner here: model, machine, settings, and which of them are free."""
     (config,) = parse(job.argv, prog="fsdp-qlora bench")
     shape = shape_from_config(read_config(config.model_name, **config.source).to_dict(),
                               config.model_name)
     machine = machine_here(replace(config, world_size=job.gpus or config.world_size))
     if job.gpu_memory_gib: machine = replace(machine, memory_gib=job.gpu_memory_gib)
-    free = free_settings(config, set(typed_flags(job.argv)))
-    try:
-        return climb_down(shape, machine, config, free, job, how)[1]
-    except ValueError as error:
-        print(error, flush=True)
-        return replace(empty_row(job.name), status="error", error=str(error), gpus=job.gpus)
+    return shape, machine, config, free_settings(config, set(typed_flags(job.argv)))
 
 
 def climb_down(shape: ModelShape, machine: Machine, config: RunConfig, free: frozenset[str],

@@ -183,8 +183,9 @@ class StepTimer:
 
 def random_batches(config: RunConfig, vocab: int, count: int) -> list[dict[str, torch.Tensor]]:
     """Full rows of random tokens, pinned; other ones on each rank, the same in every step."""
-    generator = torch.Generator().manual_seed(config.seed + ranks_from_env().rank)
-    shape = (config.batch_size, config.context_length)
+    ranks = ranks_from_env()
+    generator = torch.Generator().manual_seed(config.seed + ranks.rank)
+    shape = (plan_batches(config, ranks.world_size).micro_batch_size, config.context_length)
     pinned = dict(pin_memory=torch.cuda.is_available())
     tokens = [torch.randint(0, vocab, shape, generator=generator, **pinned) for _ in range(count)]
     if config.packing: return [collate_packed([[(row, row)] for row in t], 0) for t in tokens]

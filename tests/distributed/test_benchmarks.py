@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,6 +71,34 @@ def test_the_table_of_quality_takes_differences_seed_by_seed():
     assert tables(rows).splitlines()[4:] == [
         "| bf16 |  | 1.5000 ± 0.7071 |  | 2 |",
         "| nf4 | 3.000 | 3.4000 ± 3.1575 | +0.1000 ± 0.0000 | 3 |"]
+
+
+def test_every_kind_of_block_that_a_plan_or_a_recipe_names_is_compiled_ahead(tmp_path):
+    from compile_ahead import planned, read_grid, recipe_cell, thin_cells
+    folder = save_tiny(tmp_path / "tiny", num_hidden_layers=24, max_position_embeddings=512)
+    (tmp_path / "grid.yaml").write_text(f"""
+defaults: {{model_name: {folder}, random_weights: true, device: cpu, context_length: 256,
+            global_batch_size: 8, batch_size: 4, sharding_strategy: ddp}}
+cells:
+  - {{name: auto, sharding_strategy: auto, gpu_memory_gib: 0.63}}  # 0.59 recomputed, 0.66 kept
+  - {{name: by hand, activation_policy: "keep_linears:8,recompute_all:16"}}
+""")
+    auto, by_hand = read_grid(tmp_path / "grid.yaml").cells
+    kinds = {part.split(":")[0] for part in planned(auto)["activation_policy"].split(",")}
+    thin = thin_cells([auto])
+    assert {c.settings["activation_policy"] for c in thin} == kinds and len(kinds) > 1
+    assert {(c.shape.layers, c.gpu_memory_gib, c.config.is_auto) for c in thin} == {(2, None, False)}
+    assert len(thin_cells([auto, replace(auto, name="again"), by_hand])) == len(
+        kinds | {"keep_linears", "recompute_all"})
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"model_name: {folder}\ndataset: rows.jsonl\nmlp_tiles: -1\n"
+                      "activation_policy: keep_all:4,recompute_all:20\nbatch_size: 4\n"
+                      "global_batch_size: 4\nlayers_to_transform: 20,21\n")
+    thin = thin_cells([recipe_cell(str(recipe), gpus=2)])
+    assert [(c.settings["activation_policy"], c.gpus) for c in thin] == [
+        ("keep_all", 2), ("recompute_all", 2)]
+    assert all(c.config.random_weights and c.config.batch_size == 2 and c.config.mlp_tiles > 0
+               and c.config.adapted_blocks == [0] for c in thin)
 
 
 @pytest.mark.parametrize("ranks, ours, peers", [
