@@ -19,6 +19,7 @@ from fsdp_qlora.adapters import (
     trainable_parameters,
 )
 from fsdp_qlora.adapters.dora import adapted_norms
+from fsdp_qlora.adapters.dropout import dropout_seed, dropped
 from fsdp_qlora.build import compile_blocks
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.quantization.quantize import QuantLinear, quantize_linears, quantize_rows
@@ -60,7 +61,20 @@ def pefts(base: str, bias=False, dropout=0.0, dtype=torch.float32):
     if base == "nf4": linear = bnb_linear(linear, bias, dtype)
     config = LoraConfig(r=R, lora_alpha=ALPHA, lora_dropout=dropout, use_dora=True,
                         target_modules=["proj"])
-    return moved(inject_adapter_in_model(config, nn.ModuleDict(dict(proj=linear)))["proj"])
+    layer = inject_adapter_in_model(config, nn.ModuleDict(dict(proj=linear)))["proj"]
+    if dropout: layer.lora_dropout["default"] = OurMask(dropout)
+    return moved(layer)
+
+
+class OurMask(nn.Module):
+    """Dropout that takes away what a layer of ours does when it draws the next seed."""
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.p = p
+
+    def forward(self, x):
+        return x * dropped(torch.ones_like(x), dropout_seed(x, x), self.p)
 
 
 def all_results(layer, dtype=torch.float32) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from .estimates import LLAMA_8B, PRODUCT, SMALL, TRIAL, TRIAL_HALF, tiny
 from .families import family_config
 
 MIXTURES = [dict(), dict(expert_targets=("experts",)), dict(quant="none", adapter="none")]
-CPU_RANDOM_STATE = 5056  # bytes, kept once per dropout mask to draw it again; 16 on a GPU
+CPU_RANDOM_STATE = 5056  # bytes, kept where attention is computed again, which could drop; 16 on a GPU
 
 
 def traced_block_bytes(model, setup, monkeypatch) -> int:

@@ -125,7 +125,7 @@ def test_an_mlp_runs_once_in_the_forward_and_its_last_layer_only_there(folder, m
     assert len(made) == LAYERS * (4 + 4 + TILES * (3 + 2))
 
 
-def directional(model, size: float = 1e-5) -> tuple[float, float]:
+def directional(model, size: float = 2e-6) -> tuple[float, float]:
     """The loss's change along a direction of all trained weights: by gradients, by differences."""
     weights = [p for p in model.parameters() if p.requires_grad]
     generator = torch.Generator().manual_seed(5)

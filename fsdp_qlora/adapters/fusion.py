@@ -34,6 +34,7 @@ class SharedInputs(CustomGraphPass):
     """Joins the layers of one input, in place."""
 
     def __call__(self, graph: Graph):
+        join_seeds(graph)
         for group in groups_of_one_input(graph, ops.adapted_inputs.default, x=0, no=5):
             join_inputs(graph, group)
         for group in groups_of_one_input(graph, ops.adapted_linear_backward.default, x=1, no=7):
@@ -55,13 +56,27 @@ class SharedInputs(CustomGraphPass):
 def groups_of_one_input(graph: Graph, op, x: int, no: int | None = None) -> list[list[Node]]:
     """Calls of `op` with one argument `x` and one form, without dropout, in the graph's order.
 
-    `no` is where the places stand that dropout keeps.
+    `no` is where dropout's seed stands.
     """
     found: dict[tuple, list[Node]] = {}
     for node in graph.find_nodes(op="call_function", target=op):
         if no is None or node.args[no] is None:
             found.setdefault((node.args[x], *node.args[-3:]), []).append(node)
     return [group for group in found.values() if 1 < len(group) <= MOST_TENSORS]
+
+
+def join_seeds(graph: Graph):
+    """One `dropout_seeds` for all seeds, drawn in the order in which the block's code uses its layers.
+
+    Calls apart may be put into any order, in one graph otherwise than in another; the backward of an
+    MLP in tiles would then drop other places than its forward (memory/tiles.py).
+    """
+    found = graph.find_nodes(op="call_function", target=ops.dropout_seed.default)
+    if not found: return
+    joined = call(graph, found[0], ops.dropout_seeds.default, found[0].args[0], len(found))
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    for i, node in enumerate(sorted(found, key=lambda seed: places[seed.args[1]])):
+        node.replace_all_uses_with(call(graph, joined, operator.getitem, joined, i))
 
 
 def join_inputs(graph: Graph, group: list[Node]):

@@ -33,8 +33,9 @@ from ..model.conv1d import transposed_weights
 from ..quantization.quantize import QuantLinear, compute_input, frozen_linear
 from .biases import add_biases_as_computed, check_biases
 from .dora import Magnitude, adapted_norms, norms_of
+from .dropout import drop_inputs, dropout_seed
 from .experts import adapt_experts, expert_parameters, target_ends
-from .lora_ops import adapted_inputs, adapted_linear, dropout_mask, dropped
+from .lora_ops import adapted_inputs, adapted_linear
 
 
 class LoraLinear(nn.Module, LoraLayer):
@@ -78,10 +79,10 @@ class LoraLinear(nn.Module, LoraLayer):
         """x W^T + bias + scaling (x' A^T) B^T (N, O), where x' is x with a share p dropped."""
         base = self.base_layer
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
-        keep = dropout_mask(rows, a, p) if p else None
+        seed = dropout_seed(rows, a) if p else None
         absmax, quant_type = getattr(base, "absmax", None), getattr(base, "quant_type", "")
         scale, form = self.scaling[name], (base.in_features, quant_type, self.product_dtype)
-        xa, token = adapted_inputs(rows, base.weight, absmax, a, b, keep, scale, 1 / (1 - p), *form)
+        xa, token = adapted_inputs(rows, base.weight, absmax, a, b, seed, scale, p, *form)
         bias = base.bias if with_bias else None
         trained = bias is not None and bias.requires_grad
         y = token if self.only_gradients else adapted_linear(
@@ -93,7 +94,7 @@ class LoraLinear(nn.Module, LoraLayer):
         """DoRA's output (N, O). As in PEFT, what dropout takes away goes through W alone."""
         base, a, b = self.base_layer, self.lora_A[name].weight, self.lora_B[name].weight
         norms = norms_of(base, a, b, self.scaling[name], rows.dtype)
-        left = dropped(rows, dropout_mask(rows, a, p), 1 / (1 - p)) if p else rows
+        left = drop_inputs(rows, dropout_seed(rows, a), p) if p else rows
         y = self.adapted(left, name, with_bias=False) * (self.lora_magnitude_vector[name].weight / norms)
         if p:
             y = y + frozen_linear(rows - left, base.weight, getattr(base, "absmax", None), None,

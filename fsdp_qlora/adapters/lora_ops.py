@@ -21,16 +21,7 @@ from ..quantization.absmax import decode_absmax
 from ..quantization.blocks64 import blocks_of
 from ..quantization.formats import dense_weight
 from ..quantization.kernels import can_unpack_adapted, unpack_adapted
-
-
-# Opaque, because torch 2.11 can't recompute random numbers of any length in a compiled block: what its
-# partitioner makes of dropout in a block of dynamic shape fails. It draws what eager blocks draw.
-# `layer` is any tensor of the layer: calls with equal arguments, as of q, k and v, would become one.
-@torch.library.custom_op("fsdp_qlora::dropout_mask", mutates_args=(),
-                         tags=(torch.Tag.nondeterministic_seeded,))
-def dropout_mask(x: Tensor, layer: Tensor, p: float) -> Tensor:
-    """bool of x's shape (N, I): False, dropped, with probability `p`."""
-    return torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
+from .dropout import dropped
 
 
 # Two opaque ops, so that torch.compile's partitioner can't keep a dequantized W, and so that a block
@@ -39,10 +30,13 @@ def dropout_mask(x: Tensor, layer: Tensor, p: float) -> Tensor:
 # no memory: its gradient is dY.
 @torch.library.custom_op("fsdp_qlora::adapted_inputs", mutates_args=())
 def adapted_inputs(x: Tensor, weight: Tensor, absmax: Tensor | None, a: Tensor, b: Tensor,
-                   keep: Tensor | None, scaling: float, keep_scale: float, in_features: int,
+                   seed: Tensor | None, scaling: float, p: float, in_features: int,
                    quant_type: str, product_dtype: str) -> tuple[Tensor, Tensor]:
-    """x' A^T (N, R), and a token (N, O) that carries the gradient of y to all that is saved here."""
-    xa = dropped(x, keep, keep_scale) @ a.to(x.dtype).t()
+    """x' A^T (N, R), and a token (N, O) that carries the gradient of y to all that is saved here.
+
+    x' is x, or with a seed what dropout of a share p leaves of it.
+    """
+    xa = (x if seed is None else dropped(x, seed, p)) @ a.to(x.dtype).t()
     return xa, x.new_zeros(1).expand(x.shape[0], b.shape[0])
 
 
@@ -68,20 +62,20 @@ def adapted_linear(token: Tensor, x: Tensor, xa: Tensor, weight: Tensor, absmax:
 
 @torch.library.custom_op("fsdp_qlora::adapted_linear_backward", mutates_args=())
 def adapted_linear_backward(dy: Tensor, x: Tensor, xa: Tensor, weight: Tensor,
-                            absmax: Tensor | None, a: Tensor, b: Tensor, keep: Tensor | None,
-                            scaling: float, keep_scale: float, in_features: int, quant_type: str,
+                            absmax: Tensor | None, a: Tensor, b: Tensor, seed: Tensor | None,
+                            scaling: float, p: float, in_features: int, quant_type: str,
                             product_dtype: str) -> tuple[Tensor, Tensor, Tensor]:
     """dX (N, I), dA (R, I) and dB (O, R); the gradients of A and B are summed in their own dtype."""
     form = (in_features, quant_type, product_dtype)
-    if keep is None:
+    if seed is None:
         dx, da, db = shared_input_backward([dy], x, [xa], [weight], [absmax], [a], [b], [scaling],
                                            *form)
         return dx, da, db
     dxa = dy @ (b * scaling).to(dy.dtype)
-    dx = dropped(dxa @ a.to(dy.dtype), keep, keep_scale)
+    dx = dropped(dxa @ a.to(dy.dtype), seed, p)
     if product_dtype == "fp8": dx += fp8.backward_product([dy], [weight], [absmax], *form[:2])
     else: dx.addmm_(dy, dense_weight(weight, absmax, *form[:2], dy.dtype))
-    da = product(dxa.t(), dropped(x, keep, keep_scale), a.dtype)
+    da = product(dxa.t(), dropped(x, seed, p), a.dtype)
     return dx, da, product(dy.t(), xa, b.dtype) * scaling
 
 
@@ -174,11 +168,6 @@ def weight_with_adapter(weight: Tensor, absmax: Tensor, in_features: int, quant_
     return unpack_adapted(weight, absmax, in_features, quant_type, a, b, scaling)
 
 
-def dropped(x: Tensor, keep: Tensor | None, keep_scale: float) -> Tensor:
-    """x with the elements outside `keep` set to zero and the rest scaled up."""
-    return x if keep is None else x * keep * keep_scale
-
-
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """Matrix product in the operands' dtype whose sums stay in `dtype` where the device can."""
     if left.dtype == dtype: return left @ right
@@ -188,13 +177,8 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 # ---- shapes for tracing, and autograd ----------------------------------------------------------
 
-@dropout_mask.register_fake
-def _(x, layer, p):
-    return torch.empty_like(x, dtype=torch.bool)
-
-
 @adapted_inputs.register_fake
-def _(x, weight, absmax, a, b, keep, scaling, keep_scale, in_features, quant_type, product_dtype):
+def _(x, weight, absmax, a, b, seed, scaling, p, in_features, quant_type, product_dtype):
     n = x.shape[0]
     return x.new_empty(n, a.shape[0]), x.new_empty(1).expand(n, b.shape[0])
 
@@ -205,7 +189,7 @@ def _(token, x, xa, weight, absmax, bias, a, b, scaling, in_features, quant_type
 
 
 @adapted_linear_backward.register_fake
-def _(dy, x, xa, weight, absmax, a, b, keep, scaling, keep_scale, in_features, quant_type,
+def _(dy, x, xa, weight, absmax, a, b, seed, scaling, p, in_features, quant_type,
       product_dtype):
     return x.new_empty(x.shape), a.new_empty(a.shape), b.new_empty(b.shape)
 
@@ -231,8 +215,8 @@ def _(dy, weight, absmax, in_features, quant_type, product_dtype):
 
 
 def _save_inputs(ctx, inputs, output):
-    x, weight, absmax, a, b, keep, *ctx.constants = inputs
-    ctx.save_for_backward(x, output[0], weight, absmax, a, b, keep)
+    x, weight, absmax, a, b, seed, *ctx.constants = inputs
+    ctx.save_for_backward(x, output[0], weight, absmax, a, b, seed)
 
 
 def _inputs_backward(ctx, _, dy):

@@ -20,7 +20,7 @@ def saved_by_block(shape: ModelShape, setup: Setup) -> float:
     Found by tracing `saved_tensors_hooks` through transformers' blocks with our adapted linear
     (the tests trace again); a compiled block as torch's min-cut partitioner leaves it.
       norm, eager: its input in fp32, and 1/rms         compiled: its input as it is, and 1/rms
-      adapted linear: input (shared by q, k, v and by gate, up), xA (N, R), dropout mask (N, in)
+      adapted linear: input (shared by q, k, v and by gate, up), xA (N, R)
       attention (flash): q, k after rotation, v, output, log-sum-exp in fp32
       MLP: gate, up and, eager, act(gate); their product is the input of down_proj
     Where weights are trained, norms also save their normalised input.
@@ -78,19 +78,18 @@ def attention_saved(shape: ModelShape, setup: Setup, output_kept: bool) -> float
 
 
 def adapter_saved(shape: ModelShape, setup: Setup) -> float:
-    """xA (N, R) of each adapted layer of a block, and its dropout mask (N, in) of one byte each.
+    """xA (N, R) of each adapted layer of a block; dropout keeps a seed.
 
     DoRA also keeps what it scales, (N, out), for the gradient of its magnitudes, and what dropout
     leaves of the input; a compiled block makes v, gate and up from it again.
     """
-    sizes = {name: shape.linears()[name] for name in adapted_names(shape, setup)}
-    a, inputs = setup.product_bytes, sum(wide for _, wide in sizes.values())
-    per_token = inputs if setup.lora_dropout else 0
+    kept = 0
     if setup.adapter == "dora":
+        sizes = {name: shape.linears()[name] for name in adapted_names(shape, setup)}
         again = {"v_proj", "gate_proj", "up_proj"} if setup.compile else ()
-        per_token += a * inputs * bool(setup.lora_dropout)
-        per_token += a * sum(out for name, (out, _) in sizes.items() if name not in again)
-    return rank_products(shape, setup) + setup.tokens * per_token
+        kept = sum(out for name, (out, _) in sizes.items() if name not in again)
+        if setup.lora_dropout: kept += sum(wide for _, wide in sizes.values())
+    return rank_products(shape, setup) + setup.tokens * setup.product_bytes * kept
 
 
 def rank_products(shape: ModelShape, setup: Setup) -> float:
@@ -114,9 +113,9 @@ def kept_by_block(shape: ModelShape, setup: Setup, policy: str) -> float:
     """Bytes that stay of one block between its forward and its backward, under a policy's name.
 
     recompute_all, its input; keep_attention, also attention's output and log-sum-exp; keep_linears,
-    also what each linear layer gives, with q and k before rotation, and xA. Dropout masks are made
-    again. Of a compiled block the partitioner leaves out the output of down_proj, which only a norm
-    after it would need; eager checkpointing keeps whatever the policy names.
+    also what each linear layer gives, with q and k before rotation, and xA. Of a compiled block the
+    partitioner leaves out the output of down_proj, which only a norm after it would need; eager
+    checkpointing keeps whatever the policy names.
     """
     if policy == "keep_all": return saved_by_block(shape, setup)
     kept = block_input(shape, setup)
@@ -221,7 +220,7 @@ def backward_working(shape: ModelShape, setup: Setup, policy: str) -> float:
     """The most that a block's backward holds beyond what was saved, near its start.
 
     In down_proj's backward: the block's output gradient, the gradient of its input (N, I), and the
-    dequantized weight or, with dropout, two more of (N, I). Eager, then in the product's backward
+    dequantized weight or, with dropout, one more of (N, I). Eager, then in the product's backward
     three of (N, I), while down_proj's saved input is gone; compiled, these are taken to reuse what
     was saved, which one measured peak bears out (13.3 GiB; 13.6 without). In tiles, all that is as
     wide as the MLP is of one tile, and the gradient of the MLP's input is there whole.
@@ -229,7 +228,7 @@ def backward_working(shape: ModelShape, setup: Setup, policy: str) -> float:
     n, a, tiles = setup.tokens, setup.product_bytes, setup.tiles(policy)
     wide, hidden = n * shape.mlp_width * a / tiles, n * shape.hidden * a * (1 + (tiles > 1))
     kept = inputs_kept(shape, setup)["down_proj"]
-    dropout = 2 * wide if kept and setup.has_lora and setup.lora_dropout else 0
+    dropout = wide if kept and setup.has_lora and setup.lora_dropout else 0
     own_gradient = 0.0
     if not setup.has_lora:
         own_gradient = max(1, shape.experts) * shape.hidden * shape.intermediate * a

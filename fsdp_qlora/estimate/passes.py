@@ -41,7 +41,7 @@ def activation_traffic(shape: ModelShape, setup: Setup) -> tuple[float, float]:
     adapted = adapted_linears(shape, setup).values()
     if setup.lora_dropout:
         wide = sum(w for _, w in adapted)
-        forward, backward = forward + 4 * wide, backward + 8 * wide
+        forward, backward = forward + 2 * wide, backward + 4 * wide
     if setup.adapter == "dora":
         out = sum(o for o, _ in adapted)
         forward, backward = forward + 2 * out, backward + 4 * out

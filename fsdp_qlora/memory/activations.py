@@ -14,6 +14,7 @@ Selective checkpointing is torch's: https://pytorch.org/blog/activation-checkpoi
 """
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 import torch
@@ -24,10 +25,13 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ..adapters import expert_ops, lora_ops  # noqa: F401  register ops named below
+from ..adapters import LoraLinear, expert_ops, lora_ops  # noqa: F401  register ops named below
 from ..config.options import ACTIVATION_POLICIES
 from ..model import attention  # noqa: F401  registers one more
 from ..model.blocks import base_model, decoder_blocks
+
+# It warns of in-place ops where a policy keeps some outputs; none of those named here is written to.
+logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
 aten = torch.ops.aten
 ATTENTION_OPS = {
@@ -45,8 +49,11 @@ LINEAR_OPS = {
     torch.ops.fsdp_qlora.adapted_experts.default,
     aten.mm.default, aten.addmm.default, aten.linear.default,
 }
-KEPT_OPS = {"recompute_all": set(), "keep_attention": ATTENTION_OPS,
-            "keep_linears": ATTENTION_OPS | LINEAR_OPS}
+# Eager checkpointing draws the same seed again. A compiled block has to keep it: what torch does to draw
+# it again fails in a CUDA graph.
+SEED_OPS = {torch.ops.fsdp_qlora.dropout_seed.default}
+KEPT_OPS = {"recompute_all": set(), "keep_attention": ATTENTION_OPS | SEED_OPS,
+            "keep_linears": ATTENTION_OPS | LINEAR_OPS | SEED_OPS}
 
 
 def apply_activation_policy(model: nn.Module, policy: str | list[str], reentrant: bool = False
@@ -60,7 +67,7 @@ def apply_activation_policy(model: nn.Module, policy: str | list[str], reentrant
     check_policies(policies, len(blocks), reentrant)
     for block, name in zip(blocks, policies, strict=True):
         if name != "keep_all":
-            block.forward = partial(recomputed, block.forward, name, reentrant)
+            block.forward = partial(recomputed, block.forward, name, reentrant, draws_seeds(block))
             base_model(model).config.use_cache = False  # a second forward would fill it twice
     # Reentrant checkpointing gives no gradient unless an input needs one, and the embedding that
     # makes the first block's input is frozen.
@@ -80,11 +87,19 @@ def check_policies(policies: list[str], blocks: int, reentrant: bool):
         raise ValueError(f"{len(policies)} activation policies for {blocks} blocks")
 
 
-def recomputed(forward, policy: str, reentrant: bool, hidden, *args, **kwargs):
+def draws_seeds(block: nn.Module) -> bool:
+    """Whether a block has adapters with dropout."""
+    return any(isinstance(drop, nn.Dropout) and drop.p > 0 for layer in block.modules()
+               if isinstance(layer, LoraLinear) for drop in layer.lora_dropout.values())
+
+
+def recomputed(forward, policy: str, reentrant: bool, draws: bool, hidden, *args, **kwargs):
     """`forward(hidden, ...)` that keeps what `policy` says and recomputes the rest in backward."""
-    if reentrant or not KEPT_OPS[policy]:
+    ops = KEPT_OPS[policy]
+    if draws and torch.compiler.is_compiling(): ops = ops | SEED_OPS
+    if reentrant or not ops:
         return checkpoint(partial(forward, **kwargs), hidden, *args, use_reentrant=reentrant)
-    contexts = partial(create_selective_checkpoint_contexts, partial(kept, KEPT_OPS[policy]))
+    contexts = partial(create_selective_checkpoint_contexts, partial(kept, ops))
     return checkpoint(forward, hidden, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
