@@ -1,4 +1,6 @@
-"""The adapted layer on a GPU: the adapter inside of the unpacked weight, layers of one input joined."""
+"""The adapted layer on a GPU: the adapter inside of the unpacked weight, layers of one input joined,
+dropout from a seed.
+"""
 from __future__ import annotations
 
 import copy
@@ -6,10 +8,14 @@ import copy
 import pytest
 import torch
 
+from fsdp_qlora.adapters.dropout import drop_inputs, dropout_seed, dropped
 from fsdp_qlora.adapters.lora_ops import adapted_linear, adapted_linear_backward, shared_inputs_backward
 from fsdp_qlora.build import compile_blocks
 from fsdp_qlora.quantization.fourbit import dequantize_rows, quantize_rows
 from fsdp_qlora.quantization.kernels import unpack_adapted
+from tests.test_adapters import (
+    test_gradients_under_dropout_are_those_of_the_formula_with_the_same_mask as formula_under_dropout,
+)
 from tests.test_fusion import adapted_model, gradients
 from tests.tiny import save_tiny
 
@@ -55,7 +61,7 @@ def test_outputs_and_gradients_are_as_near_to_fp32_as_with_separate_products(row
     y = x.float() @ whole.t()
     together, apart = (adapted_linear(*args, each, b, *form) for each in (a, None))
     assert error(together, y) < 1.2 * error(apart, y)
-    dx, da, db = adapted_linear_backward(dy, x, xa, packed, absmax, a, b, None, SCALING, 1.0,
+    dx, da, db = adapted_linear_backward(dy, x, xa, packed, absmax, a, b, None, SCALING, 0.0,
                                          *form[1:])
     assert error(dx, dy.float() @ whole) < 2**-7
     assert error(da, (SCALING * dy.float() @ b).t() @ x.float()) < 2**-7
@@ -75,14 +81,15 @@ def test_joined_backward_is_the_sum_of_each(product_dtype, bound, count):
     assert error(found[0], expected) < bound
     for i in range(count):
         alone = adapted_linear_backward(dy[i], x, xa[i], packed[i], absmax[i], a[i], b[i], None,
-                                        SCALING, 1.0, 512, "nf4", product_dtype)
+                                        SCALING, 0.0, 512, "nf4", product_dtype)
         assert error(found[1 + i], alone[1]) < 1e-3
         assert error(found[1 + count + i], alone[2]) < 1e-3
 
 
-@pytest.mark.parametrize("policy", ["keep_linears", "recompute_all"])
-def test_a_compiled_model_gives_the_gradients_of_the_plain_one(policy, tmp_path):
-    model = adapted_model(save_tiny(tmp_path), policy, "all-linear", dropout=0.0).cuda()
+@pytest.mark.parametrize("policy, dropout", [("keep_linears", 0.0), ("recompute_all", 0.0),
+                                             ("recompute_all", 0.5)])
+def test_a_compiled_model_gives_the_gradients_of_the_plain_one(policy, dropout, tmp_path):
+    model = adapted_model(save_tiny(tmp_path), policy, "all-linear", dropout).cuda()
     plain = gradients(copy.deepcopy(model))
     compile_blocks(model)
     torch.testing.assert_close(gradients(model), plain, rtol=1e-3, atol=1e-4)
@@ -102,3 +109,75 @@ def test_what_a_young_adapter_gives_is_not_lost_in_rounding(product_dtype):
     assert part.std() < 2**-10 * without.std()
     share = ((found - without) * part).sum() / part.square().sum()
     assert share.item() == pytest.approx(1, abs=0.1)
+
+
+# ---- dropout -----------------------------------------------------------------------------------
+
+def seed_of(value: int):
+    return torch.tensor(value, device="cuda")
+
+
+def ones(*shape, dtype=torch.float32):
+    return torch.ones(shape, device="cuda", dtype=dtype)
+
+
+def within(share, expected: float, count: int) -> bool:
+    """Whether a share of so many draws is as near to what is expected as four standard errors."""
+    return abs(share.item() - expected) < 4 * (expected * (1 - expected) / count)**0.5
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_seed_says_which_share_of_the_inputs_is_dropped(dtype, p):
+    torch.manual_seed(0)
+    x = torch.randn(1003, 517, device="cuda").to(dtype)
+    keep, other = (dropped(torch.ones_like(x), seed_of(s), p) != 0 for s in (2**61 + 1, 2**61 + 2))
+    assert within(keep.double().mean(), 1 - p, x.numel())
+    assert within((keep == other).double().mean(), p**2 + (1 - p)**2, x.numel())
+    for each in (x, x.t().contiguous().t()):
+        found = dropped(each, seed_of(2**61 + 1), p)
+        assert torch.equal(found, (x.float() * keep * (1 / (1 - p))).to(dtype))
+    leaf, dy = x.clone().requires_grad_(), torch.randn_like(x)
+    (dx,) = torch.autograd.grad(drop_inputs(leaf, seed_of(2**61 + 1), p), leaf, dy)
+    assert torch.equal(dx, dropped(dy, seed_of(2**61 + 1), p))
+
+
+def test_no_two_rows_or_columns_and_no_two_seeds_drop_alike():
+    """Of two million pairs, none is correlated by more than 7 standard errors."""
+    centred = torch.cat([dropped(ones(1024, 1024), seed_of(s), 0.5) - 1 for s in (0, 1)])
+    for rows in (centred, centred.t()):
+        correlations = rows @ rows.t() / rows.shape[1]
+        assert correlations.fill_diagonal_(0).abs().max() < 7 / rows.shape[1]**0.5
+
+
+def test_more_inputs_than_32_bits_count_are_dropped_to_the_last():
+    found, part = dropped(ones(2**31 + 5000, dtype=torch.bfloat16), seed_of(0), 0.5), 2**20
+    keep, first = found[-part:] == 2, found[:part] == 2
+    assert ((found[-part:] == 0) | keep).all()
+    assert within(keep.double().mean(), 0.5, part)
+    assert within((keep == first).double().mean(), 0.5, part)
+
+
+def test_a_replayed_graph_draws_the_seeds_of_the_host_and_drops_by_them():
+    x, given, graph = ones(64, 256), seed_of(3), torch.cuda.CUDAGraph()
+
+    def draw():
+        seed = dropout_seed(x, x)
+        return seed, dropped(x, seed, 0.3), dropped(x, given, 0.3)
+    torch.manual_seed(0)
+    expected = [draw() for _ in range(3)]
+    with torch.cuda.graph(graph): static = draw()
+    torch.manual_seed(0)
+    for seed, by_seed, by_given in expected:
+        graph.replay()
+        assert torch.equal(static[0], seed) and torch.equal(static[1], by_seed)
+        assert torch.equal(static[2], by_given)
+    assert len({seed.item() for seed, *_ in expected}) == 3
+    given.fill_(4)
+    graph.replay()
+    assert torch.equal(static[2], dropped(x, seed_of(4), 0.3))
+
+
+@pytest.mark.parametrize("base", ["nf4", "plain"])
+def test_gradients_under_dropout_are_those_of_the_formula(base):
+    formula_under_dropout(base, "cuda", tolerance=1e-4)
