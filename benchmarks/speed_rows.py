@@ -98,7 +98,8 @@ def chosen(patterns: list[str], gpus: int) -> list[str]:
 def run_case(name: str, folder: str, options, **changes) -> Row:
     """Measure one row in this process and leave the GPU empty; rank 0 prints it beside its target."""
     case = CASES[name]
-    if options.profile: changes |= dict(profile=True, profiling_output=f"{options.profile}/{name}")
+    if options.profile:
+        changes |= dict(profile=True, active_steps=1, profiling_output=f"{options.profile}/{name}")
     config = case.config(folder, **changes)
     device = rank_device(config.device)
     config = with_choices(config, device)
