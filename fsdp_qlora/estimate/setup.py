@@ -191,8 +191,9 @@ def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
 
 
 def estimated_attention(config: RunConfig) -> str:
-    """The attention kernel that is reckoned with."""
-    return "sdpa" if config.attn_implementation == "auto" else config.attn_implementation
+    """The attention kernel that is reckoned with; packed rows have their own (model/attention.py)."""
+    name = "sdpa" if config.attn_implementation == "auto" else config.attn_implementation
+    return "varlen" if config.packing and name == "sdpa" else name
 
 
 def check_context(shape: ModelShape, setup: Setup):

@@ -127,9 +127,14 @@ def fp8_rate(gpu: Gpu) -> float:
 
 
 def attention_rate(gpu: Gpu, setup: Setup) -> float:
-    """FLOP/s of attention: short rows reach less, for blocks on the diagonal are computed whole."""
+    """FLOP/s of attention: short rows reach less, for blocks on the diagonal are computed whole.
+
+    sdpa takes cuDNN's kernels on data-centre cards from Hopper on; elsewhere it is FlashAttention 2,
+    as fast as others are.
+    """
     length = setup.context_length
     share = constants.ATTENTION_SHARE * length / (length + constants.ATTENTION_RAMP)
+    if gpu.fp8_tflops and gpu.nvlink_gb_s: share /= constants.ATTENTION_TIME.get(setup.attention, 1.0)
     return gpu.reached_tflops * 1e12 * share / (16 if setup.product_bytes == 4 else 1)
 
 
