@@ -1,7 +1,7 @@
 """LoRA-family adapters: the arithmetic of an adapted layer, and PEFT's bookkeeping.
 
-Modules, each importing only from those before it: dropout, lora_ops, fusion, dora, expert_ops, experts,
-biases, lora, fp8_layers, initial, whole.
+Modules, each importing only from those before it: dropout_kernels, dropout, lora_ops, fusion, dora,
+expert_ops, experts, biases, lora, fp8_layers, initial, whole.
 """
 from .fp8_layers import apply_fp8, keep_fp8_weights
 from .lora import (

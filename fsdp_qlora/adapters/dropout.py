@@ -4,53 +4,37 @@ A layer draws one number per forward and keeps that: forward and backward make t
 and a block that is recomputed is given it (memory/activations.py). Masks drawn anew from the
 generator's state need torch.compile to set that state back, which no CUDA graph allows.
 
-The kernel counts through a Philox generator: element i of x has the i-th number that a seed gives
-(Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011).
-
-Shapes: N tokens, I inputs.  x (N, I)
+Shapes: N tokens, I inputs, R rank.  x (N, I), A (R, I)
 """
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of torch come without
-    triton = None
-
-if triton:
-    @triton.jit
-    def _dropped(x_ptr, seed_ptr, out_ptr, n, p, scale, BLOCK: tl.constexpr):
-        # A call of Philox gives four numbers: four blocks, one behind the other, take one each. Seven
-        # rounds pass the tests of randomness that torch's ten do (the paper's table 2).
-        program, seed = tl.program_id(0).to(tl.int64), tl.load(seed_ptr)
-        numbers = tl.rand4x(seed, program * BLOCK + tl.arange(0, BLOCK), n_rounds=7)
-        for i in tl.static_range(4):
-            places = (program * 4 + i) * BLOCK + tl.arange(0, BLOCK)
-            x = tl.load(x_ptr + places, mask=places < n, other=0.0)
-            kept = tl.where(numbers[i] >= p, x.to(tl.float32) * scale, 0.0)
-            tl.store(out_ptr + places, kept.to(x.dtype), mask=places < n)
+from . import dropout_kernels as kernels
 
 
 def dropped(x: Tensor, seed: Tensor, p: float) -> Tensor:
-    """x with a share p of its elements set to zero and the rest scaled up by 1 / (1 - p).
+    """x (N, I) with a share p of its elements set to zero and the rest scaled up by 1 / (1 - p).
 
     Which ones is a function of the seed, int64 (), of the shape and the kind of device.
     """
-    x = x.contiguous()
-    if x.is_cuda and triton: return dropped_by_kernel(x, seed, p)
+    if kernels.can_drop(x): return kernels.dropped(x, seed, p)
     generator = torch.Generator(x.device).manual_seed(seed.item())
     keep = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - p, generator=generator)
     return x * keep * (1 / (1 - p))
 
 
-def dropped_by_kernel(x: Tensor, seed: Tensor, p: float, block: int = 1024) -> Tensor:
-    """`dropped` of a contiguous x, in one pass that the host does not wait for."""
-    out = torch.empty_like(x)
-    _dropped[(triton.cdiv(x.numel(), 4 * block),)](x, seed, out, x.numel(), p, 1 / (1 - p), block)
-    return out
+def product_of_dropped(x: Tensor, a: Tensor, seed: Tensor, p: float) -> Tensor:
+    """dropped(x) A^T (N, R), in x's dtype."""
+    if kernels.can_multiply(x, a): return kernels.product_of_dropped(x, a, seed, p)
+    return dropped(x, seed, p) @ a.to(x.dtype).t()
+
+
+def dropped_product(y: Tensor, a: Tensor, seed: Tensor, p: float) -> Tensor:
+    """dropped(y A) (N, I) of y (N, R), in y's dtype."""
+    if kernels.can_multiply(y, a): return kernels.dropped_product(y, a, seed, p)
+    return dropped(y @ a.to(y.dtype), seed, p)
 
 
 # Opaque, so that a compiled block draws what an eager one does, and keeps the seed where it is told to.

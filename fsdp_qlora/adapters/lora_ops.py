@@ -21,7 +21,7 @@ from ..quantization.absmax import decode_absmax
 from ..quantization.blocks64 import blocks_of
 from ..quantization.formats import dense_weight
 from ..quantization.kernels import can_unpack_adapted, unpack_adapted
-from .dropout import dropped
+from .dropout import dropped, dropped_product, product_of_dropped
 
 
 # Two opaque ops, so that torch.compile's partitioner can't keep a dequantized W, and so that a block
@@ -36,7 +36,7 @@ def adapted_inputs(x: Tensor, weight: Tensor, absmax: Tensor | None, a: Tensor, 
 
     x' is x, or with a seed what dropout of a share p leaves of it.
     """
-    xa = (x if seed is None else dropped(x, seed, p)) @ a.to(x.dtype).t()
+    xa = x @ a.to(x.dtype).t() if seed is None else product_of_dropped(x, a, seed, p)
     return xa, x.new_zeros(1).expand(x.shape[0], b.shape[0])
 
 
@@ -72,7 +72,7 @@ def adapted_linear_backward(dy: Tensor, x: Tensor, xa: Tensor, weight: Tensor,
                                            *form)
         return dx, da, db
     dxa = dy @ (b * scaling).to(dy.dtype)
-    dx = dropped(dxa @ a.to(dy.dtype), seed, p)
+    dx = dropped_product(dxa, a, seed, p)
     if product_dtype == "fp8": dx += fp8.backward_product([dy], [weight], [absmax], *form[:2])
     else: dx.addmm_(dy, dense_weight(weight, absmax, *form[:2], dy.dtype))
     da = product(dxa.t(), dropped(x, seed, p), a.dtype)

@@ -8,7 +8,13 @@ import copy
 import pytest
 import torch
 
-from fsdp_qlora.adapters.dropout import drop_inputs, dropout_seed, dropped
+from fsdp_qlora.adapters.dropout import (
+    drop_inputs,
+    dropout_seed,
+    dropped,
+    dropped_product,
+    product_of_dropped,
+)
 from fsdp_qlora.adapters.lora_ops import adapted_linear, adapted_linear_backward, shared_inputs_backward
 from fsdp_qlora.build import compile_blocks
 from fsdp_qlora.quantization.fourbit import dequantize_rows, quantize_rows
@@ -151,7 +157,8 @@ def test_no_two_rows_or_columns_and_no_two_seeds_drop_alike():
 
 
 def test_more_inputs_than_32_bits_count_are_dropped_to_the_last():
-    found, part = dropped(ones(2**31 + 5000, dtype=torch.bfloat16), seed_of(0), 0.5), 2**20
+    found, part = dropped(ones(2**17 + 1, 2**14, dtype=torch.bfloat16), seed_of(0), 0.5), 2**20
+    found = found.view(-1)
     keep, first = found[-part:] == 2, found[:part] == 2
     assert ((found[-part:] == 0) | keep).all()
     assert within(keep.double().mean(), 0.5, part)
@@ -176,6 +183,20 @@ def test_a_replayed_graph_draws_the_seeds_of_the_host_and_drops_by_them():
     given.fill_(4)
     graph.replay()
     assert torch.equal(static[2], dropped(x, seed_of(4), 0.3))
+
+
+@pytest.mark.parametrize("rank", [4, 16, 64, 128])
+@pytest.mark.parametrize("n, width", [(1000, 512), (70, 200), (4096, 4096)])
+def test_products_drop_the_places_that_the_seed_says(n, width, rank):
+    torch.manual_seed(0)
+    x, a, y = (torch.randn(shape, device="cuda").bfloat16()
+               for shape in ((n, width), (rank, width), (n, rank)))
+    seed = seed_of(2**61 + 3)
+    keep = dropped(ones(n, width), seed, 0.3).double()
+    found = product_of_dropped(x, a, seed, 0.3)
+    assert found.shape == (n, rank) and error(found, (x * keep) @ a.double().t()) < 2**-8
+    found = dropped_product(y, a, seed, 0.3)
+    assert torch.equal(found == 0, keep == 0) and error(found, (y.double() @ a.double()) * keep) < 2**-8
 
 
 @pytest.mark.parametrize("base", ["nf4", "plain"])
