@@ -39,9 +39,7 @@ def activation_traffic(shape: ModelShape, setup: Setup) -> tuple[float, float]:
         forward, backward = (42 * d * norms + 10 * rotated + 5 * i,
                              84 * d * norms + 10 * rotated + 8 * i)
     adapted = adapted_linears(shape, setup).values()
-    if setup.lora_dropout:
-        wide = sum(w for _, w in adapted)
-        forward, backward = forward + 2 * wide, backward + 4 * wide
+    if setup.lora_dropout: backward += 2 * sum(w for _, w in adapted)  # x without the dropped, for dA
     if setup.adapter == "dora":
         out = sum(o for o, _ in adapted)
         forward, backward = forward + 2 * out, backward + 4 * out
