@@ -242,11 +242,19 @@ def tokenize(folder: Path, given: dict):
         load_data(config, run_tokenizer(config))
 
 
+def weights_of(folder: str) -> str | None:
+    """What tells one base from another that was made by the same command; None of a hub's model."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    whole = b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)
+    return hashlib.sha256(whole).hexdigest()[:12] if files else None
+
+
 def about(options: argparse.Namespace) -> dict:
     """What every line says of where it was made."""
     from fsdp_qlora.dist import rank_device
-    return dict(model=Path(options.model_name).name, gpu=device_name(rank_device(options.device)),
-                commit=commit(), date=time.strftime("%Y-%m-%d"), processes=options.processes,
+    return dict(model=Path(options.model_name).name, weights=weights_of(options.model_name),
+                gpu=device_name(rank_device(options.device)), commit=commit(),
+                date=time.strftime("%Y-%m-%d"), processes=options.processes,
                 versions=versions() | dict(python=sys.version.split()[0]))
 
 

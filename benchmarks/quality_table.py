@@ -22,6 +22,7 @@ VARIANTS = {
 }
 BASE = "bf16"  # what the others are compared with
 FP8 = {"bf16, fp8 products": "bf16", "nf4, fp8 products": "nf4"}  # and the same weights without
+CLEAR = 2.5  # standard deviations over three seeds: 4.30, of Student's t, by the root of three
 WINDOW = 10  # steps that a point of a curve is the mean of
 TITLES = {"text_to_sql": "Text to SQL", "stdlib": "Source of the standard library"}
 
@@ -55,10 +56,21 @@ def final_losses(rows: list[dict]) -> dict[str, dict[int, float]]:
 
 
 def against(losses: dict[str, dict[int, float]], variant: str) -> str:
-    """The mean difference from the base over the seeds that both have."""
-    if variant == BASE or BASE not in losses: return ""
-    ours, theirs = losses[variant], losses[BASE]
-    return spread([ours[seed] - theirs[seed] for seed in ours if seed in theirs], 4, "+")
+    """The mean difference from the base; bold if it is no accident."""
+    found = [] if variant == BASE else differences(losses, variant)
+    text = spread(found, 4, "+")
+    return f"**{text}**" if exceeds_spread(found) else text
+
+
+def differences(losses: dict[str, dict[int, float]], variant: str) -> list[float]:
+    """A variant's losses less the base's, of the seeds that both have."""
+    ours, theirs = losses.get(variant, {}), losses.get(BASE, {})
+    return [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+
+
+def exceeds_spread(values: list[float]) -> bool:
+    """Whether three seeds or more agree on it: one accident in twenty, by Student's t for three."""
+    return len(values) >= 3 and abs(mean(values)) > CLEAR * stdev(values)
 
 
 def gaps(rows: list[dict], variant: str) -> list[list[float]]:

@@ -20,10 +20,12 @@ from matplotlib import pyplot  # noqa: E402
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from quality_table import (  # noqa: E402
+    BASE,
     FP8,
     TITLES,
     VARIANTS,
     WINDOW,
+    differences,
     error_tables,
     final_losses,
     fp8_table,
@@ -35,6 +37,7 @@ from quality_table import (  # noqa: E402
 PAGE = ROOT / "docs/quality.md"
 BEGIN, END = "<!-- made by scripts/quality_page.py -->", "<!-- end of what is made -->"
 LOSSES, CURVES = "pictures/quality.png", "pictures/quality_fp8.png"
+TICKS = (-0.01, -0.005, 0, 0.005, 0.01, 0.1)
 NONE = "Not measured yet."
 COLORS = {"bf16": "#1f5a99", "bf16, fp8 products": "#7fb2e5", "nf4": "#b34700",
           "nf4, fp8 products": "#f0a35e"}
@@ -51,17 +54,26 @@ def runs_of(rows: list[dict], task: str) -> list[dict]:
     return [r for r in rows if r["task"] == task and "variant" in r and r["status"] == "ok"]
 
 
-def draw_losses(rows: list[dict]):
-    """Held-out loss of each variant, a dot a seed and a line at their mean."""
+def draw_differences(rows: list[dict]):
+    """What each variant adds to bf16's held-out loss: a dot a seed, a line at their mean.
+
+    Linear to 0.01 and logarithmic beyond, or 2 bits would press the others together.
+    """
     figure, panels = pyplot.subplots(1, len(TITLES), figsize=(10, 4.2), sharey=True,
                                      layout="constrained")
+    names = [variant for variant in VARIANTS if variant != BASE]
     for axes, (task, title) in zip(panels, TITLES.items(), strict=True):
-        for variant, by_seed in final_losses(runs_of(rows, task)).items():
-            place = list(VARIANTS).index(variant)
-            axes.plot(list(by_seed.values()), [place] * len(by_seed), "o", color="#1f5a99", alpha=0.6)
-            axes.plot([mean(by_seed.values())] * 2, [place - 0.3, place + 0.3], color="#222222")
-        axes.set(title=title, xlabel="held-out loss after fine-tuning", yticks=range(len(VARIANTS)),
-                 yticklabels=list(VARIANTS))
+        losses = final_losses(runs_of(rows, task))
+        for place, variant in enumerate(names):
+            found = differences(losses, variant)
+            if not found: continue
+            axes.plot(found, [place] * len(found), "o", color="#1f5a99", alpha=0.6)
+            axes.plot([mean(found)] * 2, [place - 0.3, place + 0.3], color="#222222")
+        axes.set_xscale("symlog", linthresh=0.01, linscale=1.5)
+        axes.set(title=title, xlabel="held-out loss less that of bf16, each seed", xticks=TICKS,
+                 xticklabels=[f"{tick:+g}" if tick else "0" for tick in TICKS], xlim=(-0.035, 0.13),
+                 yticks=range(len(names)), yticklabels=names)
+        axes.axvline(0, color="#222222", linewidth=0.8)
         axes.grid(axis="x", alpha=0.3)
     panels[0].invert_yaxis()
     figure.savefig(PAGE.parent / LOSSES, dpi=130)
@@ -102,11 +114,21 @@ def section(rows: list[dict]) -> str:
 def losses_part(runs: list[dict]) -> list[str]:
     """What fine-tuning came to."""
     if not runs: return [NONE]
-    draw_losses(runs)
+    check_one_base(runs)
+    draw_differences(runs)
     draw_curves(runs)
-    return [origin(runs), tables(runs), f"![held-out loss by format, a dot a seed]({LOSSES})",
+    return [origin(runs), tables(runs), f"![held-out loss less that of bf16, a dot a seed]({LOSSES})",
             "## fp8 beside bf16", fp8_table(runs),
             f"![loss curves of fp8 and bf16 products]({CURVES})"]
+
+
+def check_one_base(runs: list[dict]):
+    """Refuse lines of several bases, whose losses can't be compared, with a ValueError.
+
+    Lines that don't say which weights they had are told apart by the commit that made the base.
+    """
+    if len({(row["model"], row.get("weights") or row["commit"]) for row in runs}) > 1:
+        raise ValueError("benchmarks/results/quality_*: runs of several bases; keep those of one")
 
 
 def origin(rows: list[dict]) -> str:

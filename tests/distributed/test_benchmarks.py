@@ -73,6 +73,21 @@ def test_the_table_of_quality_takes_differences_seed_by_seed():
         "| nf4 | 3.000 | 3.4000 ± 3.1575 | +0.1000 ± 0.0000 | 3 |"]
 
 
+def test_a_difference_that_three_seeds_agree_on_is_bold():
+    from quality_table import against
+    ends = {0: 1.0, 1: 2.0, 2: 3.0}
+    losses = {"bf16": ends, "nf4": {seed: loss + 0.3 + 0.1 * seed for seed, loss in ends.items()},
+              "fp4": {seed: loss + 0.1 + 0.1 * seed for seed, loss in ends.items()}}
+    assert [against(losses, v) for v in losses] == ["", "**+0.4000 ± 0.1000**", "+0.2000 ± 0.1000"]
+
+
+def test_runs_of_two_bases_make_no_table():
+    check = runpy.run_path(str(ROOT / "scripts/quality_page.py"))["check_one_base"]
+    check([dict(model="base", commit="a", weights="1"), dict(model="base", commit="b", weights="1")])
+    with pytest.raises(ValueError, match="several bases"):
+        check([dict(model="base", commit="a"), dict(model="base", commit="b")])
+
+
 def test_every_kind_of_block_that_a_plan_or_a_recipe_names_is_compiled_ahead(tmp_path):
     from compile_ahead import planned, read_grid, recipe_cell, thin_cells
     folder = save_tiny(tmp_path / "tiny", num_hidden_layers=24, max_position_embeddings=512)
