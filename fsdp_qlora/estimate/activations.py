@@ -185,8 +185,16 @@ def widest_in_backward(shape: ModelShape, setup: Setup, policy: str) -> tuple[fl
     places = [(saved, backward_working(shape, setup, policy)),
               (saved - saved_at_once(shape, setup, policy), backward_end(shape, setup))]
     if tiles > 1:
-        places.append((saved - mlp_saved(shape, setup) / tiles, attention_working(shape, setup)))
+        gone = mlp_saved(shape, setup) / tiles + mlp_half_saved(shape, setup)
+        places.append((saved - gone, attention_working(shape, setup)))
     return max(places, key=sum)
+
+
+def mlp_half_saved(shape: ModelShape, setup: Setup) -> float:
+    """What is saved for the MLP's half but the MLP's own: inputs of its norm and of its first layers."""
+    a = setup.product_bytes
+    norm = a if setup.compile else 4
+    return setup.tokens * shape.hidden * (norm + a * inputs_kept(shape, setup)["mlp"])
 
 
 def saved_at_once(shape: ModelShape, setup: Setup, policy: str) -> float:
@@ -256,12 +264,15 @@ def backward_end(shape: ModelShape, setup: Setup) -> float:
 
 
 def attention_working(shape: ModelShape, setup: Setup) -> float:
-    """What a block's backward holds in attention: gradients of its output and of q, k and v.
+    """What a block's backward holds in attention, when the MLP's half is done.
 
-    Beside the gradient of what the MLP's half took. Without tiles it is never the most.
+    Gradients of the block's output, of what the MLP's half took, of attention's output and of q, k and
+    v; and what flash kernels sum in: dQ in fp32 and, where heads share keys and values, dK and dV for
+    each head. Without tiles it is never the most.
     """
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    return setup.tokens * setup.product_bytes * (shape.hidden + 2 * q + 2 * kv)
+    sums = (4 * q + 2 * q * setup.product_bytes * (kv < q)) * (setup.attention in KEPT_ATTENTION)
+    return setup.tokens * (setup.product_bytes * (2 * shape.hidden + 2 * q + 2 * kv) + sums)
 
 
 def loss_bytes(shape: ModelShape, setup: Setup) -> float:

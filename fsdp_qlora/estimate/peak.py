@@ -10,9 +10,10 @@ from ..catalog.arch import ModelShape
 from . import constants
 from .activations import Kept, block_input, loss_bytes, offloaded_input
 from .constants import CONTEXT_GIB, NCCL_GIB, PROCESS_HOST_GIB
-from .setup import BYTES, Runs, Setup
+from .setup import BYTES, CHUNK, STATE_BYTES, TOGETHER, Runs, Setup
 from .weights import (
     all_trained,
+    all_weights,
     cast_head_bytes,
     head_bytes,
     optimizer_bytes,
@@ -26,6 +27,7 @@ BUCKET_BYTES = 128 * 2**20  # gradients reduced together under ddp (sharding/ddp
 PIECE_BYTES = 2**27  # rows of the embedding that travel at a time (memory/vocabulary.py)
 CUBLAS_WORKSPACE = 2 * 32 * 2**20  # torch's default on Hopper, for the forward and backward thread
 
+UPDATE = "optimizer's update"
 PARTS = ("linears", "absmax", "fp8", "embedding", "head", "norms", "adapters", "optimizer", "gradients",
          "activations", "working", "unsharded", "loss", "workspace")
 NOT_ALLOCATED = ("slack", "context")
@@ -110,6 +112,7 @@ class Peak:
         if setup.sharded and not setup.resharded:
             self.loose = Window(shape, replace(setup, gather_once=False, strategy=setup.strategy.replace(
                 "shard_grad_op", "full_shard")))
+        self.update = update_bytes(shape, setup)
         self.fixed = self.fixed_moments()
         self.head = head_bytes(shape, setup)
         self.context = GIB * (CONTEXT_GIB + (NCCL_GIB if setup.world_size > 1 else 0))
@@ -122,7 +125,7 @@ class Peak:
         moment = max(totals, key=totals.__getitem__)
         always = sum(self.static.values())
         parts = dict.fromkeys(PARTS, 0.0) | self.static | found[moment]
-        parts |= dict(slack=self.slack(runs), context=self.context)
+        parts |= dict(slack=self.slack(runs) + self.beside_update(totals), context=self.context)
         return Memory({name: b / GIB for name, b in parts.items()}, moment,
                       {name: (always + b) / GIB for name, b in totals.items()}, self.on_host)
 
@@ -140,7 +143,8 @@ class Peak:
             "loss": dict(activations=kept + n * d * a, loss=loss_bytes(shape, setup) + n * d * a,
                          gradients=grads.held, working=cast_head_bytes(shape, setup)),
             "final norm": dict(activations=kept, working=work, gradients=grads.held + grads.root),
-            "gradients reduced": dict(gradients=grads.whole + bucket)}
+            "gradients reduced": dict(gradients=grads.whole + bucket),
+            UPDATE: dict(gradients=grads.whole, working=self.update)}
 
     def moments(self, runs: Runs, window: Window | None = None) -> dict[str, dict[str, float]]:
         """Bytes of what comes and goes, at each moment that can be the peak.
@@ -152,7 +156,7 @@ class Peak:
         more = {"embedding": (0.0, window.at_embedding()),
                 "last block gathered": (self.kept.before(runs, layers - 1), window.at_last_block()),
                 "loss": (kept, window.at_loss() + head), "final norm": (kept, window.at_loss()),
-                "gradients reduced": (0.0, 0.0)}
+                "gradients reduced": (0.0, 0.0), UPDATE: (0.0, 0.0)}
         found = {name: self.fixed[name] | dict(
                      activations=self.fixed[name].get("activations", 0.0) + before, unsharded=gathered)
                  for name, (before, gathered) in more.items()}
@@ -168,6 +172,11 @@ class Peak:
         saved, work = self.kept.in_backward[policy]
         return dict(activations=before + saved, working=work, unsharded=window.in_backward(block),
                     gradients=self.gradients.in_backward(block))
+
+    def beside_update(self, totals: dict[str, float]) -> float:
+        """What torch has reserved beside the peak for the update, which finds no hole as large."""
+        before = max(total for name, total in totals.items() if name != UPDATE)
+        return before + self.update - max(totals.values())
 
     def slack(self, runs: Runs) -> float:
         """Bytes that torch has reserved and does not use at the peak."""
@@ -185,8 +194,25 @@ class Peak:
         moments = [{share: parts.get("working", 0.0) + parts.get("loss", 0.0)
                            + parts["unsharded"] * (alone and name == "loss"),
                     "SLACK_GATHERED": parts["unsharded"] * (not alone)}
-                   for name, parts in self.moments(runs, self.loose).items()]
+                   for name, parts in self.moments(runs, self.loose).items() if name != UPDATE]
         return max(moments, key=lambda m: sum(getattr(constants, name) * m[name] for name in m))
+
+
+def update_bytes(shape: ModelShape, setup: Setup) -> float:
+    """What an update by optim/adamw.py makes and frees; torch's own makes nothing.
+
+    Small tensors are joined: weights, gradients, states (in fp32 if they have 8 bits), and of each
+    value its place and salt in 32 bits and, while these are spread, a 64-bit number of its tensor. Of a
+    large one there are only its states in fp32, CHUNK values at a time.
+    """
+    if setup.optimizer not in STATE_BYTES: return 0.0
+    own = BYTES[setup.precision if setup.adapter == "none" else setup.adapter_dtype]
+    states = 2 * (4 if setup.optimizer == "adamw_8bit" else STATE_BYTES[setup.optimizer])
+    sizes = [w.shard_values(setup.shard_ranks) for w, _ in all_weights(shape, setup)]
+    values = all_trained(shape, setup, setup.shard_ranks) / own
+    joined = min(values, TOGETHER) * (2 * own + states + 2 * 4 + 8)
+    large = min(max(sizes), CHUNK) if max(sizes) > TOGETHER and setup.optimizer == "adamw_8bit" else 0
+    return max(joined, large * states)
 
 
 def static_parts(shape: ModelShape, setup: Setup) -> dict[str, float]:

@@ -18,6 +18,9 @@ OPTIMIZER_STATES = {"adamw": 2, "adamw_bf16": 2, "adamw_8bit": 2, "adafactor": 0
 Runs = list[tuple[str, int]]  # activation policies from the first block on: name, number of blocks
 STATE_BYTES = {"adamw_bf16": 2, "adamw_8bit": 1 + 4 / 256}  # of a value, where not as the weight's
 
+TOGETHER = 2**24  # values of small tensors that an optimizer of optim/ joins and updates at once,
+CHUNK = 2**26     # and of a large one: the float32 copies of their states take 0.5 GiB
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:

@@ -23,7 +23,7 @@ from .passes import (
     tile_traffic,
     unpack_traffic,
 )
-from .setup import BYTES, STATE_BYTES, Setup
+from .setup import BYTES, STATE_BYTES, TOGETHER, Setup
 from .weights import (
     all_trained,
     average_gathered,
@@ -36,8 +36,6 @@ from .weights import (
     trained_on_host,
     trained_tensors,
 )
-
-TOGETHER = 2**24  # values of small tensors that an optimizer of optim/ joins and updates at once
 
 
 @dataclass(frozen=True)
@@ -174,8 +172,10 @@ def launch_seconds(shape: ModelShape, setup: Setup) -> float:
     if setup.quant != "none" and not setup.keep_fp8_weights: once += constants.UNPACK_LAUNCH
     if setup.compute_dtype == "fp8": once += constants.FP8_LAUNCH
     hooks = (1 + setup.resharded) * constants.SHARDED_LAUNCH if setup.sharded else 0.0
+    # A compiled backward has what runs again in its graph: a forward's kernels, and no hooks.
+    whole = 1.0 if setup.compile else constants.RECOMPUTE_LAUNCH
     again = dict(keep_all=0.0, keep_linears=constants.RERUN_LAUNCH)
-    return sum(count * (once * (3 + again.get(policy, constants.RECOMPUTE_LAUNCH)) + hooks)
+    return sum(count * (once * (3 + again.get(policy, whole)) + hooks)
                for policy, count in Counter(setup.policies(shape)).items())
 
 

@@ -23,13 +23,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..dist import local_rows
-from ..estimate.speed import TOGETHER
+from ..estimate.setup import CHUNK, TOGETHER
 from .base import ShardedOptimizer, int32, sent, zeros_beside
 from .rounding import element_bits, hashed, store
 
 BLOCKSIZES = (256, 128, 64)
 MIN_8BIT_SIZE = 4096    # smaller weights keep float32 states, as in bitsandbytes
-CHUNK = 2**26           # values updated at once: the float32 copies of their states take 0.5 GiB
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # signed?
 
 
