@@ -16,8 +16,9 @@ import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
-from fsdp_qlora.bench.drive import How, job_of, run_batch
+from fsdp_qlora.bench.drive import How, Job, job_of, run_batch
 from fsdp_qlora.bench.grid import Cell, read_grid
 from fsdp_qlora.bench.row import Row
 from fsdp_qlora.catalog.block_expansion import expanded_shape
@@ -102,9 +103,18 @@ def compile_cells(cells: list[Cell], processes: int, minutes: float) -> list[Row
     """A step of each, in so many processes; what takes longer than `minutes` in all is left."""
     jobs = [job_of(cell) for cell in cells]
     shares = [jobs[first::processes] for first in range(min(processes, len(jobs)))]
-    def share_rows(share): return run_batch(share, How(steps=1, warmup=0, minutes=minutes / len(share)))
+    end = time.perf_counter() + 60 * minutes
     with ThreadPoolExecutor(processes) as pool:
-        return [row for rows in pool.map(share_rows, shares) for row in rows]
+        return [row for rows in pool.map(partial(share_rows, end=end), shares) for row in rows]
+
+
+def share_rows(jobs: list[Job], end: float) -> list[Row]:
+    """A step of each job, one after the other until `end`; one that fails does not keep off the rest."""
+    rows: list[Row] = []
+    while len(rows) < len(jobs) and (left := (end - time.perf_counter()) / 60) > 0:
+        batch = jobs[len(rows):]
+        rows += run_batch(batch, How(steps=1, warmup=0, minutes=left / len(batch)))
+    return rows
 
 
 def wanted_cells(options: argparse.Namespace) -> list[Cell]:
