@@ -89,7 +89,7 @@ def test_a_run_answers_before_it_trains_and_at_each_evaluation_and_learns_to(run
     base, argv = run
     monkeypatch.delenv("RANK", raising=False)
     assert main([*argv, "--world_size", "2", "--eval_dataset", str(base / "held.jsonl"), "--eval_every",
-                 "10", "--samples", "2", "--lr", "0.02", "--sample_tokens", "8", "--num_epochs", "2",
+                 "10", "--samples", "2", "--lr", "0.005", "--sample_tokens", "8", "--num_epochs", "2",
                  "--global_batch_size", "4"]) == 0
     found = samples_of(base / "out")
     assert list(found) == [0, 10, 20]
