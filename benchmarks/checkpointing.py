@@ -7,9 +7,11 @@
 
 Makes a random checkpoint of that shape if the folder is empty, trains QLoRA on random text with a
 checkpoint every --every steps, kills a rank at half of the steps, and lets torchrun start again. Prints
-one JSON line: seconds that a step was held up, bytes of a checkpoint, seconds from the kill to the next
-step. The first checkpoint of each start is told apart, as it also makes the host's buffers. Flags
-after -- go to train.py, in place of those above. The folder keeps the model for the next time.
+one JSON line: seconds that a step was held up, seconds that a checkpoint cost in all (its step, the wait
+and the step after it, which the write goes on beside, over two usual steps), bytes of a checkpoint,
+seconds from the kill to the next step. The first checkpoint of each start is told apart, as it also
+makes the host's buffers. Flags after -- go to train.py, in place of those above. The folder keeps the
+model for the next time.
 """
 from __future__ import annotations
 
@@ -122,9 +124,9 @@ def measure(options, flags: list[str]) -> dict:
 
 def figures(options, out: Path, found: list[dict]) -> dict:
     """What the finished run's metrics and checkpoints say."""
-    first, held, after = held_up(found)
-    steps = {r["step"]: r["seconds"] for r in found if r["kind"] == "step"}
-    seconds = statistics.median(list(steps.values())[3:])
+    first, held = held_up(found)
+    seconds = statistics.median([r["seconds"] for r in found if r["kind"] == "step"][3:])
+    lost = lost_to_checkpoints(found, seconds)
     newest = max((out / "checkpoints").glob("step-*"))
     size = sum(p.stat().st_size for p in newest.rglob("*") if p.is_file())
     adapter = (newest / "adapter" / "adapter_model.safetensors").stat().st_size
@@ -132,23 +134,32 @@ def figures(options, out: Path, found: list[dict]) -> dict:
                 steps=options.steps, every=options.every, checkpoints=len(first + held),
                 seconds_held_first=first, seconds_held_median=statistics.median(held),
                 seconds_held_p95=held[min(len(held) - 1, int(0.95 * len(held)))],
-                seconds_held_max=held[-1], seconds_per_step=seconds,
-                seconds_step_after_median=statistics.median(steps[s] for s in after if s in steps),
+                seconds_held_max=held[-1], seconds_per_step=seconds, seconds_lost=lost,
                 bytes_checkpoint=size, bytes_adapter=adapter, date=str(date.today()))
 
 
-def held_up(found: list[dict]) -> tuple[list[float], list[float], list[int]]:
-    """Seconds that the first checkpoint of each start held up its step, those of the others in order
-    of size, and the steps after the others, which a write goes on beside.
-    """
-    first, others, after, is_first = [], [], [], True
+def held_up(found: list[dict]) -> tuple[list[float], list[float]]:
+    """Seconds that the first checkpoint of each start held up its step; those of others, by size."""
+    first, others, is_first = [], [], True
     for record in found:
         if record["kind"] == "start": is_first = True
         if record["kind"] != "checkpoint": continue
         (first if is_first else others).append(record["seconds_held"])
-        if not is_first: after.append(record["step"] + 1)
         is_first = False
-    return first, sorted(others), after
+    return first, sorted(others)
+
+
+def lost_to_checkpoints(found: list[dict], usual: float) -> list[float]:
+    """What each checkpoint between two steps cost, but for the first of a start."""
+    found = [r for r in found if r["kind"] in ("start", "step", "checkpoint")]
+    lost, is_first = [], True
+    for before, saved, after in zip(found, found[1:], found[2:], strict=False):
+        if before["kind"] == "start": is_first = True
+        if saved["kind"] != "checkpoint": continue
+        if not is_first and before["kind"] == after["kind"] == "step":
+            lost.append(before["seconds"] + saved["seconds_held"] + after["seconds"] - 2 * usual)
+        is_first = False
+    return lost
 
 
 def visible_gpus() -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from fsdp_qlora.bench.accuracy import compare, setup_from_row
-from fsdp_qlora.bench.row import Row, read_rows
+from fsdp_qlora.bench.row import Row, read_rows, row_files
 from fsdp_qlora.bench.tables import markdown, number, percent
 from fsdp_qlora.catalog.arch import ModelShape, model_shape
 from fsdp_qlora.catalog.hardware import find_gpu
@@ -41,8 +41,7 @@ UNMEASURED = "unmeasured"
 
 def page() -> str:
     """The whole page."""
-    rows = [row for path in sorted((ROOT / "benchmarks/results").glob("*_h[12]00_*.jsonl"))
-            if not path.name.startswith(("attention", "packing", "quality")) for row in read_rows(path)]
+    rows = [row for path in row_files(ROOT / "benchmarks/results") for row in read_rows(path)]
     rows = [c.row for c in sorted(compare(rows), key=lambda c: not c.old_code)]  # today's code last
     parts = [INTRO]
     for path in sorted((ROOT / "benchmarks/published").glob("*.yaml")):

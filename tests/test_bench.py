@@ -9,15 +9,14 @@ import pytest
 from fsdp_qlora.bench.accuracy import CALIBRATED_ON, accuracy, compare, setup_from_row, shape_of_row
 from fsdp_qlora.bench.command import settings_alone
 from fsdp_qlora.bench.grid import read_grid
-from fsdp_qlora.bench.row import append_row, read_rows
+from fsdp_qlora.bench.row import append_row, read_rows, row_files
 from fsdp_qlora.bench.tables import against_table, auto_table, published_seconds, published_table
 from fsdp_qlora.cli import main
 from fsdp_qlora.estimate import memory
 
 ROOT = Path(__file__).parents[1]
 GRIDS = sorted((ROOT / "benchmarks" / "grids").glob("*.yaml"))
-RESULTS = [r for f in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
-           if not f.name.startswith(("attention", "packing", "quality")) for r in read_rows(f)]
+RESULTS = [row for file in row_files(ROOT / "benchmarks" / "results") for row in read_rows(file)]
 TINY = dict(model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=97, hidden_size=64,
             intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0)

@@ -19,7 +19,7 @@ try:
 except ImportError:  # CPU builds of torch come without
     triton = None
 
-COLUMNS = 64          # of a tile
+COLUMNS = 64          # of a tile; as rows of one, the fastest of those tried (docs/LOG.md)
 LEVELS = 1 << 16      # steps that a share of dropped elements is rounded to
 MOST_RANKS = 128      # of adapters whose products the kernels take
 

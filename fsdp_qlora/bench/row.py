@@ -5,6 +5,8 @@ import json
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 
+NO_ROWS = ("attention", "checkpointing", "packing", "quality")  # how names of other files begin
+
 
 @dataclass
 class Row:
@@ -72,6 +74,11 @@ def append_row(row: Row, path: str | Path):
         with open(path, "a") as file: file.write(text + "\n")
     except OSError as error:
         raise ValueError(f"--results {path}: {error.strerror or error}; the row was {text}") from error
+
+
+def row_files(folder: Path) -> list[Path]:
+    """The files of a folder of results that hold rows; others hold what other scripts measured."""
+    return [path for path in sorted(folder.glob("*.jsonl")) if not path.name.startswith(NO_ROWS)]
 
 
 def read_rows(path: str | Path) -> list[Row]:
