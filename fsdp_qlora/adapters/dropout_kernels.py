@@ -79,14 +79,14 @@ if triton:
                  mask=(rows < n)[:, None] & (columns < width)[None, :])
 
 
-def can_multiply(x: Tensor, a: Tensor) -> bool:
-    """Whether the kernels take x in an adapter's products."""
-    return bool(triton) and x.is_cuda and x.element_size() == 2 and len(a) <= MOST_RANKS
-
-
 def can_drop(x: Tensor) -> bool:
     """Whether the kernels take x."""
     return bool(triton) and x.is_cuda
+
+
+def can_multiply(x: Tensor, a: Tensor) -> bool:
+    """Whether the kernels take x in an adapter's products: cards without bf16 are left to torch."""
+    return can_drop(x) and x.dtype == torch.bfloat16 and len(a) <= MOST_RANKS
 
 
 def dropped(x: Tensor, seed: Tensor, p: float) -> Tensor:
