@@ -9,6 +9,7 @@ Shapes: N tokens, I inputs, R rank.  x (N, I), A (R, I)
 """
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..quantization.kernels import rank_columns
