@@ -54,7 +54,7 @@ class Training:
 
         Raises StopRequested, with the state saved, after a signal to any rank.
         """
-        self.signals.can_save = True
+        self.signals.can_save, self.signals.missing = True, self.watch.missing
         try:
             with self.watch.watching(), self.frozen.watching():
                 while not self.ran_through(): self.roll_back()

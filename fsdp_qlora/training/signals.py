@@ -1,9 +1,10 @@
 """SIGTERM, SIGUSR1 and Ctrl-C end a run with its state saved, in every phase within 30 seconds.
 
 While it trains, all ranks agree to stop at the next chance and save. Before that there is nothing new
-to save, and the process ends at once; so it does at a second Ctrl-C. Both are decided by a thread that
-the interpreter wakes through a pipe (`signal.set_wakeup_fd`): a rank that waits in a collective runs no
-Python handler.
+to save, and the process ends at once; so it does at a second Ctrl-C, and where a rank is gone, as the
+others could never agree: torchrun sends SIGTERM to what a killed rank leaves, and starts anew when that
+has ended. All is decided by a thread that the interpreter wakes through a pipe (`signal.set_wakeup_fd`):
+a rank that waits in a collective runs no Python handler.
 
 Pure: no torch, so that the command line can name the exit code.
 """
@@ -14,10 +15,12 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 EXIT_STOPPED = 75    # EX_TEMPFAIL of sysexits.h: the same command goes on later
 GRACE_SECONDS = 25   # schedulers and torchrun kill 30 s after SIGTERM
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+LOOK_SECONDS = 0.5
 SAME_SECONDS = 2     # a terminal and the launcher both pass one Ctrl-C on to a rank
 
 
@@ -33,6 +36,7 @@ class StopSignals:
         self.asked_by: str | None = None  # a signal's name
         self.can_save = False             # from the first step on
         self.interrupted: float | None = None  # when Ctrl-C came first
+        self.missing: Callable[[], str] = lambda: ""  # who keeps the ranks from agreeing
 
     def __enter__(self) -> StopSignals:
         self.reader, self.writer = os.pipe()
@@ -71,13 +75,20 @@ class StopSignals:
         if not self.can_save: end(f"stopped by {name} before the first step: nothing to save")
         if self.asked_by: return
         self.asked_by = name
-        threading.Thread(target=self.insist, name="grace", daemon=True).start()
+        for body in (self.insist, self.look_for_others):
+            threading.Thread(target=body, name="grace", daemon=True).start()
 
     def insist(self):
         """End the process if the run has not by then."""
         time.sleep(GRACE_SECONDS)
         end(f"stopped by {self.asked_by}: not saved within {GRACE_SECONDS} s; the checkpoint before "
             "is the last one")
+
+    def look_for_others(self):
+        """End the process if a rank is gone."""
+        while not (gone := self.missing()): time.sleep(LOOK_SECONDS)
+        end(f"stopped by {self.asked_by}: {gone} does not answer, so nothing could be saved; the "
+            "checkpoint before is the last one")
 
     def is_asked(self) -> bool:
         """Whether this rank was told to stop."""

@@ -21,6 +21,8 @@ from ..meeting import Board
 EXIT_STALLED = 70         # EX_SOFTWARE of sysexits.h
 INNERMOST = 5             # frames of a stack that tell whether it waits in a collective
 WITHOUT_STORE_SECONDS = 30  # the store may be in the process that is frozen
+OVER = "over"             # the phase of a rank that is done
+GONE_SECONDS = 8          # without a beat, which comes every second
 
 
 class Watchdog:
@@ -32,6 +34,7 @@ class Watchdog:
         self.main = threading.main_thread().ident
         self.phase, self.count, self.moved = "start", 0, time.monotonic()
         self.is_paused, self.is_over, self.looked = False, threading.Event(), time.monotonic()
+        self.seen: dict[int, tuple[str | None, float]] = {}  # each rank's last beat, and since when
 
     def mark(self, phase: str | None = None):
         """The main thread is at a new place; ranks count alike."""
@@ -43,12 +46,27 @@ class Watchdog:
         """Watch for the life of the block."""
         self.mark()
         if self.seconds:
+            self.post_beat(self.phase)
             for body in (self.watch, self.guard):
                 threading.Thread(target=body, name="watchdog", daemon=True).start()
         try:
             yield self
         finally:
             self.is_over.set()
+            with suppress(RuntimeError): self.post_beat(OVER)
+
+    def missing(self) -> str:
+        """Who has not been heard for GONE_SECONDS of asking and is not done; empty if all have."""
+        for rank in range(self.board.world_size) if self.seconds else ():
+            try:
+                beat = self.board.read("beat", rank)
+            except RuntimeError:  # it went with a rank, with its machine, or as this rank's work is done
+                return "" if self.is_over.is_set() else "the ranks' store"
+            now, (before, since) = time.monotonic(), self.seen.get(rank, ("", 0.0))
+            if beat != before: self.seen[rank] = (beat, now)
+            elif beat and json.loads(beat)[1] != OVER and now - since > GONE_SECONDS:
+                return f"rank {rank}"
+        return ""
 
     @contextmanager
     def paused(self, phase: str) -> Iterator[None]:
@@ -67,7 +85,7 @@ class Watchdog:
         """Tell the others where this rank is, and look for a stall."""
         while not self.is_over.wait(min(1.0, self.seconds / 4)):
             with suppress(RuntimeError):  # the store is closing, or frozen: `guard` sees that
-                self.board.post("beat", json.dumps([self.count, self.phase, time.time()]))
+                self.post_beat(self.phase)
                 if self.is_stalled(): self.look_around()
                 self.looked = time.monotonic()
 
@@ -100,6 +118,10 @@ class Watchdog:
             self.end(verdict(self.seconds, told, {r: self.beat(r) for r in frozen}))
         time.sleep(self.grace)
         os._exit(EXIT_STALLED)
+
+    def post_beat(self, phase: str):
+        """Tell that this rank lives, and where it is."""
+        self.board.post("beat", json.dumps([self.count, phase, time.time()]))
 
     def beat(self, rank: int) -> list:
         """(count, phase, time) that a rank last told."""

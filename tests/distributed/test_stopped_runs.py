@@ -76,6 +76,12 @@ def ranks_of(run: subprocess.Popen) -> list[int]:
     return [int(c) for c in children if "fsdp_qlora.cli" in Path(f"/proc/{c}/cmdline").read_text()]
 
 
+def is_alive(process: int) -> bool:
+    """Whether a process runs, or is stopped; what nobody has asked about since it ended does not."""
+    stat = Path(f"/proc/{process}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
 @pytest.mark.parametrize("world_size, to_a_rank, number", [
     (1, False, signal.SIGTERM), (2, False, signal.SIGTERM), (2, False, signal.SIGUSR1),
     (2, True, signal.SIGUSR1), (1, False, signal.SIGINT), (2, False, signal.SIGINT)])
@@ -120,6 +126,19 @@ def test_the_death_of_one_rank_ends_the_others_and_is_named(folder, rows, tmp_pa
     assert code == 128 + signal.SIGKILL
     assert "error: rank 0 was killed by SIGKILL" in error and "memory" in error, error
     assert not Path(f"/proc/{other}").exists()
+
+
+def test_a_stop_is_not_waited_for_where_a_rank_is_gone(folder, rows, tmp_path):
+    """As after torchrun's SIGTERM to what a killed rank leaves; a frozen one answers as little."""
+    run = endless_run(folder, rows, tmp_path, 2)
+    ranks = ranks_of(run)
+    os.kill(ranks[1], signal.SIGSTOP)
+    os.kill(ranks[0], signal.SIGTERM)
+    while is_alive(ranks[0]): time.sleep(0.1)
+    os.kill(ranks[1], signal.SIGKILL)
+    code, error, _ = end_of(run)
+    assert code == 75 and "stopped by SIGTERM: rank 1 does not answer" in error, error
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
 # ---- folders that can't be written to ----------------------------------------------------------
