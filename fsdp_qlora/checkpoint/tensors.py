@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ..adapters import trainable_parameters
 from ..adapters.initial import taken_out
 from ..dist import is_first_copy, local_rows
+from ..memory.hostmem import host_tensors
 from .folder import sync
 
 
@@ -67,27 +68,30 @@ def optimizer_rows(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 class Staging:
     """Copies of tensors in host memory, so that a step can go on while they are written.
 
-    On a GPU the copies go to page-locked memory that is kept for the next time.
+    The memory of a kind of tensors is one region, page-locked for a GPU, that is kept for the next
+    time.
     """
 
-    def __init__(self):
-        self.pinned: dict[str, Tensor] = {}
+    def __init__(self, device: torch.device):
+        self.device, self.buffers = device, dict[str, dict[str, Tensor]]()
 
     def copy(self, kind: str, rows: dict[str, Rows]) -> dict[str, Rows]:
         """The same rows, on the host; `wait` before they are read."""
-        return {name: Rows(self.host(f"{kind} {name}", r.tensor), r.start, r.total)
+        buffers = self.buffers.get(kind, {})
+        if described(buffers) != described({name: r.tensor for name, r in rows.items()}):
+            made = host_tensors([r.tensor for r in rows.values()], pinned=self.device.type == "cuda")
+            buffers = self.buffers[kind] = dict(zip(rows, made, strict=True))
+        return {name: Rows(buffers[name].copy_(r.tensor, non_blocking=True), r.start, r.total)
                 for name, r in rows.items()}
 
-    def host(self, name: str, tensor: Tensor) -> Tensor:
-        if not tensor.is_cuda: return tensor.clone(memory_format=torch.contiguous_format)
-        buffer = self.pinned.get(name)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = self.pinned[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return buffer.copy_(tensor, non_blocking=True)
-
-    def wait(self, device: torch.device):
+    def wait(self):
         """Until the copies are there."""
-        if device.type == "cuda": torch.cuda.current_stream(device).synchronize()
+        if self.device.type == "cuda": torch.cuda.current_stream(self.device).synchronize()
+
+
+def described(tensors: dict[str, Tensor]) -> list[tuple]:
+    """Names, shapes and dtypes."""
+    return [(name, t.shape, t.dtype) for name, t in tensors.items()]
 
 
 # ---- random numbers ----------------------------------------------------------------------------

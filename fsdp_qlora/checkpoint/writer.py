@@ -68,7 +68,7 @@ class CheckpointWriter:
                  verified: Path | None = None):
         self.root, self.state, self.keep, self.facts = root, state, config.keep_checkpoints, facts
         self.disks, self.minutes = disks, config.checkpoint_minutes
-        self.rank, self.board, self.staging = ranks_from_env(), board[-1], Staging()
+        self.rank, self.board, self.staging = ranks_from_env(), board[-1], Staging(state.device)
         self.keys = saved_names(state.model) if hasattr(state.model, "peft_config") else None
         self.verified, self.failure = verified, None
         self.saved_step = -1
@@ -118,7 +118,7 @@ class CheckpointWriter:
         state = self.state
         weights = self.staging.copy("weights", weight_rows(state.model)) | taken_rows(state.model)
         optimizer = self.staging.copy("optimizer", optimizer_rows(state.model, state.optimizer))
-        self.staging.wait(state.device)
+        self.staging.wait()
         run = self.facts | state.to_json(boundary)
         return Snapshot(boundary.step, weights, optimizer, boundary.random, run,
                         f"checkpoint {next(writes)} of step {boundary.step}")
