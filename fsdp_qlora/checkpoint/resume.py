@@ -103,7 +103,8 @@ def movable(config: RunConfig, names: tuple[str, ...]) -> tuple[str, ...]:
 def take_folder(config: RunConfig, found: Found):
     """Make --output_dir this run's, and overwrite nothing that an earlier one left there.
 
-    Every rank must call it, when the model is loaded: what goes wrong before moves nothing.
+    Every rank must call it, before anything is written: trackers begin their files before a model is
+    loaded, so that one that does not start is known by then.
     """
     from_main(lambda: make_room(config, found))
 

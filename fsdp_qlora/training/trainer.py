@@ -68,6 +68,7 @@ def train(config: RunConfig, dataset: TokenizedDataset | Subset | Source, device
     found = find_run(config, dataset)
     config = found.settings(config)
     run_id = found.run["run_id"] if found.run else from_main(lambda: uuid.uuid4().hex)
+    take_folder(config, found)
     with open_trackers(config, run_id, found.step) as trackers:
         return train_found(config, found, run_id, dataset, device, tokenizer, held_out, signals,
                            trackers)
@@ -93,7 +94,6 @@ def train_found(config: RunConfig, found: Found, run_id: str,
     record = record_beside_weights(config, found.content["data"], device)
     start = start_record(config, record, run_id, model, batches, about_data(dataset, held_out), device,
                          step=boundary.step, total_steps=total_steps, load_seconds=loaded)
-    take_folder(config, found)
     with run_log(config, start, trackers, found) as log:
         log.record(start)
         writer = CheckpointWriter(checkpoints_of(config.output_dir), state, config,
