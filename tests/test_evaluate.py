@@ -246,4 +246,5 @@ def test_a_step_on_the_cpu_is_logged_when_it_is_done_and_one_on_a_gpu_a_step_lat
             counts.append(len(log.steps))
         lagged.flush()
         logged[kind] = counts, [step.loss for step in log.steps]
+        assert all(0 < step.seconds < 60 for step in log.steps)
     assert logged == {"cpu": ([1, 2], [1.0, 2.0]), "meta": ([0, 1], [1.0, 2.0])}

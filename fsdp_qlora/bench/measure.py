@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ..config import RunConfig, plan_batches
 from ..data import collate_packed
 from ..dist import ranks_from_env
+from ..observe.clock import mark, seconds_between
 from ..observe.peaks import Peaks
 from .row import Row
 
@@ -159,26 +160,18 @@ class StepTimer:
     """
 
     def __init__(self, device: torch.device, keep_peak: bool = False):
-        self.on_gpu, self.marks = device.type == "cuda", []
+        self.device, self.marks = device, []
         synchronize(device)
-        if self.on_gpu and not keep_peak: torch.cuda.reset_peak_memory_stats(device)
+        if device.type == "cuda" and not keep_peak: torch.cuda.reset_peak_memory_stats(device)
         self.step_done()
 
     def step_done(self):
-        """Mark the end of a step, in the GPU's own order of work."""
-        if not self.on_gpu:
-            self.marks.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self.marks.append(event)
+        """Mark the end of a step."""
+        self.marks.append(mark(self.device))
 
     def seconds(self) -> list[float]:
         """The time from each mark to the next; waits for the last."""
-        pairs = list(zip(self.marks, self.marks[1:], strict=False))
-        if not self.on_gpu: return [after - before for before, after in pairs]
-        self.marks[-1].synchronize()
-        return [before.elapsed_time(after) / 1000 for before, after in pairs]
+        return [seconds_between(*pair) for pair in zip(self.marks, self.marks[1:], strict=False)]
 
 
 def random_batches(config: RunConfig, vocab: int, count: int) -> list[dict[str, torch.Tensor]]:

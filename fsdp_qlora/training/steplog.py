@@ -1,12 +1,12 @@
 """Turns the result of a step into its metrics, a step late on a GPU."""
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
+from ..observe.clock import mark, seconds_between
 from ..observe.metrics import StepMetrics
 from ..observe.pace import Arithmetic
 from ..observe.runlog import RunLog
@@ -29,21 +29,21 @@ class LaggedLog:
 
     def restart_clock(self):
         """Count the next step's seconds from now."""
-        self.read = time.perf_counter()
+        self.done = mark(self.device)
 
     def add(self, number: int, lr: float, rows: int, result: StepResult):
         """Take a step of so many rows that was queued, and log the one before it."""
         self.flush()
-        self.pending = number, lr, rows, result
+        self.pending = number, lr, rows, result, mark(self.device)
         if self.device.type == "cpu": self.flush()
 
     def flush(self):
         """Log the step that is waiting, if there is one."""
         if self.pending is None: return
-        number, lr, rows, result = self.pending
+        number, lr, rows, result, done = self.pending
         result.loss_and_norm = result.loss_and_norm.cpu()  # waits until the step is done
-        started, self.read = self.read, time.perf_counter()
-        seconds = self.read - started
+        before, self.done = self.done, done
+        seconds = seconds_between(before, done)
         metrics = step_metrics(number, lr, result, seconds, self.device)
         if self.arithmetic:
             metrics = replace(metrics, **self.arithmetic.of_step(result.tokens, rows, seconds))
