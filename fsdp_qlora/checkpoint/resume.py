@@ -42,7 +42,6 @@ class Found:
     run: dict | None = None           # its run.json
     metrics: tuple[dict, ...] = ()    # what metrics.jsonl says up to there
     disks: Disks | None = None        # how its files come to machines that don't see them
-    in_the_way: tuple[str, ...] = ()  # names in --output_dir that an earlier run left
 
     @property
     def step(self) -> int:
@@ -77,47 +76,34 @@ def find_run(config: RunConfig, dataset: TokenizedDataset | Subset | Source) -> 
 
 
 def look(config: RunConfig, dataset: TokenizedDataset | Subset | Source) -> Found:
-    """What `find_run` finds, on rank 0."""
+    """What `find_run` finds, on rank 0; leaves the folder ready for the run."""
     root, content = checkpoints_of(config.output_dir), content_of(config, dataset)
     if root.is_dir(): remove_scratch(root)
     folder = None if has_ended(config, dataset, content, root) else chosen(config, root)
-    if folder is None: return Found(content, in_the_way=movable(config, LEFT_BY_A_RUN))
+    if folder is None:
+        make_room(config, LEFT_BY_A_RUN)
+        return Found(content)
     run = read_run(folder)
     check_same_run(config, run, content, folder)
     check_length(config, run, dataset, folder)
     kept = kept_metrics(folder.parent.parent / "metrics.jsonl", run)
-    elsewhere = folder.resolve().parent != root.resolve()
-    left = LEFT_BY_A_RUN if elsewhere else OF_ITS_END if (root / FINISHED).exists() else ()
-    return Found(content, folder, run, tuple(kept), in_the_way=movable(config, left))
+    if folder.resolve().parent != root.resolve(): make_room(config, LEFT_BY_A_RUN)
+    else:
+        if (root / FINISHED).exists(): make_room(config, OF_ITS_END)
+        set_newer_aside(root, run["step"])
+        (root / FINISHED).unlink(missing_ok=True)
+    return Found(content, folder, run, tuple(kept))
 
 
-def movable(config: RunConfig, names: tuple[str, ...]) -> tuple[str, ...]:
-    """`names`, if they can be moved. Raises ValueError if the run's own base is among them."""
+def make_room(config: RunConfig, names: tuple[str, ...]):
+    """Nothing that an earlier run left in --output_dir is overwritten. Raises ValueError naming it."""
     out, base = Path(config.output_dir), Path(config.model_name).resolve()
     if any(base.is_relative_to((out / name).resolve()) for name in names):
         raise ValueError(f"--output_dir {out} holds --model_name {config.model_name}, in whose place "
                          "the new weights would be; give another --output_dir")
-    return names
-
-
-def take_folder(config: RunConfig, found: Found):
-    """Make --output_dir this run's, and overwrite nothing that an earlier one left there.
-
-    Every rank must call it, before anything is written: trackers begin their files before a model is
-    loaded, so that one that does not start is known by then.
-    """
-    from_main(lambda: make_room(config, found))
-
-
-def make_room(config: RunConfig, found: Found):
-    """`take_folder` on rank 0."""
-    out, root = Path(config.output_dir), checkpoints_of(config.output_dir)
-    if kept := keep_earlier(out, found.in_the_way):
+    if kept := keep_earlier(out, names):
         moved = ", ".join(sorted(path.name for path in kept.iterdir()))
         print_main(f"what an earlier run left in {out} is now in {kept}: {moved}")
-    if found.folder is None or found.folder.resolve().parent != root.resolve(): return
-    set_newer_aside(root, found.step)
-    (root / FINISHED).unlink(missing_ok=True)
 
 
 def has_ended(config: RunConfig, dataset: TokenizedDataset | Subset | Source, content: dict[str, str],

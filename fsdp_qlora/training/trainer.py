@@ -19,7 +19,6 @@ from ..checkpoint import (
     find_run,
     mark_finished,
     saved_adapter,
-    take_folder,
 )
 from ..config import BatchPlan, RunConfig, plan_batches
 from ..config.settings import AUTO, parts_of
@@ -68,7 +67,6 @@ def train(config: RunConfig, dataset: TokenizedDataset | Subset | Source, device
     found = find_run(config, dataset)
     config = found.settings(config)
     run_id = found.run["run_id"] if found.run else from_main(lambda: uuid.uuid4().hex)
-    take_folder(config, found)
     with open_trackers(config, run_id, found.step) as trackers:
         return train_found(config, found, run_id, dataset, device, tokenizer, held_out, signals,
                            trackers)
