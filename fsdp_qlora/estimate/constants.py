@@ -21,9 +21,10 @@ MERGE_SHARE = 0.358     # with the adapter added on the way,
 FP8_UNPACK_SHARE = 0.529  # or written as fp8
 
 # ---- sharding ----------------------------------------------------------------------------------
-# What a gather costs although it is hidden: gathered bytes are copied out of a flat buffer, parameter
-# by parameter, and products that run beside a collective wait for its multiprocessors. Measured as one
-# (docs/LOG.md): in proportion to the bytes, for blocks of 0.14 and of 0.52 GB, on 2 and on 4 GPUs.
+# What a gather costs although it is hidden: mostly that products beside a collective lack the
+# multiprocessors which it holds, also while it waits for another rank; less, that gathered bytes are
+# copied out of a flat buffer (a profile in docs/LOG.md). Measured as one: in proportion to the bytes,
+# for blocks of 0.14 and of 0.52 GB, on 2 and on 4 GPUs.
 GATHER_SHARE = 0.121    # of a copy's rate, for the bytes of a gathered unit, read and written
 COLLECTIVE_LATENCY = 30e-6  # seconds
 
