@@ -1,6 +1,7 @@
-"""Fill torch's compile cache for cells of grids and for recipes, several at a time, before measuring.
+"""Fill torch's compile cache before measuring: for grids, speed rows and recipes, several at a time.
 
     python benchmarks/compile_ahead.py benchmarks/grids/accuracy.yaml --only '1 GPU' --processes 5
+    python benchmarks/compile_ahead.py --rows 8b_qlora_ddp --world_size 4
     python benchmarks/compile_ahead.py --config examples/recipes/34b-2x24gb.yaml --world_size 2
 
 Compiling takes most of a cell's time, and one CPU core or two. Blocks of a model are alike, so a step of
@@ -17,6 +18,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+
+from speed_rows import CASES
 
 from fsdp_qlora.bench.drive import How, Job, job_of, run_batch
 from fsdp_qlora.bench.grid import Cell, read_grid
@@ -57,7 +60,8 @@ def settled(cell: Cell) -> Cell:
     tiles, policy = config.mlp_tiles, config.activation_policy
     if tiles == AUTO: tiles = choose_tiles(shape, setup, budget)
     if budget is not None: policy = choose_policies(shape, replace(setup, mlp_tiles=tiles), budget)
-    return replace(cell, settings=cell.settings | dict(mlp_tiles=tiles, activation_policy=policy))
+    return replace(cell, settings=cell.settings | dict(mlp_tiles=tiles, activation_policy=policy,
+                                                       activation_budget_gib=None))
 
 
 def planned(cell: Cell) -> dict:
@@ -118,10 +122,13 @@ def share_rows(jobs: list[Job], end: float) -> list[Row]:
 
 
 def wanted_cells(options: argparse.Namespace) -> list[Cell]:
-    """Cells of the grids, and the recipes on as many GPUs as `bench` would take."""
+    """Cells of the grids, rows of speed_rows.py, and recipes on as many GPUs as `bench` would take."""
     from fsdp_qlora.training.launch import world_size
     found = [c for path in options.grids for c in read_grid(path).cells
              if re.search(options.only, c.name)]
+    for name in options.rows:
+        found.append(Cell(name, CASES[name].all_settings() | dict(model_name=CASES[name].model),
+                          options.world_size or CASES[name].gpus[0]))
     for path in options.config:
         size = ["--world_size", str(options.world_size)] if options.world_size else []
         gpus = world_size(parse(["--config", path, *size])[0])
@@ -133,8 +140,9 @@ def main(argv: list[str] | None = None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("grids", nargs="*")
     parser.add_argument("--only", default="", help="cells of grids whose name has this in it")
+    parser.add_argument("--rows", nargs="*", default=[], help="of speed_rows.py")
     parser.add_argument("--config", action="append", default=[], help="a recipe; may be given again")
-    parser.add_argument("--world_size", type=int, help="GPUs of the recipes; left out, as for bench")
+    parser.add_argument("--world_size", type=int, help="GPUs of rows and recipes")
     parser.add_argument("--gpu_memory_gib", type=float, help="of each GPU, for recipes that are auto")
     parser.add_argument("--processes", type=int, default=5)
     parser.add_argument("--minutes", type=float, default=3, help="to stop after")

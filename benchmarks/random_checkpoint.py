@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -17,26 +19,34 @@ from fsdp_qlora.loading import expected_shapes, meta_model
 from fsdp_qlora.loading.weight_files import RandomCheckpoint
 
 FILE_BYTES = 5 * 10**9
+WRITERS = 4  # files at a time, each held in host memory while it is written
 
 
-def write(folder: Path, config, device: torch.device):
+def write(folder: Path, config, device: torch.device, writers: int = WRITERS):
     """The files of a bf16 checkpoint of `config` under `folder`; tensors are made on `device`."""
     folder.mkdir(parents=True, exist_ok=True)
     config.architectures = config.architectures or ["LlamaForCausalLM"]
     config.save_pretrained(folder)
     shapes = expected_shapes(meta_model(config, torch.bfloat16))
-    source, pending, size, files = RandomCheckpoint(shapes, device), {}, 0, {}
-    for name, shape in [*shapes.items(), (None, None)]:
-        if name is None or size > FILE_BYTES:
-            path = folder / f"model-{len(set(files.values())) + 1:05}.safetensors"
-            save_file(pending, path)
-            files.update(dict.fromkeys(pending, path.name))
-            pending, size = {}, 0
-        if name is not None:
-            pending[name] = source.rows(name, 0, shape[0]).to(torch.bfloat16).cpu()
-            size += pending[name].nbytes
-    index = {"metadata": {}, "weight_map": files}
+    source, files = RandomCheckpoint(shapes, device), split(shapes)
+
+    def write_file(name: str):
+        save_file({n: source.rows(n, 0, shapes[n][0]).to(torch.bfloat16).cpu() for n in files[name]},
+                  folder / name)
+
+    with ThreadPoolExecutor(writers) as pool: list(pool.map(write_file, files))
+    index = {"metadata": {}, "weight_map": {n: name for name, names in files.items() for n in names}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def split(shapes: dict[str, tuple[int, ...]]) -> dict[str, list[str]]:
+    """File names, and the tensors of each: about FILE_BYTES in bf16."""
+    groups, size = [[]], 0
+    for name, shape in shapes.items():
+        if size > FILE_BYTES: groups, size = [*groups, []], 0
+        groups[-1].append(name)
+        size += 2 * math.prod(shape)
+    return {f"model-{i:05}.safetensors": names for i, names in enumerate(groups, 1)}
 
 
 def main():

@@ -48,9 +48,12 @@ class Case:
 
     def config(self, folder: str, **changes) -> RunConfig:
         """The run's settings; `changes` are for machines without a large GPU."""
+        return RunConfig(model_name=folder, **self.all_settings(**changes))
+
+    def all_settings(self, **changes) -> dict:
+        """The settings of the row with those that all rows share."""
         settings = COMMON | dict(sharding_strategy="ddp") | self.settings | changes
-        if "activation_policy" in settings: settings["activation_budget_gib"] = None
-        return RunConfig(model_name=folder, **settings)
+        return settings | (dict(activation_budget_gib=None) if "activation_policy" in settings else {})
 
 
 CASES = {
