@@ -160,7 +160,17 @@ def test_folder_file_and_dict_give_the_same_shape(tmp_path):
     ({"num_local_experts": 8}, "experts of llama are not known"),
     ({"model_type": "qwen3_moe", "num_experts": 8, "decoder_sparse_step": 2}, "only some of its blocks"),
     ({"hidden_size": None}, "no hidden_size"),
-    ({"num_hidden_layers": -2}, "num_hidden_layers -2")])
+    ({"num_hidden_layers": -2}, "num_hidden_layers -2; it must be a whole number"),
+    ({"hidden_size": "4096"}, 'hidden_size "4096"; it must be a whole number'),
+    ({"num_hidden_layers": True}, "num_hidden_layers true; it must be a whole number"),
+    ({"head_dim": "128"}, 'head_dim "128"; it must be'),
+    ({"max_position_embeddings": "4096"}, 'max_position_embeddings "4096"; it must be'),
+    ({"intermediate_size": [8192] * 48}, r"intermediate_size .* it must be a whole"),
+    ({"num_key_value_heads": 7}, "num_attention_heads 32, .* no multiple of num_key_value_heads 7"),
+    ({"tie_word_embeddings": "false"}, "tie_word_embeddings 'false'; it must be true or false"),
+    ({"is_encoder_decoder": True}, "a decoder alone"),
+    ({"model_type": "mixtral", "num_local_experts": 8}, "num_experts_per_tok null; it must be 1 to 8"),
+    ({"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 9}, "must be 1 to 8")])
 def test_a_model_that_can_not_be_estimated_says_why(change, message):
     with pytest.raises(ValueError, match=message):
         shape_from_config(known_config("llama-2-7b") | change)

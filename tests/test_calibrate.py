@@ -86,7 +86,8 @@ def test_it_is_found_only_for_the_same_card_and_torch(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text,message", [
-    ("{", "not readable JSON"), ("[]", "not readable JSON"), ("{}", "not made by fsdp-qlora calibrate")])
+    ("{", "not readable JSON"), ("[]", "takes one JSON object"),
+    ("{}", "not made by fsdp-qlora calibrate")])
 def test_a_wrong_file_is_named(text, message, tmp_path, capsys):
     path = tmp_path / "m.json"
     path.write_text(text)

@@ -8,7 +8,8 @@ from fsdp_qlora.catalog.hardware import GPUS, PATTERNS, find_gpu, load_gpu_spec
 
 @pytest.mark.parametrize("given,found", [
     ("h100", "H100 SXM"), ("NVIDIA H100 80GB HBM3", "H100 SXM"), ("H100-PCIe", "H100 PCIe"),
-    ("NVIDIA H100 PCIe", "H100 PCIe"), ("NVIDIA H200", "H200"), ("rtx3090", "RTX 3090"),
+    ("NVIDIA H100 PCIe", "H100 PCIe"), ("h100pcie", "H100 PCIe"),
+    ("h100sxm5", "H100 SXM"), ("NVIDIA H200", "H200"), ("rtx3090", "RTX 3090"),
     ("NVIDIA GeForce RTX 4090", "RTX 4090"), ("4080", "RTX 4080"), ("RTX_5090", "RTX 5090"),
     ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000"),
     ("a6000", "RTX A6000"), ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
@@ -25,7 +26,7 @@ def test_a_card_is_found_by_its_own_name(name):
 
 
 @pytest.mark.parametrize("name", ["RTX 4090 Laptop GPU", "RTX 3090 Ti", "RTX 4080 SUPER", "GH200",
-                                  "H100 NVL", "v100", ""])
+                                  "H100 NVL", "h100nvl", "v100", ""])
 def test_an_unknown_or_like_named_card_lists_the_catalogue(name):
     with pytest.raises(ValueError, match="--gpu .*not in the catalogue.*RTX 3090.*--gpu_spec"):
         find_gpu(name)
@@ -70,8 +71,24 @@ def test_a_card_from_a_file(tmp_path):
     ('{"name": "x"}', "needs memory_gib, bf16_tflops"),
     ('{"base": "4090", "memory_gib": -1}', "memory_gib must be above 0"),
     ('{"base": "4090", "memory_gib": "24"}', "memory_gib must be a number"),
+    ('{"base": "4090", "memory_gib": NaN}', "memory_gib must be a number, got nan"),
+    ('{"base": "4090", "memory_gib": null}', "needs memory_gib"),
+    ('{"base": "4090", "pcie_lanes": null}', "pcie_lanes must be a number, got None"),
+    ('{"base": "4090", "name": 3}', "name must be a text, got 3"),
+    ('{"base": "RTX 4999"}', "base RTX 4999: not in the catalogue .close: RTX 4090"),
+    ('{"base": null}', "base None: not in the catalogue"),
+    ('{"base": "4090", "measured_link_gb_s": 5}', "measured_link_gb_s takes GB/s by number of GPUs"),
+    ('{"base": "4090", "measured_link_gb_s": {"two": 5}}', "measured_link_gb_s takes"),
+    ('{"base": "4090", "measured_link_gb_s": {"2": -5}}', "measured_link_gb_s takes"),
     ('{"base": "4090", "pcie_gen": 9}', "pcie_gen 9: choose")])
 def test_a_wrong_file_is_named_with_the_field(tmp_path, spec, message):
     (tmp_path / "gpu.json").write_text(spec)
     with pytest.raises(ValueError, match=f"gpu.json: .*{message}"):
         load_gpu_spec(tmp_path / "gpu.json")
+
+
+def test_a_missing_file_and_a_byte_order_mark(tmp_path):
+    with pytest.raises(ValueError, match="^--gpu_spec .*x.json: no such file or directory$"):
+        load_gpu_spec(tmp_path / "x.json")
+    (tmp_path / "x.json").write_text('{"base": "4090", "name": "mine"}', encoding="utf-8-sig")
+    assert load_gpu_spec(tmp_path / "x.json").name == "mine"

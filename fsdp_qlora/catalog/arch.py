@@ -13,12 +13,14 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import shorten
 
 from .families import DEFAULT_TARGETS, FAMILIES, LLAMA, Traits, traits_of, with_common_names
 from .known_models import known_config, known_name
 
 MUST_HAVE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
              "num_attention_heads")
+MAY_HAVE = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -180,16 +182,11 @@ def shape_from_config(config: dict, name: str = "") -> ModelShape:
     """
     config = with_common_names(config.get("text_config") or config)
     name = name or config.get("_name_or_path") or config.get("model_type", "model")
-    if missing := [key for key in MUST_HAVE if not isinstance(config.get(key), int)]:
-        raise ValueError(f"--model_name {name}: config.json has no {', '.join(missing)}, so it is not a "
-                         "decoder of the Llama kind and can't be estimated")
-    if wrong := [key for key in MUST_HAVE if config[key] < 1]:
-        raise ValueError(f"--model_name {name}: config.json has {wrong[0]} {config[wrong[0]]}; it must "
-                         "be 1 or more")
+    check_fields(name, config)
     family, traits = config.get("model_type", "llama"), traits_of(config)
     heads = config["num_attention_heads"]
     experts = next((config[key] for key in EXPERT_COUNTS if (config.get(key) or 1) > 1), 0)
-    if experts: check_experts(name, config, traits)
+    if experts: check_experts(name, config, traits, experts)
     return ModelShape(
         name=name, family=family, vocab=config["vocab_size"], hidden=config["hidden_size"],
         intermediate=experts and config.get("moe_intermediate_size") or config["intermediate_size"],
@@ -200,12 +197,37 @@ def shape_from_config(config: dict, name: str = "") -> ModelShape:
         experts_per_token=config["num_experts_per_tok"] if experts else 0)
 
 
-def check_experts(name: str, config: dict, traits: Traits):
+def check_fields(name: str, config: dict):
+    """Refuse a config.json whose sizes are missing, or can't be. Raises ValueError."""
+    where = f"--model_name {name}: config.json has"
+    if missing := [key for key in MUST_HAVE if config.get(key) is None]:
+        raise ValueError(f"{where} no {', '.join(missing)}, so it is not a decoder of the Llama kind "
+                         "and can't be estimated")
+    if config.get("is_encoder_decoder"):
+        raise ValueError(f"{where} is_encoder_decoder: only models of a decoder alone can be estimated")
+    for key in (*MUST_HAVE, *MAY_HAVE):
+        value = config.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{where} {key} {shorten(json.dumps(value), 40)}; it must be a whole "
+                             "number of 1 or more")
+    if type(config.get("tie_word_embeddings")) not in (bool, type(None)):
+        raise ValueError(f"{where} tie_word_embeddings {config['tie_word_embeddings']!r}; it must be "
+                         "true or false")
+    heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads") or 1
+    if heads % kv_heads:
+        raise ValueError(f"{where} num_attention_heads {heads}, which is no multiple of "
+                         f"num_key_value_heads {kv_heads}")
+
+
+def check_experts(name: str, config: dict, traits: Traits, experts: int):
     """Refuse a mixture of experts that is built in a way not known here. Raises ValueError."""
-    family = config.get("model_type")
+    family, used = config.get("model_type"), config.get("num_experts_per_tok")
     if not traits.experts: fault = f"the experts of {family} are not known here"
     elif config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         fault = "only some of its blocks have experts"
+    elif type(used) is not int or not 1 <= used <= experts:
+        raise ValueError(f"--model_name {name}: config.json has num_experts_per_tok {json.dumps(used)}; "
+                         f"it must be 1 to {experts}, as many as there are experts")
     else: return
     known = ", ".join(f for f, t in FAMILIES.items() if t.experts)
     raise ValueError(f"--model_name {name}: a mixture of experts that can't be estimated: {fault}; "
@@ -243,14 +265,15 @@ def shape_from_params(text: str) -> ModelShape:
     Width grows with depth, as in the family: D = 128 x layers, 8 key-value heads, I = 3.5 D. Raises
     ValueError, naming --params, for what is no size or beyond reach.
     """
-    found = re.fullmatch(r"([\d.]+)\s*([KMBT]?)", text.strip().upper())
+    found = re.fullmatch(r"([\d.,_]+(?:E\+?\d+)?)\s*([KMBT]?)", text.strip().upper())
     try:
         if not found: raise ValueError
-        wanted = float(found[1]) * dict(K=1e3, M=1e6, B=1e9, T=1e12).get(found[2], 1)
+        wanted = float(re.sub("[,_]", "", found[1])) * dict(K=1e3, M=1e6, B=1e9, T=1e12).get(found[2], 1)
     except ValueError:
         raise ValueError(f"--params {text}: give a size such as 7B, 350M or 8030261248") from None
     if not 5e6 <= wanted <= 2e12:
-        raise ValueError(f"--params {text}: {wanted:,.0f} weights; 5M to 2T can be estimated")
+        unit = f"; did you mean {text.strip()}B?" if 0.1 <= wanted <= 2000 and not found[2] else ""
+        raise ValueError(f"--params {text}: 5M to 2T weights can be estimated{unit}")
     vocab = 128256 if wanted > 5e8 else 32000
     def llama(layers):
         heads = max(1, layers if layers < 64 else layers // 8 * 8)

@@ -5,13 +5,12 @@ Pure: no torch.
 """
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from .hardware import CALIBRATION, Gpu, find_gpu, load_gpu_spec
+from .hardware import CALIBRATION, Gpu, find_gpu, load_gpu_spec, read_object
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,7 @@ def calibration_file() -> Path:
 def read_calibration(path: str | Path) -> Calibration:
     """A calibration from its file. Raises ValueError naming the file and what is wrong with it."""
     flag = f"--calibration {path}"
-    try:
-        about = json.loads(Path(path).read_text()).get(CALIBRATION)
-    except (ValueError, OSError, AttributeError) as error:
-        raise ValueError(f"{flag}: not readable JSON: {error}") from None
+    about = read_object(path, flag, "a GPU's fields").get(CALIBRATION)
     if not isinstance(about, dict) or not {"device", "torch", "date"} <= set(about):
         raise ValueError(f"{flag}: not made by fsdp-qlora calibrate; a described card goes with "
                          "--gpu_spec")

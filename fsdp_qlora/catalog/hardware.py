@@ -11,6 +11,7 @@ import json
 import re
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from math import isfinite
 from pathlib import Path
 
 # Share of the datasheet that large products and long copies reach: the H100's measured shares
@@ -158,6 +159,7 @@ def find_gpu(name: str) -> Gpu:
     a card that is not in the catalogue, also where a like-named one is.
     """
     words = re.sub(r"[^a-z0-9]+", " ", name.lower()).strip().replace("rtx", "rtx ")
+    words = re.sub(r"\b([ah]\d00)(?=[a-z])", r"\1 ", words)  # h100pcie
     if not OTHER_CARDS.search(words):
         for key, pattern in PATTERNS.items():
             if re.search(pattern, words): return GPUS[key]
@@ -179,38 +181,68 @@ def load_gpu_spec(path: str | Path, flag: str = "") -> Gpu:
     missing, unknown or out of range.
     """
     flag = flag or f"--gpu_spec {path}"
-    try:
-        given = json.loads(Path(path).read_text())
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{flag}: not readable JSON: {error}") from None
-    if not isinstance(given, dict):
-        raise ValueError(f"{flag}: takes one JSON object with a GPU's fields")
+    given = read_object(path, flag, "a GPU's fields")
     given.pop(CALIBRATION, None)
-    base = find_gpu(given.pop("base")) if "base" in given else None
+    base = base_of(given, flag)
     names = [f.name for f in fields(Gpu)]
     if unknown := [key for key in given if key not in names]:
         raise ValueError(f"{flag}: unknown field {', '.join(unknown)}; there are "
                          f"{', '.join(names)}")
     needed = ("name", "memory_gib", "bf16_tflops", "bandwidth_gb_s")
-    if missing := [key for key in needed if base is None and key not in given]:
+    if missing := [key for key in needed if given.get(key, base and "base's") is None]:
         raise ValueError(f"{flag}: needs {', '.join(missing)}, or a base")
     if "measured_link_gb_s" in given:
-        given["measured_link_gb_s"] = tuple(
-            (int(gpus), float(rate)) for gpus, rate in dict(given["measured_link_gb_s"]).items())
-    gpu = replace(base, **given) if base else Gpu(**given)
+        given["measured_link_gb_s"] = links(given["measured_link_gb_s"], flag)
+    gpu = replace(base, **given) if base else Gpu(**dict(source=str(path)) | given)
     check_gpu(gpu, flag)
     return gpu
 
 
-NOT_NUMBERS = ("name", "price_source", "source", "measured_link_gb_s")
+def read_object(path: str | Path, flag: str, what: str) -> dict:
+    """A JSON object from a user's file. Raises ValueError, beginning with `flag`, if it is none."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ValueError(f"{flag}: {(error.strerror or str(error)).lower()}") from None
+    except ValueError as error:
+        raise ValueError(f"{flag}: not readable JSON: {error}") from None
+    if not isinstance(found, dict): raise ValueError(f"{flag}: takes one JSON object with {what}")
+    return found
+
+
+def base_of(given: dict, flag: str) -> Gpu | None:
+    """The card that a description starts from, taken out of it; None if it stands alone."""
+    if "base" not in given: return None
+    name = given.pop("base")
+    try:
+        return find_gpu(name) if isinstance(name, str) else find_gpu(repr(name))
+    except ValueError as error:
+        said = str(error).removeprefix("--gpu ").split(". Describe")[0]
+        raise ValueError(f"{flag}: base {said}") from None
+
+
+def links(given, flag: str) -> tuple[tuple[int, float], ...]:
+    """GB/s by the number of GPUs, from a JSON object such as {"2": 329, "4": 355}."""
+    try:
+        pairs = tuple((int(gpus), float(rate)) for gpus, rate in given.items())
+        if all(gpus > 1 and 0 < rate < float("inf") for gpus, rate in pairs): return pairs
+    except (AttributeError, TypeError, ValueError):
+        pass
+    raise ValueError(f'{flag}: measured_link_gb_s takes GB/s by number of GPUs, {{"2": 329, "4": 355}}, '
+                     f"got {json.dumps(given)}")
+
+
+TEXTS = ("name", "price_source", "source")
 
 
 def check_gpu(gpu: Gpu, where: str):
     """Refuse figures that no card has."""
     for f in fields(gpu):
         value = getattr(gpu, f.name)
-        if f.name in NOT_NUMBERS or value is None: continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if f.name in TEXTS and not (isinstance(value, str) and (value or f.name != "name")):
+            raise ValueError(f"{where}: {f.name} must be a text, got {value!r}")
+        if f.name in (*TEXTS, "measured_link_gb_s") or value is None and f.default is None: continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
             raise ValueError(f"{where}: {f.name} must be a number, got {value!r}")
         if value < 0 or value == 0 and f.name not in ("nvlink_gb_s", "bridge_gb_s", "price_per_hour"):
             raise ValueError(f"{where}: {f.name} must be above 0, got {value}")

@@ -4,18 +4,18 @@ Given by flags, or this machine's as nvidia-smi tells it. Pure: no torch.
 """
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 from dataclasses import dataclass, replace
-from pathlib import Path
+from math import isfinite
 
 from ..config.settings import AUTO, opt
 from .calibration import calibrated, calibrated_here
-from .hardware import GPUS, PCIE_GB_S_PER_LANE, Gpu, find_gpu, load_gpu_spec
+from .hardware import GPUS, PCIE_GB_S_PER_LANE, Gpu, find_gpu, load_gpu_spec, read_object
 
 INTERNODE_GB_S = 25.0  # per GPU, if not said otherwise: 200 Gbit/s
+ON_THE_BOX = 1.1  # of what torch reports: 24 GB of a card that has 23.7 GiB
 LINK = re.compile(r"pcie\s?(\d)(?:\s?x\s?(\d+))?")
 
 
@@ -81,15 +81,19 @@ def machine_from_options(options: MachineOptions) -> Machine:
     here = options.gpu is None and options.gpu_spec is None
     names = local_gpus() if here else []
     if options.gpu_spec: gpu = load_gpu_spec(options.gpu_spec)
-    else: gpu = find_gpu(options.gpu or names[0])
+    else: gpu = find_gpu(names[0] if options.gpu is None else options.gpu)
     if options.calibration: gpu = calibrated(gpu, options.calibration)
     elif here: gpu = calibrated_here(gpu, names[0])
     gpu, link = linked(gpu, options.interconnect)
     if options.prices: gpu = priced(gpu, options.prices)
+    if (options.gpu_memory_gib or 0) > ON_THE_BOX * gpu.memory_gib:
+        raise ValueError(f"--gpu_memory_gib {options.gpu_memory_gib:g}: the {gpu.name} has "
+                         f"{gpu.memory_gib:g}; describe a card that has more in --gpu_spec FILE")
     host = options.host_memory_gib or (host_memory_here() if here else None)
     return Machine(gpu=gpu, gpus=options.gpus if options.gpus != AUTO else max(1, len(names)),
                    nodes=options.nodes, link_gb_s=link, internode_gb_s=options.internode_gb_s,
-                   memory_gib=options.gpu_memory_gib or gpu.memory_gib, host_memory_gib=host,
+                   memory_gib=min(options.gpu_memory_gib or gpu.memory_gib, gpu.memory_gib),
+                   host_memory_gib=host,
                    here=here and options.nodes == 1)
 
 
@@ -158,17 +162,13 @@ def with_nvlink(gpu: Gpu) -> Gpu:
 
 def priced(gpu: Gpu, path: str) -> Gpu:
     """The card at the user's price, if the file has one. Raises ValueError naming the file."""
-    try:
-        prices = json.loads(Path(path).read_text())
-    except (ValueError, OSError) as error:
-        raise ValueError(f"--prices {path}: not readable JSON: {error}") from None
-    if not isinstance(prices, dict):
-        raise ValueError(f'--prices {path}: takes one object, {{"RTX 4090": 0.34, ...}}')
+    prices = read_object(path, f"--prices {path}", 'prices: {"RTX 4090": 0.34, ...}')
     for name, dollars in prices.items():
-        if isinstance(dollars, bool) or not isinstance(dollars, (int, float)) or dollars < 0:
+        if isinstance(dollars, bool) or not isinstance(dollars, (int, float)) or not isfinite(
+                dollars) or dollars < 0:
             raise ValueError(f"--prices {path}: {name}: {dollars!r} is no price in dollars per hour")
         if same_card(name, gpu): return replace(gpu, price_per_hour=dollars, price_source=path)
-    return gpu
+    return replace(gpu, price_source=f"{gpu.price_source}; {path} has none for it")
 
 
 def same_card(name: str, gpu: Gpu) -> bool:

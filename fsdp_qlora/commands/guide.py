@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ..catalog.arch import ModelShape, model_shape, shape_from_params
 from ..catalog.machine import Machine, MachineOptions, machine_from_options
 from ..config import RunConfig
-from ..config.flags import given_settings, parse, parse_alone
+from ..config.flags import given_settings, parse, parse_alone, typed_flags
 from ..config.settings import opt
 from ..places import check_file
 
@@ -36,7 +36,7 @@ def estimate_command(argv: list[str]):
     """Predict memory, time and money of a run; needs no GPU."""
     from ..estimate import as_json, estimate, report
     config, machine, options = parse(argv, MachineOptions, EstimateOptions, prog="fsdp-qlora estimate")
-    shape, machine = asked_shape(config, options), machine_from_options(machine)
+    shape, machine = asked_shape(config, options, argv), machine_from_options(machine)
     if config.is_auto: config = planned(shape, machine, config, argv)
     found = estimate(shape, machine, config)
     cost = found.run(options.examples) if options.examples is not None else None
@@ -49,7 +49,7 @@ def plan_command(argv: list[str]):
     config, machine, options = parse(argv, MachineOptions, PlanOptions, prog="fsdp-qlora plan")
     check_file("picture", options.picture)
     free = free_settings(config, given_settings(argv), everything=True)
-    plan = make_plan(asked_shape(config, options), machine_from_options(machine), config, free)
+    plan = make_plan(asked_shape(config, options, argv), machine_from_options(machine), config, free)
     show(as_json if options.json else report, plan)
     if options.picture: draw(plan, options.picture)
 
@@ -64,9 +64,21 @@ def planned(shape: ModelShape, machine: Machine, config: RunConfig, argv: list[s
     return plan.choice.config
 
 
-def asked_shape(config: RunConfig, options: EstimateOptions | PlanOptions) -> ModelShape:
-    """The model of --params or --model_name, from its config.json alone."""
-    return shape_from_params(options.params) if options.params else model_shape(config.model_name)
+def asked_shape(config: RunConfig, options: EstimateOptions | PlanOptions, argv: list[str]
+                ) -> ModelShape:
+    """The model of --params or --model_name, from its config.json alone.
+
+    Raises ValueError for flags that contradict those which describe model and machine.
+    """
+    typed = typed_flags(argv)
+    if "world_size" in typed:
+        raise ValueError(f"--world_size {config.world_size}: it starts ranks here; the GPUs that are "
+                         "asked about are --gpus and --nodes")
+    if options.params is None: return model_shape(config.model_name)
+    if "model_name" in typed:
+        raise ValueError(f"--params {options.params} and --model_name {config.model_name} both name the "
+                         "model; give one of them")
+    return shape_from_params(options.params)
 
 
 def show(form: Callable, *answer):
