@@ -78,7 +78,8 @@ def test_a_config_file_a_folder_and_a_name_are_the_same_model(capsys, tmp_path):
     assert len(totals) == 1
 
 
-@pytest.mark.parametrize("size,count", [("7B", 7e9), ("70b", 70e9), ("350M", 350e6),
+@pytest.mark.parametrize("size,count", [("7B", 7e9), ("7e9", 7e9), ("7,000,000,000", 7e9),
+                                        ("70b", 70e9), ("350M", 350e6),
                                         ("8030261248", 8030261248)])
 def test_a_size_becomes_a_llama_of_that_size(size, count):
     shape = shape_from_params(size)
@@ -110,6 +111,9 @@ def test_prices_of_the_user_replace_the_dated_ones(capsys, tmp_path):
     prices.write_text(json.dumps({"nvidia geforce rtx 3090": 1.0, "H100 SXM": 9}))
     run = answer(capsys, *ASKED, "--examples", "100", "--prices", str(prices))["run"]
     assert run["dollars"] == pytest.approx(2 * run["hours"]) and run["price_source"] == str(prices)
+    prices.write_text('{"RTX 3099": 1.0}')
+    run = answer(capsys, *ASKED, "--examples", "100", "--prices", str(prices))["run"]
+    assert run["price_source"].endswith(f"; {prices} has none for it")
     prices.write_text('{"H100 SXM": "cheap"}')
     assert "'cheap' is no price" in refusal(capsys, "estimate", *ASKED, "--prices", str(prices))
 
@@ -130,6 +134,12 @@ def test_prices_of_the_user_replace_the_dated_ones(capsys, tmp_path):
     (["--gpu", "h100", "--params", "-7B"], "--params -7B: give a size such as 7B"),
     (["--gpu", "h100", "--params", "7Q"], "--params 7Q: give a size"),
     (["--gpu", "h100", "--params", "90000T"], "can be estimated"),
+    (["--gpu", "h100", "--params", "7.5"], "--params 7.5: .*did you mean 7.5B"),
+    (["--gpu", "h100", "--params", "7B", "--model_name", "gpt2"], "both name the model; give one"),
+    (["--gpu", "h100", "--world_size", "2"], "--world_size 2: .*--gpus"),
+    (["--gpu", ""], "--gpu : not in the catalogue"),
+    (["--gpu", "3090", "--gpu_memory_gib", "48"], "--gpu_memory_gib 48: the RTX 3090 has 23.7"),
+    (["--gpu", "h100", "--activation_budget_gib", "1"], "--activation_budget_gib 1: a step needs"),
     (["--gpu", "4090", "--interconnect", "nvlink"], "--interconnect nvlink: the RTX 4090 has none"),
     (["--gpu", "4090", "--interconnect", "pcie9x16"], "--interconnect pcie9x16: give"),
     (["--gpu", "4090", "--interconnect=-5"], "--interconnect -5: give"),
@@ -158,6 +168,21 @@ def test_what_is_auto_is_chosen_before_it_is_estimated(capsys):
     two = json.loads(capsys.readouterr().out)
     assert two["tokens_per_second_per_gpu"] >= one["tokens_per_second_per_gpu"]
     assert two["settings"]["sharding_strategy"] != "auto"
+
+
+@pytest.mark.parametrize("more", [[], ["--mlp_tiles", "auto"], ["--compute_dtype", "fp8"]])
+def test_a_budget_is_estimated_with_the_policy_that_training_would_choose(capsys, more):
+    asked = ["--model_name", "llama-3.1-8b", "--gpu", "h100", "--context_length", "8192", *more]
+    bounded = answer(capsys, *asked, "--activation_budget_gib", "40")
+    assert 38 < bounded["allocated_gib"] <= 40
+    assert "keep_" in bounded["settings"]["activation_policy"]
+    assert bounded["seconds_per_step"] < answer(capsys, *asked)["seconds_per_step"]
+
+
+def test_a_limit_is_within_the_cards_memory(capsys):
+    """24 GB on the box are 23.7 GiB."""
+    assert answer(capsys, "--gpu", "3090", "--gpu_memory_gib", "24")["machine"]["memory_gib"] == 23.7
+    assert answer(capsys, "--gpu", "3090", "--gpu_memory_gib", "20")["machine"]["memory_gib"] == 20
 
 
 def test_auto_that_fits_nowhere_is_one_line(capsys):

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from ..catalog.arch import ModelShape
 from ..catalog.block_expansion import expanded_shape
@@ -10,7 +11,7 @@ from ..config import AUTO, RunConfig
 from ..config.run import check_kept_stay
 from .cost import RunCost, run_cost
 from .peak import Memory, memory
-from .policies import SPARE_SHARE, choose_tiles, keeps_fp8_weights
+from .policies import SPARE_SHARE, choose_policies, choose_tiles, keeps_fp8_weights
 from .setup import Setup, check_context, setup_from_config
 from .speed import StepTime, step_seconds
 from .weights import trained_on_host
@@ -62,10 +63,7 @@ def estimate(shape: ModelShape, machine: Machine, config: RunConfig) -> Estimate
     check_question(shape, machine, config)
     setup = asked_setup(shape, machine, config)
     check_context(shape, setup)
-    if config.keep_fp8_weights is None and config.compute_dtype == "fp8":
-        keeps = keeps_fp8_weights(shape, setup, (1 - SPARE_SHARE) * machine.memory_gib)
-        config = replace(config, keep_fp8_weights=keeps)
-        setup = replace(setup, keep_fp8_weights=keeps)
+    config, setup = with_choices(shape, machine, config, setup)
     step = step_seconds(shape, machine.gpu, setup, link_gb_s=machine.link_gb_s,
                         internode_gb_s=machine.internode_gb_s)
     return Estimate(shape, machine, config, setup, memory(shape, setup), step)
@@ -76,8 +74,33 @@ def asked_setup(shape: ModelShape, machine: Machine, config: RunConfig) -> Setup
     setup = setup_from_config(config, machine.world_size, gpus_per_node=machine.gpus)
     on_host = trained_on_host(shape, setup, machine.gpu.memory_gib)
     if setup.cpu_offload: setup = replace(setup, trained_offload=on_host)
-    if config.mlp_tiles == AUTO: setup = replace(setup, mlp_tiles=choose_tiles(shape, setup))
+    if config.mlp_tiles == AUTO:
+        setup = replace(setup, mlp_tiles=choose_tiles(shape, setup, budget_of(config)))
     return setup
+
+
+def budget_of(config: RunConfig) -> float | None:
+    """GiB of --activation_budget_gib; None where it is left out, or left to the plan."""
+    return None if config.activation_budget_gib == AUTO else config.activation_budget_gib
+
+
+def with_choices(shape: ModelShape, machine: Machine, config: RunConfig, setup: Setup
+                 ) -> tuple[RunConfig, Setup]:
+    """The settings with what a run chooses by these estimates before its first step.
+
+    That is what blocks keep under --activation_budget_gib, and --keep_fp8_weights None.
+    """
+    budget = budget_of(config)
+    if budget is not None:
+        policy = choose_policies(shape, setup, budget)
+        config = replace(config, activation_policy=policy, activation_budget_gib=None)
+        setup = replace(setup, activation_policy=policy)
+    if config.keep_fp8_weights is None and config.compute_dtype == "fp8":
+        within = (((1 - SPARE_SHARE) * machine.memory_gib, attrgetter("total")) if budget is None
+                  else (budget, attrgetter("peak_allocated")))
+        keeps = keeps_fp8_weights(shape, setup, *within)
+        config, setup = replace(config, keep_fp8_weights=keeps), replace(setup, keep_fp8_weights=keeps)
+    return config, setup
 
 
 def check_question(shape: ModelShape, machine: Machine, config: RunConfig):

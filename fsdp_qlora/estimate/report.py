@@ -142,7 +142,7 @@ def notes(found: Estimate) -> list[str]:
     """What to know about the figures."""
     lines, gpu = [], found.machine.gpu
     if not gpu.calibrated:
-        lines.append(f"uncalibrated: speeds are {gpu.source}'s, at the share that an H100 reaches; "
+        lines.append(f"uncalibrated: speeds are from {gpu.source}, at the share that an H100 reaches; "
                      "--gpu_spec takes measured ones")
     if not found.shape.known_family:
         lines.append(f"{found.shape.family} is not a known family: taken to be built like Llama")
