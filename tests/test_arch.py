@@ -19,16 +19,23 @@ PUBLISHED = {
     "meta-llama/Llama-2-7b-hf": 6_738_415_616,
     "meta-llama/Llama-2-13b-hf": 13_015_864_320,
     "meta-llama/Llama-2-70b-hf": 68_976_648_192,
+    "codellama/CodeLlama-7b-hf": 6_738_546_688,
+    "codellama/CodeLlama-13b-hf": 13_016_028_160,
     "codellama/CodeLlama-34b-hf": 33_743_970_304,
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
     "meta-llama/Llama-3.1-70B": 70_553_706_496,
+    "meta-llama/Llama-3.1-405B": 405_853_388_800,
+    "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
     "meta-llama/Llama-3.2-1B": 1_235_814_400,
     "meta-llama/Llama-3.2-3B": 3_212_749_824,
     "01-ai/Yi-34B": 34_388_917_248,
     "mistralai/Mistral-7B-v0.1": 7_241_732_096,
     "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    "mistralai/Mistral-Nemo-Base-2407": 12_247_782_400,
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1_100_048_384,
     "Qwen/Qwen2.5-0.5B": 494_032_768,
     "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-3B": 3_085_938_688,
     "Qwen/Qwen2.5-7B": 7_615_616_512,
     "Qwen/Qwen2.5-14B": 14_770_033_664,
     "Qwen/Qwen2.5-32B": 32_763_876_352,
@@ -41,7 +48,11 @@ PUBLISHED = {
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
     "google/gemma-7b": 8_537_680_896,
+    "google/gemma-2b": 2_506_172_416,
+    "google/gemma-2-2b": 2_614_341_888,
     "google/gemma-2-9b": 9_241_705_984,
+    "google/gemma-2-27b": 27_227_128_320,
+    "microsoft/phi-4": 14_659_507_200,
     "microsoft/Phi-3-mini-4k-instruct": 3_821_079_552,
     "HuggingFaceTB/SmolLM2-135M": 134_515_008,
     "HuggingFaceTB/SmolLM2-360M": 361_821_120,
@@ -106,6 +117,18 @@ def test_switches_of_a_family_are_read(config):
     assert sum(p.numel() for p in model.parameters()) == shape.total_params()
 
 
+@pytest.mark.parametrize("rope,positions", [
+    (dict(rope_scaling=dict(type="linear", factor=4.0)), 16384),
+    (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)), 8192),
+    (dict(rope_scaling=dict(rope_type="yarn", factor=8, original_max_position_embeddings=2048)), 16384),
+    (dict(rope_scaling=dict(rope_type="yarn", factor=2.0, original_max_position_embeddings=1024)), 4096),
+    (dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), 4096),
+    (dict(rope_scaling=None), 4096), (dict(max_position_embeddings=None), None)])
+def test_stretched_angles_reach_as_far_as_their_factor(rope, positions):
+    shape = shape_from_config(known_config("llama-2-7b") | rope)
+    assert shape.max_positions == positions
+
+
 def test_rotary_settings_reach_transformers():
     """A known config carries the angles that long contexts need."""
     rope = AutoConfig.for_model(**known_config("meta-llama/Llama-3.1-8B")).rope_parameters
@@ -136,6 +159,11 @@ def test_adapter_count_is_that_of_peft(name, targets):
     ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-7B-v0.3"),
     ("SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M"),
     ("google/gemma-2-9b-it", "google/gemma-2-9b"),
+    ("llama 3.1 8b", "meta-llama/Llama-3.1-8B"), ("Llama_2_7b", "meta-llama/Llama-2-7b-hf"),
+    ("llama2-70b", "meta-llama/Llama-2-70b-hf"), ("llama3.3-70B", "meta-llama/Llama-3.3-70B-Instruct"),
+    ("unsloth/Meta-Llama-3.1-8B-Instruct-bnb-4bit", "meta-llama/Llama-3.1-8B"),
+    ("unsloth/Qwen3-8B-unsloth-bnb-4bit", "Qwen/Qwen3-8B"), ("Qwen3-8B-Base", "Qwen/Qwen3-8B"),
+    ("Qwen/Qwen2.5-Coder-7B-Instruct", "Qwen/Qwen2.5-7B"),
     ("CodeLlama-34b-Instruct-hf", "codellama/CodeLlama-34b-hf")])
 def test_names_are_found_whatever_owner_case_or_tuning(given, found):
     assert known_name(given) == found

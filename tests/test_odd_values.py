@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -233,3 +234,9 @@ def test_rows_longer_than_the_models_positions_are_refused(refused, folder, tmp_
     rows.write_text(json.dumps(dict(prompt="a" * 150, completion="b")) + "\n")
     error = refused("train", "--model_name", folder, "--device", "cpu", "--dataset", rows)
     assert "--context_length 512: the data have rows of" in error and "128 positions" in error
+    file = Path(shutil.copytree(folder, tmp_path / "stretched")) / "config.json"
+    settings = json.loads(file.read_text())
+    settings["rope_parameters"] |= dict(rope_type="linear", factor=2.0)
+    file.write_text(json.dumps(settings))
+    assert main(["train", "--model_name", str(file.parent), "--device", "cpu", "--dataset", str(rows),
+                 "--dry_run"]) == 0

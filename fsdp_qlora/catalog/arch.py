@@ -15,7 +15,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import shorten
 
-from .families import DEFAULT_TARGETS, FAMILIES, LLAMA, Traits, traits_of, with_common_names
+from .families import (
+    DEFAULT_TARGETS,
+    FAMILIES,
+    LLAMA,
+    Traits,
+    positions_of,
+    traits_of,
+    with_common_names,
+)
 from .known_models import known_config, known_name
 
 MUST_HAVE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
@@ -193,7 +201,7 @@ def shape_from_config(config: dict, name: str = "") -> ModelShape:
         layers=config["num_hidden_layers"], heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads, traits=traits,
-        max_positions=config.get("max_position_embeddings"), experts=experts,
+        max_positions=positions_of(config), experts=experts,
         experts_per_token=config["num_experts_per_tok"] if experts else 0)
 
 

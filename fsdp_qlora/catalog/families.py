@@ -51,6 +51,7 @@ FAMILIES = {
     "mixtral": Traits(experts=True),
     "qwen3_moe": Traits(qk_norm="head", experts=True),
 }
+STRETCHED = ("linear", "dynamic", "yarn")  # rotary angles, by a factor
 # What PEFT adapts if no target is named, where that is not q_proj and v_proj.
 DEFAULT_TARGETS = {"phi3": ("qkv_proj",), "gpt2": ("c_attn",)}
 # GPT-2's names of the fields that others share.
@@ -77,6 +78,20 @@ def has_windows(config: dict) -> bool:
     layers = set(config.get("layer_types") or ())
     window = config.get("sliding_window") and config.get("use_sliding_window", True)
     return bool(layers - {"full_attention"} or window and not layers)
+
+
+def positions_of(config: dict) -> int | None:
+    """The most tokens of a row that a model's rotary angles are made for; None if nothing limits them.
+
+    Who stretches them by `linear`, `dynamic` or `yarn` may have left max_position_embeddings as it was.
+    """
+    positions, rope = config.get("max_position_embeddings"), {}
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(config.get(key), dict): rope = config[key]
+    factor = rope.get("factor")
+    if rope.get("rope_type", rope.get("type")) not in STRETCHED or not positions or not factor:
+        return positions
+    return max(positions, int(factor * (rope.get("original_max_position_embeddings") or positions)))
 
 
 def with_common_names(config: dict) -> dict:

@@ -8,19 +8,22 @@ from __future__ import annotations
 import re
 from difflib import get_close_matches
 
-TUNED = re.compile(r"-(instruct|chat|it)(?=-|$)")
+# Of the same shape: tuned models, and those whose linear weights bitsandbytes stored in 4 bits.
+TUNED = re.compile(r"-(instruct|chat|it|base|coder|(unsloth-)?bnb-4bit)(?=-|$)")
 
 
 def bare_name(name: str) -> str:
     """A hub name without owner, case, `Meta-`, `-hf` and what marks a tuned model."""
-    last = name.rstrip("/").rsplit("/", 1)[-1].lower()
-    return TUNED.sub("", last.removeprefix("meta-").removesuffix("-hf"))
+    last = re.sub(r"[\s_]+", "-", name.strip().rstrip("/").rsplit("/", 1)[-1].lower())
+    last = re.sub(r"^(llama|gemma|phi)(?=\d)", r"\1-", last.removeprefix("meta-"))
+    return TUNED.sub("", last.removesuffix("-hf"))
 
 
 def known_name(name: str) -> str:
     """The full hub name of a known model; owner, case and `-hf` may be left out or differ.
 
-    A model tuned for chat (`-Instruct`, `-chat`, `-it`) has the shape of the one it was made from.
+    A model tuned for chat (`-Instruct`, `-chat`, `-it`) has the shape of the one it was made from, and
+    `-bnb-4bit` is what this project makes of it.
     Raises ValueError, listing close names, for a model that is not known.
     """
     by_bare, wanted = full_names(), bare_name(name)
@@ -90,11 +93,20 @@ def _gemma(family, hidden, intermediate, layers, heads, kv_heads, **more) -> dic
                   hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh") | more
 
 
+def _gemma2(*sizes, **more) -> dict:
+    """Gemma 2: scores are capped, and every other layer sees 4096 tokens."""
+    return _gemma("gemma2", *sizes, **dict(
+        query_pre_attn_scalar=256, sliding_window=4096, attn_logit_softcapping=50.0,
+        final_logit_softcapping=30.0) | more)
+
+
 # The numbers of each model's config.json on the Hugging Face hub.
 KNOWN = {
     "meta-llama/Llama-2-7b-hf": _llama(32000, 4096, 11008, 32, 32, 32, 4096, 10000.0),
     "meta-llama/Llama-2-13b-hf": _llama(32000, 5120, 13824, 40, 40, 40, 4096, 10000.0),
     "meta-llama/Llama-2-70b-hf": _llama(32000, 8192, 28672, 80, 64, 8, 4096, 10000.0),
+    "codellama/CodeLlama-7b-hf": _llama(32016, 4096, 11008, 32, 32, 32, 16384, 1000000.0),
+    "codellama/CodeLlama-13b-hf": _llama(32016, 5120, 13824, 40, 40, 40, 16384, 1000000.0),
     "codellama/CodeLlama-34b-hf": _llama(32000, 8192, 22016, 48, 64, 8, 16384, 1000000.0),
     "meta-llama/Meta-Llama-3-8B": _llama(128256, 4096, 14336, 32, 32, 8, 8192, 500000.0),
     "meta-llama/Meta-Llama-3-70B": _llama(128256, 8192, 28672, 80, 64, 8, 8192, 500000.0),
@@ -104,18 +116,25 @@ KNOWN = {
                                        tie_word_embeddings=True),
     "meta-llama/Llama-3.2-3B": _llama3(3072, 8192, 28, 24, 8, factor=32.0, head_dim=128,
                                        tie_word_embeddings=True),
+    "meta-llama/Llama-3.1-405B": _llama3(16384, 53248, 126, 128, 8, factor=8.0),
+    "meta-llama/Llama-3.3-70B-Instruct": _llama3(8192, 28672, 80, 64, 8, factor=8.0),
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": _llama(32000, 2048, 5632, 22, 32, 4, 2048, 10000.0),
     "01-ai/Yi-34B": _llama(64000, 7168, 20480, 60, 56, 8, 4096, 5000000.0),
     "mistralai/Mistral-7B-v0.1": _llama(32000, 4096, 14336, 32, 32, 8, 32768, 10000.0,
                                         model_type="mistral", sliding_window=4096),
     "mistralai/Mistral-7B-v0.3": _llama(32768, 4096, 14336, 32, 32, 8, 32768, 1000000.0,
                                         model_type="mistral", sliding_window=None),
+    "mistralai/Mistral-Nemo-Base-2407": _llama(131072, 5120, 14336, 40, 32, 8, 131072, 1000000.0,
+                                               model_type="mistral", sliding_window=None, head_dim=128),
     "Qwen/Qwen2.5-0.5B": _qwen2(151936, 896, 4864, 24, 14, 2, 32768, True),
     "Qwen/Qwen2.5-1.5B": _qwen2(151936, 1536, 8960, 28, 12, 2, 131072, True),
+    "Qwen/Qwen2.5-3B": _qwen2(151936, 2048, 11008, 36, 16, 2, 32768, True),
     "Qwen/Qwen2.5-7B": _qwen2(152064, 3584, 18944, 28, 28, 4, 131072, False),
     "Qwen/Qwen2.5-14B": _qwen2(152064, 5120, 13824, 48, 40, 8, 131072, False),
     "Qwen/Qwen2.5-32B": _qwen2(152064, 5120, 27648, 64, 40, 8, 131072, False),
     "Qwen/Qwen2.5-72B": _qwen2(152064, 8192, 29568, 80, 64, 8, 131072, False),
     "Qwen/Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, 8, True),
+    "Qwen/Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, 8, True),
     "Qwen/Qwen3-4B": _qwen3(2560, 9728, 36, 32, 8, True),
     "Qwen/Qwen3-8B": _qwen3(4096, 12288, 36, 32, 8, False),
     "Qwen/Qwen3-14B": _qwen3(5120, 17408, 40, 40, 8, False),
@@ -125,12 +144,15 @@ KNOWN = {
     "Qwen/Qwen3-30B-A3B": _qwen3_moe(2048, 768, 48, 32, experts=128),
     "Qwen/Qwen3-235B-A22B": _qwen3_moe(4096, 1536, 94, 64, experts=128),
     "google/gemma-7b": _gemma("gemma", 3072, 24576, 28, 16, 16),
-    "google/gemma-2-9b": _gemma("gemma2", 3584, 14336, 42, 16, 8, query_pre_attn_scalar=256,
-                                sliding_window=4096, attn_logit_softcapping=50.0,
-                                final_logit_softcapping=30.0),
+    "google/gemma-2b": _gemma("gemma", 2048, 16384, 18, 8, 1),
+    "google/gemma-2-2b": _gemma2(2304, 9216, 26, 8, 4),
+    "google/gemma-2-9b": _gemma2(3584, 14336, 42, 16, 8),
+    "google/gemma-2-27b": _gemma2(4608, 36864, 46, 32, 16, head_dim=128, query_pre_attn_scalar=144),
     "microsoft/Phi-3-mini-4k-instruct": _llama(
         32064, 3072, 8192, 32, 32, 32, 4096, 10000.0, model_type="phi3", sliding_window=2047,
         original_max_position_embeddings=4096),
+    "microsoft/phi-4": _llama(100352, 5120, 17920, 40, 40, 10, 16384, 250000.0, model_type="phi3",
+                              sliding_window=None, original_max_position_embeddings=16384),
     "HuggingFaceTB/SmolLM2-135M": _llama(49152, 576, 1536, 30, 9, 3, 8192, 100000.0,
                                          tie_word_embeddings=True),
     "HuggingFaceTB/SmolLM2-360M": _llama(49152, 960, 2560, 32, 15, 5, 8192, 100000.0,

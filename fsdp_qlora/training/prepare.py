@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from ..catalog.families import positions_of
 from ..config import RunConfig, block_policies
 from ..config.settings import counted
 from ..data import (
@@ -76,7 +77,8 @@ def check_rows(config: RunConfig, data: RunData, settings: PretrainedConfig):
     does not embed. settings: the model's, grown by what --added_tokens adds.
     """
     settings = settings.get_text_config()
-    positions = getattr(settings, "max_position_embeddings", None)
+    positions = positions_of(settings.to_dict() | dict(
+        max_position_embeddings=getattr(settings, "max_position_embeddings", None)))  # by any name
     found = [rows for rows in (data.rows, data.held_out) if rows is not None]
     longest = max(int(rows.lengths.max(initial=0)) for rows in found)
     if positions and longest > positions:
