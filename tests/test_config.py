@@ -250,6 +250,8 @@ def test_a_changed_setting_that_does_nothing_warns_and_says_why():
     assert not settings_without_effect(RunConfig())
     assert settings_without_effect(RunConfig(train_type="lora", absmax_dtype="int8")) == [
         "--absmax_dtype has no effect: no weight is quantized"]
+    full = settings_without_effect(RunConfig(train_type="full", lora_rank=8, use_rslora=True))
+    assert [w.split()[0] for w in full] == ["--lora_rank", "--use_rslora"]
     assert settings_without_effect(RunConfig(mlp_tiles=4, activation_policy="keep_linears")) == [
         "--mlp_tiles has no effect: under keep_linears no MLP is computed again"]
 

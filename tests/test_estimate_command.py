@@ -179,6 +179,13 @@ def test_a_budget_is_estimated_with_the_policy_that_training_would_choose(capsys
     assert bounded["seconds_per_step"] < answer(capsys, *asked)["seconds_per_step"]
 
 
+@pytest.mark.parametrize("command", ["estimate", "plan"])
+def test_a_setting_without_effect_is_said_and_spoils_no_json(capsys, command):
+    assert main([command, "--gpu", "h100", "--train_type", "full", "--lora_rank", "8", "--json"]) == 0
+    said = capsys.readouterr()
+    assert said.err.startswith("warning: --lora_rank has no effect") and json.loads(said.out)
+
+
 def test_a_limit_is_within_the_cards_memory(capsys):
     """24 GB on the box are 23.7 GiB."""
     assert answer(capsys, "--gpu", "3090", "--gpu_memory_gib", "24")["machine"]["memory_gib"] == 23.7

@@ -139,7 +139,8 @@ def test_the_command_says_each_rung_the_search_and_the_choice(capsys, tmp_path, 
     text = capsys.readouterr().out
     for rung in LADDER: assert rung.name in text
     for part in ("too much; most is", "the fastest of", "chosen: --sharding_strategy full_shard",
-                 "--use_cpu_offload true", "32 rows (fixed)", "uncalibrated", "fits"):
+                 "--use_cpu_offload true", "32 rows (fixed)", "uncalibrated", "fits",
+                 "GiB of host memory"):
         assert part in text
     assert all(len(line) < 80 for line in text.splitlines() if not line.startswith("chosen"))
     assert picture.read_bytes().startswith(b"\x89PNG")

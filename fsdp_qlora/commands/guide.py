@@ -5,6 +5,7 @@ The first two share every flag with training and add those of the machine. Pure:
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from ..catalog.machine import Machine, MachineOptions, machine_from_options
 from ..config import RunConfig
 from ..config.flags import given_settings, parse, parse_alone, typed_flags
 from ..config.settings import opt
+from ..config.without_effect import warnings_of
 from ..places import check_file
 
 
@@ -37,6 +39,7 @@ def estimate_command(argv: list[str]):
     from ..estimate import as_json, estimate, report
     config, machine, options = parse(argv, MachineOptions, EstimateOptions, prog="fsdp-qlora estimate")
     shape, machine = asked_shape(config, options, argv), machine_from_options(machine)
+    warn_of(config)
     if config.is_auto: config = planned(shape, machine, config, argv)
     found = estimate(shape, machine, config)
     cost = found.run(options.examples) if options.examples is not None else None
@@ -48,6 +51,7 @@ def plan_command(argv: list[str]):
     from ..planner import as_json, draw, free_settings, make_plan, report
     config, machine, options = parse(argv, MachineOptions, PlanOptions, prog="fsdp-qlora plan")
     check_file("picture", options.picture)
+    warn_of(config)
     free = free_settings(config, given_settings(argv), everything=True)
     plan = make_plan(asked_shape(config, options, argv), machine_from_options(machine), config, free)
     show(as_json if options.json else report, plan)
@@ -79,6 +83,11 @@ def asked_shape(config: RunConfig, options: EstimateOptions | PlanOptions, argv:
         raise ValueError(f"--params {options.params} and --model_name {config.model_name} both name the "
                          "model; give one of them")
     return shape_from_params(options.params)
+
+
+def warn_of(config: RunConfig):
+    """Say on stderr which settings do nothing, as a run would."""
+    for warning in warnings_of(config): print(f"warning: {warning}", file=sys.stderr)
 
 
 def show(form: Callable, *answer):

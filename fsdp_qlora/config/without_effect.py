@@ -13,9 +13,9 @@ WITHOUT_EFFECT = {
     "export_trace": "--profile decides",
     "export_memory_timeline": "--profile decides",
 }
-OF_ADAPTERS = ("modules_to_save", "layers_to_transform", "init_lora_weights", "use_rslora",
-               "lora_rank_pattern", "lora_alpha_pattern", "loraplus_lr_ratio", "lora_target_parameters",
-               "bias")
+OF_ADAPTERS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "modules_to_save",
+               "layers_to_transform", "init_lora_weights", "use_rslora", "lora_rank_pattern",
+               "lora_alpha_pattern", "loraplus_lr_ratio", "lora_target_parameters", "bias")
 OF_THE_PROFILE = ("profiling_output", "with_stack", "with_shapes", "wait_steps", "warmup_steps",
                   "active_steps", "repeat", "profiling_frequency")
 

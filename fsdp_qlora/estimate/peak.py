@@ -233,7 +233,7 @@ def block_moments(runs: Runs) -> dict[str, tuple[str, int]]:
         for block in {start, start + count - 1}: found[block] = policy
         found |= {block: policy for block in (1, last - 1) if start <= block < start + count}
         start += count
-    names = {0: "first block", 1: "second block", last - 1: "block before it", last: "last block"}
+    names = {0: "first block", 1: "second block", last - 1: "last block but one", last: "last block"}
     return {names.get(block, f"block {block + 1}"): (found[block], block)
             for block in sorted(found, reverse=True)}
 

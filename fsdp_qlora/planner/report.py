@@ -89,7 +89,16 @@ def choice_lines(plan: Plan) -> list[str]:
     return [f"chosen: {flags(plan)}",  # on one line, to be copied
             *wrapped(f"        {step.total:.3f} s a step of {counted(batches.rows_per_step, 'row')} "
                      f"({fixed}), {speed:,.0f} tokens/s on {counted(plan.machine.world_size, 'GPU')}; "
-                     f"{choice.memory.total:.1f} of {plan.machine.memory_gib:g} GiB")]
+                     f"{choice.memory.total:.1f} of {plan.machine.memory_gib:g} GiB"
+                     f"{host_share(plan, choice)}")]
+
+
+def host_share(plan: Plan, choice: Estimate) -> str:
+    """What an offload takes of a machine's memory, which may not be known."""
+    if not (choice.setup.cpu_offload or choice.setup.activation_offload): return ""
+    limit = f" of {plan.machine.host_memory_gib:.0f}" if plan.machine.host_memory_gib else ""
+    each = " per machine" if plan.machine.nodes > 1 else ""
+    return f", and {choice.memory.host:.0f}{limit} GiB of host memory{each}"
 
 
 def flags(plan: Plan) -> str:
