@@ -154,8 +154,20 @@ def test_a_report_is_markdown_with_a_picture(tmp_path, capsys):
     assert main(["bench", "--report", str(results), "--picture", str(tmp_path / "a.png")]) == 0
     text = capsys.readouterr().out
     assert "| 8B 2x8192 keep_all, 1x NVIDIA H100 80GB HBM3 | out of memory |" in text
-    assert "median error" in text
+    assert "median error" in text and "nan" not in text
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_report_says_nothing_of_what_no_row_measured(tmp_path, capsys):
+    """These rows' reserved memory and times are of older code; and a file without rows draws nothing."""
+    results = ROOT / "benchmarks/results/packing_h100_2026-11-28.jsonl"
+    assert main(["bench", "--report", str(results)]) == 0
+    text = capsys.readouterr().out
+    assert "2 rows: allocated memory" in text and "reserved memory" not in text and "nan" not in text
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    assert main(["bench", "--report", str(empty), "--picture", str(tmp_path / "a.png")]) == 2
+    assert "a.png: no row has an estimate" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv,message", [

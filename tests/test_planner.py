@@ -132,7 +132,7 @@ def test_a_larger_micro_batch_is_taken_only_where_it_pays():
 
 def test_the_command_says_each_rung_the_search_and_the_choice(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    picture = tmp_path / "plan.png"
+    picture = tmp_path / "new folder" / "plan.png"
     argv = ["plan", "--gpu", "rtx 3090", "--gpus", "2", "--model_name", "llama-2-70b",
             "--context_length", "2048", "--global_batch_size", "32", "--picture", str(picture)]
     assert main(argv) == 0
@@ -144,6 +144,8 @@ def test_the_command_says_each_rung_the_search_and_the_choice(capsys, tmp_path, 
         assert part in text
     assert all(len(line) < 80 for line in text.splitlines() if not line.startswith("chosen"))
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main([*argv, "--picture", str(tmp_path / "plan.foo")]) == 2
+    assert "plan.foo: foo is no form of pictures; end its name in .png" in capsys.readouterr().err
     assert main([*argv, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert len(answer["ladder"]) == len(LADDER) and answer["choice"]["fits"]

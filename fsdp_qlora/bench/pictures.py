@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..planner.picture import saved
 from .accuracy import compare
 from .row import Row
 
@@ -10,7 +11,7 @@ from .row import Row
 def scatter(rows: list[Row], path: str | Path) -> Path:
     """Memory and time, estimated over measured, on logarithmic axes; rows that set constants hollow.
 
-    Raises ValueError where matplotlib is not installed.
+    Raises ValueError where matplotlib is not installed, or there is nothing to draw.
     """
     try:
         import matplotlib
@@ -20,15 +21,14 @@ def scatter(rows: list[Row], path: str | Path) -> Path:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     compared = [c for c in compare(rows) if not c.superseded]
+    if not compared: raise ValueError(f"--picture {path}: no row has an estimate to be drawn beside it")
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.4), layout="constrained")
     panel(left, [(c.row.peak_allocated_gib, c.memory.peak_allocated, c.calibrates) for c in compared
                  if not c.old_memory],
           "peak memory, GiB", 0.05)
     panel(right, [(c.row.seconds_per_step, c.step.total, c.calibrates)
                   for c in compared if not c.old_code], "step, seconds", 0.10)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return Path(path)
+    return saved(figure, path)
 
 
 def panel(axes, points: list[tuple[float, float, bool]], what: str, band: float):

@@ -4,6 +4,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..catalog.machine import MachineOptions, machine_from_options
+from ..config.settings import counted
 from ..estimate import Estimate, estimate
 from .accuracy import Compared, accuracy, compare
 from .grid import Cell, Grid
@@ -66,16 +67,19 @@ def accuracy_line(c: Compared) -> list[str]:
 def accuracy_lines(rows: list[Row]) -> str:
     """How near the estimates come."""
     found = accuracy(compare(rows))
-    def line(what, middle, worst, lowest=None):
+    def line(rows, what, middle, worst, lowest=None):
         below = "" if lowest is None else f", most below {percent(lowest)}"
-        return f"{what}: median error {middle:.1%}, worst {worst:.1%}{below}"
-    return (f"On rows that no constant was set on. {found.rows} rows: "
-            + line("allocated memory", found.memory_median, found.memory_worst, found.memory_lowest)
-            + f". {found.reserving} rows: "
-            + line("reserved memory", found.reserved_median, found.reserved_worst,
-                   found.reserved_lowest)
-            + f". {found.timed} rows of today's kernels: "
-            + line("time", found.time_median, found.time_worst) + ".")
+        return f"{rows}: {what}: median error {middle:.1%}, worst {worst:.1%}{below}."
+    lines = ["On rows that no constant was set on.",
+             line(counted(found.rows, "row"), "allocated memory", found.memory_median, found.memory_worst,
+                  found.memory_lowest)]
+    if found.reserving:
+        lines.append(line(counted(found.reserving, "row"), "reserved memory", found.reserved_median,
+                          found.reserved_worst, found.reserved_lowest))
+    if found.timed:
+        lines.append(line(counted(found.timed, "row") + " of today's kernels", "time", found.time_median,
+                          found.time_worst))
+    return " ".join(lines)
 
 
 def against_table(rows: list[Row], others: list[Row]) -> str:

@@ -39,8 +39,19 @@ def draw(plan: Plan, path: str | Path) -> Path:
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for _, _, colour in STACK]
     figure.legend(handles, [label for label, _, _ in STACK], loc="outside lower center", ncols=3,
                   frameon=False)
+    return saved(figure, path)
+
+
+def saved(figure, path: str | Path) -> Path:
+    """Write a picture into its folder, which may be new. Raises ValueError for an unknown form."""
+    from matplotlib.pyplot import close
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    forms = figure.canvas.get_supported_filetypes()
+    if (form := Path(path).suffix[1:] or "png").lower() not in forms:
+        raise ValueError(f"--picture {path}: {form} is no form of pictures; end its name in .png, .pdf or "
+                         ".svg")
     figure.savefig(path, dpi=130)
-    plt.close(figure)
+    close(figure)
     return Path(path)
 
 
