@@ -21,7 +21,9 @@ def scatter(rows: list[Row], path: str | Path) -> Path:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     compared = [c for c in compare(rows) if not c.superseded]
-    if not compared: raise ValueError(f"--picture {path}: no row has an estimate to be drawn beside it")
+    if not compared:
+        raise ValueError(f"--picture {path}: no row has an estimate to be drawn beside it; give a file "
+                         "of bench, measured on GPUs of the catalogue")
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.4), layout="constrained")
     panel(left, [(c.row.peak_allocated_gib, c.memory.peak_allocated, c.calibrates) for c in compared
                  if not c.old_memory],

@@ -71,8 +71,8 @@ def accuracy_lines(rows: list[Row]) -> str:
         below = "" if lowest is None else f", most below {percent(lowest)}"
         return f"{rows}: {what}: median error {middle:.1%}, worst {worst:.1%}{below}."
     lines = ["On rows that no constant was set on.",
-             line(counted(found.rows, "row"), "allocated memory", found.memory_median, found.memory_worst,
-                  found.memory_lowest)]
+             line(counted(found.rows, "row"), "allocated memory", found.memory_median,
+                  found.memory_worst, found.memory_lowest)]
     if found.reserving:
         lines.append(line(counted(found.reserving, "row"), "reserved memory", found.reserved_median,
                           found.reserved_worst, found.reserved_lowest))

@@ -48,8 +48,8 @@ def saved(figure, path: str | Path) -> Path:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     forms = figure.canvas.get_supported_filetypes()
     if (form := Path(path).suffix[1:] or "png").lower() not in forms:
-        raise ValueError(f"--picture {path}: {form} is no form of pictures; end its name in .png, .pdf or "
-                         ".svg")
+        raise ValueError(f"--picture {path}: {form} is no form of pictures; end its name in .png, "
+                         ".pdf or .svg")
     figure.savefig(path, dpi=130)
     close(figure)
     return Path(path)
