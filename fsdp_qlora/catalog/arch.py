@@ -212,7 +212,8 @@ def check_fields(name: str, config: dict):
         raise ValueError(f"{where} no {', '.join(missing)}, so it is not a decoder of the Llama kind "
                          "and can't be estimated")
     if config.get("is_encoder_decoder"):
-        raise ValueError(f"{where} is_encoder_decoder: only models of a decoder alone can be estimated")
+        raise ValueError(f"{where} is_encoder_decoder, so it is not a decoder of the Llama kind "
+                         "and can't be estimated")
     for key in (*MUST_HAVE, *MAY_HAVE):
         value = config.get(key)
         if value is not None and (type(value) is not int or value < 1):
@@ -224,7 +225,7 @@ def check_fields(name: str, config: dict):
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads") or 1
     if heads % kv_heads:
         raise ValueError(f"{where} num_attention_heads {heads}, which is no multiple of "
-                         f"num_key_value_heads {kv_heads}")
+                         f"num_key_value_heads {kv_heads}; give the file as the model's maker wrote it")
 
 
 def check_experts(name: str, config: dict, traits: Traits, experts: int):
@@ -281,7 +282,7 @@ def shape_from_params(text: str) -> ModelShape:
         raise ValueError(f"--params {text}: give a size such as 7B, 350M or 8030261248") from None
     if not 5e6 <= wanted <= 2e12:
         unit = f"; did you mean {text.strip()}B?" if 0.1 <= wanted <= 2000 and not found[2] else ""
-        raise ValueError(f"--params {text}: 5M to 2T weights can be estimated{unit}")
+        raise ValueError(f"--params {text}: give 5M to 2T weights, which can be estimated{unit}")
     vocab = 128256 if wanted > 5e8 else 32000
     def llama(layers):
         heads = max(1, layers if layers < 64 else layers // 8 * 8)

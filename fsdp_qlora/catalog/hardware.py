@@ -203,7 +203,7 @@ def read_object(path: str | Path, flag: str, what: str) -> dict:
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise ValueError(f"{flag}: {(error.strerror or str(error)).lower()}") from None
+        raise ValueError(f"{flag}: {(error.strerror or str(error)).lower()}; give a JSON file") from None
     except ValueError as error:
         raise ValueError(f"{flag}: not readable JSON: {error}") from None
     if not isinstance(found, dict): raise ValueError(f"{flag}: takes one JSON object with {what}")
@@ -218,7 +218,8 @@ def base_of(given: dict, flag: str) -> Gpu | None:
         return find_gpu(name) if isinstance(name, str) else find_gpu(repr(name))
     except ValueError as error:
         said = str(error).removeprefix("--gpu ").split(". Describe")[0]
-        raise ValueError(f"{flag}: base {said}") from None
+        raise ValueError(f"{flag}: base {said}; give one of these, or all figures and no base"
+                         ) from None
 
 
 def links(given, flag: str) -> tuple[tuple[int, float], ...]:
@@ -228,7 +229,7 @@ def links(given, flag: str) -> tuple[tuple[int, float], ...]:
         if all(gpus > 1 and 0 < rate < float("inf") for gpus, rate in pairs): return pairs
     except (AttributeError, TypeError, ValueError):
         pass
-    raise ValueError(f'{flag}: measured_link_gb_s takes GB/s by number of GPUs, {{"2": 329, "4": 355}}, '
+    raise ValueError(f'{flag}: measured_link_gb_s must be GB/s by number of GPUs, {{"2": 329}}, '
                      f"got {json.dumps(given)}")
 
 
