@@ -2,9 +2,12 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.derived import training_bytes
@@ -69,6 +72,23 @@ def test_a_compiled_block_stays_one_graph_and_its_gradients_the_same(folder, pol
     model = offloading_model(folder, policy, backend="aot_eager")
     seen = block_inputs(model)
     assert bit_equal(loss_and_gradients(model), reference) and len(seen) == LAYERS
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_blocks_input_begins_to_leave_before_the_block_runs(folder, monkeypatch):
+    """Autograd hears of what a compiled block keeps after it has run: its copy would be waited for."""
+    events, put = [], HostStore.put
+    model = tiny_model(folder, "qlora", "recompute_all")
+    forwards, backwards = partial(noted, events), partial(noted, [])
+    compile_whole(model, aot_autograd(fw_compiler=forwards, bw_compiler=backwards))
+    monkeypatch.setattr(HostStore, "put", lambda *args: events.append("leaves") or put(*args))
+    loss_and_gradients(apply_activation_offload(model, ["recompute_all"] * LAYERS))
+    assert events == ["leaves", "runs"] * (LAYERS - 1) + ["runs"]
+
+
+def noted(events, graph, inputs):
+    """A compiler that compiles nothing; its graphs note that they run."""
+    return make_boxed_func(lambda *args: events.append("runs") or graph(*args))
 
 
 @pytest.mark.parametrize("policy", ["recompute_all", "keep_linears"])

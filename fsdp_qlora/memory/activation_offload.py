@@ -40,12 +40,11 @@ def offloaded(forward, store: HostStore, hidden: Tensor, *args, **kwargs):
     store.settle()
     if not torch.is_grad_enabled() or not hidden.is_contiguous():
         return forward(hidden, *args, **kwargs)
-    place, kept = (hidden.data_ptr(), hidden.numel()), []  # autograd keeps `pack`, so not `hidden`
+    # Now, since a compiled block says what it keeps when it has run: the copy would hold up the next.
+    stored, place = store.put(hidden), (hidden.data_ptr(), hidden.numel())
 
-    def pack(saved: Tensor):
-        if (saved.data_ptr(), saved.numel()) != place: return saved
-        if not kept: kept.append(store.put(saved))
-        return kept[0], saved.shape
+    def pack(saved: Tensor):  # autograd keeps it, so it does not keep `hidden`
+        return (stored, saved.shape) if (saved.data_ptr(), saved.numel()) == place else saved
 
     def unpack(packed):
         if isinstance(packed, Tensor): return packed
