@@ -5,14 +5,17 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from ..config import AUTO, RunConfig
 from ..config.options import LaunchOptions
 from ..dist import free_port, launched, ranks_from_env
-from .signals import EXIT_STOPPED, STOP_SIGNALS
+from .signals import EXIT_STOPPED, STOP_SIGNALS, is_ignored
+
+PASSED_ON = (*STOP_SIGNALS, signal.SIGINT)  # from the launcher to its ranks
 
 
 def run_on_ranks(config: RunConfig, command: str, argv: list[str], body: Callable):
@@ -59,9 +62,10 @@ def start_ranks(count: int, config: RunConfig, command: str, argv: list[str]):
     launch = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=count, run_id="fsdp_qlora",
                           rdzv_backend="c10d", rdzv_endpoint=meeting_point(config),
                           max_restarts=0, monitor_interval=0.2)
-    launch.signals_to_handle = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # passed on to the ranks
+    launch.signals_to_handle = "SIGQUIT"
     try:
-        elastic_launch(launch, sys.executable)("-m", "fsdp_qlora.cli", command, *argv)
+        with signals_passed_on():
+            elastic_launch(launch, sys.executable)("-m", "fsdp_qlora.cli", command, *argv)
     except ChildFailedError as error:
         # A rank that is told to stop while it loads takes the others' connections with it.
         told = any(f.exitcode == EXIT_STOPPED for f in error.failures.values())
@@ -69,6 +73,22 @@ def start_ranks(count: int, config: RunConfig, command: str, argv: list[str]):
     except SignalException as stopped:  # Ctrl-C or a scheduler: the ranks have been told and are gone
         is_saved = stopped.sigval in (*STOP_SIGNALS, signal.SIGINT)
         sys.exit(EXIT_STOPPED if is_saved else 128 + stopped.sigval)
+
+
+@contextmanager
+def signals_passed_on() -> Iterator[None]:
+    """The first signal ends torch's launcher, which passes it on to the ranks and waits for them.
+
+    Another one would make it leave while they save; but a second Ctrl-C it shall pass on as well.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    def pass_on(number, _):
+        for other in STOP_SIGNALS: signal.signal(other, signal.SIG_IGN)
+        raise SignalException(f"told to stop by signal {number}", signal.Signals(number))
+    before = {s: signal.signal(s, pass_on) for s in PASSED_ON if not is_ignored(s)}
+    yield
+    for number, handler in before.items(): signal.signal(number, handler)
 
 
 def meeting_point(config: RunConfig) -> str:

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C end a run with its state saved, in every phase within 30 seconds.
+"""SIGTERM, SIGUSR1, a closed terminal (SIGHUP) and Ctrl-C end a run saved, within 30 seconds.
 
 While it trains, all ranks agree to stop at the next chance and save. Before that there is nothing new
 to save, and the process ends at once; so it does at a second Ctrl-C, and where a rank is gone, as the
@@ -16,10 +16,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 EXIT_STOPPED = 75    # EX_TEMPFAIL of sysexits.h: the same command goes on later
 GRACE_SECONDS = 25   # schedulers and torchrun kill 30 s after SIGTERM
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 LOOK_SECONDS = 0.5
 SAME_SECONDS = 2     # a terminal and the launcher both pass one Ctrl-C on to a rank
 
@@ -34,6 +35,9 @@ class StopSignals:
 
     def __init__(self):
         self.asked_by: str | None = None  # a signal's name
+        self.asked_at = 0.0
+        self.is_over = threading.Event()
+        self.looking: threading.Thread | None = None
         self.can_save = False             # from the first step on
         self.interrupted: float | None = None  # when Ctrl-C came first
         self.missing: Callable[[], str] = lambda: ""  # who keeps the ranks from agreeing
@@ -41,7 +45,7 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.writer, False)
-        self.before = {s: signal.signal(s, lambda *_: None) for s in STOP_SIGNALS}
+        self.before = {s: signal.signal(s, lambda *_: None) for s in STOP_SIGNALS if not is_ignored(s)}
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is to be ignored
             self.before[signal.SIGINT] = signal.signal(signal.SIGINT, self.interrupt)
         self.fd_before = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
@@ -50,8 +54,12 @@ class StopSignals:
 
     def __exit__(self, *_):
         signal.set_wakeup_fd(self.fd_before)
-        for s, handler in self.before.items(): signal.signal(s, handler)
+        for s, handler in self.before.items():  # who has stopped is not told again on the way out
+            signal.signal(s, signal.SIG_IGN if self.asked_by and s in STOP_SIGNALS else handler)
         os.close(self.writer)  # which ends the thread
+        self.is_over.set()
+        # Python ends its threads when it ends, and one that is asking the store then aborts the process.
+        if self.looking: self.looking.join(timeout=2)
 
     def listen(self):
         """The thread: one byte a signal."""
@@ -73,10 +81,14 @@ class StopSignals:
     def stop(self, name: str):
         """Ask for a stop and see that it comes, or stop at once where nothing would be lost."""
         if not self.can_save: end(f"stopped by {name} before the first step: nothing to save")
+        now = time.monotonic()
+        if self.asked_by == "Ctrl-C" and now - self.asked_at > SAME_SECONDS:
+            end("stopped at once")  # torch's launcher makes SIGTERM of a second Ctrl-C
         if self.asked_by: return
-        self.asked_by = name
-        for body in (self.insist, self.look_for_others):
-            threading.Thread(target=body, name="grace", daemon=True).start()
+        self.asked_by, self.asked_at = name, now
+        threading.Thread(target=self.insist, name="grace", daemon=True).start()
+        self.looking = threading.Thread(target=self.look_for_others, name="looking", daemon=True)
+        self.looking.start()
 
     def insist(self):
         """End the process if the run has not by then."""
@@ -86,7 +98,8 @@ class StopSignals:
 
     def look_for_others(self):
         """End the process if a rank is gone."""
-        while not (gone := self.missing()): time.sleep(LOOK_SECONDS)
+        while not (gone := self.missing()):
+            if self.is_over.wait(LOOK_SECONDS): return
         end(f"stopped by {self.asked_by}: {gone} does not answer, so nothing could be saved; the "
             "checkpoint before is the last one")
 
@@ -95,7 +108,16 @@ class StopSignals:
         return self.asked_by is not None
 
 
+def is_ignored(number: signal.Signals) -> bool:
+    """Whether who started this process keeps a terminal's signal from it, as nohup does.
+
+    A rank gets those from its launcher alone, in a session of its own.
+    """
+    of_terminal = number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT) and "RANK" not in os.environ
+    return of_terminal and signal.getsignal(number) == signal.SIG_IGN
+
+
 def end(message: str):
-    """End this process from any thread."""
-    print(message, file=sys.stderr, flush=True)
+    """End this process from any thread, also where nobody reads any more."""
+    with suppress(OSError): print(message, file=sys.stderr, flush=True)
     os._exit(EXIT_STOPPED)

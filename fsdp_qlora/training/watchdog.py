@@ -17,12 +17,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from ..meeting import Board
+from .signals import StopRequested
 
 EXIT_STALLED = 70         # EX_SOFTWARE of sysexits.h
 INNERMOST = 5             # frames of a stack that tell whether it waits in a collective
 WITHOUT_STORE_SECONDS = 30  # the store may be in the process that is frozen
 OVER = "over"             # the phase of a rank that is done
-GONE_SECONDS = 8          # without a beat, which comes every second
+GONE_LOOKS = 16           # that meet no new beat: one comes every second, a look (signals.py) every half
 
 
 class Watchdog:
@@ -34,7 +35,8 @@ class Watchdog:
         self.main = threading.main_thread().ident
         self.phase, self.count, self.moved = "start", 0, time.monotonic()
         self.is_paused, self.is_over, self.looked = False, threading.Event(), time.monotonic()
-        self.seen: dict[int, tuple[str | None, float]] = {}  # each rank's last beat, and since when
+        self.seen: dict[int, tuple[str | None, int]] = {}  # a rank's last beat, and the looks since
+        self.telling = threading.Lock()
 
     def mark(self, phase: str | None = None):
         """The main thread is at a new place; ranks count alike."""
@@ -43,28 +45,36 @@ class Watchdog:
 
     @contextmanager
     def watching(self) -> Iterator[Watchdog]:
-        """Watch for the life of the block."""
+        """Watch for the life of the block. A rank that fails in it counts as gone, it saves no more."""
         self.mark()
         if self.seconds:
-            self.post_beat(self.phase)
+            self.post_beat()
             for body in (self.watch, self.guard):
                 threading.Thread(target=body, name="watchdog", daemon=True).start()
+        last = OVER
         try:
             yield self
+        except BaseException as error:
+            if not isinstance(error, StopRequested): last = self.phase
+            raise
         finally:
             self.is_over.set()
-            with suppress(RuntimeError): self.post_beat(OVER)
+            with suppress(RuntimeError): self.post_beat(last)
 
     def missing(self) -> str:
-        """Who has not been heard for GONE_SECONDS of asking and is not done; empty if all have."""
+        """Which other rank is not done and has told nothing new in GONE_LOOKS looks; empty if none.
+
+        Looks count and not seconds: after a machine was suspended everybody's last beat is old.
+        """
         for rank in range(self.board.world_size) if self.seconds else ():
+            if rank == self.board.rank: continue
             try:
                 beat = self.board.read("beat", rank)
             except RuntimeError:  # it went with a rank, with its machine, or as this rank's work is done
                 return "" if self.is_over.is_set() else "the ranks' store"
-            now, (before, since) = time.monotonic(), self.seen.get(rank, ("", 0.0))
-            if beat != before: self.seen[rank] = (beat, now)
-            elif beat and json.loads(beat)[1] != OVER and now - since > GONE_SECONDS:
+            before, looks = self.seen.get(rank, ("", 0))
+            self.seen[rank] = beat, looks + 1 if beat == before else 0
+            if beat and json.loads(beat)[1] != OVER and self.seen[rank][1] >= GONE_LOOKS:
                 return f"rank {rank}"
         return ""
 
@@ -85,7 +95,7 @@ class Watchdog:
         """Tell the others where this rank is, and look for a stall."""
         while not self.is_over.wait(min(1.0, self.seconds / 4)):
             with suppress(RuntimeError):  # the store is closing, or frozen: `guard` sees that
-                self.post_beat(self.phase)
+                self.post_beat()
                 if self.is_stalled(): self.look_around()
                 self.looked = time.monotonic()
 
@@ -119,9 +129,11 @@ class Watchdog:
         time.sleep(self.grace)
         os._exit(EXIT_STALLED)
 
-    def post_beat(self, phase: str):
-        """Tell that this rank lives, and where it is."""
-        self.board.post("beat", json.dumps([self.count, phase, time.time()]))
+    def post_beat(self, last: str | None = None):
+        """Tell that this rank lives, and where it is; nothing more after the `last` one."""
+        with self.telling:
+            if self.is_over.is_set() and last is None: return
+            self.board.post("beat", json.dumps([self.count, last or self.phase, time.time()]))
 
     def beat(self, rank: int) -> list:
         """(count, phase, time) that a rank last told."""

@@ -3,11 +3,15 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
-from fsdp_qlora.training.watchdog import EXIT_STALLED, verdict
+from fsdp_qlora.meeting import Board
+from fsdp_qlora.training.signals import StopRequested
+from fsdp_qlora.training.watchdog import EXIT_STALLED, GONE_LOOKS, Watchdog, verdict
 from tests.chaos.harness import WORLD, Hit, command, make_inputs
 
 PHASES = ("step", "eval", "stage", "forward", "optimizer")
@@ -59,3 +63,19 @@ def test_the_culprit_is_silent_or_outside_a_collective_or_behind():
     assert "for rank 0 at step 4" in verdict(9, {0: place(4, False), 1: place(5, False)}, {})
     assert "for rank 0 at step 4" in verdict(9, {0: place(4, True), 1: place(5, True)}, {})
     assert "the network or a GPU" in verdict(9, {0: place(5, True), 1: place(5, True)}, {})
+
+
+def test_a_rank_counts_as_gone_after_so_many_looks_without_a_beat_unless_it_stopped_or_is_done():
+    store = HashStore()
+    mine, other = (Watchdog(Board(store, rank, 2), stall_seconds=60) for rank in range(2))
+    mine.post_beat()
+    assert not any(mine.missing() for _ in range(2 * GONE_LOOKS)), "it has not begun, and this rank has"
+    for _ in range(2):  # a beat begins the count anew
+        other.post_beat()
+        assert [mine.missing() for _ in range(GONE_LOOKS + 1)] == [""] * GONE_LOOKS + ["rank 1"]
+    for error, gone in ((ValueError, "rank 1"), (StopRequested, ""), (None, "")):
+        other = Watchdog(Board(store, 1, 2), stall_seconds=60)
+        with suppress(ValueError, StopRequested), other.watching():
+            if error: raise error
+        other.post_beat()  # as its thread may, which was about to
+        assert [mine.missing() for _ in range(GONE_LOOKS + 1)][-1] == gone, error

@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import redirect_stderr
 from io import StringIO
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from fsdp_qlora.training.signals import StopSignals
+from fsdp_qlora.training.signals import STOP_SIGNALS, StopSignals
 from tests.ranks import run_ranks
 from tests.tiny import padded_batch, tiny_rows
 from tests.tokenizers import save_chat_model
@@ -42,14 +43,14 @@ def rows(tmp_path_factory):
 
 # ---- signals -----------------------------------------------------------------------------------
 
-def endless_run(folder: str, rows: str, out: Path, world_size: int) -> subprocess.Popen:
-    """train.py after its first steps."""
+def endless_run(folder: str, rows: str, out: Path, world_size: int, prepare=None) -> subprocess.Popen:
+    """train.py after its first steps; `prepare` is called in its process before it begins."""
     command = [sys.executable, "train.py", "--model_name", folder, "--dataset", rows, "--device", "cpu",
                "--precision", "fp32", "--lora_rank", "2", "--num_epochs", "1000000", "--world_size",
                str(world_size), "--log_to", "stdout", "--log_every", "1", "--output_dir", str(out)]
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     run = subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE,
-                           stderr=subprocess.PIPE, preexec_fn=listen_to_ctrl_c)
+                           stderr=subprocess.PIPE, preexec_fn=prepare or listen_to_ctrl_c)
     for line in run.stdout:
         if line.startswith("step 3/"): return run
     raise AssertionError(run.stderr.read())
@@ -58,6 +59,11 @@ def endless_run(folder: str, rows: str, out: Path, world_size: int) -> subproces
 def listen_to_ctrl_c():
     """As in a terminal: a shell's background job, which tests may run in, starts with it ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def nohup():
+    """As the command of that name."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def end_of(run: subprocess.Popen) -> tuple[int, str, float]:
@@ -83,8 +89,8 @@ def is_alive(process: int) -> bool:
 
 
 @pytest.mark.parametrize("world_size, to_a_rank, number", [
-    (1, False, signal.SIGTERM), (2, False, signal.SIGTERM), (2, False, signal.SIGUSR1),
-    (2, True, signal.SIGUSR1), (1, False, signal.SIGINT), (2, False, signal.SIGINT)])
+    (1, False, signal.SIGHUP), (2, False, signal.SIGTERM), (2, True, signal.SIGUSR1),
+    (1, False, signal.SIGINT), (2, False, signal.SIGINT)])
 def test_a_signal_or_ctrl_c_to_the_launcher_or_a_rank_saves_and_ends_with_75(
         folder, rows, tmp_path, world_size, to_a_rank, number):
     run = endless_run(folder, rows, tmp_path, world_size)
@@ -93,6 +99,9 @@ def test_a_signal_or_ctrl_c_to_the_launcher_or_a_rank_saves_and_ends_with_75(
     is_ctrl_c = number == signal.SIGINT
     for process in [*ranks, run.pid] if is_ctrl_c else [ranks[1] if to_a_rank else run.pid]:
         os.kill(process, number)  # a terminal tells all processes of Ctrl-C
+    for _ in range(20 * (number == signal.SIGTERM)):  # some schedulers tell it again and again
+        time.sleep(0.05)
+        if run.poll() is None: os.kill(run.pid, number)
     code, error, seconds = end_of(run)
     assert code == 75 and seconds < 30 and "Traceback" not in error, error
     assert ("Ctrl-C once more" in error) == is_ctrl_c
@@ -102,11 +111,21 @@ def test_a_signal_or_ctrl_c_to_the_launcher_or_a_rank_saves_and_ends_with_75(
     assert int(saved.name.removeprefix("step-")) == int(step) >= 3
 
 
+def test_a_run_under_nohup_outlives_its_terminal_and_is_stopped_as_ever(folder, rows, tmp_path):
+    run = endless_run(folder, rows, tmp_path, 2, nohup)
+    os.kill(run.pid, signal.SIGHUP)
+    assert len(list(islice(run.stdout, 60))) == 60  # it goes on
+    os.kill(run.pid, signal.SIGUSR1)
+    code, error, _ = end_of(run)
+    assert code == 75 and "; saved in" in error, error
+
+
 def test_a_second_ctrl_c_ends_a_run_at_once(monkeypatch):
     monkeypatch.setattr("fsdp_qlora.training.signals.SAME_SECONDS", 0)
     # In a run, what has not ended by then is ended: here that would be the tests themselves.
     monkeypatch.setattr("fsdp_qlora.training.signals.GRACE_SECONDS", 1e6)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = {s: signal.getsignal(s) for s in (*STOP_SIGNALS, signal.SIGINT)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with StopSignals() as signals:
             with pytest.raises(KeyboardInterrupt): signal.raise_signal(signal.SIGINT)  # nothing to save
@@ -115,7 +134,30 @@ def test_a_second_ctrl_c_ends_a_run_at_once(monkeypatch):
             while not signals.is_asked(): time.sleep(0.01)
             with pytest.raises(KeyboardInterrupt): signal.raise_signal(signal.SIGINT)
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items(): signal.signal(number, handler)
+
+
+STOPPED = """
+import sys, time
+from torch.distributed import TCPStore
+from fsdp_qlora.meeting import Board
+from fsdp_qlora.training import signals, watchdog
+signals.LOOK_SECONDS, watchdog.GONE_LOOKS = 0, 10**9
+store = TCPStore("localhost", 0, 1, True, wait_for_workers=False)
+mine, other = (watchdog.Watchdog(Board(store, rank, 2), 60) for rank in range(2))
+with signals.StopSignals() as stop, mine.watching(), other.watching():
+    stop.can_save, stop.missing = True, mine.missing
+    stop.stop("SIGTERM")
+    time.sleep(0.2)
+sys.exit(75)
+"""
+
+
+def test_a_look_for_other_ranks_does_not_abort_a_process_that_ends():
+    """With looks one after another; without the wait for the last one it did five times of six."""
+    ended = [subprocess.run([sys.executable, "-c", STOPPED], cwd=ROOT, capture_output=True, text=True)
+             for _ in range(2)]
+    assert [run.returncode for run in ended] == [75, 75], ended
 
 
 def test_the_death_of_one_rank_ends_the_others_and_is_named(folder, rows, tmp_path):
