@@ -1,6 +1,7 @@
 """What a run is made of, as far as a checkpoint must bring it back."""
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -71,7 +72,8 @@ class RunState:
     def restore(self, folder: Path) -> Boundary:
         """Bring back a checkpoint, on any number of ranks; every rank must call it.
 
-        Random states come back only on as many ranks as wrote them.
+        Random states come back only on as many ranks as wrote them; on others they begin anew, and
+        differ from those at the beginning of the run, whose masks would come again.
         """
         run, rank = read_run(folder), ranks_from_env().rank
         load_weights_into(self.model, *saved_weights(self.model, folder))
@@ -84,7 +86,13 @@ class RunState:
         evaluator_from_json(self.evaluator, run["evaluator"])
         if run["world_size"] == ranks_from_env().world_size:
             read_random_state(folder, rank).restore(self.device)
+        else: torch.manual_seed(seed_after(run["step"], torch.initial_seed()))
         return self.boundary(run["step"])
+
+
+def seed_after(step: int, seed: int) -> int:
+    """A seed for the steps after `step` of a run, from that of its beginning."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{step}".encode()).digest()[:7], "little")
 
 
 def saved_weights(model: nn.Module, folder: Path) -> tuple[RowFiles, dict[str, str]]:

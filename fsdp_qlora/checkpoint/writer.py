@@ -71,25 +71,28 @@ class CheckpointWriter:
         self.rank, self.board, self.staging = ranks_from_env(), board[-1], Staging(state.device)
         self.keys = saved_names(state.model) if hasattr(state.model, "peft_config") else None
         self.verified, self.failure = verified, None
-        self.saved_step = -1
         self.thread: threading.Thread | None = None
         self.clock = time.monotonic()
 
     def save(self, boundary: Boundary, mark: Callable[[], None] = lambda: None) -> float:
         """Start to write the state as it is after `boundary.step`; seconds that this held up the run.
 
+        A step whose checkpoint is good is not written again: it would be gone while that is replaced.
         Every rank must call it. `mark` is called now and then while an earlier write is waited for.
         """
         started = time.perf_counter()
         self.join(mark)
-        if boundary.step == self.saved_step: return 0.0
+        if from_main(lambda: self.has(boundary.step)): return 0.0
         shot = self.snapshot(boundary)
-        self.saved_step = boundary.step
         self.thread = threading.Thread(target=self.write, args=(shot,), name="checkpoint",
                                        daemon=True)
         self.thread.start()
         self.clock = time.monotonic()
         return time.perf_counter() - started
+
+    def has(self, step: int) -> bool:
+        """Whether the last good checkpoint is that of `step`; only rank 0 knows."""
+        return bool(self.verified) and self.verified.resolve() == step_folder(self.root, step).resolve()
 
     def is_time(self) -> bool:
         """Whether --checkpoint_minutes have gone by; rank 0's clock counts."""
@@ -134,7 +137,7 @@ class CheckpointWriter:
             self.board.post(f"{shot.topic} files", dumps(files))
         except Exception as error:  # noqa: BLE001  a full disk comes as any of several
             word = f"{type(error).__name__}: {error}"
-        self.board.post(shot.topic, word)
+        with suppress(RuntimeError): self.board.post(shot.topic, word)  # else rank 0 finds it gone
         if self.rank.is_main: self.complete(shot, scratch)
         elif self.disks.is_apart and word == "written":
             with suppress(OSError, RuntimeError):  # rank 0 says what fails
@@ -151,13 +154,21 @@ class CheckpointWriter:
             if self.keys: self.assemble_adapter(scratch)
             write_text(scratch / RUN, dumps(shot.run, indent=1))
             seal(scratch, folder)
-            self.verified, self.failure = folder, None
-            prune(self.root, self.keep, protected=[folder])
         except Exception as error:  # noqa: BLE001
             self.failure = f"{type(error).__name__}: {error}"
             shutil.rmtree(scratch, ignore_errors=True)
             if self.verified: print_main(f"warning: no checkpoint of step {shot.step} "
                                          f"({self.failure}); {self.verified} is the last good one")
+        else:
+            self.verified, self.failure = folder, None
+            self.delete_older()
+
+    def delete_older(self):
+        """What is not kept; the new checkpoint is as good if that can't be deleted."""
+        try:
+            prune(self.root, self.keep, protected=[self.verified])
+        except OSError as error:
+            print_main(f"warning: an earlier checkpoint could not be deleted ({error})")
 
     def receive(self, shot: Snapshot, scratch: Path, ranks: list[int]):
         """The files of ranks that don't see this disk; all of them, though one may fail."""

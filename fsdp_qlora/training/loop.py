@@ -172,11 +172,18 @@ class Training:
         self.lagged.flush()
         if self.boundary.step: self.save()
         self.writer.join()
-        folder = from_main(lambda: self.writer.verified)
+        where = from_main(self.where_it_stopped)
         dist.barrier()  # as at the end of `process_group`
-        where = f"saved in {folder}" if folder else "there was nothing to save"
-        raise StopRequested(f"stopped after step {self.boundary.step}; {where}; the same command goes "
-                            "on from there")
+        raise StopRequested(f"stopped after step {self.boundary.step}; {where}")
+
+    def where_it_stopped(self) -> str:
+        """What of a run that stops is on the disk, in words; on rank 0."""
+        folder, step = self.writer.verified, self.boundary.step
+        if not step: return "there was nothing to save; the same command begins anew"
+        if self.writer.has(step): return f"saved in {folder}; the same command goes on from there"
+        why = self.bad.reason() if self.bad.in_a_row else self.writer.failure
+        then = f"goes on from {folder}" if folder else "begins anew"
+        return f"that was not saved ({why}); the same command {then}"
 
 
 def why_skipped(metrics: StepMetrics) -> str:

@@ -44,7 +44,7 @@ class Killed(Exception):
     """Stands for whatever ends a run between two steps."""
 
 
-def run_once(config, stop_at: int | None = None, num_rows: int = 11, held_out: int = 0
+def run_once(config, stop_at: int | None = None, num_rows: int = 11, held_out: int = 0, signals=None
              ) -> list[list[int]]:
     """Train; the trained tokens that this rank saw in each step. Raises Killed in step `stop_at`."""
     from fsdp_qlora.data import tokenize_rows
@@ -63,7 +63,7 @@ def run_once(config, stop_at: int | None = None, num_rows: int = 11, held_out: i
         trainer.train(config, tokenize_rows(rows_of(num_rows), tokenizer, context_length=64),
                       rank_device(config.device), tokenizer,
                       tokenize_rows(rows_of(held_out, 20), tokenizer, context_length=64)
-                      if held_out else None)
+                      if held_out else None, signals)
     except Killed:
         for thread in threading.enumerate():
             if thread.name == "checkpoint": thread.join()
@@ -151,11 +151,20 @@ def test_a_run_goes_on_with_its_rows_on_another_number_of_ranks_and_another_stra
         assert moved["loss"] == pytest.approx(stayed["loss"], rel=1e-5)
 
 
-def test_the_rows_of_a_step_stay_where_they_follow_from_the_number_of_ranks(folder, tmp_path):
+def rows_and_seed(config, stop_at: int | None = None) -> tuple[list, int]:
+    """`run_once`, and the seed that dropout drew from at its end."""
+    return run_once(config, stop_at), torch.initial_seed()
+
+
+def test_on_another_number_of_ranks_a_step_has_as_many_rows_and_masks_that_the_run_has_not_had(folder,
+                                                                                             tmp_path):
+    """Also where the rows of a step follow from the number of ranks."""
     config = settings(folder, tmp_path, global_batch_size=-1, batch_size=2, checkpoint_every=1)
-    first = run_ranks(run_once, 2, config, 1)
-    second = run_ranks(run_once, 1, config)
-    assert len(first[0]) == 1 and len(second[0]) == STEPS - 1
+    first = run_ranks(rows_and_seed, 2, config, 1)
+    second = run_ranks(rows_and_seed, 1, config, 2)
+    third = run_ranks(rows_and_seed, 2, config)
+    assert [len(leg[0][0]) for leg in (first, second, third)] == [1, 2, STEPS - 3]
+    assert len({seed for leg in (first, second, third) for _, seed in leg}) == 5
     runs = [json.loads((f / "run.json").read_text()) for f in all_checkpoints(tmp_path / "checkpoints")]
     assert {run["rows_per_step"] for run in runs} == {4} and len({run["run_id"] for run in runs}) == 1
 
@@ -358,3 +367,53 @@ def test_a_full_disk_stops_all_ranks_if_nothing_was_saved_and_else_only_warns(fo
     assert "warning: no checkpoint of step 3" in warned and "step-000002 is the last good one" in warned
     names = [f.name for f in all_checkpoints(tmp_path / "later" / "checkpoints")]
     assert names == ["step-000006", "step-000005"]
+
+
+# ---- stops -------------------------------------------------------------------------------------
+
+def stopped_runs(folder: str, out: str, cases: list[tuple]) -> list[tuple[str, list[int]]]:
+    """For each (name, settings, step after which rank 1 is told to stop, writes that fail on rank 0):
+    what the run says at its end, and the checkpoints then there with the time of their making."""
+    import torch.distributed as dist
+
+    from fsdp_qlora.checkpoint import writer
+    from fsdp_qlora.training.loop import Training
+    from fsdp_qlora.training.signals import StopRequested, StopSignals
+    write_part, after_step = writer.write_part, Training.after_step
+    found, is_told = [], dist.get_rank() == 1
+    for name, changed, stop_at, failing in cases:
+        signals, calls = StopSignals(), []
+
+        def full(scratch, number, shot, calls=calls, failing=failing):
+            calls.append(1)
+            if number == 0 and len(calls) in failing: raise OSError(28, "No space left on device")
+            return write_part(scratch, number, shot)
+
+        def told(self, signals=signals, stop_at=stop_at):
+            after_step(self)
+            if is_told and self.boundary.step == stop_at: signals.asked_by = "SIGTERM"
+        if stop_at == 0 and is_told: signals.asked_by = "SIGTERM"
+        writer.write_part, Training.after_step = full, told
+        try:
+            run_once(settings(folder, Path(out, name), **changed), signals=signals)
+        except StopRequested as stopped:
+            there = all_checkpoints(Path(out, name, "checkpoints"))
+            found.append((str(stopped), {f.name: f.stat().st_mtime_ns for f in there}))
+        finally:
+            writer.write_part, Training.after_step = write_part, after_step
+    return found
+
+
+def test_a_run_that_is_stopped_says_what_is_saved_and_writes_no_good_checkpoint_again(folder, tmp_path):
+    never, every = dict(checkpoint_every=100), dict(checkpoint_every=2)
+    cases = [("lost", never, 3, [1]), ("older", every, 3, [2]), ("again", every, 2, [1]),
+             ("kept", every, 4, []), ("kept", every, 0, []), ("begun", never, 0, [])]
+    said, _ = run_ranks(stopped_runs, 2, folder, str(tmp_path), cases)
+    lost, older, again, kept, at_once, begun = said
+    assert "after step 3; that was not saved (OSError: rank 0: " in lost[0] and not lost[1]
+    assert "No space left" in lost[0] and "the same command begins anew" in lost[0]
+    assert "after step 3; that was not saved (OSError: rank 0: " in older[0]
+    assert f"goes on from {tmp_path}/older/checkpoints/step-000002" in older[0]
+    assert "after step 2; saved in" in again[0] and list(again[1]) == ["step-000002"]
+    assert "after step 4; saved in" in kept[0] and kept == at_once
+    assert "after step 0; there was nothing to save" in begun[0] and not begun[1]
