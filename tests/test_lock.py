@@ -40,6 +40,14 @@ def test_the_lock_of_a_killed_run_is_taken_over(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_lock_that_can_not_be_removed_hides_no_error_of_the_run(tmp_path):
+    """As on a disk that became read-only."""
+    with pytest.raises(KeyError), sole_run_in(tmp_path):
+        (tmp_path / LOCK).unlink()
+        (tmp_path / LOCK).mkdir()
+        raise KeyError
+
+
 def test_a_folder_that_was_made_and_not_used_is_removed(tmp_path):
     with sole_run_in(tmp_path / "new"): pass
     with sole_run_in(tmp_path / "used"): (tmp_path / "used" / "file").touch()

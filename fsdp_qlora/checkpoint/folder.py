@@ -202,5 +202,5 @@ def keep_earlier(output_dir: Path, names: Iterable[str] = LEFT_BY_A_RUN) -> Path
 
 def is_worth_keeping(path: Path) -> bool:
     """Whether a run got as far as to write something there."""
-    if path.name == "metrics.jsonl": return '"kind": "step"' in path.read_text()
+    if path.name == "metrics.jsonl": return '"kind": "step"' in path.read_text(errors="replace")
     return any(path.iterdir()) if path.is_dir() else path.stat().st_size > 0

@@ -12,7 +12,7 @@ from ..config import RunConfig
 from ..config.settings import AUTO, counted
 from ..data import Source, Subset, TokenizedDataset
 from ..dist import from_main, print_main, ranks_from_env
-from ..observe.metrics import HISTORY
+from ..observe.metrics import HISTORY, read_record
 from .disks import Disks, find_disks
 from .folder import (
     LEFT_BY_A_RUN,
@@ -167,18 +167,14 @@ def check_length(config: RunConfig, run: dict, dataset: TokenizedDataset | Subse
 def kept_metrics(path: Path, run: dict) -> list[dict]:
     """The lines of metrics.jsonl up to the checkpoint, and what went wrong after it.
 
-    A last line that was cut is left out.
+    A line that was cut or damaged is left out.
     """
     if not path.is_file(): return []
     kept = []
-    for line in path.read_text().splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
+    for record in filter(None, map(read_record, path.read_text(errors="replace").splitlines())):
         evaluated = (run["evaluator"] or {}).get("last") or {"step": 0}
-        last = evaluated["step"] if record.get("kind") == "eval" else run["step"]
-        if record.get("step", 0) <= last or record.get("kind") in HISTORY: kept.append(record)
+        last = evaluated["step"] if record["kind"] == "eval" else run["step"]
+        if record["step"] <= last or record["kind"] in HISTORY: kept.append(record)
     return kept
 
 

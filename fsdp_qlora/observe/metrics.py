@@ -5,6 +5,7 @@ the file alone.
 """
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -209,6 +210,16 @@ class SkippedMetrics(Record):
     step: int                  # from 1
     rows: list                 # ids or places of all its rows
     kind: str = "skipped"
+
+
+def read_record(line: str) -> dict | None:
+    """A line of metrics.jsonl; None if it was cut or damaged, and so is no record of its kind."""
+    try:
+        record = json.loads(line)
+        {"step": StepMetrics, "eval": EvalMetrics}.get(record["kind"], dict)(**record)
+    except (ValueError, TypeError, LookupError):
+        return None
+    return record if isinstance(record.get("step"), int) else None
 
 
 # What a run that goes back to a checkpoint does not forget.

@@ -72,7 +72,7 @@ def read_story(run: str | Path) -> Story:
 def read_lines(path: Path) -> list[dict]:
     """The records of the file; a last line that was cut is left out."""
     found = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
             record = json.loads(line)
         except ValueError:

@@ -31,7 +31,7 @@ def sole_run_in(folder: str | Path) -> Iterator[None]:
     try:
         yield
     finally:
-        (folder / LOCK).unlink(missing_ok=True)
+        with suppress(OSError): (folder / LOCK).unlink()  # a disk may have become read-only
         os.close(descriptor)
         if is_new:
             with suppress(OSError): folder.rmdir()  # where nothing was written

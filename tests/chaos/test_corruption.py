@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_qlora.checkpoint.folder import all_checkpoints, fault_of, newest_whole
+from fsdp_qlora.checkpoint.folder import all_checkpoints, fault_of, newest_whole, read_run
+from fsdp_qlora.checkpoint.resume import kept_metrics
+from fsdp_qlora.observe.pace import Pace
+from fsdp_qlora.observe.runlog import RunLog
 from tests.distributed.test_resume import run_once, settings
 from tests.ranks import run_ranks
 from tests.tokenizers import save_chat_model
@@ -93,6 +96,18 @@ def test_a_checkpoint_of_files_of_two_checkpoints_is_seen(root, tmp_path):
         shutil.rmtree(mixed)
 
 
+def test_no_damage_to_the_figures_keeps_a_run_from_going_on(root, tmp_path):
+    rng, whole = random.Random(0), (root.parent / "metrics.jsonl").read_bytes()
+    run = read_run(all_checkpoints(root)[0])
+    for _ in range(DAMAGES):
+        damage = rng.choice((cut, flip, zero, grow))
+        (tmp_path / "metrics.jsonl").write_bytes(damage(whole, rng))
+        kept = kept_metrics(tmp_path / "metrics.jsonl", run)
+        Pace(run["step"], None, kept)
+        with RunLog(tmp_path, earlier=kept) as log: pass
+        assert damage is cut or len(log.steps) >= run["step"] - 2, (damage, kept)
+
+
 def cut_writes(folder: str, out: str) -> list[str]:
     """Write a checkpoint under a limit of file size that grows; what was there after each try."""
     from fsdp_qlora.build import build_model
@@ -126,11 +141,14 @@ def cut_writes(folder: str, out: str) -> list[str]:
         there.append([p.name for p in Path(out, "checkpoints").iterdir()])
     writer.save(state.boundary(500))
     writer.join()
+    Path(out, "checkpoints", ".step-000001.gone").touch()  # in the way of its deletion
+    writer.save(state.boundary(501))
+    writer.join()
     return there, writer.failure, [f.name for f in all_checkpoints(Path(out, "checkpoints"))]
 
 
 def test_a_write_that_is_cut_off_leaves_the_older_checkpoint_and_nothing_else(folder, tmp_path):
     ((there, failure, after),) = run_ranks(cut_writes, 1, folder, str(tmp_path))
     assert there == [["step-000001"]] * CUT_WRITES
-    assert failure is None and after == ["step-000500", "step-000001"]
+    assert failure is None and after == ["step-000501", "step-000500", "step-000001"]
     assert not any(fault_of(f) for f in all_checkpoints(tmp_path / "checkpoints"))
