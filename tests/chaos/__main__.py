@@ -1,6 +1,7 @@
 """The long form: `python -m tests.chaos kills 200`, `... signals 100`, `... hangs 40`."""
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 import time
@@ -17,9 +18,10 @@ FORMS = {"kills": killed_runs, "signals": signalled_runs, "hangs": hung_runs}
 def main(form: str, count: str, seed: str = "0"):
     """Run one form and print its report."""
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = make_inputs(Path(scratch, "inputs"))
-        report = FORMS[form](folder, Path(scratch), int(count), int(seed))
+    scratch = Path(tempfile.mkdtemp(prefix=f"chaos-{form}-"))
+    print(f"in {scratch}, which stays if this fails", flush=True)
+    report = FORMS[form](make_inputs(scratch / "inputs"), scratch, int(count), int(seed))
+    shutil.rmtree(scratch)
     print(form, report, f"{time.monotonic() - started:.0f} s")
 
 

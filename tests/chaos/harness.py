@@ -38,6 +38,7 @@ PHASES = {
     "save": "fsdp_qlora.training.loop.save_trained",
     "export": "fsdp_qlora.training.trainer.save_trained"}
 MAIN_ONLY = ("manifest", "rename", "prune")  # what only rank 0 does
+ONCE = ("tokenize", "load", "restore", "export")  # a start
 
 
 @dataclass
@@ -53,7 +54,8 @@ class Hit:
     def at_random(cls, rng: random.Random, action: str, phases=tuple(PHASES)) -> Hit:
         phase = rng.choice(phases)
         rank = 0 if phase in MAIN_ONLY else rng.randrange(WORLD)
-        return cls(rank, phase, rng.randrange(4), action, rng.random() < 0.5)
+        nth = 0 if phase in ONCE else rng.randrange(4)
+        return cls(rank, phase, nth, action, rng.random() < 0.5)
 
     def strike(self):
         """Called in the rank."""

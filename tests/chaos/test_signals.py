@@ -27,7 +27,7 @@ def signalled_runs(folder: Path, scratch: Path, signals: int, seed: int = 0) -> 
             hit = None
             if sum(seen.values()) < signals:
                 hit = Hit.at_random(rng, rng.choice(["stop", "usr1"]), PHASES)
-                hit.nth = rng.randrange(2)
+                hit.nth %= 2
             ended = run.start(hit)
             if ended.codes == [0, 0]: break
             told = {EXIT_STOPPED} | (set() if "stopped after step" in ended.text else {1, -15})
