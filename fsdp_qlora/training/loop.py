@@ -1,6 +1,8 @@
 """The steps of a run, and what happens between them: logs, evaluations, checkpoints, faults."""
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch.distributed as dist
 
 from ..checkpoint import Boundary, CheckpointWriter, RunState
@@ -169,7 +171,7 @@ class Training:
 
     def stop(self):
         """Save where the run stands, on all ranks, and end it."""
-        self.lagged.flush()
+        with suppress(RollBack): self.lagged.flush()  # the next start goes back as well
         if self.boundary.step: self.save()
         self.writer.join()
         where = from_main(self.where_it_stopped)

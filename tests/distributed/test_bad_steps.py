@@ -66,8 +66,11 @@ def test_a_gradient_that_is_bad_on_one_rank_moves_no_weight_on_any(folder):
 
 # ---- a run ---------------------------------------------------------------------------------------
 
-def poisoned_run(config, bad_steps: dict[int, int], num_rows: int = 24) -> str:
-    """Train while rank 1 gets a bad gradient in these steps, as often as said; the error, if any."""
+def poisoned_run(config, bad_steps: dict[int, int], num_rows: int = 24, stop_after: int = 0) -> str:
+    """Train while rank 1 gets a bad gradient in these steps, as often as said; the error, if any.
+
+    A stop is asked for after the step `stop_after`; then losses are read a step late, as on a GPU.
+    """
     import torch.distributed as dist
 
     from fsdp_qlora.adapters import trainable_parameters
@@ -75,9 +78,10 @@ def poisoned_run(config, bad_steps: dict[int, int], num_rows: int = 24) -> str:
     from fsdp_qlora.dist import rank_device
     from fsdp_qlora.loading.tokens import load_tokenizer
     from fsdp_qlora.training import loop, trainer
+    from fsdp_qlora.training.signals import StopRequested, StopSignals
     from fsdp_qlora.training.step import train_step
     tokenizer, left = load_tokenizer(config.model_name), dict(bad_steps)
-    at = {}
+    at, signals = {}, StopSignals()
 
     def poisoned(model, optimizer, micro_batches, **kwargs):
         number, handle = at["step"].index + 1, None
@@ -93,13 +97,15 @@ def poisoned_run(config, bad_steps: dict[int, int], num_rows: int = 24) -> str:
 
     def watched(self, step):
         at["step"] = step
-        return original(self, step)
+        if stop_after: self.lagged.device = torch.device("meta")
+        original(self, step)
+        if step.index + 1 == stop_after: signals.asked_by = "SIGTERM"
     loop.Training.step = watched
     try:
         trainer.train(config, tokenize_rows(rows_of(num_rows), tokenizer, context_length=64),
-                      rank_device(config.device), tokenizer)
+                      rank_device(config.device), tokenizer, signals=signals)
         return ""
-    except ValueError as error:
+    except (ValueError, StopRequested) as error:
         return str(error)
     finally:
         loop.Training.step, loop.train_step = original, train_step
@@ -136,6 +142,10 @@ def test_rollback_goes_on_from_the_checkpoint_without_the_bad_rows(folder, tmp_p
     assert run_ranks(poisoned_run, 2, config, {6: 9, 7: 9}) == ["", ""]
     steps = [m["step"] for m in metrics(tmp_path / "rolled")]
     assert steps == [1, 2, 3, 4, 5, 8, 9, 10, 11, 12]  # 5 was taken again after going back to 4
+    stopped = config_of(folder, tmp_path / "stopped", on_bad_steps="rollback", max_bad_steps=1)
+    for said in run_ranks(poisoned_run, 2, stopped, {5: 1}, 24, 5):
+        assert "stopped after step 5; that was not saved (the loss or gradient of steps 5 to 5" in said
+        assert f"goes on from {tmp_path}/stopped/checkpoints/step-000004" in said
     skipped = config_of(folder, tmp_path / "skipped", on_bad_steps="skip")
     assert run_ranks(poisoned_run, 2, skipped, {6: 1, 7: 1}) == ["", ""]
     finite = [m for m in metrics(tmp_path / "skipped") if m["step"] not in (6, 7)]
