@@ -102,8 +102,8 @@ def test_a_runs_own_flags_are_told_from_those_of_the_bench():
 
 
 def test_estimates_are_near_every_measured_peak():
-    """Recomputed by today's code, on rows that no constant was set on."""
-    found = accuracy(compare(RESULTS))
+    """Recomputed by today's code, on rows of up to 16k tokens that no constant was set on."""
+    found = accuracy([c for c in compare(RESULTS) if c.row.context_length <= 16384])
     assert found.rows >= 40 and found.reserving >= 40
     assert found.memory_median <= 0.05 and found.memory_worst <= 0.12 and found.memory_lowest >= -0.05
     assert found.reserved_median <= 0.05 and found.reserved_worst <= 0.12
@@ -113,8 +113,14 @@ def test_estimates_are_near_every_measured_peak():
 def test_estimates_are_near_every_measured_time_of_todays_code():
     compared = compare(RESULTS)
     found = accuracy(compared)
-    assert {c.row.gpus for c in compared if not c.old_code} >= {1, 2}
+    assert {c.row.gpus for c in compared if not c.old_code} >= {1, 2, 4}
     assert found.timed >= 40 and found.time_median <= 0.10 and found.time_worst <= 0.25
+
+
+def test_reserved_memory_at_the_limit_is_not_compared():
+    compared = [c for c in compare(RESULTS) if c.at_limit]
+    assert compared and all(c.old_reserved and c.row.gpu_memory_limit_gib for c in compared)
+    assert not any(replace(c, row=replace(c.row, gpu_memory_limit_gib=None)).at_limit for c in compared)
 
 
 def test_few_rows_set_constants():

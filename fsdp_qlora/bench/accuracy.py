@@ -8,6 +8,7 @@ from ..catalog.arch import ModelShape, model_shape
 from ..catalog.hardware import Gpu, find_gpu
 from ..config.options import OLD_ALL_TARGETS
 from ..estimate import Memory, Peak, Setup, StepTime, memory, step_seconds
+from ..estimate.constants import CONTEXT_GIB, NCCL_GIB
 from ..estimate.setup import STATE_BYTES
 from .row import Row
 
@@ -79,11 +80,19 @@ class Compared:
 
     @property
     def old_reserved(self) -> bool:
-        """Whether other code than today's made the allocator's unused memory (EAGER_NORM)."""
+        """Whether a limit or other code than today's made the unused memory (EAGER_NORM)."""
+        if self.at_limit: return True
         if self.row.commit not in EAGER_NORM or not self.setup.compile or self.setup.shard_ranks > 1:
             return self.old_memory  # beside gathers, the norm was not the widest
         widest = max(Peak(self.shape, self.setup).slack_terms(self.setup.runs(self.shape)).values())
         return self.old_memory or 5 * 4 * self.setup.tokens * self.shape.hidden > widest
+
+    @property
+    def at_limit(self) -> bool:
+        """Whether torch had reserved all that it was allowed: what it would have is not known then."""
+        if self.row.gpu_memory_limit_gib is None: return False
+        allowed = self.row.gpu_memory_limit_gib - CONTEXT_GIB - NCCL_GIB * (self.row.gpus > 1)
+        return self.row.peak_reserved_gib > 0.99 * allowed
 
     @property
     def other_peak(self) -> bool:
