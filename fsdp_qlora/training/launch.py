@@ -1,6 +1,7 @@
 """Start the ranks of a run where torchrun did not: one per visible GPU, or one on the CPU."""
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -16,12 +17,15 @@ from ..dist import free_port, launched, ranks_from_env
 from .signals import EXIT_STOPPED, STOP_SIGNALS, is_ignored
 
 PASSED_ON = (*STOP_SIGNALS, signal.SIGINT)  # from the launcher to its ranks
+LAUNCHER = "FSDP_QLORA_LAUNCHER"  # the process that started this rank
+PR_SET_PDEATHSIG = 1
 
 
 def run_on_ranks(config: RunConfig, command: str, argv: list[str], body: Callable):
     """Run `body(config)` in every rank: here if this is one, else in ranks started for it."""
     wanted = world_size(config)
     if launched():
+        end_with_launcher()
         check_world_size(config)
         share_cores(ranks_from_env().local_world_size)
         body(config)
@@ -57,12 +61,15 @@ def start_ranks(count: int, config: RunConfig, command: str, argv: list[str]):
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-    # Each rank has said in one line what went wrong; torch's banner of all ranks would bury it.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # Each rank has said in one line what went wrong; torch's banner of all ranks would bury it. Some of
+    # these loggers have a level of their own.
+    for name in ("", ".agent.server.api", ".multiprocessing.errors"):
+        logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)
     launch = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=count, run_id="fsdp_qlora",
                           rdzv_backend="c10d", rdzv_endpoint=meeting_point(config),
                           max_restarts=0, monitor_interval=0.2)
     launch.signals_to_handle = "SIGQUIT"
+    os.environ[LAUNCHER] = str(os.getpid())
     try:
         with signals_passed_on():
             elastic_launch(launch, sys.executable)("-m", "fsdp_qlora.cli", command, *argv)
@@ -89,6 +96,15 @@ def signals_passed_on() -> Iterator[None]:
     before = {s: signal.signal(s, pass_on) for s in PASSED_ON if not is_ignored(s)}
     yield
     for number, handler in before.items(): signal.signal(number, handler)
+
+
+def end_with_launcher():
+    """Have the system stop this rank when the process that started it is killed.
+
+    It would train on unseen, and hold its GPU. torchrun's ranks are torchrun's business.
+    """
+    if os.environ.get(LAUNCHER) != str(os.getppid()) or sys.platform != "linux": return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def meeting_point(config: RunConfig) -> str:

@@ -104,6 +104,7 @@ def test_a_signal_or_ctrl_c_to_the_launcher_or_a_rank_saves_and_ends_with_75(
         if run.poll() is None: os.kill(run.pid, number)
     code, error, seconds = end_of(run)
     assert code == 75 and seconds < 30 and "Traceback" not in error, error
+    assert "death signal" not in error  # torch's own line
     assert ("Ctrl-C once more" in error) == is_ctrl_c
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
     step = re.search(r"stopped after step (\d+); saved in", error)[1]
@@ -168,6 +169,18 @@ def test_the_death_of_one_rank_ends_the_others_and_is_named(folder, rows, tmp_pa
     assert code == 128 + signal.SIGKILL
     assert "error: rank 0 was killed by SIGKILL" in error and "memory" in error, error
     assert not Path(f"/proc/{other}").exists()
+
+
+def test_ranks_end_where_their_launcher_is_killed(folder, rows, tmp_path):
+    """They would train on, and hold the GPUs, where nobody sees them. Their store was the launcher's, so
+    they may not agree on a step to save.
+    """
+    run = endless_run(folder, rows, tmp_path, 2)
+    ranks = ranks_of(run)
+    run.kill()
+    _, error, seconds = end_of(run)
+    assert seconds < 30 and re.search("stopped (after step|by SIGTERM)", error), error
+    assert not any(is_alive(rank) for rank in ranks)
 
 
 def test_a_stop_is_not_waited_for_where_a_rank_is_gone(folder, rows, tmp_path):
