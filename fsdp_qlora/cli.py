@@ -24,6 +24,7 @@ from .config.settings import opt
 from .redact import redact
 from .training.notice import told_at_end
 from .training.signals import EXIT_STOPPED, StopRequested, StopSignals
+from .training.terminal import outlive_terminal
 
 
 @dataclass
@@ -52,6 +53,7 @@ def train_command(argv: list[str]):
 
     def in_a_rank(config: RunConfig):
         on_end = options.on_end if ranks_from_env().is_main else None
+        outlive_terminal()
         with StopSignals() as signals, told_at_end(on_end, config.output_dir):
             from .training.rank import train_rank  # takes seconds, which only ranks need
             train_rank(config, signals)

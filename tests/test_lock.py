@@ -46,6 +46,8 @@ def test_a_lock_that_can_not_be_removed_hides_no_error_of_the_run(tmp_path):
         (tmp_path / LOCK).unlink()
         (tmp_path / LOCK).mkdir()
         raise KeyError
+    with pytest.raises(ValueError, match=f"--output_dir {tmp_path}: .*; give another folder"), \
+            sole_run_in(tmp_path): pass
 
 
 def test_a_folder_that_was_made_and_not_used_is_removed(tmp_path):

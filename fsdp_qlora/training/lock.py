@@ -21,13 +21,16 @@ LOCK = ".lock"
 def sole_run_in(folder: str | Path) -> Iterator[None]:
     """Hold `folder`, which is made if it is not there, for the life of the block.
 
-    Raises ValueError naming --output_dir if another run holds it. Where the file system has no locks
-    nothing is held.
+    Raises ValueError naming --output_dir if another run holds it, or nothing can be written there. Where
+    the file system has no locks nothing is held.
     """
     folder = Path(folder)
     is_new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = take(folder / LOCK)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = take(folder / LOCK)
+    except OSError as error:
+        raise ValueError(f"--output_dir {folder}: {error.strerror}; give another folder") from error
     try:
         yield
     finally:

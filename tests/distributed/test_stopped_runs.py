@@ -1,12 +1,15 @@
 """A run that is stopped, killed or can't write ends soon, on all ranks, and leaves nothing half made."""
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from contextlib import redirect_stderr
 from io import StringIO
@@ -43,15 +46,22 @@ def rows(tmp_path_factory):
 
 # ---- signals -----------------------------------------------------------------------------------
 
-def endless_run(folder: str, rows: str, out: Path, world_size: int, prepare=None) -> subprocess.Popen:
-    """train.py after its first steps; `prepare` is called in its process before it begins."""
+def endless_run(folder: str, rows: str, out: Path, world_size: int, prepare=None, terminal=None
+                ) -> subprocess.Popen:
+    """train.py after its first steps; `prepare` is called in its process before it begins.
+
+    terminal: the two ends of one, for what it prints.
+    """
+    theirs = terminal[1] if terminal else subprocess.PIPE
     command = [sys.executable, "train.py", "--model_name", folder, "--dataset", rows, "--device", "cpu",
                "--precision", "fp32", "--lora_rank", "2", "--num_epochs", "1000000", "--world_size",
                str(world_size), "--log_to", "stdout", "--log_every", "1", "--output_dir", str(out)]
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    run = subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE,
-                           stderr=subprocess.PIPE, preexec_fn=prepare or listen_to_ctrl_c)
-    for line in run.stdout:
+    run = subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdin=terminal and theirs,
+                           stdout=theirs, stderr=theirs, preexec_fn=prepare or listen_to_ctrl_c,
+                           start_new_session=bool(terminal))
+    if terminal: os.close(theirs)
+    for line in os.fdopen(os.dup(terminal[0])) if terminal else run.stdout:
         if line.startswith("step 3/"): return run
     raise AssertionError(run.stderr.read())
 
@@ -59,6 +69,11 @@ def endless_run(folder: str, rows: str, out: Path, world_size: int, prepare=None
 def listen_to_ctrl_c():
     """As in a terminal: a shell's background job, which tests may run in, starts with it ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def own_the_terminal():
+    """Be the one that is told when it closes."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def nohup():
@@ -89,7 +104,7 @@ def is_alive(process: int) -> bool:
 
 
 @pytest.mark.parametrize("world_size, to_a_rank, number", [
-    (1, False, signal.SIGHUP), (2, False, signal.SIGTERM), (2, True, signal.SIGUSR1),
+    (1, False, signal.SIGTERM), (2, False, signal.SIGTERM), (2, True, signal.SIGUSR1),
     (1, False, signal.SIGINT), (2, False, signal.SIGINT)])
 def test_a_signal_or_ctrl_c_to_the_launcher_or_a_rank_saves_and_ends_with_75(
         folder, rows, tmp_path, world_size, to_a_rank, number):
@@ -110,6 +125,16 @@ def test_a_signal_or_ctrl_c_to_the_launcher_or_a_rank_saves_and_ends_with_75(
     step = re.search(r"stopped after step (\d+); saved in", error)[1]
     (saved,) = (tmp_path / "checkpoints").glob("step-*")
     assert int(saved.name.removeprefix("step-")) == int(step) >= 3
+
+
+def test_a_run_whose_terminal_closes_saves_though_it_can_print_no_more(folder, rows, tmp_path):
+    terminal = pty.openpty()
+    run = endless_run(folder, rows, tmp_path, 2, own_the_terminal, terminal)
+    os.close(terminal[0])
+    assert run.wait(timeout=SECONDS) == 75
+    (saved,) = (tmp_path / "checkpoints").glob("step-*")
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["status"] == "stopped" and f"saved in {saved}" in last["message"]
 
 
 def test_a_run_under_nohup_outlives_its_terminal_and_is_stopped_as_ever(folder, rows, tmp_path):
