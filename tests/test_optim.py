@@ -91,6 +91,24 @@ def test_each_name_steps_as_torchs_optimizer_and_leaves_frozen_weights(name, ref
     assert len(optimizer.param_groups[0]["params"]) == 4
 
 
+@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+def test_states_are_there_before_the_first_step_and_nothing_else_has_changed(name):
+    def sizes(optimizer):
+        return {p: {k: (v.shape, v.dtype) for k, v in optimizer.state[p].items()} for p in weights}
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 2)).bfloat16()
+    before, weights = {k: v.clone() for k, v in model.state_dict().items()}, [*model.parameters()]
+    optimizer = build_optimizer(model, name, 0.01, 0.2)
+    made = sizes(optimizer)
+    assert all(made.values()) == (name != "sgd")
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in weights) and optimizer.param_groups[0]["lr"] == 0.01
+    assert not any(v.any() for state in optimizer.state.values() for v in state.values())
+    model(torch.ones(4, 64).bfloat16()).square().sum().backward()
+    optimizer.step()
+    assert sizes(optimizer) == made
+
+
 def test_an_unknown_optimizer_is_refused_with_the_choices():
     with pytest.raises(ValueError, match=f"--optimizer lion: choose {', '.join(OPTIMIZER_NAMES)}"):
         build_optimizer(nn.Linear(2, 2), "lion")

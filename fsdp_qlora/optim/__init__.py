@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from ..config.options import OPTIMIZER_NAMES
 from .adafactor import Adafactor
 from .adamw import CompactAdamW
+from .base import make_states
 from .schedules import SCHEDULES, build_scheduler, lr_share
 
 __all__ = ["SCHEDULES", "Adafactor", "CompactAdamW", "build_optimizer", "build_scheduler", "lr_share"]
@@ -18,15 +19,20 @@ __all__ = ["SCHEDULES", "Adafactor", "CompactAdamW", "build_optimizer", "build_s
 
 def build_optimizer(model: nn.Module, name: str = "adamw", lr: float = 1e-5,
                     weight_decay: float = 0.1, loraplus_lr_ratio: float = 1.0) -> Optimizer:
-    """An optimizer over the trained parameters; weight decay is that of the AdamW kinds.
+    """An optimizer over the trained parameters, its states made; weight decay is for the AdamW kinds.
 
     Sharded parameters make sharded states. `loraplus_lr_ratio` is the learning rate of B over that of
     A. Raises ValueError for an unknown name.
     """
-    parameters = trained_groups(model, lr, loraplus_lr_ratio)
-    adam = torch.optim.AdamW if name == "adamw" else torch.optim.Adam
-    if name == "adamw": return adam(parameters, lr, weight_decay=weight_decay, fused=True)
-    if name == "adam": return adam(parameters, lr, fused=True)
+    optimizer = new_optimizer(trained_groups(model, lr, loraplus_lr_ratio), name, lr, weight_decay)
+    make_states(optimizer)
+    return optimizer
+
+
+def new_optimizer(parameters: list, name: str, lr: float, weight_decay: float) -> Optimizer:
+    """An optimizer by name, as `build_optimizer` has it but without states."""
+    if name == "adamw": return torch.optim.AdamW(parameters, lr, weight_decay=weight_decay, fused=True)
+    if name == "adam": return torch.optim.Adam(parameters, lr, fused=True)
     if name in ("adamw_bf16", "adamw_8bit"):
         return CompactAdamW(parameters, lr, name.removeprefix("adamw_"), weight_decay=weight_decay)
     if name == "adafactor": return Adafactor(parameters, lr)

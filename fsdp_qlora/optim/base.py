@@ -43,10 +43,14 @@ class ShardedOptimizer(Optimizer):
         for group in self.param_groups:
             for p, number in zip(group["params"], numbers, strict=False):
                 if p.grad is None: continue
+                self.make_state(p)
                 state = self.state[p]
-                if not state: state.update(step=torch.zeros(()), **self.new_state(p))
                 state["step"] += 1
                 yield p, state, group, int32(int(state["step"]) * 1000003 + number * 7919)
+
+    def make_state(self, p: Tensor):
+        """Make the states of a weight that has none."""
+        if not self.state[p]: self.state[p].update(step=torch.zeros(()), **self.new_state(p))
 
     def load_state_dict(self, state_dict):
         """Load as torch does, and keep the dtypes: torch casts every state to the weight's."""
@@ -57,6 +61,28 @@ class ShardedOptimizer(Optimizer):
             saved = state_dict["state"].get(number, {})
             self.state[p].update({name: value.to(p.device) for name, value in saved.items()
                                   if name != "step"})
+
+
+def make_states(optimizer: Optimizer):
+    """Make the states of all weights now, in place; the first update would.
+
+    Then they take memory before activations do, and not the holes that the first step's leave: where
+    those were, the next step's found none as large, and torch took as much anew from the driver. It
+    is also known before the first forward whether they fit. Torch's optimizers make them in an update,
+    here of learning rate 0 by gradients of 0, which changes no weight; no step is counted.
+    """
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    if isinstance(optimizer, ShardedOptimizer):
+        for p in weights: optimizer.make_state(p)
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups: group["lr"] = 0.0
+    for p in weights: p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True): group["lr"] = rate
+    for state in optimizer.state.values():
+        if "step" in state: state["step"].zero_()
 
 
 def zeros_beside(p: Tensor, tail: tuple[int, ...], dtype: torch.dtype) -> Tensor:
