@@ -1,12 +1,13 @@
 """`train --dry_run` shows the run and leaves no trace."""
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, BloomConfig, PreTrainedTokenizerFast
 
 from fsdp_qlora.cli import main, parse
 from fsdp_qlora.commands.dryrun import batch_rows
@@ -111,6 +112,29 @@ def test_what_a_run_would_refuse_is_refused(folder, monkeypatch, capsys, flags, 
     monkeypatch.chdir(folder)
     assert main(["train", "--config", "recipe.yaml", "--dry_run", *flags]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change, says", [
+    (dict(num_attention_heads="4"), "config.json: .*'num_attention_heads': .* expected int, got str"),
+    (dict(model_type="foobar"), "config.json: .*`foobar`.*; look at that file"),
+    (dict(model_type="t5"), "no model that continues text can be made .*T5Config"),
+    (dict(hidden_act="nonsense"), "no model that continues text .*: KeyError 'nonsense'; look")])
+def test_a_config_that_makes_no_model_is_one_line(folder, tmp_path, capsys, change, says):
+    file = Path(shutil.copytree(folder / "model", tmp_path / "model")) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    assert main(["train", "--model_name", str(file.parent), "--dataset", str(folder / "rows.jsonl"),
+                 "--device", "cpu", "--dry_run"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(f"--model_name {file.parent}: {says}", line)
+
+
+def test_a_model_that_can_be_trained_and_not_estimated_is_shown(shown, folder):
+    """Bloom's config.json has other fields than the Llama kind's."""
+    bloom = shutil.copytree(folder / "model", folder / "bloom")
+    config = BloomConfig(vocab_size=97, hidden_size=64, n_layer=2, n_head=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(bloom)
+    text = shown("--model_name", "bloom")
+    assert re.search("no prediction: .* no intermediate_size", text) and "dry run: nothing was" in text
 
 
 def test_no_rank_is_started_and_no_thread_count_changes(shown):

@@ -30,6 +30,7 @@ from ..model.blocks import (
     output_head,
 )
 from ..model.conv1d import transposed_weights
+from ..model.experts import stacked_weights
 from ..quantization.quantize import QuantLinear, compute_input, frozen_linear
 from .biases import add_biases_as_computed, check_biases
 from .dora import Magnitude, adapted_norms, norms_of
@@ -129,17 +130,27 @@ def apply_adapters(model: nn.Module, config: LoraConfig, dtype: torch.dtype = to
     check_patterns(model, config, experts)
     if transposed_weights(model): config.fan_in_fan_out = True  # as PEFT calls it where it loads this
     config._register_custom_module({QuantLinear: LoraLinear, nn.Linear: LoraLinear})
-    on_meta = next(model.parameters()).is_meta
+    on_meta, excluded = next(model.parameters()).is_meta, config.exclude_modules
+    config.exclude_modules = but_experts(model, excluded)
     with warnings.catch_warnings():  # patterns are checked, and PEFT does not see those of experts
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys")
         peft_model = get_peft_model(model, config, autocast_adapter_dtype=False,
                                     low_cpu_mem_usage=on_meta)
+    config.exclude_modules = excluded
     with torch.device("meta") if on_meta else nullcontext(): adapt_experts(peft_model, experts, config)
     if experts: config.target_parameters = [*experts] if blocks else ends
     check_biases(peft_model, config.bias)
     for p in trainable_parameters(peft_model).values(): p.data = p.data.to(dtype)
     add_biases_as_computed(peft_model)
     return peft_model
+
+
+def but_experts(model: nn.Module, excluded: str | list[str] | None) -> str | list[str] | None:
+    """PEFT's `exclude_modules` with stacked experts: a layer beside them may be called as they are."""
+    names = [weight.removesuffix(".weight") for weight in stacked_weights(model)]
+    if not names: return excluded
+    if isinstance(excluded, str): return "|".join([f"({excluded})", *map(re.escape, names)])
+    return [*(excluded or ()), *names]
 
 
 def check_patterns(model: nn.Module, config: LoraConfig, experts: Iterable[str] = ()):

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+from transformers import PretrainedConfig
 
 from ..bench.auto import machine_here as planning_machine
 from ..build import planned_model
@@ -57,15 +58,13 @@ def dry_run(config: RunConfig, argv: list[str]):
                "settings that differ from their default, as a recipe (--verbose: all):")
     print_main(as_recipe(as_typed(asdict(config) if config.verbose else changed_settings(config))))
     model_settings = read_config(config.model_name, **config.source)
-    shape = shape_from_config(model_settings.to_dict(), config.model_name)
     if Path(config.model_name).is_dir(): planned_model(config, device)  # its files and target modules
-    config, seconds = predict(config, argv, shape, device, ranks)
+    config, seconds = predict(config, argv, model_settings, device, ranks)
     data = load_data(replace(config, data_cache=None, preview=0),
                      tokenizer := run_tokenizer(config))
     if config.new_tokens: grow_vocabulary(model_settings, tokenizer)
-    shape = replace(shape, vocab=model_settings.get_text_config().vocab_size)
     check_rows(config, data, model_settings)
-    show_batches(config, data, tokenizer, shape, ranks, seconds)
+    show_batches(config, data, tokenizer, model_settings.get_text_config().vocab_size, ranks, seconds)
     print_main("dry run: nothing was trained or written")
 
 
@@ -75,10 +74,14 @@ def as_typed(settings: dict) -> dict:
             for name, value in settings.items()}
 
 
-def predict(config: RunConfig, argv: list[str], shape: ModelShape, device: torch.device, ranks: int
-            ) -> tuple[RunConfig, float | None]:
-    """Print the estimate, or the plan where settings are left to it; the settings then, and s/step."""
+def predict(config: RunConfig, argv: list[str], settings: PretrainedConfig, device: torch.device,
+            ranks: int) -> tuple[RunConfig, float | None]:
+    """Print the estimate, or the plan where settings are left to it; the settings then, and s/step.
+
+    A model that can be trained and not estimated is said.
+    """
     try:
+        shape = shape_from_config(settings.to_dict(), config.model_name)
         machine = planning_machine(config) if config.is_auto else machine_here(device, ranks)
         config, seconds, text = predicted(config, given_settings(argv), shape, machine)
         print_main(f"\n{text}\n")
@@ -109,11 +112,11 @@ def machine_here(device: torch.device, ranks: int) -> Machine:
     return machine_from_options(MachineOptions(gpus=ranks // nodes, nodes=nodes))
 
 
-def show_batches(config: RunConfig, data: RunData, tokenizer, shape: ModelShape, ranks: int,
+def show_batches(config: RunConfig, data: RunData, tokenizer, vocab_size: int, ranks: int,
                  seconds: float | None):
     """Print how the data is cut into steps, and the first batch with its trained tokens marked."""
     rows, batches = data.rows, plan_batches(config, ranks)
-    pad = choose_pad_token_id(tokenizer, shape.vocab)
+    pad = choose_pad_token_id(tokenizer, vocab_size)
     sampler = StepSampler(len(rows), batches.rows_per_step, seed=config.seed,
                           shuffle=data.stream is None, epochs=config.num_epochs,
                           max_steps=config.max_steps)

@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import AutoConfig, PretrainedConfig
 
 from ..hub import asked_hub
-from .weight_files import first_line
+from .weight_files import first_line, reason_of
 
 
 def read_config(model_name: str, revision: str | None = None, trust_remote_code: bool = False
@@ -24,12 +24,16 @@ def read_config(model_name: str, revision: str | None = None, trust_remote_code:
     with asked_hub(not looks_local(model_name)) as unreachable:
         try:
             return AutoConfig.from_pretrained(model_name, **pinned(revision, trust_remote_code))
-        except (OSError, ValueError) as error:
+        except Exception as error:  # of what the file says, as much as of a file that can't be had
             if "trust_remote_code" in str(error):
                 raise ValueError(f"--model_name {model_name}: it needs Python code of its own, which is "
                                  "not run unasked; read that code, then give its commit: --revision "
                                  "COMMIT --trust_remote_code true") from error
             if unreachable: raise not_at_hand(model_name, unreachable) from error
+            if looks_local(model_name):
+                raise ValueError(f"--model_name {model_name}: config.json: {reason_of(error)}; look at "
+                                 "that file, or install the transformers that it was written by"
+                                 ) from error
             raise ValueError(f"--model_name {model_name}: {first_line(error)}; check the name and the "
                              "network, or give a folder; gated models need `hf auth login`") from error
 

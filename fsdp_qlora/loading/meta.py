@@ -14,7 +14,7 @@ from ..memory.hostmem import empty_on_host
 from ..model.conv1d import apply_plain_linears
 from ..model.experts import apply_stacked_experts
 from .find import pinned_code
-from .weight_files import first_line
+from .weight_files import first_line, reason_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -24,7 +24,8 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype, attn_implementation
     """The model with its parameters on the meta device and its buffers real.
 
     Buffers such as rotary frequencies are in no checkpoint: they are computed here, once, and
-    survive `materialize`. Raises ValueError if the attention kernel is unknown or not installed.
+    survive `materialize`. Raises ValueError if the attention kernel is unknown or not installed, or the
+    configuration makes no model.
     """
     if getattr(config, "quantization_config", None):  # that of the files, not of this model
         config = copy.deepcopy(config)
@@ -34,8 +35,11 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype, attn_implementation
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attn_implementation,
                 **pinned_code(revision, trust_remote_code))
-    except (ValueError, ImportError) as error:
-        if "attn" not in str(error).lower() and "attention" not in str(error).lower(): raise
+    except (ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
+        if "attn" not in str(error).lower() and "attention" not in str(error).lower():
+            raise ValueError(f"--model_name {config._name_or_path}: no model that continues text can be "
+                             f"made of its config.json: {reason_of(error)}; look at that file, or give "
+                             "another model") from error
         raise ValueError(f"--attn_implementation {attn_implementation}: {first_line(error)}; leave it "
                          "out, or use sdpa") from error
     model.config.use_cache = False

@@ -28,6 +28,13 @@ def first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
+def reason_of(error: Exception) -> str:
+    """An exception and what caused it in one line, without the full stop."""
+    kind = f"{type(error).__name__} " if isinstance(error, (KeyError, AttributeError)) else ""
+    cause = f" {first_line(error.__cause__)}" if isinstance(error.__cause__, Exception) else ""
+    return (kind + first_line(error) + cause).rstrip(". ")
+
+
 class Stored(NamedTuple):
     """A tensor, or some of its rows, in a file."""
     path: Path

@@ -4,18 +4,22 @@ The reference is transformers in one process, whose experts are parameters of th
 """
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, Glm4MoeConfig
+from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, Glm4MoeConfig, Qwen2MoeConfig
 
-from fsdp_qlora.adapters import initial_a
+from fsdp_qlora.adapters import apply_adapters, initial_a, lora_config
+from fsdp_qlora.adapters.lora import trainable_parameters
 from fsdp_qlora.build import planned_model
 from fsdp_qlora.commands.generate import load_for_inference
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.export.merge import merge_adapter
+from fsdp_qlora.model.experts import apply_stacked_experts
 from tests.distributed.test_parity import assert_equal_run, build_and_train, relative
 from tests.families import MOE_FAMILIES, save_family
 from tests.ranks import run_ranks
@@ -114,6 +118,27 @@ def with_adapted_experts(model, more: dict):
         ours = name.replace("experts.lora", "experts.down_proj.lora")
         p.data.copy_(initial_a(ours.replace("base_layer.lora", f"{inner}.lora"), SEED, p.shape))
     return model
+
+
+@pytest.mark.parametrize("more", [{}, dict(exclude_modules=["k_proj"]),
+                                  dict(exclude_modules=".*k_proj")])
+def test_layers_that_are_called_as_the_experts_beside_them_are_adapted_and_those_not(more):
+    """A dense block and a shared expert have gate_proj and down_proj too."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Qwen2MoeConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        shared_expert_intermediate_size=32, mlp_only_layers=[0]))
+    theirs = get_peft_model(copy.deepcopy(model), lora_config(rank=2, **more))
+    config = lora_config(rank=2, **more)
+    ours = apply_adapters(apply_stacked_experts(model), config)
+    adapters = trainable_parameters(ours)
+    assert adapters.keys() == trainable_parameters(theirs).keys()
+    assert config.exclude_modules == lora_config(**more).exclude_modules
+    with torch.no_grad():
+        for p in adapters.values(): p.normal_(std=0.1)
+        theirs.load_state_dict(adapters, strict=False)
+        torch.testing.assert_close(ours.eval()(IDS).logits, theirs.eval()(IDS).logits)
 
 
 @pytest.mark.filterwarnings("ignore")
