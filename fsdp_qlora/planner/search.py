@@ -16,6 +16,7 @@ from ..estimate.question import asked_setup, hybrid_groups
 
 MOST_ROWS = 64           # of a micro-batch, where no --global_batch_size limits it
 SAME_SPEED = 0.01        # predictions closer than this are equal: the simpler one is taken
+OFFLOAD_GAIN = 0.025     # what each offload must bring: as much as predictions of time are off by
 ENOUGH_ROWS = 0.02       # a larger micro-batch must be faster by more, if rows per step follow from it
 
 
@@ -97,16 +98,22 @@ def seconds_per_row(found: Estimate) -> float:
     return found.step.total / plan_batches(found.config, found.machine.world_size).rows_per_step
 
 
+def cost(found: Estimate) -> float:
+    """`seconds_per_row`, longer by what its offloads must bring."""
+    offloads = found.config.use_cpu_offload + found.config.use_activation_cpu_offload
+    return seconds_per_row(found) * (1 + OFFLOAD_GAIN * offloads)
+
+
 def ranked(fitting: list[Estimate], config: RunConfig, free: frozenset[str]) -> list[Estimate]:
-    """Fastest first, but the simplest of those as fast as the first before it.
+    """Fastest first, but the simplest of those as cheap as the cheapest before it.
 
     Simpler is: no offload, a plainer strategy, fewer rows per micro-batch.
     """
     fitting = sorted(fitting, key=seconds_per_row)
     if not fitting: return []
     rows_follow = "batch_size" in free and config.global_batch_size == AUTO
-    near = seconds_per_row(fitting[0]) * (1 + (ENOUGH_ROWS if rows_follow else SAME_SPEED))
-    same = [found for found in fitting if seconds_per_row(found) <= near]
+    near = min(map(cost, fitting)) * (1 + (ENOUGH_ROWS if rows_follow else SAME_SPEED))
+    same = [found for found in fitting if cost(found) <= near]
     first = min(same, key=simplicity)
     return [first, *(found for found in fitting if found is not first)]
 
