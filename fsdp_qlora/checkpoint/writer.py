@@ -43,6 +43,7 @@ from .tensors import (
     write_rows,
 )
 
+SLOW_SECONDS = 1.0   # a step that waited longer for the write before is spoken of
 WORD_SECONDS = 1800  # how long rank 0 waits for another rank's file
 writes = count()  # tells writes of the same step apart; every rank counts alike
 
@@ -82,6 +83,9 @@ class CheckpointWriter:
         """
         started = time.perf_counter()
         self.join(mark)
+        if (waited := time.perf_counter() - started) > SLOW_SECONDS:
+            print_main(f"the checkpoint after step {boundary.step} waited {waited:.1f} s until the one "
+                       "before was written: save less often (--checkpoint_every), or to a faster disk")
         if from_main(lambda: self.has(boundary.step)): return 0.0
         shot = self.snapshot(boundary)
         self.thread = threading.Thread(target=self.write, args=(shot,), name="checkpoint",

@@ -4,11 +4,15 @@
 """
 from __future__ import annotations
 
+import io
 import random
 import resource
 import shutil
 import sys
+import threading
+import time
 from collections import Counter
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -144,11 +148,16 @@ def cut_writes(folder: str, out: str) -> list[str]:
     Path(out, "checkpoints", ".step-000001.gone").touch()  # in the way of its deletion
     writer.save(state.boundary(501))
     writer.join()
-    return there, writer.failure, [f.name for f in all_checkpoints(Path(out, "checkpoints"))]
+    left = [f.name for f in all_checkpoints(Path(out, "checkpoints"))]
+    writer.thread = threading.Thread(target=time.sleep, args=(1.1,))  # a write to a slow disk
+    writer.thread.start()
+    with redirect_stdout(io.StringIO()) as said: writer.save(state.boundary(501))
+    return there, writer.failure, left, said.getvalue()
 
 
 def test_a_write_that_is_cut_off_leaves_the_older_checkpoint_and_nothing_else(folder, tmp_path):
-    ((there, failure, after),) = run_ranks(cut_writes, 1, folder, str(tmp_path))
+    ((there, failure, after, said),) = run_ranks(cut_writes, 1, folder, str(tmp_path))
     assert there == [["step-000001"]] * CUT_WRITES
+    assert said.startswith("the checkpoint after step 501 waited 1.") and said.count("\n") == 1
     assert failure is None and after == ["step-000501", "step-000500", "step-000001"]
     assert not any(fault_of(f) for f in all_checkpoints(tmp_path / "checkpoints"))
