@@ -47,10 +47,14 @@ class FrozenWeights:
         self.changed = next((name for name, total in now.items() if total != self.expected[name]), None)
 
     def sums(self) -> dict[str, int]:
-        """One number a shard."""
+        """One number a shard, of those that it came to before the run was over.
+
+        Python would abort a process that ends while a thread is in a sum.
+        """
         with aside(self.device):
-            totals = [bit_sum(shard) for shard in self.shards.values()]
-            return dict(zip(self.shards, [int(t) for t in totals], strict=True))
+            totals = {name: bit_sum(shard) for name, shard in self.shards.items()
+                      if not self.is_over.is_set()}
+            return {name: int(total) for name, total in totals.items()}
 
     def has_changed(self) -> bool:
         """Whether this rank has found a changed weight."""

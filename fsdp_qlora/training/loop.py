@@ -126,14 +126,24 @@ class Training:
         if evaluator.last and evaluator.last.step == step: return
         self.lagged.flush()
         self.watch.mark(f"the evaluation after step {step}")
-        metrics = evaluator.run(self.state.model, step, self.agree)
+        best, metrics = evaluator.best, evaluator.run(self.state.model, step, self.agree)
         self.log.log_evaluation(metrics)
         self.answer()
-        if metrics.is_best and self.config.save_model:
-            with self.watch.paused("saving the best weights"):
-                save_trained(self.state.model, weights_folder(self.config, "-best"), self.tokenizer,
-                             self.record)
+        if metrics.is_best and self.config.save_model and not self.has_saved_best():
+            metrics.is_best, evaluator.best = False, best  # whose weights are those in the folder
         self.lagged.restart_clock()
+
+    def has_saved_best(self) -> bool:
+        """Keep the weights beside the last ones; False on a full disk, where those before stay."""
+        folder = weights_folder(self.config, "-best")
+        with self.watch.paused("saving the best weights"):
+            try:
+                save_trained(self.state.model, folder, self.tokenizer, self.record)
+            except OSError as error:
+                step = self.boundary.step
+                print_main(f"warning: {folder} was not written after step {step} ({error})")
+                return False
+        return True
 
     def answer(self):
         """What the model answers now, if that is asked and not known."""

@@ -58,6 +58,12 @@ def test_a_flipped_bit_names_rank_and_weight_and_a_whole_run_changes_none(tmp_pa
         assert run_ranks(flipped_run, 2, config, None) == ["", ""], layout
 
 
+def test_nothing_is_summed_when_the_run_is_over():
+    frozen = FrozenWeights(torch.nn.Linear(2, 2).requires_grad_(False), torch.device("cpu"), 9.0)
+    with frozen.watching(): assert len(frozen.sums()) == 2
+    assert frozen.sums() == {} and not frozen.has_changed()
+
+
 def test_without_minutes_nothing_is_summed():
     model = torch.nn.Linear(2, 2).requires_grad_(False)
     with FrozenWeights(model, torch.device("cpu"), 0.0).watching() as nothing: assert nothing is None

@@ -369,6 +369,41 @@ def test_a_full_disk_stops_all_ranks_if_nothing_was_saved_and_else_only_warns(fo
     assert names == ["step-000006", "step-000005"]
 
 
+def best_saves_that_fail(folder: str, out: str, cases: list[list[int]]) -> list[str]:
+    """For each case, what a run warns of whose disk is full at these saves of the best weights."""
+    from safetensors import SafetensorError
+
+    import fsdp_qlora.export.save as export
+    from fsdp_qlora.training import loop
+    save_file, print_main, said = export.save_file, loop.print_main, []
+    for number, failing in enumerate(cases):
+        calls, lines = [], []
+
+        def full(*args, calls=calls, failing=failing):
+            calls.append(1)
+            if len(calls) in failing: raise SafetensorError("No space left on device (os error 28)")
+            return save_file(*args)
+        export.save_file, loop.print_main = full, lines.append
+        try:
+            run_once(settings(folder, Path(out, str(number)), eval_every=2, eval_dataset="given",
+                              checkpoint_every=2, keep_checkpoints=9), held_out=3)
+        finally:
+            export.save_file, loop.print_main = save_file, print_main
+        said.append("; ".join(line for line in lines if line.startswith("warning")))
+    return said
+
+
+def test_a_full_disk_at_the_best_weights_leaves_those_before_and_the_run_goes_on(folder, tmp_path):
+    said, _ = run_ranks(best_saves_that_fail, 2, folder, str(tmp_path), [[2], [3]])
+    for number, (warned, failed, kept) in enumerate(zip(said, (4, 6), (6, 4), strict=True)):
+        out = tmp_path / str(number)
+        assert [e["is_best"] for e in metrics(out, "eval")] == [True] * 3
+        assert f"was not written after step {failed} " in warned and "No space left" in warned
+        best, expected = (load_file(path / "adapter_model.safetensors") for path in (
+            out / "adapter-best", out / f"checkpoints/step-{kept:06}/adapter"))
+        assert all(torch.equal(best[name], expected[name]) for name in expected)
+
+
 # ---- stops -------------------------------------------------------------------------------------
 
 def stopped_runs(folder: str, out: str, cases: list[tuple]) -> list[tuple[str, list[int]]]:
