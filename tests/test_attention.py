@@ -301,10 +301,13 @@ def test_a_batch_that_does_not_say_where_rows_begin_is_refused(tmp_path):
 
 # ---- rows alone --------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("family, spared", [("llama", True), ("qwen2", True), ("mistral", False)])
+@pytest.mark.parametrize("family, spared", [("llama", True), ("qwen2", True), ("mistral", False),
+                                            ("falcon", None)])
 def test_rows_alone_have_the_loss_of_transformers_and_no_question_to_the_gpu(family, spared, tmp_path,
                                                                            monkeypatch):
-    """transformers' question is `.all()` of positions; a sliding window still needs its mask."""
+    """transformers' question is `.all()` of positions; a sliding window still needs its mask.
+    Falcon asks nothing, and knows no attention but sdpa and eager.
+    """
     import transformers.masking_utils as masks
     window = dict(sliding_window=4) if family == "mistral" else {}
     model = AutoModelForCausalLM.from_config(
@@ -317,4 +320,5 @@ def test_rows_alone_have_the_loss_of_transformers_and_no_question_to_the_gpu(fam
     monkeypatch.setattr(masks, "find_packed_sequence_indices", lambda p: asked.append(1) or plain(p))
     found = apply_chunked_loss(model)(input_ids=ids, labels=ids).loss
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
-    assert bool(asked) is not spared and model.config._attn_implementation == "sdpa"
+    assert spared is None or bool(asked) is not spared
+    assert model.config._attn_implementation == "sdpa"

@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -70,7 +71,7 @@ def rows_alone(config: PretrainedConfig) -> Iterator[None]:
     For forwards without attention_mask and position_ids alone.
     """
     config = config.get_text_config()
-    if config._attn_implementation != "sdpa" or has_windows(config):
+    if config._attn_implementation != "sdpa" or has_windows(config) or not takes_backends(type(config)):
         yield
         return
     config._attn_implementation = CAUSAL
@@ -78,6 +79,13 @@ def rows_alone(config: PretrainedConfig) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = "sdpa"
+
+
+@lru_cache
+def takes_backends(kind: type[PretrainedConfig]) -> bool:
+    """Whether such a model's code looks for its attention under a name; Falcon's knows sdpa alone."""
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
+    return bool(getattr(model, "_supports_attention_backend", False))
 
 
 def has_windows(config: PretrainedConfig) -> bool:
@@ -118,9 +126,8 @@ def choose_attention(wanted: str, packing: bool, config: PretrainedConfig, devic
 
 def check_packing(config: PretrainedConfig):
     """ValueError for a model in which packed rows would see each other."""
-    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     layers = set(getattr(config, "layer_types", None) or ()) - ROW_WISE_LAYERS
-    if layers or not getattr(model, "_supports_attention_backend", False):
+    if layers or not takes_backends(type(config)):
         what = f" has layers of {', '.join(sorted(layers))}, which" if layers else ""
         raise ValueError(f"--packing true: {config.model_type}{what} can't keep packed rows apart; "
                          "use --packing false")
