@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
         elif argv[0] in ("-V", "--version"): print(f"fsdp_qlora {__version__}")
         elif argv[0] in COMMANDS: COMMANDS[argv[0]](argv[1:])
         else: raise ValueError(f"unknown command {argv[0]!r}; choose {', '.join(COMMANDS)}")
-        sys.stdout.flush()
+        print(end="", flush=True)  # also where there is no stdout
         return 0
     except BrokenPipeError:  # `fsdp-qlora --help | head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -76,7 +76,11 @@ def test_the_accuracy_grid_covers_what_it_should():
 
 
 @pytest.mark.parametrize("text,message", [
-    ("cells: {", "not readable YAML"), ("a: 1", "takes title, defaults and a list of cells"),
+    ("cells: {", "not readable YAML"), ("a: 1", "takes title, source, defaults and a list"),
+    ("cells: []", "takes title, source, defaults and a list of cells"), ("cells: [1]", "takes title"),
+    ("default: {lr: 1}\ncells: [{name: x}]", "unknown default; takes title"),
+    ("defaults: [1]\ncells: [{name: x}]", "defaults takes settings"),
+    ("cells: [{name: x}]", "cell 1: it has no model_name; give it here or under defaults"),
     ("cells: [{name: x, model_name: llama-2-7b, bach_size: 2}]", "cell 1: unknown setting bach_size"),
     ("cells: [{name: x, model_name: llama-2-7b, batch_size: 0}]", "cell 1: --batch_size"),
     ("cells: [{name: x, model_name: llama-9}]", "cell 1: --model_name llama-9"),
@@ -84,6 +88,12 @@ def test_the_accuracy_grid_covers_what_it_should():
 def test_a_wrong_grid_is_named_with_the_cell(tmp_path, text, message):
     (tmp_path / "g.yaml").write_text(text)
     with pytest.raises(ValueError, match=f"--grid .*g.yaml: {message}"): read_grid(tmp_path / "g.yaml")
+
+
+def test_a_number_without_a_point_is_one(tmp_path):
+    """YAML 1.1 takes 1e-4 for a text."""
+    (tmp_path / "g.yaml").write_text("cells: [{name: x, model_name: llama-2-7b, lr: 1e-4}]")
+    assert read_grid(tmp_path / "g.yaml").cells[0].config.lr == 1e-4
 
 
 def test_random_weights_of_a_known_model_need_no_hub(tmp_path, monkeypatch):

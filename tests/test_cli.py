@@ -276,3 +276,9 @@ def test_a_reader_that_has_read_enough_is_no_error():
     command = f"{sys.executable} -m fsdp_qlora.cli --help | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.stdout.strip() in ("0", "141") and "Traceback" not in done.stderr, done.stderr
+
+
+def test_an_answer_to_a_closed_stdout_is_no_error():
+    command = f"{sys.executable} -m fsdp_qlora.cli estimate --params 7B --gpu h100 >&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

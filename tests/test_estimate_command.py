@@ -13,6 +13,7 @@ from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.estimate import estimate, memory, setup_from_config, step_seconds
+from fsdp_qlora.estimate.report import billions
 
 ASKED = ["--model_name", "llama-2-70b", "--gpu", "rtx 3090", "--gpus", "2", "--batch_size", "2",
          "--context_length", "2048", "--use_cpu_offload"]
@@ -85,6 +86,11 @@ def test_a_size_becomes_a_llama_of_that_size(size, count):
     shape = shape_from_params(size)
     assert shape.total_params() == pytest.approx(count, rel=0.04)
     assert 60 <= shape.hidden / shape.layers <= 220
+
+
+@pytest.mark.parametrize("count,text", [(96_960, "96,960"), (7.6e6, "8 M"), (8.03e9, "8.03 B")])
+def test_weights_are_counted_in_words(count, text):
+    assert billions(count) == text
 
 
 def test_interconnect_changes_the_time_and_not_the_memory():

@@ -13,6 +13,7 @@ Pure: no torch.
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from dataclasses import dataclass, field, fields
 from itertools import product
@@ -24,6 +25,7 @@ from ..config import AUTO, RunConfig
 from ..config.settings import shown
 
 AUTO_NUMBERS = (("batch_size", "auto"), ("activation_budget_gib", "auto"))
+PARTS = ("title", "source", "defaults", "cells")  # of a file
 OWN = ("name", "gpus", "num_hidden_layers", "gpu_memory_gib", "published")
 
 
@@ -73,13 +75,18 @@ def read_grid(path: str | Path) -> Grid:
                          "benchmarks/grids") from None
     except yaml.YAMLError as error:
         raise ValueError(f"--grid {path}: not readable YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(given, dict) or not isinstance(given.get("cells"), list):
-        raise ValueError(f"--grid {path}: takes title, defaults and a list of cells")
+    if not isinstance(given, dict) or not is_list_of_cells(given.get("cells")):
+        raise ValueError(f"--grid {path}: takes title, source, defaults and a list of cells")
+    if unknown := [str(key) for key in given if key not in PARTS]:
+        raise ValueError(f"--grid {path}: unknown {', '.join(unknown)}; takes title, source, "
+                         "defaults and cells")
     defaults, cells = given.get("defaults") or {}, []
+    if not isinstance(defaults, dict):
+        raise ValueError(f"--grid {path}: defaults takes settings, one `name: value` a line")
     for number, wanted in enumerate(given["cells"], 1):
         try:
             cells += make_cells(defaults | wanted)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError) as error:
             raise ValueError(f"--grid {path}: cell {number}: {error}") from None
     names = [cell.name for cell in cells]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -87,16 +94,29 @@ def read_grid(path: str | Path) -> Grid:
     return Grid(given.get("title", Path(path).stem), given.get("source", ""), cells)
 
 
+def is_list_of_cells(cells) -> bool:
+    """Whether there are cells, each with settings."""
+    return isinstance(cells, list) and bool(cells) and all(isinstance(cell, dict) for cell in cells)
+
+
+def as_number(value):
+    """1e-4 as a number: YAML 1.1 reads it as a text, as it has no point."""
+    is_one = isinstance(value, str) and re.fullmatch(r"-?\d+[eE][-+]?\d+", value)
+    return float(value) if is_one else value
+
+
 def make_cells(wanted: dict) -> list[Cell]:
     """The cell of a dict, or one for each combination of its lists."""
     known = {f.name for f in fields(RunConfig)}
     if unknown := [key for key in wanted if key not in known and key not in OWN]:
-        raise ValueError(f"unknown setting {', '.join(unknown)}")
+        raise ValueError(f"unknown setting {', '.join(map(str, unknown))}")
+    if missing := [key for key in ("name", "model_name") if key not in wanted]:
+        raise ValueError(f"it has no {' and no '.join(missing)}; give it here or under defaults")
     lists = {key: value for key, value in wanted.items() if isinstance(value, list)}
     found = []
     for values in product(*lists.values()):
         chosen = wanted | dict(zip(lists, values, strict=True))
-        settings = {key: AUTO if (key, value) in AUTO_NUMBERS else value
+        settings = {key: AUTO if (key, value) in AUTO_NUMBERS else as_number(value)
                     for key, value in chosen.items() if key not in OWN}
         cell = Cell(str(wanted["name"]).format(**chosen), settings, int(chosen.get("gpus", 1)),
                     chosen.get("num_hidden_layers"), chosen.get("gpu_memory_gib"),

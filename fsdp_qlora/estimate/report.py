@@ -67,7 +67,8 @@ def settings_line(found: Estimate) -> str:
 
 def billions(count: float) -> str:
     """A number of weights, short."""
-    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"
+    if count < 1e6: return f"{count:,.0f}"
+    return f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"
 
 
 def memory_lines(found: Estimate) -> list[str]:
