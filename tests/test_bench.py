@@ -79,7 +79,7 @@ def test_the_accuracy_grid_covers_what_it_should():
     ("cells: {", "not readable YAML"), ("a: 1", "takes title, source, defaults and a list"),
     ("cells: []", "takes title, source, defaults and a list of cells"), ("cells: [1]", "takes title"),
     ("default: {lr: 1}\ncells: [{name: x}]", "unknown default; takes title"),
-    ("defaults: [1]\ncells: [{name: x}]", "defaults takes settings"),
+    ("defaults: [1]\ncells: [{name: x}]", "defaults holds no settings"),
     ("cells: [{name: x}]", "cell 1: it has no model_name; give it here or under defaults"),
     ("cells: [{name: x, model_name: llama-2-7b, bach_size: 2}]", "cell 1: unknown setting bach_size"),
     ("cells: [{name: x, model_name: llama-2-7b, batch_size: 0}]", "cell 1: --batch_size"),

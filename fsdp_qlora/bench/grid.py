@@ -82,7 +82,7 @@ def read_grid(path: str | Path) -> Grid:
                          "defaults and cells")
     defaults, cells = given.get("defaults") or {}, []
     if not isinstance(defaults, dict):
-        raise ValueError(f"--grid {path}: defaults takes settings, one `name: value` a line")
+        raise ValueError(f"--grid {path}: defaults holds no settings; give one `name: value` a line")
     for number, wanted in enumerate(given["cells"], 1):
         try:
             cells += make_cells(defaults | wanted)
