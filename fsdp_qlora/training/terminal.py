@@ -30,7 +30,7 @@ def outlive_terminal():
     """Print to terminals in this way from now on; to files and pipes as before."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if not stream.isatty(): continue
+        if stream is None or not stream.isatty(): continue  # None: it was closed before
         raw = Terminal(stream.fileno(), "w", closefd=False)
         setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), encoding=stream.encoding,
                                             errors=stream.errors, line_buffering=True))

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from fsdp_qlora.training.signals import STOP_SIGNALS, StopSignals
+from fsdp_qlora.training.terminal import outlive_terminal
 from tests.ranks import run_ranks
 from tests.tiny import padded_batch, tiny_rows
 from tests.tokenizers import save_chat_model
@@ -135,6 +136,15 @@ def test_a_run_whose_terminal_closes_saves_though_it_can_print_no_more(folder, r
     (saved,) = (tmp_path / "checkpoints").glob("step-*")
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["status"] == "stopped" and f"saved in {saved}" in last["message"]
+
+
+def test_what_is_no_terminal_is_printed_to_as_before(monkeypatch):
+    """A file, and a stdout that was closed (`>&-`), which Python has as None."""
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", StringIO())
+    before = sys.stderr
+    outlive_terminal()
+    assert sys.stdout is None and sys.stderr is before
 
 
 def test_a_run_under_nohup_outlives_its_terminal_and_is_stopped_as_ever(folder, rows, tmp_path):
