@@ -10,7 +10,7 @@ from fsdp_qlora.cli import main, parse
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.data import Row, hold_out, tokenize_rows
 from fsdp_qlora.observe.evaluate import Evaluator, perplexity
-from fsdp_qlora.observe.loss_picture import plot_loss
+from fsdp_qlora.observe.loss_picture import is_seen_from_zero, plot_loss
 from fsdp_qlora.observe.metrics import EvalMetrics, StepMetrics
 from fsdp_qlora.observe.runlog import RunLog
 from fsdp_qlora.observe.sinks import terminal
@@ -166,6 +166,13 @@ def test_the_picture_shows_the_held_out_loss(tmp_path):
     orange = {name: int((np.abs(imread(tmp_path / f"{name}.png")[..., :3] * 255 - (194, 87, 26))
                          .sum(-1) < 3).sum()) for name in ("with", "without")}
     assert orange["with"] > 100 and orange["without"] == 0
+
+
+@pytest.mark.parametrize("losses, from_zero", [
+    ([4.0, 1.0], True), ([5.3, 5.2, 5.25], False), ([5.3, float("nan"), 5.2], False), ([2.0], False),
+    ([float("nan")], False)])
+def test_losses_that_hardly_change_are_not_drawn_as_a_flat_line(losses, from_zero):
+    assert is_seen_from_zero(losses) is from_zero
 
 
 # ---- settings --------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The losses of a run as one picture, `loss.png`."""
 from __future__ import annotations
 
+from math import isfinite
 from pathlib import Path
 
 from ..report.story import smoothed
@@ -24,10 +25,16 @@ def plot_loss(steps: list[StepMetrics], path: str | Path, title: str = "",
     if evaluations:
         axes.plot([e.step for e in evaluations], [e.eval_loss for e in evaluations], color="#c2571a",
                   linewidth=2, marker="o", markersize=4, label="held-out rows")
-    axes.set(xlabel="optimizer step", ylabel="loss per trained token", title=title,
-             ylim=(0, None))
+    axes.set(xlabel="optimizer step", ylabel="loss per trained token", title=title)
+    if is_seen_from_zero(losses + [e.eval_loss for e in evaluations]): axes.set_ylim(0, None)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return True
+
+
+def is_seen_from_zero(losses: list[float]) -> bool:
+    """Whether an axis from zero shows how losses change; of a small change it makes a flat line."""
+    losses = [loss for loss in losses if isfinite(loss)]
+    return bool(losses) and min(losses) < max(losses) / 2
