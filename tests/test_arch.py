@@ -159,6 +159,7 @@ def test_adapter_count_is_that_of_peft(name, targets):
     ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-7B-v0.3"),
     ("SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M"),
     ("google/gemma-2-9b-it", "google/gemma-2-9b"),
+    ("mixtral-8x7b", "mistralai/Mixtral-8x7B-v0.1"), ("mistral 7b", "mistralai/Mistral-7B-v0.3"),
     ("llama 3.1 8b", "meta-llama/Llama-3.1-8B"), ("Llama_2_7b", "meta-llama/Llama-2-7b-hf"),
     ("llama2-70b", "meta-llama/Llama-2-70b-hf"), ("llama3.3-70B", "meta-llama/Llama-3.3-70B-Instruct"),
     ("unsloth/Meta-Llama-3.1-8B-Instruct-bnb-4bit", "meta-llama/Llama-3.1-8B"),

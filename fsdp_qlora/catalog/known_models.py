@@ -28,7 +28,7 @@ def known_name(name: str) -> str:
     """
     by_bare, wanted = full_names(), bare_name(name)
     if wanted in by_bare: return by_bare[wanted]
-    near = [by_bare[key] for key in get_close_matches(wanted, by_bare, 4, 0.5)]
+    near = dict.fromkeys(by_bare[key] for key in get_close_matches(wanted, by_bare, 4, 0.5))
     raise ValueError(f"--model_name {name}: no known model, folder or file; "
                      f"{'close' if near else 'known'} names: {', '.join(near or KNOWN)}. Give one of "
                      "them, a folder with config.json, or that file")
@@ -40,8 +40,9 @@ def is_known(name: str) -> bool:
 
 
 def full_names() -> dict[str, str]:
-    """The full hub name of each known model by its bare one."""
-    return {bare_name(full): full for full in KNOWN}
+    """The full hub name of each known model by its bare one; without a version it is the newest."""
+    names = {bare_name(full): full for full in KNOWN}
+    return {re.sub(r"-v[\d.]+$", "", bare): full for bare, full in names.items()} | names
 
 
 def known_config(name: str) -> dict:
