@@ -62,7 +62,9 @@ NOT_NEGATIVE = ("samples", "lr", "wd", "lora_alpha", "preview", "checkpoint_minu
 def check_numbers(config):
     """Ranges of single settings."""
     def refuse(name, wanted):
-        raise ValueError(f"--{name} must be {wanted}, got {getattr(config, name)}")
+        given = getattr(config, name)
+        if not str(given).strip(): given = repr(given)
+        raise ValueError(f"--{name} must be {wanted}, got {given}")
     for name in AT_LEAST_ONE:
         if getattr(config, name) < 1: refuse(name, "1 or more")
     for name in AUTO_OR_ABOVE_ZERO:
