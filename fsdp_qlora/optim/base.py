@@ -80,6 +80,8 @@ def make_states(optimizer: Optimizer):
     for p in weights: p.grad = torch.zeros_like(p)
     optimizer.step()
     optimizer.zero_grad()
+    # A step's gradients are made in another stream under FSDP, and would not take their place.
+    if torch.cuda.is_initialized(): torch.cuda.empty_cache()
     for group, rate in zip(optimizer.param_groups, rates, strict=True): group["lr"] = rate
     for state in optimizer.state.values():
         if "step" in state: state["step"].zero_()
