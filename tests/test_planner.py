@@ -11,7 +11,7 @@ from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig, plan_batches
 from fsdp_qlora.estimate import estimate
 from fsdp_qlora.estimate.policies import policy_text
-from fsdp_qlora.planner import LADDER, climb, free_settings, make_plan
+from fsdp_qlora.planner import LADDER, climb, free_settings, make_plan, report
 from fsdp_qlora.planner.search import places, seconds_per_row
 
 SEVEN, SEVENTY = model_shape("llama-2-7b"), model_shape("llama-2-70b")
@@ -113,6 +113,7 @@ def test_an_offload_that_brings_little_is_left():
     assert fastest.config.use_activation_cpu_offload
     assert not found.choice.config.use_activation_cpu_offload and found.choice.config.use_cpu_offload
     assert seconds_per_row(found.choice) < 1.025 * seconds_per_row(fastest)
+    assert "the first is simpler" in report(found)
 
 
 def test_a_small_card_needs_offload_and_a_large_one_does_not():

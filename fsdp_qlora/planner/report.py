@@ -76,6 +76,8 @@ def search_lines(plan: Plan) -> list[str]:
         speed = plan.config.context_length / seconds_per_row(found) / plan.machine.world_size
         lines += row(f"{found.memory.total:7.1f}{speed:11,.0f}{rows:>9}",
                      settings_line(found).replace(",", ", ").replace(",  ", ", "))
+    if plan.choice is not min(plan.fitting, key=seconds_per_row):
+        lines += wrapped("the first is simpler, and as fast within what predictions are off by")
     return lines
 
 
