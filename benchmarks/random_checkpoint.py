@@ -19,10 +19,10 @@ from fsdp_qlora.loading import expected_shapes, meta_model
 from fsdp_qlora.loading.weight_files import RandomCheckpoint
 
 FILE_BYTES = 5 * 10**9
-WRITERS = 4  # files at a time, each held in host memory while it is written
+WRITERS = 4  # files of a GPU's tensors at a time, each held in host memory while it is written
 
 
-def write(folder: Path, config, device: torch.device, writers: int = WRITERS):
+def write(folder: Path, config, device: torch.device):
     """The files of a bf16 checkpoint of `config` under `folder`; tensors are made on `device`."""
     folder.mkdir(parents=True, exist_ok=True)
     config.architectures = config.architectures or ["LlamaForCausalLM"]
@@ -34,7 +34,8 @@ def write(folder: Path, config, device: torch.device, writers: int = WRITERS):
         save_file({n: source.rows(n, 0, shapes[n][0]).to(torch.bfloat16).cpu() for n in files[name]},
                   folder / name)
 
-    with ThreadPoolExecutor(writers) as pool: list(pool.map(write_file, files))
+    with ThreadPoolExecutor(WRITERS if device.type == "cuda" else 1) as pool:
+        list(pool.map(write_file, files))
     index = {"metadata": {}, "weight_map": {n: name for name, names in files.items() for n in names}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 

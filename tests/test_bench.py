@@ -112,10 +112,15 @@ def test_a_runs_own_flags_are_told_from_those_of_the_bench():
 
 
 def test_estimates_are_near_every_measured_peak():
-    """Recomputed by today's code, on rows of up to 16k tokens that no constant was set on."""
-    found = accuracy([c for c in compare(RESULTS) if c.row.context_length <= 16384])
-    assert found.rows >= 40 and found.reserving >= 40
+    """Recomputed by today's code, on rows that no constant was set on; what torch reserves, on those of
+    up to 16k tokens.
+    """
+    compared = compare(RESULTS)
+    found = accuracy(compared)
+    assert found.rows >= 40
     assert found.memory_median <= 0.05 and found.memory_worst <= 0.12 and found.memory_lowest >= -0.05
+    found = accuracy([c for c in compared if c.row.context_length <= 16384])
+    assert found.reserving >= 40
     assert found.reserved_median <= 0.05 and found.reserved_worst <= 0.12
     assert found.reserved_lowest >= -0.05
 

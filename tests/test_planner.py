@@ -92,6 +92,7 @@ def test_no_other_combination_is_faster_than_the_choice(gpus, limit, settings):
             if one.memory.total <= 0.97 * limit: best = min(best, price(one))
     assert found.choice.memory.total <= limit
     assert price(found.choice) <= 1.011 * best
+    assert seconds_per_row(found.choice) <= 1.011 * 1.025**2 * min(map(seconds_per_row, found.fitting))
 
 
 def test_what_the_user_gave_is_kept():

@@ -23,8 +23,8 @@ FP8_UNPACK_SHARE = 0.529  # or written as fp8
 # ---- sharding ----------------------------------------------------------------------------------
 # What a gather costs although it is hidden: mostly that products beside a collective lack the
 # multiprocessors which it holds, also while it waits for another rank; less, that gathered bytes are
-# copied out of a flat buffer (a profile in docs/LOG.md). Measured as one: in proportion to the bytes,
-# for blocks of 0.14 and of 0.52 GB, on 2 and on 4 GPUs.
+# copied out of a flat buffer (a profile in docs/LOG.md). Set on rows of four H100s; on H200s blocks of
+# 0.14 GB cost this, and blocks of 0.52 GB a third of it: not in proportion to the bytes.
 GATHER_SHARE = 0.121    # of a copy's rate, for the bytes of a gathered unit, read and written
 COLLECTIVE_LATENCY = 30e-6  # seconds
 

@@ -86,16 +86,20 @@ def start_ranks(count: int, config: RunConfig, command: str, argv: list[str]):
 def signals_passed_on() -> Iterator[None]:
     """The first signal ends torch's launcher, which passes it on to the ranks and waits for them.
 
-    Another one would make it leave while they save; but a second Ctrl-C it shall pass on as well.
+    Another one would make it leave while they save, so it is deaf then, up to its end; but a second
+    Ctrl-C it shall pass on as well.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     def pass_on(number, _):
+        before.clear()
         for other in STOP_SIGNALS: signal.signal(other, signal.SIG_IGN)
         raise SignalException(f"told to stop by signal {number}", signal.Signals(number))
     before = {s: signal.signal(s, pass_on) for s in PASSED_ON if not is_ignored(s)}
-    yield
-    for number, handler in before.items(): signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items(): signal.signal(number, handler)
 
 
 def end_with_launcher():

@@ -88,8 +88,8 @@ def test_runs_of_two_bases_make_no_table():
         check([dict(model="base", commit="a"), dict(model="base", commit="b")])
 
 
-def test_every_kind_of_block_that_a_plan_or_a_recipe_names_is_compiled_ahead(tmp_path):
-    from compile_ahead import planned, read_grid, recipe_cell, thin_cells
+def test_every_kind_of_block_that_a_plan_a_row_or_a_recipe_names_is_compiled_ahead(tmp_path):
+    from compile_ahead import planned, read_grid, recipe_cell, thin_cells, wanted_cells
     folder = save_tiny(tmp_path / "tiny", num_hidden_layers=24, max_position_embeddings=512)
     (tmp_path / "grid.yaml").write_text(f"""
 defaults: {{model_name: {folder}, random_weights: true, device: cpu, context_length: 256,
@@ -109,6 +109,9 @@ cells:
     recipe.write_text(f"model_name: {folder}\ndataset: rows.jsonl\nmlp_tiles: -1\n"
                       "activation_policy: keep_all:4,recompute_all:20\nbatch_size: 4\n"
                       "global_batch_size: 4\nlayers_to_transform: 20,21\n")
+    options = SimpleNamespace(grids=[], only="", config=[], rows=["70b_qlora"], world_size=None)
+    assert [(c.settings["activation_policy"], c.gpus) for c in thin_cells(wanted_cells(options))] == [
+        ("keep_linears", 4), ("keep_attention", 4)]  # what its 70 GiB allow
     thin = thin_cells([recipe_cell(str(recipe), gpus=2)])
     assert [(c.settings["activation_policy"], c.gpus) for c in thin] == [
         ("keep_all", 2), ("recompute_all", 2)]
