@@ -309,8 +309,8 @@ class CheckpointOptions:
 @dataclass(kw_only=True)
 class LaunchOptions:
     """Launch (without torchrun)"""
-    world_size: int = opt(AUTO, "ranks to start; -1 = one per visible GPU, or one on the CPU (estimate and "
-                                "plan are asked with --gpus and --nodes)")
+    world_size: int = opt(AUTO, "ranks to start; -1 = one per visible GPU, or one on the CPU "
+                                "(estimate and plan are asked with --gpus and --nodes)")
     master_addr: str = opt("localhost", "address where ranks meet")
     master_port: str = opt("12355", "port where ranks meet")
     timeout_minutes: float = opt(30.0, "how long a rank waits for the others", unit="minutes")
