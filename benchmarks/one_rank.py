@@ -1,0 +1,119 @@
+"""One rank of several on a single GPU: what of a sharded step is the GPU's and what is the host's.
+
+    python benchmarks/one_rank.py 70b_qlora_fp8 --world_size 4 --layers 10 --profile profiles
+    python benchmarks/one_rank.py 70b_qlora_fp8 --world_size 4 --layers 10 --context_length 64
+
+Settings of a run (`--activation_policy keep_linears`) replace those of the row.
+
+There are no other ranks: a gather copies this rank's own shard into each part of its output, a
+reduce-scatter keeps a part of its input, and an all-reduce changes nothing. So hooks, copies, memory
+and the work between gathers are those of a rank among `--world_size`, and waiting for a link or for
+another rank is left out: what a real run takes beyond this is communication. Losses mean nothing.
+
+With so few tokens that the GPU waits (`--context_length 64`), a step's time is what the host takes.
+"""
+from __future__ import annotations
+
+import argparse
+import os
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from speed_rows import CASES, config_folder
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fsdp_qlora.dist
+from fsdp_qlora.bench.cells import clean_up
+from fsdp_qlora.bench.measure import MemoryLimit, describe_run, measure, summary
+from fsdp_qlora.bench.row import Row, append_row
+from fsdp_qlora.config.flags import parse, typed_flags
+from fsdp_qlora.derived import with_choices
+from fsdp_qlora.dist import rank_device
+from fsdp_qlora.loading import read_config
+
+
+class Done:
+    """What an asynchronous collective returns when there is nothing to wait for."""
+
+    def wait(self): return True
+
+
+def gather_own(output, part, group=None, async_op=False):
+    """An all-gather where every rank has what this one has."""
+    for each in output.view(-1).split(part.numel()):
+        if each.data_ptr() != part.data_ptr(): each.copy_(part.reshape(-1))
+    return Done() if async_op else None
+
+
+def keep_own(output, input, op=None, group=None, async_op=False):
+    """A reduce-scatter of which only this rank's part is there."""
+    output.copy_(input.reshape(-1)[:output.numel()].view(output.shape))
+    return Done() if async_op else None
+
+
+@contextmanager
+def rank_zero_of(world_size: int, device: torch.device):
+    """A process group of so many ranks in which this process, rank 0, is alone."""
+    os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size),
+                       LOCAL_WORLD_SIZE=str(world_size))
+    names = dict(all_gather_into_tensor=gather_own, all_gather_single=gather_own,
+                 reduce_scatter_tensor=keep_own, reduce_scatter_single=keep_own)
+    stood_for = {name: function for name, function in names.items() if hasattr(dist, name)}
+    before = {name: getattr(dist, name) for name in stood_for}
+    ours = fsdp_qlora.dist.gather_into, fsdp_qlora.dist.reduce_into
+    if device.type == "cuda": torch.cuda.set_device(device)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        for name, function in stood_for.items(): setattr(dist, name, function)
+        fsdp_qlora.dist.gather_into, fsdp_qlora.dist.reduce_into = gather_own, keep_own
+        yield
+    finally:
+        for name, function in before.items(): setattr(dist, name, function)
+        fsdp_qlora.dist.gather_into, fsdp_qlora.dist.reduce_into = ours
+        dist.destroy_process_group()
+
+
+def settings_of(flags: list[str]) -> dict:
+    """The settings that flags of a run ask for."""
+    (config,) = parse(flags)
+    return {name: getattr(config, name) for name in typed_flags(flags)}
+
+
+def run_row(name: str, options: argparse.Namespace) -> Row:
+    """Measure one row of speed_rows.py as a rank of `--world_size`."""
+    case = CASES[name]
+    folder = config_folder(case.model, options.layers)
+    changes = settings_of(options.settings)
+    if "gradient_accumulation_steps" in changes: changes["global_batch_size"] = None
+    if options.profile:
+        changes |= dict(profile=True, active_steps=1, profiling_output=f"{options.profile}/{name}")
+    device = rank_device("auto")
+    with rank_zero_of(options.world_size, device):
+        config = with_choices(case.config(folder, **changes), device)
+        layers = read_config(folder).num_hidden_layers
+        row = describe_run(config, f"{name}, one rank of {options.world_size}", layers, device)
+        measure(row, config, options, device, MemoryLimit(None))
+        clean_up(device)
+    blocks = layers * row.gradient_accumulation_steps
+    each = row.seconds_per_step / blocks * 1e3
+    print(f"{summary(row)}  {each:.2f} ms a block and micro-batch", flush=True)
+    if options.results: append_row(row, options.results)
+    return row
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rows", nargs="+", help="names in speed_rows.py")
+    parser.add_argument("--world_size", type=int, default=4)
+    parser.add_argument("--layers", type=int, help="cut the model to so many")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--profile", help="folder for a trace and its table of each row")
+    parser.add_argument("--results")
+    options, options.settings = parser.parse_known_args()
+    for name in options.rows: run_row(name, options)
+
+
+if __name__ == "__main__":
+    main()
