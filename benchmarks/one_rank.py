@@ -27,6 +27,7 @@ import fsdp_qlora.dist
 from fsdp_qlora.bench.cells import clean_up
 from fsdp_qlora.bench.measure import MemoryLimit, describe_run, measure, summary
 from fsdp_qlora.bench.row import Row, append_row
+from fsdp_qlora.config import AUTO
 from fsdp_qlora.config.flags import parse, typed_flags
 from fsdp_qlora.derived import with_choices
 from fsdp_qlora.dist import rank_device
@@ -85,7 +86,7 @@ def run_row(name: str, options: argparse.Namespace) -> Row:
     case = CASES[name]
     folder = config_folder(case.model, options.layers)
     changes = settings_of(options.settings)
-    if "gradient_accumulation_steps" in changes: changes["global_batch_size"] = None
+    if "gradient_accumulation_steps" in changes: changes["global_batch_size"] = AUTO
     if options.profile:
         changes |= dict(profile=True, active_steps=1, profiling_output=f"{options.profile}/{name}")
     device = rank_device("auto")
