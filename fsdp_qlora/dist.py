@@ -12,7 +12,8 @@ from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -76,6 +77,12 @@ def rank_device(device_type: str, ranks: Ranks | None = None) -> torch.device:
     return torch.device("cuda", ranks.local_rank)
 
 
+class Holder(Protocol):
+    """What must let go of a process group before it ends."""
+
+    def release(self): ...
+
+
 MEETING = timedelta(hours=6)  # how long the first rank waits for one that still tokenizes
 meetings = itertools.count()
 
@@ -103,8 +110,20 @@ def process_group(device: torch.device, timeout_minutes: float = 30.0):
         # tensors, and while this rank waits for it they free the last ones.
         dist.barrier()
     finally:
+        for holder in list(holders): holder.release()
         board.pop()
         dist.destroy_process_group()
+
+
+holders: WeakSet[Holder] = WeakSet()
+
+
+def hold_collectives(holder: Holder):
+    """Call `holder.release()` before the process group ends.
+
+    For what has captured the group's collectives: NCCL waits for all graphs that hold one.
+    """
+    holders.add(holder)
 
 
 def meet() -> tuple[dist.Store, int, int]:
@@ -244,6 +263,13 @@ def sum_over_ranks(*counts: int) -> list[int]:
     total = torch.tensor(counts, dtype=torch.int64)
     dist.all_reduce(total)
     return total.tolist()
+
+
+def max_over_ranks(*counts: int) -> list[int]:
+    """The largest of whole numbers over all ranks, each by itself, through host memory."""
+    largest = torch.tensor(counts, dtype=torch.int64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.tolist()
 
 
 def gather_over_ranks(value) -> list:

@@ -12,11 +12,10 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ..dist import all_gather_rows, local_rows, reduce_scatter_rows
+from ..dist import all_gather_rows, local_rows, max_over_ranks, reduce_scatter_rows
 from ..model.blocks import base_model, output_head
 
 PIECE_BYTES = 2**27  # of rows that are in flight at a time
@@ -98,9 +97,8 @@ def looked_up(ids: Tensor, weight: Tensor) -> Tensor:
     ranks = group.size() if group else 1
     in_pieces = local.device != ids.device
     if ranks == 1: return own_rows(ids, local, 0, in_pieces)
-    longest = torch.tensor(len(ids))
-    dist.all_reduce(longest, dist.ReduceOp.MAX)  # through host memory: the GPU is not waited for
-    padded = nn.functional.pad(ids, (0, longest.item() - len(ids)))
+    (longest,) = max_over_ranks(len(ids))  # through host memory: the GPU is not waited for
+    padded = nn.functional.pad(ids, (0, longest - len(ids)))
     everyones = all_gather_rows(padded, group).view(ranks, -1)
     step = max(1, PIECE_BYTES // (ranks * local.shape[1] * local.element_size()))
     found = [reduce_scatter_rows(own_rows(part.flatten(), local, first, in_pieces), group)

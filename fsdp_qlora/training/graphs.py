@@ -4,10 +4,14 @@ A layer of a block is a dozen launches in each direction. With few tokens the GP
 the host has sent the next, and waits: 8B at 1x512 took 433 ms a step for some 70 ms of work. A graph
 is sent in one call (https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/).
 
-A graph has the addresses of all it reads and writes, so weights must stay where they are: nothing
-sharded, nothing offloaded. Gradients are added to tensors that stay too, so a step may mix graphs and
-ordinary micro-batches. Each shape of batch gets a graph of its own when it is seen for the second time
-(by then it is compiled); all of them use the same memory, for only one runs at a time.
+A graph has the addresses of all it reads and writes, so nothing it needs may be on the host. Gathered
+weights are among what it allocates itself, and gathers and reductions are launched from it like the
+rest. Gradients are added to tensors that stay too, so a step may mix graphs and ordinary micro-batches.
+Each shape of batch gets a graph of its own when it is seen for the second time (by then it is compiled);
+all of them use the same memory, for only one runs at a time.
+
+Where weights are sharded a graph holds collectives, so ranks must replay the same one: before each
+micro-batch they fill theirs up to the largest of all, and so meet the same shapes in the same order.
 """
 from __future__ import annotations
 
@@ -16,7 +20,8 @@ from torch import Tensor, nn
 
 from ..config import RunConfig
 from ..config.run import graphs_pay
-from ..dist import print_main, ranks_from_env
+from ..data.collate import IGNORE
+from ..dist import hold_collectives, local_rows, max_over_ranks, print_main, ranks_from_env
 from ..memory.tiles import tiled_mlps
 from ..model.attention import VARLEN, has_windows
 from ..model.blocks import decoder_blocks, has_experts
@@ -34,6 +39,8 @@ def uses_graphs(config: RunConfig, model: nn.Module, device: torch.device) -> bo
     Raises ValueError for a model that no graph can hold, where --cuda_graphs asks for it.
     """
     problem = why_no_graphs(model, device)
+    if is_sharded(model) and config.no_sync:
+        problem = "with --no_sync the last micro-batch of a step does what the others don't"
     if config.cuda_graphs is None:
         return not problem and graphs_pay(config, ranks_from_env().world_size)
     if config.cuda_graphs and problem:
@@ -55,7 +62,8 @@ def steady_padding(config: RunConfig) -> dict[str, int]:
 
 def why_no_graphs(model: nn.Module, device: torch.device) -> str:
     """What keeps a model's micro-batches from being replayed; empty if nothing does."""
-    if is_sharded(model): return "full_shard and its kin gather weights into memory that moves"
+    if getattr(model, "keeps_gathered", False):
+        return "--gather_once leaves weights gathered from one micro-batch to the next"
     config = model.config.get_text_config()
     if config._attn_implementation != VARLEN and (config._attn_implementation != "sdpa"
                                                   or has_windows(config)):
@@ -75,6 +83,8 @@ class GraphedMicroBatches:
 
     def __init__(self, model: nn.Module, may_fail: bool = False):
         self.may_fail, self.failed = may_fail, False
+        self.sharded = is_sharded(model)
+        if self.sharded: hold_collectives(self)
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.gradients: list[Tensor] = []
         self.seen: set[tuple] = set()
@@ -83,7 +93,7 @@ class GraphedMicroBatches:
 
     def __call__(self, model: nn.Module, batch: dict, num_items: float, scale: Tensor | None = None
                  ) -> Tensor:
-        batch = with_steady_borders(batch)
+        batch = as_large_as_any(batch) if self.sharded else with_steady_borders(batch)
         graph = self.graph_of(model, batch, scale)
         if graph is None: return run_micro_batch(model, batch, num_items, scale)
         self.place_gradients()
@@ -97,25 +107,37 @@ class GraphedMicroBatches:
             self.seen.add(shape)
             return None
         self.place_gradients()
-        random_state = torch.cuda.get_rng_state()
+        random_state, problem = torch.cuda.get_rng_state(), None
         try:
-            self.graphs[shape] = Graph(model, batch, scale, self.pool)
+            graph = Graph(model, batch, scale, self.pool)
         except (RuntimeError, torch.OutOfMemoryError) as error:
-            if not self.may_fail: raise
-            self.failed = True
-            restart_generator(random_state)
-            print_main("goes on without CUDA graphs, more slowly with few tokens: "
-                       + str(error).splitlines()[0])
-        return self.graphs.get(shape)
+            problem = error
+        if self.sharded and max_over_ranks(problem is not None)[0]:
+            problem = problem or RuntimeError("another rank could not capture it")
+        if problem is None:
+            self.graphs[shape] = graph
+            return graph
+        if not self.may_fail: raise problem
+        self.failed = True
+        restart_generator(random_state)
+        print_main("goes on without CUDA graphs, more slowly with few tokens: "
+                   + str(problem).splitlines()[0])
+        return None
 
     def place_gradients(self):
         """Let gradients be the tensors that graphs add to; after a step they are gone, which is zero."""
         self.gradients = self.gradients or [torch.zeros_like(p) for p in self.trained]
         moved = [(p, g) for p, g in zip(self.trained, self.gradients, strict=True) if p.grad is not g]
-        if moved: torch._foreach_zero_([g for _, g in moved])
+        if moved: torch._foreach_zero_([local_rows(g)[0] for _, g in moved])
         for p, g in moved:
             if p.grad is not None: g.copy_(p.grad)
             p.grad = g
+
+    def release(self):
+        """Let go of all graphs, whose collectives keep a process group from ending."""
+        for graph in self.graphs.values(): graph.graph.reset()
+        self.graphs.clear()
+        self.failed = True
 
 
 class Graph:
@@ -158,14 +180,31 @@ def shape_of(batch: dict) -> tuple:
                  for name, value in sorted(batch.items()))
 
 
-def with_steady_borders(batch: dict) -> dict:
+def with_steady_borders(batch: dict, count: int = 0) -> dict:
     """A batch of packed rows with rows of no tokens at its end, and the longest row as long as can be.
 
-    Variable-length attention takes both, and computes nothing for them.
+    Variable-length attention takes both, and computes nothing for them. `count` borders at least.
     """
     if "cu_seq_lens_q" not in batch: return batch
     borders, width = batch["cu_seq_lens_q"], batch["input_ids"].shape[1]
-    more = -len(borders) % BORDERS_MULTIPLE
-    borders = torch.cat([borders, borders[-1:].expand(more)])
+    count = -(-max(count, len(borders)) // BORDERS_MULTIPLE) * BORDERS_MULTIPLE
+    borders = torch.cat([borders, borders[-1:].expand(count - len(borders))])
     return batch | dict(cu_seq_lens_q=borders, cu_seq_lens_k=borders, max_length_q=width,
                         max_length_k=width)
+
+
+def as_large_as_any(batch: dict) -> dict:
+    """A batch filled up to the rows (B), the width (T) and the borders of the largest of all ranks.
+
+    Every rank must call it. Padding is not trained, and a rank would wait for the largest batch anyway.
+    """
+    rows, width = batch["input_ids"].shape
+    borders = batch.get("cu_seq_lens_q")
+    most, widest, longest = max_over_ranks(rows, width, 0 if borders is None else len(borders))
+    filling = (0, widest - width, 0, most - rows)
+    larger = {name: nn.functional.pad(value, filling, value=IGNORE if name == "labels" else 0)
+              for name, value in batch.items() if isinstance(value, Tensor) and value.dim() == 2}
+    if borders is None: return batch | larger
+    ends = torch.arange(rows + 1, most + 1, dtype=borders.dtype, device=borders.device) * width
+    larger["cu_seq_lens_q"] = torch.cat([borders, ends])
+    return with_steady_borders(batch | larger, longest + most)

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +16,7 @@ from tests.tokenizers import save_chat_model
 
 pytestmark = [pytest.mark.gpu,
               pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+ROOT = Path(__file__).parents[2]
 CASES = {
     "shapes": dict(lora_dropout=0.1),
     "recomputed": dict(use_gradient_checkpointing=True, lora_dropout=0.1),
@@ -43,17 +46,37 @@ def batches_of(config) -> list[list[dict]]:
     return steps
 
 
-def train_both_ways(folder: str) -> dict:
+SHARDED = {
+    "full_shard": dict(lora_dropout=0.1),
+    "full_shard, recomputed": dict(use_gradient_checkpointing=True),
+    "full_shard, fp8": dict(compute_dtype="fp8"),
+    "shard_grad_op": dict(sharding_strategy="shard_grad_op", lora_dropout=0.1),
+    "backward_post": dict(backward_prefetch="backward_post", forward_prefetch=True),
+    "hybrid_full_shard": dict(sharding_strategy="hybrid_full_shard"),
+}
+
+
+def train_sharded_both_ways(folder: str, alone: bool) -> dict:
+    """`train_both_ways` for sharded models, on these ranks, or on one rank of four that is `alone`."""
+    cases = {name: dict(sharding_strategy="full_shard") | settings for name, settings in SHARDED.items()}
+    if not alone: return train_both_ways(folder, cases)
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from one_rank import rank_zero_of
+    with rank_zero_of(4, torch.device("cuda", 0)): return train_both_ways(folder, cases)
+
+
+def train_both_ways(folder: str, cases: dict = CASES) -> dict:
     """Per case: losses and trained weights, launched and replayed, and how many graphs there were."""
     from fsdp_qlora.adapters import trainable_parameters
     from fsdp_qlora.build import build_model
     from fsdp_qlora.config import RunConfig
+    from fsdp_qlora.dist import full_tensor, rank_device
     from fsdp_qlora.optim import build_optimizer
     from fsdp_qlora.training.graphs import micro_batch_runner
     from fsdp_qlora.training.scaler import LossScaler
     from fsdp_qlora.training.step import seed_everything, train_step
-    device, found = torch.device("cuda", 0), {}
-    for name, settings in CASES.items():
+    device, found = rank_device("cuda"), {}
+    for name, settings in cases.items():
         torch._dynamo.reset()
         for cuda_graphs in (False, True):
             config = RunConfig(model_name=folder, cuda_graphs=cuda_graphs, lora_rank=8, **dict(
@@ -65,7 +88,8 @@ def train_both_ways(folder: str) -> dict:
             scaler = LossScaler(device) if config.scales_loss else None
             losses = [train_step(model, optimizer, batches, max_grad_norm=1.0, scaler=scaler,
                                  forward_backward=runner).loss for batches in batches_of(config)]
-            weights = {n: p.detach().cpu() for n, p in trainable_parameters(model).items()}
+            weights = {n: full_tensor(p.detach()).cpu()
+                       for n, p in trainable_parameters(model).items()}
             found[name, cuda_graphs] = losses, weights, len(getattr(runner, "graphs", ()))
     return found
 
@@ -76,8 +100,36 @@ def results(tmp_path_factory):
     return run_ranks(train_both_ways, 1, folder, device="cuda")[0]
 
 
+@pytest.fixture(scope="module")
+def one_of_four(tmp_path_factory):
+    folder = save_tiny(tmp_path_factory.mktemp("tiny"), hidden_size=128, intermediate_size=256)
+    return run_ranks(train_sharded_both_ways, 1, folder, True, device="cuda", grouped=False)[0]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    if torch.cuda.device_count() < 2: pytest.skip("needs two GPUs")
+    folder = save_tiny(tmp_path_factory.mktemp("tiny"), hidden_size=128, intermediate_size=256)
+    return run_ranks(train_sharded_both_ways, 2, folder, False, device="cuda")[0]
+
+
+@pytest.mark.parametrize("case", SHARDED)
+def test_replayed_steps_of_one_rank_of_four(one_of_four, case):
+    compare(one_of_four, case)
+
+
+@pytest.mark.parametrize("case", [c for c in SHARDED if "hybrid" not in c])
+def test_replayed_steps_of_two_ranks(two_ranks, case):
+    """Other than one rank alone, these replay NCCL's collectives."""
+    compare(two_ranks, case)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_replayed_steps_are_those_of_the_host(results, case):
+    compare(results, case)
+
+
+def compare(results, case):
     """Sums may be taken in another order by kernels that add atomically; nothing else may differ."""
     losses, weights, _ = results[case, False]
     replayed, same_weights, graphs = results[case, True]
