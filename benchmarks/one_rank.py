@@ -1,7 +1,10 @@
-"""One rank of several on a single GPU: what of a sharded step is the GPU's and what is the host's.
+r"""One rank of several on a single GPU: what of a sharded step is the GPU's and what is the host's.
 
     python benchmarks/one_rank.py 70b_qlora_fp8 --world_size 4 --layers 10 --profile profiles
     python benchmarks/one_rank.py 70b_qlora_fp8 --world_size 4 --layers 10 --context_length 64
+
+    python benchmarks/one_rank.py 8b_qlora_full_shard --model 01-ai/Yi-34B --world_size 2 \
+        --use_cpu_offload true --context_length 2048 --activation_policy recompute_all
 
 Settings of a run (`--activation_policy keep_linears`) replace those of the row.
 
@@ -84,7 +87,7 @@ def settings_of(flags: list[str]) -> dict:
 def run_row(name: str, options: argparse.Namespace) -> Row:
     """Measure one row of speed_rows.py as a rank of `--world_size`."""
     case = CASES[name]
-    folder = config_folder(case.model, options.layers)
+    folder = config_folder(options.model or case.model, options.layers)
     changes = settings_of(options.settings)
     if "gradient_accumulation_steps" in changes: changes["global_batch_size"] = AUTO
     if options.profile:
@@ -93,7 +96,8 @@ def run_row(name: str, options: argparse.Namespace) -> Row:
     with rank_zero_of(options.world_size, device):
         config = with_choices(case.config(folder, **changes), device)
         layers = read_config(folder).num_hidden_layers
-        row = describe_run(config, f"{name}, one rank of {options.world_size}", layers, device)
+        what = options.model.rsplit("/", 1)[-1] if options.model else name
+        row = describe_run(config, f"{what}, one rank of {options.world_size}", layers, device)
         measure(row, config, options, device, MemoryLimit(None))
         clean_up(device)
     blocks = layers * row.gradient_accumulation_steps
@@ -107,6 +111,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rows", nargs="+", help="names in speed_rows.py")
     parser.add_argument("--world_size", type=int, default=4)
+    parser.add_argument("--model", help="another known model, in place of the row's")
     parser.add_argument("--layers", type=int, help="cut the model to so many")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--warmup", type=int, default=2)

@@ -137,7 +137,7 @@ def without_gradient_sync(model: nn.Module) -> Iterator[None]:
     """Within it, no backward of a model that is not sharded meets other ranks."""
     reducer = getattr(model, "gradient_reducer", None)
     was = reducer and reducer.enabled
-    set_gradient_sync(model, False)
+    if reducer: reducer.enabled = False
     try:
         yield
     finally:
