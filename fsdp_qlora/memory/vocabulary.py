@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from ..dist import all_gather_rows, local_rows, max_over_ranks, reduce_scatter_rows
 from ..model.blocks import base_model, output_head
+from .host_rows import can_read_rows, read_rows
 
 PIECE_BYTES = 2**27  # of rows that are in flight at a time
 
@@ -109,8 +110,10 @@ def looked_up(ids: Tensor, weight: Tensor) -> Tensor:
 def own_rows(ids: Tensor, local: Tensor, first: int, in_pieces: bool) -> Tensor:
     """Rows (N, D) for ids (N,) that are among `local`, the weight's rows from `first`; else zeros.
 
-    Rows in host memory pass through the GPU in pieces, so that the host need not wait for the ids.
+    Of rows in host memory the GPU reads those, or all pass through it in pieces where it can't: so the
+    host need not wait for the ids.
     """
+    if in_pieces and can_read_rows(ids, local): return read_rows(ids, local, first)
     found = local.new_zeros(len(ids), local.shape[1], device=ids.device)
     row_bytes = local.shape[1] * local.element_size()
     size = max(1, PIECE_BYTES // row_bytes if in_pieces else len(local))
