@@ -54,7 +54,7 @@ def train_command(argv: list[str]):
     def in_a_rank(config: RunConfig):
         on_end = options.on_end if ranks_from_env().is_main else None
         outlive_terminal()
-        with StopSignals() as signals, told_at_end(on_end, config.output_dir):
+        with StopSignals(config.stop_grace_seconds) as signals, told_at_end(on_end, config.output_dir):
             from .training.rank import train_rank  # takes seconds, which only ranks need
             train_rank(config, signals)
     run_on_ranks(config, "train", argv, in_a_rank)

@@ -39,7 +39,8 @@ def check_torchrun(line: str) -> list[str]:
     return known.training_script_args
 
 
-@pytest.mark.parametrize("name, flags", [("slurm.sbatch", ' "$@"'), ("ssh.sh", "$flags")])
+@pytest.mark.parametrize("name, flags", [
+    ("slurm.sbatch", ' --stop_grace_seconds 100 "$@"'), ("ssh.sh", "$flags")])
 def test_scripts_parse_and_start_torchrun_with_flags_that_it_has(name, flags):
     path = LAUNCH / name
     subprocess.run(["bash", "-n", path], check=True)
@@ -55,7 +56,9 @@ def test_slurm_settings_give_one_torchrun_to_a_machine_and_time_to_save():
     text = (LAUNCH / "slurm.sbatch").read_text()
     options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", text, re.M))
     assert options["ntasks-per-node"] == "1" and "requeue" in options
-    assert int(options["signal"].removeprefix("B:USR1@")) >= 60  # a save takes 30 s at most
+    told, killed, ended = (int(re.search(rf"{name}[= ]?(\d+)", text)[1]) for name in (
+        "USR1@", "SHUTDOWN_TIMEOUT", "stop_grace_seconds"))
+    assert told - 10 > killed > ended
 
 
 def test_the_kubernetes_job_runs_in_its_runtime_with_flags_that_train_has():

@@ -31,7 +31,8 @@ output_dir save_model log_to log_every price_per_hour verbose
 project_name name group entity world_size master_addr master_port timeout_minutes profile
 profile_memory profiling_output with_stack with_shapes export_trace export_memory_timeline
 wait_steps warmup_steps active_steps repeat profiling_frequency checkpoint_every checkpoint_minutes
-keep_checkpoints resume max_bad_steps on_bad_steps stall_seconds verify_frozen_minutes
+keep_checkpoints resume stop_grace_seconds max_bad_steps on_bad_steps stall_seconds
+verify_frozen_minutes
 """.split())
 
 # What a checkpoint's tensors mean: not even an explicit --resume PATH goes on after a change.

@@ -75,6 +75,7 @@ def check_numbers(config):
     if not config.loraplus_lr_ratio > 0: refuse("loraplus_lr_ratio", "above 0")
     if not config.grad_norm > 0: refuse("grad_norm", "above 0")
     if not 0.01 <= config.timeout_minutes <= 1e5: refuse("timeout_minutes", "from 0.01 to 100000")
+    if not 1 <= config.stop_grace_seconds <= 1e5: refuse("stop_grace_seconds", "from 1 to 100000")
     budget = config.activation_budget_gib
     if budget is not None and budget != AUTO and not budget > 0:
         refuse("activation_budget_gib", "auto or above 0")

@@ -296,6 +296,9 @@ class CheckpointOptions:
     keep_checkpoints: int = opt(2, "newest checkpoints that are kept, beside the best")
     resume: str = opt("auto", "auto goes on from the newest whole checkpoint of --output_dir, none "
                       "begins anew, a folder names a checkpoint or a run", example="other_output")
+    stop_grace_seconds: float = opt(
+        25.0, "how long a run that is told to stop may take to save before it ends in any case; a few "
+        "seconds less than its scheduler waits until it kills", unit="seconds", example=280)
     stall_seconds: float = opt(600.0, "end a run in which nothing has moved for so long, and name the "
                                "rank that holds it up; 0 = never", unit="seconds")
     verify_frozen_minutes: float = opt(10.0, "look for flipped bits in the frozen weights so often; 0 = "

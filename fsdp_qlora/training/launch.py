@@ -3,11 +3,13 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,7 +18,11 @@ from ..config.options import LaunchOptions
 from ..dist import free_port, launched, ranks_from_env
 from .signals import EXIT_STOPPED, STOP_SIGNALS, is_ignored
 
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
+
 PASSED_ON = (*STOP_SIGNALS, signal.SIGINT)  # from the launcher to its ranks
+KILL_SECONDS = 5  # after --stop_grace_seconds the launcher kills a rank that has not ended itself
 LAUNCHER = "FSDP_QLORA_LAUNCHER"  # the process that started this rank
 PR_SET_PDEATHSIG = 1
 
@@ -60,15 +66,12 @@ def start_ranks(count: int, config: RunConfig, command: str, argv: list[str]):
     """Start `count` local ranks with torch's launcher and wait; exit as the first failed one did."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
     # Each rank has said in one line what went wrong; torch's banner of all ranks would bury it. Some of
     # these loggers have a level of their own.
     for name in ("", ".agent.server.api", ".multiprocessing.errors"):
         logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)
-    launch = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=count, run_id="fsdp_qlora",
-                          rdzv_backend="c10d", rdzv_endpoint=meeting_point(config),
-                          max_restarts=0, monitor_interval=0.2)
-    launch.signals_to_handle = "SIGQUIT"
+    launch = how_to_launch(count, config)
     os.environ[LAUNCHER] = str(os.getpid())
     try:
         with signals_passed_on():
@@ -80,6 +83,20 @@ def start_ranks(count: int, config: RunConfig, command: str, argv: list[str]):
     except SignalException as stopped:  # Ctrl-C or a scheduler: the ranks have been told and are gone
         is_saved = stopped.sigval in (*STOP_SIGNALS, signal.SIGINT)
         sys.exit(EXIT_STOPPED if is_saved else 128 + stopped.sigval)
+
+
+def how_to_launch(count: int, config: RunConfig) -> LaunchConfig:
+    """What torch's launcher is told: once, no restarts, and time to save for ranks that are to stop.
+
+    torch 2.11 knows no shutdown_timeout: it kills ranks 30 s after a signal.
+    """
+    from torch.distributed.launcher.api import LaunchConfig
+    launch = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=count, run_id="fsdp_qlora",
+                          rdzv_backend="c10d", rdzv_endpoint=meeting_point(config),
+                          max_restarts=0, monitor_interval=0.2)
+    launch.signals_to_handle = "SIGQUIT"
+    launch.shutdown_timeout = math.ceil(config.stop_grace_seconds) + KILL_SECONDS
+    return launch
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1, a closed terminal (SIGHUP) and Ctrl-C end a run saved, within 30 seconds.
+"""SIGTERM, SIGUSR1, a closed terminal (SIGHUP) and Ctrl-C end a run saved, within --stop_grace_seconds.
 
 While it trains, all ranks agree to stop at the next chance and save. Before that there is nothing new
 to save, and the process ends at once; so it does at a second Ctrl-C, and where a rank is gone, as the
@@ -18,8 +18,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from ..config.options import CheckpointOptions
+
 EXIT_STOPPED = 75    # EX_TEMPFAIL of sysexits.h: the same command goes on later
-GRACE_SECONDS = 25   # schedulers and torchrun kill 30 s after SIGTERM
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 LOOK_SECONDS = 0.5
 SAME_SECONDS = 2     # a terminal and the launcher both pass one Ctrl-C on to a rank
@@ -31,9 +32,13 @@ class StopRequested(Exception):
 
 
 class StopSignals:
-    """Context manager: listens for STOP_SIGNALS. Only the main thread can enter it."""
+    """Context manager: listens for STOP_SIGNALS. Only the main thread can enter it.
 
-    def __init__(self):
+    grace_seconds: after a signal the process ends in any case, saved or not.
+    """
+
+    def __init__(self, grace_seconds: float = CheckpointOptions.stop_grace_seconds):
+        self.grace_seconds = grace_seconds
         self.asked_by: str | None = None  # a signal's name
         self.asked_at = 0.0
         self.is_over = threading.Event()
@@ -92,9 +97,9 @@ class StopSignals:
 
     def insist(self):
         """End the process if the run has not by then."""
-        time.sleep(GRACE_SECONDS)
-        end(f"stopped by {self.asked_by}: not saved within {GRACE_SECONDS} s; the checkpoint before "
-            "is the last one")
+        time.sleep(self.grace_seconds)
+        end(f"stopped by {self.asked_by}: not saved within {self.grace_seconds:g} s "
+            "(--stop_grace_seconds); the checkpoint before is the last one")
 
     def look_for_others(self):
         """End the process if a rank is gone."""

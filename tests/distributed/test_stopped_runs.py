@@ -22,6 +22,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from fsdp_qlora.config import RunConfig
+from fsdp_qlora.training.launch import how_to_launch
 from fsdp_qlora.training.signals import STOP_SIGNALS, StopSignals
 from fsdp_qlora.training.terminal import outlive_terminal
 from tests.ranks import run_ranks
@@ -47,6 +49,12 @@ def rows(tmp_path_factory):
 
 # ---- signals -----------------------------------------------------------------------------------
 
+def flags_of(folder: str, rows: str, out: Path) -> list[str]:
+    """A run that comes to no end."""
+    return ["--model_name", folder, "--dataset", rows, "--device", "cpu", "--precision", "fp32",
+            "--lora_rank", "2", "--num_epochs", "1000000", "--output_dir", str(out)]
+
+
 def endless_run(folder: str, rows: str, out: Path, world_size: int, prepare=None, terminal=None
                 ) -> subprocess.Popen:
     """train.py after its first steps; `prepare` is called in its process before it begins.
@@ -54,9 +62,8 @@ def endless_run(folder: str, rows: str, out: Path, world_size: int, prepare=None
     terminal: the two ends of one, for what it prints.
     """
     theirs = terminal[1] if terminal else subprocess.PIPE
-    command = [sys.executable, "train.py", "--model_name", folder, "--dataset", rows, "--device", "cpu",
-               "--precision", "fp32", "--lora_rank", "2", "--num_epochs", "1000000", "--world_size",
-               str(world_size), "--log_to", "stdout", "--log_every", "1", "--output_dir", str(out)]
+    command = [sys.executable, "train.py", *flags_of(folder, rows, out), "--world_size", str(world_size),
+               "--log_to", "stdout", "--log_every", "1"]
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     run = subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdin=terminal and theirs,
                            stdout=theirs, stderr=theirs, preexec_fn=prepare or listen_to_ctrl_c,
@@ -158,12 +165,11 @@ def test_a_run_under_nohup_outlives_its_terminal_and_is_stopped_as_ever(folder, 
 
 def test_a_second_ctrl_c_ends_a_run_at_once(monkeypatch):
     monkeypatch.setattr("fsdp_qlora.training.signals.SAME_SECONDS", 0)
-    # In a run, what has not ended by then is ended: here that would be the tests themselves.
-    monkeypatch.setattr("fsdp_qlora.training.signals.GRACE_SECONDS", 1e6)
     before = {s: signal.getsignal(s) for s in (*STOP_SIGNALS, signal.SIGINT)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with StopSignals() as signals:
+        # In a run, what has not ended by then is ended: here that would be the tests themselves.
+        with StopSignals(grace_seconds=1e6) as signals:
             with pytest.raises(KeyboardInterrupt): signal.raise_signal(signal.SIGINT)  # nothing to save
             signals.can_save = True
             signal.raise_signal(signal.SIGINT)
@@ -194,6 +200,35 @@ def test_a_look_for_other_ranks_does_not_abort_a_process_that_ends():
     ended = [subprocess.run([sys.executable, "-c", STOPPED], cwd=ROOT, capture_output=True, text=True)
              for _ in range(2)]
     assert [run.returncode for run in ended] == [75, 75], ended
+
+
+NEVER_WRITTEN = """
+import os, signal, sys, time
+from fsdp_qlora import cli
+from fsdp_qlora.checkpoint import writer
+from fsdp_qlora.training.loop import Training
+writer.write_part = lambda *_: time.sleep(3600)
+after_step = Training.after_step
+def told(self):
+    after_step(self)
+    if self.boundary.step == 2: os.kill(os.getpid(), signal.SIGUSR1)
+Training.after_step = told
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def run_of(script: str, flags: list[str]) -> subprocess.CompletedProcess:
+    """One rank's run by a script that calls the command line."""
+    return subprocess.run([sys.executable, "-c", script, "train", "--world_size", "1", *flags], cwd=ROOT,
+                          capture_output=True, text=True)
+
+
+def test_a_stop_may_save_for_as_long_as_it_is_given_and_its_launcher_waits(folder, rows, tmp_path):
+    ended = run_of(NEVER_WRITTEN, [*flags_of(folder, rows, tmp_path), "--stop_grace_seconds", "1.5"])
+    assert ended.returncode == 75, ended.stderr
+    assert "stopped by SIGUSR1: not saved within 1.5 s (--stop_grace_seconds)" in ended.stderr
+    waits = [how_to_launch(2, RunConfig(stop_grace_seconds=s)).shutdown_timeout for s in (25, 299.5)]
+    assert waits == [30, 305]  # 30 is torch's own
 
 
 def test_the_death_of_one_rank_ends_the_others_and_is_named(folder, rows, tmp_path):
