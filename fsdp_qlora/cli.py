@@ -23,7 +23,7 @@ from .config.options import BASE_QUANTS
 from .config.settings import opt
 from .redact import redact
 from .training.notice import told_at_end
-from .training.signals import EXIT_STOPPED, StopRequested, StopSignals
+from .training.signals import EXIT_STOPPED, StopRequested, StopSignals, end_beside_write
 from .training.terminal import outlive_terminal
 
 
@@ -123,7 +123,13 @@ def is_verbose(argv: list[str]) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; the exit code is 2 for a mistake, 75 if told to stop, 130 if at once."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    code = run(list(sys.argv[1:] if argv is None else argv))
+    end_beside_write(code)
+    return code
+
+
+def run(argv: list[str]) -> int:
+    """Run a command, and say what went wrong."""
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # without a network, not a line for each retry
     try:
         if not argv or argv[0] in ("-h", "--help", "help"): print(overview())

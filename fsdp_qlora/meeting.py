@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
@@ -119,13 +120,15 @@ class Board:
         """True for the first rank that claims the topic."""
         return self.store.compare_set(topic, "", str(self.rank)).decode() == str(self.rank)
 
-    def wait_for_all(self, topic: str, timeout_s: float) -> list[str]:
-        """The texts of all ranks in their order. Raises OSError if one does not come."""
-        deadline = time.monotonic() + timeout_s
+    def wait_for_all(self, topic: str, timeout_s: float, is_over: Callable[[], bool] = lambda: False
+                     ) -> list[str]:
+        """The texts of all ranks in their order. Raises OSError if one does not come before that."""
+        started = time.monotonic()
         texts: list[str] = []
         while len(texts) < self.world_size:
             if (text := self.read(topic, len(texts))) is not None: texts.append(text)
-            elif time.monotonic() > deadline:
-                raise OSError(f"rank {len(texts)} said nothing for {timeout_s:.0f} s")
+            elif is_over() or time.monotonic() > started + timeout_s:
+                waited = time.monotonic() - started
+                raise OSError(f"rank {len(texts)} said nothing for {waited:.0f} s")
             else: time.sleep(0.02)
         return texts

@@ -44,6 +44,7 @@ from .tensors import (
 )
 
 SLOW_SECONDS = 1.0   # a step that waited longer for the write before is spoken of
+END_SECONDS = 2      # in which a thread ends that waited for another rank's file
 WORD_SECONDS = 1800  # how long rank 0 waits for another rank's file
 writes = count()  # tells writes of the same step apart; every rank counts alike
 
@@ -73,6 +74,7 @@ class CheckpointWriter:
         self.keys = saved_names(state.model) if hasattr(state.model, "peft_config") else None
         self.verified, self.failure = verified, None
         self.thread: threading.Thread | None = None
+        self.is_left = threading.Event()  # by a run that failed: nobody is waited for
         self.clock = time.monotonic()
 
     def save(self, boundary: Boundary, mark: Callable[[], None] = lambda: None) -> float:
@@ -113,12 +115,22 @@ class CheckpointWriter:
         raise OSError("no checkpoint could be written: " + from_main(lambda: self.failure))
 
     def join(self, mark: Callable[[], None] = lambda: None, most_seconds: float = math.inf):
-        """Wait until this rank's thread is done; after an error no longer than is given."""
+        """Wait until this rank's thread is done, or as long as is given."""
         deadline = time.monotonic() + most_seconds
         while self.thread and self.thread.is_alive() and time.monotonic() < deadline:
             self.thread.join(min(1.0, most_seconds))
             mark()
         self.thread = None
+
+    def leave(self, most_seconds: float):
+        """Wait so long for the write under way, then have its thread wait for no other rank and end.
+
+        Python aborts a process that ends while a thread is in C++, such as that of the ranks' store.
+        """
+        thread = self.thread
+        self.join(most_seconds=most_seconds)
+        self.is_left.set()
+        if thread: thread.join(END_SECONDS)
 
     def snapshot(self, boundary: Boundary) -> Snapshot:
         """Copies of this rank's rows, on the host."""
@@ -151,7 +163,7 @@ class CheckpointWriter:
         """Make one checkpoint of what all ranks wrote."""
         folder = step_folder(self.root, shot.step)
         try:
-            words = self.board.wait_for_all(shot.topic, WORD_SECONDS)
+            words = self.board.wait_for_all(shot.topic, WORD_SECONDS, self.is_left.is_set)
             self.receive(shot, scratch, [r for r in self.disks.apart if words[r] == "written"])
             failed = [f"rank {r}: {word}" for r, word in enumerate(words) if word != "written"]
             if failed: raise OSError(failed[0])

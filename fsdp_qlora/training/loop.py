@@ -64,7 +64,7 @@ class Training:
         except StopRequested:
             self.stop()
         except BaseException:
-            self.writer.join(most_seconds=LAST_WAIT_SECONDS)
+            self.writer.leave(LAST_WAIT_SECONDS)
             raise
 
     def ran_through(self) -> bool:

@@ -122,6 +122,17 @@ def is_ignored(number: signal.Signals) -> bool:
     return of_terminal and signal.getsignal(number) == signal.SIG_IGN
 
 
+def end_beside_write(code: int):
+    """End this process now if a checkpoint is still being written: an error does not wait for it.
+
+    Python would end that thread by unwinding it through C++, which aborts the process.
+    """
+    if all(thread.name != "checkpoint" for thread in threading.enumerate()): return
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, AttributeError): stream.flush()  # closed, or there is none
+    os._exit(code)
+
+
 def end(message: str):
     """End this process from any thread, also where nobody reads any more."""
     with suppress(OSError): print(message, file=sys.stderr, flush=True)

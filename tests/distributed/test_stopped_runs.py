@@ -231,6 +231,35 @@ def test_a_stop_may_save_for_as_long_as_it_is_given_and_its_launcher_waits(folde
     assert waits == [30, 305]  # 30 is torch's own
 
 
+FAILS_AMID_A_WRITE = """
+import sys, time, types
+import torch
+from fsdp_qlora import cli, meeting
+from fsdp_qlora.checkpoint import writer
+from fsdp_qlora.training import loop
+def failing(self):
+    self.save()
+    raise RuntimeError("an error amid a write")
+def endless(*_):
+    while True: torch.ones(1000, 1000).sum()
+loop.LAST_WAIT_SECONDS, writer.END_SECONDS, loop.Training.after_step = 0.2, 1, failing
+if sys.argv.pop() == "disk": writer.write_part = endless
+else:  # rank 0 asks the store again and again for a word that never comes
+    meeting.time = types.SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: None)
+    meeting.Board.post = lambda *_: None
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("waits_for", ["disk", "another rank"])
+def test_an_error_amid_a_write_ends_with_its_own_code(folder, rows, tmp_path, waits_for):
+    """Python aborts a process that ends while a thread is in C++."""
+    ended = run_of(FAILS_AMID_A_WRITE, [*flags_of(folder, rows, tmp_path), waits_for])
+    assert ended.returncode == 1 and "RuntimeError: an error amid a write" in ended.stderr, ended
+    assert "terminate called" not in ended.stderr
+    assert not list((tmp_path / "checkpoints").glob("*"))
+
+
 def test_the_death_of_one_rank_ends_the_others_and_is_named(folder, rows, tmp_path):
     run = endless_run(folder, rows, tmp_path, 2)
     victim, other = ranks_of(run)
