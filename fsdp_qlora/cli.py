@@ -18,7 +18,7 @@ from .commands.doctor import doctor_command
 from .commands.guide import GUIDE
 from .commands.reporting import report_command
 from .config import RunConfig
-from .config.flags import Parser, boolean, parse, parse_own
+from .config.flags import Parser, boolean, parse, parse_own, with_named_words
 from .config.options import BASE_QUANTS
 from .config.settings import opt
 from .redact import redact
@@ -63,7 +63,7 @@ def train_command(argv: list[str]):
 @dataclass
 class GenerateOptions:
     """Generate"""
-    adapter_folder: str | None = opt(None, "adapter folder that training saved",
+    adapter_folder: str | None = opt(None, "adapter folder that training saved; also as the first word",
                                      example="output/adapter")
     prompt: str = opt("", "what the user says")
     max_new_tokens: int = opt(128, "longest answer", unit="tokens")
@@ -73,6 +73,7 @@ class GenerateOptions:
 
 def generate_command(argv: list[str]):
     """Answer a prompt with a base model and an adapter."""
+    argv = with_named_words(argv, "adapter_folder")
     config, options = parse(argv, GenerateOptions, prog="fsdp-qlora generate")
     from .commands.generate import answer
     answer(config, options)

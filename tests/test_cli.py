@@ -244,6 +244,23 @@ def test_a_broken_checkpoint_is_named(mistake, model, rows, tmp_path):
     assert str(folder / "model.safetensors") in line and "download it again" in line
 
 
+@pytest.mark.parametrize("command, flag", [
+    ("merge", "adapter_folder"), ("check", "adapter_folder"), ("generate", "adapter_folder"),
+    ("convert", "weights"), ("report", "run"), ("push", "folder")])
+def test_what_a_command_is_about_is_its_first_word_or_a_flag(capsys, model, tmp_path, command, flag):
+    """A folder that is missing is named alike; two that differ are refused."""
+    absent, said = str(tmp_path / "absent"), []
+    more = {"generate": ["--model_name", model, "--prompt", "hi"], "merge": ["--model_name", model],
+            "push": ["--repo", "me/tuned"]}.get(command, [])
+    for given in ([absent], [f"--{flag}", absent], [absent, f"--{flag}={absent}"]):
+        assert main([command, *given, *more]) == 2
+        said.append(capsys.readouterr().err)
+    assert absent in said[0] and len(set(said)) == 1
+    assert main([command, absent, *more, f"--{flag}", "other"]) == 2
+    assert capsys.readouterr().err == (f"error: --{flag} other: {absent} before the flags says "
+                                       "otherwise; give one of them\n")
+
+
 def test_a_failed_rank_says_which_it_is(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     assert main(["train", "--zzz"]) == 2

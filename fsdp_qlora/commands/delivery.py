@@ -5,9 +5,8 @@ Each has settings of its own and none of RunConfig's. Pure: no torch before a co
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import takewhile
 
-from ..config.flags import parse_alone
+from ..config.flags import parse_alone, with_named_words
 from ..config.options import BASE_QUANTS
 from ..config.settings import opt
 
@@ -19,7 +18,7 @@ class MergeOptions:
                                  example="./SmolLM2-135M-Instruct")
     revision: str | None = opt(None, "branch, tag or commit of the base on the hub; the adapter's own "
                                "if --model_name is left out")
-    adapter_folder: str | None = opt(None, "adapter folder that training saved",
+    adapter_folder: str | None = opt(None, "adapter folder that training saved; also as the first word",
                                      example="output/adapter")
     output_dir: str = opt("merged", "new folder for the merged model")
     merge_base: str = opt(
@@ -37,7 +36,7 @@ class MergeOptions:
 
 def merge_command(argv: list[str]):
     """Merge an adapter into its base model."""
-    options = parse_alone(argv, MergeOptions, "fsdp-qlora merge")
+    options = parse_alone(with_named_words(argv, "adapter_folder"), MergeOptions, "fsdp-qlora merge")
     from ..export.adapter_folder import base_of
     from ..export.merge import merge_adapter
     name, revision = options.model_name, options.revision
@@ -53,7 +52,7 @@ def merge_command(argv: list[str]):
 class ConvertOptions:
     """Convert"""
     weights: str = opt("model_state_dict.safetensors", "what the original script saved: the file, or "
-                       "its folder")
+                       "its folder; also as the first word")
     model_name: str = opt("meta-llama/Llama-2-7b-hf", "the model that it was trained on")
     output_dir: str = opt("adapter", "new folder for the PEFT adapter")
     lora_alpha: int = opt(16, "that run's --lora_alpha; its DoRA had none")
@@ -64,7 +63,7 @@ class ConvertOptions:
 
 def convert_command(argv: list[str]):
     """Make a PEFT adapter of what the original script saved."""
-    options = parse_alone(argv, ConvertOptions, "fsdp-qlora convert")
+    options = parse_alone(with_named_words(argv, "weights"), ConvertOptions, "fsdp-qlora convert")
     from ..export.convert import convert_adapter
     convert_adapter(options.weights, options.output_dir, options.model_name,
                     lora_alpha=options.lora_alpha, train_type=options.train_type)
@@ -73,14 +72,15 @@ def convert_command(argv: list[str]):
 @dataclass
 class CheckOptions:
     """Check"""
-    adapter_folder: str = opt("output/adapter", "adapter folder that training saved")
+    adapter_folder: str = opt("output/adapter", "adapter folder that training saved; also as the first "
+                              "word")
     max_lora_rank: int = opt(512, "what vLLM is started with")
     verbose: bool = opt(False, "print the traceback of an error")
 
 
 def check_command(argv: list[str]):
     """Say whether vLLM takes an adapter folder as it is."""
-    options = parse_alone(argv, CheckOptions, "fsdp-qlora check")
+    options = parse_alone(with_named_words(argv, "adapter_folder"), CheckOptions, "fsdp-qlora check")
     from ..export.serving import check_adapter_folder, serve_command
     problems = check_adapter_folder(options.adapter_folder, options.max_lora_rank)
     if problems:
@@ -102,10 +102,7 @@ class PushOptions:
 
 def push_command(argv: list[str]):
     """Push an adapter or model folder to a hub, private by default."""
-    words = list(takewhile(lambda word: not word.startswith("-"), argv))[:2]
-    named = [part for flag, word in zip(("--folder", "--repo"), words, strict=False)
-             for part in (flag, word)]
-    options = parse_alone(named + argv[len(words):], PushOptions, "fsdp-qlora push")
+    options = parse_alone(with_named_words(argv, "folder", "repo"), PushOptions, "fsdp-qlora push")
     if not options.repo: raise ValueError("--repo is missing; give a name such as me/my-adapter")
     from ..export.hub import push_folder
     push_folder(options.folder, options.repo, options.private, options.revision)

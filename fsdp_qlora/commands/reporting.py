@@ -2,9 +2,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import takewhile
 
-from ..config.flags import parse_alone
+from ..config.flags import parse_alone, with_named_words
 from ..config.settings import opt
 
 
@@ -19,8 +18,6 @@ class ReportOptions:
 
 def report_command(argv: list[str]):
     """Make one HTML page of a run: curves, answers, data, estimate and measurement, faults."""
-    words = list(takewhile(lambda word: not word.startswith("-"), argv))[:1]
-    named = [part for word in words for part in ("--run", word)]
-    options = parse_alone(named + argv[len(words):], ReportOptions, "fsdp-qlora report")
+    options = parse_alone(with_named_words(argv, "run"), ReportOptions, "fsdp-qlora report")
     from ..report import write_report
     print(f"report: {write_report(options.run, options.output)}")

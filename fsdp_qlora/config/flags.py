@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import fields
+from itertools import takewhile
 from typing import get_args, get_type_hints
 
 from fastcore.basics import listify, str2bool
@@ -180,6 +181,23 @@ def parse_alone(argv: list[str], group: type, prog: str):
     options = group(**vars(known))
     check_choices(options)
     return options
+
+
+def with_named_words(argv: list[str], *names: str) -> list[str]:
+    """The arguments, with the flags of `names` for the words that come before all flags.
+
+    Raises ValueError for a word beside its own flag, if that says something else.
+    """
+    words = list(takewhile(lambda part: not part.startswith("-"), argv))[:len(names)]
+    rest, parser = argv[len(words):], Parser(allow_abbrev=False, add_help=False)
+    for name in names: parser.add_argument(f"--{name}")
+    typed, named = vars(parser.parse_known_args(rest)[0]), []
+    for name, word in zip(names, words, strict=False):
+        if typed[name] not in (None, word):
+            raise ValueError(f"--{name} {typed[name]}: {word} before the flags says otherwise; give one "
+                             "of them")
+        named += [f"--{name}", word]
+    return named + rest
 
 
 def unknown_flag(flag: str, parser: argparse.ArgumentParser) -> str:
