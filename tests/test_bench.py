@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_qlora.bench import drive
 from fsdp_qlora.bench.accuracy import CALIBRATED_ON, accuracy, compare, setup_from_row, shape_of_row
 from fsdp_qlora.bench.command import settings_alone
 from fsdp_qlora.bench.grid import read_grid
@@ -55,6 +56,23 @@ def test_a_cell_without_memory_is_a_row_and_the_others_are_measured(grid, tmp_pa
     table = published_table(read_grid(grid), rows)
     first = next(line for line in table.splitlines() if line.startswith("| first"))
     assert "2x rtx 3090" in first and "4.00" in first and f"{rows[0].seconds_per_step:,.2f}" in first
+
+
+def test_what_auto_measured_is_kept_though_the_bench_is_cut_off(grid, tmp_path, monkeypatch):
+    """As by a time limit, before the process that measured is seen to have ended."""
+    run_process, results = drive.run_process, tmp_path / "rows.jsonl"
+    grid.write_text(grid.read_text().split("cells:")[0] + """cells:
+  - {name: none fits, sharding_strategy: auto, gpu_memory_gib: 0.1}
+  - {name: auto, sharding_strategy: auto}
+""")
+
+    def cut_off(argv, seconds):
+        run_process(argv, seconds)
+        raise KeyboardInterrupt
+    monkeypatch.setattr(drive, "run_process", cut_off)
+    assert main(["bench", "--grid", str(grid), "--results", str(results), "--steps", "1", "--warmup",
+                 "0"]) == 130
+    assert [(r.name, r.status) for r in read_rows(results)] == [("none fits", "error"), ("auto", "ok")]
 
 
 @pytest.mark.parametrize("path", GRIDS, ids=lambda p: p.stem)

@@ -6,6 +6,7 @@ out of memory there costs nothing here (`drive.py`).
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from ..catalog.arch import ModelShape, shape_from_config
 from ..catalog.calibration import calibrated_here
@@ -20,24 +21,26 @@ from ..loading import read_config
 from ..planner import Plan, free_settings, make_plan
 from ..planner.report import advice, flags
 from ..training.launch import world_size
-from .drive import How, Job, run_jobs
-from .row import Row, empty_row
+from .drive import How, Job, run_batch
+from .row import Row, append_row, empty_row
 
 ATTEMPTS = 8
 LESS = 0.85                 # of what the failed choice needed, allowed to the next
 BESIDE = CONTEXT_GIB + NCCL_GIB
 
 
-def run_auto(job: Job, how: How) -> Row:
+def run_auto(job: Job, how: How, results: str | Path | None = None) -> Row:
     """The row of a job with auto settings: of the first plan that is measured to fit.
 
-    Where nothing does, the row says so.
+    Where nothing does, the row says so. It is appended to `results` as soon as it is known.
     """
     try:
-        return climb_down(*asked(job), job, how)[1]
+        return climb_down(*asked(job), job, how, results)[1]
     except ValueError as error:
         print(error, flush=True)
-        return replace(empty_row(job.name), status="error", error=str(error), gpus=job.gpus)
+        row = replace(empty_row(job.name), status="error", error=str(error), gpus=job.gpus)
+        if results: append_row(row, results)
+        return row
 
 
 def asked(job: Job) -> tuple[ModelShape, Machine, RunConfig, frozenset[str]]:
@@ -51,10 +54,11 @@ def asked(job: Job) -> tuple[ModelShape, Machine, RunConfig, frozenset[str]]:
 
 
 def climb_down(shape: ModelShape, machine: Machine, config: RunConfig, free: frozenset[str],
-               job: Job, how: How) -> tuple[Plan, Row | None]:
+               job: Job, how: How, results: str | Path | None = None) -> tuple[Plan, Row | None]:
     """The first plan that is measured to fit; each one that does not leaves less memory to the next.
 
-    `job` says what to measure, `auto` settings included. Raises ValueError if nothing fits.
+    `job` says what to measure, `auto` settings included; what was measured is appended to `results`.
+    Raises ValueError if nothing fits.
     """
     for _ in range(ATTEMPTS):
         plan = make_plan(shape, machine, config, free)
@@ -66,7 +70,7 @@ def climb_down(shape: ModelShape, machine: Machine, config: RunConfig, free: fro
         if ranks_from_env().nodes > 1:
             print("not probed: several machines", flush=True)
             return plan, None
-        (row,) = run_jobs([replace(job, argv=with_changes(job.argv, plan.changes))], how)
+        (row,) = run_batch([replace(job, argv=with_changes(job.argv, plan.changes))], how, results)
         if row.status == "ok":
             print(f"probe: {measured(row)}", flush=True)
             return plan, row

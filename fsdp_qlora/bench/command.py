@@ -13,7 +13,7 @@ from ..config.settings import opt
 from ..places import check_file
 from .drive import How, Job, job_of, run_jobs
 from .grid import Grid, model_folder, read_grid
-from .row import Row, append_row, read_rows
+from .row import Row, read_rows
 
 
 @dataclass
@@ -108,19 +108,12 @@ def measure_grid(grid: Grid, options: BenchOptions, how: How):
     if known: print(f"{len(cells) - len(jobs)} of {len(cells)} cells are measured already")
     left_to_plan = {c.name for c in cells if c.config.is_auto}
     rows = run_jobs([job for job in jobs if job.name not in left_to_plan], how, options.results)
-    for job in jobs:
-        if job.name in left_to_plan: rows += planned_row(job, how, options.results)
+    if left_to_plan:
+        from .auto import run_auto
+        rows += [run_auto(job, how, options.results) for job in jobs if job.name in left_to_plan]
     failed = [row for row in rows if row.status != "ok"]
     print(f"{len(rows) - len(failed)} measured, {sum(r.status == 'oom' for r in failed)} out of memory, "
           f"{sum(r.status == 'error' for r in failed)} failed")
-
-
-def planned_row(job: Job, how: How, results: str | None) -> list[Row]:
-    """The row of a cell with auto settings, appended to the results."""
-    from .auto import run_auto
-    row = run_auto(job, how)
-    if results: append_row(row, results)
-    return [row]
 
 
 def measured_names(options: BenchOptions) -> set[str]:

@@ -50,6 +50,8 @@ def run_jobs(jobs: list[Job], how: How, results: str | Path | None = None) -> li
     while left:
         batch = [job for job in left[:how.together] if job.gpus == left[0].gpus]
         found = run_batch(batch, how, results)
+        for row in found:
+            if results and row.status != "ok": append_row(row, results)
         rows += found
         left = left[len(found):]
     return rows
@@ -58,7 +60,8 @@ def run_jobs(jobs: list[Job], how: How, results: str | Path | None = None) -> li
 def run_batch(batch: list[Job], how: How, results: str | Path | None = None) -> list[Row]:
     """Rows of the first jobs of a batch: of all, or up to the one that failed.
 
-    The process itself appends what it measures to `results`: what is there survives an end of both.
+    The process itself appends what it measures to `results`: what is there survives an end of both. A
+    failure is the caller's to append.
     """
     with tempfile.TemporaryDirectory(prefix="fsdp_qlora_bench_") as folder:
         files = Path(folder)
@@ -68,7 +71,6 @@ def run_batch(batch: list[Job], how: How, results: str | Path | None = None) -> 
         rows = read_rows(files / "rows.jsonl") if (files / "rows.jsonl").exists() else []
         if len(rows) < len(batch):
             rows.append(failed_row(files, batch[len(rows)], code))
-            if results: append_row(rows[-1], results)
         return rows
 
 
