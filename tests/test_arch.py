@@ -54,6 +54,16 @@ PUBLISHED = {
     "google/gemma-2-27b": 27_227_128_320,
     "microsoft/phi-4": 14_659_507_200,
     "microsoft/Phi-3-mini-4k-instruct": 3_821_079_552,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": 7_615_616_512,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-14B": 14_770_033_664,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B": 32_763_876_352,
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": 8_030_261_248,
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-70B": 70_553_706_496,
+    "openai-community/gpt2": 124_439_808,
+    "openai-community/gpt2-medium": 354_823_168,
+    "openai-community/gpt2-large": 774_030_080,
+    "openai-community/gpt2-xl": 1_557_611_200,
     "HuggingFaceTB/SmolLM2-135M": 134_515_008,
     "HuggingFaceTB/SmolLM2-360M": 361_821_120,
     "HuggingFaceTB/SmolLM2-1.7B": 1_711_376_384,
@@ -68,6 +78,16 @@ def meta_model(name, layers=None):
             AutoConfig.for_model(**config, pad_token_id=0), dtype=torch.bfloat16)
 
 
+def linears_of_a_block(model, shape) -> tuple[dict, dict]:
+    """(out, in) of the first block's linears and lengths of their biases, by the names of `shape`."""
+    block = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))[0]
+    linears = {n if n in shape.linears() else n.rsplit(".", 1)[-1]: m for n, m in block.named_modules()
+               if isinstance(m, (torch.nn.Linear, Conv1D))}
+    sizes = {n: tuple(m.weight.shape) if isinstance(m, torch.nn.Linear) else tuple(m.weight.shape[::-1])
+             for n, m in linears.items()}
+    return sizes, {n: len(m.bias) for n, m in linears.items() if m.bias is not None}
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_total_is_the_published_count(name):
     assert model_shape(name).total_params() == PUBLISHED[name]
@@ -78,11 +98,8 @@ def test_every_known_shape_equals_transformers(name):
     """A cut of two blocks, weight by weight: names and shapes of linears, biases and norms."""
     model, shape = meta_model(name, layers=2), model_shape(name).cut(2)
     assert sum(p.numel() for p in model.parameters()) == shape.total_params()
-    block = model.model.layers[0]
-    linears = {n.rsplit(".", 1)[-1]: m for n, m in block.named_modules()
-               if isinstance(m, torch.nn.Linear)}
-    assert {n: tuple(m.weight.shape) for n, m in linears.items()} == shape.linears()
-    assert {n: len(m.bias) for n, m in linears.items() if m.bias is not None} == shape.biases()
+    sizes, biases = linears_of_a_block(model, shape)
+    assert sizes == shape.linears() and biases == shape.biases()
     assert model.config.max_position_embeddings == shape.max_positions
     assert model.config.tie_word_embeddings == shape.tied
 
@@ -95,14 +112,8 @@ def test_every_family_is_known_from_its_config_alone(family):
     shape = shape_from_config(config.to_dict())
     assert shape.known_family
     assert sum(p.numel() for p in model.parameters()) == shape.total_params()
-    block = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))[0]
-    linears = {n: m for n, m in block.named_modules() if isinstance(m, (torch.nn.Linear, Conv1D))}
-    sizes = {n: tuple(m.weight.shape) if isinstance(m, torch.nn.Linear) else tuple(m.weight.shape[::-1])
-             for n, m in linears.items()}
-    short = {n if n in shape.linears() else n.rsplit(".", 1)[-1]: size for n, size in sizes.items()}
-    assert short == shape.linears()
-    biases = {n.rsplit(".", 1)[-1]: len(m.bias) for n, m in linears.items() if m.bias is not None}
-    assert biases == {n.rsplit(".", 1)[-1]: size for n, size in shape.biases().items()}
+    sizes, biases = linears_of_a_block(model, shape)
+    assert sizes == shape.linears() and biases == shape.biases()
     assert is_tied(model) == shape.tied
 
 
@@ -165,6 +176,9 @@ def test_adapter_count_is_that_of_peft(name, targets):
     ("unsloth/Meta-Llama-3.1-8B-Instruct-bnb-4bit", "meta-llama/Llama-3.1-8B"),
     ("unsloth/Qwen3-8B-unsloth-bnb-4bit", "Qwen/Qwen3-8B"), ("Qwen3-8B-Base", "Qwen/Qwen3-8B"),
     ("Qwen/Qwen2.5-Coder-7B-Instruct", "Qwen/Qwen2.5-7B"),
+    ("gpt2", "openai-community/gpt2"), ("gpt2-xl", "openai-community/gpt2-xl"),
+    ("unsloth/DeepSeek-R1-Distill-Llama-8B-unsloth-bnb-4bit",
+     "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"),
     ("CodeLlama-34b-Instruct-hf", "codellama/CodeLlama-34b-hf")])
 def test_names_are_found_whatever_owner_case_or_tuning(given, found):
     assert known_name(given) == found

@@ -67,9 +67,9 @@ def _llama3(*sizes, factor: float, **more) -> dict:
                   rope_scaling=scaling) | more
 
 
-def _qwen2(vocab, hidden, intermediate, layers, heads, kv_heads, positions, tied) -> dict:
+def _qwen2(vocab, hidden, intermediate, layers, heads, kv_heads, positions, tied, **more) -> dict:
     return _llama(vocab, hidden, intermediate, layers, heads, kv_heads, positions, 1000000.0,
-                  model_type="qwen2", rms_norm_eps=1e-6, tie_word_embeddings=tied)
+                  model_type="qwen2", rms_norm_eps=1e-6, tie_word_embeddings=tied) | more
 
 
 def _qwen3(hidden, intermediate, layers, heads, kv_heads, tied) -> dict:
@@ -99,6 +99,12 @@ def _gemma2(*sizes, **more) -> dict:
     return _gemma("gemma2", *sizes, **dict(
         query_pre_attn_scalar=256, sliding_window=4096, attn_logit_softcapping=50.0,
         final_logit_softcapping=30.0) | more)
+
+
+def _gpt2(hidden, layers, heads) -> dict:
+    """GPT-2, whose file says n_embd, n_layer, n_head and n_positions."""
+    return dict(model_type="gpt2", vocab_size=50257, hidden_size=hidden, num_hidden_layers=layers,
+                num_attention_heads=heads, max_position_embeddings=1024, tie_word_embeddings=True)
 
 
 # The numbers of each model's config.json on the Hugging Face hub.
@@ -134,6 +140,16 @@ KNOWN = {
     "Qwen/Qwen2.5-14B": _qwen2(152064, 5120, 13824, 48, 40, 8, 131072, False),
     "Qwen/Qwen2.5-32B": _qwen2(152064, 5120, 27648, 64, 40, 8, 131072, False),
     "Qwen/Qwen2.5-72B": _qwen2(152064, 8192, 29568, 80, 64, 8, 131072, False),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": _qwen2(
+        151936, 1536, 8960, 28, 12, 2, 131072, False, rope_theta=10000.0),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": _qwen2(
+        152064, 3584, 18944, 28, 28, 4, 131072, False, rope_theta=10000.0),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-14B": _qwen2(
+        152064, 5120, 13824, 48, 40, 8, 131072, False, rms_norm_eps=1e-5),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B": _qwen2(
+        152064, 5120, 27648, 64, 40, 8, 131072, False, rms_norm_eps=1e-5),
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": _llama3(4096, 14336, 32, 32, 8, factor=8.0),
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-70B": _llama3(8192, 28672, 80, 64, 8, factor=8.0),
     "Qwen/Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, 8, True),
     "Qwen/Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, 8, True),
     "Qwen/Qwen3-4B": _qwen3(2560, 9728, 36, 32, 8, True),
@@ -154,6 +170,10 @@ KNOWN = {
         original_max_position_embeddings=4096),
     "microsoft/phi-4": _llama(100352, 5120, 17920, 40, 40, 10, 16384, 250000.0, model_type="phi3",
                               sliding_window=None, original_max_position_embeddings=16384),
+    "openai-community/gpt2": _gpt2(768, 12, 12),
+    "openai-community/gpt2-medium": _gpt2(1024, 24, 16),
+    "openai-community/gpt2-large": _gpt2(1280, 36, 20),
+    "openai-community/gpt2-xl": _gpt2(1600, 48, 25),
     "HuggingFaceTB/SmolLM2-135M": _llama(49152, 576, 1536, 30, 9, 3, 8192, 100000.0,
                                          tie_word_embeddings=True),
     "HuggingFaceTB/SmolLM2-360M": _llama(49152, 960, 2560, 32, 15, 5, 8192, 100000.0,
