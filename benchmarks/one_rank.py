@@ -9,9 +9,10 @@ r"""One rank of several on a single GPU: what of a sharded step is the GPU's and
 Settings of a run (`--activation_policy keep_linears`) replace those of the row.
 
 There are no other ranks: a gather copies this rank's own shard into each part of its output, a
-reduce-scatter keeps a part of its input, and an all-reduce changes nothing. So hooks, copies, memory
-and the work between gathers are those of a rank among `--world_size`, and waiting for a link or for
-another rank is left out: what a real run takes beyond this is communication. Losses mean nothing.
+reduce-scatter keeps a part of its input, and an all-reduce changes nothing. Every token is taken for one
+of those whose embedding is here. So hooks, copies, memory and the work between gathers are those of a
+rank among `--world_size`, and waiting for a link or for another rank is left out: what a real run takes
+beyond this is communication. Losses fall, and mean nothing else.
 
 With so few tokens that the GPU waits (`--context_length 64`), a step's time is what the host takes.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import os
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -35,6 +37,7 @@ from fsdp_qlora.config.flags import parse, typed_flags
 from fsdp_qlora.derived import with_choices
 from fsdp_qlora.dist import rank_device
 from fsdp_qlora.loading import read_config
+from fsdp_qlora.memory import vocabulary
 
 
 class Done:
@@ -56,6 +59,15 @@ def keep_own(output, input, op=None, group=None, async_op=False):
     return Done() if async_op else None
 
 
+def rows_for_all(own_rows, ids, local, first, in_pieces):
+    """Rows of an embedding for all ids, also those of other ranks.
+
+    With zeros for these, where a row begins with them, nothing would come to its first tokens, and what
+    a norm makes of the gradient of zeros grows from block to block until it is infinite.
+    """
+    return own_rows(first + ids % len(local), local, first, in_pieces)
+
+
 @contextmanager
 def rank_zero_of(world_size: int, device: torch.device):
     """A process group of so many ranks in which this process, rank 0, is alone."""
@@ -65,16 +77,17 @@ def rank_zero_of(world_size: int, device: torch.device):
                  reduce_scatter_tensor=keep_own, reduce_scatter_single=keep_own)
     stood_for = {name: function for name, function in names.items() if hasattr(dist, name)}
     before = {name: getattr(dist, name) for name in stood_for}
-    ours = fsdp_qlora.dist.gather_into, fsdp_qlora.dist.reduce_into
+    ours = fsdp_qlora.dist.gather_into, fsdp_qlora.dist.reduce_into, vocabulary.own_rows
     if device.type == "cuda": torch.cuda.set_device(device)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         for name, function in stood_for.items(): setattr(dist, name, function)
         fsdp_qlora.dist.gather_into, fsdp_qlora.dist.reduce_into = gather_own, keep_own
+        vocabulary.own_rows = partial(rows_for_all, ours[-1])
         yield
     finally:
         for name, function in before.items(): setattr(dist, name, function)
-        fsdp_qlora.dist.gather_into, fsdp_qlora.dist.reduce_into = ours
+        fsdp_qlora.dist.gather_into, fsdp_qlora.dist.reduce_into, vocabulary.own_rows = ours
         dist.destroy_process_group()
 
 
@@ -84,20 +97,21 @@ def settings_of(flags: list[str]) -> dict:
     return {name: getattr(config, name) for name in typed_flags(flags)}
 
 
-def run_row(name: str, options: argparse.Namespace) -> Row:
-    """Measure one row of speed_rows.py as a rank of `--world_size`."""
+def run_row(name: str, folder: str, options: argparse.Namespace, **changes) -> Row:
+    """Measure one row of speed_rows.py, with the model of a folder, as a rank of `--world_size`."""
     case = CASES[name]
-    folder = config_folder(options.model or case.model, options.layers)
-    changes = settings_of(options.settings)
+    changes |= settings_of(options.settings)
     if "gradient_accumulation_steps" in changes: changes["global_batch_size"] = AUTO
     if options.profile:
         changes |= dict(profile=True, active_steps=1, profiling_output=f"{options.profile}/{name}")
-    device = rank_device("auto")
+    config = case.config(folder, **changes)
+    device = rank_device(config.device)
     with rank_zero_of(options.world_size, device):
-        config = with_choices(case.config(folder, **changes), device)
+        config = with_choices(config, device)
         layers = read_config(folder).num_hidden_layers
         what = options.model.rsplit("/", 1)[-1] if options.model else name
         row = describe_run(config, f"{what}, one rank of {options.world_size}", layers, device)
+        row.peer = "one rank"
         measure(row, config, options, device, MemoryLimit(None))
         clean_up(device)
     blocks = layers * row.gradient_accumulation_steps
@@ -118,7 +132,8 @@ def main():
     parser.add_argument("--profile", help="folder for a trace and its table of each row")
     parser.add_argument("--results")
     options, options.settings = parser.parse_known_args()
-    for name in options.rows: run_row(name, options)
+    for name in options.rows:
+        run_row(name, config_folder(options.model or CASES[name].model, options.layers), options)
 
 
 if __name__ == "__main__":

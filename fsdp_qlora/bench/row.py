@@ -43,7 +43,7 @@ class Row:
     date: str
     status: str = "ok"
     error: str | None = None   # the first line of what went wrong
-    peer: str | None = None
+    peer: str | None = None    # another tool, or "one rank" without the others (benchmarks/one_rank.py)
     trained_offload: bool | None = None     # None: as the run chose by itself
     vocabulary_offload: bool | None = None  # None: as cpu_offload
     cuda_graphs: bool = False  # whether micro-batches were replayed

@@ -40,6 +40,27 @@ def test_every_row_of_the_table_is_a_configuration_with_a_target():
     with pytest.raises(ValueError, match="no row matches 9b"): chosen(["9b"], 1)
 
 
+def one_rank(folder: str, results: str):
+    """Rank 0 of two and of four, launched in this process, with half and a quarter of each weight."""
+    import one_rank
+    for world_size in (2, 4):
+        options = SimpleNamespace(steps=2, warmup=1, results=results, profile=None, model=None,
+                                  world_size=world_size, settings=["--gradient_accumulation_steps", "2"])
+        one_rank.run_row("8b_qlora_full_shard", folder, options, lr=1e-2, **SMALL)
+
+
+def test_one_rank_of_several_trains_alone_on_its_share(tmp_path):
+    from fsdp_qlora.bench.accuracy import compare
+    from fsdp_qlora.bench.row import read_rows
+    results = str(tmp_path / "rows.jsonl")
+    run_ranks(one_rank, 1, save_tiny(tmp_path / "tiny", num_hidden_layers=12), results, grouped=False)
+    rows = read_rows(results)
+    assert [(row.gpus, row.gradient_accumulation_steps, row.peer) for row in rows] == [
+        (2, 2, "one rank"), (4, 2, "one rank")]
+    assert all(row.loss_last < row.loss_first for row in rows)  # a gradient that is no number moves none
+    assert not compare(rows)
+
+
 def test_the_table_of_targets_is_what_the_rows_say():
     made = runpy.run_path(str(ROOT / "scripts/speed_page.py"))["table"]()
     assert made in (ROOT / "docs/performance.md").read_text(), "run: make -C docs speed"
