@@ -15,7 +15,7 @@ from .row import Row
 # Rows that constants were set on (scripts/fit_constants.py): they say nothing about accuracy, nor does
 # any other row of the same name.
 CALIBRATED_ON = (
-    "8B 2x8192 ddp recompute_all, 1 GPU",       # products, attention, passes, unpacking
+    "8B 2x8192 every block recomputed, 1 GPU",  # products, attention, passes, unpacking
     "8B 2x8192 ddp activation offload, 1 GPU",  # nothing kept on the GPU
     "70B width 8 layers 4x2048 ddp keep_linears, 1 GPU",
     "8B 4x2048 ddp 8-bit Adam, 1 GPU",          # an optimizer that is written here

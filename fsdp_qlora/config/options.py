@@ -244,7 +244,8 @@ class ShardingOptions:
     compile: bool | None = opt(None, "torch.compile of each decoder block; None = on a GPU")
     cuda_graphs: bool | None = opt(
         None, "replay forward and backward of a micro-batch without the host, which is much faster with "
-        "few tokens; None = on one GPU and in ddp, where it pays")
+        "few tokens; None = on one GPU and in ddp, where it pays; true also where weights are sharded, "
+        "with the collectives")
     deterministic: bool = opt(False, "bit-equal repeats on a GPU, at some speed")
 
 

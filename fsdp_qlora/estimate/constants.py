@@ -46,9 +46,9 @@ HOST_OPTIMIZER_PER_SECOND = 0.9e9  # weights per second and rank that the host's
 # Reserved but not used at the peak: holes that tensors leave which come and go. What stays between them
 # keeps holes apart, so it matters what blocks keep. Shares of what is in use in a block or the loss,
 SLACK_KEPT = 1.58       # where blocks keep more than their input,
-SLACK_INPUTS = 1.09     # where they keep that,
+SLACK_INPUTS = 1.2      # where they keep that,
 SLACK_MOVED = 0.311      # and where it waits on the host.
-SLACK_GATHERED = 1.09   # of what FSDP has gathered and frees; the two at the moment of the most
+SLACK_GATHERED = 1.05   # of what FSDP has gathered and frees; the two at the moment of the most
 
 CONTEXT_GIB = 0.5      # CUDA context and kernels
 NCCL_GIB = 0.4         # buffers of one NCCL communicator, where there are several ranks
