@@ -1,6 +1,8 @@
 """Batches of unlike ranks are filled up to one shape, and give the loss and gradient that they had."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,7 +17,8 @@ def filled_and_not(folder: str) -> dict:
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.data import collate, collate_packed
     from fsdp_qlora.dist import full_tensor, ranks_from_env
-    from fsdp_qlora.training.graphs import as_large_as_any, shape_of
+    from fsdp_qlora.sharding.prefetch import keep_gathered
+    from fsdp_qlora.training.graphs import as_large_as_any, shape_of, uses_graphs
     from fsdp_qlora.training.step import run_micro_batch
     rank, found = ranks_from_env().rank, {}
     (rows,) = tiny_rows(steps=1, rows_per_step=4)
@@ -29,6 +32,15 @@ def filled_and_not(folder: str) -> dict:
         for p in trainable_parameters(model).values(): p.grad = None
         found[name] = loss, gradient
     packed = collate_packed([rows[:2]] if rank else [rows[:3], rows[3:]], 0, pad_to=128)
+    reasons = {}
+    for flag in ("", "no_sync", "gather_once"):
+        asked = replace(config, compile=None, cuda_graphs=True, **{flag: True} if flag else {})
+        if flag == "gather_once": keep_gathered(model)
+        try:
+            reasons[flag] = uses_graphs(asked, model, torch.device("cuda"))
+        except ValueError as error:
+            reasons[flag] = str(error)
+    found["reasons"] = reasons, uses_graphs(config, model, torch.device("cuda"))
     return found | dict(shapes=[shape_of(as_large_as_any(b)) for b in (batch, packed)],
                         packed=(packed, as_large_as_any(packed)))
 
@@ -44,6 +56,14 @@ def test_filling_changes_neither_loss_nor_gradient(ranks):
         assert loss != 0
         torch.testing.assert_close(filled_loss, loss)
         torch.testing.assert_close(filled_gradient, gradient)
+
+
+def test_what_differs_between_micro_batches_is_not_replayed(ranks):
+    """Nor is a sharded model, unless it is asked for."""
+    asked, by_default = ranks[0]["reasons"]
+    assert asked[""] is True and by_default is False
+    assert "--cuda_graphs true: with --no_sync" in asked["no_sync"]
+    assert "--cuda_graphs true: --gather_once" in asked["gather_once"]
 
 
 def test_all_ranks_have_one_shape(ranks):
