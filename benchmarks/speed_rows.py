@@ -73,6 +73,10 @@ CASES = {
     "70b_qlora": Case(WIDE | dict(batch_size=2), 1_850, model=LLAMA_70B, gpus=(4,)),
     "70b_qlora_8x1": Case(WIDE | dict(batch_size=8), 1_850, model=LLAMA_70B, gpus=(4,)),
     "70b_qlora_fp8": Case(WIDE | dict(batch_size=2) | FP8, 2_450, model=LLAMA_70B, gpus=(4,)),
+    "70b_qlora_replayed": Case(WIDE | dict(batch_size=2, cuda_graphs=True), 1_850, model=LLAMA_70B,
+                               gpus=(4,)),
+    "70b_qlora_fp8_replayed": Case(WIDE | dict(batch_size=2, cuda_graphs=True) | FP8, 2_450,
+                                   model=LLAMA_70B, gpus=(4,)),
     "70b_qlora_fp8_4x2": Case(WIDE | dict(batch_size=4) | FP8, 2_450, model=LLAMA_70B, gpus=(4,)),
 }
 

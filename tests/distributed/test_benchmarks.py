@@ -2,7 +2,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import runpy
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -59,6 +62,26 @@ def test_one_rank_of_several_trains_alone_on_its_share(tmp_path):
         (2, 2, "one rank"), (4, 2, "one rank")]
     assert all(row.loss_last < row.loss_first for row in rows)  # a gradient that is no number moves none
     assert not compare(rows)
+
+
+def test_what_is_measured_on_several_gpus_exists():
+    from speed_rows import chosen
+
+    from fsdp_qlora.bench.grid import read_grid
+    stages = {2: "tests checkpoints replayed memory auto", 4: "replayed loading"}
+    for gpus, names in stages.items():
+        command = [ROOT / "benchmarks/several_gpus.sh", str(gpus), "rows", *names.split()]
+        lines = subprocess.run(command, env=os.environ | {"ECHO": "echo"}, capture_output=True,
+                               text=True, check=True).stdout.splitlines()
+        assert len(lines) >= len(names.split()) and not any("no stage" in line for line in lines)
+        for line in lines:
+            assert all((ROOT / word).exists() for word in line.split()
+                       if word.startswith(("benchmarks/", "tests/")))
+            if match := re.search(r"--grid (\S+) --only (.*) --warmup", line):
+                cells = [c for c in read_grid(ROOT / match[1]).cells if re.search(match[2], c.name)]
+                assert len(cells) >= 2 and {c.gpus for c in cells} == {gpus}
+            if match := re.search(r"speed_rows.py (.*) --steps", line):
+                assert chosen(match[1].split(), gpus)
 
 
 def test_the_table_of_targets_is_what_the_rows_say():
