@@ -34,7 +34,8 @@ PHASES = {
     "manifest": "fsdp_qlora.checkpoint.folder.write_text",
     "rename": "fsdp_qlora.checkpoint.folder.Path.rename",
     "prune": "fsdp_qlora.checkpoint.folder.shutil.rmtree",
-    "forward": "fsdp_qlora.adapters.lora.LoraLinear.forward", "optimizer": "torch.optim.AdamW.step",
+    "forward": "fsdp_qlora.adapters.lora.LoraLinear.forward",
+    "optimizer": "fsdp_qlora.training.step.step_if",
     "save": "fsdp_qlora.training.loop.save_trained",
     "export": "fsdp_qlora.training.trainer.save_trained"}
 MAIN_ONLY = ("manifest", "rename", "prune")  # what only rank 0 does
