@@ -23,7 +23,7 @@ from .config.options import BASE_QUANTS
 from .config.settings import opt
 from .redact import redact
 from .training.notice import told_at_end
-from .training.signals import EXIT_STOPPED, StopRequested, StopSignals, end_beside_write
+from .training.signals import EXIT_STOPPED, StopRequested, StopSignals, end_beside_threads
 from .training.terminal import outlive_terminal
 
 
@@ -54,7 +54,8 @@ def train_command(argv: list[str]):
     def in_a_rank(config: RunConfig):
         on_end = options.on_end if ranks_from_env().is_main else None
         outlive_terminal()
-        with StopSignals(config.stop_grace_seconds) as signals, told_at_end(on_end, config.output_dir):
+        with StopSignals(config.stop_grace_seconds) as signals, \
+                told_at_end(on_end, config.output_dir, signals.seconds_left):
             from .training.rank import train_rank  # takes seconds, which only ranks need
             train_rank(config, signals)
     run_on_ranks(config, "train", argv, in_a_rank)
@@ -125,7 +126,7 @@ def is_verbose(argv: list[str]) -> bool:
 def main(argv: list[str] | None = None) -> int:
     """Run a command; the exit code is 2 for a mistake, 75 if told to stop, 130 if at once."""
     code = run(list(sys.argv[1:] if argv is None else argv))
-    end_beside_write(code)
+    end_beside_threads(code)
     return code
 
 

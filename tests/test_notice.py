@@ -1,6 +1,8 @@
 """--on_end: a command of the user's hears once how a run ended, whatever becomes of it."""
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,7 @@ from fsdp_qlora.training.signals import StopRequested
 
 from .test_dryrun import folder  # noqa: F401  a model, rows and a recipe
 
+ROOT = Path(__file__).parents[1]
 WRITE = 'echo "$FSDP_QLORA_STATUS|$FSDP_QLORA_MESSAGE|$FSDP_QLORA_OUTPUT_DIR" >> '
 
 
@@ -37,6 +40,57 @@ def test_a_stop_that_was_asked_for_is_no_failure(tmp_path):
 def test_a_command_that_fails_warns_and_changes_nothing(capfd):
     with told_at_end("exit 3", "out"): pass
     assert "warning: the command of --on_end failed: exit code 3" in capfd.readouterr().err
+
+
+ENDS_AT_ONCE = """
+import os, signal, sys, time
+from fsdp_qlora.training import watchdog
+from fsdp_qlora.training.notice import told_at_end
+from fsdp_qlora.training.signals import StopRequested, StopSignals
+case, command = sys.argv[1:]
+with StopSignals(grace_seconds=0.5 if case == "not saved" else 1.5) as stop, \\
+        told_at_end(command, "out", stop.seconds_left):
+    stop.can_save, stop.missing = True, lambda: "rank 1" if case == "a rank is gone" else ""
+    if case == "stalled": watchdog.Watchdog(None, 600).end("the run has not moved")
+    if case == "before": stop.can_save = False
+    stop.stop("SIGTERM")
+    if case == "saved":
+        try: raise StopRequested("saved")
+        finally: print("left", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("case, code, told", [
+    ("saved", 1, "stopped|saved"),
+    ("not saved", 75, "stopped|stopped by SIGTERM: not saved within 0.5 s"),
+    ("before", 75, "stopped|stopped by SIGTERM before the first step"),
+    ("a rank is gone", 75, "stopped|stopped by SIGTERM: rank 1 does not answer"),
+    ("stalled", 70, "failed|error: the run has not moved")])
+def test_a_command_outlives_what_ends_the_run_at_once(tmp_path, case, code, told):
+    """A process that has saved ends by itself (1: this one's error), and is not said to have not."""
+    command = f"sleep 3; {WRITE}{tmp_path}/part; mv {tmp_path}/part {tmp_path}/told"
+    ended = subprocess.run([sys.executable, "-c", ENDS_AT_ONCE, case, command], cwd=ROOT, text=True,
+                           stdout=subprocess.DEVNULL, stderr=(tmp_path / "error").open("w"))
+    error = (tmp_path / "error").read_text()
+    assert ended.returncode == code and ("not saved" in error) == (case == "not saved"), error
+    assert "--on_end" not in error  # no warning
+    for _ in range(600):
+        if (tmp_path / "told").exists(): break
+        time.sleep(0.1)
+    (line,) = (tmp_path / "told").read_text().splitlines()
+    assert line.startswith(told)
+
+
+def test_a_command_without_end_is_ended_with_all_it_started(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("fsdp_qlora.training.notice.PATIENCE_S", 0.5)
+    with told_at_end(f"(sleep 600; true) & echo $! > {tmp_path}/process; wait", "out"): pass
+    assert "the command of --on_end failed: no end within 0.5 s" in capfd.readouterr().err
+    stat = Path(f"/proc/{(tmp_path / 'process').read_text().strip()}/stat")
+    for _ in range(100):
+        if not stat.exists() or ") Z " in stat.read_text(): break
+        time.sleep(0.1)
+    else: raise AssertionError("its process lives")
 
 
 def test_secrets_of_an_error_are_not_passed_on(tmp_path):

@@ -10,6 +10,7 @@ Pure: no torch, so that the command line can name the exit code.
 """
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -24,6 +25,10 @@ EXIT_STOPPED = 75    # EX_TEMPFAIL of sysexits.h: the same command goes on later
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 LOOK_SECONDS = 0.5
 SAME_SECONDS = 2     # a terminal and the launcher both pass one Ctrl-C on to a rank
+OWN_THREADS = ("checkpoint", "watchdog", "looking")  # which speak to the ranks' store
+# Told (status, message) by what ends the process at once, from any thread.
+LAST_WORDS: list[Callable[[str, str], None]] = []
+ENDING = threading.Lock()  # of the thread that ends the process
 
 
 class StopRequested(Exception):
@@ -112,6 +117,11 @@ class StopSignals:
         """Whether this rank was told to stop."""
         return self.asked_by is not None
 
+    def seconds_left(self) -> float:
+        """Until `insist` ends the process; infinity if nobody has asked."""
+        if not self.is_asked(): return math.inf
+        return self.asked_at + self.grace_seconds - time.monotonic()
+
 
 def is_ignored(number: signal.Signals) -> bool:
     """Whether who started this process keeps a terminal's signal from it, as nohup does.
@@ -122,12 +132,13 @@ def is_ignored(number: signal.Signals) -> bool:
     return of_terminal and signal.getsignal(number) == signal.SIG_IGN
 
 
-def end_beside_write(code: int):
-    """End this process now if a checkpoint is still being written: an error does not wait for it.
+def end_beside_threads(code: int):
+    """End this process now if one of its threads may be in C++: an error does not wait for a write, and
+    a store whose process is frozen does not answer.
 
     Python would end that thread by unwinding it through C++, which aborts the process.
     """
-    if all(thread.name != "checkpoint" for thread in threading.enumerate()): return
+    if all(thread.name not in OWN_THREADS for thread in threading.enumerate()): return
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, AttributeError): stream.flush()  # closed, or there is none
     os._exit(code)
@@ -135,5 +146,16 @@ def end_beside_write(code: int):
 
 def end(message: str):
     """End this process from any thread, also where nobody reads any more."""
-    with suppress(OSError): print(message, file=sys.stderr, flush=True)
-    os._exit(EXIT_STOPPED)
+    end_at_once(EXIT_STOPPED, message, "stopped")
+
+
+def end_at_once(code: int, message: str, status: str = "failed", is_said: bool = False):
+    """End this process: the message is printed unless somebody has, and --on_end is told.
+
+    A second thread that wants to end it has nothing to add, and waits here.
+    """
+    ENDING.acquire()
+    with suppress(OSError):
+        if not is_said: print(message, file=sys.stderr, flush=True)
+    for tell in list(LAST_WORDS): tell(status, message)
+    os._exit(code)

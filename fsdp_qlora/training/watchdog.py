@@ -8,7 +8,6 @@ printed once, and the run ends, to go on from its last checkpoint.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 import time
@@ -17,12 +16,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from ..meeting import Board
-from .signals import StopRequested
+from .signals import StopRequested, end_at_once
 
 EXIT_STALLED = 70         # EX_SOFTWARE of sysexits.h
 INNERMOST = 5             # frames of a stack that tell whether it waits in a collective
 WITHOUT_STORE_SECONDS = 30  # the store may be in the process that is frozen
 OVER = "over"             # the phase of a rank that is done
+END_SECONDS = 2           # in which a thread ends whose store answers
 GONE_LOOKS = 16           # that meet no new beat: one comes every second, a look (signals.py) every half
 
 
@@ -36,7 +36,7 @@ class Watchdog:
         self.phase, self.count, self.moved = "start", 0, time.monotonic()
         self.is_paused, self.is_over, self.looked = False, threading.Event(), time.monotonic()
         self.seen: dict[int, tuple[str | None, int]] = {}  # a rank's last beat, and the looks since
-        self.telling = threading.Lock()
+        self.last = OVER          # the phase of the last beat
 
     def mark(self, phase: str | None = None):
         """The main thread is at a new place; ranks count alike."""
@@ -47,19 +47,19 @@ class Watchdog:
     def watching(self) -> Iterator[Watchdog]:
         """Watch for the life of the block. A rank that fails in it counts as gone, it saves no more."""
         self.mark()
-        if self.seconds:
-            self.post_beat()
-            for body in (self.watch, self.guard):
-                threading.Thread(target=body, name="watchdog", daemon=True).start()
-        last = OVER
+        threads = [threading.Thread(target=body, name="watchdog", daemon=True)
+                   for body in (self.watch, self.guard) if self.seconds]
+        if self.seconds: self.post_beat()
+        for thread in threads: thread.start()
         try:
             yield self
         except BaseException as error:
-            if not isinstance(error, StopRequested): last = self.phase
+            if not isinstance(error, StopRequested): self.last = self.phase
             raise
         finally:
             self.is_over.set()
-            with suppress(RuntimeError): self.post_beat(last)
+            # As in `StopSignals`: Python aborts a process that ends while one asks the store.
+            for thread in threads: thread.join(END_SECONDS)
 
     def missing(self) -> str:
         """Which other rank is not done and has told nothing new in GONE_LOOKS looks; empty if none.
@@ -92,12 +92,16 @@ class Watchdog:
     # ---- in the threads ----
 
     def watch(self):
-        """Tell the others where this rank is, and look for a stall."""
+        """Tell the others where this rank is, and look for a stall.
+
+        The last beat is told here too: the main thread would wait for a store that does not answer.
+        """
         while not self.is_over.wait(min(1.0, self.seconds / 4)):
             with suppress(RuntimeError):  # the store is closing, or frozen: `guard` sees that
                 self.post_beat()
                 if self.is_stalled(): self.look_around()
                 self.looked = time.monotonic()
+        with suppress(RuntimeError): self.post_beat(self.last)
 
     def guard(self):
         """The store does not answer: its process is the one that is frozen."""
@@ -127,13 +131,12 @@ class Watchdog:
         if self.board.claim("verdict"):
             self.end(verdict(self.seconds, told, {r: self.beat(r) for r in frozen}))
         time.sleep(self.grace)
-        os._exit(EXIT_STALLED)
+        end_at_once(EXIT_STALLED, stalled(self.seconds), is_said=True)
 
     def post_beat(self, last: str | None = None):
         """Tell that this rank lives, and where it is; nothing more after the `last` one."""
-        with self.telling:
-            if self.is_over.is_set() and last is None: return
-            self.board.post("beat", json.dumps([self.count, last or self.phase, time.time()]))
+        if self.is_over.is_set() and last is None: return
+        self.board.post("beat", json.dumps([self.count, last or self.phase, time.time()]))
 
     def beat(self, rank: int) -> list:
         """(count, phase, time) that a rank last told."""
@@ -141,8 +144,7 @@ class Watchdog:
 
     def end(self, message: str):
         """Say it and end this rank; the launcher ends the others."""
-        print(f"error: {message}", file=sys.stderr, flush=True)
-        os._exit(EXIT_STALLED)
+        end_at_once(EXIT_STALLED, f"error: {message}")
 
 
 def waits(stack: list[traceback.FrameSummary]) -> bool:
@@ -154,12 +156,17 @@ def verdict(seconds: float, told: dict[int, list], frozen: dict[int, list]) -> s
     """Who holds up the run: `told` has (count, phase, waits, stack) of ranks, `frozen` the last beat."""
     if frozen:
         places = ", ".join(f"rank {r} (last seen at {phase})" for r, (_, phase, _) in frozen.items())
-        return f"the run has not moved for {seconds:g} s: no answer from {places}"
+        return f"{stalled(seconds)}: no answer from {places}"
     outside = {r: t for r, t in told.items() if not t[2]} or told
     behind = min(t[0] for t in outside.values())
     guilty = {r: t for r, t in outside.items() if t[0] == behind}
     if len(guilty) == len(told) > 1:
-        return (f"the run has not moved for {seconds:g} s: all ranks wait at {told[0][1]}, so it is "
+        return (f"{stalled(seconds)}: all ranks wait at {told[0][1]}, so it is "
                 f"the network or a GPU; rank 0 is at\n{told[0][3]}")
-    return "\n".join(f"the run has not moved for {seconds:g} s: the others wait for rank {r} at "
-                     f"{phase}, which is here:\n{stack}" for r, (_, phase, _, stack) in guilty.items())
+    return "\n".join(f"{stalled(seconds)}: the others wait for rank {r} at {phase}, "
+                     f"which is here:\n{stack}" for r, (_, phase, _, stack) in guilty.items())
+
+
+def stalled(seconds: float) -> str:
+    """What is wrong, without who is to blame."""
+    return f"the run has not moved for {seconds:g} s"

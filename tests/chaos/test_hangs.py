@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -77,5 +78,6 @@ def test_a_rank_counts_as_gone_after_so_many_looks_without_a_beat_unless_it_stop
         other = Watchdog(Board(store, 1, 2), stall_seconds=60)
         with suppress(ValueError, StopRequested), other.watching():
             if error: raise error
+        assert "watchdog" not in [thread.name for thread in threading.enumerate()], "they may speak yet"
         other.post_beat()  # as its thread may, which was about to
         assert [mine.missing() for _ in range(GONE_LOOKS + 1)][-1] == gone, error

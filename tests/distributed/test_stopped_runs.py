@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from fsdp_qlora.config import RunConfig
+from fsdp_qlora.dist import free_port
 from fsdp_qlora.training.launch import how_to_launch
 from fsdp_qlora.training.signals import STOP_SIGNALS, StopSignals
 from fsdp_qlora.training.terminal import outlive_terminal
@@ -55,15 +56,15 @@ def flags_of(folder: str, rows: str, out: Path) -> list[str]:
             "--lora_rank", "2", "--num_epochs", "1000000", "--output_dir", str(out)]
 
 
-def endless_run(folder: str, rows: str, out: Path, world_size: int, prepare=None, terminal=None
-                ) -> subprocess.Popen:
+def endless_run(folder: str, rows: str, out: Path, world_size: int, prepare=None, terminal=None,
+                more: tuple[str, ...] = ()) -> subprocess.Popen:
     """train.py after its first steps; `prepare` is called in its process before it begins.
 
-    terminal: the two ends of one, for what it prints.
+    terminal: the two ends of one, for what it prints. more: flags.
     """
     theirs = terminal[1] if terminal else subprocess.PIPE
     command = [sys.executable, "train.py", *flags_of(folder, rows, out), "--world_size", str(world_size),
-               "--log_to", "stdout", "--log_every", "1"]
+               "--log_to", "stdout", "--log_every", "1", *more]
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     run = subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdin=terminal and theirs,
                            stdout=theirs, stderr=theirs, preexec_fn=prepare or listen_to_ctrl_c,
@@ -195,6 +196,44 @@ sys.exit(75)
 """
 
 
+STORE = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore("localhost", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+print("up", flush=True)
+sys.stdin.read()
+"""
+WATCHED = """
+import atexit, os, signal, sys, time
+from torch.distributed import TCPStore
+from fsdp_qlora import cli
+from fsdp_qlora.meeting import Board
+from fsdp_qlora.training import watchdog
+port, other = map(int, sys.argv[1:])
+def stalled(argv):
+    mine = watchdog.Watchdog(Board(TCPStore("localhost", port), 0, 2), 0.1)
+    mine.grace, watchdog.END_SECONDS = 0, 0.2
+    os.kill(other, signal.SIGSTOP)
+    atexit.register(os.kill, other, signal.SIGCONT)  # the answers come as Python ends
+    with mine.watching(): time.sleep(1)
+    raise ValueError("wrong")
+cli.COMMANDS["train"] = stalled
+sys.exit(cli.main(["train"]))
+"""
+
+
+def test_a_store_that_is_frozen_as_a_run_ends_does_not_abort_it():
+    port = free_port()
+    with subprocess.Popen([sys.executable, "-c", STORE, str(port)], text=True, stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE) as store:
+        try:
+            assert store.stdout.readline() == "up\n"
+            ended = subprocess.run([sys.executable, "-c", WATCHED, str(port), str(store.pid)], cwd=ROOT,
+                                   capture_output=True, text=True, timeout=SECONDS)
+        finally: store.kill()
+    assert ended.returncode == 2 and "error: wrong" in ended.stderr, ended
+
+
 def test_a_look_for_other_ranks_does_not_abort_a_process_that_ends():
     """With looks one after another; without the wait for the last one it did five times of six."""
     ended = [subprocess.run([sys.executable, "-c", STOPPED], cwd=ROOT, capture_output=True, text=True)
@@ -284,7 +323,9 @@ def test_ranks_end_where_their_launcher_is_killed(folder, rows, tmp_path):
 
 def test_a_stop_is_not_waited_for_where_a_rank_is_gone(folder, rows, tmp_path):
     """As after torchrun's SIGTERM to what a killed rank leaves; a frozen one answers as little."""
-    run = endless_run(folder, rows, tmp_path, 2)
+    told = tmp_path / "told"
+    run = endless_run(folder, rows, tmp_path, 2,
+                      more=("--on_end", f'echo "$FSDP_QLORA_STATUS $FSDP_QLORA_MESSAGE" >> {told}'))
     ranks = ranks_of(run)
     os.kill(ranks[1], signal.SIGSTOP)
     os.kill(ranks[0], signal.SIGTERM)
@@ -292,6 +333,7 @@ def test_a_stop_is_not_waited_for_where_a_rank_is_gone(folder, rows, tmp_path):
     os.kill(ranks[1], signal.SIGKILL)
     code, error, _ = end_of(run)
     assert code == 75 and "stopped by SIGTERM: rank 1 does not answer" in error, error
+    assert told.read_text().startswith("stopped stopped by SIGTERM: rank 1 does not answer")
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
