@@ -260,3 +260,22 @@ def test_a_missing_package_names_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.import_module", without_datasets)
     with pytest.raises(ValueError, match=r"needs the package datasets; .*fsdp_qlora\[data\]"):
         read_rows("alpaca")
+
+
+TURNS = [dict(role="user", content="a"), dict(role="assistant", content="b")]
+
+
+@pytest.mark.parametrize("record, fault", [
+    (dict(prompt="a", chosen="b", rejected="c"), "rename chosen to completion"),
+    (dict(chosen=TURNS, rejected=TURNS), "to messages where it is a whole conversation"),
+    (dict(prompt="a", completion="b", label=False), "'label' is false.*not wanted.*drop such rows"),
+    (dict(prompt=TURNS[:1], completion=TURNS[1:], label=False), "'label' is false")])
+def test_answers_that_are_not_wanted_are_not_trained(record, fault):
+    with pytest.raises(ValueError, match=f"^f:3: .*{fault}"): row_from_record(record, "f:3")
+
+
+@pytest.mark.parametrize("record", [
+    dict(messages=TURNS, prompt="a", chosen=TURNS, rejected=TURNS),  # as UltraFeedback has them
+    dict(prompt="a", completion="b", label=True), dict(prompt="a", completion="b", label=0)])
+def test_preference_data_that_holds_plain_rows_too_is_trained_on(record):
+    assert row_from_record(record, "f:3").messages == TURNS

@@ -51,6 +51,10 @@ def row_from_record(record: dict, source: str) -> Row:
                          f"found {type(record).__name__}")
     for keys, build in FORMATS:
         if all(key in record for key in keys): return build(record, source, *keys)
+    if {"chosen", "rejected"} <= record.keys():
+        raise ValueError(f"{source}: chosen and rejected answers are for preference optimisation, which "
+                         "is not done here (TRL does it); to train on the chosen ones alone, rename "
+                         "chosen to completion, or to messages where it is a whole conversation")
     accepted = "; ".join(" + ".join(keys) for keys, _ in FORMATS)
     raise ValueError(f"{source}: keys {', '.join(map(str, record)) or '(none)'} fit no format; "
                      f"rename them to one of: {accepted}")
@@ -70,6 +74,9 @@ def _chat(record: dict, source: str, key: str) -> Row:
 
 
 def _prompt(record: dict, source: str, prompt_key: str, answer_key: str) -> Row:
+    if record.get("label") is False:  # "unpaired preference" of TRL's formats, linked above
+        raise ValueError(f"{source}: 'label' is false, as for an answer that is not wanted (KTO), and "
+                         "every answer is trained here; drop such rows, or the key if it means more")
     if isinstance(record[prompt_key], list):
         answer = record[answer_key]
         completion = (_messages(record, source, answer_key) if isinstance(answer, list)
