@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
   python3 benchmarks/random_checkpoint.py meta-llama/Llama-3.1-8B "$folder"
 for compile in false true; do
   for strategy in full_shard shard_grad_op ddp; do
-    torchrun --nproc_per_node "$gpus" -m fsdp_qlora.cli bench --model_name "$folder" \
+    python3 -m fsdp_qlora.cli bench --world_size "$gpus" --model_name "$folder" \
       --sharding_strategy $strategy --batch_size 2 --context_length 2048 --lora_dropout 0 --lr 1e-4 \
       --compile $compile --steps 17 --warmup 3 --results "$results" \
       --row_name "8B 2x2048 $strategy compile=$compile" 2>&1 | grep -v -i warn

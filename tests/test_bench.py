@@ -75,6 +75,20 @@ def test_what_auto_measured_is_kept_though_the_bench_is_cut_off(grid, tmp_path, 
     assert [(r.name, r.status) for r in read_rows(results)] == [("none fits", "error"), ("auto", "ok")]
 
 
+@pytest.mark.parametrize("flags", [["--grid", "GRID"], ["--model_name", "llama-2-7b"]])
+def test_a_bench_is_not_for_torchruns_ranks(grid, tmp_path, monkeypatch, capfd, flags):
+    """Each would measure on the GPUs of the others."""
+    monkeypatch.setattr("fsdp_qlora.cli.tell_other_ranks", lambda line: None)
+    for name, value in dict(RANK=1, LOCAL_RANK=1, WORLD_SIZE=4, LOCAL_WORLD_SIZE=2).items():
+        monkeypatch.setenv(name, str(value))
+    results = tmp_path / "rows.jsonl"
+    flags = [str(grid) if flag == "GRID" else flag for flag in flags]
+    assert main(["bench", *flags, "--results", str(results)]) == 2
+    error = capfd.readouterr().err
+    assert "error (rank 1): bench starts its ranks itself" in error and "--world_size" in error
+    assert not results.exists()
+
+
 @pytest.mark.parametrize("path", GRIDS, ids=lambda p: p.stem)
 def test_every_shipped_grid_can_be_run(path):
     grid = read_grid(path)

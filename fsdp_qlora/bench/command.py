@@ -47,6 +47,7 @@ def bench_command(argv: list[str]):
     config, options = parse(argv, BenchOptions, prog="fsdp-qlora bench")
     check_options(options)
     how = How(options.steps, options.warmup, options.together, options.cell_minutes)
+    if not (options.report or options.jobs): check_starts_ranks()
     if options.report: print_report(options)
     elif options.jobs: measure_jobs(config, options.jobs, argv, how)
     elif options.grid: measure_grid(read_grid(options.grid), options, how)
@@ -67,6 +68,14 @@ def check_options(options: BenchOptions):
     for name in ("against", "picture", "accuracy"):
         if getattr(options, name) and not options.report:
             raise ValueError(f"--{name} goes with --report")
+
+
+def check_starts_ranks():
+    """Each of several ranks would start ranks of its own, on the same GPUs."""
+    from ..dist import launched, ranks_from_env
+    if not launched() or (started := ranks_from_env().world_size) == 1: return
+    raise ValueError(f"bench starts its ranks itself, on one machine, and torchrun started {started} of "
+                     "it; run it without torchrun: on all GPUs, or on as many as --world_size says")
 
 
 def measure_jobs(config: RunConfig, folder: str, argv: list[str], how: How):
