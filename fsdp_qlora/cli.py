@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from . import __version__
 from .bench.command import bench_command
@@ -18,7 +18,7 @@ from .commands.doctor import doctor_command
 from .commands.guide import GUIDE
 from .commands.reporting import report_command
 from .config import RunConfig
-from .config.flags import Parser, boolean, parse, parse_own, with_named_words
+from .config.flags import Parser, boolean, given_settings, parse, parse_own, with_named_words
 from .config.options import BASE_QUANTS
 from .config.settings import opt
 from .redact import redact
@@ -64,7 +64,8 @@ def train_command(argv: list[str]):
 @dataclass
 class GenerateOptions:
     """Generate"""
-    adapter_folder: str | None = opt(None, "adapter folder that training saved; also as the first word",
+    adapter_folder: str | None = opt(None, "adapter folder that training saved; also as the first word; "
+                                     "the model is its own without --model_name",
                                      example="output/adapter")
     prompt: str = opt("", "what the user says")
     max_new_tokens: int = opt(128, "longest answer", unit="tokens")
@@ -76,6 +77,11 @@ def generate_command(argv: list[str]):
     """Answer a prompt with a base model and an adapter."""
     argv = with_named_words(argv, "adapter_folder")
     config, options = parse(argv, GenerateOptions, prog="fsdp-qlora generate")
+    if options.adapter_folder and "model_name" not in (given := given_settings(argv)):
+        from .export.adapter_folder import base_of
+        name, revision = base_of(options.adapter_folder)
+        config = replace(config, model_name=name,
+                         revision=config.revision if "revision" in given else revision)
     from .commands.generate import answer
     answer(config, options)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_ranks
+from tests.tiny import reference_model
 from tests.tokenizers import save_chat_model
 
 ROOT = Path(__file__).parents[2]
@@ -106,3 +107,17 @@ def test_generate_answers_with_the_adapter(folder, tmp_path):
         code = main(["generate", "--model_name", folder, "--prompt", "hello", "--max_new_tokens", "3",
                      "--device", "cpu", "--base_quant", "nf4"])
     assert code == 0 and out.getvalue().strip()
+
+
+def test_generate_without_a_model_takes_that_of_the_adapter(folder, tmp_path, capfd):
+    from fsdp_qlora.cli import main
+    reference_model(folder, "lora").save_pretrained(tmp_path / "adapter")
+    ask = ["generate", str(tmp_path / "adapter"), "--prompt", "hi", "--max_new_tokens", "3", "--device",
+           "cpu", "--base_quant", "none"]
+    answers = []
+    for argv in (ask, [*ask, "--model_name", folder]):
+        assert main(argv) == 0
+        answers.append(capfd.readouterr().out)
+    assert answers[0] == answers[1] and answers[0].strip()
+    assert main([*ask, "--model_name", "nowhere/x"]) == 2
+    assert "--model_name nowhere/x" in capfd.readouterr().err
