@@ -16,6 +16,7 @@ from fsdp_qlora.training.graphs import (
     why_no_graphs,
     with_steady_borders,
 )
+from fsdp_qlora.training.prepare import check_graphs
 from tests.tiny import save_tiny
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -48,6 +49,23 @@ def test_on_a_cpu_graphs_are_refused_only_if_asked_for(tmp_path):
     with pytest.raises(ValueError, match="--cuda_graphs true: there is no GPU; leave it out"):
         uses_graphs(config, model, CPU)
     assert not uses_graphs(RunConfig(model_name=config.model_name), model, CPU)
+
+
+def test_a_step_whose_last_micro_batch_differs_is_refused_before_weights_are_read(tmp_path, monkeypatch):
+    """Where they are split; the graphs themselves see it once the model is sharded."""
+    folder = save_tiny(tmp_path)
+    model, _ = planned_model(RunConfig(model_name=folder, lora_rank=2), CPU)
+    def refused(**settings) -> str:
+        config = RunConfig(model_name=folder, cuda_graphs=True, **settings)
+        try: check_graphs(config, model, GPU)
+        except ValueError as error: return str(error)
+        return ""
+    cases = [dict(no_sync=True), dict(gather_once=True), dict(no_sync=True, sharding_strategy="ddp"), {}]
+    for world_size, found in (("1", ["", "", "", ""]), ("2", ["--no_sync", "--gather_once", "", ""])):
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+        for settings, flag in zip(cases, found, strict=True):
+            assert flag in refused(**settings) and bool(flag) == bool(refused(**settings)), settings
 
 
 @pytest.mark.parametrize("settings, flag", [

@@ -13,7 +13,15 @@ from ..dist import print_main, process_group, rank_device, ranks_from_env
 from ..export import trained_bytes
 from ..observe.trackers import check_trackers
 from .lock import sole_run_in
-from .prepare import check_device, check_layout, check_places, check_rows, load_data, run_tokenizer
+from .prepare import (
+    check_device,
+    check_graphs,
+    check_layout,
+    check_places,
+    check_rows,
+    load_data,
+    run_tokenizer,
+)
 from .signals import StopSignals
 from .trainer import train
 
@@ -33,6 +41,7 @@ def train_rank(config: RunConfig, signals: StopSignals | None = None):
     data = load_data(config, tokenizer)
     model, _ = planned_model(config, device)  # a wrong one is found before ranks wait
     check_layout(config, model)
+    check_graphs(config, model, device)
     check_rows(config, data, model.config)
     if is_main: check_places(config, trained_bytes(model) * (1 + config.changes_base))
     with sole_run_in(config.output_dir) if is_main else nullcontext(), \

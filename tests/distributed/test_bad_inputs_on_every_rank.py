@@ -131,7 +131,8 @@ def test_what_the_blocks_or_ranks_do_not_allow_leaves_an_earlier_run_where_it_is
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "metrics.jsonl").write_text('{"kind": "step"}\n')
     model, data = save_model(tmp_path / "model"), save_rows(tmp_path / "rows.jsonl")
-    mistakes = [["--activation_policy", "recompute_all:3"], ["--sharding_strategy", "hybrid_full_shard"]]
+    mistakes = [["--activation_policy", "recompute_all:3"], ["--sharding_strategy", "hybrid_full_shard"],
+                ["--cuda_graphs", "true"]]
     assert_refused_everywhere([arguments(model, data, tmp_path / "out", *flags) for flags in mistakes],
                               mistakes)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["metrics.jsonl"]
