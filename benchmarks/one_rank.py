@@ -132,6 +132,11 @@ def main():
     parser.add_argument("--profile", help="folder for a trace and its table of each row")
     parser.add_argument("--results")
     options, options.settings = parser.parse_known_args()
+    if unknown := [name for name in options.rows if name not in CASES]:
+        parser.error(f"no row is named {', '.join(unknown)}; there are {', '.join(CASES)}")
+    for flag, least in (("world_size", 2), ("steps", 1), ("warmup", 0)):
+        if (given := getattr(options, flag)) < least:
+            parser.error(f"--{flag} must be {least} or more, got {given}")
     for name in options.rows:
         run_row(name, config_folder(options.model or CASES[name].model, options.layers), options)
 

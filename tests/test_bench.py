@@ -227,6 +227,8 @@ def test_a_report_says_nothing_of_what_no_row_measured(tmp_path, capsys):
     (["--grid", "none.yaml"], "--grid none.yaml: No such file"),
     (["--report", "none.jsonl"], "none.jsonl: No such file"),
     (["--against", "x.jsonl"], "--against goes with --report"),
+    (["--only", "8B"], "--only 8B names cells of a grid; give --grid too"),
+    (["--grid", str(GRIDS[0]), "--only", "("], r"--only \(: missing \), unterminated"),
     (["--together", "0"], "--together must be 1 or more"),
     (["--gpu_memory_gib=-3"], "--gpu_memory_gib must be above 0"),
     (["--grid", str(GRIDS[0]), "--only", "nothing like it"], "no cell of .* is named so")])

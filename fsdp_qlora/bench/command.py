@@ -68,6 +68,14 @@ def check_options(options: BenchOptions):
     for name in ("against", "picture", "accuracy"):
         if getattr(options, name) and not options.report:
             raise ValueError(f"--{name} goes with --report")
+    if not options.only: return
+    if not options.grid:
+        raise ValueError(f"--only {options.only} names cells of a grid; give --grid too")
+    try:
+        re.compile(options.only)
+    except re.error as error:
+        raise ValueError(f"--only {options.only}: {error}; it is a regular expression: write a "
+                         "backslash before a sign that is meant as it stands") from error
 
 
 def check_starts_ranks():

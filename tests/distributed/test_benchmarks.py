@@ -52,6 +52,18 @@ def one_rank(folder: str, results: str):
         one_rank.run_row("8b_qlora_full_shard", folder, options, lr=1e-2, **SMALL)
 
 
+@pytest.mark.parametrize("argv, fault", [
+    (["9b"], "no row is named 9b; there are 8b_qlora"),
+    (["8b_qlora_full_shard", "--world_size", "1"], "--world_size must be 2 or more, got 1"),
+    (["8b_qlora_full_shard", "--steps", "0"], "--steps must be 1 or more, got 0")])
+def test_one_rank_says_what_it_is_not_for(argv, fault, monkeypatch, capsys):
+    import one_rank
+    monkeypatch.setattr(sys, "argv", ["one_rank.py", *argv])
+    monkeypatch.setattr(one_rank, "run_row", lambda *_: None)
+    with pytest.raises(SystemExit): one_rank.main()
+    assert fault in capsys.readouterr().err
+
+
 def test_one_rank_of_several_trains_alone_on_its_share(tmp_path):
     from fsdp_qlora.bench.accuracy import compare
     from fsdp_qlora.bench.row import read_rows
