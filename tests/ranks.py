@@ -8,8 +8,11 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import queue
+import signal
+import time
 import traceback
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import torch
 
@@ -24,8 +27,23 @@ def run_ranks(function, world_size: int, *args, timeout: float = 300, grouped: b
               device: str = "cpu") -> list:
     """`function(*args)` on every rank; the results by rank. Raises if any rank failed.
 
-    `grouped` makes the process group; without it the function meets the world as train.py does.
+    `grouped` makes the process group; without it the function meets the world as train.py does. Ranks
+    of which one has crashed (SIGSEGV) are started once more.
     """
+    for tries_left in (1, 0):
+        outcomes, codes = _outcomes(function, world_size, args, timeout, grouped, device)
+        # A thread of torch's gloo has crashed in malloc, once in thousands of spawns (docs/LOG.md).
+        if -signal.SIGSEGV not in codes.values() or not tries_left: break
+        print("a rank crashed; the ranks start once more")
+    missing = {rank: code for rank, code in codes.items() if rank not in outcomes}
+    assert not missing, f"no result; exit codes by rank: {missing}"
+    failures = [f"rank {r}:\n{v}" for r, (ok, v) in sorted(outcomes.items()) if not ok]
+    assert not failures, "\n".join(failures)
+    return [_unpacked(outcomes[r][1]) for r in range(world_size)]
+
+
+def _outcomes(function, world_size, args, timeout, grouped, device) -> tuple[dict, dict]:
+    """By rank: whether it ended well with what it returned or its error, and its exit code."""
     # A forked process can't use CUDA once the imports have touched the driver.
     on_gpu_machine = torch.cuda.device_count() > 0
     context = multiprocessing.get_context("spawn" if on_gpu_machine else "forkserver")
@@ -34,15 +52,21 @@ def run_ranks(function, world_size: int, *args, timeout: float = 300, grouped: b
     shared = (world_size, port, results, function, args, grouped, device)
     ranks = [context.Process(target=_rank, args=(rank, *shared)) for rank in range(world_size)]
     for process in ranks: process.start()
-    try:
-        collected = dict(results.get(timeout=timeout) for _ in ranks)
-    finally:
-        for process in ranks:
-            process.join(timeout=20)
-            process.kill()
-    failures = [f"rank {r}:\n{v}" for r, (ok, v) in sorted(collected.items()) if not ok]
-    assert not failures, "\n".join(failures)
-    return [_unpacked(collected[r][1]) for r in range(world_size)]
+    outcomes: dict[int, tuple] = {}
+    deadline = time.monotonic() + timeout
+    while len(outcomes) < world_size and time.monotonic() < deadline:
+        # What a rank that has ended said may still be on its way.
+        ended = all(p.exitcode is not None for r, p in enumerate(ranks) if r not in outcomes)
+        with suppress(queue.Empty):
+            rank, outcome = results.get(timeout=2)
+            outcomes[rank] = outcome
+            continue
+        if ended: break
+    for process in ranks:
+        process.join(timeout=20)
+        process.kill()
+        process.join(timeout=20)
+    return outcomes, {rank: process.exitcode for rank, process in enumerate(ranks)}
 
 
 def _rank(rank, world_size, port, results, function, args, grouped, device):
