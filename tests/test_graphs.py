@@ -10,13 +10,13 @@ from fsdp_qlora.config.run import graphs_pay
 from fsdp_qlora.data import collate, collate_packed
 from fsdp_qlora.memory.tiles import apply_tiled_mlp
 from fsdp_qlora.training.graphs import (
+    check_graphs,
     shape_of,
     steady_padding,
     uses_graphs,
     why_no_graphs,
     with_steady_borders,
 )
-from fsdp_qlora.training.prepare import check_graphs
 from tests.tiny import save_tiny
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -39,8 +39,9 @@ def test_a_model_that_no_graph_can_hold_is_named(family, settings, reason, tmp_p
     config = RunConfig(model_name=save_tiny(tmp_path, family, **window), lora_rank=2, **settings)
     model, _ = planned_model(config, CPU)
     apply_tiled_mlp(model, config.mlp_tiles, ["recompute_all"] * 2)
-    assert reason in why_no_graphs(model, GPU) and bool(reason) == bool(why_no_graphs(model, GPU))
-    assert why_no_graphs(model, CPU)
+    found = why_no_graphs(config, model, GPU)
+    assert reason in found and bool(reason) == bool(found)
+    assert why_no_graphs(config, model, CPU)
 
 
 def test_on_a_cpu_graphs_are_refused_only_if_asked_for(tmp_path):
@@ -52,7 +53,7 @@ def test_on_a_cpu_graphs_are_refused_only_if_asked_for(tmp_path):
 
 
 def test_a_step_whose_last_micro_batch_differs_is_refused_before_weights_are_read(tmp_path, monkeypatch):
-    """Where they are split; the graphs themselves see it once the model is sharded."""
+    """Where they are split."""
     folder = save_tiny(tmp_path)
     model, _ = planned_model(RunConfig(model_name=folder, lora_rank=2), CPU)
     def refused(**settings) -> str:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import RunConfig
-from ..config.run import graphs_pay
+from ..config.run import graphs_pay, weights_stay
 from ..data.collate import IGNORE
 from ..dist import hold_collectives, local_rows, max_over_ranks, print_main, ranks_from_env
 from ..memory.tiles import tiled_mlps
@@ -34,18 +34,16 @@ BORDERS_MULTIPLE = 64  # of packed rows' borders, or each batch had its own shap
 
 
 def uses_graphs(config: RunConfig, model: nn.Module, device: torch.device) -> bool:
-    """Whether a run replays its micro-batches from graphs.
+    """Whether a run replays its micro-batches from graphs; raises as `check_graphs` does."""
+    check_graphs(config, model, device)
+    if config.cuda_graphs is not None: return config.cuda_graphs
+    return not why_no_graphs(config, model, device) and graphs_pay(config, ranks_from_env().world_size)
 
-    Raises ValueError for a model that no graph can hold, where --cuda_graphs asks for it.
-    """
-    problem = why_no_graphs(model, device)
-    if is_sharded(model) and config.no_sync:
-        problem = "with --no_sync the last micro-batch of a step does what the others don't"
-    if config.cuda_graphs is None:
-        return not problem and graphs_pay(config, ranks_from_env().world_size)
-    if config.cuda_graphs and problem:
+
+def check_graphs(config: RunConfig, model: nn.Module, device: torch.device):
+    """Raise ValueError where --cuda_graphs asks for what no graph can hold; needs no weights."""
+    if config.cuda_graphs and (problem := why_no_graphs(config, model, device)):
         raise ValueError(f"--cuda_graphs true: {problem}; leave it out")
-    return config.cuda_graphs
 
 
 def micro_batch_runner(config: RunConfig, model: nn.Module, device: torch.device) -> ForwardBackward:
@@ -60,13 +58,15 @@ def steady_padding(config: RunConfig) -> dict[str, int]:
         pad_to_multiple_of=WIDTH_MULTIPLE)
 
 
-def why_no_graphs(model: nn.Module, device: torch.device) -> str:
-    """What keeps a model's micro-batches from being replayed; empty if nothing does."""
-    if getattr(model, "keeps_gathered", False):
-        return "--gather_once leaves weights gathered from one micro-batch to the next"
-    config = model.config.get_text_config()
-    if config._attn_implementation != VARLEN and (config._attn_implementation != "sdpa"
-                                                  or has_windows(config)):
+def why_no_graphs(config: RunConfig, model: nn.Module, device: torch.device) -> str:
+    """What keeps a run's micro-batches from being replayed; empty if nothing does."""
+    if not weights_stay(config, ranks_from_env().world_size):
+        for flag in ("no_sync", "gather_once"):
+            if getattr(config, flag):
+                return f"with --{flag} the last micro-batch of a step does what the others don't"
+    settings = model.config.get_text_config()
+    if settings._attn_implementation != VARLEN and (settings._attn_implementation != "sdpa"
+                                                    or has_windows(settings)):
         return "its attention takes masks, which are made with the host's help"
     if any(map(has_experts, decoder_blocks(model))):
         return "graphs were not tried with experts yet, whose groups differ from batch to batch"

@@ -35,7 +35,6 @@ from ..memory.tiles import check_mlps
 from ..model.blocks import decoder_blocks
 from ..observe.samples import choose_prompts
 from ..places import check_folder
-from .graphs import why_no_graphs
 
 FIRST_ROWS = 1000  # of a stream, read before the ranks meet
 
@@ -71,20 +70,6 @@ def check_layout(config: RunConfig, model: nn.Module):
     check_mlps(model, config.mlp_tiles)
     if config.sharding_strategy.startswith("hybrid"):
         resolve_shard_group_size(config.shard_group_size, ranks_from_env(), config.sharding_strategy)
-
-
-def check_graphs(config: RunConfig, model: nn.Module, device: torch.device):
-    """Refuse --cuda_graphs true before the weights are read, where it is known that no graph can hold a
-    micro-batch; `uses_graphs` asks again once the model is sharded.
-    """
-    if not config.cuda_graphs: return
-    if problem := why_no_graphs(model, device):
-        raise ValueError(f"--cuda_graphs true: {problem}; leave it out")
-    if config.sharding_strategy == "ddp" or ranks_from_env().world_size == 1: return
-    for flag in ("no_sync", "gather_once"):
-        if getattr(config, flag):
-            raise ValueError("--cuda_graphs true replays micro-batches that are alike, and with "
-                             f"--{flag} the last one of a step is not; leave one of them out")
 
 
 def check_rows(config: RunConfig, data: RunData, settings: PretrainedConfig):

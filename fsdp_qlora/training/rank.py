@@ -12,16 +12,9 @@ from ..config.without_effect import warnings_of
 from ..dist import print_main, process_group, rank_device, ranks_from_env
 from ..export import trained_bytes
 from ..observe.trackers import check_trackers
+from .graphs import check_graphs
 from .lock import sole_run_in
-from .prepare import (
-    check_device,
-    check_graphs,
-    check_layout,
-    check_places,
-    check_rows,
-    load_data,
-    run_tokenizer,
-)
+from .prepare import check_device, check_layout, check_places, check_rows, load_data, run_tokenizer
 from .signals import StopSignals
 from .trainer import train
 
