@@ -25,18 +25,15 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from speed_rows import CASES, config_folder
+from speed_rows import CASES, config_folder, measured_row, profile_settings
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_qlora.dist
-from fsdp_qlora.bench.cells import clean_up
-from fsdp_qlora.bench.measure import MemoryLimit, describe_run, measure, summary
+from fsdp_qlora.bench.measure import summary
 from fsdp_qlora.bench.row import Row, append_row
 from fsdp_qlora.config import AUTO
 from fsdp_qlora.config.flags import parse, typed_flags
-from fsdp_qlora.derived import with_choices
 from fsdp_qlora.dist import rank_device
-from fsdp_qlora.loading import read_config
 from fsdp_qlora.memory import vocabulary
 
 
@@ -99,24 +96,18 @@ def settings_of(flags: list[str]) -> dict:
 
 def run_row(name: str, folder: str, options: argparse.Namespace, **changes) -> Row:
     """Measure one row of speed_rows.py, with the model of a folder, as a rank of `--world_size`."""
-    case = CASES[name]
-    changes |= settings_of(options.settings)
+    changes |= settings_of(options.settings) | profile_settings(name, options)
     if "gradient_accumulation_steps" in changes: changes["global_batch_size"] = AUTO
-    if options.profile:
-        changes |= dict(profile=True, active_steps=1, profiling_output=f"{options.profile}/{name}")
-    config = case.config(folder, **changes)
+    config = CASES[name].config(folder, **changes)
     device = rank_device(config.device)
+    what = options.model.rsplit("/", 1)[-1] if options.model else name
     with rank_zero_of(options.world_size, device):
-        config = with_choices(config, device)
-        layers = read_config(folder).num_hidden_layers
-        what = options.model.rsplit("/", 1)[-1] if options.model else name
-        row = describe_run(config, f"{what}, one rank of {options.world_size}", layers, device)
-        row.peer = "one rank"
-        measure(row, config, options, device, MemoryLimit(None))
-        clean_up(device)
-    blocks = layers * row.gradient_accumulation_steps
-    each = row.seconds_per_step / blocks * 1e3
-    print(f"{summary(row)}  {each:.2f} ms a block and micro-batch", flush=True)
+        row = measured_row(f"{what}, one rank of {options.world_size}", config, options, device)
+    row.peer = "one rank"
+    blocks = row.num_hidden_layers * row.gradient_accumulation_steps
+    each = (f"  {row.seconds_per_step / blocks * 1e3:.2f} ms a block and micro-batch"
+            if row.status == "ok" else "")
+    print(summary(row) + each, flush=True)
     if options.results: append_row(row, options.results)
     return row
 

@@ -103,23 +103,33 @@ def chosen(patterns: list[str], gpus: int) -> list[str]:
     return names
 
 
-def run_case(name: str, folder: str, options, **changes) -> Row:
-    """Measure one row in this process and leave the GPU empty; rank 0 prints it beside its target."""
-    case = CASES[name]
-    if options.profile:
-        changes |= dict(profile=True, active_steps=1, profiling_output=f"{options.profile}/{name}")
-    config = case.config(folder, **changes)
-    device = rank_device(config.device)
+def profile_settings(name: str, options) -> dict:
+    """What --profile adds to a row's settings."""
+    if not options.profile: return {}
+    return dict(profile=True, active_steps=1, profiling_output=f"{options.profile}/{name}")
+
+
+def measured_row(name: str, config: RunConfig, options, device: torch.device) -> Row:
+    """Measure a configuration on ranks that have a process group, and leave the GPU empty."""
     config = with_choices(config, device)
-    layers = read_config(folder).num_hidden_layers
-    row = describe_run(config, f"{name} on {ranks_from_env().world_size}", layers, device)
+    layers = read_config(config.model_name).num_hidden_layers
+    row = describe_run(config, name, layers, device)
+    try:
+        measure(row, config, options, device, MemoryLimit(None))
+    except torch.OutOfMemoryError as error:
+        row.status = "oom"
+        print_main(str(error).splitlines()[0])
+    clean_up(device)
+    return row
+
+
+def run_case(name: str, folder: str, options, **changes) -> Row:
+    """Measure one row in this process; rank 0 prints it beside its target."""
+    case = CASES[name]
+    config = case.config(folder, **changes | profile_settings(name, options))
+    device = rank_device(config.device)
     with process_group(device, config.timeout_minutes):
-        try:
-            measure(row, config, options, device, MemoryLimit(None))
-        except torch.OutOfMemoryError as error:
-            row.status = "oom"
-            print_main(str(error).splitlines()[0])
-        clean_up(device)
+        row = measured_row(f"{name} on {ranks_from_env().world_size}", config, options, device)
     reached = row.seconds_per_step if case.unit == "s/step" else row.tokens_per_second_per_gpu
     goal = f"; {reached:,.5g} {case.unit}, target {case.target:,.5g}" if row.status == "ok" else ""
     print_main(summary(row) + goal)
