@@ -373,6 +373,6 @@ def test_the_base_is_the_adapters_own_if_none_is_given(tmp_path):
     base = save_tiny(tmp_path / "a base with spaces, größer")
     adapter = save_adapter(base, tmp_path / "ein Adapter ä")
     out = tmp_path / "out put é"
-    assert main(["merge", adapter, "--output_dir", str(out)]) == 0
+    assert main(["merge", adapter, "--adapter_folder", adapter, "--output_dir", str(out)]) == 0
     live = live_logits(base, adapter)
     assert (logits(out) - live).norm() < 0.02 * live.norm()

@@ -22,7 +22,7 @@ def base(tmp_path_factory):
 def test_a_plain_adapter_is_taken_and_the_command_that_serves_it_is_printed(base, tmp_path, capsys):
     adapter = save_adapter(base, tmp_path / "adapter", r=24, use_rslora=True)
     assert check_adapter_folder(adapter) == []
-    assert main(["check", adapter]) == 0
+    for words in (["--adapter_folder"], []): assert main(["check", *words, adapter]) == 0
     text = capsys.readouterr().out
     assert f"vllm serve {base} --enable-lora --max-lora-rank 32 --lora-modules tuned={adapter}" in text
 
