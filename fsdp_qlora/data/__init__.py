@@ -6,8 +6,8 @@
 `load_dataset` does the first two, with a cache that ranks share. Each piece is usable alone and
 takes plain arguments; none knows of models, processes or configurations.
 
-Modules, each importing only from those before it: formats, records, files, hub_sets, sources,
-templates, masking, collate, report, cache, dataset, packing, sampler, loader, stream.
+Modules, each importing only from those before it: messages, formats, records, files, hub_sets,
+sources, templates, notes, masking, collate, report, cache, dataset, packing, sampler, loader, stream.
 """
 from .collate import choose_pad_token_id, collate, filler
 from .dataset import Subset, TokenizedDataset, hold_out, load_dataset, tokenize_rows

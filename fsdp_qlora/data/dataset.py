@@ -31,7 +31,7 @@ from .sources import open_source
 from .templates import ChatTemplate, UnusableRow
 
 ROWS_PER_BATCH = 256  # tokenised together
-CACHE_VERSION = 1  # raise it when the same input gives other tokens
+CACHE_VERSION = 2  # raise it when the same input gives other tokens
 
 
 @dataclass(frozen=True)
@@ -231,6 +231,7 @@ def cut_and_count(encoded: Encoded | UnusableRow, source: str, report: DataRepor
         reason = (f"nothing to train within {length:,} tokens (--context_length)"
                   if encoded.trained.any() else "no answer to train")
         return report.drop(reason, source)
+    report.tell(source, encoded.notes, encoded.unread, encoded.prompt_format)
     report.keep(len(row.input_ids), int(row.trained.sum()),
                 tokens_cut=len(encoded.input_ids) - len(row.input_ids),
                 folded_system=row.folded_system)

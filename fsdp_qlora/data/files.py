@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from .records import NAMES, Source, first_line, import_for_data, parse_json
+from .records import NAMES, Source, first_line, import_for_data, parse_json, without_filled_nulls
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 SPLITS = ("train", "validation", "valid", "val", "dev", "eval", "test", "heldout")
@@ -76,9 +76,9 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, dict]]:
     number = 0
     try:
         for batch in parquet.ParquetFile(path).iter_batches(batch_size=1024):
-            for record in batch.to_pylist():
+            for record in batch.to_pylist(maps_as_pydicts="strict"):
                 number += 1
-                yield f"{path}: row {number}", record
+                yield f"{path}: row {number}", without_filled_nulls(record)
     except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
         raise ValueError(f"{path}: not readable as parquet after row {number} "
                          f"({first_line(error)}); download or export it again") from None

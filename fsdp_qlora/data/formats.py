@@ -7,13 +7,9 @@ user's mistake, and the error says which keys it has, where, and which keys woul
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
-
-# ShareGPT's names of the speakers: https://huggingface.co/docs/trl/dataset_formats#sharegpt
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant",
-                  "observation": "tool", "function_response": "tool", "function_call": "assistant"}
+from .messages import TOOLS_KEYS, checked_text, message, read_messages, read_tools
 
 # The prompts of https://github.com/tatsu-lab/stanford_alpaca, and those that the first fsdp_qlora
 # used for questions. They serve tokenizers without a chat template.
@@ -27,6 +23,8 @@ ALPACA_INPUT_PROMPT = (
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n")
 QUESTION_PROMPT = "###Question:\n{question}\n###Answer:\n"
 CONTEXT_QUESTION_PROMPT = "###Context:\n{context}\n###Question:\n{question}\n###Answer:\n"
+# How a question is asked where there is no chat template, by name.
+PLAIN_PROMPTS = {"alpaca": ALPACA_PROMPT, "question": QUESTION_PROMPT, "prompt": "{prompt}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,11 @@ class Row:
     messages: list[dict] | None = None  # [{"role": ..., "content": ..., ...}]
     text: str | None = None
     plain_prompt: str | None = None
+    prompt_format: str | None = None  # the name in PLAIN_PROMPTS of what plain_prompt was made by
     tools: list | None = None  # JSON schemas that the chat template shows to the model
+    excluded: frozenset[int] = frozenset()  # messages that their author took out of training
+    unread: tuple[str, ...] = ()  # keys of the record that nothing is made of
+    notes: tuple[str, ...] = ()  # what the data report should say of it
 
 
 def row_from_record(record: dict, source: str) -> Row:
@@ -50,7 +52,12 @@ def row_from_record(record: dict, source: str) -> Row:
         raise ValueError(f"{source}: expected an object with named fields, "
                          f"found {type(record).__name__}")
     for keys, build in FORMATS:
-        if all(key in record for key in keys): return build(record, source, *keys)
+        # Tables give every row the columns of all, as nulls: a format that is all null is not there.
+        if all(key in record for key in keys) and any(record[key] is not None for key in keys):
+            row = build(record, source, *keys)
+            unread = [str(key) for key, value in record.items()
+                      if value is not None and key not in (*keys, *READ_BESIDE[build])]
+            return replace(row, unread=tuple(unread)) if unread else row
     if {"chosen", "rejected"} <= record.keys():
         raise ValueError(f"{source}: chosen and rejected answers are for preference optimisation, which "
                          "is not done here (TRL does it); to train on the chosen ones alone, rename "
@@ -63,27 +70,35 @@ def row_from_record(record: dict, source: str) -> Row:
 # ---- one builder per format -----------------------------------------------------------------
 
 def _chat(record: dict, source: str, key: str) -> Row:
-    messages = _messages(record, source, key)
+    return _conversation(record, source, *read_messages(record[key], source, key))
+
+
+def _conversation(record: dict, source: str, messages: list[dict], excluded: frozenset[int],
+                  notes: list[str]) -> Row:
+    """The row of a conversation, with what stands beside the turns."""
     system = _optional_text(record, source, "system")  # beside the turns in some ShareGPT files
     if system and not any(turn["role"] == "system" for turn in messages):
-        messages = [_message("system", system), *messages]
-    tools = record.get("tools")
-    if tools is not None and not isinstance(tools, list):
-        raise ValueError(f"{source}: 'tools' is {type(tools).__name__}; expected a list of schemas")
-    return Row(source, messages=messages, tools=tools or None)
+        messages = [message("system", system), *messages]
+        excluded = frozenset(turn + 1 for turn in excluded)
+    return Row(source, messages=messages, tools=read_tools(record, source), excluded=excluded,
+               notes=tuple(notes))
 
 
 def _prompt(record: dict, source: str, prompt_key: str, answer_key: str) -> Row:
     if record.get("label") is False:  # "unpaired preference" of TRL's formats, linked above
         raise ValueError(f"{source}: 'label' is false, as for an answer that is not wanted (KTO), and "
                          "every answer is trained here; drop such rows, or the key if it means more")
-    if isinstance(record[prompt_key], list):
-        answer = record[answer_key]
-        completion = (_messages(record, source, answer_key) if isinstance(answer, list)
-                      else [_message("assistant", _text(record, source, answer_key))])
-        return Row(source, messages=_messages(record, source, prompt_key) + completion)
-    prompt = _text(record, source, prompt_key)
-    return _question_and_answer(source, prompt, _text(record, source, answer_key), prompt)
+    prompt, answer = record[prompt_key], record[answer_key]
+    if isinstance(prompt, list):
+        if not isinstance(answer, list):
+            answer = [message("assistant", _text(record, source, answer_key))]
+        asked, off_asked, notes = read_messages(prompt, source, prompt_key)
+        answers, off, more_notes = read_messages(answer, source, answer_key)
+        excluded = off_asked | {turn + len(asked) for turn in off}
+        return _conversation(record, source, asked + answers, excluded, notes + more_notes)
+    asked = _text(record, source, prompt_key)
+    return _question_and_answer(record, source, asked, _text(record, source, answer_key), asked,
+                                "prompt")
 
 
 def _instruction(record: dict, source: str, instruction_key: str, answer_key: str) -> Row:
@@ -92,8 +107,8 @@ def _instruction(record: dict, source: str, instruction_key: str, answer_key: st
     extra = _optional_text(record, source, "input") or _optional_text(record, source, "context")
     template = ALPACA_INPUT_PROMPT if extra else ALPACA_PROMPT
     asked = f"{instruction}\n\n{extra}" if extra else instruction
-    return _question_and_answer(source, asked, _text(record, source, answer_key),
-                                template.format(instruction=instruction, input=extra))
+    return _question_and_answer(record, source, asked, _text(record, source, answer_key),
+                                template.format(instruction=instruction, input=extra), "alpaca")
 
 
 def _question(record: dict, source: str, question_key: str, answer_key: str) -> Row:
@@ -101,17 +116,22 @@ def _question(record: dict, source: str, question_key: str, answer_key: str) -> 
     context = _optional_text(record, source, "context")
     template = CONTEXT_QUESTION_PROMPT if context else QUESTION_PROMPT
     asked = f"{context}\n\n{question}" if context else question
-    return _question_and_answer(source, asked, _text(record, source, answer_key),
-                                template.format(context=context, question=question))
+    return _question_and_answer(record, source, asked, _text(record, source, answer_key),
+                                template.format(context=context, question=question), "question")
 
 
 def _plain_text(record: dict, source: str, key: str) -> Row:
     return Row(source, text=_text(record, source, key))
 
 
-def _question_and_answer(source: str, asked: str, answer: str, plain_prompt: str) -> Row:
-    messages = [_message("user", asked), _message("assistant", answer)]
-    return Row(source, messages=messages, plain_prompt=plain_prompt)
+def _question_and_answer(record: dict, source: str, asked: str, answer: str, plain_prompt: str,
+                         prompt_format: str) -> Row:
+    messages = [message("user", asked), message("assistant", answer)]
+    if system := _optional_text(record, source, "system"):
+        messages = [message("system", system), *messages]
+        plain_prompt = f"{system}\n\n{plain_prompt}"
+    return Row(source, messages=messages, plain_prompt=plain_prompt, prompt_format=prompt_format,
+               tools=read_tools(record, source))
 
 
 # Tried in this order: Alpaca files also carry a ready-made "text", which is then left alone.
@@ -126,46 +146,14 @@ FORMATS: tuple[tuple[tuple[str, ...], Callable[..., Row]], ...] = (
     (("text",), _plain_text),
 )
 
-
-# ---- fields ---------------------------------------------------------------------------------
-
-def _messages(record: dict, source: str, key: str) -> list[dict]:
-    """The conversation under `key`, with OpenAI's (role, content) or ShareGPT's (from, value)."""
-    turns = record[key]
-    if not isinstance(turns, list):
-        raise ValueError(f"{source}: '{key}' is {type(turns).__name__}; expected a list of "
-                         '{"role": ..., "content": ...}')
-    return [_turn(turn, f"{source}: {key}[{number}]") for number, turn in enumerate(turns)]
-
-
-def _turn(turn: dict, source: str) -> dict:
-    if not isinstance(turn, dict) or not ({"role", "from"} & turn.keys()):
-        raise ValueError(f'{source}: expected {{"role": ..., "content": ...}} or '
-                         f'{{"from": ..., "value": ...}}, found {turn!r:.80}')
-    role_key, content_key = ("role", "content") if "role" in turn else ("from", "value")
-    role = SHAREGPT_ROLES.get(turn[role_key], turn[role_key])
-    if role not in ROLES:
-        raise ValueError(f"{source}: role {role!r} is not known; use one of {', '.join(ROLES)}")
-    content = turn.get(content_key)
-    if content is not None or not turn.get("tool_calls"):  # None is right beside tool calls
-        content = _content({"content": content}, source)
-    # Arrow fills absent fields of a struct with None; a template must not see those.
-    rest = {key: value for key, value in turn.items()
-            if key not in (role_key, content_key) and value is not None}
-    return {"role": role, "content": content, **rest}
-
-
-def _content(turn: dict, source: str) -> str:
-    """Content as one string; the text parts of a list ([{"type": "text", ...}]) are joined."""
-    parts = turn["content"]
-    if not isinstance(parts, list): return _text(turn, source, "content")
-    if any(not isinstance(part, dict) or part.get("type") != "text" for part in parts):
-        raise ValueError(f"{source}: 'content' holds parts other than text; only text is trained")
-    return "".join(_text(part, source, "text") for part in parts)
-
-
-def _message(role: str, content: str) -> dict:
-    return {"role": role, "content": content}
+# Keys that each reads beside those.
+READ_BESIDE: dict[Callable[..., Row], tuple[str, ...]] = {
+    _chat: ("system", *TOOLS_KEYS),
+    _prompt: ("system", "label", *TOOLS_KEYS),
+    _instruction: ("system", "input", "context", *TOOLS_KEYS),
+    _question: ("system", "context", *TOOLS_KEYS),
+    _plain_text: (),
+}
 
 
 def _optional_text(record: dict, source: str, key: str) -> str:
@@ -173,16 +161,4 @@ def _optional_text(record: dict, source: str, key: str) -> str:
 
 
 def _text(record: dict, source: str, key: str) -> str:
-    value = record.get(key)
-    if not isinstance(value, str):
-        found = "null" if value is None else f"{type(value).__name__} {str(value)[:40]}"
-        raise ValueError(f"{source}: '{key}' is {found}; expected text in quotes (drop the row, "
-                         "or write \"\" where it is empty)")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        # JSON allows "\ud83d" alone, but no tokenizer can encode it.
-        raise ValueError(
-            f"{source}: '{key}' holds a lone surrogate (half of a character) at position "
-            f"{error.start}; remove it, or export with errors='replace'") from None
-    return value
+    return checked_text(record.get(key), source, key)

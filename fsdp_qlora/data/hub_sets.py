@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..hub import asked_hub
 from .files import SUFFIXES
-from .records import HUB_IDS, NAMES, Source, first_line, import_for_data
+from .records import HUB_IDS, NAMES, Source, first_line, import_for_data, without_filled_nulls
 
 SQL_HELDOUT_ROWS = 1000  # the first rows of the shuffled know_sql were kept for evaluation
 
@@ -86,6 +86,6 @@ def _load_from_hub(hub_id: str, split: str, dataset: str, streaming: bool = Fals
 def arrow_source(data, name: str) -> Source:
     """A data set as `datasets` has it."""
     # The fingerprint follows the hub's commit and every shuffle and select.
-    return Source(lambda: ((f"{name}: row {number}", record)
+    return Source(lambda: ((f"{name}: row {number}", without_filled_nulls(record))
                            for number, record in enumerate(data, 1)),
                   lambda: str(data._fingerprint))

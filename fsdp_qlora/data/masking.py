@@ -10,13 +10,16 @@ is the model's, plus the token that closes the turn.
 """
 from __future__ import annotations
 
+import json
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from .formats import Row
-from .templates import ChatTemplate, UnusableRow, sentinel
+from .notes import empty_answers, left_out, untrained_reasoning
+from .templates import CUT, ChatTemplate, UnusableRow, sentinel
 
 TRAIN_ON = ("completion", "all")
 
@@ -29,6 +32,9 @@ class Rendered:
     spans: list[tuple[int, int]]
     add_eos: bool  # the text has no end-of-turn token of its own
     folded_system: bool = False
+    excluded: Sequence[tuple[int, int]] = ()  # spans that the author took out of training
+    cuts: Sequence[int] = ()  # places in control tokens that a content spells
+    notes: Sequence[str] = ()
 
 
 @dataclass
@@ -38,6 +44,9 @@ class Encoded:
     input_ids: np.ndarray  # int32
     trained: np.ndarray  # bool
     folded_system: bool = False
+    notes: Sequence[str] = ()  # for the data report, as all below
+    unread: Sequence[str] = ()
+    prompt_format: str | None = None
 
 
 def encode_rows(rows: Sequence[Row], chat: ChatTemplate,
@@ -49,9 +58,14 @@ def encode_rows(rows: Sequence[Row], chat: ChatTemplate,
     usable = [item for item in rendered if isinstance(item, Rendered)]
     tokens = _tokenize([item.text for item in usable], chat.tokenizer)
     prefix = _prefix_ids(chat.tokenizer)
-    for item in rendered:
-        if isinstance(item, UnusableRow): yield item
-        else: yield _encode(item, *next(tokens), prefix, chat.tokenizer, train_on)
+    for row, item in zip(rows, rendered, strict=True):
+        if isinstance(item, UnusableRow):
+            yield item
+            continue
+        encoded = _encode(item, *next(tokens), prefix, chat, train_on)
+        encoded.notes, encoded.unread = (*row.notes, *item.notes), row.unread
+        if chat.is_fallback: encoded.prompt_format = "text" if row.text else row.prompt_format or "roles"
+        yield encoded
 
 
 def encode_prompt(row: Row | list[dict], tokenizer) -> list[int]:
@@ -64,7 +78,8 @@ def encode_prompt(row: Row | list[dict], tokenizer) -> list[int]:
     if row.text is not None: text = row.text
     elif chat.is_fallback and row.plain_prompt is not None: text = row.plain_prompt
     else: text = _render_prompt(row, chat)
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    pieces = list(_tokenize(text.split(CUT), tokenizer))
+    ids = [token for ids, _ in pieces for token in ids]
     return _missing_prefix(ids, _prefix_ids(tokenizer)) + ids
 
 
@@ -80,11 +95,19 @@ def render_row(row: Row, chat: ChatTemplate) -> Rendered:
     """The text of a row and what of it is the model's; UnusableRow says why there is none."""
     if row.text is not None:
         if not row.text: raise UnusableRow("empty text")
-        return Rendered(row.text, [(0, len(row.text))], add_eos=True)
+        return Rendered(row.text, [(0, len(row.text))], add_eos=True, notes=_kept(row.text, chat))
     if chat.is_fallback and row.plain_prompt is not None:
         text = row.plain_prompt + row.messages[-1]["content"]
-        return Rendered(text, [(len(row.plain_prompt), len(text))], add_eos=True)
+        notes = [*_kept(text, chat), *empty_answers(row.messages, set()),
+                 *(["without a chat template tools are left out"] if row.tools else [])]
+        return Rendered(text, [(len(row.plain_prompt), len(text))], add_eos=True, notes=notes)
     return _render_chat(row, chat)
+
+
+def _kept(text: str, chat: ChatTemplate) -> list[str]:
+    """A line on control tokens in the midst of a plain text, which stay what they are."""
+    spelled = [token for token in chat.special_tokens if token in text.removesuffix(token)]
+    return [f"the text holds {', '.join(sorted(spelled))}, kept as control tokens"] if spelled else []
 
 
 def _render_or_reason(row: Row, chat: ChatTemplate) -> Rendered | UnusableRow:
@@ -95,18 +118,51 @@ def _render_or_reason(row: Row, chat: ChatTemplate) -> Rendered | UnusableRow:
 
 
 def _render_chat(row: Row, chat: ChatTemplate) -> Rendered:
-    messages, text = chat.fit(row.messages, row.tools)
-    spans = [span for turn, message in enumerate(messages) if message["role"] == "assistant"
-             if (span := _turn_span(messages, turn, text, row.tools, chat)) is not None]
+    messages, text = chat.fit(chat.shield(row.messages), row.tools)
+    first = len(row.messages) - len(messages)  # 1 where the system message is folded into the next
+    excluded = {turn - first for turn in row.excluded}
+    spans = {turn: span for turn, message in enumerate(messages) if message["role"] == "assistant"
+             if (span := _turn_span(messages, turn, text, row.tools, chat)) is not None}
     ends_open = bool(spans) and messages[-1]["role"] == "assistant" and not chat.closings
-    return Rendered(text[:spans[-1][1]] if ends_open else text, spans, add_eos=ends_open,
-                    folded_system=messages is not row.messages)
+    if ends_open: text = text[:spans[max(spans)][1]]
+    notes = [*left_out(messages, row.tools, text, chat), *empty_answers(messages, excluded),
+             *untrained_reasoning(messages, spans, text, excluded),
+             *_spelled_tokens(row.messages, text, chat)]
+    cuts = _cuts(text)
+    trained, not_trained = ([tuple(place - len(CUT) * bisect_left(cuts, place) for place in span)
+                             for turn, span in spans.items() if (turn in excluded) == is_excluded]
+                            for is_excluded in (False, True))
+    return Rendered(text.replace(CUT, ""), trained, folded_system=first > 0, excluded=not_trained,
+                    add_eos=ends_open and max(spans) not in excluded, notes=notes,
+                    cuts=[place - len(CUT) * number for number, place in enumerate(cuts)])
+
+
+def _cuts(text: str) -> list[int]:
+    """Where CUT stands in `text`."""
+    found, place = [], text.find(CUT)
+    while place >= 0:
+        found.append(place)
+        place = text.find(CUT, place + len(CUT))
+    return found
+
+
+def _spelled_tokens(messages: list[dict], text: str, chat: ChatTemplate) -> list[str]:
+    """Lines on special tokens that contents spell: as text where the text is cut, else as they are."""
+    contents = "\n".join(json.dumps(turn, ensure_ascii=False) for turn in messages)
+    spelled = sorted(token for token in chat.special_tokens if token in contents)
+    if not spelled: return []
+    as_text = [token for token in spelled if token in chat.control_tokens and not chat.adds_space]
+    kept = [token for token in spelled if token not in as_text]
+    return [f"contents spell {', '.join(tokens)}, {what}" for tokens, what in (
+        (as_text, "which is trained as text there, not as the token that shapes turns"),
+        (kept, "which stays a special token there")) if tokens]
 
 
 def _render_prompt(row: Row, chat: ChatTemplate) -> str:
+    """The text before an answer, with a CUT where it is to be tokenised apart."""
     asked = row.messages
     if asked and asked[-1]["role"] == "assistant": asked = asked[:-1]
-    messages, _ = chat.fit(asked, row.tools)
+    messages, _ = chat.fit(chat.shield(asked), row.tools)
     return chat.render(messages, row.tools, add_generation_prompt=True)
 
 
@@ -177,15 +233,14 @@ def _without_gaps(offsets: np.ndarray) -> np.ndarray:
     return offsets
 
 
-def _encode(rendered: Rendered, ids: list[int], offsets: np.ndarray, prefix: list[int], tokenizer,
-            train_on: str) -> Encoded:
-    if train_on == "all":
-        trained = np.ones(len(ids), dtype=bool)
-    else:
-        ids, offsets = _split_at_starts(rendered, ids, offsets, tokenizer)
-        trained = _overlaps(offsets, rendered.spans)
+def _encode(rendered: Rendered, ids: list[int], offsets: np.ndarray, prefix: list[int],
+            chat: ChatTemplate, train_on: str) -> Encoded:
+    if train_on == "completion" or rendered.cuts:
+        ids, offsets = _split(rendered, ids, offsets, chat, at_starts=train_on == "completion")
+    trained = (_overlaps(offsets, rendered.spans) if train_on == "completion"
+               else ~_overlaps(offsets, rendered.excluded))
     prefix = _missing_prefix(ids, prefix)
-    suffix = _missing_eos(ids, tokenizer) if rendered.add_eos else []
+    suffix = _missing_eos(ids, chat.tokenizer) if rendered.add_eos else []
     trained = np.concatenate([np.zeros(len(prefix), bool), trained, np.ones(len(suffix), bool)])
     trained[:1] = False  # nothing stands before it to predict it from
     return Encoded(np.array(prefix + ids + suffix, dtype=np.int32), trained,
@@ -199,25 +254,22 @@ def _overlaps(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
     return trained
 
 
-def _split_at_starts(rendered: Rendered, ids: list[int], offsets: np.ndarray, tokenizer):
-    """Tokens anew, cut where one would hold the end of a prompt and the start of an answer.
+def _split(rendered: Rendered, ids: list[int], offsets: np.ndarray, chat: ChatTemplate, at_starts: bool):
+    """Tokens anew, cut in control tokens that a content spells, and where one would hold the end of a
+    prompt and the start of an answer.
 
     When asked, the model sees the prompt tokenised alone ("assistant\\n"), so it must not be
     trained on a token across the border ("\\n\\n", if the answer starts with a newline).
     """
-    cuts = [start for start, _ in rendered.spans
-            if ((offsets[:, 0] < start) & (offsets[:, 1] > start)).any()]
-    if not cuts or _adds_space(tokenizer): return ids, offsets
+    starts = [start for start, _ in rendered.spans
+              if ((offsets[:, 0] < start) & (offsets[:, 1] > start)).any()]
+    cuts = sorted({*rendered.cuts, *(starts if at_starts else [])})
+    if not cuts or chat.adds_space: return ids, offsets
     borders = [0, *cuts, len(rendered.text)]
     pieces = [rendered.text[a:b] for a, b in zip(borders, borders[1:], strict=False)]
-    parts = list(_tokenize(pieces, tokenizer))
+    parts = list(_tokenize(pieces, chat.tokenizer))
     return ([token for part, _ in parts for token in part],
             np.concatenate([ranges + at for (_, ranges), at in zip(parts, borders, strict=False)]))
-
-
-def _adds_space(tokenizer) -> bool:
-    """Whether every text gets a space in front (SentencePiece), which cutting would multiply."""
-    return tokenizer.tokenize("a")[0][0] in "▁Ġ"
 
 
 def _prefix_ids(tokenizer) -> list[int]:

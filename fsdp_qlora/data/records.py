@@ -66,6 +66,27 @@ def parse_json(data: bytes, path: Path, first_line: int):
     except json.JSONDecodeError as error:
         line = first_line + error.lineno - 1
         raise ValueError(f"{path}:{line}: column {error.colno}: {_json_fault(error)}") from None
+    except RecursionError:
+        raise ValueError(f"{path}:{first_line}: lists or objects are nested too deeply to be read; drop "
+                         "the row") from None
+    except ValueError:  # Python reads no integer of more than 4,300 digits
+        raise ValueError(f"{path}:{first_line}: an integer has too many digits; write it as text"
+                         ) from None
+
+
+def without_filled_nulls(record: dict) -> dict:
+    """A row of a table without the nulls that stand for what it lacks.
+
+    A column has one type, so nested objects come back with the keys of all rows. A null in a list was
+    written by the author, and the columns themselves are known by name.
+    """
+    return {key: _without_nulls(value) for key, value in record.items()}
+
+
+def _without_nulls(value):
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _json_fault(error: json.JSONDecodeError) -> str:

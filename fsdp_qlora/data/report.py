@@ -6,13 +6,14 @@ be printed once before training. `preview` shows rows as the model will see them
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ..config.settings import counted
 from .collate import IGNORE
 
-EXAMPLES_KEPT = 3  # sources named for each reason a row was dropped
+EXAMPLES_KEPT = 3  # sources named for each reason that rows are counted for
 BAR_WIDTH = 40
 GREEN, PLAIN = "\033[32m", "\033[0m"
 COUNTS = ("rows_read", "rows_kept", "rows_truncated", "rows_with_folded_system", "tokens_total",
@@ -20,11 +21,15 @@ COUNTS = ("rows_read", "rows_kept", "rows_truncated", "rows_with_folded_system",
 
 
 @dataclass
-class Dropped:
-    """Rows dropped for one reason."""
+class Counted:
+    """Rows of which the same is to be said."""
 
     rows: int = 0
     sources: list[str] = field(default_factory=list)  # of the first few
+
+    def add(self, rows: int, sources: list[str]) -> None:
+        self.rows += rows
+        self.sources = (self.sources + sources)[:EXAMPLES_KEPT]
 
 
 @dataclass
@@ -40,13 +45,23 @@ class DataReport:
     tokens_total: int = 0
     tokens_trained: int = 0
     tokens_cut: int = 0
-    dropped: dict[str, Dropped] = field(default_factory=dict)  # reason -> rows
+    dropped: dict[str, Counted] = field(default_factory=dict)  # reason -> rows
+    notes: dict[str, Counted] = field(default_factory=dict)  # what else befell rows -> rows
+    unread: dict[str, int] = field(default_factory=dict)  # field of records -> rows that have it
+    prompt_formats: dict[str, int] = field(default_factory=dict)  # where there is no chat template
+    files: list[str] = field(default_factory=list)  # what was read of a folder, and what was not
     lengths: dict[int, int] = field(default_factory=dict)  # rows of up to so many tokens
 
     def drop(self, reason: str, source: str) -> None:
-        dropped = self.dropped.setdefault(reason, Dropped())
-        dropped.rows += 1
-        if len(dropped.sources) < EXAMPLES_KEPT: dropped.sources.append(source)
+        self.dropped.setdefault(reason, Counted()).add(1, [source])
+
+    def tell(self, source: str, notes: Iterable[str], unread: Iterable[str], prompt_format: str | None
+             ) -> None:
+        """Count what is to be said of a row that is kept."""
+        for note in notes: self.notes.setdefault(note, Counted()).add(1, [source])
+        for field_name in unread: self.unread[field_name] = self.unread.get(field_name, 0) + 1
+        if prompt_format:
+            self.prompt_formats[prompt_format] = self.prompt_formats.get(prompt_format, 0) + 1
 
     def keep(self, length: int, trained: int, tokens_cut: int = 0, folded_system: bool = False
              ) -> None:
@@ -65,12 +80,13 @@ class DataReport:
     def add(self, other: DataReport) -> None:
         """Count another rank's rows too."""
         for name in COUNTS: setattr(self, name, getattr(self, name) + getattr(other, name))
-        for reason, dropped in other.dropped.items():
-            mine = self.dropped.setdefault(reason, Dropped())
-            mine.rows += dropped.rows
-            mine.sources = (mine.sources + dropped.sources)[:EXAMPLES_KEPT]
-        for bound, rows in other.lengths.items():
-            self.lengths[bound] = self.lengths.get(bound, 0) + rows
+        for name in ("dropped", "notes"):
+            mine = getattr(self, name)
+            for reason, counted_rows in getattr(other, name).items():
+                mine.setdefault(reason, Counted()).add(counted_rows.rows, counted_rows.sources)
+        for name in ("unread", "prompt_formats", "lengths"):
+            mine = getattr(self, name)
+            for key, rows in getattr(other, name).items(): mine[key] = mine.get(key, 0) + rows
 
     def to_dict(self) -> dict:
         return asdict(self)
@@ -78,22 +94,28 @@ class DataReport:
     @classmethod
     def from_dict(cls, values: dict) -> DataReport:
         """The inverse of `to_dict`, also after JSON has made strings of the keys."""
-        dropped = {reason: Dropped(**counts) for reason, counts in values["dropped"].items()}
         lengths = {int(bound): rows for bound, rows in values["lengths"].items()}
-        return cls(**{**values, "dropped": dropped, "lengths": lengths})
+        by_reason = {name: {reason: Counted(**counts) for reason, counts in values.get(name, {}).items()}
+                     for name in ("dropped", "notes")}
+        return cls(**{**values, **by_reason, "lengths": lengths})
 
     def format_report(self) -> str:
         """The report as a few lines of text, with a histogram of row lengths."""
         share = self.tokens_trained / max(self.tokens_total, 1)
         lines = [f"data: {self.rows_kept:,} of {counted(self.rows_read, 'row')}, {self.tokens_total:,} "
                  f"tokens, {self.tokens_trained:,} trained ({share:.1%}, {self.train_on})"]
-        lines += [f"  {line}" for line in self._dropped_lines()]
+        lines += [f"  {line}" for line in (*self.files, *self._dropped_lines())]
         if self.rows_truncated:
             lines.append(f"  truncated {counted(self.rows_truncated, 'row')} to {self.context_length:,} "
                          f"tokens (--context_length), losing {self.tokens_cut:,} tokens")
         if self.rows_with_folded_system:
             lines.append(f"  folded the system message into the first user turn in "
                          f"{counted(self.rows_with_folded_system, 'row')}: the chat template takes none")
+        lines += [f"  {counted(said.rows, 'row')}: {note} ({_named(said)})"
+                  for note, said in self.notes.items()]
+        if self.unread:
+            lines.append("  fields that nothing is made of: " + ", ".join(
+                f"{name} ({counted(rows, 'row')})" for name, rows in self.unread.items()))
         return "\n".join(lines + self._histogram())
 
     def format_dropped(self) -> str:
@@ -154,6 +176,6 @@ def _runs(input_ids, labels, tokenizer):
             start = end
 
 
-def _named(dropped: Dropped) -> str:
-    more = ", ..." if dropped.rows > len(dropped.sources) else ""
-    return ", ".join(dropped.sources) + more
+def _named(rows: Counted) -> str:
+    more = ", ..." if rows.rows > len(rows.sources) else ""
+    return ", ".join(rows.sources) + more

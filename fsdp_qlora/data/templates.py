@@ -11,6 +11,8 @@ A tokenizer without a template gets FALLBACK_TEMPLATE, plain "role: content" lin
 """
 from __future__ import annotations
 
+import json
+import re
 from functools import cached_property
 
 from jinja2 import TemplateError
@@ -23,6 +25,9 @@ FALLBACK_TEMPLATE = (
     "{%- if message['role'] == 'assistant' %}{{ eos_token }}{% endif -%}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt %}{{ '\\nassistant:' }}{% endif -%}")
+
+# Names under which templates look for the reasoning before an answer.
+REASONING = ("reasoning_content", "reasoning", "thinking")
 
 # Llama 3.1 ends a call of a built-in tool with this token in place of <|eot_id|>.
 TOOL_CALL_END = "<|eom_id|>"
@@ -64,8 +69,20 @@ class ChatTemplate:
         """The messages as the template takes them, and their text.
 
         A leading system message that the template refuses, or silently leaves out, is folded into
-        the first user turn. Any other refusal is UnusableRow with the template's own message.
+        the first user turn. Reasoning gets the name that the template knows, and arguments of tool
+        calls are JSON text for a template that can't write objects. Any other refusal is UnusableRow
+        with the template's own message.
         """
+        messages = [{**turn, "content": turn.get("content") or ""}
+                    for turn in self._with_known_reasoning(messages)]
+        try:
+            fitted, text = self._folded(messages, tools)
+            if not writes_python(messages, text): return fitted, text
+        except UnusableRow:
+            if not any(turn.get("tool_calls") for turn in messages): raise
+        return self._folded(with_text_arguments(messages), tools)
+
+    def _folded(self, messages: list[dict], tools: list | None) -> tuple[list[dict], str]:
         folded = fold_system(messages)
         try:
             text = self.render(messages, tools)
@@ -75,6 +92,67 @@ class ChatTemplate:
         if folded is not None and messages[0]["content"].strip() not in text:
             return folded, self.render(folded, tools)
         return messages, text
+
+    def _with_known_reasoning(self, messages: list[dict]) -> list[dict]:
+        if not any(key in turn for turn in messages for key in REASONING): return messages
+        return [with_reasoning_as(turn, self._reasoning_key) for turn in messages]
+
+    @cached_property
+    def _reasoning_key(self) -> str | None:
+        """The name under which the template writes reasoning; None if it writes none."""
+        for key in REASONING:
+            asked = {"role": "user", "content": sentinel(0)}
+            answer = {"role": "assistant", "content": sentinel(1), key: sentinel(2)}
+            try:
+                if sentinel(2) in self.render([asked, answer]): return key
+            except UnusableRow:
+                continue
+        return None
+
+    # ---- control tokens in contents ----
+
+    @cached_property
+    def control_tokens(self) -> tuple[str, ...]:
+        """What shapes a conversation: tokens that the template writes around turns, BOS, EOS and pad."""
+        tokenizer = self.tokenizer
+        named = {str(t) for t in (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) if t}
+        roles = ("user", "assistant", "user", "assistant", "user")
+        turns = [{"role": role, "content": sentinel(turn)} for turn, role in enumerate(roles)]
+        try:
+            text = self.render(turns, add_generation_prompt=True)
+        except UnusableRow:
+            text = "".join(self.closings)
+        return tuple(named | set(self.end_tokens) | {t for t in self.special_tokens if t in text})
+
+    @cached_property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Every special token, as text."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        return tuple({*self.tokenizer.all_special_tokens, *(str(t) for t in added if t.special)} - {""})
+
+    @cached_property
+    def _spelled(self) -> re.Pattern | None:
+        longest_first = sorted((t for t in self.control_tokens if len(t) > 1), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+    def shield(self, messages: list[dict]) -> list[dict]:
+        """The messages with a CUT inside each control token that a content or reasoning spells.
+
+        Such a token would end an answer in its middle, or forge a turn. Where text is cut it is
+        tokenised apart, so that the control token is not seen.
+        """
+        if self._spelled is None or self.adds_space: return messages
+        return [{key: self._cut(value) if key in ("content", *REASONING) else value
+                 for key, value in turn.items()} for turn in messages]
+
+    def _cut(self, text):
+        if not isinstance(text, str) or CUT in text: return text
+        return self._spelled.sub(lambda found: found[0][0] + CUT + found[0][1:], text)
+
+    @cached_property
+    def adds_space(self) -> bool:
+        """Whether every text gets a space in front (SentencePiece), which cutting would multiply."""
+        return self.tokenizer.tokenize("a")[0][0] in "▁Ġ"
 
     def lead(self, messages: list[dict], turn: int, tools: list | None = None) -> str:
         """What stands between the generation prompt and the content of messages[turn]."""
@@ -156,6 +234,9 @@ class ChatTemplate:
         return None if found is None else text[:found[0] + len(found[1])]
 
 
+CUT = "\ue0f0CUT\ue0f1"  # as `sentinel`, to mark a place in a text
+
+
 def sentinel(turn: int) -> str:
     """A content that no data hold and no template alters: private-use characters, no spaces."""
     return f"\ue0f0TURN{turn}\ue0f1"
@@ -167,3 +248,32 @@ def fold_system(messages: list[dict]) -> list[dict] | None:
     if roles != ["system", "user"]: return None
     system, user, *rest = messages
     return [{**user, "content": f"{system['content']}\n\n{user['content']}"}, *rest]
+
+
+def with_reasoning_as(turn: dict, key: str | None) -> dict:
+    """The turn with its reasoning, whatever it is called, under `key`; as it is for None."""
+    given = [name for name in REASONING if turn.get(name)]
+    if key is None or not given or key in given: return turn
+    return {**{name: value for name, value in turn.items() if name != given[0]}, key: turn[given[0]]}
+
+
+def arguments_of(messages: list[dict]) -> list[dict]:
+    """The arguments of all tool calls that are objects."""
+    calls = [call.get("function", call) for turn in messages for call in turn.get("tool_calls") or []]
+    return [call["arguments"] for call in calls if isinstance(call.get("arguments"), dict)]
+
+
+def writes_python(messages: list[dict], text: str) -> bool:
+    """Whether `text` has the arguments of a tool call as Python writes a dict, and not as JSON."""
+    return any(str(arguments) in text and json.dumps(arguments, ensure_ascii=False) not in text
+               for arguments in arguments_of(messages))
+
+
+def with_text_arguments(messages: list[dict]) -> list[dict]:
+    """The messages with the arguments of tool calls as JSON text, as OpenAI's API gives them."""
+    def call_as_text(call: dict) -> dict:
+        if "function" in call: return {**call, "function": call_as_text(call["function"])}
+        if "arguments" not in call: return call
+        return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
+    return [{**turn, "tool_calls": [call_as_text(call) for call in turn["tool_calls"]]}
+            if turn.get("tool_calls") else turn for turn in messages]
