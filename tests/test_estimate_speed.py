@@ -14,9 +14,11 @@ from fsdp_qlora.estimate import (
     memory,
     model_flops_per_token,
     model_tflops,
+    setup,
     setup_from_config,
     step_seconds,
 )
+from fsdp_qlora.estimate.activations import kept_by_block
 from fsdp_qlora.estimate.constants import MATMUL_SHARE
 from fsdp_qlora.estimate.speed import launch_seconds
 
@@ -96,13 +98,40 @@ def test_each_policy_that_keeps_more_is_faster(shape, compiled):
     assert seconds == sorted(seconds, reverse=True) and len(set(seconds)) == 4
 
 
+def attention_seconds(gpu, **settings):
+    config = RunConfig(context_length=8192, sharding_strategy="ddp", **settings)
+    return step_seconds(LLAMA_8B, find_gpu(gpu), setup_from_config(config, 1)).parts["attention"]
+
+
 @pytest.mark.parametrize("gpu, slower", [("H100 SXM", True), ("RTX 4090", False)])
 def test_packed_rows_take_the_slower_kernel_where_sdpa_has_a_faster_one(gpu, slower):
     """cuDNN's, on Hopper: 7.7 against 13.0 ms at 2x8192 (docs/LOG.md)."""
-    row, packed = (step_seconds(LLAMA_8B, find_gpu(gpu), setup_from_config(RunConfig(
-        packing=packing, context_length=8192, sharding_strategy="ddp"), world_size=1)).parts["attention"]
-        for packing in (False, True))
+    row, packed = (attention_seconds(gpu, packing=packing, attn_implementation="sdpa")
+                   for packing in (False, True))
     assert packed / row == (pytest.approx(13.0 / 7.7, rel=0.05) if slower else 1)
+
+
+@pytest.mark.parametrize("packing, ratio", [(False, 6.50 / 7.24), (True, 6.85 / 12.6)])
+def test_flash_attention_4_is_faster_and_reckoned_with_where_it_is_installed(packing, ratio,
+                                                                             monkeypatch):
+    """Milliseconds at 2x8192 on an H200, beside cuDNN's and torch's variable-length attention."""
+    slower, asked = (attention_seconds("H200", packing=packing, attn_implementation=name)
+                     for name in ("sdpa", "flash_attention_4"))
+    assert asked / slower == pytest.approx(ratio, rel=0.05)
+    for installed, seconds in ((True, asked), (False, slower)):
+        monkeypatch.setattr(setup, "has_flash_attention_4", lambda is_so=installed: is_so)
+        assert attention_seconds("H200", packing=packing) == seconds
+
+
+def test_flash_attention_4_replays_models_with_windows_and_keeps_what_sdpa_keeps():
+    mistral = model_shape("mistral-7b")
+    windows = replace(mistral, traits=replace(mistral.traits, windows=True))
+    for name, replayed in (("sdpa", False), ("fa4", True), ("fa4_packed", True)):
+        replaying = replace(TRIAL, cuda_graphs=True, attention=name)
+        assert replaying.replays(LLAMA_8B)
+        assert replaying.replays(windows) is replayed
+        assert kept_by_block(LLAMA_8B, replaying, "keep_attention") == kept_by_block(
+            LLAMA_8B, TRIAL, "keep_attention")
 
 
 def test_a_mix_takes_the_mean_of_its_policies():

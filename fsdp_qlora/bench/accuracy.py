@@ -128,7 +128,8 @@ def setup_from_row(row: Row) -> Setup:
         lora_dropout=row.lora_dropout or 0.0, adapter_dtype=row.adapter_dtype or "fp32",
         optimizer=row.optimizer, compute_dtype=row.compute_dtype, batch_size=row.batch_size,
         context_length=row.context_length, accumulation=row.gradient_accumulation_steps,
-        compile=bool(row.compile), cuda_graphs=bool(row.cuda_graphs))
+        compile=bool(row.compile), cuda_graphs=bool(row.cuda_graphs),
+        attention="fa4" if row.attention_backend == "fa4" else "sdpa")
 
 
 def shape_of_row(row: Row) -> ModelShape:

@@ -74,8 +74,9 @@ class ModelOptions:
         "product: faster with few tokens, at 2 bytes a weight; None = on one GPU and in ddp, where "
         "they fit beside the activations that are kept")
     attn_implementation: str = opt(
-        "auto", "attention kernel, as transformers names it; auto = sdpa, or one that caps scores for a "
-        "model that does; with --packing, sdpa is torch's variable-length attention where that runs",
+        "auto", "attention kernel, as transformers names it; auto = flash_attention_4 where it is "
+        "installed and runs (Hopper and newer), else sdpa, or one that caps scores for a model that "
+        "does; with --packing, sdpa is torch's variable-length attention where that runs",
         example="eager")
     device: str = opt("auto", "auto = cuda where there is a GPU", choices=("auto", "cpu", "cuda"))
     random_weights: bool = opt(

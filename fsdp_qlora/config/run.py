@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
 from typing import Any
 
 from .checks import (
@@ -214,6 +216,15 @@ def graphs_pay(config: RunConfig, world_size: int) -> bool:
     return (weights_stay(config, world_size) and not moved and config.mlp_tiles == 1
             and config.compile is not False and not config.profile_memory
             and rows * config.context_length <= GRAPH_TOKENS)
+
+
+@cache
+def has_flash_attention_4() -> bool:
+    """Whether the package is installed here: FlashAttention 2 has a module of the same name."""
+    try:
+        return bool(metadata.version("flash-attn-4"))
+    except metadata.PackageNotFoundError:
+        return False
 
 
 @dataclass(frozen=True)

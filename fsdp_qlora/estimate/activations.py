@@ -11,7 +11,7 @@ from . import experts
 from .setup import BYTES, Runs, Setup
 from .weights import as_given, most_trained, trains_head
 
-KEPT_ATTENTION = ("sdpa", "varlen")  # whose ops a policy can keep (../activations.py)
+KEPT_ATTENTION = ("sdpa", "varlen", "fa4", "fa4_packed")  # that a policy can keep (../activations.py)
 
 
 def saved_by_block(shape: ModelShape, setup: Setup) -> float:

@@ -13,7 +13,9 @@ FP8_SHARE = 0.824       # the same in fp8, without the quantization that they ne
 ATTENTION_SHARE = 0.752  # of the same rate for attention over long rows, forward and backward together
 ATTENTION_RAMP = 840   # tokens: rows of this length reach half of it (benchmarks/attention.py, cuDNN)
 # Time of other kernels than cuDNN's, by the medians over rows of one length of benchmarks/attention.py.
-ATTENTION_TIME = {"varlen": 1.7, "flash_attention_2": 1.65, "flex_attention": 1.46}
+# FlashAttention 4's: 6.50 ms, packed 6.85, where cuDNN takes 7.24 (2x8192, heads of 128, an H200).
+ATTENTION_TIME = {"varlen": 1.7, "flash_attention_2": 1.65, "flex_attention": 1.46, "fa4": 0.9,
+                  "fa4_packed": 0.95}
 COPY_SHARE = 1.03      # passes over activations move at this share of a copy's rate
 RANK_SHARE = 0.914      # the same for products of rank R, which only read
 UNPACK_SHARE = 0.632    # the same for 4-bit weights unpacked to 16 bits,

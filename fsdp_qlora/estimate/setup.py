@@ -10,7 +10,7 @@ from itertools import groupby
 from ..catalog.arch import ModelShape
 from ..config import RunConfig, block_policies, plan_batches
 from ..config.options import TILED_POLICIES
-from ..config.run import graphs_pay
+from ..config.run import graphs_pay, has_flash_attention_4
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 OPTIMIZER_STATES = {"adamw": 2, "adamw_bf16": 2, "adamw_8bit": 2, "adafactor": 0, "adam": 2, "sgd": 0,
@@ -143,8 +143,8 @@ class Setup:
 
     def replays(self, shape: ModelShape) -> bool:
         """Whether micro-batches are CUDA graphs, which some models rule out (training/graphs.py)."""
-        return self.cuda_graphs and self.attention in ("sdpa", "varlen") and not (
-            shape.traits.experts or shape.traits.windows)
+        no_masks = ("varlen", "fa4", "fa4_packed", *(() if shape.traits.windows else ("sdpa",)))
+        return self.cuda_graphs and self.attention in no_masks and not shape.traits.experts
 
     def policies(self, shape: ModelShape) -> list[str]:
         """The activation policy of each block, from the first on; ValueError if it has no sense."""
@@ -194,8 +194,14 @@ def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
 
 
 def estimated_attention(config: RunConfig) -> str:
-    """The attention kernel that is reckoned with; packed rows have their own (model/attention.py)."""
-    name = "sdpa" if config.attn_implementation == "auto" else config.attn_implementation
+    """The attention kernel that is reckoned with; packed rows have their own (model/attention.py).
+
+    FlashAttention 4 is, where it is installed on the machine that is asked.
+    """
+    name = config.attn_implementation
+    if name == "flash_attention_4" or name == "auto" and has_flash_attention_4():
+        return "fa4_packed" if config.packing else "fa4"
+    if name == "auto": name = "sdpa"
     return "varlen" if config.packing and name == "sdpa" else name
 
 

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
 
 from ..adapters import LoraLinear, expert_ops, lora_ops  # noqa: F401  register ops named below
 from ..config.options import ACTIVATION_POLICIES
-from ..model import attention  # noqa: F401  registers one more
+from ..model import attention  # noqa: F401  registers two more
 from ..model.blocks import base_model, decoder_blocks
 
 # It warns of in-place ops where a policy keeps some outputs; none of those named here is written to.
@@ -40,6 +40,7 @@ ATTENTION_OPS = {
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.torch_attn._varlen_attn.default,
+    torch.ops.fsdp_qlora.flash_attention_4.default,
 }
 LINEAR_OPS = {
     torch.ops.fsdp_qlora.adapted_linear.default,

@@ -9,33 +9,45 @@ Rows that are not packed need neither. Padding is on the right, where causal att
 so without a mask SDPA takes its fast causal kernels (https://arxiv.org/abs/2307.08691). To know that
 rows are not packed, transformers asks the GPU in every forward and waits: `rows_alone` spares that.
 
+FlashAttention 4 (flash_attention_4.py) does both where it is installed and fits, as `fa4` and
+`fa4_packed`. `fa4` leaves to sdpa what it can't do: masks of rows padded on the left, cached keys.
+
 Shapes: B bins, T tokens of a bin, N rows of the batch, H heads, K key-value heads, D head size.
 """
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PretrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    PretrainedConfig,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ..quantization.quantize import compute_input
+from . import flash_attention_4
 
-VARLEN, CAUSAL = "varlen", "sdpa_causal"
-WITHOUT_SOFTCAP = ("sdpa", VARLEN)  # both would leave the capping of scores out in silence
+VARLEN, FA4_PACKED = "varlen", "fa4_packed"  # for packed rows
+FA4, FLASH_ATTENTION_4 = "fa4", "flash_attention_4"  # a model's; what users and transformers call it
+UNMASKED = {"sdpa": "sdpa_causal", FA4: "fa4_causal"}  # the same where no mask is asked for
+WITHOUT_SOFTCAP = ("sdpa", VARLEN, FLASH_ATTENTION_4)  # would leave the capping of scores out in silence
 WITH_SOFTCAP = {"cuda": "flex_attention", "cpu": "eager"}
 ROW_WISE_LAYERS = {"full_attention", "sliding_attention"}  # others carry a state along the tokens
 # torch 2.11 takes fewer key-value heads as they come; since 2.12 it wants to be told.
 GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def varlen_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *,
-                     dropout: float = 0.0, scaling: float | None = None,
+def packed_attention(kernel: Callable[..., Tensor], module, query: Tensor, key: Tensor, value: Tensor,
+                     attention_mask: None, *, dropout: float = 0.0, scaling: float | None = None,
                      sliding_window: int | None = None, cu_seq_lens_q: Tensor | None = None,
                      max_length_q: int | None = None, **kwargs) -> tuple[Tensor, None]:
     """Causal attention within each row: (B, T, H, D) of query (B, H, T, D), key, value (B, K, T, D).
@@ -50,35 +62,79 @@ def varlen_attention(module, query: Tensor, key: Tensor, value: Tensor, attentio
             "a model built with --packing true needs cu_seq_lens_q and max_length_q in every batch, "
             "as collate_packed gives them; build it with --packing false for other batches")
     assert not dropout and kwargs.get("softcap") is None and kwargs.get("s_aux") is None
-    # Under autocast q and k come in fp32, for rotation is no product.
-    q, k, v = (compute_input(x).transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    left = -1 if sliding_window is None else sliding_window - 1  # -1: back to the row's first token
-    out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q,
-                      scale=scaling, window_size=(left, 0), **GQA)
+    q, k, v = (x.flatten(0, 1) for x in token_major(query, key, value))
+    out = kernel(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window)
     return out.unflatten(0, (query.shape[0], query.shape[2])), None
+
+
+def token_major(*states: Tensor) -> list[Tensor]:
+    """Each (B, T, H, D) of (B, H, T, D). Under autocast q and k come in fp32: rotation is no product."""
+    return [compute_input(x).transpose(1, 2) for x in states]
+
+
+def varlen_kernel(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, scale: float | None,
+                  window: int | None) -> Tensor:
+    """torch's."""
+    left = -1 if window is None else window - 1  # -1: back to the row's first token
+    return varlen_attn(q, k, v, borders, borders, longest, longest, scale=scale, window_size=(left, 0),
+                       **GQA)
+
+
+def fa4_kernel(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, scale: float | None,
+               window: int | None) -> Tensor:
+    """FlashAttention 4's, which is not told the longest row: some lengths would be compiled for."""
+    return flash_attention_4.flash_attention_4(q, k, v, borders, scale, window)[0]
+
+
+def fa4_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+                  dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None,
+                  is_causal: bool | None = None, **kwargs) -> tuple[Tensor, None]:
+    """Causal attention of rows of one length by FlashAttention 4: (B, T, H, D).
+
+    With a mask, dropout or keys of tokens before (a cache) it is sdpa's.
+    """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if attention_mask is not None or dropout or not causal or query.shape[2] != key.shape[2]:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout,
+                                      scaling=scaling, is_causal=is_causal, **kwargs)
+    assert kwargs.get("softcap") is None and kwargs.get("s_aux") is None
+    out, _ = flash_attention_4.flash_attention_4(*token_major(query, key, value), None, scaling,
+                                                 sliding_window)
+    return out, None
 
 
 # No function for AttentionMaskInterface: then transformers builds no mask. With one, it would ask
 # the GPU in every forward whether positions restart, and wait for the answer.
-AttentionInterface.register(VARLEN, varlen_attention)
-AttentionInterface.register(CAUSAL, sdpa_attention_forward)
+AttentionInterface.register(VARLEN, partial(packed_attention, varlen_kernel))
+AttentionInterface.register(FA4_PACKED, partial(packed_attention, fa4_kernel))
+AttentionInterface.register(UNMASKED["sdpa"], sdpa_attention_forward)
+AttentionInterface.register(UNMASKED[FA4], fa4_attention)
+AttentionInterface.register(FA4, fa4_attention)  # outside of rows_alone a batch may need one
+AttentionMaskInterface.register(FA4, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
 @contextmanager
 def rows_alone(config: PretrainedConfig) -> Iterator[None]:
-    """Within it, `sdpa` of a model whose every layer sees all tokens before needs no mask.
+    """Within it, `sdpa` and `fa4` make no mask in models whose every layer does without.
 
-    For forwards without attention_mask and position_ids alone.
+    For forwards without attention_mask and position_ids alone. sdpa needs one for a sliding window.
     """
     config = config.get_text_config()
-    if config._attn_implementation != "sdpa" or has_windows(config) or not takes_backends(type(config)):
+    name = config._attn_implementation
+    if not makes_no_masks(config) or name not in UNMASKED or not takes_backends(type(config)):
         yield
         return
-    config._attn_implementation = CAUSAL
+    config._attn_implementation = UNMASKED[name]
     try:
         yield
     finally:
-        config._attn_implementation = "sdpa"
+        config._attn_implementation = name
+
+
+def makes_no_masks(config: PretrainedConfig) -> bool:
+    """Whether training on rows that are packed as the model was built makes no attention mask."""
+    name = config._attn_implementation
+    return name in (VARLEN, FA4, FA4_PACKED) or name == "sdpa" and not has_windows(config)
 
 
 @lru_cache
@@ -99,8 +155,8 @@ def choose_attention(wanted: str, packing: bool, config: PretrainedConfig, devic
                      dtype: torch.dtype) -> tuple[str, str]:
     """The implementation to build a model with, and the reason.
 
-    wanted: --attn_implementation. `auto` is sdpa, or one that can cap scores. Of `sdpa`, packed rows
-    take `varlen` where it runs.
+    wanted: --attn_implementation. `auto` is FlashAttention 4 where that runs, or sdpa, or one that can
+    cap scores. Of `sdpa`, packed rows take `varlen` where it runs.
     Raises ValueError where packed rows would not be kept apart, or scores not be capped.
     """
     config = config.get_text_config()
@@ -111,17 +167,24 @@ def choose_attention(wanted: str, packing: bool, config: PretrainedConfig, devic
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if wanted == "auto" and not getattr(model, "_supports_sdpa", True):
         return "eager", f"{config.model_type} has no sdpa"
-    if wanted == "auto": wanted = "sdpa"
-    reason = why_not_varlen(config, device, dtype)
-    if wanted == VARLEN and reason:
-        raise ValueError(f"--attn_implementation {VARLEN}: {reason}; use sdpa")
     if caps and wanted in WITHOUT_SOFTCAP:
         raise ValueError(f"--attn_implementation {wanted}: {config.model_type} caps its attention "
                          "scores, which this leaves out; use eager or flex_attention")
-    if not packing: return wanted, "--attn_implementation"
+    reason = why_not_varlen(config, device, dtype)
+    said = ""
+    if wanted in ("auto", FLASH_ATTENTION_4):
+        unfit = why_not_fa4(config, device, dtype, packing)
+        if not unfit: return FA4_PACKED if packing else FA4, "FlashAttention 4"
+        if wanted == FLASH_ATTENTION_4:
+            raise ValueError(f"--attn_implementation {wanted}: {unfit}; use sdpa")
+        wanted = "sdpa"
+        if flash_attention_4.has_kernels_for(device): said = f"; FlashAttention 4 {unfit}"
+    if wanted == VARLEN and reason:
+        raise ValueError(f"--attn_implementation {VARLEN}: {reason}; use sdpa")
+    if not packing: return wanted, "--attn_implementation" + said
     if wanted not in ("sdpa", VARLEN): return wanted, "--attn_implementation; a mask keeps rows apart"
-    if reason: return "sdpa", f"a mask keeps packed rows apart: {VARLEN} {reason}"
-    return VARLEN, "packed rows, without a mask"
+    if reason: return "sdpa", f"a mask keeps packed rows apart: {VARLEN} {reason}{said}"
+    return VARLEN, "packed rows, without a mask" + said
 
 
 def check_packing(config: PretrainedConfig):
@@ -135,7 +198,7 @@ def check_packing(config: PretrainedConfig):
 
 def why_not_varlen(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
     """What keeps torch's variable-length attention from running; empty if nothing does."""
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = head_size(config)
     if device.type != "cuda": return "needs a GPU"
     if torch.cuda.get_device_capability(device) < (8, 0): return "needs an Ampere GPU or newer"
     if dtype not in (torch.bfloat16, torch.float16): return "computes in 16 bits only"
@@ -143,3 +206,28 @@ def why_not_varlen(config: PretrainedConfig, device: torch.device, dtype: torch.
     if getattr(config, "kv_lora_rank", None): return "needs keys and values of one size"
     if getattr(config, "attention_dropout", 0.0): return "has no attention dropout"
     return ""
+
+
+def why_not_fa4(config: PretrainedConfig, device: torch.device, dtype: torch.dtype, packing: bool
+                ) -> str:
+    """What keeps FlashAttention 4 from running; empty if nothing does."""
+    layers = set(getattr(config, "layer_types", None) or ()) - ROW_WISE_LAYERS
+    if layers: return f"can't run layers of {', '.join(sorted(layers))}"
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if not takes_backends(type(config)) or not (model._supports_sdpa and model._supports_flash_attn):
+        return f"can't be given to {config.model_type}"
+    if reason := why_not_varlen(config, device, dtype): return reason
+    window = getattr(config, "sliding_window", None) if has_windows(config) else None
+    kinds = {"full_attention": None, "sliding_attention": window}
+    windows = {kinds[layer] for layer in getattr(config, "layer_types", None) or ()} or {window}
+    return flash_attention_4.why_not(device, dtype, head_size(config),
+                                     config.num_attention_heads // key_value_heads(config),
+                                     tuple(sorted(windows, key=bool)), packing)
+
+
+def head_size(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def key_value_heads(config: PretrainedConfig) -> int:
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -23,7 +23,7 @@ from ..config.run import graphs_pay, weights_stay
 from ..data.collate import IGNORE
 from ..dist import hold_collectives, local_rows, max_over_ranks, print_main, ranks_from_env
 from ..memory.tiles import tiled_mlps
-from ..model.attention import VARLEN, has_windows
+from ..model.attention import makes_no_masks
 from ..model.blocks import decoder_blocks, has_experts
 from ..sharding import is_sharded, reduce_gradients, without_gradient_sync
 from .step import ForwardBackward, run_micro_batch
@@ -64,9 +64,7 @@ def why_no_graphs(config: RunConfig, model: nn.Module, device: torch.device) -> 
         for flag in ("no_sync", "gather_once"):
             if getattr(config, flag):
                 return f"with --{flag} the last micro-batch of a step does what the others don't"
-    settings = model.config.get_text_config()
-    if settings._attn_implementation != VARLEN and (settings._attn_implementation != "sdpa"
-                                                    or has_windows(settings)):
+    if not makes_no_masks(model.config.get_text_config()):
         return "its attention takes masks, which are made with the host's help"
     if any(map(has_experts, decoder_blocks(model))):
         return "graphs were not tried with experts yet, whose groups differ from batch to batch"

@@ -99,7 +99,7 @@ def train_packed(folder: str) -> list[float]:
     from fsdp_qlora.training.step import train_step
     config = RunConfig(model_name=folder, packing=True, lora_rank=8, lora_dropout=0.0)
     model = build_model(config, torch.device("cuda", 0))
-    assert model.config._attn_implementation == "varlen"
+    assert model.config._attn_implementation in ("varlen", "fa4_packed")
     optimizer = build_optimizer(model, "adamw", 5e-3)
     losses = []
     for step in tiny_rows(steps=1, rows_per_step=8) * 6:
