@@ -226,13 +226,19 @@ def index_names_an_absent_file(folder):
     return index_of(json.dumps(index))(folder) + ["model-00002-of-00002.safetensors", "missing"]
 
 
-def header_of(text: bytes):
-    return replaced_by(len(text).to_bytes(8, "little") + text)
+def header_of(text: bytes, data: bytes = b""):
+    return replaced_by(len(text).to_bytes(8, "little") + text + data)
 
 
 def unknown_type(folder):
-    header_of(b'{"lm_head.weight": {"shape": [1], "dtype": "F4", "data_offsets": [0, 0]}}')(folder)
+    header_of(b'{"lm_head.weight": {"shape": [2], "dtype": "F4", "data_offsets": [0, 1]}}', b"0")(folder)
     return [str(folder / "model.safetensors"), "lm_head.weight", "F4", "give the model in bf16"]
+
+
+def a_tensor_in_two_files(folder):
+    save_file({"lm_head.weight": torch.zeros(97, 64)}, folder / "model-00001-of-00001.safetensors")
+    return ["model-00001-of-00001.safetensors and model.safetensors both hold lm_head.weight",
+            "keep one"]
 
 
 BROKEN = {
@@ -241,7 +247,8 @@ BROKEN = {
     "header cut": cut_to(0.001), "data cut": cut_to(0.9), "too long": padded_at_the_end,
     "header not JSON": header_of(b"{]"), "header a list": header_of(b"[]"),
     "header without offsets": header_of(b'{"lm_head.weight": {"shape": [1]}}'),
-    "an unknown type": unknown_type,
+    "an unknown type": unknown_type, "a tensor in two files": a_tensor_in_two_files,
+    "header nested": header_of(b"[" * 100_000), "index nested": index_of("[" * 100_000),
     "index names an absent file": index_names_an_absent_file,
     "index a pointer": index_of(LFS_POINTER.decode()), "index a page": index_of(HTML.decode()),
     "index without a map": index_of("{}"),
@@ -255,6 +262,64 @@ def test_a_broken_folder_is_refused_in_one_line_that_names_the_file(llama, fault
     message = str(caught.value)
     assert "\n" not in message
     assert all(part in message for part in parts), message
+
+
+NAMES = ("model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight")
+
+
+def exchange(a: dict, b: dict):
+    a["data_offsets"], b["data_offsets"] = b["data_offsets"], a["data_offsets"]
+
+
+ENTRIES = {  # what becomes of one entry of the header, and of its neighbour's
+    "another's bytes": lambda a, b: a.update(data_offsets=b["data_offsets"]),
+    "exchanged": exchange,
+    "too short": lambda a, b: a.update(data_offsets=[a["data_offsets"][0], a["data_offsets"][0] + 4]),
+    "shifted": lambda a, b: a.update(data_offsets=[x + 4 for x in a["data_offsets"]]),
+    "negative": lambda a, b: a.update(data_offsets=[-8, a["data_offsets"][1]]),
+    "reversed": lambda a, b: a.update(data_offsets=a["data_offsets"][::-1]),
+    "beyond the file": lambda a, b: a.update(data_offsets=[x + 2**40 for x in a["data_offsets"]]),
+    "floats": lambda a, b: a.update(data_offsets=[*map(float, a["data_offsets"])]),
+    "a float in the shape": lambda a, b: a.update(shape=[128.0, 64]),
+    "a negative shape": lambda a, b: a.update(shape=[-128, -64]),
+    "a shape beyond 64 bits": lambda a, b: a.update(shape=[2**64, 64]),
+    "a smaller dtype": lambda a, b: a.update(dtype="U8"),
+    "a name for a dtype": lambda a, b: a.update(dtype=None),
+    "three offsets": lambda a, b: a.update(data_offsets=[*a["data_offsets"], 0]),
+    "the same": lambda a, b: None,
+}
+
+
+@pytest.mark.parametrize("fault", ENTRIES)
+def test_a_header_is_read_as_safetensors_reads_it_and_refused_where_that_refuses(llama, fault):
+    path = llama / "model.safetensors"
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    ENTRIES[fault](*(header[name] for name in NAMES))
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+    try:
+        expected = load_file(path)
+    except Exception:
+        with pytest.raises(ValueError, match="not a whole one") as caught: Checkpoint(llama)
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+        return
+    stored = Checkpoint(llama).stored
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name].read(), tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("text", [
+    '{"a":' * 100_000, "[" * 100_000, '{"model_type": "llama", "hidden_size": 64.5}',
+    '{"model_type": "llama", "num_hidden_layers": 1e999}', '{"model_type": "llama", "vocab_size": NaN}',
+    '{"model_type": "llama", "num_attention_heads": 0}', '{"model_type": "llama", "head_dim": -16}',
+    '{"model_type": "llama", "hidden_act": [[]]}', '{"model_type": "llama", "rope_parameters": 1e999}',
+    '{"model_type": ["llama"]}', '{"model_type": 1e999}'])
+def test_numbers_that_are_none_in_a_config_are_one_line(llama, text):
+    (llama / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="--model_name") as caught: planned_model(settings(llama), CPU)
+    assert "\n" not in str(caught.value)
 
 
 def change(folder, **tensors):

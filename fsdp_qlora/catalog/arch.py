@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import shorten
 
+from ..reading import from_json
 from .families import (
     DEFAULT_TARGETS,
     FAMILIES,
@@ -258,7 +259,7 @@ def model_shape(model: str | Path | dict) -> ModelShape:
 def read_json(path: Path) -> dict:
     """A JSON object of a file; ValueError, naming it, if it is something else."""
     try:
-        found = json.loads(path.read_text())
+        found = from_json(path.read_text())
     except (ValueError, OSError) as error:
         raise ValueError(f"--model_name {path}: not a config.json ({error}); give the model's folder, "
                          "or a hub name") from None

@@ -14,6 +14,8 @@ from difflib import get_close_matches
 from math import isfinite
 from pathlib import Path
 
+from ..reading import from_json
+
 # Share of the datasheet that large products and long copies reach: the H100's measured shares
 # (780 of 989 TFLOP/s, 3.0 of 3.35 TB/s, 329 of 450 GB/s), taken for all cards.
 TYPICAL_SHARE = dict(tflops=0.79, bandwidth=0.90, link=0.73)
@@ -201,7 +203,7 @@ def load_gpu_spec(path: str | Path, flag: str = "") -> Gpu:
 def read_object(path: str | Path, flag: str, what: str) -> dict:
     """A JSON object from a user's file. Raises ValueError, beginning with `flag`, if it is none."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+        found = from_json(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(f"{flag}: {(error.strerror or str(error)).lower()}; give a JSON file") from None
     except ValueError as error:

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable
 from itertools import count
 from pathlib import Path
 
+from ..reading import from_json
+
 MANIFEST, RUN = "manifest.json", "run.json"
 ASIDE = ".aside"  # a damaged checkpoint, or one of a past that was left; gone after the next good one
 
@@ -99,7 +101,7 @@ def fault_of(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None if every byte is as it was written."""
     try:
         text = (folder / MANIFEST).read_text()
-        files = json.loads(text)["files"]
+        files = from_json(text)["files"]
         if text != manifest_text(files): return f"{MANIFEST} is damaged"
         if RUN not in files: return f"{RUN} is not in {MANIFEST}"
         for name, expected in files.items():

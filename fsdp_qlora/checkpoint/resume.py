@@ -13,6 +13,7 @@ from ..config.settings import AUTO, counted
 from ..data import Source, Subset, TokenizedDataset
 from ..dist import from_main, print_main, ranks_from_env
 from ..observe.metrics import HISTORY, read_record
+from ..reading import from_json
 from .disks import Disks, find_disks
 from .folder import (
     LEFT_BY_A_RUN,
@@ -113,7 +114,7 @@ def has_ended(config: RunConfig, dataset: TokenizedDataset | Subset | Source, co
     try:
         run = read_run(all_checkpoints(root)[0])
         asked = steps_asked(config, dataset, run["rows_per_step"])
-        longer = asked is not None and asked > json.loads((root / FINISHED).read_text())["step"]
+        longer = asked is not None and asked > from_json((root / FINISHED).read_text())["step"]
     except (OSError, ValueError, LookupError):
         return True
     return not longer or bool(differences(run, config, content, world_size()))

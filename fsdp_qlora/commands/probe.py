@@ -24,6 +24,7 @@ from ..config.settings import shown
 from ..dist import launched, told_by_main
 from ..loading import read_config
 from ..planner import Plan, free_settings
+from ..reading import read_object
 
 STEPS = How(steps=3, warmup=2, minutes=10)
 
@@ -49,7 +50,7 @@ def confirmed_changes(config: RunConfig, argv: list[str], allowed_gib: float | N
     machine, free = machine_here(config), free_settings(config, given)
     file = store_file(shape, machine, config, free)
     if file.exists():
-        stored = json.loads(file.read_text())
+        stored = read_object(file)
         print(f"plan of {stored['date']}: {as_flags(stored['changes'])} ({file})", flush=True)
         return stored["changes"]
     job = Job("probe", [*argv, "--random_weights", "true"], machine.world_size, allowed_gib)

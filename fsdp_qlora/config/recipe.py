@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from ..reading import TOO_DEEP
 from .run import RunConfig
 from .settings import default_of, nearest_name, opt
 
@@ -70,6 +71,9 @@ def pairs(path: str) -> list:
                          "those in examples/recipes") from None
     except UnicodeDecodeError:
         raise ValueError(f"--config {path}: not a text file; give a YAML file of settings") from None
+    except RecursionError:
+        raise ValueError(f"--config {path}: {TOO_DEEP}; settings are `name: value`, one a line"
+                         ) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else f"--config {path}"

@@ -8,7 +8,7 @@ Shapes: I inputs, O outputs, R rank.  W (O, I), or (I, O) if transposed; A (R, I
 """
 from __future__ import annotations
 
-import json
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch import Tensor
 from ..adapters.experts import is_target
 from ..loading import first_line
 from ..model.experts import STACKS
+from ..reading import from_json
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 
@@ -244,12 +245,30 @@ def read_adapter_config(folder: Path) -> dict:
         raise ValueError(f"--adapter_folder {folder}: no {CONFIG_FILE} there; give the folder that "
                          "training saved, such as output/adapter")
     try:
-        config = json.loads(path.read_text())
+        config = from_json(path.read_text())
         if config.get("peft_type") != "LORA":
             raise ValueError(f"peft_type is {config.get('peft_type')}, and only LORA is known here")
+        config = {**LoraConfig().to_dict(), **config}
+        check_values(config)
     except (ValueError, AttributeError) as error:
         raise ValueError(f"--adapter_folder {folder}: {CONFIG_FILE}: {first_line(error)}") from error
-    return {**LoraConfig().to_dict(), **config}
+    return config
+
+
+def check_values(config: dict):
+    """Refuse a value of adapter_config.json of another kind than the field takes. Raises ValueError."""
+    def whole(value) -> bool: return type(value) is int and value > 0
+    def number(value) -> bool: return type(value) in (int, float) and math.isfinite(value)
+    def text(value) -> bool: return isinstance(value, str | None)
+    def names(value) -> bool: return isinstance(value, str | list | None)
+    def by_name(kind): return lambda value: isinstance(value or {}, dict) and all(
+        map(kind, (value or {}).values()))
+    kinds = dict(r=whole, lora_alpha=number, rank_pattern=by_name(whole), alpha_pattern=by_name(number),
+                 base_model_name_or_path=text, revision=text, target_modules=names,
+                 target_parameters=names, modules_to_save=names)
+    for name, fits in kinds.items():
+        if not fits(config.get(name)):
+            raise ValueError(f"{name} can't be {config[name]!r}; save the adapter again")
 
 
 def check_supported(folder: Path, config: dict):

@@ -5,7 +5,6 @@ others, so it names no folder of this machine and no secret.
 """
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -17,6 +16,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from ..adapters.initial import Start
 from ..config import RunConfig
 from ..config.settings import default_of, shown
+from ..reading import from_json, read_object
 from ..redact import redact_all, without_folders
 
 CARD_FILE = "README.md"
@@ -140,7 +140,7 @@ def usage(base: str, is_adapter: bool) -> list[str]:
 def read_adapter(folder: Path) -> dict:
     """adapter_config.json of a folder; empty if it is a whole model."""
     path = folder / "adapter_config.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
+    return read_object(path) if path.is_file() else {}
 
 
 def read_metrics(path: Path | None) -> list[dict]:
@@ -148,7 +148,7 @@ def read_metrics(path: Path | None) -> list[dict]:
     lines = []
     for text in path.read_text().splitlines() if path and path.is_file() else []:
         try:
-            lines.append(json.loads(text))
+            lines.append(from_json(text))
         except ValueError:
             continue
     return lines

@@ -14,6 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from ..hub import why_offline
 from ..loading import first_line
+from ..reading import read_object
 from ..redact import redact, without_folders
 from .card import CARD_FILE
 from .merged_files import OTHER_FILES, TOKENIZER_FILES
@@ -59,7 +60,7 @@ def is_pushed(path: Path, folder: Path) -> bool:
 def content(path: Path) -> str | bytes:
     """A file as it is pushed: weights as they are, JSON and text without this machine's folders."""
     if path.suffix == ".json" and path.name in ("adapter_config.json", "config.json", "fsdp_qlora.json"):
-        return json.dumps(for_others(json.loads(path.read_text())), indent=2).encode()
+        return json.dumps(for_others(read_object(path)), indent=2).encode()
     if path.name == CARD_FILE:
         return redact(path.read_text()).replace(str(Path.home()), "~").encode()
     return str(path)

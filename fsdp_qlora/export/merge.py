@@ -7,7 +7,6 @@ said, and the result is never quantized again unless that is asked for.
 """
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from tqdm import tqdm
 
 from ..loading import DTYPES, bnb4
 from ..places import check_folder
+from ..reading import read_object
 from ..redact import without_folders
 from .adapter_folder import AdapterFolder, Change
 from .card import write_card
@@ -220,7 +220,7 @@ def merged_tensor(plan: MergePlan, output: Output) -> Tensor:
 def write_merged_card(folder: Path, adapter: Path, base: BaseModel):
     """A model card, if the adapter's folder tells of the run that it comes from."""
     if not (adapter / RUN_FILE).is_file(): return
-    run = json.loads((adapter / RUN_FILE).read_text())
+    run = read_object(adapter / RUN_FILE)
     if "about" not in run: return  # a converted adapter, or one with settings of its own
     write_card(folder, run, adapter.parent / "metrics.jsonl",
                merged=(adapter, base.describe(without_folders(base.name))))

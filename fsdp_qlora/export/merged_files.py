@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
+from ..reading import read_object
+
 # By name only: no weights, no code, nothing else that happens to lie in the folder.
 TOKENIZER_FILES = ("tokenizer*.json", "*.model", "special_tokens_map.json", "added_tokens.json",
                    "vocab.json", "vocab.txt", "merges.txt", "chat_template.*",
@@ -27,7 +29,7 @@ def write_other_files(folder: Path, base: Path, adapter: str | Path | None, sett
 
 def write_config(folder: Path, base: Path, settings: dict):
     """The base's config.json, as it is but for `settings`."""
-    config = json.loads((base / "config.json").read_text())
+    config = read_object(base / "config.json")
     if "torch_dtype" in config and "dtype" in settings: config["torch_dtype"] = settings["dtype"]
     config.pop("_name_or_path", None)
     config |= settings

@@ -5,7 +5,6 @@ Which these were is told by the settings that training saved in the adapter's fo
 """
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,9 @@ import torch
 from torch import Tensor
 
 from ..adapters.initial import Start, low_rank_rows
+from ..quantization.absmax import ABSMAX_DTYPES
 from ..quantization.formats import FORMATS, dequantize_rows, quantize_rows
+from ..reading import from_json, read_object
 from .adapter_folder import AdapterFolder, Delta
 from .save import RUN_FILE
 
@@ -30,7 +31,7 @@ class BaseQuant:
     @property
     def is_known(self) -> bool:
         """Whether `round_rows` can repeat it."""
-        return self.quant in FORMATS
+        return self.quant in FORMATS and self.absmax_dtype in ABSMAX_DTYPES
 
     def round_rows(self, rows: Tensor, dtype: torch.dtype = torch.float32, taken: Delta | None = None,
                    start: int = 0) -> Tensor:
@@ -52,7 +53,7 @@ def taken_out_of(folder: str | Path | None) -> dict[str, Delta]:
     Half of the rank of such an adapter (adapters/initial.py).
     """
     path, found = Path(folder or "") / RUN_FILE, {}
-    run = json.loads(path.read_text()) if folder and path.is_file() else {}
+    run = read_object(path) if folder and path.is_file() else {}
     if not Start(run.get("init_lora_weights", "default"), run.get("loftq_iter", 1)).changes_base:
         return found
     adapter = AdapterFolder(folder)
@@ -69,7 +70,7 @@ def trained_quant(folder: str | Path | None) -> BaseQuant:
     path = Path(folder or "") / RUN_FILE
     if not folder or not path.is_file(): return BaseQuant()
     try:
-        run = json.loads(path.read_text())
+        run = from_json(path.read_text())
         bits = run.get("n_bits", 4) if run["quant"] == "hqq" else ""
         return BaseQuant(f"{run['quant']}{bits}", run.get("absmax_dtype", "fp32"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -28,7 +28,7 @@ def load_tokenizer(model_name: str, revision: str | None = None, trust_remote_co
     with asked_hub(not looks_local(model_name)) as unreachable:
         try:
             tokenizer = AutoTokenizer.from_pretrained(model_name, **pinned(revision, trust_remote_code))
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # tokenizers' own are plain exceptions
             if unreachable: raise not_at_hand(model_name, unreachable) from error
             raise ValueError(f"--model_name {model_name}: no tokenizer there ({first_line(error)}); "
                              "copy the tokenizer files of the model into it") from error

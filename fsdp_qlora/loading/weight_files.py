@@ -7,7 +7,6 @@ rank waits for another. The format: https://github.com/huggingface/safetensors#f
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import struct
 from collections.abc import Sequence
@@ -15,7 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from ..reading import from_json
 
 STORED_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -88,7 +90,7 @@ class Checkpoint:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self.stored: dict[str, Stored] = {}
-        for path in self.safetensors_files(): self.stored |= read_header(path)
+        for path in self.safetensors_files(): self.add(path)
         self.check_index()
         self.made: dict = {}  # tensors that are not in the files as the model has them (names.py)
 
@@ -109,12 +111,21 @@ class Checkpoint:
                   "safe_serialization=True)" if bins else "no *.safetensors file")
         raise ValueError(f"--model_name {self.folder}: it holds {remedy}")
 
+    def add(self, path: Path):
+        """Take a file's tensors in; one that is in two files may have two values."""
+        found = read_header(path)
+        for name in found.keys() & self.stored.keys():
+            other = self.stored[name].path.name
+            raise ValueError(f"--model_name {self.folder}: {other} and {path.name} both hold {name}; "
+                             "keep one of the two, that of the model you want")
+        self.stored |= found
+
     def check_index(self):
         """Every file that the index names must be there."""
         index = self.folder / "model.safetensors.index.json"
         if not index.is_file(): return
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = sorted(set(from_json(index.read_text())["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is not an index of safetensors files ({first_line(error)}); "
                              "it may be a pointer or an error page: download it again") from error
@@ -143,23 +154,21 @@ class Checkpoint:
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """The tensors of one file; checks that the file is as long as its header says."""
-    size = path.stat().st_size
+    """The tensors of one file. safetensors itself checks that they cover it, each by its own bytes."""
     try:
-        with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > size: raise ValueError("its header is longer than the file")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        found = {name: Stored(path, 8 + length + entry["data_offsets"][0], entry["dtype"],
-                              tuple(entry["shape"])) for name, entry in header.items()}
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise ValueError(f"{path} is not a safetensors file ({size} bytes: {first_line(error)}); "
-                         "it may be a pointer or an error page: download it again") from error
-    if 8 + length + end != size:
-        raise ValueError(f"{path} is truncated: {size} bytes where its header says "
-                         f"{8 + length + end}; download it again")
+        with safe_open(path, framework="pt"): pass
+    except (SafetensorError, OSError) as error:
+        size = path.stat().st_size if path.is_file() else 0
+        reason = first_line(error).removeprefix("Error while deserializing header: ")
+        raise ValueError(f"{path} is not a safetensors file, or not a whole one ({size} bytes: "
+                         f"{reason}); it may be cut, a pointer or an error page: download it again"
+                         ) from error
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = from_json(file.read(length))
+    header.pop("__metadata__", None)
+    found = {name: Stored(path, 8 + length + entry["data_offsets"][0], entry["dtype"],
+                          tuple(entry["shape"])) for name, entry in header.items()}
     return {name: stored._replace(dtype=known_dtype(stored, name)) for name, stored in found.items()}
 
 

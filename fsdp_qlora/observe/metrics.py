@@ -5,10 +5,11 @@ the file alone.
 """
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from ..reading import from_json
 
 SHOWN_OF_ANSWER = 70  # characters, in a line
 
@@ -215,7 +216,7 @@ class SkippedMetrics(Record):
 def read_record(line: str) -> dict | None:
     """A line of metrics.jsonl; None if it was cut or damaged, and so is no record of its kind."""
     try:
-        record = json.loads(line)
+        record = from_json(line)
         {"step": StepMetrics, "eval": EvalMetrics}.get(record["kind"], dict)(**record)
     except (ValueError, TypeError, LookupError):
         return None

@@ -1,11 +1,12 @@
 """What happened in a run, read from its metrics.jsonl. Pure: no torch."""
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+
+from ..reading import from_json
 
 
 @dataclass
@@ -74,7 +75,7 @@ def read_lines(path: Path) -> list[dict]:
     found = []
     for line in path.read_text(errors="replace").splitlines():
         try:
-            record = json.loads(line)
+            record = from_json(line)
         except ValueError:
             continue
         if isinstance(record, dict) and isinstance(record.get("step"), int): found.append(record)

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..reading import from_json
+
 LOCK = ".lock"
 
 
@@ -72,6 +74,6 @@ def is_at(descriptor: int, path: Path) -> bool:
 def described(holder: str) -> str:
     """Who holds a lock."""
     try:
-        return "another run (process {pid} on {host}, since {since})".format(**json.loads(holder))
+        return "another run (process {pid} on {host}, since {since})".format(**from_json(holder))
     except (ValueError, KeyError, TypeError):
         return "another run"
