@@ -8,15 +8,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-TOO_DEEP = "nested too deeply"
-
 
 def from_json(text: str | bytes) -> Any:
     """The value that a JSON text stands for. Raises ValueError."""
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError(TOO_DEEP) from None
+        raise ValueError("nested too deeply") from None
 
 
 def read_object(path: Path) -> dict:

@@ -1,4 +1,4 @@
-"""Files of others that are nested too deeply, or hold numbers that are none, are mistakes of one line."""
+"""Files of others that are nested too deeply, or hold numbers that are none, are one line each."""
 from __future__ import annotations
 
 import json

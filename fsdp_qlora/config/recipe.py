@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from ..reading import TOO_DEEP
 from .run import RunConfig
 from .settings import default_of, nearest_name, opt
 
@@ -72,7 +71,7 @@ def pairs(path: str) -> list:
     except UnicodeDecodeError:
         raise ValueError(f"--config {path}: not a text file; give a YAML file of settings") from None
     except RecursionError:
-        raise ValueError(f"--config {path}: {TOO_DEEP}; settings are `name: value`, one a line"
+        raise ValueError(f"--config {path}: nested too deeply; settings are `name: value`, one a line"
                          ) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
