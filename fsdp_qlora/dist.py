@@ -115,6 +115,11 @@ def process_group(device: torch.device, timeout_minutes: float = 30.0):
         dist.destroy_process_group()
 
 
+def main_device_type() -> str:
+    """The device that the process group is for: CUDA wherever it has NCCL."""
+    return "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"
+
+
 holders: WeakSet[Holder] = WeakSet()
 
 

@@ -70,6 +70,7 @@ REMEDIES = [
     ("can't read from byte|become shorter",
      "download the file again; look at the disk"),
     ("--attn_implementation ATTN", "use sdpa or eager"),
+    ("is not computed here", "leave it out, or use what the line names"),
     ("wrap policy is true for no module", "give another function, or `--wrap_policy block`"),
     ("rank 0 could not write|no checkpoint could be written|other bytes than were written",
      "look for a full or broken disk; the reason is in the line"),

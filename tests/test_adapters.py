@@ -11,6 +11,7 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from transformers import AutoModelForCausalLM
@@ -30,6 +31,8 @@ from fsdp_qlora.adapters.fusion import SharedInputs
 from fsdp_qlora.adapters.lora_ops import adapted_inputs, adapted_linear, adapted_linear_backward
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.options import ACTIVATION_POLICIES
+from fsdp_qlora.dist import process_group
+from fsdp_qlora.export.save import save_adapter
 from fsdp_qlora.loading import materialize, meta_model
 from fsdp_qlora.memory.activations import apply_activation_policy
 from fsdp_qlora.quantization.formats import quantize_rows
@@ -463,3 +466,104 @@ def test_a_compiled_block_has_no_graph_break_and_equal_results(folder, dropout, 
     calls = Counter(str(part) for graph in graphs for node in graph.nodes
                     for part in (node.target, *node.args[:1]) if "fsdp_qlora.dropout" in str(part))
     assert calls == ({"fsdp_qlora.dropout_seeds.default": 2} if dropout else {})
+
+
+# ---- what PEFT can ask for and these layers don't compute --------------------------------------
+
+def loaded_llama(**settings) -> nn.Module:
+    return AutoModelForCausalLM.from_config(CONFIGS["llama"](
+        vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, **settings))
+
+
+@pytest.mark.parametrize("option, value", [
+    ("lora_bias", True), ("modules_to_save", ["lm_head"]), ("trainable_token_indices", [1, 2]),
+    ("layer_replication", [(0, 1), (0, 2)]), ("use_qalora", True), ("alora_invocation_tokens", [3]),
+    ("fan_in_fan_out", True), ("ensure_weight_tying", True)])
+def test_an_option_of_peft_that_is_not_computed_here_is_refused_by_name(option, value):
+    with pytest.raises(ValueError, match=rf"LoraConfig\.{option} = "):
+        apply_adapters(loaded_llama(), lora_config(rank=R, **{option: value}))
+
+
+def test_every_option_of_peft_is_followed_or_refused():
+    plain = lora_config()
+    known = {"r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "bias",
+             "target_parameters", "layers_to_transform", "layers_pattern", "rank_pattern", "use_rslora",
+             "alpha_pattern", "use_dora", "init_lora_weights", "task_type", "peft_type", "auto_mapping",
+             "peft_version", "base_model_name_or_path", "revision", "inference_mode", "runtime_config",
+             "megatron_core", "qalora_group_size", "loftq_config"}
+    others = [name for name in vars(plain) if name not in known and not name.startswith("_")]
+    assert len(others) > 10
+    for name in others:
+        config = lora_config(rank=R)
+        setattr(config, name, "something")  # of a later PEFT, too
+        with pytest.raises(ValueError, match=rf"LoraConfig\.{name} = "):
+            apply_adapters(loaded_llama(), config)
+
+
+def test_first_values_that_need_weights_are_refused_on_meta_and_kept_on_a_loaded_model():
+    model = meta_model(loaded_llama().config, torch.float32)
+    with pytest.raises(ValueError, match="init_lora_weights = 'gaussian': on the meta device"):
+        apply_adapters(model, lora_config(rank=R, init_lora_weights="gaussian"))
+    model = apply_adapters(loaded_llama(), lora_config(rank=R, init_lora_weights=False))
+    assert all(p.abs().sum() > 0 for n, p in model.named_parameters() if "lora_B" in n)
+
+
+def test_an_adapter_that_is_added_later_is_computed_as_in_peft_or_refused():
+    torch.manual_seed(0)
+    ours, ids = loaded_llama(), torch.tensor([[5, 17, 40, 8]])
+    theirs = loaded_llama()
+    theirs.load_state_dict(ours.state_dict())
+    only_q = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
+    first = LoraConfig(task_type="CAUSAL_LM", r=R, lora_alpha=16, target_modules=TARGETS,
+                       init_lora_weights=False)
+    ours = apply_adapters(ours, lora_config(rank=R, init_lora_weights=False))
+    theirs = get_peft_model(theirs, first)
+    for model in (ours, theirs): model.add_adapter("second", only_q)
+    theirs.load_state_dict(ours.state_dict())
+    logits = {}
+    for name in ("second", "default"):
+        for model in (ours, theirs): model.set_adapter(name)
+        logits[name] = ours(ids).logits
+        assert torch.allclose(logits[name], theirs(ids).logits, atol=1e-5)
+    assert not torch.allclose(*logits.values(), atol=1e-3)
+    with pytest.raises(ValueError, match=r"LoraConfig\.lora_bias"):
+        ours.add_adapter("third", LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"],
+                                             lora_bias=True))
+
+
+def test_adapters_by_row_and_several_at_once_are_refused():
+    model = apply_adapters(loaded_llama(), lora_config(rank=R)).eval()
+    ids = torch.tensor([[5, 17], [40, 8]])
+    with pytest.raises(ValueError, match="adapter_names: all rows of a batch have one adapter"):
+        model(ids, adapter_names=["default", "__base__"])
+    model = apply_adapters(loaded_llama(), lora_config(rank=R))
+    model.add_adapter("second", LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]))
+    model.base_model.set_adapter(["default", "second"])
+    with pytest.raises(ValueError, match="adapters default, second are active"): model(ids)
+
+
+PEFTS = {"second": dict(adapters={"default": {}, "second": dict(r=2, target_modules=["q_proj"])}),
+         "another name": dict(adapters={"mine": {}}),
+         "whole modules": dict(adapters={"mine": dict(modules_to_save=["lm_head"])}),
+         "magnitudes": dict(adapters={"default": {}, "mine": dict(use_dora=True)}),
+         "tokens": dict(adapters={"default": dict(trainable_token_indices=[1, 2])})}
+
+
+@pytest.mark.parametrize("case", PEFTS)
+def test_any_adapter_of_peft_is_saved_under_its_own_names(case, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    model, names = loaded_llama(), list(PEFTS[case]["adapters"])
+    for name, more in PEFTS[case]["adapters"].items():
+        config = LoraConfig(**dict(task_type="CAUSAL_LM", r=R, target_modules=["q_proj", "up_proj"],
+                                   init_lora_weights=False) | more)
+        if name == names[0]: model = get_peft_model(model, config, adapter_name=name)
+        else: model.add_adapter(name, config)
+    model.set_adapter(names[-1])
+    with process_group(torch.device("cpu")): save_adapter(model, tmp_path / "ours")
+    model.save_pretrained(tmp_path, selected_adapters=[names[-1]], save_embedding_layers=False)
+    theirs = tmp_path if names[-1] == "default" else tmp_path / names[-1]
+    found, wanted = (load_file(folder / "adapter_model.safetensors") for folder in
+                     (tmp_path / "ours", theirs))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)

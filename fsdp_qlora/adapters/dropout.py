@@ -9,6 +9,7 @@ Shapes: N tokens, I inputs, R rank.  x (N, I), A (R, I)
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from . import dropout_kernels as kernels
@@ -37,20 +38,29 @@ def dropped_product(y: Tensor, a: Tensor, seed: Tensor, p: float) -> Tensor:
     return dropped(y @ a.to(y.dtype), seed, p)
 
 
+def new_seed(device: torch.device) -> Tensor:
+    """A number that no other rank draws from the same state; in one kernel."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return torch.randint(rank, 2**62 + rank, (), device=device)
+
+
 # Opaque, so that a compiled block draws what an eager one does, and keeps the seed where it is told to.
 # `layer` is any tensor of the layer: calls with equal arguments, as of q, k and v, would become one.
 @torch.library.custom_op("fsdp_qlora::dropout_seed", mutates_args=(),
                          tags=(torch.Tag.nondeterministic_seeded,))
 def dropout_seed(x: Tensor, layer: Tensor) -> Tensor:
-    """A new seed, int64 (), on x's device, from its default generator."""
-    return torch.randint(2**62, (), device=x.device)
+    """A new seed, int64 (), on x's device, from its default generator and the rank.
+
+    So ranks in one random state, as after `torch.manual_seed(0)` on each, drop other places.
+    """
+    return new_seed(x.device)
 
 
 @torch.library.custom_op("fsdp_qlora::dropout_seeds", mutates_args=(),
                          tags=(torch.Tag.nondeterministic_seeded,))
 def dropout_seeds(x: Tensor, count: int) -> list[Tensor]:
     """The seeds that as many calls of `dropout_seed` give (fusion.py)."""
-    return [torch.randint(2**62, (), device=x.device) for _ in range(count)]
+    return [new_seed(x.device) for _ in range(count)]
 
 
 # For a layer that needs the dropped x itself, as DoRA's does; its gradient drops the same places.

@@ -141,6 +141,9 @@ def saved_config(model: nn.Module) -> LoraConfig:
     """
     config = copy.copy(model.peft_config[model.active_adapter])
     if not taken_out(model): return config
+    if model.active_adapter != "default":
+        raise ValueError(f"the adapter {model.active_adapter!r} was trained on a base that lacks what "
+                         "'default' began from, and would fit no other; train it on the original base")
     factor = math.sqrt(2) if config.use_rslora else 2
     config.r, config.lora_alpha = 2 * config.r, config.lora_alpha * factor
     config.rank_pattern = {name: 2 * r for name, r in config.rank_pattern.items()}

@@ -13,15 +13,18 @@ import re
 import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import fields
 
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS
 from torch import Tensor, nn
 
 from ..catalog.families import DEFAULT_TARGETS
-from ..dist import full_tensor, local_rows
+from ..config.settings import default_of
+from ..dist import from_main, full_tensor, local_rows
 from ..model.blocks import (
     base_model,
     has_experts,
@@ -56,6 +59,11 @@ class LoraLinear(nn.Module, LoraLayer):
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs):
+        """Add an adapter as PEFT does; raises ValueError for what is not computed here."""
+        check_options(config)
+        super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
+
     def _get_in_out_features(self, module) -> tuple[int, int]:
         return module.in_features, module.out_features
 
@@ -66,8 +74,12 @@ class LoraLinear(nn.Module, LoraLayer):
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         if self.disable_adapters: return self.base_layer(x)
+        if kwargs.get("adapter_names") is not None:
+            raise ValueError("adapter_names: all rows of a batch have one adapter here; choose it with "
+                             "model.set_adapter(NAME)")
+        name = only_adapter(self)
+        if name not in self.lora_A: return self.base_layer(x)  # it adapts other layers
         x = compute_input(x)
-        (name,) = self.active_adapters
         drop = self.lora_dropout[name]
         p = drop.p if self.training and isinstance(drop, nn.Dropout) else 0.0
         rows = x.reshape(-1, x.shape[-1])
@@ -104,6 +116,14 @@ class LoraLinear(nn.Module, LoraLayer):
         return (y if base.bias is None else y + base.bias).to(rows.dtype)
 
 
+def only_adapter(layer: LoraLayer) -> str:
+    """The name of a layer's active adapter. Raises ValueError if several are."""
+    if len(layer.active_adapters) != 1:
+        raise ValueError(f"adapters {', '.join(layer.active_adapters)} are active, and one is computed "
+                         "at a time; choose it with model.set_adapter(NAME)")
+    return layer.active_adapters[0]
+
+
 def lora_config(*, rank: int = 64, alpha: int = 16, dropout: float = 0.0,
                 target_modules: str | list[str] | None = "all-linear", **more) -> LoraConfig:
     """A PEFT LoRA configuration for causal language models; `more` is PEFT's, such as use_dora.
@@ -121,8 +141,11 @@ def apply_adapters(model: nn.Module, config: LoraConfig, dtype: torch.dtype = to
 
     `config.target_parameters` names those of experts, or is ["experts"] for all of them.
     Works on the meta device (values come later, `init_adapters`) and on a loaded model. Raises
-    ValueError, listing the candidates, if a target module or parameter does not exist.
+    ValueError, listing the candidates, if a target module or parameter does not exist, and for what
+    PEFT's configuration can ask for and these layers don't compute.
     """
+    check_options(config)
+    check_suits(model, config)
     config.target_modules = resolve_targets(model, config.target_modules)
     ends, blocks = target_ends(config.target_parameters), config.layers_to_transform
     experts = expert_parameters(model, ends, blocks)
@@ -143,6 +166,38 @@ def apply_adapters(model: nn.Module, config: LoraConfig, dtype: torch.dtype = to
     for p in trainable_parameters(peft_model).values(): p.data = p.data.to(dtype)
     add_biases_as_computed(peft_model)
     return peft_model
+
+
+# Fields of a LoraConfig that are followed here, and those that change nothing in training.
+FOLLOWED = {"r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "target_parameters",
+            "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "use_rslora",
+            "use_dora", "bias", "init_lora_weights", "fan_in_fan_out",
+            "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path",
+            "revision", "inference_mode", "runtime_config", "megatron_core", "qalora_group_size",
+            "loftq_config"}
+OTHER_WAYS = {"modules_to_save": "call adapters.whole.train_whole(model, names, dtype) after it",
+              "trainable_token_indices": "train the embedding whole, with adapters.whole.train_whole",
+              "lora_bias": "use bias='lora_only', which trains the layers' own biases"}
+
+
+def check_options(config: LoraConfig):
+    """Refuse what PEFT's own layers would compute and these would silently leave out."""
+    for f in fields(config):
+        given = getattr(config, f.name)
+        if f.name in FOLLOWED or not given or given == default_of(f): continue
+        raise ValueError(f"LoraConfig.{f.name} = {given!r} is not computed here; "
+                         f"{OTHER_WAYS.get(f.name, 'leave it out')}")
+
+
+def check_suits(model: nn.Module, config: LoraConfig):
+    """Refuse options that this model gives no meaning."""
+    if config.fan_in_fan_out and not transposed_weights(model):
+        raise ValueError("LoraConfig.fan_in_fan_out = True is for weights that lie transposed, and this "
+                         "model has none; leave it out")
+    if next(model.parameters()).is_meta and config.init_lora_weights is not True:
+        raise ValueError(f"LoraConfig.init_lora_weights = {config.init_lora_weights!r}: on the meta "
+                         "device there are no weights to begin from, and init_adapters gives PEFT's "
+                         "default; leave it out, or load the model first")
 
 
 def but_experts(model: nn.Module, excluded: str | list[str] | None) -> str | list[str] | None:
@@ -216,9 +271,11 @@ def adapter_counts(model: nn.Module) -> dict[str, int]:
 def init_adapters(model: nn.Module, seed: int, device: torch.device | None = None) -> None:
     """Give every adapter its values after loading: A uniform as PEFT, B zero, m the norms of W.
 
-    The values come from a seed per parameter name, so every sharding and world size starts equal.
-    `device` is where norms are computed, if not where W is: offloaded rows are on the host.
+    The values come from a seed per parameter name, so every sharding and world size starts equal; the
+    seed is rank 0's, so every rank must call it. `device` is where norms are computed, if not where W
+    is: offloaded rows are on the host.
     """
+    if dist.is_initialized(): seed = from_main(lambda: seed)
     for name, parameter in trainable_parameters(model).items():
         local, start, stop = local_rows(parameter)
         with torch.no_grad():

@@ -108,15 +108,23 @@ def ends_of(causal: nn.Module) -> tuple[str, str]:
 
 
 def peft_names(model: nn.Module, named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors under the names of parameters, under the names that PEFT saves them with instead."""
-    adapters = get_peft_model_state_dict(model, named, save_embedding_layers=False)
-    wrappers = names_of_wrappers(model)
+    """Tensors under the names of parameters, under the names that PEFT saves them with instead.
+
+    Raises ValueError for a tensor of another adapter than the active one.
+    """
+    active = model.active_adapter
+    adapters = get_peft_model_state_dict(model, named, active, save_embedding_layers=False)
+    wrappers, named_already = names_of_wrappers(model), {id(t) for t in adapters.values()}
 
     def renamed(key: str) -> str:
         layer, of_lora, part = key.partition(".lora_")
         return wrappers.get(layer, layer) + of_lora + part
-    return {renamed(key): t for key, t in adapters.items()} | {
-        name: t for name, t in named.items() if ".lora_" not in name}
+    whole = {name: t for name, t in named.items() if id(t) not in named_already}
+    for name in whole:
+        if ".lora_" in name or ".modules_to_save." in name:
+            raise ValueError(f"{name} is trained, and is not part of the active adapter {active!r}; "
+                             "choose one with model.set_adapter(NAME) before training")
+    return {renamed(key): t for key, t in adapters.items()} | whole
 
 
 def saved_names(model: nn.Module) -> dict[str, str]:

@@ -24,6 +24,7 @@ from ..model.experts import stacked_weights
 from ..quantization.formats import dequantize_rows
 from ..quantization.quantize import QuantLinear
 from ..redact import redact_all
+from ..sharding import free_gathered
 from .card import write_card
 
 SHARD_BYTES = 5 * 10**9  # transformers' default size of one file
@@ -79,10 +80,15 @@ def save_adapter(model: nn.Module, folder: str | Path,
 
     It fits the original base, whatever the adapter took out of it to begin from (adapters/initial.py).
     `write_rest` writes more files into the folder before it gets its name. Every rank must call it.
-    Raises OSError on every rank if rank 0 can't write.
+    Raises OSError on every rank if rank 0 can't write, and ValueError if what is trained is not the
+    active adapter, of the model's one or more.
     """
     folder, is_main = Path(folder), ranks_from_env().is_main
     parameters = trainable_parameters(model)
+    if not parameters:
+        raise ValueError(f"{folder}: no weight of the adapter is trained, so there is nothing to save; "
+                         "call model.set_adapter(NAME), which unfreezes it")
+    saved_names(model), saved_config(model)  # raise on every rank what rank 0 would alone
     state = dict(gathered(parameters))
     taken = dict(gathered({n: split_as(t, parameters[n]) for n, t in taken_out(model).items()}))
     with main_only():
@@ -246,6 +252,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     own error for an adapter of other layers.
     """
     from safetensors import safe_open
+    free_gathered(model)  # or rows would be copied into what the next backward throws away
     with safe_open(Path(folder) / "adapter_model.safetensors", framework="pt") as file, \
             torch.no_grad():
         keys = saved_names(model)

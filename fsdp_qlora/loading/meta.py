@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from ..memory.hostmem import empty_on_host
 from ..model.conv1d import apply_plain_linears
 from ..model.experts import apply_stacked_experts
+from ..sharding import refuse_to_train, watch_gradients
 from .find import pinned_code
 from .weight_files import first_line, reason_of
 
@@ -77,3 +78,5 @@ def materialize(model: nn.Module, device: torch.device,
             elif p is not None: p.data = p.data.to(place(p))
         for name, b in module._buffers.items():
             if b is not None: module._buffers[name] = b.to(device)
+    refuse_to_train(meta)
+    watch_gradients(model)

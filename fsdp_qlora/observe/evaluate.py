@@ -20,7 +20,7 @@ from torch import nn
 from ..config import AUTO
 from ..data import StepLoader, StepSampler, Subset, TokenizedDataset, on_device
 from ..dist import ranks_from_env
-from ..sharding import is_sharded
+from ..sharding import kept_between_forwards
 from .metrics import EvalMetrics
 
 MICRO_BATCHES_TOGETHER = 16  # rows of so many are sorted by length, which leaves little padding
@@ -59,11 +59,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     was_training = model.training
     model.eval()
     try:
-        yield
+        with kept_between_forwards(model): yield
     finally:
         model.train(was_training)
-        for module in model.modules():
-            if is_sharded(module): module.reshard()
 
 
 def perplexity(loss: float) -> float:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..config.options import OPTIMIZER_NAMES
+from ..sharding import free_gathered
 from .adafactor import Adafactor
 from .adamw import CompactAdamW
 from .base import make_states
@@ -24,6 +25,7 @@ def build_optimizer(model: nn.Module, name: str = "adamw", lr: float = 1e-5,
     Sharded parameters make sharded states. `loraplus_lr_ratio` is the learning rate of B over that of
     A. Raises ValueError for an unknown name.
     """
+    free_gathered(model)  # a forward without a backward leaves copies in the place of shards
     optimizer = new_optimizer(trained_groups(model, lr, loraplus_lr_ratio), name, lr, weight_decay)
     make_states(optimizer)
     return optimizer

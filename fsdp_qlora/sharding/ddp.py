@@ -16,16 +16,30 @@ from ..estimate.peak import BUCKET_BYTES
 class GradientReducer:
     """Averages the trained weights' gradients over all ranks at the end of each backward, as DDP.
 
-    The root's outputs carry a hook that asks the engine for a call when the backward is done;
-    parameters are looked up in the first one, since loading replaces those that were on the meta device.
+    The first weight that has its gradient asks the engine for a call when the backward is done, so it
+    does not matter which module was called. Within reentrant checkpointing the engine would call at the
+    end of each block's own backward, so the root's outputs ask first.
     """
 
     def __init__(self, model: nn.Module):
         self.model, self.enabled, self.queued = model, True, False
         self.trained: list[nn.Parameter] = []
-        model.register_forward_hook(self.watch)
+        self.watch()
+        model.register_forward_pre_hook(self.begin)
+        model.register_forward_hook(self.watch_outputs)
 
-    def watch(self, module, args, output):
+    def watch(self):
+        """Look at the weights' gradients, once the weights exist: loading replaces those on meta."""
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        if self.trained or any(p.is_meta for p in trained): return
+        self.trained = trained
+        for p in trained: p.register_post_accumulate_grad_hook(self.queue)
+
+    def begin(self, *_):
+        if not self.trained: self.watch()
+        self.queued = False  # an error in the last backward may have left it
+
+    def watch_outputs(self, module, args, output):
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad: leaf.register_hook(self.queue)
 
@@ -36,7 +50,6 @@ class GradientReducer:
 
     def reduce(self):
         self.queued = False
-        self.trained = self.trained or [p for p in self.model.parameters() if p.requires_grad]
         for p in self.trained:  # a missing gradient counts as zero
             if p.grad is None: p.grad = torch.zeros_like(p)
         if dist.get_world_size() == 1: return

@@ -24,11 +24,19 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from ..dist import hybrid_mesh, ranks_from_env, resolve_shard_group_size, shard_mesh
+from ..dist import (
+    hybrid_mesh,
+    main_device_type,
+    ranks_from_env,
+    resolve_shard_group_size,
+    shard_mesh,
+)
 from ..memory.vocabulary import apply_vocabulary_lookup, vocabulary_weights
 from ..memory.weight_streaming import apply_streaming
 from .ddp import GradientReducer
-from .prefetch import apply_backward_prefetch, apply_forward_prefetch, keep_gathered
+from .masks import check_masks
+from .prefetch import apply_backward_prefetch, apply_forward_prefetch, check_prefetch, keep_gathered
+from .replaced import refuse_to_train
 from .units import WrapPolicy, needed_in_backward, sharding_units
 
 
@@ -58,8 +66,9 @@ def make_mesh(strategy: str, device: torch.device, shard_group_size: int = -1):
     """The device mesh of a strategy; None where weights are only replicated.
 
     shard_group_size: ranks that share one copy under a hybrid strategy; -1 = a node's, or half of a
-    single node's. Raises ValueError if the ranks do not divide so.
+    single node's. Raises ValueError for an unknown strategy, or if the ranks do not divide so.
     """
+    check_strategy(strategy)
     kind = STRATEGIES[strategy].mesh
     if kind == "replicate": return None
     if kind == "shard": return shard_mesh(device)
@@ -71,20 +80,30 @@ def apply_sharding(model: nn.Module, strategy: str = "full_shard", mesh=None, *,
                    wrap_policy: WrapPolicy = "block", min_wrap_params: int = 100_000_000,
                    on_host: OnHost | None = None, backward_prefetch: str = "backward_pre",
                    forward_prefetch: bool = False, gather_once: bool = False) -> list[str]:
-    """Shard the model in place over `mesh` (`make_mesh`) and return the names of the units made.
+    """Shard the model in place over `mesh` and return the names of the units made.
 
+    mesh: None is `make_mesh(strategy)` over all ranks, on GPUs where the process group serves them.
     Works on the meta device, before any weight exists, and on a loaded model: ours, or one built
-    with transformers, bitsandbytes 4-bit and PEFT. With one rank and no offload there is nothing to
+    with transformers, bitsandbytes 4-bit and PEFT. Trained weights that exist become rank 0's, for
+    ranks that were seeded apart drew other adapters. With one rank and no offload there is nothing to
     split, and the model stays as it is. A frozen embedding and head are no units: each rank keeps
-    its rows of them (memory/vocabulary.py). Raises ValueError for bitsandbytes weights in a storage
-    that can't be sharded, or a `wrap_policy` function that picks nothing.
+    its rows of them (memory/vocabulary.py). Build the optimizer afterwards: sharding replaces the
+    weights. Raises ValueError for an unknown name, a mesh that is not the strategy's, bitsandbytes
+    weights in a storage that can't be sharded, or a `wrap_policy` function that picks nothing.
     """
+    check_strategy(strategy)
+    check_prefetch(backward_prefetch)
     check_storage(model)
+    if mesh is None: mesh = make_mesh(strategy, torch.device(main_device_type()))
+    check_mesh(strategy, mesh)
     on_host = on_host or OnHost()
+    if dist.get_world_size() > 1: check_masks(model)
+    broadcast_trained(model, None if mesh is None else mesh_device(mesh))
     if mesh is None or (mesh.size() == 1 and not on_host.frozen):
         if dist.get_world_size() > 1: model.gradient_reducer = GradientReducer(model)
         if on_host.vocabulary: apply_vocabulary_lookup(model)
         return []
+    before = list(model.parameters())
     not_fsdps = set(apply_vocabulary_lookup(model, mesh))
     if mesh.size() == 1: not_fsdps |= set(apply_streaming(model, mesh_device(mesh)))
     settings = dict(mesh=mesh, offload_policy=on_host.policy(mesh.device_type), ignored_params=not_fsdps,
@@ -99,7 +118,38 @@ def apply_sharding(model: nn.Module, strategy: str = "full_shard", mesh=None, *,
     apply_backward_prefetch(model, needed_in_backward(model, modules), backward_prefetch)
     if forward_prefetch: apply_forward_prefetch(model, modules)
     if gather_once: keep_gathered(model)
+    free_after_unrecorded_forwards(model)
+    refuse_inference_tensors(model)
+    refuse_to_train(set(before) - set(model.parameters()))
     return [name for name, _ in units]
+
+
+def check_strategy(name: str):
+    """Raises ValueError, with the names there are, for an unknown one."""
+    if name not in STRATEGIES:
+        raise ValueError(f"--sharding_strategy {name}: choose {', '.join(STRATEGIES)}")
+
+
+def check_mesh(strategy: str, mesh):
+    """Refuse a mesh that would make another strategy of this one."""
+    wanted = {"replicate": 0, "shard": 1, "hybrid": 2}[STRATEGIES[strategy].mesh]
+    if (given := mesh.ndim if mesh is not None else 0) != wanted:
+        raise ValueError(f"--sharding_strategy {strategy} takes a mesh of {wanted} dimensions, and this "
+                         f"one has {given}; use make_mesh({strategy!r}, device), or leave mesh out")
+
+
+@torch.no_grad()
+def broadcast_trained(model: nn.Module, device: torch.device | None):
+    """Give every rank the trained weights of rank 0, in place, through `device` or where they are.
+
+    Those on the meta device have no values yet; `init_adapters` gives every rank the same.
+    """
+    if dist.get_world_size() == 1: return
+    for p in model.parameters():
+        if not p.requires_grad or p.is_meta: continue
+        sent = p.detach().to(device or p.device).contiguous()
+        dist.broadcast(sent, src=0)
+        p.copy_(sent)
 
 
 def mesh_device(mesh) -> torch.device:
@@ -126,6 +176,49 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
+def free_gathered(model: nn.Module):
+    """Let the model hold shards alone; the next forward or backward gathers what it needs."""
+    for module in model.modules():
+        if is_sharded(module): module.reshard()
+
+
+def free_after_unrecorded_forwards(model: nn.Module):
+    """Free gathered weights after a forward without autograd, in place: no backward will.
+
+    FSDP leaves the root gathered then, and under shard_grad_op every unit. An optimizer that is built
+    meanwhile would hold the gathered copies and train nothing.
+    """
+    model.frees_after_forward = True
+
+    def free(*_):
+        if model.frees_after_forward and not torch.is_grad_enabled(): free_gathered(model)
+    model.register_forward_hook(free)
+
+
+def refuse_inference_tensors(model: nn.Module):
+    """Raise ValueError if the first forward is in inference mode, in which FSDP would make its buffers.
+
+    No gradient could pass them later.
+    """
+    def check(*_):
+        if torch.is_inference_mode_enabled():
+            raise ValueError("the first forward of a sharded model can't be in torch.inference_mode, or "
+                             "training would fail later; use torch.no_grad")
+        handle.remove()
+    handle = model.register_forward_pre_hook(check, prepend=True)
+
+
+@contextmanager
+def kept_between_forwards(model: nn.Module) -> Iterator[None]:
+    """Within it, forwards without autograd leave gathered weights for the next; freed at its end."""
+    model.frees_after_forward = False
+    try:
+        yield
+    finally:
+        model.frees_after_forward = True
+        free_gathered(model)
+
+
 def set_gradient_sync(model: nn.Module, sync: bool):
     """Whether the next backward reduces gradients over ranks; all but a step's last may skip it."""
     if is_sharded(model): model.set_requires_gradient_sync(sync)
@@ -142,6 +235,11 @@ def without_gradient_sync(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         if reducer: reducer.enabled = was
+
+
+def watch_gradients(model: nn.Module):
+    """Tell a model that is not sharded that its weights exist now."""
+    if reducer := getattr(model, "gradient_reducer", None): reducer.watch()
 
 
 def reduce_gradients(model: nn.Module):

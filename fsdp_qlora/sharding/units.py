@@ -21,8 +21,8 @@ def sharding_units(model: nn.Module, policy: WrapPolicy = "block", min_params: i
     """The modules that are gathered together, innermost first; what is left joins the root.
 
     `policy` is "block", "attention_mlp", "min_params", or a function that is true for each unit;
-    `gatherable` corrects a choice that could not be gathered alone. Raises ValueError if a policy of
-    the caller's picks nothing.
+    `gatherable` corrects a choice that could not be gathered alone. Raises ValueError for an unknown
+    name, or if a policy of the caller's picks nothing.
     """
     if policy == "block":
         chosen = decoder_blocks(model)
@@ -30,6 +30,9 @@ def sharding_units(model: nn.Module, policy: WrapPolicy = "block", min_params: i
         chosen = [m for block in decoder_blocks(model) for m in (*attention_and_mlp(block), block)]
     elif policy == "min_params":
         chosen = smallest_modules_above(model, min_params)
+    elif isinstance(policy, str):
+        raise ValueError(f"--wrap_policy {policy}: choose block, attention_mlp, min_params, or give a "
+                         "function that is true for each unit")
     else:
         chosen = [m for _, m in model.named_modules() if m is not model and policy(m)]
         if not chosen: raise ValueError("the wrap policy is true for no module of the model")

@@ -60,7 +60,8 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches
     rank must bring the same number of them. Gradients are averaged over ranks, so the sum of losses
     is divided by the tokens per rank. `agree` sums counts over ranks, before the step and between
     micro-batches; if it raises, weights and optimizer are as they were. So they are after a step
-    whose loss or gradient is not finite, on every rank, for both are sums over ranks. With a `scaler`
+    whose loss or gradient is not finite, on every rank, for both are sums over ranks. Raises ValueError
+    for an optimizer that holds none of the weights that are trained. With a `scaler`
     the loss is scaled for the backward, and the norm is that of the gradients themselves.
     `forward_backward` may be another way to compute a micro-batch (graphs.py).
     """
@@ -77,6 +78,9 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches
         loss_sum += (forward_backward or run_micro_batch)(
             model, on_device(batch, device), trained / dist.get_world_size(), scaler and scaler.scale)
     if scaler: scaler.unscale(trained_weights(optimizer))
+    if all(p.grad is None for p in trained_weights(optimizer)):
+        raise ValueError("no weight of the optimizer has a gradient after the backward, so it would "
+                         "train nothing; build it from the trained weights of the finished model")
     norm = clip_gradients(trained_weights(optimizer), max_grad_norm)
     dist.all_reduce(loss_sum)
     loss_and_norm = torch.stack([loss_sum / dist.get_world_size(), norm.to(loss_sum)])
