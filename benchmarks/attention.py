@@ -3,9 +3,9 @@
     python benchmarks/attention.py --results benchmarks/results/attention_h100_2026-11-27.jsonl
 
 Causal attention in bf16 with the heads of Llama-3 8B. A shape is a list of row lengths. Rows that are
-not of one length are padded to the longest for the kernels that know no borders; flex and varlen get
-them in one line of tokens. TFLOP/s count what is needed: 2 H D n^2 forward for a causal row of n
-tokens, and 2.5 times that backward. A kernel that fails is a row with its error.
+not of one length are padded to the longest for the kernels that know no borders; flex, varlen and
+FlashAttention 4 (fa4) get them in one line of tokens. TFLOP/s count what is needed: 2 H D n^2 forward
+for a causal row of n tokens, and 2.5 times that backward. A kernel that fails is a row with its error.
 
 Shapes: N rows, T tokens of the longest, S tokens of all rows, H heads, K key-value heads, D head
 size.
@@ -30,6 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fsdp_qlora.bench.measure import commit, device_name, synchronize, versions
 from fsdp_qlora.model.attention import GQA
+from fsdp_qlora.model.flash_attention_4 import flash_attention_4
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 ERROR_LENGTH = 160  # characters kept of an error
@@ -121,10 +122,23 @@ def varlen(lengths: list[int], device: torch.device):
     return as_it_is, attention, as_it_is
 
 
+def fa4(lengths: list[int], device: torch.device):
+    """FlashAttention 4, with borders where lengths differ."""
+    if len(set(lengths)) == 1:
+        def layout(x, lengths): return x.unflatten(0, (len(lengths), -1))
+        def back(x, lengths): return x.flatten(0, 1)
+        borders = None
+    else:
+        layout = back = as_it_is
+        borders = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    def attention(q, k, v): return flash_attention_4(q, k, v, borders, None, None)[0]
+    return layout, attention, back
+
+
 BACKENDS = {"cudnn": partial(sdpa, SDPBackend.CUDNN_ATTENTION, False),
             "flash": partial(sdpa, SDPBackend.FLASH_ATTENTION, False),
             "efficient": partial(sdpa, SDPBackend.EFFICIENT_ATTENTION, True),
-            "flex": flex, "varlen": varlen}
+            "flex": flex, "varlen": varlen, "fa4": fa4}
 
 
 # ---- measuring ---------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ D head size.
 from __future__ import annotations
 
 import os
+import warnings
 from functools import cache
 
 import torch
@@ -29,8 +30,12 @@ LEAST_HEAD = 64
 
 @cache
 def kernels():
-    """The module with the package's kernels; what they are compiled to is kept on disk."""
+    """The module with the package's kernels; what they are compiled to is kept beside torch's."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", f"{cache_dir()}/flash_attention_4")
+    # Of its own compiler, at each kernel; it is no fault.
+    warnings.filterwarnings("ignore", "Argument aux_data ", UserWarning)
     from flash_attn.cute import interface
     return interface
 
