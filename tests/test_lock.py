@@ -54,3 +54,20 @@ def test_a_folder_that_was_made_and_not_used_is_removed(tmp_path):
     with sole_run_in(tmp_path / "new"): pass
     with sole_run_in(tmp_path / "used"): (tmp_path / "used" / "file").touch()
     assert [p.name for p in tmp_path.iterdir()] == ["used"]
+
+
+def test_without_locks_one_warning_says_so_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
+    """As on some network file systems."""
+    def refused(*_): raise OSError(38, "Function not implemented")
+    monkeypatch.setattr("fcntl.flock", refused)
+    with sole_run_in(tmp_path): pass
+    assert capsys.readouterr().out == (
+        f"warning: --output_dir {tmp_path}: its file system has no locks (Function not implemented), so "
+        "a second run there would not be noticed\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_of_a_users_own_is_not_taken_for_the_lock(tmp_path):
+    (tmp_path / ".lock").write_text("mine")
+    with sole_run_in(tmp_path): pass
+    assert (tmp_path / ".lock").read_text() == "mine"

@@ -9,7 +9,6 @@ ranks see one folder nothing here does anything.
 """
 from __future__ import annotations
 
-import shutil
 import socket
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..dist import from_main, from_rank_in, gather_over_ranks, print_main, ranks_from_env
+from ..folders import remove_folder, sync
 from .folder import (
     WEIGHTS,
     all_checkpoints,
@@ -29,7 +29,6 @@ from .folder import (
     sha256,
     step_folder,
     step_of,
-    sync,
 )
 
 CHUNK = 64 << 20  # bytes that travel at once
@@ -155,7 +154,7 @@ def list_files(path: Path, names: Iterable[str] = ()) -> Listed:
 
 def remove(path: Path):
     """Delete a folder or a file, if it is there."""
-    if path.is_dir(): shutil.rmtree(path, ignore_errors=True)
+    if path.is_dir(): remove_folder(path)
     else: path.unlink(missing_ok=True)
 
 

@@ -7,22 +7,25 @@
         adapter/                     the adapter as PEFT reads it
     checkpoints/.step-000200.tmp/    being written, or left by a run that was killed
 
-No torch here: whatever happens to files can be tested fast.
+Either of these may be a link to a folder elsewhere. What else lies among them is somebody else's: it
+is never deleted. No torch here: whatever happens to files can be tested fast.
 """
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import shutil
+import re
 from collections.abc import Callable, Iterable
 from itertools import count
 from pathlib import Path
 
+from ..folders import remove_folder, sync, write_text
 from ..reading import from_json
 
 MANIFEST, RUN = "manifest.json", "run.json"
 ASIDE = ".aside"  # a damaged checkpoint, or one of a past that was left; gone after the next good one
+SCRATCH = re.compile(r"\.step-\d+(\.aside)?\.(tmp|gone|[0-9a-f]{32})")  # half written, deleted or copied
 
 
 def checkpoints_of(output_dir: str | Path) -> Path:
@@ -49,27 +52,11 @@ def step_of(folder: Path) -> int:
 def all_checkpoints(root: Path) -> list[Path]:
     """Checkpoints by name, the newest first; whole or not."""
     if not root.is_dir(): return []
-    return sorted((f for f in root.iterdir() if step_of(f) >= 0), key=step_of, reverse=True)
+    return sorted((f for f in root.iterdir() if step_of(f) >= 0 and f.is_dir()), key=step_of,
+                  reverse=True)
 
 
 # ---- writing -----------------------------------------------------------------------------------
-
-def write_text(path: Path, text: str):
-    """A text file that is on the disk when this returns."""
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync(path: Path):
-    """Wait until a file, or a folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
 
 def seal(scratch: Path, folder: Path):
     """Hash every file of a finished scratch folder, write the manifest, give the folder its name."""
@@ -79,7 +66,7 @@ def seal(scratch: Path, folder: Path):
              for p in inside}
     write_text(scratch / MANIFEST, manifest_text(files))
     for path in (*(p for p in scratch.rglob("*") if p.is_dir()), scratch): sync(path)
-    if folder.exists(): set_aside(folder)
+    if os.path.lexists(folder): set_aside(folder)
     scratch.rename(folder)
     sync(folder.parent)
 
@@ -135,7 +122,7 @@ def read_run(folder: Path) -> dict:
 def set_aside(folder: Path):
     """Take a checkpoint out of the list; `prune` deletes it after the next good one."""
     target = folder.with_name(folder.name + ASIDE)
-    shutil.rmtree(target, ignore_errors=True)
+    remove_folder(target)
     folder.rename(target)
 
 
@@ -147,7 +134,8 @@ def set_newer_aside(root: Path, step: int):
 
 def remove_scratch(root: Path):
     """Delete what a killed run left half written or half deleted."""
-    for folder in root.glob(".*"): shutil.rmtree(folder, ignore_errors=True)
+    for folder in root.iterdir():
+        if SCRATCH.fullmatch(folder.name): remove_folder(folder)
 
 
 def prune(root: Path, keep: int, protected: Iterable[Path] = ()) -> list[Path]:
@@ -157,13 +145,19 @@ def prune(root: Path, keep: int, protected: Iterable[Path] = ()) -> list[Path]:
     """
     folders = all_checkpoints(root)
     kept = {*folders[:keep], *protected, best_of(folders)}
-    gone = [f for f in folders if f not in kept] + list(root.glob(f"*{ASIDE}"))
+    gone = [f for f in folders if f not in kept] + [f for f in root.iterdir() if is_aside(f)]
     for folder in gone:
         dying = folder.with_name(f".{folder.name}.gone")
-        shutil.rmtree(dying, ignore_errors=True)
+        remove_folder(dying)
         folder.rename(dying)
-        shutil.rmtree(dying, ignore_errors=True)
+        remove_folder(dying)
     return gone
+
+
+def is_aside(folder: Path) -> bool:
+    """Whether `set_aside` gave a folder, or a link, its name."""
+    was_checkpoint = folder.name.endswith(ASIDE) and step_of(folder.with_suffix("")) >= 0
+    return was_checkpoint and (folder.is_dir() or folder.is_symlink())
 
 
 def best_of(folders: list[Path]) -> Path | None:
@@ -184,6 +178,7 @@ def held_out_loss_of(folder: Path) -> float | None:
 
 # ---- an earlier run ----------------------------------------------------------------------------
 
+EARLIER = "earlier-"
 WEIGHTS = ("adapter", "model")
 LEFT_BY_A_RUN = (*WEIGHTS, *(f"{name}-best" for name in WEIGHTS), "checkpoints", "metrics.jsonl",
                  "loss.png", "memory.png", "tensorboard", "report.html")
@@ -196,13 +191,41 @@ def keep_earlier(output_dir: Path, names: Iterable[str] = LEFT_BY_A_RUN) -> Path
     """
     left = [path for name in names if (path := output_dir / name).exists()]
     if not any(is_worth_keeping(path) for path in left): return None
-    kept = next(f for n in count(1) if not (f := output_dir / f"earlier-{n}").exists())
+    kept = first_free(output_dir)
     kept.mkdir()
-    for path in left: path.rename(kept / path.name)
+    for path in left: move(path, kept / path.name)
     return kept
+
+
+def first_free(folder: Path) -> Path:
+    """A name for what an earlier run left in a folder."""
+    return next(f for n in count(1) if not os.path.lexists(f := folder / f"{EARLIER}{n}"))
+
+
+def move(path: Path, target: Path):
+    """Rename. A link to a folder stays, for the next run to use that disk: its contents move there."""
+    if path.is_symlink() and path.is_dir():
+        real = path.resolve()
+        inside = [p for p in real.iterdir() if not p.name.startswith(EARLIER)]
+        kept = first_free(real)
+        kept.mkdir()
+        target.symlink_to(kept)
+        for p in inside: p.rename(kept / p.name)
+        return
+    for link in (path, *(path.iterdir() if path.is_dir() else ())):
+        if link.is_symlink(): make_absolute(link)
+    path.rename(target)
+
+
+def make_absolute(link: Path):
+    """Let a link lead where it does from anywhere."""
+    real = link.resolve()
+    link.unlink()
+    link.symlink_to(real)
 
 
 def is_worth_keeping(path: Path) -> bool:
     """Whether a run got as far as to write something there."""
     if path.name == "metrics.jsonl": return '"kind": "step"' in path.read_text(errors="replace")
-    return any(path.iterdir()) if path.is_dir() else path.stat().st_size > 0
+    if path.is_dir(): return any(not p.name.startswith(EARLIER) for p in path.iterdir())
+    return path.stat().st_size > 0

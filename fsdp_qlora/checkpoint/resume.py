@@ -12,13 +12,14 @@ from ..config import RunConfig
 from ..config.settings import AUTO, counted
 from ..data import Source, Subset, TokenizedDataset
 from ..dist import from_main, print_main, ranks_from_env
+from ..folders import sync, write_text
 from ..observe.metrics import HISTORY, read_record
 from ..reading import from_json
 from .disks import Disks, find_disks
 from .folder import (
     LEFT_BY_A_RUN,
+    MANIFEST,
     WEIGHTS,
-    all_checkpoints,
     checkpoints_of,
     fault_of,
     keep_earlier,
@@ -27,7 +28,6 @@ from .folder import (
     remove_scratch,
     set_newer_aside,
     step_of,
-    write_text,
 )
 from .identity import DEFINES_THE_WEIGHTS, content_of, differences, steps_asked, with_batch_of
 
@@ -77,23 +77,36 @@ def find_run(config: RunConfig, dataset: TokenizedDataset | Subset | Source) -> 
 
 
 def look(config: RunConfig, dataset: TokenizedDataset | Subset | Source) -> Found:
-    """What `find_run` finds, on rank 0; leaves the folder ready for the run."""
+    """What `find_run` finds, on rank 0; leaves the folder ready for a run that begins anew."""
     root, content = checkpoints_of(config.output_dir), content_of(config, dataset)
     if root.is_dir(): remove_scratch(root)
-    folder = None if has_ended(config, dataset, content, root) else chosen(config, root)
-    if folder is None:
+    folder = chosen(config, root)
+    run = read_run(folder) if folder else None
+    if run is None or has_ended(config, dataset, content, root, run):
         make_room(config, LEFT_BY_A_RUN)
         return Found(content)
-    run = read_run(folder)
     check_same_run(config, run, content, folder)
     check_length(config, run, dataset, folder)
     kept = kept_metrics(folder.parent.parent / "metrics.jsonl", run)
-    if folder.resolve().parent != root.resolve(): make_room(config, LEFT_BY_A_RUN)
-    else:
-        if (root / FINISHED).exists(): make_room(config, OF_ITS_END)
-        set_newer_aside(root, run["step"])
-        (root / FINISHED).unlink(missing_ok=True)
+    if not is_inside(folder, root): make_room(config, LEFT_BY_A_RUN)
     return Found(content, folder, run, tuple(kept))
+
+
+def is_inside(folder: Path, root: Path) -> bool:
+    """Whether a checkpoint, which may be a link, is among those of the run's own folder."""
+    return folder.parent.resolve() == root.resolve()
+
+
+def settle(found: Found, config: RunConfig):
+    """Leave the folder of a run that goes on as it was at its checkpoint; on rank 0.
+
+    Only once nothing can refuse that checkpoint any more.
+    """
+    root = checkpoints_of(config.output_dir)
+    if not found.folder or not is_inside(found.folder, root): return
+    if (root / FINISHED).exists(): make_room(config, OF_ITS_END)
+    set_newer_aside(root, found.step)
+    (root / FINISHED).unlink(missing_ok=True)
 
 
 def make_room(config: RunConfig, names: tuple[str, ...]):
@@ -108,16 +121,23 @@ def make_room(config: RunConfig, names: tuple[str, ...]):
 
 
 def has_ended(config: RunConfig, dataset: TokenizedDataset | Subset | Source, content: dict[str, str],
-              root: Path) -> bool:
-    """Whether --resume auto meets a run that came to its end, and this is not that run made longer."""
+              root: Path, run: dict) -> bool:
+    """Whether --resume auto meets a run that came to its end, and this is not that run made longer.
+
+    run: of its newest whole checkpoint.
+    """
     if config.resume != "auto" or not (root / FINISHED).exists(): return False
-    try:
-        run = read_run(all_checkpoints(root)[0])
-        asked = steps_asked(config, dataset, run["rows_per_step"])
-        longer = asked is not None and asked > from_json((root / FINISHED).read_text())["step"]
-    except (OSError, ValueError, LookupError):
-        return True
+    asked = steps_asked(config, dataset, run["rows_per_step"])
+    longer = asked is not None and asked > last_step(root, run)
     return not longer or bool(differences(run, config, content, world_size()))
+
+
+def last_step(root: Path, run: dict) -> int:
+    """The step that a finished run ended with; that of its checkpoint if the note of it is damaged."""
+    try:
+        return int(from_json((root / FINISHED).read_text())["step"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return run["step"]
 
 
 def chosen(config: RunConfig, root: Path) -> Path | None:
@@ -125,7 +145,8 @@ def chosen(config: RunConfig, root: Path) -> Path | None:
     if config.resume == "none": return None
     if config.resume == "auto": return newest_whole(root, print_main)
     folder = Path(config.resume)
-    if step_of(folder) < 0:  # a run's folder, or its checkpoints
+    if folder.is_symlink() and step_of(folder) < 0: folder = folder.resolve()  # such as "latest"
+    if step_of(folder) < 0 and not (folder / MANIFEST).exists():  # a run's folder, or its checkpoints
         inside = folder if folder.name == "checkpoints" else checkpoints_of(folder)
         newest = newest_whole(inside, print_main)
         if newest is None: raise ValueError(f"--resume {folder}: no whole checkpoint there; give a "
@@ -181,4 +202,6 @@ def kept_metrics(path: Path, run: dict) -> list[dict]:
 
 def mark_finished(root: Path, step: int):
     """Say beside a run's checkpoints that it came to its end, so that --resume auto begins anew."""
-    if root.is_dir(): write_text(root / FINISHED, json.dumps({"step": step}))
+    if not root.is_dir(): return
+    write_text(root / FINISHED, json.dumps({"step": step}))
+    sync(root)

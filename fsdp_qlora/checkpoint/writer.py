@@ -8,7 +8,6 @@ no collective of the thread can cross one of a step. One write is in flight at a
 from __future__ import annotations
 
 import math
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -26,8 +25,9 @@ from ..adapters.whole import for_both_ends, saved_names
 from ..config import RunConfig
 from ..dist import board, from_main, print_main, ranks_from_env
 from ..export import save_peft_config
+from ..folders import remove_folder, write_text
 from .disks import Disks, list_files
-from .folder import RUN, prune, scratch_folder, seal, step_folder, write_text
+from .folder import RUN, prune, scratch_folder, seal, step_folder
 from .state import ADAPTER, Boundary, RunState
 from .tensors import (
     RandomState,
@@ -172,7 +172,7 @@ class CheckpointWriter:
             seal(scratch, folder)
         except Exception as error:  # noqa: BLE001
             self.failure = f"{type(error).__name__}: {error}"
-            shutil.rmtree(scratch, ignore_errors=True)
+            remove_folder(scratch)
             if self.verified: print_main(f"warning: no checkpoint of step {shot.step} "
                                          f"({self.failure}); {self.verified} is the last good one")
         else:

@@ -22,9 +22,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..folders import complete_folder
 from ..loading import first_line, meta_model, read_config
 from .adapter_folder import WEIGHTS_FILE
-from .save import RUN_FILE, complete_folder, save_peft_config
+from .save import RUN_FILE, save_peft_config
 
 ORIGINAL_FILE = "model_state_dict.safetensors"
 WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ..folders import complete_folder
 from ..loading import DTYPES, bnb4
 from ..places import check_folder
 from ..reading import read_object
@@ -26,7 +27,7 @@ from .adapter_folder import AdapterFolder, Change
 from .card import write_card
 from .merge_base import BaseModel, choose_base, open_base
 from .merged_files import write_other_files
-from .save import RUN_FILE, ShardWriter, complete_folder
+from .save import RUN_FILE, ShardWriter
 
 CHUNK_BYTES = 256 * 2**20  # of fp32 rows that are changed together
 MERGE_DTYPES = DTYPES | {"fp16": torch.float16}

@@ -6,7 +6,6 @@ name when all its files are complete, never half written.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from ..adapters import trainable_parameters
 from ..adapters.initial import for_original_base, saved_config, taken_out
 from ..adapters.whole import for_both_ends, peft_names, saved_names
 from ..dist import full_tensor, local_rows, main_only, ranks_from_env, split_as
+from ..folders import complete_folder, remove_folder, replace_folder, scratch_of
 from ..model.blocks import own_weights
 from ..model.conv1d import transposed_weights
 from ..model.experts import stacked_weights
@@ -145,7 +145,7 @@ def save_full(model: nn.Module, folder: str | Path,
     """
     folder, is_main = Path(folder), ranks_from_env().is_main
     scratch = scratch_of(folder)
-    if is_main: shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed
+    if is_main: remove_folder(scratch)  # of a run that was killed
     writer = ShardWriter(scratch)
     try:
         transposed, stacks = transposed_weights(model), stacked_weights(model)
@@ -160,7 +160,7 @@ def save_full(model: nn.Module, folder: str | Path,
                 if write_rest: write_rest(scratch)
                 replace_folder(scratch, folder)
     finally:
-        if is_main: shutil.rmtree(scratch, ignore_errors=True)
+        if is_main: remove_folder(scratch)
     return folder
 
 
@@ -207,36 +207,6 @@ class ShardWriter:
             total = sum(size for _, size in self.parts)
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-
-
-class complete_folder:  # noqa: N801  used like a function
-    """A context manager: a scratch folder that takes the wanted name only if the block succeeds."""
-
-    def __init__(self, folder: Path):
-        self.folder, self.scratch = folder, scratch_of(folder)
-
-    def __enter__(self) -> Path:
-        shutil.rmtree(self.scratch, ignore_errors=True)
-        self.scratch.mkdir(parents=True)
-        return self.scratch
-
-    def __exit__(self, kind, *_):
-        if kind is None: replace_folder(self.scratch, self.folder)
-        else: shutil.rmtree(self.scratch, ignore_errors=True)
-
-
-def scratch_of(folder: Path) -> Path:
-    """Where a folder is made before it gets its name."""
-    return folder.with_name(folder.name + ".partial")
-
-
-def replace_folder(new: Path, folder: Path):
-    """Put a complete folder in place of an older one, of which one is there at any time."""
-    old = folder.with_name(folder.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.is_dir(): folder.rename(old)
-    new.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def saved_name(name: str) -> str:

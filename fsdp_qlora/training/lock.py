@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..reading import from_json
 
-LOCK = ".lock"
+LOCK = ".fsdp_qlora.lock"
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def sole_run_in(folder: str | Path) -> Iterator[None]:
     """Hold `folder`, which is made if it is not there, for the life of the block.
 
     Raises ValueError naming --output_dir if another run holds it, or nothing can be written there. Where
-    the file system has no locks nothing is held.
+    the file system has no locks nothing is held, and a warning says so.
     """
     folder = Path(folder)
     is_new = not folder.exists()
@@ -53,8 +53,10 @@ def take(path: Path) -> int:
             os.close(descriptor)
             raise ValueError(f"--output_dir {path.parent}: {described(holder)} writes there; end it, "
                              "or give another folder") from None
-        except OSError:
-            return descriptor  # no locks here
+        except OSError as error:
+            print(f"warning: --output_dir {path.parent}: its file system has no locks "
+                  f"({error.strerror}), so a second run there would not be noticed", flush=True)
+            return descriptor
         if is_at(descriptor, path): break
         os.close(descriptor)  # its holder has just ended and removed it
     os.ftruncate(descriptor, 0)

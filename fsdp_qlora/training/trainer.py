@@ -19,6 +19,7 @@ from ..checkpoint import (
     find_run,
     mark_finished,
     saved_adapter,
+    settle,
 )
 from ..config import BatchPlan, RunConfig, plan_batches
 from ..config.settings import AUTO, parts_of
@@ -83,6 +84,7 @@ def train_found(config: RunConfig, found: Found, run_id: str,
     started = time.perf_counter()
     planned = with_choices(config, device)  # what the memory report and the pace go by too
     model = built(planned, device, found)
+    from_main(lambda: settle(found, config))
     loader = build_loader(config, dataset, batches, tokenizer, model, device)
     loaded, total_steps = time.perf_counter() - started, loader.sampler.total_steps
     describe(model, config, batches, total_steps, loaded)

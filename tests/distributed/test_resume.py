@@ -1,8 +1,11 @@
 """A run that was stopped and goes on is the run that never stopped: same rows, rates, masks, losses."""
 from __future__ import annotations
 
+import io
 import json
+import shutil
 import threading
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -248,6 +251,99 @@ def test_under_a_constant_rate_a_run_that_was_stopped_or_has_ended_can_be_made_l
     saved = [(folder / "adapter/adapter_model.safetensors").read_bytes()
              for folder in (ended, tmp_path / "whole")]
     assert saved[0] == saved[1]
+
+
+LAST = Path("checkpoints", "step-000006")
+DAMAGE_AT_THE_END = {
+    "a cut run.json": lambda out: cut(out / LAST / "run.json"),
+    "a changed adapter": lambda out: flip(out / LAST / "adapter/adapter_model.safetensors"),
+    "no manifest": lambda out: (out / LAST / "manifest.json").unlink(),
+    "a stray file": lambda out: (out / "checkpoints/step-000099").write_text("mine"),
+    "a cut note of the end": lambda out: cut(out / "checkpoints/finished.json"),
+    "a checkpoint that is a link": lambda out: link(out / LAST, out.parent / "disk"),
+    "all checkpoints behind a link": lambda out: link(out / "checkpoints", out.parent / "disk")}
+
+
+def cut(path: Path):
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def flip(path: Path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def link(path: Path, disk: Path):
+    path.rename(disk)
+    path.symlink_to(Path("..", *[".."] * (path.parent.name == "checkpoints"), disk.name))
+
+
+def longer_runs(folder: str, out: str) -> list[tuple[int, str]]:
+    """Steps that a finished run of six takes to come to nine after each damage, and what it said."""
+    found = []
+    for number, damage in enumerate(DAMAGE_AT_THE_END.values()):
+        config = settings(folder, Path(out, str(number), "out"), lr_scheduler="constant")
+        run_once(config)
+        damage(Path(config.output_dir))
+        with redirect_stdout(io.StringIO()) as said:
+            found.append((len(run_once(replace(config, num_epochs=3))), said.getvalue()))
+    return found
+
+
+def test_a_finished_run_that_is_made_longer_goes_on_from_the_newest_checkpoint_that_is_whole(folder,
+                                                                                             tmp_path):
+    (whole,) = run_ranks(run_once, 1, settings(folder, tmp_path / "whole", lr_scheduler="constant",
+                                               num_epochs=3))
+    expected = tmp_path / "whole/adapter/adapter_model.safetensors"
+    for number, (kind, (steps, said)) in enumerate(zip(
+            DAMAGE_AT_THE_END, *run_ranks(longer_runs, 1, folder, str(tmp_path)), strict=True)):
+        out, is_damaged = tmp_path / str(number) / "out", kind in list(DAMAGE_AT_THE_END)[:3]
+        assert steps == (len(whole) - 3 if is_damaged else len(whole) - 6), (kind, said)
+        assert ("step-000006 is not used" in said) == is_damaged, said
+        assert f"resumed from {out}/checkpoints/step-00000{3 if is_damaged else 6}" in said
+        assert (out / "adapter" / expected.name).read_bytes() == expected.read_bytes(), kind
+        assert names_in(out / "earlier-1") == {"adapter", "metrics.jsonl", "loss.png"}, kind
+    assert (tmp_path / "3/out/checkpoints/step-000099").read_text() == "mine"
+    assert (tmp_path / "5/disk/run.json").exists() and (tmp_path / "6/out/checkpoints").is_symlink()
+
+
+def resumed_by_path(folder: str, out: str, paths: list[str]) -> list[int]:
+    """Steps that a run takes that goes on from each path, in folders of their own."""
+    return [len(run_once(settings(folder, Path(out, f"by-{n}"), lr_scheduler="constant", resume=path)))
+            for n, path in enumerate(paths)]
+
+
+def test_resume_takes_a_checkpoint_by_a_link_and_by_another_name(folder, tmp_path):
+    out = tmp_path / "out"
+    run_ranks(run_once, 1, settings(folder, out, lr_scheduler="constant", num_epochs=1))
+    (tmp_path / "latest").symlink_to(out / "checkpoints" / "step-000003")
+    shutil.copytree(tmp_path / "latest", tmp_path / "copied")
+    (tmp_path / "run").symlink_to(out)
+    paths = [str(tmp_path / name) for name in ("latest", "copied", "run")]
+    assert run_ranks(resumed_by_path, 1, folder, str(tmp_path), paths) == [[3, 3, 3]]
+    assert fault_of(out / "checkpoints" / "step-000003") is None
+
+
+def synced_before_the_end(folder: str, out: str) -> list[str]:
+    """The files that a run waited for to be on the disk, in order."""
+    import os
+    fsync, waited = os.fsync, []
+    os.fsync = lambda descriptor: (waited.append(os.readlink(f"/proc/self/fd/{descriptor}")),
+                                   fsync(descriptor))
+    try:
+        run_once(settings(folder, out))
+    finally:
+        os.fsync = fsync
+    return waited
+
+
+def test_the_last_adapter_is_on_the_disk_before_the_run_is_said_to_have_ended(folder, tmp_path):
+    (waited,) = run_ranks(synced_before_the_end, 1, folder, str(tmp_path))
+    weights = f"{tmp_path}/.adapter.fsdp_qlora-new/adapter_model.safetensors"
+    last = len(waited) - 1 - waited[::-1].index(weights)
+    named = waited.index(str(tmp_path), last)
+    assert last < named < waited.index(f"{tmp_path}/checkpoints/finished.json")
 
 
 def test_nothing_of_an_earlier_run_is_lost_when_one_begins_anew_in_its_folder(folder, tmp_path):
