@@ -234,6 +234,76 @@ def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path, tokenizer):
         load_dataset(path, tokenizer, cache_dir=path)
 
 
+def damaged(data: bytes, kind: str) -> bytes:
+    """A cache file after something befell it."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    header, body = json.loads(data[8:start]), bytearray(data[start:])
+    first, metadata = header["input_ids"]["data_offsets"][0], header["__metadata__"]
+    marks = slice(*header["trained"]["data_offsets"])
+    if kind == "one id": body[first + 4] ^= 4
+    elif kind == "two ids swapped":
+        body[first:first + 8] = body[first + 4:first + 8] + body[first:first + 4]
+    elif kind == "trained marks": body[marks] = bytes(1 - mark for mark in body[marks])
+    elif kind == "a row's end": body[header["offsets"]["data_offsets"][0] + 8] -= 1
+    elif kind == "all zero": body = bytes(len(body))
+    elif kind == "the report": metadata["report"] = metadata["report"].replace("rows", "rowz")
+    elif kind == "a type": header["input_ids"]["dtype"] = "U32"
+    elif kind == "no checksum": del metadata["checksum"]
+    elif kind == "cut": return data[:-5]
+    elif kind == "empty": return b""
+    elif kind == "another name": header["ids"] = header.pop("input_ids")
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + bytes(body)
+
+
+KINDS = ["one id", "two ids swapped", "trained marks", "a row's end", "all zero", "the report", "a type",
+         "no checksum", "cut", "empty", "another name"]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "another data set's"])
+def test_a_damaged_cache_is_built_again_and_says_so(tmp_path, tokenizer, capsys, kind):
+    path = write_rows(tmp_path / "rows.jsonl", ["Hello", "I am"], ["a", "b"], [])
+    options = dict(context_length=64, cache_dir=tmp_path / "cache")
+    fresh = load_dataset(path, tokenizer, **options)
+    (file,) = (tmp_path / "cache").iterdir()
+    good = file.read_bytes()
+    if kind == "another data set's":
+        load_dataset(write_rows(tmp_path / "other.jsonl", ["Hello", "I was"]), tokenizer, **options)
+        (other,) = set((tmp_path / "cache").iterdir()) - {file}
+        other.replace(file)
+    else: file.write_bytes(damaged(good, kind))
+    assert file.read_bytes() != good
+    results = []
+    waiting = threading.Thread(target=lambda: results.append(
+        load_dataset(path, tokenizer, **options, is_writer=False)))
+    waiting.start()
+    time.sleep(0.3)
+    assert waiting.is_alive() and not results  # it does not train on it
+    results.append(load_dataset(path, tokenizer, **options))
+    waiting.join(timeout=10)
+    for found in results:
+        assert found.digest() == fresh.digest() and found.report == fresh.report
+    assert capsys.readouterr().out.startswith(f"--data_cache: {file} is built again: it ")
+    assert len(file.read_bytes()) == len(good)
+    load_dataset(path, tokenizer, **options)
+    assert not capsys.readouterr().out
+
+
+def test_a_disk_that_gives_back_other_bytes_is_an_error_on_every_rank(tmp_path, tokenizer, monkeypatch):
+    path = write_rows(tmp_path / "rows.jsonl", ["Hello", "I am"])
+    options = dict(context_length=64, cache_dir=tmp_path / "cache")
+    save_file = dataset_module.save_file
+
+    def saved_wrongly(tensors, path, metadata):
+        save_file(tensors, path, metadata)
+        path.write_bytes(damaged(path.read_bytes(), "one id"))
+    monkeypatch.setattr(dataset_module, "save_file", saved_wrongly)
+    for is_writer in (True, False):
+        with pytest.raises(ValueError, match="--data_cache .*right after it was written; check that "):
+            load_dataset(path, tokenizer, **options, is_writer=is_writer)
+
+
 def test_the_package_exports_what_it_lists_and_imports_no_data_library():
     code = ("import sys, fsdp_qlora.data as data; "
             "assert all(hasattr(data, name) for name in data.__all__); "

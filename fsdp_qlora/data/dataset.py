@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from .cache import build_or_wait
+from .cache import DamagedFile, build_or_wait
 from .collate import IGNORE, Example
 from .formats import Row
 from .masking import Encoded, encode_rows
@@ -68,22 +68,40 @@ class TokenizedDataset:
 
     def digest(self) -> str:
         """SHA-256 of the rows and their order."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         digest = hashlib.sha256()
         for values in (self.offsets, self.input_ids, self.trained):
             digest.update(np.ascontiguousarray(values).data)
         return digest.hexdigest()
 
-    def save(self, path: str | Path) -> None:
+    def checksum(self, key: str, report: str) -> str:
+        """Of all that a file of these rows says, and of the key that it is found by."""
+        arrays = (self.offsets, self.input_ids, self.trained)
+        parts = [key, report, self.digest(), *((str(a.dtype), a.shape) for a in arrays)]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def save(self, path: str | Path, key: str = "") -> None:
         arrays = {"input_ids": self.input_ids, "trained": self.trained, "offsets": self.offsets}
+        report = json.dumps(self.report.to_dict())
         save_file({name: torch.from_numpy(values) for name, values in arrays.items()}, path,
-                  metadata={"report": json.dumps(self.report.to_dict())})
+                  metadata={"report": report, "checksum": self.checksum(key, report)})
 
     @classmethod
-    def load(cls, path: str | Path) -> TokenizedDataset:
-        with safe_open(path, framework="pt") as file:
-            report = DataReport.from_dict(json.loads(file.metadata()["report"]))
-        arrays = {name: values.numpy() for name, values in load_file(path).items()}  # mapped
-        return cls(**arrays, report=report)
+    def load(cls, path: str | Path, key: str = "") -> TokenizedDataset:
+        """What `save` wrote under this key. Raises DamagedFile if any of it has changed."""
+        try:
+            with safe_open(path, framework="pt") as file: metadata = file.metadata()
+            arrays = {name: values.numpy() for name, values in load_file(path).items()}  # mapped
+            report = DataReport.from_dict(json.loads(metadata["report"]))
+            found = cls(**arrays, report=report)
+            is_whole = found.checksum(key, metadata["report"]) == metadata["checksum"]
+        except (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise DamagedFile(f"it can't be read ({type(error).__name__}: {error})") from error
+        if not is_whole: raise DamagedFile("it holds other bytes than were written")
+        return found
 
 
 def as_example(input_ids: np.ndarray, trained: np.ndarray) -> Example:
@@ -202,10 +220,11 @@ def load_dataset(dataset: str | Path | list, tokenizer, *, split: str = "train",
 
     if cache_dir is None: return build()
     options = [split, samples, seed, context_length, train_on]
-    path = Path(cache_dir) / f"tokens-{_cache_key(source.digest(), tokenizer, options)}.safetensors"
-    build_or_wait(path, lambda temporary: build().save(temporary), is_writer=is_writer,
-                  timeout_s=wait_timeout_s)
-    return TokenizedDataset.load(path)
+    key = _cache_key(source.digest(), tokenizer, options)
+    return build_or_wait(Path(cache_dir) / f"tokens-{key}.safetensors",
+                         lambda temporary: build().save(temporary, key),
+                         lambda path: TokenizedDataset.load(path, key),
+                         is_writer=is_writer, timeout_s=wait_timeout_s)
 
 
 def _cache_key(data_digest: str, tokenizer, options: list) -> str:
