@@ -6,6 +6,7 @@ from dataclasses import asdict, fields
 
 import pytest
 
+from fsdp_qlora.checkpoint import identity
 from fsdp_qlora.checkpoint.identity import (
     DEFINES_THE_WEIGHTS,
     LENGTH,
@@ -76,3 +77,32 @@ def test_other_rows_per_step_differ():
 def test_another_model_or_data_set_differs_by_content():
     found = differences(run_json(), RunConfig(), dict(model="x", data="y"), 2)
     assert sorted(found) == ["dataset", "model_name"]
+
+
+def test_a_checkpoint_of_an_older_version_had_later_settings_at_their_defaults(monkeypatch):
+    run = run_json()
+    for name in ("lora_dropout", "packing", "grad_norm"): del run["config"][name]
+    run["config"]["gone_since"] = 7
+    assert not differences(run, RunConfig(), CONTENT, 2)
+    found = differences(run, RunConfig(packing=True), CONTENT, 2)
+    assert found == {"packing": "--packing was false and is true"}
+    monkeypatch.setitem(identity.BEFORE_IT_WAS_A_SETTING, "grad_norm", 9.0)
+    assert list(differences(run, RunConfig(), CONTENT, 2)) == ["grad_norm"]
+    assert not differences(run, RunConfig(grad_norm=9.0), CONTENT, 2)
+
+
+@pytest.mark.parametrize("kind, settings, name, words", [
+    ("sample", dict(), "model_name", "--model_name holds other weights"),
+    ("tokenizer", dict(stream=True, max_steps=3), "dataset", "another tokenizer or chat template")])
+def test_other_content_differs_unless_an_older_version_did_not_know_it(kind, settings, name, words):
+    run, config = run_json(**settings), RunConfig(**settings)
+    assert not differences(run, config, CONTENT | {kind: "new"}, 2)
+    run["content"] = CONTENT | {kind: "old"}
+    found = differences(run, config, CONTENT | {kind: "new"}, 2)
+    assert list(found) == [name] and words in found[name]
+    assert not differences(run, config, CONTENT | {kind: "old"}, 2)
+
+
+def test_a_tokenizer_may_change_where_the_tokens_themselves_are_compared():
+    run = run_json() | {"content": CONTENT | {"tokenizer": "old"}}
+    assert not differences(run, RunConfig(), CONTENT | {"tokenizer": "new"}, 2)

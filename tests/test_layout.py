@@ -11,8 +11,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "fsdp_qlora"
 # A package imports only from those before it.
 ORDER = ["redact", "reading", "places", "folders", "hub", "config", "catalog", "estimate", "planner",
-         "report", "meeting", "dist", "quantization", "model", "adapters", "memory", "sharding", "loading",
-         "derived", "build", "data", "optim", "observe", "export", "checkpoint", "training",
+         "report", "meeting", "dist", "quantization", "model", "adapters", "memory", "sharding",
+         "loading", "derived", "build", "data", "optim", "observe", "export", "checkpoint", "training",
          "bench", "commands", "demo", "cli"]
 PURE = set(ORDER[:ORDER.index("meeting")])
 

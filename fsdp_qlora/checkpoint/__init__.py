@@ -1,12 +1,15 @@
 """Checkpoints: what a run needs to go on as if it had never been stopped.
 
-Modules, each importing only from those before it: folder, disks, tensors, state, writer, identity,
-resume.
+Modules, each importing only from those before it: folder, disks, tensors, state, writer, content,
+identity, resume.
 """
+from .content import check_same_on_every_rank, content_of
 from .folder import checkpoints_of
+from .identity import is_other
 from .resume import Found, find_run, mark_finished, settle
 from .state import Boundary, RunState, saved_adapter
 from .writer import CheckpointWriter
 
-__all__ = ["Boundary", "CheckpointWriter", "Found", "RunState", "checkpoints_of", "find_run",
-           "mark_finished", "saved_adapter", "settle"]
+__all__ = ["Boundary", "CheckpointWriter", "Found", "RunState", "check_same_on_every_rank",
+           "checkpoints_of", "content_of", "find_run", "is_other", "mark_finished", "saved_adapter",
+           "settle"]

@@ -7,15 +7,12 @@ has thought about where it belongs.
 """
 from __future__ import annotations
 
-import hashlib
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict, fields, replace
 
 from ..config import RunConfig, plan_batches
-from ..config.settings import AUTO, counted, shown
+from ..config.settings import AUTO, counted, default_of, shown
 from ..data import Source, Subset, TokenizedDataset
 from ..data.sampler import total_steps
-from ..loading import checkpoint_folder
 
 # Layout, speed, paths and display. The batch is compared as rows per step, see `batch_difference`.
 MAY_CHANGE = frozenset("""
@@ -54,37 +51,41 @@ apply_gradient_clipping grad_norm
 # changes nothing that was computed, and may change.
 LENGTH = frozenset(["num_epochs", "max_steps"])
 
-
-def content_of(config: RunConfig, dataset: TokenizedDataset | Subset | Source) -> dict[str, str]:
-    """Hashes of the base model and of the rows."""
-    model = "random" if config.random_weights else model_digest(config.model_name, config.revision)
-    return {"model": model, "data": dataset.digest()}
-
-
-def model_digest(model_name: str, revision: str | None = None) -> str:
-    """Of config.json, the index, and the names and sizes of the weight files, which are not read."""
-    folder, digest = checkpoint_folder(model_name, revision), hashlib.sha256()
-    for path in sorted(Path(folder).glob("*")):
-        if path.name == "config.json" or path.name.endswith(".index.json"):
-            digest.update(path.read_bytes())
-        elif path.suffix == ".safetensors":
-            digest.update(f"{path.name} {path.stat().st_size}".encode())
-    return digest.hexdigest()
+# A checkpoint of an older version lacks the settings that came later. It was trained as with their
+# defaults, but for those whose default changes something: they are listed with what it was before.
+BEFORE_IT_WAS_A_SETTING: dict[str, object] = {}
 
 
 def differences(run: dict, config: RunConfig, content: dict[str, str], world_size: int
                 ) -> dict[str, str]:
     """For each setting that differs from the checkpoint's run.json: its name, old and new value."""
-    old, new = run["config"], asdict(config)
+    old, new = settings_of(run), asdict(config)
     free = MAY_CHANGE | LENGTH if config.lr_scheduler == "constant" else MAY_CHANGE
-    found = {name: f"--{name} was {shown(old.get(name))} and is {shown(new[name])}"
+    found = {name: f"--{name} was {shown(old[name])} and is {shown(new[name])}"
              + (f", which --lr_scheduler {config.lr_scheduler} goes by" if name in LENGTH else "")
-             for name in new if name not in free and old.get(name) != new[name]}
-    if run["content"]["model"] != content["model"]:
+             for name in new if name not in free and old[name] != new[name]}
+    saved = run["content"]
+    if saved["model"] != content["model"]:
         found["model_name"] = f"--model_name is another model than {old['model_name']} was"
-    if run["content"]["data"] != content["data"]:
+    elif is_other("sample", saved, content):
+        found["model_name"] = f"--model_name holds other weights than {old['model_name']} did"
+    if saved["data"] != content["data"]:
         found["dataset"] = f"--dataset holds other rows than {old['dataset']} did"
+    elif config.stream and is_other("tokenizer", saved, content):
+        found["dataset"] = ("--model_name has another tokenizer or chat template, so rows have "
+                            "other tokens")
     return found | batch_difference(run, config, world_size)
+
+
+def settings_of(run: dict) -> dict:
+    """The settings of a checkpoint's run.json, with those that its version did not have."""
+    defaults = {f.name: default_of(f) for f in fields(RunConfig)}
+    return defaults | BEFORE_IT_WAS_A_SETTING | run["config"]
+
+
+def is_other(kind: str, saved: dict[str, str], content: dict[str, str]) -> bool:
+    """Whether two hashes of a kind of content differ; an older version's checkpoint may have none."""
+    return saved.get(kind, content.get(kind)) != content.get(kind)
 
 
 def batch_difference(run: dict, config: RunConfig, world_size: int) -> dict[str, str]:

@@ -29,7 +29,7 @@ from .folder import (
     set_newer_aside,
     step_of,
 )
-from .identity import DEFINES_THE_WEIGHTS, content_of, differences, steps_asked, with_batch_of
+from .identity import DEFINES_THE_WEIGHTS, differences, is_other, steps_asked, with_batch_of
 
 FINISHED = "finished.json"  # beside the checkpoints of a run that came to its end
 OF_ITS_END = (*WEIGHTS, "metrics.jsonl", "loss.png")  # what a run that goes on from there writes again
@@ -38,7 +38,7 @@ OF_ITS_END = (*WEIGHTS, "metrics.jsonl", "loss.png")  # what a run that goes on 
 @dataclass
 class Found:
     """Where a run stands when it starts."""
-    content: dict[str, str]           # hashes of the model and the data
+    content: dict[str, str]           # hashes of what the run is made from (content.py)
     folder: Path | None = None        # the checkpoint, or None at the beginning
     run: dict | None = None           # its run.json
     metrics: tuple[dict, ...] = ()    # what metrics.jsonl says up to there
@@ -59,7 +59,8 @@ def world_size() -> int:
     return ranks_from_env().world_size
 
 
-def find_run(config: RunConfig, dataset: TokenizedDataset | Subset | Source) -> Found:
+def find_run(config: RunConfig, dataset: TokenizedDataset | Subset | Source, content: dict[str, str]
+             ) -> Found:
     """Where to go on from, as --resume says; every rank must call it.
 
     Raises ValueError on every rank if --resume is a path without a whole checkpoint, or if the
@@ -69,23 +70,24 @@ def find_run(config: RunConfig, dataset: TokenizedDataset | Subset | Source) -> 
     disks = find_disks(out)
     if disks.rank in disks.takers: remove_scratch(root)
     disks.bring_newest(out, lambda: config.resume == "auto" and not (root / FINISHED).exists())
-    found = replace(from_main(lambda: look(config, dataset)), disks=disks)
+    found = replace(from_main(lambda: look(config, dataset, content)), disks=disks)
     if found.folder:
         print_main(f"resumed from {found.folder}: step {found.run['step']} of a run that "
                    f"{counted(found.run['world_size'], 'rank')} began or went on with")
     return found
 
 
-def look(config: RunConfig, dataset: TokenizedDataset | Subset | Source) -> Found:
+def look(config: RunConfig, dataset: TokenizedDataset | Subset | Source, content: dict[str, str]
+         ) -> Found:
     """What `find_run` finds, on rank 0; leaves the folder ready for a run that begins anew."""
-    root, content = checkpoints_of(config.output_dir), content_of(config, dataset)
+    root = checkpoints_of(config.output_dir)
     if root.is_dir(): remove_scratch(root)
     folder = chosen(config, root)
     run = read_run(folder) if folder else None
     if run is None or has_ended(config, dataset, content, root, run):
         make_room(config, LEFT_BY_A_RUN)
         return Found(content)
-    check_same_run(config, run, content, folder)
+    check_same_run(config, differences(run, config, content, world_size()), folder)
     check_length(config, run, dataset, folder)
     kept = kept_metrics(folder.parent.parent / "metrics.jsonl", run)
     if not is_inside(folder, root): make_room(config, LEFT_BY_A_RUN)
@@ -97,13 +99,19 @@ def is_inside(folder: Path, root: Path) -> bool:
     return folder.parent.resolve() == root.resolve()
 
 
-def settle(found: Found, config: RunConfig):
-    """Leave the folder of a run that goes on as it was at its checkpoint; on rank 0.
+def settle(found: Found, config: RunConfig, weights: str | None):
+    """Once the base is in the model: refuse another than the checkpoint's, or leave the run's folder as
+    it was at that checkpoint. On rank 0.
 
-    Only once nothing can refuse that checkpoint any more.
+    weights: the hash of all of the base; the checkpoint of an older version has none.
     """
-    root = checkpoints_of(config.output_dir)
-    if not found.folder or not is_inside(found.folder, root): return
+    if not found.folder: return
+    root, saved = checkpoints_of(config.output_dir), found.run["content"]
+    if is_other("weights", saved, {"weights": weights}):
+        was = found.run["config"]["model_name"]
+        check_same_run(config, {"model_name": f"--model_name holds other weights than {was} did"},
+                       found.folder)
+    if not is_inside(found.folder, root): return
     if (root / FINISHED).exists(): make_room(config, OF_ITS_END)
     set_newer_aside(root, found.step)
     (root / FINISHED).unlink(missing_ok=True)
@@ -158,9 +166,8 @@ def chosen(config: RunConfig, root: Path) -> Path | None:
     return folder
 
 
-def check_same_run(config: RunConfig, run: dict, content: dict[str, str], folder: Path):
-    """Refuse a checkpoint of another run; after an explicit path only what it can't do without."""
-    found = differences(run, config, content, world_size())
+def check_same_run(config: RunConfig, found: dict[str, str], folder: Path):
+    """Refuse a checkpoint that differs so; after an explicit path only what it can't do without."""
     must = DEFINES_THE_WEIGHTS | {"model_name", "dataset", "global_batch_size", "seed"}
     if config.resume != "auto":
         for name in found.keys() - must: print_main(f"warning: since {folder}, {found[name]}")

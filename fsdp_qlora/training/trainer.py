@@ -15,8 +15,11 @@ from ..checkpoint import (
     CheckpointWriter,
     Found,
     RunState,
+    check_same_on_every_rank,
     checkpoints_of,
+    content_of,
     find_run,
+    is_other,
     mark_finished,
     saved_adapter,
     settle,
@@ -65,7 +68,9 @@ def train(config: RunConfig, dataset: TokenizedDataset | Subset | Source, device
     ValueError for a loss that is not a number, OSError for a disk or memory fault, StopRequested when
     it was stopped and has saved.
     """
-    found = find_run(config, dataset)
+    content = content_of(config, dataset, held_out, tokenizer)
+    check_same_on_every_rank(config, content)
+    found = find_run(config, dataset, content)
     config = found.settings(config)
     run_id = found.run["run_id"] if found.run else from_main(lambda: uuid.uuid4().hex)
     with open_trackers(config, run_id, found.step) as trackers:
@@ -84,7 +89,7 @@ def train_found(config: RunConfig, found: Found, run_id: str,
     started = time.perf_counter()
     planned = with_choices(config, device)  # what the memory report and the pace go by too
     model = built(planned, device, found)
-    from_main(lambda: settle(found, config))
+    from_main(lambda: settle(found, config, None))
     loader = build_loader(config, dataset, batches, tokenizer, model, device)
     loaded, total_steps = time.perf_counter() - started, loader.sampler.total_steps
     describe(model, config, batches, total_steps, loaded)
@@ -155,7 +160,11 @@ def build_state(config: RunConfig, batches: BatchPlan, model: nn.Module,
 
 def restored(state: RunState, found: Found) -> Boundary:
     """Bring back what was found, on every machine."""
-    with found.disks.at_hand(found.folder): return state.restore(found.folder)
+    with found.disks.at_hand(found.folder): boundary = state.restore(found.folder)
+    if state.evaluator and is_other("held_out", found.run["content"], found.content):
+        print_main("the held-out rows are others than before, so no earlier loss counts as the best")
+        state.evaluator.best = state.evaluator.last = None
+    return boundary
 
 
 def build_answerer(config: RunConfig, tokenizer, held_out: TokenizedDataset | Subset | None,

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from fsdp_qlora.checkpoint.folder import all_checkpoints, fault_of
+from fsdp_qlora.checkpoint.folder import all_checkpoints, fault_of, seal
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny
 from tests.tokenizers import VOCAB_SIZE, save_chat_model, save_tokenizer
@@ -202,6 +202,8 @@ def test_a_changed_model_adapter_batch_or_data_is_refused_on_every_rank_with_wha
                                                                                           tmp_path):
     other = save_tiny(tmp_path / "other", vocab_size=VOCAB_SIZE, num_hidden_layers=2)
     save_tokenizer(other)
+    same_shape = save_chat_model(tmp_path / "same", num_hidden_layers=1)
+    change_weights(same_shape)
     out = tmp_path / "out"
     here = str(out / "checkpoints" / "step-000003")
     cases = {"--lora_rank was 4 and is 8": dict(lora_rank=8),
@@ -210,6 +212,7 @@ def test_a_changed_model_adapter_batch_or_data_is_refused_on_every_rank_with_wha
              f"--resume {here} to go on with the new ones": dict(num_epochs=3),
              "--quant was nf4 and is none": dict(train_type="lora"),
              "--model_name is another model": dict(model_name=other),
+             "--model_name holds other weights than": dict(model_name=same_shape),
              "--dataset holds other rows": dict(num_rows=10),
              "--global_batch_size was 4 rows per step and is 6": dict(global_batch_size=6),
              "--seed was 42 and is 43": dict(resume=here, seed=43),
@@ -218,6 +221,52 @@ def test_a_changed_model_adapter_batch_or_data_is_refused_on_every_rank_with_wha
     for said in run_ranks(refusals, 2, folder, str(out), list(cases.values())):
         for expected, text in zip(cases, said, strict=True):
             assert expected in text and "\n" not in text and "--resume" in text, (expected, text)
+
+
+def change_weights(folder: str, at: int = 0):
+    """Give a model of a folder other weights in one tensor, from one place on."""
+    path = Path(folder, "model.safetensors")
+    weights = load_file(path)
+    weights["model.layers.0.mlp.up_proj.weight"].view(-1)[at:] *= -1
+    save_file(weights, path, {"format": "pt"})
+
+
+def older_checkpoint(folder: str, out: str) -> int:
+    """Steps of a run that is resumed from what a version wrote that lacked settings and hashes."""
+    import torch.distributed as dist
+    run_once(settings(folder, out), STOP_AT)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        newest = all_checkpoints(Path(out, "checkpoints"))[0]
+        run = json.loads((newest / "run.json").read_text())
+        for name in ("lora_target_parameters", "bias", "cuda_graphs"): del run["config"][name]
+        run["content"] = {kind: run["content"][kind] for kind in ("model", "data")}
+        scratch = newest.with_name(".step-000003.tmp")
+        newest.rename(scratch)
+        (scratch / "manifest.json").unlink()
+        (scratch / "run.json").write_text(json.dumps(run))
+        seal(scratch, newest)
+    dist.barrier()
+    return len(run_once(settings(folder, out)))
+
+
+def test_a_checkpoint_of_a_version_without_some_settings_and_hashes_is_resumed(folder, tmp_path):
+    assert run_ranks(older_checkpoint, 2, folder, str(tmp_path)) == [STEPS - 3] * 2
+
+
+def evaluated_on_others(folder: str, out: str) -> str:
+    """What is said where a run goes on with other held-out rows."""
+    config = settings(folder, out, eval_every=1, eval_dataset="given")
+    run_once(config, STOP_AT, held_out=3)
+    with redirect_stdout(io.StringIO()) as said: run_once(config, held_out=4)
+    return said.getvalue()
+
+
+def test_losses_on_other_held_out_rows_do_not_count_as_the_best(folder, tmp_path):
+    (said,) = run_ranks(evaluated_on_others, 1, folder, str(tmp_path))
+    assert "the held-out rows are others than before" in said
+    after = [e for e in metrics(tmp_path, "eval") if e["step"] > 3]
+    assert after[0]["is_best"]
 
 
 def test_layout_and_paths_may_change_and_an_explicit_path_lets_the_rate_change(folder, tmp_path):
