@@ -5,7 +5,8 @@ import json
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 
-NO_ROWS = ("attention", "checkpointing", "packing", "quality")  # how names of other files begin
+# How names of other files begin.
+NO_ROWS = ("attention", "checkpointing", "packing", "quality", "real_rows")
 
 
 @dataclass

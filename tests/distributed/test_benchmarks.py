@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
 from fsdp_qlora.bench.drive import How, Job, run_jobs
 from tests.ranks import run_ranks
@@ -204,3 +205,88 @@ def test_a_cell_that_runs_out_of_time_leaves_no_rank_behind(tmp_path):
     assert (row.status, row.error) == ("error", "stopped: out of time")
     seen = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
     assert not [line for line in seen if f"--steps {how.steps}" in line]
+
+
+# ---- real rows ----------------------------------------------------------------------------------
+
+def test_real_rows_have_the_lengths_of_their_kind_and_are_the_same_each_time(tmp_path):
+    from real_rows_data import KINDS, save_tokenizer, write_rows
+
+    from fsdp_qlora.data import load_dataset
+    tokenizer = save_tokenizer(tmp_path)
+    sizes = dict(a=(80, 250, 610), b=(50, 1100, 8100), c=(500, 9000, 32_010))
+    for name, (least, mean, most) in sizes.items():
+        path = tmp_path / f"{name}.jsonl"
+        write_rows(name, path, tokenizer, 400_000)
+        rows = load_dataset(path, tokenizer, context_length=KINDS[name].context_length)
+        assert rows.lengths.min() >= least - 10 and rows.lengths.max() <= most
+        assert rows.lengths.mean() == pytest.approx(mean, rel=0.35) and rows.lengths.sum() > 390_000
+        assert tokenizer.pad_token_id not in rows.input_ids  # the peers' padding is told by it
+        assert 0.3 < rows.trained_counts.sum() / rows.lengths.sum() <= (1 if name == "c" else 0.7)
+        written = path.read_text()
+        write_rows(name, path, tokenizer, 400_000)
+        assert path.read_text() == written
+
+
+def test_train_py_is_measured_on_real_rows_beside_the_bench(tmp_path):
+    import real_rows
+    results = tmp_path / "real_rows.jsonl"
+    real_rows.main(["--tiny", "--only", "packed_b,padded_a,packed_b:2", "--results", str(results),
+                    "--logs", str(tmp_path / "logs")])
+    packed, padded, again = rows = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [(r["name"], r["status"], r["peer"], r["is_repeated"]) for r in rows] == [
+        ("packed_b", "ok", None, False), ("padded_a", "ok", None, False), ("packed_b", "ok", None, True)]
+    for row in (packed, padded):
+        assert row["ratio"] == row["tokens_per_second"] / row["bench_tokens_per_second"] > 0
+        assert 0 < row["filled_share"] <= 1 and row["steps_measured"] == 2
+        assert row["loss_first"] == pytest.approx(7.62, abs=0.2)  # log(2048)
+        assert row["loss_last"] and row["estimate_peak_gib"] > 0
+        assert row["seconds_to_first_step"] > 0 and row["commit"] and row["versions"]["torch"]
+    assert 64 * 16 < padded["tokens_per_micro_batch"] < 64 * 40  # rows of a 16th, and the template
+    assert again["tokens_per_second"] is None and again["loss_first"] == packed["loss_first"]
+
+
+def test_a_run_on_real_rows_that_fails_is_a_row_that_says_why(tmp_path):
+    import real_rows
+    (row,) = real_rows.main(["--tiny", "--only", "packed_a", "--lora_rank", "0"])
+    assert row.status == "error" and "--lora_rank" in row.error and row.tokens_per_second is None
+
+
+def test_figures_are_of_rows_alone_and_of_the_steps_that_count():
+    from real_rows import figures
+    steps = [dict(kind="step", step=n, tokens=80, padded_tokens=100, seconds=1.0 if n < 10 else 0.5,
+                  loss=2.0, peak_allocated_gib=n, compilations=min(n, 12)) for n in range(1, 21)]
+    found = figures([dict(kind="start", accumulation=2, estimate=dict(tokens_per_second=170.0)), *steps],
+                    first=10)
+    assert (found["tokens_per_second"], found["filled_share"], found["steps_measured"]) == (160, 0.8, 11)
+    assert found["tokens_per_second_from_5"] == 80 * 16 / (5 + 11 / 2)
+    assert (found["compilations"], found["compilations_after_first"]) == (12, 3)
+    assert found["tokens_per_micro_batch"] == 40 and found["estimate_tokens_per_second"] == 170
+
+
+def test_a_peer_is_measured_by_its_steps_tokens_and_seconds(tmp_path):
+    """As a trainer calls it: two micro-batches a step, of which the last step is not done."""
+    from real_rows import figures, records_of
+    from real_rows_peers import StepLog
+    log = StepLog(tmp_path / "metrics.jsonl", torch.device("cpu"), pad=1, micro_batches=2)
+    trainer = SimpleNamespace(training_step=lambda model, inputs, items: torch.tensor(1.5))
+    log.keep(kind="start", accumulation=2)
+    log.watch(trainer)
+    for _ in range(7): trainer.training_step(None, dict(input_ids=torch.tensor([[5, 6, 7, 1]])), 3)
+    log.end()
+    records = records_of(tmp_path / "metrics.jsonl")
+    assert [(r["step"], r["tokens"], r["padded_tokens"], r["loss"]) for r in records[1:]] == [
+        (n, 6, 8, 3.0) for n in (1, 2, 3)]
+    assert figures(records, first=2)["steps_measured"] == 2
+
+
+def test_a_peer_that_looks_for_grouped_heads_finds_them_in_every_torch():
+    import inspect
+
+    from real_rows_peers import takes_grouped_heads
+
+    def attend(q, k, *, scale=None): return q, k, scale
+    module = SimpleNamespace(varlen_attn=attend)
+    takes_grouped_heads(module)
+    assert "enable_gqa" in inspect.signature(module.varlen_attn).parameters
+    assert module.varlen_attn(1, 2, scale=3, enable_gqa=True) == (1, 2, 3)
