@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -332,8 +334,12 @@ def table(rows: list[RealRow]) -> str:
 def measure(names: list[str], options: argparse.Namespace) -> list[RealRow]:
     """The rows of these runs, each kept as soon as it is known."""
     runs, bench, rows = runs_of(options.shrink), Bench(options), []
+    last = time.monotonic() + 60 * options.total_minutes
     with tempfile.TemporaryDirectory(prefix="real_rows_") as folder:
         for item in names:
+            if time.monotonic() > last:
+                print(f"not run, for --total_minutes are over: {item}", flush=True)
+                continue
             name, _, steps = item.partition(":")
             row = run_one(name, runs[name], int(steps or options.steps), Path(folder), bench, options)
             row.is_repeated = name in [r.name for r in rows]
@@ -354,6 +360,7 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--first", type=int, default=10, help="the first step that counts")
     parser.add_argument("--minutes", type=float, default=4.0, help="after which a run is stopped")
+    parser.add_argument("--total_minutes", type=float, default=math.inf, help="no run begins after them")
     parser.add_argument("--bench_steps", type=int, default=5)
     parser.add_argument("--memory_gib", type=float, default=80.0, help="that a peer may take")
     parser.add_argument("--shrink", type=int, default=1, help="divide all lengths by so much")
@@ -372,6 +379,7 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> list[RealRow]:
     options = parsed(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # which ends what it started
     with tempfile.TemporaryDirectory(prefix="real_rows_tiny_") as folder:
         if options.tiny and not options.model:
             options.model = Path(folder) / "tiny"
