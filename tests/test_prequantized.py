@@ -1,5 +1,6 @@
 """Checkpoints that come quantized: bitsandbytes' load bit-equal, fp8 as its numbers, others refused."""
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from fsdp_qlora.build import build_model, planned_model
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import process_group
+from fsdp_qlora.export.merge_base import open_base
+from fsdp_qlora.loading import Checkpoint
+from fsdp_qlora.loading.bnb4 import packed_weights
 from fsdp_qlora.quantization.absmax import decode_absmax, encode_absmax
 from fsdp_qlora.quantization.quantize import QuantLinear
 
@@ -121,6 +125,146 @@ def test_rows_that_are_not_whole_blocks_are_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="proj.weight has rows of 72 values") as caught:
         planned_model(settings(tmp_path / "quantized"), CPU)
     assert "--model_name" in str(caught.value) and "\n" not in str(caught.value)
+
+
+LAYER = "model.layers.0.self_attn.q_proj.weight"
+STATE = f"{LAYER}.quant_state.bitsandbytes__nf4"
+
+
+def as_state(**changes):
+    """Change entries of the JSON state of a weight; None takes one out."""
+    def change(tensors):
+        state = json.loads(bytes(tensors[STATE].tolist())) | changes
+        text = json.dumps({k: v for k, v in state.items() if v is not None})
+        tensors[STATE] = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    return change
+
+
+def in_part(part, function):
+    """Change a tensor of the weight's state; None takes it out."""
+    def change(tensors):
+        name = f"{LAYER}{part}"
+        tensors[name] = function(tensors[name])
+        if tensors[name] is None: del tensors[name]
+    return change
+
+
+def cut(tensor): return tensor[:-1].clone()
+def gone(tensor): return None
+
+
+DAMAGED = {  # what is changed, and what the message says
+    "absmax one short": (in_part(".absmax", cut), ".absmax is "),
+    "absmax missing": (in_part(".absmax", gone), ".absmax is missing"),
+    "absmax of 32-bit integers": (in_part(".absmax", lambda t: t.int()), ".absmax is torch.int32"),
+    "another quant_map": (in_part(".quant_map", lambda t: t.flip(0)), ".quant_map holds other values"),
+    "quant_map short": (in_part(".quant_map", cut), ".quant_map is "),
+    "quant_map missing": (in_part(".quant_map", gone), ".quant_map is missing"),
+    "bytes short": (in_part("", cut), "q_proj.weight is "),
+    "nested_absmax missing": (in_part(".nested_absmax", gone), ".nested_absmax is missing"),
+    "nested_absmax short": (in_part(".nested_absmax", cut), ".nested_absmax is "),
+    "another nested map": (in_part(".nested_quant_map", lambda t: t * 2), "map holds other values"),
+    "nested map missing": (in_part(".nested_quant_map", gone), ".nested_quant_map is missing"),
+    "offset missing": (as_state(nested_offset=None), "KeyError 'nested_offset'"),
+    "offset NaN": (as_state(nested_offset=float("nan")), "nested_offset is no number"),
+    "offset a text": (as_state(nested_offset="x"), "is damaged"),
+    "no nested state": (as_state(nested_offset=None, nested_blocksize=None, nested_dtype=None),
+                        "is damaged"),
+    "shape missing": (as_state(shape=None), "KeyError 'shape'"),
+    "shape of floats": (as_state(shape=[192.0, 192.0]), "whole numbers belong"),
+    "shape of another": (as_state(shape=[384, 192]), "q_proj.weight is "),
+    "blocksize a float": (as_state(blocksize=64.0), "whole numbers belong"),
+    "no dtype": (as_state(dtype="nn"), "it has no dtype"),
+    "another quant_type": (as_state(quant_type="fp4"), "quant_type is fp4"),
+    "state no JSON": (in_part(STATE.removeprefix(LAYER), lambda t: t[:9].clone()), "is damaged"),
+}
+
+
+@pytest.fixture(scope="module")
+def nested_checkpoint(tmp_path_factory):
+    return save_quantized(tmp_path_factory.mktemp("nested"), bnb_4bit_use_double_quant=True)
+
+
+@pytest.mark.parametrize("fault", DAMAGED)
+def test_a_damaged_4_bit_state_is_refused_with_its_layer_and_sizes(nested_checkpoint, tmp_path, fault):
+    """Some trained on other weights in silence, some ended in a traceback."""
+    change, part = DAMAGED[fault]
+    folder = shutil.copytree(nested_checkpoint, tmp_path / "damaged")
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    for read in (lambda: planned_model(settings(folder), CPU),
+                 lambda: packed_weights(Checkpoint(folder))):
+        with pytest.raises(ValueError) as caught: read()
+        message = str(caught.value)
+        assert part in message and LAYER in message and "\n" not in message, message
+
+
+@pytest.mark.parametrize("kind, config", [
+    ("bitsandbytes", dict(quant_method="bitsandbytes", load_in_4bit=True)),
+    ("fp8", dict(quant_method="fp8", weight_block_size=[64, 64]))])
+def test_a_quantization_whose_tensors_are_not_there_is_refused(tmp_path, kind, config):
+    folder = save_tiny(tmp_path)
+    declare(folder, **config)
+    with pytest.raises(ValueError, match="config.json says .* in .* and the files hold") as caught:
+        planned_model(settings(folder), CPU)
+    assert "take quantization_config out" in str(caught.value) and kind in str(caught.value)
+
+
+def without_quantization_config(folder):
+    path = Path(folder) / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+
+
+SCALED = {  # tensors in place of a weight W
+    "fp8": lambda w: {"": w.to(torch.float8_e4m3fn)},
+    "fp8 of the other kind": lambda w: {"": w.to(torch.float8_e5m2)},
+    "int8": lambda w: {"": (w * 127).to(torch.int8)},
+    "uint8": lambda w: {"": (w * 127).to(torch.uint8)},
+    "int32": lambda w: {"": (w * 127).int()},
+    "fp8, a scale for all": lambda w: {"": w.to(torch.float8_e4m3fn), "_scale": torch.ones(1)},
+    "bf16 with scales beside": lambda w: {"": w.bfloat16(), "_scale_inv": torch.ones(1, 1)},
+    "16 bits with LLM.int8()'s scales": lambda w: {"": w.half(), ".SCB": torch.ones(len(w))},
+}
+
+
+@pytest.mark.parametrize("train_type", ["qlora", "full"])
+@pytest.mark.parametrize("form", SCALED)
+def test_a_weight_whose_stored_values_are_not_its_numbers_is_refused(tmp_path, form, train_type):
+    """Without their scales such weights trained, unscaled."""
+    folder = save_tiny(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {f"{LAYER}{end}": t for end, t in SCALED[form](tensors[LAYER]).items()}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    for read in (lambda: planned_model(settings(folder, train_type=train_type), CPU),
+                 lambda: open_base(folder)):
+        with pytest.raises(ValueError, match="q_proj.weight") as caught: read()
+        assert "give the 16-bit model" in str(caught.value) and "shape (" in str(caught.value)
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
+def test_4_bits_that_config_json_says_nothing_of_are_refused(tmp_path, storage):
+    folder = save_quantized(tmp_path, bnb_4bit_quant_storage=storage)
+    without_quantization_config(folder)
+    with pytest.raises(ValueError, match="give the 16-bit model"): planned_model(settings(folder), CPU)
+
+
+@pytest.mark.parametrize("scale", [torch.ones(1, 1), torch.ones(2, 2), torch.ones(1), None,
+                                   torch.ones(2, 1).int()])
+def test_fp8_scales_of_other_sizes_are_refused_with_both(tmp_path, scale):
+    folder, size = save_tiny(tmp_path), 48
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [n for n in tensors if "_proj.weight" in n]:
+        tensors[name], tensors[f"{name}_scale_inv"] = in_fp8_blocks(tensors[name], size)
+    name = "model.layers.0.self_attn.k_proj.weight"  # (32, 64): scales of (1, 2)
+    del tensors[f"{name}_scale_inv"]
+    if scale is not None: tensors[f"{name}_scale_inv"] = scale
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    declare(folder, quant_method="fp8", weight_block_size=[size, size])
+    with pytest.raises(ValueError, match="k_proj.weight") as caught: planned_model(settings(folder), CPU)
+    assert "(32, 64)" in str(caught.value) and (scale is None or "(1, 2)" in str(caught.value))
 
 
 # ---- other kinds -------------------------------------------------------------------------------

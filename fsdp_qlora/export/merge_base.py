@@ -104,6 +104,8 @@ def open_base(name: str, revision: str | None = None) -> BaseModel:
     ends = [f"{names[id(end)]}.weight"
             for end in (meta.get_input_embeddings(), meta.get_output_embeddings())]
     base = BaseModel(name, Checkpoint(checkpoint_folder(name, revision)), config, linear, *ends)
+    for key in base.checkpoint.stored:
+        if key.endswith(".weight") and key not in base.packed: base.checkpoint.check_numbers(key)
     base.linear_weights = {base.find(n) or n for n in linear}
     base.experts = parts_of_stacks(meta, base.checkpoint) if stacked_weights(meta) else {}
     base.linear_weights |= {part for parts in base.experts.values() for part in parts}

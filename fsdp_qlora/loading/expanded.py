@@ -78,6 +78,10 @@ class ExpandedCheckpoint(Checkpoint):
         return {name for key in self.shapes if (name := key.removesuffix(".weight")) != key
                 and self.source(key).removesuffix(".weight") in self.base.quantized_layers}
 
+    def check_numbers(self, key: str):
+        """Refuse a tensor whose stored values are not its numbers."""
+        self.base.check_numbers(self.source(key))
+
     def spans(self, piece) -> list[Stored]:
         """What must be read for a piece."""
         return [] if self.is_zero(piece.key) else self.base.spans(self.renamed(piece))

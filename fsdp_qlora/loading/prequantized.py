@@ -6,7 +6,6 @@ Weights in 8-bit floats are turned into numbers as they stream in. Others are re
 """
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from torch import Tensor
 
 from ..quantization.absmax import STORAGE_DTYPE, encode_absmax
 from ..quantization.fourbit import BLOCKSIZE, dequantize_rows
-from .bnb4 import STATE
-from .weight_files import Checkpoint, Stored
+from .bnb4 import STATE, checked_state
+from .weight_files import NUMBERS, Checkpoint, Stored, dtype_name
 
 
 def open_weights(folder: str | Path, quantization: dict | None, model_name: str) -> Checkpoint:
@@ -86,20 +85,23 @@ class FourBitCheckpoint(Checkpoint):
     def __init__(self, folder: str | Path):
         super().__init__(folder)
         found = [m for m in map(STATE.fullmatch, self.stored) if m]
+        if not found:
+            raise ValueError(f"--model_name {self.folder}: config.json says that its weights are in 4 "
+                             "bits of bitsandbytes, and the files hold no such weight; take "
+                             "quantization_config out of config.json, or download the model again")
         self.weights = {m["weight"]: self.weight(m) for m in found}
 
     def weight(self, state_name) -> FourBitWeight:
         """The weight whose state STATE has matched."""
         name = state_name["weight"]
-        state_key, part = state_name[0], lambda key: self.stored[f"{name}.{key}"]
-        state = json.loads(bytes(self.stored[state_key].read().tolist()))
+        state, part = checked_state(self, state_name), lambda key: self.stored[f"{name}.{key}"]
         out, wide = shape = tuple(state["shape"])
         if state["blocksize"] != BLOCKSIZE or wide % BLOCKSIZE:
             raise ValueError(f"--model_name {self.folder}: {name} has rows of {wide} values in blocks "
                              f"of {state['blocksize']}, which can't be split by rows; give the 16-bit "
                              "model")
         nested = None
-        if f"{name}.nested_absmax" in self.stored:
+        if "nested_offset" in state:
             nested = Nested(part("nested_absmax"), part("nested_quant_map"),
                             float(state["nested_offset"]), state["nested_blocksize"])
         absmax = part("absmax")
@@ -111,6 +113,9 @@ class FourBitCheckpoint(Checkpoint):
     def rename(self, names: dict[str, str]):
         super().rename(names)
         self.weights = {names.get(name, name): weight for name, weight in self.weights.items()}
+
+    def check_numbers(self, key: str):
+        if key not in self.weights: super().check_numbers(key)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -166,6 +171,21 @@ class Fp8Checkpoint(Checkpoint):
     def __init__(self, folder: str | Path, block: tuple[int, int]):
         super().__init__(folder)
         self.block = block
+        if not any(name.endswith("_scale_inv") for name in self.stored):
+            raise ValueError(f"--model_name {self.folder}: config.json says that its weights are in fp8 "
+                             "with scales per block, and the files hold none, weight_scale_inv; take "
+                             "quantization_config out of config.json, or download the model again")
+
+    def check_numbers(self, key: str):
+        scale = self.scale(key)
+        if not scale: return super().check_numbers(key)
+        weight = self.stored[key]
+        blocks = tuple(-(-n // size) for n, size in zip(weight.shape, self.block, strict=False))
+        if weight.dtype != torch.float8_e4m3fn or scale.shape != blocks or scale.dtype not in NUMBERS:
+            raise ValueError(
+                f"{self.folder}: {key}, {dtype_name(weight.dtype)} of shape {weight.shape}, needs "
+                f"scales of shape {blocks}, and {key}_scale_inv is {dtype_name(scale.dtype)} of shape "
+                f"{scale.shape}; download the model again, or give the 16-bit one")
 
     def scale(self, key: str) -> Stored | None:
         """The scales of a tensor, if it has some."""

@@ -97,7 +97,7 @@ def expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def check_complete(model: nn.Module, checkpoint: Checkpoint):
-    """Refuse a checkpoint that lacks a tensor of the model or has it in another shape.
+    """Refuse a checkpoint that lacks a tensor of the model, or has it otherwise: shape, or no numbers.
 
     Raises ValueError, so that no weight is ever left uninitialised.
     """
@@ -107,6 +107,7 @@ def check_complete(model: nn.Module, checkpoint: Checkpoint):
         if found is None:
             raise ValueError(f"{checkpoint.folder} has no tensor {key}; its files are not those of "
                              "config.json")
+        checkpoint.check_numbers(key)
         if found != shape:
             raise ValueError(f"{checkpoint.folder}: {key} has shape {found}, config.json wants "
                              f"{shape}; the two are of different models")

@@ -25,6 +25,23 @@ STORED_DTYPES = {
     "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
 
+NUMBERS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+# How quantizers name the scales of a weight, after its name or its layer's.
+SCALES = ("_scale_inv", "_scale", "_scb", ".absmax", ".SCB", ".scale")
+LAYER_SCALES = ("SCB", "scales", "weight_scale", "weight_scale_inv")
+
+
+def scales_beside(key: str) -> list[str]:
+    """Names that a tensor's scales may have."""
+    layer = key.removesuffix(".weight")
+    return [key + end for end in SCALES] + [f"{layer}.{end}" for end in LAYER_SCALES if layer != key]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As people write it: float8_e4m3fn."""
+    return str(dtype).removeprefix("torch.")
+
+
 def first_line(error: Exception) -> str:
     """An exception in one line."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -136,6 +153,21 @@ class Checkpoint:
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows (start, stop) of a tensor, on the host, as stored."""
         return self.stored[name].rows(start, stop).read()
+
+    def check_numbers(self, key: str):
+        """Refuse a tensor whose stored values are not its numbers, but for scales that nothing reads."""
+        made = self.made.get(key)
+        parts = [self.stored[key]] if made is None else getattr(made, "parts", None) or [made.stored]
+        for part in parts:
+            if part.dtype not in NUMBERS:
+                raise ValueError(f"{self.folder}: {key} is stored as {dtype_name(part.dtype)}, of shape "
+                                 f"{part.shape}, and no scales known here make numbers of it; give the "
+                                 "16-bit model that it was made from")
+        for name in scales_beside(key):
+            if name in self.stored:
+                raise ValueError(f"{self.folder}: {key} has scales, {name} of shape "
+                                 f"{self.stored[name].shape}, that config.json says nothing of; give "
+                                 "the 16-bit model that it was made from")
 
     # What `loading.load_weights` asks of a source of weights; a piece is some rows of a parameter.
 
