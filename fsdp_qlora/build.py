@@ -61,7 +61,7 @@ def build_model(config: RunConfig, device: torch.device, saved: SavedRows | None
     apply_activation_policy(model, policies, config.reentrant_checkpointing)
     apply_chunked_loss(model)
     apply_autocast(model, DTYPES.get(config.autocast_dtype))
-    if compiles(config, device): compile_blocks(model)
+    if compiles(config, device): compile_blocks(model, dynamic=not config.has_one_shape)
     if config.use_activation_cpu_offload: apply_activation_offload(model, policies)
     on_host = weights_on_host(config, model, device)
     units = apply_sharding(
@@ -107,14 +107,16 @@ def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, C
     return model, checkpoint
 
 
-def compile_blocks(model: nn.Module):
+def compile_blocks(model: nn.Module, dynamic: bool = False):
     """torch.compile each decoder block's forward and the norm after them, in place.
 
     Like blocks share one graph. An MLP in tiles is one op of its block's graph, and has a graph of its
-    own. Eager, the norm would hold several copies of all hidden states in fp32.
+    own. Eager, the norm would hold several copies of all hidden states in fp32. `dynamic` compiles for
+    any number of rows and tokens at once, instead of for the first ones, then the next.
     """
     options = dict(post_grad_custom_pre_pass=SharedInputs())
-    for mlp in tiled_mlps(model): mlp.forward = torch.compile(mlp.forward, options=options)
+    any_shape = dict(dynamic=dynamic or None)
+    for mlp in tiled_mlps(model): mlp.forward = torch.compile(mlp.forward, options=options, **any_shape)
     for block in decoder_blocks(model):
-        block.forward = torch.compile(block.forward, options=options)
-    if norm := final_norm(model): norm.forward = torch.compile(norm.forward)
+        block.forward = torch.compile(block.forward, options=options, **any_shape)
+    if norm := final_norm(model): norm.forward = torch.compile(norm.forward, **any_shape)

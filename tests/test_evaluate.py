@@ -249,7 +249,7 @@ def test_a_step_on_the_cpu_is_logged_when_it_is_done_and_one_on_a_gpu_a_step_lat
         log = RunLog(tmp_path / kind, is_main=False)
         lagged, counts = LaggedLog(log, torch.device(kind)), []
         for number in (1, 2):
-            lagged.add(number, 0.1, 1, StepResult(torch.tensor([float(number), 1.0]), 3, 4))
+            lagged.add(number, 0.1, 1, 4, StepResult(torch.tensor([float(number), 1.0]), 3, 4))
             counts.append(len(log.steps))
         lagged.flush()
         logged[kind] = counts, [step.loss for step in log.steps]

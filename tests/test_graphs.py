@@ -8,11 +8,11 @@ from fsdp_qlora.build import planned_model
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.run import graphs_pay
 from fsdp_qlora.data import collate, collate_packed
+from fsdp_qlora.data.collate import few_widths, padded_length
 from fsdp_qlora.memory.tiles import apply_tiled_mlp
 from fsdp_qlora.training.graphs import (
     check_graphs,
     shape_of,
-    steady_padding,
     uses_graphs,
     why_no_graphs,
     with_steady_borders,
@@ -83,15 +83,27 @@ def rows(*lengths: int):
 
 
 def test_batches_of_near_widths_have_one_shape():
-    padding = steady_padding(RunConfig(model_name="m", context_length=512))
+    padding = dict(pad_to=few_widths(512))
     shapes = {shape_of(collate(rows(*lengths), 0, **padding)) for lengths in ((5, 9), (60, 64), (33, 2))}
     assert len(shapes) == 1
     assert shape_of(collate(rows(65, 2), 0, **padding)) not in shapes
 
 
+@pytest.mark.parametrize("most", [10, 64, 100, 1000, 4096, 131072])
+def test_rows_of_any_length_have_few_widths_that_are_little_longer(most):
+    widths = few_widths(most)
+    assert widths == sorted(set(widths)) and widths[-1] == most
+    assert len(widths) <= 4 * max(1, most.bit_length() - 6)
+    lengths = torch.arange(min(257, most), most + 1)
+    padded = torch.tensor([padded_length(n, pad_to=widths) for n in lengths.tolist()])
+    assert (padded >= lengths).all() and (padded <= 1.25 * lengths).all()
+    with pytest.raises(ValueError, match=f"{most + 1} tokens.*--context_length"):
+        padded_length(most + 1, pad_to=widths)
+
+
 def test_packed_batches_have_one_shape_and_the_same_rows():
-    padding = steady_padding(RunConfig(model_name="m", context_length=128, packing=True))
-    batches = [collate_packed([rows(*lengths)], 0, **padding) for lengths in ((5, 9), (100,), (3,) * 40)]
+    lengths_of = (5, 9), (100,), (3,) * 40
+    batches = [collate_packed([rows(*lengths)], 0, pad_to=128) for lengths in lengths_of]
     steady = [with_steady_borders(batch) for batch in batches]
     assert len({shape_of(batch) for batch in batches}) == 3
     assert len({shape_of(batch) for batch in steady}) == 1

@@ -108,6 +108,11 @@ class RunConfig(ModelOptions, AdapterOptions, DataOptions, EvaluationOptions, Ba
         return self.adapter in ("lora", "dora")
 
     @property
+    def has_one_shape(self) -> bool:
+        """Whether every micro-batch holds as many bins, each of --context_length tokens."""
+        return self.packing and self.global_batch_size == AUTO
+
+    @property
     def is_auto(self) -> bool:
         """Whether something is still to be planned (commands/probe.py)."""
         return (self.sharding_strategy == "auto" or self.batch_size == AUTO

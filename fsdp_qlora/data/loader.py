@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .collate import IGNORE, Example, collate, filler
+from .collate import IGNORE, Example, PadTo, collate, filler
 from .dataset import TokenizedDataset
 from .packing import balanced, collate_packed, pack
 from .sampler import StepSampler, rank_share
@@ -49,7 +49,7 @@ class StepLoader:
 
     def __init__(self, dataset: TokenizedDataset, sampler: StepSampler, rank: int = 0,
                  world_size: int = 1, micro_batch_size: int = 1, *, pad_token_id: int,
-                 packing: bool = False, pad_to_multiple_of: int = 1, pad_to: int | None = None,
+                 packing: bool = False, pad_to_multiple_of: int = 1, pad_to: PadTo = None,
                  num_workers: int = 2, pin_memory: bool = False):
         if micro_batch_size < 1:
             raise ValueError(f"--batch_size {micro_batch_size}: give at least 1 row")

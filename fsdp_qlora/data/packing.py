@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .collate import IGNORE, Example, padded_length
+from .collate import IGNORE, Example, PadTo, padded_length
 
 
 def pack(lengths: Sequence[int], capacity: int, seed: int = 0) -> list[list[int]]:
@@ -70,7 +70,7 @@ def balanced(lengths: Sequence[int], bins: list[list[int]], capacity: int, parts
 
 
 def collate_packed(bins: Sequence[Sequence[Example]], pad_token_id: int,
-                   pad_to_multiple_of: int = 1, pad_to: int | None = None) -> dict:
+                   pad_to_multiple_of: int = 1, pad_to: PadTo = None) -> dict:
     """A batch of B bins, each the concatenation of its examples.
 
     input_ids, labels (B, T): the first label of every row is -100, so none predicts the next row.

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import count, islice
 from operator import itemgetter
 
-from .collate import Example
+from .collate import Example, PadTo
 from .dataset import as_example, check_vocab_size, cut_and_count, groups
 from .loader import Step, collated, num_trained_tokens, share_out
 from .masking import Encoded, encode_rows
@@ -137,7 +137,7 @@ class StreamLoader:
     def __init__(self, sampler: StreamSampler, tokenizer, rank: int = 0, world_size: int = 1,
                  micro_batch_size: int = 1, *, context_length: int, pad_token_id: int,
                  train_on: str = "completion", vocab_size: int | None = None,
-                 packing: bool = False, pad_to_multiple_of: int = 1, pad_to: int | None = None,
+                 packing: bool = False, pad_to_multiple_of: int = 1, pad_to: PadTo = None,
                  gather: Callable[[object], list] = lambda value: [value], steps_ahead: int = 4,
                  pin_memory: bool = False):
         self.sampler, self.rank, self.world_size = sampler, rank, world_size

@@ -65,8 +65,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 def loss_and_d_logits(hidden, weight, bias, labels, scale, softcap) -> tuple[Tensor, Tensor]:
     """Summed loss of one chunk in fp32, and its gradient (N, V) before the head's product."""
     logits = nn.functional.linear(hidden, weight, bias)
-    if logits.is_cuda: return compiled_loss_of_logits()(logits, labels, scale, softcap)
-    return loss_of_logits(logits, labels, scale, softcap)
+    if not logits.is_cuda: return loss_of_logits(logits, labels, scale, softcap)
+    for rows in (logits, labels): torch._dynamo.maybe_mark_dynamic(rows, 0)  # the last chunk is shorter
+    return compiled_loss_of_logits()(logits, labels, scale, softcap)
 
 
 def loss_of_logits(logits: Tensor, labels: Tensor, scale: float = 1.0, softcap: float | None = None
@@ -94,7 +95,7 @@ def loss_of_logits(logits: Tensor, labels: Tensor, scale: float = 1.0, softcap: 
 @cache
 def compiled_loss_of_logits():
     """`loss_of_logits` in fused kernels: on a GPU its many passes cost more than the head."""
-    return torch.compile(loss_of_logits, dynamic=False)
+    return torch.compile(loss_of_logits)
 
 
 def shifted(labels: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import nn
 
 from ..config import AUTO
 from ..data import StepLoader, StepSampler, Subset, TokenizedDataset, on_device
+from ..data.collate import PadTo
 from ..dist import ranks_from_env
 from ..sharding import kept_between_forwards
 from .metrics import EvalMetrics
@@ -29,18 +30,20 @@ MICRO_BATCHES_TOGETHER = 16  # rows of so many are sorted by length, which leave
 @torch.no_grad()
 def held_out_loss(model: nn.Module, dataset: TokenizedDataset | Subset, device: torch.device, *,
                   batch_size: int = 1, pad_token_id: int = 0, packing: bool = False,
+                  pad_to: PadTo = None,
                   agree: Callable[[], object] | None = None) -> tuple[float, int]:
     """Loss per trained token of `dataset` in nats, over all ranks, and the number of these tokens.
 
     Every rank must call it, with the same dataset. batch_size: rows per rank and forward, or bins.
-    packing: as the model was built. agree: called before each forward, on every rank; may raise.
+    packing: as the model was built. pad_to: as in `collate`. agree: called before each
+        forward, on every rank; may raise.
     """
     total, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
     ranks = ranks_from_env()
     sampler = StepSampler(len(dataset), batch_size * ranks.world_size * MICRO_BATCHES_TOGETHER,
                           shuffle=False)
     loader = StepLoader(dataset, sampler, ranks.rank, ranks.world_size, batch_size,
-                        pad_token_id=pad_token_id, packing=packing,
+                        pad_token_id=pad_token_id, packing=packing, pad_to=pad_to,
                         pin_memory=device.type == "cuda")
     with evaluating(model):
         for step in loader:

@@ -36,14 +36,16 @@ class StepMetrics(Record):
     lr: float
     grad_norm: float           # over all trained weights, before clipping
     trained_tokens: int        # over all ranks
-    tokens: int                # with padding, over all ranks
+    tokens: int                # of the rows themselves, without padding, over all ranks
     seconds: float
-    tokens_per_second: float   # over all ranks
+    tokens_per_second: float   # over all ranks, padding not counted
     peak_allocated_gib: float  # of this rank's GPU; 0 on the CPU
     loss_scale: float | None = None  # with fp16
     kind: str = "step"
     model_tflops_per_gpu: float | None = None  # None: a family whose shape is not known
     share_of_peak: float | None = None         # of the GPU's dense bf16 rate; None: a card not known
+    padded_tokens: int | None = None  # with padding: what was computed
+    compilations: int = 0             # graphs that torch compiled in this process by the end of the step
 
     @property
     def is_finite(self) -> bool:
@@ -113,7 +115,8 @@ def mean_of(steps: Sequence[StepMetrics], **where) -> Progress:
         step=last.step, loss=mean("loss", "trained_tokens"), lr=last.lr,
         grad_norm=mean("grad_norm"), trained_tokens=trained, tokens=sum(s.tokens for s in steps),
         seconds=seconds / count, tokens_per_second=sum(s.tokens for s in steps) / seconds,
-        peak_allocated_gib=max(s.peak_allocated_gib for s in steps),
+        peak_allocated_gib=max(s.peak_allocated_gib for s in steps), compilations=last.compilations,
+        padded_tokens=sum(s.padded_tokens or s.tokens for s in steps),
         model_tflops_per_gpu=mean("model_tflops_per_gpu", "seconds"),
         share_of_peak=mean("share_of_peak", "seconds"), **where)
 

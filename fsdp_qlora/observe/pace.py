@@ -2,7 +2,7 @@
 
 FLOPs are those that the task needs, as benchmark rows count them: 4 per frozen weight and token, 6 per
 trained one, causal attention within rows; recomputation does not count. So a share of the peak
-compares runs with different settings. Padding counts as tokens, as it does in tokens per second.
+compares runs with different settings. Padding does not count either, here and in tokens per second.
 """
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from ..data import Source, Subset, TokenizedDataset
 from ..derived import attention
 from ..dist import print_main, ranks_from_env
 from ..export.card import run_record
-from ..observe.metrics import StartRecord
+from ..observe.metrics import StartRecord, StepMetrics
 from ..observe.pace import dollars_per_hour, predicted
 from ..observe.runlog import now
 from .graphs import uses_graphs
@@ -62,6 +63,14 @@ def first_step_line(seconds: float) -> str:
     compiling = calculate_time_spent().get("total_wall_time", 0.0)
     what = f", {compiling:.1f} of them compiling or reading torch's compile cache" if compiling else ""
     return f"first step: {seconds:.1f} s{what}"
+
+
+def compilations_line(steps: Sequence[StepMetrics]) -> str:
+    """How often torch compiled in these steps of a process, and when last; empty if never."""
+    counts = [step.compilations for step in steps]
+    if not counts or not counts[-1]: return ""
+    last = next(step.step for step in steps if step.compilations == counts[-1])
+    return f"torch compiled {counted(counts[-1], 'graph')}, the last by step {last}"
 
 
 def dtypes_line(model: nn.Module, config: RunConfig) -> str:

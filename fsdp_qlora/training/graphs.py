@@ -7,8 +7,9 @@ is sent in one call (https://pytorch.org/blog/accelerating-pytorch-with-cuda-gra
 A graph has the addresses of all it reads and writes, so nothing it needs may be on the host. Gathered
 weights are among what it allocates itself, and gathers and reductions are launched from it like the
 rest. Gradients are added to tensors that stay too, so a step may mix graphs and ordinary micro-batches.
-Each shape of batch gets a graph of its own when it is seen for the second time (by then it is compiled);
-all of them use the same memory, for only one runs at a time.
+Each shape of batch gets a graph of its own when it is seen for the second time. The first time it runs
+launch by launch from the tensors that the graph will read, so all that depends on them is compiled by
+then; a capture that would compile anew is refused. All graphs use the same memory: one runs at a time.
 
 Where weights are sharded a graph holds collectives, so ranks must replay the same one: before each
 micro-batch they fill theirs up to the largest of all, and so meet the same shapes in the same order.
@@ -29,7 +30,6 @@ from ..sharding import is_sharded, reduce_gradients, without_gradient_sync
 from .step import ForwardBackward, run_micro_batch
 
 MOST_GRAPHS = 64  # shapes beyond these run as they come
-WIDTH_MULTIPLE = 64   # of padded rows, so that fewer shapes occur
 BORDERS_MULTIPLE = 64  # of packed rows' borders, or each batch had its own shape
 
 
@@ -50,12 +50,6 @@ def micro_batch_runner(config: RunConfig, model: nn.Module, device: torch.device
     """How a run computes its micro-batches."""
     if not uses_graphs(config, model, device): return run_micro_batch
     return GraphedMicroBatches(model, may_fail=config.cuda_graphs is None)
-
-
-def steady_padding(config: RunConfig) -> dict[str, int]:
-    """How a loader pads so that few shapes of batches occur."""
-    return dict(pad_to=config.context_length) if config.packing else dict(
-        pad_to_multiple_of=WIDTH_MULTIPLE)
 
 
 def why_no_graphs(config: RunConfig, model: nn.Module, device: torch.device) -> str:
@@ -85,42 +79,44 @@ class GraphedMicroBatches:
         if self.sharded: hold_collectives(self)
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.gradients: list[Tensor] = []
-        self.seen: set[tuple] = set()
         self.graphs: dict[tuple, Graph] = {}
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, model: nn.Module, batch: dict, num_items: float, scale: Tensor | None = None
                  ) -> Tensor:
         batch = as_large_as_any(batch) if self.sharded else with_steady_borders(batch)
-        graph = self.graph_of(model, batch, scale)
+        graph, is_new = self._graph_of(batch, scale)
         if graph is None: return run_micro_batch(model, batch, num_items, scale)
+        graph.fill(batch, num_items, scale)
+        if is_new: return graph.launch(model)
         self.place_gradients()
-        return graph.replay(batch, num_items, scale)
+        if graph.captured is None and not self._capture(graph, model): return graph.launch(model)
+        return graph.replay(model)
 
-    def graph_of(self, model: nn.Module, batch: dict, scale: Tensor | None) -> Graph | None:
-        """The graph of a batch's shape; None where that runs as it comes."""
+    def _graph_of(self, batch: dict, scale: Tensor | None) -> tuple[Graph | None, bool]:
+        """The graph of a batch's shape, and whether it is new; None where that runs as it comes."""
         shape = shape_of(batch)
-        if shape in self.graphs or self.failed: return self.graphs.get(shape)
-        if shape not in self.seen or len(self.graphs) == MOST_GRAPHS:
-            self.seen.add(shape)
-            return None
-        self.place_gradients()
+        if shape in self.graphs or self.failed or len(self.graphs) == MOST_GRAPHS:
+            return self.graphs.get(shape), False
+        self.graphs[shape] = Graph(batch, scale)
+        return self.graphs[shape], True
+
+    def _capture(self, graph: Graph, model: nn.Module) -> bool:
+        """Capture a graph, on every rank or on none; False if that failed and may."""
         random_state, problem = torch.cuda.get_rng_state(), None
         try:
-            graph = Graph(model, batch, scale, self.pool)
+            graph.capture(model, self.pool)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             problem = error
         if self.sharded and max_over_ranks(problem is not None)[0]:
             problem = problem or RuntimeError("another rank could not capture it")
-        if problem is None:
-            self.graphs[shape] = graph
-            return graph
+        if problem is None: return True
         if not self.may_fail: raise problem
-        self.failed = True
+        self.release()
         restart_generator(random_state)
         print_main("goes on without CUDA graphs, more slowly with few tokens: "
                    + str(problem).splitlines()[0])
-        return None
+        return False
 
     def place_gradients(self):
         """Let gradients be the tensors that graphs add to; after a step they are gone, which is zero."""
@@ -133,34 +129,50 @@ class GraphedMicroBatches:
 
     def release(self):
         """Let go of all graphs, whose collectives keep a process group from ending."""
-        for graph in self.graphs.values(): graph.graph.reset()
+        for graph in self.graphs.values():
+            if graph.captured: graph.captured.reset()
         self.graphs.clear()
         self.failed = True
 
 
 class Graph:
-    """One micro-batch's graph, with the tensors that it reads and the loss that it writes."""
+    """One micro-batch's graph, with the tensors that it reads and the loss that it writes.
 
-    def __init__(self, model: nn.Module, batch: dict, scale: Tensor | None, pool):
-        self.model = model
-        self.batch = {k: v.clone() if isinstance(v, Tensor) else v for k, v in batch.items()}
-        device = batch["input_ids"].device
-        self.num_items = torch.ones((), device=device)
+    A tensor that a batch holds under two names is one tensor here too: compiled code asks for that.
+    """
+
+    def __init__(self, batch: dict, scale: Tensor | None):
+        own = {id(value): value.clone() for value in batch.values() if isinstance(value, Tensor)}
+        self.batch = {name: own.get(id(value), value) for name, value in batch.items()}
+        self.num_items = torch.ones((), device=batch["input_ids"].device)
         self.scale = None if scale is None else torch.ones_like(scale)
-        self.graph = torch.cuda.CUDAGraph()
-        # thread_local: threads that read data ahead may pin memory meanwhile.
-        with (without_gradient_sync(model),
-              torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local")):
-            self.loss = run_micro_batch(model, self.batch, self.num_items, self.scale)
+        self.captured: torch.cuda.CUDAGraph | None = None
+        self.loss: Tensor | None = None
 
-    def replay(self, batch: dict, num_items: float, scale: Tensor | None) -> Tensor:
-        """The loss of a batch of this shape; gradients are added up as by a backward."""
+    def fill(self, batch: dict, num_items: float, scale: Tensor | None):
+        """Take the values of a batch of this shape."""
         for name, value in self.batch.items():
             if isinstance(value, Tensor): value.copy_(batch[name], non_blocking=True)
         self.num_items.fill_(num_items)
         if scale is not None: self.scale.copy_(scale)
-        self.graph.replay()
-        reduce_gradients(self.model)
+
+    def launch(self, model: nn.Module) -> Tensor:
+        """The loss of the values taken, and gradients added up, launch by launch."""
+        return run_micro_batch(model, self.batch, self.num_items, self.scale)
+
+    def capture(self, model: nn.Module, pool):
+        """Record what `launch` does; nothing is computed."""
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: threads that read data ahead may pin memory meanwhile.
+        with (without_gradient_sync(model), torch.compiler.set_stance("fail_on_recompile"),
+              torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")):
+            self.loss = self.launch(model)
+        self.captured = graph
+
+    def replay(self, model: nn.Module) -> Tensor:
+        """What `launch` gives, from the graph."""
+        self.captured.replay()
+        reduce_gradients(model)
         return self.loss.clone()
 
 

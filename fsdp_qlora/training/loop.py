@@ -93,7 +93,7 @@ class Training:
                                     max_grad_norm=self.max_norm, no_sync=self.config.no_sync,
                                     scaler=state.scaler, forward_backward=self.forward_backward)
             self.bad.rows[step.index + 1] = step.row_ids
-            self.lagged.add(step.index + 1, lr, step.num_rows, result)
+            self.lagged.add(step.index + 1, lr, step.num_rows, step.num_tokens, result)
         state.scheduler.step()
         self.boundary = state.boundary(step.index + 1)
         if is_taken: self.after_step()

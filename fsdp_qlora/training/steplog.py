@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from ..observe.clock import mark, seconds_between
+from ..observe.compilations import compiled_graphs
 from ..observe.metrics import StepMetrics
 from ..observe.pace import Arithmetic
 from ..observe.runlog import RunLog
@@ -31,32 +32,34 @@ class LaggedLog:
         """Count the next step's seconds from now."""
         self.done = mark(self.device)
 
-    def add(self, number: int, lr: float, rows: int, result: StepResult):
-        """Take a step of so many rows that was queued, and log the one before it."""
+    def add(self, number: int, lr: float, rows: int, tokens: int, result: StepResult):
+        """Take a step that was queued, of so many rows and tokens of theirs, and log the one before."""
         self.flush()
-        self.pending = number, lr, rows, result, mark(self.device)
+        self.pending = number, lr, rows, tokens, result, mark(self.device), compiled_graphs()
         if self.device.type == "cpu": self.flush()
 
     def flush(self):
         """Log the step that is waiting, if there is one."""
         if self.pending is None: return
-        number, lr, rows, result, done = self.pending
+        number, lr, rows, tokens, result, done, compilations = self.pending
         result.loss_and_norm = result.loss_and_norm.cpu()  # waits until the step is done
         before, self.done = self.done, done
         seconds = seconds_between(before, done)
-        metrics = step_metrics(number, lr, result, seconds, self.device)
+        metrics = step_metrics(number, lr, tokens, result, seconds, self.device)
+        metrics = replace(metrics, compilations=compilations)
         if self.arithmetic:
-            metrics = replace(metrics, **self.arithmetic.of_step(result.tokens, rows, seconds))
+            metrics = replace(metrics, **self.arithmetic.of_step(tokens, rows, seconds))
         self.pending = None
         self.log.log(metrics)
         self.was_read(metrics)
 
 
-def step_metrics(number: int, lr: float, result: StepResult, seconds: float, device: torch.device
-                 ) -> StepMetrics:
-    """A step's result with its time and memory."""
+def step_metrics(number: int, lr: float, tokens: int, result: StepResult, seconds: float,
+                 device: torch.device) -> StepMetrics:
+    """A step's result with its time and memory; `tokens` are the rows' own."""
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
     return StepMetrics(step=number, loss=result.loss, lr=lr, grad_norm=result.grad_norm,
-                       trained_tokens=result.trained_tokens, tokens=result.tokens, seconds=seconds,
-                       tokens_per_second=result.tokens / seconds, peak_allocated_gib=peak,
+                       trained_tokens=result.trained_tokens, tokens=tokens, seconds=seconds,
+                       tokens_per_second=tokens / seconds, peak_allocated_gib=peak,
+                       padded_tokens=result.tokens,
                        loss_scale=None if result.loss_scale is None else result.loss_scale.item())

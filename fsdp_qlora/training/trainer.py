@@ -36,7 +36,8 @@ from ..data import (
     TokenizedDataset,
     choose_pad_token_id,
 )
-from ..derived import with_choices
+from ..data.collate import PadTo, few_widths
+from ..derived import compiles, with_choices
 from ..dist import from_main, gather_over_ranks, print_main, ranks_from_env
 from ..export import save_trained
 from ..observe.evaluate import Evaluator
@@ -49,8 +50,7 @@ from ..observe.sinks import Sink, terminal
 from ..observe.trackers import open_trackers
 from ..optim import build_optimizer, build_scheduler
 from ..redact import redact_all
-from .describe import about_data, describe, record_beside_weights, start_record
-from .graphs import steady_padding, uses_graphs
+from .describe import about_data, compilations_line, describe, record_beside_weights, start_record
 from .loop import Training
 from .prepare import weights_folder
 from .scaler import LossScaler
@@ -107,6 +107,7 @@ def train_found(config: RunConfig, found: Found, run_id: str,
         Training(planned, tokenizer, loader, state, boundary, log, writer, record, signals,
                  answerer).run()
         log.end_steps()
+        if line := compilations_line([s for s in log.steps if s.step > boundary.step]): print_main(line)
         if isinstance(loader, StreamLoader): report_on_stream(loader, log)
         finish(model, config, log, tokenizer, record)
     return log.steps
@@ -127,7 +128,7 @@ def build_loader(config: RunConfig, dataset: TokenizedDataset | Subset | Source,
     share = ranks.rank, ranks.world_size, batches.micro_batch_size
     batching = dict(pad_token_id=choose_pad_token_id(tokenizer, vocab_size),
                     packing=config.packing, pin_memory=device.type == "cuda")
-    if uses_graphs(config, model, device): batching |= steady_padding(config)
+    batching["pad_to"] = padded_widths(config, device)
     if isinstance(dataset, Source):
         sampler = StreamSampler(dataset, batches.rows_per_step, **order,
                                 shuffle_buffer=config.shuffle_buffer)
@@ -137,6 +138,12 @@ def build_loader(config: RunConfig, dataset: TokenizedDataset | Subset | Source,
     dataset.check_vocab_size(vocab_size)
     return StepLoader(dataset, StepSampler(len(dataset), batches.rows_per_step, **order), *share,
                       **batching)
+
+
+def padded_widths(config: RunConfig, device: torch.device) -> PadTo:
+    """T of a run's batches: as their rows are, but few or one where blocks are compiled for them."""
+    if not compiles(config, device): return None
+    return config.context_length if config.has_one_shape else few_widths(config.context_length)
 
 
 def build_state(config: RunConfig, batches: BatchPlan, model: nn.Module,
@@ -153,6 +160,7 @@ def build_state(config: RunConfig, batches: BatchPlan, model: nn.Module,
         held_out.check_vocab_size(model.config.vocab_size)
         evaluator = Evaluator(held_out, device, every=config.eval_every, packing=config.packing,
                               batch_size=batches.micro_batch_size,
+                              pad_to=padded_widths(config, device),
                               pad_token_id=choose_pad_token_id(tokenizer, model.config.vocab_size))
     scaler = LossScaler(device) if config.scales_loss else None
     return RunState(model, optimizer, scheduler, loader.sampler, evaluator, device, scaler)

@@ -1,0 +1,69 @@
+"""Rows of many lengths are compiled for once, packed and padded, and a run says how often that was."""
+from __future__ import annotations
+
+import json
+import random
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.test_command_line import call
+from tests.ranks import run_ranks
+from tests.tokenizers import save_chat_model
+
+STEPS, CONTEXT = 60, 256
+MODES = {"padded": ["--batch_size", "3"],
+         "packed": ["--packing", "true", "--batch_size", "2"],
+         "packed, rows given": ["--packing", "true", "--batch_size", "2", "--global_batch_size", "9"]}
+
+
+def runs(folder: str, rows: str, out: str) -> dict:
+    """Exit code and output of a run in each mode.
+
+    With the backend that makes no kernels: what is counted is how often torch wants new ones.
+    """
+    import torch
+    compile, found = torch.compile, {}  # noqa: A001
+    torch.compile = lambda function, options=None, **kw: compile(function, backend="aot_eager", **kw)
+    for mode, flags in MODES.items():
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        argv = ["train", "--model_name", folder, "--dataset", rows, "--output_dir", f"{out}/{mode}",
+                "--max_steps", str(STEPS), "--compile", "true", "--context_length", str(CONTEXT),
+                "--lora_rank", "2", "--precision", "fp32", "--save_model", "false", "--device", "cpu",
+                "--eval_share", "0.05", "--eval_every", "50", "--log_to", "stdout", *flags]
+        ((code, said, error),) = call([argv])
+        found[mode] = code, said + error, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    rng, rows = random.Random(0), folder / "rows.jsonl"
+    lengths = rng.sample(range(2, 150), 30)
+    assert len(set(lengths)) == 30
+    rows.write_text("".join(
+        json.dumps(dict(prompt="a" * (length // 2), completion="b" * (length - length // 2))) + "\n"
+        for length in lengths * 20))
+    model = save_chat_model(folder / "model", max_position_embeddings=CONTEXT)
+    (found,) = run_ranks(partial(runs, model, str(rows), str(folder)), 1, grouped=False, timeout=900)
+    return folder, found
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_of_thirty_lengths_are_compiled_for_in_the_first_steps_alone(found, mode):
+    """For the first block, the others and the norm; and once more where nothing is trained."""
+    folder, results = found
+    code, said, graphs = results[mode]
+    assert code == 0, said
+    lines = (Path(folder) / mode / "metrics.jsonl").read_text().splitlines()
+    steps = [record for record in map(json.loads, lines) if record["kind"] == "step"]
+    assert len(steps) == STEPS
+    widths = {step["padded_tokens"] for step in steps}
+    assert len(widths) > 3 or mode == "packed"
+    assert steps[9]["compilations"] == steps[48]["compilations"] <= 6, "before the first evaluation"
+    assert steps[50]["compilations"] == steps[-1]["compilations"] <= 10
+    assert steps[-1]["compilations"] == graphs
+    assert f"torch compiled {graphs} graphs, the last by step" in said
