@@ -61,7 +61,7 @@ def build_model(config: RunConfig, device: torch.device, saved: SavedRows | None
     apply_activation_policy(model, policies, config.reentrant_checkpointing)
     apply_chunked_loss(model)
     apply_autocast(model, DTYPES.get(config.autocast_dtype))
-    if compiles(config, device): compile_blocks(model, dynamic=not config.has_one_shape)
+    if compiles(config, device): compile_blocks(model, dynamic=not config.has_full_bins)
     if config.use_activation_cpu_offload: apply_activation_offload(model, policies)
     on_host = weights_on_host(config, model, device)
     units = apply_sharding(

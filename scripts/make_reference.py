@@ -111,7 +111,7 @@ def expects(found: Estimate) -> str:
     host = f", {found.memory.host:.0f} of the host" if found.config.use_cpu_offload else ""
     dollars = "" if cost.dollars is None else f", ${cost.dollars / found.config.num_epochs:.2f}"
     return (f"{found.memory.total:.1f} of {found.machine.memory_gib:g} GiB per GPU{host}; "
-            f"{found.step.total:.1f} s a step of {batches.rows_per_step} {unit}; {ROWS:,} {unit} in "
+            f"{found.step.total:.1f} s a step of {batches.per_step} {unit}; {ROWS:,} {unit} in "
             f"{duration(cost.hours)}{dollars}")
 
 

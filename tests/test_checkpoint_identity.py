@@ -23,7 +23,7 @@ CONTENT = dict(model="m", data="d")
 def run_json(world_size: int = 2, **settings) -> dict:
     config = RunConfig(**settings)
     return dict(config=asdict(config), content=CONTENT, world_size=world_size,
-                rows_per_step=plan_batches(config, world_size).rows_per_step)
+                rows_per_step=plan_batches(config, world_size).per_step)
 
 
 def test_every_setting_is_in_one_class_of_what_may_change():
@@ -66,12 +66,40 @@ def test_layout_paths_and_display_do_not_differ(settings):
 def test_the_rows_of_a_step_are_kept(old, old_ranks, new, ranks, rows):
     run, config = run_json(old_ranks, **old), RunConfig(**new)
     assert not differences(run, config, CONTENT, ranks)
-    assert plan_batches(with_batch_of(run, config, ranks), ranks).rows_per_step == rows
+    assert plan_batches(with_batch_of(run, config, ranks), ranks).per_step == rows
 
 
 def test_other_rows_per_step_differ():
     found = differences(run_json(2), RunConfig(batch_size=3), CONTENT, 2)
-    assert found == {"global_batch_size": "--global_batch_size was 2 rows per step and is 6"}
+    assert found == {"global_batch_size": "--global_batch_size: a step was 2 rows and is 6 rows"}
+
+
+def bins_json(world_size: int, **settings) -> dict:
+    run = run_json(world_size, packing=True, **settings)
+    return run | dict(rows_per_step=None, bins_per_step=run["rows_per_step"])
+
+
+@pytest.mark.parametrize("old, old_ranks, new, ranks, micro, accumulation", [
+    (dict(batch_size=4), 1, dict(batch_size=4), 2, 2, 1),      # follows from the old ranks
+    (dict(batch_size=2), 4, dict(batch_size=2), 1, 2, 4),
+    (dict(batch_size=3), 2, dict(batch_size=2, gradient_accumulation_steps=3), 1, 2, 3)])
+def test_the_bins_of_a_step_are_kept(old, old_ranks, new, ranks, micro, accumulation):
+    run, config = bins_json(old_ranks, **old), RunConfig(packing=True, **new)
+    assert not differences(run, config, CONTENT, ranks)
+    plan = plan_batches(with_batch_of(run, config, ranks), ranks)
+    assert (plan.per_step, plan.unit) == (run["bins_per_step"], "bin")
+    assert (plan.micro_batch_size, plan.accumulation) == (micro, accumulation)
+
+
+def test_bins_that_ranks_cannot_share_and_rows_turned_into_bins_are_refused_with_the_remedy():
+    (text,) = differences(bins_json(2), RunConfig(packing=True), CONTENT, 4).values()
+    assert "a step was 2 bins, which 4 GPUs can't share" in text
+    (text,) = differences(bins_json(2), RunConfig(packing=True, batch_size=3), CONTENT, 2).values()
+    assert text == "--batch_size: a step was 2 bins and is 6 bins"
+    earlier = run_json(2, packing=True)  # a version in which packing counted rows
+    (text,) = differences(earlier, RunConfig(packing=True), CONTENT, 2).values()
+    assert text.endswith("a step was 2 rows and is 2 bins; --global_batch_size 2 keeps to rows")
+    assert not differences(earlier, RunConfig(packing=True, global_batch_size=2), CONTENT, 2)
 
 
 def test_another_model_or_data_set_differs_by_content():

@@ -211,7 +211,7 @@ SIZES = dict(micro=st.integers(1, 64), world=st.integers(1, 300))
 def test_global_batch_size_is_kept_for_any_world_size(rows, micro, world):
     """No rank needs one micro-batch more than the rows ask for, and none can hold too few."""
     plan = plan_batches(RunConfig(global_batch_size=rows, batch_size=micro), world)
-    assert plan.rows_per_step == rows
+    assert plan.per_step == rows
     assert 1 <= plan.micro_batch_size <= micro
     assert plan.micro_batch_size * plan.accumulation * world >= rows
     assert plan.micro_batch_size * (plan.accumulation - 1) * world < rows
@@ -222,7 +222,7 @@ def test_without_global_batch_size_rows_are_the_product(micro, accumulation, wor
     config = RunConfig(batch_size=micro, gradient_accumulation_steps=accumulation)
     assert config.global_batch_size == AUTO
     plan = plan_batches(config, world)
-    assert plan.rows_per_step == micro * accumulation * world
+    assert plan.per_step == micro * accumulation * world
     assert (plan.micro_batch_size, plan.accumulation) == (micro, accumulation)
 
 

@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp_qlora.data import (
+    BinSampler,
+    DataReport,
     Row,
     StepLoader,
     StepSampler,
+    TokenizedDataset,
     block_diagonal_mask,
     choose_pad_token_id,
     collate,
@@ -315,3 +318,70 @@ def test_the_loader_resumes_from_the_position_of_the_last_step_taken(dataset, nu
 def test_an_error_in_a_thread_reaches_the_loop(dataset):
     with pytest.raises(ValueError, match="pad_to=3"): list(load(dataset, pad_to=3))
 
+
+
+# ---- full bins ---------------------------------------------------------------------------------
+
+def log_normal(count: int, capacity: int, seed: int = 0) -> np.ndarray:
+    lengths = np.random.default_rng(seed).lognormal(np.log(capacity / 16), 0.8, count)
+    return lengths.astype(np.int64).clip(2, capacity)
+
+
+@pytest.mark.parametrize("count, capacity, per_step, epochs", [
+    (1, 64, 4, 2), (7, 64, 1, 3), (3000, 512, 8, 2), (40_000, 2048, 6, 1)])
+def test_each_row_is_in_one_bin_of_an_epoch_and_bins_are_full(count, capacity, per_step, epochs):
+    lengths = log_normal(count, capacity)
+    sampler = BinSampler(lengths, capacity, per_step, epochs=epochs)
+    steps = [sampler.bins(step) for step in range(len(sampler))]
+    by_epoch = [[bin for step, bins in enumerate(steps) if sampler.epoch(step) == epoch for bin in bins]
+                for epoch in range(epochs)]
+    for bins in by_epoch:
+        assert sorted(row for bin in bins for row in bin) == list(range(count))
+        assert max(int(lengths[bin].sum()) for bin in bins) <= capacity
+        if count > 1000: assert lengths.sum() / (capacity * len(bins)) > 0.97
+    assert by_epoch[0] != by_epoch[-1] or epochs == 1 or count == 1
+    assert all(len(bins) == per_step for step, bins in enumerate(steps[:-1])
+               if sampler.epoch(step) == sampler.epoch(step + 1))
+    assert sampler.fill() == pytest.approx(lengths.sum() / (capacity * len(by_epoch[0])))
+    assert sampler.rows(0) == [row for bin in steps[0] for row in bin]
+
+
+def test_bins_are_the_same_from_any_position_and_for_any_steps_asked():
+    lengths = log_normal(500, 256)
+    whole = BinSampler(lengths, 256, 4, epochs=3)
+    expected = [whole.bins(step) for step in range(len(whole))]
+    for position in (0, 1, len(expected) // 2, len(expected) - 1):
+        resumed = BinSampler(lengths, 256, 4, epochs=3)
+        resumed.load_state_dict(whole.state_dict() | dict(position=position))
+        assert [resumed.bins(step) for step in range(position, len(resumed))] == expected[position:]
+    longer = BinSampler(lengths, 256, 4, max_steps=len(expected) + 5)
+    assert [longer.bins(step) for step in range(len(expected))] == expected
+    assert len(longer) == len(expected) + 5
+    for name, flag in dict(capacity="--context_length", bins_per_step="bins per step").items():
+        with pytest.raises(ValueError, match=flag):
+            resumed.load_state_dict(whole.state_dict() | {name: 3})
+
+
+@pytest.mark.parametrize("ranks, micro", [(1, 8), (1, 2), (2, 4), (4, 1), (8, 1)])
+def test_ranks_share_the_same_full_bins_however_many_they_are(ranks, micro):
+    dataset = tokenized_of_lengths(np.random.default_rng(0).integers(4, 90, 300), 128)
+    sampler = BinSampler(dataset.lengths, 128, 8)
+    loaders = [StepLoader(dataset, sampler, rank, ranks, micro, pad_token_id=0, packing=True, pad_to=128)
+               for rank in range(ranks)]
+    for index in range(len(sampler)):
+        steps = [loader.step(index) for loader in loaders]
+        shapes = {tuple(b["input_ids"].shape) for step in steps for b in step.micro_batches}
+        assert shapes == {(micro, 128)}
+        rows = sorted(sampler.rows(index))
+        assert all(sorted(step.row_ids) == rows and step.num_rows == len(rows) for step in steps)
+        trained = sum(step.num_trained_tokens_local for step in steps)
+        assert trained == steps[0].num_trained_tokens == int(dataset.trained_counts[rows].sum())
+        assert steps[0].num_tokens == int(dataset.lengths[rows].sum())
+
+
+def tokenized_of_lengths(lengths: np.ndarray, context_length: int) -> TokenizedDataset:
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    trained = np.ones(offsets[-1], dtype=bool)
+    trained[offsets[:-1]] = False
+    return TokenizedDataset(np.arange(offsets[-1], dtype=np.int32) % 90, trained, offsets,
+                            DataReport(context_length, "all"))

@@ -66,7 +66,7 @@ def test_no_rung_that_fits_is_faster_than_the_choice(gpu, gpus, limit):
 def test_rows_per_step_are_never_changed(rows, gpus):
     found = plan(SEVEN, RunConfig(context_length=2048, global_batch_size=rows), gpu="h100", gpus=gpus)
     for candidate in found.fitting:
-        assert plan_batches(candidate.config, gpus).rows_per_step == rows
+        assert plan_batches(candidate.config, gpus).per_step == rows
 
 
 @pytest.mark.parametrize("gpus,limit,settings", [

@@ -8,11 +8,11 @@ has thought about where it belongs.
 from __future__ import annotations
 
 from dataclasses import asdict, fields, replace
+from math import gcd
 
-from ..config import RunConfig, plan_batches
+from ..config import BatchPlan, RunConfig, plan_batches
 from ..config.settings import AUTO, counted, default_of, shown
-from ..data import Source, Subset, TokenizedDataset
-from ..data.sampler import total_steps
+from ..data import Source, Subset, TokenizedDataset, step_sampler
 
 # Layout, speed, paths and display. The batch is compared as rows per step, see `batch_difference`.
 MAY_CHANGE = frozenset("""
@@ -88,22 +88,52 @@ def is_other(kind: str, saved: dict[str, str], content: dict[str, str]) -> bool:
     return saved.get(kind, content.get(kind)) != content.get(kind)
 
 
+def per_step(batches: BatchPlan) -> dict[str, int]:
+    """A step's size as a record keeps it: rows_per_step or bins_per_step."""
+    return {f"{batches.unit}s_per_step": batches.per_step}
+
+
+def batch_of(record: dict) -> tuple[int, str]:
+    """A step's size and its unit, of what `per_step` wrote; earlier versions knew rows alone."""
+    if record.get("bins_per_step"): return record["bins_per_step"], "bin"
+    return record["rows_per_step"], "row"
+
+
 def batch_difference(run: dict, config: RunConfig, world_size: int) -> dict[str, str]:
-    """Empty if the settings ask for the checkpoint's rows per step, on its ranks or on these."""
-    asked = {plan_batches(config, n).rows_per_step for n in (run["world_size"], world_size)}
-    if run["rows_per_step"] in asked: return {}
-    was, now = run["rows_per_step"], plan_batches(config, world_size).rows_per_step
-    return {"global_batch_size": f"--global_batch_size was {counted(was, 'row')} per step and is {now}"}
+    """Empty if the settings ask for the checkpoint's rows or bins per step, on its ranks or on these.
+
+    Bins are also to be had as other numbers of micro-batches on these ranks.
+    """
+    if run["config"].get("packing", False) != config.packing: return {}  # which is said already
+    count, unit = batch_of(run)
+    plans = [plan_batches(config, n) for n in (run["world_size"], world_size)]
+    now = plans[-1]
+    if any((plan.per_step, plan.unit) == (count, unit) for plan in plans):
+        if unit == "row" or count % world_size == 0: return {}
+        return {"batch_size": f"a step was {counted(count, 'bin')}, which {world_size} GPUs can't share "
+                              "evenly; resume on a number of GPUs that divides it"}
+    is_now = counted(now.per_step, now.unit)
+    if unit == "bin" or now.unit == "row":
+        flag = "global_batch_size" if unit == "row" else "batch_size"
+        return {flag: f"--{flag}: a step was {counted(count, unit)} and is {is_now}"}
+    return {"global_batch_size": f"--global_batch_size: a step was {counted(count, 'row')} and is "
+                                 f"{is_now}; --global_batch_size {count} keeps to rows"}
 
 
 def with_batch_of(run: dict, config: RunConfig, world_size: int) -> RunConfig:
-    """The settings with the checkpoint's rows per step, also where the number of ranks is another."""
-    if plan_batches(config, world_size).rows_per_step == run["rows_per_step"]: return config
-    return replace(config, global_batch_size=run["rows_per_step"])
+    """The settings with the checkpoint's size of a step, also where the number of ranks is another."""
+    count, unit = batch_of(run)
+    now = plan_batches(config, world_size)
+    if (now.per_step, now.unit) == (count, unit): return config
+    if unit == "row": return replace(config, global_batch_size=count)
+    micro = gcd(count // world_size, config.batch_size)  # as large as can be without a bin too many
+    return replace(config, batch_size=micro,
+                   gradient_accumulation_steps=count // world_size // micro)
 
 
-def steps_asked(config: RunConfig, dataset: TokenizedDataset | Subset | Source, rows_per_step: int
-                ) -> int | None:
-    """Steps of the whole run; None where only the end of a stream will tell."""
+def steps_asked(config: RunConfig, dataset: TokenizedDataset | Subset | Source, run: dict) -> int | None:
+    """Steps of the whole run `run`, with these settings; None where only a stream's end will tell."""
     if isinstance(dataset, Source): return None if config.max_steps == AUTO else config.max_steps
-    return total_steps(len(dataset), rows_per_step, config.num_epochs, config.max_steps)
+    count, unit = batch_of(run)
+    return step_sampler(dataset, count, unit, seed=config.seed, epochs=config.num_epochs,
+                        max_steps=config.max_steps).total_steps

@@ -135,7 +135,7 @@ def has_ended(config: RunConfig, dataset: TokenizedDataset | Subset | Source, co
     run: of its newest whole checkpoint.
     """
     if config.resume != "auto" or not (root / FINISHED).exists(): return False
-    asked = steps_asked(config, dataset, run["rows_per_step"])
+    asked = steps_asked(config, dataset, run)
     longer = asked is not None and asked > last_step(root, run)
     return not longer or bool(differences(run, config, content, world_size()))
 
@@ -168,7 +168,7 @@ def chosen(config: RunConfig, root: Path) -> Path | None:
 
 def check_same_run(config: RunConfig, found: dict[str, str], folder: Path):
     """Refuse a checkpoint that differs so; after an explicit path only what it can't do without."""
-    must = DEFINES_THE_WEIGHTS | {"model_name", "dataset", "global_batch_size", "seed"}
+    must = DEFINES_THE_WEIGHTS | {"model_name", "dataset", "global_batch_size", "batch_size", "seed"}
     if config.resume != "auto":
         for name in found.keys() - must: print_main(f"warning: since {folder}, {found[name]}")
         found = {name: text for name, text in found.items() if name in must}
@@ -184,7 +184,7 @@ def check_same_run(config: RunConfig, found: dict[str, str], folder: Path):
 def check_length(config: RunConfig, run: dict, dataset: TokenizedDataset | Subset | Source,
                  folder: Path):
     """Refuse a run that would have ended before the checkpoint."""
-    asked = steps_asked(config, dataset, run["rows_per_step"])
+    asked = steps_asked(config, dataset, run)
     too_short = (asked < run["step"] if asked is not None
                  else config.num_epochs <= run["sampler"]["epoch"])
     if too_short:

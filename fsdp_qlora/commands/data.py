@@ -1,11 +1,12 @@
 """`fsdp-qlora data`: the data of a run as it would be trained on, in text and as a picture."""
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from ..config import RunConfig, plan_batches
 from ..config.settings import counted
-from ..data import StepLoader, StepSampler, Subset, TokenizedDataset
+from ..data import StepLoader, StepSampler, Subset, TokenizedDataset, step_sampler
 from ..dist import print_main
 from ..training.prepare import load_data, run_tokenizer
 
@@ -27,10 +28,12 @@ def report_on_data(config: RunConfig):
 def padding_line(config: RunConfig, rows: TokenizedDataset | Subset) -> str:
     """How much of the computation is spent on rows' own tokens, padded and packed."""
     batches = plan_batches(config, world_size=1)
-    sampler = StepSampler(len(rows), batches.rows_per_step, seed=config.seed)
-    padded, packed = (StepLoader(rows, sampler, micro_batch_size=batches.micro_batch_size,
-                                 pad_token_id=0, packing=packing).filled_share()
-                      for packing in (False, True))
-    return (f"of the tokens computed on one GPU, {padded:.0%} are the rows' own with padding, and "
-            f"{packed:.0%} with --packing true ({counted(batches.rows_per_step, 'row')} per step, "
-            f"{batches.micro_batch_size} per micro-batch)")
+    size = dict(micro_batch_size=batches.micro_batch_size, pad_token_id=0)
+    sampler = StepSampler(len(rows), batches.per_step, seed=config.seed)
+    padded = StepLoader(rows, sampler, **size).filled_share()
+    plan = plan_batches(replace(config, packing=True), world_size=1)
+    sampler = step_sampler(rows, plan.per_step, plan.unit, seed=config.seed)
+    packed = StepLoader(rows, sampler, packing=True, **size).filled_share()
+    return (f"of the tokens computed on one GPU, {padded:.0%} are the rows' own with padding "
+            f"({counted(batches.per_step, batches.unit)} per step), and {packed:.0%} with --packing "
+            f"true ({counted(plan.per_step, plan.unit)}), {batches.micro_batch_size} per micro-batch")

@@ -21,7 +21,7 @@ from ..config.flags import given_settings
 from ..config.recipe import as_recipe
 from ..config.settings import changed_settings
 from ..config.without_effect import warnings_of
-from ..data import StepLoader, StepSampler, choose_pad_token_id, preview
+from ..data import StepLoader, choose_pad_token_id, preview, step_sampler
 from ..data.collate import IGNORE
 from ..dist import launched, print_main, rank_device, ranks_from_env
 from ..estimate import estimate
@@ -117,9 +117,9 @@ def show_batches(config: RunConfig, data: RunData, tokenizer, vocab_size: int, r
     """Print how the data is cut into steps, and the first batch with its trained tokens marked."""
     rows, batches = data.rows, plan_batches(config, ranks)
     pad = choose_pad_token_id(tokenizer, vocab_size)
-    sampler = StepSampler(len(rows), batches.rows_per_step, seed=config.seed,
-                          shuffle=data.stream is None, epochs=config.num_epochs,
-                          max_steps=config.max_steps)
+    sampler = step_sampler(rows, batches.per_step, batches.unit, seed=config.seed,
+                           shuffle=data.stream is None, epochs=config.num_epochs,
+                           max_steps=config.max_steps)
     loader = StepLoader(rows, sampler, 0, ranks, batches.micro_batch_size, pad_token_id=pad,
                         packing=config.packing)
     steps = None if data.stream else sampler.total_steps

@@ -182,14 +182,15 @@ class EvaluationOptions:
 @dataclass(kw_only=True)
 class BatchOptions:
     """Batch and steps"""
-    batch_size: int = opt(1, "rows per GPU and micro-batch; auto = planned", unit="rows")
+    batch_size: int = opt(1, "rows per GPU and micro-batch, or bins with --packing; auto = planned",
+                          unit="rows")
     gradient_accumulation_steps: int = opt(1, "micro-batches per optimizer step")
     global_batch_size: int = opt(
         AUTO, "rows per optimizer step over all GPUs; fixes the result for any number of GPUs and "
         "derives the accumulation; -1 = batch_size x accumulation x GPUs", unit="rows", example=32)
     packing: bool = opt(
-        False, "put rows of a step together in bins of --context_length instead of padding them; "
-        "--batch_size then counts bins, --global_batch_size still rows")
+        False, "fill bins of --context_length with rows instead of padding them; --batch_size then counts "
+        "full bins; --global_batch_size still counts rows, which may leave bins nearly empty")
     num_epochs: int = opt(1, "passes over the data")
     max_steps: int = opt(AUTO, "stop after this many optimizer steps; -1 = never")
     seed: int = opt(42, "seed of data order, adapter values and dropout")

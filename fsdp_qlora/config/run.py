@@ -108,9 +108,9 @@ class RunConfig(ModelOptions, AdapterOptions, DataOptions, EvaluationOptions, Ba
         return self.adapter in ("lora", "dora")
 
     @property
-    def has_one_shape(self) -> bool:
-        """Whether every micro-batch holds as many bins, each of --context_length tokens."""
-        return self.packing and self.global_batch_size == AUTO
+    def has_full_bins(self) -> bool:
+        """Whether a step is a number of full bins, and so every micro-batch of one shape."""
+        return self.packing and self.global_batch_size == AUTO and not self.stream
 
     @property
     def is_auto(self) -> bool:
@@ -234,14 +234,15 @@ def has_flash_attention_4() -> bool:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How one optimizer step's rows are cut up."""
-    rows_per_step: int      # over all ranks
-    micro_batch_size: int   # rows per rank and forward
+    """How one optimizer step is cut up; a unit is a row, or a full bin of packed rows."""
+    per_step: int           # units over all ranks
+    micro_batch_size: int   # rows, or bins if packing, per rank and forward
     accumulation: int       # forwards per rank and step
+    unit: str = "row"       # row or bin
 
 
 def plan_batches(config: RunConfig, world_size: int) -> BatchPlan:
-    """Rows per step, micro-batch and accumulation for `world_size` ranks.
+    """Rows or bins per step, micro-batch and accumulation for `world_size` ranks.
 
     `--global_batch_size` is the user's and is never changed: the accumulation follows from it, and
     where it does not divide evenly some ranks run a last micro-batch with fewer rows or none.
@@ -249,7 +250,8 @@ def plan_batches(config: RunConfig, world_size: int) -> BatchPlan:
     micro = config.batch_size
     if config.global_batch_size == AUTO:
         accumulation = config.gradient_accumulation_steps
-        return BatchPlan(micro * accumulation * world_size, micro, accumulation)
+        return BatchPlan(micro * accumulation * world_size, micro, accumulation,
+                         "bin" if config.has_full_bins else "row")
     micro = min(micro, -(-config.global_batch_size // world_size))
     return BatchPlan(config.global_batch_size, micro,
                      -(-config.global_batch_size // (world_size * micro)))

@@ -17,15 +17,16 @@ from .masking import TRAIN_ON, encode_prompt, stop_token_ids
 from .packing import block_diagonal_mask, collate_packed, pack
 from .records import NAMES, Source
 from .report import DataReport, preview
-from .sampler import StepSampler, rank_share
+from .sampler import BinSampler, StepSampler, rank_share, step_sampler
 from .sources import SAMPLED_NAMES, open_source, read_rows
 from .stream import StreamLoader, StreamSampler
 from .templates import ChatTemplate
 
 __all__ = [
-    "NAMES", "SAMPLED_NAMES", "TRAIN_ON", "ChatTemplate", "DataReport", "Row", "Source", "Step",
-    "StepLoader", "StepSampler", "StreamLoader", "StreamSampler", "Subset", "TokenizedDataset",
+    "NAMES", "SAMPLED_NAMES", "TRAIN_ON", "BinSampler", "ChatTemplate", "DataReport", "Row", "Source",
+    "Step", "StepLoader", "StepSampler", "StreamLoader", "StreamSampler", "Subset", "TokenizedDataset",
     "block_diagonal_mask", "choose_pad_token_id", "collate", "collate_packed", "encode_prompt",
     "filler", "hold_out", "load_dataset", "num_trained_tokens", "on_device", "open_source", "pack",
-    "preview", "rank_share", "read_rows", "row_from_record", "stop_token_ids", "tokenize_rows",
+    "preview", "rank_share", "read_rows", "row_from_record", "step_sampler", "stop_token_ids",
+    "tokenize_rows",
 ]

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from .collate import IGNORE, Example, PadTo, collate, filler
 from .dataset import TokenizedDataset
 from .packing import balanced, collate_packed, pack
-from .sampler import StepSampler, rank_share
+from .sampler import BinSampler, StepSampler, rank_share
 
 
 @dataclass
@@ -38,27 +39,31 @@ class StepLoader:
     Every rank knows all lengths, so `Step` gives the trained tokens of all ranks without a
     collective. Trained tokens are those left after the shift, labels[:, 1:] != -100.
 
+    sampler: gives the rows of each step, or the bins (`BinSampler`).
     micro_batch_size: rows of a micro-batch at most; bins, if packing.
-    packing: put rows of the same step together in bins of the context length. The rows of a step
-        stay the same, so it changes the layout and not the gradient. Batches come from
+    packing: put rows of the same step together in bins of the context length; the sampler's, or as few
+        as its rows need, which changes the layout and not the gradient. Batches come from
         `collate_packed`, which attention must be told about.
     pad_to_multiple_of, pad_to: as in `collate`.
     num_workers: steps prepared ahead, each in a thread; 0 prepares a step when it is asked for.
     pin_memory: for asynchronous copies to a GPU.
     """
 
-    def __init__(self, dataset: TokenizedDataset, sampler: StepSampler, rank: int = 0,
+    def __init__(self, dataset: TokenizedDataset, sampler: StepSampler | BinSampler, rank: int = 0,
                  world_size: int = 1, micro_batch_size: int = 1, *, pad_token_id: int,
                  packing: bool = False, pad_to_multiple_of: int = 1, pad_to: PadTo = None,
                  num_workers: int = 2, pin_memory: bool = False):
         if micro_batch_size < 1:
             raise ValueError(f"--batch_size {micro_batch_size}: give at least 1 row")
         assert len(dataset) == sampler.num_rows, "the sampler was made for another dataset"
+        assert packing or isinstance(sampler, StepSampler), "bins are for packing"
         self.dataset, self.sampler = dataset, sampler
         self.rank, self.world_size, self.micro_batch_size = rank, world_size, micro_batch_size
         self.packing, self.num_workers, self.pin_memory = packing, num_workers, pin_memory
         self.padding = {"pad_token_id": pad_token_id, "pad_to_multiple_of": pad_to_multiple_of,
                         "pad_to": pad_to}
+        # Of one width, as compiled code wants it, the last step's batches get the others' shape too.
+        self.num_bins = micro_batch_size if packing and isinstance(pad_to, int) else 1
 
     def __len__(self) -> int:
         return self.sampler.total_steps - self.sampler.position
@@ -86,7 +91,7 @@ class StepLoader:
         """Any step, without moving the sampler."""
         rows = self.sampler.rows(index)
         micro_batches = [collated(share, self.dataset.__getitem__, self.packing, self.padding,
-                                  self.pin_memory) for share in self._shares(rows, index)]
+                                  self.pin_memory, self.num_bins) for share in self._shares(index)]
         return Step(index, self.sampler.epoch(index), micro_batches, len(rows),
                     int(self.dataset.lengths[rows].sum()),
                     int(self.dataset.trained_counts[rows].sum()),
@@ -96,14 +101,19 @@ class StepLoader:
         """Share of this rank's tokens that are the rows' own, not padding, in its first steps."""
         own = computed = 0
         for index in range(min(num_steps, self.sampler.total_steps)):
-            for units in self._shares(self.sampler.rows(index), index):
+            for units in self._shares(index):
                 lengths = [int(self.dataset.lengths[unit].sum()) for unit in units]
                 own += sum(lengths)
                 computed += len(lengths) * max(lengths, default=0)
         return own / max(computed, 1)
 
-    def _shares(self, rows: list[int], index: int) -> list[list]:
+    def _shares(self, index: int) -> list[list]:
         """This rank's micro-batches: lists of row ids, or of bins of row ids."""
+        if isinstance(self.sampler, BinSampler):
+            bins = self.sampler.bins(index)
+            return rank_share(bins, self.rank, self.world_size, self.micro_batch_size,
+                              [attention_work(self.dataset.lengths[bin]) for bin in bins])
+        rows = self.sampler.rows(index)
         capacity = self.dataset.report.context_length if self.packing else None
         return share_out(rows, self.dataset.lengths[rows], self.rank, self.world_size,
                          self.micro_batch_size, capacity, seed=index)
@@ -126,15 +136,24 @@ def share_out(rows: Sequence, lengths: Sequence[int], rank: int, world_size: int
 
 
 def collated(share: list, example: Callable[[object], Example], packing: bool, padding: dict,
-             pin_memory: bool = False) -> dict:
-    """A micro-batch of `share_out`, of what `example` makes of a row; a filler if it has no row."""
+             pin_memory: bool = False, num_bins: int = 1) -> dict:
+    """A micro-batch of `share_out`, of what `example` makes of a row; a filler if it has no row.
+
+    num_bins: packed ones at least, filled up with empty ones so that all batches have one shape.
+    """
     nothing = filler(padding["pad_token_id"])
     if packing:
         bins = [[example(row) for row in bin] for bin in share] or [[nothing]]
+        bins += [[]] * (num_bins - len(bins))
         batch = collate_packed(bins, **padding)
     else:
         batch = collate([example(row) for row in share] or [nothing], **padding)
     return pin(batch) if pin_memory else batch
+
+
+def attention_work(lengths: np.ndarray) -> int:
+    """What attention within rows takes, which bins of as many tokens differ in."""
+    return int((lengths.astype(np.int64) ** 2).sum())
 
 
 def num_trained_tokens(batch: dict) -> int:

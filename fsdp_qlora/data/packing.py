@@ -51,6 +51,34 @@ def pack(lengths: Sequence[int], capacity: int, seed: int = 0) -> list[list[int]
     return bins
 
 
+WINDOW = 16_384  # rows that bins are filled from at a time
+
+
+def full_bins(lengths: np.ndarray, order: np.ndarray, capacity: int, seed: list[int]
+              ) -> list[list[int]]:
+    """Bins of all rows of an epoch, each of `order` once, in an order that is drawn from `seed`.
+
+    Bins are filled from a window of rows at a time, so rows near each other in `order` are trained near
+    each other. What is left over, the emptiest bin of a window, goes into the next.
+    """
+    found: list[list[int]] = []
+    left = np.empty(0, dtype=np.int64)
+    for number, start in enumerate(range(0, len(order), WINDOW)):
+        rows = np.concatenate([left, order[start:start + WINDOW]])
+        bins = [rows[bin] for bin in pack(lengths[rows], capacity, number)]
+        if start + WINDOW < len(order):
+            left = bins.pop(min(range(len(bins)), key=lambda i: int(lengths[bins[i]].sum())))
+        shuffled = np.random.default_rng([*seed, number]).permutation(len(bins))
+        found += [bins[i].tolist() for i in shuffled]
+    return found
+
+
+def fill(lengths: np.ndarray, capacity: int) -> float:
+    """Share of the places of full bins that hold a token; `lengths` may be those of a sample."""
+    bins = full_bins(lengths, np.arange(len(lengths)), capacity, [0])
+    return int(lengths.sum()) / (capacity * len(bins))
+
+
 def balanced(lengths: Sequence[int], bins: list[list[int]], capacity: int, parts: int
              ) -> list[list[int]]:
     """The same rows in a multiple of `parts` bins that hold nearly the same number of tokens.

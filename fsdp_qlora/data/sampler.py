@@ -2,14 +2,18 @@
 
 The unit is the optimizer step, not the batch of one rank. A step's rows follow from (seed, epoch,
 step) alone, so the same rows meet in the same step on 1 GPU or on 64, at any micro-batch size, and a
-run resumes from one number on any number of ranks.
+run resumes from one number on any number of ranks. A step is a number of rows, or of bins that are
+filled with rows (`packing.py`).
 """
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
+
+from .packing import full_bins
 
 
 class StepSampler:
@@ -38,7 +42,7 @@ class StepSampler:
         self.steps_per_epoch = -(-num_rows // rows_per_step)
         self.total_steps = total_steps(num_rows, rows_per_step, epochs, max_steps)
         self.position = 0  # the next step
-        self._order = lru_cache(maxsize=2)(self._make_order)  # two, as a loader reads ahead
+        self.order = lru_cache(maxsize=2)(self._make_order)  # two, as a loader reads ahead
 
     def __len__(self) -> int:
         return self.total_steps
@@ -55,7 +59,7 @@ class StepSampler:
         """Row ids of any step, from 0."""
         epoch, in_epoch = divmod(step, self.steps_per_epoch)
         start = in_epoch * self.rows_per_step
-        return self._order(epoch)[start:start + self.rows_per_step].tolist()
+        return self.order(epoch)[start:start + self.rows_per_step].tolist()
 
     def _make_order(self, epoch: int) -> np.ndarray:
         if not self.shuffle: return np.arange(self.num_rows)
@@ -63,18 +67,94 @@ class StepSampler:
 
     def state_dict(self) -> dict:
         """The position, and what must be equal for it to mean the same; no world size."""
-        return {"position": self.position, "num_rows": self.num_rows, "seed": self.seed,
-                "rows_per_step": self.rows_per_step, "shuffle": self.shuffle}
+        return {name: getattr(self, name) for name in ("position", *SAME_ROWS)}
 
     def load_state_dict(self, state: dict) -> None:
-        flags = {"num_rows": "--dataset (rows)", "rows_per_step": "--global_batch_size",
-                 "seed": "--seed", "shuffle": "shuffle"}
-        for name, flag in flags.items():
-            if state[name] != getattr(self, name):
-                raise ValueError(f"resume: {flag} was {state[name]} in the checkpoint and is "
-                                 f"{getattr(self, name)} now, so rows would be repeated or left "
-                                 "out; use the old value, or start a new run")
+        check_same(state, self, SAME_ROWS)
         self.position = state["position"]
+
+
+class BinSampler:
+    """The global list of bins, each a list of row ids, of each optimizer step.
+
+    Every row is in exactly one bin of an epoch. Bins follow from (seed, epoch) and the lengths alone, so
+    they are the same, in the same steps, on any number of ranks that train on as many bins a step. The
+    last step of an epoch may have fewer bins, and one epoch a step more than another.
+
+    lengths: (N,) tokens of each row, at most `capacity`, the tokens of a bin.
+    bins_per_step: over all ranks. shuffle, max_steps: as for `StepSampler`.
+    """
+
+    def __init__(self, lengths: np.ndarray, capacity: int, bins_per_step: int, seed: int = 42,
+                 shuffle: bool = True, epochs: int = 1, max_steps: int = -1):
+        self.lengths, self.capacity, self.bins_per_step = lengths, capacity, bins_per_step
+        self.order = StepSampler(len(lengths), bins_per_step, seed, shuffle, epochs, max_steps)
+        self.num_rows, self.seed, self.shuffle = len(lengths), seed, shuffle
+        self.position = 0  # the next step
+        self._bins = lru_cache(maxsize=2)(self._make_bins)  # two, as a loader reads ahead
+        self._starts = [0]  # the first step of each epoch, as far as they are known
+        if max_steps < 1: self._start(epochs)
+        self.total_steps = max_steps if max_steps > 0 else self._starts[epochs]
+
+    def __len__(self) -> int:
+        return self.total_steps
+
+    def epoch(self, step: int) -> int:
+        while self._starts[-1] <= step: self._start(len(self._starts))
+        return bisect_right(self._starts, step) - 1
+
+    def bins(self, step: int) -> list[list[int]]:
+        """Lists of row ids of any step, from 0."""
+        epoch = self.epoch(step)
+        first = (step - self._start(epoch)) * self.bins_per_step
+        return self._bins(epoch)[first:first + self.bins_per_step]
+
+    def rows(self, step: int) -> list[int]:
+        """Row ids of any step, from 0."""
+        return [row for bin in self.bins(step) for row in bin]
+
+    def fill(self) -> float:
+        """Share of the first epoch's places that hold a token."""
+        return int(self.lengths.sum()) / (self.capacity * len(self._bins(0)))
+
+    def _start(self, epoch: int) -> int:
+        """The first step of an epoch; those before it are packed to know it."""
+        while len(self._starts) <= epoch:
+            bins = len(self._bins(len(self._starts) - 1))
+            self._starts.append(self._starts[-1] + -(-bins // self.bins_per_step))
+        return self._starts[epoch]
+
+    def _make_bins(self, epoch: int) -> list[list[int]]:
+        return full_bins(self.lengths, self.order.order(epoch), self.capacity, [self.seed, epoch])
+
+    def state_dict(self) -> dict:
+        """The position, and what must be equal for it to mean the same; no world size."""
+        return {name: getattr(self, name) for name in ("position", *SAME_BINS)}
+
+    def load_state_dict(self, state: dict) -> None:
+        check_same(state, self, SAME_BINS)
+        self.position = state["position"]
+
+
+SAME_ROWS = {"num_rows": "--dataset (rows)", "rows_per_step": "--global_batch_size", "seed": "--seed",
+             "shuffle": "shuffle"}
+SAME_BINS = {"num_rows": "--dataset (rows)", "bins_per_step": "the number of bins per step",
+             "capacity": "--context_length", "seed": "--seed", "shuffle": "shuffle"}
+
+
+def check_same(state: dict, sampler, names: dict[str, str]):
+    """Raise ValueError, with the flag, for the first of `names` that a checkpoint has otherwise."""
+    for name, flag in names.items():
+        if state.get(name) != getattr(sampler, name):
+            raise ValueError(f"resume: {flag} was {state.get(name)} in the checkpoint and is "
+                             f"{getattr(sampler, name)} now, so rows would be repeated or left "
+                             "out; use the old value, or start a new run")
+
+
+def step_sampler(dataset, per_step: int, unit: str = "row", **order) -> StepSampler | BinSampler:
+    """The sampler of a tokenized dataset for steps of so many rows or bins; `order` as they take it."""
+    if unit == "row": return StepSampler(len(dataset), per_step, **order)
+    return BinSampler(dataset.lengths, dataset.report.context_length, per_step, **order)
 
 
 def total_steps(num_rows: int, rows_per_step: int, epochs: int = 1, max_steps: int = -1) -> int:

@@ -163,12 +163,13 @@ class StartRecord(Record):
     settings: dict             # of RunConfig, with where it runs under "about"; no secrets
     ranks: int
     total_steps: int | None
-    rows_per_step: int
     micro_batch: int           # rows, or bins under --packing
     accumulation: int
     trained_weights: int
     load_seconds: float
     data: dict                 # the data report, and how many rows are trained on and held out
+    rows_per_step: int | None = None  # None: a step is of bins
+    bins_per_step: int | None = None
     estimate: dict = field(default_factory=dict)  # GiB and seconds that were predicted, where they were
     dollars_per_hour: float | None = None
     kind: str = "start"

@@ -89,7 +89,7 @@ def choice_lines(plan: Plan) -> list[str]:
     fixed = "fixed" if plan.config.global_batch_size != AUTO else "--global_batch_size fixes them"
     speed = step.tokens_per_second_per_gpu * plan.machine.world_size
     return [f"chosen: {flags(plan)}",  # on one line, to be copied
-            *wrapped(f"        {step.total:.3f} s a step of {counted(batches.rows_per_step, 'row')} "
+            *wrapped(f"        {step.total:.3f} s a step of {counted(batches.per_step, batches.unit)} "
                      f"({fixed}), {speed:,.0f} tokens/s on {counted(plan.machine.world_size, 'GPU')}; "
                      f"{choice.memory.total:.1f} of {plan.machine.memory_gib:g} GiB"
                      f"{host_share(plan, choice)}")]

@@ -95,7 +95,7 @@ def best_policies(shape: ModelShape, machine: Machine, config: RunConfig, free: 
 
 def seconds_per_row(found: Estimate) -> float:
     """Predicted seconds of a step over the rows that it trains on."""
-    return found.step.total / plan_batches(found.config, found.machine.world_size).rows_per_step
+    return found.step.total / plan_batches(found.config, found.machine.world_size).per_step
 
 
 def cost(found: Estimate) -> float:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..adapters import adapter_counts, trainable_parameters
+from ..checkpoint import per_step
 from ..config import BatchPlan, RunConfig
 from ..config.settings import counted
 from ..data import Source, Subset, TokenizedDataset
@@ -47,7 +48,8 @@ def steps_line(config: RunConfig, batches: BatchPlan, steps: int | None, ranks: 
     """How many steps of how many rows; None is until a stream ends."""
     count = "steps until the stream ends" if steps is None else counted(steps, "step")
     unit = "bin" if config.packing else "row"
-    return (f"{count}, of {counted(batches.rows_per_step, 'row')}: micro-batch "
+    full = f" of {config.context_length:,} tokens" if batches.unit == "bin" else ""
+    return (f"{count}, of {counted(batches.per_step, batches.unit)}{full}: micro-batch "
             f"{counted(batches.micro_batch_size, unit)} x accumulation {batches.accumulation} x "
             f"{counted(ranks, 'rank')}")
 
@@ -100,8 +102,9 @@ def start_record(config: RunConfig, record: dict, run_id: str, model: nn.Module,
     about: step, total_steps and load_seconds.
     """
     return StartRecord(
+        **per_step(batches),
         time=now(), run_id=run_id, settings=record, ranks=ranks_from_env().world_size,
-        rows_per_step=batches.rows_per_step, micro_batch=batches.micro_batch_size,
+        micro_batch=batches.micro_batch_size,
         accumulation=batches.accumulation,
         trained_weights=sum(p.numel() for p in trainable_parameters(model).values()), data=data,
         estimate=predicted(config, model, device),

@@ -21,6 +21,7 @@ from ..checkpoint import (
     find_run,
     is_other,
     mark_finished,
+    per_step,
     saved_adapter,
     settle,
 )
@@ -29,12 +30,12 @@ from ..config.settings import AUTO, parts_of
 from ..data import (
     Source,
     StepLoader,
-    StepSampler,
     StreamLoader,
     StreamSampler,
     Subset,
     TokenizedDataset,
     choose_pad_token_id,
+    step_sampler,
 )
 from ..data.collate import PadTo, few_widths
 from ..derived import compiles, with_choices
@@ -102,7 +103,7 @@ def train_found(config: RunConfig, found: Found, run_id: str,
     with run_log(config, start, trackers, found) as log:
         log.record(start)
         writer = CheckpointWriter(checkpoints_of(config.output_dir), state, config,
-                                  facts_of(config, state, found, run_id), found.disks,
+                                  facts_of(config, batches, found, run_id), found.disks,
                                   found.folder)
         Training(planned, tokenizer, loader, state, boundary, log, writer, record, signals,
                  answerer).run()
@@ -130,20 +131,20 @@ def build_loader(config: RunConfig, dataset: TokenizedDataset | Subset | Source,
                     packing=config.packing, pin_memory=device.type == "cuda")
     batching["pad_to"] = padded_widths(config, device)
     if isinstance(dataset, Source):
-        sampler = StreamSampler(dataset, batches.rows_per_step, **order,
+        sampler = StreamSampler(dataset, batches.per_step, **order,
                                 shuffle_buffer=config.shuffle_buffer)
         return StreamLoader(sampler, tokenizer, *share, context_length=config.context_length,
                             train_on=config.train_on, vocab_size=vocab_size,
                             gather=gather_over_ranks, **batching)
     dataset.check_vocab_size(vocab_size)
-    return StepLoader(dataset, StepSampler(len(dataset), batches.rows_per_step, **order), *share,
-                      **batching)
+    sampler = step_sampler(dataset, batches.per_step, batches.unit, **order)
+    return StepLoader(dataset, sampler, *share, **batching)
 
 
 def padded_widths(config: RunConfig, device: torch.device) -> PadTo:
     """T of a run's batches: as their rows are, but few or one where blocks are compiled for them."""
     if not compiles(config, device): return None
-    return config.context_length if config.has_one_shape else few_widths(config.context_length)
+    return config.context_length if config.has_full_bins else few_widths(config.context_length)
 
 
 def build_state(config: RunConfig, batches: BatchPlan, model: nn.Module,
@@ -192,11 +193,10 @@ def run_log(config: RunConfig, start: StartRecord, trackers: list[Sink], found: 
                   every=config.log_every, pace=pace, earlier=found.metrics)
 
 
-def facts_of(config: RunConfig, state: RunState, found: Found, run_id: str) -> dict:
+def facts_of(config: RunConfig, batches: BatchPlan, found: Found, run_id: str) -> dict:
     """What run.json says beside the state; `run_id` stays the same for as long as a run is resumed."""
     return {"run_id": run_id, "config": redact_all(asdict(config)), "content": found.content,
-            "world_size": ranks_from_env().world_size,
-            "rows_per_step": state.sampler.rows_per_step}
+            "world_size": ranks_from_env().world_size} | per_step(batches)
 
 
 def report_on_stream(loader: StreamLoader, log: RunLog):
