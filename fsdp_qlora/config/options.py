@@ -189,8 +189,8 @@ class BatchOptions:
         AUTO, "rows per optimizer step over all GPUs; fixes the result for any number of GPUs and "
         "derives the accumulation; -1 = batch_size x accumulation x GPUs", unit="rows", example=32)
     packing: bool = opt(
-        False, "fill bins of --context_length with rows instead of padding them; --batch_size then counts "
-        "full bins; --global_batch_size still counts rows, which may leave bins nearly empty")
+        False, "fill bins of --context_length with rows instead of padding them; --batch_size then "
+        "counts full bins; --global_batch_size still counts rows, which may leave bins nearly empty")
     num_epochs: int = opt(1, "passes over the data")
     max_steps: int = opt(AUTO, "stop after this many optimizer steps; -1 = never")
     seed: int = opt(42, "seed of data order, adapter values and dropout")
