@@ -30,6 +30,7 @@ from .derived import (
 )
 from .dist import print_main
 from .loading import DTYPES, materialize, meta_model
+from .loading.generation import keep_generation_settings
 from .loading.prequantized import layers_to_quantize
 from .loading.source import load, open_checkpoint
 from .loading.starts import SavedRows, check_start, start_from_weights
@@ -92,6 +93,7 @@ def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, C
                        **config.source)
     model.config._name_or_path = config.model_name  # PEFT writes it into the adapter's config
     checkpoint = open_checkpoint(config, settings, model, device, grown)
+    keep_generation_settings(model, getattr(checkpoint, "folder", None))
     if config.quant != "none":
         check_quantizable(model, config.quant)
         quantize_linears(model, config.quant_type, absmax_dtype=config.absmax_dtype,

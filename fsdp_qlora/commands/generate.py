@@ -20,7 +20,15 @@ from ..dist import rank_device
 from ..export.adapter_folder import AdapterFolder, Delta
 from ..export.trained_base import BaseQuant, base_quant, taken_out_of
 from ..hub import asked_hub
-from ..loading import DTYPES, first_line, looks_local, not_at_hand, pinned, read_config
+from ..loading import (
+    DTYPES,
+    Checkpoint,
+    first_line,
+    looks_local,
+    not_at_hand,
+    pinned,
+    read_config,
+)
 from ..loading.tokens import load_tokenizer
 from ..model.experts import is_stackable
 
@@ -34,9 +42,11 @@ def load_for_inference(model_name: str, adapter: str | Path | None = None, quant
     if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
         raise ValueError(f"--adapter_folder {adapter}: no adapter_config.json there; give the folder "
                          "that training saved, such as output/adapter")
+    if looks_local(model_name): check_base_folder(Path(model_name))
     with asked_hub(not looks_local(model_name)) as unreachable:
         try:
-            model = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype,
+            # Other weights than safetensors are pickles, which can run code.
+            model = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype, use_safetensors=True,
                                                          **pinned(revision, trust_remote_code))
         except OSError as error:
             if unreachable: raise not_at_hand(model_name, unreachable) from error
@@ -61,6 +71,15 @@ def load_for_inference(model_name: str, adapter: str | Path | None = None, quant
                          ) from error
 
 
+def check_base_folder(folder: Path):
+    """Refuse a folder without safetensors, and what transformers would take for an adapter's."""
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(f"--model_name {folder}: it holds an adapter_config.json, so transformers "
+                         "would load the model named there instead; give an adapter as "
+                         "--adapter_folder, or move that file away")
+    Checkpoint(folder)
+
+
 def trained_rows(model: PreTrainedModel, adapter: str | Path) -> list[int]:
     """Rows of the embedding and the head in an adapter that was trained with more tokens."""
     ends = {id(end) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
@@ -73,7 +92,12 @@ def trained_rows(model: PreTrainedModel, adapter: str | Path) -> list[int]:
 def tokenizer_of(config: RunConfig, adapter: str | Path | None):
     """The tokenizer that an adapter was trained with, if its folder has one, or the model's."""
     if adapter and (Path(adapter) / "tokenizer_config.json").is_file():
-        return AutoTokenizer.from_pretrained(adapter, trust_remote_code=False)
+        try:
+            return AutoTokenizer.from_pretrained(adapter, trust_remote_code=False)
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"--adapter_folder {adapter}: its tokenizer can't be loaded "
+                             f"({first_line(error)}); save it again, or take its tokenizer files away "
+                             "to use the model's") from error
     return load_tokenizer(config.model_name, **config.source)
 
 

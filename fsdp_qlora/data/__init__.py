@@ -7,7 +7,8 @@
 takes plain arguments; none knows of models, processes or configurations.
 
 Modules, each importing only from those before it: messages, formats, records, files, hub_sets,
-sources, templates, notes, masking, collate, report, cache, dataset, packing, sampler, loader, stream.
+sources, templates, notes, masking, collate, report, prompt_format, cache, dataset, packing, sampler,
+loader, stream.
 """
 from .collate import choose_pad_token_id, collate, filler
 from .dataset import Subset, TokenizedDataset, hold_out, load_dataset, tokenize_rows
@@ -15,6 +16,7 @@ from .formats import Row, row_from_record
 from .loader import Step, StepLoader, num_trained_tokens, on_device
 from .masking import TRAIN_ON, encode_prompt, stop_token_ids
 from .packing import block_diagonal_mask, collate_packed, pack
+from .prompt_format import keep_prompt_format
 from .records import NAMES, Source
 from .report import DataReport, preview
 from .sampler import BinSampler, StepSampler, rank_share, step_sampler
@@ -26,7 +28,7 @@ __all__ = [
     "NAMES", "SAMPLED_NAMES", "TRAIN_ON", "BinSampler", "ChatTemplate", "DataReport", "Row", "Source",
     "Step", "StepLoader", "StepSampler", "StreamLoader", "StreamSampler", "Subset", "TokenizedDataset",
     "block_diagonal_mask", "choose_pad_token_id", "collate", "collate_packed", "encode_prompt",
-    "filler", "hold_out", "load_dataset", "num_trained_tokens", "on_device", "open_source", "pack",
-    "preview", "rank_share", "read_rows", "row_from_record", "step_sampler", "stop_token_ids",
-    "tokenize_rows",
+    "filler", "hold_out", "keep_prompt_format", "load_dataset", "num_trained_tokens", "on_device",
+    "open_source", "pack", "preview", "rank_share", "read_rows", "row_from_record", "step_sampler",
+    "stop_token_ids", "tokenize_rows",
 ]

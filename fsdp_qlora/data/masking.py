@@ -162,6 +162,8 @@ def _render_prompt(row: Row, chat: ChatTemplate) -> str:
     """The text before an answer, with a CUT where it is to be tokenised apart."""
     asked = row.messages
     if asked and asked[-1]["role"] == "assistant": asked = asked[:-1]
+    if chat.asks_with:  # BOS is added as for rows: some tokenizers see a word behind it otherwise
+        return chat.render(asked, template=chat.asks_with).removeprefix(chat.tokenizer.bos_token or "")
     messages, _ = chat.fit(chat.shield(asked), row.tools)
     return chat.render(messages, row.tools, add_generation_prompt=True)
 

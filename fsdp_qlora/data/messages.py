@@ -29,7 +29,7 @@ def read_messages(turns, source: str, key: str) -> tuple[list[dict], frozenset[i
 
     turns: a list with OpenAI's (role, content) or ShareGPT's (from, value), or that list as JSON text.
     """
-    turns = from_json(turns)
+    turns = unpacked(turns)
     if not isinstance(turns, list):
         raise ValueError(f"{source}: '{key}' is {type(turns).__name__}; expected a list of "
                          '{"role": ..., "content": ...}')
@@ -56,11 +56,11 @@ def read_tools(record: dict, source: str) -> list | None:
     if len(given) > 1:
         raise ValueError(f"{source}: {' and '.join(given)} all hold tools; keep one of them")
     for key, value in given.items():
-        tools = from_json(value)
+        tools = unpacked(value)
         if isinstance(tools, dict): tools = [tools]
         if not isinstance(tools, list):
             raise ValueError(f"{source}: '{key}' is {type(tools).__name__}; expected a list of schemas")
-        tools = [from_json(tool) for tool in tools]
+        tools = [unpacked(tool) for tool in tools]
         if strange := [tool for tool in tools if not isinstance(tool, dict)]:
             raise ValueError(f"{source}: '{key}' holds {strange[0]!r:.60}; expected schemas, as objects "
                              "or as JSON text")
@@ -74,7 +74,7 @@ def as_tool(schema: dict) -> dict:
     return schema if "function" in schema else {"type": "function", "function": schema}
 
 
-def from_json(value):
+def unpacked(value):
     """What JSON text of a list or an object stands for; anything else as it is."""
     if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["): return value
     try:
@@ -124,11 +124,11 @@ def _content(content, source: str) -> str:
 
 def _tool_calls(fields: dict, source: str) -> list[dict]:
     """The calls of a turn, taken out of its fields, with arguments as objects."""
-    calls = from_json(fields.pop("tool_calls", None)) or []
+    calls = unpacked(fields.pop("tool_calls", None)) or []
     if not isinstance(calls, list) or any(not isinstance(call, dict) for call in calls):
         raise ValueError(f"{source}: 'tool_calls' is {calls!r:.60}; expected a list of "
                          '{"type": "function", "function": {"name": ..., "arguments": {...}}}')
-    if older := from_json(fields.pop("function_call", None)):  # OpenAI's, before there were several
+    if older := unpacked(fields.pop("function_call", None)):  # OpenAI's, before there were several
         if not isinstance(older, dict):
             raise ValueError(f"{source}: 'function_call' is {older!r:.60}; expected "
                              '{"name": ..., "arguments": {...}}')
@@ -145,7 +145,7 @@ def _call(call: dict, source: str) -> dict:
 
 def _arguments(arguments, source: str) -> dict:
     """The arguments of a call; OpenAI's wire format has them as JSON text."""
-    found = from_json(arguments)
+    found = unpacked(arguments)
     if isinstance(found, str) and not found.strip(): return {}
     if isinstance(found, dict): return found
     raise ValueError(f"{source}: 'arguments' is {arguments!r:.60}; expected an object, or the JSON text "

@@ -26,6 +26,9 @@ FALLBACK_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt %}{{ '\\nassistant:' }}{% endif -%}")
 
+# Begins a template that this package gave a tokenizer without one (prompt_format.py).
+MADE_HERE = "{#- how fsdp_qlora asked in training -#}"
+
 # Names under which templates look for the reasoning before an answer.
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
@@ -47,7 +50,11 @@ class ChatTemplate:
                 "tokenizer.json, which the exact marking of answers needs; convert it with "
                 "AutoTokenizer.from_pretrained(...).save_pretrained(...) on a recent transformers")
         self.tokenizer = tokenizer
-        self.template = None if tokenizer.chat_template else FALLBACK_TEMPLATE
+        given = tokenizer.chat_template
+        made_here = isinstance(given, str) and given.startswith(MADE_HERE)
+        self.template = None if given and not made_here else FALLBACK_TEMPLATE
+        # What asks in the form of rows that no template rendered.
+        self.asks_with = given if made_here and not given.endswith(FALLBACK_TEMPLATE) else None
         self._leads: dict[tuple[str, ...], list[str]] = {}
 
     @property
@@ -55,12 +62,12 @@ class ChatTemplate:
         return self.template is not None
 
     def render(self, messages: list[dict], tools: list | None = None,
-               add_generation_prompt: bool = False) -> str:
+               add_generation_prompt: bool = False, template: str | None = None) -> str:
         """Text of a conversation; UnusableRow if the template refuses it."""
         if not messages: raise UnusableRow("no messages")
         try:
             return self.tokenizer.apply_chat_template(
-                messages, tools=tools, chat_template=self.template, tokenize=False,
+                messages, tools=tools, chat_template=template or self.template, tokenize=False,
                 add_generation_prompt=add_generation_prompt)
         except (TemplateError, TypeError) as error:  # TypeError: a content it cannot handle
             raise UnusableRow(f"chat template: {error}") from None

@@ -7,24 +7,65 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
+from transformers import AutoTokenizer
+
+from ..loading import first_line
 from ..reading import read_object
+from .generation import stop_at_trained_ends
 
 # By name only: no weights, no code, nothing else that happens to lie in the folder.
 TOKENIZER_FILES = ("tokenizer*.json", "*.model", "special_tokens_map.json", "added_tokens.json",
                    "vocab.json", "vocab.txt", "merges.txt", "chat_template.*",
                    "additional_chat_templates")
+TEMPLATE_FILES = ("chat_template.*", "additional_chat_templates")
+# Of a tokenizer's files these speak for the whole, so those of two tokenizers must not lie together.
+OLDER_FILES = ("special_tokens_map.json", "added_tokens.json")
 OTHER_FILES = ("generation_config.json", "LICENSE*", "USE_POLICY*")
 
 
 def write_other_files(folder: Path, base: Path, adapter: str | Path | None, settings: dict):
     """All files but the weights: the base's, with the tokenizer that the adapter was trained with.
 
-    `settings` are entries of config.json that change; one that is None is taken out.
+    That tokenizer's chat template is the only one in the folder, in whichever file it lies, and
+    generation stops at the token that ends its answers. `settings` are entries of config.json that
+    change; one that is None is taken out.
     """
     write_config(folder, base, settings)
-    for file in matching(base, (*TOKENIZER_FILES, *OTHER_FILES)): copy(file, folder)
-    if adapter:
-        for file in matching(Path(adapter), TOKENIZER_FILES): copy(file, folder)
+    tokenizer_files = list(matching(Path(adapter), TOKENIZER_FILES)) if adapter else []
+    names = {file.name for file in tokenizer_files}
+    has_own_template = brings_template(tokenizer_files)
+    left_out = ((TEMPLATE_FILES if has_own_template else ())
+                + (OLDER_FILES if "tokenizer.json" in names else ()))
+    for file in matching(base, (*TOKENIZER_FILES, *OTHER_FILES)):
+        if not any(fnmatch(file.name, pattern) for pattern in left_out): copy(file, folder)
+    if has_own_template and "tokenizer_config.json" not in names: drop_inline_template(folder)
+    for file in tokenizer_files: copy(file, folder)
+    if "tokenizer_config.json" in names: stop_at_ends_of(folder)
+
+
+def brings_template(tokenizer_files: list[Path]) -> bool:
+    """Whether an adapter says how it is asked: by a chat template, or a tokenizer that has none."""
+    return any(file.name == "tokenizer_config.json" or fnmatch(file.name, pattern)
+               for file in tokenizer_files for pattern in TEMPLATE_FILES)
+
+
+def drop_inline_template(folder: Path):
+    """Take the base's template out of its tokenizer_config.json, where the adapter has a file for it."""
+    path = folder / "tokenizer_config.json"
+    if not path.is_file(): return
+    config = read_object(path)
+    if config.pop("chat_template", None) is not None: path.write_text(json.dumps(config, indent=2))
+
+
+def stop_at_ends_of(folder: Path):
+    """Let generation stop where the tokenizer of a merged folder says that answers end."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        print(f"warning: the adapter's tokenizer can't be loaded ({first_line(error)}), so nothing was "
+              "added to the stops in generation_config.json")
+        return
+    stop_at_trained_ends(folder, tokenizer)
 
 
 def write_config(folder: Path, base: Path, settings: dict):

@@ -26,6 +26,7 @@ from ..quantization.quantize import QuantLinear
 from ..redact import redact_all
 from ..sharding import free_gathered
 from .card import write_card
+from .generation import stop_at_trained_ends, write_generation_settings
 
 SHARD_BYTES = 5 * 10**9  # transformers' default size of one file
 
@@ -43,7 +44,9 @@ def save_trained(model: nn.Module, folder: str | Path, tokenizer=None, settings:
     Raises OSError on every rank if rank 0 can't write.
     """
     def write_rest(new: Path):
-        if tokenizer is not None: tokenizer.save_pretrained(new)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(new)
+            if not hasattr(model, "peft_config"): stop_at_trained_ends(new, tokenizer)
         if settings is None: return
         (new / RUN_FILE).write_text(json.dumps(redact_all(settings), indent=2))
         if "about" in settings:  # a whole record of a run, not settings of one's own
@@ -157,6 +160,7 @@ def save_full(model: nn.Module, folder: str | Path,
             if is_main:
                 writer.finish()
                 model.config.save_pretrained(scratch)
+                write_generation_settings(model, scratch)
                 if write_rest: write_rest(scratch)
                 replace_folder(scratch, folder)
     finally:

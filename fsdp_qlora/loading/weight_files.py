@@ -147,6 +147,9 @@ class Checkpoint:
             raise ValueError(f"{index} is not an index of safetensors files ({first_line(error)}); "
                              "it may be a pointer or an error page: download it again") from error
         for name in names:
+            if not str(name).endswith(".safetensors"):
+                raise ValueError(f"{index} names {name}, which is no safetensors file; convert it with "
+                                 "model.save_pretrained(folder, safe_serialization=True)")
             if not (self.folder / name).is_file():
                 raise ValueError(f"{index} names {name}, which is missing; download it again")
 

@@ -23,6 +23,7 @@ from ..data import (
     TokenizedDataset,
     choose_pad_token_id,
     hold_out,
+    keep_prompt_format,
     load_dataset,
     open_source,
     preview,
@@ -123,7 +124,11 @@ class RunData:
 
 
 def load_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
-    """The run's data; prints the data report, and the preview if asked, on rank 0."""
+    """The run's data; prints the data report, and the preview if asked, on rank 0.
+
+    A tokenizer without a chat template gets the one that asks as the rows do, for samples and for
+    whoever uses what is saved.
+    """
     stream = open_stream(config) if config.stream else None
     if stream is None:
         rows = tokenized(config, tokenizer, config.dataset, config.dataset_split)
@@ -137,6 +142,9 @@ def load_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
     if held_out is not None:
         print_main(f"held out: {counted(len(held_out), 'row')}, {held_out.lengths.sum():,} tokens, "
                    f"{held_out.trained_counts.sum():,} of them predicted")
+    if asked := keep_prompt_format(tokenizer, rows.report):
+        print_main("the tokenizer has no chat template; what is saved gets one that asks as these rows "
+                   f"do ({asked})")
     choose_prompts(config, tokenizer, held_out)  # a mistake in them is said here, on every rank
     return RunData(rows, held_out, stream)
 
