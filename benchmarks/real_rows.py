@@ -68,7 +68,7 @@ class Run:
 
 def runs_of(shrink: int) -> dict[str, Run]:
     """Every run by its name; contexts are cut to 1/`shrink`."""
-    found, sizes = {}, dict(a=[(4, 1), (64, 1), (2, 2)], b=[(2, 1), (4, 4), (1, 2)],
+    found, sizes = {}, dict(a=[(4, 1), (8, 8), (2, 2)], b=[(2, 1), (4, 4), (1, 2)],
                             c=[(1, 1), (1, 4), (1, 1)])
     for data, (packed, padded, kept) in sizes.items():
         context = KINDS[data].context_length // shrink

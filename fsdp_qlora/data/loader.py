@@ -5,7 +5,7 @@ enough: no worker processes, nothing to pickle, nothing left behind when a run i
 """
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .collate import IGNORE, Example, PadTo, collate, filler
+from .collate import IGNORE, Example, PadTo, collate, filler, padded_length
 from .dataset import TokenizedDataset
 from .packing import balanced, collate_packed, pack
 from .sampler import BinSampler, StepSampler, rank_share
@@ -62,6 +62,7 @@ class StepLoader:
         self.packing, self.num_workers, self.pin_memory = packing, num_workers, pin_memory
         self.padding = {"pad_token_id": pad_token_id, "pad_to_multiple_of": pad_to_multiple_of,
                         "pad_to": pad_to}
+        if packing and pad_to is not None: self.padding["longest"] = int(dataset.lengths.max(initial=1))
         # Of one width, as compiled code wants it, the last step's batches get the others' shape too.
         self.num_bins = micro_batch_size if packing and isinstance(pad_to, int) else 1
 
@@ -96,6 +97,19 @@ class StepLoader:
                     int(self.dataset.lengths[rows].sum()),
                     int(self.dataset.trained_counts[rows].sum()),
                     sum(num_trained_tokens(batch) for batch in micro_batches), rows)
+
+    def padded_shapes(self, num_steps: int = 200) -> list[tuple[int, int]]:
+        """(B, T) of this rank's padded micro-batches in its next steps, the most frequent first.
+
+        Those that occur once are left out.
+        """
+        first, counts = self.sampler.position, Counter()
+        for index in range(first, min(first + num_steps, self.sampler.total_steps)):
+            for rows in filter(None, self._shares(index)):
+                longest = int(self.dataset.lengths[rows].max())
+                counts[len(rows), padded_length(longest, self.padding["pad_to_multiple_of"],
+                                                self.padding["pad_to"])] += 1
+        return [shape for shape, count in counts.most_common() if count > 1]
 
     def filled_share(self, num_steps: int = 100) -> float:
         """Share of this rank's tokens that are the rows' own, not padding, in its first steps."""

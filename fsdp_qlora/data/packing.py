@@ -98,13 +98,17 @@ def balanced(lengths: Sequence[int], bins: list[list[int]], capacity: int, parts
 
 
 def collate_packed(bins: Sequence[Sequence[Example]], pad_token_id: int,
-                   pad_to_multiple_of: int = 1, pad_to: PadTo = None) -> dict:
+                   pad_to_multiple_of: int = 1, pad_to: PadTo = None,
+                   longest: int | None = None) -> dict:
     """A batch of B bins, each the concatenation of its examples.
 
     input_ids, labels (B, T): the first label of every row is -100, so none predicts the next row.
-    position_ids (B, T): start again at 0 in every row and in the padding.
+    position_ids (B, T): start again at 0 in every row and in the padding, which is rows of its own.
     cu_seq_lens_q, cu_seq_lens_k (N + 1,) int32, max_length_q, max_length_k int: borders of all rows
         in the batch flattened to (1, B * T), and the tokens of the longest.
+
+    longest: what the batch says of the longest row, at least as much as it is. Code is compiled for
+        that number, so it should be one for all batches; with one width for all, that is its default.
     """
     width = padded_length(max(sum(len(ids) for ids, _ in bin) for bin in bins),
                           pad_to_multiple_of, pad_to)
@@ -120,11 +124,13 @@ def collate_packed(bins: Sequence[Sequence[Example]], pad_token_id: int,
             position_ids[row, part] = torch.arange(len(ids))
             start += len(ids)
             borders.append(row * width + start)
-        if start < width:
-            position_ids[row, start:] = torch.arange(width - start)
-            borders.append((row + 1) * width)
+        if start < width:  # padding is in rows that are no longer than the others
+            piece = longest or width
+            position_ids[row, start:] = torch.arange(width - start) % piece
+            borders += [row * width + end for end in (*range(start + piece, width, piece), width)]
     cu_seq_lens = torch.tensor(borders, dtype=torch.int32)
-    longest = max(b - a for a, b in pairwise(borders))
+    longest = longest or (width if isinstance(pad_to, int) else
+                          max(b - a for a, b in pairwise(borders)))
     return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids,
             "cu_seq_lens_q": cu_seq_lens, "cu_seq_lens_k": cu_seq_lens,
             "max_length_q": longest, "max_length_k": longest}

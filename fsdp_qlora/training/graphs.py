@@ -16,6 +16,8 @@ micro-batch they fill theirs up to the largest of all, and so meet the same shap
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +32,7 @@ from ..sharding import is_sharded, reduce_gradients, without_gradient_sync
 from .step import ForwardBackward, run_micro_batch
 
 MOST_GRAPHS = 64  # shapes beyond these run as they come
+MOST_PREPARED = 24  # before the first step; each takes about a second
 BORDERS_MULTIPLE = 64  # of packed rows' borders, or each batch had its own shape
 
 
@@ -92,6 +95,25 @@ class GraphedMicroBatches:
         self.place_gradients()
         if graph.captured is None and not self._capture(graph, model): return graph.launch(model)
         return graph.replay(model)
+
+    def prepare(self, model: nn.Module, shapes: Sequence[tuple[int, int]], scale: Tensor | None = None):
+        """Capture the graphs of padded batches of these shapes (B, T) before the first step.
+
+        Rows of any length come in the first steps, which would else go launch by launch. Weights,
+        gradients and random numbers are as before. Not where weights are sharded, for there ranks have
+        other shapes.
+        """
+        random_state, device = torch.cuda.get_rng_state(), self.trained[0].device
+        for rows, width in shapes[:MOST_PREPARED] if not self.sharded else ():
+            ids = torch.zeros(rows, width, dtype=torch.int64, device=device)
+            batch = dict(input_ids=ids, labels=torch.full_like(ids, IGNORE))
+            graph, is_new = self._graph_of(batch, scale)
+            if not is_new: break
+            with without_gradient_sync(model): graph.launch(model)
+            self.place_gradients()
+            self._capture(graph, model)
+        torch.cuda.set_rng_state(random_state)
+        for p in self.trained: p.grad = None
 
     def _graph_of(self, batch: dict, scale: Tensor | None) -> tuple[Graph | None, bool]:
         """The graph of a batch's shape, and whether it is new; None where that runs as it comes."""
@@ -191,16 +213,15 @@ def shape_of(batch: dict) -> tuple:
 
 
 def with_steady_borders(batch: dict, count: int = 0) -> dict:
-    """A batch of packed rows with rows of no tokens at its end, and the longest row as long as can be.
+    """A batch of packed rows with rows of no tokens at its end, for which attention computes nothing.
 
-    Variable-length attention takes both, and computes nothing for them. `count` borders at least.
+    `count` borders at least.
     """
     if "cu_seq_lens_q" not in batch: return batch
-    borders, width = batch["cu_seq_lens_q"], batch["input_ids"].shape[1]
+    borders = batch["cu_seq_lens_q"]
     count = -(-max(count, len(borders)) // BORDERS_MULTIPLE) * BORDERS_MULTIPLE
     borders = torch.cat([borders, borders[-1:].expand(count - len(borders))])
-    return batch | dict(cu_seq_lens_q=borders, cu_seq_lens_k=borders, max_length_q=width,
-                        max_length_k=width)
+    return batch | dict(cu_seq_lens_q=borders, cu_seq_lens_k=borders)
 
 
 def as_large_as_any(batch: dict) -> dict:
@@ -215,6 +236,9 @@ def as_large_as_any(batch: dict) -> dict:
     larger = {name: nn.functional.pad(value, filling, value=IGNORE if name == "labels" else 0)
               for name, value in batch.items() if isinstance(value, Tensor) and value.dim() == 2}
     if borders is None: return batch | larger
-    ends = torch.arange(rows + 1, most + 1, dtype=borders.dtype, device=borders.device) * width
-    larger["cu_seq_lens_q"] = torch.cat([borders, ends])
-    return with_steady_borders(batch | larger, longest + most)
+    # What is filled up is rows of its own, none longer than the longest that the batch tells of.
+    piece = batch["max_length_q"]
+    ends = *range(piece, width, piece), width
+    more = [row * width + end for row in range(rows, most) for end in ends]
+    larger["cu_seq_lens_q"] = torch.cat([borders, borders.new_tensor(more)])
+    return with_steady_borders(batch | larger, longest + most * -(-width // piece))

@@ -20,7 +20,7 @@ from ..observe.samples import Answerer
 from .describe import first_step_line
 from .faults import Agreement, BadSteps, RollBack
 from .frozen import FrozenWeights
-from .graphs import micro_batch_runner
+from .graphs import GraphedMicroBatches, micro_batch_runner
 from .prepare import weights_folder
 from .signals import StopRequested, StopSignals
 from .step import train_step
@@ -59,6 +59,7 @@ class Training:
         self.signals.can_save, self.signals.missing = True, self.watch.missing
         try:
             with self.watch.watching(), self.frozen.watching():
+                self.prepare()
                 while not self.ran_through(): self.roll_back()
                 self.writer.join(self.watch.mark)
         except StopRequested:
@@ -66,6 +67,13 @@ class Training:
         except BaseException:
             self.writer.leave(LAST_WAIT_SECONDS)
             raise
+
+    def prepare(self):
+        """Capture graphs of the shapes that padded batches will have."""
+        runner, loader, scaler = self.forward_backward, self.loader, self.state.scaler
+        if not isinstance(runner, GraphedMicroBatches) or not isinstance(loader, StepLoader): return
+        if not loader.packing: runner.prepare(self.state.model, loader.padded_shapes(),
+                                              scaler and scaler.scale)
 
     def ran_through(self) -> bool:
         """Train to the end; False if that came to bad steps and is to be tried from a checkpoint."""

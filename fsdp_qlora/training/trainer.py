@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -37,7 +37,7 @@ from ..data import (
     choose_pad_token_id,
     step_sampler,
 )
-from ..data.collate import PadTo, few_widths
+from ..data.collate import PadTo, few_widths, padded_length
 from ..derived import compiles, with_choices
 from ..dist import from_main, gather_over_ranks, print_main, ranks_from_env
 from ..export import save_trained
@@ -88,12 +88,14 @@ def train_found(config: RunConfig, found: Found, run_id: str,
     batches = plan_batches(config, ranks.world_size)
     seed_everything(config.seed, ranks.rank, config.deterministic)
     started = time.perf_counter()
-    planned = with_choices(config, device)  # what the memory report and the pace go by too
+    longest = longest_row(config, dataset, held_out)
+    # What the memory report and the pace go by too.
+    planned = with_choices(replace(config, context_length=longest), device)
     model = built(planned, device, found)
     from_main(lambda: settle(found, config, None))
     loader = build_loader(config, dataset, batches, tokenizer, model, device)
     loaded, total_steps = time.perf_counter() - started, loader.sampler.total_steps
-    describe(model, config, batches, total_steps, loaded)
+    describe(model, planned, batches, total_steps, loaded)
     state = build_state(config, batches, model, loader, tokenizer, held_out, device)
     boundary = restored(state, found) if found.folder else state.boundary(0)
     answerer = build_answerer(config, tokenizer, held_out, model.config.vocab_size, device)
@@ -112,6 +114,17 @@ def train_found(config: RunConfig, found: Found, run_id: str,
         if isinstance(loader, StreamLoader): report_on_stream(loader, log)
         finish(model, config, log, tokenizer, record)
     return log.steps
+
+
+def longest_row(config: RunConfig, dataset: TokenizedDataset | Subset | Source,
+                held_out: TokenizedDataset | Subset | None) -> int:
+    """Tokens that a row of a batch can have, which memory is planned for: --context_length at most.
+
+    Bins are always of that many, and of a stream no more is known.
+    """
+    if config.packing or isinstance(dataset, Source): return config.context_length
+    longest = max(int(rows.lengths.max(initial=1)) for rows in (dataset, held_out) if rows is not None)
+    return padded_length(longest, pad_to=few_widths(config.context_length))
 
 
 def built(config: RunConfig, device: torch.device, found: Found) -> nn.Module:
