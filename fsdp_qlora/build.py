@@ -43,6 +43,7 @@ from .model.autocast import apply_autocast
 from .model.blocks import block_list, decoder_blocks, final_norm
 from .model.expansion import train_new_blocks
 from .model.experts import check_quantizable
+from .model.packing_probe import keep_rows_apart
 from .quantization.quantize import quantize_linears
 from .sharding import apply_sharding, describe_units, make_mesh, parameter_device
 
@@ -91,6 +92,7 @@ def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, C
     settings, grown = model_settings(config)
     model = meta_model(settings, DTYPES[config.stored_dtype], attention(config, settings, device)[0],
                        **config.source)
+    if config.packing: keep_rows_apart(model)
     model.config._name_or_path = config.model_name  # PEFT writes it into the adapter's config
     checkpoint = open_checkpoint(config, settings, model, device, grown)
     keep_generation_settings(model, getattr(checkpoint, "folder", None))

@@ -6,11 +6,11 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_qlora.adapters import apply_adapters, init_adapters, lora_config, trainable_parameters
 from fsdp_qlora.loading import materialize
-from fsdp_qlora.memory.activations import apply_activation_policy
+from fsdp_qlora.memory.activations import apply_activation_policy, say_not_reentrant
 from fsdp_qlora.model.blocks import decoder_blocks
 from fsdp_qlora.quantization.quantize import quantize_linears
 
@@ -155,3 +155,32 @@ def test_recomputing_keeps_a_small_part_of_the_activations(folder):
 def test_an_unknown_policy_is_refused_with_the_choices(folder):
     with pytest.raises(ValueError, match="'half': choose recompute_all, keep_attention"):
         tiny_model(folder, "lora", "half")
+
+
+SHARING = dict(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
+               num_attention_heads=2,
+               num_key_value_heads=1, head_dim=16, sliding_window=8, num_kv_shared_layers=2,
+               layer_types=["sliding_attention", "full_attention"] * 2, hidden_size_per_layer_input=8,
+               vocab_size_per_layer_input=97, pad_token_id=0)
+
+
+@pytest.mark.parametrize("family, more", [
+    ("gemma3n_text", dict(laurel_rank=4, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 4)),
+    ("gemma4_text", dict(global_head_dim=16))])
+def test_blocks_that_share_tensors_lose_no_gradient_under_reentrant_checkpointing(family, more, capsys):
+    config = AutoConfig.for_model(family, **SHARING | more)
+    ids = torch.randint(1, 97, (2, 12), generator=torch.Generator().manual_seed(0))
+    found = []
+    for reentrant in (False, True):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.dim() > 1: p.normal_(0, 0.1)
+        say_not_reentrant.cache_clear()
+        if reentrant: apply_activation_policy(model, "recompute_all", reentrant=True)
+        model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)[..., 3].mean().backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    for name, expected in found[0].items(): torch.testing.assert_close(found[1][name], expected)
+    assert "--reentrant_checkpointing has no effect" in capsys.readouterr().out

@@ -41,8 +41,9 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype, attn_implementation
             raise ValueError(f"--model_name {config._name_or_path}: no model that continues text can be "
                              f"made of its config.json: {reason_of(error)}; look at that file, or give "
                              "another model") from error
+        other = "eager" if attn_implementation == "sdpa" else "sdpa"
         raise ValueError(f"--attn_implementation {attn_implementation}: {first_line(error)}; leave it "
-                         "out, or use sdpa") from error
+                         f"out, or use {other}") from error
     model.config.use_cache = False
     model.tie_weights()
     apply_stacked_experts(apply_plain_linears(model))

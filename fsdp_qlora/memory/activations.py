@@ -15,7 +15,8 @@ Selective checkpointing is torch's: https://pytorch.org/blog/activation-checkpoi
 from __future__ import annotations
 
 import logging
-from functools import partial
+from collections.abc import MutableMapping
+from functools import cache, partial
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from torch.utils.checkpoint import (
 
 from ..adapters import LoraLinear, expert_ops, lora_ops  # noqa: F401  register ops named below
 from ..config.options import ACTIVATION_POLICIES
+from ..dist import print_main
 from ..model import attention  # noqa: F401  registers two more
 from ..model.blocks import base_model, decoder_blocks
 
@@ -97,11 +99,21 @@ def draws_seeds(block: nn.Module) -> bool:
 def recomputed(forward, policy: str, reentrant: bool, draws: bool, hidden, *args, **kwargs):
     """`forward(hidden, ...)` that keeps what `policy` says and recomputes the rest in backward."""
     ops = KEPT_OPS[policy]
+    if reentrant and any(isinstance(value, MutableMapping) for value in kwargs.values()):
+        say_not_reentrant()
+        reentrant = False
     if draws and torch.compiler.is_compiling(): ops = ops | SEED_OPS
     if reentrant or not ops:
         return checkpoint(partial(forward, **kwargs), hidden, *args, use_reentrant=reentrant)
     contexts = partial(create_selective_checkpoint_contexts, partial(kept, ops))
     return checkpoint(forward, hidden, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+@cache
+def say_not_reentrant():
+    """Blocks that put tensors into a mapping for later ones would lose these tensors' gradients."""
+    print_main("warning: --reentrant_checkpointing has no effect: blocks of this model share tensors, "
+               "whose gradients it would lose; leave it out")
 
 
 def kept(ops: set, ctx, op, *args, **kwargs) -> CheckpointPolicy:
