@@ -6,9 +6,14 @@ import datasets
 import pyarrow.parquet as parquet
 import pytest
 
-from fsdp_qlora.data import NAMES, read_rows, row_from_record
+from fsdp_qlora.config import RunConfig
+from fsdp_qlora.data import NAMES, load_dataset, read_rows, row_from_record
+from fsdp_qlora.data.files import find_files
 from fsdp_qlora.data.formats import FORMATS
 from fsdp_qlora.data.hub_sets import guanaco_record
+from fsdp_qlora.training.prepare import first_rows, open_stream
+
+from .test_data_tokenizers import make_tokenizer
 
 RECORD = {"instruction": "Say hi.", "output": "hi"}
 LINE = json.dumps(RECORD).encode()
@@ -163,6 +168,47 @@ def test_a_folder_without_split_names_is_all_train(tmp_path):
     assert [row.text for row in read_rows(tmp_path)] == ["a.jsonl", "b.jsonl"]
     globbed = read_rows(str(tmp_path / "*.jsonl"))
     assert [row.text for row in globbed] == ["a.jsonl", "b.jsonl", "test.jsonl"]
+
+
+@pytest.mark.parametrize("names, train, test", [
+    (["train.jsonl", "train-old.jsonl", "test.jsonl"], ["train.jsonl"], ["test.jsonl"]),
+    (["train-old.jsonl", "dev-docs.jsonl"], ["dev-docs.jsonl", "train-old.jsonl"], None),
+    (["train-old.jsonl", "train-new.jsonl"], ["train-new.jsonl", "train-old.jsonl"], None),
+    (["constrain.jsonl", "test-drive.jsonl", "eval.notes.json"],
+     ["constrain.jsonl", "eval.notes.json", "test-drive.jsonl"], None),
+    (["my_data_train.jsonl", "my_data_test.jsonl"], ["my_data_train.jsonl"], ["my_data_test.jsonl"]),
+    (["train_sft-0-of-2.jsonl", "train_sft-1-of-2.jsonl", "test_sft-0-of-1.jsonl"],
+     ["train_sft-0-of-2.jsonl", "train_sft-1-of-2.jsonl"], ["test_sft-0-of-1.jsonl"]),
+    (["train-00000-of-00002-0123abcd0123abcd.jsonl", "Test.jsonl", "train1.json"],
+     ["train-00000-of-00002-0123abcd0123abcd.jsonl", "train1.json"], ["Test.jsonl"]),
+    (["a.jsonl", "b-train.jsonl", "validation.jsonl"], ["a.jsonl", "b-train.jsonl"], None),
+])
+def test_a_split_is_a_whole_name_and_words_in_names_are_not(tmp_path, names, train, test):
+    for name in names: write(tmp_path / name, {"text": name})
+    assert [file.name for file in find_files(tmp_path)] == train
+    if test: assert [file.name for file in find_files(tmp_path, "test")] == test
+    else:
+        with pytest.raises(ValueError, match="no file of split 'test'"): find_files(tmp_path, "test")
+
+
+def test_the_report_names_the_files_that_were_read_and_those_left_out(tmp_path):
+    data = tmp_path / "data"
+    (data / "more").mkdir(parents=True)
+    for name in ("train.jsonl", "train-old.jsonl", "rows.csv", ".hidden"):
+        write(data / name, {"text": name})
+    lines = ["files read: train.jsonl", "files left out: more/, rows.csv, train-old.jsonl"]
+    tokenizer = make_tokenizer("chatml")
+    for cache in (None, tmp_path / "cache", tmp_path / "cache"):
+        report = load_dataset(data, tokenizer, cache_dir=cache).report
+        assert report.files == lines and all(f"  {line}\n" in report.format_report() for line in lines)
+    (data / "train-old.jsonl").unlink()
+    again = load_dataset(data, tokenizer, cache_dir=tmp_path / "cache").report
+    assert again.files[1] == "files left out: more/, rows.csv"
+    globbed = load_dataset(str(data / "*"), tokenizer).report
+    assert globbed.files == ["files read: train.jsonl", "files left out: more/, rows.csv"]
+    assert load_dataset(data / "train.jsonl", tokenizer).report.files == []
+    config = RunConfig(dataset=str(data), stream=True, max_steps=1)
+    assert first_rows(config, tokenizer, open_stream(config)).report.files == again.files
 
 
 @pytest.mark.parametrize("dataset", ["missing.jsonl", "/no/such/folder", "no/*.jsonl"])

@@ -218,13 +218,17 @@ def load_dataset(dataset: str | Path | list, tokenizer, *, split: str = "train",
                              "--context_length")
         return tokenized
 
-    if cache_dir is None: return build()
+    def told(tokenized: TokenizedDataset) -> TokenizedDataset:
+        tokenized.report.files = list(source.files)  # also beside a cache of the same rows
+        return tokenized
+
+    if cache_dir is None: return told(build())
     options = [split, samples, seed, context_length, train_on]
     key = _cache_key(source.digest(), tokenizer, options)
-    return build_or_wait(Path(cache_dir) / f"tokens-{key}.safetensors",
-                         lambda temporary: build().save(temporary, key),
-                         lambda path: TokenizedDataset.load(path, key),
-                         is_writer=is_writer, timeout_s=wait_timeout_s)
+    return told(build_or_wait(Path(cache_dir) / f"tokens-{key}.safetensors",
+                              lambda temporary: build().save(temporary, key),
+                              lambda path: TokenizedDataset.load(path, key),
+                              is_writer=is_writer, timeout_s=wait_timeout_s))
 
 
 def _cache_key(data_digest: str, tokenizer, options: list) -> str:

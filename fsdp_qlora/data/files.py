@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import glob
 import hashlib
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,9 @@ from pathlib import Path
 from .records import NAMES, Source, first_line, import_for_data, parse_json, without_filled_nulls
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
+# The part of a file, as in train_1, train-00000-of-00002 and train-00000-of-00002-0123abcd0123abcd.
+PART = re.compile(r"[-_.]?\d+([-_.]of[-_.]\d+)?([-_.][0-9a-f]{8,})?$")
+FILES_SHOWN = 20  # names in a line of the data report
 SPLITS = ("train", "validation", "valid", "val", "dev", "eval", "test", "heldout")
 
 
@@ -42,11 +46,9 @@ def find_files(dataset: str | Path, split: str = "train") -> list[Path]:
 
 def _files_of_split(folder: str | Path, files: list[Path], split: str) -> list[Path]:
     """Files named after `split` (train-0001.parquet); for train, else those named after none."""
-    def split_names(file):
-        return set(re.split(r"[-_.]", file.name.lower())) & {*SPLITS, split}
-    chosen = [file for file in files if split in split_names(file)]
-    if not chosen and split == "train":
-        chosen = [file for file in files if not split_names(file)]
+    splits = splits_of([file.name for file in files], split)
+    chosen = [file for file in files if splits[file.name] == split]
+    if not chosen and split == "train": chosen = [file for file in files if not splits[file.name]]
     if not chosen:
         found = ", ".join(sorted(file.name for file in files)) or "no .jsonl, .json or .parquet"
         raise ValueError(f"--dataset {folder}: no file of split '{split}' in this folder "
@@ -54,7 +56,47 @@ def _files_of_split(folder: str | Path, files: list[Path], split: str) -> list[P
     return sorted(chosen)
 
 
-def file_source(files: list[Path]) -> Source:
+def splits_of(names: list[str], asked: str) -> dict[str, str | None]:
+    """The split that each file is named after, of SPLITS and `asked`; None for other names.
+
+    A split is the whole name, but for numbers of parts (train-00000-of-00002), a beginning that all
+    files share (my_data_train), or an ending that two splits share (train_sft beside test_sft). So
+    train-old and dev-docs are named after none.
+    """
+    known = "|".join(map(re.escape, {*SPLITS, asked.lower()}))
+    start = os.path.commonprefix([name.lower() for name in names])
+    shared = start[:max(map(start.rfind, "-_.")) + 1]
+    split, rest = {}, {}
+    for name in names:
+        bare = PART.sub("", Path(name.lower()).stem)
+        for words in (bare, bare.removeprefix(shared)):
+            if found := re.fullmatch(rf"({known})(?:[-_.](.+))?", words):
+                split[name], rest[name] = found[1], found[2]
+                if not found[2]: break
+    splits_with = {ending: {split[name] for name in split if rest[name] == ending}
+                   for ending in rest.values()}
+    return {name: (asked if split[name] == asked.lower() else split[name])
+            if name in split and (not rest[name] or len(splits_with[rest[name]]) > 1) else None
+            for name in names}
+
+
+def describe_files(dataset: str | Path, files: list[Path]) -> tuple[str, ...]:
+    """What of a folder or glob is read, and what is left out, in two lines; none for one file."""
+    path = Path(dataset).expanduser()
+    if path.is_file(): return ()
+    there = path.iterdir() if path.is_dir() else map(Path, glob.glob(str(path)))
+    others = sorted(f"{other.name}/" if other.is_dir() else other.name for other in there
+                    if other not in files and not other.name.startswith("."))
+    lines = [f"files read: {_listed([file.name for file in files])}"]
+    return (*lines, f"files left out: {_listed(others)}") if others else tuple(lines)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - FILES_SHOWN:,} more" if len(names) > FILES_SHOWN else ""
+    return ", ".join(names[:FILES_SHOWN]) + more
+
+
+def file_source(files: list[Path], described: tuple[str, ...] = ()) -> Source:
     """The records of files, one file after the other; the digest is of their bytes."""
     def records():
         for file in files:
@@ -63,7 +105,7 @@ def file_source(files: list[Path]) -> Source:
 
     def digest():
         return hashlib.sha256("".join(map(_file_digest, files)).encode()).hexdigest()
-    return Source(records, digest)
+    return Source(records, digest, described)
 
 
 def _file_digest(path: Path) -> str:

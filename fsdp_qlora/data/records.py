@@ -27,10 +27,12 @@ class Source:
     """Records with the place of each, and a digest that changes when the data change.
 
     raw_records: as read. A line of JSON is still bytes: most ranks of a stream only pass it by.
+    files: lines for the data report on what was read of a folder, and what was not.
     """
 
     raw_records: Callable[[], Iterator[tuple[str, dict | bytes]]]
     digest: Callable[[], str]
+    files: tuple[str, ...] = ()
 
     def records(self) -> Iterator[tuple[str, dict]]:
         return ((place, parse_record(raw, place)) for place, raw in self.raw_records())

@@ -4,10 +4,11 @@ from __future__ import annotations
 import importlib.resources
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from .files import file_source, find_files
+from .files import describe_files, file_source, find_files
 from .formats import Row
 from .hub_sets import (
     arrow_source,
@@ -53,19 +54,22 @@ def open_source(dataset, *, split: str = "train", samples: int | None = None, se
     source = _whole_source(dataset, split, seed, streaming)
     if samples is None: return source
     draw = _first if dataset == "alpaca_sample" else _sample
-    return Source(lambda: draw(source.raw_records(), samples, seed), source.digest)
+    return replace(source, raw_records=lambda: draw(source.raw_records(), samples, seed))
 
 
 def _whole_source(dataset, split: str, seed: int, streaming: bool) -> Source:
     """The source of all rows."""
     if isinstance(dataset, list):
-        return file_source([path for part in dataset for path in find_files(part, split)])
+        parts = [(part, find_files(part, split)) for part in dataset]
+        return file_source([path for _, files in parts for path in files],
+                           tuple(line for part in parts for line in describe_files(*part)))
     if not isinstance(dataset, str | Path): return arrow_source(dataset, "dataset")
     if dataset == "text_to_sql": return file_source(_bundled_files(split))
     if dataset in HUB_IDS: return named_hub_source(dataset, split, seed, streaming)
     if is_saved_by_datasets(dataset): return disk_source(dataset, split)
     if looks_like_hub_name(dataset): return hub_source(str(dataset), split, streaming)
-    return file_source(find_files(dataset, split))
+    files = find_files(dataset, split)
+    return file_source(files, describe_files(dataset, files))
 
 
 def _bundled_files(split: str) -> list[Path]:

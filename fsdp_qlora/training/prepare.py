@@ -190,6 +190,7 @@ def first_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, stream: So
     asked = max(FIRST_ROWS, config.preview)
     rows = tokenize_rows(islice(stream.rows(), asked), tokenizer,
                          context_length=config.context_length, train_on=config.train_on)
+    rows.report.files = list(stream.files)
     if not len(rows) and rows.report.rows_read < asked:
         raise ValueError(f"--dataset {config.dataset}: no row is left to train on "
                          f"({rows.report.format_dropped()}); give rows with an answer within "
