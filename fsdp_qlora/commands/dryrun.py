@@ -21,12 +21,11 @@ from ..config.flags import given_settings
 from ..config.recipe import as_recipe
 from ..config.settings import changed_settings
 from ..config.without_effect import warnings_of
-from ..data import StepLoader, choose_pad_token_id, preview, step_sampler
+from ..data import RowLengths, StepLoader, choose_pad_token_id, preview, step_sampler
 from ..data.collate import IGNORE
 from ..dist import launched, print_main, rank_device, ranks_from_env
-from ..estimate import estimate
+from ..estimate import estimate, padding_line
 from ..estimate import report as estimate_report
-from ..estimate.report import duration
 from ..loading import read_config
 from ..loading.tokens import grow_vocabulary
 from ..observe.trackers import check_trackers
@@ -42,6 +41,7 @@ from ..training.prepare import (
     load_data,
     run_tokenizer,
 )
+from ..training.sample import lengths_of
 
 SHOWN_ROWS = 2  # of the first batch, if --preview does not say
 
@@ -56,15 +56,16 @@ def dry_run(config: RunConfig, argv: list[str]):
     for warning in warnings_of(config): print_main(f"warning: {warning}")
     print_main("all settings, as a recipe:" if config.verbose else
                "settings that differ from their default, as a recipe (--verbose: all):")
-    print_main(as_recipe(as_typed(asdict(config) if config.verbose else changed_settings(config))))
+    settings = asdict(config) if config.verbose else changed_settings(config)
+    print_main(as_recipe(as_typed(settings)) + "\n")
     model_settings = read_config(config.model_name, **config.source)
     if Path(config.model_name).is_dir(): planned_model(config, device)  # its files and target modules
-    config, seconds = predict(config, argv, model_settings, device, ranks)
     data = load_data(replace(config, data_cache=None, preview=0),
                      tokenizer := run_tokenizer(config))
+    config = predict(config, argv, model_settings, device, ranks, lengths_of(config, data))
     if config.new_tokens: grow_vocabulary(model_settings, tokenizer)
     check_rows(config, data, model_settings)
-    show_batches(config, data, tokenizer, model_settings.get_text_config().vocab_size, ranks, seconds)
+    show_batches(config, data, tokenizer, model_settings.get_text_config().vocab_size, ranks)
     print_main("dry run: nothing was trained or written")
 
 
@@ -75,32 +76,32 @@ def as_typed(settings: dict) -> dict:
 
 
 def predict(config: RunConfig, argv: list[str], settings: PretrainedConfig, device: torch.device,
-            ranks: int) -> tuple[RunConfig, float | None]:
-    """Print the estimate, or the plan where settings are left to it; the settings then, and s/step.
+            ranks: int, rows: RowLengths) -> RunConfig:
+    """Print the estimate, or the plan where settings are left to it; the settings then.
 
     A model that can be trained and not estimated is said.
     """
     try:
         shape = shape_from_config(settings.to_dict(), config.model_name)
         machine = planning_machine(config) if config.is_auto else machine_here(device, ranks)
-        config, seconds, text = predicted(config, given_settings(argv), shape, machine)
+        config, text = predicted(config, given_settings(argv), shape, machine, rows)
         print_main(f"\n{text}\n")
-        return config, seconds
+        return config
     except ValueError as error:
         print_main(f"\nno prediction: {error}\n")
-        return (replace(config, batch_size=1) if config.batch_size == AUTO else config), None
+        if line := padding_line(rows, replace(config, batch_size=max(1, config.batch_size)), ranks):
+            print_main(line)
+        return replace(config, batch_size=1) if config.batch_size == AUTO else config
 
 
-def predicted(config: RunConfig, given: set[str], shape: ModelShape, machine: Machine
-              ) -> tuple[RunConfig, float | None, str]:
-    """The settings after planning, seconds per step, and the answer as text."""
-    free = free_settings(config, given)
+def predicted(config: RunConfig, given: set[str], shape: ModelShape, machine: Machine, rows: RowLengths
+              ) -> tuple[RunConfig, str]:
+    """The settings after planning, and the answer as text."""
+    free = free_settings(config, given, rows=rows)
     if not free:
-        found = estimate(shape, machine, config)
-        return config, found.step.total, estimate_report(found)
-    plan = make_plan(shape, machine, config, free)
-    if plan.choice is None: return plan.config, None, plan_report(plan)
-    return plan.choice.config, plan.choice.step.total, plan_report(plan)
+        return config, estimate_report(estimate(shape, machine, config, rows), rows=rows)
+    plan = make_plan(shape, machine, config, free, rows)
+    return plan.choice.config if plan.choice else plan.config, plan_report(plan)
 
 
 def machine_here(device: torch.device, ranks: int) -> Machine:
@@ -112,8 +113,7 @@ def machine_here(device: torch.device, ranks: int) -> Machine:
     return machine_from_options(MachineOptions(gpus=ranks // nodes, nodes=nodes))
 
 
-def show_batches(config: RunConfig, data: RunData, tokenizer, vocab_size: int, ranks: int,
-                 seconds: float | None):
+def show_batches(config: RunConfig, data: RunData, tokenizer, vocab_size: int, ranks: int):
     """Print how the data is cut into steps, and the first batch with its trained tokens marked."""
     rows, batches = data.rows, plan_batches(config, ranks)
     pad = choose_pad_token_id(tokenizer, vocab_size)
@@ -123,19 +123,13 @@ def show_batches(config: RunConfig, data: RunData, tokenizer, vocab_size: int, r
     loader = StepLoader(rows, sampler, 0, ranks, batches.micro_batch_size, pad_token_id=pad,
                         packing=config.packing)
     steps = None if data.stream else sampler.total_steps
-    print_main(steps_line(config, batches, steps, ranks) + time_line(config, steps, seconds))
+    print_main(steps_line(config, batches, steps, ranks))
     step = loader.step(0)
     batch = step.micro_batches[0]
     first = "the first rows of the stream, which a run shuffles" if data.stream else "the first batch"
     print_main(f"{first} on rank 0, {len(step.micro_batches)} of which make its first step: "
                f"{' x '.join(map(str, batch['input_ids'].shape))} tokens with padding")
     print_main(preview(batch_rows(batch, pad), tokenizer, config.preview or SHOWN_ROWS))
-
-
-def time_line(config: RunConfig, steps: int | None, seconds: float | None) -> str:
-    """How long the steps take if every row is full, where that is known."""
-    if not steps or not seconds or config.packing: return ""
-    return f"; at most {duration(steps * seconds / 3600)}, if all rows had --context_length tokens"
 
 
 def batch_rows(batch: dict, pad_token_id: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -1,6 +1,7 @@
 """Commands that answer before there is a GPU: what a run would need, what to train with, what to write.
 
-The first two share every flag with training and add those of the machine. Pure: no torch.
+The first two share every flag with training and add those of the machine. They import no torch, unless
+--dataset is given, whose rows are then read.
 """
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..catalog.arch import ModelShape, model_shape, shape_from_params
 from ..catalog.machine import Machine, MachineOptions, machine_from_options
@@ -16,6 +18,9 @@ from ..config.flags import given_settings, parse, parse_alone, typed_flags
 from ..config.settings import opt
 from ..config.without_effect import warnings_of
 from ..places import check_file
+
+if TYPE_CHECKING:
+    from ..estimate import Rows
 
 
 @dataclass
@@ -40,10 +45,11 @@ def estimate_command(argv: list[str]):
     config, machine, options = parse(argv, MachineOptions, EstimateOptions, prog="fsdp-qlora estimate")
     shape, machine = asked_shape(config, options, argv), machine_from_options(machine)
     warn_of(config)
-    if config.is_auto: config = planned(shape, machine, config, argv)
-    found = estimate(shape, machine, config)
+    rows = asked_rows(config, options, argv)
+    if config.is_auto: config = planned(shape, machine, config, argv, rows)
+    found = estimate(shape, machine, config, rows)
     cost = found.run(options.examples) if options.examples is not None else None
-    show(as_json if options.json else report, found, cost, options.examples)
+    show(as_json if options.json else report, found, cost, options.examples, rows)
 
 
 def plan_command(argv: list[str]):
@@ -52,17 +58,20 @@ def plan_command(argv: list[str]):
     config, machine, options = parse(argv, MachineOptions, PlanOptions, prog="fsdp-qlora plan")
     check_file("picture", options.picture)
     warn_of(config)
-    free = free_settings(config, given_settings(argv), everything=True)
-    plan = make_plan(asked_shape(config, options, argv), machine_from_options(machine), config, free)
+    shape, rows = asked_shape(config, options, argv), asked_rows(config, options, argv)
+    free = free_settings(config, given_settings(argv), everything=True, rows=rows)
+    plan = make_plan(shape, machine_from_options(machine), config, free, rows)
     show(as_json if options.json else report, plan)
     if options.picture: draw(plan, options.picture)
 
 
-def planned(shape: ModelShape, machine: Machine, config: RunConfig, argv: list[str]) -> RunConfig:
+def planned(shape: ModelShape, machine: Machine, config: RunConfig, argv: list[str],
+            rows: Rows | None = None) -> RunConfig:
     """The settings with what is auto chosen, as training would. Raises ValueError if nothing fits."""
     from ..planner import free_settings, make_plan
     from ..planner.report import advice
-    plan = make_plan(shape, machine, config, free_settings(config, given_settings(argv)))
+    free = free_settings(config, given_settings(argv), rows=rows)
+    plan = make_plan(shape, machine, config, free, rows)
     if plan.choice is None:
         raise ValueError("auto: nothing fits; " + "; ".join(advice(plan)))
     return plan.choice.config
@@ -83,6 +92,19 @@ def asked_shape(config: RunConfig, options: EstimateOptions | PlanOptions, argv:
         raise ValueError(f"--params {options.params} and --model_name {config.model_name} both name the "
                          "model; give one of them")
     return shape_from_params(options.params)
+
+
+def asked_rows(config: RunConfig, options: EstimateOptions | PlanOptions, argv: list[str]
+               ) -> Rows | None:
+    """Row lengths of --dataset, where it is given and can be read here; why not is said on stderr."""
+    if "dataset" not in given_settings(argv) or options.params is not None: return None
+    try:
+        from ..training.sample import sampled_lengths  # needs torch, and nothing else here does
+        rows, why = sampled_lengths(config)
+    except ImportError as error:
+        rows, why = None, f"rows are taken as full: {error}"
+    if why: print(f"--dataset {config.dataset}: {why}", file=sys.stderr)
+    return rows
 
 
 def warn_of(config: RunConfig):

@@ -8,11 +8,12 @@ takes plain arguments; none knows of models, processes or configurations.
 
 Modules, each importing only from those before it: messages, formats, records, files, hub_sets,
 sources, templates, notes, masking, collate, report, prompt_format, cache, dataset, packing, sampler,
-loader, stream.
+loader, lengths, stream.
 """
 from .collate import choose_pad_token_id, collate, filler
 from .dataset import Subset, TokenizedDataset, hold_out, load_dataset, tokenize_rows
 from .formats import Row, row_from_record
+from .lengths import RowLengths, row_lengths
 from .loader import Step, StepLoader, num_trained_tokens, on_device
 from .masking import TRAIN_ON, encode_prompt, stop_token_ids
 from .packing import block_diagonal_mask, collate_packed, pack
@@ -25,10 +26,10 @@ from .stream import StreamLoader, StreamSampler
 from .templates import ChatTemplate
 
 __all__ = [
-    "NAMES", "SAMPLED_NAMES", "TRAIN_ON", "BinSampler", "ChatTemplate", "DataReport", "Row", "Source",
-    "Step", "StepLoader", "StepSampler", "StreamLoader", "StreamSampler", "Subset", "TokenizedDataset",
-    "block_diagonal_mask", "choose_pad_token_id", "collate", "collate_packed", "encode_prompt",
-    "filler", "hold_out", "keep_prompt_format", "load_dataset", "num_trained_tokens", "on_device",
-    "open_source", "pack", "preview", "rank_share", "read_rows", "row_from_record", "step_sampler",
-    "stop_token_ids", "tokenize_rows",
+    "NAMES", "SAMPLED_NAMES", "TRAIN_ON", "BinSampler", "ChatTemplate", "DataReport", "Row",
+    "RowLengths", "Source", "Step", "StepLoader", "StepSampler", "StreamLoader", "StreamSampler",
+    "Subset", "TokenizedDataset", "block_diagonal_mask", "choose_pad_token_id", "collate",
+    "collate_packed", "encode_prompt", "filler", "hold_out", "keep_prompt_format", "load_dataset",
+    "num_trained_tokens", "on_device", "open_source", "pack", "preview", "rank_share", "read_rows",
+    "row_from_record", "row_lengths", "step_sampler", "stop_token_ids", "tokenize_rows",
 ]

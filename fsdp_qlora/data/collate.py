@@ -42,7 +42,10 @@ def collate(examples: Sequence[Example], pad_token_id: int, pad_to_multiple_of: 
     return {"input_ids": input_ids, "labels": labels}
 
 
-def filler(pad_token_id: int, num_tokens: int = 2) -> Example:
+FILLER_TOKENS = 2
+
+
+def filler(pad_token_id: int, num_tokens: int = FILLER_TOKENS) -> Example:
     """A row without a trained token, for a rank that has none left in a step.
 
     The rank still runs forward and backward on it and so joins every collective; its loss is a sum

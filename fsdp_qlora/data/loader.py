@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .collate import IGNORE, Example, PadTo, collate, filler, padded_length
+from .collate import FILLER_TOKENS, IGNORE, Example, PadTo, collate, few_widths, filler, padded_length
 from .dataset import TokenizedDataset
 from .packing import balanced, collate_packed, pack
 from .sampler import BinSampler, StepSampler, rank_share
@@ -31,6 +31,20 @@ class Step:
     num_trained_tokens: int  # of all ranks: what the sum of losses is divided by
     num_trained_tokens_local: int  # of this rank
     row_ids: Sequence = ()  # of all ranks: places in the data set, or in the files of a stream
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The shape of a micro-batch: what is computed, and how much of it is rows'."""
+
+    num_rows: int  # or bins
+    width: int
+    tokens: int   # of rows
+    squares: int  # of the lengths that attention takes: padded rows, or packed ones and what fills a bin
+
+    @property
+    def places(self) -> int:
+        return self.num_rows * self.width
 
 
 class StepLoader:
@@ -111,6 +125,27 @@ class StepLoader:
                                                 self.padding["pad_to"])] += 1
         return [shape for shape, count in counts.most_common() if count > 1]
 
+    def layouts(self, index: int) -> list[Layout]:
+        """The shape of each micro-batch of any step, from the lengths alone."""
+        return [self._layout(units) for units in self._shares(index)]
+
+    def _layout(self, units: list) -> Layout:
+        lengths = [np.atleast_1d(self.dataset.lengths[unit]) for unit in units]
+        used = [int(rows.sum()) for rows in lengths]
+        width = padded_length(max(used, default=FILLER_TOKENS), self.padding["pad_to_multiple_of"],
+                              self.padding["pad_to"])
+        count = max(len(units), self.num_bins)
+        squares = count * width ** 2
+        if self.packing:
+            empty = [width] * (count - len(units)) + [width - tokens for tokens in used]
+            squares = sum(int((rows ** 2).sum()) for rows in lengths) + sum(map(self._squares, empty))
+        return Layout(count, width, sum(used), max(squares, 1))
+
+    def _squares(self, places: int) -> int:
+        """Of the rows that the padding of a bin is cut into."""
+        whole, rest = divmod(places, self.padding.get("longest") or max(places, 1))
+        return whole * (self.padding.get("longest") or places) ** 2 + rest ** 2
+
     def filled_share(self, num_steps: int = 100) -> float:
         """Share of this rank's tokens that are the rows' own, not padding, in its first steps."""
         own = computed = 0
@@ -168,6 +203,12 @@ def collated(share: list, example: Callable[[object], Example], packing: bool, p
 def attention_work(lengths: np.ndarray) -> int:
     """What attention within rows takes, which bins of as many tokens differ in."""
     return int((lengths.astype(np.int64) ** 2).sum())
+
+
+def run_widths(context_length: int, compiled: bool, one: bool) -> PadTo:
+    """T of a run's batches: as their rows are, but few or `one` where blocks are compiled for them."""
+    if not compiled: return None
+    return context_length if one else few_widths(context_length)
 
 
 def num_trained_tokens(batch: dict) -> int:

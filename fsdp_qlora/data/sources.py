@@ -95,10 +95,15 @@ def _first(records: Iterator, samples: int, seed: int) -> Iterator:
 
 
 def _sample(records: Iterator, samples: int, seed: int) -> Iterator:
-    """`samples` records drawn without replacement in one pass (reservoir), in their old order."""
+    """`samples` records drawn without replacement, in their old order."""
+    return iter(reservoir(records, samples, seed)[0])
+
+
+def reservoir(records: Iterator, samples: int, seed: int) -> tuple[list, int]:
+    """`samples` records drawn in one pass, in their old order; and how many there are in all."""
     rng = random.Random(seed)
-    kept = []
+    kept, number = [], -1
     for number, record in enumerate(records):
         if number < samples: kept.append((number, record))
         elif (place := rng.randrange(number + 1)) < samples: kept[place] = (number, record)
-    return (record for _, record in sorted(kept, key=lambda pair: pair[0]))
+    return [record for _, record in sorted(kept, key=lambda pair: pair[0])], number + 1

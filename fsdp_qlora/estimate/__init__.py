@@ -8,8 +8,8 @@ a few moments of a step, and the table shows what is alive then. Nothing is fitt
 Time is counted in the same way: FLOPs over the rate of large products, bytes over the rate of
 copies, transfers less what compute hides.
 
-Modules, each importing only from those before it: constants, setup, experts, weights, activations,
-flops, window, peak, passes, speed, policies, cost, question, report.
+Modules, each importing only from those before it: constants, setup, lengths, experts, weights,
+activations, flops, window, peak, passes, speed, policies, cost, question, report.
 
 Letters: B batch, T tokens of a row, N = B T, D hidden, I intermediate, q and kv the widths of all
 query and all key-value heads, V vocabulary, R rank, n ranks that share one copy of the weights.
@@ -17,6 +17,7 @@ query and all key-value heads, V vocabulary, R rank, n ranks that share one copy
 from .activations import kept_by_block, loss_bytes, saved_by_block
 from .cost import RunCost, run_cost
 from .flops import Flops, flops_per_token, model_flops_per_token, model_tflops
+from .lengths import Batches, Rows, batches_of, padding_line
 from .peak import GIB, Memory, Peak, host_memory, memory
 from .policies import choose_policies, keeps_fp8_weights
 from .question import Estimate, estimate
@@ -26,9 +27,9 @@ from .speed import StepTime, step_seconds
 from .weights import Weight, block_weights, gathered, optimizer_bytes, resident_bytes
 
 __all__ = [
-    "GIB", "Estimate", "Flops", "Memory", "Peak", "RunCost", "Setup", "StepTime", "Weight", "as_json",
-    "block_weights", "check_context", "choose_policies", "estimate", "flops_per_token", "gathered",
-    "host_memory", "keeps_fp8_weights", "kept_by_block", "loss_bytes", "memory", "model_flops_per_token",
-    "model_tflops", "optimizer_bytes", "report", "resident_bytes", "run_cost", "saved_by_block",
-    "setup_from_config", "step_seconds",
+    "GIB", "Batches", "Estimate", "Flops", "Memory", "Peak", "Rows", "RunCost", "Setup", "StepTime",
+    "Weight", "as_json", "batches_of", "block_weights", "check_context", "choose_policies", "estimate",
+    "flops_per_token", "gathered", "host_memory", "keeps_fp8_weights", "kept_by_block", "loss_bytes",
+    "memory", "model_flops_per_token", "model_tflops", "optimizer_bytes", "padding_line", "report",
+    "resident_bytes", "run_cost", "saved_by_block", "setup_from_config", "step_seconds",
 ]

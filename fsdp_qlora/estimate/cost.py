@@ -16,7 +16,7 @@ class RunCost:
     price: float | None = None  # of a GPU and hour
 
 
-def run_cost(step: StepTime, gpu: Gpu, *, gpus: int, examples: int, length: int, epochs: float = 1,
+def run_cost(step: StepTime, gpu: Gpu, *, gpus: int, examples: int, length: float, epochs: float = 1,
              price_per_hour: float | None = None) -> RunCost:
     """Hours and dollars to see `examples` rows of `length` tokens `epochs` times on `gpus` cards.
 

@@ -28,11 +28,13 @@ Counts = tuple[int, int, int, int]  # blocks of each policy, in ORDER
 
 
 def choose_policies(shape: ModelShape, setup: Setup, budget_gib: float, gpu: Gpu | None = None,
-                    needed: Callable[[Memory], float] = attrgetter("peak_allocated")) -> str:
+                    needed: Callable[[Memory], float] = attrgetter("peak_allocated"),
+                    seen: Setup | None = None) -> str:
     """The fastest mix whose predicted need is within the budget, for --activation_policy.
 
     What is needed is what torch counts as allocated, unless said otherwise (`Memory.total`).
-    `setup.activation_policy` is not looked at. Times are those of `gpu`, an H100 if not given.
+    `setup.activation_policy` is not looked at. Times are those of `gpu`, an H100 if not given, and of
+    `seen` where rows are shorter than those that must fit (`Batches.seen`).
     Raises ValueError, with the predicted need, if it is not enough even for recompute_all.
     """
     peak = Peak(shape, setup)
@@ -46,7 +48,7 @@ def choose_policies(shape: ModelShape, setup: Setup, budget_gib: float, gpu: Gpu
             "the estimate, with every block recomputed; give more, or lower --batch_size or "
             "--context_length")
     best, best_seconds = (0, 0, 0, shape.layers), float("inf")
-    seconds = mix_seconds(shape, setup, gpu or find_gpu("h100"))
+    seconds = mix_seconds(shape, seen or setup, gpu or find_gpu("h100"))
     for bound, most in sorted((seconds(c), c) for c in candidates(shape, setup, least, budget_gib)):
         if bound >= best_seconds: break
         found = most_attention_that_fits(most, fits)

@@ -10,6 +10,7 @@ from ..catalog.machine import Machine
 from ..config import AUTO, RunConfig
 from ..config.run import check_kept_stay
 from .cost import RunCost, run_cost
+from .lengths import Batches, Rows, batches_of
 from .peak import Memory, memory
 from .policies import SPARE_SHARE, choose_policies, choose_tiles, keeps_fp8_weights
 from .setup import Setup, check_context, setup_from_config
@@ -25,7 +26,8 @@ class Estimate:
     config: RunConfig
     setup: Setup
     memory: Memory
-    step: StepTime
+    step: StepTime             # its tokens are the rows' own where `batches` is known
+    batches: Batches | None = None  # None: rows are taken as full
 
     @property
     def fits(self) -> bool:
@@ -49,6 +51,21 @@ class Estimate:
         setup = self.setup
         return setup.batch_size * setup.accumulation * setup.world_size / self.step.total
 
+    @property
+    def steps(self) -> int | None:
+        """Optimizer steps of the run over its data; None where that is not known."""
+        if self.config.max_steps > 0: return self.config.max_steps
+        if not self.batches or self.batches.steps is None: return None
+        return self.batches.steps * self.config.num_epochs
+
+    def run_of_data(self, rows: Rows) -> RunCost | None:
+        """Hours and dollars of the run over its data; None where the end of a stream is not known."""
+        if not rows.num_rows or not self.batches: return None
+        return run_cost(self.step, self.machine.gpu, gpus=self.machine.world_size,
+                        examples=rows.num_rows, length=rows.mean_length,
+                        epochs=self.steps / self.batches.steps,
+                        price_per_hour=self.config.price_per_hour)
+
     def run(self, examples: int) -> RunCost:
         """Hours and dollars to train on so many rows --num_epochs times."""
         if examples < 1: raise ValueError(f"--examples must be 1 or more, got {examples}")
@@ -57,16 +74,22 @@ class Estimate:
                         price_per_hour=self.config.price_per_hour)
 
 
-def estimate(shape: ModelShape, machine: Machine, config: RunConfig) -> Estimate:
-    """The answer. Raises ValueError, naming the flag, for settings that the model or GPU can't do."""
+def estimate(shape: ModelShape, machine: Machine, config: RunConfig, rows: Rows | None = None
+             ) -> Estimate:
+    """The answer: memory for full rows, time for `rows`, or full ones too where they are not known.
+
+    Raises ValueError, naming the flag, for settings that the model or GPU can't do.
+    """
     shape = expanded_shape(shape, config)
     check_question(shape, machine, config)
     setup = asked_setup(shape, machine, config)
     check_context(shape, setup)
     config, setup = with_choices(shape, machine, config, setup)
-    step = step_seconds(shape, machine.gpu, setup, link_gb_s=machine.link_gb_s,
-                        internode_gb_s=machine.internode_gb_s)
-    return Estimate(shape, machine, config, setup, memory(shape, setup), step)
+    batches = batches_of(rows, config, machine.world_size) if rows else None
+    step = step_seconds(shape, machine.gpu, batches.seen(setup) if batches else setup,
+                        link_gb_s=machine.link_gb_s, internode_gb_s=machine.internode_gb_s)
+    if batches: step = replace(step, tokens_per_gpu=batches.tokens / machine.world_size)
+    return Estimate(shape, machine, config, setup, memory(shape, setup), step, batches)
 
 
 def asked_setup(shape: ModelShape, machine: Machine, config: RunConfig) -> Setup:

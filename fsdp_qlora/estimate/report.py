@@ -8,6 +8,7 @@ from textwrap import wrap
 
 from ..config.settings import changed_settings, counted, shown
 from .cost import RunCost
+from .lengths import Rows, padding_line
 from .peak import EXPLAINED
 from .question import Estimate
 from .weights import packed_bits
@@ -24,9 +25,11 @@ HOST_EXPLAINED = dict(processes="processes", weights="weights", gradients="gradi
 WIDE = 38  # columns of each table: two of them and a gap are within 80
 
 
-def report(found: Estimate, cost: RunCost | None = None, examples: int = 0) -> str:
-    """The whole answer as text."""
-    after = [verdict(found), *([cost_line(found, cost, examples)] if cost else []), *notes(found)]
+def report(found: Estimate, cost: RunCost | None = None, examples: int = 0, rows: Rows | None = None
+           ) -> str:
+    """The whole answer as text; `cost` is of full rows, that of the data's `rows` is found here."""
+    after = [verdict(found), *([cost_line(found, cost, examples)] if cost else []),
+             *data_notes(found, rows), *notes(found)]
     tables = side_by_side(memory_lines(found), step_lines(found))
     subject, after = ([line for text in texts for line in wrapped(text)]
                       for texts in (subject_lines(found), after))
@@ -123,12 +126,34 @@ def cost_line(found: Estimate, cost: RunCost, examples: int) -> str:
     config = found.config
     tokens = examples * config.context_length * config.num_epochs
     epochs = f" x {config.num_epochs} epochs" if config.num_epochs > 1 else ""
-    money = "no price known: give --prices or --price_per_hour" if cost.dollars is None else (
-        f"${cost.dollars:,.2f} at ${cost.price:.2f} per GPU and hour "
-        f"({cost.price_source})")
-    total = f"{tokens / 1e6:,.1f} M" if tokens >= 1e6 else f"{tokens:,}"
-    return (f"{counted(examples, 'row')} x {config.context_length:,} tokens{epochs} = {total} tokens: "
-            f"{duration(cost.hours)}, {money}")
+    return (f"{counted(examples, 'row')} x {config.context_length:,} tokens{epochs} = "
+            f"{total_tokens(tokens)} tokens: {duration(cost.hours)}, {money(cost)}")
+
+
+def data_notes(found: Estimate, rows: Rows | None) -> list[str]:
+    """What the estimate says of the data: steps, tokens, time and money; and what packing would give."""
+    if not rows or not found.batches: return []
+    share = f"{found.batches.share:.0%} of the places hold a token"
+    about = "packed" if found.config.packing else "padded"
+    lines = [f"the data: rows of {rows.mean_length:,.0f} tokens on average, {about}: {share}; tokens/s "
+             "count no padding"]
+    if cost := found.run_of_data(rows):
+        tokens = rows.num_rows * rows.mean_length * found.steps / found.batches.steps
+        lines.append(f"{counted(rows.num_rows, 'row')}, {total_tokens(tokens)} tokens in "
+                     f"{counted(found.steps, 'step')}: {duration(cost.hours)}, {money(cost)}")
+    line = padding_line(rows, found.config, found.machine.world_size)
+    return lines + [line] * bool(line)
+
+
+def total_tokens(count: float) -> str:
+    """Tokens of a run, short."""
+    return f"{count / 1e6:,.1f} M" if count >= 1e6 else f"{count:,.0f}"
+
+
+def money(cost: RunCost) -> str:
+    """Dollars of a run, and the price that they follow from."""
+    if cost.dollars is None: return "no price known: give --prices or --price_per_hour"
+    return f"${cost.dollars:,.2f} at ${cost.price:.2f} per GPU and hour ({cost.price_source})"
 
 
 def duration(hours: float) -> str:
@@ -153,7 +178,8 @@ def notes(found: Estimate) -> list[str]:
     return lines
 
 
-def as_json(found: Estimate, cost: RunCost | None = None, examples: int = 0) -> dict:
+def as_json(found: Estimate, cost: RunCost | None = None, examples: int = 0, rows: Rows | None = None
+            ) -> dict:
     """The whole answer as a dict of plain values."""
     use, step, machine = found.memory, found.step, found.machine
     answer = dict(
@@ -171,5 +197,9 @@ def as_json(found: Estimate, cost: RunCost | None = None, examples: int = 0) -> 
         host_needed_gib=use.host, step_seconds=step.parts, seconds_per_step=step.total,
         tokens_per_second_per_gpu=step.tokens_per_second_per_gpu)
     if cost: answer["run"] = asdict(cost) | dict(examples=examples, epochs=found.config.num_epochs)
+    if rows and found.batches:
+        answer["data"] = asdict(found.batches) | dict(
+            rows=rows.num_rows, tokens_per_row=rows.mean_length, run_steps=found.steps,
+            run=asdict(cost) if (cost := found.run_of_data(rows)) else None)
     return answer
 

@@ -57,9 +57,9 @@ class Setup:
     product_dtype: str = ""            # where autocast multiplies in another
     compute_dtype: str = "auto"        # fp8: products of frozen weights; else the precision
     keep_fp8_weights: bool = False     # made once, and kept (quantization/kept.py)
-    batch_size: int = 1                # rows per GPU and micro-batch
-    context_length: int = 512
-    accumulation: int = 1
+    batch_size: float = 1              # rows per GPU and micro-batch; these three are means where rows
+    context_length: float = 512        # differ in length (lengths.py)
+    accumulation: float = 1
     no_sync: bool = False
     compile: bool = False              # where RunConfig says nothing, true on a GPU
     cuda_graphs: bool = False          # micro-batches are replayed, without the host's launches
@@ -69,13 +69,13 @@ class Setup:
     def __post_init__(self):
         for name in ("world_size", "lora_rank", "batch_size", "context_length", "accumulation",
                      "mlp_tiles"):
-            if getattr(self, name) < 1:
+            if not getattr(self, name) > 0:  # a mean may be below 1
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
         if self.optimizer not in OPTIMIZER_STATES:
             raise ValueError(f"optimizer {self.optimizer}: choose {', '.join(OPTIMIZER_STATES)}")
 
     @property
-    def tokens(self) -> int:
+    def tokens(self) -> float:
         """N, the tokens of one micro-batch on one GPU."""
         return self.batch_size * self.context_length
 

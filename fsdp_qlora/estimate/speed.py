@@ -42,7 +42,7 @@ from .weights import (
 class StepTime:
     """Seconds of one optimizer step by part, none hidden behind another."""
     parts: dict[str, float]
-    tokens_per_gpu: int        # in one optimizer step
+    tokens_per_gpu: float      # in one optimizer step
     calibrated: bool           # False where only the GPU's datasheet is known
 
     @property

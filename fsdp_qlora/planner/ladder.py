@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from ..catalog.arch import ModelShape
 from ..catalog.machine import Machine
 from ..config import RunConfig
-from ..estimate import Estimate, estimate
+from ..estimate import Estimate, Rows, estimate
 
 
 @dataclass(frozen=True)
@@ -56,23 +56,24 @@ class Climbed:
         return self.found is not None and self.found.fits
 
 
-def climb(shape: ModelShape, machine: Machine, config: RunConfig) -> list[Climbed]:
+def climb(shape: ModelShape, machine: Machine, config: RunConfig, rows: Rows | None = None
+          ) -> list[Climbed]:
     """Every rung's estimate for these settings, the cumulative changes applied to them."""
     changes: dict = {}
     found = []
     for rung in LADDER:
         changes = changes | rung.changes
-        found.append(climbed(rung, changes, shape, machine, config))
+        found.append(climbed(rung, changes, shape, machine, config, rows))
     return found
 
 
-def climbed(rung: Rung, changes: dict, shape: ModelShape, machine: Machine, config: RunConfig
-            ) -> Climbed:
+def climbed(rung: Rung, changes: dict, shape: ModelShape, machine: Machine, config: RunConfig,
+            rows: Rows | None = None) -> Climbed:
     """One rung's estimate. Settings that this version or machine refuses become its reason."""
     if machine.world_size == 1 and changes["sharding_strategy"] != "ddp" and not (
             changes["use_cpu_offload"]):
         return Climbed(rung, changes, None, "one GPU has nothing to split: as above")
     try:
-        return Climbed(rung, changes, estimate(shape, machine, replace(config, **changes)))
+        return Climbed(rung, changes, estimate(shape, machine, replace(config, **changes), rows))
     except ValueError as error:
         return Climbed(rung, changes, None, str(error))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from ..catalog.arch import ModelShape
 from ..catalog.machine import Machine
 from ..config import AUTO, RunConfig
-from ..estimate import Estimate
+from ..estimate import Estimate, Rows
 from .ladder import LADDER, Climbed, climb
 from .search import search
 
@@ -26,6 +26,7 @@ class Plan:
     closest: Estimate | None     # where nothing fits: what needs least
     longest: int = 0             # the context length that would fit then; 0: not even a short one
     more_gpus: int = 0           # GPUs on which it would; 0: no number helps
+    rows: Rows | None = None     # the data's, where they are known
 
     @property
     def choice(self) -> Estimate | None:
@@ -39,11 +40,12 @@ class Plan:
         return {name: getattr(self.choice.config, name) for name in sorted(self.free)}
 
 
-def free_settings(config: RunConfig, given: set[str], everything: bool = False) -> frozenset[str]:
+def free_settings(config: RunConfig, given: set[str], everything: bool = False,
+                  rows: Rows | None = None) -> frozenset[str]:
     """The settings that a plan may choose: those that are auto, and what follows from them.
 
     `given` are the flags that the user typed, which are kept. `everything` frees what is not given,
-    as `fsdp-qlora plan` does.
+    as `fsdp-qlora plan` does. Whether to pack is free too where `rows` of the data are known.
     """
     free = set()
     if everything or config.sharding_strategy == "auto":
@@ -52,6 +54,8 @@ def free_settings(config: RunConfig, given: set[str], everything: bool = False) 
         if given & set(FIXES_POLICY): free.discard("activation_policy")
     if config.activation_budget_gib is not None: free.add("activation_policy")
     if config.batch_size == AUTO or everything and "batch_size" not in given: free.add("batch_size")
+    chooses = {"sharding_strategy", "batch_size"} & free
+    if chooses and rows and rows.can_pack and "packing" not in given: free.add("packing")
     if free and config.compute_dtype == "fp8" and config.keep_fp8_weights is None:
         free.add("keep_fp8_weights")
     return frozenset(free)
@@ -66,14 +70,15 @@ def settled(config: RunConfig, free: frozenset[str]) -> RunConfig:
     return replace(config, **changes)
 
 
-def make_plan(shape: ModelShape, machine: Machine, config: RunConfig, free: frozenset[str]) -> Plan:
+def make_plan(shape: ModelShape, machine: Machine, config: RunConfig, free: frozenset[str],
+              rows: Rows | None = None) -> Plan:
     """Climb the ladder and search. Raises ValueError for what no setting could repair."""
     if config.activation_budget_gib is not None and config.activation_budget_gib > 0:
         machine = replace(machine, memory_gib=min(machine.memory_gib, config.activation_budget_gib))
     config = settled(config, free)
-    found = search(shape, machine, config, free)
-    plan = Plan(shape, machine, config, free, climb(shape, machine, config), found.fitting,
-                found.closest)
+    found = search(shape, machine, config, free, rows)
+    plan = Plan(shape, machine, config, free, climb(shape, machine, config, rows), found.fitting,
+                found.closest, rows=rows)
     if plan.fitting: return plan
     return replace(plan, longest=longest_that_fits(plan), more_gpus=gpus_that_fit(plan))
 

@@ -9,10 +9,10 @@ from ..config.settings import counted, shown
 from ..estimate import Estimate
 from ..estimate import as_json as estimate_as_json
 from ..estimate.peak import EXPLAINED
-from ..estimate.report import notes, settings_line, subject_lines, wrapped
+from ..estimate.report import data_notes, notes, settings_line, subject_lines, wrapped
 from .ladder import Climbed
 from .plan import Plan
-from .search import seconds_per_row
+from .search import seconds_per_token
 
 SHOWN = 8  # of the search's results
 
@@ -23,7 +23,8 @@ def report(plan: Plan) -> str:
     assert some  # a search tries something
     lines = [*wrapped(subject_lines(some)[0]), *wrapped(plan.machine.describe()), "",
              *ladder_lines(plan), "", *search_lines(plan), "", *choice_lines(plan)]
-    return "\n".join(lines + [line for note in notes(some) for line in wrapped(note)])
+    said = [*data_notes(some, plan.rows), *notes(some)]
+    return "\n".join(lines + [line for note in said for line in wrapped(note)])
 
 
 def ladder_lines(plan: Plan) -> list[str]:
@@ -61,8 +62,8 @@ def rung_verdict(plan: Plan, climbed: Climbed) -> str:
     if not found.fits_host:
         return f"the host needs {found.memory.host:.0f} GiB of {plan.machine.host_memory_gib:.0f}"
     first = next(c for c in plan.rungs if c.fits)
-    best = plan.choice and seconds_per_row(plan.choice)
-    slower = seconds_per_row(found) / best - 1 if best else 0.0
+    best = plan.choice and seconds_per_token(plan.choice)
+    slower = seconds_per_token(found) / best - 1 if best else 0.0
     behind = f"; the search found {slower:.0%} more speed" if slower >= 0.01 else ""
     return ("fits, the first that does" if climbed is first else "fits") + behind
 
@@ -73,10 +74,10 @@ def search_lines(plan: Plan) -> list[str]:
     lines = [f"{'GiB':>7}{'tok/s/GPU':>11}{'rows':>9}  the fastest of {len(plan.fitting)} that fit"]
     for found in plan.fitting[:SHOWN]:
         rows = f"{found.setup.batch_size} x {found.setup.accumulation}"
-        speed = plan.config.context_length / seconds_per_row(found) / plan.machine.world_size
+        speed = 1 / seconds_per_token(found) / plan.machine.world_size
         lines += row(f"{found.memory.total:7.1f}{speed:11,.0f}{rows:>9}",
                      settings_line(found).replace(",", ", ").replace(",  ", ", "))
-    if plan.choice is not min(plan.fitting, key=seconds_per_row):
+    if plan.choice is not min(plan.fitting, key=seconds_per_token):
         lines += wrapped("the first is simpler, and as fast within what predictions are off by")
     return lines
 

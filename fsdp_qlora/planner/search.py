@@ -10,7 +10,7 @@ from ..catalog.block_expansion import expanded_shape
 from ..catalog.machine import Machine
 from ..config import AUTO, RunConfig, plan_batches
 from ..config.options import STRATEGY_NAMES
-from ..estimate import Estimate, choose_policies, estimate
+from ..estimate import Estimate, Rows, batches_of, choose_policies, estimate
 from ..estimate.policies import SPARE_SHARE
 from ..estimate.question import asked_setup, hybrid_groups
 
@@ -27,16 +27,18 @@ class Search:
     closest: Estimate | None     # where nothing fits: what needs least
 
 
-def search(shape: ModelShape, machine: Machine, config: RunConfig, free: frozenset[str]) -> Search:
-    """All combinations of the `free` settings; the others stay as in `config`."""
+def search(shape: ModelShape, machine: Machine, config: RunConfig, free: frozenset[str],
+           rows: Rows | None = None) -> Search:
+    """All combinations of the `free` settings; the others stay as in `config`. rows: the data's."""
     shape = expanded_shape(shape, config)
     fitting: list[Estimate] = []
     failed: list[Estimate] = []
-    for strategy, offload, activations in places(machine, config, free):
-        for rows in micro_batches(machine, config, free):
+    layouts = packings(config, free)
+    for packing, (strategy, offload, activations) in product(layouts, places(machine, config, free)):
+        for size in micro_batches(machine, config, free):
             tried = replace(config, sharding_strategy=strategy, use_cpu_offload=offload,
-                            use_activation_cpu_offload=activations, batch_size=rows)
-            found = best_policies(shape, machine, tried, free)
+                            use_activation_cpu_offload=activations, batch_size=size, packing=packing)
+            found = best_policies(shape, machine, tried, free, rows)
             if activations != found.setup.activation_offload: continue  # nothing is left to offload
             (fitting if found.fits else failed).append(found)
             if not found.fits: break  # more rows need more
@@ -70,6 +72,16 @@ def places(machine: Machine, config: RunConfig, free: frozenset[str]) -> list[tu
     return found
 
 
+def packings(config: RunConfig, free: frozenset[str]) -> list[bool]:
+    """Rows padded, or packed where that is free and goes with the other settings."""
+    if "packing" not in free: return [config.packing]
+    try:
+        replace(config, packing=True)
+    except ValueError:
+        return [False]
+    return [False, True]
+
+
 def micro_batches(machine: Machine, config: RunConfig, free: frozenset[str]) -> list[int]:
     """Rows per GPU and forward that are worth trying, ascending."""
     if "batch_size" not in free: return [config.batch_size]
@@ -80,28 +92,31 @@ def micro_batches(machine: Machine, config: RunConfig, free: frozenset[str]) -> 
     return sizes
 
 
-def best_policies(shape: ModelShape, machine: Machine, config: RunConfig, free: frozenset[str]
-                  ) -> Estimate:
+def best_policies(shape: ModelShape, machine: Machine, config: RunConfig, free: frozenset[str],
+                  rows: Rows | None = None) -> Estimate:
     """The estimate with the fastest mix of policies that fits, or with every block recomputed."""
-    if "activation_policy" not in free: return estimate(shape, machine, config)
+    if "activation_policy" not in free: return estimate(shape, machine, config, rows)
     setup, room = asked_setup(shape, machine, config), (1 - SPARE_SHARE) * machine.memory_gib
+    seen = batches_of(rows, config, machine.world_size).seen(setup) if rows else setup
     try:
-        policy = choose_policies(shape, setup, room, machine.gpu, attrgetter("total"))
+        policy = choose_policies(shape, setup, room, machine.gpu, attrgetter("total"), seen)
     except ValueError:
         policy = "recompute_all"
     if policy == "keep_all": config = replace(config, use_activation_cpu_offload=False)
-    return estimate(shape, machine, replace(config, activation_policy=policy))
+    return estimate(shape, machine, replace(config, activation_policy=policy), rows)
 
 
-def seconds_per_row(found: Estimate) -> float:
-    """Predicted seconds of a step over the rows that it trains on."""
-    return found.step.total / plan_batches(found.config, found.machine.world_size).per_step
+def seconds_per_token(found: Estimate) -> float:
+    """Predicted seconds of a step over the tokens that it trains on, on all GPUs: the rows' own."""
+    batches = plan_batches(found.config, found.machine.world_size)
+    full = batches.per_step * found.config.context_length
+    return found.step.total / (found.batches.tokens if found.batches else full)
 
 
 def cost(found: Estimate) -> float:
-    """`seconds_per_row`, longer by what its offloads must bring."""
+    """`seconds_per_token`, longer by what its offloads must bring."""
     offloads = found.config.use_cpu_offload + found.config.use_activation_cpu_offload
-    return seconds_per_row(found) * (1 + OFFLOAD_GAIN * offloads)
+    return seconds_per_token(found) * (1 + OFFLOAD_GAIN * offloads)
 
 
 def ranked(fitting: list[Estimate], config: RunConfig, free: frozenset[str]) -> list[Estimate]:
@@ -109,7 +124,7 @@ def ranked(fitting: list[Estimate], config: RunConfig, free: frozenset[str]) -> 
 
     Simpler is: no offload, a plainer strategy, fewer rows per micro-batch.
     """
-    fitting = sorted(fitting, key=seconds_per_row)
+    fitting = sorted(fitting, key=seconds_per_token)
     if not fitting: return []
     rows_follow = "batch_size" in free and config.global_batch_size == AUTO
     near = min(map(cost, fitting)) * (1 + (ENOUGH_ROWS if rows_follow else SAME_SPEED))
@@ -121,5 +136,5 @@ def ranked(fitting: list[Estimate], config: RunConfig, free: frozenset[str]) -> 
 def simplicity(found: Estimate) -> tuple:
     """Sorts the simpler of two equally fast configurations first."""
     config = found.config
-    return (config.use_activation_cpu_offload, config.use_cpu_offload, config.batch_size,
+    return (config.use_activation_cpu_offload, config.use_cpu_offload, config.packing, config.batch_size,
             STRATEGY_NAMES.index(config.sharding_strategy), found.memory.total)

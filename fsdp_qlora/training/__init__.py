@@ -3,5 +3,5 @@
     launch -> rank -> prepare -> trainer -> loop -> step
 
 Modules, each importing only from those before it: signals, terminal, notice, launch, lock, prepare,
-scaler, step, graphs, describe, steplog, frozen, faults, watchdog, loop, trainer, rank.
+sample, scaler, step, graphs, describe, steplog, frozen, faults, watchdog, loop, trainer, rank.
 """

@@ -38,6 +38,7 @@ from ..data import (
     step_sampler,
 )
 from ..data.collate import PadTo, few_widths, padded_length
+from ..data.loader import run_widths
 from ..derived import compiles, with_choices
 from ..dist import from_main, gather_over_ranks, print_main, ranks_from_env
 from ..export import save_trained
@@ -155,9 +156,8 @@ def build_loader(config: RunConfig, dataset: TokenizedDataset | Subset | Source,
 
 
 def padded_widths(config: RunConfig, device: torch.device) -> PadTo:
-    """T of a run's batches: as their rows are, but few or one where blocks are compiled for them."""
-    if not compiles(config, device): return None
-    return config.context_length if config.has_full_bins else few_widths(config.context_length)
+    """T of a run's batches."""
+    return run_widths(config.context_length, compiles(config, device), one=config.has_full_bins)
 
 
 def build_state(config: RunConfig, batches: BatchPlan, model: nn.Module,

@@ -1,0 +1,141 @@
+"""Estimates that know the lengths of rows agree with the loader that a run uses."""
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from fsdp_qlora.catalog.arch import shape_from_params
+from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
+from fsdp_qlora.cli import main
+from fsdp_qlora.config import RunConfig, plan_batches
+from fsdp_qlora.data import DataReport, StepLoader, TokenizedDataset, row_lengths, step_sampler
+from fsdp_qlora.data.collate import few_widths
+from fsdp_qlora.data.lengths import SAMPLE
+from fsdp_qlora.estimate import batches_of, estimate, padding_line
+from fsdp_qlora.planner import free_settings, make_plan
+
+CONTEXT = 512
+RNG = np.random.default_rng(0)
+DISTRIBUTIONS = dict(
+    short=RNG.integers(20, 60, 97), full=np.full(64, CONTEXT),
+    log_normal=np.clip(RNG.lognormal(4.5, 1, 150), 2, CONTEXT).astype(int),
+    two_kinds=np.array([30] * 80 + [500] * 9))
+
+
+def tokens_of(lengths) -> TokenizedDataset:
+    total = int(np.sum(lengths))
+    trained = np.ones(total, dtype=bool)
+    return TokenizedDataset(np.ones(total, dtype=np.int32), trained,
+                            np.concatenate([[0], np.cumsum(lengths)]), DataReport(CONTEXT))
+
+
+def machine(**options):
+    return machine_from_options(MachineOptions(gpu="h100", **options))
+
+
+def sampled(lengths, total=None):
+    return row_lengths(np.asarray(lengths), CONTEXT, len(lengths) if total is None else total, seed=42)
+
+
+@pytest.mark.parametrize("settings", [
+    dict(batch_size=3), dict(batch_size=4, global_batch_size=10), dict(batch_size=2, packing=True),
+    dict(batch_size=2, packing=True, global_batch_size=16), dict(batch_size=3, compile=False)])
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_steps_padding_and_tokens_are_those_of_the_batches_that_a_run_gets(name, settings, ranks):
+    config = RunConfig(context_length=CONTEXT, sharding_strategy="ddp", **settings)
+    dataset, plan = tokens_of(DISTRIBUTIONS[name]), plan_batches(config, ranks)
+    sampler = step_sampler(dataset, plan.per_step, plan.unit, seed=config.seed)
+    pad_to = few_widths(CONTEXT) if config.compile is not False else None
+    if config.has_full_bins: pad_to = CONTEXT
+    loaders = [StepLoader(dataset, sampler, rank, ranks, plan.micro_batch_size, pad_token_id=0,
+                          packing=config.packing, pad_to=pad_to) for rank in range(ranks)]
+    steps = [[loader.step(i) for loader in loaders] for i in range(sampler.total_steps)]
+    batches = [batch for step in steps for part in step for batch in part.micro_batches]
+
+    found = batches_of(sampled(DISTRIBUTIONS[name]), config, ranks)
+    places = sum(batch["input_ids"].numel() for batch in batches)
+    assert found.steps == len(steps)
+    assert found.tokens == pytest.approx(sum(step[0].num_tokens for step in steps) / len(steps))
+    assert found.share == pytest.approx(len(dataset.input_ids) / places)
+    assert found.accumulation * len(steps) * ranks == pytest.approx(len(batches))
+    if ranks > 1: return
+    assert found.places == pytest.approx(places / len(batches))
+    squares = [batch["cu_seq_lens_q"].diff().double().square().sum() if config.packing
+               else torch.tensor(batch["input_ids"].shape[1] ** 2. * len(batch["input_ids"]))
+               for batch in batches]
+    assert found.row == pytest.approx(float(sum(squares)) / places)
+
+
+def test_a_sample_predicts_what_the_whole_does():
+    rng = np.random.default_rng(1)
+    lengths = np.clip(rng.lognormal(4.5, 0.8, 20_000), 2, CONTEXT).astype(int)
+    config = RunConfig(context_length=CONTEXT, batch_size=4, packing=True)
+    sample = sampled(lengths)
+    assert len(sample.lengths) == SAMPLE and not sample.is_whole
+    dataset, plan = tokens_of(lengths), plan_batches(config, 1)
+    whole = step_sampler(dataset, plan.per_step, plan.unit, seed=42)
+    found = batches_of(sample, config, 1)
+    assert found.steps == pytest.approx(whole.total_steps, rel=0.03)
+    assert found.tokens == pytest.approx(lengths.sum() / whole.total_steps, rel=0.03)
+
+
+def test_a_sample_smaller_than_a_step_still_fills_it():
+    config = RunConfig(context_length=CONTEXT, batch_size=8, global_batch_size=4096)
+    found = batches_of(sampled(DISTRIBUTIONS["short"], total=100_000), config, 1)
+    assert found.steps == -(-100_000 // 4096)
+    assert found.tokens == pytest.approx(4096 * DISTRIBUTIONS["short"].mean(), rel=0.05)
+
+
+def test_full_rows_are_estimated_as_they_were_without_the_data():
+    config = RunConfig(context_length=CONTEXT, batch_size=4, sharding_strategy="ddp")
+    shape = shape_from_params("7B")
+    known = estimate(shape, machine(), config, sampled(DISTRIBUTIONS["full"]))
+    assert known.step.total == pytest.approx(estimate(shape, machine(), config).step.total)
+    assert known.step.tokens_per_gpu == 4 * CONTEXT
+
+
+def test_memory_is_that_of_the_longest_rows_and_not_of_the_mean():
+    config, shape = RunConfig(context_length=CONTEXT, batch_size=4), shape_from_params("7B")
+    short = estimate(shape, machine(), config, sampled(DISTRIBUTIONS["two_kinds"]))
+    assert short.memory == estimate(shape, machine(), config).memory
+    assert short.step.total < estimate(shape, machine(), config).step.total
+
+
+def test_packing_is_proposed_where_padding_wastes_more_than_a_third():
+    config = RunConfig(context_length=CONTEXT, batch_size=8)
+    line = padding_line(sampled(DISTRIBUTIONS["log_normal"]), config, 1)
+    share = batches_of(sampled(DISTRIBUTIONS["log_normal"]), config, 1).share
+    assert line.startswith(f"{1 - share:.0%} of the places are padding; --packing true would be about")
+    assert not padding_line(sampled(DISTRIBUTIONS["full"]), config, 1)
+    assert not padding_line(sampled(DISTRIBUTIONS["log_normal"]), RunConfig(packing=True), 1)
+
+
+def test_a_plan_packs_short_rows_and_not_full_ones_nor_against_the_user():
+    config = RunConfig(context_length=CONTEXT, sharding_strategy="auto", batch_size=-1,
+                       global_batch_size=32)
+    shape = shape_from_params("7B")
+
+    def chosen(name: str, given=frozenset()) -> RunConfig:
+        rows = sampled(DISTRIBUTIONS[name])
+        return make_plan(shape, machine(), config, free_settings(config, set(given), rows=rows),
+                         rows).choice.config
+
+    packed = chosen("log_normal")
+    assert packed.packing and packed.global_batch_size == 32
+    assert not chosen("full").packing
+    assert not chosen("log_normal", {"packing"}).packing
+    assert "packing" not in free_settings(config, set())
+
+
+def test_estimate_without_a_tokenizer_says_that_rows_are_taken_as_full(capsys, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a b"}))
+    ask = ["estimate", "--model_name", "llama-2-7b", "--gpu", "h100", "--json"]
+    assert main(ask) == 0
+    before = json.loads(capsys.readouterr().out)
+    assert main([*ask, "--dataset", str(tmp_path / "rows.jsonl")]) == 0
+    out, err = capsys.readouterr()
+    after = json.loads(out)
+    assert "rows are taken as full: " in err and err.count("\n") == 1
+    assert "data" not in after and after["step_seconds"] == before["step_seconds"]
