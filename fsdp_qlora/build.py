@@ -78,6 +78,7 @@ def build_model(config: RunConfig, device: torch.device, saved: SavedRows | None
     if start.from_weights:
         filled = start_from_weights(model, checkpoint, device, start, config.seed, saved)
     load(model, checkpoint, device, config, filled)
+    model.weights_hash = "random" if checkpoint.content is None else checkpoint.content.digest()
     if start.from_weights: init_magnitudes(model, device, with_adapter=True)
     else: init_adapters(model, config.seed, device)
     if config.keep_fp8_weights: keep_fp8_weights(model)

@@ -54,7 +54,7 @@ def checked_state(checkpoint: Checkpoint, found: re.Match) -> dict:
     """
     name, stored, where = found["weight"], checkpoint.stored, f"--model_name {checkpoint.folder}"
     try:
-        state = from_json(bytes(stored[found[0]].read().tolist()))
+        state = from_json(bytes(checkpoint.read(stored[found[0]]).tolist()))
         parts = parts_of(state, found["quant_type"], f"{name}.nested_absmax" in stored)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{where}: {found[0]} is damaged ({reason_of(error)}); download the model again"

@@ -39,6 +39,7 @@ class ExpandedCheckpoint(Checkpoint):
 
     def __init__(self, base: Checkpoint, model: nn.Module, grown: Expansion):
         self.base, self.folder, self.grown = base, base.folder, grown
+        self.content = base.content
         self.prefix = block_list(model)[0]
         self.zeros = output_projections(model)
 
@@ -90,6 +91,10 @@ class ExpandedCheckpoint(Checkpoint):
         """The piece's values, from what was read."""
         if self.is_zero(piece.key): return (torch.zeros_like(piece.local),)
         return self.base.values(self.renamed(piece), tensors)
+
+    def read(self, span: Stored, buffer: Tensor | None = None) -> Tensor:
+        """The values of a span."""
+        return self.base.read(span, buffer)
 
     def placed(self, piece):
         """Told when a piece is in the model."""

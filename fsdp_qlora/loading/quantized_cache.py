@@ -3,7 +3,8 @@
 One safetensors file per checkpoint and form of quantization. Every rank writes the rows it has just
 quantized at their place in it, so that no rank holds more than its own and any number of ranks can
 read it; the file takes its name when all of it is there. Each row has a sum of its words: a damaged
-one is read from the checkpoint again, and mended.
+one is read from the checkpoint again, and mended. The header lists the hashes of all weights that it
+was made from; where the checkpoint's files are not those of then, they are hashed once more.
 """
 from __future__ import annotations
 
@@ -14,14 +15,17 @@ import struct
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from xxhash import xxh3_64_hexdigest
 
-from ..dist import gather_over_ranks, main_only, print_main, ranks_from_env, sum_over_ranks
+from ..dist import from_main, gather_over_ranks, main_only, print_main, ranks_from_env, sum_over_ranks
 from ..places import check_folder
+from .content import stat_of
 from .stream import Piece, rank_pieces
 from .weight_files import STORED_DTYPES, Checkpoint, Stored, fingerprint, first_line, read_header
 
-VERSION = 1  # of what the file holds; part of its name's hash
+VERSION = 2  # of what the file holds; part of its name's hash
 NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
@@ -38,9 +42,12 @@ class QuantizedCache:
         layers = {piece.key: piece.module for piece in rank_pieces(model) if piece.module}
         name = f"{base.folder.resolve().name}-{cache_key(layers, base, device)}.safetensors"
         self.path = Path(folder).expanduser() / name
-        self.stored = layout(self.path, layers)
+        self.stored = layout(self.path, layers, base)
         problem = self.problem()
         self.complete = sum_over_ranks(int(problem is None))[0] == ranks_from_env().world_size
+        if self.complete:
+            problem = self.problem_of_base()
+            self.complete = problem is None
         if not self.complete: self.begin(problem)
 
     def problem(self) -> str | None:
@@ -50,6 +57,31 @@ class QuantizedCache:
             return None if read_header(self.path) == self.stored else "it holds other tensors"
         except (ValueError, OSError) as error:
             return first_line(error)
+
+    def problem_of_base(self) -> str | None:
+        """Why the file is not of these weights, or None; every rank must call it."""
+        made, content = from_main(lambda: read_note(self.path)), self.base.content
+        if made is None or not made["tensors"].keys() <= content.stored.keys():
+            return "it does not say which weights it was made from"
+        if from_main(lambda: made["files"] == self.stat_of_base()):
+            content.known = made["tensors"]
+            return None
+        print_main("--quantized_cache: --model_name has other files than before; reading all of them")
+        content.read_all(made["tensors"])
+        content.gather()
+        if content.of_tensors() != made["tensors"]: return "--model_name holds other weights than before"
+        with main_only():
+            if ranks_from_env().is_main: self.write_note(self.path)
+        return None
+
+    def stat_of_base(self) -> dict[str, list[int]]:
+        """By which the checkpoint's files are known again."""
+        return {path.name: stat_of(path) for path in sorted(self.base.content.places)}
+
+    def write_note(self, path: Path):
+        """Say in the file's header which weights it was made from."""
+        made = {"files": self.stat_of_base(), "tensors": self.base.content.of_tensors()}
+        with open(path, "rb+") as file: file.write(header_bytes(self.stored, json.dumps(made)))
 
     def begin(self, problem: str | None):
         """Make an empty file under a passing name; the ranks fill it."""
@@ -81,11 +113,14 @@ class QuantizedCache:
             print_main(f"--quantized_cache: {mended} damaged parts of {self.path} were read from the "
                        f"checkpoint{'' if failed else ' and written again'}")
         if self.complete: return
+        self.base.content.gather()
         if failed: print_main(f"--quantized_cache: not written, for {reason}")
         with main_only():
             if ranks_from_env().is_main:
                 if failed: self.partial.unlink(missing_ok=True)
-                else: os.replace(self.partial, self.path)
+                else:
+                    self.write_note(self.partial)
+                    os.replace(self.partial, self.path)
         if not failed: print_main(f"--quantized_cache: written to {self.path}")
 
     # ---- a source, as `loading.load_weights` asks it ----
@@ -97,15 +132,21 @@ class QuantizedCache:
     def values(self, piece: Piece, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         if not (self.complete and piece.module): return self.base.values(piece, tensors)
         packed, absmax, sums = tensors
-        if torch.equal(row_sums(packed, absmax), sums): return packed, absmax
+        if torch.equal(row_sums(packed, absmax, piece.start), sums): return packed, absmax
         self.damaged.add((piece.key, piece.start))
-        return self.base.values(piece, [s.read().to(self.device) for s in self.base.spans(piece)])
+        read = [self.base.read(span).to(self.device) for span in self.base.spans(piece)]
+        return self.base.values(piece, read)
+
+    def read(self, span: Stored, buffer: Tensor | None = None) -> Tensor:
+        """The values of a span, of this file or the checkpoint's."""
+        if span.path != self.path: return self.base.read(span, buffer)
+        return span.read() if buffer is None else span.read_into(buffer)
 
     def placed(self, piece: Piece):
         """Write the piece as it is in the model, unless it came from here."""
         if not piece.module or not piece.first_copy or self.error: return
         if self.complete and (piece.key, piece.start) not in self.damaged: return
-        held = (piece.local, piece.absmax, row_sums(piece.local, piece.absmax))
+        held = (piece.local, piece.absmax, row_sums(piece.local, piece.absmax, piece.start))
         try:
             with open(self.path if self.complete else self.partial, "rb+", buffering=0) as file:
                 for name, tensor in zip(entries(piece.key), held, strict=True):
@@ -120,10 +161,18 @@ def entries(key: str) -> tuple[str, str, str]:
     return key, f"{key}.absmax", f"{key}.row_sums"
 
 
-def row_sums(packed: Tensor, absmax: Tensor) -> Tensor:
-    """int64 (O,): each row's 32-bit words added up; never the zero of a hole in the file."""
-    words = [t.contiguous().view(torch.int32).sum(1, dtype=torch.int64) for t in (packed, absmax)]
-    return words[0] + words[1] * 3 + 1
+def row_sums(packed: Tensor, absmax: Tensor, first: int) -> Tensor:
+    """int64 (O,): each row's 32-bit words added up, each times a number of its place, so that words and
+    rows in another's place are seen; never the zero of a hole in the file.
+
+    first: the number of the first row.
+    """
+    found = torch.arange(first, first + packed.shape[0], device=packed.device) * 7919 + 1
+    for part in (packed, absmax):
+        words = part.contiguous().view(torch.int32)
+        place = torch.arange(words.shape[1], device=words.device)
+        found = found * 31 + (words * (2 * place + 1)).sum(1)
+    return found
 
 
 def cache_key(layers: dict, base: Checkpoint, device: torch.device) -> str:
@@ -133,8 +182,8 @@ def cache_key(layers: dict, base: Checkpoint, device: torch.device) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def layout(path: Path, layers: dict) -> dict[str, Stored]:
-    """Where each tensor of the file lies."""
+def layout(path: Path, layers: dict, base: Checkpoint) -> dict[str, Stored]:
+    """Where each tensor of the file lies, behind a header with room for what `base` is known by."""
     found, offset = {}, 0
     for key, module in layers.items():
         shapes = (module.weight, module.absmax, torch.empty(module.weight.shape[:1], device="meta",
@@ -142,19 +191,35 @@ def layout(path: Path, layers: dict) -> dict[str, Stored]:
         for name, tensor in zip(entries(key), shapes, strict=True):
             found[name] = Stored(path, offset, tensor.dtype, tuple(tensor.shape))
             offset += found[name].nbytes
-    start = len(header_bytes(found))
+    room = sum(2 * len(name) + 50 for name in base.stored)
+    room += sum(2 * len(path.name) + 120 for path in base.content.places)
+    start = -(-(len(header_bytes(found)) + room + 200) // 8) * 8
     return {name: stored._replace(offset=start + stored.offset) for name, stored in found.items()}
 
 
-def header_bytes(stored: dict[str, Stored]) -> bytes:
-    """The head of a safetensors file with these tensors; their offsets may start anywhere."""
+def header_bytes(stored: dict[str, Stored], note: str = "") -> bytes:
+    """The head of a safetensors file with these tensors, as long as the first one's offset leaves.
+
+    note: a text that is kept in it.
+    """
     first = min((s.offset for s in stored.values()), default=0)
-    header = {name: {"dtype": NAMES[s.dtype], "shape": list(s.shape),
+    header: dict = {"__metadata__": {"note": note, "sum": xxh3_64_hexdigest(note.encode())}}
+    header |= {name: {"dtype": NAMES[s.dtype], "shape": list(s.shape),
                      "data_offsets": [s.offset - first, s.offset - first + s.nbytes]}
               for name, s in stored.items()}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * max(first - 8 - len(text), -len(text) % 8)
     return struct.pack("<Q", len(text)) + text
+
+
+def read_note(path: Path) -> dict | None:
+    """What `write_note` wrote, or None if it is damaged."""
+    try:
+        with safe_open(path, framework="pt") as file: found = file.metadata()
+        if xxh3_64_hexdigest(found["note"].encode()) != found["sum"]: return None
+        return json.loads(found["note"])
+    except (SafetensorError, OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def write_all(file, tensor: Tensor):

@@ -103,7 +103,7 @@ def values_of(name: str, layer: LoraLinear, source: Checkpoint, device: torch.de
 
 def numbers(piece: Piece, source: Checkpoint, device: torch.device) -> Tensor:
     """Rows of a weight as they are in the checkpoint, in fp32."""
-    read = [span.read().to(device) for span in source.spans(piece)]
+    read = [source.read(span).to(device) for span in source.spans(piece)]
     return source.values(replace(piece, module=None), read)[0].to(device).float()
 
 

@@ -117,7 +117,7 @@ def load_buffers(model: nn.Module, checkpoint: Checkpoint):
     """Fill the buffers that a checkpoint holds, such as a router's corrections, on every rank."""
     kept = model.state_dict().keys() & checkpoint.stored.keys()
     for name, buffer in model.named_buffers():
-        if name in kept: buffer.copy_(checkpoint.stored[name].read().view(buffer.shape))
+        if name in kept: buffer.copy_(checkpoint.read(checkpoint.stored[name]).view(buffer.shape))
 
 
 def load_weights(model: nn.Module, source: Checkpoint, device: torch.device,
@@ -125,8 +125,8 @@ def load_weights(model: nn.Module, source: Checkpoint, device: torch.device,
                  but: Collection[str] = ()):
     """Fill the model's frozen and trained base weights with this rank's rows, quantizing on `device`.
 
-    `source` is a Checkpoint, or has its methods `spans`, `values` and `placed`. Reads run ahead in
-    `workers` threads, a few pieces at a time. `progress(bytes)` is told of every piece. `but` names
+    `source` is a Checkpoint, or has its methods `spans`, `read`, `values` and `placed`. Reads run ahead
+    in `workers` threads, a few pieces at a time. `progress(bytes)` is told of every piece. `but` names
     tensors of the checkpoint that are in the model already. Raises ValueError naming a file that can't
     be read; whether all tensors are there is `check_complete`'s question.
     """
@@ -159,7 +159,7 @@ def read_ahead(pieces: Iterator[Piece], source: Checkpoint, device: torch.device
     """
     staging = Staging(device, workers + 2)
     pool = ThreadPoolExecutor(workers)
-    ahead = ((piece, pool.submit(staging.read, source.spans(piece))) for piece in pieces)
+    ahead = ((piece, pool.submit(staging.read, source, source.spans(piece))) for piece in pieces)
     pending = deque(islice(ahead, workers + 2))
     try:
         while pending:
@@ -180,7 +180,7 @@ class Staging:
         self.free: SimpleQueue = SimpleQueue()
         for _ in range(count): self.free.put((torch.empty(0, dtype=torch.uint8), None))
 
-    def read(self, spans: list[Stored]) -> tuple[Tensor, list[Tensor]]:
+    def read(self, source: Checkpoint, spans: list[Stored]) -> tuple[Tensor, list[Tensor]]:
         """Read spans into one buffer; returns it, and the tensors that it holds."""
         buffer, copied = self.free.get()
         if copied is not None: copied.synchronize()
@@ -188,7 +188,7 @@ class Staging:
         if buffer.numel() < sum(sizes):
             buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self.pin)
         parts = buffer[:sum(sizes)].split(sizes) if spans else []
-        return buffer, [span.read_into(part[:span.nbytes])
+        return buffer, [source.read(span, part[:span.nbytes])
                         for span, part in zip(spans, parts, strict=True)]
 
     def release(self, buffer: Tensor):

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..reading import from_json
+from .content import ContentHash
 
 STORED_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -77,6 +78,10 @@ class Stored(NamedTuple):
         if shape[0] == -1: shape = (math.prod(self.shape) // math.prod(shape[1:]), *shape[1:])
         return self._replace(dtype=dtype, shape=tuple(shape))
 
+    def bytes_of(self, start: int, stop: int) -> Stored:
+        """Some of its bytes, as such."""
+        return self._replace(offset=self.offset + start, dtype=torch.uint8, shape=(stop - start,))
+
     def read(self) -> Tensor:
         """The values, on the host."""
         return self.read_into(torch.empty(self.nbytes, dtype=torch.uint8))
@@ -110,6 +115,7 @@ class Checkpoint:
         for path in self.safetensors_files(): self.add(path)
         self.check_index()
         self.made: dict = {}  # tensors that are not in the files as the model has them (names.py)
+        self.content = ContentHash(self.stored)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -174,6 +180,13 @@ class Checkpoint:
 
     # What `loading.load_weights` asks of a source of weights; a piece is some rows of a parameter.
 
+    def read(self, span: Stored, buffer: Tensor | None = None) -> Tensor:
+        """The values of a span, in `buffer` if that is given; they are hashed on the way."""
+        if buffer is None: buffer = torch.empty(span.nbytes, dtype=torch.uint8)
+        values = span.read_into(buffer)
+        self.content.take(span, memoryview(buffer.numpy()))
+        return values
+
     def spans(self, piece) -> list[Stored]:
         """What must be read for a piece."""
         if made := self.made.get(piece.key): return made.spans(piece.start, piece.stop)
@@ -235,6 +248,8 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 class RandomCheckpoint(Checkpoint):
     """Random weights of a model's shape, for benchmarks: any rows, without the rest."""
+
+    content = None
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], device: torch.device, seed: int = 0):
         self.random_shapes, self.device, self.seed = shapes, device, seed

@@ -93,7 +93,8 @@ def train_found(config: RunConfig, found: Found, run_id: str,
     # What the memory report and the pace go by too.
     planned = with_choices(replace(config, context_length=longest), device)
     model = built(planned, device, found)
-    from_main(lambda: settle(found, config, None))
+    from_main(lambda: settle(found, config, model.weights_hash))
+    found.content["weights"] = model.weights_hash
     loader = build_loader(config, dataset, batches, tokenizer, model, device)
     loaded, total_steps = time.perf_counter() - started, loader.sampler.total_steps
     describe(model, planned, batches, total_steps, loaded)

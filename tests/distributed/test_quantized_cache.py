@@ -140,6 +140,69 @@ def test_another_checkpoint_or_form_has_a_file_of_its_own(folder, tmp_path):
     assert len(cache_files(cache)) == 4
 
 
+def told_by(capfd) -> list[str]:
+    """What was said of the cache."""
+    return [line for line in capfd.readouterr().out.splitlines() if "--quantized_cache" in line]
+
+
+def test_one_other_value_of_the_base_is_seen_and_an_untouched_copy_is_not_read_again(folder, tmp_path,
+                                                                                     capfd):
+    cache, path = tmp_path / "cache", Path(folder) / "model.safetensors"
+    alone(folder, cache)
+    (name,) = cache_files(cache)
+    written = (cache / name).read_bytes()
+    capfd.readouterr()
+    path.write_bytes(path.read_bytes())  # the same bytes in a file of another time
+    assert_same(alone(folder, cache), alone(folder))
+    (told,) = told_by(capfd)
+    assert "reading all of them" in told and (cache / name).read_bytes() != written
+    assert_same(alone(folder, cache), alone(folder))
+    assert not told_by(capfd)
+    stat, weights = path.stat(), load_file(path)
+    weights["model.layers.1.mlp.up_proj.weight"].view(-1)[5000] += 1  # where no sample is taken
+    save_file(weights, path, {"format": "pt"})
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    for world in (1, 2):
+        for (state,) in run_ranks(built, world, [config(folder, cache)]):
+            assert_same(state, alone(folder))
+    assert cache_files(cache) == [name]
+
+
+def weights_hashes(cases: list[RunConfig]) -> list[str]:
+    """The hash of the base that each case loads."""
+    return [build_model(case, CPU).weights_hash for case in cases]
+
+
+def test_a_base_has_the_same_hash_with_the_cache_and_without(folder, tmp_path):
+    cases = [config(folder), *[config(folder, tmp_path / "cache")] * 2]
+    found = run_ranks(weights_hashes, 2, cases) + run_ranks(weights_hashes, 1, cases)
+    assert len({digest for rank in found for digest in rank}) == 1
+
+
+def test_rows_and_words_of_the_cache_that_lie_elsewhere_are_damage(folder, tmp_path):
+    cache, expected = tmp_path / "cache", alone(folder)
+    alone(folder, cache)
+    (name,) = cache_files(cache)
+    tensors = load_file(cache / name)
+    key = "model.layers.1.mlp.up_proj.weight"
+    good = (cache / name).read_bytes()
+    words = tensors[key].contiguous().view(torch.int32)
+    start = good.index(words[3].numpy().tobytes())
+    size = words[3].numel() * 4
+    for change in ("words", "rows"):
+        data = bytearray(good)
+        if change == "words": data[start:start + 8] = good[start + 4:start + 8] + good[start:start + 4]
+        else:
+            for entry in (key, f"{key}.absmax", f"{key}.row_sums"):
+                rows = [row.reshape(-1).view(torch.uint8).numpy().tobytes() for row in tensors[entry][3:5]]
+                place = good.index(b"".join(rows))
+                data[place:place + 2 * len(rows[0])] = rows[1] + rows[0]
+        assert bytes(data) != good and size > 8
+        (cache / name).write_bytes(bytes(data))
+        assert_same(alone(folder, cache), expected, change)
+        assert (cache / name).read_bytes() == good
+
+
 def fails_to_write(folder: str, cache: str) -> dict:
     """Rank 1's disk is full while the cache is made."""
     import torch.distributed as dist

@@ -204,6 +204,8 @@ def test_a_changed_model_adapter_batch_or_data_is_refused_on_every_rank_with_wha
     save_tokenizer(other)
     same_shape = save_chat_model(tmp_path / "same", num_hidden_layers=1)
     change_weights(same_shape)
+    nearly = save_chat_model(tmp_path / "nearly", num_hidden_layers=1)
+    change_weights(nearly, 100, 1)
     out = tmp_path / "out"
     here = str(out / "checkpoints" / "step-000003")
     cases = {"--lora_rank was 4 and is 8": dict(lora_rank=8),
@@ -213,6 +215,7 @@ def test_a_changed_model_adapter_batch_or_data_is_refused_on_every_rank_with_wha
              "--quant was nf4 and is none": dict(train_type="lora"),
              "--model_name is another model": dict(model_name=other),
              "--model_name holds other weights than": dict(model_name=same_shape),
+             f"--model_name holds other weights than {folder} did. Give": dict(model_name=nearly),
              "--dataset holds other rows": dict(num_rows=10),
              "--global_batch_size was 4 rows per step and is 6": dict(global_batch_size=6),
              "--seed was 42 and is 43": dict(resume=here, seed=43),
@@ -223,11 +226,11 @@ def test_a_changed_model_adapter_batch_or_data_is_refused_on_every_rank_with_wha
             assert expected in text and "\n" not in text and "--resume" in text, (expected, text)
 
 
-def change_weights(folder: str, at: int = 0):
-    """Give a model of a folder other weights in one tensor, from one place on."""
+def change_weights(folder: str, at: int = 0, count: int | None = None):
+    """Give a model of a folder some other values in one tensor, from one place on."""
     path = Path(folder, "model.safetensors")
     weights = load_file(path)
-    weights["model.layers.0.mlp.up_proj.weight"].view(-1)[at:] *= -1
+    weights["model.layers.0.mlp.up_proj.weight"].view(-1)[at:][:count] *= -1
     save_file(weights, path, {"format": "pt"})
 
 
