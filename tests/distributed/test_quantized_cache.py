@@ -194,7 +194,8 @@ def test_rows_and_words_of_the_cache_that_lie_elsewhere_are_damage(folder, tmp_p
         if change == "words": data[start:start + 8] = good[start + 4:start + 8] + good[start:start + 4]
         else:
             for entry in (key, f"{key}.absmax", f"{key}.row_sums"):
-                rows = [row.reshape(-1).view(torch.uint8).numpy().tobytes() for row in tensors[entry][3:5]]
+                rows = [row.reshape(-1).view(torch.uint8).numpy().tobytes()
+                        for row in tensors[entry][3:5]]
                 place = good.index(b"".join(rows))
                 data[place:place + 2 * len(rows[0])] = rows[1] + rows[0]
         assert bytes(data) != good and size > 8
