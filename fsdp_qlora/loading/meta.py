@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from ..memory.hostmem import empty_on_host
 from ..model.conv1d import apply_plain_linears
@@ -31,6 +31,7 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype, attn_implementation
     if getattr(config, "quantization_config", None):  # that of the files, not of this model
         config = copy.deepcopy(config)
         del config.quantization_config
+    check_language_model(config)
     try:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(
@@ -49,6 +50,21 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype, attn_implementation
     apply_stacked_experts(apply_plain_linears(model))
     keep_in_fp32(model)
     return model.train()
+
+
+def check_language_model(config: PretrainedConfig):
+    """Refuse a model that has a language model inside, beside towers for images or sound.
+
+    Adapters would land in the towers, and the inner one has other names than the files.
+    """
+    text = config.get_text_config()
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if text is config or getattr(kind, "config_class", None) is type(text): return
+    inner = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
+    name = f"a {inner.__name__}" if hasattr(inner, "__name__") else "a model for text alone"
+    raise ValueError(f"--model_name {config._name_or_path}: {config.model_type} has a language model "
+                     f"inside, beside parts for other than text; save that as {name}, as "
+                     "docs/families.md shows, and give its folder")
 
 
 def keep_in_fp32(model: nn.Module):

@@ -17,6 +17,20 @@ def relative(ours, reference) -> float:
     return ((ours.double() - reference.double()).norm() / reference.double().norm()).item()
 
 
+def one_step_at_most(ours, reference):
+    """Each value is the reference's, or its neighbour in fp8; and few are neighbours.
+
+    Both round x f to e4m3, with products and quotients in fp32 that may end some 8 ulps apart, 2^-20 of a
+    value. Only what lies so near to the middle between two neighbours can go the other way. Middles
+    are 2^-4 of a value apart at the least, so that is 2^-15 of the values: two in 65,536, by one step
+    of 2^-3 at the most (2^-9 below 2^-6), make 1e-3 of the norm. One in 2^-10 leaves room.
+    """
+    step = (reference.abs() / 8).clamp(min=2.0**-9) * 1.0001
+    differs = ours != reference
+    assert ((ours - reference).abs() <= step).all()
+    assert differs.sum() <= max(4, differs.numel() / 2**10), differs.sum()
+
+
 def on_host(value):
     """Tensors, in lists of any depth, on the CPU."""
     if isinstance(value, list | tuple): return [on_host(each) for each in value]
@@ -68,7 +82,7 @@ def test_kernels_equal_the_reference(layer):
         expected = fp8.columns_to_fp8(values.cpu(), None if rows is None else rows.cpu(), 8.0,
                                       fp8.FP8_MAX, on_cpu, first, 0.5)
         torch.testing.assert_close(inverse.cpu(), expected, rtol=1e-5, atol=0)
-        assert relative(on_gpu.cpu().float(), on_cpu.float()) < 1e-3
+        one_step_at_most(on_gpu.cpu().float(), on_cpu.float())
         assert not on_gpu.float()[:, first + rank:].any() and not on_gpu.float()[:, :first].any()
     # Against the same arithmetic on the CPU: only the order of sums and bf16 rounding differ.
     pairs = ((fp8.forward_product, (x, packed, absmax, "nf4", xa, b, 0.25)),
