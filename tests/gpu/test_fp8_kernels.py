@@ -20,8 +20,8 @@ def relative(ours, reference) -> float:
 def one_step_at_most(ours, reference):
     """Each value is the reference's, or its neighbour in fp8; and few are neighbours.
 
-    Both round x f to e4m3, with products and quotients in fp32 that may end some 8 ulps apart, 2^-20 of a
-    value. Only what lies so near to the middle between two neighbours can go the other way. Middles
+    Both round x f to e4m3, with products and quotients in fp32 that may end some 8 ulps apart, 2^-20 of
+    a value. Only what lies so near to the middle between two neighbours can go the other way. Middles
     are 2^-4 of a value apart at the least, so that is 2^-15 of the values: two in 65,536, by one step
     of 2^-3 at the most (2^-9 below 2^-6), make 1e-3 of the norm. One in 2^-10 leaves room.
     """
