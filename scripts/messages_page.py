@@ -98,6 +98,7 @@ REMEDIES = [
     ("no measured row", "give a file with rows other than those"),
     ("not wanted", "nothing: a plan of other versions is made anew"),
     ("demo's model is missing", "run that command"),
+    ("no row of a sample", "look at the rows and --train_on; `fsdp-qlora data` prints what is trained"),
     ("SQL|one answer for each row", "nothing: that answer counts as wrong"),
 ]
 
