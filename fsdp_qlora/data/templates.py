@@ -15,7 +15,10 @@ import json
 import re
 from functools import cached_property
 
-from jinja2 import TemplateError
+from . import bounded
+
+OVERRUNS = 20  # of a template's bounds, before the run stops
+REASON_LENGTH = 200
 
 # Every assistant turn ends with EOS, so that the model learns to stop at each.
 FALLBACK_TEMPLATE = (
@@ -55,6 +58,7 @@ class ChatTemplate:
         self.template = None if given and not made_here else FALLBACK_TEMPLATE
         # What asks in the form of rows that no template rendered.
         self.asks_with = given if made_here and not given.endswith(FALLBACK_TEMPLATE) else None
+        self.overruns = 0
         self._leads: dict[tuple[str, ...], list[str]] = {}
 
     @property
@@ -65,12 +69,22 @@ class ChatTemplate:
                add_generation_prompt: bool = False, template: str | None = None) -> str:
         """Text of a conversation; UnusableRow if the template refuses it."""
         if not messages: raise UnusableRow("no messages")
+        source = self.tokenizer.get_chat_template(template or self.template, tools)
         try:
-            return self.tokenizer.apply_chat_template(
-                messages, tools=tools, chat_template=template or self.template, tokenize=False,
-                add_generation_prompt=add_generation_prompt)
-        except (TemplateError, TypeError) as error:  # TypeError: a content it cannot handle
-            raise UnusableRow(f"chat template: {error}") from None
+            return bounded.render(source, **self.tokenizer.special_tokens_map, messages=messages,
+                                  tools=tools, documents=None,
+                                  add_generation_prompt=add_generation_prompt)
+        except Exception as error:  # a program of others may raise anything
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:REASON_LENGTH]
+            if isinstance(error, bounded.OverBudget): self._count_overrun(reason)
+            raise UnusableRow(f"chat template: {reason}") from None
+
+    def _count_overrun(self, reason: str):
+        """Stop at a template that runs out of bounds again and again: each time takes long."""
+        self.overruns += 1
+        if self.overruns > OVERRUNS:
+            raise ValueError(f"the chat template of --model_name runs out of bounds on row after row "
+                             f"({reason}); use another tokenizer or template") from None
 
     def fit(self, messages: list[dict], tools: list | None = None) -> tuple[list[dict], str]:
         """The messages as the template takes them, and their text.
