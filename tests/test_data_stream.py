@@ -7,8 +7,10 @@ import random
 import subprocess
 import sys
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import datasets
@@ -19,12 +21,14 @@ from hypothesis import strategies as st
 
 from fsdp_qlora.data import (
     Source,
+    StreamBinSampler,
     StreamLoader,
     StreamSampler,
     num_trained_tokens,
     open_source,
     tokenize_rows,
 )
+from fsdp_qlora.data import stream as stream_module
 from fsdp_qlora.data.stream import shuffled
 
 from .test_data_tokenizers import chat, make_tokenizer
@@ -57,12 +61,14 @@ def conversations(count):
 
 
 def stream(source, world_size=1, rows_per_step=6, micro_batch_size=2, state=None, stop_after=None,
-           loader_options=None, **sampler_options):
-    """For each rank, its steps or its error; and the loaders."""
+           loader_options=None, bins_per_step=None, **sampler_options):
+    """For each rank, its steps or its error; and the loaders. bins_per_step: of 64 tokens."""
     ranks = Ranks(world_size)
 
     def run(rank):
-        sampler = StreamSampler(source, rows_per_step, shuffle_buffer=10, **sampler_options)
+        options = dict(shuffle_buffer=10) | sampler_options
+        sampler = (StreamBinSampler(source, 64, bins_per_step, **options) if bins_per_step else
+                   StreamSampler(source, rows_per_step, **options))
         if state: sampler.load_state_dict(state)
         loader = StreamLoader(sampler, TOKENIZER, rank, world_size, micro_batch_size,
                               gather=lambda value: ranks.gather(rank, value), pad_token_id=0,
@@ -199,6 +205,124 @@ def test_a_stream_does_not_resume_with_another_order(rows):
         StreamSampler(rows, 6, seed=2).load_state_dict(state)
 
 
+# ---- full bins ---------------------------------------------------------------------------------
+
+PACKED = dict(packing=True, train_on="all", pad_to=64)
+
+
+@pytest.fixture
+def short_rows(tmp_path, monkeypatch):
+    """Rows of up to 64 tokens, told apart by the last ones; in windows of 30."""
+    monkeypatch.setattr(stream_module, "BIN_WINDOW", 30)
+    draw = random.Random(0)
+    records = [{"text": "say " * min(19, int(draw.lognormvariate(1.2, 0.8))) + str(number)}
+               for number in range(200)]
+    return open_source(write_rows(tmp_path / "short.jsonl", records))
+
+
+def rows_in(*rank_steps):
+    """Places in the file of a step's rows, which its ranks must name alike; its bins in any order."""
+    (names,) = {tuple(step.row_ids) for step in rank_steps}
+    bins = Counter(tuple(labels[labels != -100].tolist())
+                   for step in rank_steps for batch in step.micro_batches for labels in batch["labels"]
+                   if (labels != -100).any())
+    return names, bins
+
+
+@pytest.mark.parametrize("bins_per_step", [4, 64])  # 64: more than a window fills
+def test_bins_of_a_stream_are_full_and_hold_each_row_once_an_epoch(short_rows, bins_per_step):
+    ((steps, loader, report),) = stream(short_rows, bins_per_step=bins_per_step, epochs=2,
+                                        micro_batch_size=4, loader_options=PACKED)
+    assert [step.index for step in steps] == list(range(len(steps)))
+    assert loader.sampler.total_steps is None and report.rows_read == report.rows_kept == 200
+    names = [[name for step in steps if step.epoch == epoch for name in step.row_ids]
+             for epoch in (0, 1)]
+    assert sorted(names[0]) == sorted(names[1]) and len(set(names[0])) == 200 and names[0] != names[1]
+    for step in steps:
+        shapes = {tuple(batch["input_ids"].shape) for batch in step.micro_batches}
+        assert shapes == {(4, 64)} and step.num_rows == len(step.row_ids)
+    full = [step for step, after in pairwise(steps) if step.epoch == after.epoch]
+    assert all(len(step.micro_batches) * 4 == bins_per_step for step in full)
+    if bins_per_step == 4: assert sum(s.num_tokens for s in full) > 0.97 * len(full) * 4 * 64
+
+
+@pytest.mark.parametrize("world_size, micro_batch_size", [(2, 2), (4, 1), (2, 1)])
+def test_bins_of_a_stream_are_the_same_in_the_same_steps_on_any_number_of_ranks(short_rows, world_size,
+                                                                               micro_batch_size):
+    options = dict(bins_per_step=4, loader_options=PACKED)
+    ((alone, _, alone_report),) = stream(short_rows, micro_batch_size=4, **options)
+    by_rank = stream(short_rows, world_size, micro_batch_size=micro_batch_size, **options)
+    together = list(zip(*(steps for steps, _, _ in by_rank), strict=True))
+    assert list(map(lambda steps: rows_in(*steps), together)) == [rows_in(step) for step in alone]
+    for steps, whole in zip(together, alone, strict=True):
+        assert len({len(step.micro_batches) for step in steps}) == 1
+        local = sum(step.num_trained_tokens_local for step in steps)
+        assert {step.num_trained_tokens for step in (*steps, whole)} == {local}
+    assert {report.rows_kept for _, _, report in by_rank} == {alone_report.rows_kept}
+
+
+def test_a_stream_of_bins_resumes_at_every_step_on_another_number_of_ranks(short_rows):
+    options = dict(bins_per_step=4, epochs=2, micro_batch_size=2, loader_options=PACKED)
+    ((whole, _, _),) = stream(short_rows, **options)
+    expected, carried = [rows_in(step) for step in whole], 0
+    for done in range(1, len(whole) + 1):
+        (_, loader, _), _ = stream(short_rows, 2, stop_after=done, **options)
+        state = json.loads(json.dumps(loader.sampler.state_dict()))
+        carried += len(state["carried"])
+        ranks = 4 if done % 5 == 0 else 1
+        by_rank = stream(short_rows, ranks, state=state, **options | dict(micro_batch_size=4 // ranks))
+        rest = zip(*(steps for steps, _, _ in by_rank), strict=True)
+        assert [rows_in(*steps) for steps in rest] == expected[done:], done
+    assert carried  # rows left by one window were trained in the next
+
+
+def test_a_stream_of_bins_goes_back_to_a_position_within_the_same_process(short_rows):
+    sampler = StreamBinSampler(short_rows, 64, 4, shuffle_buffer=10)
+    loader = StreamLoader(sampler, TOKENIZER, micro_batch_size=4, context_length=64, pad_token_id=0,
+                          **PACKED)
+    before, seen = {}, []
+    for step in loader:
+        before[step.index] = sampler.state_dict()
+        seen.append(rows_in(step))
+    for index, state in before.items():
+        sampler.load_state_dict(state)
+        assert [rows_in(step) for step in loader] == seen[index + 1:]
+    assert loader.full_report().rows_read == 200
+
+
+def test_max_steps_ends_a_stream_of_bins_early_or_repeats_it(short_rows):
+    for max_steps in (1, 3, 40):
+        ((steps, _, _),) = stream(short_rows, bins_per_step=4, max_steps=max_steps,
+                                  loader_options=PACKED)
+        assert [step.index for step in steps] == list(range(max_steps))
+    assert steps[-1].epoch > 0
+
+
+def test_a_batch_that_is_larger_than_the_stream_is_one_step(short_rows):
+    ((steps, _, _),) = stream(short_rows, bins_per_step=1000, loader_options=PACKED)
+    assert [step.num_rows for step in steps] == [200]
+
+
+def test_a_stream_of_bins_does_not_resume_as_one_of_rows_or_of_other_bins(short_rows):
+    of_bins = StreamBinSampler(short_rows, 64, 4).state_dict()
+    with pytest.raises(ValueError, match="--global_batch_size was None"):
+        StreamSampler(short_rows, 6).load_state_dict(of_bins)
+    with pytest.raises(ValueError, match="bins per step was None"):
+        StreamBinSampler(short_rows, 64, 4).load_state_dict(StreamSampler(short_rows, 6).state_dict())
+    with pytest.raises(ValueError, match="--context_length was 64"):
+        StreamBinSampler(short_rows, 32, 4).load_state_dict(of_bins)
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_windows_without_a_usable_row_are_passed_over_or_the_end(tmp_path, monkeypatch, kept):
+    monkeypatch.setattr(stream_module, "BIN_WINDOW", 30)
+    records = [{"text": ""}] * 70 + [{"text": "a"}] * kept
+    source = open_source(write_rows(tmp_path / "rows.jsonl", records))
+    for steps, _, end in stream(source, 2, bins_per_step=4, max_steps=2, loader_options=PACKED):
+        assert sum(step.num_rows for step in steps) == 2 * kept
+        assert isinstance(end, ValueError) == (not kept)
+
+
 # ---- sources ---------------------------------------------------------------------------------
 
 def test_shards_parquet_and_iterable_datasets_give_the_same_rows(tmp_path):
@@ -226,7 +350,6 @@ def test_a_data_set_of_the_hub_is_streamed_and_not_fetched(monkeypatch):
 
 
 def test_a_rank_parses_its_own_lines_only(tmp_path, monkeypatch):
-    from fsdp_qlora.data import stream as stream_module
     parsed = []
     monkeypatch.setattr(stream_module, "parse_row", lambda raw, place: parsed.append(place) or
                         parse_row(raw, place))

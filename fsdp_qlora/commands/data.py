@@ -27,7 +27,7 @@ def report_on_data(config: RunConfig):
 
 def padding_line(config: RunConfig, rows: TokenizedDataset | Subset) -> str:
     """How much of the computation is spent on rows' own tokens, padded and packed."""
-    batches = plan_batches(config, world_size=1)
+    batches = plan_batches(replace(config, packing=False), world_size=1)
     size = dict(micro_batch_size=batches.micro_batch_size, pad_token_id=0)
     sampler = StepSampler(len(rows), batches.per_step, seed=config.seed)
     padded = StepLoader(rows, sampler, **size).filled_share()

@@ -31,7 +31,7 @@ from ..loading.tokens import grow_vocabulary
 from ..observe.trackers import check_trackers
 from ..planner import free_settings, make_plan
 from ..planner import report as plan_report
-from ..training.describe import steps_line
+from ..training.describe import fill_line, steps_line
 from ..training.launch import world_size
 from ..training.prepare import (
     RunData,
@@ -124,6 +124,7 @@ def show_batches(config: RunConfig, data: RunData, tokenizer, vocab_size: int, r
                         packing=config.packing)
     steps = None if data.stream else sampler.total_steps
     print_main(steps_line(config, batches, steps, ranks))
+    if config.packing and not data.stream: print_main(fill_line(config, loader, ranks))
     step = loader.step(0)
     batch = step.micro_batches[0]
     first = "the first rows of the stream, which a run shuffles" if data.stream else "the first batch"

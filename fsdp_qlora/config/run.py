@@ -110,7 +110,7 @@ class RunConfig(ModelOptions, AdapterOptions, DataOptions, EvaluationOptions, Ba
     @property
     def has_full_bins(self) -> bool:
         """Whether a step is a number of full bins, and so every micro-batch of one shape."""
-        return self.packing and self.global_batch_size == AUTO and not self.stream
+        return self.packing and self.global_batch_size == AUTO
 
     @property
     def is_auto(self) -> bool:

@@ -22,14 +22,14 @@ from .records import NAMES, Source
 from .report import DataReport, preview
 from .sampler import BinSampler, StepSampler, rank_share, step_sampler
 from .sources import SAMPLED_NAMES, open_source, read_rows
-from .stream import StreamLoader, StreamSampler
+from .stream import StreamBinSampler, StreamLoader, StreamSampler
 from .templates import ChatTemplate
 
 __all__ = [
     "NAMES", "SAMPLED_NAMES", "TRAIN_ON", "BinSampler", "ChatTemplate", "DataReport", "Row",
-    "RowLengths", "Source", "Step", "StepLoader", "StepSampler", "StreamLoader", "StreamSampler",
-    "Subset", "TokenizedDataset", "block_diagonal_mask", "choose_pad_token_id", "collate",
-    "collate_packed", "encode_prompt", "filler", "hold_out", "keep_prompt_format", "load_dataset",
-    "num_trained_tokens", "on_device", "open_source", "pack", "preview", "rank_share", "read_rows",
-    "row_from_record", "row_lengths", "step_sampler", "stop_token_ids", "tokenize_rows",
+    "RowLengths", "Source", "Step", "StepLoader", "StepSampler", "StreamBinSampler", "StreamLoader",
+    "StreamSampler", "Subset", "TokenizedDataset", "block_diagonal_mask", "choose_pad_token_id",
+    "collate", "collate_packed", "encode_prompt", "filler", "hold_out", "keep_prompt_format",
+    "load_dataset", "num_trained_tokens", "on_device", "open_source", "pack", "preview", "rank_share",
+    "read_rows", "row_from_record", "row_lengths", "step_sampler", "stop_token_ids", "tokenize_rows",
 ]

@@ -156,12 +156,19 @@ class StepLoader:
                 computed += len(lengths) * max(lengths, default=0)
         return own / max(computed, 1)
 
+    def bin_fill(self, num_steps: int = 100) -> float:
+        """Share of the places of this rank's bins that hold a token, in its first steps."""
+        bins = [bin for index in range(min(num_steps, self.sampler.total_steps))
+                for units in self._shares(index) for bin in units]
+        own = sum(int(self.dataset.lengths[bin].sum()) for bin in bins)
+        return own / max(len(bins) * self.dataset.report.context_length, 1)
+
     def _shares(self, index: int) -> list[list]:
         """This rank's micro-batches: lists of row ids, or of bins of row ids."""
         if isinstance(self.sampler, BinSampler):
             bins = self.sampler.bins(index)
-            return rank_share(bins, self.rank, self.world_size, self.micro_batch_size,
-                              [attention_work(self.dataset.lengths[bin]) for bin in bins])
+            return share_bins(bins, self.dataset.lengths, self.rank, self.world_size,
+                              self.micro_batch_size)
         rows = self.sampler.rows(index)
         capacity = self.dataset.report.context_length if self.packing else None
         return share_out(rows, self.dataset.lengths[rows], self.rank, self.world_size,
@@ -184,6 +191,17 @@ def share_out(rows: Sequence, lengths: Sequence[int], rank: int, world_size: int
     return rank_share(rows, rank, world_size, micro_batch_size, lengths)
 
 
+def share_bins(bins: list[list[int]], lengths: np.ndarray, rank: int, world_size: int,
+               micro_batch_size: int) -> list[list]:
+    """This rank's micro-batches of a step's full bins, as many as the other ranks have.
+
+    Bins hold as many tokens and differ in what attention within rows takes, the sum of squares of their
+    `lengths`: those that ranks compute beside each other are alike in it.
+    """
+    work = [int((lengths[bin].astype(np.int64) ** 2).sum()) for bin in bins]
+    return rank_share(bins, rank, world_size, micro_batch_size, work)
+
+
 def collated(share: list, example: Callable[[object], Example], packing: bool, padding: dict,
              pin_memory: bool = False, num_bins: int = 1) -> dict:
     """A micro-batch of `share_out`, of what `example` makes of a row; a filler if it has no row.
@@ -198,11 +216,6 @@ def collated(share: list, example: Callable[[object], Example], packing: bool, p
     else:
         batch = collate([example(row) for row in share] or [nothing], **padding)
     return pin(batch) if pin_memory else batch
-
-
-def attention_work(lengths: np.ndarray) -> int:
-    """What attention within rows takes, which bins of as many tokens differ in."""
-    return int((lengths.astype(np.int64) ** 2).sum())
 
 
 def run_widths(context_length: int, compiled: bool, one: bool) -> PadTo:

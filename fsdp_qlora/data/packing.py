@@ -21,7 +21,7 @@ from torch import Tensor
 from .collate import IGNORE, Example, PadTo, padded_length
 
 
-def pack(lengths: Sequence[int], capacity: int, seed: int = 0) -> list[list[int]]:
+def pack(lengths: Sequence[int], capacity: int, seed: int | list[int] = 0) -> list[list[int]]:
     """Bins of indices into `lengths`, each index once, each bin's lengths at most `capacity`.
 
     seed: order of rows of equal length, so that the same rows do not always meet.
@@ -65,12 +65,20 @@ def full_bins(lengths: np.ndarray, order: np.ndarray, capacity: int, seed: list[
     left = np.empty(0, dtype=np.int64)
     for number, start in enumerate(range(0, len(order), WINDOW)):
         rows = np.concatenate([left, order[start:start + WINDOW]])
-        bins = [rows[bin] for bin in pack(lengths[rows], capacity, number)]
-        if start + WINDOW < len(order):
-            left = bins.pop(min(range(len(bins)), key=lambda i: int(lengths[bins[i]].sum())))
-        shuffled = np.random.default_rng([*seed, number]).permutation(len(bins))
-        found += [bins[i].tolist() for i in shuffled]
+        bins = [rows[bin] for bin in window_bins(lengths[rows], capacity, [*seed, number])]
+        if start + WINDOW < len(order): left = bins.pop()
+        found += [bin.tolist() for bin in bins]
     return found
+
+
+def window_bins(lengths: Sequence[int], capacity: int, seed: list[int]) -> list[list[int]]:
+    """`pack`'s bins in an order that is drawn from `seed`, but for the emptiest, which is the last."""
+    lengths = np.asarray(lengths, dtype=np.int64)
+    bins = pack(lengths, capacity, seed)
+    if not bins: return bins
+    emptiest = min(range(len(bins)), key=lambda i: int(lengths[bins[i]].sum()))
+    last = bins.pop(emptiest)
+    return [bins[i] for i in np.random.default_rng(seed).permutation(len(bins))] + [last]
 
 
 def fill(lengths: np.ndarray, capacity: int) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from threading import Lock
 
 import numpy as np
 
@@ -93,6 +94,7 @@ class BinSampler:
         self.position = 0  # the next step
         self._bins = lru_cache(maxsize=2)(self._make_bins)  # two, as a loader reads ahead
         self._starts = [0]  # the first step of each epoch, as far as they are known
+        self._counting = Lock()  # loaders ask from several threads
         if max_steps < 1: self._start(epochs)
         self.total_steps = max_steps if max_steps > 0 else self._starts[epochs]
 
@@ -119,9 +121,10 @@ class BinSampler:
 
     def _start(self, epoch: int) -> int:
         """The first step of an epoch; those before it are packed to know it."""
-        while len(self._starts) <= epoch:
-            bins = len(self._bins(len(self._starts) - 1))
-            self._starts.append(self._starts[-1] + -(-bins // self.bins_per_step))
+        with self._counting:
+            while len(self._starts) <= epoch:
+                bins = len(self._bins(len(self._starts) - 1))
+                self._starts.append(self._starts[-1] + -(-bins // self.bins_per_step))
         return self._starts[epoch]
 
     def _make_bins(self, epoch: int) -> list[list[int]]:

@@ -4,50 +4,60 @@ Every rank reads the same records in the same shuffled order, which costs little
 tokenises only its own, in a thread. The rows of a step are then the same on 1 GPU or on 64, a run
 resumes from a number on any number of ranks, and memory holds one buffer of unread records.
 
-Once per step the ranks give each other, through `gather`, what they made of their records: the tokens,
-5 bytes each, or that a row is broken, or that their stream is at its end. So each knows all rows of
-the step, as with `StepLoader`, and they share them out alike: as many micro-batches on every rank, and
-packed bins that hold nearly the same number of tokens.
+Records are read a window at a time: those of a step, or those that full bins are filled from. For each
+window the ranks give each other, through `gather`, what they made of their records: the tokens, 5 bytes
+each, or that a row is broken, or that their stream is at its end. So each knows all rows of the step, as
+with `StepLoader`, and they share them out alike: as many micro-batches on every rank, and packed bins
+that hold nearly the same number of tokens.
 """
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import chain, count, islice, pairwise
 from operator import itemgetter
+
+import numpy as np
 
 from .collate import Example, PadTo
 from .dataset import as_example, check_vocab_size, cut_and_count, groups
-from .loader import Step, collated, num_trained_tokens, share_out
+from .loader import Step, collated, num_trained_tokens, share_bins, share_out
 from .masking import Encoded, encode_rows
+from .packing import window_bins
 from .records import Source, parse_row
 from .report import DataReport
+from .sampler import check_same
 from .templates import ChatTemplate
 
-RawRow = tuple[str, dict | bytes]  # place and record, as Source.raw_records gives them
+RawRow = tuple[int, str, dict | bytes]  # place in the epoch, place in the files, record
+ReadRow = tuple[int, str, Encoded]
+
+BIN_WINDOW = 1024  # records that bins are filled from at a time, with the rows left from those before
 
 
 @dataclass
-class RawStep:
-    """The records of one optimizer step, of all ranks."""
+class Window:
+    """Records of all ranks that are read together: those of a step, or those that fill bins."""
 
-    index: int
+    index: int  # in its epoch
     epoch: int
+    is_last: bool  # of its epoch
     rows: list[RawRow]
 
 
 @dataclass
 class Part:
-    """What one rank makes of its records of a step: the rows that are kept, by their place in it."""
+    """What ranks make of the records of a window: the rows that are kept."""
 
     index: int
     epoch: int
-    rows: list[tuple[int, Encoded]]
+    is_last: bool
+    rows: list[ReadRow]
 
 
 class StreamSampler:
@@ -59,56 +69,97 @@ class StreamSampler:
     max_steps: stop after so many steps, in as many epochs as that takes; -1 follows `epochs`.
     """
 
+    same = {"seed": "--seed", "rows_per_step": "--global_batch_size",
+            "shuffle_buffer": "--shuffle_buffer"}
+
     def __init__(self, source: Source, rows_per_step: int, *, seed: int = 42,
                  shuffle_buffer: int = 5000, epochs: int = 1, max_steps: int = -1):
         if shuffle_buffer < 1:
             raise ValueError(f"--shuffle_buffer {shuffle_buffer}: give at least 1 row")
-        self.source, self.rows_per_step = source, rows_per_step
+        self.source, self.rows_per_step, self.window_size = source, rows_per_step, rows_per_step
         self.seed, self.shuffle_buffer = seed, shuffle_buffer
         self.epochs, self.max_steps = epochs, max_steps
-        self.position = self.epoch = self.epoch_start = 0  # the next step, its epoch and its first
+        self.go_to(0, 0, 0, 0, [])
 
     @property
     def total_steps(self) -> int | None:
         """Steps of the run; None where only the end of the stream will tell."""
         return self.max_steps if self.max_steps > 0 else None
 
-    def steps(self) -> Iterator[RawStep]:
-        """Steps from the position on; the records before it are read again, but not parsed."""
-        index = self.epoch_start
-        for epoch in count(self.epoch) if self.max_steps > 0 else range(self.epoch, self.epochs):
-            first = index
-            for rows in groups(self._order(epoch), self.rows_per_step):
-                if index >= self.position: yield RawStep(index, epoch, rows)
-                index += 1
-                if index == self.max_steps: return
-            if index == first: raise ValueError("--dataset: no row to train on")
+    def go_to(self, position: int, epoch: int, window: int, window_start: int, carried: list[int]):
+        """Step `position` is the next one.
 
-    def _order(self, epoch: int) -> Iterator[RawRow]:
+        It is of `window` or a later one; the first step of that window is `window_start`, and rows at
+        the places `carried` in the epoch were left for it.
+        """
+        self.position, self.epoch, self.window = position, epoch, window
+        self.window_start, self.carried = window_start, carried
+
+    def windows(self) -> Iterator[Window]:
+        """Windows from the next step's on; the records before it are read again, but not parsed."""
+        at = self.epoch, self.window, set(self.carried)  # this runs ahead of the steps
+        for epoch in count(at[0]) if self.max_steps > 0 else range(at[0], self.epochs):
+            yield from self._windows(epoch, *at[1:] if epoch == at[0] else (0, set()))
+
+    def _windows(self, epoch: int, first: int, carried: set[int]) -> Iterator[Window]:
+        left: list[RawRow] = []
+        records = groups(((place, *row) for place, row in enumerate(self._order(epoch))),
+                         self.window_size)
+        rows = None
+        for index, (rows, following) in enumerate(pairwise(chain(records, [None]))):
+            if index < first:
+                left += [row for row in rows if row[0] in carried]
+                continue
+            yield Window(index, epoch, following is None, left + rows)
+            left = []
+        if rows is None: raise ValueError("--dataset: no row to train on")
+
+    def _order(self, epoch: int) -> Iterator[tuple[str, dict | bytes]]:
         rng = random.Random(f"{self.seed}, {epoch}")
         return shuffled(self.source.raw_records(), self.shuffle_buffer, rng)
 
-    def advance(self, index: int, epoch: int) -> None:
-        """Step `index`, of `epoch`, is done."""
-        if epoch != self.epoch: self.epoch, self.epoch_start = epoch, index
-        self.position = index + 1
+    def steps_of(self, part: Part, lengths: Sequence[int]) -> tuple[list[list], list[int]]:
+        """Steps of the rows of a window, by their numbers in it, and rows left for the next window."""
+        return [list(range(len(lengths)))], []
 
     def state_dict(self) -> dict:
         """The position, and what must be equal for it to mean the same; no world size."""
-        return {name: getattr(self, name) for name in (*PLACE, *SAME)}
+        return {name: getattr(self, name) for name in (*PLACE, *self.same)}
 
     def load_state_dict(self, state: dict) -> None:
-        for name, flag in SAME.items():
-            if state[name] != getattr(self, name):
-                raise ValueError(f"resume: {flag} was {state[name]} in the checkpoint and is "
-                                 f"{getattr(self, name)} now, so rows would be repeated or left "
-                                 "out; use the old value, or start a new run")
-        for name in PLACE: setattr(self, name, state[name])
+        check_same(state, self, self.same)
+        self.go_to(*(state[name] for name in PLACE))
 
 
-PLACE = ("position", "epoch", "epoch_start")
-SAME = {"seed": "--seed", "rows_per_step": "--global_batch_size",
-        "shuffle_buffer": "--shuffle_buffer"}
+PLACE = ("position", "epoch", "window", "window_start", "carried")
+
+
+class StreamBinSampler(StreamSampler):
+    """Which records are in which bin of each optimizer step, in the order of a shuffled stream.
+
+    Bins are filled from a window of records at a time. The emptiest, and those beyond whole steps, are
+    not trained on: their rows are left for the next window, so only the end of an epoch is underfilled.
+    Every row is in exactly one bin of an epoch; the last step of an epoch may have fewer bins.
+
+    capacity: tokens of a bin, --context_length. bins_per_step: over all ranks.
+    """
+
+    same = {"seed": "--seed", "bins_per_step": "bins per step", "capacity": "--context_length",
+            "shuffle_buffer": "--shuffle_buffer"}
+
+    def __init__(self, source: Source, capacity: int, bins_per_step: int, **order):
+        super().__init__(source, BIN_WINDOW, **order)
+        self.capacity, self.bins_per_step = capacity, bins_per_step
+
+    def steps_of(self, part: Part, lengths: Sequence[int]) -> tuple[list[list], list[int]]:
+        """Steps as lists of bins, of numbers of rows."""
+        if not part.is_last and sum(lengths) <= self.capacity * self.bins_per_step:
+            return [], list(range(len(lengths)))  # not yet a step of full bins
+        bins = window_bins(lengths, self.capacity, [self.seed, part.epoch, part.index])
+        full_steps = (len(bins) - 1) // self.bins_per_step
+        trained = len(bins) if part.is_last else full_steps * self.bins_per_step
+        return (list(groups(bins[:trained], self.bins_per_step)),
+                sorted(row for bin in bins[trained:] for row in bin))
 
 
 def shuffled(items: Iterable, size: int, rng: random.Random) -> Iterator:
@@ -126,11 +177,11 @@ def shuffled(items: Iterable, size: int, rng: random.Random) -> Iterator:
 class StreamLoader:
     """Iterates `Step`s as `StepLoader` does, from a stream.
 
-    gather: a value of this rank -> the values of all ranks, in their order; called once per step on
-        the thread that iterates. The default is a world of one.
+    gather: a value of this rank -> the values of all ranks, in their order; called once per window
+        on the thread that iterates. The default is a world of one.
     context_length, train_on: as in `tokenize_rows`. Rows that are dropped leave their step smaller.
     vocab_size: rows of the model's embedding; a token beyond it is an error.
-    steps_ahead: steps prepared while another is trained on.
+    windows_ahead: windows of records, steps without bins, that are read while another is trained on.
     Raises ValueError on every rank if a record of any of them is broken, or if no row is left.
     """
 
@@ -138,26 +189,30 @@ class StreamLoader:
                  micro_batch_size: int = 1, *, context_length: int, pad_token_id: int,
                  train_on: str = "completion", vocab_size: int | None = None,
                  packing: bool = False, pad_to_multiple_of: int = 1, pad_to: PadTo = None,
-                 gather: Callable[[object], list] = lambda value: [value], steps_ahead: int = 4,
+                 gather: Callable[[object], list] = lambda value: [value], windows_ahead: int = 4,
                  pin_memory: bool = False):
         self.sampler, self.rank, self.world_size = sampler, rank, world_size
         self.micro_batch_size, self.packing, self.vocab_size = micro_batch_size, packing, vocab_size
         self.padding = {"pad_token_id": pad_token_id, "pad_to_multiple_of": pad_to_multiple_of,
                         "pad_to": pad_to}
-        self.gather, self.steps_ahead, self.pin_memory = gather, steps_ahead, pin_memory
+        self.gather, self.windows_ahead, self.pin_memory = gather, windows_ahead, pin_memory
+        self.num_bins = micro_batch_size if packing and isinstance(pad_to, int) else 1  # as StepLoader
         self.chat = ChatTemplate(deepcopy(tokenizer))  # its thread's own
         self.report = DataReport(context_length, train_on)  # of this rank's rows, each once
-        self.counted_epoch, self.counted_steps = None, 0
+        self.counted_epoch, self.counted_windows = None, 0
 
     def __iter__(self) -> Iterator[Step]:
-        started_at, rows_so_far = self.sampler.position, 0
-        with closing(ahead(map(self._tokenize, self.sampler.steps()), self.steps_ahead)) as steps:
-            while (step := self._agree(steps)) is not None:
-                rows_so_far += step.num_rows
-                if step.epoch and not started_at: self._check_any(rows_so_far)
-                self.sampler.advance(step.index, step.epoch)
-                if step.num_rows: yield step
+        started_at, rows_so_far, left = self.sampler.position, 0, []
+        read = map(self._tokenize, self.sampler.windows())
+        with closing(ahead(read, self.windows_ahead)) as parts:
+            while not self._has_ended() and (part := self._agree(parts)) is not None:
+                rows_so_far += len(part.rows)
+                if part.epoch and not started_at: self._check_any(rows_so_far)
+                left = yield from self._steps(part, left)
         if not started_at: self._check_any(rows_so_far)
+
+    def _has_ended(self) -> bool:
+        return self.sampler.position == self.sampler.total_steps
 
     def full_report(self) -> DataReport:
         """What all ranks have read so far, later epochs left out; every rank must call it."""
@@ -167,55 +222,81 @@ class StreamLoader:
 
     # ---- in the thread ----
 
-    def _tokenize(self, step: RawStep) -> tuple[Part, DataReport, list[str]]:
-        """The part of `step` that is this rank's, for rows are dealt in turn; the places of all rows."""
+    def _tokenize(self, window: Window) -> tuple[Part, DataReport]:
+        """The part of `window` that is this rank's, for rows are dealt in turn."""
         report = DataReport(self.report.context_length, self.report.train_on)
-        first = (self.rank - step.index * self.sampler.rows_per_step) % self.world_size
-        places = range(first, len(step.rows), self.world_size)
-        rows = [parse_row(step.rows[place][1], step.rows[place][0]) for place in places]
-        encoded = zip(places, rows, encode_rows(rows, self.chat, report.train_on), strict=True)
-        kept = [(place, row) for place, given, item in encoded
+        dealt = [row for row in window.rows if row[0] % self.world_size == self.rank]
+        rows = [parse_row(record, name) for _, name, record in dealt]
+        encoded = zip(dealt, rows, encode_rows(rows, self.chat, report.train_on), strict=True)
+        kept = [(place, name, row) for (place, name, _), given, item in encoded
                 if (row := cut_and_count(item, given.source, report)) is not None]
-        largest = max((int(row.input_ids.max()) for _, row in kept), default=-1)
+        largest = max((int(row.input_ids.max()) for *_, row in kept), default=-1)
         if self.vocab_size is not None: check_vocab_size(largest, self.vocab_size)
-        return Part(step.index, step.epoch, kept), report, [place for place, _ in step.rows]
+        return Part(window.index, window.epoch, window.is_last, kept), report
 
     # ---- with the other ranks ----
 
-    def _agree(self, steps: Iterator[tuple[Part, DataReport, list[str]]]) -> Step | None:
-        """This rank's share of the next step; None where the streams of all are at their end."""
-        told, row_ids, error = None, [], None
+    def _agree(self, parts: Iterator[tuple[Part, DataReport]]) -> Part | None:
+        """All rows of the next window; None where the streams of all ranks are at their end."""
+        told, error = None, None
         try:
-            if (item := next(steps, None)) is not None:
-                told, report, row_ids = item
+            if (item := next(parts, None)) is not None:
+                told, report = item
                 self._count(told, report)
         except Exception as caught:  # noqa: BLE001  the others would wait for this rank
             error, told = caught, one_line(caught)
         everyone = self.gather(told)
         if faults := [state for state in everyone if isinstance(state, str)]:
             raise ValueError(faults[0]) from error
-        parts = [state for state in everyone if state is not None]
-        return self._share_of(parts, row_ids) if parts else None
+        read = [state for state in everyone if state is not None]
+        if not read: return None
+        return Part(read[0].index, read[0].epoch, all(part.is_last for part in read),
+                    sorted((row for part in read for row in part.rows), key=itemgetter(0)))
 
-    def _share_of(self, parts: list[Part], row_ids: list[str]) -> Step:
-        """What this rank computes of a step that the ranks have read in parts."""
-        rows = [row for _, row in sorted((pair for part in parts for pair in part.rows),
-                                         key=itemgetter(0))]
-        lengths = [len(row.input_ids) for row in rows]
-        shares = share_out(rows, lengths, self.rank, self.world_size, self.micro_batch_size,
-                           self.report.context_length if self.packing else None, parts[0].index)
-        micro_batches = [collated(share, example_of, self.packing, self.padding, self.pin_memory)
-                         for share in shares]
-        return Step(parts[0].index, parts[0].epoch, micro_batches, len(rows), sum(lengths),
-                    sum(int(row.trained.sum()) for row in rows),
-                    sum(map(num_trained_tokens, micro_batches)), row_ids)
+    def _steps(self, part: Part, left: list[ReadRow]) -> Generator[Step, None, list[ReadRow]]:
+        """Steps of a window and the rows left from those before it; the rows that are left for the next.
 
-    def _count(self, step: Part, report: DataReport):
-        """Take a step into the report, unless its rows were in it: an epoch or a rollback ago."""
-        if self.counted_epoch is None: self.counted_epoch = step.epoch
-        if step.epoch != self.counted_epoch or step.index < self.counted_steps: return
+        The first steps of a window were done before where the run has resumed in its middle.
+        """
+        sampler, rows = self.sampler, left + part.rows
+        first = sampler.window_start
+        carried = sampler.carried
+        steps, numbers = sampler.steps_of(part, [len(row.input_ids) for *_, row in rows])
+        left = [rows[number] for number in numbers]
+        at_end = part.epoch, part.index + 1, first + len(steps), [place for place, *_ in left]
+        if not steps: sampler.go_to(sampler.position, *at_end)
+        for index, units in enumerate(steps, start=first):
+            if index < sampler.position: continue
+            done = index + 1 - first == len(steps)
+            sampler.go_to(index + 1, *at_end if done else (part.epoch, part.index, first, carried))
+            step = self._share_of(index, part.epoch, rows, units)
+            if step.num_rows: yield step
+            if self._has_ended(): break
+        return left
+
+    def _share_of(self, index: int, epoch: int, rows: list[ReadRow], units: list) -> Step:
+        """What this rank computes of a step: of the rows, or bins of rows, with these numbers."""
+        encoded = [row for *_, row in rows]
+        lengths = np.array([len(row.input_ids) for row in encoded])
+        if isinstance(self.sampler, StreamBinSampler):
+            numbers = [number for bin in units for number in bin]
+            shares = share_bins(units, lengths, self.rank, self.world_size, self.micro_batch_size)
+        else:
+            numbers = units
+            shares = share_out(units, lengths, self.rank, self.world_size, self.micro_batch_size,
+                               self.report.context_length if self.packing else None, index)
+        micro_batches = [collated(share, lambda number: example_of(encoded[number]), self.packing,
+                                  self.padding, self.pin_memory, self.num_bins) for share in shares]
+        return Step(index, epoch, micro_batches, len(numbers), int(lengths[numbers].sum()),
+                    sum(int(encoded[number].trained.sum()) for number in numbers),
+                    sum(map(num_trained_tokens, micro_batches)), [rows[number][1] for number in numbers])
+
+    def _count(self, part: Part, report: DataReport):
+        """Take a window into the report, unless its rows were in it: an epoch or a rollback ago."""
+        if self.counted_epoch is None: self.counted_epoch = part.epoch
+        if part.epoch != self.counted_epoch or part.index < self.counted_windows: return
         self.report.add(report)
-        self.counted_steps = step.index + 1
+        self.counted_windows = part.index + 1
 
     def _check_any(self, rows: int) -> None:
         if not rows:

@@ -11,7 +11,7 @@ from ..adapters import adapter_counts, trainable_parameters
 from ..checkpoint import per_step
 from ..config import BatchPlan, RunConfig
 from ..config.settings import counted
-from ..data import Source, Subset, TokenizedDataset
+from ..data import Source, StepLoader, StreamLoader, Subset, TokenizedDataset
 from ..derived import attention
 from ..dist import print_main, ranks_from_env
 from ..export.card import run_record
@@ -21,10 +21,13 @@ from ..observe.runlog import now
 from .graphs import uses_graphs
 from .step import compute_device
 
+WELL_FILLED = 0.8  # of the places of bins
 
-def describe(model: nn.Module, config: RunConfig, batches: BatchPlan, total_steps: int | None,
+
+def describe(model: nn.Module, config: RunConfig, batches: BatchPlan, loader: StepLoader | StreamLoader,
              seconds: float):
     """Print every derived value once."""
+    total_steps, ranks = loader.sampler.total_steps, ranks_from_env().world_size
     trained = sum(p.numel() for p in trainable_parameters(model).values())
     counts = adapter_counts(model)
     if counts: print_main("adapted layers: " + ", ".join(f"{k} x{n}" for k, n in counts.items()))
@@ -37,7 +40,8 @@ def describe(model: nn.Module, config: RunConfig, batches: BatchPlan, total_step
     print_main(f"attention: {implementation} ({reason})")
     if uses_graphs(config, model, compute_device(model)):
         print_main("micro-batches of a shape seen before are replayed from CUDA graphs")
-    print_main(steps_line(config, batches, total_steps, ranks_from_env().world_size))
+    print_main(steps_line(config, batches, total_steps, ranks))
+    if config.packing and isinstance(loader, StepLoader): print_main(fill_line(config, loader, ranks))
     if ends_in_warmup(config, total_steps):
         print_main(f"warning: --lr_warmup_steps {config.lr_warmup_steps}: the run ends before --lr "
                    f"{config.lr:g} is reached; give fewer than its {counted(total_steps, 'step')}")
@@ -52,6 +56,19 @@ def steps_line(config: RunConfig, batches: BatchPlan, steps: int | None, ranks: 
     return (f"{count}, of {counted(batches.per_step, batches.unit)}{full}: micro-batch "
             f"{counted(batches.micro_batch_size, unit)} x accumulation {batches.accumulation} x "
             f"{counted(ranks, 'rank')}")
+
+
+def fill_line(config: RunConfig, loader: StepLoader, ranks: int) -> str:
+    """How full the bins are, and what would fill them where a step has too few rows for that."""
+    share, rows, dataset = loader.bin_fill(), config.global_batch_size, loader.dataset
+    line = f"bins are {share:.0%} full"
+    if share >= WELL_FILLED or config.has_full_bins: return line
+    places = config.batch_size * ranks * config.context_length  # of a micro-batch on every rank
+    rows_of_one = max(1, round(places * len(dataset) / max(int(dataset.lengths.sum()), 1)))
+    enough = -(-rows // rows_of_one) * rows_of_one
+    line += f": {counted(rows, 'row')} per step leave them partly empty"
+    if enough >= len(dataset): return f"{line}; leave out --global_batch_size"
+    return f"{line}; leave out --global_batch_size or raise it to about {enough}"
 
 
 def ends_in_warmup(config: RunConfig, steps: int | None) -> bool:

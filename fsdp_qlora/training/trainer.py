@@ -30,6 +30,7 @@ from ..config.settings import AUTO, parts_of
 from ..data import (
     Source,
     StepLoader,
+    StreamBinSampler,
     StreamLoader,
     StreamSampler,
     Subset,
@@ -97,7 +98,7 @@ def train_found(config: RunConfig, found: Found, run_id: str,
     found.content["weights"] = model.weights_hash
     loader = build_loader(config, dataset, batches, tokenizer, model, device)
     loaded, total_steps = time.perf_counter() - started, loader.sampler.total_steps
-    describe(model, planned, batches, total_steps, loaded)
+    describe(model, planned, batches, loader, loaded)
     state = build_state(config, batches, model, loader, tokenizer, held_out, device)
     boundary = restored(state, found) if found.folder else state.boundary(0)
     answerer = build_answerer(config, tokenizer, held_out, model.config.vocab_size, device)
@@ -146,8 +147,9 @@ def build_loader(config: RunConfig, dataset: TokenizedDataset | Subset | Source,
                     packing=config.packing, pin_memory=device.type == "cuda")
     batching["pad_to"] = padded_widths(config, device)
     if isinstance(dataset, Source):
-        sampler = StreamSampler(dataset, batches.per_step, **order,
-                                shuffle_buffer=config.shuffle_buffer)
+        order["shuffle_buffer"] = config.shuffle_buffer
+        sampler = (StreamSampler(dataset, batches.per_step, **order) if batches.unit == "row" else
+                   StreamBinSampler(dataset, config.context_length, batches.per_step, **order))
         return StreamLoader(sampler, tokenizer, *share, context_length=config.context_length,
                             train_on=config.train_on, vocab_size=vocab_size,
                             gather=gather_over_ranks, **batching)
