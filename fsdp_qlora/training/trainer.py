@@ -103,7 +103,7 @@ def train_found(config: RunConfig, found: Found, run_id: str,
     boundary = restored(state, found) if found.folder else state.boundary(0)
     answerer = build_answerer(config, tokenizer, held_out, model.config.vocab_size, device)
     record = record_beside_weights(config, found.content["data"], device)
-    start = start_record(config, record, run_id, model, batches, about_data(dataset, held_out), device,
+    start = start_record(planned, record, run_id, model, batches, about_data(dataset, held_out), device,
                          step=boundary.step, total_steps=total_steps, load_seconds=loaded)
     with run_log(config, start, trackers, found) as log:
         log.record(start)
