@@ -136,8 +136,8 @@ def meet() -> tuple[dist.Store, int, int]:
 
     Raises MistakeElsewhere with what a rank says that will not come.
     """
-    address, *who = ("env://",) if launched() else (f"tcp://localhost:{free_port()}", 0, 1)
-    store, rank, world_size = next(dist.rendezvous(address, *who, timeout=MEETING))
+    if launched(): store, rank, world_size = next(dist.rendezvous("env://", timeout=MEETING))
+    else: store, rank, world_size = dist.HashStore(), 0, 1  # of this process alone: no port is open
     store = dist.PrefixStore("fsdp_qlora", store)
     own = dist.PrefixStore(f"meeting {next(meetings)}", store)  # ranks count theirs alike
     return meeting.meet(own, rank, world_size, MEETING, Mistakes(store)), rank, world_size

@@ -11,10 +11,16 @@ from hypothesis import strategies as st
 
 from fsdp_qlora.config import RunConfig, plan_batches
 from fsdp_qlora.config.checks import check_choices
+from fsdp_qlora.config.flags import parse
 from fsdp_qlora.config.options import STRATEGY_NAMES
 from fsdp_qlora.config.run import GROUPS
 from fsdp_qlora.config.settings import AUTO, changed_settings, opt
-from fsdp_qlora.config.without_effect import lost_updates, settings_without_effect
+from fsdp_qlora.config.without_effect import (
+    batch_above_data,
+    high_rates,
+    lost_updates,
+    settings_without_effect,
+)
 
 # Every flag of the original train.py.
 OLD_FLAGS = """
@@ -260,15 +266,85 @@ def test_a_changed_setting_that_does_nothing_warns_and_says_why():
     ("grad_norm", 1.0, dict(apply_gradient_clipping=True)), ("shuffle_buffer", 9, dict(stream=True)),
     ("min_wrap_params", 9, dict(wrap_policy="min_params")),
     ("loftq_iter", 2, dict(init_lora_weights="loftq")),
-    ("shard_group_size", 2, dict(sharding_strategy="hybrid_full_shard"))])
+    ("shard_group_size", 2, dict(sharding_strategy="hybrid_full_shard")),
+    ("warmup_share", 0.2, dict(lr_scheduler="cosine")), ("dataset_samples", 9, dict(dataset="dummy")),
+    ("dataset_samples", 9, dict(dataset="orca_math")),
+    ("keep_checkpoints", 5, dict(checkpoint_every=4))])
 def test_a_detail_of_something_that_is_off_warns(name, value, turned_on_by):
-    (warning,) = settings_without_effect(RunConfig(**{name: value}))
+    off = dict(dataset="rows.jsonl", checkpoint_minutes=0.0, **{name: value})
+    (warning,) = settings_without_effect(RunConfig(**off))
     assert warning.startswith(f"--{name} has no effect: it belongs to ")
-    assert not settings_without_effect(RunConfig(**{name: value}, **turned_on_by))
+    assert not settings_without_effect(RunConfig(**off | turned_on_by))
+
+
+def warned(**settings) -> list[str]:
+    """The flags that a run says have no effect."""
+    return [w.split()[0] for w in settings_without_effect(RunConfig(**settings))]
+
+
+@pytest.mark.parametrize("flag, without, with_it", [
+    ("no_sync", dict(no_sync=True), dict(gradient_accumulation_steps=2)),
+    ("no_sync", dict(no_sync=True, global_batch_size=2, batch_size=2), dict(global_batch_size=8)),
+    ("no_sync", dict(no_sync=True, gradient_accumulation_steps=2, sharding_strategy="ddp"),
+     dict(sharding_strategy="full_shard")),
+    ("gather_once", dict(gather_once=True, sharding_strategy="shard_grad_op"),
+     dict(gradient_accumulation_steps=2)),
+    ("use_gradient_checkpointing",
+     dict(use_gradient_checkpointing=False, activation_policy="keep_linears"),
+     dict(activation_policy="auto")),
+    ("wrap_policy", dict(wrap_policy="attention_mlp", sharding_strategy="ddp"),
+     dict(sharding_strategy="full_shard")),
+    ("wd", dict(wd=0.2, optimizer="sgd"), dict(optimizer="adamw_8bit")),
+    ("data_cache", dict(data_cache="cache", stream=True, max_steps=1), dict(stream=False)),
+    ("dataset_split", dict(dataset_split="validation", dataset="dummy"), dict(dataset="me/rows")),
+    ("eval_split", dict(eval_split="validation", dataset="dummy"), dict(eval_dataset="me/rows")),
+    ("loading_workers", dict(loading_workers=2, random_weights=True), dict(random_weights=False)),
+    ("log_every", dict(log_every=2, log_to="jsonl"), dict(log_to="jsonl,wandb")),
+    ("max_bad_steps", dict(max_bad_steps=5, on_bad_steps="skip"), dict(on_bad_steps="rollback")),
+    ("verify_frozen_minutes", dict(verify_frozen_minutes=5.0, train_type="full", optimizer="adamw_8bit"),
+     dict(trained_modules="lm_head")),
+    ("reentrant_checkpointing", dict(reentrant_checkpointing=True, use_gradient_checkpointing=False),
+     dict(use_gradient_checkpointing=True)),
+    ("deterministic", dict(deterministic=True, device="cpu"), dict(device="auto")),
+    ("master_port", dict(master_port="29500", world_size=1), dict(world_size=2))])
+def test_every_setting_warns_in_a_run_in_which_it_does_nothing(flag, without, with_it):
+    assert warned(**without) == [f"--{flag}"]
+    assert f"--{flag}" not in warned(**without | with_it)
+
+
+def test_a_revision_of_a_folder_warns(tmp_path):
+    assert warned(revision="main", model_name=str(tmp_path)) == ["--revision"]
+    assert not warned(revision="main", model_name="me/model")
+
+
+@pytest.mark.parametrize("flag, value", [("grad_norm", 0.3), ("warmup_share", 0.1), ("lora_rank", 64),
+                                         ("backward_prefetch", "backward_pre")])
+def test_a_setting_without_effect_is_said_too_where_it_was_typed_at_its_default(flag, value):
+    others = {"lora_rank": ["--train_type", "full"], "backward_prefetch": ["--sharding_strategy", "ddp"]}
+    (config,) = parse([f"--{flag}", str(value), *others.get(flag, [])])
+    assert [w.split()[0] for w in settings_without_effect(config)] == [f"--{flag}"]
+    (config,) = parse(others.get(flag, []))
+    assert not settings_without_effect(config)
+
+
+@pytest.mark.parametrize("settings, words", [
+    (dict(lr=0.02), "--lr 0.02 is above 1e-2"), (dict(lr=1e-3, loraplus_lr_ratio=16.0),
+                                                "--lr 0.001 x --loraplus_lr_ratio 16 is above 1e-2"),
+    (dict(lr=0.02, train_type="bnb_dora"), "--lr 0.02"), (dict(lr=0.01), None),
+    (dict(lr=0.02, optimizer="sgd"), None), (dict(lr=0.02, train_type="full"), None)])
+def test_a_learning_rate_at_which_adapters_diverge_warns(settings, words):
+    found = high_rates(RunConfig(**settings))
+    assert (words in found[0]) if words else not found
+
+
+def test_a_batch_larger_than_the_data_warns():
+    plan = plan_batches(RunConfig(batch_size=8, gradient_accumulation_steps=4), world_size=2)
+    (warning,) = batch_above_data(plan, 63)
+    assert warning.startswith("a step takes 64 rows, and the data have 63 rows: each step is a whole")
+    assert not batch_above_data(plan, 64) and not batch_above_data(plan, None)
 
 
 def test_settings_of_the_profile_and_of_gathering_warn_where_there_is_neither():
-    warned = lambda **s: [w.split()[0] for w in settings_without_effect(RunConfig(**s))]  # noqa: E731
     assert warned(with_stack=True, active_steps=3) == ["--with_stack", "--active_steps"]
     assert not warned(profile=True, with_stack=True, active_steps=3)
     assert warned(sharding_strategy="ddp", gather_once=True, backward_prefetch="none") == [

@@ -132,7 +132,8 @@ def test_the_quickstart_runs_as_it_is_written(tmp_path, monkeypatch, capsys):
 
 # ---- errors -------------------------------------------------------------------------------------
 
-WARN = ("settings_without_effect", "lost_updates")  # functions whose texts are warnings
+WARN = ("settings_without_effect", "lost_updates", "one_at_a_time", "high_rates",
+        "batch_above_data")  # functions whose texts are warnings
 
 
 def literal_words() -> list[tuple[str, str]]:

@@ -17,6 +17,7 @@ from torch.distributed.run import get_args_parser
 
 from fsdp_qlora.cli import TrainOptions
 from fsdp_qlora.config.flags import parse
+from fsdp_qlora.dist import meet
 from tests.chaos.harness import command, make_inputs, outcome
 from tests.hosts import Hosts
 
@@ -132,6 +133,72 @@ def test_ray_train_starts_the_ranks_and_starts_them_again_after_one_was_killed(t
     assert ray.wait(400) == 0, (tmp_path / "log").read_text()[-3000:]
     assert "resumed from" in (tmp_path / "log").read_text()
     assert outcome(run.out) == outcome(reference.out)
+
+
+# ---- the launcher of train.py ------------------------------------------------------------------
+
+RANK = """
+import os, sys, torch.distributed as dist
+from fsdp_qlora.dist import process_group, rank_device, sum_over_ranks
+sys.path.insert(0, "{root}")
+from tests.test_launch import listeners
+with process_group(rank_device("cpu")):
+    total = sum_over_ranks(1)
+    print(total, *listeners(os.getpid()), *listeners(os.getppid()),
+          file=open(f"{out}/" + os.environ["RANK"], "w"))
+"""
+
+
+def listeners(process: int) -> list[str]:
+    """The addresses, in hexadecimal, on which a process listens."""
+    sockets = set()
+    for descriptor in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(OSError): sockets.add(os.readlink(descriptor))
+    rows = [line.split() for name in ("tcp", "tcp6")
+            for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+
+
+def test_ranks_that_are_started_here_listen_on_this_machine_alone(tmp_path):
+    code = ("import sys; from torch.distributed.launcher.api import elastic_launch\n"
+            "from fsdp_qlora.config import RunConfig\nfrom fsdp_qlora.training import launch\n"
+            "launch.os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')\n"
+            "elastic_launch(launch.how_to_launch(2, RunConfig()), sys.executable)('-c', sys.argv[1])")
+    script = RANK.format(root=ROOT, out=tmp_path)
+    subprocess.run([sys.executable, "-c", code, script], check=True, timeout=200, cwd=ROOT,
+                   env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")})
+    found = [(tmp_path / rank).read_text().split() for rank in "01"]
+    assert {total for total, *_ in found} == {"[2]"}
+    addresses = {address for _, *more in found for address in more}
+    assert addresses == {"0100007F"}, addresses  # 127.0.0.1; 00000000 is every interface
+
+
+def test_a_run_of_one_rank_opens_no_store(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    before = listeners(os.getpid())
+    store, rank, world_size = meet()
+    assert (rank, world_size) == (0, 1) and listeners(os.getpid()) == before
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+@pytest.mark.parametrize("given, kept", [
+    ({}, False), (dict(OMP_NUM_THREADS="1"), True), (dict(OMP_NUM_THREADS="3"), True),
+    (dict(MKL_NUM_THREADS="2"), True)])
+def test_a_number_of_threads_that_was_given_stays(given, kept, tmp_path):
+    code = ("import os; from fsdp_qlora.training import launch\nlaunch.torch.set_num_threads(5)\n"
+            "launch.share_cores(1)\n"
+            "out = open(os.environ['OUT'] + os.getenv('RANK', ''), 'w')\n"
+            "print(launch.torch.get_num_threads(), file=out)")
+    (tmp_path / "script.py").write_text(code)
+    ours = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RANK")
+    env = {k: v for k, v in os.environ.items() if k not in ours}
+    env |= given | dict(OUT=str(tmp_path / "out"), PYTHONPATH=str(ROOT))
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    for how in ([], torchrun):
+        subprocess.run([sys.executable, *how, tmp_path / "script.py"], check=True, env=env, timeout=200)
+    wanted = 5 if kept else len(os.sched_getaffinity(0))
+    for name in ("out", "out0", "out1"): assert int((tmp_path / name).read_text()) == wanted, name
 
 
 def rank_processes(out: Path):

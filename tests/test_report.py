@@ -15,6 +15,7 @@ import pytest
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.report.charts import Series, chart, short, ticks_of
+from fsdp_qlora.report.page import write_report
 from fsdp_qlora.report.story import read_story, smoothed, thinned
 
 from .test_cli import without_torch
@@ -63,6 +64,45 @@ def run(tmp_path):
              dict(kind="end", step=60, status="finished", message="", time="2026-11-28T06:40:00+00:00")]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return tmp_path
+
+
+EVIL = '"><script>alert(1)</script><img src=x onerror=alert(2)>'
+
+
+def with_evil(value) -> list:
+    """A record with each of its parts replaced by markup, one at a time."""
+    if isinstance(value, dict):
+        return [value | {key: part} for key, old in value.items() for part in with_evil(old)] + [
+            value | {EVIL: old} for old in list(value.values())[:1]]
+    if isinstance(value, list):
+        return [[*value[:i], part, *value[i + 1:]] for i, old in enumerate(value)
+                for part in with_evil(old)] or [[EVIL]]
+    return [EVIL]
+
+
+def test_markup_in_any_part_of_any_record_never_stands_raw_in_the_page(run):
+    path = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    last = {record["kind"]: i for i, record in enumerate(lines)}
+    usual, written = sorted({tag for tag, _ in tags_of(run)}), 0
+    for i in last.values():
+        for changed in with_evil(lines[i]):
+            path.write_text("".join(json.dumps(line) + "\n" for line in [*lines[:i], changed,
+                                                                         *lines[i + 1:]]))
+            try:
+                tags = tags_of(run)
+            except ValueError as error:  # a number is no text
+                assert "metrics.jsonl holds a record that no run writes" in str(error), changed
+                continue
+            written += 1
+            assert [tag for tag, _ in tags].count("script") == 1, changed
+            assert {tag for tag, _ in tags} <= {*usual, "p"}, changed
+            assert not any(name.startswith("on") for _, given in tags for name in given), changed
+    assert written > 100
+
+
+def tags_of(run) -> list[tuple[str, dict]]:
+    return Page(write_report(run).read_text()).tags
 
 
 class Page(HTMLParser):

@@ -9,7 +9,8 @@ import pytest
 
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.observe.trackers import check_trackers
+from fsdp_qlora.observe.metrics import EvalMetrics
+from fsdp_qlora.observe.trackers import Wandb, check_trackers
 
 from .tokenizers import save_chat_model
 
@@ -148,6 +149,38 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_each_tracker(base, tmp_path, m
     assert [step for step, _ in shown] == [1, 2, 4, 5, 6, 8]  # 6 once: the first try is purged
     for scalars in (dict(shown), dict(of_both["train/loss"]), dict(of_one["train/loss"])):
         assert scalars[8] == pytest.approx((losses[7] + losses[8]) / 2, rel=0.2)
+    for scalars in (of_both, of_one):  # 6 once too: the first try stays
+        for name, points in scalars.items():
+            steps = [step for step, _ in points]
+            if name.startswith(("train/", "eval/")): assert len(set(steps)) == len(steps), name
+        assert [step for step, _ in scalars["train/loss"]] == [1, 2, 4, 6, 8]
+        assert [step for step, _ in scalars["eval/loss"]] == [4, 8]
+
+
+def test_steps_that_a_run_goes_back_over_reach_a_tracker_once(tmp_path, monkeypatch):
+    """A rollback, a second start with the file, with a server that knows, and with a damaged file."""
+    told = []
+
+    class Run:
+        resumed, summary = False, {}
+        log = staticmethod(told.append)
+        define_metric = finish = staticmethod(lambda *args, **more: None)
+    monkeypatch.setattr("wandb.init", lambda **more: Run)
+    (tmp_path / "wandb").mkdir()
+
+    def send(*steps: int):
+        sink = Wandb(RunConfig(output_dir=str(tmp_path)), "id", 0)
+        for step in steps:
+            sink.write(EvalMetrics(step, float(step), 1.0, 1, False, 1.0))
+            if step == 6: sink.rewind(4)
+    send(2, 4, 6, 5, 6, 7)
+    assert [values["step"] for values in told] == [2, 4, 6, 7]
+    send(5, 6, 7, 8)
+    assert [values["step"] for values in told] == [2, 4, 6, 7, 8]
+    (tmp_path / "wandb" / "id.json").write_text("{")
+    Run.resumed, Run.summary = True, {"step": 8}
+    send(7, 8, 9)
+    assert [values["step"] for values in told] == [2, 4, 6, 7, 8, 9]
 
 
 # ---- mistakes ------------------------------------------------------------------------------------

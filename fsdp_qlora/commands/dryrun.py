@@ -20,7 +20,7 @@ from ..config import AUTO, RunConfig, plan_batches
 from ..config.flags import given_settings
 from ..config.recipe import as_recipe
 from ..config.settings import changed_settings
-from ..config.without_effect import warnings_of
+from ..config.without_effect import batch_above_data, warnings_of
 from ..data import RowLengths, StepLoader, choose_pad_token_id, preview, step_sampler
 from ..data.collate import IGNORE
 from ..dist import launched, print_main, rank_device, ranks_from_env
@@ -125,6 +125,8 @@ def show_batches(config: RunConfig, data: RunData, tokenizer, vocab_size: int, r
     steps = None if data.stream else sampler.total_steps
     print_main(steps_line(config, batches, steps, ranks))
     if config.packing and not data.stream: print_main(fill_line(config, loader, ranks))
+    for warning in batch_above_data(batches, None if data.stream else len(rows)):
+        print_main(f"warning: {warning}")
     step = loader.step(0)
     batch = step.micro_batches[0]
     first = "the first rows of the stream, which a run shuffles" if data.stream else "the first batch"

@@ -122,7 +122,9 @@ def parse(argv: list[str], *extra_groups: type, prog: str = "fsdp-qlora train") 
     for group in (*extra_groups, RecipeOptions, *GROUPS): add_fields(parser, group)
     recipe = recipe_of(argv)
     try:
-        return parse_flags(parser, [*recipe.flags, *argv], extra_groups)
+        config, *extras = parse_flags(parser, [*recipe.flags, *argv], extra_groups)
+        config.typed = frozenset(typed_flags(argv))
+        return [config, *extras]
     except ValueError as error:
         raise ValueError(recipe.with_place(str(error), typed_flags(argv))) from error
 

@@ -48,6 +48,8 @@ class RunConfig(ModelOptions, AdapterOptions, DataOptions, EvaluationOptions, Ba
                 ProfileOptions):
     """All settings of one run. Raises ValueError, naming the flag and the remedy, if they clash."""
 
+    typed = frozenset[str]()  # names of those on the command line, at their defaults too
+
     def __post_init__(self):
         check_types(self)
         check_choices(self)

@@ -1,12 +1,14 @@
 """TensorBoard, Weights & Biases and MLflow as sinks of a run; each needs its package when it is named.
 
 A run that goes on from a checkpoint goes on in the same run of its tracker, which knows it by the
-`run_id` that checkpoints keep. Trackers get the settings without secrets, and neither the command
-line nor the terminal's text, where some may be.
+`run_id` that checkpoints keep. Steps that it takes again are shown once: TensorBoard forgets the first
+try, and what W&B and MLflow have can't be taken back, so they are not told again. Trackers get the
+settings without secrets, and neither the command line nor the terminal's text, where some may be.
 """
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -49,6 +51,30 @@ class TensorBoard(Sink):
         self.writer.close()
 
 
+class Sent:
+    """What a tracker was told of each figure, up to which step; kept in a file if it can't be asked."""
+
+    def __init__(self, last: dict[str, int], before: int = -1, path: Path | None = None):
+        self.last, self.before, self.path = last, before, path
+
+    @classmethod
+    def read(cls, path: Path, before: int = -1) -> Sent:
+        """As a start before this one left it. before: all figures were told up to that step."""
+        try:
+            last = {name: int(step) for name, step in json.loads(path.read_text()).items()}
+        except (OSError, ValueError, TypeError, AttributeError):
+            last = {}
+        return cls(last, before, path)
+
+    def new(self, record: Record) -> dict[str, float]:
+        """The figures of a record that the tracker does not have for its step or a later one."""
+        found = {name: value for name, value in record.values().items()
+                 if record.step > max(self.before, self.last.get(name, -1))}
+        self.last |= dict.fromkeys(found, record.step)
+        if self.path and found: self.path.write_text(json.dumps(self.last))
+        return found
+
+
 class Wandb(Sink):
     """A run of Weights & Biases; WANDB_MODE=offline keeps it in `wandb` of --output_dir for later."""
 
@@ -62,9 +88,12 @@ class Wandb(Sink):
             settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True,
                                     x_disable_meta=True))
         self.run.define_metric("*", step_metric="step")  # its own count could not go back
+        known = self.run.summary.get("step") if self.run.resumed else None  # of the server
+        self.sent = Sent.read(Path(config.output_dir) / "wandb" / f"{run_id}.json",
+                              known if isinstance(known, int) else -1)
 
     def write(self, record: Record):
-        if values := record.values(): self.run.log(values | {"step": record.step})
+        if values := self.sent.new(record): self.run.log(values | {"step": record.step})
 
     def close(self, status: str):
         self.run.finish(exit_code=int(status == "failed"))
@@ -84,17 +113,20 @@ class MLflow(Sink):
         if runs:
             self.id = runs[0].info.run_id
             self.client.update_run(self.id, "RUNNING")
+            self.sent = Sent({name: max(m.step for m in self.client.get_metric_history(self.id, name))
+                              for name in runs[0].data.metrics})
             return
         made = self.client.create_run(experiment, run_name=said["name"],
                                       tags={"fsdp_qlora.run_id": run_id})
-        self.id = made.info.run_id
+        self.id, self.sent = made.info.run_id, Sent({})
         params = [Param(name, str(value)[:500]) for name, value in said.items()]
         for start in range(0, len(params), 100):  # of one call
             self.client.log_batch(self.id, params=params[start:start + 100])
 
     def write(self, record: Record):
         now = int(time.time() * 1000)
-        metrics = [self.metric(name, value, now, record.step) for name, value in record.values().items()]
+        metrics = [self.metric(name, value, now, record.step)
+                   for name, value in self.sent.new(record).items()]
         if metrics: self.client.log_batch(self.id, metrics)
 
     def close(self, status: str):

@@ -24,8 +24,13 @@ def write_report(run: str | Path, path: str | Path | None = None) -> Path:
 
     Raises ValueError for a folder that is no run's.
     """
-    target = Path(path) if path else Path(run) / "report.html"
-    text = page(read_story(run))
+    target, story = Path(path) if path else Path(run) / "report.html", read_story(run)
+    try:
+        text = page(story)
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        raise ValueError(f"{run}: metrics.jsonl holds a record that no run writes "
+                         f"({type(error).__name__}: {error}); give a folder that a run has written"
+                         ) from error
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(redact(text), encoding="utf-8")
     return target
@@ -74,7 +79,7 @@ def header(story: Story, name: str, settings: dict) -> str:
     """What was trained, on what, and how it ended."""
     about = settings.get("about", {})
     status = story.status
-    parts = [f'<b class="{status.split()[0]}">{escape(status)}</b>',
+    parts = [f'<b class="{escape(status.split()[0])}">{escape(status)}</b>',
              escape(without_folders(settings["dataset"])) if settings.get("dataset") else "",
              escape(about.get("hardware", "")), escape(settings.get("sharding_strategy", "")),
              escape(kind_of(settings)), escape(about.get("date", ""))]

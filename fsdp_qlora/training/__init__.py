@@ -2,6 +2,6 @@
 
     launch -> rank -> prepare -> trainer -> loop -> step
 
-Modules, each importing only from those before it: signals, terminal, notice, launch, lock, prepare,
-sample, scaler, step, graphs, describe, steplog, frozen, faults, watchdog, loop, trainer, rank.
+Modules, each importing only from those before it: signals, terminal, notice, rendezvous, launch, lock,
+prepare, sample, scaler, step, graphs, describe, steplog, frozen, faults, watchdog, loop, trainer, rank.
 """

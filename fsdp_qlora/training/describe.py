@@ -11,6 +11,7 @@ from ..adapters import adapter_counts, trainable_parameters
 from ..checkpoint import per_step
 from ..config import BatchPlan, RunConfig
 from ..config.settings import counted
+from ..config.without_effect import batch_above_data
 from ..data import Source, StepLoader, StreamLoader, Subset, TokenizedDataset
 from ..derived import attention
 from ..dist import print_main, ranks_from_env
@@ -42,6 +43,8 @@ def describe(model: nn.Module, config: RunConfig, batches: BatchPlan, loader: St
         print_main("micro-batches of a shape seen before are replayed from CUDA graphs")
     print_main(steps_line(config, batches, total_steps, ranks))
     if config.packing and isinstance(loader, StepLoader): print_main(fill_line(config, loader, ranks))
+    rows = len(loader.dataset) if isinstance(loader, StepLoader) else None  # of a stream, not known
+    for warning in batch_above_data(batches, rows): print_main(f"warning: {warning}")
     if ends_in_warmup(config, total_steps):
         print_main(f"warning: --lr_warmup_steps {config.lr_warmup_steps}: the run ends before --lr "
                    f"{config.lr:g} is reached; give fewer than its {counted(total_steps, 'step')}")

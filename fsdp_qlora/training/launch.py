@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,8 +59,26 @@ def check_world_size(config: RunConfig):
 
 
 def share_cores(ranks_here: int):
-    """Split the cores among this machine's ranks; torchrun would leave each with one thread."""
+    """Split the cores among this machine's ranks; torchrun would leave each with one thread.
+
+    A number of threads that the user gave in the environment stays.
+    """
+    if threads_are_given(): return
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
+
+
+def threads_are_given() -> bool:
+    """Whether the user set OMP_NUM_THREADS or MKL_NUM_THREADS.
+
+    Where nobody did, torchrun sets the first to 1 in its ranks: then its own environment lacks it.
+    """
+    if "MKL_NUM_THREADS" in os.environ: return True
+    given = os.environ.get("OMP_NUM_THREADS")
+    if given != "1" or "TORCHELASTIC_RUN_ID" not in os.environ or LAUNCHER in os.environ:
+        return given is not None
+    with suppress(OSError):
+        return b"OMP_NUM_THREADS=" in Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    return False
 
 
 def start_ranks(count: int, config: RunConfig, command: str, argv: list[str]):
@@ -73,6 +92,7 @@ def start_ranks(count: int, config: RunConfig, command: str, argv: list[str]):
         logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)
     launch = how_to_launch(count, config)
     os.environ[LAUNCHER] = str(os.getpid())
+    if sys.platform == "linux": os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         with signals_passed_on():
             elastic_launch(launch, sys.executable)("-m", "fsdp_qlora.cli", command, *argv)
@@ -91,8 +111,11 @@ def how_to_launch(count: int, config: RunConfig) -> LaunchConfig:
     torch 2.11 knows no shutdown_timeout: it kills ranks 30 s after a signal.
     """
     from torch.distributed.launcher.api import LaunchConfig
+
+    from .rendezvous import ONE_MACHINE, register
+    register()
     launch = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=count, run_id="fsdp_qlora",
-                          rdzv_backend="c10d", rdzv_endpoint=meeting_point(config),
+                          rdzv_backend=ONE_MACHINE, rdzv_endpoint=meeting_point(config),
                           max_restarts=0, monitor_interval=0.2)
     launch.signals_to_handle = "SIGQUIT"
     launch.shutdown_timeout = math.ceil(config.stop_grace_seconds) + KILL_SECONDS
