@@ -62,7 +62,7 @@ def test_rows_of_thirty_lengths_are_compiled_for_in_the_first_steps_alone(found,
     steps = [record for record in map(json.loads, lines) if record["kind"] == "step"]
     assert len(steps) == STEPS
     widths = {step["padded_tokens"] for step in steps}
-    assert len(widths) > 3 or mode == "packed"
+    assert len(widths) > 1 or mode == "packed"
     assert steps[9]["compilations"] == steps[48]["compilations"] <= 6, "before the first evaluation"
     assert steps[50]["compilations"] == steps[-1]["compilations"] <= 10
     assert steps[-1]["compilations"] == graphs
