@@ -217,7 +217,7 @@ def test_a_changed_model_adapter_batch_or_data_is_refused_on_every_rank_with_wha
              "--model_name holds other weights than": dict(model_name=same_shape),
              f"--model_name holds other weights than {folder} did. Give": dict(model_name=nearly),
              "--dataset holds other rows": dict(num_rows=10),
-             "--global_batch_size was 4 rows per step and is 6": dict(global_batch_size=6),
+             "--global_batch_size: a step was 4 rows and is 6 rows": dict(global_batch_size=6),
              "--seed was 42 and is 43": dict(resume=here, seed=43),
              "no whole checkpoint there": dict(resume=str(tmp_path / "other")),
              "manifest.json is missing": dict(resume=str(out / "checkpoints" / "step-000009"))}
