@@ -119,10 +119,8 @@ class StepLoader:
         """
         first, counts = self.sampler.position, Counter()
         for index in range(first, min(first + num_steps, self.sampler.total_steps)):
-            for rows in filter(None, self._shares(index)):
-                longest = int(self.dataset.lengths[rows].max())
-                counts[len(rows), padded_length(longest, self.padding["pad_to_multiple_of"],
-                                                self.padding["pad_to"])] += 1
+            counts.update((layout.num_rows, layout.width) for layout in self.layouts(index)
+                          if layout.tokens)
         return [shape for shape, count in counts.most_common() if count > 1]
 
     def layouts(self, index: int) -> list[Layout]:

@@ -81,12 +81,6 @@ def window_bins(lengths: Sequence[int], capacity: int, seed: list[int]) -> list[
     return [bins[i] for i in np.random.default_rng(seed).permutation(len(bins))] + [last]
 
 
-def fill(lengths: np.ndarray, capacity: int) -> float:
-    """Share of the places of full bins that hold a token; `lengths` may be those of a sample."""
-    bins = full_bins(lengths, np.arange(len(lengths)), capacity, [0])
-    return int(lengths.sum()) / (capacity * len(bins))
-
-
 def balanced(lengths: Sequence[int], bins: list[list[int]], capacity: int, parts: int
              ) -> list[list[int]]:
     """The same rows in a multiple of `parts` bins that hold nearly the same number of tokens.

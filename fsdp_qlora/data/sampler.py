@@ -115,10 +115,6 @@ class BinSampler:
         """Row ids of any step, from 0."""
         return [row for bin in self.bins(step) for row in bin]
 
-    def fill(self) -> float:
-        """Share of the first epoch's places that hold a token."""
-        return int(self.lengths.sum()) / (self.capacity * len(self._bins(0)))
-
     def _start(self, epoch: int) -> int:
         """The first step of an epoch; those before it are packed to know it."""
         with self._counting:

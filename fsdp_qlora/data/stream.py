@@ -128,6 +128,9 @@ class StreamSampler:
 
     def load_state_dict(self, state: dict) -> None:
         check_same(state, self, self.same)
+        if missing := set(PLACE) - state.keys():
+            raise ValueError(f"resume: the checkpoint's place in the stream has no {min(missing)}, as "
+                             "an earlier version wrote it; start a new run")
         self.go_to(*(state[name] for name in PLACE))
 
 
