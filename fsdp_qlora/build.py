@@ -6,6 +6,8 @@ exists, and adapter values come last because they must be equal under every shar
 """
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -119,9 +121,8 @@ def compile_blocks(model: nn.Module, dynamic: bool = False):
     own. Eager, the norm would hold several copies of all hidden states in fp32. `dynamic` compiles for
     any number of rows and tokens at once, instead of for the first ones, then the next.
     """
+    compiled = partial(torch.compile, dynamic=dynamic or None)
     options = dict(post_grad_custom_pre_pass=SharedInputs())
-    any_shape = dict(dynamic=dynamic or None)
-    for mlp in tiled_mlps(model): mlp.forward = torch.compile(mlp.forward, options=options, **any_shape)
-    for block in decoder_blocks(model):
-        block.forward = torch.compile(block.forward, options=options, **any_shape)
-    if norm := final_norm(model): norm.forward = torch.compile(norm.forward, **any_shape)
+    for mlp in tiled_mlps(model): mlp.forward = compiled(mlp.forward, options=options)
+    for block in decoder_blocks(model): block.forward = compiled(block.forward, options=options)
+    if norm := final_norm(model): norm.forward = compiled(norm.forward)

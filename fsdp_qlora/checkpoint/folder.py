@@ -134,7 +134,7 @@ def set_newer_aside(root: Path, step: int):
 
 def remove_scratch(root: Path):
     """Delete what a killed run left half written or half deleted."""
-    for folder in root.iterdir():
+    for folder in root.iterdir() if root.is_dir() else ():
         if SCRATCH.fullmatch(folder.name): remove_folder(folder)
 
 

@@ -81,7 +81,7 @@ def look(config: RunConfig, dataset: TokenizedDataset | Subset | Source, content
          ) -> Found:
     """What `find_run` finds, on rank 0; leaves the folder ready for a run that begins anew."""
     root = checkpoints_of(config.output_dir)
-    if root.is_dir(): remove_scratch(root)
+    remove_scratch(root)
     folder = chosen(config, root)
     run = read_run(folder) if folder else None
     if run is None or has_ended(config, dataset, content, root, run):

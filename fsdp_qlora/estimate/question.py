@@ -58,12 +58,18 @@ class Estimate:
         if not self.batches or self.batches.steps is None: return None
         return self.batches.steps * self.config.num_epochs
 
+    @property
+    def epochs(self) -> float | None:
+        """Times that the run goes over its data; None where the end of it is not known."""
+        if not self.batches or not self.batches.steps: return None
+        return self.config.max_steps / self.batches.steps if self.config.max_steps > 0 else float(
+            self.config.num_epochs)
+
     def run_of_data(self, rows: Rows) -> RunCost | None:
         """Hours and dollars of the run over its data; None where the end of a stream is not known."""
-        if not rows.num_rows or not self.batches: return None
+        if not rows.num_rows or self.epochs is None: return None
         return run_cost(self.step, self.machine.gpu, gpus=self.machine.world_size,
-                        examples=rows.num_rows, length=rows.mean_length,
-                        epochs=self.steps / self.batches.steps,
+                        examples=rows.num_rows, length=rows.mean_length, epochs=self.epochs,
                         price_per_hour=self.config.price_per_hour)
 
     def run(self, examples: int) -> RunCost:

@@ -137,8 +137,9 @@ def data_notes(found: Estimate, rows: Rows | None) -> list[str]:
     about = "packed" if found.config.packing else "padded"
     lines = [f"the data: rows of {rows.mean_length:,.0f} tokens on average, {about}: {share}; tokens/s "
              "count no padding"]
-    if cost := found.run_of_data(rows):
-        tokens = rows.num_rows * rows.mean_length * found.steps / found.batches.steps
+    cost = found.run_of_data(rows)
+    if cost and rows.num_rows and found.epochs and found.steps:
+        tokens = rows.num_rows * rows.mean_length * found.epochs
         lines.append(f"{counted(rows.num_rows, 'row')}, {total_tokens(tokens)} tokens in "
                      f"{counted(found.steps, 'step')}: {duration(cost.hours)}, {money(cost)}")
     line = padding_line(rows, found.config, found.machine.world_size)

@@ -74,7 +74,7 @@ def threads_are_given() -> bool:
     """
     if "MKL_NUM_THREADS" in os.environ: return True
     given = os.environ.get("OMP_NUM_THREADS")
-    if given != "1" or "TORCHELASTIC_RUN_ID" not in os.environ or LAUNCHER in os.environ:
+    if given != "1" or "TORCHELASTIC_RUN_ID" not in os.environ or is_launched_here():
         return given is not None
     with suppress(OSError):
         return b"OMP_NUM_THREADS=" in Path(f"/proc/{os.getppid()}/environ").read_bytes()
@@ -142,12 +142,17 @@ def signals_passed_on() -> Iterator[None]:
         for number, handler in before.items(): signal.signal(number, handler)
 
 
+def is_launched_here() -> bool:
+    """Whether the parent of this process is our own launcher; its environment is inherited further."""
+    return os.environ.get(LAUNCHER) == str(os.getppid())
+
+
 def end_with_launcher():
     """Have the system stop this rank when the process that started it is killed.
 
     It would train on unseen, and hold its GPU. torchrun's ranks are torchrun's business.
     """
-    if os.environ.get(LAUNCHER) != str(os.getppid()) or sys.platform != "linux": return
+    if not is_launched_here() or sys.platform != "linux": return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -132,8 +132,10 @@ def chat_folder(tmp_path_factory):
     save_tiny(folder, vocab_size=VOCAB_SIZE)
     save_tokenizer(folder)
     for name, numbers in (("rows", range(23)), ("heldout", range(23, 28))):
-        (folder / f"{name}.jsonl").write_text("".join(
-            json.dumps(dict(prompt=f"{i} plus {i}?", completion=str(2 * i))) + "\n" for i in numbers))
+        # What is held out has answers of other characters, so that training makes them less likely.
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(dict(
+            prompt=f"{i} plus {i}?", completion=str(2 * i) if name == "rows" else "never that")) + "\n"
+            for i in numbers))
     return folder
 
 
@@ -151,14 +153,14 @@ def test_a_run_keeps_the_adapter_with_the_lowest_held_out_loss(chat_folder, tmp_
     argv = ["train", "--model_name", str(chat_folder), "--dataset", str(chat_folder / "rows.jsonl"),
             "--eval_dataset", str(chat_folder / "heldout.jsonl"), "--eval_every", "2",
             "--train_type", "lora", "--precision", "fp32", "--lora_rank", "4", "--global_batch_size",
-            "4", "--num_epochs", "2", "--lr", "0.05", "--device", "cpu", "--output_dir",
+            "4", "--num_epochs", "2", "--lr", "0.01", "--device", "cpu", "--output_dir",
             str(tmp_path)]
     assert run_ranks(command, 2, [argv], grouped=False) == [[0], [0]]
     evaluations = records(tmp_path, "eval")
     assert [e["step"] for e in evaluations] == [2, 4, 6, 8, 10, 12]
     lowest = min(evaluations, key=lambda e: e["eval_loss"])
     assert [e for e in evaluations if e["is_best"]][-1] == lowest
-    assert lowest is not evaluations[-1]  # the learning rate is too high on purpose
+    assert lowest is not evaluations[-1]
     for name, recorded in (("adapter-best", lowest), ("adapter", evaluations[-1])):
         base = AutoModelForCausalLM.from_pretrained(chat_folder, dtype=torch.float32)
         model = PeftModel.from_pretrained(base, str(tmp_path / name)).eval()
