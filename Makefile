@@ -10,6 +10,7 @@ demo: $(VENV)/.installed-demo
 
 test: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
 	$(RUN) -m pytest tests
 
 docs: $(VENV)/.installed-docs

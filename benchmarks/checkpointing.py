@@ -13,6 +13,7 @@ seconds from the kill to the next step. The first checkpoint of each start is to
 makes the host's buffers. Flags after -- go to train.py, in place of those above. The folder keeps the
 model for the next time.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -40,6 +41,7 @@ def make_inputs(folder: Path, shape: str, rows: int, words: int) -> Path:
     if not (folder / "tokenizer.json").exists():
         sys.path.insert(0, str(ROOT))
         from tests.tokenizers import save_tokenizer
+
         save_tokenizer(folder)
     rng, path = random.Random(0), folder / "rows.jsonl"
     lines = (json.dumps(dict(text="".join(rng.choices("abcdefgh ", k=words)))) for _ in range(rows))
@@ -54,18 +56,43 @@ def environment() -> dict:
 
 def start(options, out: Path, rows: Path, flags: list[str]) -> subprocess.Popen:
     """The run under torchrun, which may start it once more."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(options.gpus),
-               "--max_restarts", "1", "--monitor_interval", "0.2", "train.py", "--model_name",
-               str(options.folder), "--dataset", str(rows), "--train_on", "all", "--output_dir",
-               str(out), "--max_steps", str(options.steps), "--checkpoint_every", str(options.every),
-               "--checkpoint_minutes", "0", "--log_to", "jsonl", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        str(options.gpus),
+        "--max_restarts",
+        "1",
+        "--monitor_interval",
+        "0.2",
+        "train.py",
+        "--model_name",
+        str(options.folder),
+        "--dataset",
+        str(rows),
+        "--train_on",
+        "all",
+        "--output_dir",
+        str(out),
+        "--max_steps",
+        str(options.steps),
+        "--checkpoint_every",
+        str(options.every),
+        "--checkpoint_minutes",
+        "0",
+        "--log_to",
+        "jsonl",
+        *flags,
+    ]
     log = open(f"{out}.log", "w")  # noqa: SIM115  the process has it
     return subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=log, stderr=log)
 
 
 def records(out: Path) -> list[dict]:
     """The whole lines of metrics.jsonl."""
-    if not (out / "metrics.jsonl").exists(): return []
+    if not (out / "metrics.jsonl").exists():
+        return []
     found = []
     for line in (out / "metrics.jsonl").read_text().splitlines():
         try:
@@ -115,11 +142,14 @@ def measure(options, flags: list[str]) -> dict:
     to_next_step = time.monotonic() - killed
     wait_for(lambda: last_step(out) > step, run, "new step", out)
     to_new_step = time.monotonic() - killed
-    if run.wait() != 0: sys.exit(Path(f"{out}.log").read_text()[-3000:])
+    if run.wait() != 0:
+        sys.exit(Path(f"{out}.log").read_text()[-3000:])
     return figures(options, out, records(out)) | dict(
-        step_when_killed=step, step_resumed=resumed_at(out),
+        step_when_killed=step,
+        step_resumed=resumed_at(out),
         seconds_kill_to_next_step=round(to_next_step, 2),
-        seconds_kill_to_new_step=round(to_new_step, 2))
+        seconds_kill_to_new_step=round(to_new_step, 2),
+    )
 
 
 def figures(options, out: Path, found: list[dict]) -> dict:
@@ -130,20 +160,33 @@ def figures(options, out: Path, found: list[dict]) -> dict:
     newest = max((out / "checkpoints").glob("step-*"))
     size = sum(p.stat().st_size for p in newest.rglob("*") if p.is_file())
     adapter = (newest / "adapter" / "adapter_model.safetensors").stat().st_size
-    return dict(name="checkpointing", shape=options.shape, gpus=options.gpus,
-                steps=options.steps, every=options.every, checkpoints=len(first + held),
-                seconds_held_first=first, seconds_held_median=statistics.median(held),
-                seconds_held_p95=held[min(len(held) - 1, int(0.95 * len(held)))],
-                seconds_held_max=held[-1], seconds_per_step=seconds, seconds_lost=lost,
-                bytes_checkpoint=size, bytes_adapter=adapter, date=str(date.today()))
+    return dict(
+        name="checkpointing",
+        shape=options.shape,
+        gpus=options.gpus,
+        steps=options.steps,
+        every=options.every,
+        checkpoints=len(first + held),
+        seconds_held_first=first,
+        seconds_held_median=statistics.median(held),
+        seconds_held_p95=held[min(len(held) - 1, int(0.95 * len(held)))],
+        seconds_held_max=held[-1],
+        seconds_per_step=seconds,
+        seconds_lost=lost,
+        bytes_checkpoint=size,
+        bytes_adapter=adapter,
+        date=str(date.today()),
+    )
 
 
 def held_up(found: list[dict]) -> tuple[list[float], list[float]]:
     """Seconds that the first checkpoint of each start held up its step; those of others, by size."""
     first, others, is_first = [], [], True
     for record in found:
-        if record["kind"] == "start": is_first = True
-        if record["kind"] != "checkpoint": continue
+        if record["kind"] == "start":
+            is_first = True
+        if record["kind"] != "checkpoint":
+            continue
         (first if is_first else others).append(record["seconds_held"])
         is_first = False
     return first, sorted(others)
@@ -154,8 +197,10 @@ def lost_to_checkpoints(found: list[dict], usual: float) -> list[float]:
     found = [r for r in found if r["kind"] in ("start", "step", "checkpoint")]
     lost, is_first = [], True
     for before, saved, after in zip(found, found[1:], found[2:], strict=False):
-        if before["kind"] == "start": is_first = True
-        if saved["kind"] != "checkpoint": continue
+        if before["kind"] == "start":
+            is_first = True
+        if saved["kind"] != "checkpoint":
+            continue
         if not is_first and before["kind"] == after["kind"] == "step":
             lost.append(before["seconds"] + saved["seconds_held"] + after["seconds"] - 2 * usual)
         is_first = False
@@ -165,6 +210,7 @@ def lost_to_checkpoints(found: list[dict], usual: float) -> list[float]:
 def visible_gpus() -> int:
     """GPUs of this machine, or two ranks of its CPU."""
     import torch
+
     return torch.cuda.device_count() or 2
 
 
@@ -179,13 +225,16 @@ def main():
     parser.add_argument("--words", type=int, default=3000)
     parser.add_argument("--results", type=Path)
     own, flags = sys.argv[1:], []
-    if "--" in own: own, flags = own[:own.index("--")], own[own.index("--") + 1:]
+    if "--" in own:
+        own, flags = own[: own.index("--")], own[own.index("--") + 1 :]
     options = parser.parse_args(own)
     flags = flags or [*FLAGS, "--quantized_cache", str(options.folder / "quantized")]
     line = json.dumps(measure(options, flags))
     print(line)
     if options.results:
-        with open(options.results, "a") as file: file.write(line + "\n")
+        with open(options.results, "a") as file:
+            file.write(line + "\n")
 
 
-if __name__ == "__main__": main()
+if __name__ == "__main__":
+    main()

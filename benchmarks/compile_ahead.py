@@ -10,6 +10,7 @@ which they must not when something is timed. Then `fsdp-qlora bench` finds the g
 has graphs of its own, as its device is part of them: cells of several GPUs are compiled on as many. What
 is auto is planned first, for the whole model on this machine, as bench will.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -33,10 +34,21 @@ from fsdp_qlora.estimate import choose_policies, setup_from_config
 from fsdp_qlora.estimate.policies import choose_tiles
 
 # What a compiled block does not know of.
-OUTSIDE = ("use_cpu_offload", "use_activation_cpu_offload", "use_vocabulary_cpu_offload", "optimizer",
-           "gradient_accumulation_steps", "global_batch_size", "sharding_strategy", "cuda_graphs",
-           "keep_fp8_weights", "activation_budget_gib", "world_size", "resume",
-           "llama_pro_path")
+OUTSIDE = (
+    "use_cpu_offload",
+    "use_activation_cpu_offload",
+    "use_vocabulary_cpu_offload",
+    "optimizer",
+    "gradient_accumulation_steps",
+    "global_batch_size",
+    "sharding_strategy",
+    "cuda_graphs",
+    "keep_fp8_weights",
+    "activation_budget_gib",
+    "world_size",
+    "resume",
+    "llama_pro_path",
+)
 BLOCKS = 2
 
 
@@ -53,23 +65,33 @@ def settled(cell: Cell) -> Cell:
     Raises ValueError where nothing fits.
     """
     settings = dict(cell.settings)
-    if cell.config.is_auto: settings |= planned(cell) | dict(activation_budget_gib=None)
-    cell = replace(cell, settings={name: value for name, value in settings.items() if value is not None})
+    if cell.config.is_auto:
+        settings |= planned(cell) | dict(activation_budget_gib=None)
+    cell = replace(
+        cell, settings={name: value for name, value in settings.items() if value is not None}
+    )
     config, shape = cell.config, expanded_shape(cell.shape, cell.config)
     setup, budget = setup_from_config(config, cell.gpus), config.activation_budget_gib
     tiles, policy = config.mlp_tiles, config.activation_policy
-    if tiles == AUTO: tiles = choose_tiles(shape, setup, budget)
-    if budget is not None: policy = choose_policies(shape, replace(setup, mlp_tiles=tiles), budget)
-    return replace(cell, settings=cell.settings | dict(mlp_tiles=tiles, activation_policy=policy,
-                                                       activation_budget_gib=None))
+    if tiles == AUTO:
+        tiles = choose_tiles(shape, setup, budget)
+    if budget is not None:
+        policy = choose_policies(shape, replace(setup, mlp_tiles=tiles), budget)
+    return replace(
+        cell,
+        settings=cell.settings
+        | dict(mlp_tiles=tiles, activation_policy=policy, activation_budget_gib=None),
+    )
 
 
 def planned(cell: Cell) -> dict:
     """The settings that the plan for this machine sets; bench measures them first."""
     from fsdp_qlora.bench.auto import asked
     from fsdp_qlora.planner import make_plan
+
     plan = make_plan(*asked(job_of(cell)))
-    if plan.choice is None: raise ValueError("nothing fits")
+    if plan.choice is None:
+        raise ValueError("nothing fits")
     print(f"{cell.name}: {' '.join(f'--{name} {shown(v)}' for name, v in plan.changes.items())}")
     return plan.changes
 
@@ -78,7 +100,8 @@ def thin_cells(cells: list[Cell]) -> list[Cell]:
     """One cell of two blocks for each graph that compiled cells need."""
     found: dict[tuple, Cell] = {}
     for cell in cells:
-        if cell.config.compile is False: continue
+        if cell.config.compile is False:
+            continue
         try:
             cell = settled(cell)
         except ValueError as error:
@@ -96,11 +119,23 @@ def thinned(cell: Cell) -> list[Cell]:
     config, parts = cell.config, cell.config.activation_policy.split(",")
     strategy = "ddp" if cell.gpus == 1 else config.sharding_strategy
     seen = {name: value for name, value in cell.settings.items() if name not in OUTSIDE}
-    seen |= dict(sharding_strategy=strategy, batch_size=plan_batches(config, cell.gpus).micro_batch_size)
-    if config.adapter == "llama_pro": seen["llama_pro_blocks"] = 1  # beside one of the base's
-    if config.adapted_blocks: seen["layers_to_transform"] = "0"     # and one without an adapter
-    return [replace(cell, name=f"{cell.name}: {part}", num_hidden_layers=BLOCKS, gpu_memory_gib=None,
-                    settings=seen | dict(activation_policy=part.split(":")[0])) for part in parts]
+    seen |= dict(
+        sharding_strategy=strategy, batch_size=plan_batches(config, cell.gpus).micro_batch_size
+    )
+    if config.adapter == "llama_pro":
+        seen["llama_pro_blocks"] = 1  # beside one of the base's
+    if config.adapted_blocks:
+        seen["layers_to_transform"] = "0"  # and one without an adapter
+    return [
+        replace(
+            cell,
+            name=f"{cell.name}: {part}",
+            num_hidden_layers=BLOCKS,
+            gpu_memory_gib=None,
+            settings=seen | dict(activation_policy=part.split(":")[0]),
+        )
+        for part in parts
+    ]
 
 
 def compile_cells(cells: list[Cell], processes: int, minutes: float) -> list[Row]:
@@ -116,7 +151,7 @@ def share_rows(jobs: list[Job], end: float) -> list[Row]:
     """A step of each job, one after the other until `end`; one that fails does not keep off the rest."""
     rows: list[Row] = []
     while len(rows) < len(jobs) and (left := (end - time.perf_counter()) / 60) > 0:
-        batch = jobs[len(rows):]
+        batch = jobs[len(rows) :]
         rows += run_batch(batch, How(steps=1, warmup=0, minutes=left / len(batch)))
     return rows
 
@@ -124,11 +159,21 @@ def share_rows(jobs: list[Job], end: float) -> list[Row]:
 def wanted_cells(options: argparse.Namespace) -> list[Cell]:
     """Cells of the grids, rows of speed_rows.py, and recipes on as many GPUs as `bench` would take."""
     from fsdp_qlora.training.launch import world_size
-    found = [c for path in options.grids for c in read_grid(path).cells
-             if re.search(options.only, c.name)]
+
+    found = [
+        c
+        for path in options.grids
+        for c in read_grid(path).cells
+        if re.search(options.only, c.name)
+    ]
     for name in options.rows:
-        found.append(Cell(name, CASES[name].all_settings() | dict(model_name=CASES[name].model),
-                          options.world_size or CASES[name].gpus[0]))
+        found.append(
+            Cell(
+                name,
+                CASES[name].all_settings() | dict(model_name=CASES[name].model),
+                options.world_size or CASES[name].gpus[0],
+            )
+        )
     for path in options.config:
         size = ["--world_size", str(options.world_size)] if options.world_size else []
         gpus = world_size(parse(["--config", path, *size])[0])
@@ -141,17 +186,23 @@ def main(argv: list[str] | None = None):
     parser.add_argument("grids", nargs="*")
     parser.add_argument("--only", default="", help="cells of grids whose name has this in it")
     parser.add_argument("--rows", nargs="*", default=[], help="of speed_rows.py")
-    parser.add_argument("--config", action="append", default=[], help="a recipe; may be given again")
+    parser.add_argument(
+        "--config", action="append", default=[], help="a recipe; may be given again"
+    )
     parser.add_argument("--world_size", type=int, help="GPUs of rows and recipes")
-    parser.add_argument("--gpu_memory_gib", type=float, help="of each GPU, for recipes that are auto")
+    parser.add_argument(
+        "--gpu_memory_gib", type=float, help="of each GPU, for recipes that are auto"
+    )
     parser.add_argument("--processes", type=int, default=5)
     parser.add_argument("--minutes", type=float, default=3, help="to stop after")
     options = parser.parse_args(argv)
     started, cells = time.perf_counter(), wanted_cells(options)
     thin = thin_cells(cells)
     rows = compile_cells(thin, options.processes, options.minutes)
-    print(f"{sum(row.status == 'ok' for row in rows)} of {len(thin)} graphs for {len(cells)} cells "
-          f"compiled in {time.perf_counter() - started:.0f} s")
+    print(
+        f"{sum(row.status == 'ok' for row in rows)} of {len(thin)} graphs for {len(cells)} cells "
+        f"compiled in {time.perf_counter() - started:.0f} s"
+    )
 
 
 if __name__ == "__main__":

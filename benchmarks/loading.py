@@ -7,6 +7,7 @@ The checkpoint is made of random weights in --folder (by default in memory, so t
 in the page cache) and kept for the next time. Every case is a start of its own: `lora` reads all in
 bf16, `qlora` quantizes, `cache made` writes --quantized_cache as well, `cache read` reads it.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -30,16 +31,32 @@ CASES = ("lora", "qlora", "cache made", "cache read")
 
 def main():
     options = parse()
-    if launched(): return measure(options)
+    if launched():
+        return measure(options)
     folder = options.folder / f"{Path(options.model).name}-{options.layers or 'all'}"
     if not (folder / "model.safetensors.index.json").is_file():
         layers = ["--layers", str(options.layers)] if options.layers else []
         run("benchmarks/random_checkpoint.py", options.model, str(folder), *layers)
     for case in options.cases.split(","):
-        given = [a for name in ("quant", "absmax_dtype", "strategy", "workers", "device", "results")
-                 if (value := getattr(options, name)) for a in (f"--{name}", str(value))]
-        run("-m", "torch.distributed.run", "--nproc_per_node", str(options.ranks), __file__,
-            str(folder), "--cases", case, "--folder", str(options.folder), *given)
+        given = [
+            a
+            for name in ("quant", "absmax_dtype", "strategy", "workers", "device", "results")
+            if (value := getattr(options, name))
+            for a in (f"--{name}", str(value))
+        ]
+        run(
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node",
+            str(options.ranks),
+            __file__,
+            str(folder),
+            "--cases",
+            case,
+            "--folder",
+            str(options.folder),
+            *given,
+        )
 
 
 def run(*arguments: str):
@@ -51,13 +68,18 @@ def measure(options):
     """Load once on this rank, and print what it took on rank 0."""
     case = options.cases
     config = RunConfig(
-        model_name=options.model, train_type="lora" if case == "lora" else "qlora",
-        quant="none" if case == "lora" else options.quant, device=options.device,
+        model_name=options.model,
+        train_type="lora" if case == "lora" else "qlora",
+        quant="none" if case == "lora" else options.quant,
+        device=options.device,
         absmax_dtype="fp32" if case == "lora" else options.absmax_dtype,
-        sharding_strategy=options.strategy, loading_workers=options.workers,
-        quantized_cache=str(options.folder / "cache") if "cache" in case else None)
+        sharding_strategy=options.strategy,
+        loading_workers=options.workers,
+        quantized_cache=str(options.folder / "cache") if "cache" in case else None,
+    )
     if case == "cache made" and ranks_from_env().is_main:
-        for path in (options.folder / "cache").glob("*.safetensors"): path.unlink()
+        for path in (options.folder / "cache").glob("*.safetensors"):
+            path.unlink()
     device = rank_device(config.device)
     with process_group(device):
         dist.barrier()
@@ -68,9 +90,11 @@ def measure(options):
         row = describe_run(config, f"load, {case}", model.config.num_hidden_layers, device)
         row.load_seconds, row.status = perf_counter() - start, "ok"
         record_memory(row, device)
-    if not ranks_from_env().is_main: return
+    if not ranks_from_env().is_main:
+        return
     print(json.dumps({k: v for k, v in asdict(row).items() if v is not None}))
-    if options.results: append_row(row, options.results)
+    if options.results:
+        append_row(row, options.results)
 
 
 def parse():

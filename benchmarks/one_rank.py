@@ -16,6 +16,7 @@ beyond this is communication. Losses fall, and mean nothing else.
 
 With so few tokens that the GPU waits (`--context_length 64`), a step's time is what the host takes.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -40,19 +41,21 @@ from fsdp_qlora.memory import vocabulary
 class Done:
     """What an asynchronous collective returns when there is nothing to wait for."""
 
-    def wait(self): return True
+    def wait(self):
+        return True
 
 
 def gather_own(output, part, group=None, async_op=False):
     """An all-gather where every rank has what this one has."""
     for each in output.view(-1).split(part.numel()):
-        if each.data_ptr() != part.data_ptr(): each.copy_(part.reshape(-1))
+        if each.data_ptr() != part.data_ptr():
+            each.copy_(part.reshape(-1))
     return Done() if async_op else None
 
 
 def keep_own(output, input, op=None, group=None, async_op=False):
     """A reduce-scatter of which only this rank's part is there."""
-    output.copy_(input.reshape(-1)[:output.numel()].view(output.shape))
+    output.copy_(input.reshape(-1)[: output.numel()].view(output.shape))
     return Done() if async_op else None
 
 
@@ -68,22 +71,30 @@ def rows_for_all(own_rows, ids, local, first, in_pieces):
 @contextmanager
 def rank_zero_of(world_size: int, device: torch.device):
     """A process group of so many ranks in which this process, rank 0, is alone."""
-    os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size),
-                       LOCAL_WORLD_SIZE=str(world_size))
-    names = dict(all_gather_into_tensor=gather_own, all_gather_single=gather_own,
-                 reduce_scatter_tensor=keep_own, reduce_scatter_single=keep_own)
+    os.environ |= dict(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+    )
+    names = dict(
+        all_gather_into_tensor=gather_own,
+        all_gather_single=gather_own,
+        reduce_scatter_tensor=keep_own,
+        reduce_scatter_single=keep_own,
+    )
     stood_for = {name: function for name, function in names.items() if hasattr(dist, name)}
     before = {name: getattr(dist, name) for name in stood_for}
     ours = fsdp_qlora.dist.gather_into, fsdp_qlora.dist.reduce_into, vocabulary.own_rows
-    if device.type == "cuda": torch.cuda.set_device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        for name, function in stood_for.items(): setattr(dist, name, function)
+        for name, function in stood_for.items():
+            setattr(dist, name, function)
         fsdp_qlora.dist.gather_into, fsdp_qlora.dist.reduce_into = gather_own, keep_own
         vocabulary.own_rows = partial(rows_for_all, ours[-1])
         yield
     finally:
-        for name, function in before.items(): setattr(dist, name, function)
+        for name, function in before.items():
+            setattr(dist, name, function)
         fsdp_qlora.dist.gather_into, fsdp_qlora.dist.reduce_into, vocabulary.own_rows = ours
         dist.destroy_process_group()
 
@@ -97,7 +108,8 @@ def settings_of(flags: list[str]) -> dict:
 def run_row(name: str, folder: str, options: argparse.Namespace, **changes) -> Row:
     """Measure one row of speed_rows.py, with the model of a folder, as a rank of `--world_size`."""
     changes |= settings_of(options.settings) | profile_settings(name, options)
-    if "gradient_accumulation_steps" in changes: changes["global_batch_size"] = AUTO
+    if "gradient_accumulation_steps" in changes:
+        changes["global_batch_size"] = AUTO
     config = CASES[name].config(folder, **changes)
     device = rank_device(config.device)
     what = options.model.rsplit("/", 1)[-1] if options.model else name
@@ -105,10 +117,14 @@ def run_row(name: str, folder: str, options: argparse.Namespace, **changes) -> R
         row = measured_row(f"{what}, one rank of {options.world_size}", config, options, device)
     row.peer = "one rank"
     blocks = row.num_hidden_layers * row.gradient_accumulation_steps
-    each = (f"  {row.seconds_per_step / blocks * 1e3:.2f} ms a block and micro-batch"
-            if row.status == "ok" else "")
+    each = (
+        f"  {row.seconds_per_step / blocks * 1e3:.2f} ms a block and micro-batch"
+        if row.status == "ok"
+        else ""
+    )
     print(summary(row) + each, flush=True)
-    if options.results: append_row(row, options.results)
+    if options.results:
+        append_row(row, options.results)
     return row
 
 

@@ -7,6 +7,7 @@ drawn with a deviation of 0.01, about what training makes of it: at zero, A woul
 error of gradients is the norm of the difference over the norm, over all trained weights together; that
 of the loss is relative too. Other rows, in fp32, say how large the noise of a batch is beside it.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -26,12 +27,14 @@ from fsdp_qlora.data import StepLoader, StepSampler, on_device
 from fsdp_qlora.dist import process_group, rank_device
 from fsdp_qlora.training.prepare import load_data, run_tokenizer
 
-CASES = {"fp32": dict(train_type="lora", precision="fp32"),
-         "bf16": dict(train_type="lora"),
-         "bf16, fp8 products": dict(train_type="lora", compute_dtype="fp8"),
-         "nf4, fp32 products": dict(train_type="qlora", precision="fp32"),
-         "nf4": dict(train_type="qlora"),
-         "nf4, fp8 products": dict(train_type="qlora", compute_dtype="fp8")}
+CASES = {
+    "fp32": dict(train_type="lora", precision="fp32"),
+    "bf16": dict(train_type="lora"),
+    "bf16, fp8 products": dict(train_type="lora", compute_dtype="fp8"),
+    "nf4, fp32 products": dict(train_type="qlora", precision="fp32"),
+    "nf4": dict(train_type="qlora"),
+    "nf4, fp8 products": dict(train_type="qlora", compute_dtype="fp8"),
+}
 B_DEVIATION = 0.01
 
 
@@ -40,12 +43,17 @@ def batches(config: RunConfig) -> list[dict]:
     tokenizer = run_tokenizer(config)
     rows = load_data(config, tokenizer).rows
     sampler = StepSampler(len(rows), config.batch_size, seed=0, max_steps=2)
-    loader = StepLoader(rows, sampler, micro_batch_size=config.batch_size,
-                        pad_token_id=tokenizer.pad_token_id)
-    return [step.micro_batches[0] | dict(num_items_in_batch=step.num_trained_tokens) for step in loader]
+    loader = StepLoader(
+        rows, sampler, micro_batch_size=config.batch_size, pad_token_id=tokenizer.pad_token_id
+    )
+    return [
+        step.micro_batches[0] | dict(num_items_in_batch=step.num_trained_tokens) for step in loader
+    ]
 
 
-def loss_and_gradient(model: torch.nn.Module, batch: dict, device: torch.device) -> tuple[float, Tensor]:
+def loss_and_gradient(
+    model: torch.nn.Module, batch: dict, device: torch.device
+) -> tuple[float, Tensor]:
     """The loss of a batch, and all gradients as one vector in float64 on the host."""
     loss = model(**on_device(batch, device)).loss
     loss.backward()
@@ -68,25 +76,41 @@ def measured(task: str, options: argparse.Namespace, device: torch.device) -> di
     """Loss and gradient of each case; of fp32 also on other rows."""
     found = {}
     for case, settings in CASES.items():
-        config = config_of(Job(task, "bf16", 0), options.folder, model_name=options.model_name,
-                           device=options.device, **settings)
+        config = config_of(
+            Job(task, "bf16", 0),
+            options.folder,
+            model_name=options.model_name,
+            device=options.device,
+            **settings,
+        )
         first, other = batches(config)
         model = build_model(config, device)
         draw_b(model)
         found[case] = loss_and_gradient(model, first, device)
-        if case == "fp32": found["fp32, other rows"] = loss_and_gradient(model, other, device)
+        if case == "fp32":
+            found["fp32, other rows"] = loss_and_gradient(model, other, device)
     return found
 
 
 def errors(found: dict[str, tuple]) -> list[dict]:
     """Each case against fp32 on the checkpoint's weights, and on its own."""
+
     def distance(case: str, other: str) -> dict:
         (loss, gradient), (true_loss, true_gradient) = found[case], found[other]
-        return dict(loss=abs(loss / true_loss - 1),
-                    gradient=((gradient - true_gradient).norm() / true_gradient.norm()).item())
-    return [dict(case=case, loss=found[case][0], error=distance(case, "fp32"),
-                 own_error=distance(case, "nf4, fp32 products" if case.startswith("nf4") else "fp32"))
-            for case in found]
+        return dict(
+            loss=abs(loss / true_loss - 1),
+            gradient=((gradient - true_gradient).norm() / true_gradient.norm()).item(),
+        )
+
+    return [
+        dict(
+            case=case,
+            loss=found[case][0],
+            error=distance(case, "fp32"),
+            own_error=distance(case, "nf4, fp32 products" if case.startswith("nf4") else "fp32"),
+        )
+        for case in found
+    ]
 
 
 def main():
@@ -103,9 +127,12 @@ def main():
     lines = []
     with process_group(device):
         for task in options.tasks:
-            lines += [dict(task=task, status="ok") | line | about(options)
-                      for line in errors(measured(task, options, device))]
-    with open(options.results, "a") as file: file.writelines(json.dumps(line) + "\n" for line in lines)
+            lines += [
+                dict(task=task, status="ok") | line | about(options)
+                for line in errors(measured(task, options, device))
+            ]
+    with open(options.results, "a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
     print(f"{error_tables(lines)}\n\n{time.perf_counter() - started:.0f} s")
 
 

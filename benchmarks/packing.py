@@ -10,6 +10,7 @@ case must give the same losses, which are printed. Three ways to make the same o
     padded sorted  rows of a step sorted by length first, as this project does
     packed         bins of the context length
 """
+
 from __future__ import annotations
 
 import argparse
@@ -51,13 +52,22 @@ def steps_of_batches(case: str, dataset: TokenizedDataset, options, config: RunC
     """For each optimizer step, its micro-batches and its number of real tokens."""
     sampler = StepSampler(len(dataset), options.rows_per_step, seed=config.seed)
     width = dict(pad_to=config.context_length) if config.packing else dict(pad_to_multiple_of=64)
-    loader = StepLoader(dataset, sampler, micro_batch_size=config.batch_size, pad_token_id=0,
-                        packing=config.packing, pin_memory=config.device == "cuda", **width)
+    loader = StepLoader(
+        dataset,
+        sampler,
+        micro_batch_size=config.batch_size,
+        pad_token_id=0,
+        packing=config.packing,
+        pin_memory=config.device == "cuda",
+        **width,
+    )
     for step in loader:
         if case == "padded":
             examples = [dataset[row] for row in sampler.rows(step.index)]
-            step.micro_batches = [collate(examples[i:i + config.batch_size], 0, **width)
-                                  for i in range(0, len(examples), config.batch_size)]
+            step.micro_batches = [
+                collate(examples[i : i + config.batch_size], 0, **width)
+                for i in range(0, len(examples), config.batch_size)
+            ]
         yield step.micro_batches, step.num_tokens
 
 
@@ -66,7 +76,8 @@ def measure(row: Row, case: str, model, config: RunConfig, options, device: torc
 
     Tokens per second are the real ones of all measured steps by their time.
     """
-    if device.type == "cuda": torch.cuda.reset_peak_memory_stats(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     optimizer = build_optimizer(model, config.optimizer, config.lr, config.wd)
     rows = options.rows_per_step * (options.warmup + options.steps)
     dataset = random_dataset(rows, config.context_length, model.config.vocab_size)
@@ -77,7 +88,8 @@ def measure(row: Row, case: str, model, config: RunConfig, options, device: torc
         result = train_step(model, optimizer, batches)
         synchronize(device)
         losses.append(result.loss)
-        if index < options.warmup: continue
+        if index < options.warmup:
+            continue
         seconds.append(time.perf_counter() - started)
         real, computed = real + tokens, computed + result.tokens
     row.attention_backend, row.steps_measured = model.config._attn_implementation, len(seconds)
@@ -95,10 +107,16 @@ def measure_cases(options, device: torch.device) -> list[tuple[Row, float | None
         layers = write_config(options, Path(folder))
         for packing, cases in ((False, ("padded", "padded sorted")), (True, ("packed",))):
             config = RunConfig(
-                model_name=folder, random_weights=True, packing=packing, lr=0.0, lora_dropout=0.0,
+                model_name=folder,
+                random_weights=True,
+                packing=packing,
+                lr=0.0,
+                lora_dropout=0.0,
                 batch_size=options.bins if packing else options.rows,
-                context_length=options.context_length, device=options.device,
-                activation_policy=options.activation_policy)
+                context_length=options.context_length,
+                device=options.device,
+                activation_policy=options.activation_policy,
+            )
             model = build_model(config, device)
             for case in cases:
                 row = describe_run(config, case, layers, device)
@@ -109,7 +127,8 @@ def measure_cases(options, device: torch.device) -> list[tuple[Row, float | None
                     row.status = "oom"
                     print(str(error).splitlines()[0])
                 rows.append((row, real))
-                if options.results: append_row(row, options.results)
+                if options.results:
+                    append_row(row, options.results)
             del model
             gc.collect()  # it holds itself, through its replaced forwards
     return rows
@@ -118,7 +137,8 @@ def measure_cases(options, device: torch.device) -> list[tuple[Row, float | None
 def write_config(options, folder: Path) -> int:
     """config.json of the model, cut to --layers, in `folder`; returns its number of layers."""
     settings = known_config(options.model)
-    if options.layers: settings["num_hidden_layers"] = options.layers
+    if options.layers:
+        settings["num_hidden_layers"] = options.layers
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     config.save_pretrained(folder)
     return config.num_hidden_layers
@@ -126,17 +146,21 @@ def write_config(options, folder: Path) -> int:
 
 def print_table(rows: list[tuple[Row, float | None]]):
     """The cases side by side; speed is relative to the first."""
-    print(f"{'case':<15}{'attention':<11}{'micro':>6}{'real':>7}{'s/step':>9}{'real tok/s':>12}"
-          f"{'speed':>8}{'GiB':>8}  loss of first and last step")
+    print(
+        f"{'case':<15}{'attention':<11}{'micro':>6}{'real':>7}{'s/step':>9}{'real tok/s':>12}"
+        f"{'speed':>8}{'GiB':>8}  loss of first and last step"
+    )
     first = rows[0][0].tokens_per_second_per_gpu
     for row, real in rows:
         if row.status != "ok":
             print(f"{row.name:<15}{row.status}")
             continue
         speed = f"{row.tokens_per_second_per_gpu / first:.2f}x" if first else "-"
-        print(f"{row.name:<15}{row.attention_backend:<11}{row.batch_size:>6}{real:>7.0%}"
-              f"{row.seconds_per_step:>9.3f}{row.tokens_per_second_per_gpu:>12,.0f}{speed:>8}"
-              f"{row.peak_allocated_gib or 0:>8.1f}  {row.loss_first:.4f} {row.loss_last:.4f}")
+        print(
+            f"{row.name:<15}{row.attention_backend:<11}{row.batch_size:>6}{real:>7.0%}"
+            f"{row.seconds_per_step:>9.3f}{row.tokens_per_second_per_gpu:>12,.0f}{speed:>8}"
+            f"{row.peak_allocated_gib or 0:>8.1f}  {row.loss_first:.4f} {row.loss_last:.4f}"
+        )
 
 
 def main():
@@ -154,7 +178,8 @@ def main():
     parser.add_argument("--results", help="JSON-lines file the rows are appended to")
     options = parser.parse_args()
     device = rank_device(options.device)
-    with process_group(device): print_table(measure_cases(options, device))
+    with process_group(device):
+        print_table(measure_cases(options, device))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ Weights are random and made on the device, so no checkpoint is needed; adapters 
 keeps them on a quantized base. The optimizer is torch's fused AdamW, or bitsandbytes' AdamW8bit where
 the row's is 8-bit.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -41,10 +42,12 @@ from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import print_main, process_group, rank_device, ranks_from_env
 from fsdp_qlora.observe.peaks import Peaks
 
-PEERS = {"hf": ("transformers", "peft", "bitsandbytes"),
-         "hf_liger": ("transformers", "peft", "bitsandbytes", "liger-kernel"),
-         "accelerate": ("transformers", "peft", "bitsandbytes", "accelerate"),
-         "accelerate_liger": ("transformers", "peft", "bitsandbytes", "accelerate", "liger-kernel")}
+PEERS = {
+    "hf": ("transformers", "peft", "bitsandbytes"),
+    "hf_liger": ("transformers", "peft", "bitsandbytes", "liger-kernel"),
+    "accelerate": ("transformers", "peft", "bitsandbytes", "accelerate"),
+    "accelerate_liger": ("transformers", "peft", "bitsandbytes", "accelerate", "liger-kernel"),
+}
 
 
 def base_model(config: RunConfig, device: torch.device) -> nn.Module:
@@ -52,29 +55,42 @@ def base_model(config: RunConfig, device: torch.device) -> nn.Module:
     settings = AutoConfig.from_pretrained(config.model_name)
     settings.use_cache = False
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16,
-                                                 attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(
+            settings, dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
     if config.quant != "none":
-        form = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=config.quant,
-                                  bnb_4bit_compute_dtype=torch.bfloat16,
-                                  bnb_4bit_quant_storage=torch.bfloat16)
+        form = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=config.quant,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+            bnb_4bit_quant_storage=torch.bfloat16,
+        )
         model = replace_with_bnb_linear(model, ["lm_head"], form)
         model.is_loaded_in_4bit = True  # PEFT asks
-    for module in model.modules(): fill(module, device)
+    for module in model.modules():
+        fill(module, device)
     return model.to(device)
 
 
 def fill(module: nn.Module, device: torch.device):
     """Give a module's own parameters random values on the device, quantized where they are to be."""
     from bitsandbytes.nn import Params4bit
+
     for name, p in list(module.named_parameters(recurse=False)):
         value = torch.empty(p.shape, dtype=torch.bfloat16, device=device)
         value = value.fill_(1) if value.dim() == 1 else value.normal_(0, 0.02)
         if isinstance(p, Params4bit):
-            new = Params4bit(value, requires_grad=False, quant_type=p.quant_type,
-                             compress_statistics=p.compress_statistics, blocksize=p.blocksize,
-                             quant_storage=torch.bfloat16, module=module).to(device)
-        else: new = nn.Parameter(value)
+            new = Params4bit(
+                value,
+                requires_grad=False,
+                quant_type=p.quant_type,
+                compress_statistics=p.compress_statistics,
+                blocksize=p.blocksize,
+                quant_storage=torch.bfloat16,
+                module=module,
+            ).to(device)
+        else:
+            new = nn.Parameter(value)
         setattr(module, name, new)
 
 
@@ -83,13 +99,22 @@ def peer_model(config: RunConfig, device: torch.device, liger: bool) -> nn.Modul
     model = base_model(config, device)
     if liger:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
+
         apply_liger_kernel_to_llama(model=model)
     if config.adapter != "none":
-        model = get_peft_model(model, LoraConfig(
-            task_type="CAUSAL_LM", r=config.lora_rank, lora_alpha=config.lora_alpha,
-            lora_dropout=config.lora_dropout, target_modules=config.target_modules))
+        model = get_peft_model(
+            model,
+            LoraConfig(
+                task_type="CAUSAL_LM",
+                r=config.lora_rank,
+                lora_alpha=config.lora_alpha,
+                lora_dropout=config.lora_dropout,
+                target_modules=config.target_modules,
+            ),
+        )
         for p in model.parameters():
-            if p.requires_grad: p.data = p.data.to(torch.bfloat16)
+            if p.requires_grad:
+                p.data = p.data.to(torch.bfloat16)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     return model.train()
 
@@ -99,16 +124,23 @@ def peer_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer
     trained = [p for p in model.parameters() if p.requires_grad]
     if config.optimizer == "adamw_8bit":
         from bitsandbytes.optim import AdamW8bit
+
         return AdamW8bit(trained, lr=config.lr, weight_decay=config.wd)
     return torch.optim.AdamW(trained, config.lr, weight_decay=config.wd, fused=True)
 
 
 def sharded_by_accelerate(model: nn.Module, optimizer, device: torch.device):
     """Model, optimizer and backward under accelerate's FSDP2, as TRL's fsdp2.yaml sets it."""
-    block = type(next(m for m in model.modules() if type(m).__name__.endswith("DecoderLayer"))).__name__
+    block = type(
+        next(m for m in model.modules() if type(m).__name__.endswith("DecoderLayer"))
+    ).__name__
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, reshard_after_forward=True, auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=[block], cpu_ram_efficient_loading=False)
+        fsdp_version=2,
+        reshard_after_forward=True,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[block],
+        cpu_ram_efficient_loading=False,
+    )
     accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin, cpu=device.type == "cpu")
     model, optimizer = accelerator.prepare(model, optimizer)
     return model, optimizer, accelerator.backward
@@ -124,17 +156,22 @@ def measure(row: Row, peer: str, config: RunConfig, options, device: torch.devic
         model, optimizer, backward = sharded_by_accelerate(model, optimizer, device)
     synchronize(device)
     row.load_seconds = time.perf_counter() - started
-    batches = [{name: t.to(device) for name, t in batch.items()} for batch in random_batches(
-        config, row_vocabulary(config), row.gradient_accumulation_steps)]
+    batches = [
+        {name: t.to(device) for name, t in batch.items()}
+        for batch in random_batches(config, row_vocabulary(config), row.gradient_accumulation_steps)
+    ]
     for step in range(options.warmup + options.steps):
-        if step == options.warmup: timer = StepTimer(device)
+        if step == options.warmup:
+            timer = StepTimer(device)
         for batch in batches:
             loss = model(**batch).loss / len(batches)
             backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        if step == 0: row.loss_first = len(batches) * loss.item()
-        if step >= options.warmup: timer.step_done()
+        if step == 0:
+            row.loss_first = len(batches) * loss.item()
+        if step >= options.warmup:
+            timer.step_done()
     row.loss_last = len(batches) * loss.item()
     record_time(row, timer.seconds())
 
@@ -151,8 +188,10 @@ def peer_row(name: str, peer: str, config: RunConfig, device: torch.device) -> R
     row.peer = f"{peer}: " + ", ".join(f"{p} {installed(p)}" for p in PEERS[peer])
     row.activation_policy, row.compile, row.attention_backend = "recompute_all", False, "sdpa"
     row.compute_dtype, row.activation_offload = "bf16", False
-    if row.adapter_dtype: row.adapter_dtype = row.optimizer_state_dtype = "bf16"
-    if not peer.startswith("accelerate"): row.sharding_strategy = "ddp"
+    if row.adapter_dtype:
+        row.adapter_dtype = row.optimizer_state_dtype = "bf16"
+    if not peer.startswith("accelerate"):
+        row.sharding_strategy = "ddp"
     return row
 
 
@@ -171,38 +210,52 @@ def run_peer(name: str, peer: str, folder: str, options, **changes) -> Row:
     row = peer_row(name, peer, config, device)
     with process_group(device, config.timeout_minutes):
         try:
-            with Peaks(device) as peaks: measure(row, peer, config, options, device)
+            with Peaks(device) as peaks:
+                measure(row, peer, config, options, device)
             record_memory(row, device, peaks)
         except torch.OutOfMemoryError as error:
             row.status = "oom"
             print_main(str(error).splitlines()[0])
-    speed = "" if row.status != "ok" else (
-        f": {row.seconds_per_step:.3f} s/step  {row.tokens_per_second_per_gpu:,.0f} tok/s per GPU  "
-        f"peak {row.peak_allocated_gib or 0:.2f} GiB  loss {row.loss_first:.4f} -> {row.loss_last:.4f}")
+    speed = (
+        ""
+        if row.status != "ok"
+        else (
+            f": {row.seconds_per_step:.3f} s/step  {row.tokens_per_second_per_gpu:,.0f} tok/s per GPU  "
+            f"peak {row.peak_allocated_gib or 0:.2f} GiB  loss {row.loss_first:.4f} -> {row.loss_last:.4f}"
+        )
+    )
     print_main(f"{row.name}, {row.peer}: {row.status}{speed}")
-    if options.results and ranks_from_env().is_main: append_row(row, options.results)
+    if options.results and ranks_from_env().is_main:
+        append_row(row, options.results)
     gc.collect()
-    if device.type == "cuda": torch.cuda.empty_cache()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     return row
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rows", nargs="*", help="names or patterns of speed_rows.py")
-    parser.add_argument("--peers", default="hf,hf_liger", help="comma-separated: " + ", ".join(PEERS))
+    parser.add_argument(
+        "--peers", default="hf,hf_liger", help="comma-separated: " + ", ".join(PEERS)
+    )
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--layers", type=int, help="cut the model, to see that a row runs")
     parser.add_argument("--results")
     options = parser.parse_args()
-    names = [n for n in chosen(options.rows, ranks_from_env().world_size)
-             if CASES[n].settings.get("compute_dtype") != "fp8"]  # these peers have no fp8
+    names = [
+        n
+        for n in chosen(options.rows, ranks_from_env().world_size)
+        if CASES[n].settings.get("compute_dtype") != "fp8"
+    ]  # these peers have no fp8
     for name in names:
         for peer in options.peers.split(","):
             try:
                 run_peer(name, peer, config_folder(CASES[name].model, options.layers), options)
             except Exception as error:  # the other peers are still wanted
-                if ranks_from_env().world_size > 1: raise
+                if ranks_from_env().world_size > 1:
+                    raise
                 print(f"{name}, {peer}: {type(error).__name__}: {error}", flush=True)
 
 

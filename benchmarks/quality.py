@@ -10,6 +10,7 @@ modules that are not trained on. Each run is `fsdp-qlora train` without its comm
 run again, so a command that was cut off goes on. Blocks are not compiled: compiling takes longer than
 such a run. `python scripts/quality_page.py` makes docs/quality.md of the lines.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -35,14 +36,35 @@ from fsdp_qlora.config import RunConfig
 from fsdp_qlora.demo.run import RECIPE
 
 # One process, a short run, and nothing written but the metrics.
-COMMON = dict(RECIPE, sharding_strategy="ddp", compile=False, world_size=1, save_model=False,
-              checkpoint_minutes=0.0, verify_frozen_minutes=0.0, resume="none", log_to="stdout")
-TASKS = {"text_to_sql": dict(batch_size=16),
-         "stdlib": dict(batch_size=8, global_batch_size=8, context_length=512, train_on="all", lr=1e-3)}
+COMMON = dict(
+    RECIPE,
+    sharding_strategy="ddp",
+    compile=False,
+    world_size=1,
+    save_model=False,
+    checkpoint_minutes=0.0,
+    verify_frozen_minutes=0.0,
+    resume="none",
+    log_to="stdout",
+)
+TASKS = {
+    "text_to_sql": dict(batch_size=16),
+    "stdlib": dict(batch_size=8, global_batch_size=8, context_length=512, train_on="all", lr=1e-3),
+}
 STEPS = {"text_to_sql": 93, "stdlib": 100}  # one pass over the demo's rows; 0.3 million tokens
 SQL_PER_KIND = 4  # held-out questions of each kind about each world; the demo asks one
-SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "turtledemo",
-           "ensurepip", "pydoc_data", "encodings"}  # of the library: tests, and what is mostly tables
+SKIPPED = {
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "site-packages",
+    "dist-packages",
+    "turtledemo",
+    "ensurepip",
+    "pydoc_data",
+    "encodings",
+}  # of the library: tests, and what is mostly tables
 CHARACTERS = 1500  # of a row of the library: nearly always below 512 tokens
 STDLIB_ROWS = {"train": 2400, "heldout": 128}
 
@@ -50,6 +72,7 @@ STDLIB_ROWS = {"train": 2400, "heldout": 128}
 @dataclass(frozen=True)
 class Job:
     """One line of the results; without a seed it is the loss before any training."""
+
     task: str
     variant: str
     seed: int | None
@@ -57,8 +80,10 @@ class Job:
 
 def all_jobs(seeds: int) -> list[Job]:
     """Seed by seed, the important variants first: a command that is cut off leaves whole seeds."""
-    runs = [[Job(task, variant, seed) for variant in VARIANTS for task in TASKS]
-            for seed in [0, None, *range(1, seeds)]]
+    runs = [
+        [Job(task, variant, seed) for variant in VARIANTS for task in TASKS]
+        for seed in [0, None, *range(1, seeds)]
+    ]
     return [job for some in runs for job in some]
 
 
@@ -67,18 +92,29 @@ def config_of(job: Job, folder: Path, **given) -> RunConfig:
     name = f"{job.task} {job.variant} {job.seed}".replace(",", "").replace(" ", "_")
     own = TASKS[job.task] | VARIANTS[job.variant]
     dataset = "text_to_sql" if job.task == "text_to_sql" else str(folder / "stdlib_train.jsonl")
-    return RunConfig(**COMMON | own | dict(
-        dataset=dataset, eval_dataset=str(folder / f"{job.task}_heldout.jsonl"), seed=job.seed or 0,
-        data_cache=str(folder / "tokens"), output_dir=str(folder / name),
-        max_steps=STEPS[job.task]) | given)
+    return RunConfig(
+        **COMMON
+        | own
+        | dict(
+            dataset=dataset,
+            eval_dataset=str(folder / f"{job.task}_heldout.jsonl"),
+            seed=job.seed or 0,
+            data_cache=str(folder / "tokens"),
+            output_dir=str(folder / name),
+            max_steps=STEPS[job.task],
+        )
+        | given
+    )
 
 
 # ---- data --------------------------------------------------------------------------------------
+
 
 def make_data(folder: Path, most: int | None = None):
     """Held-out questions of the demo's kind, and rows of the library; at most so many held out."""
     from fsdp_qlora.demo.make_text_to_sql import make_rows, write_rows
     from fsdp_qlora.demo.worlds import read_worlds
+
     folder.mkdir(parents=True, exist_ok=True)
     questions = make_rows(read_worlds(0), "held out", SQL_PER_KIND)
     write_rows(folder / "text_to_sql_heldout.jsonl", questions[:most])
@@ -94,7 +130,8 @@ def stdlib_rows(root: Path) -> Iterator[tuple[str, str]]:
     """(split, text) of all modules, in pieces of whole lines; about every twelfth module is held out."""
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
-        if SKIPPED & set(name.parts): continue
+        if SKIPPED & set(name.parts):
+            continue
         is_held_out = hashlib.sha256(name.as_posix().encode()).digest()[0] % 12 == 0
         for text in pieces(path.read_text(errors="replace")):
             yield ("heldout" if is_held_out else "train"), text
@@ -112,17 +149,22 @@ def pieces(text: str) -> Iterator[str]:
 
 # ---- one run, in a process of its own ----------------------------------------------------------
 
+
 def start_worker(jobs: int, started):
     """Each process has its share of the cores, and one GPU: processes take turns."""
     from fsdp_qlora.training.launch import share_cores
+
     share_cores(jobs)
-    with started.get_lock(): number, started.value = started.value, started.value + 1
-    if gpus := visible_gpus(): os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
+    with started.get_lock():
+        number, started.value = started.value, started.value + 1
+    if gpus := visible_gpus():
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
 
 
 def visible_gpus() -> list[str]:
     """The GPUs of the command, as CUDA_VISIBLE_DEVICES names them."""
     import torch
+
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return named.split(",") if named else [str(n) for n in range(torch.cuda.device_count())]
 
@@ -130,6 +172,7 @@ def visible_gpus() -> list[str]:
 def run(job: Job, config: RunConfig) -> dict:
     """The line of a job; what the run prints is in `log.txt` beside its metrics."""
     import torch
+
     output, started = Path(config.output_dir), time.perf_counter()
     output.mkdir(parents=True, exist_ok=True)
     (output / "metrics.jsonl").unlink(missing_ok=True)
@@ -149,15 +192,21 @@ def run(job: Job, config: RunConfig) -> dict:
 def trained(config: RunConfig) -> dict:
     """Train as the command does; what its metrics say."""
     from fsdp_qlora.training.rank import train_rank
+
     train_rank(config)
     lines = map(json.loads, (Path(config.output_dir) / "metrics.jsonl").read_text().splitlines())
     by_kind: dict[str, list[dict]] = {}
-    for line in lines: by_kind.setdefault(line["kind"], []).append(line)
+    for line in lines:
+        by_kind.setdefault(line["kind"], []).append(line)
     steps, end = by_kind["step"], by_kind["eval"][-1]
-    return dict(steps=len(steps), held_out_loss=end["eval_loss"], held_out_tokens=end["trained_tokens"],
-                seconds_per_step=sorted(s["seconds"] for s in steps)[len(steps) // 2],
-                peak_allocated_gib=steps[-1]["peak_allocated_gib"],
-                losses=[round(s["loss"], 5) for s in steps])
+    return dict(
+        steps=len(steps),
+        held_out_loss=end["eval_loss"],
+        held_out_tokens=end["trained_tokens"],
+        seconds_per_step=sorted(s["seconds"] for s in steps)[len(steps) // 2],
+        peak_allocated_gib=steps[-1]["peak_allocated_gib"],
+        losses=[round(s["loss"], 5) for s in steps],
+    )
 
 
 def before(config: RunConfig) -> dict:
@@ -167,24 +216,31 @@ def before(config: RunConfig) -> dict:
     from fsdp_qlora.dist import process_group, rank_device
     from fsdp_qlora.observe.evaluate import held_out_loss
     from fsdp_qlora.training.prepare import load_data, run_tokenizer
+
     device, tokenizer = rank_device(config.device), run_tokenizer(config)
     held_out = load_data(config, tokenizer).held_out
     with process_group(device):
         model = build_model(config, device)
         pad = choose_pad_token_id(tokenizer, model.config.vocab_size)
-        loss, tokens = held_out_loss(model, held_out, device, batch_size=config.batch_size,
-                                     pad_token_id=pad)
+        loss, tokens = held_out_loss(
+            model, held_out, device, batch_size=config.batch_size, pad_token_id=pad
+        )
     return dict(steps=0, held_out_loss=loss, held_out_tokens=tokens)
 
 
 # ---- the grid ----------------------------------------------------------------------------------
 
+
 def finished(results: Path) -> set[Job]:
     """The jobs whose line is there and is no error."""
-    if not results.exists(): return set()
+    if not results.exists():
+        return set()
     rows = map(json.loads, results.read_text().splitlines())
-    return {Job(r["task"], r["variant"], r["seed"]) for r in rows
-            if "variant" in r and r["status"] == "ok"}
+    return {
+        Job(r["task"], r["variant"], r["seed"])
+        for r in rows
+        if "variant" in r and r["status"] == "ok"
+    }
 
 
 def run_grid(jobs: list[Job], options: argparse.Namespace, given: dict, about: dict):
@@ -198,16 +254,22 @@ def run_grid(jobs: list[Job], options: argparse.Namespace, given: dict, about: d
             while len(running) < options.processes:
                 late = time.perf_counter() - started + longest > options.seconds
                 job = None if late else next(waiting, None)
-                if job is None: break
+                if job is None:
+                    break
                 running[pool.submit(run, job, config_of(job, options.folder, **given))] = job
-            if not running: return
+            if not running:
+                return
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 row, job = future.result(), running.pop(future)
                 longest = max(longest, row["run_seconds"])
-                with open(options.results, "a") as file: file.write(json.dumps(row | about) + "\n")
-                print(f"{time.perf_counter() - started:6.0f} s  {job.task} | {job.variant} | seed "
-                      f"{job.seed}: {row.get('held_out_loss', row.get('error'))} in "
-                      f"{row['run_seconds']} s", flush=True)
+                with open(options.results, "a") as file:
+                    file.write(json.dumps(row | about) + "\n")
+                print(
+                    f"{time.perf_counter() - started:6.0f} s  {job.task} | {job.variant} | seed "
+                    f"{job.seed}: {row.get('held_out_loss', row.get('error'))} in "
+                    f"{row['run_seconds']} s",
+                    flush=True,
+                )
 
 
 def main():
@@ -216,20 +278,30 @@ def main():
     parser.add_argument("--model_name", default=".cache/SmolLM2-135M-Instruct")
     parser.add_argument("--jobs", type=int, default=12, dest="processes", help="runs side by side")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no run that would end later")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="start no run that would end later"
+    )
     parser.add_argument("--only", default="", help="jobs with this in `TASK, VARIANT`")
     parser.add_argument("--steps", type=int, help="of every run, with 16 rows held out: a trial")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--folder", type=Path, default=Path(".cache/quality"),
-                        help="data, and metrics and log of each run")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(".cache/quality"),
+        help="data, and metrics and log of each run",
+    )
     options = parser.parse_args()
     given = dict(model_name=options.model_name, device=options.device)
-    if options.steps: given["max_steps"] = options.steps
+    if options.steps:
+        given["max_steps"] = options.steps
     make_data(options.folder, 16 if options.steps else None)
     tokenize(options.folder, given)
     done = finished(options.results)
-    jobs = [job for job in all_jobs(options.seeds)
-            if options.only in f"{job.task}, {job.variant}" and job not in done]
+    jobs = [
+        job
+        for job in all_jobs(options.seeds)
+        if options.only in f"{job.task}, {job.variant}" and job not in done
+    ]
     run_grid(jobs, options, given, about(options))
     print("\n" + tables([json.loads(line) for line in options.results.read_text().splitlines()]))
 
@@ -237,6 +309,7 @@ def main():
 def tokenize(folder: Path, given: dict):
     """Fill the cache of tokens before many processes read it."""
     from fsdp_qlora.training.prepare import load_data, run_tokenizer
+
     for task in TASKS:
         config = config_of(Job(task, "bf16", 0), folder, **given)
         load_data(config, run_tokenizer(config))
@@ -252,10 +325,16 @@ def weights_of(folder: str) -> str | None:
 def about(options: argparse.Namespace) -> dict:
     """What every line says of where it was made."""
     from fsdp_qlora.dist import rank_device
-    return dict(model=Path(options.model_name).name, weights=weights_of(options.model_name),
-                gpu=device_name(rank_device(options.device)), commit=commit(),
-                date=time.strftime("%Y-%m-%d"), processes=options.processes,
-                versions=versions() | dict(python=sys.version.split()[0]))
+
+    return dict(
+        model=Path(options.model_name).name,
+        weights=weights_of(options.model_name),
+        gpu=device_name(rank_device(options.device)),
+        commit=commit(),
+        date=time.strftime("%Y-%m-%d"),
+        processes=options.processes,
+        versions=versions() | dict(python=sys.version.split()[0]),
+    )
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ A Llama of 28 million weights, with a tokenizer of 8,192 tokens, learns the Pyth
 installed torch and transformers packages: text that is wherever this project runs. The tasks of
 quality.py, questions for SQL and the standard library, are new to it.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -34,7 +35,8 @@ def sources(most_bytes: int) -> list[str]:
     random.Random(0).shuffle(files)
     texts, size = [], 0
     for file in files:
-        if size > most_bytes: break
+        if size > most_bytes:
+            break
         texts.append(file.read_text(errors="replace"))
         size += len(texts[-1])
     return texts
@@ -44,7 +46,8 @@ def made_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     """Byte-level BPE of the first texts."""
     some, size = [], 0
     for text in texts:
-        if size > TOKENIZER_BYTES: break
+        if size > TOKENIZER_BYTES:
+            break
         some.append(text)
         size += len(text)
     made = ByteLevelBPETokenizer()
@@ -61,10 +64,22 @@ def tokens_of(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> torch.Ten
 def new_model(vocabulary: int, layers: int):
     """Random weights, of widths that every format takes."""
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(LlamaConfig(
-        vocab_size=vocabulary, hidden_size=512, intermediate_size=1408, num_hidden_layers=layers,
-        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=2048,
-        tie_word_embeddings=True, bos_token_id=0, eos_token_id=0, pad_token_id=0), dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=512,
+            intermediate_size=1408,
+            num_hidden_layers=layers,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=0,
+        ),
+        dtype=torch.float32,
+    )
 
 
 def learn(model, tokens: torch.Tensor, steps: int, device: torch.device):
@@ -75,7 +90,7 @@ def learn(model, tokens: torch.Tensor, steps: int, device: torch.device):
     generator = torch.Generator().manual_seed(0)
     for step in range(1, steps + 1):
         starts = torch.randint(0, len(tokens) - LENGTH, (ROWS,), generator=generator)
-        rows = torch.stack([tokens[s:s + LENGTH] for s in starts.tolist()]).to(device)
+        rows = torch.stack([tokens[s : s + LENGTH] for s in starts.tolist()]).to(device)
         with torch.autocast(device.type, torch.bfloat16):
             loss = model(input_ids=rows, labels=rows).loss
         loss.backward()
@@ -99,13 +114,17 @@ def main():
     texts = sources(options.megabytes * 10**6)
     tokenizer = made_tokenizer(texts)
     tokens = tokens_of(texts, tokenizer)
-    print(f"{len(texts):,} files, {len(tokens):,} tokens, {time.perf_counter() - started:.0f} s",
-          flush=True)
+    print(
+        f"{len(texts):,} files, {len(tokens):,} tokens, {time.perf_counter() - started:.0f} s",
+        flush=True,
+    )
     model = new_model(len(tokenizer), options.layers)
     learn(model, tokens, options.steps, device)
     model.to(torch.bfloat16).save_pretrained(options.folder)
     tokenizer.save_pretrained(options.folder)
-    print(f"{options.folder}: {model.num_parameters():,} weights, {time.perf_counter() - started:.0f} s")
+    print(
+        f"{options.folder}: {model.num_parameters():,} weights, {time.perf_counter() - started:.0f} s"
+    )
 
 
 if __name__ == "__main__":

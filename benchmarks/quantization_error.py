@@ -5,6 +5,7 @@
 Without a model the weights are normal, and heavy-tailed (Student's t with 4 degrees of freedom). The
 loss is the norm of the error over the norm of the weights.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -22,8 +23,10 @@ from fsdp_qlora.quantization.formats import FORMATS, dequantize_rows, quantize_r
 def random_weights(rows: int) -> dict[str, list[Tensor]]:
     """A weight of each kind, 4,096 wide."""
     torch.manual_seed(0)
-    return {"normal": [torch.randn(rows, 4096) * 0.02],
-            "heavy tails": [torch.distributions.StudentT(4.0).sample((rows, 4096)) * 0.02]}
+    return {
+        "normal": [torch.randn(rows, 4096) * 0.02],
+        "heavy tails": [torch.distributions.StudentT(4.0).sample((rows, 4096)) * 0.02],
+    }
 
 
 def linear_weights(model_name: str, rows: int) -> Iterator[Tensor]:
@@ -52,9 +55,11 @@ def main():
     parser.add_argument("--rows", type=int, default=256, help="rows of each weight")
     options = parser.parse_args()
     kinds = random_weights(options.rows)
-    if options.model_name: kinds = {options.model_name: list(linear_weights(options.model_name,
-                                                                            options.rows))}
-    print("| format | scales | bytes per weight | " + " | ".join(f"loss, {k}" for k in kinds) + " |")
+    if options.model_name:
+        kinds = {options.model_name: list(linear_weights(options.model_name, options.rows))}
+    print(
+        "| format | scales | bytes per weight | " + " | ".join(f"loss, {k}" for k in kinds) + " |"
+    )
     print("|---" * (3 + len(kinds)) + "|")
     for quant_type in FORMATS:
         for absmax_dtype in ABSMAX_DTYPES:

@@ -1,7 +1,8 @@
 """Write a checkpoint of random weights of a model's true shape, to measure loading and training.
 
-    python benchmarks/random_checkpoint.py meta-llama/Llama-3.1-8B /dev/shm/llama-8b [--layers N]
+python benchmarks/random_checkpoint.py meta-llama/Llama-3.1-8B /dev/shm/llama-8b [--layers N]
 """
+
 from __future__ import annotations
 
 import argparse
@@ -31,12 +32,17 @@ def write(folder: Path, config, device: torch.device):
     source, files = RandomCheckpoint(shapes, device), split(shapes)
 
     def write_file(name: str):
-        save_file({n: source.rows(n, 0, shapes[n][0]).to(torch.bfloat16).cpu() for n in files[name]},
-                  folder / name)
+        save_file(
+            {n: source.rows(n, 0, shapes[n][0]).to(torch.bfloat16).cpu() for n in files[name]},
+            folder / name,
+        )
 
     with ThreadPoolExecutor(WRITERS if device.type == "cuda" else 1) as pool:
         list(pool.map(write_file, files))
-    index = {"metadata": {}, "weight_map": {n: name for name, names in files.items() for n in names}}
+    index = {
+        "metadata": {},
+        "weight_map": {n: name for name, names in files.items() for n in names},
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
@@ -44,7 +50,8 @@ def split(shapes: dict[str, tuple[int, ...]]) -> dict[str, list[str]]:
     """File names, and the tensors of each: about FILE_BYTES in bf16."""
     groups, size = [[]], 0
     for name, shape in shapes.items():
-        if size > FILE_BYTES: groups, size = [*groups, []], 0
+        if size > FILE_BYTES:
+            groups, size = [*groups, []], 0
         groups[-1].append(name)
         size += 2 * math.prod(shape)
     return {f"model-{i:05}.safetensors": names for i, names in enumerate(groups, 1)}
@@ -57,7 +64,8 @@ def main():
     parser.add_argument("--layers", type=int)
     options = parser.parse_args()
     settings = known_config(options.model)
-    if options.layers: settings["num_hidden_layers"] = options.layers
+    if options.layers:
+        settings["num_hidden_layers"] = options.layers
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     write(options.folder, config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 

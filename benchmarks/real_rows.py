@@ -14,6 +14,7 @@ Tokens per second are those of rows, without padding, from step `--first` on. Th
 same settings over full rows of random tokens: as long as a bin if packed, else as the mean row. A run
 that runs out of memory or time is a row too.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -47,19 +48,34 @@ ROOT = Path(__file__).parents[1]
 COMMON = dict(lora_rank=64, lora_dropout=0.0, lr=1e-4)  # as the rows of speed_rows.py
 BY_HAND = dict(sharding_strategy="ddp", activation_budget_gib=70)
 AUTO = dict(sharding_strategy="auto", batch_size="auto")
-CHOSEN = ("sharding_strategy", "activation_policy", "batch_size", "use_cpu_offload",
-          "use_activation_cpu_offload", "keep_fp8_weights")  # what auto may choose
+CHOSEN = (
+    "sharding_strategy",
+    "activation_policy",
+    "batch_size",
+    "use_cpu_offload",
+    "use_activation_cpu_offload",
+    "keep_fp8_weights",
+)  # what auto may choose
 PEERS = ("trl", "unsloth")
 ENOUGH = 5  # measured steps of a run that had to be stopped
 KEPT = dict(gradient_checkpointing=False)  # nothing is recomputed
 TINY = dict(shrink=16, steps=4, first=3, minutes=3.0, bench_steps=1)
-TINY_SETTINGS = ["--device", "cpu", "--lora_rank", "4",
-                 "--train_type", "lora", "--precision", "fp32"]
+TINY_SETTINGS = [
+    "--device",
+    "cpu",
+    "--lora_rank",
+    "4",
+    "--train_type",
+    "lora",
+    "--precision",
+    "fp32",
+]
 
 
 @dataclass(frozen=True)
 class Run:
     """One command: its data and settings, and the tokens of a step at most."""
+
     data: str
     mode: str
     settings: dict
@@ -68,21 +84,32 @@ class Run:
 
 def runs_of(shrink: int) -> dict[str, Run]:
     """Every run by its name; contexts are cut to 1/`shrink`."""
-    found, sizes = {}, dict(a=[(4, 1), (8, 8), (2, 2)], b=[(2, 1), (4, 4), (1, 2)],
-                            c=[(1, 1), (1, 4), (1, 1)])
+    found, sizes = (
+        {},
+        dict(a=[(4, 1), (8, 8), (2, 2)], b=[(2, 1), (4, 4), (1, 2)], c=[(1, 1), (1, 4), (1, 1)]),
+    )
     for data, (packed, padded, kept) in sizes.items():
         context = KINDS[data].context_length // shrink
         longest = dict(context_length=context)
         full = packed[0] * packed[1] * context
-        modes = {"packed": BY_HAND | longest | batches(packed) | dict(packing=True),
-                 "padded": BY_HAND | longest | batches(padded), "auto": AUTO | longest}
+        modes = {
+            "packed": BY_HAND | longest | batches(packed) | dict(packing=True),
+            "padded": BY_HAND | longest | batches(padded),
+            "auto": AUTO | longest,
+        }
         for peer in PEERS:
-            modes |= {peer: longest | batches(packed), f"{peer}_kept": longest | batches(kept) | KEPT}
+            modes |= {
+                peer: longest | batches(packed),
+                f"{peer}_kept": longest | batches(kept) | KEPT,
+            }
         for mode, settings in modes.items():
             tokens = 2 * full if mode in ("padded", "auto") else full
             found[f"{mode}_{data}"] = Run(data, mode, settings, tokens)
-            if mode.split("_")[0] in PEERS: continue
-            found[f"{mode}_{data}_fp8"] = Run(data, mode, settings | dict(compute_dtype="fp8"), tokens)
+            if mode.split("_")[0] in PEERS:
+                continue
+            found[f"{mode}_{data}_fp8"] = Run(
+                data, mode, settings | dict(compute_dtype="fp8"), tokens
+            )
     return found
 
 
@@ -94,29 +121,32 @@ def batches(sizes: tuple[int, int]) -> dict:
 @dataclass
 class RealRow:
     """What one run gave. Sizes in GiB, times in seconds; `status` is ok, oom or error."""
+
     name: str
-    data: str                # a, b or c: see real_rows_data.py
+    data: str  # a, b or c: see real_rows_data.py
     mode: str
     model: str
     gpu: str
-    settings: dict           # that were given
+    settings: dict  # that were given
     versions: dict[str, str]
     commit: str
     date: str
     peer: str | None = None  # another tool and its version
     status: str = "ok"
     error: str | None = None
-    tokens_per_second: float | None = None        # of rows, padding not counted
+    tokens_per_second: float | None = None  # of rows, padding not counted
     tokens_per_second_from_5: float | None = None
-    bench_tokens_per_second: float | None = None  # the same settings over full rows of random tokens
+    bench_tokens_per_second: float | None = (
+        None  # the same settings over full rows of random tokens
+    )
     ratio: float | None = None
-    seconds_to_first_step: float | None = None    # from the start of the process to the step's record
-    is_repeated: bool = False                     # the compile cache has what it needs
+    seconds_to_first_step: float | None = None  # from the start of the process to the step's record
+    is_repeated: bool = False  # the compile cache has what it needs
     compilations: int | None = None
-    compilations_after_first: int | None = None   # while the measured steps ran
-    filled_share: float | None = None             # tokens of rows / tokens computed
-    tokens_per_micro_batch: float | None = None   # of rows
-    seconds_per_step: float | None = None         # median
+    compilations_after_first: int | None = None  # while the measured steps ran
+    filled_share: float | None = None  # tokens of rows / tokens computed
+    tokens_per_micro_batch: float | None = None  # of rows
+    seconds_per_step: float | None = None  # median
     first_measured_step: int | None = None
     steps_measured: int = 0
     peak_allocated_gib: float | None = None
@@ -124,23 +154,28 @@ class RealRow:
     estimate_peak_gib: float | None = None
     bench_peak_allocated_gib: float | None = None
     bench_error: str | None = None
-    chosen: dict = field(default_factory=dict)       # what auto chose
+    chosen: dict = field(default_factory=dict)  # what auto chose
     loss_first: float | None = None
     loss_last: float | None = None
-    log: str | None = None                           # what it printed last, where it failed
+    log: str | None = None  # what it printed last, where it failed
 
 
 # ---- a run, and what its records say ------------------------------------------------------------
 
-def watched(argv: list[str], log: Path, metrics: Path, seconds: float
-            ) -> tuple[int | None, float | None]:
+
+def watched(
+    argv: list[str], log: Path, metrics: Path, seconds: float
+) -> tuple[int | None, float | None]:
     """The exit code of a command, None if it had to be stopped, and the seconds to its first step."""
     started, first = time.monotonic(), None
     with open(log, "w") as out:
-        process = subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            argv, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             while process.poll() is None and time.monotonic() - started < seconds:
-                if first is None and steps_of(records_of(metrics)): first = time.monotonic() - started
+                if first is None and steps_of(records_of(metrics)):
+                    first = time.monotonic() - started
                 time.sleep(0.1)
             return process.poll(), first
         finally:
@@ -149,7 +184,8 @@ def watched(argv: list[str], log: Path, metrics: Path, seconds: float
 
 def records_of(metrics: Path) -> list[dict]:
     """The whole lines of a run's metrics."""
-    if not metrics.exists(): return []
+    if not metrics.exists():
+        return []
     lines = metrics.read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -163,26 +199,33 @@ def figures(records: list[dict], first: int) -> dict:
     """What a row says of a run's steps, those before `first` left out."""
     steps = steps_of(records)
     start = next((r for r in records if r["kind"] == "start"), {})
-    if not steps: return {}
+    if not steps:
+        return {}
     found = dict(
-        loss_first=steps[0]["loss"], loss_last=steps[-1]["loss"],
+        loss_first=steps[0]["loss"],
+        loss_last=steps[-1]["loss"],
         compilations=steps[-1].get("compilations"),
         peak_allocated_gib=max(s["peak_allocated_gib"] for s in steps) or None,
         estimate_tokens_per_second=start.get("estimate", {}).get("tokens_per_second"),
-        estimate_peak_gib=start.get("estimate", {}).get("peak_allocated_gib"))
+        estimate_peak_gib=start.get("estimate", {}).get("peak_allocated_gib"),
+    )
     before = [s for s in steps if s["step"] < first]
-    measured = steps[len(before):]
-    if not measured: return found
+    measured = steps[len(before) :]
+    if not measured:
+        return found
     tokens, seconds = (sum(s[name] for s in measured) for name in ("tokens", "seconds"))
     computed = sum(s.get("padded_tokens") or s["tokens"] for s in measured)
     if before and found["compilations"] is not None:
         found["compilations_after_first"] = found["compilations"] - before[-1]["compilations"]
     return found | dict(
-        tokens_per_second=tokens / seconds, filled_share=tokens / computed,
+        tokens_per_second=tokens / seconds,
+        filled_share=tokens / computed,
         tokens_per_second_from_5=rate([s for s in steps if s["step"] >= 5]),
         tokens_per_micro_batch=tokens / len(measured) / start.get("accumulation", 1),
         seconds_per_step=statistics.median(s["seconds"] for s in measured),
-        first_measured_step=first, steps_measured=len(measured))
+        first_measured_step=first,
+        steps_measured=len(measured),
+    )
 
 
 def rate(steps: list[dict]) -> float | None:
@@ -193,19 +236,29 @@ def rate(steps: list[dict]) -> float | None:
 def failure(code: int | None, log: Path) -> dict:
     """How a command ended that did not end well."""
     lines = log.read_text(errors="replace").strip().splitlines()
-    said = next((line for line in reversed(lines) if re.search("error|out of memory", line, re.I)), "")
+    said = next(
+        (line for line in reversed(lines) if re.search("error|out of memory", line, re.I)), ""
+    )
     memory = code is not None and re.search("out of memory|OutOfMemory", "\n".join(lines[-80:]))
-    return dict(status="oom" if memory else "error", log="\n".join(lines[-30:]),
-                error="stopped: out of time" if code is None else said[:300] or f"exit code {code}")
+    return dict(
+        status="oom" if memory else "error",
+        log="\n".join(lines[-30:]),
+        error="stopped: out of time" if code is None else said[:300] or f"exit code {code}",
+    )
 
 
 # ---- the bench over the same tokens -------------------------------------------------------------
 
+
 def bench_settings(run: Run, row: RealRow) -> dict:
     """The run's settings for full rows of random tokens: as long as a bin, or as the mean row."""
-    settings = {name: value for name, value in (run.settings | row.chosen).items()
-                if name not in ("packing", "gradient_accumulation_steps")}
-    if (run.settings | row.chosen).get("packing"): return settings
+    settings = {
+        name: value
+        for name, value in (run.settings | row.chosen).items()
+        if name not in ("packing", "gradient_accumulation_steps")
+    }
+    if (run.settings | row.chosen).get("packing"):
+        return settings
     assert row.tokens_per_micro_batch
     mean = row.tokens_per_micro_batch / settings["batch_size"]
     return settings | dict(context_length=8 * max(round(mean / 8), 1))
@@ -233,6 +286,7 @@ class Bench:
 
 # ---- commands -----------------------------------------------------------------------------------
 
+
 def flags(settings: dict) -> list[str]:
     """Settings as they are typed."""
     return [part for name, value in settings.items() for part in (f"--{name}", shown(value))]
@@ -240,25 +294,48 @@ def flags(settings: dict) -> list[str]:
 
 def without(settings: list[str], name: str) -> list[str]:
     """A command line without one flag and its value."""
-    if f"--{name}" not in settings: return settings
+    if f"--{name}" not in settings:
+        return settings
     place = settings.index(f"--{name}")
-    return settings[:place] + settings[place + 2:]
+    return settings[:place] + settings[place + 2 :]
 
 
 def train_command(run: Run, rows: Path, output: Path, steps: int, options) -> list[str]:
     """The command that a user types."""
-    settings = COMMON | run.settings | dict(max_steps=steps, save_model=False, world_size=1, log_every=1)
-    return [sys.executable, str(ROOT / "train.py"), "--model_name", str(options.model), "--dataset",
-            str(rows), "--output_dir", str(output), "--log_to", "stdout", *flags(settings),
-            *options.settings]
+    settings = (
+        COMMON | run.settings | dict(max_steps=steps, save_model=False, world_size=1, log_every=1)
+    )
+    return [
+        sys.executable,
+        str(ROOT / "train.py"),
+        "--model_name",
+        str(options.model),
+        "--dataset",
+        str(rows),
+        "--output_dir",
+        str(output),
+        "--log_to",
+        "stdout",
+        *flags(settings),
+        *options.settings,
+    ]
 
 
 def peer_command(run: Run, tokens: Path, output: Path, steps: int, options) -> list[str]:
     """The same rows, tokens and adapters through a peer."""
     settings = COMMON | run.settings | dict(max_steps=steps, memory_gib=options.memory_gib)
-    return [sys.executable, str(ROOT / "benchmarks/real_rows_peers.py"), run.mode.split("_")[0],
-            "--model_name", str(options.model), "--tokens", str(tokens), "--output_dir", str(output),
-            *flags(settings)]
+    return [
+        sys.executable,
+        str(ROOT / "benchmarks/real_rows_peers.py"),
+        run.mode.split("_")[0],
+        "--model_name",
+        str(options.model),
+        "--tokens",
+        str(tokens),
+        "--output_dir",
+        str(output),
+        *flags(settings),
+    ]
 
 
 def made_rows(run: Run, folder: Path, options) -> tuple[Path, Path]:
@@ -267,7 +344,8 @@ def made_rows(run: Run, folder: Path, options) -> tuple[Path, Path]:
     wanted = int(1.25 * run.tokens * options.steps)
     rows = folder / f"{run.data}-{wanted}.jsonl"
     tokens = rows.with_suffix(".safetensors")
-    if not rows.exists(): write_rows(run.data, rows, tokenizer, wanted, options.shrink)
+    if not rows.exists():
+        write_rows(run.data, rows, tokenizer, wanted, options.shrink)
     if run.mode.split("_")[0] in PEERS and not tokens.exists():
         load_dataset(rows, tokenizer, context_length=run.settings["context_length"]).save(tokens)
     return rows, tokens
@@ -276,25 +354,41 @@ def made_rows(run: Run, folder: Path, options) -> tuple[Path, Path]:
 def run_one(name: str, run: Run, steps: int, folder: Path, bench: Bench, options) -> RealRow:
     """Run one command, and the bench over the same tokens."""
     is_peer = run.mode.split("_")[0] in PEERS
-    row = RealRow(name, run.data, run.mode, options.model.name, gpu_name(), run.settings, versions(),
-                  commit(), date.today().isoformat(), peer=run.mode if is_peer else None)
+    row = RealRow(
+        name,
+        run.data,
+        run.mode,
+        options.model.name,
+        gpu_name(),
+        run.settings,
+        versions(),
+        commit(),
+        date.today().isoformat(),
+        peer=run.mode if is_peer else None,
+    )
     rows, tokens = made_rows(run, folder, options)
     output = Path(tempfile.mkdtemp(prefix=f"{name}_", dir=folder))
-    command = peer_command(run, tokens, output, steps, options) if is_peer else train_command(
-        run, rows, output, steps, options)
+    command = (
+        peer_command(run, tokens, output, steps, options)
+        if is_peer
+        else train_command(run, rows, output, steps, options)
+    )
     log = (options.logs or output) / f"{output.name}.log"
     code, first = watched(command, log, output / "metrics.jsonl", 60 * options.minutes)
     records = records_of(output / "metrics.jsonl")
     row = replace(row, seconds_to_first_step=first, **figures(records, options.first))
     if code is None and row.steps_measured >= ENOUGH:
         row.error = f"stopped after {row.steps_measured} measured steps: out of time"
-    elif code != 0: row = replace(row, **failure(code, log))
+    elif code != 0:
+        row = replace(row, **failure(code, log))
     start = next((r for r in records if r["kind"] == "start"), {})
-    if is_peer: return replace(row, peer=start.get("peer", row.peer), versions=start.get("versions", {}))
+    if is_peer:
+        return replace(row, peer=start.get("peer", row.peer), versions=start.get("versions", {}))
     if run.mode == "auto" and start:
         chosen = {name: start["settings"][name] for name in (*CHOSEN, "packing")}
         row.chosen = {name: value for name, value in chosen.items() if value is not None}
-    if row.tokens_per_second: bench.fill(row, run)
+    if row.tokens_per_second:
+        bench.fill(row, run)
     return row
 
 
@@ -308,18 +402,34 @@ def gpu_name() -> str:
 
 def tiny_model(folder: Path):
     """A random model of two small blocks."""
-    write(folder, LlamaConfig(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128,
-                              num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                              tie_word_embeddings=False), torch.device("cpu"))
+    write(
+        folder,
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=False,
+        ),
+        torch.device("cpu"),
+    )
 
 
 # ---- all of them --------------------------------------------------------------------------------
 
+
 def table(rows: list[RealRow]) -> str:
     """The rows as a table for people."""
-    def number(value, form: str) -> str: return "-" if value is None else format(value, form)
-    lines = [f"{'run':<18} {'tok/s':>7} {'bench':>7} {'ratio':>6} {'1st step':>8} {'compiled':>8} "
-             f"{'after':>5} {'filled':>6} {'GiB':>6} {'estimate':>8}  status"]
+
+    def number(value, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    lines = [
+        f"{'run':<18} {'tok/s':>7} {'bench':>7} {'ratio':>6} {'1st step':>8} {'compiled':>8} "
+        f"{'after':>5} {'filled':>6} {'GiB':>6} {'estimate':>8}  status"
+    ]
     for r in rows:
         lines.append(
             f"{r.name:<18} {number(r.tokens_per_second, ',.0f'):>7} "
@@ -327,7 +437,8 @@ def table(rows: list[RealRow]) -> str:
             f"{number(r.seconds_to_first_step, '.1f'):>8} {number(r.compilations, 'd'):>8} "
             f"{number(r.compilations_after_first, 'd'):>5} {number(r.filled_share, '.1%'):>6} "
             f"{number(r.peak_allocated_gib, '.1f'):>6} "
-            f"{number(r.estimate_tokens_per_second, ',.0f'):>8}  {r.status} {r.error or r.peer or ''}")
+            f"{number(r.estimate_tokens_per_second, ',.0f'):>8}  {r.status} {r.error or r.peer or ''}"
+        )
     return "\n".join(lines)
 
 
@@ -341,12 +452,16 @@ def measure(names: list[str], options: argparse.Namespace) -> list[RealRow]:
                 print(f"not run, for --total_minutes are over: {item}", flush=True)
                 continue
             name, _, steps = item.partition(":")
-            row = run_one(name, runs[name], int(steps or options.steps), Path(folder), bench, options)
+            row = run_one(
+                name, runs[name], int(steps or options.steps), Path(folder), bench, options
+            )
             row.is_repeated = name in [r.name for r in rows]
             rows.append(row)
             print("\n".join(table([row]).splitlines()[1:]), flush=True)
-            if row.log: print(row.log, flush=True)
-            if options.results: append_row(row, options.results)
+            if row.log:
+                print(row.log, flush=True)
+            if options.results:
+                append_row(row, options.results)
     print(table(rows))
     return rows
 
@@ -354,23 +469,32 @@ def measure(names: list[str], options: argparse.Namespace) -> list[RealRow]:
 def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     """What to run; flags that are not known here are settings of each run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, help="folder of a checkpoint; a tokenizer is added if it "
-                                                   "has none")
-    parser.add_argument("--only", default="packed_a,padded_a,auto_a", help="names, separated by commas")
+    parser.add_argument(
+        "--model", type=Path, help="folder of a checkpoint; a tokenizer is added if it has none"
+    )
+    parser.add_argument(
+        "--only", default="packed_a,padded_a,auto_a", help="names, separated by commas"
+    )
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--first", type=int, default=10, help="the first step that counts")
     parser.add_argument("--minutes", type=float, default=4.0, help="after which a run is stopped")
-    parser.add_argument("--total_minutes", type=float, default=math.inf, help="no run begins after them")
+    parser.add_argument(
+        "--total_minutes", type=float, default=math.inf, help="no run begins after them"
+    )
     parser.add_argument("--bench_steps", type=int, default=5)
     parser.add_argument("--memory_gib", type=float, default=80.0, help="that a peer may take")
     parser.add_argument("--shrink", type=int, default=1, help="divide all lengths by so much")
     parser.add_argument("--logs", type=Path, help="folder for what runs print")
     parser.add_argument("--results")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model and short rows, on the CPU")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a tiny model and short rows, on the CPU"
+    )
     options, settings = parser.parse_known_args(argv)
-    if options.tiny: vars(options).update(TINY)
+    if options.tiny:
+        vars(options).update(TINY)
     options.settings = (TINY_SETTINGS if options.tiny else []) + settings
-    if not options.model and not options.tiny: parser.error("--model FOLDER is needed, or --tiny")
+    if not options.model and not options.tiny:
+        parser.error("--model FOLDER is needed, or --tiny")
     names = [item.partition(":")[0] for item in options.only.split(",")]
     if unknown := [name for name in names if name not in runs_of(1)]:
         parser.error(f"--only {','.join(unknown)}: there are {', '.join(runs_of(1))}")
@@ -384,8 +508,10 @@ def main(argv: list[str] | None = None) -> list[RealRow]:
         if options.tiny and not options.model:
             options.model = Path(folder) / "tiny"
             tiny_model(options.model)
-        if not (options.model / "tokenizer.json").exists(): save_tokenizer(options.model)
-        if options.logs: options.logs.mkdir(parents=True, exist_ok=True)
+        if not (options.model / "tokenizer.json").exists():
+            save_tokenizer(options.model)
+        if options.logs:
+            options.logs.mkdir(parents=True, exist_ok=True)
         return measure(options.only.split(","), options)
 
 

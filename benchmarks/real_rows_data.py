@@ -7,6 +7,7 @@
 Words are those of the demo's questions and answers, and so are the merges of the tokenizer; sizes are
 what a real tokenizer and real rows would give, and the texts mean nothing. Nothing is downloaded.
 """
+
 from __future__ import annotations
 
 import json
@@ -19,17 +20,20 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 DEMO = Path(__file__).parents[1] / "fsdp_qlora/demo/text_to_sql_train.jsonl"
-CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
-          "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 END, PAD, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
 VOCABULARY = 2048
-TURN = 5         # tokens of the template around a message
+TURN = 5  # tokens of the template around a message
 LONGEST_TURN = 400
 
 
 @dataclass(frozen=True)
 class Kind:
     """Rows of one kind: how long they are, and what a row of so many tokens is."""
+
     context_length: int  # of a bin, or the longest row
     lengths: Callable[[np.random.Generator, int], np.ndarray]
     row: Callable[[Writer, int], dict]
@@ -46,9 +50,11 @@ class Writer:
 
     def text(self, tokens: int) -> str:
         """Words of about so many tokens, at least one."""
-        chosen = self.rng.integers(len(self.words), size=max(tokens, 1))  # a word is at least a token
+        chosen = self.rng.integers(
+            len(self.words), size=max(tokens, 1)
+        )  # a word is at least a token
         count = np.searchsorted(self.costs[chosen].cumsum(), tokens, side="right")
-        return " ".join(self.words[chosen[:max(count, 1)]])
+        return " ".join(self.words[chosen[: max(count, 1)]])
 
     def turn(self, role: str, tokens: int) -> dict:
         """A message that is so long with what the template puts around it."""
@@ -64,8 +70,13 @@ def instruction(writer: Writer, tokens: int) -> dict:
 def chat(writer: Writer, tokens: int) -> dict:
     """Questions, each with an answer that is twice as long."""
     pairs = -(-tokens // LONGEST_TURN)
-    return dict(messages=[writer.turn(role, tokens * part // (3 * pairs)) for _ in range(pairs)
-                          for role, part in (("user", 1), ("assistant", 2))])
+    return dict(
+        messages=[
+            writer.turn(role, tokens * part // (3 * pairs))
+            for _ in range(pairs)
+            for role, part in (("user", 1), ("assistant", 2))
+        ]
+    )
 
 
 def document(writer: Writer, tokens: int) -> dict:
@@ -76,13 +87,15 @@ def document(writer: Writer, tokens: int) -> dict:
 KINDS = {
     "a": Kind(4096, lambda rng, n: rng.normal(250, 70, n).clip(80, 600), instruction),
     "b": Kind(8192, lambda rng, n: rng.lognormal(np.log(630), 1.1, n).clip(50, 8000), chat),
-    "c": Kind(32768, lambda rng, n: rng.lognormal(np.log(6000), 1.0, n).clip(500, 32000), document)}
+    "c": Kind(32768, lambda rng, n: rng.lognormal(np.log(6000), 1.0, n).clip(500, 32000), document),
+}
 
 
 def demo_texts() -> Iterator[str]:
     """What is said in the demo's rows."""
     for line in DEMO.read_text().splitlines():
-        for message in json.loads(line)["messages"]: yield message["content"]
+        for message in json.loads(line)["messages"]:
+            yield message["content"]
 
 
 def save_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
@@ -90,18 +103,34 @@ def save_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(demo_texts(), trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=[END, PAD, START_OF_TURN, END_OF_TURN],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TURN, pad_token=PAD,
-                                   additional_special_tokens=[START_OF_TURN, END])
+    tokenizer.train_from_iterator(
+        demo_texts(),
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY,
+            special_tokens=[END, PAD, START_OF_TURN, END_OF_TURN],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_TURN,
+        pad_token=PAD,
+        additional_special_tokens=[START_OF_TURN, END],
+    )
     fast.chat_template = CHATML
     fast.save_pretrained(folder)
     return fast
 
 
-def write_rows(name: str, path: str | Path, tokenizer: PreTrainedTokenizerBase, tokens: int,
-               shrink: int = 1, seed: int = 42):
+def write_rows(
+    name: str,
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: int,
+    shrink: int = 1,
+    seed: int = 42,
+):
     """JSON lines of a kind, at least `tokens` in all; lengths are those of the kind over `shrink`."""
     kind, writer, left = KINDS[name], Writer(tokenizer, seed), tokens
     with open(path, "w") as file:

@@ -6,6 +6,7 @@
 
 All rows run in one process, one after the other. An out-of-memory row is a row too.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -28,11 +29,14 @@ from fsdp_qlora.loading import read_config
 
 LLAMA_8B, LLAMA_70B = "meta-llama/Llama-3.1-8B", "meta-llama/Llama-2-70b-hf"
 BUDGET = 70  # GiB that torch may have allocated on a card of 80 GB
-COMMON = dict(random_weights=True, lora_dropout=0.0, lora_rank=64, lr=1e-4, activation_budget_gib=BUDGET)
+COMMON = dict(
+    random_weights=True, lora_dropout=0.0, lora_rank=64, lr=1e-4, activation_budget_gib=BUDGET
+)
 LONG = dict(batch_size=2, context_length=8192)
 LORA = dict(train_type="lora", batch_size=2, context_length=4096)
-PUBLISHED = dict(lora_target_modules="q_proj,k_proj,v_proj", lora_rank=8, batch_size=1,
-                 context_length=4096)
+PUBLISHED = dict(
+    lora_target_modules="q_proj,k_proj,v_proj", lora_rank=8, batch_size=1, context_length=4096
+)
 WIDE = dict(context_length=2048, sharding_strategy="full_shard", global_batch_size=32)
 FP8 = dict(compute_dtype="fp8")
 
@@ -40,8 +44,9 @@ FP8 = dict(compute_dtype="fp8")
 @dataclass(frozen=True)
 class Case:
     """One row: what to run, and what issue 4 wants of it."""
+
     settings: dict
-    target: float            # tokens per second and GPU, or seconds per step
+    target: float  # tokens per second and GPU, or seconds per step
     unit: str = "tok/s"
     model: str = LLAMA_8B
     gpus: tuple[int, ...] = field(default=(1,))
@@ -53,14 +58,17 @@ class Case:
     def all_settings(self, **changes) -> dict:
         """The settings of the row with those that all rows share."""
         settings = COMMON | dict(sharding_strategy="ddp") | self.settings | changes
-        return settings | (dict(activation_budget_gib=None) if "activation_policy" in settings else {})
+        return settings | (
+            dict(activation_budget_gib=None) if "activation_policy" in settings else {}
+        )
 
 
 CASES = {
     "8b_qlora": Case(LONG, 15_500),
     "8b_qlora_fp8": Case(LONG | FP8, 18_500),
-    "8b_qlora_low_memory": Case(LONG | dict(activation_policy="recompute_all",
-                                            use_activation_cpu_offload=True), 11_000),
+    "8b_qlora_low_memory": Case(
+        LONG | dict(activation_policy="recompute_all", use_activation_cpu_offload=True), 11_000
+    ),
     "8b_lora": Case(LORA, 17_000),
     "8b_lora_qkv": Case(PUBLISHED | dict(train_type="lora"), 17_900),
     "8b_lora_qkv_fp8": Case(PUBLISHED | dict(train_type="lora") | FP8, 24_100),
@@ -73,10 +81,12 @@ CASES = {
     "70b_qlora": Case(WIDE | dict(batch_size=2), 1_850, model=LLAMA_70B, gpus=(4,)),
     "70b_qlora_8x1": Case(WIDE | dict(batch_size=8), 1_850, model=LLAMA_70B, gpus=(4,)),
     "70b_qlora_fp8": Case(WIDE | dict(batch_size=2) | FP8, 2_450, model=LLAMA_70B, gpus=(4,)),
-    "70b_qlora_replayed": Case(WIDE | dict(batch_size=2, cuda_graphs=True), 1_850, model=LLAMA_70B,
-                               gpus=(4,)),
-    "70b_qlora_fp8_replayed": Case(WIDE | dict(batch_size=2, cuda_graphs=True) | FP8, 2_450,
-                                   model=LLAMA_70B, gpus=(4,)),
+    "70b_qlora_replayed": Case(
+        WIDE | dict(batch_size=2, cuda_graphs=True), 1_850, model=LLAMA_70B, gpus=(4,)
+    ),
+    "70b_qlora_fp8_replayed": Case(
+        WIDE | dict(batch_size=2, cuda_graphs=True) | FP8, 2_450, model=LLAMA_70B, gpus=(4,)
+    ),
     "70b_qlora_fp8_4x2": Case(WIDE | dict(batch_size=4) | FP8, 2_450, model=LLAMA_70B, gpus=(4,)),
 }
 
@@ -84,7 +94,8 @@ CASES = {
 def config_folder(model: str, layers: int | None = None) -> str:
     """A folder with the config.json of a known model, cut to `layers` if given."""
     settings = known_config(model)
-    if layers: settings["num_hidden_layers"] = layers
+    if layers:
+        settings["num_hidden_layers"] = layers
     folder = Path(tempfile.mkdtemp()) / model.rsplit("/", 1)[-1].lower()
     AutoConfig.for_model(settings.pop("model_type"), **settings).save_pretrained(folder)
     return str(folder)
@@ -95,17 +106,23 @@ def chosen(patterns: list[str], gpus: int) -> list[str]:
 
     Raises ValueError, listing the rows, if there is none.
     """
-    names = [name for name, case in CASES.items()
-             if gpus in case.gpus and any(fnmatch(name, p) for p in patterns or ["*"])]
+    names = [
+        name
+        for name, case in CASES.items()
+        if gpus in case.gpus and any(fnmatch(name, p) for p in patterns or ["*"])
+    ]
     if not names:
-        raise ValueError(f"no row matches {' '.join(patterns) or '*'} on {gpus} GPUs; there are "
-                         + ", ".join(f"{n} {list(c.gpus)}" for n, c in CASES.items()))
+        raise ValueError(
+            f"no row matches {' '.join(patterns) or '*'} on {gpus} GPUs; there are "
+            + ", ".join(f"{n} {list(c.gpus)}" for n, c in CASES.items())
+        )
     return names
 
 
 def profile_settings(name: str, options) -> dict:
     """What --profile adds to a row's settings."""
-    if not options.profile: return {}
+    if not options.profile:
+        return {}
     return dict(profile=True, active_steps=1, profiling_output=f"{options.profile}/{name}")
 
 
@@ -133,7 +150,8 @@ def run_case(name: str, folder: str, options, **changes) -> Row:
     reached = row.seconds_per_step if case.unit == "s/step" else row.tokens_per_second_per_gpu
     goal = f"; {reached:,.5g} {case.unit}, target {case.target:,.5g}" if row.status == "ok" else ""
     print_main(summary(row) + goal)
-    if options.results and ranks_from_env().is_main: append_row(row, options.results)
+    if options.results and ranks_from_env().is_main:
+        append_row(row, options.results)
     return row
 
 
@@ -144,7 +162,9 @@ def main():
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--layers", type=int, help="cut the model, to see that a row runs")
     parser.add_argument("--profile", help="folder for a trace and its table of each row")
-    parser.add_argument("--keep_fp8_weights", choices=("true", "false"), help="as the run's setting")
+    parser.add_argument(
+        "--keep_fp8_weights", choices=("true", "false"), help="as the run's setting"
+    )
     parser.add_argument("--results")
     options = parser.parse_args()
     gpus, keep = ranks_from_env().world_size, options.keep_fp8_weights
@@ -152,8 +172,11 @@ def main():
     for name in chosen(options.rows, gpus):
         try:
             run_case(name, config_folder(CASES[name].model, options.layers), options, **changes)
-        except Exception as error:  # the other rows are still wanted; ranks fail together or time out
-            if gpus > 1: raise
+        except (
+            Exception
+        ) as error:  # the other rows are still wanted; ranks fail together or time out
+            if gpus > 1:
+                raise
             print(f"{name}: {type(error).__name__}: {error}", flush=True)
 
 

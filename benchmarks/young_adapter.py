@@ -8,6 +8,7 @@ there is one, for what an epilogue rounds first is the library's choice.
 
 Shapes: N tokens, I inputs, O outputs, R rank.
 """
+
 from __future__ import annotations
 
 import torch
@@ -48,11 +49,13 @@ def shares(steps: int, device: torch.device) -> list[float]:
     torch.manual_seed(0)
     n, i, o = (size if device.type == "cuda" else size // 8 for size in (N, I, O))
     x, w = (torch.randn(rows, i, device=device) for rows in (n, o))
-    x, w = x.bfloat16(), (w * i ** -0.5).bfloat16()
-    xa = (x.float() @ (torch.randn(i, R, device=device) * i ** -0.5)).bfloat16()
+    x, w = x.bfloat16(), (w * i**-0.5).bfloat16()
+    xa = (x.float() @ (torch.randn(i, R, device=device) * i**-0.5)).bfloat16()
     b = (SCALING * LR * steps * torch.randn(o, R, device=device).sign()).bfloat16()
     part = xa.double() @ b.double().t()
-    found = [way(x, w, xa, b).double() - way(x, w, xa, torch.zeros_like(b)).double() for way in WAYS]
+    found = [
+        way(x, w, xa, b).double() - way(x, w, xa, torch.zeros_like(b)).double() for way in WAYS
+    ]
     return [((y * part).sum() / part.square().sum()).item() for y in found]
 
 
@@ -61,4 +64,6 @@ if __name__ == "__main__":
     print("| steps | " + " | ".join(way.__name__.replace("_", " ") for way in WAYS) + " |")
     print("|---|" + "---|" * len(WAYS))
     for steps in (1, 3, 10, 30, 100, 300):
-        print(f"| {steps} | " + " | ".join(f"{share:.2f}" for share in shares(steps, device)) + " |")
+        print(
+            f"| {steps} | " + " | ".join(f"{share:.2f}" for share in shares(steps, device)) + " |"
+        )

@@ -4,6 +4,7 @@
 
 Measured with Llama-3.1-8B on 2 H100s, full_shard, 2x2048 tokens a GPU: docs/performance.md.
 """
+
 import sys
 
 import torch
@@ -28,14 +29,16 @@ def main(folder: str, strategy: str = "full_shard", *, steps: int = 10):
         # Plain PyTorch from here on.
         optimizer = torch.optim.AdamW(fq.trainable_parameters(model).values(), lr=1e-3)
         rank = fq.ranks_from_env().rank
-        tokens = torch.randint(0, model.config.vocab_size, (2, 64),
-                               generator=torch.Generator().manual_seed(rank)).to(device)
+        tokens = torch.randint(
+            0, model.config.vocab_size, (2, 64), generator=torch.Generator().manual_seed(rank)
+        ).to(device)
         for step in range(steps):
             loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            if rank == 0: print(f"step {step + 1}  loss {loss.item():.4f}  ({len(units)} units)")
+            if rank == 0:
+                print(f"step {step + 1}  loss {loss.item():.4f}  ({len(units)} units)")
         fq.save_trained(model, "custom_loop_output")
 
 

@@ -3,6 +3,7 @@
 The names below are the library; each lives in the module named beside it and is imported on first
 use, so that `import fsdp_qlora` needs no torch.
 """
+
 from __future__ import annotations
 
 import importlib
@@ -12,28 +13,49 @@ import logging
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 PUBLIC = {
-    "RunConfig": "config", "plan_batches": "config",
-    "process_group": "dist", "rank_device": "dist", "ranks_from_env": "dist",
-    "local_rows": "dist", "full_tensor": "dist",
+    "RunConfig": "config",
+    "plan_batches": "config",
+    "process_group": "dist",
+    "rank_device": "dist",
+    "ranks_from_env": "dist",
+    "local_rows": "dist",
+    "full_tensor": "dist",
     "build_model": "build",
-    "Checkpoint": "loading.weight_files", "read_config": "loading", "meta_model": "loading",
-    "materialize": "loading", "load_weights": "loading",
-    "QuantLinear": "quantization.quantize", "quantize_linears": "quantization.quantize",
-    "lora_config": "adapters", "apply_adapters": "adapters", "init_adapters": "adapters",
+    "Checkpoint": "loading.weight_files",
+    "read_config": "loading",
+    "meta_model": "loading",
+    "materialize": "loading",
+    "load_weights": "loading",
+    "QuantLinear": "quantization.quantize",
+    "quantize_linears": "quantization.quantize",
+    "lora_config": "adapters",
+    "apply_adapters": "adapters",
+    "init_adapters": "adapters",
     "trainable_parameters": "adapters",
-    "apply_activation_policy": "memory.activations", "apply_chunked_loss": "memory.losses",
-    "STRATEGIES": "sharding", "apply_sharding": "sharding", "make_mesh": "sharding",
+    "apply_activation_policy": "memory.activations",
+    "apply_chunked_loss": "memory.losses",
+    "STRATEGIES": "sharding",
+    "apply_sharding": "sharding",
+    "make_mesh": "sharding",
     "set_gradient_sync": "sharding",
-    "build_optimizer": "optim", "build_scheduler": "optim",
-    "held_out_loss": "observe.evaluate", "train_step": "training.step", "train": "training.trainer",
-    "save_trained": "export", "save_adapter": "export.save", "load_adapter": "export.save",
-    "merge_adapter": "export.merge", "convert_adapter": "export.convert",
-    "check_adapter_folder": "export.serving", "push_folder": "export.hub",
+    "build_optimizer": "optim",
+    "build_scheduler": "optim",
+    "held_out_loss": "observe.evaluate",
+    "train_step": "training.step",
+    "train": "training.trainer",
+    "save_trained": "export",
+    "save_adapter": "export.save",
+    "load_adapter": "export.save",
+    "merge_adapter": "export.merge",
+    "convert_adapter": "export.convert",
+    "check_adapter_folder": "export.serving",
+    "push_folder": "export.hub",
 }
 __all__ = list(PUBLIC)
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str):
-    if name not in PUBLIC: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{PUBLIC[name]}", __name__), name)

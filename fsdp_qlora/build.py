@@ -4,6 +4,7 @@ Each step is a function that can be used alone; the order matters. Adapters need
 layers, recompute and compile wrap what the block computes, sharding must come before any weight
 exists, and adapter values come last because they must be equal under every sharding.
 """
+
 from __future__ import annotations
 
 from functools import partial
@@ -50,7 +51,9 @@ from .quantization.quantize import quantize_linears
 from .sharding import apply_sharding, describe_units, make_mesh, parameter_device
 
 
-def build_model(config: RunConfig, device: torch.device, saved: SavedRows | None = None) -> nn.Module:
+def build_model(
+    config: RunConfig, device: torch.device, saved: SavedRows | None = None
+) -> nn.Module:
     """The model of a run: built on meta, transformed, sharded, then filled from the checkpoint.
 
     saved: reads the adapter that a run goes on from, which its base may depend on.
@@ -59,21 +62,29 @@ def build_model(config: RunConfig, device: torch.device, saved: SavedRows | None
     """
     config = with_choices(config, device)
     model, checkpoint = planned_model(config, device)
-    if config.compute_dtype == "fp8": apply_fp8(model, device)
+    if config.compute_dtype == "fp8":
+        apply_fp8(model, device)
     policies = block_policies(config.activation_policy, len(decoder_blocks(model)))
     apply_tiled_mlp(model, config.mlp_tiles, policies)
     apply_activation_policy(model, policies, config.reentrant_checkpointing)
     apply_chunked_loss(model)
     apply_autocast(model, DTYPES.get(config.autocast_dtype))
-    if compiles(config, device): compile_blocks(model, dynamic=not config.has_full_bins)
-    if config.use_activation_cpu_offload: apply_activation_offload(model, policies)
+    if compiles(config, device):
+        compile_blocks(model, dynamic=not config.has_full_bins)
+    if config.use_activation_cpu_offload:
+        apply_activation_offload(model, policies)
     on_host = weights_on_host(config, model, device)
     units = apply_sharding(
-        model, config.sharding_strategy,
+        model,
+        config.sharding_strategy,
         make_mesh(config.sharding_strategy, device, config.shard_group_size),
-        wrap_policy=config.wrap_policy, min_wrap_params=config.min_wrap_params,
-        on_host=on_host, backward_prefetch=config.backward_prefetch,
-        forward_prefetch=config.forward_prefetch, gather_once=config.gather_once)
+        wrap_policy=config.wrap_policy,
+        min_wrap_params=config.min_wrap_params,
+        on_host=on_host,
+        backward_prefetch=config.backward_prefetch,
+        forward_prefetch=config.forward_prefetch,
+        gather_once=config.gather_once,
+    )
     print_main(describe_units(units))
     materialize(model, device, parameter_device(model, device, on_host))
     start, filled = start_of(config), set()
@@ -81,9 +92,12 @@ def build_model(config: RunConfig, device: torch.device, saved: SavedRows | None
         filled = start_from_weights(model, checkpoint, device, start, config.seed, saved)
     load(model, checkpoint, device, config, filled)
     model.weights_hash = "random" if checkpoint.content is None else checkpoint.content.digest()
-    if start.from_weights: init_magnitudes(model, device, with_adapter=True)
-    else: init_adapters(model, config.seed, device)
-    if config.keep_fp8_weights: keep_fp8_weights(model)
+    if start.from_weights:
+        init_magnitudes(model, device, with_adapter=True)
+    else:
+        init_adapters(model, config.seed, device)
+    if config.keep_fp8_weights:
+        keep_fp8_weights(model)
     return model
 
 
@@ -93,24 +107,39 @@ def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, C
     Needs no process group: a wrong model, checkpoint or target module is found here.
     """
     settings, grown = model_settings(config)
-    model = meta_model(settings, DTYPES[config.stored_dtype], attention(config, settings, device)[0],
-                       **config.source)
-    if config.packing: keep_rows_apart(model)
+    model = meta_model(
+        settings,
+        DTYPES[config.stored_dtype],
+        attention(config, settings, device)[0],
+        **config.source,
+    )
+    if config.packing:
+        keep_rows_apart(model)
     model.config._name_or_path = config.model_name  # PEFT writes it into the adapter's config
     checkpoint = open_checkpoint(config, settings, model, device, grown)
     keep_generation_settings(model, getattr(checkpoint, "folder", None))
     if config.quant != "none":
         check_quantizable(model, config.quant)
-        quantize_linears(model, config.quant_type, absmax_dtype=config.absmax_dtype,
-                         names=layers_to_quantize(checkpoint, config.quant_type),
-                         but=grown.new_in(block_list(model)[0]) if grown else ())
-    if grown: train_new_blocks(model, grown.new, DTYPES[config.adapter_dtype])
+        quantize_linears(
+            model,
+            config.quant_type,
+            absmax_dtype=config.absmax_dtype,
+            names=layers_to_quantize(checkpoint, config.quant_type),
+            but=grown.new_in(block_list(model)[0]) if grown else (),
+        )
+    if grown:
+        train_new_blocks(model, grown.new, DTYPES[config.adapter_dtype])
     elif config.has_lora:
         model = apply_adapters(model, adapter_settings(config, model), DTYPES[config.adapter_dtype])
         check_start(model, checkpoint, start_of(config))
-        train_whole(model, config.whole_modules, DTYPES[config.adapter_dtype],
-                    both_ends=bool(config.added_tokens))
-    else: train_only(model, config.only_modules)
+        train_whole(
+            model,
+            config.whole_modules,
+            DTYPES[config.adapter_dtype],
+            both_ends=bool(config.added_tokens),
+        )
+    else:
+        train_only(model, config.only_modules)
     return model, checkpoint
 
 
@@ -123,6 +152,9 @@ def compile_blocks(model: nn.Module, dynamic: bool = False):
     """
     compiled = partial(torch.compile, dynamic=dynamic or None)
     options = dict(post_grad_custom_pre_pass=SharedInputs())
-    for mlp in tiled_mlps(model): mlp.forward = compiled(mlp.forward, options=options)
-    for block in decoder_blocks(model): block.forward = compiled(block.forward, options=options)
-    if norm := final_norm(model): norm.forward = compiled(norm.forward)
+    for mlp in tiled_mlps(model):
+        mlp.forward = compiled(mlp.forward, options=options)
+    for block in decoder_blocks(model):
+        block.forward = compiled(block.forward, options=options)
+    if norm := final_norm(model):
+        norm.forward = compiled(norm.forward)

@@ -3,6 +3,7 @@
 Flags are made from the fields of `RunConfig` (`config/flags.py`). A user's mistake ends in one line on
 stderr and exit code 2, on every rank; --verbose adds the traceback.
 """
+
 from __future__ import annotations
 
 import os
@@ -30,12 +31,18 @@ from .training.terminal import outlive_terminal
 @dataclass
 class TrainOptions:
     """Train"""
-    dry_run: bool = opt(False, "print the settings, the prediction and the first batch with its trained "
-                        "tokens marked; train and write nothing")
+
+    dry_run: bool = opt(
+        False,
+        "print the settings, the prediction and the first batch with its trained "
+        "tokens marked; train and write nothing",
+    )
     on_end: str | None = opt(
-        None, "shell command for when the run is over, told how by $FSDP_QLORA_STATUS (finished, "
+        None,
+        "shell command for when the run is over, told how by $FSDP_QLORA_STATUS (finished, "
         "stopped, failed), $FSDP_QLORA_MESSAGE and $FSDP_QLORA_OUTPUT_DIR",
-        example="'notify-send \"$FSDP_QLORA_STATUS\"'")
+        example="'notify-send \"$FSDP_QLORA_STATUS\"'",
+    )
 
 
 def train_command(argv: list[str]):
@@ -43,9 +50,11 @@ def train_command(argv: list[str]):
     config, options = parse(argv, TrainOptions)
     if options.dry_run:
         from .commands.dryrun import dry_run
+
         return dry_run(config, argv)
     if config.is_auto:
         from .commands.probe import planned_argv
+
         argv = planned_argv(config, argv)
         config, _ = parse(argv, TrainOptions)
     from .dist import ranks_from_env
@@ -54,23 +63,34 @@ def train_command(argv: list[str]):
     def in_a_rank(config: RunConfig):
         on_end = options.on_end if ranks_from_env().is_main else None
         outlive_terminal()
-        with StopSignals(config.stop_grace_seconds) as signals, \
-                told_at_end(on_end, config.output_dir, signals.seconds_left):
+        with (
+            StopSignals(config.stop_grace_seconds) as signals,
+            told_at_end(on_end, config.output_dir, signals.seconds_left),
+        ):
             from .training.rank import train_rank  # takes seconds, which only ranks need
+
             train_rank(config, signals)
+
     run_on_ranks(config, "train", argv, in_a_rank)
 
 
 @dataclass
 class GenerateOptions:
     """Generate"""
-    adapter_folder: str | None = opt(None, "adapter folder that training saved; also as the first word; "
-                                     "the model is its own without --model_name",
-                                     example="output/adapter")
+
+    adapter_folder: str | None = opt(
+        None,
+        "adapter folder that training saved; also as the first word; "
+        "the model is its own without --model_name",
+        example="output/adapter",
+    )
     prompt: str = opt("", "what the user says")
     max_new_tokens: int = opt(128, "longest answer", unit="tokens")
-    base_quant: str = opt("auto", "weights of the base: auto = as the adapter was trained",
-                          choices=("auto", "none", *BASE_QUANTS))
+    base_quant: str = opt(
+        "auto",
+        "weights of the base: auto = as the adapter was trained",
+        choices=("auto", "none", *BASE_QUANTS),
+    )
 
 
 def generate_command(argv: list[str]):
@@ -79,10 +99,13 @@ def generate_command(argv: list[str]):
     config, options = parse(argv, GenerateOptions, prog="fsdp-qlora generate")
     if options.adapter_folder and "model_name" not in (given := given_settings(argv)):
         from .export.adapter_folder import base_of
+
         name, revision = base_of(options.adapter_folder)
-        config = replace(config, model_name=name,
-                         revision=config.revision if "revision" in given else revision)
+        config = replace(
+            config, model_name=name, revision=config.revision if "revision" in given else revision
+        )
     from .commands.generate import answer
+
     answer(config, options)
 
 
@@ -90,12 +113,14 @@ def data_command(argv: list[str]):
     """Tokenize a data set and report on it; --preview shows rows with trained tokens marked."""
     (config,) = parse(argv, prog="fsdp-qlora data")
     from .commands.data import report_on_data
+
     report_on_data(config)
 
 
 @dataclass
 class DemoOptions:
     """Demo"""
+
     cache_dir: str = opt(".cache", "folder that keeps the unpacked model between runs")
 
 
@@ -104,19 +129,35 @@ def demo_command(argv: list[str]):
     config, options = parse(argv, DemoOptions, prog="fsdp-qlora demo")
     _, flags = parse_own(argv, DemoOptions)
     from .demo.run import run_demo
+
     run_demo(config, flags, options.cache_dir)
 
 
-COMMANDS = {"train": train_command, **GUIDE, "generate": generate_command, "data": data_command,
-            "bench": bench_command, "calibrate": calibrate_command, "demo": demo_command,
-            "doctor": doctor_command, "report": report_command} | DELIVERY
+COMMANDS = {
+    "train": train_command,
+    **GUIDE,
+    "generate": generate_command,
+    "data": data_command,
+    "bench": bench_command,
+    "calibrate": calibrate_command,
+    "demo": demo_command,
+    "doctor": doctor_command,
+    "report": report_command,
+} | DELIVERY
 
 
 def overview() -> str:
     """The commands in a few lines."""
     lines = [f"  {name:<10}{function.__doc__}" for name, function in COMMANDS.items()]
-    return "\n".join(["usage: fsdp-qlora COMMAND [--flag value ...]", "", *lines, "",
-                      "fsdp-qlora COMMAND --help lists a command's flags"])
+    return "\n".join(
+        [
+            "usage: fsdp-qlora COMMAND [--flag value ...]",
+            "",
+            *lines,
+            "",
+            "fsdp-qlora COMMAND --help lists a command's flags",
+        ]
+    )
 
 
 def is_verbose(argv: list[str]) -> bool:
@@ -138,49 +179,71 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(argv: list[str]) -> int:
     """Run a command, and say what went wrong."""
-    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # without a network, not a line for each retry
+    os.environ.setdefault(
+        "HF_HUB_VERBOSITY", "error"
+    )  # without a network, not a line for each retry
     try:
-        if not argv or argv[0] in ("-h", "--help", "help"): print(overview())
-        elif argv[0] in ("-V", "--version"): print(f"fsdp_qlora {__version__}")
-        elif argv[0] in COMMANDS: COMMANDS[argv[0]](argv[1:])
-        else: raise ValueError(f"unknown command {argv[0]!r}; choose {', '.join(COMMANDS)}")
+        if not argv or argv[0] in ("-h", "--help", "help"):
+            print(overview())
+        elif argv[0] in ("-V", "--version"):
+            print(f"fsdp_qlora {__version__}")
+        elif argv[0] in COMMANDS:
+            COMMANDS[argv[0]](argv[1:])
+        else:
+            raise ValueError(f"unknown command {argv[0]!r}; choose {', '.join(COMMANDS)}")
         print(end="", flush=True)  # also where there is no stdout
         return 0
     except BrokenPipeError:  # `fsdp-qlora --help | head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if argv[:1] == ["train"]: print("stopped: the reader of its output ended", file=sys.stderr)
+        if argv[:1] == ["train"]:
+            print("stopped: the reader of its output ended", file=sys.stderr)
         return 141
     except (ValueError, OSError, ImportError) as error:
-        if is_verbose(argv): print_traceback()
+        if is_verbose(argv):
+            print_traceback()
         rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
         line = redact(str(error))
         print(f"error{rank}: {line}", file=sys.stderr, flush=True)
-        if rank: tell_other_ranks(line)
+        if rank:
+            tell_other_ranks(line)
         return 2
     except StopRequested as stopped:
-        if os.environ.get("RANK", "0") == "0": print(stopped, file=sys.stderr, flush=True)
+        if os.environ.get("RANK", "0") == "0":
+            print(stopped, file=sys.stderr, flush=True)
         return EXIT_STOPPED
     except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0": print("stopped", file=sys.stderr, flush=True)
+        if os.environ.get("RANK", "0") == "0":
+            print("stopped", file=sys.stderr, flush=True)
         return 130
-    except Exception as error:  # a fault of this program: the same words as Python's, without secrets
-        if is_verbose(argv) or not says_that_a_rank_is_gone(error): print_traceback()
+    except (
+        Exception
+    ) as error:  # a fault of this program: the same words as Python's, without secrets
+        if is_verbose(argv) or not says_that_a_rank_is_gone(error):
+            print_traceback()
         return 1
 
 
 def tell_other_ranks(line: str):
     """Give the others the time to say it too: a launcher ends them when this rank ends."""
     from .dist import tell_mistake
+
     tell_mistake(line)
 
 
 def says_that_a_rank_is_gone(error: Exception) -> bool:
     """Say in a line that this rank ends only because another did, or can't be reached."""
-    if "RANK" not in os.environ: return False
+    if "RANK" not in os.environ:
+        return False
     from .meeting import is_lost_connection
-    if not is_lost_connection(error): return False
-    print(f"error (rank {os.environ['RANK']}): the connection to another rank is lost: that has ended, "
-          "and says why in its own log, or its machine can't be reached", file=sys.stderr, flush=True)
+
+    if not is_lost_connection(error):
+        return False
+    print(
+        f"error (rank {os.environ['RANK']}): the connection to another rank is lost: that has ended, "
+        "and says why in its own log, or its machine can't be reached",
+        file=sys.stderr,
+        flush=True,
+    )
     return True
 
 

@@ -3,6 +3,7 @@
 The only reader of RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. One rank is a world like any
 other: the same code runs with a group of one, so there is no second path to keep right.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -32,6 +33,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Ranks:
     """Who this process is among the ranks that torchrun started; a world of one without torchrun."""
+
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
@@ -49,9 +51,12 @@ class Ranks:
 def ranks_from_env() -> Ranks:
     """Rank, world size and their numbers on this machine, as torchrun exported them, or one rank."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    return Ranks(rank=int(os.environ.get("RANK", 0)), world_size=world_size,
-                 local_rank=int(os.environ.get("LOCAL_RANK", 0)),
-                 local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    return Ranks(
+        rank=int(os.environ.get("RANK", 0)),
+        world_size=world_size,
+        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+    )
 
 
 def launched() -> bool:
@@ -65,15 +70,20 @@ def rank_device(device_type: str, ranks: Ranks | None = None) -> torch.device:
     ranks: those of the environment if not given. Raises ValueError if there is no GPU for this rank.
     """
     ranks = ranks or ranks_from_env()
-    if device_type == "auto": device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    if device_type == "cpu": return torch.device("cpu")
+    if device_type == "auto":
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if device_type == "cpu":
+        return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError("--device cuda: no CUDA device is visible; use --device cpu, or check the "
-                         "driver and CUDA_VISIBLE_DEVICES")
+        raise ValueError(
+            "--device cuda: no CUDA device is visible; use --device cpu, or check the "
+            "driver and CUDA_VISIBLE_DEVICES"
+        )
     if ranks.local_rank >= torch.cuda.device_count():
         raise ValueError(
             f"rank {ranks.rank} has no GPU: {ranks.local_world_size} ranks were started on a "
-            f"machine with {torch.cuda.device_count()} visible GPUs; lower --nproc_per_node")
+            f"machine with {torch.cuda.device_count()} visible GPUs; lower --nproc_per_node"
+        )
     return torch.device("cuda", ranks.local_rank)
 
 
@@ -98,7 +108,8 @@ def process_group(device: torch.device, timeout_minutes: float = 30.0):
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=timeout_minutes)
-    if device.type == "cuda": torch.cuda.set_device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     store, rank, world_size = meet()
     store.set_timeout(timeout)
     board.append(Board(store, rank, world_size))
@@ -110,7 +121,8 @@ def process_group(device: torch.device, timeout_minutes: float = 30.0):
         # tensors, and while this rank waits for it they free the last ones.
         dist.barrier()
     finally:
-        for holder in list(holders): holder.release()
+        for holder in list(holders):
+            holder.release()
         board.pop()
         dist.destroy_process_group()
 
@@ -136,8 +148,10 @@ def meet() -> tuple[dist.Store, int, int]:
 
     Raises MistakeElsewhere with what a rank says that will not come.
     """
-    if launched(): store, rank, world_size = next(dist.rendezvous("env://", timeout=MEETING))
-    else: store, rank, world_size = dist.HashStore(), 0, 1  # of this process alone: no port is open
+    if launched():
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=MEETING))
+    else:
+        store, rank, world_size = dist.HashStore(), 0, 1  # of this process alone: no port is open
     store = dist.PrefixStore("fsdp_qlora", store)
     own = dist.PrefixStore(f"meeting {next(meetings)}", store)  # ranks count theirs alike
     return meeting.meet(own, rank, world_size, MEETING, Mistakes(store)), rank, world_size
@@ -149,7 +163,8 @@ def tell_mistake(text: str):
     Only where the launcher keeps the store: it would end the others.
     """
     ranks = ranks_from_env()
-    if ranks.world_size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True": return
+    if ranks.world_size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
     with suppress(RuntimeError):
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=10)))
         meeting.tell_mistake(dist.PrefixStore("fsdp_qlora", store), rank, world_size, text)
@@ -161,7 +176,8 @@ board: list[Board] = []  # of the process group that is open, last
 def told_by_main(answer: Callable[[], str]) -> str:
     """What rank 0 answers, on every rank; the others wait for it, before there is a group."""
     store, rank, _ = meet()
-    if rank == 0: store.set("told", answer())
+    if rank == 0:
+        store.set("told", answer())
     return store.get("told").decode()
 
 
@@ -192,12 +208,14 @@ def resolve_shard_group_size(requested: int, ranks: Ranks, strategy: str) -> int
     Raises ValueError if the world cannot be cut into two or more groups of two or more.
     """
     size = requested
-    if size == -1: size = ranks.local_world_size if ranks.nodes > 1 else ranks.world_size // 2
+    if size == -1:
+        size = ranks.local_world_size if ranks.nodes > 1 else ranks.world_size // 2
     if size < 2 or ranks.world_size % size or ranks.world_size // size < 2:
         raise ValueError(
             f"--sharding_strategy {strategy} needs 2 or more replicas of 2 or more GPUs; "
             f"{ranks.world_size} ranks do not divide so with --shard_group_size {requested}; use "
-            "full_shard or shard_grad_op, or 4 ranks or more")
+            "full_shard or shard_grad_op, or 4 ranks or more"
+        )
     return size
 
 
@@ -209,17 +227,23 @@ def local_rows(parameter: Tensor) -> tuple[Tensor, int, int]:
     if not isinstance(parameter, DTensor):
         return parameter.data, 0, parameter.shape[0]
     shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements)
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
     start = offset[0] if shape[0] else 0
     return parameter.to_local().data, start, start + shape[0]
 
 
 def is_first_copy(tensor: Tensor) -> bool:
     """True on one of the ranks that hold the same rows of a tensor; a plain tensor is rank 0's."""
-    if not isinstance(tensor, DTensor): return ranks_from_env().is_main
-    return all(place == 0 for place, placement in zip(tensor.device_mesh.get_coordinate(),
-                                                      tensor.placements, strict=True)
-               if placement.is_replicate())
+    if not isinstance(tensor, DTensor):
+        return ranks_from_env().is_main
+    return all(
+        place == 0
+        for place, placement in zip(
+            tensor.device_mesh.get_coordinate(), tensor.placements, strict=True
+        )
+        if placement.is_replicate()
+    )
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
@@ -227,8 +251,13 @@ def full_tensor(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
-def from_rank(owner: int, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype,
-              device: torch.device) -> Tensor:
+def from_rank(
+    owner: int,
+    tensor: Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
     """The tensor that rank `owner` gives, on every rank."""
     if tensor is None or dist.get_rank() != owner:
         tensor = torch.empty(shape, dtype=dtype, device=device)
@@ -239,9 +268,16 @@ def from_rank(owner: int, tensor: Tensor | None, shape: tuple[int, ...], dtype: 
 def split_as(local: Tensor, parameter: Tensor) -> Tensor:
     """This rank's rows as a tensor that is split, or whole, as a parameter of its shape is."""
     local = local.to(local_rows(parameter)[0].device)
-    if not isinstance(parameter, DTensor): return local
-    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False,
-                              shape=parameter.shape, stride=parameter.stride())
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 # torch 2.13 renames both, and warns of the old names.
@@ -301,14 +337,17 @@ def from_main(function: Callable[[], T]) -> T:
             error = caught
     message: list = [given, (isinstance(error, ValueError), str(error)) if error else None]
     dist.broadcast_object_list(message, src=0)
-    if error: raise error
-    if message[1]: raise (ValueError if message[1][0] else OSError)(message[1][1])
+    if error:
+        raise error
+    if message[1]:
+        raise (ValueError if message[1][0] else OSError)(message[1][1])
     return message[0]
 
 
 def print_main(*args, **kwargs):
     """Print on rank 0 only, without secrets."""
-    if ranks_from_env().is_main: print(*(redact(str(arg)) for arg in args), **kwargs, flush=True)
+    if ranks_from_env().is_main:
+        print(*(redact(str(arg)) for arg in args), **kwargs, flush=True)
 
 
 @contextmanager
@@ -326,5 +365,7 @@ def main_only():
         error = caught
     message = [f"{type(error).__name__}: {error}" if error else None]
     dist.broadcast_object_list(message, src=0)
-    if message[0]: raise OSError(f"rank 0 could not write: {message[0]}") from error
-    if error: raise error
+    if message[0]:
+        raise OSError(f"rank 0 could not write: {message[0]}") from error
+    if error:
+        raise error

@@ -3,6 +3,7 @@
 What a user keeps in the way is never deleted: a scratch folder has a hidden name that nobody else
 gives, and a folder that is written again hands on what the run did not write. Pure: no torch.
 """
+
 from __future__ import annotations
 
 import os
@@ -15,7 +16,8 @@ WRITTEN = re.compile(
     r"adapter_config\.json|adapter_model\.safetensors|(generation_)?config\.json|README\.md|"
     r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|fsdp_qlora\.json|tokenizer\..*|"
     r"tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.\w+|merges\.txt|"
-    r"chat_template\..*|additional_chat_templates")
+    r"chat_template\..*|additional_chat_templates"
+)
 
 
 def sync(path: Path):
@@ -31,8 +33,10 @@ def sync_all(folder: Path):
     """Wait until everything in a folder is on the disk."""
     inside = list(folder.rglob("*"))
     for path in inside:
-        if path.is_file(): sync(path)
-    for path in (*filter(Path.is_dir, inside), folder): sync(path)
+        if path.is_file():
+            sync(path)
+    for path in (*filter(Path.is_dir, inside), folder):
+        sync(path)
 
 
 def write_text(path: Path, text: str):
@@ -45,11 +49,14 @@ def write_text(path: Path, text: str):
 
 def remove_folder(path: Path):
     """Delete a folder, or a link but not what it leads to; a file in its place stays."""
-    if path.is_symlink(): path.unlink()
-    else: shutil.rmtree(path, ignore_errors=True)
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 # ---- a folder that appears whole ---------------------------------------------------------------
+
 
 class complete_folder:  # noqa: N801  used like a function
     """A context manager: a scratch folder that takes the wanted name only if the block succeeds."""
@@ -63,8 +70,10 @@ class complete_folder:  # noqa: N801  used like a function
         return self.scratch
 
     def __exit__(self, kind, *_):
-        if kind is None: replace_folder(self.scratch, self.folder)
-        else: remove_folder(self.scratch)
+        if kind is None:
+            replace_folder(self.scratch, self.folder)
+        else:
+            remove_folder(self.scratch)
 
 
 def scratch_of(folder: Path) -> Path:
@@ -82,10 +91,13 @@ def replace_folder(new: Path, folder: Path):
     folder = folder.resolve()
     old = hidden(folder, "old")
     sync_all(new)
-    if old.is_dir(): finish_replacing(old, folder)  # of a run that was killed amid it
-    if folder.is_dir(): folder.rename(old)
+    if old.is_dir():
+        finish_replacing(old, folder)  # of a run that was killed amid it
+    if folder.is_dir():
+        folder.rename(old)
     new.rename(folder)
-    if old.is_dir(): finish_replacing(old, folder)
+    if old.is_dir():
+        finish_replacing(old, folder)
     sync(folder.parent)
 
 

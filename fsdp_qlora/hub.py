@@ -4,6 +4,7 @@ huggingface_hub tries six times for each file, which without a network is a minu
 connection is tried before: where there is none, what is in the cache is used, and the rest is refused.
 https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables
 """
+
 from __future__ import annotations
 
 import asyncio
@@ -17,8 +18,8 @@ from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from urllib.parse import urlsplit
 
-SECONDS = 5.0      # for an answer: three tries of TCP; HF_HUB_ETAG_TIMEOUT is for slower networks
-REMEMBERED = 300   # seconds, for a run asks for many files
+SECONDS = 5.0  # for an answer: three tries of TCP; HF_HUB_ETAG_TIMEOUT is for slower networks
+REMEMBERED = 300  # seconds, for a run asks for many files
 
 
 @contextmanager
@@ -28,13 +29,16 @@ def asked_hub(is_asked: bool = True) -> Iterator[str | None]:
     Gives why it can't be reached; None if it answers, or is not asked.
     """
     why = why_offline() if is_asked else None
-    with offline() if why else nullcontext(): yield why
+    with offline() if why else nullcontext():
+        yield why
 
 
 def why_offline() -> str | None:
     """Why only the cache can be read; None if the hub answers."""
     from huggingface_hub import constants
-    if constants.HF_HUB_OFFLINE: return "HF_HUB_OFFLINE is set"
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
     fault = fault_of_connection(*address_of(constants.ENDPOINT), int(time.monotonic() / REMEMBERED))
     return fault and f"{constants.ENDPOINT} can't be reached ({fault})"
 
@@ -59,8 +63,11 @@ def fault_of_connection(host: str, port: int, _period: int) -> str | None:
             asyncio.run(connect(host, port))
             said[0] = None
         except OSError as error:
-            said[0] = os.strerror(error.errno) if (error.errno or 0) > 0 else (
-                error.strerror or "no connection")
+            said[0] = (
+                os.strerror(error.errno)
+                if (error.errno or 0) > 0
+                else (error.strerror or "no connection")
+            )
 
     thread = threading.Thread(target=knock, name="hub", daemon=True)
     thread.start()
@@ -78,10 +85,13 @@ async def connect(host: str, port: int):
 def offline() -> Iterator[None]:
     """What HF_HUB_OFFLINE=1 does, for the length of the block."""
     from huggingface_hub import constants
+
     places = [constants, *([sys.modules["datasets"].config] if "datasets" in sys.modules else [])]
     were = [place.HF_HUB_OFFLINE for place in places]
-    for place in places: place.HF_HUB_OFFLINE = True
+    for place in places:
+        place.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
-        for place, was in zip(places, were, strict=True): place.HF_HUB_OFFLINE = was
+        for place, was in zip(places, were, strict=True):
+            place.HF_HUB_OFFLINE = was

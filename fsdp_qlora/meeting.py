@@ -8,6 +8,7 @@ when rank 0 has listed the names that answered its own.
 A rank that finds a mistake ends, and its launcher then ends the others, which may not have come so far.
 So it first tells them, and waits until each has said in its own log what was wrong.
 """
+
 from __future__ import annotations
 
 import json
@@ -20,12 +21,20 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store
 
 POLL_SECONDS, REPEAT = 0.05, 4  # a mistake is told again at every fourth look
-PATIENCE_SECONDS = 10           # for ranks to hear of a mistake
+PATIENCE_SECONDS = 10  # for ranks to hear of a mistake
 
 
 # What gloo, NCCL and the store say when another process is gone; none of them has a type for it.
-GONE = ("closed by peer", "reset by peer", "pair closure", "Broken pipe", "remote process exited",
-        "Timed out waiting", "Socket Timeout", "failed to recv")
+GONE = (
+    "closed by peer",
+    "reset by peer",
+    "pair closure",
+    "Broken pipe",
+    "remote process exited",
+    "Timed out waiting",
+    "Socket Timeout",
+    "failed to recv",
+)
 
 
 def is_lost_connection(error: Exception) -> bool:
@@ -37,15 +46,15 @@ class MistakeElsewhere(ValueError):
     """Another rank found that the run can't start; the message is its own."""
 
 
-def meet(store: Store, rank: int, world_size: int, timeout: timedelta, mistakes: Mistakes
-         ) -> Store:
+def meet(store: Store, rank: int, world_size: int, timeout: timedelta, mistakes: Mistakes) -> Store:
     """Return when all ranks are here: a store of their own, without a trace of earlier starts.
 
     Raises MistakeElsewhere if one says that it will not come, OSError after `timeout`.
     """
     own, answered = uuid.uuid4().hex, None
     deadline = time.monotonic() + timeout.total_seconds()
-    if rank == 0: store.set("start", own)
+    if rank == 0:
+        store.set("start", own)
     while time.monotonic() < deadline:
         if rank == 0:
             answers = [f"{own}/{other}" for other in range(1, world_size)]
@@ -54,11 +63,13 @@ def meet(store: Store, rank: int, world_size: int, timeout: timedelta, mistakes:
                 return PrefixStore(own, store)
         elif store.check(["start"]):
             start = store.get("start").decode()
-            if start != answered: store.set(f"{start}/{rank}", own)
+            if start != answered:
+                store.set(f"{start}/{rank}", own)
             answered = start
             if store.check([f"{start}/all"]) and own in json.loads(store.get(f"{start}/all")):
                 return PrefixStore(start, store)
-        if told := mistakes.look(): raise MistakeElsewhere(told.text)
+        if told := mistakes.look():
+            raise MistakeElsewhere(told.text)
         time.sleep(POLL_SECONDS)
     raise OSError(f"not all of {world_size} ranks came to the start within {timeout}")
 
@@ -78,26 +89,31 @@ class Mistakes:
 
     def look(self) -> Told | None:
         """The mistake that is being told now."""
-        if not self.store.check(["mistake"]): return None
+        if not self.store.check(["mistake"]):
+            return None
         value = self.store.get("mistake").decode()
         before, self.before = self.before, value
         return Told(value) if before not in (None, value) else None
 
 
-def tell_mistake(store: Store, rank: int, world_size: int, text: str,
-                 patience_s: float = PATIENCE_SECONDS):
+def tell_mistake(
+    store: Store, rank: int, world_size: int, text: str, patience_s: float = PATIENCE_SECONDS
+):
     """Tell a mistake that this rank has printed, until each other has printed one, or for so long."""
     own, mistakes = uuid.uuid4().hex, Mistakes(store)
     silent = set(range(world_size)) - {rank}
     text = text if text.startswith("rank ") else f"rank {rank}: {text}"
     with suppress(RuntimeError):  # the store is gone, and with it whoever could hear
         for look in range(int(patience_s / POLL_SECONDS)):
-            if look % REPEAT == 0: store.set("mistake", json.dumps([own, rank, text, look]))
+            if look % REPEAT == 0:
+                store.set("mistake", json.dumps([own, rank, text, look]))
             if (told := mistakes.look()) and told.name != own:
                 store.set(f"{told.name}/heard/{rank}", "")
                 silent.discard(told.rank)
-            while silent and store.check([f"{own}/heard/{min(silent)}"]): silent.remove(min(silent))
-            if not silent: return
+            while silent and store.check([f"{own}/heard/{min(silent)}"]):
+                silent.remove(min(silent))
+            if not silent:
+                return
             time.sleep(POLL_SECONDS)
 
 
@@ -120,15 +136,18 @@ class Board:
         """True for the first rank that claims the topic."""
         return self.store.compare_set(topic, "", str(self.rank)).decode() == str(self.rank)
 
-    def wait_for_all(self, topic: str, timeout_s: float, is_over: Callable[[], bool] = lambda: False
-                     ) -> list[str]:
+    def wait_for_all(
+        self, topic: str, timeout_s: float, is_over: Callable[[], bool] = lambda: False
+    ) -> list[str]:
         """The texts of all ranks in their order. Raises OSError if one does not come before that."""
         started = time.monotonic()
         texts: list[str] = []
         while len(texts) < self.world_size:
-            if (text := self.read(topic, len(texts))) is not None: texts.append(text)
+            if (text := self.read(topic, len(texts))) is not None:
+                texts.append(text)
             elif is_over() or time.monotonic() > started + timeout_s:
                 waited = time.monotonic() - started
                 raise OSError(f"rank {len(texts)} said nothing for {waited:.0f} s")
-            else: time.sleep(0.02)
+            else:
+                time.sleep(0.02)
         return texts

@@ -2,6 +2,7 @@
 
 Python's parsers end what is nested a thousand times in a RecursionError, which is none. Pure: no torch.
 """
+
 from __future__ import annotations
 
 import json
@@ -23,5 +24,6 @@ def read_object(path: Path) -> dict:
         found = from_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: not readable JSON ({error}); get the file again") from error
-    if isinstance(found, dict): return found
+    if isinstance(found, dict):
+        return found
     raise ValueError(f"{path}: it holds no JSON object; get the file again")

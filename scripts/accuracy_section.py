@@ -5,6 +5,7 @@
 What `fsdp-qlora bench --report FILES --accuracy --picture FILE` prints and draws of all rows in
 benchmarks/results is put between two marks of the page.
 """
+
 from __future__ import annotations
 
 import io
@@ -27,12 +28,16 @@ def section() -> str:
     files, printed = map(str, row_files(ROOT / "benchmarks/results")), io.StringIO()
     with redirect_stdout(printed):
         code = main(["bench", "--report", ",".join(files), "--accuracy", "--picture", str(PICTURE)])
-    if code: sys.exit(code)
+    if code:
+        sys.exit(code)
     table, sentence = printed.getvalue().strip().rsplit("\n\n", 1)
     return f"{sentence}\n\n![estimated over measured](pictures/{PICTURE.name})\n\n{table}"
 
 
 if __name__ == "__main__":
     text = section()
-    PAGE.write_text(re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{text}\n{END}", PAGE.read_text(),
-                           flags=re.S))
+    PAGE.write_text(
+        re.sub(
+            f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{text}\n{END}", PAGE.read_text(), flags=re.S
+        )
+    )

@@ -1,4 +1,5 @@
 """docs/api.md, the public names with their docstrings, which mkdocstrings puts in; and their types."""
+
 from __future__ import annotations
 
 from fsdp_qlora import PUBLIC
@@ -16,7 +17,10 @@ adapter, O rows of a weight."""
 SECTIONS = [
     ("Settings and a whole run", ("config", "training")),
     ("Ranks", ("dist",)),
-    ("A model, step by step", ("build", "loading", "quantization", "adapters", "memory", "sharding")),
+    (
+        "A model, step by step",
+        ("build", "loading", "quantization", "adapters", "memory", "sharding"),
+    ),
     ("Training and evaluation", ("optim", "observe")),
     ("Results", ("export",)),
 ]
@@ -26,8 +30,11 @@ def api_page() -> str:
     """The page; its `:::` lines are read by mkdocstrings."""
     parts = [INTRO]
     for title, packages in SECTIONS:
-        names = [f"::: fsdp_qlora.{module}.{name}" for name, module in PUBLIC.items()
-                 if module.split(".")[0] in packages]
+        names = [
+            f"::: fsdp_qlora.{module}.{name}"
+            for name, module in PUBLIC.items()
+            if module.split(".")[0] in packages
+        ]
         parts += [f"## {title}", *(with_options(line) for line in names)]
     return "\n\n".join(parts) + "\n"
 
@@ -39,7 +46,18 @@ def with_options(line: str) -> str:
 
 def public_types() -> str:
     """fsdp_qlora/__init__.pyi: where type checkers find what is imported on first use."""
-    lines = [f"from .{module} import {name} as {name}" for name, module in
-             sorted(PUBLIC.items(), key=lambda item: (item[1], item[0]))]
-    return "\n".join(["# Made by python scripts/make_reference.py; do not edit.", *lines, "",
-                      "__all__: list[str]", "__version__: str", "PUBLIC: dict[str, str]", ""])
+    lines = [
+        f"from .{module} import {name} as {name}"
+        for name, module in sorted(PUBLIC.items(), key=lambda item: (item[1], item[0]))
+    ]
+    return "\n".join(
+        [
+            "# Made by python scripts/make_reference.py; do not edit.",
+            *lines,
+            "",
+            "__all__: list[str]",
+            "__version__: str",
+            "PUBLIC: dict[str, str]",
+            "",
+        ]
+    )

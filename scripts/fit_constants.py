@@ -9,6 +9,7 @@ row of today's code depends on stays. The allocator's slack is least squares ove
 is written without --write, which changes `fsdp_qlora/estimate/constants.py`. Errors are printed for all
 other rows, before and after.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -23,12 +24,28 @@ from fsdp_qlora.bench.accuracy import Compared, compare
 from fsdp_qlora.bench.row import Row, read_rows
 from fsdp_qlora.estimate import GIB, Peak, constants, step_seconds
 
-TIMES = ("MATMUL_SHARE", "FP8_SHARE", "ATTENTION_SHARE", "COPY_SHARE", "RANK_SHARE", "UNPACK_SHARE",
-         "MERGE_SHARE", "FP8_UNPACK_SHARE", "GATHER_SHARE", "COMPILED_LAUNCH", "EAGER_LAUNCH",
-         "RECOMPUTE_LAUNCH", "ADAPTER_LAUNCH", "UNPACK_LAUNCH", "FP8_LAUNCH", "SHARDED_LAUNCH",
-         "STEP_SECONDS", "OPTIMIZER_LAUNCH")
+TIMES = (
+    "MATMUL_SHARE",
+    "FP8_SHARE",
+    "ATTENTION_SHARE",
+    "COPY_SHARE",
+    "RANK_SHARE",
+    "UNPACK_SHARE",
+    "MERGE_SHARE",
+    "FP8_UNPACK_SHARE",
+    "GATHER_SHARE",
+    "COMPILED_LAUNCH",
+    "EAGER_LAUNCH",
+    "RECOMPUTE_LAUNCH",
+    "ADAPTER_LAUNCH",
+    "UNPACK_LAUNCH",
+    "FP8_LAUNCH",
+    "SHARDED_LAUNCH",
+    "STEP_SECONDS",
+    "OPTIMIZER_LAUNCH",
+)
 SLACK = ("SLACK_KEPT", "SLACK_INPUTS", "SLACK_MOVED", "SLACK_GATHERED")
-HOLD = 0.02          # penalty of moving a constant by a factor of e, in squared relative errors
+HOLD = 0.02  # penalty of moving a constant by a factor of e, in squared relative errors
 FIRST, LAST = 0.16, 0.002  # the step of the search, as a share of a constant
 
 
@@ -54,9 +71,11 @@ def fit_times(rows: list[Compared]):
             value = getattr(constants, name)
             for tried in (value * (1 + step), value / (1 + step)):
                 setattr(constants, name, tried)
-                if (found := loss(rows, start)) < best: best, value = found, tried
+                if (found := loss(rows, start)) < best:
+                    best, value = found, tried
             setattr(constants, name, value)
-        if best > before * 0.999: step /= 2
+        if best > before * 0.999:
+            step /= 2
 
 
 def fit_slack(rows: list[Compared]):
@@ -66,32 +85,42 @@ def fit_slack(rows: list[Compared]):
     gaps = 1 - np.array([row.row.peak_allocated_gib for row in rows]) / size
     names = [*SLACK]
     while True:  # without those that come out below 0
-        sizes = np.array([[t.get(name, 0.0) / GIB for name in names] for t in terms]) / size[:, None]
+        sizes = (
+            np.array([[t.get(name, 0.0) / GIB for name in names] for t in terms]) / size[:, None]
+        )
         found = np.linalg.lstsq(sizes, gaps, rcond=None)[0]
-        if (found >= 0).all(): break
+        if (found >= 0).all():
+            break
         names = [name for name, value in zip(names, found, strict=True) if value > 0]
-    for name in SLACK: setattr(constants, name, 0.0)
-    for name, value in zip(names, found, strict=True): setattr(constants, name, float(value))
+    for name in SLACK:
+        setattr(constants, name, 0.0)
+    for name, value in zip(names, found, strict=True):
+        setattr(constants, name, float(value))
 
 
 def errors(rows: list[Row]) -> str:
     """Errors of time and of reserved memory over rows that set nothing."""
-    tested = [row for row in compare(rows)
-              if not (row.calibrates or row.superseded or row.old_code)]
-    if not tested: return "no row of today's code besides"
+    tested = [
+        row for row in compare(rows) if not (row.calibrates or row.superseded or row.old_code)
+    ]
+    if not tested:
+        return "no row of today's code besides"
     times = [abs(row.time_error) for row in tested]
     sizes = [row.reserved_error for row in tested if not row.old_reserved]
-    return (f"time: median {median(times):.1%}, worst {max(times):.1%}; reserved memory: median "
-            f"{median(map(abs, sizes)):.1%}, from {min(sizes):+.1%} to {max(sizes):+.1%} "
-            f"({len(tested)} and {len(sizes)} rows)")
+    return (
+        f"time: median {median(times):.1%}, worst {max(times):.1%}; reserved memory: median "
+        f"{median(map(abs, sizes)):.1%}, from {min(sizes):+.1%} to {max(sizes):+.1%} "
+        f"({len(tested)} and {len(sizes)} rows)"
+    )
 
 
 def write(path: Path):
     """The values as they are now into the source, with three digits."""
     text = path.read_text()
     for name in (*TIMES, *SLACK):
-        text = re.sub(rf"^{name} = [\d.e+-]+", f"{name} = {getattr(constants, name):.3g}", text,
-                      flags=re.M)
+        text = re.sub(
+            rf"^{name} = [\d.e+-]+", f"{name} = {getattr(constants, name):.3g}", text, flags=re.M
+        )
     path.write_text(text)
 
 
@@ -112,7 +141,8 @@ def main():
     for row in chosen:
         print(f"{time_error(row):+7.1%}  {row.row.name} ({row.row.commit})")
     print(f"after: {errors(rows)}")
-    if options.write: write(Path(constants.__file__))
+    if options.write:
+        write(Path(constants.__file__))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
 """docs/matrix.md, made of docs/matrix.json, which `python -m tests.matrix` writes."""
+
 # ruff: noqa: E501  a paragraph of Markdown is one line
 from __future__ import annotations
 
@@ -21,20 +22,29 @@ def page(lines: list[dict]) -> str:
     adapters = list(dict.fromkeys(line["cell"][2] for line in lines))
     rows = list(dict.fromkeys(tuple(line["cell"][:2]) for line in lines))
     by_place: dict = {}
-    for line in lines: by_place.setdefault(tuple(line["cell"][:3]), []).append(line)
+    for line in lines:
+        by_place.setdefault(tuple(line["cell"][:3]), []).append(line)
     reasons = list(dict.fromkeys(line["refused"] for line in lines if "refused" in line))
-    text = [INTRODUCTION.format(strategies=len(strategies), names="; ".join(strategies),
-                                count=len(lines)),
-            f"| weights | scales | {' | '.join(adapters)} |", "|---" * (2 + len(adapters)) + "|"]
-    text += [f"| {quantizer} | {scales if quantizer != 'none' else '-'} | "
-             + " | ".join(entry(by_place[quantizer, scales, a]) for a in adapters) + " |"
-             for quantizer, scales in rows]
+    text = [
+        INTRODUCTION.format(
+            strategies=len(strategies), names="; ".join(strategies), count=len(lines)
+        ),
+        f"| weights | scales | {' | '.join(adapters)} |",
+        "|---" * (2 + len(adapters)) + "|",
+    ]
+    text += [
+        f"| {quantizer} | {scales if quantizer != 'none' else '-'} | "
+        + " | ".join(entry(by_place[quantizer, scales, a]) for a in adapters)
+        + " |"
+        for quantizer, scales in rows
+    ]
     return "\n".join([*text, "", "Refused:", "", *(f"- {reason}" for reason in reasons), ""])
 
 
 def entry(lines: list[dict]) -> str:
     """One place of the table, over its strategies."""
-    if any("refused" in line for line in lines): return "refused"
+    if any("refused" in line for line in lines):
+        return "refused"
     return f"{max(line['deviation'] for line in lines):.0e}"
 
 

@@ -6,6 +6,7 @@ and the types of the names that `fsdp_qlora` imports on first use.
 A recipe's header names a machine in the estimator's flags; its `expects` line is the estimate for it
 and its `measured` line the row of benchmarks/results that is nearest.
 """
+
 from __future__ import annotations
 
 import json
@@ -68,21 +69,33 @@ stands what was measured: the recipe itself, or the nearest row of
 
 def pages() -> dict[Path, str]:
     """Each generated file and its text."""
-    return {ROOT / "docs/flags.md": flags_page(own_options()),
-            ROOT / "docs/recipes.md": recipes_page(),
-            ROOT / "docs/messages.md": messages_page(),
-            ROOT / "docs/nodes.md": with_tables((ROOT / "docs/nodes.md").read_text()),
-            ROOT / "docs/api.md": api_page(),
-            ROOT / "fsdp_qlora/__init__.pyi": public_types(),
-            ROOT / "examples/recipes/schema.json": json.dumps(schema(), indent=1) + "\n"}
+    return {
+        ROOT / "docs/flags.md": flags_page(own_options()),
+        ROOT / "docs/recipes.md": recipes_page(),
+        ROOT / "docs/messages.md": messages_page(),
+        ROOT / "docs/nodes.md": with_tables((ROOT / "docs/nodes.md").read_text()),
+        ROOT / "docs/api.md": api_page(),
+        ROOT / "fsdp_qlora/__init__.pyi": public_types(),
+        ROOT / "examples/recipes/schema.json": json.dumps(schema(), indent=1) + "\n",
+    }
 
 
 def own_options() -> list[type]:
     """The dataclasses of settings that commands add to those of a run."""
-    found = [RecipeOptions, *(value for module in (guide, cli, reporting, bench, calibrate, delivery)
-                              for value in vars(module).values() if is_dataclass(value))]
-    return [g for g in dict.fromkeys(found) if isinstance(g, type) and g.__name__.endswith("Options")
-            and g not in (*GROUPS, RunConfig)]
+    found = [
+        RecipeOptions,
+        *(
+            value
+            for module in (guide, cli, reporting, bench, calibrate, delivery)
+            for value in vars(module).values()
+            if is_dataclass(value)
+        ),
+    ]
+    return [
+        g
+        for g in dict.fromkeys(found)
+        if isinstance(g, type) and g.__name__.endswith("Options") and g not in (*GROUPS, RunConfig)
+    ]
 
 
 def recipe_files() -> list[Path]:
@@ -92,7 +105,9 @@ def recipe_files() -> list[Path]:
 
 def header(path: Path) -> dict[str, str]:
     """What a recipe's comment says: title, machine, run, expects."""
-    comments = [line.removeprefix("# ") for line in path.read_text().splitlines() if line[:1] == "#"]
+    comments = [
+        line.removeprefix("# ") for line in path.read_text().splitlines() if line[:1] == "#"
+    ]
     said = dict(re.match(r"(\w+): +(.*)", line).groups() for line in comments[2:])
     return dict(title=comments[1], **said)
 
@@ -110,21 +125,29 @@ def expects(found: Estimate) -> str:
     unit = "bins" if found.config.packing else "rows"
     host = f", {found.memory.host:.0f} of the host" if found.config.use_cpu_offload else ""
     dollars = "" if cost.dollars is None else f", ${cost.dollars / found.config.num_epochs:.2f}"
-    return (f"{found.memory.total:.1f} of {found.machine.memory_gib:g} GiB per GPU{host}; "
-            f"{found.step.total:.1f} s a step of {batches.per_step} {unit}; {ROWS:,} {unit} in "
-            f"{duration(cost.hours)}{dollars}")
+    return (
+        f"{found.memory.total:.1f} of {found.machine.memory_gib:g} GiB per GPU{host}; "
+        f"{found.step.total:.1f} s a step of {batches.per_step} {unit}; {ROWS:,} {unit} in "
+        f"{duration(cost.hours)}{dollars}"
+    )
 
 
 def measured(path: Path) -> str:
     """The newest row of a recipe, measured as `recipe NAME`, or the nearest to it, in a line."""
-    found = {row["name"]: row for file in sorted(RESULTS.glob("*.jsonl"), key=lambda f: f.stem[-10:])
-             for row in map(json.loads, file.read_text().splitlines())
-             if "name" in row and row.get("status") == "ok" and not row.get("peer")}
+    found = {
+        row["name"]: row
+        for file in sorted(RESULTS.glob("*.jsonl"), key=lambda f: f.stem[-10:])
+        for row in map(json.loads, file.read_text().splitlines())
+        if "name" in row and row.get("status") == "ok" and not row.get("peer")
+    }
     own, near = f"recipe {path.stem}", NEAREST.get(path.stem)
-    if not (row := found.get(own) or found.get(near)): return "nothing near it yet"
-    return (f"{'as written' if own in found else f'near it, {near}'} on {row['gpus']} x {row['gpu']}: "
-            f"{row['tokens_per_second_per_gpu']:,.0f} tokens/s per GPU, "
-            f"{row['peak_allocated_gib']:.1f} GiB")
+    if not (row := found.get(own) or found.get(near)):
+        return "nothing near it yet"
+    return (
+        f"{'as written' if own in found else f'near it, {near}'} on {row['gpus']} x {row['gpu']}: "
+        f"{row['tokens_per_second_per_gpu']:,.0f} tokens/s per GPU, "
+        f"{row['peak_allocated_gib']:.1f} GiB"
+    )
 
 
 def recipes_page() -> str:
@@ -132,8 +155,10 @@ def recipes_page() -> str:
     rows = []
     for path in recipe_files():
         said = header(path)
-        rows.append(f"| [{path.stem}](../examples/recipes/{path.name}) | {said['title']} | "
-                    f"`{said['machine']}` | {said['expects']} | {measured(path)} |")
+        rows.append(
+            f"| [{path.stem}](../examples/recipes/{path.name}) | {said['title']} | "
+            f"`{said['machine']}` | {said['expects']} | {measured(path)} |"
+        )
     head = ["| recipe | what | machine | expects | measured |", "|---|---|---|---|---|"]
     return "\n".join([INTRO, "", *head, *rows, ""])
 
@@ -141,5 +166,8 @@ def recipes_page() -> str:
 if __name__ == "__main__":
     for path in recipe_files():
         lines = f"# expects: {expects(estimated(path))}\n# measured: {measured(path)}"
-        path.write_text(re.sub(r"^# expects:.*\n# measured:.*$", lines, path.read_text(), flags=re.M))
-    for path, text in pages().items(): path.write_text(text)
+        path.write_text(
+            re.sub(r"^# expects:.*\n# measured:.*$", lines, path.read_text(), flags=re.M)
+        )
+    for path, text in pages().items():
+        path.write_text(text)

@@ -1,4 +1,5 @@
 """docs/messages.md: each error message of the program, by what it is about, with what to do."""
+
 from __future__ import annotations
 
 import re
@@ -15,24 +16,51 @@ Look for some words of it here. What is filled in stands in capitals.
 
 # Title, beginnings of the names of files below fsdp_qlora/, what to know.
 SECTIONS = [
-    ("A flag or a recipe", ("config/", "cli", "derived", "build", "optim/"),
-     "Nothing was written yet. [Every setting](flags.md) says what each flag takes; "
-     "`train.py --dry_run` shows what would be done."),
-    ("Estimates and plans", ("catalog/", "estimate/", "planner/", "commands/dryrun", "commands/probe"),
-     "See [estimates and plans](planner.md)."),
-    ("The data", ("data/",),
-     "See [data](data.md). `fsdp-qlora data` finds these without weights, and shows what is trained. "
-     "`SOURCE` and `PATH:LINE` are the file and line."),
-    ("The model and its files", ("loading/", "reading", "model/", "quantization/", "export/save"),
-     "See [quantization and loading](quantization.md)."),
+    (
+        "A flag or a recipe",
+        ("config/", "cli", "derived", "build", "optim/"),
+        "Nothing was written yet. [Every setting](flags.md) says what each flag takes; "
+        "`train.py --dry_run` shows what would be done.",
+    ),
+    (
+        "Estimates and plans",
+        ("catalog/", "estimate/", "planner/", "commands/dryrun", "commands/probe"),
+        "See [estimates and plans](planner.md).",
+    ),
+    (
+        "The data",
+        ("data/",),
+        "See [data](data.md). `fsdp-qlora data` finds these without weights, and shows what is trained. "
+        "`SOURCE` and `PATH:LINE` are the file and line.",
+    ),
+    (
+        "The model and its files",
+        ("loading/", "reading", "model/", "quantization/", "export/save"),
+        "See [quantization and loading](quantization.md).",
+    ),
     ("Adapters", ("adapters/",), "See [adapters](adapters.md)."),
-    ("Memory and sharding", ("memory/", "sharding/", "observe/"),
-     "See [memory](memory.md) and [strategies](strategies.md)."),
-    ("Starting the ranks", ("meeting", "dist", "training/launch", "training/rank", "training/lock",
-                            "training/prepare"),
-     "`fsdp-qlora doctor` checks GPUs, driver, links and versions."),
-    ("A run that stops, and going on", ("training/", "checkpoint/"),
-     "See [checkpoints](checkpoints.md)."),
+    (
+        "Memory and sharding",
+        ("memory/", "sharding/", "observe/"),
+        "See [memory](memory.md) and [strategies](strategies.md).",
+    ),
+    (
+        "Starting the ranks",
+        (
+            "meeting",
+            "dist",
+            "training/launch",
+            "training/rank",
+            "training/lock",
+            "training/prepare",
+        ),
+        "`fsdp-qlora doctor` checks GPUs, driver, links and versions.",
+    ),
+    (
+        "A run that stops, and going on",
+        ("training/", "checkpoint/"),
+        "See [checkpoints](checkpoints.md).",
+    ),
     ("After training", ("export/", "commands/"), "See [after training](export.md)."),
     ("Benchmarks and the demo", ("bench/", "demo/"), "See [performance](performance.md)."),
     ("Others", ("",), ""),
@@ -45,48 +73,73 @@ REMEDIES = [
     ("is not available in this version", "the rest of the line says what is"),
     ("left out, or given", "leave it out, or give a value"),
     ("unknown flag|unknown setting", "take the nearest name, or one of [these](flags.md)"),
-    ("not readable JSON|holds no JSON object|^nested too deeply",
-     "look at the file: it must be one JSON object"),
+    (
+        "not readable JSON|holds no JSON object|^nested too deeply",
+        "look at the file: it must be one JSON object",
+    ),
     ("not readable YAML|no YAML", "look at the line: a missing space after `:` or a tab is usual"),
     ("is not true or false|is not a (whole )?number|takes HINT", "give a value of that kind"),
     ("--revision with 40 hex digits", "copy the commit from the model's page"),
     ("settings are `name: value`", "write it so"),
-    ("whole numbers belong|it has no dtype|its nested_offset|its quant_type",
-     "download the model again"),
+    (
+        "whole numbers belong|it has no dtype|its nested_offset|its quant_type",
+        "download the model again",
+    ),
     ("is there twice", "keep one of the two lines"),
     ("^PATH: REASON", "look whether the file is there and readable"),
     ("MESSAGE \\(NAMED\\)", "another message of this page, with the line of the recipe it is from"),
-    ("--activation_policy TEXT", "counts of blocks must add up to those of the model: "
-     "`keep_linears:16,recompute_all:16`"),
+    (
+        "--activation_policy TEXT",
+        "counts of blocks must add up to those of the model: `keep_linears:16,recompute_all:16`",
+    ),
     ("activation policies for", "give a policy for each block"),
-    ("not a decoder of the Llama kind|mixture of experts", "estimates are not to be had; train to see"),
+    (
+        "not a decoder of the Llama kind|mixture of experts",
+        "estimates are not to be had; train to see",
+    ),
     ("MAX_POSITIONS positions", "lower `--context_length`"),
     ("is no price", "write a number"),
     ("has the splits", "give one of these"),
     ("expected (an object|\\{)", "write the record in one of [these shapes](data.md)"),
-    ("chat template|tool calls|^empty text|^no messages",
-     "nothing, if it is a few rows: they are dropped and counted. If it is all, look at the template or "
-     "the records"),
+    (
+        "chat template|tool calls|^empty text|^no messages",
+        "nothing, if it is a few rows: they are dropped and counted. If it is all, look at the template or "
+        "the records",
+    ),
     ("no row (is left )?to train on", "look at the data report: it says what was dropped, and why"),
-    ("the probe failed", "run `fsdp-qlora bench` with the flags of the plan to see the whole error"),
+    (
+        "the probe failed",
+        "run `fsdp-qlora bench` with the flags of the plan to see the whole error",
+    ),
     ("no \\*.safetensors file", "give the folder that holds the weights"),
-    ("can't read from byte|become shorter",
-     "download the file again; look at the disk"),
+    ("can't read from byte|become shorter", "download the file again; look at the disk"),
     ("--attn_implementation ATTN", "use sdpa or eager"),
     ("is not computed here", "leave it out, or use what the line names"),
     ("wrap policy is true for no module", "give another function, or `--wrap_policy block`"),
-    ("rank 0 could not write|no checkpoint could be written|other bytes than were written",
-     "look for a full or broken disk; the reason is in the line"),
-    ("copied to every machine|s file:", "look at that machine's disk and link; start the command again"),
+    (
+        "rank 0 could not write|no checkpoint could be written|other bytes than were written",
+        "look for a full or broken disk; the reason is in the line",
+    ),
+    (
+        "copied to every machine|s file:",
+        "look at that machine's disk and link; start the command again",
+    ),
     ("^rank R: WORD", "look for a full or broken disk on that rank's machine; the line says why"),
-    ("came to the start", "look at the logs of the missing ranks; all machines must run one command"),
-    ("said nothing for", "see that rank's own output for its reason; raise `--timeout_minutes` if it "
-     "was only slow"),
+    (
+        "came to the start",
+        "look at the logs of the missing ranks; all machines must run one command",
+    ),
+    (
+        "said nothing for",
+        "see that rank's own output for its reason; raise `--timeout_minutes` if it was only slow",
+    ),
     ("GIVEN: VALUE", "another message of this page, about the held-out rows"),
     ("rows PLACE to STOP", "take the checkpoint before it with `--resume FOLDER`"),
     ("embedding with DoRA", "use PEFT's merge_and_unload"),
-    ("a bias of its own|has ROWS rows|has shape SHAPE, and the base's",
-     "give the model that it was trained on"),
+    (
+        "a bias of its own|has ROWS rows|has shape SHAPE, and the base's",
+        "give the model that it was trained on",
+    ),
     ("peft_type is|CONFIG_FILE: REASON", "give an adapter folder that PEFT or this project wrote"),
     ("--weights WEIGHTS: NAME", "give the file as the original script saved it"),
     ("--repo REPO", "log in with `hf auth login`, and check the name"),
@@ -98,7 +151,10 @@ REMEDIES = [
     ("no measured row", "give a file with rows other than those"),
     ("not wanted", "nothing: a plan of other versions is made anew"),
     ("demo's model is missing", "run that command"),
-    ("no row of a sample", "look at the rows and --train_on; `fsdp-qlora data` prints what is trained"),
+    (
+        "no row of a sample",
+        "look at the rows and --train_on; `fsdp-qlora data` prints what is trained",
+    ),
     ("SQL|one answer for each row", "nothing: that answer counts as wrong"),
 ]
 
@@ -108,10 +164,12 @@ SPLITS = ("; ", rf": (?=(?:{VERBS})\b)", r"\. (?=[A-Z])")
 
 def fault_and_remedy(text: str) -> tuple[str, str]:
     """A message's two halves; the second is empty if neither it nor REMEDIES says what to do."""
-    if found := re.match(r"(.*? must be (?!left)(.+?), got \w+)$", text): return text, f"give {found[2]}"
+    if found := re.match(r"(.*? must be (?!left)(.+?), got \w+)$", text):
+        return text, f"give {found[2]}"
     for split in SPLITS:
         fault, *rest = re.split(split, text, maxsplit=1)
-        if rest and not rest[0].isupper(): return fault, rest[0]
+        if rest and not rest[0].isupper():
+            return fault, rest[0]
     return text, next((remedy for words, remedy in REMEDIES if re.search(words, text)), "")
 
 
@@ -137,10 +195,23 @@ def messages_page() -> str:
     parts = [INTRO]
     for title, _, note in SECTIONS:
         halves = {fault_and_remedy(m.text) for m in found if section_of(m) == title}
-        if not halves: continue
-        rows = sorted(((flag_of(fault), fault, remedy) for fault, remedy in halves),
-                      key=lambda row: (not row[0], row))
+        if not halves:
+            continue
+        rows = sorted(
+            ((flag_of(fault), fault, remedy) for fault, remedy in halves),
+            key=lambda row: (not row[0], row),
+        )
         table = [f"| {flag} | {cell(fault)} | {cell(remedy)} |" for flag, fault, remedy in rows]
-        parts.append("\n".join([f"## {title}", "", *([note, ""] if note else []),
-                                "| flag | it says | do |", "|---|---|---|", *table]))
+        parts.append(
+            "\n".join(
+                [
+                    f"## {title}",
+                    "",
+                    *([note, ""] if note else []),
+                    "| flag | it says | do |",
+                    "|---|---|---|",
+                    *table,
+                ]
+            )
+        )
     return "\n\n".join(parts) + "\n"

@@ -4,6 +4,7 @@
 
 Published figures are those of benchmarks/published/*.yaml, with their sources; estimates are today's.
 """
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -48,23 +49,36 @@ def page() -> str:
         document = yaml.safe_load(path.read_text())
         parts.append(f"## {document['title']}\n\nSource: {document['source']}.")
         for table in document["tables"]:
-            parts.append(f"### {table['title']}\n\n{body(table, rows)}"
-                         + (f"\n\n{table['taken']}" if "taken" in table else ""))
+            parts.append(
+                f"### {table['title']}\n\n{body(table, rows)}"
+                + (f"\n\n{table['taken']}" if "taken" in table else "")
+            )
     return "\n\n".join(parts) + "\n"
 
 
 def body(table: dict, rows: list[Row]) -> str:
     """One table, by its kind."""
-    return {"runs": runs_table, "sizes": sizes_table, "hours": hours_table, "facts": facts_table
-            }[table["kind"]](table, rows)
+    return {"runs": runs_table, "sizes": sizes_table, "hours": hours_table, "facts": facts_table}[
+        table["kind"]
+    ](table, rows)
 
 
 # ---- runs: seconds, speed and memory of one configuration a row --------------------------------
 
+
 def runs_table(table: dict, rows: list[Row]) -> str:
     """Memory and speed: published, estimated on that card, estimated on H100s, measured."""
-    head = ["", "published GiB", "tok/s per GPU", "estimated GiB", "tok/s per GPU", "on H100s tok/s",
-            "measured GiB", "tok/s per GPU", "errors"]
+    head = [
+        "",
+        "published GiB",
+        "tok/s per GPU",
+        "estimated GiB",
+        "tok/s per GPU",
+        "on H100s tok/s",
+        "measured GiB",
+        "tok/s per GPU",
+        "errors",
+    ]
     defaults = table.get("defaults", {})
     return markdown(head, [run_line(defaults | run, rows) for run in table["runs"]])
 
@@ -73,12 +87,23 @@ def run_line(run: dict, rows: list[Row]) -> list[str]:
     """One configuration."""
     found, there = asked(run, run["gpu"]), asked(run, "h100")
     measured = same_settings(there, rows)
-    line = [run["name"], said(run, "gib", 1), number(published_speed(run), 0) or said(run, "speed"),
-            number(found.memory.peak_reserved, 1), speed(found), speed(there)]
-    if measured is None: return [*line, UNMEASURED, "", ""]
+    line = [
+        run["name"],
+        said(run, "gib", 1),
+        number(published_speed(run), 0) or said(run, "speed"),
+        number(found.memory.peak_reserved, 1),
+        speed(found),
+        speed(there),
+    ]
+    if measured is None:
+        return [*line, UNMEASURED, "", ""]
     (c,) = compare([measured])
-    return [*line, number(measured.peak_reserved_gib, 1), number(measured.tokens_per_second_per_gpu, 0),
-            f"{percent(c.reserved_error)}, {percent(c.time_error)}"]
+    return [
+        *line,
+        number(measured.peak_reserved_gib, 1),
+        number(measured.tokens_per_second_per_gpu, 0),
+        f"{percent(c.reserved_error)}, {percent(c.time_error)}",
+    ]
 
 
 def said(run: dict, name: str, places: int = 0) -> str:
@@ -90,19 +115,28 @@ def said(run: dict, name: str, places: int = 0) -> str:
 def published_speed(run: dict) -> float | None:
     """Tokens per second and GPU: as published, or from the time of a step or of a whole run."""
     gpus = run.get("gpus", 1)
-    if "tokens_per_second" in run: return run["tokens_per_second"] / gpus
+    if "tokens_per_second" in run:
+        return run["tokens_per_second"] / gpus
     length = run["context_length"]
-    if "seconds_per_step" in run: return run.get("batch_size", 1) * length / run["seconds_per_step"]
-    if "seconds" in run: return run["rows"] * length / run["seconds"] / gpus
+    if "seconds_per_step" in run:
+        return run.get("batch_size", 1) * length / run["seconds_per_step"]
+    if "seconds" in run:
+        return run["rows"] * length / run["seconds"] / gpus
     return None
 
 
 def asked(run: dict, card: str) -> Estimate:
     """The estimate of a published configuration on a card."""
     link = run.get("interconnect") if card != "h100" else None
-    machine = machine_from_options(MachineOptions(gpu=card, gpus=run.get("gpus", 1), interconnect=link))
-    config = RunConfig(**run.get("settings", {}), model_name=run["model"],
-                       batch_size=run.get("batch_size", 1), context_length=run["context_length"])
+    machine = machine_from_options(
+        MachineOptions(gpu=card, gpus=run.get("gpus", 1), interconnect=link)
+    )
+    config = RunConfig(
+        **run.get("settings", {}),
+        model_name=run["model"],
+        batch_size=run.get("batch_size", 1),
+        context_length=run["context_length"],
+    )
     return estimate(replace(model_shape(run["model"]), max_positions=None), machine, config)
 
 
@@ -116,39 +150,64 @@ def same_settings(wanted: Estimate, rows: list[Row]) -> Row | None:
     """The last row of the same model, settings and number of GPUs."""
     setup, shape = wanted.setup, wanted.shape
     for row in reversed(rows):
-        if row.status != "ok" or row.peer or bare_name(row.model) != bare_name(shape.name): continue
-        if row.num_hidden_layers == shape.layers and alike(setup_from_row(row), setup, shape): return row
+        if row.status != "ok" or row.peer or bare_name(row.model) != bare_name(shape.name):
+            continue
+        if row.num_hidden_layers == shape.layers and alike(setup_from_row(row), setup, shape):
+            return row
     return None
 
 
 def alike(row: Setup, setup: Setup, shape: ModelShape) -> bool:
     """Whether two setups are the same in what a table tells."""
-    same = ("world_size", "quant", "adapter", "lora_rank", "cpu_offload", "activation_offload",
-            "absmax_bytes", "batch_size", "context_length", "compile")
-    def told(s: Setup): return [getattr(s, name) for name in same] + [
-        s.compute_dtype == "fp8", s.strategy if s.world_size > 1 else "",
-        block_policies(s.activation_policy, shape.layers)]
+    same = (
+        "world_size",
+        "quant",
+        "adapter",
+        "lora_rank",
+        "cpu_offload",
+        "activation_offload",
+        "absmax_bytes",
+        "batch_size",
+        "context_length",
+        "compile",
+    )
+
+    def told(s: Setup):
+        return [getattr(s, name) for name in same] + [
+            s.compute_dtype == "fp8",
+            s.strategy if s.world_size > 1 else "",
+            block_policies(s.activation_policy, shape.layers),
+        ]
+
     return told(row) == told(setup)
 
 
 # ---- sizes: memory of models by method ---------------------------------------------------------
 
+
 def sizes_table(table: dict, rows: list[Row]) -> str:
     """GB by model and method: published / estimated; no row of these settings was measured."""
     methods = table["methods"]
-    head = ["model", *[f"{name}, {kind}" for name in methods for kind in ("published", "estimated")],
-            "measured"]
+    head = [
+        "model",
+        *[f"{name}, {kind}" for name in methods for kind in ("published", "estimated")],
+        "measured",
+    ]
     lines = []
     for entry in table["models"]:
-        cells = [text for name, settings in methods.items()
-                 for text in (str(entry.get(name, "")), size(entry.get("model"), settings, table))]
+        cells = [
+            text
+            for name, settings in methods.items()
+            for text in (str(entry.get(name, "")), size(entry.get("model"), settings, table))
+        ]
         lines.append([entry["name"], *cells, UNMEASURED])
     return markdown(head, lines)
 
 
 def size(model: str | None, settings: dict, table: dict) -> str:
     """GiB reserved by one method, or nothing where the model is not known."""
-    if model is None: return ""
+    if model is None:
+        return ""
     given = table.get("defaults", {}) | settings
     config = RunConfig(**given, model_name=model)
     setup = setup_from_config(config, 1)
@@ -156,6 +215,7 @@ def size(model: str | None, settings: dict, table: dict) -> str:
 
 
 # ---- hours: a number of examples on a card -----------------------------------------------------
+
 
 def hours_table(table: dict, rows: list[Row]) -> str:
     """Wall time of so many rows: published, and estimated for the fastest settings that fit."""
@@ -167,15 +227,27 @@ def hours_table(table: dict, rows: list[Row]) -> str:
             config = RunConfig(**table["settings"])
             shape = model_shape(config.model_name)
             machine = machine_from_options(MachineOptions(gpu=card))
-            known[card] = make_plan(shape, machine, config, free_settings(config, set(table["settings"]),
-                                                                          everything=True)).choice
+            known[card] = make_plan(
+                shape,
+                machine,
+                config,
+                free_settings(config, set(table["settings"]), everything=True),
+            ).choice
         cost = known[card].run(entry["examples"])
-        lines.append([entry["name"], entry["published"], duration(cost.hours),
-                      number(known[card].step.tokens_per_second_per_gpu, 0), UNMEASURED])
+        lines.append(
+            [
+                entry["name"],
+                entry["published"],
+                duration(cost.hours),
+                number(known[card].step.tokens_per_second_per_gpu, 0),
+                UNMEASURED,
+            ]
+        )
     return markdown(head, lines)
 
 
 # ---- facts: figures of cards and prices, beside the catalogue's --------------------------------
+
 
 def facts_table(table: dict, rows: list[Row]) -> str:
     """What is said of cards, beside this project's catalogue, which is a datasheet's too."""
@@ -188,10 +260,17 @@ def facts_table(table: dict, rows: list[Row]) -> str:
 def fact_line(entry: dict, columns: list[str]) -> list[str]:
     """One card, or one setting."""
     line = [entry["name"], *[str(entry.get(column, "")) for column in columns]]
-    if "gpu" not in entry: return line
+    if "gpu" not in entry:
+        return line
     gpu = find_gpu(entry["gpu"])
-    return [*line, f"{gpu.memory_gib:g}", f"{gpu.bandwidth_gb_s:,.0f}", f"{gpu.bf16_tflops:g}",
-            number(gpu.price_per_hour), "yes" if gpu.calibrated else "no"]
+    return [
+        *line,
+        f"{gpu.memory_gib:g}",
+        f"{gpu.bandwidth_gb_s:,.0f}",
+        f"{gpu.bf16_tflops:g}",
+        number(gpu.price_per_hour),
+        "yes" if gpu.calibrated else "no",
+    ]
 
 
 if __name__ == "__main__":

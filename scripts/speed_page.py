@@ -4,6 +4,7 @@
 
 Rows and targets are those of benchmarks/speed_rows.py; the newest row of a name counts.
 """
+
 from __future__ import annotations
 
 import re
@@ -19,8 +20,17 @@ from speed_rows import CASES, Case  # noqa: E402
 
 PAGE = ROOT / "docs/performance.md"
 BEGIN, END = "<!-- targets: made by make -C docs speed -->", "<!-- end of targets -->"
-HEAD = ["row", "GPUs", "target", "measured", "of the target", "allocated GiB", "blocks keep",
-        "transformers + PEFT", "with Liger"]
+HEAD = [
+    "row",
+    "GPUs",
+    "target",
+    "measured",
+    "of the target",
+    "allocated GiB",
+    "blocks keep",
+    "transformers + PEFT",
+    "with Liger",
+]
 
 
 def newest(prefix: str) -> dict[tuple[str, str], Row]:
@@ -33,8 +43,10 @@ def newest(prefix: str) -> dict[tuple[str, str], Row]:
 def table() -> str:
     """One line for each row and number of GPUs."""
     ours, peers = newest("speed"), newest("peers")
-    return markdown(HEAD, [line(name, case, gpus, ours, peers)
-                           for name, case in CASES.items() for gpus in case.gpus])
+    return markdown(
+        HEAD,
+        [line(name, case, gpus, ours, peers) for name, case in CASES.items() for gpus in case.gpus],
+    )
 
 
 def line(name: str, case: Case, gpus: int, ours: dict, peers: dict) -> list[str]:
@@ -43,11 +55,18 @@ def line(name: str, case: Case, gpus: int, ours: dict, peers: dict) -> list[str]
     said = [name, str(gpus), f"{case.target:,.5g}" + " s" * seconds]
     beside = [speed(peers.get((asked, peer))) for peer in ("hf", "hf_liger")]
     row = ours.get((asked, ""))
-    if row is None: return [*said, "not measured", *[""] * 3, *beside]
+    if row is None:
+        return [*said, "not measured", *[""] * 3, *beside]
     reached = row.seconds_per_step if seconds else row.tokens_per_second_per_gpu
     share = case.target / reached if seconds else reached / case.target
-    return [*said, f"{reached:,.3f} s" if seconds else speed(row), f"{share:.1%}",
-            number(row.peak_allocated_gib, 1), row.activation_policy, *beside]
+    return [
+        *said,
+        f"{reached:,.3f} s" if seconds else speed(row),
+        f"{share:.1%}",
+        number(row.peak_allocated_gib, 1),
+        row.activation_policy,
+        *beside,
+    ]
 
 
 def speed(row: Row | None) -> str:
@@ -56,5 +75,8 @@ def speed(row: Row | None) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{table()}\n{END}", PAGE.read_text(),
-                           flags=re.S))
+    PAGE.write_text(
+        re.sub(
+            f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{table()}\n{END}", PAGE.read_text(), flags=re.S
+        )
+    )

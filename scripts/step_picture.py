@@ -1,7 +1,8 @@
 """Draw docs/pictures/step.svg: a sharded QLoRA step of three blocks on two GPUs.
 
-    python scripts/step_picture.py
+python scripts/step_picture.py
 """
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("svg")
-matplotlib.rcParams.update({"svg.hashsalt": "step", "svg.fonttype": "none",
-                            "font.family": "sans-serif", "font.size": 10})
+matplotlib.rcParams.update(
+    {"svg.hashsalt": "step", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10}
+)
 from matplotlib.patches import FancyBboxPatch  # noqa: E402
 from matplotlib.pyplot import Axes, subplots  # noqa: E402
 
@@ -21,8 +23,17 @@ BLOCKS = 3
 
 def box(ax: Axes, x: float, y: float, width: float, height: float, text: str, color: str, size=10):
     """A box with a text in its middle."""
-    ax.add_patch(FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0,rounding_size=0.06",
-                                facecolor=color, edgecolor=LINE, linewidth=0.8))
+    ax.add_patch(
+        FancyBboxPatch(
+            (x, y),
+            width,
+            height,
+            boxstyle="round,pad=0,rounding_size=0.06",
+            facecolor=color,
+            edgecolor=LINE,
+            linewidth=0.8,
+        )
+    )
     ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=size)
 
 
@@ -39,25 +50,50 @@ def draw_block(ax: Axes):
         box(ax, 0.9, y + 1.1, 2.6, 0.6, "half of W's rows, 4 bits", FROZEN)
         box(ax, 0.9, y + 0.4, 2.6, 0.6, "half of A and B, fp32", TRAINED)
         box(ax, 5.1, y + 0.4, 2.2, 1.3, "the whole block,\nstill 4 bits\n(for a moment)", WHOLE)
-        box(ax, 8.2, y + 0.4, 2.9, 1.3,
-            "one matrix at a time:\nW in bf16, y = W x + B A x,\nW forgotten", COMPUTE)
+        box(
+            ax,
+            8.2,
+            y + 0.4,
+            2.9,
+            1.3,
+            "one matrix at a time:\nW in bf16, y = W x + B A x,\nW forgotten",
+            COMPUTE,
+        )
         box(ax, 12.0, y + 0.4, 2.3, 1.3, "backward the same;\ngradients of\nA and B only", TRAINED)
         for x, end in ((3.55, 5.05), (7.35, 8.15), (11.15, 11.95)):
             arrow(ax, (x, y + 1.05), (end, y + 1.05))
     ax.text(4.3, 2.25, "all-gather\n(4-bit bytes)", ha="center", va="center", fontsize=9)
-    ax.annotate("", (1.2, 0.55), (13.1, 0.55),
-                arrowprops={"arrowstyle": "-|>", "color": LINE, "linewidth": 1,
-                            "connectionstyle": "bar,angle=180,fraction=-0.035"})
-    ax.text(7.2, -0.28, "reduce-scatter: each GPU gets the summed gradient of its own rows of A and B; "
-            "AdamW updates them there", ha="center", va="center", fontsize=9)
+    ax.annotate(
+        "",
+        (1.2, 0.55),
+        (13.1, 0.55),
+        arrowprops={
+            "arrowstyle": "-|>",
+            "color": LINE,
+            "linewidth": 1,
+            "connectionstyle": "bar,angle=180,fraction=-0.035",
+        },
+    )
+    ax.text(
+        7.2,
+        -0.28,
+        "reduce-scatter: each GPU gets the summed gradient of its own rows of A and B; "
+        "AdamW updates them there",
+        ha="center",
+        va="center",
+        fontsize=9,
+    )
     ax.set_xlim(-0.1, 14.5)
     ax.set_ylim(-0.55, 4.2)
 
 
 def draw_step(ax: Axes):
     """The step of one GPU in time: communication beside computation."""
-    ax.set_title("One step in time (each GPU the same): block i+1 travels while block i computes",
-                 loc="left", fontweight="bold")
+    ax.set_title(
+        "One step in time (each GPU the same): block i+1 travels while block i computes",
+        loc="left",
+        fontweight="bold",
+    )
     ax.text(0, 1.6, "network", va="center")
     ax.text(0, 0.6, "GPU", va="center")
     x = 1.3
@@ -71,8 +107,10 @@ def draw_step(ax: Axes):
     for i in range(BLOCKS):
         block, at = BLOCKS - i, start + 1.6 * i
         box(ax, at, 0.3, 1.5, 0.6, f"backward {block}", COMPUTE, 9)
-        if block > 1: box(ax, at, 1.3, 0.72, 0.6, f"gather {block - 1}", FROZEN, 8)
-        if i: box(ax, at + 0.78, 1.3, 0.72, 0.6, f"grads {block + 1}", TRAINED, 8)
+        if block > 1:
+            box(ax, at, 1.3, 0.72, 0.6, f"gather {block - 1}", FROZEN, 8)
+        if i:
+            box(ax, at + 0.78, 1.3, 0.72, 0.6, f"grads {block + 1}", TRAINED, 8)
     end = start + 1.6 * BLOCKS
     box(ax, end, 1.3, 0.72, 0.6, "grads 1", TRAINED, 8)
     box(ax, end + 0.82, 0.3, 1.2, 0.6, "AdamW", TRAINED, 9)
@@ -83,8 +121,10 @@ def draw_step(ax: Axes):
 def draw() -> str:
     """The picture as SVG."""
     from io import StringIO
+
     figure, axes = subplots(2, 1, figsize=(11.5, 6), height_ratios=(4.6, 2.2), layout="constrained")
-    for ax in axes: ax.set_axis_off()
+    for ax in axes:
+        ax.set_axis_off()
     draw_block(axes[0])
     draw_step(axes[1])
     text = StringIO()

@@ -1,4 +1,5 @@
 """One thread per process: tests run beside each other's ranks, and idle OpenMP threads cost more."""
+
 import torch
 from hypothesis import settings
 

@@ -1,4 +1,5 @@
 """Shapes, settings and tiny models that the tests of estimates share."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -26,8 +27,15 @@ TRIAL = replace(PRODUCT, strategy="full_shard", adapter_dtype="bf16", batch_size
 TRIAL_HALF = dict(activation_policy="recompute_all:16,keep_all:16")
 
 SMALL = Setup(batch_size=2, context_length=64, lora_rank=8, lora_dropout=0.0)
-TINY = dict(vocab_size=97, hidden_size=128, intermediate_size=448, num_hidden_layers=3,
-            num_attention_heads=8, num_key_value_heads=2, head_dim=32)
+TINY = dict(
+    vocab_size=97,
+    hidden_size=128,
+    intermediate_size=448,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=32,
+)
 
 
 def tiny(known: str, setup: Setup):
@@ -35,19 +43,31 @@ def tiny(known: str, setup: Setup):
     config = known_config(known) | TINY
     if "num_experts" in config:
         config |= dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=192)
-    if config["model_type"] == "phi3": config["head_dim"] = 16  # transformers ignores head_dim
+    if config["model_type"] == "phi3":
+        config["head_dim"] = 16  # transformers ignores head_dim
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**config, pad_token_id=0, use_cache=False), dtype=torch.bfloat16,
-        attn_implementation=setup.attention)
+        AutoConfig.for_model(**config, pad_token_id=0, use_cache=False),
+        dtype=torch.bfloat16,
+        attn_implementation=setup.attention,
+    )
     shape = shape_from_config(config)
     apply_stacked_experts(model)
-    if setup.quant != "none": quantize_linears(model, setup.quant)
+    if setup.quant != "none":
+        quantize_linears(model, setup.quant)
     if setup.adapter != "none":
         targets = list(setup.targets) if isinstance(setup.targets, tuple) else setup.targets
-        model = apply_adapters(model, lora_config(
-            rank=setup.lora_rank, dropout=setup.lora_dropout, target_modules=targets,
-            target_parameters=list(setup.expert_targets) or None,
-            bias=setup.bias, use_dora=setup.adapter == "dora", rank_pattern=dict(setup.rank_pattern)))
+        model = apply_adapters(
+            model,
+            lora_config(
+                rank=setup.lora_rank,
+                dropout=setup.lora_dropout,
+                target_modules=targets,
+                target_parameters=list(setup.expert_targets) or None,
+                bias=setup.bias,
+                use_dora=setup.adapter == "dora",
+                rank_pattern=dict(setup.rank_pattern),
+            ),
+        )
     materialize(model, torch.device("cpu"), torch.device("cpu"))  # PEFT left adapters on meta
     apply_activation_policy(model, setup.policies(shape))
     if setup.compile:

@@ -4,6 +4,7 @@ Each host has an address, a name that the others can resolve, and if asked a dis
 path; its cable can be pulled. Needs Linux with user namespaces (inside a container that forbids
 `unshare`, run with --cap-add SYS_ADMIN) and the commands ip, unshare, nsenter and mount.
 """
+
 from __future__ import annotations
 
 import ctypes
@@ -35,7 +36,9 @@ for host in $(seq 0 $((COUNT - 1))); do
 done
 cat
 """
-NAMESPACES = 0x10000000 | 0x40000000 | 0x00020000 | 0x04000000  # CLONE_NEWUSER, NEWNET, NEWNS, NEWUTS
+NAMESPACES = (
+    0x10000000 | 0x40000000 | 0x00020000 | 0x04000000
+)  # CLONE_NEWUSER, NEWNET, NEWNS, NEWUTS
 
 
 class Hosts:
@@ -52,14 +55,32 @@ class Hosts:
         names = "".join(f"10.77.0.{h + 1} host{h}\n" for h in range(self.count))
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "names").write_text(f"127.0.0.1 localhost\n{names}")
-        for host in range(self.count): (self.folder / f"disk{host}").mkdir(exist_ok=True)
-        env = os.environ | dict(COUNT=str(self.count), FOLDER=str(self.folder),
-                                DISK=str(self.disk or ""))
+        for host in range(self.count):
+            (self.folder / f"disk{host}").mkdir(exist_ok=True)
+        env = os.environ | dict(
+            COUNT=str(self.count), FOLDER=str(self.folder), DISK=str(self.disk or "")
+        )
         self.holder = subprocess.Popen(
-            ["unshare", "--user", "--map-root-user", "--net", "--mount", "--uts", "bash", "-c", SETUP],
-            env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            [
+                "unshare",
+                "--user",
+                "--map-root-user",
+                "--net",
+                "--mount",
+                "--uts",
+                "bash",
+                "-c",
+                SETUP,
+            ],
+            env=env,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         self.pids = [self.holder.stdout.readline().strip() for _ in range(self.count)]
-        if not all(self.pids): raise OSError(f"no hosts in namespaces: {self.holder.stderr.read()}")
+        if not all(self.pids):
+            raise OSError(f"no hosts in namespaces: {self.holder.stderr.read()}")
         return self
 
     def __exit__(self, *_):
@@ -67,22 +88,44 @@ class Hosts:
 
     def inside(self, host: int) -> list[str]:
         """What to put before a command so that it runs on a host."""
-        return ["nsenter", "--target", self.pids[host], "--user", "--net", "--mount", "--uts",
-                "--preserve-credentials"]
+        return [
+            "nsenter",
+            "--target",
+            self.pids[host],
+            "--user",
+            "--net",
+            "--mount",
+            "--uts",
+            "--preserve-credentials",
+        ]
 
     def processes(self, host: int) -> list[int]:
         """Process ids of what runs on a host."""
         found, place = [], os.readlink(f"/proc/{self.pids[host]}/ns/net")
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has just ended
-                if os.readlink(folder / "ns/net") == place: found.append(int(folder.name))
+                if os.readlink(folder / "ns/net") == place:
+                    found.append(int(folder.name))
         return found
 
     def cable(self, host: int, state: str):
         """Pull a host's cable out (`down`) or plug it in (`up`)."""
-        subprocess.run(["nsenter", "--target", str(self.holder.pid), "--user", "--net",
-                        "--preserve-credentials", "ip", "link", "set", f"cable{host}", state],
-                       check=True)
+        subprocess.run(
+            [
+                "nsenter",
+                "--target",
+                str(self.holder.pid),
+                "--user",
+                "--net",
+                "--preserve-credentials",
+                "ip",
+                "link",
+                "set",
+                f"cable{host}",
+                state,
+            ],
+            check=True,
+        )
 
 
 def enter(pid: str):

@@ -6,6 +6,7 @@
 A cell trains 3 steps on real ranks and is compared with one process of plain transformers and PEFT whose
 linear layers hold the numbers that the format stands for; or RunConfig refuses it, in one line.
 """
+
 from __future__ import annotations
 
 import json
@@ -26,29 +27,43 @@ from tests.tiny import CLIP, LR, RANK, SEED, TARGETS, padded_batch, save_tiny, t
 RESULTS = Path(__file__).parents[1] / "docs" / "matrix.json"
 STEPS = tiny_rows(steps=3, rows_per_step=4)
 
-QUANTIZERS = {"none": dict(quant="none"), "nf4": dict(quant="nf4"), "fp4": dict(quant="fp4"),
-              "int8": dict(quant="int8"), "hqq4": dict(quant="hqq"),
-              "hqq3": dict(quant="hqq", n_bits=3), "hqq2": dict(quant="hqq", n_bits=2)}
+QUANTIZERS = {
+    "none": dict(quant="none"),
+    "nf4": dict(quant="nf4"),
+    "fp4": dict(quant="fp4"),
+    "int8": dict(quant="int8"),
+    "hqq4": dict(quant="hqq"),
+    "hqq3": dict(quant="hqq", n_bits=3),
+    "hqq2": dict(quant="hqq", n_bits=2),
+}
 SCALES = {"fp32": dict(), "int8": dict(absmax_dtype="int8")}
-ADAPTERS = {"lora": dict(adapter="lora"), "rslora": dict(adapter="lora", use_rslora=True),
-            "dora": dict(adapter="dora"), "lora+": dict(adapter="lora", loraplus_lr_ratio=4.0),
-            "pissa": dict(adapter="lora", init_lora_weights="pissa"),
-            "lora and head": dict(adapter="lora", modules_to_save="lm_head"),
-            "lora and biases": dict(adapter="lora", bias="all"),
-            "lora on experts": dict(adapter="lora", lora_target_parameters="experts"),
-            "llama_pro": dict(adapter="llama_pro", llama_pro_blocks=1), "full": dict(adapter="none")}
+ADAPTERS = {
+    "lora": dict(adapter="lora"),
+    "rslora": dict(adapter="lora", use_rslora=True),
+    "dora": dict(adapter="dora"),
+    "lora+": dict(adapter="lora", loraplus_lr_ratio=4.0),
+    "pissa": dict(adapter="lora", init_lora_weights="pissa"),
+    "lora and head": dict(adapter="lora", modules_to_save="lm_head"),
+    "lora and biases": dict(adapter="lora", bias="all"),
+    "lora on experts": dict(adapter="lora", lora_target_parameters="experts"),
+    "llama_pro": dict(adapter="llama_pro", llama_pro_blocks=1),
+    "full": dict(adapter="none"),
+}
 MODELS = {"lora and biases": "qwen2", "lora on experts": "mixtral"}  # and llama
-STRATEGIES = {"ddp": (2, dict(sharding_strategy="ddp")),
-              "shard_grad_op": (2, dict(sharding_strategy="shard_grad_op")),
-              "full_shard": (2, dict(sharding_strategy="full_shard")),
-              "full_shard, CPU offload": (2, dict(sharding_strategy="full_shard", use_cpu_offload=True)),
-              "hybrid_shard_grad_op": (4, dict(sharding_strategy="hybrid_shard_grad_op")),
-              "hybrid_full_shard": (4, dict(sharding_strategy="hybrid_full_shard"))}
+STRATEGIES = {
+    "ddp": (2, dict(sharding_strategy="ddp")),
+    "shard_grad_op": (2, dict(sharding_strategy="shard_grad_op")),
+    "full_shard": (2, dict(sharding_strategy="full_shard")),
+    "full_shard, CPU offload": (2, dict(sharding_strategy="full_shard", use_cpu_offload=True)),
+    "hybrid_shard_grad_op": (4, dict(sharding_strategy="hybrid_shard_grad_op")),
+    "hybrid_full_shard": (4, dict(sharding_strategy="hybrid_full_shard")),
+}
 
 
 @dataclass(frozen=True)
 class Cell:
     """One combination, by the names of the tables above."""
+
     quantizer: str
     scales: str
     adapter: str
@@ -71,14 +86,24 @@ class Cell:
     @property
     def settings(self) -> dict:
         """As RunConfig takes them."""
-        return dict(precision="fp32", lora_rank=RANK, lora_alpha=8, lora_dropout=0.0, seed=SEED,
-                    compile=False, **QUANTIZERS[self.quantizer], **SCALES[self.scales],
-                    **ADAPTERS[self.adapter], **STRATEGIES[self.strategy][1])
+        return dict(
+            precision="fp32",
+            lora_rank=RANK,
+            lora_alpha=8,
+            lora_dropout=0.0,
+            seed=SEED,
+            compile=False,
+            **QUANTIZERS[self.quantizer],
+            **SCALES[self.scales],
+            **ADAPTERS[self.adapter],
+            **STRATEGIES[self.strategy][1],
+        )
 
 
 def save_models(folder: str | Path) -> str:
     """A model of each family below `folder`; returns it."""
-    for family in ("llama", "qwen2"): save_tiny(Path(folder, family), family)
+    for family in ("llama", "qwen2"):
+        save_tiny(Path(folder, family), family)
     save_family(Path(folder, "mixtral"), "Mixtral")
     return str(folder)
 
@@ -92,6 +117,7 @@ def cells() -> list[Cell]:
 def refusal(cell: Cell) -> str | None:
     """Why RunConfig does not take a cell, or None."""
     from fsdp_qlora.config import RunConfig
+
     try:
         RunConfig(**cell.settings)
     except ValueError as error:
@@ -110,6 +136,7 @@ def pairwise(all_cells: list[Cell]) -> list[Cell]:
 
 # ---- the cell on ranks -------------------------------------------------------------------------
 
+
 def train_cells(folder: str, few: list[Cell]) -> list[dict]:
     """Each cell's losses, norms and trained weights on this world's ranks."""
     return [train_cell(folder, cell) for cell in few]
@@ -124,26 +151,39 @@ def train_cell(folder: str, cell: Cell) -> dict:
     from fsdp_qlora.dist import full_tensor
     from fsdp_qlora.optim import build_optimizer
     from fsdp_qlora.training.step import train_step
+
     config = RunConfig(model_name=f"{folder}/{cell.family}", **cell.settings)
     model = build_model(config, torch.device("cpu"))
     optimizer = build_optimizer(model, "adamw", LR, 0.1, config.loraplus_lr_ratio)
     rank, world = dist.get_rank(), dist.get_world_size()
-    results = [train_step(model, optimizer, [padded_batch([row]) for row in rows[rank::world]],
-                          max_grad_norm=CLIP) for rows in STEPS]
+    results = [
+        train_step(
+            model, optimizer, [padded_batch([row]) for row in rows[rank::world]], max_grad_norm=CLIP
+        )
+        for rows in STEPS
+    ]
     weights = {n: full_tensor(p.detach()).clone() for n, p in trainable_parameters(model).items()}
-    if "experts" in cell.adapter: weights = as_peft_names_them(model, weights)
-    return dict(losses=[r.loss for r in results], norms=[r.grad_norm for r in results],
-                weights=weights if rank == 0 else None)
+    if "experts" in cell.adapter:
+        weights = as_peft_names_them(model, weights)
+    return dict(
+        losses=[r.loss for r in results],
+        norms=[r.grad_norm for r in results],
+        weights=weights if rank == 0 else None,
+    )
 
 
 def as_peft_names_them(model: nn.Module, weights: dict) -> dict:
     """Weights by the names of PEFT's own model."""
     from fsdp_qlora.adapters.whole import saved_names
-    return {key.replace(".weight", ".default.weight"): weights[name]
-            for name, key in saved_names(model).items()}
+
+    return {
+        key.replace(".weight", ".default.weight"): weights[name]
+        for name, key in saved_names(model).items()
+    }
 
 
 # ---- its reference -----------------------------------------------------------------------------
+
 
 def reference(folder: str, cell: Cell) -> dict:
     """The same of one process."""
@@ -153,8 +193,9 @@ def reference(folder: str, cell: Cell) -> dict:
     for rows in STEPS:
         batch = padded_batch(rows)
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1),
-                                           batch["labels"][:, 1:].flatten())
+        loss = nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+        )
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), CLIP).item())
         optimizer.step()
@@ -171,34 +212,57 @@ def reference_model(folder: str, cell: Cell) -> tuple[nn.Module, torch.optim.Opt
     from fsdp_qlora.adapters import initial_a
     from tests.distributed.test_experts import with_adapted_experts
     from tests.distributed.test_llama_pro import expanded_reference
+
     ours, folder = ADAPTERS[cell.adapter], f"{folder}/{cell.family}"
     if cell.adapter == "llama_pro":
-        model = expanded_reference(folder, **{k: v for k, v in cell.settings.items()
-                                              if k in ("quant", "n_bits", "absmax_dtype", "adapter")})
+        model = expanded_reference(
+            folder,
+            **{
+                k: v
+                for k, v in cell.settings.items()
+                if k in ("quant", "n_bits", "absmax_dtype", "adapter")
+            },
+        )
     else:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     if cell.adapter in ("llama_pro", "full"):
-        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], LR,
-                                        weight_decay=0.1)
+        return model, torch.optim.AdamW(
+            [p for p in model.parameters() if p.requires_grad], LR, weight_decay=0.1
+        )
     starts = ours.get("init_lora_weights", True)
-    if starts is True: round_weights(model, cell)
-    if "experts" in cell.adapter: model = with_adapted_experts(model, {})
+    if starts is True:
+        round_weights(model, cell)
+    if "experts" in cell.adapter:
+        model = with_adapted_experts(model, {})
     else:
-        model = get_peft_model(model, LoraConfig(
-            task_type="CAUSAL_LM", r=RANK, lora_alpha=8, target_modules=TARGETS,
-            init_lora_weights=starts, use_dora=ours["adapter"] == "dora",
-            use_rslora=ours.get("use_rslora", False), bias=ours.get("bias", "none")))
-    if starts is not True: round_weights(model, cell)  # what it took out is gone by now
-    if "modules_to_save" in ours: model.get_base_model().lm_head.weight.requires_grad_()
+        model = get_peft_model(
+            model,
+            LoraConfig(
+                task_type="CAUSAL_LM",
+                r=RANK,
+                lora_alpha=8,
+                target_modules=TARGETS,
+                init_lora_weights=starts,
+                use_dora=ours["adapter"] == "dora",
+                use_rslora=ours.get("use_rslora", False),
+                bias=ours.get("bias", "none"),
+            ),
+        )
+    if starts is not True:
+        round_weights(model, cell)  # what it took out is gone by now
+    if "modules_to_save" in ours:
+        model.get_base_model().lm_head.weight.requires_grad_()
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if starts is True and "experts" not in cell.adapter:
         for name, p in trained.items():
-            if ".lora_A." in name: p.data.copy_(initial_a(name, SEED, p.shape))
+            if ".lora_A." in name:
+                p.data.copy_(initial_a(name, SEED, p.shape))
     fast = [p for n, p in trained.items() if "lora_B" in n]
     slow = [p for n, p in trained.items() if "lora_B" not in n]
     ratio = ours.get("loraplus_lr_ratio", 1.0)
-    return model.train(), torch.optim.AdamW([dict(params=slow), dict(params=fast, lr=LR * ratio)], LR,
-                                            weight_decay=0.1)
+    return model.train(), torch.optim.AdamW(
+        [dict(params=slow), dict(params=fast, lr=LR * ratio)], LR, weight_decay=0.1
+    )
 
 
 @torch.no_grad()
@@ -206,20 +270,26 @@ def round_weights(model: nn.Module, cell: Cell):
     """Give every linear layer but the head, and every expert, the numbers that its format stands for."""
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.quantization.quantize import QuantLinear
+
     config = RunConfig(**cell.settings)
-    if config.quant == "none": return
+    if config.quant == "none":
+        return
 
     def round_in_place(weight: torch.Tensor):
         layer = nn.Linear(*reversed(weight.shape), bias=False)
         layer.weight.copy_(weight)
         made = QuantLinear.from_linear(layer, config.quant_type, config.absmax_dtype)
         weight.copy_(made.dequantize(torch.float32))
+
     for name, p in model.named_parameters():
-        if "_proj" not in name or "lora_" in name or p.dim() == 1: continue
-        for weight in p if p.dim() == 3 else [p]: round_in_place(weight)
+        if "_proj" not in name or "lora_" in name or p.dim() == 1:
+            continue
+        for weight in p if p.dim() == 3 else [p]:
+            round_in_place(weight)
 
 
 # ---- compared ----------------------------------------------------------------------------------
+
 
 def deviation(cell: Cell, ours: dict, theirs: dict) -> float:
     """The largest relative difference of losses and norms; infinite if weights moved elsewhere."""
@@ -249,7 +319,8 @@ def outcomes(folder: str, few: list[Cell]) -> Iterator[tuple[Cell, float]]:
         group = [c for c in few if c.ranks == ranks]
         results = run_ranks(train_cells, ranks, folder, group, timeout=3600)[0]
         for cell, ours in zip(group, results, strict=True):
-            if cell.model not in references: references[cell.model] = reference(folder, cell)
+            if cell.model not in references:
+                references[cell.model] = reference(folder, cell)
             yield cell, deviation(cell, ours, references[cell.model])
 
 
@@ -257,14 +328,17 @@ def main(columns: list[str]):
     """Run every cell, or those of some adapters, and write what came of each."""
     torch.set_num_threads(1)
     chosen = [c for c in cells() if not columns or c.adapter in columns]
-    before = {tuple(line["cell"]): line for line in json.loads(RESULTS.read_text())} if columns else {}
+    before = (
+        {tuple(line["cell"]): line for line in json.loads(RESULTS.read_text())} if columns else {}
+    )
     refused = {c: text for c in chosen if (text := refusal(c))}
     found = {astuple(c): dict(cell=astuple(c), refused=text) for c, text in refused.items()}
     with tempfile.TemporaryDirectory() as folder:
         save_models(folder)
         for cell, apart in outcomes(folder, [c for c in chosen if c not in refused]):
             found[astuple(cell)] = dict(cell=astuple(cell), deviation=float(f"{apart:.1e}"))
-            if apart > TOLERANCE: print("differs:", cell, apart, file=sys.stderr)
+            if apart > TOLERANCE:
+                print("differs:", cell, apart, file=sys.stderr)
     lines = [(before | found)[astuple(c)] for c in cells()]
     RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, lines)) + "\n]\n")
     print(f"{len(found)} cells, {len(refused)} refused: {RESULTS}")
@@ -272,4 +346,5 @@ def main(columns: list[str]):
 
 TOLERANCE = 1e-6  # scales in 8 bits instead of fp32 make 2e-6 in so small a model
 
-if __name__ == "__main__": main(sys.argv[1:])
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -3,6 +3,7 @@
 Ranks are forked from a server that has the heavy imports done, so a spawn costs about a second; put
 several cases into one function all the same.
 """
+
 from __future__ import annotations
 
 import io
@@ -18,13 +19,27 @@ import torch
 
 from fsdp_qlora.dist import free_port
 
-PRELOAD = ["torch", "transformers", "peft", "bitsandbytes", "torch.distributed.fsdp",
-           "transformers.models.llama.modeling_llama", "fsdp_qlora.cli", "fsdp_qlora.training.trainer",
-           "matplotlib.pyplot"]
+PRELOAD = [
+    "torch",
+    "transformers",
+    "peft",
+    "bitsandbytes",
+    "torch.distributed.fsdp",
+    "transformers.models.llama.modeling_llama",
+    "fsdp_qlora.cli",
+    "fsdp_qlora.training.trainer",
+    "matplotlib.pyplot",
+]
 
 
-def run_ranks(function, world_size: int, *args, timeout: float = 300, grouped: bool = True,
-              device: str = "cpu") -> list:
+def run_ranks(
+    function,
+    world_size: int,
+    *args,
+    timeout: float = 300,
+    grouped: bool = True,
+    device: str = "cpu",
+) -> list:
     """`function(*args)` on every rank; the results by rank. Raises if any rank failed.
 
     `grouped` makes the process group; without it the function meets the world as train.py does. Ranks
@@ -33,7 +48,8 @@ def run_ranks(function, world_size: int, *args, timeout: float = 300, grouped: b
     for tries_left in (1, 0):
         outcomes, codes = _outcomes(function, world_size, args, timeout, grouped, device)
         # A thread of torch's gloo has crashed in malloc, once in thousands of spawns (docs/LOG.md).
-        if -signal.SIGSEGV not in codes.values() or not tries_left: break
+        if -signal.SIGSEGV not in codes.values() or not tries_left:
+            break
         print("a rank crashed; the ranks start once more")
     missing = {rank: code for rank, code in codes.items() if rank not in outcomes}
     assert not missing, f"no result; exit codes by rank: {missing}"
@@ -47,11 +63,13 @@ def _outcomes(function, world_size, args, timeout, grouped, device) -> tuple[dic
     # A forked process can't use CUDA once the imports have touched the driver.
     on_gpu_machine = torch.cuda.device_count() > 0
     context = multiprocessing.get_context("spawn" if on_gpu_machine else "forkserver")
-    if not on_gpu_machine: context.set_forkserver_preload(PRELOAD)
+    if not on_gpu_machine:
+        context.set_forkserver_preload(PRELOAD)
     results, port = context.Queue(), free_port()
     shared = (world_size, port, results, function, args, grouped, device)
     ranks = [context.Process(target=_rank, args=(rank, *shared)) for rank in range(world_size)]
-    for process in ranks: process.start()
+    for process in ranks:
+        process.start()
     outcomes: dict[int, tuple] = {}
     deadline = time.monotonic() + timeout
     while len(outcomes) < world_size and time.monotonic() < deadline:
@@ -61,7 +79,8 @@ def _outcomes(function, world_size, args, timeout, grouped, device) -> tuple[dic
             rank, outcome = results.get(timeout=2)
             outcomes[rank] = outcome
             continue
-        if ended: break
+        if ended:
+            break
     for process in ranks:
         process.join(timeout=20)
         process.kill()
@@ -70,10 +89,16 @@ def _outcomes(function, world_size, args, timeout, grouped, device) -> tuple[dic
 
 
 def _rank(rank, world_size, port, results, function, args, grouped, device):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
-                      LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="localhost",
-                      MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+    )
     from fsdp_qlora.dist import process_group, rank_device
+
     torch.set_num_threads(1)
     try:
         with process_group(rank_device(device), timeout_minutes=2) if grouped else nullcontext():

@@ -1,4 +1,5 @@
 """Recomputing blocks changes what is kept and what is run again, and no gradient."""
+
 from collections import Counter
 
 import pytest
@@ -30,14 +31,17 @@ def folder(tmp_path_factory):
 def tiny_model(folder, train_type, policy="keep_all", reentrant=False, dropout=0.0):
     """A tiny llama in training mode, B not zero so that every gradient is of consequence."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_cache=False)
-    if train_type in ("qlora", "bnb_dora"): quantize_linears(model)
+    if train_type in ("qlora", "bnb_dora"):
+        quantize_linears(model)
     if train_type != "full":
-        model = apply_adapters(model, lora_config(rank=4, dropout=dropout,
-                                                  use_dora="dora" in train_type))
+        model = apply_adapters(
+            model, lora_config(rank=4, dropout=dropout, use_dora="dora" in train_type)
+        )
         materialize(model, CPU, CPU)
         init_adapters(model, 0)
         for name, p in trainable_parameters(model).items():
-            if ".lora_B." in name: p.data.normal_(generator=torch.Generator().manual_seed(1))
+            if ".lora_B." in name:
+                p.data.normal_(generator=torch.Generator().manual_seed(1))
     return apply_activation_policy(model.train(), policy, reentrant)
 
 
@@ -48,9 +52,18 @@ def loss_and_gradients(model):
     return loss.detach(), {n: p.grad for n, p in trainable_parameters(model).items()}
 
 
-@pytest.mark.parametrize("train_type, dropout", [("full", 0.0), ("lora", 0.0), ("qlora", 0.0),
-                                                 ("qlora", 0.2), ("dora", 0.0), ("bnb_dora", 0.0),
-                                                 ("bnb_dora", 0.2)])
+@pytest.mark.parametrize(
+    "train_type, dropout",
+    [
+        ("full", 0.0),
+        ("lora", 0.0),
+        ("qlora", 0.0),
+        ("qlora", 0.2),
+        ("dora", 0.0),
+        ("bnb_dora", 0.0),
+        ("bnb_dora", 0.2),
+    ],
+)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradients_equal_those_with_everything_kept(folder, train_type, dropout, reentrant):
     kept = loss_and_gradients(tiny_model(folder, train_type, dropout=dropout))
@@ -65,8 +78,12 @@ def test_a_model_as_from_pretrained_gives_it_can_be_recomputed(folder, reentrant
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert plain.config.use_cache
     again = apply_activation_policy(plain.train(), "recompute_all", reentrant)
-    torch.testing.assert_close(loss_and_gradients(again),
-                               loss_and_gradients(tiny_model(folder, "full")), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        loss_and_gradients(again),
+        loss_and_gradients(tiny_model(folder, "full")),
+        rtol=1e-6,
+        atol=1e-7,
+    )
 
 
 @pytest.mark.parametrize("train_type", ["full", "lora", "qlora"])
@@ -89,12 +106,14 @@ class Calls(TorchDispatchMode):
 
 
 def calls(model) -> Counter:
-    with Calls() as mode: loss_and_gradients(model)
+    with Calls() as mode:
+        loss_and_gradients(model)
     return mode.counts
 
 
-@pytest.mark.parametrize("policy, reentrant, silus", [(*POLICIES[0], 2), (*POLICIES[1], 4),
-                                                           (*POLICIES[2], 4)])
+@pytest.mark.parametrize(
+    "policy, reentrant, silus", [(*POLICIES[0], 2), (*POLICIES[1], 4), (*POLICIES[2], 4)]
+)
 def test_blocks_run_again_only_where_the_policy_says_so(folder, policy, reentrant, silus):
     """Each of 2 blocks has one silu, in its MLP."""
     assert calls(tiny_model(folder, "qlora", policy, reentrant))["aten::silu"] == silus
@@ -118,15 +137,21 @@ def test_a_compiled_block_does_not_run_its_last_linear_layer_again(folder):
         def compiler(graph, _):
             graphs[name] = Counter(str(node.target) for node in graph.graph.nodes)
             return make_boxed_func(graph.forward)
+
         return compiler
+
     model = tiny_model(folder, "qlora", "recompute_all")
-    backend = aot_autograd(fw_compiler=counting("forward"), bw_compiler=counting("backward"),
-                           partition_fn=min_cut_rematerialization_partition)
+    backend = aot_autograd(
+        fw_compiler=counting("forward"),
+        bw_compiler=counting("backward"),
+        partition_fn=min_cut_rematerialization_partition,
+    )
     for block in decoder_blocks(model):
         block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
     compiled = loss_and_gradients(model)
-    torch.testing.assert_close(compiled, loss_and_gradients(tiny_model(folder, "qlora")), rtol=1e-5,
-                               atol=1e-6)
+    torch.testing.assert_close(
+        compiled, loss_and_gradients(tiny_model(folder, "qlora")), rtol=1e-5, atol=1e-6
+    )
     assert graphs["forward"]["fsdp_qlora.adapted_linear.default"] == 7
     assert graphs["backward"]["fsdp_qlora.adapted_linear.default"] == 6
     assert graphs["backward"]["fsdp_qlora.adapted_linear_backward.default"] == 7
@@ -138,8 +163,10 @@ def kept_bytes(model) -> int:
     kept = {}
 
     def pack(t):
-        if t.data_ptr() not in weights: kept[t.data_ptr()] = t.untyped_storage().nbytes()
+        if t.data_ptr() not in weights:
+            kept[t.data_ptr()] = t.untyped_storage().nbytes()
         return t
+
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         loss = model(**padded_batch(tiny_rows(1, 3)[0])).loss
     del loss
@@ -147,8 +174,9 @@ def kept_bytes(model) -> int:
 
 
 def test_recomputing_keeps_a_small_part_of_the_activations(folder):
-    kept, recomputed = (kept_bytes(tiny_model(folder, "qlora", policy))
-                        for policy in ("keep_all", "recompute_all"))
+    kept, recomputed = (
+        kept_bytes(tiny_model(folder, "qlora", policy)) for policy in ("keep_all", "recompute_all")
+    )
     assert recomputed < kept / 3
 
 
@@ -157,17 +185,36 @@ def test_an_unknown_policy_is_refused_with_the_choices(folder):
         tiny_model(folder, "lora", "half")
 
 
-SHARING = dict(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
-               num_attention_heads=2,
-               num_key_value_heads=1, head_dim=16, sliding_window=8, num_kv_shared_layers=2,
-               layer_types=["sliding_attention", "full_attention"] * 2, hidden_size_per_layer_input=8,
-               vocab_size_per_layer_input=97, pad_token_id=0)
+SHARING = dict(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+    sliding_window=8,
+    num_kv_shared_layers=2,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    hidden_size_per_layer_input=8,
+    vocab_size_per_layer_input=97,
+    pad_token_id=0,
+)
 
 
-@pytest.mark.parametrize("family, more", [
-    ("gemma3n_text", dict(laurel_rank=4, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 4)),
-    ("gemma4_text", dict(global_head_dim=16))])
-def test_blocks_that_share_tensors_lose_no_gradient_under_reentrant_checkpointing(family, more, capsys):
+@pytest.mark.parametrize(
+    "family, more",
+    [
+        (
+            "gemma3n_text",
+            dict(laurel_rank=4, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 4),
+        ),
+        ("gemma4_text", dict(global_head_dim=16)),
+    ],
+)
+def test_blocks_that_share_tensors_lose_no_gradient_under_reentrant_checkpointing(
+    family, more, capsys
+):
     config = AutoConfig.for_model(family, **SHARING | more)
     ids = torch.randint(1, 97, (2, 12), generator=torch.Generator().manual_seed(0))
     found = []
@@ -176,11 +223,16 @@ def test_blocks_that_share_tensors_lose_no_gradient_under_reentrant_checkpointin
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for p in model.parameters():
-                if p.dim() > 1: p.normal_(0, 0.1)
+                if p.dim() > 1:
+                    p.normal_(0, 0.1)
         say_not_reentrant.cache_clear()
-        if reentrant: apply_activation_policy(model, "recompute_all", reentrant=True)
-        model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)[..., 3].mean().backward()
+        if reentrant:
+            apply_activation_policy(model, "recompute_all", reentrant=True)
+        model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)[
+            ..., 3
+        ].mean().backward()
         found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     assert found[0].keys() == found[1].keys()
-    for name, expected in found[0].items(): torch.testing.assert_close(found[1][name], expected)
+    for name, expected in found[0].items():
+        torch.testing.assert_close(found[1][name], expected)
     assert "--reentrant_checkpointing has no effect" in capsys.readouterr().out

@@ -1,4 +1,5 @@
 """The names that the package promises, and that asking for them costs nothing until one is used."""
+
 import importlib
 import subprocess
 import sys

@@ -1,4 +1,5 @@
 """Shapes of known models against transformers on the meta device, and against published counts."""
+
 import json
 from pathlib import Path
 
@@ -72,19 +73,26 @@ PUBLISHED = {
 
 def meta_model(name, layers=None):
     config = known_config(name)
-    if layers: config["num_hidden_layers"] = layers
+    if layers:
+        config["num_hidden_layers"] = layers
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(**config, pad_token_id=0), dtype=torch.bfloat16)
+            AutoConfig.for_model(**config, pad_token_id=0), dtype=torch.bfloat16
+        )
 
 
 def linears_of_a_block(model, shape) -> tuple[dict, dict]:
     """(out, in) of the first block's linears and lengths of their biases, by the names of `shape`."""
     block = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))[0]
-    linears = {n if n in shape.linears() else n.rsplit(".", 1)[-1]: m for n, m in block.named_modules()
-               if isinstance(m, (torch.nn.Linear, Conv1D))}
-    sizes = {n: tuple(m.weight.shape) if isinstance(m, torch.nn.Linear) else tuple(m.weight.shape[::-1])
-             for n, m in linears.items()}
+    linears = {
+        n if n in shape.linears() else n.rsplit(".", 1)[-1]: m
+        for n, m in block.named_modules()
+        if isinstance(m, (torch.nn.Linear, Conv1D))
+    }
+    sizes = {
+        n: tuple(m.weight.shape) if isinstance(m, torch.nn.Linear) else tuple(m.weight.shape[::-1])
+        for n, m in linears.items()
+    }
     return sizes, {n: len(m.bias) for n, m in linears.items() if m.bias is not None}
 
 
@@ -108,7 +116,8 @@ def test_every_known_shape_equals_transformers(name):
 def test_every_family_is_known_from_its_config_alone(family):
     """Weights by kind, from config.json as a dict, against transformers' own model of it."""
     config = family_config(family)
-    with torch.device("meta"): model = AutoModelForCausalLM.from_config(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
     shape = shape_from_config(config.to_dict())
     assert shape.known_family
     assert sum(p.numel() for p in model.parameters()) == shape.total_params()
@@ -117,24 +126,49 @@ def test_every_family_is_known_from_its_config_alone(family):
     assert is_tied(model) == shape.tied
 
 
-@pytest.mark.parametrize("config", [
-    dict(family="StableLM", use_parallel_residual=True), dict(family="StableLM", qk_layernorm=True),
-    dict(family="StableLM", use_qkv_bias=False), dict(family="SmolLM3", attention_bias=True),
-    dict(family="SmolLM3", mlp_bias=True, tie_word_embeddings=False), dict(family="GPT-2", n_inner=96)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        dict(family="StableLM", use_parallel_residual=True),
+        dict(family="StableLM", qk_layernorm=True),
+        dict(family="StableLM", use_qkv_bias=False),
+        dict(family="SmolLM3", attention_bias=True),
+        dict(family="SmolLM3", mlp_bias=True, tie_word_embeddings=False),
+        dict(family="GPT-2", n_inner=96),
+    ],
+)
 def test_switches_of_a_family_are_read(config):
     config = family_config(**config)
-    with torch.device("meta"): model = AutoModelForCausalLM.from_config(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
     shape = shape_from_config(config.to_dict())
     assert sum(p.numel() for p in model.parameters()) == shape.total_params()
 
 
-@pytest.mark.parametrize("rope,positions", [
-    (dict(rope_scaling=dict(type="linear", factor=4.0)), 16384),
-    (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)), 8192),
-    (dict(rope_scaling=dict(rope_type="yarn", factor=8, original_max_position_embeddings=2048)), 16384),
-    (dict(rope_scaling=dict(rope_type="yarn", factor=2.0, original_max_position_embeddings=1024)), 4096),
-    (dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), 4096),
-    (dict(rope_scaling=None), 4096), (dict(max_position_embeddings=None), None)])
+@pytest.mark.parametrize(
+    "rope,positions",
+    [
+        (dict(rope_scaling=dict(type="linear", factor=4.0)), 16384),
+        (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)), 8192),
+        (
+            dict(
+                rope_scaling=dict(rope_type="yarn", factor=8, original_max_position_embeddings=2048)
+            ),
+            16384,
+        ),
+        (
+            dict(
+                rope_scaling=dict(
+                    rope_type="yarn", factor=2.0, original_max_position_embeddings=1024
+                )
+            ),
+            4096,
+        ),
+        (dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), 4096),
+        (dict(rope_scaling=None), 4096),
+        (dict(max_position_embeddings=None), None),
+    ],
+)
 def test_stretched_angles_reach_as_far_as_their_factor(rope, positions):
     shape = shape_from_config(known_config("llama-2-7b") | rope)
     assert shape.max_positions == positions
@@ -144,42 +178,64 @@ def test_rotary_settings_reach_transformers():
     """A known config carries the angles that long contexts need."""
     rope = AutoConfig.for_model(**known_config("meta-llama/Llama-3.1-8B")).rope_parameters
     assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == ("llama3", 8.0, 500000.0)
-    assert AutoConfig.for_model(**known_config("01-ai/Yi-34B")).rope_parameters[
-        "rope_theta"] == 5000000.0
+    assert (
+        AutoConfig.for_model(**known_config("01-ai/Yi-34B")).rope_parameters["rope_theta"]
+        == 5000000.0
+    )
 
 
-@pytest.mark.parametrize("name,targets", [
-    ("HuggingFaceTB/SmolLM2-135M", "all-linear"), ("Qwen/Qwen2.5-0.5B", ["q_proj", "down_proj"]),
-    ("meta-llama/Llama-2-7b-hf", None), ("microsoft/Phi-3-mini-4k-instruct", "all-linear"),
-    ("Qwen/Qwen3-8B", ["q_proj", "lm_head"])])
+@pytest.mark.parametrize(
+    "name,targets",
+    [
+        ("HuggingFaceTB/SmolLM2-135M", "all-linear"),
+        ("Qwen/Qwen2.5-0.5B", ["q_proj", "down_proj"]),
+        ("meta-llama/Llama-2-7b-hf", None),
+        ("microsoft/Phi-3-mini-4k-instruct", "all-linear"),
+        ("Qwen/Qwen3-8B", ["q_proj", "lm_head"]),
+    ],
+)
 def test_adapter_count_is_that_of_peft(name, targets):
-    model = get_peft_model(meta_model(name, layers=2), LoraConfig(
-        task_type="CAUSAL_LM", r=8, target_modules=targets), low_cpu_mem_usage=True)
+    model = get_peft_model(
+        meta_model(name, layers=2),
+        LoraConfig(task_type="CAUSAL_LM", r=8, target_modules=targets),
+        low_cpu_mem_usage=True,
+    )
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert model_shape(name).cut(2).lora_params(8, targets) == trained
 
 
-@pytest.mark.parametrize("given,found", [
-    ("meta-llama/Llama-2-7b-hf", "meta-llama/Llama-2-7b-hf"),
-    ("llama-2-7b", "meta-llama/Llama-2-7b-hf"),
-    ("meta-llama/Llama-2-70b-chat-hf", "meta-llama/Llama-2-70b-hf"),
-    ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
-    ("meta-llama/Meta-Llama-3.1-70B", "meta-llama/Llama-3.1-70B"),
-    ("another-owner/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B"),
-    ("llama-3-8b", "meta-llama/Meta-Llama-3-8B"),
-    ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-7B-v0.3"),
-    ("SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M"),
-    ("google/gemma-2-9b-it", "google/gemma-2-9b"),
-    ("mixtral-8x7b", "mistralai/Mixtral-8x7B-v0.1"), ("mistral 7b", "mistralai/Mistral-7B-v0.3"),
-    ("llama 3.1 8b", "meta-llama/Llama-3.1-8B"), ("Llama_2_7b", "meta-llama/Llama-2-7b-hf"),
-    ("llama2-70b", "meta-llama/Llama-2-70b-hf"), ("llama3.3-70B", "meta-llama/Llama-3.3-70B-Instruct"),
-    ("unsloth/Meta-Llama-3.1-8B-Instruct-bnb-4bit", "meta-llama/Llama-3.1-8B"),
-    ("unsloth/Qwen3-8B-unsloth-bnb-4bit", "Qwen/Qwen3-8B"), ("Qwen3-8B-Base", "Qwen/Qwen3-8B"),
-    ("Qwen/Qwen2.5-Coder-7B-Instruct", "Qwen/Qwen2.5-7B"),
-    ("gpt2", "openai-community/gpt2"), ("gpt2-xl", "openai-community/gpt2-xl"),
-    ("unsloth/DeepSeek-R1-Distill-Llama-8B-unsloth-bnb-4bit",
-     "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"),
-    ("CodeLlama-34b-Instruct-hf", "codellama/CodeLlama-34b-hf")])
+@pytest.mark.parametrize(
+    "given,found",
+    [
+        ("meta-llama/Llama-2-7b-hf", "meta-llama/Llama-2-7b-hf"),
+        ("llama-2-7b", "meta-llama/Llama-2-7b-hf"),
+        ("meta-llama/Llama-2-70b-chat-hf", "meta-llama/Llama-2-70b-hf"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
+        ("meta-llama/Meta-Llama-3.1-70B", "meta-llama/Llama-3.1-70B"),
+        ("another-owner/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B"),
+        ("llama-3-8b", "meta-llama/Meta-Llama-3-8B"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-7B-v0.3"),
+        ("SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M"),
+        ("google/gemma-2-9b-it", "google/gemma-2-9b"),
+        ("mixtral-8x7b", "mistralai/Mixtral-8x7B-v0.1"),
+        ("mistral 7b", "mistralai/Mistral-7B-v0.3"),
+        ("llama 3.1 8b", "meta-llama/Llama-3.1-8B"),
+        ("Llama_2_7b", "meta-llama/Llama-2-7b-hf"),
+        ("llama2-70b", "meta-llama/Llama-2-70b-hf"),
+        ("llama3.3-70B", "meta-llama/Llama-3.3-70B-Instruct"),
+        ("unsloth/Meta-Llama-3.1-8B-Instruct-bnb-4bit", "meta-llama/Llama-3.1-8B"),
+        ("unsloth/Qwen3-8B-unsloth-bnb-4bit", "Qwen/Qwen3-8B"),
+        ("Qwen3-8B-Base", "Qwen/Qwen3-8B"),
+        ("Qwen/Qwen2.5-Coder-7B-Instruct", "Qwen/Qwen2.5-7B"),
+        ("gpt2", "openai-community/gpt2"),
+        ("gpt2-xl", "openai-community/gpt2-xl"),
+        (
+            "unsloth/DeepSeek-R1-Distill-Llama-8B-unsloth-bnb-4bit",
+            "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
+        ),
+        ("CodeLlama-34b-Instruct-hf", "codellama/CodeLlama-34b-hf"),
+    ],
+)
 def test_names_are_found_whatever_owner_case_or_tuning(given, found):
     assert known_name(given) == found
 
@@ -187,7 +243,8 @@ def test_names_are_found_whatever_owner_case_or_tuning(given, found):
 def test_unknown_model_lists_close_names_and_other_ways():
     with pytest.raises(ValueError, match=r"Lama-2-7b: .*close names: .*Llama-2-7b-hf.*config.json"):
         model_shape("Lama-2-7b")
-    with pytest.raises(ValueError, match="known names: .*Qwen"): model_shape("zzzz")
+    with pytest.raises(ValueError, match="known names: .*Qwen"):
+        model_shape("zzzz")
 
 
 def test_folder_file_and_dict_give_the_same_shape(tmp_path):
@@ -199,21 +256,37 @@ def test_folder_file_and_dict_give_the_same_shape(tmp_path):
     assert nested.total_params() == shapes[0].total_params()
 
 
-@pytest.mark.parametrize("change,message", [
-    ({"num_local_experts": 8}, "experts of llama are not known"),
-    ({"model_type": "qwen3_moe", "num_experts": 8, "decoder_sparse_step": 2}, "only some of its blocks"),
-    ({"hidden_size": None}, "no hidden_size"),
-    ({"num_hidden_layers": -2}, "num_hidden_layers -2; it must be a whole number"),
-    ({"hidden_size": "4096"}, 'hidden_size "4096"; it must be a whole number'),
-    ({"num_hidden_layers": True}, "num_hidden_layers true; it must be a whole number"),
-    ({"head_dim": "128"}, 'head_dim "128"; it must be'),
-    ({"max_position_embeddings": "4096"}, 'max_position_embeddings "4096"; it must be'),
-    ({"intermediate_size": [8192] * 48}, r"intermediate_size .* it must be a whole"),
-    ({"num_key_value_heads": 7}, "num_attention_heads 32, .* no multiple of num_key_value_heads 7"),
-    ({"tie_word_embeddings": "false"}, "tie_word_embeddings 'false'; it must be true or false"),
-    ({"is_encoder_decoder": True}, "is_encoder_decoder, so it is not"),
-    ({"model_type": "mixtral", "num_local_experts": 8}, "num_experts_per_tok null; it must be 1 to 8"),
-    ({"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 9}, "must be 1 to 8")])
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"num_local_experts": 8}, "experts of llama are not known"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 8, "decoder_sparse_step": 2},
+            "only some of its blocks",
+        ),
+        ({"hidden_size": None}, "no hidden_size"),
+        ({"num_hidden_layers": -2}, "num_hidden_layers -2; it must be a whole number"),
+        ({"hidden_size": "4096"}, 'hidden_size "4096"; it must be a whole number'),
+        ({"num_hidden_layers": True}, "num_hidden_layers true; it must be a whole number"),
+        ({"head_dim": "128"}, 'head_dim "128"; it must be'),
+        ({"max_position_embeddings": "4096"}, 'max_position_embeddings "4096"; it must be'),
+        ({"intermediate_size": [8192] * 48}, r"intermediate_size .* it must be a whole"),
+        (
+            {"num_key_value_heads": 7},
+            "num_attention_heads 32, .* no multiple of num_key_value_heads 7",
+        ),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings 'false'; it must be true or false"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder, so it is not"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 8},
+            "num_experts_per_tok null; it must be 1 to 8",
+        ),
+        (
+            {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 9},
+            "must be 1 to 8",
+        ),
+    ],
+)
 def test_a_model_that_can_not_be_estimated_says_why(change, message):
     with pytest.raises(ValueError, match=message):
         shape_from_config(known_config("llama-2-7b") | change)
@@ -221,7 +294,8 @@ def test_a_model_that_can_not_be_estimated_says_why(change, message):
 
 def test_broken_config_file_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="--model_name .*: not a config.json"): model_shape(tmp_path)
+    with pytest.raises(ValueError, match="--model_name .*: not a config.json"):
+        model_shape(tmp_path)
 
 
 def test_unknown_target_lists_the_names():
@@ -231,4 +305,6 @@ def test_unknown_target_lists_the_names():
 
 def test_the_page_of_families_lists_what_is_tested():
     page = (Path(__file__).parents[1] / "docs/families.md").read_text()
-    assert families_table() in page, "docs/families.md is old; put tests.families.families_table() there"
+    assert families_table() in page, (
+        "docs/families.md is old; put tests.families.families_table() there"
+    )

@@ -3,6 +3,7 @@
 `varlen` runs here too: torch's operator has CUDA kernels only, so this file gives it CPU kernels in
 closed form. What is tested is all around them: layout, windows, borders, compile, checkpointing.
 """
+
 from __future__ import annotations
 
 import io
@@ -42,14 +43,19 @@ from .tokenizers import VOCAB_SIZE, save_tokenizer
 
 CPU = torch.device("cpu")
 WINDOW = 5  # shorter than most rows
-FAMILIES = {"llama": {}, "mistral": dict(sliding_window=WINDOW), "qwen3": {},
-            "qwen2": dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)}
+FAMILIES = {
+    "llama": {},
+    "mistral": dict(sliding_window=WINDOW),
+    "qwen3": {},
+    "qwen2": dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+}
 ROWS = [(torch.tensor(ids), torch.tensor(labels)) for ids, labels in tiny_rows(1, 6)[0]]
 WAYS = ("varlen", "sdpa", "eager")
 BINS = [ROWS[:3], ROWS[3:5], ROWS[5:]]  # of unequal length, so that there is padding
 
 
 # ---- torch's operator on a CPU -----------------------------------------------------------------
+
 
 def probabilities(q, k, scale, window):
     """softmax over the keys of one row: (H, T, T) of q (T, H, D) and k (T, H, D)."""
@@ -82,7 +88,7 @@ def backward_kernel(d_out, q, k, v, out, lse, cu, _, longest, __, is_causal, rng
         p = probabilities(q[a:b], k[a:b], scale, window)
         dv[a:b] = torch.einsum("hqk,qhd->khd", p, d_out[a:b])
         dp = torch.einsum("qhd,khd->hqk", d_out[a:b], v[a:b])
-        ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * (scale or size ** -0.5)
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * (scale or size**-0.5)
         dq[a:b] = torch.einsum("hqk,khd->qhd", ds, k[a:b])
         dk[a:b] = torch.einsum("hqk,qhd->khd", ds, q[a:b])
     return dq, *(x.unflatten(1, (kv_heads, -1)).sum(2) for x in (dk, dv))
@@ -90,12 +96,14 @@ def backward_kernel(d_out, q, k, v, out, lse, cu, _, longest, __, is_causal, rng
 
 # ---- packed equals unpacked --------------------------------------------------------------------
 
+
 def loss_and_gradients(model, batches) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The token-weighted loss over all batches, and its gradients, gathered."""
     trained = sum(num_trained_tokens(batch) for batch in batches)
     device = compute_device(model)
-    losses = [model(**on_device(batch, device), num_items_in_batch=trained).loss
-              for batch in batches]
+    losses = [
+        model(**on_device(batch, device), num_items_in_batch=trained).loss for batch in batches
+    ]
     sum(losses).backward()
     gradients = {n: full_tensor(p.grad).cpu() for n, p in trainable_parameters(model).items()}
     return sum(losses).detach().cpu(), gradients
@@ -104,15 +112,25 @@ def loss_and_gradients(model, batches) -> tuple[torch.Tensor, dict[str, torch.Te
 def built_model(folder: str, way: str | None, device: torch.device = CPU, **settings):
     """A model of the product that packs in one of WAYS, or not, and whose B are not zero."""
     attention.why_not_varlen = lambda *_: "" if way == "varlen" else "is another way"
-    config = RunConfig(**dict(
-        model_name=folder, precision="fp32", lora_rank=RANK, lora_alpha=8, lora_dropout=0.0,
-        seed=SEED, packing=way is not None,
-        attn_implementation="eager" if way == "eager" else "sdpa") | settings)
+    config = RunConfig(
+        **dict(
+            model_name=folder,
+            precision="fp32",
+            lora_rank=RANK,
+            lora_alpha=8,
+            lora_dropout=0.0,
+            seed=SEED,
+            packing=way is not None,
+            attn_implementation="eager" if way == "eager" else "sdpa",
+        )
+        | settings
+    )
     model = build.build_model(config, device)
     assert model.config._attn_implementation == (way or "sdpa")
     generator = torch.Generator().manual_seed(1)
     for name, p in trainable_parameters(model).items():
-        if ".lora_B." in name: p.data.copy_(torch.randn(p.shape, generator=generator) * 0.1)
+        if ".lora_B." in name:
+            p.data.copy_(torch.randn(p.shape, generator=generator) * 0.1)
     return model
 
 
@@ -123,8 +141,9 @@ def packed_and_alone(folder: str) -> dict:
         reference = loss_and_gradients(built_model(folder, None, train_type=train_type), alone)
         for way in WAYS:
             for recompute in (False, True):
-                model = built_model(folder, way, train_type=train_type,
-                                    use_gradient_checkpointing=recompute)
+                model = built_model(
+                    folder, way, train_type=train_type, use_gradient_checkpointing=recompute
+                )
                 results[train_type, way, recompute] = loss_and_gradients(model, packed), reference
     return results
 
@@ -135,8 +154,9 @@ def test_packed_rows_have_the_loss_and_gradients_of_the_same_rows_alone(family, 
     assert len(results) == 12
     for case, (packed, reference) in results.items():
         assert all(g.any() for g in reference[1].values())
-        torch.testing.assert_close(packed, reference, rtol=1e-5, atol=1e-6,
-                                   msg=lambda text, case=case: f"{case}: {text}")
+        torch.testing.assert_close(
+            packed, reference, rtol=1e-5, atol=1e-6, msg=lambda text, case=case: f"{case}: {text}"
+        )
 
 
 def outputs_of_changed_rows(folder: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -146,8 +166,9 @@ def outputs_of_changed_rows(folder: str) -> list[tuple[torch.Tensor, torch.Tenso
     for way in WAYS:
         model = built_model(folder, way).eval()
         with torch.no_grad():
-            pairs.append([model(**inputs(collate_packed(bins, 0))).logits
-                          for bins in (BINS, changed)])
+            pairs.append(
+                [model(**inputs(collate_packed(bins, 0))).logits for bins in (BINS, changed)]
+            )
     return pairs
 
 
@@ -182,19 +203,22 @@ def test_padding_on_the_right_needs_no_mask(tmp_path):
 
 # ---- compiled blocks ---------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("way", ["varlen", "sdpa"])
 def test_compiled_blocks_have_no_graph_break_and_equal_results(way, recompute, tmp_path):
     """Later batches have other numbers and lengths of rows: one more graph serves them all."""
     folder = save_tiny(tmp_path, "mistral", sliding_window=WINDOW)
-    batches = [collate_packed(bins, 0, pad_to=48)
-               for bins in (BINS[:2], BINS[1:], [ROWS[:1], ROWS[1:4]])]
+    batches = [
+        collate_packed(bins, 0, pad_to=48) for bins in (BINS[:2], BINS[1:], [ROWS[:1], ROWS[1:4]])
+    ]
     gradients, graphs = [], []
     for compiled in (False, True):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=way, use_cache=False).train()
+            folder, dtype=torch.float32, attn_implementation=way, use_cache=False
+        ).train()
         apply_activation_policy(model, "recompute_all" if recompute else "keep_all")
         for block in decoder_blocks(model) if compiled else []:
             block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
@@ -211,23 +235,28 @@ def test_compiled_blocks_have_no_graph_break_and_equal_results(way, recompute, t
 @pytest.mark.parametrize("policy, forwards", [("recompute_all", 4), ("keep_attention", 2)])
 def test_attention_of_packed_rows_is_kept_where_the_policy_says_so(policy, forwards, tmp_path):
     """2 blocks, whose attention runs once, or again in backward."""
-    model = AutoModelForCausalLM.from_pretrained(save_tiny(tmp_path), use_cache=False,
-                                                 attn_implementation="varlen").train()
+    model = AutoModelForCausalLM.from_pretrained(
+        save_tiny(tmp_path), use_cache=False, attn_implementation="varlen"
+    ).train()
     apply_activation_policy(model, policy)
-    with Calls() as mode: model(**collate_packed(BINS, 0)).loss.backward()
+    with Calls() as mode:
+        model(**collate_packed(BINS, 0)).loss.backward()
     assert mode.counts["torch_attn::_varlen_attn"] == forwards
     assert mode.counts["torch_attn::_varlen_attn_backward"] == 2
 
 
 # ---- whole runs --------------------------------------------------------------------------------
 
+
 def trained_losses(argvs: list[list[str]]) -> list[tuple[int, str]]:
     """Exit code and what was printed, of `fsdp-qlora train` for each command line, in this rank."""
     from fsdp_qlora.cli import main
+
     results = []
     for argv in argvs:
         text = io.StringIO()
-        with redirect_stdout(text), redirect_stderr(text): code = main(["train", *argv])
+        with redirect_stdout(text), redirect_stderr(text):
+            code = main(["train", *argv])
         results.append((code, text.getvalue()))
     return results
 
@@ -235,13 +264,41 @@ def trained_losses(argvs: list[list[str]]) -> list[tuple[int, str]]:
 def test_a_packed_run_on_two_ranks_equals_a_padded_run_on_one(tmp_path):
     folder, rows = save_tiny(tmp_path, vocab_size=VOCAB_SIZE), tmp_path / "rows.jsonl"
     save_tokenizer(folder)
-    rows.write_text("".join(json.dumps(dict(prompt=f"{i} plus {i}?", completion=f"{2 * i} " * (i % 4)
-                                            + "done")) + "\n" for i in range(16)))
+    rows.write_text(
+        "".join(
+            json.dumps(dict(prompt=f"{i} plus {i}?", completion=f"{2 * i} " * (i % 4) + "done"))
+            + "\n"
+            for i in range(16)
+        )
+    )
+
     def command(name, *more):
-        return ["--model_name", folder, "--dataset", str(rows), "--precision", "fp32", "--lora_rank",
-                "4", "--lora_dropout", "0", "--lr", "1e-2", "--global_batch_size", "8",
-                "--context_length", "96", "--num_epochs", "2", "--log_to", "jsonl", "--output_dir",
-                str(tmp_path / name), *more]
+        return [
+            "--model_name",
+            folder,
+            "--dataset",
+            str(rows),
+            "--precision",
+            "fp32",
+            "--lora_rank",
+            "4",
+            "--lora_dropout",
+            "0",
+            "--lr",
+            "1e-2",
+            "--global_batch_size",
+            "8",
+            "--context_length",
+            "96",
+            "--num_epochs",
+            "2",
+            "--log_to",
+            "jsonl",
+            "--output_dir",
+            str(tmp_path / name),
+            *more,
+        ]
+
     padded = run_ranks(trained_losses, 1, [command("padded")], grouped=False)[0]
     packed = run_ranks(trained_losses, 2, [command("packed", "--packing")], grouped=False)[0]
     assert padded[0][0] == packed[0][0] == 0, (padded, packed)
@@ -250,6 +307,7 @@ def test_a_packed_run_on_two_ranks_equals_a_padded_run_on_one(tmp_path):
     def column(name, key):
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         return torch.tensor([r[key] for r in map(json.loads, lines) if r["kind"] == "step"])
+
     assert len(column("padded", "loss")) == 4
     for key in ("loss", "grad_norm"):
         torch.testing.assert_close(column("packed", key), column("padded", key), rtol=1e-5, atol=0)
@@ -258,11 +316,14 @@ def test_a_packed_run_on_two_ranks_equals_a_padded_run_on_one(tmp_path):
 
 # ---- refusals ----------------------------------------------------------------------------------
 
+
 def choose(config, wanted="sdpa", packing=True):
     return attention.choose_attention(wanted, packing, config, CPU, torch.bfloat16)
 
 
-@pytest.mark.parametrize("config", [MambaConfig(), Qwen3NextConfig(), Lfm2Config(full_attn_idxs=[1])])
+@pytest.mark.parametrize(
+    "config", [MambaConfig(), Qwen3NextConfig(), Lfm2Config(full_attn_idxs=[1])]
+)
 def test_a_model_with_layers_that_mix_rows_is_not_packed(config):
     with pytest.raises(ValueError, match=f"--packing true: {config.model_type}.*--packing false"):
         choose(config)
@@ -280,7 +341,8 @@ def test_left_to_itself_a_model_takes_a_kernel_that_caps_its_scores_if_it_does(p
     gpu = torch.device("cuda")
     assert choose(Gemma2Config(), "auto", packing) == ("eager", "gemma2 caps its attention scores")
     assert attention.choose_attention("auto", packing, Gemma2Config(), gpu, torch.bfloat16)[0] == (
-        "flex_attention")
+        "flex_attention"
+    )
     assert choose(GptOssConfig(), "auto", packing) == ("eager", "gpt_oss has no sdpa")
     assert choose(LlamaConfig(), "auto", packing)[0] == "sdpa"
 
@@ -301,23 +363,39 @@ def test_a_batch_that_does_not_say_where_rows_begin_is_refused(tmp_path):
 
 # ---- rows alone --------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("family, spared", [("llama", True), ("qwen2", True), ("mistral", False),
-                                            ("falcon", None)])
-def test_rows_alone_have_the_loss_of_transformers_and_no_question_to_the_gpu(family, spared, tmp_path,
-                                                                           monkeypatch):
+
+@pytest.mark.parametrize(
+    "family, spared", [("llama", True), ("qwen2", True), ("mistral", False), ("falcon", None)]
+)
+def test_rows_alone_have_the_loss_of_transformers_and_no_question_to_the_gpu(
+    family, spared, tmp_path, monkeypatch
+):
     """transformers' question is `.all()` of positions; a sliding window still needs its mask.
     Falcon asks nothing, and knows no attention but sdpa and eager.
     """
     import transformers.masking_utils as masks
+
     window = dict(sliding_window=4) if family == "mistral" else {}
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(family, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                             num_attention_heads=2, num_key_value_heads=1, vocab_size=97,
-                             use_cache=False, **window), attn_implementation="sdpa")
+        AutoConfig.for_model(
+            family,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            vocab_size=97,
+            use_cache=False,
+            **window,
+        ),
+        attn_implementation="sdpa",
+    )
     ids = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(0))
     expected = model(input_ids=ids, labels=ids).loss
     asked, plain = [], masks.find_packed_sequence_indices
-    monkeypatch.setattr(masks, "find_packed_sequence_indices", lambda p: asked.append(1) or plain(p))
+    monkeypatch.setattr(
+        masks, "find_packed_sequence_indices", lambda p: asked.append(1) or plain(p)
+    )
     found = apply_chunked_loss(model)(input_ids=ids, labels=ids).loss
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     assert spared is None or bool(asked) is not spared

@@ -1,4 +1,5 @@
 """Grids become rows, whatever happens to a cell, and rows become tables with today's estimates."""
+
 import json
 import re
 from dataclasses import asdict, replace
@@ -18,9 +19,18 @@ from fsdp_qlora.estimate import memory
 ROOT = Path(__file__).parents[1]
 GRIDS = sorted((ROOT / "benchmarks" / "grids").glob("*.yaml"))
 RESULTS = [row for file in row_files(ROOT / "benchmarks" / "results") for row in read_rows(file)]
-TINY = dict(model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=97, hidden_size=64,
-            intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0)
+TINY = dict(
+    model_type="llama",
+    architectures=["LlamaForCausalLM"],
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=160,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    pad_token_id=0,
+)
 
 
 @pytest.fixture
@@ -44,35 +54,78 @@ cells:
 def test_a_cell_without_memory_is_a_row_and_the_others_are_measured(grid, tmp_path, capfd):
     """Three processes: the first cell and the failing one, then the two after it."""
     results = tmp_path / "rows.jsonl"
-    assert main(["bench", "--grid", str(grid), "--results", str(results), "--steps", "1",
-                 "--warmup", "1", "--together", "4"]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "--grid",
+                str(grid),
+                "--results",
+                str(results),
+                "--steps",
+                "1",
+                "--warmup",
+                "1",
+                "--together",
+                "4",
+            ]
+        )
+        == 0
+    )
     rows = read_rows(results)
     assert [(r.name, r.status) for r in rows] == [
-        ("first", "ok"), ("too much", "oom"), ("after 2", "ok"), ("after 3", "ok")]
+        ("first", "ok"),
+        ("too much", "oom"),
+        ("after 2", "ok"),
+        ("after 3", "ok"),
+    ]
     assert "host memory" in rows[1].error and rows[1].context_length == 16
     assert all(r.gpus == 2 and r.seconds_per_step > 0 for r in rows if r.status == "ok")
     out = capfd.readouterr().out
     assert "3 measured, 1 out of memory, 0 failed" in out
     table = published_table(read_grid(grid), rows)
     first = next(line for line in table.splitlines() if line.startswith("| first"))
-    assert "2x rtx 3090" in first and "4.00" in first and f"{rows[0].seconds_per_step:,.2f}" in first
+    assert (
+        "2x rtx 3090" in first and "4.00" in first and f"{rows[0].seconds_per_step:,.2f}" in first
+    )
 
 
 def test_what_auto_measured_is_kept_though_the_bench_is_cut_off(grid, tmp_path, monkeypatch):
     """As by a time limit, before the process that measured is seen to have ended."""
     run_process, results = drive.run_process, tmp_path / "rows.jsonl"
-    grid.write_text(grid.read_text().split("cells:")[0] + """cells:
+    grid.write_text(
+        grid.read_text().split("cells:")[0]
+        + """cells:
   - {name: none fits, sharding_strategy: auto, gpu_memory_gib: 0.1}
   - {name: auto, sharding_strategy: auto}
-""")
+"""
+    )
 
     def cut_off(argv, seconds):
         run_process(argv, seconds)
         raise KeyboardInterrupt
+
     monkeypatch.setattr(drive, "run_process", cut_off)
-    assert main(["bench", "--grid", str(grid), "--results", str(results), "--steps", "1", "--warmup",
-                 "0"]) == 130
-    assert [(r.name, r.status) for r in read_rows(results)] == [("none fits", "error"), ("auto", "ok")]
+    assert (
+        main(
+            [
+                "bench",
+                "--grid",
+                str(grid),
+                "--results",
+                str(results),
+                "--steps",
+                "1",
+                "--warmup",
+                "0",
+            ]
+        )
+        == 130
+    )
+    assert [(r.name, r.status) for r in read_rows(results)] == [
+        ("none fits", "error"),
+        ("auto", "ok"),
+    ]
 
 
 @pytest.mark.parametrize("flags", [["--grid", "GRID"], ["--model_name", "llama-2-7b"]])
@@ -95,7 +148,8 @@ def test_every_shipped_grid_can_be_run(path):
     for cell in grid.cells:
         assert cell.shape.layers == (cell.num_hidden_layers or cell.shape.layers)
         assert cell.argv()[0].startswith("--")
-        if cell.published: assert published_seconds(cell) is None or published_seconds(cell) > 0
+        if cell.published:
+            assert published_seconds(cell) is None or published_seconds(cell) > 0
     assert grid.title
 
 
@@ -107,19 +161,32 @@ def test_the_accuracy_grid_covers_what_it_should():
     assert {c.settings.get("context_length") for c in cells} >= {512, 16384}
 
 
-@pytest.mark.parametrize("text,message", [
-    ("cells: {", "not readable YAML"), ("a: 1", "takes title, source, defaults and a list"),
-    ("cells: []", "takes title, source, defaults and a list of cells"), ("cells: [1]", "takes title"),
-    ("default: {lr: 1}\ncells: [{name: x}]", "unknown default; takes title"),
-    ("defaults: [1]\ncells: [{name: x}]", "defaults holds no settings"),
-    ("cells: [{name: x}]", "cell 1: it has no model_name; give it here or under defaults"),
-    ("cells: [{name: x, model_name: llama-2-7b, bach_size: 2}]", "cell 1: unknown setting bach_size"),
-    ("cells: [{name: x, model_name: llama-2-7b, batch_size: 0}]", "cell 1: --batch_size"),
-    ("cells: [{name: x, model_name: llama-9}]", "cell 1: --model_name llama-9"),
-    ("cells: [{name: x, model_name: llama-2-7b, batch_size: [1, 2]}]", "several cells are named 'x'")])
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ("cells: {", "not readable YAML"),
+        ("a: 1", "takes title, source, defaults and a list"),
+        ("cells: []", "takes title, source, defaults and a list of cells"),
+        ("cells: [1]", "takes title"),
+        ("default: {lr: 1}\ncells: [{name: x}]", "unknown default; takes title"),
+        ("defaults: [1]\ncells: [{name: x}]", "defaults holds no settings"),
+        ("cells: [{name: x}]", "cell 1: it has no model_name; give it here or under defaults"),
+        (
+            "cells: [{name: x, model_name: llama-2-7b, bach_size: 2}]",
+            "cell 1: unknown setting bach_size",
+        ),
+        ("cells: [{name: x, model_name: llama-2-7b, batch_size: 0}]", "cell 1: --batch_size"),
+        ("cells: [{name: x, model_name: llama-9}]", "cell 1: --model_name llama-9"),
+        (
+            "cells: [{name: x, model_name: llama-2-7b, batch_size: [1, 2]}]",
+            "several cells are named 'x'",
+        ),
+    ],
+)
 def test_a_wrong_grid_is_named_with_the_cell(tmp_path, text, message):
     (tmp_path / "g.yaml").write_text(text)
-    with pytest.raises(ValueError, match=f"--grid .*g.yaml: {message}"): read_grid(tmp_path / "g.yaml")
+    with pytest.raises(ValueError, match=f"--grid .*g.yaml: {message}"):
+        read_grid(tmp_path / "g.yaml")
 
 
 def test_a_number_without_a_point_is_one(tmp_path):
@@ -131,15 +198,46 @@ def test_a_number_without_a_point_is_one(tmp_path):
 def test_random_weights_of_a_known_model_need_no_hub(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     results = tmp_path / "rows.jsonl"
-    assert main(["bench", "--model_name", "HuggingFaceTB/SmolLM2-135M", "--random_weights", "--device",
-                 "cpu", "--world_size", "1", "--sharding_strategy", "ddp", "--context_length", "16",
-                 "--steps", "1", "--warmup", "0", "--results", str(results)]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "--model_name",
+                "HuggingFaceTB/SmolLM2-135M",
+                "--random_weights",
+                "--device",
+                "cpu",
+                "--world_size",
+                "1",
+                "--sharding_strategy",
+                "ddp",
+                "--context_length",
+                "16",
+                "--steps",
+                "1",
+                "--warmup",
+                "0",
+                "--results",
+                str(results),
+            ]
+        )
+        == 0
+    )
     (row,) = read_rows(results)
     assert (row.status, row.model, row.num_hidden_layers) == ("ok", "smollm2-135m", 30)
 
 
 def test_a_runs_own_flags_are_told_from_those_of_the_bench():
-    argv = ["--steps", "3", "--model_name", "x", "--results=r", "--random_weights", "--again", "true"]
+    argv = [
+        "--steps",
+        "3",
+        "--model_name",
+        "x",
+        "--results=r",
+        "--random_weights",
+        "--again",
+        "true",
+    ]
     assert settings_alone(argv) == ["--model_name", "x", "--random_weights"]
 
 
@@ -150,7 +248,9 @@ def test_estimates_are_near_every_measured_peak():
     compared = compare(RESULTS)
     found = accuracy(compared)
     assert found.rows >= 40
-    assert found.memory_median <= 0.05 and found.memory_worst <= 0.12 and found.memory_lowest >= -0.05
+    assert (
+        found.memory_median <= 0.05 and found.memory_worst <= 0.12 and found.memory_lowest >= -0.05
+    )
     found = accuracy([c for c in compared if c.row.context_length <= 16384])
     assert found.reserving >= 40
     assert found.reserved_median <= 0.05 and found.reserved_worst <= 0.12
@@ -167,7 +267,9 @@ def test_estimates_are_near_every_measured_time_of_todays_code():
 def test_reserved_memory_at_the_limit_is_not_compared():
     compared = [c for c in compare(RESULTS) if c.at_limit]
     assert compared and all(c.old_reserved and c.row.gpu_memory_limit_gib for c in compared)
-    assert not any(replace(c, row=replace(c.row, gpu_memory_limit_gib=None)).at_limit for c in compared)
+    assert not any(
+        replace(c, row=replace(c.row, gpu_memory_limit_gib=None)).at_limit for c in compared
+    )
 
 
 def test_few_rows_set_constants():
@@ -194,12 +296,21 @@ def test_auto_is_compared_with_the_best_by_hand_of_its_own_limit():
     grid = read_grid(ROOT / "benchmarks/grids/auto_8b_1gpu.yaml")
     some = next(r for r in RESULTS if r.status == "ok" and r.tokens_per_second_per_gpu)
     speeds = {24: (90, 100), 80: (198, 200), None: (400, 300)}
-    rows = [replace(some, name=c.name, tokens_per_second_per_gpu=speeds[c.gpu_memory_gib][
-        0 if c.config.is_auto else 1]) for c in grid.cells if "recompute_all, 4" not in c.name]
+    rows = [
+        replace(
+            some,
+            name=c.name,
+            tokens_per_second_per_gpu=speeds[c.gpu_memory_gib][0 if c.config.is_auto else 1],
+        )
+        for c in grid.cells
+        if "recompute_all, 4" not in c.name
+    ]
     text = auto_table(grid, rows)
     for limit, share in (("24 GiB", "90.0%"), ("80 GiB", "99.0%"), ("1 GPU", "133.3%")):
         assert f"8B {limit} auto: {share} of 8B {limit} keep" in text
-    assert "not measured" in text and "8B 24 GiB auto: not measured yet" in auto_table(grid, rows[1:])
+    assert "not measured" in text and "8B 24 GiB auto: not measured yet" in auto_table(
+        grid, rows[1:]
+    )
 
 
 def test_a_report_is_markdown_with_a_picture(tmp_path, capsys):
@@ -216,22 +327,28 @@ def test_a_report_says_nothing_of_what_no_row_measured(tmp_path, capsys):
     results = ROOT / "benchmarks/results/packing_h100_2026-11-28.jsonl"
     assert main(["bench", "--report", str(results)]) == 0
     text = capsys.readouterr().out
-    assert "2 rows: allocated memory" in text and "reserved memory" not in text and "nan" not in text
+    assert (
+        "2 rows: allocated memory" in text and "reserved memory" not in text and "nan" not in text
+    )
     empty = tmp_path / "empty.jsonl"
     empty.touch()
     assert main(["bench", "--report", str(empty), "--picture", str(tmp_path / "a.png")]) == 2
     assert "a.png: no row has an estimate" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv,message", [
-    (["--grid", "none.yaml"], "--grid none.yaml: No such file"),
-    (["--report", "none.jsonl"], "none.jsonl: No such file"),
-    (["--against", "x.jsonl"], "--against goes with --report"),
-    (["--only", "8B"], "--only 8B names cells of a grid; give --grid too"),
-    (["--grid", str(GRIDS[0]), "--only", "("], r"--only \(: missing \), unterminated"),
-    (["--together", "0"], "--together must be 1 or more"),
-    (["--gpu_memory_gib=-3"], "--gpu_memory_gib must be above 0"),
-    (["--grid", str(GRIDS[0]), "--only", "nothing like it"], "no cell of .* is named so")])
+@pytest.mark.parametrize(
+    "argv,message",
+    [
+        (["--grid", "none.yaml"], "--grid none.yaml: No such file"),
+        (["--report", "none.jsonl"], "none.jsonl: No such file"),
+        (["--against", "x.jsonl"], "--against goes with --report"),
+        (["--only", "8B"], "--only 8B names cells of a grid; give --grid too"),
+        (["--grid", str(GRIDS[0]), "--only", "("], r"--only \(: missing \), unterminated"),
+        (["--together", "0"], "--together must be 1 or more"),
+        (["--gpu_memory_gib=-3"], "--gpu_memory_gib must be above 0"),
+        (["--grid", str(GRIDS[0]), "--only", "nothing like it"], "no cell of .* is named so"),
+    ],
+)
 def test_a_mistake_is_one_line(capsys, argv, message):
     assert main(["bench", *argv]) == 2
     lines = capsys.readouterr().err.splitlines()

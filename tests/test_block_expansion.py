@@ -1,9 +1,15 @@
 """Where Llama-Pro's blocks go, what a mistake says, and what they cost."""
+
 from __future__ import annotations
 
 import pytest
 
-from fsdp_qlora.catalog.block_expansion import expanded_shape, expansion, expansion_of, folder_counts
+from fsdp_qlora.catalog.block_expansion import (
+    expanded_shape,
+    expansion,
+    expansion_of,
+    folder_counts,
+)
 from fsdp_qlora.catalog.machine import Machine
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.without_effect import settings_without_effect
@@ -23,7 +29,9 @@ def new_ids_of_the_original_script(before: int, after: int) -> list[int]:
     return [split + (split + 1) * n for n in range(after - before)]
 
 
-@pytest.mark.parametrize("before, after", [(32, 35), (32, 40), (32, 64), (32, 33), (30, 37), (4, 6)])
+@pytest.mark.parametrize(
+    "before, after", [(32, 35), (32, 40), (32, 64), (32, 33), (30, 37), (4, 6)]
+)
 def test_new_blocks_are_where_the_original_script_had_them(before, after):
     grown = expansion(before, after - before)
     assert list(grown.new) == new_ids_of_the_original_script(before, after)
@@ -44,10 +52,14 @@ def test_the_folder_of_the_original_script_says_how_many():
     assert expansion_of(RunConfig(), 32) is None
 
 
-@pytest.mark.parametrize("settings, blocks, parts", [
-    (dict(llama_pro_path="expanded"), 32, ["--llama_pro_path expanded", "blk_exp-32-35"]),
-    (dict(llama_pro_path="m_blk_exp-32-35"), 28, ["32 to 35", "has 28"]),
-    (dict(llama_pro_blocks=40), 32, ["--llama_pro_blocks 40", "1 to 32"])])
+@pytest.mark.parametrize(
+    "settings, blocks, parts",
+    [
+        (dict(llama_pro_path="expanded"), 32, ["--llama_pro_path expanded", "blk_exp-32-35"]),
+        (dict(llama_pro_path="m_blk_exp-32-35"), 28, ["32 to 35", "has 28"]),
+        (dict(llama_pro_blocks=40), 32, ["--llama_pro_blocks 40", "1 to 32"]),
+    ],
+)
 def test_a_number_or_folder_that_does_not_suit_the_base_is_refused(settings, blocks, parts):
     with pytest.raises(ValueError) as error:
         expansion_of(RunConfig(train_type="bnb_llama_pro", **settings), blocks)

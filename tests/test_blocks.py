@@ -1,4 +1,5 @@
 """Blocks, linear layers and heads of the four families, found without a table of families."""
+
 from copy import deepcopy
 
 import pytest
@@ -27,9 +28,20 @@ from .tiny import CONFIGS, TARGETS
 
 def tiny_model(family: str, **settings):
     """Three blocks on the meta device."""
-    return meta_model(CONFIGS[family](**dict(
-        vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2) | settings), torch.float32)
+    return meta_model(
+        CONFIGS[family](
+            **dict(
+                vocab_size=97,
+                hidden_size=64,
+                intermediate_size=128,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+            )
+            | settings
+        ),
+        torch.float32,
+    )
 
 
 @pytest.fixture(params=CONFIGS)
@@ -80,16 +92,27 @@ def test_is_tied_follows_the_config(tied):
 
 def test_the_largest_list_is_chosen_where_there_are_several():
     """As in a model with a small list of like heads beside its decoder."""
-    model = nn.ModuleDict(dict(heads=nn.ModuleList(nn.Linear(4, 4) for _ in range(5)),
-                               norms=nn.ModuleList(nn.LayerNorm(999) for _ in range(9)),
-                               layers=nn.ModuleList(nn.Linear(32, 32) for _ in range(2))))
+    model = nn.ModuleDict(
+        dict(
+            heads=nn.ModuleList(nn.Linear(4, 4) for _ in range(5)),
+            norms=nn.ModuleList(nn.LayerNorm(999) for _ in range(9)),
+            layers=nn.ModuleList(nn.Linear(32, 32) for _ in range(2)),
+        )
+    )
     assert decoder_blocks(model) == list(model["layers"])
 
 
-@pytest.mark.parametrize("model", [
-    nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.ModuleList(),
-    nn.ModuleList([nn.LayerNorm(4)]), nn.ModuleList([nn.Linear(4, 4), nn.LayerNorm(4)])],
-    ids=["linear", "sequential", "empty", "no linear", "unlike"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Linear(4, 4),
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        nn.ModuleList(),
+        nn.ModuleList([nn.LayerNorm(4)]),
+        nn.ModuleList([nn.Linear(4, 4), nn.LayerNorm(4)]),
+    ],
+    ids=["linear", "sequential", "empty", "no linear", "unlike"],
+)
 def test_a_model_without_blocks_is_refused_with_the_remedy(model):
     with pytest.raises(ValueError, match="no list of decoder blocks; pass a wrap policy") as caught:
         decoder_blocks(model)
@@ -103,9 +126,12 @@ def test_a_block_that_is_stored_in_fp32_computes_as_its_bf16_model_does(family):
     apply_stacked_experts(apply_plain_linears(reference))
     apart, ids = deepcopy(reference), torch.randint(0, 97, (2, 8))
     train_in(decoder_blocks(apart)[0], torch.float32)
-    for model in (reference, apart): model(input_ids=ids, labels=ids).loss.backward()
+    for model in (reference, apart):
+        model(input_ids=ids, labels=ids).loss.backward()
     assert apart(input_ids=ids).logits.dtype == torch.bfloat16
-    expected, found = ([p.grad for p in decoder_blocks(m)[0].parameters()] for m in (reference, apart))
+    expected, found = (
+        [p.grad for p in decoder_blocks(m)[0].parameters()] for m in (reference, apart)
+    )
     assert {g.dtype for g in found} == {torch.float32}
     expected, found = (torch.cat([g.float().flatten() for g in all]) for all in (expected, found))
     assert (found - expected).norm() < 0.02 * expected.norm()

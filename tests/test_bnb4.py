@@ -1,4 +1,5 @@
 """Checkpoints in bitsandbytes' 4-bit format: transformers loads them, and merging reads them."""
+
 from __future__ import annotations
 
 import json
@@ -21,8 +22,11 @@ NF4 = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=
 def bnb_weights(model) -> dict[str, torch.Tensor]:
     """The packed bytes and scales of every 4-bit layer."""
     layers = {name: m.weight for name, m in model.named_modules() if isinstance(m, Linear4bit)}
-    return {f"{name}.{part}": tensor for name, w in layers.items()
-            for part, tensor in (("weight", w.data), ("absmax", w.quant_state.absmax))}
+    return {
+        f"{name}.{part}": tensor
+        for name, w in layers.items()
+        for part, tensor in (("weight", w.data), ("absmax", w.quant_state.absmax))
+    }
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -33,21 +37,27 @@ def test_a_base_in_4_bits_is_what_transformers_and_bitsandbytes_make_of_it(tmp_p
     assert "quantization_config" in json.loads((folder / "config.json").read_text())
     loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"], info
-    made = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16,
-                                                quantization_config=BitsAndBytesConfig(**NF4))
+    made = AutoModelForCausalLM.from_pretrained(
+        base, dtype=torch.bfloat16, quantization_config=BitsAndBytesConfig(**NF4)
+    )
     mine, theirs = bnb_weights(loaded), bnb_weights(made)
     assert mine.keys() == theirs.keys() and len(mine) == 2 * 14
-    for name in mine: assert torch.equal(mine[name].flatten(), theirs[name].flatten()), name
-    with torch.no_grad(): assert torch.equal(loaded(IDS).logits, made(IDS).logits)
+    for name in mine:
+        assert torch.equal(mine[name].flatten(), theirs[name].flatten()), name
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS).logits, made(IDS).logits)
 
 
 def test_a_merged_model_in_4_bits_is_the_merged_model_quantized_by_transformers(tmp_path):
     base = save_tiny(tmp_path / "base")
     adapter = save_adapter(base, tmp_path / "adapter")
     packed = AutoModelForCausalLM.from_pretrained(
-        merge_adapter(base, adapter, tmp_path / "nf4", merge_format="bnb4"))
+        merge_adapter(base, adapter, tmp_path / "nf4", merge_format="bnb4")
+    )
     made = AutoModelForCausalLM.from_pretrained(
-        merge_adapter(base, adapter, tmp_path / "whole"), quantization_config=BitsAndBytesConfig(**NF4))
+        merge_adapter(base, adapter, tmp_path / "whole"),
+        quantization_config=BitsAndBytesConfig(**NF4),
+    )
     for name, tensor in bnb_weights(made).items():
         assert torch.equal(bnb_weights(packed)[name].flatten(), tensor.flatten()), name
 
@@ -58,11 +68,16 @@ def test_an_adapter_is_merged_into_a_base_that_is_stored_in_4_bits(tmp_path, cap
     base = save_tiny(tmp_path / "base")
     adapter = save_adapter(base, tmp_path / "adapter")
     model = AutoModelForCausalLM.from_pretrained(
-        base, dtype=torch.float32,
-        quantization_config=BitsAndBytesConfig(**NF4, bnb_4bit_use_double_quant=double))
+        base,
+        dtype=torch.float32,
+        quantization_config=BitsAndBytesConfig(**NF4, bnb_4bit_use_double_quant=double),
+    )
     model.save_pretrained(tmp_path / "nf4")
-    written = {name: dequantize_4bit(m.weight.data, m.weight.quant_state)
-               for name, m in model.named_modules() if isinstance(m, Linear4bit)}
+    written = {
+        name: dequantize_4bit(m.weight.data, m.weight.quant_state)
+        for name, m in model.named_modules()
+        if isinstance(m, Linear4bit)
+    }
     folder = merge_adapter(str(tmp_path / "nf4"), adapter, tmp_path / "merged", dtype="fp32")
     assert "stored in 4 bits" in capsys.readouterr().out
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())

@@ -1,4 +1,5 @@
 """`fsdp-qlora calibrate` really measures, on one CPU rank and on two; estimates use the figures."""
+
 import json
 from dataclasses import replace
 
@@ -18,9 +19,16 @@ from fsdp_qlora.commands.calibrate import gpu_spec
 from fsdp_qlora.config import RunConfig
 
 H100 = "NVIDIA H100 80GB HBM3"
-FOUND = dict(bf16_tflops=700.0, fp8_tflops=1400.0, copy_gb_s=2800.0, unpack_gb_s=1500.0,
-             host=dict(to_gpu=55.0, from_gpu=50.0), host_memory_gb_s=30.0,
-             all_gather={2: 300.0, 4: 320.0}, reduce_scatter={2: 290.0, 4: 310.0})
+FOUND = dict(
+    bf16_tflops=700.0,
+    fp8_tflops=1400.0,
+    copy_gb_s=2800.0,
+    unpack_gb_s=1500.0,
+    host=dict(to_gpu=55.0, from_gpu=50.0),
+    host_memory_gb_s=30.0,
+    all_gather={2: 300.0, 4: 320.0},
+    reduce_scatter={2: 290.0, 4: 310.0},
+)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -56,9 +64,15 @@ def test_a_calibration_replaces_the_cards_own_figures(measured):
 
 def test_a_calibration_is_a_gpu_spec_too(measured):
     assert load_gpu_spec(measured) == replace(
-        find_gpu("h100"), memory_gib=79.1, measured_bf16_tflops=700.0, measured_fp8_tflops=1400.0,
-        measured_bandwidth_gb_s=2800.0, measured_unpack_gb_s=1500.0, measured_host_gb_s=50.0,
-        measured_link_gb_s=((2, 300.0), (4, 320.0)))
+        find_gpu("h100"),
+        memory_gib=79.1,
+        measured_bf16_tflops=700.0,
+        measured_fp8_tflops=1400.0,
+        measured_bandwidth_gb_s=2800.0,
+        measured_unpack_gb_s=1500.0,
+        measured_host_gb_s=50.0,
+        measured_link_gb_s=((2, 300.0), (4, 320.0)),
+    )
 
 
 def test_a_card_without_a_datasheet_is_described_by_its_figures(tmp_path):
@@ -85,18 +99,39 @@ def test_it_is_found_only_for_the_same_card_and_torch(tmp_path, monkeypatch):
     assert calibrated_here(card, H100) == card
 
 
-@pytest.mark.parametrize("text,message", [
-    ("{", "not readable JSON"), ("[]", "takes one JSON object"),
-    ("{}", "not made by fsdp-qlora calibrate")])
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ("{", "not readable JSON"),
+        ("[]", "takes one JSON object"),
+        ("{}", "not made by fsdp-qlora calibrate"),
+    ],
+)
 def test_a_wrong_file_is_named(text, message, tmp_path, capsys):
     path = tmp_path / "m.json"
     path.write_text(text)
-    assert main(["estimate", "--gpu", "h100", "--model_name", "llama-2-7b", "--calibration",
-                 str(path)]) == 2
+    assert (
+        main(
+            ["estimate", "--gpu", "h100", "--model_name", "llama-2-7b", "--calibration", str(path)]
+        )
+        == 2
+    )
     assert f"--calibration {path}: {message}" in capsys.readouterr().err
 
 
 def test_another_card_is_refused(measured, capsys):
-    assert main(["estimate", "--gpu", "3090", "--model_name", "llama-2-7b", "--calibration",
-                 str(measured)]) == 2
+    assert (
+        main(
+            [
+                "estimate",
+                "--gpu",
+                "3090",
+                "--model_name",
+                "llama-2-7b",
+                "--calibration",
+                str(measured),
+            ]
+        )
+        == 2
+    )
     assert f"measured on a {H100}, and the GPU is a RTX 3090" in capsys.readouterr().err

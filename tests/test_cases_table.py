@@ -1,4 +1,5 @@
 """docs/cases.md names, for each difficult input, tests that exist."""
+
 from __future__ import annotations
 
 import ast
@@ -22,16 +23,21 @@ def rows() -> dict[int, tuple[str, list[str]]]:
 
 def functions_of(path: Path) -> set[str]:
     """Names of the test functions of a file, without importing it."""
-    return {node.name for node in ast.parse(path.read_text()).body
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+    return {
+        node.name
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
 
 
 def test_the_table_has_all_thirty_rows_and_each_is_tested_or_said_to_be_later():
     table = rows()
     assert list(table) == list(range(1, 31))
     for number, (result, tests) in table.items():
-        if number in LATER: assert "Later" in result or "comes with" in result, number
-        else: assert tests, number
+        if number in LATER:
+            assert "Later" in result or "comes with" in result, number
+        else:
+            assert tests, number
 
 
 def test_every_named_test_exists():
@@ -41,5 +47,7 @@ def test_every_named_test_exists():
 
 
 def test_every_row_of_the_second_round_names_tests():
-    rows = re.findall(r"^\|.*\|$", TABLE.read_text().partition("## Second round")[2], re.MULTILINE)[2:]
+    rows = re.findall(r"^\|.*\|$", TABLE.read_text().partition("## Second round")[2], re.MULTILINE)[
+        2:
+    ]
     assert rows and all("::test_" in row for row in rows)

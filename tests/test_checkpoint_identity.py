@@ -1,4 +1,5 @@
 """Which settings a run may change when it goes on."""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -22,8 +23,12 @@ CONTENT = dict(model="m", data="d")
 
 def run_json(world_size: int = 2, **settings) -> dict:
     config = RunConfig(**settings)
-    return dict(config=asdict(config), content=CONTENT, world_size=world_size,
-                rows_per_step=plan_batches(config, world_size).per_step)
+    return dict(
+        config=asdict(config),
+        content=CONTENT,
+        world_size=world_size,
+        rows_per_step=plan_batches(config, world_size).per_step,
+    )
 
 
 def test_every_setting_is_in_one_class_of_what_may_change():
@@ -31,38 +36,74 @@ def test_every_setting_is_in_one_class_of_what_may_change():
     assert classes == Counter(f.name for f in fields(RunConfig))
 
 
-@pytest.mark.parametrize("name, value", [
-    ("lr", 1e-3), ("wd", 0.0), ("seed", 1), ("lora_alpha", 32), ("lora_dropout", 0.0),
-    ("optimizer", "sgd"),
-    ("lr_scheduler", "cosine"), ("context_length", 64),
-    ("train_on", "all"), ("packing", True), ("grad_norm", 1.0), ("precision", "fp32"), ("stream", True)])
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("lr", 1e-3),
+        ("wd", 0.0),
+        ("seed", 1),
+        ("lora_alpha", 32),
+        ("lora_dropout", 0.0),
+        ("optimizer", "sgd"),
+        ("lr_scheduler", "cosine"),
+        ("context_length", 64),
+        ("train_on", "all"),
+        ("packing", True),
+        ("grad_norm", 1.0),
+        ("precision", "fp32"),
+        ("stream", True),
+    ],
+)
 def test_a_setting_that_changes_the_result_differs(name, value):
     assert list(differences(run_json(), RunConfig(**{name: value}), CONTENT, 2)) == [name]
 
 
 @pytest.mark.parametrize("name, value", [("num_epochs", 2), ("max_steps", 5)])
-@pytest.mark.parametrize("schedule, found", [
-    (dict(), False), (dict(lr_warmup_steps=10), False),
-    (dict(lr_scheduler="linear"), True), (dict(lr_scheduler="cosine"), True)])
+@pytest.mark.parametrize(
+    "schedule, found",
+    [
+        (dict(), False),
+        (dict(lr_warmup_steps=10), False),
+        (dict(lr_scheduler="linear"), True),
+        (dict(lr_scheduler="cosine"), True),
+    ],
+)
 def test_the_length_differs_where_the_schedule_goes_by_it(name, value, schedule, found):
-    assert bool(differences(run_json(**schedule), RunConfig(**schedule | {name: value}), CONTENT,
-                            2)) is found
+    assert (
+        bool(differences(run_json(**schedule), RunConfig(**schedule | {name: value}), CONTENT, 2))
+        is found
+    )
 
 
-@pytest.mark.parametrize("settings", [
-    dict(output_dir="elsewhere"), dict(log_to="jsonl"), dict(sharding_strategy="ddp"),
-    dict(activation_policy="keep_all"), dict(use_cpu_offload=True), dict(checkpoint_every=5),
-    dict(use_trained_cpu_offload=True), dict(use_vocabulary_cpu_offload=False),
-    dict(model_name="moved"), dict(dataset="moved"), dict(timeout_minutes=1.0)])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(output_dir="elsewhere"),
+        dict(log_to="jsonl"),
+        dict(sharding_strategy="ddp"),
+        dict(activation_policy="keep_all"),
+        dict(use_cpu_offload=True),
+        dict(checkpoint_every=5),
+        dict(use_trained_cpu_offload=True),
+        dict(use_vocabulary_cpu_offload=False),
+        dict(model_name="moved"),
+        dict(dataset="moved"),
+        dict(timeout_minutes=1.0),
+    ],
+)
 def test_layout_paths_and_display_do_not_differ(settings):
     assert not differences(run_json(), RunConfig(**settings), CONTENT, 2)
 
 
-@pytest.mark.parametrize("old, old_ranks, new, ranks, rows", [
-    (dict(), 2, dict(), 4, 2),                                             # follows from the old ranks
-    (dict(batch_size=2), 2, dict(batch_size=1, gradient_accumulation_steps=2), 2, 4),
-    (dict(batch_size=2), 2, dict(batch_size=1), 4, 4),                      # the same on these ranks
-    (dict(global_batch_size=6), 2, dict(global_batch_size=6), 4, 6)])
+@pytest.mark.parametrize(
+    "old, old_ranks, new, ranks, rows",
+    [
+        (dict(), 2, dict(), 4, 2),  # follows from the old ranks
+        (dict(batch_size=2), 2, dict(batch_size=1, gradient_accumulation_steps=2), 2, 4),
+        (dict(batch_size=2), 2, dict(batch_size=1), 4, 4),  # the same on these ranks
+        (dict(global_batch_size=6), 2, dict(global_batch_size=6), 4, 6),
+    ],
+)
 def test_the_rows_of_a_step_are_kept(old, old_ranks, new, ranks, rows):
     run, config = run_json(old_ranks, **old), RunConfig(**new)
     assert not differences(run, config, CONTENT, ranks)
@@ -79,10 +120,14 @@ def bins_json(world_size: int, **settings) -> dict:
     return run | dict(rows_per_step=None, bins_per_step=run["rows_per_step"])
 
 
-@pytest.mark.parametrize("old, old_ranks, new, ranks, micro, accumulation", [
-    (dict(batch_size=4), 1, dict(batch_size=4), 2, 2, 1),      # follows from the old ranks
-    (dict(batch_size=2), 4, dict(batch_size=2), 1, 2, 4),
-    (dict(batch_size=3), 2, dict(batch_size=2, gradient_accumulation_steps=3), 1, 2, 3)])
+@pytest.mark.parametrize(
+    "old, old_ranks, new, ranks, micro, accumulation",
+    [
+        (dict(batch_size=4), 1, dict(batch_size=4), 2, 2, 1),  # follows from the old ranks
+        (dict(batch_size=2), 4, dict(batch_size=2), 1, 2, 4),
+        (dict(batch_size=3), 2, dict(batch_size=2, gradient_accumulation_steps=3), 1, 2, 3),
+    ],
+)
 def test_the_bins_of_a_step_are_kept(old, old_ranks, new, ranks, micro, accumulation):
     run, config = bins_json(old_ranks, **old), RunConfig(packing=True, **new)
     assert not differences(run, config, CONTENT, ranks)
@@ -109,7 +154,8 @@ def test_another_model_or_data_set_differs_by_content():
 
 def test_a_checkpoint_of_an_older_version_had_later_settings_at_their_defaults(monkeypatch):
     run = run_json()
-    for name in ("lora_dropout", "packing", "grad_norm"): del run["config"][name]
+    for name in ("lora_dropout", "packing", "grad_norm"):
+        del run["config"][name]
     run["config"]["gone_since"] = 7
     assert not differences(run, RunConfig(), CONTENT, 2)
     found = differences(run, RunConfig(packing=True), CONTENT, 2)
@@ -119,9 +165,18 @@ def test_a_checkpoint_of_an_older_version_had_later_settings_at_their_defaults(m
     assert not differences(run, RunConfig(grad_norm=9.0), CONTENT, 2)
 
 
-@pytest.mark.parametrize("kind, settings, name, words", [
-    ("sample", dict(), "model_name", "--model_name holds other weights"),
-    ("tokenizer", dict(stream=True, max_steps=3), "dataset", "another tokenizer or chat template")])
+@pytest.mark.parametrize(
+    "kind, settings, name, words",
+    [
+        ("sample", dict(), "model_name", "--model_name holds other weights"),
+        (
+            "tokenizer",
+            dict(stream=True, max_steps=3),
+            "dataset",
+            "another tokenizer or chat template",
+        ),
+    ],
+)
 def test_other_content_differs_unless_an_older_version_did_not_know_it(kind, settings, name, words):
     run, config = run_json(**settings), RunConfig(**settings)
     assert not differences(run, config, CONTENT | {kind: "new"}, 2)

@@ -1,4 +1,5 @@
 """The command line: forms of a flag, help, and mistakes that end in one line and exit code 2."""
+
 import json
 import os
 import re
@@ -32,13 +33,27 @@ def parsed(*argv) -> RunConfig:
 
 # ---- forms of a flag ---------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("name", ["save_model", "use_gradient_checkpointing", "use_cpu_offload"])
 def test_a_switch_is_set_bare_or_with_a_value_in_any_case(name):
-    for form in ([f"--{name}"], [f"--{name}", "true"], [f"--{name}", "True"], [f"--{name}=true"],
-                 [f"--{name}=True"], [f"--{name}", "1"], [f"--{name}", "yes"]):
+    for form in (
+        [f"--{name}"],
+        [f"--{name}", "true"],
+        [f"--{name}", "True"],
+        [f"--{name}=true"],
+        [f"--{name}=True"],
+        [f"--{name}", "1"],
+        [f"--{name}", "yes"],
+    ):
         assert getattr(parsed(*form), name) is True
-    for form in ([f"--{name}", "false"], [f"--{name}", "False"], [f"--{name}=false"],
-                 [f"--{name}=False"], [f"--{name}", "0"], [f"--{name}", "no"]):
+    for form in (
+        [f"--{name}", "false"],
+        [f"--{name}", "False"],
+        [f"--{name}=false"],
+        [f"--{name}=False"],
+        [f"--{name}", "0"],
+        [f"--{name}", "no"],
+    ):
         assert getattr(parsed(*form), name) is False
 
 
@@ -53,10 +68,20 @@ def test_every_switch_that_is_on_by_default_can_be_turned_off(name):
 
 
 def test_values_have_the_type_of_their_setting():
-    config = parsed("--lr", "1e-4", "--batch_size=8", "--max_steps", "-1", "--name", "run 1",
-                    "--lora_target_modules", "q_proj,v_proj")
-    assert config == RunConfig(lr=1e-4, batch_size=8, name="run 1",
-                               lora_target_modules="q_proj,v_proj")
+    config = parsed(
+        "--lr",
+        "1e-4",
+        "--batch_size=8",
+        "--max_steps",
+        "-1",
+        "--name",
+        "run 1",
+        "--lora_target_modules",
+        "q_proj,v_proj",
+    )
+    assert config == RunConfig(
+        lr=1e-4, batch_size=8, name="run 1", lora_target_modules="q_proj,v_proj"
+    )
 
 
 def test_without_flags_every_setting_has_its_default():
@@ -74,11 +99,14 @@ def test_extra_groups_are_parsed_beside_the_settings():
 
 # ---- help --------------------------------------------------------------------------------------
 
+
 def without_torch(*argv) -> str:
     """What `main(argv)` prints in a process that must not import torch."""
-    code = ("import sys\nfrom fsdp_qlora.cli import main\n"
-            f"try: main({list(argv)!r})\nexcept SystemExit as end: assert not end.code\n"
-            "sys.exit('torch' in sys.modules)")
+    code = (
+        "import sys\nfrom fsdp_qlora.cli import main\n"
+        f"try: main({list(argv)!r})\nexcept SystemExit as end: assert not end.code\n"
+        "sys.exit('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -110,16 +138,19 @@ def test_the_version_is_said(capsys):
 
 
 def test_help_shows_choices_units_and_defaults_but_no_value_that_is_refused(capsys):
-    with pytest.raises(SystemExit): main(["train", "--help"])
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    for part in ("{auto,none,nf4,fp4,int8,hqq}", "default full_shard", "in tokens"): assert part in text
+    for part in ("{auto,none,nf4,fp4,int8,hqq}", "default full_shard", "in tokens"):
+        assert part in text
     assert "hqq_llama_pro" in text
 
 
 @pytest.mark.parametrize("command", EXAMPLES)
 def test_the_examples_at_the_end_of_help_are_commands_that_are_taken(command, capsys):
     for flags in EXAMPLES[command]:
-        with pytest.raises(SystemExit) as ended: main([command, *shlex.split(flags), "--help"])
+        with pytest.raises(SystemExit) as ended:
+            main([command, *shlex.split(flags), "--help"])
         text = capsys.readouterr().out
         assert ended.value.code == 0 and f"  fsdp-qlora {command} {flags}\n" in text
         known = {word.split()[0] for word in re.findall(r"--\w+", text.split("examples:")[0])}
@@ -128,6 +159,7 @@ def test_the_examples_at_the_end_of_help_are_commands_that_are_taken(command, ca
 
 # ---- mistakes ----------------------------------------------------------------------------------
 
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A folder with a tiny llama and a tokenizer of a few words."""
@@ -135,8 +167,9 @@ def model(tmp_path_factory):
     words = ["<s>", "</s>", "<unk>", "###", "Question", "Answer", ":", "say", "hi", "you"]
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>",
-                            unk_token="<unk>").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder)
     return save_tiny(folder)
 
 
@@ -152,7 +185,9 @@ def rows(tmp_path_factory):
 def mistake(capsys, tmp_path, monkeypatch):
     """Runs `train` with a mistake: the one line on stderr; nothing may be written."""
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("fsdp_qlora.training.launch.share_cores", lambda ranks: None)  # outlives a test
+    monkeypatch.setattr(
+        "fsdp_qlora.training.launch.share_cores", lambda ranks: None
+    )  # outlives a test
 
     def run(*argv, command="train"):
         capsys.readouterr()  # what fixtures printed
@@ -163,14 +198,23 @@ def mistake(capsys, tmp_path, monkeypatch):
         assert line.startswith("error: ")
         assert not output.exists()
         return line.removeprefix("error: ")
+
     return run
 
 
-@pytest.mark.parametrize("argv, near", [
-    (["--learning_rate", "1"], "--lr"), (["--lora_rnak", "8"], "--lora_rank"),
-    (["-lr", "1"], "--lr"), (["--num-train-epochs=3"], "--num_epochs"),
-    (["--lora-rank", "8"], "--lora_rank"), (["--shardingstrategy=ddp"], "--sharding_strategy"),
-    (["--use_gradient_checkpoint"], "--use_gradient_checkpointing"), (["--zzz"], None)])
+@pytest.mark.parametrize(
+    "argv, near",
+    [
+        (["--learning_rate", "1"], "--lr"),
+        (["--lora_rnak", "8"], "--lora_rank"),
+        (["-lr", "1"], "--lr"),
+        (["--num-train-epochs=3"], "--num_epochs"),
+        (["--lora-rank", "8"], "--lora_rank"),
+        (["--shardingstrategy=ddp"], "--sharding_strategy"),
+        (["--use_gradient_checkpoint"], "--use_gradient_checkpointing"),
+        (["--zzz"], None),
+    ],
+)
 def test_an_unknown_flag_is_named_with_the_nearest_known_one(mistake, argv, near):
     line = mistake(*argv)
     assert line.startswith(f"unknown flag {argv[0]}")
@@ -195,13 +239,18 @@ def test_an_unknown_command_is_named_with_the_choices(mistake):
     assert "unknown command 'trian'" in line and all(name in line for name in COMMANDS)
 
 
-@pytest.mark.parametrize("argv, parts", [
-    (["--lr", "fast"], ["--lr", "fast"]), (["--batch_size", "1.5"], ["--batch_size", "1.5"]),
-    (["--save_model", "maybe"], ["--save_model", "'maybe'", "true or false"]),
-    (["--lora_rank"], ["--lora_rank: a value is missing"]),
-    (["--precision", "fp8"], ["--precision fp8", "choose bf16, fp32"]),
-    (["--batch_size", "0"], ["--batch_size", "1 or more"]),
-    (["--log_to", "neptune"], ["--log_to neptune", "choose tqdm", "wandb"])])
+@pytest.mark.parametrize(
+    "argv, parts",
+    [
+        (["--lr", "fast"], ["--lr", "fast"]),
+        (["--batch_size", "1.5"], ["--batch_size", "1.5"]),
+        (["--save_model", "maybe"], ["--save_model", "'maybe'", "true or false"]),
+        (["--lora_rank"], ["--lora_rank: a value is missing"]),
+        (["--precision", "fp8"], ["--precision fp8", "choose bf16, fp32"]),
+        (["--batch_size", "0"], ["--batch_size", "1 or more"]),
+        (["--log_to", "neptune"], ["--log_to neptune", "choose tqdm", "wandb"]),
+    ],
+)
 def test_a_value_that_does_not_fit_is_named_with_its_flag(mistake, argv, parts):
     line = mistake(*argv)
     assert all(part in line for part in parts), line
@@ -238,27 +287,42 @@ def test_a_target_that_does_not_exist_is_named_with_the_candidates(mistake, mode
 
 def test_a_broken_checkpoint_is_named(mistake, model, rows, tmp_path):
     folder = Path(save_tiny(tmp_path / "model"))
-    for file in Path(model).glob("token*"): (folder / file.name).write_bytes(file.read_bytes())
+    for file in Path(model).glob("token*"):
+        (folder / file.name).write_bytes(file.read_bytes())
     (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     line = mistake("--model_name", folder, "--dataset", rows)
     assert str(folder / "model.safetensors") in line and "download it again" in line
 
 
-@pytest.mark.parametrize("command, flag", [
-    ("merge", "adapter_folder"), ("check", "adapter_folder"), ("generate", "adapter_folder"),
-    ("convert", "weights"), ("report", "run"), ("push", "folder")])
-def test_what_a_command_is_about_is_its_first_word_or_a_flag(capsys, model, tmp_path, command, flag):
+@pytest.mark.parametrize(
+    "command, flag",
+    [
+        ("merge", "adapter_folder"),
+        ("check", "adapter_folder"),
+        ("generate", "adapter_folder"),
+        ("convert", "weights"),
+        ("report", "run"),
+        ("push", "folder"),
+    ],
+)
+def test_what_a_command_is_about_is_its_first_word_or_a_flag(
+    capsys, model, tmp_path, command, flag
+):
     """A folder that is missing is named alike; two that differ are refused."""
     absent, said = str(tmp_path / "absent"), []
-    more = {"generate": ["--model_name", model, "--prompt", "hi"], "merge": ["--model_name", model],
-            "push": ["--repo", "me/tuned"]}.get(command, [])
+    more = {
+        "generate": ["--model_name", model, "--prompt", "hi"],
+        "merge": ["--model_name", model],
+        "push": ["--repo", "me/tuned"],
+    }.get(command, [])
     for given in ([absent], [f"--{flag}", absent], [absent, f"--{flag}={absent}"]):
         assert main([command, *given, *more]) == 2
         said.append(capsys.readouterr().err)
     assert absent in said[0] and len(set(said)) == 1
     assert main([command, absent, *more, f"--{flag}", "other"]) == 2
-    assert capsys.readouterr().err == (f"error: --{flag} other: {absent} before the flags says "
-                                       "otherwise; give one of them\n")
+    assert capsys.readouterr().err == (
+        f"error: --{flag} other: {absent} before the flags says otherwise; give one of them\n"
+    )
 
 
 def test_a_failed_rank_says_which_it_is(capsys, monkeypatch):
@@ -267,22 +331,39 @@ def test_a_failed_rank_says_which_it_is(capsys, monkeypatch):
     assert capsys.readouterr().err.startswith("error (rank 3): unknown flag --zzz")
 
 
-@pytest.mark.parametrize("verbose, traceback", [
-    (["--verbose"], True), (["--verbose", "true"], True), (["--verbose=true"], True),
-    (["--verbose", "false"], False), (["--verbose=false"], False), ([], False)])
+@pytest.mark.parametrize(
+    "verbose, traceback",
+    [
+        (["--verbose"], True),
+        (["--verbose", "true"], True),
+        (["--verbose=true"], True),
+        (["--verbose", "false"], False),
+        (["--verbose=false"], False),
+        ([], False),
+    ],
+)
 def test_verbose_adds_the_traceback(capsys, verbose, traceback):
     assert main(["train", "--batch_size", "0", *verbose]) == 2
     assert ("Traceback" in capsys.readouterr().err) is traceback
 
 
-@pytest.mark.parametrize("argv, part", [
-    (["--lora_rnak", "8"], "did you mean --lora_rank?"),
-    (["--model_name", "./absent", "--device", "cpu"], "--model_name ./absent")])
+@pytest.mark.parametrize(
+    "argv, part",
+    [
+        (["--lora_rnak", "8"], "did you mean --lora_rank?"),
+        (["--model_name", "./absent", "--device", "cpu"], "--model_name ./absent"),
+    ],
+)
 def test_train_py_ends_with_one_line_and_exit_code_2(tmp_path, argv, part):
     """The whole way: a new process, its exit code, its streams."""
     env = {k: v for k, v in os.environ.items() if k != "RANK"} | {"HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, ROOT / "train.py", *argv], capture_output=True, text=True,
-                          cwd=tmp_path, env=env)
+    done = subprocess.run(
+        [sys.executable, ROOT / "train.py", *argv],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=env,
+    )
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith("error: ") and part in line

@@ -1,4 +1,5 @@
 """AdamW with 8-bit and bfloat16 states, and stochastic rounding."""
+
 from __future__ import annotations
 
 import copy
@@ -33,11 +34,14 @@ def test_rounding_goes_up_with_the_chance_of_what_is_cut_off(low, between):
 
 
 def test_bfloat16_values_infinities_and_nans_stay_what_they_are():
-    x = torch.tensor([0.0, -0.0, 1.5, -2.0**-126, 3.0e38, float("inf"), -float("inf"), float("nan")])
+    x = torch.tensor(
+        [0.0, -0.0, 1.5, -(2.0**-126), 3.0e38, float("inf"), -float("inf"), float("nan")]
+    )
     x = x.bfloat16().float()
     for salt in range(20):
-        torch.testing.assert_close(to_bf16(x, bits(len(x), salt)).float(), x, rtol=0, atol=0,
-                                   equal_nan=True)
+        torch.testing.assert_close(
+            to_bf16(x, bits(len(x), salt)).float(), x, rtol=0, atol=0, equal_nan=True
+        )
 
 
 def test_bits_follow_from_place_and_salt_alone():
@@ -61,19 +65,24 @@ def stepped(groups) -> list[torch.Tensor]:
     """Equal bf16 weights after one step with equal gradients; `groups` cuts them up."""
     weights = [nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16)) for _ in range(4)]
     optimizer = CompactAdamW(groups(weights), 2e-3, "bf16")
-    for p in weights: p.grad = torch.ones_like(p)
+    for p in weights:
+        p.grad = torch.ones_like(p)
     optimizer.step()
     return weights
 
 
 def test_weights_of_different_groups_are_rounded_by_different_chances():
     """LoRA+ has two groups; of two coins with chance p, 2 p (1 - p) fall differently."""
-    alone, cut = stepped(lambda ws: ws), stepped(lambda ws: [dict(params=ws[:2]), dict(params=ws[2:])])
+    alone, cut = (
+        stepped(lambda ws: ws),
+        stepped(lambda ws: [dict(params=ws[:2]), dict(params=ws[2:])]),
+    )
     for a, b in itertools.combinations(cut, 2):
         p = (a != 1).float().mean().item()
         assert 0.1 < p < 0.9
         assert abs((a != b).float().mean().item() - 2 * p * (1 - p)) < 0.05
-    for a, b in zip(alone, cut, strict=True): assert torch.equal(a, b)
+    for a, b in zip(alone, cut, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_updates_too_small_for_bfloat16_add_up():
@@ -100,8 +109,15 @@ def losses(optimizer_of, dtype=torch.float32, steps=150) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("kind, dtype", [("bf16", torch.float32), ("8bit", torch.float32),
-                                         ("bf16", torch.bfloat16), ("8bit", torch.bfloat16)])
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [
+        ("bf16", torch.float32),
+        ("8bit", torch.float32),
+        ("bf16", torch.bfloat16),
+        ("8bit", torch.bfloat16),
+    ],
+)
 def test_small_states_learn_as_float32_adamw(kind, dtype):
     reference = losses(lambda p: torch.optim.AdamW(p, 3e-3))
     ours = losses(lambda p: CompactAdamW(p, 3e-3, kind, weight_decay=0.01), dtype)
@@ -112,18 +128,24 @@ def test_small_states_learn_as_float32_adamw(kind, dtype):
 @pytest.mark.parametrize("kind", ["bf16", "8bit"])
 def test_weights_updated_together_are_those_updated_alone(kind, monkeypatch):
     """Bit-equal: rounding follows from a weight's salt and place, and no block spans two weights."""
+
     def trained(together: int) -> list[torch.Tensor]:
         monkeypatch.setattr("fsdp_qlora.optim.adamw.TOGETHER", together)
         generator = torch.Generator().manual_seed(0)
         shapes = [(64, 256), (32, 512), (96, 64), (128,), (7, 50), (64, 256), (300, 128)]
-        weights = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
-                   for dtype in (torch.bfloat16, torch.float32) for shape in shapes]
+        weights = [
+            nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+            for dtype in (torch.bfloat16, torch.float32)
+            for shape in shapes
+        ]
         groups = [dict(params=weights[::2]), dict(params=weights[1::2], lr=3e-3)]
         optimizer = CompactAdamW(groups, 1e-2, kind)
         for _ in range(4):
-            for p in weights: p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+            for p in weights:
+                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
             optimizer.step()
         return [t.detach() for p in weights for t in (p, *optimizer.state[p].values())]
+
     for alone, together in zip(trained(0), trained(2**24), strict=True):
         assert torch.equal(alone, together)
 
@@ -132,23 +154,34 @@ def test_an_8_bit_state_takes_a_byte_a_weight_and_a_scale_a_block():
     weight = nn.Parameter(torch.zeros(96, 512, dtype=torch.bfloat16))
     narrow, bias = nn.Parameter(torch.zeros(96, 50)), nn.Parameter(torch.zeros(512))
     optimizer = CompactAdamW([weight, narrow, bias], 1e-3, "8bit")
-    for p in (weight, narrow, bias): p.grad = torch.ones_like(p)
+    for p in (weight, narrow, bias):
+        p.grad = torch.ones_like(p)
     optimizer.step()
-    sizes = {name: value.nbytes for name, value in optimizer.state[weight].items() if name != "step"}
-    assert sizes == {"exp_avg": 96 * 512, "exp_avg_sq": 96 * 512, "exp_avg_absmax": 96 * 2 * 4,
-                     "exp_avg_sq_absmax": 96 * 2 * 4}
-    for p in (narrow, bias): assert optimizer.state[p]["exp_avg"].dtype == torch.float32
+    sizes = {
+        name: value.nbytes for name, value in optimizer.state[weight].items() if name != "step"
+    }
+    assert sizes == {
+        "exp_avg": 96 * 512,
+        "exp_avg_sq": 96 * 512,
+        "exp_avg_absmax": 96 * 2 * 4,
+        "exp_avg_sq_absmax": 96 * 2 * 4,
+    }
+    for p in (narrow, bias):
+        assert optimizer.state[p]["exp_avg"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("kind", ["bf16", "8bit"])
 def test_a_loaded_state_goes_on_as_the_saved_one(kind):
     """torch's load_state_dict alone would cast 8-bit codes and float32 scales to bfloat16."""
+
     def step(p, optimizer, seed):
         p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)).to(p)
         optimizer.step()
+
     one = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
     first = CompactAdamW([one], 1e-2, kind)
-    for seed in range(3): step(one, first, seed)
+    for seed in range(3):
+        step(one, first, seed)
     two = nn.Parameter(one.detach().clone())
     second = CompactAdamW([two], 1e-2, kind)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
@@ -162,6 +195,7 @@ def test_a_loaded_state_goes_on_as_the_saved_one(kind):
 
 def test_the_compiled_update_is_the_plain_one_and_compiled_once_for_all_rates():
     from torch._dynamo.utils import counters
+
     torch._dynamo.reset()
     counters.clear()
     compiled = torch.compile(adamw_update, fullgraph=True, dynamic=True)
@@ -174,6 +208,8 @@ def test_the_compiled_update_is_the_plain_one_and_compiled_once_for_all_rates():
         places = torch.tensor([step, int32(step * 10**10)], dtype=torch.int32)
         adamw_update(*plain, factors, places)
         compiled(*other, factors, places)
-        assert (plain[0] == other[0]).float().mean() > 0.995  # a last bit of float32 may tip a rounding
+        assert (
+            plain[0] == other[0]
+        ).float().mean() > 0.995  # a last bit of float32 may tip a rounding
         torch.testing.assert_close(plain[2:], other[2:], rtol=1e-6, atol=1e-7)
     assert counters["stats"]["unique_graphs"] == 1

@@ -1,4 +1,5 @@
 """The hash of a base's files: the same on any number of ranks, another for any other byte."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -18,8 +19,9 @@ CPU = torch.device("cpu")
 
 
 def config(folder, **settings) -> RunConfig:
-    return RunConfig(**dict(model_name=str(folder), precision="fp32", lora_rank=2, device="cpu")
-                     | settings)
+    return RunConfig(
+        **dict(model_name=str(folder), precision="fp32", lora_rank=2, device="cpu") | settings
+    )
 
 
 def hashes(cases: list[RunConfig], chunk: int = 512) -> list[str]:
@@ -29,7 +31,8 @@ def hashes(cases: list[RunConfig], chunk: int = 512) -> list[str]:
 
 
 def alone(*cases: RunConfig) -> list[str]:
-    with process_group(CPU): return hashes(list(cases))
+    with process_group(CPU):
+        return hashes(list(cases))
 
 
 @pytest.fixture
@@ -40,7 +43,8 @@ def folder(tmp_path):
 def resaved(folder: Path, target: Path, change=lambda tensors: None, parts: int = 1) -> Path:
     """A copy of a model's folder with other weights, in so many files."""
     target.mkdir()
-    for path in folder.glob("*.json"): (target / path.name).write_bytes(path.read_bytes())
+    for path in folder.glob("*.json"):
+        (target / path.name).write_bytes(path.read_bytes())
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     names = sorted(tensors)
@@ -50,9 +54,13 @@ def resaved(folder: Path, target: Path, change=lambda tensors: None, parts: int 
 
 
 def test_any_ranks_strategies_forms_and_files_give_one_hash(folder, tmp_path):
-    cases = [config(folder), config(folder, quant="none"), config(folder, sharding_strategy="ddp"),
-             config(folder, init_lora_weights="pissa", quant="none"),
-             config(resaved(folder, tmp_path / "parts", parts=3))]
+    cases = [
+        config(folder),
+        config(folder, quant="none"),
+        config(folder, sharding_strategy="ddp"),
+        config(folder, init_lora_weights="pissa", quant="none"),
+        config(resaved(folder, tmp_path / "parts", parts=3)),
+    ]
     (expected,) = set(alone(*cases))
     for world in (2, 3):
         assert run_ranks(hashes, world, cases) == [[expected] * len(cases)] * world
@@ -60,12 +68,20 @@ def test_any_ranks_strategies_forms_and_files_give_one_hash(folder, tmp_path):
 
 def test_any_other_byte_gives_another_hash(folder, tmp_path):
     def changed(name: str, at: int, by: int):
-        def change(tensors): tensors[name].view(-1).view(torch.uint8)[at] ^= by
+        def change(tensors):
+            tensors[name].view(-1).view(torch.uint8)[at] ^= by
+
         return change
+
     norm, weight = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
     end = "model.embed_tokens.weight"
-    changes = [changed(norm, 0, 1), changed(weight, 40_001, 128), changed(weight, 511, 1),
-               changed(weight, 512, 1), changed(end, -1, 64)]
+    changes = [
+        changed(norm, 0, 1),
+        changed(weight, 40_001, 128),
+        changed(weight, 511, 1),
+        changed(weight, 512, 1),
+        changed(end, -1, 64),
+    ]
 
     def swap(tensors):
         rows = tensors[weight]
@@ -74,8 +90,11 @@ def test_any_other_byte_gives_another_hash(folder, tmp_path):
     def exchange(tensors):
         other = weight.replace("layers.1", "layers.0")
         tensors[weight], tensors[other] = tensors[other], tensors[weight]
-    folders = [resaved(folder, tmp_path / str(n), change)
-               for n, change in enumerate([*changes, swap, exchange])]
+
+    folders = [
+        resaved(folder, tmp_path / str(n), change)
+        for n, change in enumerate([*changes, swap, exchange])
+    ]
     found = alone(*map(config, [folder, *folders]))
     assert len(set(found)) == len(found)
 
@@ -83,6 +102,7 @@ def test_any_other_byte_gives_another_hash(folder, tmp_path):
 def apart(folder: str, other: str) -> str:
     """What ranks say that read copies of a base of which one is damaged."""
     import torch.distributed as dist
+
     try:
         return hashes([config([folder, other][dist.get_rank()], sharding_strategy="ddp")])[0]
     except ValueError as error:
@@ -90,6 +110,10 @@ def apart(folder: str, other: str) -> str:
 
 
 def test_ranks_that_read_the_same_rows_otherwise_are_refused(folder, tmp_path):
-    def damage(tensors): tensors["model.norm.weight"][7] += 1
+    def damage(tensors):
+        tensors["model.norm.weight"][7] += 1
+
     first, second = run_ranks(apart, 2, str(folder), str(resaved(folder, tmp_path / "b", damage)))
-    assert first == second and "--model_name holds another model.norm.weight than other ranks" in first
+    assert (
+        first == second and "--model_name holds another model.norm.weight than other ranks" in first
+    )

@@ -1,4 +1,5 @@
 """GPT-2's transposed layers are ordinary ones here, and what is written is what transformers writes."""
+
 from __future__ import annotations
 
 import warnings
@@ -28,7 +29,8 @@ def folder(tmp_path_factory):
 
 
 def logits(model) -> torch.Tensor:
-    with torch.no_grad(): return model.eval()(IDS).logits
+    with torch.no_grad():
+        return model.eval()(IDS).logits
 
 
 def plain(folder):
@@ -57,12 +59,17 @@ def build_and_save(folder: str, out: str) -> dict:
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.dist import local_rows
     from fsdp_qlora.export import save_trained
+
     found = {}
     for kind in ("full", "lora"):
-        model = build_model(RunConfig(model_name=folder, train_type=kind, precision="fp32",
-                                      lora_rank=2), torch.device("cpu")).eval()
-        for p in trainable_parameters(model).values(): local_rows(p)[0].mul_(1.1).add_(0.01)
-        with torch.no_grad(): found[kind] = model(input_ids=IDS).logits
+        model = build_model(
+            RunConfig(model_name=folder, train_type=kind, precision="fp32", lora_rank=2),
+            torch.device("cpu"),
+        ).eval()
+        for p in trainable_parameters(model).values():
+            local_rows(p)[0].mul_(1.1).add_(0.01)
+        with torch.no_grad():
+            found[kind] = model(input_ids=IDS).logits
         save_trained(model, f"{out}/{kind}")
     return found
 
@@ -80,20 +87,33 @@ def test_what_is_saved_loads_in_transformers_and_peft_without_a_word(folder, tmp
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_merge_rounds_the_base_as_training_did(folder, tmp_path):
-    adapter = save_adapter(folder, tmp_path / "adapter", target_modules=["c_attn", "c_proj", "c_fc"],
-                           fan_in_fan_out=True)
+    adapter = save_adapter(
+        folder,
+        tmp_path / "adapter",
+        target_modules=["c_attn", "c_proj", "c_fc"],
+        fan_in_fan_out=True,
+    )
     trained = load_for_inference(folder, adapter, "nf4", "cpu", torch.float32)
-    merged = merge_adapter(folder, adapter, tmp_path / "merged", merge_base="dequantized",
-                           base_quant="nf4", dtype="fp32")
+    merged = merge_adapter(
+        folder,
+        adapter,
+        tmp_path / "merged",
+        merge_base="dequantized",
+        base_quant="nf4",
+        dtype="fp32",
+    )
     torch.testing.assert_close(logits(plain(merged)), logits(trained), rtol=1e-4, atol=1e-4)
     assert (logits(plain(folder)) - logits(trained)).norm() > 0.05 * logits(trained).norm()
 
 
 def test_a_base_written_in_4_bits_is_what_bitsandbytes_makes_of_it(folder, tmp_path):
     from transformers import BitsAndBytesConfig
+
     made = merge_adapter(folder, None, tmp_path / "bnb4", merge_format="bnb4", dtype="fp32")
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
-                                      bnb_4bit_compute_dtype=torch.float32)
-    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32,
-                                                    quantization_config=quantization)
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    expected = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=quantization
+    )
     torch.testing.assert_close(logits(plain(made)), logits(expected))

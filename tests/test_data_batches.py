@@ -1,4 +1,5 @@
 """Padding, packing, and the sharing of an optimizer step among ranks and micro-batches."""
+
 from collections import Counter
 
 import numpy as np
@@ -37,6 +38,7 @@ def example(length, start=10, prompt=1):
 
 # ---- padding ---------------------------------------------------------------------------------
 
+
 def test_padding_is_on_the_right_and_untrained_even_where_pad_is_a_real_token():
     pad = 12  # also the last token of the first row
     batch = collate([example(3), example(5)], pad_token_id=pad)
@@ -63,6 +65,7 @@ def test_the_pad_token_is_one_that_the_model_embeds():
 
 
 # ---- packing ---------------------------------------------------------------------------------
+
 
 @given(lengths=st.lists(st.integers(0, 50), max_size=60), seed=st.integers(0, 3))
 def test_packing_uses_every_row_once_and_no_bin_overflows(lengths, seed):
@@ -103,11 +106,14 @@ def test_a_row_longer_than_a_bin_is_refused():
 
 
 def test_a_packed_batch_keeps_its_rows_apart():
-    batch = collate_packed([[example(3), example(2, 20)], [example(4, 30)]], pad_token_id=0,
-                           pad_to_multiple_of=6)
+    batch = collate_packed(
+        [[example(3), example(2, 20)], [example(4, 30)]], pad_token_id=0, pad_to_multiple_of=6
+    )
     assert batch["input_ids"].tolist() == [[10, 11, 12, 20, 21, 0], [30, 31, 32, 33, 0, 0]]
-    assert batch["labels"].tolist() == [[-100, 11, 12, -100, 21, -100],
-                                        [-100, 31, 32, 33, -100, -100]]
+    assert batch["labels"].tolist() == [
+        [-100, 11, 12, -100, 21, -100],
+        [-100, 31, 32, 33, -100, -100],
+    ]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 0, 1]]
     for side in "qk":
         assert batch[f"cu_seq_lens_{side}"].tolist() == [0, 3, 5, 6, 10, 12]
@@ -125,17 +131,31 @@ def test_the_block_diagonal_mask_is_causal_within_sequences():
     position_ids = torch.tensor([[0, 1, 0, 0, 1]])
     allowed = block_diagonal_mask(position_ids)
     assert allowed.shape == (1, 1, 5, 5)
-    assert allowed[0, 0].int().tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0],
-                                            [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
+    assert allowed[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [0, 0, 1, 0, 0],
+        [0, 0, 0, 1, 0],
+        [0, 0, 0, 1, 1],
+    ]
     added = block_diagonal_mask(position_ids, torch.float32)
     assert (added[allowed] == 0).all() and (added[~allowed] == torch.finfo(torch.float32).min).all()
 
 
 def tiny_llama(vocab_size=97):
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=vocab_size, hidden_size=64, intermediate_size=160, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, bos_token_id=0, eos_token_id=1))
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=64,
+            intermediate_size=160,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            bos_token_id=0,
+            eos_token_id=1,
+        )
+    )
 
 
 def test_packed_padded_and_single_rows_give_the_same_logits():
@@ -146,15 +166,17 @@ def test_packed_padded_and_single_rows_give_the_same_logits():
         padded = model(**{k: v for k, v in batch.items() if k != "labels"}).logits
         packed = collate_packed([examples], pad_token_id=0, pad_to=14)
         mask = block_diagonal_mask(packed["position_ids"], torch.float32)
-        joined = model(input_ids=packed["input_ids"], attention_mask=mask,
-                       position_ids=packed["position_ids"]).logits[0]
+        joined = model(
+            input_ids=packed["input_ids"], attention_mask=mask, position_ids=packed["position_ids"]
+        ).logits[0]
     for row, logits in enumerate(single):
-        torch.testing.assert_close(padded[row, :len(logits)], logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(padded[row, : len(logits)], logits, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(joined[:12], torch.cat(single), rtol=1e-4, atol=1e-5)
     assert joined.isfinite().all()
 
 
 # ---- steps -----------------------------------------------------------------------------------
+
 
 @given(num_rows=st.integers(1, 40), rows_per_step=st.integers(1, 12), epochs=st.integers(1, 3))
 def test_every_row_is_used_once_per_epoch(num_rows, rows_per_step, epochs):
@@ -162,7 +184,7 @@ def test_every_row_is_used_once_per_epoch(num_rows, rows_per_step, epochs):
     steps = list(sampler)
     assert len(steps) == sampler.total_steps == len(sampler)
     for epoch in range(epochs):
-        in_epoch = steps[epoch * sampler.steps_per_epoch:(epoch + 1) * sampler.steps_per_epoch]
+        in_epoch = steps[epoch * sampler.steps_per_epoch : (epoch + 1) * sampler.steps_per_epoch]
         assert sorted(row for rows in in_epoch for row in rows) == list(range(num_rows))
         assert all(len(rows) == rows_per_step for rows in in_epoch[:-1])
 
@@ -170,6 +192,7 @@ def test_every_row_is_used_once_per_epoch(num_rows, rows_per_step, epochs):
 def test_each_epoch_and_each_seed_has_its_own_order():
     def orders(seed):
         return list(StepSampler(50, 50, seed=seed, epochs=2))
+
     first, second = orders(1)
     assert first != second and orders(1) == [first, second] and orders(2)[0] != first
     assert list(StepSampler(5, 2, shuffle=False)) == [[0, 1], [2, 3], [4]]
@@ -181,20 +204,25 @@ def test_max_steps_is_exact_and_goes_through_as_many_epochs_as_it_takes():
     assert len(list(StepSampler(5, 2, epochs=9, max_steps=1))) == 1
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (dict(num_rows=0, rows_per_step=1), "no row to train on"),
-    (dict(num_rows=5, rows_per_step=0), "--global_batch_size 0"),
-    (dict(num_rows=5, rows_per_step=1, epochs=0), "--num_epochs 0"),
-    (dict(num_rows=5, rows_per_step=1, max_steps=0), "--max_steps 0"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(num_rows=0, rows_per_step=1), "no row to train on"),
+        (dict(num_rows=5, rows_per_step=0), "--global_batch_size 0"),
+        (dict(num_rows=5, rows_per_step=1, epochs=0), "--num_epochs 0"),
+        (dict(num_rows=5, rows_per_step=1, max_steps=0), "--max_steps 0"),
+    ],
+)
 def test_a_run_without_steps_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message): StepSampler(**arguments)
+    with pytest.raises(ValueError, match=message):
+        StepSampler(**arguments)
 
 
 def test_a_resumed_sampler_goes_on_with_the_next_step():
     whole = list(StepSampler(23, 4, epochs=3))
     sampler = StepSampler(23, 4, epochs=3)
-    for _, _ in zip(range(8), sampler, strict=False): pass
+    for _, _ in zip(range(8), sampler, strict=False):
+        pass
     resumed = StepSampler(23, 4, epochs=3)
     resumed.load_state_dict(sampler.state_dict())
     assert list(resumed) == whole[8:]
@@ -207,14 +235,20 @@ def test_resuming_with_other_data_or_batch_size_is_refused(other, flag):
         StepSampler(*other).load_state_dict(state)
 
 
-@given(num_rows=st.integers(0, 40), world_size=st.integers(1, 5), micro_batch_size=st.integers(1, 4),
-       with_lengths=st.booleans())
-def test_ranks_have_equally_many_micro_batches_and_each_row_once(num_rows, world_size,
-                                                                 micro_batch_size, with_lengths):
+@given(
+    num_rows=st.integers(0, 40),
+    world_size=st.integers(1, 5),
+    micro_batch_size=st.integers(1, 4),
+    with_lengths=st.booleans(),
+)
+def test_ranks_have_equally_many_micro_batches_and_each_row_once(
+    num_rows, world_size, micro_batch_size, with_lengths
+):
     rows = list(range(100, 100 + num_rows))
     lengths = [row * 7 % 13 for row in rows] if with_lengths else None
-    shares = [rank_share(rows, rank, world_size, micro_batch_size, lengths)
-              for rank in range(world_size)]
+    shares = [
+        rank_share(rows, rank, world_size, micro_batch_size, lengths) for rank in range(world_size)
+    ]
     assert len({len(share) for share in shares}) == 1
     assert len(shares[0]) == -(-num_rows // (world_size * micro_batch_size))
     micro_batches = [batch for share in shares for batch in share]
@@ -225,12 +259,16 @@ def test_ranks_have_equally_many_micro_batches_and_each_row_once(num_rows, world
 
 def test_micro_batches_that_run_together_hold_rows_of_similar_length():
     lengths = np.random.default_rng(0).integers(1, 1000, 64)
+
     def padded_tokens(given):  # (ranks, micro-batches)
         shares = [rank_share(range(64), rank, 4, 2, given) for rank in range(4)]
-        return np.array([[2 * max(lengths[row] for row in batch) for batch in share]
-                         for share in shares])
+        return np.array(
+            [[2 * max(lengths[row] for row in batch) for batch in share] for share in shares]
+        )
+
     def waiting(padded):  # tokens that the fastest rank waits for, at most
         return (padded.max(0) - padded.min(0)).max()
+
     balanced, unaware = padded_tokens(lengths), padded_tokens(None)
     assert balanced.sum() < 1.1 * lengths.sum() < unaware.sum()
     assert waiting(balanced) < waiting(unaware) / 2
@@ -240,23 +278,28 @@ def test_micro_batches_that_run_together_hold_rows_of_similar_length():
 
 # ---- the loader ------------------------------------------------------------------------------
 
+
 @pytest.fixture(scope="module")
 def dataset():
-    rows = [Row(f"row {i}", messages=chat("Hello " * (i % 4), f"the answer is {i} " * (i % 6 + 1)))
-            for i in range(23)]
+    rows = [
+        Row(f"row {i}", messages=chat("Hello " * (i % 4), f"the answer is {i} " * (i % 6 + 1)))
+        for i in range(23)
+    ]
     return tokenize_rows(rows, make_tokenizer("chatml"), context_length=128)
 
 
 def load(dataset, rank=0, world_size=1, rows_per_step=6, micro_batch_size=2, epochs=1, **options):
     sampler = StepSampler(len(dataset), rows_per_step, seed=5, epochs=epochs)
-    return StepLoader(dataset, sampler, rank, world_size, micro_batch_size, pad_token_id=0,
-                      **options)
+    return StepLoader(
+        dataset, sampler, rank, world_size, micro_batch_size, pad_token_id=0, **options
+    )
 
 
 def trained_ids(steps):
     """How often each token id is a target."""
-    labels = torch.cat([batch["labels"][:, 1:].flatten()
-                        for step in steps for batch in step.micro_batches])
+    labels = torch.cat(
+        [batch["labels"][:, 1:].flatten() for step in steps for batch in step.micro_batches]
+    )
     return Counter(labels[labels != -100].tolist())
 
 
@@ -264,8 +307,10 @@ def trained_ids(steps):
 @pytest.mark.parametrize("world_size, micro_batch_size", [(1, 1), (2, 4), (3, 2), (8, 1)])
 def test_any_split_of_a_step_trains_the_same_tokens(dataset, world_size, micro_batch_size, packing):
     whole = list(load(dataset, micro_batch_size=6))
-    ranks = [list(load(dataset, rank, world_size, micro_batch_size=micro_batch_size,
-                       packing=packing)) for rank in range(world_size)]
+    ranks = [
+        list(load(dataset, rank, world_size, micro_batch_size=micro_batch_size, packing=packing))
+        for rank in range(world_size)
+    ]
     for number, steps in enumerate(zip(*ranks, strict=True)):
         assert trained_ids(steps) == trained_ids([whole[number]])
         assert len({len(step.micro_batches) for step in steps}) == 1
@@ -277,8 +322,11 @@ def test_any_split_of_a_step_trains_the_same_tokens(dataset, world_size, micro_b
 
 @pytest.mark.parametrize("num_rows", range(1, 10))
 def test_a_rank_without_rows_gets_a_filler_and_every_rank_the_same_steps(dataset, num_rows):
-    few = tokenize_rows([Row("row", messages=chat("Hello", f"{i}")) for i in range(num_rows)],
-                        make_tokenizer("chatml"), context_length=64)
+    few = tokenize_rows(
+        [Row("row", messages=chat("Hello", f"{i}")) for i in range(num_rows)],
+        make_tokenizer("chatml"),
+        context_length=64,
+    )
     ranks = [list(load(few, rank, 4, rows_per_step=3, micro_batch_size=1)) for rank in range(4)]
     for steps in zip(*ranks, strict=True):
         assert [len(step.micro_batches) for step in steps] == [1] * 4
@@ -292,15 +340,20 @@ def test_a_filler_has_a_finite_loss_of_zero_tokens():
     batch = collate([filler(0)], pad_token_id=0)
     assert num_trained_tokens(batch) == 0
     logits = tiny_llama()(input_ids=batch["input_ids"]).logits[:, :-1]
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(),
-                                             reduction="sum")
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
+    )
     assert loss == 0 and loss.requires_grad
 
 
 def test_packing_needs_fewer_lines(dataset):
     def lines(**options):
-        return sum(len(batch["input_ids"]) for step in load(dataset, **options)
-                   for batch in step.micro_batches)
+        return sum(
+            len(batch["input_ids"])
+            for step in load(dataset, **options)
+            for batch in step.micro_batches
+        )
+
     assert lines(packing=True) < lines()
 
 
@@ -309,40 +362,52 @@ def test_the_loader_resumes_from_the_position_of_the_last_step_taken(dataset, nu
     whole = [step.index for step in load(dataset, epochs=3)]
     loader = load(dataset, epochs=3, num_workers=num_workers)
     for step in loader:
-        if step.index == 5: break  # steps read ahead must not count
+        if step.index == 5:
+            break  # steps read ahead must not count
     assert loader.sampler.position == 6 and len(loader) == len(whole) - 6
     assert [step.index for step in loader] == whole[6:]
     assert [(step.index, step.epoch) for step in load(dataset, epochs=3)][3:5] == [(3, 0), (4, 1)]
 
 
 def test_an_error_in_a_thread_reaches_the_loop(dataset):
-    with pytest.raises(ValueError, match="pad_to=3"): list(load(dataset, pad_to=3))
-
+    with pytest.raises(ValueError, match="pad_to=3"):
+        list(load(dataset, pad_to=3))
 
 
 # ---- full bins ---------------------------------------------------------------------------------
+
 
 def log_normal(count: int, capacity: int, seed: int = 0) -> np.ndarray:
     lengths = np.random.default_rng(seed).lognormal(np.log(capacity / 16), 0.8, count)
     return lengths.astype(np.int64).clip(2, capacity)
 
 
-@pytest.mark.parametrize("count, capacity, per_step, epochs", [
-    (1, 64, 4, 2), (7, 64, 1, 3), (3000, 512, 8, 2), (40_000, 2048, 6, 1)])
+@pytest.mark.parametrize(
+    "count, capacity, per_step, epochs",
+    [(1, 64, 4, 2), (7, 64, 1, 3), (3000, 512, 8, 2), (40_000, 2048, 6, 1)],
+)
 def test_each_row_is_in_one_bin_of_an_epoch_and_bins_are_full(count, capacity, per_step, epochs):
     lengths = log_normal(count, capacity)
     sampler = BinSampler(lengths, capacity, per_step, epochs=epochs)
     steps = [sampler.bins(step) for step in range(len(sampler))]
-    by_epoch = [[bin for step, bins in enumerate(steps) if sampler.epoch(step) == epoch for bin in bins]
-                for epoch in range(epochs)]
+    by_epoch = [
+        [bin for step, bins in enumerate(steps) if sampler.epoch(step) == epoch for bin in bins]
+        for epoch in range(epochs)
+    ]
     for bins in by_epoch:
         assert sorted(row for bin in bins for row in bin) == list(range(count))
         assert max(int(lengths[bin].sum()) for bin in bins) <= capacity
-        if count > 1000: assert lengths.sum() / (capacity * len(bins)) > 0.97
+        if count > 1000:
+            assert lengths.sum() / (capacity * len(bins)) > 0.97
     assert by_epoch[0] != by_epoch[-1] or epochs == 1 or count == 1
-    assert all(len(bins) == per_step for step, bins in enumerate(steps[:-1])
-               if sampler.epoch(step) == sampler.epoch(step + 1))
-    loader = StepLoader(tokenized_of_lengths(lengths, capacity), sampler, pad_token_id=0, packing=True)
+    assert all(
+        len(bins) == per_step
+        for step, bins in enumerate(steps[:-1])
+        if sampler.epoch(step) == sampler.epoch(step + 1)
+    )
+    loader = StepLoader(
+        tokenized_of_lengths(lengths, capacity), sampler, pad_token_id=0, packing=True
+    )
     places = capacity * sum(map(len, by_epoch))
     assert loader.bin_fill(len(sampler)) == pytest.approx(epochs * lengths.sum() / places)
     assert sampler.rows(0) == [row for bin in steps[0] for row in bin]
@@ -368,8 +433,10 @@ def test_bins_are_the_same_from_any_position_and_for_any_steps_asked():
 def test_ranks_share_the_same_full_bins_however_many_they_are(ranks, micro):
     dataset = tokenized_of_lengths(np.random.default_rng(0).integers(4, 90, 300), 128)
     sampler = BinSampler(dataset.lengths, 128, 8)
-    loaders = [StepLoader(dataset, sampler, rank, ranks, micro, pad_token_id=0, packing=True, pad_to=128)
-               for rank in range(ranks)]
+    loaders = [
+        StepLoader(dataset, sampler, rank, ranks, micro, pad_token_id=0, packing=True, pad_to=128)
+        for rank in range(ranks)
+    ]
     for index in range(len(sampler)):
         steps = [loader.step(index) for loader in loaders]
         shapes = {tuple(b["input_ids"].shape) for step in steps for b in step.micro_batches}
@@ -385,5 +452,9 @@ def tokenized_of_lengths(lengths: np.ndarray, context_length: int) -> TokenizedD
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     trained = np.ones(offsets[-1], dtype=bool)
     trained[offsets[:-1]] = False
-    return TokenizedDataset(np.arange(offsets[-1], dtype=np.int32) % 90, trained, offsets,
-                            DataReport(context_length, "all"))
+    return TokenizedDataset(
+        np.arange(offsets[-1], dtype=np.int32) % 90,
+        trained,
+        offsets,
+        DataReport(context_length, "all"),
+    )

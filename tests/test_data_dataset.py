@@ -1,4 +1,5 @@
 """Rows as tokens: what is kept, cut, dropped and counted, and the cache that ranks share."""
+
 import json
 import os
 import subprocess
@@ -17,8 +18,10 @@ from .test_data_tokenizers import chat, make_tokenizer, trained_text
 
 
 def rows_of(*conversations):
-    return [Row(f"rows.jsonl:{number}", messages=messages)
-            for number, messages in enumerate(conversations, 1)]
+    return [
+        Row(f"rows.jsonl:{number}", messages=messages)
+        for number, messages in enumerate(conversations, 1)
+    ]
 
 
 def write_rows(path, *contents):
@@ -32,8 +35,9 @@ def tokenizer():
 
 
 def test_items_are_ids_and_labels_of_each_row(tokenizer):
-    tokenized = tokenize_rows(rows_of(chat("Hello", "I am"), chat("why?", "")), tokenizer,
-                              context_length=64)
+    tokenized = tokenize_rows(
+        rows_of(chat("Hello", "I am"), chat("why?", "")), tokenizer, context_length=64
+    )
     assert len(tokenized) == 2
     for row, answer in enumerate(["I am<|im_end|>", "<|im_end|>"]):
         input_ids, labels = tokenized[row]
@@ -43,7 +47,8 @@ def test_items_are_ids_and_labels_of_each_row(tokenizer):
         assert tokenized.lengths[row] == len(input_ids)
         assert tokenized.trained_counts[row] == (labels[1:] != -100).sum()
     assert tokenized[-1][0].equal(tokenized[1][0])
-    with pytest.raises(IndexError): tokenized[2]
+    with pytest.raises(IndexError):
+        tokenized[2]
 
 
 def test_tokens_are_held_in_flat_arrays(tokenizer):
@@ -56,7 +61,8 @@ def test_eos_keeps_its_label_where_pad_is_eos():
     tokenizer = make_tokenizer(None, pad="</s>")
     rows = [Row("test", text=text) for text in ("Hello", "Hello, how are you?", "a</s>b")]
     tokenized = tokenize_rows(rows, tokenizer, context_length=64)
-    for row in range(3): assert tokenized[row][1][-1] == tokenizer.eos_token_id
+    for row in range(3):
+        assert tokenized[row][1][-1] == tokenizer.eos_token_id
     assert (tokenized[2][1] == tokenizer.eos_token_id).sum() == 2
 
 
@@ -83,7 +89,8 @@ def test_unusable_rows_are_dropped_by_reason_with_their_source():
     assert {reason: dropped.sources for reason, dropped in report.dropped.items()} == {
         "no messages": ["rows.jsonl:1"],
         "chat template: Conversation roles must alternate user/assistant": ["rows.jsonl:2"],
-        "no answer to train": ["rows.jsonl:3"]}
+        "no answer to train": ["rows.jsonl:3"],
+    }
     assert (report.rows_read, report.rows_kept, report.rows_with_folded_system) == (4, 1, 1)
 
 
@@ -110,10 +117,12 @@ def test_a_tiny_context_is_refused(tokenizer):
 
 def test_no_row_left_is_an_error_with_the_reasons(tmp_path, tokenizer):
     path = write_rows(tmp_path / "rows.jsonl", ["Hello " * 50, "I am"])
-    with pytest.raises(ValueError) as error: load_dataset(path, tokenizer, context_length=16)
+    with pytest.raises(ValueError) as error:
+        load_dataset(path, tokenizer, context_length=16)
     assert str(error.value) == (
         f"--dataset {path}: no row is left to train on (1 read; dropped 1: nothing to train within "
-        f"16 tokens (--context_length) ({path}:1)); give rows with an answer within --context_length")
+        f"16 tokens (--context_length) ({path}:1)); give rows with an answer within --context_length"
+    )
 
 
 def test_dummy_rows_fill_the_context(tokenizer):
@@ -122,6 +131,7 @@ def test_dummy_rows_fill_the_context(tokenizer):
 
 
 # ---- the report ------------------------------------------------------------------------------
+
 
 def test_the_report_states_what_was_done(tokenizer):
     rows = rows_of(chat("Hello", "I am"), chat("Hello", "42. " * 40), [], [], [], [])
@@ -149,16 +159,19 @@ def test_the_report_plots(tmp_path, tokenizer):
 
 
 def test_the_preview_marks_what_is_trained(tokenizer):
-    tokenized = tokenize_rows(rows_of(chat("Hello", "I am"), chat("a", "b")), tokenizer,
-                              context_length=64)
+    tokenized = tokenize_rows(
+        rows_of(chat("Hello", "I am"), chat("a", "b")), tokenizer, context_length=64
+    )
     text = preview(tokenized, tokenizer, n=1, color=False)
-    assert text.endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
-                         "[[I am<|im_end|>]]\n")
+    assert text.endswith(
+        "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n[[I am<|im_end|>]]\n"
+    )
     assert "\033[32mI am<|im_end|>\033[0m" in preview(tokenized, tokenizer, color=True)
     assert preview(tokenized, tokenizer, n=9, color=False).count("--- row") == 2
 
 
 # ---- the cache -------------------------------------------------------------------------------
+
 
 def test_a_cached_data_set_is_the_same_and_is_not_tokenised_again(tmp_path, tokenizer, monkeypatch):
     path = write_rows(tmp_path / "rows.jsonl", ["Hello", "I am"], ["a", "b"])
@@ -175,9 +188,11 @@ def test_a_cached_data_set_is_the_same_and_is_not_tokenised_again(tmp_path, toke
 def test_other_data_options_or_templates_give_another_cache_file(tmp_path, tokenizer):
     path, cache = tmp_path / "rows.jsonl", tmp_path / "cache"
     write_rows(path, ["Hello", "I am"])
+
     def files_after(tokenizer=tokenizer, **options):
         load_dataset(str(path), tokenizer, cache_dir=cache, **options)
         return len(list(cache.iterdir()))
+
     assert [files_after(), files_after(), files_after(context_length=64)] == [1, 1, 2]
     assert [files_after(train_on="all"), files_after(make_tokenizer("llama3"))] == [3, 4]
     write_rows(path, ["Hello", "I was"])
@@ -188,8 +203,9 @@ def test_other_ranks_wait_for_the_writer(tmp_path, tokenizer, monkeypatch):
     path = write_rows(tmp_path / "rows.jsonl", ["Hello", "I am"])
     options = dict(context_length=64, cache_dir=tmp_path / "cache")
     results = []
-    waiting = threading.Thread(target=lambda: results.append(
-        load_dataset(path, tokenizer, **options, is_writer=False)))
+    waiting = threading.Thread(
+        target=lambda: results.append(load_dataset(path, tokenizer, **options, is_writer=False))
+    )
     waiting.start()
     time.sleep(0.3)
     assert waiting.is_alive()
@@ -240,25 +256,46 @@ def damaged(data: bytes, kind: str) -> bytes:
     header, body = json.loads(data[8:start]), bytearray(data[start:])
     first, metadata = header["input_ids"]["data_offsets"][0], header["__metadata__"]
     marks = slice(*header["trained"]["data_offsets"])
-    if kind == "one id": body[first + 4] ^= 4
+    if kind == "one id":
+        body[first + 4] ^= 4
     elif kind == "two ids swapped":
-        body[first:first + 8] = body[first + 4:first + 8] + body[first:first + 4]
-    elif kind == "trained marks": body[marks] = bytes(1 - mark for mark in body[marks])
-    elif kind == "a row's end": body[header["offsets"]["data_offsets"][0] + 8] -= 1
-    elif kind == "all zero": body = bytes(len(body))
-    elif kind == "the report": metadata["report"] = metadata["report"].replace("rows", "rowz")
-    elif kind == "a type": header["input_ids"]["dtype"] = "U32"
-    elif kind == "no checksum": del metadata["checksum"]
-    elif kind == "cut": return data[:-5]
-    elif kind == "empty": return b""
-    elif kind == "another name": header["ids"] = header.pop("input_ids")
+        body[first : first + 8] = body[first + 4 : first + 8] + body[first : first + 4]
+    elif kind == "trained marks":
+        body[marks] = bytes(1 - mark for mark in body[marks])
+    elif kind == "a row's end":
+        body[header["offsets"]["data_offsets"][0] + 8] -= 1
+    elif kind == "all zero":
+        body = bytes(len(body))
+    elif kind == "the report":
+        metadata["report"] = metadata["report"].replace("rows", "rowz")
+    elif kind == "a type":
+        header["input_ids"]["dtype"] = "U32"
+    elif kind == "no checksum":
+        del metadata["checksum"]
+    elif kind == "cut":
+        return data[:-5]
+    elif kind == "empty":
+        return b""
+    elif kind == "another name":
+        header["ids"] = header.pop("input_ids")
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text + bytes(body)
 
 
-KINDS = ["one id", "two ids swapped", "trained marks", "a row's end", "all zero", "the report", "a type",
-         "no checksum", "cut", "empty", "another name"]
+KINDS = [
+    "one id",
+    "two ids swapped",
+    "trained marks",
+    "a row's end",
+    "all zero",
+    "the report",
+    "a type",
+    "no checksum",
+    "cut",
+    "empty",
+    "another name",
+]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "another data set's"])
@@ -272,11 +309,13 @@ def test_a_damaged_cache_is_built_again_and_says_so(tmp_path, tokenizer, capsys,
         load_dataset(write_rows(tmp_path / "other.jsonl", ["Hello", "I was"]), tokenizer, **options)
         (other,) = set((tmp_path / "cache").iterdir()) - {file}
         other.replace(file)
-    else: file.write_bytes(damaged(good, kind))
+    else:
+        file.write_bytes(damaged(good, kind))
     assert file.read_bytes() != good
     results = []
-    waiting = threading.Thread(target=lambda: results.append(
-        load_dataset(path, tokenizer, **options, is_writer=False)))
+    waiting = threading.Thread(
+        target=lambda: results.append(load_dataset(path, tokenizer, **options, is_writer=False))
+    )
     waiting.start()
     time.sleep(0.3)
     assert waiting.is_alive() and not results  # it does not train on it
@@ -290,7 +329,9 @@ def test_a_damaged_cache_is_built_again_and_says_so(tmp_path, tokenizer, capsys,
     assert not capsys.readouterr().out
 
 
-def test_a_disk_that_gives_back_other_bytes_is_an_error_on_every_rank(tmp_path, tokenizer, monkeypatch):
+def test_a_disk_that_gives_back_other_bytes_is_an_error_on_every_rank(
+    tmp_path, tokenizer, monkeypatch
+):
     path = write_rows(tmp_path / "rows.jsonl", ["Hello", "I am"])
     options = dict(context_length=64, cache_dir=tmp_path / "cache")
     save_file = dataset_module.save_file
@@ -298,14 +339,19 @@ def test_a_disk_that_gives_back_other_bytes_is_an_error_on_every_rank(tmp_path, 
     def saved_wrongly(tensors, path, metadata):
         save_file(tensors, path, metadata)
         path.write_bytes(damaged(path.read_bytes(), "one id"))
+
     monkeypatch.setattr(dataset_module, "save_file", saved_wrongly)
     for is_writer in (True, False):
-        with pytest.raises(ValueError, match="--data_cache .*right after it was written; check that "):
+        with pytest.raises(
+            ValueError, match="--data_cache .*right after it was written; check that "
+        ):
             load_dataset(path, tokenizer, **options, is_writer=is_writer)
 
 
 def test_the_package_exports_what_it_lists_and_imports_no_data_library():
-    code = ("import sys, fsdp_qlora.data as data; "
-            "assert all(hasattr(data, name) for name in data.__all__); "
-            "assert not {'datasets', 'pyarrow', 'matplotlib'} & set(sys.modules)")
+    code = (
+        "import sys, fsdp_qlora.data as data; "
+        "assert all(hasattr(data, name) for name in data.__all__); "
+        "assert not {'datasets', 'pyarrow', 'matplotlib'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

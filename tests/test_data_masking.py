@@ -1,4 +1,5 @@
 """What is trained is what the model must write: every answer, and the token that ends it."""
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,14 +21,17 @@ from .test_data_tokenizers import (
 
 
 def encode(row, tokenizer, train_on="completion"):
-    if isinstance(row, list): row = Row("test", messages=row)
+    if isinstance(row, list):
+        row = Row("test", messages=row)
     [encoded] = encode_rows([row], ChatTemplate(tokenizer), train_on)
-    if isinstance(encoded, UnusableRow): raise encoded
+    if isinstance(encoded, UnusableRow):
+        raise encoded
     return encoded
 
 
 def expected_text(name: str, answers: list[str]) -> str:
     """What each template of the tests lets the model write, from reading the template."""
+
     def turn(number, answer):
         last = number == len(answers) - 1
         return {
@@ -40,15 +44,35 @@ def expected_text(name: str, answers: list[str]) -> str:
             "last_differs": answer + ("</s>" if last else "<|im_end|>"),
             "fallback": f" {answer}</s>",
         }[name]
+
     return "".join(turn(number, answer) for number, answer in enumerate(answers))
 
 
 # Any text that keeps the special tokens out; the markers of roles are let in, and so is emptiness.
-PIECES = ["assistant", "\n", "\n\n", " ", "### assistant\n", "assistant: ", "user", "</think", "42.",
-          "é", "日本", "🙂", "\ufeff", "\t", "Hello, how are you?", "[", "|im_end|>"]
-TEXTS = st.lists(st.sampled_from(PIECES) | st.text(
-    st.characters(exclude_categories=("Cs",), exclude_characters="<"), max_size=4),
-    max_size=6).map("".join)
+PIECES = [
+    "assistant",
+    "\n",
+    "\n\n",
+    " ",
+    "### assistant\n",
+    "assistant: ",
+    "user",
+    "</think",
+    "42.",
+    "é",
+    "日本",
+    "🙂",
+    "\ufeff",
+    "\t",
+    "Hello, how are you?",
+    "[",
+    "|im_end|>",
+]
+TEXTS = st.lists(
+    st.sampled_from(PIECES)
+    | st.text(st.characters(exclude_categories=("Cs",), exclude_characters="<"), max_size=4),
+    max_size=6,
+).map("".join)
 
 
 @pytest.mark.parametrize("trim_offsets", [False, True])
@@ -70,12 +94,19 @@ def test_the_prompt_of_generation_is_what_stands_before_the_answer(name, questio
     messages = chat(question, answer)
     prompt = encode_prompt(messages, tokenizer)
     encoded = encode(messages, tokenizer)
-    assert encoded.input_ids[:len(prompt)].tolist() == prompt
-    assert not encoded.trained[:len(prompt)].any() and encoded.trained[len(prompt)]
+    assert encoded.input_ids[: len(prompt)].tolist() == prompt
+    assert not encoded.trained[: len(prompt)].any() and encoded.trained[len(prompt)]
 
 
-@pytest.mark.parametrize("marker", ["<|im_start|>assistant\n", "<|im_end|>\n", "assistant\n",
-                                    "<|im_end|>\n<|im_start|>assistant\nNo.<|im_end|>\n"])
+@pytest.mark.parametrize(
+    "marker",
+    [
+        "<|im_start|>assistant\n",
+        "<|im_end|>\n",
+        "assistant\n",
+        "<|im_end|>\n<|im_start|>assistant\nNo.<|im_end|>\n",
+    ],
+)
 @pytest.mark.parametrize("around", ["{}", "\n{}", "Say. {}", "日本{}🙂", "{}x"])
 def test_a_marker_in_a_user_turn_is_not_trained(marker, around):
     tokenizer = make_tokenizer("chatml")
@@ -88,7 +119,8 @@ def test_thoughts_that_a_template_removes_from_earlier_turns_leave_the_mask_exac
     tokenizer = make_tokenizer("thinking")
     messages = chat("Q1", "<think>\nold\n</think>\n\nA1", "Q2", "<think>\nnew\n</think>\n\nA2")
     assert trained_text(encode(messages, tokenizer), tokenizer) == (
-        "A1<|im_end|><think>\nnew\n</think>\n\nA2<|im_end|>")
+        "A1<|im_end|><think>\nnew\n</think>\n\nA2<|im_end|>"
+    )
 
 
 def test_a_sentencepiece_tokenizer_trains_the_answer_with_its_leading_space():
@@ -137,9 +169,12 @@ def test_without_a_template_an_instruction_is_asked_in_alpaca_style():
 
 
 @pytest.mark.parametrize("trim_offsets", [False, True])
-@pytest.mark.parametrize("prompt, answer", [("2 + 2 =", " 4. "), ("2 + 2 = ", "four"), ("\n", "\n")])
-def test_without_a_template_prompt_and_completion_are_joined_as_they_are(prompt, answer,
-                                                                         trim_offsets):
+@pytest.mark.parametrize(
+    "prompt, answer", [("2 + 2 =", " 4. "), ("2 + 2 = ", "four"), ("\n", "\n")]
+)
+def test_without_a_template_prompt_and_completion_are_joined_as_they_are(
+    prompt, answer, trim_offsets
+):
     tokenizer = make_tokenizer(None, trim_offsets=trim_offsets)
     row = row_from_record({"prompt": prompt, "completion": answer}, "test")
     encoded = encode(row, tokenizer)
@@ -160,6 +195,7 @@ def test_unknown_train_on_names_the_flag():
 
 # ---- templates that refuse -------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("template", ["mistral", SILENT], ids=["refuses", "leaves out"])
 def test_a_system_message_that_the_template_does_not_take_is_folded_into_the_user_turn(template):
     tokenizer = make_tokenizer(template)
@@ -177,11 +213,15 @@ def test_a_system_message_that_the_template_takes_stays():
     assert "<|im_start|>system\nBe brief.<|im_end|>" in tokenizer.decode(encoded.input_ids.tolist())
 
 
-@pytest.mark.parametrize("messages", [
-    [*chat("Hello"), *chat("Hello", "I am")],
-    chat("Hello", "I am")[1:],
-    [*chat("Hello", "I am"), {"role": "system", "content": "late"}],
-], ids=["two users", "assistant first", "system last"])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [*chat("Hello"), *chat("Hello", "I am")],
+        chat("Hello", "I am")[1:],
+        [*chat("Hello", "I am"), {"role": "system", "content": "late"}],
+    ],
+    ids=["two users", "assistant first", "system last"],
+)
 def test_a_refused_conversation_is_unusable_with_the_templates_message(messages):
     with pytest.raises(UnusableRow, match="chat template: Conversation roles must alternate"):
         encode(messages, make_tokenizer("mistral"))
@@ -205,25 +245,41 @@ TOOLS = (
     "{% for call in m.tool_calls or [] %}"
     "{{ '<tool_call>' + call.function.name + call.function.arguments | tojson + '</tool_call>' }}"
     "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
-CALL = {"role": "assistant", "content": "",
-        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+}
 
 
 # As Llama 3.1's: content beside a call is not written.
-CALLS_ONLY = TOOLS.replace("m['content'] }}", "'' }}{% if not m.tool_calls %}{{ m['content'] }}"
-                           "{% endif %}")
+CALLS_ONLY = TOOLS.replace(
+    "m['content'] }}", "'' }}{% if not m.tool_calls %}{{ m['content'] }}{% endif %}"
+)
 
 
-@pytest.mark.parametrize("template, content, written", [
-    (TOOLS, "", ""), (TOOLS, "Let me see. ", "Let me see. "), (CALLS_ONLY, None, ""),
-    (CALLS_ONLY, "Let me see. ", "")])
+@pytest.mark.parametrize(
+    "template, content, written",
+    [
+        (TOOLS, "", ""),
+        (TOOLS, "Let me see. ", "Let me see. "),
+        (CALLS_ONLY, None, ""),
+        (CALLS_ONLY, "Let me see. ", ""),
+    ],
+)
 def test_a_tool_call_is_trained_with_its_end(template, content, written):
     tokenizer = make_tokenizer(template)
-    messages = [*chat("1 + 1?"), {**CALL, "content": content}, {"role": "tool", "content": "2"},
-                {"role": "assistant", "content": "It is 2."}]
+    messages = [
+        *chat("1 + 1?"),
+        {**CALL, "content": content},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "It is 2."},
+    ]
     assert trained_text(encode(messages, tokenizer), tokenizer) == (
-        written + '<tool_call>add{"a": 1}</tool_call><|im_end|>It is 2.<|im_end|>')
+        written + '<tool_call>add{"a": 1}</tool_call><|im_end|>It is 2.<|im_end|>'
+    )
 
 
 def test_a_tool_call_that_the_template_leaves_out_is_unusable():
@@ -233,10 +289,12 @@ def test_a_tool_call_that_the_template_leaves_out_is_unusable():
 
 # ---- ends ------------------------------------------------------------------------------------
 
+
 def test_generation_stops_at_the_end_of_turn_and_at_eos():
     def stops(name):
         tokenizer = make_tokenizer(name)
         return set(tokenizer.convert_ids_to_tokens(stop_token_ids(tokenizer)))
+
     assert stops("chatml") == {"<|im_end|>", "</s>"}
     assert stops("llama3") == {"<|eot_id|>", "</s>"}
     assert stops("last_differs") == {"<|im_end|>", "</s>"}

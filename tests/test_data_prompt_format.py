@@ -1,4 +1,5 @@
 """Where a tokenizer has no chat template, whoever asks the tuned model asks as its rows did."""
+
 import pytest
 from transformers import AutoTokenizer
 
@@ -28,9 +29,11 @@ RECORDS = {
     "roles": {"messages": chat("Hello, how are you?", "I am")},
     "text": {"text": "Hello, how are you?"},
 }
-MAKERS = {"byte-level": lambda: make_tokenizer(None),
-          "byte-level with BOS": lambda: make_tokenizer(None, adds_bos=True),
-          "SentencePiece": lambda: make_sentencepiece_tokenizer(None)}
+MAKERS = {
+    "byte-level": lambda: make_tokenizer(None),
+    "byte-level with BOS": lambda: make_tokenizer(None, adds_bos=True),
+    "SentencePiece": lambda: make_sentencepiece_tokenizer(None),
+}
 
 
 def tuned(tmp_path, make: str, *records):
@@ -54,28 +57,37 @@ def test_a_prompt_is_what_stood_before_the_answer_in_training(tmp_path, name, ma
     before = ids[labels == -100].tolist() if name != "text" else ids[:-1].tolist()
     assert encode_prompt(asked, tokenizer) == before
     if make != "SentencePiece":  # whose tokens differ behind a BOS that a template writes
-        by_template = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+        by_template = tokenizer.apply_chat_template(
+            asked, add_generation_prompt=True, return_dict=False
+        )
         assert by_template == before
     assert tokenizer.eos_token_id in stop_token_ids(tokenizer)
 
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_rows_that_are_trained_on_after_that_have_the_tokens_they_had(tmp_path, name):
-    more = [{"instruction": "Add.", "input": "1, 2", "output": "3"},
-            {"messages": chat("a", "b", "c", "d", system="Be brief.")}]
+    more = [
+        {"instruction": "Add.", "input": "1, 2", "output": "3"},
+        {"messages": chat("a", "b", "c", "d", system="Be brief.")},
+    ]
     data, tokenizer, _ = tuned(tmp_path, "byte-level", RECORDS[name], *more)
     assert ChatTemplate(tokenizer).is_fallback
     rows = [row_from_record(record, "f:1") for record in (RECORDS[name], *more)]
     again = tokenize_rows(rows, tokenizer, context_length=256)
-    for i in range(3): assert again[i][0].tolist() == data[i][0].tolist()
+    for i in range(3):
+        assert again[i][0].tolist() == data[i][0].tolist()
     assert again.report.prompt_formats == data.report.prompt_formats
 
 
 def test_a_conversation_goes_on_and_a_system_text_stands_first(tmp_path):
     _, tokenizer, _ = tuned(tmp_path, "byte-level", RECORDS["question"])
     text = tokenizer.apply_chat_template(chat("a", "b", "c", system="Be brief."), tokenize=False)
-    assert text == ("Be brief.\n\n" + QUESTION_PROMPT.format(question="a") + "b</s>"
-                    + QUESTION_PROMPT.format(question="c"))
+    assert text == (
+        "Be brief.\n\n"
+        + QUESTION_PROMPT.format(question="a")
+        + "b</s>"
+        + QUESTION_PROMPT.format(question="c")
+    )
 
 
 def test_the_form_of_most_rows_is_kept_and_a_template_of_ones_own_stays(tmp_path):
@@ -83,8 +95,9 @@ def test_the_form_of_most_rows_is_kept_and_a_template_of_ones_own_stays(tmp_path
     _, _, name = tuned(tmp_path, "byte-level", RECORDS["prompt"], question, question)
     assert name == "question"
     tokenizer = make_tokenizer("chatml")
-    report = tokenize_rows([row_from_record(RECORDS["alpaca"], "f:1")], tokenizer,
-                           context_length=256).report
+    report = tokenize_rows(
+        [row_from_record(RECORDS["alpaca"], "f:1")], tokenizer, context_length=256
+    ).report
     assert keep_prompt_format(tokenizer, report) is None and not report.prompt_formats
     assert keep_prompt_format(make_tokenizer(None), DataReport(256)) is None
 

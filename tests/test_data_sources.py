@@ -1,4 +1,5 @@
 """Files, folders, names and record formats; a fault names its file, line and remedy."""
+
 import builtins
 import json
 
@@ -20,8 +21,9 @@ LINE = json.dumps(RECORD).encode()
 
 
 def write(path, *lines):
-    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode()
-                                for line in lines))
+    path.write_bytes(
+        b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
+    )
     return str(path)
 
 
@@ -31,22 +33,35 @@ def contents(row):
 
 # ---- record formats --------------------------------------------------------------------------
 
-@pytest.mark.parametrize("record", [
-    {"instruction": "Q", "input": "", "output": "A"},
-    {"instruction": "Q", "input": None, "output": "A", "text": "ready-made"},
-    {"instruction": "Q", "response": "A"},
-    {"prompt": "Q", "completion": "A"},
-    {"prompt": [{"role": "user", "content": "Q"}],
-     "completion": [{"role": "assistant", "content": "A"}]},
-    {"question": "Q", "answer": "A"},
-    {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]},
-    {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
-    {"messages": [{"role": "user", "content": [{"type": "text", "text": "Q"}], "name": None},
-                  {"role": "assistant", "content": "A", "tool_calls": None}]},
-], ids=lambda record: "+".join(record))
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"instruction": "Q", "input": "", "output": "A"},
+        {"instruction": "Q", "input": None, "output": "A", "text": "ready-made"},
+        {"instruction": "Q", "response": "A"},
+        {"prompt": "Q", "completion": "A"},
+        {
+            "prompt": [{"role": "user", "content": "Q"}],
+            "completion": [{"role": "assistant", "content": "A"}],
+        },
+        {"question": "Q", "answer": "A"},
+        {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]},
+        {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "Q"}], "name": None},
+                {"role": "assistant", "content": "A", "tool_calls": None},
+            ]
+        },
+    ],
+    ids=lambda record: "+".join(record),
+)
 def test_every_format_becomes_the_same_conversation(record):
     assert row_from_record(record, "test").messages == [
-        {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+        {"role": "user", "content": "Q"},
+        {"role": "assistant", "content": "A"},
+    ]
 
 
 def test_input_and_context_are_part_of_what_is_asked():
@@ -54,8 +69,9 @@ def test_input_and_context_are_part_of_what_is_asked():
     asked = {"context": "CREATE TABLE t (a)", "question": "How many?", "answer": "SELECT"}
     row = row_from_record(asked, "test")
     assert contents(row) == ["CREATE TABLE t (a)\n\nHow many?", "SELECT"]
-    assert row.plain_prompt == ("###Context:\nCREATE TABLE t (a)\n"
-                                "###Question:\nHow many?\n###Answer:\n")
+    assert row.plain_prompt == (
+        "###Context:\nCREATE TABLE t (a)\n###Question:\nHow many?\n###Answer:\n"
+    )
 
 
 def test_a_system_text_beside_the_turns_leads_the_conversation():
@@ -75,15 +91,18 @@ def test_unknown_keys_are_named_with_the_formats_that_work():
     assert all(" + ".join(keys) in str(error.value) for keys, _ in FORMATS)
 
 
-@pytest.mark.parametrize("record, fault", [
-    ({"instruction": "Q", "output": None}, "'output' is null; expected text"),
-    ({"instruction": "Q", "output": 7}, "'output' is int 7; expected text"),
-    ({"messages": "Q"}, "'messages' is str; expected a list"),
-    ({"messages": [{"content": "Q"}]}, r"messages\[0\]: expected"),
-    ({"messages": [{"role": "critic", "content": "Q"}]}, "role 'critic' is not known"),
-    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text is trained"),
-    (["Q", "A"], "expected an object with named fields, found list"),
-])
+@pytest.mark.parametrize(
+    "record, fault",
+    [
+        ({"instruction": "Q", "output": None}, "'output' is null; expected text"),
+        ({"instruction": "Q", "output": 7}, "'output' is int 7; expected text"),
+        ({"messages": "Q"}, "'messages' is str; expected a list"),
+        ({"messages": [{"content": "Q"}]}, r"messages\[0\]: expected"),
+        ({"messages": [{"role": "critic", "content": "Q"}]}, "role 'critic' is not known"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text is trained"),
+        (["Q", "A"], "expected an object with named fields, found list"),
+    ],
+)
 def test_a_field_of_the_wrong_type_is_named(record, fault):
     with pytest.raises(ValueError, match=f"rows.jsonl:3: .*{fault}|rows.jsonl:3: {fault}"):
         row_from_record(record, "rows.jsonl:3")
@@ -91,19 +110,34 @@ def test_a_field_of_the_wrong_type_is_named(record, fault):
 
 # ---- faults of files -------------------------------------------------------------------------
 
-@pytest.mark.parametrize("line, fault", [
-    (b'{"instruction": "a\nb", "output": "c"}', "the line ends inside a string"),
-    (b'{"instruction": "a\tb", "output": "c"}', "control character inside a string"),
-    (b'{"instruction": "caf\xe9", "output": "c"}', "byte 0xe9 is not UTF-8; convert the file"),
-    (b'{"instruction": "a\\ud83d", "output": "c"}', "'instruction' holds a lone surrogate"),
-    (b'{"instruction": "a", "output": NaN}', "'output' is float nan"),
-    (b'{"instruction": "a", "output": "c"', "not JSON"),
-    (LINE + LINE, "write one JSON object a line"),
-    (b"7", "expected an object"),
-], ids=["raw newline", "raw tab", "bad UTF-8", "lone surrogate", "NaN", "cut off", "two", "number"])
+
+@pytest.mark.parametrize(
+    "line, fault",
+    [
+        (b'{"instruction": "a\nb", "output": "c"}', "the line ends inside a string"),
+        (b'{"instruction": "a\tb", "output": "c"}', "control character inside a string"),
+        (b'{"instruction": "caf\xe9", "output": "c"}', "byte 0xe9 is not UTF-8; convert the file"),
+        (b'{"instruction": "a\\ud83d", "output": "c"}', "'instruction' holds a lone surrogate"),
+        (b'{"instruction": "a", "output": NaN}', "'output' is float nan"),
+        (b'{"instruction": "a", "output": "c"', "not JSON"),
+        (LINE + LINE, "write one JSON object a line"),
+        (b"7", "expected an object"),
+    ],
+    ids=[
+        "raw newline",
+        "raw tab",
+        "bad UTF-8",
+        "lone surrogate",
+        "NaN",
+        "cut off",
+        "two",
+        "number",
+    ],
+)
 def test_a_fault_names_file_line_and_remedy(tmp_path, line, fault):
     path = write(tmp_path / "rows.jsonl", LINE, LINE, line, LINE)
-    with pytest.raises(ValueError) as error: read_rows(path)
+    with pytest.raises(ValueError) as error:
+        read_rows(path)
     assert str(error.value).startswith(f"{path}:3: ") and fault in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -115,22 +149,29 @@ def test_a_byte_order_mark_and_blank_lines_are_accepted(tmp_path):
 
 def test_a_faulty_list_names_the_line(tmp_path):
     path = write(tmp_path / "rows.json", b"[", LINE + b",", b'{"instruction": }', b"]")
-    with pytest.raises(ValueError, match="rows.json:3: column"): read_rows(path)
+    with pytest.raises(ValueError, match="rows.json:3: column"):
+        read_rows(path)
 
 
-@pytest.mark.parametrize("head, fault", [
-    (b"version https://git-lfs.github.com/spec/v1\noid sha256:00", "run: git lfs pull"),
-    ('{"text": "a"}'.encode("utf-16"), "the file is UTF-16"),
-])
+@pytest.mark.parametrize(
+    "head, fault",
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00", "run: git lfs pull"),
+        ('{"text": "a"}'.encode("utf-16"), "the file is UTF-16"),
+    ],
+)
 def test_a_file_that_is_something_else_is_recognised(tmp_path, head, fault):
     path = write(tmp_path / "rows.jsonl", head)
-    with pytest.raises(ValueError, match=f"rows.jsonl:1: .*{fault}"): read_rows(path)
+    with pytest.raises(ValueError, match=f"rows.jsonl:1: .*{fault}"):
+        read_rows(path)
 
 
 # ---- places ----------------------------------------------------------------------------------
 
+
 def test_lines_a_list_and_parquet_hold_the_same_rows(tmp_path):
     import pyarrow
+
     records = [{"question": f"Q{i}", "answer": f"A{i}"} for i in range(5)]
     lines = write(tmp_path / "rows.jsonl", *records)
     array = write(tmp_path / "rows.json", json.dumps(records, indent=1).encode())
@@ -148,14 +189,17 @@ def test_lines_a_list_and_parquet_hold_the_same_rows(tmp_path):
 
 def test_a_damaged_parquet_file_is_named(tmp_path):
     path = write(tmp_path / "rows.parquet", b"PAR1 not really")
-    with pytest.raises(ValueError, match="rows.parquet: not readable as parquet"): read_rows(path)
+    with pytest.raises(ValueError, match="rows.parquet: not readable as parquet"):
+        read_rows(path)
 
 
 def test_a_folder_gives_the_files_of_the_split(tmp_path):
     for name in ("train-0.jsonl", "train-1.jsonl", "test.jsonl"):
         write(tmp_path / name, {"text": name})
+
     def texts(**options):
         return [row.text for row in read_rows(tmp_path, **options)]
+
     assert texts() == ["train-0.jsonl", "train-1.jsonl"]
     assert texts(split="test") == ["test.jsonl"]
     with pytest.raises(ValueError, match="no file of split 'dev'.*found test.jsonl"):
@@ -170,25 +214,44 @@ def test_a_folder_without_split_names_is_all_train(tmp_path):
     assert [row.text for row in globbed] == ["a.jsonl", "b.jsonl", "test.jsonl"]
 
 
-@pytest.mark.parametrize("names, train, test", [
-    (["train.jsonl", "train-old.jsonl", "test.jsonl"], ["train.jsonl"], ["test.jsonl"]),
-    (["train-old.jsonl", "dev-docs.jsonl"], ["dev-docs.jsonl", "train-old.jsonl"], None),
-    (["train-old.jsonl", "train-new.jsonl"], ["train-new.jsonl", "train-old.jsonl"], None),
-    (["constrain.jsonl", "test-drive.jsonl", "eval.notes.json"],
-     ["constrain.jsonl", "eval.notes.json", "test-drive.jsonl"], None),
-    (["my_data_train.jsonl", "my_data_test.jsonl"], ["my_data_train.jsonl"], ["my_data_test.jsonl"]),
-    (["train_sft-0-of-2.jsonl", "train_sft-1-of-2.jsonl", "test_sft-0-of-1.jsonl"],
-     ["train_sft-0-of-2.jsonl", "train_sft-1-of-2.jsonl"], ["test_sft-0-of-1.jsonl"]),
-    (["train-00000-of-00002-0123abcd0123abcd.jsonl", "Test.jsonl", "train1.json"],
-     ["train-00000-of-00002-0123abcd0123abcd.jsonl", "train1.json"], ["Test.jsonl"]),
-    (["a.jsonl", "b-train.jsonl", "validation.jsonl"], ["a.jsonl", "b-train.jsonl"], None),
-])
+@pytest.mark.parametrize(
+    "names, train, test",
+    [
+        (["train.jsonl", "train-old.jsonl", "test.jsonl"], ["train.jsonl"], ["test.jsonl"]),
+        (["train-old.jsonl", "dev-docs.jsonl"], ["dev-docs.jsonl", "train-old.jsonl"], None),
+        (["train-old.jsonl", "train-new.jsonl"], ["train-new.jsonl", "train-old.jsonl"], None),
+        (
+            ["constrain.jsonl", "test-drive.jsonl", "eval.notes.json"],
+            ["constrain.jsonl", "eval.notes.json", "test-drive.jsonl"],
+            None,
+        ),
+        (
+            ["my_data_train.jsonl", "my_data_test.jsonl"],
+            ["my_data_train.jsonl"],
+            ["my_data_test.jsonl"],
+        ),
+        (
+            ["train_sft-0-of-2.jsonl", "train_sft-1-of-2.jsonl", "test_sft-0-of-1.jsonl"],
+            ["train_sft-0-of-2.jsonl", "train_sft-1-of-2.jsonl"],
+            ["test_sft-0-of-1.jsonl"],
+        ),
+        (
+            ["train-00000-of-00002-0123abcd0123abcd.jsonl", "Test.jsonl", "train1.json"],
+            ["train-00000-of-00002-0123abcd0123abcd.jsonl", "train1.json"],
+            ["Test.jsonl"],
+        ),
+        (["a.jsonl", "b-train.jsonl", "validation.jsonl"], ["a.jsonl", "b-train.jsonl"], None),
+    ],
+)
 def test_a_split_is_a_whole_name_and_words_in_names_are_not(tmp_path, names, train, test):
-    for name in names: write(tmp_path / name, {"text": name})
+    for name in names:
+        write(tmp_path / name, {"text": name})
     assert [file.name for file in find_files(tmp_path)] == train
-    if test: assert [file.name for file in find_files(tmp_path, "test")] == test
+    if test:
+        assert [file.name for file in find_files(tmp_path, "test")] == test
     else:
-        with pytest.raises(ValueError, match="no file of split 'test'"): find_files(tmp_path, "test")
+        with pytest.raises(ValueError, match="no file of split 'test'"):
+            find_files(tmp_path, "test")
 
 
 def test_the_report_names_the_files_that_were_read_and_those_left_out(tmp_path):
@@ -200,7 +263,9 @@ def test_the_report_names_the_files_that_were_read_and_those_left_out(tmp_path):
     tokenizer = make_tokenizer("chatml")
     for cache in (None, tmp_path / "cache", tmp_path / "cache"):
         report = load_dataset(data, tokenizer, cache_dir=cache).report
-        assert report.files == lines and all(f"  {line}\n" in report.format_report() for line in lines)
+        assert report.files == lines and all(
+            f"  {line}\n" in report.format_report() for line in lines
+        )
     (data / "train-old.jsonl").unlink()
     again = load_dataset(data, tokenizer, cache_dir=tmp_path / "cache").report
     assert again.files[1] == "files left out: more/, rows.csv"
@@ -213,7 +278,8 @@ def test_the_report_names_the_files_that_were_read_and_those_left_out(tmp_path):
 
 @pytest.mark.parametrize("dataset", ["missing.jsonl", "/no/such/folder", "no/*.jsonl"])
 def test_a_missing_file_names_the_flag_and_what_works(dataset):
-    with pytest.raises(ValueError) as error: read_rows(dataset)
+    with pytest.raises(ValueError) as error:
+        read_rows(dataset)
     assert str(error.value).startswith(f"--dataset {dataset}: no such file or folder")
     assert all(name in str(error.value) for name in NAMES)
 
@@ -227,15 +293,19 @@ def test_a_file_of_another_kind_and_a_split_of_one_file_are_refused(tmp_path):
 
 def test_samples_are_drawn_by_seed_and_keep_their_order(tmp_path):
     path = write(tmp_path / "rows.jsonl", *[{"text": str(i)} for i in range(100)])
+
     def drawn(samples, seed):
         return [int(row.text) for row in read_rows(path, samples=samples, seed=seed)]
+
     assert drawn(10, 1) == sorted(drawn(10, 1)) == drawn(10, 1) != drawn(10, 2)
     assert len(set(drawn(10, 1))) == 10 and max(drawn(50, 1)) > 50
     assert drawn(1000, 1) == list(range(100))
-    with pytest.raises(ValueError, match="--dataset_samples 0"): drawn(0, 1)
+    with pytest.raises(ValueError, match="--dataset_samples 0"):
+        drawn(0, 1)
 
 
 # ---- names -----------------------------------------------------------------------------------
+
 
 def test_dummy_rows_have_equal_length_and_need_no_hub():
     rows = read_rows("dummy", samples=3, dummy_words=40)
@@ -252,11 +322,15 @@ def test_text_to_sql_is_bundled_with_both_splits():
 
 
 def test_guanaco_text_becomes_turns():
-    record = {"text": "### Human: Hi.\nYou?### Assistant: Fine.\n### Human: Why?\n"
-                      "### Assistant: So."}
+    record = {
+        "text": "### Human: Hi.\nYou?### Assistant: Fine.\n### Human: Why?\n### Assistant: So."
+    }
     assert guanaco_record(record)["messages"] == [
-        {"role": "user", "content": "Hi.\nYou?"}, {"role": "assistant", "content": "Fine."},
-        {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+        {"role": "user", "content": "Hi.\nYou?"},
+        {"role": "assistant", "content": "Fine."},
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": "So."},
+    ]
 
 
 @pytest.fixture
@@ -266,8 +340,10 @@ def hub(monkeypatch):
 
     def load_dataset(name, split):
         asked.append((name, split))
-        if "missing" in name: raise FileNotFoundError(f"Dataset '{name}' doesn't exist")
+        if "missing" in name:
+            raise FileNotFoundError(f"Dataset '{name}' doesn't exist")
         return datasets.Dataset.from_list([{"question": f"Q{i}", "answer": "A"} for i in range(3)])
+
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     return asked
 
@@ -277,12 +353,16 @@ def test_names_stand_for_data_sets_of_the_hub(hub):
     assert len(rows) == 2 and rows[0].source.startswith("orca_math: row ")
     assert contents(read_rows("alpaca_sample", samples=1)[0]) == ["Q0", "A"]
     read_rows("someone/their-data", split="validation")
-    assert hub == [("microsoft/orca-math-word-problems-200k", "train"),
-                   ("yahma/alpaca-cleaned", "train"), ("someone/their-data", "validation")]
+    assert hub == [
+        ("microsoft/orca-math-word-problems-200k", "train"),
+        ("yahma/alpaca-cleaned", "train"),
+        ("someone/their-data", "validation"),
+    ]
 
 
 def test_a_name_that_the_hub_does_not_know_is_one_clear_line(hub):
-    with pytest.raises(ValueError) as error: read_rows("missing/data")
+    with pytest.raises(ValueError) as error:
+        read_rows("missing/data")
     assert str(error.value).startswith("--dataset missing/data: no such file or folder here, and ")
     assert "\n" not in str(error.value) and "text_to_sql" in str(error.value)
 
@@ -299,9 +379,12 @@ def test_a_folder_saved_by_datasets_is_read(tmp_path):
 
 def test_a_missing_package_names_what_to_install(monkeypatch):
     real_import = builtins.__import__
+
     def without_datasets(name, *args, **kwargs):
-        if name == "datasets": raise ImportError(name)
+        if name == "datasets":
+            raise ImportError(name)
         return real_import(name, *args, **kwargs)
+
     monkeypatch.setattr(builtins, "__import__", without_datasets)
     monkeypatch.setattr("importlib.import_module", without_datasets)
     with pytest.raises(ValueError, match=r"needs the package datasets; .*fsdp_qlora\[data\]"):
@@ -311,17 +394,30 @@ def test_a_missing_package_names_what_to_install(monkeypatch):
 TURNS = [dict(role="user", content="a"), dict(role="assistant", content="b")]
 
 
-@pytest.mark.parametrize("record, fault", [
-    (dict(prompt="a", chosen="b", rejected="c"), "rename chosen to completion"),
-    (dict(chosen=TURNS, rejected=TURNS), "to messages where it is a whole conversation"),
-    (dict(prompt="a", completion="b", label=False), "'label' is false.*not wanted.*drop such rows"),
-    (dict(prompt=TURNS[:1], completion=TURNS[1:], label=False), "'label' is false")])
+@pytest.mark.parametrize(
+    "record, fault",
+    [
+        (dict(prompt="a", chosen="b", rejected="c"), "rename chosen to completion"),
+        (dict(chosen=TURNS, rejected=TURNS), "to messages where it is a whole conversation"),
+        (
+            dict(prompt="a", completion="b", label=False),
+            "'label' is false.*not wanted.*drop such rows",
+        ),
+        (dict(prompt=TURNS[:1], completion=TURNS[1:], label=False), "'label' is false"),
+    ],
+)
 def test_answers_that_are_not_wanted_are_not_trained(record, fault):
-    with pytest.raises(ValueError, match=f"^f:3: .*{fault}"): row_from_record(record, "f:3")
+    with pytest.raises(ValueError, match=f"^f:3: .*{fault}"):
+        row_from_record(record, "f:3")
 
 
-@pytest.mark.parametrize("record", [
-    dict(messages=TURNS, prompt="a", chosen=TURNS, rejected=TURNS),  # as UltraFeedback has them
-    dict(prompt="a", completion="b", label=True), dict(prompt="a", completion="b", label=0)])
+@pytest.mark.parametrize(
+    "record",
+    [
+        dict(messages=TURNS, prompt="a", chosen=TURNS, rejected=TURNS),  # as UltraFeedback has them
+        dict(prompt="a", completion="b", label=True),
+        dict(prompt="a", completion="b", label=0),
+    ],
+)
 def test_preference_data_that_holds_plain_rows_too_is_trained_on(record):
     assert row_from_record(record, "f:3").messages == TURNS

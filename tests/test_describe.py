@@ -1,4 +1,5 @@
 """What a run says about itself before its first step."""
+
 from __future__ import annotations
 
 import pytest
@@ -11,26 +12,44 @@ from fsdp_qlora.training.describe import dtypes_line, ends_in_warmup, steps_line
 from .tiny import save_tiny
 
 
-@pytest.mark.parametrize("settings, line", [
-    (dict(train_type="full"), "dtypes: trained bfloat16, products in bf16"),
-    (dict(train_type="lora", precision="fp32"),
-     "dtypes: frozen float32, trained float32, products of frozen weights in fp32"),
-    (dict(train_type="qlora", adapter_dtype="bf16"),
-     "dtypes: frozen bfloat16, float32 (nf4 bytes in bfloat16), trained bfloat16, products of frozen "
-     "weights in bf16")])
+@pytest.mark.parametrize(
+    "settings, line",
+    [
+        (dict(train_type="full"), "dtypes: trained bfloat16, products in bf16"),
+        (
+            dict(train_type="lora", precision="fp32"),
+            "dtypes: frozen float32, trained float32, products of frozen weights in fp32",
+        ),
+        (
+            dict(train_type="qlora", adapter_dtype="bf16"),
+            "dtypes: frozen bfloat16, float32 (nf4 bytes in bfloat16), trained bfloat16, products of frozen "
+            "weights in bf16",
+        ),
+    ],
+)
 def test_dtypes_are_those_of_the_weights_there_are(tmp_path, settings, line):
     config = RunConfig(model_name=save_tiny(tmp_path), **settings)
     assert dtypes_line(planned_model(config, torch.device("cpu"))[0], config) == line
 
 
-@pytest.mark.parametrize("packing, steps, line", [
-    (False, 1, "1 step, of 1 row: micro-batch 1 row x accumulation 1 x 1 rank"),
-    (True, None, "steps until the stream ends, of 1 row: micro-batch 1 bin x accumulation 1 x 1 rank")])
+@pytest.mark.parametrize(
+    "packing, steps, line",
+    [
+        (False, 1, "1 step, of 1 row: micro-batch 1 row x accumulation 1 x 1 rank"),
+        (
+            True,
+            None,
+            "steps until the stream ends, of 1 row: micro-batch 1 bin x accumulation 1 x 1 rank",
+        ),
+    ],
+)
 def test_steps_are_counted_in_words(packing, steps, line):
     assert steps_line(RunConfig(packing=packing), BatchPlan(1, 1, 1), steps, 1) == line
 
 
 def test_a_warm_up_as_long_as_the_run_is_noticed():
     assert ends_in_warmup(RunConfig(lr_warmup_steps=9), 9)
-    assert not ends_in_warmup(RunConfig(lr_warmup_steps=9), 10) and not ends_in_warmup(RunConfig(), 1)
+    assert not ends_in_warmup(RunConfig(lr_warmup_steps=9), 10) and not ends_in_warmup(
+        RunConfig(), 1
+    )
     assert not ends_in_warmup(RunConfig(lr_warmup_steps=9), None)

@@ -1,4 +1,5 @@
 """What the docs say is so: pages build, commands exist, errors have entries, tables are the code's."""
+
 from __future__ import annotations
 
 import ast
@@ -23,22 +24,65 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 HISTORY = {"LOG.md"}  # what was done once, with the flags of its day
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted(
-    p for p in DOCS.rglob("*.md") if p.name not in HISTORY)
+    p for p in DOCS.rglob("*.md") if p.name not in HISTORY
+)
 # Programs of others; of these, only that they are meant is known.
-OTHERS = {"git", "cd", "pip", "python", "hf", "export", "cat", ".", "ulimit", "docker", "nvidia-smi",
-          "kubectl", "sbatch", "srun", "ssh", "ray", "tensorboard", "wandb", "mlflow", "trackio", "ls",
-          "torchrun", "llama.cpp/build/bin/llama-quantize"}
+OTHERS = {
+    "git",
+    "cd",
+    "pip",
+    "python",
+    "hf",
+    "export",
+    "cat",
+    ".",
+    "ulimit",
+    "docker",
+    "nvidia-smi",
+    "kubectl",
+    "sbatch",
+    "srun",
+    "ssh",
+    "ray",
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "trackio",
+    "ls",
+    "torchrun",
+    "llama.cpp/build/bin/llama-quantize",
+}
 # Flags of others that the docs name.
-FOREIGN = {"nproc_per_node", "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id",
-           "max_restarts", "standalone", "master_addr", "local_addr", "config_file", "gpus",
-           "outfile", "outtype", "layers", "ranks", "write"}
+FOREIGN = {
+    "nproc_per_node",
+    "nnodes",
+    "node_rank",
+    "rdzv_backend",
+    "rdzv_endpoint",
+    "rdzv_id",
+    "max_restarts",
+    "standalone",
+    "master_addr",
+    "local_addr",
+    "config_file",
+    "gpus",
+    "outfile",
+    "outtype",
+    "layers",
+    "ranks",
+    "write",
+}
 
 
 @cache
 def flags_of(command: str) -> frozenset[str]:
     """The flags that a command of fsdp-qlora takes, as its --help lists them."""
-    done = subprocess.run([sys.executable, "-m", "fsdp_qlora.cli", command, "--help"], text=True,
-                          capture_output=True, env=os.environ | {"COLUMNS": "1000"})
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdp_qlora.cli", command, "--help"],
+        text=True,
+        capture_output=True,
+        env=os.environ | {"COLUMNS": "1000"},
+    )
     return frozenset(re.findall(r"^ +(?:-h, )?--([a-z_0-9]+)", done.stdout, flags=re.M))
 
 
@@ -51,16 +95,20 @@ def commands(page: Path) -> list[list[str]]:
         words = [shlex.split(line, comments=True) for line in lines]
         for line in words:
             for part in " ".join(map(shlex.quote, line)).split("'&&'"):
-                if part.strip(): found.append(shlex.split(part))
+                if part.strip():
+                    found.append(shlex.split(part))
     return found
 
 
 def own_command(words: list[str]) -> list[str] | None:
     """The arguments for fsdp-qlora in a command; None for one that is not its."""
     words = [w for i, w in enumerate(words) if not re.fullmatch(r"[A-Z_0-9]+=.*", w) or i > 3]
-    if words[0] == "fsdp-qlora": return words[1:]
-    if "train.py" in words: return ["train", *words[words.index("train.py") + 1:]]
-    if words[:3] == ["python", "-m", "fsdp_qlora.cli"]: return words[3:]
+    if words[0] == "fsdp-qlora":
+        return words[1:]
+    if "train.py" in words:
+        return ["train", *words[words.index("train.py") + 1 :]]
+    if words[:3] == ["python", "-m", "fsdp_qlora.cli"]:
+        return words[3:]
     return None
 
 
@@ -68,15 +116,19 @@ def own_command(words: list[str]) -> list[str] | None:
 def test_every_command_of_a_page_exists_with_its_flags(page):
     for words in commands(page):
         argv = own_command(words)
-        if argv is None: assert is_known(words), f"{page.name}: {' '.join(words)}"
-        else: check_flags(argv, page.name)
+        if argv is None:
+            assert is_known(words), f"{page.name}: {' '.join(words)}"
+        else:
+            check_flags(argv, page.name)
 
 
 def is_known(words: list[str]) -> bool:
     """Whether a command is of another program, or names a file, module or target that is there."""
     program = words[0]
     if program == "make":
-        return all(re.search(rf"^{w}:", (ROOT / "Makefile").read_text(), flags=re.M) for w in words[1:])
+        return all(
+            re.search(rf"^{w}:", (ROOT / "Makefile").read_text(), flags=re.M) for w in words[1:]
+        )
     files = [w for w in words if re.fullmatch(r"(scripts|benchmarks|examples|tests)/[\w/.-]+", w)]
     if "-m" in words[:3] and words[words.index("-m") + 1].split(".")[0] in ("tests", "fsdp_qlora"):
         files.append(words[words.index("-m") + 1].replace(".", "/"))
@@ -87,20 +139,23 @@ def is_known(words: list[str]) -> bool:
 def check_flags(argv: list[str], page: str):
     """A command of fsdp-qlora: its name, its flags, and the values of those that are settings."""
     command = argv[0]
-    if command in ("--help", "COMMAND"): return
+    if command in ("--help", "COMMAND"):
+        return
     assert command in COMMANDS, f"{page}: fsdp-qlora {command}"
     named = {w.removeprefix("--").split("=")[0] for w in argv if re.match(r"--[a-z]", w)}
     unknown = named - flags_of(command) - {"help"}
     assert not unknown, f"{page}: {command} {sorted(unknown)}"
-    if "..." not in argv: parse(settings_only(argv[1:]))
+    if "..." not in argv:
+        parse(settings_only(argv[1:]))
 
 
 def settings_only(argv: list[str]) -> list[str]:
     """The arguments that are settings of a run; a recipe of the user's is left out."""
     found, settings = [], flags_of("train") - {"config", "dry_run", "on_end", "help"}
     for place, word in enumerate(argv):
-        if not word.startswith("--") or word[2:].split("=")[0] not in settings: continue
-        follows = argv[place + 1:place + 2]
+        if not word.startswith("--") or word[2:].split("=")[0] not in settings:
+            continue
+        follows = argv[place + 1 : place + 2]
         found += [word, *(w for w in follows if not w.startswith("--"))]
     return found
 
@@ -118,12 +173,13 @@ def test_the_quickstart_runs_as_it_is_written(tmp_path, monkeypatch, capsys):
     page = DOCS / "quickstart.md"
     model = save_chat_model(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
-    rows, = re.findall(r"rows.jsonl <<'END'\n(.*?)END\n", page.read_text(), flags=re.S)
+    (rows,) = re.findall(r"rows.jsonl <<'END'\n(.*?)END\n", page.read_text(), flags=re.S)
     Path("rows.jsonl").write_text(rows)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for words in commands(page):
         argv = own_command(words)
-        if argv is None or argv[0] == "doctor": continue  # tests/test_doctor.py
+        if argv is None or argv[0] == "doctor":
+            continue  # tests/test_doctor.py
         argv = [model if w == ".cache/SmolLM2-135M-Instruct" else w for w in argv]
         assert main(argv) == 0, f"{argv}: {capsys.readouterr().err}"
     assert {p.name for p in Path("first").iterdir()} >= {"adapter", "metrics.jsonl", "loss.png"}
@@ -132,8 +188,13 @@ def test_the_quickstart_runs_as_it_is_written(tmp_path, monkeypatch, capsys):
 
 # ---- errors -------------------------------------------------------------------------------------
 
-WARN = ("settings_without_effect", "lost_updates", "one_at_a_time", "high_rates",
-        "batch_above_data")  # functions whose texts are warnings
+WARN = (
+    "settings_without_effect",
+    "lost_updates",
+    "one_at_a_time",
+    "high_rates",
+    "batch_above_data",
+)  # functions whose texts are warnings
 
 
 def literal_words() -> list[tuple[str, str]]:
@@ -141,10 +202,15 @@ def literal_words() -> list[tuple[str, str]]:
     found = []
     for path in sorted((ROOT / "fsdp_qlora").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call) or getattr(node.func, "id", "") != "ValueError": continue
-            parts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)
-                     and isinstance(n.value, str) and len(n.value) > 3]
-            if parts: found.append((f"{path.name}:{node.lineno}", max(parts, key=len)))
+            if not isinstance(node, ast.Call) or getattr(node.func, "id", "") != "ValueError":
+                continue
+            parts = [
+                n.value
+                for n in ast.walk(node)
+                if isinstance(n, ast.Constant) and isinstance(n.value, str) and len(n.value) > 3
+            ]
+            if parts:
+                found.append((f"{path.name}:{node.lineno}", max(parts, key=len)))
     return found
 
 
@@ -159,7 +225,9 @@ def test_every_error_message_has_its_entry():
     assert len(parts) > 200
     for place, text in parts:
         for half in re.split(r"[;:.] ", text):
-            assert words_of(half) in page, f"{place}: {half!r}; run: python scripts/make_reference.py"
+            assert words_of(half) in page, (
+                f"{place}: {half!r}; run: python scripts/make_reference.py"
+            )
 
 
 def texts_about_flags() -> list[tuple[str, str]]:
@@ -168,12 +236,16 @@ def texts_about_flags() -> list[tuple[str, str]]:
     places = tools["read_source"]().places
     for node in places:
         if isinstance(node, ast.Call) and tools["called"](node) in ("print", "print_main"):
-            for inside in ast.walk(node): inside.is_printed = True
+            for inside in ast.walk(node):
+                inside.is_printed = True
     for node, (file, function) in places.items():
-        if not isinstance(node, ast.JoinedStr) or hasattr(node, "is_printed"): continue
-        if getattr(function, "name", "") in WARN: continue
+        if not isinstance(node, ast.JoinedStr) or hasattr(node, "is_printed"):
+            continue
+        if getattr(function, "name", "") in WARN:
+            continue
         text = "".join(map(tools["plain_text"], tools["pieces_of"](node)))
-        if re.match(r"--[a-z_]+[ :]", text): found.append((file, text))
+        if re.match(r"--[a-z_]+[ :]", text):
+            found.append((file, text))
     return found
 
 
@@ -182,7 +254,9 @@ def test_a_message_that_a_function_hands_to_the_one_that_raises_it_has_its_entry
     assert any(text.startswith("--dataset holds other rows") for _, text in texts)
     for file, text in texts:
         for half in re.split(r"[A-Z_]{3,}|[;:.] ", text):  # what is filled in, or is the remedy
-            assert words_of(half) in page, f"{file}: {text!r}; run: python scripts/make_reference.py"
+            assert words_of(half) in page, (
+                f"{file}: {text!r}; run: python scripts/make_reference.py"
+            )
 
 
 def test_every_entry_says_what_to_do():
@@ -192,12 +266,23 @@ def test_every_entry_says_what_to_do():
     assert not [row for row in rows if not re.split(r"(?<!\\)\|", row)[3].strip()]
 
 
-@pytest.mark.parametrize("flags", [
-    ["--lora_rank", "0"], ["--lora_rnak", "8"], ["--packing", "maybe"], ["--quant", "nf3"],
-    ["--use_cpu_offload", "--sharding_strategy", "ddp"], ["--train_type", "full", "--quant", "nf4"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--lora_rank", "0"],
+        ["--lora_rnak", "8"],
+        ["--packing", "maybe"],
+        ["--quant", "nf3"],
+        ["--use_cpu_offload", "--sharding_strategy", "ddp"],
+        ["--train_type", "full", "--quant", "nf4"],
+    ],
+)
 def test_an_error_as_it_is_printed_is_found_on_the_page(flags):
-    with pytest.raises(ValueError) as error: parse(flags)
-    rows = re.findall(r"^\| [^|]*\| (.*?) \| (.*?) \|$", (DOCS / "messages.md").read_text(), flags=re.M)
+    with pytest.raises(ValueError) as error:
+        parse(flags)
+    rows = re.findall(
+        r"^\| [^|]*\| (.*?) \| (.*?) \|$", (DOCS / "messages.md").read_text(), flags=re.M
+    )
     shapes = [re.sub(r"[A-Z][A-Z_]+", ".*", re.escape(said)) for said, _ in rows]
     assert any(re.match(shape, str(error.value)) for shape in shapes if len(shape) > 9), error.value
 
@@ -206,15 +291,24 @@ def test_an_error_whose_text_is_elsewhere_only_passes_one_on():
     """Texts that the source does not show, each raised a second time with an entry of its own."""
     tools = runpy.run_path(str(ROOT / "scripts/messages.py"))
     assert set(tools["without_text"](tools["read_source"]())) <= {
-        "checkpoint/writer.py: failed[0]", "config/flags.py: message", "data/cache.py: text",
-        "data/stream.py: faults[0]", "training/loop.py: '; '.join((text for text in found if text))"}
+        "checkpoint/writer.py: failed[0]",
+        "config/flags.py: message",
+        "data/cache.py: text",
+        "data/stream.py: faults[0]",
+        "training/loop.py: '; '.join((text for text in found if text))",
+    }
 
 
 # ---- pages --------------------------------------------------------------------------------------
 
+
 def test_the_site_builds_without_a_warning(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path],
-                          cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     for name in ("index.html", "quickstart.html", "pictures/step.svg", "examples/custom_loop.py"):
         assert (tmp_path / name).exists()
@@ -225,20 +319,29 @@ def test_the_site_builds_without_a_warning(tmp_path):
 def test_the_picture_is_the_scripts():
     drawn = runpy.run_path(str(ROOT / "scripts/step_picture.py"))["draw"]()
     assert "all-gather" in drawn and drawn.count("<path") == (
-        (DOCS / "pictures/step.svg").read_text().count("<path"))
+        (DOCS / "pictures/step.svg").read_text().count("<path")
+    )
 
 
 def test_the_strategies_table_is_the_one_in_the_code():
     lines = (DOCS / "strategies.md").read_text().splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines
-            if line.startswith("| ")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines
+        if line.startswith("| ")
+    ]
     freed = {None: "-", True: "yes", False: "no"}
-    expected = [[name, s.fsdp1, s.mesh, freed[s.reshard_after_forward], s.summary]
-                for name, s in STRATEGIES.items()]
+    expected = [
+        [name, s.fsdp1, s.mesh, freed[s.reshard_after_forward], s.summary]
+        for name, s in STRATEGIES.items()
+    ]
     assert rows[1:] == expected
 
 
 def test_what_migrating_says_of_old_defaults_is_so():
     defaults = parse([])[0]
     assert (defaults.lora_target_modules, defaults.use_cpu_offload, defaults.save_model) == (
-        "all-linear", False, True)
+        "all-linear",
+        False,
+        True,
+    )

@@ -1,4 +1,5 @@
 """`fsdp-qlora doctor` on machines with and without GPUs: what is wrong is said, with a remedy."""
+
 import subprocess
 import sys
 from importlib import metadata
@@ -48,10 +49,13 @@ def driver(tmp_path, monkeypatch):
         (tmp_path / "cards").write_text(cards)
         (tmp_path / "topology").write_text(topology)
         program = tmp_path / "nvidia-smi"
-        program.write_text(f'#!/bin/sh\ncase "$1" in topo) exec cat {tmp_path}/topology;; '
-                           f'*) exec cat {tmp_path}/cards;; esac\n')
+        program.write_text(
+            f'#!/bin/sh\ncase "$1" in topo) exec cat {tmp_path}/topology;; '
+            f"*) exec cat {tmp_path}/cards;; esac\n"
+        )
         program.chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
     return install
 
 
@@ -85,8 +89,10 @@ def test_cards_are_read_from_the_driver_and_a_busy_or_badly_seated_one_is_noted(
 
 
 def test_cards_that_differ_and_figures_that_the_driver_does_not_know_are_no_fault(driver):
-    driver("0, NVIDIA A100, 81920, [N/A], 570.86, [N/A], [N/A]\n"
-           "1, NVIDIA H100, 81920, 3, 570.86, 16, 16\n")
+    driver(
+        "0, NVIDIA A100, 81920, [N/A], 570.86, [N/A], [N/A]\n"
+        "1, NVIDIA H100, 81920, 3, 570.86, 16, 16\n"
+    )
     found = list(check_cards(gpu_rows()))
     assert levels(found) == [OK, OK, OK, NOTE] and "differ" in found[3].says
 
@@ -101,9 +107,14 @@ def test_cards_that_torch_does_not_see_are_wrong_with_the_reason(driver, monkeyp
     assert "driver may be too old" in unseen_cards("13.0").says
 
 
-@pytest.mark.parametrize("link, level, says", [
-    ("NV4", OK, "NVLink (NV4)"), ("PHB", OK, "PCIe (PHB)"),
-    ("SYS", NOTE, "through the processors (SYS)")])
+@pytest.mark.parametrize(
+    "link, level, says",
+    [
+        ("NV4", OK, "NVLink (NV4)"),
+        ("PHB", OK, "PCIe (PHB)"),
+        ("SYS", NOTE, "through the processors (SYS)"),
+    ],
+)
 def test_links_are_read_from_the_rows_and_not_from_the_legend(driver, link, level, says):
     driver(CARDS, TOPOLOGY.format(link=link))
     (found,) = check_links(2, nvidia_smi("topo", "-m"))
@@ -113,8 +124,9 @@ def test_links_are_read_from_the_rows_and_not_from_the_legend(driver, link, leve
 
 def test_a_switch_that_slows_nccl_is_noted(monkeypatch):
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    assert ["NCCL_P2P_DISABLE=1" in f.says for f in check_links(2, TOPOLOGY.format(link="NV4"))] == [
-        False, True]
+    assert [
+        "NCCL_P2P_DISABLE=1" in f.says for f in check_links(2, TOPOLOGY.format(link="NV4"))
+    ] == [False, True]
 
 
 def test_four_bit_weights_are_tried_and_not_only_imported():
@@ -142,13 +154,16 @@ def test_without_a_gpu_the_command_ends_well(driver, capsys, tmp_path):
 
 def test_with_a_fault_the_exit_code_is_1_and_the_fault_stands_out(driver, capsys):
     driver(CARDS, TOPOLOGY.format(link="PHB"))
-    with pytest.raises(SystemExit) as ended: main(["doctor"])
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor"])
     text = capsys.readouterr().out
     assert ended.value.code == 1 and "\nWRONG  torch is built without CUDA\n       -> " in text
     assert "1 thing to mend" in text
 
 
 def test_it_works_where_torch_can_not_be_imported():
-    code = ("import sys; sys.modules['torch'] = None; from fsdp_qlora.cli import main; main(['doctor'])")
+    code = (
+        "import sys; sys.modules['torch'] = None; from fsdp_qlora.cli import main; main(['doctor'])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1 and "WRONG  torch can't be imported" in done.stdout

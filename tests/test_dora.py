@@ -2,6 +2,7 @@
 
 Shapes: N tokens, I inputs, O outputs, R rank.  x (N, I), A (R, I), B (O, R), m (O,)
 """
+
 import copy
 
 import pytest
@@ -51,18 +52,22 @@ def moved(layer):
 
 def ours(base: str, bias=False, dropout=0.0, dtype=torch.float32):
     linear = base_linear(bias, dtype)
-    if base != "plain": linear = QuantLinear.from_linear(linear, base)
+    if base != "plain":
+        linear = QuantLinear.from_linear(linear, base)
     config = lora_config(rank=R, alpha=ALPHA, dropout=dropout, use_dora=True)
     return moved(LoraLinear(linear, "default", config, r=R, lora_alpha=ALPHA))
 
 
 def pefts(base: str, bias=False, dropout=0.0, dtype=torch.float32):
     linear = base_linear(bias, dtype)
-    if base == "nf4": linear = bnb_linear(linear, bias, dtype)
-    config = LoraConfig(r=R, lora_alpha=ALPHA, lora_dropout=dropout, use_dora=True,
-                        target_modules=["proj"])
+    if base == "nf4":
+        linear = bnb_linear(linear, bias, dtype)
+    config = LoraConfig(
+        r=R, lora_alpha=ALPHA, lora_dropout=dropout, use_dora=True, target_modules=["proj"]
+    )
     layer = inject_adapter_in_model(config, nn.ModuleDict(dict(proj=linear)))["proj"]
-    if dropout: layer.lora_dropout["default"] = OurMask(dropout)
+    if dropout:
+        layer.lora_dropout["default"] = OurMask(dropout)
     return moved(layer)
 
 
@@ -89,8 +94,12 @@ def all_results(layer, dtype=torch.float32) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("base", ["nf4", "plain"])
 def test_outputs_and_gradients_equal_peft_in_fp32(base, bias, dropout):
     """Under dropout too: what it takes away goes through W alone, as in PEFT."""
-    torch.testing.assert_close(all_results(ours(base, bias, dropout)),
-                               all_results(pefts(base, bias, dropout)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        all_results(ours(base, bias, dropout)),
+        all_results(pefts(base, bias, dropout)),
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
 
 @pytest.mark.parametrize("base", ["nf4", "plain"])
@@ -111,31 +120,43 @@ def test_a_layer_of_any_format_has_the_output_of_its_formula(base):
     whole = layer.base_layer.dequantize(torch.float32) + SCALING * b @ a
     whole *= (layer.lora_magnitude_vector["default"].weight / whole.norm(dim=1))[:, None]
     x = values(5, I)
-    torch.testing.assert_close(layer(x), x @ whole.t() + layer.base_layer.bias, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        layer(x), x @ whole.t() + layer.base_layer.bias, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_gradients_equal_finite_differences_of_the_layer_with_its_norm_held(monkeypatch):
     layer = ours("plain", bias=True).double()
-    parts = [layer.lora_A["default"], layer.lora_B["default"], layer.lora_magnitude_vector["default"]]
+    parts = [
+        layer.lora_A["default"],
+        layer.lora_B["default"],
+        layer.lora_magnitude_vector["default"],
+    ]
     held = dora.norms_of(layer.base_layer, *(p.weight for p in parts[:2]), SCALING, torch.float64)
     monkeypatch.setattr("fsdp_qlora.adapters.lora.norms_of", lambda *_: held)
     weights = [part.weight for part in parts]
-    for part in parts: part._parameters.clear()
+    for part in parts:
+        part._parameters.clear()
 
     def forward(x, *new):
-        for part, weight in zip(parts, new, strict=True): part.weight = weight
+        for part, weight in zip(parts, new, strict=True):
+            part.weight = weight
         return layer(x)
-    assert torch.autograd.gradcheck(forward, (values(3, I).double().requires_grad_(), *weights),
-                                    fast_mode=True)
+
+    assert torch.autograd.gradcheck(
+        forward, (values(3, I).double().requires_grad_(), *weights), fast_mode=True
+    )
 
 
 # ---- norms -------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("adapted", [False, True])
 def test_norms_are_made_a_part_at_a_time_and_pass_opcheck(quantized, adapted, monkeypatch):
     weight, absmax = values(10, 72, seed=3), None
-    if quantized: weight, absmax = quantize_rows(weight)
+    if quantized:
+        weight, absmax = quantize_rows(weight)
     a, b = (values(R, 72, seed=1), values(10, R, seed=2)) if adapted else (None, None)
     args = weight, absmax, a, b, SCALING, 72, "nf4" if quantized else "", torch.bfloat16
     torch.library.opcheck(adapted_norms, args)
@@ -148,6 +169,7 @@ def test_norms_are_made_a_part_at_a_time_and_pass_opcheck(quantized, adapted, mo
 
 # ---- a model -----------------------------------------------------------------------------------
 
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("llama"))
@@ -155,18 +177,22 @@ def folder(tmp_path_factory):
 
 def dora_model(folder, quantized=True, **settings):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    if quantized: quantize_linears(model)
+    if quantized:
+        quantize_linears(model)
     return apply_adapters(model, lora_config(rank=R, use_dora=True, **settings))
 
 
 @pytest.mark.parametrize("quantized", [False, True])
 def test_a_loaded_model_starts_as_its_base_with_pefts_names(folder, quantized):
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    if quantized: quantize_linears(base)
+    if quantized:
+        quantize_linears(base)
     model = dora_model(folder, quantized)
     torch.testing.assert_close(model(IDS).logits, base(IDS).logits, rtol=1e-5, atol=1e-5)
-    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), LoraConfig(
-        task_type="CAUSAL_LM", r=R, use_dora=True, target_modules=TARGETS))
+    theirs = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder),
+        LoraConfig(task_type="CAUSAL_LM", r=R, use_dora=True, target_modules=TARGETS),
+    )
     shapes = {n: p.shape for n, p in trainable_parameters(theirs).items()}
     assert {n: p.shape for n, p in trainable_parameters(model).items()} == shapes
     assert isinstance(model, PeftModel)
@@ -174,10 +200,12 @@ def test_a_loaded_model_starts_as_its_base_with_pefts_names(folder, quantized):
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_initial_magnitudes_are_the_norms_of_the_loaded_rows_however_they_are_split(
-        folder, parts, monkeypatch):
+    folder, parts, monkeypatch
+):
     model = dora_model(folder)
     expected = {n: p.clone() for n, p in trainable_parameters(model).items() if "magnitude" in n}
-    for p in trainable_parameters(model).values(): p.data.fill_(float("nan"))
+    for p in trainable_parameters(model).values():
+        p.data.fill_(float("nan"))
     for rank in range(parts):
         monkeypatch.setattr("fsdp_qlora.adapters.lora.local_rows", cut_rows(rank, parts))
         init_adapters(model, 0)
@@ -197,7 +225,8 @@ def test_compiled_blocks_have_equal_gradients(folder):
     model = dora_model(folder)
     init_adapters(model, 0)
     for name, p in trainable_parameters(model).items():
-        if "lora_B" in name: nn.init.normal_(p, std=0.1)
+        if "lora_B" in name:
+            nn.init.normal_(p, std=0.1)
     eager = gradients(copy.deepcopy(model.train()))
     compile_blocks(model)
     assert len(eager) == 3 * 14
@@ -208,8 +237,10 @@ def test_disable_adapter_gives_the_base_model(folder):
     base = quantize_linears(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     model = dora_model(folder)
     for name, p in trainable_parameters(model).items():
-        if "magnitude" in name: p.data *= 2
-    with model.disable_adapter(): disabled = model(IDS).logits
+        if "magnitude" in name:
+            p.data *= 2
+    with model.disable_adapter():
+        disabled = model(IDS).logits
     torch.testing.assert_close(disabled, base(IDS).logits, rtol=0, atol=0)
     assert not torch.allclose(model(IDS).logits, disabled)
 

@@ -1,4 +1,5 @@
 """`train --dry_run` shows the run and leaves no trace."""
+
 import json
 import re
 import shutil
@@ -27,16 +28,22 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("work")
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    for name, settings in dict(model={}, short=dict(max_position_embeddings=16),
-                               small=dict(vocab_size=8)).items():
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>",
-                                unk_token="<unk>").save_pretrained(folder / name)
+    for name, settings in dict(
+        model={}, short=dict(max_position_embeddings=16), small=dict(vocab_size=8)
+    ).items():
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+        ).save_pretrained(folder / name)
         save_tiny(folder / name, **settings)
-    rows = [{"instruction": f"say {' '.join(WORDS[10:11 + i % 4])}", "output": "hi " * (1 + i)}
-            for i in range(10)]
+    rows = [
+        {"instruction": f"say {' '.join(WORDS[10 : 11 + i % 4])}", "output": "hi " * (1 + i)}
+        for i in range(10)
+    ]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "recipe.yaml").write_text("model_name: model\ndataset: rows.jsonl\ndevice: cpu\n"
-                                        "world_size: 2\nglobal_batch_size: 4\nlora_rank: 8\n")
+    (folder / "recipe.yaml").write_text(
+        "model_name: model\ndataset: rows.jsonl\ndevice: cpu\n"
+        "world_size: 2\nglobal_batch_size: 4\nlora_rank: 8\n"
+    )
     return folder
 
 
@@ -51,6 +58,7 @@ def shown(folder, monkeypatch, capsys):
         assert main(["train", "--config", "recipe.yaml", "--dry_run", *flags]) == 0
         assert snapshot(folder) == before
         return capsys.readouterr().out
+
     return run
 
 
@@ -63,8 +71,18 @@ def test_the_settings_are_printed_as_a_recipe_that_means_the_same(shown, folder,
     recipe = text.split("as a recipe (--verbose: all):\n")[1].split("\n\n")[0]
     again = tmp_path / "again.yaml"
     again.write_text(recipe)
-    wanted, = parse(["--config", str(folder / "recipe.yaml"), "--lr", "1e-4", "--data_cache", "cache",
-                     "--output_dir", "out"])
+    (wanted,) = parse(
+        [
+            "--config",
+            str(folder / "recipe.yaml"),
+            "--lr",
+            "1e-4",
+            "--data_cache",
+            "cache",
+            "--output_dir",
+            "out",
+        ]
+    )
     assert parse(["--config", str(again)])[0] == wanted
 
 
@@ -90,9 +108,14 @@ def test_the_first_batch_is_that_of_the_run_with_trained_tokens_marked(shown, fo
     assert "--- row 2" not in printed  # though --preview would show five
 
 
-@pytest.mark.parametrize("flags, says", [
-    (["--packing"], "micro-batch 1 bin x"), (["--stream", "--max_steps", "2"], "rows of the stream"),
-    (["--eval_share", "0.2"], "held out: 2 rows")])
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (["--packing"], "micro-batch 1 bin x"),
+        (["--stream", "--max_steps", "2"], "rows of the stream"),
+        (["--eval_share", "0.2"], "held out: 2 rows"),
+    ],
+)
 def test_other_forms_of_data_are_shown_too(shown, flags, says):
     text = shown(*flags)
     assert says in text and "--- row 0" in text and "[[" in text
@@ -103,27 +126,55 @@ def test_without_a_gpu_it_says_how_to_get_a_prediction(shown):
     assert "no prediction: no GPU is used here; `fsdp-qlora estimate`" in shown()
 
 
-@pytest.mark.parametrize("flags, says", [
-    (["--lora_target_modules", "qkv_proj"], "--lora_target_modules qkv_proj"),
-    (["--dataset", "absent.jsonl"], "no such file"), (["--model_name", "absent"], "does not exist"),
-    (["--model_name", "short"], "the data have rows of 38 tokens, and the model has 16 positions"),
-    (["--model_name", "small"], "the model embeds ids below 8; use the tokenizer")])
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (["--lora_target_modules", "qkv_proj"], "--lora_target_modules qkv_proj"),
+        (["--dataset", "absent.jsonl"], "no such file"),
+        (["--model_name", "absent"], "does not exist"),
+        (
+            ["--model_name", "short"],
+            "the data have rows of 38 tokens, and the model has 16 positions",
+        ),
+        (["--model_name", "small"], "the model embeds ids below 8; use the tokenizer"),
+    ],
+)
 def test_what_a_run_would_refuse_is_refused(folder, monkeypatch, capsys, flags, says):
     monkeypatch.chdir(folder)
     assert main(["train", "--config", "recipe.yaml", "--dry_run", *flags]) == 2
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("change, says", [
-    (dict(num_attention_heads="4"), "config.json: .*'num_attention_heads': .* expected int, got str"),
-    (dict(model_type="foobar"), "config.json: .*`foobar`.*; look at that file"),
-    (dict(model_type="t5"), "no model that continues text can be made .*T5Config"),
-    (dict(hidden_act="nonsense"), "no model that continues text .*: KeyError 'nonsense'; look")])
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (
+            dict(num_attention_heads="4"),
+            "config.json: .*'num_attention_heads': .* expected int, got str",
+        ),
+        (dict(model_type="foobar"), "config.json: .*`foobar`.*; look at that file"),
+        (dict(model_type="t5"), "no model that continues text can be made .*T5Config"),
+        (dict(hidden_act="nonsense"), "no model that continues text .*: KeyError 'nonsense'; look"),
+    ],
+)
 def test_a_config_that_makes_no_model_is_one_line(folder, tmp_path, capsys, change, says):
     file = Path(shutil.copytree(folder / "model", tmp_path / "model")) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    assert main(["train", "--model_name", str(file.parent), "--dataset", str(folder / "rows.jsonl"),
-                 "--device", "cpu", "--dry_run"]) == 2
+    assert (
+        main(
+            [
+                "train",
+                "--model_name",
+                str(file.parent),
+                "--dataset",
+                str(folder / "rows.jsonl"),
+                "--device",
+                "cpu",
+                "--dry_run",
+            ]
+        )
+        == 2
+    )
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(f"--model_name {file.parent}: {says}", line)
 
@@ -134,7 +185,9 @@ def test_a_model_that_can_be_trained_and_not_estimated_is_shown(shown, folder):
     config = BloomConfig(vocab_size=97, hidden_size=64, n_layer=2, n_head=4)
     AutoModelForCausalLM.from_config(config).save_pretrained(bloom)
     text = shown("--model_name", "bloom")
-    assert re.search("no prediction: .* no intermediate_size", text) and "dry run: nothing was" in text
+    assert (
+        re.search("no prediction: .* no intermediate_size", text) and "dry run: nothing was" in text
+    )
 
 
 def test_no_rank_is_started_and_no_thread_count_changes(shown):
@@ -144,8 +197,10 @@ def test_no_rank_is_started_and_no_thread_count_changes(shown):
 
 
 def test_padding_at_the_end_is_left_out_and_a_trained_end_token_is_not():
-    batch = {"input_ids": torch.tensor([[5, 6, 1, 1], [5, 1, 1, 1]]),
-             "labels": torch.tensor([[-100, 6, 1, -100], [-100, -100, -100, -100]])}
+    batch = {
+        "input_ids": torch.tensor([[5, 6, 1, 1], [5, 1, 1, 1]]),
+        "labels": torch.tensor([[-100, 6, 1, -100], [-100, -100, -100, -100]]),
+    }
     assert [len(ids) for ids, _ in batch_rows(batch, 1)] == [3, 1]
 
 

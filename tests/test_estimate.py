@@ -1,4 +1,5 @@
 """Estimates against closed forms: settings, stored weights, cost, and what is shown of them."""
+
 import json
 import subprocess
 import sys
@@ -24,14 +25,25 @@ from fsdp_qlora.optim import build_optimizer
 from .estimates import H100, LLAMA_8B, LLAMA_70B, SMALL, TRIAL, tiny
 
 
-@pytest.mark.parametrize("known,changes", [
-    ("llama-2-7b", {}), ("qwen2.5-0.5b", dict(quant="fp4")), ("qwen3-8b", dict(quant="none")),
-    ("phi-3-mini-4k", {}), ("llama-2-7b", dict(targets=("q_proj", "lm_head"))),
-    ("qwen2.5-0.5b", dict(adapter="dora")), ("qwen2.5-0.5b", dict(bias="all")),
-    ("qwen2.5-0.5b", dict(bias="lora_only", targets=("q_proj",))),
-    ("qwen3-30b-a3b", dict(expert_targets=("experts",))),
-    ("mixtral-8x7b-v0.1", dict(expert_targets=("down_proj",), rank_pattern=(("down_proj", 3),))),
-    ("qwen2.5-0.5b", dict(rank_pattern=(("q_proj", 2), ("down_proj", 16))))])
+@pytest.mark.parametrize(
+    "known,changes",
+    [
+        ("llama-2-7b", {}),
+        ("qwen2.5-0.5b", dict(quant="fp4")),
+        ("qwen3-8b", dict(quant="none")),
+        ("phi-3-mini-4k", {}),
+        ("llama-2-7b", dict(targets=("q_proj", "lm_head"))),
+        ("qwen2.5-0.5b", dict(adapter="dora")),
+        ("qwen2.5-0.5b", dict(bias="all")),
+        ("qwen2.5-0.5b", dict(bias="lora_only", targets=("q_proj",))),
+        ("qwen3-30b-a3b", dict(expert_targets=("experts",))),
+        (
+            "mixtral-8x7b-v0.1",
+            dict(expert_targets=("down_proj",), rank_pattern=(("down_proj", 3),)),
+        ),
+        ("qwen2.5-0.5b", dict(rank_pattern=(("q_proj", 2), ("down_proj", 16)))),
+    ],
+)
 def test_stored_weights_are_those_of_the_built_model(known, changes):
     setup = replace(SMALL, **changes)
     model, shape = tiny(known, setup)
@@ -61,14 +73,29 @@ def test_cost_of_a_run():
 
 
 def test_settings_of_a_run_become_a_setup():
-    config = RunConfig(train_type="qlora", sharding_strategy="shard_grad_op", lora_rank=16,
-                       lora_target_modules="q_proj,v_proj", global_batch_size=32, batch_size=4,
-                       use_gradient_checkpointing=False, adapter_dtype="bf16")
+    config = RunConfig(
+        train_type="qlora",
+        sharding_strategy="shard_grad_op",
+        lora_rank=16,
+        lora_target_modules="q_proj,v_proj",
+        global_batch_size=32,
+        batch_size=4,
+        use_gradient_checkpointing=False,
+        adapter_dtype="bf16",
+    )
     setup = setup_from_config(config, 2, padded_rows=True)
     assert setup == Setup(
-        world_size=2, strategy="shard_grad_op", lora_rank=16, targets=("q_proj", "v_proj"),
-        batch_size=4, accumulation=4, activation_policy="keep_all", adapter_dtype="bf16",
-        padded_rows=True, compile=True)
+        world_size=2,
+        strategy="shard_grad_op",
+        lora_rank=16,
+        targets=("q_proj", "v_proj"),
+        batch_size=4,
+        accumulation=4,
+        activation_policy="keep_all",
+        adapter_dtype="bf16",
+        padded_rows=True,
+        compile=True,
+    )
     assert setup_from_config(RunConfig(compile=False), 1) == Setup()
 
 
@@ -91,12 +118,17 @@ def test_table_shows_every_part_and_the_moment():
     assert max(found.moments.values()) == pytest.approx(found.peak_allocated)
 
 
-@pytest.mark.parametrize("changes,message", [
-    (dict(batch_size=0), "batch_size must be 1 or more, got 0"),
-    (dict(optimizer="lion"), "optimizer lion: choose adamw"),
-    (dict(targets=("qq",)), "qq: no such module")])
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        (dict(batch_size=0), "batch_size must be 1 or more, got 0"),
+        (dict(optimizer="lion"), "optimizer lion: choose adamw"),
+        (dict(targets=("qq",)), "qq: no such module"),
+    ],
+)
 def test_wrong_settings_are_named(changes, message):
-    with pytest.raises(ValueError, match=message): memory(LLAMA_8B, **changes)
+    with pytest.raises(ValueError, match=message):
+        memory(LLAMA_8B, **changes)
 
 
 def test_context_beyond_the_models_positions_is_refused():
@@ -105,9 +137,11 @@ def test_context_beyond_the_models_positions_is_refused():
 
 
 def test_estimates_need_no_torch():
-    code = ("import sys, json, fsdp_qlora.estimate, fsdp_qlora.catalog.arch;"
-            "import fsdp_qlora.catalog.hardware;"
-            "print(json.dumps('torch' in sys.modules))")
+    code = (
+        "import sys, json, fsdp_qlora.estimate, fsdp_qlora.catalog.arch;"
+        "import fsdp_qlora.catalog.hardware;"
+        "print(json.dumps('torch' in sys.modules))"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(out.stdout) is False
 

@@ -1,4 +1,5 @@
 """What a block keeps, against what torch keeps of transformers' blocks with our layers."""
+
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,9 @@ from .estimates import LLAMA_8B, PRODUCT, SMALL, TRIAL, TRIAL_HALF, tiny
 from .families import family_config
 
 MIXTURES = [dict(), dict(expert_targets=("experts",)), dict(quant="none", adapter="none")]
-CPU_RANDOM_STATE = 5056  # bytes, kept where attention is computed again, which could drop; 16 on a GPU
+CPU_RANDOM_STATE = (
+    5056  # bytes, kept where attention is computed again, which could drop; 16 on a GPU
+)
 
 
 def traced_block_bytes(model, setup, monkeypatch) -> int:
@@ -36,7 +39,8 @@ def traced_block_bytes(model, setup, monkeypatch) -> int:
 
     def contexts(policy):
         forward, backward = original(policy)
-        if inside[0]: kept.append(forward.storage)
+        if inside[0]:
+            kept.append(forward.storage)
         return forward, backward
 
     original = activations.create_selective_checkpoint_contexts
@@ -49,7 +53,8 @@ def traced_block_bytes(model, setup, monkeypatch) -> int:
     with saved_tensors_hooks(add, lambda tensor: tensor):
         base_model(model).model(input_ids=rows)
     inside[0] = True
-    for tensor in tensors_in(kept): add(tensor)
+    for tensor in tensors_in(kept):
+        add(tensor)
     return sum(size for in_block, size, _ in seen.values() if in_block)
 
 
@@ -71,21 +76,33 @@ def tensors_in(tree):
     elif isinstance(tree, dict):
         yield from tensors_in(list(tree.values()))
     elif isinstance(tree, (list, tuple)):
-        for branch in tree: yield from tensors_in(branch)
+        for branch in tree:
+            yield from tensors_in(branch)
     elif hasattr(tree, "val"):
         yield from tensors_in(tree.val)
 
 
-@pytest.mark.parametrize("known,changes", [
-    ("llama-2-7b", {}), ("llama-2-7b", dict(lora_dropout=0.1)),
-    ("llama-2-7b", dict(targets=("q_proj", "v_proj"))), ("llama-2-7b", dict(quant="none")),
-    ("llama-2-7b", dict(targets=("down_proj",), lora_dropout=0.5)),
-    ("llama-2-7b", dict(attention="eager")), ("qwen2.5-7b", {}), ("qwen3-8b", {}),
-    ("gemma-7b", {}), ("phi-3-mini-4k", {}), ("llama-2-7b", dict(quant="none", adapter="none")),
-    ("llama-2-7b", dict(compile=True)), ("qwen3-8b", dict(compile=True, lora_dropout=0.1)),
-    ("llama-2-7b", dict(adapter="dora")), ("llama-2-7b", dict(adapter="dora", compile=True)),
-    *[("qwen3-30b-a3b", more | dict(compile=c)) for c in (False, True) for more in MIXTURES],
-])
+@pytest.mark.parametrize(
+    "known,changes",
+    [
+        ("llama-2-7b", {}),
+        ("llama-2-7b", dict(lora_dropout=0.1)),
+        ("llama-2-7b", dict(targets=("q_proj", "v_proj"))),
+        ("llama-2-7b", dict(quant="none")),
+        ("llama-2-7b", dict(targets=("down_proj",), lora_dropout=0.5)),
+        ("llama-2-7b", dict(attention="eager")),
+        ("qwen2.5-7b", {}),
+        ("qwen3-8b", {}),
+        ("gemma-7b", {}),
+        ("phi-3-mini-4k", {}),
+        ("llama-2-7b", dict(quant="none", adapter="none")),
+        ("llama-2-7b", dict(compile=True)),
+        ("qwen3-8b", dict(compile=True, lora_dropout=0.1)),
+        ("llama-2-7b", dict(adapter="dora")),
+        ("llama-2-7b", dict(adapter="dora", compile=True)),
+        *[("qwen3-30b-a3b", more | dict(compile=c)) for c in (False, True) for more in MIXTURES],
+    ],
+)
 def test_saved_activations_are_those_that_autograd_saves(known, changes, monkeypatch):
     setup = replace(SMALL, activation_policy="keep_all", **changes)
     model, shape = tiny(known, setup)
@@ -95,16 +112,24 @@ def test_saved_activations_are_those_that_autograd_saves(known, changes, monkeyp
 
 
 @pytest.mark.parametrize("policy", [p for p in ACTIVATION_POLICIES if p != "keep_all"])
-@pytest.mark.parametrize("known,changes", [
-    ("llama-2-7b", dict(compile=True)), ("qwen3-8b", dict(compile=True, lora_dropout=0.1)),
-    ("phi-3-mini-4k", dict(compile=True)), ("llama-2-7b", dict(compile=True, quant="none")),
-    ("qwen2.5-7b", dict(compile=True, targets=("q_proj", "v_proj"))),
-    ("llama-2-7b", dict(compile=True, attention="eager")),
-    ("gemma-2-9b", dict(compile=True, attention="eager")),
-    ("llama-2-7b", {}), ("qwen3-8b", dict(lora_dropout=0.1)), ("phi-3-mini-4k", {}),
-    ("llama-2-7b", dict(attention="eager")), ("llama-2-7b", dict(quant="none", adapter="none")),
-    *[("qwen3-30b-a3b", dict(compile=c, expert_targets=("experts",))) for c in (False, True)],
-])
+@pytest.mark.parametrize(
+    "known,changes",
+    [
+        ("llama-2-7b", dict(compile=True)),
+        ("qwen3-8b", dict(compile=True, lora_dropout=0.1)),
+        ("phi-3-mini-4k", dict(compile=True)),
+        ("llama-2-7b", dict(compile=True, quant="none")),
+        ("qwen2.5-7b", dict(compile=True, targets=("q_proj", "v_proj"))),
+        ("llama-2-7b", dict(compile=True, attention="eager")),
+        ("gemma-2-9b", dict(compile=True, attention="eager")),
+        ("llama-2-7b", {}),
+        ("qwen3-8b", dict(lora_dropout=0.1)),
+        ("phi-3-mini-4k", {}),
+        ("llama-2-7b", dict(attention="eager")),
+        ("llama-2-7b", dict(quant="none", adapter="none")),
+        *[("qwen3-30b-a3b", dict(compile=c, expert_targets=("experts",))) for c in (False, True)],
+    ],
+)
 def test_a_policy_keeps_what_torch_keeps_of_its_block(policy, known, changes, monkeypatch):
     setup = replace(SMALL, activation_policy=policy, **changes)
     torch._dynamo.reset()
@@ -123,15 +148,17 @@ def test_what_policies_keep_of_a_block_by_hand():
         assert kept_by_block(LLAMA_8B, setup, "keep_attention") == n * (inputs + attention)
     assert kept_by_block(LLAMA_8B, compiled, "keep_linears") == n * (inputs + attention + linears)
     assert kept_by_block(LLAMA_8B, eager, "keep_linears") == (
-        n * (inputs + attention + linears + 4096 * 2))
+        n * (inputs + attention + linears + 4096 * 2)
+    )
 
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("strategy", ["ddp", "full_shard", "shard_grad_op"])
 def test_each_policy_that_keeps_more_takes_more(compiled, strategy):
     setup = replace(PRODUCT, compile=compiled, strategy=strategy, world_size=2)
-    peaks = [memory(LLAMA_8B, setup, activation_policy=p).peak_allocated
-             for p in ACTIVATION_POLICIES]
+    peaks = [
+        memory(LLAMA_8B, setup, activation_policy=p).peak_allocated for p in ACTIVATION_POLICIES
+    ]
     assert peaks == sorted(peaks) and len(set(peaks)) == 4
 
 
@@ -152,8 +179,9 @@ def test_recomputed_blocks_last_take_at_most_one_block_more_than_first():
 
 def test_the_peak_can_be_where_policies_change():
     """Blocks 1 to 3 keep everything: the backward of the fourth finds them all."""
-    setup = replace(TRIAL, context_length=2048, activation_policy="keep_all:3,recompute_all:1,"
-                    "keep_attention:28")
+    setup = replace(
+        TRIAL, context_length=2048, activation_policy="keep_all:3,recompute_all:1,keep_attention:28"
+    )
     assert {"block 3", "block 4", "block 5"} <= set(memory(LLAMA_8B, setup).moments)
 
 

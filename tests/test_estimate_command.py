@@ -1,4 +1,5 @@
 """`fsdp-qlora estimate`: from a model's name, file or size to memory, time and money, without torch."""
+
 import json
 import re
 import subprocess
@@ -15,8 +16,19 @@ from fsdp_qlora.config import RunConfig
 from fsdp_qlora.estimate import estimate, memory, setup_from_config, step_seconds
 from fsdp_qlora.estimate.report import billions
 
-ASKED = ["--model_name", "llama-2-70b", "--gpu", "rtx 3090", "--gpus", "2", "--batch_size", "2",
-         "--context_length", "2048", "--use_cpu_offload"]
+ASKED = [
+    "--model_name",
+    "llama-2-70b",
+    "--gpu",
+    "rtx 3090",
+    "--gpus",
+    "2",
+    "--batch_size",
+    "2",
+    "--context_length",
+    "2048",
+    "--use_cpu_offload",
+]
 
 
 def machine(**options):
@@ -38,8 +50,10 @@ def refusal(capsys, *argv) -> str:
 
 @pytest.mark.parametrize("command", ["estimate", "plan"])
 def test_it_answers_where_torch_can_not_be_imported(command):
-    code = ("import sys; sys.modules['torch'] = None; from fsdp_qlora.cli import main;"
-            f"sys.exit(main({[command, *ASKED]!r}))")
+    code = (
+        "import sys; sys.modules['torch'] = None; from fsdp_qlora.cli import main;"
+        f"sys.exit(main({[command, *ASKED]!r}))"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert "RTX 3090 (uncalibrated)" in run.stdout
@@ -47,8 +61,9 @@ def test_it_answers_where_torch_can_not_be_imported(command):
 
 def test_the_answer_is_that_of_the_estimates(capsys):
     found = answer(capsys, *ASKED, "--examples", "1024")
-    config = RunConfig(model_name="llama-2-70b", batch_size=2, context_length=2048,
-                       use_cpu_offload=True)
+    config = RunConfig(
+        model_name="llama-2-70b", batch_size=2, context_length=2048, use_cpu_offload=True
+    )
     # Adapters and their states would take more than an eighth of the card.
     setup = setup_from_config(config, 2, trained_offload=True)
     shape, gpu = model_shape("llama-2-70b"), find_gpu("3090")
@@ -64,9 +79,21 @@ def test_the_answer_is_that_of_the_estimates(capsys):
 def test_the_text_is_one_screen_with_every_part(capsys):
     assert main(["estimate", *ASKED, "--examples", "1024"]) == 0
     text = capsys.readouterr().out
-    for part in ("linear weights", "saved for the backward", "gathered by FSDP", "large products",
-                 "dequantization", "communication not hidden", "tokens/s per GPU", "host memory",
-                 "2.1 M tokens", "$", "uncalibrated", "PCIe 4 x16", "fits"):
+    for part in (
+        "linear weights",
+        "saved for the backward",
+        "gathered by FSDP",
+        "large products",
+        "dequantization",
+        "communication not hidden",
+        "tokens/s per GPU",
+        "host memory",
+        "2.1 M tokens",
+        "$",
+        "uncalibrated",
+        "PCIe 4 x16",
+        "fits",
+    ):
         assert part in text or part == "linear weights", part
     assert len(text.splitlines()) <= 30
 
@@ -74,14 +101,24 @@ def test_the_text_is_one_screen_with_every_part(capsys):
 def test_a_config_file_a_folder_and_a_name_are_the_same_model(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(known_config("llama-2-70b")))
     asked = ["--gpu", "h100", "--context_length", "2048"]
-    totals = {answer(capsys, "--model_name", str(name), *asked)["needed_gib"]
-              for name in ("llama-2-70b", tmp_path, tmp_path / "config.json")}
+    totals = {
+        answer(capsys, "--model_name", str(name), *asked)["needed_gib"]
+        for name in ("llama-2-70b", tmp_path, tmp_path / "config.json")
+    }
     assert len(totals) == 1
 
 
-@pytest.mark.parametrize("size,count", [("7B", 7e9), ("7e9", 7e9), ("7,000,000,000", 7e9),
-                                        ("70b", 70e9), ("350M", 350e6),
-                                        ("8030261248", 8030261248)])
+@pytest.mark.parametrize(
+    "size,count",
+    [
+        ("7B", 7e9),
+        ("7e9", 7e9),
+        ("7,000,000,000", 7e9),
+        ("70b", 70e9),
+        ("350M", 350e6),
+        ("8030261248", 8030261248),
+    ],
+)
 def test_a_size_becomes_a_llama_of_that_size(size, count):
     shape = shape_from_params(size)
     assert shape.total_params() == pytest.approx(count, rel=0.04)
@@ -95,8 +132,10 @@ def test_weights_are_counted_in_words(count, text):
 
 def test_interconnect_changes_the_time_and_not_the_memory():
     shape, config = model_shape("llama-2-7b"), RunConfig(context_length=2048)
-    found = {link: estimate(shape, machine(gpu="3090", gpus=2, interconnect=link), config)
-             for link in ("nvlink", "pcie4x16", "pcie3x4", "1")}
+    found = {
+        link: estimate(shape, machine(gpu="3090", gpus=2, interconnect=link), config)
+        for link in ("nvlink", "pcie4x16", "pcie3x4", "1")
+    }
     seconds = [f.step.parts["communication"] for f in found.values()]
     assert seconds == sorted(seconds) and seconds[3] > 2 * seconds[0]
     assert len({f.memory.total for f in found.values()}) == 1
@@ -105,8 +144,10 @@ def test_interconnect_changes_the_time_and_not_the_memory():
 
 def test_several_machines_are_as_slow_as_the_link_between_them():
     shape, config = model_shape("llama-2-7b"), RunConfig(context_length=2048)
-    one, two, slow = (estimate(shape, machine(gpu="a100", gpus=8 // n, nodes=n, internode_gb_s=rate),
-                               config) for n, rate in ((1, 25), (2, 25), (2, 1)))
+    one, two, slow = (
+        estimate(shape, machine(gpu="a100", gpus=8 // n, nodes=n, internode_gb_s=rate), config)
+        for n, rate in ((1, 25), (2, 25), (2, 1))
+    )
     times = [f.step.total for f in (one, two, slow)]
     assert times == sorted(times) and times[2] > 2 * times[0]
     assert two.machine.world_size == 8 and two.memory.host < one.memory.host
@@ -124,35 +165,56 @@ def test_prices_of_the_user_replace_the_dated_ones(capsys, tmp_path):
     assert "'cheap' is no price" in refusal(capsys, "estimate", *ASKED, "--prices", str(prices))
 
 
-@pytest.mark.parametrize("argv,message", [
-    (["--gpu", "gtx 970"], "--gpu gtx 970: not in the catalogue"),
-    (["--gpu", "h100", "--gpu_spec", "x.json"], "--gpu and --gpu_spec both name the GPU"),
-    (["--gpu", "h100", "--model_name", "llama-9-1b"], "--model_name llama-9-1b: no known model"),
-    (["--gpu", "h100", "--context_length", "5000"], "--context_length 5000: .* 4096 positions"),
-    (["--gpu", "h100", "--context_length", "-1"], "--context_length must be 1 or more, got -1"),
-    (["--gpu", "h100", "--batch_size", "-2"], "--batch_size must be"),
-    (["--gpu", "h100", "--gpus", "-3"], "--gpus must be -1 or above 0, got -3"),
-    (["--gpu", "h100", "--nodes", "0"], "--nodes must be 1 or more, got 0"),
-    (["--gpu", "h100", "--gpu_memory_gib", "-8"], "--gpu_memory_gib must be above 0, got -8"),
-    (["--gpu", "h100", "--examples", "-1"], "--examples must be 1 or more, got -1"),
-    (["--gpu", "h100", "--examples", "0"], "--examples must be 1 or more, got 0"),
-    (["--gpu", "h100", "--model_name", "README.md"], "README.md: not a config.json .*; give"),
-    (["--gpu", "h100", "--params", "-7B"], "--params -7B: give a size such as 7B"),
-    (["--gpu", "h100", "--params", "7Q"], "--params 7Q: give a size"),
-    (["--gpu", "h100", "--params", "90000T"], "can be estimated"),
-    (["--gpu", "h100", "--params", "7.5"], "--params 7.5: .*did you mean 7.5B"),
-    (["--gpu", "h100", "--params", "7B", "--model_name", "gpt2"], "both name the model; give one"),
-    (["--gpu", "h100", "--world_size", "2"], "--world_size 2: .*--gpus"),
-    (["--gpu", ""], "--gpu : not in the catalogue"),
-    (["--gpu", "3090", "--gpu_memory_gib", "48"], "--gpu_memory_gib 48: the RTX 3090 has 23.7"),
-    (["--gpu", "h100", "--activation_budget_gib", "1"], "--activation_budget_gib 1: a step needs"),
-    (["--gpu", "4090", "--interconnect", "nvlink"], "--interconnect nvlink: the RTX 4090 has none"),
-    (["--gpu", "4090", "--interconnect", "pcie9x16"], "--interconnect pcie9x16: give"),
-    (["--gpu", "4090", "--interconnect=-5"], "--interconnect -5: give"),
-    (["--gpu", "3090", "--compute_dtype", "fp8"], "--compute_dtype fp8: the RTX 3090 has no fp8"),
-    (["--gpu", "h100", "--gpus", "2", "--sharding_strategy", "hybrid_full_shard"],
-     "--sharding_strategy hybrid_full_shard needs 2 or more replicas"),
-    (["--gpu", "h100", "--epochs", "3"], "unknown flag --epochs; did you mean --num_epochs")])
+@pytest.mark.parametrize(
+    "argv,message",
+    [
+        (["--gpu", "gtx 970"], "--gpu gtx 970: not in the catalogue"),
+        (["--gpu", "h100", "--gpu_spec", "x.json"], "--gpu and --gpu_spec both name the GPU"),
+        (
+            ["--gpu", "h100", "--model_name", "llama-9-1b"],
+            "--model_name llama-9-1b: no known model",
+        ),
+        (["--gpu", "h100", "--context_length", "5000"], "--context_length 5000: .* 4096 positions"),
+        (["--gpu", "h100", "--context_length", "-1"], "--context_length must be 1 or more, got -1"),
+        (["--gpu", "h100", "--batch_size", "-2"], "--batch_size must be"),
+        (["--gpu", "h100", "--gpus", "-3"], "--gpus must be -1 or above 0, got -3"),
+        (["--gpu", "h100", "--nodes", "0"], "--nodes must be 1 or more, got 0"),
+        (["--gpu", "h100", "--gpu_memory_gib", "-8"], "--gpu_memory_gib must be above 0, got -8"),
+        (["--gpu", "h100", "--examples", "-1"], "--examples must be 1 or more, got -1"),
+        (["--gpu", "h100", "--examples", "0"], "--examples must be 1 or more, got 0"),
+        (["--gpu", "h100", "--model_name", "README.md"], "README.md: not a config.json .*; give"),
+        (["--gpu", "h100", "--params", "-7B"], "--params -7B: give a size such as 7B"),
+        (["--gpu", "h100", "--params", "7Q"], "--params 7Q: give a size"),
+        (["--gpu", "h100", "--params", "90000T"], "can be estimated"),
+        (["--gpu", "h100", "--params", "7.5"], "--params 7.5: .*did you mean 7.5B"),
+        (
+            ["--gpu", "h100", "--params", "7B", "--model_name", "gpt2"],
+            "both name the model; give one",
+        ),
+        (["--gpu", "h100", "--world_size", "2"], "--world_size 2: .*--gpus"),
+        (["--gpu", ""], "--gpu : not in the catalogue"),
+        (["--gpu", "3090", "--gpu_memory_gib", "48"], "--gpu_memory_gib 48: the RTX 3090 has 23.7"),
+        (
+            ["--gpu", "h100", "--activation_budget_gib", "1"],
+            "--activation_budget_gib 1: a step needs",
+        ),
+        (
+            ["--gpu", "4090", "--interconnect", "nvlink"],
+            "--interconnect nvlink: the RTX 4090 has none",
+        ),
+        (["--gpu", "4090", "--interconnect", "pcie9x16"], "--interconnect pcie9x16: give"),
+        (["--gpu", "4090", "--interconnect=-5"], "--interconnect -5: give"),
+        (
+            ["--gpu", "3090", "--compute_dtype", "fp8"],
+            "--compute_dtype fp8: the RTX 3090 has no fp8",
+        ),
+        (
+            ["--gpu", "h100", "--gpus", "2", "--sharding_strategy", "hybrid_full_shard"],
+            "--sharding_strategy hybrid_full_shard needs 2 or more replicas",
+        ),
+        (["--gpu", "h100", "--epochs", "3"], "unknown flag --epochs; did you mean --num_epochs"),
+    ],
+)
 def test_a_mistake_is_one_line_that_names_the_flag(capsys, argv, message):
     assert re.search(message, refusal(capsys, "estimate", *argv))
 
@@ -164,8 +226,20 @@ def test_no_gpu_here_and_none_named_is_said(capsys, monkeypatch):
 
 def test_what_is_auto_is_chosen_before_it_is_estimated(capsys):
     """As training would: with --batch_size alone, the strategy stays the user's."""
-    asked = ["estimate", "--model_name", "llama-2-7b", "--gpu", "h100", "--gpus", "2", "--batch_size",
-             "auto", "--context_length", "2048", "--json"]
+    asked = [
+        "estimate",
+        "--model_name",
+        "llama-2-7b",
+        "--gpu",
+        "h100",
+        "--gpus",
+        "2",
+        "--batch_size",
+        "auto",
+        "--context_length",
+        "2048",
+        "--json",
+    ]
     assert main(asked) == 0
     one = json.loads(capsys.readouterr().out)
     assert one["batch_size"] > 1 and one["fits"]
@@ -187,18 +261,36 @@ def test_a_budget_is_estimated_with_the_policy_that_training_would_choose(capsys
 
 @pytest.mark.parametrize("command", ["estimate", "plan"])
 def test_a_setting_without_effect_is_said_and_spoils_no_json(capsys, command):
-    assert main([command, "--gpu", "h100", "--train_type", "full", "--lora_rank", "8", "--json"]) == 0
+    assert (
+        main([command, "--gpu", "h100", "--train_type", "full", "--lora_rank", "8", "--json"]) == 0
+    )
     said = capsys.readouterr()
     assert said.err.startswith("warning: --lora_rank has no effect") and json.loads(said.out)
 
 
 def test_a_limit_is_within_the_cards_memory(capsys):
     """24 GB on the box are 23.7 GiB."""
-    assert answer(capsys, "--gpu", "3090", "--gpu_memory_gib", "24")["machine"]["memory_gib"] == 23.7
+    assert (
+        answer(capsys, "--gpu", "3090", "--gpu_memory_gib", "24")["machine"]["memory_gib"] == 23.7
+    )
     assert answer(capsys, "--gpu", "3090", "--gpu_memory_gib", "20")["machine"]["memory_gib"] == 20
 
 
 def test_auto_that_fits_nowhere_is_one_line(capsys):
-    assert main(["estimate", "--model_name", "llama-2-70b", "--gpu", "rtx 4080", "--sharding_strategy",
-                 "auto", "--host_memory_gib", "8"]) == 2
+    assert (
+        main(
+            [
+                "estimate",
+                "--model_name",
+                "llama-2-70b",
+                "--gpu",
+                "rtx 4080",
+                "--sharding_strategy",
+                "auto",
+                "--host_memory_gib",
+                "8",
+            ]
+        )
+        == 2
+    )
     assert capsys.readouterr().err.startswith("error: auto: nothing fits; closest: ")

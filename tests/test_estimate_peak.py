@@ -1,4 +1,5 @@
 """The peak of a step against closed forms, FSDP2 itself, and figures measured on H100s."""
+
 import weakref
 from dataclasses import replace
 
@@ -37,16 +38,22 @@ def test_window_is_two_units_where_blocks_are_freed():
     kept = memory(LLAMA_70B, setup, strategy="shard_grad_op").parts["unsharded"] * GIB
     assert kept == pytest.approx(80 * block, rel=0.02)
     assert memory(LLAMA_70B, setup, backward_prefetch=False).parts["unsharded"] * GIB == (
-        pytest.approx(block, rel=0.001))
+        pytest.approx(block, rel=0.001)
+    )
     apart = memory(LLAMA_70B, setup, wrap_policy="attention_mlp").parts["unsharded"] * GIB
     assert apart == pytest.approx(block, rel=0.001)
 
 
 def test_each_rung_of_the_escalation_takes_less_memory():
-    steps = [dict(strategy="ddp", activation_policy="keep_all"), dict(strategy="ddp"),
-             dict(strategy="full_shard"), dict(strategy="full_shard", cpu_offload=True)]
-    totals = [memory(LLAMA_8B, world_size=4, batch_size=4, context_length=2048, **s).total
-              for s in steps]
+    steps = [
+        dict(strategy="ddp", activation_policy="keep_all"),
+        dict(strategy="ddp"),
+        dict(strategy="full_shard"),
+        dict(strategy="full_shard", cpu_offload=True),
+    ]
+    totals = [
+        memory(LLAMA_8B, world_size=4, batch_size=4, context_length=2048, **s).total for s in steps
+    ]
     assert totals == sorted(totals, reverse=True) and len(set(totals)) == 4
 
 
@@ -55,8 +62,9 @@ def test_shard_grad_op_holds_shards_and_whole_blocks_at_once():
     setup = Setup(world_size=2, batch_size=4, context_length=2048)
     ddp, grad_op = (memory(LLAMA_8B, setup, strategy=s) for s in ("ddp", "shard_grad_op"))
     assert grad_op.peak_allocated > ddp.peak_allocated
-    full = (replace(setup, quant="none", adapter="none", strategy=s)
-            for s in ("ddp", "shard_grad_op"))
+    full = (
+        replace(setup, quant="none", adapter="none", strategy=s) for s in ("ddp", "shard_grad_op")
+    )
     ddp, grad_op = (memory(LLAMA_8B, s) for s in full)
     assert grad_op.peak_allocated < ddp.peak_allocated
 
@@ -65,7 +73,9 @@ def test_cpu_offload_moves_frozen_shards_to_the_host():
     setup = Setup(world_size=2, batch_size=2, context_length=2048)
     on, off = memory(LLAMA_70B, setup, cpu_offload=True), memory(LLAMA_70B, setup)
     assert on.parts["linears"] == on.parts["absmax"] == 0
-    assert on.parts["optimizer"] == off.parts["optimizer"]  # trained weights stay where there is room
+    assert (
+        on.parts["optimizer"] == off.parts["optimizer"]
+    )  # trained weights stay where there is room
     assert on.host > 2 * off.parts["linears"] + off.host
 
 
@@ -106,7 +116,8 @@ def test_after_many_tiles_attention_is_what_takes_most():
     assert saved + work == pytest.approx(13 * hidden + ranks, rel=0.005)
     own_keys = replace(LLAMA_8B, kv_heads=32)  # k, v, dk and dv are wider by 0.75 each
     assert sum(widest_in_backward(own_keys, setup, "recompute_all")) == pytest.approx(
-        (13 + 3 - 2) * hidden + ranks, rel=0.005)
+        (13 + 3 - 2) * hidden + ranks, rel=0.005
+    )
 
 
 def test_an_update_of_8_bit_states_is_a_moment_of_its_own():
@@ -122,20 +133,29 @@ def test_an_update_of_8_bit_states_is_a_moment_of_its_own():
 
 def test_weights_gathered_once_stay_whole_as_under_shard_grad_op():
     setup = Setup(world_size=4, batch_size=2, context_length=2048, accumulation=4)
-    once, kept = (memory(LLAMA_8B, setup, **c) for c in (dict(gather_once=True),
-                                                       dict(strategy="shard_grad_op")))
+    once, kept = (
+        memory(LLAMA_8B, setup, **c)
+        for c in (dict(gather_once=True), dict(strategy="shard_grad_op"))
+    )
     assert once.peak_allocated >= kept.peak_allocated > memory(LLAMA_8B, setup).peak_allocated
     blocks = 32 * gathered(block_weights(LLAMA_8B, setup), setup) / GIB
     assert once.moments["first block"] > kept.moments["first block"] + 0.9 * blocks
 
 
 def test_slack_follows_what_comes_and_goes_and_what_stays_between():
-    def slack(**changes): return memory(LLAMA_8B, PRODUCT, **changes).parts["slack"]
+    def slack(**changes):
+        return memory(LLAMA_8B, PRODUCT, **changes).parts["slack"]
+
     assert slack(batch_size=4) > 1.5 * slack()
     assert slack(activation_offload=True) < slack() < slack(activation_policy="keep_all")
     gathered = memory(LLAMA_70B, world_size=2, batch_size=2, context_length=2048).parts
-    assert gathered["slack"] > memory(LLAMA_70B, world_size=2, strategy="ddp", batch_size=2,
-                                      context_length=2048).parts["slack"] + 0.5 * gathered["unsharded"]
+    assert (
+        gathered["slack"]
+        > memory(LLAMA_70B, world_size=2, strategy="ddp", batch_size=2, context_length=2048).parts[
+            "slack"
+        ]
+        + 0.5 * gathered["unsharded"]
+    )
 
 
 def test_hybrid_shards_within_a_group_only():
@@ -161,24 +181,38 @@ def test_full_training_needs_gradients_and_states_of_every_weight():
     assert parts["adapters"] == parts["absmax"] == 0
 
 
-@pytest.mark.parametrize("shape,changes,measured,within", [
-    (LLAMA_8B, {}, 13.3, 0.03),
-    (LLAMA_8B, dict(activation_policy="keep_all"), 76.5, 0.03),
-    (LLAMA_8B, TRIAL_HALF, 44.4, 0.03),
-    (LLAMA_8B, dict(activation_policy="keep_all", world_size=2), 74.8, 0.03),
-    (LLAMA_70B, dict(batch_size=8, context_length=2048, world_size=4), 41.8, 0.15),
-    (LLAMA_70B.cut(16), dict(batch_size=4, context_length=2048, world_size=2, cpu_offload=True),
-     7.0, 0.10)])
+@pytest.mark.parametrize(
+    "shape,changes,measured,within",
+    [
+        (LLAMA_8B, {}, 13.3, 0.03),
+        (LLAMA_8B, dict(activation_policy="keep_all"), 76.5, 0.03),
+        (LLAMA_8B, TRIAL_HALF, 44.4, 0.03),
+        (LLAMA_8B, dict(activation_policy="keep_all", world_size=2), 74.8, 0.03),
+        (LLAMA_70B, dict(batch_size=8, context_length=2048, world_size=4), 41.8, 0.15),
+        (
+            LLAMA_70B.cut(16),
+            dict(batch_size=4, context_length=2048, world_size=2, cpu_offload=True),
+            7.0,
+            0.10,
+        ),
+    ],
+)
 def test_peak_memory_is_near_what_the_trial_measured(shape, changes, measured, within):
     assert memory(shape, TRIAL, **changes).peak_allocated == pytest.approx(measured, rel=within)
 
 
-@pytest.mark.parametrize("changes,measured", [
-    (dict(batch_size=2), 14.28), (dict(batch_size=2, compile=False), 15.42),
-    (dict(batch_size=2, activation_policy="keep_attention"), 17.89),
-    (dict(batch_size=2, activation_policy="keep_linears"), 55.14),
-    (dict(activation_policy="keep_all"), 42.76), (dict(activation_policy="keep_linears"), 31.59),
-    (dict(activation_policy="keep_linears", quant="none"), 40.93)])
+@pytest.mark.parametrize(
+    "changes,measured",
+    [
+        (dict(batch_size=2), 14.28),
+        (dict(batch_size=2, compile=False), 15.42),
+        (dict(batch_size=2, activation_policy="keep_attention"), 17.89),
+        (dict(batch_size=2, activation_policy="keep_linears"), 55.14),
+        (dict(activation_policy="keep_all"), 42.76),
+        (dict(activation_policy="keep_linears"), 31.59),
+        (dict(activation_policy="keep_linears", quant="none"), 40.93),
+    ],
+)
 def test_peak_memory_is_near_what_one_h100_measured(changes, measured):
     assert memory(LLAMA_8B, PRODUCT, **changes).peak_allocated == pytest.approx(measured, rel=0.02)
 
@@ -203,8 +237,10 @@ def test_of_large_tables_only_the_head_is_whole_and_only_for_the_loss():
 def flat_buffers_alive() -> list[int]:
     """How many units' flat buffers exist at each copy out of one, in a step of four units."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group
+
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
-    for layer in model: fully_shard(layer)
+    for layer in model:
+        fully_shard(layer)
     fully_shard(model)
     buffers, counts, copy_out = [], [], group.foreach_all_gather_copy_out
 
@@ -212,6 +248,7 @@ def flat_buffers_alive() -> list[int]:
         buffers.append(weakref.ref(result.all_gather_output.untyped_storage()))
         copy_out(result, *args)
         counts.append(sum(ref() is not None for ref in buffers))
+
     group.foreach_all_gather_copy_out = counted
     model(torch.ones(2, 8)).sum().backward()
     return counts
@@ -233,12 +270,14 @@ def test_modules_trained_whole_are_counted_by_hand():
     norms = memory(LLAMA_8B, whole_modules=("norm",)).parts
     assert norms["norms"] == pytest.approx((65 * 4096) * 4 / GIB)
     assert norms["optimizer"] - plain.parts["optimizer"] == pytest.approx(
-        2 * norms["norms"] + memory(LLAMA_8B).parts["optimizer"] / 2, rel=1e-6)
+        2 * norms["norms"] + memory(LLAMA_8B).parts["optimizer"] / 2, rel=1e-6
+    )
 
 
 def test_blocks_that_are_not_adapted_have_no_adapters_or_states():
     parts, half = (memory(LLAMA_8B, blocks_adapted=n).parts for n in (None, 16))
-    for name in ("adapters", "optimizer"): assert half[name] == pytest.approx(parts[name] / 2)
+    for name in ("adapters", "optimizer"):
+        assert half[name] == pytest.approx(parts[name] / 2)
 
 
 def test_what_adapters_began_as_is_kept_on_the_host():
@@ -266,10 +305,12 @@ def test_chosen_modules_alone_have_gradients_and_states():
     whole = dict(adapter="none", quant="none", strategy="ddp")
     every = memory(LLAMA_8B, **whole)
     block = sum(LLAMA_8B.block_params().values())
-    for names, weights in [(("layers.30", "model.layers.31", "lm_head"), 2 * block + 128256 * 4096),
-                           (("mlp.down_proj",), 32 * 4096 * 14336),
-                           (("layers.3.self_attn",), 2 * 4096 * (4096 + 1024)),
-                           (("self_attn", "mlp"), LLAMA_8B.params()["linears"])]:
+    for names, weights in [
+        (("layers.30", "model.layers.31", "lm_head"), 2 * block + 128256 * 4096),
+        (("mlp.down_proj",), 32 * 4096 * 14336),
+        (("layers.3.self_attn",), 2 * 4096 * (4096 + 1024)),
+        (("self_attn", "mlp"), LLAMA_8B.params()["linears"]),
+    ]:
         some = memory(LLAMA_8B, **whole, only_modules=names)
         assert some.parts["optimizer"] == pytest.approx(2 * 2 * weights / GIB, rel=1e-3)
         assert some.peak_allocated < every.peak_allocated

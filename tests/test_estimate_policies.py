@@ -1,4 +1,5 @@
 """The chosen mix of policies is the fastest of all that fit, and a budget is refused in one line."""
+
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -14,10 +15,13 @@ from fsdp_qlora.estimate.policies import choose_tiles
 from .estimates import H100, LLAMA_8B, LLAMA_70B, PRODUCT
 
 ORDER = ("keep_all", "keep_linears", "keep_attention", "recompute_all")
-SETUPS = [replace(PRODUCT, batch_size=2), replace(PRODUCT, compile=False, lora_dropout=0.1),
-          replace(PRODUCT, attention="eager", context_length=1024),
-          replace(PRODUCT, world_size=2, strategy="full_shard", context_length=512),
-          replace(PRODUCT, world_size=4, strategy="shard_grad_op", batch_size=4)]
+SETUPS = [
+    replace(PRODUCT, batch_size=2),
+    replace(PRODUCT, compile=False, lora_dropout=0.1),
+    replace(PRODUCT, attention="eager", context_length=1024),
+    replace(PRODUCT, world_size=2, strategy="full_shard", context_length=512),
+    replace(PRODUCT, world_size=4, strategy="shard_grad_op", batch_size=4),
+]
 
 
 @cache
@@ -25,7 +29,8 @@ def all_mixes(shape, setup) -> list[tuple[float, float]]:
     """(seconds, GiB) of every split of the blocks over the four policies, in ORDER."""
     found = []
     for counts in product(range(shape.layers + 1), repeat=4):
-        if sum(counts) != shape.layers: continue
+        if sum(counts) != shape.layers:
+            continue
         text = ",".join(f"{name}:{n}" for name, n in zip(ORDER, counts, strict=True))
         tried = replace(setup, activation_policy=text)
         found.append((step_seconds(shape, H100, tried).total, memory(shape, tried).peak_allocated))
@@ -46,8 +51,11 @@ def test_no_mix_that_fits_is_faster(setup, layers, share):
 
 
 @settings(deadline=None, max_examples=25)
-@given(shape=st.sampled_from([LLAMA_8B, LLAMA_70B.cut(40)]), setup=st.sampled_from(SETUPS),
-       spare=st.tuples(st.floats(0, 200), st.floats(0, 200)))
+@given(
+    shape=st.sampled_from([LLAMA_8B, LLAMA_70B.cut(40)]),
+    setup=st.sampled_from(SETUPS),
+    spare=st.tuples(st.floats(0, 200), st.floats(0, 200)),
+)
 def test_a_larger_budget_is_never_slower(shape, setup, spare):
     least = memory(shape, setup, activation_policy="recompute_all").peak_allocated
     chosen = [choose_policies(shape, setup, least + gib) for gib in sorted(spare)]
@@ -71,20 +79,32 @@ def test_the_setups_own_policy_is_not_looked_at():
 
 
 def test_a_budget_too_small_for_recompute_all_is_refused_with_the_need():
-    with pytest.raises(ValueError) as caught: choose_policies(LLAMA_8B, SETUPS[0], 10)
+    with pytest.raises(ValueError) as caught:
+        choose_policies(LLAMA_8B, SETUPS[0], 10)
     message = str(caught.value)
     assert message.startswith("--activation_budget_gib 10: a step needs 14.24 GiB")
     assert "--batch_size" in message and "\n" not in message
 
 
-@pytest.mark.parametrize("settings,named", [
-    (dict(activation_budget_gib=0), "above 0"),
-    (dict(activation_budget_gib="much"), "takes a number or nothing, got 'much'"),
-    (dict(activation_budget_gib=20, activation_policy="keep_all"), "--activation_policy keep_all"),
-    (dict(activation_budget_gib=20, use_gradient_checkpointing=False),
-     "--use_gradient_checkpointing false"),
-    (dict(activation_budget_gib=20, reentrant_checkpointing=True),
-     "--reentrant_checkpointing true")])
+@pytest.mark.parametrize(
+    "settings,named",
+    [
+        (dict(activation_budget_gib=0), "above 0"),
+        (dict(activation_budget_gib="much"), "takes a number or nothing, got 'much'"),
+        (
+            dict(activation_budget_gib=20, activation_policy="keep_all"),
+            "--activation_policy keep_all",
+        ),
+        (
+            dict(activation_budget_gib=20, use_gradient_checkpointing=False),
+            "--use_gradient_checkpointing false",
+        ),
+        (
+            dict(activation_budget_gib=20, reentrant_checkpointing=True),
+            "--reentrant_checkpointing true",
+        ),
+    ],
+)
 def test_a_budget_that_is_wrong_or_not_alone_is_refused(settings, named):
     with pytest.raises(ValueError, match="^--activation_budget_gib ") as caught:
         RunConfig(**settings)
@@ -102,6 +122,7 @@ def test_tiles_are_as_few_as_a_budget_needs_or_as_save_much():
     assert peaks[1] > 1.05 * peaks[2] > 1.05 * peaks[4]
     assert peaks[4] < 1.03 * peaks[8] and peaks[8] == peaks[16]
     assert choose_tiles(LLAMA_8B, long) == 4
-    for tiles, peak in [*peaks.items()][:3]: assert choose_tiles(LLAMA_8B, long, peak) == tiles
+    for tiles, peak in [*peaks.items()][:3]:
+        assert choose_tiles(LLAMA_8B, long, peak) == tiles
     assert choose_tiles(LLAMA_8B, replace(PRODUCT, context_length=512)) == 1
     assert choose_tiles(LLAMA_8B, replace(long, activation_policy="keep_all")) == 1

@@ -1,4 +1,5 @@
 """Time and FLOPs of a step against closed forms and what was measured on H100s."""
+
 from dataclasses import replace
 
 import pytest
@@ -25,33 +26,52 @@ from fsdp_qlora.estimate.speed import launch_seconds
 from .estimates import H100, LLAMA_8B, LLAMA_70B, PRODUCT, TRIAL, TRIAL_HALF
 
 
-@pytest.mark.parametrize("changes,measured", [
-    (dict(activation_policy="keep_linears"), 1.167),
-    (dict(activation_policy="keep_all:26,keep_linears:6"), 1.151),
-    (dict(activation_policy="keep_linears", compute_dtype="fp8"), 0.911),
-    (dict(compute_dtype="fp8"), 1.150)])
+@pytest.mark.parametrize(
+    "changes,measured",
+    [
+        (dict(activation_policy="keep_linears"), 1.167),
+        (dict(activation_policy="keep_all:26,keep_linears:6"), 1.151),
+        (dict(activation_policy="keep_linears", compute_dtype="fp8"), 0.911),
+        (dict(compute_dtype="fp8"), 1.150),
+    ],
+)
 def test_step_time_is_near_what_one_h100_measured(changes, measured):
     """With the unpacking kernels before the present ones, by a few percent slower."""
     assert step_seconds(LLAMA_8B, H100, PRODUCT, batch_size=2, **changes).total == pytest.approx(
-        measured, rel=0.05)
+        measured, rel=0.05
+    )
 
 
-@pytest.mark.parametrize("shape,changes,measured", [
-    (LLAMA_8B, {}, 1.64), (LLAMA_8B, dict(activation_policy="keep_all"), 1.17),
-    (LLAMA_8B, TRIAL_HALF, 1.43),
-    (LLAMA_8B, dict(activation_policy="keep_all", world_size=2), 1.22),
-    (LLAMA_70B, dict(batch_size=8, context_length=2048, world_size=4), 12.67),
-    (LLAMA_70B.cut(16), dict(batch_size=4, context_length=2048, world_size=2), 1.25),
-    (LLAMA_70B.cut(16), dict(batch_size=4, context_length=2048, world_size=2, cpu_offload=True),
-     1.34)])
+@pytest.mark.parametrize(
+    "shape,changes,measured",
+    [
+        (LLAMA_8B, {}, 1.64),
+        (LLAMA_8B, dict(activation_policy="keep_all"), 1.17),
+        (LLAMA_8B, TRIAL_HALF, 1.43),
+        (LLAMA_8B, dict(activation_policy="keep_all", world_size=2), 1.22),
+        (LLAMA_70B, dict(batch_size=8, context_length=2048, world_size=4), 12.67),
+        (LLAMA_70B.cut(16), dict(batch_size=4, context_length=2048, world_size=2), 1.25),
+        (
+            LLAMA_70B.cut(16),
+            dict(batch_size=4, context_length=2048, world_size=2, cpu_offload=True),
+            1.34,
+        ),
+    ],
+)
 def test_step_time_is_near_what_the_trial_measured(shape, changes, measured):
     """The trial ran a recomputed block's last product once more than this code does."""
     setup = replace(TRIAL, **changes)
     recomputed = setup.policies(shape).count("recompute_all")
-    last = 2 * shape.hidden * shape.intermediate * setup.tokens / (
-        H100.reached_tflops * 1e12 * MATMUL_SHARE)
+    last = (
+        2
+        * shape.hidden
+        * shape.intermediate
+        * setup.tokens
+        / (H100.reached_tflops * 1e12 * MATMUL_SHARE)
+    )
     assert step_seconds(shape, H100, setup).total + recomputed * last == pytest.approx(
-        measured, rel=0.10)
+        measured, rel=0.10
+    )
 
 
 def test_flops_by_hand():
@@ -61,14 +81,17 @@ def test_flops_by_hand():
     attention = 6 * 8192 * 4096 * 32
     assert model_flops_per_token(LLAMA_8B, TRIAL) == 4 * n_linear + 6 * adapters + attention
     assert model_flops_per_token(LLAMA_8B, replace(TRIAL, quant="none", adapter="none")) == (
-        6 * n_linear + attention)
+        6 * n_linear + attention
+    )
     assert model_tflops(LLAMA_8B, TRIAL, 1e3) == model_flops_per_token(LLAMA_8B, TRIAL) / 1e9
 
 
 def recomputed_flops(policy: str, **changes) -> float:
     """FLOPs per token beyond those of keep_all."""
-    kept, found = (flops_per_token(LLAMA_8B, replace(PRODUCT, activation_policy=p, **changes)).total
-                   for p in ("keep_all", policy))
+    kept, found = (
+        flops_per_token(LLAMA_8B, replace(PRODUCT, activation_policy=p, **changes)).total
+        for p in ("keep_all", policy)
+    )
     return found - kept
 
 
@@ -90,11 +113,16 @@ def test_attention_that_no_policy_keeps_is_recomputed():
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("shape", [LLAMA_8B, model_shape("gemma-2-9b"), model_shape("phi-3-mini-4k")])
+@pytest.mark.parametrize(
+    "shape", [LLAMA_8B, model_shape("gemma-2-9b"), model_shape("phi-3-mini-4k")]
+)
 def test_each_policy_that_keeps_more_is_faster(shape, compiled):
-    seconds = [step_seconds(shape, H100, PRODUCT, batch_size=4, compile=compiled,
-                            activation_policy=p).total
-               for p in ACTIVATION_POLICIES]
+    seconds = [
+        step_seconds(
+            shape, H100, PRODUCT, batch_size=4, compile=compiled, activation_policy=p
+        ).total
+        for p in ACTIVATION_POLICIES
+    ]
     assert seconds == sorted(seconds, reverse=True) and len(set(seconds)) == 4
 
 
@@ -106,17 +134,22 @@ def attention_seconds(gpu, **settings):
 @pytest.mark.parametrize("gpu, slower", [("H100 SXM", True), ("RTX 4090", False)])
 def test_packed_rows_take_the_slower_kernel_where_sdpa_has_a_faster_one(gpu, slower):
     """cuDNN's, on Hopper: 7.7 against 13.0 ms at 2x8192 (docs/LOG.md)."""
-    row, packed = (attention_seconds(gpu, packing=packing, attn_implementation="sdpa")
-                   for packing in (False, True))
+    row, packed = (
+        attention_seconds(gpu, packing=packing, attn_implementation="sdpa")
+        for packing in (False, True)
+    )
     assert packed / row == (pytest.approx(13.0 / 7.7, rel=0.05) if slower else 1)
 
 
 @pytest.mark.parametrize("packing, ratio", [(False, 6.50 / 7.24), (True, 6.85 / 12.6)])
-def test_flash_attention_4_is_faster_and_reckoned_with_where_it_is_installed(packing, ratio,
-                                                                             monkeypatch):
+def test_flash_attention_4_is_faster_and_reckoned_with_where_it_is_installed(
+    packing, ratio, monkeypatch
+):
     """Milliseconds at 2x8192 on an H200, beside cuDNN's and torch's variable-length attention."""
-    slower, asked = (attention_seconds("H200", packing=packing, attn_implementation=name)
-                     for name in ("sdpa", "flash_attention_4"))
+    slower, asked = (
+        attention_seconds("H200", packing=packing, attn_implementation=name)
+        for name in ("sdpa", "flash_attention_4")
+    )
     assert asked / slower == pytest.approx(ratio, rel=0.05)
     for installed, seconds in ((True, asked), (False, slower)):
         monkeypatch.setattr(setup, "has_flash_attention_4", lambda is_so=installed: is_so)
@@ -131,11 +164,14 @@ def test_flash_attention_4_replays_models_with_windows_and_keeps_what_sdpa_keeps
         assert replaying.replays(LLAMA_8B)
         assert replaying.replays(windows) is replayed
         assert kept_by_block(LLAMA_8B, replaying, "keep_attention") == kept_by_block(
-            LLAMA_8B, TRIAL, "keep_attention")
+            LLAMA_8B, TRIAL, "keep_attention"
+        )
 
 
 def test_a_mix_takes_the_mean_of_its_policies():
-    def seconds(policy): return step_seconds(LLAMA_8B, H100, PRODUCT, activation_policy=policy).total
+    def seconds(policy):
+        return step_seconds(LLAMA_8B, H100, PRODUCT, activation_policy=policy).total
+
     mean = (seconds("keep_linears") + 3 * seconds("recompute_all")) / 4
     assert seconds("keep_linears:8,recompute_all:24") == pytest.approx(mean)
 
@@ -160,15 +196,20 @@ def test_small_steps_are_bound_by_launches_and_datasheet_cards_say_so():
 
 def test_weights_gathered_once_are_gathered_by_the_first_micro_batch_alone():
     setup = replace(PRODUCT, world_size=4, strategy="full_shard", context_length=2048)
-    def shown(**changes): return step_seconds(LLAMA_8B, H100, setup, **changes).parts["communication"]
+
+    def shown(**changes):
+        return step_seconds(LLAMA_8B, H100, setup, **changes).parts["communication"]
+
     one, four = shown(gather_once=True), shown(gather_once=True, accumulation=4)
     assert shown(accumulation=4) == pytest.approx(4 * shown())
     assert one < 0.6 * shown() and four < 0.3 * shown(accumulation=4)
 
 
 def test_dora_makes_every_weight_once_more_for_its_norms():
-    lora, dora = (step_seconds(LLAMA_8B, H100, PRODUCT, batch_size=2, adapter=a).parts
-                  for a in ("lora", "dora"))
+    lora, dora = (
+        step_seconds(LLAMA_8B, H100, PRODUCT, batch_size=2, adapter=a).parts
+        for a in ("lora", "dora")
+    )
     weights = 6_979_321_856
     more = dora["dequantization"] - lora["dequantization"]
     assert more > weights * 10 / (H100.reached_bandwidth_gb_s * 1e9)
@@ -190,14 +231,17 @@ def test_an_offloaded_vocabulary_passes_the_link_twice_also_under_ddp():
     setup = replace(PRODUCT, world_size=2, vocabulary_offload=True)
     table = 128256 * 4096 * 2
     assert step_seconds(LLAMA_8B, H100, setup).parts["offload"] == pytest.approx(
-        2 * table / (H100.host_gb_s * 1e9))
+        2 * table / (H100.host_gb_s * 1e9)
+    )
     assert step_seconds(LLAMA_8B, H100, PRODUCT, world_size=2).parts["offload"] == 0
 
 
 def test_a_measured_rate_of_unpacking_replaces_the_usual_share():
     usual = H100.reached_bandwidth_gb_s * constants.UNPACK_SHARE
     slow = replace(H100, measured_unpack_gb_s=usual / 3)
-    plain, thrice = (step_seconds(LLAMA_8B, g, PRODUCT).parts["dequantization"] for g in (H100, slow))
+    plain, thrice = (
+        step_seconds(LLAMA_8B, g, PRODUCT).parts["dequantization"] for g in (H100, slow)
+    )
     assert thrice == pytest.approx(3 * plain)
 
 
@@ -208,44 +252,60 @@ def test_the_host_holds_up_small_steps_only_as_far_as_the_gpu_is_not_busy():
     waits = parts["launches"] - constants.STEP_SECONDS
     assert waits > 0
     assert sum(parts.values()) - parts["optimizer"] - constants.STEP_SECONDS == pytest.approx(
-        launch_seconds(LLAMA_8B, setup), rel=0.01)
+        launch_seconds(LLAMA_8B, setup), rel=0.01
+    )
 
 
 def test_a_compiled_block_is_launched_again_for_a_third_of_a_forward_and_backward():
     """Its recomputation is a part of its backward's graph; eager, hooks of checkpointing come too."""
     short = replace(PRODUCT, context_length=512)
+
     def again(**changes):
-        kept, whole = (launch_seconds(LLAMA_8B, replace(short, activation_policy=p, **changes))
-                       for p in ("keep_all", "recompute_all"))
+        kept, whole = (
+            launch_seconds(LLAMA_8B, replace(short, activation_policy=p, **changes))
+            for p in ("keep_all", "recompute_all")
+        )
         return whole / kept
+
     assert again(compile=True) == pytest.approx(4 / 3) and again(compile=False) > 1.8
 
 
 def test_replayed_micro_batches_wait_for_no_launch_and_their_gradients_stay():
     """Where a model can't be captured, nothing changes."""
     short = replace(PRODUCT, context_length=512, cuda_graphs=True)
-    launched, replayed = (step_seconds(LLAMA_8B, H100, short, cuda_graphs=g).parts
-                          for g in (False, True))
+    launched, replayed = (
+        step_seconds(LLAMA_8B, H100, short, cuda_graphs=g).parts for g in (False, True)
+    )
     assert launched["launches"] > 0.15 and replayed["launches"] == constants.STEP_SECONDS
-    more = memory(LLAMA_8B, short).moments["loss"] - memory(
-        LLAMA_8B, short, cuda_graphs=False).moments["loss"]
+    more = (
+        memory(LLAMA_8B, short).moments["loss"]
+        - memory(LLAMA_8B, short, cuda_graphs=False).moments["loss"]
+    )
     assert more == pytest.approx(4 * LLAMA_8B.lora_params(64) / GIB)
     for name in ("gemma-2-9b", "mixtral-8x7b-v0.1"):  # windows, experts
         shape = model_shape(name)
-        assert step_seconds(shape, H100, short) == step_seconds(shape, H100, short, cuda_graphs=False)
+        assert step_seconds(shape, H100, short) == step_seconds(
+            shape, H100, short, cuda_graphs=False
+        )
     settings = RunConfig(sharding_strategy="ddp", batch_size=4, context_length=2048)
+
     def replays(world_size=1, **changes):
         return setup_from_config(replace(settings, **changes), world_size).replays(LLAMA_8B)
+
     assert replays() and replays(4) and not replays(context_length=4096)
     assert not replays(2, sharding_strategy="full_shard") and not replays(cuda_graphs=False)
 
 
 def test_small_tensors_are_updated_together_and_large_ones_alone():
     """8-bit AdamW of adapters takes some updates, not 448; whole weights fill one each."""
+
     def seconds(**changes):
         setup = replace(PRODUCT, optimizer="adamw_8bit", **changes)
         return step_seconds(LLAMA_8B, H100, setup).parts["optimizer"]
+
     adapters = 64 * 32 * (4 * 4096 + 2 * (4096 + 1024) + 3 * (4096 + 14336))
     assert seconds() == pytest.approx((1 + adapters / 2**24) * constants.OPTIMIZER_LAUNCH)
     tensors = 32 * 9 + 3
-    assert seconds(adapter="none", quant="none") == pytest.approx(tensors * constants.OPTIMIZER_LAUNCH)
+    assert seconds(adapter="none", quant="none") == pytest.approx(
+        tensors * constants.OPTIMIZER_LAUNCH
+    )

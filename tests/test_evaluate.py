@@ -1,4 +1,5 @@
 """Held-out rows: which they are, when they are evaluated, and what is recorded of it."""
+
 import json
 import math
 
@@ -28,11 +29,14 @@ def dataset_of(*texts):
 
 
 def texts(dataset) -> set[str]:
-    return {TOKENIZER.decode(labels[labels != -100].tolist()).removesuffix("<|im_end|>")
-            for _, labels in (dataset[row] for row in range(len(dataset)))}
+    return {
+        TOKENIZER.decode(labels[labels != -100].tolist()).removesuffix("<|im_end|>")
+        for _, labels in (dataset[row] for row in range(len(dataset)))
+    }
 
 
 # ---- which rows ------------------------------------------------------------------------------
+
 
 def test_a_held_out_share_is_exact_and_the_same_every_time():
     dataset = dataset_of(*map(str, range(200)))
@@ -76,15 +80,17 @@ def test_one_row_is_held_out_at_least_and_one_is_left():
 # ---- when ------------------------------------------------------------------------------------
 
 
-
 @pytest.fixture
 def given_losses(monkeypatch):
-    monkeypatch.setattr("fsdp_qlora.observe.evaluate.held_out_loss",
-                        lambda model, dataset, device, losses, agree: (next(losses), 10))
+    monkeypatch.setattr(
+        "fsdp_qlora.observe.evaluate.held_out_loss",
+        lambda model, dataset, device, losses, agree: (next(losses), 10),
+    )
 
     def run(losses, every=2):
         made = Evaluator(None, torch.device("cpu"), every=every, losses=iter(losses))
         return made, [made.run(None, step) for step in range(1, len(losses) + 1)]
+
     return run
 
 
@@ -107,6 +113,7 @@ def test_perplexity_is_e_to_the_loss_and_does_not_overflow():
 
 # ---- what is recorded ------------------------------------------------------------------------
 
+
 def step_metrics(step):
     return StepMetrics(step, 2.0, 1e-3, 1.0, 10, 20, 0.1, 200.0, 0.0)
 
@@ -122,7 +129,9 @@ def test_evaluations_are_lines_of_their_own_kind_and_shown(tmp_path, capsys, log
         log.log_evaluation(eval_metrics(1))
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["kind"] for record in records] == ["step", "eval", "end"]
-    assert records[1]["eval_loss"] == 1.5 and records[1]["perplexity"] == pytest.approx(4.4817, 1e-4)
+    assert records[1]["eval_loss"] == 1.5 and records[1]["perplexity"] == pytest.approx(
+        4.4817, 1e-4
+    )
     assert ("eval_loss" if log_to == "jsonl" else "held-out loss 1.5") in capsys.readouterr().out
 
 
@@ -131,7 +140,8 @@ def test_a_full_disk_does_not_end_the_run_and_its_lines_come_later(tmp_path, cap
     with RunLog(tmp_path) as log:
         log.log(step_metrics(1))
         file, log.file = log.file, open("/dev/full", "ab", buffering=0)  # noqa: SIM115
-        for step in (2, 3): log.log(step_metrics(step))
+        for step in (2, 3):
+            log.log(step_metrics(step))
         log.file.close()
         log.file = file
         log.log(step_metrics(4))
@@ -146,7 +156,8 @@ def test_lines_that_wait_for_room_are_there_after_a_rollback(tmp_path):
         log.log(step_metrics(1))
         log.file.close()
         log.file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
-        for step in (2, 3): log.log(step_metrics(step))
+        for step in (2, 3):
+            log.log(step_metrics(step))
         log.rewind(2)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2]
@@ -154,40 +165,62 @@ def test_lines_that_wait_for_room_are_there_after_a_rollback(tmp_path):
 
 def test_metrics_that_cant_be_begun_name_the_flag(tmp_path):
     (tmp_path / "metrics.partial").mkdir()
-    with pytest.raises(ValueError, match="--output_dir .* metrics.jsonl can't be written .* make room"):
+    with pytest.raises(
+        ValueError, match="--output_dir .* metrics.jsonl can't be written .* make room"
+    ):
         RunLog(tmp_path)
 
 
 def test_the_picture_shows_the_held_out_loss(tmp_path):
     from matplotlib.image import imread
+
     steps = [step_metrics(step) for step in (1, 2, 3)]
     for name, evaluations in (("with", [eval_metrics(1), eval_metrics(3)]), ("without", [])):
         assert plot_loss(steps, tmp_path / f"{name}.png", evaluations=evaluations)
-    orange = {name: int((np.abs(imread(tmp_path / f"{name}.png")[..., :3] * 255 - (194, 87, 26))
-                         .sum(-1) < 3).sum()) for name in ("with", "without")}
+    orange = {
+        name: int(
+            (
+                np.abs(imread(tmp_path / f"{name}.png")[..., :3] * 255 - (194, 87, 26)).sum(-1) < 3
+            ).sum()
+        )
+        for name in ("with", "without")
+    }
     assert orange["with"] > 100 and orange["without"] == 0
 
 
-@pytest.mark.parametrize("losses, from_zero", [
-    ([4.0, 1.0], True), ([5.3, 5.2, 5.25], False), ([5.3, float("nan"), 5.2], False), ([2.0], False),
-    ([float("nan")], False)])
+@pytest.mark.parametrize(
+    "losses, from_zero",
+    [
+        ([4.0, 1.0], True),
+        ([5.3, 5.2, 5.25], False),
+        ([5.3, float("nan"), 5.2], False),
+        ([2.0], False),
+        ([float("nan")], False),
+    ],
+)
 def test_losses_that_hardly_change_are_not_drawn_as_a_flat_line(losses, from_zero):
     assert is_seen_from_zero(losses) is from_zero
 
 
 # ---- settings --------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("settings, parts", [
-    (dict(eval_share=0.1, eval_dataset="a.jsonl"), ["--eval_share", "--eval_dataset"]),
-    (dict(eval_share=0.1, eval_split="test"), ["--eval_share", "--eval_split"]),
-    (dict(eval_share=1.0), ["--eval_share", "below 1"]),
-    (dict(eval_every=5), ["--eval_every 5", "--eval_dataset"]),
-    (dict(eval_every=0, eval_share=0.1), ["--eval_every", "-1 or above 0"]),
-    (dict(stream=True, eval_share=0.1), ["--stream", "--eval_dataset"]),
-    (dict(stream=True, lr_scheduler="cosine"), ["--stream", "--max_steps"]),
-    (dict(shuffle_buffer=0), ["--shuffle_buffer", "1 or more"])])
+
+@pytest.mark.parametrize(
+    "settings, parts",
+    [
+        (dict(eval_share=0.1, eval_dataset="a.jsonl"), ["--eval_share", "--eval_dataset"]),
+        (dict(eval_share=0.1, eval_split="test"), ["--eval_share", "--eval_split"]),
+        (dict(eval_share=1.0), ["--eval_share", "below 1"]),
+        (dict(eval_every=5), ["--eval_every 5", "--eval_dataset"]),
+        (dict(eval_every=0, eval_share=0.1), ["--eval_every", "-1 or above 0"]),
+        (dict(stream=True, eval_share=0.1), ["--stream", "--eval_dataset"]),
+        (dict(stream=True, lr_scheduler="cosine"), ["--stream", "--max_steps"]),
+        (dict(shuffle_buffer=0), ["--shuffle_buffer", "1 or more"]),
+    ],
+)
 def test_settings_that_clash_are_refused_with_the_remedy(settings, parts):
-    with pytest.raises(ValueError) as caught: RunConfig(**settings)
+    with pytest.raises(ValueError) as caught:
+        RunConfig(**settings)
     assert all(part in str(caught.value) for part in parts)
 
 
@@ -202,6 +235,7 @@ def test_preview_alone_means_three_rows(argv, rows):
 
 # ---- the data command ------------------------------------------------------------------------
 
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model's folder without its weights, and a file of rows."""
@@ -209,14 +243,28 @@ def folder(tmp_path_factory):
     save_tiny(folder, vocab_size=VOCAB_SIZE)
     save_tokenizer(folder)
     (folder / "model.safetensors").unlink()
-    (folder / "rows.jsonl").write_text("".join(
-        json.dumps({"prompt": f"{i}?", "completion": "yes " * (i % 9)}) + "\n" for i in range(40)))
+    (folder / "rows.jsonl").write_text(
+        "".join(
+            json.dumps({"prompt": f"{i}?", "completion": "yes " * (i % 9)}) + "\n"
+            for i in range(40)
+        )
+    )
     return folder
 
 
 def data_command(folder, *argv):
-    return main(["data", "--model_name", str(folder), "--dataset", str(folder / "rows.jsonl"),
-                 "--output_dir", str(folder / "out"), *argv])
+    return main(
+        [
+            "data",
+            "--model_name",
+            str(folder),
+            "--dataset",
+            str(folder / "rows.jsonl"),
+            "--output_dir",
+            str(folder / "out"),
+            *argv,
+        ]
+    )
 
 
 def test_the_data_command_reports_and_draws_without_weights(folder, capsys):
@@ -244,6 +292,7 @@ def test_missing_held_out_rows_are_named_by_their_flag(folder, capsys, flag):
 def test_a_step_on_the_cpu_is_logged_when_it_is_done_and_one_on_a_gpu_a_step_later(tmp_path):
     from fsdp_qlora.training.step import StepResult
     from fsdp_qlora.training.steplog import LaggedLog
+
     logged = {}
     for kind in ("cpu", "meta"):  # meta stands for a device whose work is queued
         log = RunLog(tmp_path / kind, is_main=False)

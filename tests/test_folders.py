@@ -1,4 +1,5 @@
 """Folders appear whole, and nothing that a run did not write is ever deleted."""
+
 from __future__ import annotations
 
 import os
@@ -29,12 +30,14 @@ def tree(folder: Path) -> dict[str, str]:
 def write(folder: Path, **texts: str) -> Path:
     """A folder of small files; `__` in a name stands for a dot."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in texts.items(): (folder / name.replace("__", ".")).write_text(text)
+    for name, text in texts.items():
+        (folder / name.replace("__", ".")).write_text(text)
     return folder
 
 
 def save(folder: Path, text: str):
-    with complete_folder(folder) as new: write(new, adapter_model__safetensors=text, README__md=text)
+    with complete_folder(folder) as new:
+        write(new, adapter_model__safetensors=text, README__md=text)
 
 
 def test_what_a_user_keeps_beside_and_inside_of_saved_weights_stays(tmp_path):
@@ -44,34 +47,46 @@ def test_what_a_user_keeps_beside_and_inside_of_saved_weights_stays(tmp_path):
     write(folder, notes__txt="mine", adapter_config__json="of the first")
     others = [write(tmp_path / f"adapter.{name}", a="mine") for name in ("old", "partial", "new")]
     save(folder, "second")
-    assert tree(folder) == {"adapter_model.safetensors": "second", "README.md": "second",
-                            "notes.txt": "mine", ".git/HEAD": "mine"}
+    assert tree(folder) == {
+        "adapter_model.safetensors": "second",
+        "README.md": "second",
+        "notes.txt": "mine",
+        ".git/HEAD": "mine",
+    }
     assert all(tree(other) == {"a": "mine"} for other in others)
     assert len(list(tmp_path.iterdir())) == 4
 
 
 @pytest.mark.parametrize("nth", range(4))
 def test_a_kill_while_a_folder_is_replaced_loses_nothing(tmp_path, monkeypatch, nth):
-    class Killed(BaseException): pass
+    class Killed(BaseException):
+        pass
+
     folder, calls, rename = tmp_path / "adapter", [], Path.rename
     save(folder, "first")
     write(folder / ".git", HEAD="mine")
 
     def killed(self, target):
         calls.append(1)
-        if len(calls) > nth: raise Killed
+        if len(calls) > nth:
+            raise Killed
         return rename(self, target)
+
     new = write(tmp_path / ".adapter.fsdp_qlora-new", adapter_model__safetensors="second")
     monkeypatch.setattr(Path, "rename", killed)
     try:
         replace_folder(new, folder)
-    except Killed: pass
+    except Killed:
+        pass
     monkeypatch.undo()
     there = [f for f in tmp_path.iterdir() if (f / "adapter_model.safetensors").exists()]
     assert there and (nth < 3) == (len(there) > 1)
     save(folder, "third")
-    assert tree(tmp_path) == {"adapter/adapter_model.safetensors": "third", "adapter/README.md": "third",
-                              "adapter/.git/HEAD": "mine"}
+    assert tree(tmp_path) == {
+        "adapter/adapter_model.safetensors": "third",
+        "adapter/README.md": "third",
+        "adapter/.git/HEAD": "mine",
+    }
 
 
 def test_a_link_to_another_disk_stays_and_is_written_behind(tmp_path):
@@ -86,16 +101,19 @@ def test_a_link_to_another_disk_stays_and_is_written_behind(tmp_path):
 def test_every_file_is_on_the_disk_before_its_folder_has_its_name(tmp_path, monkeypatch):
     folder, events, rename = tmp_path / "adapter", [], Path.rename
     monkeypatch.setattr(folders, "sync", lambda path: events.append(path.name))
-    monkeypatch.setattr(Path, "rename", lambda self, to: (events.append("rename"), rename(self, to))[1])
+    monkeypatch.setattr(
+        Path, "rename", lambda self, to: (events.append("rename"), rename(self, to))[1]
+    )
     with complete_folder(folder) as new:
         write(new, a="1")
         write(new / "inside", b="2")
-    before, after = events[:events.index("rename")], events[events.index("rename"):]
+    before, after = events[: events.index("rename")], events[events.index("rename") :]
     assert sorted(before) == [".adapter.fsdp_qlora-new", "a", "b", "inside"]
     assert after == ["rename", tmp_path.name]
 
 
 # ---- among checkpoints ---------------------------------------------------------------------------
+
 
 def checkpoint(root: Path, step: int) -> Path:
     """A small whole checkpoint."""
@@ -104,26 +122,48 @@ def checkpoint(root: Path, step: int) -> Path:
 
 
 def test_only_what_a_run_wrote_is_tidied_away(tmp_path):
-    mine = {write(tmp_path / name, a="mine") for name in (
-        ".git", ".ipynb_checkpoints", ".tmp", "best.aside", "step-000002-of-tuesday", ".step-copy.tmp")}
+    mine = {
+        write(tmp_path / name, a="mine")
+        for name in (
+            ".git",
+            ".ipynb_checkpoints",
+            ".tmp",
+            "best.aside",
+            "step-000002-of-tuesday",
+            ".step-copy.tmp",
+        )
+    }
     write(tmp_path, step__000007__aside="x", notes__txt="mine")
     (tmp_path / "step-000009").write_text("a file")
-    for step in range(1, 5): checkpoint(tmp_path, step)
+    for step in range(1, 5):
+        checkpoint(tmp_path, step)
     set_aside(step_folder(tmp_path, 4))
-    left = [write(tmp_path / name, a="half") for name in (
-        ".step-000005.tmp", ".step-000003.gone", ".step-000004.aside.gone", f".step-000006.{'a' * 32}")]
+    left = [
+        write(tmp_path / name, a="half")
+        for name in (
+            ".step-000005.tmp",
+            ".step-000003.gone",
+            ".step-000004.aside.gone",
+            f".step-000006.{'a' * 32}",
+        )
+    ]
     remove_scratch(tmp_path)
     prune(tmp_path, keep=1)
     assert not any(folder.exists() for folder in left)
     assert all(tree(folder) == {"a": "mine"} for folder in mine)
     assert {p.name for p in tmp_path.iterdir()} - {p.name for p in mine} == {
-        "step-000003", "step-000009", "notes.txt", "step.000007.aside"}
+        "step-000003",
+        "step-000009",
+        "notes.txt",
+        "step.000007.aside",
+    }
 
 
 def test_a_checkpoint_that_is_a_link_is_one_like_any_other_and_what_it_leads_to_stays(tmp_path):
     root, disk = tmp_path / "checkpoints", tmp_path / "disk"
     disk.mkdir()
-    for step in (1, 2, 3): checkpoint(root, step)
+    for step in (1, 2, 3):
+        checkpoint(root, step)
     for step in (1, 3):
         step_folder(root, step).rename(disk / str(step))
         step_folder(root, step).symlink_to(Path("..", "disk", str(step)))
@@ -136,7 +176,9 @@ def test_a_checkpoint_that_is_a_link_is_one_like_any_other_and_what_it_leads_to_
     set_aside(step_folder(root, 3))
     prune(root, keep=2)
     assert [f.name for f in all_checkpoints(root)] == ["step-000008", "step-000002"]
-    assert tree(disk).keys() == {f"{step}/{name}.json" for step in "13" for name in ("run", "manifest")}
+    assert tree(disk).keys() == {
+        f"{step}/{name}.json" for step in "13" for name in ("run", "manifest")
+    }
     assert {p.name for p in root.iterdir()} == {"step-000008", "step-000002"}
 
 

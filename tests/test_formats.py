@@ -2,6 +2,7 @@
 
 Shapes: O out rows, I inputs, K groups of 64 in a row.
 """
+
 import json
 
 import pytest
@@ -19,8 +20,15 @@ torch.set_num_threads(1)
 
 SHAPES = [(40, 320), (33, 200), (7, 31), (1, 64)]
 # Root-mean-square error of normal weights over their size: measured here, with a little room.
-LOSS = {"nf4": 0.095, "fp4": 0.125, "int8": 0.0065, "hqq8": 0.0065, "hqq4": 0.10, "hqq3": 0.21,
-        "hqq2": 0.46}
+LOSS = {
+    "nf4": 0.095,
+    "fp4": 0.125,
+    "int8": 0.0065,
+    "hqq8": 0.0065,
+    "hqq4": 0.10,
+    "hqq3": 0.21,
+    "hqq2": 0.46,
+}
 BITS = {"nf4": 4, "fp4": 4, "int8": 8, "hqq8": 8, "hqq4": 4, "hqq3": 3, "hqq2": 2}
 
 
@@ -58,8 +66,10 @@ def test_normal_weights_lose_what_the_bits_cost_and_no_more(quant_type, absmax_d
     packed, scales = quantize_rows(weight, quant_type, absmax_dtype)
     restored = dequantize_rows(packed, scales, 1024, quant_type, torch.float32)
     loss = ((restored - weight).norm() / weight.norm()).item()
-    print(f"{quant_type:5} {absmax_dtype} {loss:.4f} {packed.nbytes / weight.numel():.4f} + "
-          f"{scales.nbytes / weight.numel():.4f} bytes")
+    print(
+        f"{quant_type:5} {absmax_dtype} {loss:.4f} {packed.nbytes / weight.numel():.4f} + "
+        f"{scales.nbytes / weight.numel():.4f} bytes"
+    )
     assert LOSS[quant_type] * 0.7 < loss < LOSS[quant_type] * 1.02
     assert packed.nbytes == weight.numel() * BITS[quant_type] // 8
 
@@ -74,12 +84,15 @@ def test_a_layer_multiplies_by_what_it_dequantizes_to(quant_type, absmax_dtype):
     assert (weight - linear.weight).norm() < 0.5 * linear.weight.norm()
     torch.testing.assert_close(y, x @ weight.t() + layer.bias)
     torch.testing.assert_close(x.grad, weight.sum(0).expand(4, -1))
-    torch.library.opcheck(frozen_linear, (x, layer.weight, layer.absmax, layer.bias, 200, quant_type,
-                                          ""))
+    torch.library.opcheck(
+        frozen_linear, (x, layer.weight, layer.absmax, layer.bias, 200, quant_type, "")
+    )
     before = [as_bytes(p).clone() for p in (layer.weight, layer.absmax)]
     layer.half()
-    assert all(torch.equal(as_bytes(p), b) for p, b in zip((layer.weight, layer.absmax), before,
-                                                           strict=True))
+    assert all(
+        torch.equal(as_bytes(p), b)
+        for p, b in zip((layer.weight, layer.absmax), before, strict=True)
+    )
 
 
 def test_dequantizing_to_bf16_rounds_once(quant_type):
@@ -98,6 +111,7 @@ def test_zero_and_constant_weights_come_back(quant_type):
 
 
 # ---- int8 --------------------------------------------------------------------------------------
+
 
 def test_int8_values_are_the_nearest_of_255_steps_of_a_block():
     weight = normal((8, 128))
@@ -122,6 +136,7 @@ def test_int8_loses_less_with_an_outlier_than_one_scale_a_row_does():
 
 # ---- HQQ ---------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("n_bits", hqq.PLANES)
 def test_packing_is_undone_for_every_value(n_bits):
     values = torch.arange(2**n_bits, dtype=torch.uint8).repeat(64)[:192].view(1, 3, 64)
@@ -134,6 +149,7 @@ def test_packing_is_undone_for_every_value(n_bits):
 @pytest.mark.parametrize("n_bits", [8, 4, 3, 2])
 def test_each_group_is_what_the_hqq_package_makes_of_it_alone(n_bits):
     from hqq.core.quantize import Quantizer
+
     heavy = torch.distributions.StudentT(4.0)
     torch.manual_seed(0)
     weight = torch.cat([normal((8, 64)), heavy.sample((8, 64)) * 0.02, normal((8, 64)) + 0.01])
@@ -141,8 +157,9 @@ def test_each_group_is_what_the_hqq_package_makes_of_it_alone(n_bits):
     values = hqq.unpack(packed.view(torch.uint8), n_bits)[:, 0]
     (scale, zero), moved = scales.unbind(1), 0
     for i, row in enumerate(weight):
-        q, meta = Quantizer.quantize(row[None], nbits=n_bits, group_size=64, axis=1, bitpack=False,
-                                     device="cpu")
+        q, meta = Quantizer.quantize(
+            row[None], nbits=n_bits, group_size=64, axis=1, bitpack=False, device="cpu"
+        )
         torch.testing.assert_close(scale[i], meta["scale"].squeeze())
         torch.testing.assert_close(zero[i], meta["zero"].squeeze(), rtol=1e-4, atol=1e-4)
         assert (values[i] != q[0]).sum() <= 1  # sums in another order: a value on the edge may move
@@ -160,8 +177,13 @@ def test_the_optimized_zero_lowers_the_error_of_heavy_tails(n_bits):
     inverse = largest / (groups.amax(2) - groups.amin(2))
     zero = -groups.amin(2) * inverse
     plain = (hqq.quantized(groups, inverse, zero, largest) - zero[..., None]) / inverse[..., None]
-    ours = dequantize_rows(*quantize_rows(weight, f"hqq{n_bits}"), 256, f"hqq{n_bits}", torch.float32)
-    def p_norm(error): return error.abs().pow(0.7).sum()
+    ours = dequantize_rows(
+        *quantize_rows(weight, f"hqq{n_bits}"), 256, f"hqq{n_bits}", torch.float32
+    )
+
+    def p_norm(error):
+        return error.abs().pow(0.7).sum()
+
     assert p_norm(ours.view_as(groups) - groups) < p_norm(plain - groups)
 
 
@@ -181,5 +203,7 @@ def test_what_an_adapter_was_trained_on_is_told_with_its_bits(tmp_path):
     (tmp_path / RUN_FILE).write_text(json.dumps(settings))
     base, weight = trained_quant(tmp_path), normal((8, 200))
     assert base.is_known and str(base) == "hqq3 with int8 scales"
-    assert torch.equal(base.round_rows(weight), dequantize_rows(
-        *quantize_rows(weight, "hqq3", "int8"), 200, "hqq3", torch.float32))
+    assert torch.equal(
+        base.round_rows(weight),
+        dequantize_rows(*quantize_rows(weight, "hqq3", "int8"), 200, "hqq3", torch.float32),
+    )

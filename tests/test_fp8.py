@@ -1,4 +1,5 @@
 """Products of frozen weights in fp8: close to full precision, refused where impossible."""
+
 from __future__ import annotations
 
 import weakref
@@ -72,7 +73,12 @@ def adapter(rank: int, size: float):
     """xA (N, R), B (O, R), dxA (N, R), A (R, I); B and dxA of a given size."""
     generator = torch.Generator().manual_seed(1)
     normal = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
-    return normal(40, rank), size * normal(96, rank), size * normal(40, rank), normal(rank, 256) / 16
+    return (
+        normal(40, rank),
+        size * normal(96, rank),
+        size * normal(40, rank),
+        normal(rank, 256) / 16,
+    )
 
 
 @pytest.mark.parametrize("size", [1e-4, 1e-3, 1e-2])
@@ -91,8 +97,9 @@ def test_the_adapters_part_is_within_rounding_whatever_its_size(rank, size):
 @pytest.mark.parametrize("times", [1, 30, 1000])
 def test_an_adapter_as_large_as_the_weight_or_larger_leaves_the_sum_within_rounding(times):
     (xa, b, dxa, a), generator = adapter(16, 1.0), torch.Generator().manual_seed(2)
-    x, dy, weight = (torch.randn(shape, generator=generator) for shape in
-                     ((40, 256), (40, 96), (96, 256)))
+    x, dy, weight = (
+        torch.randn(shape, generator=generator) for shape in ((40, 256), (40, 96), (96, 256))
+    )
     y = fp8.forward_product(x, weight, None, "", xa, times * b, 1.0)
     assert relative(y, x @ weight.t() + times * xa @ b.t()) < 1.5 * ROUNDING
     dx = fp8.backward_product([dy], [weight], [None], 256, "", 10 * times * dxa, a)
@@ -102,7 +109,8 @@ def test_an_adapter_as_large_as_the_weight_or_larger_leaves_the_sum_within_round
 def test_a_row_of_the_weight_that_is_zero_takes_nothing_from_an_adapter(layer):
     (xa, b, *_), (x, _, packed, absmax) = adapter(16, 0.1), layer
     dense = dense_weight(packed, absmax, 256, "nf4", torch.float32)
-    for i in (5, 90): dense[i] = 0
+    for i in (5, 90):
+        dense[i] = 0
     y = fp8.forward_product(x, dense, None, "", xa, b, 0.25)
     expected = x @ dense.t() + 0.25 * xa @ b.t()
     assert relative(y, expected) < ROUNDING
@@ -123,10 +131,12 @@ def test_kept_weights_give_the_same_bits_while_adapters_change(layer, quantized)
             yield fp8.forward_product(x, weight, scales, "nf4", xa, b, 0.25)
             yield fp8.forward_product(x, others[0], scales, "nf4")
             yield fp8.backward_product(dys, weights, absmaxes, 256, "nf4", dxa, (1 + size) * a)
+
     sizes = (0, 1e-5, 1e-2, 3, 1e-3)
     made_anew = [*products(sizes)]
     keeper = KeptForms(weights)
-    with torch.inference_mode(): kept = [*products(sizes[:1])]  # an evaluation may come first
+    with torch.inference_mode():
+        kept = [*products(sizes[:1])]  # an evaluation may come first
     forms = dict(keeper.forms)
     kept += products(sizes[1:])
     assert all(torch.equal(*pair) for pair in zip(kept, made_anew, strict=True))
@@ -135,14 +145,15 @@ def test_kept_weights_give_the_same_bits_while_adapters_change(layer, quantized)
     fp8.forward_product(x, weight, scales, "nf4")
     fp8.backward_product(dys[:1], weights[:1], absmaxes[:1], 256, "nf4")
     assert keeper.forms == forms and size_of(keeper.tensors()) == 2 * 96 * (256 + 4) + 32 * 96 + (
-        256 * (32 + 3 * 96) + 3 * 96 * 4)
+        256 * (32 + 3 * 96) + 3 * 96 * 4
+    )
 
 
 def test_forms_are_gone_with_their_keeper(layer):
     x, _, packed, absmax = layer
     keeper = KeptForms([packed])
     before = fp8.forward_product(x, packed, absmax, "nf4")
-    (_, (form, _)), = keeper.forms.values()
+    ((_, (form, _)),) = keeper.forms.values()
     gone = weakref.ref(form)
     absmax *= 2
     assert torch.equal(fp8.forward_product(x, packed, absmax, "nf4"), before)
@@ -164,16 +175,28 @@ def test_products_of_one_input_are_those_of_each_alone(layer, quantized):
     dense = dense_weight(packed, absmax, 256, "nf4", torch.float32)
     weights, scales = ([packed] * 2, [absmax] * 2) if quantized else ([dense, dense / 2], [])
     bias = torch.linspace(-1, 1, 96)
-    args = (x, [xa, other_xa], weights, scales, [bias, -bias], [b, other_b], [0.25, 2.0], 256, "nf4")
+    args = (
+        x,
+        [xa, other_xa],
+        weights,
+        scales,
+        [bias, -bias],
+        [b, other_b],
+        [0.25, 2.0],
+        256,
+        "nf4",
+    )
     first, second = shared_fp8_linears(*args)
     assert relative(first, x @ dense.t() + 0.25 * xa @ b.t() + bias) < 1.5 * ROUNDING
     half = dense if quantized else dense / 2
     assert relative(second, x @ half.t() + 2 * other_xa @ other_b.t() - bias) < 1.5 * ROUNDING
     frozen = (x.view(4, 10, 256), [], weights, scales, [], [], [], 256, "nf4")
-    for y, weight, its_scales in zip(shared_fp8_linears(*frozen), weights, scales or [None] * 2,
-                                     strict=True):
+    for y, weight, its_scales in zip(
+        shared_fp8_linears(*frozen), weights, scales or [None] * 2, strict=True
+    ):
         assert torch.equal(y.view(40, 96), fp8.forward_product(x, weight, its_scales, "nf4"))
-    for each in (args, frozen): torch.library.opcheck(shared_fp8_linears, each)
+    for each in (args, frozen):
+        torch.library.opcheck(shared_fp8_linears, each)
     dys = [torch.randn(4, 10, 96), torch.randn(4, 10, 96)]
     for kind in ("", "fp8"):
         sums = (dys, weights, scales, 256, "nf4", kind)
@@ -192,28 +215,47 @@ def test_a_row_of_zeros_stays_zero(layer):
 def test_training_in_fp8_follows_training_in_full_precision(tmp_path):
     """And with weights kept in fp8 it is the same training, in the memory that the estimate says."""
     folder, losses, device = save_tiny(tmp_path), {}, torch.device("cpu")
-    plain = RunConfig(model_name=folder, precision="fp32", lora_rank=4, lora_dropout=0.0,
-                      compile=False, sharding_strategy="ddp")
+    plain = RunConfig(
+        model_name=folder,
+        precision="fp32",
+        lora_rank=4,
+        lora_dropout=0.0,
+        compile=False,
+        sharding_strategy="ddp",
+    )
     in_fp8 = replace(plain, compute_dtype="fp8")
     kept = replace(in_fp8, keep_fp8_weights=True)
     with process_group(device):
         for name, config in dict(plain=plain, fp8=in_fp8, kept=kept).items():
             model = build_model(config, device)
             optimizer = build_optimizer(model, "adamw", 1e-2)
-            losses[name] = torch.tensor([train_step(model, optimizer, [padded_batch(rows)]).loss
-                                         for rows in tiny_rows(1, 4) * 8])
+            losses[name] = torch.tensor(
+                [
+                    train_step(model, optimizer, [padded_batch(rows)]).loss
+                    for rows in tiny_rows(1, 4) * 8
+                ]
+            )
     assert losses["fp8"][-1] < losses["fp8"][0] - 0.1
     torch.testing.assert_close(losses["fp8"], losses["plain"], rtol=2e-2, atol=0)
     assert not torch.equal(losses["fp8"], losses["plain"])
     assert torch.equal(losses["kept"], losses["fp8"])
     shape = shape_from_config(read_config(folder).to_dict(), "tiny")
-    assert size_of(kept_tensors(model)) == resident_bytes(shape, setup_from_config(kept, 1))["fp8"] > 0
+    assert (
+        size_of(kept_tensors(model)) == resident_bytes(shape, setup_from_config(kept, 1))["fp8"] > 0
+    )
 
 
 def test_weights_are_kept_in_fp8_where_they_stay_and_activations_leave_room():
     shape = model_shape("meta-llama/Llama-3.1-8B")
-    setup = Setup(strategy="ddp", compute_dtype="fp8", activation_policy="keep_all", compile=True,
-                  context_length=4096, lora_dropout=0.0, cuda_graphs=True)
+    setup = Setup(
+        strategy="ddp",
+        compute_dtype="fp8",
+        activation_policy="keep_all",
+        compile=True,
+        context_length=4096,
+        lora_dropout=0.0,
+        cuda_graphs=True,
+    )
     kept = replace(setup, keep_fp8_weights=True)
     weights = 2 * sum(out * wide for out, wide in shape.linears().values()) * shape.layers
     assert weights < resident_bytes(shape, kept)["fp8"] < 1.1 * weights
@@ -235,12 +277,20 @@ def test_weights_are_kept_in_fp8_where_they_stay_and_activations_leave_room():
     assert "keep_fp8_weights" not in free_settings(decided, set(), everything=True)
 
 
-@pytest.mark.parametrize("settings, gpus", [
-    (dict(compute_dtype="bf16"), 1), (dict(), 2),
-    (dict(sharding_strategy="hybrid_full_shard"), 4), (dict(use_cpu_offload=True), 1)])
+@pytest.mark.parametrize(
+    "settings, gpus",
+    [
+        (dict(compute_dtype="bf16"), 1),
+        (dict(), 2),
+        (dict(sharding_strategy="hybrid_full_shard"), 4),
+        (dict(use_cpu_offload=True), 1),
+    ],
+)
 def test_weights_that_do_not_stay_are_not_kept_in_fp8(settings, gpus):
     with pytest.raises(ValueError, match="--keep_fp8_weights.*; (use|leave)"):
-        check_kept_stay(RunConfig(**dict(compute_dtype="fp8") | settings, keep_fp8_weights=True), gpus)
+        check_kept_stay(
+            RunConfig(**dict(compute_dtype="fp8") | settings, keep_fp8_weights=True), gpus
+        )
 
 
 def test_a_gpu_without_fp8_is_refused_by_name(monkeypatch):
@@ -258,20 +308,37 @@ def test_fp8_without_frozen_weights_is_refused():
 def test_layers_without_an_adapter_are_multiplied_in_fp8_too(tmp_path, train_type):
     """Only q is adapted: its gradient comes through every other layer of the blocks above."""
     from fsdp_qlora.adapters import trainable_parameters
-    folder, device, found = save_tiny(tmp_path, hidden_size=64, intermediate_size=128), \
-        torch.device("cpu"), {}
+
+    folder, device, found = (
+        save_tiny(tmp_path, hidden_size=64, intermediate_size=128),
+        torch.device("cpu"),
+        {},
+    )
     ((row,),) = tiny_rows(steps=1, rows_per_step=1)
     with process_group(device, 1):
         for kind in ("bf16", "fp8"):
-            config = RunConfig(model_name=folder, train_type=train_type, compute_dtype=kind,
-                               lora_target_modules="q_proj", lora_rank=8, lora_dropout=0.0,
-                               sharding_strategy="ddp", device="cpu")
+            config = RunConfig(
+                model_name=folder,
+                train_type=train_type,
+                compute_dtype=kind,
+                lora_target_modules="q_proj",
+                lora_rank=8,
+                lora_dropout=0.0,
+                sharding_strategy="ddp",
+                device="cpu",
+            )
             model = build_model(config, device)
-            layers = {getattr(m, "product_dtype", None) for n, m in model.named_modules()
-                      if n.endswith(("q_proj", "up_proj"))}
+            layers = {
+                getattr(m, "product_dtype", None)
+                for n, m in model.named_modules()
+                if n.endswith(("q_proj", "up_proj"))
+            }
             assert layers <= ({"fp8"} if kind == "fp8" else {"", None})
             for name, p in trainable_parameters(model).items():
-                if "lora_B" in name: torch.nn.init.constant_(p, 0.01)
+                if "lora_B" in name:
+                    torch.nn.init.constant_(p, 0.01)
             model(**padded_batch([row])).loss.backward()
-            found[kind] = torch.cat([p.grad.flatten() for p in trainable_parameters(model).values()])
+            found[kind] = torch.cat(
+                [p.grad.flatten() for p in trainable_parameters(model).values()]
+            )
     assert 1e-4 < relative(found["fp8"], found["bf16"]) < 8 * ROUNDING

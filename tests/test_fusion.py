@@ -1,4 +1,5 @@
 """Layers that share an input are joined in a compiled block, and compute the same."""
+
 import copy
 import weakref
 from collections import Counter
@@ -34,8 +35,12 @@ def calls(monkeypatch):
 
     def counted(self, graph):
         whole(self, graph)
-        counts.update(node.target.name().removeprefix("fsdp_qlora::") for node in graph.nodes
-                      if getattr(node.target, "namespace", "") == "fsdp_qlora")
+        counts.update(
+            node.target.name().removeprefix("fsdp_qlora::")
+            for node in graph.nodes
+            if getattr(node.target, "namespace", "") == "fsdp_qlora"
+        )
+
     monkeypatch.setattr(fusion.SharedInputs, "__call__", counted)
     monkeypatch.setattr(fusion.SharedInputs, "uuid", lambda self: None)  # no graph from a cache
     return counts
@@ -43,12 +48,15 @@ def calls(monkeypatch):
 
 def adapted_model(folder, policy: str, targets, dropout: float, quantized: bool = True):
     model = AutoModelForCausalLM.from_pretrained(folder)
-    model = apply_adapters(quantize_linears(model) if quantized else model,
-                           lora_config(rank=4, target_modules=targets, dropout=dropout))
+    model = apply_adapters(
+        quantize_linears(model) if quantized else model,
+        lora_config(rank=4, target_modules=targets, dropout=dropout),
+    )
     init_adapters(model, 0)
     torch.manual_seed(0)
     for name, p in trainable_parameters(model).items():
-        if "lora_B" in name: nn.init.normal_(p, std=0.1)
+        if "lora_B" in name:
+            nn.init.normal_(p, std=0.1)
     return apply_activation_policy(model.train(), policy)
 
 
@@ -58,8 +66,9 @@ def gradients(model) -> dict[str, torch.Tensor]:
     ids = torch.arange(24, device=next(model.parameters()).device).view(2, 12)
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
-    return dict(loss=loss.detach()) | {n.replace("_orig_mod.", ""): p.grad
-                                       for n, p in trainable_parameters(model).items()}
+    return dict(loss=loss.detach()) | {
+        n.replace("_orig_mod.", ""): p.grad for n, p in trainable_parameters(model).items()
+    }
 
 
 # Two blocks: the first one's input takes no gradient, so there the dX of q, k and v are not joined.
@@ -91,13 +100,18 @@ def test_layers_of_which_one_is_not_adapted_stay_as_they_are(tmp_path, calls):
 
 @pytest.mark.parametrize("quantized", [True, False])
 def test_gradients_of_layers_without_an_adapter_are_one_sum(quantized, tmp_path, calls):
-    model = adapted_model(save_tiny(tmp_path), "keep_all", ["o_proj"], dropout=0.0, quantized=quantized)
-    if not quantized: apply_fp8(model, torch.device("cpu"))
+    model = adapted_model(
+        save_tiny(tmp_path), "keep_all", ["o_proj"], dropout=0.0, quantized=quantized
+    )
+    if not quantized:
+        apply_fp8(model, torch.device("cpu"))
     eager = gradients(copy.deepcopy(model))
     compile_blocks(model)
     found = gradients(model)
-    if quantized: torch.testing.assert_close(found, eager, rtol=1e-5, atol=1e-6)
-    else: assert error(found, eager) < 0.1
+    if quantized:
+        torch.testing.assert_close(found, eager, rtol=1e-5, atol=1e-6)
+    else:
+        assert error(found, eager) < 0.1
     # gate and up of both blocks, q, k and v of the second one.
     assert calls["shared_frozen_backward"] == 3 and calls["frozen_linear_backward"] == 2
 
@@ -121,9 +135,18 @@ def test_fp8_products_of_one_input_quantize_it_once(targets, tmp_path, calls):
     alone = {"adapted_linear": 6} if targets == "all-linear" else {"frozen_linear": 6}
     assert calls["shared_fp8_linears"] == 2 * 2 * 2 and alone.items() <= calls.items()
     shape = shape_from_config(model.config.to_dict(), "tiny")
-    expected = resident_bytes(shape, Setup(
-        strategy="ddp", compute_dtype="fp8", keep_fp8_weights=True, compile=True, lora_rank=4,
-        lora_dropout=0.0, targets=targets if targets == "all-linear" else tuple(targets)))["fp8"]
+    expected = resident_bytes(
+        shape,
+        Setup(
+            strategy="ddp",
+            compute_dtype="fp8",
+            keep_fp8_weights=True,
+            compile=True,
+            lora_rank=4,
+            lora_dropout=0.0,
+            targets=targets if targets == "all-linear" else tuple(targets),
+        ),
+    )["fp8"]
     apart = 2 * 64 * 16  # the first block's q, k and v have no sum of dX
     assert sum(t.nbytes for t in kept.tensors()) == expected + apart
 
@@ -153,6 +176,7 @@ def test_a_dequantized_weight_is_gone_before_the_next_one_is_made():
         one = torch.ones(4, 3)
         made.append(weakref.ref(one))
         return one
+
     dys = [torch.full((2, 4), float(i)) for i in range(3)]
     total = sum_of_products(dys, (weight() for _ in dys))
     assert torch.equal(total, torch.full((2, 3), 12.0)) and len(made) == 3

@@ -1,4 +1,5 @@
 """CUDA graphs: where they pay, what no graph can hold, batches of few shapes; see also tests/gpu."""
+
 from __future__ import annotations
 
 import pytest
@@ -22,18 +23,35 @@ from tests.tiny import save_tiny
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-@pytest.mark.parametrize("settings, ranks, pays", [
-    (dict(), 1, True), (dict(), 2, False), (dict(sharding_strategy="ddp"), 8, True),
-    (dict(batch_size=16), 1, True), (dict(batch_size=17), 1, False),
-    (dict(batch_size=32, global_batch_size=8), 2, False), (dict(compile=False), 1, False),
-    (dict(use_activation_cpu_offload=True), 1, False), (dict(use_cpu_offload=True), 1, False)])
+@pytest.mark.parametrize(
+    "settings, ranks, pays",
+    [
+        (dict(), 1, True),
+        (dict(), 2, False),
+        (dict(sharding_strategy="ddp"), 8, True),
+        (dict(batch_size=16), 1, True),
+        (dict(batch_size=17), 1, False),
+        (dict(batch_size=32, global_batch_size=8), 2, False),
+        (dict(compile=False), 1, False),
+        (dict(use_activation_cpu_offload=True), 1, False),
+        (dict(use_cpu_offload=True), 1, False),
+    ],
+)
 def test_short_micro_batches_that_stay_on_the_gpu_are_replayed(settings, ranks, pays):
-    assert graphs_pay(RunConfig(model_name="m", **dict(context_length=512) | settings), ranks) is pays
+    assert (
+        graphs_pay(RunConfig(model_name="m", **dict(context_length=512) | settings), ranks) is pays
+    )
 
 
-@pytest.mark.parametrize("family, settings, reason", [
-    ("llama", {}, ""), ("qwen3", {}, ""), ("mistral", dict(sliding_window=8), "masks"),
-    ("llama", dict(mlp_tiles=2, lora_dropout=0.1), "tiles")])
+@pytest.mark.parametrize(
+    "family, settings, reason",
+    [
+        ("llama", {}, ""),
+        ("qwen3", {}, ""),
+        ("mistral", dict(sliding_window=8), "masks"),
+        ("llama", dict(mlp_tiles=2, lora_dropout=0.1), "tiles"),
+    ],
+)
 def test_a_model_that_no_graph_can_hold_is_named(family, settings, reason, tmp_path):
     window = {k: settings.pop(k) for k in ("sliding_window",) if k in settings}
     config = RunConfig(model_name=save_tiny(tmp_path, family, **window), lora_rank=2, **settings)
@@ -52,27 +70,46 @@ def test_on_a_cpu_graphs_are_refused_only_if_asked_for(tmp_path):
     assert not uses_graphs(RunConfig(model_name=config.model_name), model, CPU)
 
 
-def test_a_step_whose_last_micro_batch_differs_is_refused_before_weights_are_read(tmp_path, monkeypatch):
+def test_a_step_whose_last_micro_batch_differs_is_refused_before_weights_are_read(
+    tmp_path, monkeypatch
+):
     """Where they are split."""
     folder = save_tiny(tmp_path)
     model, _ = planned_model(RunConfig(model_name=folder, lora_rank=2), CPU)
+
     def refused(**settings) -> str:
         config = RunConfig(model_name=folder, cuda_graphs=True, **settings)
-        try: check_graphs(config, model, GPU)
-        except ValueError as error: return str(error)
+        try:
+            check_graphs(config, model, GPU)
+        except ValueError as error:
+            return str(error)
         return ""
-    cases = [dict(no_sync=True), dict(gather_once=True), dict(no_sync=True, sharding_strategy="ddp"), {}]
-    for world_size, found in (("1", ["", "", "", ""]), ("2", ["--no_sync", "--gather_once", "", ""])):
+
+    cases = [
+        dict(no_sync=True),
+        dict(gather_once=True),
+        dict(no_sync=True, sharding_strategy="ddp"),
+        {},
+    ]
+    for world_size, found in (
+        ("1", ["", "", "", ""]),
+        ("2", ["--no_sync", "--gather_once", "", ""]),
+    ):
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", world_size)
         for settings, flag in zip(cases, found, strict=True):
             assert flag in refused(**settings) and bool(flag) == bool(refused(**settings)), settings
 
 
-@pytest.mark.parametrize("settings, flag", [
-    (dict(compile=False), "compile"), (dict(use_cpu_offload=True), "use_cpu_offload"),
-    (dict(profile_memory=True), "profile_memory"),
-    (dict(use_activation_cpu_offload=True), "use_activation_cpu_offload")])
+@pytest.mark.parametrize(
+    "settings, flag",
+    [
+        (dict(compile=False), "compile"),
+        (dict(use_cpu_offload=True), "use_cpu_offload"),
+        (dict(profile_memory=True), "profile_memory"),
+        (dict(use_activation_cpu_offload=True), "use_activation_cpu_offload"),
+    ],
+)
 def test_what_moves_or_counts_memory_and_graphs_exclude_each_other(settings, flag):
     with pytest.raises(ValueError, match=f"--cuda_graphs.*--{flag}|--{flag}.*--cuda_graphs"):
         RunConfig(model_name="m", cuda_graphs=True, **settings)
@@ -84,7 +121,9 @@ def rows(*lengths: int):
 
 def test_batches_of_near_widths_have_one_shape():
     padding = dict(pad_to=few_widths(512))
-    shapes = {shape_of(collate(rows(*lengths), 0, **padding)) for lengths in ((5, 9), (60, 64), (33, 2))}
+    shapes = {
+        shape_of(collate(rows(*lengths), 0, **padding)) for lengths in ((5, 9), (60, 64), (33, 2))
+    }
     assert len(shapes) == 1
     assert shape_of(collate(rows(65, 2), 0, **padding)) not in shapes
 
@@ -109,6 +148,6 @@ def test_packed_batches_have_one_shape_and_the_same_rows():
     assert len({shape_of(batch) for batch in steady}) == 1
     for before, after in zip(batches, steady, strict=True):
         borders = before["cu_seq_lens_q"]
-        assert torch.equal(after["cu_seq_lens_q"][:len(borders)], borders)
-        assert (after["cu_seq_lens_q"][len(borders):] == 128).all()
+        assert torch.equal(after["cu_seq_lens_q"][: len(borders)], borders)
+        assert (after["cu_seq_lens_q"][len(borders) :] == 128).all()
         assert torch.equal(after["input_ids"], before["input_ids"])

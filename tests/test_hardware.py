@@ -1,4 +1,5 @@
 """The GPU catalogue: spelling, what is measured and what is only a datasheet, users' own cards."""
+
 import json
 
 import pytest
@@ -6,16 +7,32 @@ import pytest
 from fsdp_qlora.catalog.hardware import GPUS, PATTERNS, find_gpu, load_gpu_spec
 
 
-@pytest.mark.parametrize("given,found", [
-    ("h100", "H100 SXM"), ("NVIDIA H100 80GB HBM3", "H100 SXM"), ("H100-PCIe", "H100 PCIe"),
-    ("NVIDIA H100 PCIe", "H100 PCIe"), ("h100pcie", "H100 PCIe"),
-    ("h100sxm5", "H100 SXM"), ("NVIDIA H200", "H200"), ("rtx3090", "RTX 3090"),
-    ("NVIDIA GeForce RTX 4090", "RTX 4090"), ("4080", "RTX 4080"), ("RTX_5090", "RTX 5090"),
-    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000"),
-    ("a6000", "RTX A6000"), ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
-    ("a6000 ada", "RTX 6000 Ada"), ("rtxa5000", "RTX A5000"), ("a100", "A100 80GB"),
-    ("NVIDIA A100-SXM4-40GB", "A100 40GB"), ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
-    ("NVIDIA L40S", "L40S"), ("AMD Instinct MI300X", "MI300X")])
+@pytest.mark.parametrize(
+    "given,found",
+    [
+        ("h100", "H100 SXM"),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+        ("H100-PCIe", "H100 PCIe"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("h100pcie", "H100 PCIe"),
+        ("h100sxm5", "H100 SXM"),
+        ("NVIDIA H200", "H200"),
+        ("rtx3090", "RTX 3090"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("4080", "RTX 4080"),
+        ("RTX_5090", "RTX 5090"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000"),
+        ("a6000", "RTX A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("a6000 ada", "RTX 6000 Ada"),
+        ("rtxa5000", "RTX A5000"),
+        ("a100", "A100 80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+        ("NVIDIA L40S", "L40S"),
+        ("AMD Instinct MI300X", "MI300X"),
+    ],
+)
 def test_a_card_is_found_however_it_is_spelled(given, found):
     assert find_gpu(given).name == found
 
@@ -25,8 +42,19 @@ def test_a_card_is_found_by_its_own_name(name):
     assert find_gpu(name) is GPUS[name] and name in PATTERNS
 
 
-@pytest.mark.parametrize("name", ["RTX 4090 Laptop GPU", "RTX 3090 Ti", "RTX 4080 SUPER", "GH200",
-                                  "H100 NVL", "h100nvl", "v100", ""])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "RTX 4090 Laptop GPU",
+        "RTX 3090 Ti",
+        "RTX 4080 SUPER",
+        "GH200",
+        "H100 NVL",
+        "h100nvl",
+        "v100",
+        "",
+    ],
+)
 def test_an_unknown_or_like_named_card_lists_the_catalogue(name):
     with pytest.raises(ValueError, match="--gpu .*not in the catalogue.*RTX 3090.*--gpu_spec"):
         find_gpu(name)
@@ -60,27 +88,47 @@ def test_a_card_from_a_file(tmp_path):
     gpu = load_gpu_spec(spec)
     assert gpu.name == "slow slot" and gpu.bf16_tflops == GPUS["RTX 4090"].bf16_tflops
     assert gpu.host_gb_s == pytest.approx(GPUS["RTX 4090"].host_gb_s / 4)
-    spec.write_text(json.dumps(dict(
-        name="mine", memory_gib=40, bf16_tflops=100, bandwidth_gb_s=1000, measured_bf16_tflops=90,
-        measured_bandwidth_gb_s=900, nvlink_gb_s=50, measured_link_gb_s={"2": 30})))
+    spec.write_text(
+        json.dumps(
+            dict(
+                name="mine",
+                memory_gib=40,
+                bf16_tflops=100,
+                bandwidth_gb_s=1000,
+                measured_bf16_tflops=90,
+                measured_bandwidth_gb_s=900,
+                nvlink_gb_s=50,
+                measured_link_gb_s={"2": 30},
+            )
+        )
+    )
     assert load_gpu_spec(spec).calibrated and load_gpu_spec(spec).peer_gb_s(2) == 30
 
 
-@pytest.mark.parametrize("spec,message", [
-    ("{", "not readable JSON"), ("[]", "one JSON object"), ('{"nam": 1}', "unknown field nam"),
-    ('{"name": "x"}', "needs memory_gib, bf16_tflops"),
-    ('{"base": "4090", "memory_gib": -1}', "memory_gib must be above 0"),
-    ('{"base": "4090", "memory_gib": "24"}', "memory_gib must be a number"),
-    ('{"base": "4090", "memory_gib": NaN}', "memory_gib must be a number, got nan"),
-    ('{"base": "4090", "memory_gib": null}', "needs memory_gib"),
-    ('{"base": "4090", "pcie_lanes": null}', "pcie_lanes must be a number, got None"),
-    ('{"base": "4090", "name": 3}', "name must be a text, got 3"),
-    ('{"base": "RTX 4999"}', "base RTX 4999: not in the catalogue .close: RTX 4090"),
-    ('{"base": null}', "base None: not in the catalogue"),
-    ('{"base": "4090", "measured_link_gb_s": 5}', "measured_link_gb_s must be GB/s by number of GPUs"),
-    ('{"base": "4090", "measured_link_gb_s": {"two": 5}}', "measured_link_gb_s must be"),
-    ('{"base": "4090", "measured_link_gb_s": {"2": -5}}', "measured_link_gb_s must be"),
-    ('{"base": "4090", "pcie_gen": 9}', "pcie_gen 9: choose")])
+@pytest.mark.parametrize(
+    "spec,message",
+    [
+        ("{", "not readable JSON"),
+        ("[]", "one JSON object"),
+        ('{"nam": 1}', "unknown field nam"),
+        ('{"name": "x"}', "needs memory_gib, bf16_tflops"),
+        ('{"base": "4090", "memory_gib": -1}', "memory_gib must be above 0"),
+        ('{"base": "4090", "memory_gib": "24"}', "memory_gib must be a number"),
+        ('{"base": "4090", "memory_gib": NaN}', "memory_gib must be a number, got nan"),
+        ('{"base": "4090", "memory_gib": null}', "needs memory_gib"),
+        ('{"base": "4090", "pcie_lanes": null}', "pcie_lanes must be a number, got None"),
+        ('{"base": "4090", "name": 3}', "name must be a text, got 3"),
+        ('{"base": "RTX 4999"}', "base RTX 4999: not in the catalogue .close: RTX 4090"),
+        ('{"base": null}', "base None: not in the catalogue"),
+        (
+            '{"base": "4090", "measured_link_gb_s": 5}',
+            "measured_link_gb_s must be GB/s by number of GPUs",
+        ),
+        ('{"base": "4090", "measured_link_gb_s": {"two": 5}}', "measured_link_gb_s must be"),
+        ('{"base": "4090", "measured_link_gb_s": {"2": -5}}', "measured_link_gb_s must be"),
+        ('{"base": "4090", "pcie_gen": 9}', "pcie_gen 9: choose"),
+    ],
+)
 def test_a_wrong_file_is_named_with_the_field(tmp_path, spec, message):
     (tmp_path / "gpu.json").write_text(spec)
     with pytest.raises(ValueError, match=f"gpu.json: .*{message}"):

@@ -1,4 +1,5 @@
 """A hub that can't be reached is not tried again and again, and what is in the cache is used."""
+
 from __future__ import annotations
 
 import os
@@ -45,10 +46,19 @@ def closed_port():
 
 def run(program: str, endpoint: str, cache: Path, **others) -> tuple[list[str], str]:
     """What a program says with this hub, line by line, and what is on stderr."""
-    env = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1",
-                        "no_proxy": "*"} | others
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True,
-                          cwd=ROOT)
+    env = (
+        os.environ
+        | {
+            "HF_ENDPOINT": endpoint,
+            "HF_HOME": str(cache),
+            "HF_HUB_DISABLE_XET": "1",
+            "no_proxy": "*",
+        }
+        | others
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines(), done.stderr
 
@@ -56,11 +66,16 @@ def run(program: str, endpoint: str, cache: Path, **others) -> tuple[list[str], 
 MODEL, ROWS = "--model_name org/model", "--dataset org/rows"
 
 
-@pytest.mark.parametrize("program, flags, others, why", [
-    (READ + DATA, [MODEL, MODEL, MODEL, ROWS], {}, "can't be reached (Connection refused)"),
-    (DATA, [ROWS], {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set")])
-def test_a_name_that_is_not_in_the_cache_is_one_line_with_the_remedy(closed_port, tmp_path, program,
-                                                                     flags, others, why):
+@pytest.mark.parametrize(
+    "program, flags, others, why",
+    [
+        (READ + DATA, [MODEL, MODEL, MODEL, ROWS], {}, "can't be reached (Connection refused)"),
+        (DATA, [ROWS], {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"),
+    ],
+)
+def test_a_name_that_is_not_in_the_cache_is_one_line_with_the_remedy(
+    closed_port, tmp_path, program, flags, others, why
+):
     said, warned = run(program, f"http://127.0.0.1:{closed_port}", tmp_path, **others)
     assert len(said) == len(flags) and "etry" not in warned
     for line, flag in zip(said, flags, strict=True):
@@ -79,20 +94,31 @@ def test_a_model_in_the_cache_is_found_without_a_network(closed_port, tmp_path):
 
 def test_nothing_is_pushed_without_a_network(closed_port, tmp_path):
     said, _ = run(PUSH.format(folder=tmp_path), f"http://127.0.0.1:{closed_port}", tmp_path)
-    assert len(said) == 1 and said[0].startswith("--repo me/tuned") and "can't be reached" in said[0]
+    assert (
+        len(said) == 1 and said[0].startswith("--repo me/tuned") and "can't be reached" in said[0]
+    )
 
 
-@pytest.mark.parametrize("endpoint, env, address", [
-    ("https://huggingface.co", {}, ("huggingface.co", 443)),
-    ("http://mirror:8080/hf", {}, ("mirror", 8080)),
-    ("https://huggingface.co", {"https_proxy": "http://me:secret@proxy:3128"}, ("proxy", 3128)),
-    ("https://huggingface.co", {"all_proxy": "proxy:1080"}, ("proxy", 1080)),
-    ("https://hub.lab", {"https_proxy": "http://proxy:3128", "no_proxy": ".lab"}, ("hub.lab", 443))])
+@pytest.mark.parametrize(
+    "endpoint, env, address",
+    [
+        ("https://huggingface.co", {}, ("huggingface.co", 443)),
+        ("http://mirror:8080/hf", {}, ("mirror", 8080)),
+        ("https://huggingface.co", {"https_proxy": "http://me:secret@proxy:3128"}, ("proxy", 3128)),
+        ("https://huggingface.co", {"all_proxy": "proxy:1080"}, ("proxy", 1080)),
+        (
+            "https://hub.lab",
+            {"https_proxy": "http://proxy:3128", "no_proxy": ".lab"},
+            ("hub.lab", 443),
+        ),
+    ],
+)
 def test_the_proxy_is_tried_where_there_is_one(monkeypatch, endpoint, env, address):
     for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
-    for name, value in env.items(): monkeypatch.setenv(name, value)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
     assert address_of(endpoint) == address
 
 

@@ -1,4 +1,5 @@
 """The launch examples: they parse, and the flags in them are those of torchrun and train.py."""
+
 from __future__ import annotations
 
 import os
@@ -40,15 +41,18 @@ def check_torchrun(line: str) -> list[str]:
     return known.training_script_args
 
 
-@pytest.mark.parametrize("name, flags", [
-    ("slurm.sbatch", ' --stop_grace_seconds 100 "$@"'), ("ssh.sh", "$flags")])
+@pytest.mark.parametrize(
+    "name, flags", [("slurm.sbatch", ' --stop_grace_seconds 100 "$@"'), ("ssh.sh", "$flags")]
+)
 def test_scripts_parse_and_start_torchrun_with_flags_that_it_has(name, flags):
     path = LAUNCH / name
     subprocess.run(["bash", "-n", path], check=True)
     text = path.read_text()
     found = re.search(r"torchrun\s+(--nnodes.*?train\.py)", filled(text), re.S)
     assert check_torchrun(found[1]) == [] and f"train.py{flags}" in text
-    assert re.search(r"--rdzv_backend c10d\s.*--rdzv_endpoint .*:.*--max_restarts 3", found[1], re.S)
+    assert re.search(
+        r"--rdzv_backend c10d\s.*--rdzv_endpoint .*:.*--max_restarts 3", found[1], re.S
+    )
     example = re.search(r"^# .*(--config .*)$", text, re.M)[1]
     parse(shlex.split(example), TrainOptions)
 
@@ -57,15 +61,20 @@ def test_slurm_settings_give_one_torchrun_to_a_machine_and_time_to_save():
     text = (LAUNCH / "slurm.sbatch").read_text()
     options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", text, re.M))
     assert options["ntasks-per-node"] == "1" and "requeue" in options
-    told, killed, ended = (int(re.search(rf"{name}[= ]?(\d+)", text)[1]) for name in (
-        "USR1@", "SHUTDOWN_TIMEOUT", "stop_grace_seconds"))
+    told, killed, ended = (
+        int(re.search(rf"{name}[= ]?(\d+)", text)[1])
+        for name in ("USR1@", "SHUTDOWN_TIMEOUT", "stop_grace_seconds")
+    )
     assert told - 10 > killed > ended >= 60
 
 
 def test_the_kubernetes_job_runs_in_its_runtime_with_flags_that_train_has():
     runtime, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
     assert job["kind"] == "TrainJob" and job["apiVersion"] == runtime["apiVersion"]
-    assert job["spec"]["runtimeRef"] == {"kind": runtime["kind"], "name": runtime["metadata"]["name"]}
+    assert job["spec"]["runtimeRef"] == {
+        "kind": runtime["kind"],
+        "name": runtime["metadata"]["name"],
+    }
     trainer, pod = job["spec"]["trainer"], runtime["spec"]["template"]["spec"]["replicatedJobs"][0]
     pod = pod["template"]["spec"]["template"]["spec"]
     mounted = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
@@ -81,8 +90,18 @@ def test_the_kubernetes_job_runs_in_its_runtime_with_flags_that_train_has():
 def test_the_ssh_script_runs_on_two_hosts_and_carries_on_after_a_long_cut(tmp_path):
     """`ssh` enters a namespace here. Both hosts see one folder; the cut outlasts any patience."""
     inputs = make_inputs(tmp_path / "inputs")
-    flags = ("--global_batch_size", "4", "--lora_dropout", "0", "--num_epochs", "8",
-             "--stall_seconds", "5", "--sharding_strategy", "hybrid_full_shard")
+    flags = (
+        "--global_batch_size",
+        "4",
+        "--lora_dropout",
+        "0",
+        "--num_epochs",
+        "8",
+        "--stall_seconds",
+        "5",
+        "--sharding_strategy",
+        "hybrid_full_shard",
+    )
     run, whole = (command(inputs, tmp_path / name, *flags) for name in ("out", "whole"))
     with Hosts(2, tmp_path / "hosts") as hosts:
         (tmp_path / "bin").mkdir()
@@ -90,19 +109,26 @@ def test_the_ssh_script_runs_on_two_hosts_and_carries_on_after_a_long_cut(tmp_pa
             entering = shlex.join(hosts.inside(host))
             (tmp_path / f"bin/host{host}").write_text(f'{entering} bash -c "$1"\n')
         ssh = tmp_path / "bin/ssh"
-        ssh.write_text(f'#!/bin/bash\nwhile [[ $1 == -o ]]; do shift 2; done\n'
-                       f'exec bash {tmp_path}/bin/$1 "$2"\n')
+        ssh.write_text(
+            f"#!/bin/bash\nwhile [[ $1 == -o ]]; do shift 2; done\n"
+            f'exec bash {tmp_path}/bin/$1 "$2"\n'
+        )
         (tmp_path / "bin/torchrun").write_text(
-            f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
-        for path in (ssh, tmp_path / "bin/torchrun"): path.chmod(0o755)
+            f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n'
+        )
+        for path in (ssh, tmp_path / "bin/torchrun"):
+            path.chmod(0o755)
         env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-        env |= dict(HOSTS="host0 host1", GPUS="2", TRIES="20",
-                    PATH=f"{tmp_path}/bin:{os.environ['PATH']}")
+        env |= dict(
+            HOSTS="host0 host1", GPUS="2", TRIES="20", PATH=f"{tmp_path}/bin:{os.environ['PATH']}"
+        )
 
         def started(which) -> subprocess.Popen:
             with open(f"{which.out}.ssh", "w") as log:
-                return subprocess.Popen([LAUNCH / "ssh.sh", *which.argv[1:]], cwd=ROOT, env=env,
-                                        stdout=log, stderr=log)
+                return subprocess.Popen(
+                    [LAUNCH / "ssh.sh", *which.argv[1:]], cwd=ROOT, env=env, stdout=log, stderr=log
+                )
+
         launched = started(run)
         while not (run.out / "checkpoints/step-000010").exists():
             assert launched.poll() is None, Path(f"{run.out}.ssh").read_text()
@@ -123,9 +149,13 @@ def test_ray_train_starts_the_ranks_and_starts_them_again_after_one_was_killed(t
     reference = command(inputs, tmp_path / "reference", "--num_epochs", "4")
     assert reference.start().codes == [0, 0]
     with open(tmp_path / "log", "w") as log:
-        ray = subprocess.Popen([sys.executable, LAUNCH / "ray_train.py", "--workers", "2", "--cpu",
-                                *run.argv[1:]], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
-                               stdout=log, stderr=log)
+        ray = subprocess.Popen(
+            [sys.executable, LAUNCH / "ray_train.py", "--workers", "2", "--cpu", *run.argv[1:]],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=log,
+            stderr=log,
+        )
     while not (run.out / "checkpoints/step-000006").exists():
         assert ray.poll() is None, (tmp_path / "log").read_text()[-3000:]
         time.sleep(0.05)
@@ -153,20 +183,33 @@ def listeners(process: int) -> list[str]:
     """The addresses, in hexadecimal, on which a process listens."""
     sockets = set()
     for descriptor in Path(f"/proc/{process}/fd").iterdir():
-        with suppress(OSError): sockets.add(os.readlink(descriptor))
-    rows = [line.split() for name in ("tcp", "tcp6")
-            for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
-    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+        with suppress(OSError):
+            sockets.add(os.readlink(descriptor))
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return [
+        row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets
+    ]
 
 
 def test_ranks_that_are_started_here_listen_on_this_machine_alone(tmp_path):
-    code = ("import sys; from torch.distributed.launcher.api import elastic_launch\n"
-            "from fsdp_qlora.config import RunConfig\nfrom fsdp_qlora.training import launch\n"
-            "launch.os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')\n"
-            "elastic_launch(launch.how_to_launch(2, RunConfig()), sys.executable)('-c', sys.argv[1])")
+    code = (
+        "import sys; from torch.distributed.launcher.api import elastic_launch\n"
+        "from fsdp_qlora.config import RunConfig\nfrom fsdp_qlora.training import launch\n"
+        "launch.os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')\n"
+        "elastic_launch(launch.how_to_launch(2, RunConfig()), sys.executable)('-c', sys.argv[1])"
+    )
     script = RANK.format(root=ROOT, out=tmp_path)
-    subprocess.run([sys.executable, "-c", code, script], check=True, timeout=200, cwd=ROOT,
-                   env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")})
+    subprocess.run(
+        [sys.executable, "-c", code, script],
+        check=True,
+        timeout=200,
+        cwd=ROOT,
+        env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")},
+    )
     found = [(tmp_path / rank).read_text().split() for rank in "01"]
     assert {total for total, *_ in found} == {"[2]"}
     addresses = {address for _, *more in found for address in more}
@@ -182,23 +225,34 @@ def test_a_run_of_one_rank_opens_no_store(monkeypatch):
     assert store.get("key") == b"value"
 
 
-@pytest.mark.parametrize("given, kept", [
-    ({}, False), (dict(OMP_NUM_THREADS="1"), True), (dict(OMP_NUM_THREADS="3"), True),
-    (dict(MKL_NUM_THREADS="2"), True)])
+@pytest.mark.parametrize(
+    "given, kept",
+    [
+        ({}, False),
+        (dict(OMP_NUM_THREADS="1"), True),
+        (dict(OMP_NUM_THREADS="3"), True),
+        (dict(MKL_NUM_THREADS="2"), True),
+    ],
+)
 def test_a_number_of_threads_that_was_given_stays(given, kept, tmp_path):
-    code = ("import os; from fsdp_qlora.training import launch\nlaunch.torch.set_num_threads(5)\n"
-            "launch.share_cores(1)\n"
-            "out = open(os.environ['OUT'] + os.getenv('RANK', ''), 'w')\n"
-            "print(launch.torch.get_num_threads(), file=out)")
+    code = (
+        "import os; from fsdp_qlora.training import launch\nlaunch.torch.set_num_threads(5)\n"
+        "launch.share_cores(1)\n"
+        "out = open(os.environ['OUT'] + os.getenv('RANK', ''), 'w')\n"
+        "print(launch.torch.get_num_threads(), file=out)"
+    )
     (tmp_path / "script.py").write_text(code)
     ours = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RANK")
     env = {k: v for k, v in os.environ.items() if k not in ours}
     env |= given | dict(OUT=str(tmp_path / "out"), PYTHONPATH=str(ROOT))
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2"]
     for how in ([], torchrun):
-        subprocess.run([sys.executable, *how, tmp_path / "script.py"], check=True, env=env, timeout=200)
+        subprocess.run(
+            [sys.executable, *how, tmp_path / "script.py"], check=True, env=env, timeout=200
+        )
     wanted = 5 if kept else len(os.sched_getaffinity(0))
-    for name in ("out", "out0", "out1"): assert int((tmp_path / name).read_text()) == wanted, name
+    for name in ("out", "out0", "out1"):
+        assert int((tmp_path / name).read_text()) == wanted, name
 
 
 def rank_processes(out: Path):
@@ -206,4 +260,5 @@ def rank_processes(out: Path):
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             line = (folder / "cmdline").read_text()
-            if "fsdp_qlora.cli\0train" in line and str(out) in line: yield int(folder.name)
+            if "fsdp_qlora.cli\0train" in line and str(out) in line:
+                yield int(folder.name)

@@ -1,4 +1,5 @@
 """The architecture's promises: imports go one way, the pure layer has no torch, one file owns FSDP."""
+
 from __future__ import annotations
 
 import ast
@@ -10,11 +11,39 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "fsdp_qlora"
 # A package imports only from those before it.
-ORDER = ["redact", "reading", "places", "folders", "hub", "config", "catalog", "estimate", "planner",
-         "report", "meeting", "dist", "quantization", "model", "adapters", "memory", "sharding",
-         "loading", "derived", "build", "data", "optim", "observe", "export", "checkpoint", "training",
-         "bench", "commands", "demo", "cli"]
-PURE = set(ORDER[:ORDER.index("meeting")])
+ORDER = [
+    "redact",
+    "reading",
+    "places",
+    "folders",
+    "hub",
+    "config",
+    "catalog",
+    "estimate",
+    "planner",
+    "report",
+    "meeting",
+    "dist",
+    "quantization",
+    "model",
+    "adapters",
+    "memory",
+    "sharding",
+    "loading",
+    "derived",
+    "build",
+    "data",
+    "optim",
+    "observe",
+    "export",
+    "checkpoint",
+    "training",
+    "bench",
+    "commands",
+    "demo",
+    "cli",
+]
+PURE = set(ORDER[: ORDER.index("meeting")])
 
 
 def modules() -> list[tuple[str, Path]]:
@@ -27,9 +56,11 @@ def imports(path: Path) -> set[str]:
     """Absolute names of what a file imports, inside functions too."""
     depth, found = len(path.relative_to(PACKAGE).parts), set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import): found |= {alias.name for alias in node.names}
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            if node.level < depth and node.level: continue  # within its own package
+            if node.level < depth and node.level:
+                continue  # within its own package
             names = [node.module] if node.module else [alias.name for alias in node.names]
             prefix = "fsdp_qlora." if node.level else ""
             found |= {prefix + name for name in names}
@@ -38,8 +69,11 @@ def imports(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("name, path", modules(), ids=lambda v: v if isinstance(v, str) else v.stem)
 def test_a_module_imports_only_from_modules_before_it(name, path):
-    inside = {i.split(".")[1] for i in imports(path) if i.startswith("fsdp_qlora.")
-              and not i.endswith("__")}
+    inside = {
+        i.split(".")[1]
+        for i in imports(path)
+        if i.startswith("fsdp_qlora.") and not i.endswith("__")
+    }
     assert name in ORDER, f"{name} has no place in the layout"
     later = {i for i in inside if ORDER.index(i) >= ORDER.index(name)} - {name}
     assert not later
@@ -53,23 +87,31 @@ def test_a_package_names_its_modules_in_an_order_in_which_they_can_be_read(packa
     assert sorted(order) == sorted(p.stem for p in (PACKAGE / package).glob("[!_]*.py"))
     for place, name in enumerate(order):
         tree = ast.parse((PACKAGE / package / f"{name}.py").read_text())
-        needed = {part for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 1
-                  for part in ([node.module] if node.module else [a.name for a in node.names])}
+        needed = {
+            part
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.level == 1
+            for part in ([node.module] if node.module else [a.name for a in node.names])
+        }
         assert needed & set(order) <= set(order[:place]), name
 
 
 def test_no_two_modules_import_each_other():
-    known = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for _, path in modules()}
+    known = {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for _, path in modules()
+    }
     known = {name.removesuffix(".__init__"): path for name, path in known.items()}
 
     def needs(path: Path) -> set[str]:
         found, here = set(), path.relative_to(PACKAGE).parts[:-1]
         for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.ImportFrom) or not node.level: continue
-            base = [*here[:len(here) + 1 - node.level], *(node.module or "").split(".")]
+            if not isinstance(node, ast.ImportFrom) or not node.level:
+                continue
+            base = [*here[: len(here) + 1 - node.level], *(node.module or "").split(".")]
             base = ".".join(part for part in base if part)
-            found |= {name for alias in node.names
-                      if (name := f"{base}.{alias.name}".strip(".")) in known} or ({base} & set(known))
+            found |= {
+                name for alias in node.names if (name := f"{base}.{alias.name}".strip(".")) in known
+            } or ({base} & set(known))
         return found
 
     order = graphlib.TopologicalSorter({name: needs(path) for name, path in known.items()})
@@ -78,10 +120,14 @@ def test_no_two_modules_import_each_other():
 
 def test_the_pure_layer_imports_no_torch():
     for name, path in modules():
-        if name in PURE: assert not {i for i in imports(path) if i.split(".")[0] == "torch"}, path
+        if name in PURE:
+            assert not {i for i in imports(path) if i.split(".")[0] == "torch"}, path
 
 
 def test_one_file_owns_fsdp():
-    owners = {path.name for _, path in modules()
-              if any(i.startswith("torch.distributed.fsdp") for i in imports(path))}
+    owners = {
+        path.name
+        for _, path in modules()
+        if any(i.startswith("torch.distributed.fsdp") for i in imports(path))
+    }
     assert owners == {"fsdp.py"}

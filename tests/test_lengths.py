@@ -1,4 +1,5 @@
 """Estimates that know the lengths of rows agree with the loader that a run uses."""
+
 import json
 
 import numpy as np
@@ -18,16 +19,22 @@ from fsdp_qlora.planner import free_settings, make_plan
 CONTEXT = 512
 RNG = np.random.default_rng(0)
 DISTRIBUTIONS = dict(
-    short=RNG.integers(20, 60, 97), full=np.full(64, CONTEXT),
+    short=RNG.integers(20, 60, 97),
+    full=np.full(64, CONTEXT),
     log_normal=np.clip(RNG.lognormal(4.5, 1, 150), 2, CONTEXT).astype(int),
-    two_kinds=np.array([30] * 80 + [500] * 9))
+    two_kinds=np.array([30] * 80 + [500] * 9),
+)
 
 
 def tokens_of(lengths) -> TokenizedDataset:
     total = int(np.sum(lengths))
     trained = np.ones(total, dtype=bool)
-    return TokenizedDataset(np.ones(total, dtype=np.int32), trained,
-                            np.concatenate([[0], np.cumsum(lengths)]), DataReport(CONTEXT))
+    return TokenizedDataset(
+        np.ones(total, dtype=np.int32),
+        trained,
+        np.concatenate([[0], np.cumsum(lengths)]),
+        DataReport(CONTEXT),
+    )
 
 
 def machine(**options):
@@ -35,12 +42,21 @@ def machine(**options):
 
 
 def sampled(lengths, total=None):
-    return row_lengths(np.asarray(lengths), CONTEXT, len(lengths) if total is None else total, seed=42)
+    return row_lengths(
+        np.asarray(lengths), CONTEXT, len(lengths) if total is None else total, seed=42
+    )
 
 
-@pytest.mark.parametrize("settings", [
-    dict(batch_size=3), dict(batch_size=4, global_batch_size=10), dict(batch_size=2, packing=True),
-    dict(batch_size=2, packing=True, global_batch_size=16), dict(batch_size=3, compile=False)])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(batch_size=3),
+        dict(batch_size=4, global_batch_size=10),
+        dict(batch_size=2, packing=True),
+        dict(batch_size=2, packing=True, global_batch_size=16),
+        dict(batch_size=3, compile=False),
+    ],
+)
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_steps_padding_and_tokens_are_those_of_the_batches_that_a_run_gets(name, settings, ranks):
@@ -48,9 +64,21 @@ def test_steps_padding_and_tokens_are_those_of_the_batches_that_a_run_gets(name,
     dataset, plan = tokens_of(DISTRIBUTIONS[name]), plan_batches(config, ranks)
     sampler = step_sampler(dataset, plan.per_step, plan.unit, seed=config.seed)
     pad_to = few_widths(CONTEXT) if config.compile is not False else None
-    if config.has_full_bins: pad_to = CONTEXT
-    loaders = [StepLoader(dataset, sampler, rank, ranks, plan.micro_batch_size, pad_token_id=0,
-                          packing=config.packing, pad_to=pad_to) for rank in range(ranks)]
+    if config.has_full_bins:
+        pad_to = CONTEXT
+    loaders = [
+        StepLoader(
+            dataset,
+            sampler,
+            rank,
+            ranks,
+            plan.micro_batch_size,
+            pad_token_id=0,
+            packing=config.packing,
+            pad_to=pad_to,
+        )
+        for rank in range(ranks)
+    ]
     steps = [[loader.step(i) for loader in loaders] for i in range(sampler.total_steps)]
     batches = [batch for step in steps for part in step for batch in part.micro_batches]
 
@@ -60,11 +88,15 @@ def test_steps_padding_and_tokens_are_those_of_the_batches_that_a_run_gets(name,
     assert found.tokens == pytest.approx(sum(step[0].num_tokens for step in steps) / len(steps))
     assert found.share == pytest.approx(len(dataset.input_ids) / places)
     assert found.accumulation * len(steps) * ranks == pytest.approx(len(batches))
-    if ranks > 1: return
+    if ranks > 1:
+        return
     assert found.places == pytest.approx(places / len(batches))
-    squares = [batch["cu_seq_lens_q"].diff().double().square().sum() if config.packing
-               else torch.tensor(batch["input_ids"].shape[1] ** 2. * len(batch["input_ids"]))
-               for batch in batches]
+    squares = [
+        batch["cu_seq_lens_q"].diff().double().square().sum()
+        if config.packing
+        else torch.tensor(batch["input_ids"].shape[1] ** 2.0 * len(batch["input_ids"]))
+        for batch in batches
+    ]
     assert found.row == pytest.approx(float(sum(squares)) / places)
 
 
@@ -107,20 +139,24 @@ def test_packing_is_proposed_where_padding_wastes_more_than_a_third():
     config = RunConfig(context_length=CONTEXT, batch_size=8)
     line = padding_line(sampled(DISTRIBUTIONS["log_normal"]), config, 1)
     share = batches_of(sampled(DISTRIBUTIONS["log_normal"]), config, 1).share
-    assert line.startswith(f"{1 - share:.0%} of the places are padding; --packing true would be about")
+    assert line.startswith(
+        f"{1 - share:.0%} of the places are padding; --packing true would be about"
+    )
     assert not padding_line(sampled(DISTRIBUTIONS["full"]), config, 1)
     assert not padding_line(sampled(DISTRIBUTIONS["log_normal"]), RunConfig(packing=True), 1)
 
 
 def test_a_plan_packs_short_rows_and_not_full_ones_nor_against_the_user():
-    config = RunConfig(context_length=CONTEXT, sharding_strategy="auto", batch_size=-1,
-                       global_batch_size=32)
+    config = RunConfig(
+        context_length=CONTEXT, sharding_strategy="auto", batch_size=-1, global_batch_size=32
+    )
     shape = shape_from_params("7B")
 
     def chosen(name: str, given=frozenset()) -> RunConfig:
         rows = sampled(DISTRIBUTIONS[name])
-        return make_plan(shape, machine(), config, free_settings(config, set(given), rows=rows),
-                         rows).choice.config
+        return make_plan(
+            shape, machine(), config, free_settings(config, set(given), rows=rows), rows
+        ).choice.config
 
     packed = chosen("log_normal")
     assert packed.packing and packed.global_batch_size == 32

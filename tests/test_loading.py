@@ -1,4 +1,5 @@
 """Streaming load: broken folders are refused by file name, loaded models equal plain transformers."""
+
 import json
 
 import pytest
@@ -25,13 +26,23 @@ from .tiny import CONFIGS, save_tiny
 torch.set_num_threads(1)  # threads that share a tiny product only wait for each other
 
 CPU = torch.device("cpu")
-LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=10_000.0, factor=8.0, low_freq_factor=1.0,
-                   high_freq_factor=4.0, original_max_position_embeddings=32)
+LLAMA3_ROPE = dict(
+    rope_type="llama3",
+    rope_theta=10_000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
 MODELS = {
-    "llama": {}, "llama, llama3 rope": dict(rope_parameters=LLAMA3_ROPE), "mistral": {},
-    "qwen2": {}, "qwen3": {}, "llama, tied": dict(tie_word_embeddings=True),
-    "qwen2, tied": dict(tie_word_embeddings=True), "llama, ragged": dict(hidden_size=72,
-                                                                         intermediate_size=100),
+    "llama": {},
+    "llama, llama3 rope": dict(rope_parameters=LLAMA3_ROPE),
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {},
+    "llama, tied": dict(tie_word_embeddings=True),
+    "qwen2, tied": dict(tie_word_embeddings=True),
+    "llama, ragged": dict(hidden_size=72, intermediate_size=100),
 }
 # 60 tokens: beyond the 32 positions from which llama3 scaling changes the frequencies.
 IDS = torch.randint(0, 97, (2, 60), generator=torch.Generator().manual_seed(0))
@@ -40,12 +51,21 @@ HTML = b"<!DOCTYPE html>\n<html><head><title>404 Not Found</title></head></html>
 
 
 def settings(folder, **changes) -> RunConfig:
-    return RunConfig(**dict(model_name=str(folder), train_type="full", precision="fp32",
-                            device="cpu", use_gradient_checkpointing=False) | changes)
+    return RunConfig(
+        **dict(
+            model_name=str(folder),
+            train_type="full",
+            precision="fp32",
+            device="cpu",
+            use_gradient_checkpointing=False,
+        )
+        | changes
+    )
 
 
 def built(folder, **changes):
-    with process_group(CPU): return build_model(settings(folder, **changes), CPU)
+    with process_group(CPU):
+        return build_model(settings(folder, **changes), CPU)
 
 
 @pytest.fixture(params=MODELS)
@@ -70,6 +90,7 @@ def sharded_llama(tmp_path):
 
 # ---- loaded models -----------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("precision, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_logits_equal_plain_transformers(folder, precision, dtype):
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -93,7 +114,9 @@ def test_llama3_scaling_is_of_consequence_to_these_rows(tmp_path):
     plain = save_tiny(tmp_path / "plain")
     scaled = save_tiny(tmp_path / "scaled", **MODELS["llama, llama3 rope"])
     with torch.no_grad():
-        first, second = (AutoModelForCausalLM.from_pretrained(f)(IDS).logits for f in (plain, scaled))
+        first, second = (
+            AutoModelForCausalLM.from_pretrained(f)(IDS).logits for f in (plain, scaled)
+        )
     assert (first - second).abs().max() > 1e-3
 
 
@@ -106,7 +129,9 @@ def test_tied_embedding_and_head_are_one_parameter_that_is_trained(tmp_path):
 
 def test_a_sharded_checkpoint_loads_as_one_file(sharded_llama):
     plain = AutoModelForCausalLM.from_pretrained(sharded_llama)
-    torch.testing.assert_close(built(sharded_llama).state_dict(), plain.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        built(sharded_llama).state_dict(), plain.state_dict(), rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -115,7 +140,8 @@ def test_a_4_bit_load_gives_the_bytes_of_quantizing_the_checkpoint(llama, precis
     model, stored = built(llama, train_type="qlora", precision=precision), Checkpoint(llama)
     found = 0
     for name, module in model.named_modules():
-        if not isinstance(module, QuantLinear): continue
+        if not isinstance(module, QuantLinear):
+            continue
         key = name.removeprefix("base_model.model.").removesuffix(".base_layer") + ".weight"
         packed, absmax = quantize_rows(stored.rows(key, 0, stored.shapes[key][0]))
         assert torch.equal(module.weight.view(torch.uint8), packed.view(torch.uint8))
@@ -127,12 +153,15 @@ def test_a_4_bit_load_gives_the_bytes_of_quantizing_the_checkpoint(llama, precis
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_read_only_their_rows_and_together_all_of_them(sharded_llama, ranks, monkeypatch):
     """Each "rank" fills its rows of one model; uneven ones too."""
+
     def shards(rank):
         def rows(p):
             size = -(-p.shape[0] // ranks)
             start, stop = min(rank * size, p.shape[0]), min((rank + 1) * size, p.shape[0])
             return p.data[start:stop], start, stop
+
         return rows
+
     model = quantize_linears(meta_model(read_config(str(sharded_llama)), torch.float32))
     materialize(model, CPU, CPU)
     reads = []
@@ -160,8 +189,9 @@ def test_pieces_of_any_size_give_the_same_model(llama, monkeypatch):
 def test_any_number_of_readers_gives_the_same_model(llama, workers, monkeypatch):
     monkeypatch.setattr("fsdp_qlora.loading.stream.PIECE_VALUES", 100)
     plain = AutoModelForCausalLM.from_pretrained(llama)
-    torch.testing.assert_close(built(llama, loading_workers=workers).state_dict(),
-                               plain.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        built(llama, loading_workers=workers).state_dict(), plain.state_dict(), rtol=0, atol=0
+    )
 
 
 def test_a_file_that_is_cut_while_it_is_read_ends_in_a_line_that_names_it(llama):
@@ -183,6 +213,7 @@ def test_a_load_says_what_it_read_and_how_fast(llama, capfd):
 
 # ---- broken folders (row 14 of docs/cases.md) ------------------------------------------------
 
+
 def only_bin(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     return ["pytorch_model.bin", "convert", "safe_serialization=True"]
@@ -197,6 +228,7 @@ def replaced_by(data: bytes):
     def replace(folder):
         (folder / "model.safetensors").write_bytes(data)
         return [str(folder / "model.safetensors"), "not a safetensors file", "download it again"]
+
     return replace
 
 
@@ -204,13 +236,15 @@ def cut_to(share: float):
     def cut(folder):
         path = folder / "model.safetensors"
         data = path.read_bytes()
-        path.write_bytes(data[:int(len(data) * share)])
+        path.write_bytes(data[: int(len(data) * share)])
         return [str(path), "download it again"]
+
     return cut
 
 
 def padded_at_the_end(folder):
-    with open(folder / "model.safetensors", "ab") as file: file.write(b"\0" * 8)
+    with open(folder / "model.safetensors", "ab") as file:
+        file.write(b"\0" * 8)
     return [str(folder / "model.safetensors"), "download it again"]
 
 
@@ -218,6 +252,7 @@ def index_of(text: str):
     def write(folder):
         (folder / "model.safetensors.index.json").write_text(text)
         return [str(folder / "model.safetensors.index.json")]
+
     return write
 
 
@@ -231,26 +266,39 @@ def header_of(text: bytes, data: bytes = b""):
 
 
 def unknown_type(folder):
-    header_of(b'{"lm_head.weight": {"shape": [2], "dtype": "F4", "data_offsets": [0, 1]}}', b"0")(folder)
+    header_of(b'{"lm_head.weight": {"shape": [2], "dtype": "F4", "data_offsets": [0, 1]}}', b"0")(
+        folder
+    )
     return [str(folder / "model.safetensors"), "lm_head.weight", "F4", "give the model in bf16"]
 
 
 def a_tensor_in_two_files(folder):
     save_file({"lm_head.weight": torch.zeros(97, 64)}, folder / "model-00001-of-00001.safetensors")
-    return ["model-00001-of-00001.safetensors and model.safetensors both hold lm_head.weight",
-            "keep one"]
+    return [
+        "model-00001-of-00001.safetensors and model.safetensors both hold lm_head.weight",
+        "keep one",
+    ]
 
 
 BROKEN = {
-    "only .bin": only_bin, "no weights": no_weights, "empty": replaced_by(b""),
-    "LFS pointer": replaced_by(LFS_POINTER), "HTML page": replaced_by(HTML),
-    "header cut": cut_to(0.001), "data cut": cut_to(0.9), "too long": padded_at_the_end,
-    "header not JSON": header_of(b"{]"), "header a list": header_of(b"[]"),
+    "only .bin": only_bin,
+    "no weights": no_weights,
+    "empty": replaced_by(b""),
+    "LFS pointer": replaced_by(LFS_POINTER),
+    "HTML page": replaced_by(HTML),
+    "header cut": cut_to(0.001),
+    "data cut": cut_to(0.9),
+    "too long": padded_at_the_end,
+    "header not JSON": header_of(b"{]"),
+    "header a list": header_of(b"[]"),
     "header without offsets": header_of(b'{"lm_head.weight": {"shape": [1]}}'),
-    "an unknown type": unknown_type, "a tensor in two files": a_tensor_in_two_files,
-    "header nested": header_of(b"[" * 100_000), "index nested": index_of("[" * 100_000),
+    "an unknown type": unknown_type,
+    "a tensor in two files": a_tensor_in_two_files,
+    "header nested": header_of(b"[" * 100_000),
+    "index nested": index_of("[" * 100_000),
     "index names an absent file": index_names_an_absent_file,
-    "index a pointer": index_of(LFS_POINTER.decode()), "index a page": index_of(HTML.decode()),
+    "index a pointer": index_of(LFS_POINTER.decode()),
+    "index a page": index_of(HTML.decode()),
     "index without a map": index_of("{}"),
 }
 
@@ -258,7 +306,8 @@ BROKEN = {
 @pytest.mark.parametrize("fault", BROKEN)
 def test_a_broken_folder_is_refused_in_one_line_that_names_the_file(llama, fault):
     parts = BROKEN[fault](llama)
-    with pytest.raises(ValueError) as caught: planned_model(settings(llama), CPU)
+    with pytest.raises(ValueError) as caught:
+        planned_model(settings(llama), CPU)
     message = str(caught.value)
     assert "\n" not in message
     assert all(part in message for part in parts), message
@@ -274,7 +323,9 @@ def exchange(a: dict, b: dict):
 ENTRIES = {  # what becomes of one entry of the header, and of its neighbour's
     "another's bytes": lambda a, b: a.update(data_offsets=b["data_offsets"]),
     "exchanged": exchange,
-    "too short": lambda a, b: a.update(data_offsets=[a["data_offsets"][0], a["data_offsets"][0] + 4]),
+    "too short": lambda a, b: a.update(
+        data_offsets=[a["data_offsets"][0], a["data_offsets"][0] + 4]
+    ),
     "shifted": lambda a, b: a.update(data_offsets=[x + 4 for x in a["data_offsets"]]),
     "negative": lambda a, b: a.update(data_offsets=[-8, a["data_offsets"][1]]),
     "reversed": lambda a, b: a.update(data_offsets=a["data_offsets"][::-1]),
@@ -302,7 +353,8 @@ def test_a_header_is_read_as_safetensors_reads_it_and_refused_where_that_refuses
     try:
         expected = load_file(path)
     except Exception:
-        with pytest.raises(ValueError, match="not a whole one") as caught: Checkpoint(llama)
+        with pytest.raises(ValueError, match="not a whole one") as caught:
+            Checkpoint(llama)
         assert str(path) in str(caught.value) and "\n" not in str(caught.value)
         return
     stored = Checkpoint(llama).stored
@@ -310,15 +362,26 @@ def test_a_header_is_read_as_safetensors_reads_it_and_refused_where_that_refuses
     assert all(torch.equal(stored[name].read(), tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("text", [
-    '{"a":' * 100_000, "[" * 100_000, '{"model_type": "llama", "hidden_size": 64.5}',
-    '{"model_type": "llama", "num_hidden_layers": 1e999}', '{"model_type": "llama", "vocab_size": NaN}',
-    '{"model_type": "llama", "num_attention_heads": 0}', '{"model_type": "llama", "head_dim": -16}',
-    '{"model_type": "llama", "hidden_act": [[]]}', '{"model_type": "llama", "rope_parameters": 1e999}',
-    '{"model_type": ["llama"]}', '{"model_type": 1e999}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a":' * 100_000,
+        "[" * 100_000,
+        '{"model_type": "llama", "hidden_size": 64.5}',
+        '{"model_type": "llama", "num_hidden_layers": 1e999}',
+        '{"model_type": "llama", "vocab_size": NaN}',
+        '{"model_type": "llama", "num_attention_heads": 0}',
+        '{"model_type": "llama", "head_dim": -16}',
+        '{"model_type": "llama", "hidden_act": [[]]}',
+        '{"model_type": "llama", "rope_parameters": 1e999}',
+        '{"model_type": ["llama"]}',
+        '{"model_type": 1e999}',
+    ],
+)
 def test_numbers_that_are_none_in_a_config_are_one_line(llama, text):
     (llama / "config.json").write_text(text)
-    with pytest.raises(ValueError, match="--model_name") as caught: planned_model(settings(llama), CPU)
+    with pytest.raises(ValueError, match="--model_name") as caught:
+        planned_model(settings(llama), CPU)
     assert "\n" not in str(caught.value)
 
 
@@ -330,8 +393,9 @@ def change(folder, **tensors):
 
 
 @pytest.mark.parametrize("train_type", ["full", "qlora"])
-@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "model.norm.weight",
-                                  "lm_head.weight"])
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.mlp.down_proj.weight", "model.norm.weight", "lm_head.weight"]
+)
 def test_a_missing_tensor_is_refused_by_name(llama, train_type, name):
     change(llama, **{name: None})
     with pytest.raises(ValueError, match=f"has no tensor {name}") as caught:
@@ -340,9 +404,14 @@ def test_a_missing_tensor_is_refused_by_name(llama, train_type, name):
 
 
 @pytest.mark.parametrize("train_type", ["full", "qlora"])
-@pytest.mark.parametrize("name, shape", [("model.layers.0.self_attn.q_proj.weight", (64, 65)),
-                                         ("model.embed_tokens.weight", (98, 64)),
-                                         ("model.norm.weight", (1, 64))])
+@pytest.mark.parametrize(
+    "name, shape",
+    [
+        ("model.layers.0.self_attn.q_proj.weight", (64, 65)),
+        ("model.embed_tokens.weight", (98, 64)),
+        ("model.norm.weight", (1, 64)),
+    ],
+)
 def test_a_tensor_of_another_shape_is_refused_with_both_shapes(llama, train_type, name, shape):
     change(llama, **{name: torch.zeros(shape)})
     with pytest.raises(ValueError) as caught:
@@ -354,9 +423,17 @@ def test_a_tensor_of_another_shape_is_refused_with_both_shapes(llama, train_type
 
 def expected_shape(name: str):
     """The shape that the tiny llama's config asks for."""
-    model = meta_model(CONFIGS["llama"](
-        vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2), torch.float32)
+    model = meta_model(
+        CONFIGS["llama"](
+            vocab_size=97,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        ),
+        torch.float32,
+    )
     return model.get_parameter(name).shape
 
 
@@ -366,17 +443,23 @@ def test_quantizing_or_adapting_changes_nothing_that_a_checkpoint_must_have(llam
         check_complete(model, checkpoint)
 
 
-@pytest.mark.parametrize("name, parts", [
-    ("./not/there", ["--model_name ./not/there", "does not exist"]),
-    ("{folder}/empty", ["--model_name", "empty", "no config.json"])])
+@pytest.mark.parametrize(
+    "name, parts",
+    [
+        ("./not/there", ["--model_name ./not/there", "does not exist"]),
+        ("{folder}/empty", ["--model_name", "empty", "no config.json"]),
+    ],
+)
 def test_a_folder_without_a_model_is_refused_with_the_remedy(tmp_path, name, parts):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError) as caught: read_config(name.format(folder=tmp_path))
+    with pytest.raises(ValueError) as caught:
+        read_config(name.format(folder=tmp_path))
     assert all(part in str(caught.value) for part in (*parts, "give a folder"))
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"model_type": "no_such_model"}'])
 def test_a_config_that_is_no_models_is_refused_in_one_line(llama, text):
     (llama / "config.json").write_text(text)
-    with pytest.raises(ValueError, match="--model_name") as caught: read_config(str(llama))
+    with pytest.raises(ValueError, match="--model_name") as caught:
+        read_config(str(llama))
     assert "\n" not in str(caught.value)

@@ -1,4 +1,5 @@
 """Two runs never write into one output folder; a dead run's lock holds nobody up."""
+
 from __future__ import annotations
 
 import os
@@ -10,8 +11,10 @@ import pytest
 
 from fsdp_qlora.training.lock import LOCK, sole_run_in
 
-HOLD = ("import sys, time; from fsdp_qlora.training.lock import sole_run_in\n"
-        "with sole_run_in(sys.argv[1]): print('held', flush=True); time.sleep(100)")
+HOLD = (
+    "import sys, time; from fsdp_qlora.training.lock import sole_run_in\n"
+    "with sole_run_in(sys.argv[1]): print('held', flush=True); time.sleep(100)"
+)
 
 
 @contextmanager
@@ -29,14 +32,19 @@ def held_by_another(folder):
 def test_a_second_run_is_refused_with_the_process_of_the_first(tmp_path):
     folder = tmp_path / "out put é"
     with held_by_another(folder) as other:
-        with pytest.raises(ValueError) as caught, sole_run_in(folder): pass
-        assert "--output_dir" in str(caught.value) and f"process {other.pid} on " in str(caught.value)
+        with pytest.raises(ValueError) as caught, sole_run_in(folder):
+            pass
+        assert "--output_dir" in str(caught.value) and f"process {other.pid} on " in str(
+            caught.value
+        )
 
 
 def test_the_lock_of_a_killed_run_is_taken_over(tmp_path):
-    with held_by_another(tmp_path): pass
+    with held_by_another(tmp_path):
+        pass
     assert (tmp_path / LOCK).exists()
-    with sole_run_in(tmp_path): assert str(os.getpid()) in (tmp_path / LOCK).read_text()
+    with sole_run_in(tmp_path):
+        assert str(os.getpid()) in (tmp_path / LOCK).read_text()
     assert not list(tmp_path.iterdir())
 
 
@@ -46,28 +54,39 @@ def test_a_lock_that_can_not_be_removed_hides_no_error_of_the_run(tmp_path):
         (tmp_path / LOCK).unlink()
         (tmp_path / LOCK).mkdir()
         raise KeyError
-    with pytest.raises(ValueError, match=f"--output_dir {tmp_path}: .*; give another folder"), \
-            sole_run_in(tmp_path): pass
+    with (
+        pytest.raises(ValueError, match=f"--output_dir {tmp_path}: .*; give another folder"),
+        sole_run_in(tmp_path),
+    ):
+        pass
 
 
 def test_a_folder_that_was_made_and_not_used_is_removed(tmp_path):
-    with sole_run_in(tmp_path / "new"): pass
-    with sole_run_in(tmp_path / "used"): (tmp_path / "used" / "file").touch()
+    with sole_run_in(tmp_path / "new"):
+        pass
+    with sole_run_in(tmp_path / "used"):
+        (tmp_path / "used" / "file").touch()
     assert [p.name for p in tmp_path.iterdir()] == ["used"]
 
 
 def test_without_locks_one_warning_says_so_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
     """As on some network file systems."""
-    def refused(*_): raise OSError(38, "Function not implemented")
+
+    def refused(*_):
+        raise OSError(38, "Function not implemented")
+
     monkeypatch.setattr("fcntl.flock", refused)
-    with sole_run_in(tmp_path): pass
+    with sole_run_in(tmp_path):
+        pass
     assert capsys.readouterr().out == (
         f"warning: --output_dir {tmp_path}: its file system has no locks (Function not implemented), so "
-        "a second run there would not be noticed\n")
+        "a second run there would not be noticed\n"
+    )
     assert not list(tmp_path.iterdir())
 
 
 def test_a_file_of_a_users_own_is_not_taken_for_the_lock(tmp_path):
     (tmp_path / ".lock").write_text("mine")
-    with sole_run_in(tmp_path): pass
+    with sole_run_in(tmp_path):
+        pass
     assert (tmp_path / ".lock").read_text() == "mine"

@@ -2,6 +2,7 @@
 
 Shapes: B rows, T tokens, N = B T, D hidden, V vocabulary.
 """
+
 import copy
 
 import pytest
@@ -28,15 +29,23 @@ from .tiny import CONFIGS, padded_batch, tiny_rows
 torch.set_num_threads(1)  # threads that share a tiny product only wait for each other
 
 V, D = 97, 64
-SIZES = dict(vocab_size=V, hidden_size=D, intermediate_size=128, num_hidden_layers=2,
-             num_attention_heads=4, num_key_value_heads=2)
+SIZES = dict(
+    vocab_size=V,
+    hidden_size=D,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 
 
 def tiny_model(config) -> nn.Module:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32,
-                                             attn_implementation="eager").train()
-    for p in model.parameters(): p.data *= 3  # logits of some size
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    ).train()
+    for p in model.parameters():
+        p.data *= 3  # logits of some size
     return model
 
 
@@ -47,7 +56,8 @@ def llama(**settings) -> nn.Module:
 def with_adapter_values(model) -> nn.Module:
     """The model with values in A and B, so that no gradient is zero."""
     materialize(model, torch.device("cpu"), torch.device("cpu"))
-    for p in trainable_parameters(model).values(): p.data.normal_(std=0.1)
+    for p in trainable_parameters(model).values():
+        p.data.normal_(std=0.1)
     return model
 
 
@@ -76,6 +86,7 @@ def chunk(request, monkeypatch):
 
 
 # ---- against transformers ----------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("num_items", [None, 5, 12.5, torch.tensor(40)])
 def test_loss_and_all_gradients_equal_transformers(chunk, num_items):
@@ -113,8 +124,11 @@ def test_soft_capped_logits_equal_transformers_gemma2(chunk):
     assert_equal(loss_and_gradients(ours, batch), loss_and_gradients(plain, batch))
 
 
-SCALED = [GraniteConfig(**SIZES, logits_scaling=4.0), CohereConfig(**SIZES, logit_scale=0.25),
-          CohereConfig(**SIZES, logit_scale=5.0, tie_word_embeddings=False)]
+SCALED = [
+    GraniteConfig(**SIZES, logits_scaling=4.0),
+    CohereConfig(**SIZES, logit_scale=0.25),
+    CohereConfig(**SIZES, logit_scale=5.0, tie_word_embeddings=False),
+]
 
 
 @pytest.mark.parametrize("config", SCALED, ids=["divided", "multiplied, tied", "multiplied"])
@@ -128,15 +142,20 @@ def test_scaled_logits_equal_transformers_granite_and_cohere(chunk, config):
 @pytest.mark.parametrize("shape", ["shifted", "hidden scaled", "squared"])
 def test_a_model_that_makes_its_logits_in_another_way_keeps_its_own_forward(shape, capsys):
     """As a family never seen may; its loss must be its own."""
+
     class Other(LlamaForCausalLM):
         def forward(self, input_ids=None, labels=None, **kwargs):
             hidden = self.model(input_ids=input_ids, **kwargs).last_hidden_state
-            if shape == "hidden scaled": hidden = hidden / 3
+            if shape == "hidden scaled":
+                hidden = hidden / 3
             logits = self.lm_head(hidden)
-            if shape == "shifted": logits = logits + torch.arange(logits.shape[-1]) / 10
-            if shape == "squared": logits = logits.pow(2)
+            if shape == "shifted":
+                logits = logits + torch.arange(logits.shape[-1]) / 10
+            if shape == "squared":
+                logits = logits.pow(2)
             loss = None if labels is None else self.loss_function(logits, labels, V)
             return CausalLMOutputWithPast(loss=loss, logits=logits)
+
     torch.manual_seed(0)
     plain, batch = Other(CONFIGS["llama"](**SIZES)), batch_of()
     ours = apply_chunked_loss(copy.deepcopy(plain))
@@ -146,12 +165,14 @@ def test_a_model_that_makes_its_logits_in_another_way_keeps_its_own_forward(shap
 
 def test_an_adapted_head_is_trained():
     model = with_adapter_values(
-        apply_adapters(llama(), lora_config(rank=4, target_modules=["lm_head"])))
+        apply_adapters(llama(), lora_config(rank=4, target_modules=["lm_head"]))
+    )
     _, gradients = loss_and_gradients(apply_chunked_loss(model), batch_of())
     assert len(gradients) == 2 and all(g.any() for g in gradients.values())
 
 
 # ---- against the formula -----------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("chunk_size", [1, 5, 8, 12, 100])
 @pytest.mark.parametrize("softcap", [None, 3.0])
@@ -164,21 +185,27 @@ def test_sum_and_gradients_equal_the_formula(chunk_size, softcap, bias):
     labels = torch.tensor([3, -100, 0, 10, -100, -100, 5, 5, -100, 1, 2, -100])
     leaves = [t for t in (hidden, weight, offset) if t is not None]
     logits = hidden @ weight.t() + (offset if bias else 0)
-    if softcap: logits = softcap * torch.tanh(logits / softcap)
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
     counted = labels != -100
     expected = -logits[counted].softmax(-1).gather(1, labels[counted, None]).log().sum()
     loss = ChunkedCrossEntropy.apply(hidden, weight, offset, labels, 1.0, softcap, chunk_size)
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(torch.autograd.grad(0.3 * loss, leaves),
-                               torch.autograd.grad(0.3 * expected, leaves), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        torch.autograd.grad(0.3 * loss, leaves),
+        torch.autograd.grad(0.3 * expected, leaves),
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("num_items", [None, 4])
 def test_rows_without_a_trained_token_give_loss_zero_and_no_gradient(chunk, num_items):
     batch = batch_of()
     batch["labels"].fill_(-100)
-    loss, gradients = loss_and_gradients(apply_chunked_loss(llama()), batch,
-                                         num_items_in_batch=num_items)
+    loss, gradients = loss_and_gradients(
+        apply_chunked_loss(llama()), batch, num_items_in_batch=num_items
+    )
     assert loss == 0 and gradients
     assert not any(g.any() for g in gradients.values())
 
@@ -196,13 +223,15 @@ def test_bf16_sums_in_fp32():
     """4,096 equal terms of log(V): a bf16 sum would stop growing after some 256 of them."""
     hidden = torch.zeros(4096, 8, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.zeros(16, 8, dtype=torch.bfloat16)
-    loss = ChunkedCrossEntropy.apply(hidden, weight, None, torch.zeros(4096, dtype=torch.long), 1.0,
-                                     None, 256)
+    loss = ChunkedCrossEntropy.apply(
+        hidden, weight, None, torch.zeros(4096, dtype=torch.long), 1.0, None, 256
+    )
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, 4096 * torch.tensor(16.0).log())
 
 
 # ---- what it leaves alone, and what it holds ---------------------------------------------------
+
 
 def test_without_labels_the_model_gives_its_logits():
     plain, batch = llama(), batch_of()
@@ -221,6 +250,7 @@ def test_generation_still_works():
 
 class Sizes(TorchDispatchMode):
     """Records the number of elements of the largest tensor that any operation makes."""
+
     largest = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

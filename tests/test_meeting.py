@@ -1,4 +1,5 @@
 """Ranks meet in a store that remembers earlier starts, as torchrun's does."""
+
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +22,15 @@ def clients():
 
 def together(function, stores, timeout: timedelta = SOON) -> list:
     """What each rank of a world gets, or the exception that it met with."""
+
     def one(rank):
         try:
             return function(stores[rank], rank, len(stores), timeout)
         except (ValueError, OSError) as error:
             return error
-    with ThreadPoolExecutor(len(stores)) as threads: return list(threads.map(one, range(len(stores))))
+
+    with ThreadPoolExecutor(len(stores)) as threads:
+        return list(threads.map(one, range(len(stores))))
 
 
 def met(store, rank, world_size, timeout):
@@ -45,18 +49,21 @@ def test_each_start_has_a_store_without_a_trace_of_the_one_before_whatever_the_w
 def test_ranks_that_are_alone_wait_for_their_time_and_say_so(clients):
     together(met, clients(2))  # its keys are still there
     for store, rank in zip(clients(2), (0, 1), strict=True):
-        with pytest.raises(OSError, match="2 ranks"): met(store, rank, 2, timedelta(seconds=1))
+        with pytest.raises(OSError, match="2 ranks"):
+            met(store, rank, 2, timedelta(seconds=1))
 
 
 def test_a_mistake_is_heard_by_ranks_that_wait_and_by_ranks_that_make_one(clients):
     def start(store, rank, world_size, timeout):
         common = PrefixStore("common", store)
         try:
-            if rank: raise ValueError(f"--lr is wrong on {rank}")
+            if rank:
+                raise ValueError(f"--lr is wrong on {rank}")
             met(store, rank, world_size, timeout)
         except ValueError as error:
             tell_mistake(common, rank, world_size, str(error), patience_s=60)
             return error
+
     stores = clients(3)
     first, *others = together(start, stores)
     assert isinstance(first, MistakeElsewhere) and str(first).startswith("rank ")

@@ -1,4 +1,5 @@
 """Merging against PEFT's own merge_and_unload in fp32, and against the live model of base + adapter."""
+
 from __future__ import annotations
 
 import gc
@@ -40,15 +41,18 @@ def save_adapter(base: str, folder, **settings) -> str:
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for p in model.parameters():
-            if p.requires_grad: p.add_(0.1 * torch.randn(p.shape, generator=generator))
+            if p.requires_grad:
+                p.add_(0.1 * torch.randn(p.shape, generator=generator))
     model.save_pretrained(folder)
     return str(folder)
 
 
 def peft_merged(base: str, adapter: str, rounded_to: str = "none") -> torch.nn.Module:
     """Base and adapter merged by PEFT, in fp32."""
-    if rounded_to != "none": return load_for_inference(base, adapter, rounded_to, "cpu", torch.float32
-                                                       ).merge_and_unload()
+    if rounded_to != "none":
+        return load_for_inference(
+            base, adapter, rounded_to, "cpu", torch.float32
+        ).merge_and_unload()
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     return PeftModel.from_pretrained(model, adapter).merge_and_unload().eval()
 
@@ -56,22 +60,31 @@ def peft_merged(base: str, adapter: str, rounded_to: str = "none") -> torch.nn.M
 def live_logits(base: str, adapter: str) -> torch.Tensor:
     """Logits of the model as it is used before merging: base and adapter side by side."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    with torch.no_grad(): return PeftModel.from_pretrained(model, adapter).eval()(IDS).logits
+    with torch.no_grad():
+        return PeftModel.from_pretrained(model, adapter).eval()(IDS).logits
 
 
 def logits(folder) -> torch.Tensor:
     """Logits of a merged folder in plain transformers; nothing in it may be missing or left over."""
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32,
-                                                       output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
     assert not info["missing_keys"] and not info["unexpected_keys"], info
-    with torch.no_grad(): return model.eval()(IDS).logits
+    with torch.no_grad():
+        return model.eval()(IDS).logits
 
 
 CASES = {
     "all linears": ("llama", {}, {}),
-    "rank-stabilized, ranks and alphas of their own": ("llama", {}, dict(
-        use_rslora=True, rank_pattern={"q_proj": 2, "layers.1.mlp.down_proj": 8},
-        alpha_pattern={"v_proj": 3, r"layers.0.mlp.\w+_proj": 32})),
+    "rank-stabilized, ranks and alphas of their own": (
+        "llama",
+        {},
+        dict(
+            use_rslora=True,
+            rank_pattern={"q_proj": 2, "layers.1.mlp.down_proj": 8},
+            alpha_pattern={"v_proj": 3, r"layers.0.mlp.\w+_proj": 32},
+        ),
+    ),
     "dora": ("mistral", {}, dict(use_dora=True)),
     "dora, rank-stabilized": ("qwen2", {}, dict(use_dora=True, use_rslora=True)),
     "head trained whole": ("llama", {}, dict(modules_to_save=["lm_head"])),
@@ -79,53 +92,88 @@ CASES = {
     "all biases": ("qwen2", {}, dict(bias="all")),
     "biases of adapted layers": ("qwen2", {}, dict(bias="lora_only", target_modules=["q_proj"])),
     "biases of B": ("qwen2", {}, dict(lora_bias=True, target_modules=["q_proj", "v_proj"])),
-    "fused projections": ("phi3", dict(pad_token_id=0, eos_token_id=1),
-                          dict(target_modules=["qkv_proj", "o_proj", "gate_up_proj"])),
+    "fused projections": (
+        "phi3",
+        dict(pad_token_id=0, eos_token_id=1),
+        dict(target_modules=["qkv_proj", "o_proj", "gate_up_proj"]),
+    ),
     "head adapted": ("llama", {}, dict(target_modules=["q_proj", "lm_head"])),
     "embedding adapted": ("llama", {}, dict(target_modules=["q_proj", "embed_tokens"])),
     "tied": ("llama", dict(tie_word_embeddings=True), {}),
-    "tied, head adapted": ("llama", dict(tie_word_embeddings=True),
-                           dict(target_modules=["q_proj", "lm_head"])),
-    "tied, embedding adapted": ("llama", dict(tie_word_embeddings=True),
-                                dict(target_modules=["q_proj", "embed_tokens"])),
-    "tied, head trained whole": ("llama", dict(tie_word_embeddings=True),
-                                 dict(modules_to_save=["lm_head"])),
-    "tied, embedding trained whole": ("llama", dict(tie_word_embeddings=True),
-                                      dict(modules_to_save=["embed_tokens"])),
-    "tied, kept so": ("llama", dict(tie_word_embeddings=True),
-                      dict(modules_to_save=["embed_tokens"], ensure_weight_tying=True)),
-    "tied, both ends adapted as one": ("llama", dict(tie_word_embeddings=True), dict(
-        target_modules=["q_proj", "embed_tokens"], ensure_weight_tying=True)),
+    "tied, head adapted": (
+        "llama",
+        dict(tie_word_embeddings=True),
+        dict(target_modules=["q_proj", "lm_head"]),
+    ),
+    "tied, embedding adapted": (
+        "llama",
+        dict(tie_word_embeddings=True),
+        dict(target_modules=["q_proj", "embed_tokens"]),
+    ),
+    "tied, head trained whole": (
+        "llama",
+        dict(tie_word_embeddings=True),
+        dict(modules_to_save=["lm_head"]),
+    ),
+    "tied, embedding trained whole": (
+        "llama",
+        dict(tie_word_embeddings=True),
+        dict(modules_to_save=["embed_tokens"]),
+    ),
+    "tied, kept so": (
+        "llama",
+        dict(tie_word_embeddings=True),
+        dict(modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+    ),
+    "tied, both ends adapted as one": (
+        "llama",
+        dict(tie_word_embeddings=True),
+        dict(target_modules=["q_proj", "embed_tokens"], ensure_weight_tying=True),
+    ),
     "transposed weights": ("gpt2", {}, dict(target_modules=["c_attn", "c_proj", "c_fc"])),
-    "transposed weights, dora": ("gpt2", {}, dict(target_modules=["c_attn", "c_proj"], use_dora=True)),
+    "transposed weights, dora": (
+        "gpt2",
+        {},
+        dict(target_modules=["c_attn", "c_proj"], use_dora=True),
+    ),
 }
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family, sizes, settings", CASES.values(), ids=CASES)
 def test_a_merged_model_has_the_logits_of_base_and_adapter(tmp_path, family, sizes, settings):
-    base = (save_gpt2(tmp_path / "base") if family == "gpt2"
-            else save_tiny(tmp_path / "base", family, **sizes))
+    base = (
+        save_gpt2(tmp_path / "base")
+        if family == "gpt2"
+        else save_tiny(tmp_path / "base", family, **sizes)
+    )
     adapter = save_adapter(base, tmp_path / "adapter", **settings)
     live = live_logits(base, adapter)
-    exact, rounded = (logits(merge_adapter(base, adapter, tmp_path / dtype, dtype=dtype))
-                      for dtype in ("fp32", "bf16"))
+    exact, rounded = (
+        logits(merge_adapter(base, adapter, tmp_path / dtype, dtype=dtype))
+        for dtype in ("fp32", "bf16")
+    )
     torch.testing.assert_close(exact, live, rtol=1e-4, atol=1e-4)
     assert (rounded - live).norm() < 0.02 * live.norm()
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    with torch.no_grad(): assert (plain(IDS).logits - live).norm() > 0.01 * live.norm()
+    with torch.no_grad():
+        assert (plain(IDS).logits - live).norm() > 0.01 * live.norm()
 
 
 @pytest.mark.parametrize("settings", [{}, dict(use_dora=True)], ids=["lora", "dora"])
 def test_tensors_are_those_of_peft_in_fp32_rounded_once(tmp_path, settings, monkeypatch):
     base = save_tiny(tmp_path / "base")
     adapter = save_adapter(base, tmp_path / "adapter", **settings)
-    monkeypatch.setattr("fsdp_qlora.export.merge.CHUNK_BYTES", 64 * 4 * 7)  # chunks end in mid-tensor
+    monkeypatch.setattr(
+        "fsdp_qlora.export.merge.CHUNK_BYTES", 64 * 4 * 7
+    )  # chunks end in mid-tensor
     merged = load_file(merge_adapter(base, adapter, tmp_path / "merged") / "model.safetensors")
     expected = peft_merged(base, adapter).state_dict()
     assert merged.keys() == expected.keys()
     for name, tensor in merged.items():
-        ulps = (tensor.view(torch.int16).int() - expected[name].bfloat16().view(torch.int16).int()).abs()
+        ulps = (
+            tensor.view(torch.int16).int() - expected[name].bfloat16().view(torch.int16).int()
+        ).abs()
         assert ulps.max() <= 1 and ulps.count_nonzero() < 0.001 * ulps.numel(), name
 
 
@@ -134,15 +182,20 @@ def test_values_are_computed_in_fp32_whatever_the_base_and_adapter_are_stored_in
     base = save_tiny(tmp_path / "base")
     adapter = save_adapter(base, tmp_path / "adapter")
     weights = load_file(tmp_path / "base" / "model.safetensors")
-    save_file({k: v.bfloat16() for k, v in weights.items()}, tmp_path / "base" / "model.safetensors",
-              {"format": "pt"})
+    save_file(
+        {k: v.bfloat16() for k, v in weights.items()},
+        tmp_path / "base" / "model.safetensors",
+        {"format": "pt"},
+    )
     folder = merge_adapter(base, adapter, tmp_path / "merged", dtype="fp32")
     merged = load_file(folder / "model.safetensors")
     expected = peft_merged(base, adapter).state_dict()
-    for name in merged: torch.testing.assert_close(merged[name], expected[name], rtol=1e-6, atol=1e-7)
+    for name in merged:
+        torch.testing.assert_close(merged[name], expected[name], rtol=1e-6, atol=1e-7)
 
 
 # ---- the base that an adapter was trained on (CASES 10) -------------------------------------------
+
 
 @pytest.fixture(scope="module")
 def qlora(tmp_path_factory):
@@ -152,10 +205,36 @@ def qlora(tmp_path_factory):
     save_tokenizer(base)
     rows = folder / "rows.jsonl"
     rows.write_text(json.dumps({"instruction": "say hi", "output": "hi you"}) + "\n")
-    assert main(["train", "--model_name", base, "--dataset", str(rows), "--output_dir",
-                 str(folder / "output"), "--device", "cpu", "--precision", "fp32", "--lora_rank", "4",
-                 "--lr", "0.05", "--num_epochs", "8", "--compile", "false", "--log_to", "stdout",
-                 "--world_size", "1"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "--model_name",
+                base,
+                "--dataset",
+                str(rows),
+                "--output_dir",
+                str(folder / "output"),
+                "--device",
+                "cpu",
+                "--precision",
+                "fp32",
+                "--lora_rank",
+                "4",
+                "--lr",
+                "0.05",
+                "--num_epochs",
+                "8",
+                "--compile",
+                "false",
+                "--log_to",
+                "stdout",
+                "--world_size",
+                "1",
+            ]
+        )
+        == 0
+    )
     return base, str(folder / "output" / "adapter")
 
 
@@ -174,6 +253,7 @@ def test_a_qlora_adapter_is_merged_into_the_base_that_it_was_trained_on(qlora, t
 
 def test_scales_in_8_bits_are_repeated_too(qlora, tmp_path):
     from fsdp_qlora.quantization.quantize import QuantLinear
+
     base, adapter = qlora
     adapter = shutil.copytree(adapter, tmp_path / "adapter")
     run = json.loads((adapter / "fsdp_qlora.json").read_text()) | dict(absmax_dtype="int8")
@@ -189,14 +269,34 @@ def test_scales_in_8_bits_are_repeated_too(qlora, tmp_path):
 
 
 @pytest.mark.parametrize("quant", FORMATS)
-def test_any_format_of_training_can_be_named_for_an_adapter_that_does_not_say_it(qlora, tmp_path, quant):
+def test_any_format_of_training_can_be_named_for_an_adapter_that_does_not_say_it(
+    qlora, tmp_path, quant
+):
     from fsdp_qlora.quantization.quantize import QuantLinear
+
     base, adapter = qlora
     adapter = shutil.copytree(adapter, tmp_path / "adapter")
     (adapter / "fsdp_qlora.json").unlink()
-    assert main(["merge", "--model_name", base, "--adapter_folder", str(adapter), "--output_dir",
-                 str(tmp_path / "merged"), "--merge_base", "dequantized", "--base_quant", quant,
-                 "--dtype", "fp32"]) == 0
+    assert (
+        main(
+            [
+                "merge",
+                "--model_name",
+                base,
+                "--adapter_folder",
+                str(adapter),
+                "--output_dir",
+                str(tmp_path / "merged"),
+                "--merge_base",
+                "dequantized",
+                "--base_quant",
+                quant,
+                "--dtype",
+                "fp32",
+            ]
+        )
+        == 0
+    )
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     for layer in model.model.layers:
         for block in (layer.self_attn, layer.mlp):
@@ -238,6 +338,7 @@ def test_the_result_is_not_quantized_again_unless_that_is_asked_for(qlora, tmp_p
 
 # ---- files ----------------------------------------------------------------------------------------
 
+
 def test_tokenizer_template_and_generation_settings_come_along(qlora, tmp_path):
     base, adapter = qlora
     copy = shutil.copytree(base, tmp_path / "base")
@@ -272,15 +373,19 @@ def anonymous_mib() -> float:
 
 
 def test_memory_is_one_file_and_one_tensor_and_not_the_model(tmp_path, monkeypatch):
-    base = save_tiny(tmp_path / "base", hidden_size=512, intermediate_size=2048, num_hidden_layers=12)
+    base = save_tiny(
+        tmp_path / "base", hidden_size=512, intermediate_size=2048, num_hidden_layers=12
+    )
     adapter = save_adapter(base, tmp_path / "adapter")
     size = (tmp_path / "base" / "model.safetensors").stat().st_size / 2**20
     gc.collect()
     seen, before = [], anonymous_mib()
+
     class Watched(ShardWriter):
         def add(self, name, tensor):
             super().add(name, tensor)
             seen.append(anonymous_mib() - before)
+
     monkeypatch.setattr("fsdp_qlora.export.merge.ShardWriter", Watched)
     monkeypatch.setattr("fsdp_qlora.export.merge.CHUNK_BYTES", 2**20)
     monkeypatch.setattr("fsdp_qlora.export.save.SHARD_BYTES", 8 * 2**20)
@@ -291,39 +396,58 @@ def test_memory_is_one_file_and_one_tensor_and_not_the_model(tmp_path, monkeypat
 def test_a_failed_merge_leaves_nothing_behind(tmp_path, monkeypatch):
     base = save_tiny(tmp_path / "base")
     adapter = save_adapter(base, tmp_path / "adapter")
-    def full(*_): raise OSError("No space left on device")
+
+    def full(*_):
+        raise OSError("No space left on device")
+
     monkeypatch.setattr("fsdp_qlora.export.merge.write_other_files", full)
-    with pytest.raises(OSError, match="No space"): merge_adapter(base, adapter, tmp_path / "merged")
+    with pytest.raises(OSError, match="No space"):
+        merge_adapter(base, adapter, tmp_path / "merged")
     assert {p.name for p in tmp_path.iterdir()} == {"base", "adapter"}
 
 
 # ---- mistakes -------------------------------------------------------------------------------------
+
 
 @pytest.fixture
 def refused(tmp_path, capsys):
     """Runs `merge` with a mistake: its one line; nothing may be written."""
     base = save_tiny(tmp_path / "base", "qwen2")
     adapter = save_adapter(base, tmp_path / "adapter")
+
     def run(*argv, config: dict | None = None, base=base):
         path = tmp_path / "adapter" / "adapter_config.json"
-        if config: path.write_text(json.dumps(json.loads(path.read_text()) | config))
+        if config:
+            path.write_text(json.dumps(json.loads(path.read_text()) | config))
         capsys.readouterr()
         given = dict(zip(argv[::2], argv[1::2], strict=True))
-        flags = {"--model_name": base, "--adapter_folder": adapter,
-                 "--output_dir": str(tmp_path / "merged")} | given
+        flags = {
+            "--model_name": base,
+            "--adapter_folder": adapter,
+            "--output_dir": str(tmp_path / "merged"),
+        } | given
         assert main(["merge", *(part for flag in flags.items() for part in flag)]) == 2
         (line,) = [s for s in capsys.readouterr().err.splitlines() if s.startswith("error: ")]
         assert not (tmp_path / "merged").exists() and not (tmp_path / "merged.partial").exists()
         return line
+
     run.folder = tmp_path
     return run
 
 
-@pytest.mark.parametrize("config, part", [
-    (dict(use_qalora=True), "sets use_qalora"), (dict(layer_replication=[[0, 2]]), "layer_replication"),
-    (dict(trainable_token_indices=[3]), "trainable_token_indices"), (dict(peft_type="LOHA"), "LOHA"),
-    (dict(some_new_method={"x": 1}), "some_new_method"), (dict(init_lora_weights="pissa"), "pissa"),
-    (dict(r=8), "rank 4"), (dict(use_dora=True), "lacks magnitude")])
+@pytest.mark.parametrize(
+    "config, part",
+    [
+        (dict(use_qalora=True), "sets use_qalora"),
+        (dict(layer_replication=[[0, 2]]), "layer_replication"),
+        (dict(trainable_token_indices=[3]), "trainable_token_indices"),
+        (dict(peft_type="LOHA"), "LOHA"),
+        (dict(some_new_method={"x": 1}), "some_new_method"),
+        (dict(init_lora_weights="pissa"), "pissa"),
+        (dict(r=8), "rank 4"),
+        (dict(use_dora=True), "lacks magnitude"),
+    ],
+)
 def test_what_can_not_be_merged_is_refused_by_name(refused, config, part):
     line = refused(config=config)
     assert "--adapter_folder" in line and part in line
@@ -354,8 +478,10 @@ def test_an_existing_folder_a_missing_one_and_a_base_that_can_not_be_had_are_ref
     assert "does not exist" in refused(base=str(refused.folder / "absent"))
 
 
-@pytest.mark.parametrize("method", [dict(quant_method="fp8", weight_block_size=[128, 128]),
-                                    dict(quant_method="gptq", bits=4)])
+@pytest.mark.parametrize(
+    "method",
+    [dict(quant_method="fp8", weight_block_size=[128, 128]), dict(quant_method="gptq", bits=4)],
+)
 def test_a_base_in_another_quantized_form_is_refused(refused, method):
     path = refused.folder / "base" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | dict(quantization_config=method)))

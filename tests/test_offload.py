@@ -1,4 +1,5 @@
 """Block inputs in host memory: the same gradients, bit by bit, and nothing left behind."""
+
 from __future__ import annotations
 
 import weakref
@@ -21,8 +22,12 @@ from .tiny import padded_batch, save_tiny, tiny_rows
 torch.set_num_threads(1)  # threads that share a tiny product only wait for each other
 
 LAYERS = 4
-POLICIES = [("recompute_all", False), ("recompute_all", True), ("keep_attention", False),
-            ("keep_linears", False)]
+POLICIES = [
+    ("recompute_all", False),
+    ("recompute_all", True),
+    ("keep_attention", False),
+    ("keep_linears", False),
+]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +37,8 @@ def folder(tmp_path_factory):
 
 def offloading_model(folder, policy="recompute_all", reentrant=False, dropout=0.0, backend=None):
     model = tiny_model(folder, "qlora", policy, reentrant, dropout)
-    if backend: compile_whole(model, backend)
+    if backend:
+        compile_whole(model, backend)
     return apply_activation_offload(model, [policy] * LAYERS)
 
 
@@ -53,7 +59,8 @@ def block_inputs(model) -> list[weakref.ref]:
 
 def bit_equal(ours, reference) -> bool:
     return torch.equal(ours[0], reference[0]) and all(
-        torch.equal(ours[1][name], gradient) for name, gradient in reference[1].items())
+        torch.equal(ours[1][name], gradient) for name, gradient in reference[1].items()
+    )
 
 
 @pytest.mark.parametrize("policy, reentrant", POLICIES)
@@ -98,16 +105,21 @@ def test_after_the_forward_only_the_last_blocks_input_is_on_the_device(folder, p
         loss = model(**padded_batch(tiny_rows(1, 3)[0])).loss
         assert loss.requires_grad
         return [ref() is not None for ref in seen]
+
     assert alive(offloading_model(folder, policy)) == [False, False, False, True]
     assert all(alive(tiny_model(folder, "qlora", policy)))
 
 
 def test_host_memory_is_one_slot_per_moved_input_and_is_used_again(folder, monkeypatch):
     regions, plain = [], HostStore.new_slots
-    monkeypatch.setattr(HostStore, "new_slots", lambda store: regions.append(
-        store.slots * store.slot_bytes) or plain(store))
+    monkeypatch.setattr(
+        HostStore,
+        "new_slots",
+        lambda store: regions.append(store.slots * store.slot_bytes) or plain(store),
+    )
     model = offloading_model(folder)
-    for _ in range(3): loss_and_gradients(model)
+    for _ in range(3):
+        loss_and_gradients(model)
     rows, tokens = padded_batch(tiny_rows(1, 3)[0])["input_ids"].shape
     assert regions == [(LAYERS - 1) * rows * tokens * 64 * 4]
 
@@ -130,7 +142,8 @@ def test_two_forwards_before_a_backward_and_one_without_do_not_disturb_each_othe
     for model in (offloading_model(folder), tiny_model(folder, "qlora")):
         first, second, dropped = (model(**b).loss for b in batches)
         del dropped
-        with torch.no_grad(): model(**batches[2])
+        with torch.no_grad():
+            model(**batches[2])
         (first + second).backward()
         gradients.append([p.grad for p in model.parameters() if p.grad is not None])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
@@ -145,19 +158,24 @@ def test_a_block_that_keeps_everything_is_left_alone(folder):
 
 
 @pytest.mark.parametrize("optimizer, bytes_per_weight", [("adamw", 16), ("sgd", 8)])
-def test_what_trained_weights_take_is_theirs_with_gradients_and_states(folder, optimizer,
-                                                                       bytes_per_weight):
+def test_what_trained_weights_take_is_theirs_with_gradients_and_states(
+    folder, optimizer, bytes_per_weight
+):
     model = tiny_model(folder, "qlora")
     weights = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert training_bytes(RunConfig(optimizer=optimizer), model) == bytes_per_weight * weights
 
 
 def test_host_tensors_share_one_region_without_rounding_to_powers_of_two():
-    like = [torch.empty(3, 5, dtype=torch.bfloat16, device="meta"), torch.empty(0, 4, device="meta"),
-            torch.empty(5000, device="meta")]
+    like = [
+        torch.empty(3, 5, dtype=torch.bfloat16, device="meta"),
+        torch.empty(0, 4, device="meta"),
+        torch.empty(5000, device="meta"),
+    ]
     made = host_tensors(like, pinned=False)
     assert [(t.shape, t.dtype) for t in made] == [(t.shape, t.dtype) for t in like]
     assert len({t.untyped_storage().data_ptr() for t in made}) == 1
     assert made[0].untyped_storage().nbytes() == 256 + 20224  # 20,000 bytes in steps of 256
-    for value, t in enumerate(made): t.fill_(value)
+    for value, t in enumerate(made):
+        t.fill_(value)
     assert all((t == value).all() for value, t in enumerate(made))

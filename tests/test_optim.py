@@ -1,4 +1,5 @@
 """Optimizers by name against torch's, and the schedules against their closed forms."""
+
 import math
 
 import pytest
@@ -40,17 +41,21 @@ def test_cosine_falls_by_half_a_cosine_to_a_tenth():
     used = rates("cosine", 60)
     assert used[:6] == pytest.approx([PEAK * (i + 1) / 7 for i in range(6)])
     shares = {6: 1.0, 6 + 18: 0.1 + 0.9 * 0.75, 6 + 27: 0.55, 6 + 36: 0.1 + 0.9 * 0.25}
-    for step, share in shares.items(): assert used[step] == pytest.approx(PEAK * share)
+    for step, share in shares.items():
+        assert used[step] == pytest.approx(PEAK * share)
     assert used[-1] == pytest.approx(PEAK * (0.1 + 0.45 * (1 + math.cos(math.pi * 53 / 54))))
 
 
 @pytest.mark.parametrize("name, floor", [("linear", 0.0), ("cosine", 0.1)])
 def test_a_schedule_stays_at_its_floor_after_the_last_step(name, floor):
-    for step in (100, 101, 1000): assert lr_share(step, name, 100) == pytest.approx(floor)
+    for step in (100, 101, 1000):
+        assert lr_share(step, name, 100) == pytest.approx(floor)
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])
-@pytest.mark.parametrize("total, warmup_share", [(1, 0.1), (2, 0.5), (3, 0.9), (10, 0.0), (97, 0.1)])
+@pytest.mark.parametrize(
+    "total, warmup_share", [(1, 0.1), (2, 0.5), (3, 0.9), (10, 0.0), (97, 0.1)]
+)
 def test_no_step_is_wasted_at_rate_zero_and_the_peak_is_reached(name, total, warmup_share):
     used = rates(name, total, warmup_share=warmup_share)
     assert min(used) > 0 and max(used) == PEAK
@@ -78,12 +83,16 @@ def trained(build, shape=(64, 65)):
     return model.state_dict(), optimizer
 
 
-@pytest.mark.parametrize("name, reference, tolerance", [
-    ("adamw", lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.2), 1e-6),
-    ("adam", lambda p: torch.optim.Adam(p, 0.01), 1e-6),
-    ("adafactor", lambda p: torch.optim.Adafactor(p, 0.01), 1e-6),
-    ("sgd", lambda p: torch.optim.SGD(p, 0.01), 0),
-    ("adadelta", lambda p: torch.optim.Adadelta(p, 0.01), 0)])
+@pytest.mark.parametrize(
+    "name, reference, tolerance",
+    [
+        ("adamw", lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.2), 1e-6),
+        ("adam", lambda p: torch.optim.Adam(p, 0.01), 1e-6),
+        ("adafactor", lambda p: torch.optim.Adafactor(p, 0.01), 1e-6),
+        ("sgd", lambda p: torch.optim.SGD(p, 0.01), 0),
+        ("adadelta", lambda p: torch.optim.Adadelta(p, 0.01), 0),
+    ],
+)
 def test_each_name_steps_as_torchs_optimizer_and_leaves_frozen_weights(name, reference, tolerance):
     ours, optimizer = trained(lambda m: build_optimizer(m, name, 0.01, 0.2))
     theirs, _ = trained(lambda m: reference([p for p in m.parameters() if p.requires_grad]))
@@ -95,6 +104,7 @@ def test_each_name_steps_as_torchs_optimizer_and_leaves_frozen_weights(name, ref
 def test_states_are_there_before_the_first_step_and_nothing_else_has_changed(name):
     def sizes(optimizer):
         return {p: {k: (v.shape, v.dtype) for k, v in optimizer.state[p].items()} for p in weights}
+
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 2)).bfloat16()
     before, weights = {k: v.clone() for k, v in model.state_dict().items()}, [*model.parameters()]
@@ -122,14 +132,17 @@ def test_an_unknown_schedule_is_refused_with_the_choices():
 
 def test_loraplus_steps_are_those_of_pefts_optimizer():
     """B and DoRA's magnitudes learn at 16 times the rate of A."""
+
     def model():
         torch.manual_seed(0)
         config = LoraConfig(r=2, use_dora=True, target_modules=["0"])
         return get_peft_model(nn.Sequential(nn.Linear(8, 6)), config)
+
     ours, theirs = model(), model()
-    steps = {ours: build_optimizer(ours, "adamw", 1e-2, 0.0, loraplus_lr_ratio=16),
-             theirs: create_loraplus_optimizer(theirs, torch.optim.AdamW, lr=1e-2,
-                                               loraplus_lr_ratio=16)}
+    steps = {
+        ours: build_optimizer(ours, "adamw", 1e-2, 0.0, loraplus_lr_ratio=16),
+        theirs: create_loraplus_optimizer(theirs, torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=16),
+    }
     for each, optimizer in steps.items():
         for _ in range(3):
             each(torch.ones(4, 8)).square().sum().backward()

@@ -1,4 +1,5 @@
 """The wheel and the sdist hold all that the package needs, and the wheel works where it is unpacked."""
+
 import os
 import re
 import shutil
@@ -14,15 +15,24 @@ import pytest
 import fsdp_qlora
 
 ROOT = Path(__file__).parents[1]
-DATA = {"py.typed", "__init__.pyi", "demo/worlds.txt", "demo/text_to_sql_heldout.jsonl",
-        "demo/text_to_sql_schemas.json", "demo/text_to_sql_train.jsonl"}
+DATA = {
+    "py.typed",
+    "__init__.pyi",
+    "demo/worlds.txt",
+    "demo/text_to_sql_heldout.jsonl",
+    "demo/text_to_sql_schemas.json",
+    "demo/text_to_sql_train.jsonl",
+}
 
 
 def tracked() -> list[str]:
     """Files of the checkout, as git lists them; all of the package where there is no git."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    if listed.returncode == 0: return [f for f in listed.stdout.splitlines() if (ROOT / f).is_file()]
-    return [str(f.relative_to(ROOT)) for f in ROOT.rglob("*") if f.is_file() and ".venv" not in f.parts]
+    if listed.returncode == 0:
+        return [f for f in listed.stdout.splitlines() if (ROOT / f).is_file()]
+    return [
+        str(f.relative_to(ROOT)) for f in ROOT.rglob("*") if f.is_file() and ".venv" not in f.parts
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +70,20 @@ def test_the_sdist_holds_the_package_the_tests_and_what_they_read(built):
 def test_the_wheel_works_where_it_is_unpacked(built, tmp_path):
     (wheel,) = built.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    code = ("import sys, fsdp_qlora; from fsdp_qlora.cli import main;"
-            "from fsdp_qlora.data.sources import open_source;"
-            f"assert fsdp_qlora.__file__.startswith({str(tmp_path)!r}), fsdp_qlora.__file__;"
-            "row = next(iter(open_source('text_to_sql').rows())); assert row;"
-            "sys.exit(main(['estimate', '--params', '7B', '--gpu', 'h100']))")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
-                          env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    code = (
+        "import sys, fsdp_qlora; from fsdp_qlora.cli import main;"
+        "from fsdp_qlora.data.sources import open_source;"
+        f"assert fsdp_qlora.__file__.startswith({str(tmp_path)!r}), fsdp_qlora.__file__;"
+        "row = next(iter(open_source('text_to_sql').rows())); assert row;"
+        "sys.exit(main(['estimate', '--params', '7B', '--gpu', 'h100']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
     assert done.returncode == 0, done.stderr
     assert "tokens/s per GPU" in done.stdout
 
@@ -74,10 +91,16 @@ def test_the_wheel_works_where_it_is_unpacked(built, tmp_path):
 def test_every_package_that_an_extra_names_has_the_version_of_the_tests():
     setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    pinned = {line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().split()
-              if "==" in line}
-    named = {re.split(r"[\[=<>]", name)[0].lower() for extra in setup["options.extras_require"].values()
-             for name in extra.split()}
+    pinned = {
+        line.split("==")[0].lower()
+        for line in (ROOT / "constraints.txt").read_text().split()
+        if "==" in line
+    }
+    named = {
+        re.split(r"[\[=<>]", name)[0].lower()
+        for extra in setup["options.extras_require"].values()
+        for name in extra.split()
+    }
     assert named <= pinned
 
 
@@ -86,7 +109,8 @@ def test_the_image_has_the_files_it_copies_and_runs_as_no_root():
     copied = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert ignored[0] == "*"
-    for name in copied: assert (ROOT / name).exists() and f"!{name}" in ignored, name
+    for name in copied:
+        assert (ROOT / name).exists() and f"!{name}" in ignored, name
     user = [line for line in lines if line.startswith("USER ")][-1]
     assert user != "USER root" and lines.index(user) < lines.index('ENTRYPOINT ["fsdp-qlora"]')
 

@@ -1,4 +1,5 @@
 """Packed rows that would see each other are found on the model's own code, before weights are read."""
+
 from __future__ import annotations
 
 import pytest
@@ -10,20 +11,37 @@ from fsdp_qlora.model.attention import VARLEN
 from fsdp_qlora.model.packing_probe import keep_rows_apart, small
 
 torch.set_num_threads(1)
-SIZES = dict(vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
-             num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=128,
-             pad_token_id=0)
+SIZES = dict(
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=128,
+    pad_token_id=0,
+)
 WINDOWS = dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"])
 EXPERTS = dict(num_local_experts=2, num_experts_per_tok=1)
 # Models whose code keeps rows apart by itself, or once it is given the masks.
 APART = {
-    "llama": {}, "qwen3": {}, "gemma": {}, "mistral": dict(sliding_window=8),
-    "gemma3_text": WINDOWS, "mixtral": EXPERTS,
-    "gpt_oss": WINDOWS | EXPERTS, "opt": dict(ffn_dim=64, word_embed_proj_dim=64, dropout=0.0),
-    "afmoe": WINDOWS | dict(num_dense_layers=1, num_experts=2, num_experts_per_tok=1,
-                            moe_intermediate_size=32)}
-LEAK = {"recurrent_gemma": dict(lru_width=64, block_types=["recurrent", "attention"],
-                                attention_window_size=16)}
+    "llama": {},
+    "qwen3": {},
+    "gemma": {},
+    "mistral": dict(sliding_window=8),
+    "gemma3_text": WINDOWS,
+    "mixtral": EXPERTS,
+    "gpt_oss": WINDOWS | EXPERTS,
+    "opt": dict(ffn_dim=64, word_embed_proj_dim=64, dropout=0.0),
+    "afmoe": WINDOWS
+    | dict(num_dense_layers=1, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=32),
+}
+LEAK = {
+    "recurrent_gemma": dict(
+        lru_width=64, block_types=["recurrent", "attention"], attention_window_size=16
+    )
+}
 IMPLEMENTATIONS = {"gpt_oss": "eager"}
 
 
@@ -33,11 +51,13 @@ def made(family: str, **more):
     used = IMPLEMENTATIONS.get(family, "sdpa")
     keep_rows_apart(meta_model(config, torch.float32, used))
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32,
-                                             attn_implementation=used).eval()
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation=used
+    ).eval()
     with torch.no_grad():
         for p in model.parameters():
-            if p.dim() > 1: p.normal_(0, 0.1)
+            if p.dim() > 1:
+                p.normal_(0, 0.1)
     keep_rows_apart(model)
     return model
 
@@ -87,8 +107,11 @@ class Forgetful(LlamaForCausalLM):
 
 
 def test_such_a_kernel_under_a_model_that_does_not_is_refused():
-    model = Forgetful._from_config(AutoConfig.for_model("llama", **SIZES), attn_implementation=VARLEN)
-    with pytest.raises(ValueError, match="packed rows of llama see each other"): keep_rows_apart(model)
+    model = Forgetful._from_config(
+        AutoConfig.for_model("llama", **SIZES), attn_implementation=VARLEN
+    )
+    with pytest.raises(ValueError, match="packed rows of llama see each other"):
+        keep_rows_apart(model)
 
 
 def test_a_model_that_cant_be_made_small_is_said(capsys):

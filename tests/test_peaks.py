@@ -1,4 +1,5 @@
 """Peaks count what a process holds itself, and no pages of files."""
+
 from __future__ import annotations
 
 import mmap
@@ -15,7 +16,10 @@ def test_memory_that_came_and_went_is_in_the_peak_and_pages_of_files_are_not(tmp
     path.write_bytes(bytes(64 * MIB))
     before = anonymous_bytes()
     with Peaks(torch.device("cpu"), seconds=0.005) as peaks:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
+        with (
+            open(path, "rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages,
+        ):
             assert sum(pages[::4096]) == 0
         peaks.look()
         after_file = peaks.host

@@ -1,4 +1,5 @@
 """The ladder and the search: what fits, what is fastest, and what is never changed."""
+
 import json
 from dataclasses import replace
 from itertools import product
@@ -33,13 +34,15 @@ def test_each_rung_adds_its_changes_to_those_before():
     for climbed in rungs:
         together |= climbed.rung.changes
         assert climbed.changes == together
-        if climbed.found: assert climbed.found.config == replace(RunConfig(context_length=2048),
-                                                                 **together)
+        if climbed.found:
+            assert climbed.found.config == replace(RunConfig(context_length=2048), **together)
 
 
 def test_every_rung_of_a_kind_needs_less_than_the_one_it_repairs():
-    needs = [c.found.memory.total if c.found else None
-             for c in climb(SEVENTY, machine(gpu="3090", gpus=2), RunConfig(context_length=2048))]
+    needs = [
+        c.found.memory.total if c.found else None
+        for c in climb(SEVENTY, machine(gpu="3090", gpus=2), RunConfig(context_length=2048))
+    ]
     ddp, ddp_again, grad_op, grad_op_again, full, full_again, offload = needs[:7]
     assert ddp_again < ddp and grad_op_again < grad_op and full_again < full < grad_op
     assert offload < full_again
@@ -52,44 +55,66 @@ def test_the_choice_fits_and_nothing_that_was_tried_is_much_faster():
     assert seconds_per_token(found.choice) <= 1.02 * best
 
 
-@pytest.mark.parametrize("gpu,gpus,limit", [("h100", 1, None), ("h100", 2, 24), ("h100", 4, None),
-                                            ("3090", 2, None), ("a6000", 2, None)])
+@pytest.mark.parametrize(
+    "gpu,gpus,limit",
+    [("h100", 1, None), ("h100", 2, 24), ("h100", 4, None), ("3090", 2, None), ("a6000", 2, None)],
+)
 def test_no_rung_that_fits_is_faster_than_the_choice(gpu, gpus, limit):
     """At the ladder's own micro-batch of one row, on which the search can only improve."""
     found = plan(SEVEN, gpu=gpu, gpus=gpus, gpu_memory_gib=limit)
     rungs = [c.found for c in found.rungs if c.fits]
-    assert rungs and all(seconds_per_token(found.choice) <= 1.03 * seconds_per_token(r) for r in rungs)
+    assert rungs and all(
+        seconds_per_token(found.choice) <= 1.03 * seconds_per_token(r) for r in rungs
+    )
 
 
 @pytest.mark.parametrize("rows", [7, 32, 48])
 @pytest.mark.parametrize("gpus", [1, 2, 3, 8])
 def test_rows_per_step_are_never_changed(rows, gpus):
-    found = plan(SEVEN, RunConfig(context_length=2048, global_batch_size=rows), gpu="h100", gpus=gpus)
+    found = plan(
+        SEVEN, RunConfig(context_length=2048, global_batch_size=rows), gpu="h100", gpus=gpus
+    )
     for candidate in found.fitting:
         assert plan_batches(candidate.config, gpus).per_step == rows
 
 
-@pytest.mark.parametrize("gpus,limit,settings", [
-    (1, 3.4, {}), (1, 4, dict(compile=False)), (2, 5, {}), (2, 3.2, {}), (2, 2.7, {})])
+@pytest.mark.parametrize(
+    "gpus,limit,settings",
+    [(1, 3.4, {}), (1, 4, dict(compile=False)), (2, 5, {}), (2, 3.2, {}), (2, 2.7, {})],
+)
 def test_no_other_combination_is_faster_than_the_choice(gpus, limit, settings):
     """Every strategy, offload, micro-batch and split of four blocks over the policies, one by one.
 
     An offload must bring 2.5%.
     """
-    def price(e): return seconds_per_token(e) * (1 + 0.025 * (
-        e.config.use_cpu_offload + e.config.use_activation_cpu_offload))
+
+    def price(e):
+        return seconds_per_token(e) * (
+            1 + 0.025 * (e.config.use_cpu_offload + e.config.use_activation_cpu_offload)
+        )
+
     shape, here = SEVEN.cut(4), machine(gpu="3090", gpus=gpus, gpu_memory_gib=limit)
-    config = replace(RunConfig(context_length=2048, global_batch_size=4, lora_dropout=0.0), **settings)
+    config = replace(
+        RunConfig(context_length=2048, global_batch_size=4, lora_dropout=0.0), **settings
+    )
     found = make_plan(shape, here, config, EVERYTHING)
     mixes = [m for m in product(range(5), repeat=4) if sum(m) == 4]
     best = float("inf")
     for strategy, offload, activations in places(here, config, EVERYTHING):
         for rows, mix in product((1, 2, 4), mixes):
-            if activations and mix[0] == 4: continue  # refused: nothing would be moved
-            tried = replace(config, sharding_strategy=strategy, use_cpu_offload=offload, batch_size=rows,
-                            use_activation_cpu_offload=activations, activation_policy=policy_text(mix))
+            if activations and mix[0] == 4:
+                continue  # refused: nothing would be moved
+            tried = replace(
+                config,
+                sharding_strategy=strategy,
+                use_cpu_offload=offload,
+                batch_size=rows,
+                use_activation_cpu_offload=activations,
+                activation_policy=policy_text(mix),
+            )
             one = estimate(shape, here, tried)
-            if one.memory.total <= 0.97 * limit: best = min(best, price(one))
+            if one.memory.total <= 0.97 * limit:
+                best = min(best, price(one))
     assert found.choice.memory.total <= limit
     assert price(found.choice) <= 1.011 * best
     fastest = min(map(seconds_per_token, found.fitting))
@@ -98,11 +123,14 @@ def test_no_other_combination_is_faster_than_the_choice(gpus, limit, settings):
 
 def test_what_the_user_gave_is_kept():
     given = RunConfig(context_length=2048, sharding_strategy="full_shard", batch_size=3)
-    free = free_settings(given, {"sharding_strategy", "batch_size", "activation_policy"},
-                         everything=True)
+    free = free_settings(
+        given, {"sharding_strategy", "batch_size", "activation_policy"}, everything=True
+    )
     found = plan(SEVEN, given, free, gpu="h100", gpus=2)
-    assert {(e.config.sharding_strategy, e.config.batch_size, e.config.activation_policy)
-            for e in found.fitting} == {("full_shard", 3, "recompute_all")}
+    assert {
+        (e.config.sharding_strategy, e.config.batch_size, e.config.activation_policy)
+        for e in found.fitting
+    } == {("full_shard", 3, "recompute_all")}
     assert set(found.changes) == {"use_cpu_offload", "use_activation_cpu_offload"}
 
 
@@ -113,7 +141,9 @@ def test_an_offload_that_brings_little_is_left():
     found = make_plan(shape, here, config, EVERYTHING)
     fastest = min(found.fitting, key=seconds_per_token)
     assert fastest.config.use_activation_cpu_offload
-    assert not found.choice.config.use_activation_cpu_offload and found.choice.config.use_cpu_offload
+    assert (
+        not found.choice.config.use_activation_cpu_offload and found.choice.config.use_cpu_offload
+    )
     assert seconds_per_token(found.choice) < 1.025 * seconds_per_token(fastest)
     assert "the first is simpler" in report(found)
 
@@ -137,8 +167,12 @@ def test_where_nothing_fits_it_says_what_would():
     assert 0 < found.longest < 32768
     shorter = replace(config, context_length=found.longest)
     assert plan(model_shape("qwen2.5-72b"), shorter, gpu="4080", gpus=1).choice
-    many = plan(SEVENTY, replace(config, context_length=2048, use_cpu_offload=False),
-                EVERYTHING - {"use_cpu_offload"}, gpu="3090")
+    many = plan(
+        SEVENTY,
+        replace(config, context_length=2048, use_cpu_offload=False),
+        EVERYTHING - {"use_cpu_offload"},
+        gpu="3090",
+    )
     assert many.choice is None and many.more_gpus > 2
 
 
@@ -152,14 +186,35 @@ def test_a_larger_micro_batch_is_taken_only_where_it_pays():
 def test_the_command_says_each_rung_the_search_and_the_choice(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     picture = tmp_path / "new folder" / "plan.png"
-    argv = ["plan", "--gpu", "rtx 3090", "--gpus", "2", "--model_name", "llama-2-70b",
-            "--context_length", "2048", "--global_batch_size", "32", "--picture", str(picture)]
+    argv = [
+        "plan",
+        "--gpu",
+        "rtx 3090",
+        "--gpus",
+        "2",
+        "--model_name",
+        "llama-2-70b",
+        "--context_length",
+        "2048",
+        "--global_batch_size",
+        "32",
+        "--picture",
+        str(picture),
+    ]
     assert main(argv) == 0
     text = capsys.readouterr().out
-    for rung in LADDER: assert rung.name in text
-    for part in ("too much; most is", "the fastest of", "chosen: --sharding_strategy full_shard",
-                 "--use_cpu_offload true", "32 rows (fixed)", "uncalibrated", "fits",
-                 "GiB of host memory"):
+    for rung in LADDER:
+        assert rung.name in text
+    for part in (
+        "too much; most is",
+        "the fastest of",
+        "chosen: --sharding_strategy full_shard",
+        "--use_cpu_offload true",
+        "32 rows (fixed)",
+        "uncalibrated",
+        "fits",
+        "GiB of host memory",
+    ):
         assert part in text
     assert all(len(line) < 80 for line in text.splitlines() if not line.startswith("chosen"))
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -174,11 +229,23 @@ def test_the_command_says_each_rung_the_search_and_the_choice(capsys, tmp_path, 
 
 def test_the_chosen_flags_estimate_to_the_same_figures(capsys):
     """What the plan prints can be typed."""
-    base = ["--gpu", "a6000", "--gpus", "2", "--model_name", "llama-2-70b", "--context_length", "2048"]
+    base = [
+        "--gpu",
+        "a6000",
+        "--gpus",
+        "2",
+        "--model_name",
+        "llama-2-70b",
+        "--context_length",
+        "2048",
+    ]
     assert main(["plan", *base, "--json"]) == 0
     choice = json.loads(capsys.readouterr().out)
-    chosen = [part for name, value in choice["chosen"].items()
-              for part in (f"--{name}", str(value).lower())]
+    chosen = [
+        part
+        for name, value in choice["chosen"].items()
+        for part in (f"--{name}", str(value).lower())
+    ]
     assert main(["estimate", *base, *chosen, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["needed_gib"] == choice["choice"]["needed_gib"]
 

@@ -2,6 +2,7 @@
 
 Shapes: O out rows, I inputs.
 """
+
 import copy
 import io
 
@@ -19,8 +20,8 @@ from .tiny import save_tiny
 
 torch.set_num_threads(1)  # threads that share a tiny product only wait for each other
 
-WHOLE = [(96, 64), (48, 192), (1, 128)]               # sizes that are whole blocks of 64
-RAGGED = [(33, 31), (100, 72), (72, 100), (96, 65)]   # sizes that are not
+WHOLE = [(96, 64), (48, 192), (1, 128)]  # sizes that are whole blocks of 64
+RAGGED = [(33, 31), (100, 72), (72, 100), (96, 65)]  # sizes that are not
 # The widest gap between neighbouring levels, halved: the error of a value in a block of absmax 1.
 HALF_GAP = {"nf4": (1 - 0.6961928) / 2, "fp4": (1 - 2 / 3) / 2}
 
@@ -37,21 +38,26 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def quant_linear(out_features, in_features, bias=True, quant_type="nf4", dtype=torch.float32):
     linear = nn.Linear(in_features, out_features, bias)
     linear.weight.data = values((out_features, in_features))
-    if bias: linear.bias.data = values((out_features,), seed=1)
+    if bias:
+        linear.bias.data = values((out_features,), seed=1)
     return QuantLinear.from_linear(linear.to(dtype), quant_type)
 
 
 def bnb_linear(weight, bias, quant_type, compute_dtype):
     """bitsandbytes' own layer with this weight and bias."""
-    linear = Linear4bit(weight.shape[1], weight.shape[0], bias is not None, compute_dtype,
-                        quant_type=quant_type)
-    linear.weight = Params4bit(weight.clone(), requires_grad=False, quant_type=quant_type,
-                               compress_statistics=False)
-    if bias is not None: linear.bias = nn.Parameter(bias.clone(), requires_grad=False)
+    linear = Linear4bit(
+        weight.shape[1], weight.shape[0], bias is not None, compute_dtype, quant_type=quant_type
+    )
+    linear.weight = Params4bit(
+        weight.clone(), requires_grad=False, quant_type=quant_type, compress_statistics=False
+    )
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.clone(), requires_grad=False)
     return linear.to("cpu")
 
 
 # ---- bytes and values --------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize("shape", WHOLE)
@@ -88,7 +94,7 @@ def test_no_value_is_further_off_than_half_the_widest_gap_of_its_block(shape, qu
     weight = values(shape)
     packed, absmax = quantize_rows(weight, quant_type)
     error = (dequantize_rows(packed, absmax, shape[1], quant_type, torch.float32) - weight).abs()
-    bound = absmax.repeat_interleave(64, dim=1)[:, :shape[1]] * HALF_GAP[quant_type]
+    bound = absmax.repeat_interleave(64, dim=1)[:, : shape[1]] * HALF_GAP[quant_type]
     assert (error <= bound * (1 + 1e-5)).all()
 
 
@@ -113,11 +119,13 @@ def test_a_row_slice_quantizes_to_the_slice_of_the_whole(shape):
 
 def test_a_weight_that_is_a_strided_view_quantizes_as_its_copy():
     weight = values((64, 96)).t()
-    assert torch.equal(as_bytes(quantize_rows(weight)[0]),
-                       as_bytes(quantize_rows(weight.contiguous())[0]))
+    assert torch.equal(
+        as_bytes(quantize_rows(weight)[0]), as_bytes(quantize_rows(weight.contiguous())[0])
+    )
 
 
 # ---- nothing moves the bytes (rows 16 and 29 of docs/cases.md) --------------------------------
+
 
 def all_patterns() -> QuantLinear:
     """A layer whose storage holds each of the 65,536 bf16 patterns, all NaNs among them."""
@@ -131,8 +139,9 @@ def through_state_dict(layer):
     buffer = io.BytesIO()
     torch.save(layer.state_dict(), buffer)
     buffer.seek(0)
-    made = QuantLinear(layer.in_features, layer.out_features, layer.bias is not None,
-                       layer.quant_type)
+    made = QuantLinear(
+        layer.in_features, layer.out_features, layer.bias is not None, layer.quant_type
+    )
     made.load_state_dict(torch.load(buffer))
     return made
 
@@ -140,8 +149,9 @@ def through_state_dict(layer):
 def through_meta(layer):
     """Materialised from meta, then filled, as a sharded load does."""
     with torch.device("meta"):
-        made = QuantLinear(layer.in_features, layer.out_features, layer.bias is not None,
-                           layer.quant_type)
+        made = QuantLinear(
+            layer.in_features, layer.out_features, layer.bias is not None, layer.quant_type
+        )
     made.to_empty(device="cpu")
     made.load_state_dict(layer.state_dict())
     return made
@@ -156,18 +166,27 @@ def through_apply(layer):
 
 
 MOVES = {
-    "cpu": lambda m: m.to("cpu"), "deepcopy": copy.deepcopy, "state_dict": through_state_dict,
-    "to_empty": through_meta, "_apply": through_apply,
+    "cpu": lambda m: m.to("cpu"),
+    "deepcopy": copy.deepcopy,
+    "state_dict": through_state_dict,
+    "to_empty": through_meta,
+    "_apply": through_apply,
     "assign": lambda m: (copy.deepcopy(m).load_state_dict(m.state_dict(), assign=True), m)[1],
-    "half": lambda m: m.half(), "float": lambda m: m.float(), "double": lambda m: m.double(),
-    "bfloat16": lambda m: m.to(torch.bfloat16), "to cpu, half": lambda m: m.to("cpu", torch.half),
+    "half": lambda m: m.half(),
+    "float": lambda m: m.float(),
+    "double": lambda m: m.double(),
+    "bfloat16": lambda m: m.to(torch.bfloat16),
+    "to cpu, half": lambda m: m.to("cpu", torch.half),
     "half in a parent": lambda m: nn.Sequential(m).half()[0],
 }
 
 
 @pytest.mark.parametrize("move", MOVES)
-@pytest.mark.parametrize("make", [all_patterns, lambda: quant_linear(33, 31, quant_type="fp4")],
-                         ids=["all patterns", "ragged"])
+@pytest.mark.parametrize(
+    "make",
+    [all_patterns, lambda: quant_linear(33, 31, quant_type="fp4")],
+    ids=["all patterns", "ragged"],
+)
 def test_bytes_scales_and_outputs_are_the_same_after_a_move(make, move):
     layer = make()
     before, x = copy.deepcopy(layer), values((3, layer.in_features))
@@ -191,15 +210,21 @@ def test_a_bias_follows_a_change_of_dtype_and_half_outputs_are_those_of_the_same
 
 def test_every_nan_pattern_in_storage_is_still_a_pair_of_weights():
     layer = all_patterns()
-    state = bnb.QuantState(absmax=layer.absmax.flatten(), shape=torch.Size((256, 1024)),
-                           blocksize=64, quant_type="nf4", dtype=torch.float32,
-                           code=bnb.get_4bit_type("nf4", device="cpu"))
+    state = bnb.QuantState(
+        absmax=layer.absmax.flatten(),
+        shape=torch.Size((256, 1024)),
+        blocksize=64,
+        quant_type="nf4",
+        dtype=torch.float32,
+        code=bnb.get_4bit_type("nf4", device="cpu"),
+    )
     theirs = bnb.dequantize_4bit(as_bytes(layer.weight).reshape(-1, 1), state)
     assert torch.equal(layer.dequantize(torch.float32), theirs)
     assert layer(values((2, 1024))).isfinite().all()
 
 
 # ---- the layer ---------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize("bias", [True, False])
@@ -214,6 +239,7 @@ def test_forward_and_input_gradient_equal_linear4bit(quant_type, bias, leading):
         y = module(x)
         y.backward(values(y.shape, seed=3))
         return y.detach(), x.grad
+
     torch.testing.assert_close(run(layer), run(reference), rtol=1e-6, atol=1e-6)
 
 
@@ -257,10 +283,13 @@ def test_an_unknown_quant_type_is_refused_with_the_choices():
 
 # ---- a whole model -----------------------------------------------------------------------------
 
-@pytest.mark.parametrize("sizes", [{}, dict(hidden_size=72, intermediate_size=100)],
-                         ids=["whole", "ragged"])
+
+@pytest.mark.parametrize(
+    "sizes", [{}, dict(hidden_size=72, intermediate_size=100)], ids=["whole", "ragged"]
+)
 def test_a_quantized_model_keeps_its_head_and_differs_by_what_its_weights_lost(tmp_path, sizes):
     from transformers import AutoModelForCausalLM
+
     folder = save_tiny(tmp_path, **sizes)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = quantize_linears(copy.deepcopy(plain))

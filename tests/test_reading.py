@@ -1,4 +1,5 @@
 """Files of others that are nested too deeply, or hold numbers that are none, are one line each."""
+
 from __future__ import annotations
 
 import json
@@ -41,7 +42,8 @@ READERS = {  # a file by its name, and what reads it
 def test_a_file_that_is_nested_too_deeply_is_one_line_that_names_it(tmp_path, name, text):
     path = tmp_path / name
     path.write_text(text)
-    with pytest.raises(ValueError) as caught: READERS[name](path)
+    with pytest.raises(ValueError) as caught:
+        READERS[name](path)
     assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
 
 
@@ -57,8 +59,10 @@ def test_what_can_be_done_without_is_left_out(tmp_path, text):
 def test_json_of_another_kind_than_an_object_is_refused(tmp_path, text):
     path = tmp_path / "config.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match="no JSON object"): read_object(path)
-    with pytest.raises(ValueError, match="no JSON object"): write_config(tmp_path, tmp_path, {})
+    with pytest.raises(ValueError, match="no JSON object"):
+        read_object(path)
+    with pytest.raises(ValueError, match="no JSON object"):
+        write_config(tmp_path, tmp_path, {})
 
 
 def test_json_is_what_python_reads():
@@ -66,30 +70,57 @@ def test_json_is_what_python_reads():
         assert from_json(text) == json.loads(text)
 
 
-@pytest.mark.parametrize("name, text", [
-    ("tokenizer.json", "[" * 100_000), ("tokenizer.json", '{"version": 1e999}'),
-    ("tokenizer_config.json", '{"a":' * 100_000), ("tokenizer_config.json", '{"tokenizer_class": [1]}')])
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("tokenizer.json", "[" * 100_000),
+        ("tokenizer.json", '{"version": 1e999}'),
+        ("tokenizer_config.json", '{"a":' * 100_000),
+        ("tokenizer_config.json", '{"tokenizer_class": [1]}'),
+    ],
+)
 def test_a_broken_tokenizer_file_is_one_line(tmp_path, name, text):
     save_tiny(tmp_path)
     save_tokenizer(tmp_path)
     (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match="no tokenizer there") as caught: load_tokenizer(str(tmp_path))
+    with pytest.raises(ValueError, match="no tokenizer there") as caught:
+        load_tokenizer(str(tmp_path))
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("values", [
-    '"r": NaN', '"r": 4.5', '"r": 0', '"r": 1e999', '"r": "4"', '"lora_alpha": 1e999',
-    '"lora_alpha": NaN', '"lora_alpha": "8"', '"rank_pattern": [1]', '"rank_pattern": {"q_proj": NaN}',
-    '"alpha_pattern": {"q_proj": 1e999}', '"target_modules": 5', '"modules_to_save": 7',
-    '"base_model_name_or_path": [1]', '"revision": 5'])
+@pytest.mark.parametrize(
+    "values",
+    [
+        '"r": NaN',
+        '"r": 4.5',
+        '"r": 0',
+        '"r": 1e999',
+        '"r": "4"',
+        '"lora_alpha": 1e999',
+        '"lora_alpha": NaN',
+        '"lora_alpha": "8"',
+        '"rank_pattern": [1]',
+        '"rank_pattern": {"q_proj": NaN}',
+        '"alpha_pattern": {"q_proj": 1e999}',
+        '"target_modules": 5',
+        '"modules_to_save": 7',
+        '"base_model_name_or_path": [1]',
+        '"revision": 5',
+    ],
+)
 def test_a_value_of_another_kind_in_an_adapters_config_is_refused_by_its_name(tmp_path, values):
     """An alpha of infinity was merged into every weight."""
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
-    save_file({name.format("A"): torch.ones(4, 8), name.format("B"): torch.ones(8, 4)},
-              tmp_path / "adapter_model.safetensors")
+    save_file(
+        {name.format("A"): torch.ones(4, 8), name.format("B"): torch.ones(8, 4)},
+        tmp_path / "adapter_model.safetensors",
+    )
     plain = '{"peft_type": "LORA", "target_modules": ["q_proj"], "r": 4'
     (tmp_path / "adapter_config.json").write_text(f"{plain}}}")
     AdapterFolder(tmp_path)
     (tmp_path / "adapter_config.json").write_text(f"{plain}, {values}}}")
-    with pytest.raises(ValueError) as caught: AdapterFolder(tmp_path)
-    assert values.split('"')[1] in str(caught.value) and "save the adapter again" in str(caught.value)
+    with pytest.raises(ValueError) as caught:
+        AdapterFolder(tmp_path)
+    assert values.split('"')[1] in str(caught.value) and "save the adapter again" in str(
+        caught.value
+    )

@@ -1,4 +1,5 @@
 """`--config recipe.yaml`: values as on the command line, flags on top, mistakes with file and line."""
+
 import subprocess
 import sys
 
@@ -13,9 +14,11 @@ from fsdp_qlora.config.flags import given_settings
 def recipe(tmp_path):
     """Writes a recipe and returns its path."""
     path = tmp_path / "recipe.yaml"
+
     def write(text: str) -> str:
         path.write_text(text)
         return str(path)
+
     return write
 
 
@@ -24,7 +27,8 @@ def read(path: str, *flags: str) -> RunConfig:
 
 
 def refusal(*argv: str) -> str:
-    with pytest.raises(ValueError) as caught: parse(list(argv))
+    with pytest.raises(ValueError) as caught:
+        parse(list(argv))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -43,9 +47,23 @@ activation_policy: keep_linears:16,recompute_all:16
 eval_dataset: null
 activation_budget_gib:
 """)
-    flags = ["--lr", "1e-4", "--batch_size", "8", "--max_steps", "-1", "--packing", "--save_model", "no",
-             "--name", "run: 1", "--lora_target_modules", "q_proj,v_proj",
-             "--activation_policy", "keep_linears:16,recompute_all:16"]
+    flags = [
+        "--lr",
+        "1e-4",
+        "--batch_size",
+        "8",
+        "--max_steps",
+        "-1",
+        "--packing",
+        "--save_model",
+        "no",
+        "--name",
+        "run: 1",
+        "--lora_target_modules",
+        "q_proj,v_proj",
+        "--activation_policy",
+        "keep_linears:16,recompute_all:16",
+    ]
     assert read(path) == parse(flags)[0]
 
 
@@ -61,24 +79,30 @@ def test_an_empty_recipe_changes_nothing(recipe):
     assert read(recipe("# nothing yet\n")) == RunConfig()
 
 
-@pytest.mark.parametrize("text, parts", [
-    ("lr: 1\nlora_rnak: 8", [":2: unknown setting 'lora_rnak'", "did you mean lora_rank?"]),
-    ("\n\nlora-rank: 8", [":3: unknown setting 'lora-rank'", "did you mean lora_rank?"]),
-    ("zzz: 8", [":1: unknown setting 'zzz'", "--help"]),
-    ("config: other.yaml", [":1: unknown setting 'config'"]),
-    ("lr: 1\nlr: 2", [":2: lr is there twice, first in", ":1"]),
-    ("seed: 1\nlr: fast", ["--lr", "fast", "recipe.yaml:2)"]),
-    ("batch_size: 1.5", ["--batch_size", "1.5", "recipe.yaml:1)"]),
-    ("seed: 1\nlora_rank: 0", ["--lora_rank must be 1 or more, got 0", "recipe.yaml:2)"]),
-    ("precision: fp8", ["--precision fp8: choose bf16, fp32", "recipe.yaml:1)"]),
-    ("save_model: maybe", ["'maybe' is not true or false", "recipe.yaml:1)"]),
-    ("name: ''", ["--name must be left out, or given a value", "recipe.yaml:1)"]),
-    ("lr:", [":1: lr has no value", "default, 1e-05"]),
-    ("lr: {peak: 1}", [":1: lr takes one value"]),
-    ("lr:\n  peak: 1", [":1: lr takes one value"]),
-    ("- lr", ["settings are `name: value`"]), ("lr 1", ["settings are `name: value`"]),
-    ("? [lr]\n: 1", [":1: settings are `name: value`"]),
-    ("seed: 1\nlr: [1", ["no YAML"])], ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(
+    "text, parts",
+    [
+        ("lr: 1\nlora_rnak: 8", [":2: unknown setting 'lora_rnak'", "did you mean lora_rank?"]),
+        ("\n\nlora-rank: 8", [":3: unknown setting 'lora-rank'", "did you mean lora_rank?"]),
+        ("zzz: 8", [":1: unknown setting 'zzz'", "--help"]),
+        ("config: other.yaml", [":1: unknown setting 'config'"]),
+        ("lr: 1\nlr: 2", [":2: lr is there twice, first in", ":1"]),
+        ("seed: 1\nlr: fast", ["--lr", "fast", "recipe.yaml:2)"]),
+        ("batch_size: 1.5", ["--batch_size", "1.5", "recipe.yaml:1)"]),
+        ("seed: 1\nlora_rank: 0", ["--lora_rank must be 1 or more, got 0", "recipe.yaml:2)"]),
+        ("precision: fp8", ["--precision fp8: choose bf16, fp32", "recipe.yaml:1)"]),
+        ("save_model: maybe", ["'maybe' is not true or false", "recipe.yaml:1)"]),
+        ("name: ''", ["--name must be left out, or given a value", "recipe.yaml:1)"]),
+        ("lr:", [":1: lr has no value", "default, 1e-05"]),
+        ("lr: {peak: 1}", [":1: lr takes one value"]),
+        ("lr:\n  peak: 1", [":1: lr takes one value"]),
+        ("- lr", ["settings are `name: value`"]),
+        ("lr 1", ["settings are `name: value`"]),
+        ("? [lr]\n: 1", [":1: settings are `name: value`"]),
+        ("seed: 1\nlr: [1", ["no YAML"]),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
 def test_a_mistake_is_named_with_its_line(recipe, text, parts):
     path = recipe(text)
     message = refusal("--config", path)
@@ -96,9 +120,14 @@ def test_settings_that_clash_name_the_line_of_one_that_the_recipe_gave(recipe):
     assert f"({path}:2)" in refusal("--config", path, "--use_cpu_offload")
 
 
-@pytest.mark.parametrize("write, says", [
-    (lambda p: None, "No such file"), (lambda p: p.mkdir(), "directory"),
-    (lambda p: p.write_bytes(b"\xff\xfe\x00"), "not a text file")])
+@pytest.mark.parametrize(
+    "write, says",
+    [
+        (lambda p: None, "No such file"),
+        (lambda p: p.mkdir(), "directory"),
+        (lambda p: p.write_bytes(b"\xff\xfe\x00"), "not a text file"),
+    ],
+)
 def test_a_file_that_can_not_be_read_is_named(tmp_path, write, says):
     path = tmp_path / "absent.yaml"
     write(path)
@@ -109,13 +138,19 @@ def test_a_file_that_can_not_be_read_is_named(tmp_path, write, says):
 def test_a_plan_keeps_what_the_recipe_gives(recipe):
     path = recipe("sharding_strategy: full_shard\nbatch_size: 3\n")
     assert given_settings(["--config", path, "--gpu=h100"]) == {
-        "config", "gpu", "sharding_strategy", "batch_size"}
+        "config",
+        "gpu",
+        "sharding_strategy",
+        "batch_size",
+    }
 
 
 def test_a_recipe_is_read_without_torch_by_every_command(recipe):
     path = recipe("model_name: llama-2-7b\ncontext_length: 1024\n")
-    code = ("import sys; sys.modules['torch'] = None; from fsdp_qlora.cli import main;"
-            f"sys.exit(main(['estimate', '--config', {path!r}, '--gpu', 'h100']))")
+    code = (
+        "import sys; sys.modules['torch'] = None; from fsdp_qlora.cli import main;"
+        f"sys.exit(main(['estimate', '--config', {path!r}, '--gpu', 'h100']))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "1 x 1,024 tokens per GPU" in done.stdout
@@ -124,5 +159,6 @@ def test_a_recipe_is_read_without_torch_by_every_command(recipe):
 def test_a_mistake_ends_the_command_with_one_line(recipe, capsys):
     path = recipe("lora_rnak: 8\n")
     assert main(["train", "--config", path]) == 2
-    assert capsys.readouterr().err == (f"error: {path}:1: unknown setting 'lora_rnak'; did you mean "
-                                       "lora_rank?\n")
+    assert capsys.readouterr().err == (
+        f"error: {path}:1: unknown setting 'lora_rnak'; did you mean lora_rank?\n"
+    )

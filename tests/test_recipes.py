@@ -1,4 +1,5 @@
 """Every recipe is short, valid, fits the machine that it names, and says what the estimator says."""
+
 import re
 import runpy
 import shlex
@@ -21,8 +22,9 @@ class Yaml12(yaml.SafeLoader):
     """YAML 1.2, as editors read it: 1e-4 is a number."""
 
 
-Yaml12.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^-?\d+(\.\d+)?e-?\d+$"),
-                             list("-0123456789"))
+Yaml12.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^-?\d+(\.\d+)?e-?\d+$"), list("-0123456789")
+)
 
 
 @RECIPES
@@ -39,10 +41,14 @@ def test_it_fits_its_machine_and_needs_the_memory_that_its_header_says(path):
 
 
 @RECIPES
-def test_its_command_is_one_that_the_program_takes_and_starts_as_many_ranks_as_the_machine_has(path):
+def test_its_command_is_one_that_the_program_takes_and_starts_as_many_ranks_as_the_machine_has(
+    path,
+):
     launcher, _, flags = MADE["header"](path)["run"].partition("train.py ")
     config, _ = parse(shlex.split(flags), TrainOptions)
-    assert flags == f"--config {path.relative_to(ROOT)}" and config == MADE["estimated"](path).config
+    assert (
+        flags == f"--config {path.relative_to(ROOT)}" and config == MADE["estimated"](path).config
+    )
     count = {name: int(n) for name, n in re.findall(r"--(nnodes|nproc_per_node) (\d+)", launcher)}
     ranks = count.get("nnodes", 1) * count.get("nproc_per_node", 1)
     assert ranks == MADE["estimated"](path).machine.world_size

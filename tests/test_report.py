@@ -1,4 +1,5 @@
 """The page of a run: what it says, that it stands alone, and that a browser draws it."""
+
 from __future__ import annotations
 
 import json
@@ -25,43 +26,113 @@ SECRET = "hf_canaryCanaryCanary123"
 
 
 def start(step: int, minute: int, **settings) -> dict:
-    config = asdict(RunConfig(model_name="/home/me/base-8b", lr=1e-4, context_length=2048, samples=1,
-                              eval_share=0.1)) | settings
-    report = dict(context_length=2048, train_on="completion", rows_read=110, rows_kept=100,
-                  rows_truncated=7, rows_with_folded_system=0, tokens_total=5000, tokens_trained=2000,
-                  tokens_cut=321, dropped={"no <answer>": dict(rows=10, sources=["rows.jsonl:12"])},
-                  lengths={"32": 60, "64": 40})
-    return dict(kind="start", step=step, time=f"2026-11-28T06:{minute:02}:00+00:00", run_id="a",
-                settings=config | dict(about=dict(hardware="2 x H100", packages=dict(torch="2.13.0"))),
-                ranks=2, total_steps=60, rows_per_step=4, micro_batch=1, accumulation=2,
-                trained_weights=9, load_seconds=3.0, dollars_per_hour=36.0,
-                data=dict(report=report, rows_trained=90, rows_held_out=10),
-                estimate=dict(peak_allocated_gib=20.0, seconds_per_step=1.0, tokens_per_second=1000.0))
+    config = (
+        asdict(
+            RunConfig(
+                model_name="/home/me/base-8b",
+                lr=1e-4,
+                context_length=2048,
+                samples=1,
+                eval_share=0.1,
+            )
+        )
+        | settings
+    )
+    report = dict(
+        context_length=2048,
+        train_on="completion",
+        rows_read=110,
+        rows_kept=100,
+        rows_truncated=7,
+        rows_with_folded_system=0,
+        tokens_total=5000,
+        tokens_trained=2000,
+        tokens_cut=321,
+        dropped={"no <answer>": dict(rows=10, sources=["rows.jsonl:12"])},
+        lengths={"32": 60, "64": 40},
+    )
+    return dict(
+        kind="start",
+        step=step,
+        time=f"2026-11-28T06:{minute:02}:00+00:00",
+        run_id="a",
+        settings=config | dict(about=dict(hardware="2 x H100", packages=dict(torch="2.13.0"))),
+        ranks=2,
+        total_steps=60,
+        rows_per_step=4,
+        micro_batch=1,
+        accumulation=2,
+        trained_weights=9,
+        load_seconds=3.0,
+        dollars_per_hour=36.0,
+        data=dict(report=report, rows_trained=90, rows_held_out=10),
+        estimate=dict(peak_allocated_gib=20.0, seconds_per_step=1.0, tokens_per_second=1000.0),
+    )
 
 
 def step(number: int, **more) -> dict:
-    return dict(kind="step", step=number, loss=2 / number, lr=1e-4, grad_norm=0.5, trained_tokens=10,
-                tokens=2000, seconds=2.0, tokens_per_second=1000.0, peak_allocated_gib=10.0,
-                share_of_peak=0.4) | more
+    return (
+        dict(
+            kind="step",
+            step=number,
+            loss=2 / number,
+            lr=1e-4,
+            grad_norm=0.5,
+            trained_tokens=10,
+            tokens=2000,
+            seconds=2.0,
+            tokens_per_second=1000.0,
+            peak_allocated_gib=10.0,
+            share_of_peak=0.4,
+        )
+        | more
+    )
 
 
 def answers(number: int, answer: str) -> dict:
-    return dict(kind="samples", step=number, seconds=1.0, samples=[
-        dict(prompt="Why <b>not</b>?", answer=answer, reference="because")])
+    return dict(
+        kind="samples",
+        step=number,
+        seconds=1.0,
+        samples=[dict(prompt="Why <b>not</b>?", answer=answer, reference="because")],
+    )
 
 
 @pytest.fixture
 def run(tmp_path):
     """A run of 60 steps that was killed in step 41, went on from step 30, and skipped one."""
-    lines = [start(0, 0), answers(0, "it was not"), *(step(n) for n in range(1, 31)),
-             dict(kind="eval", step=30, eval_loss=0.25, perplexity=1.3, trained_tokens=5, is_best=True,
-                  seconds=4.0), answers(30, "be"), dict(kind="checkpoint", step=30, seconds_held=1.5),
-             *(step(n, loss=9.0) for n in range(31, 41)), start(30, 20),
-             *(step(n, seconds=60.0 if n == 31 else 2.0) for n in range(31, 61)),
-             step(44, loss=math.nan), dict(kind="skipped", step=44, rows=[5, 6]),
-             dict(kind="eval", step=60, eval_loss=0.125, perplexity=1.1, trained_tokens=5, is_best=True,
-                  seconds=4.0), answers(60, "because"),
-             dict(kind="end", step=60, status="finished", message="", time="2026-11-28T06:40:00+00:00")]
+    lines = [
+        start(0, 0),
+        answers(0, "it was not"),
+        *(step(n) for n in range(1, 31)),
+        dict(
+            kind="eval",
+            step=30,
+            eval_loss=0.25,
+            perplexity=1.3,
+            trained_tokens=5,
+            is_best=True,
+            seconds=4.0,
+        ),
+        answers(30, "be"),
+        dict(kind="checkpoint", step=30, seconds_held=1.5),
+        *(step(n, loss=9.0) for n in range(31, 41)),
+        start(30, 20),
+        *(step(n, seconds=60.0 if n == 31 else 2.0) for n in range(31, 61)),
+        step(44, loss=math.nan),
+        dict(kind="skipped", step=44, rows=[5, 6]),
+        dict(
+            kind="eval",
+            step=60,
+            eval_loss=0.125,
+            perplexity=1.1,
+            trained_tokens=5,
+            is_best=True,
+            seconds=4.0,
+        ),
+        answers(60, "because"),
+        dict(kind="end", step=60, status="finished", message="", time="2026-11-28T06:40:00+00:00"),
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return tmp_path
 
@@ -73,10 +144,14 @@ def with_evil(value) -> list:
     """A record with each of its parts replaced by markup, one at a time."""
     if isinstance(value, dict):
         return [value | {key: part} for key, old in value.items() for part in with_evil(old)] + [
-            value | {EVIL: old} for old in list(value.values())[:1]]
+            value | {EVIL: old} for old in list(value.values())[:1]
+        ]
     if isinstance(value, list):
-        return [[*value[:i], part, *value[i + 1:]] for i, old in enumerate(value)
-                for part in with_evil(old)] or [[EVIL]]
+        return [
+            [*value[:i], part, *value[i + 1 :]]
+            for i, old in enumerate(value)
+            for part in with_evil(old)
+        ] or [[EVIL]]
     return [EVIL]
 
 
@@ -87,8 +162,9 @@ def test_markup_in_any_part_of_any_record_never_stands_raw_in_the_page(run):
     usual, written = sorted({tag for tag, _ in tags_of(run)}), 0
     for i in last.values():
         for changed in with_evil(lines[i]):
-            path.write_text("".join(json.dumps(line) + "\n" for line in [*lines[:i], changed,
-                                                                         *lines[i + 1:]]))
+            path.write_text(
+                "".join(json.dumps(line) + "\n" for line in [*lines[:i], changed, *lines[i + 1 :]])
+            )
             try:
                 tags = tags_of(run)
             except ValueError as error:  # a number is no text
@@ -118,7 +194,8 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID: self.open.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
@@ -127,7 +204,8 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if self.open and self.open[-1] not in ("style", "script"): self.words.append(data)
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.words.append(data)
 
     @property
     def text(self) -> str:
@@ -142,15 +220,31 @@ def page_of(run, *flags) -> tuple[str, Page]:
 
 # ---- what it says --------------------------------------------------------------------------------
 
+
 def test_every_part_of_the_run_is_on_the_page(run):
     _, page = page_of(run)
-    for part in ("base-8b", "finished", "Loss per trained token", "Gradient norm", "Learning rate",
-                 "Why <b>not</b>?", "before training it was not", "after step 60 because",
-                 "in between after step 30 be", "dropped: no <answer> 10 (rows.jsonl:12, ...)",
-                 "7 rows to 2,048 tokens, losing 321", "peak memory of a GPU 20.00 GiB 10.00 GiB 0.50",
-                 "one optimizer step 1.000 s 2.000 s 2.00", "context_length 2048", "torch 2.13.0",
-                 "went on after step 30 on 2 ranks", "ended without a word",
-                 "step 44 was skipped", "its rows: 5, 6", "0.1250 lowest held-out loss"):
+    for part in (
+        "base-8b",
+        "finished",
+        "Loss per trained token",
+        "Gradient norm",
+        "Learning rate",
+        "Why <b>not</b>?",
+        "before training it was not",
+        "after step 60 because",
+        "in between after step 30 be",
+        "dropped: no <answer> 10 (rows.jsonl:12, ...)",
+        "7 rows to 2,048 tokens, losing 321",
+        "peak memory of a GPU 20.00 GiB 10.00 GiB 0.50",
+        "one optimizer step 1.000 s 2.000 s 2.00",
+        "context_length 2048",
+        "torch 2.13.0",
+        "went on after step 30 on 2 ranks",
+        "ended without a word",
+        "step 44 was skipped",
+        "its rows: 5, 6",
+        "0.1250 lowest held-out loss",
+    ):
         assert part in page.text, part
     assert "/home/me" not in page.text.split("Settings")[0]
 
@@ -165,9 +259,14 @@ def test_what_a_restart_did_again_counts_once_and_money_is_that_of_the_seconds(r
 
 
 def test_a_run_that_goes_on_and_one_without_a_gpu_have_a_page(tmp_path):
-    lines = [start(0, 0), *(step(n, peak_allocated_gib=0.0) for n in (1, 2)), '{"kind": "step", "st']
+    lines = [
+        start(0, 0),
+        *(step(n, peak_allocated_gib=0.0) for n in (1, 2)),
+        '{"kind": "step", "st',
+    ]
     (tmp_path / "metrics.jsonl").write_text(
-        "\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
+        "\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines)
+    )
     _, page = page_of(tmp_path)
     assert "running or killed" in page.text and "no GPU was used" in page.text
     assert "Answers" not in page.text and "20.00 GiB - -" in page.text
@@ -177,22 +276,62 @@ def test_a_run_of_this_program_on_the_cpu_has_a_page_with_its_answers(tmp_path, 
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("HF_TOKEN", SECRET)
     save_chat_model(tmp_path / "model")
-    (tmp_path / "rows.jsonl").write_text((json.dumps(dict(
-        prompt="say it", completion=f"yes {SECRET}")) + "\n") * 12)
+    (tmp_path / "rows.jsonl").write_text(
+        (json.dumps(dict(prompt="say it", completion=f"yes {SECRET}")) + "\n") * 12
+    )
     out, rows = tmp_path / "out", str(tmp_path / "rows.jsonl")
-    assert main(["train", "--model_name", str(tmp_path / "model"), "--dataset", rows, "--eval_dataset",
-                 rows, "--device", "cpu", "--precision", "fp32", "--compile", "false", "--world_size",
-                 "1", "--samples", "1", "--eval_every", "2", "--max_steps", "4", "--sample_tokens", "4",
-                 "--output_dir", str(out)]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "--model_name",
+                str(tmp_path / "model"),
+                "--dataset",
+                rows,
+                "--eval_dataset",
+                rows,
+                "--device",
+                "cpu",
+                "--precision",
+                "fp32",
+                "--compile",
+                "false",
+                "--world_size",
+                "1",
+                "--samples",
+                "1",
+                "--eval_every",
+                "2",
+                "--max_steps",
+                "4",
+                "--sample_tokens",
+                "4",
+                "--output_dir",
+                str(out),
+            ]
+        )
+        == 0
+    )
     text, page = page_of(out)
-    for part in ("rows kept 12", "before training", "after step 4", "1 x CPU", "4 of 4 steps",
-                 "max_steps 4", "0.1"): assert part in page.text, part
+    for part in (
+        "rows kept 12",
+        "before training",
+        "after step 4",
+        "1 x CPU",
+        "4 of 4 steps",
+        "max_steps 4",
+        "0.1",
+    ):
+        assert part in page.text, part
     assert "canary" not in text.lower()
 
 
-@pytest.mark.parametrize("made, said", [(None, "no metrics.jsonl there"), ("", "no step is in it yet")])
+@pytest.mark.parametrize(
+    "made, said", [(None, "no metrics.jsonl there"), ("", "no step is in it yet")]
+)
 def test_a_folder_that_is_no_runs_is_said_in_one_line(tmp_path, capsys, made, said):
-    if made is not None: (tmp_path / "metrics.jsonl").write_text(made)
+    if made is not None:
+        (tmp_path / "metrics.jsonl").write_text(made)
     assert main(["report", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith(f"error: {tmp_path}") and said in line and "--output_dir" in line
@@ -204,6 +343,7 @@ def test_the_page_is_written_where_it_is_asked_for_and_without_torch(run, tmp_pa
 
 
 # ---- how it stands -------------------------------------------------------------------------------
+
 
 def test_nothing_is_loaded_from_elsewhere(run):
     text, page = page_of(run)
@@ -237,8 +377,10 @@ def test_the_mean_around_a_point_leans_to_no_side():
     assert smoothed(line) == [(i, pytest.approx(3.0 * i)) for i in range(100)]
 
 
-@pytest.mark.parametrize("low, high", [(0, 1), (0.13, 0.135), (-3, 7), (5, 5), (0, 0), (1e-6, 3e-5),
-                                       (12_345, 67_890_000)])
+@pytest.mark.parametrize(
+    "low, high",
+    [(0, 1), (0.13, 0.135), (-3, 7), (5, 5), (0, 0), (1e-6, 3e-5), (12_345, 67_890_000)],
+)
 def test_grid_lines_are_even_and_hold_the_values(low, high):
     ticks = ticks_of(low, high)
     assert 2 <= len(ticks) <= 8 and ticks[0] <= low + 1e-9 and ticks[-1] >= high - 1e-9
@@ -248,8 +390,9 @@ def test_grid_lines_are_even_and_hold_the_values(low, high):
 
 # ---- in a browser --------------------------------------------------------------------------------
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))),
-               None)
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None
+)
 LOOK = """<script>
 const area = document.querySelector(".area"), box = area.getBoundingClientRect();
 area.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + box.width, bubbles: true}));
@@ -266,12 +409,25 @@ def seen(page, folder, width: int) -> tuple[dict, str]:
     """What a browser of that width made of the page, and what it complained of."""
     assert BROWSER, "install Chromium, or leave the mark `browser` out"
     done = subprocess.run(
-        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900",
-         "--enable-logging=stderr", f"--user-data-dir={folder / 'profile'}", "--dump-dom",
-         page.as_uri()], capture_output=True, text=True, timeout=100)
+        [
+            BROWSER,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--window-size={width},900",
+            "--enable-logging=stderr",
+            f"--user-data-dir={folder / 'profile'}",
+            "--dump-dom",
+            page.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     found = unescape(re.search(r'<body data-seen="([^"]*)"', done.stdout)[1])
     return json.loads(found), "\n".join(
-        line for line in done.stderr.splitlines() if "CONSOLE" in line)
+        line for line in done.stderr.splitlines() if "CONSOLE" in line
+    )
 
 
 @pytest.mark.browser
@@ -279,7 +435,8 @@ def seen(page, folder, width: int) -> tuple[dict, str]:
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_browser_draws_it_without_complaint_in_light_and_dark_wide_and_narrow(run, width, dark):
     text, _ = page_of(run)
-    if dark: text = text.replace("@media (prefers-color-scheme: dark)", "@media all")
+    if dark:
+        text = text.replace("@media (prefers-color-scheme: dark)", "@media all")
     look = run / "look.html"
     look.write_text(text.replace("</body>", LOOK + "</body>"))
     found, complaints = seen(look, run, width)
@@ -287,5 +444,7 @@ def test_a_browser_draws_it_without_complaint_in_light_and_dark_wide_and_narrow(
     assert len(found["lines"]) == 9 and all(wide > 100 for wide, _, _ in found["lines"])
     assert found["tip"].startswith("step 60: ") and "held out 0.125" in found["tip"]
     assert found["wide"] <= 0  # nothing to scroll sideways
-    light = [sum(map(int, re.findall(r"\d+", found[name])[:3])) / 765 for name in ("ground", "text")]
+    light = [
+        sum(map(int, re.findall(r"\d+", found[name])[:3])) / 765 for name in ("ground", "text")
+    ]
     assert (light[0] < 0.15 and light[1] > 0.85) if dark else (light[0] > 0.9 and light[1] < 0.2)

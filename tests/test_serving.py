@@ -1,4 +1,5 @@
 """What vLLM's loader takes and refuses, on folders that PEFT and this package write."""
+
 from __future__ import annotations
 
 import json
@@ -22,16 +23,26 @@ def base(tmp_path_factory):
 def test_a_plain_adapter_is_taken_and_the_command_that_serves_it_is_printed(base, tmp_path, capsys):
     adapter = save_adapter(base, tmp_path / "adapter", r=24, use_rslora=True)
     assert check_adapter_folder(adapter) == []
-    for words in (["--adapter_folder"], []): assert main(["check", *words, adapter]) == 0
+    for words in (["--adapter_folder"], []):
+        assert main(["check", *words, adapter]) == 0
     text = capsys.readouterr().out
-    assert f"vllm serve {base} --enable-lora --max-lora-rank 32 --lora-modules tuned={adapter}" in text
+    assert (
+        f"vllm serve {base} --enable-lora --max-lora-rank 32 --lora-modules tuned={adapter}" in text
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("settings, part", [
-    (dict(use_dora=True), "DoRA"), (dict(modules_to_save=["lm_head"]), "modules_to_save"),
-    (dict(bias="all"), "bias all"), (dict(lora_bias=True, target_modules=["q_proj"]), "lora_bias"),
-    (dict(alpha_pattern={"q_proj": 3}), "alpha_pattern"), (dict(r=600), "rank 600")])
+@pytest.mark.parametrize(
+    "settings, part",
+    [
+        (dict(use_dora=True), "DoRA"),
+        (dict(modules_to_save=["lm_head"]), "modules_to_save"),
+        (dict(bias="all"), "bias all"),
+        (dict(lora_bias=True, target_modules=["q_proj"]), "lora_bias"),
+        (dict(alpha_pattern={"q_proj": 3}), "alpha_pattern"),
+        (dict(r=600), "rank 600"),
+    ],
+)
 def test_what_vllm_refuses_is_named(base, tmp_path, capsys, settings, part):
     adapter = save_adapter(base, tmp_path / "adapter", **settings)
     assert any(part in problem for problem in check_adapter_folder(adapter))
@@ -59,4 +70,5 @@ def test_files_and_tensors_that_the_loader_can_not_parse_are_named(base, tmp_pat
     assert check_adapter_folder(adapter) == ["no adapter_model.safetensors"]
     config = tmp_path / "adapter" / "adapter_config.json"
     config.write_text(json.dumps({"peft_type": "IA3"}))
-    with pytest.raises(ValueError, match="IA3"): check_adapter_folder(adapter)
+    with pytest.raises(ValueError, match="IA3"):
+        check_adapter_folder(adapter)

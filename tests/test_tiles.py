@@ -1,4 +1,5 @@
 """An MLP in tiles of tokens: the same gradients, one tile's tensors at a time, and no product more."""
+
 from __future__ import annotations
 
 import pytest
@@ -27,9 +28,12 @@ def folder(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("llama"), num_hidden_layers=LAYERS)
 
 
-def tiled_model(folder, train_type="qlora", policy="recompute_all", reentrant=False, dropout=0.0,
-                tiles=TILES):
-    model = apply_tiled_mlp(tiny_model(folder, train_type, dropout=dropout), tiles, [policy] * LAYERS)
+def tiled_model(
+    folder, train_type="qlora", policy="recompute_all", reentrant=False, dropout=0.0, tiles=TILES
+):
+    model = apply_tiled_mlp(
+        tiny_model(folder, train_type, dropout=dropout), tiles, [policy] * LAYERS
+    )
     return apply_activation_policy(model, policy, reentrant)
 
 
@@ -42,24 +46,32 @@ def assert_same(tiled, whole, within=1e-4):
 
 
 @pytest.mark.parametrize("train_type", ["full", "lora", "qlora", "bnb_dora"])
-@pytest.mark.parametrize("policy, reentrant", [("recompute_all", False), ("recompute_all", True),
-                                               ("keep_attention", False)])
+@pytest.mark.parametrize(
+    "policy, reentrant",
+    [("recompute_all", False), ("recompute_all", True), ("keep_attention", False)],
+)
 @pytest.mark.parametrize("tiles", [TILES, 10_000])
 def test_gradients_are_those_of_a_whole_mlp(folder, train_type, policy, reentrant, tiles):
     model = tiled_model(folder, train_type, policy, reentrant, tiles=tiles)
     assert len(tiled_mlps(model)) == LAYERS
     whole = tiny_model(folder, train_type)
-    if train_type in ("lora", "full"): assert_same(model.double(), whole.double(), 1e-7)
-    else: assert_same(model, whole)  # 4-bit weights give no fp64
+    if train_type in ("lora", "full"):
+        assert_same(model.double(), whole.double(), 1e-7)
+    else:
+        assert_same(model, whole)  # 4-bit weights give no fp64
 
 
 def family_model(family: str, tiles: int):
     """A tiny model of a family whose MLPs are adapted, in training mode without dropout."""
     torch.manual_seed(0)
-    model = apply_plain_linears(AutoModelForCausalLM.from_config(
-        family_config(family, use_cache=False), dtype=torch.float32))
+    model = apply_plain_linears(
+        AutoModelForCausalLM.from_config(
+            family_config(family, use_cache=False), dtype=torch.float32
+        )
+    )
     for m in model.modules():
-        if isinstance(m, torch.nn.Dropout): m.p = 0.0
+        if isinstance(m, torch.nn.Dropout):
+            m.p = 0.0
     model = apply_adapters(model, lora_config(rank=4))
     for name, p in trainable_parameters(model).items():
         torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(len(name)))
@@ -103,10 +115,14 @@ def rows_at_once(model, width: int) -> int:
     """The most tokens of which there is a tensor of the MLP's width; opaque ops are looked into."""
     seen = WidestTensor(width)
     for mlp in tiled_mlps(model):
+
         def watched(x, forward=mlp.forward):
-            with seen: return forward(x)
+            with seen:
+                return forward(x)
+
         mlp.forward = watched
-    with seen: loss_and_gradients(model)
+    with seen:
+        loss_and_gradients(model)
     return seen.rows
 
 
@@ -119,6 +135,7 @@ def test_no_tensor_of_the_mlps_width_has_more_rows_than_a_tile(folder):
 def test_an_mlp_runs_once_in_the_forward_and_its_last_layer_only_there(folder, monkeypatch):
     """3 blocks of 4 adapted layers around the MLP, forward and again; in it 3 forward and 2 again."""
     from fsdp_qlora.adapters import lora
+
     model, made, plain = tiled_model(folder), [], lora.adapted_linear
     monkeypatch.setattr(lora, "adapted_linear", lambda *a: made.append(1) or plain(*a))
     assert calls(model)["fsdp_qlora::tiled_mlp"] == LAYERS
@@ -133,9 +150,11 @@ def directional(model, size: float = 2e-6) -> tuple[float, float]:
 
     def loss(step: float) -> torch.Tensor:
         with torch.no_grad():
-            for p, d in zip(weights, direction, strict=True): p.add_(d, alpha=step)
+            for p, d in zip(weights, direction, strict=True):
+                p.add_(d, alpha=step)
         torch.manual_seed(0)  # the same masks
         return model(**padded_batch(tiny_rows(1, 3)[0])).loss
+
     loss(0.0).backward()
     slope = sum((p.grad * d).sum() for p, d in zip(weights, direction, strict=True)).item()
     return slope, (loss(size) - loss(-2 * size)).item() / (2 * size)
@@ -160,7 +179,8 @@ def test_blocks_share_graphs_in_which_an_mlp_is_one_op(folder):
     torch._dynamo.reset()
     outer, inner = (CompileCounterWithBackend("aot_eager") for _ in range(2))
     model = tiled_model(folder, tiles=3)
-    for mlp in tiled_mlps(model): mlp.forward = torch.compile(mlp.forward, backend=inner, fullgraph=True)
+    for mlp in tiled_mlps(model):
+        mlp.forward = torch.compile(mlp.forward, backend=inner, fullgraph=True)
     for block in decoder_blocks(model):
         block.forward = torch.compile(block.forward, backend=outer, fullgraph=True)
     assert_same(model, tiny_model(folder, "qlora"))

@@ -1,4 +1,5 @@
 """What a type checker sees of the package, as a user of it runs one."""
+
 from __future__ import annotations
 
 import subprocess
@@ -18,8 +19,9 @@ fq.quantize_linear
 
 def mypy(*args: str) -> str:
     """mypy's findings, under the project's settings."""
-    return subprocess.run([sys.executable, "-m", "mypy", *args], cwd=ROOT, capture_output=True,
-                          text=True).stdout
+    return subprocess.run(
+        [sys.executable, "-m", "mypy", *args], cwd=ROOT, capture_output=True, text=True
+    ).stdout
 
 
 def test_mypy_finds_nothing_in_what_is_public():

@@ -7,6 +7,7 @@ checkpoint. Each worker starts its rank as a process of its own, which may liste
 follows --workers and --cpu are flags of train.py; this project must be installed on every machine
 (`pip install "ray[train]" .`), and --output_dir be an absolute path (see docs/nodes.md).
 """
+
 from __future__ import annotations
 
 import argparse
@@ -27,12 +28,20 @@ def train_rank(settings: dict):
     here = [meeting_point() if worker.get_world_rank() == 0 else None]
     dist.broadcast_object_list(here, src=0)
     dist.destroy_process_group()  # the rank makes its own
-    ranks = dict(RANK=worker.get_world_rank(), WORLD_SIZE=worker.get_world_size(),
-                 LOCAL_RANK=worker.get_local_rank(), LOCAL_WORLD_SIZE=worker.get_local_world_size(),
-                 MASTER_ADDR=here[0][0], MASTER_PORT=here[0][1])
+    ranks = dict(
+        RANK=worker.get_world_rank(),
+        WORLD_SIZE=worker.get_world_size(),
+        LOCAL_RANK=worker.get_local_rank(),
+        LOCAL_WORLD_SIZE=worker.get_local_world_size(),
+        MASTER_ADDR=here[0][0],
+        MASTER_PORT=here[0][1],
+    )
     command = [sys.executable, "-m", "fsdp_qlora.cli", "train", *settings["flags"]]
-    code = subprocess.run(command, env=os.environ | {k: str(v) for k, v in ranks.items()}).returncode
-    if code: raise RuntimeError(f"rank {worker.get_world_rank()} ended with code {code}; see its output")
+    code = subprocess.run(
+        command, env=os.environ | {k: str(v) for k, v in ranks.items()}
+    ).returncode
+    if code:
+        raise RuntimeError(f"rank {worker.get_world_rank()} ended with code {code}; see its output")
 
 
 def meeting_point() -> tuple[str, int]:
@@ -46,14 +55,19 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--workers", type=int, required=True, help="ranks, one per GPU")
     parser.add_argument("--cpu", action="store_true", help="without GPUs, to try it out")
-    parser.add_argument("--max_failures", type=int, default=3, help="times that all ranks start again")
+    parser.add_argument(
+        "--max_failures", type=int, default=3, help="times that all ranks start again"
+    )
     options, flags = parser.parse_known_args()
     trainer = TorchTrainer(
-        train_rank, train_loop_config={"flags": flags},
+        train_rank,
+        train_loop_config={"flags": flags},
         torch_config=TorchConfig(backend="gloo"),  # only to meet
         scaling_config=ScalingConfig(num_workers=options.workers, use_gpu=not options.cpu),
-        run_config=RunConfig(failure_config=FailureConfig(max_failures=options.max_failures)))
+        run_config=RunConfig(failure_config=FailureConfig(max_failures=options.max_failures)),
+    )
     trainer.fit()
 
 
-if __name__ == "__main__": main()
+if __name__ == "__main__":
+    main()

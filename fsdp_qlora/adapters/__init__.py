@@ -3,6 +3,7 @@
 Modules, each importing only from those before it: dropout_kernels, dropout, lora_ops, fusion, dora,
 expert_ops, experts, biases, lora, fp8_layers, initial, whole.
 """
+
 from .fp8_layers import apply_fp8, keep_fp8_weights
 from .lora import (
     LoraLinear,
@@ -17,6 +18,15 @@ from .lora import (
 )
 
 __all__ = [
-    "LoraLinear", "adapter_counts", "apply_adapters", "apply_fp8", "init_adapters", "init_magnitudes",
-    "initial_a", "keep_fp8_weights", "lora_config", "resolve_targets", "trainable_parameters",
+    "LoraLinear",
+    "adapter_counts",
+    "apply_adapters",
+    "apply_fp8",
+    "init_adapters",
+    "init_magnitudes",
+    "initial_a",
+    "keep_fp8_weights",
+    "lora_config",
+    "resolve_targets",
+    "trainable_parameters",
 ]

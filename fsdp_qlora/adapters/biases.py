@@ -3,6 +3,7 @@
 They are stored in the adapters' dtype, for FSDP reduces the gradients of a unit together, and added in
 the dtype of what they are added to. Linear layers of this project do that themselves.
 """
+
 from __future__ import annotations
 
 from functools import partial
@@ -15,14 +16,17 @@ from ..quantization.quantize import FrozenLinear, QuantLinear
 
 def check_biases(model: nn.Module, kind: str):
     """Refuse to train biases of a model that has none, or of a kind that is not known here."""
-    if kind == "none": return
+    if kind == "none":
+        return
     trained = {name: m for name, m in model.named_modules() if has_trained_bias(m)}
     if not trained:
         raise ValueError(f"--bias {kind}: there is none of these in the model; leave it out")
     for name, module in trained.items():
         if not isinstance(module, (nn.Linear, nn.LayerNorm, QuantLinear)):
-            raise ValueError(f"--bias {kind}: {name} ({type(module).__name__}) has a bias of a kind "
-                             "that can't be trained here; use --bias lora_only or none")
+            raise ValueError(
+                f"--bias {kind}: {name} ({type(module).__name__}) has a bias of a kind "
+                "that can't be trained here; use --bias lora_only or none"
+            )
 
 
 def has_trained_bias(module: nn.Module) -> bool:
@@ -34,9 +38,12 @@ def has_trained_bias(module: nn.Module) -> bool:
 def add_biases_as_computed(model: nn.Module):
     """Let layers whose bias is stored in another dtype than their weight compute as before, in place."""
     for module in model.modules():
-        if not has_trained_bias(module) or isinstance(module, (QuantLinear, FrozenLinear)): continue
+        if not has_trained_bias(module) or isinstance(module, (QuantLinear, FrozenLinear)):
+            continue
         if module.weight.dtype != module.bias.dtype:
-            module.forward = partial(linear if isinstance(module, nn.Linear) else layer_norm, module)
+            module.forward = partial(
+                linear if isinstance(module, nn.Linear) else layer_norm, module
+            )
 
 
 def linear(layer: nn.Linear, x: Tensor) -> Tensor:

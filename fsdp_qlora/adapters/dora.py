@@ -8,6 +8,7 @@ FSDP has gathered them, and a shard is some of them. W is made again for the nor
 
 Shapes: N tokens, I inputs, O outputs, R rank.  x (N, I), A (R, I), B (O, R), m (O,), y (N, O)
 """
+
 from __future__ import annotations
 
 import torch
@@ -24,8 +25,16 @@ PART_VALUES = 2**26  # of W that exist at once for a norm: 256 MiB
 
 # Opaque as the products are, so that torch.compile can't keep a dequantized W.
 @torch.library.custom_op("fsdp_qlora::adapted_norms", mutates_args=())
-def adapted_norms(weight: Tensor, absmax: Tensor | None, a: Tensor | None, b: Tensor | None,
-                  scaling: float, in_features: int, quant_type: str, dtype: torch.dtype) -> Tensor:
+def adapted_norms(
+    weight: Tensor,
+    absmax: Tensor | None,
+    a: Tensor | None,
+    b: Tensor | None,
+    scaling: float,
+    in_features: int,
+    quant_type: str,
+    dtype: torch.dtype,
+) -> Tensor:
     """|W + scaling B A| of each row, or |W|: (O,) in fp32 or wider, for a product in `dtype`."""
     wide = torch.promote_types(dtype, torch.float32)
     norms = torch.empty(weight.shape[0], dtype=wide, device=weight.device)
@@ -35,12 +44,21 @@ def adapted_norms(weight: Tensor, absmax: Tensor | None, a: Tensor | None, b: Te
             rows = slice(start, start + step)
             part = weight[rows], None if absmax is None else absmax[rows], in_features, quant_type
             norms[rows] = torch.linalg.vector_norm(
-                adapted_rows(*part, a, None if b is None else b[rows], scaling, dtype), dim=1)
+                adapted_rows(*part, a, None if b is None else b[rows], scaling, dtype), dim=1
+            )
     return norms
 
 
-def adapted_rows(weight: Tensor, absmax: Tensor | None, in_features: int, quant_type: str,
-                 a: Tensor | None, b: Tensor | None, scaling: float, dtype: torch.dtype) -> Tensor:
+def adapted_rows(
+    weight: Tensor,
+    absmax: Tensor | None,
+    in_features: int,
+    quant_type: str,
+    a: Tensor | None,
+    b: Tensor | None,
+    scaling: float,
+    dtype: torch.dtype,
+) -> Tensor:
     """W + scaling B A of some rows, or W, in fp32 or wider."""
     if a is not None and can_unpack_adapted(weight, in_features, quant_type, b.shape[1], dtype):
         return weight_with_adapter(weight, absmax, in_features, quant_type, a, b, scaling).float()
@@ -63,12 +81,21 @@ class Magnitude(LoraVariant):
         base, magnitude = module.get_base_layer(), DoraLinearLayer(fan_in_fan_out=False)
         norms = torch.empty(base.out_features, device=base.weight.device)
         a, b = module.lora_A[adapter_name].weight, module.lora_B[adapter_name].weight
-        if not base.weight.is_meta: norms = norms_of(base, a, b, module.scaling[adapter_name])
+        if not base.weight.is_meta:
+            norms = norms_of(base, a, b, module.scaling[adapter_name])
         magnitude.weight = nn.Parameter(norms)
         module.lora_magnitude_vector[adapter_name] = magnitude
 
 
 def norms_of(base: nn.Module, a: Tensor, b: Tensor, scaling: float, dtype=torch.float32) -> Tensor:
     """`adapted_norms` of a frozen linear layer with an adapter; no gradient flows."""
-    return adapted_norms(base.weight, getattr(base, "absmax", None), a.detach(), b.detach(), scaling,
-                         base.in_features, getattr(base, "quant_type", ""), dtype)
+    return adapted_norms(
+        base.weight,
+        getattr(base, "absmax", None),
+        a.detach(),
+        b.detach(),
+        scaling,
+        base.in_features,
+        getattr(base, "quant_type", ""),
+        dtype,
+    )

@@ -6,6 +6,7 @@ generator's state need torch.compile to set that state back, which no CUDA graph
 
 Shapes: N tokens, I inputs, R rank.  x (N, I), A (R, I)
 """
+
 from __future__ import annotations
 
 import torch
@@ -20,21 +21,26 @@ def dropped(x: Tensor, seed: Tensor, p: float) -> Tensor:
 
     Which ones is a function of the seed, int64 (), of the shape and the kind of device.
     """
-    if kernels.can_drop(x): return kernels.dropped(x, seed, p)
+    if kernels.can_drop(x):
+        return kernels.dropped(x, seed, p)
     generator = torch.Generator(x.device).manual_seed(seed.item())
-    keep = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - p, generator=generator)
+    keep = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(
+        1 - p, generator=generator
+    )
     return x * keep * (1 / (1 - p))
 
 
 def product_of_dropped(x: Tensor, a: Tensor, seed: Tensor, p: float) -> Tensor:
     """dropped(x) A^T (N, R), in x's dtype."""
-    if kernels.can_multiply(x, a): return kernels.product_of_dropped(x, a, seed, p)
+    if kernels.can_multiply(x, a):
+        return kernels.product_of_dropped(x, a, seed, p)
     return dropped(x, seed, p) @ a.to(x.dtype).t()
 
 
 def dropped_product(y: Tensor, a: Tensor, seed: Tensor, p: float) -> Tensor:
     """dropped(y A) (N, I) of y (N, R), in y's dtype."""
-    if kernels.can_multiply(y, a): return kernels.dropped_product(y, a, seed, p)
+    if kernels.can_multiply(y, a):
+        return kernels.dropped_product(y, a, seed, p)
     return dropped(y @ a.to(y.dtype), seed, p)
 
 
@@ -46,8 +52,9 @@ def new_seed(device: torch.device) -> Tensor:
 
 # Opaque, so that a compiled block draws what an eager one does, and keeps the seed where it is told to.
 # `layer` is any tensor of the layer: calls with equal arguments, as of q, k and v, would become one.
-@torch.library.custom_op("fsdp_qlora::dropout_seed", mutates_args=(),
-                         tags=(torch.Tag.nondeterministic_seeded,))
+@torch.library.custom_op(
+    "fsdp_qlora::dropout_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
 def dropout_seed(x: Tensor, layer: Tensor) -> Tensor:
     """A new seed, int64 (), on x's device, from its default generator and the rank.
 
@@ -56,8 +63,9 @@ def dropout_seed(x: Tensor, layer: Tensor) -> Tensor:
     return new_seed(x.device)
 
 
-@torch.library.custom_op("fsdp_qlora::dropout_seeds", mutates_args=(),
-                         tags=(torch.Tag.nondeterministic_seeded,))
+@torch.library.custom_op(
+    "fsdp_qlora::dropout_seeds", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
 def dropout_seeds(x: Tensor, count: int) -> list[Tensor]:
     """The seeds that as many calls of `dropout_seed` give (fusion.py)."""
     return [new_seed(x.device) for _ in range(count)]

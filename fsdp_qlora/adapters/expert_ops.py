@@ -7,6 +7,7 @@ An expert without tokens gets gradients of zero.
 Shapes: S rows of tokens, ordered by expert; E experts; I inputs, O outputs of each, R rank.
 ends (E,) int32.  x (S, I), A (E R, I) expert by expert, B (O, R E) rank by rank, y (S, O)
 """
+
 from __future__ import annotations
 
 import torch
@@ -18,9 +19,17 @@ RANK_STEP = 8  # ranks are filled up with zeros to a multiple, which the grouped
 
 
 @torch.library.custom_op("fsdp_qlora::adapted_experts", mutates_args=())
-def adapted_experts(x: Tensor, ends: Tensor, weight: Tensor, absmax: Tensor | None, a: Tensor,
-                    b: Tensor, scaling: float, in_features: int, quant_type: str
-                    ) -> tuple[Tensor, Tensor]:
+def adapted_experts(
+    x: Tensor,
+    ends: Tensor,
+    weight: Tensor,
+    absmax: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    scaling: float,
+    in_features: int,
+    quant_type: str,
+) -> tuple[Tensor, Tensor]:
     """y, and x A^T (S, R or a little more) for the backward."""
     a, b = each_a(a, len(ends), x.dtype), each_b(b * scaling, len(ends), x.dtype)
     xa = grouped(x, a.transpose(1, 2), ends)
@@ -29,9 +38,19 @@ def adapted_experts(x: Tensor, ends: Tensor, weight: Tensor, absmax: Tensor | No
 
 
 @torch.library.custom_op("fsdp_qlora::adapted_experts_backward", mutates_args=())
-def adapted_experts_backward(dy: Tensor, x: Tensor, xa: Tensor, ends: Tensor, weight: Tensor,
-                             absmax: Tensor | None, a: Tensor, b: Tensor, scaling: float,
-                             in_features: int, quant_type: str) -> tuple[Tensor, Tensor, Tensor]:
+def adapted_experts_backward(
+    dy: Tensor,
+    x: Tensor,
+    xa: Tensor,
+    ends: Tensor,
+    weight: Tensor,
+    absmax: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    scaling: float,
+    in_features: int,
+    quant_type: str,
+) -> tuple[Tensor, Tensor, Tensor]:
     """dX (S, I), dA (E R, I) and dB (O, R E); these two are rounded once to x's dtype."""
     rank = len(a) // len(ends)
     dxa = grouped(dy, each_b(b * scaling, len(ends), dy.dtype), ends)
@@ -60,6 +79,7 @@ def padded(rank: int) -> int:
 
 
 # ---- shapes for tracing, and autograd ----------------------------------------------------------
+
 
 @adapted_experts.register_fake
 def _(x, ends, weight, absmax, a, b, scaling, in_features, quant_type):

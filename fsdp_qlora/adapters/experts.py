@@ -6,6 +6,7 @@ it `experts.base_layer`. Here each is a layer under the parameter's own name, ov
 
 Shapes: E experts, I inputs, O outputs of each, R rank.  A (E R, I), B (O, R E)
 """
+
 from __future__ import annotations
 
 import math
@@ -24,8 +25,15 @@ from .expert_ops import adapted_experts
 class LoraExperts(nn.Module, LoraLayer):
     """PEFT's LoRA of every expert, over a linear layer that holds their rows."""
 
-    def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, experts: int,
-                 r: int, lora_alpha: int):
+    def __init__(
+        self,
+        base_layer: nn.Module,
+        adapter_name: str,
+        config: LoraConfig,
+        experts: int,
+        r: int,
+        lora_alpha: int,
+    ):
         super().__init__()
         self.num_experts = experts
         LoraLayer.__init__(self, base_layer)
@@ -40,33 +48,53 @@ class LoraExperts(nn.Module, LoraLayer):
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """x (S, I), ordered by expert -> (S, O)."""
         (name,), base = self.active_adapters, self.base_layer
-        return adapted_experts(compute_input(x), ends, base.weight, getattr(base, "absmax", None),
-                               self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name],
-                               base.in_features, getattr(base, "quant_type", ""))[0]
+        return adapted_experts(
+            compute_input(x),
+            ends,
+            base.weight,
+            getattr(base, "absmax", None),
+            self.lora_A[name].weight,
+            self.lora_B[name].weight,
+            self.scaling[name],
+            base.in_features,
+            getattr(base, "quant_type", ""),
+        )[0]
 
 
-def expert_parameters(model: nn.Module, targets: list[str] | None, blocks: list[int] | None = None
-                      ) -> dict[str, int]:
+def expert_parameters(
+    model: nn.Module, targets: list[str] | None, blocks: list[int] | None = None
+) -> dict[str, int]:
     """Names of the experts' parameters to adapt, as PEFT finds them, each with its number of experts.
 
     blocks: only of these. Raises ValueError, listing what there is, for a target that is not found.
     """
-    known = {f"{name}.{stack}": m.num_experts for name, m in base_model(model).named_modules()
-             if isinstance(m, StackedExperts) for stack in STACKS}
+    known = {
+        f"{name}.{stack}": m.num_experts
+        for name, m in base_model(model).named_modules()
+        if isinstance(m, StackedExperts)
+        for stack in STACKS
+    }
     ends = target_ends(targets)
     missing = [end for end in ends if not any(is_target(name, end) for name in known)]
     if missing:
         there = f"experts: {', '.join(STACKS)}" if known else "no experts that can be adapted"
-        raise ValueError(f"--lora_target_parameters {','.join(missing)}: no such parameter; this model "
-                         f"has {there}")
+        raise ValueError(
+            f"--lora_target_parameters {','.join(missing)}: no such parameter; this model "
+            f"has {there}"
+        )
     first = tuple(f"{block_list(model)[0]}.{i}." for i in blocks) if blocks else ""
-    return {name: count for name, count in known.items()
-            if name.startswith(first) and any(is_target(name, end) for end in ends)}
+    return {
+        name: count
+        for name, count in known.items()
+        if name.startswith(first) and any(is_target(name, end) for end in ends)
+    }
 
 
 def target_ends(targets: list[str] | None) -> list[str]:
     """The ends of parameters' names that are meant; "experts" stands for all of experts."""
-    return [end for target in targets or () for end in (STACKS if target == "experts" else [target])]
+    return [
+        end for target in targets or () for end in (STACKS if target == "experts" else [target])
+    ]
 
 
 def is_target(name: str, end: str) -> bool:
@@ -78,21 +106,31 @@ def adapt_experts(model: nn.Module, parameters: dict[str, int], config: LoraConf
     """Put LoRA on experts of a model under PEFT, in place, with ranks and alphas as PEFT reads them."""
     causal = base_model(model)
     for name, experts in parameters.items():
-        rank, alpha = (pattern.get(get_pattern_key(pattern.keys(), name), default)
-                       for pattern, default in ((config.rank_pattern, config.r),
-                                                (config.alpha_pattern, config.lora_alpha)))
-        causal.set_submodule(name, LoraExperts(causal.get_submodule(name), model.active_adapter, config,
-                                               experts, rank, alpha))
+        rank, alpha = (
+            pattern.get(get_pattern_key(pattern.keys(), name), default)
+            for pattern, default in (
+                (config.rank_pattern, config.r),
+                (config.alpha_pattern, config.lora_alpha),
+            )
+        )
+        causal.set_submodule(
+            name,
+            LoraExperts(
+                causal.get_submodule(name), model.active_adapter, config, experts, rank, alpha
+            ),
+        )
 
 
 def names_of_wrappers(model: nn.Module) -> dict[str, str]:
     """What PEFT's files call each layer of adapted experts, by its name here."""
     found = {}
     for name, module in model.named_modules():
-        if not isinstance(module, StackedExperts): continue
+        if not isinstance(module, StackedExperts):
+            continue
         wrapped = name  # PEFT wraps the first first, so the last is outermost
         for stack in reversed(STACKS):
-            if not isinstance(getattr(module, stack), LoraExperts): continue
+            if not isinstance(getattr(module, stack), LoraExperts):
+                continue
             found[f"{name}.{stack}"] = wrapped
             wrapped += ".base_layer"
     return found

@@ -1,4 +1,5 @@
 """Which layers of a model multiply in fp8, and whose fp8 weights are kept."""
+
 from __future__ import annotations
 
 import torch
@@ -18,13 +19,23 @@ def apply_fp8(model: nn.Module, device: torch.device) -> int:
     ValueError, naming the flag, where the device has no fp8 arithmetic.
     """
     problem = fp8.fp8_problem(device)
-    if problem: raise ValueError(f"--compute_dtype fp8: {problem}; use --compute_dtype bf16")
-    layers = [m for block in decoder_blocks(model) for m in block.modules()
-              if isinstance(m, (LoraLinear, QuantLinear)) or type(m) is nn.Linear]
-    layers = [m for m in layers if fp8.fits_fp8(m.in_features, m.out_features)
-              and not getattr(m, "base_layer", m).weight.requires_grad]
+    if problem:
+        raise ValueError(f"--compute_dtype fp8: {problem}; use --compute_dtype bf16")
+    layers = [
+        m
+        for block in decoder_blocks(model)
+        for m in block.modules()
+        if isinstance(m, (LoraLinear, QuantLinear)) or type(m) is nn.Linear
+    ]
+    layers = [
+        m
+        for m in layers
+        if fp8.fits_fp8(m.in_features, m.out_features)
+        and not getattr(m, "base_layer", m).weight.requires_grad
+    ]
     for layer in layers:
-        if type(layer) is nn.Linear: layer.__class__ = FrozenLinear
+        if type(layer) is nn.Linear:
+            layer.__class__ = FrozenLinear
         layer.product_dtype = "fp8"
     return len(layers)
 

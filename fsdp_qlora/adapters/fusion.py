@@ -9,6 +9,7 @@ https://docs.pytorch.org/docs/stable/torch.compiler_custom_backends.html
 
 Letters: x the shared input, dX its gradient, as in `lora_ops.py`.
 """
+
 from __future__ import annotations
 
 import operator
@@ -26,8 +27,11 @@ ops = torch.ops.fsdp_qlora
 # More columns for the adapters of others cost a product what quantizing x once saves.
 MOST_RANKS = 64
 ADD = torch.ops.aten.add.Tensor
-VIEWS = {torch.ops.aten.view.default, torch.ops.aten.reshape.default,
-         torch.ops.aten._unsafe_view.default}
+VIEWS = {
+    torch.ops.aten.view.default,
+    torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default,
+}
 
 
 class SharedInputs(CustomGraphPass):
@@ -72,7 +76,8 @@ def join_seeds(graph: Graph):
     MLP in tiles would then drop other places than its forward (memory/tiles.py).
     """
     found = graph.find_nodes(op="call_function", target=ops.dropout_seed.default)
-    if not found: return
+    if not found:
+        return
     joined = call(graph, found[0], ops.dropout_seeds.default, found[0].args[0], len(found))
     places = {node: place for place, node in enumerate(graph.nodes)}
     for i, node in enumerate(sorted(found, key=lambda seed: places[seed.args[1]])):
@@ -86,7 +91,8 @@ def join_inputs(graph: Graph, group: list[Node]):
     for i, node in enumerate(group):
         replace_output(graph, node, 0, joined, i)
         # The token of an output only carries gradients, so any tensor stands for it here.
-        if token := output(node, 1): token.replace_all_uses_with(x)
+        if token := output(node, 1):
+            token.replace_all_uses_with(x)
 
 
 def join_adapted(graph: Graph, group: list[Node]):
@@ -105,9 +111,21 @@ def join_frozen(graph: Graph, group: list[Node]):
 def join_linears(graph: Graph, group: list[Node], x: Node, xa, weight, absmax, bias, *adapters):
     """One `shared_fp8_linears` in a group's place; not where some have a bias and others have none."""
     in_features, quant_type, product_dtype = group[0].args[-3:]
-    if product_dtype != "fp8" or None in bias and any(bias): return
-    joined = call(graph, group[-1], ops.shared_fp8_linears.default, x, xa, weight, present(absmax),
-                  present(bias), *adapters, in_features, quant_type)
+    if product_dtype != "fp8" or None in bias and any(bias):
+        return
+    joined = call(
+        graph,
+        group[-1],
+        ops.shared_fp8_linears.default,
+        x,
+        xa,
+        weight,
+        present(absmax),
+        present(bias),
+        *adapters,
+        in_features,
+        quant_type,
+    )
     for i, node in enumerate(group):
         node.replace_all_uses_with(call(graph, joined, operator.getitem, joined, i))
 
@@ -126,12 +144,26 @@ def join_backward(graph: Graph, group: list[Node]):
     """One `shared_inputs_backward` for a group whose dX have no other use than to be added up."""
     gradients = [output(node, 0) for node in group]
     total = None if None in gradients else added_up(gradients)
-    if total is None: return
+    if total is None:
+        return
     dy, x, xa, weight, absmax, a, b, _, scaling, *_ = columns_of(group)
-    joined = call(graph, group[-1], ops.shared_inputs_backward.default, dy, x[0], xa, weight,
-                  present(absmax), a, b, scaling, *group[-1].args[-3:])
+    joined = call(
+        graph,
+        group[-1],
+        ops.shared_inputs_backward.default,
+        dy,
+        x[0],
+        xa,
+        weight,
+        present(absmax),
+        a,
+        b,
+        scaling,
+        *group[-1].args[-3:],
+    )
     dx = call(graph, joined, operator.getitem, joined, 0)
-    for view in views_of(gradients[0]): dx = call(graph, dx, view.target, dx, *view.args[1:])
+    for view in views_of(gradients[0]):
+        dx = call(graph, dx, view.target, dx, *view.args[1:])
     total.replace_all_uses_with(dx)
     for i, node in enumerate(group):
         replace_output(graph, node, 1, joined, 1 + i)
@@ -141,8 +173,17 @@ def join_backward(graph: Graph, group: list[Node]):
 def join_frozen_backward(graph: Graph, total: Node, group: list[Node]):
     """One `shared_frozen_backward` for the sum of the dX of layers without an adapter."""
     dy, weight, absmax, *_ = columns_of(group)
-    total.replace_all_uses_with(call(graph, total, ops.shared_frozen_backward.default, dy, weight,
-                                     present(absmax), *group[0].args[-3:]))
+    total.replace_all_uses_with(
+        call(
+            graph,
+            total,
+            ops.shared_frozen_backward.default,
+            dy,
+            weight,
+            present(absmax),
+            *group[0].args[-3:],
+        )
+    )
 
 
 def sums_of(graph: Graph, op) -> list[tuple[Node, list[Node]]]:
@@ -152,16 +193,23 @@ def sums_of(graph: Graph, op) -> list[tuple[Node, list[Node]]]:
         calls = summands(node, op)
         if 1 < len(calls) <= MOST_TENSORS and len({each.args[-3:] for each in calls}) == 1:
             found[node] = calls
-    return [(node, calls) for node, calls in found.items()
-            if not any(user in found for user in node.users)]
+    return [
+        (node, calls)
+        for node, calls in found.items()
+        if not any(user in found for user in node.users)
+    ]
 
 
 def summands(node: Node, op) -> list[Node]:
     """The calls of `op` whose sum a node is, used for nothing else; none if it is no such sum."""
-    if node.target == op: return [node]
-    if node.target != ADD or node.kwargs: return []
-    parts = [summands(part, op) if isinstance(part, Node) and len(part.users) == 1 else []
-             for part in node.args]
+    if node.target == op:
+        return [node]
+    if node.target != ADD or node.kwargs:
+        return []
+    parts = [
+        summands(part, op) if isinstance(part, Node) and len(part.users) == 1 else []
+        for part in node.args
+    ]
     return [each for part in parts for each in part] if all(parts) else []
 
 
@@ -169,10 +217,20 @@ def added_up(gradients: list[Node]) -> Node | None:
     """The node that is the sum of all of these and of nothing else, if there is one."""
     parts = {(views_of(g) or [g])[-1] for g in gradients}
     while len(parts) > 1:
-        add = next((user for part in parts for user in part.users if user.target == ADD
-                    and len(part.users) == 1 and parts.issuperset(user.all_input_nodes)
-                    and len(user.all_input_nodes) == 2), None)
-        if add is None or add.kwargs or any(len(p.users) > 1 for p in add.all_input_nodes): return None
+        add = next(
+            (
+                user
+                for part in parts
+                for user in part.users
+                if user.target == ADD
+                and len(part.users) == 1
+                and parts.issuperset(user.all_input_nodes)
+                and len(user.all_input_nodes) == 2
+            ),
+            None,
+        )
+        if add is None or add.kwargs or any(len(p.users) > 1 for p in add.all_input_nodes):
+            return None
         parts = parts - set(add.all_input_nodes) | {add}
     return parts.pop()
 
@@ -198,7 +256,8 @@ def replace_output(graph: Graph, old: Node, which: int, new: Node, index: int):
 
 def call(graph: Graph, after: Node, target, *args) -> Node:
     """A new call after a node, with the shapes of its result."""
-    with graph.inserting_after(after): node = graph.call_function(target, args)
+    with graph.inserting_after(after):
+        node = graph.call_function(target, args)
     values = torch.fx.map_arg(args, lambda n: n.meta["val"])
     with detect_fake_mode([n.meta["val"] for n in node.all_input_nodes]):
         node.meta["val"] = target(*values)

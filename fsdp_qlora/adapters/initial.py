@@ -12,6 +12,7 @@ base can be made again, and so that a saved adapter fits the original base, as P
 
 Shapes: I inputs, O outputs, R rank.  W (O, I), A (R, I), B (O, R)
 """
+
 from __future__ import annotations
 
 import copy
@@ -32,6 +33,7 @@ TILE = 256  # rows that are multiplied together, so that any slice of rows gets 
 @dataclass(frozen=True)
 class Start:
     """How adapters begin: --init_lora_weights, and LoftQ's rounds of quantizing and correcting."""
+
     kind: str = "default"
     loftq_iter: int = 1
 
@@ -49,6 +51,7 @@ class Start:
 @dataclass
 class Taken:
     """What W lacks in the frozen base, scaling B A, as A (R, I) and B (O, R) or this rank's rows."""
+
     a: Tensor
     b: Tensor
 
@@ -56,45 +59,64 @@ class Taken:
 @dataclass
 class FirstValues:
     """A and B of an adapter at step 0, and what its base lacks."""
+
     a: Tensor
     b: Tensor
     taken: Taken | None = None
 
 
-def first_values(weight: Tensor, start: Start, rank: int, scaling: float, dtype: torch.dtype,
-                 rounded: Callable[[Tensor], Tensor], seed: int = 0) -> FirstValues:
+def first_values(
+    weight: Tensor,
+    start: Start,
+    rank: int,
+    scaling: float,
+    dtype: torch.dtype,
+    rounded: Callable[[Tensor], Tensor],
+    seed: int = 0,
+) -> FirstValues:
     """An adapter's first values in `dtype`, from its whole W (O, I).
 
     rounded: what the quantized form of a tensor like W stands for. seed: of PiSSA's fast SVD.
     """
     weight = weight.float()
-    if start.kind == "loftq": return loftq(weight, start.loftq_iter, rank, scaling, dtype, rounded)
+    if start.kind == "loftq":
+        return loftq(weight, start.loftq_iter, rank, scaling, dtype, rounded)
     if start.kind == "olora":
         q, r = torch.linalg.qr(weight)
         a, b = r[:rank], q[:, :rank]
-    else: a, b = largest(weight, rank, scaling, fast_steps(start.kind), seed)
+    else:
+        a, b = largest(weight, rank, scaling, fast_steps(start.kind), seed)
     a, b = (t.to(dtype).contiguous() for t in (a, b))
     return FirstValues(a, b, Taken(a, b))
 
 
-def loftq(weight: Tensor, rounds: int, rank: int, scaling: float, dtype: torch.dtype,
-          rounded: Callable[[Tensor], Tensor]) -> FirstValues:
+def loftq(
+    weight: Tensor,
+    rounds: int,
+    rank: int,
+    scaling: float,
+    dtype: torch.dtype,
+    rounded: Callable[[Tensor], Tensor],
+) -> FirstValues:
     """Quantize what the adapter leaves, give the adapter what quantization lost; some rounds."""
     taken, rest = None, weight
     for i in range(rounds):
         a, b = (t.to(dtype).contiguous() for t in largest(weight - rounded(rest), rank, scaling))
-        if i + 1 == rounds: return FirstValues(a, b, taken)
+        if i + 1 == rounds:
+            return FirstValues(a, b, taken)
         taken = Taken(a, b)
         rest = weight - low_rank_rows(a, b, scaling, 0, len(weight))
 
 
-def largest(weight: Tensor, rank: int, scaling: float, steps: int | None = None, seed: int = 0
-            ) -> tuple[Tensor, Tensor]:
+def largest(
+    weight: Tensor, rank: int, scaling: float, steps: int | None = None, seed: int = 0
+) -> tuple[Tensor, Tensor]:
     """A, B with scaling B A = the `rank` largest singular values of a weight, shared between both.
 
     steps: of subspace iteration, for a fast SVD that is nearly right; None is the exact one.
     """
-    if steps is None: u, s, vh = torch.linalg.svd(weight, full_matrices=False)
+    if steps is None:
+        u, s, vh = torch.linalg.svd(weight, full_matrices=False)
     else:
         with torch.random.fork_rng([weight.device] if weight.is_cuda else []):
             torch.manual_seed(seed)
@@ -113,24 +135,31 @@ def fast_steps(kind: str) -> int | None:
 def low_rank_rows(a: Tensor, b: Tensor, scaling: float, start: int, stop: int) -> Tensor:
     """Rows (start, stop) of scaling B A in fp32, from the whole A and B; equal bits for any slice."""
     a, b, first = a.float(), b.float(), start // TILE * TILE
-    tiles = [b[row:row + TILE] @ a for row in range(first, stop, TILE)]
-    if not tiles: return a.new_empty(0, a.shape[1])
-    return torch.cat(tiles)[start - first:stop - first] * scaling
+    tiles = [b[row : row + TILE] @ a for row in range(first, stop, TILE)]
+    if not tiles:
+        return a.new_empty(0, a.shape[1])
+    return torch.cat(tiles)[start - first : stop - first] * scaling
 
 
 # ---- in files ----------------------------------------------------------------------------------
 
+
 def taken_out(model: nn.Module) -> dict[str, Tensor]:
     """For each parameter of an adapter what its base lacks of it, this rank's rows on the host."""
-    return {f"{name}.lora_{part}.default.weight": tensor for name, layer in model.named_modules()
-            if isinstance(layer, LoraLinear) and layer.taken is not None
-            for part, tensor in (("A", layer.taken.a), ("B", layer.taken.b))}
+    return {
+        f"{name}.lora_{part}.default.weight": tensor
+        for name, layer in model.named_modules()
+        if isinstance(layer, LoraLinear) and layer.taken is not None
+        for part, tensor in (("A", layer.taken.a), ("B", layer.taken.b))
+    }
 
 
 def for_original_base(name: str, trained: Tensor, taken: Tensor | None) -> Tensor:
     """A trained A or B as it is saved: with what its base lacks, so that it fits the original base."""
-    if taken is None: return trained
-    if ".lora_A." in name: return torch.cat([trained, taken.to(trained)])
+    if taken is None:
+        return trained
+    if ".lora_A." in name:
+        return torch.cat([trained, taken.to(trained)])
     return torch.cat([trained, -taken.to(trained)], dim=1)
 
 
@@ -140,10 +169,13 @@ def saved_config(model: nn.Module) -> LoraConfig:
     rsLoRA divides by the root of the rank, so there alpha grows by sqrt(2).
     """
     config = copy.copy(model.peft_config[model.active_adapter])
-    if not taken_out(model): return config
+    if not taken_out(model):
+        return config
     if model.active_adapter != "default":
-        raise ValueError(f"the adapter {model.active_adapter!r} was trained on a base that lacks what "
-                         "'default' began from, and would fit no other; train it on the original base")
+        raise ValueError(
+            f"the adapter {model.active_adapter!r} was trained on a base that lacks what "
+            "'default' began from, and would fit no other; train it on the original base"
+        )
     factor = math.sqrt(2) if config.use_rslora else 2
     config.r, config.lora_alpha = 2 * config.r, config.lora_alpha * factor
     config.rank_pattern = {name: 2 * r for name, r in config.rank_pattern.items()}

@@ -5,6 +5,7 @@ written here loads in plain PEFT; `lora_ops` and `dora` compute. LoRA is arXiv:2
 
 Shapes: I inputs, O outputs, R rank.  A (R, I), B (O, R)
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -52,14 +53,23 @@ class LoraLinear(nn.Module, LoraLayer):
     only_gradients = False  # leave the product out, for a backward that follows (memory/tiles.py)
     taken = None  # what the base lacks of the adapter's first values (initial.py)
 
-    def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, r: int = 0,
-                 lora_alpha: int = 1, **kwargs):
+    def __init__(
+        self,
+        base_layer: nn.Module,
+        adapter_name: str,
+        config: LoraConfig,
+        r: int = 0,
+        lora_alpha: int = 1,
+        **kwargs,
+    ):
         super().__init__()
         LoraLayer.__init__(self, base_layer, **kwargs)
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
-    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs):
+    def update_layer(
+        self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs
+    ):
         """Add an adapter as PEFT does; raises ValueError for what is not computed here."""
         check_options(config)
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
@@ -73,12 +83,16 @@ class LoraLinear(nn.Module, LoraLayer):
         return {(): None, ("use_dora",): Magnitude}
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
-        if self.disable_adapters: return self.base_layer(x)
+        if self.disable_adapters:
+            return self.base_layer(x)
         if kwargs.get("adapter_names") is not None:
-            raise ValueError("adapter_names: all rows of a batch have one adapter here; choose it with "
-                             "model.set_adapter(NAME)")
+            raise ValueError(
+                "adapter_names: all rows of a batch have one adapter here; choose it with "
+                "model.set_adapter(NAME)"
+            )
         name = only_adapter(self)
-        if name not in self.lora_A: return self.base_layer(x)  # it adapts other layers
+        if name not in self.lora_A:
+            return self.base_layer(x)  # it adapts other layers
         x = compute_input(x)
         drop = self.lora_dropout[name]
         p = drop.p if self.training and isinstance(drop, nn.Dropout) else 0.0
@@ -98,9 +112,22 @@ class LoraLinear(nn.Module, LoraLayer):
         xa, token = adapted_inputs(rows, base.weight, absmax, a, b, seed, scale, p, *form)
         bias = base.bias if with_bias else None
         trained = bias is not None and bias.requires_grad
-        y = token if self.only_gradients else adapted_linear(
-            token, rows.detach(), xa.detach(), base.weight, absmax, None if trained else bias,
-            None if p else a.detach(), b.detach(), scale, *form)
+        y = (
+            token
+            if self.only_gradients
+            else adapted_linear(
+                token,
+                rows.detach(),
+                xa.detach(),
+                base.weight,
+                absmax,
+                None if trained else bias,
+                None if p else a.detach(),
+                b.detach(),
+                scale,
+                *form,
+            )
+        )
         return y + bias.to(y.dtype) if trained else y
 
     def turned(self, rows: Tensor, name: str, p: float) -> Tensor:
@@ -108,35 +135,58 @@ class LoraLinear(nn.Module, LoraLayer):
         base, a, b = self.base_layer, self.lora_A[name].weight, self.lora_B[name].weight
         norms = norms_of(base, a, b, self.scaling[name], rows.dtype)
         left = drop_inputs(rows, dropout_seed(rows, a), p) if p else rows
-        y = self.adapted(left, name, with_bias=False) * (self.lora_magnitude_vector[name].weight / norms)
+        y = self.adapted(left, name, with_bias=False) * (
+            self.lora_magnitude_vector[name].weight / norms
+        )
         if p:
-            y = y + frozen_linear(rows - left, base.weight, getattr(base, "absmax", None), None,
-                                  base.in_features, getattr(base, "quant_type", ""),
-                                  self.product_dtype)
+            y = y + frozen_linear(
+                rows - left,
+                base.weight,
+                getattr(base, "absmax", None),
+                None,
+                base.in_features,
+                getattr(base, "quant_type", ""),
+                self.product_dtype,
+            )
         return (y if base.bias is None else y + base.bias).to(rows.dtype)
 
 
 def only_adapter(layer: LoraLayer) -> str:
     """The name of a layer's active adapter. Raises ValueError if several are."""
     if len(layer.active_adapters) != 1:
-        raise ValueError(f"adapters {', '.join(layer.active_adapters)} are active, and one is computed "
-                         "at a time; choose it with model.set_adapter(NAME)")
+        raise ValueError(
+            f"adapters {', '.join(layer.active_adapters)} are active, and one is computed "
+            "at a time; choose it with model.set_adapter(NAME)"
+        )
     return layer.active_adapters[0]
 
 
-def lora_config(*, rank: int = 64, alpha: int = 16, dropout: float = 0.0,
-                target_modules: str | list[str] | None = "all-linear", **more) -> LoraConfig:
+def lora_config(
+    *,
+    rank: int = 64,
+    alpha: int = 16,
+    dropout: float = 0.0,
+    target_modules: str | list[str] | None = "all-linear",
+    **more,
+) -> LoraConfig:
     """A PEFT LoRA configuration for causal language models; `more` is PEFT's, such as use_dora.
 
     The adapter's output is scaled by alpha / rank. dropout: share of its input. target_modules:
     "all-linear" is every linear layer but the head, None is PEFT's choice.
     """
-    return LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, lora_dropout=dropout,
-                      target_modules=target_modules, **more)
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=target_modules,
+        **more,
+    )
 
 
-def apply_adapters(model: nn.Module, config: LoraConfig, dtype: torch.dtype = torch.float32
-                   ) -> PeftModel:
+def apply_adapters(
+    model: nn.Module, config: LoraConfig, dtype: torch.dtype = torch.float32
+) -> PeftModel:
     """Freeze the model and inject LoRA layers; adapters are stored in `dtype`.
 
     `config.target_parameters` names those of experts, or is ["experts"] for all of them.
@@ -151,75 +201,121 @@ def apply_adapters(model: nn.Module, config: LoraConfig, dtype: torch.dtype = to
     experts = expert_parameters(model, ends, blocks)
     config.target_parameters = None  # PEFT would look for parameters of that name now
     check_patterns(model, config, experts)
-    if transposed_weights(model): config.fan_in_fan_out = True  # as PEFT calls it where it loads this
+    if transposed_weights(model):
+        config.fan_in_fan_out = True  # as PEFT calls it where it loads this
     config._register_custom_module({QuantLinear: LoraLinear, nn.Linear: LoraLinear})
     on_meta, excluded = next(model.parameters()).is_meta, config.exclude_modules
     config.exclude_modules = but_experts(model, excluded)
     with warnings.catch_warnings():  # patterns are checked, and PEFT does not see those of experts
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys")
-        peft_model = get_peft_model(model, config, autocast_adapter_dtype=False,
-                                    low_cpu_mem_usage=on_meta)
+        peft_model = get_peft_model(
+            model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=on_meta
+        )
     config.exclude_modules = excluded
-    with torch.device("meta") if on_meta else nullcontext(): adapt_experts(peft_model, experts, config)
-    if experts: config.target_parameters = [*experts] if blocks else ends
+    with torch.device("meta") if on_meta else nullcontext():
+        adapt_experts(peft_model, experts, config)
+    if experts:
+        config.target_parameters = [*experts] if blocks else ends
     check_biases(peft_model, config.bias)
-    for p in trainable_parameters(peft_model).values(): p.data = p.data.to(dtype)
+    for p in trainable_parameters(peft_model).values():
+        p.data = p.data.to(dtype)
     add_biases_as_computed(peft_model)
     return peft_model
 
 
 # Fields of a LoraConfig that are followed here, and those that change nothing in training.
-FOLLOWED = {"r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "target_parameters",
-            "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "use_rslora",
-            "use_dora", "bias", "init_lora_weights", "fan_in_fan_out",
-            "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path",
-            "revision", "inference_mode", "runtime_config", "megatron_core", "qalora_group_size",
-            "loftq_config"}
-OTHER_WAYS = {"modules_to_save": "call adapters.whole.train_whole(model, names, dtype) after it",
-              "trainable_token_indices": "train the embedding whole, with adapters.whole.train_whole",
-              "lora_bias": "use bias='lora_only', which trains the layers' own biases"}
+FOLLOWED = {
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "target_modules",
+    "exclude_modules",
+    "target_parameters",
+    "layers_to_transform",
+    "layers_pattern",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "use_dora",
+    "bias",
+    "init_lora_weights",
+    "fan_in_fan_out",
+    "task_type",
+    "peft_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "runtime_config",
+    "megatron_core",
+    "qalora_group_size",
+    "loftq_config",
+}
+OTHER_WAYS = {
+    "modules_to_save": "call adapters.whole.train_whole(model, names, dtype) after it",
+    "trainable_token_indices": "train the embedding whole, with adapters.whole.train_whole",
+    "lora_bias": "use bias='lora_only', which trains the layers' own biases",
+}
 
 
 def check_options(config: LoraConfig):
     """Refuse what PEFT's own layers would compute and these would silently leave out."""
     for f in fields(config):
         given = getattr(config, f.name)
-        if f.name in FOLLOWED or not given or given == default_of(f): continue
-        raise ValueError(f"LoraConfig.{f.name} = {given!r} is not computed here; "
-                         f"{OTHER_WAYS.get(f.name, 'leave it out')}")
+        if f.name in FOLLOWED or not given or given == default_of(f):
+            continue
+        raise ValueError(
+            f"LoraConfig.{f.name} = {given!r} is not computed here; "
+            f"{OTHER_WAYS.get(f.name, 'leave it out')}"
+        )
 
 
 def check_suits(model: nn.Module, config: LoraConfig):
     """Refuse options that this model gives no meaning."""
     if config.fan_in_fan_out and not transposed_weights(model):
-        raise ValueError("LoraConfig.fan_in_fan_out = True is for weights that lie transposed, and this "
-                         "model has none; leave it out")
+        raise ValueError(
+            "LoraConfig.fan_in_fan_out = True is for weights that lie transposed, and this "
+            "model has none; leave it out"
+        )
     if next(model.parameters()).is_meta and config.init_lora_weights is not True:
-        raise ValueError(f"LoraConfig.init_lora_weights = {config.init_lora_weights!r}: on the meta "
-                         "device there are no weights to begin from, and init_adapters gives PEFT's "
-                         "default; leave it out, or load the model first")
+        raise ValueError(
+            f"LoraConfig.init_lora_weights = {config.init_lora_weights!r}: on the meta "
+            "device there are no weights to begin from, and init_adapters gives PEFT's "
+            "default; leave it out, or load the model first"
+        )
 
 
 def but_experts(model: nn.Module, excluded: str | list[str] | None) -> str | list[str] | None:
     """PEFT's `exclude_modules` with stacked experts: a layer beside them may be called as they are."""
     names = [weight.removesuffix(".weight") for weight in stacked_weights(model)]
-    if not names: return excluded
-    if isinstance(excluded, str): return "|".join([f"({excluded})", *map(re.escape, names)])
+    if not names:
+        return excluded
+    if isinstance(excluded, str):
+        return "|".join([f"({excluded})", *map(re.escape, names)])
     return [*(excluded or ()), *names]
 
 
 def check_patterns(model: nn.Module, config: LoraConfig, experts: Iterable[str] = ()):
     """Refuse a rank or alpha for what is not adapted: PEFT only warns, or says nothing."""
     targets = config.target_modules
-    if targets is None: targets = PEFT_TARGETS[base_model(model).config.model_type]
-    if isinstance(targets, str): return
-    adapted = [name for name in linear_layers(model)
-               if any(name == t or name.endswith(f".{t}") for t in targets)] + [*experts]
+    if targets is None:
+        targets = PEFT_TARGETS[base_model(model).config.model_type]
+    if isinstance(targets, str):
+        return
+    adapted = [
+        name
+        for name in linear_layers(model)
+        if any(name == t or name.endswith(f".{t}") for t in targets)
+    ] + [*experts]
     for flag in ("rank_pattern", "alpha_pattern"):
         for key in getattr(config, flag):
-            if any(re.fullmatch(rf"(.*\.)?({key})", name) for name in adapted): continue
+            if any(re.fullmatch(rf"(.*\.)?({key})", name) for name in adapted):
+                continue
             found = ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in adapted))
-            raise ValueError(f"--lora_{flag} {key}: no adapted layer of that name; there are {found}")
+            raise ValueError(
+                f"--lora_{flag} {key}: no adapted layer of that name; there are {found}"
+            )
 
 
 def resolve_targets(model: nn.Module, targets) -> set[str] | list[str] | str | None:
@@ -228,17 +324,22 @@ def resolve_targets(model: nn.Module, targets) -> set[str] | list[str] | str | N
     Raises ValueError with the names that exist, if one is not found.
     """
     found = linear_names(model)
-    if targets == "all-linear": return set(found)
-    if targets is None: targets = default_targets(base_model(model).config.model_type, found)
-    if targets is None or isinstance(targets, str): return targets
+    if targets == "all-linear":
+        return set(found)
+    if targets is None:
+        targets = default_targets(base_model(model).config.model_type, found)
+    if targets is None or isinstance(targets, str):
+        return targets
     head = output_head(model)
     linears = linear_layers(model)
     known = set(found) | {name for name, m in model.named_modules() if m is head}
     missing = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in linears)]
     if missing:
         frozen = "; for its experts see --lora_target_parameters" if has_experts(model) else ""
-        raise ValueError(f"--lora_target_modules {','.join(missing)}: no such linear layer; this "
-                         f"model has {', '.join(sorted(known))}{frozen}")
+        raise ValueError(
+            f"--lora_target_modules {','.join(missing)}: no such linear layer; this "
+            f"model has {', '.join(sorted(known))}{frozen}"
+        )
     return targets
 
 
@@ -247,10 +348,14 @@ def default_targets(family: str, found) -> list[str] | None:
 
     Raises ValueError, listing the candidates, if there is none here either.
     """
-    if family in PEFT_TARGETS: return None
-    if family in DEFAULT_TARGETS: return list(DEFAULT_TARGETS[family])
-    raise ValueError(f"--lora_target_modules default: PEFT has no choice for {family}; give "
-                     f"all-linear or some of {', '.join(found)}")
+    if family in PEFT_TARGETS:
+        return None
+    if family in DEFAULT_TARGETS:
+        return list(DEFAULT_TARGETS[family])
+    raise ValueError(
+        f"--lora_target_modules default: PEFT has no choice for {family}; give "
+        f"all-linear or some of {', '.join(found)}"
+    )
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -275,36 +380,52 @@ def init_adapters(model: nn.Module, seed: int, device: torch.device | None = Non
     seed is rank 0's, so every rank must call it. `device` is where norms are computed, if not where W
     is: offloaded rows are on the host.
     """
-    if dist.is_initialized(): seed = from_main(lambda: seed)
+    if dist.is_initialized():
+        seed = from_main(lambda: seed)
     for name, parameter in trainable_parameters(model).items():
         local, start, stop = local_rows(parameter)
         with torch.no_grad():
-            if ".lora_B." in name: local.zero_()
+            if ".lora_B." in name:
+                local.zero_()
             elif ".lora_A." in name:
                 local.copy_(initial_a(name, seed, parameter.shape)[start:stop])
     init_magnitudes(model, device)
 
 
 @torch.no_grad()
-def init_magnitudes(model: nn.Module, device: torch.device | None = None, with_adapter: bool = False):
+def init_magnitudes(
+    model: nn.Module, device: torch.device | None = None, with_adapter: bool = False
+):
     """Let DoRA's m be |W|, each rank from its own rows: FSDP cuts both at the same places.
 
     with_adapter: |W + scaling B A|, where B is not zero; then every rank must call it.
     """
     for layer in model.modules():
-        if not isinstance(layer, LoraLinear): continue
+        if not isinstance(layer, LoraLinear):
+            continue
         for name, magnitude in layer.lora_magnitude_vector.items():
             base, a, b = layer.base_layer, None, None
             weight, *rows = local_rows(base.weight)
             local, *same_rows = local_rows(magnitude.weight)
             assert rows == same_rows
-            absmax = local_rows(base.absmax)[0].to(device=device) if hasattr(base, "absmax") else None
+            absmax = (
+                local_rows(base.absmax)[0].to(device=device) if hasattr(base, "absmax") else None
+            )
             if with_adapter:
                 a = full_tensor(layer.lora_A[name].weight).to(device=device)
                 b = local_rows(layer.lora_B[name].weight)[0].to(device=device)
-            local.copy_(adapted_norms(weight.to(device=device), absmax, a, b, layer.scaling[name],
-                                      base.in_features, getattr(base, "quant_type", ""),
-                                      torch.float32))
+            local.copy_(
+                adapted_norms(
+                    weight.to(device=device),
+                    absmax,
+                    a,
+                    b,
+                    layer.scaling[name],
+                    base.in_features,
+                    getattr(base, "quant_type", ""),
+                    torch.float32,
+                )
+            )
 
 
 def initial_a(name: str, seed: int, shape) -> Tensor:

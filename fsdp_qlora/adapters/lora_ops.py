@@ -9,6 +9,7 @@ product in each direction, and no rank-R product writes an output of full size.
 
 Shapes: N tokens of all rows, I inputs, O outputs, R rank.  x (N, I), A (R, I), B (O, R), y (N, O)
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -29,9 +30,19 @@ from .dropout import dropped, dropped_product, product_of_dropped
 # has run, so the op that saves is the cheap one. What links them is a token of y's shape that takes
 # no memory: its gradient is dY.
 @torch.library.custom_op("fsdp_qlora::adapted_inputs", mutates_args=())
-def adapted_inputs(x: Tensor, weight: Tensor, absmax: Tensor | None, a: Tensor, b: Tensor,
-                   seed: Tensor | None, scaling: float, p: float, in_features: int,
-                   quant_type: str, product_dtype: str) -> tuple[Tensor, Tensor]:
+def adapted_inputs(
+    x: Tensor,
+    weight: Tensor,
+    absmax: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    seed: Tensor | None,
+    scaling: float,
+    p: float,
+    in_features: int,
+    quant_type: str,
+    product_dtype: str,
+) -> tuple[Tensor, Tensor]:
     """x' A^T (N, R), and a token (N, O) that carries the gradient of y to all that is saved here.
 
     x' is x, or with a seed what dropout of a share p leaves of it.
@@ -41,9 +52,20 @@ def adapted_inputs(x: Tensor, weight: Tensor, absmax: Tensor | None, a: Tensor, 
 
 
 @torch.library.custom_op("fsdp_qlora::adapted_linear", mutates_args=())
-def adapted_linear(token: Tensor, x: Tensor, xa: Tensor, weight: Tensor, absmax: Tensor | None,
-                   bias: Tensor | None, a: Tensor | None, b: Tensor, scaling: float,
-                   in_features: int, quant_type: str, product_dtype: str) -> Tensor:
+def adapted_linear(
+    token: Tensor,
+    x: Tensor,
+    xa: Tensor,
+    weight: Tensor,
+    absmax: Tensor | None,
+    bias: Tensor | None,
+    a: Tensor | None,
+    b: Tensor,
+    scaling: float,
+    in_features: int,
+    quant_type: str,
+    product_dtype: str,
+) -> Tensor:
     """y = x W^T + bias + scaling (x' A^T) B^T, given xa = x' A^T (N, R); `a` is A where x' is x.
 
     A rank-R product comes before the large one, which adds to it in its epilogue: that hides the
@@ -61,25 +83,40 @@ def adapted_linear(token: Tensor, x: Tensor, xa: Tensor, weight: Tensor, absmax:
 
 
 @torch.library.custom_op("fsdp_qlora::adapted_linear_backward", mutates_args=())
-def adapted_linear_backward(dy: Tensor, x: Tensor, xa: Tensor, weight: Tensor,
-                            absmax: Tensor | None, a: Tensor, b: Tensor, seed: Tensor | None,
-                            scaling: float, p: float, in_features: int, quant_type: str,
-                            product_dtype: str) -> tuple[Tensor, Tensor, Tensor]:
+def adapted_linear_backward(
+    dy: Tensor,
+    x: Tensor,
+    xa: Tensor,
+    weight: Tensor,
+    absmax: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    seed: Tensor | None,
+    scaling: float,
+    p: float,
+    in_features: int,
+    quant_type: str,
+    product_dtype: str,
+) -> tuple[Tensor, Tensor, Tensor]:
     """dX (N, I), dA (R, I) and dB (O, R); the gradients of A and B are summed in their own dtype."""
     form = (in_features, quant_type, product_dtype)
     if seed is None:
-        dx, da, db = shared_input_backward([dy], x, [xa], [weight], [absmax], [a], [b], [scaling],
-                                           *form)
+        dx, da, db = shared_input_backward(
+            [dy], x, [xa], [weight], [absmax], [a], [b], [scaling], *form
+        )
         return dx, da, db
     dxa = dy @ (b * scaling).to(dy.dtype)
     dx = dropped_product(dxa, a, seed, p)
-    if product_dtype == "fp8": dx += fp8.backward_product([dy], [weight], [absmax], *form[:2])
-    else: dx.addmm_(dy, dense_weight(weight, absmax, *form[:2], dy.dtype))
+    if product_dtype == "fp8":
+        dx += fp8.backward_product([dy], [weight], [absmax], *form[:2])
+    else:
+        dx.addmm_(dy, dense_weight(weight, absmax, *form[:2], dy.dtype))
     da = product(dxa.t(), dropped(x, seed, p), a.dtype)
     return dx, da, product(dy.t(), xa, b.dtype) * scaling
 
 
 # ---- layers that share an input: a compiled block calls these instead (fusion.py) --------------
+
 
 @torch.library.custom_op("fsdp_qlora::shared_inputs", mutates_args=())
 def shared_inputs(x: Tensor, a: Sequence[Tensor]) -> list[Tensor]:
@@ -89,46 +126,105 @@ def shared_inputs(x: Tensor, a: Sequence[Tensor]) -> list[Tensor]:
 
 
 @torch.library.custom_op("fsdp_qlora::shared_fp8_linears", mutates_args=())
-def shared_fp8_linears(x: Tensor, xa: Sequence[Tensor], weight: Sequence[Tensor],
-                       absmax: Sequence[Tensor], bias: Sequence[Tensor], b: Sequence[Tensor],
-                       scaling: Sequence[float], in_features: int, quant_type: str) -> list[Tensor]:
+def shared_fp8_linears(
+    x: Tensor,
+    xa: Sequence[Tensor],
+    weight: Sequence[Tensor],
+    absmax: Sequence[Tensor],
+    bias: Sequence[Tensor],
+    b: Sequence[Tensor],
+    scaling: Sequence[float],
+    in_features: int,
+    quant_type: str,
+) -> list[Tensor]:
     """Each layer's y (..., O) of one x (..., I) in fp8: `adapted_linear`, or `frozen_linear` without b.
 
     x is quantized once. Of absmax and bias, there is one for each layer or none.
     """
-    ys = fp8.forward_products(x.reshape(-1, in_features), weight, absmax or [None] * len(weight),
-                              quant_type, xa, b, scaling)
-    for y, its_bias in zip(ys, bias, strict=False): y.add_(its_bias)
+    ys = fp8.forward_products(
+        x.reshape(-1, in_features),
+        weight,
+        absmax or [None] * len(weight),
+        quant_type,
+        xa,
+        b,
+        scaling,
+    )
+    for y, its_bias in zip(ys, bias, strict=False):
+        y.add_(its_bias)
     return [y.view(*x.shape[:-1], -1) for y in ys]
 
 
 @torch.library.custom_op("fsdp_qlora::shared_inputs_backward", mutates_args=())
-def shared_inputs_backward(dy: Sequence[Tensor], x: Tensor, xa: Sequence[Tensor],
-                           weight: Sequence[Tensor], absmax: Sequence[Tensor], a: Sequence[Tensor],
-                           b: Sequence[Tensor], scaling: Sequence[float], in_features: int,
-                           quant_type: str, product_dtype: str) -> list[Tensor]:
+def shared_inputs_backward(
+    dy: Sequence[Tensor],
+    x: Tensor,
+    xa: Sequence[Tensor],
+    weight: Sequence[Tensor],
+    absmax: Sequence[Tensor],
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    scaling: Sequence[float],
+    in_features: int,
+    quant_type: str,
+    product_dtype: str,
+) -> list[Tensor]:
     """The sum of the layers' dX, then each layer's dA, then each dB; no absmax if W is dense."""
-    dx, da, *db = shared_input_backward(dy, x, xa, weight, absmax or [None] * len(dy), a, b, scaling,
-                                        in_features, quant_type, product_dtype)
+    dx, da, *db = shared_input_backward(
+        dy,
+        x,
+        xa,
+        weight,
+        absmax or [None] * len(dy),
+        a,
+        b,
+        scaling,
+        in_features,
+        quant_type,
+        product_dtype,
+    )
     parts = [da] if len(a) == 1 else [p.clone() for p in da.split([len(each) for each in a])]
     return [dx, *parts, *db]
 
 
 @torch.library.custom_op("fsdp_qlora::shared_frozen_backward", mutates_args=())
-def shared_frozen_backward(dy: Sequence[Tensor], weight: Sequence[Tensor], absmax: Sequence[Tensor],
-                           in_features: int, quant_type: str, product_dtype: str) -> Tensor:
+def shared_frozen_backward(
+    dy: Sequence[Tensor],
+    weight: Sequence[Tensor],
+    absmax: Sequence[Tensor],
+    in_features: int,
+    quant_type: str,
+    product_dtype: str,
+) -> Tensor:
     """The sum of dX (..., I) of layers without an adapter; no absmax if W is dense."""
     dys, absmaxes = [each.reshape(-1, each.shape[-1]) for each in dy], absmax or [None] * len(dy)
     form = (in_features, quant_type)
-    if product_dtype == "fp8": dx = fp8.backward_product(dys, weight, absmaxes, *form)
+    if product_dtype == "fp8":
+        dx = fp8.backward_product(dys, weight, absmaxes, *form)
     else:
-        dx = sum_of_products(dys, (dense_weight(w, scales, *form, dys[0].dtype)
-                                   for w, scales in zip(weight, absmaxes, strict=True)))
+        dx = sum_of_products(
+            dys,
+            (
+                dense_weight(w, scales, *form, dys[0].dtype)
+                for w, scales in zip(weight, absmaxes, strict=True)
+            ),
+        )
     return dx.view(*dy[0].shape[:-1], in_features)
 
 
-def shared_input_backward(dys, x: Tensor, xas, weights, absmaxes, as_, bs, scalings,
-                          in_features: int, quant_type: str, product_dtype: str) -> list[Tensor]:
+def shared_input_backward(
+    dys,
+    x: Tensor,
+    xas,
+    weights,
+    absmaxes,
+    as_,
+    bs,
+    scalings,
+    in_features: int,
+    quant_type: str,
+    product_dtype: str,
+) -> list[Tensor]:
     """dX (N, I) summed over layers with the input x, their dA one below the other, each one's dB.
 
     x is read once for all dA, and dX is written by one product after another, not added up after.
@@ -137,19 +233,25 @@ def shared_input_backward(dys, x: Tensor, xas, weights, absmaxes, as_, bs, scali
     dxa = [dy @ (b * s).to(dtype) for dy, b, s in zip(dys, bs, scalings, strict=True)]
     dxa = dxa[0] if len(dxa) == 1 else torch.cat(dxa, 1)
     da = product(dxa.t(), x, as_[0].dtype)
-    dbs = [product(dy.t(), xa, b.dtype) * s
-           for dy, xa, b, s in zip(dys, xas, bs, scalings, strict=True)]
-    if product_dtype != "fp8" and all(can_unpack_adapted(w, *form, b.shape[1], dtype)
-                                      for w, b in zip(weights, bs, strict=True)):
-        dense = (weight_with_adapter(*each[:2], *form, *each[2:])
-                 for each in zip(weights, absmaxes, as_, bs, scalings, strict=True))
+    dbs = [
+        product(dy.t(), xa, b.dtype) * s
+        for dy, xa, b, s in zip(dys, xas, bs, scalings, strict=True)
+    ]
+    if product_dtype != "fp8" and all(
+        can_unpack_adapted(w, *form, b.shape[1], dtype) for w, b in zip(weights, bs, strict=True)
+    ):
+        dense = (
+            weight_with_adapter(*each[:2], *form, *each[2:])
+            for each in zip(weights, absmaxes, as_, bs, scalings, strict=True)
+        )
         return [sum_of_products(dys, dense), da, *dbs]
     a = as_[0] if len(as_) == 1 else torch.cat(list(as_))
     if product_dtype == "fp8":
         dx = fp8.backward_product(dys, weights, absmaxes, *form, dxa, a)
         return [dx, da, *dbs]
-    dense = (dense_weight(w, scales, *form, dtype)
-             for w, scales in zip(weights, absmaxes, strict=True))
+    dense = (
+        dense_weight(w, scales, *form, dtype) for w, scales in zip(weights, absmaxes, strict=True)
+    )
     return [sum_of_products(dys, dense, dxa @ a.to(dtype)), da, *dbs]
 
 
@@ -161,8 +263,15 @@ def sum_of_products(dys, weights, total: Tensor | None = None) -> Tensor:
     return total
 
 
-def weight_with_adapter(weight: Tensor, absmax: Tensor, in_features: int, quant_type: str, a: Tensor,
-                        b: Tensor, scaling: float) -> Tensor:
+def weight_with_adapter(
+    weight: Tensor,
+    absmax: Tensor,
+    in_features: int,
+    quant_type: str,
+    a: Tensor,
+    b: Tensor,
+    scaling: float,
+) -> Tensor:
     """W + scaling B A in bf16 (O, I)."""
     absmax = decode_absmax(absmax, blocks_of(in_features))
     return unpack_adapted(weight, absmax, in_features, quant_type, a, b, scaling)
@@ -170,12 +279,15 @@ def weight_with_adapter(weight: Tensor, absmax: Tensor, in_features: int, quant_
 
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """Matrix product in the operands' dtype whose sums stay in `dtype` where the device can."""
-    if left.dtype == dtype: return left @ right
-    if left.is_cuda: return torch.mm(left, right, out_dtype=dtype)
+    if left.dtype == dtype:
+        return left @ right
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=dtype)
     return (left @ right).to(dtype)
 
 
 # ---- shapes for tracing, and autograd ----------------------------------------------------------
+
 
 @adapted_inputs.register_fake
 def _(x, weight, absmax, a, b, seed, scaling, p, in_features, quant_type, product_dtype):
@@ -189,8 +301,7 @@ def _(token, x, xa, weight, absmax, bias, a, b, scaling, in_features, quant_type
 
 
 @adapted_linear_backward.register_fake
-def _(dy, x, xa, weight, absmax, a, b, seed, scaling, p, in_features, quant_type,
-      product_dtype):
+def _(dy, x, xa, weight, absmax, a, b, seed, scaling, p, in_features, quant_type, product_dtype):
     return x.new_empty(x.shape), a.new_empty(a.shape), b.new_empty(b.shape)
 
 

@@ -5,6 +5,7 @@ sharded, and the loss takes a head in chunks, as in full fine-tuning. In the ada
 name that PEFT gives it. It is stored in the adapters' dtype, for FSDP reduces the gradients of a unit
 together, and computes in the model's.
 """
+
 from __future__ import annotations
 
 from difflib import get_close_matches
@@ -33,16 +34,27 @@ def train_whole(model: PeftModel, names: list[str], dtype: torch.dtype, both_end
     if both_ends:
         ends = [name.rsplit(".", 1)[-1] for name in ends_of(causal)]
         names = [*names, *(end for end in ends if end not in names)]
-    if not names: return
+    if not names:
+        return
     for end in names:
-        found = [(name, m) for name, m in causal.named_modules(remove_duplicate=False)
-                 if name.endswith(end) and any(True for _ in m.parameters())]
-        if not found: raise ValueError(f"--modules_to_save {end}: {no_such_module(causal, end)}")
-        for name, module in found: check_can_be_whole(name, module, end, dtype)
-        if lying := [n for n in transposed_weights(model) for name, _ in found if n.startswith(name)]:
-            raise ValueError(f"--modules_to_save {end}: files of this model hold {lying[0]} "
-                             "transposed, and it can't be trained whole beside adapters; adapt it")
-        for _, module in found: train_in(module, dtype)
+        found = [
+            (name, m)
+            for name, m in causal.named_modules(remove_duplicate=False)
+            if name.endswith(end) and any(True for _ in m.parameters())
+        ]
+        if not found:
+            raise ValueError(f"--modules_to_save {end}: {no_such_module(causal, end)}")
+        for name, module in found:
+            check_can_be_whole(name, module, end, dtype)
+        if lying := [
+            n for n in transposed_weights(model) for name, _ in found if n.startswith(name)
+        ]:
+            raise ValueError(
+                f"--modules_to_save {end}: files of this model hold {lying[0]} "
+                "transposed, and it can't be trained whole beside adapters; adapt it"
+            )
+        for _, module in found:
+            train_in(module, dtype)
     model.peft_config[model.active_adapter].modules_to_save = with_tied_end(causal, names)
 
 
@@ -51,12 +63,15 @@ def train_only(model: nn.Module, names: list[str]):
 
     Raises ValueError for a name that no module has.
     """
-    if not names: return
+    if not names:
+        return
     model.requires_grad_(False)
     for end in names:
         found = [m for name, m in model.named_modules(remove_duplicate=False) if is_end(name, end)]
-        if not found: raise ValueError(f"--trained_modules {end}: {no_such_module(model, end)}")
-        for module in found: module.requires_grad_()
+        if not found:
+            raise ValueError(f"--trained_modules {end}: {no_such_module(model, end)}")
+        for module in found:
+            module.requires_grad_()
 
 
 def is_end(name: str, end: str) -> bool:
@@ -66,38 +81,54 @@ def is_end(name: str, end: str) -> bool:
 
 def no_such_module(causal: nn.Module, end: str) -> str:
     """What to say of a name that no module has."""
-    known = dict.fromkeys(name.rsplit(".", 1)[-1] for name, m in causal.named_modules()
-                          if any(True for _ in m.parameters(recurse=False)) and "lora_" not in name)
+    known = dict.fromkeys(
+        name.rsplit(".", 1)[-1]
+        for name, m in causal.named_modules()
+        if any(True for _ in m.parameters(recurse=False)) and "lora_" not in name
+    )
     near = get_close_matches(end, known, 1)
-    return (f"no module's name ends so{f'; did you mean {near[0]}?' if near else ''}; this model has "
-            f"{', '.join(name for name in known if name not in ('base_layer', 'default'))}")
+    return (
+        f"no module's name ends so{f'; did you mean {near[0]}?' if near else ''}; this model has "
+        f"{', '.join(name for name in known if name not in ('base_layer', 'default'))}"
+    )
 
 
 def check_can_be_whole(name: str, module: nn.Module, end: str, dtype: torch.dtype):
     """Refuse what is not there to be trained whole, or can't compute in another dtype than `dtype`."""
     for part in module.modules():
         if isinstance(part, BaseTunerLayer):
-            raise ValueError(f"--modules_to_save {end}: {name} is adapted, or holds layers that are; "
-                             "leave them out of --lora_target_modules")
+            raise ValueError(
+                f"--modules_to_save {end}: {name} is adapted, or holds layers that are; "
+                "leave them out of --lora_target_modules"
+            )
         if isinstance(part, StackedExperts):
-            raise ValueError(f"--modules_to_save {end}: {name} holds experts, which stay frozen beside "
-                             "adapters; leave it out")
+            raise ValueError(
+                f"--modules_to_save {end}: {name} holds experts, which stay frozen beside "
+                "adapters; leave it out"
+            )
         if isinstance(part, QuantLinear):
-            raise ValueError(f"--modules_to_save {end}: {name} is quantized, or holds layers that are, "
-                             "and can't be trained; use --quant none, or adapt it")
+            raise ValueError(
+                f"--modules_to_save {end}: {name} is quantized, or holds layers that are, "
+                "and can't be trained; use --quant none, or adapt it"
+            )
         own = [] if isinstance(part, (nn.Linear, nn.Embedding)) else part.parameters(recurse=False)
         if any(p.dim() > 1 and p.dtype != dtype for p in own):
-            raise ValueError(f"--modules_to_save {end}: {name} holds weights of a kind that can be "
-                             "trained in the dtype of --precision only; give --adapter_dtype the same")
+            raise ValueError(
+                f"--modules_to_save {end}: {name} holds weights of a kind that can be "
+                "trained in the dtype of --precision only; give --adapter_dtype the same"
+            )
 
 
 # ---- in files ----------------------------------------------------------------------------------
 
+
 def with_tied_end(causal: nn.Module, names: list[str]) -> list[str]:
     """The names, with the other end of a tied model where one end is among them: both are trained."""
-    if not is_tied(causal): return list(names)
+    if not is_tied(causal):
+        return list(names)
     ends = ends_of(causal)
-    if not any(end.endswith(name) for end in ends for name in names): return list(names)
+    if not any(end.endswith(name) for end in ends for name in names):
+        return list(names)
     return [*names, *(last for end in ends if (last := end.rsplit(".", 1)[-1]) not in names)]
 
 
@@ -119,11 +150,14 @@ def peft_names(model: nn.Module, named: dict[str, Tensor]) -> dict[str, Tensor]:
     def renamed(key: str) -> str:
         layer, of_lora, part = key.partition(".lora_")
         return wrappers.get(layer, layer) + of_lora + part
+
     whole = {name: t for name, t in named.items() if id(t) not in named_already}
     for name in whole:
         if ".lora_" in name or ".modules_to_save." in name:
-            raise ValueError(f"{name} is trained, and is not part of the active adapter {active!r}; "
-                             "choose one with model.set_adapter(NAME) before training")
+            raise ValueError(
+                f"{name} is trained, and is not part of the active adapter {active!r}; "
+                "choose one with model.set_adapter(NAME) before training"
+            )
     return {renamed(key): t for key, t in adapters.items()} | whole
 
 
@@ -140,8 +174,10 @@ def for_both_ends(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Ten
     PEFT makes two modules of it, and a merge finds that they are equal.
     """
     causal = base_model(model)
-    if not is_tied(causal): return tensors
+    if not is_tied(causal):
+        return tensors
     first, second = (f"base_model.model.{end}.weight" for end in ends_of(causal))
     for here, there in ((first, second), (second, first)):
-        if here in tensors and there not in tensors: tensors = tensors | {there: tensors[here].clone()}
+        if here in tensors and there not in tensors:
+            tensors = tensors | {there: tensors[here].clone()}
     return tensors

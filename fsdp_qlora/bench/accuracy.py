@@ -1,4 +1,5 @@
 """Estimates beside measurements, computed anew by the code as it is now, never read from the row."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -18,13 +19,13 @@ CALIBRATED_ON = (
     "8B 2x8192 every block recomputed, 1 GPU",  # products, attention, passes, unpacking
     "8B 2x8192 ddp activation offload, 1 GPU",  # nothing kept on the GPU
     "70B width 8 layers 4x2048 ddp keep_linears, 1 GPU",
-    "8B 4x2048 ddp 8-bit Adam, 1 GPU",          # an optimizer that is written here
-    "8B 1x512 ddp eager, 1 GPU",                # launches: steps that the host holds up
+    "8B 4x2048 ddp 8-bit Adam, 1 GPU",  # an optimizer that is written here
+    "8B 1x512 ddp eager, 1 GPU",  # launches: steps that the host holds up
     "8B 1x512 ddp eager keep_all, 1 GPU",
-    "1x2048_fp8 on 1",                          # the same compiled, and replayed without the host
+    "1x2048_fp8 on 1",  # the same compiled, and replayed without the host
     "70B both offloads 2x2048, 2 GPUs of 8 GB",  # the allocator beside gathers
-    "70B 2x2048x4 keep_linears",                # gathers on four GPUs, and FSDP's launches, by the code
-    "8B 2x2048 shard_grad_op compile=true",     # of then; no row of two GPUs with today's sets any
+    "70B 2x2048x4 keep_linears",  # gathers on four GPUs, and FSDP's launches, by the code
+    "8B 2x2048 shard_grad_op compile=true",  # of then; no row of two GPUs with today's sets any
 )
 # Commits whose kernels and hooks the code no longer has: the times of their rows are history, but for
 # the launches that are set on them. Those of the second list lack only today's 4-bit and fp8 products.
@@ -43,6 +44,7 @@ EAGER_NORM = (*OLD_COMMITS, *OLD_PRODUCTS, *OLD_OPTIMIZERS, *OLD_SUMS, EARLY_PEA
 @dataclass(frozen=True)
 class Compared:
     """One measured row with the estimates for it; errors are (estimate - measured) / measured."""
+
     row: Row
     shape: ModelShape
     gpu: Gpu
@@ -81,8 +83,13 @@ class Compared:
     @property
     def old_reserved(self) -> bool:
         """Whether a limit or other code than today's made the unused memory (EAGER_NORM)."""
-        if self.at_limit: return True
-        if self.row.commit not in EAGER_NORM or not self.setup.compile or self.setup.shard_ranks > 1:
+        if self.at_limit:
+            return True
+        if (
+            self.row.commit not in EAGER_NORM
+            or not self.setup.compile
+            or self.setup.shard_ranks > 1
+        ):
             return self.old_memory  # beside gathers, the norm was not the widest
         widest = max(Peak(self.shape, self.setup).slack_terms(self.setup.runs(self.shape)).values())
         return self.old_memory or 5 * 4 * self.setup.tokens * self.shape.hidden > widest
@@ -90,7 +97,8 @@ class Compared:
     @property
     def at_limit(self) -> bool:
         """Whether torch had reserved all that it was allowed: what it would have is not known then."""
-        if self.row.gpu_memory_limit_gib is None: return False
+        if self.row.gpu_memory_limit_gib is None:
+            return False
         allowed = self.row.gpu_memory_limit_gib - CONTEXT_GIB - NCCL_GIB * (self.row.gpus > 1)
         return self.row.peak_reserved_gib > 0.99 * allowed
 
@@ -107,9 +115,13 @@ class Compared:
     def old_code(self) -> bool:
         """Whether other code than today's was measured."""
         products = self.row.quant != "none" or self.row.compute_dtype == "fp8"
-        return (self.row.commit in OLD_COMMITS
-                or self.row.commit in OLD_PRODUCTS and products
-                or self.row.commit in OLD_OPTIMIZERS and self.row.optimizer in STATE_BYTES)
+        return (
+            self.row.commit in OLD_COMMITS
+            or self.row.commit in OLD_PRODUCTS
+            and products
+            or self.row.commit in OLD_OPTIMIZERS
+            and self.row.optimizer in STATE_BYTES
+        )
 
 
 def setup_from_row(row: Row) -> Setup:
@@ -117,19 +129,32 @@ def setup_from_row(row: Row) -> Setup:
     targets = row.lora_targets or "all-linear"
     named = {"all-linear": "all-linear", "default": None, "all": OLD_ALL_TARGETS}
     return Setup(
-        world_size=row.gpus, gpus_per_node=row.gpus // (row.nodes or 1),
-        strategy=row.sharding_strategy, cpu_offload=bool(row.cpu_offload),
-        trained_offload=row.trained_offload, vocabulary_offload=row.vocabulary_offload,
-        activation_offload=bool(row.activation_offload), activation_policy=row.activation_policy,
-        mlp_tiles=row.mlp_tiles, keep_fp8_weights=bool(row.keep_fp8_weights),
-        quant=row.quant, absmax_bytes=1 if row.absmax_dtype == "int8" else 4,
-        adapter="lora" if row.lora_rank else "none", lora_rank=row.lora_rank or 64,
+        world_size=row.gpus,
+        gpus_per_node=row.gpus // (row.nodes or 1),
+        strategy=row.sharding_strategy,
+        cpu_offload=bool(row.cpu_offload),
+        trained_offload=row.trained_offload,
+        vocabulary_offload=row.vocabulary_offload,
+        activation_offload=bool(row.activation_offload),
+        activation_policy=row.activation_policy,
+        mlp_tiles=row.mlp_tiles,
+        keep_fp8_weights=bool(row.keep_fp8_weights),
+        quant=row.quant,
+        absmax_bytes=1 if row.absmax_dtype == "int8" else 4,
+        adapter="lora" if row.lora_rank else "none",
+        lora_rank=row.lora_rank or 64,
         targets=named.get(targets, tuple(t.strip() for t in targets.split(","))),
-        lora_dropout=row.lora_dropout or 0.0, adapter_dtype=row.adapter_dtype or "fp32",
-        optimizer=row.optimizer, compute_dtype=row.compute_dtype, batch_size=row.batch_size,
-        context_length=row.context_length, accumulation=row.gradient_accumulation_steps,
-        compile=bool(row.compile), cuda_graphs=bool(row.cuda_graphs),
-        attention="fa4" if row.attention_backend == "fa4" else "sdpa")
+        lora_dropout=row.lora_dropout or 0.0,
+        adapter_dtype=row.adapter_dtype or "fp32",
+        optimizer=row.optimizer,
+        compute_dtype=row.compute_dtype,
+        batch_size=row.batch_size,
+        context_length=row.context_length,
+        accumulation=row.gradient_accumulation_steps,
+        compile=bool(row.compile),
+        cuda_graphs=bool(row.cuda_graphs),
+        attention="fa4" if row.attention_backend == "fa4" else "sdpa",
+    )
 
 
 def shape_of_row(row: Row) -> ModelShape:
@@ -143,13 +168,15 @@ def compare(rows: list[Row]) -> list[Compared]:
     """The rows of this project that were measured on a known GPU, with today's estimates."""
     found = []
     for row in rows:
-        if row.status != "ok" or row.peer or row.peak_allocated_gib is None or row.packed: continue
+        if row.status != "ok" or row.peer or row.peak_allocated_gib is None or row.packed:
+            continue
         try:
             shape, setup, gpu = shape_of_row(row), setup_from_row(row), find_gpu(row.gpu)
         except (ValueError, KeyError):
             continue  # a model or a card that no estimate knows
-        found.append(Compared(row, shape, gpu, setup, memory(shape, setup),
-                              step_seconds(shape, gpu, setup)))
+        found.append(
+            Compared(row, shape, gpu, setup, memory(shape, setup), step_seconds(shape, gpu, setup))
+        )
     last = {(c.row.name, c.row.cuda_graphs): c for c in found}
     return [replace(c, superseded=last[c.row.name, c.row.cuda_graphs] is not c) for c in found]
 
@@ -157,15 +184,16 @@ def compare(rows: list[Row]) -> list[Compared]:
 @dataclass(frozen=True)
 class Accuracy:
     """Errors over the newest rows of their names that no constant was set on, as shares."""
-    rows: int               # whose allocated memory is compared
+
+    rows: int  # whose allocated memory is compared
     memory_median: float
     memory_worst: float
-    memory_lowest: float    # most below the measurement
-    reserving: int          # whose reserved memory is today's code's
+    memory_lowest: float  # most below the measurement
+    reserving: int  # whose reserved memory is today's code's
     reserved_median: float
     reserved_worst: float
     reserved_lowest: float
-    timed: int              # whose time is
+    timed: int  # whose time is
     time_median: float
     time_worst: float
 
@@ -176,9 +204,11 @@ def accuracy(compared: list[Compared]) -> Accuracy:
     sizes = [c.memory_error for c in tested if not c.old_memory]
     reserved = [c.reserved_error for c in tested if not c.old_reserved]
     times = [abs(c.time_error) for c in tested if not c.old_code]
-    if not sizes: raise ValueError("no measured row that estimates were not set on")
-    return Accuracy(len(sizes), *spread(sizes), len(reserved), *spread(reserved), len(times),
-                    *spread(times)[:2])
+    if not sizes:
+        raise ValueError("no measured row that estimates were not set on")
+    return Accuracy(
+        len(sizes), *spread(sizes), len(reserved), *spread(reserved), len(times), *spread(times)[:2]
+    )
 
 
 def spread(errors: list[float]) -> tuple[float, float, float]:

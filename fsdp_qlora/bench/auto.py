@@ -3,6 +3,7 @@
 The steps run on random weights and tokens in processes of their own, all ranks of them, so that running
 out of memory there costs nothing here (`drive.py`).
 """
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -11,7 +12,13 @@ from pathlib import Path
 from ..catalog.arch import ModelShape, shape_from_config
 from ..catalog.calibration import calibrated_here
 from ..catalog.hardware import Gpu
-from ..catalog.machine import Machine, MachineOptions, host_memory_here, local_gpus, machine_from_options
+from ..catalog.machine import (
+    Machine,
+    MachineOptions,
+    host_memory_here,
+    local_gpus,
+    machine_from_options,
+)
 from ..config import RunConfig
 from ..config.flags import parse, typed_flags
 from ..config.settings import shown
@@ -25,7 +32,7 @@ from .drive import How, Job, run_batch
 from .row import Row, append_row, empty_row
 
 ATTEMPTS = 8
-LESS = 0.85                 # of what the failed choice needed, allowed to the next
+LESS = 0.85  # of what the failed choice needed, allowed to the next
 BESIDE = CONTEXT_GIB + NCCL_GIB
 
 
@@ -39,7 +46,8 @@ def run_auto(job: Job, how: How, results: str | Path | None = None) -> Row:
     except ValueError as error:
         print(error, flush=True)
         row = replace(empty_row(job.name), status="error", error=str(error), gpus=job.gpus)
-        if results: append_row(row, results)
+        if results:
+            append_row(row, results)
     assert row, "a bench is on one machine, where plans are measured"
     return row
 
@@ -47,15 +55,24 @@ def run_auto(job: Job, how: How, results: str | Path | None = None) -> Row:
 def asked(job: Job) -> tuple[ModelShape, Machine, RunConfig, frozenset[str]]:
     """What a job asks of the planner here: model, machine, settings, and which of them are free."""
     (config,) = parse(job.argv, prog="fsdp-qlora bench")
-    shape = shape_from_config(read_config(config.model_name, **config.source).to_dict(),
-                              config.model_name)
+    shape = shape_from_config(
+        read_config(config.model_name, **config.source).to_dict(), config.model_name
+    )
     machine = machine_here(replace(config, world_size=job.gpus or config.world_size))
-    if job.gpu_memory_gib: machine = replace(machine, memory_gib=job.gpu_memory_gib)
+    if job.gpu_memory_gib:
+        machine = replace(machine, memory_gib=job.gpu_memory_gib)
     return shape, machine, config, free_settings(config, set(typed_flags(job.argv)))
 
 
-def climb_down(shape: ModelShape, machine: Machine, config: RunConfig, free: frozenset[str],
-               job: Job, how: How, results: str | Path | None = None) -> tuple[Plan, Row | None]:
+def climb_down(
+    shape: ModelShape,
+    machine: Machine,
+    config: RunConfig,
+    free: frozenset[str],
+    job: Job,
+    how: How,
+    results: str | Path | None = None,
+) -> tuple[Plan, Row | None]:
     """The first plan that is measured to fit; each one that does not leaves less memory to the next.
 
     `job` says what to measure, `auto` settings included; what was measured is appended to `results`.
@@ -65,9 +82,11 @@ def climb_down(shape: ModelShape, machine: Machine, config: RunConfig, free: fro
         plan = make_plan(shape, machine, config, free)
         if plan.choice is None:
             raise ValueError("--sharding_strategy auto: nothing fits; " + "; ".join(advice(plan)))
-        print(f"plan: {flags(plan)}: {plan.choice.memory.total:.1f} of {machine.memory_gib:.1f} GiB and "
-              f"{plan.choice.step.tokens_per_second_per_gpu:,.0f} tokens/s per GPU by the estimate",
-              flush=True)
+        print(
+            f"plan: {flags(plan)}: {plan.choice.memory.total:.1f} of {machine.memory_gib:.1f} GiB and "
+            f"{plan.choice.step.tokens_per_second_per_gpu:,.0f} tokens/s per GPU by the estimate",
+            flush=True,
+        )
         if ranks_from_env().nodes > 1:
             print("not probed: several machines", flush=True)
             return plan, None
@@ -75,21 +94,25 @@ def climb_down(shape: ModelShape, machine: Machine, config: RunConfig, free: fro
         if row.status == "ok":
             print(f"probe: {measured(row)}", flush=True)
             return plan, row
-        if row.status == "error": raise ValueError(f"--sharding_strategy auto: the probe failed: "
-                                                   f"{row.error}")
+        if row.status == "error":
+            raise ValueError(f"--sharding_strategy auto: the probe failed: {row.error}")
         print(f"probe: out of memory ({row.error}); a plan that needs less", flush=True)
         less = BESIDE + LESS * (plan.choice.memory.total - BESIDE)
         machine = replace(machine, memory_gib=less)
-    raise ValueError(f"--sharding_strategy auto: {ATTEMPTS} probes ran out of memory; lower "
-                     "--context_length, or free the GPUs")
+    raise ValueError(
+        f"--sharding_strategy auto: {ATTEMPTS} probes ran out of memory; lower "
+        "--context_length, or free the GPUs"
+    )
 
 
 def with_changes(argv: list[str], changes: dict) -> list[str]:
     """The command line with the chosen settings in place of those that were typed for them."""
     dropped, kept, skip = {*changes, "activation_budget_gib", "config"}, [], False
     for part in argv:
-        if part.startswith("--"): skip = part.split("=")[0].removeprefix("--") in dropped
-        if not skip: kept.append(part)
+        if part.startswith("--"):
+            skip = part.split("=")[0].removeprefix("--") in dropped
+        if not skip:
+            kept.append(part)
     return kept + [p for name, value in changes.items() for p in (f"--{name}", shown(value))]
 
 
@@ -108,14 +131,26 @@ def machine_here(config: RunConfig) -> Machine:
     world = ranks.world_size if launched() else world_size(config)
     here = ranks.local_world_size if launched() else world
     try:
-        if config.device == "cpu": raise ValueError("not wanted")
+        if config.device == "cpu":
+            raise ValueError("not wanted")
         local_gpus()
         machine = machine_from_options(MachineOptions(gpus=here, nodes=max(1, world // here)))
     except ValueError:
-        if config.device == "cuda": raise
-        cpu = Gpu(name="CPU", memory_gib=host_memory_here() / here, bf16_tflops=0.5, bandwidth_gb_s=20,
-                  source="a guess")
+        if config.device == "cuda":
+            raise
+        cpu = Gpu(
+            name="CPU",
+            memory_gib=host_memory_here() / here,
+            bf16_tflops=0.5,
+            bandwidth_gb_s=20,
+            source="a guess",
+        )
         cpu = calibrated_here(cpu, "cpu")
-        machine = Machine(gpu=cpu, gpus=here, nodes=max(1, world // here),
-                          memory_gib=cpu.memory_gib + BESIDE, here=True)
+        machine = Machine(
+            gpu=cpu,
+            gpus=here,
+            nodes=max(1, world // here),
+            memory_gib=cpu.memory_gib + BESIDE,
+            here=True,
+        )
     return machine

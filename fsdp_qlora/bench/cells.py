@@ -1,4 +1,5 @@
 """What the ranks of a measuring process do: one job after the other, with notes for who started them."""
+
 from __future__ import annotations
 
 import gc
@@ -42,17 +43,20 @@ def run_job(job: Job, files: Path, how: How, device: torch.device, results: str 
     """Measure one job; rank 0 keeps its row."""
     from ..derived import with_choices
     from ..loading import read_config
+
     (config,) = parse(job.argv, prog="fsdp-qlora bench")
     layers = read_config(config.model_name, **config.source).num_hidden_layers
     is_main = ranks_from_env().is_main
     config = with_choices(config, device)
     row = describe_run(config, job.name, layers, device)
     row.gpu_memory_limit_gib = job.gpu_memory_gib
-    if is_main: (files / "current.json").write_text(json.dumps(asdict(row)))
+    if is_main:
+        (files / "current.json").write_text(json.dumps(asdict(row)))
     measure(row, config, how, device, limit_memory(job.gpu_memory_gib, device))
     print_main(summary(row))
     if is_main:
-        for path in filter(None, (files / "rows.jsonl", results)): append_row(row, path)
+        for path in filter(None, (files / "rows.jsonl", results)):
+            append_row(row, path)
 
 
 def limit_memory(limit_gib: float | None, device: torch.device) -> MemoryLimit:
@@ -60,7 +64,8 @@ def limit_memory(limit_gib: float | None, device: torch.device) -> MemoryLimit:
 
     On the CPU, memory of this process is looked at after each step instead.
     """
-    if device.type != "cuda": return MemoryLimit(limit_gib)
+    if device.type != "cuda":
+        return MemoryLimit(limit_gib)
     whole = torch.cuda.get_device_properties(device).total_memory / 2**30
     several = ranks_from_env().world_size > 1
     torchs = (limit_gib or 2 * whole) - CONTEXT_GIB - several * NCCL_GIB
@@ -70,15 +75,19 @@ def limit_memory(limit_gib: float | None, device: torch.device) -> MemoryLimit:
 
 def give_up(files: Path, error: Exception):
     """Note why, and end this rank."""
-    memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
+    memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(
+        error
+    )
     line = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
     try:
         with open(files / "failed.json", "x") as file:  # the first rank to fail
             file.write(json.dumps(dict(status="oom" if memory else "error", error=line)))
     except FileExistsError:
         pass
-    print(f"{'out of memory' if memory else 'error'} (rank {ranks_from_env().rank}): {line}",
-          file=sys.stderr)
+    print(
+        f"{'out of memory' if memory else 'error'} (rank {ranks_from_env().rank}): {line}",
+        file=sys.stderr,
+    )
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(OUT_OF_MEMORY if memory else 1)
@@ -88,4 +97,5 @@ def clean_up(device: torch.device):
     """Free what the job before held; compiled graphs of other shapes too."""
     torch._dynamo.reset()
     gc.collect()
-    if device.type == "cuda": torch.cuda.empty_cache()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -3,6 +3,7 @@
 A process measures several cells one after the other (`cells.py`) and leaves a note of what it is at; if
 it ends early, that cell is the failed one, and a new process goes on after it.
 """
+
 from __future__ import annotations
 
 import json
@@ -23,9 +24,10 @@ GRACE_SECONDS = 60  # of a process that is told to end, before it is killed
 @dataclass(frozen=True)
 class Job:
     """What a process is asked to measure: its command line without the bench's own flags."""
+
     name: str
     argv: list[str]
-    gpus: int | None = None              # None: as the process finds it
+    gpus: int | None = None  # None: as the process finds it
     gpu_memory_gib: float | None = None
     num_hidden_layers: int | None = None
 
@@ -33,10 +35,11 @@ class Job:
 @dataclass(frozen=True)
 class How:
     """How cells are measured."""
+
     steps: int = 10
     warmup: int = 3
-    together: int = 1                    # cells a process measures before a new one starts
-    minutes: float = 10.0                # for one cell, its start included
+    together: int = 1  # cells a process measures before a new one starts
+    minutes: float = 10.0  # for one cell, its start included
 
 
 def job_of(cell: Cell) -> Job:
@@ -48,12 +51,13 @@ def run_jobs(jobs: list[Job], how: How, results: str | Path | None = None) -> li
     """A row for each job, appended to `results` as it comes; failed ones too."""
     rows, left = [], list(jobs)
     while left:
-        batch = [job for job in left[:how.together] if job.gpus == left[0].gpus]
+        batch = [job for job in left[: how.together] if job.gpus == left[0].gpus]
         found = run_batch(batch, how, results)
         for row in found:
-            if results and row.status != "ok": append_row(row, results)
+            if results and row.status != "ok":
+                append_row(row, results)
         rows += found
-        left = left[len(found):]
+        left = left[len(found) :]
     return rows
 
 
@@ -65,8 +69,14 @@ def run_batch(batch: list[Job], how: How, results: str | Path | None = None) -> 
     """
     with tempfile.TemporaryDirectory(prefix="fsdp_qlora_bench_") as folder:
         files = Path(folder)
-        (files / "jobs.json").write_text(json.dumps(dict(
-            jobs=[vars(job) for job in batch], results=results and str(Path(results).absolute()))))
+        (files / "jobs.json").write_text(
+            json.dumps(
+                dict(
+                    jobs=[vars(job) for job in batch],
+                    results=results and str(Path(results).absolute()),
+                )
+            )
+        )
         code = run_process(command(files, batch[0], how), how.minutes * 60 * len(batch))
         rows = read_rows(files / "rows.jsonl") if (files / "rows.jsonl").exists() else []
         if len(rows) < len(batch):
@@ -77,10 +87,26 @@ def run_batch(batch: list[Job], how: How, results: str | Path | None = None) -> 
 def command(files: Path, first: Job, how: How) -> list[str]:
     """The command line of the process that measures a batch."""
     size = [] if first.gpus is None else ["--world_size", str(first.gpus)]
-    device = [a for flag, value in zip(first.argv, first.argv[1:], strict=False)
-              if flag in ("--device", "--world_size") for a in (flag, value)]
-    return [sys.executable, "-m", "fsdp_qlora.cli", "bench", "--jobs", str(files), *device, *size,
-            "--steps", str(how.steps), "--warmup", str(how.warmup)]
+    device = [
+        a
+        for flag, value in zip(first.argv, first.argv[1:], strict=False)
+        if flag in ("--device", "--world_size")
+        for a in (flag, value)
+    ]
+    return [
+        sys.executable,
+        "-m",
+        "fsdp_qlora.cli",
+        "bench",
+        "--jobs",
+        str(files),
+        *device,
+        *size,
+        "--steps",
+        str(how.steps),
+        "--warmup",
+        str(how.warmup),
+    ]
 
 
 def run_process(argv: list[str], seconds: float) -> int | None:
@@ -88,10 +114,20 @@ def run_process(argv: list[str], seconds: float) -> int | None:
 
     It gets no RANK: it starts ranks of its own even where a launcher started this one.
     """
-    env = {name: value for name, value in os.environ.items()
-           if not name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_"))
-           and name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
-                            "MASTER_PORT")}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_"))
+        and name
+        not in (
+            "RANK",
+            "LOCAL_RANK",
+            "WORLD_SIZE",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+        )
+    }
     process = subprocess.Popen(argv, start_new_session=True, env=env)
     try:
         return process.wait(seconds)
@@ -107,7 +143,8 @@ def end(process: subprocess.Popen):
     Ranks have sessions of their own, so only it can end them: killed at once it would leave them to
     hold the GPUs that the next cell is measured on.
     """
-    if process.poll() is not None: return
+    if process.poll() is not None:
+        return
     process.terminate()
     try:
         process.wait(GRACE_SECONDS)
@@ -118,13 +155,20 @@ def end(process: subprocess.Popen):
 
 def failed_row(files: Path, job: Job, code: int | None) -> Row:
     """The row of a job whose process ended: out of memory, an error, or out of time."""
-    notes = {name: json.loads((files / name).read_text()) for name in ("current.json", "failed.json")
-             if (files / name).exists()}
+    notes = {
+        name: json.loads((files / name).read_text())
+        for name in ("current.json", "failed.json")
+        if (files / name).exists()
+    }
     row = empty_row(job.name)
     current = notes.get("current.json")
-    if current and current["name"] == job.name: row = row_from_dict(current)
-    why = notes.get("failed.json", dict(status="error", error=f"the process ended with code {code}"))
-    if code is None: why = dict(status="error", error="stopped: out of time")
+    if current and current["name"] == job.name:
+        row = row_from_dict(current)
+    why = notes.get(
+        "failed.json", dict(status="error", error=f"the process ended with code {code}")
+    )
+    if code is None:
+        why = dict(status="error", error="stopped: out of time")
     if code == -signal.SIGKILL or code == 128 + signal.SIGKILL:
         why = dict(status="oom", error="killed by the system, as it does when memory runs out")
     return replace(row, **why)

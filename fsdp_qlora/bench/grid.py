@@ -10,6 +10,7 @@ A cell has the settings of a run, by their names, and gpus, num_hidden_layers (a
 same width), gpu_memory_gib (a smaller card) and published. Lists make one cell for each combination.
 Pure: no torch.
 """
+
 from __future__ import annotations
 
 import json
@@ -32,11 +33,12 @@ OWN = ("name", "gpus", "num_hidden_layers", "gpu_memory_gib", "published")
 @dataclass(frozen=True)
 class Cell:
     """One run of a grid."""
+
     name: str
-    settings: dict                        # fields of RunConfig
+    settings: dict  # fields of RunConfig
     gpus: int = 1
     num_hidden_layers: int | None = None  # None: all of the model's
-    gpu_memory_gib: float | None = None   # None: all of the card's
+    gpu_memory_gib: float | None = None  # None: all of the card's
     published: dict = field(default_factory=dict, hash=False)
 
     @property
@@ -60,6 +62,7 @@ class Cell:
 @dataclass(frozen=True)
 class Grid:
     """Cells with what they are about."""
+
     title: str
     source: str
     cells: list[Cell]
@@ -68,21 +71,28 @@ class Grid:
 def read_grid(path: str | Path) -> Grid:
     """A grid from its file. Raises ValueError naming the file, the cell and what is wrong."""
     import yaml
+
     try:
         given = yaml.safe_load(Path(path).read_text())
     except OSError as error:
-        raise ValueError(f"--grid {path}: {error.strerror}; give a YAML file, as those in "
-                         "benchmarks/grids") from None
+        raise ValueError(
+            f"--grid {path}: {error.strerror}; give a YAML file, as those in benchmarks/grids"
+        ) from None
     except yaml.YAMLError as error:
-        raise ValueError(f"--grid {path}: not readable YAML: {' '.join(str(error).split())}") from None
+        raise ValueError(
+            f"--grid {path}: not readable YAML: {' '.join(str(error).split())}"
+        ) from None
     if not isinstance(given, dict) or not is_list_of_cells(given.get("cells")):
         raise ValueError(f"--grid {path}: takes title, source, defaults and a list of cells")
     if unknown := [str(key) for key in given if key not in PARTS]:
-        raise ValueError(f"--grid {path}: unknown {', '.join(unknown)}; takes title, source, "
-                         "defaults and cells")
+        raise ValueError(
+            f"--grid {path}: unknown {', '.join(unknown)}; takes title, source, defaults and cells"
+        )
     defaults, cells = given.get("defaults") or {}, []
     if not isinstance(defaults, dict):
-        raise ValueError(f"--grid {path}: defaults holds no settings; give one `name: value` a line")
+        raise ValueError(
+            f"--grid {path}: defaults holds no settings; give one `name: value` a line"
+        )
     for number, wanted in enumerate(given["cells"], 1):
         try:
             cells += make_cells(defaults | wanted)
@@ -116,11 +126,19 @@ def make_cells(wanted: dict) -> list[Cell]:
     found = []
     for values in product(*lists.values()):
         chosen = wanted | dict(zip(lists, values, strict=True))
-        settings = {key: AUTO if (key, value) in AUTO_NUMBERS else as_number(value)
-                    for key, value in chosen.items() if key not in OWN}
-        cell = Cell(str(wanted["name"]).format(**chosen), settings, int(chosen.get("gpus", 1)),
-                    chosen.get("num_hidden_layers"), chosen.get("gpu_memory_gib"),
-                    chosen.get("published") or {})
+        settings = {
+            key: AUTO if (key, value) in AUTO_NUMBERS else as_number(value)
+            for key, value in chosen.items()
+            if key not in OWN
+        }
+        cell = Cell(
+            str(wanted["name"]).format(**chosen),
+            settings,
+            int(chosen.get("gpus", 1)),
+            chosen.get("num_hidden_layers"),
+            chosen.get("gpu_memory_gib"),
+            chosen.get("published") or {},
+        )
         cell.config, cell.shape  # noqa: B018  wrong settings are said here
         found.append(cell)
     return found
@@ -131,12 +149,21 @@ def model_folder(name: str, layers: int | None = None) -> Path:
 
     Raises ValueError for a name that is neither a folder nor a known model's.
     """
-    if Path(name).exists() and not layers: return Path(name)
-    config = (json.loads((Path(name) / "config.json").read_text()) if Path(name).exists()
-              else known_config(name))
-    if layers: config["num_hidden_layers"] = layers
-    folder = Path(tempfile.gettempdir(), "fsdp_qlora_shapes", str(config["num_hidden_layers"]),
-                  bare_name(name))
+    if Path(name).exists() and not layers:
+        return Path(name)
+    config = (
+        json.loads((Path(name) / "config.json").read_text())
+        if Path(name).exists()
+        else known_config(name)
+    )
+    if layers:
+        config["num_hidden_layers"] = layers
+    folder = Path(
+        tempfile.gettempdir(),
+        "fsdp_qlora_shapes",
+        str(config["num_hidden_layers"]),
+        bare_name(name),
+    )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder

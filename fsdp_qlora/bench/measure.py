@@ -3,6 +3,7 @@
 A row says all that is needed to repeat it: settings, versions, commit, GPU. Out of memory is a row
 too. The step is a median after warm-up; memory is the highest over ranks.
 """
+
 from __future__ import annotations
 
 import os
@@ -31,36 +32,55 @@ VERSIONED = ("torch", "transformers", "peft", "bitsandbytes", "triton", "fsdp_ql
 def describe_run(config: RunConfig, name: str, layers: int, device: torch.device) -> Row:
     """A row with everything that is known before the first step."""
     from ..derived import compiles
+
     ranks, adapted = ranks_from_env(), config.adapter != "none"
     batches = plan_batches(config, ranks.world_size)
     return Row(
-        name=name, model=Path(config.model_name).name, num_hidden_layers=layers,
-        train_type=config.train_type, quant=config.quant,
-        compute_dtype=config.product_dtype if config.compute_dtype == "auto" else config.compute_dtype,
+        name=name,
+        model=Path(config.model_name).name,
+        num_hidden_layers=layers,
+        train_type=config.train_type,
+        quant=config.quant,
+        compute_dtype=config.product_dtype
+        if config.compute_dtype == "auto"
+        else config.compute_dtype,
         gpu=device_name(device),
-        gpus=ranks.world_size, nodes=ranks.nodes, gpu_memory_limit_gib=None,
+        gpus=ranks.world_size,
+        nodes=ranks.nodes,
+        gpu_memory_limit_gib=None,
         sharding_strategy=config.sharding_strategy,
         activation_policy=config.activation_policy,
-        cpu_offload=config.use_cpu_offload, activation_offload=config.use_activation_cpu_offload,
+        cpu_offload=config.use_cpu_offload,
+        activation_offload=config.use_activation_cpu_offload,
         trained_offload=config.use_trained_cpu_offload,
-        vocabulary_offload=config.use_vocabulary_cpu_offload, mlp_tiles=config.mlp_tiles,
+        vocabulary_offload=config.use_vocabulary_cpu_offload,
+        mlp_tiles=config.mlp_tiles,
         keep_fp8_weights=bool(config.keep_fp8_weights),
-        batch_size=batches.micro_batch_size, context_length=config.context_length,
+        batch_size=batches.micro_batch_size,
+        context_length=config.context_length,
         gradient_accumulation_steps=batches.accumulation,
         lora_rank=config.lora_rank if adapted else None,
         lora_targets=config.lora_target_modules if adapted else None,
         lora_dropout=config.lora_dropout if adapted else None,
         adapter_dtype=config.adapter_dtype if adapted else None,
-        absmax_dtype=config.absmax_dtype if config.quant != "none" else None, optimizer=config.optimizer,
+        absmax_dtype=config.absmax_dtype if config.quant != "none" else None,
+        optimizer=config.optimizer,
         optimizer_state_dtype=state_dtype(config),
-        compile=compiles(config, device), attention_backend=config.attn_implementation,
-        packed=config.packing, versions=versions(), commit=commit(), date=date.today().isoformat())
+        compile=compiles(config, device),
+        attention_backend=config.attn_implementation,
+        packed=config.packing,
+        versions=versions(),
+        commit=commit(),
+        date=date.today().isoformat(),
+    )
 
 
 def state_dtype(config: RunConfig) -> str:
     """What the optimizer's states are stored in: by its name, else as the trained weights."""
     own = config.adapter_dtype if config.adapter != "none" else config.stored_dtype
-    return {"adamw_bf16": "bf16", "adamw_8bit": "int8", "adafactor": "fp32"}.get(config.optimizer, own)
+    return {"adamw_bf16": "bf16", "adamw_8bit": "int8", "adafactor": "fp32"}.get(
+        config.optimizer, own
+    )
 
 
 def this_device() -> torch.device:
@@ -81,16 +101,23 @@ def versions() -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
-    if torch.version.cuda: found["cuda"] = torch.version.cuda
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
     return found
 
 
 def commit() -> str:
     """The project's commit, with + if the tree has changes; GIT_COMMIT says it outside a checkout."""
-    if "GIT_COMMIT" in os.environ: return os.environ["GIT_COMMIT"]
+    if "GIT_COMMIT" in os.environ:
+        return os.environ["GIT_COMMIT"]
     try:
-        run = subprocess.run(["git", "describe", "--always", "--dirty=+"], capture_output=True,
-                             text=True, cwd=Path(__file__).parent, check=True)
+        run = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+"],
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parent,
+            check=True,
+        )
         return run.stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
@@ -116,7 +143,8 @@ def peak_host_gib() -> float:
 
 def measure(row: Row, config: RunConfig, how, device: torch.device, limit: MemoryLimit):
     """Build, warm up, time the steps, and fill the row."""
-    with Peaks(device) as peaks: measure_steps(row, config, how, device, limit)
+    with Peaks(device) as peaks:
+        measure_steps(row, config, how, device, limit)
     record_memory(row, device, peaks)
     record_estimate(row, config)
 
@@ -128,6 +156,7 @@ def measure_steps(row: Row, config: RunConfig, how, device: torch.device, limit:
     from ..optim import build_optimizer
     from ..training.graphs import micro_batch_runner, uses_graphs
     from ..training.step import seed_everything, train_step
+
     seed_everything(config.seed, ranks_from_env().rank, config.deterministic)
     started = time.perf_counter()
     model = build_model(config, device)
@@ -135,22 +164,35 @@ def measure_steps(row: Row, config: RunConfig, how, device: torch.device, limit:
     row.attention_backend = model.config._attn_implementation
     row.cuda_graphs = uses_graphs(config, model, device)
     row.load_seconds = time.perf_counter() - started
-    optimizer = build_optimizer(model, config.optimizer, config.lr, config.wd,
-                                config.loraplus_lr_ratio)
+    optimizer = build_optimizer(
+        model, config.optimizer, config.lr, config.wd, config.loraplus_lr_ratio
+    )
     batches = random_batches(config, model.config.vocab_size, row.gradient_accumulation_steps)
     clip = config.grad_norm if config.apply_gradient_clipping else None
-    one = partial(train_step, model, optimizer, batches, max_grad_norm=clip, no_sync=config.no_sync,
-                  forward_backward=micro_batch_runner(config, model, device))
-    if device.type == "cuda": torch.cuda.reset_peak_memory_stats(device)  # of the job before
+    one = partial(
+        train_step,
+        model,
+        optimizer,
+        batches,
+        max_grad_norm=clip,
+        no_sync=config.no_sync,
+        forward_backward=micro_batch_runner(config, model, device),
+    )
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)  # of the job before
     for step in range(how.warmup + how.steps):
-        if step == how.warmup: timer = StepTimer(device, keep_peak=row.cuda_graphs)
+        if step == how.warmup:
+            timer = StepTimer(device, keep_peak=row.cuda_graphs)
         result = one()
-        if step == 0: row.loss_first = result.loss
-        if step >= how.warmup: timer.step_done()
+        if step == 0:
+            row.loss_first = result.loss
+        if step >= how.warmup:
+            timer.step_done()
         limit.check()
     row.loss_last = result.loss
     record_time(row, timer.seconds())
-    if config.profile: profile_steps(config, device, one)
+    if config.profile:
+        profile_steps(config, device, one)
 
 
 class StepTimer:
@@ -162,7 +204,8 @@ class StepTimer:
     def __init__(self, device: torch.device, keep_peak: bool = False):
         self.device, self.marks = device, []
         synchronize(device)
-        if device.type == "cuda" and not keep_peak: torch.cuda.reset_peak_memory_stats(device)
+        if device.type == "cuda" and not keep_peak:
+            torch.cuda.reset_peak_memory_stats(device)
         self.step_done()
 
     def step_done(self):
@@ -181,7 +224,8 @@ def random_batches(config: RunConfig, vocab: int, count: int) -> list[dict[str, 
     shape = (plan_batches(config, ranks.world_size).micro_batch_size, config.context_length)
     pinned = dict(pin_memory=torch.cuda.is_available())
     tokens = [torch.randint(0, vocab, shape, generator=generator, **pinned) for _ in range(count)]
-    if config.packing: return [collate_packed([[(row, row)] for row in t], 0) for t in tokens]
+    if config.packing:
+        return [collate_packed([[(row, row)] for row in t], 0) for t in tokens]
     return [dict(input_ids=t, labels=t) for t in tokens]
 
 
@@ -201,10 +245,19 @@ def record_memory(row: Row, device: torch.device, peaks: Peaks | None = None):
     host = torch.tensor([peaks.host / 2**30 if peaks else peak_host_gib()])
     dist.all_reduce(host)
     row.peak_host_gib = host.item()
-    if device.type != "cuda": return
-    found = torch.tensor([torch.cuda.max_memory_allocated(device),
-                          torch.cuda.max_memory_reserved(device),
-                          peaks.driver if peaks else 0], dtype=torch.float64) / 2**30
+    if device.type != "cuda":
+        return
+    found = (
+        torch.tensor(
+            [
+                torch.cuda.max_memory_allocated(device),
+                torch.cuda.max_memory_reserved(device),
+                peaks.driver if peaks else 0,
+            ],
+            dtype=torch.float64,
+        )
+        / 2**30
+    )
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     row.peak_allocated_gib, row.peak_reserved_gib, driver = found.tolist()
     row.peak_driver_gib = driver or None
@@ -217,12 +270,16 @@ def record_estimate(row: Row, config: RunConfig):
     from ..catalog.hardware import find_gpu
     from ..estimate import memory, model_tflops, setup_from_config, step_seconds
     from ..loading import read_config
-    shape = expanded_shape(shape_from_config(
-        read_config(config.model_name, **config.source).to_dict(), row.model), config)
+
+    shape = expanded_shape(
+        shape_from_config(read_config(config.model_name, **config.source).to_dict(), row.model),
+        config,
+    )
     setup = setup_from_config(config, row.gpus, compile=row.compile, cuda_graphs=row.cuda_graphs)
     row.model_tflops_per_gpu = model_tflops(shape, setup, row.tokens_per_second_per_gpu)
     row.estimate_peak_gib = memory(shape, setup).peak_allocated
-    if row.gpu == "cpu": return
+    if row.gpu == "cpu":
+        return
     try:
         row.estimate_seconds_per_step = step_seconds(shape, find_gpu(row.gpu), setup).total
     except ValueError:  # a card that is not in the catalogue
@@ -231,14 +288,21 @@ def record_estimate(row: Row, config: RunConfig):
 
 def synchronize(device: torch.device):
     """Wait for the GPU."""
-    if device.type == "cuda": torch.cuda.synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def summary(row: Row) -> str:
     """A row in one line."""
-    if row.status != "ok": return f"{row.name}: {row.status}"
-    memory = (f"  peak {row.peak_allocated_gib:.2f} GiB (estimate {row.estimate_peak_gib:.2f})"
-              if row.peak_allocated_gib else "")
-    return (f"{row.name}: {row.seconds_per_step:.3f} s/step  "
-            f"{row.tokens_per_second_per_gpu:,.0f} tok/s per GPU{memory}  "
-            f"loss {row.loss_first:.4f} -> {row.loss_last:.4f}  load {row.load_seconds:.1f} s")
+    if row.status != "ok":
+        return f"{row.name}: {row.status}"
+    memory = (
+        f"  peak {row.peak_allocated_gib:.2f} GiB (estimate {row.estimate_peak_gib:.2f})"
+        if row.peak_allocated_gib
+        else ""
+    )
+    return (
+        f"{row.name}: {row.seconds_per_step:.3f} s/step  "
+        f"{row.tokens_per_second_per_gpu:,.0f} tok/s per GPU{memory}  "
+        f"loss {row.loss_first:.4f} -> {row.loss_last:.4f}  load {row.load_seconds:.1f} s"
+    )

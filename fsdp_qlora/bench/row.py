@@ -1,4 +1,5 @@
 """One measurement as one JSON line: all that is needed to repeat it, and what came out. No torch."""
+
 from __future__ import annotations
 
 import json
@@ -12,6 +13,7 @@ NO_ROWS = ("attention", "checkpointing", "packing", "quality", "real_rows")
 @dataclass
 class Row:
     """One measurement. Sizes in GiB, times in seconds; `status` is ok, oom or error."""
+
     name: str
     model: str
     num_hidden_layers: int
@@ -43,9 +45,11 @@ class Row:
     commit: str
     date: str
     status: str = "ok"
-    error: str | None = None   # the first line of what went wrong
-    peer: str | None = None    # another tool, or "one rank" without the others (benchmarks/one_rank.py)
-    trained_offload: bool | None = None     # None: as the run chose by itself
+    error: str | None = None  # the first line of what went wrong
+    peer: str | None = (
+        None  # another tool, or "one rank" without the others (benchmarks/one_rank.py)
+    )
+    trained_offload: bool | None = None  # None: as the run chose by itself
     vocabulary_offload: bool | None = None  # None: as cpu_offload
     cuda_graphs: bool = False  # whether micro-batches were replayed
     mlp_tiles: int = 1
@@ -58,8 +62,10 @@ class Row:
     model_tflops_per_gpu: float | None = None
     peak_allocated_gib: float | None = None
     peak_reserved_gib: float | None = None
-    peak_driver_gib: float | None = None   # as the driver counts: torch, CUDA and NCCL
-    peak_host_gib: float | None = None     # anonymous and pinned memory of all ranks, the load included
+    peak_driver_gib: float | None = None  # as the driver counts: torch, CUDA and NCCL
+    peak_host_gib: float | None = (
+        None  # anonymous and pinned memory of all ranks, the load included
+    )
     load_seconds: float | None = None
     loss_first: float | None = None
     loss_last: float | None = None
@@ -72,9 +78,12 @@ def append_row(row: Row, path: str | Path):
     text = json.dumps(asdict(row))
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a") as file: file.write(text + "\n")
+        with open(path, "a") as file:
+            file.write(text + "\n")
     except OSError as error:
-        raise ValueError(f"--results {path}: {error.strerror or error}; the row was {text}") from error
+        raise ValueError(
+            f"--results {path}: {error.strerror or error}; the row was {text}"
+        ) from error
 
 
 def row_files(folder: Path) -> list[Path]:
@@ -91,15 +100,19 @@ def read_rows(path: str | Path) -> list[Row]:
         lines = Path(path).read_text().splitlines()
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from None
-    return [read_row(line, f"{path} line {number}") for number, line in enumerate(lines, 1)
-            if line.strip()]
+    return [
+        read_row(line, f"{path} line {number}")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
 
 
 def read_row(line: str, where: str) -> Row:
     """A row from its JSON; settings that it does not name are None."""
     try:
         given = json.loads(line)
-        if not {"name", "model"} <= set(given): raise ValueError("it has no name or no model")
+        if not {"name", "model"} <= set(given):
+            raise ValueError("it has no name or no model")
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: not a row of measurements: {error}") from None
     return row_from_dict(given)

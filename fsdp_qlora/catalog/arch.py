@@ -6,6 +6,7 @@ Memory and time follow from a model's shape alone, so estimates need its config.
 Letters: V vocabulary, D hidden, I intermediate, H query heads, K key-value heads, hd head size,
 R LoRA rank, O out rows of a linear layer, E experts.
 """
+
 from __future__ import annotations
 
 import json
@@ -27,8 +28,13 @@ from .families import (
 )
 from .known_models import known_config, known_name
 
-MUST_HAVE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-             "num_attention_heads")
+MUST_HAVE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 MAY_HAVE = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
@@ -36,20 +42,21 @@ EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_nu
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """The sizes of one decoder model."""
+
     name: str
-    family: str              # transformers' model_type
-    vocab: int               # V
-    hidden: int              # D
-    intermediate: int        # I
+    family: str  # transformers' model_type
+    vocab: int  # V
+    hidden: int  # D
+    intermediate: int  # I
     layers: int
-    heads: int               # H
-    kv_heads: int            # K
-    head_dim: int            # hd
-    traits: Traits = LLAMA   # of the family and this model of it
+    heads: int  # H
+    kv_heads: int  # K
+    head_dim: int  # hd
+    traits: Traits = LLAMA  # of the family and this model of it
     max_positions: int | None = None
-    experts: int = 0         # E
+    experts: int = 0  # E
     experts_per_token: int = 0
-    new_blocks: int = 0      # among the layers: Llama-Pro's, trained (block_expansion.py)
+    new_blocks: int = 0  # among the layers: Llama-Pro's, trained (block_expansion.py)
 
     @property
     def tied(self) -> bool:
@@ -76,15 +83,19 @@ class ModelShape:
         q, kv, d = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden
         if self.traits.layers == "gpt2":
             return {"attn.c_attn": (q + 2 * kv, d), "attn.c_proj": (d, q)}
-        if self.traits.layers == "fused": return dict(qkv_proj=(q + 2 * kv, d), o_proj=(d, q))
+        if self.traits.layers == "fused":
+            return dict(qkv_proj=(q + 2 * kv, d), o_proj=(d, q))
         return dict(q_proj=(q, d), k_proj=(kv, d), v_proj=(kv, d), o_proj=(d, q))
 
     def mlp_linears(self) -> dict[str, tuple[int, int]]:
         """(out, in) of the linear layers of a block's MLP; the last gives its output."""
         d, i = self.hidden, self.intermediate
-        if self.traits.experts: return {}
-        if self.traits.layers == "gpt2": return {"mlp.c_fc": (i, d), "mlp.c_proj": (d, i)}
-        if self.traits.layers == "fused": return dict(gate_up_proj=(2 * i, d), down_proj=(d, i))
+        if self.traits.experts:
+            return {}
+        if self.traits.layers == "gpt2":
+            return {"mlp.c_fc": (i, d), "mlp.c_proj": (d, i)}
+        if self.traits.layers == "fused":
+            return dict(gate_up_proj=(2 * i, d), down_proj=(d, i))
         return dict(gate_proj=(i, d), up_proj=(i, d), down_proj=(d, i))
 
     def linears(self) -> dict[str, tuple[int, int]]:
@@ -93,21 +104,28 @@ class ModelShape:
 
     def expert_linears(self) -> dict[str, tuple[int, int]]:
         """(out, in) of the weights of one expert; empty without experts."""
-        if not self.traits.experts: return {}
-        return {"experts.gate_up_proj": (2 * self.intermediate, self.hidden),
-                "experts.down_proj": (self.hidden, self.intermediate)}
+        if not self.traits.experts:
+            return {}
+        return {
+            "experts.gate_up_proj": (2 * self.intermediate, self.hidden),
+            "experts.down_proj": (self.hidden, self.intermediate),
+        }
 
     def biases(self) -> dict[str, int]:
         """Length of the bias of each linear layer of a block that has one."""
         attention = list(self.attention_linears())
         has = {name: self.traits.mlp_bias for name in self.mlp_linears()}
-        has |= dict.fromkeys(attention[:-1], self.traits.qkv_bias) | {attention[-1]: self.traits.o_bias}
+        has |= dict.fromkeys(attention[:-1], self.traits.qkv_bias) | {
+            attention[-1]: self.traits.o_bias
+        }
         return {name: out for name, (out, _) in self.linears().items() if has[name]}
 
     def norm_weights(self) -> list[tuple[str, int]]:
         """Name and length of each weight of a block's norms."""
-        widths = dict(head=(self.head_dim, self.head_dim),
-                      width=(self.heads * self.head_dim, self.kv_heads * self.head_dim))
+        widths = dict(
+            head=(self.head_dim, self.head_dim),
+            width=(self.heads * self.head_dim, self.kv_heads * self.head_dim),
+        )
         of_qk = zip(("q_norm", "k_norm"), widths.get(self.traits.qk_norm, ()), strict=False)
         names = self.traits.norm_names * self.traits.norm_parts
         return [*((name, self.hidden) for name in names), *of_qk]
@@ -122,8 +140,10 @@ class ModelShape:
     def used_linears(self) -> int:
         """Weights of a block's linear layers that a token is multiplied with."""
         experts = sum(out * wide for out, wide in self.expert_linears().values())
-        return (sum(out * wide for out, wide in self.linears().values())
-                + self.experts_per_token * experts)
+        return (
+            sum(out * wide for out, wide in self.linears().values())
+            + self.experts_per_token * experts
+        )
 
     def params(self) -> dict[str, int]:
         """Weights of the model by kind; `head` is 0 where the embedding is used again.
@@ -132,9 +152,12 @@ class ModelShape:
         """
         block, embedding = self.block_params(), self.vocab * self.hidden
         last = self.hidden * (self.traits.norm_parts + self.learned_positions)
-        return dict(embedding=embedding, linears=self.layers * block["linears"],
-                    norms=self.layers * block["norms"] + last,
-                    head=0 if self.tied else embedding)
+        return dict(
+            embedding=embedding,
+            linears=self.layers * block["linears"],
+            norms=self.layers * block["norms"] + last,
+            head=0 if self.tied else embedding,
+        )
 
     def total_params(self) -> int:
         """Weights of the model, as `sum(p.numel() for p in model.parameters())`."""
@@ -147,14 +170,21 @@ class ModelShape:
         ValueError, listing the names there are, for one that does not exist.
         """
         names = tuple(self.linears())
-        if wanted == "all-linear": return names
-        if wanted is None: wanted = [*DEFAULT_TARGETS.get(self.family, ())] or ["q_proj", "v_proj"]
+        if wanted == "all-linear":
+            return names
+        if wanted is None:
+            wanted = [*DEFAULT_TARGETS.get(self.family, ())] or ["q_proj", "v_proj"]
         known = (*names, "lm_head")
         wanted = [wanted] if isinstance(wanted, str) else wanted
-        def is_of(name, asked): return f".{name}".endswith(f".{asked.rsplit('.', 1)[-1]}")
+
+        def is_of(name, asked):
+            return f".{name}".endswith(f".{asked.rsplit('.', 1)[-1]}")
+
         if missing := [w for w in wanted if not any(is_of(name, w) for name in known)]:
-            raise ValueError(f"--lora_target_modules {','.join(missing)}: no such module; "
-                             f"{self.name} has {', '.join(known)}")
+            raise ValueError(
+                f"--lora_target_modules {','.join(missing)}: no such module; "
+                f"{self.name} has {', '.join(known)}"
+            )
         return tuple(name for name in known if any(is_of(name, w) for w in wanted))
 
     def expert_targets(self, wanted: Iterable[str]) -> tuple[str, ...]:
@@ -163,10 +193,15 @@ class ModelShape:
         Raises ValueError, listing the names there are, for one that does not exist.
         """
         names, wanted = tuple(self.expert_linears()), tuple(wanted)
-        def is_of(name, asked): return asked in ("experts", name) or name.endswith(asked.split(".")[-1])
+
+        def is_of(name, asked):
+            return asked in ("experts", name) or name.endswith(asked.split(".")[-1])
+
         if missing := [w for w in wanted if not any(is_of(name, w) for name in names)]:
-            raise ValueError(f"--lora_target_parameters {','.join(missing)}: no such parameter; "
-                             f"{self.name} has {', '.join(names) or 'no experts'}")
+            raise ValueError(
+                f"--lora_target_parameters {','.join(missing)}: no such parameter; "
+                f"{self.name} has {', '.join(names) or 'no experts'}"
+            )
         return tuple(name for name in names if any(is_of(name, w) for w in wanted))
 
     def lora_block_params(self, rank: int, targets: tuple[str, ...]) -> int:
@@ -195,53 +230,77 @@ def shape_from_config(config: dict, name: str = "") -> ModelShape:
     family, traits = config.get("model_type", "llama"), traits_of(config)
     heads = config["num_attention_heads"]
     experts = next((config[key] for key in EXPERT_COUNTS if (config.get(key) or 1) > 1), 0)
-    if experts: check_experts(name, config, traits, experts)
+    if experts:
+        check_experts(name, config, traits, experts)
     return ModelShape(
-        name=name, family=family, vocab=config["vocab_size"], hidden=config["hidden_size"],
+        name=name,
+        family=family,
+        vocab=config["vocab_size"],
+        hidden=config["hidden_size"],
         intermediate=experts and config.get("moe_intermediate_size") or config["intermediate_size"],
-        layers=config["num_hidden_layers"], heads=heads,
+        layers=config["num_hidden_layers"],
+        heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads, traits=traits,
-        max_positions=positions_of(config), experts=experts,
-        experts_per_token=config["num_experts_per_tok"] if experts else 0)
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        traits=traits,
+        max_positions=positions_of(config),
+        experts=experts,
+        experts_per_token=config["num_experts_per_tok"] if experts else 0,
+    )
 
 
 def check_fields(name: str, config: dict):
     """Refuse a config.json whose sizes are missing, or can't be. Raises ValueError."""
     where = f"--model_name {name}: config.json has"
     if missing := [key for key in MUST_HAVE if config.get(key) is None]:
-        raise ValueError(f"{where} no {', '.join(missing)}, so it is not a decoder of the Llama kind "
-                         "and can't be estimated")
+        raise ValueError(
+            f"{where} no {', '.join(missing)}, so it is not a decoder of the Llama kind "
+            "and can't be estimated"
+        )
     if config.get("is_encoder_decoder"):
-        raise ValueError(f"{where} is_encoder_decoder, so it is not a decoder of the Llama kind "
-                         "and can't be estimated")
+        raise ValueError(
+            f"{where} is_encoder_decoder, so it is not a decoder of the Llama kind "
+            "and can't be estimated"
+        )
     for key in (*MUST_HAVE, *MAY_HAVE):
         value = config.get(key)
         if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{where} {key} {shorten(json.dumps(value), 40)}; it must be a whole "
-                             "number of 1 or more")
+            raise ValueError(
+                f"{where} {key} {shorten(json.dumps(value), 40)}; it must be a whole "
+                "number of 1 or more"
+            )
     if type(config.get("tie_word_embeddings")) not in (bool, type(None)):
-        raise ValueError(f"{where} tie_word_embeddings {config['tie_word_embeddings']!r}; it must be "
-                         "true or false")
+        raise ValueError(
+            f"{where} tie_word_embeddings {config['tie_word_embeddings']!r}; it must be "
+            "true or false"
+        )
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads") or 1
     if heads % kv_heads:
-        raise ValueError(f"{where} num_attention_heads {heads}, which is no multiple of "
-                         f"num_key_value_heads {kv_heads}; give the file as the model's maker wrote it")
+        raise ValueError(
+            f"{where} num_attention_heads {heads}, which is no multiple of "
+            f"num_key_value_heads {kv_heads}; give the file as the model's maker wrote it"
+        )
 
 
 def check_experts(name: str, config: dict, traits: Traits, experts: int):
     """Refuse a mixture of experts that is built in a way not known here. Raises ValueError."""
     family, used = config.get("model_type"), config.get("num_experts_per_tok")
-    if not traits.experts: fault = f"the experts of {family} are not known here"
+    if not traits.experts:
+        fault = f"the experts of {family} are not known here"
     elif config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         fault = "only some of its blocks have experts"
     elif type(used) is not int or not 1 <= used <= experts:
-        raise ValueError(f"--model_name {name}: config.json has num_experts_per_tok {json.dumps(used)}; "
-                         f"it must be 1 to {experts}, as many as there are experts")
-    else: return
+        raise ValueError(
+            f"--model_name {name}: config.json has num_experts_per_tok {json.dumps(used)}; "
+            f"it must be 1 to {experts}, as many as there are experts"
+        )
+    else:
+        return
     known = ", ".join(f for f, t in FAMILIES.items() if t.experts)
-    raise ValueError(f"--model_name {name}: a mixture of experts that can't be estimated: {fault}; "
-                     f"known are {known} with experts everywhere")
+    raise ValueError(
+        f"--model_name {name}: a mixture of experts that can't be estimated: {fault}; "
+        f"known are {known} with experts everywhere"
+    )
 
 
 def model_shape(model: str | Path | dict) -> ModelShape:
@@ -249,10 +308,12 @@ def model_shape(model: str | Path | dict) -> ModelShape:
 
     Raises ValueError, with close names and the other ways to give a model, if it is none of these.
     """
-    if isinstance(model, dict): return shape_from_config(model)
+    if isinstance(model, dict):
+        return shape_from_config(model)
     path = Path(model)
     file = path / "config.json" if path.is_dir() else path
-    if file.is_file(): return shape_from_config(read_json(file), str(model))
+    if file.is_file():
+        return shape_from_config(read_json(file), str(model))
     return shape_from_config(known_config(str(model)), known_name(str(model)))
 
 
@@ -261,11 +322,14 @@ def read_json(path: Path) -> dict:
     try:
         found = from_json(path.read_text())
     except (ValueError, OSError) as error:
-        raise ValueError(f"--model_name {path}: not a config.json ({error}); give the model's folder, "
-                         "or a hub name") from None
+        raise ValueError(
+            f"--model_name {path}: not a config.json ({error}); give the model's folder, "
+            "or a hub name"
+        ) from None
     if not isinstance(found, dict):
-        raise ValueError(f"--model_name {path}: it holds no JSON object; give the model's folder, or a "
-                         "hub name")
+        raise ValueError(
+            f"--model_name {path}: it holds no JSON object; give the model's folder, or a hub name"
+        )
     return found
 
 
@@ -277,19 +341,33 @@ def shape_from_params(text: str) -> ModelShape:
     """
     found = re.fullmatch(r"([\d.,_]+(?:E\+?\d+)?)\s*([KMBT]?)", text.strip().upper())
     try:
-        if not found: raise ValueError
-        wanted = float(re.sub("[,_]", "", found[1])) * dict(K=1e3, M=1e6, B=1e9, T=1e12).get(found[2], 1)
+        if not found:
+            raise ValueError
+        wanted = float(re.sub("[,_]", "", found[1])) * dict(K=1e3, M=1e6, B=1e9, T=1e12).get(
+            found[2], 1
+        )
     except ValueError:
         raise ValueError(f"--params {text}: give a size such as 7B, 350M or 8030261248") from None
     if not 5e6 <= wanted <= 2e12:
         unit = f"; did you mean {text.strip()}B?" if 0.1 <= wanted <= 2000 and not found[2] else ""
         raise ValueError(f"--params {text}: give 5M to 2T weights, which can be estimated{unit}")
     vocab = 128256 if wanted > 5e8 else 32000
+
     def llama(layers):
         heads = max(1, layers if layers < 64 else layers // 8 * 8)
-        return ModelShape(name=f"a Llama of {text.strip()} weights", family="llama", vocab=vocab,
-                          hidden=128 * heads, intermediate=448 * heads, layers=layers, heads=heads,
-                          kv_heads=min(heads, 8), head_dim=128, traits=Traits(tied=wanted < 3e9))
+        return ModelShape(
+            name=f"a Llama of {text.strip()} weights",
+            family="llama",
+            vocab=vocab,
+            hidden=128 * heads,
+            intermediate=448 * heads,
+            layers=layers,
+            heads=heads,
+            kv_heads=min(heads, 8),
+            head_dim=128,
+            traits=Traits(tied=wanted < 3e9),
+        )
+
     near = min(map(llama, range(1, 400)), key=lambda s: abs(s.total_params() - wanted))
     rest = (wanted - near.total_params()) / sum(near.block_params().values())
     return replace(near, layers=max(1, near.layers + round(rest)))

@@ -3,6 +3,7 @@
 The file is one that --gpu_spec takes too: a GPU's fields, with how they were measured under `machine`.
 Pure: no torch.
 """
+
 from __future__ import annotations
 
 import os
@@ -16,9 +17,10 @@ from .hardware import CALIBRATION, Gpu, find_gpu, load_gpu_spec, read_object
 @dataclass(frozen=True)
 class Calibration:
     """A measured card, and what was measured around it."""
+
     gpu: Gpu
-    device: str          # its name, as the driver says it
-    torch: str           # the version that measured
+    device: str  # its name, as the driver says it
+    torch: str  # the version that measured
     date: str
 
     def is_of(self, gpu: Gpu) -> bool:
@@ -27,8 +29,11 @@ class Calibration:
 
     def applied(self, gpu: Gpu) -> Gpu:
         """The card with the measured figures in place of its own."""
-        measured = {f.name: getattr(self.gpu, f.name) for f in fields(Gpu)
-                    if f.name.startswith("measured_") and getattr(self.gpu, f.name)}
+        measured = {
+            f.name: getattr(self.gpu, f.name)
+            for f in fields(Gpu)
+            if f.name.startswith("measured_") and getattr(self.gpu, f.name)
+        }
         return replace(gpu, **measured, source=f"fsdp-qlora calibrate, {self.date}")
 
 
@@ -51,8 +56,9 @@ def read_calibration(path: str | Path) -> Calibration:
     flag = f"--calibration {path}"
     about = read_object(path, flag, "a GPU's fields").get(CALIBRATION)
     if not isinstance(about, dict) or not {"device", "torch", "date"} <= set(about):
-        raise ValueError(f"{flag}: not made by fsdp-qlora calibrate; a described card goes with "
-                         "--gpu_spec")
+        raise ValueError(
+            f"{flag}: not made by fsdp-qlora calibrate; a described card goes with --gpu_spec"
+        )
     return Calibration(load_gpu_spec(path, flag), about["device"], about["torch"], about["date"])
 
 
@@ -60,8 +66,10 @@ def calibrated(gpu: Gpu, path: str) -> Gpu:
     """The card as the file says it was measured. Raises ValueError if another one was."""
     found = read_calibration(path)
     if not found.is_of(gpu):
-        raise ValueError(f"--calibration {path}: measured on a {found.device}, and the GPU is a "
-                         f"{gpu.name}; run `fsdp-qlora calibrate` there, or leave --calibration out")
+        raise ValueError(
+            f"--calibration {path}: measured on a {found.device}, and the GPU is a "
+            f"{gpu.name}; run `fsdp-qlora calibrate` there, or leave --calibration out"
+        )
     return found.applied(gpu)
 
 
@@ -70,7 +78,8 @@ def calibrated_here(gpu: Gpu, device: str) -> Gpu:
 
     As it is, where there is none, it can't be read, or another card or version of torch was measured.
     """
-    if not calibration_file().exists(): return gpu
+    if not calibration_file().exists():
+        return gpu
     try:
         found = read_calibration(calibration_file())
     except ValueError:

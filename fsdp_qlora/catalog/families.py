@@ -3,6 +3,7 @@
 Only estimates need this; a run looks at the model itself. A family that is not here is taken to be
 built like Llama, and its estimate says so. Pure: no torch.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -11,18 +12,19 @@ from dataclasses import dataclass, replace
 @dataclass(frozen=True)
 class Traits:
     """How a family's decoder block is built; the defaults are Llama's."""
-    layers: str = "separate"     # or "fused" q, k, v and gate, up; or "gpt2"
-    tied: bool = False           # unless config.json says
+
+    layers: str = "separate"  # or "fused" q, k, v and gate, up; or "gpt2"
+    tied: bool = False  # unless config.json says
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     # of width D in a block
     norm_names: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    norm_parts: int = 1          # weights of a norm: none, a scale, or a scale and an offset
-    qk_norm: str = ""            # of q and k: "head", one for all heads, or "width", one value each
-    output_norm: bool = False    # a norm follows the MLP
-    experts: bool = False        # the MLP is a router and experts
-    windows: bool = False        # some layers see less than all tokens before
+    norm_parts: int = 1  # weights of a norm: none, a scale, or a scale and an offset
+    qk_norm: str = ""  # of q and k: "head", one for all heads, or "width", one value each
+    output_norm: bool = False  # a norm follows the MLP
+    experts: bool = False  # the MLP is a router and experts
+    windows: bool = False  # some layers see less than all tokens before
 
     @property
     def norms(self) -> int:
@@ -34,18 +36,30 @@ LLAMA = Traits()
 AROUND_MLP = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 GEMMA2 = Traits(tied=True, norm_names=LLAMA.norm_names + AROUND_MLP, output_norm=True)
 FAMILIES = {
-    "llama": LLAMA, "mistral": LLAMA, "granite": LLAMA,
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "granite": LLAMA,
     "qwen2": Traits(qkv_bias=True),
     "qwen3": Traits(qk_norm="head"),
     "gemma": Traits(tied=True),
     "gemma2": GEMMA2,
     "gemma3_text": replace(GEMMA2, qk_norm="head"),
     "phi3": Traits(layers="fused"),
-    "gpt2": Traits(layers="gpt2", tied=True, qkv_bias=True, o_bias=True, mlp_bias=True,
-                   norm_names=("ln_1", "ln_2"), norm_parts=2),
+    "gpt2": Traits(
+        layers="gpt2",
+        tied=True,
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        norm_names=("ln_1", "ln_2"),
+        norm_parts=2,
+    ),
     "olmo": Traits(norm_parts=0),
-    "olmo2": Traits(qk_norm="width", output_norm=True,
-                    norm_names=("post_attention_layernorm", "post_feedforward_layernorm")),
+    "olmo2": Traits(
+        qk_norm="width",
+        output_norm=True,
+        norm_names=("post_attention_layernorm", "post_feedforward_layernorm"),
+    ),
     "smollm3": Traits(tied=True),
     "stablelm": Traits(norm_parts=2),
     "mixtral": Traits(experts=True),
@@ -55,22 +69,36 @@ STRETCHED = ("linear", "dynamic", "yarn")  # rotary angles, by a factor
 # What PEFT adapts if no target is named, where that is not q_proj and v_proj.
 DEFAULT_TARGETS = {"phi3": ("qkv_proj",), "gpt2": ("c_attn",)}
 # GPT-2's names of the fields that others share.
-OLD_FIELDS = dict(n_embd="hidden_size", n_layer="num_hidden_layers", n_head="num_attention_heads",
-                  n_positions="max_position_embeddings", n_inner="intermediate_size")
+OLD_FIELDS = dict(
+    n_embd="hidden_size",
+    n_layer="num_hidden_layers",
+    n_head="num_attention_heads",
+    n_positions="max_position_embeddings",
+    n_inner="intermediate_size",
+)
 
 
 def traits_of(config: dict) -> Traits:
     """The traits of the model that a config.json describes."""
     traits = FAMILIES.get(config.get("model_type", "llama"), LLAMA)
     bias = bool(config.get("attention_bias", False))
-    traits = replace(traits, qkv_bias=traits.qkv_bias or bias, o_bias=traits.o_bias or bias,
-                     mlp_bias=traits.mlp_bias or bool(config.get("mlp_bias", False)))
+    traits = replace(
+        traits,
+        qkv_bias=traits.qkv_bias or bias,
+        o_bias=traits.o_bias or bias,
+        mlp_bias=traits.mlp_bias or bool(config.get("mlp_bias", False)),
+    )
     if config.get("model_type") == "stablelm":
-        traits = replace(traits, qkv_bias=bool(config.get("use_qkv_bias")),
-                         norm_names=LLAMA.norm_names[:1 if config.get("use_parallel_residual") else 2],
-                         qk_norm="width" if config.get("qk_layernorm") else "")
+        traits = replace(
+            traits,
+            qkv_bias=bool(config.get("use_qkv_bias")),
+            norm_names=LLAMA.norm_names[: 1 if config.get("use_parallel_residual") else 2],
+            qk_norm="width" if config.get("qk_layernorm") else "",
+        )
     tied = config.get("tie_word_embeddings")
-    return replace(traits, windows=has_windows(config), tied=traits.tied if tied is None else bool(tied))
+    return replace(
+        traits, windows=has_windows(config), tied=traits.tied if tied is None else bool(tied)
+    )
 
 
 def has_windows(config: dict) -> bool:
@@ -87,7 +115,8 @@ def positions_of(config: dict) -> int | None:
     """
     positions, rope = config.get("max_position_embeddings"), {}
     for key in ("rope_scaling", "rope_parameters"):
-        if isinstance(config.get(key), dict): rope = config[key]
+        if isinstance(config.get(key), dict):
+            rope = config[key]
     factor = rope.get("factor")
     if rope.get("rope_type", rope.get("type")) not in STRETCHED or not positions or not factor:
         return positions

@@ -5,6 +5,7 @@ uses; GeForce cards run it at half the rate that their advertisements quote. A d
 reached: `measured_*` holds what this project measured, and other cards are assumed to reach
 `TYPICAL_SHARE` of theirs. A card without measurements is *uncalibrated*, and says so.
 """
+
 from __future__ import annotations
 
 import json
@@ -26,18 +27,19 @@ PCIE_SHARE = 0.80  # of the line rate, by pinned host copies
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
     """One kind of GPU. Bandwidths are in GB/s (1e9 bytes), memory in GiB (2**30)."""
+
     name: str
-    memory_gib: float                   # as torch reports it; less than the box says
-    bf16_tflops: float                  # dense, fp32 accumulation
-    fp8_tflops: float | None = None     # the same; None: no fp8 products
-    bandwidth_gb_s: float               # of the GPU's own memory
-    nvlink_gb_s: float = 0.0            # one direction, to all peers; 0: peers talk over PCIe
-    bridge_gb_s: float = 0.0            # the same with an NVLink bridge, which is bought apart
+    memory_gib: float  # as torch reports it; less than the box says
+    bf16_tflops: float  # dense, fp32 accumulation
+    fp8_tflops: float | None = None  # the same; None: no fp8 products
+    bandwidth_gb_s: float  # of the GPU's own memory
+    nvlink_gb_s: float = 0.0  # one direction, to all peers; 0: peers talk over PCIe
+    bridge_gb_s: float = 0.0  # the same with an NVLink bridge, which is bought apart
     pcie_gen: int = 4
     pcie_lanes: int = 16
     price_per_hour: float | None = None  # US dollars; None: no source at hand
     price_source: str = ""
-    source: str = ""                    # of the speeds
+    source: str = ""  # of the speeds
     measured_bf16_tflops: float | None = None
     measured_fp8_tflops: float | None = None
     measured_bandwidth_gb_s: float | None = None  # bytes read and written, per second
@@ -63,7 +65,8 @@ class Gpu:
     @property
     def reached_fp8_tflops(self) -> float | None:
         """The same in fp8; None where there is none."""
-        if self.measured_fp8_tflops or not self.fp8_tflops: return self.measured_fp8_tflops
+        if self.measured_fp8_tflops or not self.fp8_tflops:
+            return self.measured_fp8_tflops
         return self.fp8_tflops * TYPICAL_SHARE["tflops"]
 
     @property
@@ -74,7 +77,8 @@ class Gpu:
     @property
     def host_gb_s(self) -> float:
         """GB/s of one direction between pinned host memory and the GPU."""
-        if self.measured_host_gb_s: return self.measured_host_gb_s
+        if self.measured_host_gb_s:
+            return self.measured_host_gb_s
         return PCIE_GB_S_PER_LANE[self.pcie_gen] * self.pcie_lanes * PCIE_SHARE
 
     def peer_gb_s(self, gpus: int = 2) -> float:
@@ -83,13 +87,15 @@ class Gpu:
         Without NVLink data go through the host, up and down: half of PCIe's rate.
         """
         known = dict(self.measured_link_gb_s)
-        if known: return known[min(known, key=lambda n: abs(n - gpus))]
+        if known:
+            return known[min(known, key=lambda n: abs(n - gpus))]
         return self.nvlink_gb_s * TYPICAL_SHARE["link"] or self.host_gb_s / 2
 
     def without_nvlink(self) -> Gpu:
         """The same card where peers talk over PCIe (NCCL_P2P_DISABLE=1, or no bridge)."""
-        return replace(self, name=f"{self.name} without NVLink", nvlink_gb_s=0.0,
-                       measured_link_gb_s=())
+        return replace(
+            self, name=f"{self.name} without NVLink", nvlink_gb_s=0.0, measured_link_gb_s=()
+        )
 
 
 AMPERE = "NVIDIA GA102 whitepaper"
@@ -105,49 +111,175 @@ def _priced(dollars: float) -> dict:
     return dict(price_per_hour=dollars, price_source=RENTED)
 
 
-GPUS = {gpu.name: gpu for gpu in (
-    Gpu(name="RTX 3090", memory_gib=23.7, bf16_tflops=71.0, bandwidth_gb_s=936, source=AMPERE,
-        bridge_gb_s=56.2, **_priced(0.22)),
-    Gpu(name="RTX 4080", memory_gib=15.7, bf16_tflops=97.5, fp8_tflops=194.9, bandwidth_gb_s=717,
-        source=ADA),
-    Gpu(name="RTX 4090", memory_gib=23.6, bf16_tflops=165.2, fp8_tflops=330.3, bandwidth_gb_s=1008,
-        source=ADA, **_priced(0.34)),
-    Gpu(name="RTX 5090", memory_gib=31.4, bf16_tflops=209.5, fp8_tflops=419.0, bandwidth_gb_s=1792,
-        pcie_gen=5, source=BLACKWELL, **_priced(0.69)),
-    Gpu(name="RTX PRO 6000", memory_gib=95.0, bf16_tflops=503.8, fp8_tflops=1007.6,
-        bandwidth_gb_s=1792, pcie_gen=5, source=BLACKWELL, **_priced(0.89)),
-    Gpu(name="RTX A5000", memory_gib=23.7, bf16_tflops=111.1, bandwidth_gb_s=768,
-        bridge_gb_s=56.2, source=AMPERE_PRO),
-    Gpu(name="RTX A6000", memory_gib=47.5, bf16_tflops=154.8, bandwidth_gb_s=768,
-        bridge_gb_s=56.2, source=AMPERE_PRO),
-    Gpu(name="RTX 6000 Ada", memory_gib=47.5, bf16_tflops=364.2, fp8_tflops=728.5,
-        bandwidth_gb_s=960, source="NVIDIA RTX 6000 Ada datasheet"),
-    Gpu(name="A100 40GB", memory_gib=39.4, bf16_tflops=312, bandwidth_gb_s=1555, nvlink_gb_s=300,
-        source=A100),
-    Gpu(name="A100 80GB", memory_gib=79.1, bf16_tflops=312, bandwidth_gb_s=2039, nvlink_gb_s=300,
-        source=A100, **_priced(1.39)),
-    Gpu(name="H100 PCIe", memory_gib=79.1, bf16_tflops=756, fp8_tflops=1513, bandwidth_gb_s=2000,
-        pcie_gen=5, bridge_gb_s=300, source=HOPPER, **_priced(1.99)),
-    Gpu(name="H100 SXM", memory_gib=79.1, bf16_tflops=989.4, fp8_tflops=1979, bandwidth_gb_s=3350,
-        nvlink_gb_s=450, pcie_gen=5, source=HOPPER, **_priced(2.69), measured_bf16_tflops=780,
-        measured_bandwidth_gb_s=3000, measured_link_gb_s=((2, 329.0), (4, 355.0))),
-    Gpu(name="H200", memory_gib=139.7, bf16_tflops=989.4, fp8_tflops=1979, bandwidth_gb_s=4800,
-        nvlink_gb_s=450, pcie_gen=5, source=HOPPER, **_priced(3.59), measured_bf16_tflops=718,
-        measured_fp8_tflops=1356, measured_bandwidth_gb_s=4200, measured_unpack_gb_s=2320,
-        measured_host_gb_s=55.3),
-    Gpu(name="L40S", memory_gib=44.4, bf16_tflops=362.0, fp8_tflops=733, bandwidth_gb_s=864,
-        source="NVIDIA L40S datasheet", **_priced(0.79)),
-    Gpu(name="MI300X", memory_gib=191.7, bf16_tflops=1307.4, fp8_tflops=2614.9, bandwidth_gb_s=5300,
-        nvlink_gb_s=448, pcie_gen=5, source="AMD MI300X data sheet; the link is Infinity Fabric"),
-)}
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu(
+            name="RTX 3090",
+            memory_gib=23.7,
+            bf16_tflops=71.0,
+            bandwidth_gb_s=936,
+            source=AMPERE,
+            bridge_gb_s=56.2,
+            **_priced(0.22),
+        ),
+        Gpu(
+            name="RTX 4080",
+            memory_gib=15.7,
+            bf16_tflops=97.5,
+            fp8_tflops=194.9,
+            bandwidth_gb_s=717,
+            source=ADA,
+        ),
+        Gpu(
+            name="RTX 4090",
+            memory_gib=23.6,
+            bf16_tflops=165.2,
+            fp8_tflops=330.3,
+            bandwidth_gb_s=1008,
+            source=ADA,
+            **_priced(0.34),
+        ),
+        Gpu(
+            name="RTX 5090",
+            memory_gib=31.4,
+            bf16_tflops=209.5,
+            fp8_tflops=419.0,
+            bandwidth_gb_s=1792,
+            pcie_gen=5,
+            source=BLACKWELL,
+            **_priced(0.69),
+        ),
+        Gpu(
+            name="RTX PRO 6000",
+            memory_gib=95.0,
+            bf16_tflops=503.8,
+            fp8_tflops=1007.6,
+            bandwidth_gb_s=1792,
+            pcie_gen=5,
+            source=BLACKWELL,
+            **_priced(0.89),
+        ),
+        Gpu(
+            name="RTX A5000",
+            memory_gib=23.7,
+            bf16_tflops=111.1,
+            bandwidth_gb_s=768,
+            bridge_gb_s=56.2,
+            source=AMPERE_PRO,
+        ),
+        Gpu(
+            name="RTX A6000",
+            memory_gib=47.5,
+            bf16_tflops=154.8,
+            bandwidth_gb_s=768,
+            bridge_gb_s=56.2,
+            source=AMPERE_PRO,
+        ),
+        Gpu(
+            name="RTX 6000 Ada",
+            memory_gib=47.5,
+            bf16_tflops=364.2,
+            fp8_tflops=728.5,
+            bandwidth_gb_s=960,
+            source="NVIDIA RTX 6000 Ada datasheet",
+        ),
+        Gpu(
+            name="A100 40GB",
+            memory_gib=39.4,
+            bf16_tflops=312,
+            bandwidth_gb_s=1555,
+            nvlink_gb_s=300,
+            source=A100,
+        ),
+        Gpu(
+            name="A100 80GB",
+            memory_gib=79.1,
+            bf16_tflops=312,
+            bandwidth_gb_s=2039,
+            nvlink_gb_s=300,
+            source=A100,
+            **_priced(1.39),
+        ),
+        Gpu(
+            name="H100 PCIe",
+            memory_gib=79.1,
+            bf16_tflops=756,
+            fp8_tflops=1513,
+            bandwidth_gb_s=2000,
+            pcie_gen=5,
+            bridge_gb_s=300,
+            source=HOPPER,
+            **_priced(1.99),
+        ),
+        Gpu(
+            name="H100 SXM",
+            memory_gib=79.1,
+            bf16_tflops=989.4,
+            fp8_tflops=1979,
+            bandwidth_gb_s=3350,
+            nvlink_gb_s=450,
+            pcie_gen=5,
+            source=HOPPER,
+            **_priced(2.69),
+            measured_bf16_tflops=780,
+            measured_bandwidth_gb_s=3000,
+            measured_link_gb_s=((2, 329.0), (4, 355.0)),
+        ),
+        Gpu(
+            name="H200",
+            memory_gib=139.7,
+            bf16_tflops=989.4,
+            fp8_tflops=1979,
+            bandwidth_gb_s=4800,
+            nvlink_gb_s=450,
+            pcie_gen=5,
+            source=HOPPER,
+            **_priced(3.59),
+            measured_bf16_tflops=718,
+            measured_fp8_tflops=1356,
+            measured_bandwidth_gb_s=4200,
+            measured_unpack_gb_s=2320,
+            measured_host_gb_s=55.3,
+        ),
+        Gpu(
+            name="L40S",
+            memory_gib=44.4,
+            bf16_tflops=362.0,
+            fp8_tflops=733,
+            bandwidth_gb_s=864,
+            source="NVIDIA L40S datasheet",
+            **_priced(0.79),
+        ),
+        Gpu(
+            name="MI300X",
+            memory_gib=191.7,
+            bf16_tflops=1307.4,
+            fp8_tflops=2614.9,
+            bandwidth_gb_s=5300,
+            nvlink_gb_s=448,
+            pcie_gen=5,
+            source="AMD MI300X data sheet; the link is Infinity Fabric",
+        ),
+    )
+}
 
 # How a card is spelled, tried in order on lower-case words with one space between.
 PATTERNS = {
-    "RTX PRO 6000": r"pro ?6000\b", "RTX 6000 Ada": r"6000 ?ada\b",
-    "H100 PCIe": r"\bh100\b.*pcie", "H100 SXM": r"\bh100\b", "H200": r"\bh200\b",
-    "A100 40GB": r"\ba100\b.*\b40", "A100 80GB": r"\ba100\b", "L40S": r"\bl40s\b",
-    "MI300X": r"\bmi300x\b", "RTX A6000": r"\ba6000\b", "RTX A5000": r"\ba5000\b",
-    "RTX 3090": r"\b3090\b", "RTX 4080": r"\b4080\b", "RTX 4090": r"\b4090\b",
+    "RTX PRO 6000": r"pro ?6000\b",
+    "RTX 6000 Ada": r"6000 ?ada\b",
+    "H100 PCIe": r"\bh100\b.*pcie",
+    "H100 SXM": r"\bh100\b",
+    "H200": r"\bh200\b",
+    "A100 40GB": r"\ba100\b.*\b40",
+    "A100 80GB": r"\ba100\b",
+    "L40S": r"\bl40s\b",
+    "MI300X": r"\bmi300x\b",
+    "RTX A6000": r"\ba6000\b",
+    "RTX A5000": r"\ba5000\b",
+    "RTX 3090": r"\b3090\b",
+    "RTX 4080": r"\b4080\b",
+    "RTX 4090": r"\b4090\b",
     "RTX 5090": r"\b5090\b",
 }
 # Like-named cards with other figures.
@@ -164,12 +296,15 @@ def find_gpu(name: str) -> Gpu:
     words = re.sub(r"\b([ah]\d00)(?=[a-z])", r"\1 ", words)  # h100pcie
     if not OTHER_CARDS.search(words):
         for key, pattern in PATTERNS.items():
-            if re.search(pattern, words): return GPUS[key]
+            if re.search(pattern, words):
+                return GPUS[key]
     by_lower = {key.lower(): key for key in GPUS}
     near = [by_lower[key] for key in get_close_matches(words, by_lower, 3, 0.6)]
     hint = f" (close: {', '.join(near)})" if near else ""
-    raise ValueError(f"--gpu {name}: not in the catalogue{hint}, which has {', '.join(GPUS)}. "
-                     "Describe another card in a JSON file and give --gpu_spec FILE")
+    raise ValueError(
+        f"--gpu {name}: not in the catalogue{hint}, which has {', '.join(GPUS)}. "
+        "Describe another card in a JSON file and give --gpu_spec FILE"
+    )
 
 
 CALIBRATION = "machine"  # what a calibration's file says besides a card's fields (calibration.py)
@@ -188,8 +323,9 @@ def load_gpu_spec(path: str | Path, flag: str = "") -> Gpu:
     base = base_of(given, flag)
     names = [f.name for f in fields(Gpu)]
     if unknown := [key for key in given if key not in names]:
-        raise ValueError(f"{flag}: unknown field {', '.join(unknown)}; there are "
-                         f"{', '.join(names)}")
+        raise ValueError(
+            f"{flag}: unknown field {', '.join(unknown)}; there are {', '.join(names)}"
+        )
     needed = ("name", "memory_gib", "bf16_tflops", "bandwidth_gb_s")
     if missing := [key for key in needed if given.get(key, base and "base's") is None]:
         raise ValueError(f"{flag}: needs {', '.join(missing)}, or a base")
@@ -205,34 +341,42 @@ def read_object(path: str | Path, flag: str, what: str) -> dict:
     try:
         found = from_json(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise ValueError(f"{flag}: {(error.strerror or str(error)).lower()}; give a JSON file") from None
+        raise ValueError(
+            f"{flag}: {(error.strerror or str(error)).lower()}; give a JSON file"
+        ) from None
     except ValueError as error:
         raise ValueError(f"{flag}: not readable JSON: {error}") from None
-    if not isinstance(found, dict): raise ValueError(f"{flag}: takes one JSON object with {what}")
+    if not isinstance(found, dict):
+        raise ValueError(f"{flag}: takes one JSON object with {what}")
     return found
 
 
 def base_of(given: dict, flag: str) -> Gpu | None:
     """The card that a description starts from, taken out of it; None if it stands alone."""
-    if "base" not in given: return None
+    if "base" not in given:
+        return None
     name = given.pop("base")
     try:
         return find_gpu(name) if isinstance(name, str) else find_gpu(repr(name))
     except ValueError as error:
         said = str(error).removeprefix("--gpu ").split(". Describe")[0]
-        raise ValueError(f"{flag}: base {said}; give one of these, or all figures and no base"
-                         ) from None
+        raise ValueError(
+            f"{flag}: base {said}; give one of these, or all figures and no base"
+        ) from None
 
 
 def links(given, flag: str) -> tuple[tuple[int, float], ...]:
     """GB/s by the number of GPUs, from a JSON object such as {"2": 329, "4": 355}."""
     try:
         pairs = tuple((int(gpus), float(rate)) for gpus, rate in given.items())
-        if all(gpus > 1 and 0 < rate < float("inf") for gpus, rate in pairs): return pairs
+        if all(gpus > 1 and 0 < rate < float("inf") for gpus, rate in pairs):
+            return pairs
     except (AttributeError, TypeError, ValueError):
         pass
-    raise ValueError(f'{flag}: measured_link_gb_s must be GB/s by number of GPUs, {{"2": 329}}, '
-                     f"got {json.dumps(given)}")
+    raise ValueError(
+        f'{flag}: measured_link_gb_s must be GB/s by number of GPUs, {{"2": 329}}, '
+        f"got {json.dumps(given)}"
+    )
 
 
 TEXTS = ("name", "price_source", "source")
@@ -244,11 +388,17 @@ def check_gpu(gpu: Gpu, where: str):
         value = getattr(gpu, f.name)
         if f.name in TEXTS and not (isinstance(value, str) and (value or f.name != "name")):
             raise ValueError(f"{where}: {f.name} must be a text, got {value!r}")
-        if f.name in (*TEXTS, "measured_link_gb_s") or value is None and f.default is None: continue
+        if f.name in (*TEXTS, "measured_link_gb_s") or value is None and f.default is None:
+            continue
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
             raise ValueError(f"{where}: {f.name} must be a number, got {value!r}")
-        if value < 0 or value == 0 and f.name not in ("nvlink_gb_s", "bridge_gb_s", "price_per_hour"):
+        if (
+            value < 0
+            or value == 0
+            and f.name not in ("nvlink_gb_s", "bridge_gb_s", "price_per_hour")
+        ):
             raise ValueError(f"{where}: {f.name} must be above 0, got {value}")
     if gpu.pcie_gen not in PCIE_GB_S_PER_LANE:
-        raise ValueError(f"{where}: pcie_gen {gpu.pcie_gen}: choose "
-                         f"{', '.join(map(str, PCIE_GB_S_PER_LANE))}")
+        raise ValueError(
+            f"{where}: pcie_gen {gpu.pcie_gen}: choose {', '.join(map(str, PCIE_GB_S_PER_LANE))}"
+        )

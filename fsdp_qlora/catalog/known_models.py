@@ -3,6 +3,7 @@
 The numbers are each file's own, in transformers' fields, so that `AutoConfig.for_model` makes the
 real model of them. Pure: no torch.
 """
+
 from __future__ import annotations
 
 import re
@@ -27,11 +28,14 @@ def known_name(name: str) -> str:
     Raises ValueError, listing close names, for a model that is not known.
     """
     by_bare, wanted = full_names(), bare_name(name)
-    if wanted in by_bare: return by_bare[wanted]
+    if wanted in by_bare:
+        return by_bare[wanted]
     near = dict.fromkeys(by_bare[key] for key in get_close_matches(wanted, by_bare, 4, 0.5))
-    raise ValueError(f"--model_name {name}: no known model, folder or file; "
-                     f"{'close' if near else 'known'} names: {', '.join(near or KNOWN)}. Give one of "
-                     "them, a folder with config.json, or that file")
+    raise ValueError(
+        f"--model_name {name}: no known model, folder or file; "
+        f"{'close' if near else 'known'} names: {', '.join(near or KNOWN)}. Give one of "
+        "them, a folder with config.json, or that file"
+    )
 
 
 def is_known(name: str) -> bool:
@@ -52,59 +56,174 @@ def known_config(name: str) -> dict:
 
 def _llama(vocab, hidden, intermediate, layers, heads, kv_heads, positions, theta, **more) -> dict:
     """config.json's fields for a model built like Llama."""
-    return dict(model_type="llama", vocab_size=vocab, hidden_size=hidden,
-                intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
-                num_key_value_heads=kv_heads, max_position_embeddings=positions, rope_theta=theta,
-                rms_norm_eps=1e-5, hidden_act="silu", tie_word_embeddings=False) | more
+    return (
+        dict(
+            model_type="llama",
+            vocab_size=vocab,
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            max_position_embeddings=positions,
+            rope_theta=theta,
+            rms_norm_eps=1e-5,
+            hidden_act="silu",
+            tie_word_embeddings=False,
+        )
+        | more
+    )
 
 
 def _llama3(*sizes, factor: float, **more) -> dict:
     """Llama 3.1 and 3.2: a vocabulary of 128k, 131k positions by scaled rotary angles."""
     hidden, intermediate, layers, heads, kv_heads = sizes
-    scaling = dict(rope_type="llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0,
-                   original_max_position_embeddings=8192)
-    return _llama(128256, hidden, intermediate, layers, heads, kv_heads, 131072, 500000.0,
-                  rope_scaling=scaling) | more
+    scaling = dict(
+        rope_type="llama3",
+        factor=factor,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
+    return (
+        _llama(
+            128256,
+            hidden,
+            intermediate,
+            layers,
+            heads,
+            kv_heads,
+            131072,
+            500000.0,
+            rope_scaling=scaling,
+        )
+        | more
+    )
 
 
 def _qwen2(vocab, hidden, intermediate, layers, heads, kv_heads, positions, tied, **more) -> dict:
-    return _llama(vocab, hidden, intermediate, layers, heads, kv_heads, positions, 1000000.0,
-                  model_type="qwen2", rms_norm_eps=1e-6, tie_word_embeddings=tied) | more
+    return (
+        _llama(
+            vocab,
+            hidden,
+            intermediate,
+            layers,
+            heads,
+            kv_heads,
+            positions,
+            1000000.0,
+            model_type="qwen2",
+            rms_norm_eps=1e-6,
+            tie_word_embeddings=tied,
+        )
+        | more
+    )
 
 
 def _qwen3(hidden, intermediate, layers, heads, kv_heads, tied) -> dict:
-    return _llama(151936, hidden, intermediate, layers, heads, kv_heads, 40960, 1000000.0,
-                  model_type="qwen3", rms_norm_eps=1e-6, head_dim=128, tie_word_embeddings=tied)
+    return _llama(
+        151936,
+        hidden,
+        intermediate,
+        layers,
+        heads,
+        kv_heads,
+        40960,
+        1000000.0,
+        model_type="qwen3",
+        rms_norm_eps=1e-6,
+        head_dim=128,
+        tie_word_embeddings=tied,
+    )
 
 
 def _mixtral(vocab, hidden, intermediate, layers, heads, positions) -> dict:
-    return _llama(vocab, hidden, intermediate, layers, heads, 8, positions, 1000000.0,
-                  model_type="mixtral", sliding_window=None, num_local_experts=8, num_experts_per_tok=2)
+    return _llama(
+        vocab,
+        hidden,
+        intermediate,
+        layers,
+        heads,
+        8,
+        positions,
+        1000000.0,
+        model_type="mixtral",
+        sliding_window=None,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    )
 
 
 def _qwen3_moe(hidden, expert, layers, heads, experts) -> dict:
-    return _llama(151936, hidden, 3 * hidden, layers, heads, 4, 40960, 1000000.0, model_type="qwen3_moe",
-                  rms_norm_eps=1e-6, head_dim=128, moe_intermediate_size=expert, num_experts=experts,
-                  num_experts_per_tok=8, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
+    return _llama(
+        151936,
+        hidden,
+        3 * hidden,
+        layers,
+        heads,
+        4,
+        40960,
+        1000000.0,
+        model_type="qwen3_moe",
+        rms_norm_eps=1e-6,
+        head_dim=128,
+        moe_intermediate_size=expert,
+        num_experts=experts,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )
 
 
 def _gemma(family, hidden, intermediate, layers, heads, kv_heads, **more) -> dict:
-    return _llama(256000, hidden, intermediate, layers, heads, kv_heads, 8192, 10000.0,
-                  model_type=family, rms_norm_eps=1e-6, head_dim=256, tie_word_embeddings=True,
-                  hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh") | more
+    return (
+        _llama(
+            256000,
+            hidden,
+            intermediate,
+            layers,
+            heads,
+            kv_heads,
+            8192,
+            10000.0,
+            model_type=family,
+            rms_norm_eps=1e-6,
+            head_dim=256,
+            tie_word_embeddings=True,
+            hidden_act="gelu_pytorch_tanh",
+            hidden_activation="gelu_pytorch_tanh",
+        )
+        | more
+    )
 
 
 def _gemma2(*sizes, **more) -> dict:
     """Gemma 2: scores are capped, and every other layer sees 4096 tokens."""
-    return _gemma("gemma2", *sizes, **dict(
-        query_pre_attn_scalar=256, sliding_window=4096, attn_logit_softcapping=50.0,
-        final_logit_softcapping=30.0) | more)
+    return _gemma(
+        "gemma2",
+        *sizes,
+        **dict(
+            query_pre_attn_scalar=256,
+            sliding_window=4096,
+            attn_logit_softcapping=50.0,
+            final_logit_softcapping=30.0,
+        )
+        | more,
+    )
 
 
 def _gpt2(hidden, layers, heads) -> dict:
     """GPT-2, whose file says n_embd, n_layer, n_head and n_positions."""
-    return dict(model_type="gpt2", vocab_size=50257, hidden_size=hidden, num_hidden_layers=layers,
-                num_attention_heads=heads, max_position_embeddings=1024, tie_word_embeddings=True)
+    return dict(
+        model_type="gpt2",
+        vocab_size=50257,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
 
 
 # The numbers of each model's config.json on the Hugging Face hub.
@@ -119,20 +238,35 @@ KNOWN = {
     "meta-llama/Meta-Llama-3-70B": _llama(128256, 8192, 28672, 80, 64, 8, 8192, 500000.0),
     "meta-llama/Llama-3.1-8B": _llama3(4096, 14336, 32, 32, 8, factor=8.0),
     "meta-llama/Llama-3.1-70B": _llama3(8192, 28672, 80, 64, 8, factor=8.0),
-    "meta-llama/Llama-3.2-1B": _llama3(2048, 8192, 16, 32, 8, factor=32.0, head_dim=64,
-                                       tie_word_embeddings=True),
-    "meta-llama/Llama-3.2-3B": _llama3(3072, 8192, 28, 24, 8, factor=32.0, head_dim=128,
-                                       tie_word_embeddings=True),
+    "meta-llama/Llama-3.2-1B": _llama3(
+        2048, 8192, 16, 32, 8, factor=32.0, head_dim=64, tie_word_embeddings=True
+    ),
+    "meta-llama/Llama-3.2-3B": _llama3(
+        3072, 8192, 28, 24, 8, factor=32.0, head_dim=128, tie_word_embeddings=True
+    ),
     "meta-llama/Llama-3.1-405B": _llama3(16384, 53248, 126, 128, 8, factor=8.0),
     "meta-llama/Llama-3.3-70B-Instruct": _llama3(8192, 28672, 80, 64, 8, factor=8.0),
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": _llama(32000, 2048, 5632, 22, 32, 4, 2048, 10000.0),
     "01-ai/Yi-34B": _llama(64000, 7168, 20480, 60, 56, 8, 4096, 5000000.0),
-    "mistralai/Mistral-7B-v0.1": _llama(32000, 4096, 14336, 32, 32, 8, 32768, 10000.0,
-                                        model_type="mistral", sliding_window=4096),
-    "mistralai/Mistral-7B-v0.3": _llama(32768, 4096, 14336, 32, 32, 8, 32768, 1000000.0,
-                                        model_type="mistral", sliding_window=None),
-    "mistralai/Mistral-Nemo-Base-2407": _llama(131072, 5120, 14336, 40, 32, 8, 131072, 1000000.0,
-                                               model_type="mistral", sliding_window=None, head_dim=128),
+    "mistralai/Mistral-7B-v0.1": _llama(
+        32000, 4096, 14336, 32, 32, 8, 32768, 10000.0, model_type="mistral", sliding_window=4096
+    ),
+    "mistralai/Mistral-7B-v0.3": _llama(
+        32768, 4096, 14336, 32, 32, 8, 32768, 1000000.0, model_type="mistral", sliding_window=None
+    ),
+    "mistralai/Mistral-Nemo-Base-2407": _llama(
+        131072,
+        5120,
+        14336,
+        40,
+        32,
+        8,
+        131072,
+        1000000.0,
+        model_type="mistral",
+        sliding_window=None,
+        head_dim=128,
+    ),
     "Qwen/Qwen2.5-0.5B": _qwen2(151936, 896, 4864, 24, 14, 2, 32768, True),
     "Qwen/Qwen2.5-1.5B": _qwen2(151936, 1536, 8960, 28, 12, 2, 131072, True),
     "Qwen/Qwen2.5-3B": _qwen2(151936, 2048, 11008, 36, 16, 2, 32768, True),
@@ -141,13 +275,17 @@ KNOWN = {
     "Qwen/Qwen2.5-32B": _qwen2(152064, 5120, 27648, 64, 40, 8, 131072, False),
     "Qwen/Qwen2.5-72B": _qwen2(152064, 8192, 29568, 80, 64, 8, 131072, False),
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": _qwen2(
-        151936, 1536, 8960, 28, 12, 2, 131072, False, rope_theta=10000.0),
+        151936, 1536, 8960, 28, 12, 2, 131072, False, rope_theta=10000.0
+    ),
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": _qwen2(
-        152064, 3584, 18944, 28, 28, 4, 131072, False, rope_theta=10000.0),
+        152064, 3584, 18944, 28, 28, 4, 131072, False, rope_theta=10000.0
+    ),
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-14B": _qwen2(
-        152064, 5120, 13824, 48, 40, 8, 131072, False, rms_norm_eps=1e-5),
+        152064, 5120, 13824, 48, 40, 8, 131072, False, rms_norm_eps=1e-5
+    ),
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B": _qwen2(
-        152064, 5120, 27648, 64, 40, 8, 131072, False, rms_norm_eps=1e-5),
+        152064, 5120, 27648, 64, 40, 8, 131072, False, rms_norm_eps=1e-5
+    ),
     "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": _llama3(4096, 14336, 32, 32, 8, factor=8.0),
     "deepseek-ai/DeepSeek-R1-Distill-Llama-70B": _llama3(8192, 28672, 80, 64, 8, factor=8.0),
     "Qwen/Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, 8, True),
@@ -166,18 +304,42 @@ KNOWN = {
     "google/gemma-2-9b": _gemma2(3584, 14336, 42, 16, 8),
     "google/gemma-2-27b": _gemma2(4608, 36864, 46, 32, 16, head_dim=128, query_pre_attn_scalar=144),
     "microsoft/Phi-3-mini-4k-instruct": _llama(
-        32064, 3072, 8192, 32, 32, 32, 4096, 10000.0, model_type="phi3", sliding_window=2047,
-        original_max_position_embeddings=4096),
-    "microsoft/phi-4": _llama(100352, 5120, 17920, 40, 40, 10, 16384, 250000.0, model_type="phi3",
-                              sliding_window=None, original_max_position_embeddings=16384),
+        32064,
+        3072,
+        8192,
+        32,
+        32,
+        32,
+        4096,
+        10000.0,
+        model_type="phi3",
+        sliding_window=2047,
+        original_max_position_embeddings=4096,
+    ),
+    "microsoft/phi-4": _llama(
+        100352,
+        5120,
+        17920,
+        40,
+        40,
+        10,
+        16384,
+        250000.0,
+        model_type="phi3",
+        sliding_window=None,
+        original_max_position_embeddings=16384,
+    ),
     "openai-community/gpt2": _gpt2(768, 12, 12),
     "openai-community/gpt2-medium": _gpt2(1024, 24, 16),
     "openai-community/gpt2-large": _gpt2(1280, 36, 20),
     "openai-community/gpt2-xl": _gpt2(1600, 48, 25),
-    "HuggingFaceTB/SmolLM2-135M": _llama(49152, 576, 1536, 30, 9, 3, 8192, 100000.0,
-                                         tie_word_embeddings=True),
-    "HuggingFaceTB/SmolLM2-360M": _llama(49152, 960, 2560, 32, 15, 5, 8192, 100000.0,
-                                         tie_word_embeddings=True),
-    "HuggingFaceTB/SmolLM2-1.7B": _llama(49152, 2048, 8192, 24, 32, 32, 8192, 130000.0,
-                                         tie_word_embeddings=True),
+    "HuggingFaceTB/SmolLM2-135M": _llama(
+        49152, 576, 1536, 30, 9, 3, 8192, 100000.0, tie_word_embeddings=True
+    ),
+    "HuggingFaceTB/SmolLM2-360M": _llama(
+        49152, 960, 2560, 32, 15, 5, 8192, 100000.0, tie_word_embeddings=True
+    ),
+    "HuggingFaceTB/SmolLM2-1.7B": _llama(
+        49152, 2048, 8192, 24, 32, 32, 8192, 130000.0, tie_word_embeddings=True
+    ),
 }

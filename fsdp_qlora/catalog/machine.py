@@ -2,6 +2,7 @@
 
 Given by flags, or this machine's as nvidia-smi tells it. Pure: no torch.
 """
+
 from __future__ import annotations
 
 import os
@@ -22,37 +23,58 @@ LINK = re.compile(r"pcie\s?(\d)(?:\s?x\s?(\d+))?")
 @dataclass
 class MachineOptions:
     """Machine"""
-    gpu: str | None = opt(None, "GPU by name; left out, those that nvidia-smi shows here",
-                          example="'RTX 3090'")
+
+    gpu: str | None = opt(
+        None, "GPU by name; left out, those that nvidia-smi shows here", example="'RTX 3090'"
+    )
     gpus: int = opt(AUTO, "GPUs of each machine; -1 = those here, or 1 with --gpu", example=2)
     nodes: int = opt(1, "machines")
     interconnect: str | None = opt(
-        None, "between the GPUs of a machine: nvlink, pcie4x16 (generation and lanes), or GB/s of one "
-        "direction; left out, the card's own", example="pcie4x8")
+        None,
+        "between the GPUs of a machine: nvlink, pcie4x16 (generation and lanes), or GB/s of one "
+        "direction; left out, the card's own",
+        example="pcie4x8",
+    )
     internode_gb_s: float = opt(INTERNODE_GB_S, "between machines, per GPU", unit="GB/s")
-    gpu_memory_gib: float | None = opt(None, "use no more than this of each GPU", unit="GiB",
-                                       example=24)
-    host_memory_gib: float | None = opt(None, "memory of a machine; left out, not a limit, or that "
-                                        "of this machine without --gpu", unit="GiB", example=128)
-    gpu_spec: str | None = opt(None, "JSON file that describes a GPU, instead of --gpu; see "
-                               "docs/planner.md", example="gpu.json")
-    calibration: str | None = opt(None, "file that `fsdp-qlora calibrate` wrote for such a card; left "
-                                  "out, this machine's own, for its own cards", example="machine.json")
-    prices: str | None = opt(None, "JSON file of dollars per hour by GPU name, over the catalogue's",
-                             example="prices.json")
+    gpu_memory_gib: float | None = opt(
+        None, "use no more than this of each GPU", unit="GiB", example=24
+    )
+    host_memory_gib: float | None = opt(
+        None,
+        "memory of a machine; left out, not a limit, or that of this machine without --gpu",
+        unit="GiB",
+        example=128,
+    )
+    gpu_spec: str | None = opt(
+        None,
+        "JSON file that describes a GPU, instead of --gpu; see docs/planner.md",
+        example="gpu.json",
+    )
+    calibration: str | None = opt(
+        None,
+        "file that `fsdp-qlora calibrate` wrote for such a card; left "
+        "out, this machine's own, for its own cards",
+        example="machine.json",
+    )
+    prices: str | None = opt(
+        None,
+        "JSON file of dollars per hour by GPU name, over the catalogue's",
+        example="prices.json",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """GPUs of one kind in one machine or several."""
+
     gpu: Gpu
-    gpus: int = 1                      # of each machine
+    gpus: int = 1  # of each machine
     nodes: int = 1
-    link_gb_s: float | None = None     # between GPUs of a machine; None: the card's own
+    link_gb_s: float | None = None  # between GPUs of a machine; None: the card's own
     internode_gb_s: float = INTERNODE_GB_S
-    memory_gib: float                  # that a run may use of each GPU
+    memory_gib: float  # that a run may use of each GPU
     host_memory_gib: float | None = None
-    here: bool = False                 # it is this machine
+    here: bool = False  # it is this machine
 
     @property
     def world_size(self) -> int:
@@ -69,9 +91,12 @@ class Machine:
     def link(self) -> str:
         """How the GPUs talk, in words."""
         rate = self.link_gb_s or self.gpu.peer_gb_s(self.gpus)
-        if self.gpus == 1: return f"{self.internode_gb_s:g} GB/s between machines"
-        if self.link_gb_s: return f"{rate:g} GB/s between GPUs"
-        if self.gpu.nvlink_gb_s: return f"NVLink ({rate:.0f} GB/s)"
+        if self.gpus == 1:
+            return f"{self.internode_gb_s:g} GB/s between machines"
+        if self.link_gb_s:
+            return f"{rate:g} GB/s between GPUs"
+        if self.gpu.nvlink_gb_s:
+            return f"NVLink ({rate:.0f} GB/s)"
         return f"PCIe {self.gpu.pcie_gen} x{self.gpu.pcie_lanes} ({rate:.0f} GB/s between GPUs)"
 
 
@@ -80,31 +105,46 @@ def machine_from_options(options: MachineOptions) -> Machine:
     check_machine_options(options)
     here = options.gpu is None and options.gpu_spec is None
     names = local_gpus() if here else []
-    if options.gpu_spec: gpu = load_gpu_spec(options.gpu_spec)
-    else: gpu = find_gpu(names[0] if options.gpu is None else options.gpu)
-    if options.calibration: gpu = calibrated(gpu, options.calibration)
-    elif here: gpu = calibrated_here(gpu, names[0])
+    if options.gpu_spec:
+        gpu = load_gpu_spec(options.gpu_spec)
+    else:
+        gpu = find_gpu(names[0] if options.gpu is None else options.gpu)
+    if options.calibration:
+        gpu = calibrated(gpu, options.calibration)
+    elif here:
+        gpu = calibrated_here(gpu, names[0])
     gpu, link = linked(gpu, options.interconnect)
-    if options.prices: gpu = priced(gpu, options.prices)
+    if options.prices:
+        gpu = priced(gpu, options.prices)
     if (options.gpu_memory_gib or 0) > ON_THE_BOX * gpu.memory_gib:
-        raise ValueError(f"--gpu_memory_gib {options.gpu_memory_gib:g}: the {gpu.name} has "
-                         f"{gpu.memory_gib:g}; describe a card that has more in --gpu_spec FILE")
+        raise ValueError(
+            f"--gpu_memory_gib {options.gpu_memory_gib:g}: the {gpu.name} has "
+            f"{gpu.memory_gib:g}; describe a card that has more in --gpu_spec FILE"
+        )
     host = options.host_memory_gib or (host_memory_here() if here else None)
-    return Machine(gpu=gpu, gpus=options.gpus if options.gpus != AUTO else max(1, len(names)),
-                   nodes=options.nodes, link_gb_s=link, internode_gb_s=options.internode_gb_s,
-                   memory_gib=min(options.gpu_memory_gib or gpu.memory_gib, gpu.memory_gib),
-                   host_memory_gib=host,
-                   here=here and options.nodes == 1)
+    return Machine(
+        gpu=gpu,
+        gpus=options.gpus if options.gpus != AUTO else max(1, len(names)),
+        nodes=options.nodes,
+        link_gb_s=link,
+        internode_gb_s=options.internode_gb_s,
+        memory_gib=min(options.gpu_memory_gib or gpu.memory_gib, gpu.memory_gib),
+        host_memory_gib=host,
+        here=here and options.nodes == 1,
+    )
 
 
 def check_machine_options(options: MachineOptions):
     """Ranges, and flags that exclude each other."""
     if options.gpu and options.gpu_spec:
-        raise ValueError("--gpu and --gpu_spec both name the GPU; give one of them (a spec can "
-                         "start from a card: {\"base\": \"RTX 4090\", ...})")
+        raise ValueError(
+            "--gpu and --gpu_spec both name the GPU; give one of them (a spec can "
+            'start from a card: {"base": "RTX 4090", ...})'
+        )
     if options.gpus != AUTO and options.gpus < 1:
         raise ValueError(f"--gpus must be -1 or above 0, got {options.gpus}")
-    if options.nodes < 1: raise ValueError(f"--nodes must be 1 or more, got {options.nodes}")
+    if options.nodes < 1:
+        raise ValueError(f"--nodes must be 1 or more, got {options.nodes}")
     for name in ("internode_gb_s", "gpu_memory_gib", "host_memory_gib"):
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
@@ -114,16 +154,24 @@ def check_machine_options(options: MachineOptions):
 def local_gpus() -> list[str]:
     """Names of this machine's GPUs. Raises ValueError, naming --gpu, where there are none."""
     try:
-        found = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
-                               capture_output=True, text=True, timeout=20, check=True).stdout
+        found = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         found = ""
     names = [line.strip() for line in found.splitlines() if line.strip()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if names and visible is not None: names = names[:len([v for v in visible.split(",") if v])]
+    if names and visible is not None:
+        names = names[: len([v for v in visible.split(",") if v])]
     if not names:
-        raise ValueError("--gpu is needed, for no GPU is seen here; the catalogue has "
-                         f"{', '.join(GPUS)}, and --gpu_spec FILE describes another")
+        raise ValueError(
+            "--gpu is needed, for no GPU is seen here; the catalogue has "
+            f"{', '.join(GPUS)}, and --gpu_spec FILE describes another"
+        )
     return names
 
 
@@ -134,29 +182,43 @@ def host_memory_here() -> float:
 
 def linked(gpu: Gpu, interconnect: str | None) -> tuple[Gpu, float | None]:
     """The card on the given link, and GB/s between cards where the link is a number."""
-    if interconnect is None: return gpu, None
+    if interconnect is None:
+        return gpu, None
     text = interconnect.lower().strip()
-    if text == "nvlink": return with_nvlink(gpu), None
+    if text == "nvlink":
+        return with_nvlink(gpu), None
     if found := LINK.fullmatch(text):
         gen, lanes = int(found[1]), int(found[2] or gpu.pcie_lanes)
         if gen in PCIE_GB_S_PER_LANE and lanes in (1, 2, 4, 8, 16):
-            return replace(gpu, nvlink_gb_s=0.0, pcie_gen=gen, pcie_lanes=lanes,
-                           measured_host_gb_s=None, measured_link_gb_s=()), None
+            return replace(
+                gpu,
+                nvlink_gb_s=0.0,
+                pcie_gen=gen,
+                pcie_lanes=lanes,
+                measured_host_gb_s=None,
+                measured_link_gb_s=(),
+            ), None
     try:
         rate = float(text)
     except ValueError:
         rate = 0.0
-    if 0 < rate < float("inf"): return gpu, rate
-    raise ValueError(f"--interconnect {interconnect}: give nvlink, pcieGxL with generation 3 to 6 and "
-                     "1 to 16 lanes (pcie4x16), or GB/s of one direction above 0")
+    if 0 < rate < float("inf"):
+        return gpu, rate
+    raise ValueError(
+        f"--interconnect {interconnect}: give nvlink, pcieGxL with generation 3 to 6 and "
+        "1 to 16 lanes (pcie4x16), or GB/s of one direction above 0"
+    )
 
 
 def with_nvlink(gpu: Gpu) -> Gpu:
     """The card with NVLink: its own, or the bridge that it takes."""
-    if gpu.nvlink_gb_s: return gpu
+    if gpu.nvlink_gb_s:
+        return gpu
     if not gpu.bridge_gb_s:
-        raise ValueError(f"--interconnect nvlink: the {gpu.name} has none; give pcie{gpu.pcie_gen}x"
-                         f"{gpu.pcie_lanes}, or GB/s")
+        raise ValueError(
+            f"--interconnect nvlink: the {gpu.name} has none; give pcie{gpu.pcie_gen}x"
+            f"{gpu.pcie_lanes}, or GB/s"
+        )
     return replace(gpu, nvlink_gb_s=gpu.bridge_gb_s)
 
 
@@ -164,10 +226,17 @@ def priced(gpu: Gpu, path: str) -> Gpu:
     """The card at the user's price, if the file has one. Raises ValueError naming the file."""
     prices = read_object(path, f"--prices {path}", 'prices: {"RTX 4090": 0.34, ...}')
     for name, dollars in prices.items():
-        if isinstance(dollars, bool) or not isinstance(dollars, (int, float)) or not isfinite(
-                dollars) or dollars < 0:
-            raise ValueError(f"--prices {path}: {name}: {dollars!r} is no price in dollars per hour")
-        if same_card(name, gpu): return replace(gpu, price_per_hour=dollars, price_source=path)
+        if (
+            isinstance(dollars, bool)
+            or not isinstance(dollars, (int, float))
+            or not isfinite(dollars)
+            or dollars < 0
+        ):
+            raise ValueError(
+                f"--prices {path}: {name}: {dollars!r} is no price in dollars per hour"
+            )
+        if same_card(name, gpu):
+            return replace(gpu, price_per_hour=dollars, price_source=path)
     return replace(gpu, price_source=f"{gpu.price_source}; {path} has none for it")
 
 

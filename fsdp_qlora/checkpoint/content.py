@@ -3,6 +3,7 @@
 A checkpoint keeps them, so that it is never resumed with others; and every rank must start from the
 same, for each reads its own files. Paths may differ.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -22,29 +23,41 @@ from ..loading.weight_files import fingerprint
 Rows = TokenizedDataset | Subset
 
 # Places on each machine and what is shown: ranks may be started with different ones.
-MAY_DIFFER_BETWEEN_RANKS = frozenset("""
+MAY_DIFFER_BETWEEN_RANKS = frozenset(
+    """
 model_name dataset eval_dataset data_cache quantized_cache llama_pro_path added_tokens sample_prompts
 output_dir profiling_output loading_workers preview log_to verbose price_per_hour project_name name
 group entity master_addr master_port timeout_minutes
-""".split())
+""".split()
+)
 
 # What the kinds of content are called, by the flag that names them.
-KINDS = {"model": ("model_name", "another model"), "sample": ("model_name", "other weights"),
-         "weights": ("model_name", "other weights"), "data": ("dataset", "other rows"),
-         "held_out": ("eval_dataset", "other held-out rows"),
-         "tokenizer": ("model_name", "another tokenizer")}
+KINDS = {
+    "model": ("model_name", "another model"),
+    "sample": ("model_name", "other weights"),
+    "weights": ("model_name", "other weights"),
+    "data": ("dataset", "other rows"),
+    "held_out": ("eval_dataset", "other held-out rows"),
+    "tokenizer": ("model_name", "another tokenizer"),
+}
 
 
-def content_of(config: RunConfig, dataset: Rows | Source, held_out: Rows | None = None,
-               tokenizer: PreTrainedTokenizerBase | None = None) -> dict[str, str]:
+def content_of(
+    config: RunConfig,
+    dataset: Rows | Source,
+    held_out: Rows | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> dict[str, str]:
     """Hashes of the rows, the tokenizer, and the base as far as that is known before it is loaded."""
     found = {"model": "random", "data": dataset.digest()}
     if not config.random_weights:
         folder = checkpoint_folder(config.model_name, config.revision)
         found["model"] = files_digest(folder)
         found["sample"] = fingerprint(Checkpoint(config.llama_pro_path or folder))
-    if held_out is not None: found["held_out"] = held_out.digest()
-    if tokenizer is not None: found["tokenizer"] = tokenizer_digest(tokenizer)
+    if held_out is not None:
+        found["held_out"] = held_out.digest()
+    if tokenizer is not None:
+        found["tokenizer"] = tokenizer_digest(tokenizer)
     return found
 
 
@@ -71,23 +84,37 @@ def check_same_on_every_rank(config: RunConfig, content: dict[str, str]):
 
     Raises ValueError on each, naming the ranks that differ from rank 0.
     """
-    settings = {name: shown(value) for name, value in asdict(config).items()
-                if name not in MAY_DIFFER_BETWEEN_RANKS}
+    settings = {
+        name: shown(value)
+        for name, value in asdict(config).items()
+        if name not in MAY_DIFFER_BETWEEN_RANKS
+    }
     every = gather_over_ranks((settings, content))
-    faults = [f"rank {rank}: {'; '.join(found)}" for rank, other in enumerate(every)
-              if (found := list(unlike(every[0], other)))]
-    if not faults: return
-    raise ValueError(f"{'. '.join(faults[:4])}; give every rank the same command and the same files")
+    faults = [
+        f"rank {rank}: {'; '.join(found)}"
+        for rank, other in enumerate(every)
+        if (found := list(unlike(every[0], other)))
+    ]
+    if not faults:
+        return
+    raise ValueError(
+        f"{'. '.join(faults[:4])}; give every rank the same command and the same files"
+    )
 
 
 def unlike(first: tuple[dict, dict], other: tuple[dict, dict]) -> Iterable[str]:
     """What differs between (settings, content) of rank 0 and of another rank, in words."""
     for name, value in first[0].items():
-        if other[0][name] != value: yield f"--{name} is {other[0][name]}, and {value} on rank 0"
+        if other[0][name] != value:
+            yield f"--{name} is {other[0][name]}, and {value} on rank 0"
     said = set()
     for kind in sorted(first[1].keys() | other[1].keys(), key=list(KINDS).index):
         flag, what = KINDS[kind]
-        if first[1].get(kind) == other[1].get(kind) or flag in said: continue
+        if first[1].get(kind) == other[1].get(kind) or flag in said:
+            continue
         said.add(flag)
-        yield f"--{flag} holds {what} than on rank 0" if what[:5] == "other" \
+        yield (
+            f"--{flag} holds {what} than on rank 0"
+            if what[:5] == "other"
             else f"--{flag} is {what} than on rank 0"
+        )

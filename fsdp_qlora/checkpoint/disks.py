@@ -7,6 +7,7 @@ another machine: then the newest checkpoint on any disk is brought to it first.
 Bytes travel by gloo in a group of their own, for a thread sends them while training goes on. Where all
 ranks see one folder nothing here does anything.
 """
+
 from __future__ import annotations
 
 import socket
@@ -32,7 +33,10 @@ from .folder import (
 )
 
 CHUNK = 64 << 20  # bytes that travel at once
-BESIDE = (*(f"{name}-best" for name in WEIGHTS), "metrics.jsonl")  # what a run goes on with, besides
+BESIDE = (
+    *(f"{name}-best" for name in WEIGHTS),
+    "metrics.jsonl",
+)  # what a run goes on with, besides
 Listed = dict[str, tuple[int, str]]  # name -> size and SHA-256 of a file
 
 
@@ -56,9 +60,11 @@ class Disks:
         """This rank's files to rank 0, and away from here."""
         for name in files:
             with open(scratch / name, "rb") as file:
-                while data := file.read(CHUNK): dist.send(as_tensor(data), 0, group=self.group)
+                while data := file.read(CHUNK):
+                    dist.send(as_tensor(data), 0, group=self.group)
             (scratch / name).unlink()
-        with suppress(OSError): scratch.rmdir()  # the last rank of this machine
+        with suppress(OSError):
+            scratch.rmdir()  # the last rank of this machine
 
     def receive(self, scratch: Path, rank: int, files: Listed):
         """A rank's files, on rank 0. Raises OSError when all have come, so that the sender can go on."""
@@ -66,7 +72,8 @@ class Disks:
         for name, (size, digest) in files.items():
             received = (self.chunk_from(rank, n) for n in chunks_of(size))
             faults.append(written(scratch / name, received, digest))
-        for fault in filter(None, faults): raise OSError(f"rank {rank}'s file: {fault}")
+        for fault in filter(None, faults):
+            raise OSError(f"rank {rank}'s file: {fault}")
 
     def chunk_from(self, rank: int, size: int) -> Tensor:
         chunk = torch.empty(size, dtype=torch.uint8)
@@ -81,38 +88,48 @@ class Disks:
         copied = self.hand_out(folder, 0, self.takers)
         try:
             yield
-            if self.apart: dist.barrier(self.group)  # others on this machine read it too
+            if self.apart:
+                dist.barrier(self.group)  # others on this machine read it too
         finally:
-            if copied: remove(folder)
+            if copied:
+                remove(folder)
 
     def bring_newest(self, out: Path, is_wanted: Callable[[], bool]):
         """Copy a run's newest whole checkpoint, best weights and figures to rank 0's disk from another.
 
         Only if rank 0 has no checkpoint so new.
         """
-        if not self.apart or not from_main(is_wanted): return
+        if not self.apart or not from_main(is_wanted):
+            return
         root = checkpoints_of(out)
         looks = self.rank == 0 or self.rank in self.takers
         whole = (f for f in all_checkpoints(root) if fault_of(f) is None) if looks else ()
         steps = gather_over_ranks(next(map(step_of, whole), -1))
-        if max(steps) == steps[0]: return
+        if max(steps) == steps[0]:
+            return
         source = steps.index(max(steps))
-        print_main(f"the newest checkpoint is that of step {max(steps)} on {self.hosts[source]}: "
-                   "copied from there")
+        print_main(
+            f"the newest checkpoint is that of step {max(steps)} on {self.hosts[source]}: "
+            "copied from there"
+        )
         for path in (step_folder(root, max(steps)), *(out / name for name in BESIDE)):
             self.hand_out(path, source, [0])
 
     def hand_out(self, path: Path, source: int, takers: list[int]) -> bool:
         """Copy a folder or a file of `source`'s disk to those of `takers`; whether this rank has."""
-        if not takers: return False
+        if not takers:
+            return False
         listed = from_rank_in(self.group, source, list_files(path) if self.rank == source else None)
         new, faults = path.with_name(f".{path.name}.{uuid.uuid4().hex}"), []
         for name, (size, digest) in listed.items():
             received = self.broadcast(path / name if self.rank == source else None, size, source)
-            if self.rank in takers: faults.append(written(new / name, received, digest))
-            else: drain(received)
+            if self.rank in takers:
+                faults.append(written(new / name, received, digest))
+            else:
+                drain(received)
         failed = [text for text in gather_over_ranks(next(filter(None, faults), None)) if text]
-        if failed: raise OSError(f"{path} could not be copied to every machine: {failed[0]}")
+        if failed:
+            raise OSError(f"{path} could not be copied to every machine: {failed[0]}")
         if new.exists():
             remove(path)
             new.rename(path)
@@ -130,19 +147,24 @@ class Disks:
 
 def find_disks(folder: Path) -> Disks:
     """Look which ranks see a file that rank 0 makes in `folder`; every rank must call it."""
+
     def leave() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         mark = folder / f".seen-{uuid.uuid4().hex}"
         mark.touch()
         return mark
+
     mark = from_main(leave)
     seen, hosts = zip(*gather_over_ranks((mark.exists(), socket.gethostname())), strict=True)
-    if ranks_from_env().is_main: mark.unlink()
+    if ranks_from_env().is_main:
+        mark.unlink()
     disks = Disks(list(seen), list(hosts))
     if disks.apart:
-        print_main(f"{folder} is on the disk of {hosts[0]}; "
-                   f"{', '.join(hosts[rank] for rank in disks.takers)} can't see it and "
-                   f"send{'s' if len(disks.takers) == 1 else ''} checkpoints there")
+        print_main(
+            f"{folder} is on the disk of {hosts[0]}; "
+            f"{', '.join(hosts[rank] for rank in disks.takers)} can't see it and "
+            f"send{'s' if len(disks.takers) == 1 else ''} checkpoints there"
+        )
     return disks
 
 
@@ -154,8 +176,10 @@ def list_files(path: Path, names: Iterable[str] = ()) -> Listed:
 
 def remove(path: Path):
     """Delete a folder or a file, if it is there."""
-    if path.is_dir(): remove_folder(path)
-    else: path.unlink(missing_ok=True)
+    if path.is_dir():
+        remove_folder(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def written(path: Path, received: Iterator[Tensor], digest: str) -> str | None:
@@ -164,9 +188,11 @@ def written(path: Path, received: Iterator[Tensor], digest: str) -> str | None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "wb") as file:
-            for chunk in received: file.write(memoryview(chunk.numpy()))
+            for chunk in received:
+                file.write(memoryview(chunk.numpy()))
         sync(path)
-        if sha256(path) != digest: fault = f"{path.name} came with other bytes than were sent"
+        if sha256(path) != digest:
+            fault = f"{path.name} came with other bytes than were sent"
     except OSError as error:
         fault = str(error)
     drain(received)
@@ -175,7 +201,8 @@ def written(path: Path, received: Iterator[Tensor], digest: str) -> str | None:
 
 def drain(received: Iterator[Tensor]):
     """Take what is left, as whoever sends it expects."""
-    for _ in received: pass
+    for _ in received:
+        pass
 
 
 def chunks_of(size: int) -> Iterator[int]:

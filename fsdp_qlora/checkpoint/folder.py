@@ -10,6 +10,7 @@
 Either of these may be a link to a folder elsewhere. What else lies among them is somebody else's: it
 is never deleted. No torch here: whatever happens to files can be tested fast.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -24,8 +25,12 @@ from ..folders import remove_folder, sync, write_text
 from ..reading import from_json
 
 MANIFEST, RUN = "manifest.json", "run.json"
-ASIDE = ".aside"  # a damaged checkpoint, or one of a past that was left; gone after the next good one
-SCRATCH = re.compile(r"\.step-\d+(\.aside)?\.(tmp|gone|[0-9a-f]{32})")  # half written, deleted or copied
+ASIDE = (
+    ".aside"  # a damaged checkpoint, or one of a past that was left; gone after the next good one
+)
+SCRATCH = re.compile(
+    r"\.step-\d+(\.aside)?\.(tmp|gone|[0-9a-f]{32})"
+)  # half written, deleted or copied
 
 
 def checkpoints_of(output_dir: str | Path) -> Path:
@@ -51,22 +56,30 @@ def step_of(folder: Path) -> int:
 
 def all_checkpoints(root: Path) -> list[Path]:
     """Checkpoints by name, the newest first; whole or not."""
-    if not root.is_dir(): return []
-    return sorted((f for f in root.iterdir() if step_of(f) >= 0 and f.is_dir()), key=step_of,
-                  reverse=True)
+    if not root.is_dir():
+        return []
+    return sorted(
+        (f for f in root.iterdir() if step_of(f) >= 0 and f.is_dir()), key=step_of, reverse=True
+    )
 
 
 # ---- writing -----------------------------------------------------------------------------------
 
+
 def seal(scratch: Path, folder: Path):
     """Hash every file of a finished scratch folder, write the manifest, give the folder its name."""
     inside = sorted(p for p in scratch.rglob("*") if p.is_file())
-    for path in inside: sync(path)
-    files = {str(p.relative_to(scratch)): {"bytes": p.stat().st_size, "sha256": sha256(p)}
-             for p in inside}
+    for path in inside:
+        sync(path)
+    files = {
+        str(p.relative_to(scratch)): {"bytes": p.stat().st_size, "sha256": sha256(p)}
+        for p in inside
+    }
     write_text(scratch / MANIFEST, manifest_text(files))
-    for path in (*(p for p in scratch.rglob("*") if p.is_dir()), scratch): sync(path)
-    if os.path.lexists(folder): set_aside(folder)
+    for path in (*(p for p in scratch.rglob("*") if p.is_dir()), scratch):
+        sync(path)
+    if os.path.lexists(folder):
+        set_aside(folder)
     scratch.rename(folder)
     sync(folder.parent)
 
@@ -79,22 +92,27 @@ def manifest_text(files: dict) -> str:
 
 def sha256(path: Path) -> str:
     """Hash of a file."""
-    with open(path, "rb") as file: return hashlib.file_digest(file, "sha256").hexdigest()
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ---- reading -----------------------------------------------------------------------------------
+
 
 def fault_of(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None if every byte is as it was written."""
     try:
         text = (folder / MANIFEST).read_text()
         files = from_json(text)["files"]
-        if text != manifest_text(files): return f"{MANIFEST} is damaged"
-        if RUN not in files: return f"{RUN} is not in {MANIFEST}"
+        if text != manifest_text(files):
+            return f"{MANIFEST} is damaged"
+        if RUN not in files:
+            return f"{RUN} is not in {MANIFEST}"
         for name, expected in files.items():
             if (size := (folder / name).stat().st_size) != expected["bytes"]:
                 return f"{name} has {size} bytes instead of {expected['bytes']}"
-            if sha256(folder / name) != expected["sha256"]: return f"{name} is damaged"
+            if sha256(folder / name) != expected["sha256"]:
+                return f"{name} is damaged"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -106,7 +124,8 @@ def newest_whole(root: Path, say: Callable[[str], None]) -> Path | None:
     """The newest checkpoint without a fault; each that has one is said and set aside."""
     for folder in all_checkpoints(root):
         fault = fault_of(folder)
-        if fault is None: return folder
+        if fault is None:
+            return folder
         say(f"warning: {folder} is not used: {fault}; looking for an earlier one")
         set_aside(folder)
     return None
@@ -119,6 +138,7 @@ def read_run(folder: Path) -> dict:
 
 # ---- tidying -----------------------------------------------------------------------------------
 
+
 def set_aside(folder: Path):
     """Take a checkpoint out of the list; `prune` deletes it after the next good one."""
     target = folder.with_name(folder.name + ASIDE)
@@ -129,13 +149,15 @@ def set_aside(folder: Path):
 def set_newer_aside(root: Path, step: int):
     """A run that goes on from `step` leaves the checkpoints after it behind."""
     for folder in all_checkpoints(root):
-        if step_of(folder) > step: set_aside(folder)
+        if step_of(folder) > step:
+            set_aside(folder)
 
 
 def remove_scratch(root: Path):
     """Delete what a killed run left half written or half deleted."""
     for folder in root.iterdir() if root.is_dir() else ():
-        if SCRATCH.fullmatch(folder.name): remove_folder(folder)
+        if SCRATCH.fullmatch(folder.name):
+            remove_folder(folder)
 
 
 def prune(root: Path, keep: int, protected: Iterable[Path] = ()) -> list[Path]:
@@ -180,8 +202,16 @@ def held_out_loss_of(folder: Path) -> float | None:
 
 EARLIER = "earlier-"
 WEIGHTS = ("adapter", "model")
-LEFT_BY_A_RUN = (*WEIGHTS, *(f"{name}-best" for name in WEIGHTS), "checkpoints", "metrics.jsonl",
-                 "loss.png", "memory.png", "tensorboard", "report.html")
+LEFT_BY_A_RUN = (
+    *WEIGHTS,
+    *(f"{name}-best" for name in WEIGHTS),
+    "checkpoints",
+    "metrics.jsonl",
+    "loss.png",
+    "memory.png",
+    "tensorboard",
+    "report.html",
+)
 
 
 def keep_earlier(output_dir: Path, names: Iterable[str] = LEFT_BY_A_RUN) -> Path | None:
@@ -190,10 +220,12 @@ def keep_earlier(output_dir: Path, names: Iterable[str] = LEFT_BY_A_RUN) -> Path
     None if it left nothing. A crash in between leaves each thing in one of two places.
     """
     left = [path for name in names if (path := output_dir / name).exists()]
-    if not any(is_worth_keeping(path) for path in left): return None
+    if not any(is_worth_keeping(path) for path in left):
+        return None
     kept = first_free(output_dir)
     kept.mkdir()
-    for path in left: move(path, kept / path.name)
+    for path in left:
+        move(path, kept / path.name)
     return kept
 
 
@@ -210,10 +242,12 @@ def move(path: Path, target: Path):
         kept = first_free(real)
         kept.mkdir()
         target.symlink_to(kept)
-        for p in inside: p.rename(kept / p.name)
+        for p in inside:
+            p.rename(kept / p.name)
         return
     for link in (path, *(path.iterdir() if path.is_dir() else ())):
-        if link.is_symlink(): make_absolute(link)
+        if link.is_symlink():
+            make_absolute(link)
     path.rename(target)
 
 
@@ -226,6 +260,8 @@ def make_absolute(link: Path):
 
 def is_worth_keeping(path: Path) -> bool:
     """Whether a run got as far as to write something there."""
-    if path.name == "metrics.jsonl": return '"kind": "step"' in path.read_text(errors="replace")
-    if path.is_dir(): return any(not p.name.startswith(EARLIER) for p in path.iterdir())
+    if path.name == "metrics.jsonl":
+        return '"kind": "step"' in path.read_text(errors="replace")
+    if path.is_dir():
+        return any(not p.name.startswith(EARLIER) for p in path.iterdir())
     return path.stat().st_size > 0

@@ -5,6 +5,7 @@ recomputed) and what is shown may change; so may paths, for the model and the da
 content. Every setting is in one of the four sets below; a new one is refused by a test until somebody
 has thought about where it belongs.
 """
+
 from __future__ import annotations
 
 from dataclasses import asdict, fields, replace
@@ -15,7 +16,8 @@ from ..config.settings import AUTO, counted, default_of, shown
 from ..data import Source, Subset, TokenizedDataset, step_sampler
 
 # Layout, speed, paths and display. The batch is compared as rows per step, see `batch_difference`.
-MAY_CHANGE = frozenset("""
+MAY_CHANGE = frozenset(
+    """
 model_name dataset dataset_split dataset_samples data_cache eval_dataset eval_split eval_share
 eval_every samples sample_prompts sample_tokens
 preview quantized_cache train_type attn_implementation device low_memory loading_workers
@@ -30,22 +32,27 @@ profile_memory profiling_output with_stack with_shapes export_trace export_memor
 wait_steps warmup_steps active_steps repeat profiling_frequency checkpoint_every checkpoint_minutes
 keep_checkpoints resume stop_grace_seconds max_bad_steps on_bad_steps stall_seconds
 verify_frozen_minutes
-""".split())
+""".split()
+)
 
 # What a checkpoint's tensors mean: not even an explicit --resume PATH goes on after a change.
-DEFINES_THE_WEIGHTS = frozenset("""
+DEFINES_THE_WEIGHTS = frozenset(
+    """
 quant precision adapter lora_rank lora_alpha lora_target_modules adapter_dtype optimizer
 use_rslora lora_rank_pattern lora_alpha_pattern absmax_dtype n_bits init_lora_weights loftq_iter
 modules_to_save trained_modules layers_to_transform added_tokens llama_pro_path
 llama_pro_blocks lora_target_parameters bias
-""".split())
+""".split()
+)
 
 # The rest of what decides the losses. An explicit --resume PATH may change these, with a warning.
-MUST_BE_EQUAL = frozenset("""
+MUST_BE_EQUAL = frozenset(
+    """
 revision trust_remote_code compute_dtype random_weights lora_dropout loraplus_lr_ratio context_length
 train_on stream shuffle_buffer packing seed lr wd lr_scheduler warmup_share lr_warmup_steps
 apply_gradient_clipping grad_norm
-""".split())
+""".split()
+)
 
 # When the run ends: as much as the rest under a schedule that goes by it; under a constant rate it
 # changes nothing that was computed, and may change.
@@ -56,14 +63,18 @@ LENGTH = frozenset(["num_epochs", "max_steps"])
 BEFORE_IT_WAS_A_SETTING: dict[str, object] = {}
 
 
-def differences(run: dict, config: RunConfig, content: dict[str, str], world_size: int
-                ) -> dict[str, str]:
+def differences(
+    run: dict, config: RunConfig, content: dict[str, str], world_size: int
+) -> dict[str, str]:
     """For each setting that differs from the checkpoint's run.json: its name, old and new value."""
     old, new = settings_of(run), asdict(config)
     free = MAY_CHANGE | LENGTH if config.lr_scheduler == "constant" else MAY_CHANGE
-    found = {name: f"--{name} was {shown(old[name])} and is {shown(new[name])}"
-             + (f", which --lr_scheduler {config.lr_scheduler} goes by" if name in LENGTH else "")
-             for name in new if name not in free and old[name] != new[name]}
+    found = {
+        name: f"--{name} was {shown(old[name])} and is {shown(new[name])}"
+        + (f", which --lr_scheduler {config.lr_scheduler} goes by" if name in LENGTH else "")
+        for name in new
+        if name not in free and old[name] != new[name]
+    }
     saved = run["content"]
     if saved["model"] != content["model"]:
         found["model_name"] = f"--model_name is another model than {old['model_name']} was"
@@ -72,8 +83,9 @@ def differences(run: dict, config: RunConfig, content: dict[str, str], world_siz
     if saved["data"] != content["data"]:
         found["dataset"] = f"--dataset holds other rows than {old['dataset']} did"
     elif config.stream and is_other("tokenizer", saved, content):
-        found["dataset"] = ("--model_name has another tokenizer or chat template, so rows have "
-                            "other tokens")
+        found["dataset"] = (
+            "--model_name has another tokenizer or chat template, so rows have other tokens"
+        )
     return found | batch_difference(run, config, world_size)
 
 
@@ -95,7 +107,8 @@ def per_step(batches: BatchPlan) -> dict[str, int]:
 
 def batch_of(record: dict) -> tuple[int, str]:
     """A step's size and its unit, of what `per_step` wrote; earlier versions knew rows alone."""
-    if record.get("bins_per_step"): return record["bins_per_step"], "bin"
+    if record.get("bins_per_step"):
+        return record["bins_per_step"], "bin"
     return record["rows_per_step"], "row"
 
 
@@ -104,36 +117,49 @@ def batch_difference(run: dict, config: RunConfig, world_size: int) -> dict[str,
 
     Bins are also to be had as other numbers of micro-batches on these ranks.
     """
-    if run["config"].get("packing", False) != config.packing: return {}  # which is said already
+    if run["config"].get("packing", False) != config.packing:
+        return {}  # which is said already
     count, unit = batch_of(run)
     plans = [plan_batches(config, n) for n in (run["world_size"], world_size)]
     now = plans[-1]
     if any((plan.per_step, plan.unit) == (count, unit) for plan in plans):
-        if unit == "row" or count % world_size == 0: return {}
-        return {"batch_size": f"a step was {counted(count, 'bin')}, which {world_size} GPUs can't share "
-                              "evenly; resume on a number of GPUs that divides it"}
+        if unit == "row" or count % world_size == 0:
+            return {}
+        return {
+            "batch_size": f"a step was {counted(count, 'bin')}, which {world_size} GPUs can't share "
+            "evenly; resume on a number of GPUs that divides it"
+        }
     is_now = counted(now.per_step, now.unit)
     if unit == "bin" or now.unit == "row":
         flag = "global_batch_size" if unit == "row" else "batch_size"
         return {flag: f"--{flag}: a step was {counted(count, unit)} and is {is_now}"}
-    return {"global_batch_size": f"--global_batch_size: a step was {counted(count, 'row')} and is "
-                                 f"{is_now}; --global_batch_size {count} keeps to rows"}
+    return {
+        "global_batch_size": f"--global_batch_size: a step was {counted(count, 'row')} and is "
+        f"{is_now}; --global_batch_size {count} keeps to rows"
+    }
 
 
 def with_batch_of(run: dict, config: RunConfig, world_size: int) -> RunConfig:
     """The settings with the checkpoint's size of a step, also where the number of ranks is another."""
     count, unit = batch_of(run)
     now = plan_batches(config, world_size)
-    if (now.per_step, now.unit) == (count, unit): return config
-    if unit == "row": return replace(config, global_batch_size=count)
+    if (now.per_step, now.unit) == (count, unit):
+        return config
+    if unit == "row":
+        return replace(config, global_batch_size=count)
     micro = gcd(count // world_size, config.batch_size)  # as large as can be without a bin too many
-    return replace(config, batch_size=micro,
-                   gradient_accumulation_steps=count // world_size // micro)
+    return replace(
+        config, batch_size=micro, gradient_accumulation_steps=count // world_size // micro
+    )
 
 
-def steps_asked(config: RunConfig, dataset: TokenizedDataset | Subset | Source, run: dict) -> int | None:
+def steps_asked(
+    config: RunConfig, dataset: TokenizedDataset | Subset | Source, run: dict
+) -> int | None:
     """Steps of the whole run `run`, with these settings; None where only a stream's end will tell."""
-    if isinstance(dataset, Source): return None if config.max_steps == AUTO else config.max_steps
+    if isinstance(dataset, Source):
+        return None if config.max_steps == AUTO else config.max_steps
     count, unit = batch_of(run)
-    return step_sampler(dataset, count, unit, seed=config.seed, epochs=config.num_epochs,
-                        max_steps=config.max_steps).total_steps
+    return step_sampler(
+        dataset, count, unit, seed=config.seed, epochs=config.num_epochs, max_steps=config.max_steps
+    ).total_steps

@@ -2,6 +2,7 @@
 
 Rank 0 looks and verifies; the others are told, so that all start from the same one.
 """
+
 from __future__ import annotations
 
 import json
@@ -32,17 +33,22 @@ from .folder import (
 from .identity import DEFINES_THE_WEIGHTS, differences, is_other, steps_asked, with_batch_of
 
 FINISHED = "finished.json"  # beside the checkpoints of a run that came to its end
-OF_ITS_END = (*WEIGHTS, "metrics.jsonl", "loss.png")  # what a run that goes on from there writes again
+OF_ITS_END = (
+    *WEIGHTS,
+    "metrics.jsonl",
+    "loss.png",
+)  # what a run that goes on from there writes again
 
 
 @dataclass
 class Found:
     """Where a run stands when it starts."""
-    content: dict[str, str]           # hashes of what the run is made from (content.py)
-    folder: Path | None = None        # the checkpoint, or None at the beginning
-    run: dict | None = None           # its run.json
-    metrics: tuple[dict, ...] = ()    # what metrics.jsonl says up to there
-    disks: Disks | None = None        # how its files come to machines that don't see them
+
+    content: dict[str, str]  # hashes of what the run is made from (content.py)
+    folder: Path | None = None  # the checkpoint, or None at the beginning
+    run: dict | None = None  # its run.json
+    metrics: tuple[dict, ...] = ()  # what metrics.jsonl says up to there
+    disks: Disks | None = None  # how its files come to machines that don't see them
 
     @property
     def step(self) -> int:
@@ -59,8 +65,9 @@ def world_size() -> int:
     return ranks_from_env().world_size
 
 
-def find_run(config: RunConfig, dataset: TokenizedDataset | Subset | Source, content: dict[str, str]
-             ) -> Found:
+def find_run(
+    config: RunConfig, dataset: TokenizedDataset | Subset | Source, content: dict[str, str]
+) -> Found:
     """Where to go on from, as --resume says; every rank must call it.
 
     Raises ValueError on every rank if --resume is a path without a whole checkpoint, or if the
@@ -68,17 +75,21 @@ def find_run(config: RunConfig, dataset: TokenizedDataset | Subset | Source, con
     """
     out, root = Path(config.output_dir), checkpoints_of(config.output_dir)
     disks = find_disks(out)
-    if disks.rank in disks.takers: remove_scratch(root)
+    if disks.rank in disks.takers:
+        remove_scratch(root)
     disks.bring_newest(out, lambda: config.resume == "auto" and not (root / FINISHED).exists())
     found = replace(from_main(lambda: look(config, dataset, content)), disks=disks)
     if found.folder:
-        print_main(f"resumed from {found.folder}: step {found.run['step']} of a run that "
-                   f"{counted(found.run['world_size'], 'rank')} began or went on with")
+        print_main(
+            f"resumed from {found.folder}: step {found.run['step']} of a run that "
+            f"{counted(found.run['world_size'], 'rank')} began or went on with"
+        )
     return found
 
 
-def look(config: RunConfig, dataset: TokenizedDataset | Subset | Source, content: dict[str, str]
-         ) -> Found:
+def look(
+    config: RunConfig, dataset: TokenizedDataset | Subset | Source, content: dict[str, str]
+) -> Found:
     """What `find_run` finds, on rank 0; leaves the folder ready for a run that begins anew."""
     root = checkpoints_of(config.output_dir)
     remove_scratch(root)
@@ -90,7 +101,8 @@ def look(config: RunConfig, dataset: TokenizedDataset | Subset | Source, content
     check_same_run(config, differences(run, config, content, world_size()), folder)
     check_length(config, run, dataset, folder)
     kept = kept_metrics(folder.parent.parent / "metrics.jsonl", run)
-    if not is_inside(folder, root): make_room(config, LEFT_BY_A_RUN)
+    if not is_inside(folder, root):
+        make_room(config, LEFT_BY_A_RUN)
     return Found(content, folder, run, tuple(kept))
 
 
@@ -105,14 +117,18 @@ def settle(found: Found, config: RunConfig, weights: str | None):
 
     weights: the hash of all of the base; the checkpoint of an older version has none.
     """
-    if not found.folder: return
+    if not found.folder:
+        return
     root, saved = checkpoints_of(config.output_dir), found.run["content"]
     if is_other("weights", saved, {"weights": weights}):
         was = found.run["config"]["model_name"]
-        check_same_run(config, {"model_name": f"--model_name holds other weights than {was} did"},
-                       found.folder)
-    if not is_inside(found.folder, root): return
-    if (root / FINISHED).exists(): make_room(config, OF_ITS_END)
+        check_same_run(
+            config, {"model_name": f"--model_name holds other weights than {was} did"}, found.folder
+        )
+    if not is_inside(found.folder, root):
+        return
+    if (root / FINISHED).exists():
+        make_room(config, OF_ITS_END)
     set_newer_aside(root, found.step)
     (root / FINISHED).unlink(missing_ok=True)
 
@@ -121,20 +137,28 @@ def make_room(config: RunConfig, names: tuple[str, ...]):
     """Nothing that an earlier run left in --output_dir is overwritten. Raises ValueError naming it."""
     out, base = Path(config.output_dir), Path(config.model_name).resolve()
     if any(base.is_relative_to((out / name).resolve()) for name in names):
-        raise ValueError(f"--output_dir {out} holds --model_name {config.model_name}, in whose place "
-                         "the new weights would be; give another --output_dir")
+        raise ValueError(
+            f"--output_dir {out} holds --model_name {config.model_name}, in whose place "
+            "the new weights would be; give another --output_dir"
+        )
     if kept := keep_earlier(out, names):
         moved = ", ".join(sorted(path.name for path in kept.iterdir()))
         print_main(f"what an earlier run left in {out} is now in {kept}: {moved}")
 
 
-def has_ended(config: RunConfig, dataset: TokenizedDataset | Subset | Source, content: dict[str, str],
-              root: Path, run: dict) -> bool:
+def has_ended(
+    config: RunConfig,
+    dataset: TokenizedDataset | Subset | Source,
+    content: dict[str, str],
+    root: Path,
+    run: dict,
+) -> bool:
     """Whether --resume auto meets a run that came to its end, and this is not that run made longer.
 
     run: of its newest whole checkpoint.
     """
-    if config.resume != "auto" or not (root / FINISHED).exists(): return False
+    if config.resume != "auto" or not (root / FINISHED).exists():
+        return False
     asked = steps_asked(config, dataset, run)
     longer = asked is not None and asked > last_step(root, run)
     return not longer or bool(differences(run, config, content, world_size()))
@@ -150,47 +174,73 @@ def last_step(root: Path, run: dict) -> int:
 
 def chosen(config: RunConfig, root: Path) -> Path | None:
     """The checkpoint that --resume asks for, verified."""
-    if config.resume == "none": return None
-    if config.resume == "auto": return newest_whole(root, print_main)
+    if config.resume == "none":
+        return None
+    if config.resume == "auto":
+        return newest_whole(root, print_main)
     folder = Path(config.resume)
-    if folder.is_symlink() and step_of(folder) < 0: folder = folder.resolve()  # such as "latest"
-    if step_of(folder) < 0 and not (folder / MANIFEST).exists():  # a run's folder, or its checkpoints
+    if folder.is_symlink() and step_of(folder) < 0:
+        folder = folder.resolve()  # such as "latest"
+    if (
+        step_of(folder) < 0 and not (folder / MANIFEST).exists()
+    ):  # a run's folder, or its checkpoints
         inside = folder if folder.name == "checkpoints" else checkpoints_of(folder)
         newest = newest_whole(inside, print_main)
-        if newest is None: raise ValueError(f"--resume {folder}: no whole checkpoint there; give a "
-                                            "folder that training wrote, auto or none")
+        if newest is None:
+            raise ValueError(
+                f"--resume {folder}: no whole checkpoint there; give a "
+                "folder that training wrote, auto or none"
+            )
         return newest
     if fault := fault_of(folder):
-        raise ValueError(f"--resume {folder}: {fault}; give another checkpoint, or auto for the "
-                         "newest whole one of --output_dir")
+        raise ValueError(
+            f"--resume {folder}: {fault}; give another checkpoint, or auto for the "
+            "newest whole one of --output_dir"
+        )
     return folder
 
 
 def check_same_run(config: RunConfig, found: dict[str, str], folder: Path):
     """Refuse a checkpoint that differs so; after an explicit path only what it can't do without."""
-    must = DEFINES_THE_WEIGHTS | {"model_name", "dataset", "global_batch_size", "batch_size", "seed"}
+    must = DEFINES_THE_WEIGHTS | {
+        "model_name",
+        "dataset",
+        "global_batch_size",
+        "batch_size",
+        "seed",
+    }
     if config.resume != "auto":
-        for name in found.keys() - must: print_main(f"warning: since {folder}, {found[name]}")
+        for name in found.keys() - must:
+            print_main(f"warning: since {folder}, {found[name]}")
         found = {name: text for name, text in found.items() if name in must}
-    if not found: return
+    if not found:
+        return
     what = f"--resume {config.resume}: {folder} is of another run: {'; '.join(found.values())}"
     if found.keys() & must:
-        raise ValueError(f"{what}. Give the old values to go on, --resume none to start anew, or "
-                         "another --output_dir")
-    raise ValueError(f"{what}. Give the old values to go on, --resume {folder} to go on with the new "
-                     "ones, --resume none to start anew, or another --output_dir")
+        raise ValueError(
+            f"{what}. Give the old values to go on, --resume none to start anew, or "
+            "another --output_dir"
+        )
+    raise ValueError(
+        f"{what}. Give the old values to go on, --resume {folder} to go on with the new "
+        "ones, --resume none to start anew, or another --output_dir"
+    )
 
 
-def check_length(config: RunConfig, run: dict, dataset: TokenizedDataset | Subset | Source,
-                 folder: Path):
+def check_length(
+    config: RunConfig, run: dict, dataset: TokenizedDataset | Subset | Source, folder: Path
+):
     """Refuse a run that would have ended before the checkpoint."""
     asked = steps_asked(config, dataset, run)
-    too_short = (asked < run["step"] if asked is not None
-                 else config.num_epochs <= run["sampler"]["epoch"])
+    too_short = (
+        asked < run["step"] if asked is not None else config.num_epochs <= run["sampler"]["epoch"]
+    )
     if too_short:
         flag = "num_epochs" if config.max_steps == AUTO else "max_steps"
-        raise ValueError(f"--{flag} {getattr(config, flag)} ends before {folder}; give a larger "
-                         "number, or an earlier checkpoint with --resume FOLDER")
+        raise ValueError(
+            f"--{flag} {getattr(config, flag)} ends before {folder}; give a larger "
+            "number, or an earlier checkpoint with --resume FOLDER"
+        )
 
 
 def kept_metrics(path: Path, run: dict) -> list[dict]:
@@ -198,17 +248,20 @@ def kept_metrics(path: Path, run: dict) -> list[dict]:
 
     A line that was cut or damaged is left out.
     """
-    if not path.is_file(): return []
+    if not path.is_file():
+        return []
     kept = []
     for record in filter(None, map(read_record, path.read_text(errors="replace").splitlines())):
         evaluated = (run["evaluator"] or {}).get("last") or {"step": 0}
         last = evaluated["step"] if record["kind"] == "eval" else run["step"]
-        if record["step"] <= last or record["kind"] in HISTORY: kept.append(record)
+        if record["step"] <= last or record["kind"] in HISTORY:
+            kept.append(record)
     return kept
 
 
 def mark_finished(root: Path, step: int):
     """Say beside a run's checkpoints that it came to its end, so that --resume auto begins anew."""
-    if not root.is_dir(): return
+    if not root.is_dir():
+        return
     write_text(root / FINISHED, json.dumps({"step": step}))
     sync(root)

@@ -1,4 +1,5 @@
 """What a run is made of, as far as a checkpoint must bring it back."""
+
 from __future__ import annotations
 
 import hashlib
@@ -34,7 +35,8 @@ ADAPTER = Path("adapter", "adapter_model.safetensors")
 @dataclass
 class Boundary:
     """The moment between two steps: what changes while the next one is prepared and run."""
-    step: int                  # optimizer steps done
+
+    step: int  # optimizer steps done
     sampler: dict
     random: RandomState
 
@@ -50,6 +52,7 @@ class Scaler(Protocol):
 @dataclass
 class RunState:
     """The parts of a run that training changes."""
+
     model: nn.Module
     optimizer: Optimizer
     scheduler: LRScheduler
@@ -64,10 +67,13 @@ class RunState:
 
     def to_json(self, boundary: Boundary) -> dict:
         """All but the tensors, as run.json holds it."""
-        return {"step": boundary.step, "sampler": boundary.sampler,
-                "scheduler": self.scheduler.state_dict(),
-                "scaler": self.scaler and self.scaler.state_dict(),
-                "evaluator": evaluator_to_json(self.evaluator)}
+        return {
+            "step": boundary.step,
+            "sampler": boundary.sampler,
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler and self.scaler.state_dict(),
+            "evaluator": evaluator_to_json(self.evaluator),
+        }
 
     def restore(self, folder: Path) -> Boundary:
         """Bring back a checkpoint, on any number of ranks; every rank must call it.
@@ -79,14 +85,18 @@ class RunState:
         load_weights_into(self.model, *saved_weights(self.model, folder))
         load_optimizer_into(self.model, self.optimizer, RowFiles(folder.glob("rank-*.safetensors")))
         self.scheduler.load_state_dict(run["scheduler"])
-        for group, lr in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+        for group, lr in zip(
+            self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True
+        ):
             group["lr"] = lr
-        if self.scaler: self.scaler.load_state_dict(run["scaler"])
+        if self.scaler:
+            self.scaler.load_state_dict(run["scaler"])
         self.sampler.load_state_dict(run["sampler"])
         evaluator_from_json(self.evaluator, run["evaluator"])
         if run["world_size"] == ranks_from_env().world_size:
             read_random_state(folder, rank).restore(self.device)
-        else: torch.manual_seed(seed_after(run["step"], torch.initial_seed()))
+        else:
+            torch.manual_seed(seed_after(run["step"], torch.initial_seed()))
         return self.boundary(run["step"])
 
 
@@ -97,27 +107,35 @@ def seed_after(step: int, seed: int) -> int:
 
 def saved_weights(model: nn.Module, folder: Path) -> tuple[RowFiles, dict[str, str]]:
     """A checkpoint's trained weights, and how each parameter is named there."""
-    if hasattr(model, "peft_config"): return RowFiles([folder / ADAPTER]), saved_names(model)
-    return (RowFiles(folder.glob("weights-*.safetensors")),
-            {name: name for name in trainable_parameters(model)})
+    if hasattr(model, "peft_config"):
+        return RowFiles([folder / ADAPTER]), saved_names(model)
+    return (
+        RowFiles(folder.glob("weights-*.safetensors")),
+        {name: name for name in trainable_parameters(model)},
+    )
 
 
 def saved_adapter(folder: Path | None) -> Callable[[str], Tensor] | None:
     """Reads the adapter of a checkpoint, a tensor by its parameter's name."""
-    if folder is None or not (folder / ADAPTER).is_file(): return None
+    if folder is None or not (folder / ADAPTER).is_file():
+        return None
     files = RowFiles([folder / ADAPTER])
     return lambda name: files.read(saved_name(name))
 
 
 def evaluator_to_json(evaluator: Evaluator | None) -> dict | None:
     """The best and the last evaluation."""
-    if evaluator is None: return None
-    return {name: metrics and asdict(metrics) for name, metrics in
-            (("best", evaluator.best), ("last", evaluator.last))}
+    if evaluator is None:
+        return None
+    return {
+        name: metrics and asdict(metrics)
+        for name, metrics in (("best", evaluator.best), ("last", evaluator.last))
+    }
 
 
 def evaluator_from_json(evaluator: Evaluator | None, saved: dict | None):
     """The other way; an evaluator that is new starts without a best."""
-    if evaluator is None or saved is None: return
+    if evaluator is None or saved is None:
+        return
     for name, values in saved.items():
         setattr(evaluator, name, values and EvalMetrics(**values))

@@ -5,6 +5,7 @@ are safetensors whose header says which rows they hold. torch.distributed.checkp
 pickle as its index, and its planning needs collectives, which a background thread must not run
 beside those of a step.
 """
+
 from __future__ import annotations
 
 import json
@@ -30,6 +31,7 @@ from ..memory.hostmem import host_tensors
 @dataclass
 class Rows:
     """Rows `start`, `start` + 1, ... of a tensor that has `total`; 0 of a tensor without rows."""
+
     tensor: Tensor
     start: int = 0
     total: int = 0
@@ -37,16 +39,21 @@ class Rows:
 
 def rows_of(tensor: Tensor) -> Rows | None:
     """What this rank has to save of a tensor; None where another rank does, or there is no row."""
-    if not is_first_copy(tensor): return None
-    if tensor.dim() == 0: return Rows(tensor.detach())
+    if not is_first_copy(tensor):
+        return None
+    if tensor.dim() == 0:
+        return Rows(tensor.detach())
     local, start, _ = local_rows(tensor.detach())
     return Rows(local, start, tensor.shape[0]) if local.shape[0] else None
 
 
 def weight_rows(model: nn.Module) -> dict[str, Rows]:
     """This rank's rows of the trained weights."""
-    return {name: rows for name, p in trainable_parameters(model).items()
-            if (rows := rows_of(p)) is not None}
+    return {
+        name: rows
+        for name, p in trainable_parameters(model).items()
+        if (rows := rows_of(p)) is not None
+    }
 
 
 def taken_rows(model: nn.Module) -> dict[str, Rows]:
@@ -60,9 +67,12 @@ def taken_rows(model: nn.Module) -> dict[str, Rows]:
 
 def optimizer_rows(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Rows]:
     """This rank's rows of the optimizer's states, as `<parameter>|<state>`."""
-    return {f"{name}|{key}": rows for name, p in trainable_parameters(model).items()
-            for key, value in optimizer.state.get(p, {}).items()
-            if value is not None and (rows := rows_of(value)) is not None}
+    return {
+        f"{name}|{key}": rows
+        for name, p in trainable_parameters(model).items()
+        for key, value in optimizer.state.get(p, {}).items()
+        if value is not None and (rows := rows_of(value)) is not None
+    }
 
 
 class Staging:
@@ -79,14 +89,19 @@ class Staging:
         """The same rows, on the host; `wait` before they are read."""
         buffers = self.buffers.get(kind, {})
         if described(buffers) != described({name: r.tensor for name, r in rows.items()}):
-            made = host_tensors([r.tensor for r in rows.values()], pinned=self.device.type == "cuda")
+            made = host_tensors(
+                [r.tensor for r in rows.values()], pinned=self.device.type == "cuda"
+            )
             buffers = self.buffers[kind] = dict(zip(rows, made, strict=True))
-        return {name: Rows(buffers[name].copy_(r.tensor, non_blocking=True), r.start, r.total)
-                for name, r in rows.items()}
+        return {
+            name: Rows(buffers[name].copy_(r.tensor, non_blocking=True), r.start, r.total)
+            for name, r in rows.items()
+        }
 
     def wait(self):
         """Until the copies are there."""
-        if self.device.type == "cuda": torch.cuda.current_stream(self.device).synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
 
 def described(tensors: dict[str, Tensor]) -> list[tuple]:
@@ -96,16 +111,19 @@ def described(tensors: dict[str, Tensor]) -> list[tuple]:
 
 # ---- random numbers ----------------------------------------------------------------------------
 
+
 @dataclass
 class RandomState:
     """Of one rank: what dropout and shuffling draw from next."""
+
     tensors: dict[str, Tensor] = field(default_factory=dict)
     python: list = field(default_factory=list)
 
     @classmethod
     def now(cls, device: torch.device) -> RandomState:
         tensors = {"cpu": torch.get_rng_state()}
-        if device.type == "cuda": tensors["cuda"] = torch.cuda.get_rng_state(device)
+        if device.type == "cuda":
+            tensors["cuda"] = torch.cuda.get_rng_state(device)
         return cls(tensors, random.getstate())
 
     def restore(self, device: torch.device):
@@ -117,6 +135,7 @@ class RandomState:
 
 
 # ---- files -------------------------------------------------------------------------------------
+
 
 def rank_file(folder: Path, rank: int) -> Path:
     """A rank's optimizer rows and random state."""
@@ -131,7 +150,10 @@ def weights_file(folder: Path, rank: int) -> Path:
 def write_rows(path: Path, rows: dict[str, Rows], random_state: RandomState | None = None):
     """Write rows, wait for the disk, and read them back. Raises OSError if they are not the same."""
     tensors = {name: r.tensor for name, r in rows.items()}
-    metadata = {"format": "pt", "rows": json.dumps({n: [r.start, r.total] for n, r in rows.items()})}
+    metadata = {
+        "format": "pt",
+        "rows": json.dumps({n: [r.start, r.total] for n, r in rows.items()}),
+    }
     if random_state is not None:
         tensors |= {f"random|{kind}": state for kind, state in random_state.tensors.items()}
         metadata["python_random"] = json.dumps(random_state.python)
@@ -147,13 +169,16 @@ def read_back(path: Path, tensors: dict[str, Tensor]):
     os.close(descriptor)
     with safe_open(path, framework="pt") as file:
         same = set(file.keys()) == set(tensors) and all(
-            same_bits(file.get_tensor(name), tensor) for name, tensor in tensors.items())
-    if not same: raise OSError(f"{path}: the disk gave back other bytes than were written")
+            same_bits(file.get_tensor(name), tensor) for name, tensor in tensors.items()
+        )
+    if not same:
+        raise OSError(f"{path}: the disk gave back other bytes than were written")
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal in shape, dtype and every bit, NaN included."""
-    if a.shape != b.shape or a.dtype != b.dtype: return False
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
     a, b = (t.contiguous().view(-1).view(torch.uint8) for t in (a, b))
     return torch.equal(a, b)
 
@@ -177,19 +202,23 @@ class RowFiles:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows start to stop of a tensor. Raises ValueError if some are in no file."""
-        if not (total := self.total(name)): return self.parts[name][0][3].get_tensor(name)
+        if not (total := self.total(name)):
+            return self.parts[name][0][3].get_tensor(name)
         place, stop, found = start, total if stop is None else stop, []
         for first, count, _, file in sorted(self.parts[name], key=lambda part: part[0]):
             if first <= place < min(first + count, stop):
                 end = min(first + count, stop)
-                found.append(file.get_slice(name)[place - first:end - first])
+                found.append(file.get_slice(name)[place - first : end - first])
                 place = end
-        if place < stop: raise ValueError(f"checkpoint: rows {place} to {stop} of {name} are missing")
-        if not found: return self.parts[name][0][3].get_slice(name)[0:0]
+        if place < stop:
+            raise ValueError(f"checkpoint: rows {place} to {stop} of {name} are missing")
+        if not found:
+            return self.parts[name][0][3].get_slice(name)[0:0]
         return found[0] if len(found) == 1 else torch.cat(found)
 
 
 # ---- into a model ------------------------------------------------------------------------------
+
 
 def load_weights_into(model: nn.Module, files: RowFiles, keys: dict[str, str]):
     """Fill the trained weights, each rank its rows; `keys` names them as the files do."""
@@ -197,7 +226,7 @@ def load_weights_into(model: nn.Module, files: RowFiles, keys: dict[str, str]):
         for name, parameter in trainable_parameters(model).items():
             local, start, stop = local_rows(parameter)
             rows = files.read(keys[name], start, stop)
-            local.copy_(rows[:, :local.shape[1]] if local.dim() == 2 else rows)
+            local.copy_(rows[:, : local.shape[1]] if local.dim() == 2 else rows)
 
 
 def load_optimizer_into(model: nn.Module, optimizer: torch.optim.Optimizer, files: RowFiles):
@@ -212,13 +241,16 @@ def load_optimizer_into(model: nn.Module, optimizer: torch.optim.Optimizer, file
     for number, p in enumerate(parameters):
         if full_names := saved.get(names[id(p)]):
             empty = empty_states(optimizer, p)
-            states[number] = {key: filled(empty(key, files.total(full)), files, full)
-                              for key, full in full_names.items()}
+            states[number] = {
+                key: filled(empty(key, files.total(full)), files, full)
+                for key, full in full_names.items()
+            }
     optimizer.load_state_dict(optimizer.state_dict() | {"state": states})
 
 
-def empty_states(optimizer: torch.optim.Optimizer, p: nn.Parameter
-                 ) -> Callable[[str, int], Tensor | None]:
+def empty_states(
+    optimizer: torch.optim.Optimizer, p: nn.Parameter
+) -> Callable[[str, int], Tensor | None]:
     """A function (state, its rows) -> a tensor to fill, placed as the optimizer would; None if whole.
 
     This project's optimizers make their own; torch's are like the weight.
@@ -231,7 +263,8 @@ def empty_states(optimizer: torch.optim.Optimizer, p: nn.Parameter
 
 def filled(state: Tensor | None, files: RowFiles, name: str) -> Tensor:
     """A state with this rank's rows; one without a place of its own is whole on every rank."""
-    if state is None: return files.read(name)
+    if state is None:
+        return files.read(name)
     local, start, stop = local_rows(state)
     local.copy_(files.read(name, start, stop))
     return state
@@ -240,6 +273,9 @@ def filled(state: Tensor | None, files: RowFiles, name: str) -> Tensor:
 def read_random_state(folder: Path, rank: int) -> RandomState:
     """The random state that a rank of the same world had."""
     with safe_open(rank_file(folder, rank), framework="pt") as file:
-        tensors = {name.removeprefix("random|"): file.get_tensor(name) for name in file.keys()  # noqa: SIM118
-                   if name.startswith("random|")}
+        tensors = {
+            name.removeprefix("random|"): file.get_tensor(name)
+            for name in file.keys()  # noqa: SIM118
+            if name.startswith("random|")
+        }
         return RandomState(tensors, json.loads(file.metadata()["python_random"]))

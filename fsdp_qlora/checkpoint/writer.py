@@ -5,6 +5,7 @@ that rank's file; rank 0's also waits for the others' word, puts the adapter tog
 writes the manifest, gives the folder its name and prunes. Ranks speak through the store (`Board`), so
 no collective of the thread can cross one of a step. One write is in flight at a time.
 """
+
 from __future__ import annotations
 
 import math
@@ -43,8 +44,8 @@ from .tensors import (
     write_rows,
 )
 
-SLOW_SECONDS = 1.0   # a step that waited longer for the write before is spoken of
-END_SECONDS = 2      # in which a thread ends that waited for another rank's file
+SLOW_SECONDS = 1.0  # a step that waited longer for the write before is spoken of
+END_SECONDS = 2  # in which a thread ends that waited for another rank's file
 WORD_SECONDS = 1800  # how long rank 0 waits for another rank's file
 writes = count()  # tells writes of the same step apart; every rank counts alike
 
@@ -52,6 +53,7 @@ writes = count()  # tells writes of the same step apart; every rank counts alike
 @dataclass
 class Snapshot:
     """What one rank writes of a checkpoint, copied from the run."""
+
     step: int
     weights: dict[str, Rows]
     optimizer: dict[str, Rows]
@@ -66,8 +68,15 @@ class CheckpointWriter:
     facts: what run.json says besides the state. failure: why the last write failed, on rank 0.
     """
 
-    def __init__(self, root: Path, state: RunState, config: RunConfig, facts: dict, disks: Disks,
-                 verified: Path | None = None):
+    def __init__(
+        self,
+        root: Path,
+        state: RunState,
+        config: RunConfig,
+        facts: dict,
+        disks: Disks,
+        verified: Path | None = None,
+    ):
         self.root, self.state, self.keep, self.facts = root, state, config.keep_checkpoints, facts
         self.disks, self.minutes = disks, config.checkpoint_minutes
         self.rank, self.board, self.staging = ranks_from_env(), board[-1], Staging(state.device)
@@ -86,19 +95,26 @@ class CheckpointWriter:
         started = time.perf_counter()
         self.join(mark)
         if (waited := time.perf_counter() - started) > SLOW_SECONDS:
-            print_main(f"the checkpoint after step {boundary.step} waited {waited:.1f} s until the one "
-                       "before was written: save less often (--checkpoint_every), or to a faster disk")
-        if from_main(lambda: self.has(boundary.step)): return 0.0
+            print_main(
+                f"the checkpoint after step {boundary.step} waited {waited:.1f} s until the one "
+                "before was written: save less often (--checkpoint_every), or to a faster disk"
+            )
+        if from_main(lambda: self.has(boundary.step)):
+            return 0.0
         shot = self.snapshot(boundary)
-        self.thread = threading.Thread(target=self.write, args=(shot,), name="checkpoint",
-                                       daemon=True)
+        self.thread = threading.Thread(
+            target=self.write, args=(shot,), name="checkpoint", daemon=True
+        )
         self.thread.start()
         self.clock = time.monotonic()
         return time.perf_counter() - started
 
     def has(self, step: int) -> bool:
         """Whether the last good checkpoint is that of `step`; only rank 0 knows."""
-        return bool(self.verified) and self.verified.resolve() == step_folder(self.root, step).resolve()
+        return (
+            bool(self.verified)
+            and self.verified.resolve() == step_folder(self.root, step).resolve()
+        )
 
     def is_time(self) -> bool:
         """Whether --checkpoint_minutes have gone by; rank 0's clock counts."""
@@ -130,7 +146,8 @@ class CheckpointWriter:
         thread = self.thread
         self.join(most_seconds=most_seconds)
         self.is_left.set()
-        if thread: thread.join(END_SECONDS)
+        if thread:
+            thread.join(END_SECONDS)
 
     def snapshot(self, boundary: Boundary) -> Snapshot:
         """Copies of this rank's rows, on the host."""
@@ -139,8 +156,14 @@ class CheckpointWriter:
         optimizer = self.staging.copy("optimizer", optimizer_rows(state.model, state.optimizer))
         self.staging.wait()
         run = self.facts | state.to_json(boundary)
-        return Snapshot(boundary.step, weights, optimizer, boundary.random, run,
-                        f"checkpoint {next(writes)} of step {boundary.step}")
+        return Snapshot(
+            boundary.step,
+            weights,
+            optimizer,
+            boundary.random,
+            run,
+            f"checkpoint {next(writes)} of step {boundary.step}",
+        )
 
     # ---- in the thread ----
 
@@ -149,12 +172,15 @@ class CheckpointWriter:
         scratch, word, files = scratch_folder(self.root, shot.step), "written", {}
         try:
             names = write_part(scratch, self.rank.rank, shot)
-            if self.disks.is_apart: files = list_files(scratch, names)
+            if self.disks.is_apart:
+                files = list_files(scratch, names)
             self.board.post(f"{shot.topic} files", dumps(files))
         except Exception as error:  # noqa: BLE001  a full disk comes as any of several
             word = f"{type(error).__name__}: {error}"
-        with suppress(RuntimeError): self.board.post(shot.topic, word)  # else rank 0 finds it gone
-        if self.rank.is_main: self.complete(shot, scratch)
+        with suppress(RuntimeError):
+            self.board.post(shot.topic, word)  # else rank 0 finds it gone
+        if self.rank.is_main:
+            self.complete(shot, scratch)
         elif self.disks.is_apart and word == "written":
             with suppress(OSError, RuntimeError):  # rank 0 says what fails
                 self.disks.send(scratch, files)
@@ -166,15 +192,20 @@ class CheckpointWriter:
             words = self.board.wait_for_all(shot.topic, WORD_SECONDS, self.is_left.is_set)
             self.receive(shot, scratch, [r for r in self.disks.apart if words[r] == "written"])
             failed = [f"rank {r}: {word}" for r, word in enumerate(words) if word != "written"]
-            if failed: raise OSError(failed[0])
-            if self.keys: self.assemble_adapter(scratch)
+            if failed:
+                raise OSError(failed[0])
+            if self.keys:
+                self.assemble_adapter(scratch)
             write_text(scratch / RUN, dumps(shot.run, indent=1))
             seal(scratch, folder)
         except Exception as error:  # noqa: BLE001
             self.failure = f"{type(error).__name__}: {error}"
             remove_folder(scratch)
-            if self.verified: print_main(f"warning: no checkpoint of step {shot.step} "
-                                         f"({self.failure}); {self.verified} is the last good one")
+            if self.verified:
+                print_main(
+                    f"warning: no checkpoint of step {shot.step} "
+                    f"({self.failure}); {self.verified} is the last good one"
+                )
         else:
             self.verified, self.failure = folder, None
             self.delete_older()
@@ -191,22 +222,27 @@ class CheckpointWriter:
         faults = []
         for rank in ranks:
             try:
-                self.disks.receive(scratch, rank, loads(self.board.read(f"{shot.topic} files", rank)))
+                self.disks.receive(
+                    scratch, rank, loads(self.board.read(f"{shot.topic} files", rank))
+                )
             except OSError as error:
                 faults.append(error)
-        if faults: raise faults[0]
+        if faults:
+            raise faults[0]
 
     def assemble_adapter(self, scratch: Path):
         """The ranks' rows of the adapter as the one file that PEFT reads, in place of theirs."""
         parts = sorted(scratch.glob("weights-*.safetensors"))
         files = RowFiles(parts)
-        tensors = for_both_ends(self.state.model, {key: saved_tensor(files, name)
-                                                   for name, key in self.keys.items()})
+        tensors = for_both_ends(
+            self.state.model, {key: saved_tensor(files, name) for name, key in self.keys.items()}
+        )
         (scratch / ADAPTER).parent.mkdir()
         save_file(tensors, scratch / ADAPTER, {"format": "pt"})
         read_back(scratch / ADAPTER, tensors)
         save_peft_config(saved_config(self.state.model), scratch / ADAPTER.parent)
-        for part in parts: part.unlink()
+        for part in parts:
+            part.unlink()
 
 
 def saved_tensor(files: RowFiles, name: str) -> Tensor:
@@ -219,7 +255,8 @@ def write_part(scratch: Path, rank: int, shot: Snapshot) -> list[str]:
     """Write the files of one rank; their names."""
     scratch.mkdir(parents=True, exist_ok=True)
     paths = [weights_file(scratch, rank)] if shot.weights else []
-    if shot.weights: write_rows(paths[0], shot.weights)
+    if shot.weights:
+        write_rows(paths[0], shot.weights)
     paths.append(rank_file(scratch, rank))
     write_rows(paths[-1], shot.optimizer, shot.random)
     return [path.name for path in paths]

@@ -3,6 +3,7 @@
 All ranks measure together (`bench/ceilings.py`). The file is kept in ~/.cache/fsdp_qlora, where
 `estimate`, `plan` and --sharding_strategy auto find it for this machine's own cards.
 """
+
 from __future__ import annotations
 
 import json
@@ -21,11 +22,14 @@ from ..config.settings import opt
 @dataclass
 class CalibrateOptions:
     """Calibrate"""
-    output: str | None = opt(None, "file for the figures; left out, where estimates find them",
-                             example="machine.json")
+
+    output: str | None = opt(
+        None, "file for the figures; left out, where estimates find them", example="machine.json"
+    )
     device: str = opt("auto", "where to measure", choices=("auto", "cpu", "cuda"))
-    world_size: int = opt(AUTO, "ranks that measure together; -1 = one per visible GPU, or one on the "
-                          "CPU")
+    world_size: int = opt(
+        AUTO, "ranks that measure together; -1 = one per visible GPU, or one on the CPU"
+    )
     verbose: bool = opt(False, "print the traceback of an error")
 
 
@@ -34,6 +38,7 @@ def calibrate_command(argv: list[str]):
     options = parse_alone(argv, CalibrateOptions, "fsdp-qlora calibrate")
     config = RunConfig(device=options.device, world_size=options.world_size)
     from ..training.launch import run_on_ranks
+
     path = Path(options.output) if options.output else calibration_file()
     run_on_ranks(config, "calibrate", argv, lambda config: calibrate_rank(config, path))
 
@@ -43,6 +48,7 @@ def calibrate_rank(config: RunConfig, path: Path):
     from ..bench.ceilings import measure_ceilings
     from ..bench.measure import device_name
     from ..dist import main_only, print_main, process_group, rank_device, ranks_from_env
+
     device = rank_device(config.device)
     with process_group(device, config.timeout_minutes):
         found = measure_ceilings(device)
@@ -57,39 +63,60 @@ def calibrate_rank(config: RunConfig, path: Path):
 def memory_gib(device) -> float:
     """Memory of the device; on the CPU, the machine's."""
     import torch
-    if device.type != "cuda": return host_memory_here()
+
+    if device.type != "cuda":
+        return host_memory_here()
     return torch.cuda.get_device_properties(device).total_memory / 2**30
 
 
 def gpu_spec(found: dict, device: str, memory: float) -> dict:
     """The figures as --gpu_spec and --calibration take them."""
     spec = dict(
-        name=device, memory_gib=round(memory, 2), measured_bf16_tflops=found["bf16_tflops"],
-        measured_fp8_tflops=found["fp8_tflops"], measured_bandwidth_gb_s=found["copy_gb_s"],
+        name=device,
+        memory_gib=round(memory, 2),
+        measured_bf16_tflops=found["bf16_tflops"],
+        measured_fp8_tflops=found["fp8_tflops"],
+        measured_bandwidth_gb_s=found["copy_gb_s"],
         measured_unpack_gb_s=found["unpack_gb_s"],
         measured_host_gb_s=min(found["host"].values(), default=None),
-        measured_link_gb_s=found["all_gather"] or None)
+        measured_link_gb_s=found["all_gather"] or None,
+    )
     try:
         spec |= dict(base=find_gpu(device).name, name=find_gpu(device).name)
     except ValueError:  # not in the catalogue: no datasheet but these
-        spec |= dict(bf16_tflops=found["bf16_tflops"], bandwidth_gb_s=found["copy_gb_s"],
-                     fp8_tflops=found["fp8_tflops"], source="fsdp-qlora calibrate")
-    about = dict(device=device, torch=installed_torch(), date=date.today().isoformat(),
-                 host_gb_s=found["host"], host_memory_gb_s=found["host_memory_gb_s"],
-                 reduce_scatter_gb_s=found["reduce_scatter"])
+        spec |= dict(
+            bf16_tflops=found["bf16_tflops"],
+            bandwidth_gb_s=found["copy_gb_s"],
+            fp8_tflops=found["fp8_tflops"],
+            source="fsdp-qlora calibrate",
+        )
+    about = dict(
+        device=device,
+        torch=installed_torch(),
+        date=date.today().isoformat(),
+        host_gb_s=found["host"],
+        host_memory_gb_s=found["host_memory_gb_s"],
+        reduce_scatter_gb_s=found["reduce_scatter"],
+    )
     return {name: value for name, value in spec.items() if value is not None} | {CALIBRATION: about}
 
 
 def table(found: dict) -> str:
     """The figures in lines for people."""
-    rows = [("bf16 products", found["bf16_tflops"], "TFLOP/s"),
-            ("fp8 products", found["fp8_tflops"], "TFLOP/s"),
-            ("copies in GPU memory, read and written", found["copy_gb_s"], "GB/s"),
-            ("NF4 weights unpacked, read and written", found["unpack_gb_s"], "GB/s"),
-            ("copies in host memory, read and written", found["host_memory_gb_s"], "GB/s"),
-            ("host to GPU, pinned", found["host"].get("to_gpu"), "GB/s"),
-            ("GPU to host, pinned", found["host"].get("from_gpu"), "GB/s")]
-    rows += [(f"{kind.replace('_', '-')} over {n}, bus", rate, "GB/s")
-             for kind in ("all_gather", "reduce_scatter") for n, rate in found[kind].items()]
-    return "\n".join(f"{name:<42}{value:>10,.2f} {unit}" for name, value, unit in rows
-                     if value is not None)
+    rows = [
+        ("bf16 products", found["bf16_tflops"], "TFLOP/s"),
+        ("fp8 products", found["fp8_tflops"], "TFLOP/s"),
+        ("copies in GPU memory, read and written", found["copy_gb_s"], "GB/s"),
+        ("NF4 weights unpacked, read and written", found["unpack_gb_s"], "GB/s"),
+        ("copies in host memory, read and written", found["host_memory_gb_s"], "GB/s"),
+        ("host to GPU, pinned", found["host"].get("to_gpu"), "GB/s"),
+        ("GPU to host, pinned", found["host"].get("from_gpu"), "GB/s"),
+    ]
+    rows += [
+        (f"{kind.replace('_', '-')} over {n}, bus", rate, "GB/s")
+        for kind in ("all_gather", "reduce_scatter")
+        for n, rate in found[kind].items()
+    ]
+    return "\n".join(
+        f"{name:<42}{value:>10,.2f} {unit}" for name, value, unit in rows if value is not None
+    )

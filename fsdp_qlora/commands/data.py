@@ -1,4 +1,5 @@
 """`fsdp-qlora data`: the data of a run as it would be trained on, in text and as a picture."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -14,7 +15,8 @@ from ..training.prepare import load_data, run_tokenizer
 def report_on_data(config: RunConfig):
     """Load the data, and say and draw what there is to know before a run."""
     rows = load_data(config, run_tokenizer(config)).rows
-    if not len(rows): return
+    if not len(rows):
+        return
     print_main(padding_line(config, rows))
     picture = Path(config.output_dir) / "lengths.png"
     picture.parent.mkdir(parents=True, exist_ok=True)
@@ -34,6 +36,8 @@ def padding_line(config: RunConfig, rows: TokenizedDataset | Subset) -> str:
     plan = plan_batches(replace(config, packing=True), world_size=1)
     sampler = step_sampler(rows, plan.per_step, plan.unit, seed=config.seed)
     packed = StepLoader(rows, sampler, packing=True, **size).filled_share()
-    return (f"of the tokens computed on one GPU, {padded:.0%} are the rows' own with padding "
-            f"({counted(batches.per_step, batches.unit)} per step), and {packed:.0%} with --packing "
-            f"true ({counted(plan.per_step, plan.unit)}), {batches.micro_batch_size} per micro-batch")
+    return (
+        f"of the tokens computed on one GPU, {padded:.0%} are the rows' own with padding "
+        f"({counted(batches.per_step, batches.unit)} per step), and {packed:.0%} with --packing "
+        f"true ({counted(plan.per_step, plan.unit)}), {batches.micro_batch_size} per micro-batch"
+    )

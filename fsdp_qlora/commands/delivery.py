@@ -2,6 +2,7 @@
 
 Each has settings of its own and none of RunConfig's. Pure: no torch before a command runs.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -14,50 +15,80 @@ from ..config.settings import opt
 @dataclass
 class MergeOptions:
     """Merge"""
-    model_name: str | None = opt(None, "the base: folder or hub name; the adapter's own if left out",
-                                 example="./SmolLM2-135M-Instruct")
-    revision: str | None = opt(None, "branch, tag or commit of the base on the hub; the adapter's own "
-                               "if --model_name is left out")
-    adapter_folder: str | None = opt(None, "adapter folder that training saved; also as the first word",
-                                     example="output/adapter")
+
+    model_name: str | None = opt(
+        None,
+        "the base: folder or hub name; the adapter's own if left out",
+        example="./SmolLM2-135M-Instruct",
+    )
+    revision: str | None = opt(
+        None,
+        "branch, tag or commit of the base on the hub; the adapter's own "
+        "if --model_name is left out",
+    )
+    adapter_folder: str | None = opt(
+        None, "adapter folder that training saved; also as the first word", example="output/adapter"
+    )
     output_dir: str = opt("merged", "new folder for the merged model")
     merge_base: str = opt(
-        "auto", "original: the weights of --model_name; dequantized: these rounded to 4 bits and back, "
+        "auto",
+        "original: the weights of --model_name; dequantized: these rounded to 4 bits and back, "
         "as QLoRA trained on them; auto = as the adapter was trained",
-        choices=("auto", "original", "dequantized"))
-    base_quant: str = opt("auto", "format of a dequantized base; auto = what the adapter's folder says",
-                          choices=("auto", *BASE_QUANTS))
+        choices=("auto", "original", "dequantized"),
+    )
+    base_quant: str = opt(
+        "auto",
+        "format of a dequantized base; auto = what the adapter's folder says",
+        choices=("auto", *BASE_QUANTS),
+    )
     merge_format: str = opt(
-        "safetensors", "bnb4: linear weights in NF4, as transformers and bitsandbytes load them; "
-        "without an adapter, the base itself", choices=("safetensors", "bnb4"))
+        "safetensors",
+        "bnb4: linear weights in NF4, as transformers and bitsandbytes load them; "
+        "without an adapter, the base itself",
+        choices=("safetensors", "bnb4"),
+    )
     dtype: str = opt("bf16", "what the result is rounded to", choices=("bf16", "fp16", "fp32"))
     verbose: bool = opt(False, "print the traceback of an error")
 
 
 def merge_command(argv: list[str]):
     """Merge an adapter into its base model."""
-    options = parse_alone(with_named_words(argv, "adapter_folder"), MergeOptions, "fsdp-qlora merge")
+    options = parse_alone(
+        with_named_words(argv, "adapter_folder"), MergeOptions, "fsdp-qlora merge"
+    )
     from ..export.adapter_folder import base_of
     from ..export.merge import merge_adapter
+
     name, revision = options.model_name, options.revision
     if name is None:
         name, trained_on = base_of(options.adapter_folder)
         revision = revision or trained_on
-    merge_adapter(name, options.adapter_folder, options.output_dir, revision=revision,
-                  merge_base=options.merge_base, base_quant=options.base_quant,
-                  merge_format=options.merge_format, dtype=options.dtype)
+    merge_adapter(
+        name,
+        options.adapter_folder,
+        options.output_dir,
+        revision=revision,
+        merge_base=options.merge_base,
+        base_quant=options.base_quant,
+        merge_format=options.merge_format,
+        dtype=options.dtype,
+    )
 
 
 @dataclass
 class ConvertOptions:
     """Convert"""
-    weights: str = opt("model_state_dict.safetensors", "what the original script saved: the file, or "
-                       "its folder; also as the first word")
+
+    weights: str = opt(
+        "model_state_dict.safetensors",
+        "what the original script saved: the file, or its folder; also as the first word",
+    )
     model_name: str = opt("meta-llama/Llama-2-7b-hf", "the model that it was trained on")
     output_dir: str = opt("adapter", "new folder for the PEFT adapter")
     lora_alpha: int = opt(16, "that run's --lora_alpha; its DoRA had none")
-    train_type: str = opt("", "that run's --train_type, from which a merge knows the base",
-                          example="custom_qlora")
+    train_type: str = opt(
+        "", "that run's --train_type, from which a merge knows the base", example="custom_qlora"
+    )
     verbose: bool = opt(False, "print the traceback of an error")
 
 
@@ -65,34 +96,48 @@ def convert_command(argv: list[str]):
     """Make a PEFT adapter of what the original script saved."""
     options = parse_alone(with_named_words(argv, "weights"), ConvertOptions, "fsdp-qlora convert")
     from ..export.convert import convert_adapter
-    convert_adapter(options.weights, options.output_dir, options.model_name,
-                    lora_alpha=options.lora_alpha, train_type=options.train_type)
+
+    convert_adapter(
+        options.weights,
+        options.output_dir,
+        options.model_name,
+        lora_alpha=options.lora_alpha,
+        train_type=options.train_type,
+    )
 
 
 @dataclass
 class CheckOptions:
     """Check"""
-    adapter_folder: str = opt("output/adapter", "adapter folder that training saved; also as the first "
-                              "word")
+
+    adapter_folder: str = opt(
+        "output/adapter", "adapter folder that training saved; also as the first word"
+    )
     max_lora_rank: int = opt(512, "what vLLM is started with")
     verbose: bool = opt(False, "print the traceback of an error")
 
 
 def check_command(argv: list[str]):
     """Say whether vLLM takes an adapter folder as it is."""
-    options = parse_alone(with_named_words(argv, "adapter_folder"), CheckOptions, "fsdp-qlora check")
+    options = parse_alone(
+        with_named_words(argv, "adapter_folder"), CheckOptions, "fsdp-qlora check"
+    )
     from ..export.serving import check_adapter_folder, serve_command
+
     problems = check_adapter_folder(options.adapter_folder, options.max_lora_rank)
     if problems:
-        raise ValueError(f"--adapter_folder {options.adapter_folder}: vLLM does not take "
-                         f"{'; nor '.join(problems)}. Serve the merged model: fsdp-qlora merge "
-                         f"--adapter_folder {options.adapter_folder}")
+        raise ValueError(
+            f"--adapter_folder {options.adapter_folder}: vLLM does not take "
+            f"{'; nor '.join(problems)}. Serve the merged model: fsdp-qlora merge "
+            f"--adapter_folder {options.adapter_folder}"
+        )
     print(f"vLLM takes this adapter:\n  {serve_command(options.adapter_folder)}")
 
 
 @dataclass
 class PushOptions:
     """Push"""
+
     folder: str = opt("output/adapter", "adapter or model folder; also as the first word")
     repo: str = opt("", "name on the hub; also as the second word", example="me/my-adapter")
     private: bool = opt(True, "false publishes it")
@@ -103,10 +148,16 @@ class PushOptions:
 def push_command(argv: list[str]):
     """Push an adapter or model folder to a hub, private by default."""
     options = parse_alone(with_named_words(argv, "folder", "repo"), PushOptions, "fsdp-qlora push")
-    if not options.repo: raise ValueError("--repo is missing; give a name such as me/my-adapter")
+    if not options.repo:
+        raise ValueError("--repo is missing; give a name such as me/my-adapter")
     from ..export.hub import push_folder
+
     push_folder(options.folder, options.repo, options.private, options.revision)
 
 
-DELIVERY = {"merge": merge_command, "convert": convert_command, "check": check_command,
-            "push": push_command}
+DELIVERY = {
+    "merge": merge_command,
+    "convert": convert_command,
+    "check": check_command,
+    "push": push_command,
+}

@@ -3,6 +3,7 @@
 Each check is a function that gives findings; none raises, and all work without a GPU. torch is
 imported by the checks that need it, and its absence is a finding.
 """
+
 from __future__ import annotations
 
 import os
@@ -22,14 +23,22 @@ from ..config.settings import opt
 
 OK, NOTE, WRONG = "ok", "note", "WRONG"
 GIB = 2**30
-QUERY = ("index", "name", "memory.total", "memory.used", "driver_version", "pcie.link.width.current",
-         "pcie.link.width.max")
+QUERY = (
+    "index",
+    "name",
+    "memory.total",
+    "memory.used",
+    "driver_version",
+    "pcie.link.width.current",
+    "pcie.link.width.max",
+)
 BUSY_GIB, FREE_DISK_GIB, SHARED_GIB = 1.0, 20.0, 1.0  # beyond, or below, these a finding is a note
 
 
 @dataclass
 class DoctorOptions:
     """Doctor"""
+
     output_dir: str = opt(".", "folder whose disk is looked at")
     verbose: bool = opt(False, "print the traceback of an error")
 
@@ -37,6 +46,7 @@ class DoctorOptions:
 @dataclass(frozen=True)
 class Finding:
     """One line of the answer; `do` says how to mend it."""
+
     level: str
     says: str
     do: str = ""
@@ -54,7 +64,8 @@ def doctor_command(argv: list[str]):
         findings.append(finding)
     wrong = sum(f.level == WRONG for f in findings)
     print(f"\n{wrong} thing{'s' * (wrong != 1)} to mend" if wrong else "\nnothing to mend")
-    if wrong: sys.exit(1)
+    if wrong:
+        sys.exit(1)
 
 
 def examine(folder: str) -> Iterator[Finding]:
@@ -68,6 +79,7 @@ def examine(folder: str) -> Iterator[Finding]:
 
 
 # ---- versions ----------------------------------------------------------------------------------
+
 
 def requirements() -> list[str]:
     """What the package asks for: by its checkout, which changes after an install, or as installed."""
@@ -85,9 +97,15 @@ def requirements() -> list[str]:
 def check_versions(asked: list[str]) -> Iterator[Finding]:
     """Python and each dependency against its floor."""
     from packaging.requirements import Requirement
+
     version = sys.version.split()[0]
-    yield Finding(OK, f"Python {version}") if sys.version_info >= (3, 11) else Finding(
-        WRONG, f"Python {version} is too old", "make an environment with Python 3.11 or newer")
+    yield (
+        Finding(OK, f"Python {version}")
+        if sys.version_info >= (3, 11)
+        else Finding(
+            WRONG, f"Python {version} is too old", "make an environment with Python 3.11 or newer"
+        )
+    )
     for requirement in map(Requirement, asked):
         try:
             found = metadata.version(requirement.name)
@@ -98,17 +116,22 @@ def check_versions(asked: list[str]) -> Iterator[Finding]:
             floor = f" ({requirement.specifier})" if requirement.specifier else ""
             yield Finding(OK, f"{requirement.name} {found}{floor}")
         else:
-            yield Finding(WRONG, f"{requirement.name} {found}, and {requirement.specifier} is needed",
-                          f"pip install '{requirement}'")
+            yield Finding(
+                WRONG,
+                f"{requirement.name} {found}, and {requirement.specifier} is needed",
+                f"pip install '{requirement}'",
+            )
 
 
 # ---- GPUs --------------------------------------------------------------------------------------
 
+
 def nvidia_smi(*arguments: str) -> str:
     """What nvidia-smi prints, or nothing."""
     try:
-        return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=60,
-                              check=True).stdout
+        return subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=60, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
 
@@ -116,32 +139,50 @@ def nvidia_smi(*arguments: str) -> str:
 def gpu_rows() -> list[dict[str, str]]:
     """What the driver says of each card."""
     text = nvidia_smi(f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits")
-    cells = ([cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip())
+    cells = (
+        [cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()
+    )
     return [dict(zip(QUERY, row, strict=True)) for row in cells if len(row) == len(QUERY)]
 
 
 def check_cards(cards: list[dict[str, str]]) -> Iterator[Finding]:
     """Each card: its memory, who uses it, its slot; and whether they are alike."""
     if not cards:
-        yield Finding(NOTE, "nvidia-smi shows no GPU: a run here is on the CPU",
-                      "where there is a card, install NVIDIA's driver, or start the container with "
-                      "--gpus all")
+        yield Finding(
+            NOTE,
+            "nvidia-smi shows no GPU: a run here is on the CPU",
+            "where there is a card, install NVIDIA's driver, or start the container with "
+            "--gpus all",
+        )
         return
     yield Finding(OK, f"driver {cards[0]['driver_version']}")
     for card in cards:
         total, used = (number(card[f"memory.{what}"]) / 1024 for what in ("total", "used"))
         about = f"GPU {card['index']}: {card['name']}, {total:.1f} GiB"
-        yield Finding(OK, about) if used < BUSY_GIB else Finding(
-            NOTE, f"{about}, {used:.1f} of them taken", "nvidia-smi lists the processes; end those you "
-            "do not need, or choose cards with CUDA_VISIBLE_DEVICES")
+        yield (
+            Finding(OK, about)
+            if used < BUSY_GIB
+            else Finding(
+                NOTE,
+                f"{about}, {used:.1f} of them taken",
+                "nvidia-smi lists the processes; end those you "
+                "do not need, or choose cards with CUDA_VISIBLE_DEVICES",
+            )
+        )
         now, most = (number(card[f"pcie.link.width.{what}"]) for what in ("current", "max"))
         if 0 < now < most:
-            yield Finding(NOTE, f"GPU {card['index']} uses {now:.0f} of its {most:.0f} PCIe lanes",
-                          "seat it in a wider slot; until then --interconnect pcie4x"
-                          f"{now:.0f} makes estimates true")
+            yield Finding(
+                NOTE,
+                f"GPU {card['index']} uses {now:.0f} of its {most:.0f} PCIe lanes",
+                "seat it in a wider slot; until then --interconnect pcie4x"
+                f"{now:.0f} makes estimates true",
+            )
     if len({card["name"] for card in cards}) > 1:
-        yield Finding(NOTE, "the cards differ: the slowest and the smallest set the pace",
-                      "choose equal ones with CUDA_VISIBLE_DEVICES")
+        yield Finding(
+            NOTE,
+            "the cards differ: the slowest and the smallest set the pace",
+            "choose equal ones with CUDA_VISIBLE_DEVICES",
+        )
 
 
 def number(text: str) -> float:
@@ -160,19 +201,26 @@ def check_torch(cards: int) -> Iterator[Finding]:
         yield Finding(WRONG, f"torch can't be imported: {error}", "pip install torch")
         return
     if not torch.cuda.is_available():
-        if cards: yield unseen_cards(torch.version.cuda)
+        if cards:
+            yield unseen_cards(torch.version.cuda)
         yield from check_quantization("cpu")
         return
     seen = torch.cuda.device_count()
-    yield Finding(OK, f"torch sees {seen} of {cards} GPUs, CUDA {torch.version.cuda}, NCCL "
-                  + ".".join(map(str, torch.cuda.nccl.version())))
+    yield Finding(
+        OK,
+        f"torch sees {seen} of {cards} GPUs, CUDA {torch.version.cuda}, NCCL "
+        + ".".join(map(str, torch.cuda.nccl.version())),
+    )
     for index in range(seen):
         with torch.cuda.device(index):
             if not torch.cuda.is_bf16_supported(including_emulation=False):
                 yield Finding(NOTE, f"GPU {index} has no bf16 arithmetic", "use --precision fp32")
     if not (shutil.which("cc") or shutil.which("gcc")):
-        yield Finding(WRONG, "no C compiler, which torch.compile needs",
-                      "install gcc, or train with --compile false")
+        yield Finding(
+            WRONG,
+            "no C compiler, which torch.compile needs",
+            "install gcc, or train with --compile false",
+        )
     yield from check_quantization("cuda")
 
 
@@ -180,12 +228,19 @@ def unseen_cards(cuda: str | None) -> Finding:
     """Why torch does not see the cards that the driver does."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if cuda is None:
-        return Finding(WRONG, "torch is built without CUDA",
-                       "install a CUDA build, see https://pytorch.org/get-started/locally")
+        return Finding(
+            WRONG,
+            "torch is built without CUDA",
+            "install a CUDA build, see https://pytorch.org/get-started/locally",
+        )
     if visible is not None and not visible.strip("- 1"):
         return Finding(WRONG, f"CUDA_VISIBLE_DEVICES={visible!r} hides the GPUs", "unset it")
-    return Finding(WRONG, f"torch does not see the GPUs: it is built for CUDA {cuda}, for which the "
-                   "driver may be too old", "update the driver, or install torch for an older CUDA")
+    return Finding(
+        WRONG,
+        f"torch does not see the GPUs: it is built for CUDA {cuda}, for which the "
+        "driver may be too old",
+        "update the driver, or install torch for an older CUDA",
+    )
 
 
 def check_quantization(device: str) -> Iterator[Finding]:
@@ -194,33 +249,53 @@ def check_quantization(device: str) -> Iterator[Finding]:
         import torch
 
         from ..quantization.fourbit import dequantize_rows, quantize_rows
+
         weight = torch.linspace(-1, 1, 4096, device=device).view(32, 128)
         back = dequantize_rows(*quantize_rows(weight, "nf4"), 128, "nf4", torch.float32)
         worst = (back - weight).abs().max().item()
     except Exception as error:  # noqa: BLE001  a broken native library raises anything
-        yield Finding(WRONG, f"4-bit weights fail on {device}: {str(error).splitlines()[0]}",
-                      "python -m bitsandbytes says what it misses; pip install -U bitsandbytes")
+        yield Finding(
+            WRONG,
+            f"4-bit weights fail on {device}: {str(error).splitlines()[0]}",
+            "python -m bitsandbytes says what it misses; pip install -U bitsandbytes",
+        )
         return
-    yield Finding(OK, f"4-bit weights on {device}") if worst < 0.2 else Finding(
-        WRONG, f"4-bit weights on {device} are wrong by {worst:.2f}", "pip install -U bitsandbytes")
+    yield (
+        Finding(OK, f"4-bit weights on {device}")
+        if worst < 0.2
+        else Finding(
+            WRONG,
+            f"4-bit weights on {device} are wrong by {worst:.2f}",
+            "pip install -U bitsandbytes",
+        )
+    )
 
 
 def check_links(cards: int, topology: str) -> Iterator[Finding]:
     """How the cards reach each other."""
-    if cards < 2: return
+    if cards < 2:
+        return
     kinds = sorted(set(re.findall(r"\b(NV\d+|PIX|PXB|PHB|NODE|SYS)\b", matrix(topology))))
-    if not kinds: return
+    if not kinds:
+        return
     if all(kind.startswith("NV") for kind in kinds):
         yield Finding(OK, f"GPUs are linked by NVLink ({', '.join(kinds)})")
     elif {"SYS", "NODE"} & set(kinds):
-        yield Finding(NOTE, f"some GPUs reach each other through the processors ({', '.join(kinds)})",
-                      "prefer cards of one socket, or --sharding_strategy hybrid_full_shard; "
-                      "nvidia-smi topo -m shows which")
-    else: yield Finding(OK, f"GPUs are linked by PCIe ({', '.join(kinds)})")
+        yield Finding(
+            NOTE,
+            f"some GPUs reach each other through the processors ({', '.join(kinds)})",
+            "prefer cards of one socket, or --sharding_strategy hybrid_full_shard; "
+            "nvidia-smi topo -m shows which",
+        )
+    else:
+        yield Finding(OK, f"GPUs are linked by PCIe ({', '.join(kinds)})")
     for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"):
         if os.environ.get(name, "0") != "0":
-            yield Finding(NOTE, f"{name}={os.environ[name]} slows communication", "unset it unless a "
-                          "run hangs without it")
+            yield Finding(
+                NOTE,
+                f"{name}={os.environ[name]} slows communication",
+                "unset it unless a run hangs without it",
+            )
 
 
 def matrix(topology: str) -> str:
@@ -230,16 +305,23 @@ def matrix(topology: str) -> str:
 
 # ---- the host ----------------------------------------------------------------------------------
 
+
 def check_host(folder: str, cards: int) -> Iterator[Finding]:
     """Memory, shared memory and disks."""
     available, limit = available_memory_gib(), memory_limit_gib()
     total = host_memory_here()
-    yield Finding(OK, f"host memory: {available:.0f} of {total:.0f} GiB free"
-                  + (f", limited to {limit:.0f} GiB" if limit and limit < total else ""))
+    yield Finding(
+        OK,
+        f"host memory: {available:.0f} of {total:.0f} GiB free"
+        + (f", limited to {limit:.0f} GiB" if limit and limit < total else ""),
+    )
     shared = shutil.disk_usage("/dev/shm").total / GIB if Path("/dev/shm").exists() else None
     if shared is not None and cards > 1 and shared < SHARED_GIB:
-        yield Finding(WRONG, f"/dev/shm has {shared:.2f} GiB, and NCCL needs more between GPUs",
-                      "start the container with --ipc=host or --shm-size=8g")
+        yield Finding(
+            WRONG,
+            f"/dev/shm has {shared:.2f} GiB, and NCCL needs more between GPUs",
+            "start the container with --ipc=host or --shm-size=8g",
+        )
     for name, path in (("output", Path(folder)), ("Hugging Face cache", hub_cache())):
         yield disk_finding(name, path)
 
@@ -249,13 +331,23 @@ def disk_finding(name: str, path: Path) -> Finding:
     path = path.expanduser().absolute()
     there = next(p for p in (path, *path.parents) if p.exists())
     if not os.access(there, os.W_OK):
-        return Finding(WRONG, f"{name} folder {path} can't be written", "choose another, or mend its "
-                       "rights" if name == "output" else "set HF_HOME to a folder that can")
+        return Finding(
+            WRONG,
+            f"{name} folder {path} can't be written",
+            "choose another, or mend its rights"
+            if name == "output"
+            else "set HF_HOME to a folder that can",
+        )
     free = shutil.disk_usage(there).free / GIB
-    if free >= FREE_DISK_GIB: return Finding(OK, f"{name} folder {path}: {free:.0f} GiB free")
-    return Finding(NOTE, f"{name} folder {path}: only {free:.1f} GiB free",
-                   "a 7B model takes 14 GB and a 70B model 140 GB; point "
-                   + ("--output_dir" if name == "output" else "HF_HOME") + " to a larger disk")
+    if free >= FREE_DISK_GIB:
+        return Finding(OK, f"{name} folder {path}: {free:.0f} GiB free")
+    return Finding(
+        NOTE,
+        f"{name} folder {path}: only {free:.1f} GiB free",
+        "a 7B model takes 14 GB and a 70B model 140 GB; point "
+        + ("--output_dir" if name == "output" else "HF_HOME")
+        + " to a larger disk",
+    )
 
 
 def hub_cache() -> Path:

@@ -4,6 +4,7 @@ Settings as they are resolved, memory and time by the estimate (or the plan, whe
 to it), the data report, and the first batch as text. Weights are not read; a model on the hub is
 asked for its config and tokenizer alone.
 """
+
 from __future__ import annotations
 
 from dataclasses import asdict, replace
@@ -53,17 +54,24 @@ def dry_run(config: RunConfig, argv: list[str]):
     check_places(config)
     check_trackers(config)
     ranks = ranks_from_env().world_size if launched() else world_size(config)
-    for warning in warnings_of(config): print_main(f"warning: {warning}")
-    print_main("all settings, as a recipe:" if config.verbose else
-               "settings that differ from their default, as a recipe (--verbose: all):")
+    for warning in warnings_of(config):
+        print_main(f"warning: {warning}")
+    print_main(
+        "all settings, as a recipe:"
+        if config.verbose
+        else "settings that differ from their default, as a recipe (--verbose: all):"
+    )
     settings = asdict(config) if config.verbose else changed_settings(config)
     print_main(as_recipe(as_typed(settings)) + "\n")
     model_settings = read_config(config.model_name, **config.source)
-    if Path(config.model_name).is_dir(): planned_model(config, device)  # its files and target modules
-    data = load_data(replace(config, data_cache=None, preview=0),
-                     tokenizer := run_tokenizer(config))
+    if Path(config.model_name).is_dir():
+        planned_model(config, device)  # its files and target modules
+    data = load_data(
+        replace(config, data_cache=None, preview=0), tokenizer := run_tokenizer(config)
+    )
     config = predict(config, argv, model_settings, device, ranks, lengths_of(config, data))
-    if config.new_tokens: grow_vocabulary(model_settings, tokenizer)
+    if config.new_tokens:
+        grow_vocabulary(model_settings, tokenizer)
     check_rows(config, data, model_settings)
     show_batches(config, data, tokenizer, model_settings.get_text_config().vocab_size, ranks)
     print_main("dry run: nothing was trained or written")
@@ -71,12 +79,20 @@ def dry_run(config: RunConfig, argv: list[str]):
 
 def as_typed(settings: dict) -> dict:
     """Settings with the word for what is left to the plan."""
-    return {name: "auto" if name in ("batch_size", "activation_budget_gib") and value == AUTO else value
-            for name, value in settings.items()}
+    return {
+        name: "auto" if name in ("batch_size", "activation_budget_gib") and value == AUTO else value
+        for name, value in settings.items()
+    }
 
 
-def predict(config: RunConfig, argv: list[str], settings: PretrainedConfig, device: torch.device,
-            ranks: int, rows: RowLengths) -> RunConfig:
+def predict(
+    config: RunConfig,
+    argv: list[str],
+    settings: PretrainedConfig,
+    device: torch.device,
+    ranks: int,
+    rows: RowLengths,
+) -> RunConfig:
     """Print the estimate, or the plan where settings are left to it; the settings then.
 
     A model that can be trained and not estimated is said.
@@ -94,8 +110,9 @@ def predict(config: RunConfig, argv: list[str], settings: PretrainedConfig, devi
         return replace(config, batch_size=1) if config.batch_size == AUTO else config
 
 
-def predicted(config: RunConfig, given: set[str], shape: ModelShape, machine: Machine, rows: RowLengths
-              ) -> tuple[RunConfig, str]:
+def predicted(
+    config: RunConfig, given: set[str], shape: ModelShape, machine: Machine, rows: RowLengths
+) -> tuple[RunConfig, str]:
     """The settings after planning, and the answer as text."""
     free = free_settings(config, given, rows=rows)
     if not free:
@@ -107,8 +124,10 @@ def predicted(config: RunConfig, given: set[str], shape: ModelShape, machine: Ma
 def machine_here(device: torch.device, ranks: int) -> Machine:
     """This machine, and others like it under torchrun. Raises ValueError without a known GPU."""
     if device.type != "cuda":
-        raise ValueError("no GPU is used here; `fsdp-qlora estimate` with the same settings and --gpu "
-                         "NAME predicts memory and time")
+        raise ValueError(
+            "no GPU is used here; `fsdp-qlora estimate` with the same settings and --gpu "
+            "NAME predicts memory and time"
+        )
     nodes = ranks_from_env().nodes if launched() else 1
     return machine_from_options(MachineOptions(gpus=ranks // nodes, nodes=nodes))
 
@@ -117,21 +136,33 @@ def show_batches(config: RunConfig, data: RunData, tokenizer, vocab_size: int, r
     """Print how the data is cut into steps, and the first batch with its trained tokens marked."""
     rows, batches = data.rows, plan_batches(config, ranks)
     pad = choose_pad_token_id(tokenizer, vocab_size)
-    sampler = step_sampler(rows, batches.per_step, batches.unit, seed=config.seed,
-                           shuffle=data.stream is None, epochs=config.num_epochs,
-                           max_steps=config.max_steps)
-    loader = StepLoader(rows, sampler, 0, ranks, batches.micro_batch_size, pad_token_id=pad,
-                        packing=config.packing)
+    sampler = step_sampler(
+        rows,
+        batches.per_step,
+        batches.unit,
+        seed=config.seed,
+        shuffle=data.stream is None,
+        epochs=config.num_epochs,
+        max_steps=config.max_steps,
+    )
+    loader = StepLoader(
+        rows, sampler, 0, ranks, batches.micro_batch_size, pad_token_id=pad, packing=config.packing
+    )
     steps = None if data.stream else sampler.total_steps
     print_main(steps_line(config, batches, steps, ranks))
-    if config.packing and not data.stream: print_main(fill_line(config, loader, ranks))
+    if config.packing and not data.stream:
+        print_main(fill_line(config, loader, ranks))
     for warning in batch_above_data(batches, None if data.stream else len(rows)):
         print_main(f"warning: {warning}")
     step = loader.step(0)
     batch = step.micro_batches[0]
-    first = "the first rows of the stream, which a run shuffles" if data.stream else "the first batch"
-    print_main(f"{first} on rank 0, {len(step.micro_batches)} of which make its first step: "
-               f"{' x '.join(map(str, batch['input_ids'].shape))} tokens with padding")
+    first = (
+        "the first rows of the stream, which a run shuffles" if data.stream else "the first batch"
+    )
+    print_main(
+        f"{first} on rank 0, {len(step.micro_batches)} of which make its first step: "
+        f"{' x '.join(map(str, batch['input_ids'].shape))} tokens with padding"
+    )
     print_main(preview(batch_rows(batch, pad), tokenizer, config.preview or SHOWN_ROWS))
 
 

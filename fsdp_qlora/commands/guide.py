@@ -3,6 +3,7 @@
 The first two share every flag with training and add those of the machine. They import no torch, unless
 --dataset is given, whose rows are then read.
 """
+
 from __future__ import annotations
 
 import json
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
 @dataclass
 class EstimateOptions:
     """Estimate"""
-    params: str | None = opt(None, "size of a Llama-like model, instead of --model_name", example="7B")
+
+    params: str | None = opt(
+        None, "size of a Llama-like model, instead of --model_name", example="7B"
+    )
     examples: int | None = opt(None, "rows to train on, for wall time and money", unit="rows")
     json: bool = opt(False, "the answer as JSON")
 
@@ -34,7 +38,10 @@ class EstimateOptions:
 @dataclass
 class PlanOptions:
     """Plan"""
-    params: str | None = opt(None, "size of a Llama-like model, instead of --model_name", example="7B")
+
+    params: str | None = opt(
+        None, "size of a Llama-like model, instead of --model_name", example="7B"
+    )
     picture: str | None = opt(None, "draw the memory of each rung there", example="plan.png")
     json: bool = opt(False, "the plan as JSON")
 
@@ -42,11 +49,15 @@ class PlanOptions:
 def estimate_command(argv: list[str]):
     """Predict memory, time and money of a run; needs no GPU."""
     from ..estimate import as_json, estimate, report
-    config, machine, options = parse(argv, MachineOptions, EstimateOptions, prog="fsdp-qlora estimate")
+
+    config, machine, options = parse(
+        argv, MachineOptions, EstimateOptions, prog="fsdp-qlora estimate"
+    )
     shape, machine = asked_shape(config, options, argv), machine_from_options(machine)
     warn_of(config)
     rows = asked_rows(config, options, argv)
-    if config.is_auto: config = planned(shape, machine, config, argv, rows)
+    if config.is_auto:
+        config = planned(shape, machine, config, argv, rows)
     found = estimate(shape, machine, config, rows)
     cost = found.run(options.examples) if options.examples is not None else None
     show(as_json if options.json else report, found, cost, options.examples, rows)
@@ -55,6 +66,7 @@ def estimate_command(argv: list[str]):
 def plan_command(argv: list[str]):
     """Find the fastest configuration that fits, and say why not another; needs no GPU."""
     from ..planner import as_json, draw, free_settings, make_plan, report
+
     config, machine, options = parse(argv, MachineOptions, PlanOptions, prog="fsdp-qlora plan")
     check_file("picture", options.picture)
     warn_of(config)
@@ -62,14 +74,21 @@ def plan_command(argv: list[str]):
     free = free_settings(config, given_settings(argv), everything=True, rows=rows)
     plan = make_plan(shape, machine_from_options(machine), config, free, rows)
     show(as_json if options.json else report, plan)
-    if options.picture: draw(plan, options.picture)
+    if options.picture:
+        draw(plan, options.picture)
 
 
-def planned(shape: ModelShape, machine: Machine, config: RunConfig, argv: list[str],
-            rows: Rows | None = None) -> RunConfig:
+def planned(
+    shape: ModelShape,
+    machine: Machine,
+    config: RunConfig,
+    argv: list[str],
+    rows: Rows | None = None,
+) -> RunConfig:
     """The settings with what is auto chosen, as training would. Raises ValueError if nothing fits."""
     from ..planner import free_settings, make_plan
     from ..planner.report import advice
+
     free = free_settings(config, given_settings(argv), rows=rows)
     plan = make_plan(shape, machine, config, free, rows)
     if plan.choice is None:
@@ -77,39 +96,50 @@ def planned(shape: ModelShape, machine: Machine, config: RunConfig, argv: list[s
     return plan.choice.config
 
 
-def asked_shape(config: RunConfig, options: EstimateOptions | PlanOptions, argv: list[str]
-                ) -> ModelShape:
+def asked_shape(
+    config: RunConfig, options: EstimateOptions | PlanOptions, argv: list[str]
+) -> ModelShape:
     """The model of --params or --model_name, from its config.json alone.
 
     Raises ValueError for flags that contradict those which describe model and machine.
     """
     typed = typed_flags(argv)
     if "world_size" in typed:
-        raise ValueError(f"--world_size {config.world_size}: it starts ranks here; the GPUs that are "
-                         "asked about are --gpus and --nodes")
-    if options.params is None: return model_shape(config.model_name)
+        raise ValueError(
+            f"--world_size {config.world_size}: it starts ranks here; the GPUs that are "
+            "asked about are --gpus and --nodes"
+        )
+    if options.params is None:
+        return model_shape(config.model_name)
     if "model_name" in typed:
-        raise ValueError(f"--params {options.params} and --model_name {config.model_name} both name the "
-                         "model; give one of them")
+        raise ValueError(
+            f"--params {options.params} and --model_name {config.model_name} both name the "
+            "model; give one of them"
+        )
     return shape_from_params(options.params)
 
 
-def asked_rows(config: RunConfig, options: EstimateOptions | PlanOptions, argv: list[str]
-               ) -> Rows | None:
+def asked_rows(
+    config: RunConfig, options: EstimateOptions | PlanOptions, argv: list[str]
+) -> Rows | None:
     """Row lengths of --dataset, where it is given and can be read here; why not is said on stderr."""
-    if "dataset" not in given_settings(argv) or options.params is not None: return None
+    if "dataset" not in given_settings(argv) or options.params is not None:
+        return None
     try:
         from ..training.sample import sampled_lengths  # needs torch, and nothing else here does
+
         rows, why = sampled_lengths(config)
     except ImportError as error:
         rows, why = None, f"rows are taken as full: {error}"
-    if why: print(f"--dataset {config.dataset}: {why}", file=sys.stderr)
+    if why:
+        print(f"--dataset {config.dataset}: {why}", file=sys.stderr)
     return rows
 
 
 def warn_of(config: RunConfig):
     """Say on stderr which settings do nothing, as a run would."""
-    for warning in warnings_of(config): print(f"warning: {warning}", file=sys.stderr)
+    for warning in warnings_of(config):
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def show(form: Callable, *answer):
@@ -121,12 +151,14 @@ def show(form: Callable, *answer):
 @dataclass
 class SchemaOptions:
     """Schema"""
+
     verbose: bool = opt(False, "print the traceback of an error")
 
 
 def schema_command(argv: list[str]):
     """Print the JSON schema of recipes, with which editors check and complete them."""
     from ..config.reference import schema
+
     parse_alone(argv, SchemaOptions, "fsdp-qlora schema")
     print(json.dumps(schema(), indent=1))
 

@@ -3,6 +3,7 @@
 How is `bench/auto.py`. What was confirmed is kept in
 ~/.cache/fsdp_qlora/plans and taken again for the same model, GPUs, settings, versions and commit.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -35,7 +36,10 @@ def planned_argv(config: RunConfig, argv: list[str]) -> list[str]:
     Under torchrun rank 0 plans, and the others wait. Raises ValueError if nothing fits.
     """
     argv = [*recipe_of(argv).flags, *argv]
-    def changes() -> str: return json.dumps(confirmed_changes(config, argv))
+
+    def changes() -> str:
+        return json.dumps(confirmed_changes(config, argv))
+
     return with_changes(argv, json.loads(told_by_main(changes) if launched() else changes()))
 
 
@@ -45,8 +49,9 @@ def confirmed_changes(config: RunConfig, argv: list[str], allowed_gib: float | N
     `allowed_gib` limits the probes' memory in place of the machine's.
     """
     given = set(typed_flags(argv))
-    shape = shape_from_config(read_config(config.model_name, **config.source).to_dict(),
-                              config.model_name)
+    shape = shape_from_config(
+        read_config(config.model_name, **config.source).to_dict(), config.model_name
+    )
     machine, free = machine_here(config), free_settings(config, given)
     file = store_file(shape, machine, config, free)
     if file.exists():
@@ -59,19 +64,26 @@ def confirmed_changes(config: RunConfig, argv: list[str], allowed_gib: float | N
     return plan.changes
 
 
-def store_file(shape: ModelShape, machine: Machine, config: RunConfig, free: frozenset[str]) -> Path:
+def store_file(
+    shape: ModelShape, machine: Machine, config: RunConfig, free: frozenset[str]
+) -> Path:
     """Where the plan for exactly this is kept."""
     ignored = ("output_dir", "dataset", "num_epochs", "max_steps", "seed", "lr", "master_port")
     settings = {k: v for k, v in asdict(config).items() if k not in ignored}
-    key = json.dumps([asdict(shape), asdict(machine), settings, sorted(free), versions(), commit()],
-                     sort_keys=True, default=str)
+    key = json.dumps(
+        [asdict(shape), asdict(machine), settings, sorted(free), versions(), commit()],
+        sort_keys=True,
+        default=str,
+    )
     root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     return root / "fsdp_qlora" / "plans" / (hashlib.sha256(key.encode()).hexdigest()[:20] + ".json")
 
 
 def keep(file: Path, plan: Plan, row: Row | None):
     """Store a confirmed plan; a folder that can't be written is said, and costs the next start."""
-    kept = dict(changes=plan.changes, date=date.today().isoformat(), row=asdict(row) if row else None)
+    kept = dict(
+        changes=plan.changes, date=date.today().isoformat(), row=asdict(row) if row else None
+    )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(kept, indent=1))

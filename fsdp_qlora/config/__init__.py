@@ -3,6 +3,7 @@
 Modules, each importing only from those before it: settings, options, lists, checks, run,
 without_effect, recipe, flags, reference.
 """
+
 from .lists import block_policies
 from .run import AUTO, BatchPlan, RunConfig, plan_batches
 

@@ -3,6 +3,7 @@
 They take the configuration as it is being made (`config.RunConfig`), before anything else runs.
 Pure: no torch, so that every mistake answers at once.
 """
+
 from __future__ import annotations
 
 import math
@@ -25,7 +26,8 @@ def check_types(config):
     hints = types_of(type(config))
     for f in fields(config):
         value, hint = getattr(config, f.name), hints[f.name]
-        if hint in (float, float | None) and type(value) is int: setattr(config, f.name, float(value))
+        if hint in (float, float | None) and type(value) is int:
+            setattr(config, f.name, float(value))
         elif hint is int and type(value) is bool or not isinstance(value, hint):
             raise ValueError(f"--{f.name} takes {type_name(hint)}, got {value!r}")
 
@@ -41,55 +43,105 @@ def check_choices(config):
         listed = ", ".join(map(str, choices))
         if value in later or "*" in later and value is not None:
             usable = f"choose {listed}" if choices else f"leave it at {shown(f.default)}"
-            raise ValueError(f"--{f.name} {shown(value)} is not available in this version; {usable}")
+            raise ValueError(
+                f"--{f.name} {shown(value)} is not available in this version; {usable}"
+            )
         given = parts_of(value) if f.metadata["several"] else [value]
         if choices and not set(given) <= set(choices):
             raise ValueError(f"--{f.name} {shown(value)}: choose {listed}")
 
 
-AT_LEAST_ONE = ("lora_rank", "loftq_iter", "context_length", "gradient_accumulation_steps",
-                "num_epochs", "dataset_samples", "min_wrap_params", "shuffle_buffer",
-                "keep_checkpoints", "max_bad_steps", "active_steps", "profiling_frequency",
-                "log_every", "sample_tokens")
-AUTO_OR_ABOVE_ZERO = ("batch_size", "mlp_tiles", "global_batch_size", "max_steps", "shard_group_size",
-                      "world_size", "loading_workers", "eval_every", "checkpoint_every",
-                      "llama_pro_blocks")
-NOT_NEGATIVE = ("samples", "lr", "wd", "lora_alpha", "preview", "checkpoint_minutes", "stall_seconds",
-                "verify_frozen_minutes", "wait_steps",
-                "warmup_steps", "repeat")
+AT_LEAST_ONE = (
+    "lora_rank",
+    "loftq_iter",
+    "context_length",
+    "gradient_accumulation_steps",
+    "num_epochs",
+    "dataset_samples",
+    "min_wrap_params",
+    "shuffle_buffer",
+    "keep_checkpoints",
+    "max_bad_steps",
+    "active_steps",
+    "profiling_frequency",
+    "log_every",
+    "sample_tokens",
+)
+AUTO_OR_ABOVE_ZERO = (
+    "batch_size",
+    "mlp_tiles",
+    "global_batch_size",
+    "max_steps",
+    "shard_group_size",
+    "world_size",
+    "loading_workers",
+    "eval_every",
+    "checkpoint_every",
+    "llama_pro_blocks",
+)
+NOT_NEGATIVE = (
+    "samples",
+    "lr",
+    "wd",
+    "lora_alpha",
+    "preview",
+    "checkpoint_minutes",
+    "stall_seconds",
+    "verify_frozen_minutes",
+    "wait_steps",
+    "warmup_steps",
+    "repeat",
+)
 
 
 def check_numbers(config):
     """Ranges of single settings."""
+
     def refuse(name, wanted):
         given = getattr(config, name)
-        if not str(given).strip(): given = repr(given)
+        if not str(given).strip():
+            given = repr(given)
         raise ValueError(f"--{name} must be {wanted}, got {given}")
+
     for name in AT_LEAST_ONE:
-        if getattr(config, name) < 1: refuse(name, "1 or more")
+        if getattr(config, name) < 1:
+            refuse(name, "1 or more")
     for name in AUTO_OR_ABOVE_ZERO:
         if getattr(config, name) != AUTO and getattr(config, name) < 1:
             refuse(name, "1 or more, or auto" if name == "batch_size" else "-1 or above 0")
     for name in NOT_NEGATIVE:
-        if not getattr(config, name) >= 0: refuse(name, "0 or more")
-    if not config.loraplus_lr_ratio > 0: refuse("loraplus_lr_ratio", "above 0")
-    if not config.grad_norm > 0: refuse("grad_norm", "above 0")
-    if not 0.01 <= config.timeout_minutes <= 1e5: refuse("timeout_minutes", "from 0.01 to 100000")
-    if not 1 <= config.stop_grace_seconds <= 1e5: refuse("stop_grace_seconds", "from 1 to 100000")
+        if not getattr(config, name) >= 0:
+            refuse(name, "0 or more")
+    if not config.loraplus_lr_ratio > 0:
+        refuse("loraplus_lr_ratio", "above 0")
+    if not config.grad_norm > 0:
+        refuse("grad_norm", "above 0")
+    if not 0.01 <= config.timeout_minutes <= 1e5:
+        refuse("timeout_minutes", "from 0.01 to 100000")
+    if not 1 <= config.stop_grace_seconds <= 1e5:
+        refuse("stop_grace_seconds", "from 1 to 100000")
     budget = config.activation_budget_gib
     if budget is not None and budget != AUTO and not budget > 0:
         refuse("activation_budget_gib", "auto or above 0")
-    if not 0 <= config.lora_dropout < 1: refuse("lora_dropout", "from 0 to below 1")
-    if not 0 <= config.warmup_share < 1: refuse("warmup_share", "from 0 to below 1")
-    if config.lr_warmup_steps < AUTO: refuse("lr_warmup_steps", "-1 or above")
-    if not 0 <= config.eval_share < 1: refuse("eval_share", "from 0 to below 1")
+    if not 0 <= config.lora_dropout < 1:
+        refuse("lora_dropout", "from 0 to below 1")
+    if not 0 <= config.warmup_share < 1:
+        refuse("warmup_share", "from 0 to below 1")
+    if config.lr_warmup_steps < AUTO:
+        refuse("lr_warmup_steps", "-1 or above")
+    if not 0 <= config.eval_share < 1:
+        refuse("eval_share", "from 0 to below 1")
     price = config.price_per_hour
-    if price is not None and not price >= 0: refuse("price_per_hour", "0 or more")
-    if not 0 <= config.seed < 2**32: refuse("seed", "from 0 to 4294967295")
+    if price is not None and not price >= 0:
+        refuse("price_per_hour", "0 or more")
+    if not 0 <= config.seed < 2**32:
+        refuse("seed", "from 0 to 4294967295")
     for f in fields(config):
         value = getattr(config, f.name)
-        if isinstance(value, float) and not math.isfinite(value): refuse(f.name, "a finite number")
-        if isinstance(value, str) and not value.strip(): refuse(f.name, "left out, or given a value")
+        if isinstance(value, float) and not math.isfinite(value):
+            refuse(f.name, "a finite number")
+        if isinstance(value, str) and not value.strip():
+            refuse(f.name, "left out, or given a value")
 
 
 def check_together(config):
@@ -98,24 +150,32 @@ def check_together(config):
     check_adapter(config)
     check_first_values(config)
     check_target_parameters(config)
-    if config.activation_budget_gib is not None: check_budget_alone(config)
+    if config.activation_budget_gib is not None:
+        check_budget_alone(config)
     check_cpu_offload(config)
     check_activation_offload(config)
     check_cuda_graphs(config)
     check_mlp_tiles(config)
     check_kept_fp8(config)
     if config.attn_implementation == "varlen" and not config.packing:
-        raise ValueError("--attn_implementation varlen is for packed rows; add --packing true, or "
-                         "use sdpa")
+        raise ValueError(
+            "--attn_implementation varlen is for packed rows; add --packing true, or use sdpa"
+        )
     if config.lr_warmup_steps != AUTO and "warmup_share" in changed_settings(config):
-        raise ValueError(f"--lr_warmup_steps {config.lr_warmup_steps} and --warmup_share "
-                         f"{config.warmup_share:g} both say how long the warm-up is; give one")
+        raise ValueError(
+            f"--lr_warmup_steps {config.lr_warmup_steps} and --warmup_share "
+            f"{config.warmup_share:g} both say how long the warm-up is; give one"
+        )
     if config.profile and config.profile_memory:
-        raise ValueError("--profile_memory and --profile both record the GPU's memory; give one of them")
+        raise ValueError(
+            "--profile_memory and --profile both record the GPU's memory; give one of them"
+        )
     shown_as = [name for name in parts_of(config.log_to) if name in TERMINAL_FORMS]
     if len(shown_as) > 1:
-        raise ValueError(f"--log_to {config.log_to}: {' and '.join(shown_as)} are forms of what the "
-                         "terminal shows; give one of them")
+        raise ValueError(
+            f"--log_to {config.log_to}: {' and '.join(shown_as)} are forms of what the "
+            "terminal shows; give one of them"
+        )
 
 
 def check_products(config):
@@ -123,181 +183,262 @@ def check_products(config):
     if config.adapter == "none" and config.quant != "none":
         raise ValueError(
             f"--quant {config.quant} freezes the linear weights, so --adapter none would train "
-            "next to nothing; add --adapter lora, or --quant none for full fine-tuning")
+            "next to nothing; add --adapter lora, or --quant none for full fine-tuning"
+        )
     if config.compute_dtype == "bf16" and config.product_dtype != "bf16":
-        raise ValueError(f"--compute_dtype bf16 with --precision {config.precision}: products are "
-                         "in the precision; use --precision bf16")
+        raise ValueError(
+            f"--compute_dtype bf16 with --precision {config.precision}: products are "
+            "in the precision; use --precision bf16"
+        )
     if config.compute_dtype == "fp8" and config.scales_loss:
-        raise ValueError("--compute_dtype fp8 with --precision fp16_autocast: fp8 products give bf16; "
-                         "use --precision bf16")
+        raise ValueError(
+            "--compute_dtype fp8 with --precision fp16_autocast: fp8 products give bf16; "
+            "use --precision bf16"
+        )
     if config.compute_dtype == "fp8" and config.adapter == "none":
-        raise ValueError("--compute_dtype fp8 is for frozen weights and --train_type full has none; "
-                         "leave it out")
+        raise ValueError(
+            "--compute_dtype fp8 is for frozen weights and --train_type full has none; leave it out"
+        )
     if config.compute_dtype == "fp8" and config.quant in ("int8", "hqq"):
-        raise ValueError(f"--compute_dtype fp8 with --quant {config.quant}: fp8 products are made from "
-                         "nf4, fp4 or 16-bit weights; use one of these, or leave --compute_dtype out")
+        raise ValueError(
+            f"--compute_dtype fp8 with --quant {config.quant}: fp8 products are made from "
+            "nf4, fp4 or 16-bit weights; use one of these, or leave --compute_dtype out"
+        )
     if config.n_bits != 4 and config.quant != "hqq":
-        raise ValueError(f"--n_bits {config.n_bits} is for --quant hqq, and this run has --quant "
-                         f"{config.quant}; add --quant hqq, or leave it out")
+        raise ValueError(
+            f"--n_bits {config.n_bits} is for --quant hqq, and this run has --quant "
+            f"{config.quant}; add --quant hqq, or leave it out"
+        )
 
 
 def check_adapter(config):
     """What is trained, by its names, and what can't be trained beside it."""
     if config.adapter != "none" and not config.target_modules and config.target_modules is not None:
         raise ValueError("--lora_target_modules is empty; give all-linear or module names")
-    for flag in ("lora_rank_pattern", "lora_alpha_pattern"): module_pattern(flag, getattr(config, flag))
+    for flag in ("lora_rank_pattern", "lora_alpha_pattern"):
+        module_pattern(flag, getattr(config, flag))
     token_list(config.added_tokens)
     block_numbers(config.layers_to_transform)
     if config.added_tokens and config.adapter == "llama_pro":
-        raise ValueError("--added_tokens: --adapter llama_pro trains new blocks alone, and the rows of "
-                         "new tokens would stay as they begin; use --adapter lora")
+        raise ValueError(
+            "--added_tokens: --adapter llama_pro trains new blocks alone, and the rows of "
+            "new tokens would stay as they begin; use --adapter lora"
+        )
     if config.llama_pro_path is not None and config.llama_pro_blocks != AUTO:
-        raise ValueError("--llama_pro_path says by its name how many blocks are new, and so does "
-                         f"--llama_pro_blocks {config.llama_pro_blocks}; give one of them")
+        raise ValueError(
+            "--llama_pro_path says by its name how many blocks are new, and so does "
+            f"--llama_pro_blocks {config.llama_pro_blocks}; give one of them"
+        )
     if (config.adapter == "llama_pro" or config.whole_modules) and (
-            config.adapter_dtype == "bf16" and config.stored_dtype == "fp32"):
-        raise ValueError(f"--adapter_dtype bf16 with --precision {config.precision}: blocks and modules "
-                         "that are trained whole are stored as precisely as they are computed; leave "
-                         "--adapter_dtype out")
+        config.adapter_dtype == "bf16" and config.stored_dtype == "fp32"
+    ):
+        raise ValueError(
+            f"--adapter_dtype bf16 with --precision {config.precision}: blocks and modules "
+            "that are trained whole are stored as precisely as they are computed; leave "
+            "--adapter_dtype out"
+        )
     if config.trained_modules and config.adapter != "none":
-        raise ValueError(f"--trained_modules {config.trained_modules} is for --train_type full, and "
-                         "this run trains adapters; use --modules_to_save for modules beside them")
+        raise ValueError(
+            f"--trained_modules {config.trained_modules} is for --train_type full, and "
+            "this run trains adapters; use --modules_to_save for modules beside them"
+        )
 
 
 def check_first_values(config):
     """What adapters begin from must be there."""
     kind = config.init_lora_weights
     if not re.fullmatch(r"default|pissa|pissa_niter_\d+|olora|loftq", kind):
-        raise ValueError(f"--init_lora_weights {kind}: choose default, pissa, pissa_niter_N with a "
-                         "number N, olora or loftq")
+        raise ValueError(
+            f"--init_lora_weights {kind}: choose default, pissa, pissa_niter_N with a "
+            "number N, olora or loftq"
+        )
     if kind == "loftq" and config.has_lora and config.quant == "none":
-        raise ValueError("--init_lora_weights loftq gives adapters what quantization lost, and with "
-                         "--quant none nothing is; add --quant nf4, or use pissa")
+        raise ValueError(
+            "--init_lora_weights loftq gives adapters what quantization lost, and with "
+            "--quant none nothing is; add --quant nf4, or use pissa"
+        )
     if config.changes_base and config.quantized_cache:
-        raise ValueError(f"--init_lora_weights {kind} quantizes other weights than --quantized_cache "
-                         "keeps; leave one of them out")
+        raise ValueError(
+            f"--init_lora_weights {kind} quantizes other weights than --quantized_cache "
+            "keeps; leave one of them out"
+        )
 
 
 def check_target_parameters(config):
     """What PEFT can't do to parameters is refused, for it would not load what was saved."""
-    if config.target_parameters is None: return
+    if config.target_parameters is None:
+        return
     if not config.target_parameters:
         raise ValueError("--lora_target_parameters is empty; give experts or names of parameters")
-    others = dict(adapter=config.adapter == "dora", lora_dropout=config.lora_dropout,
-                  init_lora_weights=config.init_lora_weights != "default")
+    others = dict(
+        adapter=config.adapter == "dora",
+        lora_dropout=config.lora_dropout,
+        init_lora_weights=config.init_lora_weights != "default",
+    )
     remedies = dict(adapter="lora", lora_dropout="0", init_lora_weights="default")
     for name, given in others.items():
         if given:
-            raise ValueError(f"--lora_target_parameters {config.lora_target_parameters} with --{name} "
-                             f"{getattr(config, name)}: PEFT has none for parameters; add --{name} "
-                             f"{remedies[name]}")
+            raise ValueError(
+                f"--lora_target_parameters {config.lora_target_parameters} with --{name} "
+                f"{getattr(config, name)}: PEFT has none for parameters; add --{name} "
+                f"{remedies[name]}"
+            )
 
 
 def check_cpu_offload(config):
     """Shards are what is moved, and trained weights can stay only where frozen ones go."""
     if config.sharding_strategy == "ddp" and config.use_cpu_offload:
-        raise ValueError("--use_cpu_offload moves shards to host memory and ddp has none; choose "
-                         "--sharding_strategy full_shard or shard_grad_op")
+        raise ValueError(
+            "--use_cpu_offload moves shards to host memory and ddp has none; choose "
+            "--sharding_strategy full_shard or shard_grad_op"
+        )
     if config.use_cpu_offload and config.gather_once:
-        raise ValueError("--gather_once keeps every block on the GPU through a step, and "
-                         "--use_cpu_offload takes them off; leave one of them out")
-    if config.adapter != "none": return
+        raise ValueError(
+            "--gather_once keeps every block on the GPU through a step, and "
+            "--use_cpu_offload takes them off; leave one of them out"
+        )
+    if config.adapter != "none":
+        return
     if config.use_cpu_offload and config.use_trained_cpu_offload is False:
-        raise ValueError("--use_trained_cpu_offload false leaves nothing for --use_cpu_offload to "
-                         "move, as --train_type full trains every weight; leave one of them out")
+        raise ValueError(
+            "--use_trained_cpu_offload false leaves nothing for --use_cpu_offload to "
+            "move, as --train_type full trains every weight; leave one of them out"
+        )
     if config.use_vocabulary_cpu_offload:
-        raise ValueError("--use_vocabulary_cpu_offload true is for a frozen embedding and head, and "
-                         "--train_type full trains them; use --use_cpu_offload")
+        raise ValueError(
+            "--use_vocabulary_cpu_offload true is for a frozen embedding and head, and "
+            "--train_type full trains them; use --use_cpu_offload"
+        )
 
 
 def check_activation_offload(config):
     """Only what a block starts its recomputation from can leave the GPU."""
     if config.use_activation_cpu_offload and policy_names(config) == {"keep_all"}:
-        raise ValueError("--use_activation_cpu_offload moves the inputs of recomputed blocks, and "
-                         "with keep_all no block is; add --use_gradient_checkpointing true or "
-                         "another --activation_policy")
+        raise ValueError(
+            "--use_activation_cpu_offload moves the inputs of recomputed blocks, and "
+            "with keep_all no block is; add --use_gradient_checkpointing true or "
+            "another --activation_policy"
+        )
 
 
 def check_cuda_graphs(config):
     """A graph holds addresses of weights and activations, so these must stay where they are."""
-    if not config.cuda_graphs: return
+    if not config.cuda_graphs:
+        return
     for flag in ("use_cpu_offload", "use_vocabulary_cpu_offload", "use_activation_cpu_offload"):
         if getattr(config, flag):
-            raise ValueError(f"--cuda_graphs needs all that a step takes on the GPU, and --{flag} moves "
-                             "some of it to the host; leave one of them out")
+            raise ValueError(
+                f"--cuda_graphs needs all that a step takes on the GPU, and --{flag} moves "
+                "some of it to the host; leave one of them out"
+            )
     if config.mlp_tiles != 1:
-        raise ValueError(f"--cuda_graphs is for short micro-batches, and --mlp_tiles {config.mlp_tiles} "
-                         "cuts up long ones; leave one of them out")
+        raise ValueError(
+            f"--cuda_graphs is for short micro-batches, and --mlp_tiles {config.mlp_tiles} "
+            "cuts up long ones; leave one of them out"
+        )
     if config.profile_memory:
-        raise ValueError("--profile_memory sees what is allocated, and --cuda_graphs allocates nothing "
-                         "in a step; leave one of them out")
+        raise ValueError(
+            "--profile_memory sees what is allocated, and --cuda_graphs allocates nothing "
+            "in a step; leave one of them out"
+        )
     if config.compile is False:
-        raise ValueError("--cuda_graphs is for compiled blocks, and --compile false leaves them as they "
-                         "are; leave one of them out")
+        raise ValueError(
+            "--cuda_graphs is for compiled blocks, and --compile false leaves them as they "
+            "are; leave one of them out"
+        )
 
 
 def check_kept_fp8(config):
     """What is made of a weight can be kept only where there is one and it stays."""
-    if not config.keep_fp8_weights: return
+    if not config.keep_fp8_weights:
+        return
     if config.compute_dtype != "fp8":
-        raise ValueError("--keep_fp8_weights keeps what --compute_dtype fp8 makes, and this run has "
-                         f"--compute_dtype {config.compute_dtype}; leave one of them out")
+        raise ValueError(
+            "--keep_fp8_weights keeps what --compute_dtype fp8 makes, and this run has "
+            f"--compute_dtype {config.compute_dtype}; leave one of them out"
+        )
     if config.use_cpu_offload:
-        raise ValueError("--keep_fp8_weights needs weights that stay on the GPU, and --use_cpu_offload "
-                         "takes them off; leave one of them out")
+        raise ValueError(
+            "--keep_fp8_weights needs weights that stay on the GPU, and --use_cpu_offload "
+            "takes them off; leave one of them out"
+        )
 
 
 def check_mlp_tiles(config):
     """An MLP in tiles runs inside one op, so it must be gathered as one."""
     if config.mlp_tiles != 1 and config.wrap_policy == "min_params":
-        raise ValueError(f"--mlp_tiles {config.mlp_tiles} with --wrap_policy min_params, which may "
-                         "gather the layers of an MLP apart; use --wrap_policy block")
+        raise ValueError(
+            f"--mlp_tiles {config.mlp_tiles} with --wrap_policy min_params, which may "
+            "gather the layers of an MLP apart; use --wrap_policy block"
+        )
 
 
 def check_data_together(config):
     """Settings of data and evaluation that exclude or need each other."""
     if config.eval_share and config.holds_out_a_data_set:
-        raise ValueError("--eval_share holds out rows of --dataset, beside --eval_dataset or "
-                         "--eval_split; give one of them")
+        raise ValueError(
+            "--eval_share holds out rows of --dataset, beside --eval_dataset or "
+            "--eval_split; give one of them"
+        )
     if config.eval_every != AUTO and not config.evaluates:
-        raise ValueError(f"--eval_every {config.eval_every} has nothing to evaluate; add "
-                         "--eval_dataset, --eval_split or --eval_share")
-    if config.samples and not config.sample_prompts: check_samples(config)
+        raise ValueError(
+            f"--eval_every {config.eval_every} has nothing to evaluate; add "
+            "--eval_dataset, --eval_split or --eval_share"
+        )
+    if config.samples and not config.sample_prompts:
+        check_samples(config)
     if config.stream and config.eval_share:
-        raise ValueError("--eval_share needs all rows at hand and --stream holds few; give the "
-                         "held-out rows as --eval_dataset")
+        raise ValueError(
+            "--eval_share needs all rows at hand and --stream holds few; give the "
+            "held-out rows as --eval_dataset"
+        )
     if config.stream and config.lr_scheduler != "constant" and config.max_steps == AUTO:
-        raise ValueError(f"--lr_scheduler {config.lr_scheduler} needs the number of steps, which "
-                         "--stream does not know; add --max_steps, or use constant")
+        raise ValueError(
+            f"--lr_scheduler {config.lr_scheduler} needs the number of steps, which "
+            "--stream does not know; add --max_steps, or use constant"
+        )
 
 
 def check_samples(config):
     """Prompts need held-out rows that tell prompt and answer apart."""
     if not config.evaluates:
-        raise ValueError(f"--samples {config.samples} has no held-out rows to take prompts from; add "
-                         "--eval_dataset, --eval_split or --eval_share, or --sample_prompts FILE")
+        raise ValueError(
+            f"--samples {config.samples} has no held-out rows to take prompts from; add "
+            "--eval_dataset, --eval_split or --eval_share, or --sample_prompts FILE"
+        )
     if config.train_on == "all":
-        raise ValueError(f"--samples {config.samples}: with --train_on all no token is a prompt's; "
-                         "give prompts with --sample_prompts FILE")
+        raise ValueError(
+            f"--samples {config.samples}: with --train_on all no token is a prompt's; "
+            "give prompts with --sample_prompts FILE"
+        )
 
 
 def check_remote_code(config):
     """Code of a model may run only as it was when it was read, so at a commit, never at a branch."""
-    if not config.trust_remote_code: return
+    if not config.trust_remote_code:
+        return
     if not re.fullmatch("[0-9a-f]{40}", config.revision or ""):
-        raise ValueError("--trust_remote_code true runs code from the hub, so it needs the full commit: "
-                         f"--revision with 40 hex digits, got {config.revision}")
+        raise ValueError(
+            "--trust_remote_code true runs code from the hub, so it needs the full commit: "
+            f"--revision with 40 hex digits, got {config.revision}"
+        )
     if Path(config.model_name).exists():
-        raise ValueError(f"--trust_remote_code true: --model_name {config.model_name} is a folder, and "
-                         "no commit fixes its code; give the hub name")
+        raise ValueError(
+            f"--trust_remote_code true: --model_name {config.model_name} is a folder, and "
+            "no commit fixes its code; give the hub name"
+        )
 
 
 def check_budget_alone(config):
     """A budget chooses what each block keeps, so no other setting may."""
-    others = {"activation_policy": config.activation_policy != "auto",
-              "use_gradient_checkpointing": not config.use_gradient_checkpointing,
-              "reentrant_checkpointing": config.reentrant_checkpointing}
+    others = {
+        "activation_policy": config.activation_policy != "auto",
+        "use_gradient_checkpointing": not config.use_gradient_checkpointing,
+        "reentrant_checkpointing": config.reentrant_checkpointing,
+    }
     for name, given in others.items():
         if given:
-            raise ValueError("--activation_budget_gib chooses what each block keeps, and so does "
-                             f"--{name} {shown(getattr(config, name))}; leave one of them out")
+            raise ValueError(
+                "--activation_budget_gib chooses what each block keeps, and so does "
+                f"--{name} {shown(getattr(config, name))}; leave one of them out"
+            )

@@ -2,6 +2,7 @@
 
 Pure: no torch, so that --help answers at once.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -28,14 +29,16 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         message = message.removeprefix("argument ")
         flag = message.removesuffix(": expected one argument")
-        if flag != message: raise ValueError(f"{flag}: a value is missing; --help says which it takes")
+        if flag != message:
+            raise ValueError(f"{flag}: a value is missing; --help says which it takes")
         raise ValueError(message)
 
 
 def boolean(text: str) -> bool:
     """true, false, True, False, 1, 0, yes, no."""
     try:
-        if not text.strip(): raise TypeError  # fastcore takes it for false
+        if not text.strip():
+            raise TypeError  # fastcore takes it for false
         return str2bool(text)
     except TypeError:
         raise argparse.ArgumentTypeError(f"{text!r} is not true or false") from None
@@ -58,13 +61,19 @@ def number_or_auto(text: str) -> float:
 
 
 EXAMPLES = {
-    "train": ["--model_name ./my-model --dataset rows.jsonl --dry_run",
-              "--config examples/recipes/7b-1x24gb.yaml --dataset rows.jsonl --lr 2e-4"],
-    "estimate": ["--model_name llama-2-70b --gpu 'RTX 3090' --gpus 2 --use_cpu_offload --examples 1000"],
+    "train": [
+        "--model_name ./my-model --dataset rows.jsonl --dry_run",
+        "--config examples/recipes/7b-1x24gb.yaml --dataset rows.jsonl --lr 2e-4",
+    ],
+    "estimate": [
+        "--model_name llama-2-70b --gpu 'RTX 3090' --gpus 2 --use_cpu_offload --examples 1000"
+    ],
     "plan": ["--params 34B --gpu 'RTX 4090' --gpus 2 --context_length 2048 --global_batch_size 32"],
     "data": ["--model_name ./my-model --dataset rows.jsonl --context_length 2048 --preview 5"],
     "generate": ["--model_name ./my-model --adapter_folder output/adapter --prompt 'Who are you?'"],
-    "bench": ["--model_name llama-3.1-8b --random_weights --context_length 8192 --results rows.jsonl"],
+    "bench": [
+        "--model_name llama-3.1-8b --random_weights --context_length 8192 --results rows.jsonl"
+    ],
 }
 
 CONVERT = {bool: boolean, int: whole_or_auto, float: number_or_auto}
@@ -76,16 +85,24 @@ def add_fields(parser: argparse.ArgumentParser, group: type):
     for f, kind in typed_fields(group):
         bare = True if kind is bool else f.metadata["bare"]
         how = dict(type=CONVERT.get(kind, kind))
-        if bare is not None: how |= dict(nargs="?", const=bare)
-        section.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=help_text(f),
-                             metavar=metavar(f, kind), **how)
+        if bare is not None:
+            how |= dict(nargs="?", const=bare)
+        section.add_argument(
+            f"--{f.name}",
+            default=argparse.SUPPRESS,
+            help=help_text(f),
+            metavar=metavar(f, kind),
+            **how,
+        )
 
 
 def typed_fields(group: type) -> list[tuple]:
     """(field, type of its value where one is given) of a dataclass."""
     hints = get_type_hints(group)
-    return [(f, next((t for t in get_args(hints[f.name]) if t is not type(None)), hints[f.name]))
-            for f in fields(group)]
+    return [
+        (f, next((t for t in get_args(hints[f.name]) if t is not type(None)), hints[f.name]))
+        for f in fields(group)
+    ]
 
 
 def usable_choices(f) -> list:
@@ -97,7 +114,8 @@ def metavar(f, kind: type) -> str:
     """What stands for a value in --help."""
     choices = usable_choices(f)
     more = ",..." if f.metadata["several"] else ""
-    if choices: return "{" + ",".join(map(str, choices)) + "}" + more
+    if choices:
+        return "{" + ",".join(map(str, choices)) + "}" + more
     return {bool: "true|false", int: "N", float: "X"}.get(kind, "TEXT")
 
 
@@ -105,7 +123,8 @@ def help_text(f) -> str:
     """A setting's help line with its unit, example and default."""
     unit = f.metadata["unit"]
     extra = [unit if unit.startswith("share") else f"in {unit}"] if unit else []
-    if f.metadata["example"] is not None: extra.append(f"e.g. {f.metadata['example']}")
+    if f.metadata["example"] is not None:
+        extra.append(f"e.g. {f.metadata['example']}")
     extra.append(f"default {shown(default_of(f))}")
     return f"{f.metadata['help']} ({'; '.join(extra)})".replace("%", "%%")
 
@@ -116,10 +135,15 @@ def parse(argv: list[str], *extra_groups: type, prog: str = "fsdp-qlora train") 
     Raises ValueError for an unknown flag, with the nearest known one, or a value that is not one; it
     names the line of the recipe where the value is from there.
     """
-    parser = Parser(prog=prog, usage=f"{prog} [--config recipe.yaml] [--flag value ...]",
-                    allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-                    epilog=examples(prog))
-    for group in (*extra_groups, RecipeOptions, *GROUPS): add_fields(parser, group)
+    parser = Parser(
+        prog=prog,
+        usage=f"{prog} [--config recipe.yaml] [--flag value ...]",
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=examples(prog),
+    )
+    for group in (*extra_groups, RecipeOptions, *GROUPS):
+        add_fields(parser, group)
     recipe = recipe_of(argv)
     try:
         config, *extras = parse_flags(parser, [*recipe.flags, *argv], extra_groups)
@@ -138,12 +162,16 @@ def examples(prog: str) -> str:
 def parse_flags(parser: Parser, argv: list[str], extra_groups: tuple[type, ...]) -> list:
     """The RunConfig and the objects of `extra_groups` that flags ask for."""
     known, unknown = parser.parse_known_args(argv)
-    if unknown: raise ValueError(unknown_flag(unknown[0], parser))
+    if unknown:
+        raise ValueError(unknown_flag(unknown[0], parser))
     values = vars(known)
     values.pop("config", None)
-    extras = [g(**{f.name: values.pop(f.name) for f in fields(g) if f.name in values})
-              for g in extra_groups]
-    for extra in extras: check_choices(extra)
+    extras = [
+        g(**{f.name: values.pop(f.name) for f in fields(g) if f.name in values})
+        for g in extra_groups
+    ]
+    for extra in extras:
+        check_choices(extra)
     return [RunConfig(**values), *extras]
 
 
@@ -179,7 +207,8 @@ def parse_alone(argv: list[str], group: type, prog: str):
     parser = Parser(prog=prog, usage=f"{prog} [--flag value ...]", allow_abbrev=False)
     add_fields(parser, group)
     known, unknown = parser.parse_known_args(argv)
-    if unknown: raise ValueError(unknown_flag(unknown[0], parser))
+    if unknown:
+        raise ValueError(unknown_flag(unknown[0], parser))
     options = group(**vars(known))
     check_choices(options)
     return options
@@ -190,21 +219,24 @@ def with_named_words(argv: list[str], *names: str) -> list[str]:
 
     Raises ValueError for a word beside its own flag, if that says something else.
     """
-    words = list(takewhile(lambda part: not part.startswith("-"), argv))[:len(names)]
-    rest, parser = argv[len(words):], Parser(allow_abbrev=False, add_help=False)
-    for name in names: parser.add_argument(f"--{name}")
+    words = list(takewhile(lambda part: not part.startswith("-"), argv))[: len(names)]
+    rest, parser = argv[len(words) :], Parser(allow_abbrev=False, add_help=False)
+    for name in names:
+        parser.add_argument(f"--{name}")
     typed, named = vars(parser.parse_known_args(rest)[0]), []
     for name, word in zip(names, words, strict=False):
         if typed[name] not in (None, word):
-            raise ValueError(f"--{name} {typed[name]}: {word} before the flags says otherwise; give one "
-                             "of them")
+            raise ValueError(
+                f"--{name} {typed[name]}: {word} before the flags says otherwise; give one of them"
+            )
         named += [f"--{name}", word]
     return named + rest
 
 
 def unknown_flag(flag: str, parser: argparse.ArgumentParser) -> str:
     """An error for a flag that does not exist."""
-    if not flag.startswith("-"): return f"unexpected argument {flag!r}; settings are --name value"
+    if not flag.startswith("-"):
+        return f"unexpected argument {flag!r}; settings are --name value"
     names = [s.lstrip("-") for a in parser._actions for s in a.option_strings]
     near = nearest_name(flag.split("=")[0], names)
     return f"unknown flag {flag}" + (f"; did you mean --{near}?" if near else "; see --help")

@@ -3,6 +3,7 @@
 Each is read by one function, which raises ValueError naming the flag for a text that it can't read.
 Pure: no torch.
 """
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -23,39 +24,48 @@ def module_pattern(flag: str, text: str | None) -> dict[str, int]:
     for part in text.split(",") if text else ():
         name, _, number = part.strip().partition("=")
         if not name or not number.isdecimal() or not int(number):
-            raise ValueError(f"--{flag} {text}: {part.strip()!r} is not a module and a number of 1 or "
-                             "more; write it as q_proj=16,down_proj=128")
+            raise ValueError(
+                f"--{flag} {text}: {part.strip()!r} is not a module and a number of 1 or "
+                "more; write it as q_proj=16,down_proj=128"
+            )
         found[name] = int(number)
     return found
 
 
 def block_numbers(text: str | None) -> list[int] | None:
     """--layers_to_transform as sorted numbers; none is None. Raises ValueError naming the flag."""
-    if text is None: return None
+    if text is None:
+        return None
     found = set()
     for part in text.split(","):
         first, _, last = (p.strip() for p in part.partition("-"))
         last = last or first
         if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
-            raise ValueError(f"--layers_to_transform {text}: {part.strip()!r} is neither a number nor a "
-                             "range; write it as 0,24-31")
+            raise ValueError(
+                f"--layers_to_transform {text}: {part.strip()!r} is neither a number nor a "
+                "range; write it as 0,24-31"
+            )
         found |= set(range(int(first), int(last) + 1))
     return sorted(found)
 
 
 def token_list(text: str | None) -> list[str]:
     """--added_tokens as a list; none is empty. Raises ValueError for an empty or absent file."""
-    if text is None: return []
+    if text is None:
+        return []
     path = Path(text).expanduser()
     try:
         is_file = path.is_file() or path.suffix == ".txt"
         parts = path.read_text().splitlines() if is_file else text.split(",")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", error)
-        raise ValueError(f"--added_tokens {text}: {why}; give a text file with one token a line, or "
-                         "tokens separated by commas") from None
+        raise ValueError(
+            f"--added_tokens {text}: {why}; give a text file with one token a line, or "
+            "tokens separated by commas"
+        ) from None
     found = list(dict.fromkeys(part for part in (p.strip("\r\n") for p in parts) if part.strip()))
-    if not found: raise ValueError(f"--added_tokens {text}: no token there; give one, or leave it out")
+    if not found:
+        raise ValueError(f"--added_tokens {text}: no token there; give one, or leave it out")
     return found
 
 
@@ -73,12 +83,15 @@ def block_policies(text: str, blocks: int) -> list[str]:
     for part in text.split(","):
         name, _, count = part.strip().partition(":")
         if name not in ACTIVATION_POLICIES:
-            raise ValueError(f"--activation_policy {text}: {name!r} is not one of "
-                             f"{', '.join(ACTIVATION_POLICIES)}")
+            raise ValueError(
+                f"--activation_policy {text}: {name!r} is not one of "
+                f"{', '.join(ACTIVATION_POLICIES)}"
+            )
         if count and not count.isdecimal():
             raise ValueError(f"--activation_policy {text}: {count!r} is no number of blocks")
         policies += [name] * (int(count) if count else blocks - len(policies))
     if len(policies) != blocks:
-        raise ValueError(f"--activation_policy {text} is for {len(policies)} blocks, and the model "
-                         f"has {blocks}")
+        raise ValueError(
+            f"--activation_policy {text} is for {len(policies)} blocks, and the model has {blocks}"
+        )
     return policies

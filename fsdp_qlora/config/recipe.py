@@ -4,6 +4,7 @@ A recipe becomes flags, so that a value in a file is read and checked as on the 
 `lr: 1e-5` is a number, which YAML 1.1 takes for text (https://yaml.org/type/float.html). An error
 names the line of the file. Pure: no torch.
 """
+
 from __future__ import annotations
 
 import re
@@ -18,13 +19,18 @@ from .settings import default_of, nearest_name, opt
 @dataclass
 class RecipeOptions:
     """Recipe"""
-    config: str | None = opt(None, "YAML file of settings, one `name: value` a line; flags of the "
-                             "command line win", example="examples/recipes/7b-1x24gb.yaml")
+
+    config: str | None = opt(
+        None,
+        "YAML file of settings, one `name: value` a line; flags of the command line win",
+        example="examples/recipes/7b-1x24gb.yaml",
+    )
 
 
 @dataclass(frozen=True)
 class Recipe:
     """The settings of a file as flags, and where each is written."""
+
     flags: tuple[str, ...] = ()
     places: tuple[tuple[str, str], ...] = ()  # (name, "file:line")
 
@@ -40,9 +46,11 @@ def read_recipe(path: str) -> Recipe:
     flags: list[str] = []
     places: dict[str, str] = {}
     for name, value, place in entries(path):
-        if name in places: raise ValueError(f"{place}: {name} is there twice, first in {places[name]}")
+        if name in places:
+            raise ValueError(f"{place}: {name} is there twice, first in {places[name]}")
         places[name] = place
-        if value is not None: flags.append(f"--{name}={value}")
+        if value is not None:
+            flags.append(f"--{name}={value}")
     return Recipe(tuple(flags), tuple(places.items()))
 
 
@@ -51,34 +59,45 @@ def entries(path: str) -> Iterable[tuple[str, str | None, str]]:
     known = {f.name: default_of(f) for f in fields(RunConfig)}
     for key, value in pairs(path):
         place = f"{path}:{key.start_mark.line + 1}"
-        if key.id != "scalar": raise ValueError(f"{place}: settings are `name: value`, one a line")
-        if key.value not in known: raise ValueError(f"{place}: {unknown_name(key.value, known)}")
+        if key.id != "scalar":
+            raise ValueError(f"{place}: settings are `name: value`, one a line")
+        if key.value not in known:
+            raise ValueError(f"{place}: {unknown_name(key.value, known)}")
         text = value_text(value, f"{place}: {key.value}")
         if text is None and known[key.value] is not None:
-            raise ValueError(f"{place}: {key.value} has no value; leave it out for the default, "
-                             f"{known[key.value]}")
+            raise ValueError(
+                f"{place}: {key.value} has no value; leave it out for the default, "
+                f"{known[key.value]}"
+            )
         yield key.value, text, place
 
 
 def pairs(path: str) -> list:
     """The (key, value) nodes of a YAML mapping."""
     import yaml
+
     try:
         root = yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)
     except OSError as error:
-        raise ValueError(f"--config {path}: {error.strerror or error}; give a YAML file of settings, as "
-                         "those in examples/recipes") from None
+        raise ValueError(
+            f"--config {path}: {error.strerror or error}; give a YAML file of settings, as "
+            "those in examples/recipes"
+        ) from None
     except UnicodeDecodeError:
-        raise ValueError(f"--config {path}: not a text file; give a YAML file of settings") from None
+        raise ValueError(
+            f"--config {path}: not a text file; give a YAML file of settings"
+        ) from None
     except RecursionError:
-        raise ValueError(f"--config {path}: nested too deeply; settings are `name: value`, one a line"
-                         ) from None
+        raise ValueError(
+            f"--config {path}: nested too deeply; settings are `name: value`, one a line"
+        ) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else f"--config {path}"
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ValueError(f"{place}: no YAML: {reason}") from None
-    if root is None: return []  # nothing but comments
+    if root is None:
+        return []  # nothing but comments
     if not isinstance(root, yaml.MappingNode):
         raise ValueError(f"--config {path}: settings are `name: value`, one a line")
     return root.value
@@ -86,7 +105,8 @@ def pairs(path: str) -> list:
 
 def value_text(node, where: str) -> str | None:
     """A value as it is typed on the command line; a list is joined with commas, null is None."""
-    if node.id == "scalar": return None if node.tag.endswith(":null") else node.value
+    if node.id == "scalar":
+        return None if node.tag.endswith(":null") else node.value
     if node.id == "sequence" and all(item.id == "scalar" for item in node.value):
         return ",".join(item.value for item in node.value)
     raise ValueError(f"{where} takes one value, not a block of settings")
@@ -95,11 +115,13 @@ def value_text(node, where: str) -> str | None:
 def as_recipe(settings: dict) -> str:
     """Settings as the text of a recipe."""
     import yaml
+
     return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=1000).rstrip()
 
 
 def unknown_name(name: str, known: Iterable[str]) -> str:
     """An error for a setting that does not exist, with the nearest one."""
     near = nearest_name(name, known)
-    return f"unknown setting {name!r}" + (f"; did you mean {near}?" if near else
-                                          "; fsdp-qlora train --help lists them")
+    return f"unknown setting {name!r}" + (
+        f"; did you mean {near}?" if near else "; fsdp-qlora train --help lists them"
+    )

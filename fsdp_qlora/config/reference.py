@@ -7,6 +7,7 @@ and complete a recipe whose first line names the schema:
 
 https://json-schema.org/draft/2020-12
 """
+
 from __future__ import annotations
 
 from .checks import AT_LEAST_ONE, AUTO_OR_ABOVE_ZERO, NOT_NEGATIVE
@@ -17,43 +18,60 @@ from .settings import AUTO, default_of, shown, title
 
 def schema() -> dict:
     """The JSON schema of a recipe."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema",
-            "title": "A recipe of fsdp_qlora", "type": "object", "additionalProperties": False,
-            "properties": {f.name: property_of(f, kind)
-                           for group in GROUPS for f, kind in typed_fields(group)}}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A recipe of fsdp_qlora",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            f.name: property_of(f, kind) for group in GROUPS for f, kind in typed_fields(group)
+        },
+    }
 
 
 def property_of(f, kind: type) -> dict:
     """One setting: what it takes, its default, help and example."""
     unit = f" ({f.metadata['unit']})" if f.metadata["unit"] else ""
     forms: list[dict] = choices_of(f) or forms_of(f, kind)
-    if default_of(f) is None: forms.append({"type": "null"})
+    if default_of(f) is None:
+        forms.append({"type": "null"})
     found = forms[0] if len(forms) == 1 else {"anyOf": forms}
     found = found | {"description": f.metadata["help"] + unit, "default": default_of(f)}
-    if f.metadata["example"] is not None: found["examples"] = [f.metadata["example"]]
+    if f.metadata["example"] is not None:
+        found["examples"] = [f.metadata["example"]]
     return found
 
 
 def choices_of(f) -> list[dict]:
     """The forms of a setting that has choices."""
     choices = usable_choices(f)
-    if not choices: return []
-    if not f.metadata["several"]: return [{"enum": choices}]
+    if not choices:
+        return []
+    if not f.metadata["several"]:
+        return [{"enum": choices}]
     one = "|".join(choices)
-    return [{"type": "string", "pattern": f"^ *({one}) *(, *({one}) *)*$"},
-            {"type": "array", "items": {"enum": choices}, "minItems": 1}]
+    return [
+        {"type": "string", "pattern": f"^ *({one}) *(, *({one}) *)*$"},
+        {"type": "array", "items": {"enum": choices}, "minItems": 1},
+    ]
 
 
 def forms_of(f, kind: type) -> list[dict]:
     """The forms in which YAML can write a setting that has no choices."""
-    if kind is bool: return [{"type": "boolean"}]
+    if kind is bool:
+        return [{"type": "boolean"}]
     if kind is str:  # a port or a commit of digits is a number to YAML
-        lists = [{"type": "array", "items": {"type": "string"}}] if "," in str(f.metadata["example"]) \
+        lists = (
+            [{"type": "array", "items": {"type": "string"}}]
+            if "," in str(f.metadata["example"])
             else []
+        )
         return [{"type": ["string", "number"]}, *lists]
     number = {"type": "integer" if kind is int else "number"}
-    if f.name in AT_LEAST_ONE: return [number | {"minimum": 1}]
-    if f.name in (*NOT_NEGATIVE, "price_per_hour"): return [number | {"minimum": 0}]
+    if f.name in AT_LEAST_ONE:
+        return [number | {"minimum": 1}]
+    if f.name in (*NOT_NEGATIVE, "price_per_hour"):
+        return [number | {"minimum": 0}]
     if f.name in AUTO_OR_ABOVE_ZERO:
         return [number | {"minimum": 1}, {"const": AUTO}, {"const": "auto"}]
     return [number, {"const": "auto"}] if "auto" in f.metadata["help"] else [number]
@@ -72,17 +90,25 @@ A setting that is left out has its default."""
 
 def flags_page(own: list[type]) -> str:
     """The reference page: the settings of a run, then those that commands add to them (`own`)."""
-    parts = [PREFACE, *(table(group) for group in GROUPS),
-             "# Flags of single commands\n\nThese are not for recipes.", *(table(g) for g in own)]
+    parts = [
+        PREFACE,
+        *(table(group) for group in GROUPS),
+        "# Flags of single commands\n\nThese are not for recipes.",
+        *(table(g) for g in own),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
 def table(group: type) -> str:
     """A group of settings as a Markdown table under its title."""
-    rows = [f"| `--{f.name}` | {values(f, kind)} | {cell(shown(default_of(f)))} | "
-            f"{f.metadata['help'].replace('|', chr(92) + '|')} |" for f, kind in typed_fields(group)]
-    return "\n".join([f"## {title(group)}", "",
-                      "| flag | takes | default | what |", "|---|---|---|---|", *rows])
+    rows = [
+        f"| `--{f.name}` | {values(f, kind)} | {cell(shown(default_of(f)))} | "
+        f"{f.metadata['help'].replace('|', chr(92) + '|')} |"
+        for f, kind in typed_fields(group)
+    ]
+    return "\n".join(
+        [f"## {title(group)}", "", "| flag | takes | default | what |", "|---|---|---|---|", *rows]
+    )
 
 
 def values(f, kind: type) -> str:
@@ -90,7 +116,8 @@ def values(f, kind: type) -> str:
     choices = [cell(c) for c in usable_choices(f)]
     words = {bool: "true, false", int: "whole number", float: "number"}
     takes = ", ".join(choices) or words.get(kind, "text")
-    if f.metadata["unit"]: takes += f", {f.metadata['unit']}"
+    if f.metadata["unit"]:
+        takes += f", {f.metadata['unit']}"
     example = f.metadata["example"]
     return takes if example is None else f"{takes}; e.g. {cell(example)}"
 

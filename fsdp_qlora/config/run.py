@@ -3,6 +3,7 @@
 All groups of `options.py` in one flat namespace, which is what users know from the command line. Pure:
 no torch here, so that `--help` and every check answer at once.
 """
+
 from __future__ import annotations
 
 import os
@@ -38,14 +39,32 @@ from .options import (
 )
 from .settings import AUTO, parts_of
 
-PATHS = ("model_name", "dataset", "eval_dataset", "data_cache", "quantized_cache", "output_dir",
-         "resume", "profiling_output")
+PATHS = (
+    "model_name",
+    "dataset",
+    "eval_dataset",
+    "data_cache",
+    "quantized_cache",
+    "output_dir",
+    "resume",
+    "profiling_output",
+)
 
 
 @dataclass(kw_only=True)
-class RunConfig(ModelOptions, AdapterOptions, DataOptions, EvaluationOptions, BatchOptions,
-                ShardingOptions, OptimizerOptions, OutputOptions, CheckpointOptions, LaunchOptions,
-                ProfileOptions):
+class RunConfig(
+    ModelOptions,
+    AdapterOptions,
+    DataOptions,
+    EvaluationOptions,
+    BatchOptions,
+    ShardingOptions,
+    OptimizerOptions,
+    OutputOptions,
+    CheckpointOptions,
+    LaunchOptions,
+    ProfileOptions,
+):
     """All settings of one run. Raises ValueError, naming the flag and the remedy, if they clash."""
 
     typed = frozenset[str]()  # names of those on the command line, at their defaults too
@@ -68,8 +87,10 @@ class RunConfig(ModelOptions, AdapterOptions, DataOptions, EvaluationOptions, Ba
             if (getattr(self, name) or "").startswith("~"):
                 setattr(self, name, os.path.expanduser(getattr(self, name)))
         quant, adapter = TRAIN_TYPES[self.train_type]
-        if self.quant == "auto": self.quant = quant
-        if self.adapter == "auto": self.adapter = adapter
+        if self.quant == "auto":
+            self.quant = quant
+        if self.adapter == "auto":
+            self.adapter = adapter
         if self.activation_policy == "auto" and self.activation_budget_gib is None:
             recompute = self.use_gradient_checkpointing
             self.activation_policy = "recompute_all" if recompute else "keep_all"
@@ -117,8 +138,11 @@ class RunConfig(ModelOptions, AdapterOptions, DataOptions, EvaluationOptions, Ba
     @property
     def is_auto(self) -> bool:
         """Whether something is still to be planned (commands/probe.py)."""
-        return (self.sharding_strategy == "auto" or self.batch_size == AUTO
-                or self.activation_budget_gib == AUTO)
+        return (
+            self.sharding_strategy == "auto"
+            or self.batch_size == AUTO
+            or self.activation_budget_gib == AUTO
+        )
 
     @property
     def holds_out_a_data_set(self) -> bool:
@@ -133,7 +157,8 @@ class RunConfig(ModelOptions, AdapterOptions, DataOptions, EvaluationOptions, Ba
     @property
     def changes_base(self) -> bool:
         """Whether adapters begin as a part of the weights, which the frozen ones then lack."""
-        if not self.has_lora or self.init_lora_weights == "default": return False
+        if not self.has_lora or self.init_lora_weights == "default":
+            return False
         return self.init_lora_weights != "loftq" or self.loftq_iter > 1
 
     @property
@@ -174,15 +199,19 @@ class RunConfig(ModelOptions, AdapterOptions, DataOptions, EvaluationOptions, Ba
     @property
     def target_modules(self) -> str | list[str] | None:
         """`lora_target_modules` as PEFT takes it: "all-linear", a list of names, or None."""
-        if self.lora_target_modules == "all-linear": return "all-linear"
-        if self.lora_target_modules == "default": return None
-        if self.lora_target_modules == "all": return list(OLD_ALL_TARGETS)
+        if self.lora_target_modules == "all-linear":
+            return "all-linear"
+        if self.lora_target_modules == "default":
+            return None
+        if self.lora_target_modules == "all":
+            return list(OLD_ALL_TARGETS)
         return names_in(self.lora_target_modules)
 
     @property
     def target_parameters(self) -> list[str] | None:
         """`lora_target_parameters` as PEFT takes it, but for "experts"; None without adapters."""
-        if not self.has_lora or not self.lora_target_parameters: return None
+        if not self.has_lora or not self.lora_target_parameters:
+            return None
         return names_in(self.lora_target_parameters)
 
 
@@ -197,9 +226,11 @@ def weights_stay(config: RunConfig, world_size: int) -> bool:
 def check_kept_stay(config: RunConfig, world_size: int):
     """Refuse --keep_fp8_weights where each product's weight is gathered first."""
     if config.keep_fp8_weights and not weights_stay(config, world_size):
-        raise ValueError(f"--keep_fp8_weights true: {config.sharding_strategy} on {world_size} GPUs "
-                         "gathers each weight for its products; use --sharding_strategy ddp, or leave "
-                         "--keep_fp8_weights out")
+        raise ValueError(
+            f"--keep_fp8_weights true: {config.sharding_strategy} on {world_size} GPUs "
+            "gathers each weight for its products; use --sharding_strategy ddp, or leave "
+            "--keep_fp8_weights out"
+        )
 
 
 CHUNK_LOGITS = 2**27  # of one chunk, 256 MB in bf16: 1,024 tokens of a vocabulary of 128k
@@ -220,9 +251,14 @@ def graphs_pay(config: RunConfig, world_size: int) -> bool:
     """
     moved = config.use_vocabulary_cpu_offload or config.use_activation_cpu_offload
     rows = plan_batches(config, world_size).micro_batch_size
-    return (weights_stay(config, world_size) and not moved and config.mlp_tiles == 1
-            and config.compile is not False and not config.profile_memory
-            and rows * config.context_length <= GRAPH_TOKENS)
+    return (
+        weights_stay(config, world_size)
+        and not moved
+        and config.mlp_tiles == 1
+        and config.compile is not False
+        and not config.profile_memory
+        and rows * config.context_length <= GRAPH_TOKENS
+    )
 
 
 @cache
@@ -237,10 +273,11 @@ def has_flash_attention_4() -> bool:
 @dataclass(frozen=True)
 class BatchPlan:
     """How one optimizer step is cut up; a unit is a row, or a full bin of packed rows."""
-    per_step: int           # units over all ranks
-    micro_batch_size: int   # rows, or bins if packing, per rank and forward
-    accumulation: int       # forwards per rank and step
-    unit: str = "row"       # row or bin
+
+    per_step: int  # units over all ranks
+    micro_batch_size: int  # rows, or bins if packing, per rank and forward
+    accumulation: int  # forwards per rank and step
+    unit: str = "row"  # row or bin
 
 
 def plan_batches(config: RunConfig, world_size: int) -> BatchPlan:
@@ -252,8 +289,13 @@ def plan_batches(config: RunConfig, world_size: int) -> BatchPlan:
     micro = config.batch_size
     if config.global_batch_size == AUTO:
         accumulation = config.gradient_accumulation_steps
-        return BatchPlan(micro * accumulation * world_size, micro, accumulation,
-                         "bin" if config.has_full_bins else "row")
+        return BatchPlan(
+            micro * accumulation * world_size,
+            micro,
+            accumulation,
+            "bin" if config.has_full_bins else "row",
+        )
     micro = min(micro, -(-config.global_batch_size // world_size))
-    return BatchPlan(config.global_batch_size, micro,
-                     -(-config.global_batch_size // (world_size * micro)))
+    return BatchPlan(
+        config.global_batch_size, micro, -(-config.global_batch_size // (world_size * micro))
+    )

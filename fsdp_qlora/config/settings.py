@@ -1,4 +1,5 @@
 """How one setting of a run is described, and shown. Pure: no torch."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -9,14 +10,30 @@ from typing import Any
 AUTO = -1  # an integer setting that is derived; the derived value is printed once
 
 
-def opt(default: Any, help: str, *, choices=None, unit: str | None = None, example=None,
-        later: tuple = (), bare=None, several: bool = False):
+def opt(
+    default: Any,
+    help: str,
+    *,
+    choices=None,
+    unit: str | None = None,
+    example=None,
+    later: tuple = (),
+    bare=None,
+    several: bool = False,
+):
     """A setting: `later` holds values of the original script that this version refuses by name.
 
     bare: the value of the flag given without one. several: choices may be joined with commas.
     """
-    meta = dict(help=help, choices=choices, unit=unit, example=example, later=later, bare=bare,
-                several=several)
+    meta = dict(
+        help=help,
+        choices=choices,
+        unit=unit,
+        example=example,
+        later=later,
+        bare=bare,
+        several=several,
+    )
     return field(default=default, metadata=meta)
 
 
@@ -27,8 +44,13 @@ def parts_of(text: str) -> list[str]:
 
 def type_name(hint) -> str:
     """A type as help and errors show it."""
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text",
-             float | None: "a number or nothing"}
+    names = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        float | None: "a number or nothing",
+    }
     return names.get(hint, "text or nothing")
 
 
@@ -54,17 +76,32 @@ def default_of(f) -> Any:
 
 def changed_settings(config) -> dict[str, Any]:
     """Settings that differ from their default, as the run's summary prints them."""
-    return {f.name: getattr(config, f.name) for f in fields(config)
-            if getattr(config, f.name) != default_of(f)}
+    return {
+        f.name: getattr(config, f.name)
+        for f in fields(config)
+        if getattr(config, f.name) != default_of(f)
+    }
 
 
 # What other trainers call settings whose names here are not near (docs/migrating.md has them all).
-ELSEWHERE = {"learning_rate": "lr", "weight_decay": "wd", "epochs": "num_epochs",
-             "num_train_epochs": "num_epochs", "model": "model_name", "base_model": "model_name",
-             "model_name_or_path": "model_name", "data": "dataset", "dataset_name": "dataset",
-             "max_length": "context_length", "max_seq_length": "context_length",
-             "sequence_len": "context_length", "per_device_train_batch_size": "batch_size",
-             "lora_r": "lora_rank", "output": "output_dir", "resume_from_checkpoint": "resume"}
+ELSEWHERE = {
+    "learning_rate": "lr",
+    "weight_decay": "wd",
+    "epochs": "num_epochs",
+    "num_train_epochs": "num_epochs",
+    "model": "model_name",
+    "base_model": "model_name",
+    "model_name_or_path": "model_name",
+    "data": "dataset",
+    "dataset_name": "dataset",
+    "max_length": "context_length",
+    "max_seq_length": "context_length",
+    "sequence_len": "context_length",
+    "per_device_train_batch_size": "batch_size",
+    "lora_r": "lora_rank",
+    "output": "output_dir",
+    "resume_from_checkpoint": "resume",
+}
 
 
 def nearest_name(given: str, known: Iterable[str]) -> str | None:

@@ -10,6 +10,7 @@ Modules, each importing only from those before it: messages, formats, records, f
 sources, bounded, templates, notes, masking, collate, report, prompt_format, cache, dataset, packing,
 sampler, loader, lengths, stream.
 """
+
 from .collate import choose_pad_token_id, collate, filler
 from .dataset import Subset, TokenizedDataset, hold_out, load_dataset, tokenize_rows
 from .formats import Row, row_from_record
@@ -26,10 +27,42 @@ from .stream import StreamBinSampler, StreamLoader, StreamSampler
 from .templates import ChatTemplate
 
 __all__ = [
-    "NAMES", "SAMPLED_NAMES", "TRAIN_ON", "BinSampler", "ChatTemplate", "DataReport", "Row",
-    "RowLengths", "Source", "Step", "StepLoader", "StepSampler", "StreamBinSampler", "StreamLoader",
-    "StreamSampler", "Subset", "TokenizedDataset", "block_diagonal_mask", "choose_pad_token_id",
-    "collate", "collate_packed", "encode_prompt", "filler", "hold_out", "keep_prompt_format",
-    "load_dataset", "num_trained_tokens", "on_device", "open_source", "pack", "preview", "rank_share",
-    "read_rows", "row_from_record", "row_lengths", "step_sampler", "stop_token_ids", "tokenize_rows",
+    "NAMES",
+    "SAMPLED_NAMES",
+    "TRAIN_ON",
+    "BinSampler",
+    "ChatTemplate",
+    "DataReport",
+    "Row",
+    "RowLengths",
+    "Source",
+    "Step",
+    "StepLoader",
+    "StepSampler",
+    "StreamBinSampler",
+    "StreamLoader",
+    "StreamSampler",
+    "Subset",
+    "TokenizedDataset",
+    "block_diagonal_mask",
+    "choose_pad_token_id",
+    "collate",
+    "collate_packed",
+    "encode_prompt",
+    "filler",
+    "hold_out",
+    "keep_prompt_format",
+    "load_dataset",
+    "num_trained_tokens",
+    "on_device",
+    "open_source",
+    "pack",
+    "preview",
+    "rank_share",
+    "read_rows",
+    "row_from_record",
+    "row_lengths",
+    "step_sampler",
+    "stop_token_ids",
+    "tokenize_rows",
 ]

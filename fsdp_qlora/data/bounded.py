@@ -5,6 +5,7 @@ it run for ever, or fill the memory. Here loops and calls are counted, and no te
 row could hold, so the same rows are refused on every rank; the clock is the last resort. All else is
 transformers' own environment: https://huggingface.co/docs/transformers/chat_templating
 """
+
 from __future__ import annotations
 
 import operator
@@ -38,10 +39,13 @@ class _Budget(threading.local):
     def spend(self, value=None):
         """Count a step that made `value`. Raises OverBudget."""
         size = len(value) if isinstance(value, str | list | tuple | dict) else 0
-        if size > LARGEST: raise OverBudget(f"it makes a text or list of over {LARGEST:,}")
+        if size > LARGEST:
+            raise OverBudget(f"it makes a text or list of over {LARGEST:,}")
         self.steps -= 1 + size // STEP_SIZE
-        if self.steps < 0: raise OverBudget(f"it takes over {STEPS:,} steps")
-        if time.monotonic() > self.deadline: raise OverBudget(f"it takes over {SECONDS:g} seconds")
+        if self.steps < 0:
+            raise OverBudget(f"it takes over {STEPS:,} steps")
+        if time.monotonic() > self.deadline:
+            raise OverBudget(f"it takes over {SECONDS:g} seconds")
 
 
 _budget = _Budget()
@@ -53,7 +57,8 @@ def render(source: str, **values) -> str:
     parts, size = [], 0
     for part in compiled(source).generate(**values):
         size += len(part)
-        if size > LARGEST: raise OverBudget(f"it writes over {LARGEST:,} characters")
+        if size > LARGEST:
+            raise OverBudget(f"it writes over {LARGEST:,} characters")
         parts.append(part)
     return "".join(parts)
 
@@ -66,8 +71,10 @@ def compiled(source: str) -> Template:
 
     def counting(*args):
         tree = parse(*args)
-        for loop in tree.find_all(nodes.For): loop.iter = _through("_each", loop.iter)
-        for assigned in tree.find_all(nodes.Assign): assigned.node = _through("_held", assigned.node)
+        for loop in tree.find_all(nodes.For):
+            loop.iter = _through("_each", loop.iter)
+        for assigned in tree.find_all(nodes.Assign):
+            assigned.node = _through("_held", assigned.node)
         return tree
 
     env._parse = counting
@@ -98,15 +105,18 @@ def _held(value):
 
 def _counted(function: Callable) -> Callable:
     """A function whose calls and results are counted, and that gets no number larger than a text."""
+
     @wraps(function)
     def called(*args, **named):
         for value in (*args, *named.values()):
             if isinstance(value, int) and abs(value) > LARGEST:
                 raise OverBudget(f"it gives a function a number over {LARGEST:,}")
-            if isinstance(value, str): _budget.spend(value)
+            if isinstance(value, str):
+                _budget.spend(value)
         made = function(*args, **named)
         _budget.spend(made)
         return made
+
     return called
 
 
@@ -120,17 +130,25 @@ def _times(left, right):
 
 
 def _power(left, right):
-    if isinstance(left, int) and isinstance(right, int): _check_bits(left.bit_length() * abs(right))
-    return left ** right
+    if isinstance(left, int) and isinstance(right, int):
+        _check_bits(left.bit_length() * abs(right))
+    return left**right
 
 
 def _check_bits(bits: int):
-    if bits > LARGEST_BITS: raise OverBudget("it makes a number of thousands of digits")
+    if bits > LARGEST_BITS:
+        raise OverBudget("it makes a number of thousands of digits")
 
 
 def _remainder(left, right):
-    if isinstance(left, str) and re.search(r"\*|\d{6}", left): raise OverBudget("it pads a text too far")
+    if isinstance(left, str) and re.search(r"\*|\d{6}", left):
+        raise OverBudget("it pads a text too far")
     return _held(left % right)
 
 
-_BINARY = {"*": _times, "**": _power, "%": _remainder, "+": lambda *pair: _held(operator.add(*pair))}
+_BINARY = {
+    "*": _times,
+    "**": _power,
+    "%": _remainder,
+    "+": lambda *pair: _held(operator.add(*pair)),
+}

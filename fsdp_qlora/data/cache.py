@@ -5,6 +5,7 @@ barrier would be killed while rank 0 worked. Here they poll the disk instead, be
 group exists. The file appears whole (atomic rename), and one that is not what was written is built
 again; if the writer fails it leaves a note, and every rank raises the writer's error.
 """
+
 from __future__ import annotations
 
 import time
@@ -24,14 +25,21 @@ class DamagedFile(Exception):
     """A cached file that does not hold what was written."""
 
 
-def build_or_wait(path: Path, build: Callable[[Path], None], load: Callable[[Path], T], *,
-                  is_writer: bool, timeout_s: float) -> T:
+def build_or_wait(
+    path: Path,
+    build: Callable[[Path], None],
+    load: Callable[[Path], T],
+    *,
+    is_writer: bool,
+    timeout_s: float,
+) -> T:
     """What `load(path)` gives, once the file is there and `load` raises no DamagedFile.
 
     The writer builds it with `build(temporary_path)` where it is missing or damaged, the others wait.
     Raises what `build` raised on the writer, and ValueError with the same text on the others.
     """
-    if not is_writer: return _wait(path, load, timeout_s)
+    if not is_writer:
+        return _wait(path, load, timeout_s)
     if path.exists():
         try:
             return load(path)
@@ -45,8 +53,9 @@ def _build(path: Path, build: Callable[[Path], None], load: Callable[[Path], T])
         path.parent.mkdir(parents=True, exist_ok=True)
         _note_of(path).unlink(missing_ok=True)  # of an earlier run
     except OSError as error:
-        raise ValueError(f"--data_cache {path.parent}: {error}; name a folder that can be written "
-                         "to") from error
+        raise ValueError(
+            f"--data_cache {path.parent}: {error}; name a folder that can be written to"
+        ) from error
     try:
         _write_whole(path, build)
         return _read_back(path, load)
@@ -61,8 +70,10 @@ def _read_back(path: Path, load: Callable[[Path], T]) -> T:
     try:
         return load(path)
     except DamagedFile as damage:
-        raise ValueError(f"--data_cache {path}: {damage}, right after it was written; check that disk, "
-                         "or give another folder") from damage
+        raise ValueError(
+            f"--data_cache {path}: {damage}, right after it was written; check that disk, "
+            "or give another folder"
+        ) from damage
 
 
 def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -79,11 +90,15 @@ def _wait(path: Path, load: Callable[[Path], T], timeout_s: float) -> T:
     while True:
         if (now := _identity(path)) != seen:
             seen = now
-            with suppress(DamagedFile): return load(path)  # else the writer builds it again
-        if (text := _fresh_note(path, started)) is not None: raise ValueError(text)
+            with suppress(DamagedFile):
+                return load(path)  # else the writer builds it again
+        if (text := _fresh_note(path, started)) is not None:
+            raise ValueError(text)
         if time.monotonic() > deadline:
-            raise ValueError(f"{path}: the writing rank has not finished it in {timeout_s:.0f} s; "
-                             "see its log, or delete --data_cache and start again")
+            raise ValueError(
+                f"{path}: the writing rank has not finished it in {timeout_s:.0f} s; "
+                "see its log, or delete --data_cache and start again"
+            )
         time.sleep(POLL_SECONDS)
 
 
@@ -100,7 +115,8 @@ def _fresh_note(path: Path, started: float) -> str | None:
     """The error of this run's writer; a note left by an earlier run does not count."""
     note = _note_of(path)
     try:
-        if note.stat().st_mtime < started - CLOCK_SLACK_SECONDS: return None
+        if note.stat().st_mtime < started - CLOCK_SLACK_SECONDS:
+            return None
         return note.read_text()
     except FileNotFoundError:
         return None
@@ -108,4 +124,3 @@ def _fresh_note(path: Path, started: float) -> str | None:
 
 def _note_of(path: Path) -> Path:
     return path.with_suffix(".failed")
-

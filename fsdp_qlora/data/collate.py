@@ -6,6 +6,7 @@ checkpoint that other tools cannot load.
 
 Shapes: B rows of the batch, T tokens of its longest row (rounded up).
 """
+
 from __future__ import annotations
 
 from bisect import bisect_left
@@ -22,8 +23,12 @@ PadTo = int | Sequence[int] | None
 WIDTH_MULTIPLE = 64
 
 
-def collate(examples: Sequence[Example], pad_token_id: int, pad_to_multiple_of: int = 1,
-            pad_to: PadTo = None) -> dict[str, Tensor]:
+def collate(
+    examples: Sequence[Example],
+    pad_token_id: int,
+    pad_to_multiple_of: int = 1,
+    pad_to: PadTo = None,
+) -> dict[str, Tensor]:
     """input_ids and labels, each (B, T) int64.
 
     There is no attention_mask: causal attention does not look right, where the padding is, so real
@@ -37,8 +42,8 @@ def collate(examples: Sequence[Example], pad_token_id: int, pad_to_multiple_of: 
     input_ids = torch.full((len(examples), width), pad_token_id)
     labels = torch.full_like(input_ids, IGNORE)
     for row, (ids, targets) in enumerate(examples):
-        input_ids[row, :len(ids)] = ids
-        labels[row, :len(ids)] = targets
+        input_ids[row, : len(ids)] = ids
+        labels[row, : len(ids)] = targets
     return {"input_ids": input_ids, "labels": labels}
 
 
@@ -60,7 +65,8 @@ def choose_pad_token_id(tokenizer, vocab_size: int | None = None) -> int:
     vocab_size: rows of the model's embedding; a token added beyond it is passed over.
     """
     for token_id in (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.eos_token_id):
-        if token_id is not None and (vocab_size is None or token_id < vocab_size): return token_id
+        if token_id is not None and (vocab_size is None or token_id < vocab_size):
+            return token_id
     return 0
 
 
@@ -79,9 +85,12 @@ def few_widths(most: int) -> list[int]:
 
 def padded_length(longest: int, pad_to_multiple_of: int = 1, pad_to: PadTo = None) -> int:
     """T for a batch whose longest row has `longest` tokens; the arguments are those of `collate`."""
-    if pad_to is None: return -(-longest // pad_to_multiple_of) * pad_to_multiple_of
+    if pad_to is None:
+        return -(-longest // pad_to_multiple_of) * pad_to_multiple_of
     widths = [pad_to] if isinstance(pad_to, int) else pad_to
     if longest > widths[-1]:
-        raise ValueError(f"pad_to={widths[-1]}: a row has {longest} tokens; set it to the "
-                         "--context_length the rows were cut to")
+        raise ValueError(
+            f"pad_to={widths[-1]}: a row has {longest} tokens; set it to the "
+            "--context_length the rows were cut to"
+        )
     return widths[bisect_left(widths, longest)]

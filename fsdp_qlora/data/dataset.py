@@ -6,6 +6,7 @@ one copy.
 
 Shapes: N rows, T tokens of a row, S tokens of all rows.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -47,7 +48,8 @@ class TokenizedDataset:
         return len(self.offsets) - 1
 
     def __getitem__(self, row: int) -> Example:
-        if not -len(self) <= row < len(self): raise IndexError(f"row {row} of {len(self)}")
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
         row %= len(self)
         part = slice(self.offsets[row], self.offsets[row + 1])
         return as_example(self.input_ids[part], self.trained[part])
@@ -86,21 +88,33 @@ class TokenizedDataset:
     def save(self, path: str | Path, key: str = "") -> None:
         arrays = {"input_ids": self.input_ids, "trained": self.trained, "offsets": self.offsets}
         report = json.dumps(self.report.to_dict())
-        save_file({name: torch.from_numpy(values) for name, values in arrays.items()}, path,
-                  metadata={"report": report, "checksum": self.checksum(key, report)})
+        save_file(
+            {name: torch.from_numpy(values) for name, values in arrays.items()},
+            path,
+            metadata={"report": report, "checksum": self.checksum(key, report)},
+        )
 
     @classmethod
     def load(cls, path: str | Path, key: str = "") -> TokenizedDataset:
         """What `save` wrote under this key. Raises DamagedFile if any of it has changed."""
         try:
-            with safe_open(path, framework="pt") as file: metadata = file.metadata()
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata()
             arrays = {name: values.numpy() for name, values in load_file(path).items()}  # mapped
             report = DataReport.from_dict(json.loads(metadata["report"]))
             found = cls(**arrays, report=report)
             is_whole = found.checksum(key, metadata["report"]) == metadata["checksum"]
-        except (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (
+            SafetensorError,
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+        ) as error:
             raise DamagedFile(f"it can't be read ({type(error).__name__}: {error})") from error
-        if not is_whole: raise DamagedFile("it holds other bytes than were written")
+        if not is_whole:
+            raise DamagedFile("it holds other bytes than were written")
         return found
 
 
@@ -116,9 +130,11 @@ def check_vocab_size(largest: int, vocab_size: int) -> None:
     vocab_size: rows of the model's embedding.
     """
     if largest >= vocab_size:
-        raise ValueError(f"the data hold token id {largest}, but the model embeds ids below "
-                         f"{vocab_size}; use the tokenizer that belongs to --model_name, or "
-                         "a checkpoint whose embedding was resized for the added tokens")
+        raise ValueError(
+            f"the data hold token id {largest}, but the model embeds ids below "
+            f"{vocab_size}; use the tokenizer that belongs to --model_name, or "
+            "a checkpoint whose embedding was resized for the added tokens"
+        )
 
 
 @dataclass(frozen=True)
@@ -166,18 +182,21 @@ def hold_out(dataset: TokenizedDataset, share: float) -> tuple[Subset, Subset]:
     largest = np.sort(digests)[max(1, round(share * len(digests))) - 1]
     train, held_out = np.flatnonzero(digests > largest), np.flatnonzero(digests <= largest)
     if not len(train):
-        raise ValueError(f"--eval_share {share}: all {len(dataset)} rows would be held out; give a "
-                         "smaller share or more rows")
+        raise ValueError(
+            f"--eval_share {share}: all {len(dataset)} rows would be held out; give a "
+            "smaller share or more rows"
+        )
     return Subset(dataset, train), Subset(dataset, held_out)
 
 
 def _row_digest(dataset: TokenizedDataset, row: int) -> int:
-    tokens = dataset.input_ids[dataset.offsets[row]:dataset.offsets[row + 1]].tobytes()
+    tokens = dataset.input_ids[dataset.offsets[row] : dataset.offsets[row + 1]].tobytes()
     return int.from_bytes(hashlib.blake2b(tokens, digest_size=8).digest(), "big")
 
 
-def tokenize_rows(rows: Iterable[Row], tokenizer, *, context_length: int,
-                  train_on: str = "completion") -> TokenizedDataset:
+def tokenize_rows(
+    rows: Iterable[Row], tokenizer, *, context_length: int, train_on: str = "completion"
+) -> TokenizedDataset:
     """Rows as tokens, in order, with what was dropped or cut in the `report`.
 
     context_length: rows are cut after so many tokens.
@@ -193,11 +212,19 @@ def tokenize_rows(rows: Iterable[Row], tokenizer, *, context_length: int,
     return builder.finish()
 
 
-def load_dataset(dataset: str | Path | list, tokenizer, *, split: str = "train",
-                 samples: int | None = None, context_length: int = 512,
-                 train_on: str = "completion", seed: int = 42,
-                 cache_dir: str | Path | None = None, is_writer: bool = True,
-                 wait_timeout_s: float = 6 * 3600) -> TokenizedDataset:
+def load_dataset(
+    dataset: str | Path | list,
+    tokenizer,
+    *,
+    split: str = "train",
+    samples: int | None = None,
+    context_length: int = 512,
+    train_on: str = "completion",
+    seed: int = 42,
+    cache_dir: str | Path | None = None,
+    is_writer: bool = True,
+    wait_timeout_s: float = 6 * 3600,
+) -> TokenizedDataset:
     """Read and tokenise `dataset` (see `read_rows`); every rank gets the same rows.
 
     cache_dir: where the tokens are kept, under a name that follows from the data, the tokenizer,
@@ -206,58 +233,83 @@ def load_dataset(dataset: str | Path | list, tokenizer, *, split: str = "train",
         Call this before the process group exists, so that no collective can time out.
     Raises ValueError if no row is left.
     """
-    source = open_source(dataset, split=split, samples=samples, seed=seed,
-                         dummy_words=context_length)  # a word is at least a token
+    source = open_source(
+        dataset, split=split, samples=samples, seed=seed, dummy_words=context_length
+    )  # a word is at least a token
 
     def build() -> TokenizedDataset:
-        tokenized = tokenize_rows(source.rows(), tokenizer, context_length=context_length,
-                                  train_on=train_on)
+        tokenized = tokenize_rows(
+            source.rows(), tokenizer, context_length=context_length, train_on=train_on
+        )
         if not len(tokenized):
-            raise ValueError(f"--dataset {dataset}: no row is left to train on "
-                             f"({tokenized.report.format_dropped()}); give rows with an answer within "
-                             "--context_length")
+            raise ValueError(
+                f"--dataset {dataset}: no row is left to train on "
+                f"({tokenized.report.format_dropped()}); give rows with an answer within "
+                "--context_length"
+            )
         return tokenized
 
     def told(tokenized: TokenizedDataset) -> TokenizedDataset:
         tokenized.report.files = list(source.files)  # also beside a cache of the same rows
         return tokenized
 
-    if cache_dir is None: return told(build())
+    if cache_dir is None:
+        return told(build())
     options = [split, samples, seed, context_length, train_on]
     key = _cache_key(source.digest(), tokenizer, options)
-    return told(build_or_wait(Path(cache_dir) / f"tokens-{key}.safetensors",
-                              lambda temporary: build().save(temporary, key),
-                              lambda path: TokenizedDataset.load(path, key),
-                              is_writer=is_writer, timeout_s=wait_timeout_s))
+    return told(
+        build_or_wait(
+            Path(cache_dir) / f"tokens-{key}.safetensors",
+            lambda temporary: build().save(temporary, key),
+            lambda path: TokenizedDataset.load(path, key),
+            is_writer=is_writer,
+            timeout_s=wait_timeout_s,
+        )
+    )
 
 
 def _cache_key(data_digest: str, tokenizer, options: list) -> str:
-    parts = [CACHE_VERSION, data_digest, tokenizer.backend_tokenizer.to_str(),
-             tokenizer.chat_template, tokenizer.special_tokens_map, options]
+    parts = [
+        CACHE_VERSION,
+        data_digest,
+        tokenizer.backend_tokenizer.to_str(),
+        tokenizer.chat_template,
+        tokenizer.special_tokens_map,
+        options,
+    ]
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:32]
 
 
 def groups(items: Iterable, size: int) -> Iterator[list]:
     """Lists of `size` items in turn; the last may be shorter."""
     items = iter(items)
-    while group := list(islice(items, size)): yield group
+    while group := list(islice(items, size)):
+        yield group
 
 
-def cut_and_count(encoded: Encoded | UnusableRow, source: str, report: DataReport
-                  ) -> Encoded | None:
+def cut_and_count(
+    encoded: Encoded | UnusableRow, source: str, report: DataReport
+) -> Encoded | None:
     """The row within the context length, or None if nothing is left to train; the report says so."""
     report.rows_read += 1
-    if isinstance(encoded, UnusableRow): return report.drop(str(encoded), source)
+    if isinstance(encoded, UnusableRow):
+        return report.drop(str(encoded), source)
     length = report.context_length
     row = Encoded(encoded.input_ids[:length], encoded.trained[:length], encoded.folded_system)
     if not row.trained.any():
-        reason = (f"nothing to train within {length:,} tokens (--context_length)"
-                  if encoded.trained.any() else "no answer to train")
+        reason = (
+            f"nothing to train within {length:,} tokens (--context_length)"
+            if encoded.trained.any()
+            else "no answer to train"
+        )
         return report.drop(reason, source)
     report.tell(source, encoded.notes, encoded.unread, encoded.prompt_format)
-    report.keep(len(row.input_ids), int(row.trained.sum()),
-                tokens_cut=len(encoded.input_ids) - len(row.input_ids),
-                folded_system=row.folded_system)
+    report.keep(
+        len(row.input_ids),
+        int(row.trained.sum()),
+        tokens_cut=len(encoded.input_ids) - len(row.input_ids),
+        folded_system=row.folded_system,
+    )
     return row
 
 
@@ -270,12 +322,16 @@ class _Builder:
 
     def add(self, source: str, encoded: Encoded | UnusableRow) -> None:
         row = cut_and_count(encoded, source, self.report)
-        if row is None: return
+        if row is None:
+            return
         self.input_ids.frombytes(row.input_ids.tobytes())
         self.trained.frombytes(row.trained.tobytes())
         self.offsets.append(len(self.input_ids))
 
     def finish(self) -> TokenizedDataset:
-        return TokenizedDataset(np.array(self.input_ids, dtype=np.int32),
-                                np.frombuffer(self.trained, dtype=np.bool_).copy(),
-                                np.array(self.offsets, dtype=np.int64), self.report)
+        return TokenizedDataset(
+            np.array(self.input_ids, dtype=np.int32),
+            np.frombuffer(self.trained, dtype=np.bool_).copy(),
+            np.array(self.offsets, dtype=np.int64),
+            self.report,
+        )

@@ -3,6 +3,7 @@
 They are read here rather than through `datasets`, for one reason: a fault in line 48,213 must be
 reported as line 48,213 of that file, with what is wrong and what to do.
 """
+
 from __future__ import annotations
 
 import codecs
@@ -27,11 +28,15 @@ def find_files(dataset: str | Path, split: str = "train") -> list[Path]:
     path = Path(dataset).expanduser()
     if path.is_file():
         if path.suffix not in SUFFIXES:
-            raise ValueError(f"--dataset {dataset}: '{path.suffix}' files are not read; "
-                             f"convert it to one of {', '.join(SUFFIXES)}")
+            raise ValueError(
+                f"--dataset {dataset}: '{path.suffix}' files are not read; "
+                f"convert it to one of {', '.join(SUFFIXES)}"
+            )
         if split != "train":
-            raise ValueError(f"--dataset_split {split}: {dataset} is one file and has no splits; "
-                             "give the file of that split as --dataset")
+            raise ValueError(
+                f"--dataset_split {split}: {dataset} is one file and has no splits; "
+                "give the file of that split as --dataset"
+            )
         return [path]
     if path.is_dir():
         files = [file for file in path.iterdir() if file.suffix in SUFFIXES]
@@ -40,7 +45,8 @@ def find_files(dataset: str | Path, split: str = "train") -> list[Path]:
     if not files:
         raise ValueError(
             f"--dataset {dataset}: no such file or folder; give a .jsonl, .json or .parquet file, "
-            f"a folder or glob of them, a Hugging Face name, or one of {', '.join(NAMES)}")
+            f"a folder or glob of them, a Hugging Face name, or one of {', '.join(NAMES)}"
+        )
     return sorted(files)
 
 
@@ -48,11 +54,14 @@ def _files_of_split(folder: str | Path, files: list[Path], split: str) -> list[P
     """Files named after `split` (train-0001.parquet); for train, else those named after none."""
     splits = splits_of([file.name for file in files], split)
     chosen = [file for file in files if splits[file.name] == split]
-    if not chosen and split == "train": chosen = [file for file in files if not splits[file.name]]
+    if not chosen and split == "train":
+        chosen = [file for file in files if not splits[file.name]]
     if not chosen:
         found = ", ".join(sorted(file.name for file in files)) or "no .jsonl, .json or .parquet"
-        raise ValueError(f"--dataset {folder}: no file of split '{split}' in this folder "
-                         f"(found {found}); name the files, or set --dataset_split")
+        raise ValueError(
+            f"--dataset {folder}: no file of split '{split}' in this folder "
+            f"(found {found}); name the files, or set --dataset_split"
+        )
     return sorted(chosen)
 
 
@@ -65,28 +74,37 @@ def splits_of(names: list[str], asked: str) -> dict[str, str | None]:
     """
     known = "|".join(map(re.escape, {*SPLITS, asked.lower()}))
     start = os.path.commonprefix([name.lower() for name in names])
-    shared = start[:max(map(start.rfind, "-_.")) + 1]
+    shared = start[: max(map(start.rfind, "-_.")) + 1]
     split, rest = {}, {}
     for name in names:
         bare = PART.sub("", Path(name.lower()).stem)
         for words in (bare, bare.removeprefix(shared)):
             if found := re.fullmatch(rf"({known})(?:[-_.](.+))?", words):
                 split[name], rest[name] = found[1], found[2]
-                if not found[2]: break
-    splits_with = {ending: {split[name] for name in split if rest[name] == ending}
-                   for ending in rest.values()}
-    return {name: (asked if split[name] == asked.lower() else split[name])
-            if name in split and (not rest[name] or len(splits_with[rest[name]]) > 1) else None
-            for name in names}
+                if not found[2]:
+                    break
+    splits_with = {
+        ending: {split[name] for name in split if rest[name] == ending} for ending in rest.values()
+    }
+    return {
+        name: (asked if split[name] == asked.lower() else split[name])
+        if name in split and (not rest[name] or len(splits_with[rest[name]]) > 1)
+        else None
+        for name in names
+    }
 
 
 def describe_files(dataset: str | Path, files: list[Path]) -> tuple[str, ...]:
     """What of a folder or glob is read, and what is left out, in two lines; none for one file."""
     path = Path(dataset).expanduser()
-    if path.is_file(): return ()
+    if path.is_file():
+        return ()
     there = path.iterdir() if path.is_dir() else map(Path, glob.glob(str(path)))
-    others = sorted(f"{other.name}/" if other.is_dir() else other.name for other in there
-                    if other not in files and not other.name.startswith("."))
+    others = sorted(
+        f"{other.name}/" if other.is_dir() else other.name
+        for other in there
+        if other not in files and not other.name.startswith(".")
+    )
     lines = [f"files read: {_listed([file.name for file in files])}"]
     return (*lines, f"files left out: {_listed(others)}") if others else tuple(lines)
 
@@ -98,13 +116,16 @@ def _listed(names: list[str]) -> str:
 
 def file_source(files: list[Path], described: tuple[str, ...] = ()) -> Source:
     """The records of files, one file after the other; the digest is of their bytes."""
+
     def records():
         for file in files:
-            yield from (_parquet_records(file) if file.suffix == ".parquet"
-                        else _json_records(file))
+            yield from (
+                _parquet_records(file) if file.suffix == ".parquet" else _json_records(file)
+            )
 
     def digest():
         return hashlib.sha256("".join(map(_file_digest, files)).encode()).hexdigest()
+
     return Source(records, digest, described)
 
 
@@ -122,8 +143,10 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, dict]]:
                 number += 1
                 yield f"{path}: row {number}", without_filled_nulls(record)
     except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
-        raise ValueError(f"{path}: not readable as parquet after row {number} "
-                         f"({first_line(error)}); download or export it again") from None
+        raise ValueError(
+            f"{path}: not readable as parquet after row {number} "
+            f"({first_line(error)}); download or export it again"
+        ) from None
 
 
 def _json_records(path: Path) -> Iterator[tuple[str, dict | bytes]]:
@@ -131,8 +154,10 @@ def _json_records(path: Path) -> Iterator[tuple[str, dict | bytes]]:
     with path.open("rb") as file:
         head = file.read(64)
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise ValueError(f"{path}:1: the file is UTF-16; convert it: "
-                         f"iconv -f UTF-16 -t UTF-8 {path.name} > utf8-{path.name}")
+        raise ValueError(
+            f"{path}:1: the file is UTF-16; convert it: "
+            f"iconv -f UTF-16 -t UTF-8 {path.name} > utf8-{path.name}"
+        )
     if head.startswith(b"version https://git-lfs"):
         raise ValueError(f"{path}:1: this is a Git LFS pointer, not the data; run: git lfs pull")
     if head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
@@ -144,7 +169,8 @@ def _json_lines_records(path: Path) -> Iterator[tuple[str, bytes]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             line = line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n")  # marks also stand mid-file
-            if line.strip(): yield f"{path}:{number}", line
+            if line.strip():
+                yield f"{path}:{number}", line
 
 
 def _json_list_records(path: Path) -> Iterator[tuple[str, dict]]:

@@ -4,6 +4,7 @@ Data sets name their fields in a dozen ways. They are all brought to `Row` here,
 code that renders, masks and tokenises knows one shape only. A record that fits no format is the
 user's mistake, and the error says which keys it has, where, and which keys would work.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,11 +17,13 @@ from .messages import TOOLS_KEYS, checked_text, message, read_messages, read_too
 ALPACA_PROMPT = (
     "Below is an instruction that describes a task. "
     "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Response:\n")
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
 ALPACA_INPUT_PROMPT = (
     "Below is an instruction that describes a task, paired with an input that provides further "
     "context. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n")
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
 QUESTION_PROMPT = "###Question:\n{question}\n###Answer:\n"
 CONTEXT_QUESTION_PROMPT = "###Context:\n{context}\n###Question:\n{question}\n###Answer:\n"
 # How a question is asked where there is no chat template, by name.
@@ -49,45 +52,62 @@ class Row:
 def row_from_record(record: dict, source: str) -> Row:
     """The row of one record; ValueError names `source` and the key at fault."""
     if not isinstance(record, dict):
-        raise ValueError(f"{source}: expected an object with named fields, "
-                         f"found {type(record).__name__}")
+        raise ValueError(
+            f"{source}: expected an object with named fields, found {type(record).__name__}"
+        )
     for keys, build in FORMATS:
         # Tables give every row the columns of all, as nulls: a format that is all null is not there.
         if all(key in record for key in keys) and any(record[key] is not None for key in keys):
             row = build(record, source, *keys)
-            unread = [str(key) for key, value in record.items()
-                      if value is not None and key not in (*keys, *READ_BESIDE[build])]
+            unread = [
+                str(key)
+                for key, value in record.items()
+                if value is not None and key not in (*keys, *READ_BESIDE[build])
+            ]
             return replace(row, unread=tuple(unread)) if unread else row
     if {"chosen", "rejected"} <= record.keys():
-        raise ValueError(f"{source}: chosen and rejected answers are for preference optimisation, which "
-                         "is not done here (TRL does it); to train on the chosen ones alone, rename "
-                         "chosen to completion, or to messages where it is a whole conversation")
+        raise ValueError(
+            f"{source}: chosen and rejected answers are for preference optimisation, which "
+            "is not done here (TRL does it); to train on the chosen ones alone, rename "
+            "chosen to completion, or to messages where it is a whole conversation"
+        )
     accepted = "; ".join(" + ".join(keys) for keys, _ in FORMATS)
-    raise ValueError(f"{source}: keys {', '.join(map(str, record)) or '(none)'} fit no format; "
-                     f"rename them to one of: {accepted}")
+    raise ValueError(
+        f"{source}: keys {', '.join(map(str, record)) or '(none)'} fit no format; "
+        f"rename them to one of: {accepted}"
+    )
 
 
 # ---- one builder per format -----------------------------------------------------------------
+
 
 def _chat(record: dict, source: str, key: str) -> Row:
     return _conversation(record, source, *read_messages(record[key], source, key))
 
 
-def _conversation(record: dict, source: str, messages: list[dict], excluded: frozenset[int],
-                  notes: list[str]) -> Row:
+def _conversation(
+    record: dict, source: str, messages: list[dict], excluded: frozenset[int], notes: list[str]
+) -> Row:
     """The row of a conversation, with what stands beside the turns."""
     system = _optional_text(record, source, "system")  # beside the turns in some ShareGPT files
     if system and not any(turn["role"] == "system" for turn in messages):
         messages = [message("system", system), *messages]
         excluded = frozenset(turn + 1 for turn in excluded)
-    return Row(source, messages=messages, tools=read_tools(record, source), excluded=excluded,
-               notes=tuple(notes))
+    return Row(
+        source,
+        messages=messages,
+        tools=read_tools(record, source),
+        excluded=excluded,
+        notes=tuple(notes),
+    )
 
 
 def _prompt(record: dict, source: str, prompt_key: str, answer_key: str) -> Row:
     if record.get("label") is False:  # "unpaired preference" of TRL's formats, linked above
-        raise ValueError(f"{source}: 'label' is false, as for an answer that is not wanted (KTO), and "
-                         "every answer is trained here; drop such rows, or the key if it means more")
+        raise ValueError(
+            f"{source}: 'label' is false, as for an answer that is not wanted (KTO), and "
+            "every answer is trained here; drop such rows, or the key if it means more"
+        )
     prompt, answer = record[prompt_key], record[answer_key]
     if isinstance(prompt, list):
         if not isinstance(answer, list):
@@ -97,8 +117,9 @@ def _prompt(record: dict, source: str, prompt_key: str, answer_key: str) -> Row:
         excluded = off_asked | {turn + len(asked) for turn in off}
         return _conversation(record, source, asked + answers, excluded, notes + more_notes)
     asked = _text(record, source, prompt_key)
-    return _question_and_answer(record, source, asked, _text(record, source, answer_key), asked,
-                                "prompt")
+    return _question_and_answer(
+        record, source, asked, _text(record, source, answer_key), asked, "prompt"
+    )
 
 
 def _instruction(record: dict, source: str, instruction_key: str, answer_key: str) -> Row:
@@ -107,8 +128,14 @@ def _instruction(record: dict, source: str, instruction_key: str, answer_key: st
     extra = _optional_text(record, source, "input") or _optional_text(record, source, "context")
     template = ALPACA_INPUT_PROMPT if extra else ALPACA_PROMPT
     asked = f"{instruction}\n\n{extra}" if extra else instruction
-    return _question_and_answer(record, source, asked, _text(record, source, answer_key),
-                                template.format(instruction=instruction, input=extra), "alpaca")
+    return _question_and_answer(
+        record,
+        source,
+        asked,
+        _text(record, source, answer_key),
+        template.format(instruction=instruction, input=extra),
+        "alpaca",
+    )
 
 
 def _question(record: dict, source: str, question_key: str, answer_key: str) -> Row:
@@ -116,22 +143,34 @@ def _question(record: dict, source: str, question_key: str, answer_key: str) -> 
     context = _optional_text(record, source, "context")
     template = CONTEXT_QUESTION_PROMPT if context else QUESTION_PROMPT
     asked = f"{context}\n\n{question}" if context else question
-    return _question_and_answer(record, source, asked, _text(record, source, answer_key),
-                                template.format(context=context, question=question), "question")
+    return _question_and_answer(
+        record,
+        source,
+        asked,
+        _text(record, source, answer_key),
+        template.format(context=context, question=question),
+        "question",
+    )
 
 
 def _plain_text(record: dict, source: str, key: str) -> Row:
     return Row(source, text=_text(record, source, key))
 
 
-def _question_and_answer(record: dict, source: str, asked: str, answer: str, plain_prompt: str,
-                         prompt_format: str) -> Row:
+def _question_and_answer(
+    record: dict, source: str, asked: str, answer: str, plain_prompt: str, prompt_format: str
+) -> Row:
     messages = [message("user", asked), message("assistant", answer)]
     if system := _optional_text(record, source, "system"):
         messages = [message("system", system), *messages]
         plain_prompt = f"{system}\n\n{plain_prompt}"
-    return Row(source, messages=messages, plain_prompt=plain_prompt, prompt_format=prompt_format,
-               tools=read_tools(record, source))
+    return Row(
+        source,
+        messages=messages,
+        plain_prompt=plain_prompt,
+        prompt_format=prompt_format,
+        tools=read_tools(record, source),
+    )
 
 
 # Tried in this order: Alpaca files also carry a ready-made "text", which is then left alone.

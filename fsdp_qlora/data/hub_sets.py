@@ -2,6 +2,7 @@
 
 `datasets` is imported only when one of them is asked for.
 """
+
 from __future__ import annotations
 
 import re
@@ -16,9 +17,12 @@ SQL_HELDOUT_ROWS = 1000  # the first rows of the shuffled know_sql were kept for
 
 def looks_like_hub_name(dataset: str | Path) -> bool:
     """owner/name or name, with nothing of that name here and no suffix of a file."""
-    return (isinstance(dataset, str) and not Path(dataset).expanduser().exists()
-            and re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", dataset) is not None
-            and not dataset.endswith(SUFFIXES))
+    return (
+        isinstance(dataset, str)
+        and not Path(dataset).expanduser().exists()
+        and re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", dataset) is not None
+        and not dataset.endswith(SUFFIXES)
+    )
 
 
 def is_saved_by_datasets(dataset: str | Path) -> bool:
@@ -32,8 +36,9 @@ def disk_source(folder: str | Path, split: str) -> Source:
     loaded = import_for_data("datasets", folder).load_from_disk(str(folder))
     if isinstance(loaded, dict):
         if split not in loaded:
-            raise ValueError(f"--dataset_split {split}: {folder} has the splits "
-                             f"{', '.join(loaded)}")
+            raise ValueError(
+                f"--dataset_split {split}: {folder} has the splits {', '.join(loaded)}"
+            )
         loaded = loaded[split]
     return arrow_source(loaded, str(folder))
 
@@ -52,40 +57,56 @@ def named_hub_source(name: str, split: str, seed: int, streaming: bool) -> Sourc
         rows = range(cut, len(shuffled)) if split == "train" else range(cut)
         return arrow_source(shuffled.select(rows), name)
     source = arrow_source(_load_from_hub(hub_id, split, name, streaming), name)
-    if name != "guanaco": return source
-    return Source(lambda: ((place, guanaco_record(record)) for place, record in source.records()),
-                  source.digest)
+    if name != "guanaco":
+        return source
+    return Source(
+        lambda: ((place, guanaco_record(record)) for place, record in source.records()),
+        source.digest,
+    )
 
 
 def guanaco_record(record: dict) -> dict:
     """Guanaco writes a conversation as one text of "### Human: ..." and "### Assistant: ..."."""
     pieces = re.split(r"(?:^|\n?)### (Human|Assistant): ?", record["text"])
     roles = {"Human": "user", "Assistant": "assistant"}
-    return {"messages": [{"role": roles[role], "content": content.strip()}
-                         for role, content in zip(pieces[1::2], pieces[2::2], strict=True)]}
+    return {
+        "messages": [
+            {"role": roles[role], "content": content.strip()}
+            for role, content in zip(pieces[1::2], pieces[2::2], strict=True)
+        ]
+    }
 
 
 def _load_from_hub(hub_id: str, split: str, dataset: str, streaming: bool = False):
     datasets = import_for_data("datasets", dataset)
     with asked_hub() as unreachable:
         try:
-            return datasets.load_dataset(hub_id, split=split, **{"streaming": True} if streaming else {})
+            return datasets.load_dataset(
+                hub_id, split=split, **{"streaming": True} if streaming else {}
+            )
         except Exception as error:  # no network, unknown name, unknown split, a gated repository
             missing = "no such file or folder here, and " if dataset == hub_id else ""
             if unreachable:
-                raise ValueError(f"--dataset {dataset}: {missing}{unreachable}, and it is not in the "
-                                 f"cache; give a file, a folder or one of {', '.join(NAMES)}, or, where "
-                                 f"there is a network, fetch it with `hf download {hub_id} --repo-type "
-                                 "dataset --local-dir FOLDER`") from error
-            raise ValueError(f"--dataset {dataset}: {missing}{hub_id} (split {split}) could not be "
-                             f"loaded from the Hugging Face hub: {first_line(error)}; check the name, "
-                             f"the split and the network, or use a file or one of {', '.join(NAMES)}"
-                             ) from error
+                raise ValueError(
+                    f"--dataset {dataset}: {missing}{unreachable}, and it is not in the "
+                    f"cache; give a file, a folder or one of {', '.join(NAMES)}, or, where "
+                    f"there is a network, fetch it with `hf download {hub_id} --repo-type "
+                    "dataset --local-dir FOLDER`"
+                ) from error
+            raise ValueError(
+                f"--dataset {dataset}: {missing}{hub_id} (split {split}) could not be "
+                f"loaded from the Hugging Face hub: {first_line(error)}; check the name, "
+                f"the split and the network, or use a file or one of {', '.join(NAMES)}"
+            ) from error
 
 
 def arrow_source(data, name: str) -> Source:
     """A data set as `datasets` has it."""
     # The fingerprint follows the hub's commit and every shuffle and select.
-    return Source(lambda: ((f"{name}: row {number}", without_filled_nulls(record))
-                           for number, record in enumerate(data, 1)),
-                  lambda: str(data._fingerprint))
+    return Source(
+        lambda: (
+            (f"{name}: row {number}", without_filled_nulls(record))
+            for number, record in enumerate(data, 1)
+        ),
+        lambda: str(data._fingerprint),
+    )

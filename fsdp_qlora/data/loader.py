@@ -3,6 +3,7 @@
 Slicing arrays and padding takes well under a millisecond a row and mostly runs in C, so a thread is
 enough: no worker processes, nothing to pickle, nothing left behind when a run is interrupted.
 """
+
 from __future__ import annotations
 
 from collections import Counter, deque
@@ -13,7 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .collate import FILLER_TOKENS, IGNORE, Example, PadTo, collate, few_widths, filler, padded_length
+from .collate import (
+    FILLER_TOKENS,
+    IGNORE,
+    Example,
+    PadTo,
+    collate,
+    few_widths,
+    filler,
+    padded_length,
+)
 from .dataset import TokenizedDataset
 from .packing import balanced, collate_packed, pack
 from .sampler import BinSampler, StepSampler, rank_share
@@ -39,8 +49,10 @@ class Layout:
 
     num_rows: int  # or bins
     width: int
-    tokens: int   # of rows
-    squares: int  # of the lengths that attention takes: padded rows, or packed ones and what fills a bin
+    tokens: int  # of rows
+    squares: (
+        int  # of the lengths that attention takes: padded rows, or packed ones and what fills a bin
+    )
 
     @property
     def places(self) -> int:
@@ -63,10 +75,21 @@ class StepLoader:
     pin_memory: for asynchronous copies to a GPU.
     """
 
-    def __init__(self, dataset: TokenizedDataset, sampler: StepSampler | BinSampler, rank: int = 0,
-                 world_size: int = 1, micro_batch_size: int = 1, *, pad_token_id: int,
-                 packing: bool = False, pad_to_multiple_of: int = 1, pad_to: PadTo = None,
-                 num_workers: int = 2, pin_memory: bool = False):
+    def __init__(
+        self,
+        dataset: TokenizedDataset,
+        sampler: StepSampler | BinSampler,
+        rank: int = 0,
+        world_size: int = 1,
+        micro_batch_size: int = 1,
+        *,
+        pad_token_id: int,
+        packing: bool = False,
+        pad_to_multiple_of: int = 1,
+        pad_to: PadTo = None,
+        num_workers: int = 2,
+        pin_memory: bool = False,
+    ):
         if micro_batch_size < 1:
             raise ValueError(f"--batch_size {micro_batch_size}: give at least 1 row")
         assert len(dataset) == sampler.num_rows, "the sampler was made for another dataset"
@@ -74,9 +97,13 @@ class StepLoader:
         self.dataset, self.sampler = dataset, sampler
         self.rank, self.world_size, self.micro_batch_size = rank, world_size, micro_batch_size
         self.packing, self.num_workers, self.pin_memory = packing, num_workers, pin_memory
-        self.padding = {"pad_token_id": pad_token_id, "pad_to_multiple_of": pad_to_multiple_of,
-                        "pad_to": pad_to}
-        if packing and pad_to is not None: self.padding["longest"] = int(dataset.lengths.max(initial=1))
+        self.padding = {
+            "pad_token_id": pad_token_id,
+            "pad_to_multiple_of": pad_to_multiple_of,
+            "pad_to": pad_to,
+        }
+        if packing and pad_to is not None:
+            self.padding["longest"] = int(dataset.lengths.max(initial=1))
         # Of one width, as compiled code wants it, the last step's batches get the others' shape too.
         self.num_bins = micro_batch_size if packing and isinstance(pad_to, int) else 1
 
@@ -97,20 +124,37 @@ class StepLoader:
         try:
             for index in remaining:
                 ahead.append(pool.submit(self.step, index))
-                if len(ahead) > self.num_workers: yield ahead.popleft().result()
-            while ahead: yield ahead.popleft().result()
+                if len(ahead) > self.num_workers:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
         finally:  # also when the training loop stops early
             pool.shutdown(wait=True, cancel_futures=True)
 
     def step(self, index: int) -> Step:
         """Any step, without moving the sampler."""
         rows = self.sampler.rows(index)
-        micro_batches = [collated(share, self.dataset.__getitem__, self.packing, self.padding,
-                                  self.pin_memory, self.num_bins) for share in self._shares(index)]
-        return Step(index, self.sampler.epoch(index), micro_batches, len(rows),
-                    int(self.dataset.lengths[rows].sum()),
-                    int(self.dataset.trained_counts[rows].sum()),
-                    sum(num_trained_tokens(batch) for batch in micro_batches), rows)
+        micro_batches = [
+            collated(
+                share,
+                self.dataset.__getitem__,
+                self.packing,
+                self.padding,
+                self.pin_memory,
+                self.num_bins,
+            )
+            for share in self._shares(index)
+        ]
+        return Step(
+            index,
+            self.sampler.epoch(index),
+            micro_batches,
+            len(rows),
+            int(self.dataset.lengths[rows].sum()),
+            int(self.dataset.trained_counts[rows].sum()),
+            sum(num_trained_tokens(batch) for batch in micro_batches),
+            rows,
+        )
 
     def padded_shapes(self, num_steps: int = 200) -> list[tuple[int, int]]:
         """(B, T) of this rank's padded micro-batches in its next steps, the most frequent first.
@@ -119,8 +163,9 @@ class StepLoader:
         """
         first, counts = self.sampler.position, Counter()
         for index in range(first, min(first + num_steps, self.sampler.total_steps)):
-            counts.update((layout.num_rows, layout.width) for layout in self.layouts(index)
-                          if layout.tokens)
+            counts.update(
+                (layout.num_rows, layout.width) for layout in self.layouts(index) if layout.tokens
+            )
         return [shape for shape, count in counts.most_common() if count > 1]
 
     def layouts(self, index: int) -> list[Layout]:
@@ -130,19 +175,22 @@ class StepLoader:
     def _layout(self, units: list) -> Layout:
         lengths = [np.atleast_1d(self.dataset.lengths[unit]) for unit in units]
         used = [int(rows.sum()) for rows in lengths]
-        width = padded_length(max(used, default=FILLER_TOKENS), self.padding["pad_to_multiple_of"],
-                              self.padding["pad_to"])
+        width = padded_length(
+            max(used, default=FILLER_TOKENS),
+            self.padding["pad_to_multiple_of"],
+            self.padding["pad_to"],
+        )
         count = max(len(units), self.num_bins)
-        squares = count * width ** 2
+        squares = count * width**2
         if self.packing:
             empty = [width] * (count - len(units)) + [width - tokens for tokens in used]
-            squares = sum(int((rows ** 2).sum()) for rows in lengths) + sum(map(self._squares, empty))
+            squares = sum(int((rows**2).sum()) for rows in lengths) + sum(map(self._squares, empty))
         return Layout(count, width, sum(used), max(squares, 1))
 
     def _squares(self, places: int) -> int:
         """Of the rows that the padding of a bin is cut into."""
         whole, rest = divmod(places, self.padding.get("longest") or max(places, 1))
-        return whole * (self.padding.get("longest") or places) ** 2 + rest ** 2
+        return whole * (self.padding.get("longest") or places) ** 2 + rest**2
 
     def filled_share(self, num_steps: int = 100) -> float:
         """Share of this rank's tokens that are the rows' own, not padding, in its first steps."""
@@ -156,8 +204,12 @@ class StepLoader:
 
     def bin_fill(self, num_steps: int = 100) -> float:
         """Share of the places of this rank's bins that hold a token, in its first steps."""
-        bins = [bin for index in range(min(num_steps, self.sampler.total_steps))
-                for units in self._shares(index) for bin in units]
+        bins = [
+            bin
+            for index in range(min(num_steps, self.sampler.total_steps))
+            for units in self._shares(index)
+            for bin in units
+        ]
         own = sum(int(self.dataset.lengths[bin].sum()) for bin in bins)
         return own / max(len(bins) * self.dataset.report.context_length, 1)
 
@@ -165,16 +217,31 @@ class StepLoader:
         """This rank's micro-batches: lists of row ids, or of bins of row ids."""
         if isinstance(self.sampler, BinSampler):
             bins = self.sampler.bins(index)
-            return share_bins(bins, self.dataset.lengths, self.rank, self.world_size,
-                              self.micro_batch_size)
+            return share_bins(
+                bins, self.dataset.lengths, self.rank, self.world_size, self.micro_batch_size
+            )
         rows = self.sampler.rows(index)
         capacity = self.dataset.report.context_length if self.packing else None
-        return share_out(rows, self.dataset.lengths[rows], self.rank, self.world_size,
-                         self.micro_batch_size, capacity, seed=index)
+        return share_out(
+            rows,
+            self.dataset.lengths[rows],
+            self.rank,
+            self.world_size,
+            self.micro_batch_size,
+            capacity,
+            seed=index,
+        )
 
 
-def share_out(rows: Sequence, lengths: Sequence[int], rank: int, world_size: int,
-              micro_batch_size: int, capacity: int | None = None, seed: int = 0) -> list[list]:
+def share_out(
+    rows: Sequence,
+    lengths: Sequence[int],
+    rank: int,
+    world_size: int,
+    micro_batch_size: int,
+    capacity: int | None = None,
+    seed: int = 0,
+) -> list[list]:
     """This rank's micro-batches of a step's rows, as many as the other ranks have.
 
     capacity: tokens of a bin; then micro-batches are of lists of rows, packed together, and what ranks
@@ -184,13 +251,16 @@ def share_out(rows: Sequence, lengths: Sequence[int], rank: int, world_size: int
         bins = pack(lengths, capacity, seed)
         parts = world_size * -(-len(bins) // (world_size * micro_batch_size))
         bins = balanced(lengths, bins, capacity, parts)
-        rows, lengths = ([[rows[i] for i in bin] for bin in bins],
-                         [sum(lengths[i] for i in bin) for bin in bins])
+        rows, lengths = (
+            [[rows[i] for i in bin] for bin in bins],
+            [sum(lengths[i] for i in bin) for bin in bins],
+        )
     return rank_share(rows, rank, world_size, micro_batch_size, lengths)
 
 
-def share_bins(bins: list[list[int]], lengths: np.ndarray, rank: int, world_size: int,
-               micro_batch_size: int) -> list[list]:
+def share_bins(
+    bins: list[list[int]], lengths: np.ndarray, rank: int, world_size: int, micro_batch_size: int
+) -> list[list]:
     """This rank's micro-batches of a step's full bins, as many as the other ranks have.
 
     Bins hold as many tokens and differ in what attention within rows takes, the sum of squares of their
@@ -200,8 +270,14 @@ def share_bins(bins: list[list[int]], lengths: np.ndarray, rank: int, world_size
     return rank_share(bins, rank, world_size, micro_batch_size, work)
 
 
-def collated(share: list, example: Callable[[object], Example], packing: bool, padding: dict,
-             pin_memory: bool = False, num_bins: int = 1) -> dict:
+def collated(
+    share: list,
+    example: Callable[[object], Example],
+    packing: bool,
+    padding: dict,
+    pin_memory: bool = False,
+    num_bins: int = 1,
+) -> dict:
     """A micro-batch of `share_out`, of what `example` makes of a row; a filler if it has no row.
 
     num_bins: packed ones at least, filled up with empty ones so that all batches have one shape.
@@ -218,7 +294,8 @@ def collated(share: list, example: Callable[[object], Example], packing: bool, p
 
 def run_widths(context_length: int, compiled: bool, one: bool) -> PadTo:
     """T of a run's batches: as their rows are, but few or `one` where blocks are compiled for them."""
-    if not compiled: return None
+    if not compiled:
+        return None
     return context_length if one else few_widths(context_length)
 
 
@@ -228,11 +305,16 @@ def num_trained_tokens(batch: dict) -> int:
 
 
 def pin(batch: dict) -> dict:
-    return {name: value.pin_memory() if isinstance(value, torch.Tensor) else value
-            for name, value in batch.items()}
+    return {
+        name: value.pin_memory() if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items()
+    }
 
 
 def on_device(batch: dict, device: torch.device) -> dict:
     """A batch as the model takes it: tensors on `device`, numbers, and nothing that is None."""
-    return {k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v
-            for k, v in batch.items() if v is not None}
+    return {
+        k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v
+        for k, v in batch.items()
+        if v is not None
+    }

@@ -8,6 +8,7 @@ For each assistant turn the conversation is rendered once more with a sentinel i
 turn's content. What is the same before and after the sentinel is the template's; what lies between
 is the model's, plus the token that closes the turn.
 """
+
 from __future__ import annotations
 
 import json
@@ -49,8 +50,9 @@ class Encoded:
     prompt_format: str | None = None
 
 
-def encode_rows(rows: Sequence[Row], chat: ChatTemplate,
-                train_on: str = "completion") -> Iterator[Encoded | UnusableRow]:
+def encode_rows(
+    rows: Sequence[Row], chat: ChatTemplate, train_on: str = "completion"
+) -> Iterator[Encoded | UnusableRow]:
     """One result per row, in order; rows are tokenised together, which uses all cores."""
     if train_on not in TRAIN_ON:
         raise ValueError(f"--train_on {train_on}: choose one of {', '.join(TRAIN_ON)}")
@@ -64,7 +66,8 @@ def encode_rows(rows: Sequence[Row], chat: ChatTemplate,
             continue
         encoded = _encode(item, *next(tokens), prefix, chat, train_on)
         encoded.notes, encoded.unread = (*row.notes, *item.notes), row.unread
-        if chat.is_fallback: encoded.prompt_format = "text" if row.text else row.prompt_format or "roles"
+        if chat.is_fallback:
+            encoded.prompt_format = "text" if row.text else row.prompt_format or "roles"
         yield encoded
 
 
@@ -74,10 +77,14 @@ def encode_prompt(row: Row | list[dict], tokenizer) -> list[int]:
     row: a Row whose last assistant turn (if it is the last message) is left out, or messages.
     """
     chat = ChatTemplate(tokenizer)
-    if isinstance(row, list): row = Row("prompt", messages=row)
-    if row.text is not None: text = row.text
-    elif chat.is_fallback and row.plain_prompt is not None: text = row.plain_prompt
-    else: text = _render_prompt(row, chat)
+    if isinstance(row, list):
+        row = Row("prompt", messages=row)
+    if row.text is not None:
+        text = row.text
+    elif chat.is_fallback and row.plain_prompt is not None:
+        text = row.plain_prompt
+    else:
+        text = _render_prompt(row, chat)
     pieces = list(_tokenize(text.split(CUT), tokenizer))
     ids = [token for ids, _ in pieces for token in ids]
     return _missing_prefix(ids, _prefix_ids(tokenizer)) + ids
@@ -91,15 +98,20 @@ def stop_token_ids(tokenizer) -> list[int]:
 
 # ---- text and spans -------------------------------------------------------------------------
 
+
 def render_row(row: Row, chat: ChatTemplate) -> Rendered:
     """The text of a row and what of it is the model's; UnusableRow says why there is none."""
     if row.text is not None:
-        if not row.text: raise UnusableRow("empty text")
+        if not row.text:
+            raise UnusableRow("empty text")
         return Rendered(row.text, [(0, len(row.text))], add_eos=True, notes=_kept(row.text, chat))
     if chat.is_fallback and row.plain_prompt is not None:
         text = row.plain_prompt + row.messages[-1]["content"]
-        notes = [*_kept(text, chat), *empty_answers(row.messages, set()),
-                 *(["without a chat template tools are left out"] if row.tools else [])]
+        notes = [
+            *_kept(text, chat),
+            *empty_answers(row.messages, set()),
+            *(["without a chat template tools are left out"] if row.tools else []),
+        ]
         return Rendered(text, [(len(row.plain_prompt), len(text))], add_eos=True, notes=notes)
     return _render_chat(row, chat)
 
@@ -107,7 +119,9 @@ def render_row(row: Row, chat: ChatTemplate) -> Rendered:
 def _kept(text: str, chat: ChatTemplate) -> list[str]:
     """A line on control tokens in the midst of a plain text, which stay what they are."""
     spelled = [token for token in chat.special_tokens if token in text.removesuffix(token)]
-    return [f"the text holds {', '.join(sorted(spelled))}, kept as control tokens"] if spelled else []
+    return (
+        [f"the text holds {', '.join(sorted(spelled))}, kept as control tokens"] if spelled else []
+    )
 
 
 def _render_or_reason(row: Row, chat: ChatTemplate) -> Rendered | UnusableRow:
@@ -121,20 +135,39 @@ def _render_chat(row: Row, chat: ChatTemplate) -> Rendered:
     messages, text = chat.fit(chat.shield(row.messages), row.tools)
     first = len(row.messages) - len(messages)  # 1 where the system message is folded into the next
     excluded = {turn - first for turn in row.excluded}
-    spans = {turn: span for turn, message in enumerate(messages) if message["role"] == "assistant"
-             if (span := _turn_span(messages, turn, text, row.tools, chat)) is not None}
+    spans = {
+        turn: span
+        for turn, message in enumerate(messages)
+        if message["role"] == "assistant"
+        if (span := _turn_span(messages, turn, text, row.tools, chat)) is not None
+    }
     ends_open = bool(spans) and messages[-1]["role"] == "assistant" and not chat.closings
-    if ends_open: text = text[:spans[max(spans)][1]]
-    notes = [*left_out(messages, row.tools, text, chat), *empty_answers(messages, excluded),
-             *untrained_reasoning(messages, spans, text, excluded),
-             *_spelled_tokens(row.messages, text, chat)]
+    if ends_open:
+        text = text[: spans[max(spans)][1]]
+    notes = [
+        *left_out(messages, row.tools, text, chat),
+        *empty_answers(messages, excluded),
+        *untrained_reasoning(messages, spans, text, excluded),
+        *_spelled_tokens(row.messages, text, chat),
+    ]
     cuts = _cuts(text)
-    trained, not_trained = ([tuple(place - len(CUT) * bisect_left(cuts, place) for place in span)
-                             for turn, span in spans.items() if (turn in excluded) == is_excluded]
-                            for is_excluded in (False, True))
-    return Rendered(text.replace(CUT, ""), trained, folded_system=first > 0, excluded=not_trained,
-                    add_eos=ends_open and max(spans) not in excluded, notes=notes,
-                    cuts=[place - len(CUT) * number for number, place in enumerate(cuts)])
+    trained, not_trained = (
+        [
+            tuple(place - len(CUT) * bisect_left(cuts, place) for place in span)
+            for turn, span in spans.items()
+            if (turn in excluded) == is_excluded
+        ]
+        for is_excluded in (False, True)
+    )
+    return Rendered(
+        text.replace(CUT, ""),
+        trained,
+        folded_system=first > 0,
+        excluded=not_trained,
+        add_eos=ends_open and max(spans) not in excluded,
+        notes=notes,
+        cuts=[place - len(CUT) * number for number, place in enumerate(cuts)],
+    )
 
 
 def _cuts(text: str) -> list[int]:
@@ -150,60 +183,81 @@ def _spelled_tokens(messages: list[dict], text: str, chat: ChatTemplate) -> list
     """Lines on special tokens that contents spell: as text where the text is cut, else as they are."""
     contents = "\n".join(json.dumps(turn, ensure_ascii=False) for turn in messages)
     spelled = sorted(token for token in chat.special_tokens if token in contents)
-    if not spelled: return []
+    if not spelled:
+        return []
     as_text = [token for token in spelled if token in chat.control_tokens and not chat.adds_space]
     kept = [token for token in spelled if token not in as_text]
-    return [f"contents spell {', '.join(tokens)}, {what}" for tokens, what in (
-        (as_text, "which is trained as text there, not as the token that shapes turns"),
-        (kept, "which stays a special token there")) if tokens]
+    return [
+        f"contents spell {', '.join(tokens)}, {what}"
+        for tokens, what in (
+            (as_text, "which is trained as text there, not as the token that shapes turns"),
+            (kept, "which stays a special token there"),
+        )
+        if tokens
+    ]
 
 
 def _render_prompt(row: Row, chat: ChatTemplate) -> str:
     """The text before an answer, with a CUT where it is to be tokenised apart."""
     asked = row.messages
-    if asked and asked[-1]["role"] == "assistant": asked = asked[:-1]
+    if asked and asked[-1]["role"] == "assistant":
+        asked = asked[:-1]
     if chat.asks_with:  # BOS is added as for rows: some tokenizers see a word behind it otherwise
-        return chat.render(asked, template=chat.asks_with).removeprefix(chat.tokenizer.bos_token or "")
+        return chat.render(asked, template=chat.asks_with).removeprefix(
+            chat.tokenizer.bos_token or ""
+        )
     messages, _ = chat.fit(chat.shield(asked), row.tools)
     return chat.render(messages, row.tools, add_generation_prompt=True)
 
 
-def _turn_span(messages: list[dict], turn: int, text: str, tools: list | None,
-               chat: ChatTemplate) -> tuple[int, int] | None:
+def _turn_span(
+    messages: list[dict], turn: int, text: str, tools: list | None, chat: ChatTemplate
+) -> tuple[int, int] | None:
     """Where `text` holds what the model wrote as messages[turn]; None if it was left out."""
-    if messages[turn].get("tool_calls"): return _tool_call_span(messages, turn, text, tools, chat)
+    if messages[turn].get("tool_calls"):
+        return _tool_call_span(messages, turn, text, tools, chat)
     around = _around_content(messages, turn, tools, chat)
-    if around is None: return None
+    if around is None:
+        return None
     before, after = around
     if not (text.startswith(before) and text.endswith(after)):
         raise UnusableRow("the chat template alters other turns depending on an answer")
     return len(before), _end_of_turn(text, max(len(before), len(text) - len(after)), chat)
 
 
-def _around_content(messages: list[dict], turn: int, tools: list | None,
-                    chat: ChatTemplate) -> tuple[str, str] | None:
+def _around_content(
+    messages: list[dict], turn: int, tools: list | None, chat: ChatTemplate
+) -> tuple[str, str] | None:
     """The text before what the model writes in this turn, and the text after its content."""
-    probe = chat.render([*messages[:turn], {**messages[turn], "content": sentinel(turn)},
-                         *messages[turn + 1:]], tools)
+    probe = chat.render(
+        [*messages[:turn], {**messages[turn], "content": sentinel(turn)}, *messages[turn + 1 :]],
+        tools,
+    )
     copies = probe.count(sentinel(turn))
-    if copies == 0: return None
-    if copies > 1: raise UnusableRow("the chat template writes an answer more than once")
+    if copies == 0:
+        return None
+    if copies > 1:
+        raise UnusableRow("the chat template writes an answer more than once")
     before, _, after = probe.partition(sentinel(turn))
     return before.removesuffix(chat.lead(messages, turn, tools)), after
 
 
-def _tool_call_span(messages: list[dict], turn: int, text: str, tools: list | None,
-                    chat: ChatTemplate) -> tuple[int, int]:
+def _tool_call_span(
+    messages: list[dict], turn: int, text: str, tools: list | None, chat: ChatTemplate
+) -> tuple[int, int]:
     """The same for a turn that calls tools, where the template may write no content at all."""
     before = chat.render(messages[:turn], tools, add_generation_prompt=True)
     if not text.startswith(before):
         before, _ = _around_content(messages, turn, tools, chat) or ("", "")
-    ends = [found + len(token) for token in chat.end_tokens
-            if (found := text.find(token, len(before))) >= 0]
+    ends = [
+        found + len(token)
+        for token in chat.end_tokens
+        if (found := text.find(token, len(before))) >= 0
+    ]
     if not before or not text.startswith(before) or not ends:
         raise UnusableRow("tool calls cannot be told apart in the text of the chat template")
     names = [call.get("function", call).get("name", "") for call in messages[turn]["tool_calls"]]
-    if any(name not in text[len(before):min(ends)] for name in names):
+    if any(name not in text[len(before) : min(ends)] for name in names):
         raise UnusableRow("the chat template leaves out tool calls")
     return len(before), min(ends)
 
@@ -211,15 +265,18 @@ def _tool_call_span(messages: list[dict], turn: int, text: str, tools: list | No
 def _end_of_turn(text: str, end: int, chat: ChatTemplate) -> int:
     """`end` of the content, moved past what closes the turn."""
     for closing in chat.closings or (chat.plain_closing,):
-        if text.startswith(closing, end): return end + len(closing)
+        if text.startswith(closing, end):
+            return end + len(closing)
     return end
 
 
 # ---- tokens and marks -----------------------------------------------------------------------
 
+
 def _tokenize(texts: list[str], tokenizer) -> Iterator[tuple[list[int], np.ndarray]]:
     """Ids and character ranges (T, 2) of each text, without any token that the text lacks."""
-    if not texts: return
+    if not texts:
+        return
     batch = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     for ids, offsets in zip(batch["input_ids"], batch["offset_mapping"], strict=True):
         yield ids, _without_gaps(np.array(offsets, dtype=np.int64).reshape(-1, 2))
@@ -230,23 +287,31 @@ def _without_gaps(offsets: np.ndarray) -> np.ndarray:
 
     Some byte-level tokenizers report " word" without its space, and a token of spaces as nothing.
     """
-    previous_ends = np.maximum.accumulate(np.concatenate([[0], offsets[:-1, 1]]))[:len(offsets)]
+    previous_ends = np.maximum.accumulate(np.concatenate([[0], offsets[:-1, 1]]))[: len(offsets)]
     offsets[:, 0] = np.minimum(offsets[:, 0], previous_ends)
     return offsets
 
 
-def _encode(rendered: Rendered, ids: list[int], offsets: np.ndarray, prefix: list[int],
-            chat: ChatTemplate, train_on: str) -> Encoded:
+def _encode(
+    rendered: Rendered,
+    ids: list[int],
+    offsets: np.ndarray,
+    prefix: list[int],
+    chat: ChatTemplate,
+    train_on: str,
+) -> Encoded:
     if train_on == "completion" or rendered.cuts:
         ids, offsets = _split(rendered, ids, offsets, chat, at_starts=train_on == "completion")
-    trained = (_overlaps(offsets, rendered.spans) if train_on == "completion"
-               else ~_overlaps(offsets, rendered.excluded))
+    trained = (
+        _overlaps(offsets, rendered.spans)
+        if train_on == "completion"
+        else ~_overlaps(offsets, rendered.excluded)
+    )
     prefix = _missing_prefix(ids, prefix)
     suffix = _missing_eos(ids, chat.tokenizer) if rendered.add_eos else []
     trained = np.concatenate([np.zeros(len(prefix), bool), trained, np.ones(len(suffix), bool)])
     trained[:1] = False  # nothing stands before it to predict it from
-    return Encoded(np.array(prefix + ids + suffix, dtype=np.int32), trained,
-                   rendered.folded_system)
+    return Encoded(np.array(prefix + ids + suffix, dtype=np.int32), trained, rendered.folded_system)
 
 
 def _overlaps(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
@@ -256,22 +321,30 @@ def _overlaps(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
     return trained
 
 
-def _split(rendered: Rendered, ids: list[int], offsets: np.ndarray, chat: ChatTemplate, at_starts: bool):
+def _split(
+    rendered: Rendered, ids: list[int], offsets: np.ndarray, chat: ChatTemplate, at_starts: bool
+):
     """Tokens anew, cut in control tokens that a content spells, and where one would hold the end of a
     prompt and the start of an answer.
 
     When asked, the model sees the prompt tokenised alone ("assistant\\n"), so it must not be
     trained on a token across the border ("\\n\\n", if the answer starts with a newline).
     """
-    starts = [start for start, _ in rendered.spans
-              if ((offsets[:, 0] < start) & (offsets[:, 1] > start)).any()]
+    starts = [
+        start
+        for start, _ in rendered.spans
+        if ((offsets[:, 0] < start) & (offsets[:, 1] > start)).any()
+    ]
     cuts = sorted({*rendered.cuts, *(starts if at_starts else [])})
-    if not cuts or chat.adds_space: return ids, offsets
+    if not cuts or chat.adds_space:
+        return ids, offsets
     borders = [0, *cuts, len(rendered.text)]
     pieces = [rendered.text[a:b] for a, b in zip(borders, borders[1:], strict=False)]
     parts = list(_tokenize(pieces, chat.tokenizer))
-    return ([token for part, _ in parts for token in part],
-            np.concatenate([ranges + at for (_, ranges), at in zip(parts, borders, strict=False)]))
+    return (
+        [token for part, _ in parts for token in part],
+        np.concatenate([ranges + at for (_, ranges), at in zip(parts, borders, strict=False)]),
+    )
 
 
 def _prefix_ids(tokenizer) -> list[int]:
@@ -281,17 +354,19 @@ def _prefix_ids(tokenizer) -> list[int]:
     """
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     full = tokenizer("a")["input_ids"]
-    return full[:full.index(bare[0])] if bare and bare[0] in full else []
+    return full[: full.index(bare[0])] if bare and bare[0] in full else []
 
 
 def _missing_prefix(ids: list[int], prefix: list[int]) -> list[int]:
     """`prefix`, unless the text begins with it already, as where the template writes BOS."""
-    return [] if ids[:len(prefix)] == prefix else prefix
+    return [] if ids[: len(prefix)] == prefix else prefix
 
 
 def _missing_eos(ids: list[int], tokenizer) -> list[int]:
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no "
-                         "eos_token, so the model could not learn to stop; set eos_token in its "
-                         "tokenizer_config.json")
+        raise ValueError(
+            f"tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no "
+            "eos_token, so the model could not learn to stop; set eos_token in its "
+            "tokenizer_config.json"
+        )
     return [] if ids[-1:] == [tokenizer.eos_token_id] else [tokenizer.eos_token_id]

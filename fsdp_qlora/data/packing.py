@@ -8,6 +8,7 @@ the borders, for variable-length kernels (model/attention.py).
 
 Shapes: B bins of the batch, T tokens of a bin, N rows of the batch, runs of padding included.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -28,8 +29,10 @@ def pack(lengths: Sequence[int], capacity: int, seed: int | list[int] = 0) -> li
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if lengths.max(initial=0) > capacity:
-        raise ValueError(f"packing: a row of {lengths.max()} tokens does not fit a bin of "
-                         f"{capacity}; pack to the --context_length the rows were cut to")
+        raise ValueError(
+            f"packing: a row of {lengths.max()} tokens does not fit a bin of "
+            f"{capacity}; pack to the --context_length the rows were cut to"
+        )
     shuffled = np.random.default_rng(seed).permutation(len(lengths))
     longest_first = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
     bins: list[list[int]] = []
@@ -41,7 +44,8 @@ def pack(lengths: Sequence[int], capacity: int, seed: int | list[int] = 0) -> li
         if fitting:
             space = length + (fitting & -fitting).bit_length() - 1
             number = open_bins[space].pop()
-            if not open_bins[space]: spaces &= ~(1 << space)
+            if not open_bins[space]:
+                spaces &= ~(1 << space)
         else:
             space, number = capacity, len(bins)
             bins.append([])
@@ -54,8 +58,9 @@ def pack(lengths: Sequence[int], capacity: int, seed: int | list[int] = 0) -> li
 WINDOW = 16_384  # rows that bins are filled from at a time
 
 
-def full_bins(lengths: np.ndarray, order: np.ndarray, capacity: int, seed: list[int]
-              ) -> list[list[int]]:
+def full_bins(
+    lengths: np.ndarray, order: np.ndarray, capacity: int, seed: list[int]
+) -> list[list[int]]:
     """Bins of all rows of an epoch, each of `order` once, in an order that is drawn from `seed`.
 
     Bins are filled from a window of rows at a time, so rows near each other in `order` are trained near
@@ -64,9 +69,10 @@ def full_bins(lengths: np.ndarray, order: np.ndarray, capacity: int, seed: list[
     found: list[list[int]] = []
     left = np.empty(0, dtype=np.int64)
     for number, start in enumerate(range(0, len(order), WINDOW)):
-        rows = np.concatenate([left, order[start:start + WINDOW]])
+        rows = np.concatenate([left, order[start : start + WINDOW]])
         bins = [rows[bin] for bin in window_bins(lengths[rows], capacity, [*seed, number])]
-        if start + WINDOW < len(order): left = bins.pop()
+        if start + WINDOW < len(order):
+            left = bins.pop()
         found += [bin.tolist() for bin in bins]
     return found
 
@@ -75,14 +81,16 @@ def window_bins(lengths: Sequence[int], capacity: int, seed: list[int]) -> list[
     """`pack`'s bins in an order that is drawn from `seed`, but for the emptiest, which is the last."""
     lengths = np.asarray(lengths, dtype=np.int64)
     bins = pack(lengths, capacity, seed)
-    if not bins: return bins
+    if not bins:
+        return bins
     emptiest = min(range(len(bins)), key=lambda i: int(lengths[bins[i]].sum()))
     last = bins.pop(emptiest)
     return [bins[i] for i in np.random.default_rng(seed).permutation(len(bins))] + [last]
 
 
-def balanced(lengths: Sequence[int], bins: list[list[int]], capacity: int, parts: int
-             ) -> list[list[int]]:
+def balanced(
+    lengths: Sequence[int], bins: list[list[int]], capacity: int, parts: int
+) -> list[list[int]]:
     """The same rows in a multiple of `parts` bins that hold nearly the same number of tokens.
 
     Ranks that compute beside each other are done when the fullest of their bins is. The longest row
@@ -93,15 +101,20 @@ def balanced(lengths: Sequence[int], bins: list[list[int]], capacity: int, parts
     heap, found = [(0, number) for number in range(count)], [[] for _ in range(count)]
     for index in sorted((i for bin in bins for i in bin), key=lambda i: -int(lengths[i])):
         tokens, number = heap[0]
-        if tokens + int(lengths[index]) > capacity: return bins
+        if tokens + int(lengths[index]) > capacity:
+            return bins
         found[number].append(index)
         heapreplace(heap, (tokens + int(lengths[index]), number))
     return found
 
 
-def collate_packed(bins: Sequence[Sequence[Example]], pad_token_id: int,
-                   pad_to_multiple_of: int = 1, pad_to: PadTo = None,
-                   longest: int | None = None) -> dict:
+def collate_packed(
+    bins: Sequence[Sequence[Example]],
+    pad_token_id: int,
+    pad_to_multiple_of: int = 1,
+    pad_to: PadTo = None,
+    longest: int | None = None,
+) -> dict:
     """A batch of B bins, each the concatenation of its examples.
 
     input_ids, labels (B, T): the first label of every row is -100, so none predicts the next row.
@@ -112,8 +125,9 @@ def collate_packed(bins: Sequence[Sequence[Example]], pad_token_id: int,
     longest: what the batch says of the longest row, at least as much as it is. Code is compiled for
         that number, so it should be one for all batches; with one width for all, that is its default.
     """
-    width = padded_length(max(sum(len(ids) for ids, _ in bin) for bin in bins),
-                          pad_to_multiple_of, pad_to)
+    width = padded_length(
+        max(sum(len(ids) for ids, _ in bin) for bin in bins), pad_to_multiple_of, pad_to
+    )
     input_ids = torch.full((len(bins), width), pad_token_id)
     labels = torch.full_like(input_ids, IGNORE)
     position_ids, borders = torch.zeros_like(input_ids), [0]
@@ -131,11 +145,18 @@ def collate_packed(bins: Sequence[Sequence[Example]], pad_token_id: int,
             position_ids[row, start:] = torch.arange(width - start) % piece
             borders += [row * width + end for end in (*range(start + piece, width, piece), width)]
     cu_seq_lens = torch.tensor(borders, dtype=torch.int32)
-    longest = longest or (width if isinstance(pad_to, int) else
-                          max(b - a for a, b in pairwise(borders)))
-    return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids,
-            "cu_seq_lens_q": cu_seq_lens, "cu_seq_lens_k": cu_seq_lens,
-            "max_length_q": longest, "max_length_k": longest}
+    longest = longest or (
+        width if isinstance(pad_to, int) else max(b - a for a, b in pairwise(borders))
+    )
+    return {
+        "input_ids": input_ids,
+        "labels": labels,
+        "position_ids": position_ids,
+        "cu_seq_lens_q": cu_seq_lens,
+        "cu_seq_lens_k": cu_seq_lens,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
 
 
 def block_diagonal_mask(position_ids: Tensor, dtype: torch.dtype = torch.bool) -> Tensor:
@@ -147,6 +168,7 @@ def block_diagonal_mask(position_ids: Tensor, dtype: torch.dtype = torch.bool) -
     """
     rows = (position_ids == 0).cumsum(-1)
     allowed = (rows[:, None, :, None] == rows[:, None, None, :]).tril()
-    if dtype == torch.bool: return allowed
+    if dtype == torch.bool:
+        return allowed
     mask = torch.zeros(allowed.shape, dtype=dtype, device=position_ids.device)
     return mask.masked_fill(~allowed, torch.finfo(dtype).min)

@@ -2,6 +2,7 @@
 
 A fault of JSON is one line: the place, what is wrong, what to do.
 """
+
 from __future__ import annotations
 
 import importlib
@@ -49,7 +50,8 @@ def parse_row(raw: dict | bytes, place: str) -> Row:
 
 def parse_record(raw: dict | bytes, place: str) -> dict:
     """A raw record as an object; a line of JSON has the place "path:line"."""
-    if not isinstance(raw, bytes): return raw
+    if not isinstance(raw, bytes):
+        return raw
     path, _, line = place.rpartition(":")
     return parse_json(raw, Path(path), int(line))
 
@@ -63,17 +65,21 @@ def parse_json(data: bytes, path: Path, first_line: int):
         return json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as error:
         line = first_line + data.count(b"\n", 0, error.start)
-        raise ValueError(f"{path}:{line}: byte 0x{data[error.start]:02x} is not UTF-8; convert the "
-                         f"file, say: iconv -f ISO-8859-1 -t UTF-8 {path.name}") from None
+        raise ValueError(
+            f"{path}:{line}: byte 0x{data[error.start]:02x} is not UTF-8; convert the "
+            f"file, say: iconv -f ISO-8859-1 -t UTF-8 {path.name}"
+        ) from None
     except json.JSONDecodeError as error:
         line = first_line + error.lineno - 1
         raise ValueError(f"{path}:{line}: column {error.colno}: {_json_fault(error)}") from None
     except RecursionError:
-        raise ValueError(f"{path}:{first_line}: lists or objects are nested too deeply to be read; drop "
-                         "the row") from None
+        raise ValueError(
+            f"{path}:{first_line}: lists or objects are nested too deeply to be read; drop the row"
+        ) from None
     except ValueError:  # Python reads no integer of more than 4,300 digits
-        raise ValueError(f"{path}:{first_line}: an integer has too many digits; write it as text"
-                         ) from None
+        raise ValueError(
+            f"{path}:{first_line}: an integer has too many digits; write it as text"
+        ) from None
 
 
 def without_filled_nulls(record: dict) -> dict:
@@ -93,11 +99,15 @@ def _without_nulls(value):
 
 def _json_fault(error: json.JSONDecodeError) -> str:
     if error.msg.startswith("Unterminated string"):
-        return ("the line ends inside a string, as with a raw newline; "
-                "write it as \\n (json.dumps does)")
+        return (
+            "the line ends inside a string, as with a raw newline; "
+            "write it as \\n (json.dumps does)"
+        )
     if error.msg.startswith("Invalid control character"):
-        return ("a raw newline, tab or other control character inside a string; "
-                "write it as \\n or \\t (json.dumps does)")
+        return (
+            "a raw newline, tab or other control character inside a string; "
+            "write it as \\n or \\t (json.dumps does)"
+        )
     if error.msg.startswith("Extra data"):
         return "more follows after the record; write one JSON object a line"
     return f"not JSON ({error.msg}); write one JSON object a line, or one list in a .json file"
@@ -108,8 +118,10 @@ def import_for_data(module: str, dataset: str | Path):
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise ValueError(f"--dataset {dataset} needs the package {module.partition('.')[0]}; "
-                         "run: pip install fsdp_qlora[data]") from None
+        raise ValueError(
+            f"--dataset {dataset} needs the package {module.partition('.')[0]}; "
+            "run: pip install fsdp_qlora[data]"
+        ) from None
 
 
 def first_line(error: Exception) -> str:

@@ -3,6 +3,7 @@
 `DataReport` travels with the tokenised data (it is stored in the cache beside them) and is meant to
 be printed once before training. `preview` shows rows as the model will see them.
 """
+
 from __future__ import annotations
 
 import sys
@@ -16,8 +17,15 @@ from .collate import IGNORE
 EXAMPLES_KEPT = 3  # sources named for each reason that rows are counted for
 BAR_WIDTH = 40
 GREEN, PLAIN = "\033[32m", "\033[0m"
-COUNTS = ("rows_read", "rows_kept", "rows_truncated", "rows_with_folded_system", "tokens_total",
-          "tokens_trained", "tokens_cut")
+COUNTS = (
+    "rows_read",
+    "rows_kept",
+    "rows_truncated",
+    "rows_with_folded_system",
+    "tokens_total",
+    "tokens_trained",
+    "tokens_cut",
+)
 
 
 @dataclass
@@ -55,16 +63,20 @@ class DataReport:
     def drop(self, reason: str, source: str) -> None:
         self.dropped.setdefault(reason, Counted()).add(1, [source])
 
-    def tell(self, source: str, notes: Iterable[str], unread: Iterable[str], prompt_format: str | None
-             ) -> None:
+    def tell(
+        self, source: str, notes: Iterable[str], unread: Iterable[str], prompt_format: str | None
+    ) -> None:
         """Count what is to be said of a row that is kept."""
-        for note in notes: self.notes.setdefault(note, Counted()).add(1, [source])
-        for field_name in unread: self.unread[field_name] = self.unread.get(field_name, 0) + 1
+        for note in notes:
+            self.notes.setdefault(note, Counted()).add(1, [source])
+        for field_name in unread:
+            self.unread[field_name] = self.unread.get(field_name, 0) + 1
         if prompt_format:
             self.prompt_formats[prompt_format] = self.prompt_formats.get(prompt_format, 0) + 1
 
-    def keep(self, length: int, trained: int, tokens_cut: int = 0, folded_system: bool = False
-             ) -> None:
+    def keep(
+        self, length: int, trained: int, tokens_cut: int = 0, folded_system: bool = False
+    ) -> None:
         """Count a row of `length` tokens, `tokens_cut` of it already gone."""
         self.rows_kept += 1
         self.rows_truncated += tokens_cut > 0
@@ -79,14 +91,16 @@ class DataReport:
 
     def add(self, other: DataReport) -> None:
         """Count another rank's rows too."""
-        for name in COUNTS: setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("dropped", "notes"):
             mine = getattr(self, name)
             for reason, counted_rows in getattr(other, name).items():
                 mine.setdefault(reason, Counted()).add(counted_rows.rows, counted_rows.sources)
         for name in ("unread", "prompt_formats", "lengths"):
             mine = getattr(self, name)
-            for key, rows in getattr(other, name).items(): mine[key] = mine.get(key, 0) + rows
+            for key, rows in getattr(other, name).items():
+                mine[key] = mine.get(key, 0) + rows
 
     def to_dict(self) -> dict:
         return asdict(self)
@@ -95,57 +109,80 @@ class DataReport:
     def from_dict(cls, values: dict) -> DataReport:
         """The inverse of `to_dict`, also after JSON has made strings of the keys."""
         lengths = {int(bound): rows for bound, rows in values["lengths"].items()}
-        by_reason = {name: {reason: Counted(**counts) for reason, counts in values.get(name, {}).items()}
-                     for name in ("dropped", "notes")}
+        by_reason = {
+            name: {reason: Counted(**counts) for reason, counts in values.get(name, {}).items()}
+            for name in ("dropped", "notes")
+        }
         return cls(**{**values, **by_reason, "lengths": lengths})
 
     def format_report(self) -> str:
         """The report as a few lines of text, with a histogram of row lengths."""
         share = self.tokens_trained / max(self.tokens_total, 1)
-        lines = [f"data: {self.rows_kept:,} of {counted(self.rows_read, 'row')}, {self.tokens_total:,} "
-                 f"tokens, {self.tokens_trained:,} trained ({share:.1%}, {self.train_on})"]
+        lines = [
+            f"data: {self.rows_kept:,} of {counted(self.rows_read, 'row')}, {self.tokens_total:,} "
+            f"tokens, {self.tokens_trained:,} trained ({share:.1%}, {self.train_on})"
+        ]
         lines += [f"  {line}" for line in (*self.files, *self._dropped_lines())]
         if self.rows_truncated:
-            lines.append(f"  truncated {counted(self.rows_truncated, 'row')} to {self.context_length:,} "
-                         f"tokens (--context_length), losing {self.tokens_cut:,} tokens")
+            lines.append(
+                f"  truncated {counted(self.rows_truncated, 'row')} to {self.context_length:,} "
+                f"tokens (--context_length), losing {self.tokens_cut:,} tokens"
+            )
         if self.rows_with_folded_system:
-            lines.append(f"  folded the system message into the first user turn in "
-                         f"{counted(self.rows_with_folded_system, 'row')}: the chat template takes none")
-        lines += [f"  {counted(said.rows, 'row')}: {note} ({_named(said)})"
-                  for note, said in self.notes.items()]
+            lines.append(
+                f"  folded the system message into the first user turn in "
+                f"{counted(self.rows_with_folded_system, 'row')}: the chat template takes none"
+            )
+        lines += [
+            f"  {counted(said.rows, 'row')}: {note} ({_named(said)})"
+            for note, said in self.notes.items()
+        ]
         if self.unread:
-            lines.append("  fields that nothing is made of: " + ", ".join(
-                f"{name} ({counted(rows, 'row')})" for name, rows in self.unread.items()))
+            lines.append(
+                "  fields that nothing is made of: "
+                + ", ".join(
+                    f"{name} ({counted(rows, 'row')})" for name, rows in self.unread.items()
+                )
+            )
         return "\n".join(lines + self._histogram())
 
     def format_dropped(self) -> str:
         """One line: how many rows were read, and why they were dropped."""
-        if not self.rows_read: return "it is empty"
+        if not self.rows_read:
+            return "it is empty"
         return "; ".join([f"{self.rows_read:,} read", *self._dropped_lines()])
 
     def _dropped_lines(self) -> list[str]:
-        return [f"dropped {dropped.rows:,}: {reason} ({_named(dropped)})"
-                for reason, dropped in self.dropped.items()]
+        return [
+            f"dropped {dropped.rows:,}: {reason} ({_named(dropped)})"
+            for reason, dropped in self.dropped.items()
+        ]
 
     def _histogram(self) -> list[str]:
         most = max(self.lengths.values(), default=1)
-        return [f"  up to {bound:>7,} tokens {rows:>9,} {'#' * -(-rows * BAR_WIDTH // most)}"
-                for bound, rows in sorted(self.lengths.items())]
+        return [
+            f"  up to {bound:>7,} tokens {rows:>9,} {'#' * -(-rows * BAR_WIDTH // most)}"
+            for bound, rows in sorted(self.lengths.items())
+        ]
 
     def plot(self, path: str | Path) -> None:
         """The histogram of row lengths as a picture; needs matplotlib."""
         try:
             from matplotlib.figure import Figure
         except ImportError:
-            raise ValueError(f"{path}: plots need the package matplotlib; "
-                             "run: pip install fsdp_qlora[plot]") from None
+            raise ValueError(
+                f"{path}: plots need the package matplotlib; run: pip install fsdp_qlora[plot]"
+            ) from None
         bounds = sorted(self.lengths)
         figure = Figure(figsize=(7, 3.5), layout="constrained")
         axes = figure.subplots()
         axes.bar([f"{bound:,}" for bound in bounds], [self.lengths[bound] for bound in bounds])
-        axes.set(xlabel="tokens in a row, up to", ylabel="rows",
-                 title=f"{self.rows_kept:,} rows, {self.tokens_total:,} tokens, "
-                       f"{self.tokens_trained:,} trained")
+        axes.set(
+            xlabel="tokens in a row, up to",
+            ylabel="rows",
+            title=f"{self.rows_kept:,} rows, {self.tokens_total:,} tokens, "
+            f"{self.tokens_trained:,} trained",
+        )
         figure.savefig(path, dpi=150)
 
 
@@ -154,13 +191,16 @@ def preview(dataset, tokenizer, n: int = 2, color: bool | None = None) -> str:
 
     color: None colours if stdout is a terminal.
     """
-    if color is None: color = sys.stdout.isatty()
+    if color is None:
+        color = sys.stdout.isatty()
     before, after = (GREEN, PLAIN) if color else ("[[", "]]")
     rows = []
     for row in range(min(n, len(dataset))):
         input_ids, labels = dataset[row]
-        runs = [f"{before}{text}{after}" if trained else text
-                for trained, text in _runs(input_ids, labels, tokenizer)]
+        runs = [
+            f"{before}{text}{after}" if trained else text
+            for trained, text in _runs(input_ids, labels, tokenizer)
+        ]
         rows.append(f"--- row {row}, {len(input_ids)} tokens\n{''.join(runs)}")
     return "\n".join(rows)
 
@@ -171,8 +211,10 @@ def _runs(input_ids, labels, tokenizer):
     trained = (labels != IGNORE).tolist()
     for end in range(1, len(trained) + 1):
         if end == len(trained) or trained[end] != trained[start]:
-            yield trained[start], tokenizer.decode(input_ids[start:end],
-                                                   clean_up_tokenization_spaces=False)
+            yield (
+                trained[start],
+                tokenizer.decode(input_ids[start:end], clean_up_tokenization_spaces=False),
+            )
             start = end
 
 

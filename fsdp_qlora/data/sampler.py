@@ -5,6 +5,7 @@ step) alone, so the same rows meet in the same step on 1 GPU or on 64, at any mi
 run resumes from one number on any number of ranks. A step is a number of rows, or of bins that are
 filled with rows (`packing.py`).
 """
+
 from __future__ import annotations
 
 from bisect import bisect_right
@@ -29,9 +30,17 @@ class StepSampler:
         `epochs`.
     """
 
-    def __init__(self, num_rows: int, rows_per_step: int, seed: int = 42, shuffle: bool = True,
-                 epochs: int = 1, max_steps: int = -1):
-        if num_rows < 1: raise ValueError("--dataset: no row to train on")
+    def __init__(
+        self,
+        num_rows: int,
+        rows_per_step: int,
+        seed: int = 42,
+        shuffle: bool = True,
+        epochs: int = 1,
+        max_steps: int = -1,
+    ):
+        if num_rows < 1:
+            raise ValueError("--dataset: no row to train on")
         if rows_per_step < 1:
             raise ValueError(f"--global_batch_size {rows_per_step}: give at least 1 row per step")
         if max_steps < 1 and max_steps != -1:
@@ -60,10 +69,11 @@ class StepSampler:
         """Row ids of any step, from 0."""
         epoch, in_epoch = divmod(step, self.steps_per_epoch)
         start = in_epoch * self.rows_per_step
-        return self.order(epoch)[start:start + self.rows_per_step].tolist()
+        return self.order(epoch)[start : start + self.rows_per_step].tolist()
 
     def _make_order(self, epoch: int) -> np.ndarray:
-        if not self.shuffle: return np.arange(self.num_rows)
+        if not self.shuffle:
+            return np.arange(self.num_rows)
         return np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
 
     def state_dict(self) -> dict:
@@ -86,8 +96,16 @@ class BinSampler:
     bins_per_step: over all ranks. shuffle, max_steps: as for `StepSampler`.
     """
 
-    def __init__(self, lengths: np.ndarray, capacity: int, bins_per_step: int, seed: int = 42,
-                 shuffle: bool = True, epochs: int = 1, max_steps: int = -1):
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        capacity: int,
+        bins_per_step: int,
+        seed: int = 42,
+        shuffle: bool = True,
+        epochs: int = 1,
+        max_steps: int = -1,
+    ):
         self.lengths, self.capacity, self.bins_per_step = lengths, capacity, bins_per_step
         self.order = StepSampler(len(lengths), bins_per_step, seed, shuffle, epochs, max_steps)
         self.num_rows, self.seed, self.shuffle = len(lengths), seed, shuffle
@@ -95,21 +113,23 @@ class BinSampler:
         self._bins = lru_cache(maxsize=2)(self._make_bins)  # two, as a loader reads ahead
         self._starts = [0]  # the first step of each epoch, as far as they are known
         self._counting = Lock()  # loaders ask from several threads
-        if max_steps < 1: self._start(epochs)
+        if max_steps < 1:
+            self._start(epochs)
         self.total_steps = max_steps if max_steps > 0 else self._starts[epochs]
 
     def __len__(self) -> int:
         return self.total_steps
 
     def epoch(self, step: int) -> int:
-        while self._starts[-1] <= step: self._start(len(self._starts))
+        while self._starts[-1] <= step:
+            self._start(len(self._starts))
         return bisect_right(self._starts, step) - 1
 
     def bins(self, step: int) -> list[list[int]]:
         """Lists of row ids of any step, from 0."""
         epoch = self.epoch(step)
         first = (step - self._start(epoch)) * self.bins_per_step
-        return self._bins(epoch)[first:first + self.bins_per_step]
+        return self._bins(epoch)[first : first + self.bins_per_step]
 
     def rows(self, step: int) -> list[int]:
         """Row ids of any step, from 0."""
@@ -135,24 +155,36 @@ class BinSampler:
         self.position = state["position"]
 
 
-SAME_ROWS = {"num_rows": "--dataset (rows)", "rows_per_step": "--global_batch_size", "seed": "--seed",
-             "shuffle": "shuffle"}
-SAME_BINS = {"num_rows": "--dataset (rows)", "bins_per_step": "the number of bins per step",
-             "capacity": "--context_length", "seed": "--seed", "shuffle": "shuffle"}
+SAME_ROWS = {
+    "num_rows": "--dataset (rows)",
+    "rows_per_step": "--global_batch_size",
+    "seed": "--seed",
+    "shuffle": "shuffle",
+}
+SAME_BINS = {
+    "num_rows": "--dataset (rows)",
+    "bins_per_step": "the number of bins per step",
+    "capacity": "--context_length",
+    "seed": "--seed",
+    "shuffle": "shuffle",
+}
 
 
 def check_same(state: dict, sampler, names: dict[str, str]):
     """Raise ValueError, with the flag, for the first of `names` that a checkpoint has otherwise."""
     for name, flag in names.items():
         if state.get(name) != getattr(sampler, name):
-            raise ValueError(f"resume: {flag} was {state.get(name)} in the checkpoint and is "
-                             f"{getattr(sampler, name)} now, so rows would be repeated or left "
-                             "out; use the old value, or start a new run")
+            raise ValueError(
+                f"resume: {flag} was {state.get(name)} in the checkpoint and is "
+                f"{getattr(sampler, name)} now, so rows would be repeated or left "
+                "out; use the old value, or start a new run"
+            )
 
 
 def step_sampler(dataset, per_step: int, unit: str = "row", **order) -> StepSampler | BinSampler:
     """The sampler of a tokenized dataset for steps of so many rows or bins; `order` as they take it."""
-    if unit == "row": return StepSampler(len(dataset), per_step, **order)
+    if unit == "row":
+        return StepSampler(len(dataset), per_step, **order)
     return BinSampler(dataset.lengths, dataset.report.context_length, per_step, **order)
 
 
@@ -161,8 +193,13 @@ def total_steps(num_rows: int, rows_per_step: int, epochs: int = 1, max_steps: i
     return max_steps if max_steps > 0 else epochs * -(-num_rows // rows_per_step)
 
 
-def rank_share(rows: Sequence, rank: int, world_size: int, micro_batch_size: int,
-               lengths: Sequence[int] | None = None) -> list[list]:
+def rank_share(
+    rows: Sequence,
+    rank: int,
+    world_size: int,
+    micro_batch_size: int,
+    lengths: Sequence[int] | None = None,
+) -> list[list]:
     """The micro-batches of `rank` in a step: the same number on every rank.
 
     Rows (or bins of packed rows) are spread evenly, so micro-batches may hold fewer than
@@ -177,15 +214,17 @@ def rank_share(rows: Sequence, rank: int, world_size: int, micro_batch_size: int
         rows = [rows[index] for index in order]
     num_micro_batches = -(-len(rows) // (world_size * micro_batch_size))
     num_shares = num_micro_batches * world_size
-    return [_share(rows, _share_number(number, rank, world_size), num_shares)
-            for number in range(num_micro_batches)]
+    return [
+        _share(rows, _share_number(number, rank, world_size), num_shares)
+        for number in range(num_micro_batches)
+    ]
 
 
 def _share(rows: Sequence, number: int, num_shares: int) -> list:
     """Part `number` of `rows` cut into `num_shares` parts whose sizes differ by at most one."""
     size, larger = divmod(len(rows), num_shares)
     start = number * size + min(number, larger)
-    return list(rows[start:start + size + (number < larger)])
+    return list(rows[start : start + size + (number < larger)])
 
 
 def _share_number(micro_batch: int, rank: int, world_size: int) -> int:

@@ -1,4 +1,5 @@
 """Where rows come from: files, folders, the Hugging Face hub, and names known by heart."""
+
 from __future__ import annotations
 
 import importlib.resources
@@ -22,12 +23,20 @@ from .records import HUB_IDS, Source
 
 SAMPLED_NAMES = ("alpaca_sample", "dummy", "orca_math")  # those that --dataset_samples is meant for
 
-LOREM = ("Lorem ipsum dolor sit amet consectetur adipiscing elit sed do eiusmod tempor incididunt "
-         "ut labore et dolore magna aliqua").split()
+LOREM = (
+    "Lorem ipsum dolor sit amet consectetur adipiscing elit sed do eiusmod tempor incididunt "
+    "ut labore et dolore magna aliqua"
+).split()
 
 
-def read_rows(dataset: str | Path | list, *, split: str = "train", samples: int | None = None,
-              seed: int = 42, dummy_words: int = 1024) -> list[Row]:
+def read_rows(
+    dataset: str | Path | list,
+    *,
+    split: str = "train",
+    samples: int | None = None,
+    seed: int = 42,
+    dummy_words: int = 1024,
+) -> list[Row]:
     """All rows of `dataset` in file order.
 
     dataset: a .jsonl, .json or .parquet file, a list of files, a folder or glob of them, a folder
@@ -41,8 +50,15 @@ def read_rows(dataset: str | Path | list, *, split: str = "train", samples: int 
     return list(source.rows())
 
 
-def open_source(dataset, *, split: str = "train", samples: int | None = None, seed: int = 42,
-                dummy_words: int = 1024, streaming: bool = False) -> Source:
+def open_source(
+    dataset,
+    *,
+    split: str = "train",
+    samples: int | None = None,
+    seed: int = 42,
+    dummy_words: int = 1024,
+    streaming: bool = False,
+) -> Source:
     """The `Source` behind `read_rows`, whose records are not read yet.
 
     dataset: as in `read_rows`, or a Dataset or IterableDataset of `datasets`.
@@ -50,9 +66,11 @@ def open_source(dataset, *, split: str = "train", samples: int | None = None, se
     """
     if samples is not None and samples < 1:
         raise ValueError(f"--dataset_samples {samples}: give a number of rows above 0")
-    if dataset == "dummy": return _dummy_source(samples or 512, dummy_words)
+    if dataset == "dummy":
+        return _dummy_source(samples or 512, dummy_words)
     source = _whole_source(dataset, split, seed, streaming)
-    if samples is None: return source
+    if samples is None:
+        return source
     draw = _first if dataset == "alpaca_sample" else _sample
     return replace(source, raw_records=lambda: draw(source.raw_records(), samples, seed))
 
@@ -61,13 +79,20 @@ def _whole_source(dataset, split: str, seed: int, streaming: bool) -> Source:
     """The source of all rows."""
     if isinstance(dataset, list):
         parts = [(part, find_files(part, split)) for part in dataset]
-        return file_source([path for _, files in parts for path in files],
-                           tuple(line for part in parts for line in describe_files(*part)))
-    if not isinstance(dataset, str | Path): return arrow_source(dataset, "dataset")
-    if dataset == "text_to_sql": return file_source(_bundled_files(split))
-    if dataset in HUB_IDS: return named_hub_source(dataset, split, seed, streaming)
-    if is_saved_by_datasets(dataset): return disk_source(dataset, split)
-    if looks_like_hub_name(dataset): return hub_source(str(dataset), split, streaming)
+        return file_source(
+            [path for _, files in parts for path in files],
+            tuple(line for part in parts for line in describe_files(*part)),
+        )
+    if not isinstance(dataset, str | Path):
+        return arrow_source(dataset, "dataset")
+    if dataset == "text_to_sql":
+        return file_source(_bundled_files(split))
+    if dataset in HUB_IDS:
+        return named_hub_source(dataset, split, seed, streaming)
+    if is_saved_by_datasets(dataset):
+        return disk_source(dataset, split)
+    if looks_like_hub_name(dataset):
+        return hub_source(str(dataset), split, streaming)
     files = find_files(dataset, split)
     return file_source(files, describe_files(dataset, files))
 
@@ -82,10 +107,12 @@ def _bundled_files(split: str) -> list[Path]:
 
 def _dummy_source(num_rows: int, num_words: int) -> Source:
     """Rows of equal length for benchmarks; they differ in the word they start with."""
+
     def records():
         for number in range(num_rows):
             words = (LOREM[(number + i) % len(LOREM)] for i in range(num_words))
             yield f"dummy:{number + 1}", {"text": " ".join(words)}
+
     return Source(records, lambda: f"dummy-{num_rows}-{num_words}")
 
 
@@ -104,6 +131,8 @@ def reservoir(records: Iterator, samples: int, seed: int) -> tuple[list, int]:
     rng = random.Random(seed)
     kept, number = [], -1
     for number, record in enumerate(records):
-        if number < samples: kept.append((number, record))
-        elif (place := rng.randrange(number + 1)) < samples: kept[place] = (number, record)
+        if number < samples:
+            kept.append((number, record))
+        elif (place := rng.randrange(number + 1)) < samples:
+            kept[place] = (number, record)
     return [record for _, record in sorted(kept, key=lambda pair: pair[0])], number + 1

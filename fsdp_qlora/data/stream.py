@@ -10,6 +10,7 @@ each, or that a row is broken, or that their stream is at its end. So each knows
 with `StepLoader`, and they share them out alike: as many micro-batches on every rank, and packed bins
 that hold nearly the same number of tokens.
 """
+
 from __future__ import annotations
 
 import random
@@ -37,7 +38,9 @@ from .templates import ChatTemplate
 RawRow = tuple[int, str, dict | bytes]  # place in the epoch, place in the files, record
 ReadRow = tuple[int, str, Encoded]
 
-BIN_WINDOW = 1024  # records that bins are filled from at a time, with the rows left from those before
+BIN_WINDOW = (
+    1024  # records that bins are filled from at a time, with the rows left from those before
+)
 
 
 @dataclass
@@ -69,11 +72,22 @@ class StreamSampler:
     max_steps: stop after so many steps, in as many epochs as that takes; -1 follows `epochs`.
     """
 
-    same = {"seed": "--seed", "rows_per_step": "--global_batch_size",
-            "shuffle_buffer": "--shuffle_buffer"}
+    same = {
+        "seed": "--seed",
+        "rows_per_step": "--global_batch_size",
+        "shuffle_buffer": "--shuffle_buffer",
+    }
 
-    def __init__(self, source: Source, rows_per_step: int, *, seed: int = 42,
-                 shuffle_buffer: int = 5000, epochs: int = 1, max_steps: int = -1):
+    def __init__(
+        self,
+        source: Source,
+        rows_per_step: int,
+        *,
+        seed: int = 42,
+        shuffle_buffer: int = 5000,
+        epochs: int = 1,
+        max_steps: int = -1,
+    ):
         if shuffle_buffer < 1:
             raise ValueError(f"--shuffle_buffer {shuffle_buffer}: give at least 1 row")
         self.source, self.rows_per_step, self.window_size = source, rows_per_step, rows_per_step
@@ -103,8 +117,9 @@ class StreamSampler:
 
     def _windows(self, epoch: int, first: int, carried: set[int]) -> Iterator[Window]:
         left: list[RawRow] = []
-        records = groups(((place, *row) for place, row in enumerate(self._order(epoch))),
-                         self.window_size)
+        records = groups(
+            ((place, *row) for place, row in enumerate(self._order(epoch))), self.window_size
+        )
         rows = None
         for index, (rows, following) in enumerate(pairwise(chain(records, [None]))):
             if index < first:
@@ -112,7 +127,8 @@ class StreamSampler:
                 continue
             yield Window(index, epoch, following is None, left + rows)
             left = []
-        if rows is None: raise ValueError("--dataset: no row to train on")
+        if rows is None:
+            raise ValueError("--dataset: no row to train on")
 
     def _order(self, epoch: int) -> Iterator[tuple[str, dict | bytes]]:
         rng = random.Random(f"{self.seed}, {epoch}")
@@ -129,8 +145,10 @@ class StreamSampler:
     def load_state_dict(self, state: dict) -> None:
         check_same(state, self, self.same)
         if missing := set(PLACE) - state.keys():
-            raise ValueError(f"resume: the checkpoint's place in the stream has no {min(missing)}, as "
-                             "an earlier version wrote it; start a new run")
+            raise ValueError(
+                f"resume: the checkpoint's place in the stream has no {min(missing)}, as "
+                "an earlier version wrote it; start a new run"
+            )
         self.go_to(*(state[name] for name in PLACE))
 
 
@@ -147,8 +165,12 @@ class StreamBinSampler(StreamSampler):
     capacity: tokens of a bin, --context_length. bins_per_step: over all ranks.
     """
 
-    same = {"seed": "--seed", "bins_per_step": "bins per step", "capacity": "--context_length",
-            "shuffle_buffer": "--shuffle_buffer"}
+    same = {
+        "seed": "--seed",
+        "bins_per_step": "bins per step",
+        "capacity": "--context_length",
+        "shuffle_buffer": "--shuffle_buffer",
+    }
 
     def __init__(self, source: Source, capacity: int, bins_per_step: int, **order):
         super().__init__(source, BIN_WINDOW, **order)
@@ -161,8 +183,10 @@ class StreamBinSampler(StreamSampler):
         bins = window_bins(lengths, self.capacity, [self.seed, part.epoch, part.index])
         full_steps = (len(bins) - 1) // self.bins_per_step
         trained = len(bins) if part.is_last else full_steps * self.bins_per_step
-        return (list(groups(bins[:trained], self.bins_per_step)),
-                sorted(row for bin in bins[trained:] for row in bin))
+        return (
+            list(groups(bins[:trained], self.bins_per_step)),
+            sorted(row for bin in bins[trained:] for row in bin),
+        )
 
 
 def shuffled(items: Iterable, size: int, rng: random.Random) -> Iterator:
@@ -188,18 +212,36 @@ class StreamLoader:
     Raises ValueError on every rank if a record of any of them is broken, or if no row is left.
     """
 
-    def __init__(self, sampler: StreamSampler, tokenizer, rank: int = 0, world_size: int = 1,
-                 micro_batch_size: int = 1, *, context_length: int, pad_token_id: int,
-                 train_on: str = "completion", vocab_size: int | None = None,
-                 packing: bool = False, pad_to_multiple_of: int = 1, pad_to: PadTo = None,
-                 gather: Callable[[object], list] = lambda value: [value], windows_ahead: int = 4,
-                 pin_memory: bool = False):
+    def __init__(
+        self,
+        sampler: StreamSampler,
+        tokenizer,
+        rank: int = 0,
+        world_size: int = 1,
+        micro_batch_size: int = 1,
+        *,
+        context_length: int,
+        pad_token_id: int,
+        train_on: str = "completion",
+        vocab_size: int | None = None,
+        packing: bool = False,
+        pad_to_multiple_of: int = 1,
+        pad_to: PadTo = None,
+        gather: Callable[[object], list] = lambda value: [value],
+        windows_ahead: int = 4,
+        pin_memory: bool = False,
+    ):
         self.sampler, self.rank, self.world_size = sampler, rank, world_size
         self.micro_batch_size, self.packing, self.vocab_size = micro_batch_size, packing, vocab_size
-        self.padding = {"pad_token_id": pad_token_id, "pad_to_multiple_of": pad_to_multiple_of,
-                        "pad_to": pad_to}
+        self.padding = {
+            "pad_token_id": pad_token_id,
+            "pad_to_multiple_of": pad_to_multiple_of,
+            "pad_to": pad_to,
+        }
         self.gather, self.windows_ahead, self.pin_memory = gather, windows_ahead, pin_memory
-        self.num_bins = micro_batch_size if packing and isinstance(pad_to, int) else 1  # as StepLoader
+        self.num_bins = (
+            micro_batch_size if packing and isinstance(pad_to, int) else 1
+        )  # as StepLoader
         self.chat = ChatTemplate(deepcopy(tokenizer))  # its thread's own
         self.report = DataReport(context_length, train_on)  # of this rank's rows, each once
         self.counted_epoch, self.counted_windows = None, 0
@@ -210,9 +252,11 @@ class StreamLoader:
         with closing(ahead(read, self.windows_ahead)) as parts:
             while not self._has_ended() and (part := self._agree(parts)) is not None:
                 rows_so_far += len(part.rows)
-                if part.epoch and not started_at: self._check_any(rows_so_far)
+                if part.epoch and not started_at:
+                    self._check_any(rows_so_far)
                 left = yield from self._steps(part, left)
-        if not started_at: self._check_any(rows_so_far)
+        if not started_at:
+            self._check_any(rows_so_far)
 
     def _has_ended(self) -> bool:
         return self.sampler.position == self.sampler.total_steps
@@ -220,7 +264,8 @@ class StreamLoader:
     def full_report(self) -> DataReport:
         """What all ranks have read so far, later epochs left out; every rank must call it."""
         total = DataReport(self.report.context_length, self.report.train_on)
-        for values in self.gather(self.report.to_dict()): total.add(DataReport.from_dict(values))
+        for values in self.gather(self.report.to_dict()):
+            total.add(DataReport.from_dict(values))
         return total
 
     # ---- in the thread ----
@@ -231,10 +276,14 @@ class StreamLoader:
         dealt = [row for row in window.rows if row[0] % self.world_size == self.rank]
         rows = [parse_row(record, name) for _, name, record in dealt]
         encoded = zip(dealt, rows, encode_rows(rows, self.chat, report.train_on), strict=True)
-        kept = [(place, name, row) for (place, name, _), given, item in encoded
-                if (row := cut_and_count(item, given.source, report)) is not None]
+        kept = [
+            (place, name, row)
+            for (place, name, _), given, item in encoded
+            if (row := cut_and_count(item, given.source, report)) is not None
+        ]
         largest = max((int(row.input_ids.max()) for *_, row in kept), default=-1)
-        if self.vocab_size is not None: check_vocab_size(largest, self.vocab_size)
+        if self.vocab_size is not None:
+            check_vocab_size(largest, self.vocab_size)
         return Part(window.index, window.epoch, window.is_last, kept), report
 
     # ---- with the other ranks ----
@@ -252,9 +301,14 @@ class StreamLoader:
         if faults := [state for state in everyone if isinstance(state, str)]:
             raise ValueError(faults[0]) from error
         read = [state for state in everyone if state is not None]
-        if not read: return None
-        return Part(read[0].index, read[0].epoch, all(part.is_last for part in read),
-                    sorted((row for part in read for row in part.rows), key=itemgetter(0)))
+        if not read:
+            return None
+        return Part(
+            read[0].index,
+            read[0].epoch,
+            all(part.is_last for part in read),
+            sorted((row for part in read for row in part.rows), key=itemgetter(0)),
+        )
 
     def _steps(self, part: Part, left: list[ReadRow]) -> Generator[Step, None, list[ReadRow]]:
         """Steps of a window and the rows left from those before it; the rows that are left for the next.
@@ -267,14 +321,18 @@ class StreamLoader:
         steps, numbers = sampler.steps_of(part, [len(row.input_ids) for *_, row in rows])
         left = [rows[number] for number in numbers]
         at_end = part.epoch, part.index + 1, first + len(steps), [place for place, *_ in left]
-        if not steps: sampler.go_to(sampler.position, *at_end)
+        if not steps:
+            sampler.go_to(sampler.position, *at_end)
         for index, units in enumerate(steps, start=first):
-            if index < sampler.position: continue
+            if index < sampler.position:
+                continue
             done = index + 1 - first == len(steps)
             sampler.go_to(index + 1, *at_end if done else (part.epoch, part.index, first, carried))
             step = self._share_of(index, part.epoch, rows, units)
-            if step.num_rows: yield step
-            if self._has_ended(): break
+            if step.num_rows:
+                yield step
+            if self._has_ended():
+                break
         return left
 
     def _share_of(self, index: int, epoch: int, rows: list[ReadRow], units: list) -> Step:
@@ -286,26 +344,53 @@ class StreamLoader:
             shares = share_bins(units, lengths, self.rank, self.world_size, self.micro_batch_size)
         else:
             numbers = units
-            shares = share_out(units, lengths, self.rank, self.world_size, self.micro_batch_size,
-                               self.report.context_length if self.packing else None, index)
-        micro_batches = [collated(share, lambda number: example_of(encoded[number]), self.packing,
-                                  self.padding, self.pin_memory, self.num_bins) for share in shares]
-        return Step(index, epoch, micro_batches, len(numbers), int(lengths[numbers].sum()),
-                    sum(int(encoded[number].trained.sum()) for number in numbers),
-                    sum(map(num_trained_tokens, micro_batches)), [rows[number][1] for number in numbers])
+            shares = share_out(
+                units,
+                lengths,
+                self.rank,
+                self.world_size,
+                self.micro_batch_size,
+                self.report.context_length if self.packing else None,
+                index,
+            )
+        micro_batches = [
+            collated(
+                share,
+                lambda number: example_of(encoded[number]),
+                self.packing,
+                self.padding,
+                self.pin_memory,
+                self.num_bins,
+            )
+            for share in shares
+        ]
+        return Step(
+            index,
+            epoch,
+            micro_batches,
+            len(numbers),
+            int(lengths[numbers].sum()),
+            sum(int(encoded[number].trained.sum()) for number in numbers),
+            sum(map(num_trained_tokens, micro_batches)),
+            [rows[number][1] for number in numbers],
+        )
 
     def _count(self, part: Part, report: DataReport):
         """Take a window into the report, unless its rows were in it: an epoch or a rollback ago."""
-        if self.counted_epoch is None: self.counted_epoch = part.epoch
-        if part.epoch != self.counted_epoch or part.index < self.counted_windows: return
+        if self.counted_epoch is None:
+            self.counted_epoch = part.epoch
+        if part.epoch != self.counted_epoch or part.index < self.counted_windows:
+            return
         self.report.add(report)
         self.counted_windows = part.index + 1
 
     def _check_any(self, rows: int) -> None:
         if not rows:
-            raise ValueError("--dataset: no row is left to train on "
-                             f"({self.full_report().format_dropped()}); give rows with an answer within "
-                             "--context_length")
+            raise ValueError(
+                "--dataset: no row is left to train on "
+                f"({self.full_report().format_dropped()}); give rows with an answer within "
+                "--context_length"
+            )
 
 
 def ahead(items: Iterator, depth: int) -> Iterator:

@@ -9,6 +9,7 @@ generation prompt ends and ends with the token that closes the turn, so those tw
 
 A tokenizer without a template gets FALLBACK_TEMPLATE, plain "role: content" lines.
 """
+
 from __future__ import annotations
 
 import json
@@ -27,7 +28,8 @@ FALLBACK_TEMPLATE = (
     "{{ message['role'] + ': ' + message['content'] }}"
     "{%- if message['role'] == 'assistant' %}{{ eos_token }}{% endif -%}"
     "{%- endfor -%}"
-    "{%- if add_generation_prompt %}{{ '\\nassistant:' }}{% endif -%}")
+    "{%- if add_generation_prompt %}{{ '\\nassistant:' }}{% endif -%}"
+)
 
 # Begins a template that this package gave a tokenizer without one (prompt_format.py).
 MADE_HERE = "{#- how fsdp_qlora asked in training -#}"
@@ -51,7 +53,8 @@ class ChatTemplate:
             raise ValueError(
                 f"tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no "
                 "tokenizer.json, which the exact marking of answers needs; convert it with "
-                "AutoTokenizer.from_pretrained(...).save_pretrained(...) on a recent transformers")
+                "AutoTokenizer.from_pretrained(...).save_pretrained(...) on a recent transformers"
+            )
         self.tokenizer = tokenizer
         given = tokenizer.chat_template
         made_here = isinstance(given, str) and given.startswith(MADE_HERE)
@@ -65,26 +68,40 @@ class ChatTemplate:
     def is_fallback(self) -> bool:
         return self.template is not None
 
-    def render(self, messages: list[dict], tools: list | None = None,
-               add_generation_prompt: bool = False, template: str | None = None) -> str:
+    def render(
+        self,
+        messages: list[dict],
+        tools: list | None = None,
+        add_generation_prompt: bool = False,
+        template: str | None = None,
+    ) -> str:
         """Text of a conversation; UnusableRow if the template refuses it."""
-        if not messages: raise UnusableRow("no messages")
+        if not messages:
+            raise UnusableRow("no messages")
         source = self.tokenizer.get_chat_template(template or self.template, tools)
         try:
-            return bounded.render(source, **self.tokenizer.special_tokens_map, messages=messages,
-                                  tools=tools, documents=None,
-                                  add_generation_prompt=add_generation_prompt)
+            return bounded.render(
+                source,
+                **self.tokenizer.special_tokens_map,
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
         except Exception as error:  # a program of others may raise anything
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:REASON_LENGTH]
-            if isinstance(error, bounded.OverBudget): self._count_overrun(reason)
+            if isinstance(error, bounded.OverBudget):
+                self._count_overrun(reason)
             raise UnusableRow(f"chat template: {reason}") from None
 
     def _count_overrun(self, reason: str):
         """Stop at a template that runs out of bounds again and again: each time takes long."""
         self.overruns += 1
         if self.overruns > OVERRUNS:
-            raise ValueError(f"the chat template of --model_name runs out of bounds on row after row "
-                             f"({reason}); use another tokenizer or template") from None
+            raise ValueError(
+                f"the chat template of --model_name runs out of bounds on row after row "
+                f"({reason}); use another tokenizer or template"
+            ) from None
 
     def fit(self, messages: list[dict], tools: list | None = None) -> tuple[list[dict], str]:
         """The messages as the template takes them, and their text.
@@ -94,13 +111,17 @@ class ChatTemplate:
         calls are JSON text for a template that can't write objects. Any other refusal is UnusableRow
         with the template's own message.
         """
-        messages = [{**turn, "content": turn.get("content") or ""}
-                    for turn in self._with_known_reasoning(messages)]
+        messages = [
+            {**turn, "content": turn.get("content") or ""}
+            for turn in self._with_known_reasoning(messages)
+        ]
         try:
             fitted, text = self._folded(messages, tools)
-            if not writes_python(messages, text): return fitted, text
+            if not writes_python(messages, text):
+                return fitted, text
         except UnusableRow:
-            if not any(turn.get("tool_calls") for turn in messages): raise
+            if not any(turn.get("tool_calls") for turn in messages):
+                raise
         return self._folded(with_text_arguments(messages), tools)
 
     def _folded(self, messages: list[dict], tools: list | None) -> tuple[list[dict], str]:
@@ -108,14 +129,16 @@ class ChatTemplate:
         try:
             text = self.render(messages, tools)
         except UnusableRow:
-            if folded is None: raise
+            if folded is None:
+                raise
             return folded, self.render(folded, tools)
         if folded is not None and messages[0]["content"].strip() not in text:
             return folded, self.render(folded, tools)
         return messages, text
 
     def _with_known_reasoning(self, messages: list[dict]) -> list[dict]:
-        if not any(key in turn for turn in messages for key in REASONING): return messages
+        if not any(key in turn for turn in messages for key in REASONING):
+            return messages
         return [with_reasoning_as(turn, self._reasoning_key) for turn in messages]
 
     @cached_property
@@ -125,7 +148,8 @@ class ChatTemplate:
             asked = {"role": "user", "content": sentinel(0)}
             answer = {"role": "assistant", "content": sentinel(1), key: sentinel(2)}
             try:
-                if sentinel(2) in self.render([asked, answer]): return key
+                if sentinel(2) in self.render([asked, answer]):
+                    return key
             except UnusableRow:
                 continue
         return None
@@ -136,7 +160,9 @@ class ChatTemplate:
     def control_tokens(self) -> tuple[str, ...]:
         """What shapes a conversation: tokens that the template writes around turns, BOS, EOS and pad."""
         tokenizer = self.tokenizer
-        named = {str(t) for t in (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) if t}
+        named = {
+            str(t) for t in (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) if t
+        }
         roles = ("user", "assistant", "user", "assistant", "user")
         turns = [{"role": role, "content": sentinel(turn)} for turn, role in enumerate(roles)]
         try:
@@ -149,11 +175,15 @@ class ChatTemplate:
     def special_tokens(self) -> tuple[str, ...]:
         """Every special token, as text."""
         added = self.tokenizer.added_tokens_decoder.values()
-        return tuple({*self.tokenizer.all_special_tokens, *(str(t) for t in added if t.special)} - {""})
+        return tuple(
+            {*self.tokenizer.all_special_tokens, *(str(t) for t in added if t.special)} - {""}
+        )
 
     @cached_property
     def _spelled(self) -> re.Pattern | None:
-        longest_first = sorted((t for t in self.control_tokens if len(t) > 1), key=len, reverse=True)
+        longest_first = sorted(
+            (t for t in self.control_tokens if len(t) > 1), key=len, reverse=True
+        )
         return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
     def shield(self, messages: list[dict]) -> list[dict]:
@@ -162,12 +192,19 @@ class ChatTemplate:
         Such a token would end an answer in its middle, or forge a turn. Where text is cut it is
         tokenised apart, so that the control token is not seen.
         """
-        if self._spelled is None or self.adds_space: return messages
-        return [{key: self._cut(value) if key in ("content", *REASONING) else value
-                 for key, value in turn.items()} for turn in messages]
+        if self._spelled is None or self.adds_space:
+            return messages
+        return [
+            {
+                key: self._cut(value) if key in ("content", *REASONING) else value
+                for key, value in turn.items()
+            }
+            for turn in messages
+        ]
 
     def _cut(self, text):
-        if not isinstance(text, str) or CUT in text: return text
+        if not isinstance(text, str) or CUT in text:
+            return text
         return self._spelled.sub(lambda found: found[0][0] + CUT + found[0][1:], text)
 
     @cached_property
@@ -178,16 +215,20 @@ class ChatTemplate:
     def lead(self, messages: list[dict], turn: int, tools: list | None = None) -> str:
         """What stands between the generation prompt and the content of messages[turn]."""
         plain = tools is None and all(len(message) == 2 for message in messages)
-        if not plain: return self._find_leads(messages, tools)[turn]
+        if not plain:
+            return self._find_leads(messages, tools)[turn]
         roles = tuple(message["role"] for message in messages)
-        if roles not in self._leads: self._leads[roles] = self._find_leads(messages)
+        if roles not in self._leads:
+            self._leads[roles] = self._find_leads(messages)
         return self._leads[roles][turn]
 
     def _find_leads(self, messages: list[dict], tools: list | None = None) -> list[str]:
         blank = [{**message, "content": sentinel(turn)} for turn, message in enumerate(messages)]
         text = self.render(blank, tools)
-        return [self._find_lead(blank, turn, text, tools) if message["role"] == "assistant" else ""
-                for turn, message in enumerate(messages)]
+        return [
+            self._find_lead(blank, turn, text, tools) if message["role"] == "assistant" else ""
+            for turn, message in enumerate(messages)
+        ]
 
     def _find_lead(self, blank: list[dict], turn: int, text: str, tools: list | None) -> str:
         try:
@@ -195,8 +236,9 @@ class ChatTemplate:
         except UnusableRow:
             return ""
         # Not a prefix where a template writes old turns otherwise than it prompts for new ones.
-        if not text.startswith(prompt): return ""
-        before, found, _ = text[len(prompt):].partition(sentinel(turn))
+        if not text.startswith(prompt):
+            return ""
+        before, found, _ = text[len(prompt) :].partition(sentinel(turn))
         return before if found else ""
 
     @cached_property
@@ -208,7 +250,8 @@ class ChatTemplate:
         """
         last, middle = self._tails
         closing = self._up_to_first_token(last)
-        if closing is None: return ()
+        if closing is None:
+            return ()
         return tuple({closing: None, self._up_to_first_token(middle) or closing: None})
 
     @property
@@ -220,7 +263,8 @@ class ChatTemplate:
     def end_tokens(self) -> tuple[str, ...]:
         """The end-of-turn tokens of `closings`, and that of a tool call if there is one."""
         ends = [self._first_token(closing)[1] for closing in self.closings]
-        if ends and TOOL_CALL_END in self._own_tokens: ends.append(TOOL_CALL_END)
+        if ends and TOOL_CALL_END in self._own_tokens:
+            ends.append(TOOL_CALL_END)
         return tuple(ends)
 
     @cached_property
@@ -244,15 +288,17 @@ class ChatTemplate:
 
     def _first_token(self, text: str) -> tuple[int, str] | None:
         """Position and string of the first token of its own in `text`; the longer one at a tie."""
-        found = [(text.find(token), -len(token), token)
-                 for token in self._own_tokens if token in text]
-        if not found: return None
+        found = [
+            (text.find(token), -len(token), token) for token in self._own_tokens if token in text
+        ]
+        if not found:
+            return None
         position, _, token = min(found)
         return position, token
 
     def _up_to_first_token(self, text: str) -> str | None:
         found = self._first_token(text)
-        return None if found is None else text[:found[0] + len(found[1])]
+        return None if found is None else text[: found[0] + len(found[1])]
 
 
 CUT = "\ue0f0CUT\ue0f1"  # as `sentinel`, to mark a place in a text
@@ -266,7 +312,8 @@ def sentinel(turn: int) -> str:
 def fold_system(messages: list[dict]) -> list[dict] | None:
     """The conversation with its leading system message put before the first user turn's text."""
     roles = [message["role"] for message in messages[:2]]
-    if roles != ["system", "user"]: return None
+    if roles != ["system", "user"]:
+        return None
     system, user, *rest = messages
     return [{**user, "content": f"{system['content']}\n\n{user['content']}"}, *rest]
 
@@ -274,27 +321,43 @@ def fold_system(messages: list[dict]) -> list[dict] | None:
 def with_reasoning_as(turn: dict, key: str | None) -> dict:
     """The turn with its reasoning, whatever it is called, under `key`; as it is for None."""
     given = [name for name in REASONING if turn.get(name)]
-    if key is None or not given or key in given: return turn
-    return {**{name: value for name, value in turn.items() if name != given[0]}, key: turn[given[0]]}
+    if key is None or not given or key in given:
+        return turn
+    return {
+        **{name: value for name, value in turn.items() if name != given[0]},
+        key: turn[given[0]],
+    }
 
 
 def arguments_of(messages: list[dict]) -> list[dict]:
     """The arguments of all tool calls that are objects."""
-    calls = [call.get("function", call) for turn in messages for call in turn.get("tool_calls") or []]
+    calls = [
+        call.get("function", call) for turn in messages for call in turn.get("tool_calls") or []
+    ]
     return [call["arguments"] for call in calls if isinstance(call.get("arguments"), dict)]
 
 
 def writes_python(messages: list[dict], text: str) -> bool:
     """Whether `text` has the arguments of a tool call as Python writes a dict, and not as JSON."""
-    return any(str(arguments) in text and json.dumps(arguments, ensure_ascii=False) not in text
-               for arguments in arguments_of(messages))
+    return any(
+        str(arguments) in text and json.dumps(arguments, ensure_ascii=False) not in text
+        for arguments in arguments_of(messages)
+    )
 
 
 def with_text_arguments(messages: list[dict]) -> list[dict]:
     """The messages with the arguments of tool calls as JSON text, as OpenAI's API gives them."""
+
     def call_as_text(call: dict) -> dict:
-        if "function" in call: return {**call, "function": call_as_text(call["function"])}
-        if "arguments" not in call: return call
+        if "function" in call:
+            return {**call, "function": call_as_text(call["function"])}
+        if "arguments" not in call:
+            return call
         return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
-    return [{**turn, "tool_calls": [call_as_text(call) for call in turn["tool_calls"]]}
-            if turn.get("tool_calls") else turn for turn in messages]
+
+    return [
+        {**turn, "tool_calls": [call_as_text(call) for call in turn["tool_calls"]]}
+        if turn.get("tool_calls")
+        else turn
+        for turn in messages
+    ]

@@ -4,6 +4,7 @@
 
 Training is the command a user would type, on all GPUs, or on two CPU ranks where there is none.
 """
+
 from __future__ import annotations
 
 import subprocess
@@ -27,10 +28,23 @@ from .smollm2 import smollm2_folder
 
 CPU_RANKS = 2
 # Found on the training schemas alone; docs/LOG.md has what else was tried.
-RECIPE = dict(dataset="text_to_sql", sharding_strategy="full_shard", train_type="qlora",
-              lora_rank=16, lora_alpha=32, lora_dropout=0.0, lr=2e-3, wd=0.0, lr_scheduler="linear",
-              apply_gradient_clipping=True, grad_norm=1.0, global_batch_size=16, batch_size=8,
-              context_length=256, use_gradient_checkpointing=False)
+RECIPE = dict(
+    dataset="text_to_sql",
+    sharding_strategy="full_shard",
+    train_type="qlora",
+    lora_rank=16,
+    lora_alpha=32,
+    lora_dropout=0.0,
+    lr=2e-3,
+    wd=0.0,
+    lr_scheduler="linear",
+    apply_gradient_clipping=True,
+    grad_norm=1.0,
+    global_batch_size=16,
+    batch_size=8,
+    context_length=256,
+    use_gradient_checkpointing=False,
+)
 
 
 def run_demo(config: RunConfig, argv: list[str], cache_dir: str):
@@ -46,27 +60,36 @@ def run_demo(config: RunConfig, argv: list[str], cache_dir: str):
     print("Scoring the tuned model ...", flush=True)
     after = score_model(folder, str(output / "adapter"), rows)
     print(after)
-    print(f"\nheld-out questions answered right: base {before.accuracy:.1%}, "
-          f"tuned {after.accuracy:.1%} ({after.accuracy - before.accuracy:+.1%})")
-    print(f"adapter {output / 'adapter'}, loss picture {output / 'loss.png'}, "
-          f"{time.perf_counter() - started:.0f} s in all")
-    print(f"ask it: fsdp-qlora generate --model_name {folder} --adapter_folder {output / 'adapter'} "
-          "--prompt ...")
+    print(
+        f"\nheld-out questions answered right: base {before.accuracy:.1%}, "
+        f"tuned {after.accuracy:.1%} ({after.accuracy - before.accuracy:+.1%})"
+    )
+    print(
+        f"adapter {output / 'adapter'}, loss picture {output / 'loss.png'}, "
+        f"{time.perf_counter() - started:.0f} s in all"
+    )
+    print(
+        f"ask it: fsdp-qlora generate --model_name {folder} --adapter_folder {output / 'adapter'} "
+        "--prompt ..."
+    )
 
 
 def train(folder: str, output: Path, argv: list[str]):
     """Run `fsdp-qlora train` with the demo's recipe; flags of the user's come last and win."""
     flags = RECIPE | dict(model_name=folder, output_dir=output, precision=fastest_precision())
-    if not torch.cuda.is_available(): flags["world_size"] = CPU_RANKS
+    if not torch.cuda.is_available():
+        flags["world_size"] = CPU_RANKS
     command = [f"--{name}={value}" for name, value in flags.items()]
     print("fsdp-qlora train " + " ".join(command + argv), flush=True)
     run = subprocess.run([sys.executable, "-m", "fsdp_qlora.cli", "train", *command, *argv])
-    if run.returncode: sys.exit(run.returncode)
+    if run.returncode:
+        sys.exit(run.returncode)
 
 
 def fastest_precision() -> str:
     """bf16 where the processor multiplies it, else fp32."""
-    if torch.cuda.is_available(): return "bf16"
+    if torch.cuda.is_available():
+        return "bf16"
     return "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
 
 
@@ -74,11 +97,14 @@ def score_model(folder: str, adapter: str | None, rows: list[dict]) -> Score:
     """The model's answers to `rows`, run against their databases; CPU processes share the rows."""
     workers = 1 if torch.cuda.is_available() else CPU_RANKS
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(answer_rows, folder, adapter, rows[i::workers], workers)
-                for i in range(workers)]
+        jobs = [
+            pool.submit(answer_rows, folder, adapter, rows[i::workers], workers)
+            for i in range(workers)
+        ]
         shares = [job.result() for job in jobs]
     answers: list[str] = [""] * len(rows)
-    for i, share in enumerate(shares): answers[i::workers] = share
+    for i, share in enumerate(shares):
+        answers[i::workers] = share
     return score(rows, answers)
 
 

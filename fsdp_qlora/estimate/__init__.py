@@ -14,6 +14,7 @@ activations, flops, window, peak, passes, speed, policies, cost, question, repor
 Letters: B batch, T tokens of a row, N = B T, D hidden, I intermediate, q and kv the widths of all
 query and all key-value heads, V vocabulary, R rank, n ranks that share one copy of the weights.
 """
+
 from .activations import kept_by_block, loss_bytes, saved_by_block
 from .cost import RunCost, run_cost
 from .flops import Flops, flops_per_token, model_flops_per_token, model_tflops
@@ -27,9 +28,38 @@ from .speed import StepTime, step_seconds
 from .weights import Weight, block_weights, gathered, optimizer_bytes, resident_bytes
 
 __all__ = [
-    "GIB", "Batches", "Estimate", "Flops", "Memory", "Peak", "Rows", "RunCost", "Setup", "StepTime",
-    "Weight", "as_json", "batches_of", "block_weights", "check_context", "choose_policies", "estimate",
-    "flops_per_token", "gathered", "host_memory", "keeps_fp8_weights", "kept_by_block", "loss_bytes",
-    "memory", "model_flops_per_token", "model_tflops", "optimizer_bytes", "padding_line", "report",
-    "resident_bytes", "run_cost", "saved_by_block", "setup_from_config", "step_seconds",
+    "GIB",
+    "Batches",
+    "Estimate",
+    "Flops",
+    "Memory",
+    "Peak",
+    "Rows",
+    "RunCost",
+    "Setup",
+    "StepTime",
+    "Weight",
+    "as_json",
+    "batches_of",
+    "block_weights",
+    "check_context",
+    "choose_policies",
+    "estimate",
+    "flops_per_token",
+    "gathered",
+    "host_memory",
+    "keeps_fp8_weights",
+    "kept_by_block",
+    "loss_bytes",
+    "memory",
+    "model_flops_per_token",
+    "model_tflops",
+    "optimizer_bytes",
+    "padding_line",
+    "report",
+    "resident_bytes",
+    "run_cost",
+    "saved_by_block",
+    "setup_from_config",
+    "step_seconds",
 ]

@@ -2,6 +2,7 @@
 
 The tests trace transformers' blocks and compare.
 """
+
 from __future__ import annotations
 
 from ..catalog.arch import ModelShape
@@ -11,7 +12,12 @@ from . import experts
 from .setup import BYTES, Runs, Setup
 from .weights import as_given, most_trained, trains_head
 
-KEPT_ATTENTION = ("sdpa", "varlen", "fa4", "fa4_packed")  # that a policy can keep (../activations.py)
+KEPT_ATTENTION = (
+    "sdpa",
+    "varlen",
+    "fa4",
+    "fa4_packed",
+)  # that a policy can keep (../activations.py)
 
 
 def saved_by_block(shape: ModelShape, setup: Setup) -> float:
@@ -29,7 +35,8 @@ def saved_by_block(shape: ModelShape, setup: Setup) -> float:
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     kept = inputs_kept(shape, setup)
     norm_bytes = a if setup.compile else 4
-    if setup.adapter == "none" and not setup.compile: norm_bytes += a
+    if setup.adapter == "none" and not setup.compile:
+        norm_bytes += a
     total: float = shape.traits.norms * n * (shape.hidden * norm_bytes + 4)
     if shape.traits.qk_norm:
         heads = shape.heads + shape.kv_heads
@@ -38,9 +45,14 @@ def saved_by_block(shape: ModelShape, setup: Setup) -> float:
     total += attention_saved(shape, setup, kept["o_proj"])
     # v is a slice of the fused product, whose other columns stay with it; and phi3 joins q of two
     # halves, which leaves attention's output in an order that has to be copied for o_proj.
-    if shape.traits.layers == "fused": total += n * (q + kv + q * kept["o_proj"]) * a
-    return (total + mlp_saved(shape, setup) + adapter_saved(shape, setup)
-            + experts.saved_by_experts(shape, setup))
+    if shape.traits.layers == "fused":
+        total += n * (q + kv + q * kept["o_proj"]) * a
+    return (
+        total
+        + mlp_saved(shape, setup)
+        + adapter_saved(shape, setup)
+        + experts.saved_by_experts(shape, setup)
+    )
 
 
 def mlp_saved(shape: ModelShape, setup: Setup) -> float:
@@ -56,9 +68,12 @@ def inputs_kept(shape: ModelShape, setup: Setup) -> dict[str, bool]:
     kept += experts.trained_inputs(shape, setup)
     *inner, o_proj = shape.attention_linears()
     *mlp, down_proj = shape.mlp_linears() or ("experts.down_proj",)
-    return dict(attention=any(n in kept for n in inner), o_proj=o_proj in kept,
-                mlp=any(n in kept for n in mlp) or bool(shape.experts and not setup.has_lora),
-                down_proj=down_proj in kept)
+    return dict(
+        attention=any(n in kept for n in inner),
+        o_proj=o_proj in kept,
+        mlp=any(n in kept for n in mlp) or bool(shape.experts and not setup.has_lora),
+        down_proj=down_proj in kept,
+    )
 
 
 def attention_saved(shape: ModelShape, setup: Setup, output_kept: bool) -> float:
@@ -73,7 +88,8 @@ def attention_saved(shape: ModelShape, setup: Setup, output_kept: bool) -> float
     if setup.attention == "eager":
         return n * a * (3 * q + q * output_kept) + squares * shape.heads * (4 + a * (a < 4))
     saved = n * a * (q + 2 * kv + q) + n * shape.heads * 4
-    if setup.padded_rows: saved += n * a * 2 * (q - kv) + squares * a
+    if setup.padded_rows:
+        saved += n * a * 2 * (q - kv) + squares * a
     return saved
 
 
@@ -88,19 +104,24 @@ def adapter_saved(shape: ModelShape, setup: Setup) -> float:
         sizes = {name: shape.linears()[name] for name in adapted_names(shape, setup)}
         again = {"v_proj", "gate_proj", "up_proj"} if setup.compile else ()
         kept = sum(out for name, (out, _) in sizes.items() if name not in again)
-        if setup.lora_dropout: kept += sum(wide for _, wide in sizes.values())
+        if setup.lora_dropout:
+            kept += sum(wide for _, wide in sizes.values())
     return rank_products(shape, setup) + setup.tokens * setup.product_bytes * kept
 
 
 def rank_products(shape: ModelShape, setup: Setup) -> float:
     """xA (N, R) of each adapted layer of a block."""
-    return setup.tokens * setup.product_bytes * sum(
-        setup.rank(name) for name in adapted_names(shape, setup))
+    return (
+        setup.tokens
+        * setup.product_bytes
+        * sum(setup.rank(name) for name in adapted_names(shape, setup))
+    )
 
 
 def adapted_names(shape: ModelShape, setup: Setup) -> list[str]:
     """The adapted layers of a block."""
-    if not setup.has_lora: return []
+    if not setup.has_lora:
+        return []
     return [name for name in shape.targets(as_given(setup.targets)) if name in shape.linears()]
 
 
@@ -117,12 +138,17 @@ def kept_by_block(shape: ModelShape, setup: Setup, policy: str) -> float:
     partitioner leaves out the output of down_proj, which only a norm after it would need; eager
     checkpointing keeps whatever the policy names.
     """
-    if policy == "keep_all": return saved_by_block(shape, setup)
+    if policy == "keep_all":
+        return saved_by_block(shape, setup)
     kept = block_input(shape, setup)
-    if policy in ("keep_attention", "keep_linears"): kept += attention_output(shape, setup)
+    if policy in ("keep_attention", "keep_linears"):
+        kept += attention_output(shape, setup)
     if policy == "keep_linears":
-        rows = sum(out for name, (out, _) in shape.linears().items()
-                   if name != last_linear(shape) or not setup.compile or normed_output(shape))
+        rows = sum(
+            out
+            for name, (out, _) in shape.linears().items()
+            if name != last_linear(shape) or not setup.compile or normed_output(shape)
+        )
         kept += setup.tokens * rows * setup.product_bytes + rank_products(shape, setup)
         kept += experts.outputs(shape, setup)
     return kept
@@ -140,7 +166,8 @@ def last_linear(shape: ModelShape) -> str | None:
 
 def attention_output(shape: ModelShape, setup: Setup) -> float:
     """Output and log-sum-exp of attention, 0 where it is not among the ops that a policy keeps."""
-    if setup.attention not in KEPT_ATTENTION: return 0.0
+    if setup.attention not in KEPT_ATTENTION:
+        return 0.0
     q = shape.heads * shape.head_dim
     return setup.tokens * (q * setup.product_bytes + shape.heads * 4)
 
@@ -162,8 +189,10 @@ class Kept:
     def __init__(self, shape: ModelShape, setup: Setup):
         self.in_backward = {p: widest_in_backward(shape, setup, p) for p in ACTIVATION_POLICIES}
         self.offloaded = offloaded_input(shape, setup)
-        self.by_block = {p: kept_by_block(shape, setup, p) - self.offloaded * (p != "keep_all")
-                         for p in ACTIVATION_POLICIES}
+        self.by_block = {
+            p: kept_by_block(shape, setup, p) - self.offloaded * (p != "keep_all")
+            for p in ACTIVATION_POLICIES
+        }
 
     def before(self, runs: Runs, block: int) -> float:
         """Bytes kept of the blocks before `block` (from 0), which is not the end."""
@@ -171,7 +200,8 @@ class Kept:
         for policy, count in runs:
             kept += min(count, left) * self.by_block[policy]
             left -= count
-            if left <= 0: break
+            if left <= 0:
+                break
         return kept
 
     def at_end(self, runs: Runs, blocks: int) -> float:
@@ -182,8 +212,10 @@ class Kept:
 def widest_in_backward(shape: ModelShape, setup: Setup, policy: str) -> tuple[float, float]:
     """Bytes saved of a block, and in use beside them, where its backward takes most."""
     saved, tiles = saved_in_backward(shape, setup, policy), setup.tiles(policy)
-    places = [(saved, backward_working(shape, setup, policy)),
-              (saved - saved_at_once(shape, setup, policy), backward_end(shape, setup))]
+    places = [
+        (saved, backward_working(shape, setup, policy)),
+        (saved - saved_at_once(shape, setup, policy), backward_end(shape, setup)),
+    ]
     if tiles > 1:
         gone = mlp_saved(shape, setup) / tiles + mlp_half_saved(shape, setup)
         places.append((saved - gone, attention_working(shape, setup)))
@@ -209,7 +241,8 @@ def saved_in_backward(shape: ModelShape, setup: Setup, policy: str) -> float:
     what was kept stays beside that, but attention's output, gate and up, which are the same tensors.
     """
     whole = saved_at_once(shape, setup, policy)
-    if policy == "keep_all" or setup.compile: return whole
+    if policy == "keep_all" or setup.compile:
+        return whole
     shared = 0.0 if policy == "recompute_all" else attention_output(shape, setup)
     if policy == "keep_linears":
         shared += setup.tokens * 2 * shape.mlp_width * setup.product_bytes
@@ -219,7 +252,8 @@ def saved_in_backward(shape: ModelShape, setup: Setup, policy: str) -> float:
 
 def dequantized(shape: ModelShape, setup: Setup, name: str) -> float:
     """Bytes of one linear weight in the compute dtype, made for a product and freed after it."""
-    if setup.quant == "none" or setup.keep_fp8_weights: return 0.0
+    if setup.quant == "none" or setup.keep_fp8_weights:
+        return 0.0
     out, wide = shape.linears()[name]
     return out * wide * setup.product_bytes
 

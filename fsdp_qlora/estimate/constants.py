@@ -5,21 +5,31 @@ them a step reaches, and what the host and the allocator add. They come from the
 `bench/accuracy.py` names in CALIBRATED_ON; `python scripts/fit_constants.py` sets them anew and prints
 the errors on all other rows.
 """
+
 from __future__ import annotations
 
 # ---- products and passes -----------------------------------------------------------------------
-MATMUL_SHARE = 0.92   # of the rate of large products, for a block's linear layers
-FP8_SHARE = 0.824       # the same in fp8, without the quantization that they need
-ATTENTION_SHARE = 0.752  # of the same rate for attention over long rows, forward and backward together
-ATTENTION_RAMP = 840   # tokens: rows of this length reach half of it (benchmarks/attention.py, cuDNN)
+MATMUL_SHARE = 0.92  # of the rate of large products, for a block's linear layers
+FP8_SHARE = 0.824  # the same in fp8, without the quantization that they need
+ATTENTION_SHARE = (
+    0.752  # of the same rate for attention over long rows, forward and backward together
+)
+ATTENTION_RAMP = (
+    840  # tokens: rows of this length reach half of it (benchmarks/attention.py, cuDNN)
+)
 # Time of other kernels than cuDNN's, by the medians over rows of one length of benchmarks/attention.py.
 # FlashAttention 4's: 6.50 ms, packed 6.85, where cuDNN takes 7.24 (2x8192, heads of 128, an H200).
-ATTENTION_TIME = {"varlen": 1.7, "flash_attention_2": 1.65, "flex_attention": 1.46, "fa4": 0.9,
-                  "fa4_packed": 0.95}
-COPY_SHARE = 1.03      # passes over activations move at this share of a copy's rate
-RANK_SHARE = 0.914      # the same for products of rank R, which only read
-UNPACK_SHARE = 0.632    # the same for 4-bit weights unpacked to 16 bits,
-MERGE_SHARE = 0.358     # with the adapter added on the way,
+ATTENTION_TIME = {
+    "varlen": 1.7,
+    "flash_attention_2": 1.65,
+    "flex_attention": 1.46,
+    "fa4": 0.9,
+    "fa4_packed": 0.95,
+}
+COPY_SHARE = 1.03  # passes over activations move at this share of a copy's rate
+RANK_SHARE = 0.914  # the same for products of rank R, which only read
+UNPACK_SHARE = 0.632  # the same for 4-bit weights unpacked to 16 bits,
+MERGE_SHARE = 0.358  # with the adapter added on the way,
 FP8_UNPACK_SHARE = 0.529  # or written as fp8
 
 # ---- sharding ----------------------------------------------------------------------------------
@@ -27,7 +37,7 @@ FP8_UNPACK_SHARE = 0.529  # or written as fp8
 # multiprocessors which it holds, also while it waits for another rank; less, that gathered bytes are
 # copied out of a flat buffer (a profile in docs/LOG.md). Set on rows of four H100s; on H200s blocks of
 # 0.14 GB cost this, and blocks of 0.52 GB a third of it: not in proportion to the bytes.
-GATHER_SHARE = 0.121    # of a copy's rate, for the bytes of a gathered unit, read and written
+GATHER_SHARE = 0.121  # of a copy's rate, for the bytes of a gathered unit, read and written
 COLLECTIVE_LATENCY = 30e-6  # seconds
 
 # ---- the host ----------------------------------------------------------------------------------
@@ -35,23 +45,23 @@ COLLECTIVE_LATENCY = 30e-6  # seconds
 COMPILED_LAUNCH = 0.00126
 EAGER_LAUNCH = 0.00263
 ADAPTER_LAUNCH = 7.14e-05  # more for each adapted layer,
-UNPACK_LAUNCH = 0.000325   # where weights are in few bits,
-FP8_LAUNCH = 0.000345      # and in fp8
-RECOMPUTE_LAUNCH = 2.83    # of that third, to run a block again, hooks of checkpointing included;
-RERUN_LAUNCH = 0.3       # or only what keep_linears leaves out
-SHARDED_LAUNCH = 0.00517   # FSDP's hooks, per block and gather
-STEP_SECONDS = 0.00513             # the GPU waits at a step's start and end
+UNPACK_LAUNCH = 0.000325  # where weights are in few bits,
+FP8_LAUNCH = 0.000345  # and in fp8
+RECOMPUTE_LAUNCH = 2.83  # of that third, to run a block again, hooks of checkpointing included;
+RERUN_LAUNCH = 0.3  # or only what keep_linears leaves out
+SHARDED_LAUNCH = 0.00517  # FSDP's hooks, per block and gather
+STEP_SECONDS = 0.00513  # the GPU waits at a step's start and end
 OPTIMIZER_LAUNCH = 0.00069  # of an update by an optimizer that is written here (optim/)
 HOST_OPTIMIZER_PER_SECOND = 0.9e9  # weights per second and rank that the host's Adam updates
 
 # ---- the allocator -----------------------------------------------------------------------------
 # Reserved but not used at the peak: holes that tensors leave which come and go. What stays between them
 # keeps holes apart, so it matters what blocks keep. Shares of what is in use in a block or the loss,
-SLACK_KEPT = 1.58       # where blocks keep more than their input,
-SLACK_INPUTS = 1.2      # where they keep that,
-SLACK_MOVED = 0.311      # and where it waits on the host.
-SLACK_GATHERED = 1.05   # of what FSDP has gathered and frees; the two at the moment of the most
+SLACK_KEPT = 1.58  # where blocks keep more than their input,
+SLACK_INPUTS = 1.2  # where they keep that,
+SLACK_MOVED = 0.311  # and where it waits on the host.
+SLACK_GATHERED = 1.05  # of what FSDP has gathered and frees; the two at the moment of the most
 
-CONTEXT_GIB = 0.5      # CUDA context and kernels
-NCCL_GIB = 0.4         # buffers of one NCCL communicator, where there are several ranks
+CONTEXT_GIB = 0.5  # CUDA context and kernels
+NCCL_GIB = 0.4  # buffers of one NCCL communicator, where there are several ranks
 PROCESS_HOST_GIB = 1.5  # Python, torch and its libraries, per rank

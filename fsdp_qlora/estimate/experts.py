@@ -5,6 +5,7 @@ experts' weights are unpacked for one product, some outputs at a time.
 
 Letters: N tokens, K experts of each, S = N K rows, E experts, D hidden, F intermediate, R rank.
 """
+
 from __future__ import annotations
 
 from ..catalog.arch import ModelShape
@@ -15,14 +16,17 @@ PART_VALUES = 2**28  # weights that are unpacked at a time (quantization/grouped
 
 def adapted_experts(shape: ModelShape, setup: Setup) -> dict[str, tuple[int, int]]:
     """(out, in) of one expert's adapted weights, by name."""
-    if not setup.has_lora or not setup.expert_targets: return {}
+    if not setup.has_lora or not setup.expert_targets:
+        return {}
     names = shape.expert_targets(setup.expert_targets)
     return {name: size for name, size in shape.expert_linears().items() if name in names}
 
 
 def trained_inputs(shape: ModelShape, setup: Setup) -> tuple[str, ...]:
     """Experts' weights whose input is saved: adapted ones, or those that are trained themselves."""
-    return tuple(adapted_experts(shape, setup) if setup.adapter != "none" else shape.expert_linears())
+    return tuple(
+        adapted_experts(shape, setup) if setup.adapter != "none" else shape.expert_linears()
+    )
 
 
 def row_bytes(shape: ModelShape, setup: Setup) -> float:
@@ -36,7 +40,8 @@ def saved_by_experts(shape: ModelShape, setup: Setup) -> float:
     What an expert made is needed for the gradient of the router's weight of it; two orders of rows are
     kept as numbers of 8 bytes.
     """
-    if not shape.experts: return 0.0
+    if not shape.experts:
+        return 0.0
     inputs = "experts.gate_up_proj" in trained_inputs(shape, setup)
     orders = 16 * setup.tokens * shape.experts_per_token
     router = setup.tokens * (4 * shape.experts + 12 * shape.experts_per_token)
@@ -46,8 +51,9 @@ def saved_by_experts(shape: ModelShape, setup: Setup) -> float:
 
 def rank_products(shape: ModelShape, setup: Setup) -> float:
     """x A^T (S, R) of each adapted weight of experts; R is filled up to a multiple of 8."""
-    return row_bytes(shape, setup) * sum(-(-setup.rank(name) // 8) * 8
-                                         for name in adapted_experts(shape, setup))
+    return row_bytes(shape, setup) * sum(
+        -(-setup.rank(name) // 8) * 8 for name in adapted_experts(shape, setup)
+    )
 
 
 def outputs(shape: ModelShape, setup: Setup) -> float:
@@ -58,18 +64,24 @@ def outputs(shape: ModelShape, setup: Setup) -> float:
 
 def unpacked(shape: ModelShape, setup: Setup) -> float:
     """Bytes of experts' weights made for a product and freed after it, at the most."""
-    if setup.quant == "none" or not shape.experts: return 0.0
+    if setup.quant == "none" or not shape.experts:
+        return 0.0
     values = max(shape.experts * out * wide for out, wide in shape.expert_linears().values())
     return min(values, PART_VALUES) * setup.product_bytes
 
 
 def adapter_weights_used(shape: ModelShape, setup: Setup) -> int:
     """Weights of experts' adapters in a block that a token is multiplied with."""
-    return shape.experts_per_token * sum(setup.rank(name) * (out + wide) for name, (out, wide)
-                                         in adapted_experts(shape, setup).items())
+    return shape.experts_per_token * sum(
+        setup.rank(name) * (out + wide)
+        for name, (out, wide) in adapted_experts(shape, setup).items()
+    )
 
 
 def rerun_weights(shape: ModelShape, policy: str) -> int:
     """Weights of experts that a token is multiplied with again in a block's backward."""
-    if policy in ("keep_linears", "keep_all"): return 0
-    return shape.experts_per_token * sum(out * wide for out, wide in shape.expert_linears().values())
+    if policy in ("keep_linears", "keep_all"):
+        return 0
+    return shape.experts_per_token * sum(
+        out * wide for out, wide in shape.expert_linears().values()
+    )

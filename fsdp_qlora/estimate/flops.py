@@ -1,4 +1,5 @@
 """Floating-point operations of a step, what the task itself needs of them, and what runs again."""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -14,17 +15,23 @@ from .weights import as_given, trained_share, trains_head
 @dataclass(frozen=True)
 class Flops:
     """Floating-point operations per token of one step, by what does them."""
-    linears: float      # blocks and head, forward and backward
-    head: float         # the head's part of them
+
+    linears: float  # blocks and head, forward and backward
+    head: float  # the head's part of them
     adapters: float
     attention: float
-    recompute_linears: float    # linears and adapters run again
+    recompute_linears: float  # linears and adapters run again
     recompute_attention: float
 
     @property
     def total(self) -> float:
-        return (self.linears + self.adapters + self.attention + self.recompute_linears
-                + self.recompute_attention)
+        return (
+            self.linears
+            + self.adapters
+            + self.attention
+            + self.recompute_linears
+            + self.recompute_attention
+        )
 
 
 def flops_per_token(shape: ModelShape, setup: Setup) -> Flops:
@@ -45,9 +52,14 @@ def flops_per_token(shape: ModelShape, setup: Setup) -> Flops:
     blocks = sum(count for policy, count in counts.items() if reruns_attention(setup, policy))
     of_head = (6 if trains_head(shape, setup) else 4) * head
     trained = 2 * linears * shape.new_blocks / shape.layers  # dW of Llama-Pro's blocks
-    return Flops(linears=each * linears + trained + of_head, head=of_head, adapters=6 * adapters,
-                 attention=3.5 * attention, recompute_linears=2 * again,
-                 recompute_attention=attention * blocks / shape.layers)
+    return Flops(
+        linears=each * linears + trained + of_head,
+        head=of_head,
+        adapters=6 * adapters,
+        attention=3.5 * attention,
+        recompute_linears=2 * again,
+        recompute_attention=attention * blocks / shape.layers,
+    )
 
 
 def rerun_linears(shape: ModelShape, setup: Setup, policy: str) -> dict[str, tuple[int, int]]:
@@ -56,44 +68,57 @@ def rerun_linears(shape: ModelShape, setup: Setup, policy: str) -> dict[str, tup
     Not down_proj, the last one, whose output no backward needs but that of a norm after it, or of a
     DoRA magnitude.
     """
-    if policy in ("keep_linears", "keep_all"): return {}
-    last_too = normed_output(shape) or (setup.adapter == "dora"
-                                        and last_linear(shape) in adapted_linears(shape, setup))
-    return {name: size for name, size in shape.linears().items()
-            if name != last_linear(shape) or last_too}
+    if policy in ("keep_linears", "keep_all"):
+        return {}
+    last_too = normed_output(shape) or (
+        setup.adapter == "dora" and last_linear(shape) in adapted_linears(shape, setup)
+    )
+    return {
+        name: size
+        for name, size in shape.linears().items()
+        if name != last_linear(shape) or last_too
+    }
 
 
 def rerun_weights(shape: ModelShape, setup: Setup, policy: str) -> int:
     """Weights of one block whose products run again; of adapters all A, unless products are kept."""
     again = rerun_linears(shape, setup, policy)
-    if policy == "keep_all": return 0
+    if policy == "keep_all":
+        return 0
     weights = sum(out * wide for out, wide in again.values())
     weights += experts.rerun_weights(shape, policy)
-    if not again: return weights
+    if not again:
+        return weights
     weights += experts.adapter_weights_used(shape, setup)
     adapted = adapted_linears(shape, setup)
-    return weights + sum(setup.rank(name) * (wide + out * (name in again))
-                         for name, (out, wide) in adapted.items())
+    return weights + sum(
+        setup.rank(name) * (wide + out * (name in again)) for name, (out, wide) in adapted.items()
+    )
 
 
 def reruns_attention(setup: Setup, policy: str) -> bool:
     """Whether attention runs again in a block's backward."""
-    if policy in ("keep_attention", "keep_linears"): return setup.attention not in KEPT_ATTENTION
+    if policy in ("keep_attention", "keep_linears"):
+        return setup.attention not in KEPT_ATTENTION
     return policy == "recompute_all"
 
 
 def adapted_linears(shape: ModelShape, setup: Setup) -> dict[str, tuple[int, int]]:
     """(out, in) of the adapted linear layers of a block."""
-    if not setup.has_lora: return {}
+    if not setup.has_lora:
+        return {}
     targets = shape.targets(as_given(setup.targets))
     return {name: size for name, size in shape.linears().items() if name in targets}
 
 
 def adapter_params(shape: ModelShape, setup: Setup) -> int:
     """Weights of the adapters that a token is multiplied with, 0 without any."""
-    if not setup.has_lora: return 0
-    in_blocks = sum(setup.rank(name) * (out + wide)
-                    for name, (out, wide) in adapted_linears(shape, setup).items())
+    if not setup.has_lora:
+        return 0
+    in_blocks = sum(
+        setup.rank(name) * (out + wide)
+        for name, (out, wide) in adapted_linears(shape, setup).items()
+    )
     in_head = "lm_head" in shape.targets(as_given(setup.targets))
     head = setup.rank("lm_head") * (shape.vocab + shape.hidden) if in_head else 0
     return shape.layers * (in_blocks + experts.adapter_weights_used(shape, setup)) + head

@@ -6,6 +6,7 @@ tokens quantized for one in fp8.
 
 Letters: N tokens, I inputs, O outputs and R rank of an adapted layer.
 """
+
 from __future__ import annotations
 
 from ..catalog.arch import ModelShape
@@ -15,14 +16,17 @@ from .flops import adapted_linears, rerun_linears
 from .setup import Setup
 from .weights import BLOCKSIZE, FEEDS, forward_ranks, packed_bits, scale_bytes
 
-MERGED_RANK = 128  # the largest of adapters that are added while W is unpacked (quantization/kernels.py)
-DENSE_TO_FP8 = 5   # bytes per weight: a 16-bit base is read for the rows' scales, and again
-DORA_NORMS = 10    # bytes per weight, on top of unpacking: to fp32, and read for the norm
+MERGED_RANK = (
+    128  # the largest of adapters that are added while W is unpacked (quantization/kernels.py)
+)
+DENSE_TO_FP8 = 5  # bytes per weight: a 16-bit base is read for the rows' scales, and again
+DORA_NORMS = 10  # bytes per weight, on top of unpacking: to fp32, and read for the norm
 
 
 def form(setup: Setup, rank: int) -> str:
     """How an adapter of this rank is applied: merged into W, joined to an fp8 product, or added."""
-    if setup.compute_dtype == "fp8": return "joined"
+    if setup.compute_dtype == "fp8":
+        return "joined"
     fits = setup.quant in ("nf4", "fp4") and rank <= MERGED_RANK and setup.product_bytes == 2
     return "merged" if fits and not setup.lora_dropout else "added"
 
@@ -36,10 +40,13 @@ def activation_traffic(shape: ModelShape, setup: Setup) -> tuple[float, float]:
     rotated = (shape.heads + shape.kv_heads) * shape.head_dim
     forward, backward = (6 * d * norms + 4 * rotated + 3 * i, 10 * d * norms + 4 * rotated + 6 * i)
     if not setup.compile:
-        forward, backward = (42 * d * norms + 10 * rotated + 5 * i,
-                             84 * d * norms + 10 * rotated + 8 * i)
+        forward, backward = (
+            42 * d * norms + 10 * rotated + 5 * i,
+            84 * d * norms + 10 * rotated + 8 * i,
+        )
     adapted = adapted_linears(shape, setup).values()
-    if setup.lora_dropout: backward += 2 * sum(w for _, w in adapted)  # x without the dropped, for dA
+    if setup.lora_dropout:
+        backward += 2 * sum(w for _, w in adapted)  # x without the dropped, for dA
     if setup.adapter == "dora":
         out = sum(o for o, _ in adapted)
         forward, backward = forward + 2 * out, backward + 4 * out
@@ -77,10 +84,13 @@ def quantize_traffic(shape: ModelShape, setup: Setup) -> dict[str, tuple[float, 
 
     Joined layers of one input have it quantized once, which counts for the first of them.
     """
-    if setup.compute_dtype != "fp8": return {}
+    if setup.compute_dtype != "fp8":
+        return {}
     each, first = setup.tokens * (setup.product_bytes + 1), first_of_joined(shape, setup)
-    return {name: (each * wide * (first[name] == name), each * out)
-            for name, (out, wide) in shape.linears().items()}
+    return {
+        name: (each * wide * (first[name] == name), each * out)
+        for name, (out, wide) in shape.linears().items()
+    }
 
 
 def first_of_joined(shape: ModelShape, setup: Setup) -> dict[str, str]:
@@ -103,10 +113,16 @@ def unpack_traffic(shape: ModelShape, setup: Setup) -> dict[str, float]:
     in fp8 is ready.
     """
     sizes = {name: out * wide for name, (out, wide) in stored_linears(shape).items()}
-    adapted, ready = adapted_linears(shape, setup), shape.linears() if setup.keep_fp8_weights else ()
-    return {name: 0.0 if name in ready else
-            size * unpack_bytes(setup, setup.rank(name) if name in adapted else 0)
-            for name, size in sizes.items()}
+    adapted, ready = (
+        adapted_linears(shape, setup),
+        shape.linears() if setup.keep_fp8_weights else (),
+    )
+    return {
+        name: 0.0
+        if name in ready
+        else size * unpack_bytes(setup, setup.rank(name) if name in adapted else 0)
+        for name, size in sizes.items()
+    }
 
 
 def tile_traffic(shape: ModelShape, setup: Setup, policy: str) -> float:
@@ -118,16 +134,19 @@ def tile_traffic(shape: ModelShape, setup: Setup, policy: str) -> float:
 
 def stored_linears(shape: ModelShape) -> dict[str, tuple[int, int]]:
     """(out, in) of a block's linear layers, and of all its experts as one, for each may be hit."""
-    return shape.linears() | {name: (shape.experts * out, wide)
-                              for name, (out, wide) in shape.expert_linears().items()}
+    return shape.linears() | {
+        name: (shape.experts * out, wide) for name, (out, wide) in shape.expert_linears().items()
+    }
 
 
 def unpack_bytes(setup: Setup, rank: int) -> float:
     """The same per weight, with an adapter of this rank; 0 without."""
     fp8 = setup.compute_dtype == "fp8"
-    if setup.quant == "none": return DENSE_TO_FP8 if fp8 else 0.0
+    if setup.quant == "none":
+        return DENSE_TO_FP8 if fp8 else 0.0
     packed = packed_bits(setup.quant) / 8 + scale_bytes(1, setup) / BLOCKSIZE
-    if fp8: return (packed + 1) / constants.FP8_UNPACK_SHARE
+    if fp8:
+        return (packed + 1) / constants.FP8_UNPACK_SHARE
     merged = rank and form(setup, rank) == "merged"
     share = constants.MERGE_SHARE if merged else constants.UNPACK_SHARE
     return (packed + setup.product_bytes) / share
@@ -135,10 +154,13 @@ def unpack_bytes(setup: Setup, rank: int) -> float:
 
 def norm_traffic(shape: ModelShape, setup: Setup) -> float:
     """Bytes to make a block's weights again for the norms of DoRA, in each forward."""
-    if setup.adapter != "dora": return 0.0
+    if setup.adapter != "dora":
+        return 0.0
     unpack = unpack_traffic(shape, setup)
-    return sum(unpack[name] + DORA_NORMS * out * wide
-               for name, (out, wide) in adapted_linears(shape, setup).items())
+    return sum(
+        unpack[name] + DORA_NORMS * out * wide
+        for name, (out, wide) in adapted_linears(shape, setup).items()
+    )
 
 
 def rerun_traffic(shape: ModelShape, setup: Setup, policy: str) -> dict[str, float]:
@@ -146,11 +168,14 @@ def rerun_traffic(shape: ModelShape, setup: Setup, policy: str) -> dict[str, flo
 
     x A^T is kept with the products, under keep_linears.
     """
-    if policy == "keep_all": return {}
+    if policy == "keep_all":
+        return {}
     again = rerun_linears(shape, setup, policy)
     quantize, unpack = quantize_traffic(shape, setup), unpack_traffic(shape, setup)
-    return dict(activations=activation_traffic(shape, setup)[0],
-                adapters=adapter_traffic(shape, setup)[0] if again else 0.0,
-                unpack=sum(unpack[name] for name in (*again, *(shape.expert_linears() if again else ())))
-                + norm_traffic(shape, setup),
-                quantize=sum(quantize[name][0] for name in again if quantize))
+    return dict(
+        activations=activation_traffic(shape, setup)[0],
+        adapters=adapter_traffic(shape, setup)[0] if again else 0.0,
+        unpack=sum(unpack[name] for name in (*again, *(shape.expert_linears() if again else ())))
+        + norm_traffic(shape, setup),
+        quantize=sum(quantize[name][0] for name in again if quantize),
+    )

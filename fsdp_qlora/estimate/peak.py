@@ -2,6 +2,7 @@
 
 Which units FSDP2 has gathered, and which gradients wait, is in `window.py`.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
@@ -28,25 +29,50 @@ PIECE_BYTES = 2**27  # rows of the embedding that travel at a time (memory/vocab
 CUBLAS_WORKSPACE = 2 * 32 * 2**20  # torch's default on Hopper, for the forward and backward thread
 
 UPDATE = "optimizer's update"
-PARTS = ("linears", "absmax", "fp8", "embedding", "head", "norms", "adapters", "optimizer", "gradients",
-         "activations", "working", "unsharded", "loss", "workspace")
+PARTS = (
+    "linears",
+    "absmax",
+    "fp8",
+    "embedding",
+    "head",
+    "norms",
+    "adapters",
+    "optimizer",
+    "gradients",
+    "activations",
+    "working",
+    "unsharded",
+    "loss",
+    "workspace",
+)
 NOT_ALLOCATED = ("slack", "context")
 EXPLAINED = dict(
-    linears="linear weights of the blocks", absmax="scales of 4-bit weights",
+    linears="linear weights of the blocks",
+    absmax="scales of 4-bit weights",
     fp8="the same weights kept in fp8",
-    embedding="input embedding", head="output head", norms="norms and biases",
-    adapters="adapters", optimizer="optimizer states", gradients="gradients of trained weights",
-    activations="saved for the backward", working="in use inside one block",
-    unsharded="gathered by FSDP", loss="logits and their gradients", workspace="cuBLAS",
-    slack="reserved by torch, unused", context="CUDA context and NCCL")
+    embedding="input embedding",
+    head="output head",
+    norms="norms and biases",
+    adapters="adapters",
+    optimizer="optimizer states",
+    gradients="gradients of trained weights",
+    activations="saved for the backward",
+    working="in use inside one block",
+    unsharded="gathered by FSDP",
+    loss="logits and their gradients",
+    workspace="cuBLAS",
+    slack="reserved by torch, unused",
+    context="CUDA context and NCCL",
+)
 
 
 @dataclass(frozen=True)
 class Memory:
     """GiB per GPU at the peak of a step, by part, and GiB of host memory per machine."""
+
     parts: dict[str, float]
-    moment: str                        # when the peak is
-    moments: dict[str, float]          # allocated GiB at each moment
+    moment: str  # when the peak is
+    moments: dict[str, float]  # allocated GiB at each moment
     host_parts: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -82,9 +108,11 @@ class Memory:
         """The parts in lines for people; empty ones are left out."""
         rows = [(name, gib, EXPLAINED[name]) for name, gib in self.parts.items() if gib >= 0.005]
         lines = [f"{name:<12} {gib:8.2f} GiB  {text}" for name, gib, text in rows]
-        lines += [f"{'total':<12} {self.total:8.2f} GiB  per GPU; {self.peak_allocated:.2f} "
-                  f"allocated, peak at: {self.moment}",
-                  f"{'host':<12} {self.host:8.2f} GiB  per machine"]
+        lines += [
+            f"{'total':<12} {self.total:8.2f} GiB  per GPU; {self.peak_allocated:.2f} "
+            f"allocated, peak at: {self.moment}",
+            f"{'host':<12} {self.host:8.2f} GiB  per machine",
+        ]
         return "\n".join(lines)
 
 
@@ -110,8 +138,14 @@ class Peak:
         self.kept, self.gradients = Kept(shape, setup), Gradients(shape, setup)
         self.window = self.loose = Window(shape, setup)
         if setup.sharded and not setup.resharded:
-            self.loose = Window(shape, replace(setup, gather_once=False, strategy=setup.strategy.replace(
-                "shard_grad_op", "full_shard")))
+            self.loose = Window(
+                shape,
+                replace(
+                    setup,
+                    gather_once=False,
+                    strategy=setup.strategy.replace("shard_grad_op", "full_shard"),
+                ),
+            )
         self.update = update_bytes(shape, setup)
         self.fixed = self.fixed_moments()
         self.head = head_bytes(shape, setup)
@@ -126,25 +160,40 @@ class Peak:
         always = sum(self.static.values())
         parts = dict.fromkeys(PARTS, 0.0) | self.static | found[moment]
         parts |= dict(slack=self.slack(runs) + self.beside_update(totals), context=self.context)
-        return Memory({name: b / GIB for name, b in parts.items()}, moment,
-                      {name: (always + b) / GIB for name, b in totals.items()}, self.on_host)
+        return Memory(
+            {name: b / GIB for name, b in parts.items()},
+            moment,
+            {name: (always + b) / GIB for name, b in totals.items()},
+            self.on_host,
+        )
 
     def fixed_moments(self) -> dict[str, dict[str, float]]:
         """Bytes of what comes and goes outside of blocks; what these keep is added by `moments`."""
         shape, setup, grads = self.shape, self.setup, self.gradients
         n, d, a = setup.tokens, shape.hidden, BYTES[setup.precision]
-        bucket = min(grads.whole, BUCKET_BYTES) if setup.world_size > 1 and not setup.sharded else 0.0
+        bucket = (
+            min(grads.whole, BUCKET_BYTES) if setup.world_size > 1 and not setup.sharded else 0.0
+        )
         # The final norm keeps its input, eager in fp32. Its backward, compiled, holds the gradients of
         # both ends; eager, in that of its square, five tensors in fp32.
         kept, work = (n * d * a, 2 * n * d * a) if setup.compile else (n * d * 4, 5 * n * d * 4)
         return {
-            "embedding": dict(gradients=grads.held, working=n * d * a + 2 * PIECE_BYTES * setup.by_rows),
-            "last block gathered": dict(gradients=grads.held, activations=block_input(shape, setup)),
-            "loss": dict(activations=kept + n * d * a, loss=loss_bytes(shape, setup) + n * d * a,
-                         gradients=grads.held, working=cast_head_bytes(shape, setup)),
+            "embedding": dict(
+                gradients=grads.held, working=n * d * a + 2 * PIECE_BYTES * setup.by_rows
+            ),
+            "last block gathered": dict(
+                gradients=grads.held, activations=block_input(shape, setup)
+            ),
+            "loss": dict(
+                activations=kept + n * d * a,
+                loss=loss_bytes(shape, setup) + n * d * a,
+                gradients=grads.held,
+                working=cast_head_bytes(shape, setup),
+            ),
             "final norm": dict(activations=kept, working=work, gradients=grads.held + grads.root),
             "gradients reduced": dict(gradients=grads.whole + bucket),
-            UPDATE: dict(gradients=grads.whole, working=self.update)}
+            UPDATE: dict(gradients=grads.whole, working=self.update),
+        }
 
     def moments(self, runs: Runs, window: Window | None = None) -> dict[str, dict[str, float]]:
         """Bytes of what comes and goes, at each moment that can be the peak.
@@ -153,25 +202,41 @@ class Peak:
         """
         window, layers = window or self.window, self.shape.layers
         head, kept = self.head, self.kept.at_end(runs, layers)
-        more = {"embedding": (0.0, window.at_embedding()),
-                "last block gathered": (self.kept.before(runs, layers - 1), window.at_last_block()),
-                "loss": (kept, window.at_loss() + head), "final norm": (kept, window.at_loss()),
-                "gradients reduced": (0.0, 0.0), UPDATE: (0.0, 0.0)}
-        found = {name: self.fixed[name] | dict(
-                     activations=self.fixed[name].get("activations", 0.0) + before, unsharded=gathered)
-                 for name, (before, gathered) in more.items()}
-        return found | {name: self.in_block_backward(runs, policy, block, window)
-                        for name, (policy, block) in block_moments(runs).items()}
+        more = {
+            "embedding": (0.0, window.at_embedding()),
+            "last block gathered": (self.kept.before(runs, layers - 1), window.at_last_block()),
+            "loss": (kept, window.at_loss() + head),
+            "final norm": (kept, window.at_loss()),
+            "gradients reduced": (0.0, 0.0),
+            UPDATE: (0.0, 0.0),
+        }
+        found = {
+            name: self.fixed[name]
+            | dict(
+                activations=self.fixed[name].get("activations", 0.0) + before, unsharded=gathered
+            )
+            for name, (before, gathered) in more.items()
+        }
+        return found | {
+            name: self.in_block_backward(runs, policy, block, window)
+            for name, (policy, block) in block_moments(runs).items()
+        }
 
-    def in_block_backward(self, runs: Runs, policy: str, block: int, window: Window
-                          ) -> dict[str, float]:
+    def in_block_backward(
+        self, runs: Runs, policy: str, block: int, window: Window
+    ) -> dict[str, float]:
         """What is alive at the widest place of one block's backward."""
         before = self.kept.before(runs, block)
         # The input of the block before comes back meanwhile; the last block's never left.
-        if 0 < block < self.shape.layers - 1: before += self.kept.offloaded
+        if 0 < block < self.shape.layers - 1:
+            before += self.kept.offloaded
         saved, work = self.kept.in_backward[policy]
-        return dict(activations=before + saved, working=work, unsharded=window.in_backward(block),
-                    gradients=self.gradients.in_backward(block))
+        return dict(
+            activations=before + saved,
+            working=work,
+            unsharded=window.in_backward(block),
+            gradients=self.gradients.in_backward(block),
+        )
 
     def beside_update(self, totals: dict[str, float]) -> float:
         """What torch has reserved beside the peak for the update, which finds no hole as large."""
@@ -190,11 +255,19 @@ class Peak:
         """
         alone = self.setup.shard_ranks == 1
         keep = any(policy != "recompute_all" for policy, _ in runs)
-        share = "SLACK_" + ("KEPT" if keep else "MOVED" if self.setup.activation_offload else "INPUTS")
-        moments = [{share: parts.get("working", 0.0) + parts.get("loss", 0.0)
-                           + parts["unsharded"] * (alone and name == "loss"),
-                    "SLACK_GATHERED": parts["unsharded"] * (not alone)}
-                   for name, parts in self.moments(runs, self.loose).items() if name != UPDATE]
+        share = "SLACK_" + (
+            "KEPT" if keep else "MOVED" if self.setup.activation_offload else "INPUTS"
+        )
+        moments = [
+            {
+                share: parts.get("working", 0.0)
+                + parts.get("loss", 0.0)
+                + parts["unsharded"] * (alone and name == "loss"),
+                "SLACK_GATHERED": parts["unsharded"] * (not alone),
+            }
+            for name, parts in self.moments(runs, self.loose).items()
+            if name != UPDATE
+        ]
         return max(moments, key=lambda m: sum(getattr(constants, name) * m[name] for name in m))
 
 
@@ -205,13 +278,16 @@ def update_bytes(shape: ModelShape, setup: Setup) -> float:
     value its place and salt in 32 bits and, while these are spread, a 64-bit number of its tensor. Of a
     large one there are only its states in fp32, CHUNK values at a time.
     """
-    if setup.optimizer not in STATE_BYTES: return 0.0
+    if setup.optimizer not in STATE_BYTES:
+        return 0.0
     own = BYTES[setup.precision if setup.adapter == "none" else setup.adapter_dtype]
     states = 2 * (4 if setup.optimizer == "adamw_8bit" else STATE_BYTES[setup.optimizer])
     sizes = [w.shard_values(setup.shard_ranks) for w, _ in all_weights(shape, setup)]
     values = all_trained(shape, setup, setup.shard_ranks) / own
     joined = min(values, TOGETHER) * (2 * own + states + 2 * 4 + 8)
-    large = min(max(sizes), CHUNK) if max(sizes) > TOGETHER and setup.optimizer == "adamw_8bit" else 0
+    large = (
+        min(max(sizes), CHUNK) if max(sizes) > TOGETHER and setup.optimizer == "adamw_8bit" else 0
+    )
     return max(joined, large * states)
 
 
@@ -230,12 +306,20 @@ def block_moments(runs: Runs) -> dict[str, tuple[str, int]]:
     start, found = 0, {}
     last = sum(count for _, count in runs) - 1
     for policy, count in runs:
-        for block in {start, start + count - 1}: found[block] = policy
+        for block in {start, start + count - 1}:
+            found[block] = policy
         found |= {block: policy for block in (1, last - 1) if start <= block < start + count}
         start += count
-    names = {0: "first block", 1: "second block", last - 1: "last block but one", last: "last block"}
-    return {names.get(block, f"block {block + 1}"): (found[block], block)
-            for block in sorted(found, reverse=True)}
+    names = {
+        0: "first block",
+        1: "second block",
+        last - 1: "last block but one",
+        last: "last block",
+    }
+    return {
+        names.get(block, f"block {block + 1}"): (found[block], block)
+        for block in sorted(found, reverse=True)
+    }
 
 
 def host_memory(shape: ModelShape, setup: Setup) -> dict[str, float]:
@@ -250,7 +334,10 @@ def host_memory(shape: ModelShape, setup: Setup) -> dict[str, float]:
     if setup.activation_offload:  # a slot for every block but the last
         found["activations"] = (shape.layers - 1) * offloaded_input(shape, setup)
     if trained_on_host(shape, setup):
-        found |= dict(gradients=all_trained(shape, setup, setup.shard_ranks),
-                      optimizer=optimizer_bytes(shape, setup))
+        found |= dict(
+            gradients=all_trained(shape, setup, setup.shard_ranks),
+            optimizer=optimizer_bytes(shape, setup),
+        )
     return dict(processes=PROCESS_HOST_GIB * ranks) | {
-        name: ranks * b / GIB for name, b in found.items() if b}
+        name: ranks * b / GIB for name, b in found.items() if b
+    }

@@ -4,6 +4,7 @@ What keeping a block's tensors saves in time and takes in memory is the same for
 is four counts. They are searched, not filled up one after the other: whether keep_attention or
 keep_linears saves more time per byte depends on the length of rows, and blocks are whole.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -27,9 +28,14 @@ LITTLE = 0.03  # of the peak, which is not worth twice the tiles
 Counts = tuple[int, int, int, int]  # blocks of each policy, in ORDER
 
 
-def choose_policies(shape: ModelShape, setup: Setup, budget_gib: float, gpu: Gpu | None = None,
-                    needed: Callable[[Memory], float] = attrgetter("peak_allocated"),
-                    seen: Setup | None = None) -> str:
+def choose_policies(
+    shape: ModelShape,
+    setup: Setup,
+    budget_gib: float,
+    gpu: Gpu | None = None,
+    needed: Callable[[Memory], float] = attrgetter("peak_allocated"),
+    seen: Setup | None = None,
+) -> str:
     """The fastest mix whose predicted need is within the budget, for --activation_policy.
 
     What is needed is what torch counts as allocated, unless said otherwise (`Memory.total`).
@@ -38,27 +44,36 @@ def choose_policies(shape: ModelShape, setup: Setup, budget_gib: float, gpu: Gpu
     Raises ValueError, with the predicted need, if it is not enough even for recompute_all.
     """
     peak = Peak(shape, setup)
+
     def fits(counts: Counts) -> bool:
-        return needed(peak([run for run in zip(ORDER, counts, strict=True) if run[1]])) <= budget_gib
+        return (
+            needed(peak([run for run in zip(ORDER, counts, strict=True) if run[1]])) <= budget_gib
+        )
 
     least = peak([("recompute_all", shape.layers)])
     if not needed(least) <= budget_gib:
         raise ValueError(
             f"--activation_budget_gib {budget_gib:g}: a step needs {needed(least):.2f} GiB by "
             "the estimate, with every block recomputed; give more, or lower --batch_size or "
-            "--context_length")
+            "--context_length"
+        )
     best, best_seconds = (0, 0, 0, shape.layers), float("inf")
     seconds = mix_seconds(shape, seen or setup, gpu or find_gpu("h100"))
     for bound, most in sorted((seconds(c), c) for c in candidates(shape, setup, least, budget_gib)):
-        if bound >= best_seconds: break
+        if bound >= best_seconds:
+            break
         found = most_attention_that_fits(most, fits)
         if found is not None and (time := seconds(found)) < best_seconds:
             best, best_seconds = found, time
     return policy_text(best)
 
 
-def keeps_fp8_weights(shape: ModelShape, setup: Setup, room_gib: float,
-                      needed: Callable[[Memory], float] = attrgetter("total")) -> bool:
+def keeps_fp8_weights(
+    shape: ModelShape,
+    setup: Setup,
+    room_gib: float,
+    needed: Callable[[Memory], float] = attrgetter("total"),
+) -> bool:
     """Whether --keep_fp8_weights None keeps them: where weights stay, if they fit beside the rest.
 
     The rest has all that `setup.activation_policy` keeps: of a budget, activations come first.
@@ -72,13 +87,17 @@ def choose_tiles(shape: ModelShape, setup: Setup, budget_gib: float | None = Non
 
     With a budget, for every block recomputed; the most if not even those fit.
     """
+
     def peak(tiles: int, **changes) -> float:
         return memory(shape, setup, mlp_tiles=tiles, **changes).peak_allocated
 
     for tiles in TILES[:-1]:
-        if budget_gib is not None: enough = peak(tiles, activation_policy="recompute_all") <= budget_gib
-        else: enough = peak(2 * tiles) > (1 - LITTLE) * peak(tiles)
-        if enough: return tiles
+        if budget_gib is not None:
+            enough = peak(tiles, activation_policy="recompute_all") <= budget_gib
+        else:
+            enough = peak(2 * tiles) > (1 - LITTLE) * peak(tiles)
+        if enough:
+            return tiles
     return TILES[-1]
 
 
@@ -93,11 +112,11 @@ def mix_seconds(shape: ModelShape, setup: Setup, gpu: Gpu) -> Callable[[Counts],
 
     def seconds(counts: Counts) -> float:
         return max(sum(map(mul, counts, busy)), sum(map(mul, counts, launches)))
+
     return seconds
 
 
-def candidates(shape: ModelShape, setup: Setup, least: Memory, budget_gib: float
-               ) -> list[Counts]:
+def candidates(shape: ModelShape, setup: Setup, least: Memory, budget_gib: float) -> list[Counts]:
     """For each number of keep_all and of keep_linears, the most of keep_attention that might fit.
 
     Judged by one moment alone, the loss, to which every kept byte adds: quick, and never too strict.
@@ -111,7 +130,8 @@ def candidates(shape: ModelShape, setup: Setup, least: Memory, budget_gib: float
     for whole in range(layers + 1):
         for linears in range(layers + 1 - whole):
             left = room - whole * more["keep_all"] - linears * more["keep_linears"]
-            if left < -1e-9: break  # rounding apart
+            if left < -1e-9:
+                break  # rounding apart
             rest = layers - whole - linears
             per_block = more["keep_attention"]
             attention = min(rest, int(left / per_block + 1e-6)) if per_block else 0
@@ -126,8 +146,10 @@ def most_attention_that_fits(most: Counts, fits: Callable[[Counts], bool]) -> Co
     """
     whole, linears, attention, again = most
     mixes = [(whole, linears, n, again + attention - n) for n in range(attention + 1)]
-    if fits(mixes[-1]): return mixes[-1]
-    if attention and not fits(mixes[0]): return None
+    if fits(mixes[-1]):
+        return mixes[-1]
+    if attention and not fits(mixes[0]):
+        return None
     low, high = 0, attention  # mixes[high] does not fit
     while high - low > 1:
         middle = (low + high) // 2

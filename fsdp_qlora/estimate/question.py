@@ -1,4 +1,5 @@
 """One question to the estimates: this model, on this machine, with these settings; and its answer."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -21,12 +22,13 @@ from .weights import trained_on_host
 @dataclass(frozen=True)
 class Estimate:
     """Memory and time of one configuration on one machine."""
+
     shape: ModelShape
     machine: Machine
     config: RunConfig
     setup: Setup
     memory: Memory
-    step: StepTime             # its tokens are the rows' own where `batches` is known
+    step: StepTime  # its tokens are the rows' own where `batches` is known
     batches: Batches | None = None  # None: rows are taken as full
 
     @property
@@ -54,34 +56,55 @@ class Estimate:
     @property
     def steps(self) -> int | None:
         """Optimizer steps of the run over its data; None where that is not known."""
-        if self.config.max_steps > 0: return self.config.max_steps
-        if not self.batches or self.batches.steps is None: return None
+        if self.config.max_steps > 0:
+            return self.config.max_steps
+        if not self.batches or self.batches.steps is None:
+            return None
         return self.batches.steps * self.config.num_epochs
 
     @property
     def epochs(self) -> float | None:
         """Times that the run goes over its data; None where the end of it is not known."""
-        if not self.batches or not self.batches.steps: return None
-        return self.config.max_steps / self.batches.steps if self.config.max_steps > 0 else float(
-            self.config.num_epochs)
+        if not self.batches or not self.batches.steps:
+            return None
+        return (
+            self.config.max_steps / self.batches.steps
+            if self.config.max_steps > 0
+            else float(self.config.num_epochs)
+        )
 
     def run_of_data(self, rows: Rows) -> RunCost | None:
         """Hours and dollars of the run over its data; None where the end of a stream is not known."""
-        if not rows.num_rows or self.epochs is None: return None
-        return run_cost(self.step, self.machine.gpu, gpus=self.machine.world_size,
-                        examples=rows.num_rows, length=rows.mean_length, epochs=self.epochs,
-                        price_per_hour=self.config.price_per_hour)
+        if not rows.num_rows or self.epochs is None:
+            return None
+        return run_cost(
+            self.step,
+            self.machine.gpu,
+            gpus=self.machine.world_size,
+            examples=rows.num_rows,
+            length=rows.mean_length,
+            epochs=self.epochs,
+            price_per_hour=self.config.price_per_hour,
+        )
 
     def run(self, examples: int) -> RunCost:
         """Hours and dollars to train on so many rows --num_epochs times."""
-        if examples < 1: raise ValueError(f"--examples must be 1 or more, got {examples}")
-        return run_cost(self.step, self.machine.gpu, gpus=self.machine.world_size, examples=examples,
-                        length=self.config.context_length, epochs=self.config.num_epochs,
-                        price_per_hour=self.config.price_per_hour)
+        if examples < 1:
+            raise ValueError(f"--examples must be 1 or more, got {examples}")
+        return run_cost(
+            self.step,
+            self.machine.gpu,
+            gpus=self.machine.world_size,
+            examples=examples,
+            length=self.config.context_length,
+            epochs=self.config.num_epochs,
+            price_per_hour=self.config.price_per_hour,
+        )
 
 
-def estimate(shape: ModelShape, machine: Machine, config: RunConfig, rows: Rows | None = None
-             ) -> Estimate:
+def estimate(
+    shape: ModelShape, machine: Machine, config: RunConfig, rows: Rows | None = None
+) -> Estimate:
     """The answer: memory for full rows, time for `rows`, or full ones too where they are not known.
 
     Raises ValueError, naming the flag, for settings that the model or GPU can't do.
@@ -92,9 +115,15 @@ def estimate(shape: ModelShape, machine: Machine, config: RunConfig, rows: Rows 
     check_context(shape, setup)
     config, setup = with_choices(shape, machine, config, setup)
     batches = batches_of(rows, config, machine.world_size) if rows else None
-    step = step_seconds(shape, machine.gpu, batches.seen(setup) if batches else setup,
-                        link_gb_s=machine.link_gb_s, internode_gb_s=machine.internode_gb_s)
-    if batches: step = replace(step, tokens_per_gpu=batches.tokens / machine.world_size)
+    step = step_seconds(
+        shape,
+        machine.gpu,
+        batches.seen(setup) if batches else setup,
+        link_gb_s=machine.link_gb_s,
+        internode_gb_s=machine.internode_gb_s,
+    )
+    if batches:
+        step = replace(step, tokens_per_gpu=batches.tokens / machine.world_size)
     return Estimate(shape, machine, config, setup, memory(shape, setup), step, batches)
 
 
@@ -102,7 +131,8 @@ def asked_setup(shape: ModelShape, machine: Machine, config: RunConfig) -> Setup
     """The settings on this machine, which decides where trained weights are under CPU offload."""
     setup = setup_from_config(config, machine.world_size, gpus_per_node=machine.gpus)
     on_host = trained_on_host(shape, setup, machine.gpu.memory_gib)
-    if setup.cpu_offload: setup = replace(setup, trained_offload=on_host)
+    if setup.cpu_offload:
+        setup = replace(setup, trained_offload=on_host)
     if config.mlp_tiles == AUTO:
         setup = replace(setup, mlp_tiles=choose_tiles(shape, setup, budget_of(config)))
     return setup
@@ -113,8 +143,9 @@ def budget_of(config: RunConfig) -> float | None:
     return None if config.activation_budget_gib == AUTO else config.activation_budget_gib
 
 
-def with_choices(shape: ModelShape, machine: Machine, config: RunConfig, setup: Setup
-                 ) -> tuple[RunConfig, Setup]:
+def with_choices(
+    shape: ModelShape, machine: Machine, config: RunConfig, setup: Setup
+) -> tuple[RunConfig, Setup]:
     """The settings with what a run chooses by these estimates before its first step.
 
     That is what blocks keep under --activation_budget_gib, and --keep_fp8_weights None.
@@ -125,25 +156,36 @@ def with_choices(shape: ModelShape, machine: Machine, config: RunConfig, setup: 
         config = replace(config, activation_policy=policy, activation_budget_gib=None)
         setup = replace(setup, activation_policy=policy)
     if config.keep_fp8_weights is None and config.compute_dtype == "fp8":
-        within = (((1 - SPARE_SHARE) * machine.memory_gib, attrgetter("total")) if budget is None
-                  else (budget, attrgetter("peak_allocated")))
+        within = (
+            ((1 - SPARE_SHARE) * machine.memory_gib, attrgetter("total"))
+            if budget is None
+            else (budget, attrgetter("peak_allocated"))
+        )
         keeps = keeps_fp8_weights(shape, setup, *within)
-        config, setup = replace(config, keep_fp8_weights=keeps), replace(setup, keep_fp8_weights=keeps)
+        config, setup = (
+            replace(config, keep_fp8_weights=keeps),
+            replace(setup, keep_fp8_weights=keeps),
+        )
     return config, setup
 
 
 def check_question(shape: ModelShape, machine: Machine, config: RunConfig):
     """Refuse what the card or the number of GPUs rules out."""
     if config.compute_dtype == "fp8" and not machine.gpu.fp8_tflops:
-        raise ValueError(f"--compute_dtype fp8: the {machine.gpu.name} has no fp8 products; use bf16")
+        raise ValueError(
+            f"--compute_dtype fp8: the {machine.gpu.name} has no fp8 products; use bf16"
+        )
     check_kept_stay(config, machine.world_size)
     if config.sharding_strategy.startswith("hybrid") and not hybrid_groups(machine, config):
-        raise ValueError(f"--sharding_strategy {config.sharding_strategy} needs 2 or more replicas of "
-                         f"2 or more GPUs; {machine.world_size} GPUs do not divide so")
+        raise ValueError(
+            f"--sharding_strategy {config.sharding_strategy} needs 2 or more replicas of "
+            f"2 or more GPUs; {machine.world_size} GPUs do not divide so"
+        )
 
 
 def hybrid_groups(machine: Machine, config: RunConfig) -> bool:
     """Whether the GPUs divide into two or more shard groups of two or more."""
     world, size = machine.world_size, config.shard_group_size
-    if size == -1: size = machine.gpus if machine.nodes > 1 else world // 2
+    if size == -1:
+        size = machine.gpus if machine.nodes > 1 else world // 2
     return size >= 2 and world % size == 0 and world // size >= 2

@@ -2,6 +2,7 @@
 
 What each part moves is counted in `flops.py` and `passes.py`; here it meets the GPU's rates.
 """
+
 from __future__ import annotations
 
 from collections import Counter
@@ -41,9 +42,10 @@ from .weights import (
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of one optimizer step by part, none hidden behind another."""
+
     parts: dict[str, float]
-    tokens_per_gpu: float      # in one optimizer step
-    calibrated: bool           # False where only the GPU's datasheet is known
+    tokens_per_gpu: float  # in one optimizer step
+    calibrated: bool  # False where only the GPU's datasheet is known
 
     @property
     def total(self) -> float:
@@ -55,16 +57,30 @@ class StepTime:
 
     def table(self) -> str:
         """The parts in lines for people; empty ones are left out."""
-        lines = [f"{name:<14} {seconds:8.3f} s" for name, seconds in self.parts.items()
-                 if seconds >= 0.0005]
+        lines = [
+            f"{name:<14} {seconds:8.3f} s"
+            for name, seconds in self.parts.items()
+            if seconds >= 0.0005
+        ]
         note = "" if self.calibrated else "; uncalibrated: from the GPU's datasheet"
-        return "\n".join(lines + [f"{'step':<14} {self.total:8.3f} s  "
-                                  f"{self.tokens_per_second_per_gpu:,.0f} tok/s per GPU{note}"])
+        return "\n".join(
+            lines
+            + [
+                f"{'step':<14} {self.total:8.3f} s  "
+                f"{self.tokens_per_second_per_gpu:,.0f} tok/s per GPU{note}"
+            ]
+        )
 
 
-def step_seconds(shape: ModelShape, gpu: Gpu, setup: Setup | None = None, *,
-                 link_gb_s: float | None = None, internode_gb_s: float = INTERNODE_GB_S, **changes
-                 ) -> StepTime:
+def step_seconds(
+    shape: ModelShape,
+    gpu: Gpu,
+    setup: Setup | None = None,
+    *,
+    link_gb_s: float | None = None,
+    internode_gb_s: float = INTERNODE_GB_S,
+    **changes,
+) -> StepTime:
     """Predicted time of one optimizer step, with its parts.
 
     Products and attention over their rates, passes over memory over its own, then what transfers and
@@ -73,9 +89,12 @@ def step_seconds(shape: ModelShape, gpu: Gpu, setup: Setup | None = None, *,
     """
     setup = replace(setup or Setup(), **changes)
     link = link_gb_s or gpu.peer_gb_s(setup.node_gpus)
-    if setup.shard_ranks > setup.node_gpus: link = min(link, internode_gb_s)
-    parts = {name: setup.accumulation * seconds
-             for name, seconds in compute_parts(shape, gpu, setup).items()}
+    if setup.shard_ranks > setup.node_gpus:
+        link = min(link, internode_gb_s)
+    parts = {
+        name: setup.accumulation * seconds
+        for name, seconds in compute_parts(shape, gpu, setup).items()
+    }
     transfers = transfer_seconds(shape, gpu, setup, link)
     busy = sum(parts.values()) + sum(transfers)
     waits = max(0.0, setup.accumulation * launch_seconds(shape, setup) - busy)
@@ -93,21 +112,31 @@ def compute_parts(shape: ModelShape, gpu: Gpu, setup: Setup) -> dict[str, float]
     frozen_rate = fp8_rate(gpu) if setup.compute_dtype == "fp8" else rate
     attention = n / attention_rate(gpu, setup)
     copies = gpu.reached_bandwidth_gb_s * 1e9
-    ranks = max(n * flops.adapters / rate,
-                layers * sum(adapter_traffic(shape, setup)) / (copies * constants.RANK_SHARE))
+    ranks = max(
+        n * flops.adapters / rate,
+        layers * sum(adapter_traffic(shape, setup)) / (copies * constants.RANK_SHARE),
+    )
     unpack, logits = unpack_traffic(shape, setup), n * shape.vocab * setup.product_bytes
-    tiles = sum(count * tile_traffic(shape, setup, policy)
-                for policy, count in Counter(setup.policies(shape)).items())
+    tiles = sum(
+        count * tile_traffic(shape, setup, policy)
+        for policy, count in Counter(setup.policies(shape)).items()
+    )
     return dict(
         linears=n * ((flops.linears - flops.head) / frozen_rate + flops.head / rate),
-        attention=flops.attention * attention, adapters=ranks,
-        recompute=n * flops.recompute_linears / frozen_rate + flops.recompute_attention * attention
+        attention=flops.attention * attention,
+        adapters=ranks,
+        recompute=n * flops.recompute_linears / frozen_rate
+        + flops.recompute_attention * attention
         + rerun_seconds(shape, gpu, setup),
-        activations=layers * sum(activation_traffic(shape, setup)) / (copies * constants.COPY_SHARE),
+        activations=layers
+        * sum(activation_traffic(shape, setup))
+        / (copies * constants.COPY_SHARE),
         dequantization=(layers * (2 * sum(unpack.values()) + norm_traffic(shape, setup)) + tiles)
-        / copies * unpack_slowdown(gpu),
+        / copies
+        * unpack_slowdown(gpu),
         quantization=layers * sum(map(sum, quantize_traffic(shape, setup).values())) / copies,
-        loss=7 * logits / copies)  # seven passes of a fused kernel
+        loss=7 * logits / copies,
+    )  # seven passes of a fused kernel
 
 
 def product_rate(gpu: Gpu, setup: Setup) -> float:
@@ -132,24 +161,33 @@ def attention_rate(gpu: Gpu, setup: Setup) -> float:
     """
     length = setup.context_length
     share = constants.ATTENTION_SHARE * length / (length + constants.ATTENTION_RAMP)
-    if gpu.fp8_tflops and gpu.nvlink_gb_s: share /= constants.ATTENTION_TIME.get(setup.attention, 1.0)
+    if gpu.fp8_tflops and gpu.nvlink_gb_s:
+        share /= constants.ATTENTION_TIME.get(setup.attention, 1.0)
     return gpu.reached_tflops * 1e12 * share / (16 if setup.product_bytes == 4 else 1)
 
 
 def unpack_slowdown(gpu: Gpu) -> float:
     """What unpacking takes over what its bytes would: 1, unless it was measured on this card."""
-    if not gpu.measured_unpack_gb_s: return 1.0
+    if not gpu.measured_unpack_gb_s:
+        return 1.0
     return gpu.reached_bandwidth_gb_s * constants.UNPACK_SHARE / gpu.measured_unpack_gb_s
 
 
 def rerun_seconds(shape: ModelShape, gpu: Gpu, setup: Setup) -> float:
     """Seconds of the passes that run again in the backwards of a micro-batch."""
     copies = gpu.reached_bandwidth_gb_s * 1e9
-    share = dict(activations=constants.COPY_SHARE, adapters=constants.RANK_SHARE,
-                 unpack=1 / unpack_slowdown(gpu), quantize=1.0)
+    share = dict(
+        activations=constants.COPY_SHARE,
+        adapters=constants.RANK_SHARE,
+        unpack=1 / unpack_slowdown(gpu),
+        quantize=1.0,
+    )
     counts = Counter(setup.policies(shape))
-    return sum(count * moved / (copies * share[kind]) for policy, count in counts.items()
-               for kind, moved in rerun_traffic(shape, setup, policy).items())
+    return sum(
+        count * moved / (copies * share[kind])
+        for policy, count in counts.items()
+        for kind, moved in rerun_traffic(shape, setup, policy).items()
+    )
 
 
 def block_seconds(shape: ModelShape, gpu: Gpu, setup: Setup) -> tuple[float, float]:
@@ -165,18 +203,24 @@ def launch_seconds(shape: ModelShape, setup: Setup) -> float:
 
     None where CUDA graphs are replayed.
     """
-    if setup.replays(shape): return 0.0
+    if setup.replays(shape):
+        return 0.0
     once = constants.COMPILED_LAUNCH if setup.compile else constants.EAGER_LAUNCH
-    once += constants.ADAPTER_LAUNCH * (len(adapted_linears(shape, setup))
-                                        + len(adapted_experts(shape, setup)))
-    if setup.quant != "none" and not setup.keep_fp8_weights: once += constants.UNPACK_LAUNCH
-    if setup.compute_dtype == "fp8": once += constants.FP8_LAUNCH
+    once += constants.ADAPTER_LAUNCH * (
+        len(adapted_linears(shape, setup)) + len(adapted_experts(shape, setup))
+    )
+    if setup.quant != "none" and not setup.keep_fp8_weights:
+        once += constants.UNPACK_LAUNCH
+    if setup.compute_dtype == "fp8":
+        once += constants.FP8_LAUNCH
     hooks = (1 + setup.resharded) * constants.SHARDED_LAUNCH if setup.sharded else 0.0
     # A compiled backward has what runs again in its graph: a forward's kernels, and no hooks.
     whole = 1.0 if setup.compile else constants.RECOMPUTE_LAUNCH
     again = dict(keep_all=0.0, keep_linears=constants.RERUN_LAUNCH)
-    return sum(count * (once * (3 + again.get(policy, whole)) + hooks)
-               for policy, count in Counter(setup.policies(shape)).items())
+    return sum(
+        count * (once * (3 + again.get(policy, whole)) + hooks)
+        for policy, count in Counter(setup.policies(shape)).items()
+    )
 
 
 def transfer_seconds(shape: ModelShape, gpu: Gpu, setup: Setup, link: float) -> tuple[float, float]:
@@ -185,15 +229,24 @@ def transfer_seconds(shape: ModelShape, gpu: Gpu, setup: Setup, link: float) -> 
     Each micro-batch gathers each unit once, or again for its backward; or only the first does.
     """
     room = block_seconds(shape, gpu, setup)
+
     def one(first: int, again: int):
         return exposed_seconds(shape, gpu, setup, *room, link, (first, again))
+
     first, others = one(1, int(setup.resharded)), setup.accumulation - 1
     again = one(0, 0) if setup.gather_once else first
     return tuple(a + others * b for a, b in zip(first, again, strict=True))
 
 
-def exposed_seconds(shape: ModelShape, gpu: Gpu, setup: Setup, forward: float, backward: float,
-                    link: float, gathers: tuple[int, int]) -> tuple[float, float]:
+def exposed_seconds(
+    shape: ModelShape,
+    gpu: Gpu,
+    setup: Setup,
+    forward: float,
+    backward: float,
+    link: float,
+    gathers: tuple[int, int],
+) -> tuple[float, float]:
     """Seconds of one micro-batch's gathers and reduce-scatters, and of host copies, not hidden.
 
     A unit is gathered while the one before it computes, so what shows is what takes longer than
@@ -212,14 +265,20 @@ def exposed_seconds(shape: ModelShape, gpu: Gpu, setup: Setup, forward: float, b
     moved *= moved_blocks(setup.runs(shape)) / shape.layers
     # One pass over the blocks each: how often a unit is gathered, reduced, and what can hide it.
     # On one GPU blocks stream ahead of their use in both directions (memory/weight_streaming.py).
-    passes = [(gathers[0], 0, forward),
-              (gathers[1], 1, backward * (setup.backward_prefetch or not several))]
+    passes = [
+        (gathers[0], 0, forward),
+        (gathers[1], 1, backward * (setup.backward_prefetch or not several)),
+    ]
     shown, from_host = gathers[0] * (outer * network + gather), gathers[0] * (outer + unit) * pcie
     head = head_bytes(shape, setup)
-    if setup.by_rows:  # the head for the loss, and the rows of all ranks' tokens (memory/vocabulary.py)
+    if (
+        setup.by_rows
+    ):  # the head for the loss, and the rows of all ranks' tokens (memory/vocabulary.py)
         shown += (head + n * setup.tokens * shape.hidden * setup.product_bytes) * network
-    if setup.vocabulary_on_host: from_host += 2 * head / n / (gpu.host_gb_s * 1e9)  # both shards pass
-    if not setup.sharded: passes, shown = [], 0.0
+    if setup.vocabulary_on_host:
+        from_host += 2 * head / n / (gpu.host_gb_s * 1e9)  # both shards pass
+    if not setup.sharded:
+        passes, shown = [], 0.0
     for count, reduces, room in passes:
         transfer = count * gather + reduces * reduce
         shown += shape.layers * (count * copied + max(0.0, transfer - room))
@@ -227,15 +286,18 @@ def exposed_seconds(shape: ModelShape, gpu: Gpu, setup: Setup, forward: float, b
     weights = unit * pcie
     from_host += shape.layers * (
         max(0.0, moved - max(0.0, forward - gathers[0] * weights))
-        + max(0.0, moved - max(0.0, backward - gathers[1] * weights)))
+        + max(0.0, moved - max(0.0, backward - gathers[1] * weights))
+    )
     return shown, from_host
 
 
 def once_per_step(shape: ModelShape, setup: Setup, link: float, internode_gb_s: float) -> float:
     """Seconds of all-reduce at the end: ddp's gradients, or those of the hybrid's replicas."""
     replicas = setup.world_size // setup.shard_ranks
-    if replicas < 2: return 0.0
-    if setup.world_size > setup.node_gpus: link = min(link, internode_gb_s)
+    if replicas < 2:
+        return 0.0
+    if setup.world_size > setup.node_gpus:
+        link = min(link, internode_gb_s)
     size = all_trained(shape, setup, setup.shard_ranks, "" if setup.strategy == "ddp" else "fp32")
     return 2 * (replicas - 1) / replicas * size / (link * 1e9)
 
@@ -248,7 +310,8 @@ def optimizer_seconds(shape: ModelShape, gpu: Gpu, setup: Setup) -> float:
     """
     size = all_trained(shape, setup, setup.shard_ranks)
     own = setup.precision if setup.adapter == "none" else setup.adapter_dtype
-    if trained_on_host(shape, setup): return size / BYTES[own] / constants.HOST_OPTIMIZER_PER_SECOND
+    if trained_on_host(shape, setup):
+        return size / BYTES[own] / constants.HOST_OPTIMIZER_PER_SECOND
     moved = 3 * size + 2 * optimizer_bytes(shape, setup)
     updates = min(trained_tensors(shape, setup), 1 + size / BYTES[own] / TOGETHER)
     launches = updates * constants.OPTIMIZER_LAUNCH * (setup.optimizer in STATE_BYTES)

@@ -3,6 +3,7 @@
 Follows sharding/fsdp.py, which shards rows, and quantization/, which packs them. What is counted
 per trained weight, gradients and optimizer states, follows from the same list.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -13,19 +14,22 @@ from ..catalog.arch import ModelShape
 from .experts import adapted_experts
 from .setup import BYTES, OPTIMIZER_STATES, STATE_BYTES, Setup
 
-BLOCKSIZE = 64         # weights per absmax value (quantization/quantize.py)
+BLOCKSIZE = 64  # weights per absmax value (quantization/quantize.py)
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 
 
 @dataclass(frozen=True)
 class Weight:
     """One parameter as it is stored and sharded: rows on dim 0, padded to whole shards."""
-    kind: str          # the part of the table it belongs to
+
+    kind: str  # the part of the table it belongs to
     rows: int
     row_bytes: float
-    values: int        # numbers per row; 0 where the bytes are packed or frozen
+    values: int  # numbers per row; 0 where the bytes are packed or frozen
     trained: bool
-    by_rows: bool = False  # of the vocabulary, frozen: never gathered by FSDP (memory/vocabulary.py)
+    by_rows: bool = (
+        False  # of the vocabulary, frozen: never gathered by FSDP (memory/vocabulary.py)
+    )
 
     def shard(self, ranks: int) -> float:
         """Bytes of one rank's part."""
@@ -51,23 +55,34 @@ def linear_weights(shape: ModelShape, setup: Setup, part: str = "") -> tuple[Wei
     names = parts[part] if part else shape.linears()
     for name, (out, wide) in names.items():
         weights += stored_linear(name, out, wide, setup)
-        if name in targets: weights += adapter(name, out, wide, setup)
-    if setup.keep_fp8_weights: weights += kept_in_fp8(names, targets, setup)
+        if name in targets:
+            weights += adapter(name, out, wide, setup)
+    if setup.keep_fp8_weights:
+        weights += kept_in_fp8(names, targets, setup)
     for name, length in shape.biases().items():
-        if name not in names: continue
-        if setup.has_lora and (setup.bias == "all" or setup.bias == "lora_only" and name in targets):
+        if name not in names:
+            continue
+        if setup.has_lora and (
+            setup.bias == "all" or setup.bias == "lora_only" and name in targets
+        ):
             weights.append(plain("adapters", length, 1, setup.adapter_dtype, True))
-        else: weights.append(plain("norms", length, 1, setup.dtype(name), setup.trains(name)))
+        else:
+            weights.append(plain("norms", length, 1, setup.dtype(name), setup.trains(name)))
     if part != "attention":
         for name, (out, wide) in shape.expert_linears().items():
             weights += stored_linear(name, shape.experts * out, wide, setup)
             if name in adapted_experts(shape, setup):  # A and B of each, as PEFT lays them
                 rank = shape.experts * setup.rank(name)
-                weights += [plain("adapters", rank, wide, setup.adapter_dtype, True),
-                            plain("adapters", out, rank, setup.adapter_dtype, True)]
+                weights += [
+                    plain("adapters", rank, wide, setup.adapter_dtype, True),
+                    plain("adapters", out, rank, setup.adapter_dtype, True),
+                ]
         if shape.experts:  # the router
-            weights.append(plain("norms", shape.experts, shape.hidden, setup.dtype("gate"),
-                                 setup.trains("gate")))
+            weights.append(
+                plain(
+                    "norms", shape.experts, shape.hidden, setup.dtype("gate"), setup.trains("gate")
+                )
+            )
     return tuple(weights)
 
 
@@ -77,38 +92,54 @@ def stored_linear(name: str, out: int, wide: int, setup: Setup) -> list[Weight]:
         return [plain("linears", out, wide, setup.dtype(name), setup.trains(name))]
     blocks = -(-wide // BLOCKSIZE)
     packed = blocks * BLOCKSIZE * packed_bits(setup.quant) / 8
-    return [Weight("linears", out, packed, 0, False),
-            Weight("absmax", out, scale_bytes(blocks, setup), 0, False)]
+    return [
+        Weight("linears", out, packed, 0, False),
+        Weight("absmax", out, scale_bytes(blocks, setup), 0, False),
+    ]
 
 
 FP8_MULTIPLE = 16  # of rows, and of an adapter's columns in fp8 (../quantization/fp8.py)
 JOINED_RANKS = 64  # of layers of one input whose fp8 products are joined (../adapters/fusion.py)
-FEEDS = dict(q_proj="qkv", k_proj="qkv", v_proj="qkv", gate_proj="mlp", up_proj="mlp")  # share an input
+FEEDS = dict(
+    q_proj="qkv", k_proj="qkv", v_proj="qkv", gate_proj="mlp", up_proj="mlp"
+)  # share an input
 
 
-def kept_in_fp8(linears: dict[str, tuple[int, int]], targets: Iterable[str], setup: Setup
-                ) -> list[Weight]:
+def kept_in_fp8(
+    linears: dict[str, tuple[int, int]], targets: Iterable[str], setup: Setup
+) -> list[Weight]:
     """What fp8 products keep of a block's weights (quantization/kept.py).
 
     W for the forward, W^T for the backward, a scale of each row for either, and the columns of
     adapters, which layers of one input have together where they are joined.
     """
-    kept = {name: size for name, size in linears.items() if not setup.trains(name)
-            and size[1] % BLOCKSIZE == size[0] % FP8_MULTIPLE == 0}
+    kept = {
+        name: size
+        for name, size in linears.items()
+        if not setup.trains(name) and size[1] % BLOCKSIZE == size[0] % FP8_MULTIPLE == 0
+    }
     ranks = {name: setup.rank(name) for name in kept if name in targets}
-    weights = [Weight("fp8", out, 2 * wide + 2 * 4 + fp8_columns(forward_ranks(name, ranks, setup)), 0,
-                      False) for name, (out, wide) in kept.items()]
+    weights = [
+        Weight(
+            "fp8", out, 2 * wide + 2 * 4 + fp8_columns(forward_ranks(name, ranks, setup)), 0, False
+        )
+        for name, (out, wide) in kept.items()
+    ]
     groups: dict[str, tuple[int, int]] = {}  # ranks and inputs of what shares W^T's columns
     for name, rank in ranks.items():
-        if setup.lora_dropout: continue
+        if setup.lora_dropout:
+            continue
         group = FEEDS.get(name, name) if setup.compile else name
         groups[group] = groups.get(group, (0, 0))[0] + rank, kept[name][1]
-    return weights + [Weight("fp8", wide, fp8_columns(rank), 0, False) for rank, wide in groups.values()]
+    return weights + [
+        Weight("fp8", wide, fp8_columns(rank), 0, False) for rank, wide in groups.values()
+    ]
 
 
 def forward_ranks(name: str, ranks: dict[str, int], setup: Setup) -> int:
     """The ranks that a layer's fp8 product has columns of: its own, or those of all of its input."""
-    if name not in ranks: return 0
+    if name not in ranks:
+        return 0
     group = FEEDS.get(name, name)
     together = sum(rank for other, rank in ranks.items() if FEEDS.get(other, other) == group)
     return together if setup.compile and together <= JOINED_RANKS else ranks[name]
@@ -126,7 +157,8 @@ def packed_bits(quant: str) -> int:
 
 def scale_bytes(blocks: int, setup: Setup) -> int:
     """Bytes of a row's scales: one number a block, HQQ has two; in 8 bits a row adds its range."""
-    if setup.quant.startswith("hqq"): return 2 * blocks * setup.absmax_bytes
+    if setup.quant.startswith("hqq"):
+        return 2 * blocks * setup.absmax_bytes
     return blocks * setup.absmax_bytes
 
 
@@ -138,68 +170,94 @@ def as_given(targets):
 def adapter(name: str, out: int, wide: int, setup: Setup) -> list[Weight]:
     """A (R, in) and B (out, R), and DoRA's magnitudes (out,)."""
     rank = setup.rank(name)
-    weights = [plain("adapters", rank, wide, setup.adapter_dtype, True),
-               plain("adapters", out, rank, setup.adapter_dtype, True)]
-    if setup.adapter == "dora": weights.append(plain("adapters", out, 1, setup.adapter_dtype, True))
+    weights = [
+        plain("adapters", rank, wide, setup.adapter_dtype, True),
+        plain("adapters", out, rank, setup.adapter_dtype, True),
+    ]
+    if setup.adapter == "dora":
+        weights.append(plain("adapters", out, 1, setup.adapter_dtype, True))
     return weights
 
 
 @lru_cache(maxsize=16)
 def block_weights(shape: ModelShape, setup: Setup) -> tuple[Weight, ...]:
     """Every weight of one decoder block."""
-    return (*linear_weights(shape, setup),
-            *(plain("norms", width, 1, setup.dtype(name), setup.trains(name))
-              for name, width in shape.norm_weights()))
+    return (
+        *linear_weights(shape, setup),
+        *(
+            plain("norms", width, 1, setup.dtype(name), setup.trains(name))
+            for name, width in shape.norm_weights()
+        ),
+    )
 
 
 @lru_cache(maxsize=16)
 def new_block_weights(shape: ModelShape, setup: Setup) -> tuple[Weight, ...]:
     """Every weight of a block that Llama-Pro adds: trained, in --adapter_dtype, never quantized."""
-    if not shape.new_blocks: return ()
+    if not shape.new_blocks:
+        return ()
     whole = replace(setup, adapter="none", quant="none", precision=setup.adapter_dtype)
     return tuple(replace(weight, kind="adapters") for weight in block_weights(shape, whole))
 
 
 def widest_block(shape: ModelShape, setup: Setup) -> tuple[Weight, ...]:
     """The weights of the block that is largest when it is gathered."""
-    return max(block_weights(shape, setup), new_block_weights(shape, setup),
-               key=lambda weights: gathered(weights, setup))
+    return max(
+        block_weights(shape, setup),
+        new_block_weights(shape, setup),
+        key=lambda weights: gathered(weights, setup),
+    )
 
 
 def average_gathered(shape: ModelShape, setup: Setup) -> float:
     """Gathered bytes of a block, on the average over all."""
     new = shape.new_blocks / shape.layers
-    return ((1 - new) * gathered(block_weights(shape, setup), setup)
-            + new * gathered(new_block_weights(shape, setup), setup))
+    return (1 - new) * gathered(block_weights(shape, setup), setup) + new * gathered(
+        new_block_weights(shape, setup), setup
+    )
 
 
 def average_trained(shape: ModelShape, setup: Setup, ranks: int, dtype: str = "") -> float:
     """Trained bytes of a block in one rank's part, on the average over all; as `trained_bytes`."""
     new = shape.new_blocks / shape.layers
-    return ((1 - new) * trained_bytes(block_weights(shape, setup), ranks, setup, dtype)
-            + new * trained_bytes(new_block_weights(shape, setup), ranks, setup, dtype))
+    return (1 - new) * trained_bytes(
+        block_weights(shape, setup), ranks, setup, dtype
+    ) + new * trained_bytes(new_block_weights(shape, setup), ranks, setup, dtype)
 
 
 def most_trained(shape: ModelShape, setup: Setup, dtype: str = "") -> float:
     """Trained bytes of the block with most of them, whole."""
-    return max(trained_bytes(weights(shape, setup), 1, setup, dtype)
-               for weights in (block_weights, new_block_weights))
+    return max(
+        trained_bytes(weights(shape, setup), 1, setup, dtype)
+        for weights in (block_weights, new_block_weights)
+    )
 
 
 def embedding_weights(shape: ModelShape, setup: Setup) -> list[Weight]:
     """The embedding's unit: empty where the head shares it, for then it is the root's."""
-    if shape.tied: return []
-    return [plain("embedding", shape.vocab, shape.hidden, setup.dtype(EMBEDDING),
-                  setup.trains(EMBEDDING))]
+    if shape.tied:
+        return []
+    return [
+        plain(
+            "embedding", shape.vocab, shape.hidden, setup.dtype(EMBEDDING), setup.trains(EMBEDDING)
+        )
+    ]
 
 
 def root_weights(shape: ModelShape, setup: Setup) -> list[Weight]:
     """What is left to the root: the final norm, and the head or the tied embedding."""
     end = EMBEDDING if shape.tied and setup.trains(EMBEDDING) else HEAD
-    weights = [plain("embedding" if shape.tied else "head", shape.vocab, shape.hidden,
-                     setup.dtype(end), setup.trains(end)),
-               *[plain("norms", shape.hidden, 1, setup.dtype("norm"), setup.trains("norm"))]
-               * shape.traits.norm_parts]
+    weights = [
+        plain(
+            "embedding" if shape.tied else "head",
+            shape.vocab,
+            shape.hidden,
+            setup.dtype(end),
+            setup.trains(end),
+        ),
+        *[plain("norms", shape.hidden, 1, setup.dtype("norm"), setup.trains("norm"))]
+        * shape.traits.norm_parts,
+    ]
     if rows := shape.learned_positions:
         weights.append(plain("norms", rows, shape.hidden, setup.dtype("wpe"), setup.trains("wpe")))
     if setup.has_lora and "lm_head" in shape.targets(as_given(setup.targets)):
@@ -213,13 +271,18 @@ def all_weights(shape: ModelShape, setup: Setup) -> list[tuple[Weight, int]]:
     adapted = shape.layers if setup.blocks_adapted is None else setup.blocks_adapted
     base = shape.layers - shape.new_blocks
     blocks = [(w, adapted if w.kind == "adapters" else base) for w in block_weights(shape, setup)]
-    return blocks + [(w, shape.new_blocks) for w in new_block_weights(shape, setup)] + [
-        (w, 1) for w in outer]
+    return (
+        blocks
+        + [(w, shape.new_blocks) for w in new_block_weights(shape, setup)]
+        + [(w, 1) for w in outer]
+    )
 
 
 def resident_bytes(shape: ModelShape, setup: Setup, host: bool = False) -> dict[str, float]:
     """Stored weights of one rank by kind: those on the GPU, or those in host memory."""
-    found = dict.fromkeys(("linears", "absmax", "fp8", "embedding", "head", "norms", "adapters"), 0.0)
+    found = dict.fromkeys(
+        ("linears", "absmax", "fp8", "embedding", "head", "norms", "adapters"), 0.0
+    )
     trained = trained_on_host(shape, setup)
     for weight, count in all_weights(shape, setup):
         if on_host(weight, setup, trained) == host:
@@ -242,28 +305,42 @@ def optimizer_bytes(shape: ModelShape, setup: Setup) -> float:
 
 def all_trained(shape: ModelShape, setup: Setup, ranks: int, dtype: str = "") -> float:
     """`trained_bytes` of the whole model."""
-    return trained_share(shape, setup) * sum(count * trained_bytes([weight], ranks, setup, dtype)
-                                             for weight, count in all_weights(shape, setup))
+    return trained_share(shape, setup) * sum(
+        count * trained_bytes([weight], ranks, setup, dtype)
+        for weight, count in all_weights(shape, setup)
+    )
 
 
 def trained_share(shape: ModelShape, setup: Setup) -> float:
     """Of the weights, those that --trained_modules trains; 1 where it names none, or unknown ones."""
-    if not setup.only_modules: return 1.0
-    block, outer = shape.block_params(), dict(embed_tokens=shape.params()["embedding"],
-                                              lm_head=shape.params()["head"], norm=shape.hidden)
+    if not setup.only_modules:
+        return 1.0
+    block, outer = (
+        shape.block_params(),
+        dict(
+            embed_tokens=shape.params()["embedding"],
+            lm_head=shape.params()["head"],
+            norm=shape.hidden,
+        ),
+    )
     parts = {name: out * wide for name, (out, wide) in shape.linears().items()}
-    parts |= dict(shape.norm_weights()) | dict(self_attn=sum(
-        out * wide for out, wide in shape.attention_linears().values()))
+    parts |= dict(shape.norm_weights()) | dict(
+        self_attn=sum(out * wide for out, wide in shape.attention_linears().values())
+    )
     parts |= dict.fromkeys(("mlp", "experts"), block["linears"] - parts["self_attn"])
     whole, trained = set(), 0
     for name in setup.only_modules:
         number, _, part = name.removeprefix("model.").removeprefix("layers.").partition(".")
-        if number.isdecimal() and not part: whole.add(number)
+        if number.isdecimal() and not part:
+            whole.add(number)
         elif number.isdecimal() and part.rsplit(".", 1)[-1] in parts:
             trained += parts[part.rsplit(".", 1)[-1]]
-        elif (last := name.rsplit(".", 1)[-1]) in outer: trained += outer[last]
-        elif last in parts: trained += shape.layers * parts[last]
-        else: return 1.0
+        elif (last := name.rsplit(".", 1)[-1]) in outer:
+            trained += outer[last]
+        elif last in parts:
+            trained += shape.layers * parts[last]
+        else:
+            return 1.0
     return min(1.0, (trained + len(whole) * sum(block.values())) / shape.total_params())
 
 
@@ -274,13 +351,15 @@ def trained_tensors(shape: ModelShape, setup: Setup) -> int:
 
 def gathered(weights: Iterable[Weight], setup: Setup) -> float:
     """Bytes of a unit after its all-gather; 0 where FSDP does not own the weights."""
-    if not setup.sharded: return 0.0
+    if not setup.sharded:
+        return 0.0
     return sum(setup.shard_ranks * w.shard(setup.shard_ranks) for w in weights if not w.by_rows)
 
 
 def head_bytes(shape: ModelShape, setup: Setup) -> float:
     """The head whole, as the loss gathers or fetches it; 0 where every GPU holds it, or FSDP gathers."""
-    if not (setup.by_rows or setup.vocabulary_on_host) or trains_head(shape, setup): return 0.0
+    if not (setup.by_rows or setup.vocabulary_on_host) or trains_head(shape, setup):
+        return 0.0
     return shape.vocab * shape.hidden * BYTES[setup.precision]
 
 
@@ -292,21 +371,28 @@ def trains_head(shape: ModelShape, setup: Setup) -> bool:
 def cast_head_bytes(shape: ModelShape, setup: Setup) -> float:
     """A trained head as the loss multiplies with it, if it is stored in another dtype."""
     cast = setup.adapter != "none" and setup.adapter_dtype != setup.precision
-    return shape.vocab * shape.hidden * BYTES[setup.precision] * (cast and trains_head(shape, setup))
+    return (
+        shape.vocab * shape.hidden * BYTES[setup.precision] * (cast and trains_head(shape, setup))
+    )
 
 
-TRAINED_SHARE = 1 / 8  # of a GPU that trained weights may take before they are offloaded (../build.py)
+TRAINED_SHARE = (
+    1 / 8
+)  # of a GPU that trained weights may take before they are offloaded (../build.py)
 
 
 def trained_on_host(shape: ModelShape, setup: Setup, gpu_memory_gib: float = 79.1) -> bool:
     """Whether trained weights, gradients and optimizer states are offloaded with the others."""
-    if not setup.cpu_offload or setup.trained_offload is False: return False
-    if setup.trained_offload or setup.adapter == "none": return True
+    if not setup.cpu_offload or setup.trained_offload is False:
+        return False
+    if setup.trained_offload or setup.adapter == "none":
+        return True
     taken = 2 * all_trained(shape, setup, setup.shard_ranks) + optimizer_bytes(shape, setup)
     return taken / 2**30 > TRAINED_SHARE * gpu_memory_gib
 
 
 def on_host(weight: Weight, setup: Setup, trained: bool) -> bool:
     """Whether a weight's shard waits in host memory; `trained`, whether those that are trained do."""
-    if weight.by_rows: return setup.vocabulary_on_host
+    if weight.by_rows:
+        return setup.vocabulary_on_host
     return trained if weight.trained else setup.cpu_offload

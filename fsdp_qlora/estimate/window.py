@@ -2,6 +2,7 @@
 
 Follows sharding/fsdp.py and training/step.py. Both are counted once for all mixes of policies.
 """
+
 from __future__ import annotations
 
 from ..catalog.arch import ModelShape
@@ -63,7 +64,8 @@ class Window:
 
     def all_blocks(self, resharded: float) -> float:
         """The root, and all that was gathered before, or what is left of it where it is freed."""
-        if self.setup.resharded: return self.root + resharded
+        if self.setup.resharded:
+            return self.root + resharded
         return self.root + self.embedding + self.layers * self.average
 
     def in_backward(self, block: int) -> float:
@@ -81,7 +83,8 @@ class Window:
         ahead = self.next
         if block == 0 and setup.wrap_policy != "attention_mlp":
             ahead = self.embedding if setup.trains(EMBEDDING) else 0.0
-        if not self.flat: return self.root + self.unit + (self.streamed if block else 0.0)
+        if not self.flat:
+            return self.root + self.unit + (self.streamed if block else 0.0)
         return self.root + self.unit + ahead * setup.backward_prefetch
 
 
@@ -91,8 +94,10 @@ def unit_bytes(shape: ModelShape, setup: Setup) -> tuple[float, float]:
     A block is one unit, or its MLP and its attention are two. `min_params` is taken as `block`.
     """
     if setup.wrap_policy == "attention_mlp":
-        return (gathered(linear_weights(shape, setup, "mlp"), setup),
-                gathered(linear_weights(shape, setup, "attention"), setup))
+        return (
+            gathered(linear_weights(shape, setup, "mlp"), setup),
+            gathered(linear_weights(shape, setup, "attention"), setup),
+        )
     block = gathered(widest_block(shape, setup), setup)
     return block, block
 
@@ -118,5 +123,7 @@ class Gradients:
     def in_backward(self, block: int) -> float:
         """Alive when the backward has come to `block`: those of the blocks after it, and the root's."""
         later = self.last - block
-        new = 0.0 if self.stay else min(later * self.block, self.whole)  # chosen blocks may come first
+        new = (
+            0.0 if self.stay else min(later * self.block, self.whole)
+        )  # chosen blocks may come first
         return self.held + new + (self.reduced if later else 0.0) + self.root

@@ -3,6 +3,7 @@
 Modules, each importing only from those before it: card, generation, save, adapter_folder,
 trained_base, merge_base, merged_files, merge, convert, serving, hub.
 """
+
 from .save import (
     RUN_FILE,
     ShardWriter,
@@ -12,5 +13,9 @@ from .save import (
 )
 
 __all__ = [
-    "RUN_FILE", "ShardWriter", "save_peft_config", "save_trained", "trained_bytes",
+    "RUN_FILE",
+    "ShardWriter",
+    "save_peft_config",
+    "save_trained",
+    "trained_bytes",
 ]

@@ -6,6 +6,7 @@ https://huggingface.co/docs/peft/developer_guides/checkpoint
 
 Shapes: I inputs, O outputs, R rank.  W (O, I), or (I, O) if transposed; A (R, I), B (O, R)
 """
+
 from __future__ import annotations
 
 import math
@@ -27,36 +28,67 @@ from ..reading import from_json
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 
 # Fields of a LoraConfig whose meaning is honoured here, and those that matter in training only.
-HONOURED = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "bias",
-            "lora_bias", "fan_in_fan_out", "modules_to_save", "target_modules", "target_parameters",
-            "init_lora_weights", "ensure_weight_tying"}
-TRAINING_ONLY = {"peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path",
-                 "revision", "inference_mode", "lora_dropout", "exclude_modules", "megatron_core",
-                 "layers_to_transform", "layers_pattern", "loftq_config", "eva_config",
-                 "runtime_config", "qalora_group_size"}
+HONOURED = {
+    "r",
+    "lora_alpha",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "use_dora",
+    "bias",
+    "lora_bias",
+    "fan_in_fan_out",
+    "modules_to_save",
+    "target_modules",
+    "target_parameters",
+    "init_lora_weights",
+    "ensure_weight_tying",
+}
+TRAINING_ONLY = {
+    "peft_type",
+    "task_type",
+    "peft_version",
+    "auto_mapping",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "lora_dropout",
+    "exclude_modules",
+    "megatron_core",
+    "layers_to_transform",
+    "layers_pattern",
+    "loftq_config",
+    "eva_config",
+    "runtime_config",
+    "qalora_group_size",
+}
 # Other ways to begin change the base too, which the saved adapter alone does not tell.
 INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
-PART = re.compile(r"(?P<module>.+)\.(?:lora_(?P<linear>[AB])\.weight|lora_embedding_(?P<embedding>[AB])"
-                  r"|(?P<bias>lora_B\.bias)|(?P<magnitude>lora_magnitude_vector(?:\.weight)?))")
+PART = re.compile(
+    r"(?P<module>.+)\.(?:lora_(?P<linear>[AB])\.weight|lora_embedding_(?P<embedding>[AB])"
+    r"|(?P<bias>lora_B\.bias)|(?P<magnitude>lora_magnitude_vector(?:\.weight)?))"
+)
 
 
 @dataclass
 class Change:
     """What an adapter does to one tensor of the base; strings are names in the adapter's file."""
+
     module: str
     replacement: str | None = None  # the tensor was trained whole
     parts: dict[str, str] = field(default_factory=dict)  # A, B and magnitude of a weight
-    added: str | None = None        # a bias of B, added to the base's
+    added: str | None = None  # a bias of B, added to the base's
     embedding: bool = False
-    experts: int = 0                # whose weights lie below each other, expert by expert
-    first_row: int = 0              # of them that the tensor holds
+    experts: int = 0  # whose weights lie below each other, expert by expert
+    first_row: int = 0  # of them that the tensor holds
     scaling: float = 1.0
 
 
 @dataclass
 class Delta:
     """A low-rank change in fp32: scaling B A, and DoRA's magnitude (O,) if there is one."""
+
     a: Tensor
     b: Tensor
     scaling: float
@@ -70,19 +102,24 @@ class Delta:
 
     def apply(self, rows: Tensor, start: int, stop: int) -> Tensor:
         """Rows (start, stop) of the weight, changed. DoRA is arXiv:2402.09353, as PEFT computes it."""
-        if self.transposed: change = (self.b @ self.a[:, start:stop]).t()
-        else: change = self.b[start:stop] @ self.a
+        if self.transposed:
+            change = (self.b @ self.a[:, start:stop]).t()
+        else:
+            change = self.b[start:stop] @ self.a
         rows = rows + change * self.scaling
-        if self.magnitude is None: return rows
-        if self.transposed: return rows * (self.magnitude / torch.linalg.norm(rows, dim=0))
+        if self.magnitude is None:
+            return rows
+        if self.transposed:
+            return rows * (self.magnitude / torch.linalg.norm(rows, dim=0))
         return rows * (self.magnitude[start:stop] / torch.linalg.norm(rows, dim=1))[:, None]
 
 
 @dataclass
 class ExpertsDelta:
     """A low-rank change of each expert in fp32, for a tensor of all, or of rows of one of them."""
-    a: Tensor           # (E, R, I)
-    b: Tensor           # (E, O, R)
+
+    a: Tensor  # (E, R, I)
+    b: Tensor  # (E, O, R)
     scaling: float
     first_row: int = 0  # of all E O that the tensor holds
     needs_all_rows = False
@@ -92,12 +129,15 @@ class ExpertsDelta:
         if rows.dim() == 3:
             return torch.baddbmm(rows, self.b[start:stop], self.a[start:stop], alpha=self.scaling)
         expert, row = divmod(self.first_row + start, self.b.shape[1])
-        return torch.addmm(rows, self.b[expert, row:row + len(rows)], self.a[expert], alpha=self.scaling)
+        return torch.addmm(
+            rows, self.b[expert, row : row + len(rows)], self.a[expert], alpha=self.scaling
+        )
 
 
 @dataclass
 class Shift:
     """What is added to a bias."""
+
     by: Tensor
     needs_all_rows = False
 
@@ -115,8 +155,10 @@ class AdapterFolder:
         try:
             self.file = safe_open(self.folder / WEIGHTS_FILE, framework="pt")
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"--adapter_folder {folder}: {WEIGHTS_FILE} can't be read "
-                             f"({first_line(error)}); save the adapter again") from error
+            raise ValueError(
+                f"--adapter_folder {folder}: {WEIGHTS_FILE} can't be read "
+                f"({first_line(error)}); save the adapter again"
+            ) from error
         self.changes = self.read_changes()
 
     def tensor(self, key: str) -> Tensor:
@@ -132,15 +174,18 @@ class AdapterFolder:
     def read_changes(self) -> dict[str, Change]:
         """Name of a base tensor, as the model has it -> its change. Every tensor is used once."""
         changes: dict[str, Change] = {}
+
         def change_of(module: str, leaf: str) -> Change:
             return changes.setdefault(f"{module}.{leaf}", Change(module))
+
         for key in self.file.keys():
             name = key.removeprefix("base_model.model.")
             if found := PART.fullmatch(name):
                 module, kind = found["module"], found["linear"] or found["embedding"]
                 if parameter := self.wrapped_parameter(module):
                     changes.setdefault(parameter, Change(parameter, experts=1)).parts[kind] = key
-                elif found["bias"]: change_of(module, "bias").added = key
+                elif found["bias"]:
+                    change_of(module, "bias").added = key
                 else:
                     change = change_of(module, "weight")
                     change.parts[kind or "magnitude"] = key
@@ -149,10 +194,13 @@ class AdapterFolder:
                 module, _, leaf = name.replace(".base_layer.", ".").rpartition(".")
                 module = module.removesuffix(".modules_to_save")
                 if "lora_" in name or leaf not in ("weight", "bias"):
-                    self.refuse(f"it holds {key}, which is no part of an adapter known here; merge it "
-                                "with PEFT's merge_and_unload")
+                    self.refuse(
+                        f"it holds {key}, which is no part of an adapter known here; merge it "
+                        "with PEFT's merge_and_unload"
+                    )
                 change_of(module, leaf).replacement = key
-        for change in changes.values(): self.complete(change)
+        for change in changes.values():
+            self.complete(change)
         return changes
 
     def wrapped_parameter(self, module: str) -> str | None:
@@ -161,12 +209,19 @@ class AdapterFolder:
         The last of those adapted is outermost (../adapters/experts.py).
         """
         owner, targets = module.replace(".base_layer", ""), self.config["target_modules"] or ()
-        is_module = bool(re.fullmatch(targets, owner)) if isinstance(targets, str) else any(
-            is_target(owner, target) for target in targets)
+        is_module = (
+            bool(re.fullmatch(targets, owner))
+            if isinstance(targets, str)
+            else any(is_target(owner, target) for target in targets)
+        )
         ends = self.config["target_parameters"] or ()
-        adapted = [name for name in (f"{owner}.{stack}" for stack in STACKS)
-                   if any(is_target(name, end) for end in ends)]
-        if is_module or not adapted: return None
+        adapted = [
+            name
+            for name in (f"{owner}.{stack}" for stack in STACKS)
+            if any(is_target(name, end) for end in ends)
+        ]
+        if is_module or not adapted:
+            return None
         depth = module.count(".base_layer")
         if depth >= len(adapted):
             self.refuse(f"{module} wraps more than {CONFIG_FILE} says; save it again")
@@ -174,13 +229,15 @@ class AdapterFolder:
 
     def complete(self, change: Change):
         """Check that a change has its parts, and find its scaling."""
-        if not change.parts and not change.added: return
+        if not change.parts and not change.added:
+            return
         rank = self.config["rank_pattern"]
         rank = rank.get(get_pattern_key(rank.keys(), change.module), self.config["r"])
         alpha = self.config["alpha_pattern"]
         alpha = alpha.get(get_pattern_key(alpha.keys(), change.module), self.config["lora_alpha"])
-        change.scaling = alpha / (rank ** 0.5 if self.config["use_rslora"] else rank)
-        if not change.parts: return
+        change.scaling = alpha / (rank**0.5 if self.config["use_rslora"] else rank)
+        if not change.parts:
+            return
         wanted = {"A", "B"} | ({"magnitude"} if self.config["use_dora"] else set())
         if missing := wanted ^ set(change.parts):
             what = "lacks" if missing <= wanted else "has, without use_dora,"
@@ -188,23 +245,31 @@ class AdapterFolder:
         if change.embedding and "magnitude" in change.parts:
             self.refuse(f"{change.module} is an embedding with DoRA, which can't be merged here")
         stored = self.shape(change.parts["A"])[0], self.shape(change.parts["B"])[1]
-        if change.experts: change.experts, rank = stored[0] // rank, stored[0] // rank * rank
+        if change.experts:
+            change.experts, rank = stored[0] // rank, stored[0] // rank * rank
         if stored != (rank, rank):
-            self.refuse(f"{change.module} has rank {stored[0]} in A and {stored[1]} in B, and "
-                        f"{CONFIG_FILE} says {rank}; the two files are of different adapters")
+            self.refuse(
+                f"{change.module} has rank {stored[0]} in A and {stored[1]} in B, and "
+                f"{CONFIG_FILE} says {rank}; the two files are of different adapters"
+            )
 
     def effect(self, change: Change, shape: tuple[int, ...]) -> Delta | Shift | None:
         """What a change does to the base's values, if it does not only replace them."""
-        if change.added: return Shift(self.tensor(change.added) * change.scaling)
-        if change.experts: return self.experts_delta(change)
+        if change.added:
+            return Shift(self.tensor(change.added) * change.scaling)
+        if change.experts:
+            return self.experts_delta(change)
         return self.delta(change, shape) if change.parts else None
 
     def experts_delta(self, change: Change) -> ExpertsDelta:
         """The low-rank changes of all experts; PEFT's B has an expert's columns apart."""
         a, b = (self.tensor(change.parts[kind]) for kind in "AB")
-        return ExpertsDelta(a.unflatten(0, (change.experts, -1)),
-                            b.unflatten(1, (-1, change.experts)).permute(2, 0, 1), change.scaling,
-                            change.first_row)
+        return ExpertsDelta(
+            a.unflatten(0, (change.experts, -1)),
+            b.unflatten(1, (-1, change.experts)).permute(2, 0, 1),
+            change.scaling,
+            change.first_row,
+        )
 
     def check_shape(self, change: Change, shape: tuple[int, ...]):
         """Refuse a change of a tensor of another shape."""
@@ -213,15 +278,18 @@ class AdapterFolder:
             return
         out, wide = self.shape(change.parts["B"])[0], self.shape(change.parts["A"])[1]
         if len(shape) == 3 and shape != (change.experts, out, wide) or shape[-1] != wide:
-            self.refuse(f"{change.module} is for {change.experts} experts of shape {(out, wide)}, and "
-                        f"the base has {shape}; give the model that the adapter was trained on")
+            self.refuse(
+                f"{change.module} is for {change.experts} experts of shape {(out, wide)}, and "
+                f"the base has {shape}; give the model that the adapter was trained on"
+            )
 
     def delta(self, change: Change, shape: tuple[int, ...]) -> Delta:
         """The low-rank change of a weight of `shape`."""
         parts = {kind: self.tensor(key) for kind, key in change.parts.items()}
         magnitude = parts["magnitude"].flatten() if "magnitude" in parts else None
-        return Delta(parts["A"], parts["B"], change.scaling, magnitude,
-                     self.is_transposed(change, shape))
+        return Delta(
+            parts["A"], parts["B"], change.scaling, magnitude, self.is_transposed(change, shape)
+        )
 
     def is_transposed(self, change: Change, shape: tuple[int, ...]) -> bool:
         """Whether a weight of `shape` is (I, O), as GPT-2's are; a square one as fan_in_fan_out says.
@@ -233,8 +301,10 @@ class AdapterFolder:
         square = plain[0] == plain[1] and bool(self.config["fan_in_fan_out"])
         transposed = change.embedding or square or shape != plain
         if shape != (plain[::-1] if transposed else plain):
-            self.refuse(f"{change.module} is for a weight of shape {plain}, and the base's is {shape}; "
-                        "give the model that the adapter was trained on")
+            self.refuse(
+                f"{change.module} is for a weight of shape {plain}, and the base's is {shape}; "
+                "give the model that the adapter was trained on"
+            )
         return transposed
 
 
@@ -242,8 +312,10 @@ def read_adapter_config(folder: Path) -> dict:
     """adapter_config.json with PEFT's defaults for what it leaves out. Raises ValueError."""
     path = folder / CONFIG_FILE
     if not path.is_file():
-        raise ValueError(f"--adapter_folder {folder}: no {CONFIG_FILE} there; give the folder that "
-                         "training saved, such as output/adapter")
+        raise ValueError(
+            f"--adapter_folder {folder}: no {CONFIG_FILE} there; give the folder that "
+            "training saved, such as output/adapter"
+        )
     try:
         config = from_json(path.read_text())
         if config.get("peft_type") != "LORA":
@@ -251,21 +323,43 @@ def read_adapter_config(folder: Path) -> dict:
         config = {**LoraConfig().to_dict(), **config}
         check_values(config)
     except (ValueError, AttributeError) as error:
-        raise ValueError(f"--adapter_folder {folder}: {CONFIG_FILE}: {first_line(error)}") from error
+        raise ValueError(
+            f"--adapter_folder {folder}: {CONFIG_FILE}: {first_line(error)}"
+        ) from error
     return config
 
 
 def check_values(config: dict):
     """Refuse a value of adapter_config.json of another kind than the field takes. Raises ValueError."""
-    def whole(value) -> bool: return type(value) is int and value > 0
-    def number(value) -> bool: return type(value) in (int, float) and math.isfinite(value)
-    def text(value) -> bool: return isinstance(value, str | None)
-    def names(value) -> bool: return isinstance(value, str | list | None)
-    def by_name(kind): return lambda value: isinstance(value or {}, dict) and all(
-        map(kind, (value or {}).values()))
-    kinds = dict(r=whole, lora_alpha=number, rank_pattern=by_name(whole), alpha_pattern=by_name(number),
-                 base_model_name_or_path=text, revision=text, target_modules=names,
-                 target_parameters=names, modules_to_save=names)
+
+    def whole(value) -> bool:
+        return type(value) is int and value > 0
+
+    def number(value) -> bool:
+        return type(value) in (int, float) and math.isfinite(value)
+
+    def text(value) -> bool:
+        return isinstance(value, str | None)
+
+    def names(value) -> bool:
+        return isinstance(value, str | list | None)
+
+    def by_name(kind):
+        return lambda value: (
+            isinstance(value or {}, dict) and all(map(kind, (value or {}).values()))
+        )
+
+    kinds = dict(
+        r=whole,
+        lora_alpha=number,
+        rank_pattern=by_name(whole),
+        alpha_pattern=by_name(number),
+        base_model_name_or_path=text,
+        revision=text,
+        target_modules=names,
+        target_parameters=names,
+        modules_to_save=names,
+    )
     for name, fits in kinds.items():
         if not fits(config.get(name)):
             raise ValueError(f"{name} can't be {config[name]!r}; save the adapter again")
@@ -275,13 +369,18 @@ def check_supported(folder: Path, config: dict):
     """Refuse a setting that changes the result in a way not known here, naming it."""
     defaults = LoraConfig().to_dict()
     for name, value in config.items():
-        if name in HONOURED | TRAINING_ONLY or not value or value == defaults.get(name): continue
-        raise ValueError(f"--adapter_folder {folder}: {CONFIG_FILE} sets {name}, which can't be merged "
-                         "here; use PEFT's merge_and_unload")
+        if name in HONOURED | TRAINING_ONLY or not value or value == defaults.get(name):
+            continue
+        raise ValueError(
+            f"--adapter_folder {folder}: {CONFIG_FILE} sets {name}, which can't be merged "
+            "here; use PEFT's merge_and_unload"
+        )
     if config["init_lora_weights"] not in INITS:
-        raise ValueError(f"--adapter_folder {folder}: it began as {config['init_lora_weights']}, which "
-                         "also changed the base; save it with PEFT's "
-                         "path_initial_model_for_weight_conversion first")
+        raise ValueError(
+            f"--adapter_folder {folder}: it began as {config['init_lora_weights']}, which "
+            "also changed the base; save it with PEFT's "
+            "path_initial_model_for_weight_conversion first"
+        )
 
 
 def base_of(folder: str | Path | None) -> tuple[str, str | None]:

@@ -3,6 +3,7 @@
 A model card as the Hugging Face hub reads it (https://huggingface.co/docs/hub/model-cards). It is for
 others, so it names no folder of this machine and no secret.
 """
+
 from __future__ import annotations
 
 from dataclasses import asdict, fields
@@ -21,10 +22,30 @@ from ..redact import redact_all, without_folders
 
 CARD_FILE = "README.md"
 PACKAGES = ("fsdp_qlora", "torch", "transformers", "peft", "bitsandbytes")
-NOT_SHOWN = {"model_name", "revision", "dataset", "dataset_split", "output_dir", "data_cache", "resume",
-             "log_to", "verbose", "device", "name", "group", "entity", "project_name", "master_addr",
-             "master_port", "world_size", "loading_workers", "preview", "quantized_cache",
-             "log_every", "price_per_hour"}
+NOT_SHOWN = {
+    "model_name",
+    "revision",
+    "dataset",
+    "dataset_split",
+    "output_dir",
+    "data_cache",
+    "resume",
+    "log_to",
+    "verbose",
+    "device",
+    "name",
+    "group",
+    "entity",
+    "project_name",
+    "master_addr",
+    "master_port",
+    "world_size",
+    "loading_workers",
+    "preview",
+    "quantized_cache",
+    "log_every",
+    "price_per_hour",
+}
 
 
 def run_record(config: RunConfig, data_digest: str, device_name: str, ranks: int) -> dict:
@@ -35,13 +56,18 @@ def run_record(config: RunConfig, data_digest: str, device_name: str, ranks: int
             packages[package] = version(package)
         except PackageNotFoundError:
             continue
-    about = dict(data_sha256=data_digest, hardware=f"{ranks} x {device_name}", packages=packages,
-                 date=datetime.now(UTC).date().isoformat())
+    about = dict(
+        data_sha256=data_digest,
+        hardware=f"{ranks} x {device_name}",
+        packages=packages,
+        date=datetime.now(UTC).date().isoformat(),
+    )
     return redact_all(asdict(config) | {"about": about})
 
 
-def write_card(folder: Path, run: dict, metrics: Path | None = None, *,
-               merged: tuple[Path, str] | None = None):
+def write_card(
+    folder: Path, run: dict, metrics: Path | None = None, *, merged: tuple[Path, str] | None = None
+):
     """README.md of `folder`, from the settings of its run and the figures in a metrics.jsonl.
 
     merged: the adapter's folder and the base in words, if `folder` is what a merge made of them.
@@ -57,16 +83,37 @@ def card_text(run: dict, adapter: dict, lines: list[dict], merged_base: str | No
     is_hub_name = base == run["model_name"] and base.count("/") == 1
     kind = f"{adapter_kind(adapter)} of" if adapter else "All weights of"
     is_adapter = bool(adapter) and not merged_base
-    data = ModelCardData(base_model=base if is_hub_name else None,
-                         library_name="peft" if is_adapter else "transformers",
-                         tags=["fsdp_qlora", *(["lora"] if adapter else [])],
-                         pipeline_tag="text-generation")
+    data = ModelCardData(
+        base_model=base if is_hub_name else None,
+        library_name="peft" if is_adapter else "transformers",
+        tags=["fsdp_qlora", *(["lora"] if adapter else [])],
+        pipeline_tag="text-generation",
+    )
     rows = facts(run, base) | figures(lines) | ({"merged into": merged_base} if merged_base else {})
-    return "\n".join([
-        "---", data.to_yaml(), "---", "", f"# {base}, fine-tuned", "",
-        f"{kind} {base}, trained with fsdp_qlora{' and merged' if merged_base else ''}.", "",
-        *table(rows), "", "## Settings that differ from the defaults", "", *table(changed(run)), "",
-        "## Use", "", "```python", *usage(base, is_adapter), "```", ""])
+    return "\n".join(
+        [
+            "---",
+            data.to_yaml(),
+            "---",
+            "",
+            f"# {base}, fine-tuned",
+            "",
+            f"{kind} {base}, trained with fsdp_qlora{' and merged' if merged_base else ''}.",
+            "",
+            *table(rows),
+            "",
+            "## Settings that differ from the defaults",
+            "",
+            *table(changed(run)),
+            "",
+            "## Use",
+            "",
+            "```python",
+            *usage(base, is_adapter),
+            "```",
+            "",
+        ]
+    )
 
 
 def adapter_kind(adapter: dict) -> str:
@@ -81,34 +128,48 @@ def facts(run: dict, base: str) -> dict:
     """Where the weights come from."""
     about = run.get("about", {})
     packages = ", ".join(f"{name} {number}" for name, number in about.get("packages", {}).items())
-    rows = {"base": base, "revision": run.get("revision"), "base weights in training": run.get("quant"),
-            "the adapter is for": fits(run),
-            "data": without_folders(run["dataset"]),
-            "sha256 of the tokenized rows": about.get("data_sha256"),
-            "hardware": about.get("hardware"), "software": packages, "date": about.get("date")}
+    rows = {
+        "base": base,
+        "revision": run.get("revision"),
+        "base weights in training": run.get("quant"),
+        "the adapter is for": fits(run),
+        "data": without_folders(run["dataset"]),
+        "sha256 of the tokenized rows": about.get("data_sha256"),
+        "hardware": about.get("hardware"),
+        "software": packages,
+        "date": about.get("date"),
+    }
     return {name: value for name, value in rows.items() if value}
 
 
 def fits(run: dict) -> str | None:
     """Which form of the base an adapter goes with, where that is not plain from its kind."""
     kind, quant = run.get("init_lora_weights", "default"), run.get("quant")
-    if kind == "default" or run.get("adapter") == "none": return None
-    if not Start(kind, run.get("loftq_iter", 1)).changes_base: return f"the base rounded to {quant}"
-    if quant == "none": return "the original weights"
-    return ("the original weights; in training all of them but what the adapter began as were rounded "
-            f"to {quant}, and `fsdp-qlora merge` repeats that")
+    if kind == "default" or run.get("adapter") == "none":
+        return None
+    if not Start(kind, run.get("loftq_iter", 1)).changes_base:
+        return f"the base rounded to {quant}"
+    if quant == "none":
+        return "the original weights"
+    return (
+        "the original weights; in training all of them but what the adapter began as were rounded "
+        f"to {quant}, and `fsdp-qlora merge` repeats that"
+    )
 
 
 def figures(lines: list[dict]) -> dict:
     """What was measured, from the lines of metrics.jsonl."""
     steps = [line for line in lines if line.get("kind", "step") == "step"]
     evaluations = [line for line in lines if line.get("kind") == "eval"]
-    if not steps: return {}
+    if not steps:
+        return {}
     speeds = [line["tokens_per_second"] for line in steps]
-    found = {"optimizer steps": steps[-1]["step"],
-             "trained tokens": f"{sum(line['trained_tokens'] for line in steps):,}",
-             "training loss, first and last step": f"{steps[0]['loss']:.4f}, {steps[-1]['loss']:.4f}",
-             "tokens per second, median": f"{median(speeds):,.0f}"}
+    found = {
+        "optimizer steps": steps[-1]["step"],
+        "trained tokens": f"{sum(line['trained_tokens'] for line in steps):,}",
+        "training loss, first and last step": f"{steps[0]['loss']:.4f}, {steps[-1]['loss']:.4f}",
+        "tokens per second, median": f"{median(speeds):,.0f}",
+    }
     if evaluations:
         best = min(evaluations, key=lambda line: line["eval_loss"])
         found["lowest held-out loss"] = f"{best['eval_loss']:.4f} after step {best['step']}"
@@ -118,23 +179,34 @@ def figures(lines: list[dict]) -> dict:
 
 def changed(run: dict) -> dict:
     """Settings that differ from their defaults, without those of this machine alone."""
-    return {f.name: without_folders(shown(run[f.name])) for f in fields(RunConfig)
-            if f.name in run and f.name not in NOT_SHOWN and run[f.name] != default_of(f)}
+    return {
+        f.name: without_folders(shown(run[f.name]))
+        for f in fields(RunConfig)
+        if f.name in run and f.name not in NOT_SHOWN and run[f.name] != default_of(f)
+    }
 
 
 def table(rows: dict) -> list[str]:
     """Two columns of Markdown."""
-    return ["| | |", "|---|---|", *(f"| {name} | {str(value).replace('|', ' ')} |"
-                                    for name, value in rows.items())]
+    return [
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {str(value).replace('|', ' ')} |" for name, value in rows.items()),
+    ]
 
 
 def usage(base: str, is_adapter: bool) -> list[str]:
     """How others load it."""
     load = "from transformers import AutoModelForCausalLM"
-    if not is_adapter: return [load, "", 'model = AutoModelForCausalLM.from_pretrained("THIS FOLDER")']
-    return ["from peft import PeftModel", load, "",
-            f'model = AutoModelForCausalLM.from_pretrained("{base}")',
-            'model = PeftModel.from_pretrained(model, "THIS FOLDER")']
+    if not is_adapter:
+        return [load, "", 'model = AutoModelForCausalLM.from_pretrained("THIS FOLDER")']
+    return [
+        "from peft import PeftModel",
+        load,
+        "",
+        f'model = AutoModelForCausalLM.from_pretrained("{base}")',
+        'model = PeftModel.from_pretrained(model, "THIS FOLDER")',
+    ]
 
 
 def read_adapter(folder: Path) -> dict:

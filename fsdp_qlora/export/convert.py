@@ -10,6 +10,7 @@ That script wrote one `model_state_dict.safetensors` whose names follow its own 
 
 https://github.com/AnswerDotAI/fsdp_qlora: scripts/lora.py and scripts/dora.py
 """
+
 from __future__ import annotations
 
 import json
@@ -29,13 +30,21 @@ from .save import RUN_FILE, save_peft_config
 
 ORIGINAL_FILE = "model_state_dict.safetensors"
 WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
-NAME = re.compile(r"(?P<module>.+?)\.(?:lora_AB\.(?P<sequential>[01])\.weight"
-                  r"|(?:dora_layer\.)?lora_(?P<letter>[AB])\.(?:default\.)?weight"
-                  r"|(?P<magnitude>magnitude_layer\.magnitude))")
+NAME = re.compile(
+    r"(?P<module>.+?)\.(?:lora_AB\.(?P<sequential>[01])\.weight"
+    r"|(?:dora_layer\.)?lora_(?P<letter>[AB])\.(?:default\.)?weight"
+    r"|(?P<magnitude>magnitude_layer\.magnitude))"
+)
 
 
-def convert_adapter(weights: str | Path, output_dir: str | Path, model_name: str, *,
-                    lora_alpha: int = 16, train_type: str = "") -> Path:
+def convert_adapter(
+    weights: str | Path,
+    output_dir: str | Path,
+    model_name: str,
+    *,
+    lora_alpha: int = 16,
+    train_type: str = "",
+) -> Path:
     """Write a PEFT adapter folder from a file of the original script, or the folder that holds it.
 
     lora_alpha: what that run was given; it is in no file. DoRA had no scaling there.
@@ -52,13 +61,19 @@ def convert_adapter(weights: str | Path, output_dir: str | Path, model_name: str
     check_modules(modules, state, model, weights)
     config = peft_config(state, modules, model, model_name, lora_alpha)
     with complete_folder(output_dir) as new:
-        save_file({f"base_model.model.{name}": tensor for name, tensor in state.items()},
-                  new / WEIGHTS_FILE, {"format": "pt"})
+        save_file(
+            {f"base_model.model.{name}": tensor for name, tensor in state.items()},
+            new / WEIGHTS_FILE,
+            {"format": "pt"},
+        )
         save_peft_config(config, new)
-        if train_type: (new / RUN_FILE).write_text(json.dumps({"quant": quant_of(train_type)}))
-    print(f"adapter of {len(modules)} layers in {output_dir}: rank {config.r}, alpha {config.lora_alpha}"
-          + (", DoRA" if config.use_dora else "")
-          + (f"; {left_out} tensors of the base left out" if left_out else ""))
+        if train_type:
+            (new / RUN_FILE).write_text(json.dumps({"quant": quant_of(train_type)}))
+    print(
+        f"adapter of {len(modules)} layers in {output_dir}: rank {config.r}, alpha {config.lora_alpha}"
+        + (", DoRA" if config.use_dora else "")
+        + (f"; {left_out} tensors of the base left out" if left_out else "")
+    )
     return output_dir
 
 
@@ -67,7 +82,8 @@ def quant_of(train_type: str) -> str:
 
     Its HQQ weights had quantized scales and zeros, which no format here has.
     """
-    if train_type.startswith("hqq"): return "the original script's hqq"
+    if train_type.startswith("hqq"):
+        return "the original script's hqq"
     return "nf4" if "qlora" in train_type or train_type.startswith("bnb") else "none"
 
 
@@ -77,62 +93,89 @@ def read_original(weights: str | Path) -> tuple[dict[str, Tensor], int]:
     Norms are kept where they are the only others: then they were trained (train_layernorms).
     """
     path = Path(weights)
-    if path.is_dir(): path = path / ORIGINAL_FILE
+    if path.is_dir():
+        path = path / ORIGINAL_FILE
     if not path.is_file():
-        raise ValueError(f"--weights {weights}: no such file; give what the original script saved, its "
-                         f"{ORIGINAL_FILE} or the folder with it")
+        raise ValueError(
+            f"--weights {weights}: no such file; give what the original script saved, its "
+            f"{ORIGINAL_FILE} or the folder with it"
+        )
     state: dict[str, Tensor] = {}
     try:
         with safe_open(path, framework="pt") as file:
-            names = {key: WRAPPERS.sub("", key).removeprefix("base_model.model.") for key in file.keys()}
+            names = {
+                key: WRAPPERS.sub("", key).removeprefix("base_model.model.") for key in file.keys()
+            }
             others = [key for key, name in names.items() if not NAME.fullmatch(name)]
             if all("norm" in key for key in others):
                 state |= {names[key]: file.get_tensor(key) for key in others}
-            state |= {peft_name(names[key]): file.get_tensor(key) for key in names
-                      if NAME.fullmatch(names[key])}
+            state |= {
+                peft_name(names[key]): file.get_tensor(key)
+                for key in names
+                if NAME.fullmatch(names[key])
+            }
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"--weights {weights}: {path.name} can't be read ({first_line(error)})"
-                         ) from error
+        raise ValueError(
+            f"--weights {weights}: {path.name} can't be read ({first_line(error)})"
+        ) from error
     if not any(".lora_A." in name for name in state):
-        raise ValueError(f"--weights {weights}: it holds no adapter of the original script (no lora_AB, "
-                         "dora_layer or lora_A); after full fine-tuning or Llama-Pro there is none")
+        raise ValueError(
+            f"--weights {weights}: it holds no adapter of the original script (no lora_AB, "
+            "dora_layer or lora_A); after full fine-tuning or Llama-Pro there is none"
+        )
     return state, len(names) - len(state)
 
 
 def peft_name(name: str) -> str:
     """PEFT's name of an adapter tensor of the original script."""
     found = NAME.fullmatch(name)
-    if found["magnitude"]: return f"{found['module']}.lora_magnitude_vector"
+    if found["magnitude"]:
+        return f"{found['module']}.lora_magnitude_vector"
     return f"{found['module']}.lora_{found['letter'] or 'AB'[int(found['sequential'])]}.weight"
 
 
-def check_modules(modules: set[str], state: dict[str, Tensor], model: nn.Module, weights: str | Path):
+def check_modules(
+    modules: set[str], state: dict[str, Tensor], model: nn.Module, weights: str | Path
+):
     """Every adapted layer must be a linear one of this model, of that shape. Raises ValueError."""
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     for name in sorted(modules):
         a, b = (state.get(f"{name}.lora_{letter}.weight") for letter in "AB")
-        if b is None: raise ValueError(f"--weights {weights}: {name} has A and no B")
+        if b is None:
+            raise ValueError(f"--weights {weights}: {name} has A and no B")
         shape = b.shape[0], a.shape[1]
         if name not in linears or linears[name].weight.shape != shape:
-            raise ValueError(f"--model_name: {name} of --weights is for a weight of shape {shape}, "
-                             "which that model does not have; give the model that it was trained on")
+            raise ValueError(
+                f"--model_name: {name} of --weights is for a weight of shape {shape}, "
+                "which that model does not have; give the model that it was trained on"
+            )
         if f"{name}.lora_magnitude_vector" in state and linears[name].bias is not None:
-            raise ValueError(f"--weights {weights}: {name} has a bias, which the original script's DoRA "
-                             "scaled too and PEFT's does not; it can't be converted")
+            raise ValueError(
+                f"--weights {weights}: {name} has a bias, which the original script's DoRA "
+                "scaled too and PEFT's does not; it can't be converted"
+            )
 
 
-def peft_config(state: dict[str, Tensor], modules: set[str], model: nn.Module, model_name: str,
-                lora_alpha: int) -> LoraConfig:
+def peft_config(
+    state: dict[str, Tensor], modules: set[str], model: nn.Module, model_name: str, lora_alpha: int
+) -> LoraConfig:
     """The PEFT configuration that gives these tensors the meaning they had."""
     ranks = {t.shape[0] for name, t in state.items() if ".lora_A." in name}
     if len(ranks) > 1:
-        raise ValueError(f"--weights: ranks {', '.join(map(str, sorted(ranks)))} in one adapter; the "
-                         "original script gave all layers one")
+        raise ValueError(
+            f"--weights: ranks {', '.join(map(str, sorted(ranks)))} in one adapter; the "
+            "original script gave all layers one"
+        )
     (rank,), use_dora = ranks, any("magnitude" in name for name in state)
     last = {name.rpartition(".")[2] for name in modules}
     everywhere = {n for n, _ in model.named_modules() if n.rpartition(".")[2] in last}
     norms = {name.split(".")[-2] for name in state if "norm" in name}
-    return LoraConfig(task_type="CAUSAL_LM", base_model_name_or_path=model_name, r=rank,
-                      lora_alpha=rank if use_dora else lora_alpha, use_dora=use_dora,
-                      target_modules=sorted(last if everywhere == modules else modules),
-                      modules_to_save=sorted(norms) or None)
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=model_name,
+        r=rank,
+        lora_alpha=rank if use_dora else lora_alpha,
+        use_dora=use_dora,
+        target_modules=sorted(last if everywhere == modules else modules),
+        modules_to_save=sorted(norms) or None,
+    )

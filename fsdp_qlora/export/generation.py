@@ -4,6 +4,7 @@ A base model may know no end of a turn at all (<|endoftext|> alone), and a chat 
 in this file only. Without it, or without the token that answers were trained to end with, whoever
 generates from the folder never stops.
 """
+
 from __future__ import annotations
 
 import json
@@ -21,7 +22,8 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def write_generation_settings(model: nn.Module, folder: Path):
     """The generation settings of a model, unchecked: some bases have those that can't be combined."""
     settings = getattr(model, "generation_config", None)
-    if settings is not None: (folder / GENERATION_FILE).write_text(settings.to_json_string())
+    if settings is not None:
+        (folder / GENERATION_FILE).write_text(settings.to_json_string())
 
 
 def stop_at_trained_ends(folder: Path, tokenizer):
@@ -34,7 +36,8 @@ def stop_at_trained_ends(folder: Path, tokenizer):
     known = known if isinstance(known, list) else [] if known is None else [known]
     ends = stop_token_ids(tokenizer) if tokenizer.is_fast else [tokenizer.eos_token_id]
     added = [token for token in ends if token not in known and token is not None]
-    if not added: return
+    if not added:
+        return
     stops = known + added
     settings["eos_token_id"] = stops if len(stops) > 1 else stops[0]
     (folder / GENERATION_FILE).write_text(json.dumps(settings, indent=2) + "\n")

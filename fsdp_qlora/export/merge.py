@@ -5,6 +5,7 @@ whenever enough tensors have come together. The base is either the original chec
 weights became when the adapter was trained on 4-bit ones (QLoRA, arXiv:2305.14314): which one is
 said, and the result is never quantized again unless that is asked for.
 """
+
 from __future__ import annotations
 
 import math
@@ -36,6 +37,7 @@ MERGE_DTYPES = DTYPES | {"fp16": torch.float16}
 @dataclass
 class Output:
     """One tensor of the merged model: the base's tensor that it is made from, and what changes it."""
+
     source: str
     change: Change | None = None
 
@@ -43,19 +45,22 @@ class Output:
 @dataclass
 class MergePlan:
     """All there is to do, found out before anything is written."""
+
     base: BaseModel
     adapter: AdapterFolder | None
     outputs: dict[str, Output]
     dtype: torch.dtype
-    packed: set[str]          # outputs that are written in 4 bits
-    settings: dict            # entries of config.json that change; None takes one out
+    packed: set[str]  # outputs that are written in 4 bits
+    settings: dict  # entries of config.json that change; None takes one out
 
     @property
     def num_bytes(self) -> int:
         """Size of the merged weights."""
         sizes = {name: math.prod(self.shape(o)) for name, o in self.outputs.items()}
-        return sum(bnb4.stored_bytes(n) if name in self.packed else n * self.dtype.itemsize
-                   for name, n in sizes.items())
+        return sum(
+            bnb4.stored_bytes(n) if name in self.packed else n * self.dtype.itemsize
+            for name, n in sizes.items()
+        )
 
     def shape(self, output: Output) -> tuple[int, ...]:
         """Shape of a merged tensor."""
@@ -63,14 +68,23 @@ class MergePlan:
         return self.adapter.shape(trained) if trained else tuple(self.base.shapes[output.source])
 
     def refuse(self, fault: str):
-        raise ValueError(f"--adapter_folder {self.adapter.folder}: {fault}; give the model that it was "
-                         "trained on")
+        raise ValueError(
+            f"--adapter_folder {self.adapter.folder}: {fault}; give the model that it was "
+            "trained on"
+        )
 
 
-def merge_adapter(model_name: str, adapter_folder: str | Path | None, output_dir: str | Path, *,
-                  merge_base: str = "auto", base_quant: str = "auto",
-                  merge_format: str = "safetensors", dtype: str = "bf16",
-                  revision: str | None = None) -> Path:
+def merge_adapter(
+    model_name: str,
+    adapter_folder: str | Path | None,
+    output_dir: str | Path,
+    *,
+    merge_base: str = "auto",
+    base_quant: str = "auto",
+    merge_format: str = "safetensors",
+    dtype: str = "bf16",
+    revision: str | None = None,
+) -> Path:
     """Write base and adapter as one model into a new folder, in transformers' format.
 
     merge_base: original, dequantized (the base as it was trained on), or auto, as it was trained on.
@@ -85,32 +99,44 @@ def merge_adapter(model_name: str, adapter_folder: str | Path | None, output_dir
     started, output_dir = time.perf_counter(), Path(output_dir)
     if output_dir.exists():
         raise ValueError(f"--output_dir {output_dir} is there already; give a new folder")
-    plan = plan_merge(open_base(model_name, revision), adapter_folder, merge_base, base_quant,
-                      merge_format, dtype)
+    plan = plan_merge(
+        open_base(model_name, revision), adapter_folder, merge_base, base_quant, merge_format, dtype
+    )
     check_folder("output_dir", output_dir, plan.num_bytes, "the merged model")
     print(f"base: {plan.base.describe()}", flush=True)
     with complete_folder(output_dir) as new:
         writer = ShardWriter(new)
-        for name, tensor in merged_tensors(plan): writer.add(name, tensor)
+        for name, tensor in merged_tensors(plan):
+            writer.add(name, tensor)
         writer.finish()
         write_other_files(new, plan.base.checkpoint.folder, adapter_folder, plan.settings)
-        if adapter_folder: write_merged_card(new, Path(adapter_folder), plan.base)
+        if adapter_folder:
+            write_merged_card(new, Path(adapter_folder), plan.base)
     print(describe_result(plan, output_dir, time.perf_counter() - started))
     return output_dir
 
 
-def plan_merge(base: BaseModel, adapter_folder: str | Path | None, merge_base: str, base_quant: str,
-               merge_format: str, dtype: str) -> MergePlan:
+def plan_merge(
+    base: BaseModel,
+    adapter_folder: str | Path | None,
+    merge_base: str,
+    base_quant: str,
+    merge_format: str,
+    dtype: str,
+) -> MergePlan:
     """Read what is needed of base and adapter, and match them. Raises ValueError."""
     if adapter_folder is None and merge_format != "bnb4":
-        raise ValueError("--adapter_folder is missing; give the folder that training saved, or "
-                         "--merge_format bnb4 to write the base in 4 bits")
+        raise ValueError(
+            "--adapter_folder is missing; give the folder that training saved, or "
+            "--merge_format bnb4 to write the base in 4 bits"
+        )
     adapter = AdapterFolder(adapter_folder) if adapter_folder else None
     choose_base(base, merge_base, base_quant, adapter_folder)
     outputs, untied = plan_outputs(base, adapter)
     plan = MergePlan(base, adapter, outputs, MERGE_DTYPES[dtype], set(), {})
     plan.settings = {"dtype": str(plan.dtype).removeprefix("torch."), "quantization_config": None}
-    if untied: plan.settings["tie_word_embeddings"] = False
+    if untied:
+        plan.settings["tie_word_embeddings"] = False
     check_shapes(plan)
     if merge_format == "bnb4":
         plan.packed = base.linear_weights & outputs.keys()
@@ -133,44 +159,60 @@ def plan_outputs(base: BaseModel, adapter: AdapterFolder | None) -> tuple[dict[s
             changes |= changes_of_experts(adapter, name, change, base)
             continue
         found = head if tied and name == base.head else base.find(name)
-        if found is None: refuse_unknown(adapter, name, change, base)
+        if found is None:
+            refuse_unknown(adapter, name, change, base)
         changes[found] = change
     untied = tied and not stays_tied(adapter, changes.get(embedding), changes.get(head))
-    if untied: outputs[head] = Output(embedding)
+    if untied:
+        outputs[head] = Output(embedding)
     for name, change in changes.items():
-        if name in outputs: outputs[name].change = change
+        if name in outputs:
+            outputs[name].change = change
     return outputs, untied
 
 
-def changes_of_experts(adapter: AdapterFolder, name: str, change: Change, base: BaseModel
-                       ) -> dict[str, Change]:
+def changes_of_experts(
+    adapter: AdapterFolder, name: str, change: Change, base: BaseModel
+) -> dict[str, Change]:
     """The change of all experts' weights as one of each tensor that holds some of them."""
-    if name not in base.experts: refuse_unknown(adapter, name, change, base)
+    if name not in base.experts:
+        refuse_unknown(adapter, name, change, base)
     found, row = {}, 0
     for part in base.experts[name]:
         found[part] = replace(change, first_row=row)
         row += math.prod(base.shapes[part][:-1])
     if row != change.experts * (out := adapter.shape(change.parts["B"])[0]):
-        adapter.refuse(f"{name} is for {change.experts} experts of {out} outputs, and the base's have "
-                       f"{row} in all; give the model that it was trained on")
+        adapter.refuse(
+            f"{name} is for {change.experts} experts of {out} outputs, and the base's have "
+            f"{row} in all; give the model that it was trained on"
+        )
     return found
 
 
 def refuse_unknown(adapter: AdapterFolder, name: str, change: Change, base: BaseModel):
     """Say which tensor is not there, and what may have been meant."""
     if change.added:
-        adapter.refuse(f"{change.module} has a bias of its own (lora_bias), and the base's layer has "
-                       "none to add it to; it can't be merged")
+        adapter.refuse(
+            f"{change.module} has a bias of its own (lora_bias), and the base's layer has "
+            "none to add it to; it can't be merged"
+        )
     near = "".join(f" (it has {n})" for n in get_close_matches(name, base.shapes, 1))
-    adapter.refuse(f"it changes {name}, which {base.name} does not have{near}; give the model that it "
-                   "was trained on")
+    adapter.refuse(
+        f"it changes {name}, which {base.name} does not have{near}; give the model that it "
+        "was trained on"
+    )
 
 
-def stays_tied(adapter: AdapterFolder | None, embedding: Change | None, head: Change | None) -> bool:
+def stays_tied(
+    adapter: AdapterFolder | None, embedding: Change | None, head: Change | None
+) -> bool:
     """Whether the two ends of a tied model are still the same tensor after their changes."""
-    if embedding is None and head is None: return True
-    if adapter.config["ensure_weight_tying"]: return embedding is not None
-    if embedding is None or head is None or embedding.parts or head.parts: return False
+    if embedding is None and head is None:
+        return True
+    if adapter.config["ensure_weight_tying"]:
+        return embedding is not None
+    if embedding is None or head is None or embedding.parts or head.parts:
+        return False
     return torch.equal(*(adapter.tensor(c.replacement) for c in (embedding, head)))
 
 
@@ -179,12 +221,16 @@ def check_shapes(plan: MergePlan):
     base, ends = plan.base, {}
     for name, output in plan.outputs.items():
         shape, expected = plan.shape(output), tuple(base.shapes[output.source])
-        if output.change and output.change.parts: plan.adapter.check_shape(output.change, shape)
-        if name in (base.find(base.embedding), base.find(base.head), base.head): ends[name] = shape[0]
-        elif shape != expected: plan.refuse(f"{name} has shape {shape}, and the base's is {expected}")
+        if output.change and output.change.parts:
+            plan.adapter.check_shape(output.change, shape)
+        if name in (base.find(base.embedding), base.find(base.head), base.head):
+            ends[name] = shape[0]
+        elif shape != expected:
+            plan.refuse(f"{name} has shape {shape}, and the base's is {expected}")
     if len(set(ends.values())) > 1:
         plan.refuse(" and ".join(f"{name} has {rows} rows" for name, rows in ends.items()))
-    if ends and (rows := ends.popitem()[1]) != base.config.vocab_size: plan.settings["vocab_size"] = rows
+    if ends and (rows := ends.popitem()[1]) != base.config.vocab_size:
+        plan.settings["vocab_size"] = rows
 
 
 def merged_tensors(plan: MergePlan) -> Iterator[tuple[str, Tensor]]:
@@ -192,27 +238,35 @@ def merged_tensors(plan: MergePlan) -> Iterator[tuple[str, Tensor]]:
     for name, output in tqdm(plan.outputs.items(), "merging", unit=" tensors", disable=None):
         tensor = merged_tensor(plan, output)
         if name in plan.packed:
-            if output.source in plan.base.transposed: tensor = tensor.t()  # bitsandbytes holds W
+            if output.source in plan.base.transposed:
+                tensor = tensor.t()  # bitsandbytes holds W
             yield from bnb4.stored_tensors(name, tensor, "nf4").items()
-        else: yield name, tensor
+        else:
+            yield name, tensor
 
 
 @torch.no_grad()
 def merged_tensor(plan: MergePlan, output: Output) -> Tensor:
     """One tensor of the merged model, computed in fp32 by chunks of rows and rounded once."""
     shape, change, base = plan.shape(output), output.change, plan.base
-    if change and change.replacement: whole = plan.adapter.tensor(change.replacement)
-    else: whole = base.whole(output.source) if base.must_be_whole(output.source) else None
+    if change and change.replacement:
+        whole = plan.adapter.tensor(change.replacement)
+    else:
+        whole = base.whole(output.source) if base.must_be_whole(output.source) else None
     effect = plan.adapter.effect(change, shape) if change else None
-    if not shape: return rounded(whole, plan.dtype)
+    if not shape:
+        return rounded(whole, plan.dtype)
     per_chunk = max(1, CHUNK_BYTES // (4 * math.prod(shape[1:]) or 1))
-    if effect and effect.needs_all_rows: per_chunk = shape[0]
+    if effect and effect.needs_all_rows:
+        per_chunk = shape[0]
     merged: Tensor | None = None
     for start in range(0, shape[0], per_chunk):
         stop = min(start + per_chunk, shape[0])
         rows = base.rows(output.source, start, stop) if whole is None else whole[start:stop]
-        if effect: rows = effect.apply(rows, start, stop)
-        if merged is None: merged = rounded(rows.new_empty(0), plan.dtype).new_empty(shape)
+        if effect:
+            rows = effect.apply(rows, start, stop)
+        if merged is None:
+            merged = rounded(rows.new_empty(0), plan.dtype).new_empty(shape)
         merged[start:stop] = rows
     assert merged is not None  # every tensor has a row
     return merged
@@ -220,11 +274,17 @@ def merged_tensor(plan: MergePlan, output: Output) -> Tensor:
 
 def write_merged_card(folder: Path, adapter: Path, base: BaseModel):
     """A model card, if the adapter's folder tells of the run that it comes from."""
-    if not (adapter / RUN_FILE).is_file(): return
+    if not (adapter / RUN_FILE).is_file():
+        return
     run = read_object(adapter / RUN_FILE)
-    if "about" not in run: return  # a converted adapter, or one with settings of its own
-    write_card(folder, run, adapter.parent / "metrics.jsonl",
-               merged=(adapter, base.describe(without_folders(base.name))))
+    if "about" not in run:
+        return  # a converted adapter, or one with settings of its own
+    write_card(
+        folder,
+        run,
+        adapter.parent / "metrics.jsonl",
+        merged=(adapter, base.describe(without_folders(base.name))),
+    )
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -236,8 +296,15 @@ def describe_result(plan: MergePlan, folder: Path, seconds: float) -> str:
     """What was written, in one line."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     changed = sum(o.change is not None for o in plan.outputs.values())
-    form = ("linear weights rounded to nf4, which base and adapter were not" if plan.packed
-            else str(plan.dtype).removeprefix("torch."))
-    untied = "; the head is a tensor of its own now" if "tie_word_embeddings" in plan.settings else ""
-    return (f"merged model in {folder}: {size / 1e9:.2f} GB, {changed} of {len(plan.outputs)} tensors "
-            f"changed, {form}, {seconds:.0f} s{untied}")
+    form = (
+        "linear weights rounded to nf4, which base and adapter were not"
+        if plan.packed
+        else str(plan.dtype).removeprefix("torch.")
+    )
+    untied = (
+        "; the head is a tensor of its own now" if "tie_word_embeddings" in plan.settings else ""
+    )
+    return (
+        f"merged model in {folder}: {size / 1e9:.2f} GB, {changed} of {len(plan.outputs)} tensors "
+        f"changed, {form}, {seconds:.0f} s{untied}"
+    )

@@ -3,6 +3,7 @@
 An adapter trained with QLoRA has learnt beside weights that were rounded to NF4; the base that it fits
 is those, not the original ones. Both can be had here, and which one it is can be said in words.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -25,24 +26,29 @@ from .trained_base import BaseQuant, base_quant, taken_out_of, trained_quant
 @dataclass
 class BaseModel:
     """The base checkpoint, and what its architecture says of its tensors."""
+
     name: str
     checkpoint: Checkpoint
     config: PretrainedConfig
     linear_weights: set[str]  # those that training quantizes
-    embedding: str            # names of the two ends' weights
+    embedding: str  # names of the two ends' weights
     head: str
     round_to: BaseQuant | None = None  # linear weights are rounded so, and back
     trained_on: BaseQuant = BaseQuant()
     packed: dict = field(default_factory=dict)  # weights that the checkpoint itself has in 4 bits
     taken: dict[str, Delta] = field(default_factory=dict)  # what is not rounded of a weight
     transposed: set[str] = field(default_factory=set)  # that it holds as W^T
-    experts: dict[str, tuple[str, ...]] = field(default_factory=dict)  # tensors of all experts' weights
+    experts: dict[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # tensors of all experts' weights
 
     def __post_init__(self):
         self.packed = bnb4.packed_weights(self.checkpoint)
-        self.shapes = {name: self.packed[name].shape if name in self.packed else shape
-                       for name, shape in self.checkpoint.shapes.items()
-                       if not any(name.startswith(f"{w}.") for w in self.packed)}
+        self.shapes = {
+            name: self.packed[name].shape if name in self.packed else shape
+            for name, shape in self.checkpoint.shapes.items()
+            if not any(name.startswith(f"{w}.") for w in self.packed)
+        }
 
     @property
     def is_tied(self) -> bool:
@@ -52,38 +58,56 @@ class BaseModel:
     def find(self, name: str) -> str | None:
         """The checkpoint's name for the model's, which may differ by a first `model.` or the like."""
         shorter = name.partition(".")[2]
-        return next((n for n in (name, shorter, f"model.{name}", f"transformer.{name}")
-                     if n in self.shapes), None)
+        return next(
+            (
+                n
+                for n in (name, shorter, f"model.{name}", f"transformer.{name}")
+                if n in self.shapes
+            ),
+            None,
+        )
 
     def must_be_whole(self, name: str) -> bool:
         """Whether a tensor can't be read by rows: blocks of bitsandbytes' weights run over them, and
         W^T is rounded by columns."""
-        return name in self.packed or not self.shapes[name] or (
-            bool(self.round_to) and name in self.transposed)
+        return (
+            name in self.packed
+            or not self.shapes[name]
+            or (bool(self.round_to) and name in self.transposed)
+        )
 
     def whole(self, name: str) -> Tensor:
         """A tensor that can't be read by rows, in fp32; integers as they are."""
-        if name in self.packed: return bnb4.dense(self.checkpoint, name, self.packed[name]).float()
-        if not self.shapes[name]: return as_fp32(self.checkpoint.rows(name, 0, 0))
+        if name in self.packed:
+            return bnb4.dense(self.checkpoint, name, self.packed[name]).float()
+        if not self.shapes[name]:
+            return as_fp32(self.checkpoint.rows(name, 0, 0))
         whole = as_fp32(self.checkpoint.rows(name, 0, self.shapes[name][0]))
         return self.round_to.round_rows(whole.t().contiguous(), taken=self.taken.get(name)).t()
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows (start, stop) in fp32, rounded as in training; integers as they are."""
         rows = self.checkpoint.rows(name, start, stop)
-        if not self.round_to or name not in self.linear_weights: return as_fp32(rows)
-        if rows.dim() == 3: return self.round_to.round_rows(rows.flatten(0, 1)).view_as(rows)  # experts
+        if not self.round_to or name not in self.linear_weights:
+            return as_fp32(rows)
+        if rows.dim() == 3:
+            return self.round_to.round_rows(rows.flatten(0, 1)).view_as(rows)  # experts
         return self.round_to.round_rows(rows, taken=self.taken.get(name), start=start)
 
     def describe(self, name: str | None = None) -> str:
         """The base in words, under its own or another name."""
         name = name or self.name
-        if self.packed: return f"{name}, whose weights are stored in 4 bits"
-        if self.taken: return (f"{name} rounded to {self.round_to} and back, all but what the adapter "
-                               "began as")
-        if self.round_to: return f"{name} rounded to {self.round_to} and back"
-        if self.trained_on.quant == "none": return f"the original weights of {name}"
-        return f"the original weights of {name}, though the adapter was trained on {self.trained_on}"
+        if self.packed:
+            return f"{name}, whose weights are stored in 4 bits"
+        if self.taken:
+            return f"{name} rounded to {self.round_to} and back, all but what the adapter began as"
+        if self.round_to:
+            return f"{name} rounded to {self.round_to} and back"
+        if self.trained_on.quant == "none":
+            return f"the original weights of {name}"
+        return (
+            f"the original weights of {name}, though the adapter was trained on {self.trained_on}"
+        )
 
 
 def as_fp32(tensor: Tensor) -> Tensor:
@@ -96,16 +120,21 @@ def open_base(name: str, revision: str | None = None) -> BaseModel:
     config = read_config(name, revision)
     kind = kind_of(config.to_dict().get("quantization_config"))
     if kind not in (None, "bitsandbytes"):
-        raise ValueError(f"--model_name {name}: its weights are quantized with {kind}, which can't be "
-                         "merged into; give the 16-bit model it was made from")
+        raise ValueError(
+            f"--model_name {name}: its weights are quantized with {kind}, which can't be "
+            "merged into; give the 16-bit model it was made from"
+        )
     meta = quantize_linears(meta_model(config, torch.bfloat16), "nf4")
     names = {id(m): n for n, m in meta.named_modules()}
     linear = {f"{n}.weight" for n, m in meta.named_modules() if isinstance(m, QuantLinear)}
-    ends = [f"{names[id(end)]}.weight"
-            for end in (meta.get_input_embeddings(), meta.get_output_embeddings())]
+    ends = [
+        f"{names[id(end)]}.weight"
+        for end in (meta.get_input_embeddings(), meta.get_output_embeddings())
+    ]
     base = BaseModel(name, Checkpoint(checkpoint_folder(name, revision)), config, linear, *ends)
     for key in base.checkpoint.stored:
-        if key.endswith(".weight") and key not in base.packed: base.checkpoint.check_numbers(key)
+        if key.endswith(".weight") and key not in base.packed:
+            base.checkpoint.check_numbers(key)
     base.linear_weights = {base.find(n) or n for n in linear}
     base.experts = parts_of_stacks(meta, base.checkpoint) if stacked_weights(meta) else {}
     base.linear_weights |= {part for parts in base.experts.values() for part in parts}
@@ -120,15 +149,23 @@ def choose_base(base: BaseModel, merge_base: str, quant: str, adapter: str | Pat
     """
     if base.packed:
         if merge_base == "original":
-            raise ValueError(f"--merge_base original: {base.name} holds 4-bit weights only; give the "
-                             "16-bit model as --model_name, or use --merge_base dequantized")
+            raise ValueError(
+                f"--merge_base original: {base.name} holds 4-bit weights only; give the "
+                "16-bit model as --model_name, or use --merge_base dequantized"
+            )
         return
     base.trained_on, wanted = trained_quant(adapter), base_quant(quant, adapter)
-    if merge_base == "original" or merge_base == "auto" and wanted.quant == "none": return
+    if merge_base == "original" or merge_base == "auto" and wanted.quant == "none":
+        return
     if not wanted.is_known:
-        fault = ("the adapter's folder does not say what it was trained on" if wanted.quant == "none"
-                 else f"it was trained on {wanted}, which can't be repeated here")
-        raise ValueError(f"--merge_base {merge_base}: {fault}; add --base_quant nf4, or another, or use "
-                         "--merge_base original")
+        fault = (
+            "the adapter's folder does not say what it was trained on"
+            if wanted.quant == "none"
+            else f"it was trained on {wanted}, which can't be repeated here"
+        )
+        raise ValueError(
+            f"--merge_base {merge_base}: {fault}; add --base_quant nf4, or another, or use "
+            "--merge_base original"
+        )
     base.round_to = wanted
     base.taken = {base.find(name) or name: part for name, part in taken_out_of(adapter).items()}

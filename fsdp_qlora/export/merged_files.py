@@ -1,4 +1,5 @@
 """The files of a model folder beside its weights: config.json, tokenizer, generation settings."""
+
 from __future__ import annotations
 
 import json
@@ -14,9 +15,17 @@ from ..reading import read_object
 from .generation import stop_at_trained_ends
 
 # By name only: no weights, no code, nothing else that happens to lie in the folder.
-TOKENIZER_FILES = ("tokenizer*.json", "*.model", "special_tokens_map.json", "added_tokens.json",
-                   "vocab.json", "vocab.txt", "merges.txt", "chat_template.*",
-                   "additional_chat_templates")
+TOKENIZER_FILES = (
+    "tokenizer*.json",
+    "*.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.*",
+    "additional_chat_templates",
+)
 TEMPLATE_FILES = ("chat_template.*", "additional_chat_templates")
 # Of a tokenizer's files these speak for the whole, so those of two tokenizers must not lie together.
 OLDER_FILES = ("special_tokens_map.json", "added_tokens.json")
@@ -34,27 +43,37 @@ def write_other_files(folder: Path, base: Path, adapter: str | Path | None, sett
     tokenizer_files = list(matching(Path(adapter), TOKENIZER_FILES)) if adapter else []
     names = {file.name for file in tokenizer_files}
     has_own_template = brings_template(tokenizer_files)
-    left_out = ((TEMPLATE_FILES if has_own_template else ())
-                + (OLDER_FILES if "tokenizer.json" in names else ()))
+    left_out = (TEMPLATE_FILES if has_own_template else ()) + (
+        OLDER_FILES if "tokenizer.json" in names else ()
+    )
     for file in matching(base, (*TOKENIZER_FILES, *OTHER_FILES)):
-        if not any(fnmatch(file.name, pattern) for pattern in left_out): copy(file, folder)
-    if has_own_template and "tokenizer_config.json" not in names: drop_inline_template(folder)
-    for file in tokenizer_files: copy(file, folder)
-    if "tokenizer_config.json" in names: stop_at_ends_of(folder)
+        if not any(fnmatch(file.name, pattern) for pattern in left_out):
+            copy(file, folder)
+    if has_own_template and "tokenizer_config.json" not in names:
+        drop_inline_template(folder)
+    for file in tokenizer_files:
+        copy(file, folder)
+    if "tokenizer_config.json" in names:
+        stop_at_ends_of(folder)
 
 
 def brings_template(tokenizer_files: list[Path]) -> bool:
     """Whether an adapter says how it is asked: by a chat template, or a tokenizer that has none."""
-    return any(file.name == "tokenizer_config.json" or fnmatch(file.name, pattern)
-               for file in tokenizer_files for pattern in TEMPLATE_FILES)
+    return any(
+        file.name == "tokenizer_config.json" or fnmatch(file.name, pattern)
+        for file in tokenizer_files
+        for pattern in TEMPLATE_FILES
+    )
 
 
 def drop_inline_template(folder: Path):
     """Take the base's template out of its tokenizer_config.json, where the adapter has a file for it."""
     path = folder / "tokenizer_config.json"
-    if not path.is_file(): return
+    if not path.is_file():
+        return
     config = read_object(path)
-    if config.pop("chat_template", None) is not None: path.write_text(json.dumps(config, indent=2))
+    if config.pop("chat_template", None) is not None:
+        path.write_text(json.dumps(config, indent=2))
 
 
 def stop_at_ends_of(folder: Path):
@@ -62,8 +81,10 @@ def stop_at_ends_of(folder: Path):
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        print(f"warning: the adapter's tokenizer can't be loaded ({first_line(error)}), so nothing was "
-              "added to the stops in generation_config.json")
+        print(
+            f"warning: the adapter's tokenizer can't be loaded ({first_line(error)}), so nothing was "
+            "added to the stops in generation_config.json"
+        )
         return
     stop_at_trained_ends(folder, tokenizer)
 
@@ -71,20 +92,27 @@ def stop_at_ends_of(folder: Path):
 def write_config(folder: Path, base: Path, settings: dict):
     """The base's config.json, as it is but for `settings`."""
     config = read_object(base / "config.json")
-    if "torch_dtype" in config and "dtype" in settings: config["torch_dtype"] = settings["dtype"]
+    if "torch_dtype" in config and "dtype" in settings:
+        config["torch_dtype"] = settings["dtype"]
     config.pop("_name_or_path", None)
     config |= settings
     (folder / "config.json").write_text(
-        json.dumps({k: v for k, v in config.items() if k not in settings or v is not None}, indent=2))
+        json.dumps(
+            {k: v for k, v in config.items() if k not in settings or v is not None}, indent=2
+        )
+    )
 
 
 def matching(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
     """Files and folders of `folder` with such names."""
     for path in sorted(folder.iterdir()):
-        if any(fnmatch(path.name, pattern) for pattern in patterns): yield path
+        if any(fnmatch(path.name, pattern) for pattern in patterns):
+            yield path
 
 
 def copy(path: Path, folder: Path):
     """Copy a file or a folder into `folder`, over what is there; links are followed."""
-    if path.is_dir(): shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
-    else: shutil.copyfile(path, folder / path.name)
+    if path.is_dir():
+        shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
+    else:
+        shutil.copyfile(path, folder / path.name)

@@ -3,6 +3,7 @@
 Weights are gathered one at a time; only rank 0 keeps them, on the host. A folder appears under its
 name when all its files are complete, never half written.
 """
+
 from __future__ import annotations
 
 import json
@@ -34,8 +35,9 @@ SHARD_BYTES = 5 * 10**9  # transformers' default size of one file
 RUN_FILE = "fsdp_qlora.json"  # beside the weights: the settings they were trained with
 
 
-def save_trained(model: nn.Module, folder: str | Path, tokenizer=None, settings: dict | None = None
-                 ) -> Path:
+def save_trained(
+    model: nn.Module, folder: str | Path, tokenizer=None, settings: dict | None = None
+) -> Path:
     """Save the adapter of a PEFT model, or else the whole model; every rank must call it.
 
     `settings` are those of the run (`card.run_record`): they are kept in the folder, and with the
@@ -43,14 +45,18 @@ def save_trained(model: nn.Module, folder: str | Path, tokenizer=None, settings:
 
     Raises OSError on every rank if rank 0 can't write.
     """
+
     def write_rest(new: Path):
         if tokenizer is not None:
             tokenizer.save_pretrained(new)
-            if not hasattr(model, "peft_config"): stop_at_trained_ends(new, tokenizer)
-        if settings is None: return
+            if not hasattr(model, "peft_config"):
+                stop_at_trained_ends(new, tokenizer)
+        if settings is None:
+            return
         (new / RUN_FILE).write_text(json.dumps(redact_all(settings), indent=2))
         if "about" in settings:  # a whole record of a run, not settings of one's own
             write_card(new, redact_all(settings), Path(folder).parent / "metrics.jsonl")
+
     save = save_adapter if hasattr(model, "peft_config") else save_full
     return save(model, folder, write_rest)
 
@@ -60,7 +66,8 @@ def trained_bytes(model: nn.Module) -> int:
 
     An adapter that begins as a part of its base takes twice that.
     """
-    if not hasattr(model, "peft_config"): return whole_bytes(model)
+    if not hasattr(model, "peft_config"):
+        return whole_bytes(model)
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 
 
@@ -77,8 +84,9 @@ def saved_dtype(model: nn.Module) -> torch.dtype:
     return getattr(model.config, "dtype", None) or torch.float32
 
 
-def save_adapter(model: nn.Module, folder: str | Path,
-                 write_rest: Callable[[Path], None] | None = None) -> Path:
+def save_adapter(
+    model: nn.Module, folder: str | Path, write_rest: Callable[[Path], None] | None = None
+) -> Path:
     """An adapter folder with the key names and shapes of PEFT's own `save_pretrained`.
 
     It fits the original base, whatever the adapter took out of it to begin from (adapters/initial.py).
@@ -89,8 +97,10 @@ def save_adapter(model: nn.Module, folder: str | Path,
     folder, is_main = Path(folder), ranks_from_env().is_main
     parameters = trainable_parameters(model)
     if not parameters:
-        raise ValueError(f"{folder}: no weight of the adapter is trained, so there is nothing to save; "
-                         "call model.set_adapter(NAME), which unfreezes it")
+        raise ValueError(
+            f"{folder}: no weight of the adapter is trained, so there is nothing to save; "
+            "call model.set_adapter(NAME), which unfreezes it"
+        )
     saved_names(model), saved_config(model)  # raise on every rank what rank 0 would alone
     state = dict(gathered(parameters))
     taken = dict(gathered({n: split_as(t, parameters[n]) for n, t in taken_out(model).items()}))
@@ -99,10 +109,14 @@ def save_adapter(model: nn.Module, folder: str | Path,
             with complete_folder(folder) as new:
                 whole = {n: for_original_base(n, t, taken.get(n)) for n, t in state.items()}
                 tensors = for_both_ends(model, peft_names(model, whole))
-                save_file({k: v.contiguous() for k, v in tensors.items()},
-                          new / "adapter_model.safetensors", {"format": "pt"})
+                save_file(
+                    {k: v.contiguous() for k, v in tensors.items()},
+                    new / "adapter_model.safetensors",
+                    {"format": "pt"},
+                )
                 save_peft_config(saved_config(model), new)
-                if write_rest: write_rest(new)
+                if write_rest:
+                    write_rest(new)
     return folder
 
 
@@ -118,7 +132,8 @@ def gathered(parameters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor | None
     is_main = ranks_from_env().is_main
     for name, parameter in parameters.items():
         whole = full_tensor(parameter.detach())
-        if is_main: yield name, whole.cpu().clone()
+        if is_main:
+            yield name, whole.cpu().clone()
 
 
 def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -130,17 +145,22 @@ def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     layers = {f"{name}.": m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
     packed = {prefix + leaf for prefix in layers for leaf in ("weight", "absmax")}
     plain = {name: p for name, p in model.named_parameters() if name not in packed}
-    for name, tensor in gathered(plain): yield name, tensor.to(dtype)
+    for name, tensor in gathered(plain):
+        yield name, tensor.to(dtype)
     for prefix, layer in layers.items():
         parts = [t for _, t in gathered(dict(weight=layer.weight, absmax=layer.absmax))]
-        if not parts: continue
+        if not parts:
+            continue
         packed_rows, scales = parts
-        yield f"{prefix}weight", dequantize_rows(packed_rows, scales, layer.in_features,
-                                                 layer.quant_type, dtype)
+        yield (
+            f"{prefix}weight",
+            dequantize_rows(packed_rows, scales, layer.in_features, layer.quant_type, dtype),
+        )
 
 
-def save_full(model: nn.Module, folder: str | Path,
-              write_rest: Callable[[Path], None] | None = None) -> Path:
+def save_full(
+    model: nn.Module, folder: str | Path, write_rest: Callable[[Path], None] | None = None
+) -> Path:
     """The whole model in transformers' format, in files of at most SHARD_BYTES.
 
     What was quantized is written as the numbers that it stood for in training (`whole_weights`).
@@ -148,12 +168,14 @@ def save_full(model: nn.Module, folder: str | Path,
     """
     folder, is_main = Path(folder), ranks_from_env().is_main
     scratch = scratch_of(folder)
-    if is_main: remove_folder(scratch)  # of a run that was killed
+    if is_main:
+        remove_folder(scratch)  # of a run that was killed
     writer = ShardWriter(scratch)
     try:
         transposed, stacks = transposed_weights(model), stacked_weights(model)
         for name, tensor in whole_weights(model):
-            if name in transposed: tensor = tensor.t().contiguous()
+            if name in transposed:
+                tensor = tensor.t().contiguous()
             stored_name, experts = stacks.get(name, (name, 0))
             writer.add(stored_name, tensor.unflatten(0, (experts, -1)) if experts else tensor)
         with main_only():
@@ -161,10 +183,12 @@ def save_full(model: nn.Module, folder: str | Path,
                 writer.finish()
                 model.config.save_pretrained(scratch)
                 write_generation_settings(model, scratch)
-                if write_rest: write_rest(scratch)
+                if write_rest:
+                    write_rest(scratch)
                 replace_folder(scratch, folder)
     finally:
-        if is_main: remove_folder(scratch)
+        if is_main:
+            remove_folder(scratch)
     return folder
 
 
@@ -181,7 +205,8 @@ class ShardWriter:
         self.error: Exception | None = None
 
     def add(self, name: str, tensor: Tensor):
-        if self.error: return
+        if self.error:
+            return
         if self.size + tensor.nbytes > SHARD_BYTES and self.pending:
             try:
                 self.flush()
@@ -192,19 +217,22 @@ class ShardWriter:
 
     def flush(self):
         self.folder.mkdir(parents=True, exist_ok=True)
-        save_file(self.pending, self.folder / f"part-{len(self.parts)}.safetensors",
-                  {"format": "pt"})
+        save_file(
+            self.pending, self.folder / f"part-{len(self.parts)}.safetensors", {"format": "pt"}
+        )
         self.parts.append((list(self.pending), self.size))
         self.pending, self.size = {}, 0
 
     def finish(self):
         """Write what is left and give the files the names that transformers expects."""
-        if self.error: raise self.error
+        if self.error:
+            raise self.error
         self.flush()
         count, weight_map = len(self.parts), {}
         for i, (names, _) in enumerate(self.parts):
-            final = ("model.safetensors" if count == 1
-                     else f"model-{i + 1:05}-of-{count:05}.safetensors")
+            final = (
+                "model.safetensors" if count == 1 else f"model-{i + 1:05}-of-{count:05}.safetensors"
+            )
             (self.folder / f"part-{i}.safetensors").rename(self.folder / final)
             weight_map.update(dict.fromkeys(names, final))
         if count > 1:
@@ -215,7 +243,8 @@ class ShardWriter:
 
 def saved_name(name: str) -> str:
     """A trained parameter's name in an adapter folder."""
-    if "lora_magnitude_vector" in name: return name.removesuffix(".default.weight")
+    if "lora_magnitude_vector" in name:
+        return name.removesuffix(".default.weight")
     return name.replace(".default.", ".")
 
 
@@ -226,12 +255,15 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     own error for an adapter of other layers.
     """
     from safetensors import safe_open
+
     free_gathered(model)  # or rows would be copied into what the next backward throws away
-    with safe_open(Path(folder) / "adapter_model.safetensors", framework="pt") as file, \
-            torch.no_grad():
+    with (
+        safe_open(Path(folder) / "adapter_model.safetensors", framework="pt") as file,
+        torch.no_grad(),
+    ):
         keys = saved_names(model)
         for name, parameter in trainable_parameters(model).items():
             local, start, stop = local_rows(parameter)
             rows = file.get_slice(keys[name])[start:stop]
-            local.copy_(rows[:, :local.shape[1]] if local.dim() == 2 else rows)
+            local.copy_(rows[:, : local.shape[1]] if local.dim() == 2 else rows)
     return model

@@ -5,6 +5,7 @@ adapter_config.json, `vllm/lora/lora_model.py` (from_local_checkpoint) for file 
 `vllm/lora/utils.py` (parse_fine_tuned_lora_name) for tensor names, `vllm/config/lora.py` for ranks.
 An adapter that is not taken can be merged, and the merged model served.
 """
+
 from __future__ import annotations
 
 import re
@@ -21,11 +22,14 @@ TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.(?:lora_[AB]\.weight|lo
 
 # A setting that is not taken -> what vLLM says of it.
 NOT_TAKEN = {
-    "modules_to_save": "modules trained whole (modules_to_save)", "use_dora": "DoRA (use_dora)",
-    "lora_bias": "biases of B (lora_bias)", "use_qalora": "QALoRA (use_qalora)",
+    "modules_to_save": "modules trained whole (modules_to_save)",
+    "use_dora": "DoRA (use_dora)",
+    "lora_bias": "biases of B (lora_bias)",
+    "use_qalora": "QALoRA (use_qalora)",
     "alora_invocation_tokens": "activated LoRA (alora_invocation_tokens)",
     "layer_replication": "repeated layers (layer_replication)",
-    "use_bdlora": "block-diagonal LoRA (use_bdlora)", "target_parameters": "target_parameters",
+    "use_bdlora": "block-diagonal LoRA (use_bdlora)",
+    "target_parameters": "target_parameters",
     "rank_pattern": "ranks per layer (rank_pattern): versions before 2026 scale them wrongly",
     "alpha_pattern": "alphas per layer (alpha_pattern): versions before 2026 scale them wrongly",
 }
@@ -38,29 +42,38 @@ def check_adapter_folder(folder: str | Path, max_lora_rank: int = MAX_RANKS[-1])
     """
     config = read_adapter_config(Path(folder))
     problems = [what for name, what in NOT_TAKEN.items() if config.get(name)]
-    if config["bias"] != "none": problems.append(f"trained biases (bias {config['bias']})")
+    if config["bias"] != "none":
+        problems.append(f"trained biases (bias {config['bias']})")
     if config["init_lora_weights"] not in INITS_TAKEN:
         problems.append(f"init_lora_weights {config['init_lora_weights']}, which changes the base")
     rank = max(config["r"], *(config["rank_pattern"] or {0: 0}).values())
-    if rank > max_lora_rank: problems.append(f"rank {rank}, above --max-lora-rank {max_lora_rank}")
+    if rank > max_lora_rank:
+        problems.append(f"rank {rank}, above --max-lora-rank {max_lora_rank}")
     return problems + tensor_problems(Path(folder))
 
 
 def tensor_problems(folder: Path) -> list[str]:
     """What is wrong with the adapter's file and the names in it."""
-    if not (folder / WEIGHTS_FILE).is_file(): return [f"no {WEIGHTS_FILE}"]
+    if not (folder / WEIGHTS_FILE).is_file():
+        return [f"no {WEIGHTS_FILE}"]
     try:
-        with safe_open(folder / WEIGHTS_FILE, framework="pt") as file: names = sorted(file.keys())
+        with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+            names = sorted(file.keys())
     except (OSError, SafetensorError) as error:
         return [f"{WEIGHTS_FILE} can't be read ({first_line(error)})"]
     unknown = [name for name in names if not TENSOR.fullmatch(name)]
-    return [f"a tensor that is no part of a LoRA: {unknown[0]} ({len(unknown)} of {len(names)})"
-            ] if unknown else []
+    return (
+        [f"a tensor that is no part of a LoRA: {unknown[0]} ({len(unknown)} of {len(names)})"]
+        if unknown
+        else []
+    )
 
 
 def serve_command(folder: str | Path) -> str:
     """The command that serves an adapter that vLLM takes."""
     config = read_adapter_config(Path(folder))
     rank = next(r for r in MAX_RANKS if r >= config["r"])
-    return (f"vllm serve {config['base_model_name_or_path'] or 'BASE'} --enable-lora --max-lora-rank "
-            f"{rank} --lora-modules tuned={folder}")
+    return (
+        f"vllm serve {config['base_model_name_or_path'] or 'BASE'} --enable-lora --max-lora-rank "
+        f"{rank} --lora-modules tuned={folder}"
+    )

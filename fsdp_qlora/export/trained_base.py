@@ -3,6 +3,7 @@
 A QLoRA adapter is right beside the weights that it was trained with, not beside the original ones.
 Which these were is told by the settings that training saved in the adapter's folder.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -22,19 +23,27 @@ from .save import RUN_FILE
 @dataclass(frozen=True)
 class BaseQuant:
     """How the linear weights of a base were rounded."""
+
     quant: str = "none"
     absmax_dtype: str = "fp32"
 
     def __str__(self) -> str:
-        return self.quant + (f" with {self.absmax_dtype} scales" if self.absmax_dtype != "fp32" else "")
+        return self.quant + (
+            f" with {self.absmax_dtype} scales" if self.absmax_dtype != "fp32" else ""
+        )
 
     @property
     def is_known(self) -> bool:
         """Whether `round_rows` can repeat it."""
         return self.quant in FORMATS and self.absmax_dtype in ABSMAX_DTYPES
 
-    def round_rows(self, rows: Tensor, dtype: torch.dtype = torch.float32, taken: Delta | None = None,
-                   start: int = 0) -> Tensor:
+    def round_rows(
+        self,
+        rows: Tensor,
+        dtype: torch.dtype = torch.float32,
+        taken: Delta | None = None,
+        start: int = 0,
+    ) -> Tensor:
         """Rows (O, I) of a weight from `start`, as their rounded form stands for them, in `dtype`.
 
         What the frozen weights lacked in training (`taken_out_of`) is not rounded.
@@ -58,7 +67,8 @@ def taken_out_of(folder: str | Path | None) -> dict[str, Delta]:
         return found
     adapter = AdapterFolder(folder)
     for name, change in adapter.changes.items():
-        if not change.parts: continue
+        if not change.parts:
+            continue
         a, b = (adapter.tensor(change.parts[kind]) for kind in "AB")
         rank = len(a) // 2
         found[name] = Delta(a[rank:], -b[:, rank:], change.scaling)
@@ -68,14 +78,17 @@ def taken_out_of(folder: str | Path | None) -> dict[str, Delta]:
 def trained_quant(folder: str | Path | None) -> BaseQuant:
     """What an adapter was trained on, as its folder says; the original weights if it does not."""
     path = Path(folder or "") / RUN_FILE
-    if not folder or not path.is_file(): return BaseQuant()
+    if not folder or not path.is_file():
+        return BaseQuant()
     try:
         run = from_json(path.read_text())
         bits = run.get("n_bits", 4) if run["quant"] == "hqq" else ""
         return BaseQuant(f"{run['quant']}{bits}", run.get("absmax_dtype", "fp32"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} does not say how the base was quantized; give --base_quant none "
-                         "or a format such as nf4") from error
+        raise ValueError(
+            f"{path} does not say how the base was quantized; give --base_quant none "
+            "or a format such as nf4"
+        ) from error
 
 
 def base_quant(choice: str, folder: str | Path | None) -> BaseQuant:

@@ -3,6 +3,7 @@
 Modules, each importing only from those before it: content, weight_files, find, generation, meta,
 stream, tokens, names, bnb4, prequantized, quantized_cache, expanded, source, starts.
 """
+
 from .find import checkpoint_folder, looks_local, not_at_hand, pinned, read_config
 from .meta import DTYPES, materialize, meta_model
 from .stream import (
@@ -16,7 +17,20 @@ from .stream import (
 from .weight_files import Checkpoint, first_line
 
 __all__ = [
-    "Checkpoint", "DTYPES", "LoadProgress", "check_complete", "checkpoint_folder",
-    "expected_shapes", "first_line", "load_buffers", "load_weights", "looks_local", "materialize",
-    "meta_model", "not_at_hand", "pinned", "rank_pieces", "read_config",
+    "Checkpoint",
+    "DTYPES",
+    "LoadProgress",
+    "check_complete",
+    "checkpoint_folder",
+    "expected_shapes",
+    "first_line",
+    "load_buffers",
+    "load_weights",
+    "looks_local",
+    "materialize",
+    "meta_model",
+    "not_at_hand",
+    "pinned",
+    "rank_pieces",
+    "read_config",
 ]

@@ -5,6 +5,7 @@ to its end. So ranks hash little more than their own rows, and the hashes of all
 any number of ranks, for any cut into files. XXH3 sees every accident and keeps up with memory.
 https://github.com/Cyan4973/xxHash
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -21,8 +22,8 @@ from xxhash import xxh3_64, xxh3_128_hexdigest
 
 from ..dist import gather_over_ranks, ranks_from_env
 
-CHUNK = 2**18   # bytes
-READ = 2**25    # bytes that are read at once where nothing but the hash is wanted
+CHUNK = 2**18  # bytes
+READ = 2**25  # bytes that are read at once where nothing but the hash is wanted
 
 
 class ContentHash:
@@ -30,16 +31,20 @@ class ContentHash:
 
     def __init__(self, stored: dict):
         self.stored = stored
-        self.chunks = {name: np.zeros(-(-s.nbytes // CHUNK), dtype=np.int64)  # 0 is not read yet
-                       for name, s in stored.items()}
+        self.chunks = {
+            name: np.zeros(-(-s.nbytes // CHUNK), dtype=np.int64)  # 0 is not read yet
+            for name, s in stored.items()
+        }
         self.known: dict[str, str] = {}  # hashes of tensors that need not be read, from a cache
         places = defaultdict(list)
-        for name, s in stored.items(): places[s.path].append((s.offset, name))
+        for name, s in stored.items():
+            places[s.path].append((s.offset, name))
         self.places = {path: sorted(found) for path, found in places.items()}
 
     def take(self, span, data: memoryview):
         """Hash the chunks that begin in a part of a tensor that was read; from any thread."""
-        if not span.nbytes: return
+        if not span.nbytes:
+            return
         places = self.places[span.path]
         _, name = places[bisect_right(places, (span.offset, "\U0010ffff")) - 1]
         whole, hashes = self.stored[name], self.chunks[name]
@@ -47,8 +52,9 @@ class ContentHash:
         last = first + span.nbytes
         for number in range(-(-first // CHUNK), -(-last // CHUNK)):
             start, stop = number * CHUNK, min((number + 1) * CHUNK, whole.nbytes)
-            hashed = xxh3_64(data[start - first:stop - first])
-            if stop > last: hashed.update(whole.bytes_of(last, stop).read().numpy())
+            hashed = xxh3_64(data[start - first : stop - first])
+            if stop > last:
+                hashed.update(whole.bytes_of(last, stop).read().numpy())
             hashes[number] = hashed.intdigest() >> 1 or 1  # above 0, which is less than any
 
     def read_all(self, names: Iterable[str]):
@@ -61,7 +67,9 @@ class ContentHash:
             for start in range(begin, end, READ):
                 part = whole.bytes_of(start, min(start + READ, end))
                 self.take(part, memoryview(part.read().numpy()))
-        with ThreadPoolExecutor(4) as pool: list(pool.map(read, names))
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(read, names))
 
     def gather(self):
         """Let every rank know all chunks. Raises ValueError on each if two have read different bytes."""
@@ -71,15 +79,21 @@ class ContentHash:
         odd = torch.nonzero((own != 0) & (own != largest)).flatten()
         name = list(self.chunks)[np.searchsorted(cuts, int(odd[0]), "right")] if len(odd) else None
         for rank, found in enumerate(gather_over_ranks(name)):
-            if found: raise ValueError(f"rank {rank}: --model_name holds another {found} than other "
-                                       "ranks read; give every rank the same files")
+            if found:
+                raise ValueError(
+                    f"rank {rank}: --model_name holds another {found} than other "
+                    "ranks read; give every rank the same files"
+                )
         for name, part in zip(self.chunks, np.split(largest.numpy(), cuts), strict=False):
             self.chunks[name] = part
 
     def of_tensors(self) -> dict[str, str]:
         """The hash of each tensor of which something was read, once all chunks are gathered."""
-        return self.known | {name: xxh3_128_hexdigest(chunks.tobytes())
-                             for name, chunks in self.chunks.items() if chunks.any()}
+        return self.known | {
+            name: xxh3_128_hexdigest(chunks.tobytes())
+            for name, chunks in self.chunks.items()
+            if chunks.any()
+        }
 
     def digest(self) -> str:
         """One hash of names, types, shapes and values of all tensors that were read by any rank."""
@@ -95,4 +109,3 @@ def stat_of(path: Path) -> list[int]:
     """What changes when a file is written or replaced, also by one of the same time and size."""
     stat = path.stat()
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
-

@@ -3,6 +3,7 @@
 A new block reads the tensors of the block that it copies, and zeros for its two output projections, so
 the expanded model computes exactly what the base does (`catalog.block_expansion`).
 """
+
 from __future__ import annotations
 
 import copy
@@ -61,7 +62,9 @@ class ExpandedCheckpoint(Checkpoint):
     def is_zero(self, key: str) -> bool:
         """Whether a tensor belongs to an output projection of a new block."""
         place = self.place(key)
-        return bool(place) and place[0] in self.grown.new and place[1].rsplit(".", 1)[0] in self.zeros
+        return (
+            bool(place) and place[0] in self.grown.new and place[1].rsplit(".", 1)[0] in self.zeros
+        )
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -70,14 +73,20 @@ class ExpandedCheckpoint(Checkpoint):
         for key, shape in shapes.items():
             place = self.place(key)
             copies = [b for b, s in enumerate(self.grown.sources) if s == place[0]] if place else []
-            found |= {f"{self.prefix}.{block}.{place[1]}": shape for block in copies} or {key: shape}
+            found |= {f"{self.prefix}.{block}.{place[1]}": shape for block in copies} or {
+                key: shape
+            }
         return found
 
     @property
     def quantized_layers(self) -> set[str]:
         """Names of the layers whose weights are in 4 bits, of a base that has such."""
-        return {name for key in self.shapes if (name := key.removesuffix(".weight")) != key
-                and self.source(key).removesuffix(".weight") in self.base.quantized_layers}
+        return {
+            name
+            for key in self.shapes
+            if (name := key.removesuffix(".weight")) != key
+            and self.source(key).removesuffix(".weight") in self.base.quantized_layers
+        }
 
     def check_numbers(self, key: str):
         """Refuse a tensor whose stored values are not its numbers."""
@@ -89,7 +98,8 @@ class ExpandedCheckpoint(Checkpoint):
 
     def values(self, piece, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         """The piece's values, from what was read."""
-        if self.is_zero(piece.key): return (torch.zeros_like(piece.local),)
+        if self.is_zero(piece.key):
+            return (torch.zeros_like(piece.local),)
         return self.base.values(self.renamed(piece), tensors)
 
     def read(self, span: Stored, buffer: Tensor | None = None) -> Tensor:

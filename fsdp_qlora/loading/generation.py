@@ -1,4 +1,5 @@
 """How the authors of a model would have it generate: the generation_config.json beside its weights."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -19,8 +20,11 @@ def read_generation_settings(folder: Path) -> dict:
 
 def keep_generation_settings(model: nn.Module, folder: Path | None):
     """Let a model have the generation settings that lie beside its weights, in place."""
-    if folder is None or not (settings := read_generation_settings(folder)): return
+    if folder is None or not (settings := read_generation_settings(folder)):
+        return
     try:
         model.generation_config = GenerationConfig(**settings)
     except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder / GENERATION_FILE}: {error}; mend that file, or remove it") from error
+        raise ValueError(
+            f"{folder / GENERATION_FILE}: {error}; mend that file, or remove it"
+        ) from error

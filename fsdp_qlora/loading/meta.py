@@ -1,4 +1,5 @@
 """A model before it has weights: its modules on the meta device, and room for this rank's shards."""
+
 from __future__ import annotations
 
 import copy
@@ -20,8 +21,13 @@ from .weight_files import first_line, reason_of
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def meta_model(config: PretrainedConfig, dtype: torch.dtype, attn_implementation: str = "sdpa",
-               revision: str | None = None, trust_remote_code: bool = False) -> nn.Module:
+def meta_model(
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    attn_implementation: str = "sdpa",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> nn.Module:
     """The model with its parameters on the meta device and its buffers real.
 
     Buffers such as rotary frequencies are in no checkpoint: they are computed here, once, and
@@ -35,16 +41,23 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype, attn_implementation
     try:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attn_implementation,
-                **pinned_code(revision, trust_remote_code))
+                config,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                **pinned_code(revision, trust_remote_code),
+            )
     except Exception as error:  # a config.json may say anything
         if "attn" not in str(error).lower() and "attention" not in str(error).lower():
-            raise ValueError(f"--model_name {config._name_or_path}: no model that continues text can be "
-                             f"made of its config.json: {reason_of(error)}; look at that file, or give "
-                             "another model") from error
+            raise ValueError(
+                f"--model_name {config._name_or_path}: no model that continues text can be "
+                f"made of its config.json: {reason_of(error)}; look at that file, or give "
+                "another model"
+            ) from error
         other = "eager" if attn_implementation == "sdpa" else "sdpa"
-        raise ValueError(f"--attn_implementation {attn_implementation}: {first_line(error)}; leave it "
-                         f"out, or use {other}") from error
+        raise ValueError(
+            f"--attn_implementation {attn_implementation}: {first_line(error)}; leave it "
+            f"out, or use {other}"
+        ) from error
     model.config.use_cache = False
     model.tie_weights()
     apply_stacked_experts(apply_plain_linears(model))
@@ -59,12 +72,15 @@ def check_language_model(config: PretrainedConfig):
     """
     text = config.get_text_config()
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if text is config or getattr(kind, "config_class", None) is type(text): return
+    if text is config or getattr(kind, "config_class", None) is type(text):
+        return
     inner = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
     name = f"a {inner.__name__}" if hasattr(inner, "__name__") else "a model for text alone"
-    raise ValueError(f"--model_name {config._name_or_path}: {config.model_type} has a language model "
-                     f"inside, beside parts for other than text; save that as {name}, as "
-                     "docs/families.md shows, and give its folder")
+    raise ValueError(
+        f"--model_name {config._name_or_path}: {config.model_type} has a language model "
+        f"inside, beside parts for other than text; save that as {name}, as "
+        "docs/families.md shows, and give its folder"
+    )
 
 
 def keep_in_fp32(model: nn.Module):
@@ -75,8 +91,11 @@ def keep_in_fp32(model: nn.Module):
             tensor.data = tensor.data.float()
 
 
-def materialize(model: nn.Module, device: torch.device,
-                parameter_device: torch.device | Callable[[nn.Parameter], torch.device]):
+def materialize(
+    model: nn.Module,
+    device: torch.device,
+    parameter_device: torch.device | Callable[[nn.Parameter], torch.device],
+):
     """Give meta parameters uninitialised storage, move buffers to `device`.
 
     `parameter_device` is a device, or a function that gives each parameter its own. What is on the
@@ -87,13 +106,17 @@ def materialize(model: nn.Module, device: torch.device,
     on_host = [p for p in meta if place(p).type == "cpu"]
     made = dict(zip(on_host, empty_on_host(on_host, pinned=device.type == "cuda"), strict=True))
     for p in meta:
-        if p not in made: made[p] = torch.empty_like(p, device=place(p))
+        if p not in made:
+            made[p] = torch.empty_like(p, device=place(p))
     made = {p: nn.Parameter(t, p.requires_grad) for p, t in made.items()}
     for module in model.modules():  # a shared parameter stays one
         for name, p in module._parameters.items():
-            if p is not None and p in made: module._parameters[name] = made[p]
-            elif p is not None: p.data = p.data.to(place(p))
+            if p is not None and p in made:
+                module._parameters[name] = made[p]
+            elif p is not None:
+                p.data = p.data.to(place(p))
         for name, b in module._buffers.items():
-            if b is not None: module._buffers[name] = b.to(device)
+            if b is not None:
+                module._buffers[name] = b.to(device)
     refuse_to_train(meta)
     watch_gradients(model)

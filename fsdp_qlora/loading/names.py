@@ -7,6 +7,7 @@ where its rows lie, so that each rank still reads only its own.
 
 Shapes: I inputs, O outputs, E experts.
 """
+
 from __future__ import annotations
 
 import re
@@ -34,6 +35,7 @@ BESIDE_A_WEIGHT = re.compile(r"(?<=\.weight)\..*")  # what bitsandbytes stores w
 @dataclass(frozen=True)
 class Transposed:
     """A weight (O, I) whose file holds (I, O); read whole, as its rows are columns there."""
+
     stored: Stored
 
     @property
@@ -50,6 +52,7 @@ class Transposed:
 @dataclass(frozen=True)
 class Stacked:
     """Rows of several tensors of one width below each other, as of all experts of a block."""
+
     parts: tuple[Stored, ...]
 
     @property
@@ -60,7 +63,8 @@ class Stacked:
         found, first = [], 0
         for part in self.parts:
             inside = max(start - first, 0), min(stop - first, part.shape[0])
-            if inside[0] < inside[1]: found.append(part.rows(*inside))
+            if inside[0] < inside[1]:
+                found.append(part.rows(*inside))
             first += part.shape[0]
         return found
 
@@ -75,10 +79,12 @@ def match_names(model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
     """
     wanted = {name: p.shape for name, p in model.named_parameters()}
     checkpoint.unused = unused_names(model, checkpoint)
-    if not wanted.keys() <= checkpoint.shapes.keys(): checkpoint.rename(new_names(model, checkpoint))
+    if not wanted.keys() <= checkpoint.shapes.keys():
+        checkpoint.rename(new_names(model, checkpoint))
     for name in transposed_weights(model) & checkpoint.stored.keys():
         stored = checkpoint.stored[name]  # bitsandbytes' 4-bit weights lie as W does
-        if stored.shape == wanted[name][::-1]: checkpoint.made[name] = Transposed(stored)
+        if stored.shape == wanted[name][::-1]:
+            checkpoint.made[name] = Transposed(stored)
     stack_experts(model, checkpoint)
     return checkpoint
 
@@ -86,7 +92,8 @@ def match_names(model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
 def stack_experts(model: nn.Module, checkpoint: Checkpoint):
     """Let a checkpoint know the stacked experts of a model, from one tensor of all or one of each."""
     stacks = stacked_weights(model)
-    if not stacks: return
+    if not stacks:
+        return
     parts = parts_of_stacks(model, checkpoint)
     for name, (stored_name, _) in stacks.items():
         if whole := checkpoint.stored.get(stored_name):  # (E, O, I)
@@ -102,12 +109,16 @@ def parts_of_stacks(model: nn.Module, checkpoint: Checkpoint) -> dict[str, tuple
 
     Raises ValueError where they do not simply lie below each other.
     """
-    converters = {pattern: converter for converter in conversions(model, WeightConverter)
-                  for pattern in converter.source_patterns}
+    converters = {
+        pattern: converter
+        for converter in conversions(model, WeightConverter)
+        for pattern in converter.source_patterns
+    }
     found: dict[str, dict[tuple[int, int], str]] = {}
     wanted = {stored_name for stored_name, _ in stacked_weights(model).values()}
     for name, (new, pattern) in renamed(model, checkpoint.stored).items():
-        if new not in wanted: continue
+        if new not in wanted:
+            continue
         if pattern is None:
             found[new] = {(0, 0): name}
             continue
@@ -121,29 +132,42 @@ def parts_of_stacks(model: nn.Module, checkpoint: Checkpoint) -> dict[str, tuple
 def check_stackable(converter: WeightConverter, name: str, checkpoint: Checkpoint):
     """Refuse a tensor that is no plain part of a stack. Raises ValueError naming --model_name."""
     merge, *rest = converter.operations
-    plain = isinstance(merge, MergeModulelist) and merge.dim == 0 and all(
-        isinstance(op, Concatenate) and op.dim == 1 for op in rest)
+    plain = (
+        isinstance(merge, MergeModulelist)
+        and merge.dim == 0
+        and all(isinstance(op, Concatenate) and op.dim == 1 for op in rest)
+    )
     scaled = any(other in checkpoint.stored for other in (f"{name}_scale_inv", f"{name}.absmax"))
-    if plain and not scaled: return
+    if plain and not scaled:
+        return
     fault = "experts that are quantized already" if scaled else "experts in an order not known here"
     raise ValueError(f"--model_name {checkpoint.folder}: {name}: {fault}; give the 16-bit model")
 
 
 def unused_names(model: nn.Module, checkpoint: Checkpoint) -> list[str]:
     """Tensors of a checkpoint that are no part of the model, but for those that its class expects."""
-    own = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    own = {
+        name
+        for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+    }
     own |= {stored_name for stored_name, _ in stacked_weights(model).values()}
     others = checkpoint.shapes.keys() - own
     expected = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"\.inv_freq$"]
-    return sorted(old for old, (new, _) in renamed(model, others).items()
-                  if BESIDE_A_WEIGHT.sub("", new) not in own
-                  and not any(re.search(pattern, new) for pattern in expected))
+    return sorted(
+        old
+        for old, (new, _) in renamed(model, others).items()
+        if BESIDE_A_WEIGHT.sub("", new) not in own
+        and not any(re.search(pattern, new) for pattern in expected)
+    )
 
 
 def new_names(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
     """The model's name of every tensor of a checkpoint that has another one there."""
-    return {old: new for old, (new, part_of) in renamed(model, checkpoint.shapes).items()
-            if old != new and part_of is None}
+    return {
+        old: new
+        for old, (new, part_of) in renamed(model, checkpoint.shapes).items()
+        if old != new and part_of is None
+    }
 
 
 def renamed(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[str, str | None]]:

@@ -4,6 +4,7 @@
 one flat run, with blocks of 64 along it, which are those of our rows where a row is whole blocks.
 Weights in 8-bit floats are turned into numbers as they stream in. Others are refused by name.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -24,21 +25,33 @@ def open_weights(folder: str | Path, quantization: dict | None, model_name: str)
     Raises ValueError naming --model_name and the kind of quantization if it can't be trained on.
     """
     kind = kind_of(quantization)
-    if not kind: return Checkpoint(folder)
-    if kind == "bitsandbytes": return FourBitCheckpoint(folder)
-    if kind == "fp8": return Fp8Checkpoint(folder, tuple(quantization["weight_block_size"]))
-    raise ValueError(f"--model_name {model_name}: its weights are quantized with {kind}, which can't "
-                     "be trained on here; give the 16-bit model it was made from, or one in "
-                     "bitsandbytes' 4 bits")
+    if not kind:
+        return Checkpoint(folder)
+    if kind == "bitsandbytes":
+        return FourBitCheckpoint(folder)
+    if kind == "fp8":
+        return Fp8Checkpoint(folder, tuple(quantization["weight_block_size"]))
+    raise ValueError(
+        f"--model_name {model_name}: its weights are quantized with {kind}, which can't "
+        "be trained on here; give the 16-bit model it was made from, or one in "
+        "bitsandbytes' 4 bits"
+    )
 
 
 def kind_of(quantization: dict | None) -> str | None:
     """The kind of quantization in the words of config.json, more exactly where that matters."""
-    if not quantization: return None
-    kind = str(quantization.get("quant_method", "bitsandbytes" if "load_in_4bit" in quantization
-                                else "an unknown method"))
-    if kind == "bitsandbytes" and not quantization.get("load_in_4bit"): return "bitsandbytes in 8 bits"
-    if kind == "fp8" and not quantization.get("weight_block_size"): return "fp8 without blocks"
+    if not quantization:
+        return None
+    kind = str(
+        quantization.get(
+            "quant_method",
+            "bitsandbytes" if "load_in_4bit" in quantization else "an unknown method",
+        )
+    )
+    if kind == "bitsandbytes" and not quantization.get("load_in_4bit"):
+        return "bitsandbytes in 8 bits"
+    if kind == "fp8" and not quantization.get("weight_block_size"):
+        return "fp8 without blocks"
     return kind
 
 
@@ -48,19 +61,23 @@ def layers_to_quantize(checkpoint: Checkpoint, quant: str) -> set[str] | None:
     Raises ValueError if they are not in the format `quant`.
     """
     base = getattr(checkpoint, "base", checkpoint)  # of an expanded one
-    if not isinstance(base, FourBitCheckpoint): return None
+    if not isinstance(base, FourBitCheckpoint):
+        return None
     others = base.quant_types - {quant}
     if others:
-        raise ValueError(f"--quant {quant}: the weights of {checkpoint.folder} are stored as "
-                         f"{', '.join(sorted(others))}; use --quant {min(others)}")
+        raise ValueError(
+            f"--quant {quant}: the weights of {checkpoint.folder} are stored as "
+            f"{', '.join(sorted(others))}; use --quant {min(others)}"
+        )
     return checkpoint.quantized_layers
 
 
 @dataclass(frozen=True)
 class Nested:
     """How absmax itself is quantized: value = code[byte] * scale of its block + offset."""
+
     scale: Stored  # float32, one for each block of `blocksize` scales
-    code: Stored   # float32 (256,)
+    code: Stored  # float32 (256,)
     offset: float
     blocksize: int
 
@@ -68,11 +85,12 @@ class Nested:
 @dataclass(frozen=True)
 class FourBitWeight:
     """A 4-bit weight in a checkpoint."""
+
     shape: tuple[int, int]  # (O, I)
     quant_type: str
-    dtype: torch.dtype      # of the weight it was made from
-    packed: Stored          # uint8 (O, I/2)
-    absmax: Stored          # float32, or uint8 if nested: (O, I/64)
+    dtype: torch.dtype  # of the weight it was made from
+    packed: Stored  # uint8 (O, I/2)
+    absmax: Stored  # float32, or uint8 if nested: (O, I/64)
     nested: Nested | None
 
 
@@ -86,9 +104,11 @@ class FourBitCheckpoint(Checkpoint):
         super().__init__(folder)
         found = [m for m in map(STATE.fullmatch, self.stored) if m]
         if not found:
-            raise ValueError(f"--model_name {self.folder}: config.json says that its weights are in 4 "
-                             "bits of bitsandbytes, and the files hold no such weight; take "
-                             "quantization_config out of config.json, or download the model again")
+            raise ValueError(
+                f"--model_name {self.folder}: config.json says that its weights are in 4 "
+                "bits of bitsandbytes, and the files hold no such weight; take "
+                "quantization_config out of config.json, or download the model again"
+            )
         self.weights = {m["weight"]: self.weight(m) for m in found}
 
     def weight(self, state_name) -> FourBitWeight:
@@ -97,25 +117,36 @@ class FourBitCheckpoint(Checkpoint):
         state, part = checked_state(self, state_name), lambda key: self.stored[f"{name}.{key}"]
         out, wide = shape = tuple(state["shape"])
         if state["blocksize"] != BLOCKSIZE or wide % BLOCKSIZE:
-            raise ValueError(f"--model_name {self.folder}: {name} has rows of {wide} values in blocks "
-                             f"of {state['blocksize']}, which can't be split by rows; give the 16-bit "
-                             "model")
+            raise ValueError(
+                f"--model_name {self.folder}: {name} has rows of {wide} values in blocks "
+                f"of {state['blocksize']}, which can't be split by rows; give the 16-bit "
+                "model"
+            )
         nested = None
         if "nested_offset" in state:
-            nested = Nested(part("nested_absmax"), part("nested_quant_map"),
-                            float(state["nested_offset"]), state["nested_blocksize"])
+            nested = Nested(
+                part("nested_absmax"),
+                part("nested_quant_map"),
+                float(state["nested_offset"]),
+                state["nested_blocksize"],
+            )
         absmax = part("absmax")
         return FourBitWeight(
-            shape, state_name["quant_type"], getattr(torch, state["dtype"]),
+            shape,
+            state_name["quant_type"],
+            getattr(torch, state["dtype"]),
             self.stored[name].seen_as(torch.uint8, (out, wide // 2)),
-            absmax.seen_as(absmax.dtype, (out, wide // BLOCKSIZE)), nested)
+            absmax.seen_as(absmax.dtype, (out, wide // BLOCKSIZE)),
+            nested,
+        )
 
     def rename(self, names: dict[str, str]):
         super().rename(names)
         self.weights = {names.get(name, name): weight for name, weight in self.weights.items()}
 
     def check_numbers(self, key: str):
-        if key not in self.weights: super().check_numbers(key)
+        if key not in self.weights:
+            super().check_numbers(key)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -134,20 +165,26 @@ class FourBitCheckpoint(Checkpoint):
 
     def spans(self, piece) -> list[Stored]:
         weight = self.weights.get(piece.key)
-        if not weight: return super().spans(piece)
+        if not weight:
+            return super().spans(piece)
         rows = [s.rows(piece.start, piece.stop) for s in (weight.packed, weight.absmax)]
-        if not weight.nested: return rows
+        if not weight.nested:
+            return rows
         first, last = nested_range(piece, weight)
         return [*rows, weight.nested.scale.rows(first, last), weight.nested.code]
 
     def values(self, piece, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         """Bytes and scales for a quantized layer, numbers for any other."""
         weight = self.weights.get(piece.key)
-        if not weight: return super().values(piece, tensors)
+        if not weight:
+            return super().values(piece, tensors)
         packed, absmax = tensors[0].view(STORAGE_DTYPE), tensors[1]
-        if weight.nested: absmax = plain_absmax(piece, weight, *tensors[1:])
+        if weight.nested:
+            absmax = plain_absmax(piece, weight, *tensors[1:])
         if piece.module is None:
-            return (dequantize_rows(packed, absmax, weight.shape[1], weight.quant_type, weight.dtype),)
+            return (
+                dequantize_rows(packed, absmax, weight.shape[1], weight.quant_type, weight.dtype),
+            )
         return packed, encode_absmax(absmax) if piece.module.absmax_dtype == "int8" else absmax
 
 
@@ -157,7 +194,9 @@ def nested_range(piece, weight: FourBitWeight) -> tuple[int, int]:
     return piece.start * blocks // size, -(-piece.stop * blocks // size)
 
 
-def plain_absmax(piece, weight: FourBitWeight, absmax: Tensor, scale: Tensor, code: Tensor) -> Tensor:
+def plain_absmax(
+    piece, weight: FourBitWeight, absmax: Tensor, scale: Tensor, code: Tensor
+) -> Tensor:
     """float32 scales (O, I/64) from nested ones (uint8), as bitsandbytes computes them."""
     first, _ = nested_range(piece, weight)
     at = torch.arange(absmax.numel(), device=absmax.device) + piece.start * absmax.shape[1]
@@ -172,20 +211,28 @@ class Fp8Checkpoint(Checkpoint):
         super().__init__(folder)
         self.block = block
         if not any(name.endswith("_scale_inv") for name in self.stored):
-            raise ValueError(f"--model_name {self.folder}: config.json says that its weights are in fp8 "
-                             "with scales per block, and the files hold none, weight_scale_inv; take "
-                             "quantization_config out of config.json, or download the model again")
+            raise ValueError(
+                f"--model_name {self.folder}: config.json says that its weights are in fp8 "
+                "with scales per block, and the files hold none, weight_scale_inv; take "
+                "quantization_config out of config.json, or download the model again"
+            )
 
     def check_numbers(self, key: str):
         scale = self.scale(key)
-        if not scale: return super().check_numbers(key)
+        if not scale:
+            return super().check_numbers(key)
         weight = self.stored[key]
         blocks = tuple(-(-n // size) for n, size in zip(weight.shape, self.block, strict=False))
-        if weight.dtype != torch.float8_e4m3fn or scale.shape != blocks or scale.dtype not in NUMBERS:
+        if (
+            weight.dtype != torch.float8_e4m3fn
+            or scale.shape != blocks
+            or scale.dtype not in NUMBERS
+        ):
             raise ValueError(
                 f"{self.folder}: {key}, {dtype_name(weight.dtype)} of shape {weight.shape}, needs "
                 f"scales of shape {blocks}, and {key}_scale_inv is {dtype_name(scale.dtype)} of shape "
-                f"{scale.shape}; download the model again, or give the 16-bit one")
+                f"{scale.shape}; download the model again, or give the 16-bit one"
+            )
 
     def scale(self, key: str) -> Stored | None:
         """The scales of a tensor, if it has some."""
@@ -193,12 +240,14 @@ class Fp8Checkpoint(Checkpoint):
 
     def spans(self, piece) -> list[Stored]:
         scale, size = self.scale(piece.key), self.block[0]
-        if not scale: return super().spans(piece)
+        if not scale:
+            return super().spans(piece)
         return [*super().spans(piece), scale.rows(piece.start // size, -(-piece.stop // size))]
 
     def values(self, piece, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-        if not self.scale(piece.key): return super().values(piece, tensors)
+        if not self.scale(piece.key):
+            return super().values(piece, tensors)
         weight, scale = tensors[0].float(), tensors[1].float()
         row = torch.arange(piece.start, piece.stop, device=weight.device) // self.block[0]
         columns = scale[row - piece.start // self.block[0]].repeat_interleave(self.block[1], dim=1)
-        return (weight * columns[:, :weight.shape[1]],)
+        return (weight * columns[:, : weight.shape[1]],)

@@ -6,6 +6,7 @@ read it; the file takes its name when all of it is there. Each row has a sum of 
 one is read from the checkpoint again, and mended. The header lists the hashes of all weights that it
 was made from; where the checkpoint's files are not those of then, they are hashed once more.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -19,7 +20,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from xxhash import xxh3_64_hexdigest
 
-from ..dist import from_main, gather_over_ranks, main_only, print_main, ranks_from_env, sum_over_ranks
+from ..dist import (
+    from_main,
+    gather_over_ranks,
+    main_only,
+    print_main,
+    ranks_from_env,
+    sum_over_ranks,
+)
 from ..places import check_folder
 from .content import stat_of
 from .stream import Piece, rank_pieces
@@ -36,7 +44,9 @@ class QuantizedCache:
     `base`, the checkpoint. Raises ValueError naming --quantized_cache if `folder` can't be used.
     """
 
-    def __init__(self, folder: str | Path, model: nn.Module, base: Checkpoint, device: torch.device):
+    def __init__(
+        self, folder: str | Path, model: nn.Module, base: Checkpoint, device: torch.device
+    ):
         self.base, self.device, self.error = base, device, None
         self.damaged: set[tuple[str, int]] = set()
         layers = {piece.key: piece.module for piece in rank_pieces(model) if piece.module}
@@ -48,11 +58,13 @@ class QuantizedCache:
         if self.complete:
             problem = self.problem_of_base()
             self.complete = problem is None
-        if not self.complete: self.begin(problem)
+        if not self.complete:
+            self.begin(problem)
 
     def problem(self) -> str | None:
         """Why the file can't be read, or None."""
-        if not self.path.is_file(): return "it is not there yet"
+        if not self.path.is_file():
+            return "it is not there yet"
         try:
             return None if read_header(self.path) == self.stored else "it holds other tensors"
         except (ValueError, OSError) as error:
@@ -66,12 +78,16 @@ class QuantizedCache:
         if from_main(lambda: made["files"] == self.stat_of_base()):
             content.known = made["tensors"]
             return None
-        print_main("--quantized_cache: --model_name has other files than before; reading all of them")
+        print_main(
+            "--quantized_cache: --model_name has other files than before; reading all of them"
+        )
         content.read_all(made["tensors"])
         content.gather()
-        if content.of_tensors() != made["tensors"]: return "--model_name holds other weights than before"
+        if content.of_tensors() != made["tensors"]:
+            return "--model_name holds other weights than before"
         with main_only():
-            if ranks_from_env().is_main: self.write_note(self.path)
+            if ranks_from_env().is_main:
+                self.write_note(self.path)
         return None
 
     def stat_of_base(self) -> dict[str, list[int]]:
@@ -81,13 +97,15 @@ class QuantizedCache:
     def write_note(self, path: Path):
         """Say in the file's header which weights it was made from."""
         made = {"files": self.stat_of_base(), "tensors": self.base.content.of_tensors()}
-        with open(path, "rb+") as file: file.write(header_bytes(self.stored, json.dumps(made)))
+        with open(path, "rb+") as file:
+            file.write(header_bytes(self.stored, json.dumps(made)))
 
     def begin(self, problem: str | None):
         """Make an empty file under a passing name; the ranks fill it."""
         size = sum(stored.nbytes for stored in self.stored.values())
         check_folder("quantized_cache", self.path.parent, size, "what is kept there")
-        if self.path.is_file(): print_main(f"--quantized_cache: made anew, for {problem}")
+        if self.path.is_file():
+            print_main(f"--quantized_cache: made anew, for {problem}")
         maker = gather_over_ranks(f"{os.uname().nodename}-{os.getpid()}")[0]
         self.partial = self.path.with_suffix(f".{maker}.partial")
         with main_only():
@@ -102,50 +120,64 @@ class QuantizedCache:
         return self
 
     def __exit__(self, kind, *_):
-        if kind is None: self.finish()
-        elif not self.complete and ranks_from_env().is_main: self.partial.unlink(missing_ok=True)
+        if kind is None:
+            self.finish()
+        elif not self.complete and ranks_from_env().is_main:
+            self.partial.unlink(missing_ok=True)
 
     def finish(self):
         """Give a full file its name, or say what was wrong."""
         failed, mended = sum_over_ranks(int(self.error is not None), len(self.damaged))
         reason = next((e for e in gather_over_ranks(self.error) if e), None)
         if mended:
-            print_main(f"--quantized_cache: {mended} damaged parts of {self.path} were read from the "
-                       f"checkpoint{'' if failed else ' and written again'}")
-        if self.complete: return
+            print_main(
+                f"--quantized_cache: {mended} damaged parts of {self.path} were read from the "
+                f"checkpoint{'' if failed else ' and written again'}"
+            )
+        if self.complete:
+            return
         self.base.content.gather()
-        if failed: print_main(f"--quantized_cache: not written, for {reason}")
+        if failed:
+            print_main(f"--quantized_cache: not written, for {reason}")
         with main_only():
             if ranks_from_env().is_main:
-                if failed: self.partial.unlink(missing_ok=True)
+                if failed:
+                    self.partial.unlink(missing_ok=True)
                 else:
                     self.write_note(self.partial)
                     os.replace(self.partial, self.path)
-        if not failed: print_main(f"--quantized_cache: written to {self.path}")
+        if not failed:
+            print_main(f"--quantized_cache: written to {self.path}")
 
     # ---- a source, as `loading.load_weights` asks it ----
 
     def spans(self, piece: Piece) -> list[Stored]:
-        if not (self.complete and piece.module): return self.base.spans(piece)
+        if not (self.complete and piece.module):
+            return self.base.spans(piece)
         return [self.stored[name].rows(piece.start, piece.stop) for name in entries(piece.key)]
 
     def values(self, piece: Piece, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-        if not (self.complete and piece.module): return self.base.values(piece, tensors)
+        if not (self.complete and piece.module):
+            return self.base.values(piece, tensors)
         packed, absmax, sums = tensors
-        if torch.equal(row_sums(packed, absmax, piece.start), sums): return packed, absmax
+        if torch.equal(row_sums(packed, absmax, piece.start), sums):
+            return packed, absmax
         self.damaged.add((piece.key, piece.start))
         read = [self.base.read(span).to(self.device) for span in self.base.spans(piece)]
         return self.base.values(piece, read)
 
     def read(self, span: Stored, buffer: Tensor | None = None) -> Tensor:
         """The values of a span, of this file or the checkpoint's."""
-        if span.path != self.path: return self.base.read(span, buffer)
+        if span.path != self.path:
+            return self.base.read(span, buffer)
         return span.read() if buffer is None else span.read_into(buffer)
 
     def placed(self, piece: Piece):
         """Write the piece as it is in the model, unless it came from here."""
-        if not piece.module or not piece.first_copy or self.error: return
-        if self.complete and (piece.key, piece.start) not in self.damaged: return
+        if not piece.module or not piece.first_copy or self.error:
+            return
+        if self.complete and (piece.key, piece.start) not in self.damaged:
+            return
         held = (piece.local, piece.absmax, row_sums(piece.local, piece.absmax, piece.start))
         try:
             with open(self.path if self.complete else self.partial, "rb+", buffering=0) as file:
@@ -186,8 +218,11 @@ def layout(path: Path, layers: dict, base: Checkpoint) -> dict[str, Stored]:
     """Where each tensor of the file lies, behind a header with room for what `base` is known by."""
     found, offset = {}, 0
     for key, module in layers.items():
-        shapes = (module.weight, module.absmax, torch.empty(module.weight.shape[:1], device="meta",
-                                                            dtype=torch.int64))
+        shapes = (
+            module.weight,
+            module.absmax,
+            torch.empty(module.weight.shape[:1], device="meta", dtype=torch.int64),
+        )
         for name, tensor in zip(entries(key), shapes, strict=True):
             found[name] = Stored(path, offset, tensor.dtype, tuple(tensor.shape))
             offset += found[name].nbytes
@@ -204,9 +239,14 @@ def header_bytes(stored: dict[str, Stored], note: str = "") -> bytes:
     """
     first = min((s.offset for s in stored.values()), default=0)
     header: dict = {"__metadata__": {"note": note, "sum": xxh3_64_hexdigest(note.encode())}}
-    header |= {name: {"dtype": NAMES[s.dtype], "shape": list(s.shape),
-                     "data_offsets": [s.offset - first, s.offset - first + s.nbytes]}
-              for name, s in stored.items()}
+    header |= {
+        name: {
+            "dtype": NAMES[s.dtype],
+            "shape": list(s.shape),
+            "data_offsets": [s.offset - first, s.offset - first + s.nbytes],
+        }
+        for name, s in stored.items()
+    }
     text = json.dumps(header).encode()
     text += b" " * max(first - 8 - len(text), -len(text) % 8)
     return struct.pack("<Q", len(text)) + text
@@ -215,8 +255,10 @@ def header_bytes(stored: dict[str, Stored], note: str = "") -> bytes:
 def read_note(path: Path) -> dict | None:
     """What `write_note` wrote, or None if it is damaged."""
     try:
-        with safe_open(path, framework="pt") as file: found = file.metadata()
-        if xxh3_64_hexdigest(found["note"].encode()) != found["sum"]: return None
+        with safe_open(path, framework="pt") as file:
+            found = file.metadata()
+        if xxh3_64_hexdigest(found["note"].encode()) != found["sum"]:
+            return None
         return json.loads(found["note"])
     except (SafetensorError, OSError, ValueError, LookupError, TypeError):
         return None
@@ -225,11 +267,13 @@ def read_note(path: Path) -> dict | None:
 def write_all(file, tensor: Tensor):
     """Write a tensor's bytes."""
     left = memoryview(tensor.detach().cpu().contiguous().view(torch.uint8).numpy()).cast("B")
-    while left: left = left[file.write(left):]
+    while left:
+        left = left[file.write(left) :]
 
 
 def remove_abandoned(path: Path):
     """Remove what killed runs of this machine left of the file."""
     for partial in path.parent.glob(f"{path.stem}.{os.uname().nodename}-*.partial"):
         process = partial.stem.rpartition("-")[2]
-        if not Path("/proc", process).exists(): partial.unlink(missing_ok=True)
+        if not Path("/proc", process).exists():
+            partial.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 Which of the sources of this package that is: files as they are, under other names, with more rows or
 blocks, in 4 bits already, quantized once before, or random numbers.
 """
+
 from __future__ import annotations
 
 from collections.abc import Collection
@@ -32,35 +33,61 @@ from .tokens import with_new_rows
 from .weight_files import Checkpoint, RandomCheckpoint
 
 
-def open_checkpoint(config: RunConfig, settings: PretrainedConfig, model: nn.Module,
-                    device: torch.device, grown: Expansion | None = None) -> Checkpoint:
+def open_checkpoint(
+    config: RunConfig,
+    settings: PretrainedConfig,
+    model: nn.Module,
+    device: torch.device,
+    grown: Expansion | None = None,
+) -> Checkpoint:
     """The checkpoint of --model_name, checked to be complete, or random weights.
 
     grown: which of the model's blocks are new ones of Llama-Pro.
     """
-    if config.random_weights: return RandomCheckpoint(expected_shapes(model), device, config.seed)
+    if config.random_weights:
+        return RandomCheckpoint(expected_shapes(model), device, config.seed)
     if grown and config.llama_pro_path:
         checkpoint = match_names(model, Checkpoint(config.llama_pro_path))
     else:
         quantization = settings.to_dict().get("quantization_config")
-        checkpoint = with_new_rows(model, match_names(model, open_weights(
-            checkpoint_folder(config.model_name, config.revision), quantization, config.model_name)))
-        if grown: checkpoint = ExpandedCheckpoint(checkpoint, model, grown)
+        checkpoint = with_new_rows(
+            model,
+            match_names(
+                model,
+                open_weights(
+                    checkpoint_folder(config.model_name, config.revision),
+                    quantization,
+                    config.model_name,
+                ),
+            ),
+        )
+        if grown:
+            checkpoint = ExpandedCheckpoint(checkpoint, model, grown)
     check_complete(model, checkpoint)
-    if not grown: load_buffers(model, checkpoint)  # routers', which Llama-Pro's blocks have none of
+    if not grown:
+        load_buffers(model, checkpoint)  # routers', which Llama-Pro's blocks have none of
     return checkpoint
 
 
-def load(model: nn.Module, source: Checkpoint, device: torch.device, config: RunConfig,
-         filled: Collection[str] = ()):
+def load(
+    model: nn.Module,
+    source: Checkpoint,
+    device: torch.device,
+    config: RunConfig,
+    filled: Collection[str] = (),
+):
     """Stream the weights in but those that are there, with a progress bar and a line of what it took."""
-    if source.unused: print_main(unused_line(source))
+    if source.unused:
+        print_main(unused_line(source))
     workers = None if config.loading_workers == AUTO else config.loading_workers
     cached = config.quantized_cache and config.quant != "none" and not config.random_weights
     if cached and isinstance(getattr(source, "base", source), FourBitCheckpoint):
         cached = print_main("--quantized_cache has no effect: the checkpoint is in 4 bits already")
-    with QuantizedCache(config.quantized_cache, model, source, device) if cached \
-            else nullcontext(source) as weights:
+    with (
+        QuantizedCache(config.quantized_cache, model, source, device)
+        if cached
+        else nullcontext(source) as weights
+    ):
         progress = LoadProgress(model, weights, filled)
         load_weights(model, weights, device, workers, progress, filled)
         progress.close()
@@ -69,5 +96,7 @@ def load(model: nn.Module, source: Checkpoint, device: torch.device, config: Run
 def unused_line(source: Checkpoint, most: int = 4) -> str:
     """What a checkpoint holds for nothing: files and config.json may be of different models."""
     more = ", ..." if len(source.unused) > most else ""
-    return (f"warning: {counted(len(source.unused), 'tensor')} of {source.folder} not loaded, for the "
-            f"model has no place for them: {', '.join(source.unused[:most])}{more}")
+    return (
+        f"warning: {counted(len(source.unused), 'tensor')} of {source.folder} not loaded, for the "
+        f"model has no place for them: {', '.join(source.unused[:most])}{more}"
+    )

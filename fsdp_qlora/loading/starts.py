@@ -6,6 +6,7 @@ A run that goes on from a checkpoint takes that from there, and so has the same 
 
 Shapes: I inputs, O outputs, R rank.  W (O, I), A (R, I), B (O, R)
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -24,24 +25,33 @@ from .prequantized import FourBitCheckpoint
 from .stream import Piece, checkpoint_key, place, rank_pieces
 from .weight_files import Checkpoint, hash_seed
 
-SavedRows = Callable[[str], Tensor]  # a tensor of the adapter in a checkpoint, by its parameter's name
+SavedRows = Callable[
+    [str], Tensor
+]  # a tensor of the adapter in a checkpoint, by its parameter's name
 
 
 def check_start(model: nn.Module, source: Checkpoint, start: Start):
     """Refuse a model or checkpoint that adapters can't begin from; needs no process group."""
-    if not start.from_weights: return
+    if not start.from_weights:
+        return
     flag = f"--init_lora_weights {start.kind}"
     if isinstance(source, FourBitCheckpoint):
-        raise ValueError(f"{flag} needs the weights as they were before rounding, and {source.folder} "
-                         "has them in 4 bits; give the 16-bit model it was made from")
+        raise ValueError(
+            f"{flag} needs the weights as they were before rounding, and {source.folder} "
+            "has them in 4 bits; give the 16-bit model it was made from"
+        )
     for name, layer in adapted_layers(model):
         rank, shape = layer.r["default"], (layer.out_features, layer.in_features)
         if rank > min(shape):
-            raise ValueError(f"{flag}: {name} of shape {shape} has no {rank} directions; use a "
-                             f"--lora_rank, or --lora_rank_pattern, of {min(shape)} or less")
+            raise ValueError(
+                f"{flag}: {name} of shape {shape} has no {rank} directions; use a "
+                f"--lora_rank, or --lora_rank_pattern, of {min(shape)} or less"
+            )
         if start.changes_base and layer is output_head(model) and is_tied(base_model(model)):
-            raise ValueError(f"{flag} changes the weights it adapts, and this model's head is its "
-                             "embedding too; leave the head out of --lora_target_modules")
+            raise ValueError(
+                f"{flag} changes the weights it adapts, and this model's head is its "
+                "embedding too; leave the head out of --lora_target_modules"
+            )
 
 
 def adapted_layers(model: nn.Module) -> list[tuple[str, LoraLinear]]:
@@ -49,37 +59,56 @@ def adapted_layers(model: nn.Module) -> list[tuple[str, LoraLinear]]:
     return [(name, m) for name, m in model.named_modules() if isinstance(m, LoraLinear)]
 
 
-def start_from_weights(model: nn.Module, source: Checkpoint, device: torch.device, start: Start,
-                       seed: int = 0, saved: SavedRows | None = None) -> set[str]:
+def start_from_weights(
+    model: nn.Module,
+    source: Checkpoint,
+    device: torch.device,
+    start: Start,
+    seed: int = 0,
+    saved: SavedRows | None = None,
+) -> set[str]:
     """Give adapters their first values from the weights, and frozen weights what is left of them.
 
     Every rank must call it. `saved` reads the checkpoint that a run goes on from, so that nothing is
     searched for again. Returns the checkpoint's names of the weights that are in the model now.
     """
     began, pieces, filled = perf_counter(), {p.key: p for p in rank_pieces(model)}, set()
-    values = found_values(model, source, device, start, seed) if saved is None \
+    values = (
+        found_values(model, source, device, start, seed)
+        if saved is None
         else saved_values(model, start, saved)
+    )
     with torch.no_grad():
         for name, layer, first in values:
             set_adapter(layer, first)
-            if first.taken is None: continue
+            if first.taken is None:
+                continue
             piece = pieces[key := checkpoint_key(f"{name}.base_layer.weight")]
             fill_base(piece, source, first.taken, layer.scaling["default"], device)
-            layer.taken = Taken(*(own_rows(t, p) for t, p in zip(
-                (first.taken.a, first.taken.b), parameters_of(layer), strict=True)))
+            layer.taken = Taken(
+                *(
+                    own_rows(t, p)
+                    for t, p in zip(
+                        (first.taken.a, first.taken.b), parameters_of(layer), strict=True
+                    )
+                )
+            )
             filled.add(key)
-    print_main(f"--init_lora_weights {start.kind}: {len(adapted_layers(model))} adapters "
-               f"{'found in their weights' if saved is None else 'taken from the checkpoint'} in "
-               f"{perf_counter() - began:.1f} s")
+    print_main(
+        f"--init_lora_weights {start.kind}: {len(adapted_layers(model))} adapters "
+        f"{'found in their weights' if saved is None else 'taken from the checkpoint'} in "
+        f"{perf_counter() - began:.1f} s"
+    )
     return filled
 
 
-def found_values(model: nn.Module, source: Checkpoint, device: torch.device, start: Start, seed: int
-                 ) -> Iterator[tuple[str, LoraLinear, FirstValues]]:
+def found_values(
+    model: nn.Module, source: Checkpoint, device: torch.device, start: Start, seed: int
+) -> Iterator[tuple[str, LoraLinear, FirstValues]]:
     """Each layer with its first values; every rank finds those of other layers at the same time."""
     layers, ranks = adapted_layers(model), ranks_from_env()
     for begin in range(0, len(layers), ranks.world_size):
-        group = layers[begin:begin + ranks.world_size]
+        group = layers[begin : begin + ranks.world_size]
         mine = None
         if ranks.rank < len(group):
             mine = values_of(*group[ranks.rank], source, device, start, seed)
@@ -87,18 +116,32 @@ def found_values(model: nn.Module, source: Checkpoint, device: torch.device, sta
             yield name, layer, shared(mine, layer, owner, device, start)
 
 
-def values_of(name: str, layer: LoraLinear, source: Checkpoint, device: torch.device, start: Start,
-              seed: int) -> FirstValues:
+def values_of(
+    name: str, layer: LoraLinear, source: Checkpoint, device: torch.device, start: Start, seed: int
+) -> FirstValues:
     """A layer's first values, from all of its W."""
     base, a = layer.base_layer, parameters_of(layer)[0]
-    whole = Piece(checkpoint_key(f"{name}.base_layer.weight"), 0, base.out_features, base.in_features,
-                  torch.empty(0))
+    whole = Piece(
+        checkpoint_key(f"{name}.base_layer.weight"),
+        0,
+        base.out_features,
+        base.in_features,
+        torch.empty(0),
+    )
 
     def rounded(weight: Tensor) -> Tensor:
         form = quantize_rows(weight, base.quant_type, base.absmax_dtype)
         return dequantize_rows(*form, base.in_features, base.quant_type, torch.float32)
-    return first_values(numbers(whole, source, device), start, layer.r["default"],
-                        layer.scaling["default"], a.dtype, rounded, hash_seed(f"{seed}:{name}"))
+
+    return first_values(
+        numbers(whole, source, device),
+        start,
+        layer.r["default"],
+        layer.scaling["default"],
+        a.dtype,
+        rounded,
+        hash_seed(f"{seed}:{name}"),
+    )
 
 
 def numbers(piece: Piece, source: Checkpoint, device: torch.device) -> Tensor:
@@ -107,21 +150,29 @@ def numbers(piece: Piece, source: Checkpoint, device: torch.device) -> Tensor:
     return source.values(replace(piece, module=None), read)[0].to(device).float()
 
 
-def shared(mine: FirstValues | None, layer: LoraLinear, owner: int, device: torch.device, start: Start
-           ) -> FirstValues:
+def shared(
+    mine: FirstValues | None, layer: LoraLinear, owner: int, device: torch.device, start: Start
+) -> FirstValues:
     """What rank `owner` found for a layer, on every rank."""
+
     def told(pair: FirstValues | Taken | None) -> tuple[Tensor, ...]:
         tensors = (pair.a, pair.b) if pair else (None, None)
-        return tuple(from_rank(owner, tensor, tuple(p.shape), p.dtype, device)
-                     for tensor, p in zip(tensors, parameters_of(layer), strict=True))
+        return tuple(
+            from_rank(owner, tensor, tuple(p.shape), p.dtype, device)
+            for tensor, p in zip(tensors, parameters_of(layer), strict=True)
+        )
+
     a, b = told(mine)
-    if not start.changes_base: return FirstValues(a, b)
-    if start.kind != "loftq": return FirstValues(a, b, Taken(a, b))
+    if not start.changes_base:
+        return FirstValues(a, b)
+    if start.kind != "loftq":
+        return FirstValues(a, b, Taken(a, b))
     return FirstValues(a, b, Taken(*told(mine and mine.taken)))
 
 
-def saved_values(model: nn.Module, start: Start, saved: SavedRows
-                 ) -> Iterator[tuple[str, LoraLinear, FirstValues]]:
+def saved_values(
+    model: nn.Module, start: Start, saved: SavedRows
+) -> Iterator[tuple[str, LoraLinear, FirstValues]]:
     """Each layer with its adapter in a checkpoint, and what its base lacks (`for_original_base`)."""
     for name, layer in adapted_layers(model):
         a, b = (saved(f"{name}.lora_{part}.default.weight") for part in "AB")

@@ -4,6 +4,7 @@ A row slice of a tensor is one run of bytes, so it is read straight into the mem
 on a GPU machine a pinned buffer. What is wrong with a folder is found from the headers, before any
 rank waits for another. The format: https://github.com/huggingface/safetensors#format
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -21,9 +22,19 @@ from ..reading import from_json
 from .content import ContentHash
 
 STORED_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 
 
 NUMBERS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
@@ -35,7 +46,9 @@ LAYER_SCALES = ("SCB", "scales", "weight_scale", "weight_scale_inv")
 def scales_beside(key: str) -> list[str]:
     """Names that a tensor's scales may have."""
     layer = key.removesuffix(".weight")
-    return [key + end for end in SCALES] + [f"{layer}.{end}" for end in LAYER_SCALES if layer != key]
+    return [key + end for end in SCALES] + [
+        f"{layer}.{end}" for end in LAYER_SCALES if layer != key
+    ]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -57,6 +70,7 @@ def reason_of(error: Exception) -> str:
 
 class Stored(NamedTuple):
     """A tensor, or some of its rows, in a file."""
+
     path: Path
     offset: int  # bytes from the file's start
     dtype: torch.dtype
@@ -68,14 +82,17 @@ class Stored(NamedTuple):
 
     def rows(self, start: int, stop: int) -> Stored:
         """Rows (start, stop); a scalar stays whole."""
-        if not self.shape: return self
+        if not self.shape:
+            return self
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
-        return self._replace(offset=self.offset + start * row_bytes,
-                             shape=(stop - start, *self.shape[1:]))
+        return self._replace(
+            offset=self.offset + start * row_bytes, shape=(stop - start, *self.shape[1:])
+        )
 
     def seen_as(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Stored:
         """The same bytes under another type and shape, whose first number may be -1 for what is left."""
-        if shape[0] == -1: shape = (math.prod(self.shape) // math.prod(shape[1:]), *shape[1:])
+        if shape[0] == -1:
+            shape = (math.prod(self.shape) // math.prod(shape[1:]), *shape[1:])
         return self._replace(dtype=dtype, shape=tuple(shape))
 
     def bytes_of(self, start: int, stop: int) -> Stored:
@@ -94,10 +111,13 @@ class Stored(NamedTuple):
                 file.seek(self.offset)
                 while left:
                     count = file.readinto(left)
-                    if not count: raise OSError("the file has become shorter")
+                    if not count:
+                        raise OSError("the file has become shorter")
                     left = left[count:]
         except OSError as error:
-            raise ValueError(f"{self.path}: can't read from byte {self.offset} on: {error}") from error
+            raise ValueError(
+                f"{self.path}: can't read from byte {self.offset} on: {error}"
+            ) from error
         return buffer.view(self.dtype).view(self.shape)
 
 
@@ -112,7 +132,8 @@ class Checkpoint:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self.stored: dict[str, Stored] = {}
-        for path in self.safetensors_files(): self.add(path)
+        for path in self.safetensors_files():
+            self.add(path)
         self.check_index()
         self.made: dict = {}  # tensors that are not in the files as the model has them (names.py)
         self.content = ContentHash(self.stored)
@@ -128,10 +149,15 @@ class Checkpoint:
 
     def safetensors_files(self) -> list[Path]:
         files = sorted(self.folder.glob("*.safetensors"))
-        if files: return files
+        if files:
+            return files
         bins = sorted(self.folder.glob("*.bin")) + sorted(self.folder.glob("*.pth"))
-        remedy = (f"only {bins[0].name} and the like; convert with model.save_pretrained(folder, "
-                  "safe_serialization=True)" if bins else "no *.safetensors file")
+        remedy = (
+            f"only {bins[0].name} and the like; convert with model.save_pretrained(folder, "
+            "safe_serialization=True)"
+            if bins
+            else "no *.safetensors file"
+        )
         raise ValueError(f"--model_name {self.folder}: it holds {remedy}")
 
     def add(self, path: Path):
@@ -139,23 +165,30 @@ class Checkpoint:
         found = read_header(path)
         for name in found.keys() & self.stored.keys():
             other = self.stored[name].path.name
-            raise ValueError(f"--model_name {self.folder}: {other} and {path.name} both hold {name}; "
-                             "keep one of the two, that of the model you want")
+            raise ValueError(
+                f"--model_name {self.folder}: {other} and {path.name} both hold {name}; "
+                "keep one of the two, that of the model you want"
+            )
         self.stored |= found
 
     def check_index(self):
         """Every file that the index names must be there."""
         index = self.folder / "model.safetensors.index.json"
-        if not index.is_file(): return
+        if not index.is_file():
+            return
         try:
             names = sorted(set(from_json(index.read_text())["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index} is not an index of safetensors files ({first_line(error)}); "
-                             "it may be a pointer or an error page: download it again") from error
+            raise ValueError(
+                f"{index} is not an index of safetensors files ({first_line(error)}); "
+                "it may be a pointer or an error page: download it again"
+            ) from error
         for name in names:
             if not str(name).endswith(".safetensors"):
-                raise ValueError(f"{index} names {name}, which is no safetensors file; convert it with "
-                                 "model.save_pretrained(folder, safe_serialization=True)")
+                raise ValueError(
+                    f"{index} names {name}, which is no safetensors file; convert it with "
+                    "model.save_pretrained(folder, safe_serialization=True)"
+                )
             if not (self.folder / name).is_file():
                 raise ValueError(f"{index} names {name}, which is missing; download it again")
 
@@ -166,35 +199,44 @@ class Checkpoint:
     def check_numbers(self, key: str):
         """Refuse a tensor whose stored values are not its numbers, but for scales that nothing reads."""
         made = self.made.get(key)
-        parts = [self.stored[key]] if made is None else getattr(made, "parts", None) or [made.stored]
+        parts = (
+            [self.stored[key]] if made is None else getattr(made, "parts", None) or [made.stored]
+        )
         for part in parts:
             if part.dtype not in NUMBERS:
-                raise ValueError(f"{self.folder}: {key} is stored as {dtype_name(part.dtype)}, of shape "
-                                 f"{part.shape}, and no scales known here make numbers of it; give the "
-                                 "16-bit model that it was made from")
+                raise ValueError(
+                    f"{self.folder}: {key} is stored as {dtype_name(part.dtype)}, of shape "
+                    f"{part.shape}, and no scales known here make numbers of it; give the "
+                    "16-bit model that it was made from"
+                )
         for name in scales_beside(key):
             if name in self.stored:
-                raise ValueError(f"{self.folder}: {key} has scales, {name} of shape "
-                                 f"{self.stored[name].shape}, that config.json says nothing of; give "
-                                 "the 16-bit model that it was made from")
+                raise ValueError(
+                    f"{self.folder}: {key} has scales, {name} of shape "
+                    f"{self.stored[name].shape}, that config.json says nothing of; give "
+                    "the 16-bit model that it was made from"
+                )
 
     # What `loading.load_weights` asks of a source of weights; a piece is some rows of a parameter.
 
     def read(self, span: Stored, buffer: Tensor | None = None) -> Tensor:
         """The values of a span, in `buffer` if that is given; they are hashed on the way."""
-        if buffer is None: buffer = torch.empty(span.nbytes, dtype=torch.uint8)
+        if buffer is None:
+            buffer = torch.empty(span.nbytes, dtype=torch.uint8)
         values = span.read_into(buffer)
         self.content.take(span, memoryview(buffer.numpy()))
         return values
 
     def spans(self, piece) -> list[Stored]:
         """What must be read for a piece."""
-        if made := self.made.get(piece.key): return made.spans(piece.start, piece.stop)
+        if made := self.made.get(piece.key):
+            return made.spans(piece.start, piece.stop)
         return [self.stored[piece.key].rows(piece.start, piece.stop)]
 
     def values(self, piece, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         """The piece's values, from what was read: rows of numbers, or packed bytes and scales."""
-        if made := self.made.get(piece.key): return (made.rows(tensors, piece.start, piece.stop),)
+        if made := self.made.get(piece.key):
+            return (made.rows(tensors, piece.start, piece.stop),)
         return (tensors[0],)
 
     def placed(self, piece):
@@ -204,27 +246,38 @@ class Checkpoint:
 def read_header(path: Path) -> dict[str, Stored]:
     """The tensors of one file. safetensors itself checks that they cover it, each by its own bytes."""
     try:
-        with safe_open(path, framework="pt"): pass
+        with safe_open(path, framework="pt"):
+            pass
     except (SafetensorError, OSError) as error:
         size = path.stat().st_size if path.is_file() else 0
         reason = first_line(error).removeprefix("Error while deserializing header: ")
-        raise ValueError(f"{path} is not a safetensors file, or not a whole one ({size} bytes: "
-                         f"{reason}); it may be cut, a pointer or an error page: download it again"
-                         ) from error
+        raise ValueError(
+            f"{path} is not a safetensors file, or not a whole one ({size} bytes: "
+            f"{reason}); it may be cut, a pointer or an error page: download it again"
+        ) from error
     with open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = from_json(file.read(length))
     header.pop("__metadata__", None)
-    found = {name: Stored(path, 8 + length + entry["data_offsets"][0], entry["dtype"],
-                          tuple(entry["shape"])) for name, entry in header.items()}
-    return {name: stored._replace(dtype=known_dtype(stored, name)) for name, stored in found.items()}
+    found = {
+        name: Stored(
+            path, 8 + length + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"])
+        )
+        for name, entry in header.items()
+    }
+    return {
+        name: stored._replace(dtype=known_dtype(stored, name)) for name, stored in found.items()
+    }
 
 
 def known_dtype(stored: Stored, name: str) -> torch.dtype:
     """The torch dtype of a tensor whose header says `stored.dtype`."""
-    if stored.dtype in STORED_DTYPES: return STORED_DTYPES[stored.dtype]
-    raise ValueError(f"{stored.path}: {name} is of type {stored.dtype}, which can't be read; give the "
-                     "model in bf16")
+    if stored.dtype in STORED_DTYPES:
+        return STORED_DTYPES[stored.dtype]
+    raise ValueError(
+        f"{stored.path}: {name} is of type {stored.dtype}, which can't be read; give the "
+        "model in bf16"
+    )
 
 
 SAMPLES, SAMPLE_BYTES = 3, 256  # of each tensor
@@ -261,11 +314,13 @@ class RandomCheckpoint(Checkpoint):
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Normal values of standard deviation 0.02, ones for norms."""
         shape = (stop - start, *self.shapes[name][1:])
-        if len(shape) == 1: return torch.ones(shape, device=self.device)
+        if len(shape) == 1:
+            return torch.ones(shape, device=self.device)
         seed = hash_seed(f"{self.seed}:{name}:{start}")
         generator = torch.Generator(self.device).manual_seed(seed)
         return torch.empty(shape, dtype=torch.bfloat16, device=self.device).normal_(
-            0, 0.02, generator=generator)
+            0, 0.02, generator=generator
+        )
 
     def spans(self, piece) -> list[Stored]:
         return []

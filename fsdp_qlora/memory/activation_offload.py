@@ -9,6 +9,7 @@ last block's input stays, as its backward comes first. The copies are exact, so 
 
 The hooks are torch's: https://pytorch.org/docs/stable/autograd.html#saved-tensors-hooks-doc
 """
+
 from __future__ import annotations
 
 import weakref
@@ -30,7 +31,8 @@ def apply_activation_offload(model: nn.Module, policies: list[str]) -> nn.Module
     blocks = decoder_blocks(model)
     store = HostStore(slots=len(blocks) - 1)
     for block, policy in zip(blocks[:-1], policies, strict=False):
-        if policy != "keep_all": block.forward = partial(offloaded, block.forward, store)
+        if policy != "keep_all":
+            block.forward = partial(offloaded, block.forward, store)
     blocks[-1].forward = partial(settled, blocks[-1].forward, store)
     return model
 
@@ -47,9 +49,11 @@ def offloaded(forward, store: HostStore, hidden: Tensor, *args, **kwargs):
         return (stored, saved.shape) if (saved.data_ptr(), saved.numel()) == place else saved
 
     def unpack(packed):
-        if isinstance(packed, Tensor): return packed
+        if isinstance(packed, Tensor):
+            return packed
         stored, shape = packed
         return stored.fetch().view(shape)
+
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         return forward(hidden, *args, **kwargs)
 
@@ -77,7 +81,8 @@ class HostStore:
 
     def put(self, hidden: Tensor) -> Stored:
         """Start to copy a tensor to the host; it stays on the GPU until `settle`."""
-        if self.copies is None: self.copies = Copies(hidden.device)
+        if self.copies is None:
+            self.copies = Copies(hidden.device)
         stored = Stored(self, hidden, self.last())
         self.leaving = hidden, self.copies.start(stored.on_host, hidden)
         self.last = weakref.ref(stored)
@@ -85,7 +90,8 @@ class HostStore:
 
     def settle(self):
         """Let go of the tensor that is leaving; the GPU waits until its copy is done."""
-        if self.leaving is None: return
+        if self.leaving is None:
+            return
         self.copies.wait(self.leaving[1])
         self.leaving = None
 
@@ -94,7 +100,8 @@ class HostStore:
         if size > self.slot_bytes:  # slots in use keep the older region until they are let go of
             self.slot_bytes = aligned(max(size, int(1.5 * self.slot_bytes)))
             self.free = []
-        if not self.free: self.free = self.new_slots()
+        if not self.free:
+            self.free = self.new_slots()
         return self.free.pop()
 
     def new_slots(self) -> list[Tensor]:
@@ -104,7 +111,8 @@ class HostStore:
 
     def give_back(self, slot: Tensor):
         """Take a slot for others, unless larger ones have replaced it."""
-        if len(slot) == self.slot_bytes: self.free.append(slot)
+        if len(slot) == self.slot_bytes:
+            self.free.append(slot)
 
 
 class Stored:
@@ -119,7 +127,8 @@ class Stored:
 
     def start_fetch(self):
         """Begin to copy it back, once."""
-        if self.coming: return
+        if self.coming:
+            return
         tensor = torch.empty_like(self.on_host, device=self.device)
         self.coming = tensor, self.store.copies.start(tensor, self.on_host)
 
@@ -127,13 +136,15 @@ class Stored:
         """It on its device again; backward goes from the last block to the first."""
         self.start_fetch()
         before = self.before()
-        if before: before.start_fetch()
+        if before:
+            before.start_fetch()
         tensor, done = self.coming
         self.store.copies.wait(done)
         return tensor
 
     def __del__(self):
-        if self.coming: self.store.copies.wait(self.coming[1])  # it may never have been used
+        if self.coming:
+            self.store.copies.wait(self.coming[1])  # it may never have been used
         self.store.give_back(self.slot)
 
 
@@ -145,7 +156,8 @@ class Copies:
 
     def __init__(self, device: torch.device):
         self.on_gpu = device.type == "cuda"
-        if self.on_gpu: self.stream = torch.cuda.Stream(device)
+        if self.on_gpu:
+            self.stream = torch.cuda.Stream(device)
 
     def start(self, to: Tensor, source: Tensor) -> torch.Event | None:
         """Copy after all work that is queued now, which made or still uses these tensors."""
@@ -159,4 +171,5 @@ class Copies:
 
     def wait(self, done: torch.Event | None):
         """Let what is queued from now on wait for a copy; the host goes on."""
-        if done is not None: torch.cuda.current_stream().wait_event(done)
+        if done is not None:
+            torch.cuda.current_stream().wait_event(done)

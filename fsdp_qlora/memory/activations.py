@@ -12,6 +12,7 @@ Kept per block and token, with D hidden, F intermediate, K key-value width, for 
 
 Selective checkpointing is torch's: https://pytorch.org/blog/activation-checkpointing-techniques/
 """
+
 from __future__ import annotations
 
 import logging
@@ -50,17 +51,23 @@ LINEAR_OPS = {
     torch.ops.fsdp_qlora.frozen_linear.default,
     torch.ops.fsdp_qlora.grouped_linear.default,
     torch.ops.fsdp_qlora.adapted_experts.default,
-    aten.mm.default, aten.addmm.default, aten.linear.default,
+    aten.mm.default,
+    aten.addmm.default,
+    aten.linear.default,
 }
 # Eager checkpointing draws the same seed again. A compiled block has to keep it: what torch does to draw
 # it again fails in a CUDA graph.
 SEED_OPS = {torch.ops.fsdp_qlora.dropout_seed.default}
-KEPT_OPS = {"recompute_all": set(), "keep_attention": ATTENTION_OPS | SEED_OPS,
-            "keep_linears": ATTENTION_OPS | LINEAR_OPS | SEED_OPS}
+KEPT_OPS = {
+    "recompute_all": set(),
+    "keep_attention": ATTENTION_OPS | SEED_OPS,
+    "keep_linears": ATTENTION_OPS | LINEAR_OPS | SEED_OPS,
+}
 
 
-def apply_activation_policy(model: nn.Module, policy: str | list[str], reentrant: bool = False
-                            ) -> nn.Module:
+def apply_activation_policy(
+    model: nn.Module, policy: str | list[str], reentrant: bool = False
+) -> nn.Module:
     """Make the decoder blocks follow `policy`, one name for all or one per block, in place.
 
     Raises ValueError for an unknown policy, or a list that is not as long as the model.
@@ -74,7 +81,8 @@ def apply_activation_policy(model: nn.Module, policy: str | list[str], reentrant
             base_model(model).config.use_cache = False  # a second forward would fill it twice
     # Reentrant checkpointing gives no gradient unless an input needs one, and the embedding that
     # makes the first block's input is frozen.
-    if reentrant: base_model(model).enable_input_require_grads()
+    if reentrant:
+        base_model(model).enable_input_require_grads()
     return model
 
 
@@ -82,8 +90,7 @@ def check_policies(policies: list[str], blocks: int, reentrant: bool):
     """Refuse names that do not exist and lists of another length."""
     for name in policies:
         if name not in ACTIVATION_POLICIES:
-            raise ValueError(
-                f"activation policy {name!r}: choose {', '.join(ACTIVATION_POLICIES)}")
+            raise ValueError(f"activation policy {name!r}: choose {', '.join(ACTIVATION_POLICIES)}")
         if reentrant and name not in ("recompute_all", "keep_all"):
             raise ValueError(f"--reentrant_checkpointing recomputes whole blocks; it can't {name}")
     if len(policies) != blocks:
@@ -92,8 +99,12 @@ def check_policies(policies: list[str], blocks: int, reentrant: bool):
 
 def draws_seeds(block: nn.Module) -> bool:
     """Whether a block has adapters with dropout."""
-    return any(isinstance(drop, nn.Dropout) and drop.p > 0 for layer in block.modules()
-               if isinstance(layer, LoraLinear) for drop in layer.lora_dropout.values())
+    return any(
+        isinstance(drop, nn.Dropout) and drop.p > 0
+        for layer in block.modules()
+        if isinstance(layer, LoraLinear)
+        for drop in layer.lora_dropout.values()
+    )
 
 
 def recomputed(forward, policy: str, reentrant: bool, draws: bool, hidden, *args, **kwargs):
@@ -102,7 +113,8 @@ def recomputed(forward, policy: str, reentrant: bool, draws: bool, hidden, *args
     if reentrant and any(isinstance(value, MutableMapping) for value in kwargs.values()):
         say_not_reentrant()
         reentrant = False
-    if draws and torch.compiler.is_compiling(): ops = ops | SEED_OPS
+    if draws and torch.compiler.is_compiling():
+        ops = ops | SEED_OPS
     if reentrant or not ops:
         return checkpoint(partial(forward, **kwargs), hidden, *args, use_reentrant=reentrant)
     contexts = partial(create_selective_checkpoint_contexts, partial(kept, ops))
@@ -112,8 +124,10 @@ def recomputed(forward, policy: str, reentrant: bool, draws: bool, hidden, *args
 @cache
 def say_not_reentrant():
     """Blocks that put tensors into a mapping for later ones would lose these tensors' gradients."""
-    print_main("warning: --reentrant_checkpointing has no effect: blocks of this model share tensors, "
-               "whose gradients it would lose; leave it out")
+    print_main(
+        "warning: --reentrant_checkpointing has no effect: blocks of this model share tensors, "
+        "whose gradients it would lose; leave it out"
+    )
 
 
 def kept(ops: set, ctx, op, *args, **kwargs) -> CheckpointPolicy:

@@ -5,6 +5,7 @@ Page-locked memory has an address on the GPU too, so a kernel can load from it, 
 
 Shapes: N ids, V rows of the table, D features.
 """
+
 from __future__ import annotations
 
 from torch import Tensor
@@ -16,6 +17,7 @@ except ImportError:  # CPU builds of torch come without
     triton = None
 
 if triton:
+
     @triton.jit
     def _read_rows(ids_ptr, table_ptr, out_ptr, first, V, D, BLOCK: tl.constexpr):
         place = tl.program_id(0).to(tl.int64)
@@ -39,5 +41,6 @@ def read_rows(ids: Tensor, table: Tensor, first: int) -> Tensor:
     out = table.new_empty(len(ids), table.shape[1], device=ids.device)
     block = min(4096, triton.next_power_of_2(table.shape[1]))
     _read_rows[(len(ids), triton.cdiv(table.shape[1], block))](
-        ids, table, out, first, *table.shape, block, num_warps=4)
+        ids, table, out, first, *table.shape, block, num_warps=4
+    )
     return out

@@ -4,6 +4,7 @@ torch's allocator of pinned memory rounds every tensor up to a power of two: 36 
 a 70B model become 50. Here a region is mapped once, locked once (`cudaHostRegister`) and cut into
 tensors, and it goes back to the system with the last of them.
 """
+
 from __future__ import annotations
 
 import mmap
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 ALIGNMENT = 256  # bytes, as the GPU's own allocator starts tensors
-PORTABLE = 1     # cudaHostRegisterPortable: pinned for every GPU
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU
 
 
 class Pages(mmap.mmap):
@@ -29,7 +30,8 @@ class Pages(mmap.mmap):
         return super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def __del__(self):
-        if not self.address or sys.is_finalizing(): return
+        if not self.address or sys.is_finalizing():
+            return
         torch.cuda.synchronize()  # a copy may be under way
         torch.cuda.cudart().cudaHostUnregister(self.address)
 
@@ -46,8 +48,10 @@ def host_bytes(size: int, pinned: bool) -> Tensor:
     if pinned:
         failed = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), len(buffer), PORTABLE))
         if failed:
-            raise OSError(f"CUDA can't lock {size / 2**30:.1f} GiB of host memory (error {failed}); "
-                          "free host memory, or raise the container's limit")
+            raise OSError(
+                f"CUDA can't lock {size / 2**30:.1f} GiB of host memory (error {failed}); "
+                "free host memory, or raise the container's limit"
+            )
         pages.address = buffer.data_ptr()
     return buffer[:size]
 
@@ -69,8 +73,10 @@ def empty_on_host(parameters: list[Tensor], pinned: bool) -> list[Tensor]:
     shards = [p.to_local() if d else p for p, d in zip(parameters, is_sharded, strict=True)]
     made = host_tensors(shards, pinned)
     # Not DTensor.from_local, which would move the shard to the mesh's device.
-    return [DTensor(t, p._spec, requires_grad=False) if d else t
-            for p, t, d in zip(parameters, made, is_sharded, strict=True)]
+    return [
+        DTensor(t, p._spec, requires_grad=False) if d else t
+        for p, t, d in zip(parameters, made, is_sharded, strict=True)
+    ]
 
 
 def aligned(size: int) -> int:
@@ -80,4 +86,4 @@ def aligned(size: int) -> int:
 
 def typed(region: Tensor, shape, dtype: torch.dtype) -> Tensor:
     """The start of a region of bytes as a tensor."""
-    return region[:prod(shape) * dtype.itemsize].view(dtype).view(shape)
+    return region[: prod(shape) * dtype.itemsize].view(dtype).view(shape)

@@ -6,6 +6,7 @@ what comes out is compared with what went in.
 
 Shapes: T tokens, D hidden, V vocabulary.
 """
+
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
@@ -26,7 +27,8 @@ class Outputs(tuple):
         return self[0]
 
     def __getattr__(self, name: str):
-        if name.startswith("__"): raise AttributeError(name)
+        if name.startswith("__"):
+            raise AttributeError(name)
         return None
 
 
@@ -41,11 +43,13 @@ def logit_map(causal: nn.Module) -> tuple[float, float | None] | None:
         taken, logits = logits_of(causal, hidden, given)
     except Exception:  # noqa: BLE001  a forward of another kind, which is left as it is
         return None
-    if not torch.equal(taken, hidden) or logits.shape != given.shape: return None
+    if not torch.equal(taken, hidden) or logits.shape != given.shape:
+        return None
     cap = getattr(causal.config.get_text_config(), "final_logit_softcapping", None)
     scale = slope(given, logits, cap)
     expected = given * scale
-    if cap: expected = cap * torch.tanh(expected / cap)
+    if cap:
+        expected = cap * torch.tanh(expected / cap)
     return (scale, cap) if torch.allclose(logits, expected, rtol=1e-4, atol=1e-5) else None
 
 
@@ -59,7 +63,8 @@ def slope(given: Tensor, logits: Tensor, cap: float | None) -> float:
     """What the logits may have been multiplied by, found at a small one; 1 if rounding is all."""
     at = given.abs().argmin()
     value = logits.flatten()[at]
-    if cap: value = cap * torch.atanh(value / cap)
+    if cap:
+        value = cap * torch.atanh(value / cap)
     found = (value / given.flatten()[at]).item()
     return 1.0 if abs(found - 1) < 1e-4 else found
 
@@ -72,6 +77,7 @@ def logits_of(causal: nn.Module, hidden: Tensor, given: Tensor) -> tuple[Tensor,
     def head(x: Tensor) -> Tensor:
         taken.append(x)
         return given
+
     with ExitStack() as stack:
         stack.enter_context(standing_in(causal.base_model, lambda *_, **__: Outputs((hidden,))))
         stack.enter_context(standing_in(output_head(causal), head))
@@ -88,5 +94,7 @@ def standing_in(module: nn.Module, forward):
     try:
         yield
     finally:
-        if own is None: del module.forward
-        else: module.forward = own
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own

@@ -9,6 +9,7 @@ that a training loop needs, as with any transformers model, and FSDP's hooks see
 
 Shapes: B batch, T tokens, D hidden, V vocabulary.
 """
+
 from __future__ import annotations
 
 from contextlib import nullcontext
@@ -38,17 +39,23 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         ctx.dtypes = weight.dtype, bias.dtype if bias is not None else None
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
-        d_bias = (torch.zeros_like(bias, dtype=torch.float32)
-                  if bias is not None and bias.requires_grad else None)
+        d_bias = (
+            torch.zeros_like(bias, dtype=torch.float32)
+            if bias is not None and bias.requires_grad
+            else None
+        )
         weight, bias = (t if t is None else t.to(hidden.dtype) for t in (weight, bias))
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            chunk_loss, d_logits = loss_and_d_logits(hidden[part], weight, bias, labels[part],
-                                                     scale, softcap)
+            chunk_loss, d_logits = loss_and_d_logits(
+                hidden[part], weight, bias, labels[part], scale, softcap
+            )
             loss += chunk_loss
             torch.mm(d_logits, weight, out=d_hidden[part])
-            if d_weight is not None: d_weight += d_logits.t() @ hidden[part]
-            if d_bias is not None: d_bias += d_logits.sum(0)
+            if d_weight is not None:
+                d_weight += d_logits.t() @ hidden[part]
+            if d_bias is not None:
+                d_bias += d_logits.sum(0)
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         return loss
 
@@ -57,29 +64,36 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         d_hidden, d_weight, d_bias = ctx.saved_tensors
         weight_dtype, bias_dtype = ctx.dtypes
         d_hidden = (d_hidden * d_loss).to(d_hidden.dtype)
-        if d_weight is not None: d_weight = (d_weight * d_loss).to(weight_dtype)
-        if d_bias is not None: d_bias = (d_bias * d_loss).to(bias_dtype)
+        if d_weight is not None:
+            d_weight = (d_weight * d_loss).to(weight_dtype)
+        if d_bias is not None:
+            d_bias = (d_bias * d_loss).to(bias_dtype)
         return d_hidden, d_weight, d_bias, *[None] * 4
 
 
 def loss_and_d_logits(hidden, weight, bias, labels, scale, softcap) -> tuple[Tensor, Tensor]:
     """Summed loss of one chunk in fp32, and its gradient (N, V) before the head's product."""
     logits = nn.functional.linear(hidden, weight, bias)
-    if not logits.is_cuda: return loss_of_logits(logits, labels, scale, softcap)
-    for rows in (logits, labels): torch._dynamo.maybe_mark_dynamic(rows, 0)  # the last chunk is shorter
+    if not logits.is_cuda:
+        return loss_of_logits(logits, labels, scale, softcap)
+    for rows in (logits, labels):
+        torch._dynamo.maybe_mark_dynamic(rows, 0)  # the last chunk is shorter
     return compiled_loss_of_logits()(logits, labels, scale, softcap)
 
 
-def loss_of_logits(logits: Tensor, labels: Tensor, scale: float = 1.0, softcap: float | None = None
-                   ) -> tuple[Tensor, Tensor]:
+def loss_of_logits(
+    logits: Tensor, labels: Tensor, scale: float = 1.0, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Summed cross-entropy of logits (N, V) in fp32, and d loss / d logits in the logits' dtype.
 
     The gradient is softmax(logits) - onehot(label), zero where the label is ignored; what the model
     does to the head's output first (logits.py) is followed back.
     """
     capped = logits.float()
-    if scale != 1: capped = capped * scale
-    if softcap: capped = softcap * torch.tanh(capped / softcap)
+    if scale != 1:
+        capped = capped * scale
+    if softcap:
+        capped = softcap * torch.tanh(capped / softcap)
     counted = (labels != IGNORE)[:, None]
     target = labels.clamp(min=0)[:, None]
     log_sum = capped.logsumexp(-1, keepdim=True)
@@ -87,8 +101,10 @@ def loss_of_logits(logits: Tensor, labels: Tensor, scale: float = 1.0, softcap: 
     grad = (capped - log_sum).exp()
     is_target = torch.arange(logits.shape[-1], device=logits.device) == target
     grad = (grad - is_target.float()) * counted
-    if softcap: grad = grad * (1 - (capped / softcap) ** 2)
-    if scale != 1: grad = grad * scale
+    if softcap:
+        grad = grad * (1 - (capped / softcap) ** 2)
+    if scale != 1:
+        grad = grad * scale
     return loss, grad.to(logits.dtype)
 
 
@@ -103,8 +119,16 @@ def shifted(labels: Tensor) -> Tensor:
     return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
 
 
-def chunked_forward(model, plain_forward, after_head, input_ids=None, attention_mask=None, labels=None,
-                    num_items_in_batch=None, **kwargs):
+def chunked_forward(
+    model,
+    plain_forward,
+    after_head,
+    input_ids=None,
+    attention_mask=None,
+    labels=None,
+    num_items_in_batch=None,
+    **kwargs,
+):
     """A causal model's forward: with labels only the loss, without labels its own forward.
 
     The loss is the sum over trained tokens divided by `num_items_in_batch`, or their mean, as in
@@ -114,17 +138,22 @@ def chunked_forward(model, plain_forward, after_head, input_ids=None, attention_
         return plain_forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
     alone = attention_mask is None and "position_ids" not in kwargs
     with rows_alone(model.config) if alone else nullcontext():
-        hidden = model.base_model(input_ids=input_ids, attention_mask=attention_mask,
-                                  **kwargs).last_hidden_state
+        hidden = model.base_model(
+            input_ids=input_ids, attention_mask=attention_mask, **kwargs
+        ).last_hidden_state
     head, labels = output_head(model), shifted(labels).flatten()
     # In the head's own dtype or autocast's: norms in fp32 give another, and autocast knows no `out=`. A
     # head that is trained beside adapters is stored in another one (adapters/whole.py).
-    hidden = compute_input(hidden.flatten(0, 1).to(getattr(head, "compute_dtype", head.weight.dtype)))
+    hidden = compute_input(
+        hidden.flatten(0, 1).to(getattr(head, "compute_dtype", head.weight.dtype))
+    )
     weight = whole(head.weight, hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):
-        total = ChunkedCrossEntropy.apply(hidden, weight, head.bias, labels, *after_head,
-                                          chunk_tokens(len(weight)))
-    if num_items_in_batch is None: num_items_in_batch = (labels != IGNORE).sum().clamp(min=1)
+        total = ChunkedCrossEntropy.apply(
+            hidden, weight, head.bias, labels, *after_head, chunk_tokens(len(weight))
+        )
+    if num_items_in_batch is None:
+        num_items_in_batch = (labels != IGNORE).sum().clamp(min=1)
     return CausalLMOutputWithPast(loss=total / num_items_in_batch)
 
 
@@ -135,11 +164,14 @@ def apply_chunked_loss(model: nn.Module) -> nn.Module:
     forward, which holds all logits.
     """
     causal = base_model(model)
-    if not isinstance(output_head(model), nn.Linear): return model
+    if not isinstance(output_head(model), nn.Linear):
+        return model
     after_head = logit_map(causal)
     if after_head is None:
-        print_main(f"all logits are held for the loss: {type(causal).__name__} makes them in a way "
-                   "that is not known here")
+        print_main(
+            f"all logits are held for the loss: {type(causal).__name__} makes them in a way "
+            "that is not known here"
+        )
         return model
     causal.forward = partial(chunked_forward, causal, causal.forward, after_head)
     return model

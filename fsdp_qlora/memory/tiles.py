@@ -13,6 +13,7 @@ its input before it runs, so that a recomputed block stops there, as at its last
 
 Shapes: N tokens of all rows, D hidden, F intermediate.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -37,8 +38,12 @@ class TiledMlp:
     def __init__(self, mlp: nn.Module, tiles: int, width: int, dtype: torch.dtype):
         self.forward, self.tiles = mlp.forward, tiles
         # Looked up in each call: FSDP puts other parameters in their place.
-        self.trained = [(module, name) for module in mlp.modules()
-                        for name, p in module._parameters.items() if p is not None and p.requires_grad]
+        self.trained = [
+            (module, name)
+            for module in mlp.modules()
+            for name, p in module._parameters.items()
+            if p is not None and p.requires_grad
+        ]
         self.drops = [m for m in mlp.modules() if isinstance(m, nn.Dropout) and m.p]
         self.last = last_layer(mlp, width, dtype)
         # A tensor, for it goes through graphs that all blocks share.
@@ -56,7 +61,8 @@ class TiledMlp:
         Eager checkpointing gives the generator back its state. A graph takes what the model's forward
         drew before (`apply_tiled_mlp`) and keeps it for its backward.
         """
-        if not any(m.training for m in self.drops): return self.handle
+        if not any(m.training for m in self.drops):
+            return self.handle
         return self.seed if torch.compiler.is_compiling() else new_seed()
 
     def parts(self, x: Tensor) -> Iterator[slice]:
@@ -71,13 +77,15 @@ def apply_tiled_mlp(model: nn.Module, tiles: int, policies: list[str]) -> nn.Mod
     `policies` are the blocks' activation policies, which come after it: a block that keeps its
     products is left whole. Raises ValueError, naming --mlp_tiles, for blocks without an MLP to tile.
     """
-    if tiles == 1: return model
+    if tiles == 1:
+        return model
     causal, dtype = base_model(model), model.get_input_embeddings().weight.dtype
     width = causal.config.get_text_config().hidden_size
     check_mlps(model, tiles)
     for block, policy in zip(decoder_blocks(model), policies, strict=True):
         mlp = mlp_of(block)
-        if policy not in TILED_POLICIES: continue
+        if policy not in TILED_POLICIES:
+            continue
         mlp.tiled = TiledMlp(mlp, tiles, width, dtype)
         mlp.__class__ = in_tiles_class(type(mlp))
     if any(mlp.drops for mlp in tiled_mlps(model)):
@@ -89,8 +97,10 @@ def check_mlps(model: nn.Module, tiles: int):
     """Refuse to tile blocks without an MLP that can be."""
     for block in decoder_blocks(model) if tiles > 1 else ():
         if mlp_of(block) is None or has_experts(block):
-            raise ValueError(f"--mlp_tiles {tiles}: {type(block).__name__} has no MLP that takes each "
-                             "token alone in one module; leave it out")
+            raise ValueError(
+                f"--mlp_tiles {tiles}: {type(block).__name__} has no MLP that takes each "
+                "token alone in one module; leave it out"
+            )
 
 
 @cache
@@ -109,7 +119,8 @@ def tiled_mlps(model: nn.Module) -> list[TiledMlp]:
 
 def draw_seeds(model: nn.Module):
     """New dropout masks for the next forward; tensors anew, since a graph may hold the old ones."""
-    for mlp in tiled_mlps(model): mlp.seed = new_seed()
+    for mlp in tiled_mlps(model):
+        mlp.seed = new_seed()
 
 
 def new_seed() -> Tensor:
@@ -127,10 +138,13 @@ def last_layer(mlp: nn.Module, width: int, dtype: torch.dtype) -> LoraLinear | N
     hooks = [m.register_forward_hook(lambda m, _, y: seen.append((m, y))) for m in layers]
     try:
         with FakeTensorMode():
-            shapes = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in mlp.named_parameters()}
+            shapes = {
+                name: torch.empty(p.shape, dtype=p.dtype) for name, p in mlp.named_parameters()
+            }
             out = torch.func.functional_call(mlp, shapes, torch.empty(1, 1, width, dtype=dtype))
     finally:
-        for hook in hooks: hook.remove()
+        for hook in hooks:
+            hook.remove()
     return next((layer for layer, y in seen if y is out), None)
 
 
@@ -145,41 +159,59 @@ def tiled_forward(module: nn.Module, x: Tensor) -> Tensor:
 
 # ---- two opaque ops, as for an adapted layer (adapters/lora_ops.py) ----------------------------
 
+
 @torch.library.custom_op("fsdp_qlora::tiled_mlp_inputs", mutates_args=())
-def tiled_mlp_inputs(x: Tensor, weights: Sequence[Tensor], handle: Tensor, seed: Tensor,
-                     autocast: torch.dtype | None) -> Tensor:
+def tiled_mlp_inputs(
+    x: Tensor, weights: Sequence[Tensor], handle: Tensor, seed: Tensor, autocast: torch.dtype | None
+) -> Tensor:
     """A token (B, T, D) that takes no memory and carries the gradient of the output to x and weights."""
     return x.new_zeros(1, dtype=autocast or x.dtype).expand(x.shape)
 
 
 @torch.library.custom_op("fsdp_qlora::tiled_mlp", mutates_args=())
-def tiled_mlp(token: Tensor, x: Tensor, handle: Tensor, seed: Tensor, autocast: torch.dtype | None
-              ) -> Tensor:
+def tiled_mlp(
+    token: Tensor, x: Tensor, handle: Tensor, seed: Tensor, autocast: torch.dtype | None
+) -> Tensor:
     """The MLP of x (B, T, D), a tile at a time."""
     mlp, rows = TiledMlp.known[handle.item()], x.reshape(-1, x.shape[-1])
     y = x.new_empty(x.shape, dtype=token.dtype)
     y_rows = y.view(rows.shape)
     with outside_of_op(), torch.no_grad(), in_tiles(mlp, x.device, seed, autocast):
-        for part in mlp.parts(rows): y_rows[part] = mlp.forward(rows[part][None])[0]
+        for part in mlp.parts(rows):
+            y_rows[part] = mlp.forward(rows[part][None])[0]
     return y
 
 
 @torch.library.custom_op("fsdp_qlora::tiled_mlp_backward", mutates_args=())
-def tiled_mlp_backward(dy: Tensor, x: Tensor, weights: Sequence[Tensor], handle: Tensor, seed: Tensor,
-                       autocast: torch.dtype | None) -> list[Tensor]:
+def tiled_mlp_backward(
+    dy: Tensor,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    handle: Tensor,
+    seed: Tensor,
+    autocast: torch.dtype | None,
+) -> list[Tensor]:
     """dX (B, T, D) and the gradient of each weight, summed over tiles in fp32 or wider."""
     mlp, rows = TiledMlp.known[handle.item()], x.reshape(-1, x.shape[-1])
     dx, dy_rows = x.new_empty(x.shape), dy.reshape(rows.shape)
     dx_rows = dx.view(rows.shape)
-    totals = [torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in weights]
-    with outside_of_op(), torch.enable_grad(), in_tiles(mlp, x.device, seed, autocast), \
-            only_gradients(mlp.last):
+    totals = [
+        torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in weights
+    ]
+    with (
+        outside_of_op(),
+        torch.enable_grad(),
+        in_tiles(mlp, x.device, seed, autocast),
+        only_gradients(mlp.last),
+    ):
         for part in mlp.parts(rows):
             tile = rows[part][None].detach().requires_grad_()
-            d_tile, *found = torch.autograd.grad(mlp.forward(tile), [tile, *mlp.weights()],
-                                                 dy_rows[part][None])
+            d_tile, *found = torch.autograd.grad(
+                mlp.forward(tile), [tile, *mlp.weights()], dy_rows[part][None]
+            )
             dx_rows[part] = d_tile[0]
-            for total, gradient in zip(totals, found, strict=True): total += gradient
+            for total, gradient in zip(totals, found, strict=True):
+                total += gradient
     return [dx, *(t.to(w.dtype) for t, w in zip(totals, weights, strict=True))]
 
 
@@ -192,7 +224,8 @@ def outside_of_op():
     skipped = torch._C._dispatch_tls_local_exclude_set()
     for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
         skipped = skipped.remove(key)
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), skipped): yield
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), skipped):
+        yield
 
 
 @contextmanager
@@ -200,22 +233,27 @@ def in_tiles(mlp: TiledMlp, device: torch.device, seed: Tensor, autocast: torch.
     """Forward and backward of the tiles draw the same dropout masks, under the same autocast."""
     devices = [device] if device.type == "cuda" else []
     drops = any(m.training for m in mlp.drops)
-    with torch.random.fork_rng(devices) if drops else nullcontext(), \
-            torch.autocast(device.type, autocast, enabled=autocast is not None):
+    with (
+        torch.random.fork_rng(devices) if drops else nullcontext(),
+        torch.autocast(device.type, autocast, enabled=autocast is not None),
+    ):
         if drops:
             torch.default_generator.manual_seed(seed.item())
-            if devices: torch.cuda.manual_seed(seed.item())
+            if devices:
+                torch.cuda.manual_seed(seed.item())
         yield
 
 
 @contextmanager
 def only_gradients(layer: LoraLinear | None):
     """Leave out the layer's product, whose output no backward needs."""
-    if layer is not None: layer.only_gradients = True
+    if layer is not None:
+        layer.only_gradients = True
     try:
         yield
     finally:
-        if layer is not None: del layer.only_gradients  # as it was: compiled code looks for it
+        if layer is not None:
+            del layer.only_gradients  # as it was: compiled code looks for it
 
 
 @tiled_mlp_inputs.register_fake

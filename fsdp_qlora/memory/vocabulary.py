@@ -7,6 +7,7 @@ the head is gathered for the loss and let go. Shards may be in host memory.
 
 Shapes: B batch, T tokens, N = B T, V vocabulary, D features, n ranks that share one copy.
 """
+
 from __future__ import annotations
 
 from functools import partial
@@ -25,8 +26,11 @@ PIECE_BYTES = 2**27  # of rows that are in flight at a time
 def vocabulary_layers(model: nn.Module) -> list[nn.Module]:
     """The embedding and the head, where frozen and plain; both or none if they share a weight."""
     embedding, head = base_model(model).get_input_embeddings(), output_head(model)
-    layers = [m for m, kind in ((embedding, nn.Embedding), (head, nn.Linear))
-              if isinstance(m, kind) and not m.weight.requires_grad]
+    layers = [
+        m
+        for m, kind in ((embedding, nn.Embedding), (head, nn.Linear))
+        if isinstance(m, kind) and not m.weight.requires_grad
+    ]
     shared = getattr(head, "weight", None) is getattr(embedding, "weight", None)
     return layers if len(layers) == 2 or not shared else []
 
@@ -40,7 +44,8 @@ def apply_vocabulary_lookup(model: nn.Module, mesh=None) -> list[nn.Parameter]:
     sharded: dict[nn.Parameter, nn.Parameter] = {}
     for layer in vocabulary_layers(model):
         weight = layer.weight
-        if mesh is not None and weight not in sharded: sharded[weight] = sharded_rows(weight, mesh)
+        if mesh is not None and weight not in sharded:
+            sharded[weight] = sharded_rows(weight, mesh)
         layer.weight = sharded.get(weight, weight)
         use = embedded if isinstance(layer, nn.Embedding) else projected
         layer.forward = partial(use, layer, layer.forward)
@@ -56,14 +61,16 @@ def sharded_rows(weight: nn.Parameter, mesh) -> nn.Parameter:
     """A weight whose rows are split over the last dimension of a mesh, as FSDP splits them."""
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     whole = distribute_tensor(weight.data, mesh, placements, src_data_rank=None)
-    if not whole.is_meta: whole = whole.clone()  # or each shard would keep the whole alive
+    if not whole.is_meta:
+        whole = whole.clone()  # or each shard would keep the whole alive
     return nn.Parameter(whole, requires_grad=False)
 
 
 def embedded(layer: nn.Embedding, forward, ids: Tensor) -> Tensor:
     """The embedding's output (B, T, D) for ids (B, T)."""
     rows = looked_up(ids.flatten(), layer.weight)
-    if type(layer) is nn.Embedding: return rows.view(*ids.shape, -1)
+    if type(layer) is nn.Embedding:
+        return rows.view(*ids.shape, -1)
     # A subclass may scale what it finds: let it find the rows in their order.
     weight = layer.weight
     try:
@@ -81,10 +88,17 @@ def projected(layer: nn.Linear, forward, hidden: Tensor) -> Tensor:
 @torch.no_grad()
 def whole(weight: Tensor, device: torch.device) -> Tensor:
     """A weight (V, D) on `device`, gathered if it is sharded; every rank must call it."""
-    if not isinstance(weight, DTensor): return weight.to(device, non_blocking=True)
+    if not isinstance(weight, DTensor):
+        return weight.to(device, non_blocking=True)
     local = weight.to_local().to(device, non_blocking=True)
-    return DTensor.from_local(local, weight.device_mesh, weight.placements, run_check=False,
-                              shape=weight.shape, stride=weight.stride()).full_tensor()
+    return DTensor.from_local(
+        local,
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    ).full_tensor()
 
 
 @torch.no_grad()
@@ -97,14 +111,17 @@ def looked_up(ids: Tensor, weight: Tensor) -> Tensor:
     group = weight.device_mesh.get_group(-1) if isinstance(weight, DTensor) else None
     ranks = group.size() if group else 1
     in_pieces = local.device != ids.device
-    if ranks == 1: return own_rows(ids, local, 0, in_pieces)
+    if ranks == 1:
+        return own_rows(ids, local, 0, in_pieces)
     (longest,) = max_over_ranks(len(ids))  # through host memory: the GPU is not waited for
     padded = nn.functional.pad(ids, (0, longest - len(ids)))
     everyones = all_gather_rows(padded, group).view(ranks, -1)
     step = max(1, PIECE_BYTES // (ranks * local.shape[1] * local.element_size()))
-    found = [reduce_scatter_rows(own_rows(part.flatten(), local, first, in_pieces), group)
-             for part in everyones.split(step, dim=1)]
-    return torch.cat(found)[:len(ids)]
+    found = [
+        reduce_scatter_rows(own_rows(part.flatten(), local, first, in_pieces), group)
+        for part in everyones.split(step, dim=1)
+    ]
+    return torch.cat(found)[: len(ids)]
 
 
 def own_rows(ids: Tensor, local: Tensor, first: int, in_pieces: bool) -> Tensor:
@@ -113,15 +130,15 @@ def own_rows(ids: Tensor, local: Tensor, first: int, in_pieces: bool) -> Tensor:
     Of rows in host memory the GPU reads those, or all pass through it in pieces where it can't: so the
     host need not wait for the ids.
     """
-    if in_pieces and can_read_rows(ids, local): return read_rows(ids, local, first)
+    if in_pieces and can_read_rows(ids, local):
+        return read_rows(ids, local, first)
     found = local.new_zeros(len(ids), local.shape[1], device=ids.device)
     row_bytes = local.shape[1] * local.element_size()
     size = max(1, PIECE_BYTES // row_bytes if in_pieces else len(local))
     for start in range(0, len(local), size):
-        piece = local[start:start + size].to(ids.device, non_blocking=True)
+        piece = local[start : start + size].to(ids.device, non_blocking=True)
         index = ids - (first + start)
         missing = (index < 0) | (index >= len(piece))
         rows = nn.functional.embedding(index.clamp(0, len(piece) - 1), piece)
         found += rows.masked_fill_(missing[:, None], 0)
     return found
-

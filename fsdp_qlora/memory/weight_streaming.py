@@ -8,6 +8,7 @@ what is trained.
 As in FSDP, a weight on the GPU is one tensor for the whole run whose storage comes and goes: what
 autograd saved of it in the forward is there again in the backward.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -31,7 +32,8 @@ def apply_streaming(model: nn.Module, device: torch.device) -> list[nn.Parameter
     streamed = [StreamedBlock(block, device, copies) for block in blocks]
     for before, after in zip(streamed, streamed[1:], strict=False):
         before.next, after.previous = after, before
-    for one in streamed: one.register()
+    for one in streamed:
+        one.register()
     return [p for block in blocks for _, _, p in frozen_parameters(block)]
 
 
@@ -61,20 +63,25 @@ class StreamedBlock:
     def before_forward(self):
         """Weights in place, the next block's on their way."""
         self.use()
-        if self.next: self.next.load()
+        if self.next:
+            self.next.load()
 
     def after_forward(self, output):
         """Weights away, until the gradient of the output comes."""
         self.free()
         leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
-        for t in leaves[:1]: t.register_hook(self.before_backward)
+        for t in leaves[:1]:
+            t.register_hook(self.before_backward)
 
     def before_backward(self, _):
         """The block after this one is done; the one before comes next."""
-        if self.next: self.next.free()
-        else: torch.autograd.Variable._execution_engine.queue_callback(self.free_all)
+        if self.next:
+            self.next.free()
+        else:
+            torch.autograd.Variable._execution_engine.queue_callback(self.free_all)
         self.use()
-        if self.previous: self.previous.load()
+        if self.previous:
+            self.previous.load()
 
     def free_all(self):
         """At the end of a backward: nobody comes after the first block."""
@@ -85,8 +92,10 @@ class StreamedBlock:
 
     def load(self):
         """Start to copy the weights to the device, once."""
-        if self.is_here: return
-        if not self.weights: self.weights = [*self.placed()]
+        if self.is_here:
+            return
+        if not self.weights:
+            self.weights = [*self.placed()]
         for _, _, host, here in self.weights:
             here.untyped_storage().resize_(host.nbytes)
             with torch.autograd._unsafe_preserve_version_counter(here):
@@ -104,11 +113,13 @@ class StreamedBlock:
         """Let the block's modules have the weights on the device; what is queued next waits."""
         self.load()
         self.copies.wait(self.arrived)
-        for module, name, _, here in self.weights: module._parameters[name] = here
+        for module, name, _, here in self.weights:
+            module._parameters[name] = here
 
     def free(self):
         """Let the modules have the weights on the host again, and the device its memory."""
-        if not self.is_here: return
+        if not self.is_here:
+            return
         self.copies.wait(self.arrived)
         for module, name, host, here in self.weights:
             module._parameters[name] = host

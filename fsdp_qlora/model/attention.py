@@ -14,6 +14,7 @@ FlashAttention 4 (flash_attention_4.py) does both where it is installed and fits
 
 Shapes: B bins, T tokens of a bin, N rows of the batch, H heads, K key-value heads, D head size.
 """
+
 from __future__ import annotations
 
 import inspect
@@ -37,19 +38,37 @@ from ..quantization.quantize import compute_input
 from . import flash_attention_4
 
 VARLEN, FA4_PACKED = "varlen", "fa4_packed"  # for packed rows
-FA4, FLASH_ATTENTION_4 = "fa4", "flash_attention_4"  # a model's; what users and transformers call it
+FA4, FLASH_ATTENTION_4 = (
+    "fa4",
+    "flash_attention_4",
+)  # a model's; what users and transformers call it
 UNMASKED = {"sdpa": "sdpa_causal", FA4: "fa4_causal"}  # the same where no mask is asked for
-WITHOUT_SOFTCAP = ("sdpa", VARLEN, FLASH_ATTENTION_4)  # would leave the capping of scores out in silence
+WITHOUT_SOFTCAP = (
+    "sdpa",
+    VARLEN,
+    FLASH_ATTENTION_4,
+)  # would leave the capping of scores out in silence
 WITH_SOFTCAP = {"cuda": "flex_attention", "cpu": "eager"}
 ROW_WISE_LAYERS = {"full_attention", "sliding_attention"}  # others carry a state along the tokens
 # torch 2.11 takes fewer key-value heads as they come; since 2.12 it wants to be told.
 GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def packed_attention(kernel: Callable[..., Tensor], module, query: Tensor, key: Tensor, value: Tensor,
-                     attention_mask: None, *, dropout: float = 0.0, scaling: float | None = None,
-                     sliding_window: int | None = None, cu_seq_lens_q: Tensor | None = None,
-                     max_length_q: int | None = None, **kwargs) -> tuple[Tensor, None]:
+def packed_attention(
+    kernel: Callable[..., Tensor],
+    module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
     """Causal attention within each row: (B, T, H, D) of query (B, H, T, D), key, value (B, K, T, D).
 
     cu_seq_lens_q (N + 1,) int32: where rows begin in the batch flattened to (B * T), and its end.
@@ -60,7 +79,8 @@ def packed_attention(kernel: Callable[..., Tensor], module, query: Tensor, key: 
     if cu_seq_lens_q is None or max_length_q is None:
         raise ValueError(
             "a model built with --packing true needs cu_seq_lens_q and max_length_q in every batch, "
-            "as collate_packed gives them; build it with --packing false for other batches")
+            "as collate_packed gives them; build it with --packing false for other batches"
+        )
     assert not dropout and kwargs.get("softcap") is None and kwargs.get("s_aux") is None
     q, k, v = (x.flatten(0, 1) for x in token_major(query, key, value))
     out = kernel(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window)
@@ -72,34 +92,69 @@ def token_major(*states: Tensor) -> list[Tensor]:
     return [compute_input(x).transpose(1, 2) for x in states]
 
 
-def varlen_kernel(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, scale: float | None,
-                  window: int | None) -> Tensor:
+def varlen_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    borders: Tensor,
+    longest: int,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
     """torch's."""
     left = -1 if window is None else window - 1  # -1: back to the row's first token
-    return varlen_attn(q, k, v, borders, borders, longest, longest, scale=scale, window_size=(left, 0),
-                       **GQA)
+    return varlen_attn(
+        q, k, v, borders, borders, longest, longest, scale=scale, window_size=(left, 0), **GQA
+    )
 
 
-def fa4_kernel(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, scale: float | None,
-               window: int | None) -> Tensor:
+def fa4_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    borders: Tensor,
+    longest: int,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
     """FlashAttention 4's, which is not told the longest row: some lengths would be compiled for."""
     return flash_attention_4.flash_attention_4(q, k, v, borders, scale, window)[0]
 
 
-def fa4_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-                  dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None,
-                  is_causal: bool | None = None, **kwargs) -> tuple[Tensor, None]:
+def fa4_attention(
+    module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
     """Causal attention of rows of one length by FlashAttention 4: (B, T, H, D).
 
     With a mask, dropout or keys of tokens before (a cache) it is sdpa's.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is not None or dropout or not causal or query.shape[2] != key.shape[2]:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout,
-                                      scaling=scaling, is_causal=is_causal, **kwargs)
+        return sdpa_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            **kwargs,
+        )
     assert kwargs.get("softcap") is None and kwargs.get("s_aux") is None
-    out, _ = flash_attention_4.flash_attention_4(*token_major(query, key, value), None, scaling,
-                                                 sliding_window)
+    out, _ = flash_attention_4.flash_attention_4(
+        *token_major(query, key, value), None, scaling, sliding_window
+    )
     return out, None
 
 
@@ -151,8 +206,9 @@ def has_windows(config: PretrainedConfig) -> bool:
     return bool(window or layers - {"full_attention"})
 
 
-def choose_attention(wanted: str, packing: bool, config: PretrainedConfig, device: torch.device,
-                     dtype: torch.dtype) -> tuple[str, str]:
+def choose_attention(
+    wanted: str, packing: bool, config: PretrainedConfig, device: torch.device, dtype: torch.dtype
+) -> tuple[str, str]:
     """The implementation to build a model with, and the reason.
 
     wanted: --attn_implementation. `auto` is FlashAttention 4 where that runs, or sdpa, or one that can
@@ -160,7 +216,8 @@ def choose_attention(wanted: str, packing: bool, config: PretrainedConfig, devic
     Raises ValueError where packed rows would not be kept apart, or scores not be capped.
     """
     config = config.get_text_config()
-    if packing: check_packing(config)
+    if packing:
+        check_packing(config)
     caps = bool(getattr(config, "attn_logit_softcapping", None))
     if wanted == "auto" and caps:
         return WITH_SOFTCAP[device.type], f"{config.model_type} caps its attention scores"
@@ -168,22 +225,29 @@ def choose_attention(wanted: str, packing: bool, config: PretrainedConfig, devic
     if wanted == "auto" and not getattr(model, "_supports_sdpa", True):
         return "eager", f"{config.model_type} has no sdpa"
     if caps and wanted in WITHOUT_SOFTCAP:
-        raise ValueError(f"--attn_implementation {wanted}: {config.model_type} caps its attention "
-                         "scores, which this leaves out; use eager or flex_attention")
+        raise ValueError(
+            f"--attn_implementation {wanted}: {config.model_type} caps its attention "
+            "scores, which this leaves out; use eager or flex_attention"
+        )
     reason = why_not_varlen(config, device, dtype)
     said = ""
     if wanted in ("auto", FLASH_ATTENTION_4):
         unfit = why_not_fa4(config, device, dtype, packing)
-        if not unfit: return FA4_PACKED if packing else FA4, "FlashAttention 4"
+        if not unfit:
+            return FA4_PACKED if packing else FA4, "FlashAttention 4"
         if wanted == FLASH_ATTENTION_4:
             raise ValueError(f"--attn_implementation {wanted}: {unfit}; use sdpa")
         wanted = "sdpa"
-        if flash_attention_4.has_kernels_for(device): said = f"; FlashAttention 4 {unfit}"
+        if flash_attention_4.has_kernels_for(device):
+            said = f"; FlashAttention 4 {unfit}"
     if wanted == VARLEN and reason:
         raise ValueError(f"--attn_implementation {VARLEN}: {reason}; use sdpa")
-    if not packing: return wanted, "--attn_implementation" + said
-    if wanted not in ("sdpa", VARLEN): return wanted, "--attn_implementation; a mask keeps rows apart"
-    if reason: return "sdpa", f"a mask keeps packed rows apart: {VARLEN} {reason}{said}"
+    if not packing:
+        return wanted, "--attn_implementation" + said
+    if wanted not in ("sdpa", VARLEN):
+        return wanted, "--attn_implementation; a mask keeps rows apart"
+    if reason:
+        return "sdpa", f"a mask keeps packed rows apart: {VARLEN} {reason}{said}"
     return VARLEN, "packed rows, without a mask" + said
 
 
@@ -192,37 +256,55 @@ def check_packing(config: PretrainedConfig):
     layers = set(getattr(config, "layer_types", None) or ()) - ROW_WISE_LAYERS
     if layers or not takes_backends(type(config)):
         what = f" has layers of {', '.join(sorted(layers))}, which" if layers else ""
-        raise ValueError(f"--packing true: {config.model_type}{what} can't keep packed rows apart; "
-                         "use --packing false")
+        raise ValueError(
+            f"--packing true: {config.model_type}{what} can't keep packed rows apart; "
+            "use --packing false"
+        )
 
 
 def why_not_varlen(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
     """What keeps torch's variable-length attention from running; empty if nothing does."""
     size = head_size(config)
-    if device.type != "cuda": return "needs a GPU"
-    if torch.cuda.get_device_capability(device) < (8, 0): return "needs an Ampere GPU or newer"
-    if dtype not in (torch.bfloat16, torch.float16): return "computes in 16 bits only"
-    if size % 8 or size > 256: return f"has no kernel for heads of {size}"
-    if getattr(config, "kv_lora_rank", None): return "needs keys and values of one size"
-    if getattr(config, "attention_dropout", 0.0): return "has no attention dropout"
+    if device.type != "cuda":
+        return "needs a GPU"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "needs an Ampere GPU or newer"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return "computes in 16 bits only"
+    if size % 8 or size > 256:
+        return f"has no kernel for heads of {size}"
+    if getattr(config, "kv_lora_rank", None):
+        return "needs keys and values of one size"
+    if getattr(config, "attention_dropout", 0.0):
+        return "has no attention dropout"
     return ""
 
 
-def why_not_fa4(config: PretrainedConfig, device: torch.device, dtype: torch.dtype, packing: bool
-                ) -> str:
+def why_not_fa4(
+    config: PretrainedConfig, device: torch.device, dtype: torch.dtype, packing: bool
+) -> str:
     """What keeps FlashAttention 4 from running; empty if nothing does."""
     layers = set(getattr(config, "layer_types", None) or ()) - ROW_WISE_LAYERS
-    if layers: return f"can't run layers of {', '.join(sorted(layers))}"
+    if layers:
+        return f"can't run layers of {', '.join(sorted(layers))}"
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if not takes_backends(type(config)) or not (model._supports_sdpa and model._supports_flash_attn):
+    if not takes_backends(type(config)) or not (
+        model._supports_sdpa and model._supports_flash_attn
+    ):
         return f"can't be given to {config.model_type}"
-    if reason := why_not_varlen(config, device, dtype): return reason
+    if reason := why_not_varlen(config, device, dtype):
+        return reason
     window = getattr(config, "sliding_window", None) if has_windows(config) else None
     kinds = {"full_attention": None, "sliding_attention": window}
     windows = {kinds[layer] for layer in getattr(config, "layer_types", None) or ()} or {window}
-    return flash_attention_4.why_not(device, dtype, head_size(config),
-                                     config.num_attention_heads // key_value_heads(config),
-                                     tuple(sorted(windows, key=bool)), packing)
+    return flash_attention_4.why_not(
+        device,
+        dtype,
+        head_size(config),
+        config.num_attention_heads // key_value_heads(config),
+        tuple(sorted(windows, key=bool)),
+        packing,
+    )
 
 
 def head_size(config: PretrainedConfig) -> int:

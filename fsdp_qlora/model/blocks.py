@@ -4,6 +4,7 @@ Every later transform works block by block (recompute, compile, shard), so it as
 blocks are. There is no table of families: the blocks are the longest list of like modules that hold
 linear layers, which is how every decoder in transformers is written.
 """
+
 from __future__ import annotations
 
 import inspect
@@ -36,11 +37,19 @@ def decoder_blocks(model: nn.Module) -> list[nn.Module]:
 
 def block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """The list of decoder blocks with its name in the model. Raises ValueError as `decoder_blocks`."""
-    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)
-             and len({type(b) for b in m}) == 1 and any(is_linear(x) for x in m[0].modules())]
+    lists = [
+        (name, m)
+        for name, m in model.named_modules()
+        if isinstance(m, nn.ModuleList)
+        and len(m)
+        and len({type(b) for b in m}) == 1
+        and any(is_linear(x) for x in m[0].modules())
+    ]
     if not lists:
-        raise ValueError(f"{type(model).__name__} has no list of decoder blocks; pass a wrap policy "
-                         "of your own: a function of a module that is true for each unit")
+        raise ValueError(
+            f"{type(model).__name__} has no list of decoder blocks; pass a wrap policy "
+            "of your own: a function of a module that is true for each unit"
+        )
     return max(lists, key=lambda found: sum(p.numel() for p in found[1].parameters()))
 
 
@@ -48,13 +57,15 @@ def final_norm(model: nn.Module) -> nn.Module | None:
     """What the hidden states go through after the last block: the next module that takes them alone."""
     name, blocks = block_list(model)
     around = list(model.get_submodule(name.rpartition(".")[0]).children())
-    after = around[around.index(blocks) + 1:]
+    after = around[around.index(blocks) + 1 :]
     return next((m for m in after if takes_one(m.forward)), None)
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The linear layers that can be adapted, by name: all but those that hold experts."""
-    experts = {part for m in model.modules() if isinstance(m, StackedExperts) for part in m.modules()}
+    experts = {
+        part for m in model.modules() if isinstance(m, StackedExperts) for part in m.modules()
+    }
     return {name: m for name, m in model.named_modules() if is_linear(m) and m not in experts}
 
 
@@ -63,7 +74,8 @@ def linear_names(model: nn.Module) -> dict[str, int]:
     head = output_head(model)
     counts: dict[str, int] = {}
     for name, module in linear_layers(model).items():
-        if module is head: continue
+        if module is head:
+            continue
         key = name.rsplit(".", 1)[-1]
         counts[key] = counts.get(key, 0) + 1
     return counts
@@ -89,21 +101,28 @@ def is_tied(model: nn.Module) -> bool:
 def attention_and_mlp(block: nn.Module) -> Iterator[nn.Module]:
     """The direct children of a block that hold linear layers: its attention and its MLP."""
     for child in block.children():
-        if any(is_linear(m) for m in child.modules()): yield child
+        if any(is_linear(m) for m in child.modules()):
+            yield child
 
 
 def mlp_of(block: nn.Module) -> nn.Module | None:
     """The part of a block that takes the hidden states alone, so each token by itself: its MLP."""
-    return next((m for m in attention_and_mlp(block) if not is_linear(m) and takes_one(m.forward)), None)
+    return next(
+        (m for m in attention_and_mlp(block) if not is_linear(m) and takes_one(m.forward)), None
+    )
 
 
 def takes_one(forward) -> bool:
     """Whether a function takes one argument and no other."""
     kinds = [p.kind for p in inspect.signature(forward).parameters.values()]
-    return len(kinds) == 1 and kinds[0] in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    return len(kinds) == 1 and kinds[0] in (
+        Parameter.POSITIONAL_ONLY,
+        Parameter.POSITIONAL_OR_KEYWORD,
+    )
 
 
 def own_weights(module: nn.Module) -> int:
     """Weights of a module without its children's; a quantized weight counts unpacked."""
-    if isinstance(module, QuantLinear): return module.out_features * module.in_features
+    if isinstance(module, QuantLinear):
+        return module.out_features * module.in_features
     return sum(p.numel() for p in module.parameters(recurse=False))

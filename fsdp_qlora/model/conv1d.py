@@ -4,6 +4,7 @@ GPT-2's `Conv1D` holds W^T (I, O). As `nn.Linear` it is quantized, adapted and s
 like any other; only what reads or writes its checkpoint still has to know. Adapters are the same
 tensors either way, and PEFT is told by `fan_in_fan_out`.
 """
+
 from __future__ import annotations
 
 import torch
@@ -17,8 +18,10 @@ def apply_plain_linears(model: nn.Module) -> nn.Module:
     The names of their weights are kept in `model.transposed_weights`.
     """
     found = {name: m for name, m in model.named_modules() if isinstance(m, Conv1D)}
-    for name, module in found.items(): model.set_submodule(name, plain_linear(module))
-    if found: model.transposed_weights = {f"{name}.weight" for name in found}
+    for name, module in found.items():
+        model.set_submodule(name, plain_linear(module))
+    if found:
+        model.transposed_weights = {f"{name}.weight" for name in found}
     return model
 
 

@@ -3,6 +3,7 @@
 LLaMA Pro: https://arxiv.org/abs/2401.02415. Where they are is `catalog.block_expansion`'s to say, and
 how they get their values `loading.expanded`'s.
 """
+
 from __future__ import annotations
 
 import torch
@@ -23,16 +24,23 @@ def output_projections(model: nn.Module) -> set[str]:
     block = decoder_blocks(model)[0]
     both = set(attention_and_mlp(block))
     parts = {name: part for name, part in block.named_children() if part in both}
-    found = {f"{part}.{name}" for part, module in parts.items() for name, layer in module.named_modules()
-             if is_linear(layer) and name.rsplit(".", 1)[-1] in OUTPUTS}
+    found = {
+        f"{part}.{name}"
+        for part, module in parts.items()
+        for name, layer in module.named_modules()
+        if is_linear(layer) and name.rsplit(".", 1)[-1] in OUTPUTS
+    }
     if len(parts) != 2 or {name.split(".")[0] for name in found} != set(parts):
-        raise ValueError(f"--adapter llama_pro: the blocks of {type(model).__name__} are no attention "
-                         f"and an MLP that end in one of {', '.join(OUTPUTS)}; use --adapter lora")
+        raise ValueError(
+            f"--adapter llama_pro: the blocks of {type(model).__name__} are no attention "
+            f"and an MLP that end in one of {', '.join(OUTPUTS)}; use --adapter lora"
+        )
     return found
 
 
 def train_new_blocks(model: nn.Module, new: tuple[int, ...], dtype: torch.dtype) -> nn.Module:
     """Freeze all but the blocks at the places `new`, which are stored in `dtype`, in place."""
     model.requires_grad_(False)
-    for place in new: train_in(decoder_blocks(model)[place], dtype)
+    for place in new:
+        train_in(decoder_blocks(model)[place], dtype)
     return model

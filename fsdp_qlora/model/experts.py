@@ -8,6 +8,7 @@ of a block are gathered with it, so a rank whose tokens go to few of them waits 
 Shapes: N tokens, K experts of a token, S = N K rows, E experts, D hidden, F intermediate, O outputs,
 I inputs.
 """
+
 from __future__ import annotations
 
 import torch
@@ -60,24 +61,41 @@ class Reordered(torch.autograd.Function):
 
 def product(layer: nn.Module, x: Tensor, ends: Tensor) -> Tensor:
     """x (S, I) W^T, each group with the rows of its expert: (S, O). Adapted layers know themselves."""
-    if hasattr(layer, "base_layer"): return layer(x, ends)
-    return grouped_linear(compute_input(x), ends, layer.weight, getattr(layer, "absmax", None),
-                          layer.in_features, getattr(layer, "quant_type", ""))
+    if hasattr(layer, "base_layer"):
+        return layer(x, ends)
+    return grouped_linear(
+        compute_input(x),
+        ends,
+        layer.weight,
+        getattr(layer, "absmax", None),
+        layer.in_features,
+        getattr(layer, "quant_type", ""),
+    )
 
 
 def stacked(weight: nn.Parameter) -> nn.Linear:
     """(E, O, I) as a linear layer of E O outputs, on its device."""
-    layer = nn.utils.skip_init(nn.Linear, weight.shape[2], weight.shape[0] * weight.shape[1],
-                               bias=False, device=torch.device("meta"))
+    layer = nn.utils.skip_init(
+        nn.Linear,
+        weight.shape[2],
+        weight.shape[0] * weight.shape[1],
+        bias=False,
+        device=torch.device("meta"),
+    )
     layer.weight = nn.Parameter(weight.data.flatten(0, 1), weight.requires_grad)
     return layer
 
 
 def is_stackable(module: nn.Module) -> bool:
     """Whether a module holds experts as most are written: gate and up in one tensor, no bias."""
-    if getattr(type(module), "_apply_gate", None) is not silent_gate: return False
-    return (module.has_gate and not module.has_bias and not module.is_transposed
-            and module.is_concatenated)
+    if getattr(type(module), "_apply_gate", None) is not silent_gate:
+        return False
+    return (
+        module.has_gate
+        and not module.has_bias
+        and not module.is_transposed
+        and module.is_concatenated
+    )
 
 
 def apply_stacked_experts(model: nn.Module) -> nn.Module:
@@ -90,8 +108,10 @@ def apply_stacked_experts(model: nn.Module) -> nn.Module:
     names = {}
     for name, module in found.items():
         model.set_submodule(name, StackedExperts(module))
-        for stack in STACKS: names[f"{name}.{stack}.weight"] = f"{name}.{stack}", module.num_experts
-    if names: model.stacked_weights = names
+        for stack in STACKS:
+            names[f"{name}.{stack}.weight"] = f"{name}.{stack}", module.num_experts
+    if names:
+        model.stacked_weights = names
     return model
 
 
@@ -109,5 +129,7 @@ def check_quantizable(model: nn.Module, quant: str):
     for name, module in model.named_modules():
         large = [p for p in module.parameters(recurse=False) if p.dim() == 3 and p.shape[0] > 1]
         if large:
-            raise ValueError(f"--quant {quant}: {name} ({type(module).__name__}) keeps the weights of "
-                             "its experts in a way that can't be quantized here; use --quant none")
+            raise ValueError(
+                f"--quant {quant}: {name} ({type(module).__name__}) keeps the weights of "
+                "its experts in a way that can't be quantized here; use --quant none"
+            )

@@ -6,6 +6,7 @@ same. A model whose code builds the wrong mask but takes a given one is given th
 
 Shapes: B bins, T tokens of a bin, H heads, K key-value heads, D head size.
 """
+
 from __future__ import annotations
 
 import copy
@@ -23,16 +24,32 @@ from transformers.masking_utils import (
 
 from ..dist import print_main
 
-ROWS = (5, 7)      # tokens of the two
-WINDOW = 4         # so that windows end within a row
-TOLERANCE = 1e-3   # of the largest logit; fp32 rounds at 1e-6, and a leak is of the logits' size
-BY_BORDERS = "rows_by_borders"  # stands for kernels that are told where rows begin, which need a GPU
+ROWS = (5, 7)  # tokens of the two
+WINDOW = 4  # so that windows end within a row
+TOLERANCE = 1e-3  # of the largest logit; fp32 rounds at 1e-6, and a leak is of the logits' size
+BY_BORDERS = (
+    "rows_by_borders"  # stands for kernels that are told where rows begin, which need a GPU
+)
 # Fields and their size in the tiny instance, where a config has them and they are larger.
-SMALL = dict(vocab_size=64, vocab_size_per_layer_input=64, intermediate_size=64, ffn_dim=64,
-             moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts=4,
-             num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
-             max_position_embeddings=64, sliding_window=WINDOW, attention_window_size=WINDOW,
-             num_dense_layers=1, first_k_dense_replace=1)
+SMALL = dict(
+    vocab_size=64,
+    vocab_size_per_layer_input=64,
+    intermediate_size=64,
+    ffn_dim=64,
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=32,
+    num_experts=4,
+    num_local_experts=4,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+    max_position_embeddings=64,
+    sliding_window=WINDOW,
+    attention_window_size=WINDOW,
+    num_dense_layers=1,
+    first_k_dense_replace=1,
+)
 
 
 def keep_rows_apart(model: nn.Module):
@@ -42,33 +59,44 @@ def keep_rows_apart(model: nn.Module):
     """
     try:
         tiny = tiny_instance(model)
-        if rows_are_apart(tiny): return
+        if rows_are_apart(tiny):
+            return
     except Exception as error:  # a config that can't be made small; what its layers say still holds
-        return print_main(f"--packing true: not tried on a small {model.config.model_type}, for "
-                          f"{type(error).__name__} {error}".split("\n")[0])
+        return print_main(
+            f"--packing true: not tried on a small {model.config.model_type}, for "
+            f"{type(error).__name__} {error}".split("\n")[0]
+        )
     give_masks(tiny)
     try:
         helped = rows_are_apart(tiny)
     except Exception:  # it takes no mask of this form
         helped = False
     if not helped:
-        raise ValueError(f"--packing true: packed rows of {tiny.config.model_type} see each other, as "
-                         "two short rows through a tiny model of this kind show; use --packing false")
+        raise ValueError(
+            f"--packing true: packed rows of {tiny.config.model_type} see each other, as "
+            "two short rows through a tiny model of this kind show; use --packing false"
+        )
     give_masks(model)
 
 
 def tiny_instance(model: nn.Module) -> nn.Module:
     """A small random model of the same code and layers, on the CPU in fp32."""
     config, kind = model.config.get_text_config(), type(model)
-    if config is not model.config: kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if config is not model.config:
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     used = model.config._attn_implementation
-    if used not in ALL_MASK_ATTENTION_FUNCTIONS or "flash" in used: used = BY_BORDERS
-    elif used != "eager": used = "sdpa" if kind._supports_sdpa else "eager"
+    if used not in ALL_MASK_ATTENTION_FUNCTIONS or "flash" in used:
+        used = BY_BORDERS
+    elif used != "eager":
+        used = "sdpa" if kind._supports_sdpa else "eager"
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
-        tiny = kind._from_config(small(config), dtype=torch.float32, attn_implementation=used).eval()
+        tiny = kind._from_config(
+            small(config), dtype=torch.float32, attn_implementation=used
+        ).eval()
         for p in tiny.parameters():
-            if p.dim() > 1: nn.init.normal_(p, 0, 0.1)
+            if p.dim() > 1:
+                nn.init.normal_(p, 0, 0.1)
     return tiny
 
 
@@ -79,7 +107,8 @@ def small(config: PretrainedConfig) -> PretrainedConfig:
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     groups = heads // (getattr(config, "num_key_value_heads", None) or heads)
     for name, value in SMALL.items():
-        if type(now := getattr(config, name, None)) is int: setattr(config, name, min(now, value))
+        if type(now := getattr(config, name, None)) is int:
+            setattr(config, name, min(now, value))
     kinds = list(getattr(config, "layer_types", None) or ())
     depth = min(config.num_hidden_layers, 3)
     if kinds:
@@ -90,8 +119,10 @@ def small(config: PretrainedConfig) -> PretrainedConfig:
     if getattr(config, "num_key_value_heads", None):
         config.num_key_value_heads = config.num_attention_heads // groups
     for name in ("hidden_size", "word_embed_proj_dim", "lru_width"):
-        if getattr(config, name, None): setattr(config, name, config.num_attention_heads * size)
-    if (getattr(config, "pad_token_id", None) or 0) >= config.vocab_size: config.pad_token_id = 0
+        if getattr(config, name, None):
+            setattr(config, name, config.num_attention_heads * size)
+    if (getattr(config, "pad_token_id", None) or 0) >= config.vocab_size:
+        config.pad_token_id = 0
     return config
 
 
@@ -109,44 +140,73 @@ def logits(model: nn.Module, ids: Tensor, lengths: tuple[int, ...]) -> Tensor:
     """Of a line of rows of these lengths, told where they begin as `collate_packed` tells it."""
     ends = torch.tensor((0, *lengths)).cumsum(0, dtype=torch.int32)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    return model(ids, position_ids=positions, cu_seq_lens_q=ends, cu_seq_lens_k=ends,
-                 max_length_q=max(lengths), max_length_k=max(lengths), use_cache=False).logits
+    return model(
+        ids,
+        position_ids=positions,
+        cu_seq_lens_q=ends,
+        cu_seq_lens_k=ends,
+        max_length_q=max(lengths),
+        max_length_k=max(lengths),
+        use_cache=False,
+    ).logits
 
 
 def give_masks(model: nn.Module):
     """Let a model's decoder be given the masks that transformers makes of positions."""
     decoder = model.get_decoder()
-    decoder.register_forward_pre_hook(partial(with_masks, model.config.get_text_config()),
-                                      with_kwargs=True)
+    decoder.register_forward_pre_hook(
+        partial(with_masks, model.config.get_text_config()), with_kwargs=True
+    )
 
 
 def with_masks(config: PretrainedConfig, decoder: nn.Module, args: tuple, kwargs: dict):
     """The decoder's arguments with a mask for each kind of layer, where rows are packed."""
     positions = kwargs.get("position_ids")
-    if positions is None or kwargs.get("attention_mask") is not None: return args, kwargs
+    if positions is None or kwargs.get("attention_mask") is not None:
+        return args, kwargs
     dtype = decoder.get_input_embeddings().weight.dtype
     like = torch.empty(*positions.shape, 1, dtype=dtype, device=positions.device)
     makers: dict[str, Callable] = {"full_attention": create_causal_mask}
     kinds = set(getattr(config, "layer_types", None) or ())
-    if "sliding_attention" in kinds: makers["sliding_attention"] = create_sliding_window_causal_mask
-    masks = {kind: make(config=config, inputs_embeds=like, attention_mask=None, past_key_values=None,
-                        position_ids=positions) for kind, make in makers.items()}
+    if "sliding_attention" in kinds:
+        makers["sliding_attention"] = create_sliding_window_causal_mask
+    masks = {
+        kind: make(
+            config=config,
+            inputs_embeds=like,
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=positions,
+        )
+        for kind, make in makers.items()
+    }
     return args, kwargs | dict(attention_mask=masks if kinds else masks["full_attention"])
 
 
-def attention_by_borders(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, *,
-                         scaling: float | None = None, sliding_window: int | None = None,
-                         cu_seq_lens_q: Tensor | None = None, **kwargs) -> tuple[Tensor, None]:
+def attention_by_borders(
+    module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask=None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
     """Causal attention of each row by itself, (B, T, H, D), of query (B, H, T, D) and K heads.
 
     Of all tokens as one row if the model's code does not pass on where rows begin.
     """
-    if cu_seq_lens_q is None: cu_seq_lens_q = torch.tensor([0, query.shape[2]])
+    if cu_seq_lens_q is None:
+        cu_seq_lens_q = torch.tensor([0, query.shape[2]])
     groups, out = query.shape[1] // key.shape[1], []
     key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
     for start, stop in zip(cu_seq_lens_q[:-1].tolist(), cu_seq_lens_q[1:].tolist(), strict=True):
         seen = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
-        if sliding_window: seen = seen.triu(1 - sliding_window)
+        if sliding_window:
+            seen = seen.triu(1 - sliding_window)
         q, k, v = (t[:, :, start:stop] for t in (query, key, value))
         out.append(nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=scaling))
     return torch.cat(out, 2).transpose(1, 2), None

@@ -3,6 +3,7 @@
 In fp32 an update is not lost that is below half a step of the weight's bf16; products stay in bf16.
 `autocast.py` is for a whole model; here the layers around stay as they are.
 """
+
 from __future__ import annotations
 
 from functools import partial
@@ -18,9 +19,11 @@ def train_in(module: nn.Module, dtype: torch.dtype):
     """
     for part in module.modules():
         own = list(part.parameters(recurse=False))
-        if not own or hasattr(part, "compute_dtype"): continue
+        if not own or hasattr(part, "compute_dtype"):
+            continue
         part.compute_dtype = own[0].dtype
-        if own[0].dtype != dtype: part.forward = partial(computed, part, part.forward)
+        if own[0].dtype != dtype:
+            part.forward = partial(computed, part, part.forward)
     for p in module.parameters():
         p.requires_grad_()
         p.data = p.data.to(dtype)
@@ -31,5 +34,6 @@ def computed(layer: nn.Module, forward, x: Tensor):
     if isinstance(layer, nn.Linear):
         weight, bias = (t if t is None else t.to(x.dtype) for t in (layer.weight, layer.bias))
         return nn.functional.linear(x, weight, bias)
-    with torch.autocast(x.device.type, layer.compute_dtype): out = forward(x)  # the router of a mixture
+    with torch.autocast(x.device.type, layer.compute_dtype):
+        out = forward(x)  # the router of a mixture
     return out.to(layer.compute_dtype) if isinstance(out, Tensor) else out

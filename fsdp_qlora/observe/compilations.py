@@ -3,6 +3,7 @@
 Each shape of a batch that compiled code was not made for costs a compilation, which is minutes for a
 large model, and after eight of them torch gives up on a function and runs it uncompiled.
 """
+
 from __future__ import annotations
 
 import sys

@@ -6,6 +6,7 @@ FSDP gathers what it needs and the loss is taken in chunks; every rank runs as m
 
 Shapes: B rows of a micro-batch, T tokens.
 """
+
 from __future__ import annotations
 
 import math
@@ -28,10 +29,17 @@ MICRO_BATCHES_TOGETHER = 16  # rows of so many are sorted by length, which leave
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, dataset: TokenizedDataset | Subset, device: torch.device, *,
-                  batch_size: int = 1, pad_token_id: int = 0, packing: bool = False,
-                  pad_to: PadTo = None,
-                  agree: Callable[[], object] | None = None) -> tuple[float, int]:
+def held_out_loss(
+    model: nn.Module,
+    dataset: TokenizedDataset | Subset,
+    device: torch.device,
+    *,
+    batch_size: int = 1,
+    pad_token_id: int = 0,
+    packing: bool = False,
+    pad_to: PadTo = None,
+    agree: Callable[[], object] | None = None,
+) -> tuple[float, int]:
     """Loss per trained token of `dataset` in nats, over all ranks, and the number of these tokens.
 
     Every rank must call it, with the same dataset. batch_size: rows per rank and forward, or bins.
@@ -40,16 +48,26 @@ def held_out_loss(model: nn.Module, dataset: TokenizedDataset | Subset, device: 
     """
     total, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
     ranks = ranks_from_env()
-    sampler = StepSampler(len(dataset), batch_size * ranks.world_size * MICRO_BATCHES_TOGETHER,
-                          shuffle=False)
-    loader = StepLoader(dataset, sampler, ranks.rank, ranks.world_size, batch_size,
-                        pad_token_id=pad_token_id, packing=packing, pad_to=pad_to,
-                        pin_memory=device.type == "cuda")
+    sampler = StepSampler(
+        len(dataset), batch_size * ranks.world_size * MICRO_BATCHES_TOGETHER, shuffle=False
+    )
+    loader = StepLoader(
+        dataset,
+        sampler,
+        ranks.rank,
+        ranks.world_size,
+        batch_size,
+        pad_token_id=pad_token_id,
+        packing=packing,
+        pad_to=pad_to,
+        pin_memory=device.type == "cuda",
+    )
     with evaluating(model):
         for step in loader:
             tokens += step.num_trained_tokens
             for batch in step.micro_batches:
-                if agree: agree()
+                if agree:
+                    agree()
                 batch = on_device(batch, device)
                 total += model(**batch, num_items_in_batch=1, use_cache=False).loss  # a sum
     dist.all_reduce(total)
@@ -62,7 +80,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     was_training = model.training
     model.eval()
     try:
-        with kept_between_forwards(model): yield
+        with kept_between_forwards(model):
+            yield
     finally:
         model.train(was_training)
 
@@ -78,24 +97,34 @@ class Evaluator:
     batching: what `held_out_loss` takes.
     """
 
-    def __init__(self, dataset: TokenizedDataset | Subset, device: torch.device, *,
-                 every: int = AUTO, **batching):
+    def __init__(
+        self,
+        dataset: TokenizedDataset | Subset,
+        device: torch.device,
+        *,
+        every: int = AUTO,
+        **batching,
+    ):
         self.dataset, self.device, self.every, self.batching = dataset, device, every, batching
         self.best: EvalMetrics | None = None
         self.last: EvalMetrics | None = None
 
     def is_due(self, step: int, is_last: bool = False) -> bool:
         """Whether to evaluate after optimizer step `step`, from 1; at the end once in any case."""
-        if is_last: return self.last is None or self.last.step != step
+        if is_last:
+            return self.last is None or self.last.step != step
         return self.every != AUTO and step % self.every == 0
 
-    def run(self, model: nn.Module, step: int, agree: Callable[[], object] | None = None
-            ) -> EvalMetrics:
+    def run(
+        self, model: nn.Module, step: int, agree: Callable[[], object] | None = None
+    ) -> EvalMetrics:
         """Evaluate after `step`; every rank must call it. `agree` as in `held_out_loss`."""
         started = time.perf_counter()
         loss, tokens = held_out_loss(model, self.dataset, self.device, agree=agree, **self.batching)
         is_best = loss < (self.best.eval_loss if self.best else math.inf)  # NaN never is
-        self.last = EvalMetrics(step, loss, perplexity(loss), tokens, is_best,
-                                time.perf_counter() - started)
-        if is_best: self.best = self.last
+        self.last = EvalMetrics(
+            step, loss, perplexity(loss), tokens, is_best, time.perf_counter() - started
+        )
+        if is_best:
+            self.best = self.last
         return self.last

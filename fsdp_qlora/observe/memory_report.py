@@ -4,6 +4,7 @@ next.
 The second step of a process is recorded: in the first one kernels are compiled and the optimizer has
 no states.
 """
+
 from __future__ import annotations
 
 import time
@@ -31,16 +32,27 @@ RECORDED_STEP = 2
 GIB = 2**30
 # What the estimate calls the parts of a timeline.
 ESTIMATED = dict(
-    weights=("linears", "absmax", "fp8", "embedding", "head", "norms"), adapters=("adapters",),
-    optimizer=("optimizer",), gradients=("gradients",), activations=("activations", "working"),
-    unsharded=("unsharded",), logits=("loss",), other=("workspace",))
+    weights=("linears", "absmax", "fp8", "embedding", "head", "norms"),
+    adapters=("adapters",),
+    optimizer=("optimizer",),
+    gradients=("gradients",),
+    activations=("activations", "working"),
+    unsharded=("unsharded",),
+    logits=("loss",),
+    other=("workspace",),
+)
 
 
 class MemoryWatch:
     """Records the memory of one step of a run, and gives advice when a step does not fit."""
 
-    def __init__(self, config: RunConfig, model: nn.Module, optimizer: torch.optim.Optimizer,
-                 device: torch.device):
+    def __init__(
+        self,
+        config: RunConfig,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+    ):
         self.config, self.model, self.optimizer, self.device = config, model, optimizer, device
         self.taken = 0  # steps of this process
         if config.profile_memory and device.type != "cuda":
@@ -55,7 +67,8 @@ class MemoryWatch:
         self.taken += 1
         records = self.config.profile_memory and self.device.type == "cuda"
         try:
-            with self.recording() if records and self.taken == RECORDED_STEP else nullcontext(): yield
+            with self.recording() if records and self.taken == RECORDED_STEP else nullcontext():
+                yield
         except torch.OutOfMemoryError as error:
             raise ValueError(out_of_memory(self.config, self.model, step)) from error
 
@@ -69,14 +82,22 @@ class MemoryWatch:
         torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python")
         try:
             yield
-            events = torch.cuda.memory._snapshot(self.device)["device_traces"][self.device.index or 0]
+            events = torch.cuda.memory._snapshot(self.device)["device_traces"][
+                self.device.index or 0
+            ]
         finally:
             torch.cuda.memory._record_memory_history(None)
             seen.hook.remove()
         found = timeline(events, standing, allocated, seen.addresses, seen.time)
-        print_main(table(found, torch.cuda.max_memory_reserved(self.device),
-                         estimated(self.config, self.model)))
-        if ranks_from_env().is_main: self.save_picture(found)
+        print_main(
+            table(
+                found,
+                torch.cuda.max_memory_reserved(self.device),
+                estimated(self.config, self.model),
+            )
+        )
+        if ranks_from_env().is_main:
+            self.save_picture(found)
 
     def save_picture(self, found: Timeline):
         """The timeline beside the run's other outputs."""
@@ -84,7 +105,8 @@ class MemoryWatch:
         path.parent.mkdir(parents=True, exist_ok=True)
         if draw(found, path, f"{Path(self.config.model_name).name}, step {RECORDED_STEP}"):
             print(f"memory over the step: {path}")
-        else: print("pip install matplotlib for a picture of it")
+        else:
+            print("pip install matplotlib for a picture of it")
 
 
 class Gradients:
@@ -96,8 +118,12 @@ class Gradients:
         self.hook = optimizer.register_step_pre_hook(self.look)
 
     def look(self, optimizer, *_):
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"]
-                 if p.grad is not None]
+        grads = [
+            p.grad
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         self.addresses = {address(g) for g in grads}
         self.time = time.time_ns() / 1e3
 
@@ -107,8 +133,9 @@ def address(tensor: Tensor) -> int:
     return local_rows(tensor)[0].untyped_storage().data_ptr() if tensor.dim() else tensor.data_ptr()
 
 
-def standing_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
-                     ) -> dict[int, tuple[int, str]]:
+def standing_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> dict[int, tuple[int, str]]:
     """Address -> (bytes, part) of what is on the GPU between steps."""
     trained = set(trainable_parameters(model).values())
     adapted = base_model(model) is not model
@@ -116,15 +143,21 @@ def standing_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, device:
 
     def add(tensor: Tensor, part: str):
         local = local_rows(tensor)[0] if tensor.dim() else tensor
-        if local.device.type != device.type: return
+        if local.device.type != device.type:
+            return
         storage = local.untyped_storage()
         found[storage.data_ptr()] = storage.nbytes(), part
-    for p in model.parameters(): add(p, "adapters" if adapted and p in trained else "weights")
-    for b in model.buffers(): add(b, "weights")
-    for t in kept_tensors(model): add(t, "weights")
+
+    for p in model.parameters():
+        add(p, "adapters" if adapted and p in trained else "weights")
+    for b in model.buffers():
+        add(b, "weights")
+    for t in kept_tensors(model):
+        add(t, "weights")
     for states in optimizer.state.values():
         for value in states.values():
-            if isinstance(value, Tensor): add(value, "optimizer")
+            if isinstance(value, Tensor):
+                add(value, "optimizer")
     return found
 
 
@@ -145,25 +178,33 @@ def by_part(estimate: Memory) -> dict[str, float]:
 def table(found: Timeline, reserved: int, estimate: Memory) -> str:
     """Measured parts at the step's peak beside the estimate's, in lines for people."""
     measured, predicted = found.at_peak(), by_part(estimate)
-    lines = [f"memory at the peak of step {RECORDED_STEP}, rank 0",
-             f"{'part':<12} {'measured':>12} {'estimate':>12}"]
+    lines = [
+        f"memory at the peak of step {RECORDED_STEP}, rank 0",
+        f"{'part':<12} {'measured':>12} {'estimate':>12}",
+    ]
     rows = [(part, measured[part] / GIB, predicted[part]) for part in PARTS]
     total = sum(measured.values()) / GIB
-    rows += [("allocated", total, estimate.peak_allocated),
-             ("slack", reserved / GIB - total, estimate.parts["slack"])]
-    return "\n".join(lines + [f"{name:<12} {gib:8.2f} GiB {guess:8.2f} GiB"
-                              for name, gib, guess in rows])
+    rows += [
+        ("allocated", total, estimate.peak_allocated),
+        ("slack", reserved / GIB - total, estimate.parts["slack"]),
+    ]
+    return "\n".join(
+        lines + [f"{name:<12} {gib:8.2f} GiB {guess:8.2f} GiB" for name, gib, guess in rows]
+    )
 
 
 # ---- out of memory -----------------------------------------------------------------------------
 
+
 def out_of_memory(config: RunConfig, model: nn.Module, step: Step) -> str:
     """Which part was the largest by the estimate, and the next rung of the guide, in one line."""
     rows, tokens = max((tuple(b["input_ids"].shape) for b in step.micro_batches), key=prod)
-    return (f"GPU memory ran out in step {step.index + 1} at a micro-batch of {rows} x {tokens} tokens: "
-            f"{largest_part(config, model)}next on the guide: "
-            f"{next_rung(config, ranks_from_env().world_size)}; the run then goes on from its last "
-            "checkpoint")
+    return (
+        f"GPU memory ran out in step {step.index + 1} at a micro-batch of {rows} x {tokens} tokens: "
+        f"{largest_part(config, model)}next on the guide: "
+        f"{next_rung(config, ranks_from_env().world_size)}; the run then goes on from its last "
+        "checkpoint"
+    )
 
 
 def largest_part(config: RunConfig, model: nn.Module) -> str:
@@ -174,18 +215,24 @@ def largest_part(config: RunConfig, model: nn.Module) -> str:
         return ""
     parts = by_part(estimate)
     largest = max(parts, key=parts.get)
-    return f"by the estimate {largest} take most, {parts[largest]:.1f} of {estimate.total:.1f} GiB; "
+    return (
+        f"by the estimate {largest} take most, {parts[largest]:.1f} of {estimate.total:.1f} GiB; "
+    )
 
 
 def next_rung(config: RunConfig, world_size: int) -> str:
     """The first step of the planner's ladder that this run has not taken, then what lies beyond it."""
-    if config.keep_fp8_weights: return "--keep_fp8_weights false"
+    if config.keep_fp8_weights:
+        return "--keep_fp8_weights false"
     for name, value in savings().items():
-        if getattr(config, name) == value: continue
-        if name == "sharding_strategy" and world_size == 1: continue  # nothing to split
+        if getattr(config, name) == value:
+            continue
+        if name == "sharding_strategy" and world_size == 1:
+            continue  # nothing to split
         shard = name == "use_cpu_offload" and config.sharding_strategy != "full_shard"
         return f"{'--sharding_strategy full_shard ' * shard}--{name} {shown(value)}"
-    if config.use_trained_cpu_offload is not True: return "--use_trained_cpu_offload true"
+    if config.use_trained_cpu_offload is not True:
+        return "--use_trained_cpu_offload true"
     if config.batch_size > 1:
         return f"--batch_size {config.batch_size // 2}, with more --gradient_accumulation_steps"
     return f"a --context_length below {config.context_length}, or more GPUs"

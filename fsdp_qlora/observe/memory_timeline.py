@@ -5,13 +5,23 @@ that asked for it. What was there before is known by its address; what comes and
 those lines, and gradients by where the optimizer finds them.
 https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-PARTS = ("weights", "adapters", "optimizer", "gradients", "activations", "unsharded", "logits", "other")
+PARTS = (
+    "weights",
+    "adapters",
+    "optimizer",
+    "gradients",
+    "activations",
+    "unsharded",
+    "logits",
+    "other",
+)
 # The first rule that any frame of an allocation fits.
 RULES = (  # (file, start of the function's name, part)
     ("_fsdp_collectives.py", "foreach_reduce", "gradients"),
@@ -20,7 +30,8 @@ RULES = (  # (file, start of the function's name, part)
     ("_fsdp_param_group.py", "", "unsharded"),
     ("_fsdp_param.py", "", "unsharded"),
     ("vocabulary.py", "whole", "unsharded"),
-    ("losses.py", "loss_", "logits"), ("losses.py", "forward", "logits"),
+    ("losses.py", "loss_", "logits"),
+    ("losses.py", "forward", "logits"),
     ("losses.py", "backward", "logits"),
     ("fsdp.py", "reduce", "gradients"),
     ("step.py", "clip_gradients", "other"),
@@ -32,8 +43,9 @@ RULED = {file for file, _, _ in RULES}
 @dataclass(frozen=True)
 class Timeline:
     """Bytes by part after each allocation and release of a step."""
-    times: list[float]                 # seconds from its start
-    parts: dict[str, list[int]]        # PARTS -> bytes at each time
+
+    times: list[float]  # seconds from its start
+    parts: dict[str, list[int]]  # PARTS -> bytes at each time
 
     @property
     def peak(self) -> int:
@@ -51,12 +63,18 @@ def part_of(frames: list[Mapping]) -> str:
     where = [(frame["filename"].rpartition("/")[2], frame["name"]) for frame in frames]
     where = [(file, name) for file, name in where if file in RULED]
     for ruled, function, part in RULES:
-        if any(file == ruled and name.startswith(function) for file, name in where): return part
+        if any(file == ruled and name.startswith(function) for file, name in where):
+            return part
     return "optimizer" if any("/optim/" in f["filename"] for f in frames) else "activations"
 
 
-def timeline(events: list[Mapping], standing: Mapping[int, tuple[int, str]], allocated: int,
-             gradients: set[int] = frozenset(), optimizer_time: float = 0.0) -> Timeline:
+def timeline(
+    events: list[Mapping],
+    standing: Mapping[int, tuple[int, str]],
+    allocated: int,
+    gradients: set[int] = frozenset(),
+    optimizer_time: float = 0.0,
+) -> Timeline:
     """The timeline of a record of allocations.
 
     events: torch's, in their order. standing: address -> (bytes, part) of known tensors that were
@@ -65,7 +83,8 @@ def timeline(events: list[Mapping], standing: Mapping[int, tuple[int, str]], all
     """
     found = {id(e) for e in gradient_events(events, gradients, optimizer_time)}
     now = dict.fromkeys(PARTS, 0)
-    for size, part in standing.values(): now[part] += size
+    for size, part in standing.values():
+        now[part] += size
     now["other"] = max(0, allocated - sum(now.values()))
     live = dict(standing)
     times, series = [], {part: [] for part in PARTS}
@@ -79,17 +98,21 @@ def timeline(events: list[Mapping], standing: Mapping[int, tuple[int, str]], all
             size, part = live.pop(event["addr"], (event["size"], "other"))
             now[part] -= size
         times.append((event["time_us"] - moves[0]["time_us"]) / 1e6)
-        for name in PARTS: series[name].append(now[name])
+        for name in PARTS:
+            series[name].append(now[name])
     return Timeline(times, series)
 
 
-def gradient_events(events: list[Mapping], gradients: set[int], optimizer_time: float
-                    ) -> list[Mapping]:
+def gradient_events(
+    events: list[Mapping], gradients: set[int], optimizer_time: float
+) -> list[Mapping]:
     """The allocations that held gradients when the optimizer began."""
     last: dict[int, Mapping] = {}
     for event in events:
-        if event["time_us"] > optimizer_time: break
-        if event["action"] == "alloc" and event["addr"] in gradients: last[event["addr"]] = event
+        if event["time_us"] > optimizer_time:
+            break
+        if event["action"] == "alloc" and event["addr"] in gradients:
+            last[event["addr"]] = event
     return list(last.values())
 
 
@@ -101,16 +124,23 @@ def draw(found: Timeline, path: str | Path, title: str = "") -> bool:
         return False
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+
     keep = sorted({*range(0, len(found.times), max(1, len(found.times) // 4000)), found.peak})
     figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
-    axes.stackplot([found.times[i] for i in keep],
-                   [[values[i] / 2**30 for i in keep] for values in found.parts.values()],
-                   labels=found.parts, step="post", linewidth=0,
-                   colors=plt.get_cmap("tab10").colors[:len(PARTS)])
+    axes.stackplot(
+        [found.times[i] for i in keep],
+        [[values[i] / 2**30 for i in keep] for values in found.parts.values()],
+        labels=found.parts,
+        step="post",
+        linewidth=0,
+        colors=plt.get_cmap("tab10").colors[: len(PARTS)],
+    )
     axes.axvline(found.times[found.peak], color="black", linewidth=0.8, linestyle=":")
     axes.set(xlabel="seconds of the step", ylabel="GiB allocated", title=title)
     handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    axes.legend(
+        handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5), frameon=False
+    )
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return True

@@ -4,6 +4,7 @@ FLOPs are those that the task needs, as benchmark rows count them: 4 per frozen 
 trained one, causal attention within rows; recomputation does not count. So a share of the peak
 compares runs with different settings. Padding does not count either, here and in tokens per second.
 """
+
 from __future__ import annotations
 
 from collections import deque
@@ -27,7 +28,8 @@ RECENT = 20  # steps whose median speaks for those to come
 
 def gpu_of(device: torch.device) -> Gpu | None:
     """The catalogue's card of a device; None for the CPU and for cards that it does not have."""
-    if device.type != "cuda": return None
+    if device.type != "cuda":
+        return None
     try:
         return find_gpu(torch.cuda.get_device_name(device))
     except ValueError:
@@ -37,6 +39,7 @@ def gpu_of(device: torch.device) -> Gpu | None:
 @dataclass(frozen=True)
 class Arithmetic:
     """FLOPs of one token: `fixed`, and `per_position` for each token of its row."""
+
     fixed: float
     per_position: float
     ranks: int
@@ -46,8 +49,10 @@ class Arithmetic:
         """`model_tflops_per_gpu` and `share_of_peak` of a step of all ranks."""
         flops = tokens * (self.fixed + self.per_position * tokens / max(rows, 1))
         rate = flops / seconds / self.ranks / 1e12
-        return dict(model_tflops_per_gpu=rate,
-                    share_of_peak=rate / self.peak_tflops if self.peak_tflops else None)
+        return dict(
+            model_tflops_per_gpu=rate,
+            share_of_peak=rate / self.peak_tflops if self.peak_tflops else None,
+        )
 
 
 def arithmetic(config: RunConfig, model: nn.Module, device: torch.device) -> Arithmetic | None:
@@ -69,18 +74,23 @@ def predicted(config: RunConfig, model: nn.Module, device: torch.device) -> dict
         ranks, gpu = ranks_from_env(), gpu_of(device)
         setup = setup_from_config(config, ranks.world_size, gpus_per_node=ranks.local_world_size)
         found = dict(peak_allocated_gib=memory(shape, setup).peak_allocated)
-        if gpu is None: return found
+        if gpu is None:
+            return found
         step = step_seconds(shape, gpu, setup)
     except ValueError:
         return {}
-    return found | dict(seconds_per_step=step.total, memory_gib=gpu.memory_gib,
-                        tokens_per_second=step.tokens_per_second_per_gpu * ranks.world_size)
+    return found | dict(
+        seconds_per_step=step.total,
+        memory_gib=gpu.memory_gib,
+        tokens_per_second=step.tokens_per_second_per_gpu * ranks.world_size,
+    )
 
 
 def dollars_per_hour(config: RunConfig, device: torch.device) -> float | None:
     """What all GPUs of a run cost an hour: --price_per_hour or the catalogue's; None if unknown."""
     price, gpu = config.price_per_hour, gpu_of(device)
-    if price is None and gpu: price = gpu.price_per_hour
+    if price is None and gpu:
+        price = gpu.price_per_hour
     return None if price is None else price * ranks_from_env().world_size
 
 
@@ -90,8 +100,12 @@ class Pace:
     earlier: the lines of the same run before it was stopped; they count as spent.
     """
 
-    def __init__(self, total_steps: int | None = None, dollars_per_hour: float | None = None,
-                 earlier: Iterable[dict] = ()):
+    def __init__(
+        self,
+        total_steps: int | None = None,
+        dollars_per_hour: float | None = None,
+        earlier: Iterable[dict] = (),
+    ):
         self.total_steps, self.dollars_per_hour = total_steps, dollars_per_hour
         self.seconds = sum(r.get("seconds", 0) + r.get("seconds_held", 0) for r in earlier)
         self.first: float | None = None  # seconds of a start's first step, which compiles
@@ -100,14 +114,20 @@ class Pace:
     def add(self, record: Record):
         """Count a record's time."""
         self.seconds += getattr(record, "seconds", 0.0) + getattr(record, "seconds_held", 0.0)
-        if not isinstance(record, StepMetrics): return
-        if self.first is None: self.first = record.seconds
-        else: self.recent.append(record.seconds)
+        if not isinstance(record, StepMetrics):
+            return
+        if self.first is None:
+            self.first = record.seconds
+        else:
+            self.recent.append(record.seconds)
 
     def where(self, step: int) -> dict[str, float | int | None]:
         """Where the run stands after `step` steps, as `Progress` keeps it."""
         each = median(self.recent) if self.recent else self.first
         left = None if each is None or not self.total_steps else (self.total_steps - step) * each
         cost = self.dollars_per_hour
-        return dict(total_steps=self.total_steps, seconds_left=left,
-                    dollars=None if cost is None else cost * self.seconds / 3600)
+        return dict(
+            total_steps=self.total_steps,
+            seconds_left=left,
+            dollars=None if cost is None else cost * self.seconds / 3600,
+        )

@@ -4,6 +4,7 @@ The kernel's peak of a process counts pages of files that it has read, a checkpo
 Here count anonymous pages, which include those locked for the GPU (memory/hostmem.py), and what
 torch's own allocator of pinned memory holds.
 """
+
 from __future__ import annotations
 
 import threading
@@ -50,7 +51,9 @@ class Peaks:
 
 def anonymous_bytes() -> int:
     """Anonymous memory of this process that is resident; 0 where /proc does not say."""
-    if not STATUS.is_file(): return 0
+    if not STATUS.is_file():
+        return 0
     for line in STATUS.read_text().splitlines():
-        if line.startswith("RssAnon:"): return 1024 * int(line.split()[1])
+        if line.startswith("RssAnon:"):
+            return 1024 * int(line.split()[1])
     return 0

@@ -5,6 +5,7 @@ rank 0 prints the table and keeps it beside, with a picture of the streams. On a
 before give `memory_..._rank_R.pickle`, for https://pytorch.org/memory_viz: recording memory slows the
 host, so it must not run while the trace does.
 """
+
 from __future__ import annotations
 
 import gzip
@@ -34,7 +35,8 @@ def phase(step: int, config: RunConfig) -> ProfilerAction:
     cycle, place = divmod(step - config.wait_steps, max(config.profiling_frequency, recorded))
     if cycle < 0 or config.repeat and cycle >= config.repeat or place >= recorded:
         return ProfilerAction.NONE
-    if place < config.warmup_steps: return ProfilerAction.WARMUP
+    if place < config.warmup_steps:
+        return ProfilerAction.WARMUP
     return ProfilerAction.RECORD_AND_SAVE if place == recorded - 1 else ProfilerAction.RECORD
 
 
@@ -50,20 +52,28 @@ def step_profiler(config: RunConfig, device: torch.device) -> Iterator[Callable[
     folder.mkdir(parents=True, exist_ok=True)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     memory = MemoryRecorder(config, folder, device)
-    with torch.profiler.profile(activities=activities, schedule=lambda step: phase(step, config),
-                                on_trace_ready=lambda p: keep_trace(p, folder, config, device),
-                                record_shapes=config.with_shapes, with_stack=config.with_stack,
-                                acc_events=True) as profiler:
+    with torch.profiler.profile(
+        activities=activities,
+        schedule=lambda step: phase(step, config),
+        on_trace_ready=lambda p: keep_trace(p, folder, config, device),
+        record_shapes=config.with_shapes,
+        with_stack=config.with_stack,
+        acc_events=True,
+    ) as profiler:
         memory.enter(0)
+
         def step_done():
             memory.enter(profiler.step_num + 1)
             profiler.step()
+
         yield step_done
         steps = profiler.step_num
     first = config.wait_steps + config.warmup_steps
     if steps <= first:
-        print_main(f"warning: --profile recorded nothing: the run ended after {counted(steps, 'step')}, "
-                   f"and recording begins after {first}; lower --wait_steps or --warmup_steps")
+        print_main(
+            f"warning: --profile recorded nothing: the run ended after {counted(steps, 'step')}, "
+            f"and recording begins after {first}; lower --wait_steps or --warmup_steps"
+        )
 
 
 def profile_steps(config: RunConfig, device: torch.device, step: Callable[[], object]):
@@ -80,11 +90,16 @@ def keep_trace(profiler, folder: Path, config: RunConfig, device: torch.device):
     name = f"steps_{max(last - config.active_steps, 0) + 1}-{last}_rank_{rank.rank}"
     path = folder / f"trace_{name}.json.gz"
     profiler.export_chrome_trace(str(path))
-    if not rank.is_main: return
-    with gzip.open(path, "rt") as file: events = json.load(file)["traceEvents"]
+    if not rank.is_main:
+        return
+    with gzip.open(path, "rt") as file:
+        events = json.load(file)["traceEvents"]
     if device.type == "cuda" and not any(e.get("cat") == "kernel" for e in events):
-        print("warning: --profile saw no kernel of the GPU, only the host; KINETO_LOG_LEVEL=0 in the "
-              "environment tells why", flush=True)
+        print(
+            "warning: --profile saw no kernel of the GPU, only the host; KINETO_LOG_LEVEL=0 in the "
+            "environment tells why",
+            flush=True,
+        )
     spans = device_spans(events)
     text = table(summarize(spans, number_of_steps(events) or 1))
     (folder / f"table_{name}.txt").write_text(text + "\n")
@@ -102,13 +117,15 @@ class MemoryRecorder:
     def enter(self, step: int):
         """Begin step `step`, from 0."""
         warming = phase(step, self.config) is ProfilerAction.WARMUP
-        if not self.on_gpu or warming == (self.first is not None): return
+        if not self.on_gpu or warming == (self.first is not None):
+            return
         if warming:
             self.first = step + 1
             # A stack for each release too would lose the exception by which checkpointing stops a
             # recomputation early (https://github.com/pytorch/pytorch/issues/179536).
-            torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python",
-                                                     max_entries=200_000)
+            torch.cuda.memory._record_memory_history(
+                "all", context="alloc", stacks="python", max_entries=200_000
+            )
             return
         name = f"memory_steps_{self.first}-{step}_rank_{ranks_from_env().rank}.pickle"
         torch.cuda.memory._dump_snapshot(str(self.folder / name))
@@ -124,19 +141,29 @@ def plot_streams(spans: list[Span], path: Path) -> bool:
         return False
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+
     streams = sorted({span.stream for span in spans})
-    if not streams: return False
+    if not streams:
+        return False
     figure, axes = plt.subplots(figsize=(12, 1 + 0.5 * len(streams)), layout="constrained")
     colors = {"computing": "#1f5a99", "communication": "#c2571a", "copies": "#6f9e5b"}
     for what, color in colors.items():
         for row, stream in enumerate(streams):
             own = [s for s in spans if s.stream == stream and drawn_as(s) == what]
-            axes.broken_barh([((s.start - spans[0].start) / 1e3, (s.end - s.start) / 1e3) for s in own],
-                             (row - 0.4, 0.8), color=color, label=what if own else None)
+            axes.broken_barh(
+                [((s.start - spans[0].start) / 1e3, (s.end - s.start) / 1e3) for s in own],
+                (row - 0.4, 0.8),
+                color=color,
+                label=what if own else None,
+            )
     handles = {label: bar for bar, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     axes.legend(handles.values(), handles.keys(), frameon=False, loc="upper right", ncols=3)
-    axes.set(xlabel="milliseconds", yticks=range(len(streams)),
-             yticklabels=[f"stream {s}" for s in streams], ylim=(-0.6, len(streams)))
+    axes.set(
+        xlabel="milliseconds",
+        yticks=range(len(streams)),
+        yticklabels=[f"stream {s}" for s in streams],
+        ylim=(-0.6, len(streams)),
+    )
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return True
@@ -144,5 +171,6 @@ def plot_streams(spans: list[Span], path: Path) -> bool:
 
 def drawn_as(span: Span) -> str:
     """The color class of a span."""
-    if span.is_communication: return "communication"
+    if span.is_communication:
+        return "communication"
     return "computing" if span.is_compute else "copies"

@@ -8,6 +8,7 @@ attention does not look.
 
 Shapes: B prompts of a rank, T tokens of the longest prompt and answer, V vocabulary.
 """
+
 from __future__ import annotations
 
 import time
@@ -33,15 +34,23 @@ WIDTH = 64  # rows are as wide as a multiple of it
 @dataclass(frozen=True)
 class Prompt:
     """What is asked, and the answer that the data have for it."""
+
     ids: list[int]
     reference: list[int]
 
 
 @torch.no_grad()
-def greedy_answers(model: nn.Module, prompts: Sequence[list[int]], device: torch.device, *,
-                   max_new_tokens: int, stops: Sequence[int], pad_token_id: int = 0,
-                   packing: bool = False, agree: Callable[..., list[int]] | None = None
-                   ) -> list[list[int]]:
+def greedy_answers(
+    model: nn.Module,
+    prompts: Sequence[list[int]],
+    device: torch.device,
+    *,
+    max_new_tokens: int,
+    stops: Sequence[int],
+    pad_token_id: int = 0,
+    packing: bool = False,
+    agree: Callable[..., list[int]] | None = None,
+) -> list[list[int]]:
     """The most likely next tokens of each prompt until a token of `stops`, which is left out.
 
     Every rank must call it, with the same prompts. packing: as the model was built. agree: sums counts
@@ -50,30 +59,47 @@ def greedy_answers(model: nn.Module, prompts: Sequence[list[int]], device: torch
     ranks = ranks_from_env()
     longest = max(map(len, prompts)) + max_new_tokens
     width = -(-longest // WIDTH) * WIDTH
-    mine = list(prompts[ranks.rank::ranks.world_size])
-    rows = torch.full((max(1, len(mine)), width), pad_token_id)  # (B, T); a rank without one joins in
+    mine = list(prompts[ranks.rank :: ranks.world_size])
+    rows = torch.full(
+        (max(1, len(mine)), width), pad_token_id
+    )  # (B, T); a rank without one joins in
     ends = [len(ids) for ids in mine] or [1]
-    for row, ids in zip(rows, mine, strict=False): row[:len(ids)] = torch.tensor(ids)
+    for row, ids in zip(rows, mine, strict=False):
+        row[: len(ids)] = torch.tensor(ids)
     starts, is_open = list(ends), [True] * len(mine) or [False]
     with evaluating(model):
         for _ in range(max_new_tokens):
-            if not (agree or sum_over_ranks)(sum(is_open))[0]: break
-            for i, token in enumerate(next_tokens(model, rows, ends, device, pad_token_id, packing)):
-                if not is_open[i]: continue
+            if not (agree or sum_over_ranks)(sum(is_open))[0]:
+                break
+            for i, token in enumerate(
+                next_tokens(model, rows, ends, device, pad_token_id, packing)
+            ):
+                if not is_open[i]:
+                    continue
                 is_open[i] = token not in stops
-                if is_open[i]: rows[i, ends[i]] = token
+                if is_open[i]:
+                    rows[i, ends[i]] = token
                 ends[i] += is_open[i]
     found = [row[start:end].tolist() for row, start, end in zip(rows, starts, ends, strict=True)]
     by_rank = gather_over_ranks(found)
     return [by_rank[i % ranks.world_size][i // ranks.world_size] for i in range(len(prompts))]
 
 
-def next_tokens(model: nn.Module, rows: Tensor, ends: list[int], device: torch.device,
-                pad_token_id: int, packing: bool) -> list[int]:
+def next_tokens(
+    model: nn.Module,
+    rows: Tensor,
+    ends: list[int],
+    device: torch.device,
+    pad_token_id: int,
+    packing: bool,
+) -> list[int]:
     """The most likely token after the first `ends[i]` of each row (B, T)."""
     examples = [(row, torch.full_like(row, IGNORE)) for row in rows]
-    batch = (collate_packed([[example] for example in examples], pad_token_id) if packing
-             else collate(examples, pad_token_id))
+    batch = (
+        collate_packed([[example] for example in examples], pad_token_id)
+        if packing
+        else collate(examples, pad_token_id)
+    )
     batch.pop("labels")
     last = torch.tensor(ends, device=device) - 1
     logits = model(**on_device(batch, device), use_cache=False, logits_to_keep=last).logits
@@ -86,23 +112,39 @@ def next_tokens(model: nn.Module, rows: Tensor, ends: list[int], device: torch.d
 class Answerer:
     """Answers the same prompts whenever it is asked."""
 
-    def __init__(self, prompts: list[Prompt], tokenizer, device: torch.device, max_new_tokens: int,
-                 **batching):
+    def __init__(
+        self,
+        prompts: list[Prompt],
+        tokenizer,
+        device: torch.device,
+        max_new_tokens: int,
+        **batching,
+    ):
         self.prompts, self.tokenizer, self.device = prompts, tokenizer, device
         self.max_new_tokens, self.batching = max_new_tokens, batching
         self.last_step = -1
 
-    def run(self, model: nn.Module, step: int, agree: Callable[..., list[int]] | None = None
-            ) -> SampleRecord:
+    def run(
+        self, model: nn.Module, step: int, agree: Callable[..., list[int]] | None = None
+    ) -> SampleRecord:
         """The answers after `step` optimizer steps; every rank must call it."""
         started = time.perf_counter()
-        answers = greedy_answers(model, [p.ids for p in self.prompts], self.device, agree=agree,
-                                 max_new_tokens=self.max_new_tokens,
-                                 stops=stop_token_ids(self.tokenizer), **self.batching)
+        answers = greedy_answers(
+            model,
+            [p.ids for p in self.prompts],
+            self.device,
+            agree=agree,
+            max_new_tokens=self.max_new_tokens,
+            stops=stop_token_ids(self.tokenizer),
+            **self.batching,
+        )
         self.last_step = step
-        texts = [dict(prompt=self.text(p.ids), answer=self.text(answer),
-                      reference=self.text(p.reference))
-                 for p, answer in zip(self.prompts, answers, strict=True)]
+        texts = [
+            dict(
+                prompt=self.text(p.ids), answer=self.text(answer), reference=self.text(p.reference)
+            )
+            for p, answer in zip(self.prompts, answers, strict=True)
+        ]
         return SampleRecord(step, redact_all(texts), time.perf_counter() - started)
 
     def text(self, ids: list[int]) -> str:
@@ -112,25 +154,35 @@ class Answerer:
 
 # ---- prompts -----------------------------------------------------------------------------------
 
-def choose_prompts(config: RunConfig, tokenizer, held_out: TokenizedDataset | Subset | None
-                   ) -> list[Prompt]:
+
+def choose_prompts(
+    config: RunConfig, tokenizer, held_out: TokenizedDataset | Subset | None
+) -> list[Prompt]:
     """The prompts of --sample_prompts, or of --samples held-out rows; none if neither is given.
 
     Raises ValueError naming the flag if there are none to take.
     """
     if config.sample_prompts:
-        lines = prompt_lines(config.sample_prompts)[:config.samples or None]
-        return [Prompt(encode_prompt([{"role": "user", "content": line}], tokenizer), [])
-                for line in lines]
-    if not config.samples or held_out is None: return []
+        lines = prompt_lines(config.sample_prompts)[: config.samples or None]
+        return [
+            Prompt(encode_prompt([{"role": "user", "content": line}], tokenizer), [])
+            for line in lines
+        ]
+    if not config.samples or held_out is None:
+        return []
     found = []
     for row in range(len(held_out)):
-        if (prompt := prompt_of(*held_out[row])) is None: continue
+        if (prompt := prompt_of(*held_out[row])) is None:
+            continue
         found.append(prompt)
-        if len(found) == config.samples: return found
-    if found: return found
-    raise ValueError(f"--samples {config.samples}: no held-out row has a prompt before its first "
-                     "trained token; give --sample_prompts FILE")
+        if len(found) == config.samples:
+            return found
+    if found:
+        return found
+    raise ValueError(
+        f"--samples {config.samples}: no held-out row has a prompt before its first "
+        "trained token; give --sample_prompts FILE"
+    )
 
 
 def prompt_lines(path: str) -> list[str]:
@@ -139,8 +191,9 @@ def prompt_lines(path: str) -> list[str]:
         lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise ValueError(f"--sample_prompts {path}: {reason}; give a text file with a prompt on each "
-                         "line") from None
+        raise ValueError(
+            f"--sample_prompts {path}: {reason}; give a text file with a prompt on each line"
+        ) from None
     if not any(lines):
         raise ValueError(f"--sample_prompts {path}: it is empty; write a prompt on each line")
     return [line for line in lines if line]
@@ -149,7 +202,8 @@ def prompt_lines(path: str) -> list[str]:
 def prompt_of(ids: Tensor, labels: Tensor) -> Prompt | None:
     """What stands before a row's first trained tokens, and these; None if nothing does."""
     trained = (labels != IGNORE).nonzero().flatten().tolist()
-    if not trained or trained[0] < 2: return None
+    if not trained or trained[0] < 2:
+        return None
     first = trained[0]
     end = next((i for i in range(first, len(ids)) if labels[i] == IGNORE), len(ids))
     return Prompt(ids[:first].tolist(), ids[first:end].tolist())

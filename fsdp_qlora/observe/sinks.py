@@ -2,6 +2,7 @@
 
 Another tracker is a class with these methods and a line in `trackers.TRACKERS`.
 """
+
 from __future__ import annotations
 
 import json
@@ -42,8 +43,10 @@ class Bar(Sink):
         self.bar.update()
 
     def write(self, record: Record):
-        if isinstance(record, Progress): self.bar.set_postfix_str(postfix(record))
-        elif line := record.line(): self.bar.write(line)
+        if isinstance(record, Progress):
+            self.bar.set_postfix_str(postfix(record))
+        elif line := record.line():
+            self.bar.write(line)
 
     def rewind(self, step: int):
         self.bar.update(step - self.bar.n)
@@ -55,9 +58,12 @@ class Bar(Sink):
 def postfix(progress: Progress) -> str:
     """What stands behind a progress bar, which has steps and time itself."""
     parts = [f"loss {progress.loss:.3f}", f"{progress.tokens_per_second:,.0f} tok/s"]
-    if progress.share_of_peak is not None: parts.append(f"{progress.share_of_peak:.0%} of peak")
-    if progress.peak_allocated_gib: parts.append(f"{progress.peak_allocated_gib:.1f} GiB")
-    if progress.dollars is not None: parts.append(f"${progress.dollars:,.2f}")
+    if progress.share_of_peak is not None:
+        parts.append(f"{progress.share_of_peak:.0%} of peak")
+    if progress.peak_allocated_gib:
+        parts.append(f"{progress.peak_allocated_gib:.1f} GiB")
+    if progress.dollars is not None:
+        parts.append(f"${progress.dollars:,.2f}")
     return ", ".join(parts)
 
 
@@ -65,7 +71,8 @@ class Lines(Sink):
     """One line a record on stdout: what a log file or a scheduler keeps well."""
 
     def write(self, record: Record):
-        if line := record.line(): print(line, flush=True)
+        if line := record.line():
+            print(line, flush=True)
 
 
 class JsonLines(Sink):
@@ -75,11 +82,14 @@ class JsonLines(Sink):
         print(json.dumps(asdict(metrics)), flush=True)
 
     def write(self, record: Record):
-        if not isinstance(record, Progress): print(json.dumps(asdict(record)), flush=True)
+        if not isinstance(record, Progress):
+            print(json.dumps(asdict(record)), flush=True)
 
 
 def terminal(names: Sequence[str], total_steps: int | None, initial: int) -> Sink:
     """What --log_to shows here. The bar is the default, and lines where there is no terminal."""
-    if "jsonl" in names: return JsonLines()
-    if "stdout" in names or not sys.stderr.isatty(): return Lines()
+    if "jsonl" in names:
+        return JsonLines()
+    if "stdout" in names or not sys.stderr.isatty():
+        return Lines()
     return Bar(total_steps, initial)

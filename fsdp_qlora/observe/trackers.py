@@ -5,6 +5,7 @@ A run that goes on from a checkpoint goes on in the same run of its tracker, whi
 try, and what W&B and MLflow have can't be taken back, so they are not told again. Trackers get the
 settings without secrets, and neither the command line nor the terminal's text, where some may be.
 """
+
 from __future__ import annotations
 
 import importlib.util
@@ -37,10 +38,12 @@ class TensorBoard(Sink):
     def open(self, step: int):
         """Write to a new file; what older ones have after `step` is no longer shown."""
         from torch.utils.tensorboard import SummaryWriter
+
         self.writer = SummaryWriter(str(self.folder), purge_step=step + 1)
 
     def write(self, record: Record):
-        for name, value in record.values().items(): self.writer.add_scalar(name, value, record.step)
+        for name, value in record.values().items():
+            self.writer.add_scalar(name, value, record.step)
         self.writer.flush()
 
     def rewind(self, step: int):
@@ -68,10 +71,14 @@ class Sent:
 
     def new(self, record: Record) -> dict[str, float]:
         """The figures of a record that the tracker does not have for its step or a later one."""
-        found = {name: value for name, value in record.values().items()
-                 if record.step > max(self.before, self.last.get(name, -1))}
+        found = {
+            name: value
+            for name, value in record.values().items()
+            if record.step > max(self.before, self.last.get(name, -1))
+        }
         self.last |= dict.fromkeys(found, record.step)
-        if self.path and found: self.path.write_text(json.dumps(self.last))
+        if self.path and found:
+            self.path.write_text(json.dumps(self.last))
         return found
 
 
@@ -80,20 +87,30 @@ class Wandb(Sink):
 
     def __init__(self, config: RunConfig, run_id: str, step: int):
         import wandb
+
         Path(config.output_dir).mkdir(parents=True, exist_ok=True)
         said = settings_of(config)
         self.run = wandb.init(
-            project=said["project_name"], **{name: said[name] for name in ("name", "group", "entity")},
-            id=run_id, resume="allow", dir=config.output_dir, config=said,
-            settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True,
-                                    x_disable_meta=True))
+            project=said["project_name"],
+            **{name: said[name] for name in ("name", "group", "entity")},
+            id=run_id,
+            resume="allow",
+            dir=config.output_dir,
+            config=said,
+            settings=wandb.Settings(
+                console="off", silent=True, disable_git=True, disable_code=True, x_disable_meta=True
+            ),
+        )
         self.run.define_metric("*", step_metric="step")  # its own count could not go back
         known = self.run.summary.get("step") if self.run.resumed else None  # of the server
-        self.sent = Sent.read(Path(config.output_dir) / "wandb" / f"{run_id}.json",
-                              known if isinstance(known, int) else -1)
+        self.sent = Sent.read(
+            Path(config.output_dir) / "wandb" / f"{run_id}.json",
+            known if isinstance(known, int) else -1,
+        )
 
     def write(self, record: Record):
-        if values := self.sent.new(record): self.run.log(values | {"step": record.step})
+        if values := self.sent.new(record):
+            self.run.log(values | {"step": record.step})
 
     def close(self, status: str):
         self.run.finish(exit_code=int(status == "failed"))
@@ -105,6 +122,7 @@ class MLflow(Sink):
     def __init__(self, config: RunConfig, run_id: str, step: int):
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
+
         self.client, self.metric, said = MlflowClient(), Metric, settings_of(config)
         project = said["project_name"]
         found = self.client.get_experiment_by_name(project)
@@ -113,21 +131,29 @@ class MLflow(Sink):
         if runs:
             self.id = runs[0].info.run_id
             self.client.update_run(self.id, "RUNNING")
-            self.sent = Sent({name: max(m.step for m in self.client.get_metric_history(self.id, name))
-                              for name in runs[0].data.metrics})
+            self.sent = Sent(
+                {
+                    name: max(m.step for m in self.client.get_metric_history(self.id, name))
+                    for name in runs[0].data.metrics
+                }
+            )
             return
-        made = self.client.create_run(experiment, run_name=said["name"],
-                                      tags={"fsdp_qlora.run_id": run_id})
+        made = self.client.create_run(
+            experiment, run_name=said["name"], tags={"fsdp_qlora.run_id": run_id}
+        )
         self.id, self.sent = made.info.run_id, Sent({})
         params = [Param(name, str(value)[:500]) for name, value in said.items()]
         for start in range(0, len(params), 100):  # of one call
-            self.client.log_batch(self.id, params=params[start:start + 100])
+            self.client.log_batch(self.id, params=params[start : start + 100])
 
     def write(self, record: Record):
         now = int(time.time() * 1000)
-        metrics = [self.metric(name, value, now, record.step)
-                   for name, value in self.sent.new(record).items()]
-        if metrics: self.client.log_batch(self.id, metrics)
+        metrics = [
+            self.metric(name, value, now, record.step)
+            for name, value in self.sent.new(record).items()
+        ]
+        if metrics:
+            self.client.log_batch(self.id, metrics)
 
     def close(self, status: str):
         self.client.set_terminated(self.id, STATUS[status])
@@ -161,7 +187,9 @@ def open_trackers(config: RunConfig, run_id: str, step: int) -> Iterator[list[Si
     """
     opened: list[Sink] = []
     try:
-        from_main(lambda: opened.extend(started(name, config, run_id, step) for name in config.trackers))
+        from_main(
+            lambda: opened.extend(started(name, config, run_id, step) for name in config.trackers)
+        )
         yield opened
     except BaseException as error:
         close(opened, how_it_ended(error))
@@ -175,8 +203,9 @@ def started(name: str, config: RunConfig, run_id: str, step: int) -> Sink:
     try:
         return TRACKERS[name](config, run_id, step)
     except Exception as error:
-        raise ValueError(f"--log_to {name}: {in_one_line(error)}; mend that, or leave {name} out"
-                         ) from error
+        raise ValueError(
+            f"--log_to {name}: {in_one_line(error)}; mend that, or leave {name} out"
+        ) from error
 
 
 def close(opened: list[Sink], status: str):
@@ -185,4 +214,6 @@ def close(opened: list[Sink], status: str):
         try:
             sink.close(status)
         except Exception as error:
-            print(f"warning: {type(sink).__name__} was not closed: {in_one_line(error)}", flush=True)
+            print(
+                f"warning: {type(sink).__name__} was not closed: {in_one_line(error)}", flush=True
+            )

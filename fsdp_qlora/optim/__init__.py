@@ -2,6 +2,7 @@
 
 Modules, each importing only from those before it: rounding, base, adamw, adafactor, schedules.
 """
+
 from __future__ import annotations
 
 import torch
@@ -15,11 +16,23 @@ from .adamw import CompactAdamW
 from .base import make_states
 from .schedules import SCHEDULES, build_scheduler, lr_share
 
-__all__ = ["SCHEDULES", "Adafactor", "CompactAdamW", "build_optimizer", "build_scheduler", "lr_share"]
+__all__ = [
+    "SCHEDULES",
+    "Adafactor",
+    "CompactAdamW",
+    "build_optimizer",
+    "build_scheduler",
+    "lr_share",
+]
 
 
-def build_optimizer(model: nn.Module, name: str = "adamw", lr: float = 1e-5,
-                    weight_decay: float = 0.1, loraplus_lr_ratio: float = 1.0) -> Optimizer:
+def build_optimizer(
+    model: nn.Module,
+    name: str = "adamw",
+    lr: float = 1e-5,
+    weight_decay: float = 0.1,
+    loraplus_lr_ratio: float = 1.0,
+) -> Optimizer:
     """An optimizer over the trained parameters, its states made; weight decay is for the AdamW kinds.
 
     Sharded parameters make sharded states. `loraplus_lr_ratio` is the learning rate of B over that of
@@ -33,13 +46,18 @@ def build_optimizer(model: nn.Module, name: str = "adamw", lr: float = 1e-5,
 
 def new_optimizer(parameters: list, name: str, lr: float, weight_decay: float) -> Optimizer:
     """An optimizer by name, as `build_optimizer` has it but without states."""
-    if name == "adamw": return torch.optim.AdamW(parameters, lr, weight_decay=weight_decay, fused=True)
-    if name == "adam": return torch.optim.Adam(parameters, lr, fused=True)
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, lr, weight_decay=weight_decay, fused=True)
+    if name == "adam":
+        return torch.optim.Adam(parameters, lr, fused=True)
     if name in ("adamw_bf16", "adamw_8bit"):
         return CompactAdamW(parameters, lr, name.removeprefix("adamw_"), weight_decay=weight_decay)
-    if name == "adafactor": return Adafactor(parameters, lr)
-    if name == "sgd": return torch.optim.SGD(parameters, lr)
-    if name == "adadelta": return torch.optim.Adadelta(parameters, lr)
+    if name == "adafactor":
+        return Adafactor(parameters, lr)
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr)
+    if name == "adadelta":
+        return torch.optim.Adadelta(parameters, lr)
     raise ValueError(f"--optimizer {name}: choose {', '.join(OPTIMIZER_NAMES)}")
 
 
@@ -49,7 +67,8 @@ def trained_groups(model: nn.Module, lr: float, loraplus_lr_ratio: float) -> lis
     As PEFT's `create_loraplus_optimizer` has them, vectors such as DoRA's magnitudes go with B.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if loraplus_lr_ratio == 1: return [p for _, p in trained]
+    if loraplus_lr_ratio == 1:
+        return [p for _, p in trained]
     fast = [p for name, p in trained if "lora_B" in name or p.dim() == 1]
     slow = [p for name, p in trained if "lora_B" not in name and p.dim() != 1]
     return [dict(params=slow, lr=lr), dict(params=fast, lr=lr * loraplus_lr_ratio)]

@@ -5,6 +5,7 @@ its arithmetic with the sums taken over ranks. The method is arXiv:1804.04235.
 
 Shapes: a weight (..., O, I) has row_var (..., O, 1) and col_var (..., 1, I); a vector has its variance.
 """
+
 from __future__ import annotations
 
 import torch
@@ -22,16 +23,26 @@ class Adafactor(ShardedOptimizer):
     eps2 is the least size that a weight is taken to have; d bounds an update's size.
     """
 
-    def __init__(self, params, lr: float = 1e-2, beta2_decay: float = -0.8, eps2: float = 1e-3,
-                 d: float = 1.0):
+    def __init__(
+        self,
+        params,
+        lr: float = 1e-2,
+        beta2_decay: float = -0.8,
+        eps2: float = 1e-3,
+        d: float = 1.0,
+    ):
         super().__init__(params, dict(lr=lr, beta2_decay=beta2_decay, eps2=eps2, d=d))
 
     def new_state(self, p: Tensor) -> dict[str, Tensor]:
         """Zero variances; a matrix's columns are the same on every rank."""
-        if p.dim() < 2: return dict(variance=zeros_beside(p, p.shape[-1:], torch.float32))
+        if p.dim() < 2:
+            return dict(variance=zeros_beside(p, p.shape[-1:], torch.float32))
         rows = zeros_beside(p, (1,), torch.float32)
-        columns = (torch.zeros(1, p.shape[-1], device=p.device) if p.dim() == 2
-                   else zeros_beside(p, (1, p.shape[-1]), torch.float32))
+        columns = (
+            torch.zeros(1, p.shape[-1], device=p.device)
+            if p.dim() == 2
+            else zeros_beside(p, (1, p.shape[-1]), torch.float32)
+        )
         return dict(row_var=rows, col_var=columns)
 
     def update(self, p: Tensor, state: dict[str, Tensor], group: dict, salt: int):
@@ -64,7 +75,8 @@ def whitening(p: Tensor, grad: Tensor, state: dict[str, Tensor], new_share: floa
 
 def summed(p: Tensor, part: Tensor) -> Tensor:
     """The sum of `part` over the ranks that hold rows of p, on its device, GPU or host."""
-    if not isinstance(p, DTensor): return part
+    if not isinstance(p, DTensor):
+        return part
     placements = [Partial() if place.is_shard() else Replicate() for place in p.placements]
     whole = DTensor.from_local(part, p.device_mesh, placements, run_check=False).full_tensor()
     return whole.to(part.device)

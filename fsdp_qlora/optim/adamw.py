@@ -11,6 +11,7 @@ rounding from each rank's random generator, which lets replicas drift apart (doc
 
 Shapes: a weight (..., O, I), its codes likewise, its scales (..., O, I / blocksize).
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
@@ -28,15 +29,22 @@ from .base import ShardedOptimizer, int32, sent, zeros_beside
 from .rounding import element_bits, hashed, store
 
 BLOCKSIZES = (256, 128, 64)
-MIN_8BIT_SIZE = 4096    # smaller weights keep float32 states, as in bitsandbytes
+MIN_8BIT_SIZE = 4096  # smaller weights keep float32 states, as in bitsandbytes
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # signed?
 
 
 class CompactAdamW(ShardedOptimizer):
     """AdamW with states in "bf16", or in "8bit" where a weight's rows are whole blocks."""
 
-    def __init__(self, params, lr: float, state_dtype: str, betas=(0.9, 0.999), eps: float = 1e-8,
-                 weight_decay: float = 0.0):
+    def __init__(
+        self,
+        params,
+        lr: float,
+        state_dtype: str,
+        betas=(0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.state_dtype = state_dtype
 
@@ -46,9 +54,12 @@ class CompactAdamW(ShardedOptimizer):
         block = blocksize(p) if eight else None
         dtype = torch.uint8 if block else torch.float32 if eight else torch.bfloat16
         state = {moment: zeros_beside(p, p.shape[-1:], dtype) for moment in MOMENTS}
-        if not block: return state
-        return state | {f"{moment}_absmax": zeros_beside(p, (p.shape[-1] // block,), torch.float32)
-                        for moment in MOMENTS}
+        if not block:
+            return state
+        return state | {
+            f"{moment}_absmax": zeros_beside(p, (p.shape[-1] // block,), torch.float32)
+            for moment in MOMENTS
+        }
 
     def update_all(self, due):
         """AdamW's update of every weight and its moments, in place.
@@ -56,48 +67,69 @@ class CompactAdamW(ShardedOptimizer):
         Small weights of one kind are updated together: adapters are hundreds, and each would be some ten
         launches that take longer than its values.
         """
-        for batch in batches(piece for each in due for piece in pieces(*each)): update(batch)
+        for batch in batches(piece for each in due for piece in pieces(*each)):
+            update(batch)
 
 
 @dataclass(frozen=True)
 class Piece:
     """Values of one weight, as views of all that belongs to them, each (N,) but for the scales."""
+
     weight: Tensor
     grad: Tensor
     moments: dict[str, Tensor]  # codes, or the moments themselves
-    scales: dict[str, Tensor]   # of the codes, (N / blocksize,); empty without codes
-    first: int                  # place of the first value in the whole weight
+    scales: dict[str, Tensor]  # of the codes, (N / blocksize,); empty without codes
+    first: int  # place of the first value in the whole weight
     salt: int
     factors: tuple[float, ...]
-    device: torch.device        # where it is updated
+    device: torch.device  # where it is updated
 
     @property
     def kind(self) -> tuple:
         """What pieces that are updated together have in common."""
         blocks = [len(self.moments[name]) // len(scale) for name, scale in self.scales.items()]
-        return (self.weight.dtype, self.grad.dtype, self.weight.device, self.device, *blocks,
-                *(m.dtype for m in self.moments.values()), *self.factors)
+        return (
+            self.weight.dtype,
+            self.grad.dtype,
+            self.weight.device,
+            self.device,
+            *blocks,
+            *(m.dtype for m in self.moments.values()),
+            *self.factors,
+        )
 
 
 def pieces(p: Tensor, state: dict[str, Tensor], group: dict, salt: int) -> Iterator[Piece]:
     """This rank's values of a weight, CHUNK at a time."""
     weight, first_row, _ = local_rows(p)
     local = {name: local_rows(value)[0].view(-1) for name, value in state.items() if name != "step"}
-    first, factors = first_row * (p.numel() // p.shape[0]), update_factors(group, int(state["step"]))
+    first, factors = (
+        first_row * (p.numel() // p.shape[0]),
+        update_factors(group, int(state["step"])),
+    )
     weight, grad = weight.view(-1), local_rows(p.grad)[0].reshape(-1)
     for start in range(0, len(weight), CHUNK):
         share = start, min(start + CHUNK, len(weight)), len(weight)
-        yield Piece(cut(weight, *share), cut(grad, *share),
-                    {name: cut(local[name], *share) for name in MOMENTS},
-                    {name: cut(local[f"{name}_absmax"], *share) for name in MOMENTS
-                     if f"{name}_absmax" in local},
-                    first + start, salt, factors, place_of_update(p))
+        yield Piece(
+            cut(weight, *share),
+            cut(grad, *share),
+            {name: cut(local[name], *share) for name in MOMENTS},
+            {
+                name: cut(local[f"{name}_absmax"], *share)
+                for name in MOMENTS
+                if f"{name}_absmax" in local
+            },
+            first + start,
+            salt,
+            factors,
+            place_of_update(p),
+        )
 
 
 def cut(tensor: Tensor, start: int, stop: int, count: int) -> Tensor:
     """What belongs to the values (start, stop) of a weight of `count`: one of each, or of each block."""
     block = count // len(tensor)
-    return tensor[start // block:stop // block]
+    return tensor[start // block : stop // block]
 
 
 def batches(found: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -119,9 +151,15 @@ def update(batch: list[Piece]):
     weight = joined(weights, device)
     moments = [unpacked(batch, name) for name in MOMENTS]
     run = compiled_update() if device.type == "cuda" else adamw_update
-    run(weight, joined([piece.grad for piece in batch], device), *moments,
-        sent(list(factors), torch.float32, device), places(batch))
-    for name, moment in zip(MOMENTS, moments, strict=True): pack(batch, name, moment)
+    run(
+        weight,
+        joined([piece.grad for piece in batch], device),
+        *moments,
+        sent(list(factors), torch.float32, device),
+        places(batch),
+    )
+    for name, moment in zip(MOMENTS, moments, strict=True):
+        pack(batch, name, moment)
     give_back(weight, weights)
 
 
@@ -133,23 +171,31 @@ def joined(parts: list[Tensor], device: torch.device) -> Tensor:
 
 def give_back(whole: Tensor, parts: list[Tensor]):
     """The other way: write what was updated where it came from."""
-    if len(parts) == 1 and whole is parts[0]: return
+    if len(parts) == 1 and whole is parts[0]:
+        return
     split = whole.split([len(part) for part in parts])
-    if whole.device == parts[0].device: torch._foreach_copy_(parts, split)
+    if whole.device == parts[0].device:
+        torch._foreach_copy_(parts, split)
     else:
-        for part, new in zip(parts, split, strict=True): part.copy_(new)
+        for part, new in zip(parts, split, strict=True):
+            part.copy_(new)
 
 
 def places(batch: list[Piece]) -> Tensor:
     """Place in its whole weight, less that in the batch, and salt: of all values, or of each (2, N)."""
     lengths, starts = [len(piece.weight) for piece in batch], [0]
-    for length in lengths: starts.append(starts[-1] + length)
-    of_pieces = [[int32(piece.first - start) for piece, start in zip(batch, starts, strict=False)],
-                 [piece.salt for piece in batch]]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    of_pieces = [
+        [int32(piece.first - start) for piece, start in zip(batch, starts, strict=False)],
+        [piece.salt for piece in batch],
+    ]
     sent_there = sent(of_pieces, torch.int32, batch[0].device)
-    if len(batch) == 1: return sent_there[:, 0]
-    return sent_there.repeat_interleave(sent(lengths, torch.int64, batch[0].device), dim=1,
-                                        output_size=starts[-1])
+    if len(batch) == 1:
+        return sent_there[:, 0]
+    return sent_there.repeat_interleave(
+        sent(lengths, torch.int64, batch[0].device), dim=1, output_size=starts[-1]
+    )
 
 
 def place_of_update(p: Tensor) -> torch.device:
@@ -164,7 +210,8 @@ def place_of_update(p: Tensor) -> torch.device:
 
 def blocksize(p: Tensor) -> int | None:
     """The largest block that divides a row, or None where 8 bits are not used."""
-    if p.dim() < 2 or p.numel() < MIN_8BIT_SIZE: return None
+    if p.dim() < 2 or p.numel() < MIN_8BIT_SIZE:
+        return None
     return next((size for size in BLOCKSIZES if p.shape[-1] % size == 0), None)
 
 
@@ -172,12 +219,24 @@ def update_factors(group: dict, step: int) -> tuple[float, ...]:
     """Numbers of one step: decay, step size, sqrt of the second bias correction, betas, eps."""
     beta1, beta2 = group["betas"]
     lr = float(group["lr"])
-    return (1 - lr * group["weight_decay"], lr / (1 - beta1**step), (1 - beta2**step) ** 0.5,
-            beta1, beta2, group["eps"])
+    return (
+        1 - lr * group["weight_decay"],
+        lr / (1 - beta1**step),
+        (1 - beta2**step) ** 0.5,
+        beta1,
+        beta2,
+        group["eps"],
+    )
 
 
-def adamw_update(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
-                 factors: Tensor, places: Tensor):
+def adamw_update(
+    weight: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    factors: Tensor,
+    places: Tensor,
+):
     """The update of N weights and their moments, in place.
 
     `places`, (2,) or (2, N), is as in `element_bits`. Numbers that change with the step are tensors, so
@@ -204,19 +263,26 @@ def unpacked(batch: list[Piece], name: str) -> Tensor:
     """A moment to update: itself, a copy, or 8-bit codes made float32, where the batch is updated."""
     device, scales = batch[0].device, [piece.scales[name] for piece in batch if piece.scales]
     codes = joined([piece.moments[name] for piece in batch], device)
-    if not scales: return codes
+    if not scales:
+        return codes
     absmax = joined(scales, device)
     return torch.ops.bitsandbytes.dequantize_blockwise(
-        codes, absmax, code_table(MOMENTS[name], device), len(codes) // len(absmax), torch.float32)
+        codes, absmax, code_table(MOMENTS[name], device), len(codes) // len(absmax), torch.float32
+    )
 
 
 def pack(batch: list[Piece], name: str, moment: Tensor):
     """Write an updated moment back, to its codes if there are."""
-    own, scales = [piece.moments[name] for piece in batch], [p.scales[name] for p in batch if p.scales]
-    if not scales: return give_back(moment, own)
+    own, scales = (
+        [piece.moments[name] for piece in batch],
+        [p.scales[name] for p in batch if p.scales],
+    )
+    if not scales:
+        return give_back(moment, own)
     block = len(own[0]) // len(scales[0])
     codes, absmax = torch.ops.bitsandbytes.quantize_blockwise(
-        moment, code_table(MOMENTS[name], moment.device), block)
+        moment, code_table(MOMENTS[name], moment.device), block
+    )
     give_back(codes, own)
     give_back(absmax, scales)
 

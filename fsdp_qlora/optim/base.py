@@ -1,4 +1,5 @@
 """What this project's own optimizers share: states beside sharded weights, in dtypes of their own."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
@@ -26,14 +27,16 @@ class ShardedOptimizer(Optimizer):
 
     def update_all(self, due: Iterable[tuple[Tensor, dict[str, Tensor], dict, int]]):
         """`update` of each; a subclass may take several together."""
-        for each in due: self.update(*each)
+        for each in due:
+            self.update(*each)
 
     @torch.no_grad()
     def step(self, closure=None):
         """One update of every weight that has a gradient."""
         loss = None
         if closure is not None:
-            with torch.enable_grad(): loss = closure()
+            with torch.enable_grad():
+                loss = closure()
         self.update_all(self.due())
         return loss
 
@@ -42,7 +45,8 @@ class ShardedOptimizer(Optimizer):
         numbers = count()  # through all groups, or the same chances would round two weights
         for group in self.param_groups:
             for p, number in zip(group["params"], numbers, strict=False):
-                if p.grad is None: continue
+                if p.grad is None:
+                    continue
                 self.make_state(p)
                 state = self.state[p]
                 state["step"] += 1
@@ -50,7 +54,8 @@ class ShardedOptimizer(Optimizer):
 
     def make_state(self, p: Tensor):
         """Make the states of a weight that has none."""
-        if not self.state[p]: self.state[p].update(step=torch.zeros(()), **self.new_state(p))
+        if not self.state[p]:
+            self.state[p].update(step=torch.zeros(()), **self.new_state(p))
 
     def load_state_dict(self, state_dict):
         """Load as torch does, and keep the dtypes: torch casts every state to the weight's."""
@@ -59,8 +64,9 @@ class ShardedOptimizer(Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         for number, p in zip(numbers, params, strict=True):
             saved = state_dict["state"].get(number, {})
-            self.state[p].update({name: value.to(p.device) for name, value in saved.items()
-                                  if name != "step"})
+            self.state[p].update(
+                {name: value.to(p.device) for name, value in saved.items() if name != "step"}
+            )
 
 
 def make_states(optimizer: Optimizer):
@@ -73,18 +79,24 @@ def make_states(optimizer: Optimizer):
     """
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     if isinstance(optimizer, ShardedOptimizer):
-        for p in weights: optimizer.make_state(p)
+        for p in weights:
+            optimizer.make_state(p)
         return
     rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups: group["lr"] = 0.0
-    for p in weights: p.grad = torch.zeros_like(p)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for p in weights:
+        p.grad = torch.zeros_like(p)
     optimizer.step()
     optimizer.zero_grad()
     # A step's gradients are made in another stream under FSDP, and would not take their place.
-    if torch.cuda.is_initialized(): torch.cuda.empty_cache()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True): group["lr"] = rate
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
     for state in optimizer.state.values():
-        if "step" in state: state["step"].zero_()
+        if "step" in state:
+            state["step"].zero_()
 
 
 def zeros_beside(p: Tensor, tail: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -95,7 +107,8 @@ def zeros_beside(p: Tensor, tail: tuple[int, ...], dtype: torch.dtype) -> Tensor
     """
     like = p.detach()
     for dim, size in enumerate(tail, p.dim() - len(tail)):
-        if size != p.shape[dim]: like = like.narrow(dim, 0, size)
+        if size != p.shape[dim]:
+            like = like.narrow(dim, 0, size)
     return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 

@@ -7,6 +7,7 @@ what is cut off, so that small updates add up (arXiv:2010.06192).
 The chance comes from a hash of (salt, place in the whole tensor), not from a random generator: replicas
 stay equal, and every sharding rounds as one process does.
 """
+
 from __future__ import annotations
 
 import torch

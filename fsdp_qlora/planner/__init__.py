@@ -8,6 +8,7 @@ torch.
 
 Modules, each importing only from those before it: ladder, search, plan, report, picture.
 """
+
 from __future__ import annotations
 
 from .ladder import LADDER, Rung, climb, savings
@@ -16,5 +17,16 @@ from .plan import Plan, free_settings, make_plan
 from .report import as_json, report
 from .search import search
 
-__all__ = ["LADDER", "Plan", "Rung", "as_json", "climb", "draw", "free_settings", "make_plan", "report",
-           "savings", "search"]
+__all__ = [
+    "LADDER",
+    "Plan",
+    "Rung",
+    "as_json",
+    "climb",
+    "draw",
+    "free_settings",
+    "make_plan",
+    "report",
+    "savings",
+    "search",
+]

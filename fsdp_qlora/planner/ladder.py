@@ -1,4 +1,5 @@
 """The escalation guide: what to try, in which order, when a run does not fit."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from ..estimate import Estimate, Rows, estimate
 @dataclass(frozen=True)
 class Rung:
     """One step of the ladder: fields of RunConfig, on top of those of the rungs before."""
+
     name: str
     changes: dict
     why: str
@@ -19,19 +21,32 @@ class Rung:
 
 RECOMPUTED, KEPT = dict(activation_policy="recompute_all"), dict(activation_policy="keep_all")
 LADDER = (
-    Rung("ddp, all activations kept", dict(sharding_strategy="ddp", **KEPT, use_cpu_offload=False,
-                                           use_activation_cpu_offload=False),
-         "each GPU holds the whole model, and nothing is computed twice"),
+    Rung(
+        "ddp, all activations kept",
+        dict(
+            sharding_strategy="ddp", **KEPT, use_cpu_offload=False, use_activation_cpu_offload=False
+        ),
+        "each GPU holds the whole model, and nothing is computed twice",
+    ),
     Rung("+ gradient checkpointing", RECOMPUTED, "blocks are computed again in the backward"),
-    Rung("shard_grad_op", dict(sharding_strategy="shard_grad_op", **KEPT),
-         "gradients and optimizer states are split; gathered weights stay until the backward"),
+    Rung(
+        "shard_grad_op",
+        dict(sharding_strategy="shard_grad_op", **KEPT),
+        "gradients and optimizer states are split; gathered weights stay until the backward",
+    ),
     Rung("+ gradient checkpointing", RECOMPUTED, "blocks are computed again in the backward"),
-    Rung("full_shard", dict(sharding_strategy="full_shard", **KEPT),
-         "weights are split too, and gathered twice for each block"),
+    Rung(
+        "full_shard",
+        dict(sharding_strategy="full_shard", **KEPT),
+        "weights are split too, and gathered twice for each block",
+    ),
     Rung("+ gradient checkpointing", RECOMPUTED, "blocks are computed again in the backward"),
     Rung("+ CPU offload", dict(use_cpu_offload=True), "weights wait in host memory"),
-    Rung("+ activation offload", dict(use_activation_cpu_offload=True),
-         "activations wait in host memory"),
+    Rung(
+        "+ activation offload",
+        dict(use_activation_cpu_offload=True),
+        "activations wait in host memory",
+    ),
 )
 
 
@@ -45,8 +60,9 @@ def savings() -> dict[str, object]:
 @dataclass(frozen=True)
 class Climbed:
     """A rung with its estimate, or why there is none."""
+
     rung: Rung
-    changes: dict                # of this rung and those before it
+    changes: dict  # of this rung and those before it
     found: Estimate | None
     refused: str = ""
 
@@ -56,8 +72,9 @@ class Climbed:
         return self.found is not None and self.found.fits
 
 
-def climb(shape: ModelShape, machine: Machine, config: RunConfig, rows: Rows | None = None
-          ) -> list[Climbed]:
+def climb(
+    shape: ModelShape, machine: Machine, config: RunConfig, rows: Rows | None = None
+) -> list[Climbed]:
     """Every rung's estimate for these settings, the cumulative changes applied to them."""
     changes: dict = {}
     found = []
@@ -67,11 +84,20 @@ def climb(shape: ModelShape, machine: Machine, config: RunConfig, rows: Rows | N
     return found
 
 
-def climbed(rung: Rung, changes: dict, shape: ModelShape, machine: Machine, config: RunConfig,
-            rows: Rows | None = None) -> Climbed:
+def climbed(
+    rung: Rung,
+    changes: dict,
+    shape: ModelShape,
+    machine: Machine,
+    config: RunConfig,
+    rows: Rows | None = None,
+) -> Climbed:
     """One rung's estimate. Settings that this version or machine refuses become its reason."""
-    if machine.world_size == 1 and changes["sharding_strategy"] != "ddp" and not (
-            changes["use_cpu_offload"]):
+    if (
+        machine.world_size == 1
+        and changes["sharding_strategy"] != "ddp"
+        and not (changes["use_cpu_offload"])
+    ):
         return Climbed(rung, changes, None, "one GPU has nothing to split: as above")
     try:
         return Climbed(rung, changes, estimate(shape, machine, replace(config, **changes), rows))

@@ -1,4 +1,5 @@
 """Memory per rung of the ladder, against what the card has, as a picture."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -21,35 +22,48 @@ def draw(plan: Plan, path: str | Path) -> Path:
     try:
         import matplotlib
     except ImportError:
-        raise ValueError(f"--picture {path}: matplotlib is not installed; pip install matplotlib"
-                         ) from None
+        raise ValueError(
+            f"--picture {path}: matplotlib is not installed; pip install matplotlib"
+        ) from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+
     bars = [(f"{i}. {c.rung.name}", c.found) for i, c in enumerate(plan.rungs, 1) if c.found]
-    if plan.choice: bars.append(("chosen by the search", plan.choice))
+    if plan.choice:
+        bars.append(("chosen by the search", plan.choice))
     figure, axes = plt.subplots(figsize=(9, 1.4 + 0.42 * len(bars)), layout="constrained")
     limit = plan.machine.memory_gib
     axes.set_xlim(0, 1.12 * max(limit, max(found.memory.total for _, found in bars)))
-    for place, (_, found) in enumerate(bars): bar(axes, place, found)
+    for place, (_, found) in enumerate(bars):
+        bar(axes, place, found)
     axes.axvline(limit, color="#b02020", linewidth=1.5)
     axes.text(limit, -0.75, f" {limit:g} GiB", color="#b02020", va="center")
     axes.set_yticks(range(len(bars)), [name for name, _ in bars])
-    axes.set(xlabel="GiB per GPU; pale: does not fit", ylim=(len(bars) - 0.4, -1.1), title=title(plan))
+    axes.set(
+        xlabel="GiB per GPU; pale: does not fit", ylim=(len(bars) - 0.4, -1.1), title=title(plan)
+    )
     axes.spines[["top", "right"]].set_visible(False)
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for _, _, colour in STACK]
-    figure.legend(handles, [label for label, _, _ in STACK], loc="outside lower center", ncols=3,
-                  frameon=False)
+    figure.legend(
+        handles,
+        [label for label, _, _ in STACK],
+        loc="outside lower center",
+        ncols=3,
+        frameon=False,
+    )
     return saved(figure, path)
 
 
 def saved(figure, path: str | Path) -> Path:
     """Write a picture into its folder, which may be new. Raises ValueError for an unknown form."""
     from matplotlib.pyplot import close
+
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     forms = figure.canvas.get_supported_filetypes()
     if (form := Path(path).suffix[1:] or "png").lower() not in forms:
-        raise ValueError(f"--picture {path}: {form} is no form of pictures; end its name in .png, "
-                         ".pdf or .svg")
+        raise ValueError(
+            f"--picture {path}: {form} is no form of pictures; end its name in .png, .pdf or .svg"
+        )
     figure.savefig(path, dpi=130)
     close(figure)
     return Path(path)
@@ -64,12 +78,21 @@ def bar(axes, place: int, found: Estimate):
         left += width
     speed = f", {found.step.tokens_per_second_per_gpu:,.0f} tok/s" if found.fits else ""
     # On white, and over the line of the limit, which may stand where the label is.
-    axes.text(left + 0.006 * axes.get_xlim()[1], place, f"{left:.1f}{speed}", va="center", fontsize=8,
-              zorder=3, bbox=dict(facecolor="white", edgecolor="none", pad=1))
+    axes.text(
+        left + 0.006 * axes.get_xlim()[1],
+        place,
+        f"{left:.1f}{speed}",
+        va="center",
+        fontsize=8,
+        zorder=3,
+        bbox=dict(facecolor="white", edgecolor="none", pad=1),
+    )
 
 
 def title(plan: Plan) -> str:
     """Model, machine and tokens."""
     machine = plan.machine
-    return (f"{plan.shape.name} on {machine.world_size}x {machine.gpu.label}, "
-            f"{plan.config.context_length:,} tokens a row")
+    return (
+        f"{plan.shape.name} on {machine.world_size}x {machine.gpu.label}, "
+        f"{plan.config.context_length:,} tokens a row"
+    )

@@ -1,4 +1,5 @@
 """The plan for one model on one machine: the ladder, the search and the choice."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -10,23 +11,29 @@ from ..estimate import Estimate, Rows
 from .ladder import LADDER, Climbed, climb
 from .search import search
 
-PLANNED = ("sharding_strategy", "activation_policy", "use_cpu_offload", "use_activation_cpu_offload")
+PLANNED = (
+    "sharding_strategy",
+    "activation_policy",
+    "use_cpu_offload",
+    "use_activation_cpu_offload",
+)
 FIXES_POLICY = ("activation_policy", "use_gradient_checkpointing", "reentrant_checkpointing")
 
 
 @dataclass(frozen=True)
 class Plan:
     """What was found, and what to do."""
+
     shape: ModelShape
     machine: Machine
-    config: RunConfig            # the settings asked for, with 1 row where that is free
-    free: frozenset[str]         # settings that the plan chooses
+    config: RunConfig  # the settings asked for, with 1 row where that is free
+    free: frozenset[str]  # settings that the plan chooses
     rungs: list[Climbed]
-    fitting: list[Estimate]      # by the search, fastest first
-    closest: Estimate | None     # where nothing fits: what needs least
-    longest: int = 0             # the context length that would fit then; 0: not even a short one
-    more_gpus: int = 0           # GPUs on which it would; 0: no number helps
-    rows: Rows | None = None     # the data's, where they are known
+    fitting: list[Estimate]  # by the search, fastest first
+    closest: Estimate | None  # where nothing fits: what needs least
+    longest: int = 0  # the context length that would fit then; 0: not even a short one
+    more_gpus: int = 0  # GPUs on which it would; 0: no number helps
+    rows: Rows | None = None  # the data's, where they are known
 
     @property
     def choice(self) -> Estimate | None:
@@ -36,12 +43,14 @@ class Plan:
     @property
     def changes(self) -> dict:
         """Fields of RunConfig that the choice sets."""
-        if self.choice is None: return {}
+        if self.choice is None:
+            return {}
         return {name: getattr(self.choice.config, name) for name in sorted(self.free)}
 
 
-def free_settings(config: RunConfig, given: set[str], everything: bool = False,
-                  rows: Rows | None = None) -> frozenset[str]:
+def free_settings(
+    config: RunConfig, given: set[str], everything: bool = False, rows: Rows | None = None
+) -> frozenset[str]:
     """The settings that a plan may choose: those that are auto, and what follows from them.
 
     `given` are the flags that the user typed, which are kept. `everything` frees what is not given,
@@ -50,12 +59,17 @@ def free_settings(config: RunConfig, given: set[str], everything: bool = False,
     free = set()
     if everything or config.sharding_strategy == "auto":
         free = {name for name in PLANNED if name not in given}
-        if config.sharding_strategy == "auto": free.add("sharding_strategy")
-        if given & set(FIXES_POLICY): free.discard("activation_policy")
-    if config.activation_budget_gib is not None: free.add("activation_policy")
-    if config.batch_size == AUTO or everything and "batch_size" not in given: free.add("batch_size")
+        if config.sharding_strategy == "auto":
+            free.add("sharding_strategy")
+        if given & set(FIXES_POLICY):
+            free.discard("activation_policy")
+    if config.activation_budget_gib is not None:
+        free.add("activation_policy")
+    if config.batch_size == AUTO or everything and "batch_size" not in given:
+        free.add("batch_size")
     chooses = {"sharding_strategy", "batch_size"} & free
-    if chooses and rows and rows.can_pack and "packing" not in given: free.add("packing")
+    if chooses and rows and rows.can_pack and "packing" not in given:
+        free.add("packing")
     if free and config.compute_dtype == "fp8" and config.keep_fp8_weights is None:
         free.add("keep_fp8_weights")
     return frozenset(free)
@@ -64,22 +78,37 @@ def free_settings(config: RunConfig, given: set[str], everything: bool = False,
 def settled(config: RunConfig, free: frozenset[str]) -> RunConfig:
     """The configuration with a plain value in place of each free one."""
     changes: dict = dict(batch_size=1) if "batch_size" in free else {}
-    if config.sharding_strategy == "auto": changes["sharding_strategy"] = "full_shard"
+    if config.sharding_strategy == "auto":
+        changes["sharding_strategy"] = "full_shard"
     if config.activation_budget_gib is not None:
         changes |= dict(activation_budget_gib=None, activation_policy="recompute_all")
     return replace(config, **changes)
 
 
-def make_plan(shape: ModelShape, machine: Machine, config: RunConfig, free: frozenset[str],
-              rows: Rows | None = None) -> Plan:
+def make_plan(
+    shape: ModelShape,
+    machine: Machine,
+    config: RunConfig,
+    free: frozenset[str],
+    rows: Rows | None = None,
+) -> Plan:
     """Climb the ladder and search. Raises ValueError for what no setting could repair."""
     if config.activation_budget_gib is not None and config.activation_budget_gib > 0:
         machine = replace(machine, memory_gib=min(machine.memory_gib, config.activation_budget_gib))
     config = settled(config, free)
     found = search(shape, machine, config, free, rows)
-    plan = Plan(shape, machine, config, free, climb(shape, machine, config, rows), found.fitting,
-                found.closest, rows=rows)
-    if plan.fitting: return plan
+    plan = Plan(
+        shape,
+        machine,
+        config,
+        free,
+        climb(shape, machine, config, rows),
+        found.fitting,
+        found.closest,
+        rows=rows,
+    )
+    if plan.fitting:
+        return plan
     return replace(plan, longest=longest_that_fits(plan), more_gpus=gpus_that_fit(plan))
 
 
@@ -95,7 +124,8 @@ def longest_that_fits(plan: Plan) -> int:
 
 def gpus_that_fit(plan: Plan) -> int:
     """The fewest GPUs of the same kind, to 64, on which the search finds room; 0 if none."""
-    if plan.machine.nodes > 1: return 0
+    if plan.machine.nodes > 1:
+        return 0
     counts = [n for n in (2, 3, 4, 6, 8, 16, 32, 64) if n > plan.machine.gpus]
     return next((n for n in counts if fits(plan, replace(plan.machine, gpus=n), plan.config)), 0)
 

@@ -1,4 +1,5 @@
 """Every strategy, offload and micro-batch, each with its fastest mix of activation policies."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -14,56 +15,83 @@ from ..estimate import Estimate, Rows, batches_of, choose_policies, estimate
 from ..estimate.policies import SPARE_SHARE
 from ..estimate.question import asked_setup, hybrid_groups
 
-MOST_ROWS = 64           # of a micro-batch, where no --global_batch_size limits it
-SAME_SPEED = 0.01        # predictions closer than this are equal: the simpler one is taken
-OFFLOAD_GAIN = 0.025     # what each offload must bring: as much as predictions of time are off by
-ENOUGH_ROWS = 0.02       # a larger micro-batch must be faster by more, if rows per step follow from it
+MOST_ROWS = 64  # of a micro-batch, where no --global_batch_size limits it
+SAME_SPEED = 0.01  # predictions closer than this are equal: the simpler one is taken
+OFFLOAD_GAIN = 0.025  # what each offload must bring: as much as predictions of time are off by
+ENOUGH_ROWS = 0.02  # a larger micro-batch must be faster by more, if rows per step follow from it
 
 
 @dataclass(frozen=True)
 class Search:
     """What was tried: the estimates that fit, fastest first, and the least need of what did not."""
+
     fitting: list[Estimate]
-    closest: Estimate | None     # where nothing fits: what needs least
+    closest: Estimate | None  # where nothing fits: what needs least
 
 
-def search(shape: ModelShape, machine: Machine, config: RunConfig, free: frozenset[str],
-           rows: Rows | None = None) -> Search:
+def search(
+    shape: ModelShape,
+    machine: Machine,
+    config: RunConfig,
+    free: frozenset[str],
+    rows: Rows | None = None,
+) -> Search:
     """All combinations of the `free` settings; the others stay as in `config`. rows: the data's."""
     shape = expanded_shape(shape, config)
     fitting: list[Estimate] = []
     failed: list[Estimate] = []
     layouts = packings(config, free)
-    for packing, (strategy, offload, activations) in product(layouts, places(machine, config, free)):
+    for packing, (strategy, offload, activations) in product(
+        layouts, places(machine, config, free)
+    ):
         for size in micro_batches(machine, config, free):
-            tried = replace(config, sharding_strategy=strategy, use_cpu_offload=offload,
-                            use_activation_cpu_offload=activations, batch_size=size, packing=packing)
+            tried = replace(
+                config,
+                sharding_strategy=strategy,
+                use_cpu_offload=offload,
+                use_activation_cpu_offload=activations,
+                batch_size=size,
+                packing=packing,
+            )
             found = best_policies(shape, machine, tried, free, rows)
-            if activations != found.setup.activation_offload: continue  # nothing is left to offload
+            if activations != found.setup.activation_offload:
+                continue  # nothing is left to offload
             (fitting if found.fits else failed).append(found)
-            if not found.fits: break  # more rows need more
+            if not found.fits:
+                break  # more rows need more
     closest = min(failed, key=lambda e: e.memory.total, default=None) if not fitting else None
     return Search(ranked(fitting, config, free), closest)
 
 
-def places(machine: Machine, config: RunConfig, free: frozenset[str]) -> list[tuple[str, bool, bool]]:
+def places(
+    machine: Machine, config: RunConfig, free: frozenset[str]
+) -> list[tuple[str, bool, bool]]:
     """Strategies with or without offload of weights and of activations, that this version can do."""
     strategies = [config.sharding_strategy]
     if "sharding_strategy" in free:
         strategies = ["ddp", "full_shard"]
-        if machine.world_size > 1: strategies.insert(1, "shard_grad_op")
+        if machine.world_size > 1:
+            strategies.insert(1, "shard_grad_op")
         if hybrid_groups(machine, config) and machine.nodes > 1:
             strategies += [s for s in STRATEGY_NAMES if s.startswith("hybrid")]
     offloads = (False, True) if "use_cpu_offload" in free else (config.use_cpu_offload,)
-    activations = ((False, True) if "use_activation_cpu_offload" in free
-                   else (config.use_activation_cpu_offload,))
+    activations = (
+        (False, True)
+        if "use_activation_cpu_offload" in free
+        else (config.use_activation_cpu_offload,)
+    )
     found = []
     for strategy, offload, activation in product(strategies, offloads, activations):
         if machine.world_size == 1 and strategy != "ddp" and not offload and len(strategies) > 1:
             continue  # one GPU shards nothing
-        tried: dict = dict(sharding_strategy=strategy, use_cpu_offload=offload, batch_size=1,
-                           use_activation_cpu_offload=activation)
-        if "activation_policy" in free: tried["activation_policy"] = "recompute_all"
+        tried: dict = dict(
+            sharding_strategy=strategy,
+            use_cpu_offload=offload,
+            batch_size=1,
+            use_activation_cpu_offload=activation,
+        )
+        if "activation_policy" in free:
+            tried["activation_policy"] = "recompute_all"
         try:
             replace(config, **tried)
             found.append((strategy, offload, activation))
@@ -74,7 +102,8 @@ def places(machine: Machine, config: RunConfig, free: frozenset[str]) -> list[tu
 
 def packings(config: RunConfig, free: frozenset[str]) -> list[bool]:
     """Rows padded, or packed where that is free and goes with the other settings."""
-    if "packing" not in free: return [config.packing]
+    if "packing" not in free:
+        return [config.packing]
     try:
         replace(config, packing=True)
     except ValueError:
@@ -84,25 +113,37 @@ def packings(config: RunConfig, free: frozenset[str]) -> list[bool]:
 
 def micro_batches(machine: Machine, config: RunConfig, free: frozenset[str]) -> list[int]:
     """Rows per GPU and forward that are worth trying, ascending."""
-    if "batch_size" not in free: return [config.batch_size]
+    if "batch_size" not in free:
+        return [config.batch_size]
     most = MOST_ROWS
-    if config.global_batch_size != AUTO: most = -(-config.global_batch_size // machine.world_size)
-    sizes = sorted({base << shift for base in (1, 3) for shift in range(20) if base << shift < most})
-    if most not in sizes: sizes.append(most)
+    if config.global_batch_size != AUTO:
+        most = -(-config.global_batch_size // machine.world_size)
+    sizes = sorted(
+        {base << shift for base in (1, 3) for shift in range(20) if base << shift < most}
+    )
+    if most not in sizes:
+        sizes.append(most)
     return sizes
 
 
-def best_policies(shape: ModelShape, machine: Machine, config: RunConfig, free: frozenset[str],
-                  rows: Rows | None = None) -> Estimate:
+def best_policies(
+    shape: ModelShape,
+    machine: Machine,
+    config: RunConfig,
+    free: frozenset[str],
+    rows: Rows | None = None,
+) -> Estimate:
     """The estimate with the fastest mix of policies that fits, or with every block recomputed."""
-    if "activation_policy" not in free: return estimate(shape, machine, config, rows)
+    if "activation_policy" not in free:
+        return estimate(shape, machine, config, rows)
     setup, room = asked_setup(shape, machine, config), (1 - SPARE_SHARE) * machine.memory_gib
     seen = batches_of(rows, config, machine.world_size).seen(setup) if rows else setup
     try:
         policy = choose_policies(shape, setup, room, machine.gpu, attrgetter("total"), seen)
     except ValueError:
         policy = "recompute_all"
-    if policy == "keep_all": config = replace(config, use_activation_cpu_offload=False)
+    if policy == "keep_all":
+        config = replace(config, use_activation_cpu_offload=False)
     return estimate(shape, machine, replace(config, activation_policy=policy), rows)
 
 
@@ -125,7 +166,8 @@ def ranked(fitting: list[Estimate], config: RunConfig, free: frozenset[str]) -> 
     Simpler is: no offload, a plainer strategy, fewer rows per micro-batch.
     """
     fitting = sorted(fitting, key=seconds_per_token)
-    if not fitting: return []
+    if not fitting:
+        return []
     rows_follow = "batch_size" in free and config.global_batch_size == AUTO
     near = min(map(cost, fitting)) * (1 + (ENOUGH_ROWS if rows_follow else SAME_SPEED))
     same = [found for found in fitting if cost(found) <= near]
@@ -136,5 +178,11 @@ def ranked(fitting: list[Estimate], config: RunConfig, free: frozenset[str]) -> 
 def simplicity(found: Estimate) -> tuple:
     """Sorts the simpler of two equally fast configurations first."""
     config = found.config
-    return (config.use_activation_cpu_offload, config.use_cpu_offload, config.packing, config.batch_size,
-            STRATEGY_NAMES.index(config.sharding_strategy), found.memory.total)
+    return (
+        config.use_activation_cpu_offload,
+        config.use_cpu_offload,
+        config.packing,
+        config.batch_size,
+        STRATEGY_NAMES.index(config.sharding_strategy),
+        found.memory.total,
+    )

@@ -11,6 +11,7 @@ Shapes: O out rows, K blocks of a row.
             `lowest | step` (the upper half of the lowest scale's bits, and the step in units of 16),
             then one code a block. Code 0 is zero, code c is lowest + (c - 1) step.
 """
+
 from __future__ import annotations
 
 import torch
@@ -18,10 +19,10 @@ from torch import Tensor
 
 STORAGE_DTYPE = torch.bfloat16  # a carrier of bytes; no arithmetic is ever done in it
 ABSMAX_DTYPES = ("fp32", "int8")
-STEPS = 254                # steps between codes 1 and 255
-STEP_UNIT = 16             # so that a step has 16 bits
-OCTAVE = 2**23             # bit patterns from a float to its double
-RANGES = (6, 9, 12, 16)    # octaves below a row's largest scale that may be told from zero
+STEPS = 254  # steps between codes 1 and 255
+STEP_UNIT = 16  # so that a step has 16 bits
+OCTAVE = 2**23  # bit patterns from a float to its double
+RANGES = (6, 9, 12, 16)  # octaves below a row's largest scale that may be told from zero
 
 try:
     import triton
@@ -50,7 +51,8 @@ def encode_absmax(absmax: Tensor) -> Tensor:
     errors = [(decode_in_torch(stored, blocks) - absmax).abs().amax(1) for stored in tried]
     best = torch.stack(errors).argmin(0)  # (O,)
     return torch.stack([stored.view(torch.int16) for stored in tried])[
-        best, torch.arange(len(best), device=best.device)].view(STORAGE_DTYPE)
+        best, torch.arange(len(best), device=best.device)
+    ].view(STORAGE_DTYPE)
 
 
 def encode_range(bits: Tensor, octaves: int) -> Tensor:
@@ -67,39 +69,42 @@ def encode_range(bits: Tensor, octaves: int) -> Tensor:
     width = 2 * absmax_columns(blocks, "int8")
     stored = torch.zeros(rows, width, dtype=torch.uint8, device=bits.device)
     stored.view(torch.int32)[:, :1] = lowest | units
-    stored[:, 4:4 + blocks] = codes
+    stored[:, 4 : 4 + blocks] = codes
     return stored.view(STORAGE_DTYPE)
 
 
 def decode_absmax(stored: Tensor, blocks: int) -> Tensor:
     """Scales as float32 (O, K), from either form that `storage_of` names."""
-    if stored.dtype == torch.float32: return stored
+    if stored.dtype == torch.float32:
+        return stored
     return (decode_on_gpu if stored.is_cuda else decode_in_torch)(stored, blocks)
 
 
 def decode_in_torch(stored: Tensor, blocks: int) -> Tensor:
     """`decode_absmax` of bytes."""
     word = stored.view(torch.int32)[:, :1]
-    codes = stored.view(torch.uint8)[:, 4:4 + blocks].int()
-    bits = (word >> 16 << 16) + (codes - 1) * ((word & 0xffff) * STEP_UNIT)
+    codes = stored.view(torch.uint8)[:, 4 : 4 + blocks].int()
+    bits = (word >> 16 << 16) + (codes - 1) * ((word & 0xFFFF) * STEP_UNIT)
     return torch.where(codes == 0, 0, bits).view(torch.float32)
 
 
 if triton:
+
     @triton.jit
     def _decode(codes_ptr, words_ptr, out_ptr, count, K, width, BLOCK: tl.constexpr):
         at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside, row, column = at < count, at // K, at % K
         word = tl.load(words_ptr + row * (width // 4), mask=inside, other=0)
         code = tl.load(codes_ptr + row * width + 4 + column, mask=inside, other=0).to(tl.int32)
-        bits = ((word >> 16) << 16) + (code - 1) * ((word & 0xffff) * 16)
+        bits = ((word >> 16) << 16) + (code - 1) * ((word & 0xFFFF) * 16)
         bits = tl.where(code == 0, 0, bits)
         tl.store(out_ptr + at, bits.to(tl.float32, bitcast=True), mask=inside)
 
 
 def decode_on_gpu(stored: Tensor, blocks: int) -> Tensor:
     """`decode_in_torch` in one pass."""
-    if not triton: return decode_in_torch(stored, blocks)
+    if not triton:
+        return decode_in_torch(stored, blocks)
     rows, count = stored.shape[0], stored.shape[0] * blocks
     out = torch.empty(rows, blocks, dtype=torch.float32, device=stored.device)
     codes, words = stored.view(torch.uint8), stored.view(torch.int32)

@@ -1,4 +1,5 @@
 """A row of a weight as whole blocks of 64, which is what every quantizer here works on."""
+
 from __future__ import annotations
 
 from torch import Tensor, nn
@@ -19,7 +20,11 @@ def blocks_of(in_features: int) -> int:
 def pad_rows(weight: Tensor) -> Tensor:
     """(O, I) with zeros up to whole blocks."""
     wide = padded(weight.shape[1])
-    return weight if wide == weight.shape[1] else nn.functional.pad(weight, (0, wide - weight.shape[1]))
+    return (
+        weight
+        if wide == weight.shape[1]
+        else nn.functional.pad(weight, (0, wide - weight.shape[1]))
+    )
 
 
 def in_blocks(weight: Tensor) -> Tensor:

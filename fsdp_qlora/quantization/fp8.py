@@ -19,6 +19,7 @@ own, which xA is divided by.
 
 Shapes: N tokens, I inputs, O outputs, R rank.  x (N, I), W (O, I), y (N, O)
 """
+
 from __future__ import annotations
 
 from functools import cache, partial
@@ -54,7 +55,8 @@ SPREAD = 64.0
 
 def fp8_problem(device: torch.device) -> str | None:
     """Why this device can't do fp8 products, or None. The CPU can, slowly, for tests."""
-    if device.type == "cpu": return None
+    if device.type == "cpu":
+        return None
     if torch.cuda.get_device_capability(device) < (8, 9):
         return f"{torch.cuda.get_device_name(device)} has no fp8 arithmetic"
     return None if triton else "triton is not installed"
@@ -65,28 +67,58 @@ def fits_fp8(in_features: int, out_features: int) -> bool:
     return in_features % BLOCKSIZE == 0 and out_features % MULTIPLE == 0
 
 
-def forward_product(x: Tensor, weight: Tensor, absmax: Tensor | None, quant_type: str,
-                    xa: Tensor | None = None, b: Tensor | None = None, scaling: float = 1.0) -> Tensor:
+def forward_product(
+    x: Tensor,
+    weight: Tensor,
+    absmax: Tensor | None,
+    quant_type: str,
+    xa: Tensor | None = None,
+    b: Tensor | None = None,
+    scaling: float = 1.0,
+) -> Tensor:
     """x W^T in fp8, plus scaling xa B^T if given, with xa (N, R) and B (O, R); in x's dtype."""
     adapter = ([], [], []) if b is None else ([xa], [b], [scaling])
     return forward_products(x, [weight], [absmax], quant_type, *adapter)[0]
 
 
-def forward_products(x: Tensor, weights: list[Tensor], absmaxes: list[Tensor | None], quant_type: str,
-                     xas: list[Tensor], bs: list[Tensor], scalings: list[float]) -> list[Tensor]:
+def forward_products(
+    x: Tensor,
+    weights: list[Tensor],
+    absmaxes: list[Tensor | None],
+    quant_type: str,
+    xas: list[Tensor],
+    bs: list[Tensor],
+    scalings: list[float],
+) -> list[Tensor]:
     """The same for layers of one input, all with an adapter or none: x is quantized once for all.
 
     Each weight has the columns of all adapters, with zeros for those of others.
     """
     n_in, rank, inverses = x.shape[1], rank_columns(sum(b.shape[1] for b in bs)), []
-    forms = [kept_form("forward", [weight], rank, partial(forward_form, weight, absmax, n_in, quant_type,
-                                                          rank))
-             for weight, absmax in zip(weights, absmaxes, strict=True)]
+    forms = [
+        kept_form(
+            "forward", [weight], rank, partial(forward_form, weight, absmax, n_in, quant_type, rank)
+        )
+        for weight, absmax in zip(weights, absmaxes, strict=True)
+    ]
     for (w8, (scale,)), b, scaling in zip(forms, bs, scalings, strict=False):
-        inverses.append(columns_to_fp8(b, scale, BOOST * max(scaling, TINY), FP8_MAX, w8[:, :rank],
-                                       sum(map(len, inverses)), scaling))
-    if bs: x8, x_scale = quantize_tokens([beside(xas), x], [1.0, 1.0], [beside(inverses, 0), None], rank)
-    else: x8, x_scale = quantize_tokens([x], [1.0])
+        inverses.append(
+            columns_to_fp8(
+                b,
+                scale,
+                BOOST * max(scaling, TINY),
+                FP8_MAX,
+                w8[:, :rank],
+                sum(map(len, inverses)),
+                scaling,
+            )
+        )
+    if bs:
+        x8, x_scale = quantize_tokens(
+            [beside(xas), x], [1.0, 1.0], [beside(inverses, 0), None], rank
+        )
+    else:
+        x8, x_scale = quantize_tokens([x], [1.0])
     return [scaled_product(x8, x_scale, w8, scale, x.dtype) for w8, (scale,) in forms]
 
 
@@ -95,28 +127,42 @@ def beside(parts: list[Tensor], dim: int = 1) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def forward_form(weight: Tensor, absmax: Tensor | None, in_features: int, quant_type: str, rank: int
-                 ) -> Form:
+def forward_form(
+    weight: Tensor, absmax: Tensor | None, in_features: int, quant_type: str, rank: int
+) -> Form:
     """W in fp8 behind `rank` columns that are still to be written, and its rows' scales."""
     absmax = float_scales(absmax, in_features)
     w8 = torch.empty(len(weight), rank + in_features, dtype=FP8, device=weight.device)
     scale = row_scale(weight, absmax)
-    if rank: scale = scale.maximum(scale.amax() / SPREAD)
-    weight_to_fp8(weight, absmax, in_features, quant_type, scale, transposed=False, out=w8[:, rank:])
+    if rank:
+        scale = scale.maximum(scale.amax() / SPREAD)
+    weight_to_fp8(
+        weight, absmax, in_features, quant_type, scale, transposed=False, out=w8[:, rank:]
+    )
     return w8, [scale]
 
 
-def backward_product(dys: list[Tensor], weights: list[Tensor], absmaxes: list[Tensor | None],
-                     in_features: int, quant_type: str, dxa: Tensor | None = None,
-                     a: Tensor | None = None) -> Tensor:
+def backward_product(
+    dys: list[Tensor],
+    weights: list[Tensor],
+    absmaxes: list[Tensor | None],
+    in_features: int,
+    quant_type: str,
+    dxa: Tensor | None = None,
+    a: Tensor | None = None,
+) -> Tensor:
     """The sum of dY W over layers of one input, in fp8, plus dxa A if given, in dY's dtype.
 
     dxa (N, R) and A (R, I) of all the layers side by side. One product: the dY stand side by side
     under one scale per token, the W one below the other.
     """
     rank = 0 if a is None else rank_columns(len(a))
-    wt8, scales = kept_form("backward", weights, rank, lambda: backward_form(
-        weights, absmaxes, in_features, quant_type, rank))
+    wt8, scales = kept_form(
+        "backward",
+        weights,
+        rank,
+        lambda: backward_form(weights, absmaxes, in_features, quant_type, rank),
+    )
     if rank:
         inverse = columns_to_fp8(a.t(), None, A_LARGEST / TINY, A_LARGEST, wt8[:, :rank])
         dys, scales = [dxa, *dys], [inverse, *scales]
@@ -124,16 +170,25 @@ def backward_product(dys: list[Tensor], weights: list[Tensor], absmaxes: list[Te
     return scaled_product(dy8, dy_scale, wt8, ones(in_features, dy8.device), dys[-1].dtype)
 
 
-def backward_form(weights: list[Tensor], absmaxes: list[Tensor | None], in_features: int,
-                  quant_type: str, rank: int) -> Form:
+def backward_form(
+    weights: list[Tensor],
+    absmaxes: list[Tensor | None],
+    in_features: int,
+    quant_type: str,
+    rank: int,
+) -> Form:
     """Each W^T in fp8, side by side behind `rank` columns still to be written, and its rows' scales."""
-    wt8 = torch.empty(in_features, rank + sum(map(len, weights)), dtype=FP8, device=weights[0].device)
+    wt8 = torch.empty(
+        in_features, rank + sum(map(len, weights)), dtype=FP8, device=weights[0].device
+    )
     _, *parts = wt8.split([rank, *map(len, weights)], dim=1)
     scales = []
     for weight, absmax, part in zip(weights, absmaxes, parts, strict=True):
         absmax = float_scales(absmax, in_features)
         scales.append(row_scale(weight, absmax))
-        weight_to_fp8(weight, absmax, in_features, quant_type, scales[-1], transposed=True, out=part)
+        weight_to_fp8(
+            weight, absmax, in_features, quant_type, scales[-1], transposed=True, out=part
+        )
     return wt8, scales
 
 
@@ -155,60 +210,92 @@ def float_scales(absmax: Tensor | None, in_features: int) -> Tensor | None:
 
 def row_scale(weight: Tensor, absmax: Tensor | None) -> Tensor:
     """fp32 (O,): the factor that takes each row's largest value to 448, the largest of fp8."""
-    if weight.is_cuda: return row_scales_on_gpu(weight if absmax is None else absmax)
+    if weight.is_cuda:
+        return row_scales_on_gpu(weight if absmax is None else absmax)
     largest = weight.abs().amax(1).float() if absmax is None else absmax.amax(1)
     return (largest / FP8_MAX).clamp(min=TINY)
 
 
-def columns_to_fp8(x: Tensor, row_scale: Tensor | None, most: float, end: float, out: Tensor,
-                   first: int = 0, times: float = 1.0) -> Tensor:
+def columns_to_fp8(
+    x: Tensor,
+    row_scale: Tensor | None,
+    most: float,
+    end: float,
+    out: Tensor,
+    first: int = 0,
+    times: float = 1.0,
+) -> Tensor:
     """x (N, R) over its rows' scales, each column times a factor, in fp8; `times` / factors (R,).
 
     A factor is the largest, up to `most`, under which no value of the column passes `end`. They go
     into `out` from column `first` on; its others are filled with zeros.
     """
-    if x.is_cuda: return columns_to_fp8_on_gpu(x, row_scale, most, end, out, first, times)
+    if x.is_cuda:
+        return columns_to_fp8_on_gpu(x, row_scale, most, end, out, first, times)
     scaled = x.float() if row_scale is None else x.float() / row_scale[:, None]
     factor = (end / scaled.abs().amax(0).clamp(min=1e-30)).clamp(max=most)
     out.zero_()
-    out[:, first:first + x.shape[1]].copy_(scaled * factor)
+    out[:, first : first + x.shape[1]].copy_(scaled * factor)
     return times / factor
 
 
-def weight_to_fp8(weight: Tensor, absmax: Tensor | None, in_features: int, quant_type: str,
-                  scale: Tensor, transposed: bool, out: Tensor | None = None) -> Tensor:
+def weight_to_fp8(
+    weight: Tensor,
+    absmax: Tensor | None,
+    in_features: int,
+    quant_type: str,
+    scale: Tensor,
+    transposed: bool,
+    out: Tensor | None = None,
+) -> Tensor:
     """W / scale in fp8, (O, I), or (I, O) if `transposed`; into `out` if given."""
     shape = (in_features, len(weight)) if transposed else (len(weight), in_features)
-    if out is None: out = torch.empty(shape, dtype=FP8, device=weight.device)
+    if out is None:
+        out = torch.empty(shape, dtype=FP8, device=weight.device)
     if weight.is_cuda:
-        if absmax is None: dense_to_fp8(weight, scale, transposed, out)
-        else: fourbit_to_fp8(weight, absmax, in_features, quant_type, scale, transposed, out)
+        if absmax is None:
+            dense_to_fp8(weight, scale, transposed, out)
+        else:
+            fourbit_to_fp8(weight, absmax, in_features, quant_type, scale, transposed, out)
         return out
     dense = dense_weight(weight, absmax, in_features, quant_type, torch.float32) / scale[:, None]
     return out.copy_(dense.t() if transposed else dense)
 
 
-def quantize_tokens(xs: list[Tensor], factors: list[float],
-                    column_scales: list[Tensor | None] | None = None, wide: int = 0
-                    ) -> tuple[Tensor, Tensor]:
+def quantize_tokens(
+    xs: list[Tensor],
+    factors: list[float],
+    column_scales: list[Tensor | None] | None = None,
+    wide: int = 0,
+) -> tuple[Tensor, Tensor]:
     """x (N, K) side by side, times `factors` and `column_scales` (K,), in fp8, and scales (N,).
 
     The first is filled up with zeros to `wide` columns.
     """
     wide = max(wide, xs[0].shape[1])
-    if xs[0].is_cuda: return quantize_tokens_on_gpu(xs, factors, column_scales, wide)
-    scaled = [x.float() * factor * (1 if columns is None else columns) for x, factor, columns in
-              zip(xs, factors, column_scales or [None] * len(xs), strict=True)]
+    if xs[0].is_cuda:
+        return quantize_tokens_on_gpu(xs, factors, column_scales, wide)
+    scaled = [
+        x.float() * factor * (1 if columns is None else columns)
+        for x, factor, columns in zip(xs, factors, column_scales or [None] * len(xs), strict=True)
+    ]
     filling = scaled[0].new_zeros(len(scaled[0]), wide - xs[0].shape[1])
     x = torch.cat([scaled[0], filling, *scaled[1:]], 1)
     scale = (x.abs().amax(1) / FP8_MAX).clamp(min=TINY)
     return (x / scale[:, None]).to(FP8), scale
 
 
-def scaled_product(a8: Tensor, a_scale: Tensor, b8: Tensor, b_scale: Tensor, dtype: torch.dtype
-                   ) -> Tensor:
+def scaled_product(
+    a8: Tensor, a_scale: Tensor, b8: Tensor, b_scale: Tensor, dtype: torch.dtype
+) -> Tensor:
     """(a8 * a_scale) (b8 * b_scale)^T in `dtype`: a8 (M, K), a_scale (M,), b8 (N, K), b_scale (N,)."""
     if a8.is_cuda:
-        return torch._scaled_mm(a8, b8.t(), scale_a=a_scale[:, None], scale_b=b_scale[None],
-                                out_dtype=dtype, use_fast_accum=True)
+        return torch._scaled_mm(
+            a8,
+            b8.t(),
+            scale_a=a_scale[:, None],
+            scale_b=b_scale[None],
+            out_dtype=dtype,
+            use_fast_accum=True,
+        )
     return ((a8.float() * a_scale[:, None]) @ (b8.float() * b_scale[:, None]).t()).to(dtype)

@@ -8,6 +8,7 @@ torch's grouped product: https://docs.pytorch.org/docs/stable/generated/torch.nn
 Shapes: S rows of tokens, ordered by expert; E experts; I inputs, O outputs of each.
 ends (E,) int32, the row after an expert's last.  x (S, I), y (S, O), weight (E O, I), packed or not
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -18,19 +19,31 @@ from torch import Tensor, nn
 from .formats import dense_weight
 
 PART_VALUES = 2**28  # of W that exist at once: 512 MiB in bf16
-ALIGNMENT = 16       # bytes, of the rows of what the kernel takes
+ALIGNMENT = 16  # bytes, of the rows of what the kernel takes
 
 
 @torch.library.custom_op("fsdp_qlora::grouped_linear", mutates_args=())
-def grouped_linear(x: Tensor, ends: Tensor, weight: Tensor, absmax: Tensor | None, in_features: int,
-                   quant_type: str) -> Tensor:
+def grouped_linear(
+    x: Tensor,
+    ends: Tensor,
+    weight: Tensor,
+    absmax: Tensor | None,
+    in_features: int,
+    quant_type: str,
+) -> Tensor:
     """y, where each group of x is multiplied with its expert's W^T."""
     return forward_products(x, ends, weight, absmax, in_features, quant_type)
 
 
 @torch.library.custom_op("fsdp_qlora::grouped_linear_backward", mutates_args=())
-def grouped_linear_backward(dy: Tensor, ends: Tensor, weight: Tensor, absmax: Tensor | None,
-                            in_features: int, quant_type: str) -> Tensor:
+def grouped_linear_backward(
+    dy: Tensor,
+    ends: Tensor,
+    weight: Tensor,
+    absmax: Tensor | None,
+    in_features: int,
+    quant_type: str,
+) -> Tensor:
     """dX (S, I)."""
     return backward_products(dy, ends, weight, absmax, in_features, quant_type)
 
@@ -41,13 +54,24 @@ def grouped_gradient(dy: Tensor, x: Tensor, ends: Tensor, dtype: torch.dtype) ->
     return outer_products(dy, x, ends).to(dtype)
 
 
-def forward_products(x: Tensor, ends: Tensor, weight: Tensor, absmax: Tensor | None, in_features: int,
-                     quant_type: str) -> Tensor:
+def forward_products(
+    x: Tensor,
+    ends: Tensor,
+    weight: Tensor,
+    absmax: Tensor | None,
+    in_features: int,
+    quant_type: str,
+) -> Tensor:
     """What `grouped_linear` gives."""
     parts = list(output_parts(len(weight) // len(ends), len(ends) * in_features, absmax))
     if len(parts) == 1:
-        return grouped(x, part_of(weight, absmax, parts[0], len(ends), in_features, quant_type, x.dtype)
-                       .transpose(1, 2), ends)
+        return grouped(
+            x,
+            part_of(
+                weight, absmax, parts[0], len(ends), in_features, quant_type, x.dtype
+            ).transpose(1, 2),
+            ends,
+        )
     y = x.new_empty(len(x), len(weight) // len(ends))
     for part in parts:
         dense = part_of(weight, absmax, part, len(ends), in_features, quant_type, x.dtype)
@@ -55,8 +79,14 @@ def forward_products(x: Tensor, ends: Tensor, weight: Tensor, absmax: Tensor | N
     return y
 
 
-def backward_products(dy: Tensor, ends: Tensor, weight: Tensor, absmax: Tensor | None,
-                      in_features: int, quant_type: str) -> Tensor:
+def backward_products(
+    dy: Tensor,
+    ends: Tensor,
+    weight: Tensor,
+    absmax: Tensor | None,
+    in_features: int,
+    quant_type: str,
+) -> Tensor:
     """What `grouped_linear_backward` gives."""
     dx = None
     for part in output_parts(len(weight) // len(ends), len(ends) * in_features, absmax):
@@ -69,14 +99,24 @@ def backward_products(dy: Tensor, ends: Tensor, weight: Tensor, absmax: Tensor |
 def output_parts(rows: int, values: int, absmax: Tensor | None) -> Iterator[slice]:
     """Which outputs are made at a time, of `rows`, each of `values` weights over all experts."""
     step = rows if absmax is None else max(1, PART_VALUES // (64 * values)) * 64
-    for start in range(0, rows, step): yield slice(start, min(start + step, rows))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
 
 
-def part_of(weight: Tensor, absmax: Tensor | None, part: slice, experts: int, in_features: int,
-            quant_type: str, dtype: torch.dtype) -> Tensor:
+def part_of(
+    weight: Tensor,
+    absmax: Tensor | None,
+    part: slice,
+    experts: int,
+    in_features: int,
+    quant_type: str,
+    dtype: torch.dtype,
+) -> Tensor:
     """Some outputs' rows of every expert's W, (E, part, I) in `dtype`."""
-    rows, scales = (None if t is None else t.unflatten(0, (experts, -1))[:, part].flatten(0, 1)
-                    for t in (weight, absmax))
+    rows, scales = (
+        None if t is None else t.unflatten(0, (experts, -1))[:, part].flatten(0, 1)
+        for t in (weight, absmax)
+    )
     return dense_weight(rows, scales, in_features, quant_type, dtype).unflatten(0, (experts, -1))
 
 
@@ -86,7 +126,8 @@ def grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         return nn.functional.grouped_mm(x, weights, offs=ends)
     y = x.new_zeros(len(x), weights.shape[2])  # odd sizes, one product after the other
     for rows, weight in zip(spans(ends), weights, strict=True):
-        if rows.start < rows.stop: torch.mm(x[rows], weight, out=y[rows])
+        if rows.start < rows.stop:
+            torch.mm(x[rows], weight, out=y[rows])
     return y
 
 
@@ -114,6 +155,7 @@ def spans(ends: Tensor) -> list[slice]:
 
 # ---- shapes for tracing, and autograd ----------------------------------------------------------
 
+
 @grouped_linear.register_fake
 def _(x, ends, weight, absmax, in_features, quant_type):
     return x.new_empty(x.shape[0], weight.shape[0] // ends.shape[0])
@@ -137,8 +179,10 @@ def _save(ctx, inputs, output):
 def _backward(ctx, dy):
     x, ends, weight, absmax = ctx.saved_tensors
     dy, dx, dw = dy.contiguous(), None, None
-    if ctx.needs_input_grad[0]: dx = grouped_linear_backward(dy, ends, weight, absmax, *ctx.form)
-    if ctx.needs_input_grad[2]: dw = grouped_gradient(dy, x, ends, weight.dtype).flatten(0, 1)
+    if ctx.needs_input_grad[0]:
+        dx = grouped_linear_backward(dy, ends, weight, absmax, *ctx.form)
+    if ctx.needs_input_grad[2]:
+        dw = grouped_gradient(dy, x, ends, weight.dtype).flatten(0, 1)
     return dx, None, dw, *[None] * 3
 
 

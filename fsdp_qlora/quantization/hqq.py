@@ -9,6 +9,7 @@ Shapes: O out rows, I inputs, K groups of 64 in a row.
     packed  (O, K b/2) bfloat16 view of bytes, b = 8 n_bits of a group: planes of bits (`PLANES`)
     scales  (O, 2K) float32, scales then zeros; or bytes of both in 8 bits (`encode`)
 """
+
 from __future__ import annotations
 
 import torch
@@ -18,8 +19,8 @@ from .absmax import STORAGE_DTYPE, absmax_columns, decode_absmax, encode_absmax
 from .blocks64 import BLOCKSIZE, blocks_of, in_blocks
 
 PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}  # n_bits: widths of the planes, lowest bits first
-P, BETA, STEPS = 0.7, 10.0, 20                   # norm, weight of the quadratic term, most steps
-SMALLEST_RANGE, LARGEST_INVERSE = 1e-4, 2e4      # the package's bounds: a scale is 5e-5 at least
+P, BETA, STEPS = 0.7, 10.0, 20  # norm, weight of the quadratic term, most steps
+SMALLEST_RANGE, LARGEST_INVERSE = 1e-4, 2e4  # the package's bounds: a scale is 5e-5 at least
 
 
 def quantize_rows(weight: Tensor, n_bits: int, absmax_dtype: str = "fp32") -> tuple[Tensor, Tensor]:
@@ -47,7 +48,9 @@ def optimize(groups: Tensor, largest: int) -> tuple[Tensor, Tensor]:
     """
     low, high = groups.amin(2), groups.amax(2)
     spread = high - low
-    inverse = torch.where(spread <= SMALLEST_RANGE, 1.0, largest / spread).clamp(max=LARGEST_INVERSE)
+    inverse = torch.where(spread <= SMALLEST_RANGE, 1.0, largest / spread).clamp(
+        max=LARGEST_INVERSE
+    )
     zero, best = -low * inverse, torch.full_like(low, torch.inf)
     going = torch.ones_like(low, dtype=torch.bool)
     for _ in range(STEPS):
@@ -77,6 +80,7 @@ def group_mean(values: Tensor) -> Tensor:
 
 # ---- bytes -------------------------------------------------------------------------------------
 
+
 def row_bytes(blocks: int, n_bits: int) -> int:
     """Bytes of a row of packed values."""
     return blocks * BLOCKSIZE * n_bits // 8
@@ -93,7 +97,8 @@ def pack(values: Tensor, n_bits: int) -> Tensor:
     for width in PLANES[n_bits]:
         part = ((values >> shift) & (2**width - 1)).view(*values.shape[:2], 8 // width, -1)
         plane = part[:, :, 0]
-        for i in range(1, 8 // width): plane = plane | (part[:, :, i] << (i * width))
+        for i in range(1, 8 // width):
+            plane = plane | (part[:, :, i] << (i * width))
         planes.append(plane)
         shift += width
     return torch.cat(planes, 2).flatten(1)
@@ -106,7 +111,7 @@ def unpack(packed: Tensor, n_bits: int) -> Tensor:
     for width in PLANES[n_bits]:
         count = BLOCKSIZE * width // 8
         shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)[:, None]
-        part = (groups[..., None, start:start + count] >> shifts) & (2**width - 1)
+        part = (groups[..., None, start : start + count] >> shifts) & (2**width - 1)
         part = part.flatten(2)
         values = part if values is None else values | (part << shift)
         shift, start = shift + width, start + count
@@ -119,25 +124,28 @@ def encode(scale: Tensor, zero: Tensor) -> Tensor:
     low = zero.amin(1, keepdim=True)
     step = ((zero.amax(1, keepdim=True) - low) / 255).clamp(min=1e-12)
     codes = ((zero - low) / step).round_().clamp_(0, 255).to(torch.uint8)
-    zeros = torch.zeros(rows, 2 * absmax_columns(blocks, "int8") + 4, dtype=torch.uint8,
-                        device=zero.device)
+    zeros = torch.zeros(
+        rows, 2 * absmax_columns(blocks, "int8") + 4, dtype=torch.uint8, device=zero.device
+    )
     zeros[:, :8] = torch.cat([low, step], 1).view(torch.uint8)
-    zeros[:, 8:8 + blocks] = codes
+    zeros[:, 8 : 8 + blocks] = codes
     return torch.cat([encode_absmax(scale), zeros.view(STORAGE_DTYPE)], 1)
 
 
 def decode(stored: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
     """Scales and zeros as float32 (O, K), from either form."""
-    if stored.dtype == torch.float32: return stored[:, :blocks], stored[:, blocks:]
+    if stored.dtype == torch.float32:
+        return stored[:, :blocks], stored[:, blocks:]
     first = absmax_columns(blocks, "int8")
     zeros = stored[:, first:].contiguous().view(torch.uint8)
     low, step = zeros[:, :8].contiguous().view(torch.float32).unbind(1)
-    zero = low[:, None] + zeros[:, 8:8 + blocks] * step[:, None]
+    zero = low[:, None] + zeros[:, 8 : 8 + blocks] * step[:, None]
     return decode_absmax(stored[:, :first].contiguous(), blocks), zero
 
 
-def dequantize_rows(packed: Tensor, stored: Tensor, in_features: int, n_bits: int,
-                    dtype: torch.dtype) -> Tensor:
+def dequantize_rows(
+    packed: Tensor, stored: Tensor, in_features: int, n_bits: int, dtype: torch.dtype
+) -> Tensor:
     """The (O, I) weight that packed bytes and scales stand for, in `dtype`."""
     scale, zero = decode(stored, blocks_of(in_features))
     values = unpack(packed.view(torch.uint8), n_bits)

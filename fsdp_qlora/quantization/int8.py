@@ -7,6 +7,7 @@ Shapes: O out rows, I inputs, Ip = I rounded up to whole blocks of 64.
     packed  (O, Ip/2) bfloat16 view of the (O, Ip) int8 values
     absmax  (O, Ip/64) float32, or 8-bit codes (absmax.py)
 """
+
 from __future__ import annotations
 
 import torch

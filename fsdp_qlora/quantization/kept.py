@@ -6,6 +6,7 @@ forward and backward is a tenth of a short step. Kept, the forms of all layers t
 Ops look a form up by the addresses of the weights that they are given, as these are all that reaches an
 opaque op, compiled or not. What is kept changes no result, so torch.compile and autograd need not know.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -27,7 +28,9 @@ class KeptForms:
 
     def __init__(self, weights: Iterable[Tensor]):
         self.weights = [*weights]
-        self.forms: dict[tuple, tuple[tuple, Form]] = {}  # by use and weight: for which call, and what
+        self.forms: dict[
+            tuple, tuple[tuple, Form]
+        ] = {}  # by use and weight: for which call, and what
         _KEEPERS.update({address(weight): self for weight in self.weights})
 
     def tensors(self) -> list[Tensor]:
@@ -40,11 +43,14 @@ class KeptForms:
         places = [(use, address(weight)) for weight in weights]
         call = (columns, *places)
         found, form = self.forms.get(places[0], (None, None))
-        if found == call: return form
+        if found == call:
+            return form
         # What a graph allocates in its capture is the graph's, and is filled only when it is replayed.
         capturing = weights[0].is_cuda and torch.cuda.is_current_stream_capturing()
-        if capturing or any(place in self.forms for place in places): return make()
-        with torch.inference_mode(False): form = make()  # or training could not write into it
+        if capturing or any(place in self.forms for place in places):
+            return make()
+        with torch.inference_mode(False):
+            form = make()  # or training could not write into it
         self.forms.update(dict.fromkeys(places, (call, form)))
         return form
 

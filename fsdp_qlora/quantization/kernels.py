@@ -4,6 +4,7 @@ Those for fp8 are in `fp8_kernels.py`. Other devices do the same in torch (`adap
 
 Shapes: I inputs, O outputs, R rank.  W (O, I), A (R, I), B (O, R)
 """
+
 from __future__ import annotations
 
 import torch
@@ -31,19 +32,23 @@ def decoding(quant_type: str, high: bool) -> str:
     codes = get_4bit_type(quant_type, device="cpu").half().view(torch.int16).tolist()
 
     def look_up(shift: int, out: str) -> str:
-        places = [[code >> shift & 255 for code in codes[i:i + 4]] for i in (0, 4, 8, 12)]
+        places = [[code >> shift & 255 for code in codes[i : i + 4]] for i in (0, 4, 8, 12)]
         words = [sum(byte << 8 * i for i, byte in enumerate(four)) for four in places]
-        return ("".join(f"mov.b32 t{i}, {word};" for i, word in enumerate(words))
-                + f"prmt.b32 p, t0, t1, s; prmt.b32 q, t2, t3, s; lop3.b32 {out}, q, p, m, 0xE4;")
+        return (
+            "".join(f"mov.b32 t{i}, {word};" for i, word in enumerate(words))
+            + f"prmt.b32 p, t0, t1, s; prmt.b32 q, t2, t3, s; lop3.b32 {out}, q, p, m, 0xE4;"
+        )
 
     halves = "shr.u32 v, $2, 4; and.b32 v, v" if high else "and.b32 v, $2"
-    return ("{.reg .b32 v, x, s, m, p, q, first, second, t0, t1, t2, t3;"
-            + halves + ", 0x0F0F0F0F;"
-            "shr.u32 x, v, 4; or.b32 x, x, v;"                                # two halves in a byte
-            "prmt.b32 s, x, 0, 0x4420; and.b32 s, s, 0x7777;"                 # 4 selectors of 3 bits
-            "shl.b32 m, v, 4; prmt.b32 m, m, 0, 0xBA98;"                      # the 4th bits, as masks
-            + look_up(0, "first") + look_up(8, "second")
-            + "prmt.b32 $0, first, second, 0x5140; prmt.b32 $1, first, second, 0x7362;}")
+    return (
+        "{.reg .b32 v, x, s, m, p, q, first, second, t0, t1, t2, t3;" + halves + ", 0x0F0F0F0F;"
+        "shr.u32 x, v, 4; or.b32 x, x, v;"  # two halves in a byte
+        "prmt.b32 s, x, 0, 0x4420; and.b32 s, s, 0x7777;"  # 4 selectors of 3 bits
+        "shl.b32 m, v, 4; prmt.b32 m, m, 0, 0xBA98;"  # the 4th bits, as masks
+        + look_up(0, "first")
+        + look_up(8, "second")
+        + "prmt.b32 $0, first, second, 0x5140; prmt.b32 $1, first, second, 0x7362;}"
+    )
 
 
 if triton:
@@ -55,33 +60,55 @@ if triton:
         """The codes of bytes' high and low halves, fp16 of the shape of `packed`."""
         high: tl.constexpr = HIGH_FP4 if FP4 else HIGH_NF4
         low: tl.constexpr = LOW_FP4 if FP4 else LOW_NF4
-        return (tl.inline_asm_elementwise(high, "=r,=r,r", [packed], dtype=tl.float16, is_pure=True,
-                                          pack=4),
-                tl.inline_asm_elementwise(low, "=r,=r,r", [packed], dtype=tl.float16, is_pure=True,
-                                          pack=4))
+        return (
+            tl.inline_asm_elementwise(
+                high, "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4
+            ),
+            tl.inline_asm_elementwise(
+                low, "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4
+            ),
+        )
 
     @triton.jit
-    def _unpack_adapted(packed_ptr, absmax_ptr, a_ptr, b_ptr, out_ptr, O, I, FP4: tl.constexpr,
-                        R: tl.constexpr, BO: tl.constexpr, BLOCKS: tl.constexpr):
+    def _unpack_adapted(
+        packed_ptr,
+        absmax_ptr,
+        a_ptr,
+        b_ptr,
+        out_ptr,
+        O,
+        I,
+        FP4: tl.constexpr,
+        R: tl.constexpr,
+        BO: tl.constexpr,
+        BLOCKS: tl.constexpr,
+    ):
         # BLOCKS blocks of 64 inputs of BO rows.
         WIDE: tl.constexpr = BLOCKS * 64
         rows, ranks = tl.program_id(0) * BO + tl.arange(0, BO), tl.arange(0, R)
         inside, far = rows < O, rows.to(tl.int64)
         half = tl.program_id(1) * (WIDE // 2) + tl.arange(0, WIDE // 2)
-        packed = tl.load(packed_ptr + far[:, None] * (I // 2) + half[None, :], mask=inside[:, None],
-                         other=0)
+        packed = tl.load(
+            packed_ptr + far[:, None] * (I // 2) + half[None, :], mask=inside[:, None], other=0
+        )
         high, low = decoded(packed, FP4)
         blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-        absmax = tl.load(absmax_ptr + rows[:, None] * (I // 64) + blocks[None, :],
-                         mask=inside[:, None], other=0.0)
+        absmax = tl.load(
+            absmax_ptr + rows[:, None] * (I // 64) + blocks[None, :],
+            mask=inside[:, None],
+            other=0.0,
+        )
         weight = tl.reshape(tl.interleave(high, low).to(tl.float32), (BO, BLOCKS, 64))
         weight = tl.reshape(weight * absmax[:, :, None], (BO, WIDE))
         columns = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
         b = tl.load(b_ptr + rows[:, None] * R + ranks[None, :], mask=inside[:, None], other=0.0)
         a = tl.load(a_ptr + ranks[:, None] * I + columns[None, :])
         weight = tl.dot(b, a, weight)
-        tl.store(out_ptr + far[:, None] * I + columns[None, :], weight.to(tl.bfloat16),
-                 mask=inside[:, None])
+        tl.store(
+            out_ptr + far[:, None] * I + columns[None, :],
+            weight.to(tl.bfloat16),
+            mask=inside[:, None],
+        )
 
 
 def blocks_of_a_tile(in_features: int, most: int) -> int:
@@ -90,15 +117,29 @@ def blocks_of_a_tile(in_features: int, most: int) -> int:
     return min(most, blocks & -blocks)
 
 
-def can_unpack_adapted(weight: Tensor, in_features: int, quant_type: str, rank: int,
-                       dtype: torch.dtype) -> bool:
+def can_unpack_adapted(
+    weight: Tensor, in_features: int, quant_type: str, rank: int, dtype: torch.dtype
+) -> bool:
     """Whether `unpack_adapted` takes such a layer."""
-    return (weight.is_cuda and triton is not None and quant_type in QUANT_TYPES
-            and dtype == torch.bfloat16 and in_features % BLOCKSIZE == 0 and rank <= RANKS[-1])
+    return (
+        weight.is_cuda
+        and triton is not None
+        and quant_type in QUANT_TYPES
+        and dtype == torch.bfloat16
+        and in_features % BLOCKSIZE == 0
+        and rank <= RANKS[-1]
+    )
 
 
-def unpack_adapted(weight: Tensor, absmax: Tensor, in_features: int, quant_type: str, a: Tensor,
-                   b: Tensor, scaling: float) -> Tensor:
+def unpack_adapted(
+    weight: Tensor,
+    absmax: Tensor,
+    in_features: int,
+    quant_type: str,
+    a: Tensor,
+    b: Tensor,
+    scaling: float,
+) -> Tensor:
     """W + scaling B A as bf16 (O, I): summed in fp32, rounded once. absmax is fp32 (O, I/64)."""
     rows, rank = weight.shape[0], rank_columns(b.shape[1])
     out = torch.empty(rows, in_features, dtype=torch.bfloat16, device=weight.device)
@@ -106,8 +147,20 @@ def unpack_adapted(weight: Tensor, absmax: Tensor, in_features: int, quant_type:
     b = with_columns((b * scaling).to(torch.bfloat16), rank)
     blocks = blocks_of_a_tile(in_features, 2)
     grid = (triton.cdiv(rows, 64), in_features // BLOCKSIZE // blocks)
-    _unpack_adapted[grid](weight.view(torch.uint8), absmax, a, b, out, rows, in_features,
-                          quant_type == "fp4", rank, 64, blocks, num_warps=8)
+    _unpack_adapted[grid](
+        weight.view(torch.uint8),
+        absmax,
+        a,
+        b,
+        out,
+        rows,
+        in_features,
+        quant_type == "fp4",
+        rank,
+        64,
+        blocks,
+        num_warps=8,
+    )
     return out
 
 

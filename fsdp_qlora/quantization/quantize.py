@@ -6,6 +6,7 @@ like any weight.
 
 Shapes: O out rows, I inputs, B any leading dims.
 """
+
 from __future__ import annotations
 
 import torch
@@ -19,8 +20,15 @@ from .formats import FORMATS, dense_weight, dequantize_rows, empty_rows, quantiz
 # A frozen weight needs only dX in backward, so W is never saved: it is dequantized again. The op is
 # opaque so that the partitioner of torch.compile can't decide to keep W for the backward.
 @torch.library.custom_op("fsdp_qlora::frozen_linear", mutates_args=())
-def frozen_linear(x: Tensor, weight: Tensor, absmax: Tensor | None, bias: Tensor | None,
-                  in_features: int, quant_type: str, product_dtype: str) -> Tensor:
+def frozen_linear(
+    x: Tensor,
+    weight: Tensor,
+    absmax: Tensor | None,
+    bias: Tensor | None,
+    in_features: int,
+    quant_type: str,
+    product_dtype: str,
+) -> Tensor:
     """x (B, I) times a frozen weight, plus bias: (B, O) in x's dtype."""
     if product_dtype == "fp8":
         y = fp8.forward_product(x.reshape(-1, in_features), weight, absmax, quant_type)
@@ -31,12 +39,19 @@ def frozen_linear(x: Tensor, weight: Tensor, absmax: Tensor | None, bias: Tensor
 
 
 @torch.library.custom_op("fsdp_qlora::frozen_linear_backward", mutates_args=())
-def frozen_linear_backward(dy: Tensor, weight: Tensor, absmax: Tensor | None, in_features: int,
-                           quant_type: str, product_dtype: str) -> Tensor:
+def frozen_linear_backward(
+    dy: Tensor,
+    weight: Tensor,
+    absmax: Tensor | None,
+    in_features: int,
+    quant_type: str,
+    product_dtype: str,
+) -> Tensor:
     """dX (B, I) = dY (B, O) W."""
     if product_dtype == "fp8":
-        dx = fp8.backward_product([dy.reshape(-1, dy.shape[-1])], [weight], [absmax], in_features,
-                                  quant_type)
+        dx = fp8.backward_product(
+            [dy.reshape(-1, dy.shape[-1])], [weight], [absmax], in_features, quant_type
+        )
         return dx.view(*dy.shape[:-1], in_features)
     return dy @ dense_weight(weight, absmax, in_features, quant_type, dy.dtype)
 
@@ -78,8 +93,16 @@ class QuantLinear(nn.Module):
 
     product_dtype = ""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False,
-                 quant_type: str = "nf4", device=None, dtype=None, absmax_dtype: str = "fp32"):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        quant_type: str = "nf4",
+        device=None,
+        dtype=None,
+        absmax_dtype: str = "fp32",
+    ):
         super().__init__()
         if quant_type not in FORMATS:
             raise ValueError(f"quant_type {quant_type!r}: choose {', '.join(FORMATS)}")
@@ -87,20 +110,31 @@ class QuantLinear(nn.Module):
             raise ValueError(f"absmax_dtype {absmax_dtype!r}: choose {' or '.join(ABSMAX_DTYPES)}")
         self.in_features, self.out_features, self.quant_type = in_features, out_features, quant_type
         self.absmax_dtype = absmax_dtype
-        self.weight, self.absmax = map(frozen, empty_rows(out_features, in_features, quant_type,
-                                                          absmax_dtype, device))
+        self.weight, self.absmax = map(
+            frozen, empty_rows(out_features, in_features, quant_type, absmax_dtype, device)
+        )
         self.bias = frozen(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, quant_type: str = "nf4", absmax_dtype: str = "fp32"
-                    ) -> QuantLinear:
+    def from_linear(
+        cls, linear: nn.Linear, quant_type: str = "nf4", absmax_dtype: str = "fp32"
+    ) -> QuantLinear:
         """A quantized copy of a linear layer, on its device; on meta only the shapes are made."""
-        made = cls(linear.in_features, linear.out_features, linear.bias is not None, quant_type,
-                   linear.weight.device, linear.weight.dtype, absmax_dtype)
+        made = cls(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            quant_type,
+            linear.weight.device,
+            linear.weight.dtype,
+            absmax_dtype,
+        )
         if not linear.weight.is_meta:
             made.weight.data, made.absmax.data = quantize_rows(
-                    linear.weight.data, quant_type, absmax_dtype)
-            if made.bias is not None: made.bias.data = linear.bias.data
+                linear.weight.data, quant_type, absmax_dtype
+            )
+            if made.bias is not None:
+                made.bias.data = linear.bias.data
         return made
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
@@ -115,16 +149,21 @@ class QuantLinear(nn.Module):
 
         `model.half()` or `.to(dtype)` would convert the packed bytes as if they were numbers.
         """
+
         def keeping_dtype(tensor):
-            if tensor is self.bias: return fn(tensor)
+            if tensor is self.bias:
+                return fn(tensor)
             probe = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
             return fn(tensor) if probe.dtype == tensor.dtype else tensor.to(probe.device)
+
         return super()._apply(keeping_dtype, recurse)
 
     def extra_repr(self) -> str:
-        return (f"in_features={self.in_features}, out_features={self.out_features}, "
-                f"bias={self.bias is not None}, quant_type={self.quant_type}, "
-                f"absmax_dtype={self.absmax_dtype}")
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, quant_type={self.quant_type}, "
+            f"absmax_dtype={self.absmax_dtype}"
+        )
 
 
 class FrozenLinear(nn.Linear):
@@ -140,9 +179,15 @@ def frozen_product(layer: QuantLinear | FrozenLinear, x: Tensor) -> Tensor:
     """What a frozen layer makes of x; its bias may be trained (adapters/biases.py)."""
     bias = layer.bias
     trained = bias is not None and bias.requires_grad
-    y = frozen_linear(compute_input(x), layer.weight, getattr(layer, "absmax", None),
-                      None if trained else bias, layer.in_features, getattr(layer, "quant_type", ""),
-                      layer.product_dtype)
+    y = frozen_linear(
+        compute_input(x),
+        layer.weight,
+        getattr(layer, "absmax", None),
+        None if trained else bias,
+        layer.in_features,
+        getattr(layer, "quant_type", ""),
+        layer.product_dtype,
+    )
     return y + bias.to(y.dtype) if trained else y
 
 
@@ -151,9 +196,14 @@ def frozen(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
 
-def quantize_linears(model: nn.Module, quant_type: str = "nf4",
-                     skip: tuple[str, ...] = ("lm_head",), absmax_dtype: str = "fp32",
-                     names: set[str] | None = None, but: tuple[str, ...] = ()) -> nn.Module:
+def quantize_linears(
+    model: nn.Module,
+    quant_type: str = "nf4",
+    skip: tuple[str, ...] = ("lm_head",),
+    absmax_dtype: str = "fp32",
+    names: set[str] | None = None,
+    but: tuple[str, ...] = (),
+) -> nn.Module:
     """Replace every linear layer but those whose last name part is in `skip`, in place.
 
     With `names`, only layers of these names; none in the modules whose names are in `but`.
@@ -161,8 +211,10 @@ def quantize_linears(model: nn.Module, quant_type: str = "nf4",
     model. Raises ValueError for an unknown `quant_type` (formats.py) or `absmax_dtype` (fp32, int8).
     """
     for name, module in list(model.named_modules()):
-        if not isinstance(module, nn.Linear) or name.rsplit(".", 1)[-1] in skip: continue
-        if any(name.startswith(f"{module_name}.") for module_name in but): continue
+        if not isinstance(module, nn.Linear) or name.rsplit(".", 1)[-1] in skip:
+            continue
+        if any(name.startswith(f"{module_name}.") for module_name in but):
+            continue
         if names is None or name in names:
             made = QuantLinear.from_linear(module, quant_type, absmax_dtype)
             model.set_submodule(name, made)

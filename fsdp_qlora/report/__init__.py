@@ -2,6 +2,7 @@
 
 Modules, each importing only from those before it: story, charts, page.
 """
+
 from .page import write_report
 
 __all__ = ["write_report"]

@@ -2,6 +2,7 @@
 
 Pure: no torch, so that a report can be made on a laptop from a copied folder.
 """
+
 from __future__ import annotations
 
 from dataclasses import fields
@@ -28,9 +29,10 @@ def write_report(run: str | Path, path: str | Path | None = None) -> Path:
     try:
         text = page(story)
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-        raise ValueError(f"{run}: metrics.jsonl holds a record that no run writes "
-                         f"({type(error).__name__}: {error}); give a folder that a run has written"
-                         ) from error
+        raise ValueError(
+            f"{run}: metrics.jsonl holds a record that no run writes "
+            f"({type(error).__name__}: {error}); give a folder that a run has written"
+        ) from error
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(redact(text), encoding="utf-8")
     return target
@@ -40,11 +42,16 @@ def page(story: Story) -> str:
     """The whole page."""
     settings = story.start.get("settings", {})
     name = without_folders(settings.get("model_name") or "a run")
-    parts = [header(story, name, settings), tiles(story), section("Curves", curves(story)),
-             section("Answers", samples(story)), section("Data", data(story)),
-             section("Estimate and measurement", comparison(story)),
-             section("Starts, stops and faults", events(story)),
-             section("Settings", configuration(settings))]
+    parts = [
+        header(story, name, settings),
+        tiles(story),
+        section("Curves", curves(story)),
+        section("Answers", samples(story)),
+        section("Data", data(story)),
+        section("Estimate and measurement", comparison(story)),
+        section("Starts, stops and faults", events(story)),
+        section("Settings", configuration(settings)),
+    ]
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{escape(name)}: report of a run</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -68,30 +75,43 @@ def section(title: str, content: str) -> str:
 def table(rows: list[list[str]], head: list[str] | None = None, style: str = "") -> str:
     """Rows of text; the first cell of each is its name."""
     top = "<tr>" + "".join(f"<th>{escape(h)}</th>" for h in head) + "</tr>" if head else ""
-    body = "".join("<tr><th>" + escape(first) + "</th>" + "".join(f"<td>{escape(c)}</td>" for c in rest)
-                   + "</tr>" for first, *rest in rows)
+    body = "".join(
+        "<tr><th>"
+        + escape(first)
+        + "</th>"
+        + "".join(f"<td>{escape(c)}</td>" for c in rest)
+        + "</tr>"
+        for first, *rest in rows
+    )
     return f'<div class="box"><table class="{style}">{top}{body}</table></div>'
 
 
 # ---- top ---------------------------------------------------------------------------------------
 
+
 def header(story: Story, name: str, settings: dict) -> str:
     """What was trained, on what, and how it ended."""
     about = settings.get("about", {})
     status = story.status
-    parts = [f'<b class="{escape(status.split()[0])}">{escape(status)}</b>',
-             escape(without_folders(settings["dataset"])) if settings.get("dataset") else "",
-             escape(about.get("hardware", "")), escape(settings.get("sharding_strategy", "")),
-             escape(kind_of(settings)), escape(about.get("date", ""))]
+    parts = [
+        f'<b class="{escape(status.split()[0])}">{escape(status)}</b>',
+        escape(without_folders(settings["dataset"])) if settings.get("dataset") else "",
+        escape(about.get("hardware", "")),
+        escape(settings.get("sharding_strategy", "")),
+        escape(kind_of(settings)),
+        escape(about.get("date", "")),
+    ]
     line = " · ".join(p for p in parts if p)
-    return f"<header><h1>{escape(name)}</h1><p class=\"about\">{line}</p></header>"
+    return f'<header><h1>{escape(name)}</h1><p class="about">{line}</p></header>'
 
 
 def kind_of(settings: dict) -> str:
     """What is trained, in words."""
-    if not settings: return ""
+    if not settings:
+        return ""
     base = "16-bit" if settings["quant"] == "none" else settings["quant"]
-    if settings["adapter"] == "none": return "all weights trained"
+    if settings["adapter"] == "none":
+        return "all weights trained"
     return f"{settings['adapter']} r={settings['lora_rank']} on {base} weights"
 
 
@@ -110,20 +130,30 @@ def tiles(story: Story) -> str:
         "of the card's bf16 peak": f"{share:.0%}" if share is not None else None,
         "GiB at the peak": f"{peak:.1f}" if peak is not None else None,
         "in steps and evaluations": duration(story.seconds / 3600),
-        "for the GPUs": f"${dollars:,.2f}" if dollars is not None else None}
-    return '<div class="tiles">' + "".join(
-        f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
-        for name, value in found.items() if value is not None) + "</div>"
+        "for the GPUs": f"${dollars:,.2f}" if dollars is not None else None,
+    }
+    return (
+        '<div class="tiles">'
+        + "".join(
+            f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
+            for name, value in found.items()
+            if value is not None
+        )
+        + "</div>"
+    )
 
 
 def last_tenth(story: Story) -> float:
     """The loss per trained token of the last tenth of the steps."""
-    part = story.steps[-max(1, len(story.steps) // 10):]
+    part = story.steps[-max(1, len(story.steps) // 10) :]
     tokens = sum(s["trained_tokens"] for s in part)
-    return sum(s["loss"] * s["trained_tokens"] for s in part) / tokens if tokens else part[-1]["loss"]
+    return (
+        sum(s["loss"] * s["trained_tokens"] for s in part) / tokens if tokens else part[-1]["loss"]
+    )
 
 
 # ---- curves ------------------------------------------------------------------------------------
+
 
 def curves(story: Story) -> str:
     """The figures over steps."""
@@ -131,12 +161,27 @@ def curves(story: Story) -> str:
     held_out = Series("held out", points_of(story.evaluations, "eval_loss"), "other", dots=True)
     speed, norm = points_of(story.warm, "tokens_per_second"), points_of(steps, "grad_norm")
     memory = [p for p in points_of(steps, "peak_allocated_gib") if p[1]]
-    return '<div class="charts">' + "".join([
-        chart("Loss per trained token", [*raw_and_mean(loss), held_out], "no step was taken"),
-        chart("Tokens per second, all GPUs", raw_and_mean(speed), from_zero=True),
-        chart("Memory at its peak, GiB", [Series("allocated", memory)], NO_GPU, from_zero=True),
-        chart("Learning rate", [Series("learning rate", points_of(steps, "lr"))], from_zero=True),
-        chart("Gradient norm", raw_and_mean(norm), from_zero=True)]) + "</div>"
+    return (
+        '<div class="charts">'
+        + "".join(
+            [
+                chart(
+                    "Loss per trained token", [*raw_and_mean(loss), held_out], "no step was taken"
+                ),
+                chart("Tokens per second, all GPUs", raw_and_mean(speed), from_zero=True),
+                chart(
+                    "Memory at its peak, GiB", [Series("allocated", memory)], NO_GPU, from_zero=True
+                ),
+                chart(
+                    "Learning rate",
+                    [Series("learning rate", points_of(steps, "lr"))],
+                    from_zero=True,
+                ),
+                chart("Gradient norm", raw_and_mean(norm), from_zero=True),
+            ]
+        )
+        + "</div>"
+    )
 
 
 def raw_and_mean(points: list[tuple[float, float]]) -> list[Series]:
@@ -146,20 +191,32 @@ def raw_and_mean(points: list[tuple[float, float]]) -> list[Series]:
 
 # ---- answers -----------------------------------------------------------------------------------
 
+
 def samples(story: Story) -> str:
     """Each prompt with the answers before and after, and those in between."""
-    if not story.samples: return ""
+    if not story.samples:
+        return ""
     first, last = story.samples[0], story.samples[-1]
     shown = []
     for i, sample in enumerate(last["samples"]):
-        answers = {when(r): r["samples"][i]["answer"] for r in story.samples if i < len(r["samples"])}
-        ends = {name: answers[name] for name in dict.fromkeys((when(first), when(last)))
-                if name in answers}
-        if sample["reference"]: ends["in the data"] = sample["reference"]
+        answers = {
+            when(r): r["samples"][i]["answer"] for r in story.samples if i < len(r["samples"])
+        }
+        ends = {
+            name: answers[name]
+            for name in dict.fromkeys((when(first), when(last)))
+            if name in answers
+        }
+        if sample["reference"]:
+            ends["in the data"] = sample["reference"]
         between = {name: text for name, text in answers.items() if name not in ends}
-        more = f"<details><summary>in between</summary>{blocks(between)}</details>" if between else ""
-        shown.append(f'<div class="box sample"><p class="prompt">{escape(sample["prompt"])}</p>'
-                     f"{blocks(ends)}{more}</div>")
+        more = (
+            f"<details><summary>in between</summary>{blocks(between)}</details>" if between else ""
+        )
+        shown.append(
+            f'<div class="box sample"><p class="prompt">{escape(sample["prompt"])}</p>'
+            f"{blocks(ends)}{more}</div>"
+        )
     return "".join(shown)
 
 
@@ -170,45 +227,75 @@ def when(record: dict) -> str:
 
 def blocks(texts: dict[str, str]) -> str:
     """Texts under their names, beside each other where there is room."""
-    return '<div class="answers">' + "".join(
-        f"<div><h3>{escape(name)}</h3><pre>{escape(text) or '(nothing)'}</pre></div>"
-        for name, text in texts.items()) + "</div>"
+    return (
+        '<div class="answers">'
+        + "".join(
+            f"<div><h3>{escape(name)}</h3><pre>{escape(text) or '(nothing)'}</pre></div>"
+            for name, text in texts.items()
+        )
+        + "</div>"
+    )
 
 
 # ---- data --------------------------------------------------------------------------------------
 
+
 def data(story: Story) -> str:
     """What happened to the rows on the way to tokens."""
     found = story.data.get("report")
-    if not found: return ""
+    if not found:
+        return ""
     rows = [["rows read", f"{found['rows_read']:,}"], ["rows kept", f"{found['rows_kept']:,}"]]
-    rows += [[f"dropped: {reason}", f"{d['rows']:,} ({', '.join(map(str, d['sources']))}"
-              + (", ...)" if d["rows"] > len(d["sources"]) else ")")]
-             for reason, d in found["dropped"].items()]
-    rows += [["truncated", f"{found['rows_truncated']:,} rows to {found['context_length']:,} tokens, "
-              f"losing {found['tokens_cut']:,}"], ["tokens", f"{found['tokens_total']:,}"],
-             ["of them trained", f"{found['tokens_trained']:,} "
-              f"({found['tokens_trained'] / max(1, found['tokens_total']):.0%}, {found['train_on']})"]]
+    rows += [
+        [
+            f"dropped: {reason}",
+            f"{d['rows']:,} ({', '.join(map(str, d['sources']))}"
+            + (", ...)" if d["rows"] > len(d["sources"]) else ")"),
+        ]
+        for reason, d in found["dropped"].items()
+    ]
+    rows += [
+        [
+            "truncated",
+            f"{found['rows_truncated']:,} rows to {found['context_length']:,} tokens, "
+            f"losing {found['tokens_cut']:,}",
+        ],
+        ["tokens", f"{found['tokens_total']:,}"],
+        [
+            "of them trained",
+            f"{found['tokens_trained']:,} "
+            f"({found['tokens_trained'] / max(1, found['tokens_total']):.0%}, {found['train_on']})",
+        ],
+    ]
     for name, text in (("rows_trained", "rows trained on"), ("rows_held_out", "rows held out")):
-        if name in story.data: rows.append([text, f"{story.data[name]:,}"])
+        if name in story.data:
+            rows.append([text, f"{story.data[name]:,}"])
     lengths = {int(bound): count for bound, count in found["lengths"].items()}
     return f'<div class="pair">{table(rows)}{histogram(lengths) if lengths else ""}</div>'
 
 
 # ---- estimate ----------------------------------------------------------------------------------
 
+
 def comparison(story: Story) -> str:
     """What was predicted beside what was measured."""
     guess = story.start.get("estimate") or {}
     peak, seconds = story.highest("peak_allocated_gib"), story.typical("seconds")
-    rows = [["peak memory of a GPU", *pair(guess.get("peak_allocated_gib"), peak, "{:.2f} GiB")],
-            ["one optimizer step", *pair(guess.get("seconds_per_step"), seconds, "{:.3f} s")],
-            ["tokens/s, all GPUs", *pair(guess.get("tokens_per_second"),
-                                         story.typical("tokens_per_second"), "{:,.0f}")]]
+    rows = [
+        ["peak memory of a GPU", *pair(guess.get("peak_allocated_gib"), peak, "{:.2f} GiB")],
+        ["one optimizer step", *pair(guess.get("seconds_per_step"), seconds, "{:.3f} s")],
+        [
+            "tokens/s, all GPUs",
+            *pair(guess.get("tokens_per_second"), story.typical("tokens_per_second"), "{:,.0f}"),
+        ],
+    ]
     length = story.start.get("settings", {}).get("context_length")
-    note = (f"<p class=\"about\">The estimate is of rows of {length:,} tokens, the --context_length; "
-            "measured are medians, without the first step of each start, and the highest peak.</p>"
-            if length else "")
+    note = (
+        f'<p class="about">The estimate is of rows of {length:,} tokens, the --context_length; '
+        "measured are medians, without the first step of each start, and the highest peak.</p>"
+        if length
+        else ""
+    )
     return table(rows, ["", "estimate", "measured", "measured / estimate"], "figures") + note
 
 
@@ -220,17 +307,25 @@ def pair(guess: float | None, found: float | None, form: str) -> list[str]:
 
 # ---- events ------------------------------------------------------------------------------------
 
+
 def events(story: Story) -> str:
     """What happened to the run beside its steps."""
     rows = []
     for event, following in zip(story.events, [*story.events[1:], None], strict=True):
-        rows.append([event.get("time", "").replace("T", " ").replace("+00:00", " UTC"), said(event)])
+        rows.append(
+            [event.get("time", "").replace("T", " ").replace("+00:00", " UTC"), said(event)]
+        )
         if event["kind"] == "start" and following and following["kind"] == "start":
             rows.append(["", "ended without a word, as a run does that is killed"])
     if story.checkpoints:
         held = sum(c["seconds_held"] for c in story.checkpoints)
-        rows.append(["", f"{len(story.checkpoints):,} checkpoints, the last after step "
-                     f"{story.checkpoints[-1]['step']:,}; they held the run up for {held:.1f} s in all"])
+        rows.append(
+            [
+                "",
+                f"{len(story.checkpoints):,} checkpoints, the last after step "
+                f"{story.checkpoints[-1]['step']:,}; they held the run up for {held:.1f} s in all",
+            ]
+        )
     return table(rows) if rows else ""
 
 
@@ -242,24 +337,30 @@ def said(event: dict) -> str:
         how = f"went on after step {step}" if event["step"] else "began"
         return f"{how} on {ranks}; model ready in {event['load_seconds']:.0f} s"
     if kind == "end":
-        if event["message"].startswith(event["status"]): return event["message"]
+        if event["message"].startswith(event["status"]):
+            return event["message"]
         return f"{event['status']} after step {step}" + f": {event['message']}".removesuffix(": ")
-    if kind == "rollback": return f"went back from step {event['from_step']:,} to step {step}"
+    if kind == "rollback":
+        return f"went back from step {event['from_step']:,} to step {step}"
     rows = ", ".join(map(str, event["rows"][:10])) + (", ..." if len(event["rows"]) > 10 else "")
     return f"step {step} was skipped, for its loss or gradient is not a number; its rows: {rows}"
 
 
 # ---- settings ----------------------------------------------------------------------------------
 
+
 def configuration(settings: dict) -> str:
     """The settings that differ from their defaults, and all others behind a click."""
-    if not settings: return ""
+    if not settings:
+        return ""
     defaults = {f.name: default_of(f) for group in GROUPS for f in fields(group)}
     rows = [[name, shown(settings[name])] for name in defaults if name in settings]
     changed = [row for row in rows if settings[row[0]] != defaults[row[0]]]
     about = settings.get("about", {})
     versions = [[name, version] for name, version in about.get("packages", {}).items()]
     rest = [row for row in rows if row not in changed]
-    return (f'{table(changed, style="code") if changed else "<p>All settings have their defaults.</p>"}'
-            f"<details><summary>settings at their defaults</summary>{table(rest)}</details>"
-            f"<details><summary>versions</summary>{table(versions)}</details>")
+    return (
+        f"{table(changed, style='code') if changed else '<p>All settings have their defaults.</p>'}"
+        f"<details><summary>settings at their defaults</summary>{table(rest)}</details>"
+        f"<details><summary>versions</summary>{table(versions)}</details>"
+    )

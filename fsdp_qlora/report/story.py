@@ -1,4 +1,5 @@
 """What happened in a run, read from its metrics.jsonl. Pure: no torch."""
+
 from __future__ import annotations
 
 import math
@@ -12,6 +13,7 @@ from ..reading import from_json
 @dataclass
 class Story:
     """The records of a run by kind, in their order; of steps, evaluations and samples one per step."""
+
     starts: list[dict] = field(default_factory=list)
     steps: list[dict] = field(default_factory=list)
     evaluations: list[dict] = field(default_factory=list)
@@ -49,8 +51,9 @@ class Story:
     @property
     def seconds(self) -> float:
         """Of all steps, evaluations, samples and held checkpoints that count."""
-        return (sum(r.get("seconds", 0) for r in (*self.steps, *self.evaluations, *self.samples))
-                + sum(c.get("seconds_held", 0) for c in self.checkpoints))
+        return sum(
+            r.get("seconds", 0) for r in (*self.steps, *self.evaluations, *self.samples)
+        ) + sum(c.get("seconds_held", 0) for c in self.checkpoints)
 
     @property
     def dollars(self) -> float | None:
@@ -66,7 +69,9 @@ def read_story(run: str | Path) -> Story:
         raise ValueError(f"{run}: no metrics.jsonl there; give the --output_dir of a run")
     story = tell(read_lines(path))
     if not story.steps and not story.starts:
-        raise ValueError(f"{path}: no step is in it yet; give the --output_dir of a run that has begun")
+        raise ValueError(
+            f"{path}: no step is in it yet; give the --output_dir of a run that has begun"
+        )
     return story
 
 
@@ -78,20 +83,29 @@ def read_lines(path: Path) -> list[dict]:
             record = from_json(line)
         except ValueError:
             continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int): found.append(record)
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            found.append(record)
     return found
 
 
 def tell(records: list[dict]) -> Story:
     """Records as a story: what a restart did again counts once, as it was in the end."""
     story = Story()
-    lists = dict(step=story.steps, eval=story.evaluations, samples=story.samples, start=story.starts,
-                 checkpoint=story.checkpoints)
+    lists = dict(
+        step=story.steps,
+        eval=story.evaluations,
+        samples=story.samples,
+        start=story.starts,
+        checkpoint=story.checkpoints,
+    )
     for record in records:
         kind = record.get("kind", "step")
-        if kind in lists: lists[kind].append(record)
-        if kind in ("start", "end", "skipped", "rollback"): story.events.append(record)
-        if kind in ("start", "data") and record.get("data"): story.data |= record["data"]
+        if kind in lists:
+            lists[kind].append(record)
+        if kind in ("start", "end", "skipped", "rollback"):
+            story.events.append(record)
+        if kind in ("start", "data") and record.get("data"):
+            story.data |= record["data"]
     for name in ("steps", "evaluations", "samples"):
         setattr(story, name, list({r["step"]: r for r in getattr(story, name)}.values()))
     return story
@@ -99,14 +113,18 @@ def tell(records: list[dict]) -> Story:
 
 def points_of(records: list[dict], name: str) -> list[tuple[float, float]]:
     """(step, value) of a figure where it is a number."""
-    return [(r["step"], r[name]) for r in records
-            if isinstance(r.get(name), int | float) and math.isfinite(r[name])]
+    return [
+        (r["step"], r[name])
+        for r in records
+        if isinstance(r.get(name), int | float) and math.isfinite(r[name])
+    ]
 
 
 def smoothed(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """A mean around each point: of a fortieth of the points on both sides, five at least."""
     reach, sums = max(5, len(points) // 40), [0.0]
-    for _, value in points: sums.append(sums[-1] + value)
+    for _, value in points:
+        sums.append(sums[-1] + value)
     found = []
     for i, (step, _) in enumerate(points):
         here = min(reach, i, len(points) - 1 - i)  # as far back as ahead, or the ends would lean
@@ -116,11 +134,12 @@ def smoothed(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def thinned(points: list[tuple[float, float]], most: int = 600) -> list[tuple[float, float]]:
     """No more than `most` points: of each stretch the lowest and the highest, so no peak is lost."""
-    if len(points) <= most: return points
+    if len(points) <= most:
+        return points
     size = math.ceil(2 * len(points) / most)
     found = []
     for start in range(0, len(points), size):
-        part = points[start:start + size]
+        part = points[start : start + size]
         ends = {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}
         found += sorted(ends)
     return found

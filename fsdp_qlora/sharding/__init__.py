@@ -2,6 +2,7 @@
 
 Modules, each importing only from those before it: units, prefetch, ddp, replaced, masks, fsdp.
 """
+
 from .fsdp import (
     STRATEGIES,
     OnHost,
@@ -20,7 +21,18 @@ from .replaced import refuse_to_train
 from .units import describe_units
 
 __all__ = [
-    "OnHost", "STRATEGIES", "apply_sharding", "describe_units", "free_gathered", "is_sharded",
-    "kept_between_forwards", "make_mesh", "parameter_device", "reduce_gradients", "refuse_to_train",
-    "set_gradient_sync", "watch_gradients", "without_gradient_sync",
+    "OnHost",
+    "STRATEGIES",
+    "apply_sharding",
+    "describe_units",
+    "free_gathered",
+    "is_sharded",
+    "kept_between_forwards",
+    "make_mesh",
+    "parameter_device",
+    "reduce_gradients",
+    "refuse_to_train",
+    "set_gradient_sync",
+    "watch_gradients",
+    "without_gradient_sync",
 ]

@@ -3,6 +3,7 @@
 Frozen weights are left alone. torch's DistributedDataParallel wants all weights when it is made, to
 broadcast them, and here they are still on the meta device then.
 """
+
 from __future__ import annotations
 
 import torch
@@ -31,35 +32,44 @@ class GradientReducer:
     def watch(self):
         """Look at the weights' gradients, once the weights exist: loading replaces those on meta."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        if self.trained or any(p.is_meta for p in trained): return
+        if self.trained or any(p.is_meta for p in trained):
+            return
         self.trained = trained
-        for p in trained: p.register_post_accumulate_grad_hook(self.queue)
+        for p in trained:
+            p.register_post_accumulate_grad_hook(self.queue)
 
     def begin(self, *_):
-        if not self.trained: self.watch()
+        if not self.trained:
+            self.watch()
         self.queued = False  # an error in the last backward may have left it
 
     def watch_outputs(self, module, args, output):
         for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad: leaf.register_hook(self.queue)
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(self.queue)
 
     def queue(self, _):
-        if self.queued or not self.enabled: return
+        if self.queued or not self.enabled:
+            return
         self.queued = True
         torch.autograd.Variable._execution_engine.queue_callback(self.reduce)
 
     def reduce(self):
         self.queued = False
         for p in self.trained:  # a missing gradient counts as zero
-            if p.grad is None: p.grad = torch.zeros_like(p)
-        if dist.get_world_size() == 1: return
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        if dist.get_world_size() == 1:
+            return
         for bucket in buckets(self.trained):
             flat = torch.cat([p.grad.reshape(-1) for p in bucket])
             dist.all_reduce(flat)
             flat /= dist.get_world_size()
             parts = flat.split([p.numel() for p in bucket])
-            torch._foreach_copy_([p.grad for p in bucket],
-                                 [part.view_as(p) for p, part in zip(bucket, parts, strict=True)])
+            torch._foreach_copy_(
+                [p.grad for p in bucket],
+                [part.view_as(p) for p, part in zip(bucket, parts, strict=True)],
+            )
 
 
 def buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -7,6 +7,7 @@ reduces gradients where nothing is sharded.
 No group has a `param_dtype`: FSDP would cast the fp32 scales of quantized weights to it, and NaN
 follows. Packed bytes, scales and adapters travel as stored; the ops cast what they multiply.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -43,22 +44,30 @@ from .units import WrapPolicy, needed_in_backward, sharding_units
 @dataclass(frozen=True)
 class Strategy:
     """One way to place a model on the ranks."""
-    mesh: str                           # "replicate", "shard" (world,), or "hybrid" (replicas, group)
+
+    mesh: str  # "replicate", "shard" (world,), or "hybrid" (replicas, group)
     reshard_after_forward: bool | None  # free a unit's gathered weights after its forward
-    fsdp1: str                          # the name in FSDP1, which guides and papers use
+    fsdp1: str  # the name in FSDP1, which guides and papers use
     summary: str
 
 
 STRATEGIES = {
     "ddp": Strategy("replicate", None, "NO_SHARD", "every rank holds everything"),
-    "shard_grad_op": Strategy("shard", False, "SHARD_GRAD_OP",
-                              "weights are gathered for a forward and freed after its backward"),
-    "full_shard": Strategy("shard", True, "FULL_SHARD",
-                           "weights are gathered for each forward and backward of a block"),
-    "hybrid_shard_grad_op": Strategy("hybrid", False, "_HYBRID_SHARD_ZERO2",
-                                     "shard_grad_op in a group, replicas of groups"),
-    "hybrid_full_shard": Strategy("hybrid", True, "HYBRID_SHARD",
-                                  "full_shard in a group, replicas of groups"),
+    "shard_grad_op": Strategy(
+        "shard",
+        False,
+        "SHARD_GRAD_OP",
+        "weights are gathered for a forward and freed after its backward",
+    ),
+    "full_shard": Strategy(
+        "shard", True, "FULL_SHARD", "weights are gathered for each forward and backward of a block"
+    ),
+    "hybrid_shard_grad_op": Strategy(
+        "hybrid", False, "_HYBRID_SHARD_ZERO2", "shard_grad_op in a group, replicas of groups"
+    ),
+    "hybrid_full_shard": Strategy(
+        "hybrid", True, "HYBRID_SHARD", "full_shard in a group, replicas of groups"
+    ),
 }
 
 
@@ -70,16 +79,26 @@ def make_mesh(strategy: str, device: torch.device, shard_group_size: int = -1):
     """
     check_strategy(strategy)
     kind = STRATEGIES[strategy].mesh
-    if kind == "replicate": return None
-    if kind == "shard": return shard_mesh(device)
+    if kind == "replicate":
+        return None
+    if kind == "shard":
+        return shard_mesh(device)
     size = resolve_shard_group_size(shard_group_size, ranks_from_env(), strategy)
     return hybrid_mesh(device, size)
 
 
-def apply_sharding(model: nn.Module, strategy: str = "full_shard", mesh=None, *,
-                   wrap_policy: WrapPolicy = "block", min_wrap_params: int = 100_000_000,
-                   on_host: OnHost | None = None, backward_prefetch: str = "backward_pre",
-                   forward_prefetch: bool = False, gather_once: bool = False) -> list[str]:
+def apply_sharding(
+    model: nn.Module,
+    strategy: str = "full_shard",
+    mesh=None,
+    *,
+    wrap_policy: WrapPolicy = "block",
+    min_wrap_params: int = 100_000_000,
+    on_host: OnHost | None = None,
+    backward_prefetch: str = "backward_pre",
+    forward_prefetch: bool = False,
+    gather_once: bool = False,
+) -> list[str]:
     """Shard the model in place over `mesh` and return the names of the units made.
 
     mesh: None is `make_mesh(strategy)` over all ranks, on GPUs where the process group serves them.
@@ -94,30 +113,46 @@ def apply_sharding(model: nn.Module, strategy: str = "full_shard", mesh=None, *,
     check_strategy(strategy)
     check_prefetch(backward_prefetch)
     check_storage(model)
-    if mesh is None: mesh = make_mesh(strategy, torch.device(main_device_type()))
+    if mesh is None:
+        mesh = make_mesh(strategy, torch.device(main_device_type()))
     check_mesh(strategy, mesh)
     on_host = on_host or OnHost()
-    if dist.get_world_size() > 1: check_masks(model)
+    if dist.get_world_size() > 1:
+        check_masks(model)
     broadcast_trained(model, None if mesh is None else mesh_device(mesh))
     if mesh is None or (mesh.size() == 1 and not on_host.frozen):
-        if dist.get_world_size() > 1: model.gradient_reducer = GradientReducer(model)
-        if on_host.vocabulary: apply_vocabulary_lookup(model)
+        if dist.get_world_size() > 1:
+            model.gradient_reducer = GradientReducer(model)
+        if on_host.vocabulary:
+            apply_vocabulary_lookup(model)
         return []
     before = list(model.parameters())
     not_fsdps = set(apply_vocabulary_lookup(model, mesh))
-    if mesh.size() == 1: not_fsdps |= set(apply_streaming(model, mesh_device(mesh)))
-    settings = dict(mesh=mesh, offload_policy=on_host.policy(mesh.device_type), ignored_params=not_fsdps,
-                    mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
-                    reshard_after_forward=STRATEGIES[strategy].reshard_after_forward)
-    units = [(name, unit) for name, unit in sharding_units(model, wrap_policy, min_wrap_params)
-             if not not_fsdps.issuperset(unit.parameters())]
-    for _, unit in units: fully_shard(unit, **settings)
+    if mesh.size() == 1:
+        not_fsdps |= set(apply_streaming(model, mesh_device(mesh)))
+    settings = dict(
+        mesh=mesh,
+        offload_policy=on_host.policy(mesh.device_type),
+        ignored_params=not_fsdps,
+        mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
+        reshard_after_forward=STRATEGIES[strategy].reshard_after_forward,
+    )
+    units = [
+        (name, unit)
+        for name, unit in sharding_units(model, wrap_policy, min_wrap_params)
+        if not not_fsdps.issuperset(unit.parameters())
+    ]
+    for _, unit in units:
+        fully_shard(unit, **settings)
     fully_shard(model, **settings | dict(reshard_after_forward=False))
-    if on_host.frozen and not on_host.trained: keep_trained_on_device(model)
+    if on_host.frozen and not on_host.trained:
+        keep_trained_on_device(model)
     modules = [unit for _, unit in units]
     apply_backward_prefetch(model, needed_in_backward(model, modules), backward_prefetch)
-    if forward_prefetch: apply_forward_prefetch(model, modules)
-    if gather_once: keep_gathered(model)
+    if forward_prefetch:
+        apply_forward_prefetch(model, modules)
+    if gather_once:
+        keep_gathered(model)
     free_after_unrecorded_forwards(model)
     refuse_inference_tensors(model)
     refuse_to_train(set(before) - set(model.parameters()))
@@ -134,8 +169,10 @@ def check_mesh(strategy: str, mesh):
     """Refuse a mesh that would make another strategy of this one."""
     wanted = {"replicate": 0, "shard": 1, "hybrid": 2}[STRATEGIES[strategy].mesh]
     if (given := mesh.ndim if mesh is not None else 0) != wanted:
-        raise ValueError(f"--sharding_strategy {strategy} takes a mesh of {wanted} dimensions, and this "
-                         f"one has {given}; use make_mesh({strategy!r}, device), or leave mesh out")
+        raise ValueError(
+            f"--sharding_strategy {strategy} takes a mesh of {wanted} dimensions, and this "
+            f"one has {given}; use make_mesh({strategy!r}, device), or leave mesh out"
+        )
 
 
 @torch.no_grad()
@@ -144,9 +181,11 @@ def broadcast_trained(model: nn.Module, device: torch.device | None):
 
     Those on the meta device have no values yet; `init_adapters` gives every rank the same.
     """
-    if dist.get_world_size() == 1: return
+    if dist.get_world_size() == 1:
+        return
     for p in model.parameters():
-        if not p.requires_grad or p.is_meta: continue
+        if not p.requires_grad or p.is_meta:
+            continue
         sent = p.detach().to(device or p.device).contiguous()
         dist.broadcast(sent, src=0)
         p.copy_(sent)
@@ -154,8 +193,11 @@ def broadcast_trained(model: nn.Module, device: torch.device | None):
 
 def mesh_device(mesh) -> torch.device:
     """This rank's device of a mesh."""
-    return torch.device(mesh.device_type, torch.cuda.current_device()) if (
-        mesh.device_type == "cuda") else torch.device(mesh.device_type)
+    return (
+        torch.device(mesh.device_type, torch.cuda.current_device())
+        if (mesh.device_type == "cuda")
+        else torch.device(mesh.device_type)
+    )
 
 
 def check_storage(model: nn.Module):
@@ -164,11 +206,14 @@ def check_storage(model: nn.Module):
     Raises ValueError: quant_storage must be the dtype of the model's other weights.
     """
     from bitsandbytes.nn import Params4bit
+
     packed = {p.dtype for p in model.parameters() if isinstance(p, Params4bit)}
     if packed and not all(dtype.is_floating_point for dtype in packed):
-        raise ValueError("bitsandbytes weights are stored as integers, which FSDP can't shard with "
-                         "the rest; load with BitsAndBytesConfig(bnb_4bit_quant_storage=<the "
-                         "model's dtype>)")
+        raise ValueError(
+            "bitsandbytes weights are stored as integers, which FSDP can't shard with "
+            "the rest; load with BitsAndBytesConfig(bnb_4bit_quant_storage=<the "
+            "model's dtype>)"
+        )
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -179,7 +224,8 @@ def is_sharded(model: nn.Module) -> bool:
 def free_gathered(model: nn.Module):
     """Let the model hold shards alone; the next forward or backward gathers what it needs."""
     for module in model.modules():
-        if is_sharded(module): module.reshard()
+        if is_sharded(module):
+            module.reshard()
 
 
 def free_after_unrecorded_forwards(model: nn.Module):
@@ -191,7 +237,9 @@ def free_after_unrecorded_forwards(model: nn.Module):
     model.frees_after_forward = True
 
     def free(*_):
-        if model.frees_after_forward and not torch.is_grad_enabled(): free_gathered(model)
+        if model.frees_after_forward and not torch.is_grad_enabled():
+            free_gathered(model)
+
     model.register_forward_hook(free)
 
 
@@ -200,11 +248,15 @@ def refuse_inference_tensors(model: nn.Module):
 
     No gradient could pass them later.
     """
+
     def check(*_):
         if torch.is_inference_mode_enabled():
-            raise ValueError("the first forward of a sharded model can't be in torch.inference_mode, or "
-                             "training would fail later; use torch.no_grad")
+            raise ValueError(
+                "the first forward of a sharded model can't be in torch.inference_mode, or "
+                "training would fail later; use torch.no_grad"
+            )
         handle.remove()
+
     handle = model.register_forward_pre_hook(check, prepend=True)
 
 
@@ -221,8 +273,10 @@ def kept_between_forwards(model: nn.Module) -> Iterator[None]:
 
 def set_gradient_sync(model: nn.Module, sync: bool):
     """Whether the next backward reduces gradients over ranks; all but a step's last may skip it."""
-    if is_sharded(model): model.set_requires_gradient_sync(sync)
-    elif hasattr(model, "gradient_reducer"): model.gradient_reducer.enabled = sync
+    if is_sharded(model):
+        model.set_requires_gradient_sync(sync)
+    elif hasattr(model, "gradient_reducer"):
+        model.gradient_reducer.enabled = sync
 
 
 @contextmanager
@@ -230,47 +284,62 @@ def without_gradient_sync(model: nn.Module) -> Iterator[None]:
     """Within it, no backward of a model that is not sharded meets other ranks."""
     reducer = getattr(model, "gradient_reducer", None)
     was = reducer and reducer.enabled
-    if reducer: reducer.enabled = False
+    if reducer:
+        reducer.enabled = False
     try:
         yield
     finally:
-        if reducer: reducer.enabled = was
+        if reducer:
+            reducer.enabled = was
 
 
 def watch_gradients(model: nn.Module):
     """Tell a model that is not sharded that its weights exist now."""
-    if reducer := getattr(model, "gradient_reducer", None): reducer.watch()
+    if reducer := getattr(model, "gradient_reducer", None):
+        reducer.watch()
 
 
 def reduce_gradients(model: nn.Module):
     """What the end of a backward does in ddp, where `set_gradient_sync` asks for it."""
     reducer = getattr(model, "gradient_reducer", None)
-    if reducer and reducer.enabled: reducer.reduce()
+    if reducer and reducer.enabled:
+        reducer.reduce()
 
 
 # ---- host memory -------------------------------------------------------------------------------
 
+
 @dataclass(frozen=True)
 class OnHost:
     """Which weights' shards wait in host memory between uses."""
-    frozen: bool = False      # and all that FSDP owns, but for:
-    trained: bool = False     # with their gradients and optimizer states
+
+    frozen: bool = False  # and all that FSDP owns, but for:
+    trained: bool = False  # with their gradients and optimizer states
     vocabulary: bool = False  # a frozen embedding and head
 
     def policy(self, device_type: str) -> OffloadPolicy:
         """As FSDP takes it."""
-        return CPUOffloadPolicy(pin_memory=device_type == "cuda") if self.frozen else OffloadPolicy()
+        return (
+            CPUOffloadPolicy(pin_memory=device_type == "cuda") if self.frozen else OffloadPolicy()
+        )
 
 
-def parameter_device(model: nn.Module, device: torch.device, on_host: OnHost
-                     ) -> Callable[[nn.Parameter], torch.device]:
+def parameter_device(
+    model: nn.Module, device: torch.device, on_host: OnHost
+) -> Callable[[nn.Parameter], torch.device]:
     """Where each parameter's shard lives, as a function of the parameter."""
     by_rows = set(vocabulary_weights(model))
 
     def place(p: nn.Parameter) -> torch.device:
-        off = (on_host.vocabulary if p in by_rows else on_host.trained if p.requires_grad
-               else on_host.frozen)
+        off = (
+            on_host.vocabulary
+            if p in by_rows
+            else on_host.trained
+            if p.requires_grad
+            else on_host.frozen
+        )
         return torch.device("cpu") if off else device
+
     return place
 
 
@@ -281,8 +350,12 @@ def keep_trained_on_device(model: nn.Module):
     refuses parameters that are not, so its own policy is taken off.
     """
     for module in model.modules():
-        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-        if group is None: continue
+        group = (
+            module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        )
+        if group is None:
+            continue
         group.offload_policy = OffloadPolicy()
         for p in group.fsdp_params:
-            if p.sharded_param.requires_grad: p.offload_to_cpu = p.pin_memory = False
+            if p.sharded_param.requires_grad:
+                p.offload_to_cpu = p.pin_memory = False

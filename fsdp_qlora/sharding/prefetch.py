@@ -10,6 +10,7 @@ Names and meanings are FSDP1's, on FSDP2's modules (`FSDPModule`), which a calle
 
 https://docs.pytorch.org/docs/stable/fsdp.html#torch.distributed.fsdp.BackwardPrefetch
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -35,12 +36,14 @@ def apply_backward_prefetch(model: nn.Module, units: list[nn.Module], when: str)
     # FSDP2 gathers what came before in the forward: before the last of these, an unneeded embedding.
     stop_implicit_prefetch(order[-1:] if when == "backward_pre" else [model, *order])
     if when == "backward_post":
-        for unit, following in zip(order, order[1:], strict=False): gather_after(unit, following)
+        for unit, following in zip(order, order[1:], strict=False):
+            gather_after(unit, following)
 
 
 def stop_implicit_prefetch(units: list[nn.Module]):
     """Gather nothing ahead of these units' backward: FSDP2 takes a unit naming itself as that."""
-    for unit in units: unit.set_modules_to_backward_prefetch([unit])
+    for unit in units:
+        unit.set_modules_to_backward_prefetch([unit])
 
 
 def gather_after(unit: nn.Module, following: nn.Module):
@@ -49,9 +52,14 @@ def gather_after(unit: nn.Module, following: nn.Module):
     Then the unit's own backward is done, and FSDP has not yet reduced its gradients: its function
     that does so comes before the hooked tensor in the backward's order.
     """
+
     def watch(module, args, kwargs):
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
-        for t in inputs[:1]: t.register_hook(lambda grad: start(following))
+        inputs = [
+            t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad
+        ]
+        for t in inputs[:1]:
+            t.register_hook(lambda grad: start(following))
+
     unit.register_forward_pre_hook(watch, with_kwargs=True)
 
 
@@ -75,7 +83,8 @@ def backward_order(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
 
 def outermost_last(module: nn.Module) -> Iterator[nn.Module]:
     """Modules in the order in which their forwards end: what is inside comes first."""
-    for child in module.children(): yield from outermost_last(child)
+    for child in module.children():
+        yield from outermost_last(child)
     yield module
 
 
@@ -87,4 +96,5 @@ def keep_gathered(model: nn.Module):
 
 def set_last_micro_batch(model: nn.Module, last: bool):
     """Free gathered weights after the next backward only if it is the step's last."""
-    if getattr(model, "keeps_gathered", False): model.set_reshard_after_backward(last)
+    if getattr(model, "keeps_gathered", False):
+        model.set_reshard_after_backward(last)

@@ -4,6 +4,7 @@ Sharding and loading put other parameters in the place of a model's. An optimize
 would update those that are gone, and the model would never change. A hook that torch runs before the
 step of any optimizer finds out.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -13,28 +14,36 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-hooks: list = []                         # torch's handle of the hook, once there is one
+hooks: list = []  # torch's handle of the hook, once there is one
 checked: WeakSet[Optimizer] = WeakSet()  # since parameters were last replaced
 
 
 def refuse_to_train(replaced: Iterable[nn.Parameter]):
     """From now on an optimizer that holds one of these parameters raises ValueError in its step."""
-    for p in replaced: p.is_replaced = True  # type: ignore[attr-defined]
+    for p in replaced:
+        p.is_replaced = True  # type: ignore[attr-defined]
     checked.clear()
-    if not hooks: hooks.append(register_optimizer_step_pre_hook(check_weights))
+    if not hooks:
+        hooks.append(register_optimizer_step_pre_hook(check_weights))
 
 
 def check_weights(optimizer: Optimizer, *_):
     """Raises ValueError if the optimizer holds a parameter that no model computes with any more."""
-    if optimizer in checked: return
+    if optimizer in checked:
+        return
     if any(is_gone(p) for group in optimizer.param_groups for p in group["params"]):
-        raise ValueError("the optimizer holds weights that the model no longer has, and would train "
-                         "nothing; build it after apply_sharding and materialize, and not between a "
-                         "forward and its backward")
+        raise ValueError(
+            "the optimizer holds weights that the model no longer has, and would train "
+            "nothing; build it after apply_sharding and materialize, and not between a "
+            "forward and its backward"
+        )
     checked.add(optimizer)
 
 
 def is_gone(p: nn.Parameter) -> bool:
     """Whether a parameter was replaced, has no values, or is a gathered copy that FSDP has freed."""
-    if isinstance(p, DTensor): return False
-    return hasattr(p, "is_replaced") or p.is_meta or (p.numel() > 0 and not p.untyped_storage().size())
+    if isinstance(p, DTensor):
+        return False
+    return (
+        hasattr(p, "is_replaced") or p.is_meta or (p.numel() > 0 and not p.untyped_storage().size())
+    )

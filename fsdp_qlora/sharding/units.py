@@ -3,6 +3,7 @@
 A unit's weights are whole only inside its own forward and backward; what is in no unit joins the root,
 whose weights are gathered for a whole step. Nothing here shards: `fsdp.py` does.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,8 +17,9 @@ from ..model.experts import StackedExperts
 WrapPolicy = str | Callable[[nn.Module], bool]
 
 
-def sharding_units(model: nn.Module, policy: WrapPolicy = "block", min_params: int = 100_000_000
-                   ) -> list[tuple[str, nn.Module]]:
+def sharding_units(
+    model: nn.Module, policy: WrapPolicy = "block", min_params: int = 100_000_000
+) -> list[tuple[str, nn.Module]]:
     """The modules that are gathered together, innermost first; what is left joins the root.
 
     `policy` is "block", "attention_mlp", "min_params", or a function that is true for each unit;
@@ -31,14 +33,18 @@ def sharding_units(model: nn.Module, policy: WrapPolicy = "block", min_params: i
     elif policy == "min_params":
         chosen = smallest_modules_above(model, min_params)
     elif isinstance(policy, str):
-        raise ValueError(f"--wrap_policy {policy}: choose block, attention_mlp, min_params, or give a "
-                         "function that is true for each unit")
+        raise ValueError(
+            f"--wrap_policy {policy}: choose block, attention_mlp, min_params, or give a "
+            "function that is true for each unit"
+        )
     else:
         chosen = [m for _, m in model.named_modules() if m is not model and policy(m)]
-        if not chosen: raise ValueError("the wrap policy is true for no module of the model")
+        if not chosen:
+            raise ValueError("the wrap policy is true for no module of the model")
     names = {id(m): name for name, m in model.named_modules()}
     embedding = separate_embedding(model)
-    if embedding is not None and embedding not in chosen: chosen = [embedding, *chosen]
+    if embedding is not None and embedding not in chosen:
+        chosen = [embedding, *chosen]
     chosen = gatherable(model, chosen)
     return sorted(((names[id(m)], m) for m in chosen), key=lambda unit: -unit[0].count("."))
 
@@ -51,20 +57,28 @@ def gatherable(model: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
     shared with a module outside of the unit (a tied head) would be split from it. The last two join
     the root.
     """
-    layer_of = {id(part): layer for layer in model.modules()
-                if isinstance(layer, (BaseTunerLayer, StackedExperts)) for part in layer.modules()}
+    layer_of = {
+        id(part): layer
+        for layer in model.modules()
+        if isinstance(layer, (BaseTunerLayer, StackedExperts))
+        for part in layer.modules()
+    }
     chosen = [layer_of.get(id(m), m) for m in chosen]
     owners = owners_of_shared_weights(model)
     head = output_head(model)
-    return [m for m in dict.fromkeys(chosen)
-            if m is not head and not any(splits(m, group) for group in owners)]
+    return [
+        m
+        for m in dict.fromkeys(chosen)
+        if m is not head and not any(splits(m, group) for group in owners)
+    ]
 
 
 def owners_of_shared_weights(model: nn.Module) -> list[set[nn.Module]]:
     """For each parameter that several modules hold, those modules."""
     owners: dict[int, set[nn.Module]] = {}
     for module in model.modules():
-        for p in module.parameters(recurse=False): owners.setdefault(id(p), set()).add(module)
+        for p in module.parameters(recurse=False):
+            owners.setdefault(id(p), set()).add(module)
     return [group for group in owners.values() if len(group) > 1]
 
 
@@ -75,7 +89,8 @@ def splits(unit: nn.Module, owners: set[nn.Module]) -> bool:
 
 def separate_embedding(model: nn.Module) -> nn.Module | None:
     """The input embedding as a unit of its own, unless its weight is the head's too."""
-    if is_tied(model): return None
+    if is_tied(model):
+        return None
     return model.get_input_embeddings()
 
 
@@ -89,6 +104,7 @@ def smallest_modules_above(module: nn.Module, min_params: int) -> list[nn.Module
             return count
         found.append(m)
         return 0
+
     remaining(module)
     return found
 
@@ -101,16 +117,19 @@ def needed_in_backward(model: nn.Module, units: list[nn.Module]) -> list[nn.Modu
     chosen = set(units)
     order = [m for m in model.modules() if m in chosen]
     trained = [any(p.requires_grad for p in m.parameters()) for m in order]
-    needed = set(order[trained.index(True):] if True in trained else ())
+    needed = set(order[trained.index(True) :] if True in trained else ())
     return [unit for unit in units if unit in needed]
 
 
 def describe_units(units: list[str]) -> str:
     """The FSDP units in one line; numbered ones as a range."""
-    if not units: return "nothing is sharded: each rank holds the whole model"
+    if not units:
+        return "nothing is sharded: each rank holds the whole model"
     numbered = [u for u in units if u.rsplit(".", 1)[-1].isdecimal()]
     others = [u for u in units if u not in numbered]
-    ends = [f"{numbered[0]} to {numbered[-1].rsplit('.', 1)[-1]}"] if len(numbered) > 1 else numbered
+    ends = (
+        [f"{numbered[0]} to {numbered[-1].rsplit('.', 1)[-1]}"] if len(numbered) > 1 else numbered
+    )
     shown = [u.removeprefix("base_model.model.") for u in (*others[:4], *ends)]
     more = ", ..." if len(others) > 4 else ""
     return f"{len(units)} FSDP units, and the root with the rest: {', '.join(shown)}{more}"

@@ -1,4 +1,5 @@
 """What a run says of itself before its first step: what it prints, and the record of its start."""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -25,16 +26,26 @@ from .step import compute_device
 WELL_FILLED = 0.8  # of the places of bins
 
 
-def describe(model: nn.Module, config: RunConfig, batches: BatchPlan, loader: StepLoader | StreamLoader,
-             seconds: float):
+def describe(
+    model: nn.Module,
+    config: RunConfig,
+    batches: BatchPlan,
+    loader: StepLoader | StreamLoader,
+    seconds: float,
+):
     """Print every derived value once."""
     total_steps, ranks = loader.sampler.total_steps, ranks_from_env().world_size
     trained = sum(p.numel() for p in trainable_parameters(model).values())
     counts = adapter_counts(model)
-    if counts: print_main("adapted layers: " + ", ".join(f"{k} x{n}" for k, n in counts.items()))
-    whole = Counter(name.rsplit(".", 2)[-2] for name in trainable_parameters(model)
-                    if counts and ".lora_" not in name)
-    if whole: print_main("trained whole: " + ", ".join(f"{k} x{n}" for k, n in whole.items()))
+    if counts:
+        print_main("adapted layers: " + ", ".join(f"{k} x{n}" for k, n in counts.items()))
+    whole = Counter(
+        name.rsplit(".", 2)[-2]
+        for name in trainable_parameters(model)
+        if counts and ".lora_" not in name
+    )
+    if whole:
+        print_main("trained whole: " + ", ".join(f"{k} x{n}" for k, n in whole.items()))
     print_main(f"trained weights: {trained:,}; model ready in {seconds:.1f} s")
     print_main(dtypes_line(model, config))
     implementation, reason = attention(config, model.config, compute_device(model))
@@ -42,13 +53,18 @@ def describe(model: nn.Module, config: RunConfig, batches: BatchPlan, loader: St
     if uses_graphs(config, model, compute_device(model)):
         print_main("micro-batches of a shape seen before are replayed from CUDA graphs")
     print_main(steps_line(config, batches, total_steps, ranks))
-    if config.packing and isinstance(loader, StepLoader): print_main(fill_line(config, loader, ranks))
+    if config.packing and isinstance(loader, StepLoader):
+        print_main(fill_line(config, loader, ranks))
     rows = len(loader.dataset) if isinstance(loader, StepLoader) else None  # of a stream, not known
-    for warning in batch_above_data(batches, rows): print_main(f"warning: {warning}")
+    for warning in batch_above_data(batches, rows):
+        print_main(f"warning: {warning}")
     if ends_in_warmup(config, total_steps):
-        print_main(f"warning: --lr_warmup_steps {config.lr_warmup_steps}: the run ends before --lr "
-                   f"{config.lr:g} is reached; give fewer than its {counted(total_steps, 'step')}")
-    if config.verbose: print_main(model)
+        print_main(
+            f"warning: --lr_warmup_steps {config.lr_warmup_steps}: the run ends before --lr "
+            f"{config.lr:g} is reached; give fewer than its {counted(total_steps, 'step')}"
+        )
+    if config.verbose:
+        print_main(model)
 
 
 def steps_line(config: RunConfig, batches: BatchPlan, steps: int | None, ranks: int) -> str:
@@ -56,21 +72,25 @@ def steps_line(config: RunConfig, batches: BatchPlan, steps: int | None, ranks: 
     count = "steps until the stream ends" if steps is None else counted(steps, "step")
     unit = "bin" if config.packing else "row"
     full = f" of {config.context_length:,} tokens" if batches.unit == "bin" else ""
-    return (f"{count}, of {counted(batches.per_step, batches.unit)}{full}: micro-batch "
-            f"{counted(batches.micro_batch_size, unit)} x accumulation {batches.accumulation} x "
-            f"{counted(ranks, 'rank')}")
+    return (
+        f"{count}, of {counted(batches.per_step, batches.unit)}{full}: micro-batch "
+        f"{counted(batches.micro_batch_size, unit)} x accumulation {batches.accumulation} x "
+        f"{counted(ranks, 'rank')}"
+    )
 
 
 def fill_line(config: RunConfig, loader: StepLoader, ranks: int) -> str:
     """How full the bins are, and what would fill them where a step has too few rows for that."""
     share, rows, dataset = loader.bin_fill(), config.global_batch_size, loader.dataset
     line = f"bins are {share:.0%} full"
-    if share >= WELL_FILLED or config.has_full_bins: return line
+    if share >= WELL_FILLED or config.has_full_bins:
+        return line
     places = config.batch_size * ranks * config.context_length  # of a micro-batch on every rank
     rows_of_one = max(1, round(places * len(dataset) / max(int(dataset.lengths.sum()), 1)))
     enough = -(-rows // rows_of_one) * rows_of_one
     line += f": {counted(rows, 'row')} per step leave them partly empty"
-    if enough >= len(dataset): return f"{line}; leave out --global_batch_size"
+    if enough >= len(dataset):
+        return f"{line}; leave out --global_batch_size"
     return f"{line}; leave out --global_batch_size or raise it to about {enough}"
 
 
@@ -82,32 +102,49 @@ def ends_in_warmup(config: RunConfig, steps: int | None) -> bool:
 def first_step_line(seconds: float) -> str:
     """How long a run's first step took, and what part of it torch compiled for."""
     from torch._dynamo.utils import calculate_time_spent
+
     compiling = calculate_time_spent().get("total_wall_time", 0.0)
-    what = f", {compiling:.1f} of them compiling or reading torch's compile cache" if compiling else ""
+    what = (
+        f", {compiling:.1f} of them compiling or reading torch's compile cache" if compiling else ""
+    )
     return f"first step: {seconds:.1f} s{what}"
 
 
 def compilations_line(steps: Sequence[StepMetrics]) -> str:
     """How often torch compiled in these steps of a process, and when last; empty if never."""
     counts = [step.compilations for step in steps]
-    if not counts or not counts[-1]: return ""
+    if not counts or not counts[-1]:
+        return ""
     last = next(step.step for step in steps if step.compilations == counts[-1])
     return f"torch compiled {counted(counts[-1], 'graph')}, the last by step {last}"
 
 
 def dtypes_line(model: nn.Module, config: RunConfig) -> str:
     """Which dtypes weights are stored, multiplied and trained in."""
-    stored = {trained: ", ".join(sorted({str(p.dtype).removeprefix("torch.")
-                                         for p in model.parameters() if p.requires_grad == trained}))
-              for trained in (True, False)}
+    stored = {
+        trained: ", ".join(
+            sorted(
+                {
+                    str(p.dtype).removeprefix("torch.")
+                    for p in model.parameters()
+                    if p.requires_grad == trained
+                }
+            )
+        )
+        for trained in (True, False)
+    }
     packed = f" ({config.quant} bytes in bfloat16)" if config.quant != "none" else ""
     products = config.product_dtype if config.compute_dtype == "auto" else config.compute_dtype
-    if not stored[False]: return f"dtypes: trained {stored[True]}, products in {products}"
-    return (f"dtypes: frozen {stored[False]}{packed}, trained {stored[True]}, products of frozen "
-            f"weights in {products}")
+    if not stored[False]:
+        return f"dtypes: trained {stored[True]}, products in {products}"
+    return (
+        f"dtypes: frozen {stored[False]}{packed}, trained {stored[True]}, products of frozen "
+        f"weights in {products}"
+    )
 
 
 # ---- as records --------------------------------------------------------------------------------
+
 
 def record_beside_weights(config: RunConfig, data: dict, device: torch.device) -> dict:
     """What is kept beside the trained weights; `data` says what they were trained on."""
@@ -115,25 +152,41 @@ def record_beside_weights(config: RunConfig, data: dict, device: torch.device) -
     return run_record(config, data, name, ranks_from_env().world_size)
 
 
-def start_record(config: RunConfig, record: dict, run_id: str, model: nn.Module, batches: BatchPlan,
-                 data: dict, device: torch.device, **about) -> StartRecord:
+def start_record(
+    config: RunConfig,
+    record: dict,
+    run_id: str,
+    model: nn.Module,
+    batches: BatchPlan,
+    data: dict,
+    device: torch.device,
+    **about,
+) -> StartRecord:
     """All that is known before the next step; `record` is what is kept beside the weights.
 
     about: step, total_steps and load_seconds.
     """
     return StartRecord(
         **per_step(batches),
-        time=now(), run_id=run_id, settings=record, ranks=ranks_from_env().world_size,
+        time=now(),
+        run_id=run_id,
+        settings=record,
+        ranks=ranks_from_env().world_size,
         micro_batch=batches.micro_batch_size,
         accumulation=batches.accumulation,
-        trained_weights=sum(p.numel() for p in trainable_parameters(model).values()), data=data,
+        trained_weights=sum(p.numel() for p in trainable_parameters(model).values()),
+        data=data,
         estimate=predicted(config, model, device),
-        dollars_per_hour=dollars_per_hour(config, device), **about)
+        dollars_per_hour=dollars_per_hour(config, device),
+        **about,
+    )
 
 
-def about_data(dataset: TokenizedDataset | Subset | Source,
-               held_out: TokenizedDataset | Subset | None) -> dict:
+def about_data(
+    dataset: TokenizedDataset | Subset | Source, held_out: TokenizedDataset | Subset | None
+) -> dict:
     """The data report, unless it is of a stream, and how many rows are trained on and held out."""
     found = {} if held_out is None else dict(rows_held_out=len(held_out))
-    if isinstance(dataset, Source): return found
+    if isinstance(dataset, Source):
+        return found
     return found | dict(rows_trained=len(dataset), report=dataset.report.to_dict())

@@ -4,6 +4,7 @@ A signal or a full disk is seen by one rank. Each step begins with a sum of toke
 ranks; what a rank has to tell is added to it, which costs nothing and makes every decision common.
 A loss or gradient that is not a number needs no telling: both are sums over ranks already.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -29,9 +30,10 @@ class Agreement:
         self.mark()
         answers = [int(ask()) for ask in self.questions.values()]
         sums = sum_over_ranks(*counts, *answers)
-        self.heard = dict(zip(self.questions, sums[len(counts):], strict=True))
-        if self.heard.get("stop"): raise StopRequested
-        return sums[:len(counts)]
+        self.heard = dict(zip(self.questions, sums[len(counts) :], strict=True))
+        if self.heard.get("stop"):
+            raise StopRequested
+        return sums[: len(counts)]
 
 
 class RollBack(Exception):
@@ -55,7 +57,8 @@ class BadSteps:
     def see(self, metrics: StepMetrics) -> Sequence | None:
         """The rows of a step that no rank took, else None; an fp16 overflow counts for none in a row."""
         rows = self.rows.pop(metrics.step, ())
-        if metrics.overflowed: return rows
+        if metrics.overflowed:
+            return rows
         if metrics.is_finite:
             self.in_a_row = []
             return None
@@ -64,20 +67,28 @@ class BadSteps:
 
     def decide(self):
         """After a bad step: raises ValueError or RollBack if it is one too many."""
-        if self.policy == "skip" or len(self.in_a_row) < self.limit: return
-        if self.policy == "rollback": raise RollBack
-        raise ValueError(f"{self.reason()}; try a lower --lr, clip gradients, or --on_bad_steps "
-                         "rollback")
+        if self.policy == "skip" or len(self.in_a_row) < self.limit:
+            return
+        if self.policy == "rollback":
+            raise RollBack
+        raise ValueError(
+            f"{self.reason()}; try a lower --lr, clip gradients, or --on_bad_steps rollback"
+        )
 
     def reason(self) -> str:
         """What happened."""
-        return (f"the loss or gradient of steps {self.in_a_row[0]} to {self.in_a_row[-1]} is not a "
-                "number")
+        return (
+            f"the loss or gradient of steps {self.in_a_row[0]} to {self.in_a_row[-1]} is not a "
+            "number"
+        )
 
     def leave_out(self, folder: Path | None):
         """Skip the rows of these steps from now on. Raises ValueError if going back can't help."""
-        if folder is None: raise ValueError(self.reason() + ", and there is no checkpoint to go back to")
+        if folder is None:
+            raise ValueError(self.reason() + ", and there is no checkpoint to go back to")
         if folder == self.went_back_to:
-            raise ValueError(f"{self.reason()}, also after going back to {folder}; try a lower --lr")
+            raise ValueError(
+                f"{self.reason()}, also after going back to {folder}; try a lower --lr"
+            )
         self.left_out |= {step - 1 for step in self.in_a_row}
         self.in_a_row, self.rows, self.went_back_to = [], {}, folder

@@ -4,6 +4,7 @@ Memory errors on long runs are real (Meta's Llama 3 paper, arXiv:2407.21783, sec
 data corruption among its interruptions), and a frozen base is where most of a run's bytes are. A thread
 of each rank adds up its own shards every few minutes; any one changed bit changes the sum.
 """
+
 from __future__ import annotations
 
 import threading
@@ -20,8 +21,11 @@ class FrozenWeights:
     """Sums over this rank's frozen shards, taken anew every `minutes`; 0 minutes never do."""
 
     def __init__(self, model: nn.Module, device: torch.device, minutes: float):
-        self.shards = {name: local_rows(p.detach())[0] for name, p in model.named_parameters()
-                       if not p.requires_grad}
+        self.shards = {
+            name: local_rows(p.detach())[0]
+            for name, p in model.named_parameters()
+            if not p.requires_grad
+        }
         self.device, self.minutes = device, minutes
         self.changed: str | None = None
         self.is_over = threading.Event()
@@ -39,12 +43,15 @@ class FrozenWeights:
 
     def watch(self):
         """The thread: look again and again, until something has changed."""
-        while not self.is_over.wait(60 * self.minutes) and not self.changed: self.compare()
+        while not self.is_over.wait(60 * self.minutes) and not self.changed:
+            self.compare()
 
     def compare(self):
         """Note the first weight whose sum is not what it was."""
         now = self.sums()
-        self.changed = next((name for name, total in now.items() if total != self.expected[name]), None)
+        self.changed = next(
+            (name for name, total in now.items() if total != self.expected[name]), None
+        )
 
     def sums(self) -> dict[str, int]:
         """One number a shard, of those that it came to before the run was over.
@@ -52,8 +59,11 @@ class FrozenWeights:
         Python would abort a process that ends while a thread is in a sum.
         """
         with aside(self.device):
-            totals = {name: bit_sum(shard) for name, shard in self.shards.items()
-                      if not self.is_over.is_set()}
+            totals = {
+                name: bit_sum(shard)
+                for name, shard in self.shards.items()
+                if not self.is_over.is_set()
+            }
             return {name: int(total) for name, total in totals.items()}
 
     def has_changed(self) -> bool:
@@ -62,9 +72,12 @@ class FrozenWeights:
 
     def explain(self, rank: int) -> str | None:
         """What this rank found."""
-        if not self.changed: return None
-        return (f"the frozen weight {self.changed} has changed in the memory of rank {rank}: a flipped "
-                "bit; start again, it goes on from the last checkpoint, and check this machine")
+        if not self.changed:
+            return None
+        return (
+            f"the frozen weight {self.changed} has changed in the memory of rank {rank}: a flipped "
+            "bit; start again, it goes on from the last checkpoint, and check this machine"
+        )
 
 
 @contextmanager
@@ -75,12 +88,14 @@ def aside(device: torch.device) -> Iterator[None]:
         return
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.default_stream(device))
-    with torch.cuda.device(device), torch.cuda.stream(stream): yield
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield
 
 
 def bit_sum(shard: Tensor) -> Tensor:
     """The sum of a tensor's bytes as whole numbers, modulo 2**64; a changed bit changes it."""
-    if not shard.numel(): return torch.zeros((), dtype=torch.int64)
+    if not shard.numel():
+        return torch.zeros((), dtype=torch.int64)
     flat = shard.contiguous().view(-1)
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     return flat.view(whole).sum(dtype=torch.int64)

@@ -14,6 +14,7 @@ then; a capture that would compile anew is refused. All graphs use the same memo
 Where weights are sharded a graph holds collectives, so ranks must replay the same one: before each
 micro-batch they fill theirs up to the largest of all, and so meet the same shapes in the same order.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -39,8 +40,11 @@ BORDERS_MULTIPLE = 64  # of packed rows' borders, or each batch had its own shap
 def uses_graphs(config: RunConfig, model: nn.Module, device: torch.device) -> bool:
     """Whether a run replays its micro-batches from graphs; raises as `check_graphs` does."""
     check_graphs(config, model, device)
-    if config.cuda_graphs is not None: return config.cuda_graphs
-    return not why_no_graphs(config, model, device) and graphs_pay(config, ranks_from_env().world_size)
+    if config.cuda_graphs is not None:
+        return config.cuda_graphs
+    return not why_no_graphs(config, model, device) and graphs_pay(
+        config, ranks_from_env().world_size
+    )
 
 
 def check_graphs(config: RunConfig, model: nn.Module, device: torch.device):
@@ -49,9 +53,12 @@ def check_graphs(config: RunConfig, model: nn.Module, device: torch.device):
         raise ValueError(f"--cuda_graphs true: {problem}; leave it out")
 
 
-def micro_batch_runner(config: RunConfig, model: nn.Module, device: torch.device) -> ForwardBackward:
+def micro_batch_runner(
+    config: RunConfig, model: nn.Module, device: torch.device
+) -> ForwardBackward:
     """How a run computes its micro-batches."""
-    if not uses_graphs(config, model, device): return run_micro_batch
+    if not uses_graphs(config, model, device):
+        return run_micro_batch
     return GraphedMicroBatches(model, may_fail=config.cuda_graphs is None)
 
 
@@ -79,24 +86,31 @@ class GraphedMicroBatches:
     def __init__(self, model: nn.Module, may_fail: bool = False):
         self.may_fail, self.failed = may_fail, False
         self.sharded = is_sharded(model)
-        if self.sharded: hold_collectives(self)
+        if self.sharded:
+            hold_collectives(self)
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.gradients: list[Tensor] = []
         self.graphs: dict[tuple, Graph] = {}
         self.pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, model: nn.Module, batch: dict, num_items: float, scale: Tensor | None = None
-                 ) -> Tensor:
+    def __call__(
+        self, model: nn.Module, batch: dict, num_items: float, scale: Tensor | None = None
+    ) -> Tensor:
         batch = as_large_as_any(batch) if self.sharded else with_steady_borders(batch)
         graph, is_new = self._graph_of(batch, scale)
-        if graph is None: return run_micro_batch(model, batch, num_items, scale)
+        if graph is None:
+            return run_micro_batch(model, batch, num_items, scale)
         graph.fill(batch, num_items, scale)
-        if is_new: return graph.launch(model)
+        if is_new:
+            return graph.launch(model)
         self.place_gradients()
-        if graph.captured is None and not self._capture(graph, model): return graph.launch(model)
+        if graph.captured is None and not self._capture(graph, model):
+            return graph.launch(model)
         return graph.replay(model)
 
-    def prepare(self, model: nn.Module, shapes: Sequence[tuple[int, int]], scale: Tensor | None = None):
+    def prepare(
+        self, model: nn.Module, shapes: Sequence[tuple[int, int]], scale: Tensor | None = None
+    ):
         """Capture the graphs of padded batches of these shapes (B, T) before the first step.
 
         Rows of any length come in the first steps, which would else go launch by launch. Weights,
@@ -108,12 +122,15 @@ class GraphedMicroBatches:
             ids = torch.zeros(rows, width, dtype=torch.int64, device=device)
             batch = dict(input_ids=ids, labels=torch.full_like(ids, IGNORE))
             graph, is_new = self._graph_of(batch, scale)
-            if not is_new: break
-            with without_gradient_sync(model): graph.launch(model)
+            if not is_new:
+                break
+            with without_gradient_sync(model):
+                graph.launch(model)
             self.place_gradients()
             self._capture(graph, model)
         torch.cuda.set_rng_state(random_state)
-        for p in self.trained: p.grad = None
+        for p in self.trained:
+            p.grad = None
 
     def _graph_of(self, batch: dict, scale: Tensor | None) -> tuple[Graph | None, bool]:
         """The graph of a batch's shape, and whether it is new; None where that runs as it comes."""
@@ -132,27 +149,36 @@ class GraphedMicroBatches:
             problem = error
         if self.sharded and max_over_ranks(problem is not None)[0]:
             problem = problem or RuntimeError("another rank could not capture it")
-        if problem is None: return True
-        if not self.may_fail: raise problem
+        if problem is None:
+            return True
+        if not self.may_fail:
+            raise problem
         self.release()
         restart_generator(random_state)
-        print_main("goes on without CUDA graphs, more slowly with few tokens: "
-                   + str(problem).splitlines()[0])
+        print_main(
+            "goes on without CUDA graphs, more slowly with few tokens: "
+            + str(problem).splitlines()[0]
+        )
         return False
 
     def place_gradients(self):
         """Let gradients be the tensors that graphs add to; after a step they are gone, which is zero."""
         self.gradients = self.gradients or [torch.zeros_like(p) for p in self.trained]
-        moved = [(p, g) for p, g in zip(self.trained, self.gradients, strict=True) if p.grad is not g]
-        if moved: torch._foreach_zero_([local_rows(g)[0] for _, g in moved])
+        moved = [
+            (p, g) for p, g in zip(self.trained, self.gradients, strict=True) if p.grad is not g
+        ]
+        if moved:
+            torch._foreach_zero_([local_rows(g)[0] for _, g in moved])
         for p, g in moved:
-            if p.grad is not None: g.copy_(p.grad)
+            if p.grad is not None:
+                g.copy_(p.grad)
             p.grad = g
 
     def release(self):
         """Let go of all graphs, whose collectives keep a process group from ending."""
         for graph in self.graphs.values():
-            if graph.captured: graph.captured.reset()
+            if graph.captured:
+                graph.captured.reset()
         self.graphs.clear()
         self.failed = True
 
@@ -174,9 +200,11 @@ class Graph:
     def fill(self, batch: dict, num_items: float, scale: Tensor | None):
         """Take the values of a batch of this shape."""
         for name, value in self.batch.items():
-            if isinstance(value, Tensor): value.copy_(batch[name], non_blocking=True)
+            if isinstance(value, Tensor):
+                value.copy_(batch[name], non_blocking=True)
         self.num_items.fill_(num_items)
-        if scale is not None: self.scale.copy_(scale)
+        if scale is not None:
+            self.scale.copy_(scale)
 
     def launch(self, model: nn.Module) -> Tensor:
         """The loss of the values taken, and gradients added up, launch by launch."""
@@ -186,8 +214,11 @@ class Graph:
         """Record what `launch` does; nothing is computed."""
         graph = torch.cuda.CUDAGraph()
         # thread_local: threads that read data ahead may pin memory meanwhile.
-        with (without_gradient_sync(model), torch.compiler.set_stance("fail_on_recompile"),
-              torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")):
+        with (
+            without_gradient_sync(model),
+            torch.compiler.set_stance("fail_on_recompile"),
+            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+        ):
             self.loss = self.launch(model)
         self.captured = graph
 
@@ -208,8 +239,10 @@ def restart_generator(random_state: Tensor):
 
 def shape_of(batch: dict) -> tuple:
     """What two batches must have in common to be replayed from one graph."""
-    return tuple((name, (value.shape, value.dtype) if isinstance(value, Tensor) else value)
-                 for name, value in sorted(batch.items()))
+    return tuple(
+        (name, (value.shape, value.dtype) if isinstance(value, Tensor) else value)
+        for name, value in sorted(batch.items())
+    )
 
 
 def with_steady_borders(batch: dict, count: int = 0) -> dict:
@@ -217,7 +250,8 @@ def with_steady_borders(batch: dict, count: int = 0) -> dict:
 
     `count` borders at least.
     """
-    if "cu_seq_lens_q" not in batch: return batch
+    if "cu_seq_lens_q" not in batch:
+        return batch
     borders = batch["cu_seq_lens_q"]
     count = -(-max(count, len(borders)) // BORDERS_MULTIPLE) * BORDERS_MULTIPLE
     borders = torch.cat([borders, borders[-1:].expand(count - len(borders))])
@@ -233,9 +267,13 @@ def as_large_as_any(batch: dict) -> dict:
     borders = batch.get("cu_seq_lens_q")
     most, widest, longest = max_over_ranks(rows, width, 0 if borders is None else len(borders))
     filling = (0, widest - width, 0, most - rows)
-    larger = {name: nn.functional.pad(value, filling, value=IGNORE if name == "labels" else 0)
-              for name, value in batch.items() if isinstance(value, Tensor) and value.dim() == 2}
-    if borders is None: return batch | larger
+    larger = {
+        name: nn.functional.pad(value, filling, value=IGNORE if name == "labels" else 0)
+        for name, value in batch.items()
+        if isinstance(value, Tensor) and value.dim() == 2
+    }
+    if borders is None:
+        return batch | larger
     # What is filled up is rows of its own, none longer than the longest that the batch tells of.
     piece = batch["max_length_q"]
     ends = *range(piece, width, piece), width

@@ -1,4 +1,5 @@
 """Start the ranks of a run where torchrun did not: one per visible GPU, or one on the CPU."""
+
 from __future__ import annotations
 
 import ctypes
@@ -45,7 +46,8 @@ def run_on_ranks(config: RunConfig, command: str, argv: list[str], body: Callabl
 
 def world_size(config: RunConfig) -> int:
     """Ranks to start when torchrun is not used."""
-    if config.world_size != AUTO: return config.world_size
+    if config.world_size != AUTO:
+        return config.world_size
     on_gpu = config.device != "cpu" and torch.cuda.is_available()
     return torch.cuda.device_count() if on_gpu else 1
 
@@ -54,8 +56,10 @@ def check_world_size(config: RunConfig):
     """--world_size and torchrun must not contradict each other."""
     started = ranks_from_env().world_size
     if config.world_size not in (AUTO, started):
-        raise ValueError(f"--world_size {config.world_size}, but torchrun started {started} ranks; "
-                         "leave --world_size out, or change --nproc_per_node")
+        raise ValueError(
+            f"--world_size {config.world_size}, but torchrun started {started} ranks; "
+            "leave --world_size out, or change --nproc_per_node"
+        )
 
 
 def share_cores(ranks_here: int):
@@ -63,7 +67,8 @@ def share_cores(ranks_here: int):
 
     A number of threads that the user gave in the environment stays.
     """
-    if threads_are_given(): return
+    if threads_are_given():
+        return
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
 
 
@@ -72,7 +77,8 @@ def threads_are_given() -> bool:
 
     Where nobody did, torchrun sets the first to 1 in its ranks: then its own environment lacks it.
     """
-    if "MKL_NUM_THREADS" in os.environ: return True
+    if "MKL_NUM_THREADS" in os.environ:
+        return True
     given = os.environ.get("OMP_NUM_THREADS")
     if given != "1" or "TORCHELASTIC_RUN_ID" not in os.environ or is_launched_here():
         return given is not None
@@ -86,13 +92,15 @@ def start_ranks(count: int, config: RunConfig, command: str, argv: list[str]):
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
+
     # Each rank has said in one line what went wrong; torch's banner of all ranks would bury it. Some of
     # these loggers have a level of their own.
     for name in ("", ".agent.server.api", ".multiprocessing.errors"):
         logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)
     launch = how_to_launch(count, config)
     os.environ[LAUNCHER] = str(os.getpid())
-    if sys.platform == "linux": os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         with signals_passed_on():
             elastic_launch(launch, sys.executable)("-m", "fsdp_qlora.cli", command, *argv)
@@ -100,7 +108,9 @@ def start_ranks(count: int, config: RunConfig, command: str, argv: list[str]):
         # A rank that is told to stop while it loads takes the others' connections with it.
         told = any(f.exitcode == EXIT_STOPPED for f in error.failures.values())
         sys.exit(EXIT_STOPPED if told else exit_code_of(*error.get_first_failure()))
-    except SignalException as stopped:  # Ctrl-C or a scheduler: the ranks have been told and are gone
+    except (
+        SignalException
+    ) as stopped:  # Ctrl-C or a scheduler: the ranks have been told and are gone
         is_saved = stopped.sigval in (*STOP_SIGNALS, signal.SIGINT)
         sys.exit(EXIT_STOPPED if is_saved else 128 + stopped.sigval)
 
@@ -113,10 +123,18 @@ def how_to_launch(count: int, config: RunConfig) -> LaunchConfig:
     from torch.distributed.launcher.api import LaunchConfig
 
     from .rendezvous import ONE_MACHINE, register
+
     register()
-    launch = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=count, run_id="fsdp_qlora",
-                          rdzv_backend=ONE_MACHINE, rdzv_endpoint=meeting_point(config),
-                          max_restarts=0, monitor_interval=0.2)
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id="fsdp_qlora",
+        rdzv_backend=ONE_MACHINE,
+        rdzv_endpoint=meeting_point(config),
+        max_restarts=0,
+        monitor_interval=0.2,
+    )
     launch.signals_to_handle = "SIGQUIT"
     launch.shutdown_timeout = math.ceil(config.stop_grace_seconds) + KILL_SECONDS
     return launch
@@ -133,13 +151,16 @@ def signals_passed_on() -> Iterator[None]:
 
     def pass_on(number, _):
         before.clear()
-        for other in STOP_SIGNALS: signal.signal(other, signal.SIG_IGN)
+        for other in STOP_SIGNALS:
+            signal.signal(other, signal.SIG_IGN)
         raise SignalException(f"told to stop by signal {number}", signal.Signals(number))
+
     before = {s: signal.signal(s, pass_on) for s in PASSED_ON if not is_ignored(s)}
     try:
         yield
     finally:
-        for number, handler in before.items(): signal.signal(number, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def is_launched_here() -> bool:
@@ -152,7 +173,8 @@ def end_with_launcher():
 
     It would train on unseen, and hold its GPU. torchrun's ranks are torchrun's business.
     """
-    if not is_launched_here() or sys.platform != "linux": return
+    if not is_launched_here() or sys.platform != "linux":
+        return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -165,16 +187,27 @@ def meeting_point(config: RunConfig) -> str:
     try:
         return f"{host}:{free_port(host, 0 if port == LaunchOptions.master_port else int(port))}"
     except (OSError, ValueError, OverflowError) as error:
-        raise ValueError(f"--master_addr {host} --master_port {port}: {error}; all ranks started "
-                         "here are on this machine, so leave both out, or start several machines "
-                         "with torchrun") from error
+        raise ValueError(
+            f"--master_addr {host} --master_port {port}: {error}; all ranks started "
+            "here are on this machine, so leave both out, or start several machines "
+            "with torchrun"
+        ) from error
 
 
 def exit_code_of(rank: int, failure) -> int:
     """The exit code of a failed rank, as a shell gives it; a killed rank could not say why itself."""
-    if failure.exitcode >= 0: return failure.exitcode
-    if -failure.exitcode in STOP_SIGNALS: return EXIT_STOPPED  # before it listened
-    hint = ("; the system does so when memory runs out (see dmesg)"
-            if failure.exitcode == -signal.SIGKILL else "")
-    print(f"error: rank {rank} was killed by {failure.signal_name()}{hint}", file=sys.stderr, flush=True)
+    if failure.exitcode >= 0:
+        return failure.exitcode
+    if -failure.exitcode in STOP_SIGNALS:
+        return EXIT_STOPPED  # before it listened
+    hint = (
+        "; the system does so when memory runs out (see dmesg)"
+        if failure.exitcode == -signal.SIGKILL
+        else ""
+    )
+    print(
+        f"error: rank {rank} was killed by {failure.signal_name()}{hint}",
+        file=sys.stderr,
+        flush=True,
+    )
     return 128 - failure.exitcode

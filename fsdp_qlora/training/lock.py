@@ -3,6 +3,7 @@
 The lock is the system's (flock), so it is gone with the process that held it, however that ended; the
 file only says who that is. Pure: no torch.
 """
+
 from __future__ import annotations
 
 import fcntl
@@ -36,10 +37,12 @@ def sole_run_in(folder: str | Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError): (folder / LOCK).unlink()  # a disk may have become read-only
+        with suppress(OSError):
+            (folder / LOCK).unlink()  # a disk may have become read-only
         os.close(descriptor)
         if is_new:
-            with suppress(OSError): folder.rmdir()  # where nothing was written
+            with suppress(OSError):
+                folder.rmdir()  # where nothing was written
 
 
 def take(path: Path) -> int:
@@ -51,17 +54,31 @@ def take(path: Path) -> int:
         except BlockingIOError:
             holder = os.read(descriptor, 1000).decode(errors="replace")
             os.close(descriptor)
-            raise ValueError(f"--output_dir {path.parent}: {described(holder)} writes there; end it, "
-                             "or give another folder") from None
+            raise ValueError(
+                f"--output_dir {path.parent}: {described(holder)} writes there; end it, "
+                "or give another folder"
+            ) from None
         except OSError as error:
-            print(f"warning: --output_dir {path.parent}: its file system has no locks "
-                  f"({error.strerror}), so a second run there would not be noticed", flush=True)
+            print(
+                f"warning: --output_dir {path.parent}: its file system has no locks "
+                f"({error.strerror}), so a second run there would not be noticed",
+                flush=True,
+            )
             return descriptor
-        if is_at(descriptor, path): break
+        if is_at(descriptor, path):
+            break
         os.close(descriptor)  # its holder has just ended and removed it
     os.ftruncate(descriptor, 0)
-    os.write(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname(),
-                                     "since": time.strftime("%Y-%m-%d %H:%M:%S")}).encode())
+    os.write(
+        descriptor,
+        json.dumps(
+            {
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+            }
+        ).encode(),
+    )
     return descriptor
 
 

@@ -1,4 +1,5 @@
 """The steps of a run, and what happens between them: logs, evaluations, checkpoints, faults."""
+
 from __future__ import annotations
 
 from contextlib import suppress
@@ -27,26 +28,44 @@ from .step import train_step
 from .steplog import LaggedLog
 from .watchdog import Watchdog
 
-LAST_WAIT_SECONDS = 10  # for a checkpoint under way at an error: a rank that is gone is never heard of
+LAST_WAIT_SECONDS = (
+    10  # for a checkpoint under way at an error: a rank that is gone is never heard of
+)
 
 
 class Training:
     """A run under way. `record` is kept beside weights that it saves, `signals` ask it to stop."""
 
-    def __init__(self, config: RunConfig, tokenizer, loader: StepLoader | StreamLoader,
-                 state: RunState, boundary: Boundary, log: RunLog, writer: CheckpointWriter,
-                 record: dict, signals: StopSignals | None = None, answerer: Answerer | None = None):
+    def __init__(
+        self,
+        config: RunConfig,
+        tokenizer,
+        loader: StepLoader | StreamLoader,
+        state: RunState,
+        boundary: Boundary,
+        log: RunLog,
+        writer: CheckpointWriter,
+        record: dict,
+        signals: StopSignals | None = None,
+        answerer: Answerer | None = None,
+    ):
         self.config, self.tokenizer, self.loader, self.state = config, tokenizer, loader, state
         self.boundary, self.log, self.writer, self.record = boundary, log, writer, record
         self.signals, self.answerer = signals or StopSignals(), answerer
-        self.lagged = LaggedLog(log, state.device, self.was_read,
-                                arithmetic(config, state.model, state.device))
+        self.lagged = LaggedLog(
+            log, state.device, self.was_read, arithmetic(config, state.model, state.device)
+        )
         self.first_step = boundary.step + 1
         self.bad = BadSteps(config.on_bad_steps, config.max_bad_steps)
         self.watch = Watchdog(board[-1], config.stall_seconds)
         self.frozen = FrozenWeights(state.model, state.device, config.verify_frozen_minutes)
-        self.agree = Agreement(self.watch.mark, stop=self.signals.is_asked, save=writer.is_time,
-                               failed=writer.has_failed, flipped=self.frozen.has_changed)
+        self.agree = Agreement(
+            self.watch.mark,
+            stop=self.signals.is_asked,
+            save=writer.is_time,
+            failed=writer.has_failed,
+            flipped=self.frozen.has_changed,
+        )
         self.max_norm = config.grad_norm if config.apply_gradient_clipping else None
         self.memory = MemoryWatch(config, state.model, state.optimizer, state.device)
         self.forward_backward = micro_batch_runner(config, state.model, state.device)
@@ -60,7 +79,8 @@ class Training:
         try:
             with self.watch.watching(), self.frozen.watching():
                 self.prepare()
-                while not self.ran_through(): self.roll_back()
+                while not self.ran_through():
+                    self.roll_back()
                 self.writer.join(self.watch.mark)
         except StopRequested:
             self.stop()
@@ -71,14 +91,16 @@ class Training:
     def prepare(self):
         """Capture graphs of the shapes that padded batches will have."""
         runner, loader, scaler = self.forward_backward, self.loader, self.state.scaler
-        if not isinstance(runner, GraphedMicroBatches) or not isinstance(loader, StepLoader): return
-        if not loader.packing: runner.prepare(self.state.model, loader.padded_shapes(),
-                                              scaler and scaler.scale)
+        if not isinstance(runner, GraphedMicroBatches) or not isinstance(loader, StepLoader):
+            return
+        if not loader.packing:
+            runner.prepare(self.state.model, loader.padded_shapes(), scaler and scaler.scale)
 
     def ran_through(self) -> bool:
         """Train to the end; False if that came to bad steps and is to be tried from a checkpoint."""
         try:
-            if not self.boundary.step: self.answer()
+            if not self.boundary.step:
+                self.answer()
             self.evaluate_if_due()  # a run that was stopped may not have come to it
             with step_profiler(self.config, self.state.device) as step_done:
                 for step in self.loader:
@@ -97,21 +119,32 @@ class Training:
         self.watch.mark(f"step {step.index + 1}")
         if is_taken := step.index not in self.bad.left_out:
             with self.memory.step(step):
-                result = train_step(state.model, state.optimizer, step.micro_batches, agree=self.agree,
-                                    max_grad_norm=self.max_norm, no_sync=self.config.no_sync,
-                                    scaler=state.scaler, forward_backward=self.forward_backward)
+                result = train_step(
+                    state.model,
+                    state.optimizer,
+                    step.micro_batches,
+                    agree=self.agree,
+                    max_grad_norm=self.max_norm,
+                    no_sync=self.config.no_sync,
+                    scaler=state.scaler,
+                    forward_backward=self.forward_backward,
+                )
             self.bad.rows[step.index + 1] = step.row_ids
             self.lagged.add(step.index + 1, lr, step.num_rows, step.num_tokens, result)
         state.scheduler.step()
         self.boundary = state.boundary(step.index + 1)
-        if is_taken: self.after_step()
+        if is_taken:
+            self.after_step()
 
     def after_step(self):
         """Evaluate and save where that is due; what was computed with a flipped bit is not saved."""
-        if self.agree.heard["flipped"]: self.stop_for_flipped_bit()
+        if self.agree.heard["flipped"]:
+            self.stop_for_flipped_bit()
         self.evaluate_if_due()
-        if self.agree.heard["failed"]: self.writer.stop_all_ranks()
-        if self.agree.heard["save"] or self.is_checkpoint_step(): self.save()
+        if self.agree.heard["failed"]:
+            self.writer.stop_all_ranks()
+        if self.agree.heard["save"] or self.is_checkpoint_step():
+            self.save()
 
     def is_checkpoint_step(self) -> bool:
         """Whether --checkpoint_every names this step."""
@@ -121,7 +154,8 @@ class Training:
     def save(self):
         """Start a checkpoint of the last boundary; not amid bad steps, which may mean bad weights."""
         self.lagged.flush()
-        if self.bad.in_a_row: return
+        if self.bad.in_a_row:
+            return
         self.watch.mark(f"the checkpoint after step {self.boundary.step}")
         held = self.writer.save(self.boundary, self.watch.mark)
         self.log.record(CheckpointMetrics(self.boundary.step, held))
@@ -130,8 +164,10 @@ class Training:
     def evaluate_if_due(self, is_last: bool = False):
         """Loss on held-out rows; the weights with the lowest so far are kept beside the last ones."""
         evaluator, step = self.state.evaluator, self.boundary.step
-        if not evaluator or not step or not evaluator.is_due(step, is_last): return
-        if evaluator.last and evaluator.last.step == step: return
+        if not evaluator or not step or not evaluator.is_due(step, is_last):
+            return
+        if evaluator.last and evaluator.last.step == step:
+            return
         self.lagged.flush()
         self.watch.mark(f"the evaluation after step {step}")
         best, metrics = evaluator.best, evaluator.run(self.state.model, step, self.agree)
@@ -156,19 +192,24 @@ class Training:
     def answer(self):
         """What the model answers now, if that is asked and not known."""
         step = self.boundary.step
-        if not self.answerer or self.answerer.last_step == step: return
+        if not self.answerer or self.answerer.last_step == step:
+            return
         self.watch.mark(f"the answers after step {step}")
         self.log.record(self.answerer.run(self.state.model, step, self.agree))
         self.lagged.restart_clock()
 
     def was_read(self, metrics: StepMetrics):
         """A step's loss and norm are known; raises what --on_bad_steps says after too many bad ones."""
-        if metrics.step == self.first_step: print_main(first_step_line(metrics.seconds))
+        if metrics.step == self.first_step:
+            print_main(first_step_line(metrics.seconds))
         rows = self.bad.see(metrics)
-        if rows is None: return
+        if rows is None:
+            return
         self.log.record(SkippedMetrics(metrics.step, list(rows)))
-        print_main(f"warning: step {metrics.step} skipped, {why_skipped(metrics)}; its rows: "
-                   f"{shortened(rows)}")
+        print_main(
+            f"warning: step {metrics.step} skipped, {why_skipped(metrics)}; its rows: "
+            f"{shortened(rows)}"
+        )
         self.bad.decide()
 
     def roll_back(self):
@@ -177,10 +218,13 @@ class Training:
         self.writer.join()
         folder = from_main(lambda: self.writer.verified)
         self.bad.leave_out(folder)
-        with self.writer.disks.at_hand(folder): self.boundary = self.state.restore(folder)
+        with self.writer.disks.at_hand(folder):
+            self.boundary = self.state.restore(folder)
         self.log.rewind(self.boundary.step)
-        print_main(f"went back to {folder}; left out: the rows of steps "
-                   + ", ".join(str(i + 1) for i in sorted(self.bad.left_out)))
+        print_main(
+            f"went back to {folder}; left out: the rows of steps "
+            + ", ".join(str(i + 1) for i in sorted(self.bad.left_out))
+        )
 
     def stop_for_flipped_bit(self):
         """Raise on every rank what one of them found."""
@@ -189,8 +233,10 @@ class Training:
 
     def stop(self):
         """Save where the run stands, on all ranks, and end it."""
-        with suppress(RollBack): self.lagged.flush()  # the next start goes back as well
-        if self.boundary.step: self.save()
+        with suppress(RollBack):
+            self.lagged.flush()  # the next start goes back as well
+        if self.boundary.step:
+            self.save()
         self.writer.join()
         where = from_main(self.where_it_stopped)
         dist.barrier()  # as at the end of `process_group`
@@ -199,8 +245,10 @@ class Training:
     def where_it_stopped(self) -> str:
         """What of a run that stops is on the disk, in words; on rank 0."""
         folder, step = self.writer.verified, self.boundary.step
-        if not step: return "there was nothing to save; the same command begins anew"
-        if self.writer.has(step): return f"saved in {folder}; the same command goes on from there"
+        if not step:
+            return "there was nothing to save; the same command begins anew"
+        if self.writer.has(step):
+            return f"saved in {folder}; the same command goes on from there"
         why = self.bad.reason() if self.bad.in_a_row else self.writer.failure
         then = f"goes on from {folder}" if folder else "begins anew"
         return f"that was not saved ({why}); the same command {then}"
@@ -208,9 +256,11 @@ class Training:
 
 def why_skipped(metrics: StepMetrics) -> str:
     """What was wrong with a step that no rank took."""
-    if metrics.overflowed: return f"an fp16 overflow at loss scale {metrics.loss_scale:g}, now halved"
-    return (f"its loss or gradient is not a number (loss {metrics.loss}, grad_norm "
-            f"{metrics.grad_norm})")
+    if metrics.overflowed:
+        return f"an fp16 overflow at loss scale {metrics.loss_scale:g}, now halved"
+    return (
+        f"its loss or gradient is not a number (loss {metrics.loss}, grad_norm {metrics.grad_norm})"
+    )
 
 
 def shortened(rows, most: int = 20) -> str:

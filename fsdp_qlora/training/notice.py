@@ -4,6 +4,7 @@ It is a flag and no setting, so that an address with a secret in it is in no rec
 checkpoint. It has a session of its own: launchers signal whole groups of processes, and what ends a rank
 at once (`signals.py`, `watchdog.py`) shall not end what tells of it. Pure: no torch.
 """
+
 from __future__ import annotations
 
 import math
@@ -19,9 +20,9 @@ from contextlib import contextmanager, suppress
 from ..redact import redact
 from .signals import LAST_WORDS, StopRequested
 
-PATIENCE_S = 60   # for the command; a run's own exit code never depends on it
-LAST_S = 2        # that a process which ends at once waits for it
-LEAVE_S = 1       # of the grace after a stop, for the process to end by itself
+PATIENCE_S = 60  # for the command; a run's own exit code never depends on it
+LAST_S = 2  # that a process which ends at once waits for it
+LEAVE_S = 1  # of the grace after a stop, for the process to end by itself
 
 
 class Notice:
@@ -36,16 +37,24 @@ class Notice:
 
         If it fails, a warning is all.
         """
-        if not self.command or not self.is_told.acquire(blocking=False): return
-        told = dict(FSDP_QLORA_STATUS=status, FSDP_QLORA_MESSAGE=redact(message).strip().split("\n")[0],
-                    FSDP_QLORA_OUTPUT_DIR=self.output_dir)
+        if not self.command or not self.is_told.acquire(blocking=False):
+            return
+        told = dict(
+            FSDP_QLORA_STATUS=status,
+            FSDP_QLORA_MESSAGE=redact(message).strip().split("\n")[0],
+            FSDP_QLORA_OUTPUT_DIR=self.output_dir,
+        )
         try:
-            process = subprocess.Popen(self.command, shell=True, env=os.environ | told,
-                                       start_new_session=True)
-            if code := process.wait(max(0.0, min(PATIENCE_S, wait_s))): warn(f"exit code {code}")
+            process = subprocess.Popen(
+                self.command, shell=True, env=os.environ | told, start_new_session=True
+            )
+            if code := process.wait(max(0.0, min(PATIENCE_S, wait_s))):
+                warn(f"exit code {code}")
         except subprocess.TimeoutExpired:
-            if wait_s < PATIENCE_S: return
-            with suppress(OSError): os.killpg(process.pid, signal.SIGKILL)
+            if wait_s < PATIENCE_S:
+                return
+            with suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
             warn(f"no end within {PATIENCE_S} s")
         except OSError as error:
             warn(error.strerror or str(error))
@@ -56,8 +65,9 @@ class Notice:
 
 
 @contextmanager
-def told_at_end(command: str | None, output_dir: str,
-                seconds_left: Callable[[], float] = lambda: math.inf) -> Iterator[None]:
+def told_at_end(
+    command: str | None, output_dir: str, seconds_left: Callable[[], float] = lambda: math.inf
+) -> Iterator[None]:
     """Run a shell command after the block, which learns in its environment how that ended.
 
     FSDP_QLORA_STATUS is finished, stopped or failed; FSDP_QLORA_MESSAGE a line about it;
@@ -66,7 +76,9 @@ def told_at_end(command: str | None, output_dir: str,
     """
     started, notice = time.monotonic(), Notice(command, output_dir)
 
-    def tell(status: str, message: str): notice.tell(status, message, seconds_left() - LEAVE_S)
+    def tell(status: str, message: str):
+        notice.tell(status, message, seconds_left() - LEAVE_S)
+
     LAST_WORDS.append(notice.last_words)
     try:
         yield

@@ -3,6 +3,7 @@
 Tokenizing can take minutes, and a process group would count them as a hang; a mistake found here
 ends every rank with the same line.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -42,17 +43,25 @@ FIRST_ROWS = 1000  # of a stream, read before the ranks meet
 
 def check_device(config: RunConfig, device: torch.device):
     """Refuse a precision that the device does not have."""
-    if device.type != "cuda" or config.product_dtype != "bf16": return
+    if device.type != "cuda" or config.product_dtype != "bf16":
+        return
     if not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise ValueError(f"--precision {config.precision}: {torch.cuda.get_device_name(device)} has "
-                         "no bf16 arithmetic; use --precision fp16_autocast or fp32")
+        raise ValueError(
+            f"--precision {config.precision}: {torch.cuda.get_device_name(device)} has "
+            "no bf16 arithmetic; use --precision fp16_autocast or fp32"
+        )
 
 
 def check_places(config: RunConfig, size: int = 0):
     """Refuse folders that can't be written to, or not `size` bytes of weights, before any work."""
     check_folder("output_dir", weights_folder(config), size, "the result", given=config.output_dir)
-    for flag in ("data_cache", "quantized_cache", *(["profiling_output"] if config.profile else [])):
-        if getattr(config, flag): check_folder(flag, getattr(config, flag))
+    for flag in (
+        "data_cache",
+        "quantized_cache",
+        *(["profiling_output"] if config.profile else []),
+    ):
+        if getattr(config, flag):
+            check_folder(flag, getattr(config, flag))
 
 
 def weights_folder(config: RunConfig, suffix: str = "") -> Path:
@@ -70,7 +79,9 @@ def check_layout(config: RunConfig, model: nn.Module):
         block_policies(config.activation_policy, len(decoder_blocks(model)))
     check_mlps(model, config.mlp_tiles)
     if config.sharding_strategy.startswith("hybrid"):
-        resolve_shard_group_size(config.shard_group_size, ranks_from_env(), config.sharding_strategy)
+        resolve_shard_group_size(
+            config.shard_group_size, ranks_from_env(), config.sharding_strategy
+        )
 
 
 def check_rows(config: RunConfig, data: RunData, settings: PretrainedConfig):
@@ -78,42 +89,54 @@ def check_rows(config: RunConfig, data: RunData, settings: PretrainedConfig):
     does not embed. settings: the model's, grown by what --added_tokens adds.
     """
     settings = settings.get_text_config()
-    positions = positions_of(settings.to_dict() | dict(
-        max_position_embeddings=getattr(settings, "max_position_embeddings", None)))  # by any name
+    positions = positions_of(
+        settings.to_dict()
+        | dict(max_position_embeddings=getattr(settings, "max_position_embeddings", None))
+    )  # by any name
     found = [rows for rows in (data.rows, data.held_out) if rows is not None]
     longest = max(int(rows.lengths.max(initial=0)) for rows in found)
     if positions and longest > positions:
-        raise ValueError(f"--context_length {config.context_length}: the data have rows of {longest} "
-                         f"tokens, and the model has {positions} positions; with --context_length "
-                         f"{positions} longer rows are cut")
-    for rows in found: rows.check_vocab_size(settings.vocab_size)
+        raise ValueError(
+            f"--context_length {config.context_length}: the data have rows of {longest} "
+            f"tokens, and the model has {positions} positions; with --context_length "
+            f"{positions} longer rows are cut"
+        )
+    for rows in found:
+        rows.check_vocab_size(settings.vocab_size)
 
 
 def run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of a run, with --added_tokens and a pad token that the model embeds."""
     tokenizer = load_tokenizer(config.model_name, **config.source, added_tokens=config.new_tokens)
     settings = read_config(config.model_name, **config.source)
-    if config.new_tokens: grow_vocabulary(settings, tokenizer)
+    if config.new_tokens:
+        grow_vocabulary(settings, tokenizer)
     return with_pad_token_of(tokenizer, settings.get_text_config().vocab_size)
 
 
-def with_pad_token_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> PreTrainedTokenizerBase:
+def with_pad_token_of(
+    tokenizer: PreTrainedTokenizerBase, vocab_size: int
+) -> PreTrainedTokenizerBase:
     """The tokenizer with a pad token that the model embeds; it is also saved beside the weights.
 
     One that was added and never embedded is an index error for whoever pads with it.
     """
     pad = tokenizer.pad_token_id
-    if pad is None or pad < vocab_size: return tokenizer
+    if pad is None or pad < vocab_size:
+        return tokenizer
     was, token_id = tokenizer.pad_token, choose_pad_token_id(tokenizer, vocab_size)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(token_id)
-    print_main(f"the pad token {was} has the id {pad}, and the model embeds ids below {vocab_size}: "
-               f"{tokenizer.pad_token} is taken in its place, also in what is saved")
+    print_main(
+        f"the pad token {was} has the id {pad}, and the model embeds ids below {vocab_size}: "
+        f"{tokenizer.pad_token} is taken in its place, also in what is saved"
+    )
     return tokenizer
 
 
 @dataclass
 class RunData:
     """What a run trains on and what it is evaluated on."""
+
     rows: TokenizedDataset | Subset  # to train on; under --stream only the first ones
     held_out: TokenizedDataset | Subset | None
     stream: Source | None
@@ -136,25 +159,38 @@ def load_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
         rows = first_rows(config, tokenizer, stream)
         print_main(f"the first {counted(rows.report.rows_read, 'row')} of the stream:")
     print_main(rows.report.format_report())
-    if config.preview: print_main(preview(rows, tokenizer, config.preview))
+    if config.preview:
+        print_main(preview(rows, tokenizer, config.preview))
     held_out = tokenized_held_out(config, tokenizer)
-    if config.eval_share: rows, held_out = hold_out(rows, config.eval_share)
+    if config.eval_share:
+        rows, held_out = hold_out(rows, config.eval_share)
     if held_out is not None:
-        print_main(f"held out: {counted(len(held_out), 'row')}, {held_out.lengths.sum():,} tokens, "
-                   f"{held_out.trained_counts.sum():,} of them predicted")
+        print_main(
+            f"held out: {counted(len(held_out), 'row')}, {held_out.lengths.sum():,} tokens, "
+            f"{held_out.trained_counts.sum():,} of them predicted"
+        )
     if asked := keep_prompt_format(tokenizer, rows.report):
-        print_main("the tokenizer has no chat template; what is saved gets one that asks as these rows "
-                   f"do ({asked})")
+        print_main(
+            "the tokenizer has no chat template; what is saved gets one that asks as these rows "
+            f"do ({asked})"
+        )
     choose_prompts(config, tokenizer, held_out)  # a mistake in them is said here, on every rank
     return RunData(rows, held_out, stream)
 
 
 def tokenized(config: RunConfig, tokenizer: PreTrainedTokenizerBase, dataset: str, split: str):
     """A data set as token ids and trained masks."""
-    return load_dataset(dataset, tokenizer, split=split, samples=num_samples(config, dataset),
-                        context_length=config.context_length, train_on=config.train_on,
-                        seed=config.seed, cache_dir=config.data_cache,
-                        is_writer=ranks_from_env().local_rank == 0)
+    return load_dataset(
+        dataset,
+        tokenizer,
+        split=split,
+        samples=num_samples(config, dataset),
+        context_length=config.context_length,
+        train_on=config.train_on,
+        seed=config.seed,
+        cache_dir=config.data_cache,
+        is_writer=ranks_from_env().local_rank == 0,
+    )
 
 
 def num_samples(config: RunConfig, dataset: str) -> int | None:
@@ -164,35 +200,51 @@ def num_samples(config: RunConfig, dataset: str) -> int | None:
 
 def tokenized_held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase):
     """The rows of --eval_dataset and --eval_split, or None."""
-    if not config.holds_out_a_data_set: return None
+    if not config.holds_out_a_data_set:
+        return None
     dataset = config.eval_dataset or config.dataset
     try:
         return tokenized(config, tokenizer, dataset, config.eval_split or "train")
     except ValueError as error:
-        given = (f"--eval_dataset {config.eval_dataset}" if config.eval_dataset
-                 else f"--eval_split {config.eval_split}")
+        given = (
+            f"--eval_dataset {config.eval_dataset}"
+            if config.eval_dataset
+            else f"--eval_split {config.eval_split}"
+        )
         raise ValueError(f"{given}: {str(error).removeprefix(f'--dataset {dataset}: ')}") from error
 
 
 def open_stream(config: RunConfig) -> Source:
     """The stream of --dataset, at its beginning."""
-    return open_source(config.dataset, split=config.dataset_split, seed=config.seed,
-                       samples=num_samples(config, config.dataset),
-                       dummy_words=config.context_length, streaming=True)
+    return open_source(
+        config.dataset,
+        split=config.dataset_split,
+        seed=config.seed,
+        samples=num_samples(config, config.dataset),
+        dummy_words=config.context_length,
+        streaming=True,
+    )
 
 
-def first_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, stream: Source
-               ) -> TokenizedDataset:
+def first_rows(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, stream: Source
+) -> TokenizedDataset:
     """The first rows of a stream as tokens: most mistakes show in these, before ranks meet.
 
     Raises ValueError if these are all, and none is left to train on.
     """
     asked = max(FIRST_ROWS, config.preview)
-    rows = tokenize_rows(islice(stream.rows(), asked), tokenizer,
-                         context_length=config.context_length, train_on=config.train_on)
+    rows = tokenize_rows(
+        islice(stream.rows(), asked),
+        tokenizer,
+        context_length=config.context_length,
+        train_on=config.train_on,
+    )
     rows.report.files = list(stream.files)
     if not len(rows) and rows.report.rows_read < asked:
-        raise ValueError(f"--dataset {config.dataset}: no row is left to train on "
-                         f"({rows.report.format_dropped()}); give rows with an answer within "
-                         "--context_length")
+        raise ValueError(
+            f"--dataset {config.dataset}: no row is left to train on "
+            f"({rows.report.format_dropped()}); give rows with an answer within "
+            "--context_length"
+        )
     return rows

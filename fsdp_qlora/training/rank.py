@@ -2,6 +2,7 @@
 
 All that can be found wrong is found before the ranks meet, so that none waits for one that has ended.
 """
+
 from __future__ import annotations
 
 from contextlib import nullcontext
@@ -28,15 +29,20 @@ def train_rank(config: RunConfig, signals: StopSignals | None = None):
     device = rank_device(config.device)
     check_device(config, device)
     is_main = ranks_from_env().is_main
-    if is_main: check_places(config)
-    for warning in warnings_of(config): print_main(f"warning: {warning}")
+    if is_main:
+        check_places(config)
+    for warning in warnings_of(config):
+        print_main(f"warning: {warning}")
     tokenizer = run_tokenizer(config)
     data = load_data(config, tokenizer)
     model, _ = planned_model(config, device)  # a wrong one is found before ranks wait
     check_layout(config, model)
     check_graphs(config, model, device)
     check_rows(config, data, model.config)
-    if is_main: check_places(config, trained_bytes(model) * (1 + config.changes_base))
-    with sole_run_in(config.output_dir) if is_main else nullcontext(), \
-            process_group(device, config.timeout_minutes):
+    if is_main:
+        check_places(config, trained_bytes(model) * (1 + config.changes_base))
+    with (
+        sole_run_in(config.output_dir) if is_main else nullcontext(),
+        process_group(device, config.timeout_minutes),
+    ):
         train(config, data.train, device, tokenizer, data.held_out, signals)

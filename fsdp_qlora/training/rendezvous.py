@@ -3,6 +3,7 @@
 torch's rendezvous backends listen on every interface, and who reaches such a store can read and change
 what the ranks tell each other.
 """
+
 from __future__ import annotations
 
 import socket
@@ -30,8 +31,13 @@ class OneMachine(RendezvousHandler):
         listener.listen(1024)
         address, port = listener.getsockname()
         self.place = RendezvousStoreInfo(address, port)
-        self.store = TCPStore(address, port, is_master=True, wait_for_workers=False,
-                              master_listen_fd=listener.detach())
+        self.store = TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
 
     def next_rendezvous(self) -> RendezvousInfo:
         return RendezvousInfo(PrefixStore(self.run_id, self.store), 0, 1, self.place)

@@ -1,4 +1,5 @@
 """A sample of a run's rows, for what is estimated, planned and probed before it starts."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -23,7 +24,9 @@ def sampled_lengths(config: RunConfig) -> tuple[RowLengths | None, str]:
     """
     try:
         rows, total = sampled_rows(config, run_tokenizer(config))
-        return row_lengths(rows.lengths, config.context_length, total, config.seed, can_pack(config)), ""
+        return row_lengths(
+            rows.lengths, config.context_length, total, config.seed, can_pack(config)
+        ), ""
     except (ValueError, OSError, ImportError) as error:
         return None, f"rows are taken as full: {str(error).splitlines()[0]}"
 
@@ -31,22 +34,39 @@ def sampled_lengths(config: RunConfig) -> tuple[RowLengths | None, str]:
 def lengths_of(config: RunConfig, data: RunData) -> RowLengths:
     """Lengths of data that are read already."""
     total = None if data.stream else len(data.rows)
-    return row_lengths(data.rows.lengths, config.context_length, total, config.seed, can_pack(config))
+    return row_lengths(
+        data.rows.lengths, config.context_length, total, config.seed, can_pack(config)
+    )
 
 
-def sampled_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase
-                 ) -> tuple[TokenizedDataset, int | None]:
+def sampled_rows(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[TokenizedDataset, int | None]:
     """Up to `SAMPLE` rows as a run trains on them, and how many there are in all; None in a stream."""
-    source = open_source(config.dataset, split=config.dataset_split, seed=config.seed,
-                         samples=num_samples(config, config.dataset), streaming=config.stream,
-                         dummy_words=config.context_length)
-    if config.stream: records, total = list(islice(source.raw_records(), SAMPLE)), None
-    else: records, total = reservoir(source.raw_records(), SAMPLE, config.seed)
-    rows = tokenize_rows((parse_row(raw, place) for place, raw in records), tokenizer,
-                         context_length=config.context_length, train_on=config.train_on)
-    if not len(rows): raise ValueError(f"--dataset {config.dataset}: no row of a sample is trained on")
-    if total == len(records) and config.eval_share: rows, _ = hold_out(rows, config.eval_share)
-    if total == len(records): return rows, len(rows)
+    source = open_source(
+        config.dataset,
+        split=config.dataset_split,
+        seed=config.seed,
+        samples=num_samples(config, config.dataset),
+        streaming=config.stream,
+        dummy_words=config.context_length,
+    )
+    if config.stream:
+        records, total = list(islice(source.raw_records(), SAMPLE)), None
+    else:
+        records, total = reservoir(source.raw_records(), SAMPLE, config.seed)
+    rows = tokenize_rows(
+        (parse_row(raw, place) for place, raw in records),
+        tokenizer,
+        context_length=config.context_length,
+        train_on=config.train_on,
+    )
+    if not len(rows):
+        raise ValueError(f"--dataset {config.dataset}: no row of a sample is trained on")
+    if total == len(records) and config.eval_share:
+        rows, _ = hold_out(rows, config.eval_share)
+    if total == len(records):
+        return rows, len(rows)
     kept = len(rows) / len(records) * (1 - config.eval_share)
     return rows, None if total is None else max(1, round(total * kept))
 

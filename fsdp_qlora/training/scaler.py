@@ -4,6 +4,7 @@ torch's GradScaler in a few lines (arXiv:1710.03740): a step whose gradients ove
 scale halved; after many good ones it is doubled. Whether they overflowed is read from the norm over all
 ranks, which every step has anyway, so every rank decides the same, and no rank waits for the GPU.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -13,14 +14,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 GROWTH, BACKOFF, GROWTH_STEPS = 2.0, 0.5, 2000  # torch's defaults
-FIRST_SCALE, LEAST_SCALE = 2.0**16, 1.0         # below it no scale is to blame
+FIRST_SCALE, LEAST_SCALE = 2.0**16, 1.0  # below it no scale is to blame
 
 
 class LossScaler:
     """The factor of the loss, which follows from the steps so far; it stays on `device`."""
 
-    def __init__(self, device: torch.device, scale: float = FIRST_SCALE,
-                 growth_steps: int = GROWTH_STEPS):
+    def __init__(
+        self, device: torch.device, scale: float = FIRST_SCALE, growth_steps: int = GROWTH_STEPS
+    ):
         self.growth_steps = growth_steps
         self.scale = torch.tensor(scale, device=device)
         self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
@@ -30,9 +32,11 @@ class LossScaler:
         """Divide the gradients by the scale, in place, each rank its own rows; before clipping."""
         inverse = {self.scale.device: 1 / self.scale}
         for p in parameters:
-            if p.grad is None: continue
+            if p.grad is None:
+                continue
             rows = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-            if rows.device not in inverse: inverse[rows.device] = (1 / self.scale).to(rows.device)
+            if rows.device not in inverse:
+                inverse[rows.device] = (1 / self.scale).to(rows.device)
             rows.mul_(inverse[rows.device])
 
     @torch.no_grad()

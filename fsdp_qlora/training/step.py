@@ -6,6 +6,7 @@ depend on how its rows are cut up.
 
 Shapes: B rows of a micro-batch, T tokens.
 """
+
 from __future__ import annotations
 
 import os
@@ -34,6 +35,7 @@ class StepResult:
 
     Loss and norm stay on the device until they are read, which waits for it.
     """
+
     loss_and_norm: Tensor  # (2,)
     trained_tokens: int
     tokens: int
@@ -51,10 +53,17 @@ class StepResult:
         return self.loss_and_norm[1].item()
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: list[dict], *,
-               max_grad_norm: float | None = None, no_sync: bool = False,
-               agree: Callable[..., list[int]] | None = None, scaler: LossScaler | None = None,
-               forward_backward: ForwardBackward | None = None) -> StepResult:
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: list[dict],
+    *,
+    max_grad_norm: float | None = None,
+    no_sync: bool = False,
+    agree: Callable[..., list[int]] | None = None,
+    scaler: LossScaler | None = None,
+    forward_backward: ForwardBackward | None = None,
+) -> StepResult:
     """Forward and backward of every micro-batch, then one optimizer step.
 
     Each micro-batch is a dict of input_ids and labels (B, T), and what else the model takes; every
@@ -66,22 +75,33 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches
     the loss is scaled for the backward, and the norm is that of the gradients themselves.
     `forward_backward` may be another way to compute a micro-batch (graphs.py).
     """
-    trained, tokens = (agree or sum_over_ranks)(sum(num_trained_tokens(b) for b in micro_batches),
-                                                sum(b["input_ids"].numel() for b in micro_batches))
-    if not trained: return StepResult(torch.zeros(2), 0, tokens, stepped=False)
+    trained, tokens = (agree or sum_over_ranks)(
+        sum(num_trained_tokens(b) for b in micro_batches),
+        sum(b["input_ids"].numel() for b in micro_batches),
+    )
+    if not trained:
+        return StepResult(torch.zeros(2), 0, tokens, stepped=False)
     device = compute_device(model)
     loss_sum = torch.zeros((), device=device)
     for i, batch in enumerate(micro_batches):
-        if i and agree: agree()
+        if i and agree:
+            agree()
         last = i == len(micro_batches) - 1
         set_gradient_sync(model, last or is_sharded(model) and not no_sync)
         set_last_micro_batch(model, last)
         loss_sum += (forward_backward or run_micro_batch)(
-            model, on_device(batch, device), trained / dist.get_world_size(), scaler and scaler.scale)
-    if scaler: scaler.unscale(trained_weights(optimizer))
+            model,
+            on_device(batch, device),
+            trained / dist.get_world_size(),
+            scaler and scaler.scale,
+        )
+    if scaler:
+        scaler.unscale(trained_weights(optimizer))
     if all(p.grad is None for p in trained_weights(optimizer)):
-        raise ValueError("no weight of the optimizer has a gradient after the backward, so it would "
-                         "train nothing; build it from the trained weights of the finished model")
+        raise ValueError(
+            "no weight of the optimizer has a gradient after the backward, so it would "
+            "train nothing; build it from the trained weights of the finished model"
+        )
     norm = clip_gradients(trained_weights(optimizer), max_grad_norm)
     dist.all_reduce(loss_sum)
     loss_and_norm = torch.stack([loss_sum / dist.get_world_size(), norm.to(loss_sum)])
@@ -89,12 +109,14 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches
     step_if(finite, optimizer)
     optimizer.zero_grad()
     scale = scaler and scaler.scale
-    if scaler: scaler.update(finite)
+    if scaler:
+        scaler.update(finite)
     return StepResult(loss_and_norm, trained, tokens, scale)
 
 
-def run_micro_batch(model: nn.Module, batch: dict, num_items: float | Tensor,
-                    scale: Tensor | None = None) -> Tensor:
+def run_micro_batch(
+    model: nn.Module, batch: dict, num_items: float | Tensor, scale: Tensor | None = None
+) -> Tensor:
     """Forward and backward of one micro-batch; the sum of its losses divided by `num_items`."""
     for name in BORDERS & batch.keys():  # compiled code is to be made for any number of packed rows
         torch._dynamo.maybe_mark_dynamic(batch[name], 0)
@@ -112,7 +134,8 @@ def step_if(finite: Tensor, optimizer: torch.optim.Optimizer):
     if optimizer.defaults.get("fused"):
         optimizer.found_inf = 1 - finite.float()  # type: ignore[attr-defined]
         optimizer.step()
-    elif finite.item(): optimizer.step()
+    elif finite.item():
+        optimizer.step()
 
 
 def compute_device(model: nn.Module) -> torch.device:
@@ -129,8 +152,10 @@ def trained_weights(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
     """Norm of all gradients over all ranks; gradients are scaled down to `max_norm` if given."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if isinstance(norm, DTensor): norm = norm.full_tensor()
-    if max_norm is not None: torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    if max_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
 

@@ -1,4 +1,5 @@
 """Turns the result of a step into its metrics, a step late on a GPU."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -21,9 +22,13 @@ class LaggedLog:
     so the GPU never waits for the host between steps.
     """
 
-    def __init__(self, log: RunLog, device: torch.device,
-                 was_read: Callable[[StepMetrics], None] = lambda _: None,
-                 arithmetic: Arithmetic | None = None):
+    def __init__(
+        self,
+        log: RunLog,
+        device: torch.device,
+        was_read: Callable[[StepMetrics], None] = lambda _: None,
+        arithmetic: Arithmetic | None = None,
+    ):
         self.log, self.device, self.pending, self.was_read = log, device, None, was_read
         self.arithmetic = arithmetic
         self.restart_clock()
@@ -36,11 +41,13 @@ class LaggedLog:
         """Take a step that was queued, of so many rows and tokens of theirs, and log the one before."""
         self.flush()
         self.pending = number, lr, rows, tokens, result, mark(self.device), compiled_graphs()
-        if self.device.type == "cpu": self.flush()
+        if self.device.type == "cpu":
+            self.flush()
 
     def flush(self):
         """Log the step that is waiting, if there is one."""
-        if self.pending is None: return
+        if self.pending is None:
+            return
         number, lr, rows, tokens, result, done, compilations = self.pending
         result.loss_and_norm = result.loss_and_norm.cpu()  # waits until the step is done
         before, self.done = self.done, done
@@ -54,12 +61,21 @@ class LaggedLog:
         self.was_read(metrics)
 
 
-def step_metrics(number: int, lr: float, tokens: int, result: StepResult, seconds: float,
-                 device: torch.device) -> StepMetrics:
+def step_metrics(
+    number: int, lr: float, tokens: int, result: StepResult, seconds: float, device: torch.device
+) -> StepMetrics:
     """A step's result with its time and memory; `tokens` are the rows' own."""
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
-    return StepMetrics(step=number, loss=result.loss, lr=lr, grad_norm=result.grad_norm,
-                       trained_tokens=result.trained_tokens, tokens=tokens, seconds=seconds,
-                       tokens_per_second=tokens / seconds, peak_allocated_gib=peak,
-                       padded_tokens=result.tokens,
-                       loss_scale=None if result.loss_scale is None else result.loss_scale.item())
+    return StepMetrics(
+        step=number,
+        loss=result.loss,
+        lr=lr,
+        grad_norm=result.grad_norm,
+        trained_tokens=result.trained_tokens,
+        tokens=tokens,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds,
+        peak_allocated_gib=peak,
+        padded_tokens=result.tokens,
+        loss_scale=None if result.loss_scale is None else result.loss_scale.item(),
+    )

@@ -1,4 +1,5 @@
 """A run: found or begun, trained step by step, evaluated, checkpointed and saved."""
+
 from __future__ import annotations
 
 import time
@@ -61,9 +62,14 @@ from .signals import StopSignals
 from .step import seed_everything
 
 
-def train(config: RunConfig, dataset: TokenizedDataset | Subset | Source, device: torch.device,
-          tokenizer, held_out: TokenizedDataset | Subset | None = None,
-          signals: StopSignals | None = None) -> list[StepMetrics]:
+def train(
+    config: RunConfig,
+    dataset: TokenizedDataset | Subset | Source,
+    device: torch.device,
+    tokenizer,
+    held_out: TokenizedDataset | Subset | None = None,
+    signals: StopSignals | None = None,
+) -> list[StepMetrics]:
     """Build the model, train it on tokenized rows or a stream, save what was trained.
 
     Needs a process group. Goes on from a checkpoint as --resume says. `held_out` rows are evaluated
@@ -77,14 +83,22 @@ def train(config: RunConfig, dataset: TokenizedDataset | Subset | Source, device
     config = found.settings(config)
     run_id = found.run["run_id"] if found.run else from_main(lambda: uuid.uuid4().hex)
     with open_trackers(config, run_id, found.step) as trackers:
-        return train_found(config, found, run_id, dataset, device, tokenizer, held_out, signals,
-                           trackers)
+        return train_found(
+            config, found, run_id, dataset, device, tokenizer, held_out, signals, trackers
+        )
 
 
-def train_found(config: RunConfig, found: Found, run_id: str,
-                dataset: TokenizedDataset | Subset | Source, device: torch.device, tokenizer,
-                held_out: TokenizedDataset | Subset | None, signals: StopSignals | None,
-                trackers: list[Sink]) -> list[StepMetrics]:
+def train_found(
+    config: RunConfig,
+    found: Found,
+    run_id: str,
+    dataset: TokenizedDataset | Subset | Source,
+    device: torch.device,
+    tokenizer,
+    held_out: TokenizedDataset | Subset | None,
+    signals: StopSignals | None,
+    trackers: list[Sink],
+) -> list[StepMetrics]:
     """`train` from where the run was found."""
     ranks = ranks_from_env()
     batches = plan_batches(config, ranks.world_size)
@@ -103,56 +117,100 @@ def train_found(config: RunConfig, found: Found, run_id: str,
     boundary = restored(state, found) if found.folder else state.boundary(0)
     answerer = build_answerer(config, tokenizer, held_out, model.config.vocab_size, device)
     record = record_beside_weights(config, found.content["data"], device)
-    start = start_record(planned, record, run_id, model, batches, about_data(dataset, held_out), device,
-                         step=boundary.step, total_steps=total_steps, load_seconds=loaded)
+    start = start_record(
+        planned,
+        record,
+        run_id,
+        model,
+        batches,
+        about_data(dataset, held_out),
+        device,
+        step=boundary.step,
+        total_steps=total_steps,
+        load_seconds=loaded,
+    )
     with run_log(config, start, trackers, found) as log:
         log.record(start)
-        writer = CheckpointWriter(checkpoints_of(config.output_dir), state, config,
-                                  facts_of(config, batches, found, run_id), found.disks,
-                                  found.folder)
-        Training(planned, tokenizer, loader, state, boundary, log, writer, record, signals,
-                 answerer).run()
+        writer = CheckpointWriter(
+            checkpoints_of(config.output_dir),
+            state,
+            config,
+            facts_of(config, batches, found, run_id),
+            found.disks,
+            found.folder,
+        )
+        Training(
+            planned, tokenizer, loader, state, boundary, log, writer, record, signals, answerer
+        ).run()
         log.end_steps()
-        if line := compilations_line([s for s in log.steps if s.step > boundary.step]): print_main(line)
-        if isinstance(loader, StreamLoader): report_on_stream(loader, log)
+        if line := compilations_line([s for s in log.steps if s.step > boundary.step]):
+            print_main(line)
+        if isinstance(loader, StreamLoader):
+            report_on_stream(loader, log)
         finish(model, config, log, tokenizer, record)
     return log.steps
 
 
-def longest_row(config: RunConfig, dataset: TokenizedDataset | Subset | Source,
-                held_out: TokenizedDataset | Subset | None) -> int:
+def longest_row(
+    config: RunConfig,
+    dataset: TokenizedDataset | Subset | Source,
+    held_out: TokenizedDataset | Subset | None,
+) -> int:
     """Tokens that a row of a batch can have, which memory is planned for: --context_length at most.
 
     Bins are always of that many, and of a stream no more is known.
     """
-    if config.packing or isinstance(dataset, Source): return config.context_length
-    longest = max(int(rows.lengths.max(initial=1)) for rows in (dataset, held_out) if rows is not None)
+    if config.packing or isinstance(dataset, Source):
+        return config.context_length
+    longest = max(
+        int(rows.lengths.max(initial=1)) for rows in (dataset, held_out) if rows is not None
+    )
     return padded_length(longest, pad_to=few_widths(config.context_length))
 
 
 def built(config: RunConfig, device: torch.device, found: Found) -> nn.Module:
     """The model as it is before the first step; the base may depend on the adapter that was found."""
-    if not found.folder or config.init_lora_weights == "default": return build_model(config, device)
+    if not found.folder or config.init_lora_weights == "default":
+        return build_model(config, device)
     with found.disks.at_hand(found.folder):
         return build_model(config, device, saved_adapter(found.folder))
 
 
-def build_loader(config: RunConfig, dataset: TokenizedDataset | Subset | Source, batches: BatchPlan,
-                 tokenizer, model: nn.Module, device: torch.device) -> StepLoader | StreamLoader:
+def build_loader(
+    config: RunConfig,
+    dataset: TokenizedDataset | Subset | Source,
+    batches: BatchPlan,
+    tokenizer,
+    model: nn.Module,
+    device: torch.device,
+) -> StepLoader | StreamLoader:
     """This rank's batches of each step. Raises ValueError for a token beyond the vocabulary."""
     ranks, vocab_size = ranks_from_env(), model.config.vocab_size
     order = dict(seed=config.seed, epochs=config.num_epochs, max_steps=config.max_steps)
     share = ranks.rank, ranks.world_size, batches.micro_batch_size
-    batching = dict(pad_token_id=choose_pad_token_id(tokenizer, vocab_size),
-                    packing=config.packing, pin_memory=device.type == "cuda")
+    batching = dict(
+        pad_token_id=choose_pad_token_id(tokenizer, vocab_size),
+        packing=config.packing,
+        pin_memory=device.type == "cuda",
+    )
     batching["pad_to"] = padded_widths(config, device)
     if isinstance(dataset, Source):
         order["shuffle_buffer"] = config.shuffle_buffer
-        sampler = (StreamSampler(dataset, batches.per_step, **order) if batches.unit == "row" else
-                   StreamBinSampler(dataset, config.context_length, batches.per_step, **order))
-        return StreamLoader(sampler, tokenizer, *share, context_length=config.context_length,
-                            train_on=config.train_on, vocab_size=vocab_size,
-                            gather=gather_over_ranks, **batching)
+        sampler = (
+            StreamSampler(dataset, batches.per_step, **order)
+            if batches.unit == "row"
+            else StreamBinSampler(dataset, config.context_length, batches.per_step, **order)
+        )
+        return StreamLoader(
+            sampler,
+            tokenizer,
+            *share,
+            context_length=config.context_length,
+            train_on=config.train_on,
+            vocab_size=vocab_size,
+            gather=gather_over_ranks,
+            **batching,
+        )
     dataset.check_vocab_size(vocab_size)
     sampler = step_sampler(dataset, batches.per_step, batches.unit, **order)
     return StepLoader(dataset, sampler, *share, **batching)
@@ -163,56 +221,98 @@ def padded_widths(config: RunConfig, device: torch.device) -> PadTo:
     return run_widths(config.context_length, compiles(config, device), one=config.has_full_bins)
 
 
-def build_state(config: RunConfig, batches: BatchPlan, model: nn.Module,
-                loader: StepLoader | StreamLoader, tokenizer,
-                held_out: TokenizedDataset | Subset | None, device: torch.device) -> RunState:
+def build_state(
+    config: RunConfig,
+    batches: BatchPlan,
+    model: nn.Module,
+    loader: StepLoader | StreamLoader,
+    tokenizer,
+    held_out: TokenizedDataset | Subset | None,
+    device: torch.device,
+) -> RunState:
     """Optimizer, schedule and evaluator around a model, as they are at the beginning."""
-    optimizer = build_optimizer(model, config.optimizer, config.lr, config.wd,
-                                config.loraplus_lr_ratio)
-    scheduler = build_scheduler(optimizer, config.lr_scheduler, loader.sampler.total_steps or 0,
-                                config.warmup_share,
-                                None if config.lr_warmup_steps == AUTO else config.lr_warmup_steps)
+    optimizer = build_optimizer(
+        model, config.optimizer, config.lr, config.wd, config.loraplus_lr_ratio
+    )
+    scheduler = build_scheduler(
+        optimizer,
+        config.lr_scheduler,
+        loader.sampler.total_steps or 0,
+        config.warmup_share,
+        None if config.lr_warmup_steps == AUTO else config.lr_warmup_steps,
+    )
     evaluator = None
     if held_out is not None:
         held_out.check_vocab_size(model.config.vocab_size)
-        evaluator = Evaluator(held_out, device, every=config.eval_every, packing=config.packing,
-                              batch_size=batches.micro_batch_size,
-                              pad_to=padded_widths(config, device),
-                              pad_token_id=choose_pad_token_id(tokenizer, model.config.vocab_size))
+        evaluator = Evaluator(
+            held_out,
+            device,
+            every=config.eval_every,
+            packing=config.packing,
+            batch_size=batches.micro_batch_size,
+            pad_to=padded_widths(config, device),
+            pad_token_id=choose_pad_token_id(tokenizer, model.config.vocab_size),
+        )
     scaler = LossScaler(device) if config.scales_loss else None
     return RunState(model, optimizer, scheduler, loader.sampler, evaluator, device, scaler)
 
 
 def restored(state: RunState, found: Found) -> Boundary:
     """Bring back what was found, on every machine."""
-    with found.disks.at_hand(found.folder): boundary = state.restore(found.folder)
+    with found.disks.at_hand(found.folder):
+        boundary = state.restore(found.folder)
     if state.evaluator and is_other("held_out", found.run["content"], found.content):
-        print_main("the held-out rows are others than before, so no earlier loss counts as the best")
+        print_main(
+            "the held-out rows are others than before, so no earlier loss counts as the best"
+        )
         state.evaluator.best = state.evaluator.last = None
     return boundary
 
 
-def build_answerer(config: RunConfig, tokenizer, held_out: TokenizedDataset | Subset | None,
-                  vocab_size: int, device: torch.device) -> Answerer | None:
+def build_answerer(
+    config: RunConfig,
+    tokenizer,
+    held_out: TokenizedDataset | Subset | None,
+    vocab_size: int,
+    device: torch.device,
+) -> Answerer | None:
     """What answers the prompts of --samples and --sample_prompts."""
     prompts = choose_prompts(config, tokenizer, held_out)
-    if not prompts: return None
-    return Answerer(prompts, tokenizer, device, config.sample_tokens, packing=config.packing,
-                   pad_token_id=choose_pad_token_id(tokenizer, vocab_size))
+    if not prompts:
+        return None
+    return Answerer(
+        prompts,
+        tokenizer,
+        device,
+        config.sample_tokens,
+        packing=config.packing,
+        pad_token_id=choose_pad_token_id(tokenizer, vocab_size),
+    )
 
 
 def run_log(config: RunConfig, start: StartRecord, trackers: list[Sink], found: Found) -> RunLog:
     """Where the records of a run go."""
     shown = terminal(parts_of(config.log_to), start.total_steps, start.step)
     pace = Pace(start.total_steps, start.dollars_per_hour, found.metrics)
-    return RunLog(config.output_dir, ranks_from_env().is_main, terminal=shown, trackers=trackers,
-                  every=config.log_every, pace=pace, earlier=found.metrics)
+    return RunLog(
+        config.output_dir,
+        ranks_from_env().is_main,
+        terminal=shown,
+        trackers=trackers,
+        every=config.log_every,
+        pace=pace,
+        earlier=found.metrics,
+    )
 
 
 def facts_of(config: RunConfig, batches: BatchPlan, found: Found, run_id: str) -> dict:
     """What run.json says beside the state; `run_id` stays the same for as long as a run is resumed."""
-    return {"run_id": run_id, "config": redact_all(asdict(config)), "content": found.content,
-            "world_size": ranks_from_env().world_size} | per_step(batches)
+    return {
+        "run_id": run_id,
+        "config": redact_all(asdict(config)),
+        "content": found.content,
+        "world_size": ranks_from_env().world_size,
+    } | per_step(batches)
 
 
 def report_on_stream(loader: StreamLoader, log: RunLog):
@@ -225,17 +325,22 @@ def report_on_stream(loader: StreamLoader, log: RunLog):
 def finish(model: nn.Module, config: RunConfig, log: RunLog, tokenizer, record: dict):
     """Save what was trained and draw the loss. Raises ValueError, and saves nothing, after a NaN."""
     if log.steps and not (log.steps[-1].is_finite or log.steps[-1].overflowed):
-        raise ValueError(f"the loss or gradient of step {log.steps[-1].step} is not a number, so "
-                         f"nothing is saved; try a --lr below {config.lr:g}, or clip gradients")
+        raise ValueError(
+            f"the loss or gradient of step {log.steps[-1].step} is not a number, so "
+            f"nothing is saved; try a --lr below {config.lr:g}, or clip gradients"
+        )
     if config.save_model:
         folder = save_trained(model, weights_folder(config), tokenizer, record)
         print_main(f"saved the {folder.name} in {folder}")
-    if not ranks_from_env().is_main or not log.steps: return
+    if not ranks_from_env().is_main or not log.steps:
+        return
     mark_finished(checkpoints_of(config.output_dir), log.steps[-1].step)
     print(f"loss: first step {log.steps[0].loss:.4f}, last step {log.steps[-1].loss:.4f}")
     for best in [e for e in log.evaluations if e.is_best][-1:]:
-        print(f"held-out loss: lowest {best.eval_loss:.4f} after step {best.step}"
-              + (f", kept in {weights_folder(config, '-best')}" if config.save_model else ""))
+        print(
+            f"held-out loss: lowest {best.eval_loss:.4f} after step {best.step}"
+            + (f", kept in {weights_folder(config, '-best')}" if config.save_model else "")
+        )
     picture = Path(config.output_dir) / "loss.png"
     try:
         if plot_loss(log.steps, picture, Path(config.model_name).name, log.evaluations):

@@ -5,6 +5,7 @@ notices that its main thread has not moved, tells the others where it is, and co
 the one that does not answer, or is outside any collective, or is behind. Its phase and Python stack are
 printed once, and the run ends, to go on from its last checkpoint.
 """
+
 from __future__ import annotations
 
 import json
@@ -18,12 +19,12 @@ from contextlib import contextmanager, suppress
 from ..meeting import Board
 from .signals import StopRequested, end_at_once
 
-EXIT_STALLED = 70         # EX_SOFTWARE of sysexits.h
-INNERMOST = 5             # frames of a stack that tell whether it waits in a collective
+EXIT_STALLED = 70  # EX_SOFTWARE of sysexits.h
+INNERMOST = 5  # frames of a stack that tell whether it waits in a collective
 WITHOUT_STORE_SECONDS = 30  # the store may be in the process that is frozen
-OVER = "over"             # the phase of a rank that is done
-END_SECONDS = 2           # in which a thread ends whose store answers
-GONE_LOOKS = 16           # that meet no new beat: one comes every second, a look (signals.py) every half
+OVER = "over"  # the phase of a rank that is done
+END_SECONDS = 2  # in which a thread ends whose store answers
+GONE_LOOKS = 16  # that meet no new beat: one comes every second, a look (signals.py) every half
 
 
 class Watchdog:
@@ -31,35 +32,45 @@ class Watchdog:
 
     def __init__(self, board: Board, stall_seconds: float):
         self.board, self.seconds = board, stall_seconds
-        self.grace = max(2.0, min(30.0, stall_seconds / 2))  # ranks come to a stop one after another
+        self.grace = max(
+            2.0, min(30.0, stall_seconds / 2)
+        )  # ranks come to a stop one after another
         self.main = threading.main_thread().ident
         self.phase, self.count, self.moved = "start", 0, time.monotonic()
         self.is_paused, self.is_over, self.looked = False, threading.Event(), time.monotonic()
         self.seen: dict[int, tuple[str | None, int]] = {}  # a rank's last beat, and the looks since
-        self.last = OVER          # the phase of the last beat
+        self.last = OVER  # the phase of the last beat
 
     def mark(self, phase: str | None = None):
         """The main thread is at a new place; ranks count alike."""
-        if phase: self.phase = phase
+        if phase:
+            self.phase = phase
         self.count, self.moved = self.count + 1, time.monotonic()
 
     @contextmanager
     def watching(self) -> Iterator[Watchdog]:
         """Watch for the life of the block. A rank that fails in it counts as gone, it saves no more."""
         self.mark()
-        threads = [threading.Thread(target=body, name="watchdog", daemon=True)
-                   for body in (self.watch, self.guard) if self.seconds]
-        if self.seconds: self.post_beat()
-        for thread in threads: thread.start()
+        threads = [
+            threading.Thread(target=body, name="watchdog", daemon=True)
+            for body in (self.watch, self.guard)
+            if self.seconds
+        ]
+        if self.seconds:
+            self.post_beat()
+        for thread in threads:
+            thread.start()
         try:
             yield self
         except BaseException as error:
-            if not isinstance(error, StopRequested): self.last = self.phase
+            if not isinstance(error, StopRequested):
+                self.last = self.phase
             raise
         finally:
             self.is_over.set()
             # As in `StopSignals`: Python aborts a process that ends while one asks the store.
-            for thread in threads: thread.join(END_SECONDS)
+            for thread in threads:
+                thread.join(END_SECONDS)
 
     def missing(self) -> str:
         """Which other rank is not done and has told nothing new in GONE_LOOKS looks; empty if none.
@@ -67,10 +78,13 @@ class Watchdog:
         Looks count and not seconds: after a machine was suspended everybody's last beat is old.
         """
         for rank in range(self.board.world_size) if self.seconds else ():
-            if rank == self.board.rank: continue
+            if rank == self.board.rank:
+                continue
             try:
                 beat = self.board.read("beat", rank)
-            except RuntimeError:  # it went with a rank, with its machine, or as this rank's work is done
+            except (
+                RuntimeError
+            ):  # it went with a rank, with its machine, or as this rank's work is done
                 return "" if self.is_over.is_set() else "the ranks' store"
             before, looks = self.seen.get(rank, ("", 0))
             self.seen[rank] = beat, looks + 1 if beat == before else 0
@@ -99,17 +113,21 @@ class Watchdog:
         while not self.is_over.wait(min(1.0, self.seconds / 4)):
             with suppress(RuntimeError):  # the store is closing, or frozen: `guard` sees that
                 self.post_beat()
-                if self.is_stalled(): self.look_around()
+                if self.is_stalled():
+                    self.look_around()
                 self.looked = time.monotonic()
-        with suppress(RuntimeError): self.post_beat(self.last)
+        with suppress(RuntimeError):
+            self.post_beat(self.last)
 
     def guard(self):
         """The store does not answer: its process is the one that is frozen."""
         limit = self.seconds + self.grace + WITHOUT_STORE_SECONDS
         while not self.is_over.wait(1.0):
             if self.is_stalled() and time.monotonic() - self.looked > limit:
-                self.end(f"rank {self.board.rank} gets no answer from the ranks' store, which rank 0 "
-                         "holds: it is stopped, or its machine is gone")
+                self.end(
+                    f"rank {self.board.rank} gets no answer from the ranks' store, which rank 0 "
+                    "holds: it is stopped, or its machine is gone"
+                )
 
     def is_stalled(self) -> bool:
         """Whether the main thread has not moved for too long."""
@@ -119,15 +137,21 @@ class Watchdog:
         """Find the culprit once all stalled ranks have had the time to say where they are."""
         count = self.count
         stack = traceback.extract_stack(sys._current_frames()[self.main])
-        self.board.post("stalled", json.dumps([count, self.phase, waits(stack),
-                                               "".join(traceback.format_list(stack[-8:]))]))
+        self.board.post(
+            "stalled",
+            json.dumps(
+                [count, self.phase, waits(stack), "".join(traceback.format_list(stack[-8:]))]
+            ),
+        )
         self.is_over.wait(self.grace)
-        if self.is_over.is_set() or self.count != count: return
+        if self.is_over.is_set() or self.count != count:
+            return
         ranks = range(self.board.world_size)
         told = {r: json.loads(text) for r in ranks if (text := self.board.read("stalled", r))}
         silent = [r for r in ranks if not told.get(r) or told[r][0] < self.beat(r)[0]]
         frozen = [r for r in silent if time.time() - self.beat(r)[2] > self.grace]
-        if set(silent) - set(frozen): return  # somebody moves, so this rank only waits
+        if set(silent) - set(frozen):
+            return  # somebody moves, so this rank only waits
         if self.board.claim("verdict"):
             self.end(verdict(self.seconds, told, {r: self.beat(r) for r in frozen}))
         time.sleep(self.grace)
@@ -135,7 +159,8 @@ class Watchdog:
 
     def post_beat(self, last: str | None = None):
         """Tell that this rank lives, and where it is; nothing more after the `last` one."""
-        if self.is_over.is_set() and last is None: return
+        if self.is_over.is_set() and last is None:
+            return
         self.board.post("beat", json.dumps([self.count, last or self.phase, time.time()]))
 
     def beat(self, rank: int) -> list:
@@ -155,16 +180,22 @@ def waits(stack: list[traceback.FrameSummary]) -> bool:
 def verdict(seconds: float, told: dict[int, list], frozen: dict[int, list]) -> str:
     """Who holds up the run: `told` has (count, phase, waits, stack) of ranks, `frozen` the last beat."""
     if frozen:
-        places = ", ".join(f"rank {r} (last seen at {phase})" for r, (_, phase, _) in frozen.items())
+        places = ", ".join(
+            f"rank {r} (last seen at {phase})" for r, (_, phase, _) in frozen.items()
+        )
         return f"{stalled(seconds)}: no answer from {places}"
     outside = {r: t for r, t in told.items() if not t[2]} or told
     behind = min(t[0] for t in outside.values())
     guilty = {r: t for r, t in outside.items() if t[0] == behind}
     if len(guilty) == len(told) > 1:
-        return (f"{stalled(seconds)}: all ranks wait at {told[0][1]}, so it is "
-                f"the network or a GPU; rank 0 is at\n{told[0][3]}")
-    return "\n".join(f"{stalled(seconds)}: the others wait for rank {r} at {phase}, "
-                     f"which is here:\n{stack}" for r, (_, phase, _, stack) in guilty.items())
+        return (
+            f"{stalled(seconds)}: all ranks wait at {told[0][1]}, so it is "
+            f"the network or a GPU; rank 0 is at\n{told[0][3]}"
+        )
+    return "\n".join(
+        f"{stalled(seconds)}: the others wait for rank {r} at {phase}, which is here:\n{stack}"
+        for r, (_, phase, _, stack) in guilty.items()
+    )
 
 
 def stalled(seconds: float) -> str:

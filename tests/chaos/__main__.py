@@ -1,4 +1,5 @@
 """The long form: `python -m tests.chaos kills 200`, `... signals 100`, `... hangs 40`."""
+
 from __future__ import annotations
 
 import shutil
@@ -25,4 +26,5 @@ def main(form: str, count: str, seed: str = "0"):
     print(form, report, f"{time.monotonic() - started:.0f} s")
 
 
-if __name__ == "__main__": main(*sys.argv[1:])
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -2,6 +2,7 @@
 
 1,000 damages of files of real checkpoints, and 100 writes that the system cuts off.
 """
+
 from __future__ import annotations
 
 import io
@@ -43,18 +44,18 @@ def root(folder, tmp_path_factory):
 
 
 def cut(data: bytes, rng: random.Random) -> bytes:
-    return data[:rng.randrange(len(data))]
+    return data[: rng.randrange(len(data))]
 
 
 def flip(data: bytes, rng: random.Random) -> bytes:
     place = rng.randrange(len(data))
-    return data[:place] + bytes([data[place] ^ 1 << rng.randrange(8)]) + data[place + 1:]
+    return data[:place] + bytes([data[place] ^ 1 << rng.randrange(8)]) + data[place + 1 :]
 
 
 def zero(data: bytes, rng: random.Random) -> bytes:
     """A block of zeros, as a disk that lost power leaves it."""
     place = rng.randrange(len(data))
-    changed = data[:place] + bytes(min(64, len(data) - place)) + data[place + 64:]
+    changed = data[:place] + bytes(min(64, len(data) - place)) + data[place + 64 :]
     return changed if changed != data else flip(data, rng)
 
 
@@ -76,14 +77,17 @@ def test_every_damage_is_seen_and_the_checkpoint_before_is_taken(root):
             kind = rng.choice(list(DAMAGE))
             kept[path] = data = path.read_bytes()
             path.unlink()
-            if kind != "delete": path.write_bytes(DAMAGE[kind](data, rng))
+            if kind != "delete":
+                path.write_bytes(DAMAGE[kind](data, rng))
             seen[kind, path.name] += 1
         said = []
         found = newest_whole(root, said.append)
         assert found == (third if second in broken else second), (number, kept.keys(), said)
         assert all(str(folder) in line for folder, line in zip(broken, said, strict=True))
-        for folder in broken: folder.with_name(folder.name + ".aside").rename(folder)
-        for path, data in kept.items(): path.write_bytes(data)
+        for folder in broken:
+            folder.with_name(folder.name + ".aside").rename(folder)
+        for path, data in kept.items():
+            path.write_bytes(data)
     assert len(seen) >= 5 * 6, seen  # every kind met every file
     assert not any(fault_of(folder) for folder in all_checkpoints(root))
 
@@ -108,7 +112,8 @@ def test_no_damage_to_the_figures_keeps_a_run_from_going_on(root, tmp_path):
         (tmp_path / "metrics.jsonl").write_bytes(damage(whole, rng))
         kept = kept_metrics(tmp_path / "metrics.jsonl", run)
         Pace(run["step"], None, kept)
-        with RunLog(tmp_path, earlier=kept) as log: pass
+        with RunLog(tmp_path, earlier=kept) as log:
+            pass
         assert damage is cut or len(log.steps) >= run["step"] - 2, (damage, kept)
 
 
@@ -119,15 +124,23 @@ def cut_writes(folder: str, out: str) -> list[str]:
     from fsdp_qlora.checkpoint.disks import find_disks
     from fsdp_qlora.data import StepSampler
     from fsdp_qlora.optim import build_optimizer, build_scheduler
+
     sys.stdout = open("/dev/null", "w")  # noqa: SIM115  a file of the test's would meet the limit too
     config = settings(folder, out)
     model = build_model(config, torch.device("cpu"))
     optimizer = build_optimizer(model)
     for p in model.parameters():
-        if p.requires_grad: p.grad = torch.ones_like(p)
+        if p.requires_grad:
+            p.grad = torch.ones_like(p)
     optimizer.step()
-    state = RunState(model, optimizer, build_scheduler(optimizer, "constant", 9), StepSampler(9, 1),
-                     None, torch.device("cpu"))
+    state = RunState(
+        model,
+        optimizer,
+        build_scheduler(optimizer, "constant", 9),
+        StepSampler(9, 1),
+        None,
+        torch.device("cpu"),
+    )
     facts = dict(run_id="", config={}, content={}, world_size=1, rows_per_step=1)
     writer = CheckpointWriter(Path(out, "checkpoints"), state, config, facts, find_disks(Path(out)))
     writer.save(state.boundary(1))
@@ -151,7 +164,8 @@ def cut_writes(folder: str, out: str) -> list[str]:
     left = [f.name for f in all_checkpoints(Path(out, "checkpoints"))]
     writer.thread = threading.Thread(target=time.sleep, args=(1.1,))  # a write to a slow disk
     writer.thread.start()
-    with redirect_stdout(io.StringIO()) as said: writer.save(state.boundary(501))
+    with redirect_stdout(io.StringIO()) as said:
+        writer.save(state.boundary(501))
     return there, writer.failure, left, said.getvalue()
 
 

@@ -1,4 +1,5 @@
 """SIGKILL at any moment: the same command goes on, and ends where the undisturbed run ended."""
+
 from __future__ import annotations
 
 import random
@@ -29,12 +30,16 @@ def killed_runs(folder: Path, scratch: Path, kills: int, seed: int = 0) -> dict:
         while True:
             hit, kill_after = None, None
             if mine < KILLS_PER_RUN and sum(seen.values()) < kills:
-                if rng.random() < 0.3: kill_after = rng.uniform(0.2, 2.5)
-                else: hit = Hit.at_random(rng, "kill", choices(mine))
+                if rng.random() < 0.3:
+                    kill_after = rng.uniform(0.2, 2.5)
+                else:
+                    hit = Hit.at_random(rng, "kill", choices(mine))
             ended = run.start(hit, kill_after)
             starts, resumed = starts + 1, resumed + ("resumed from" in ended.text)
-            if ended.codes == [0, 0]: break
-            if -9 not in ended.codes: raise AssertionError(ended.text)
+            if ended.codes == [0, 0]:
+                break
+            if -9 not in ended.codes:
+                raise AssertionError(ended.text)
             history.append((runs, hit or kill_after, ended.text.count("resumed from")))
             mine += 1
             seen[hit.phase if hit else "any time"] += 1

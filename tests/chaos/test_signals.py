@@ -1,4 +1,5 @@
 """SIGTERM or SIGUSR1 to any one rank, in any phase: all ranks end soon, and nothing is lost."""
+
 from __future__ import annotations
 
 import random
@@ -29,7 +30,8 @@ def signalled_runs(folder: Path, scratch: Path, signals: int, seed: int = 0) -> 
                 hit = Hit.at_random(rng, rng.choice(["stop", "usr1"]), PHASES)
                 hit.nth %= 2
             ended = run.start(hit)
-            if ended.codes == [0, 0]: break
+            if ended.codes == [0, 0]:
+                break
             told = {EXIT_STOPPED} | (set() if "stopped after step" in ended.text else {1, -15})
             assert ended.codes[hit.rank] == EXIT_STOPPED, (hit, ended.codes, ended.text)
             assert set(ended.codes) <= told, (hit, ended.codes, ended.text)
@@ -43,9 +45,11 @@ def signalled_runs(folder: Path, scratch: Path, signals: int, seed: int = 0) -> 
 
 def check_nothing_is_lost(out: Path, hit: Hit, text: str):
     """Every step that was logged is in the newest checkpoint."""
-    if not (out / "metrics.jsonl").exists(): return
+    if not (out / "metrics.jsonl").exists():
+        return
     steps = max((f[1] for f in outcome_steps(out)), default=0)
-    if not steps: return
+    if not steps:
+        return
     newest = all_checkpoints(out / "checkpoints")[0]
     assert fault_of(newest) is None
     if hit.phase in ("step", "eval", "stage", "write", "save"):
@@ -56,6 +60,7 @@ def check_nothing_is_lost(out: Path, hit: Hit, text: str):
 def outcome_steps(out: Path) -> list[tuple]:
     """(kind, step) of the steps in metrics.jsonl."""
     import json
+
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [(r["kind"], r["step"]) for r in records if r["kind"] == "step"]
 
@@ -65,6 +70,8 @@ def folder(tmp_path_factory):
     return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def test_a_signal_to_one_rank_saves_on_all_ends_with_75_and_the_run_goes_on_bit_equal(folder, tmp_path):
+def test_a_signal_to_one_rank_saves_on_all_ends_with_75_and_the_run_goes_on_bit_equal(
+    folder, tmp_path
+):
     report = signalled_runs(folder, tmp_path, signals=10)
     assert report["slowest_seconds"] < 30 and len(report["signals"]) >= 4 and STEPS, report

@@ -1,4 +1,5 @@
 """torchrun starts a run again after a rank was killed, and it goes on by itself."""
+
 from __future__ import annotations
 
 import os
@@ -27,13 +28,31 @@ def test_torchrun_with_a_restart_carries_on_after_a_rank_was_killed(tmp_path):
     flags = command(folder, out, "--num_epochs", "8").argv[1:]
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     with open(tmp_path / "log", "w") as log:
-        run = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2",
-                                "--max_restarts", "1", "--monitor_interval", "0.2", "train.py", *flags],
-                               cwd=ROOT, env=env, stdout=log, stderr=log)
+        run = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nproc_per_node",
+                "2",
+                "--max_restarts",
+                "1",
+                "--monitor_interval",
+                "0.2",
+                "train.py",
+                *flags,
+            ],
+            cwd=ROOT,
+            env=env,
+            stdout=log,
+            stderr=log,
+        )
         try:
             deadline = time.monotonic() + SECONDS
             while not (out / "checkpoints" / "step-000020").exists():
-                assert run.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+                assert run.poll() is None and time.monotonic() < deadline, (
+                    tmp_path / "log"
+                ).read_text()
                 time.sleep(0.02)
             os.kill(ranks_of(run)[1], signal.SIGKILL)
             code = run.wait(timeout=SECONDS)

@@ -1,4 +1,5 @@
 """Tokens that a tokenizer gains: their rows begin as in transformers, are trained, saved and reload."""
+
 from __future__ import annotations
 
 import pytest
@@ -29,10 +30,13 @@ def ends_of(folder: str, cases: list[dict]) -> list[dict]:
     """The embedding and the head before any step, gathered."""
     from fsdp_qlora.build import build_model
     from fsdp_qlora.dist import full_tensor
+
     found = []
     for case in cases:
-        model = build_model(RunConfig(model_name=folder, precision="fp32", added_tokens=TOKENS, **case),
-                            torch.device("cpu"))
+        model = build_model(
+            RunConfig(model_name=folder, precision="fp32", added_tokens=TOKENS, **case),
+            torch.device("cpu"),
+        )
         ends = dict(embedding=model.get_input_embeddings(), head=model.get_output_embeddings())
         assert all(end.weight.requires_grad for end in ends.values())
         found.append({n: full_tensor(end.weight.detach()).clone() for n, end in ends.items()})
@@ -46,8 +50,10 @@ def test_new_rows_begin_as_transformers_makes_them_on_any_number_of_ranks(folder
     model.resize_token_embeddings(GROWN)
     for world_size in (1, 3):
         for found in run_ranks(ends_of, world_size, folder, cases)[0]:
-            for ours, theirs in ((found["embedding"], model.get_input_embeddings().weight),
-                                 (found["head"], model.get_output_embeddings().weight)):
+            for ours, theirs in (
+                (found["embedding"], model.get_input_embeddings().weight),
+                (found["head"], model.get_output_embeddings().weight),
+            ):
                 assert ours.shape == theirs.shape == (GROWN, 64)
                 torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=1e-4)
             assert torch.equal(found["embedding"][:VOCAB_SIZE], old)
@@ -74,13 +80,16 @@ def test_a_run_resumes_and_its_folder_reloads_in_transformers_and_peft(folder, t
     merge_adapter(folder, adapter, tmp_path / "merged", merge_base="original", dtype="fp32")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     torch.testing.assert_close(logits_of(merged, STEPS), reloaded, rtol=1e-4, atol=1e-4)
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "merged")) == merged.config.vocab_size == GROWN
+    assert (
+        len(AutoTokenizer.from_pretrained(tmp_path / "merged")) == merged.config.vocab_size == GROWN
+    )
 
 
 def test_a_vocabulary_with_rows_to_spare_keeps_its_size(tmp_path):
     from fsdp_qlora.build import planned_model
     from tests.tiny import save_tiny
     from tests.tokenizers import save_tokenizer
+
     save_tiny(tmp_path, vocab_size=320)
     save_tokenizer(tmp_path)
     config = RunConfig(model_name=str(tmp_path), added_tokens=TOKENS)
@@ -90,10 +99,13 @@ def test_a_vocabulary_with_rows_to_spare_keeps_its_size(tmp_path):
 
 def test_tokens_come_from_a_file_and_none_new_is_refused(folder, tmp_path):
     from fsdp_qlora.training.prepare import run_tokenizer
+
     (tmp_path / "tokens.txt").write_text("<a,b>\n\n<c>\n<c>\n")
     config = RunConfig(model_name=folder, added_tokens=str(tmp_path / "tokens.txt"))
     assert config.new_tokens == ["<a,b>", "<c>"] and len(run_tokenizer(config)) == VOCAB_SIZE + 2
-    with pytest.raises(ValueError, match="--added_tokens @: the tokenizer of .* has them all already"):
+    with pytest.raises(
+        ValueError, match="--added_tokens @: the tokenizer of .* has them all already"
+    ):
         run_tokenizer(RunConfig(model_name=folder, added_tokens="@"))
     for text, part in (("absent.txt", "No such file"), (",", "no token there")):
         with pytest.raises(ValueError, match=f"--added_tokens {text}: {part}"):

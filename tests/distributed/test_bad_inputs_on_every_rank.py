@@ -3,6 +3,7 @@
 A rank that fails alone leaves the others waiting, so each fault is found by each rank, before they
 meet, or by none.
 """
+
 from __future__ import annotations
 
 import io
@@ -28,7 +29,9 @@ def save_model(folder, **settings) -> str:
 
 
 def save_rows(path, rows: list[dict] | None = None) -> str:
-    rows = rows or [dict(prompt=f"{i} plus {i}?" + "!" * i, completion=f"{2 * i}") for i in range(7)]
+    rows = rows or [
+        dict(prompt=f"{i} plus {i}?" + "!" * i, completion=f"{2 * i}") for i in range(7)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
@@ -36,17 +39,35 @@ def save_rows(path, rows: list[dict] | None = None) -> str:
 def call(argvs: list[list[str]]) -> list[tuple[int, str, str, float]]:
     """Exit code, stdout, stderr and seconds of each command line, on this rank."""
     from fsdp_qlora.cli import main
+
     results = []
     for argv in argvs:
         out, err, started = io.StringIO(), io.StringIO(), time.monotonic()
-        with redirect_stdout(out), redirect_stderr(err): code = main(argv)
+        with redirect_stdout(out), redirect_stderr(err):
+            code = main(argv)
         results.append((code, out.getvalue(), err.getvalue(), time.monotonic() - started))
     return results
 
 
 def arguments(model: str, data: str, out, *more: str) -> list[str]:
-    return ["train", "--model_name", model, "--dataset", data, "--output_dir", str(out),
-            "--precision", "fp32", "--lora_rank", "2", "--device", "cpu", "--log_to", "stdout", *more]
+    return [
+        "train",
+        "--model_name",
+        model,
+        "--dataset",
+        data,
+        "--output_dir",
+        str(out),
+        "--precision",
+        "fp32",
+        "--lora_rank",
+        "2",
+        "--device",
+        "cpu",
+        "--log_to",
+        "stdout",
+        *more,
+    ]
 
 
 def assert_refused_everywhere(argvs: list[list[str]], parts: list[list[str]], world_size: int = 2):
@@ -64,6 +85,7 @@ def assert_refused_everywhere(argvs: list[list[str]], parts: list[list[str]], wo
 
 
 # ---- checkpoints -------------------------------------------------------------------------------
+
 
 def only_bin(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
@@ -86,12 +108,17 @@ def replaced_by(text: str):
     def replace(folder):
         (folder / "model.safetensors").write_text(text)
         return [str(folder / "model.safetensors"), "not a safetensors file"]
+
     return replace
 
 
-FAULTS = [only_bin, index_of_an_absent_shard, cut_short,
-          replaced_by("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9976\n"),
-          replaced_by("<!DOCTYPE html>\n<html><head><title>404 Not Found</title></head></html>\n")]
+FAULTS = [
+    only_bin,
+    index_of_an_absent_shard,
+    cut_short,
+    replaced_by("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9976\n"),
+    replaced_by("<!DOCTYPE html>\n<html><head><title>404 Not Found</title></head></html>\n"),
+]
 
 
 def test_a_damaged_checkpoint_ends_every_rank_with_the_name_of_the_file(tmp_path):
@@ -112,7 +139,7 @@ LINES = {
     "raw newline": (b'{"prompt": "a\nb", "completion": "b"}', "newline"),
     "latin 1": (b'{"prompt": "caf\xe9", "completion": "b"}', "UTF-8"),
     "NaN": (b'{"prompt": NaN, "completion": "b"}', "'prompt' is float nan"),
-    "a list": (b'[1, 2]', "expected an object"),
+    "a list": (b"[1, 2]", "expected an object"),
     "no such keys": (b'{"q": "a", "a": "b"}', "fit no format"),
 }
 
@@ -131,16 +158,22 @@ def test_what_the_blocks_or_ranks_do_not_allow_leaves_an_earlier_run_where_it_is
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "metrics.jsonl").write_text('{"kind": "step"}\n')
     model, data = save_model(tmp_path / "model"), save_rows(tmp_path / "rows.jsonl")
-    mistakes = [["--activation_policy", "recompute_all:3"], ["--sharding_strategy", "hybrid_full_shard"],
-                ["--cuda_graphs", "true"]]
-    assert_refused_everywhere([arguments(model, data, tmp_path / "out", *flags) for flags in mistakes],
-                              mistakes)
+    mistakes = [
+        ["--activation_policy", "recompute_all:3"],
+        ["--sharding_strategy", "hybrid_full_shard"],
+        ["--cuda_graphs", "true"],
+    ]
+    assert_refused_everywhere(
+        [arguments(model, data, tmp_path / "out", *flags) for flags in mistakes], mistakes
+    )
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["metrics.jsonl"]
 
 
-STRICT = ("{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}"
-          "{% endif %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-          "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}") + CHATML
+STRICT = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}"
+    "{% endif %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
+) + CHATML
 
 
 def test_a_strict_template_folds_and_skips_the_same_rows_on_every_rank(tmp_path):
@@ -149,13 +182,18 @@ def test_a_strict_template_folds_and_skips_the_same_rows_on_every_rank(tmp_path)
     tokenizer.chat_template = STRICT
     tokenizer.save_pretrained(tmp_path / "model")
     turns = {"s": "system", "u": "user", "a": "assistant"}
-    data = save_rows(tmp_path / "rows.jsonl", [
-        dict(messages=[dict(role=turns[t], content=f"{t}{i}") for i, t in enumerate(row)])
-        for row in ("ua", "sua", "uua", "au", "", "uaua", "suaua")])
+    data = save_rows(
+        tmp_path / "rows.jsonl",
+        [
+            dict(messages=[dict(role=turns[t], content=f"{t}{i}") for i, t in enumerate(row)])
+            for row in ("ua", "sua", "uua", "au", "", "uaua", "suaua")
+        ],
+    )
     argv = arguments(str(tmp_path / "model"), data, tmp_path / "out", "--max_steps", "1")
     preview = ["data", *argv[1:], "--preview", "9"]
-    ((code, report, _, _), (trained, steps, _, _)), other = run_ranks(call, 2, [preview, argv],
-                                                                      grouped=False)
+    ((code, report, _, _), (trained, steps, _, _)), other = run_ranks(
+        call, 2, [preview, argv], grouped=False
+    )
     assert code == trained == 0 and all(result[0] == 0 for result in other)
     assert "4 of 7 rows" in report and "folded the system message" in report
     for reason, lines in (("roles must alternate", (3, 4)), ("no messages", (5,))):
@@ -166,6 +204,7 @@ def test_a_strict_template_folds_and_skips_the_same_rows_on_every_rank(tmp_path)
 
 # ---- tokenizers --------------------------------------------------------------------------------
 
+
 def test_a_pad_token_beyond_the_vocabulary_trains_saves_and_reloads(tmp_path):
     model = tmp_path / "model"
     save_tiny(model, vocab_size=VOCAB_SIZE)
@@ -174,11 +213,26 @@ def test_a_pad_token_beyond_the_vocabulary_trains_saves_and_reloads(tmp_path):
     tokenizer.save_pretrained(model)
     assert tokenizer.pad_token_id == VOCAB_SIZE
     data = save_rows(tmp_path / "rows.jsonl")
-    argvs = [arguments(str(model), data, tmp_path / kind, "--train_type", kind, "--batch_size", "2")
-             for kind in ("lora", "qlora")]
-    argvs += [["generate", "--model_name", str(model), "--device", "cpu", "--prompt", "1 plus 1?",
-               "--adapter_folder", str(tmp_path / kind / "adapter"), "--max_new_tokens", "3"]
-              for kind in ("lora", "qlora")]
+    argvs = [
+        arguments(str(model), data, tmp_path / kind, "--train_type", kind, "--batch_size", "2")
+        for kind in ("lora", "qlora")
+    ]
+    argvs += [
+        [
+            "generate",
+            "--model_name",
+            str(model),
+            "--device",
+            "cpu",
+            "--prompt",
+            "1 plus 1?",
+            "--adapter_folder",
+            str(tmp_path / kind / "adapter"),
+            "--max_new_tokens",
+            "3",
+        ]
+        for kind in ("lora", "qlora")
+    ]
     for argv in argvs[:2]:
         for ((code, _, error, _),) in run_ranks(call, 2, [argv], grouped=False):
             assert code == 0, error
@@ -210,11 +264,14 @@ SLOW_SECONDS, TIMEOUT_SECONDS = 6, 4
 def train_with_a_slow_rank(argv: list[str], slow_rank: int) -> tuple[int, float]:
     """Exit code and seconds of a run on which one rank takes long to prepare its data."""
     import fsdp_qlora.training.rank as rank_of_run
+
     load_data = rank_of_run.load_data
 
     def slowly(*args):
-        if os.environ["RANK"] == str(slow_rank): time.sleep(SLOW_SECONDS)
+        if os.environ["RANK"] == str(slow_rank):
+            time.sleep(SLOW_SECONDS)
         return load_data(*args)
+
     rank_of_run.load_data = slowly
     ((code, _, error, seconds),) = call([argv])
     assert code == 0, error
@@ -223,8 +280,13 @@ def train_with_a_slow_rank(argv: list[str], slow_rank: int) -> tuple[int, float]
 
 @pytest.mark.parametrize("slow_rank", [0, 1])
 def test_a_rank_may_prepare_for_longer_than_the_timeout_of_the_group(tmp_path, slow_rank):
-    argv = arguments(save_model(tmp_path / "model"), save_rows(tmp_path / "rows.jsonl"),
-                     tmp_path / "out", "--timeout_minutes", str(TIMEOUT_SECONDS / 60))
+    argv = arguments(
+        save_model(tmp_path / "model"),
+        save_rows(tmp_path / "rows.jsonl"),
+        tmp_path / "out",
+        "--timeout_minutes",
+        str(TIMEOUT_SECONDS / 60),
+    )
     for code, seconds in run_ranks(train_with_a_slow_rank, 2, argv, slow_rank, grouped=False):
         assert code == 0 and SLOW_SECONDS < seconds < 60
     records = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())

@@ -1,4 +1,5 @@
 """The benchmark scripts run: every row makes a configuration, and a tiny model goes through."""
+
 from __future__ import annotations
 
 import json
@@ -21,59 +22,93 @@ from tests.tiny import save_tiny
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-SMALL = dict(batch_size=1, context_length=16, lora_rank=4, compile=False, device="cpu",
-             use_activation_cpu_offload=False, activation_policy="recompute_all")
+SMALL = dict(
+    batch_size=1,
+    context_length=16,
+    lora_rank=4,
+    compile=False,
+    device="cpu",
+    use_activation_cpu_offload=False,
+    activation_policy="recompute_all",
+)
 
 
 def measured(folder: str, results: str, ours: list[str], peers: list[tuple[str, str]]):
     """Run rows of ours and of peers on a tiny model."""
     import peers as peer_rows
     import speed_rows
-    options = SimpleNamespace(steps=2, warmup=1, results=results, layers=None,
-                              profile=str(Path(results).parent))
-    for name in ours: speed_rows.run_case(name, folder, options, **SMALL)
-    for name, peer in peers: peer_rows.run_peer(name, peer, folder, options, **SMALL)
+
+    options = SimpleNamespace(
+        steps=2, warmup=1, results=results, layers=None, profile=str(Path(results).parent)
+    )
+    for name in ours:
+        speed_rows.run_case(name, folder, options, **SMALL)
+    for name, peer in peers:
+        peer_rows.run_peer(name, peer, folder, options, **SMALL)
 
 
 def test_every_row_of_the_table_is_a_configuration_with_a_target():
     from speed_rows import CASES, chosen
+
     for name, case in CASES.items():
         config = case.config("model")
         assert config.random_weights and config.lora_dropout == 0 and case.target > 0, name
     assert chosen(["8b_qlora_*"], 2) == ["8b_qlora_full_shard", "8b_qlora_ddp"]
-    with pytest.raises(ValueError, match="no row matches 9b"): chosen(["9b"], 1)
+    with pytest.raises(ValueError, match="no row matches 9b"):
+        chosen(["9b"], 1)
 
 
 def one_rank(folder: str, results: str):
     """Rank 0 of two and of four, launched in this process, with half and a quarter of each weight."""
     import one_rank
+
     for world_size in (2, 4):
-        options = SimpleNamespace(steps=2, warmup=1, results=results, profile=None, model=None,
-                                  world_size=world_size, settings=["--gradient_accumulation_steps", "2"])
+        options = SimpleNamespace(
+            steps=2,
+            warmup=1,
+            results=results,
+            profile=None,
+            model=None,
+            world_size=world_size,
+            settings=["--gradient_accumulation_steps", "2"],
+        )
         one_rank.run_row("8b_qlora_full_shard", folder, options, lr=1e-2, **SMALL)
 
 
-@pytest.mark.parametrize("argv, fault", [
-    (["9b"], "no row is named 9b; there are 8b_qlora"),
-    (["8b_qlora_full_shard", "--world_size", "1"], "--world_size must be 2 or more, got 1"),
-    (["8b_qlora_full_shard", "--steps", "0"], "--steps must be 1 or more, got 0")])
+@pytest.mark.parametrize(
+    "argv, fault",
+    [
+        (["9b"], "no row is named 9b; there are 8b_qlora"),
+        (["8b_qlora_full_shard", "--world_size", "1"], "--world_size must be 2 or more, got 1"),
+        (["8b_qlora_full_shard", "--steps", "0"], "--steps must be 1 or more, got 0"),
+    ],
+)
 def test_one_rank_says_what_it_is_not_for(argv, fault, monkeypatch, capsys):
     import one_rank
+
     monkeypatch.setattr(sys, "argv", ["one_rank.py", *argv])
     monkeypatch.setattr(one_rank, "run_row", lambda *_: None)
-    with pytest.raises(SystemExit): one_rank.main()
+    with pytest.raises(SystemExit):
+        one_rank.main()
     assert fault in capsys.readouterr().err
 
 
 def test_one_rank_of_several_trains_alone_on_its_share(tmp_path):
     from fsdp_qlora.bench.accuracy import compare
     from fsdp_qlora.bench.row import read_rows
+
     results = str(tmp_path / "rows.jsonl")
-    run_ranks(one_rank, 1, save_tiny(tmp_path / "tiny", num_hidden_layers=12), results, grouped=False)
+    run_ranks(
+        one_rank, 1, save_tiny(tmp_path / "tiny", num_hidden_layers=12), results, grouped=False
+    )
     rows = read_rows(results)
     assert [(row.gpus, row.gradient_accumulation_steps, row.peer) for row in rows] == [
-        (2, 2, "one rank"), (4, 2, "one rank")]
-    assert all(row.loss_last < row.loss_first for row in rows)  # a gradient that is no number moves none
+        (2, 2, "one rank"),
+        (4, 2, "one rank"),
+    ]
+    assert all(
+        row.loss_last < row.loss_first for row in rows
+    )  # a gradient that is no number moves none
     assert not compare(rows)
 
 
@@ -81,15 +116,20 @@ def test_what_is_measured_on_several_gpus_exists():
     from speed_rows import chosen
 
     from fsdp_qlora.bench.grid import read_grid
+
     stages = {2: "tests checkpoints replayed memory auto", 4: "replayed loading"}
     for gpus, names in stages.items():
         command = [ROOT / "benchmarks/several_gpus.sh", str(gpus), "rows", *names.split()]
-        lines = subprocess.run(command, env=os.environ | {"ECHO": "echo"}, capture_output=True,
-                               text=True, check=True).stdout.splitlines()
+        lines = subprocess.run(
+            command, env=os.environ | {"ECHO": "echo"}, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
         assert len(lines) >= len(names.split()) and not any("no stage" in line for line in lines)
         for line in lines:
-            assert all((ROOT / word).exists() for word in line.split()
-                       if word.startswith(("benchmarks/", "tests/")))
+            assert all(
+                (ROOT / word).exists()
+                for word in line.split()
+                if word.startswith(("benchmarks/", "tests/"))
+            )
             if match := re.search(r"--grid (\S+) --only (.*) --warmup", line):
                 cells = [c for c in read_grid(ROOT / match[1]).cells if re.search(match[2], c.name)]
                 assert len(cells) >= 2 and {c.gpus for c in cells} == {gpus}
@@ -105,48 +145,85 @@ def test_the_table_of_targets_is_what_the_rows_say():
 
 def test_quality_runs_each_variant_and_seed_of_a_task_alike_but_for_what_it_compares(tmp_path):
     from quality import TASKS, VARIANTS, Job, all_jobs, config_of
+
     jobs = all_jobs(3)
     assert len(jobs) == len(set(jobs)) == len(VARIANTS) * len(TASKS) * (3 + 1)
-    assert {job.seed for job in jobs[:len(VARIANTS) * len(TASKS)]} == {0}  # whole seeds, one by one
+    assert {job.seed for job in jobs[: len(VARIANTS) * len(TASKS)]} == {
+        0
+    }  # whole seeds, one by one
     for task in TASKS:
         configs = {v: config_of(Job(task, v, 1), tmp_path, model_name="model") for v in VARIANTS}
-        formats = {(c.quant_type, c.absmax_dtype, c.adapter, c.compute_dtype) for c in configs.values()}
+        formats = {
+            (c.quant_type, c.absmax_dtype, c.adapter, c.compute_dtype) for c in configs.values()
+        }
         assert len(formats) == len(VARIANTS)
-        assert len({(c.lr, c.lora_rank, c.lora_alpha, c.global_batch_size, c.max_steps, c.eval_dataset,
-                     c.seed) for c in configs.values()}) == 1
+        assert (
+            len(
+                {
+                    (
+                        c.lr,
+                        c.lora_rank,
+                        c.lora_alpha,
+                        c.global_batch_size,
+                        c.max_steps,
+                        c.eval_dataset,
+                        c.seed,
+                    )
+                    for c in configs.values()
+                }
+            )
+            == 1
+        )
         assert len({c.output_dir for c in configs.values()}) == len(VARIANTS)
     assert configs["hqq 3 bits"].quant_type == "hqq3" and configs["nf4, DoRA"].adapter == "dora"
 
 
 def test_the_table_of_quality_takes_differences_seed_by_seed():
     from quality_table import tables
-    losses = {("bf16", 0): 1.0, ("bf16", 1): 2.0, ("nf4", 0): 1.1, ("nf4", 1): 2.1, ("nf4", 2): 7.0,
-              ("nf4", None): 3.0}
-    rows = [dict(task="stdlib", variant=variant, seed=seed, status="ok", held_out_loss=loss)
-            for (variant, seed), loss in losses.items()]
+
+    losses = {
+        ("bf16", 0): 1.0,
+        ("bf16", 1): 2.0,
+        ("nf4", 0): 1.1,
+        ("nf4", 1): 2.1,
+        ("nf4", 2): 7.0,
+        ("nf4", None): 3.0,
+    }
+    rows = [
+        dict(task="stdlib", variant=variant, seed=seed, status="ok", held_out_loss=loss)
+        for (variant, seed), loss in losses.items()
+    ]
     rows += [dict(task="stdlib", variant="fp4", seed=0, status="error", error="out of memory")]
     assert tables(rows).splitlines()[4:] == [
         "| bf16 |  | 1.5000 ± 0.7071 |  | 2 |",
-        "| nf4 | 3.000 | 3.4000 ± 3.1575 | +0.1000 ± 0.0000 | 3 |"]
+        "| nf4 | 3.000 | 3.4000 ± 3.1575 | +0.1000 ± 0.0000 | 3 |",
+    ]
 
 
 def test_a_difference_that_three_seeds_agree_on_is_bold():
     from quality_table import against
+
     ends = {0: 1.0, 1: 2.0, 2: 3.0}
-    losses = {"bf16": ends, "nf4": {seed: loss + 0.3 + 0.1 * seed for seed, loss in ends.items()},
-              "fp4": {seed: loss + 0.1 + 0.1 * seed for seed, loss in ends.items()}}
+    losses = {
+        "bf16": ends,
+        "nf4": {seed: loss + 0.3 + 0.1 * seed for seed, loss in ends.items()},
+        "fp4": {seed: loss + 0.1 + 0.1 * seed for seed, loss in ends.items()},
+    }
     assert [against(losses, v) for v in losses] == ["", "**+0.4000 ± 0.1000**", "+0.2000 ± 0.1000"]
 
 
 def test_runs_of_two_bases_make_no_table():
     check = runpy.run_path(str(ROOT / "scripts/quality_page.py"))["check_one_base"]
-    check([dict(model="base", commit="a", weights="1"), dict(model="base", commit="b", weights="1")])
+    check(
+        [dict(model="base", commit="a", weights="1"), dict(model="base", commit="b", weights="1")]
+    )
     with pytest.raises(ValueError, match="several bases"):
         check([dict(model="base", commit="a"), dict(model="base", commit="b")])
 
 
 def test_every_kind_of_block_that_a_plan_a_row_or_a_recipe_names_is_compiled_ahead(tmp_path):
     from compile_ahead import planned, read_grid, recipe_cell, thin_cells, wanted_cells
+
     folder = save_tiny(tmp_path / "tiny", num_hidden_layers=24, max_position_embeddings=512)
     (tmp_path / "grid.yaml").write_text(f"""
 defaults: {{model_name: {folder}, random_weights: true, device: cpu, context_length: 256,
@@ -159,26 +236,43 @@ cells:
     kinds = {part.split(":")[0] for part in planned(auto)["activation_policy"].split(",")}
     thin = thin_cells([auto])
     assert {c.settings["activation_policy"] for c in thin} == kinds and len(kinds) > 1
-    assert {(c.shape.layers, c.gpu_memory_gib, c.config.is_auto) for c in thin} == {(2, None, False)}
+    assert {(c.shape.layers, c.gpu_memory_gib, c.config.is_auto) for c in thin} == {
+        (2, None, False)
+    }
     assert len(thin_cells([auto, replace(auto, name="again"), by_hand])) == len(
-        kinds | {"keep_linears", "recompute_all"})
+        kinds | {"keep_linears", "recompute_all"}
+    )
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"model_name: {folder}\ndataset: rows.jsonl\nmlp_tiles: -1\n"
-                      "activation_policy: keep_all:4,recompute_all:20\nbatch_size: 4\n"
-                      "global_batch_size: 4\nlayers_to_transform: 20,21\n")
+    recipe.write_text(
+        f"model_name: {folder}\ndataset: rows.jsonl\nmlp_tiles: -1\n"
+        "activation_policy: keep_all:4,recompute_all:20\nbatch_size: 4\n"
+        "global_batch_size: 4\nlayers_to_transform: 20,21\n"
+    )
     options = SimpleNamespace(grids=[], only="", config=[], rows=["70b_qlora"], world_size=None)
-    assert [(c.settings["activation_policy"], c.gpus) for c in thin_cells(wanted_cells(options))] == [
-        ("keep_linears", 4), ("keep_attention", 4)]  # what its 70 GiB allow
+    assert [
+        (c.settings["activation_policy"], c.gpus) for c in thin_cells(wanted_cells(options))
+    ] == [("keep_linears", 4), ("keep_attention", 4)]  # what its 70 GiB allow
     thin = thin_cells([recipe_cell(str(recipe), gpus=2)])
     assert [(c.settings["activation_policy"], c.gpus) for c in thin] == [
-        ("keep_all", 2), ("recompute_all", 2)]
-    assert all(c.config.random_weights and c.config.batch_size == 2 and c.config.mlp_tiles > 0
-               and c.config.adapted_blocks == [0] for c in thin)
+        ("keep_all", 2),
+        ("recompute_all", 2),
+    ]
+    assert all(
+        c.config.random_weights
+        and c.config.batch_size == 2
+        and c.config.mlp_tiles > 0
+        and c.config.adapted_blocks == [0]
+        for c in thin
+    )
 
 
-@pytest.mark.parametrize("ranks, ours, peers", [
-    (1, ["8b_qlora", "8b_full_8bit", "8b_lora_qkv"], [("8b_qlora", "hf"), ("8b_lora", "hf")]),
-    (2, ["8b_qlora_full_shard"], [("8b_qlora_full_shard", "accelerate")])])
+@pytest.mark.parametrize(
+    "ranks, ours, peers",
+    [
+        (1, ["8b_qlora", "8b_full_8bit", "8b_lora_qkv"], [("8b_qlora", "hf"), ("8b_lora", "hf")]),
+        (2, ["8b_qlora_full_shard"], [("8b_qlora_full_shard", "accelerate")]),
+    ],
+)
 def test_rows_of_ours_and_of_peers_are_measured_one_after_the_other(tmp_path, ranks, ours, peers):
     results = tmp_path / "rows.jsonl"
     folder = save_tiny(tmp_path / "tiny", max_position_embeddings=128)
@@ -190,7 +284,7 @@ def test_rows_of_ours_and_of_peers_are_measured_one_after_the_other(tmp_path, ra
         assert row["peer"] is None
         table = (tmp_path / name / "table_steps_2-2_rank_0.txt").read_text()
         assert table.startswith("one of 1 recorded steps") and "products" in table
-    for row, (_, peer) in zip(rows[len(ours):], peers, strict=True):
+    for row, (_, peer) in zip(rows[len(ours) :], peers, strict=True):
         assert row["peer"].startswith(f"{peer}: transformers ")
         assert row["loss_first"] == pytest.approx(4.57, abs=0.2)  # log(97)
 
@@ -198,8 +292,21 @@ def test_rows_of_ours_and_of_peers_are_measured_one_after_the_other(tmp_path, ra
 def test_a_cell_that_runs_out_of_time_leaves_no_rank_behind(tmp_path):
     """A rank left alone would hold the GPU that the next cell is measured on."""
     folder = save_tiny(tmp_path)
-    job = Job("endless", ["--model_name", folder, "--random_weights", "--device", "cpu",
-                          "--context_length", "16", "--world_size", "2"], gpus=2)
+    job = Job(
+        "endless",
+        [
+            "--model_name",
+            folder,
+            "--random_weights",
+            "--device",
+            "cpu",
+            "--context_length",
+            "16",
+            "--world_size",
+            "2",
+        ],
+        gpus=2,
+    )
     how = How(steps=10**6, warmup=1, minutes=0.2)
     (row,) = run_jobs([job], how)
     assert (row.status, row.error) == ("error", "stopped: out of time")
@@ -209,10 +316,12 @@ def test_a_cell_that_runs_out_of_time_leaves_no_rank_behind(tmp_path):
 
 # ---- real rows ----------------------------------------------------------------------------------
 
+
 def test_real_rows_have_the_lengths_of_their_kind_and_are_the_same_each_time(tmp_path):
     from real_rows_data import KINDS, save_tokenizer, write_rows
 
     from fsdp_qlora.data import load_dataset
+
     tokenizer = save_tokenizer(tmp_path)
     sizes = dict(a=(80, 250, 610), b=(50, 1100, 8100), c=(500, 9000, 32_010))
     for name, (least, mean, most) in sizes.items():
@@ -230,12 +339,25 @@ def test_real_rows_have_the_lengths_of_their_kind_and_are_the_same_each_time(tmp
 
 def test_train_py_is_measured_on_real_rows_beside_the_bench(tmp_path):
     import real_rows
+
     results = tmp_path / "real_rows.jsonl"
-    real_rows.main(["--tiny", "--only", "packed_b,padded_a,packed_b:2", "--results", str(results),
-                    "--logs", str(tmp_path / "logs")])
+    real_rows.main(
+        [
+            "--tiny",
+            "--only",
+            "packed_b,padded_a,packed_b:2",
+            "--results",
+            str(results),
+            "--logs",
+            str(tmp_path / "logs"),
+        ]
+    )
     packed, padded, again = rows = [json.loads(line) for line in results.read_text().splitlines()]
     assert [(r["name"], r["status"], r["peer"], r["is_repeated"]) for r in rows] == [
-        ("packed_b", "ok", None, False), ("padded_a", "ok", None, False), ("packed_b", "ok", None, True)]
+        ("packed_b", "ok", None, False),
+        ("padded_a", "ok", None, False),
+        ("packed_b", "ok", None, True),
+    ]
     for row in (packed, padded):
         assert row["ratio"] == row["tokens_per_second"] / row["bench_tokens_per_second"] > 0
         assert 0 < row["filled_share"] <= 1 and row["steps_measured"] == 2
@@ -248,17 +370,36 @@ def test_train_py_is_measured_on_real_rows_beside_the_bench(tmp_path):
 
 def test_a_run_on_real_rows_that_fails_is_a_row_that_says_why(tmp_path):
     import real_rows
+
     (row,) = real_rows.main(["--tiny", "--only", "packed_a", "--lora_rank", "0"])
     assert row.status == "error" and "--lora_rank" in row.error and row.tokens_per_second is None
 
 
 def test_figures_are_of_rows_alone_and_of_the_steps_that_count():
     from real_rows import figures
-    steps = [dict(kind="step", step=n, tokens=80, padded_tokens=100, seconds=1.0 if n < 10 else 0.5,
-                  loss=2.0, peak_allocated_gib=n, compilations=min(n, 12)) for n in range(1, 21)]
-    found = figures([dict(kind="start", accumulation=2, estimate=dict(tokens_per_second=170.0)), *steps],
-                    first=10)
-    assert (found["tokens_per_second"], found["filled_share"], found["steps_measured"]) == (160, 0.8, 11)
+
+    steps = [
+        dict(
+            kind="step",
+            step=n,
+            tokens=80,
+            padded_tokens=100,
+            seconds=1.0 if n < 10 else 0.5,
+            loss=2.0,
+            peak_allocated_gib=n,
+            compilations=min(n, 12),
+        )
+        for n in range(1, 21)
+    ]
+    found = figures(
+        [dict(kind="start", accumulation=2, estimate=dict(tokens_per_second=170.0)), *steps],
+        first=10,
+    )
+    assert (found["tokens_per_second"], found["filled_share"], found["steps_measured"]) == (
+        160,
+        0.8,
+        11,
+    )
     assert found["tokens_per_second_from_5"] == 80 * 16 / (5 + 11 / 2)
     assert (found["compilations"], found["compilations_after_first"]) == (12, 3)
     assert found["tokens_per_micro_batch"] == 40 and found["estimate_tokens_per_second"] == 170
@@ -268,15 +409,18 @@ def test_a_peer_is_measured_by_its_steps_tokens_and_seconds(tmp_path):
     """As a trainer calls it: two micro-batches a step, of which the last step is not done."""
     from real_rows import figures, records_of
     from real_rows_peers import StepLog
+
     log = StepLog(tmp_path / "metrics.jsonl", torch.device("cpu"), pad=1, micro_batches=2)
     trainer = SimpleNamespace(training_step=lambda model, inputs, items: torch.tensor(1.5))
     log.keep(kind="start", accumulation=2)
     log.watch(trainer)
-    for _ in range(7): trainer.training_step(None, dict(input_ids=torch.tensor([[5, 6, 7, 1]])), 3)
+    for _ in range(7):
+        trainer.training_step(None, dict(input_ids=torch.tensor([[5, 6, 7, 1]])), 3)
     log.end()
     records = records_of(tmp_path / "metrics.jsonl")
     assert [(r["step"], r["tokens"], r["padded_tokens"], r["loss"]) for r in records[1:]] == [
-        (n, 6, 8, 3.0) for n in (1, 2, 3)]
+        (n, 6, 8, 3.0) for n in (1, 2, 3)
+    ]
     assert figures(records, first=2)["steps_measured"] == 2
 
 
@@ -285,7 +429,9 @@ def test_a_peer_that_looks_for_grouped_heads_finds_them_in_every_torch():
 
     from real_rows_peers import takes_grouped_heads
 
-    def attend(q, k, *, scale=None): return q, k, scale
+    def attend(q, k, *, scale=None):
+        return q, k, scale
+
     module = SimpleNamespace(varlen_attn=attend)
     takes_grouped_heads(module)
     assert "enable_gqa" in inspect.signature(module.varlen_attn).parameters

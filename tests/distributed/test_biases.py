@@ -1,4 +1,5 @@
 """Biases trained beside adapters: as PEFT trains them, saved as PEFT saves and loads them."""
+
 from __future__ import annotations
 
 import pytest
@@ -17,26 +18,42 @@ from tests.ranks import run_ranks
 from tests.tiny import padded_batch, reference_model, reference_run, save_tiny, with_lora
 
 # Qwen2 has biases of q, k and v; of GPT-2's norms all have one, and its linear layers too.
-CASES = [dict(model="qwen2", bias="all", train_type="lora", lora_target_modules="q_proj,down_proj"),
-         dict(model="qwen2", bias="all", train_type="qlora", lora_target_modules="q_proj,down_proj",
-              sharding_strategy="ddp"),
-         dict(model="qwen2", bias="lora_only", train_type="qlora", lora_target_modules="q_proj,v_proj",
-              use_cpu_offload=True),
-         dict(model="gpt2", bias="all", train_type="lora", lora_target_modules="c_attn")]
-IN_BF16 = [dict(model="gpt2", bias="all", train_type=t, lora_target_modules="c_attn", precision="bf16")
-           for t in ("lora", "qlora")]
+CASES = [
+    dict(model="qwen2", bias="all", train_type="lora", lora_target_modules="q_proj,down_proj"),
+    dict(
+        model="qwen2",
+        bias="all",
+        train_type="qlora",
+        lora_target_modules="q_proj,down_proj",
+        sharding_strategy="ddp",
+    ),
+    dict(
+        model="qwen2",
+        bias="lora_only",
+        train_type="qlora",
+        lora_target_modules="q_proj,v_proj",
+        use_cpu_offload=True,
+    ),
+    dict(model="gpt2", bias="all", train_type="lora", lora_target_modules="c_attn"),
+]
+IN_BF16 = [
+    dict(model="gpt2", bias="all", train_type=t, lora_target_modules="c_attn", precision="bf16")
+    for t in ("lora", "qlora")
+]
 
 
 def train_and_save(cases: list[dict], out: str) -> list[dict]:
     from fsdp_qlora.export import save_trained
+
     results = []
     for i, case in enumerate(cases):
         _, model, trained = build_and_train(case)
         results.append(trained)
         batch = padded_batch(STEPS[0])
         with torch.no_grad():
-            results[-1]["logits"] = model(input_ids=batch["input_ids"],
-                                          attention_mask=batch["attention_mask"]).logits
+            results[-1]["logits"] = model(
+                input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
+            ).logits
         save_trained(model, f"{out}/{i}")
     return results
 
@@ -44,16 +61,20 @@ def train_and_save(cases: list[dict], out: str) -> list[dict]:
 def without_noise(weights: dict) -> dict:
     """Weights but the bias of GPT-2's keys: no score depends on it, and AdamW moves it by rounding."""
     for name, tensor in weights.items():
-        if name.endswith("c_attn.base_layer.bias"): tensor[64:128] = 0
+        if name.endswith("c_attn.base_layer.bias"):
+            tensor[64:128] = 0
     return weights
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_biases_equal_pefts_in_one_process_and_load_there(tmp_path):
-    folders = dict(qwen2=save_tiny(tmp_path / "qwen2", "qwen2"),
-                   gpt2=save_family(tmp_path / "gpt2", "GPT-2"))
-    cases = [{k: v for k, v in c.items() if k != "model"} | dict(model_name=folders[c["model"]])
-             for c in CASES + IN_BF16]
+    folders = dict(
+        qwen2=save_tiny(tmp_path / "qwen2", "qwen2"), gpt2=save_family(tmp_path / "gpt2", "GPT-2")
+    )
+    cases = [
+        {k: v for k, v in c.items() if k != "model"} | dict(model_name=folders[c["model"]])
+        for c in CASES + IN_BF16
+    ]
     results = run_ranks(train_and_save, 2, cases, str(tmp_path))[0]
     for i, (case, result) in enumerate(zip(cases, results, strict=True)):
         saved = load_file(tmp_path / str(i) / "adapter_model.safetensors")
@@ -62,8 +83,11 @@ def test_biases_equal_pefts_in_one_process_and_load_there(tmp_path):
             assert abs(result["losses"][-1] - results[3]["losses"][-1]) < 0.05
             continue
         plain = AutoModelForCausalLM.from_pretrained(case["model_name"], dtype=torch.float32)
-        start = plain if case["train_type"] == "lora" else reference_model(
-            case["model_name"], "qlora", targets=["q_proj"]).unload()
+        start = (
+            plain
+            if case["train_type"] == "lora"
+            else reference_model(case["model_name"], "qlora", targets=["q_proj"]).unload()
+        )
         reference = with_lora(start, case["lora_target_modules"].split(","), bias=case["bias"])
         losses, norms, weights = reference_run(reference, STEPS)
         result["weights"], weights = without_noise(result["weights"]), without_noise(weights)
@@ -71,7 +95,8 @@ def test_biases_equal_pefts_in_one_process_and_load_there(tmp_path):
         reference.save_pretrained(tmp_path / "reference")
         assert saved.keys() == load_file(tmp_path / "reference/adapter_model.safetensors").keys()
         fresh = AutoModelForCausalLM.from_pretrained(case["model_name"], dtype=torch.float32)
-        if case["train_type"] == "qlora": continue
+        if case["train_type"] == "qlora":
+            continue
         loaded = PeftModel.from_pretrained(fresh, tmp_path / str(i))
         torch.testing.assert_close(logits_of(loaded, STEPS), result["logits"], rtol=1e-5, atol=2e-5)
         merge_adapter(case["model_name"], tmp_path / str(i), tmp_path / f"merged-{i}", dtype="fp32")

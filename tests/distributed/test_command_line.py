@@ -1,4 +1,5 @@
 """train.py on real ranks: a whole run, and the mistakes users make."""
+
 from __future__ import annotations
 
 import io
@@ -26,18 +27,24 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    path.write_text("".join(json.dumps(dict(prompt=f"{i} plus {i}?", completion=f"{2 * i}")) + "\n"
-                            for i in range(11)))
+    path.write_text(
+        "".join(
+            json.dumps(dict(prompt=f"{i} plus {i}?", completion=f"{2 * i}")) + "\n"
+            for i in range(11)
+        )
+    )
     return str(path)
 
 
 def call(argvs: list[list[str]]) -> list[tuple[int, str, str]]:
     """Exit code, stdout and stderr of `fsdp-qlora` for each command line, in this rank."""
     from fsdp_qlora.cli import main
+
     results = []
     for argv in argvs:
         out, err = io.StringIO(), io.StringIO()
-        with redirect_stdout(out), redirect_stderr(err): code = main(argv)
+        with redirect_stdout(out), redirect_stderr(err):
+            code = main(argv)
         results.append((code, out.getvalue(), err.getvalue()))
     return results
 
@@ -46,8 +53,17 @@ def test_every_mistake_is_one_line_and_an_exit_code_on_every_rank(folder, rows, 
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"\n')
     out = tmp_path / "output"
-    base = ["train", "--model_name", folder, "--dataset", rows, "--precision", "fp32",
-            "--output_dir", str(out)]
+    base = [
+        "train",
+        "--model_name",
+        folder,
+        "--dataset",
+        rows,
+        "--precision",
+        "fp32",
+        "--output_dir",
+        str(out),
+    ]
     mistakes = {
         "--batchsize": (["--batchsize", "4"], "did you mean --batch_size"),
         "--model_name": (["--model_name", "/no/such/model"], "does not exist"),
@@ -70,50 +86,124 @@ def test_every_mistake_is_one_line_and_an_exit_code_on_every_rank(folder, rows, 
 
 
 def test_torchrun_trains_each_row_once_and_saves_the_adapter(folder, rows, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "train.py",
-               "--model_name", folder, "--dataset", rows, "--precision", "fp32", "--lora_rank", "4",
-               "--lr", "1e-3", "--global_batch_size", "4", "--num_epochs", "2", "--log_to", "stdout",
-               "--output_dir", str(tmp_path / "out"), "--use_gradient_checkpointing",
-               "--device", "cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "train.py",
+        "--model_name",
+        folder,
+        "--dataset",
+        rows,
+        "--precision",
+        "fp32",
+        "--lora_rank",
+        "4",
+        "--lr",
+        "1e-3",
+        "--global_batch_size",
+        "4",
+        "--num_epochs",
+        "2",
+        "--log_to",
+        "stdout",
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--use_gradient_checkpointing",
+        "--device",
+        "cpu",
+    ]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr[-3000:]
     records = map(json.loads, (tmp_path / "out/metrics.jsonl").read_text().splitlines())
     steps = [r for r in records if r["kind"] == "step"]
     assert len(steps) == 6  # 11 rows in steps of 4, twice
     assert steps[-1]["loss"] < steps[0]["loss"]
-    assert sum(s["trained_tokens"] for s in steps[:3]) == sum(s["trained_tokens"] for s in steps[3:])
+    assert sum(s["trained_tokens"] for s in steps[:3]) == sum(
+        s["trained_tokens"] for s in steps[3:]
+    )
     assert (tmp_path / "out/adapter/adapter_model.safetensors").is_file()
     settings = json.loads((tmp_path / "out/adapter/fsdp_qlora.json").read_text())
     assert settings["quant"] == "nf4"
 
 
 def test_python_alone_starts_the_ranks_and_ends_as_the_first_failed_one(folder, rows, tmp_path):
-    command = [sys.executable, "train.py", "--model_name", folder, "--dataset", rows, "--precision",
-               "fp32", "--world_size", "2", "--max_steps", "1", "--log_to", "jsonl", "--output_dir",
-               str(tmp_path / "out"), "--device", "cpu"]
+    command = [
+        sys.executable,
+        "train.py",
+        "--model_name",
+        folder,
+        "--dataset",
+        rows,
+        "--precision",
+        "fp32",
+        "--world_size",
+        "2",
+        "--max_steps",
+        "1",
+        "--log_to",
+        "jsonl",
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--device",
+        "cpu",
+    ]
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=env)
     assert run.returncode == 0, run.stderr[-3000:]
     assert '"step": 1' in run.stdout
-    failed = subprocess.run([*command, "--lora_target_modules", "nothing"], cwd=ROOT, text=True,
-                            capture_output=True, timeout=60, env=env)
+    failed = subprocess.run(
+        [*command, "--lora_target_modules", "nothing"],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=60,
+        env=env,
+    )
     assert failed.returncode == 2 and "Traceback" not in failed.stderr, failed.stderr
 
 
 def test_generate_answers_with_the_adapter(folder, tmp_path):
     from fsdp_qlora.cli import main
+
     out = io.StringIO()
     with redirect_stdout(out):
-        code = main(["generate", "--model_name", folder, "--prompt", "hello", "--max_new_tokens", "3",
-                     "--device", "cpu", "--base_quant", "nf4"])
+        code = main(
+            [
+                "generate",
+                "--model_name",
+                folder,
+                "--prompt",
+                "hello",
+                "--max_new_tokens",
+                "3",
+                "--device",
+                "cpu",
+                "--base_quant",
+                "nf4",
+            ]
+        )
     assert code == 0 and out.getvalue().strip()
 
 
 def test_generate_without_a_model_takes_that_of_the_adapter(folder, tmp_path, capfd):
     from fsdp_qlora.cli import main
+
     reference_model(folder, "lora").save_pretrained(tmp_path / "adapter")
-    ask = ["generate", str(tmp_path / "adapter"), "--prompt", "hi", "--max_new_tokens", "3", "--device",
-           "cpu", "--base_quant", "none"]
+    ask = [
+        "generate",
+        str(tmp_path / "adapter"),
+        "--prompt",
+        "hi",
+        "--max_new_tokens",
+        "3",
+        "--device",
+        "cpu",
+        "--base_quant",
+        "none",
+    ]
     answers = []
     for argv in (ask, [*ask, "--model_name", folder]):
         assert main(argv) == 0

@@ -1,4 +1,5 @@
 """Rows of many lengths are compiled for once, packed and padded, and a run says how often that was."""
+
 from __future__ import annotations
 
 import json
@@ -13,9 +14,11 @@ from tests.ranks import run_ranks
 from tests.tokenizers import save_chat_model
 
 STEPS, CONTEXT = 60, 256
-MODES = {"padded": ["--batch_size", "3"],
-         "packed": ["--packing", "true", "--batch_size", "2"],
-         "packed, rows given": ["--packing", "true", "--batch_size", "2", "--global_batch_size", "9"]}
+MODES = {
+    "padded": ["--batch_size", "3"],
+    "packed": ["--packing", "true", "--batch_size", "2"],
+    "packed, rows given": ["--packing", "true", "--batch_size", "2", "--global_batch_size", "9"],
+}
 
 
 def runs(folder: str, rows: str, out: str) -> dict:
@@ -24,15 +27,44 @@ def runs(folder: str, rows: str, out: str) -> dict:
     With the backend that makes no kernels: what is counted is how often torch wants new ones.
     """
     import torch
+
     compile, found = torch.compile, {}  # noqa: A001
-    torch.compile = lambda function, options=None, **kw: compile(function, backend="aot_eager", **kw)
+    torch.compile = lambda function, options=None, **kw: compile(
+        function, backend="aot_eager", **kw
+    )
     for mode, flags in MODES.items():
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        argv = ["train", "--model_name", folder, "--dataset", rows, "--output_dir", f"{out}/{mode}",
-                "--max_steps", str(STEPS), "--compile", "true", "--context_length", str(CONTEXT),
-                "--lora_rank", "2", "--precision", "fp32", "--save_model", "false", "--device", "cpu",
-                "--eval_share", "0.05", "--eval_every", "50", "--log_to", "stdout", *flags]
+        argv = [
+            "train",
+            "--model_name",
+            folder,
+            "--dataset",
+            rows,
+            "--output_dir",
+            f"{out}/{mode}",
+            "--max_steps",
+            str(STEPS),
+            "--compile",
+            "true",
+            "--context_length",
+            str(CONTEXT),
+            "--lora_rank",
+            "2",
+            "--precision",
+            "fp32",
+            "--save_model",
+            "false",
+            "--device",
+            "cpu",
+            "--eval_share",
+            "0.05",
+            "--eval_every",
+            "50",
+            "--log_to",
+            "stdout",
+            *flags,
+        ]
         ((code, said, error),) = call([argv])
         found[mode] = code, said + error, torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return found
@@ -44,11 +76,17 @@ def found(tmp_path_factory):
     rng, rows = random.Random(0), folder / "rows.jsonl"
     lengths = rng.sample(range(2, 150), 30)
     assert len(set(lengths)) == 30
-    rows.write_text("".join(
-        json.dumps(dict(prompt="a" * (length // 2), completion="b" * (length - length // 2))) + "\n"
-        for length in lengths * 20))
+    rows.write_text(
+        "".join(
+            json.dumps(dict(prompt="a" * (length // 2), completion="b" * (length - length // 2)))
+            + "\n"
+            for length in lengths * 20
+        )
+    )
     model = save_chat_model(folder / "model", max_position_embeddings=CONTEXT)
-    (found,) = run_ranks(partial(runs, model, str(rows), str(folder)), 1, grouped=False, timeout=900)
+    (found,) = run_ranks(
+        partial(runs, model, str(rows), str(folder)), 1, grouped=False, timeout=900
+    )
     return folder, found
 
 

@@ -1,4 +1,5 @@
 """A second start finds its compiled blocks in torch's cache: our ops do not keep them out of it."""
+
 from __future__ import annotations
 
 import pytest
@@ -19,10 +20,17 @@ def cache_lookups(folder: str, policies) -> list[list[dict]]:
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.optim import build_optimizer
     from fsdp_qlora.training.step import train_step
+
     found, (rows,) = [], tiny_rows(steps=1, rows_per_step=1)
     for policy in policies:
-        config = RunConfig(model_name=folder, precision="fp32", lora_rank=RANK, lora_dropout=0.0,
-                           compile=True, activation_policy=policy)
+        config = RunConfig(
+            model_name=folder,
+            precision="fp32",
+            lora_rank=RANK,
+            lora_dropout=0.0,
+            compile=True,
+            activation_policy=policy,
+        )
         starts = []
         with fresh_cache():
             for _ in range(2):
@@ -30,8 +38,16 @@ def cache_lookups(folder: str, policies) -> list[list[dict]]:
                 counters.clear()
                 model = build_model(config, torch.device("cpu"))
                 train_step(model, build_optimizer(model), [padded_batch(rows)])
-                starts.append({name: counters["inductor"][name] for name in
-                               ("fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cache_bypass")})
+                starts.append(
+                    {
+                        name: counters["inductor"][name]
+                        for name in (
+                            "fxgraph_cache_hit",
+                            "fxgraph_cache_miss",
+                            "fxgraph_cache_bypass",
+                        )
+                    }
+                )
         found.append(starts)
     return found
 

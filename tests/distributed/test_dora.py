@@ -2,6 +2,7 @@
 
 Its norm needs whole rows of W + B A, which are there only while FSDP has gathered the layer.
 """
+
 from __future__ import annotations
 
 import pytest
@@ -16,10 +17,16 @@ from tests.ranks import run_ranks
 from tests.tiny import padded_batch, reference_model, reference_run, save_tiny, tiny_rows
 
 KINDS = {"dora": dict(train_type="lora", adapter="dora"), "bnb_dora": dict(train_type="bnb_dora")}
-VARIATIONS = [dict(), dict(use_gradient_checkpointing=False), dict(reentrant_checkpointing=True),
-              dict(sharding_strategy="ddp"), dict(sharding_strategy="shard_grad_op"),
-              dict(use_cpu_offload=True), dict(activation_policy="keep_linears"),
-              dict(wrap_policy="attention_mlp")]
+VARIATIONS = [
+    dict(),
+    dict(use_gradient_checkpointing=False),
+    dict(reentrant_checkpointing=True),
+    dict(sharding_strategy="ddp"),
+    dict(sharding_strategy="shard_grad_op"),
+    dict(use_cpu_offload=True),
+    dict(activation_policy="keep_linears"),
+    dict(wrap_policy="attention_mlp"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +57,26 @@ def test_three_ranks_with_uneven_shards_equal_one_process(folder):
 
 
 def test_saved_magnitudes_are_whole_and_give_peft_the_live_logits(folder, tmp_path):
-    cases = [KINDS[kind] | dict(sharding_strategy=s) for kind in KINDS for s in ("full_shard", "ddp")]
+    cases = [
+        KINDS[kind] | dict(sharding_strategy=s) for kind in KINDS for s in ("full_shard", "ddp")
+    ]
     logits = run_ranks(train_and_save, 2, folder, str(tmp_path), cases, STEPS[:2])[0]
     batch = padded_batch(STEPS[0])
     inputs = dict(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
     for i, case in enumerate(cases):
         kind = case["train_type"]
-        base = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) if kind == "lora"
-                else reference_model(folder, kind).unload())
+        base = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            if kind == "lora"
+            else reference_model(folder, kind).unload()
+        )
         saved = load_file(tmp_path / str(i) / "adapter_model.safetensors")
-        shapes = {n: tuple(t.shape) for n, t in saved.items() if n.endswith(".lora_magnitude_vector")}
+        shapes = {
+            n: tuple(t.shape) for n, t in saved.items() if n.endswith(".lora_magnitude_vector")
+        }
         assert len(shapes) == 14 and set(shapes.values()) == {(64,), (32,), (128,)}
         reloaded = PeftModel.from_pretrained(base, tmp_path / str(i), is_trainable=True)
         # Not in eval mode: there bitsandbytes repacks for a CPU kernel that rounds to bf16.
-        with torch.no_grad(): found = reloaded(**inputs).logits
+        with torch.no_grad():
+            found = reloaded(**inputs).logits
         torch.testing.assert_close(found, logits[i], rtol=1e-5, atol=1e-5)

@@ -2,6 +2,7 @@
 
 The reference is transformers in one process, whose experts are parameters of three dimensions.
 """
+
 from __future__ import annotations
 
 import copy
@@ -30,37 +31,65 @@ from tests.tiny import SEED, reference_run, tiny_rows, with_lora
 STEPS = tiny_rows(steps=2, rows_per_step=6)
 IDS = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(1))
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-CASES = [dict(sharding_strategy="ddp"), dict(wrap_policy="attention_mlp"),
-         dict(wrap_policy="min_params", min_wrap_params=9000), dict(use_gradient_checkpointing=False),
-         dict(use_cpu_offload=True), dict(activation_policy="keep_linears")]
+CASES = [
+    dict(sharding_strategy="ddp"),
+    dict(wrap_policy="attention_mlp"),
+    dict(wrap_policy="min_params", min_wrap_params=9000),
+    dict(use_gradient_checkpointing=False),
+    dict(use_cpu_offload=True),
+    dict(activation_policy="keep_linears"),
+]
 
 
 ADAPTED = [  # experts under LoRA, with what PEFT is told
     (dict(train_type="lora"), {}),
-    (dict(train_type="lora", sharding_strategy="ddp", lora_target_parameters="experts.down_proj",
-          layers_to_transform="1"),
-     dict(target_parameters=["model.layers.1.mlp.experts.down_proj"], layers_to_transform=[1])),
-    (dict(train_type="lora", compile=True, lora_alpha_pattern="gate_up_proj=3"),
-     dict(alpha_pattern={"gate_up_proj": 3})),
-    (dict(train_type="qlora", lora_rank_pattern="down_proj=6", activation_policy="keep_linears"),
-     dict(rank_pattern={"down_proj": 6})),
-    (dict(train_type="qlora", use_rslora=True, use_cpu_offload=True, wrap_policy="min_params",
-          min_wrap_params=9000), dict(use_rslora=True))]
+    (
+        dict(
+            train_type="lora",
+            sharding_strategy="ddp",
+            lora_target_parameters="experts.down_proj",
+            layers_to_transform="1",
+        ),
+        dict(target_parameters=["model.layers.1.mlp.experts.down_proj"], layers_to_transform=[1]),
+    ),
+    (
+        dict(train_type="lora", compile=True, lora_alpha_pattern="gate_up_proj=3"),
+        dict(alpha_pattern={"gate_up_proj": 3}),
+    ),
+    (
+        dict(train_type="qlora", lora_rank_pattern="down_proj=6", activation_policy="keep_linears"),
+        dict(rank_pattern={"down_proj": 6}),
+    ),
+    (
+        dict(
+            train_type="qlora",
+            use_rslora=True,
+            use_cpu_offload=True,
+            wrap_policy="min_params",
+            min_wrap_params=9000,
+        ),
+        dict(use_rslora=True),
+    ),
+]
 
 
 def train_cases(cases: list[dict], out: str) -> list[dict]:
     from fsdp_qlora.adapters.whole import saved_names
     from fsdp_qlora.export import save_trained
+
     results = []
     for i, case in enumerate(cases):
         config, model, trained = build_and_train(case, STEPS)
         results.append(trained)
         if config.lora_target_parameters:  # under the names of PEFT's own model
             weights = results[-1]["weights"]
-            results[-1]["weights"] = {key.replace(".weight", ".default.weight"): weights[name]
-                                      for name, key in saved_names(model).items()}
+            results[-1]["weights"] = {
+                key.replace(".weight", ".default.weight"): weights[name]
+                for name, key in saved_names(model).items()
+            }
         if config.train_type == "full" or config.lora_target_parameters:
-            with torch.no_grad(): results[-1]["logits"] = model.eval()(input_ids=IDS).logits
+            with torch.no_grad():
+                results[-1]["logits"] = model.eval()(input_ids=IDS).logits
             save_trained(model, f"{out}/{i}")
     return results
 
@@ -93,16 +122,20 @@ def test_trained_whole_it_equals_transformers_and_is_saved_as_it_names_them(tmp_
         losses, norms, weights = reference_run(plain(f).train(), STEPS)
         assert relative(ours["losses"], losses) < 1e-5 and relative(ours["norms"], norms) < 1e-5
         saved = plain(tmp_path / "out" / str(i))
-        for name, p in saved.named_parameters(): assert relative(p.detach(), weights[name]) < 1e-4, name
+        for name, p in saved.named_parameters():
+            assert relative(p.detach(), weights[name]) < 1e-4, name
         with torch.no_grad():
-            torch.testing.assert_close(saved.eval()(IDS).logits, ours["logits"], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                saved.eval()(IDS).logits, ours["logits"], rtol=1e-4, atol=1e-4
+            )
 
 
 @torch.no_grad()
 def rounded(model):
     """The model with linear weights, all but the head's, and experts as 4 bits stand for them."""
     for name, p in model.named_parameters():
-        if "_proj" not in name: continue
+        if "_proj" not in name:
+            continue
         for weight in p if p.dim() == 3 else [p]:
             weight.copy_(dequantize_4bit(*quantize_4bit(weight.data, quant_type="nf4")))
     return model
@@ -110,25 +143,43 @@ def rounded(model):
 
 def with_adapted_experts(model, more: dict):
     """A model under PEFT's `target_parameters`, whose first A are those of a run."""
-    model = with_lora(model, ATTENTION, **dict(target_parameters=["gate_up_proj", "down_proj"]) | more)
-    inner = "gate_up_proj" if any("experts.base_layer.lora" in n for n, _ in model.named_parameters()) \
+    model = with_lora(
+        model, ATTENTION, **dict(target_parameters=["gate_up_proj", "down_proj"]) | more
+    )
+    inner = (
+        "gate_up_proj"
+        if any("experts.base_layer.lora" in n for n, _ in model.named_parameters())
         else "down_proj"
+    )
     for name, p in model.named_parameters():
-        if "experts" not in name or ".lora_A." not in name: continue
+        if "experts" not in name or ".lora_A." not in name:
+            continue
         ours = name.replace("experts.lora", "experts.down_proj.lora")
         p.data.copy_(initial_a(ours.replace("base_layer.lora", f"{inner}.lora"), SEED, p.shape))
     return model
 
 
-@pytest.mark.parametrize("more", [{}, dict(exclude_modules=["k_proj"]),
-                                  dict(exclude_modules=".*k_proj")])
+@pytest.mark.parametrize(
+    "more", [{}, dict(exclude_modules=["k_proj"]), dict(exclude_modules=".*k_proj")]
+)
 def test_layers_that_are_called_as_the_experts_beside_them_are_adapted_and_those_not(more):
     """A dense block and a shared expert have gate_proj and down_proj too."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Qwen2MoeConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
-        shared_expert_intermediate_size=32, mlp_only_layers=[0]))
+    model = AutoModelForCausalLM.from_config(
+        Qwen2MoeConfig(
+            vocab_size=97,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=32,
+            mlp_only_layers=[0],
+        )
+    )
     theirs = get_peft_model(copy.deepcopy(model), lora_config(rank=2, **more))
     config = lora_config(rank=2, **more)
     ours = apply_adapters(apply_stacked_experts(model), config)
@@ -136,7 +187,8 @@ def test_layers_that_are_called_as_the_experts_beside_them_are_adapted_and_those
     assert adapters.keys() == trainable_parameters(theirs).keys()
     assert config.exclude_modules == lora_config(**more).exclude_modules
     with torch.no_grad():
-        for p in adapters.values(): p.normal_(std=0.1)
+        for p in adapters.values():
+            p.normal_(std=0.1)
         theirs.load_state_dict(adapters, strict=False)
         torch.testing.assert_close(ours.eval()(IDS).logits, theirs.eval()(IDS).logits)
 
@@ -145,13 +197,17 @@ def test_layers_that_are_called_as_the_experts_beside_them_are_adapted_and_those
 def test_adapted_experts_equal_peft_in_one_process_and_load_there(folder, tmp_path):
     """Of 64 experts, most get no token in a micro-batch."""
     qwen = save_family(tmp_path / "qwen", "Qwen3-MoE")
-    cases = [(dict(model_name=f, lora_target_parameters="experts") | ours, peft)
-             for f, ours, peft in [*((folder, *case) for case in ADAPTED), (qwen, *ADAPTED[3])]]
+    cases = [
+        (dict(model_name=f, lora_target_parameters="experts") | ours, peft)
+        for f, ours, peft in [*((folder, *case) for case in ADAPTED), (qwen, *ADAPTED[3])]
+    ]
     results = run_ranks(train_cases, 2, [ours for ours, _ in cases], str(tmp_path))
     for i, ((case, peft), mine, other) in enumerate(zip(cases, *results, strict=True)):
+
         def base(case=case):
             model = plain(case["model_name"])
             return rounded(model) if case["train_type"] == "qlora" else model
+
         model = with_adapted_experts(base(), peft)
         assert_equal_run(mine, reference_run(model, STEPS), 2e-5, case)
         assert mine["checksums"] == other["checksums"], case
@@ -161,73 +217,134 @@ def test_adapted_experts_equal_peft_in_one_process_and_load_there(folder, tmp_pa
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("settings", [{}, dict(target_parameters=["gate_up_proj", "down_proj"],
-                                               rank_pattern={"down_proj": 3}, use_rslora=True),
-                                      dict(target_parameters=["experts.gate_up_proj"])])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        dict(
+            target_parameters=["gate_up_proj", "down_proj"],
+            rank_pattern={"down_proj": 3},
+            use_rslora=True,
+        ),
+        dict(target_parameters=["experts.gate_up_proj"]),
+    ],
+)
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_a_merge_rounds_experts_as_training_did_and_changes_each(family, settings, tmp_path):
     base = save_family(tmp_path / "base", family)
     if "rank_pattern" in settings:  # experts in one tensor, where published files have one of each
-        save_file(plain(base).state_dict(), tmp_path / "base" / "model.safetensors", {"format": "pt"})
+        save_file(
+            plain(base).state_dict(), tmp_path / "base" / "model.safetensors", {"format": "pt"}
+        )
     adapter = save_adapter(base, tmp_path / "adapter", target_modules=ATTENTION, **settings)
-    merged = merge_adapter(base, adapter, tmp_path / "merged", merge_base="dequantized",
-                           base_quant="nf4", dtype="fp32")
+    merged = merge_adapter(
+        base, adapter, tmp_path / "merged", merge_base="dequantized", base_quant="nf4", dtype="fp32"
+    )
     with torch.no_grad():
         expected = PeftModel.from_pretrained(rounded(plain(base)), adapter).eval()(IDS).logits
-        for found in (plain(merged), load_for_inference(base, adapter, "nf4", "cpu", torch.float32)):
+        for found in (
+            plain(merged),
+            load_for_inference(base, adapter, "nf4", "cpu", torch.float32),
+        ):
             torch.testing.assert_close(found.eval()(IDS).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def load_tiny(folder: str) -> dict:
     """What is stored otherwise than as bf16 weights: tensors by name, on one rank."""
     from fsdp_qlora.build import build_model
+
     model = build_model(RunConfig(model_name=folder, train_type="lora"), torch.device("cpu"))
-    kept = {n: p for n, p in model.named_parameters() if "lora_" not in n and p.dtype == torch.float32}
+    kept = {
+        n: p for n, p in model.named_parameters() if "lora_" not in n and p.dtype == torch.float32
+    }
     return kept | {n: b for n, b in model.named_buffers() if "e_score" in n}
 
 
 def test_routers_keep_fp32_and_corrections_where_the_model_does(tmp_path):
-    sizes = dict(vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
-                 num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=64)
+    sizes = dict(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        moe_intermediate_size=64,
+    )
     ernie = Ernie4_5_MoeConfig(**sizes, moe_num_experts=4, moe_k=2, moe_layer_start_index=0)
-    glm = Glm4MoeConfig(**sizes, n_routed_experts=4, num_experts_per_tok=2, first_k_dense_replace=0,
-                        n_group=1, topk_group=1, head_dim=16)
+    glm = Glm4MoeConfig(
+        **sizes,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        first_k_dense_replace=0,
+        n_group=1,
+        topk_group=1,
+        head_dim=16,
+    )
     for config in (ernie, glm):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         for name, b in model.named_buffers():
-            if "e_score" in name: b.copy_(torch.linspace(-1, 1, b.numel()).view_as(b))
+            if "e_score" in name:
+                b.copy_(torch.linspace(-1, 1, b.numel()).view_as(b))
         model.save_pretrained(tmp_path / config.model_type)
-        expected = AutoModelForCausalLM.from_pretrained(tmp_path / config.model_type,
-                                                        dtype=torch.bfloat16)
+        expected = AutoModelForCausalLM.from_pretrained(
+            tmp_path / config.model_type, dtype=torch.bfloat16
+        )
         (found,) = run_ranks(load_tiny, 1, str(tmp_path / config.model_type))
         found = {n.removeprefix("base_model.model."): t for n, t in found.items()}
         wanted = {n: p for n, p in expected.named_parameters() if p.dtype == torch.float32}
         wanted |= {n: b for n, b in expected.named_buffers() if "e_score" in n}
         assert found.keys() == wanted.keys() and wanted, config.model_type
-        for name, tensor in wanted.items(): assert torch.equal(found[name], tensor), name
+        for name, tensor in wanted.items():
+            assert torch.equal(found[name], tensor), name
 
 
 def test_experts_of_another_build_are_refused_under_quantization(tmp_path):
     from transformers import GptOssConfig
-    config = GptOssConfig(vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
-                          num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-                          num_local_experts=4, num_experts_per_tok=2)
+
+    config = GptOssConfig(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="--quant nf4: model.layers.0.mlp.experts .GptOssExperts.*none"):
+    with pytest.raises(
+        ValueError, match="--quant nf4: model.layers.0.mlp.experts .GptOssExperts.*none"
+    ):
         planned_model(RunConfig(model_name=str(tmp_path)), torch.device("cpu"))
 
 
 def test_an_expert_that_is_missing_is_noticed(tmp_path):
-    folder = renamed_files(save_family(tmp_path, "Qwen3-MoE"), "none", "none",
-                           drop=("model.layers.1.mlp.experts.3.up_proj.weight",))
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.gate_up_proj\.weight has shape"):
+    folder = renamed_files(
+        save_family(tmp_path, "Qwen3-MoE"),
+        "none",
+        "none",
+        drop=("model.layers.1.mlp.experts.3.up_proj.weight",),
+    )
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.mlp\.experts\.gate_up_proj\.weight has shape"
+    ):
         planned_model(RunConfig(model_name=folder), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("settings, message", [
-    (dict(lora_target_modules="gate_up_proj"), "--lora_target_modules gate_up_proj: .*_parameters"),
-    (dict(lora_target_parameters="w1", lora_dropout=0.0),
-     "--lora_target_parameters w1: .*gate_up_proj")])
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (
+            dict(lora_target_modules="gate_up_proj"),
+            "--lora_target_modules gate_up_proj: .*_parameters",
+        ),
+        (
+            dict(lora_target_parameters="w1", lora_dropout=0.0),
+            "--lora_target_parameters w1: .*gate_up_proj",
+        ),
+    ],
+)
 def test_a_name_that_is_no_target_is_answered_with_those_there_are(folder, settings, message):
     with pytest.raises(ValueError, match=message):
         planned_model(RunConfig(model_name=folder, **settings), torch.device("cpu"))

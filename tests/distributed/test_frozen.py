@@ -1,4 +1,5 @@
 """A flipped bit of a frozen weight is found on the rank that has it, and ends all ranks."""
+
 from __future__ import annotations
 
 import pytest
@@ -29,6 +30,7 @@ def flipped_run(config, at: int | None) -> str:
     import torch.distributed as dist
 
     from fsdp_qlora.training import loop
+
     step = loop.Training.step
 
     def watched(self, given):
@@ -36,6 +38,7 @@ def flipped_run(config, at: int | None) -> str:
             list(self.frozen.shards.values())[1].view(-1).view(torch.uint8)[3] ^= 4
         self.frozen.compare()  # as the thread does
         return step(self, given)
+
     loop.Training.step = watched
     try:
         run_once(config)
@@ -50,20 +53,30 @@ def test_a_flipped_bit_names_rank_and_weight_and_a_whole_run_changes_none(tmp_pa
     folder = tmp_path / "model"
     save_tiny(folder, vocab_size=VOCAB_SIZE, num_hidden_layers=1)
     save_tokenizer(folder)
-    for layout in (dict(sharding_strategy="full_shard"), dict(sharding_strategy="ddp"),
-                   dict(sharding_strategy="shard_grad_op", use_cpu_offload=True)):
-        config = settings(str(folder), tmp_path / "out", train_type="qlora", resume="none", **layout)
+    for layout in (
+        dict(sharding_strategy="full_shard"),
+        dict(sharding_strategy="ddp"),
+        dict(sharding_strategy="shard_grad_op", use_cpu_offload=True),
+    ):
+        config = settings(
+            str(folder), tmp_path / "out", train_type="qlora", resume="none", **layout
+        )
         for said in run_ranks(flipped_run, 2, config, 3):
-            assert "has changed in the memory of rank 1" in said and "weight" in said, (layout, said)
+            assert "has changed in the memory of rank 1" in said and "weight" in said, (
+                layout,
+                said,
+            )
         assert run_ranks(flipped_run, 2, config, None) == ["", ""], layout
 
 
 def test_nothing_is_summed_when_the_run_is_over():
     frozen = FrozenWeights(torch.nn.Linear(2, 2).requires_grad_(False), torch.device("cpu"), 9.0)
-    with frozen.watching(): assert len(frozen.sums()) == 2
+    with frozen.watching():
+        assert len(frozen.sums()) == 2
     assert frozen.sums() == {} and not frozen.has_changed()
 
 
 def test_without_minutes_nothing_is_summed():
     model = torch.nn.Linear(2, 2).requires_grad_(False)
-    with FrozenWeights(model, torch.device("cpu"), 0.0).watching() as nothing: assert nothing is None
+    with FrozenWeights(model, torch.device("cpu"), 0.0).watching() as nothing:
+        assert nothing is None

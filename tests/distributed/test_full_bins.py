@@ -2,6 +2,7 @@
 
 The reference is plain transformers and PEFT in fp32 on the union of the ranks' rows, each row padded.
 """
+
 from __future__ import annotations
 
 import json
@@ -16,9 +17,12 @@ from tests.tiny import CLIP, LR, RANK, SEED, reference_model, reference_run
 from tests.tokenizers import save_chat_model
 
 BINS, ROWS, CONTEXT = 4, 9, 64  # of a step; tokens of a bin
-CASES = dict(full=dict(packing=True), rows=dict(packing=True, global_batch_size=ROWS),
-             padded=dict(global_batch_size=ROWS),
-             streamed=dict(packing=True, stream=True, shuffle_buffer=16))
+CASES = dict(
+    full=dict(packing=True),
+    rows=dict(packing=True, global_batch_size=ROWS),
+    padded=dict(global_batch_size=ROWS),
+    streamed=dict(packing=True, stream=True, shuffle_buffer=16),
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +46,40 @@ class Killed(Exception):
 
 def settings(folder: str, data: str, out: Path, world_size: int, case: dict):
     from fsdp_qlora.config import RunConfig
-    return RunConfig(**dict(
-        model_name=folder, dataset=data, train_on="all", context_length=CONTEXT, train_type="lora",
-        precision="fp32", lora_rank=RANK, lora_alpha=8, lora_dropout=0.0, seed=SEED, lr=LR, wd=0.1,
-        lr_scheduler="constant", apply_gradient_clipping=True, grad_norm=CLIP, num_epochs=2,
-        batch_size=BINS // world_size, sharding_strategy="full_shard", checkpoint_every=2,
-        output_dir=str(out), log_to="jsonl", device="cpu", save_model=False) | case)
+
+    return RunConfig(
+        **dict(
+            model_name=folder,
+            dataset=data,
+            train_on="all",
+            context_length=CONTEXT,
+            train_type="lora",
+            precision="fp32",
+            lora_rank=RANK,
+            lora_alpha=8,
+            lora_dropout=0.0,
+            seed=SEED,
+            lr=LR,
+            wd=0.1,
+            lr_scheduler="constant",
+            apply_gradient_clipping=True,
+            grad_norm=CLIP,
+            num_epochs=2,
+            batch_size=BINS // world_size,
+            sharding_strategy="full_shard",
+            checkpoint_every=2,
+            output_dir=str(out),
+            log_to="jsonl",
+            device="cpu",
+            save_model=False,
+        )
+        | case
+    )
 
 
-def train_each(folder: str, data: str, out: str, cases: dict[str, dict], stop_at: int | None = None
-               ) -> dict[str, dict]:
+def train_each(
+    folder: str, data: str, out: str, cases: dict[str, dict], stop_at: int | None = None
+) -> dict[str, dict]:
     """For each case: losses, norms, and rows (as lines of the file) of each step."""
     import threading
 
@@ -61,31 +89,47 @@ def train_each(folder: str, data: str, out: str, cases: dict[str, dict], stop_at
     from fsdp_qlora.data import StepLoader, StreamLoader, open_source, tokenize_rows
     from fsdp_qlora.training import trainer
     from fsdp_qlora.training.prepare import run_tokenizer
+
     trainer.plot_loss = lambda *_: False
     seen, results = [], {}
 
     def watched(iterate):
         def steps(self):
             for step in iterate(self):
-                if len(seen) == stop_at: raise Killed
-                seen.append([row if isinstance(row, int) else int(row.rpartition(":")[2]) - 1
-                             for row in step.row_ids])
+                if len(seen) == stop_at:
+                    raise Killed
+                seen.append(
+                    [
+                        row if isinstance(row, int) else int(row.rpartition(":")[2]) - 1
+                        for row in step.row_ids
+                    ]
+                )
                 yield step
+
         return steps
-    for loader in (StepLoader, StreamLoader): loader.__iter__ = watched(loader.__iter__)
+
+    for loader in (StepLoader, StreamLoader):
+        loader.__iter__ = watched(loader.__iter__)
     for name, case in cases.items():
         seen.clear()
         config = settings(folder, data, Path(out, name), dist.get_world_size(), case)
         tokenizer, source, steps = run_tokenizer(config), open_source(data), []
-        rows = source if config.stream else tokenize_rows(
-            source.rows(), tokenizer, context_length=CONTEXT, train_on="all")
+        rows = (
+            source
+            if config.stream
+            else tokenize_rows(source.rows(), tokenizer, context_length=CONTEXT, train_on="all")
+        )
         try:
             steps = trainer.train(config, rows, torch.device("cpu"), tokenizer)
         except Killed:
             for thread in threading.enumerate():
-                if thread.name == "checkpoint": thread.join()
-        results[name] = dict(losses=[step.loss for step in steps], norms=[s.grad_norm for s in steps],
-                             rows=list(seen))
+                if thread.name == "checkpoint":
+                    thread.join()
+        results[name] = dict(
+            losses=[step.loss for step in steps],
+            norms=[s.grad_norm for s in steps],
+            rows=list(seen),
+        )
         dist.barrier()
     return results
 
@@ -93,6 +137,7 @@ def train_each(folder: str, data: str, out: str, cases: dict[str, dict], stop_at
 def reference(folder: str, data: str, steps: list[list[int]]) -> tuple[list[float], list[float]]:
     """Losses and norms of one process that trains on these rows of the file in these steps."""
     from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = [json.loads(line)["text"] for line in Path(data).read_text().splitlines()]
     ids = [(tokenizer(text)["input_ids"] + [tokenizer.eos_token_id])[:CONTEXT] for text in texts]
@@ -100,14 +145,20 @@ def reference(folder: str, data: str, steps: list[list[int]]) -> tuple[list[floa
     return reference_run(reference_model(folder, "lora"), batches)[:2]
 
 
-def test_packed_and_padded_runs_have_the_loss_of_one_process_on_1_2_and_4_ranks(folder, data, tmp_path):
-    runs = {world: run_ranks(train_each, world, folder, data, str(tmp_path / str(world)), CASES)
-            for world in (1, 2, 4)}
+def test_packed_and_padded_runs_have_the_loss_of_one_process_on_1_2_and_4_ranks(
+    folder, data, tmp_path
+):
+    runs = {
+        world: run_ranks(train_each, world, folder, data, str(tmp_path / str(world)), CASES)
+        for world in (1, 2, 4)
+    }
     for name in CASES:
         alone = runs[1][0][name]
         losses, norms = reference(folder, data, alone["rows"])
         epochs = [row for rows in alone["rows"] for row in rows]
-        assert len(epochs) == 2 * 61 and set(epochs[:61]) == set(epochs[61:]) == set(range(61)), name
+        assert len(epochs) == 2 * 61 and set(epochs[:61]) == set(epochs[61:]) == set(range(61)), (
+            name
+        )
         for world, ranks in runs.items():
             for rank in ranks:
                 found = rank[name]
@@ -118,8 +169,7 @@ def test_packed_and_padded_runs_have_the_loss_of_one_process_on_1_2_and_4_ranks(
     assert runs[1][0]["rows"]["rows"] == runs[1][0]["padded"]["rows"]
 
 
-def test_bins_go_on_where_a_run_was_stopped_also_on_another_number_of_ranks(folder, data,
-                                                                                     tmp_path):
+def test_bins_go_on_where_a_run_was_stopped_also_on_another_number_of_ranks(folder, data, tmp_path):
     cases = {name: CASES[name] for name in ("full", "streamed")}
     (whole,) = run_ranks(train_each, 1, folder, data, str(tmp_path / "whole"), cases)
     first = run_ranks(train_each, 2, folder, data, str(tmp_path / "moved"), cases, 5)
@@ -128,7 +178,8 @@ def test_bins_go_on_where_a_run_was_stopped_also_on_another_number_of_ranks(fold
     for name in cases:
         expected = whole[name]["rows"]
         for leg, part in ((first, expected[:5]), (second, expected[4:7]), (third, expected[6:])):
-            for rank in leg: assert rank[name]["rows"] == part, name
+            for rank in leg:
+                assert rank[name]["rows"] == part, name
         lines = (tmp_path / "moved" / name / "metrics.jsonl").read_text().splitlines()
         losses = [record["loss"] for record in map(json.loads, lines) if record["kind"] == "step"]
         assert losses == pytest.approx(whole[name]["losses"], rel=1e-5)

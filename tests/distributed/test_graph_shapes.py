@@ -1,4 +1,5 @@
 """Batches of unlike ranks are filled up to one shape, and give the loss and gradient that they had."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -19,6 +20,7 @@ def filled_and_not(folder: str) -> dict:
     from fsdp_qlora.dist import full_tensor, ranks_from_env
     from fsdp_qlora.training.graphs import as_large_as_any, shape_of, uses_graphs
     from fsdp_qlora.training.step import run_micro_batch
+
     rank, found = ranks_from_env().rank, {}
     (rows,) = tiny_rows(steps=1, rows_per_step=4)
     rows = [(torch.tensor(ids), torch.tensor(labels)) for ids, labels in rows]
@@ -28,7 +30,8 @@ def filled_and_not(folder: str) -> dict:
     for name, given in dict(plain=batch, filled=as_large_as_any(batch)).items():
         loss = run_micro_batch(model, given, 10.0)
         gradient = [full_tensor(p.grad) for p in trainable_parameters(model).values()]
-        for p in trainable_parameters(model).values(): p.grad = None
+        for p in trainable_parameters(model).values():
+            p.grad = None
         found[name] = loss, gradient
     packed = collate_packed([rows[:2]] if rank else [rows[:3], rows[3:]], 0, pad_to=128)
     reasons = {}
@@ -39,8 +42,10 @@ def filled_and_not(folder: str) -> dict:
         except ValueError as error:
             reasons[flag] = str(error)
     found["reasons"] = reasons, uses_graphs(config, model, torch.device("cuda"))
-    return found | dict(shapes=[shape_of(as_large_as_any(b)) for b in (batch, packed)],
-                        packed=(packed, as_large_as_any(packed)))
+    return found | dict(
+        shapes=[shape_of(as_large_as_any(b)) for b in (batch, packed)],
+        packed=(packed, as_large_as_any(packed)),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +81,8 @@ def test_a_packed_batch_keeps_its_rows_and_gets_empty_bins(ranks):
         assert torch.equal(filled["input_ids"][:bins], batch["input_ids"])
         assert (filled["labels"][bins:] == -100).all()
         borders, before = filled["cu_seq_lens_q"].tolist(), batch["cu_seq_lens_q"].tolist()
-        assert borders[:len(before)] == before and borders[-1] == 2 * 128 and len(borders) % 64 == 0
+        assert (
+            borders[: len(before)] == before and borders[-1] == 2 * 128 and len(borders) % 64 == 0
+        )
         assert sorted(borders) == borders
         assert filled["max_length_q"] == 128

@@ -4,6 +4,7 @@ The usual faults: ranks with unequal batch counts, one of which waits for ever a
 epoch; a last batch that is dropped, so that few rows mean no step at all; and a mean of means, which
 weighs a token by the batch it happens to be in.
 """
+
 from __future__ import annotations
 
 import time
@@ -39,6 +40,7 @@ def train_each(folder: str, out: str, cases: list[tuple[int, int]]) -> list[dict
     from fsdp_qlora.data import tokenize_rows
     from fsdp_qlora.loading.tokens import load_tokenizer
     from fsdp_qlora.training import loop, trainer
+
     tokenizer, results = load_tokenizer(folder), []
     trainer.plot_loss = lambda *_: False  # nobody looks at 34 pictures
     train_step = loop.train_step
@@ -46,16 +48,38 @@ def train_each(folder: str, out: str, cases: list[tuple[int, int]]) -> list[dict
         seen: list[list[int]] = []
 
         def watched(model, optimizer, micro_batches, seen=seen, **kwargs):
-            seen.append([t for batch in micro_batches for t in batch["labels"].flatten().tolist()
-                         if t > 2 and t != IGNORE])  # 0 to 2 end a turn or a text
+            seen.append(
+                [
+                    t
+                    for batch in micro_batches
+                    for t in batch["labels"].flatten().tolist()
+                    if t > 2 and t != IGNORE
+                ]
+            )  # 0 to 2 end a turn or a text
             return train_step(model, optimizer, micro_batches, **kwargs)
+
         loop.train_step = watched
-        rows = [Row(str(i), messages=[dict(role="user", content="?" * i),
-                                      dict(role="assistant", content=name_of_row(i))])
-                for i in range(num_rows)]
-        config = RunConfig(model_name=folder, precision="fp32", lora_rank=2, num_epochs=EPOCHS,
-                           batch_size=BATCH_SIZE, gradient_accumulation_steps=accumulation,
-                           output_dir=out, save_model=False, log_to="jsonl")
+        rows = [
+            Row(
+                str(i),
+                messages=[
+                    dict(role="user", content="?" * i),
+                    dict(role="assistant", content=name_of_row(i)),
+                ],
+            )
+            for i in range(num_rows)
+        ]
+        config = RunConfig(
+            model_name=folder,
+            precision="fp32",
+            lora_rank=2,
+            num_epochs=EPOCHS,
+            batch_size=BATCH_SIZE,
+            gradient_accumulation_steps=accumulation,
+            output_dir=out,
+            save_model=False,
+            log_to="jsonl",
+        )
         started = time.monotonic()
         dataset = tokenize_rows(rows, tokenizer, context_length=64)
         steps = trainer.train(config, dataset, torch.device("cpu"), tokenizer)
@@ -65,7 +89,9 @@ def train_each(folder: str, out: str, cases: list[tuple[int, int]]) -> list[dict
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_any_number_of_rows_is_used_once_per_epoch_in_equally_many_steps(folder, tmp_path, world_size):
+def test_any_number_of_rows_is_used_once_per_epoch_in_equally_many_steps(
+    folder, tmp_path, world_size
+):
     tokenizer = save_tokenizer(tmp_path / "tokenizer")
     cases = [(n, ga) for n in range(1, 2 * world_size * BATCH_SIZE + 2) for ga in (1, 3)]
     by_rank = run_ranks(train_each, world_size, folder, str(tmp_path / "out"), cases)
@@ -87,17 +113,30 @@ def prepare_and_train(argv: list[str]) -> tuple[int, str]:
     from contextlib import redirect_stderr
 
     from fsdp_qlora.cli import main
+
     error = io.StringIO()
-    with redirect_stderr(error): code = main(argv)
+    with redirect_stderr(error):
+        code = main(argv)
     return code, error.getvalue()
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", "[]"])
-def test_no_row_at_all_is_an_error_on_every_rank_and_no_run_of_zero_steps(folder, tmp_path, content):
+def test_no_row_at_all_is_an_error_on_every_rank_and_no_run_of_zero_steps(
+    folder, tmp_path, content
+):
     data = tmp_path / ("rows.json" if content == "[]" else "rows.jsonl")
     data.write_text(content)
-    argv = ["train", "--model_name", folder, "--dataset", str(data), "--device", "cpu",
-            "--output_dir", str(tmp_path / "out")]
+    argv = [
+        "train",
+        "--model_name",
+        folder,
+        "--dataset",
+        str(data),
+        "--device",
+        "cpu",
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
     for code, error in run_ranks(prepare_and_train, 2, argv, grouped=False):
         assert code == 2 and "no row" in error and str(data) in error, error
     assert not (tmp_path / "out").exists()
@@ -105,19 +144,20 @@ def test_no_row_at_all_is_an_error_on_every_rank_and_no_run_of_zero_steps(folder
 
 # ---- one step, cut up in every way -------------------------------------------------------------
 
+
 def labelled(num_tokens: int, start: int) -> tuple[list[int], list[int]]:
     """A row of 12 tokens whose last `num_tokens` are trained."""
     ids = [(start + 7 * i) % 97 for i in range(12)]
-    return ids, [IGNORE] * (12 - num_tokens) + ids[12 - num_tokens:]
+    return ids, [IGNORE] * (12 - num_tokens) + ids[12 - num_tokens :]
 
 
 SHORT, LONG, NOTHING = labelled(3, 1), labelled(9, 5), labelled(0, 2)
 ROWS = tiny_rows(1, 8)[0]
 SPLITS = {  # micro-batches of each rank
     "two rows, 3 and 9 tokens": [
-        [[[SHORT, LONG]], [[NOTHING]]],             # one micro-batch of 2, a rank without tokens
+        [[[SHORT, LONG]], [[NOTHING]]],  # one micro-batch of 2, a rank without tokens
         [[[SHORT], [LONG]], [[NOTHING], [NOTHING]]],  # accumulation 2 on one rank
-        [[[SHORT]], [[LONG]]],                      # a row on each rank
+        [[[SHORT]], [[LONG]]],  # a row on each rank
         [[[SHORT], [NOTHING]], [[NOTHING], [LONG]]],
     ],
     "eight rows": [
@@ -137,29 +177,42 @@ def step_of_each_split(folder: str, splits, settings: dict) -> list[dict]:
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.dist import full_tensor
     from fsdp_qlora.training.step import train_step
+
     results = []
     for split in splits:
-        config = RunConfig(model_name=folder, precision="fp32", lora_rank=RANK, lora_dropout=0.0,
-                           seed=SEED, **settings)
+        config = RunConfig(
+            model_name=folder,
+            precision="fp32",
+            lora_rank=RANK,
+            lora_dropout=0.0,
+            seed=SEED,
+            **settings,
+        )
         model = build_model(config, torch.device("cpu"))
         trained = trainable_parameters(model)
         with torch.no_grad():
             for name, p in trained.items():
-                if ".lora_B." in name: p.fill_(0.02)  # so that A has a gradient too
+                if ".lora_B." in name:
+                    p.fill_(0.02)  # so that A has a gradient too
         before = {n: full_tensor(p.detach()).clone() for n, p in trained.items()}
         batches = [padded_batch(rows) for rows in split[dist.get_rank()]]
-        result = train_step(model, torch.optim.SGD(trained.values(), lr=1.0), batches,
-                            no_sync=config.no_sync)
-        gradient = torch.cat([(before[n] - full_tensor(p.detach())).flatten()
-                              for n, p in trained.items()])
-        results.append(dict(loss=result.loss, norm=result.grad_norm, gradient=gradient,
-                            stepped=result.stepped))
+        result = train_step(
+            model, torch.optim.SGD(trained.values(), lr=1.0), batches, no_sync=config.no_sync
+        )
+        gradient = torch.cat(
+            [(before[n] - full_tensor(p.detach())).flatten() for n, p in trained.items()]
+        )
+        results.append(
+            dict(loss=result.loss, norm=result.grad_norm, gradient=gradient, stepped=result.stepped)
+        )
     return results
 
 
-SETTINGS = [dict(sharding_strategy="full_shard", train_type="qlora"),
-            dict(sharding_strategy="shard_grad_op", train_type="full", no_sync=True),
-            dict(sharding_strategy="ddp", train_type="lora")]
+SETTINGS = [
+    dict(sharding_strategy="full_shard", train_type="qlora"),
+    dict(sharding_strategy="shard_grad_op", train_type="full", no_sync=True),
+    dict(sharding_strategy="ddp", train_type="lora"),
+]
 
 
 def test_loss_and_gradients_are_the_same_for_every_split_of_the_same_rows(tmp_path):
@@ -195,12 +248,17 @@ def train_with_decay(folder: str) -> tuple[bool, bool]:
     from fsdp_qlora.dist import full_tensor
     from fsdp_qlora.optim import build_optimizer
     from fsdp_qlora.training.step import train_step
-    model = build_model(RunConfig(model_name=folder, precision="fp32", lora_rank=RANK),
-                        torch.device("cpu"))
+
+    model = build_model(
+        RunConfig(model_name=folder, precision="fp32", lora_rank=RANK), torch.device("cpu")
+    )
     optimizer = build_optimizer(model, "adamw", LR, 0.1)
 
-    def weights(): return torch.cat([full_tensor(p.detach()).flatten()
-                                     for p in trainable_parameters(model).values()])
+    def weights():
+        return torch.cat(
+            [full_tensor(p.detach()).flatten() for p in trainable_parameters(model).values()]
+        )
+
     changed = []
     for rows in ([SHORT], [NOTHING]):
         before = weights()

@@ -1,4 +1,5 @@
 """Quantizer x scales x adapter x strategy: each pair of values in every run; all cells if slow."""
+
 from __future__ import annotations
 
 import json
@@ -34,7 +35,8 @@ def test_a_cell_is_refused_only_where_no_weight_could_be_trained_and_says_so():
     for cell in cells():
         text = refusal(cell)
         assert bool(text) == (cell.adapter == "full" and cell.quantizer != "none"), cell
-        if text: assert "--adapter none" in text and "--adapter lora" in text
+        if text:
+            assert "--adapter none" in text and "--adapter lora" in text
 
 
 def test_the_page_is_made_of_a_run_of_every_cell():

@@ -1,4 +1,5 @@
 """Under torchrun, which ends all ranks when one ends, every rank still says what was wrong."""
+
 from __future__ import annotations
 
 import os
@@ -26,12 +27,36 @@ def errors(tmp_path, late: str, seconds: float, lacks: str, *flags: str) -> dict
     """What each of two ranks said, of which one starts late and one lacks its data."""
     script = tmp_path / "late.py"
     script.write_text(LATE)
-    run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2",
-                          "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0",
-                          "--monitor_interval", "0.1", str(script), late, str(seconds), lacks, "train",
-                          "--device", "cpu", "--output_dir", str(tmp_path / "out"), *flags],
-                         capture_output=True, text=True, timeout=120, cwd=ROOT,
-                         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node",
+            "2",
+            "--rdzv_backend",
+            "c10d",
+            "--rdzv_endpoint",
+            "localhost:0",
+            "--monitor_interval",
+            "0.1",
+            str(script),
+            late,
+            str(seconds),
+            lacks,
+            "train",
+            "--device",
+            "cpu",
+            "--output_dir",
+            str(tmp_path / "out"),
+            *flags,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
     assert run.returncode == 1 and not (tmp_path / "out").exists(), run.stderr
     return dict(re.findall(r"^error \(rank (\d)\): (.*)$", run.stderr, re.M))
 
@@ -46,8 +71,18 @@ def test_what_only_one_rank_lacks_is_said_by_the_one_that_waits_for_it(tmp_path)
     model = save_chat_model(tmp_path / "model")
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "completion": "b"}\n' * 4)
-    said = errors(tmp_path, "1", 1.5, "1", "--model_name", model, "--dataset", str(rows),
-                  "--precision", "fp32")
+    said = errors(
+        tmp_path,
+        "1",
+        1.5,
+        "1",
+        "--model_name",
+        model,
+        "--dataset",
+        str(rows),
+        "--precision",
+        "fp32",
+    )
     assert "/no/such/rows.jsonl" in said["1"] and said["0"] == f"rank 1: {said['1']}", said
 
 

@@ -3,6 +3,7 @@
 FSDP wants one dtype, and one answer to requires_grad, of the weights that it gathers together; a
 model prepared for k-bit training has several of both.
 """
+
 from __future__ import annotations
 
 import torch
@@ -35,12 +36,17 @@ def mixed_model(folder: str, train_type: str, strategy: str):
     """The order of `build_model`, with all but the linear layers in fp32, as PEFT's
     `prepare_model_for_kbit_training` leaves it."""
     import fsdp_qlora as fq
+
     device = torch.device("cpu")
     model = fq.meta_model(fq.read_config(folder), torch.bfloat16)
-    if train_type in ("qlora", "bnb_dora"): fq.quantize_linears(model, "nf4")
-    model = fq.apply_adapters(model, fq.lora_config(rank=RANK, alpha=8, use_dora="dora" in train_type))
+    if train_type in ("qlora", "bnb_dora"):
+        fq.quantize_linears(model, "nf4")
+    model = fq.apply_adapters(
+        model, fq.lora_config(rank=RANK, alpha=8, use_dora="dora" in train_type)
+    )
     for name, p in model.named_parameters():
-        if is_wide(name): p.data = p.data.float()
+        if is_wide(name):
+            p.data = p.data.float()
     fq.apply_activation_policy(model, "recompute_all")
     fq.apply_sharding(model, strategy, fq.make_mesh(strategy, device))
     fq.materialize(model, device, device)
@@ -54,18 +60,23 @@ def train_mixed(folder: str, cases) -> list[dict]:
     import torch.distributed as dist
 
     import fsdp_qlora as fq
+
     results = []
     for train_type, strategy in cases:
         model = mixed_model(folder, train_type, strategy)
         optimizer = fq.build_optimizer(model, "adamw", LR, 0.1)
         losses = []
         for rows in STEPS:
-            batch = padded_batch(rows[dist.get_rank()::dist.get_world_size()])
+            batch = padded_batch(rows[dist.get_rank() :: dist.get_world_size()])
             losses.append(fq.train_step(model, optimizer, [batch], max_grad_norm=CLIP).loss)
         model(**batch).loss.backward()
-        results.append(dict(losses=losses,
-                            with_grad={n for n, p in model.named_parameters() if p.grad is not None},
-                            dtypes={n: p.dtype for n, p in model.named_parameters()}))
+        results.append(
+            dict(
+                losses=losses,
+                with_grad={n for n, p in model.named_parameters() if p.grad is not None},
+                dtypes={n: p.dtype for n, p in model.named_parameters()},
+            )
+        )
     return results
 
 
@@ -73,7 +84,8 @@ def reference_losses(folder: str, train_type: str) -> list[float]:
     """Of one fp32 process whose linear weights have the values that bf16, or NF4, keeps."""
     model = reference_model(folder, train_type)
     for name, p in model.named_parameters():
-        if train_type in ("qlora", "bnb_dora") or ".base_layer." not in name: continue
+        if train_type in ("qlora", "bnb_dora") or ".base_layer." not in name:
+            continue
         p.data = p.data.bfloat16().float()
         if train_type == "dora":
             layer = model.get_submodule(name.removesuffix(".base_layer.weight"))

@@ -1,4 +1,5 @@
 """Modules trained whole beside adapters: as PEFT trains its copies of them, saved as PEFT saves them."""
+
 from __future__ import annotations
 
 import pytest
@@ -15,10 +16,13 @@ from tests.distributed.test_parity import STEPS, assert_equal_run, train_cases
 from tests.ranks import run_ranks
 from tests.tiny import RANK, SEED, TARGETS, reference_model, reference_run, save_tiny
 
-PLACES = [dict(sharding_strategy="full_shard"), dict(sharding_strategy="ddp"),
-          dict(sharding_strategy="full_shard", use_cpu_offload=True),
-          dict(sharding_strategy="shard_grad_op", use_gradient_checkpointing=False),
-          dict(wrap_policy="attention_mlp", reentrant_checkpointing=True)]
+PLACES = [
+    dict(sharding_strategy="full_shard"),
+    dict(sharding_strategy="ddp"),
+    dict(sharding_strategy="full_shard", use_cpu_offload=True),
+    dict(sharding_strategy="shard_grad_op", use_gradient_checkpointing=False),
+    dict(wrap_policy="attention_mlp", reentrant_checkpointing=True),
+]
 NAMES = ["lm_head", "embed_tokens", "embed_tokens,lm_head", "norm"]
 
 
@@ -35,14 +39,26 @@ def tied(tmp_path_factory):
 def pefts(folder: str, names: str, train_type: str = "lora", dtype=torch.float32, **more):
     """PEFT's model with copies of the modules in fp32, and our first values."""
     base = reference_model(folder, train_type, dtype)
-    base = base.unload() if train_type == "qlora" else AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype)
-    model = get_peft_model(base, LoraConfig(
-        task_type="CAUSAL_LM", r=RANK, lora_alpha=8, target_modules=TARGETS,
-        modules_to_save=names.split(","), **more))
+    base = (
+        base.unload()
+        if train_type == "qlora"
+        else AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    )
+    model = get_peft_model(
+        base,
+        LoraConfig(
+            task_type="CAUSAL_LM",
+            r=RANK,
+            lora_alpha=8,
+            target_modules=TARGETS,
+            modules_to_save=names.split(","),
+            **more,
+        ),
+    )
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if ".lora_A." in name: p.copy_(initial_a(name, SEED, p.shape))
+            if ".lora_A." in name:
+                p.copy_(initial_a(name, SEED, p.shape))
     return model.train()
 
 
@@ -54,19 +70,31 @@ def renamed(reference):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_training_equals_pefts_in_one_process(folder, world_size):
-    cases = [dict(train_type=t, modules_to_save=names) | place for names in NAMES
-             for t in ("lora", "qlora") for place in PLACES[:5 if world_size == 2 else 2]]
+    cases = [
+        dict(train_type=t, modules_to_save=names) | place
+        for names in NAMES
+        for t in ("lora", "qlora")
+        for place in PLACES[: 5 if world_size == 2 else 2]
+    ]
     results = run_ranks(train_cases, world_size, folder, STEPS, cases)
-    references = {(t, names): renamed(reference_run(pefts(folder, names, t), STEPS))
-                  for names in NAMES for t in ("lora", "qlora")}
+    references = {
+        (t, names): renamed(reference_run(pefts(folder, names, t), STEPS))
+        for names in NAMES
+        for t in ("lora", "qlora")
+    }
     for case, *by_rank in zip(cases, *results, strict=True):
-        assert_equal_run(by_rank[0], references[case["train_type"], case["modules_to_save"]], 1e-5, case)
+        assert_equal_run(
+            by_rank[0], references[case["train_type"], case["modules_to_save"]], 1e-5, case
+        )
         assert len({r["checksums"][-1] for r in by_rank}) == 1
 
 
 def test_both_ends_of_a_tied_model_are_trained_as_one(tied):
-    cases = [dict(train_type="lora", modules_to_save=names) | place
-             for names in ("lm_head", "embed_tokens,norm") for place in PLACES[:3]]
+    cases = [
+        dict(train_type="lora", modules_to_save=names) | place
+        for names in ("lm_head", "embed_tokens,norm")
+        for place in PLACES[:3]
+    ]
     for case, result in zip(cases, run_ranks(train_cases, 2, tied, STEPS, cases)[0], strict=True):
         model = reference_model(tied, "lora")
         for name, p in model.named_parameters():
@@ -84,14 +112,26 @@ def test_dora_rslora_and_pissa_train_beside_whole_modules(folder):
     for case, setting, result in zip(cases, settings, results, strict=True):
         model = pefts(folder, "lm_head,norm", **setting)
         if "pissa" in setting.values():
-            model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), LoraConfig(
-                task_type="CAUSAL_LM", r=RANK, lora_alpha=8, target_modules=TARGETS,
-                modules_to_save=["lm_head", "norm"], **setting))
+            model = get_peft_model(
+                AutoModelForCausalLM.from_pretrained(folder),
+                LoraConfig(
+                    task_type="CAUSAL_LM",
+                    r=RANK,
+                    lora_alpha=8,
+                    target_modules=TARGETS,
+                    modules_to_save=["lm_head", "norm"],
+                    **setting,
+                ),
+            )
         assert_equal_run(result, renamed(reference_run(model, STEPS)), 2e-5, case)
 
 
-SAVED = [dict(modules_to_save=names, train_type=t) | place for t in ("lora", "qlora")
-         for names in ("lm_head", "embed_tokens", "norm") for place in PLACES[:2]]
+SAVED = [
+    dict(modules_to_save=names, train_type=t) | place
+    for t in ("lora", "qlora")
+    for names in ("lm_head", "embed_tokens", "norm")
+    for place in PLACES[:2]
+]
 
 
 def test_a_saved_folder_has_pefts_names_and_gives_peft_the_live_logits(folder, tmp_path):
@@ -99,11 +139,15 @@ def test_a_saved_folder_has_pefts_names_and_gives_peft_the_live_logits(folder, t
     for i, (case, live) in enumerate(zip(SAVED, logits, strict=True)):
         reference = pefts(folder, case["modules_to_save"], case["train_type"])
         reference.save_pretrained(tmp_path / "reference")
-        saved, expected = (load_file(tmp_path / f / "adapter_model.safetensors")
-                           for f in (str(i), "reference"))
+        saved, expected = (
+            load_file(tmp_path / f / "adapter_model.safetensors") for f in (str(i), "reference")
+        )
         assert {n: t.shape for n, t in saved.items()} == {n: t.shape for n, t in expected.items()}
-        base = reference.unload() if case["train_type"] == "lora" else reference_model(
-            folder, "qlora").unload()
+        base = (
+            reference.unload()
+            if case["train_type"] == "lora"
+            else reference_model(folder, "qlora").unload()
+        )
         reloaded = PeftModel.from_pretrained(base, tmp_path / str(i), is_trainable=True)
         torch.testing.assert_close(logits_of(reloaded, STEPS), live, rtol=1e-5, atol=2e-5)
 
@@ -124,21 +168,36 @@ def test_a_tied_model_reloads_in_peft_and_merges_into_a_tied_one(tied, tmp_path)
 def test_a_bf16_model_computes_in_bf16_and_stores_whole_modules_in_fp32(folder):
     """Losses near those in fp32, with blocks compiled and not."""
     exact = reference_run(pefts(folder, "embed_tokens,lm_head,norm"), STEPS)
-    cases = [dict(train_type="lora", modules_to_save="embed_tokens,lm_head,norm", precision="bf16",
-                  compile=c) for c in (False, True)]
+    cases = [
+        dict(
+            train_type="lora",
+            modules_to_save="embed_tokens,lm_head,norm",
+            precision="bf16",
+            compile=c,
+        )
+        for c in (False, True)
+    ]
     for result in run_ranks(train_cases, 2, folder, STEPS, cases)[0]:
         assert {w.dtype for w in result["weights"].values()} == {torch.float32}
         for ours, reference in zip(result["losses"], exact[0], strict=True):
             assert abs(ours - reference) < 0.01 * reference
 
 
-@pytest.mark.parametrize("settings, part", [
-    (dict(modules_to_save="lm_hea"), "did you mean lm_head"),
-    (dict(modules_to_save="down_proj"), "down_proj is adapted"),
-    (dict(modules_to_save="mlp", lora_target_modules="q_proj"), "quantized, or holds layers that are")])
+@pytest.mark.parametrize(
+    "settings, part",
+    [
+        (dict(modules_to_save="lm_hea"), "did you mean lm_head"),
+        (dict(modules_to_save="down_proj"), "down_proj is adapted"),
+        (
+            dict(modules_to_save="mlp", lora_target_modules="q_proj"),
+            "quantized, or holds layers that are",
+        ),
+    ],
+)
 def test_what_can_not_be_trained_whole_is_refused_by_name(folder, settings, part):
     from fsdp_qlora.build import planned_model
     from fsdp_qlora.config import RunConfig
+
     with pytest.raises(ValueError) as error:
         planned_model(RunConfig(model_name=folder, **settings), torch.device("cpu"))
     assert str(error.value).startswith("--modules_to_save ") and part in str(error.value)

@@ -1,4 +1,5 @@
 """Two and three hosts, each in a network namespace: the same losses, one writer, a cable pulled out."""
+
 from __future__ import annotations
 
 import multiprocessing
@@ -37,6 +38,7 @@ def rank_main(host: str, env: dict[str, str], argvs: list[list[str]], log: str):
     """A rank on a host: command lines one after another, until one fails."""
     enter(host)
     import torch
+
     os.environ.update(env)
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
@@ -44,6 +46,7 @@ def rank_main(host: str, env: dict[str, str], argvs: list[list[str]], log: str):
     torch.set_num_threads(1)
     from fsdp_qlora.cli import main
     from fsdp_qlora.training import watchdog
+
     watchdog.WITHOUT_STORE_SECONDS = 5
     code = next(filter(None, map(main, argvs)), 0)
     sys.stdout.flush()
@@ -53,26 +56,40 @@ def rank_main(host: str, env: dict[str, str], argvs: list[list[str]], log: str):
 class Ranks:
     """The ranks of a start, a few on each host; they begin at once."""
 
-    def __init__(self, hosts: Hosts, per_host: int, log: Path, *argvs: list[str], main_host: int = 0):
+    def __init__(
+        self, hosts: Hosts, per_host: int, log: Path, *argvs: list[str], main_host: int = 0
+    ):
         self.log, count = log, hosts.count
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self.processes = []
         for rank in range(count * per_host):
             host = (rank // per_host + main_host) % count
-            env = dict(RANK=str(rank), LOCAL_RANK=str(rank % per_host), WORLD_SIZE=str(count * per_host),
-                       LOCAL_WORLD_SIZE=str(per_host), MASTER_ADDR=f"host{main_host}",
-                       MASTER_PORT="29500")
-            self.processes.append(context.Process(
-                target=rank_main, args=(hosts.pids[host], env, list(argvs), f"{log}.{rank}")))
-        for process in self.processes: process.start()
+            env = dict(
+                RANK=str(rank),
+                LOCAL_RANK=str(rank % per_host),
+                WORLD_SIZE=str(count * per_host),
+                LOCAL_WORLD_SIZE=str(per_host),
+                MASTER_ADDR=f"host{main_host}",
+                MASTER_PORT="29500",
+            )
+            self.processes.append(
+                context.Process(
+                    target=rank_main, args=(hosts.pids[host], env, list(argvs), f"{log}.{rank}")
+                )
+            )
+        for process in self.processes:
+            process.start()
 
     def codes(self, timeout: float = 120) -> list[int]:
         """Exit codes, once all ranks have ended; -9 of those that did not in time."""
         deadline = time.monotonic() + timeout
-        for process in self.processes: process.join(max(0.1, deadline - time.monotonic()))
-        for process in self.processes: process.kill()
-        for process in self.processes: process.join()
+        for process in self.processes:
+            process.join(max(0.1, deadline - time.monotonic()))
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
         return [process.exitcode for process in self.processes]
 
     def text(self, rank: int) -> str:
@@ -83,16 +100,20 @@ def same(figures, reference) -> bool:
     """Losses of steps and evaluations within rounding, rates equal; padding depends on the ranks."""
     return len(figures) == len(reference) and all(
         a[:2] == b[:2] and a[4] == b[4] and (a[2] or a[3]) == pytest.approx(b[2] or b[3], rel=1e-5)
-        for a, b in zip(figures, reference, strict=True))
+        for a, b in zip(figures, reference, strict=True)
+    )
 
 
 def test_every_strategy_over_two_hosts_has_the_losses_of_one_host_and_one_writer(
-        inputs, reference, tmp_path):
+    inputs, reference, tmp_path
+):
     """Each host has a disk of its own: what any rank of the second wrote would be there."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    runs = {name: command(inputs, disk / name, *FLAGS, "--sharding_strategy", name) for name in
-            ("hybrid_full_shard", "hybrid_shard_grad_op", "full_shard", "ddp")}
+    runs = {
+        name: command(inputs, disk / name, *FLAGS, "--sharding_strategy", name)
+        for name in ("hybrid_full_shard", "hybrid_shard_grad_op", "full_shard", "ddp")
+    }
     with Hosts(2, tmp_path / "hosts", disk) as hosts:
         ranks = Ranks(hosts, 2, tmp_path / "log", *(run.argv for run in runs.values()))
         assert ranks.codes() == [0] * 4, ranks.text(0)
@@ -108,7 +129,9 @@ def wait_for(path: Path, ranks: Ranks, seconds: float = 60):
     """Until a file is there, while the ranks run."""
     deadline = time.monotonic() + seconds
     while not path.exists():
-        assert time.monotonic() < deadline and all(p.is_alive() for p in ranks.processes), ranks.text(0)
+        assert time.monotonic() < deadline and all(p.is_alive() for p in ranks.processes), (
+            ranks.text(0)
+        )
         time.sleep(0.02)
 
 
@@ -116,7 +139,8 @@ LONG = ("--num_epochs", "4", "--sharding_strategy", "full_shard")  # 24 steps
 
 
 def test_a_host_that_is_cut_off_ends_all_ranks_and_the_run_goes_on_with_another_host_as_the_first(
-        inputs, tmp_path):
+    inputs, tmp_path
+):
     """On two disks: the second start has its rank 0, which keeps the run, where the files are not."""
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -131,8 +155,12 @@ def test_a_host_that_is_cut_off_ends_all_ranks_and_the_run_goes_on_with_another_
         codes, said = first.codes(60), [first.text(rank) for rank in range(4)]
         assert sorted(codes) in ([1, 70, 70, 70], [70] * 4) and time.monotonic() - cut < 45, said
         assert not any("Traceback" in text for text in said)
-        assert "no answer from rank 2" in said[0] + said[1] and "rank 3" in said[0] + said[1], said[0]
-        assert all("rank 0 holds: it is stopped, or its machine is gone" in text for text in said[2:])
+        assert "no answer from rank 2" in said[0] + said[1] and "rank 3" in said[0] + said[1], said[
+            0
+        ]
+        assert all(
+            "rank 0 holds: it is stopped, or its machine is gone" in text for text in said[2:]
+        )
         hosts.cable(1, "up")
         second = Ranks(hosts, 2, tmp_path / "second", run.argv, whole.argv, main_host=1)
         assert second.codes() == [0] * 4, second.text(0)
@@ -149,26 +177,55 @@ class Launcher:
     def __init__(self, hosts: Hosts, per_host: int, log: Path, run, *flags: str, starts: int = 1):
         self.hosts, self.log = hosts, log
         cores = sorted(os.sched_getaffinity(0))
-        again = f"for _ in $(seq {starts}); do \"$@\" && exit; sleep 1; done; exit 1"
+        again = f'for _ in $(seq {starts}); do "$@" && exit; sleep 1; done; exit 1'
         env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         self.processes = []
         for host in range(hosts.count):
             named = [flag.replace("HOST", str(host)) for flag in flags]
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(per_host),
-                        "--monitor_interval", "0.2", *named, "-m", "fsdp_qlora.cli", *run.argv]
+            torchrun = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nproc_per_node",
+                str(per_host),
+                "--monitor_interval",
+                "0.2",
+                *named,
+                "-m",
+                "fsdp_qlora.cli",
+                *run.argv,
+            ]
             with open(f"{log}.{host}", "w") as file:
-                self.processes.append(subprocess.Popen(
-                    [*hosts.inside(host), f"--wd={ROOT}", "taskset", "--cpu-list",
-                     str(cores[host % len(cores)]), "bash", "-c", again, "again", *torchrun],
-                    env=env, stdout=file, stderr=file, start_new_session=True))
+                self.processes.append(
+                    subprocess.Popen(
+                        [
+                            *hosts.inside(host),
+                            f"--wd={ROOT}",
+                            "taskset",
+                            "--cpu-list",
+                            str(cores[host % len(cores)]),
+                            "bash",
+                            "-c",
+                            again,
+                            "again",
+                            *torchrun,
+                        ],
+                        env=env,
+                        stdout=file,
+                        stderr=file,
+                        start_new_session=True,
+                    )
+                )
 
     def __enter__(self) -> Launcher:
         return self
 
     def __exit__(self, *_):
         for process in self.processes:
-            with suppress(ProcessLookupError): os.killpg(process.pid, signal.SIGTERM)
-        for process in self.processes: process.wait(60)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+        for process in self.processes:
+            process.wait(60)
 
     def text(self, host: int) -> str:
         return Path(f"{self.log}.{host}").read_text()
@@ -178,14 +235,27 @@ class Launcher:
 
     def rank_of(self, host: int) -> int:
         """Process id of a rank on a host."""
-        commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in self.hosts.processes(host)}
-        return next(pid for pid, line in commands.items()
-                    if "fsdp_qlora.cli" in line and "torch.distributed.run" not in line)
+        commands = {
+            pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in self.hosts.processes(host)
+        }
+        return next(
+            pid
+            for pid, line in commands.items()
+            if "fsdp_qlora.cli" in line and "torch.distributed.run" not in line
+        )
 
 
 C10D = ("--rdzv_backend", "c10d", "--rdzv_endpoint", "host0:29400", "--rdzv_id", "run")
-STATIC = ("--rdzv_backend", "static", "--node_rank", "HOST", "--master_addr", "host0",
-          "--master_port", "29400")
+STATIC = (
+    "--rdzv_backend",
+    "static",
+    "--node_rank",
+    "HOST",
+    "--master_addr",
+    "host0",
+    "--master_port",
+    "29400",
+)
 
 
 def wait_until(condition, launcher: Launcher, seconds: float = 240):
@@ -196,15 +266,19 @@ def wait_until(condition, launcher: Launcher, seconds: float = 240):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count, how", [(2, C10D), (3, C10D), (2, STATIC)],
-                         ids=["two", "three", "static"])
-def test_torchrun_starts_all_hosts_again_after_a_rank_of_one_was_killed(inputs, tmp_path, count, how):
+@pytest.mark.parametrize(
+    "count, how", [(2, C10D), (3, C10D), (2, STATIC)], ids=["two", "three", "static"]
+)
+def test_torchrun_starts_all_hosts_again_after_a_rank_of_one_was_killed(
+    inputs, tmp_path, count, how
+):
     """The agents count restarts differently then: only one of them has seen a failure of its own."""
     run = command(inputs, tmp_path / "out", *FLAGS, "--num_epochs", "6")
     reference = command(inputs, tmp_path / "reference", *FLAGS, "--num_epochs", "6")
     with Hosts(count, tmp_path / "hosts") as hosts:
-        with Launcher(hosts, 1, tmp_path / "log", run, "--nnodes", str(count), "--max_restarts", "2",
-                      *how) as launcher:
+        with Launcher(
+            hosts, 1, tmp_path / "log", run, "--nnodes", str(count), "--max_restarts", "2", *how
+        ) as launcher:
             wait_until((run.out / "checkpoints/step-000004").exists, launcher)
             os.kill(launcher.rank_of(1), signal.SIGKILL)
             assert launcher.codes(240) == [0] * count, launcher.text(0)[-3000:]

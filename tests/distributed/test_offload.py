@@ -1,4 +1,5 @@
 """Offload changes where things wait, and no gradient: docs/cases.md row 18, on CPU ranks."""
+
 from __future__ import annotations
 
 import pytest
@@ -6,13 +7,28 @@ import torch
 
 from tests.distributed.test_parity import assert_equal_run, train_cases
 from tests.ranks import run_ranks
-from tests.tiny import RANK, SEED, padded_batch, reference_model, reference_run, save_tiny, tiny_rows
+from tests.tiny import (
+    RANK,
+    SEED,
+    padded_batch,
+    reference_model,
+    reference_run,
+    save_tiny,
+    tiny_rows,
+)
 
 ACCUMULATION = 3
-OFFLOADS = [dict(), dict(use_cpu_offload=True), dict(use_activation_cpu_offload=True),
-            dict(use_cpu_offload=True, use_activation_cpu_offload=True)]
-PARTS = [dict(use_cpu_offload=True, use_trained_cpu_offload=trained, use_vocabulary_cpu_offload=rows)
-         for trained in (False, True) for rows in (False, True)]
+OFFLOADS = [
+    dict(),
+    dict(use_cpu_offload=True),
+    dict(use_activation_cpu_offload=True),
+    dict(use_cpu_offload=True, use_activation_cpu_offload=True),
+]
+PARTS = [
+    dict(use_cpu_offload=True, use_trained_cpu_offload=trained, use_vocabulary_cpu_offload=rows)
+    for trained in (False, True)
+    for rows in (False, True)
+]
 STEPS = tiny_rows(steps=3, rows_per_step=2 * ACCUMULATION)
 
 
@@ -21,8 +37,9 @@ def folder(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("tiny"), num_hidden_layers=3)
 
 
-def accumulated_gradients(folder: str, device: str, cases: list[dict], repeats: int = 1,
-                          rows=STEPS[0]) -> list[list[dict]]:
+def accumulated_gradients(
+    folder: str, device: str, cases: list[dict], repeats: int = 1, rows=STEPS[0]
+) -> list[list[dict]]:
     """For each case, the whole gradients of each repeat of one step of 3 micro-batches.
 
     A step before them, in which torch.compile meets the lengths of the rows, does not count.
@@ -37,22 +54,41 @@ def accumulated_gradients(folder: str, device: str, cases: list[dict], repeats: 
 
     class Keep(torch.optim.SGD):
         """Takes no step and keeps the gradients."""
+
         def step(self):
-            found.append({n: full_tensor(p.grad.to(place)).cpu().clone()
-                          for n, p in trainable_parameters(model).items()})
+            found.append(
+                {
+                    n: full_tensor(p.grad.to(place)).cpu().clone()
+                    for n, p in trainable_parameters(model).items()
+                }
+            )
 
     results, place = [], rank_device(device)
     torch._dynamo.reset()  # once: like blocks of several cases share their graphs
     for case in cases:
-        config = RunConfig(**dict(model_name=folder, precision="fp32", lora_rank=RANK, seed=SEED,
-                                  lora_dropout=0.0, device=device) | case)
+        config = RunConfig(
+            **dict(
+                model_name=folder,
+                precision="fp32",
+                lora_rank=RANK,
+                seed=SEED,
+                lora_dropout=0.0,
+                device=device,
+            )
+            | case
+        )
         model, found = build_model(config, place), []
         for name, p in trainable_parameters(model).items():  # B of zeros would hide what A gets
-            if ".lora_B." in name: torch.nn.init.constant_(p, 0.01)
-        own = rows[dist.get_rank()::dist.get_world_size()]
+            if ".lora_B." in name:
+                torch.nn.init.constant_(p, 0.01)
+        own = rows[dist.get_rank() :: dist.get_world_size()]
         for _ in range(1 + repeats):
-            train_step(model, Keep(trainable_parameters(model).values(), 0.0),
-                       [padded_batch([row]) for row in own], no_sync=config.no_sync)
+            train_step(
+                model,
+                Keep(trainable_parameters(model).values(), 0.0),
+                [padded_batch([row]) for row in own],
+                no_sync=config.no_sync,
+            )
         results.append(found[1:])
     return results
 
@@ -75,11 +111,14 @@ def test_accumulated_gradients_are_bit_equal_with_every_offload(folder, strategy
 
 
 def test_a_compiled_ddp_step_is_bit_equal_with_what_ddp_can_offload(folder):
-    cases = [o | dict(sharding_strategy="ddp", compile=compiled)
-             for compiled in (False, True)
-             for o in (OFFLOADS[0], OFFLOADS[2], dict(use_vocabulary_cpu_offload=True))]
+    cases = [
+        o | dict(sharding_strategy="ddp", compile=compiled)
+        for compiled in (False, True)
+        for o in (OFFLOADS[0], OFFLOADS[2], dict(use_vocabulary_cpu_offload=True))
+    ]
     results = run_ranks(accumulated_gradients, 2, folder, "cpu", cases)[0]
-    for same in (slice(0, 3), slice(3, 6)): assert_all_equal(results[same], cases[same])
+    for same in (slice(0, 3), slice(3, 6)):
+        assert_all_equal(results[same], cases[same])
 
 
 def test_one_rank_may_offload_too(folder):
@@ -88,10 +127,16 @@ def test_one_rank_may_offload_too(folder):
 
 
 def test_runs_with_offload_or_tiles_and_clipping_equal_one_process(folder):
-    cases = [o | dict(train_type=t, no_sync=no_sync) for o in OFFLOADS[1:] for t in ("full", "qlora")
-             for no_sync in (False, True)]
-    cases += [dict(train_type=t, mlp_tiles=3, use_cpu_offload=True, wrap_policy="attention_mlp")
-              for t in ("full", "qlora")]
+    cases = [
+        o | dict(train_type=t, no_sync=no_sync)
+        for o in OFFLOADS[1:]
+        for t in ("full", "qlora")
+        for no_sync in (False, True)
+    ]
+    cases += [
+        dict(train_type=t, mlp_tiles=3, use_cpu_offload=True, wrap_policy="attention_mlp")
+        for t in ("full", "qlora")
+    ]
     results = run_ranks(train_cases, 2, folder, STEPS, cases)[0]
     references = {t: reference_run(reference_model(folder, t), STEPS) for t in ("full", "qlora")}
     for case, result in zip(cases, results, strict=True):

@@ -3,6 +3,7 @@
 Weights have odd row counts, so that ranks hold unequal shards. Stochastic rounding follows the place in
 the whole weight, so bfloat16 runs are equal too, bit by bit.
 """
+
 from __future__ import annotations
 
 import pytest
@@ -32,14 +33,19 @@ def sharded_model(dtype, layout: str) -> nn.Module:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 65), nn.GELU(), nn.Linear(65, 256), nn.GELU(),
-                          nn.Linear(256, 64), Stack()).to(dtype)
+    model = nn.Sequential(
+        nn.Linear(64, 65), nn.GELU(), nn.Linear(65, 256), nn.GELU(), nn.Linear(256, 64), Stack()
+    ).to(dtype)
     world = dist.get_world_size()
-    if layout == "shard": fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    if layout == "shard":
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     if layout == "hybrid":
-        fully_shard(model, mesh=init_device_mesh("cpu", (world // 2, 2),
-                                                 mesh_dim_names=("replicate", "shard")))
+        fully_shard(
+            model,
+            mesh=init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard")),
+        )
     return model
 
 
@@ -53,18 +59,21 @@ def step(model, optimizer, number: int):
 
 def whole(model) -> list[torch.Tensor]:
     from fsdp_qlora.dist import full_tensor
+
     return [full_tensor(p.detach()).clone() for p in model.parameters()]
 
 
 def trained(names, layout: str) -> dict:
     """Weights after four steps, by optimizer and dtype."""
     from fsdp_qlora.optim import build_optimizer
+
     found = {}
     for name in names:
         for dtype in DTYPES:
             model = sharded_model(dtype, layout)
             optimizer = build_optimizer(model, name, 1e-2, 0.1)
-            for number in range(4): step(model, optimizer, number)
+            for number in range(4):
+                step(model, optimizer, number)
             found[name, dtype] = whole(model)
     return found
 
@@ -77,8 +86,12 @@ def test_sharded_weights_step_as_whole_ones(ranks, layout):
     for key, weights in expected.items():
         exact = key[0] in ("adamw_bf16", "adamw_8bit")
         for result in results:
-            torch.testing.assert_close(result[key], weights, **(
-                dict(rtol=0, atol=0) if exact else dict(rtol=1e-5, atol=1e-6)), msg=str(key))
+            torch.testing.assert_close(
+                result[key],
+                weights,
+                **(dict(rtol=0, atol=0) if exact else dict(rtol=1e-5, atol=1e-6)),
+                msg=str(key),
+            )
 
 
 def saved_and_gone_on(folder: str) -> dict:
@@ -87,14 +100,17 @@ def saved_and_gone_on(folder: str) -> dict:
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     from fsdp_qlora.optim import build_optimizer
+
     found = {}
     for name in OWN:
         model = sharded_model(torch.bfloat16, "shard")
         optimizer = build_optimizer(model, name, 1e-2, 0.1)
-        for number in range(3): step(model, optimizer, number)
+        for number in range(3):
+            step(model, optimizer, number)
         weights, states = get_state_dict(model, optimizer)
         dcp.save(dict(model=weights, optimizer=states), checkpoint_id=f"{folder}/{name}")
-        for number in range(3, 6): step(model, optimizer, number)
+        for number in range(3, 6):
+            step(model, optimizer, number)
         found[name] = whole(model)
     return found
 
@@ -105,6 +121,7 @@ def resumed(folder: str, layout: str) -> dict:
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     from fsdp_qlora.optim import build_optimizer
+
     found = {}
     for name in OWN:
         model = sharded_model(torch.bfloat16, layout)
@@ -112,9 +129,11 @@ def resumed(folder: str, layout: str) -> dict:
         weights, states = get_state_dict(model, optimizer)
         loaded = dict(model=weights, optimizer=states)
         dcp.load(loaded, checkpoint_id=f"{folder}/{name}")
-        set_state_dict(model, optimizer, model_state_dict=loaded["model"],
-                       optim_state_dict=loaded["optimizer"])
-        for number in range(3, 6): step(model, optimizer, number)
+        set_state_dict(
+            model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
+        )
+        for number in range(3, 6):
+            step(model, optimizer, number)
         found[name] = whole(model)
     return found
 

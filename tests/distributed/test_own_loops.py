@@ -3,6 +3,7 @@
 Public reports of the same kinds: gathered copies in an optimizer, optimizers built before sharding,
 adapters that each rank drew for itself, forwards around the root, and equal dropout on all ranks.
 """
+
 from __future__ import annotations
 
 import pytest
@@ -44,15 +45,26 @@ def message_of(function, *args, **more) -> str:
 def built(folder: str, strategy: str, train_type: str = "qlora", **more):
     """A model of the library under a strategy."""
     from fsdp_qlora import RunConfig, build_model
-    settings = dict(model_name=folder, precision="fp32", lora_rank=RANK, lora_dropout=0.0, seed=SEED,
-                    sharding_strategy=strategy, train_type=train_type)
+
+    settings = dict(
+        model_name=folder,
+        precision="fp32",
+        lora_rank=RANK,
+        lora_dropout=0.0,
+        seed=SEED,
+        sharding_strategy=strategy,
+        train_type=train_type,
+    )
     return build_model(RunConfig(**settings | more), torch.device("cpu"))
 
 
 def trained(model) -> dict[str, torch.Tensor]:
     """The trained weights, whole."""
     import fsdp_qlora as fq
-    return {n: fq.full_tensor(p.detach()).clone() for n, p in fq.trainable_parameters(model).items()}
+
+    return {
+        n: fq.full_tensor(p.detach()).clone() for n, p in fq.trainable_parameters(model).items()
+    }
 
 
 # ---- a forward before training -----------------------------------------------------------------
@@ -63,27 +75,43 @@ FORWARDS = {"none": None, "no_grad": torch.no_grad, "with autograd": torch.enabl
 def two_steps_after(folder: str, cases) -> list[list[tuple[float, float]]]:
     """Loss and norm of two steps of each case (strategy, train type, forward, settings)."""
     from fsdp_qlora import build_optimizer, train_step
+
     results = []
     for strategy, train_type, forward, settings in cases:
         model, batch = built(folder, strategy, train_type, **settings), padded_batch(ROWS)
         if FORWARDS[forward]:
-            with FORWARDS[forward](): model.eval()(input_ids=batch["input_ids"])
+            with FORWARDS[forward]():
+                model.eval()(input_ids=batch["input_ids"])
         optimizer = build_optimizer(model.train(), "adamw", LR, 0.0)
         steps = [train_step(model, optimizer, [batch] * 2) for _ in range(2)]
         results.append([(step.loss, step.grad_norm) for step in steps])
     return results
 
 
-@pytest.mark.parametrize("world_size, strategies", [
-    (2, ("ddp", "shard_grad_op", "full_shard")), (4, ("hybrid_shard_grad_op", "hybrid_full_shard"))])
-def test_a_forward_before_the_first_step_keeps_no_weight_from_training(folder, world_size, strategies):
+@pytest.mark.parametrize(
+    "world_size, strategies",
+    [
+        (2, ("ddp", "shard_grad_op", "full_shard")),
+        (4, ("hybrid_shard_grad_op", "hybrid_full_shard")),
+    ],
+)
+def test_a_forward_before_the_first_step_keeps_no_weight_from_training(
+    folder, world_size, strategies
+):
     kinds = [("qlora", {}), ("full", {}), ("qlora", dict(gather_once=True))]
-    cases = [(strategy, train_type, forward, more) for strategy in strategies
-             for train_type, more in kinds for forward in FORWARDS
-             if not more or strategy == "full_shard" or "hybrid_full" in strategy]
+    cases = [
+        (strategy, train_type, forward, more)
+        for strategy in strategies
+        for train_type, more in kinds
+        for forward in FORWARDS
+        if not more or strategy == "full_shard" or "hybrid_full" in strategy
+    ]
     steps = run_ranks(two_steps_after, world_size, folder, cases)[0]
-    plain = {(case[0], case[1], *case[3]): found for case, found in zip(cases, steps, strict=True)
-             if case[2] == "none"}
+    plain = {
+        (case[0], case[1], *case[3]): found
+        for case, found in zip(cases, steps, strict=True)
+        if case[2] == "none"
+    }
     for case, found in zip(cases, steps, strict=True):
         assert found == plain[case[0], case[1], *case[3]], case
         assert found[0][1] > 0 and found[0] != found[1], case
@@ -91,24 +119,30 @@ def test_a_forward_before_the_first_step_keeps_no_weight_from_training(folder, w
 
 # ---- optimizers of weights that are gone, and adapters that are loaded meanwhile ---------------
 
+
 def gone_weights(folder: str, other: str) -> dict[str, str]:
     """What an optimizer says that was built at the wrong time, by the time; and what was trained."""
     import fsdp_qlora as fq
+
     device, batch, said = torch.device("cpu"), padded_batch(ROWS), {}
 
     def train(model, optimizer, own_loop=True):
-        if not own_loop: return fq.train_step(model, optimizer, [batch])
+        if not own_loop:
+            return fq.train_step(model, optimizer, [batch])
         model(**batch).loss.backward()
         optimizer.step()
 
-    def sgd(model): return torch.optim.SGD(fq.trainable_parameters(model).values(), LR)
+    def sgd(model):
+        return torch.optim.SGD(fq.trainable_parameters(model).values(), LR)
+
     for own_loop in (True, False):
         model = reference_model(folder, "lora")
         early = sgd(model)
         fq.apply_sharding(model)
         said["before sharding", own_loop] = message_of(train, model, early, own_loop)
-        model = fq.apply_adapters(fq.meta_model(fq.read_config(folder), torch.float32),
-                                  fq.lora_config(rank=RANK))
+        model = fq.apply_adapters(
+            fq.meta_model(fq.read_config(folder), torch.float32), fq.lora_config(rank=RANK)
+        )
         fq.apply_sharding(model, "ddp")
         early = sgd(model)
         fq.materialize(model, device, device)
@@ -117,10 +151,13 @@ def gone_weights(folder: str, other: str) -> dict[str, str]:
         said["before materialize", own_loop] = message_of(train, model, early, own_loop)
         model = built(folder, "shard_grad_op")
         model(**batch)
-        said["between forward and backward", own_loop] = message_of(train, model, sgd(model), own_loop)
+        said["between forward and backward", own_loop] = message_of(
+            train, model, sgd(model), own_loop
+        )
         model = built(folder, "full_shard")
-        said["another model's", own_loop] = message_of(train, model, sgd(built(folder, "full_shard")),
-                                                       False)
+        said["another model's", own_loop] = message_of(
+            train, model, sgd(built(folder, "full_shard")), False
+        )
     model = reference_model(folder, "lora")
     early = sgd(model)  # of one rank, or of ddp, whose weights stay where they are
     fq.apply_sharding(model, "ddp")
@@ -137,29 +174,37 @@ def gone_weights(folder: str, other: str) -> dict[str, str]:
 
 
 def test_an_optimizer_of_weights_that_are_gone_says_so_and_what_is_loaded_stays(folder, tmp_path):
-    other = get_peft_model(AutoModelForCausalLM.from_pretrained(folder),
-                           LoraConfig(task_type="CAUSAL_LM", r=RANK, target_modules=TARGETS,
-                                      init_lora_weights=False))
+    other = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder),
+        LoraConfig(task_type="CAUSAL_LM", r=RANK, target_modules=TARGETS, init_lora_weights=False),
+    )
     other.save_pretrained(tmp_path)
     for said in run_ranks(gone_weights, 2, folder, str(tmp_path)):
         assert said.pop("ddp") == "" and said.pop("loaded") == ""
         assert len(said) == 8
-        for when, text in said.items(): assert "train nothing; build it" in text, (when, text)
+        for when, text in said.items():
+            assert "train nothing; build it" in text, (when, text)
 
 
 # ---- ranks that differ, modules that are called for themselves ---------------------------------
+
 
 def peft_model(folder: str, seed: int, **more):
     """As a script makes it, its adapters drawn from torch's generator."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=RANK, target_modules=TARGETS,
-                                            init_lora_weights=False, **more))
+    return get_peft_model(
+        model,
+        LoraConfig(
+            task_type="CAUSAL_LM", r=RANK, target_modules=TARGETS, init_lora_weights=False, **more
+        ),
+    )
 
 
 def first_weights(folder: str, strategies) -> list[tuple]:
     """For each strategy the trained weights of ranks that were seeded apart, and rank 0's own."""
     import fsdp_qlora as fq
+
     rank, results = fq.ranks_from_env().rank, []
     for strategy in strategies:
         model = peft_model(folder, seed=rank)
@@ -171,10 +216,14 @@ def first_weights(folder: str, strategies) -> list[tuple]:
     return results
 
 
-@pytest.mark.parametrize("world_size, strategies", [
-    (2, ("ddp", "shard_grad_op", "full_shard")), (4, ("hybrid_full_shard",))])
+@pytest.mark.parametrize(
+    "world_size, strategies",
+    [(2, ("ddp", "shard_grad_op", "full_shard")), (4, ("hybrid_full_shard",))],
+)
 def test_ranks_seeded_apart_start_from_the_adapters_of_rank_0(folder, world_size, strategies):
-    own = {n: p.detach() for n, p in peft_model(folder, seed=0).named_parameters() if p.requires_grad}
+    own = {
+        n: p.detach() for n, p in peft_model(folder, seed=0).named_parameters() if p.requires_grad
+    }
     for results in zip(*run_ranks(first_weights, world_size, folder, strategies), strict=True):
         for weights, _ in results:
             assert all(torch.equal(weights[name], own[name]) for name in own)
@@ -184,25 +233,33 @@ def test_ranks_seeded_apart_start_from_the_adapters_of_rank_0(folder, world_size
 def gradients_of_calls(folder: str) -> dict[str, dict]:
     """Under ddp, gradients of a loss through the root and through modules inside."""
     import fsdp_qlora as fq
+
     batch, found = padded_batch([ROWS[fq.ranks_from_env().rank]]), {}
 
     def loss_of(logits):
-        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(),
-                                                 batch["labels"][:, 1:].flatten())
+        return torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten()
+        )
 
     def by_hand(model):  # around the root, whose hooks don't run
         causal = model.base_model.model
         return loss_of(causal.lm_head(causal.model(input_ids=batch["input_ids"]).last_hidden_state))
-    calls = {"root": lambda model: loss_of(model(input_ids=batch["input_ids"]).logits),
-             "causal": lambda model: loss_of(model.get_base_model()(batch["input_ids"]).logits),
-             "by hand": by_hand}
-    models = {"loaded": lambda: reference_model(folder, "lora"),
-              "ours": lambda: built(folder, "ddp", "lora"),
-              "reentrant": lambda: built(folder, "ddp", "lora", reentrant_checkpointing=True)}
+
+    calls = {
+        "root": lambda model: loss_of(model(input_ids=batch["input_ids"]).logits),
+        "causal": lambda model: loss_of(model.get_base_model()(batch["input_ids"]).logits),
+        "by hand": by_hand,
+    }
+    models = {
+        "loaded": lambda: reference_model(folder, "lora"),
+        "ours": lambda: built(folder, "ddp", "lora"),
+        "reentrant": lambda: built(folder, "ddp", "lora", reentrant_checkpointing=True),
+    }
     for kind, make in models.items():
         for name, call in calls.items():
             model = make()
-            if kind == "loaded": fq.apply_sharding(model, "ddp")
+            if kind == "loaded":
+                fq.apply_sharding(model, "ddp")
             call(model).backward()
             found[kind, name] = {n: p.grad for n, p in fq.trainable_parameters(model).items()}
     return found
@@ -213,8 +270,9 @@ def test_ddp_averages_gradients_whichever_module_is_called(folder):
     for row in ROWS:
         batch = padded_batch([row])
         logits = model(input_ids=batch["input_ids"]).logits
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1),
-                                                 batch["labels"][:, 1:].flatten())
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+        )
         (loss / 2).backward()
     wanted = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     for found in run_ranks(gradients_of_calls, 2, folder):
@@ -226,21 +284,37 @@ def test_ddp_averages_gradients_whichever_module_is_called(folder):
 
 # ---- names and defaults ------------------------------------------------------------------------
 
+
 def placements(folder: str) -> dict[str, str]:
     """What sharding does by default, and says of wrong names and meshes."""
     import fsdp_qlora as fq
+
     cpu, found = torch.device("cpu"), {}
     model = reference_model(folder, "lora")
     found["units"] = " ".join(fq.apply_sharding(model))
-    found["local rows"] = str(sorted({fq.local_rows(p)[0].numel() / p.numel() for n, p in
-                                      model.named_parameters() if "layers" in n}))
+    found["local rows"] = str(
+        sorted(
+            {
+                fq.local_rows(p)[0].numel() / p.numel()
+                for n, p in model.named_parameters()
+                if "layers" in n
+            }
+        )
+    )
 
-    def shard(*args, **more): fq.apply_sharding(reference_model(folder, "lora"), *args, **more)
+    def shard(*args, **more):
+        fq.apply_sharding(reference_model(folder, "lora"), *args, **more)
+
     line, square = fq.make_mesh("full_shard", cpu), fq.make_mesh("hybrid_full_shard", cpu)
-    refused = {"fullshard": ("fullshard",), "FULL_SHARD": ("FULL_SHARD",),
-               "ddp takes a mesh of 0": ("ddp", line), "hybrid_full_shard takes a mesh of 2":
-               ("hybrid_full_shard", line), "full_shard takes a mesh of 1": ("full_shard", square)}
-    for wanted, args in refused.items(): found[wanted] = message_of(shard, *args)
+    refused = {
+        "fullshard": ("fullshard",),
+        "FULL_SHARD": ("FULL_SHARD",),
+        "ddp takes a mesh of 0": ("ddp", line),
+        "hybrid_full_shard takes a mesh of 2": ("hybrid_full_shard", line),
+        "full_shard takes a mesh of 1": ("full_shard", square),
+    }
+    for wanted, args in refused.items():
+        found[wanted] = message_of(shard, *args)
     found["make_mesh: fsdp"] = message_of(fq.make_mesh, "fsdp", cpu)
     found["BACKWARD_PRE"] = message_of(shard, "full_shard", backward_prefetch="BACKWARD_PRE")
     found["blocks"] = message_of(shard, "full_shard", wrap_policy="blocks")
@@ -256,33 +330,39 @@ def test_sharding_without_a_mesh_does_what_its_default_says_and_wrong_names_are_
         assert found.pop("local rows") == "[0.25]"
         assert "choose ddp, shard_grad_op" in found.pop("make_mesh: fsdp")
         for wanted, text in found.items():
-            assert wanted in text and any(remedy in text for remedy in (
-                "choose", "make_mesh(", "no_grad")), (wanted, text)
+            assert wanted in text and any(
+                remedy in text for remedy in ("choose", "make_mesh(", "no_grad")
+            ), (wanted, text)
 
 
 # ---- dropout -----------------------------------------------------------------------------------
 
+
 def masks(folder: str) -> dict:
     """Outputs of one batch in training on ranks that are seeded alike, and what is said of the masks."""
     import fsdp_qlora as fq
+
     rank, batch = fq.ranks_from_env().rank, padded_batch(ROWS[:1])
     found = {}
 
     def loss(model, seed=0):
         torch.manual_seed(seed)
         return model.train()(**batch).loss.item()
+
     for strategy in ("ddp", "full_shard"):
         model = built(folder, strategy, lora_dropout=0.5)
         with torch.no_grad():
-            for p in fq.trainable_parameters(model).values(): fq.local_rows(p)[0].normal_()
+            for p in fq.trainable_parameters(model).values():
+                fq.local_rows(p)[0].normal_()
         found[f"ours, {strategy}"] = loss(model), loss(model)
     model = peft_model(folder, seed=1, lora_dropout=0.5)
     fq.apply_sharding(model)
     found["said"] = message_of(loss, model)
     found["again"] = message_of(loss, model)
     found["apart"] = loss(model, seed=rank)
-    model = AutoModelForCausalLM.from_pretrained(folder, attention_dropout=0.5,
-                                                 attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, attention_dropout=0.5, attn_implementation="eager"
+    )
     fq.apply_sharding(model, "ddp")
     found["attention"] = message_of(loss, model)
     model = peft_model(folder, seed=1, lora_dropout=0.5)
@@ -298,27 +378,36 @@ def test_ranks_that_are_seeded_alike_drop_other_places_or_say_so(folder):
         assert here[0] == here[1] and there[0] == there[1]  # a seed still fixes a rank's masks
         assert here[0] != there[0]
     for rank in (first, second):
-        for name in ("said", "again", "attention"): assert "torch.manual_seed(seed + rank)" in rank[name]
+        for name in ("said", "again", "attention"):
+            assert "torch.manual_seed(seed + rank)" in rank[name]
         assert "lora_dropout" in rank["said"] and "self_attn" in rank["attention"]
     assert first["apart"] != second["apart"]
 
 
 # ---- more than one adapter ---------------------------------------------------------------------
 
+
 def save_second_adapters(folder: str, out: str) -> list[str]:
     """Save the second adapter of models under every strategy; what is said where that can't be."""
     import fsdp_qlora as fq
+
     said = []
     for strategy in ("ddp", "full_shard"):
         model = peft_model(folder, seed=0)
-        model.add_adapter("second", LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"],
-                                               init_lora_weights=False))
+        model.add_adapter(
+            "second",
+            LoraConfig(
+                task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False
+            ),
+        )
         model.set_adapter("second")
         fq.apply_sharding(model, strategy)
         fq.save_adapter(model, f"{out}/{strategy}")
-        for p in model.parameters(): p.requires_grad_(False)
+        for p in model.parameters():
+            p.requires_grad_(False)
         said.append(message_of(fq.save_adapter, model, f"{out}/none"))
-        for n, p in model.named_parameters(): p.requires_grad_("lora_" in n)
+        for n, p in model.named_parameters():
+            p.requires_grad_("lora_" in n)
         said.append(message_of(fq.save_adapter, model, f"{out}/both"))
     return said
 
@@ -327,8 +416,10 @@ def test_a_second_adapter_is_saved_under_the_names_that_peft_reads(folder, tmp_p
     for said in run_ranks(save_second_adapters, 2, folder, str(tmp_path)):
         assert ["nothing to save" in text or "set_adapter" in text for text in said] == [True] * 4
     live = peft_model(folder, seed=0)
-    live.add_adapter("second", LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"],
-                                          init_lora_weights=False))
+    live.add_adapter(
+        "second",
+        LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False),
+    )
     live.set_adapter("second")
     live.save_pretrained(tmp_path / "peft", selected_adapters=["second"])
     wanted = load_file(tmp_path / "peft/second/adapter_model.safetensors")
@@ -336,8 +427,9 @@ def test_a_second_adapter_is_saved_under_the_names_that_peft_reads(folder, tmp_p
     for strategy in ("ddp", "full_shard"):
         found = load_file(tmp_path / strategy / "adapter_model.safetensors")
         assert found.keys() == wanted.keys()
-        loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder),
-                                           tmp_path / strategy)
+        loaded = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(folder), tmp_path / strategy
+        )
         assert loaded.peft_config["default"].r == 2
         assert any(p.abs().sum() > 0 for n, p in loaded.named_parameters() if "lora_B" in n)
         assert loaded(ids).logits.shape == (1, 4, 97)

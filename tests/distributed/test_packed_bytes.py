@@ -3,6 +3,7 @@
 The bytes travel as floats, and about one value in a thousand has the pattern of a NaN. A gather that
 converts them gives finite and wrong outputs; FSDP does so if it is told a compute dtype.
 """
+
 from __future__ import annotations
 
 from functools import partial
@@ -13,10 +14,12 @@ from tests.ranks import run_ranks
 from tests.tiny import padded_batch, reference_model, save_tiny, tiny_rows
 
 STRATEGIES = ("ddp", "shard_grad_op", "full_shard", "hybrid_shard_grad_op", "hybrid_full_shard")
-CASES = [*[dict(sharding_strategy=s) for s in STRATEGIES],
-         dict(sharding_strategy="full_shard", use_cpu_offload=True),
-         dict(sharding_strategy="full_shard", precision="bf16", use_gradient_checkpointing=False),
-         dict(sharding_strategy="full_shard", wrap_policy="min_params", min_wrap_params=1)]
+CASES = [
+    *[dict(sharding_strategy=s) for s in STRATEGIES],
+    dict(sharding_strategy="full_shard", use_cpu_offload=True),
+    dict(sharding_strategy="full_shard", precision="bf16", use_gradient_checkpointing=False),
+    dict(sharding_strategy="full_shard", wrap_policy="min_params", min_wrap_params=1),
+]
 ROWS = tiny_rows(1, 4)[0]
 
 
@@ -45,10 +48,13 @@ def bytes_in_forward(folder: str, cases) -> list[tuple[int, int]]:
     from fsdp_qlora.dist import full_tensor, local_rows
     from fsdp_qlora.optim import build_optimizer
     from fsdp_qlora.training.step import train_step
+
     results = []
     for case in cases:
-        model = build_model(RunConfig(**dict(model_name=folder, precision="fp32", lora_rank=2) | case),
-                            torch.device("cpu"))
+        model = build_model(
+            RunConfig(**dict(model_name=folder, precision="fp32", lora_rank=2) | case),
+            torch.device("cpu"),
+        )
         layers = {n: m for n, m in model.named_modules() if isinstance(m, LoraLinear)}
         for layer in layers.values():  # every pattern there is, each rank its own rows
             local, start, stop = local_rows(layer.base_layer.weight)
@@ -57,13 +63,20 @@ def bytes_in_forward(folder: str, cases) -> list[tuple[int, int]]:
             local.copy_(patterns.to(torch.uint16).view(torch.bfloat16).view(-1, wide))
 
         def stored(layers=layers):
-            return {n: (as_bytes(full_tensor(m.base_layer.weight)),
-                        as_bytes(full_tensor(m.base_layer.absmax))) for n, m in layers.items()}
+            return {
+                n: (
+                    as_bytes(full_tensor(m.base_layer.weight)),
+                    as_bytes(full_tensor(m.base_layer.absmax)),
+                )
+                for n, m in layers.items()
+            }
+
         before, seen = stored(), {}
         hooks = [m.register_forward_pre_hook(partial(record, seen, n)) for n, m in layers.items()]
-        batch = padded_batch(ROWS[dist.get_rank()::dist.get_world_size()])
+        batch = padded_batch(ROWS[dist.get_rank() :: dist.get_world_size()])
         result = train_step(model, build_optimizer(model), [batch])
-        for hook in hooks: hook.remove()
+        for hook in hooks:
+            hook.remove()
         after = stored()
         equal = sum(all(same(found, before[n]) for found in (*seen[n], after[n])) for n in layers)
         nans = sum(int(before[n][0].view(torch.bfloat16).isnan().sum()) for n in layers)
@@ -84,23 +97,31 @@ def bitsandbytes_bytes(folder: str, storages) -> list[bool]:
     from transformers import BitsAndBytesConfig
 
     from fsdp_qlora import apply_sharding, make_mesh
+
     results = []
     for storage in storages:
-        quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
-                                          bnb_4bit_compute_dtype=torch.float32,
-                                          bnb_4bit_quant_storage=storage)
+        quantization = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=torch.float32,
+            bnb_4bit_quant_storage=storage,
+        )
         model = reference_model(folder, "qlora", quantization=quantization)
         layers = {n: m for n, m in model.named_modules() if isinstance(m, Linear4bit)}
         stored = {n: as_bytes(m.weight).flatten() for n, m in layers.items()}
         apply_sharding(model, "full_shard", make_mesh("full_shard", torch.device("cpu")))
         seen = {}
         for n, m in layers.items():
-            m.register_forward_pre_hook(lambda m, _, n=n, seen=seen: seen.update(
-                {n: as_bytes(m.weight).flatten()}))
+            m.register_forward_pre_hook(
+                lambda m, _, n=n, seen=seen: seen.update({n: as_bytes(m.weight).flatten()})
+            )
         loss = model(**padded_batch(ROWS)).loss
         loss.backward()
-        results.append(bool(loss.isfinite()) and len(seen) == 14
-                       and all(torch.equal(seen[n], stored[n]) for n in stored))
+        results.append(
+            bool(loss.isfinite())
+            and len(seen) == 14
+            and all(torch.equal(seen[n], stored[n]) for n in stored)
+        )
     return results
 
 

@@ -3,6 +3,7 @@
 The reference is plain transformers, bitsandbytes' Linear4bit and PEFT (`tests.tiny`), on the union of
 the ranks' rows. All cases of one world size share one spawn.
 """
+
 from __future__ import annotations
 
 import pytest
@@ -24,15 +25,25 @@ from tests.tiny import (
 
 TRAIN_TYPES = ("full", "lora", "qlora")
 STEPS = tiny_rows(steps=5, rows_per_step=4)
-WORLDS = {2: ("ddp", "shard_grad_op", "full_shard"),
-          4: ("ddp", "shard_grad_op", "full_shard", "hybrid_shard_grad_op", "hybrid_full_shard")}
+WORLDS = {
+    2: ("ddp", "shard_grad_op", "full_shard"),
+    4: ("ddp", "shard_grad_op", "full_shard", "hybrid_shard_grad_op", "hybrid_full_shard"),
+}
 # Variations of one setting each, where sharding could change the result.
-VARIATIONS = [dict(use_gradient_checkpointing=False), dict(no_sync=True), dict(compile=False),
-              dict(wrap_policy="attention_mlp"), dict(wrap_policy="min_params", min_wrap_params=9000),
-              dict(backward_prefetch="none"), dict(backward_prefetch="backward_post"),
-              dict(backward_prefetch="backward_post", wrap_policy="attention_mlp"),
-              dict(forward_prefetch=True), dict(gather_once=True), dict(use_cpu_offload=True),
-              dict(reentrant_checkpointing=True)]
+VARIATIONS = [
+    dict(use_gradient_checkpointing=False),
+    dict(no_sync=True),
+    dict(compile=False),
+    dict(wrap_policy="attention_mlp"),
+    dict(wrap_policy="min_params", min_wrap_params=9000),
+    dict(backward_prefetch="none"),
+    dict(backward_prefetch="backward_post"),
+    dict(backward_prefetch="backward_post", wrap_policy="attention_mlp"),
+    dict(forward_prefetch=True),
+    dict(gather_once=True),
+    dict(use_cpu_offload=True),
+    dict(reentrant_checkpointing=True),
+]
 
 
 def train_case(folder: str, steps, settings: dict) -> dict:
@@ -44,8 +55,10 @@ def build_and_train(case: dict, steps=STEPS):
     """A run's configuration, its model after the steps in fp32, and what `train_model` says of them."""
     from fsdp_qlora.build import build_model
     from fsdp_qlora.config import RunConfig
-    config = RunConfig(**dict(precision="fp32", lora_rank=RANK, lora_alpha=8, lora_dropout=0.0,
-                              seed=SEED) | case)
+
+    config = RunConfig(
+        **dict(precision="fp32", lora_rank=RANK, lora_alpha=8, lora_dropout=0.0, seed=SEED) | case
+    )
     model = build_model(config, torch.device("cpu"))
     return config, model, train_model(model, steps, config.no_sync)
 
@@ -58,6 +71,7 @@ def train_model(model, steps, no_sync: bool = False) -> dict:
     from fsdp_qlora.dist import full_tensor
     from fsdp_qlora.optim import build_optimizer
     from fsdp_qlora.training.step import train_step
+
     optimizer = build_optimizer(model, "adamw", LR, 0.1)
     rank, world, losses, norms, checksums = dist.get_rank(), dist.get_world_size(), [], [], []
     checksums.append(checksum(model))
@@ -76,13 +90,18 @@ def checksum(model) -> float:
     import torch.distributed as dist
 
     from fsdp_qlora.dist import local_rows
-    sums = torch.zeros(2, dtype=torch.float64)  # of whole tensors, of shards: whole numbers, so exact
+
+    sums = torch.zeros(
+        2, dtype=torch.float64
+    )  # of whole tensors, of shards: whole numbers, so exact
     group = None
     for p in model.parameters():
         sharded = isinstance(p, DTensor)
-        if sharded: group = p.device_mesh.get_group(-1)
+        if sharded:
+            group = p.device_mesh.get_group(-1)
         sums[int(sharded)] += local_rows(p.detach())[0].view(torch.int16).double().sum()
-    if group is not None: dist.all_reduce(sums[1:], group=group)
+    if group is not None:
+        dist.all_reduce(sums[1:], group=group)
     return sums.sum().item()
 
 
@@ -121,7 +140,9 @@ def references(folder):
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_every_strategy_and_train_type_equals_one_process(folder, references, world_size):
-    cases = [dict(sharding_strategy=s, train_type=t) for s in WORLDS[world_size] for t in TRAIN_TYPES]
+    cases = [
+        dict(sharding_strategy=s, train_type=t) for s in WORLDS[world_size] for t in TRAIN_TYPES
+    ]
     by_rank = run_ranks(train_cases, world_size, folder, STEPS, cases)
     for case, *results in zip(cases, *by_rank, strict=True):
         assert_equal_run(results[0], references[case["train_type"]], 1e-5, case)
@@ -130,10 +151,15 @@ def test_every_strategy_and_train_type_equals_one_process(folder, references, wo
 
 
 def test_settings_that_save_memory_or_traffic_do_not_change_the_result(folder, references):
-    cases = [dict(sharding_strategy="full_shard", train_type=t) | v
-             for v in VARIATIONS for t in ("lora", "qlora")]
-    cases += [dict(sharding_strategy="ddp", train_type="qlora", no_sync=True),
-              dict(sharding_strategy="shard_grad_op", train_type="full", no_sync=True)]
+    cases = [
+        dict(sharding_strategy="full_shard", train_type=t) | v
+        for v in VARIATIONS
+        for t in ("lora", "qlora")
+    ]
+    cases += [
+        dict(sharding_strategy="ddp", train_type="qlora", no_sync=True),
+        dict(sharding_strategy="shard_grad_op", train_type="full", no_sync=True),
+    ]
     results = run_ranks(train_cases, 2, folder, STEPS, cases)[0]
     for case, result in zip(cases, results, strict=True):
         assert_equal_run(result, references[case["train_type"]], 1e-5, case)

@@ -1,4 +1,5 @@
 """The pieces as users combine them: their own loop, their own model, their own wrapping."""
+
 from __future__ import annotations
 
 import subprocess
@@ -32,8 +33,15 @@ def folder(tmp_path_factory):
 
 
 def test_the_example_loop_trains_on_two_ranks_and_its_adapter_loads(folder, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2",
-               str(ROOT / "examples/custom_loop.py"), folder]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        str(ROOT / "examples/custom_loop.py"),
+        folder,
+    ]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr[-3000:]
     losses = [float(line.split()[3]) for line in run.stdout.splitlines() if line.startswith("step")]
@@ -53,32 +61,47 @@ def shard_and_train(folder: str, strategies: list[str]) -> list[tuple]:
     from fsdp_qlora import apply_sharding, build_optimizer, make_mesh, train_step
     from fsdp_qlora.sharding import reduce_gradients, without_gradient_sync
     from fsdp_qlora.training.step import run_micro_batch
+
     results, device = [], torch.device("cpu")
 
     def run_apart(model, *args):
-        with without_gradient_sync(model): loss = run_micro_batch(model, *args)
+        with without_gradient_sync(model):
+            loss = run_micro_batch(model, *args)
         reduce_gradients(model)
         return loss
+
     for name in strategies:
         strategy, _, apart = name.partition(", ")
         quantization = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32,
-            bnb_4bit_quant_storage=torch.float32)
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=torch.float32,
+            bnb_4bit_quant_storage=torch.float32,
+        )
         model = reference_model(folder, "qlora", quantization=quantization)
         units = apply_sharding(model, strategy, make_mesh(strategy, device))
         optimizer = build_optimizer(model, "adamw", LR, 0.1)
-        losses = [train_step(model, optimizer, [padded_batch([row]) for row in rows[dist.get_rank()::2]],
-                             max_grad_norm=CLIP, forward_backward=run_apart if apart else None).loss
-                  for rows in STEPS]
+        losses = [
+            train_step(
+                model,
+                optimizer,
+                [padded_batch([row]) for row in rows[dist.get_rank() :: 2]],
+                max_grad_norm=CLIP,
+                forward_backward=run_apart if apart else None,
+            ).loss
+            for rows in STEPS
+        ]
         results.append((units, losses))
     return results
 
 
 def test_a_model_built_with_bitsandbytes_and_peft_shards_and_trains_alike(folder):
     losses, _, _ = reference_run(reference_model(folder, "qlora"), STEPS)
-    results = run_ranks(shard_and_train, 2, folder, ["full_shard", "shard_grad_op", "ddp",
-                                                        "ddp, apart"])[0]
-    for _, sharded in results: assert relative(sharded, losses) < 1e-5
+    results = run_ranks(
+        shard_and_train, 2, folder, ["full_shard", "shard_grad_op", "ddp", "ddp, apart"]
+    )[0]
+    for _, sharded in results:
+        assert relative(sharded, losses) < 1e-5
     assert any("layers.1" in unit for unit in results[0][0])
 
 
@@ -86,21 +109,30 @@ def units_of(folder: str) -> dict[str, list[str]]:
     """The units that each wrap policy makes."""
     from fsdp_qlora import RunConfig, apply_sharding, make_mesh
     from fsdp_qlora.build import planned_model
+
     made = {}
-    policies = dict(block="block", attention_mlp="attention_mlp", min_params="min_params",
-                    mine=lambda m: type(m).__name__ == "LlamaMLP")
+    policies = dict(
+        block="block",
+        attention_mlp="attention_mlp",
+        min_params="min_params",
+        mine=lambda m: type(m).__name__ == "LlamaMLP",
+    )
     for name, policy in policies.items():
-        model, _ = planned_model(RunConfig(model_name=folder, precision="fp32", lora_rank=2),
-                                 torch.device("cpu"))
+        model, _ = planned_model(
+            RunConfig(model_name=folder, precision="fp32", lora_rank=2), torch.device("cpu")
+        )
         mesh = make_mesh("full_shard", torch.device("cpu"))
-        made[name] = apply_sharding(model, "full_shard", mesh, wrap_policy=policy,
-                                    min_wrap_params=9000)
+        made[name] = apply_sharding(
+            model, "full_shard", mesh, wrap_policy=policy, min_wrap_params=9000
+        )
     return made
 
 
 def test_wrap_policies_make_the_units_they_name(folder):
-    units = {name: {u.removeprefix("base_model.model.model.") for u in made}
-             for name, made in run_ranks(units_of, 2, folder)[0].items()}
+    units = {
+        name: {u.removeprefix("base_model.model.model.") for u in made}
+        for name, made in run_ranks(units_of, 2, folder)[0].items()
+    }
     blocks = {"layers.0", "layers.1"}
     parts = {f"layers.{i}.{part}" for i in (0, 1) for part in ("self_attn", "mlp")}
     assert units["block"] == blocks
@@ -112,6 +144,7 @@ def test_wrap_policies_make_the_units_they_name(folder):
 def integer_storage_error(folder: str) -> str:
     """What sharding says of bitsandbytes weights that are stored as integers."""
     from fsdp_qlora import apply_sharding, make_mesh
+
     model = reference_model(folder, "qlora")
     try:
         apply_sharding(model, "full_shard", make_mesh("full_shard", torch.device("cpu")))

@@ -1,4 +1,5 @@
 """`--profile` on two ranks: which steps are recorded, and what the files say."""
+
 from __future__ import annotations
 
 import gzip
@@ -16,17 +17,27 @@ from tests.distributed.test_command_line import call
 from tests.ranks import run_ranks
 from tests.tokenizers import save_chat_model
 
-LETTERS = {ProfilerAction.NONE: ".", ProfilerAction.WARMUP: "w", ProfilerAction.RECORD: "r",
-           ProfilerAction.RECORD_AND_SAVE: "S"}
+LETTERS = {
+    ProfilerAction.NONE: ".",
+    ProfilerAction.WARMUP: "w",
+    ProfilerAction.RECORD: "r",
+    ProfilerAction.RECORD_AND_SAVE: "S",
+}
 
 
-@pytest.mark.parametrize("settings, steps", [
-    (dict(), "...wrS............"),
-    (dict(wait_steps=0), "wrS..............."),
-    (dict(wait_steps=1, repeat=2, profiling_frequency=6), ".wrS...wrS........"),
-    (dict(wait_steps=0, repeat=0, profiling_frequency=1), "wrSwrSwrSwrSwrSwrS"),
-    (dict(wait_steps=2, warmup_steps=0, active_steps=1, repeat=0, profiling_frequency=5),
-     "..S....S....S....S")])
+@pytest.mark.parametrize(
+    "settings, steps",
+    [
+        (dict(), "...wrS............"),
+        (dict(wait_steps=0), "wrS..............."),
+        (dict(wait_steps=1, repeat=2, profiling_frequency=6), ".wrS...wrS........"),
+        (dict(wait_steps=0, repeat=0, profiling_frequency=1), "wrSwrSwrSwrSwrSwrS"),
+        (
+            dict(wait_steps=2, warmup_steps=0, active_steps=1, repeat=0, profiling_frequency=5),
+            "..S....S....S....S",
+        ),
+    ],
+)
 def test_each_step_is_waited_warmed_up_or_recorded_as_the_settings_say(settings, steps):
     config = RunConfig(profile=True, **settings)
     assert "".join(LETTERS[phase(i, config)] for i in range(len(steps))) == steps
@@ -47,10 +58,23 @@ def run(tmp_path_factory):
     """The output folder of a run of 5 steps on two ranks, and rank 0's output."""
     folder = save_chat_model(tmp_path_factory.mktemp("tiny"))
     rows, out = tmp_path_factory.mktemp("rows") / "rows.jsonl", tmp_path_factory.mktemp("out")
-    rows.write_text("".join(json.dumps(dict(prompt=f"{i}?", completion=f"{2 * i}")) + "\n"
-                            for i in range(10)))
-    base = ["train", "--model_name", folder, "--dataset", str(rows), "--precision", "fp32",
-            "--output_dir", str(out), "--profile", "--profiling_output", str(out / "profiles")]
+    rows.write_text(
+        "".join(json.dumps(dict(prompt=f"{i}?", completion=f"{2 * i}")) + "\n" for i in range(10))
+    )
+    base = [
+        "train",
+        "--model_name",
+        folder,
+        "--dataset",
+        str(rows),
+        "--precision",
+        "fp32",
+        "--output_dir",
+        str(out),
+        "--profile",
+        "--profiling_output",
+        str(out / "profiles"),
+    ]
     argvs = [[*base, "--wait_steps", "1", "--with_shapes"], [*base, "--wait_steps", "10"]]
     results = run_ranks(call, 2, argvs, grouped=False)
     assert [code for code, _, _ in results[0]] == [0, 0], results[0]

@@ -1,4 +1,5 @@
 """The quantized cache: bit-equal to none, whoever wrote it and whoever reads it; damage is mended."""
+
 from __future__ import annotations
 
 import os
@@ -22,15 +23,26 @@ CPU = torch.device("cpu")
 
 
 def config(folder, cache=None, **settings) -> RunConfig:
-    return RunConfig(**dict(model_name=str(folder), precision="fp32", lora_rank=2, device="cpu",
-                            quantized_cache=None if cache is None else str(cache)) | settings)
+    return RunConfig(
+        **dict(
+            model_name=str(folder),
+            precision="fp32",
+            lora_rank=2,
+            device="cpu",
+            quantized_cache=None if cache is None else str(cache),
+        )
+        | settings
+    )
 
 
 def state_of(model) -> dict[str, torch.Tensor]:
     """The bytes of every parameter, gathered."""
     from fsdp_qlora.dist import full_tensor
-    return {n: full_tensor(p.detach()).contiguous().view(torch.uint8).clone()
-            for n, p in model.named_parameters()}
+
+    return {
+        n: full_tensor(p.detach()).contiguous().view(torch.uint8).clone()
+        for n, p in model.named_parameters()
+    }
 
 
 def built(cases) -> list[dict]:
@@ -39,7 +51,8 @@ def built(cases) -> list[dict]:
 
 
 def alone(folder, cache=None, **settings) -> dict:
-    with process_group(CPU): return state_of(build_model(config(folder, cache, **settings), CPU))
+    with process_group(CPU):
+        return state_of(build_model(config(folder, cache, **settings), CPU))
 
 
 def assert_same(ours: dict, theirs: dict, label=""):
@@ -58,6 +71,7 @@ def folder(tmp_path):
 
 class Unread(Checkpoint):
     """A checkpoint whose quantized weights may not be read."""
+
     def spans(self, piece):
         assert piece.module is None, f"{piece.key} was read from the checkpoint"
         return super().spans(piece)
@@ -66,14 +80,20 @@ class Unread(Checkpoint):
 @pytest.mark.parametrize("absmax_dtype", ["fp32", "int8"])
 def test_any_ranks_write_and_any_read_what_a_load_without_it_gives(folder, tmp_path, absmax_dtype):
     expected = alone(folder, absmax_dtype=absmax_dtype)
-    writers = {2: [dict(), dict(use_cpu_offload=True)], 3: [dict()], 4: [
-        dict(sharding_strategy="hybrid_full_shard"), dict(sharding_strategy="ddp")]}
+    writers = {
+        2: [dict(), dict(use_cpu_offload=True)],
+        3: [dict()],
+        4: [dict(sharding_strategy="hybrid_full_shard"), dict(sharding_strategy="ddp")],
+    }
     for world, cases in writers.items():
         caches = [tmp_path / f"{world}-{i}" for i in range(len(cases))]
-        runs = [config(folder, cache, absmax_dtype=absmax_dtype, **case)
-                for cache, case in zip(caches, cases, strict=True)]
+        runs = [
+            config(folder, cache, absmax_dtype=absmax_dtype, **case)
+            for cache, case in zip(caches, cases, strict=True)
+        ]
         for rank in run_ranks(built, world, [*runs, *runs]):  # the second time from the cache
-            for state, run in zip(rank, [*runs, *runs], strict=True): assert_same(state, expected, run)
+            for state, run in zip(rank, [*runs, *runs], strict=True):
+                assert_same(state, expected, run)
         for cache in caches:
             (name,) = cache_files(cache)
             assert name.startswith("model-") and name.endswith(".safetensors")
@@ -86,7 +106,8 @@ def test_with_the_cache_no_quantized_weight_is_read_from_the_checkpoint(folder, 
     assert_same(alone(folder, cache), plain)
     with process_group(CPU):
         model = build_model(config(folder), CPU)
-        for piece in rank_pieces(model): piece.local.zero_()
+        for piece in rank_pieces(model):
+            piece.local.zero_()
         with QuantizedCache(cache, model, Unread(folder), CPU) as source:
             assert source.complete
             load_weights(model, source, CPU)
@@ -101,11 +122,15 @@ def flip(path: Path, at: float):
 
 
 DAMAGE = {
-    "a byte early": lambda p: flip(p, 0.3), "a byte late": lambda p: flip(p, 0.99),
-    "a hole": lambda p: p.write_bytes((d := p.read_bytes())[:len(d) // 2] + b"\0" * 4096
-                                      + d[len(d) // 2 + 4096:]),
-    "cut": lambda p: p.write_bytes(p.read_bytes()[:-100]), "empty": lambda p: p.write_bytes(b""),
-    "another file's": lambda p: save_file({"a": torch.zeros(3)}, p)}
+    "a byte early": lambda p: flip(p, 0.3),
+    "a byte late": lambda p: flip(p, 0.99),
+    "a hole": lambda p: p.write_bytes(
+        (d := p.read_bytes())[: len(d) // 2] + b"\0" * 4096 + d[len(d) // 2 + 4096 :]
+    ),
+    "cut": lambda p: p.write_bytes(p.read_bytes()[:-100]),
+    "empty": lambda p: p.write_bytes(b""),
+    "another file's": lambda p: save_file({"a": torch.zeros(3)}, p),
+}
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -145,8 +170,9 @@ def told_by(capfd) -> list[str]:
     return [line for line in capfd.readouterr().out.splitlines() if "--quantized_cache" in line]
 
 
-def test_one_other_value_of_the_base_is_seen_and_an_untouched_copy_is_not_read_again(folder, tmp_path,
-                                                                                     capfd):
+def test_one_other_value_of_the_base_is_seen_and_an_untouched_copy_is_not_read_again(
+    folder, tmp_path, capfd
+):
     cache, path = tmp_path / "cache", Path(folder) / "model.safetensors"
     alone(folder, cache)
     (name,) = cache_files(cache)
@@ -191,13 +217,16 @@ def test_rows_and_words_of_the_cache_that_lie_elsewhere_are_damage(folder, tmp_p
     size = words[3].numel() * 4
     for change in ("words", "rows"):
         data = bytearray(good)
-        if change == "words": data[start:start + 8] = good[start + 4:start + 8] + good[start:start + 4]
+        if change == "words":
+            data[start : start + 8] = good[start + 4 : start + 8] + good[start : start + 4]
         else:
             for entry in (key, f"{key}.absmax", f"{key}.row_sums"):
-                rows = [row.reshape(-1).view(torch.uint8).numpy().tobytes()
-                        for row in tensors[entry][3:5]]
+                rows = [
+                    row.reshape(-1).view(torch.uint8).numpy().tobytes()
+                    for row in tensors[entry][3:5]
+                ]
                 place = good.index(b"".join(rows))
-                data[place:place + 2 * len(rows[0])] = rows[1] + rows[0]
+                data[place : place + 2 * len(rows[0])] = rows[1] + rows[0]
         assert bytes(data) != good and size > 8
         (cache / name).write_bytes(bytes(data))
         assert_same(alone(folder, cache), expected, change)
@@ -209,8 +238,12 @@ def fails_to_write(folder: str, cache: str) -> dict:
     import torch.distributed as dist
 
     from fsdp_qlora.loading import quantized_cache
-    def full(file, tensor): raise OSError(28, "No space left on device")
-    if dist.get_rank() == 1: quantized_cache.write_all = full
+
+    def full(file, tensor):
+        raise OSError(28, "No space left on device")
+
+    if dist.get_rank() == 1:
+        quantized_cache.write_all = full
     return state_of(build_model(config(folder, cache), CPU))
 
 
@@ -222,9 +255,12 @@ def test_a_full_disk_costs_the_cache_and_not_the_run(folder, tmp_path):
 
 
 def test_a_failed_load_leaves_nothing_behind(folder, tmp_path, monkeypatch):
-    def fail(*_): raise ValueError("the checkpoint can't be read")
+    def fail(*_):
+        raise ValueError("the checkpoint can't be read")
+
     monkeypatch.setattr(Checkpoint, "values", fail)
-    with pytest.raises(ValueError, match="can't be read"): alone(folder, tmp_path / "cache")
+    with pytest.raises(ValueError, match="can't be read"):
+        alone(folder, tmp_path / "cache")
     assert cache_files(tmp_path / "cache") == []
 
 
@@ -236,7 +272,8 @@ def test_what_a_killed_run_left_is_removed_and_what_a_live_one_writes_is_not(fol
     (cache / name).unlink()
     left = cache / f"{stem}.{host}-{2**22 + 1}.partial"  # above the largest process id
     live = cache / f"{stem}.{host}-{os.getppid()}.partial"
-    for path in (left, live): path.write_bytes(b"")
+    for path in (left, live):
+        path.write_bytes(b"")
     alone(folder, cache)
     assert cache_files(cache) == sorted([name, live.name])
 

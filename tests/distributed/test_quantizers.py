@@ -2,6 +2,7 @@
 
 The reference has ordinary linear layers that hold the dequantized values, and PEFT's LoRA.
 """
+
 from __future__ import annotations
 
 import torch
@@ -12,18 +13,28 @@ from tests.ranks import run_ranks
 from tests.tiny import TARGETS, reference_model, reference_run, save_tiny, tiny_rows
 
 STEPS = tiny_rows(steps=3, rows_per_step=4)
-FORMATS = [dict(quant="nf4", absmax_dtype="int8"), dict(quant="fp4"),
-           dict(quant="fp4", absmax_dtype="int8"), dict(quant="int8"),
-           dict(quant="int8", absmax_dtype="int8"), dict(quant="hqq"), dict(quant="hqq", n_bits=3),
-           dict(quant="hqq", n_bits=2, absmax_dtype="int8")]
-PLACES = [dict(sharding_strategy="full_shard"), dict(sharding_strategy="ddp"),
-          dict(sharding_strategy="full_shard", use_cpu_offload=True)]
+FORMATS = [
+    dict(quant="nf4", absmax_dtype="int8"),
+    dict(quant="fp4"),
+    dict(quant="fp4", absmax_dtype="int8"),
+    dict(quant="int8"),
+    dict(quant="int8", absmax_dtype="int8"),
+    dict(quant="hqq"),
+    dict(quant="hqq", n_bits=3),
+    dict(quant="hqq", n_bits=2, absmax_dtype="int8"),
+]
+PLACES = [
+    dict(sharding_strategy="full_shard"),
+    dict(sharding_strategy="ddp"),
+    dict(sharding_strategy="full_shard", use_cpu_offload=True),
+]
 
 
 def rounded_reference(folder: str, **form):
     """Losses, norms and weights of plain LoRA over the values that the format stands for."""
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.quantization.quantize import QuantLinear
+
     config = RunConfig(**form)
     model = reference_model(folder, "lora")
     with torch.no_grad():
@@ -45,7 +56,9 @@ def test_every_format_equals_one_process_with_its_values(tmp_path):
         assert relative(result["losses"], losses) < 1e-5, case
         assert relative(result["norms"], norms) < 1e-5, case
         # AdamW moves a weight whose gradient is as good as zero by its rounding: one in thousands.
-        apart = sum(((result["weights"][n] - w).abs() > 1e-5).sum().item() for n, w in weights.items())
+        apart = sum(
+            ((result["weights"][n] - w).abs() > 1e-5).sum().item() for n, w in weights.items()
+        )
         assert apart < 1e-3 * sum(w.numel() for w in weights.values()), (case, apart)
 
 
@@ -54,18 +67,32 @@ def gathered_bytes(folder: str, cases: list[dict]) -> list[dict]:
     from fsdp_qlora.build import build_model
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.dist import full_tensor
-    return [{n: full_tensor(p.detach()).contiguous().view(torch.uint8).clone()
-             for n, p in build_model(RunConfig(model_name=folder, precision="fp32", lora_rank=3,
-                                               **case), torch.device("cpu")).named_parameters()}
-            for case in cases]
+
+    return [
+        {
+            n: full_tensor(p.detach()).contiguous().view(torch.uint8).clone()
+            for n, p in build_model(
+                RunConfig(model_name=folder, precision="fp32", lora_rank=3, **case),
+                torch.device("cpu"),
+            ).named_parameters()
+        }
+        for case in cases
+    ]
 
 
 def test_ranks_take_their_rows_of_a_4_bit_checkpoint(tmp_path):
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
     plain = save_tiny(tmp_path / "plain", hidden_size=192, intermediate_size=320, head_dim=16)
-    AutoModelForCausalLM.from_pretrained(plain, quantization_config=BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-        bnb_4bit_quant_storage=torch.bfloat16)).save_pretrained(tmp_path / "packed")
+    AutoModelForCausalLM.from_pretrained(
+        plain,
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_quant_storage=torch.bfloat16,
+        ),
+    ).save_pretrained(tmp_path / "packed")
     cases = [dict(), dict(sharding_strategy="ddp"), dict(quant="none")]
     (whole,) = run_ranks(gathered_bytes, 1, str(tmp_path / "packed"), cases)
     for rank in run_ranks(gathered_bytes, 3, str(tmp_path / "packed"), cases):  # uneven rows

@@ -1,4 +1,5 @@
 """Sizes that no block, rank or shard divides: hidden 72, MLP 100, adapters of rank 3, 2 and 3 ranks."""
+
 from __future__ import annotations
 
 import torch
@@ -24,17 +25,35 @@ def train_ragged(folder: str, out: str, cases) -> list[dict]:
     from fsdp_qlora.export import save_trained
     from fsdp_qlora.optim import build_optimizer
     from fsdp_qlora.training.step import train_step
+
     results, rank, world = [], dist.get_rank(), dist.get_world_size()
     for i, case in enumerate(cases):
-        config = RunConfig(**dict(model_name=folder, precision="fp32", lora_rank=3, lora_alpha=8,
-                                  lora_dropout=0.0, seed=SEED) | case)
+        config = RunConfig(
+            **dict(
+                model_name=folder,
+                precision="fp32",
+                lora_rank=3,
+                lora_alpha=8,
+                lora_dropout=0.0,
+                seed=SEED,
+            )
+            | case
+        )
         model = build_model(config, torch.device("cpu"))
         optimizer = build_optimizer(model, "adamw", 1e-3, 0.1)
-        losses = [train_step(model, optimizer, [padded_batch(rows[rank::world])]).loss
-                  for rows in STEPS]
+        losses = [
+            train_step(model, optimizer, [padded_batch(rows[rank::world])]).loss for rows in STEPS
+        ]
         save_trained(model, f"{out}/{i}")
-        results.append(dict(losses=losses, weights={
-            n: full_tensor(p.detach()).clone() for n, p in trainable_parameters(model).items()}))
+        results.append(
+            dict(
+                losses=losses,
+                weights={
+                    n: full_tensor(p.detach()).clone()
+                    for n, p in trainable_parameters(model).items()
+                },
+            )
+        )
     return results
 
 
@@ -42,8 +61,10 @@ def test_sharded_runs_equal_the_unsharded_one_and_are_near_fp32(tmp_path):
     folder = save_tiny(tmp_path / "model", **SIZES)
     cases = [dict(sharding_strategy=s, train_type=t) for t in ("qlora", "lora") for s in STRATEGIES]
     cases.append(dict(sharding_strategy="full_shard", quant="fp4"))
-    by_world = {w: run_ranks(train_ragged, w, folder, str(tmp_path / f"out{w}"), cases)[0]
-                for w in (1, 2, 3)}
+    by_world = {
+        w: run_ranks(train_ragged, w, folder, str(tmp_path / f"out{w}"), cases)[0]
+        for w in (1, 2, 3)
+    }
     for world, results in by_world.items():
         for case, whole, result in zip(cases, by_world[1], results, strict=True):
             assert relative(result["losses"], whole["losses"]) < 1e-5, (world, case)
@@ -52,8 +73,9 @@ def test_sharded_runs_equal_the_unsharded_one_and_are_near_fp32(tmp_path):
     # NF4 keeps a normal weight within about 10%, which moves the loss of a random model far less.
     exact = reference_run(reference_model(folder, "full"), STEPS)[0][0]
     for case, result in zip(cases, by_world[1], strict=True):
-        assert relative(result["losses"][0], exact) < (0.02 if "lora" != case.get("train_type")
-                                                       else 1e-5), case
+        assert relative(result["losses"][0], exact) < (
+            0.02 if "lora" != case.get("train_type") else 1e-5
+        ), case
 
 
 def test_a_saved_adapter_of_odd_rank_has_whole_tensors_at_every_world_size(tmp_path):
@@ -63,10 +85,17 @@ def test_a_saved_adapter_of_odd_rank_has_whole_tensors_at_every_world_size(tmp_p
         run_ranks(train_ragged, world, folder, str(tmp_path / str(world)), cases)
         for i, case in enumerate(cases):
             saved = load_file(tmp_path / str(world) / str(i) / "adapter_model.safetensors")
-            shapes = {n.split(".mlp.")[1]: tuple(t.shape) for n, t in saved.items()
-                      if ".layers.1.mlp." in n}
+            shapes = {
+                n.split(".mlp.")[1]: tuple(t.shape)
+                for n, t in saved.items()
+                if ".layers.1.mlp." in n
+            }
             r = case["lora_rank"]
             assert shapes == {
-                "gate_proj.lora_A.weight": (r, 72), "gate_proj.lora_B.weight": (100, r),
-                "up_proj.lora_A.weight": (r, 72), "up_proj.lora_B.weight": (100, r),
-                "down_proj.lora_A.weight": (r, 100), "down_proj.lora_B.weight": (72, r)}
+                "gate_proj.lora_A.weight": (r, 72),
+                "gate_proj.lora_B.weight": (100, r),
+                "up_proj.lora_A.weight": (r, 72),
+                "up_proj.lora_B.weight": (100, r),
+                "down_proj.lora_A.weight": (r, 100),
+                "down_proj.lora_B.weight": (72, r),
+            }

@@ -1,4 +1,5 @@
 """Ranks that were started with other settings or files are refused at the start, by their names."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -17,10 +18,12 @@ def refusals(folder: str, other: str, out: str) -> list[str]:
     from fsdp_qlora.data import tokenize_rows
     from fsdp_qlora.training import trainer
     from fsdp_qlora.training.prepare import run_tokenizer
+
     config, tokenizer = settings(folder, out, max_steps=1), run_tokenizer(settings(folder, out))
     odd = dist.get_rank() == 2
 
-    def tokens(rows): return tokenize_rows(rows, tokenizer, context_length=64)
+    def tokens(rows):
+        return tokenize_rows(rows, tokenizer, context_length=64)
 
     rows, held = rows_of(11), rows_of(3, 20)
 
@@ -30,9 +33,17 @@ def refusals(folder: str, other: str, out: str) -> list[str]:
             return ""
         except ValueError as error:
             return str(error)
-    changed = [replace(config, **{name: value}) for name, value in (
-        ("seed", 43), ("lr", 0.5), ("lora_rank", 2), ("sharding_strategy", "shard_grad_op"),
-        ("model_name", other))]
+
+    changed = [
+        replace(config, **{name: value})
+        for name, value in (
+            ("seed", 43),
+            ("lr", 0.5),
+            ("lora_rank", 2),
+            ("sharding_strategy", "shard_grad_op"),
+            ("model_name", other),
+        )
+    ]
     found = [said(case if odd else config) for case in changed]
     found += [said(rows=case if odd else rows) for case in (rows_of(11, 7), rows[:-1], rows[::-1])]
     found.append(said(held_out=rows_of(3, 21) if odd else held))
@@ -47,13 +58,16 @@ def refusals(folder: str, other: str, out: str) -> list[str]:
 def test_a_rank_with_other_settings_rows_or_weights_is_refused_by_name_on_every_rank(tmp_path):
     folder, other = (save_chat_model(tmp_path / name, num_hidden_layers=1) for name in ("a", "b"))
     change_weights(other)
-    expected = ["--seed is 43, and 42 on rank 0", "--lr is 0.5, and 0.01 on rank 0",
-                "--lora_rank is 2, and 4 on rank 0",
-                "--sharding_strategy is shard_grad_op, and full_shard on rank 0",
-                "--model_name holds other weights than on rank 0",
-                *["--dataset holds other rows than on rank 0"] * 3,
-                "--eval_dataset holds other held-out rows than on rank 0",
-                "--model_name is another tokenizer than on rank 0"]
+    expected = [
+        "--seed is 43, and 42 on rank 0",
+        "--lr is 0.5, and 0.01 on rank 0",
+        "--lora_rank is 2, and 4 on rank 0",
+        "--sharding_strategy is shard_grad_op, and full_shard on rank 0",
+        "--model_name holds other weights than on rank 0",
+        *["--dataset holds other rows than on rank 0"] * 3,
+        "--eval_dataset holds other held-out rows than on rank 0",
+        "--model_name is another tokenizer than on rank 0",
+    ]
     results = run_ranks(refusals, 3, folder, other, str(tmp_path / "out"))
     assert results[0] == results[1] == results[2]
     *refused, trained = results[0]

@@ -1,4 +1,5 @@
 """Answers of a sharded model in training are those of transformers' own generate."""
+
 from __future__ import annotations
 
 import json
@@ -22,13 +23,19 @@ def answers_of(folder: str, cases: list[dict], stop: int) -> list[list[list[int]
     """For each case, the answers before and after a training step in between."""
     from fsdp_qlora.build import build_model
     from fsdp_qlora.observe.samples import greedy_answers
+
     device, found = torch.device("cpu"), []
     for case in cases:
-        config = RunConfig(**dict(model_name=folder, precision="fp32", lora_rank=RANK, lora_dropout=0.5,
-                                  seed=SEED) | case)
+        config = RunConfig(
+            **dict(model_name=folder, precision="fp32", lora_rank=RANK, lora_dropout=0.5, seed=SEED)
+            | case
+        )
         model = build_model(config, device)
-        found.append(greedy_answers(model, PROMPTS, device, max_new_tokens=NEW, stops=[stop],
-                                    packing=config.packing))
+        found.append(
+            greedy_answers(
+                model, PROMPTS, device, max_new_tokens=NEW, stops=[stop], packing=config.packing
+            )
+        )
         assert model.training
     return found
 
@@ -42,20 +49,36 @@ def folder(tmp_path_factory):
 def generated(folder) -> list[list[int]]:
     """What transformers generates, prompt by prompt, with its cache."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return [model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=NEW, eos_token_id=None,
-                           pad_token_id=0)[0, len(ids):].tolist() for ids in PROMPTS]
+    return [
+        model.generate(
+            torch.tensor([ids]),
+            do_sample=False,
+            max_new_tokens=NEW,
+            eos_token_id=None,
+            pad_token_id=0,
+        )[0, len(ids) :].tolist()
+        for ids in PROMPTS
+    ]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_they_are_those_of_generate_on_any_number_of_ranks(folder, generated, world_size):
-    cases = [dict(train_type=kind, sharding_strategy=strategy) for kind, strategy in (
-        ("lora", "full_shard"), ("full", "full_shard"), ("lora", "shard_grad_op"), ("lora", "ddp"))]
+    cases = [
+        dict(train_type=kind, sharding_strategy=strategy)
+        for kind, strategy in (
+            ("lora", "full_shard"),
+            ("full", "full_shard"),
+            ("lora", "shard_grad_op"),
+            ("lora", "ddp"),
+        )
+    ]
     cases += [dict(train_type="lora", packing=True), dict(train_type="lora", use_cpu_offload=True)]
     stop = generated[2][5]
-    expected = [ids[:ids.index(stop)] if stop in ids else ids for ids in generated]
+    expected = [ids[: ids.index(stop)] if stop in ids else ids for ids in generated]
     assert len(expected[2]) <= 5 and max(map(len, expected)) == NEW
     for by_case in run_ranks(answers_of, world_size, folder, cases, stop):
-        for case, answers in zip(cases, by_case, strict=True): assert answers == expected, case
+        for case, answers in zip(cases, by_case, strict=True):
+            assert answers == expected, case
 
 
 def test_a_prompt_is_what_stands_before_the_first_answer():
@@ -72,12 +95,31 @@ def run(tmp_path_factory):
     base = tmp_path_factory.mktemp("base")
     save_chat_model(base / "model")
     (base / "rows.jsonl").write_text(
-        (json.dumps(dict(prompt="say it", completion="yes yes")) + "\n") * 40)
-    (base / "held.jsonl").write_text("".join(
-        json.dumps(dict(prompt=text, completion="yes yes")) + "\n" for text in ("say it", "now?")))
-    return base, ["train", "--model_name", str(base / "model"), "--dataset", str(base / "rows.jsonl"),
-                  "--device", "cpu", "--precision", "fp32", "--compile", "false", "--log_to", "stdout",
-                  "--output_dir", str(base / "out")]
+        (json.dumps(dict(prompt="say it", completion="yes yes")) + "\n") * 40
+    )
+    (base / "held.jsonl").write_text(
+        "".join(
+            json.dumps(dict(prompt=text, completion="yes yes")) + "\n"
+            for text in ("say it", "now?")
+        )
+    )
+    return base, [
+        "train",
+        "--model_name",
+        str(base / "model"),
+        "--dataset",
+        str(base / "rows.jsonl"),
+        "--device",
+        "cpu",
+        "--precision",
+        "fp32",
+        "--compile",
+        "false",
+        "--log_to",
+        "stdout",
+        "--output_dir",
+        str(base / "out"),
+    ]
 
 
 def samples_of(out) -> dict[int, list[dict]]:
@@ -85,15 +127,40 @@ def samples_of(out) -> dict[int, list[dict]]:
     return {r["step"]: r["samples"] for r in lines if r["kind"] == "samples"}
 
 
-def test_a_run_answers_before_it_trains_and_at_each_evaluation_and_learns_to(run, monkeypatch, capfd):
+def test_a_run_answers_before_it_trains_and_at_each_evaluation_and_learns_to(
+    run, monkeypatch, capfd
+):
     base, argv = run
     monkeypatch.delenv("RANK", raising=False)
-    assert main([*argv, "--world_size", "2", "--eval_dataset", str(base / "held.jsonl"), "--eval_every",
-                 "10", "--samples", "2", "--lr", "0.005", "--sample_tokens", "8", "--num_epochs", "2",
-                 "--global_batch_size", "4"]) == 0
+    assert (
+        main(
+            [
+                *argv,
+                "--world_size",
+                "2",
+                "--eval_dataset",
+                str(base / "held.jsonl"),
+                "--eval_every",
+                "10",
+                "--samples",
+                "2",
+                "--lr",
+                "0.005",
+                "--sample_tokens",
+                "8",
+                "--num_epochs",
+                "2",
+                "--global_batch_size",
+                "4",
+            ]
+        )
+        == 0
+    )
     found = samples_of(base / "out")
     assert list(found) == [0, 10, 20]
-    assert [s["reference"] for s in found[20]] == ["yes yes"] * 2 and "say it" in found[0][0]["prompt"]
+    assert [s["reference"] for s in found[20]] == ["yes yes"] * 2 and "say it" in found[0][0][
+        "prompt"
+    ]
     assert "yes" not in found[0][0]["answer"] and "yes" in found[20][0]["answer"]
     assert "step 20  answers 'yes" in capfd.readouterr().out
 
@@ -102,8 +169,24 @@ def test_prompts_of_a_file_need_no_held_out_rows(run, tmp_path, monkeypatch):
     base, argv = run
     monkeypatch.delenv("RANK", raising=False)
     (tmp_path / "prompts.txt").write_text("say it\n\nand now?\n")
-    assert main([*argv, "--world_size", "1", "--sample_prompts", str(tmp_path / "prompts.txt"),
-                 "--max_steps", "2", "--sample_tokens", "3", "--output_dir", str(tmp_path / "out")]) == 0
+    assert (
+        main(
+            [
+                *argv,
+                "--world_size",
+                "1",
+                "--sample_prompts",
+                str(tmp_path / "prompts.txt"),
+                "--max_steps",
+                "2",
+                "--sample_tokens",
+                "3",
+                "--output_dir",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 0
+    )
     found = samples_of(tmp_path / "out")
     assert list(found) == [0, 2] and [s["reference"] for s in found[2]] == ["", ""]
     assert "and now?" in found[0][1]["prompt"]
@@ -113,12 +196,15 @@ def test_missing_prompts_are_named_before_the_model_is_loaded(run, tmp_path, cap
     base, argv = run
     monkeypatch.delenv("RANK", raising=False)
     (tmp_path / "empty").write_text("\n \n")
-    for flags, said in ((["--samples", "2"], "--eval_dataset"),
-                        (["--samples", "2", "--eval_share", "0.1", "--train_on", "all"],
-                         "--sample_prompts FILE"),
-                        (["--sample_prompts", "absent.txt"], "absent.txt: No such file"),
-                        (["--sample_prompts", str(tmp_path / "empty")], "it is empty")):
-        assert main([*argv, "--world_size", "1", "--output_dir", str(tmp_path / "out"), *flags]) == 2
+    for flags, said in (
+        (["--samples", "2"], "--eval_dataset"),
+        (["--samples", "2", "--eval_share", "0.1", "--train_on", "all"], "--sample_prompts FILE"),
+        (["--sample_prompts", "absent.txt"], "absent.txt: No such file"),
+        (["--sample_prompts", str(tmp_path / "empty")], "it is empty"),
+    ):
+        assert (
+            main([*argv, "--world_size", "1", "--output_dir", str(tmp_path / "out"), *flags]) == 2
+        )
         line = capsys.readouterr().err.strip().splitlines()[-1]
         assert line.startswith("error: --sample") and said in line, line
     assert not (tmp_path / "out").exists()

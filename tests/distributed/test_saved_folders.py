@@ -1,4 +1,5 @@
 """What a run and a merge leave behind: generation that stops, one chat template, prompts as trained."""
+
 from __future__ import annotations
 
 import io
@@ -19,11 +20,15 @@ from tests.ranks import run_ranks
 from tests.tokenizers import CHATML, save_chat_model
 
 END = 2  # <|im_end|>, and 0 is the EOS
-OTHER = ("{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}<|im_end|>{% endfor %}"
-         "{% if add_generation_prompt %}[assistant] {% endif %}")
-RECORDS = {"alpaca": {"instruction": "Say hi", "output": "hi"},
-           "question": {"question": "Say hi", "answer": "hi"},
-           "prompt": {"prompt": "Say hi", "completion": "hi"}}
+OTHER = (
+    "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+RECORDS = {
+    "alpaca": {"instruction": "Say hi", "output": "hi"},
+    "question": {"question": "Say hi", "answer": "hi"},
+    "prompt": {"prompt": "Say hi", "completion": "hi"},
+}
 # Together they can't be saved by transformers, yet bases have them.
 ODD = {"temperature": 0.9, "top_p": 0.6, "do_sample": False}
 
@@ -33,7 +38,8 @@ def call(argvs: list[list[str]]) -> list[tuple[int, str]]:
     results = []
     for argv in argvs:
         text = io.StringIO()
-        with redirect_stdout(text), redirect_stderr(text): code = main(argv)
+        with redirect_stdout(text), redirect_stderr(text):
+            code = main(argv)
         results.append((code, text.getvalue()))
     return results
 
@@ -53,25 +59,49 @@ def without_template(folder: Path) -> str:
 def runs(tmp_path_factory) -> Path:
     """Folders `chat` and `plain` of models, and one of a run for each kind of model and rows."""
     root = tmp_path_factory.mktemp("runs")
-    save_chat_model(root / "chat", eos_token_id=0, bos_token_id=None,
-                    max_position_embeddings=256)
+    save_chat_model(root / "chat", eos_token_id=0, bos_token_id=None, max_position_embeddings=256)
     (root / "chat" / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": 0, "bos_token_id": 1, "repetition_penalty": 1.1, **ODD}))
+        json.dumps({"eos_token_id": 0, "bos_token_id": 1, "repetition_penalty": 1.1, **ODD})
+    )
     plain = without_template(root / "chat")
     argvs = []
-    for base, kind, name in [(root / "chat", "full", "prompt"), (root / "chat", "lora", "prompt"),
-                             *((plain, "lora", name) for name in RECORDS)]:
+    for base, kind, name in [
+        (root / "chat", "full", "prompt"),
+        (root / "chat", "lora", "prompt"),
+        *((plain, "lora", name) for name in RECORDS),
+    ]:
         rows = root / f"{name}.jsonl"
         rows.write_text(json.dumps(RECORDS[name]) + "\n")
         out = root / f"{Path(base).name}-{kind}-{name}"
-        argvs.append(["train", "--model_name", str(base), "--dataset", str(rows), "--train_type", kind,
-                      "--output_dir", str(out), "--precision", "fp32", "--device", "cpu",
-                      "--context_length", "256", "--compile", "false", "--max_steps", "2"])
+        argvs.append(
+            [
+                "train",
+                "--model_name",
+                str(base),
+                "--dataset",
+                str(rows),
+                "--train_type",
+                kind,
+                "--output_dir",
+                str(out),
+                "--precision",
+                "fp32",
+                "--device",
+                "cpu",
+                "--context_length",
+                "256",
+                "--compile",
+                "false",
+                "--max_steps",
+                "2",
+            ]
+        )
     sample = root / "prompts.txt"
     sample.write_text("Say hi\n")
     argvs[-1] += ["--sample_prompts", str(sample), "--sample_tokens", "2"]
     for codes in run_ranks(call, 1, argvs, grouped=False):
-        for code, text in codes: assert code == 0, text
+        for code, text in codes:
+            assert code == 0, text
     return root
 
 
@@ -111,8 +141,10 @@ def put_template(folder: Path, template: str | None, place: str):
     config.pop("chat_template", None)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     shutil.rmtree(folder / "additional_chat_templates", ignore_errors=True)
-    if template and place == "inline": config["chat_template"] = template
-    elif template: (folder / "chat_template.jinja").write_text(template)
+    if template and place == "inline":
+        config["chat_template"] = template
+    elif template:
+        (folder / "chat_template.jinja").write_text(template)
     if place == "several":
         (folder / "additional_chat_templates").mkdir()
         (folder / "additional_chat_templates" / "tool_use.jinja").write_text(template + "tools")
@@ -125,7 +157,8 @@ PLACES = ("inline", "file", "several")
 @pytest.mark.parametrize("of_adapter", [*PLACES, "none"])
 @pytest.mark.parametrize("of_base", PLACES)
 def test_a_merged_folder_has_the_adapters_chat_template_and_nothing_of_the_bases(
-        runs, tmp_path, of_base, of_adapter):
+    runs, tmp_path, of_base, of_adapter
+):
     base = shutil.copytree(runs / "chat", tmp_path / "base")
     adapter = shutil.copytree(runs / "chat-lora-prompt" / "adapter", tmp_path / "adapter")
     put_template(base, CHATML, of_base)
@@ -134,16 +167,22 @@ def test_a_merged_folder_has_the_adapters_chat_template_and_nothing_of_the_bases
     merged = merge_adapter(str(base), adapter, tmp_path / "merged")
     wanted, found = (AutoTokenizer.from_pretrained(folder) for folder in (adapter, merged))
     assert found.chat_template == wanted.chat_template and found.eos_token == wanted.eos_token
-    assert not any("<|im_start|>{{" in file.read_text() for file in merged.rglob("*")
-                   if file.suffix in (".jinja", ".json") and file.name != "tokenizer.json")
+    assert not any(
+        "<|im_start|>{{" in file.read_text()
+        for file in merged.rglob("*")
+        if file.suffix in (".jinja", ".json") and file.name != "tokenizer.json"
+    )
 
 
 def test_an_adapter_that_brings_a_template_alone_replaces_the_bases(runs, tmp_path):
     for place in PLACES:
         base = shutil.copytree(runs / "chat", tmp_path / place / "base")
         put_template(base, CHATML, place)
-        adapter = shutil.copytree(runs / "chat-lora-prompt" / "adapter", tmp_path / place / "adapter")
-        for file in adapter.glob("*token*"): file.unlink()
+        adapter = shutil.copytree(
+            runs / "chat-lora-prompt" / "adapter", tmp_path / place / "adapter"
+        )
+        for file in adapter.glob("*token*"):
+            file.unlink()
         (adapter / "chat_template.jinja").write_text(OTHER)
         merged = merge_adapter(str(base), adapter, tmp_path / place / "merged")
         assert AutoTokenizer.from_pretrained(merged).chat_template == OTHER
@@ -151,17 +190,21 @@ def test_an_adapter_that_brings_a_template_alone_replaces_the_bases(runs, tmp_pa
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_generate_asks_as_rows_were_asked_where_there_is_no_template(runs, tmp_path, name, monkeypatch,
-                                                                     capsys):
+def test_generate_asks_as_rows_were_asked_where_there_is_no_template(
+    runs, tmp_path, name, monkeypatch, capsys
+):
     adapter, asked = runs / f"plain-lora-{name}" / "adapter", []
-    monkeypatch.setattr(LlamaForCausalLM, "generate", lambda self, inputs, **_: asked.append(inputs))
+    monkeypatch.setattr(
+        LlamaForCausalLM, "generate", lambda self, inputs, **_: asked.append(inputs)
+    )
     assert main(["generate", str(adapter), "--prompt", "Say hi", "--device", "cpu"]) == 0
     tokenizer = AutoTokenizer.from_pretrained(adapter)
     trained = row_from_record(RECORDS[name], "row").plain_prompt
     assert tokenizer.decode(asked[0][0]) == trained
     merged = merge_adapter(str(runs / "plain"), adapter, tmp_path / "merged")
     text = AutoTokenizer.from_pretrained(merged).apply_chat_template(
-        [{"role": "user", "content": "Say hi"}], tokenize=False, add_generation_prompt=True)
+        [{"role": "user", "content": "Say hi"}], tokenize=False, add_generation_prompt=True
+    )
     assert text == trained
     assert stops_of(merged) == [0]
 
@@ -173,6 +216,7 @@ def test_samples_in_training_ask_so_too(runs):
 
 
 # ---- what generate reads -----------------------------------------------------------------------------
+
 
 def refused(capsys, *argv) -> str:
     assert main(["generate", *map(str, argv), "--prompt", "hi", "--device", "cpu"]) == 2
@@ -208,16 +252,31 @@ def test_generate_reads_no_pickle(runs, tmp_path, capsys, monkeypatch):
 
 def test_a_broken_tokenizer_of_an_adapter_is_one_line(runs, tmp_path, capsys):
     adapter = shutil.copytree(runs / "chat-lora-prompt" / "adapter", tmp_path / "adapter")
-    for file in ("tokenizer.json", "tokenizer_config.json"): (adapter / file).write_text("{")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (adapter / file).write_text("{")
     assert "its tokenizer can't be loaded" in refused(capsys, adapter)
 
 
 def test_broken_generation_settings_are_one_line(runs, tmp_path):
-    for text, fault in (("{", "not readable JSON"), ("[1]", "it holds no JSON object"),
-                        ("[" * 100_000, "not readable JSON (nested too deeply)")):
+    for text, fault in (
+        ("{", "not readable JSON"),
+        ("[1]", "it holds no JSON object"),
+        ("[" * 100_000, "not readable JSON (nested too deeply)"),
+    ):
         base = shutil.copytree(runs / "chat", tmp_path / f"base{len(text)}")
         (base / "generation_config.json").write_text(text)
-        argv = ["train", "--model_name", str(base), "--dataset", str(runs / "prompt.jsonl"),
-                "--device", "cpu", "--precision", "fp32", "--output_dir", str(tmp_path / "out")]
+        argv = [
+            "train",
+            "--model_name",
+            str(base),
+            "--dataset",
+            str(runs / "prompt.jsonl"),
+            "--device",
+            "cpu",
+            "--precision",
+            "fp32",
+            "--output_dir",
+            str(tmp_path / "out"),
+        ]
         [(code, said)] = call([argv])
         assert code == 2 and "generation_config.json: " + fault in said

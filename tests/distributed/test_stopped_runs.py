@@ -1,4 +1,5 @@
 """A run that is stopped, killed or can't write ends soon, on all ranks, and leaves nothing half made."""
+
 from __future__ import annotations
 
 import fcntl
@@ -43,35 +44,78 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    path.write_text("".join(json.dumps(dict(prompt=str(i), completion=str(i))) + "\n"
-                            for i in range(8)))
+    path.write_text(
+        "".join(json.dumps(dict(prompt=str(i), completion=str(i))) + "\n" for i in range(8))
+    )
     return str(path)
 
 
 # ---- signals -----------------------------------------------------------------------------------
 
+
 def flags_of(folder: str, rows: str, out: Path) -> list[str]:
     """A run that comes to no end."""
-    return ["--model_name", folder, "--dataset", rows, "--device", "cpu", "--precision", "fp32",
-            "--lora_rank", "2", "--num_epochs", "1000000", "--output_dir", str(out)]
+    return [
+        "--model_name",
+        folder,
+        "--dataset",
+        rows,
+        "--device",
+        "cpu",
+        "--precision",
+        "fp32",
+        "--lora_rank",
+        "2",
+        "--num_epochs",
+        "1000000",
+        "--output_dir",
+        str(out),
+    ]
 
 
-def endless_run(folder: str, rows: str, out: Path, world_size: int, prepare=None, terminal=None,
-                more: tuple[str, ...] = ()) -> subprocess.Popen:
+def endless_run(
+    folder: str,
+    rows: str,
+    out: Path,
+    world_size: int,
+    prepare=None,
+    terminal=None,
+    more: tuple[str, ...] = (),
+) -> subprocess.Popen:
     """train.py after its first steps; `prepare` is called in its process before it begins.
 
     terminal: the two ends of one, for what it prints. more: flags.
     """
     theirs = terminal[1] if terminal else subprocess.PIPE
-    command = [sys.executable, "train.py", *flags_of(folder, rows, out), "--world_size", str(world_size),
-               "--log_to", "stdout", "--log_every", "1", *more]
+    command = [
+        sys.executable,
+        "train.py",
+        *flags_of(folder, rows, out),
+        "--world_size",
+        str(world_size),
+        "--log_to",
+        "stdout",
+        "--log_every",
+        "1",
+        *more,
+    ]
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    run = subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdin=terminal and theirs,
-                           stdout=theirs, stderr=theirs, preexec_fn=prepare or listen_to_ctrl_c,
-                           start_new_session=bool(terminal))
-    if terminal: os.close(theirs)
+    run = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=env,
+        text=True,
+        stdin=terminal and theirs,
+        stdout=theirs,
+        stderr=theirs,
+        preexec_fn=prepare or listen_to_ctrl_c,
+        start_new_session=bool(terminal),
+    )
+    if terminal:
+        os.close(theirs)
     for line in os.fdopen(os.dup(terminal[0])) if terminal else run.stdout:
-        if line.startswith("step 3/"): return run
+        if line.startswith("step 3/"):
+            return run
     raise AssertionError(run.stderr.read())
 
 
@@ -112,11 +156,19 @@ def is_alive(process: int) -> bool:
     return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
-@pytest.mark.parametrize("world_size, to_a_rank, number", [
-    (1, False, signal.SIGTERM), (2, False, signal.SIGTERM), (2, True, signal.SIGUSR1),
-    (1, False, signal.SIGINT), (2, False, signal.SIGINT)])
+@pytest.mark.parametrize(
+    "world_size, to_a_rank, number",
+    [
+        (1, False, signal.SIGTERM),
+        (2, False, signal.SIGTERM),
+        (2, True, signal.SIGUSR1),
+        (1, False, signal.SIGINT),
+        (2, False, signal.SIGINT),
+    ],
+)
 def test_a_signal_or_ctrl_c_to_the_launcher_or_a_rank_saves_and_ends_with_75(
-        folder, rows, tmp_path, world_size, to_a_rank, number):
+    folder, rows, tmp_path, world_size, to_a_rank, number
+):
     run = endless_run(folder, rows, tmp_path, world_size)
     ranks = ranks_of(run)
     assert len(ranks) == (world_size if world_size > 1 else 0)
@@ -125,7 +177,8 @@ def test_a_signal_or_ctrl_c_to_the_launcher_or_a_rank_saves_and_ends_with_75(
         os.kill(process, number)  # a terminal tells all processes of Ctrl-C
     for _ in range(20 * (number == signal.SIGTERM)):  # some schedulers tell it again and again
         time.sleep(0.05)
-        if run.poll() is None: os.kill(run.pid, number)
+        if run.poll() is None:
+            os.kill(run.pid, number)
     code, error, seconds = end_of(run)
     assert code == 75 and seconds < 30 and "Traceback" not in error, error
     assert "death signal" not in error  # torch's own line
@@ -171,13 +224,17 @@ def test_a_second_ctrl_c_ends_a_run_at_once(monkeypatch):
     try:
         # In a run, what has not ended by then is ended: here that would be the tests themselves.
         with StopSignals(grace_seconds=1e6) as signals:
-            with pytest.raises(KeyboardInterrupt): signal.raise_signal(signal.SIGINT)  # nothing to save
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)  # nothing to save
             signals.can_save = True
             signal.raise_signal(signal.SIGINT)
-            while not signals.is_asked(): time.sleep(0.01)
-            with pytest.raises(KeyboardInterrupt): signal.raise_signal(signal.SIGINT)
+            while not signals.is_asked():
+                time.sleep(0.01)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
     finally:
-        for number, handler in before.items(): signal.signal(number, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 STOPPED = """
@@ -224,20 +281,32 @@ sys.exit(cli.main(["train"]))
 
 def test_a_store_that_is_frozen_as_a_run_ends_does_not_abort_it():
     port = free_port()
-    with subprocess.Popen([sys.executable, "-c", STORE, str(port)], text=True, stdin=subprocess.PIPE,
-                          stdout=subprocess.PIPE) as store:
+    with subprocess.Popen(
+        [sys.executable, "-c", STORE, str(port)],
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as store:
         try:
             assert store.stdout.readline() == "up\n"
-            ended = subprocess.run([sys.executable, "-c", WATCHED, str(port), str(store.pid)], cwd=ROOT,
-                                   capture_output=True, text=True, timeout=SECONDS)
-        finally: store.kill()
+            ended = subprocess.run(
+                [sys.executable, "-c", WATCHED, str(port), str(store.pid)],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
+            )
+        finally:
+            store.kill()
     assert ended.returncode == 2 and "error: wrong" in ended.stderr, ended
 
 
 def test_a_look_for_other_ranks_does_not_abort_a_process_that_ends():
     """With looks one after another; without the wait for the last one it did five times of six."""
-    ended = [subprocess.run([sys.executable, "-c", STOPPED], cwd=ROOT, capture_output=True, text=True)
-             for _ in range(2)]
+    ended = [
+        subprocess.run([sys.executable, "-c", STOPPED], cwd=ROOT, capture_output=True, text=True)
+        for _ in range(2)
+    ]
     assert [run.returncode for run in ended] == [75, 75], ended
 
 
@@ -258,15 +327,23 @@ sys.exit(cli.main(sys.argv[1:]))
 
 def run_of(script: str, flags: list[str]) -> subprocess.CompletedProcess:
     """One rank's run by a script that calls the command line."""
-    return subprocess.run([sys.executable, "-c", script, "train", "--world_size", "1", *flags], cwd=ROOT,
-                          capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", script, "train", "--world_size", "1", *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
 
 
 def test_a_stop_may_save_for_as_long_as_it_is_given_and_its_launcher_waits(folder, rows, tmp_path):
-    ended = run_of(NEVER_WRITTEN, [*flags_of(folder, rows, tmp_path), "--stop_grace_seconds", "1.5"])
+    ended = run_of(
+        NEVER_WRITTEN, [*flags_of(folder, rows, tmp_path), "--stop_grace_seconds", "1.5"]
+    )
     assert ended.returncode == 75, ended.stderr
     assert "stopped by SIGUSR1: not saved within 1.5 s (--stop_grace_seconds)" in ended.stderr
-    waits = [how_to_launch(2, RunConfig(stop_grace_seconds=s)).shutdown_timeout for s in (25, 299.5)]
+    waits = [
+        how_to_launch(2, RunConfig(stop_grace_seconds=s)).shutdown_timeout for s in (25, 299.5)
+    ]
     assert waits == [30, 305]  # 30 is torch's own
 
 
@@ -324,12 +401,18 @@ def test_ranks_end_where_their_launcher_is_killed(folder, rows, tmp_path):
 def test_a_stop_is_not_waited_for_where_a_rank_is_gone(folder, rows, tmp_path):
     """As after torchrun's SIGTERM to what a killed rank leaves; a frozen one answers as little."""
     told = tmp_path / "told"
-    run = endless_run(folder, rows, tmp_path, 2,
-                      more=("--on_end", f'echo "$FSDP_QLORA_STATUS $FSDP_QLORA_MESSAGE" >> {told}'))
+    run = endless_run(
+        folder,
+        rows,
+        tmp_path,
+        2,
+        more=("--on_end", f'echo "$FSDP_QLORA_STATUS $FSDP_QLORA_MESSAGE" >> {told}'),
+    )
     ranks = ranks_of(run)
     os.kill(ranks[1], signal.SIGSTOP)
     os.kill(ranks[0], signal.SIGTERM)
-    while is_alive(ranks[0]): time.sleep(0.1)
+    while is_alive(ranks[0]):
+        time.sleep(0.1)
     os.kill(ranks[1], signal.SIGKILL)
     code, error, _ = end_of(run)
     assert code == 75 and "stopped by SIGTERM: rank 1 does not answer" in error, error
@@ -339,35 +422,76 @@ def test_a_stop_is_not_waited_for_where_a_rank_is_gone(folder, rows, tmp_path):
 
 # ---- folders that can't be written to ----------------------------------------------------------
 
+
 def refusal(argv: list[str]) -> str:
     from fsdp_qlora.cli import main
+
     error = StringIO()
-    with redirect_stderr(error): assert main(argv) == 2
+    with redirect_stderr(error):
+        assert main(argv) == 2
     return error.getvalue()
 
 
-@pytest.mark.parametrize("out, made, fault", [
-    ("file", "file", "is a file"), ("file/deep/er", "file", "is a file"),
-    ("out", "out/adapter", "is a file")])
-def test_an_output_folder_that_is_a_file_is_refused_before_training(folder, rows, tmp_path, out, made,
-                                                                   fault):
+@pytest.mark.parametrize(
+    "out, made, fault",
+    [
+        ("file", "file", "is a file"),
+        ("file/deep/er", "file", "is a file"),
+        ("out", "out/adapter", "is a file"),
+    ],
+)
+def test_an_output_folder_that_is_a_file_is_refused_before_training(
+    folder, rows, tmp_path, out, made, fault
+):
     (tmp_path / made).parent.mkdir(exist_ok=True)
     (tmp_path / made).write_text("mine")
-    error = refusal(["train", "--model_name", folder, "--dataset", rows, "--device", "cpu",
-                     "--output_dir", str(tmp_path / out)])
+    error = refusal(
+        [
+            "train",
+            "--model_name",
+            folder,
+            "--dataset",
+            rows,
+            "--device",
+            "cpu",
+            "--output_dir",
+            str(tmp_path / out),
+        ]
+    )
     assert f"--output_dir {tmp_path / out}" in error and fault in error
     assert (tmp_path / made).read_text() == "mine"
 
 
-@pytest.mark.parametrize("fault, patched", [
-    ("can't be written to", ("os.access", lambda *_: False)),
-    ("has 1 kB free, and the result takes", ("fsdp_qlora.places.shutil.disk_usage",
-                                             lambda _: SimpleNamespace(total=10**9, free=1000)))])
-def test_a_folder_without_rights_or_space_is_refused_before_training(folder, rows, tmp_path, fault,
-                                                                    patched, monkeypatch):
+@pytest.mark.parametrize(
+    "fault, patched",
+    [
+        ("can't be written to", ("os.access", lambda *_: False)),
+        (
+            "has 1 kB free, and the result takes",
+            (
+                "fsdp_qlora.places.shutil.disk_usage",
+                lambda _: SimpleNamespace(total=10**9, free=1000),
+            ),
+        ),
+    ],
+)
+def test_a_folder_without_rights_or_space_is_refused_before_training(
+    folder, rows, tmp_path, fault, patched, monkeypatch
+):
     monkeypatch.setattr(*patched)
-    error = refusal(["train", "--model_name", folder, "--dataset", rows, "--device", "cpu",
-                     "--output_dir", str(tmp_path / "new" / "out")])
+    error = refusal(
+        [
+            "train",
+            "--model_name",
+            folder,
+            "--dataset",
+            rows,
+            "--device",
+            "cpu",
+            "--output_dir",
+            str(tmp_path / "new" / "out"),
+        ]
+    )
     assert f"--output_dir {tmp_path}/new/out: {tmp_path}" in error and fault in error, error
     assert not list(tmp_path.iterdir())
 
@@ -380,8 +504,11 @@ def save_twice(folder: str, out: str, train_type: str) -> list[str]:
     from fsdp_qlora.dist import ranks_from_env
     from fsdp_qlora.optim import build_optimizer
     from fsdp_qlora.training.step import train_step
-    model = build_model(RunConfig(model_name=folder, precision="fp32", lora_rank=2,
-                                  train_type=train_type), torch.device("cpu"))
+
+    model = build_model(
+        RunConfig(model_name=folder, precision="fp32", lora_rank=2, train_type=train_type),
+        torch.device("cpu"),
+    )
     export.save_trained(model, out)
     before, save_file = listed(out), export.save_file
     export.SHARD_BYTES = 100_000  # so that writing begins while ranks still gather
@@ -389,16 +516,20 @@ def save_twice(folder: str, out: str, train_type: str) -> list[str]:
     def full_disk(tensors, path, *_):
         path.write_bytes(b"half")
         raise SafetensorError("I/O error: No space left on device (os error 28)")
+
     said = []
     for failing in (full_disk, interrupted):
-        if ranks_from_env().is_main: export.save_file = failing
-        if failing is interrupted and ranks_from_env().world_size > 1: continue
+        if ranks_from_env().is_main:
+            export.save_file = failing
+        if failing is interrupted and ranks_from_env().world_size > 1:
+            continue
         try:
             export.save_trained(model, out)
         except (OSError, KeyboardInterrupt) as error:
             said.append(str(error))
     after, export.save_file = listed(out), save_file  # rank 0 is the one that tidies up
-    if ranks_from_env().is_main: assert before == after, (before, after)
+    if ranks_from_env().is_main:
+        assert before == after, (before, after)
     result = train_step(model, build_optimizer(model), [padded_batch(tiny_rows(1, 2)[0])])
     assert result.loss > 0
     export.save_trained(model, out)
@@ -418,10 +549,12 @@ def listed(out: str) -> dict[str, int]:
 @pytest.mark.parametrize("train_type", ["lora", "full"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_failed_save_is_said_on_all_ranks_keeps_the_old_one_and_the_run_can_go_on(
-        folder, tmp_path, world_size, train_type):
+    folder, tmp_path, world_size, train_type
+):
     out = tmp_path / "saved" / "weights"
     ranks = run_ranks(save_twice, world_size, folder, str(out), train_type, timeout=60)
-    for said in ranks: assert "rank 0 could not write" in said[0] and "No space left" in said[0]
+    for said in ranks:
+        assert "rank 0 could not write" in said[0] and "No space left" in said[0]
     assert [p.name for p in out.parent.iterdir()] == ["weights"]
     files = sorted(out.glob("*.safetensors"))
     assert len(files) == (1 if train_type == "lora" else 5) and all(load_file(f) for f in files)

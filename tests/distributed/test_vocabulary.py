@@ -1,4 +1,5 @@
 """The frozen embedding and head by rows: what they give is what whole ones give, on every rank."""
+
 from __future__ import annotations
 
 import pytest
@@ -21,13 +22,16 @@ class ScaledEmbedding(nn.Embedding):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {tied: save_tiny(tmp_path_factory.mktemp(str(tied)), tie_word_embeddings=tied)
-            for tied in (False, True)}
+    return {
+        tied: save_tiny(tmp_path_factory.mktemp(str(tied)), tie_word_embeddings=tied)
+        for tied in (False, True)
+    }
 
 
 def plain_model(folder: str, scaled: bool = False, dtype=torch.float32):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).requires_grad_(False)
-    if scaled: model.get_input_embeddings().__class__ = ScaledEmbedding
+    if scaled:
+        model.get_input_embeddings().__class__ = ScaledEmbedding
     return model.eval()
 
 
@@ -38,6 +42,7 @@ def by_rows(folders: dict, piece_bytes: int, dtype: torch.dtype) -> list[tuple]:
     from fsdp_qlora.dist import shard_mesh
     from fsdp_qlora.memory import vocabulary
     from fsdp_qlora.memory.losses import apply_chunked_loss
+
     vocabulary.PIECE_BYTES = piece_bytes
     results = []
     for tied, folder in folders.items():
@@ -47,19 +52,26 @@ def by_rows(folders: dict, piece_bytes: int, dtype: torch.dtype) -> list[tuple]:
             apply_chunked_loss(whole)
             weights = vocabulary.apply_vocabulary_lookup(model, shard_mesh(torch.device("cpu")))
             assert len(set(weights)) == 2 - tied
-            batch = padded_batch(tiny_rows(1, 1 + 2 * dist.get_rank())[0])  # other shapes on each rank
+            batch = padded_batch(
+                tiny_rows(1, 1 + 2 * dist.get_rank())[0]
+            )  # other shapes on each rank
             ids = batch["input_ids"]
-            same = (torch.equal(model.get_input_embeddings()(ids), whole.get_input_embeddings()(ids)),
-                    torch.equal(model(ids).logits, whole(ids).logits),
-                    torch.equal(model(**batch).loss, whole(**batch).loss))
+            same = (
+                torch.equal(model.get_input_embeddings()(ids), whole.get_input_embeddings()(ids)),
+                torch.equal(model(ids).logits, whole(ids).logits),
+                torch.equal(model(**batch).loss, whole(**batch).loss),
+            )
             results.append((same, [w.to_local().shape[0] for w in weights]))
     return results
 
 
-@pytest.mark.parametrize("world_size, piece_bytes, dtype", [
-    (1, 2**27, torch.float32), (2, 2**27, torch.bfloat16), (3, 40 * 64 * 4, torch.float32)])
-def test_embeddings_logits_and_losses_are_those_of_whole_weights(folders, world_size, piece_bytes,
-                                                                dtype):
+@pytest.mark.parametrize(
+    "world_size, piece_bytes, dtype",
+    [(1, 2**27, torch.float32), (2, 2**27, torch.bfloat16), (3, 40 * 64 * 4, torch.float32)],
+)
+def test_embeddings_logits_and_losses_are_those_of_whole_weights(
+    folders, world_size, piece_bytes, dtype
+):
     """With the small piece, some ids per exchange."""
     by_rank = run_ranks(by_rows, world_size, folders, piece_bytes, dtype)
     assert all(all(same) for results in by_rank for same, _ in results)
@@ -70,6 +82,7 @@ def test_embeddings_logits_and_losses_are_those_of_whole_weights(folders, world_
 def test_rows_in_host_memory_come_in_pieces(monkeypatch):
     """The device is stood in for by another: on a CPU both are one."""
     from fsdp_qlora.memory import vocabulary
+
     weight, ids = torch.randn(VOCAB, 8), torch.randint(0, VOCAB, (50,))
     for first, stop in ((0, VOCAB), (40, VOCAB), (0, 13), (5, 5)):
         expected = torch.where(((ids >= first) & (ids < stop))[:, None], weight[ids], 0.0)
@@ -84,17 +97,26 @@ def held_rows(folder: str, strategies: list[str]) -> list[dict[str, int]]:
     from fsdp_qlora.build import build_model
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.model.blocks import decoder_blocks, output_head
+
     found = []
     for strategy in strategies:
-        model = build_model(RunConfig(model_name=folder, lora_rank=2, precision="fp32",
-                                      sharding_strategy=strategy), torch.device("cpu"))
+        model = build_model(
+            RunConfig(model_name=folder, lora_rank=2, precision="fp32", sharding_strategy=strategy),
+            torch.device("cpu"),
+        )
         layers = dict(embedding=model.get_input_embeddings(), head=output_head(model))
 
         def look(*_, layers=layers):
-            found.append({n: getattr(m.weight, "_local_tensor", m.weight).shape[0]
-                          for n, m in layers.items()})
+            found.append(
+                {
+                    n: getattr(m.weight, "_local_tensor", m.weight).shape[0]
+                    for n, m in layers.items()
+                }
+            )
+
         decoder_blocks(model)[-1].register_forward_pre_hook(look)
-        with torch.no_grad(): model(**padded_batch(tiny_rows(1, 2)[0]))
+        with torch.no_grad():
+            model(**padded_batch(tiny_rows(1, 2)[0]))
     return found
 
 

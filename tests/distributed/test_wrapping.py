@@ -3,6 +3,7 @@
 FSDP gathers a unit only inside the unit's own forward. A tied embedding and head wrapped apart were
 untied or crashed, and so did a head, or a part of an adapted layer, that was a unit of its own.
 """
+
 from __future__ import annotations
 
 import torch
@@ -30,14 +31,17 @@ POLICIES = [dict(wrap_policy="min_params", min_wrap_params=5000), linear_or_embe
 def train_wrapped(folder: str, steps, cases) -> list[dict]:
     """The run of each (train type, policy)."""
     import fsdp_qlora.build as build
+
     results = []
     for train_type, policy in cases:
         settings = dict(train_type=train_type, sharding_strategy="full_shard")
         apply_sharding = build.apply_sharding
         if callable(policy):  # not a setting of the command line
-            build.apply_sharding = lambda *args, policy=policy, apply=apply_sharding, **kwargs: apply(
-                *args, **kwargs | dict(wrap_policy=policy))
-        else: settings |= policy
+            build.apply_sharding = lambda *args, policy=policy, apply=apply_sharding, **kwargs: (
+                apply(*args, **kwargs | dict(wrap_policy=policy))
+            )
+        else:
+            settings |= policy
         results.append(train_case(folder, steps, settings))
         build.apply_sharding = apply_sharding
     return results
@@ -58,14 +62,16 @@ def step_and_save_tied(folder: str, out: str, rows) -> list[str]:
     import torch.distributed as dist
 
     import fsdp_qlora as fq
+
     device = torch.device("cpu")
     model = fq.meta_model(fq.read_config(folder), torch.float32)
-    units = fq.apply_sharding(model, "full_shard", fq.make_mesh("full_shard", device),
-                              wrap_policy=linear_or_embedding)
+    units = fq.apply_sharding(
+        model, "full_shard", fq.make_mesh("full_shard", device), wrap_policy=linear_or_embedding
+    )
     fq.materialize(model, device, device)
     fq.load_weights(model, fq.Checkpoint(folder), device)
     optimizer = fq.build_optimizer(model, "sgd", 0.1)
-    fq.train_step(model, optimizer, [padded_batch(rows[dist.get_rank()::2])])
+    fq.train_step(model, optimizer, [padded_batch(rows[dist.get_rank() :: 2])])
     fq.save_trained(model, out)
     return units
 
@@ -82,8 +88,10 @@ def test_a_tied_model_saves_one_tensor_that_both_ends_share_on_reload(tmp_path):
     count = (batch["labels"][:, 1:] != -100).sum()
     expected(**batch, num_items_in_batch=count).loss.backward()
     with torch.no_grad():
-        for p in expected.parameters(): p -= 0.1 * p.grad
+        for p in expected.parameters():
+            p -= 0.1 * p.grad
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert reloaded.lm_head.weight is reloaded.model.embed_tokens.weight
-    torch.testing.assert_close(dict(reloaded.named_parameters()), dict(expected.named_parameters()),
-                               rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        dict(reloaded.named_parameters()), dict(expected.named_parameters()), rtol=1e-5, atol=1e-6
+    )

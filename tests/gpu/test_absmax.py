@@ -1,4 +1,5 @@
 """8-bit scales on a GPU: the same bytes and values as on the CPU, in plain and in fp8 products."""
+
 from __future__ import annotations
 
 import pytest
@@ -8,8 +9,10 @@ from fsdp_qlora.quantization import fp8
 from fsdp_qlora.quantization.absmax import decode_absmax, encode_absmax
 from fsdp_qlora.quantization.fourbit import dequantize_rows, quantize_rows
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
-                                                  reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 
 @pytest.mark.parametrize("blocks", [1, 5, 64, 128, 448])
@@ -26,9 +29,13 @@ def test_weights_and_fp8_products_are_those_of_the_decoded_scales():
     packed, stored = quantize_rows(weight, "nf4", "int8")
     absmax = decode_absmax(stored, 16)
     for dtype in (torch.bfloat16, torch.float32):
-        assert torch.equal(dequantize_rows(packed, stored, 1024, "nf4", dtype),
-                           dequantize_rows(packed, absmax, 1024, "nf4", dtype))
-    if torch.cuda.get_device_capability() < (8, 9): return
+        assert torch.equal(
+            dequantize_rows(packed, stored, 1024, "nf4", dtype),
+            dequantize_rows(packed, absmax, 1024, "nf4", dtype),
+        )
+    if torch.cuda.get_device_capability() < (8, 9):
+        return
     x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16)
-    assert torch.equal(fp8.forward_product(x, packed, stored, "nf4"),
-                       fp8.forward_product(x, packed, absmax, "nf4"))
+    assert torch.equal(
+        fp8.forward_product(x, packed, stored, "nf4"), fp8.forward_product(x, packed, absmax, "nf4")
+    )

@@ -1,6 +1,7 @@
 """The adapted layer on a GPU: the adapter inside of the unpacked weight, layers of one input joined,
 dropout from a seed.
 """
+
 from __future__ import annotations
 
 import copy
@@ -15,7 +16,11 @@ from fsdp_qlora.adapters.dropout import (
     dropped_product,
     product_of_dropped,
 )
-from fsdp_qlora.adapters.lora_ops import adapted_linear, adapted_linear_backward, shared_inputs_backward
+from fsdp_qlora.adapters.lora_ops import (
+    adapted_linear,
+    adapted_linear_backward,
+    shared_inputs_backward,
+)
 from fsdp_qlora.build import compile_blocks
 from fsdp_qlora.quantization.fourbit import dequantize_rows, quantize_rows
 from fsdp_qlora.quantization.kernels import unpack_adapted
@@ -25,8 +30,10 @@ from tests.test_adapters import (
 from tests.test_fusion import adapted_model, gradients
 from tests.tiny import save_tiny
 
-pytestmark = [pytest.mark.gpu,
-              pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 N, R, SCALING = 1000, 64, 0.25
 SHAPES = [(512, 256), (200, 1024), (1024, 320)]  # (O, I)
 
@@ -52,7 +59,9 @@ def error(found, expected) -> float:
 def test_the_weight_with_its_adapter_is_rounded_once(rows, inputs, quant_type, rank):
     _, _, _, a, b, _, _ = layer(rows, inputs)
     a, b = a[:rank], b[:, :rank]
-    packed, absmax = quantize_rows(torch.randn(rows, inputs, device="cuda") / inputs**0.5, quant_type)
+    packed, absmax = quantize_rows(
+        torch.randn(rows, inputs, device="cuda") / inputs**0.5, quant_type
+    )
     whole = dequantize_rows(packed, absmax, inputs, quant_type, torch.float32) + SCALING * b @ a
     found = unpack_adapted(packed, absmax, inputs, quant_type, a, b, SCALING)
     once = error(whole.bfloat16(), whole)
@@ -67,8 +76,9 @@ def test_outputs_and_gradients_are_as_near_to_fp32_as_with_separate_products(row
     y = x.float() @ whole.t()
     together, apart = (adapted_linear(*args, each, b, *form) for each in (a, None))
     assert error(together, y) < 1.2 * error(apart, y)
-    dx, da, db = adapted_linear_backward(dy, x, xa, packed, absmax, a, b, None, SCALING, 0.0,
-                                         *form[1:])
+    dx, da, db = adapted_linear_backward(
+        dy, x, xa, packed, absmax, a, b, None, SCALING, 0.0, *form[1:]
+    )
     assert error(dx, dy.float() @ whole) < 2**-7
     assert error(da, (SCALING * dy.float() @ b).t() @ x.float()) < 2**-7
     assert error(db, SCALING * dy.float().t() @ (x.float() @ a.t())) < 2**-7
@@ -81,19 +91,34 @@ def test_joined_backward_is_the_sum_of_each(product_dtype, bound, count):
     x = layers[0][0]
     _, packed, absmax, a, b, dy, whole = (list(column) for column in zip(*layers, strict=True))
     xa = [x @ each.bfloat16().t() for each in a]
-    found = shared_inputs_backward(dy, x, xa, packed, absmax, a, b, [SCALING] * count, 512, "nf4",
-                                   product_dtype)
+    found = shared_inputs_backward(
+        dy, x, xa, packed, absmax, a, b, [SCALING] * count, 512, "nf4", product_dtype
+    )
     expected = sum(d.float() @ w for d, w in zip(dy, whole, strict=True))
     assert error(found[0], expected) < bound
     for i in range(count):
-        alone = adapted_linear_backward(dy[i], x, xa[i], packed[i], absmax[i], a[i], b[i], None,
-                                        SCALING, 0.0, 512, "nf4", product_dtype)
+        alone = adapted_linear_backward(
+            dy[i],
+            x,
+            xa[i],
+            packed[i],
+            absmax[i],
+            a[i],
+            b[i],
+            None,
+            SCALING,
+            0.0,
+            512,
+            "nf4",
+            product_dtype,
+        )
         assert error(found[1 + i], alone[1]) < 1e-3
         assert error(found[1 + count + i], alone[2]) < 1e-3
 
 
-@pytest.mark.parametrize("policy, dropout", [("keep_linears", 0.0), ("recompute_all", 0.0),
-                                             ("recompute_all", 0.5)])
+@pytest.mark.parametrize(
+    "policy, dropout", [("keep_linears", 0.0), ("recompute_all", 0.0), ("recompute_all", 0.5)]
+)
 def test_a_compiled_model_gives_the_gradients_of_the_plain_one(policy, dropout, tmp_path):
     model = adapted_model(save_tiny(tmp_path), policy, "all-linear", dropout).cuda()
     plain = gradients(copy.deepcopy(model))
@@ -109,8 +134,10 @@ def test_what_a_young_adapter_gives_is_not_lost_in_rounding(product_dtype):
     packed, absmax = quantize_rows(torch.randn(2048, 512, device="cuda") / 512**0.5)
     a, b = torch.randn(R, 512, device="cuda") / 512**0.5, 1e-4 * torch.randn(2048, R, device="cuda")
     args = (x, x, x @ a.bfloat16().t(), packed, absmax, None, a)
-    found, without = (adapted_linear(*args, each, 1.0, 512, "nf4", product_dtype).double()
-                      for each in (b, torch.zeros_like(b)))
+    found, without = (
+        adapted_linear(*args, each, 1.0, 512, "nf4", product_dtype).double()
+        for each in (b, torch.zeros_like(b))
+    )
     part = (x.double() @ a.double().t()) @ b.double().t()
     assert part.std() < 2**-10 * without.std()
     share = ((found - without) * part).sum() / part.square().sum()
@@ -118,6 +145,7 @@ def test_what_a_young_adapter_gives_is_not_lost_in_rounding(product_dtype):
 
 
 # ---- dropout -----------------------------------------------------------------------------------
+
 
 def seed_of(value: int):
     return torch.tensor(value, device="cuda")
@@ -129,7 +157,7 @@ def ones(*shape, dtype=torch.float32):
 
 def within(share, expected: float, count: int) -> bool:
     """Whether a share of so many draws is as near to what is expected as four standard errors."""
-    return abs(share.item() - expected) < 4 * (expected * (1 - expected) / count)**0.5
+    return abs(share.item() - expected) < 4 * (expected * (1 - expected) / count) ** 0.5
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
@@ -139,7 +167,7 @@ def test_a_seed_says_which_share_of_the_inputs_is_dropped(dtype, p):
     x = torch.randn(1003, 517, device="cuda").to(dtype)
     keep, other = (dropped(torch.ones_like(x), seed_of(s), p) != 0 for s in (2**61 + 1, 2**61 + 2))
     assert within(keep.double().mean(), 1 - p, x.numel())
-    assert within((keep == other).double().mean(), p**2 + (1 - p)**2, x.numel())
+    assert within((keep == other).double().mean(), p**2 + (1 - p) ** 2, x.numel())
     for each in (x, x.t().contiguous().t()):
         found = dropped(each, seed_of(2**61 + 1), p)
         assert torch.equal(found, (x.float() * keep * (1 / (1 - p))).to(dtype))
@@ -153,7 +181,7 @@ def test_no_two_rows_or_columns_and_no_two_seeds_drop_alike():
     centred = torch.cat([dropped(ones(1024, 1024), seed_of(s), 0.5) - 1 for s in (0, 1)])
     for rows in (centred, centred.t()):
         correlations = rows @ rows.t() / rows.shape[1]
-        assert correlations.fill_diagonal_(0).abs().max() < 7 / rows.shape[1]**0.5
+        assert correlations.fill_diagonal_(0).abs().max() < 7 / rows.shape[1] ** 0.5
 
 
 def test_more_inputs_than_32_bits_count_are_dropped_to_the_last():
@@ -171,9 +199,11 @@ def test_a_replayed_graph_draws_the_seeds_of_the_host_and_drops_by_them():
     def draw():
         seed = dropout_seed(x, x)
         return seed, dropped(x, seed, 0.3), dropped(x, given, 0.3)
+
     torch.manual_seed(0)
     expected = [draw() for _ in range(3)]
-    with torch.cuda.graph(graph): static = draw()
+    with torch.cuda.graph(graph):
+        static = draw()
     torch.manual_seed(0)
     for seed, by_seed, by_given in expected:
         graph.replay()
@@ -189,8 +219,10 @@ def test_a_replayed_graph_draws_the_seeds_of_the_host_and_drops_by_them():
 @pytest.mark.parametrize("n, width", [(1000, 512), (70, 200), (4096, 4096)])
 def test_products_drop_the_places_that_the_seed_says(n, width, rank):
     torch.manual_seed(0)
-    x, a, y = (torch.randn(shape, device="cuda").bfloat16()
-               for shape in ((n, width), (rank, width), (n, rank)))
+    x, a, y = (
+        torch.randn(shape, device="cuda").bfloat16()
+        for shape in ((n, width), (rank, width), (n, rank))
+    )
     seed = seed_of(2**61 + 3)
     keep = dropped(ones(n, width), seed, 0.3).double()
     found = product_of_dropped(x, a, seed, 0.3)

@@ -1,4 +1,5 @@
 """Checkpoints, resuming and skipped steps where steps run ahead of the host. Needs 2 GPUs."""
+
 from __future__ import annotations
 
 import math
@@ -13,8 +14,10 @@ from tests.distributed.test_resume import STEPS, STOP_AT, metrics, run_once, set
 from tests.ranks import run_ranks
 from tests.tokenizers import save_chat_model
 
-pytestmark = [pytest.mark.gpu,
-              pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs"),
+]
 GPU = dict(device="cuda", compile=False)
 
 
@@ -35,15 +38,19 @@ def whole_and_resumed(folder: str, out: str, cases: list[dict]) -> list[int]:
 
 
 def test_a_resumed_run_is_bit_equal_under_deterministic(folder, tmp_path):
-    cases = [GPU | dict(deterministic=True, sharding_strategy=s, train_type=t)
-             for s, t in (("full_shard", "qlora"), ("ddp", "lora"))]
+    cases = [
+        GPU | dict(deterministic=True, sharding_strategy=s, train_type=t)
+        for s, t in (("full_shard", "qlora"), ("ddp", "lora"))
+    ]
     cases.append(cases[0] | dict(use_cpu_offload=True))
     for counts in run_ranks(whole_and_resumed, 2, folder, str(tmp_path), cases, device="cuda"):
         assert counts == [STEPS - 3] * len(cases)
     for number, case in enumerate(cases):
         whole, resumed = tmp_path / f"{number}-whole", tmp_path / f"{number}-resumed"
         assert metrics(whole) == metrics(resumed), case
-        expected, found = (load_file(p / "adapter/adapter_model.safetensors") for p in (whole, resumed))
+        expected, found = (
+            load_file(p / "adapter/adapter_model.safetensors") for p in (whole, resumed)
+        )
         assert all(torch.equal(found[k], expected[k]) for k in expected), case
 
 

@@ -1,4 +1,5 @@
 """DoRA on a GPU: norms from the kernel that unpacks W + scaling B A, and blocks that are compiled."""
+
 from __future__ import annotations
 
 import copy
@@ -16,8 +17,10 @@ from tests.gpu.test_adapted_products import SCALING, SHAPES, layer
 from tests.test_fusion import gradients
 from tests.tiny import save_tiny
 
-pytestmark = [pytest.mark.gpu,
-              pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 
 @pytest.mark.parametrize("rows, inputs", SHAPES)
@@ -32,11 +35,13 @@ def test_norms_of_bf16_products_are_those_of_the_fp32_weight(rows, inputs):
 @pytest.mark.parametrize("quantized", [False, True])
 def test_compiled_blocks_have_the_gradients_of_eager_ones(tmp_path, quantized):
     base = AutoModelForCausalLM.from_pretrained(save_tiny(tmp_path), dtype=torch.bfloat16).cuda()
-    model = apply_adapters(quantize_linears(base) if quantized else base,
-                           lora_config(rank=16, use_dora=True)).train()
+    model = apply_adapters(
+        quantize_linears(base) if quantized else base, lora_config(rank=16, use_dora=True)
+    ).train()
     init_adapters(model, 0)
     for name, p in trainable_parameters(model).items():
-        if "lora_B" in name: nn.init.normal_(p, std=0.1)
+        if "lora_B" in name:
+            nn.init.normal_(p, std=0.1)
     eager = gradients(copy.deepcopy(model))
     compile_blocks(model)
     for name, found in gradients(model).items():

@@ -1,4 +1,5 @@
 """Grouped products on a GPU: near to fp32, zero where an expert has no token, and without the host."""
+
 from __future__ import annotations
 
 import pytest
@@ -8,8 +9,10 @@ from fsdp_qlora.adapters.expert_ops import adapted_experts
 from fsdp_qlora.quantization import grouped
 from fsdp_qlora.quantization.formats import dequantize_rows, quantize_rows
 
-pytestmark = [pytest.mark.gpu,
-              pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 COUNTS = [0, 37, 0, 1, 250, 96, 0, 0]  # rows of each expert
 E, O, I, SCALING = len(COUNTS), 192, 256, 0.5  # noqa: E741
 
@@ -19,9 +22,13 @@ def layer(rank: int, dtype: torch.dtype):
     torch.manual_seed(0)
     x, dy = (torch.randn(sum(COUNTS), n, device="cuda", dtype=dtype) for n in (I, O))
     packed, absmax = quantize_rows(torch.randn(E * O, I, device="cuda") / I**0.5)
-    a, b = torch.randn(E * rank, I, device="cuda") / I**0.5, torch.randn(O, rank * E, device="cuda") / 16
-    whole = dequantize_rows(packed, absmax, I, "nf4", torch.float32).view(E, O, I) + SCALING * torch.bmm(
-        b.view(O, rank, E).permute(2, 0, 1), a.view(E, rank, I))
+    a, b = (
+        torch.randn(E * rank, I, device="cuda") / I**0.5,
+        torch.randn(O, rank * E, device="cuda") / 16,
+    )
+    whole = dequantize_rows(packed, absmax, I, "nf4", torch.float32).view(
+        E, O, I
+    ) + SCALING * torch.bmm(b.view(O, rank, E).permute(2, 0, 1), a.view(E, rank, I))
     ends = torch.tensor(COUNTS, device="cuda").cumsum(0).int()
     return x, ends, packed, absmax, a.requires_grad_(), b.requires_grad_(), dy, whole
 
@@ -31,7 +38,9 @@ def error(found, expected) -> float:
 
 
 @pytest.mark.parametrize("part_values", [2**28, 2**17], ids=["whole", "in parts"])
-@pytest.mark.parametrize("rank, dtype", [(16, torch.bfloat16), (6, torch.bfloat16), (4, torch.float32)])
+@pytest.mark.parametrize(
+    "rank, dtype", [(16, torch.bfloat16), (6, torch.bfloat16), (4, torch.float32)]
+)
 def test_experts_and_their_adapters_are_near_to_fp32(monkeypatch, rank, dtype, part_values):
     monkeypatch.setattr(grouped, "PART_VALUES", part_values)
     x, ends, packed, absmax, a, b, dy, whole = layer(rank, dtype)
@@ -48,15 +57,21 @@ def test_experts_and_their_adapters_are_near_to_fp32(monkeypatch, rank, dtype, p
     a3, b3 = a.view(E, rank, I), b.view(O, rank, E).permute(2, 0, 1)
     da, db = a.grad.view(E, rank, I), b.grad.view(O, rank, E).permute(2, 0, 1)
     for e, s in enumerate(spans):
-        expected = (SCALING * b3[e].t() @ dy[s].float().t() @ x[s].float(),
-                    SCALING * dy[s].float().t() @ x[s].float() @ a3[e].t())
+        expected = (
+            SCALING * b3[e].t() @ dy[s].float().t() @ x[s].float(),
+            SCALING * dy[s].float().t() @ x[s].float() @ a3[e].t(),
+        )
         for found, wanted in zip((da[e], db[e]), expected, strict=True):
-            if COUNTS[e]: assert error(found, wanted) < tolerance, e
-            else: assert not found.any(), e
+            if COUNTS[e]:
+                assert error(found, wanted) < tolerance, e
+            else:
+                assert not found.any(), e
 
 
-@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in (9, 10),
-                    reason="torch has the kernel for Hopper and Blackwell")
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in (9, 10),
+    reason="torch has the kernel for Hopper and Blackwell",
+)
 def test_the_host_waits_for_no_count_of_tokens():
     x, ends, packed, absmax, a, b, dy, _ = layer(16, torch.bfloat16)
     torch.cuda.set_sync_debug_mode("error")

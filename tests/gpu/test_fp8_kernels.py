@@ -1,4 +1,5 @@
 """The fp8 kernels compute what the same lines of torch compute on the CPU. Needs Hopper or newer."""
+
 from __future__ import annotations
 
 import pytest
@@ -8,9 +9,13 @@ from fsdp_qlora.quantization import fp8
 from fsdp_qlora.quantization.formats import dense_weight, quantize_rows
 from fsdp_qlora.quantization.kept import KeptForms
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
-    reason="needs a GPU with fp8")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
+        reason="needs a GPU with fp8",
+    ),
+]
 
 
 def relative(ours, reference) -> float:
@@ -33,7 +38,8 @@ def one_step_at_most(ours, reference):
 
 def on_host(value):
     """Tensors, in lists of any depth, on the CPU."""
-    if isinstance(value, list | tuple): return [on_host(each) for each in value]
+    if isinstance(value, list | tuple):
+        return [on_host(each) for each in value]
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
@@ -48,8 +54,16 @@ def layer(request):
     normal = lambda *shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
     weight = normal(outputs, inputs) * torch.logspace(-3, 0, outputs, device="cuda")[:, None]
     packed, absmax = quantize_rows(weight.bfloat16())
-    return normal(n, inputs), normal(n, outputs), packed, absmax, normal(n, rank), \
-        normal(outputs, rank).float() / 100, normal(n, rank) / 100, normal(rank, inputs).float() / 16
+    return (
+        normal(n, inputs),
+        normal(n, outputs),
+        packed,
+        absmax,
+        normal(n, rank),
+        normal(outputs, rank).float() / 100,
+        normal(n, rank) / 100,
+        normal(rank, inputs).float() / 16,
+    )
 
 
 def test_kernels_equal_the_reference(layer):
@@ -71,27 +85,39 @@ def test_kernels_equal_the_reference(layer):
     torch.testing.assert_close(dense_scale, dense.bfloat16().abs().amax(1).float() / fp8.FP8_MAX)
     x8, x_scale = fp8.quantize_tokens([xa, x], [0.5, 1.0], wide=80)
     filled = torch.nn.functional.pad(xa / 2, (0, 80 - xa.shape[1]))
-    torch.testing.assert_close(x8.float() * x_scale[:, None], torch.cat([filled, x], 1).float(),
-                               rtol=2**-4, atol=1e-2)
-    for values, rows, first in ((b, scale, 0), (b, scale, 24), (a.t(), None, 0),
-                                (a.bfloat16().t(), None, 0)):
+    torch.testing.assert_close(
+        x8.float() * x_scale[:, None], torch.cat([filled, x], 1).float(), rtol=2**-4, atol=1e-2
+    )
+    for values, rows, first in (
+        (b, scale, 0),
+        (b, scale, 24),
+        (a.t(), None, 0),
+        (a.bfloat16().t(), None, 0),
+    ):
         wide, rank = fp8.rank_columns(first + values.shape[1]), values.shape[1]
-        on_gpu, on_cpu = (torch.ones(len(values), wide + 32, dtype=torch.bfloat16, device=device
-                                     ).to(fp8.FP8)[:, :wide] for device in ("cuda", "cpu"))
+        on_gpu, on_cpu = (
+            torch.ones(len(values), wide + 32, dtype=torch.bfloat16, device=device).to(fp8.FP8)[
+                :, :wide
+            ]
+            for device in ("cuda", "cpu")
+        )
         inverse = fp8.columns_to_fp8(values, rows, 8.0, fp8.FP8_MAX, on_gpu, first, 0.5)
-        expected = fp8.columns_to_fp8(values.cpu(), None if rows is None else rows.cpu(), 8.0,
-                                      fp8.FP8_MAX, on_cpu, first, 0.5)
+        expected = fp8.columns_to_fp8(
+            values.cpu(), None if rows is None else rows.cpu(), 8.0, fp8.FP8_MAX, on_cpu, first, 0.5
+        )
         torch.testing.assert_close(inverse.cpu(), expected, rtol=1e-5, atol=0)
         one_step_at_most(on_gpu.cpu().float(), on_cpu.float())
-        assert not on_gpu.float()[:, first + rank:].any() and not on_gpu.float()[:, :first].any()
+        assert not on_gpu.float()[:, first + rank :].any() and not on_gpu.float()[:, :first].any()
     # Against the same arithmetic on the CPU: only the order of sums and bf16 rounding differ.
-    pairs = ((fp8.forward_product, (x, packed, absmax, "nf4", xa, b, 0.25)),
-             (fp8.backward_product, ([dy], [packed], [absmax], inputs, "nf4", dxa, a)),
-             (fp8.backward_product, ([dy, dy, dy], [packed] * 3, [absmax] * 3, inputs, "nf4")),
-             (fp8.forward_product, (x, dense.bfloat16(), None, "", xa, b, 0.25)),
-             (together, (x, [packed] * 2, [absmax] * 2, "nf4", [xa, -xa], [b, 9 * b], [0.25, 1.0])),
-             (together, (x, [packed] * 2, [absmax] * 2, "nf4", [], [], [])),
-             (fp8.backward_product, ([dy], [dense.bfloat16()], [None], inputs, "", dxa, a)))
+    pairs = (
+        (fp8.forward_product, (x, packed, absmax, "nf4", xa, b, 0.25)),
+        (fp8.backward_product, ([dy], [packed], [absmax], inputs, "nf4", dxa, a)),
+        (fp8.backward_product, ([dy, dy, dy], [packed] * 3, [absmax] * 3, inputs, "nf4")),
+        (fp8.forward_product, (x, dense.bfloat16(), None, "", xa, b, 0.25)),
+        (together, (x, [packed] * 2, [absmax] * 2, "nf4", [xa, -xa], [b, 9 * b], [0.25, 1.0])),
+        (together, (x, [packed] * 2, [absmax] * 2, "nf4", [], [], [])),
+        (fp8.backward_product, ([dy], [dense.bfloat16()], [None], inputs, "", dxa, a)),
+    )
     for product, args in pairs:
         on_cpu = on_host(args)
         assert relative(product(*args).cpu(), product(*on_cpu).float()) < 0.01
@@ -105,9 +131,13 @@ def test_products_are_the_same_every_time(layer):
     """No kernel adds in an order that changes from run to run; what is kept is as if made anew."""
     x, dy, packed, absmax, xa, b, dxa, a = layer
     inputs = x.shape[1]
+
     def products():
-        return (fp8.forward_product(x, packed, absmax, "nf4", xa, b, 0.25),
-                fp8.backward_product([dy], [packed], [absmax], inputs, "nf4", dxa, a))
+        return (
+            fp8.forward_product(x, packed, absmax, "nf4", xa, b, 0.25),
+            fp8.backward_product([dy], [packed], [absmax], inputs, "nf4", dxa, a),
+        )
+
     first, *others = (products() for _ in range(20))
     keeper = KeptForms([packed])
     for _ in range(5):

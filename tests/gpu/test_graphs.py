@@ -1,4 +1,5 @@
 """Micro-batches replayed from CUDA graphs train as they do one launch at a time; one GPU."""
+
 from __future__ import annotations
 
 import json
@@ -14,16 +15,22 @@ from tests.ranks import run_ranks
 from tests.tiny import save_tiny, tiny_rows
 from tests.tokenizers import save_chat_model
 
-pytestmark = [pytest.mark.gpu,
-              pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 ROOT = Path(__file__).parents[2]
 CASES = {
     "shapes": dict(lora_dropout=0.1),
     "recomputed": dict(use_gradient_checkpointing=True, lora_dropout=0.1),
     "fp8": dict(compute_dtype="fp8", keep_fp8_weights=False),
     "fp8 kept": dict(compute_dtype="fp8", keep_fp8_weights=True),
-    "fp8 kept, bf16 base": dict(compute_dtype="fp8", keep_fp8_weights=True, train_type="lora",
-                                lora_target_modules="q_proj,k_proj,up_proj"),
+    "fp8 kept, bf16 base": dict(
+        compute_dtype="fp8",
+        keep_fp8_weights=True,
+        train_type="lora",
+        lora_target_modules="q_proj,k_proj,up_proj",
+    ),
     "lora": dict(train_type="lora"),
     "full": dict(train_type="full", optimizer="adamw_8bit"),
     "fp16": dict(precision="fp16_autocast"),
@@ -34,12 +41,17 @@ CASES = {
 def batches_of(config) -> list[list[dict]]:
     """Micro-batches of six steps, two a step: of one shape, of three, or packed rows of any number."""
     from fsdp_qlora.data import collate, collate_packed
+
     steps = []
     for i, rows in enumerate(tiny_rows(steps=6, rows_per_step=6)):
         rows = [(torch.tensor(ids), torch.tensor(labels)) for ids, labels in rows]
         if config.packing:
-            steps.append([collate_packed([rows[:2 + i % 2]], 0, pad_to=128),
-                          collate_packed([rows[3:]], 0, pad_to=128)])
+            steps.append(
+                [
+                    collate_packed([rows[: 2 + i % 2]], 0, pad_to=128),
+                    collate_packed([rows[3:]], 0, pad_to=128),
+                ]
+            )
         else:
             count = 1 + i % 3 if config.lora_dropout else 3  # each further shape is compiled too
             steps.append([collate(part, 0, 32) for part in (rows[:count], rows[3:])])
@@ -58,11 +70,16 @@ SHARDED = {
 
 def train_sharded_both_ways(folder: str, alone: bool) -> dict:
     """`train_both_ways` for sharded models, on these ranks, or on one rank of four that is `alone`."""
-    cases = {name: dict(sharding_strategy="full_shard") | settings for name, settings in SHARDED.items()}
-    if not alone: return train_both_ways(folder, cases)
+    cases = {
+        name: dict(sharding_strategy="full_shard") | settings for name, settings in SHARDED.items()
+    }
+    if not alone:
+        return train_both_ways(folder, cases)
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from one_rank import rank_zero_of
-    with rank_zero_of(4, torch.device("cuda", 0)): return train_both_ways(folder, cases)
+
+    with rank_zero_of(4, torch.device("cuda", 0)):
+        return train_both_ways(folder, cases)
 
 
 def train_both_ways(folder: str, cases: dict = CASES) -> dict:
@@ -75,21 +92,37 @@ def train_both_ways(folder: str, cases: dict = CASES) -> dict:
     from fsdp_qlora.training.graphs import micro_batch_runner
     from fsdp_qlora.training.scaler import LossScaler
     from fsdp_qlora.training.step import seed_everything, train_step
+
     device, found = rank_device("cuda"), {}
     for name, settings in cases.items():
         torch._dynamo.reset()
         for cuda_graphs in (False, True):
-            config = RunConfig(model_name=folder, cuda_graphs=cuda_graphs, lora_rank=8, **dict(
-                lora_dropout=0.0, use_gradient_checkpointing=False, sharding_strategy="ddp") | settings)
+            config = RunConfig(
+                model_name=folder,
+                cuda_graphs=cuda_graphs,
+                lora_rank=8,
+                **dict(lora_dropout=0.0, use_gradient_checkpointing=False, sharding_strategy="ddp")
+                | settings,
+            )
             seed_everything(0, 0)
             model = build_model(config, device).train()
             optimizer = build_optimizer(model, config.optimizer, 1e-3)
             runner = micro_batch_runner(config, model, device)
             scaler = LossScaler(device) if config.scales_loss else None
-            losses = [train_step(model, optimizer, batches, max_grad_norm=1.0, scaler=scaler,
-                                 forward_backward=runner).loss for batches in batches_of(config)]
-            weights = {n: full_tensor(p.detach()).cpu()
-                       for n, p in trainable_parameters(model).items()}
+            losses = [
+                train_step(
+                    model,
+                    optimizer,
+                    batches,
+                    max_grad_norm=1.0,
+                    scaler=scaler,
+                    forward_backward=runner,
+                ).loss
+                for batches in batches_of(config)
+            ]
+            weights = {
+                n: full_tensor(p.detach()).cpu() for n, p in trainable_parameters(model).items()
+            }
             found[name, cuda_graphs] = losses, weights, len(getattr(runner, "graphs", ()))
     return found
 
@@ -108,7 +141,8 @@ def one_of_four(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    if torch.cuda.device_count() < 2: pytest.skip("needs two GPUs")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
     folder = save_tiny(tmp_path_factory.mktemp("tiny"), hidden_size=128, intermediate_size=256)
     return run_ranks(train_sharded_both_ways, 2, folder, False, device="cuda")[0]
 
@@ -141,8 +175,9 @@ def compare(results, case):
 
 def test_weights_kept_in_fp8_change_nothing(results):
     for cuda_graphs in (False, True):
-        (losses, weights, _), (kept, same_weights, _) = (results[case, cuda_graphs] for case in
-                                                         ("fp8", "fp8 kept"))
+        (losses, weights, _), (kept, same_weights, _) = (
+            results[case, cuda_graphs] for case in ("fp8", "fp8 kept")
+        )
         torch.testing.assert_close(kept, losses, rtol=1e-3, atol=0)
         for name, weight in weights.items():
             torch.testing.assert_close(same_weights[name], weight, rtol=1e-2, atol=1e-4, msg=name)
@@ -163,14 +198,17 @@ class Waits(torch.nn.Module):
 def test_a_model_that_no_graph_can_hold_goes_on_without(capsys):
     from fsdp_qlora.training.graphs import GraphedMicroBatches
     from fsdp_qlora.training.step import run_micro_batch
+
     batch = dict(input_ids=torch.randn(4, 8, device="cuda"))
 
     def gradient(replayed: bool):
         torch.manual_seed(0)
         model = Waits()
         runner = GraphedMicroBatches(model, may_fail=True) if replayed else run_micro_batch
-        for _ in range(3): runner(model, batch, 4.0, None)
+        for _ in range(3):
+            runner(model, batch, 4.0, None)
         return model.linear.weight.grad
+
     torch.testing.assert_close(gradient(True), gradient(False))
     assert "without CUDA graphs" in capsys.readouterr().out
 
@@ -182,23 +220,55 @@ def test_a_run_with_evaluations_and_checkpoints_is_the_same_replayed(tmp_path):
     if it is not told otherwise, a run is replayed too, to its end.
     """
     folder, rows = save_chat_model(tmp_path / "tiny"), tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(dict(prompt=f"{i}?", completion="a" * (1 + i % 5))) + "\n"
-                            for i in range(30)))
-    argv = ["train", "--model_name", folder, "--dataset", str(rows), "--sharding_strategy", "ddp",
-            "--batch_size", "2", "--num_epochs", "2", "--lr", "1e-3", "--eval_share", "0.2",
-            "--eval_every", "10", "--checkpoint_every", "8", "--lora_rank", "4"]
-    cases = {"launched": ["--lora_dropout", "0", "--cuda_graphs", "false"],
-             "replayed": ["--lora_dropout", "0", "--cuda_graphs", "true"], "by default": []}
-    runs = run_ranks(call, 1, [[*argv, *more, "--output_dir", str(tmp_path / name)]
-                               for name, more in cases.items()], grouped=False, device="cuda")[0]
+    rows.write_text(
+        "".join(
+            json.dumps(dict(prompt=f"{i}?", completion="a" * (1 + i % 5))) + "\n" for i in range(30)
+        )
+    )
+    argv = [
+        "train",
+        "--model_name",
+        folder,
+        "--dataset",
+        str(rows),
+        "--sharding_strategy",
+        "ddp",
+        "--batch_size",
+        "2",
+        "--num_epochs",
+        "2",
+        "--lr",
+        "1e-3",
+        "--eval_share",
+        "0.2",
+        "--eval_every",
+        "10",
+        "--checkpoint_every",
+        "8",
+        "--lora_rank",
+        "4",
+    ]
+    cases = {
+        "launched": ["--lora_dropout", "0", "--cuda_graphs", "false"],
+        "replayed": ["--lora_dropout", "0", "--cuda_graphs", "true"],
+        "by default": [],
+    }
+    runs = run_ranks(
+        call,
+        1,
+        [[*argv, *more, "--output_dir", str(tmp_path / name)] for name, more in cases.items()],
+        grouped=False,
+        device="cuda",
+    )[0]
     losses = {}
     for name, (code, text, errors) in zip(cases, runs, strict=True):
         assert code == 0, errors
         assert ("replayed from CUDA graphs" in text) == (name != "launched")
         assert "without CUDA graphs" not in text
         records = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
-        losses[name] = [r.get("loss", r.get("eval_loss")) for r in records
-                        if "loss" in r or "eval_loss" in r]
+        losses[name] = [
+            r.get("loss", r.get("eval_loss")) for r in records if "loss" in r or "eval_loss" in r
+        ]
         assert (tmp_path / name / "adapter" / "adapter_model.safetensors").exists()
     assert len(losses["replayed"]) > 24
     torch.testing.assert_close(losses["replayed"], losses["launched"], rtol=1e-2, atol=0)

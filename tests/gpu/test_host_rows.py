@@ -1,18 +1,23 @@
 """Rows that the GPU reads from page-locked host memory are those that the host would have sent."""
+
 from __future__ import annotations
 
 import pytest
 import torch
 
-pytestmark = [pytest.mark.gpu,
-              pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 
-@pytest.mark.parametrize("features, dtype", [(96, torch.bfloat16), (5000, torch.float32),
-                                             (8192, torch.bfloat16)])
+@pytest.mark.parametrize(
+    "features, dtype", [(96, torch.bfloat16), (5000, torch.float32), (8192, torch.bfloat16)]
+)
 def test_rows_in_and_outside_of_the_table(features, dtype):
     from fsdp_qlora.memory.host_rows import can_read_rows, read_rows
     from fsdp_qlora.memory.hostmem import host_tensors
+
     like = torch.empty(50, features, dtype=dtype)
     _, table = host_tensors([like, like], pinned=True)  # the second of a region: not at its start
     table.copy_(torch.randn(50, features))

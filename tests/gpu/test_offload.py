@@ -2,6 +2,7 @@
 
 All that the tests look at is found in one start of the ranks: a start takes longer than most of them.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -22,12 +23,20 @@ from tests.distributed.test_offload import (
 from tests.ranks import run_ranks
 from tests.tiny import padded_batch, save_tiny
 
-pytestmark = [pytest.mark.gpu,
-              pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 LAYERS, HIDDEN, TOKENS, REPEATS = 3, 1024, 2048, 20
-SHAPE = dict(hidden_size=HIDDEN, intermediate_size=2048, num_hidden_layers=LAYERS,
-             num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=TOKENS)
+SHAPE = dict(
+    hidden_size=HIDDEN,
+    intermediate_size=2048,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_position_embeddings=TOKENS,
+)
 BOTH = OFFLOADS[3]
 EQUAL = {  # cases of one list have the same gradients; what follows names is common to them
     "eager": (OFFLOADS + PARTS, dict(compile=False)),
@@ -48,18 +57,34 @@ def long_rows(count: int) -> list[tuple[list, list]]:
 def everything(folder: str, output: str) -> dict:
     """What each test looks at, from one process of each rank."""
     import torch.distributed as dist
+
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # kernels that give the same bits every time
     torch.use_deterministic_algorithms(True, warn_only=True)
     rows = long_rows(2 * dist.get_world_size())
-    found: dict = {name: accumulated_gradients(folder, "cuda", cases_of(name), REPEATS, rows)
-                   for name in EQUAL}
-    found["allocated"] = {compiled: [allocated_after_forward(folder, case | dict(compile=compiled))
-                                     for case in (OFFLOADS[0], OFFLOADS[2])]
-                          for compiled in (False, True)}
-    found["places"] = [places(folder, dict(use_cpu_offload=True, use_trained_cpu_offload=trained,
-                                           use_vocabulary_cpu_offload=rows))
-                       for trained, rows in PLACES]
-    found["vocabulary"] = places(folder, dict(sharding_strategy="ddp", use_vocabulary_cpu_offload=True))
+    found: dict = {
+        name: accumulated_gradients(folder, "cuda", cases_of(name), REPEATS, rows) for name in EQUAL
+    }
+    found["allocated"] = {
+        compiled: [
+            allocated_after_forward(folder, case | dict(compile=compiled))
+            for case in (OFFLOADS[0], OFFLOADS[2])
+        ]
+        for compiled in (False, True)
+    }
+    found["places"] = [
+        places(
+            folder,
+            dict(
+                use_cpu_offload=True,
+                use_trained_cpu_offload=trained,
+                use_vocabulary_cpu_offload=rows,
+            ),
+        )
+        for trained, rows in PLACES
+    ]
+    found["vocabulary"] = places(
+        folder, dict(sharding_strategy="ddp", use_vocabulary_cpu_offload=True)
+    )
     found["profile"] = profiled(folder, output)
     return found
 
@@ -74,10 +99,15 @@ def allocated_after_forward(folder: str, case: dict) -> int:
     """Bytes on the GPU that a second step holds between its forward and its backward."""
     from fsdp_qlora.build import build_model
     from fsdp_qlora.config import RunConfig
+
     device = torch.device("cuda", torch.cuda.current_device())
     batch = {k: v.to(device) for k, v in padded_batch(long_rows(1)).items()}
-    model = build_model(RunConfig(model_name=folder, lora_rank=4, lora_dropout=0.0,
-                                  sharding_strategy="ddp", **case), device)
+    model = build_model(
+        RunConfig(
+            model_name=folder, lora_rank=4, lora_dropout=0.0, sharding_strategy="ddp", **case
+        ),
+        device,
+    )
     model(**batch).loss.backward()
     gc.collect()
     before = torch.cuda.memory_allocated()
@@ -94,18 +124,24 @@ def places(folder: str, settings: dict) -> dict[str, set]:
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.optim import build_optimizer
     from fsdp_qlora.training.step import train_step
-    model = build_model(RunConfig(model_name=folder, lora_rank=4, compile=False, **settings),
-                        torch.device("cuda", torch.cuda.current_device()))
+
+    model = build_model(
+        RunConfig(model_name=folder, lora_rank=4, compile=False, **settings),
+        torch.device("cuda", torch.cuda.current_device()),
+    )
     optimizer = build_optimizer(model)
     train_step(model, optimizer, [padded_batch(long_rows(1))])
     found: dict[str, set] = dict(frozen=set(), trained=set(), vocabulary=set(), regions=set())
     for name, p in model.named_parameters():
         kind = "trained" if p.requires_grad else "frozen"
-        if "embed_tokens" in name or "lm_head" in name: kind = "vocabulary"
+        if "embed_tokens" in name or "lm_head" in name:
+            kind = "vocabulary"
         local = p.to_local() if hasattr(p, "to_local") else p
-        if not local.numel(): continue
+        if not local.numel():
+            continue
         found[kind].add((local.device.type, local.device.type == "cpu" and local.is_pinned()))
-        if local.device.type == "cpu": found["regions"].add(local.untyped_storage().data_ptr())
+        if local.device.type == "cpu":
+            found["regions"].add(local.untyped_storage().data_ptr())
     return found
 
 
@@ -117,15 +153,18 @@ def profiled(folder: str, output: str) -> tuple[str, int]:
     from fsdp_qlora.observe.memory_report import MemoryWatch
     from fsdp_qlora.optim import build_optimizer
     from fsdp_qlora.training.step import train_step
+
     device = torch.device("cuda", torch.cuda.current_device())
-    config = RunConfig(model_name=folder, lora_rank=4, compile=False, profile_memory=True,
-                       output_dir=output)
+    config = RunConfig(
+        model_name=folder, lora_rank=4, compile=False, profile_memory=True, output_dir=output
+    )
     model = build_model(config, device)
     optimizer, text = build_optimizer(model), io.StringIO()
     watch, batch = MemoryWatch(config, model, optimizer, device), padded_batch(long_rows(1))
     with contextlib.redirect_stdout(text):
         for index in (0, 1):
-            with watch.step(Step(index, 0, [batch], 1, 0, 0, 0)): train_step(model, optimizer, [batch])
+            with watch.step(Step(index, 0, [batch], 1, 0, 0, 0)):
+                train_step(model, optimizer, [batch])
     return text.getvalue(), Path(output, "memory.png").stat().st_size
 
 
@@ -134,7 +173,9 @@ def found(tmp_path_factory) -> list[dict]:
     """`everything` of each rank."""
     folder = save_tiny(tmp_path_factory.mktemp("wide"), **SHAPE)
     ranks = min(2, torch.cuda.device_count())
-    return run_ranks(everything, ranks, folder, str(tmp_path_factory.mktemp("profile")), device="cuda")
+    return run_ranks(
+        everything, ranks, folder, str(tmp_path_factory.mktemp("profile")), device="cuda"
+    )
 
 
 @pytest.mark.parametrize("name", EQUAL)
@@ -170,8 +211,13 @@ def test_on_one_gpu_the_vocabulary_alone_may_be_on_the_host(found):
 
 def test_the_memory_profile_knows_the_weights_and_finds_every_part(found):
     text, picture = found[0]["profile"]
-    measured = {line.split()[0]: float(line.split()[1]) for line in text.splitlines()
-                if line.count("GiB") == 2}
-    assert {"weights", "adapters", "optimizer", "gradients", "activations", "logits"} < set(measured)
+    measured = {
+        line.split()[0]: float(line.split()[1])
+        for line in text.splitlines()
+        if line.count("GiB") == 2
+    }
+    assert {"weights", "adapters", "optimizer", "gradients", "activations", "logits"} < set(
+        measured
+    )
     assert measured["activations"] > 0 and measured["allocated"] > 0, text
     assert picture > 5000

@@ -1,4 +1,5 @@
 """The compiled AdamW update on a GPU: as on the CPU, compiled once, and nothing waits for the GPU."""
+
 from __future__ import annotations
 
 import pytest
@@ -9,8 +10,10 @@ from fsdp_qlora.optim import build_optimizer
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny
 
-pytestmark = [pytest.mark.gpu,
-              pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 OWN = ("adamw_bf16", "adamw_8bit", "adafactor")
 
 
@@ -19,11 +22,15 @@ def run(name: str, device: str, steps: int = 5):
     generator = torch.Generator().manual_seed(0)
     shapes = [(256, 512), (100, 64), (512,)]
     model = nn.Module()
-    model.p = nn.ParameterList(torch.randn(s, generator=generator).bfloat16().to(device) for s in shapes)
+    model.p = nn.ParameterList(
+        torch.randn(s, generator=generator).bfloat16().to(device) for s in shapes
+    )
     optimizer = build_optimizer(model, name, 1e-2, 0.1)
     for step in range(steps):
-        for group in optimizer.param_groups: group["lr"] = 1e-2 / (step + 1)
-        for p in model.p: p.grad = torch.randn(p.shape, generator=generator).bfloat16().to(device)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (step + 1)
+        for p in model.p:
+            p.grad = torch.randn(p.shape, generator=generator).bfloat16().to(device)
         optimizer.step()
     return [p.detach().float().cpu() for p in model.p], optimizer
 
@@ -39,6 +46,7 @@ def test_weights_on_a_gpu_are_those_on_the_cpu_but_for_tipped_roundings(name):
 
 def test_changing_rates_and_sizes_compile_nothing_again():
     from torch._dynamo.utils import counters
+
     torch._dynamo.reset()
     counters.clear()
     run("adamw_8bit", "cuda")
@@ -80,10 +88,17 @@ def losses_of(folder: str, cases: list[dict]) -> list[list[float]]:
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.training.step import train_step
     from tests.tiny import padded_batch, tiny_rows
+
     found, steps = [], tiny_rows(steps=4, rows_per_step=2)
     for case in cases:
-        config = RunConfig(model_name=folder, lora_rank=16, lora_dropout=0.0, compile=False,
-                           use_cpu_offload=True, **case)
+        config = RunConfig(
+            model_name=folder,
+            lora_rank=16,
+            lora_dropout=0.0,
+            compile=False,
+            use_cpu_offload=True,
+            **case,
+        )
         model = build_model(config, torch.device("cuda", torch.cuda.current_device()))
         optimizer = build_optimizer(model, config.optimizer, 1e-2)
         found.append([train_step(model, optimizer, [padded_batch(rows)]).loss for rows in steps])
@@ -93,8 +108,13 @@ def losses_of(folder: str, cases: list[dict]) -> list[list[float]]:
 def test_every_optimizer_trains_weights_in_host_memory_as_on_the_gpu(tmp_path):
     folder = save_tiny(tmp_path, hidden_size=256, intermediate_size=512)
     names = ("adamw", *OWN)
-    cases = [dict(optimizer=name, use_trained_cpu_offload=there)
-             for name in names for there in (False, True)]
-    for found in run_ranks(losses_of, min(2, torch.cuda.device_count()), folder, cases, device="cuda"):
+    cases = [
+        dict(optimizer=name, use_trained_cpu_offload=there)
+        for name in names
+        for there in (False, True)
+    ]
+    for found in run_ranks(
+        losses_of, min(2, torch.cuda.device_count()), folder, cases, device="cuda"
+    ):
         for on_gpu, on_host in zip(found[::2], found[1::2], strict=True):
             assert on_host == pytest.approx(on_gpu, rel=1e-3) and on_host[-1] < on_host[0]

@@ -1,4 +1,5 @@
 """`--profile` on a GPU: kernels in the trace, and a memory snapshot."""
+
 from __future__ import annotations
 
 import json
@@ -11,16 +12,35 @@ from tests.distributed.test_command_line import call
 from tests.ranks import run_ranks
 from tests.tokenizers import save_chat_model
 
-pytestmark = [pytest.mark.gpu,
-              pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 
 def test_a_profile_on_a_gpu_has_kernels_by_kind_and_a_memory_snapshot(tmp_path):
-    folder, rows, out = save_chat_model(tmp_path / "tiny"), tmp_path / "rows.jsonl", tmp_path / "out"
-    rows.write_text("".join(json.dumps(dict(prompt=f"{i}?", completion=f"{i}")) + "\n"
-                            for i in range(8)))
-    argv = ["train", "--model_name", folder, "--dataset", str(rows), "--output_dir", str(out),
-            "--compile", "false", "--profile", "--profiling_output", str(out / "profiles")]
+    folder, rows, out = (
+        save_chat_model(tmp_path / "tiny"),
+        tmp_path / "rows.jsonl",
+        tmp_path / "out",
+    )
+    rows.write_text(
+        "".join(json.dumps(dict(prompt=f"{i}?", completion=f"{i}")) + "\n" for i in range(8))
+    )
+    argv = [
+        "train",
+        "--model_name",
+        folder,
+        "--dataset",
+        str(rows),
+        "--output_dir",
+        str(out),
+        "--compile",
+        "false",
+        "--profile",
+        "--profiling_output",
+        str(out / "profiles"),
+    ]
     ((code, text, errors),) = run_ranks(call, 1, [argv], grouped=False, device="cuda")[0]
     assert code == 0, errors
     table = (out / "profiles" / "table_steps_5-6_rank_0.txt").read_text()

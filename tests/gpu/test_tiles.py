@@ -1,4 +1,5 @@
 """Tiles of an MLP as a GPU runs them: compiled, the masks, the memory. `pytest -m gpu`."""
+
 from __future__ import annotations
 
 import pytest
@@ -12,8 +13,10 @@ from fsdp_qlora.model.blocks import decoder_blocks
 from tests.test_activations import tiny_model
 from tests.tiny import save_tiny
 
-pytestmark = [pytest.mark.gpu,
-              pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 WIDE, TOKENS = 2048, 8192
 
@@ -29,7 +32,8 @@ def compiled_mlp(folder: str, tiles: int, dropout: float, device: str) -> torch.
     model = apply_tiled_mlp(tiny_model(folder, "lora", dropout=dropout), tiles, ["recompute_all"])
     compile_blocks(model.to(device))
     mlp = decoder_blocks(model)[0].mlp
-    if tiles == 1: mlp.forward = torch.compile(mlp.forward)
+    if tiles == 1:
+        mlp.forward = torch.compile(mlp.forward)
     return mlp
 
 
@@ -51,7 +55,8 @@ def linear_in_last_b(folder: str, device: str) -> tuple[float, float]:
     whole = weighted(mlp, x.requires_grad_())
     (gradient,) = torch.autograd.grad(whole, b)
     by_gradient = (gradient * b).sum().item()
-    with torch.no_grad(): b.zero_()
+    with torch.no_grad():
+        b.zero_()
     return by_gradient, (whole - weighted(mlp, x)).item()
 
 
