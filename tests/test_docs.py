@@ -345,3 +345,18 @@ def test_what_migrating_says_of_old_defaults_is_so():
         False,
         True,
     )
+
+
+def test_each_entry_of_the_log_opens_with_its_verdict_and_the_index_lists_it():
+    log = (DOCS / "LOG.md").read_text()
+    index, *topics = re.split(r"^## ", log.partition("## Index\n")[2], flags=re.M)
+    listed = re.findall(r"^    - (\d\d-\d\d) \[(.*?)\]\(#", index, flags=re.M)
+    found = []
+    for topic in topics:
+        entries = re.findall(r"^### 2026-(\d\d-\d\d): (.*)\n\n(.*)", topic, flags=re.M)
+        assert len(entries) == topic.count("\n### ")
+        assert all(re.fullmatch(r"\*\*.+\*\*", verdict) for _, _, verdict in entries)
+        dates = [date for date, _, _ in entries]
+        assert dates == sorted(dates, reverse=True)
+        found += [(date, title) for date, title, _ in entries]
+    assert found == listed and len(found) > 90
