@@ -93,7 +93,7 @@ class GenerateOptions:
     )
 
 
-def generate_command(argv: list[str]):
+def _generate_command(argv: list[str]):
     """Answer a prompt with a base model and an adapter."""
     argv = with_named_words(argv, "adapter_folder")
     config, options = parse(argv, GenerateOptions, prog="fsdp-qlora generate")
@@ -118,16 +118,16 @@ def data_command(argv: list[str]):
 
 
 @dataclass
-class DemoOptions:
+class _DemoOptions:
     """Demo"""
 
     cache_dir: str = opt(".cache", "folder that keeps the unpacked model between runs")
 
 
-def demo_command(argv: list[str]):
+def _demo_command(argv: list[str]):
     """Fine-tune a small real model to write SQL, and score it before and after."""
-    config, options = parse(argv, DemoOptions, prog="fsdp-qlora demo")
-    _, flags = parse_own(argv, DemoOptions)
+    config, options = parse(argv, _DemoOptions, prog="fsdp-qlora demo")
+    _, flags = parse_own(argv, _DemoOptions)
     from .demo.run import run_demo
 
     run_demo(config, flags, options.cache_dir)
@@ -136,17 +136,17 @@ def demo_command(argv: list[str]):
 COMMANDS = {
     "train": train_command,
     **GUIDE,
-    "generate": generate_command,
+    "generate": _generate_command,
     "data": data_command,
     "bench": bench_command,
     "calibrate": calibrate_command,
-    "demo": demo_command,
+    "demo": _demo_command,
     "doctor": doctor_command,
     "report": report_command,
 } | DELIVERY
 
 
-def overview() -> str:
+def _overview() -> str:
     """The commands in a few lines."""
     lines = [f"  {name:<10}{function.__doc__}" for name, function in COMMANDS.items()]
     return "\n".join(
@@ -160,7 +160,7 @@ def overview() -> str:
     )
 
 
-def is_verbose(argv: list[str]) -> bool:
+def _is_verbose(argv: list[str]) -> bool:
     """Whether --verbose is on, also where the rest of the command line can't be parsed."""
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--verbose", nargs="?", const=True, default=False, type=boolean)
@@ -184,7 +184,7 @@ def run(argv: list[str]) -> int:
     )  # without a network, not a line for each retry
     try:
         if not argv or argv[0] in ("-h", "--help", "help"):
-            print(overview())
+            print(_overview())
         elif argv[0] in ("-V", "--version"):
             print(f"fsdp_qlora {__version__}")
         elif argv[0] in COMMANDS:
@@ -199,8 +199,8 @@ def run(argv: list[str]) -> int:
             print("stopped: the reader of its output ended", file=sys.stderr)
         return 141
     except (ValueError, OSError, ImportError) as error:
-        if is_verbose(argv):
-            print_traceback()
+        if _is_verbose(argv):
+            _print_traceback()
         rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
         line = redact(str(error))
         print(f"error{rank}: {line}", file=sys.stderr, flush=True)
@@ -218,8 +218,8 @@ def run(argv: list[str]) -> int:
     except (
         Exception
     ) as error:  # a fault of this program: the same words as Python's, without secrets
-        if is_verbose(argv) or not says_that_a_rank_is_gone(error):
-            print_traceback()
+        if _is_verbose(argv) or not _says_that_a_rank_is_gone(error):
+            _print_traceback()
         return 1
 
 
@@ -230,7 +230,7 @@ def tell_other_ranks(line: str):
     tell_mistake(line)
 
 
-def says_that_a_rank_is_gone(error: Exception) -> bool:
+def _says_that_a_rank_is_gone(error: Exception) -> bool:
     """Say in a line that this rank ends only because another did, or can't be reached."""
     if "RANK" not in os.environ:
         return False
@@ -247,7 +247,7 @@ def says_that_a_rank_is_gone(error: Exception) -> bool:
     return True
 
 
-def print_traceback():
+def _print_traceback():
     """The traceback of the exception that is being handled, on stderr."""
     print(redact(traceback.format_exc()), end="", file=sys.stderr, flush=True)
 

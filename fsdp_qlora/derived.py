@@ -52,11 +52,11 @@ def with_choices(config: RunConfig, device: torch.device) -> RunConfig:
     That is --activation_budget_gib, --mlp_tiles -1 and --keep_fp8_weights None. Raises ValueError if a
     budget is too small even with every block recomputed.
     """
-    chosen = with_activation_policy(config, device)
-    return with_kept_fp8(chosen, device, config.activation_budget_gib)
+    chosen = _with_activation_policy(config, device)
+    return _with_kept_fp8(chosen, device, config.activation_budget_gib)
 
 
-def with_activation_policy(config: RunConfig, device: torch.device) -> RunConfig:
+def _with_activation_policy(config: RunConfig, device: torch.device) -> RunConfig:
     """The configuration with --activation_budget_gib and --mlp_tiles -1 resolved, if given."""
     if config.is_auto:
         raise ValueError(
@@ -66,7 +66,7 @@ def with_activation_policy(config: RunConfig, device: torch.device) -> RunConfig
     budget = config.activation_budget_gib
     if budget is None and config.mlp_tiles != AUTO:
         return config
-    shape, setup = shape_and_setup(config, device)
+    shape, setup = _shape_and_setup(config, device)
     if config.mlp_tiles == AUTO:
         setup = replace(setup, mlp_tiles=choose_tiles(shape, setup, budget))
         config = replace(config, mlp_tiles=setup.mlp_tiles)
@@ -82,7 +82,7 @@ def with_activation_policy(config: RunConfig, device: torch.device) -> RunConfig
     return replace(config, activation_policy=policy, activation_budget_gib=None)
 
 
-def with_kept_fp8(config: RunConfig, device: torch.device, budget_gib: float | None) -> RunConfig:
+def _with_kept_fp8(config: RunConfig, device: torch.device, budget_gib: float | None) -> RunConfig:
     """The configuration with --keep_fp8_weights None resolved: kept on a GPU if there is room.
 
     That is a budget's, else the GPU's memory. Raises ValueError where they can't be kept as asked.
@@ -96,12 +96,12 @@ def with_kept_fp8(config: RunConfig, device: torch.device, budget_gib: float | N
     if room is None:
         room = (1 - SPARE_SHARE) * torch.cuda.mem_get_info(device)[1] / 2**30
         needed = attrgetter("total")
-    keeps = keeps_fp8_weights(*shape_and_setup(config, device), room, needed)
+    keeps = keeps_fp8_weights(*_shape_and_setup(config, device), room, needed)
     print_main(f"--keep_fp8_weights {str(keeps).lower()}: chosen by the estimate")
     return replace(config, keep_fp8_weights=keeps)
 
 
-def shape_and_setup(config: RunConfig, device: torch.device) -> tuple[ModelShape, Setup]:
+def _shape_and_setup(config: RunConfig, device: torch.device) -> tuple[ModelShape, Setup]:
     """What the estimate takes for a run."""
     settings = read_config(config.model_name, **config.source)
     shape = expanded_shape(shape_from_config(settings.to_dict(), config.model_name), config)

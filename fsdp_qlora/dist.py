@@ -87,14 +87,14 @@ def rank_device(device_type: str, ranks: Ranks | None = None) -> torch.device:
     return torch.device("cuda", ranks.local_rank)
 
 
-class Holder(Protocol):
+class _Holder(Protocol):
     """What must let go of a process group before it ends."""
 
     def release(self): ...
 
 
-MEETING = timedelta(hours=6)  # how long the first rank waits for one that still tokenizes
-meetings = itertools.count()
+_MEETING = timedelta(hours=6)  # how long the first rank waits for one that still tokenizes
+_meetings = itertools.count()
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def process_group(device: torch.device, timeout_minutes: float = 30.0):
         # tensors, and while this rank waits for it they free the last ones.
         dist.barrier()
     finally:
-        for holder in list(holders):
+        for holder in list(_holders):
             holder.release()
         board.pop()
         dist.destroy_process_group()
@@ -132,15 +132,15 @@ def main_device_type() -> str:
     return "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"
 
 
-holders: WeakSet[Holder] = WeakSet()
+_holders: WeakSet[_Holder] = WeakSet()
 
 
-def hold_collectives(holder: Holder):
+def hold_collectives(holder: _Holder):
     """Call `holder.release()` before the process group ends.
 
     For what has captured the group's collectives: NCCL waits for all graphs that hold one.
     """
-    holders.add(holder)
+    _holders.add(holder)
 
 
 def meet() -> tuple[dist.Store, int, int]:
@@ -149,12 +149,12 @@ def meet() -> tuple[dist.Store, int, int]:
     Raises MistakeElsewhere with what a rank says that will not come.
     """
     if launched():
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=MEETING))
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=_MEETING))
     else:
         store, rank, world_size = dist.HashStore(), 0, 1  # of this process alone: no port is open
     store = dist.PrefixStore("fsdp_qlora", store)
-    own = dist.PrefixStore(f"meeting {next(meetings)}", store)  # ranks count theirs alike
-    return meeting.meet(own, rank, world_size, MEETING, Mistakes(store)), rank, world_size
+    own = dist.PrefixStore(f"meeting {next(_meetings)}", store)  # ranks count theirs alike
+    return meeting.meet(own, rank, world_size, _MEETING, Mistakes(store)), rank, world_size
 
 
 def tell_mistake(text: str):

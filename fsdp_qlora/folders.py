@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 # What transformers, PEFT and this project write beside trained weights.
-WRITTEN = re.compile(
+_WRITTEN = re.compile(
     r"adapter_config\.json|adapter_model\.safetensors|(generation_)?config\.json|README\.md|"
     r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|fsdp_qlora\.json|tokenizer\..*|"
     r"tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.\w+|merges\.txt|"
@@ -29,7 +29,7 @@ def sync(path: Path):
         os.close(descriptor)
 
 
-def sync_all(folder: Path):
+def _sync_all(folder: Path):
     """Wait until everything in a folder is on the disk."""
     inside = list(folder.rglob("*"))
     for path in inside:
@@ -90,23 +90,23 @@ def replace_folder(new: Path, folder: Path):
     """Put a complete folder in place of an older one, of which one is there at any time."""
     folder = folder.resolve()
     old = hidden(folder, "old")
-    sync_all(new)
+    _sync_all(new)
     if old.is_dir():
-        finish_replacing(old, folder)  # of a run that was killed amid it
+        _finish_replacing(old, folder)  # of a run that was killed amid it
     if folder.is_dir():
         folder.rename(old)
     new.rename(folder)
     if old.is_dir():
-        finish_replacing(old, folder)
+        _finish_replacing(old, folder)
     sync(folder.parent)
 
 
-def finish_replacing(old: Path, folder: Path):
+def _finish_replacing(old: Path, folder: Path):
     """Delete what was replaced, but for what nobody here wrote, such as .git: that moves on."""
     if not folder.exists():
         old.rename(folder)
         return
     for path in old.iterdir():
-        if not WRITTEN.fullmatch(path.name) and not os.path.lexists(folder / path.name):
+        if not _WRITTEN.fullmatch(path.name) and not os.path.lexists(folder / path.name):
             path.rename(folder / path.name)
     remove_folder(old)

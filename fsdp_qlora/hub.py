@@ -19,7 +19,7 @@ from functools import lru_cache
 from urllib.parse import urlsplit
 
 SECONDS = 5.0  # for an answer: three tries of TCP; HF_HUB_ETAG_TIMEOUT is for slower networks
-REMEMBERED = 300  # seconds, for a run asks for many files
+_REMEMBERED = 300  # seconds, for a run asks for many files
 
 
 @contextmanager
@@ -39,7 +39,9 @@ def why_offline() -> str | None:
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    fault = fault_of_connection(*address_of(constants.ENDPOINT), int(time.monotonic() / REMEMBERED))
+    fault = fault_of_connection(
+        *address_of(constants.ENDPOINT), int(time.monotonic() / _REMEMBERED)
+    )
     return fault and f"{constants.ENDPOINT} can't be reached ({fault})"
 
 

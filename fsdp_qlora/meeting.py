@@ -20,12 +20,12 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store
 
-POLL_SECONDS, REPEAT = 0.05, 4  # a mistake is told again at every fourth look
-PATIENCE_SECONDS = 10  # for ranks to hear of a mistake
+POLL_SECONDS, _REPEAT = 0.05, 4  # a mistake is told again at every fourth look
+_PATIENCE_SECONDS = 10  # for ranks to hear of a mistake
 
 
 # What gloo, NCCL and the store say when another process is gone; none of them has a type for it.
-GONE = (
+_GONE = (
     "closed by peer",
     "reset by peer",
     "pair closure",
@@ -39,7 +39,7 @@ GONE = (
 
 def is_lost_connection(error: Exception) -> bool:
     """Whether an exception only says that another rank ended, or that its machine can't be reached."""
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in GONE)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _GONE)
 
 
 class MistakeElsewhere(ValueError):
@@ -97,7 +97,7 @@ class Mistakes:
 
 
 def tell_mistake(
-    store: Store, rank: int, world_size: int, text: str, patience_s: float = PATIENCE_SECONDS
+    store: Store, rank: int, world_size: int, text: str, patience_s: float = _PATIENCE_SECONDS
 ):
     """Tell a mistake that this rank has printed, until each other has printed one, or for so long."""
     own, mistakes = uuid.uuid4().hex, Mistakes(store)
@@ -105,7 +105,7 @@ def tell_mistake(
     text = text if text.startswith("rank ") else f"rank {rank}: {text}"
     with suppress(RuntimeError):  # the store is gone, and with it whoever could hear
         for look in range(int(patience_s / POLL_SECONDS)):
-            if look % REPEAT == 0:
+            if look % _REPEAT == 0:
                 store.set("mistake", json.dumps([own, rank, text, look]))
             if (told := mistakes.look()) and told.name != own:
                 store.set(f"{told.name}/heard/{rank}", "")

@@ -47,10 +47,10 @@ def fault_of(folder: Path, size: int = 0, what: str = "it") -> str | None:
         return f"{there} is no place for files"  # /proc and the like
     if disk.free >= size:
         return None
-    return f"{there} has {size_text(disk.free)} free, and {what} takes {size_text(size)}"
+    return f"{there} has {_size_text(disk.free)} free, and {what} takes {_size_text(size)}"
 
 
-def size_text(count: int) -> str:
+def _size_text(count: int) -> str:
     """Bytes as people say them."""
     if count >= 1e9:
         return f"{count / 1e9:.1f} GB"

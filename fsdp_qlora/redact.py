@@ -10,8 +10,8 @@ import re
 from pathlib import Path
 
 HIDDEN = "***"
-SECRET_NAME = re.compile(r"TOKEN|API_?KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
-SHORTEST = 8  # characters of a secret; a shorter value would hide words at random
+_SECRET_NAME = re.compile(r"TOKEN|API_?KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+_SHORTEST = 8  # characters of a secret; a shorter value would hide words at random
 PATTERNS = (
     (re.compile(r"\b([a-z][a-z0-9+.-]*://)[^/\s@'\"]+@", re.IGNORECASE), rf"\1{HIDDEN}@"),
     (
@@ -30,19 +30,19 @@ PATTERNS = (
 
 def redact(text: str) -> str:
     """A text without the secrets of the environment, tokens, or credentials in URLs."""
-    for secret in secrets_of_environment():
+    for secret in _secrets_of_environment():
         text = text.replace(secret, HIDDEN)
     for pattern, shown in PATTERNS:
         text = pattern.sub(shown, text)
     return text
 
 
-def secrets_of_environment() -> list[str]:
+def _secrets_of_environment() -> list[str]:
     """Values of variables that are named like secrets, longest first."""
     found = {
         value
         for name, value in os.environ.items()
-        if SECRET_NAME.search(name) and len(value) >= SHORTEST
+        if _SECRET_NAME.search(name) and len(value) >= _SHORTEST
     }
     return sorted(found, key=len, reverse=True)
 

@@ -18,7 +18,7 @@ def check_biases(model: nn.Module, kind: str):
     """Refuse to train biases of a model that has none, or of a kind that is not known here."""
     if kind == "none":
         return
-    trained = {name: m for name, m in model.named_modules() if has_trained_bias(m)}
+    trained = {name: m for name, m in model.named_modules() if _has_trained_bias(m)}
     if not trained:
         raise ValueError(f"--bias {kind}: there is none of these in the model; leave it out")
     for name, module in trained.items():
@@ -29,7 +29,7 @@ def check_biases(model: nn.Module, kind: str):
             )
 
 
-def has_trained_bias(module: nn.Module) -> bool:
+def _has_trained_bias(module: nn.Module) -> bool:
     """Whether a module's own bias takes gradients; an adapted layer's is its base's."""
     bias = module._parameters.get("bias")
     return bias is not None and bias.requires_grad and not isinstance(module, BaseTunerLayer)
@@ -38,7 +38,7 @@ def has_trained_bias(module: nn.Module) -> bool:
 def add_biases_as_computed(model: nn.Module):
     """Let layers whose bias is stored in another dtype than their weight compute as before, in place."""
     for module in model.modules():
-        if not has_trained_bias(module) or isinstance(module, (QuantLinear, FrozenLinear)):
+        if not _has_trained_bias(module) or isinstance(module, (QuantLinear, FrozenLinear)):
             continue
         if module.weight.dtype != module.bias.dtype:
             module.forward = partial(

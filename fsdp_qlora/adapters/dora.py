@@ -44,12 +44,12 @@ def adapted_norms(
             rows = slice(start, start + step)
             part = weight[rows], None if absmax is None else absmax[rows], in_features, quant_type
             norms[rows] = torch.linalg.vector_norm(
-                adapted_rows(*part, a, None if b is None else b[rows], scaling, dtype), dim=1
+                _adapted_rows(*part, a, None if b is None else b[rows], scaling, dtype), dim=1
             )
     return norms
 
 
-def adapted_rows(
+def _adapted_rows(
     weight: Tensor,
     absmax: Tensor | None,
     in_features: int,

@@ -22,7 +22,7 @@ except ImportError:  # CPU builds of torch come without
     triton = None
 
 COLUMNS = 64  # of a tile; as rows of one, the fastest of those tried (docs/LOG.md)
-LEVELS = 1 << 16  # steps that a share of dropped elements is rounded to
+_LEVELS = 1 << 16  # steps that a share of dropped elements is rounded to
 MOST_RANKS = 128  # of adapters whose products the kernels take
 
 if triton:
@@ -177,4 +177,4 @@ def dropped_product(y: Tensor, a: Tensor, seed: Tensor, p: float) -> Tensor:
 
 def levels(p: float) -> tuple[int, float]:
     """The number of 16 bits below which an element is dropped, and what the others are multiplied by."""
-    return round(p * LEVELS), 1 / (1 - p)
+    return round(p * _LEVELS), 1 / (1 - p)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..quantization.grouped import backward_products, forward_products, grouped, outer_products
 
-RANK_STEP = 8  # ranks are filled up with zeros to a multiple, which the grouped kernel asks for
+_RANK_STEP = 8  # ranks are filled up with zeros to a multiple, which the grouped kernel asks for
 
 
 @torch.library.custom_op("fsdp_qlora::adapted_experts", mutates_args=())
@@ -31,14 +31,14 @@ def adapted_experts(
     quant_type: str,
 ) -> tuple[Tensor, Tensor]:
     """y, and x A^T (S, R or a little more) for the backward."""
-    a, b = each_a(a, len(ends), x.dtype), each_b(b * scaling, len(ends), x.dtype)
+    a, b = _each_a(a, len(ends), x.dtype), _each_b(b * scaling, len(ends), x.dtype)
     xa = grouped(x, a.transpose(1, 2), ends)
     y = forward_products(x, ends, weight, absmax, in_features, quant_type)
     return y.add_(grouped(xa, b.transpose(1, 2), ends)), xa
 
 
 @torch.library.custom_op("fsdp_qlora::adapted_experts_backward", mutates_args=())
-def adapted_experts_backward(
+def _adapted_experts_backward(
     dy: Tensor,
     x: Tensor,
     xa: Tensor,
@@ -53,21 +53,21 @@ def adapted_experts_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dX (S, I), dA (E R, I) and dB (O, R E); these two are rounded once to x's dtype."""
     rank = len(a) // len(ends)
-    dxa = grouped(dy, each_b(b * scaling, len(ends), dy.dtype), ends)
+    dxa = grouped(dy, _each_b(b * scaling, len(ends), dy.dtype), ends)
     dx = backward_products(dy, ends, weight, absmax, in_features, quant_type)
-    dx.add_(grouped(dxa, each_a(a, len(ends), dy.dtype), ends))
+    dx.add_(grouped(dxa, _each_a(a, len(ends), dy.dtype), ends))
     da = outer_products(dxa, x, ends)[:, :rank].to(a.dtype)
     db = outer_products(dy, xa, ends)[:, :, :rank].to(b.dtype) * scaling
     return dx, da.flatten(0, 1).contiguous(), db.permute(1, 2, 0).flatten(1).contiguous()
 
 
-def each_a(a: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
+def _each_a(a: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
     """A of each expert (E, R, I), with rows of zeros after its last."""
     a = a.unflatten(0, (experts, -1)).to(dtype)
     return nn.functional.pad(a, (0, 0, 0, padded(a.shape[1]) - a.shape[1]))
 
 
-def each_b(b: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
+def _each_b(b: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
     """B of each expert (E, O, R), with columns of zeros after its last."""
     b = b.unflatten(1, (-1, experts)).permute(2, 0, 1).to(dtype)
     return nn.functional.pad(b, (0, padded(b.shape[2]) - b.shape[2])).contiguous()
@@ -75,7 +75,7 @@ def each_b(b: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
 
 def padded(rank: int) -> int:
     """The rank that is computed with."""
-    return -(-rank // RANK_STEP) * RANK_STEP
+    return -(-rank // _RANK_STEP) * _RANK_STEP
 
 
 # ---- shapes for tracing, and autograd ----------------------------------------------------------
@@ -87,7 +87,7 @@ def _(x, ends, weight, absmax, a, b, scaling, in_features, quant_type):
     return x.new_empty(n, b.shape[0]), x.new_empty(n, padded(rank))
 
 
-@adapted_experts_backward.register_fake
+@_adapted_experts_backward.register_fake
 def _(dy, x, xa, ends, weight, absmax, a, b, scaling, in_features, quant_type):
     return x.new_empty(x.shape), a.new_empty(a.shape), b.new_empty(b.shape)
 
@@ -98,7 +98,7 @@ def _save(ctx, inputs, output):
 
 
 def _backward(ctx, dy, _):
-    dx, da, db = adapted_experts_backward(dy.contiguous(), *ctx.saved_tensors, *ctx.constants)
+    dx, da, db = _adapted_experts_backward(dy.contiguous(), *ctx.saved_tensors, *ctx.constants)
     return dx, None, None, None, da, db, *[None] * 3
 
 

@@ -26,8 +26,8 @@ from . import lora_ops
 ops = torch.ops.fsdp_qlora
 # More columns for the adapters of others cost a product what quantizing x once saves.
 MOST_RANKS = 64
-ADD = torch.ops.aten.add.Tensor
-VIEWS = {
+_ADD = torch.ops.aten.add.Tensor
+_VIEWS = {
     torch.ops.aten.view.default,
     torch.ops.aten.reshape.default,
     torch.ops.aten._unsafe_view.default,
@@ -38,17 +38,17 @@ class SharedInputs(CustomGraphPass):
     """Joins the layers of one input, in place."""
 
     def __call__(self, graph: Graph):
-        join_seeds(graph)
-        for group in groups_of_one_input(graph, ops.adapted_inputs.default, x=0, no=5):
-            join_inputs(graph, group)
-        for group in groups_of_one_input(graph, ops.adapted_linear_backward.default, x=1, no=7):
-            join_backward(graph, group)
-        for group in groups_of_one_input(graph, ops.adapted_linear.default, x=1):
-            join_adapted(graph, group)
-        for group in groups_of_one_input(graph, ops.frozen_linear.default, x=0):
-            join_frozen(graph, group)
-        for total, group in sums_of(graph, ops.frozen_linear_backward.default):
-            join_frozen_backward(graph, total, group)
+        _join_seeds(graph)
+        for group in _groups_of_one_input(graph, ops.adapted_inputs.default, x=0, no=5):
+            _join_inputs(graph, group)
+        for group in _groups_of_one_input(graph, ops.adapted_linear_backward.default, x=1, no=7):
+            _join_backward(graph, group)
+        for group in _groups_of_one_input(graph, ops.adapted_linear.default, x=1):
+            _join_adapted(graph, group)
+        for group in _groups_of_one_input(graph, ops.frozen_linear.default, x=0):
+            _join_frozen(graph, group)
+        for total, group in _sums_of(graph, ops.frozen_linear_backward.default):
+            _join_frozen_backward(graph, total, group)
         stable_topological_sort(graph)  # a joined call stands where its last input is known
         graph.eliminate_dead_code()
 
@@ -57,7 +57,7 @@ class SharedInputs(CustomGraphPass):
         return get_hash_for_files((__file__, lora_ops.__file__))
 
 
-def groups_of_one_input(graph: Graph, op, x: int, no: int | None = None) -> list[list[Node]]:
+def _groups_of_one_input(graph: Graph, op, x: int, no: int | None = None) -> list[list[Node]]:
     """Calls of `op` with one argument `x` and one form, without dropout, in the graph's order.
 
     `no` is where dropout's seed stands.
@@ -69,7 +69,7 @@ def groups_of_one_input(graph: Graph, op, x: int, no: int | None = None) -> list
     return [group for group in found.values() if 1 < len(group) <= MOST_TENSORS]
 
 
-def join_seeds(graph: Graph):
+def _join_seeds(graph: Graph):
     """One `dropout_seeds` for all seeds, drawn in the order in which the block's code uses its layers.
 
     Calls apart may be put into any order, in one graph otherwise than in another; the backward of an
@@ -84,31 +84,31 @@ def join_seeds(graph: Graph):
         node.replace_all_uses_with(call(graph, joined, operator.getitem, joined, i))
 
 
-def join_inputs(graph: Graph, group: list[Node]):
+def _join_inputs(graph: Graph, group: list[Node]):
     """One `shared_inputs` for the x A^T of a group."""
     x = group[0].args[0]
     joined = call(graph, group[-1], ops.shared_inputs.default, x, [node.args[3] for node in group])
     for i, node in enumerate(group):
-        replace_output(graph, node, 0, joined, i)
+        _replace_output(graph, node, 0, joined, i)
         # The token of an output only carries gradients, so any tensor stands for it here.
         if token := output(node, 1):
             token.replace_all_uses_with(x)
 
 
-def join_adapted(graph: Graph, group: list[Node]):
+def _join_adapted(graph: Graph, group: list[Node]):
     """One `shared_fp8_linears` for the products of a group, if they are in fp8 and ranks are small."""
-    _, x, xa, weight, absmax, bias, _, b, scaling, *_ = columns_of(group)
+    _, x, xa, weight, absmax, bias, _, b, scaling, *_ = _columns_of(group)
     if sum(each.meta["val"].shape[1] for each in b) <= MOST_RANKS:
-        join_linears(graph, group, x[0], xa, weight, absmax, bias, b, scaling)
+        _join_linears(graph, group, x[0], xa, weight, absmax, bias, b, scaling)
 
 
-def join_frozen(graph: Graph, group: list[Node]):
+def _join_frozen(graph: Graph, group: list[Node]):
     """The same for layers without an adapter."""
-    x, weight, absmax, bias, *_ = columns_of(group)
-    join_linears(graph, group, x[0], [], weight, absmax, bias, [], [])
+    x, weight, absmax, bias, *_ = _columns_of(group)
+    _join_linears(graph, group, x[0], [], weight, absmax, bias, [], [])
 
 
-def join_linears(graph: Graph, group: list[Node], x: Node, xa, weight, absmax, bias, *adapters):
+def _join_linears(graph: Graph, group: list[Node], x: Node, xa, weight, absmax, bias, *adapters):
     """One `shared_fp8_linears` in a group's place; not where some have a bias and others have none."""
     in_features, quant_type, product_dtype = group[0].args[-3:]
     if product_dtype != "fp8" or None in bias and any(bias):
@@ -130,7 +130,7 @@ def join_linears(graph: Graph, group: list[Node], x: Node, xa, weight, absmax, b
         node.replace_all_uses_with(call(graph, joined, operator.getitem, joined, i))
 
 
-def columns_of(group: list[Node]) -> list[list]:
+def _columns_of(group: list[Node]) -> list[list]:
     """The arguments of a group's calls, those of one place together."""
     return [list(column) for column in zip(*(node.args for node in group), strict=True)]
 
@@ -140,13 +140,13 @@ def present(values: list) -> list:
     return values if values[0] is not None else []
 
 
-def join_backward(graph: Graph, group: list[Node]):
+def _join_backward(graph: Graph, group: list[Node]):
     """One `shared_inputs_backward` for a group whose dX have no other use than to be added up."""
     gradients = [output(node, 0) for node in group]
-    total = None if None in gradients else added_up(gradients)
+    total = None if None in gradients else _added_up(gradients)
     if total is None:
         return
-    dy, x, xa, weight, absmax, a, b, _, scaling, *_ = columns_of(group)
+    dy, x, xa, weight, absmax, a, b, _, scaling, *_ = _columns_of(group)
     joined = call(
         graph,
         group[-1],
@@ -162,17 +162,17 @@ def join_backward(graph: Graph, group: list[Node]):
         *group[-1].args[-3:],
     )
     dx = call(graph, joined, operator.getitem, joined, 0)
-    for view in views_of(gradients[0]):
+    for view in _views_of(gradients[0]):
         dx = call(graph, dx, view.target, dx, *view.args[1:])
     total.replace_all_uses_with(dx)
     for i, node in enumerate(group):
-        replace_output(graph, node, 1, joined, 1 + i)
-        replace_output(graph, node, 2, joined, 1 + len(group) + i)
+        _replace_output(graph, node, 1, joined, 1 + i)
+        _replace_output(graph, node, 2, joined, 1 + len(group) + i)
 
 
-def join_frozen_backward(graph: Graph, total: Node, group: list[Node]):
+def _join_frozen_backward(graph: Graph, total: Node, group: list[Node]):
     """One `shared_frozen_backward` for the sum of the dX of layers without an adapter."""
-    dy, weight, absmax, *_ = columns_of(group)
+    dy, weight, absmax, *_ = _columns_of(group)
     total.replace_all_uses_with(
         call(
             graph,
@@ -186,11 +186,11 @@ def join_frozen_backward(graph: Graph, total: Node, group: list[Node]):
     )
 
 
-def sums_of(graph: Graph, op) -> list[tuple[Node, list[Node]]]:
+def _sums_of(graph: Graph, op) -> list[tuple[Node, list[Node]]]:
     """Nodes that are the sum of calls of `op` in one form and of nothing else, each with the calls."""
     found = {}
-    for node in graph.find_nodes(op="call_function", target=ADD):
-        calls = summands(node, op)
+    for node in graph.find_nodes(op="call_function", target=_ADD):
+        calls = _summands(node, op)
         if 1 < len(calls) <= MOST_TENSORS and len({each.args[-3:] for each in calls}) == 1:
             found[node] = calls
     return [
@@ -200,29 +200,29 @@ def sums_of(graph: Graph, op) -> list[tuple[Node, list[Node]]]:
     ]
 
 
-def summands(node: Node, op) -> list[Node]:
+def _summands(node: Node, op) -> list[Node]:
     """The calls of `op` whose sum a node is, used for nothing else; none if it is no such sum."""
     if node.target == op:
         return [node]
-    if node.target != ADD or node.kwargs:
+    if node.target != _ADD or node.kwargs:
         return []
     parts = [
-        summands(part, op) if isinstance(part, Node) and len(part.users) == 1 else []
+        _summands(part, op) if isinstance(part, Node) and len(part.users) == 1 else []
         for part in node.args
     ]
     return [each for part in parts for each in part] if all(parts) else []
 
 
-def added_up(gradients: list[Node]) -> Node | None:
+def _added_up(gradients: list[Node]) -> Node | None:
     """The node that is the sum of all of these and of nothing else, if there is one."""
-    parts = {(views_of(g) or [g])[-1] for g in gradients}
+    parts = {(_views_of(g) or [g])[-1] for g in gradients}
     while len(parts) > 1:
         add = next(
             (
                 user
                 for part in parts
                 for user in part.users
-                if user.target == ADD
+                if user.target == _ADD
                 and len(part.users) == 1
                 and parts.issuperset(user.all_input_nodes)
                 and len(user.all_input_nodes) == 2
@@ -235,10 +235,10 @@ def added_up(gradients: list[Node]) -> Node | None:
     return parts.pop()
 
 
-def views_of(node: Node) -> list[Node]:
+def _views_of(node: Node) -> list[Node]:
     """The views that follow a node, one after the other, while each is the only use."""
     views = []
-    while len(node.users) == 1 and (user := next(iter(node.users))).target in VIEWS:
+    while len(node.users) == 1 and (user := next(iter(node.users))).target in _VIEWS:
         views.append(node := user)
     return views
 
@@ -248,7 +248,7 @@ def output(node: Node, index: int) -> Node | None:
     return next((user for user in node.users if user.args[1] == index), None)
 
 
-def replace_output(graph: Graph, old: Node, which: int, new: Node, index: int):
+def _replace_output(graph: Graph, old: Node, which: int, new: Node, index: int):
     """Let output `index` of `new` stand for output `which` of `old`."""
     if item := output(old, which):
         item.replace_all_uses_with(call(graph, new, operator.getitem, new, index))

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from .lora import LoraLinear
 
-TILE = 256  # rows that are multiplied together, so that any slice of rows gets the same bits
+_TILE = 256  # rows that are multiplied together, so that any slice of rows gets the same bits
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def first_values(
         q, r = torch.linalg.qr(weight)
         a, b = r[:rank], q[:, :rank]
     else:
-        a, b = largest(weight, rank, scaling, fast_steps(start.kind), seed)
+        a, b = largest(weight, rank, scaling, _fast_steps(start.kind), seed)
     a, b = (t.to(dtype).contiguous() for t in (a, b))
     return FirstValues(a, b, Taken(a, b))
 
@@ -126,7 +126,7 @@ def largest(
     return root[:, None] * vh[:rank], u[:, :rank] * root
 
 
-def fast_steps(kind: str) -> int | None:
+def _fast_steps(kind: str) -> int | None:
     """N of `pissa_niter_N`."""
     found = re.fullmatch(r"pissa_niter_(\d+)", kind)
     return int(found[1]) if found else None
@@ -134,8 +134,8 @@ def fast_steps(kind: str) -> int | None:
 
 def low_rank_rows(a: Tensor, b: Tensor, scaling: float, start: int, stop: int) -> Tensor:
     """Rows (start, stop) of scaling B A in fp32, from the whole A and B; equal bits for any slice."""
-    a, b, first = a.float(), b.float(), start // TILE * TILE
-    tiles = [b[row : row + TILE] @ a for row in range(first, stop, TILE)]
+    a, b, first = a.float(), b.float(), start // _TILE * _TILE
+    tiles = [b[row : row + _TILE] @ a for row in range(first, stop, _TILE)]
     if not tiles:
         return a.new_empty(0, a.shape[1])
     return torch.cat(tiles)[start - first : stop - first] * scaling

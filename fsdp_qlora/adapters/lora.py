@@ -90,7 +90,7 @@ class LoraLinear(nn.Module, LoraLayer):
                 "adapter_names: all rows of a batch have one adapter here; choose it with "
                 "model.set_adapter(NAME)"
             )
-        name = only_adapter(self)
+        name = _only_adapter(self)
         if name not in self.lora_A:
             return self.base_layer(x)  # it adapts other layers
         x = compute_input(x)
@@ -151,7 +151,7 @@ class LoraLinear(nn.Module, LoraLayer):
         return (y if base.bias is None else y + base.bias).to(rows.dtype)
 
 
-def only_adapter(layer: LoraLayer) -> str:
+def _only_adapter(layer: LoraLayer) -> str:
     """The name of a layer's active adapter. Raises ValueError if several are."""
     if len(layer.active_adapters) != 1:
         raise ValueError(
@@ -195,17 +195,17 @@ def apply_adapters(
     PEFT's configuration can ask for and these layers don't compute.
     """
     check_options(config)
-    check_suits(model, config)
+    _check_suits(model, config)
     config.target_modules = resolve_targets(model, config.target_modules)
     ends, blocks = target_ends(config.target_parameters), config.layers_to_transform
     experts = expert_parameters(model, ends, blocks)
     config.target_parameters = None  # PEFT would look for parameters of that name now
-    check_patterns(model, config, experts)
+    _check_patterns(model, config, experts)
     if transposed_weights(model):
         config.fan_in_fan_out = True  # as PEFT calls it where it loads this
     config._register_custom_module({QuantLinear: LoraLinear, nn.Linear: LoraLinear})
     on_meta, excluded = next(model.parameters()).is_meta, config.exclude_modules
-    config.exclude_modules = but_experts(model, excluded)
+    config.exclude_modules = _but_experts(model, excluded)
     with warnings.catch_warnings():  # patterns are checked, and PEFT does not see those of experts
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys")
         peft_model = get_peft_model(
@@ -224,7 +224,7 @@ def apply_adapters(
 
 
 # Fields of a LoraConfig that are followed here, and those that change nothing in training.
-FOLLOWED = {
+_FOLLOWED = {
     "r",
     "lora_alpha",
     "lora_dropout",
@@ -252,7 +252,7 @@ FOLLOWED = {
     "qalora_group_size",
     "loftq_config",
 }
-OTHER_WAYS = {
+_OTHER_WAYS = {
     "modules_to_save": "call adapters.whole.train_whole(model, names, dtype) after it",
     "trainable_token_indices": "train the embedding whole, with adapters.whole.train_whole",
     "lora_bias": "use bias='lora_only', which trains the layers' own biases",
@@ -263,15 +263,15 @@ def check_options(config: LoraConfig):
     """Refuse what PEFT's own layers would compute and these would silently leave out."""
     for f in fields(config):
         given = getattr(config, f.name)
-        if f.name in FOLLOWED or not given or given == default_of(f):
+        if f.name in _FOLLOWED or not given or given == default_of(f):
             continue
         raise ValueError(
             f"LoraConfig.{f.name} = {given!r} is not computed here; "
-            f"{OTHER_WAYS.get(f.name, 'leave it out')}"
+            f"{_OTHER_WAYS.get(f.name, 'leave it out')}"
         )
 
 
-def check_suits(model: nn.Module, config: LoraConfig):
+def _check_suits(model: nn.Module, config: LoraConfig):
     """Refuse options that this model gives no meaning."""
     if config.fan_in_fan_out and not transposed_weights(model):
         raise ValueError(
@@ -286,7 +286,7 @@ def check_suits(model: nn.Module, config: LoraConfig):
         )
 
 
-def but_experts(model: nn.Module, excluded: str | list[str] | None) -> str | list[str] | None:
+def _but_experts(model: nn.Module, excluded: str | list[str] | None) -> str | list[str] | None:
     """PEFT's `exclude_modules` with stacked experts: a layer beside them may be called as they are."""
     names = [weight.removesuffix(".weight") for weight in stacked_weights(model)]
     if not names:
@@ -296,7 +296,7 @@ def but_experts(model: nn.Module, excluded: str | list[str] | None) -> str | lis
     return [*(excluded or ()), *names]
 
 
-def check_patterns(model: nn.Module, config: LoraConfig, experts: Iterable[str] = ()):
+def _check_patterns(model: nn.Module, config: LoraConfig, experts: Iterable[str] = ()):
     """Refuse a rank or alpha for what is not adapted: PEFT only warns, or says nothing."""
     targets = config.target_modules
     if targets is None:
@@ -327,7 +327,7 @@ def resolve_targets(model: nn.Module, targets) -> set[str] | list[str] | str | N
     if targets == "all-linear":
         return set(found)
     if targets is None:
-        targets = default_targets(base_model(model).config.model_type, found)
+        targets = _default_targets(base_model(model).config.model_type, found)
     if targets is None or isinstance(targets, str):
         return targets
     head = output_head(model)
@@ -343,7 +343,7 @@ def resolve_targets(model: nn.Module, targets) -> set[str] | list[str] | str | N
     return targets
 
 
-def default_targets(family: str, found) -> list[str] | None:
+def _default_targets(family: str, found) -> list[str] | None:
     """Names for a family that PEFT has no choice for; None leaves the choice to PEFT.
 
     Raises ValueError, listing the candidates, if there is none here either.

@@ -101,7 +101,7 @@ def adapted_linear_backward(
     """dX (N, I), dA (R, I) and dB (O, R); the gradients of A and B are summed in their own dtype."""
     form = (in_features, quant_type, product_dtype)
     if seed is None:
-        dx, da, db = shared_input_backward(
+        dx, da, db = _shared_input_backward(
             [dy], x, [xa], [weight], [absmax], [a], [b], [scaling], *form
         )
         return dx, da, db
@@ -170,7 +170,7 @@ def shared_inputs_backward(
     product_dtype: str,
 ) -> list[Tensor]:
     """The sum of the layers' dX, then each layer's dA, then each dB; no absmax if W is dense."""
-    dx, da, *db = shared_input_backward(
+    dx, da, *db = _shared_input_backward(
         dy,
         x,
         xa,
@@ -212,7 +212,7 @@ def shared_frozen_backward(
     return dx.view(*dy[0].shape[:-1], in_features)
 
 
-def shared_input_backward(
+def _shared_input_backward(
     dys,
     x: Tensor,
     xas,

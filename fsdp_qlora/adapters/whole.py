@@ -43,9 +43,9 @@ def train_whole(model: PeftModel, names: list[str], dtype: torch.dtype, both_end
             if name.endswith(end) and any(True for _ in m.parameters())
         ]
         if not found:
-            raise ValueError(f"--modules_to_save {end}: {no_such_module(causal, end)}")
+            raise ValueError(f"--modules_to_save {end}: {_no_such_module(causal, end)}")
         for name, module in found:
-            check_can_be_whole(name, module, end, dtype)
+            _check_can_be_whole(name, module, end, dtype)
         if lying := [
             n for n in transposed_weights(model) for name, _ in found if n.startswith(name)
         ]:
@@ -55,7 +55,7 @@ def train_whole(model: PeftModel, names: list[str], dtype: torch.dtype, both_end
             )
         for _, module in found:
             train_in(module, dtype)
-    model.peft_config[model.active_adapter].modules_to_save = with_tied_end(causal, names)
+    model.peft_config[model.active_adapter].modules_to_save = _with_tied_end(causal, names)
 
 
 def train_only(model: nn.Module, names: list[str]):
@@ -67,19 +67,19 @@ def train_only(model: nn.Module, names: list[str]):
         return
     model.requires_grad_(False)
     for end in names:
-        found = [m for name, m in model.named_modules(remove_duplicate=False) if is_end(name, end)]
+        found = [m for name, m in model.named_modules(remove_duplicate=False) if _is_end(name, end)]
         if not found:
-            raise ValueError(f"--trained_modules {end}: {no_such_module(model, end)}")
+            raise ValueError(f"--trained_modules {end}: {_no_such_module(model, end)}")
         for module in found:
             module.requires_grad_()
 
 
-def is_end(name: str, end: str) -> bool:
+def _is_end(name: str, end: str) -> bool:
     """Whether a module's name ends in whole parts so; layers.1 is not the end of layers.11."""
     return name == end or name.endswith(f".{end}")
 
 
-def no_such_module(causal: nn.Module, end: str) -> str:
+def _no_such_module(causal: nn.Module, end: str) -> str:
     """What to say of a name that no module has."""
     known = dict.fromkeys(
         name.rsplit(".", 1)[-1]
@@ -93,7 +93,7 @@ def no_such_module(causal: nn.Module, end: str) -> str:
     )
 
 
-def check_can_be_whole(name: str, module: nn.Module, end: str, dtype: torch.dtype):
+def _check_can_be_whole(name: str, module: nn.Module, end: str, dtype: torch.dtype):
     """Refuse what is not there to be trained whole, or can't compute in another dtype than `dtype`."""
     for part in module.modules():
         if isinstance(part, BaseTunerLayer):
@@ -122,7 +122,7 @@ def check_can_be_whole(name: str, module: nn.Module, end: str, dtype: torch.dtyp
 # ---- in files ----------------------------------------------------------------------------------
 
 
-def with_tied_end(causal: nn.Module, names: list[str]) -> list[str]:
+def _with_tied_end(causal: nn.Module, names: list[str]) -> list[str]:
     """The names, with the other end of a tied model where one end is among them: both are trained."""
     if not is_tied(causal):
         return list(names)

@@ -29,16 +29,16 @@ CALIBRATED_ON = (
 )
 # Commits whose kernels and hooks the code no longer has: the times of their rows are history, but for
 # the launches that are set on them. Those of the second list lack only today's 4-bit and fp8 products.
-OLD_COMMITS = ("ae215fd", "f251e71", "989a742", "da4c632", "4d00b20", "2bd4447")
-OLD_PRODUCTS = ("f8e8940", "fc55a1e", "8e7a833", "0734433", "ee8b4e9", "bb323ea")
-OLD_OPTIMIZERS = ("cc5469f",)  # which updated one tensor after the other
+_OLD_COMMITS = ("ae215fd", "f251e71", "989a742", "da4c632", "4d00b20", "2bd4447")
+_OLD_PRODUCTS = ("f8e8940", "fc55a1e", "8e7a833", "0734433", "ee8b4e9", "bb323ea")
+_OLD_OPTIMIZERS = ("cc5469f",)  # which updated one tensor after the other
 # Two dequantized weights of one sum were there at once, which is the peak where tokens are few.
-OLD_SUMS = ("638255a",)
-EARLY_PEAKS = "5e23f3d"  # whose peaks of replayed rows are those of the row before
+_OLD_SUMS = ("638255a",)
+_EARLY_PEAKS = "5e23f3d"  # whose peaks of replayed rows are those of the row before
 # Their final norm was eager: in fp32, which was the widest that came and went where tokens are many, and
 # that is what the allocator's unused memory follows. fp8 products joined since (2b8e2e6) are no list of
 # their own: 1.2 ms for 4,096 tokens, less than what two runs differ by.
-EAGER_NORM = (*OLD_COMMITS, *OLD_PRODUCTS, *OLD_OPTIMIZERS, *OLD_SUMS, EARLY_PEAKS, "27b2239")
+_EAGER_NORM = (*_OLD_COMMITS, *_OLD_PRODUCTS, *_OLD_OPTIMIZERS, *_OLD_SUMS, _EARLY_PEAKS, "27b2239")
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ class Compared:
     @property
     def old_units(self) -> bool:
         """Whether FSDP still gathered embedding and head whole, which memory/vocabulary.py has ended."""
-        return self.row.commit in OLD_COMMITS and self.row.sharding_strategy != "ddp"
+        return self.row.commit in _OLD_COMMITS and self.row.sharding_strategy != "ddp"
 
     @property
     def old_memory(self) -> bool:
         """Whether other code than today's took the memory, or torch's peak is not the step's."""
-        return self.old_units or self.row.commit in OLD_SUMS or self.other_peak
+        return self.old_units or self.row.commit in _OLD_SUMS or self.other_peak
 
     @property
     def old_reserved(self) -> bool:
@@ -86,7 +86,7 @@ class Compared:
         if self.at_limit:
             return True
         if (
-            self.row.commit not in EAGER_NORM
+            self.row.commit not in _EAGER_NORM
             or not self.setup.compile
             or self.setup.shard_ranks > 1
         ):
@@ -109,17 +109,17 @@ class Compared:
         The optimizer has no states by then.
         """
         several = self.row.gradient_accumulation_steps > 1
-        return bool(self.row.cuda_graphs) and (several or self.row.commit == EARLY_PEAKS)
+        return bool(self.row.cuda_graphs) and (several or self.row.commit == _EARLY_PEAKS)
 
     @property
     def old_code(self) -> bool:
         """Whether other code than today's was measured."""
         products = self.row.quant != "none" or self.row.compute_dtype == "fp8"
         return (
-            self.row.commit in OLD_COMMITS
-            or self.row.commit in OLD_PRODUCTS
+            self.row.commit in _OLD_COMMITS
+            or self.row.commit in _OLD_PRODUCTS
             and products
-            or self.row.commit in OLD_OPTIMIZERS
+            or self.row.commit in _OLD_OPTIMIZERS
             and self.row.optimizer in STATE_BYTES
         )
 

@@ -32,7 +32,7 @@ from .drive import How, Job, run_batch
 from .row import Row, append_row, empty_row
 
 ATTEMPTS = 8
-LESS = 0.85  # of what the failed choice needed, allowed to the next
+_LESS = 0.85  # of what the failed choice needed, allowed to the next
 BESIDE = CONTEXT_GIB + NCCL_GIB
 
 
@@ -97,7 +97,7 @@ def climb_down(
         if row.status == "error":
             raise ValueError(f"--sharding_strategy auto: the probe failed: {row.error}")
         print(f"probe: out of memory ({row.error}); a plan that needs less", flush=True)
-        less = BESIDE + LESS * (plan.choice.memory.total - BESIDE)
+        less = BESIDE + _LESS * (plan.choice.memory.total - BESIDE)
         machine = replace(machine, memory_gib=less)
     raise ValueError(
         f"--sharding_strategy auto: {ATTEMPTS} probes ran out of memory; lower "

@@ -18,13 +18,13 @@ from ..quantization.formats import dense_weight, quantize_rows
 from ..quantization.fp8 import fp8_problem, quantize_tokens, scaled_product
 
 # (N, I, O) of products: tokens by the layers of models of 8 and of 70 billion weights.
-PRODUCTS = ((8192, 4096, 4096), (8192, 4096, 14336), (4096, 8192, 28672))
-SMALL_PRODUCTS = ((256, 256, 256), (256, 256, 704))
+_PRODUCTS = ((8192, 4096, 4096), (8192, 4096, 14336), (4096, 8192, 28672))
+_SMALL_PRODUCTS = ((256, 256, 256), (256, 256, 704))
 SECONDS = 0.25  # of each measurement, after it has run once
 GB = 1e9
 
 
-def seconds_of(work: Callable, device: torch.device, at_least: float = SECONDS) -> float:
+def _seconds_of(work: Callable, device: torch.device, at_least: float = SECONDS) -> float:
     """Seconds of one call, over as many as take `at_least`; the device is waited for."""
     work()
     count, taken = 1, 0.0
@@ -46,11 +46,11 @@ def wait_for(device: torch.device):
         torch.cuda.synchronize(device)
 
 
-def product_tflops(device: torch.device, fp8: bool = False) -> float:
+def _product_tflops(device: torch.device, fp8: bool = False) -> float:
     """The highest rate of bf16 products, or of fp8 ones with a scale per row."""
-    shapes = PRODUCTS if device.type == "cuda" else SMALL_PRODUCTS
+    shapes = _PRODUCTS if device.type == "cuda" else _SMALL_PRODUCTS
     return max(
-        2 * n * wide * out / seconds_of(product(n, wide, out, device, fp8), device) / 1e12
+        2 * n * wide * out / _seconds_of(product(n, wide, out, device, fp8), device) / 1e12
         for n, wide, out in shapes
     )
 
@@ -69,7 +69,7 @@ def copy_gb_s(device: torch.device, gib: float) -> float:
     """Bytes read and written per second by a copy within one memory."""
     source = torch.zeros(int(gib * 2**30), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * len(source) / seconds_of(lambda: target.copy_(source), device) / GB
+    return 2 * len(source) / _seconds_of(lambda: target.copy_(source), device) / GB
 
 
 def unpack_gb_s(device: torch.device) -> float:
@@ -81,10 +81,10 @@ def unpack_gb_s(device: torch.device) -> float:
         return dense_weight(packed, absmax, wide, "nf4", torch.bfloat16)
 
     moved = packed.nbytes + absmax.nbytes + 2 * rows * wide
-    return moved / seconds_of(unpack, device) / GB
+    return moved / _seconds_of(unpack, device) / GB
 
 
-def host_copies_gb_s(device: torch.device, gib: float) -> dict[str, float]:
+def _host_copies_gb_s(device: torch.device, gib: float) -> dict[str, float]:
     """Bytes per second to the GPU and from it, through page-locked memory; nothing on the CPU."""
     if device.type != "cuda":
         return {}
@@ -94,10 +94,10 @@ def host_copies_gb_s(device: torch.device, gib: float) -> dict[str, float]:
         to_gpu=lambda: there.copy_(host, non_blocking=True),
         from_gpu=lambda: host.copy_(there, non_blocking=True),
     )
-    return {name: len(host) / seconds_of(copy, device) / GB for name, copy in ways.items()}
+    return {name: len(host) / _seconds_of(copy, device) / GB for name, copy in ways.items()}
 
 
-def collectives_gb_s(device: torch.device, mib: float) -> dict[str, dict[int, float]]:
+def _collectives_gb_s(device: torch.device, mib: float) -> dict[str, dict[int, float]]:
     """Bus bandwidth of all-gather and reduce-scatter over the first 2, 4, ... ranks, and all of them.
 
     That is (n - 1)/n of the gathered bytes per second, on the slowest of the n ranks. Every rank
@@ -115,13 +115,13 @@ def collectives_gb_s(device: torch.device, mib: float) -> dict[str, dict[int, fl
                 ("all_gather", partial(all_gather_rows, part, group)),
                 ("reduce_scatter", partial(reduce_scatter_rows, whole, group)),
             ):
-                taken = seconds_of_all(work, device, group)
+                taken = _seconds_of_all(work, device, group)
                 found[name][n] = (n - 1) / n * whole.nbytes / taken / GB
         dist.barrier()
     return found
 
 
-def seconds_of_all(work: Callable, device: torch.device, group, count: int = 10) -> float:
+def _seconds_of_all(work: Callable, device: torch.device, group, count: int = 10) -> float:
     """Seconds of one collective, which all ranks of the group must call equally often."""
     for _ in range(2):
         work()
@@ -140,14 +140,14 @@ def measure_ceilings(device: torch.device) -> dict:
     large = device.type == "cuda"
     with_fp8 = large and fp8_problem(device) is None
     own = dict(
-        bf16_tflops=product_tflops(device),
-        fp8_tflops=product_tflops(device, True) if with_fp8 else None,
+        bf16_tflops=_product_tflops(device),
+        fp8_tflops=_product_tflops(device, True) if with_fp8 else None,
         copy_gb_s=copy_gb_s(device, 1.0 if large else 0.03),
         unpack_gb_s=unpack_gb_s(device),
-        host=host_copies_gb_s(device, 0.25),
+        host=_host_copies_gb_s(device, 0.25),
         host_memory_gb_s=copy_gb_s(torch.device("cpu"), 0.25 if large else 0.03),
     )
-    collectives = collectives_gb_s(device, 256 if large else 1)
+    collectives = _collectives_gb_s(device, 256 if large else 1)
     everyones = gather_over_ranks(own)
     return {name: slowest([rank[name] for rank in everyones]) for name in own} | gather_over_ranks(
         collectives

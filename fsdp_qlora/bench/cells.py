@@ -19,7 +19,7 @@ from .drive import How, Job
 from .measure import MemoryLimit, describe_run, measure, summary
 from .row import append_row
 
-OUT_OF_MEMORY = 99  # exit code
+_OUT_OF_MEMORY = 99  # exit code
 
 
 def run_jobs_here(config: RunConfig, folder: str | Path, how: How):
@@ -33,13 +33,13 @@ def run_jobs_here(config: RunConfig, folder: str | Path, how: How):
     with process_group(device, config.timeout_minutes):
         for job in asked["jobs"]:
             try:
-                run_job(Job(**job), files, how, device, asked["results"])
+                _run_job(Job(**job), files, how, device, asked["results"])
             except Exception as error:
-                give_up(files, error)
+                _give_up(files, error)
             clean_up(device)
 
 
-def run_job(job: Job, files: Path, how: How, device: torch.device, results: str | None = None):
+def _run_job(job: Job, files: Path, how: How, device: torch.device, results: str | None = None):
     """Measure one job; rank 0 keeps its row."""
     from ..derived import with_choices
     from ..loading import read_config
@@ -73,7 +73,7 @@ def limit_memory(limit_gib: float | None, device: torch.device) -> MemoryLimit:
     return MemoryLimit(None)
 
 
-def give_up(files: Path, error: Exception):
+def _give_up(files: Path, error: Exception):
     """Note why, and end this rank."""
     memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(
         error
@@ -90,7 +90,7 @@ def give_up(files: Path, error: Exception):
     )
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(OUT_OF_MEMORY if memory else 1)
+    os._exit(_OUT_OF_MEMORY if memory else 1)
 
 
 def clean_up(device: torch.device):

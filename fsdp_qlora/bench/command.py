@@ -59,15 +59,15 @@ def bench_command(argv: list[str]):
     check_options(options)
     how = How(options.steps, options.warmup, options.together, options.cell_minutes)
     if not (options.report or options.jobs):
-        check_starts_ranks()
+        _check_starts_ranks()
     if options.report:
-        print_report(options)
+        _print_report(options)
     elif options.jobs:
-        measure_jobs(config, options.jobs, argv, how)
+        _measure_jobs(config, options.jobs, argv, how)
     elif options.grid:
-        measure_grid(read_grid(options.grid), options, how)
+        _measure_grid(read_grid(options.grid), options, how)
     else:
-        measure_one(config, options, argv, how)
+        _measure_one(config, options, argv, how)
 
 
 def check_options(options: BenchOptions):
@@ -100,7 +100,7 @@ def check_options(options: BenchOptions):
         ) from error
 
 
-def check_starts_ranks():
+def _check_starts_ranks():
     """Each of several ranks would start ranks of its own, on the same GPUs."""
     from ..dist import launched, ranks_from_env
 
@@ -112,7 +112,7 @@ def check_starts_ranks():
     )
 
 
-def measure_jobs(config: RunConfig, folder: str, argv: list[str], how: How):
+def _measure_jobs(config: RunConfig, folder: str, argv: list[str], how: How):
     """The ranks' part."""
     from ..training.launch import run_on_ranks
     from .cells import run_jobs_here
@@ -120,11 +120,11 @@ def measure_jobs(config: RunConfig, folder: str, argv: list[str], how: How):
     run_on_ranks(config, "bench", argv, lambda c: run_jobs_here(c, folder, how))
 
 
-def measure_one(config: RunConfig, options: BenchOptions, argv: list[str], how: How):
+def _measure_one(config: RunConfig, options: BenchOptions, argv: list[str], how: How):
     """One configuration, in a process of its own."""
     job = Job(
         options.row_name or config.sharding_strategy,
-        settings_alone(argv) + known_shape(config),
+        settings_alone(argv) + _known_shape(config),
         gpu_memory_gib=options.gpu_memory_gib,
     )
     (row,) = run_jobs([job], how, options.results)
@@ -132,7 +132,7 @@ def measure_one(config: RunConfig, options: BenchOptions, argv: list[str], how: 
         sys.exit(1)  # it has said why
 
 
-def known_shape(config: RunConfig) -> list[str]:
+def _known_shape(config: RunConfig) -> list[str]:
     """Flags that take a known model's shape from here: random weights need nothing of a hub."""
     if not config.random_weights or not is_known(config.model_name):
         return []
@@ -148,12 +148,12 @@ def settings_alone(argv: list[str]) -> list[str]:
     return parser.parse_known_args(argv)[1]
 
 
-def measure_grid(grid: Grid, options: BenchOptions, how: How):
+def _measure_grid(grid: Grid, options: BenchOptions, how: How):
     """The cells that are wanted and not measured yet."""
     cells = [c for c in grid.cells if not options.only or re.search(options.only, c.name)]
     if not cells:
         raise ValueError(f"--only {options.only}: no cell of {options.grid} is named so")
-    known = measured_names(options) if not options.again else set()
+    known = _measured_names(options) if not options.again else set()
     jobs = sorted((job_of(c) for c in cells if c.name not in known), key=lambda job: job.gpus)
     if known:
         print(f"{len(cells) - len(jobs)} of {len(cells)} cells are measured already")
@@ -170,7 +170,7 @@ def measure_grid(grid: Grid, options: BenchOptions, how: How):
     )
 
 
-def measured_names(options: BenchOptions) -> set[str]:
+def _measured_names(options: BenchOptions) -> set[str]:
     """Names of the rows in --results that this commit measured on this kind of GPU.
 
     None if the commit is not known or the tree has changes.
@@ -189,7 +189,7 @@ def measured_names(options: BenchOptions) -> set[str]:
     }
 
 
-def print_report(options: BenchOptions):
+def _print_report(options: BenchOptions):
     """Markdown of a results file, and a picture if asked."""
     from .pictures import scatter
     from .tables import accuracy_lines, accuracy_table, against_table, grid_table, results_table

@@ -18,7 +18,7 @@ from pathlib import Path
 from .grid import Cell
 from .row import Row, append_row, empty_row, read_rows, row_from_dict
 
-GRACE_SECONDS = 60  # of a process that is told to end, before it is killed
+_GRACE_SECONDS = 60  # of a process that is told to end, before it is killed
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def run_batch(batch: list[Job], how: How, results: str | Path | None = None) -> 
         code = run_process(command(files, batch[0], how), how.minutes * 60 * len(batch))
         rows = read_rows(files / "rows.jsonl") if (files / "rows.jsonl").exists() else []
         if len(rows) < len(batch):
-            rows.append(failed_row(files, batch[len(rows)], code))
+            rows.append(_failed_row(files, batch[len(rows)], code))
         return rows
 
 
@@ -147,13 +147,13 @@ def end(process: subprocess.Popen):
         return
     process.terminate()
     try:
-        process.wait(GRACE_SECONDS)
+        process.wait(_GRACE_SECONDS)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def failed_row(files: Path, job: Job, code: int | None) -> Row:
+def _failed_row(files: Path, job: Job, code: int | None) -> Row:
     """The row of a job whose process ended: out of memory, an error, or out of time."""
     notes = {
         name: json.loads((files / name).read_text())

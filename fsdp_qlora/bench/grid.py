@@ -25,7 +25,7 @@ from ..catalog.known_models import bare_name, known_config
 from ..config import AUTO, RunConfig
 from ..config.settings import shown
 
-AUTO_NUMBERS = (("batch_size", "auto"), ("activation_budget_gib", "auto"))
+_AUTO_NUMBERS = (("batch_size", "auto"), ("activation_budget_gib", "auto"))
 PARTS = ("title", "source", "defaults", "cells")  # of a file
 OWN = ("name", "gpus", "num_hidden_layers", "gpu_memory_gib", "published")
 
@@ -82,7 +82,7 @@ def read_grid(path: str | Path) -> Grid:
         raise ValueError(
             f"--grid {path}: not readable YAML: {' '.join(str(error).split())}"
         ) from None
-    if not isinstance(given, dict) or not is_list_of_cells(given.get("cells")):
+    if not isinstance(given, dict) or not _is_list_of_cells(given.get("cells")):
         raise ValueError(f"--grid {path}: takes title, source, defaults and a list of cells")
     if unknown := [str(key) for key in given if key not in PARTS]:
         raise ValueError(
@@ -95,7 +95,7 @@ def read_grid(path: str | Path) -> Grid:
         )
     for number, wanted in enumerate(given["cells"], 1):
         try:
-            cells += make_cells(defaults | wanted)
+            cells += _make_cells(defaults | wanted)
         except (ValueError, TypeError) as error:
             raise ValueError(f"--grid {path}: cell {number}: {error}") from None
     names = [cell.name for cell in cells]
@@ -104,18 +104,18 @@ def read_grid(path: str | Path) -> Grid:
     return Grid(given.get("title", Path(path).stem), given.get("source", ""), cells)
 
 
-def is_list_of_cells(cells) -> bool:
+def _is_list_of_cells(cells) -> bool:
     """Whether there are cells, each with settings."""
     return isinstance(cells, list) and bool(cells) and all(isinstance(cell, dict) for cell in cells)
 
 
-def as_number(value):
+def _as_number(value):
     """1e-4 as a number: YAML 1.1 reads it as a text, as it has no point."""
     is_one = isinstance(value, str) and re.fullmatch(r"-?\d+[eE][-+]?\d+", value)
     return float(value) if is_one else value
 
 
-def make_cells(wanted: dict) -> list[Cell]:
+def _make_cells(wanted: dict) -> list[Cell]:
     """The cell of a dict, or one for each combination of its lists."""
     known = {f.name for f in fields(RunConfig)}
     if unknown := [key for key in wanted if key not in known and key not in OWN]:
@@ -127,7 +127,7 @@ def make_cells(wanted: dict) -> list[Cell]:
     for values in product(*lists.values()):
         chosen = wanted | dict(zip(lists, values, strict=True))
         settings = {
-            key: AUTO if (key, value) in AUTO_NUMBERS else as_number(value)
+            key: AUTO if (key, value) in _AUTO_NUMBERS else _as_number(value)
             for key, value in chosen.items()
             if key not in OWN
         }

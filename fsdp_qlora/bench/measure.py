@@ -144,12 +144,12 @@ def peak_host_gib() -> float:
 def measure(row: Row, config: RunConfig, how, device: torch.device, limit: MemoryLimit):
     """Build, warm up, time the steps, and fill the row."""
     with Peaks(device) as peaks:
-        measure_steps(row, config, how, device, limit)
+        _measure_steps(row, config, how, device, limit)
     record_memory(row, device, peaks)
-    record_estimate(row, config)
+    _record_estimate(row, config)
 
 
-def measure_steps(row: Row, config: RunConfig, how, device: torch.device, limit: MemoryLimit):
+def _measure_steps(row: Row, config: RunConfig, how, device: torch.device, limit: MemoryLimit):
     """Everything but memory and the estimate."""
     from ..build import build_model
     from ..observe.profiling import profile_steps
@@ -263,7 +263,7 @@ def record_memory(row: Row, device: torch.device, peaks: Peaks | None = None):
     row.peak_driver_gib = driver or None
 
 
-def record_estimate(row: Row, config: RunConfig):
+def _record_estimate(row: Row, config: RunConfig):
     """What the estimate says of the same settings, and the model's arithmetic per second."""
     from ..catalog.arch import shape_from_config
     from ..catalog.block_expansion import expanded_shape

@@ -30,7 +30,7 @@ def scatter(rows: list[Row], path: str | Path) -> Path:
             "of bench, measured on GPUs of the catalogue"
         )
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.4), layout="constrained")
-    panel(
+    _panel(
         left,
         [
             (c.row.peak_allocated_gib, c.memory.peak_allocated, c.calibrates)
@@ -40,7 +40,7 @@ def scatter(rows: list[Row], path: str | Path) -> Path:
         "peak memory, GiB",
         0.05,
     )
-    panel(
+    _panel(
         right,
         [(c.row.seconds_per_step, c.step.total, c.calibrates) for c in compared if not c.old_code],
         "step, seconds",
@@ -49,7 +49,7 @@ def scatter(rows: list[Row], path: str | Path) -> Path:
     return saved(figure, path)
 
 
-def panel(axes, points: list[tuple[float, float, bool]], what: str, band: float):
+def _panel(axes, points: list[tuple[float, float, bool]], what: str, band: float):
     """One scatter with the diagonal and a band around it."""
     from matplotlib.ticker import LogLocator, NullFormatter
 

@@ -7,7 +7,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 
 # How names of other files begin.
-NO_ROWS = ("attention", "checkpointing", "packing", "quality", "real_rows")
+_NO_ROWS = ("attention", "checkpointing", "packing", "quality", "real_rows")
 
 
 @dataclass
@@ -88,7 +88,7 @@ def append_row(row: Row, path: str | Path):
 
 def row_files(folder: Path) -> list[Path]:
     """The files of a folder of results that hold rows; others hold what other scripts measured."""
-    return [path for path in sorted(folder.glob("*.jsonl")) if not path.name.startswith(NO_ROWS)]
+    return [path for path in sorted(folder.glob("*.jsonl")) if not path.name.startswith(_NO_ROWS)]
 
 
 def read_rows(path: str | Path) -> list[Row]:
@@ -101,13 +101,13 @@ def read_rows(path: str | Path) -> list[Row]:
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from None
     return [
-        read_row(line, f"{path} line {number}")
+        _read_row(line, f"{path} line {number}")
         for number, line in enumerate(lines, 1)
         if line.strip()
     ]
 
 
-def read_row(line: str, where: str) -> Row:
+def _read_row(line: str, where: str) -> Row:
     """A row from its JSON; settings that it does not name are None."""
     try:
         given = json.loads(line)

@@ -40,10 +40,10 @@ def results_table(rows: list[Row]) -> str:
         "estimate",
         "error",
     ]
-    return markdown(head, [result_line(row, by_row.get(id(row))) for row in rows])
+    return markdown(head, [_result_line(row, by_row.get(id(row))) for row in rows])
 
 
-def result_line(row: Row, compared: Compared | None) -> list[str]:
+def _result_line(row: Row, compared: Compared | None) -> list[str]:
     """One row's cells."""
     name = f"{row.name}, {row.gpus or 1}x {row.gpu or '?'}"
     if row.status != "ok":
@@ -82,14 +82,14 @@ def accuracy_table(rows: list[Row]) -> str:
     return markdown(
         head,
         [
-            accuracy_line(c)
+            _accuracy_line(c)
             for c in compare(rows)
             if not c.superseded and not (c.old_code and c.old_memory)
         ],
     )
 
 
-def accuracy_line(c: Compared) -> list[str]:
+def _accuracy_line(c: Compared) -> list[str]:
     """One row's cells."""
     time = [number(c.row.seconds_per_step, 3), number(c.step.total, 3), percent(c.time_error)]
     size = [number(c.row.peak_allocated_gib), percent(c.memory_error)]
@@ -183,8 +183,8 @@ def auto_table(grid: Grid, rows: list[Row]) -> str:
     head = ["", "settings", "tok/s per GPU", "of the best by hand", "GiB reserved"]
     body, lines = [], []
     for cell in grid.cells:
-        best, row = best_by_hand(grid, cell.gpu_memory_gib, found), found.get(cell.name)
-        body.append(auto_line(cell.name, row, best and best.tokens_per_second_per_gpu))
+        best, row = _best_by_hand(grid, cell.gpu_memory_gib, found), found.get(cell.name)
+        body.append(_auto_line(cell.name, row, best and best.tokens_per_second_per_gpu))
         if not cell.config.is_auto:
             continue
         share = (
@@ -200,14 +200,14 @@ def auto_table(grid: Grid, rows: list[Row]) -> str:
     return "\n".join([markdown(head, body), "", *lines])
 
 
-def best_by_hand(grid: Grid, limit_gib: float | None, found: dict[str, Row]) -> Row | None:
+def _best_by_hand(grid: Grid, limit_gib: float | None, found: dict[str, Row]) -> Row | None:
     """The fastest row of a cell without auto settings that has this limit."""
     cells = [c for c in grid.cells if not c.config.is_auto and c.gpu_memory_gib == limit_gib]
     by_hand = [found[c.name] for c in cells if c.name in found and found[c.name].status == "ok"]
     return max(by_hand, key=lambda row: row.tokens_per_second_per_gpu, default=None)
 
 
-def auto_line(name: str, row: Row | None, best: float | None) -> list[str]:
+def _auto_line(name: str, row: Row | None, best: float | None) -> list[str]:
     """One cell of an auto grid."""
     if row is None:
         return [name, "not measured", "", "", ""]
@@ -256,10 +256,10 @@ def published_table(grid: Grid, rows: list[Row]) -> str:
         "GiB",
         "s/step",
     ]
-    return markdown(head, [published_line(cell, measured.get(cell.name)) for cell in grid.cells])
+    return markdown(head, [_published_line(cell, measured.get(cell.name)) for cell in grid.cells])
 
 
-def published_line(cell: Cell, row: Row | None) -> list[str]:
+def _published_line(cell: Cell, row: Row | None) -> list[str]:
     """One cell's three sources."""
     said, card = cell.published, cell.published.get("gpu")
     there = estimated(cell, card) if card else None

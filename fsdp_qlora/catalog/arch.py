@@ -28,15 +28,15 @@ from .families import (
 )
 from .known_models import known_config, known_name
 
-MUST_HAVE = (
+_MUST_HAVE = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
 )
-MAY_HAVE = ("num_key_value_heads", "head_dim", "max_position_embeddings")
-EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_MAY_HAVE = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,12 +226,12 @@ def shape_from_config(config: dict, name: str = "") -> ModelShape:
     """
     config = with_common_names(config.get("text_config") or config)
     name = name or config.get("_name_or_path") or config.get("model_type", "model")
-    check_fields(name, config)
+    _check_fields(name, config)
     family, traits = config.get("model_type", "llama"), traits_of(config)
     heads = config["num_attention_heads"]
-    experts = next((config[key] for key in EXPERT_COUNTS if (config.get(key) or 1) > 1), 0)
+    experts = next((config[key] for key in _EXPERT_COUNTS if (config.get(key) or 1) > 1), 0)
     if experts:
-        check_experts(name, config, traits, experts)
+        _check_experts(name, config, traits, experts)
     return ModelShape(
         name=name,
         family=family,
@@ -249,10 +249,10 @@ def shape_from_config(config: dict, name: str = "") -> ModelShape:
     )
 
 
-def check_fields(name: str, config: dict):
+def _check_fields(name: str, config: dict):
     """Refuse a config.json whose sizes are missing, or can't be. Raises ValueError."""
     where = f"--model_name {name}: config.json has"
-    if missing := [key for key in MUST_HAVE if config.get(key) is None]:
+    if missing := [key for key in _MUST_HAVE if config.get(key) is None]:
         raise ValueError(
             f"{where} no {', '.join(missing)}, so it is not a decoder of the Llama kind "
             "and can't be estimated"
@@ -262,7 +262,7 @@ def check_fields(name: str, config: dict):
             f"{where} is_encoder_decoder, so it is not a decoder of the Llama kind "
             "and can't be estimated"
         )
-    for key in (*MUST_HAVE, *MAY_HAVE):
+    for key in (*_MUST_HAVE, *_MAY_HAVE):
         value = config.get(key)
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(
@@ -282,7 +282,7 @@ def check_fields(name: str, config: dict):
         )
 
 
-def check_experts(name: str, config: dict, traits: Traits, experts: int):
+def _check_experts(name: str, config: dict, traits: Traits, experts: int):
     """Refuse a mixture of experts that is built in a way not known here. Raises ValueError."""
     family, used = config.get("model_type"), config.get("num_experts_per_tok")
     if not traits.experts:
@@ -313,11 +313,11 @@ def model_shape(model: str | Path | dict) -> ModelShape:
     path = Path(model)
     file = path / "config.json" if path.is_dir() else path
     if file.is_file():
-        return shape_from_config(read_json(file), str(model))
+        return shape_from_config(_read_json(file), str(model))
     return shape_from_config(known_config(str(model)), known_name(str(model)))
 
 
-def read_json(path: Path) -> dict:
+def _read_json(path: Path) -> dict:
     """A JSON object of a file; ValueError, naming it, if it is something else."""
     try:
         found = from_json(path.read_text())

@@ -15,7 +15,7 @@ from .hardware import CALIBRATION, Gpu, find_gpu, load_gpu_spec, read_object
 
 
 @dataclass(frozen=True)
-class Calibration:
+class _Calibration:
     """A measured card, and what was measured around it."""
 
     gpu: Gpu
@@ -25,7 +25,7 @@ class Calibration:
 
     def is_of(self, gpu: Gpu) -> bool:
         """Whether it was measured on such a card."""
-        return self.gpu.name == gpu.name or same_kind(self.device, gpu)
+        return self.gpu.name == gpu.name or _same_kind(self.device, gpu)
 
     def applied(self, gpu: Gpu) -> Gpu:
         """The card with the measured figures in place of its own."""
@@ -37,7 +37,7 @@ class Calibration:
         return replace(gpu, **measured, source=f"fsdp-qlora calibrate, {self.date}")
 
 
-def same_kind(name: str, gpu: Gpu) -> bool:
+def _same_kind(name: str, gpu: Gpu) -> bool:
     """Whether a card's name in any spelling means this one of the catalogue."""
     try:
         return find_gpu(name).name == gpu.name
@@ -51,7 +51,7 @@ def calibration_file() -> Path:
     return root / "fsdp_qlora" / "machine.json"
 
 
-def read_calibration(path: str | Path) -> Calibration:
+def read_calibration(path: str | Path) -> _Calibration:
     """A calibration from its file. Raises ValueError naming the file and what is wrong with it."""
     flag = f"--calibration {path}"
     about = read_object(path, flag, "a GPU's fields").get(CALIBRATION)
@@ -59,7 +59,7 @@ def read_calibration(path: str | Path) -> Calibration:
         raise ValueError(
             f"{flag}: not made by fsdp-qlora calibrate; a described card goes with --gpu_spec"
         )
-    return Calibration(load_gpu_spec(path, flag), about["device"], about["torch"], about["date"])
+    return _Calibration(load_gpu_spec(path, flag), about["device"], about["torch"], about["date"])
 
 
 def calibrated(gpu: Gpu, path: str) -> Gpu:

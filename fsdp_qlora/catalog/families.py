@@ -33,8 +33,8 @@ class Traits:
 
 
 LLAMA = Traits()
-AROUND_MLP = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
-GEMMA2 = Traits(tied=True, norm_names=LLAMA.norm_names + AROUND_MLP, output_norm=True)
+_AROUND_MLP = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+_GEMMA2 = Traits(tied=True, norm_names=LLAMA.norm_names + _AROUND_MLP, output_norm=True)
 FAMILIES = {
     "llama": LLAMA,
     "mistral": LLAMA,
@@ -42,8 +42,8 @@ FAMILIES = {
     "qwen2": Traits(qkv_bias=True),
     "qwen3": Traits(qk_norm="head"),
     "gemma": Traits(tied=True),
-    "gemma2": GEMMA2,
-    "gemma3_text": replace(GEMMA2, qk_norm="head"),
+    "gemma2": _GEMMA2,
+    "gemma3_text": replace(_GEMMA2, qk_norm="head"),
     "phi3": Traits(layers="fused"),
     "gpt2": Traits(
         layers="gpt2",
@@ -65,11 +65,11 @@ FAMILIES = {
     "mixtral": Traits(experts=True),
     "qwen3_moe": Traits(qk_norm="head", experts=True),
 }
-STRETCHED = ("linear", "dynamic", "yarn")  # rotary angles, by a factor
+_STRETCHED = ("linear", "dynamic", "yarn")  # rotary angles, by a factor
 # What PEFT adapts if no target is named, where that is not q_proj and v_proj.
 DEFAULT_TARGETS = {"phi3": ("qkv_proj",), "gpt2": ("c_attn",)}
 # GPT-2's names of the fields that others share.
-OLD_FIELDS = dict(
+_OLD_FIELDS = dict(
     n_embd="hidden_size",
     n_layer="num_hidden_layers",
     n_head="num_attention_heads",
@@ -118,14 +118,14 @@ def positions_of(config: dict) -> int | None:
         if isinstance(config.get(key), dict):
             rope = config[key]
     factor = rope.get("factor")
-    if rope.get("rope_type", rope.get("type")) not in STRETCHED or not positions or not factor:
+    if rope.get("rope_type", rope.get("type")) not in _STRETCHED or not positions or not factor:
         return positions
     return max(positions, int(factor * (rope.get("original_max_position_embeddings") or positions)))
 
 
 def with_common_names(config: dict) -> dict:
     """A config.json with the field names that most families share."""
-    config = {OLD_FIELDS.get(key, key): value for key, value in config.items()}
+    config = {_OLD_FIELDS.get(key, key): value for key, value in config.items()}
     if config.get("model_type") == "gpt2" and not config.get("intermediate_size"):
         config["intermediate_size"] = 4 * config.get("hidden_size", 0)
     return config

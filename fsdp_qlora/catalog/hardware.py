@@ -3,7 +3,7 @@
 Speeds are the makers' dense figures (no sparsity) with fp32 accumulation, which is what training
 uses; GeForce cards run it at half the rate that their advertisements quote. A datasheet is never
 reached: `measured_*` holds what this project measured, and other cards are assumed to reach
-`TYPICAL_SHARE` of theirs. A card without measurements is *uncalibrated*, and says so.
+`_TYPICAL_SHARE` of theirs. A card without measurements is *uncalibrated*, and says so.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..reading import from_json
 
 # Share of the datasheet that large products and long copies reach: the H100's measured shares
 # (780 of 989 TFLOP/s, 3.0 of 3.35 TB/s, 329 of 450 GB/s), taken for all cards.
-TYPICAL_SHARE = dict(tflops=0.79, bandwidth=0.90, link=0.73)
+_TYPICAL_SHARE = dict(tflops=0.79, bandwidth=0.90, link=0.73)
 PCIE_GB_S_PER_LANE = {3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}  # one direction, after line coding
-PCIE_SHARE = 0.80  # of the line rate, by pinned host copies
+_PCIE_SHARE = 0.80  # of the line rate, by pinned host copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,26 +60,26 @@ class Gpu:
     @property
     def reached_tflops(self) -> float:
         """bf16 TFLOP/s of large matrix products."""
-        return self.measured_bf16_tflops or self.bf16_tflops * TYPICAL_SHARE["tflops"]
+        return self.measured_bf16_tflops or self.bf16_tflops * _TYPICAL_SHARE["tflops"]
 
     @property
     def reached_fp8_tflops(self) -> float | None:
         """The same in fp8; None where there is none."""
         if self.measured_fp8_tflops or not self.fp8_tflops:
             return self.measured_fp8_tflops
-        return self.fp8_tflops * TYPICAL_SHARE["tflops"]
+        return self.fp8_tflops * _TYPICAL_SHARE["tflops"]
 
     @property
     def reached_bandwidth_gb_s(self) -> float:
         """GB/s, read plus written, of long copies."""
-        return self.measured_bandwidth_gb_s or self.bandwidth_gb_s * TYPICAL_SHARE["bandwidth"]
+        return self.measured_bandwidth_gb_s or self.bandwidth_gb_s * _TYPICAL_SHARE["bandwidth"]
 
     @property
     def host_gb_s(self) -> float:
         """GB/s of one direction between pinned host memory and the GPU."""
         if self.measured_host_gb_s:
             return self.measured_host_gb_s
-        return PCIE_GB_S_PER_LANE[self.pcie_gen] * self.pcie_lanes * PCIE_SHARE
+        return PCIE_GB_S_PER_LANE[self.pcie_gen] * self.pcie_lanes * _PCIE_SHARE
 
     def peer_gb_s(self, gpus: int = 2) -> float:
         """NCCL bus bandwidth among `gpus` cards of one machine.
@@ -89,7 +89,7 @@ class Gpu:
         known = dict(self.measured_link_gb_s)
         if known:
             return known[min(known, key=lambda n: abs(n - gpus))]
-        return self.nvlink_gb_s * TYPICAL_SHARE["link"] or self.host_gb_s / 2
+        return self.nvlink_gb_s * _TYPICAL_SHARE["link"] or self.host_gb_s / 2
 
     def without_nvlink(self) -> Gpu:
         """The same card where peers talk over PCIe (NCCL_P2P_DISABLE=1, or no bridge)."""
@@ -98,17 +98,17 @@ class Gpu:
         )
 
 
-AMPERE = "NVIDIA GA102 whitepaper"
-AMPERE_PRO = "NVIDIA RTX A-series datasheets"
-ADA = "NVIDIA Ada whitepaper"
-BLACKWELL = "NVIDIA RTX Blackwell whitepaper"
+_AMPERE = "NVIDIA GA102 whitepaper"
+_AMPERE_PRO = "NVIDIA RTX A-series datasheets"
+_ADA = "NVIDIA Ada whitepaper"
+_BLACKWELL = "NVIDIA RTX Blackwell whitepaper"
 A100 = "NVIDIA A100 datasheet"
-HOPPER = "NVIDIA H100/H200 datasheet"
-RENTED = "lowest RunPod price listed at deploybase.ai/articles/runpod-gpu-pricing, 2026-03"
+_HOPPER = "NVIDIA H100/H200 datasheet"
+_RENTED = "lowest RunPod price listed at deploybase.ai/articles/runpod-gpu-pricing, 2026-03"
 
 
 def _priced(dollars: float) -> dict:
-    return dict(price_per_hour=dollars, price_source=RENTED)
+    return dict(price_per_hour=dollars, price_source=_RENTED)
 
 
 GPUS = {
@@ -119,7 +119,7 @@ GPUS = {
             memory_gib=23.7,
             bf16_tflops=71.0,
             bandwidth_gb_s=936,
-            source=AMPERE,
+            source=_AMPERE,
             bridge_gb_s=56.2,
             **_priced(0.22),
         ),
@@ -129,7 +129,7 @@ GPUS = {
             bf16_tflops=97.5,
             fp8_tflops=194.9,
             bandwidth_gb_s=717,
-            source=ADA,
+            source=_ADA,
         ),
         Gpu(
             name="RTX 4090",
@@ -137,7 +137,7 @@ GPUS = {
             bf16_tflops=165.2,
             fp8_tflops=330.3,
             bandwidth_gb_s=1008,
-            source=ADA,
+            source=_ADA,
             **_priced(0.34),
         ),
         Gpu(
@@ -147,7 +147,7 @@ GPUS = {
             fp8_tflops=419.0,
             bandwidth_gb_s=1792,
             pcie_gen=5,
-            source=BLACKWELL,
+            source=_BLACKWELL,
             **_priced(0.69),
         ),
         Gpu(
@@ -157,7 +157,7 @@ GPUS = {
             fp8_tflops=1007.6,
             bandwidth_gb_s=1792,
             pcie_gen=5,
-            source=BLACKWELL,
+            source=_BLACKWELL,
             **_priced(0.89),
         ),
         Gpu(
@@ -166,7 +166,7 @@ GPUS = {
             bf16_tflops=111.1,
             bandwidth_gb_s=768,
             bridge_gb_s=56.2,
-            source=AMPERE_PRO,
+            source=_AMPERE_PRO,
         ),
         Gpu(
             name="RTX A6000",
@@ -174,7 +174,7 @@ GPUS = {
             bf16_tflops=154.8,
             bandwidth_gb_s=768,
             bridge_gb_s=56.2,
-            source=AMPERE_PRO,
+            source=_AMPERE_PRO,
         ),
         Gpu(
             name="RTX 6000 Ada",
@@ -209,7 +209,7 @@ GPUS = {
             bandwidth_gb_s=2000,
             pcie_gen=5,
             bridge_gb_s=300,
-            source=HOPPER,
+            source=_HOPPER,
             **_priced(1.99),
         ),
         Gpu(
@@ -220,7 +220,7 @@ GPUS = {
             bandwidth_gb_s=3350,
             nvlink_gb_s=450,
             pcie_gen=5,
-            source=HOPPER,
+            source=_HOPPER,
             **_priced(2.69),
             measured_bf16_tflops=780,
             measured_bandwidth_gb_s=3000,
@@ -234,7 +234,7 @@ GPUS = {
             bandwidth_gb_s=4800,
             nvlink_gb_s=450,
             pcie_gen=5,
-            source=HOPPER,
+            source=_HOPPER,
             **_priced(3.59),
             measured_bf16_tflops=718,
             measured_fp8_tflops=1356,
@@ -283,7 +283,7 @@ PATTERNS = {
     "RTX 5090": r"\b5090\b",
 }
 # Like-named cards with other figures.
-OTHER_CARDS = re.compile(r"laptop|mobile|\bnvl\b|\bti\b|super|max q|\bmig\b|\b[45]090 d\b")
+_OTHER_CARDS = re.compile(r"laptop|mobile|\bnvl\b|\bti\b|super|max q|\bmig\b|\b[45]090 d\b")
 
 
 def find_gpu(name: str) -> Gpu:
@@ -294,7 +294,7 @@ def find_gpu(name: str) -> Gpu:
     """
     words = re.sub(r"[^a-z0-9]+", " ", name.lower()).strip().replace("rtx", "rtx ")
     words = re.sub(r"\b([ah]\d00)(?=[a-z])", r"\1 ", words)  # h100pcie
-    if not OTHER_CARDS.search(words):
+    if not _OTHER_CARDS.search(words):
         for key, pattern in PATTERNS.items():
             if re.search(pattern, words):
                 return GPUS[key]
@@ -332,7 +332,7 @@ def load_gpu_spec(path: str | Path, flag: str = "") -> Gpu:
     if "measured_link_gb_s" in given:
         given["measured_link_gb_s"] = links(given["measured_link_gb_s"], flag)
     gpu = replace(base, **given) if base else Gpu(**dict(source=str(path)) | given)
-    check_gpu(gpu, flag)
+    _check_gpu(gpu, flag)
     return gpu
 
 
@@ -382,7 +382,7 @@ def links(given, flag: str) -> tuple[tuple[int, float], ...]:
 TEXTS = ("name", "price_source", "source")
 
 
-def check_gpu(gpu: Gpu, where: str):
+def _check_gpu(gpu: Gpu, where: str):
     """Refuse figures that no card has."""
     for f in fields(gpu):
         value = getattr(gpu, f.name)

@@ -10,14 +10,14 @@ import re
 from difflib import get_close_matches
 
 # Of the same shape: tuned models, and those whose linear weights bitsandbytes stored in 4 bits.
-TUNED = re.compile(r"-(instruct|chat|it|base|coder|(unsloth-)?bnb-4bit)(?=-|$)")
+_TUNED = re.compile(r"-(instruct|chat|it|base|coder|(unsloth-)?bnb-4bit)(?=-|$)")
 
 
 def bare_name(name: str) -> str:
     """A hub name without owner, case, `Meta-`, `-hf` and what marks a tuned model."""
     last = re.sub(r"[\s_]+", "-", name.strip().rstrip("/").rsplit("/", 1)[-1].lower())
     last = re.sub(r"^(llama|gemma|phi)(?=\d)", r"\1-", last.removeprefix("meta-"))
-    return TUNED.sub("", last.removesuffix("-hf"))
+    return _TUNED.sub("", last.removesuffix("-hf"))
 
 
 def known_name(name: str) -> str:

@@ -16,7 +16,7 @@ from .calibration import calibrated, calibrated_here
 from .hardware import GPUS, PCIE_GB_S_PER_LANE, Gpu, find_gpu, load_gpu_spec, read_object
 
 INTERNODE_GB_S = 25.0  # per GPU, if not said otherwise: 200 Gbit/s
-ON_THE_BOX = 1.1  # of what torch reports: 24 GB of a card that has 23.7 GiB
+_ON_THE_BOX = 1.1  # of what torch reports: 24 GB of a card that has 23.7 GiB
 LINK = re.compile(r"pcie\s?(\d)(?:\s?x\s?(\d+))?")
 
 
@@ -102,7 +102,7 @@ class Machine:
 
 def machine_from_options(options: MachineOptions) -> Machine:
     """The machine that the flags describe. Raises ValueError, naming the flag, for what can't be."""
-    check_machine_options(options)
+    _check_machine_options(options)
     here = options.gpu is None and options.gpu_spec is None
     names = local_gpus() if here else []
     if options.gpu_spec:
@@ -116,7 +116,7 @@ def machine_from_options(options: MachineOptions) -> Machine:
     gpu, link = linked(gpu, options.interconnect)
     if options.prices:
         gpu = priced(gpu, options.prices)
-    if (options.gpu_memory_gib or 0) > ON_THE_BOX * gpu.memory_gib:
+    if (options.gpu_memory_gib or 0) > _ON_THE_BOX * gpu.memory_gib:
         raise ValueError(
             f"--gpu_memory_gib {options.gpu_memory_gib:g}: the {gpu.name} has "
             f"{gpu.memory_gib:g}; describe a card that has more in --gpu_spec FILE"
@@ -134,7 +134,7 @@ def machine_from_options(options: MachineOptions) -> Machine:
     )
 
 
-def check_machine_options(options: MachineOptions):
+def _check_machine_options(options: MachineOptions):
     """Ranges, and flags that exclude each other."""
     if options.gpu and options.gpu_spec:
         raise ValueError(
@@ -186,7 +186,7 @@ def linked(gpu: Gpu, interconnect: str | None) -> tuple[Gpu, float | None]:
         return gpu, None
     text = interconnect.lower().strip()
     if text == "nvlink":
-        return with_nvlink(gpu), None
+        return _with_nvlink(gpu), None
     if found := LINK.fullmatch(text):
         gen, lanes = int(found[1]), int(found[2] or gpu.pcie_lanes)
         if gen in PCIE_GB_S_PER_LANE and lanes in (1, 2, 4, 8, 16):
@@ -210,7 +210,7 @@ def linked(gpu: Gpu, interconnect: str | None) -> tuple[Gpu, float | None]:
     )
 
 
-def with_nvlink(gpu: Gpu) -> Gpu:
+def _with_nvlink(gpu: Gpu) -> Gpu:
     """The card with NVLink: its own, or the bridge that it takes."""
     if gpu.nvlink_gb_s:
         return gpu
@@ -235,12 +235,12 @@ def priced(gpu: Gpu, path: str) -> Gpu:
             raise ValueError(
                 f"--prices {path}: {name}: {dollars!r} is no price in dollars per hour"
             )
-        if same_card(name, gpu):
+        if _same_card(name, gpu):
             return replace(gpu, price_per_hour=dollars, price_source=path)
     return replace(gpu, price_source=f"{gpu.price_source}; {path} has none for it")
 
 
-def same_card(name: str, gpu: Gpu) -> bool:
+def _same_card(name: str, gpu: Gpu) -> bool:
     """Whether a name, in any spelling, is this card's."""
     try:
         return name == gpu.name or find_gpu(name).name == gpu.name

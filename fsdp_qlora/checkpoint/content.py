@@ -23,7 +23,7 @@ from ..loading.weight_files import fingerprint
 Rows = TokenizedDataset | Subset
 
 # Places on each machine and what is shown: ranks may be started with different ones.
-MAY_DIFFER_BETWEEN_RANKS = frozenset(
+_MAY_DIFFER_BETWEEN_RANKS = frozenset(
     """
 model_name dataset eval_dataset data_cache quantized_cache llama_pro_path added_tokens sample_prompts
 output_dir profiling_output loading_workers preview log_to verbose price_per_hour project_name name
@@ -52,16 +52,16 @@ def content_of(
     found = {"model": "random", "data": dataset.digest()}
     if not config.random_weights:
         folder = checkpoint_folder(config.model_name, config.revision)
-        found["model"] = files_digest(folder)
+        found["model"] = _files_digest(folder)
         found["sample"] = fingerprint(Checkpoint(config.llama_pro_path or folder))
     if held_out is not None:
         found["held_out"] = held_out.digest()
     if tokenizer is not None:
-        found["tokenizer"] = tokenizer_digest(tokenizer)
+        found["tokenizer"] = _tokenizer_digest(tokenizer)
     return found
 
 
-def files_digest(folder: str | Path) -> str:
+def _files_digest(folder: str | Path) -> str:
     """Of config.json, the index, and the names and sizes of the weight files, which are not read."""
     digest = hashlib.sha256()
     for path in sorted(Path(folder).glob("*")):
@@ -72,7 +72,7 @@ def files_digest(folder: str | Path) -> str:
     return digest.hexdigest()
 
 
-def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Of all that decides which tokens a text becomes."""
     how = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab()
     parts = how, tokenizer.chat_template, tokenizer.special_tokens_map
@@ -87,7 +87,7 @@ def check_same_on_every_rank(config: RunConfig, content: dict[str, str]):
     settings = {
         name: shown(value)
         for name, value in asdict(config).items()
-        if name not in MAY_DIFFER_BETWEEN_RANKS
+        if name not in _MAY_DIFFER_BETWEEN_RANKS
     }
     every = gather_over_ranks((settings, content))
     faults = [

@@ -37,7 +37,7 @@ BESIDE = (
     *(f"{name}-best" for name in WEIGHTS),
     "metrics.jsonl",
 )  # what a run goes on with, besides
-Listed = dict[str, tuple[int, str]]  # name -> size and SHA-256 of a file
+_Listed = dict[str, tuple[int, str]]  # name -> size and SHA-256 of a file
 
 
 class Disks:
@@ -56,7 +56,7 @@ class Disks:
 
     # ---- a checkpoint that is written; in a thread ----
 
-    def send(self, scratch: Path, files: Listed):
+    def send(self, scratch: Path, files: _Listed):
         """This rank's files to rank 0, and away from here."""
         for name in files:
             with open(scratch / name, "rb") as file:
@@ -66,11 +66,11 @@ class Disks:
         with suppress(OSError):
             scratch.rmdir()  # the last rank of this machine
 
-    def receive(self, scratch: Path, rank: int, files: Listed):
+    def receive(self, scratch: Path, rank: int, files: _Listed):
         """A rank's files, on rank 0. Raises OSError when all have come, so that the sender can go on."""
         faults = []
         for name, (size, digest) in files.items():
-            received = (self.chunk_from(rank, n) for n in chunks_of(size))
+            received = (self.chunk_from(rank, n) for n in _chunks_of(size))
             faults.append(written(scratch / name, received, digest))
         for fault in filter(None, faults):
             raise OSError(f"rank {rank}'s file: {fault}")
@@ -126,7 +126,7 @@ class Disks:
             if self.rank in takers:
                 faults.append(written(new / name, received, digest))
             else:
-                drain(received)
+                _drain(received)
         failed = [text for text in gather_over_ranks(next(filter(None, faults), None)) if text]
         if failed:
             raise OSError(f"{path} could not be copied to every machine: {failed[0]}")
@@ -139,7 +139,7 @@ class Disks:
     def broadcast(self, path: Path | None, size: int, source: int) -> Iterator[Tensor]:
         """The chunks of a file; `path` on the rank that has it."""
         with open(path, "rb") if path else nullcontext() as file:
-            for n in chunks_of(size):
+            for n in _chunks_of(size):
                 chunk = as_tensor(file.read(n)) if path else torch.empty(n, dtype=torch.uint8)
                 dist.broadcast(chunk, source, group=self.group)
                 yield chunk
@@ -168,7 +168,7 @@ def find_disks(folder: Path) -> Disks:
     return disks
 
 
-def list_files(path: Path, names: Iterable[str] = ()) -> Listed:
+def list_files(path: Path, names: Iterable[str] = ()) -> _Listed:
     """Size and hash of a file, or of a folder's files; of all if none is named."""
     paths = [path / name for name in names] or [p for p in (path, *path.rglob("*")) if p.is_file()]
     return {str(p.relative_to(path)): (p.stat().st_size, sha256(p)) for p in sorted(paths)}
@@ -195,17 +195,17 @@ def written(path: Path, received: Iterator[Tensor], digest: str) -> str | None:
             fault = f"{path.name} came with other bytes than were sent"
     except OSError as error:
         fault = str(error)
-    drain(received)
+    _drain(received)
     return fault
 
 
-def drain(received: Iterator[Tensor]):
+def _drain(received: Iterator[Tensor]):
     """Take what is left, as whoever sends it expects."""
     for _ in received:
         pass
 
 
-def chunks_of(size: int) -> Iterator[int]:
+def _chunks_of(size: int) -> Iterator[int]:
     """Sizes of the chunks of so many bytes."""
     return (min(CHUNK, size - start) for start in range(0, size, CHUNK))
 

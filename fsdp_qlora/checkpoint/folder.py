@@ -25,10 +25,10 @@ from ..folders import remove_folder, sync, write_text
 from ..reading import from_json
 
 MANIFEST, RUN = "manifest.json", "run.json"
-ASIDE = (
+_ASIDE = (
     ".aside"  # a damaged checkpoint, or one of a past that was left; gone after the next good one
 )
-SCRATCH = re.compile(
+_SCRATCH = re.compile(
     r"\.step-\d+(\.aside)?\.(tmp|gone|[0-9a-f]{32})"
 )  # half written, deleted or copied
 
@@ -75,7 +75,7 @@ def seal(scratch: Path, folder: Path):
         str(p.relative_to(scratch)): {"bytes": p.stat().st_size, "sha256": sha256(p)}
         for p in inside
     }
-    write_text(scratch / MANIFEST, manifest_text(files))
+    write_text(scratch / MANIFEST, _manifest_text(files))
     for path in (*(p for p in scratch.rglob("*") if p.is_dir()), scratch):
         sync(path)
     if os.path.lexists(folder):
@@ -84,7 +84,7 @@ def seal(scratch: Path, folder: Path):
     sync(folder.parent)
 
 
-def manifest_text(files: dict) -> str:
+def _manifest_text(files: dict) -> str:
     """The one way a manifest is written: any other spelling of it is damage."""
     digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
     return json.dumps({"files": files, "sha256": digest}, indent=1, sort_keys=True) + "\n"
@@ -104,7 +104,7 @@ def fault_of(folder: Path) -> str | None:
     try:
         text = (folder / MANIFEST).read_text()
         files = from_json(text)["files"]
-        if text != manifest_text(files):
+        if text != _manifest_text(files):
             return f"{MANIFEST} is damaged"
         if RUN not in files:
             return f"{RUN} is not in {MANIFEST}"
@@ -141,7 +141,7 @@ def read_run(folder: Path) -> dict:
 
 def set_aside(folder: Path):
     """Take a checkpoint out of the list; `prune` deletes it after the next good one."""
-    target = folder.with_name(folder.name + ASIDE)
+    target = folder.with_name(folder.name + _ASIDE)
     remove_folder(target)
     folder.rename(target)
 
@@ -156,7 +156,7 @@ def set_newer_aside(root: Path, step: int):
 def remove_scratch(root: Path):
     """Delete what a killed run left half written or half deleted."""
     for folder in root.iterdir() if root.is_dir() else ():
-        if SCRATCH.fullmatch(folder.name):
+        if _SCRATCH.fullmatch(folder.name):
             remove_folder(folder)
 
 
@@ -166,8 +166,8 @@ def prune(root: Path, keep: int, protected: Iterable[Path] = ()) -> list[Path]:
     A folder loses its name before its files, so that a kill leaves none that looks complete.
     """
     folders = all_checkpoints(root)
-    kept = {*folders[:keep], *protected, best_of(folders)}
-    gone = [f for f in folders if f not in kept] + [f for f in root.iterdir() if is_aside(f)]
+    kept = {*folders[:keep], *protected, _best_of(folders)}
+    gone = [f for f in folders if f not in kept] + [f for f in root.iterdir() if _is_aside(f)]
     for folder in gone:
         dying = folder.with_name(f".{folder.name}.gone")
         remove_folder(dying)
@@ -176,19 +176,19 @@ def prune(root: Path, keep: int, protected: Iterable[Path] = ()) -> list[Path]:
     return gone
 
 
-def is_aside(folder: Path) -> bool:
+def _is_aside(folder: Path) -> bool:
     """Whether `set_aside` gave a folder, or a link, its name."""
-    was_checkpoint = folder.name.endswith(ASIDE) and step_of(folder.with_suffix("")) >= 0
+    was_checkpoint = folder.name.endswith(_ASIDE) and step_of(folder.with_suffix("")) >= 0
     return was_checkpoint and (folder.is_dir() or folder.is_symlink())
 
 
-def best_of(folders: list[Path]) -> Path | None:
+def _best_of(folders: list[Path]) -> Path | None:
     """The checkpoint whose weights had the lowest held-out loss, of those that were evaluated."""
-    losses = {folder: loss for folder in folders if (loss := held_out_loss_of(folder)) is not None}
+    losses = {folder: loss for folder in folders if (loss := _held_out_loss_of(folder)) is not None}
     return min(losses, key=losses.get, default=None)
 
 
-def held_out_loss_of(folder: Path) -> float | None:
+def _held_out_loss_of(folder: Path) -> float | None:
     """The held-out loss of a checkpoint's weights, if they were evaluated."""
     try:
         run = read_run(folder)
@@ -200,7 +200,7 @@ def held_out_loss_of(folder: Path) -> float | None:
 
 # ---- an earlier run ----------------------------------------------------------------------------
 
-EARLIER = "earlier-"
+_EARLIER = "earlier-"
 WEIGHTS = ("adapter", "model")
 LEFT_BY_A_RUN = (
     *WEIGHTS,
@@ -220,26 +220,26 @@ def keep_earlier(output_dir: Path, names: Iterable[str] = LEFT_BY_A_RUN) -> Path
     None if it left nothing. A crash in between leaves each thing in one of two places.
     """
     left = [path for name in names if (path := output_dir / name).exists()]
-    if not any(is_worth_keeping(path) for path in left):
+    if not any(_is_worth_keeping(path) for path in left):
         return None
-    kept = first_free(output_dir)
+    kept = _first_free(output_dir)
     kept.mkdir()
     for path in left:
         move(path, kept / path.name)
     return kept
 
 
-def first_free(folder: Path) -> Path:
+def _first_free(folder: Path) -> Path:
     """A name for what an earlier run left in a folder."""
-    return next(f for n in count(1) if not os.path.lexists(f := folder / f"{EARLIER}{n}"))
+    return next(f for n in count(1) if not os.path.lexists(f := folder / f"{_EARLIER}{n}"))
 
 
 def move(path: Path, target: Path):
     """Rename. A link to a folder stays, for the next run to use that disk: its contents move there."""
     if path.is_symlink() and path.is_dir():
         real = path.resolve()
-        inside = [p for p in real.iterdir() if not p.name.startswith(EARLIER)]
-        kept = first_free(real)
+        inside = [p for p in real.iterdir() if not p.name.startswith(_EARLIER)]
+        kept = _first_free(real)
         kept.mkdir()
         target.symlink_to(kept)
         for p in inside:
@@ -247,21 +247,21 @@ def move(path: Path, target: Path):
         return
     for link in (path, *(path.iterdir() if path.is_dir() else ())):
         if link.is_symlink():
-            make_absolute(link)
+            _make_absolute(link)
     path.rename(target)
 
 
-def make_absolute(link: Path):
+def _make_absolute(link: Path):
     """Let a link lead where it does from anywhere."""
     real = link.resolve()
     link.unlink()
     link.symlink_to(real)
 
 
-def is_worth_keeping(path: Path) -> bool:
+def _is_worth_keeping(path: Path) -> bool:
     """Whether a run got as far as to write something there."""
     if path.name == "metrics.jsonl":
         return '"kind": "step"' in path.read_text(errors="replace")
     if path.is_dir():
-        return any(not p.name.startswith(EARLIER) for p in path.iterdir())
+        return any(not p.name.startswith(_EARLIER) for p in path.iterdir())
     return path.stat().st_size > 0

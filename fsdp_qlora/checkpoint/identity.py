@@ -15,7 +15,7 @@ from ..config import BatchPlan, RunConfig, plan_batches
 from ..config.settings import AUTO, counted, default_of, shown
 from ..data import Source, Subset, TokenizedDataset, step_sampler
 
-# Layout, speed, paths and display. The batch is compared as rows per step, see `batch_difference`.
+# Layout, speed, paths and display. The batch is compared as rows per step, see `_batch_difference`.
 MAY_CHANGE = frozenset(
     """
 model_name dataset dataset_split dataset_samples data_cache eval_dataset eval_split eval_share
@@ -86,7 +86,7 @@ def differences(
         found["dataset"] = (
             "--model_name has another tokenizer or chat template, so rows have other tokens"
         )
-    return found | batch_difference(run, config, world_size)
+    return found | _batch_difference(run, config, world_size)
 
 
 def settings_of(run: dict) -> dict:
@@ -112,7 +112,7 @@ def batch_of(record: dict) -> tuple[int, str]:
     return record["rows_per_step"], "row"
 
 
-def batch_difference(run: dict, config: RunConfig, world_size: int) -> dict[str, str]:
+def _batch_difference(run: dict, config: RunConfig, world_size: int) -> dict[str, str]:
     """Empty if the settings ask for the checkpoint's rows or bins per step, on its ranks or on these.
 
     Bins are also to be had as other numbers of micro-batches on these ranks.

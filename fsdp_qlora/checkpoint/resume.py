@@ -33,7 +33,7 @@ from .folder import (
 from .identity import DEFINES_THE_WEIGHTS, differences, is_other, steps_asked, with_batch_of
 
 FINISHED = "finished.json"  # beside the checkpoints of a run that came to its end
-OF_ITS_END = (
+_OF_ITS_END = (
     *WEIGHTS,
     "metrics.jsonl",
     "loss.png",
@@ -96,17 +96,17 @@ def look(
     folder = chosen(config, root)
     run = read_run(folder) if folder else None
     if run is None or has_ended(config, dataset, content, root, run):
-        make_room(config, LEFT_BY_A_RUN)
+        _make_room(config, LEFT_BY_A_RUN)
         return Found(content)
-    check_same_run(config, differences(run, config, content, world_size()), folder)
-    check_length(config, run, dataset, folder)
+    _check_same_run(config, differences(run, config, content, world_size()), folder)
+    _check_length(config, run, dataset, folder)
     kept = kept_metrics(folder.parent.parent / "metrics.jsonl", run)
-    if not is_inside(folder, root):
-        make_room(config, LEFT_BY_A_RUN)
+    if not _is_inside(folder, root):
+        _make_room(config, LEFT_BY_A_RUN)
     return Found(content, folder, run, tuple(kept))
 
 
-def is_inside(folder: Path, root: Path) -> bool:
+def _is_inside(folder: Path, root: Path) -> bool:
     """Whether a checkpoint, which may be a link, is among those of the run's own folder."""
     return folder.parent.resolve() == root.resolve()
 
@@ -122,18 +122,18 @@ def settle(found: Found, config: RunConfig, weights: str | None):
     root, saved = checkpoints_of(config.output_dir), found.run["content"]
     if is_other("weights", saved, {"weights": weights}):
         was = found.run["config"]["model_name"]
-        check_same_run(
+        _check_same_run(
             config, {"model_name": f"--model_name holds other weights than {was} did"}, found.folder
         )
-    if not is_inside(found.folder, root):
+    if not _is_inside(found.folder, root):
         return
     if (root / FINISHED).exists():
-        make_room(config, OF_ITS_END)
+        _make_room(config, _OF_ITS_END)
     set_newer_aside(root, found.step)
     (root / FINISHED).unlink(missing_ok=True)
 
 
-def make_room(config: RunConfig, names: tuple[str, ...]):
+def _make_room(config: RunConfig, names: tuple[str, ...]):
     """Nothing that an earlier run left in --output_dir is overwritten. Raises ValueError naming it."""
     out, base = Path(config.output_dir), Path(config.model_name).resolve()
     if any(base.is_relative_to((out / name).resolve()) for name in names):
@@ -200,7 +200,7 @@ def chosen(config: RunConfig, root: Path) -> Path | None:
     return folder
 
 
-def check_same_run(config: RunConfig, found: dict[str, str], folder: Path):
+def _check_same_run(config: RunConfig, found: dict[str, str], folder: Path):
     """Refuse a checkpoint that differs so; after an explicit path only what it can't do without."""
     must = DEFINES_THE_WEIGHTS | {
         "model_name",
@@ -227,7 +227,7 @@ def check_same_run(config: RunConfig, found: dict[str, str], folder: Path):
     )
 
 
-def check_length(
+def _check_length(
     config: RunConfig, run: dict, dataset: TokenizedDataset | Subset | Source, folder: Path
 ):
     """Refuse a run that would have ended before the checkpoint."""

@@ -41,7 +41,7 @@ class Boundary:
     random: RandomState
 
 
-class Scaler(Protocol):
+class _Scaler(Protocol):
     """What a checkpoint asks of `training.scaler.LossScaler`."""
 
     def state_dict(self) -> dict: ...
@@ -59,7 +59,7 @@ class RunState:
     sampler: StepSampler | StreamSampler
     evaluator: Evaluator | None
     device: torch.device
-    scaler: Scaler | None = None  # of the loss, with fp16
+    scaler: _Scaler | None = None  # of the loss, with fp16
 
     def boundary(self, step: int) -> Boundary:
         """Where the run is now, after `step` optimizer steps."""
@@ -72,7 +72,7 @@ class RunState:
             "sampler": boundary.sampler,
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler and self.scaler.state_dict(),
-            "evaluator": evaluator_to_json(self.evaluator),
+            "evaluator": _evaluator_to_json(self.evaluator),
         }
 
     def restore(self, folder: Path) -> Boundary:
@@ -82,7 +82,7 @@ class RunState:
         differ from those at the beginning of the run, whose masks would come again.
         """
         run, rank = read_run(folder), ranks_from_env().rank
-        load_weights_into(self.model, *saved_weights(self.model, folder))
+        load_weights_into(self.model, *_saved_weights(self.model, folder))
         load_optimizer_into(self.model, self.optimizer, RowFiles(folder.glob("rank-*.safetensors")))
         self.scheduler.load_state_dict(run["scheduler"])
         for group, lr in zip(
@@ -92,20 +92,20 @@ class RunState:
         if self.scaler:
             self.scaler.load_state_dict(run["scaler"])
         self.sampler.load_state_dict(run["sampler"])
-        evaluator_from_json(self.evaluator, run["evaluator"])
+        _evaluator_from_json(self.evaluator, run["evaluator"])
         if run["world_size"] == ranks_from_env().world_size:
             read_random_state(folder, rank).restore(self.device)
         else:
-            torch.manual_seed(seed_after(run["step"], torch.initial_seed()))
+            torch.manual_seed(_seed_after(run["step"], torch.initial_seed()))
         return self.boundary(run["step"])
 
 
-def seed_after(step: int, seed: int) -> int:
+def _seed_after(step: int, seed: int) -> int:
     """A seed for the steps after `step` of a run, from that of its beginning."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{step}".encode()).digest()[:7], "little")
 
 
-def saved_weights(model: nn.Module, folder: Path) -> tuple[RowFiles, dict[str, str]]:
+def _saved_weights(model: nn.Module, folder: Path) -> tuple[RowFiles, dict[str, str]]:
     """A checkpoint's trained weights, and how each parameter is named there."""
     if hasattr(model, "peft_config"):
         return RowFiles([folder / ADAPTER]), saved_names(model)
@@ -123,7 +123,7 @@ def saved_adapter(folder: Path | None) -> Callable[[str], Tensor] | None:
     return lambda name: files.read(saved_name(name))
 
 
-def evaluator_to_json(evaluator: Evaluator | None) -> dict | None:
+def _evaluator_to_json(evaluator: Evaluator | None) -> dict | None:
     """The best and the last evaluation."""
     if evaluator is None:
         return None
@@ -133,7 +133,7 @@ def evaluator_to_json(evaluator: Evaluator | None) -> dict | None:
     }
 
 
-def evaluator_from_json(evaluator: Evaluator | None, saved: dict | None):
+def _evaluator_from_json(evaluator: Evaluator | None, saved: dict | None):
     """The other way; an evaluator that is new starts without a best."""
     if evaluator is None or saved is None:
         return

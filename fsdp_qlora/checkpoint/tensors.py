@@ -169,13 +169,13 @@ def read_back(path: Path, tensors: dict[str, Tensor]):
     os.close(descriptor)
     with safe_open(path, framework="pt") as file:
         same = set(file.keys()) == set(tensors) and all(
-            same_bits(file.get_tensor(name), tensor) for name, tensor in tensors.items()
+            _same_bits(file.get_tensor(name), tensor) for name, tensor in tensors.items()
         )
     if not same:
         raise OSError(f"{path}: the disk gave back other bytes than were written")
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
+def _same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal in shape, dtype and every bit, NaN included."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
@@ -240,7 +240,7 @@ def load_optimizer_into(model: nn.Module, optimizer: torch.optim.Optimizer, file
     states = {}
     for number, p in enumerate(parameters):
         if full_names := saved.get(names[id(p)]):
-            empty = empty_states(optimizer, p)
+            empty = _empty_states(optimizer, p)
             states[number] = {
                 key: filled(empty(key, files.total(full)), files, full)
                 for key, full in full_names.items()
@@ -248,7 +248,7 @@ def load_optimizer_into(model: nn.Module, optimizer: torch.optim.Optimizer, file
     optimizer.load_state_dict(optimizer.state_dict() | {"state": states})
 
 
-def empty_states(
+def _empty_states(
     optimizer: torch.optim.Optimizer, p: nn.Parameter
 ) -> Callable[[str, int], Tensor | None]:
     """A function (state, its rows) -> a tensor to fill, placed as the optimizer would; None if whole.

@@ -46,12 +46,12 @@ from .tensors import (
 
 SLOW_SECONDS = 1.0  # a step that waited longer for the write before is spoken of
 END_SECONDS = 2  # in which a thread ends that waited for another rank's file
-WORD_SECONDS = 1800  # how long rank 0 waits for another rank's file
+_WORD_SECONDS = 1800  # how long rank 0 waits for another rank's file
 writes = count()  # tells writes of the same step apart; every rank counts alike
 
 
 @dataclass
-class Snapshot:
+class _Snapshot:
     """What one rank writes of a checkpoint, copied from the run."""
 
     step: int
@@ -149,14 +149,14 @@ class CheckpointWriter:
         if thread:
             thread.join(END_SECONDS)
 
-    def snapshot(self, boundary: Boundary) -> Snapshot:
+    def snapshot(self, boundary: Boundary) -> _Snapshot:
         """Copies of this rank's rows, on the host."""
         state = self.state
         weights = self.staging.copy("weights", weight_rows(state.model)) | taken_rows(state.model)
         optimizer = self.staging.copy("optimizer", optimizer_rows(state.model, state.optimizer))
         self.staging.wait()
         run = self.facts | state.to_json(boundary)
-        return Snapshot(
+        return _Snapshot(
             boundary.step,
             weights,
             optimizer,
@@ -167,7 +167,7 @@ class CheckpointWriter:
 
     # ---- in the thread ----
 
-    def write(self, shot: Snapshot):
+    def write(self, shot: _Snapshot):
         """This rank's part; on rank 0 the whole. Never raises: a failure is kept in `failure`."""
         scratch, word, files = scratch_folder(self.root, shot.step), "written", {}
         try:
@@ -185,11 +185,11 @@ class CheckpointWriter:
             with suppress(OSError, RuntimeError):  # rank 0 says what fails
                 self.disks.send(scratch, files)
 
-    def complete(self, shot: Snapshot, scratch: Path):
+    def complete(self, shot: _Snapshot, scratch: Path):
         """Make one checkpoint of what all ranks wrote."""
         folder = step_folder(self.root, shot.step)
         try:
-            words = self.board.wait_for_all(shot.topic, WORD_SECONDS, self.is_left.is_set)
+            words = self.board.wait_for_all(shot.topic, _WORD_SECONDS, self.is_left.is_set)
             self.receive(shot, scratch, [r for r in self.disks.apart if words[r] == "written"])
             failed = [f"rank {r}: {word}" for r, word in enumerate(words) if word != "written"]
             if failed:
@@ -217,7 +217,7 @@ class CheckpointWriter:
         except OSError as error:
             print_main(f"warning: an earlier checkpoint could not be deleted ({error})")
 
-    def receive(self, shot: Snapshot, scratch: Path, ranks: list[int]):
+    def receive(self, shot: _Snapshot, scratch: Path, ranks: list[int]):
         """The files of ranks that don't see this disk; all of them, though one may fail."""
         faults = []
         for rank in ranks:
@@ -235,7 +235,7 @@ class CheckpointWriter:
         parts = sorted(scratch.glob("weights-*.safetensors"))
         files = RowFiles(parts)
         tensors = for_both_ends(
-            self.state.model, {key: saved_tensor(files, name) for name, key in self.keys.items()}
+            self.state.model, {key: _saved_tensor(files, name) for name, key in self.keys.items()}
         )
         (scratch / ADAPTER).parent.mkdir()
         save_file(tensors, scratch / ADAPTER, {"format": "pt"})
@@ -245,13 +245,13 @@ class CheckpointWriter:
             part.unlink()
 
 
-def saved_tensor(files: RowFiles, name: str) -> Tensor:
+def _saved_tensor(files: RowFiles, name: str) -> Tensor:
     """A whole tensor of the adapter, as it is saved."""
     taken = files.read(f"{name}|taken") if f"{name}|taken" in files.parts else None
     return for_original_base(name, files.read(name), taken).contiguous()
 
 
-def write_part(scratch: Path, rank: int, shot: Snapshot) -> list[str]:
+def write_part(scratch: Path, rank: int, shot: _Snapshot) -> list[str]:
     """Write the files of one rank; their names."""
     scratch.mkdir(parents=True, exist_ok=True)
     paths = [weights_file(scratch, rank)] if shot.weights else []

@@ -20,7 +20,7 @@ from ..config.settings import opt
 
 
 @dataclass
-class CalibrateOptions:
+class _CalibrateOptions:
     """Calibrate"""
 
     output: str | None = opt(
@@ -35,15 +35,15 @@ class CalibrateOptions:
 
 def calibrate_command(argv: list[str]):
     """Measure this machine's products, memory, links and host copies, for estimates and plans."""
-    options = parse_alone(argv, CalibrateOptions, "fsdp-qlora calibrate")
+    options = parse_alone(argv, _CalibrateOptions, "fsdp-qlora calibrate")
     config = RunConfig(device=options.device, world_size=options.world_size)
     from ..training.launch import run_on_ranks
 
     path = Path(options.output) if options.output else calibration_file()
-    run_on_ranks(config, "calibrate", argv, lambda config: calibrate_rank(config, path))
+    run_on_ranks(config, "calibrate", argv, lambda config: _calibrate_rank(config, path))
 
 
-def calibrate_rank(config: RunConfig, path: Path):
+def _calibrate_rank(config: RunConfig, path: Path):
     """What each rank does; rank 0 prints and writes."""
     from ..bench.ceilings import measure_ceilings
     from ..bench.measure import device_name

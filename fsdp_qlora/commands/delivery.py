@@ -13,7 +13,7 @@ from ..config.settings import opt
 
 
 @dataclass
-class MergeOptions:
+class _MergeOptions:
     """Merge"""
 
     model_name: str | None = opt(
@@ -51,10 +51,10 @@ class MergeOptions:
     verbose: bool = opt(False, "print the traceback of an error")
 
 
-def merge_command(argv: list[str]):
+def _merge_command(argv: list[str]):
     """Merge an adapter into its base model."""
     options = parse_alone(
-        with_named_words(argv, "adapter_folder"), MergeOptions, "fsdp-qlora merge"
+        with_named_words(argv, "adapter_folder"), _MergeOptions, "fsdp-qlora merge"
     )
     from ..export.adapter_folder import base_of
     from ..export.merge import merge_adapter
@@ -76,7 +76,7 @@ def merge_command(argv: list[str]):
 
 
 @dataclass
-class ConvertOptions:
+class _ConvertOptions:
     """Convert"""
 
     weights: str = opt(
@@ -92,9 +92,9 @@ class ConvertOptions:
     verbose: bool = opt(False, "print the traceback of an error")
 
 
-def convert_command(argv: list[str]):
+def _convert_command(argv: list[str]):
     """Make a PEFT adapter of what the original script saved."""
-    options = parse_alone(with_named_words(argv, "weights"), ConvertOptions, "fsdp-qlora convert")
+    options = parse_alone(with_named_words(argv, "weights"), _ConvertOptions, "fsdp-qlora convert")
     from ..export.convert import convert_adapter
 
     convert_adapter(
@@ -107,7 +107,7 @@ def convert_command(argv: list[str]):
 
 
 @dataclass
-class CheckOptions:
+class _CheckOptions:
     """Check"""
 
     adapter_folder: str = opt(
@@ -117,10 +117,10 @@ class CheckOptions:
     verbose: bool = opt(False, "print the traceback of an error")
 
 
-def check_command(argv: list[str]):
+def _check_command(argv: list[str]):
     """Say whether vLLM takes an adapter folder as it is."""
     options = parse_alone(
-        with_named_words(argv, "adapter_folder"), CheckOptions, "fsdp-qlora check"
+        with_named_words(argv, "adapter_folder"), _CheckOptions, "fsdp-qlora check"
     )
     from ..export.serving import check_adapter_folder, serve_command
 
@@ -135,7 +135,7 @@ def check_command(argv: list[str]):
 
 
 @dataclass
-class PushOptions:
+class _PushOptions:
     """Push"""
 
     folder: str = opt("output/adapter", "adapter or model folder; also as the first word")
@@ -145,9 +145,9 @@ class PushOptions:
     verbose: bool = opt(False, "print the traceback of an error")
 
 
-def push_command(argv: list[str]):
+def _push_command(argv: list[str]):
     """Push an adapter or model folder to a hub, private by default."""
-    options = parse_alone(with_named_words(argv, "folder", "repo"), PushOptions, "fsdp-qlora push")
+    options = parse_alone(with_named_words(argv, "folder", "repo"), _PushOptions, "fsdp-qlora push")
     if not options.repo:
         raise ValueError("--repo is missing; give a name such as me/my-adapter")
     from ..export.hub import push_folder
@@ -156,8 +156,8 @@ def push_command(argv: list[str]):
 
 
 DELIVERY = {
-    "merge": merge_command,
-    "convert": convert_command,
-    "check": check_command,
-    "push": push_command,
+    "merge": _merge_command,
+    "convert": _convert_command,
+    "check": _check_command,
+    "push": _push_command,
 }

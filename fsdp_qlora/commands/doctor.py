@@ -23,7 +23,7 @@ from ..config.settings import opt
 
 OK, NOTE, WRONG = "ok", "note", "WRONG"
 GIB = 2**30
-QUERY = (
+_QUERY = (
     "index",
     "name",
     "memory.total",
@@ -32,11 +32,15 @@ QUERY = (
     "pcie.link.width.current",
     "pcie.link.width.max",
 )
-BUSY_GIB, FREE_DISK_GIB, SHARED_GIB = 1.0, 20.0, 1.0  # beyond, or below, these a finding is a note
+_BUSY_GIB, _FREE_DISK_GIB, _SHARED_GIB = (
+    1.0,
+    20.0,
+    1.0,
+)  # beyond, or below, these a finding is a note
 
 
 @dataclass
-class DoctorOptions:
+class _DoctorOptions:
     """Doctor"""
 
     output_dir: str = opt(".", "folder whose disk is looked at")
@@ -57,9 +61,9 @@ class Finding:
 
 def doctor_command(argv: list[str]):
     """Check GPUs, driver, links, versions, disk and memory, and say what to do."""
-    options = parse_alone(argv, DoctorOptions, "fsdp-qlora doctor")
+    options = parse_alone(argv, _DoctorOptions, "fsdp-qlora doctor")
     findings = []
-    for finding in examine(options.output_dir):
+    for finding in _examine(options.output_dir):
         print(finding, flush=True)
         findings.append(finding)
     wrong = sum(f.level == WRONG for f in findings)
@@ -68,7 +72,7 @@ def doctor_command(argv: list[str]):
         sys.exit(1)
 
 
-def examine(folder: str) -> Iterator[Finding]:
+def _examine(folder: str) -> Iterator[Finding]:
     """Every finding, in the order in which a run would meet it."""
     cards = gpu_rows()
     yield from check_versions(requirements())
@@ -138,11 +142,11 @@ def nvidia_smi(*arguments: str) -> str:
 
 def gpu_rows() -> list[dict[str, str]]:
     """What the driver says of each card."""
-    text = nvidia_smi(f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits")
+    text = nvidia_smi(f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits")
     cells = (
         [cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()
     )
-    return [dict(zip(QUERY, row, strict=True)) for row in cells if len(row) == len(QUERY)]
+    return [dict(zip(_QUERY, row, strict=True)) for row in cells if len(row) == len(_QUERY)]
 
 
 def check_cards(cards: list[dict[str, str]]) -> Iterator[Finding]:
@@ -161,7 +165,7 @@ def check_cards(cards: list[dict[str, str]]) -> Iterator[Finding]:
         about = f"GPU {card['index']}: {card['name']}, {total:.1f} GiB"
         yield (
             Finding(OK, about)
-            if used < BUSY_GIB
+            if used < _BUSY_GIB
             else Finding(
                 NOTE,
                 f"{about}, {used:.1f} of them taken",
@@ -308,7 +312,7 @@ def matrix(topology: str) -> str:
 
 def check_host(folder: str, cards: int) -> Iterator[Finding]:
     """Memory, shared memory and disks."""
-    available, limit = available_memory_gib(), memory_limit_gib()
+    available, limit = _available_memory_gib(), _memory_limit_gib()
     total = host_memory_here()
     yield Finding(
         OK,
@@ -316,13 +320,13 @@ def check_host(folder: str, cards: int) -> Iterator[Finding]:
         + (f", limited to {limit:.0f} GiB" if limit and limit < total else ""),
     )
     shared = shutil.disk_usage("/dev/shm").total / GIB if Path("/dev/shm").exists() else None
-    if shared is not None and cards > 1 and shared < SHARED_GIB:
+    if shared is not None and cards > 1 and shared < _SHARED_GIB:
         yield Finding(
             WRONG,
             f"/dev/shm has {shared:.2f} GiB, and NCCL needs more between GPUs",
             "start the container with --ipc=host or --shm-size=8g",
         )
-    for name, path in (("output", Path(folder)), ("Hugging Face cache", hub_cache())):
+    for name, path in (("output", Path(folder)), ("Hugging Face cache", _hub_cache())):
         yield disk_finding(name, path)
 
 
@@ -339,7 +343,7 @@ def disk_finding(name: str, path: Path) -> Finding:
             else "set HF_HOME to a folder that can",
         )
     free = shutil.disk_usage(there).free / GIB
-    if free >= FREE_DISK_GIB:
+    if free >= _FREE_DISK_GIB:
         return Finding(OK, f"{name} folder {path}: {free:.0f} GiB free")
     return Finding(
         NOTE,
@@ -350,19 +354,19 @@ def disk_finding(name: str, path: Path) -> Finding:
     )
 
 
-def hub_cache() -> Path:
+def _hub_cache() -> Path:
     """Where models from the hub are kept."""
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
     return Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub"))
 
 
-def available_memory_gib() -> float:
+def _available_memory_gib() -> float:
     """Memory that a new process can take."""
     found = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
     return int(found[1]) / 2**20 if found else 0.0
 
 
-def memory_limit_gib() -> float | None:
+def _memory_limit_gib() -> float | None:
     """This container's limit, or None."""
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         if Path(path).exists() and (text := Path(path).read_text().strip()).isdecimal():

@@ -44,7 +44,7 @@ from ..training.prepare import (
 )
 from ..training.sample import lengths_of
 
-SHOWN_ROWS = 2  # of the first batch, if --preview does not say
+_SHOWN_ROWS = 2  # of the first batch, if --preview does not say
 
 
 def dry_run(config: RunConfig, argv: list[str]):
@@ -62,7 +62,7 @@ def dry_run(config: RunConfig, argv: list[str]):
         else "settings that differ from their default, as a recipe (--verbose: all):"
     )
     settings = asdict(config) if config.verbose else changed_settings(config)
-    print_main(as_recipe(as_typed(settings)) + "\n")
+    print_main(as_recipe(_as_typed(settings)) + "\n")
     model_settings = read_config(config.model_name, **config.source)
     if Path(config.model_name).is_dir():
         planned_model(config, device)  # its files and target modules
@@ -73,11 +73,11 @@ def dry_run(config: RunConfig, argv: list[str]):
     if config.new_tokens:
         grow_vocabulary(model_settings, tokenizer)
     check_rows(config, data, model_settings)
-    show_batches(config, data, tokenizer, model_settings.get_text_config().vocab_size, ranks)
+    _show_batches(config, data, tokenizer, model_settings.get_text_config().vocab_size, ranks)
     print_main("dry run: nothing was trained or written")
 
 
-def as_typed(settings: dict) -> dict:
+def _as_typed(settings: dict) -> dict:
     """Settings with the word for what is left to the plan."""
     return {
         name: "auto" if name in ("batch_size", "activation_budget_gib") and value == AUTO else value
@@ -132,7 +132,7 @@ def machine_here(device: torch.device, ranks: int) -> Machine:
     return machine_from_options(MachineOptions(gpus=ranks // nodes, nodes=nodes))
 
 
-def show_batches(config: RunConfig, data: RunData, tokenizer, vocab_size: int, ranks: int):
+def _show_batches(config: RunConfig, data: RunData, tokenizer, vocab_size: int, ranks: int):
     """Print how the data is cut into steps, and the first batch with its trained tokens marked."""
     rows, batches = data.rows, plan_batches(config, ranks)
     pad = choose_pad_token_id(tokenizer, vocab_size)
@@ -163,7 +163,7 @@ def show_batches(config: RunConfig, data: RunData, tokenizer, vocab_size: int, r
         f"{first} on rank 0, {len(step.micro_batches)} of which make its first step: "
         f"{' x '.join(map(str, batch['input_ids'].shape))} tokens with padding"
     )
-    print_main(preview(batch_rows(batch, pad), tokenizer, config.preview or SHOWN_ROWS))
+    print_main(preview(batch_rows(batch, pad), tokenizer, config.preview or _SHOWN_ROWS))
 
 
 def batch_rows(batch: dict, pad_token_id: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

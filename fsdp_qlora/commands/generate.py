@@ -51,7 +51,7 @@ def load_for_inference(
             "that training saved, such as output/adapter"
         )
     if looks_local(model_name):
-        check_base_folder(Path(model_name))
+        _check_base_folder(Path(model_name))
     with asked_hub(not looks_local(model_name)) as unreachable:
         try:
             # Other weights than safetensors are pickles, which can run code.
@@ -72,7 +72,7 @@ def load_for_inference(
                 f"--adapter_folder {adapter}: it was trained on {known}, which can't be "
                 "repeated here; add --base_quant none for the original weights"
             )
-        round_linears(model, known, taken_out_of(adapter))
+        _round_linears(model, known, taken_out_of(adapter))
     if adapter is None:
         return model
     rows = max(trained_rows(model, adapter), default=0)
@@ -87,7 +87,7 @@ def load_for_inference(
         ) from error
 
 
-def check_base_folder(folder: Path):
+def _check_base_folder(folder: Path):
     """Refuse a folder without safetensors, and what transformers would take for an adapter's."""
     if (folder / "adapter_config.json").is_file():
         raise ValueError(
@@ -110,7 +110,7 @@ def trained_rows(model: PreTrainedModel, adapter: str | Path) -> list[int]:
     ]
 
 
-def tokenizer_of(config: RunConfig, adapter: str | Path | None):
+def _tokenizer_of(config: RunConfig, adapter: str | Path | None):
     """The tokenizer that an adapter was trained with, if its folder has one, or the model's."""
     if adapter and (Path(adapter) / "tokenizer_config.json").is_file():
         try:
@@ -125,7 +125,7 @@ def tokenizer_of(config: RunConfig, adapter: str | Path | None):
 
 
 @torch.no_grad()
-def round_linears(
+def _round_linears(
     model: nn.Module,
     quant: BaseQuant,
     taken: dict[str, Delta],
@@ -158,7 +158,7 @@ def answer(config: RunConfig, options):
         raise ValueError(f"--max_new_tokens must be 1 or more, got {options.max_new_tokens}")
     device = rank_device(config.device)
     dtype = torch.float32 if device.type == "cpu" else DTYPES[config.product_dtype]
-    tokenizer = tokenizer_of(config, options.adapter_folder)
+    tokenizer = _tokenizer_of(config, options.adapter_folder)
     model = load_for_inference(
         config.model_name,
         options.adapter_folder,

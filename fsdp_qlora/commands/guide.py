@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class EstimateOptions:
+class _EstimateOptions:
     """Estimate"""
 
     params: str | None = opt(
@@ -36,7 +36,7 @@ class EstimateOptions:
 
 
 @dataclass
-class PlanOptions:
+class _PlanOptions:
     """Plan"""
 
     params: str | None = opt(
@@ -46,16 +46,16 @@ class PlanOptions:
     json: bool = opt(False, "the plan as JSON")
 
 
-def estimate_command(argv: list[str]):
+def _estimate_command(argv: list[str]):
     """Predict memory, time and money of a run; needs no GPU."""
     from ..estimate import as_json, estimate, report
 
     config, machine, options = parse(
-        argv, MachineOptions, EstimateOptions, prog="fsdp-qlora estimate"
+        argv, MachineOptions, _EstimateOptions, prog="fsdp-qlora estimate"
     )
-    shape, machine = asked_shape(config, options, argv), machine_from_options(machine)
-    warn_of(config)
-    rows = asked_rows(config, options, argv)
+    shape, machine = _asked_shape(config, options, argv), machine_from_options(machine)
+    _warn_of(config)
+    rows = _asked_rows(config, options, argv)
     if config.is_auto:
         config = planned(shape, machine, config, argv, rows)
     found = estimate(shape, machine, config, rows)
@@ -63,14 +63,14 @@ def estimate_command(argv: list[str]):
     show(as_json if options.json else report, found, cost, options.examples, rows)
 
 
-def plan_command(argv: list[str]):
+def _plan_command(argv: list[str]):
     """Find the fastest configuration that fits, and say why not another; needs no GPU."""
     from ..planner import as_json, draw, free_settings, make_plan, report
 
-    config, machine, options = parse(argv, MachineOptions, PlanOptions, prog="fsdp-qlora plan")
+    config, machine, options = parse(argv, MachineOptions, _PlanOptions, prog="fsdp-qlora plan")
     check_file("picture", options.picture)
-    warn_of(config)
-    shape, rows = asked_shape(config, options, argv), asked_rows(config, options, argv)
+    _warn_of(config)
+    shape, rows = _asked_shape(config, options, argv), _asked_rows(config, options, argv)
     free = free_settings(config, given_settings(argv), everything=True, rows=rows)
     plan = make_plan(shape, machine_from_options(machine), config, free, rows)
     show(as_json if options.json else report, plan)
@@ -96,8 +96,8 @@ def planned(
     return plan.choice.config
 
 
-def asked_shape(
-    config: RunConfig, options: EstimateOptions | PlanOptions, argv: list[str]
+def _asked_shape(
+    config: RunConfig, options: _EstimateOptions | _PlanOptions, argv: list[str]
 ) -> ModelShape:
     """The model of --params or --model_name, from its config.json alone.
 
@@ -119,8 +119,8 @@ def asked_shape(
     return shape_from_params(options.params)
 
 
-def asked_rows(
-    config: RunConfig, options: EstimateOptions | PlanOptions, argv: list[str]
+def _asked_rows(
+    config: RunConfig, options: _EstimateOptions | _PlanOptions, argv: list[str]
 ) -> Rows | None:
     """Row lengths of --dataset, where it is given and can be read here; why not is said on stderr."""
     if "dataset" not in given_settings(argv) or options.params is not None:
@@ -136,7 +136,7 @@ def asked_rows(
     return rows
 
 
-def warn_of(config: RunConfig):
+def _warn_of(config: RunConfig):
     """Say on stderr which settings do nothing, as a run would."""
     for warning in warnings_of(config):
         print(f"warning: {warning}", file=sys.stderr)
@@ -149,18 +149,18 @@ def show(form: Callable, *answer):
 
 
 @dataclass
-class SchemaOptions:
+class _SchemaOptions:
     """Schema"""
 
     verbose: bool = opt(False, "print the traceback of an error")
 
 
-def schema_command(argv: list[str]):
+def _schema_command(argv: list[str]):
     """Print the JSON schema of recipes, with which editors check and complete them."""
     from ..config.reference import schema
 
-    parse_alone(argv, SchemaOptions, "fsdp-qlora schema")
+    parse_alone(argv, _SchemaOptions, "fsdp-qlora schema")
     print(json.dumps(schema(), indent=1))
 
 
-GUIDE = {"estimate": estimate_command, "plan": plan_command, "schema": schema_command}
+GUIDE = {"estimate": _estimate_command, "plan": _plan_command, "schema": _schema_command}

@@ -53,10 +53,10 @@ def confirmed_changes(config: RunConfig, argv: list[str], allowed_gib: float | N
         read_config(config.model_name, **config.source).to_dict(), config.model_name
     )
     machine, free = machine_here(config), free_settings(config, given)
-    file = store_file(shape, machine, config, free)
+    file = _store_file(shape, machine, config, free)
     if file.exists():
         stored = read_object(file)
-        print(f"plan of {stored['date']}: {as_flags(stored['changes'])} ({file})", flush=True)
+        print(f"plan of {stored['date']}: {_as_flags(stored['changes'])} ({file})", flush=True)
         return stored["changes"]
     job = Job("probe", [*argv, "--random_weights", "true"], machine.world_size, allowed_gib)
     plan, row = climb_down(shape, machine, config, free, job, STEPS)
@@ -64,7 +64,7 @@ def confirmed_changes(config: RunConfig, argv: list[str], allowed_gib: float | N
     return plan.changes
 
 
-def store_file(
+def _store_file(
     shape: ModelShape, machine: Machine, config: RunConfig, free: frozenset[str]
 ) -> Path:
     """Where the plan for exactly this is kept."""
@@ -91,6 +91,6 @@ def keep(file: Path, plan: Plan, row: Row | None):
         print(f"the plan is not kept: {error}", flush=True)
 
 
-def as_flags(changes: dict) -> str:
+def _as_flags(changes: dict) -> str:
     """Settings as they are typed."""
     return " ".join(f"--{name} {shown(value)}" for name, value in changes.items())

@@ -9,7 +9,7 @@ from ..config.settings import opt
 
 
 @dataclass
-class ReportOptions:
+class _ReportOptions:
     """Report"""
 
     run: str = opt("output", "the --output_dir of a run; also as the first word")
@@ -21,7 +21,7 @@ class ReportOptions:
 
 def report_command(argv: list[str]):
     """Make one HTML page of a run: curves, answers, data, estimate and measurement, faults."""
-    options = parse_alone(with_named_words(argv, "run"), ReportOptions, "fsdp-qlora report")
+    options = parse_alone(with_named_words(argv, "run"), _ReportOptions, "fsdp-qlora report")
     from ..report import write_report
 
     print(f"report: {write_report(options.run, options.output)}")

@@ -18,12 +18,12 @@ from fastcore.basics import listify
 from .lists import TERMINAL_FORMS, block_numbers, module_pattern, policy_names, token_list
 from .settings import AUTO, changed_settings, parts_of, shown, type_name
 
-types_of = cache(get_type_hints)  # a plan makes hundreds of configurations
+_types_of = cache(get_type_hints)  # a plan makes hundreds of configurations
 
 
 def check_types(config):
     """A wrong type in a script would surface far away; say it here."""
-    hints = types_of(type(config))
+    hints = _types_of(type(config))
     for f in fields(config):
         value, hint = getattr(config, f.name), hints[f.name]
         if hint in (float, float | None) and type(value) is int:
@@ -146,17 +146,17 @@ def check_numbers(config):
 
 def check_together(config):
     """Settings that exclude each other."""
-    check_products(config)
-    check_adapter(config)
-    check_first_values(config)
-    check_target_parameters(config)
+    _check_products(config)
+    _check_adapter(config)
+    _check_first_values(config)
+    _check_target_parameters(config)
     if config.activation_budget_gib is not None:
-        check_budget_alone(config)
-    check_cpu_offload(config)
-    check_activation_offload(config)
-    check_cuda_graphs(config)
-    check_mlp_tiles(config)
-    check_kept_fp8(config)
+        _check_budget_alone(config)
+    _check_cpu_offload(config)
+    _check_activation_offload(config)
+    _check_cuda_graphs(config)
+    _check_mlp_tiles(config)
+    _check_kept_fp8(config)
     if config.attn_implementation == "varlen" and not config.packing:
         raise ValueError(
             "--attn_implementation varlen is for packed rows; add --packing true, or use sdpa"
@@ -178,7 +178,7 @@ def check_together(config):
         )
 
 
-def check_products(config):
+def _check_products(config):
     """What weights are stored as and multiplied in must suit each other."""
     if config.adapter == "none" and config.quant != "none":
         raise ValueError(
@@ -211,7 +211,7 @@ def check_products(config):
         )
 
 
-def check_adapter(config):
+def _check_adapter(config):
     """What is trained, by its names, and what can't be trained beside it."""
     if config.adapter != "none" and not config.target_modules and config.target_modules is not None:
         raise ValueError("--lora_target_modules is empty; give all-linear or module names")
@@ -244,7 +244,7 @@ def check_adapter(config):
         )
 
 
-def check_first_values(config):
+def _check_first_values(config):
     """What adapters begin from must be there."""
     kind = config.init_lora_weights
     if not re.fullmatch(r"default|pissa|pissa_niter_\d+|olora|loftq", kind):
@@ -264,7 +264,7 @@ def check_first_values(config):
         )
 
 
-def check_target_parameters(config):
+def _check_target_parameters(config):
     """What PEFT can't do to parameters is refused, for it would not load what was saved."""
     if config.target_parameters is None:
         return
@@ -285,7 +285,7 @@ def check_target_parameters(config):
             )
 
 
-def check_cpu_offload(config):
+def _check_cpu_offload(config):
     """Shards are what is moved, and trained weights can stay only where frozen ones go."""
     if config.sharding_strategy == "ddp" and config.use_cpu_offload:
         raise ValueError(
@@ -311,7 +311,7 @@ def check_cpu_offload(config):
         )
 
 
-def check_activation_offload(config):
+def _check_activation_offload(config):
     """Only what a block starts its recomputation from can leave the GPU."""
     if config.use_activation_cpu_offload and policy_names(config) == {"keep_all"}:
         raise ValueError(
@@ -321,7 +321,7 @@ def check_activation_offload(config):
         )
 
 
-def check_cuda_graphs(config):
+def _check_cuda_graphs(config):
     """A graph holds addresses of weights and activations, so these must stay where they are."""
     if not config.cuda_graphs:
         return
@@ -348,7 +348,7 @@ def check_cuda_graphs(config):
         )
 
 
-def check_kept_fp8(config):
+def _check_kept_fp8(config):
     """What is made of a weight can be kept only where there is one and it stays."""
     if not config.keep_fp8_weights:
         return
@@ -364,7 +364,7 @@ def check_kept_fp8(config):
         )
 
 
-def check_mlp_tiles(config):
+def _check_mlp_tiles(config):
     """An MLP in tiles runs inside one op, so it must be gathered as one."""
     if config.mlp_tiles != 1 and config.wrap_policy == "min_params":
         raise ValueError(
@@ -386,7 +386,7 @@ def check_data_together(config):
             "--eval_dataset, --eval_split or --eval_share"
         )
     if config.samples and not config.sample_prompts:
-        check_samples(config)
+        _check_samples(config)
     if config.stream and config.eval_share:
         raise ValueError(
             "--eval_share needs all rows at hand and --stream holds few; give the "
@@ -399,7 +399,7 @@ def check_data_together(config):
         )
 
 
-def check_samples(config):
+def _check_samples(config):
     """Prompts need held-out rows that tell prompt and answer apart."""
     if not config.evaluates:
         raise ValueError(
@@ -429,7 +429,7 @@ def check_remote_code(config):
         )
 
 
-def check_budget_alone(config):
+def _check_budget_alone(config):
     """A budget chooses what each block keeps, so no other setting may."""
     others = {
         "activation_policy": config.activation_policy != "auto",

@@ -44,7 +44,7 @@ def boolean(text: str) -> bool:
         raise argparse.ArgumentTypeError(f"{text!r} is not true or false") from None
 
 
-def whole_or_auto(text: str) -> int:
+def _whole_or_auto(text: str) -> int:
     """A whole number, or `auto`, which is -1."""
     try:
         return AUTO if text.strip().lower() == "auto" else int(text)
@@ -52,7 +52,7 @@ def whole_or_auto(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
 
 
-def number_or_auto(text: str) -> float:
+def _number_or_auto(text: str) -> float:
     """A number, or `auto`, which is -1."""
     try:
         return AUTO if text.strip().lower() == "auto" else float(text)
@@ -76,7 +76,7 @@ EXAMPLES = {
     ],
 }
 
-CONVERT = {bool: boolean, int: whole_or_auto, float: number_or_auto}
+_CONVERT = {bool: boolean, int: _whole_or_auto, float: _number_or_auto}
 
 
 def add_fields(parser: argparse.ArgumentParser, group: type):
@@ -84,13 +84,13 @@ def add_fields(parser: argparse.ArgumentParser, group: type):
     section = parser.add_argument_group(title(group))
     for f, kind in typed_fields(group):
         bare = True if kind is bool else f.metadata["bare"]
-        how = dict(type=CONVERT.get(kind, kind))
+        how = dict(type=_CONVERT.get(kind, kind))
         if bare is not None:
             how |= dict(nargs="?", const=bare)
         section.add_argument(
             f"--{f.name}",
             default=argparse.SUPPRESS,
-            help=help_text(f),
+            help=_help_text(f),
             metavar=metavar(f, kind),
             **how,
         )
@@ -119,7 +119,7 @@ def metavar(f, kind: type) -> str:
     return {bool: "true|false", int: "N", float: "X"}.get(kind, "TEXT")
 
 
-def help_text(f) -> str:
+def _help_text(f) -> str:
     """A setting's help line with its unit, example and default."""
     unit = f.metadata["unit"]
     extra = [unit if unit.startswith("share") else f"in {unit}"] if unit else []
@@ -146,7 +146,7 @@ def parse(argv: list[str], *extra_groups: type, prog: str = "fsdp-qlora train") 
         add_fields(parser, group)
     recipe = recipe_of(argv)
     try:
-        config, *extras = parse_flags(parser, [*recipe.flags, *argv], extra_groups)
+        config, *extras = _parse_flags(parser, [*recipe.flags, *argv], extra_groups)
         config.typed = frozenset(typed_flags(argv))
         return [config, *extras]
     except ValueError as error:
@@ -159,11 +159,11 @@ def examples(prog: str) -> str:
     return "\n".join(["examples:", *lines]) if lines else ""
 
 
-def parse_flags(parser: Parser, argv: list[str], extra_groups: tuple[type, ...]) -> list:
+def _parse_flags(parser: Parser, argv: list[str], extra_groups: tuple[type, ...]) -> list:
     """The RunConfig and the objects of `extra_groups` that flags ask for."""
     known, unknown = parser.parse_known_args(argv)
     if unknown:
-        raise ValueError(unknown_flag(unknown[0], parser))
+        raise ValueError(_unknown_flag(unknown[0], parser))
     values = vars(known)
     values.pop("config", None)
     extras = [
@@ -208,7 +208,7 @@ def parse_alone(argv: list[str], group: type, prog: str):
     add_fields(parser, group)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
-        raise ValueError(unknown_flag(unknown[0], parser))
+        raise ValueError(_unknown_flag(unknown[0], parser))
     options = group(**vars(known))
     check_choices(options)
     return options
@@ -233,7 +233,7 @@ def with_named_words(argv: list[str], *names: str) -> list[str]:
     return named + rest
 
 
-def unknown_flag(flag: str, parser: argparse.ArgumentParser) -> str:
+def _unknown_flag(flag: str, parser: argparse.ArgumentParser) -> str:
     """An error for a flag that does not exist."""
     if not flag.startswith("-"):
         return f"unexpected argument {flag!r}; settings are --name value"

@@ -62,8 +62,8 @@ def entries(path: str) -> Iterable[tuple[str, str | None, str]]:
         if key.id != "scalar":
             raise ValueError(f"{place}: settings are `name: value`, one a line")
         if key.value not in known:
-            raise ValueError(f"{place}: {unknown_name(key.value, known)}")
-        text = value_text(value, f"{place}: {key.value}")
+            raise ValueError(f"{place}: {_unknown_name(key.value, known)}")
+        text = _value_text(value, f"{place}: {key.value}")
         if text is None and known[key.value] is not None:
             raise ValueError(
                 f"{place}: {key.value} has no value; leave it out for the default, "
@@ -103,7 +103,7 @@ def pairs(path: str) -> list:
     return root.value
 
 
-def value_text(node, where: str) -> str | None:
+def _value_text(node, where: str) -> str | None:
     """A value as it is typed on the command line; a list is joined with commas, null is None."""
     if node.id == "scalar":
         return None if node.tag.endswith(":null") else node.value
@@ -119,7 +119,7 @@ def as_recipe(settings: dict) -> str:
     return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=1000).rstrip()
 
 
-def unknown_name(name: str, known: Iterable[str]) -> str:
+def _unknown_name(name: str, known: Iterable[str]) -> str:
     """An error for a setting that does not exist, with the nearest one."""
     near = nearest_name(name, known)
     return f"unknown setting {name!r}" + (

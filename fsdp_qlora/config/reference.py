@@ -24,15 +24,15 @@ def schema() -> dict:
         "type": "object",
         "additionalProperties": False,
         "properties": {
-            f.name: property_of(f, kind) for group in GROUPS for f, kind in typed_fields(group)
+            f.name: _property_of(f, kind) for group in GROUPS for f, kind in typed_fields(group)
         },
     }
 
 
-def property_of(f, kind: type) -> dict:
+def _property_of(f, kind: type) -> dict:
     """One setting: what it takes, its default, help and example."""
     unit = f" ({f.metadata['unit']})" if f.metadata["unit"] else ""
-    forms: list[dict] = choices_of(f) or forms_of(f, kind)
+    forms: list[dict] = choices_of(f) or _forms_of(f, kind)
     if default_of(f) is None:
         forms.append({"type": "null"})
     found = forms[0] if len(forms) == 1 else {"anyOf": forms}
@@ -56,7 +56,7 @@ def choices_of(f) -> list[dict]:
     ]
 
 
-def forms_of(f, kind: type) -> list[dict]:
+def _forms_of(f, kind: type) -> list[dict]:
     """The forms in which YAML can write a setting that has no choices."""
     if kind is bool:
         return [{"type": "boolean"}]
@@ -77,7 +77,7 @@ def forms_of(f, kind: type) -> list[dict]:
     return [number, {"const": "auto"}] if "auto" in f.metadata["help"] else [number]
 
 
-PREFACE = """# Every setting
+_PREFACE = """# Every setting
 
 Made by `python scripts/make_reference.py` from the fields that the flags are made of; do not edit.
 
@@ -91,7 +91,7 @@ A setting that is left out has its default."""
 def flags_page(own: list[type]) -> str:
     """The reference page: the settings of a run, then those that commands add to them (`own`)."""
     parts = [
-        PREFACE,
+        _PREFACE,
         *(table(group) for group in GROUPS),
         "# Flags of single commands\n\nThese are not for recipes.",
         *(table(g) for g in own),

@@ -39,7 +39,7 @@ from .options import (
 )
 from .settings import AUTO, parts_of
 
-PATHS = (
+_PATHS = (
     "model_name",
     "dataset",
     "eval_dataset",
@@ -83,7 +83,7 @@ class RunConfig(
 
         A shell leaves --output_dir=~/run and a recipe's path as they are.
         """
-        for name in PATHS:
+        for name in _PATHS:
             if (getattr(self, name) or "").startswith("~"):
                 setattr(self, name, os.path.expanduser(getattr(self, name)))
         quant, adapter = TRAIN_TYPES[self.train_type]
@@ -233,15 +233,15 @@ def check_kept_stay(config: RunConfig, world_size: int):
         )
 
 
-CHUNK_LOGITS = 2**27  # of one chunk, 256 MB in bf16: 1,024 tokens of a vocabulary of 128k
+_CHUNK_LOGITS = 2**27  # of one chunk, 256 MB in bf16: 1,024 tokens of a vocabulary of 128k
 
 
 def chunk_tokens(vocabulary: int) -> int:
     """Tokens whose logits exist at once: 1024, or fewer where the vocabulary is larger."""
-    return max(128, min(1024, CHUNK_LOGITS // vocabulary // 128 * 128))
+    return max(128, min(1024, _CHUNK_LOGITS // vocabulary // 128 * 128))
 
 
-GRAPH_TOKENS = 8192  # of a micro-batch; above, the GPU computes for longer than the host needs
+_GRAPH_TOKENS = 8192  # of a micro-batch; above, the GPU computes for longer than the host needs
 
 
 def graphs_pay(config: RunConfig, world_size: int) -> bool:
@@ -257,7 +257,7 @@ def graphs_pay(config: RunConfig, world_size: int) -> bool:
         and config.mlp_tiles == 1
         and config.compile is not False
         and not config.profile_memory
-        and rows * config.context_length <= GRAPH_TOKENS
+        and rows * config.context_length <= _GRAPH_TOKENS
     )
 
 

@@ -8,15 +8,15 @@ from .lists import TERMINAL_FORMS, policy_names
 from .options import ACTIVATION_POLICIES, TILED_POLICIES
 from .settings import AUTO, changed_settings, counted, parts_of
 
-ROUNDED_STOCHASTICALLY = ("adamw_bf16", "adamw_8bit", "adafactor")
+_ROUNDED_STOCHASTICALLY = ("adamw_bf16", "adamw_8bit", "adafactor")
 
 # Settings of the original script that change nothing here, with what does.
-WITHOUT_EFFECT = {
+_WITHOUT_EFFECT = {
     "low_memory": "the load is always streamed",
     "export_trace": "--profile decides",
     "export_memory_timeline": "--profile decides",
 }
-OF_ADAPTERS = (
+_OF_ADAPTERS = (
     "lora_rank",
     "lora_alpha",
     "lora_dropout",
@@ -31,14 +31,14 @@ OF_ADAPTERS = (
     "lora_target_parameters",
     "bias",
 )
-OF_GATHERING = (
+_OF_GATHERING = (
     "wrap_policy",
     "min_wrap_params",
     "backward_prefetch",
     "forward_prefetch",
     "gather_once",
 )
-OF_THE_PROFILE = (
+_OF_THE_PROFILE = (
     "profiling_output",
     "with_stack",
     "with_shapes",
@@ -59,25 +59,25 @@ def settings_without_effect(config) -> list[str]:
     """A warning for each setting that does nothing in this run: changed, or typed as it is anyway."""
     changed = changed_settings(config).keys() | config.typed
     warnings = [
-        f"--{name} has no effect: {why}" for name, why in WITHOUT_EFFECT.items() if name in changed
+        f"--{name} has no effect: {why}" for name, why in _WITHOUT_EFFECT.items() if name in changed
     ]
     if not config.has_lora:
         kind = "llama_pro has no LoRA" if config.adapter == "llama_pro" else "full has no adapters"
         warnings += [
             f"--{name} has no effect: --train_type {kind}"
-            for name in OF_ADAPTERS
+            for name in _OF_ADAPTERS
             if name in changed
         ]
     if not config.profile:
         rate = {"warmup_steps": "; that of the learning rate is --lr_warmup_steps"}
         warnings += [
             f"--{name} has no effect: it belongs to --profile{rate.get(name, '')}"
-            for name in OF_THE_PROFILE
+            for name in _OF_THE_PROFILE
             if name in changed
         ]
     warnings += [
         f"--{name} has no effect: it belongs to {other}"
-        for name, other in unused_details(config).items()
+        for name, other in _unused_details(config).items()
         if name in changed
     ]
     if "absmax_dtype" in changed and config.quant == "none":
@@ -95,8 +95,8 @@ def settings_without_effect(config) -> list[str]:
     if config.sharding_strategy == "ddp":
         warnings += [
             f"--{name} has no effect: ddp gathers nothing"
-            for name in OF_GATHERING
-            if name in changed and name not in unused_details(config)
+            for name in _OF_GATHERING
+            if name in changed and name not in _unused_details(config)
         ]
     warnings += [
         f"--{name} has no effect: {why}"
@@ -113,7 +113,7 @@ def settings_without_effect(config) -> list[str]:
     return warnings
 
 
-def unused_details(config) -> dict[str, str]:
+def _unused_details(config) -> dict[str, str]:
     """Settings that say how another one works which is off in this run, with that other one."""
     others = {
         "warmup_share": ("--lr_scheduler linear or cosine", config.lr_scheduler != "constant"),
@@ -130,7 +130,7 @@ def unused_details(config) -> dict[str, str]:
         "revision": ("a --model_name of the hub", not Path(config.model_name).exists()),
         "data_cache": ("data that are read whole, without --stream", not config.stream),
         "loading_workers": ("a checkpoint, without --random_weights", not config.random_weights),
-        "log_every": ("forms and trackers of --log_to that show means", log_shows_means(config)),
+        "log_every": ("forms and trackers of --log_to that show means", _log_shows_means(config)),
         "keep_checkpoints": (
             "--checkpoint_every or --checkpoint_minutes",
             config.checkpoint_every != AUTO or config.checkpoint_minutes,
@@ -188,7 +188,7 @@ def one_at_a_time(config) -> dict[str, str]:
     return found
 
 
-def log_shows_means(config) -> bool:
+def _log_shows_means(config) -> bool:
     """Whether something of --log_to takes a mean of several steps: JSON lines have each step."""
     return config.trackers or set(parts_of(config.log_to)) & set(TERMINAL_FORMS) != {"jsonl"}
 
@@ -218,9 +218,9 @@ def batch_above_data(batches, rows: int | None) -> list[str]:
 def lost_updates(config) -> list[str]:
     """A warning if bf16 weights are trained by an optimizer that rounds to the nearest."""
     trained = config.stored_dtype if config.adapter == "none" else config.adapter_dtype
-    if trained != "bf16" or config.optimizer in ROUNDED_STOCHASTICALLY:
+    if trained != "bf16" or config.optimizer in _ROUNDED_STOCHASTICALLY:
         return []
     return [
         f"--optimizer {config.optimizer} on bf16 weights: an update below 1/512 of a weight is "
-        f"rounded to nothing; {', '.join(ROUNDED_STOCHASTICALLY)} round stochastically"
+        f"rounded to nothing; {', '.join(_ROUNDED_STOCHASTICALLY)} round stochastically"
     ]

@@ -19,9 +19,9 @@ from jinja2 import Template, nodes
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 STEPS = 300_000  # rounds of loops and calls; a step more for every STEP_SIZE characters
-STEP_SIZE = 1_000
+_STEP_SIZE = 1_000
 LARGEST = 2**26  # characters of a text, or items of a list
-LARGEST_BITS = 10_000  # of a whole number
+_LARGEST_BITS = 10_000  # of a whole number
 SECONDS = 20.0
 
 
@@ -41,7 +41,7 @@ class _Budget(threading.local):
         size = len(value) if isinstance(value, str | list | tuple | dict) else 0
         if size > LARGEST:
             raise OverBudget(f"it makes a text or list of over {LARGEST:,}")
-        self.steps -= 1 + size // STEP_SIZE
+        self.steps -= 1 + size // _STEP_SIZE
         if self.steps < 0:
             raise OverBudget(f"it takes over {STEPS:,} steps")
         if time.monotonic() > self.deadline:
@@ -136,7 +136,7 @@ def _power(left, right):
 
 
 def _check_bits(bits: int):
-    if bits > LARGEST_BITS:
+    if bits > _LARGEST_BITS:
         raise OverBudget("it makes a number of thousands of digits")
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 POLL_SECONDS = 0.2
-CLOCK_SLACK_SECONDS = 60  # file times may come from another host, and ranks start at odd times
+_CLOCK_SLACK_SECONDS = 60  # file times may come from another host, and ranks start at odd times
 
 T = TypeVar("T")
 
@@ -115,7 +115,7 @@ def _fresh_note(path: Path, started: float) -> str | None:
     """The error of this run's writer; a note left by an earlier run does not count."""
     note = _note_of(path)
     try:
-        if note.stat().st_mtime < started - CLOCK_SLACK_SECONDS:
+        if note.stat().st_mtime < started - _CLOCK_SLACK_SECONDS:
             return None
         return note.read_text()
     except FileNotFoundError:

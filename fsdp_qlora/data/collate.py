@@ -20,7 +20,7 @@ IGNORE = -100  # label of tokens that are not trained: torch's cross_entropy lea
 Example = tuple[Tensor, Tensor]  # input_ids (T,), labels (T,)
 PadTo = int | Sequence[int] | None
 
-WIDTH_MULTIPLE = 64
+_WIDTH_MULTIPLE = 64
 
 
 def collate(
@@ -79,7 +79,7 @@ def few_widths(most: int) -> list[int]:
     widths = [0]
     while widths[-1] < most:
         octave = widths[-1].bit_length() - 1  # of the width just passed
-        widths.append(widths[-1] + max(WIDTH_MULTIPLE, 2 ** max(0, octave - 2)))
+        widths.append(widths[-1] + max(_WIDTH_MULTIPLE, 2 ** max(0, octave - 2)))
     return [*widths[1:-1], most]
 
 

@@ -32,7 +32,7 @@ from .sources import open_source
 from .templates import ChatTemplate, UnusableRow
 
 ROWS_PER_BATCH = 256  # tokenised together
-CACHE_VERSION = 2  # raise it when the same input gives other tokens
+_CACHE_VERSION = 2  # raise it when the same input gives other tokens
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ def load_dataset(
 
 def _cache_key(data_digest: str, tokenizer, options: list) -> str:
     parts = [
-        CACHE_VERSION,
+        _CACHE_VERSION,
         data_digest,
         tokenizer.backend_tokenizer.to_str(),
         tokenizer.chat_template,

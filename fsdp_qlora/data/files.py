@@ -19,7 +19,7 @@ from .records import NAMES, Source, first_line, import_for_data, parse_json, wit
 SUFFIXES = (".jsonl", ".json", ".parquet")
 # The part of a file, as in train_1, train-00000-of-00002 and train-00000-of-00002-0123abcd0123abcd.
 PART = re.compile(r"[-_.]?\d+([-_.]of[-_.]\d+)?([-_.][0-9a-f]{8,})?$")
-FILES_SHOWN = 20  # names in a line of the data report
+_FILES_SHOWN = 20  # names in a line of the data report
 SPLITS = ("train", "validation", "valid", "val", "dev", "eval", "test", "heldout")
 
 
@@ -52,7 +52,7 @@ def find_files(dataset: str | Path, split: str = "train") -> list[Path]:
 
 def _files_of_split(folder: str | Path, files: list[Path], split: str) -> list[Path]:
     """Files named after `split` (train-0001.parquet); for train, else those named after none."""
-    splits = splits_of([file.name for file in files], split)
+    splits = _splits_of([file.name for file in files], split)
     chosen = [file for file in files if splits[file.name] == split]
     if not chosen and split == "train":
         chosen = [file for file in files if not splits[file.name]]
@@ -65,7 +65,7 @@ def _files_of_split(folder: str | Path, files: list[Path], split: str) -> list[P
     return sorted(chosen)
 
 
-def splits_of(names: list[str], asked: str) -> dict[str, str | None]:
+def _splits_of(names: list[str], asked: str) -> dict[str, str | None]:
     """The split that each file is named after, of SPLITS and `asked`; None for other names.
 
     A split is the whole name, but for numbers of parts (train-00000-of-00002), a beginning that all
@@ -110,8 +110,8 @@ def describe_files(dataset: str | Path, files: list[Path]) -> tuple[str, ...]:
 
 
 def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - FILES_SHOWN:,} more" if len(names) > FILES_SHOWN else ""
-    return ", ".join(names[:FILES_SHOWN]) + more
+    more = f" and {len(names) - _FILES_SHOWN:,} more" if len(names) > _FILES_SHOWN else ""
+    return ", ".join(names[:_FILES_SHOWN]) + more
 
 
 def file_source(files: list[Path], described: tuple[str, ...] = ()) -> Source:

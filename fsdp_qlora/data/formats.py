@@ -14,20 +14,20 @@ from .messages import TOOLS_KEYS, checked_text, message, read_messages, read_too
 
 # The prompts of https://github.com/tatsu-lab/stanford_alpaca, and those that the first fsdp_qlora
 # used for questions. They serve tokenizers without a chat template.
-ALPACA_PROMPT = (
+_ALPACA_PROMPT = (
     "Below is an instruction that describes a task. "
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:\n"
 )
-ALPACA_INPUT_PROMPT = (
+_ALPACA_INPUT_PROMPT = (
     "Below is an instruction that describes a task, paired with an input that provides further "
     "context. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 )
 QUESTION_PROMPT = "###Question:\n{question}\n###Answer:\n"
-CONTEXT_QUESTION_PROMPT = "###Context:\n{context}\n###Question:\n{question}\n###Answer:\n"
+_CONTEXT_QUESTION_PROMPT = "###Context:\n{context}\n###Question:\n{question}\n###Answer:\n"
 # How a question is asked where there is no chat template, by name.
-PLAIN_PROMPTS = {"alpaca": ALPACA_PROMPT, "question": QUESTION_PROMPT, "prompt": "{prompt}"}
+PLAIN_PROMPTS = {"alpaca": _ALPACA_PROMPT, "question": QUESTION_PROMPT, "prompt": "{prompt}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def row_from_record(record: dict, source: str) -> Row:
             unread = [
                 str(key)
                 for key, value in record.items()
-                if value is not None and key not in (*keys, *READ_BESIDE[build])
+                if value is not None and key not in (*keys, *_READ_BESIDE[build])
             ]
             return replace(row, unread=tuple(unread)) if unread else row
     if {"chosen", "rejected"} <= record.keys():
@@ -126,7 +126,7 @@ def _instruction(record: dict, source: str, instruction_key: str, answer_key: st
     instruction = _text(record, source, instruction_key)
     # "context" is Dolly's name of the input
     extra = _optional_text(record, source, "input") or _optional_text(record, source, "context")
-    template = ALPACA_INPUT_PROMPT if extra else ALPACA_PROMPT
+    template = _ALPACA_INPUT_PROMPT if extra else _ALPACA_PROMPT
     asked = f"{instruction}\n\n{extra}" if extra else instruction
     return _question_and_answer(
         record,
@@ -141,7 +141,7 @@ def _instruction(record: dict, source: str, instruction_key: str, answer_key: st
 def _question(record: dict, source: str, question_key: str, answer_key: str) -> Row:
     question = _text(record, source, question_key)
     context = _optional_text(record, source, "context")
-    template = CONTEXT_QUESTION_PROMPT if context else QUESTION_PROMPT
+    template = _CONTEXT_QUESTION_PROMPT if context else QUESTION_PROMPT
     asked = f"{context}\n\n{question}" if context else question
     return _question_and_answer(
         record,
@@ -186,7 +186,7 @@ FORMATS: tuple[tuple[tuple[str, ...], Callable[..., Row]], ...] = (
 )
 
 # Keys that each reads beside those.
-READ_BESIDE: dict[Callable[..., Row], tuple[str, ...]] = {
+_READ_BESIDE: dict[Callable[..., Row], tuple[str, ...]] = {
     _chat: ("system", *TOOLS_KEYS),
     _prompt: ("system", "label", *TOOLS_KEYS),
     _instruction: ("system", "input", "context", *TOOLS_KEYS),

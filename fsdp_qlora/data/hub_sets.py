@@ -12,7 +12,7 @@ from ..hub import asked_hub
 from .files import SUFFIXES
 from .records import HUB_IDS, NAMES, Source, first_line, import_for_data, without_filled_nulls
 
-SQL_HELDOUT_ROWS = 1000  # the first rows of the shuffled know_sql were kept for evaluation
+_SQL_HELDOUT_ROWS = 1000  # the first rows of the shuffled know_sql were kept for evaluation
 
 
 def looks_like_hub_name(dataset: str | Path) -> bool:
@@ -53,7 +53,7 @@ def named_hub_source(name: str, split: str, seed: int, streaming: bool) -> Sourc
     hub_id = HUB_IDS[name]
     if name == "sql":  # fetched whole: its splits are made by a shuffle of all rows
         shuffled = _load_from_hub(hub_id, "validation", name).shuffle(seed=seed)
-        cut = min(SQL_HELDOUT_ROWS, len(shuffled))
+        cut = min(_SQL_HELDOUT_ROWS, len(shuffled))
         rows = range(cut, len(shuffled)) if split == "train" else range(cut)
         return arrow_source(shuffled.select(rows), name)
     source = arrow_source(_load_from_hub(hub_id, split, name, streaming), name)

@@ -26,7 +26,7 @@ TRAIN_ON = ("completion", "all")
 
 
 @dataclass
-class Rendered:
+class _Rendered:
     """Text of a row with the spans (start, end), in characters, that the model must write."""
 
     text: str
@@ -57,7 +57,7 @@ def encode_rows(
     if train_on not in TRAIN_ON:
         raise ValueError(f"--train_on {train_on}: choose one of {', '.join(TRAIN_ON)}")
     rendered = [_render_or_reason(row, chat) for row in rows]
-    usable = [item for item in rendered if isinstance(item, Rendered)]
+    usable = [item for item in rendered if isinstance(item, _Rendered)]
     tokens = _tokenize([item.text for item in usable], chat.tokenizer)
     prefix = _prefix_ids(chat.tokenizer)
     for row, item in zip(rows, rendered, strict=True):
@@ -99,12 +99,12 @@ def stop_token_ids(tokenizer) -> list[int]:
 # ---- text and spans -------------------------------------------------------------------------
 
 
-def render_row(row: Row, chat: ChatTemplate) -> Rendered:
+def render_row(row: Row, chat: ChatTemplate) -> _Rendered:
     """The text of a row and what of it is the model's; UnusableRow says why there is none."""
     if row.text is not None:
         if not row.text:
             raise UnusableRow("empty text")
-        return Rendered(row.text, [(0, len(row.text))], add_eos=True, notes=_kept(row.text, chat))
+        return _Rendered(row.text, [(0, len(row.text))], add_eos=True, notes=_kept(row.text, chat))
     if chat.is_fallback and row.plain_prompt is not None:
         text = row.plain_prompt + row.messages[-1]["content"]
         notes = [
@@ -112,7 +112,7 @@ def render_row(row: Row, chat: ChatTemplate) -> Rendered:
             *empty_answers(row.messages, set()),
             *(["without a chat template tools are left out"] if row.tools else []),
         ]
-        return Rendered(text, [(len(row.plain_prompt), len(text))], add_eos=True, notes=notes)
+        return _Rendered(text, [(len(row.plain_prompt), len(text))], add_eos=True, notes=notes)
     return _render_chat(row, chat)
 
 
@@ -124,14 +124,14 @@ def _kept(text: str, chat: ChatTemplate) -> list[str]:
     )
 
 
-def _render_or_reason(row: Row, chat: ChatTemplate) -> Rendered | UnusableRow:
+def _render_or_reason(row: Row, chat: ChatTemplate) -> _Rendered | UnusableRow:
     try:
         return render_row(row, chat)
     except UnusableRow as reason:
         return reason
 
 
-def _render_chat(row: Row, chat: ChatTemplate) -> Rendered:
+def _render_chat(row: Row, chat: ChatTemplate) -> _Rendered:
     messages, text = chat.fit(chat.shield(row.messages), row.tools)
     first = len(row.messages) - len(messages)  # 1 where the system message is folded into the next
     excluded = {turn - first for turn in row.excluded}
@@ -159,7 +159,7 @@ def _render_chat(row: Row, chat: ChatTemplate) -> Rendered:
         ]
         for is_excluded in (False, True)
     )
-    return Rendered(
+    return _Rendered(
         text.replace(CUT, ""),
         trained,
         folded_system=first > 0,
@@ -293,7 +293,7 @@ def _without_gaps(offsets: np.ndarray) -> np.ndarray:
 
 
 def _encode(
-    rendered: Rendered,
+    rendered: _Rendered,
     ids: list[int],
     offsets: np.ndarray,
     prefix: list[int],
@@ -322,7 +322,7 @@ def _overlaps(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
 
 
 def _split(
-    rendered: Rendered, ids: list[int], offsets: np.ndarray, chat: ChatTemplate, at_starts: bool
+    rendered: _Rendered, ids: list[int], offsets: np.ndarray, chat: ChatTemplate, at_starts: bool
 ):
     """Tokens anew, cut in control tokens that a content spells, and where one would hold the end of a
     prompt and the start of an answer.

@@ -13,7 +13,7 @@ import json
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
 
 # ShareGPT's names of the speakers: https://huggingface.co/docs/trl/dataset_formats#sharegpt
-SHAREGPT_ROLES = {
+_SHAREGPT_ROLES = {
     "human": "user",
     "gpt": "assistant",
     "bot": "assistant",
@@ -24,7 +24,7 @@ SHAREGPT_ROLES = {
 }
 
 # Authors take an assistant's turn out of training with one of these, set to 0 or false.
-SWITCHES = (
+_SWITCHES = (
     "weight",
     "train",
     "trainable",
@@ -39,7 +39,7 @@ SWITCHES = (
     "loss_scale",
 )
 # And parts of a turn with these, which can't be followed here.
-PARTIAL_SWITCHES = ("train_detail", "training_detail")
+_PARTIAL_SWITCHES = ("train_detail", "training_detail")
 
 TOOLS_KEYS = ("tools", "tool_defs", "functions")
 
@@ -96,12 +96,12 @@ def read_tools(record: dict, source: str) -> list | None:
             )
         # OpenAI's older `functions` are what `tools` wrap.
         if key == "functions":
-            tools = [as_tool(tool) for tool in tools]
+            tools = [_as_tool(tool) for tool in tools]
         return tools or None
     return None
 
 
-def as_tool(schema: dict) -> dict:
+def _as_tool(schema: dict) -> dict:
     return schema if "function" in schema else {"type": "function", "function": schema}
 
 
@@ -126,7 +126,7 @@ def _turn(turn: dict, source: str) -> tuple[dict, dict]:
             f'{{"from": ..., "value": ...}}, found {turn!r:.80}'
         )
     role_key, content_key = ("role", "content") if "role" in turn else ("from", "value")
-    role = SHAREGPT_ROLES.get(turn[role_key], turn[role_key])
+    role = _SHAREGPT_ROLES.get(turn[role_key], turn[role_key])
     if role not in ROLES:
         raise ValueError(f"{source}: role {role!r} is not known; use one of {', '.join(ROLES)}")
     rest = {
@@ -134,13 +134,13 @@ def _turn(turn: dict, source: str) -> tuple[dict, dict]:
         for key, value in turn.items()
         if key not in (role_key, content_key) and value is not None
     }
-    for key in PARTIAL_SWITCHES:
+    for key in _PARTIAL_SWITCHES:
         if rest.get(key):
             raise ValueError(
                 f"{source}: '{key}' trains parts of a turn, which is not done here; split "
                 'the turn, or set "train" of the whole turn'
             )
-    switches = {key: rest.pop(key) for key in SWITCHES if key in rest}
+    switches = {key: rest.pop(key) for key in _SWITCHES if key in rest}
     if calls := _tool_calls(rest, source):
         rest["tool_calls"] = calls
     return {"role": role, "content": _content(turn.get(content_key), source), **rest}, switches
@@ -183,7 +183,7 @@ def _tool_calls(fields: dict, source: str) -> list[dict]:
                 f"{source}: 'function_call' is {older!r:.60}; expected "
                 '{"name": ..., "arguments": {...}}'
             )
-        calls = [*calls, as_tool(older)]
+        calls = [*calls, _as_tool(older)]
     return [_call(call, f"{source}: tool_calls[{number}]") for number, call in enumerate(calls)]
 
 

@@ -11,7 +11,7 @@ import json
 from .templates import REASONING, ChatTemplate
 
 # Fields that only tie messages together; an answer does not depend on their text.
-LINKS = ("tool_call_id", "id")
+_LINKS = ("tool_call_id", "id")
 
 
 def left_out(messages: list[dict], tools: list | None, text: str, chat: ChatTemplate) -> list[str]:
@@ -24,7 +24,7 @@ def left_out(messages: list[dict], tools: list | None, text: str, chat: ChatTemp
         found += [
             f"the chat template leaves out '{key}' of {role} turns"
             for key, value in turn.items()
-            if key not in ("role", "content", "tool_calls", *LINKS)
+            if key not in ("role", "content", "tool_calls", *_LINKS)
             and value not in ("", [], {})
             and not _is_written(value, text)
         ]

@@ -33,11 +33,11 @@ def keep_prompt_format(tokenizer, report: DataReport) -> str | None:
     if not report.prompt_formats or tokenizer.chat_template:
         return None
     name = max(report.prompt_formats, key=report.prompt_formats.__getitem__)
-    tokenizer.chat_template = template_of(name, tokenizer)
+    tokenizer.chat_template = _template_of(name, tokenizer)
     return name
 
 
-def template_of(name: str, tokenizer) -> str:
+def _template_of(name: str, tokenizer) -> str:
     """The chat template of a format in PLAIN_PROMPTS, of "text", or of "roles"."""
     head = MADE_HERE + f"{{#- {name} -#}}"
     ids = tokenizer("a")["input_ids"]

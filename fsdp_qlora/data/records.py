@@ -36,7 +36,7 @@ class Source:
     files: tuple[str, ...] = ()
 
     def records(self) -> Iterator[tuple[str, dict]]:
-        return ((place, parse_record(raw, place)) for place, raw in self.raw_records())
+        return ((place, _parse_record(raw, place)) for place, raw in self.raw_records())
 
     def rows(self) -> Iterator[Row]:
         """Rows one at a time, so that a large file is never held as Python objects."""
@@ -45,10 +45,10 @@ class Source:
 
 def parse_row(raw: dict | bytes, place: str) -> Row:
     """The row of a raw record; ValueError names its place."""
-    return row_from_record(parse_record(raw, place), place)
+    return row_from_record(_parse_record(raw, place), place)
 
 
-def parse_record(raw: dict | bytes, place: str) -> dict:
+def _parse_record(raw: dict | bytes, place: str) -> dict:
     """A raw record as an object; a line of JSON has the place "path:line"."""
     if not isinstance(raw, bytes):
         return raw

@@ -14,9 +14,9 @@ from pathlib import Path
 from ..config.settings import counted
 from .collate import IGNORE
 
-EXAMPLES_KEPT = 3  # sources named for each reason that rows are counted for
-BAR_WIDTH = 40
-GREEN, PLAIN = "\033[32m", "\033[0m"
+_EXAMPLES_KEPT = 3  # sources named for each reason that rows are counted for
+_BAR_WIDTH = 40
+_GREEN, PLAIN = "\033[32m", "\033[0m"
 COUNTS = (
     "rows_read",
     "rows_kept",
@@ -37,7 +37,7 @@ class Counted:
 
     def add(self, rows: int, sources: list[str]) -> None:
         self.rows += rows
-        self.sources = (self.sources + sources)[:EXAMPLES_KEPT]
+        self.sources = (self.sources + sources)[:_EXAMPLES_KEPT]
 
 
 @dataclass
@@ -161,7 +161,7 @@ class DataReport:
     def _histogram(self) -> list[str]:
         most = max(self.lengths.values(), default=1)
         return [
-            f"  up to {bound:>7,} tokens {rows:>9,} {'#' * -(-rows * BAR_WIDTH // most)}"
+            f"  up to {bound:>7,} tokens {rows:>9,} {'#' * -(-rows * _BAR_WIDTH // most)}"
             for bound, rows in sorted(self.lengths.items())
         ]
 
@@ -193,7 +193,7 @@ def preview(dataset, tokenizer, n: int = 2, color: bool | None = None) -> str:
     """
     if color is None:
         color = sys.stdout.isatty()
-    before, after = (GREEN, PLAIN) if color else ("[[", "]]")
+    before, after = (_GREEN, PLAIN) if color else ("[[", "]]")
     rows = []
     for row in range(min(n, len(dataset))):
         input_ids, labels = dataset[row]

@@ -78,10 +78,10 @@ class StepSampler:
 
     def state_dict(self) -> dict:
         """The position, and what must be equal for it to mean the same; no world size."""
-        return {name: getattr(self, name) for name in ("position", *SAME_ROWS)}
+        return {name: getattr(self, name) for name in ("position", *_SAME_ROWS)}
 
     def load_state_dict(self, state: dict) -> None:
-        check_same(state, self, SAME_ROWS)
+        check_same(state, self, _SAME_ROWS)
         self.position = state["position"]
 
 
@@ -148,20 +148,20 @@ class BinSampler:
 
     def state_dict(self) -> dict:
         """The position, and what must be equal for it to mean the same; no world size."""
-        return {name: getattr(self, name) for name in ("position", *SAME_BINS)}
+        return {name: getattr(self, name) for name in ("position", *_SAME_BINS)}
 
     def load_state_dict(self, state: dict) -> None:
-        check_same(state, self, SAME_BINS)
+        check_same(state, self, _SAME_BINS)
         self.position = state["position"]
 
 
-SAME_ROWS = {
+_SAME_ROWS = {
     "num_rows": "--dataset (rows)",
     "rows_per_step": "--global_batch_size",
     "seed": "--seed",
     "shuffle": "shuffle",
 }
-SAME_BINS = {
+_SAME_BINS = {
     "num_rows": "--dataset (rows)",
     "bins_per_step": "the number of bins per step",
     "capacity": "--context_length",

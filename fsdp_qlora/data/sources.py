@@ -23,7 +23,7 @@ from .records import HUB_IDS, Source
 
 SAMPLED_NAMES = ("alpaca_sample", "dummy", "orca_math")  # those that --dataset_samples is meant for
 
-LOREM = (
+_LOREM = (
     "Lorem ipsum dolor sit amet consectetur adipiscing elit sed do eiusmod tempor incididunt "
     "ut labore et dolore magna aliqua"
 ).split()
@@ -110,7 +110,7 @@ def _dummy_source(num_rows: int, num_words: int) -> Source:
 
     def records():
         for number in range(num_rows):
-            words = (LOREM[(number + i) % len(LOREM)] for i in range(num_words))
+            words = (_LOREM[(number + i) % len(_LOREM)] for i in range(num_words))
             yield f"dummy:{number + 1}", {"text": " ".join(words)}
 
     return Source(records, lambda: f"dummy-{num_rows}-{num_words}")

@@ -35,8 +35,8 @@ from .report import DataReport
 from .sampler import check_same
 from .templates import ChatTemplate
 
-RawRow = tuple[int, str, dict | bytes]  # place in the epoch, place in the files, record
-ReadRow = tuple[int, str, Encoded]
+_RawRow = tuple[int, str, dict | bytes]  # place in the epoch, place in the files, record
+_ReadRow = tuple[int, str, Encoded]
 
 BIN_WINDOW = (
     1024  # records that bins are filled from at a time, with the rows left from those before
@@ -50,7 +50,7 @@ class Window:
     index: int  # in its epoch
     epoch: int
     is_last: bool  # of its epoch
-    rows: list[RawRow]
+    rows: list[_RawRow]
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Part:
     index: int
     epoch: int
     is_last: bool
-    rows: list[ReadRow]
+    rows: list[_ReadRow]
 
 
 class StreamSampler:
@@ -116,7 +116,7 @@ class StreamSampler:
             yield from self._windows(epoch, *at[1:] if epoch == at[0] else (0, set()))
 
     def _windows(self, epoch: int, first: int, carried: set[int]) -> Iterator[Window]:
-        left: list[RawRow] = []
+        left: list[_RawRow] = []
         records = groups(
             ((place, *row) for place, row in enumerate(self._order(epoch))), self.window_size
         )
@@ -296,7 +296,7 @@ class StreamLoader:
                 told, report = item
                 self._count(told, report)
         except Exception as caught:  # noqa: BLE001  the others would wait for this rank
-            error, told = caught, one_line(caught)
+            error, told = caught, _one_line(caught)
         everyone = self.gather(told)
         if faults := [state for state in everyone if isinstance(state, str)]:
             raise ValueError(faults[0]) from error
@@ -310,7 +310,7 @@ class StreamLoader:
             sorted((row for part in read for row in part.rows), key=itemgetter(0)),
         )
 
-    def _steps(self, part: Part, left: list[ReadRow]) -> Generator[Step, None, list[ReadRow]]:
+    def _steps(self, part: Part, left: list[_ReadRow]) -> Generator[Step, None, list[_ReadRow]]:
         """Steps of a window and the rows left from those before it; the rows that are left for the next.
 
         The first steps of a window were done before where the run has resumed in its middle.
@@ -335,7 +335,7 @@ class StreamLoader:
                 break
         return left
 
-    def _share_of(self, index: int, epoch: int, rows: list[ReadRow], units: list) -> Step:
+    def _share_of(self, index: int, epoch: int, rows: list[_ReadRow], units: list) -> Step:
         """What this rank computes of a step: of the rows, or bins of rows, with these numbers."""
         encoded = [row for *_, row in rows]
         lengths = np.array([len(row.input_ids) for row in encoded])
@@ -356,7 +356,7 @@ class StreamLoader:
         micro_batches = [
             collated(
                 share,
-                lambda number: example_of(encoded[number]),
+                lambda number: _example_of(encoded[number]),
                 self.packing,
                 self.padding,
                 self.pin_memory,
@@ -406,11 +406,11 @@ def ahead(items: Iterator, depth: int) -> Iterator:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def one_line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     """An error as the other ranks will raise it."""
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
-def example_of(row: Encoded) -> Example:
+def _example_of(row: Encoded) -> Example:
     """A row as a batch takes it."""
     return as_example(row.input_ids, row.trained)

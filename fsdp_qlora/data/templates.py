@@ -18,8 +18,8 @@ from functools import cached_property
 
 from . import bounded
 
-OVERRUNS = 20  # of a template's bounds, before the run stops
-REASON_LENGTH = 200
+_OVERRUNS = 20  # of a template's bounds, before the run stops
+_REASON_LENGTH = 200
 
 # Every assistant turn ends with EOS, so that the model learns to stop at each.
 FALLBACK_TEMPLATE = (
@@ -38,7 +38,7 @@ MADE_HERE = "{#- how fsdp_qlora asked in training -#}"
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
 # Llama 3.1 ends a call of a built-in tool with this token in place of <|eot_id|>.
-TOOL_CALL_END = "<|eom_id|>"
+_TOOL_CALL_END = "<|eom_id|>"
 
 
 class UnusableRow(ValueError):
@@ -89,7 +89,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
             )
         except Exception as error:  # a program of others may raise anything
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:REASON_LENGTH]
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:_REASON_LENGTH]
             if isinstance(error, bounded.OverBudget):
                 self._count_overrun(reason)
             raise UnusableRow(f"chat template: {reason}") from None
@@ -97,7 +97,7 @@ class ChatTemplate:
     def _count_overrun(self, reason: str):
         """Stop at a template that runs out of bounds again and again: each time takes long."""
         self.overruns += 1
-        if self.overruns > OVERRUNS:
+        if self.overruns > _OVERRUNS:
             raise ValueError(
                 f"the chat template of --model_name runs out of bounds on row after row "
                 f"({reason}); use another tokenizer or template"
@@ -117,15 +117,15 @@ class ChatTemplate:
         ]
         try:
             fitted, text = self._folded(messages, tools)
-            if not writes_python(messages, text):
+            if not _writes_python(messages, text):
                 return fitted, text
         except UnusableRow:
             if not any(turn.get("tool_calls") for turn in messages):
                 raise
-        return self._folded(with_text_arguments(messages), tools)
+        return self._folded(_with_text_arguments(messages), tools)
 
     def _folded(self, messages: list[dict], tools: list | None) -> tuple[list[dict], str]:
-        folded = fold_system(messages)
+        folded = _fold_system(messages)
         try:
             text = self.render(messages, tools)
         except UnusableRow:
@@ -139,7 +139,7 @@ class ChatTemplate:
     def _with_known_reasoning(self, messages: list[dict]) -> list[dict]:
         if not any(key in turn for turn in messages for key in REASONING):
             return messages
-        return [with_reasoning_as(turn, self._reasoning_key) for turn in messages]
+        return [_with_reasoning_as(turn, self._reasoning_key) for turn in messages]
 
     @cached_property
     def _reasoning_key(self) -> str | None:
@@ -263,8 +263,8 @@ class ChatTemplate:
     def end_tokens(self) -> tuple[str, ...]:
         """The end-of-turn tokens of `closings`, and that of a tool call if there is one."""
         ends = [self._first_token(closing)[1] for closing in self.closings]
-        if ends and TOOL_CALL_END in self._own_tokens:
-            ends.append(TOOL_CALL_END)
+        if ends and _TOOL_CALL_END in self._own_tokens:
+            ends.append(_TOOL_CALL_END)
         return tuple(ends)
 
     @cached_property
@@ -309,7 +309,7 @@ def sentinel(turn: int) -> str:
     return f"\ue0f0TURN{turn}\ue0f1"
 
 
-def fold_system(messages: list[dict]) -> list[dict] | None:
+def _fold_system(messages: list[dict]) -> list[dict] | None:
     """The conversation with its leading system message put before the first user turn's text."""
     roles = [message["role"] for message in messages[:2]]
     if roles != ["system", "user"]:
@@ -318,7 +318,7 @@ def fold_system(messages: list[dict]) -> list[dict] | None:
     return [{**user, "content": f"{system['content']}\n\n{user['content']}"}, *rest]
 
 
-def with_reasoning_as(turn: dict, key: str | None) -> dict:
+def _with_reasoning_as(turn: dict, key: str | None) -> dict:
     """The turn with its reasoning, whatever it is called, under `key`; as it is for None."""
     given = [name for name in REASONING if turn.get(name)]
     if key is None or not given or key in given:
@@ -329,7 +329,7 @@ def with_reasoning_as(turn: dict, key: str | None) -> dict:
     }
 
 
-def arguments_of(messages: list[dict]) -> list[dict]:
+def _arguments_of(messages: list[dict]) -> list[dict]:
     """The arguments of all tool calls that are objects."""
     calls = [
         call.get("function", call) for turn in messages for call in turn.get("tool_calls") or []
@@ -337,15 +337,15 @@ def arguments_of(messages: list[dict]) -> list[dict]:
     return [call["arguments"] for call in calls if isinstance(call.get("arguments"), dict)]
 
 
-def writes_python(messages: list[dict], text: str) -> bool:
+def _writes_python(messages: list[dict], text: str) -> bool:
     """Whether `text` has the arguments of a tool call as Python writes a dict, and not as JSON."""
     return any(
         str(arguments) in text and json.dumps(arguments, ensure_ascii=False) not in text
-        for arguments in arguments_of(messages)
+        for arguments in _arguments_of(messages)
     )
 
 
-def with_text_arguments(messages: list[dict]) -> list[dict]:
+def _with_text_arguments(messages: list[dict]) -> list[dict]:
     """The messages with the arguments of tool calls as JSON text, as OpenAI's API gives them."""
 
     def call_as_text(call: dict) -> dict:

@@ -21,14 +21,14 @@ def generate_answers(
     answers = [""] * len(prompts)
     for start in range(0, len(prompts), batch_size):
         batch = by_length[start : start + batch_size]
-        generated = generate_batch(model, tokenizer, [token_ids[i] for i in batch], max_new_tokens)
+        generated = _generate_batch(model, tokenizer, [token_ids[i] for i in batch], max_new_tokens)
         for i, answer in zip(batch, generated, strict=True):
             answers[i] = answer
     return answers
 
 
 @torch.inference_mode()
-def generate_batch(model, tokenizer, token_ids: list[list[int]], max_new_tokens: int) -> list[str]:
+def _generate_batch(model, tokenizer, token_ids: list[list[int]], max_new_tokens: int) -> list[str]:
     """Greedy answers to prompts that are padded on the left, so that all end at the same place."""
     # Not the tokenizer's eos alone: a GGUF's may differ from the token that ends a chat turn.
     stops = stop_token_ids(tokenizer)

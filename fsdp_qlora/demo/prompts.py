@@ -13,23 +13,23 @@ TRAIN_FILE = FOLDER / "text_to_sql_train.jsonl"
 HELDOUT_FILE = FOLDER / "text_to_sql_heldout.jsonl"
 SCHEMAS_FILE = FOLDER / "text_to_sql_schemas.json"
 
-SYSTEM = "Answer with one SQL query."
+_SYSTEM = "Answer with one SQL query."
 
-EXAMPLE_NOTATION = "owner(id, name, city)\ncar(id, brand, price, owner_id)"
-EXAMPLE_QUESTION = "Show the brands of cars whose price is above 900."
+_EXAMPLE_NOTATION = "owner(id, name, city)\ncar(id, brand, price, owner_id)"
+_EXAMPLE_QUESTION = "Show the brands of cars whose price is above 900."
 EXAMPLE_SQL = "SELECT brand FROM car WHERE price > 900"
 
 
 def prompt_messages(notation: str, question: str) -> list[dict]:
     """The chat before the answer. `notation`: the schema, a table a line: `car(id, brand)`."""
-    return [message("system", SYSTEM), message("user", f"{notation}\n{question}")]
+    return [message("system", _SYSTEM), message("user", f"{notation}\n{question}")]
 
 
 def base_messages(row: dict) -> list[dict]:
     """The prompt of a row for a model that was not tuned: labelled, after a worked example."""
     notation, _, question = row["messages"][-2]["content"].rpartition("\n")
     return [
-        message("user", labelled(EXAMPLE_NOTATION, EXAMPLE_QUESTION)),
+        message("user", labelled(_EXAMPLE_NOTATION, _EXAMPLE_QUESTION)),
         message("assistant", EXAMPLE_SQL),
         message("user", labelled(notation, question)),
     ]

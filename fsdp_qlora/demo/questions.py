@@ -25,7 +25,7 @@ class Question:
 
 
 @dataclass
-class Condition:
+class _Condition:
     sql: str  # what follows WHERE: "country = 'France'"
     words: str  # what follows the noun: "from France"
 
@@ -33,28 +33,28 @@ class Condition:
 # How one asks
 
 
-def ask_for(what: str, rng: random.Random, many: bool = True) -> str:
+def _ask_for(what: str, rng: random.Random, many: bool = True) -> str:
     verb = "are" if many else "is"
     openings = ["Show {}.", "List {}.", "Give {}.", "Find {}.", f"What {verb} {{}}?", "I need {}."]
     return rng.choice(openings).format(what)
 
 
-def ask_how_many(things: str, rng: random.Random) -> str:
+def _ask_how_many(things: str, rng: random.Random) -> str:
     openings = ["How many {} are there?", "Count the {}.", "What is the number of {}?"]
     return rng.choice(openings).format(things)
 
 
-def labels_of(table: Table, rng: random.Random) -> str:
+def _labels_of(table: Table, rng: random.Random) -> str:
     return f"the {table.label.spoken}s of {rng.choice(['', 'all '])}{table.plural}"
 
 
-def some_table(world: World, rng: random.Random, *having: str) -> Table:
+def _some_table(world: World, rng: random.Random, *having: str) -> Table:
     """A table with such columns ("categories", "amounts"); mostly the child, which has more."""
     tables = [world.parent, world.child, world.child]
     return rng.choice([table for table in tables if all(getattr(table, what) for what in having)])
 
 
-def some_aggregate(rng: random.Random) -> tuple[str, str]:
+def _some_aggregate(rng: random.Random) -> tuple[str, str]:
     """A function and a word for it."""
     function, words = rng.choice([
         ("AVG", ["average", "mean"]),
@@ -72,21 +72,21 @@ def quoted(word: str) -> str:
     return f"'{word}'"
 
 
-def category_is(table: Table, rng: random.Random, prefix: str = "") -> Condition:
+def _category_is(table: Table, rng: random.Random, prefix: str = "") -> _Condition:
     column = rng.choice(table.categories)
     word = rng.choice(table.values(column))
     said = [f"whose {column.spoken} is *", f"with {column.spoken} *", *2 * column.phrases]
     words = rng.choice(said).replace("*", word)
-    return Condition(f"{prefix}{column.name} = {quoted(word)}", words)
+    return _Condition(f"{prefix}{column.name} = {quoted(word)}", words)
 
 
-def number_is(table: Table, rng: random.Random, prefix: str = "") -> Condition:
+def _number_is(table: Table, rng: random.Random, prefix: str = "") -> _Condition:
     column = rng.choice(table.numbers)
     # Not at the ends, so that some rows pass and some do not.
     number = rng.choice(table.values(column)[1:-1])
     operator, said = rng.choice(comparisons(column))
     words = rng.choice(said).replace("*", str(number))
-    return Condition(f"{prefix}{column.name} {operator} {number}", words)
+    return _Condition(f"{prefix}{column.name} {operator} {number}", words)
 
 
 def comparisons(column: Column) -> list[tuple[str, list[str]]]:
@@ -102,91 +102,91 @@ def comparisons(column: Column) -> list[tuple[str, list[str]]]:
     ]
 
 
-def number_between(table: Table, rng: random.Random) -> Condition:
+def _number_between(table: Table, rng: random.Random) -> _Condition:
     column = rng.choice(table.numbers)
     low, high = sorted(rng.sample(table.values(column)[1:], 2))
     name = column.spoken
     said = [f"whose {name} is between {low} and {high}", f"with {name} from {low} to {high}"]
-    return Condition(f"{column.name} BETWEEN {low} AND {high}", rng.choice(said))
+    return _Condition(f"{column.name} BETWEEN {low} AND {high}", rng.choice(said))
 
 
-def category_in(table: Table, rng: random.Random) -> Condition:
+def _category_in(table: Table, rng: random.Random) -> _Condition:
     column = rng.choice(table.categories)
     one, two = rng.sample(column.words, 2)
     said = [f"whose {column.spoken} is *", *column.phrases]
     words = rng.choice(said).replace("*", f"{one} or {two}")
-    return Condition(f"{column.name} IN ({quoted(one)}, {quoted(two)})", words)
+    return _Condition(f"{column.name} IN ({quoted(one)}, {quoted(two)})", words)
 
 
-def label_like(table: Table, rng: random.Random) -> Condition:
+def _label_like(table: Table, rng: random.Random) -> _Condition:
     label, word = table.label, rng.choice(table.label.words)
     pattern, said = rng.choice([
         (f"{word[0]}%", f"starts with {word[0]}"),
         (f"%{word[-1]}", f"ends with {word[-1]}"),
         (f"%{word[1:3]}%", f"contains {word[1:3]}"),
     ])  # fmt: skip
-    return Condition(f"{label.name} LIKE {quoted(pattern)}", f"whose {label.spoken} {said}")
+    return _Condition(f"{label.name} LIKE {quoted(pattern)}", f"whose {label.spoken} {said}")
 
 
-def simple_condition(table: Table, rng: random.Random, prefix: str = "") -> Condition:
-    draw = rng.choice([category_is, number_is] if table.categories else [number_is])
+def _simple_condition(table: Table, rng: random.Random, prefix: str = "") -> _Condition:
+    draw = rng.choice([_category_is, _number_is] if table.categories else [_number_is])
     return draw(table, rng, prefix)
 
 
 # Kinds: which rows
 
 
-def lookup(table: Table, condition: Condition, rng: random.Random) -> Question:
-    text = ask_for(f"{labels_of(table, rng)} {condition.words}", rng)
+def lookup(table: Table, condition: _Condition, rng: random.Random) -> Question:
+    text = _ask_for(f"{_labels_of(table, rng)} {condition.words}", rng)
     return Question(text, f"SELECT {table.label.name} FROM {table.name} WHERE {condition.sql}")
 
 
 @kind
 def where(world: World, rng: random.Random) -> Question:
-    table = some_table(world, rng, "categories")
-    return lookup(table, category_is(table, rng), rng)
+    table = _some_table(world, rng, "categories")
+    return lookup(table, _category_is(table, rng), rng)
 
 
 @kind
 def compare(world: World, rng: random.Random) -> Question:
-    table = some_table(world, rng)
-    return lookup(table, number_is(table, rng), rng)
+    table = _some_table(world, rng)
+    return lookup(table, _number_is(table, rng), rng)
 
 
 @kind
 def between(world: World, rng: random.Random) -> Question:
-    table = some_table(world, rng)
-    return lookup(table, number_between(table, rng), rng)
+    table = _some_table(world, rng)
+    return lookup(table, _number_between(table, rng), rng)
 
 
 @kind
 def one_of(world: World, rng: random.Random) -> Question:
-    table = some_table(world, rng, "categories")
-    return lookup(table, category_in(table, rng), rng)
+    table = _some_table(world, rng, "categories")
+    return lookup(table, _category_in(table, rng), rng)
 
 
 @kind
 def like(world: World, rng: random.Random) -> Question:
-    table = some_table(world, rng)
-    return lookup(table, label_like(table, rng), rng)
+    table = _some_table(world, rng)
+    return lookup(table, _label_like(table, rng), rng)
 
 
 @kind
 def two_conditions(world: World, rng: random.Random) -> Question:
-    one, two = category_is(world.child, rng), number_is(world.child, rng)
+    one, two = _category_is(world.child, rng), _number_is(world.child, rng)
     word = rng.choice(["and", "or"])
-    both = Condition(f"{one.sql} {word.upper()} {two.sql}", f"{one.words} {word} {two.words}")
+    both = _Condition(f"{one.sql} {word.upper()} {two.sql}", f"{one.words} {word} {two.words}")
     return lookup(world.child, both, rng)
 
 
 @kind
 def above_average(world: World, rng: random.Random) -> Question:
-    table = some_table(world, rng, "amounts")
+    table = _some_table(world, rng, "amounts")
     column = rng.choice(table.amounts)
     side, operator = rng.choice([("above", ">"), ("below", "<")])
     said = [f"with {side} average {column.spoken}", f"whose {column.spoken} is {side} average"]
     sql = f"{column.name} {operator} (SELECT AVG({column.name}) FROM {table.name})"
-    return lookup(table, Condition(sql, rng.choice(said)), rng)
+    return lookup(table, _Condition(sql, rng.choice(said)), rng)
 
 
 # Kinds: in which order
@@ -194,21 +194,21 @@ def above_average(world: World, rng: random.Random) -> Question:
 
 @kind
 def top(world: World, rng: random.Random) -> Question:
-    table = some_table(world, rng)
+    table = _some_table(world, rng)
     label, column, limit = table.label, rng.choice(table.numbers), rng.randint(1, 4)
     most, least = ("latest", "earliest") if column.is_date else ("highest", "lowest")
     superlative, order = rng.choice([(most, " DESC"), (least, "")])
     labels = f"{label.spoken} of the {table.name}"
     if limit > 1:
         labels = f"{label.spoken}s of the {limit} {table.plural}"
-    text = ask_for(f"the {labels} with the {superlative} {column.spoken}", rng, many=limit > 1)
+    text = _ask_for(f"the {labels} with the {superlative} {column.spoken}", rng, many=limit > 1)
     sql = f"SELECT {label.name} FROM {table.name} ORDER BY {column.name}{order} LIMIT {limit}"
     return Question(text, sql)
 
 
 @kind
 def order(world: World, rng: random.Random) -> Question:
-    table = some_table(world, rng)
+    table = _some_table(world, rng)
     column = rng.choice(table.numbers)
     words, order = rng.choice([
         (f"by descending {column.spoken}", " DESC"),
@@ -216,7 +216,7 @@ def order(world: World, rng: random.Random) -> Question:
         (f"by ascending {column.spoken}", ""),
         (f"by {column.spoken} from low to high", ""),
     ])  # fmt: skip
-    text = ask_for(f"{labels_of(table, rng)} {rng.choice(['sorted', 'ordered'])} {words}", rng)
+    text = _ask_for(f"{_labels_of(table, rng)} {rng.choice(['sorted', 'ordered'])} {words}", rng)
     sql = f"SELECT {table.label.name} FROM {table.name} ORDER BY {column.name}{order}"
     return Question(text, sql)
 
@@ -226,26 +226,26 @@ def order(world: World, rng: random.Random) -> Question:
 
 @kind
 def count(world: World, rng: random.Random) -> Question:
-    table = some_table(world, rng)
-    condition = simple_condition(table, rng)
-    text = ask_how_many(f"{table.plural} {condition.words}", rng)
+    table = _some_table(world, rng)
+    condition = _simple_condition(table, rng)
+    text = _ask_how_many(f"{table.plural} {condition.words}", rng)
     return Question(text, f"SELECT COUNT(*) FROM {table.name} WHERE {condition.sql}")
 
 
 @kind
 def aggregate(world: World, rng: random.Random) -> Question:
-    table = some_table(world, rng, "amounts")
-    column, (function, word) = rng.choice(table.amounts), some_aggregate(rng)
-    text = ask_for(f"the {word} {column.spoken} of all {table.plural}", rng, many=False)
+    table = _some_table(world, rng, "amounts")
+    column, (function, word) = rng.choice(table.amounts), _some_aggregate(rng)
+    text = _ask_for(f"the {word} {column.spoken} of all {table.plural}", rng, many=False)
     return Question(text, f"SELECT {function}({column.name}) FROM {table.name}")
 
 
 @kind
 def aggregate_where(world: World, rng: random.Random) -> Question:
-    table, condition = world.child, category_is(world.child, rng)
-    column, (function, word) = rng.choice(table.amounts), some_aggregate(rng)
+    table, condition = world.child, _category_is(world.child, rng)
+    column, (function, word) = rng.choice(table.amounts), _some_aggregate(rng)
     things = f"{table.plural} {condition.words}"
-    text = ask_for(f"the {word} {column.spoken} of {things}", rng, many=False)
+    text = _ask_for(f"the {word} {column.spoken} of {things}", rng, many=False)
     sql = f"SELECT {function}({column.name}) FROM {table.name} WHERE {condition.sql}"
     return Question(text, sql)
 
@@ -255,20 +255,20 @@ def aggregate_where(world: World, rng: random.Random) -> Question:
 
 @kind
 def distinct(world: World, rng: random.Random) -> Question:
-    table = some_table(world, rng, "categories")
+    table = _some_table(world, rng, "categories")
     column = rng.choice(table.categories)
     said = rng.choice(["different", "distinct", "unique"])
     things = f"{said} {column.spoken} values of {table.plural}"
     if rng.random() < 0.5:
         sql = f"SELECT DISTINCT {column.name} FROM {table.name}"
-        return Question(ask_for(f"the {things}", rng), sql)
+        return Question(_ask_for(f"the {things}", rng), sql)
     sql = f"SELECT COUNT(DISTINCT {column.name}) FROM {table.name}"
-    return Question(ask_how_many(things, rng), sql)
+    return Question(_ask_how_many(things, rng), sql)
 
 
 @kind
 def group_count(world: World, rng: random.Random) -> Question:
-    table = some_table(world, rng, "categories")
+    table = _some_table(world, rng, "categories")
     column = rng.choice(table.categories)
     text = rng.choice([
         f"Show each {column.spoken} with its number of {table.plural}.",
@@ -281,9 +281,9 @@ def group_count(world: World, rng: random.Random) -> Question:
 
 @kind
 def group_aggregate(world: World, rng: random.Random) -> Question:
-    table = some_table(world, rng, "categories", "amounts")
+    table = _some_table(world, rng, "categories", "amounts")
     column, amount = rng.choice(table.categories), rng.choice(table.amounts)
-    function, word = some_aggregate(rng)
+    function, word = _some_aggregate(rng)
     things = f"the {word} {amount.spoken} of its {table.plural}"
     text = rng.choice([
         f"Show each {column.spoken} with {things}.",
@@ -297,7 +297,7 @@ def group_aggregate(world: World, rng: random.Random) -> Question:
 
 @kind
 def having(world: World, rng: random.Random) -> Question:
-    table = some_table(world, rng, "categories")
+    table = _some_table(world, rng, "categories")
     column, number = rng.choice(table.categories), rng.randint(1, 3)
     said, test = rng.choice([
         (f"more than {number}", f"> {number}"),
@@ -330,9 +330,9 @@ def join(world: World, rng: random.Random) -> Question:
         sql = f"{parent.name}.{parent.label.name} = {quoted(name)}"
         owners = f"the {parent.name} {name}"
     else:
-        condition = simple_condition(parent, rng, f"{parent.name}.")
+        condition = _simple_condition(parent, rng, f"{parent.name}.")
         sql, owners = condition.sql, f"{parent.plural} {condition.words}"
-    text = ask_for(f"the {child.label.spoken}s of {child.plural} of {owners}", rng)
+    text = _ask_for(f"the {child.label.spoken}s of {child.plural} of {owners}", rng)
     label = f"{child.name}.{child.label.name}"
     return Question(text, f"SELECT {label} FROM {joined(world)} WHERE {sql}")
 
@@ -352,7 +352,7 @@ def join_count(world: World, rng: random.Random) -> Question:
 @kind
 def join_aggregate(world: World, rng: random.Random) -> Question:
     child, parent = world.child, world.parent
-    amount, (function, word) = rng.choice(child.amounts), some_aggregate(rng)
+    amount, (function, word) = rng.choice(child.amounts), _some_aggregate(rng)
     things = f"the {word} {amount.spoken} of its {child.plural}"
     text = rng.choice([
         f"Show the {parent.label.spoken} of each {parent.name} with {things}.",

@@ -26,7 +26,7 @@ from .prompts import HELDOUT_FILE, base_messages, load_rows, tuned_messages
 from .score import Score, score
 from .smollm2 import smollm2_folder
 
-CPU_RANKS = 2
+_CPU_RANKS = 2
 # Found on the training schemas alone; docs/LOG.md has what else was tried.
 RECIPE = dict(
     dataset="text_to_sql",
@@ -54,11 +54,11 @@ def run_demo(config: RunConfig, argv: list[str], cache_dir: str):
     disable_progress_bar()
     folder, rows = str(smollm2_folder(cache_dir)), load_rows(HELDOUT_FILE)
     print(f"Scoring the base model on {len(rows)} held-out questions ...", flush=True)
-    before = score_model(folder, None, rows)
+    before = _score_model(folder, None, rows)
     print(f"  {before.accuracy:.1%} right, {before.executable:.1%} run at all", flush=True)
     train(folder, output, argv)
     print("Scoring the tuned model ...", flush=True)
-    after = score_model(folder, str(output / "adapter"), rows)
+    after = _score_model(folder, str(output / "adapter"), rows)
     print(after)
     print(
         f"\nheld-out questions answered right: base {before.accuracy:.1%}, "
@@ -76,9 +76,9 @@ def run_demo(config: RunConfig, argv: list[str], cache_dir: str):
 
 def train(folder: str, output: Path, argv: list[str]):
     """Run `fsdp-qlora train` with the demo's recipe; flags of the user's come last and win."""
-    flags = RECIPE | dict(model_name=folder, output_dir=output, precision=fastest_precision())
+    flags = RECIPE | dict(model_name=folder, output_dir=output, precision=_fastest_precision())
     if not torch.cuda.is_available():
-        flags["world_size"] = CPU_RANKS
+        flags["world_size"] = _CPU_RANKS
     command = [f"--{name}={value}" for name, value in flags.items()]
     print("fsdp-qlora train " + " ".join(command + argv), flush=True)
     run = subprocess.run([sys.executable, "-m", "fsdp_qlora.cli", "train", *command, *argv])
@@ -86,19 +86,19 @@ def train(folder: str, output: Path, argv: list[str]):
         sys.exit(run.returncode)
 
 
-def fastest_precision() -> str:
+def _fastest_precision() -> str:
     """bf16 where the processor multiplies it, else fp32."""
     if torch.cuda.is_available():
         return "bf16"
     return "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
 
 
-def score_model(folder: str, adapter: str | None, rows: list[dict]) -> Score:
+def _score_model(folder: str, adapter: str | None, rows: list[dict]) -> Score:
     """The model's answers to `rows`, run against their databases; CPU processes share the rows."""
-    workers = 1 if torch.cuda.is_available() else CPU_RANKS
+    workers = 1 if torch.cuda.is_available() else _CPU_RANKS
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         jobs = [
-            pool.submit(answer_rows, folder, adapter, rows[i::workers], workers)
+            pool.submit(_answer_rows, folder, adapter, rows[i::workers], workers)
             for i in range(workers)
         ]
         shares = [job.result() for job in jobs]
@@ -108,12 +108,12 @@ def score_model(folder: str, adapter: str | None, rows: list[dict]) -> Score:
     return score(rows, answers)
 
 
-def answer_rows(folder: str, adapter: str | None, rows: list[dict], workers: int) -> list[str]:
+def _answer_rows(folder: str, adapter: str | None, rows: list[dict], workers: int) -> list[str]:
     """Answers of the base, which is shown a worked example, or of the tuned model."""
     share_cores(workers)
     disable_progress_bar()
     on_gpu = torch.cuda.is_available()
-    dtype = torch.bfloat16 if fastest_precision() == "bf16" else torch.float32
+    dtype = torch.bfloat16 if _fastest_precision() == "bf16" else torch.float32
     model = load_for_inference(folder, adapter, device="cuda" if on_gpu else "cpu", dtype=dtype)
     messages = tuned_messages if adapter else base_messages
     return generate_answers(model, load_tokenizer(folder), [messages(row) for row in rows])

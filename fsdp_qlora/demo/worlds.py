@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 
-WORLDS_FILE = Path(__file__).with_name("worlds.txt")
+_WORLDS_FILE = Path(__file__).with_name("worlds.txt")
 
 
 @dataclass
@@ -93,11 +93,11 @@ class World:
 
 def read_worlds(seed: int) -> list[World]:
     """Every declared world, filled with rows that depend on the seed and its own name only."""
-    text = WORLDS_FILE.read_text()
+    text = _WORLDS_FILE.read_text()
     shared = dict(re.findall(r"(?m)^\$(\w+): (.*)$", text))
     _, *sections = re.split(r"(?m)^== (.*) ==$", Template(text).safe_substitute(shared))
     worlds = [
-        read_world(name, split, block)
+        _read_world(name, split, block)
         for split, section in zip(sections[::2], sections[1::2], strict=True)
         for name, block in re.findall(r"(?m)^\[(\w+)\]\n((?:.+\n)+)", section)
     ]
@@ -106,20 +106,20 @@ def read_worlds(seed: int) -> list[World]:
     return worlds
 
 
-def read_world(name: str, split: str, block: str) -> World:
+def _read_world(name: str, split: str, block: str) -> World:
     """Parse two tables, each a line that is not indented and the indented lines below it."""
     first, second = re.split(r"\n(?=\w)", block.strip())
-    parent = read_table(first)
-    return World(name, split, parent, read_table(second, parent))
+    parent = _read_table(first)
+    return World(name, split, parent, _read_table(second, parent))
 
 
-def read_table(text: str, parent: Table | None = None) -> Table:
+def _read_table(text: str, parent: Table | None = None) -> Table:
     head, *lines = text.splitlines()
     name, plural = head.split(" / ")
-    return Table(name, plural, [read_column(line) for line in lines], parent)
+    return Table(name, plural, [_read_column(line) for line in lines], parent)
 
 
-def read_column(line: str) -> Column:
+def _read_column(line: str) -> Column:
     """Parse `name (phrase / phrase): word, word` or `name: 1..9`."""
     name, phrases, values = re.fullmatch(r" +(\w+)(?: \((.*)\))?: (.*)", line).groups()
     phrases = phrases.split(" / ") if phrases else []
@@ -133,13 +133,13 @@ def fill(world: World, rng: random.Random):
     """Draw the rows of both tables."""
     for table in world.tables:
         count = len(table.label.words)
-        drawn = [draw_column(table, column, count, rng) for column in table.columns]
+        drawn = [_draw_column(table, column, count, rng) for column in table.columns]
         if table.parent:
-            drawn.append(draw_links(len(table.parent.rows), count, rng))
+            drawn.append(_draw_links(len(table.parent.rows), count, rng))
         table.rows = list(zip(range(1, count + 1), *drawn, strict=True))
 
 
-def draw_column(table: Table, column: Column, count: int, rng: random.Random) -> list:
+def _draw_column(table: Table, column: Column, count: int, rng: random.Random) -> list:
     """Values of a column. Numbers differ from row to row, so that no ORDER BY has ties."""
     if column is table.label:
         return column.words
@@ -149,7 +149,7 @@ def draw_column(table: Table, column: Column, count: int, rng: random.Random) ->
     return rng.sample(range(low, high + 1), count)
 
 
-def draw_links(parents: int, count: int, rng: random.Random) -> list[int]:
+def _draw_links(parents: int, count: int, rng: random.Random) -> list[int]:
     """Ids of parents. Each has at least one child, so that inner and left joins agree."""
     links = [*range(1, parents + 1), *rng.choices(range(1, parents + 1), k=count - parents)]
     return rng.sample(links, count)

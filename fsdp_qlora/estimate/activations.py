@@ -33,7 +33,7 @@ def saved_by_block(shape: ModelShape, setup: Setup) -> float:
     """
     n, a = setup.tokens, setup.product_bytes
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    kept = inputs_kept(shape, setup)
+    kept = _inputs_kept(shape, setup)
     norm_bytes = a if setup.compile else 4
     if setup.adapter == "none" and not setup.compile:
         norm_bytes += a
@@ -42,26 +42,26 @@ def saved_by_block(shape: ModelShape, setup: Setup) -> float:
         heads = shape.heads + shape.kv_heads
         total += n * heads * (shape.head_dim * norm_bytes + 4)
     total += n * shape.hidden * a * (kept["attention"] + kept["mlp"])
-    total += attention_saved(shape, setup, kept["o_proj"])
+    total += _attention_saved(shape, setup, kept["o_proj"])
     # v is a slice of the fused product, whose other columns stay with it; and phi3 joins q of two
     # halves, which leaves attention's output in an order that has to be copied for o_proj.
     if shape.traits.layers == "fused":
         total += n * (q + kv + q * kept["o_proj"]) * a
     return (
         total
-        + mlp_saved(shape, setup)
-        + adapter_saved(shape, setup)
+        + _mlp_saved(shape, setup)
+        + _adapter_saved(shape, setup)
         + experts.saved_by_experts(shape, setup)
     )
 
 
-def mlp_saved(shape: ModelShape, setup: Setup) -> float:
+def _mlp_saved(shape: ModelShape, setup: Setup) -> float:
     """Of these, what is as wide as the MLP: gate, up and what is made of them."""
     wide = setup.tokens * shape.mlp_width * setup.product_bytes
-    return wide * (2 + (not setup.compile) + inputs_kept(shape, setup)["down_proj"])
+    return wide * (2 + (not setup.compile) + _inputs_kept(shape, setup)["down_proj"])
 
 
-def inputs_kept(shape: ModelShape, setup: Setup) -> dict[str, bool]:
+def _inputs_kept(shape: ModelShape, setup: Setup) -> dict[str, bool]:
     """Which inputs of linear layers are saved: those of trained and of adapted layers."""
     names = tuple(shape.linears())
     kept = names if not setup.has_lora else shape.targets(as_given(setup.targets))
@@ -76,7 +76,7 @@ def inputs_kept(shape: ModelShape, setup: Setup) -> dict[str, bool]:
     )
 
 
-def attention_saved(shape: ModelShape, setup: Setup, output_kept: bool) -> float:
+def _attention_saved(shape: ModelShape, setup: Setup, output_kept: bool) -> float:
     """Bytes that attention saves: by a flash kernel, with a padding mask, or eager.
 
     A mask makes transformers repeat k and v for all heads, and the kernel keeps the mask in the
@@ -93,7 +93,7 @@ def attention_saved(shape: ModelShape, setup: Setup, output_kept: bool) -> float
     return saved
 
 
-def adapter_saved(shape: ModelShape, setup: Setup) -> float:
+def _adapter_saved(shape: ModelShape, setup: Setup) -> float:
     """xA (N, R) of each adapted layer of a block; dropout keeps a seed.
 
     DoRA also keeps what it scales, (N, out), for the gradient of its magnitudes, and what dropout
@@ -101,7 +101,7 @@ def adapter_saved(shape: ModelShape, setup: Setup) -> float:
     """
     kept = 0
     if setup.adapter == "dora":
-        sizes = {name: shape.linears()[name] for name in adapted_names(shape, setup)}
+        sizes = {name: shape.linears()[name] for name in _adapted_names(shape, setup)}
         again = {"v_proj", "gate_proj", "up_proj"} if setup.compile else ()
         kept = sum(out for name, (out, _) in sizes.items() if name not in again)
         if setup.lora_dropout:
@@ -114,11 +114,11 @@ def rank_products(shape: ModelShape, setup: Setup) -> float:
     return (
         setup.tokens
         * setup.product_bytes
-        * sum(setup.rank(name) for name in adapted_names(shape, setup))
+        * sum(setup.rank(name) for name in _adapted_names(shape, setup))
     )
 
 
-def adapted_names(shape: ModelShape, setup: Setup) -> list[str]:
+def _adapted_names(shape: ModelShape, setup: Setup) -> list[str]:
     """The adapted layers of a block."""
     if not setup.has_lora:
         return []
@@ -142,7 +142,7 @@ def kept_by_block(shape: ModelShape, setup: Setup, policy: str) -> float:
         return saved_by_block(shape, setup)
     kept = block_input(shape, setup)
     if policy in ("keep_attention", "keep_linears"):
-        kept += attention_output(shape, setup)
+        kept += _attention_output(shape, setup)
     if policy == "keep_linears":
         rows = sum(
             out
@@ -164,7 +164,7 @@ def last_linear(shape: ModelShape) -> str | None:
     return next(reversed(shape.mlp_linears()), None)
 
 
-def attention_output(shape: ModelShape, setup: Setup) -> float:
+def _attention_output(shape: ModelShape, setup: Setup) -> float:
     """Output and log-sum-exp of attention, 0 where it is not among the ops that a policy keeps."""
     if setup.attention not in KEPT_ATTENTION:
         return 0.0
@@ -211,39 +211,39 @@ class Kept:
 
 def widest_in_backward(shape: ModelShape, setup: Setup, policy: str) -> tuple[float, float]:
     """Bytes saved of a block, and in use beside them, where its backward takes most."""
-    saved, tiles = saved_in_backward(shape, setup, policy), setup.tiles(policy)
+    saved, tiles = _saved_in_backward(shape, setup, policy), setup.tiles(policy)
     places = [
-        (saved, backward_working(shape, setup, policy)),
-        (saved - saved_at_once(shape, setup, policy), backward_end(shape, setup)),
+        (saved, _backward_working(shape, setup, policy)),
+        (saved - _saved_at_once(shape, setup, policy), _backward_end(shape, setup)),
     ]
     if tiles > 1:
-        gone = mlp_saved(shape, setup) / tiles + mlp_half_saved(shape, setup)
-        places.append((saved - gone, attention_working(shape, setup)))
+        gone = _mlp_saved(shape, setup) / tiles + _mlp_half_saved(shape, setup)
+        places.append((saved - gone, _attention_working(shape, setup)))
     return max(places, key=sum)
 
 
-def mlp_half_saved(shape: ModelShape, setup: Setup) -> float:
+def _mlp_half_saved(shape: ModelShape, setup: Setup) -> float:
     """What is saved for the MLP's half but the MLP's own: inputs of its norm and of its first layers."""
     a = setup.product_bytes
     norm = a if setup.compile else 4
-    return setup.tokens * shape.hidden * (norm + a * inputs_kept(shape, setup)["mlp"])
+    return setup.tokens * shape.hidden * (norm + a * _inputs_kept(shape, setup)["mlp"])
 
 
-def saved_at_once(shape: ModelShape, setup: Setup, policy: str) -> float:
+def _saved_at_once(shape: ModelShape, setup: Setup, policy: str) -> float:
     """What a block saves, `saved_by_block`, but of an MLP in tiles one tile."""
-    return saved_by_block(shape, setup) - mlp_saved(shape, setup) * (1 - 1 / setup.tiles(policy))
+    return saved_by_block(shape, setup) - _mlp_saved(shape, setup) * (1 - 1 / setup.tiles(policy))
 
 
-def saved_in_backward(shape: ModelShape, setup: Setup, policy: str) -> float:
+def _saved_in_backward(shape: ModelShape, setup: Setup, policy: str) -> float:
     """Bytes saved of one block while its backward runs, when what was not kept is there again.
 
     A compiled block then holds what a keep_all block does; of an MLP in tiles, one tile of it. Eager,
     what was kept stays beside that, but attention's output, gate and up, which are the same tensors.
     """
-    whole = saved_at_once(shape, setup, policy)
+    whole = _saved_at_once(shape, setup, policy)
     if policy == "keep_all" or setup.compile:
         return whole
-    shared = 0.0 if policy == "recompute_all" else attention_output(shape, setup)
+    shared = 0.0 if policy == "recompute_all" else _attention_output(shape, setup)
     if policy == "keep_linears":
         shared += setup.tokens * 2 * shape.mlp_width * setup.product_bytes
         shared += rank_products(shape, setup)
@@ -258,7 +258,7 @@ def dequantized(shape: ModelShape, setup: Setup, name: str) -> float:
     return out * wide * setup.product_bytes
 
 
-def backward_working(shape: ModelShape, setup: Setup, policy: str) -> float:
+def _backward_working(shape: ModelShape, setup: Setup, policy: str) -> float:
     """The most that a block's backward holds beyond what was saved, near its start.
 
     In down_proj's backward: the block's output gradient, the gradient of its input (N, I), and the
@@ -269,7 +269,7 @@ def backward_working(shape: ModelShape, setup: Setup, policy: str) -> float:
     """
     n, a, tiles = setup.tokens, setup.product_bytes, setup.tiles(policy)
     wide, hidden = n * shape.mlp_width * a / tiles, n * shape.hidden * a * (1 + (tiles > 1))
-    kept = inputs_kept(shape, setup)["down_proj"]
+    kept = _inputs_kept(shape, setup)["down_proj"]
     dropout = wide if kept and setup.has_lora and setup.lora_dropout else 0
     own_gradient = 0.0
     if not setup.has_lora:
@@ -284,7 +284,7 @@ def backward_working(shape: ModelShape, setup: Setup, policy: str) -> float:
     return hidden + of_experts + own_gradient + max(down, product)
 
 
-def backward_end(shape: ModelShape, setup: Setup) -> float:
+def _backward_end(shape: ModelShape, setup: Setup) -> float:
     """What a block's backward holds in its first linear layers, when only the first norm is left.
 
     The gradients of the block's output and of q's input and output, the saved input of q, k, v, and
@@ -297,7 +297,7 @@ def backward_end(shape: ModelShape, setup: Setup) -> float:
     return rows + dequantized(shape, setup, first) + grads
 
 
-def attention_working(shape: ModelShape, setup: Setup) -> float:
+def _attention_working(shape: ModelShape, setup: Setup) -> float:
     """What a block's backward holds in attention, when the MLP's half is done.
 
     Gradients of the block's output, of what the MLP's half took, of attention's output and of q, k and

@@ -44,12 +44,12 @@ def flops_per_token(shape: ModelShape, setup: Setup) -> Flops:
     """
     linears = shape.layers * shape.used_linears()
     head = shape.vocab * shape.hidden
-    adapters = adapter_params(shape, setup)
+    adapters = _adapter_params(shape, setup)
     attention = 2 * setup.context_length * shape.heads * shape.head_dim * shape.layers
     each = 4 + 2 * trained_share(shape, setup) if setup.adapter == "none" else 4
     counts = Counter(setup.policies(shape))
     again = sum(count * rerun_weights(shape, setup, policy) for policy, count in counts.items())
-    blocks = sum(count for policy, count in counts.items() if reruns_attention(setup, policy))
+    blocks = sum(count for policy, count in counts.items() if _reruns_attention(setup, policy))
     of_head = (6 if trains_head(shape, setup) else 4) * head
     trained = 2 * linears * shape.new_blocks / shape.layers  # dW of Llama-Pro's blocks
     return Flops(
@@ -96,7 +96,7 @@ def rerun_weights(shape: ModelShape, setup: Setup, policy: str) -> int:
     )
 
 
-def reruns_attention(setup: Setup, policy: str) -> bool:
+def _reruns_attention(setup: Setup, policy: str) -> bool:
     """Whether attention runs again in a block's backward."""
     if policy in ("keep_attention", "keep_linears"):
         return setup.attention not in KEPT_ATTENTION
@@ -111,7 +111,7 @@ def adapted_linears(shape: ModelShape, setup: Setup) -> dict[str, tuple[int, int
     return {name: size for name, size in shape.linears().items() if name in targets}
 
 
-def adapter_params(shape: ModelShape, setup: Setup) -> int:
+def _adapter_params(shape: ModelShape, setup: Setup) -> int:
     """Weights of the adapters that a token is multiplied with, 0 without any."""
     if not setup.has_lora:
         return 0
@@ -134,7 +134,7 @@ def model_flops_per_token(shape: ModelShape, setup: Setup) -> float:
     each = 4 + 2 * trained_share(shape, setup) if setup.adapter == "none" else 4
     attention = 6 * setup.context_length * shape.heads * shape.head_dim * shape.layers
     new = 2 * shape.params()["linears"] * shape.new_blocks / shape.layers
-    return each * linears + new + 6 * adapter_params(shape, setup) + attention
+    return each * linears + new + 6 * _adapter_params(shape, setup) + attention
 
 
 def model_tflops(shape: ModelShape, setup: Setup, tokens_per_second: float) -> float:

@@ -12,7 +12,7 @@ from typing import Protocol
 from ..config import BatchPlan, RunConfig, plan_batches
 from .setup import Setup
 
-WASTED = 1 / 3  # of the places that padding may take before packing is proposed
+_WASTED = 1 / 3  # of the places that padding may take before packing is proposed
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def padding_line(rows: Rows, config: RunConfig, world_size: int) -> str:
     if config.packing or not rows.can_pack:
         return ""
     share = batches_of(rows, config, world_size).share
-    if 1 - share <= WASTED:
+    if 1 - share <= _WASTED:
         return ""
     packed = batches_of(rows, replace(config, packing=True), world_size).share
     if packed <= share:

@@ -16,18 +16,18 @@ from .flops import adapted_linears, rerun_linears
 from .setup import Setup
 from .weights import BLOCKSIZE, FEEDS, forward_ranks, packed_bits, scale_bytes
 
-MERGED_RANK = (
+_MERGED_RANK = (
     128  # the largest of adapters that are added while W is unpacked (quantization/kernels.py)
 )
-DENSE_TO_FP8 = 5  # bytes per weight: a 16-bit base is read for the rows' scales, and again
-DORA_NORMS = 10  # bytes per weight, on top of unpacking: to fp32, and read for the norm
+_DENSE_TO_FP8 = 5  # bytes per weight: a 16-bit base is read for the rows' scales, and again
+_DORA_NORMS = 10  # bytes per weight, on top of unpacking: to fp32, and read for the norm
 
 
 def form(setup: Setup, rank: int) -> str:
     """How an adapter of this rank is applied: merged into W, joined to an fp8 product, or added."""
     if setup.compute_dtype == "fp8":
         return "joined"
-    fits = setup.quant in ("nf4", "fp4") and rank <= MERGED_RANK and setup.product_bytes == 2
+    fits = setup.quant in ("nf4", "fp4") and rank <= _MERGED_RANK and setup.product_bytes == 2
     return "merged" if fits and not setup.lora_dropout else "added"
 
 
@@ -86,14 +86,14 @@ def quantize_traffic(shape: ModelShape, setup: Setup) -> dict[str, tuple[float, 
     """
     if setup.compute_dtype != "fp8":
         return {}
-    each, first = setup.tokens * (setup.product_bytes + 1), first_of_joined(shape, setup)
+    each, first = setup.tokens * (setup.product_bytes + 1), _first_of_joined(shape, setup)
     return {
         name: (each * wide * (first[name] == name), each * out)
         for name, (out, wide) in shape.linears().items()
     }
 
 
-def first_of_joined(shape: ModelShape, setup: Setup) -> dict[str, str]:
+def _first_of_joined(shape: ModelShape, setup: Setup) -> dict[str, str]:
     """For each layer the first of those whose fp8 product its own is joined with, if not itself."""
     ranks = {name: setup.rank(name) for name in adapted_linears(shape, setup)}
     first: dict[tuple[str, bool], str] = {}
@@ -112,7 +112,7 @@ def unpack_traffic(shape: ModelShape, setup: Setup) -> dict[str, float]:
     Kernels that do more than copy count for more bytes, by their share of a copy's rate. What is kept
     in fp8 is ready.
     """
-    sizes = {name: out * wide for name, (out, wide) in stored_linears(shape).items()}
+    sizes = {name: out * wide for name, (out, wide) in _stored_linears(shape).items()}
     adapted, ready = (
         adapted_linears(shape, setup),
         shape.linears() if setup.keep_fp8_weights else (),
@@ -120,7 +120,7 @@ def unpack_traffic(shape: ModelShape, setup: Setup) -> dict[str, float]:
     return {
         name: 0.0
         if name in ready
-        else size * unpack_bytes(setup, setup.rank(name) if name in adapted else 0)
+        else size * _unpack_bytes(setup, setup.rank(name) if name in adapted else 0)
         for name, size in sizes.items()
     }
 
@@ -132,18 +132,18 @@ def tile_traffic(shape: ModelShape, setup: Setup, policy: str) -> float:
     return (setup.tiles(policy) - 1) * once
 
 
-def stored_linears(shape: ModelShape) -> dict[str, tuple[int, int]]:
+def _stored_linears(shape: ModelShape) -> dict[str, tuple[int, int]]:
     """(out, in) of a block's linear layers, and of all its experts as one, for each may be hit."""
     return shape.linears() | {
         name: (shape.experts * out, wide) for name, (out, wide) in shape.expert_linears().items()
     }
 
 
-def unpack_bytes(setup: Setup, rank: int) -> float:
+def _unpack_bytes(setup: Setup, rank: int) -> float:
     """The same per weight, with an adapter of this rank; 0 without."""
     fp8 = setup.compute_dtype == "fp8"
     if setup.quant == "none":
-        return DENSE_TO_FP8 if fp8 else 0.0
+        return _DENSE_TO_FP8 if fp8 else 0.0
     packed = packed_bits(setup.quant) / 8 + scale_bytes(1, setup) / BLOCKSIZE
     if fp8:
         return (packed + 1) / constants.FP8_UNPACK_SHARE
@@ -158,7 +158,7 @@ def norm_traffic(shape: ModelShape, setup: Setup) -> float:
         return 0.0
     unpack = unpack_traffic(shape, setup)
     return sum(
-        unpack[name] + DORA_NORMS * out * wide
+        unpack[name] + _DORA_NORMS * out * wide
         for name, (out, wide) in adapted_linears(shape, setup).items()
     )
 

@@ -26,9 +26,9 @@ from .window import Gradients, Window
 GIB = 2**30
 BUCKET_BYTES = 128 * 2**20  # gradients reduced together under ddp (sharding/ddp.py)
 PIECE_BYTES = 2**27  # rows of the embedding that travel at a time (memory/vocabulary.py)
-CUBLAS_WORKSPACE = 2 * 32 * 2**20  # torch's default on Hopper, for the forward and backward thread
+_CUBLAS_WORKSPACE = 2 * 32 * 2**20  # torch's default on Hopper, for the forward and backward thread
 
-UPDATE = "optimizer's update"
+_UPDATE = "optimizer's update"
 PARTS = (
     "linears",
     "absmax",
@@ -45,7 +45,7 @@ PARTS = (
     "loss",
     "workspace",
 )
-NOT_ALLOCATED = ("slack", "context")
+_NOT_ALLOCATED = ("slack", "context")
 EXPLAINED = dict(
     linears="linear weights of the blocks",
     absmax="scales of 4-bit weights",
@@ -78,7 +78,7 @@ class Memory:
     @property
     def peak_allocated(self) -> float:
         """As torch.cuda.max_memory_allocated, in GiB."""
-        return sum(v for k, v in self.parts.items() if k not in NOT_ALLOCATED)
+        return sum(v for k, v in self.parts.items() if k not in _NOT_ALLOCATED)
 
     @property
     def peak_reserved(self) -> float:
@@ -134,7 +134,7 @@ class Peak:
 
     def __init__(self, shape: ModelShape, setup: Setup):
         self.shape, self.setup = shape, setup
-        self.static = static_parts(shape, setup)
+        self.static = _static_parts(shape, setup)
         self.kept, self.gradients = Kept(shape, setup), Gradients(shape, setup)
         self.window = self.loose = Window(shape, setup)
         if setup.sharded and not setup.resharded:
@@ -146,7 +146,7 @@ class Peak:
                     strategy=setup.strategy.replace("shard_grad_op", "full_shard"),
                 ),
             )
-        self.update = update_bytes(shape, setup)
+        self.update = _update_bytes(shape, setup)
         self.fixed = self.fixed_moments()
         self.head = head_bytes(shape, setup)
         self.context = GIB * (CONTEXT_GIB + (NCCL_GIB if setup.world_size > 1 else 0))
@@ -192,7 +192,7 @@ class Peak:
             ),
             "final norm": dict(activations=kept, working=work, gradients=grads.held + grads.root),
             "gradients reduced": dict(gradients=grads.whole + bucket),
-            UPDATE: dict(gradients=grads.whole, working=self.update),
+            _UPDATE: dict(gradients=grads.whole, working=self.update),
         }
 
     def moments(self, runs: Runs, window: Window | None = None) -> dict[str, dict[str, float]]:
@@ -208,7 +208,7 @@ class Peak:
             "loss": (kept, window.at_loss() + head),
             "final norm": (kept, window.at_loss()),
             "gradients reduced": (0.0, 0.0),
-            UPDATE: (0.0, 0.0),
+            _UPDATE: (0.0, 0.0),
         }
         found = {
             name: self.fixed[name]
@@ -219,7 +219,7 @@ class Peak:
         }
         return found | {
             name: self.in_block_backward(runs, policy, block, window)
-            for name, (policy, block) in block_moments(runs).items()
+            for name, (policy, block) in _block_moments(runs).items()
         }
 
     def in_block_backward(
@@ -240,7 +240,7 @@ class Peak:
 
     def beside_update(self, totals: dict[str, float]) -> float:
         """What torch has reserved beside the peak for the update, which finds no hole as large."""
-        before = max(total for name, total in totals.items() if name != UPDATE)
+        before = max(total for name, total in totals.items() if name != _UPDATE)
         return before + self.update - max(totals.values())
 
     def slack(self, runs: Runs) -> float:
@@ -266,12 +266,12 @@ class Peak:
                 "SLACK_GATHERED": parts["unsharded"] * (not alone),
             }
             for name, parts in self.moments(runs, self.loose).items()
-            if name != UPDATE
+            if name != _UPDATE
         ]
         return max(moments, key=lambda m: sum(getattr(constants, name) * m[name] for name in m))
 
 
-def update_bytes(shape: ModelShape, setup: Setup) -> float:
+def _update_bytes(shape: ModelShape, setup: Setup) -> float:
     """What an update by optim/adamw.py makes and frees; torch's own makes nothing.
 
     Small tensors are joined: weights, gradients, states (in fp32 if they have 8 bits), and of each
@@ -291,13 +291,13 @@ def update_bytes(shape: ModelShape, setup: Setup) -> float:
     return max(joined, large * states)
 
 
-def static_parts(shape: ModelShape, setup: Setup) -> dict[str, float]:
+def _static_parts(shape: ModelShape, setup: Setup) -> dict[str, float]:
     """Bytes that stay on the GPU through the whole step."""
     states = 0.0 if trained_on_host(shape, setup) else optimizer_bytes(shape, setup)
-    return dict(workspace=CUBLAS_WORKSPACE, optimizer=states) | resident_bytes(shape, setup)
+    return dict(workspace=_CUBLAS_WORKSPACE, optimizer=states) | resident_bytes(shape, setup)
 
 
-def block_moments(runs: Runs) -> dict[str, tuple[str, int]]:
+def _block_moments(runs: Runs) -> dict[str, tuple[str, int]]:
     """Policy and number, from 0, of the blocks in whose backward the peak can be.
 
     These are the first, the last and those where policies change. The last is apart: no gradients wait

@@ -24,7 +24,7 @@ from .speed import compute_parts, launch_seconds
 ORDER = ("keep_all", "keep_linears", "keep_attention", "recompute_all")
 TILES = (1, 2, 4, 8, 16, 32)  # of an MLP, that are tried
 SPARE_SHARE = 0.03  # of the card's memory, left free where no budget is given
-LITTLE = 0.03  # of the peak, which is not worth twice the tiles
+_LITTLE = 0.03  # of the peak, which is not worth twice the tiles
 Counts = tuple[int, int, int, int]  # blocks of each policy, in ORDER
 
 
@@ -58,11 +58,11 @@ def choose_policies(
             "--context_length"
         )
     best, best_seconds = (0, 0, 0, shape.layers), float("inf")
-    seconds = mix_seconds(shape, seen or setup, gpu or find_gpu("h100"))
+    seconds = _mix_seconds(shape, seen or setup, gpu or find_gpu("h100"))
     for bound, most in sorted((seconds(c), c) for c in candidates(shape, setup, least, budget_gib)):
         if bound >= best_seconds:
             break
-        found = most_attention_that_fits(most, fits)
+        found = _most_attention_that_fits(most, fits)
         if found is not None and (time := seconds(found)) < best_seconds:
             best, best_seconds = found, time
     return policy_text(best)
@@ -95,13 +95,13 @@ def choose_tiles(shape: ModelShape, setup: Setup, budget_gib: float | None = Non
         if budget_gib is not None:
             enough = peak(tiles, activation_policy="recompute_all") <= budget_gib
         else:
-            enough = peak(2 * tiles) > (1 - LITTLE) * peak(tiles)
+            enough = peak(2 * tiles) > (1 - _LITTLE) * peak(tiles)
         if enough:
             return tiles
     return TILES[-1]
 
 
-def mix_seconds(shape: ModelShape, setup: Setup, gpu: Gpu) -> Callable[[Counts], float]:
+def _mix_seconds(shape: ModelShape, setup: Setup, gpu: Gpu) -> Callable[[Counts], float]:
     """Seconds of a micro-batch under a mix: the GPU's or the host's launches, both sums over blocks.
 
     What communication shows is left out: it is the same for every mix, but for what hides it.
@@ -139,7 +139,7 @@ def candidates(shape: ModelShape, setup: Setup, least: Memory, budget_gib: float
     return found
 
 
-def most_attention_that_fits(most: Counts, fits: Callable[[Counts], bool]) -> Counts | None:
+def _most_attention_that_fits(most: Counts, fits: Callable[[Counts], bool]) -> Counts | None:
     """`most` with as many of its keep_attention blocks as fit, the others recomputed; None if no mix.
 
     By bisection: each block that keeps attention takes more memory than one that does not.

@@ -110,7 +110,7 @@ def estimate(
     Raises ValueError, naming the flag, for settings that the model or GPU can't do.
     """
     shape = expanded_shape(shape, config)
-    check_question(shape, machine, config)
+    _check_question(shape, machine, config)
     setup = asked_setup(shape, machine, config)
     check_context(shape, setup)
     config, setup = with_choices(shape, machine, config, setup)
@@ -134,11 +134,11 @@ def asked_setup(shape: ModelShape, machine: Machine, config: RunConfig) -> Setup
     if setup.cpu_offload:
         setup = replace(setup, trained_offload=on_host)
     if config.mlp_tiles == AUTO:
-        setup = replace(setup, mlp_tiles=choose_tiles(shape, setup, budget_of(config)))
+        setup = replace(setup, mlp_tiles=choose_tiles(shape, setup, _budget_of(config)))
     return setup
 
 
-def budget_of(config: RunConfig) -> float | None:
+def _budget_of(config: RunConfig) -> float | None:
     """GiB of --activation_budget_gib; None where it is left out, or left to the plan."""
     return None if config.activation_budget_gib == AUTO else config.activation_budget_gib
 
@@ -150,7 +150,7 @@ def with_choices(
 
     That is what blocks keep under --activation_budget_gib, and --keep_fp8_weights None.
     """
-    budget = budget_of(config)
+    budget = _budget_of(config)
     if budget is not None:
         policy = choose_policies(shape, setup, budget)
         config = replace(config, activation_policy=policy, activation_budget_gib=None)
@@ -169,7 +169,7 @@ def with_choices(
     return config, setup
 
 
-def check_question(shape: ModelShape, machine: Machine, config: RunConfig):
+def _check_question(shape: ModelShape, machine: Machine, config: RunConfig):
     """Refuse what the card or the number of GPUs rules out."""
     if config.compute_dtype == "fp8" and not machine.gpu.fp8_tflops:
         raise ValueError(

@@ -14,7 +14,7 @@ from .peak import EXPLAINED
 from .question import Estimate
 from .weights import packed_bits
 
-STEP_EXPLAINED = dict(
+_STEP_EXPLAINED = dict(
     linears="large products",
     attention="attention",
     recompute="recomputed in backward",
@@ -28,7 +28,7 @@ STEP_EXPLAINED = dict(
     offload="host copies not hidden",
     optimizer="optimizer",
 )
-HOST_EXPLAINED = dict(
+_HOST_EXPLAINED = dict(
     processes="processes",
     weights="weights",
     gradients="gradients",
@@ -44,11 +44,11 @@ def report(
     """The whole answer as text; `cost` is of full rows, that of the data's `rows` is found here."""
     after = [
         verdict(found),
-        *([cost_line(found, cost, examples)] if cost else []),
+        *([_cost_line(found, cost, examples)] if cost else []),
         *data_notes(found, rows),
         *notes(found),
     ]
-    tables = side_by_side(memory_lines(found), step_lines(found))
+    tables = _side_by_side(_memory_lines(found), _step_lines(found))
     subject, after = (
         [line for text in texts for line in wrapped(text)]
         for texts in (subject_lines(found), after)
@@ -111,7 +111,7 @@ def billions(count: float) -> str:
     return f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"
 
 
-def memory_lines(found: Estimate) -> list[str]:
+def _memory_lines(found: Estimate) -> list[str]:
     """GiB by part, the sum, the limit and the host's."""
     use, machine = found.memory, found.machine
     lines = [row("memory per GPU", "GiB")]
@@ -123,12 +123,12 @@ def memory_lines(found: Estimate) -> list[str]:
     return lines + [row(host, f"{use.host:.1f}")]
 
 
-def step_lines(found: Estimate) -> list[str]:
+def _step_lines(found: Estimate) -> list[str]:
     """Seconds by part, the sum and the speed."""
     step = found.step
     lines = [row("one optimizer step", "s")]
     lines += [
-        row("  " + STEP_EXPLAINED[name], f"{seconds:.3f}")
+        row("  " + _STEP_EXPLAINED[name], f"{seconds:.3f}")
         for name, seconds in step.parts.items()
         if seconds >= 0.0005
     ]
@@ -147,7 +147,7 @@ def row(name: str, value: str) -> str:
     return f"{name:<{WIDE - 8}}{value:>8}"
 
 
-def side_by_side(left: list[str], right: list[str]) -> list[str]:
+def _side_by_side(left: list[str], right: list[str]) -> list[str]:
     """Two tables next to each other."""
     return [f"{a:<{WIDE}}   {b}".rstrip() for a, b in zip_longest(left, right, fillvalue="")]
 
@@ -167,14 +167,14 @@ def verdict(found: Estimate) -> str:
     return f"fits, {machine.memory_gib - use.total:.1f} GiB left; peak at: {use.moment}"
 
 
-def cost_line(found: Estimate, cost: RunCost, examples: int) -> str:
+def _cost_line(found: Estimate, cost: RunCost, examples: int) -> str:
     """Wall time and money of a run."""
     config = found.config
     tokens = examples * config.context_length * config.num_epochs
     epochs = f" x {config.num_epochs} epochs" if config.num_epochs > 1 else ""
     return (
         f"{counted(examples, 'row')} x {config.context_length:,} tokens{epochs} = "
-        f"{total_tokens(tokens)} tokens: {duration(cost.hours)}, {money(cost)}"
+        f"{_total_tokens(tokens)} tokens: {duration(cost.hours)}, {money(cost)}"
     )
 
 
@@ -192,14 +192,14 @@ def data_notes(found: Estimate, rows: Rows | None) -> list[str]:
     if cost and rows.num_rows and found.epochs and found.steps:
         tokens = rows.num_rows * rows.mean_length * found.epochs
         lines.append(
-            f"{counted(rows.num_rows, 'row')}, {total_tokens(tokens)} tokens in "
+            f"{counted(rows.num_rows, 'row')}, {_total_tokens(tokens)} tokens in "
             f"{counted(found.steps, 'step')}: {duration(cost.hours)}, {money(cost)}"
         )
     line = padding_line(rows, found.config, found.machine.world_size)
     return lines + [line] * bool(line)
 
 
-def total_tokens(count: float) -> str:
+def _total_tokens(count: float) -> str:
     """Tokens of a run, short."""
     return f"{count / 1e6:,.1f} M" if count >= 1e6 else f"{count:,.0f}"
 

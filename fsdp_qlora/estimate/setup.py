@@ -229,7 +229,7 @@ def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
             accumulation=batches.accumulation,
             no_sync=config.no_sync,
             compile=config.compile is not False,
-            attention=estimated_attention(config),
+            attention=_estimated_attention(config),
             cuda_graphs=(
                 graphs_pay(config, world_size) if config.cuda_graphs is None else config.cuda_graphs
             ),
@@ -238,7 +238,7 @@ def setup_from_config(config: RunConfig, world_size: int, **changes) -> Setup:
     )
 
 
-def estimated_attention(config: RunConfig) -> str:
+def _estimated_attention(config: RunConfig) -> str:
     """The attention kernel that is reckoned with; packed rows have their own (model/attention.py).
 
     FlashAttention 4 is, where it is installed on the machine that is asked.

@@ -95,22 +95,22 @@ def step_seconds(
         name: setup.accumulation * seconds
         for name, seconds in compute_parts(shape, gpu, setup).items()
     }
-    transfers = transfer_seconds(shape, gpu, setup, link)
+    transfers = _transfer_seconds(shape, gpu, setup, link)
     busy = sum(parts.values()) + sum(transfers)
     waits = max(0.0, setup.accumulation * launch_seconds(shape, setup) - busy)
     parts["launches"] = waits + constants.STEP_SECONDS
     parts["communication"], parts["offload"] = transfers
-    parts["communication"] += once_per_step(shape, setup, link, internode_gb_s)
-    parts["optimizer"] = optimizer_seconds(shape, gpu, setup)
+    parts["communication"] += _once_per_step(shape, setup, link, internode_gb_s)
+    parts["optimizer"] = _optimizer_seconds(shape, gpu, setup)
     return StepTime(parts, setup.tokens * setup.accumulation, gpu.calibrated)
 
 
 def compute_parts(shape: ModelShape, gpu: Gpu, setup: Setup) -> dict[str, float]:
     """Seconds of one micro-batch's kernels."""
     flops, n, layers = flops_per_token(shape, setup), setup.tokens, shape.layers
-    rate = product_rate(gpu, setup)
-    frozen_rate = fp8_rate(gpu) if setup.compute_dtype == "fp8" else rate
-    attention = n / attention_rate(gpu, setup)
+    rate = _product_rate(gpu, setup)
+    frozen_rate = _fp8_rate(gpu) if setup.compute_dtype == "fp8" else rate
+    attention = n / _attention_rate(gpu, setup)
     copies = gpu.reached_bandwidth_gb_s * 1e9
     ranks = max(
         n * flops.adapters / rate,
@@ -127,19 +127,19 @@ def compute_parts(shape: ModelShape, gpu: Gpu, setup: Setup) -> dict[str, float]
         adapters=ranks,
         recompute=n * flops.recompute_linears / frozen_rate
         + flops.recompute_attention * attention
-        + rerun_seconds(shape, gpu, setup),
+        + _rerun_seconds(shape, gpu, setup),
         activations=layers
         * sum(activation_traffic(shape, setup))
         / (copies * constants.COPY_SHARE),
         dequantization=(layers * (2 * sum(unpack.values()) + norm_traffic(shape, setup)) + tiles)
         / copies
-        * unpack_slowdown(gpu),
+        * _unpack_slowdown(gpu),
         quantization=layers * sum(map(sum, quantize_traffic(shape, setup).values())) / copies,
         loss=7 * logits / copies,
     )  # seven passes of a fused kernel
 
 
-def product_rate(gpu: Gpu, setup: Setup) -> float:
+def _product_rate(gpu: Gpu, setup: Setup) -> float:
     """FLOP/s of large products in the run's precision.
 
     In fp32 they run without tensor cores, at about a sixteenth of bf16's rate.
@@ -148,12 +148,12 @@ def product_rate(gpu: Gpu, setup: Setup) -> float:
     return rate * constants.MATMUL_SHARE
 
 
-def fp8_rate(gpu: Gpu) -> float:
+def _fp8_rate(gpu: Gpu) -> float:
     """FLOP/s of fp8 products without what they need besides."""
     return (gpu.reached_fp8_tflops or gpu.reached_tflops) * 1e12 * constants.FP8_SHARE
 
 
-def attention_rate(gpu: Gpu, setup: Setup) -> float:
+def _attention_rate(gpu: Gpu, setup: Setup) -> float:
     """FLOP/s of attention: short rows reach less, for blocks on the diagonal are computed whole.
 
     sdpa takes cuDNN's kernels on data-centre cards from Hopper on; elsewhere it is FlashAttention 2,
@@ -166,20 +166,20 @@ def attention_rate(gpu: Gpu, setup: Setup) -> float:
     return gpu.reached_tflops * 1e12 * share / (16 if setup.product_bytes == 4 else 1)
 
 
-def unpack_slowdown(gpu: Gpu) -> float:
+def _unpack_slowdown(gpu: Gpu) -> float:
     """What unpacking takes over what its bytes would: 1, unless it was measured on this card."""
     if not gpu.measured_unpack_gb_s:
         return 1.0
     return gpu.reached_bandwidth_gb_s * constants.UNPACK_SHARE / gpu.measured_unpack_gb_s
 
 
-def rerun_seconds(shape: ModelShape, gpu: Gpu, setup: Setup) -> float:
+def _rerun_seconds(shape: ModelShape, gpu: Gpu, setup: Setup) -> float:
     """Seconds of the passes that run again in the backwards of a micro-batch."""
     copies = gpu.reached_bandwidth_gb_s * 1e9
     share = dict(
         activations=constants.COPY_SHARE,
         adapters=constants.RANK_SHARE,
-        unpack=1 / unpack_slowdown(gpu),
+        unpack=1 / _unpack_slowdown(gpu),
         quantize=1.0,
     )
     counts = Counter(setup.policies(shape))
@@ -190,7 +190,7 @@ def rerun_seconds(shape: ModelShape, gpu: Gpu, setup: Setup) -> float:
     )
 
 
-def block_seconds(shape: ModelShape, gpu: Gpu, setup: Setup) -> tuple[float, float]:
+def _block_seconds(shape: ModelShape, gpu: Gpu, setup: Setup) -> tuple[float, float]:
     """Seconds of one block's forward, and of its backward with recomputation: means of all blocks."""
     parts = compute_parts(shape, gpu, setup)
     busy = max(sum(parts.values()), launch_seconds(shape, setup)) / shape.layers
@@ -223,22 +223,24 @@ def launch_seconds(shape: ModelShape, setup: Setup) -> float:
     )
 
 
-def transfer_seconds(shape: ModelShape, gpu: Gpu, setup: Setup, link: float) -> tuple[float, float]:
+def _transfer_seconds(
+    shape: ModelShape, gpu: Gpu, setup: Setup, link: float
+) -> tuple[float, float]:
     """Seconds of a step's gathers and reduce-scatters, and of its host copies, not hidden.
 
     Each micro-batch gathers each unit once, or again for its backward; or only the first does.
     """
-    room = block_seconds(shape, gpu, setup)
+    room = _block_seconds(shape, gpu, setup)
 
     def one(first: int, again: int):
-        return exposed_seconds(shape, gpu, setup, *room, link, (first, again))
+        return _exposed_seconds(shape, gpu, setup, *room, link, (first, again))
 
     first, others = one(1, int(setup.resharded)), setup.accumulation - 1
     again = one(0, 0) if setup.gather_once else first
     return tuple(a + others * b for a, b in zip(first, again, strict=True))
 
 
-def exposed_seconds(
+def _exposed_seconds(
     shape: ModelShape,
     gpu: Gpu,
     setup: Setup,
@@ -291,7 +293,7 @@ def exposed_seconds(
     return shown, from_host
 
 
-def once_per_step(shape: ModelShape, setup: Setup, link: float, internode_gb_s: float) -> float:
+def _once_per_step(shape: ModelShape, setup: Setup, link: float, internode_gb_s: float) -> float:
     """Seconds of all-reduce at the end: ddp's gradients, or those of the hybrid's replicas."""
     replicas = setup.world_size // setup.shard_ranks
     if replicas < 2:
@@ -302,7 +304,7 @@ def once_per_step(shape: ModelShape, setup: Setup, link: float, internode_gb_s: 
     return 2 * (replicas - 1) / replicas * size / (link * 1e9)
 
 
-def optimizer_seconds(shape: ModelShape, gpu: Gpu, setup: Setup) -> float:
+def _optimizer_seconds(shape: ModelShape, gpu: Gpu, setup: Setup) -> float:
     """Seconds of the update: weight and states read and written, gradient read.
 
     On the host under CPU offload. Those of optim/ update small tensors together, some at a time, which

@@ -54,11 +54,11 @@ def linear_weights(shape: ModelShape, setup: Setup, part: str = "") -> tuple[Wei
     parts = {"attention": shape.attention_linears(), "mlp": shape.mlp_linears()}
     names = parts[part] if part else shape.linears()
     for name, (out, wide) in names.items():
-        weights += stored_linear(name, out, wide, setup)
+        weights += _stored_linear(name, out, wide, setup)
         if name in targets:
             weights += adapter(name, out, wide, setup)
     if setup.keep_fp8_weights:
-        weights += kept_in_fp8(names, targets, setup)
+        weights += _kept_in_fp8(names, targets, setup)
     for name, length in shape.biases().items():
         if name not in names:
             continue
@@ -70,7 +70,7 @@ def linear_weights(shape: ModelShape, setup: Setup, part: str = "") -> tuple[Wei
             weights.append(plain("norms", length, 1, setup.dtype(name), setup.trains(name)))
     if part != "attention":
         for name, (out, wide) in shape.expert_linears().items():
-            weights += stored_linear(name, shape.experts * out, wide, setup)
+            weights += _stored_linear(name, shape.experts * out, wide, setup)
             if name in adapted_experts(shape, setup):  # A and B of each, as PEFT lays them
                 rank = shape.experts * setup.rank(name)
                 weights += [
@@ -86,7 +86,7 @@ def linear_weights(shape: ModelShape, setup: Setup, part: str = "") -> tuple[Wei
     return tuple(weights)
 
 
-def stored_linear(name: str, out: int, wide: int, setup: Setup) -> list[Weight]:
+def _stored_linear(name: str, out: int, wide: int, setup: Setup) -> list[Weight]:
     """A linear weight as it is stored: numbers, or packed bytes and scales."""
     if setup.quant == "none":
         return [plain("linears", out, wide, setup.dtype(name), setup.trains(name))]
@@ -98,14 +98,14 @@ def stored_linear(name: str, out: int, wide: int, setup: Setup) -> list[Weight]:
     ]
 
 
-FP8_MULTIPLE = 16  # of rows, and of an adapter's columns in fp8 (../quantization/fp8.py)
-JOINED_RANKS = 64  # of layers of one input whose fp8 products are joined (../adapters/fusion.py)
+_FP8_MULTIPLE = 16  # of rows, and of an adapter's columns in fp8 (../quantization/fp8.py)
+_JOINED_RANKS = 64  # of layers of one input whose fp8 products are joined (../adapters/fusion.py)
 FEEDS = dict(
     q_proj="qkv", k_proj="qkv", v_proj="qkv", gate_proj="mlp", up_proj="mlp"
 )  # share an input
 
 
-def kept_in_fp8(
+def _kept_in_fp8(
     linears: dict[str, tuple[int, int]], targets: Iterable[str], setup: Setup
 ) -> list[Weight]:
     """What fp8 products keep of a block's weights (quantization/kept.py).
@@ -116,12 +116,12 @@ def kept_in_fp8(
     kept = {
         name: size
         for name, size in linears.items()
-        if not setup.trains(name) and size[1] % BLOCKSIZE == size[0] % FP8_MULTIPLE == 0
+        if not setup.trains(name) and size[1] % BLOCKSIZE == size[0] % _FP8_MULTIPLE == 0
     }
     ranks = {name: setup.rank(name) for name in kept if name in targets}
     weights = [
         Weight(
-            "fp8", out, 2 * wide + 2 * 4 + fp8_columns(forward_ranks(name, ranks, setup)), 0, False
+            "fp8", out, 2 * wide + 2 * 4 + _fp8_columns(forward_ranks(name, ranks, setup)), 0, False
         )
         for name, (out, wide) in kept.items()
     ]
@@ -132,7 +132,7 @@ def kept_in_fp8(
         group = FEEDS.get(name, name) if setup.compile else name
         groups[group] = groups.get(group, (0, 0))[0] + rank, kept[name][1]
     return weights + [
-        Weight("fp8", wide, fp8_columns(rank), 0, False) for rank, wide in groups.values()
+        Weight("fp8", wide, _fp8_columns(rank), 0, False) for rank, wide in groups.values()
     ]
 
 
@@ -142,12 +142,12 @@ def forward_ranks(name: str, ranks: dict[str, int], setup: Setup) -> int:
         return 0
     group = FEEDS.get(name, name)
     together = sum(rank for other, rank in ranks.items() if FEEDS.get(other, other) == group)
-    return together if setup.compile and together <= JOINED_RANKS else ranks[name]
+    return together if setup.compile and together <= _JOINED_RANKS else ranks[name]
 
 
-def fp8_columns(rank: int) -> int:
+def _fp8_columns(rank: int) -> int:
     """The columns that adapters of this rank together take in an fp8 product."""
-    return -(-rank // FP8_MULTIPLE) * FP8_MULTIPLE
+    return -(-rank // _FP8_MULTIPLE) * _FP8_MULTIPLE
 
 
 def packed_bits(quant: str) -> int:
@@ -192,7 +192,7 @@ def block_weights(shape: ModelShape, setup: Setup) -> tuple[Weight, ...]:
 
 
 @lru_cache(maxsize=16)
-def new_block_weights(shape: ModelShape, setup: Setup) -> tuple[Weight, ...]:
+def _new_block_weights(shape: ModelShape, setup: Setup) -> tuple[Weight, ...]:
     """Every weight of a block that Llama-Pro adds: trained, in --adapter_dtype, never quantized."""
     if not shape.new_blocks:
         return ()
@@ -204,7 +204,7 @@ def widest_block(shape: ModelShape, setup: Setup) -> tuple[Weight, ...]:
     """The weights of the block that is largest when it is gathered."""
     return max(
         block_weights(shape, setup),
-        new_block_weights(shape, setup),
+        _new_block_weights(shape, setup),
         key=lambda weights: gathered(weights, setup),
     )
 
@@ -213,7 +213,7 @@ def average_gathered(shape: ModelShape, setup: Setup) -> float:
     """Gathered bytes of a block, on the average over all."""
     new = shape.new_blocks / shape.layers
     return (1 - new) * gathered(block_weights(shape, setup), setup) + new * gathered(
-        new_block_weights(shape, setup), setup
+        _new_block_weights(shape, setup), setup
     )
 
 
@@ -222,14 +222,14 @@ def average_trained(shape: ModelShape, setup: Setup, ranks: int, dtype: str = ""
     new = shape.new_blocks / shape.layers
     return (1 - new) * trained_bytes(
         block_weights(shape, setup), ranks, setup, dtype
-    ) + new * trained_bytes(new_block_weights(shape, setup), ranks, setup, dtype)
+    ) + new * trained_bytes(_new_block_weights(shape, setup), ranks, setup, dtype)
 
 
 def most_trained(shape: ModelShape, setup: Setup, dtype: str = "") -> float:
     """Trained bytes of the block with most of them, whole."""
     return max(
         trained_bytes(weights(shape, setup), 1, setup, dtype)
-        for weights in (block_weights, new_block_weights)
+        for weights in (block_weights, _new_block_weights)
     )
 
 
@@ -273,7 +273,7 @@ def all_weights(shape: ModelShape, setup: Setup) -> list[tuple[Weight, int]]:
     blocks = [(w, adapted if w.kind == "adapters" else base) for w in block_weights(shape, setup)]
     return (
         blocks
-        + [(w, shape.new_blocks) for w in new_block_weights(shape, setup)]
+        + [(w, shape.new_blocks) for w in _new_block_weights(shape, setup)]
         + [(w, 1) for w in outer]
     )
 

@@ -34,7 +34,7 @@ class Window:
         self.setup, self.layers = setup, shape.layers
         self.embedding = gathered(embedding_weights(shape, setup), setup)
         self.root = gathered(root_weights(shape, setup), setup)
-        self.unit, self.next = unit_bytes(shape, setup)
+        self.unit, self.next = _unit_bytes(shape, setup)
         self.average, self.flat = average_gathered(shape, setup), setup.shard_ranks > 1
         # Frozen bytes of a block, which one GPU fetches ahead (memory/weight_streaming.py).
         self.streamed = self.unit - trained_bytes(widest_block(shape, setup), 1, setup)
@@ -88,7 +88,7 @@ class Window:
         return self.root + self.unit + ahead * setup.backward_prefetch
 
 
-def unit_bytes(shape: ModelShape, setup: Setup) -> tuple[float, float]:
+def _unit_bytes(shape: ModelShape, setup: Setup) -> tuple[float, float]:
     """Gathered bytes of the unit whose backward comes first in a block, and of the one after it.
 
     A block is one unit, or its MLP and its attention are two. `min_params` is taken as `block`.

@@ -28,7 +28,7 @@ from ..reading import from_json
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 
 # Fields of a LoraConfig whose meaning is honoured here, and those that matter in training only.
-HONOURED = {
+_HONOURED = {
     "r",
     "lora_alpha",
     "rank_pattern",
@@ -44,7 +44,7 @@ HONOURED = {
     "init_lora_weights",
     "ensure_weight_tying",
 }
-TRAINING_ONLY = {
+_TRAINING_ONLY = {
     "peft_type",
     "task_type",
     "peft_version",
@@ -115,7 +115,7 @@ class Delta:
 
 
 @dataclass
-class ExpertsDelta:
+class _ExpertsDelta:
     """A low-rank change of each expert in fp32, for a tensor of all, or of rows of one of them."""
 
     a: Tensor  # (E, R, I)
@@ -135,7 +135,7 @@ class ExpertsDelta:
 
 
 @dataclass
-class Shift:
+class _Shift:
     """What is added to a bias."""
 
     by: Tensor
@@ -151,7 +151,7 @@ class AdapterFolder:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self.config = read_adapter_config(self.folder)
-        check_supported(self.folder, self.config)
+        _check_supported(self.folder, self.config)
         try:
             self.file = safe_open(self.folder / WEIGHTS_FILE, framework="pt")
         except (OSError, SafetensorError) as error:
@@ -253,18 +253,18 @@ class AdapterFolder:
                 f"{CONFIG_FILE} says {rank}; the two files are of different adapters"
             )
 
-    def effect(self, change: Change, shape: tuple[int, ...]) -> Delta | Shift | None:
+    def effect(self, change: Change, shape: tuple[int, ...]) -> Delta | _Shift | None:
         """What a change does to the base's values, if it does not only replace them."""
         if change.added:
-            return Shift(self.tensor(change.added) * change.scaling)
+            return _Shift(self.tensor(change.added) * change.scaling)
         if change.experts:
             return self.experts_delta(change)
         return self.delta(change, shape) if change.parts else None
 
-    def experts_delta(self, change: Change) -> ExpertsDelta:
+    def experts_delta(self, change: Change) -> _ExpertsDelta:
         """The low-rank changes of all experts; PEFT's B has an expert's columns apart."""
         a, b = (self.tensor(change.parts[kind]) for kind in "AB")
-        return ExpertsDelta(
+        return _ExpertsDelta(
             a.unflatten(0, (change.experts, -1)),
             b.unflatten(1, (-1, change.experts)).permute(2, 0, 1),
             change.scaling,
@@ -321,7 +321,7 @@ def read_adapter_config(folder: Path) -> dict:
         if config.get("peft_type") != "LORA":
             raise ValueError(f"peft_type is {config.get('peft_type')}, and only LORA is known here")
         config = {**LoraConfig().to_dict(), **config}
-        check_values(config)
+        _check_values(config)
     except (ValueError, AttributeError) as error:
         raise ValueError(
             f"--adapter_folder {folder}: {CONFIG_FILE}: {first_line(error)}"
@@ -329,7 +329,7 @@ def read_adapter_config(folder: Path) -> dict:
     return config
 
 
-def check_values(config: dict):
+def _check_values(config: dict):
     """Refuse a value of adapter_config.json of another kind than the field takes. Raises ValueError."""
 
     def whole(value) -> bool:
@@ -365,11 +365,11 @@ def check_values(config: dict):
             raise ValueError(f"{name} can't be {config[name]!r}; save the adapter again")
 
 
-def check_supported(folder: Path, config: dict):
+def _check_supported(folder: Path, config: dict):
     """Refuse a setting that changes the result in a way not known here, naming it."""
     defaults = LoraConfig().to_dict()
     for name, value in config.items():
-        if name in HONOURED | TRAINING_ONLY or not value or value == defaults.get(name):
+        if name in _HONOURED | _TRAINING_ONLY or not value or value == defaults.get(name):
             continue
         raise ValueError(
             f"--adapter_folder {folder}: {CONFIG_FILE} sets {name}, which can't be merged "

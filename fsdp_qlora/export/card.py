@@ -22,7 +22,7 @@ from ..redact import redact_all, without_folders
 
 CARD_FILE = "README.md"
 PACKAGES = ("fsdp_qlora", "torch", "transformers", "peft", "bitsandbytes")
-NOT_SHOWN = {
+_NOT_SHOWN = {
     "model_name",
     "revision",
     "dataset",
@@ -72,16 +72,16 @@ def write_card(
 
     merged: the adapter's folder and the base in words, if `folder` is what a merge made of them.
     """
-    adapter = read_adapter(merged[0] if merged else folder)
-    text = card_text(run, adapter, read_metrics(metrics), merged and merged[1])
+    adapter = _read_adapter(merged[0] if merged else folder)
+    text = _card_text(run, adapter, read_metrics(metrics), merged and merged[1])
     (folder / CARD_FILE).write_text(ModelCard(text).content)
 
 
-def card_text(run: dict, adapter: dict, lines: list[dict], merged_base: str | None = None) -> str:
+def _card_text(run: dict, adapter: dict, lines: list[dict], merged_base: str | None = None) -> str:
     """The card as text: its metadata, a table of facts and one of settings, and how it is used."""
     base = without_folders(run["model_name"])
     is_hub_name = base == run["model_name"] and base.count("/") == 1
-    kind = f"{adapter_kind(adapter)} of" if adapter else "All weights of"
+    kind = f"{_adapter_kind(adapter)} of" if adapter else "All weights of"
     is_adapter = bool(adapter) and not merged_base
     data = ModelCardData(
         base_model=base if is_hub_name else None,
@@ -116,7 +116,7 @@ def card_text(run: dict, adapter: dict, lines: list[dict], merged_base: str | No
     )
 
 
-def adapter_kind(adapter: dict) -> str:
+def _adapter_kind(adapter: dict) -> str:
     """The adapter in words."""
     kind = "DoRA" if adapter.get("use_dora") else "rsLoRA" if adapter.get("use_rslora") else "LoRA"
     targets = adapter.get("target_modules") or []
@@ -182,7 +182,7 @@ def changed(run: dict) -> dict:
     return {
         f.name: without_folders(shown(run[f.name]))
         for f in fields(RunConfig)
-        if f.name in run and f.name not in NOT_SHOWN and run[f.name] != default_of(f)
+        if f.name in run and f.name not in _NOT_SHOWN and run[f.name] != default_of(f)
     }
 
 
@@ -209,7 +209,7 @@ def usage(base: str, is_adapter: bool) -> list[str]:
     ]
 
 
-def read_adapter(folder: Path) -> dict:
+def _read_adapter(folder: Path) -> dict:
     """adapter_config.json of a folder; empty if it is a whole model."""
     path = folder / "adapter_config.json"
     return read_object(path) if path.is_file() else {}

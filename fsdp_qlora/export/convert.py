@@ -55,10 +55,10 @@ def convert_adapter(
     output_dir = Path(output_dir)
     if output_dir.exists():
         raise ValueError(f"--output_dir {output_dir} is there already; give a new folder")
-    state, left_out = read_original(weights)
+    state, left_out = _read_original(weights)
     model = meta_model(read_config(model_name), torch.bfloat16)
     modules = {name.rpartition(".lora_")[0] for name in state if ".lora_A." in name}
-    check_modules(modules, state, model, weights)
+    _check_modules(modules, state, model, weights)
     config = peft_config(state, modules, model, model_name, lora_alpha)
     with complete_folder(output_dir) as new:
         save_file(
@@ -68,7 +68,7 @@ def convert_adapter(
         )
         save_peft_config(config, new)
         if train_type:
-            (new / RUN_FILE).write_text(json.dumps({"quant": quant_of(train_type)}))
+            (new / RUN_FILE).write_text(json.dumps({"quant": _quant_of(train_type)}))
     print(
         f"adapter of {len(modules)} layers in {output_dir}: rank {config.r}, alpha {config.lora_alpha}"
         + (", DoRA" if config.use_dora else "")
@@ -77,7 +77,7 @@ def convert_adapter(
     return output_dir
 
 
-def quant_of(train_type: str) -> str:
+def _quant_of(train_type: str) -> str:
     """What the base was rounded to under a train_type of the original script.
 
     Its HQQ weights had quantized scales and zeros, which no format here has.
@@ -87,7 +87,7 @@ def quant_of(train_type: str) -> str:
     return "nf4" if "qlora" in train_type or train_type.startswith("bnb") else "none"
 
 
-def read_original(weights: str | Path) -> tuple[dict[str, Tensor], int]:
+def _read_original(weights: str | Path) -> tuple[dict[str, Tensor], int]:
     """Adapter tensors under PEFT's names without its prefix, and how many others were left out.
 
     Norms are kept where they are the only others: then they were trained (train_layernorms).
@@ -110,7 +110,7 @@ def read_original(weights: str | Path) -> tuple[dict[str, Tensor], int]:
             if all("norm" in key for key in others):
                 state |= {names[key]: file.get_tensor(key) for key in others}
             state |= {
-                peft_name(names[key]): file.get_tensor(key)
+                _peft_name(names[key]): file.get_tensor(key)
                 for key in names
                 if NAME.fullmatch(names[key])
             }
@@ -126,7 +126,7 @@ def read_original(weights: str | Path) -> tuple[dict[str, Tensor], int]:
     return state, len(names) - len(state)
 
 
-def peft_name(name: str) -> str:
+def _peft_name(name: str) -> str:
     """PEFT's name of an adapter tensor of the original script."""
     found = NAME.fullmatch(name)
     if found["magnitude"]:
@@ -134,7 +134,7 @@ def peft_name(name: str) -> str:
     return f"{found['module']}.lora_{found['letter'] or 'AB'[int(found['sequential'])]}.weight"
 
 
-def check_modules(
+def _check_modules(
     modules: set[str], state: dict[str, Tensor], model: nn.Module, weights: str | Path
 ):
     """Every adapted layer must be a linear one of this model, of that shape. Raises ValueError."""

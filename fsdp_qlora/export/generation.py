@@ -16,7 +16,7 @@ from ..data import stop_token_ids
 from ..loading.generation import GENERATION_FILE, read_generation_settings
 from ..reading import read_object
 
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def write_generation_settings(model: nn.Module, folder: Path):
@@ -31,7 +31,7 @@ def stop_at_trained_ends(folder: Path, tokenizer):
     settings = read_generation_settings(folder)
     if not settings:  # transformers then takes these from the model's configuration
         config = read_object(folder / "config.json")
-        settings = {name: config[name] for name in TOKEN_IDS if config.get(name) is not None}
+        settings = {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None}
     known = settings.get("eos_token_id")
     known = known if isinstance(known, list) else [] if known is None else [known]
     ends = stop_token_ids(tokenizer) if tokenizer.is_fast else [tokenizer.eos_token_id]

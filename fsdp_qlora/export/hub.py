@@ -20,7 +20,7 @@ from ..redact import redact, without_folders
 from .card import CARD_FILE
 from .merged_files import OTHER_FILES, TOKENIZER_FILES
 
-PUSHED_FILES = (
+_PUSHED_FILES = (
     "*.safetensors",
     "adapter_config.json",
     "config.json",
@@ -47,7 +47,7 @@ def push_folder(
             "saved, such as output/adapter"
         )
     files = [
-        path for path in sorted(folder.rglob("*")) if path.is_file() and is_pushed(path, folder)
+        path for path in sorted(folder.rglob("*")) if path.is_file() and _is_pushed(path, folder)
     ]
     left = sorted(p.name for p in folder.iterdir() if p.is_file() and p not in files)
     if why := why_offline():
@@ -74,10 +74,10 @@ def push_folder(
     return str(url)
 
 
-def is_pushed(path: Path, folder: Path) -> bool:
+def _is_pushed(path: Path, folder: Path) -> bool:
     """Whether a file is part of an adapter or model: by name, so nothing else goes up by accident."""
     top = path.relative_to(folder).parts[0]
-    return any(fnmatch(top, pattern) for pattern in PUSHED_FILES)
+    return any(fnmatch(top, pattern) for pattern in _PUSHED_FILES)
 
 
 def content(path: Path) -> str | bytes:
@@ -87,18 +87,18 @@ def content(path: Path) -> str | bytes:
         "config.json",
         "fsdp_qlora.json",
     ):
-        return json.dumps(for_others(read_object(path)), indent=2).encode()
+        return json.dumps(_for_others(read_object(path)), indent=2).encode()
     if path.name == CARD_FILE:
         return redact(path.read_text()).replace(str(Path.home()), "~").encode()
     return str(path)
 
 
-def for_others(value):
+def _for_others(value):
     """JSON whose texts name no folder and hold no secret."""
     if isinstance(value, str):
         return without_folders(value) if "\n" not in value else redact(value)
     if isinstance(value, dict):
-        return {key: for_others(part) for key, part in value.items()}
+        return {key: _for_others(part) for key, part in value.items()}
     if isinstance(value, list):
-        return [for_others(part) for part in value]
+        return [_for_others(part) for part in value]
     return value

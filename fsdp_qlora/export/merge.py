@@ -31,7 +31,7 @@ from .merged_files import write_other_files
 from .save import RUN_FILE, ShardWriter
 
 CHUNK_BYTES = 256 * 2**20  # of fp32 rows that are changed together
-MERGE_DTYPES = DTYPES | {"fp16": torch.float16}
+_MERGE_DTYPES = DTYPES | {"fp16": torch.float16}
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Output:
 
 
 @dataclass
-class MergePlan:
+class _MergePlan:
     """All there is to do, found out before anything is written."""
 
     base: BaseModel
@@ -99,31 +99,31 @@ def merge_adapter(
     started, output_dir = time.perf_counter(), Path(output_dir)
     if output_dir.exists():
         raise ValueError(f"--output_dir {output_dir} is there already; give a new folder")
-    plan = plan_merge(
+    plan = _plan_merge(
         open_base(model_name, revision), adapter_folder, merge_base, base_quant, merge_format, dtype
     )
     check_folder("output_dir", output_dir, plan.num_bytes, "the merged model")
     print(f"base: {plan.base.describe()}", flush=True)
     with complete_folder(output_dir) as new:
         writer = ShardWriter(new)
-        for name, tensor in merged_tensors(plan):
+        for name, tensor in _merged_tensors(plan):
             writer.add(name, tensor)
         writer.finish()
         write_other_files(new, plan.base.checkpoint.folder, adapter_folder, plan.settings)
         if adapter_folder:
-            write_merged_card(new, Path(adapter_folder), plan.base)
-    print(describe_result(plan, output_dir, time.perf_counter() - started))
+            _write_merged_card(new, Path(adapter_folder), plan.base)
+    print(_describe_result(plan, output_dir, time.perf_counter() - started))
     return output_dir
 
 
-def plan_merge(
+def _plan_merge(
     base: BaseModel,
     adapter_folder: str | Path | None,
     merge_base: str,
     base_quant: str,
     merge_format: str,
     dtype: str,
-) -> MergePlan:
+) -> _MergePlan:
     """Read what is needed of base and adapter, and match them. Raises ValueError."""
     if adapter_folder is None and merge_format != "bnb4":
         raise ValueError(
@@ -132,12 +132,12 @@ def plan_merge(
         )
     adapter = AdapterFolder(adapter_folder) if adapter_folder else None
     choose_base(base, merge_base, base_quant, adapter_folder)
-    outputs, untied = plan_outputs(base, adapter)
-    plan = MergePlan(base, adapter, outputs, MERGE_DTYPES[dtype], set(), {})
+    outputs, untied = _plan_outputs(base, adapter)
+    plan = _MergePlan(base, adapter, outputs, _MERGE_DTYPES[dtype], set(), {})
     plan.settings = {"dtype": str(plan.dtype).removeprefix("torch."), "quantization_config": None}
     if untied:
         plan.settings["tie_word_embeddings"] = False
-    check_shapes(plan)
+    _check_shapes(plan)
     if merge_format == "bnb4":
         plan.packed = base.linear_weights & outputs.keys()
         skip = [base.head.removesuffix(".weight")]
@@ -145,7 +145,7 @@ def plan_merge(
     return plan
 
 
-def plan_outputs(base: BaseModel, adapter: AdapterFolder | None) -> tuple[dict[str, Output], bool]:
+def _plan_outputs(base: BaseModel, adapter: AdapterFolder | None) -> tuple[dict[str, Output], bool]:
     """Every tensor of the merged model by name, and whether a tied head is one of its own now.
 
     Raises ValueError for a change of a tensor that the base does not have.
@@ -156,13 +156,13 @@ def plan_outputs(base: BaseModel, adapter: AdapterFolder | None) -> tuple[dict[s
     changes: dict[str, Change] = {}
     for name, change in (adapter.changes if adapter else {}).items():
         if change.experts:
-            changes |= changes_of_experts(adapter, name, change, base)
+            changes |= _changes_of_experts(adapter, name, change, base)
             continue
         found = head if tied and name == base.head else base.find(name)
         if found is None:
-            refuse_unknown(adapter, name, change, base)
+            _refuse_unknown(adapter, name, change, base)
         changes[found] = change
-    untied = tied and not stays_tied(adapter, changes.get(embedding), changes.get(head))
+    untied = tied and not _stays_tied(adapter, changes.get(embedding), changes.get(head))
     if untied:
         outputs[head] = Output(embedding)
     for name, change in changes.items():
@@ -171,12 +171,12 @@ def plan_outputs(base: BaseModel, adapter: AdapterFolder | None) -> tuple[dict[s
     return outputs, untied
 
 
-def changes_of_experts(
+def _changes_of_experts(
     adapter: AdapterFolder, name: str, change: Change, base: BaseModel
 ) -> dict[str, Change]:
     """The change of all experts' weights as one of each tensor that holds some of them."""
     if name not in base.experts:
-        refuse_unknown(adapter, name, change, base)
+        _refuse_unknown(adapter, name, change, base)
     found, row = {}, 0
     for part in base.experts[name]:
         found[part] = replace(change, first_row=row)
@@ -189,7 +189,7 @@ def changes_of_experts(
     return found
 
 
-def refuse_unknown(adapter: AdapterFolder, name: str, change: Change, base: BaseModel):
+def _refuse_unknown(adapter: AdapterFolder, name: str, change: Change, base: BaseModel):
     """Say which tensor is not there, and what may have been meant."""
     if change.added:
         adapter.refuse(
@@ -203,7 +203,7 @@ def refuse_unknown(adapter: AdapterFolder, name: str, change: Change, base: Base
     )
 
 
-def stays_tied(
+def _stays_tied(
     adapter: AdapterFolder | None, embedding: Change | None, head: Change | None
 ) -> bool:
     """Whether the two ends of a tied model are still the same tensor after their changes."""
@@ -216,7 +216,7 @@ def stays_tied(
     return torch.equal(*(adapter.tensor(c.replacement) for c in (embedding, head)))
 
 
-def check_shapes(plan: MergePlan):
+def _check_shapes(plan: _MergePlan):
     """Every change must be for a tensor of that shape; only the vocabulary may have grown."""
     base, ends = plan.base, {}
     for name, output in plan.outputs.items():
@@ -233,10 +233,10 @@ def check_shapes(plan: MergePlan):
         plan.settings["vocab_size"] = rows
 
 
-def merged_tensors(plan: MergePlan) -> Iterator[tuple[str, Tensor]]:
+def _merged_tensors(plan: _MergePlan) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of the merged checkpoint, one after the other."""
     for name, output in tqdm(plan.outputs.items(), "merging", unit=" tensors", disable=None):
-        tensor = merged_tensor(plan, output)
+        tensor = _merged_tensor(plan, output)
         if name in plan.packed:
             if output.source in plan.base.transposed:
                 tensor = tensor.t()  # bitsandbytes holds W
@@ -246,7 +246,7 @@ def merged_tensors(plan: MergePlan) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def merged_tensor(plan: MergePlan, output: Output) -> Tensor:
+def _merged_tensor(plan: _MergePlan, output: Output) -> Tensor:
     """One tensor of the merged model, computed in fp32 by chunks of rows and rounded once."""
     shape, change, base = plan.shape(output), output.change, plan.base
     if change and change.replacement:
@@ -272,7 +272,7 @@ def merged_tensor(plan: MergePlan, output: Output) -> Tensor:
     return merged
 
 
-def write_merged_card(folder: Path, adapter: Path, base: BaseModel):
+def _write_merged_card(folder: Path, adapter: Path, base: BaseModel):
     """A model card, if the adapter's folder tells of the run that it comes from."""
     if not (adapter / RUN_FILE).is_file():
         return
@@ -292,7 +292,7 @@ def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def describe_result(plan: MergePlan, folder: Path, seconds: float) -> str:
+def _describe_result(plan: _MergePlan, folder: Path, seconds: float) -> str:
     """What was written, in one line."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     changed = sum(o.change is not None for o in plan.outputs.values())

@@ -81,15 +81,15 @@ class BaseModel:
         if name in self.packed:
             return bnb4.dense(self.checkpoint, name, self.packed[name]).float()
         if not self.shapes[name]:
-            return as_fp32(self.checkpoint.rows(name, 0, 0))
-        whole = as_fp32(self.checkpoint.rows(name, 0, self.shapes[name][0]))
+            return _as_fp32(self.checkpoint.rows(name, 0, 0))
+        whole = _as_fp32(self.checkpoint.rows(name, 0, self.shapes[name][0]))
         return self.round_to.round_rows(whole.t().contiguous(), taken=self.taken.get(name)).t()
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows (start, stop) in fp32, rounded as in training; integers as they are."""
         rows = self.checkpoint.rows(name, start, stop)
         if not self.round_to or name not in self.linear_weights:
-            return as_fp32(rows)
+            return _as_fp32(rows)
         if rows.dim() == 3:
             return self.round_to.round_rows(rows.flatten(0, 1)).view_as(rows)  # experts
         return self.round_to.round_rows(rows, taken=self.taken.get(name), start=start)
@@ -110,7 +110,7 @@ class BaseModel:
         )
 
 
-def as_fp32(tensor: Tensor) -> Tensor:
+def _as_fp32(tensor: Tensor) -> Tensor:
     """A float tensor in fp32; any other as it is."""
     return tensor.float() if tensor.is_floating_point() else tensor
 

@@ -26,9 +26,9 @@ TOKENIZER_FILES = (
     "chat_template.*",
     "additional_chat_templates",
 )
-TEMPLATE_FILES = ("chat_template.*", "additional_chat_templates")
+_TEMPLATE_FILES = ("chat_template.*", "additional_chat_templates")
 # Of a tokenizer's files these speak for the whole, so those of two tokenizers must not lie together.
-OLDER_FILES = ("special_tokens_map.json", "added_tokens.json")
+_OLDER_FILES = ("special_tokens_map.json", "added_tokens.json")
 OTHER_FILES = ("generation_config.json", "LICENSE*", "USE_POLICY*")
 
 
@@ -40,33 +40,33 @@ def write_other_files(folder: Path, base: Path, adapter: str | Path | None, sett
     change; one that is None is taken out.
     """
     write_config(folder, base, settings)
-    tokenizer_files = list(matching(Path(adapter), TOKENIZER_FILES)) if adapter else []
+    tokenizer_files = list(_matching(Path(adapter), TOKENIZER_FILES)) if adapter else []
     names = {file.name for file in tokenizer_files}
-    has_own_template = brings_template(tokenizer_files)
-    left_out = (TEMPLATE_FILES if has_own_template else ()) + (
-        OLDER_FILES if "tokenizer.json" in names else ()
+    has_own_template = _brings_template(tokenizer_files)
+    left_out = (_TEMPLATE_FILES if has_own_template else ()) + (
+        _OLDER_FILES if "tokenizer.json" in names else ()
     )
-    for file in matching(base, (*TOKENIZER_FILES, *OTHER_FILES)):
+    for file in _matching(base, (*TOKENIZER_FILES, *OTHER_FILES)):
         if not any(fnmatch(file.name, pattern) for pattern in left_out):
             copy(file, folder)
     if has_own_template and "tokenizer_config.json" not in names:
-        drop_inline_template(folder)
+        _drop_inline_template(folder)
     for file in tokenizer_files:
         copy(file, folder)
     if "tokenizer_config.json" in names:
-        stop_at_ends_of(folder)
+        _stop_at_ends_of(folder)
 
 
-def brings_template(tokenizer_files: list[Path]) -> bool:
+def _brings_template(tokenizer_files: list[Path]) -> bool:
     """Whether an adapter says how it is asked: by a chat template, or a tokenizer that has none."""
     return any(
         file.name == "tokenizer_config.json" or fnmatch(file.name, pattern)
         for file in tokenizer_files
-        for pattern in TEMPLATE_FILES
+        for pattern in _TEMPLATE_FILES
     )
 
 
-def drop_inline_template(folder: Path):
+def _drop_inline_template(folder: Path):
     """Take the base's template out of its tokenizer_config.json, where the adapter has a file for it."""
     path = folder / "tokenizer_config.json"
     if not path.is_file():
@@ -76,7 +76,7 @@ def drop_inline_template(folder: Path):
         path.write_text(json.dumps(config, indent=2))
 
 
-def stop_at_ends_of(folder: Path):
+def _stop_at_ends_of(folder: Path):
     """Let generation stop where the tokenizer of a merged folder says that answers end."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -103,7 +103,7 @@ def write_config(folder: Path, base: Path, settings: dict):
     )
 
 
-def matching(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
+def _matching(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
     """Files and folders of `folder` with such names."""
     for path in sorted(folder.iterdir()):
         if any(fnmatch(path.name, pattern) for pattern in patterns):

@@ -57,7 +57,7 @@ def save_trained(
         if "about" in settings:  # a whole record of a run, not settings of one's own
             write_card(new, redact_all(settings), Path(folder).parent / "metrics.jsonl")
 
-    save = save_adapter if hasattr(model, "peft_config") else save_full
+    save = save_adapter if hasattr(model, "peft_config") else _save_full
     return save(model, folder, write_rest)
 
 
@@ -67,19 +67,19 @@ def trained_bytes(model: nn.Module) -> int:
     An adapter that begins as a part of its base takes twice that.
     """
     if not hasattr(model, "peft_config"):
-        return whole_bytes(model)
+        return _whole_bytes(model)
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 
 
-def whole_bytes(model: nn.Module) -> int:
+def _whole_bytes(model: nn.Module) -> int:
     """Size of all weights in the dtype of the model's configuration."""
     layers = [m for m in model.modules() if isinstance(m, QuantLinear)]
     packed = {p for layer in layers for p in (layer.weight, layer.absmax)}
     plain = sum(p.numel() for p in model.parameters() if p not in packed)
-    return (plain + sum(own_weights(layer) for layer in layers)) * saved_dtype(model).itemsize
+    return (plain + sum(own_weights(layer) for layer in layers)) * _saved_dtype(model).itemsize
 
 
-def saved_dtype(model: nn.Module) -> torch.dtype:
+def _saved_dtype(model: nn.Module) -> torch.dtype:
     """The dtype that a whole model is saved in: that of its configuration."""
     return getattr(model.config, "dtype", None) or torch.float32
 
@@ -136,12 +136,12 @@ def gathered(parameters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor | None
             yield name, whole.cpu().clone()
 
 
-def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Each weight of a model without adapters on the host of rank 0, in the dtype of its configuration.
 
     Quantized ones become the numbers that they stood for in training.
     """
-    dtype = saved_dtype(model)
+    dtype = _saved_dtype(model)
     layers = {f"{name}.": m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
     packed = {prefix + leaf for prefix in layers for leaf in ("weight", "absmax")}
     plain = {name: p for name, p in model.named_parameters() if name not in packed}
@@ -158,12 +158,12 @@ def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         )
 
 
-def save_full(
+def _save_full(
     model: nn.Module, folder: str | Path, write_rest: Callable[[Path], None] | None = None
 ) -> Path:
     """The whole model in transformers' format, in files of at most SHARD_BYTES.
 
-    What was quantized is written as the numbers that it stood for in training (`whole_weights`).
+    What was quantized is written as the numbers that it stood for in training (`_whole_weights`).
     `write_rest` writes more files into the folder before it gets its name.
     """
     folder, is_main = Path(folder), ranks_from_env().is_main
@@ -173,7 +173,7 @@ def save_full(
     writer = ShardWriter(scratch)
     try:
         transposed, stacks = transposed_weights(model), stacked_weights(model)
-        for name, tensor in whole_weights(model):
+        for name, tensor in _whole_weights(model):
             if name in transposed:
                 tensor = tensor.t().contiguous()
             stored_name, experts = stacks.get(name, (name, 0))

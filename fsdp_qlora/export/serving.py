@@ -16,12 +16,14 @@ from safetensors import SafetensorError, safe_open
 from ..loading import first_line
 from .adapter_folder import INITS, WEIGHTS_FILE, read_adapter_config
 
-MAX_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank can be; 16 if left out
-INITS_TAKEN = (*INITS, "mica", "lora_ga")
-TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.(?:lora_[AB]\.weight|lora_embedding_[AB])")
+_MAX_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank can be; 16 if left out
+_INITS_TAKEN = (*INITS, "mica", "lora_ga")
+_TENSOR = re.compile(
+    r"base_model\.model\.(?P<module>.+)\.(?:lora_[AB]\.weight|lora_embedding_[AB])"
+)
 
 # A setting that is not taken -> what vLLM says of it.
-NOT_TAKEN = {
+_NOT_TAKEN = {
     "modules_to_save": "modules trained whole (modules_to_save)",
     "use_dora": "DoRA (use_dora)",
     "lora_bias": "biases of B (lora_bias)",
@@ -35,24 +37,24 @@ NOT_TAKEN = {
 }
 
 
-def check_adapter_folder(folder: str | Path, max_lora_rank: int = MAX_RANKS[-1]) -> list[str]:
+def check_adapter_folder(folder: str | Path, max_lora_rank: int = _MAX_RANKS[-1]) -> list[str]:
     """Why vLLM would refuse this adapter, or use it wrongly; empty if it takes it.
 
     max_lora_rank: what the server is started with. Raises ValueError if it is no adapter at all.
     """
     config = read_adapter_config(Path(folder))
-    problems = [what for name, what in NOT_TAKEN.items() if config.get(name)]
+    problems = [what for name, what in _NOT_TAKEN.items() if config.get(name)]
     if config["bias"] != "none":
         problems.append(f"trained biases (bias {config['bias']})")
-    if config["init_lora_weights"] not in INITS_TAKEN:
+    if config["init_lora_weights"] not in _INITS_TAKEN:
         problems.append(f"init_lora_weights {config['init_lora_weights']}, which changes the base")
     rank = max(config["r"], *(config["rank_pattern"] or {0: 0}).values())
     if rank > max_lora_rank:
         problems.append(f"rank {rank}, above --max-lora-rank {max_lora_rank}")
-    return problems + tensor_problems(Path(folder))
+    return problems + _tensor_problems(Path(folder))
 
 
-def tensor_problems(folder: Path) -> list[str]:
+def _tensor_problems(folder: Path) -> list[str]:
     """What is wrong with the adapter's file and the names in it."""
     if not (folder / WEIGHTS_FILE).is_file():
         return [f"no {WEIGHTS_FILE}"]
@@ -61,7 +63,7 @@ def tensor_problems(folder: Path) -> list[str]:
             names = sorted(file.keys())
     except (OSError, SafetensorError) as error:
         return [f"{WEIGHTS_FILE} can't be read ({first_line(error)})"]
-    unknown = [name for name in names if not TENSOR.fullmatch(name)]
+    unknown = [name for name in names if not _TENSOR.fullmatch(name)]
     return (
         [f"a tensor that is no part of a LoRA: {unknown[0]} ({len(unknown)} of {len(names)})"]
         if unknown
@@ -72,7 +74,7 @@ def tensor_problems(folder: Path) -> list[str]:
 def serve_command(folder: str | Path) -> str:
     """The command that serves an adapter that vLLM takes."""
     config = read_adapter_config(Path(folder))
-    rank = next(r for r in MAX_RANKS if r >= config["r"])
+    rank = next(r for r in _MAX_RANKS if r >= config["r"])
     return (
         f"vllm serve {config['base_model_name_or_path'] or 'BASE'} --enable-lora --max-lora-rank "
         f"{rank} --lora-modules tuned={folder}"

@@ -37,7 +37,7 @@ def meta_model(
     if getattr(config, "quantization_config", None):  # that of the files, not of this model
         config = copy.deepcopy(config)
         del config.quantization_config
-    check_language_model(config)
+    _check_language_model(config)
     try:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(
@@ -61,11 +61,11 @@ def meta_model(
     model.config.use_cache = False
     model.tie_weights()
     apply_stacked_experts(apply_plain_linears(model))
-    keep_in_fp32(model)
+    _keep_in_fp32(model)
     return model.train()
 
 
-def check_language_model(config: PretrainedConfig):
+def _check_language_model(config: PretrainedConfig):
     """Refuse a model that has a language model inside, beside towers for images or sound.
 
     Adapters would land in the towers, and the inner one has other names than the files.
@@ -83,7 +83,7 @@ def check_language_model(config: PretrainedConfig):
     )
 
 
-def keep_in_fp32(model: nn.Module):
+def _keep_in_fp32(model: nn.Module):
     """Store in fp32 what the model's code says must be, such as some routers, in place."""
     names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

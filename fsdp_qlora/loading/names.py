@@ -29,11 +29,11 @@ from ..model.conv1d import transposed_weights
 from ..model.experts import stacked_weights
 from .weight_files import Checkpoint, Stored
 
-BESIDE_A_WEIGHT = re.compile(r"(?<=\.weight)\..*")  # what bitsandbytes stores with a 4-bit one
+_BESIDE_A_WEIGHT = re.compile(r"(?<=\.weight)\..*")  # what bitsandbytes stores with a 4-bit one
 
 
 @dataclass(frozen=True)
-class Transposed:
+class _Transposed:
     """A weight (O, I) whose file holds (I, O); read whole, as its rows are columns there."""
 
     stored: Stored
@@ -50,7 +50,7 @@ class Transposed:
 
 
 @dataclass(frozen=True)
-class Stacked:
+class _Stacked:
     """Rows of several tensors of one width below each other, as of all experts of a block."""
 
     parts: tuple[Stored, ...]
@@ -78,18 +78,18 @@ def match_names(model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
     The model is as transformers makes it: no adapters yet, nothing quantized.
     """
     wanted = {name: p.shape for name, p in model.named_parameters()}
-    checkpoint.unused = unused_names(model, checkpoint)
+    checkpoint.unused = _unused_names(model, checkpoint)
     if not wanted.keys() <= checkpoint.shapes.keys():
-        checkpoint.rename(new_names(model, checkpoint))
+        checkpoint.rename(_new_names(model, checkpoint))
     for name in transposed_weights(model) & checkpoint.stored.keys():
         stored = checkpoint.stored[name]  # bitsandbytes' 4-bit weights lie as W does
         if stored.shape == wanted[name][::-1]:
-            checkpoint.made[name] = Transposed(stored)
-    stack_experts(model, checkpoint)
+            checkpoint.made[name] = _Transposed(stored)
+    _stack_experts(model, checkpoint)
     return checkpoint
 
 
-def stack_experts(model: nn.Module, checkpoint: Checkpoint):
+def _stack_experts(model: nn.Module, checkpoint: Checkpoint):
     """Let a checkpoint know the stacked experts of a model, from one tensor of all or one of each."""
     stacks = stacked_weights(model)
     if not stacks:
@@ -99,7 +99,7 @@ def stack_experts(model: nn.Module, checkpoint: Checkpoint):
         if whole := checkpoint.stored.get(stored_name):  # (E, O, I)
             checkpoint.stored[name] = whole.seen_as(whole.dtype, (-1, whole.shape[-1]))
         elif found := parts.get(stored_name):
-            checkpoint.made[name] = Stacked(tuple(checkpoint.stored[part] for part in found))
+            checkpoint.made[name] = _Stacked(tuple(checkpoint.stored[part] for part in found))
 
 
 def parts_of_stacks(model: nn.Module, checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
@@ -123,13 +123,13 @@ def parts_of_stacks(model: nn.Module, checkpoint: Checkpoint) -> dict[str, tuple
             found[new] = {(0, 0): name}
             continue
         converter = converters[pattern]
-        check_stackable(converter, name, checkpoint)
+        _check_stackable(converter, name, checkpoint)
         expert = int(re.findall(r"\.(\d+)\.", name)[-1])
         found.setdefault(new, {})[expert, converter.source_patterns.index(pattern)] = name
     return {new: tuple(names[place] for place in sorted(names)) for new, names in found.items()}
 
 
-def check_stackable(converter: WeightConverter, name: str, checkpoint: Checkpoint):
+def _check_stackable(converter: WeightConverter, name: str, checkpoint: Checkpoint):
     """Refuse a tensor that is no plain part of a stack. Raises ValueError naming --model_name."""
     merge, *rest = converter.operations
     plain = (
@@ -144,7 +144,7 @@ def check_stackable(converter: WeightConverter, name: str, checkpoint: Checkpoin
     raise ValueError(f"--model_name {checkpoint.folder}: {name}: {fault}; give the 16-bit model")
 
 
-def unused_names(model: nn.Module, checkpoint: Checkpoint) -> list[str]:
+def _unused_names(model: nn.Module, checkpoint: Checkpoint) -> list[str]:
     """Tensors of a checkpoint that are no part of the model, but for those that its class expects."""
     own = {
         name
@@ -156,12 +156,12 @@ def unused_names(model: nn.Module, checkpoint: Checkpoint) -> list[str]:
     return sorted(
         old
         for old, (new, _) in renamed(model, others).items()
-        if BESIDE_A_WEIGHT.sub("", new) not in own
+        if _BESIDE_A_WEIGHT.sub("", new) not in own
         and not any(re.search(pattern, new) for pattern in expected)
     )
 
 
-def new_names(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
+def _new_names(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
     """The model's name of every tensor of a checkpoint that has another one there."""
     return {
         old: new

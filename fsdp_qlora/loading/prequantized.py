@@ -30,7 +30,7 @@ def open_weights(folder: str | Path, quantization: dict | None, model_name: str)
     if kind == "bitsandbytes":
         return FourBitCheckpoint(folder)
     if kind == "fp8":
-        return Fp8Checkpoint(folder, tuple(quantization["weight_block_size"]))
+        return _Fp8Checkpoint(folder, tuple(quantization["weight_block_size"]))
     raise ValueError(
         f"--model_name {model_name}: its weights are quantized with {kind}, which can't "
         "be trained on here; give the 16-bit model it was made from, or one in "
@@ -73,7 +73,7 @@ def layers_to_quantize(checkpoint: Checkpoint, quant: str) -> set[str] | None:
 
 
 @dataclass(frozen=True)
-class Nested:
+class _Nested:
     """How absmax itself is quantized: value = code[byte] * scale of its block + offset."""
 
     scale: Stored  # float32, one for each block of `blocksize` scales
@@ -83,7 +83,7 @@ class Nested:
 
 
 @dataclass(frozen=True)
-class FourBitWeight:
+class _FourBitWeight:
     """A 4-bit weight in a checkpoint."""
 
     shape: tuple[int, int]  # (O, I)
@@ -91,7 +91,7 @@ class FourBitWeight:
     dtype: torch.dtype  # of the weight it was made from
     packed: Stored  # uint8 (O, I/2)
     absmax: Stored  # float32, or uint8 if nested: (O, I/64)
-    nested: Nested | None
+    nested: _Nested | None
 
 
 class FourBitCheckpoint(Checkpoint):
@@ -111,7 +111,7 @@ class FourBitCheckpoint(Checkpoint):
             )
         self.weights = {m["weight"]: self.weight(m) for m in found}
 
-    def weight(self, state_name) -> FourBitWeight:
+    def weight(self, state_name) -> _FourBitWeight:
         """The weight whose state STATE has matched."""
         name = state_name["weight"]
         state, part = checked_state(self, state_name), lambda key: self.stored[f"{name}.{key}"]
@@ -124,14 +124,14 @@ class FourBitCheckpoint(Checkpoint):
             )
         nested = None
         if "nested_offset" in state:
-            nested = Nested(
+            nested = _Nested(
                 part("nested_absmax"),
                 part("nested_quant_map"),
                 float(state["nested_offset"]),
                 state["nested_blocksize"],
             )
         absmax = part("absmax")
-        return FourBitWeight(
+        return _FourBitWeight(
             shape,
             state_name["quant_type"],
             getattr(torch, state["dtype"]),
@@ -170,7 +170,7 @@ class FourBitCheckpoint(Checkpoint):
         rows = [s.rows(piece.start, piece.stop) for s in (weight.packed, weight.absmax)]
         if not weight.nested:
             return rows
-        first, last = nested_range(piece, weight)
+        first, last = _nested_range(piece, weight)
         return [*rows, weight.nested.scale.rows(first, last), weight.nested.code]
 
     def values(self, piece, tensors: list[Tensor]) -> tuple[Tensor, ...]:
@@ -180,7 +180,7 @@ class FourBitCheckpoint(Checkpoint):
             return super().values(piece, tensors)
         packed, absmax = tensors[0].view(STORAGE_DTYPE), tensors[1]
         if weight.nested:
-            absmax = plain_absmax(piece, weight, *tensors[1:])
+            absmax = _plain_absmax(piece, weight, *tensors[1:])
         if piece.module is None:
             return (
                 dequantize_rows(packed, absmax, weight.shape[1], weight.quant_type, weight.dtype),
@@ -188,23 +188,23 @@ class FourBitCheckpoint(Checkpoint):
         return packed, encode_absmax(absmax) if piece.module.absmax_dtype == "int8" else absmax
 
 
-def nested_range(piece, weight: FourBitWeight) -> tuple[int, int]:
+def _nested_range(piece, weight: _FourBitWeight) -> tuple[int, int]:
     """Which of the scales' own blocks the piece's rows need: (first, last + 1)."""
     blocks, size = weight.absmax.shape[1], weight.nested.blocksize
     return piece.start * blocks // size, -(-piece.stop * blocks // size)
 
 
-def plain_absmax(
-    piece, weight: FourBitWeight, absmax: Tensor, scale: Tensor, code: Tensor
+def _plain_absmax(
+    piece, weight: _FourBitWeight, absmax: Tensor, scale: Tensor, code: Tensor
 ) -> Tensor:
     """float32 scales (O, I/64) from nested ones (uint8), as bitsandbytes computes them."""
-    first, _ = nested_range(piece, weight)
+    first, _ = _nested_range(piece, weight)
     at = torch.arange(absmax.numel(), device=absmax.device) + piece.start * absmax.shape[1]
     block = at // weight.nested.blocksize - first
     return code[absmax.int()] * scale[block].view(absmax.shape) + weight.nested.offset
 
 
-class Fp8Checkpoint(Checkpoint):
+class _Fp8Checkpoint(Checkpoint):
     """Weights in 8-bit floats with a float32 scale per block, `weight_scale_inv`, as numbers."""
 
     def __init__(self, folder: str | Path, block: tuple[int, int]):

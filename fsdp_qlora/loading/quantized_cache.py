@@ -33,7 +33,7 @@ from .content import stat_of
 from .stream import Piece, rank_pieces
 from .weight_files import STORED_DTYPES, Checkpoint, Stored, fingerprint, first_line, read_header
 
-VERSION = 2  # of what the file holds; part of its name's hash
+_VERSION = 2  # of what the file holds; part of its name's hash
 NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
@@ -72,7 +72,7 @@ class QuantizedCache:
 
     def problem_of_base(self) -> str | None:
         """Why the file is not of these weights, or None; every rank must call it."""
-        made, content = from_main(lambda: read_note(self.path)), self.base.content
+        made, content = from_main(lambda: _read_note(self.path)), self.base.content
         if made is None or not made["tensors"].keys() <= content.stored.keys():
             return "it does not say which weights it was made from"
         if from_main(lambda: made["files"] == self.stat_of_base()):
@@ -98,7 +98,7 @@ class QuantizedCache:
         """Say in the file's header which weights it was made from."""
         made = {"files": self.stat_of_base(), "tensors": self.base.content.of_tensors()}
         with open(path, "rb+") as file:
-            file.write(header_bytes(self.stored, json.dumps(made)))
+            file.write(_header_bytes(self.stored, json.dumps(made)))
 
     def begin(self, problem: str | None):
         """Make an empty file under a passing name; the ranks fill it."""
@@ -111,9 +111,9 @@ class QuantizedCache:
         with main_only():
             if ranks_from_env().is_main:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                remove_abandoned(self.path)
+                _remove_abandoned(self.path)
                 with open(self.partial, "wb") as file:
-                    file.write(header_bytes(self.stored))
+                    file.write(_header_bytes(self.stored))
                     file.truncate(file.tell() + size)
 
     def __enter__(self) -> QuantizedCache:
@@ -210,7 +210,7 @@ def row_sums(packed: Tensor, absmax: Tensor, first: int) -> Tensor:
 def cache_key(layers: dict, base: Checkpoint, device: torch.device) -> str:
     """A hash of the checkpoint, and of which layers take which form on which kind of device."""
     forms = {key: (m.quant_type, m.absmax_dtype) for key, m in layers.items()}
-    text = json.dumps([VERSION, fingerprint(base), device.type, forms], sort_keys=True)
+    text = json.dumps([_VERSION, fingerprint(base), device.type, forms], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -228,11 +228,11 @@ def layout(path: Path, layers: dict, base: Checkpoint) -> dict[str, Stored]:
             offset += found[name].nbytes
     room = sum(2 * len(name) + 50 for name in base.stored)
     room += sum(2 * len(path.name) + 120 for path in base.content.places)
-    start = -(-(len(header_bytes(found)) + room + 200) // 8) * 8
+    start = -(-(len(_header_bytes(found)) + room + 200) // 8) * 8
     return {name: stored._replace(offset=start + stored.offset) for name, stored in found.items()}
 
 
-def header_bytes(stored: dict[str, Stored], note: str = "") -> bytes:
+def _header_bytes(stored: dict[str, Stored], note: str = "") -> bytes:
     """The head of a safetensors file with these tensors, as long as the first one's offset leaves.
 
     note: a text that is kept in it.
@@ -252,7 +252,7 @@ def header_bytes(stored: dict[str, Stored], note: str = "") -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def read_note(path: Path) -> dict | None:
+def _read_note(path: Path) -> dict | None:
     """What `write_note` wrote, or None if it is damaged."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -271,7 +271,7 @@ def write_all(file, tensor: Tensor):
         left = left[file.write(left) :]
 
 
-def remove_abandoned(path: Path):
+def _remove_abandoned(path: Path):
     """Remove what killed runs of this machine left of the file."""
     for partial in path.parent.glob(f"{path.stem}.{os.uname().nodename}-*.partial"):
         process = partial.stem.rpartition("-")[2]

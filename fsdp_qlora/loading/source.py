@@ -78,7 +78,7 @@ def load(
 ):
     """Stream the weights in but those that are there, with a progress bar and a line of what it took."""
     if source.unused:
-        print_main(unused_line(source))
+        print_main(_unused_line(source))
     workers = None if config.loading_workers == AUTO else config.loading_workers
     cached = config.quantized_cache and config.quant != "none" and not config.random_weights
     if cached and isinstance(getattr(source, "base", source), FourBitCheckpoint):
@@ -93,7 +93,7 @@ def load(
         progress.close()
 
 
-def unused_line(source: Checkpoint, most: int = 4) -> str:
+def _unused_line(source: Checkpoint, most: int = 4) -> str:
     """What a checkpoint holds for nothing: files and config.json may be of different models."""
     more = ", ..." if len(source.unused) > most else ""
     return (

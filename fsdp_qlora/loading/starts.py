@@ -40,7 +40,7 @@ def check_start(model: nn.Module, source: Checkpoint, start: Start):
             f"{flag} needs the weights as they were before rounding, and {source.folder} "
             "has them in 4 bits; give the 16-bit model it was made from"
         )
-    for name, layer in adapted_layers(model):
+    for name, layer in _adapted_layers(model):
         rank, shape = layer.r["default"], (layer.out_features, layer.in_features)
         if rank > min(shape):
             raise ValueError(
@@ -54,7 +54,7 @@ def check_start(model: nn.Module, source: Checkpoint, start: Start):
             )
 
 
-def adapted_layers(model: nn.Module) -> list[tuple[str, LoraLinear]]:
+def _adapted_layers(model: nn.Module) -> list[tuple[str, LoraLinear]]:
     """The adapted layers with their names, in the model's order."""
     return [(name, m) for name, m in model.named_modules() if isinstance(m, LoraLinear)]
 
@@ -74,9 +74,9 @@ def start_from_weights(
     """
     began, pieces, filled = perf_counter(), {p.key: p for p in rank_pieces(model)}, set()
     values = (
-        found_values(model, source, device, start, seed)
+        _found_values(model, source, device, start, seed)
         if saved is None
-        else saved_values(model, start, saved)
+        else _saved_values(model, start, saved)
     )
     with torch.no_grad():
         for name, layer, first in values:
@@ -84,43 +84,43 @@ def start_from_weights(
             if first.taken is None:
                 continue
             piece = pieces[key := checkpoint_key(f"{name}.base_layer.weight")]
-            fill_base(piece, source, first.taken, layer.scaling["default"], device)
+            _fill_base(piece, source, first.taken, layer.scaling["default"], device)
             layer.taken = Taken(
                 *(
                     own_rows(t, p)
                     for t, p in zip(
-                        (first.taken.a, first.taken.b), parameters_of(layer), strict=True
+                        (first.taken.a, first.taken.b), _parameters_of(layer), strict=True
                     )
                 )
             )
             filled.add(key)
     print_main(
-        f"--init_lora_weights {start.kind}: {len(adapted_layers(model))} adapters "
+        f"--init_lora_weights {start.kind}: {len(_adapted_layers(model))} adapters "
         f"{'found in their weights' if saved is None else 'taken from the checkpoint'} in "
         f"{perf_counter() - began:.1f} s"
     )
     return filled
 
 
-def found_values(
+def _found_values(
     model: nn.Module, source: Checkpoint, device: torch.device, start: Start, seed: int
 ) -> Iterator[tuple[str, LoraLinear, FirstValues]]:
     """Each layer with its first values; every rank finds those of other layers at the same time."""
-    layers, ranks = adapted_layers(model), ranks_from_env()
+    layers, ranks = _adapted_layers(model), ranks_from_env()
     for begin in range(0, len(layers), ranks.world_size):
         group = layers[begin : begin + ranks.world_size]
         mine = None
         if ranks.rank < len(group):
-            mine = values_of(*group[ranks.rank], source, device, start, seed)
+            mine = _values_of(*group[ranks.rank], source, device, start, seed)
         for owner, (name, layer) in enumerate(group):
             yield name, layer, shared(mine, layer, owner, device, start)
 
 
-def values_of(
+def _values_of(
     name: str, layer: LoraLinear, source: Checkpoint, device: torch.device, start: Start, seed: int
 ) -> FirstValues:
     """A layer's first values, from all of its W."""
-    base, a = layer.base_layer, parameters_of(layer)[0]
+    base, a = layer.base_layer, _parameters_of(layer)[0]
     whole = Piece(
         checkpoint_key(f"{name}.base_layer.weight"),
         0,
@@ -159,7 +159,7 @@ def shared(
         tensors = (pair.a, pair.b) if pair else (None, None)
         return tuple(
             from_rank(owner, tensor, tuple(p.shape), p.dtype, device)
-            for tensor, p in zip(tensors, parameters_of(layer), strict=True)
+            for tensor, p in zip(tensors, _parameters_of(layer), strict=True)
         )
 
     a, b = told(mine)
@@ -170,25 +170,25 @@ def shared(
     return FirstValues(a, b, Taken(*told(mine and mine.taken)))
 
 
-def saved_values(
+def _saved_values(
     model: nn.Module, start: Start, saved: SavedRows
 ) -> Iterator[tuple[str, LoraLinear, FirstValues]]:
     """Each layer with its adapter in a checkpoint, and what its base lacks (`for_original_base`)."""
-    for name, layer in adapted_layers(model):
+    for name, layer in _adapted_layers(model):
         a, b = (saved(f"{name}.lora_{part}.default.weight") for part in "AB")
         r = layer.r["default"]
         taken = Taken(a[r:].contiguous(), -b[:, r:].contiguous()) if start.changes_base else None
         yield name, layer, FirstValues(a[:r], b[:, :r], taken)
 
 
-def parameters_of(layer: LoraLinear) -> tuple[nn.Parameter, nn.Parameter]:
+def _parameters_of(layer: LoraLinear) -> tuple[nn.Parameter, nn.Parameter]:
     """A and B."""
     return layer.lora_A["default"].weight, layer.lora_B["default"].weight
 
 
 def set_adapter(layer: LoraLinear, first: FirstValues):
     """Give A and B their values, each rank its rows."""
-    for parameter, whole in zip(parameters_of(layer), (first.a, first.b), strict=True):
+    for parameter, whole in zip(_parameters_of(layer), (first.a, first.b), strict=True):
         local, begin, end = local_rows(parameter)
         local.copy_(whole[begin:end])
 
@@ -199,7 +199,9 @@ def own_rows(whole: Tensor, parameter: nn.Parameter) -> Tensor:
     return whole[begin:end].cpu().clone()
 
 
-def fill_base(whole: Piece, source: Checkpoint, taken: Taken, scaling: float, device: torch.device):
+def _fill_base(
+    whole: Piece, source: Checkpoint, taken: Taken, scaling: float, device: torch.device
+):
     """Read this rank's rows of a weight and keep them without what was taken out."""
     a, b = taken.a.to(device), taken.b.to(device)
     for piece in whole.cut():

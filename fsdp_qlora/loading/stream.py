@@ -64,7 +64,7 @@ def checkpoint_key(name: str) -> str:
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
-def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+def _base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
     """(checkpoint key, owner, leaf name, parameter) of every tensor that a checkpoint fills.
 
     A shared tensor comes once, under its first name; adapters and scales come from elsewhere.
@@ -79,14 +79,14 @@ def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.
             yield checkpoint_key(name), module, leaf, parameter
 
 
-def is_packed(module: nn.Module, leaf: str) -> bool:
+def _is_packed(module: nn.Module, leaf: str) -> bool:
     """True for the bytes of a quantized weight."""
     return isinstance(module, QuantLinear) and leaf == "weight"
 
 
 def rank_pieces(model: nn.Module, but: Collection[str] = ()) -> Iterator[Piece]:
     """What this rank must read, in the model's order, a parameter at a time; `but` is there already."""
-    for key, module, leaf, parameter in base_parameters(model):
+    for key, module, leaf, parameter in _base_parameters(model):
         if key in but:
             continue
         local, start, stop = local_rows(parameter)
@@ -98,7 +98,7 @@ def rank_pieces(model: nn.Module, but: Collection[str] = ()) -> Iterator[Piece]:
             local,
             first_copy=is_first_copy(parameter),
         )
-        if is_packed(module, leaf):
+        if _is_packed(module, leaf):
             piece = replace(
                 piece, width=module.in_features, module=module, absmax=local_rows(module.absmax)[0]
             )
@@ -112,8 +112,8 @@ def expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
         return module.out_features, module.in_features
 
     return {
-        key: unpacked(module) if is_packed(module, leaf) else tuple(parameter.shape)
-        for key, module, leaf, parameter in base_parameters(model)
+        key: unpacked(module) if _is_packed(module, leaf) else tuple(parameter.shape)
+        for key, module, leaf, parameter in _base_parameters(model)
     }
 
 
@@ -162,7 +162,7 @@ def load_weights(
     """
     pieces = (piece for whole in rank_pieces(model, but) for piece in whole.cut())
     with torch.no_grad():
-        for piece, tensors in read_ahead(pieces, source, device, workers or reader_threads()):
+        for piece, tensors in _read_ahead(pieces, source, device, workers or _reader_threads()):
             place(piece, source.values(piece, tensors))
             source.placed(piece)
             if progress:
@@ -178,12 +178,12 @@ def place(piece: Piece, values: tuple[Tensor, ...]):
         piece.absmax.copy_(values[1])
 
 
-def reader_threads() -> int:
+def _reader_threads() -> int:
     """Threads that read for one rank, unless --loading_workers says."""
     return max(2, min(4, (os.cpu_count() or 1) // ranks_from_env().local_world_size))
 
 
-def read_ahead(
+def _read_ahead(
     pieces: Iterator[Piece], source: Checkpoint, device: torch.device, workers: int
 ) -> Iterator[tuple[Piece, list[Tensor]]]:
     """(piece, what its source asked for, on `device`) in order, with some more under way.

@@ -59,7 +59,7 @@ def grow_vocabulary(settings: PretrainedConfig, tokenizer: PreTrainedTokenizerBa
 
 
 @dataclass(frozen=True)
-class Grown:
+class _Grown:
     """A tensor (V, D) with more rows than its file has, which are the mean of those there."""
 
     stored: Stored
@@ -93,5 +93,5 @@ def with_new_rows(model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
     for name, shape in expected_shapes(model).items():
         stored = checkpoint.stored.get(name)
         if name in names and stored and stored.shape[0] < shape[0]:
-            checkpoint.made[name] = Grown(stored, shape[0])
+            checkpoint.made[name] = _Grown(stored, shape[0])
     return checkpoint

@@ -40,14 +40,14 @@ STORED_DTYPES = {
 NUMBERS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 # How quantizers name the scales of a weight, after its name or its layer's.
 SCALES = ("_scale_inv", "_scale", "_scb", ".absmax", ".SCB", ".scale")
-LAYER_SCALES = ("SCB", "scales", "weight_scale", "weight_scale_inv")
+_LAYER_SCALES = ("SCB", "scales", "weight_scale", "weight_scale_inv")
 
 
-def scales_beside(key: str) -> list[str]:
+def _scales_beside(key: str) -> list[str]:
     """Names that a tensor's scales may have."""
     layer = key.removesuffix(".weight")
     return [key + end for end in SCALES] + [
-        f"{layer}.{end}" for end in LAYER_SCALES if layer != key
+        f"{layer}.{end}" for end in _LAYER_SCALES if layer != key
     ]
 
 
@@ -209,7 +209,7 @@ class Checkpoint:
                     f"{part.shape}, and no scales known here make numbers of it; give the "
                     "16-bit model that it was made from"
                 )
-        for name in scales_beside(key):
+        for name in _scales_beside(key):
             if name in self.stored:
                 raise ValueError(
                     f"{self.folder}: {key} has scales, {name} of shape "
@@ -266,11 +266,11 @@ def read_header(path: Path) -> dict[str, Stored]:
         for name, entry in header.items()
     }
     return {
-        name: stored._replace(dtype=known_dtype(stored, name)) for name, stored in found.items()
+        name: stored._replace(dtype=_known_dtype(stored, name)) for name, stored in found.items()
     }
 
 
-def known_dtype(stored: Stored, name: str) -> torch.dtype:
+def _known_dtype(stored: Stored, name: str) -> torch.dtype:
     """The torch dtype of a tensor whose header says `stored.dtype`."""
     if stored.dtype in STORED_DTYPES:
         return STORED_DTYPES[stored.dtype]
@@ -280,7 +280,7 @@ def known_dtype(stored: Stored, name: str) -> torch.dtype:
     )
 
 
-SAMPLES, SAMPLE_BYTES = 3, 256  # of each tensor
+SAMPLES, _SAMPLE_BYTES = 3, 256  # of each tensor
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
@@ -291,7 +291,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     digest = hashlib.sha256()
     for name, stored in sorted(checkpoint.stored.items()):
         digest.update(f"{name} {stored.dtype} {stored.shape}\n".encode())
-        size = min(SAMPLE_BYTES, stored.nbytes)
+        size = min(_SAMPLE_BYTES, stored.nbytes)
         with open(stored.path, "rb") as file:
             for i in range(SAMPLES):
                 file.seek(stored.offset + (stored.nbytes - size) * i // (SAMPLES - 1))

@@ -37,7 +37,7 @@ from ..model.blocks import base_model, decoder_blocks
 logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
 aten = torch.ops.aten
-ATTENTION_OPS = {
+_ATTENTION_OPS = {
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
@@ -45,7 +45,7 @@ ATTENTION_OPS = {
     torch.ops.torch_attn._varlen_attn.default,
     torch.ops.fsdp_qlora.flash_attention_4.default,
 }
-LINEAR_OPS = {
+_LINEAR_OPS = {
     torch.ops.fsdp_qlora.adapted_linear.default,
     torch.ops.fsdp_qlora.adapted_inputs.default,
     torch.ops.fsdp_qlora.frozen_linear.default,
@@ -57,11 +57,11 @@ LINEAR_OPS = {
 }
 # Eager checkpointing draws the same seed again. A compiled block has to keep it: what torch does to draw
 # it again fails in a CUDA graph.
-SEED_OPS = {torch.ops.fsdp_qlora.dropout_seed.default}
-KEPT_OPS = {
+_SEED_OPS = {torch.ops.fsdp_qlora.dropout_seed.default}
+_KEPT_OPS = {
     "recompute_all": set(),
-    "keep_attention": ATTENTION_OPS | SEED_OPS,
-    "keep_linears": ATTENTION_OPS | LINEAR_OPS | SEED_OPS,
+    "keep_attention": _ATTENTION_OPS | _SEED_OPS,
+    "keep_linears": _ATTENTION_OPS | _LINEAR_OPS | _SEED_OPS,
 }
 
 
@@ -74,10 +74,10 @@ def apply_activation_policy(
     """
     blocks = decoder_blocks(model)
     policies = [policy] * len(blocks) if isinstance(policy, str) else policy
-    check_policies(policies, len(blocks), reentrant)
+    _check_policies(policies, len(blocks), reentrant)
     for block, name in zip(blocks, policies, strict=True):
         if name != "keep_all":
-            block.forward = partial(recomputed, block.forward, name, reentrant, draws_seeds(block))
+            block.forward = partial(recomputed, block.forward, name, reentrant, _draws_seeds(block))
             base_model(model).config.use_cache = False  # a second forward would fill it twice
     # Reentrant checkpointing gives no gradient unless an input needs one, and the embedding that
     # makes the first block's input is frozen.
@@ -86,7 +86,7 @@ def apply_activation_policy(
     return model
 
 
-def check_policies(policies: list[str], blocks: int, reentrant: bool):
+def _check_policies(policies: list[str], blocks: int, reentrant: bool):
     """Refuse names that do not exist and lists of another length."""
     for name in policies:
         if name not in ACTIVATION_POLICIES:
@@ -97,7 +97,7 @@ def check_policies(policies: list[str], blocks: int, reentrant: bool):
         raise ValueError(f"{len(policies)} activation policies for {blocks} blocks")
 
 
-def draws_seeds(block: nn.Module) -> bool:
+def _draws_seeds(block: nn.Module) -> bool:
     """Whether a block has adapters with dropout."""
     return any(
         isinstance(drop, nn.Dropout) and drop.p > 0
@@ -109,12 +109,12 @@ def draws_seeds(block: nn.Module) -> bool:
 
 def recomputed(forward, policy: str, reentrant: bool, draws: bool, hidden, *args, **kwargs):
     """`forward(hidden, ...)` that keeps what `policy` says and recomputes the rest in backward."""
-    ops = KEPT_OPS[policy]
+    ops = _KEPT_OPS[policy]
     if reentrant and any(isinstance(value, MutableMapping) for value in kwargs.values()):
         say_not_reentrant()
         reentrant = False
     if draws and torch.compiler.is_compiling():
-        ops = ops | SEED_OPS
+        ops = ops | _SEED_OPS
     if reentrant or not ops:
         return checkpoint(partial(forward, **kwargs), hidden, *args, use_reentrant=reentrant)
     contexts = partial(create_selective_checkpoint_contexts, partial(kept, ops))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 ALIGNMENT = 256  # bytes, as the GPU's own allocator starts tensors
-PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU
 
 
 class Pages(mmap.mmap):
@@ -46,7 +46,9 @@ def host_bytes(size: int, pinned: bool) -> Tensor:
         pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock
     buffer = torch.frombuffer(pages, dtype=torch.uint8)  # keeps `pages` alive
     if pinned:
-        failed = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), len(buffer), PORTABLE))
+        failed = int(
+            torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), len(buffer), _PORTABLE)
+        )
         if failed:
             raise OSError(
                 f"CUDA can't lock {size / 2**30:.1f} GiB of host memory (error {failed}); "

@@ -79,15 +79,15 @@ def logits_of(causal: nn.Module, hidden: Tensor, given: Tensor) -> tuple[Tensor,
         return given
 
     with ExitStack() as stack:
-        stack.enter_context(standing_in(causal.base_model, lambda *_, **__: Outputs((hidden,))))
-        stack.enter_context(standing_in(output_head(causal), head))
+        stack.enter_context(_standing_in(causal.base_model, lambda *_, **__: Outputs((hidden,))))
+        stack.enter_context(_standing_in(output_head(causal), head))
         logits = causal(input_ids=torch.zeros(1, TOKENS, dtype=torch.long)).logits
     (x,) = taken
     return x, logits.float()
 
 
 @contextmanager
-def standing_in(module: nn.Module, forward):
+def _standing_in(module: nn.Module, forward):
     """Let a module compute something else for a while."""
     own = module.__dict__.get("forward")
     module.forward = forward

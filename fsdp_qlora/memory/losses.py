@@ -75,13 +75,13 @@ def loss_and_d_logits(hidden, weight, bias, labels, scale, softcap) -> tuple[Ten
     """Summed loss of one chunk in fp32, and its gradient (N, V) before the head's product."""
     logits = nn.functional.linear(hidden, weight, bias)
     if not logits.is_cuda:
-        return loss_of_logits(logits, labels, scale, softcap)
+        return _loss_of_logits(logits, labels, scale, softcap)
     for rows in (logits, labels):
         torch._dynamo.maybe_mark_dynamic(rows, 0)  # the last chunk is shorter
-    return compiled_loss_of_logits()(logits, labels, scale, softcap)
+    return _compiled_loss_of_logits()(logits, labels, scale, softcap)
 
 
-def loss_of_logits(
+def _loss_of_logits(
     logits: Tensor, labels: Tensor, scale: float = 1.0, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Summed cross-entropy of logits (N, V) in fp32, and d loss / d logits in the logits' dtype.
@@ -109,9 +109,9 @@ def loss_of_logits(
 
 
 @cache
-def compiled_loss_of_logits():
-    """`loss_of_logits` in fused kernels: on a GPU its many passes cost more than the head."""
-    return torch.compile(loss_of_logits)
+def _compiled_loss_of_logits():
+    """`_loss_of_logits` in fused kernels: on a GPU its many passes cost more than the head."""
+    return torch.compile(_loss_of_logits)
 
 
 def shifted(labels: Tensor) -> Tensor:

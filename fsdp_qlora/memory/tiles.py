@@ -30,10 +30,10 @@ from ..config.options import TILED_POLICIES
 from ..model.blocks import base_model, decoder_blocks, has_experts, mlp_of
 
 
-class TiledMlp:
+class _TiledMlp:
     """How one MLP is computed: its own forward, in how many tiles, and what it trains."""
 
-    known: WeakValueDictionary[int, TiledMlp] = WeakValueDictionary()
+    known: WeakValueDictionary[int, _TiledMlp] = WeakValueDictionary()
 
     def __init__(self, mlp: nn.Module, tiles: int, width: int, dtype: torch.dtype):
         self.forward, self.tiles = mlp.forward, tiles
@@ -45,7 +45,7 @@ class TiledMlp:
             if p is not None and p.requires_grad
         ]
         self.drops = [m for m in mlp.modules() if isinstance(m, nn.Dropout) and m.p]
-        self.last = last_layer(mlp, width, dtype)
+        self.last = _last_layer(mlp, width, dtype)
         # A tensor, for it goes through graphs that all blocks share.
         self.handle = torch.tensor(id(self), device="cpu")
         self.seed = torch.zeros((), dtype=torch.int64, device="cpu")
@@ -86,10 +86,10 @@ def apply_tiled_mlp(model: nn.Module, tiles: int, policies: list[str]) -> nn.Mod
         mlp = mlp_of(block)
         if policy not in TILED_POLICIES:
             continue
-        mlp.tiled = TiledMlp(mlp, tiles, width, dtype)
-        mlp.__class__ = in_tiles_class(type(mlp))
+        mlp.tiled = _TiledMlp(mlp, tiles, width, dtype)
+        mlp.__class__ = _in_tiles_class(type(mlp))
     if any(mlp.drops for mlp in tiled_mlps(model)):
-        causal.register_forward_pre_hook(lambda *_: draw_seeds(model))
+        causal.register_forward_pre_hook(lambda *_: _draw_seeds(model))
     return model
 
 
@@ -104,20 +104,20 @@ def check_mlps(model: nn.Module, tiles: int):
 
 
 @cache
-def in_tiles_class(kind: type[nn.Module]) -> type[nn.Module]:
+def _in_tiles_class(kind: type[nn.Module]) -> type[nn.Module]:
     """An MLP's class with a forward in tiles. A class, since torch.compile would make a graph for each
     block whose MLP has a forward of its own.
     """
-    return type(f"Tiled{kind.__name__}", (kind,), dict(forward=tiled_forward))
+    return type(f"Tiled{kind.__name__}", (kind,), dict(forward=_tiled_forward))
 
 
-def tiled_mlps(model: nn.Module) -> list[TiledMlp]:
+def tiled_mlps(model: nn.Module) -> list[_TiledMlp]:
     """The tiled MLPs of a model."""
     found = (getattr(m, "tiled", None) for m in model.modules())
-    return [mlp for mlp in found if isinstance(mlp, TiledMlp)]
+    return [mlp for mlp in found if isinstance(mlp, _TiledMlp)]
 
 
-def draw_seeds(model: nn.Module):
+def _draw_seeds(model: nn.Module):
     """New dropout masks for the next forward; tensors anew, since a graph may hold the old ones."""
     for mlp in tiled_mlps(model):
         mlp.seed = new_seed()
@@ -128,7 +128,7 @@ def new_seed() -> Tensor:
 
 
 @torch.no_grad()
-def last_layer(mlp: nn.Module, width: int, dtype: torch.dtype) -> LoraLinear | None:
+def _last_layer(mlp: nn.Module, width: int, dtype: torch.dtype) -> LoraLinear | None:
     """The adapted layer whose output is the MLP's, found by running its shapes on one token.
 
     Not with DoRA, whose magnitude needs that output in backward.
@@ -148,12 +148,12 @@ def last_layer(mlp: nn.Module, width: int, dtype: torch.dtype) -> LoraLinear | N
     return next((layer for layer, y in seen if y is out), None)
 
 
-def tiled_forward(module: nn.Module, x: Tensor) -> Tensor:
+def _tiled_forward(module: nn.Module, x: Tensor) -> Tensor:
     """The MLP of x (B, T, D), in tiles."""
     mlp, kind = module.tiled, x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     seed = mlp.draw_seed()
-    token = tiled_mlp_inputs(x, mlp.weights(), mlp.handle, seed, dtype)
+    token = _tiled_mlp_inputs(x, mlp.weights(), mlp.handle, seed, dtype)
     return tiled_mlp(token, x.detach(), mlp.handle, seed, dtype)
 
 
@@ -161,7 +161,7 @@ def tiled_forward(module: nn.Module, x: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("fsdp_qlora::tiled_mlp_inputs", mutates_args=())
-def tiled_mlp_inputs(
+def _tiled_mlp_inputs(
     x: Tensor, weights: Sequence[Tensor], handle: Tensor, seed: Tensor, autocast: torch.dtype | None
 ) -> Tensor:
     """A token (B, T, D) that takes no memory and carries the gradient of the output to x and weights."""
@@ -173,17 +173,17 @@ def tiled_mlp(
     token: Tensor, x: Tensor, handle: Tensor, seed: Tensor, autocast: torch.dtype | None
 ) -> Tensor:
     """The MLP of x (B, T, D), a tile at a time."""
-    mlp, rows = TiledMlp.known[handle.item()], x.reshape(-1, x.shape[-1])
+    mlp, rows = _TiledMlp.known[handle.item()], x.reshape(-1, x.shape[-1])
     y = x.new_empty(x.shape, dtype=token.dtype)
     y_rows = y.view(rows.shape)
-    with outside_of_op(), torch.no_grad(), in_tiles(mlp, x.device, seed, autocast):
+    with _outside_of_op(), torch.no_grad(), _in_tiles(mlp, x.device, seed, autocast):
         for part in mlp.parts(rows):
             y_rows[part] = mlp.forward(rows[part][None])[0]
     return y
 
 
 @torch.library.custom_op("fsdp_qlora::tiled_mlp_backward", mutates_args=())
-def tiled_mlp_backward(
+def _tiled_mlp_backward(
     dy: Tensor,
     x: Tensor,
     weights: Sequence[Tensor],
@@ -192,16 +192,16 @@ def tiled_mlp_backward(
     autocast: torch.dtype | None,
 ) -> list[Tensor]:
     """dX (B, T, D) and the gradient of each weight, summed over tiles in fp32 or wider."""
-    mlp, rows = TiledMlp.known[handle.item()], x.reshape(-1, x.shape[-1])
+    mlp, rows = _TiledMlp.known[handle.item()], x.reshape(-1, x.shape[-1])
     dx, dy_rows = x.new_empty(x.shape), dy.reshape(rows.shape)
     dx_rows = dx.view(rows.shape)
     totals = [
         torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in weights
     ]
     with (
-        outside_of_op(),
+        _outside_of_op(),
         torch.enable_grad(),
-        in_tiles(mlp, x.device, seed, autocast),
+        _in_tiles(mlp, x.device, seed, autocast),
         only_gradients(mlp.last),
     ):
         for part in mlp.parts(rows):
@@ -216,7 +216,7 @@ def tiled_mlp_backward(
 
 
 @contextmanager
-def outside_of_op():
+def _outside_of_op():
     """Let autograd and compiled code see tensors inside of an opaque op as they do elsewhere.
 
     torch keeps autograd away from what runs in one.
@@ -229,7 +229,7 @@ def outside_of_op():
 
 
 @contextmanager
-def in_tiles(mlp: TiledMlp, device: torch.device, seed: Tensor, autocast: torch.dtype | None):
+def _in_tiles(mlp: _TiledMlp, device: torch.device, seed: Tensor, autocast: torch.dtype | None):
     """Forward and backward of the tiles draw the same dropout masks, under the same autocast."""
     devices = [device] if device.type == "cuda" else []
     drops = any(m.training for m in mlp.drops)
@@ -256,7 +256,7 @@ def only_gradients(layer: LoraLinear | None):
             del layer.only_gradients  # as it was: compiled code looks for it
 
 
-@tiled_mlp_inputs.register_fake
+@_tiled_mlp_inputs.register_fake
 def _(x, weights, handle, seed, autocast):
     return x.new_empty(1, dtype=autocast or x.dtype).expand(x.shape)
 
@@ -266,7 +266,7 @@ def _(token, x, handle, seed, autocast):
     return x.new_empty(x.shape, dtype=token.dtype)
 
 
-@tiled_mlp_backward.register_fake
+@_tiled_mlp_backward.register_fake
 def _(dy, x, weights, handle, seed, autocast):
     return [x.new_empty(x.shape), *(w.new_empty(w.shape) for w in weights)]
 
@@ -278,7 +278,7 @@ def _save_inputs(ctx, inputs, output):
 
 def _inputs_backward(ctx, dy):
     x, handle, seed, *weights = ctx.saved_tensors
-    dx, *gradients = tiled_mlp_backward(dy, x, weights, handle, seed, ctx.autocast)
+    dx, *gradients = _tiled_mlp_backward(dy, x, weights, handle, seed, ctx.autocast)
     return dx, gradients, None, None, None
 
 
@@ -286,5 +286,5 @@ def _token_backward(ctx, dy):
     return dy, *[None] * 4
 
 
-tiled_mlp_inputs.register_autograd(_inputs_backward, setup_context=_save_inputs)
+_tiled_mlp_inputs.register_autograd(_inputs_backward, setup_context=_save_inputs)
 tiled_mlp.register_autograd(_token_backward)

@@ -23,7 +23,7 @@ from .host_rows import can_read_rows, read_rows
 PIECE_BYTES = 2**27  # of rows that are in flight at a time
 
 
-def vocabulary_layers(model: nn.Module) -> list[nn.Module]:
+def _vocabulary_layers(model: nn.Module) -> list[nn.Module]:
     """The embedding and the head, where frozen and plain; both or none if they share a weight."""
     embedding, head = base_model(model).get_input_embeddings(), output_head(model)
     layers = [
@@ -42,22 +42,22 @@ def apply_vocabulary_lookup(model: nn.Module, mesh=None) -> list[nn.Parameter]:
     often. Returns their weights, which are no business of FSDP's.
     """
     sharded: dict[nn.Parameter, nn.Parameter] = {}
-    for layer in vocabulary_layers(model):
+    for layer in _vocabulary_layers(model):
         weight = layer.weight
         if mesh is not None and weight not in sharded:
-            sharded[weight] = sharded_rows(weight, mesh)
+            sharded[weight] = _sharded_rows(weight, mesh)
         layer.weight = sharded.get(weight, weight)
-        use = embedded if isinstance(layer, nn.Embedding) else projected
+        use = embedded if isinstance(layer, nn.Embedding) else _projected
         layer.forward = partial(use, layer, layer.forward)
     return vocabulary_weights(model)
 
 
 def vocabulary_weights(model: nn.Module) -> list[nn.Parameter]:
     """Weights of the frozen embedding and head."""
-    return [layer.weight for layer in vocabulary_layers(model)]
+    return [layer.weight for layer in _vocabulary_layers(model)]
 
 
-def sharded_rows(weight: nn.Parameter, mesh) -> nn.Parameter:
+def _sharded_rows(weight: nn.Parameter, mesh) -> nn.Parameter:
     """A weight whose rows are split over the last dimension of a mesh, as FSDP splits them."""
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     whole = distribute_tensor(weight.data, mesh, placements, src_data_rank=None)
@@ -68,7 +68,7 @@ def sharded_rows(weight: nn.Parameter, mesh) -> nn.Parameter:
 
 def embedded(layer: nn.Embedding, forward, ids: Tensor) -> Tensor:
     """The embedding's output (B, T, D) for ids (B, T)."""
-    rows = looked_up(ids.flatten(), layer.weight)
+    rows = _looked_up(ids.flatten(), layer.weight)
     if type(layer) is nn.Embedding:
         return rows.view(*ids.shape, -1)
     # A subclass may scale what it finds: let it find the rows in their order.
@@ -80,7 +80,7 @@ def embedded(layer: nn.Embedding, forward, ids: Tensor) -> Tensor:
         layer.weight = weight
 
 
-def projected(layer: nn.Linear, forward, hidden: Tensor) -> Tensor:
+def _projected(layer: nn.Linear, forward, hidden: Tensor) -> Tensor:
     """The head's logits, where they are asked for whole."""
     return nn.functional.linear(hidden, whole(layer.weight, hidden.device), layer.bias)
 
@@ -102,7 +102,7 @@ def whole(weight: Tensor, device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def looked_up(ids: Tensor, weight: Tensor) -> Tensor:
+def _looked_up(ids: Tensor, weight: Tensor) -> Tensor:
     """Rows (N, D) of a weight for ids (N,), which differ from rank to rank, N among them.
 
     Each rank finds its rows of all ranks' ids, and sums of those and zeros go back, exactly.

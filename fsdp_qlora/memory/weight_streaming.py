@@ -34,10 +34,10 @@ def apply_streaming(model: nn.Module, device: torch.device) -> list[nn.Parameter
         before.next, after.previous = after, before
     for one in streamed:
         one.register()
-    return [p for block in blocks for _, _, p in frozen_parameters(block)]
+    return [p for block in blocks for _, _, p in _frozen_parameters(block)]
 
 
-def frozen_parameters(block: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+def _frozen_parameters(block: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """(module, name, parameter) of each frozen weight of a block that no mesh shards."""
     for module in block.modules():
         for name, p in module._parameters.items():
@@ -104,7 +104,7 @@ class StreamedBlock:
 
     def placed(self) -> Iterator[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]:
         """Each weight with its place on the device, which has no memory yet."""
-        for module, name, host in frozen_parameters(self.block):
+        for module, name, host in _frozen_parameters(self.block):
             here = nn.Parameter(torch.empty_like(host, device=self.device), requires_grad=False)
             here.untyped_storage().resize_(0)
             yield module, name, host, here

@@ -37,24 +37,24 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from ..quantization.quantize import compute_input
 from . import flash_attention_4
 
-VARLEN, FA4_PACKED = "varlen", "fa4_packed"  # for packed rows
-FA4, FLASH_ATTENTION_4 = (
+VARLEN, _FA4_PACKED = "varlen", "fa4_packed"  # for packed rows
+FA4, _FLASH_ATTENTION_4 = (
     "fa4",
     "flash_attention_4",
 )  # a model's; what users and transformers call it
-UNMASKED = {"sdpa": "sdpa_causal", FA4: "fa4_causal"}  # the same where no mask is asked for
-WITHOUT_SOFTCAP = (
+_UNMASKED = {"sdpa": "sdpa_causal", FA4: "fa4_causal"}  # the same where no mask is asked for
+_WITHOUT_SOFTCAP = (
     "sdpa",
     VARLEN,
-    FLASH_ATTENTION_4,
+    _FLASH_ATTENTION_4,
 )  # would leave the capping of scores out in silence
-WITH_SOFTCAP = {"cuda": "flex_attention", "cpu": "eager"}
-ROW_WISE_LAYERS = {"full_attention", "sliding_attention"}  # others carry a state along the tokens
+_WITH_SOFTCAP = {"cuda": "flex_attention", "cpu": "eager"}
+_ROW_WISE_LAYERS = {"full_attention", "sliding_attention"}  # others carry a state along the tokens
 # torch 2.11 takes fewer key-value heads as they come; since 2.12 it wants to be told.
 GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def packed_attention(
+def _packed_attention(
     kernel: Callable[..., Tensor],
     module,
     query: Tensor,
@@ -82,17 +82,17 @@ def packed_attention(
             "as collate_packed gives them; build it with --packing false for other batches"
         )
     assert not dropout and kwargs.get("softcap") is None and kwargs.get("s_aux") is None
-    q, k, v = (x.flatten(0, 1) for x in token_major(query, key, value))
+    q, k, v = (x.flatten(0, 1) for x in _token_major(query, key, value))
     out = kernel(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window)
     return out.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
-def token_major(*states: Tensor) -> list[Tensor]:
+def _token_major(*states: Tensor) -> list[Tensor]:
     """Each (B, T, H, D) of (B, H, T, D). Under autocast q and k come in fp32: rotation is no product."""
     return [compute_input(x).transpose(1, 2) for x in states]
 
 
-def varlen_kernel(
+def _varlen_kernel(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -108,7 +108,7 @@ def varlen_kernel(
     )
 
 
-def fa4_kernel(
+def _fa4_kernel(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -121,7 +121,7 @@ def fa4_kernel(
     return flash_attention_4.flash_attention_4(q, k, v, borders, scale, window)[0]
 
 
-def fa4_attention(
+def _fa4_attention(
     module,
     query: Tensor,
     key: Tensor,
@@ -153,18 +153,18 @@ def fa4_attention(
         )
     assert kwargs.get("softcap") is None and kwargs.get("s_aux") is None
     out, _ = flash_attention_4.flash_attention_4(
-        *token_major(query, key, value), None, scaling, sliding_window
+        *_token_major(query, key, value), None, scaling, sliding_window
     )
     return out, None
 
 
 # No function for AttentionMaskInterface: then transformers builds no mask. With one, it would ask
 # the GPU in every forward whether positions restart, and wait for the answer.
-AttentionInterface.register(VARLEN, partial(packed_attention, varlen_kernel))
-AttentionInterface.register(FA4_PACKED, partial(packed_attention, fa4_kernel))
-AttentionInterface.register(UNMASKED["sdpa"], sdpa_attention_forward)
-AttentionInterface.register(UNMASKED[FA4], fa4_attention)
-AttentionInterface.register(FA4, fa4_attention)  # outside of rows_alone a batch may need one
+AttentionInterface.register(VARLEN, partial(_packed_attention, _varlen_kernel))
+AttentionInterface.register(_FA4_PACKED, partial(_packed_attention, _fa4_kernel))
+AttentionInterface.register(_UNMASKED["sdpa"], sdpa_attention_forward)
+AttentionInterface.register(_UNMASKED[FA4], _fa4_attention)
+AttentionInterface.register(FA4, _fa4_attention)  # outside of rows_alone a batch may need one
 AttentionMaskInterface.register(FA4, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
@@ -176,10 +176,10 @@ def rows_alone(config: PretrainedConfig) -> Iterator[None]:
     """
     config = config.get_text_config()
     name = config._attn_implementation
-    if not makes_no_masks(config) or name not in UNMASKED or not takes_backends(type(config)):
+    if not makes_no_masks(config) or name not in _UNMASKED or not _takes_backends(type(config)):
         yield
         return
-    config._attn_implementation = UNMASKED[name]
+    config._attn_implementation = _UNMASKED[name]
     try:
         yield
     finally:
@@ -189,11 +189,11 @@ def rows_alone(config: PretrainedConfig) -> Iterator[None]:
 def makes_no_masks(config: PretrainedConfig) -> bool:
     """Whether training on rows that are packed as the model was built makes no attention mask."""
     name = config._attn_implementation
-    return name in (VARLEN, FA4, FA4_PACKED) or name == "sdpa" and not has_windows(config)
+    return name in (VARLEN, FA4, _FA4_PACKED) or name == "sdpa" and not has_windows(config)
 
 
 @lru_cache
-def takes_backends(kind: type[PretrainedConfig]) -> bool:
+def _takes_backends(kind: type[PretrainedConfig]) -> bool:
     """Whether such a model's code looks for its attention under a name; Falcon's knows sdpa alone."""
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
     return bool(getattr(model, "_supports_attention_backend", False))
@@ -220,22 +220,22 @@ def choose_attention(
         check_packing(config)
     caps = bool(getattr(config, "attn_logit_softcapping", None))
     if wanted == "auto" and caps:
-        return WITH_SOFTCAP[device.type], f"{config.model_type} caps its attention scores"
+        return _WITH_SOFTCAP[device.type], f"{config.model_type} caps its attention scores"
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if wanted == "auto" and not getattr(model, "_supports_sdpa", True):
         return "eager", f"{config.model_type} has no sdpa"
-    if caps and wanted in WITHOUT_SOFTCAP:
+    if caps and wanted in _WITHOUT_SOFTCAP:
         raise ValueError(
             f"--attn_implementation {wanted}: {config.model_type} caps its attention "
             "scores, which this leaves out; use eager or flex_attention"
         )
     reason = why_not_varlen(config, device, dtype)
     said = ""
-    if wanted in ("auto", FLASH_ATTENTION_4):
-        unfit = why_not_fa4(config, device, dtype, packing)
+    if wanted in ("auto", _FLASH_ATTENTION_4):
+        unfit = _why_not_fa4(config, device, dtype, packing)
         if not unfit:
-            return FA4_PACKED if packing else FA4, "FlashAttention 4"
-        if wanted == FLASH_ATTENTION_4:
+            return _FA4_PACKED if packing else FA4, "FlashAttention 4"
+        if wanted == _FLASH_ATTENTION_4:
             raise ValueError(f"--attn_implementation {wanted}: {unfit}; use sdpa")
         wanted = "sdpa"
         if flash_attention_4.has_kernels_for(device):
@@ -253,8 +253,8 @@ def choose_attention(
 
 def check_packing(config: PretrainedConfig):
     """ValueError for a model in which packed rows would see each other."""
-    layers = set(getattr(config, "layer_types", None) or ()) - ROW_WISE_LAYERS
-    if layers or not takes_backends(type(config)):
+    layers = set(getattr(config, "layer_types", None) or ()) - _ROW_WISE_LAYERS
+    if layers or not _takes_backends(type(config)):
         what = f" has layers of {', '.join(sorted(layers))}, which" if layers else ""
         raise ValueError(
             f"--packing true: {config.model_type}{what} can't keep packed rows apart; "
@@ -280,15 +280,15 @@ def why_not_varlen(config: PretrainedConfig, device: torch.device, dtype: torch.
     return ""
 
 
-def why_not_fa4(
+def _why_not_fa4(
     config: PretrainedConfig, device: torch.device, dtype: torch.dtype, packing: bool
 ) -> str:
     """What keeps FlashAttention 4 from running; empty if nothing does."""
-    layers = set(getattr(config, "layer_types", None) or ()) - ROW_WISE_LAYERS
+    layers = set(getattr(config, "layer_types", None) or ()) - _ROW_WISE_LAYERS
     if layers:
         return f"can't run layers of {', '.join(sorted(layers))}"
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if not takes_backends(type(config)) or not (
+    if not _takes_backends(type(config)) or not (
         model._supports_sdpa and model._supports_flash_attn
     ):
         return f"can't be given to {config.model_type}"
@@ -301,7 +301,7 @@ def why_not_fa4(
         device,
         dtype,
         head_size(config),
-        config.num_attention_heads // key_value_heads(config),
+        config.num_attention_heads // _key_value_heads(config),
         tuple(sorted(windows, key=bool)),
         packing,
     )
@@ -311,5 +311,5 @@ def head_size(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def key_value_heads(config: PretrainedConfig) -> int:
+def _key_value_heads(config: PretrainedConfig) -> int:
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -18,11 +18,11 @@ def apply_autocast(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """Let the model's forward run under autocast to `dtype`, in place; None changes nothing."""
     causal = base_model(model)
     if dtype is not None:
-        causal.forward = partial(under_autocast, dtype, causal.forward)
+        causal.forward = partial(_under_autocast, dtype, causal.forward)
     return model
 
 
-def under_autocast(dtype: torch.dtype, forward, input_ids=None, **kwargs):
+def _under_autocast(dtype: torch.dtype, forward, input_ids=None, **kwargs):
     """A causal model's forward; as with torch's own loop, its backward is outside."""
     device = next(t for t in (input_ids, *kwargs.values()) if isinstance(t, torch.Tensor)).device
     with torch.autocast(device.type, dtype):

@@ -58,7 +58,7 @@ def final_norm(model: nn.Module) -> nn.Module | None:
     name, blocks = block_list(model)
     around = list(model.get_submodule(name.rpartition(".")[0]).children())
     after = around[around.index(blocks) + 1 :]
-    return next((m for m in after if takes_one(m.forward)), None)
+    return next((m for m in after if _takes_one(m.forward)), None)
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -108,11 +108,11 @@ def attention_and_mlp(block: nn.Module) -> Iterator[nn.Module]:
 def mlp_of(block: nn.Module) -> nn.Module | None:
     """The part of a block that takes the hidden states alone, so each token by itself: its MLP."""
     return next(
-        (m for m in attention_and_mlp(block) if not is_linear(m) and takes_one(m.forward)), None
+        (m for m in attention_and_mlp(block) if not is_linear(m) and _takes_one(m.forward)), None
     )
 
 
-def takes_one(forward) -> bool:
+def _takes_one(forward) -> bool:
     """Whether a function takes one argument and no other."""
     kinds = [p.kind for p in inspect.signature(forward).parameters.values()]
     return len(kinds) == 1 and kinds[0] in (

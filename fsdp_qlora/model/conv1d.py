@@ -19,13 +19,13 @@ def apply_plain_linears(model: nn.Module) -> nn.Module:
     """
     found = {name: m for name, m in model.named_modules() if isinstance(m, Conv1D)}
     for name, module in found.items():
-        model.set_submodule(name, plain_linear(module))
+        model.set_submodule(name, _plain_linear(module))
     if found:
         model.transposed_weights = {f"{name}.weight" for name in found}
     return model
 
 
-def plain_linear(module: Conv1D) -> nn.Linear:
+def _plain_linear(module: Conv1D) -> nn.Linear:
     """The linear layer that a Conv1D is, on its device."""
     inputs, outputs = module.weight.shape
     linear = nn.utils.skip_init(nn.Linear, inputs, outputs, device=torch.device("meta"))

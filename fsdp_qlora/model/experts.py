@@ -36,14 +36,14 @@ class StackedExperts(nn.Module):
         experts = torch.arange(self.num_experts, device=chosen.device)
         ends = torch.searchsorted(chosen, experts, right=True, out_int32=True)
         back = order.argsort()
-        given = Reordered.apply(compute_input(hidden), order, back, k)
+        given = _Reordered.apply(compute_input(hidden), order, back, k)
         gate, up = product(self.gate_up_proj, given, ends).chunk(2, dim=-1)
         made = product(self.down_proj, self.act_fn(gate) * up, ends)
-        made = Reordered.apply(made, back, order, 1).unflatten(0, (-1, k))
+        made = _Reordered.apply(made, back, order, 1).unflatten(0, (-1, k))
         return (made * top_k_weights[..., None]).sum(1).to(hidden.dtype)
 
 
-class Reordered(torch.autograd.Function):
+class _Reordered(torch.autograd.Function):
     """Rows in another order, each K times; backward knows the way back, and has nothing to add up."""
 
     @staticmethod

@@ -26,7 +26,7 @@ from torch import Tensor
 from ..config.run import has_flash_attention_4
 
 GPUS = (9, 10, 11)  # major compute capabilities: Hopper and data-centre Blackwell
-LEAST_HEAD = 64
+_LEAST_HEAD = 64
 
 
 @cache
@@ -62,7 +62,7 @@ def flash_attention_4(
             cu_seqlens_k=borders,
             softmax_scale=scale,
             causal=True,
-            window_size_left=left_of(window),
+            window_size_left=_left_of(window),
             return_lse=True,
         )
     return out, lse
@@ -81,7 +81,7 @@ def flash_attention_4_backward(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, given the output's; bit-equal in repeats if torch was told to be."""
-    dq, dk, dv = map(empty_as, (q, k, v))
+    dq, dk, dv = map(_empty_as, (q, k, v))
     with torch.cuda.device_of(q):
         kernels()._flash_attn_bwd(
             q,
@@ -92,7 +92,7 @@ def flash_attention_4_backward(
             lse,
             softmax_scale=scale,
             causal=True,
-            window_size_left=left_of(window),
+            window_size_left=_left_of(window),
             cu_seqlens_q=borders,
             cu_seqlens_k=borders,
             deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -103,12 +103,12 @@ def flash_attention_4_backward(
     return dq, dk, dv
 
 
-def left_of(window: int | None) -> int | None:
+def _left_of(window: int | None) -> int | None:
     """How many tokens before the present one are seen."""
     return None if window is None else window - 1
 
 
-def empty_as(x: Tensor) -> Tensor:
+def _empty_as(x: Tensor) -> Tensor:
     """A new tensor of x's shape, contiguous whether x is or not."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -117,12 +117,12 @@ def empty_as(x: Tensor) -> Tensor:
 def _(q, k, v, borders, scale, window):
     tokens, heads = q.shape[:-2], q.shape[-2]
     lse = (*tokens[:-1], heads, tokens[-1])
-    return empty_as(q), q.new_empty(lse, dtype=torch.float32)
+    return _empty_as(q), q.new_empty(lse, dtype=torch.float32)
 
 
 @flash_attention_4_backward.register_fake
 def _(d_out, q, k, v, out, lse, borders, scale, window):
-    return empty_as(q), empty_as(k), empty_as(v)
+    return _empty_as(q), _empty_as(k), _empty_as(v)
 
 
 def _save(ctx, inputs, output):
@@ -163,7 +163,7 @@ def why_not(
     hopper = torch.cuda.get_device_capability(device)[0] == 9
     if (
         head_size % 8
-        or head_size < LEAST_HEAD
+        or head_size < _LEAST_HEAD
         or head_size > 256
         or not (hopper or head_size <= 128 or head_size == 256)
     ):

@@ -27,7 +27,7 @@ from ..dist import print_main
 ROWS = (5, 7)  # tokens of the two
 WINDOW = 4  # so that windows end within a row
 TOLERANCE = 1e-3  # of the largest logit; fp32 rounds at 1e-6, and a leak is of the logits' size
-BY_BORDERS = (
+_BY_BORDERS = (
     "rows_by_borders"  # stands for kernels that are told where rows begin, which need a GPU
 )
 # Fields and their size in the tiny instance, where a config has them and they are larger.
@@ -58,17 +58,17 @@ def keep_rows_apart(model: nn.Module):
     Raises ValueError naming --packing where neither keeps them apart.
     """
     try:
-        tiny = tiny_instance(model)
-        if rows_are_apart(tiny):
+        tiny = _tiny_instance(model)
+        if _rows_are_apart(tiny):
             return
     except Exception as error:  # a config that can't be made small; what its layers say still holds
         return print_main(
             f"--packing true: not tried on a small {model.config.model_type}, for "
             f"{type(error).__name__} {error}".split("\n")[0]
         )
-    give_masks(tiny)
+    _give_masks(tiny)
     try:
-        helped = rows_are_apart(tiny)
+        helped = _rows_are_apart(tiny)
     except Exception:  # it takes no mask of this form
         helped = False
     if not helped:
@@ -76,17 +76,17 @@ def keep_rows_apart(model: nn.Module):
             f"--packing true: packed rows of {tiny.config.model_type} see each other, as "
             "two short rows through a tiny model of this kind show; use --packing false"
         )
-    give_masks(model)
+    _give_masks(model)
 
 
-def tiny_instance(model: nn.Module) -> nn.Module:
+def _tiny_instance(model: nn.Module) -> nn.Module:
     """A small random model of the same code and layers, on the CPU in fp32."""
     config, kind = model.config.get_text_config(), type(model)
     if config is not model.config:
         kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     used = model.config._attn_implementation
     if used not in ALL_MASK_ATTENTION_FUNCTIONS or "flash" in used:
-        used = BY_BORDERS
+        used = _BY_BORDERS
     elif used != "eager":
         used = "sdpa" if kind._supports_sdpa else "eager"
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -126,7 +126,7 @@ def small(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
-def rows_are_apart(model: nn.Module) -> bool:
+def _rows_are_apart(model: nn.Module) -> bool:
     """Whether two rows in one line have the logits that each has by itself."""
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(0, 64, (1, n), generator=generator) for n in ROWS]
@@ -151,15 +151,15 @@ def logits(model: nn.Module, ids: Tensor, lengths: tuple[int, ...]) -> Tensor:
     ).logits
 
 
-def give_masks(model: nn.Module):
+def _give_masks(model: nn.Module):
     """Let a model's decoder be given the masks that transformers makes of positions."""
     decoder = model.get_decoder()
     decoder.register_forward_pre_hook(
-        partial(with_masks, model.config.get_text_config()), with_kwargs=True
+        partial(_with_masks, model.config.get_text_config()), with_kwargs=True
     )
 
 
-def with_masks(config: PretrainedConfig, decoder: nn.Module, args: tuple, kwargs: dict):
+def _with_masks(config: PretrainedConfig, decoder: nn.Module, args: tuple, kwargs: dict):
     """The decoder's arguments with a mask for each kind of layer, where rows are packed."""
     positions = kwargs.get("position_ids")
     if positions is None or kwargs.get("attention_mask") is not None:
@@ -183,7 +183,7 @@ def with_masks(config: PretrainedConfig, decoder: nn.Module, args: tuple, kwargs
     return args, kwargs | dict(attention_mask=masks if kinds else masks["full_attention"])
 
 
-def attention_by_borders(
+def _attention_by_borders(
     module,
     query: Tensor,
     key: Tensor,
@@ -212,4 +212,4 @@ def attention_by_borders(
     return torch.cat(out, 2).transpose(1, 2), None
 
 
-AttentionInterface.register(BY_BORDERS, attention_by_borders)
+AttentionInterface.register(_BY_BORDERS, _attention_by_borders)

@@ -25,7 +25,7 @@ from ..dist import ranks_from_env
 from ..sharding import kept_between_forwards
 from .metrics import EvalMetrics
 
-MICRO_BATCHES_TOGETHER = 16  # rows of so many are sorted by length, which leaves little padding
+_MICRO_BATCHES_TOGETHER = 16  # rows of so many are sorted by length, which leaves little padding
 
 
 @torch.no_grad()
@@ -49,7 +49,7 @@ def held_out_loss(
     total, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
     ranks = ranks_from_env()
     sampler = StepSampler(
-        len(dataset), batch_size * ranks.world_size * MICRO_BATCHES_TOGETHER, shuffle=False
+        len(dataset), batch_size * ranks.world_size * _MICRO_BATCHES_TOGETHER, shuffle=False
     )
     loader = StepLoader(
         dataset,

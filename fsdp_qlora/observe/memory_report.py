@@ -28,7 +28,7 @@ from ..model.blocks import base_model, decoder_blocks
 from ..planner import savings
 from .memory_timeline import PARTS, Timeline, draw, timeline
 
-RECORDED_STEP = 2
+_RECORDED_STEP = 2
 GIB = 2**30
 # What the estimate calls the parts of a timeline.
 ESTIMATED = dict(
@@ -67,10 +67,10 @@ class MemoryWatch:
         self.taken += 1
         records = self.config.profile_memory and self.device.type == "cuda"
         try:
-            with self.recording() if records and self.taken == RECORDED_STEP else nullcontext():
+            with self.recording() if records and self.taken == _RECORDED_STEP else nullcontext():
                 yield
         except torch.OutOfMemoryError as error:
-            raise ValueError(out_of_memory(self.config, self.model, step)) from error
+            raise ValueError(_out_of_memory(self.config, self.model, step)) from error
 
     @contextmanager
     def recording(self):
@@ -103,7 +103,7 @@ class MemoryWatch:
         """The timeline beside the run's other outputs."""
         path = Path(self.config.output_dir) / "memory.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        if draw(found, path, f"{Path(self.config.model_name).name}, step {RECORDED_STEP}"):
+        if draw(found, path, f"{Path(self.config.model_name).name}, step {_RECORDED_STEP}"):
             print(f"memory over the step: {path}")
         else:
             print("pip install matplotlib for a picture of it")
@@ -179,7 +179,7 @@ def table(found: Timeline, reserved: int, estimate: Memory) -> str:
     """Measured parts at the step's peak beside the estimate's, in lines for people."""
     measured, predicted = found.at_peak(), by_part(estimate)
     lines = [
-        f"memory at the peak of step {RECORDED_STEP}, rank 0",
+        f"memory at the peak of step {_RECORDED_STEP}, rank 0",
         f"{'part':<12} {'measured':>12} {'estimate':>12}",
     ]
     rows = [(part, measured[part] / GIB, predicted[part]) for part in PARTS]
@@ -196,18 +196,18 @@ def table(found: Timeline, reserved: int, estimate: Memory) -> str:
 # ---- out of memory -----------------------------------------------------------------------------
 
 
-def out_of_memory(config: RunConfig, model: nn.Module, step: Step) -> str:
+def _out_of_memory(config: RunConfig, model: nn.Module, step: Step) -> str:
     """Which part was the largest by the estimate, and the next rung of the guide, in one line."""
     rows, tokens = max((tuple(b["input_ids"].shape) for b in step.micro_batches), key=prod)
     return (
         f"GPU memory ran out in step {step.index + 1} at a micro-batch of {rows} x {tokens} tokens: "
-        f"{largest_part(config, model)}next on the guide: "
+        f"{_largest_part(config, model)}next on the guide: "
         f"{next_rung(config, ranks_from_env().world_size)}; the run then goes on from its last "
         "checkpoint"
     )
 
 
-def largest_part(config: RunConfig, model: nn.Module) -> str:
+def _largest_part(config: RunConfig, model: nn.Module) -> str:
     """What takes most by the estimate, as part of a sentence; nothing of a model it does not know."""
     try:
         estimate = estimated(config, model)

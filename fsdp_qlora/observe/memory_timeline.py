@@ -23,7 +23,7 @@ PARTS = (
     "other",
 )
 # The first rule that any frame of an allocation fits.
-RULES = (  # (file, start of the function's name, part)
+_RULES = (  # (file, start of the function's name, part)
     ("_fsdp_collectives.py", "foreach_reduce", "gradients"),
     ("_fsdp_collectives.py", "", "unsharded"),
     ("_fsdp_param_group.py", "post_backward", "gradients"),
@@ -37,7 +37,7 @@ RULES = (  # (file, start of the function's name, part)
     ("step.py", "clip_gradients", "other"),
 )
 
-RULED = {file for file, _, _ in RULES}
+_RULED = {file for file, _, _ in _RULES}
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Timeline:
 def part_of(frames: list[Mapping]) -> str:
     """What an allocation is for, by the frames that led to it."""
     where = [(frame["filename"].rpartition("/")[2], frame["name"]) for frame in frames]
-    where = [(file, name) for file, name in where if file in RULED]
-    for ruled, function, part in RULES:
+    where = [(file, name) for file, name in where if file in _RULED]
+    for ruled, function, part in _RULES:
         if any(file == ruled and name.startswith(function) for file, name in where):
             return part
     return "optimizer" if any("/optim/" in f["filename"] for f in frames) else "activations"
@@ -81,7 +81,7 @@ def timeline(
     there before, when `allocated` bytes were in use. gradients: addresses of gradients at
     `optimizer_time`, in microseconds as the events have it.
     """
-    found = {id(e) for e in gradient_events(events, gradients, optimizer_time)}
+    found = {id(e) for e in _gradient_events(events, gradients, optimizer_time)}
     now = dict.fromkeys(PARTS, 0)
     for size, part in standing.values():
         now[part] += size
@@ -103,7 +103,7 @@ def timeline(
     return Timeline(times, series)
 
 
-def gradient_events(
+def _gradient_events(
     events: list[Mapping], gradients: set[int], optimizer_time: float
 ) -> list[Mapping]:
     """The allocations that held gradients when the optimizer began."""

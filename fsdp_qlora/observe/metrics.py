@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ..reading import from_json
 
-SHOWN_OF_ANSWER = 70  # characters, in a line
+_SHOWN_OF_ANSWER = 70  # characters, in a line
 
 
 class Record:
@@ -190,7 +190,7 @@ class SampleRecord(Record):
 
     def line(self) -> str:
         first = " ".join(self.samples[0]["answer"].split())
-        shown = first if len(first) <= SHOWN_OF_ANSWER else first[:SHOWN_OF_ANSWER] + "..."
+        shown = first if len(first) <= _SHOWN_OF_ANSWER else first[:_SHOWN_OF_ANSWER] + "..."
         return f"step {self.step}  answers {shown!r}"
 
 

@@ -23,10 +23,10 @@ from ..estimate import memory, model_flops_per_token, setup_from_config, step_se
 from ..model.blocks import base_model
 from .metrics import Record, StepMetrics
 
-RECENT = 20  # steps whose median speaks for those to come
+_RECENT = 20  # steps whose median speaks for those to come
 
 
-def gpu_of(device: torch.device) -> Gpu | None:
+def _gpu_of(device: torch.device) -> Gpu | None:
     """The catalogue's card of a device; None for the CPU and for cards that it does not have."""
     if device.type != "cuda":
         return None
@@ -61,7 +61,7 @@ def arithmetic(config: RunConfig, model: nn.Module, device: torch.device) -> Ari
         shape = shape_from_config(base_model(model).config.to_dict(), config.model_name)
     except ValueError:
         return None
-    ranks, gpu = ranks_from_env().world_size, gpu_of(device)
+    ranks, gpu = ranks_from_env().world_size, _gpu_of(device)
     setup = setup_from_config(config, ranks)
     one, two = (model_flops_per_token(shape, replace(setup, context_length=n)) for n in (1, 2))
     return Arithmetic(2 * one - two, two - one, ranks, gpu.bf16_tflops if gpu else None)
@@ -71,7 +71,7 @@ def predicted(config: RunConfig, model: nn.Module, device: torch.device) -> dict
     """GiB and seconds that the estimate gives this run; of an unknown card or model what it can."""
     try:
         shape = shape_from_config(base_model(model).config.to_dict(), config.model_name)
-        ranks, gpu = ranks_from_env(), gpu_of(device)
+        ranks, gpu = ranks_from_env(), _gpu_of(device)
         setup = setup_from_config(config, ranks.world_size, gpus_per_node=ranks.local_world_size)
         found = dict(peak_allocated_gib=memory(shape, setup).peak_allocated)
         if gpu is None:
@@ -88,7 +88,7 @@ def predicted(config: RunConfig, model: nn.Module, device: torch.device) -> dict
 
 def dollars_per_hour(config: RunConfig, device: torch.device) -> float | None:
     """What all GPUs of a run cost an hour: --price_per_hour or the catalogue's; None if unknown."""
-    price, gpu = config.price_per_hour, gpu_of(device)
+    price, gpu = config.price_per_hour, _gpu_of(device)
     if price is None and gpu:
         price = gpu.price_per_hour
     return None if price is None else price * ranks_from_env().world_size
@@ -109,7 +109,7 @@ class Pace:
         self.total_steps, self.dollars_per_hour = total_steps, dollars_per_hour
         self.seconds = sum(r.get("seconds", 0) + r.get("seconds_held", 0) for r in earlier)
         self.first: float | None = None  # seconds of a start's first step, which compiles
-        self.recent = deque(maxlen=RECENT)
+        self.recent = deque(maxlen=_RECENT)
 
     def add(self, record: Record):
         """Count a record's time."""

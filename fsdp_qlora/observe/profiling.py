@@ -51,11 +51,11 @@ def step_profiler(config: RunConfig, device: torch.device) -> Iterator[Callable[
     folder = Path(config.profiling_output)
     folder.mkdir(parents=True, exist_ok=True)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-    memory = MemoryRecorder(config, folder, device)
+    memory = _MemoryRecorder(config, folder, device)
     with torch.profiler.profile(
         activities=activities,
         schedule=lambda step: phase(step, config),
-        on_trace_ready=lambda p: keep_trace(p, folder, config, device),
+        on_trace_ready=lambda p: _keep_trace(p, folder, config, device),
         record_shapes=config.with_shapes,
         with_stack=config.with_stack,
         acc_events=True,
@@ -84,7 +84,7 @@ def profile_steps(config: RunConfig, device: torch.device, step: Callable[[], ob
             step_done()
 
 
-def keep_trace(profiler, folder: Path, config: RunConfig, device: torch.device):
+def _keep_trace(profiler, folder: Path, config: RunConfig, device: torch.device):
     """Write a recording's trace; rank 0 sums it up."""
     rank, last = ranks_from_env(), profiler.step_num
     name = f"steps_{max(last - config.active_steps, 0) + 1}-{last}_rank_{rank.rank}"
@@ -104,10 +104,10 @@ def keep_trace(profiler, folder: Path, config: RunConfig, device: torch.device):
     text = table(summarize(spans, number_of_steps(events) or 1))
     (folder / f"table_{name}.txt").write_text(text + "\n")
     print(f"{text}\ntrace: {path}", flush=True)
-    plot_streams(spans, folder / f"streams_{name}.png")
+    _plot_streams(spans, folder / f"streams_{name}.png")
 
 
-class MemoryRecorder:
+class _MemoryRecorder:
     """Records allocations on a GPU in the warm-up steps, and writes them when these end."""
 
     def __init__(self, config: RunConfig, folder: Path, device: torch.device):
@@ -133,7 +133,7 @@ class MemoryRecorder:
         self.first = None
 
 
-def plot_streams(spans: list[Span], path: Path) -> bool:
+def _plot_streams(spans: list[Span], path: Path) -> bool:
     """Draw what each stream does over time as a PNG; False where matplotlib is not installed."""
     try:
         import matplotlib
@@ -149,7 +149,7 @@ def plot_streams(spans: list[Span], path: Path) -> bool:
     colors = {"computing": "#1f5a99", "communication": "#c2571a", "copies": "#6f9e5b"}
     for what, color in colors.items():
         for row, stream in enumerate(streams):
-            own = [s for s in spans if s.stream == stream and drawn_as(s) == what]
+            own = [s for s in spans if s.stream == stream and _drawn_as(s) == what]
             axes.broken_barh(
                 [((s.start - spans[0].start) / 1e3, (s.end - s.start) / 1e3) for s in own],
                 (row - 0.4, 0.8),
@@ -169,7 +169,7 @@ def plot_streams(spans: list[Span], path: Path) -> bool:
     return True
 
 
-def drawn_as(span: Span) -> str:
+def _drawn_as(span: Span) -> str:
     """The color class of a span."""
     if span.is_communication:
         return "communication"

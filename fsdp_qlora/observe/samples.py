@@ -28,11 +28,11 @@ from ..redact import redact_all
 from .evaluate import evaluating
 from .metrics import SampleRecord
 
-WIDTH = 64  # rows are as wide as a multiple of it
+_WIDTH = 64  # rows are as wide as a multiple of it
 
 
 @dataclass(frozen=True)
-class Prompt:
+class _Prompt:
     """What is asked, and the answer that the data have for it."""
 
     ids: list[int]
@@ -58,7 +58,7 @@ def greedy_answers(
     """
     ranks = ranks_from_env()
     longest = max(map(len, prompts)) + max_new_tokens
-    width = -(-longest // WIDTH) * WIDTH
+    width = -(-longest // _WIDTH) * _WIDTH
     mine = list(prompts[ranks.rank :: ranks.world_size])
     rows = torch.full(
         (max(1, len(mine)), width), pad_token_id
@@ -72,7 +72,7 @@ def greedy_answers(
             if not (agree or sum_over_ranks)(sum(is_open))[0]:
                 break
             for i, token in enumerate(
-                next_tokens(model, rows, ends, device, pad_token_id, packing)
+                _next_tokens(model, rows, ends, device, pad_token_id, packing)
             ):
                 if not is_open[i]:
                     continue
@@ -85,7 +85,7 @@ def greedy_answers(
     return [by_rank[i % ranks.world_size][i // ranks.world_size] for i in range(len(prompts))]
 
 
-def next_tokens(
+def _next_tokens(
     model: nn.Module,
     rows: Tensor,
     ends: list[int],
@@ -114,7 +114,7 @@ class Answerer:
 
     def __init__(
         self,
-        prompts: list[Prompt],
+        prompts: list[_Prompt],
         tokenizer,
         device: torch.device,
         max_new_tokens: int,
@@ -157,15 +157,15 @@ class Answerer:
 
 def choose_prompts(
     config: RunConfig, tokenizer, held_out: TokenizedDataset | Subset | None
-) -> list[Prompt]:
+) -> list[_Prompt]:
     """The prompts of --sample_prompts, or of --samples held-out rows; none if neither is given.
 
     Raises ValueError naming the flag if there are none to take.
     """
     if config.sample_prompts:
-        lines = prompt_lines(config.sample_prompts)[: config.samples or None]
+        lines = _prompt_lines(config.sample_prompts)[: config.samples or None]
         return [
-            Prompt(encode_prompt([{"role": "user", "content": line}], tokenizer), [])
+            _Prompt(encode_prompt([{"role": "user", "content": line}], tokenizer), [])
             for line in lines
         ]
     if not config.samples or held_out is None:
@@ -185,7 +185,7 @@ def choose_prompts(
     )
 
 
-def prompt_lines(path: str) -> list[str]:
+def _prompt_lines(path: str) -> list[str]:
     """The prompts in a text file, one a line. Raises ValueError naming --sample_prompts."""
     try:
         lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
@@ -199,11 +199,11 @@ def prompt_lines(path: str) -> list[str]:
     return [line for line in lines if line]
 
 
-def prompt_of(ids: Tensor, labels: Tensor) -> Prompt | None:
+def prompt_of(ids: Tensor, labels: Tensor) -> _Prompt | None:
     """What stands before a row's first trained tokens, and these; None if nothing does."""
     trained = (labels != IGNORE).nonzero().flatten().tolist()
     if not trained or trained[0] < 2:
         return None
     first = trained[0]
     end = next((i for i in range(first, len(ids)) if labels[i] == IGNORE), len(ids))
-    return Prompt(ids[:first].tolist(), ids[first:end].tolist())
+    return _Prompt(ids[:first].tolist(), ids[first:end].tolist())

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from .metrics import Progress, Record, StepMetrics
 
-TERMINAL = ("tqdm", "stdout", "jsonl")  # forms of --log_to that go to the terminal; one at a time
+_TERMINAL = ("tqdm", "stdout", "jsonl")  # forms of --log_to that go to the terminal; one at a time
 
 
 class Sink:
@@ -33,7 +33,7 @@ class Sink:
         """The run is over: finished, stopped or failed."""
 
 
-class Bar(Sink):
+class _Bar(Sink):
     """A progress bar on a terminal, with evaluations above it."""
 
     def __init__(self, total_steps: int | None, initial: int):
@@ -44,7 +44,7 @@ class Bar(Sink):
 
     def write(self, record: Record):
         if isinstance(record, Progress):
-            self.bar.set_postfix_str(postfix(record))
+            self.bar.set_postfix_str(_postfix(record))
         elif line := record.line():
             self.bar.write(line)
 
@@ -55,7 +55,7 @@ class Bar(Sink):
         self.bar.close()
 
 
-def postfix(progress: Progress) -> str:
+def _postfix(progress: Progress) -> str:
     """What stands behind a progress bar, which has steps and time itself."""
     parts = [f"loss {progress.loss:.3f}", f"{progress.tokens_per_second:,.0f} tok/s"]
     if progress.share_of_peak is not None:
@@ -75,7 +75,7 @@ class Lines(Sink):
             print(line, flush=True)
 
 
-class JsonLines(Sink):
+class _JsonLines(Sink):
     """The lines of `metrics.jsonl` on stdout as they are written."""
 
     def step(self, metrics: StepMetrics):
@@ -89,7 +89,7 @@ class JsonLines(Sink):
 def terminal(names: Sequence[str], total_steps: int | None, initial: int) -> Sink:
     """What --log_to shows here. The bar is the default, and lines where there is no terminal."""
     if "jsonl" in names:
-        return JsonLines()
+        return _JsonLines()
     if "stdout" in names or not sys.stderr.isatty():
         return Lines()
-    return Bar(total_steps, initial)
+    return _Bar(total_steps, initial)

@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-Interval = tuple[float, float]
+_Interval = tuple[float, float]
 
-COMMUNICATION = {
+_COMMUNICATION = {
     "all-gather": r"all_?gather",
     "reduce-scatter": r"reduce_?scatter",
     "all-reduce": r"all_?reduce",
@@ -27,7 +27,7 @@ COMPUTE = {
     "quantize, dequantize": r"quantize|_nf4",
     "optimizer": r"adam|multi_tensor|foreach",
 }
-OTHER, COPIES = "other compute", "copies"
+OTHER, _COPIES = "other compute", "copies"
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Span:
 
     @property
     def is_communication(self) -> bool:
-        return self.kind in COMMUNICATION
+        return self.kind in _COMMUNICATION
 
     @property
     def is_compute(self) -> bool:
-        return not self.is_communication and self.kind != COPIES
+        return not self.is_communication and self.kind != _COPIES
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Summary:
+class _Summary:
     """Where the time of the recorded steps goes. `idle` is when the device does nothing at all."""
 
     steps: int
@@ -71,10 +71,10 @@ class Summary:
 def kind_of(name: str, category: str = "kernel") -> str:
     """What a kernel, copy or operator is, by its name."""
     if category in ("gpu_memcpy", "gpu_memset"):
-        return COPIES
+        return _COPIES
     if re.search(r"nccl|gloo|c10d", name, re.IGNORECASE):
         return next(
-            k for k, pattern in COMMUNICATION.items() if re.search(pattern, name, re.IGNORECASE)
+            k for k, pattern in _COMMUNICATION.items() if re.search(pattern, name, re.IGNORECASE)
         )
     for kind, pattern in COMPUTE.items():
         if re.search(pattern, name, re.IGNORECASE):
@@ -85,7 +85,7 @@ def kind_of(name: str, category: str = "kernel") -> str:
 def device_spans(events: list[dict]) -> list[Span]:
     """The device's work in a trace, by start."""
     gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    found = gpu or [*cpu_operators(events), *transfers(events)]
+    found = gpu or [*_cpu_operators(events), *transfers(events)]
     spans = [
         Span(kind_of(e["name"], e["cat"]), e["ts"], e["ts"] + e.get("dur", 0), e["tid"])
         for e in found
@@ -98,7 +98,7 @@ def transfers(events: list[dict]) -> list[dict]:
     return [e for e in events if e.get("ph") == "X" and e["name"].startswith("gloo:")]
 
 
-def cpu_operators(events: list[dict]) -> list[dict]:
+def _cpu_operators(events: list[dict]) -> list[dict]:
     """The outermost operators of torch and bitsandbytes on threads that transfer nothing."""
     transferring = {e["tid"] for e in transfers(events)}
     own = [
@@ -122,14 +122,14 @@ def number_of_steps(events: list[dict]) -> int:
     return len({e["name"] for e in events if e.get("name", "").startswith("ProfilerStep#")})
 
 
-def summarize(spans: list[Span], steps: int = 1) -> Summary:
+def summarize(spans: list[Span], steps: int = 1) -> _Summary:
     """Add up spans by kind; overlaps within a kind count once."""
     if not spans:
-        return Summary(steps, 0.0, [], 0.0)
+        return _Summary(steps, 0.0, [], 0.0)
     whole = spans[0].start, max(span.end for span in spans)
     compute = union((s.start, s.end) for s in spans if s.is_compute)
     parts = []
-    for kind in (*COMPUTE, OTHER, *COMMUNICATION, COPIES):
+    for kind in (*COMPUTE, OTHER, *_COMMUNICATION, _COPIES):
         own = [span for span in spans if span.kind == kind]
         times = union((s.start, s.end) for s in own)
         hidden_by = None if not own or own[0].is_compute else compute
@@ -137,12 +137,12 @@ def summarize(spans: list[Span], steps: int = 1) -> Summary:
         if own:
             parts.append(Part(kind, len(own), length(times) / 1e6, exposed))
     idle = length(without([whole], union((s.start, s.end) for s in spans))) / 1e6
-    return Summary(steps, (whole[1] - whole[0]) / 1e6, parts, idle)
+    return _Summary(steps, (whole[1] - whole[0]) / 1e6, parts, idle)
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
+def union(intervals: Iterable[_Interval]) -> list[_Interval]:
     """The same times as intervals that don't touch, in order."""
-    merged: list[Interval] = []
+    merged: list[_Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(merged[-1][1], end)
@@ -151,9 +151,9 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def without(times: list[Interval], others: list[Interval]) -> list[Interval]:
+def without(times: list[_Interval], others: list[_Interval]) -> list[_Interval]:
     """What of `times` is in none of `others`; both are unions."""
-    left: list[Interval] = []
+    left: list[_Interval] = []
     others = iter([*others, (float("inf"), float("inf"))])
     cut = next(others)
     for start, end in times:
@@ -171,12 +171,12 @@ def without(times: list[Interval], others: list[Interval]) -> list[Interval]:
     return left
 
 
-def length(times: list[Interval]) -> float:
+def length(times: list[_Interval]) -> float:
     """The sum of intervals that don't overlap."""
     return sum(end - start for start, end in times)
 
 
-def table(summary: Summary) -> str:
+def table(summary: _Summary) -> str:
     """The summary as text, per step: a row of each kind, its share, and what of it is exposed."""
     steps = max(1, summary.steps)
     lines = [

@@ -54,14 +54,14 @@ class TensorBoard(Sink):
         self.writer.close()
 
 
-class Sent:
+class _Sent:
     """What a tracker was told of each figure, up to which step; kept in a file if it can't be asked."""
 
     def __init__(self, last: dict[str, int], before: int = -1, path: Path | None = None):
         self.last, self.before, self.path = last, before, path
 
     @classmethod
-    def read(cls, path: Path, before: int = -1) -> Sent:
+    def read(cls, path: Path, before: int = -1) -> _Sent:
         """As a start before this one left it. before: all figures were told up to that step."""
         try:
             last = {name: int(step) for name, step in json.loads(path.read_text()).items()}
@@ -103,7 +103,7 @@ class Wandb(Sink):
         )
         self.run.define_metric("*", step_metric="step")  # its own count could not go back
         known = self.run.summary.get("step") if self.run.resumed else None  # of the server
-        self.sent = Sent.read(
+        self.sent = _Sent.read(
             Path(config.output_dir) / "wandb" / f"{run_id}.json",
             known if isinstance(known, int) else -1,
         )
@@ -131,7 +131,7 @@ class MLflow(Sink):
         if runs:
             self.id = runs[0].info.run_id
             self.client.update_run(self.id, "RUNNING")
-            self.sent = Sent(
+            self.sent = _Sent(
                 {
                     name: max(m.step for m in self.client.get_metric_history(self.id, name))
                     for name in runs[0].data.metrics
@@ -141,7 +141,7 @@ class MLflow(Sink):
         made = self.client.create_run(
             experiment, run_name=said["name"], tags={"fsdp_qlora.run_id": run_id}
         )
-        self.id, self.sent = made.info.run_id, Sent({})
+        self.id, self.sent = made.info.run_id, _Sent({})
         params = [Param(name, str(value)[:500]) for name, value in said.items()]
         for start in range(0, len(params), 100):  # of one call
             self.client.log_batch(self.id, params=params[start : start + 100])

@@ -49,7 +49,7 @@ class Adafactor(ShardedOptimizer):
         """One update, with four small sums over ranks."""
         weight, first_row, _ = local_rows(p)
         step, lr, grad = int(state["step"]), float(group["lr"]), local_rows(p.grad)[0].float()
-        direction = grad * whitening(p, grad, state, step ** group["beta2_decay"])
+        direction = grad * _whitening(p, grad, state, step ** group["beta2_decay"])
         size = summed(p, direction.square().sum()).sqrt() / p.numel() ** 0.5
         w = weight.float()
         weight_size = summed(p, w.square().sum()).sqrt() / p.numel() ** 0.5
@@ -59,7 +59,7 @@ class Adafactor(ShardedOptimizer):
         store(weight, w, element_bits(w.numel(), places).view(w.shape))
 
 
-def whitening(p: Tensor, grad: Tensor, state: dict[str, Tensor], new_share: float) -> Tensor:
+def _whitening(p: Tensor, grad: Tensor, state: dict[str, Tensor], new_share: float) -> Tensor:
     """1 / sqrt of the estimated second moment of this rank's rows, after taking in `grad`."""
     eps = torch.finfo(p.dtype).eps
     if p.dim() < 2:

@@ -28,9 +28,9 @@ from ..estimate.setup import CHUNK, TOGETHER
 from .base import ShardedOptimizer, int32, sent, zeros_beside
 from .rounding import element_bits, hashed, store
 
-BLOCKSIZES = (256, 128, 64)
-MIN_8BIT_SIZE = 4096  # smaller weights keep float32 states, as in bitsandbytes
-MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # signed?
+_BLOCKSIZES = (256, 128, 64)
+_MIN_8BIT_SIZE = 4096  # smaller weights keep float32 states, as in bitsandbytes
+_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # signed?
 
 
 class CompactAdamW(ShardedOptimizer):
@@ -53,12 +53,12 @@ class CompactAdamW(ShardedOptimizer):
         eight = self.state_dtype == "8bit"
         block = blocksize(p) if eight else None
         dtype = torch.uint8 if block else torch.float32 if eight else torch.bfloat16
-        state = {moment: zeros_beside(p, p.shape[-1:], dtype) for moment in MOMENTS}
+        state = {moment: zeros_beside(p, p.shape[-1:], dtype) for moment in _MOMENTS}
         if not block:
             return state
         return state | {
             f"{moment}_absmax": zeros_beside(p, (p.shape[-1] // block,), torch.float32)
-            for moment in MOMENTS
+            for moment in _MOMENTS
         }
 
     def update_all(self, due):
@@ -113,16 +113,16 @@ def pieces(p: Tensor, state: dict[str, Tensor], group: dict, salt: int) -> Itera
         yield Piece(
             cut(weight, *share),
             cut(grad, *share),
-            {name: cut(local[name], *share) for name in MOMENTS},
+            {name: cut(local[name], *share) for name in _MOMENTS},
             {
                 name: cut(local[f"{name}_absmax"], *share)
-                for name in MOMENTS
+                for name in _MOMENTS
                 if f"{name}_absmax" in local
             },
             first + start,
             salt,
             factors,
-            place_of_update(p),
+            _place_of_update(p),
         )
 
 
@@ -149,8 +149,8 @@ def update(batch: list[Piece]):
     device, factors = batch[0].device, batch[0].factors
     weights = [piece.weight for piece in batch]
     weight = joined(weights, device)
-    moments = [unpacked(batch, name) for name in MOMENTS]
-    run = compiled_update() if device.type == "cuda" else adamw_update
+    moments = [unpacked(batch, name) for name in _MOMENTS]
+    run = _compiled_update() if device.type == "cuda" else adamw_update
     run(
         weight,
         joined([piece.grad for piece in batch], device),
@@ -158,7 +158,7 @@ def update(batch: list[Piece]):
         sent(list(factors), torch.float32, device),
         places(batch),
     )
-    for name, moment in zip(MOMENTS, moments, strict=True):
+    for name, moment in zip(_MOMENTS, moments, strict=True):
         pack(batch, name, moment)
     give_back(weight, weights)
 
@@ -198,7 +198,7 @@ def places(batch: list[Piece]) -> Tensor:
     )
 
 
-def place_of_update(p: Tensor) -> torch.device:
+def _place_of_update(p: Tensor) -> torch.device:
     """Where a weight is updated: by the GPU also if it is kept in host memory.
 
     On the host the many small operations of rounding and quantization would take minutes a step.
@@ -210,9 +210,9 @@ def place_of_update(p: Tensor) -> torch.device:
 
 def blocksize(p: Tensor) -> int | None:
     """The largest block that divides a row, or None where 8 bits are not used."""
-    if p.dim() < 2 or p.numel() < MIN_8BIT_SIZE:
+    if p.dim() < 2 or p.numel() < _MIN_8BIT_SIZE:
         return None
-    return next((size for size in BLOCKSIZES if p.shape[-1] % size == 0), None)
+    return next((size for size in _BLOCKSIZES if p.shape[-1] % size == 0), None)
 
 
 def update_factors(group: dict, step: int) -> tuple[float, ...]:
@@ -254,7 +254,7 @@ def adamw_update(
 
 
 @cache
-def compiled_update():
+def _compiled_update():
     """`adamw_update` in one kernel: each value is read and written once."""
     return torch.compile(adamw_update, fullgraph=True, dynamic=True)
 
@@ -267,7 +267,7 @@ def unpacked(batch: list[Piece], name: str) -> Tensor:
         return codes
     absmax = joined(scales, device)
     return torch.ops.bitsandbytes.dequantize_blockwise(
-        codes, absmax, code_table(MOMENTS[name], device), len(codes) // len(absmax), torch.float32
+        codes, absmax, _code_table(_MOMENTS[name], device), len(codes) // len(absmax), torch.float32
     )
 
 
@@ -281,13 +281,13 @@ def pack(batch: list[Piece], name: str, moment: Tensor):
         return give_back(moment, own)
     block = len(own[0]) // len(scales[0])
     codes, absmax = torch.ops.bitsandbytes.quantize_blockwise(
-        moment, code_table(MOMENTS[name], moment.device), block
+        moment, _code_table(_MOMENTS[name], moment.device), block
     )
     give_back(codes, own)
     give_back(absmax, scales)
 
 
 @cache
-def code_table(signed: bool, device: torch.device) -> Tensor:
+def _code_table(signed: bool, device: torch.device) -> Tensor:
     """The 256 values of a code: dynamic exponents, between -1 or 0 and 1."""
     return create_dynamic_map(signed=signed).to(device)

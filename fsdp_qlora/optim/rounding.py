@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LOW_16 = 0xFFFF
+_LOW_16 = 0xFFFF
 
 
 def hashed(places: Tensor, salt: Tensor) -> Tensor:
@@ -22,9 +22,9 @@ def hashed(places: Tensor, salt: Tensor) -> Tensor:
     The mixer is lowbias32, https://nullprogram.com/blog/2018/07/31.
     """
     x = places * -1640531535 + salt  # 2654435761, the golden ratio of 2**32, as int32
-    x = (x ^ (x >> 16 & LOW_16)) * 0x7FEB352D
+    x = (x ^ (x >> 16 & _LOW_16)) * 0x7FEB352D
     x = (x ^ (x >> 15 & 0x1FFFF)) * -2073254261  # 0x846CA68B as int32
-    return x ^ (x >> 16 & LOW_16)
+    return x ^ (x >> 16 & _LOW_16)
 
 
 def to_bf16(x: Tensor, bits: Tensor) -> Tensor:
@@ -32,8 +32,8 @@ def to_bf16(x: Tensor, bits: Tensor) -> Tensor:
 
     A value that bfloat16 has is left as it is, whatever the bits.
     """
-    raised = x.view(torch.int32) + (bits & LOW_16)
-    return (raised & ~LOW_16).view(torch.float32).to(torch.bfloat16)
+    raised = x.view(torch.int32) + (bits & _LOW_16)
+    return (raised & ~_LOW_16).view(torch.float32).to(torch.bfloat16)
 
 
 def store(target: Tensor, value: Tensor, bits: Tensor):

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 SCHEDULES = ("constant", "linear", "cosine")
-COSINE_FLOOR = 0.1  # the cosine ends at a tenth of the peak, as in the original script
+_COSINE_FLOOR = 0.1  # the cosine ends at a tenth of the peak, as in the original script
 
 
 def lr_share(
@@ -36,7 +36,7 @@ def lr_share(
     done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     if name == "linear":
         return 1 - done
-    return COSINE_FLOOR + (1 - COSINE_FLOOR) * 0.5 * (1 + math.cos(math.pi * done))
+    return _COSINE_FLOOR + (1 - _COSINE_FLOOR) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def build_scheduler(

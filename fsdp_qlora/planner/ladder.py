@@ -19,7 +19,7 @@ class Rung:
     why: str
 
 
-RECOMPUTED, KEPT = dict(activation_policy="recompute_all"), dict(activation_policy="keep_all")
+_RECOMPUTED, KEPT = dict(activation_policy="recompute_all"), dict(activation_policy="keep_all")
 LADDER = (
     Rung(
         "ddp, all activations kept",
@@ -28,19 +28,19 @@ LADDER = (
         ),
         "each GPU holds the whole model, and nothing is computed twice",
     ),
-    Rung("+ gradient checkpointing", RECOMPUTED, "blocks are computed again in the backward"),
+    Rung("+ gradient checkpointing", _RECOMPUTED, "blocks are computed again in the backward"),
     Rung(
         "shard_grad_op",
         dict(sharding_strategy="shard_grad_op", **KEPT),
         "gradients and optimizer states are split; gathered weights stay until the backward",
     ),
-    Rung("+ gradient checkpointing", RECOMPUTED, "blocks are computed again in the backward"),
+    Rung("+ gradient checkpointing", _RECOMPUTED, "blocks are computed again in the backward"),
     Rung(
         "full_shard",
         dict(sharding_strategy="full_shard", **KEPT),
         "weights are split too, and gathered twice for each block",
     ),
-    Rung("+ gradient checkpointing", RECOMPUTED, "blocks are computed again in the backward"),
+    Rung("+ gradient checkpointing", _RECOMPUTED, "blocks are computed again in the backward"),
     Rung("+ CPU offload", dict(use_cpu_offload=True), "weights wait in host memory"),
     Rung(
         "+ activation offload",

@@ -7,7 +7,7 @@ from pathlib import Path
 from ..estimate import Estimate
 from .plan import Plan
 
-STACK = (  # label, parts of an estimate, colour
+_STACK = (  # label, parts of an estimate, colour
     ("weights", ("linears", "absmax", "fp8", "embedding", "head", "norms"), "#1f5a99"),
     ("adapters, gradients, optimizer", ("adapters", "gradients", "optimizer"), "#6aa5d8"),
     ("gathered by FSDP", ("unsharded",), "#7b6bb2"),
@@ -43,10 +43,10 @@ def draw(plan: Plan, path: str | Path) -> Path:
         xlabel="GiB per GPU; pale: does not fit", ylim=(len(bars) - 0.4, -1.1), title=title(plan)
     )
     axes.spines[["top", "right"]].set_visible(False)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for _, _, colour in STACK]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for _, _, colour in _STACK]
     figure.legend(
         handles,
-        [label for label, _, _ in STACK],
+        [label for label, _, _ in _STACK],
         loc="outside lower center",
         ncols=3,
         frameon=False,
@@ -72,7 +72,7 @@ def saved(figure, path: str | Path) -> Path:
 def bar(axes, place: int, found: Estimate):
     """One stacked bar, with its total and speed at the end."""
     left, pale = 0.0, 1.0 if found.fits else 0.45
-    for _, parts, colour in STACK:
+    for _, parts, colour in _STACK:
         width = sum(found.memory.parts[name] for name in parts)
         axes.barh(place, width, left=left, color=colour, height=0.66, alpha=pale)
         left += width

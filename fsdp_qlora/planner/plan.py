@@ -11,13 +11,13 @@ from ..estimate import Estimate, Rows
 from .ladder import LADDER, Climbed, climb
 from .search import search
 
-PLANNED = (
+_PLANNED = (
     "sharding_strategy",
     "activation_policy",
     "use_cpu_offload",
     "use_activation_cpu_offload",
 )
-FIXES_POLICY = ("activation_policy", "use_gradient_checkpointing", "reentrant_checkpointing")
+_FIXES_POLICY = ("activation_policy", "use_gradient_checkpointing", "reentrant_checkpointing")
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ def free_settings(
     """
     free = set()
     if everything or config.sharding_strategy == "auto":
-        free = {name for name in PLANNED if name not in given}
+        free = {name for name in _PLANNED if name not in given}
         if config.sharding_strategy == "auto":
             free.add("sharding_strategy")
-        if given & set(FIXES_POLICY):
+        if given & set(_FIXES_POLICY):
             free.discard("activation_policy")
     if config.activation_budget_gib is not None:
         free.add("activation_policy")
@@ -109,10 +109,10 @@ def make_plan(
     )
     if plan.fitting:
         return plan
-    return replace(plan, longest=longest_that_fits(plan), more_gpus=gpus_that_fit(plan))
+    return replace(plan, longest=_longest_that_fits(plan), more_gpus=gpus_that_fit(plan))
 
 
-def longest_that_fits(plan: Plan) -> int:
+def _longest_that_fits(plan: Plan) -> int:
     """The longest context, in steps of 128 tokens, that the search finds room for; 0 if none."""
     low, high = 0, plan.config.context_length // 128
     while high - low > 1:

@@ -26,23 +26,23 @@ def report(plan: Plan) -> str:
         *wrapped(subject_lines(some)[0]),
         *wrapped(plan.machine.describe()),
         "",
-        *ladder_lines(plan),
+        *_ladder_lines(plan),
         "",
-        *search_lines(plan),
+        *_search_lines(plan),
         "",
-        *choice_lines(plan),
+        *_choice_lines(plan),
     ]
     said = [*data_notes(some, plan.rows), *notes(some)]
     return "\n".join(lines + [line for note in said for line in wrapped(note)])
 
 
-def ladder_lines(plan: Plan) -> list[str]:
+def _ladder_lines(plan: Plan) -> list[str]:
     """Each rung with its need, speed and verdict."""
     rows, length = plan.config.batch_size, plan.config.context_length
     lines = [f"{'GiB':>7}{'tok/s/GPU':>11}  the ladder, {rows} x {length:,} tokens per GPU"]
     for number, climbed in enumerate(plan.rungs, 1):
         lines += row(
-            figures(climbed.found), f"{number}. {climbed.rung.name}: {rung_verdict(plan, climbed)}"
+            figures(climbed.found), f"{number}. {climbed.rung.name}: {_rung_verdict(plan, climbed)}"
         )
     last = "not needed" if plan.choice else "see below"
     return lines + row(figures(None), f"{len(plan.rungs) + 1}. shorter rows, or more GPUs: {last}")
@@ -65,7 +65,7 @@ def figures(found: Estimate | None) -> str:
     return f"{found.memory.total:7.1f}{found.step.tokens_per_second_per_gpu:11,.0f}"
 
 
-def rung_verdict(plan: Plan, climbed: Climbed) -> str:
+def _rung_verdict(plan: Plan, climbed: Climbed) -> str:
     """Why a rung is, or is not, the answer."""
     found, limit = climbed.found, plan.machine.memory_gib
     if found is None:
@@ -84,7 +84,7 @@ def rung_verdict(plan: Plan, climbed: Climbed) -> str:
     return ("fits, the first that does" if climbed is first else "fits") + behind
 
 
-def search_lines(plan: Plan) -> list[str]:
+def _search_lines(plan: Plan) -> list[str]:
     """The fastest configurations that fit: rows of a micro-batch, how often in a step, and the rest."""
     if not plan.fitting:
         return ["nothing fits"]
@@ -101,7 +101,7 @@ def search_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def choice_lines(plan: Plan) -> list[str]:
+def _choice_lines(plan: Plan) -> list[str]:
     """What to do, and what it gives; or what is missing."""
     if plan.choice is None:
         return [line for text in advice(plan) for line in wrapped(text)]
@@ -115,12 +115,12 @@ def choice_lines(plan: Plan) -> list[str]:
             f"        {step.total:.3f} s a step of {counted(batches.per_step, batches.unit)} "
             f"({fixed}), {speed:,.0f} tokens/s on {counted(plan.machine.world_size, 'GPU')}; "
             f"{choice.memory.total:.1f} of {plan.machine.memory_gib:g} GiB"
-            f"{host_share(plan, choice)}"
+            f"{_host_share(plan, choice)}"
         ),
     ]
 
 
-def host_share(plan: Plan, choice: Estimate) -> str:
+def _host_share(plan: Plan, choice: Estimate) -> str:
     """What an offload takes of a machine's memory, which may not be known."""
     if not (choice.setup.cpu_offload or choice.setup.activation_offload):
         return ""
@@ -173,7 +173,7 @@ def as_json(plan: Plan) -> dict:
                 why=c.rung.why,
                 changes=c.changes,
                 fits=c.fits,
-                verdict=rung_verdict(plan, c),
+                verdict=_rung_verdict(plan, c),
                 estimate=estimate_as_json(c.found) if c.found else None,
             )
             for c in plan.rungs

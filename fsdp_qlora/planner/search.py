@@ -15,14 +15,14 @@ from ..estimate import Estimate, Rows, batches_of, choose_policies, estimate
 from ..estimate.policies import SPARE_SHARE
 from ..estimate.question import asked_setup, hybrid_groups
 
-MOST_ROWS = 64  # of a micro-batch, where no --global_batch_size limits it
-SAME_SPEED = 0.01  # predictions closer than this are equal: the simpler one is taken
-OFFLOAD_GAIN = 0.025  # what each offload must bring: as much as predictions of time are off by
-ENOUGH_ROWS = 0.02  # a larger micro-batch must be faster by more, if rows per step follow from it
+_MOST_ROWS = 64  # of a micro-batch, where no --global_batch_size limits it
+_SAME_SPEED = 0.01  # predictions closer than this are equal: the simpler one is taken
+_OFFLOAD_GAIN = 0.025  # what each offload must bring: as much as predictions of time are off by
+_ENOUGH_ROWS = 0.02  # a larger micro-batch must be faster by more, if rows per step follow from it
 
 
 @dataclass(frozen=True)
-class Search:
+class _Search:
     """What was tried: the estimates that fit, fastest first, and the least need of what did not."""
 
     fitting: list[Estimate]
@@ -35,12 +35,12 @@ def search(
     config: RunConfig,
     free: frozenset[str],
     rows: Rows | None = None,
-) -> Search:
+) -> _Search:
     """All combinations of the `free` settings; the others stay as in `config`. rows: the data's."""
     shape = expanded_shape(shape, config)
     fitting: list[Estimate] = []
     failed: list[Estimate] = []
-    layouts = packings(config, free)
+    layouts = _packings(config, free)
     for packing, (strategy, offload, activations) in product(
         layouts, places(machine, config, free)
     ):
@@ -53,14 +53,14 @@ def search(
                 batch_size=size,
                 packing=packing,
             )
-            found = best_policies(shape, machine, tried, free, rows)
+            found = _best_policies(shape, machine, tried, free, rows)
             if activations != found.setup.activation_offload:
                 continue  # nothing is left to offload
             (fitting if found.fits else failed).append(found)
             if not found.fits:
                 break  # more rows need more
     closest = min(failed, key=lambda e: e.memory.total, default=None) if not fitting else None
-    return Search(ranked(fitting, config, free), closest)
+    return _Search(_ranked(fitting, config, free), closest)
 
 
 def places(
@@ -100,7 +100,7 @@ def places(
     return found
 
 
-def packings(config: RunConfig, free: frozenset[str]) -> list[bool]:
+def _packings(config: RunConfig, free: frozenset[str]) -> list[bool]:
     """Rows padded, or packed where that is free and goes with the other settings."""
     if "packing" not in free:
         return [config.packing]
@@ -115,7 +115,7 @@ def micro_batches(machine: Machine, config: RunConfig, free: frozenset[str]) -> 
     """Rows per GPU and forward that are worth trying, ascending."""
     if "batch_size" not in free:
         return [config.batch_size]
-    most = MOST_ROWS
+    most = _MOST_ROWS
     if config.global_batch_size != AUTO:
         most = -(-config.global_batch_size // machine.world_size)
     sizes = sorted(
@@ -126,7 +126,7 @@ def micro_batches(machine: Machine, config: RunConfig, free: frozenset[str]) -> 
     return sizes
 
 
-def best_policies(
+def _best_policies(
     shape: ModelShape,
     machine: Machine,
     config: RunConfig,
@@ -157,10 +157,10 @@ def seconds_per_token(found: Estimate) -> float:
 def cost(found: Estimate) -> float:
     """`seconds_per_token`, longer by what its offloads must bring."""
     offloads = found.config.use_cpu_offload + found.config.use_activation_cpu_offload
-    return seconds_per_token(found) * (1 + OFFLOAD_GAIN * offloads)
+    return seconds_per_token(found) * (1 + _OFFLOAD_GAIN * offloads)
 
 
-def ranked(fitting: list[Estimate], config: RunConfig, free: frozenset[str]) -> list[Estimate]:
+def _ranked(fitting: list[Estimate], config: RunConfig, free: frozenset[str]) -> list[Estimate]:
     """Fastest first, but the simplest of those as cheap as the cheapest before it.
 
     Simpler is: no offload, a plainer strategy, fewer rows per micro-batch.
@@ -169,13 +169,13 @@ def ranked(fitting: list[Estimate], config: RunConfig, free: frozenset[str]) -> 
     if not fitting:
         return []
     rows_follow = "batch_size" in free and config.global_batch_size == AUTO
-    near = min(map(cost, fitting)) * (1 + (ENOUGH_ROWS if rows_follow else SAME_SPEED))
+    near = min(map(cost, fitting)) * (1 + (_ENOUGH_ROWS if rows_follow else _SAME_SPEED))
     same = [found for found in fitting if cost(found) <= near]
-    first = min(same, key=simplicity)
+    first = min(same, key=_simplicity)
     return [first, *(found for found in fitting if found is not first)]
 
 
-def simplicity(found: Estimate) -> tuple:
+def _simplicity(found: Estimate) -> tuple:
     """Sorts the simpler of two equally fast configurations first."""
     config = found.config
     return (

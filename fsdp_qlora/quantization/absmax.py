@@ -20,9 +20,9 @@ from torch import Tensor
 STORAGE_DTYPE = torch.bfloat16  # a carrier of bytes; no arithmetic is ever done in it
 ABSMAX_DTYPES = ("fp32", "int8")
 STEPS = 254  # steps between codes 1 and 255
-STEP_UNIT = 16  # so that a step has 16 bits
-OCTAVE = 2**23  # bit patterns from a float to its double
-RANGES = (6, 9, 12, 16)  # octaves below a row's largest scale that may be told from zero
+_STEP_UNIT = 16  # so that a step has 16 bits
+_OCTAVE = 2**23  # bit patterns from a float to its double
+_RANGES = (6, 9, 12, 16)  # octaves below a row's largest scale that may be told from zero
 
 try:
     import triton
@@ -47,24 +47,24 @@ def encode_absmax(absmax: Tensor) -> Tensor:
     Each row takes the range of octaves that leaves its largest error smallest.
     """
     bits, blocks = absmax.contiguous().view(torch.int32), absmax.shape[1]
-    tried = [encode_range(bits, octaves) for octaves in RANGES]
-    errors = [(decode_in_torch(stored, blocks) - absmax).abs().amax(1) for stored in tried]
+    tried = [_encode_range(bits, octaves) for octaves in _RANGES]
+    errors = [(_decode_in_torch(stored, blocks) - absmax).abs().amax(1) for stored in tried]
     best = torch.stack(errors).argmin(0)  # (O,)
     return torch.stack([stored.view(torch.int16) for stored in tried])[
         best, torch.arange(len(best), device=best.device)
     ].view(STORAGE_DTYPE)
 
 
-def encode_range(bits: Tensor, octaves: int) -> Tensor:
+def _encode_range(bits: Tensor, octaves: int) -> Tensor:
     """`encode_absmax` of bit patterns int32 (O, K), telling scales apart over so many octaves."""
     rows, blocks = bits.shape
     highest = bits.amax(1, keepdim=True)
-    told_apart = bits > (highest - octaves * OCTAVE).clamp(min=0)
+    told_apart = bits > (highest - octaves * _OCTAVE).clamp(min=0)
     lowest = torch.where(told_apart, bits, highest).amin(1, keepdim=True) >> 16 << 16
-    units = (highest - lowest + STEPS * STEP_UNIT - 1) // (STEPS * STEP_UNIT)
-    step = (units * STEP_UNIT).clamp(min=1)
+    units = (highest - lowest + STEPS * _STEP_UNIT - 1) // (STEPS * _STEP_UNIT)
+    step = (units * _STEP_UNIT).clamp(min=1)
     codes = ((bits - lowest + step // 2) // step + 1).clamp(1, STEPS + 1)
-    codes = torch.where(bits < lowest - OCTAVE, 0, codes)  # nearer to zero than to the lowest
+    codes = torch.where(bits < lowest - _OCTAVE, 0, codes)  # nearer to zero than to the lowest
     codes = torch.where(bits == 0, 0, codes)
     width = 2 * absmax_columns(blocks, "int8")
     stored = torch.zeros(rows, width, dtype=torch.uint8, device=bits.device)
@@ -77,14 +77,14 @@ def decode_absmax(stored: Tensor, blocks: int) -> Tensor:
     """Scales as float32 (O, K), from either form that `storage_of` names."""
     if stored.dtype == torch.float32:
         return stored
-    return (decode_on_gpu if stored.is_cuda else decode_in_torch)(stored, blocks)
+    return (_decode_on_gpu if stored.is_cuda else _decode_in_torch)(stored, blocks)
 
 
-def decode_in_torch(stored: Tensor, blocks: int) -> Tensor:
+def _decode_in_torch(stored: Tensor, blocks: int) -> Tensor:
     """`decode_absmax` of bytes."""
     word = stored.view(torch.int32)[:, :1]
     codes = stored.view(torch.uint8)[:, 4 : 4 + blocks].int()
-    bits = (word >> 16 << 16) + (codes - 1) * ((word & 0xFFFF) * STEP_UNIT)
+    bits = (word >> 16 << 16) + (codes - 1) * ((word & 0xFFFF) * _STEP_UNIT)
     return torch.where(codes == 0, 0, bits).view(torch.float32)
 
 
@@ -101,10 +101,10 @@ if triton:
         tl.store(out_ptr + at, bits.to(tl.float32, bitcast=True), mask=inside)
 
 
-def decode_on_gpu(stored: Tensor, blocks: int) -> Tensor:
-    """`decode_in_torch` in one pass."""
+def _decode_on_gpu(stored: Tensor, blocks: int) -> Tensor:
+    """`_decode_in_torch` in one pass."""
     if not triton:
-        return decode_in_torch(stored, blocks)
+        return _decode_in_torch(stored, blocks)
     rows, count = stored.shape[0], stored.shape[0] * blocks
     out = torch.empty(rows, blocks, dtype=torch.float32, device=stored.device)
     codes, words = stored.view(torch.uint8), stored.view(torch.int32)

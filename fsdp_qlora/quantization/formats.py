@@ -20,7 +20,7 @@ from .blocks64 import BLOCKSIZE, blocks_of
 
 
 @dataclass(frozen=True)
-class Format:
+class _Format:
     """How a weight is stored."""
 
     bits: int  # of a value, without its share of the scales
@@ -33,21 +33,21 @@ class Format:
         return blocks_of(in_features) * BLOCKSIZE * self.bits // 16
 
 
-def _fourbit(quant_type: str) -> Format:
+def _fourbit(quant_type: str) -> _Format:
     def quantize(weight, absmax_dtype):
         return fourbit.quantize_rows(weight, quant_type, absmax_dtype)
 
     def dequantize(packed, scales, in_features, dtype):
         return fourbit.dequantize_rows(packed, scales, in_features, quant_type, dtype)
 
-    return Format(4, absmax_columns, quantize, dequantize)
+    return _Format(4, absmax_columns, quantize, dequantize)
 
 
-def _hqq(n_bits: int) -> Format:
+def _hqq(n_bits: int) -> _Format:
     def dequantize(packed, scales, in_features, dtype):
         return hqq.dequantize_rows(packed, scales, in_features, n_bits, dtype)
 
-    return Format(
+    return _Format(
         n_bits, hqq.scale_columns, lambda w, d: hqq.quantize_rows(w, n_bits, d), dequantize
     )
 
@@ -55,7 +55,7 @@ def _hqq(n_bits: int) -> Format:
 FORMATS = {
     "nf4": _fourbit("nf4"),
     "fp4": _fourbit("fp4"),
-    "int8": Format(8, absmax_columns, int8.quantize_rows, int8.dequantize_rows),
+    "int8": _Format(8, absmax_columns, int8.quantize_rows, int8.dequantize_rows),
     **{f"hqq{n_bits}": _hqq(n_bits) for n_bits in hqq.PLANES},
 }
 

@@ -43,14 +43,14 @@ from .kernels import triton
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 TINY = 1e-12  # keeps the scale of an all-zero row finite
-MULTIPLE = 16  # the tensor cores take operands in rows of 16 bytes
+_MULTIPLE = 16  # the tensor cores take operands in rows of 16 bytes
 # A young adapter's B is far smaller than W and its A of W's size; fp8 has 15 octaves. The small factor
 # is moved up and the large one down by so much that both are inside. As B grows it is moved up less.
-BOOST = 32.0
-A_LARGEST = 2.0
+_BOOST = 32.0
+_A_LARGEST = 2.0
 # A row of W that is smaller than the largest by more shares that one's scale over this number: B may be
 # as large there as elsewhere, and would have to be moved down until nothing was left of it.
-SPREAD = 64.0
+_SPREAD = 64.0
 
 
 def fp8_problem(device: torch.device) -> str | None:
@@ -64,7 +64,7 @@ def fp8_problem(device: torch.device) -> str | None:
 
 def fits_fp8(in_features: int, out_features: int) -> bool:
     """Whether a layer's shape suits the kernels; others stay in 16 bits."""
-    return in_features % BLOCKSIZE == 0 and out_features % MULTIPLE == 0
+    return in_features % BLOCKSIZE == 0 and out_features % _MULTIPLE == 0
 
 
 def forward_product(
@@ -97,7 +97,10 @@ def forward_products(
     n_in, rank, inverses = x.shape[1], rank_columns(sum(b.shape[1] for b in bs)), []
     forms = [
         kept_form(
-            "forward", [weight], rank, partial(forward_form, weight, absmax, n_in, quant_type, rank)
+            "forward",
+            [weight],
+            rank,
+            partial(_forward_form, weight, absmax, n_in, quant_type, rank),
         )
         for weight, absmax in zip(weights, absmaxes, strict=True)
     ]
@@ -106,7 +109,7 @@ def forward_products(
             columns_to_fp8(
                 b,
                 scale,
-                BOOST * max(scaling, TINY),
+                _BOOST * max(scaling, TINY),
                 FP8_MAX,
                 w8[:, :rank],
                 sum(map(len, inverses)),
@@ -127,15 +130,15 @@ def beside(parts: list[Tensor], dim: int = 1) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def forward_form(
+def _forward_form(
     weight: Tensor, absmax: Tensor | None, in_features: int, quant_type: str, rank: int
 ) -> Form:
     """W in fp8 behind `rank` columns that are still to be written, and its rows' scales."""
-    absmax = float_scales(absmax, in_features)
+    absmax = _float_scales(absmax, in_features)
     w8 = torch.empty(len(weight), rank + in_features, dtype=FP8, device=weight.device)
     scale = row_scale(weight, absmax)
     if rank:
-        scale = scale.maximum(scale.amax() / SPREAD)
+        scale = scale.maximum(scale.amax() / _SPREAD)
     weight_to_fp8(
         weight, absmax, in_features, quant_type, scale, transposed=False, out=w8[:, rank:]
     )
@@ -161,16 +164,16 @@ def backward_product(
         "backward",
         weights,
         rank,
-        lambda: backward_form(weights, absmaxes, in_features, quant_type, rank),
+        lambda: _backward_form(weights, absmaxes, in_features, quant_type, rank),
     )
     if rank:
-        inverse = columns_to_fp8(a.t(), None, A_LARGEST / TINY, A_LARGEST, wt8[:, :rank])
+        inverse = columns_to_fp8(a.t(), None, _A_LARGEST / TINY, _A_LARGEST, wt8[:, :rank])
         dys, scales = [dxa, *dys], [inverse, *scales]
     dy8, dy_scale = quantize_tokens(dys, [1.0] * len(dys), scales, rank)
     return scaled_product(dy8, dy_scale, wt8, ones(in_features, dy8.device), dys[-1].dtype)
 
 
-def backward_form(
+def _backward_form(
     weights: list[Tensor],
     absmaxes: list[Tensor | None],
     in_features: int,
@@ -184,7 +187,7 @@ def backward_form(
     _, *parts = wt8.split([rank, *map(len, weights)], dim=1)
     scales = []
     for weight, absmax, part in zip(weights, absmaxes, parts, strict=True):
-        absmax = float_scales(absmax, in_features)
+        absmax = _float_scales(absmax, in_features)
         scales.append(row_scale(weight, absmax))
         weight_to_fp8(
             weight, absmax, in_features, quant_type, scales[-1], transposed=True, out=part
@@ -194,7 +197,7 @@ def backward_form(
 
 def rank_columns(rank: int) -> int:
     """The columns that adapters of this rank together take in a joined product."""
-    return -(-rank // MULTIPLE) * MULTIPLE
+    return -(-rank // _MULTIPLE) * _MULTIPLE
 
 
 @cache
@@ -203,7 +206,7 @@ def ones(length: int, device: torch.device) -> Tensor:
     return torch.ones(length, device=device)
 
 
-def float_scales(absmax: Tensor | None, in_features: int) -> Tensor | None:
+def _float_scales(absmax: Tensor | None, in_features: int) -> Tensor | None:
     """fp32 scales (O, I/64) from either form that stores them."""
     return None if absmax is None else decode_absmax(absmax, blocks_of(in_features))
 

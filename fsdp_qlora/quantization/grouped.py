@@ -36,7 +36,7 @@ def grouped_linear(
 
 
 @torch.library.custom_op("fsdp_qlora::grouped_linear_backward", mutates_args=())
-def grouped_linear_backward(
+def _grouped_linear_backward(
     dy: Tensor,
     ends: Tensor,
     weight: Tensor,
@@ -49,7 +49,7 @@ def grouped_linear_backward(
 
 
 @torch.library.custom_op("fsdp_qlora::grouped_gradient", mutates_args=())
-def grouped_gradient(dy: Tensor, x: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
+def _grouped_gradient(dy: Tensor, x: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
     """dW (E, O, I) in `dtype`: zero for an expert without tokens."""
     return outer_products(dy, x, ends).to(dtype)
 
@@ -63,7 +63,7 @@ def forward_products(
     quant_type: str,
 ) -> Tensor:
     """What `grouped_linear` gives."""
-    parts = list(output_parts(len(weight) // len(ends), len(ends) * in_features, absmax))
+    parts = list(_output_parts(len(weight) // len(ends), len(ends) * in_features, absmax))
     if len(parts) == 1:
         return grouped(
             x,
@@ -87,16 +87,16 @@ def backward_products(
     in_features: int,
     quant_type: str,
 ) -> Tensor:
-    """What `grouped_linear_backward` gives."""
+    """What `_grouped_linear_backward` gives."""
     dx = None
-    for part in output_parts(len(weight) // len(ends), len(ends) * in_features, absmax):
+    for part in _output_parts(len(weight) // len(ends), len(ends) * in_features, absmax):
         dense = part_of(weight, absmax, part, len(ends), in_features, quant_type, dy.dtype)
         product = grouped(dy[:, part], dense, ends)
         dx = product if dx is None else dx.add_(product)
     return dx
 
 
-def output_parts(rows: int, values: int, absmax: Tensor | None) -> Iterator[slice]:
+def _output_parts(rows: int, values: int, absmax: Tensor | None) -> Iterator[slice]:
     """Which outputs are made at a time, of `rows`, each of `values` weights over all experts."""
     step = rows if absmax is None else max(1, PART_VALUES // (64 * values)) * 64
     for start in range(0, rows, step):
@@ -122,7 +122,7 @@ def part_of(
 
 def grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Each group of x (S, I) times its expert's of `weights` (E, I, O): (S, O)."""
-    if is_aligned(x) and is_aligned(weights):
+    if _is_aligned(x) and _is_aligned(weights):
         return nn.functional.grouped_mm(x, weights, offs=ends)
     y = x.new_zeros(len(x), weights.shape[2])  # odd sizes, one product after the other
     for rows, weight in zip(spans(ends), weights, strict=True):
@@ -133,7 +133,7 @@ def grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 def outer_products(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """dY^T X of each group: (E, O, I), zero for one without rows."""
-    if is_aligned(dy) and is_aligned(x):
+    if _is_aligned(dy) and _is_aligned(x):
         products = nn.functional.grouped_mm(dy.t(), x, offs=ends)
         # Not on every GPU does the kernel write those: https://github.com/pytorch/pytorch/issues/172439
         empty = ends.diff(prepend=ends.new_zeros(1)) == 0
@@ -141,7 +141,7 @@ def outer_products(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return torch.stack([dy[rows].t() @ x[rows] for rows in spans(ends)])
 
 
-def is_aligned(operand: Tensor) -> bool:
+def _is_aligned(operand: Tensor) -> bool:
     """Whether the kernel takes an operand: rows, or columns, that begin at whole 16 bytes."""
     strides = sorted(operand.stride()[-2:])
     return strides[0] == 1 and not strides[1] * operand.element_size() % ALIGNMENT
@@ -161,12 +161,12 @@ def _(x, ends, weight, absmax, in_features, quant_type):
     return x.new_empty(x.shape[0], weight.shape[0] // ends.shape[0])
 
 
-@grouped_linear_backward.register_fake
+@_grouped_linear_backward.register_fake
 def _(dy, ends, weight, absmax, in_features, quant_type):
     return dy.new_empty(dy.shape[0], in_features)
 
 
-@grouped_gradient.register_fake
+@_grouped_gradient.register_fake
 def _(dy, x, ends, dtype):
     return dy.new_empty(ends.shape[0], dy.shape[1], x.shape[1], dtype=dtype)
 
@@ -180,9 +180,9 @@ def _backward(ctx, dy):
     x, ends, weight, absmax = ctx.saved_tensors
     dy, dx, dw = dy.contiguous(), None, None
     if ctx.needs_input_grad[0]:
-        dx = grouped_linear_backward(dy, ends, weight, absmax, *ctx.form)
+        dx = _grouped_linear_backward(dy, ends, weight, absmax, *ctx.form)
     if ctx.needs_input_grad[2]:
-        dw = grouped_gradient(dy, x, ends, weight.dtype).flatten(0, 1)
+        dw = _grouped_gradient(dy, x, ends, weight.dtype).flatten(0, 1)
     return dx, None, dw, *[None] * 3
 
 

@@ -19,14 +19,14 @@ from .absmax import STORAGE_DTYPE, absmax_columns, decode_absmax, encode_absmax
 from .blocks64 import BLOCKSIZE, blocks_of, in_blocks
 
 PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}  # n_bits: widths of the planes, lowest bits first
-P, BETA, STEPS = 0.7, 10.0, 20  # norm, weight of the quadratic term, most steps
-SMALLEST_RANGE, LARGEST_INVERSE = 1e-4, 2e4  # the package's bounds: a scale is 5e-5 at least
+P, _BETA, STEPS = 0.7, 10.0, 20  # norm, weight of the quadratic term, most steps
+_SMALLEST_RANGE, _LARGEST_INVERSE = 1e-4, 2e4  # the package's bounds: a scale is 5e-5 at least
 
 
 def quantize_rows(weight: Tensor, n_bits: int, absmax_dtype: str = "fp32") -> tuple[Tensor, Tensor]:
     """A float (O, I) weight as packed bytes and scales; a row slice gives the slice."""
     groups = in_blocks(weight.float())  # (O, K, 64)
-    inverse, zero = optimize(groups, 2**n_bits - 1)
+    inverse, zero = _optimize(groups, 2**n_bits - 1)
     stored = torch.cat([1 / inverse, zero], 1)
     if absmax_dtype == "int8":
         stored = encode(1 / inverse, zero)
@@ -41,24 +41,24 @@ def quantized(groups: Tensor, inverse: Tensor, zero: Tensor, largest: int) -> Te
     return (groups * inverse[..., None] + zero[..., None]).round_().clamp_(0, largest)
 
 
-def optimize(groups: Tensor, largest: int) -> tuple[Tensor, Tensor]:
+def _optimize(groups: Tensor, largest: int) -> tuple[Tensor, Tensor]:
     """Inverse scales and zeros (O, K): from each group's range, then the zero by proximal steps.
 
     A group stops at the first step that does not lower its mean error.
     """
     low, high = groups.amin(2), groups.amax(2)
     spread = high - low
-    inverse = torch.where(spread <= SMALLEST_RANGE, 1.0, largest / spread).clamp(
-        max=LARGEST_INVERSE
+    inverse = torch.where(spread <= _SMALLEST_RANGE, 1.0, largest / spread).clamp(
+        max=_LARGEST_INVERSE
     )
     zero, best = -low * inverse, torch.full_like(low, torch.inf)
     going = torch.ones_like(low, dtype=torch.bool)
     for _ in range(STEPS):
         q = quantized(groups, inverse, zero, largest)
         error = groups - (q - zero[..., None]) / inverse[..., None]
-        new = group_mean(q - (groups - shrink(error)) * inverse[..., None])
+        new = _group_mean(q - (groups - shrink(error)) * inverse[..., None])
         zero = torch.where(going, new, zero)
-        mean = group_mean(error.abs())
+        mean = _group_mean(error.abs())
         going = going & (mean < best)
         best = torch.where(going, mean, best)
     return inverse, zero
@@ -67,10 +67,10 @@ def optimize(groups: Tensor, largest: int) -> tuple[Tensor, Tensor]:
 def shrink(error: Tensor) -> Tensor:
     """The proximal operator of the p-norm: sign(e) max(0, |e| - |e|^(p-1) / beta)."""
     size = error.abs()
-    return (size - size.pow(P - 1) / BETA).clamp_min_(0) * error.sign()
+    return (size - size.pow(P - 1) / _BETA).clamp_min_(0) * error.sign()
 
 
-def group_mean(values: Tensor) -> Tensor:
+def _group_mean(values: Tensor) -> Tensor:
     """Mean over the last dim of 64, always added up in the same order."""
     while values.shape[-1] > 1:
         half = values.shape[-1] // 2

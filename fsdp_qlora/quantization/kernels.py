@@ -143,7 +143,7 @@ def unpack_adapted(
     """W + scaling B A as bf16 (O, I): summed in fp32, rounded once. absmax is fp32 (O, I/64)."""
     rows, rank = weight.shape[0], rank_columns(b.shape[1])
     out = torch.empty(rows, in_features, dtype=torch.bfloat16, device=weight.device)
-    a = with_rows(a.to(torch.bfloat16), rank).contiguous()
+    a = _with_rows(a.to(torch.bfloat16), rank).contiguous()
     b = with_columns((b * scaling).to(torch.bfloat16), rank)
     blocks = blocks_of_a_tile(in_features, 2)
     grid = (triton.cdiv(rows, 64), in_features // BLOCKSIZE // blocks)
@@ -174,6 +174,6 @@ def with_columns(x: Tensor, columns: int) -> Tensor:
     return x if x.shape[1] == columns else nn.functional.pad(x, (0, columns - x.shape[1]))
 
 
-def with_rows(x: Tensor, rows: int) -> Tensor:
+def _with_rows(x: Tensor, rows: int) -> Tensor:
     """x (R, N) with rows of zeros below it."""
     return x if len(x) == rows else nn.functional.pad(x, (0, 0, 0, rows - len(x)))

@@ -142,7 +142,7 @@ class QuantLinear(nn.Module):
         return dequantize_rows(self.weight, self.absmax, self.in_features, self.quant_type, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return frozen_product(self, x)
+        return _frozen_product(self, x)
 
     def _apply(self, fn, recurse=True):
         """Follow a move to another device, but keep bytes and scales through a change of dtype.
@@ -172,10 +172,10 @@ class FrozenLinear(nn.Linear):
     product_dtype = ""
 
     def forward(self, x: Tensor) -> Tensor:
-        return frozen_product(self, x)
+        return _frozen_product(self, x)
 
 
-def frozen_product(layer: QuantLinear | FrozenLinear, x: Tensor) -> Tensor:
+def _frozen_product(layer: QuantLinear | FrozenLinear, x: Tensor) -> Tensor:
     """What a frozen layer makes of x; its bias may be trained (adapters/biases.py)."""
     bias = layer.bias
     trained = bias is not None and bias.requires_grad

@@ -12,7 +12,7 @@ from html import escape
 
 from .story import thinned
 
-WIDE, HIGH = 1000, 400  # of the drawing's own coordinates
+WIDE, _HIGH = 1000, 400  # of the drawing's own coordinates
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def chart(title: str, series: list[Series], note: str = "", from_zero: bool = Fa
 
     def place(point: tuple[float, float]) -> tuple[float, float]:
         x = (point[0] - left) / (right - left) * WIDE
-        return round(x, 1), round(HIGH - (point[1] - ticks[0]) / (ticks[-1] - ticks[0]) * HIGH, 1)
+        return round(x, 1), round(_HIGH - (point[1] - ticks[0]) / (ticks[-1] - ticks[0]) * _HIGH, 1)
 
     lines = "".join(drawn(s, place) for s in series)
     grid = "".join(
@@ -57,7 +57,7 @@ def chart(title: str, series: list[Series], note: str = "", from_zero: bool = Fa
     return f"""<figure class="chart" data-chart="{escape(json.dumps(data))}">
 <figcaption>{escape(title)}{legend(series)}</figcaption>
 <div class="plot"><div class="y">{labels(ticks)}</div>
-<div class="area"><svg viewBox="0 0 {WIDE} {HIGH}" preserveAspectRatio="none" role="img"
+<div class="area"><svg viewBox="0 0 {WIDE} {_HIGH}" preserveAspectRatio="none" role="img"
 aria-label="{escape(title)}">{grid}{lines}</svg></div></div>
 <div class="x"><span>{left:,.0f}</span><span>step</span><span>{right:,.0f}</span></div></figure>"""
 

@@ -17,7 +17,7 @@ from ..redact import redact, without_folders
 from .charts import Series, chart, histogram, short
 from .story import Story, points_of, read_story, smoothed
 
-NO_GPU = "not measured: no GPU was used"
+_NO_GPU = "not measured: no GPU was used"
 
 
 def write_report(run: str | Path, path: str | Path | None = None) -> Path:
@@ -48,7 +48,7 @@ def page(story: Story) -> str:
         section("Curves", curves(story)),
         section("Answers", samples(story)),
         section("Data", data(story)),
-        section("Estimate and measurement", comparison(story)),
+        section("Estimate and measurement", _comparison(story)),
         section("Starts, stops and faults", events(story)),
         section("Settings", configuration(settings)),
     ]
@@ -57,12 +57,12 @@ def page(story: Story) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy"
 content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">
-<link rel="icon" href="data:,"><style>{own_file("page.css")}</style></head>
-<body><main>{"".join(parts)}</main><script>{own_file("page.js")}</script></body></html>
+<link rel="icon" href="data:,"><style>{_own_file("page.css")}</style></head>
+<body><main>{"".join(parts)}</main><script>{_own_file("page.js")}</script></body></html>
 """
 
 
-def own_file(name: str) -> str:
+def _own_file(name: str) -> str:
     """A file beside this one."""
     return files(__package__).joinpath(name).read_text()
 
@@ -123,7 +123,7 @@ def tiles(story: Story) -> str:
     peak, dollars = story.highest("peak_allocated_gib"), story.dollars
     found = {
         f"of {steps:,} steps" if steps else "steps": f"{last[0]['step']:,}" if last else "0",
-        "loss, last tenth": short(last_tenth(story)) if last else None,
+        "loss, last tenth": short(_last_tenth(story)) if last else None,
         "lowest held-out loss": f"{best:.4f}" if best is not None else None,
         "tokens trained": short(sum(s["trained_tokens"] for s in story.steps)),
         "tokens/s, median": f"{speed:,.0f}" if speed is not None else None,
@@ -143,7 +143,7 @@ def tiles(story: Story) -> str:
     )
 
 
-def last_tenth(story: Story) -> float:
+def _last_tenth(story: Story) -> float:
     """The loss per trained token of the last tenth of the steps."""
     part = story.steps[-max(1, len(story.steps) // 10) :]
     tokens = sum(s["trained_tokens"] for s in part)
@@ -166,25 +166,28 @@ def curves(story: Story) -> str:
         + "".join(
             [
                 chart(
-                    "Loss per trained token", [*raw_and_mean(loss), held_out], "no step was taken"
+                    "Loss per trained token", [*_raw_and_mean(loss), held_out], "no step was taken"
                 ),
-                chart("Tokens per second, all GPUs", raw_and_mean(speed), from_zero=True),
+                chart("Tokens per second, all GPUs", _raw_and_mean(speed), from_zero=True),
                 chart(
-                    "Memory at its peak, GiB", [Series("allocated", memory)], NO_GPU, from_zero=True
+                    "Memory at its peak, GiB",
+                    [Series("allocated", memory)],
+                    _NO_GPU,
+                    from_zero=True,
                 ),
                 chart(
                     "Learning rate",
                     [Series("learning rate", points_of(steps, "lr"))],
                     from_zero=True,
                 ),
-                chart("Gradient norm", raw_and_mean(norm), from_zero=True),
+                chart("Gradient norm", _raw_and_mean(norm), from_zero=True),
             ]
         )
         + "</div>"
     )
 
 
-def raw_and_mean(points: list[tuple[float, float]]) -> list[Series]:
+def _raw_and_mean(points: list[tuple[float, float]]) -> list[Series]:
     """A figure, and its mean around each step."""
     return [Series("each step", points, "pale"), Series("mean around it", smoothed(points), "main")]
 
@@ -277,7 +280,7 @@ def data(story: Story) -> str:
 # ---- estimate ----------------------------------------------------------------------------------
 
 
-def comparison(story: Story) -> str:
+def _comparison(story: Story) -> str:
     """What was predicted beside what was measured."""
     guess = story.start.get("estimate") or {}
     peak, seconds = story.highest("peak_allocated_gib"), story.typical("seconds")

@@ -67,7 +67,7 @@ def read_story(run: str | Path) -> Story:
     path = Path(run) / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{run}: no metrics.jsonl there; give the --output_dir of a run")
-    story = tell(read_lines(path))
+    story = tell(_read_lines(path))
     if not story.steps and not story.starts:
         raise ValueError(
             f"{path}: no step is in it yet; give the --output_dir of a run that has begun"
@@ -75,7 +75,7 @@ def read_story(run: str | Path) -> Story:
     return story
 
 
-def read_lines(path: Path) -> list[dict]:
+def _read_lines(path: Path) -> list[dict]:
     """The records of the file; a last line that was cut is left out."""
     found = []
     for line in path.read_text(errors="replace").splitlines():

@@ -61,7 +61,7 @@ class GradientReducer:
                 p.grad = torch.zeros_like(p)
         if dist.get_world_size() == 1:
             return
-        for bucket in buckets(self.trained):
+        for bucket in _buckets(self.trained):
             flat = torch.cat([p.grad.reshape(-1) for p in bucket])
             dist.all_reduce(flat)
             flat /= dist.get_world_size()
@@ -72,7 +72,7 @@ class GradientReducer:
             )
 
 
-def buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Parameters in groups of one dtype and about BUCKET_BYTES."""
     groups: list[list[nn.Parameter]] = []
     size = 0

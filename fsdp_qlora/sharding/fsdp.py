@@ -42,7 +42,7 @@ from .units import WrapPolicy, needed_in_backward, sharding_units
 
 
 @dataclass(frozen=True)
-class Strategy:
+class _Strategy:
     """One way to place a model on the ranks."""
 
     mesh: str  # "replicate", "shard" (world,), or "hybrid" (replicas, group)
@@ -52,20 +52,20 @@ class Strategy:
 
 
 STRATEGIES = {
-    "ddp": Strategy("replicate", None, "NO_SHARD", "every rank holds everything"),
-    "shard_grad_op": Strategy(
+    "ddp": _Strategy("replicate", None, "NO_SHARD", "every rank holds everything"),
+    "shard_grad_op": _Strategy(
         "shard",
         False,
         "SHARD_GRAD_OP",
         "weights are gathered for a forward and freed after its backward",
     ),
-    "full_shard": Strategy(
+    "full_shard": _Strategy(
         "shard", True, "FULL_SHARD", "weights are gathered for each forward and backward of a block"
     ),
-    "hybrid_shard_grad_op": Strategy(
+    "hybrid_shard_grad_op": _Strategy(
         "hybrid", False, "_HYBRID_SHARD_ZERO2", "shard_grad_op in a group, replicas of groups"
     ),
-    "hybrid_full_shard": Strategy(
+    "hybrid_full_shard": _Strategy(
         "hybrid", True, "HYBRID_SHARD", "full_shard in a group, replicas of groups"
     ),
 }
@@ -77,7 +77,7 @@ def make_mesh(strategy: str, device: torch.device, shard_group_size: int = -1):
     shard_group_size: ranks that share one copy under a hybrid strategy; -1 = a node's, or half of a
     single node's. Raises ValueError for an unknown strategy, or if the ranks do not divide so.
     """
-    check_strategy(strategy)
+    _check_strategy(strategy)
     kind = STRATEGIES[strategy].mesh
     if kind == "replicate":
         return None
@@ -110,16 +110,16 @@ def apply_sharding(
     weights. Raises ValueError for an unknown name, a mesh that is not the strategy's, bitsandbytes
     weights in a storage that can't be sharded, or a `wrap_policy` function that picks nothing.
     """
-    check_strategy(strategy)
+    _check_strategy(strategy)
     check_prefetch(backward_prefetch)
-    check_storage(model)
+    _check_storage(model)
     if mesh is None:
         mesh = make_mesh(strategy, torch.device(main_device_type()))
-    check_mesh(strategy, mesh)
+    _check_mesh(strategy, mesh)
     on_host = on_host or OnHost()
     if dist.get_world_size() > 1:
         check_masks(model)
-    broadcast_trained(model, None if mesh is None else mesh_device(mesh))
+    _broadcast_trained(model, None if mesh is None else _mesh_device(mesh))
     if mesh is None or (mesh.size() == 1 and not on_host.frozen):
         if dist.get_world_size() > 1:
             model.gradient_reducer = GradientReducer(model)
@@ -129,7 +129,7 @@ def apply_sharding(
     before = list(model.parameters())
     not_fsdps = set(apply_vocabulary_lookup(model, mesh))
     if mesh.size() == 1:
-        not_fsdps |= set(apply_streaming(model, mesh_device(mesh)))
+        not_fsdps |= set(apply_streaming(model, _mesh_device(mesh)))
     settings = dict(
         mesh=mesh,
         offload_policy=on_host.policy(mesh.device_type),
@@ -146,26 +146,26 @@ def apply_sharding(
         fully_shard(unit, **settings)
     fully_shard(model, **settings | dict(reshard_after_forward=False))
     if on_host.frozen and not on_host.trained:
-        keep_trained_on_device(model)
+        _keep_trained_on_device(model)
     modules = [unit for _, unit in units]
     apply_backward_prefetch(model, needed_in_backward(model, modules), backward_prefetch)
     if forward_prefetch:
         apply_forward_prefetch(model, modules)
     if gather_once:
         keep_gathered(model)
-    free_after_unrecorded_forwards(model)
-    refuse_inference_tensors(model)
+    _free_after_unrecorded_forwards(model)
+    _refuse_inference_tensors(model)
     refuse_to_train(set(before) - set(model.parameters()))
     return [name for name, _ in units]
 
 
-def check_strategy(name: str):
+def _check_strategy(name: str):
     """Raises ValueError, with the names there are, for an unknown one."""
     if name not in STRATEGIES:
         raise ValueError(f"--sharding_strategy {name}: choose {', '.join(STRATEGIES)}")
 
 
-def check_mesh(strategy: str, mesh):
+def _check_mesh(strategy: str, mesh):
     """Refuse a mesh that would make another strategy of this one."""
     wanted = {"replicate": 0, "shard": 1, "hybrid": 2}[STRATEGIES[strategy].mesh]
     if (given := mesh.ndim if mesh is not None else 0) != wanted:
@@ -176,7 +176,7 @@ def check_mesh(strategy: str, mesh):
 
 
 @torch.no_grad()
-def broadcast_trained(model: nn.Module, device: torch.device | None):
+def _broadcast_trained(model: nn.Module, device: torch.device | None):
     """Give every rank the trained weights of rank 0, in place, through `device` or where they are.
 
     Those on the meta device have no values yet; `init_adapters` gives every rank the same.
@@ -191,7 +191,7 @@ def broadcast_trained(model: nn.Module, device: torch.device | None):
         p.copy_(sent)
 
 
-def mesh_device(mesh) -> torch.device:
+def _mesh_device(mesh) -> torch.device:
     """This rank's device of a mesh."""
     return (
         torch.device(mesh.device_type, torch.cuda.current_device())
@@ -200,7 +200,7 @@ def mesh_device(mesh) -> torch.device:
     )
 
 
-def check_storage(model: nn.Module):
+def _check_storage(model: nn.Module):
     """Refuse bitsandbytes 4-bit weights whose storage FSDP would gather in a wrong way.
 
     Raises ValueError: quant_storage must be the dtype of the model's other weights.
@@ -228,7 +228,7 @@ def free_gathered(model: nn.Module):
             module.reshard()
 
 
-def free_after_unrecorded_forwards(model: nn.Module):
+def _free_after_unrecorded_forwards(model: nn.Module):
     """Free gathered weights after a forward without autograd, in place: no backward will.
 
     FSDP leaves the root gathered then, and under shard_grad_op every unit. An optimizer that is built
@@ -243,7 +243,7 @@ def free_after_unrecorded_forwards(model: nn.Module):
     model.register_forward_hook(free)
 
 
-def refuse_inference_tensors(model: nn.Module):
+def _refuse_inference_tensors(model: nn.Module):
     """Raise ValueError if the first forward is in inference mode, in which FSDP would make its buffers.
 
     No gradient could pass them later.
@@ -343,7 +343,7 @@ def parameter_device(
     return place
 
 
-def keep_trained_on_device(model: nn.Module):
+def _keep_trained_on_device(model: nn.Module):
     """Of an offloaded model, leave trained weights on their device, with all that belongs to them.
 
     FSDP2 knows one policy per group but keeps it per parameter. A group that is said to be offloaded

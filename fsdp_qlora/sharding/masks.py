@@ -27,7 +27,7 @@ def check_masks(model: nn.Module):
         on_gpu = main_device_type() == "cuda"
         if not model.training or on_gpu and torch.cuda.is_current_stream_capturing():
             return
-        if (name := next(dropouts(model), None)) is None:
+        if (name := next(_dropouts(model), None)) is None:
             return handle.remove()
         state = torch.cuda.get_rng_state() if on_gpu else torch.get_rng_state()
         states = gather_over_ranks(sha256(state.numpy().tobytes()).hexdigest())
@@ -43,7 +43,7 @@ def check_masks(model: nn.Module):
     handle = model.register_forward_pre_hook(check)
 
 
-def dropouts(model: nn.Module) -> Iterator[str]:
+def _dropouts(model: nn.Module) -> Iterator[str]:
     """Names of modules whose dropout draws from torch's generator: layers, or users of a share."""
     ours = {
         drop

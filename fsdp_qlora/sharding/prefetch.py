@@ -32,21 +32,21 @@ def apply_backward_prefetch(model: nn.Module, units: list[nn.Module], when: str)
 
     `units` are those whose weights a backward needs: a frozen embedding is not one.
     """
-    order = backward_order(model, units)
+    order = _backward_order(model, units)
     # FSDP2 gathers what came before in the forward: before the last of these, an unneeded embedding.
-    stop_implicit_prefetch(order[-1:] if when == "backward_pre" else [model, *order])
+    _stop_implicit_prefetch(order[-1:] if when == "backward_pre" else [model, *order])
     if when == "backward_post":
         for unit, following in zip(order, order[1:], strict=False):
-            gather_after(unit, following)
+            _gather_after(unit, following)
 
 
-def stop_implicit_prefetch(units: list[nn.Module]):
+def _stop_implicit_prefetch(units: list[nn.Module]):
     """Gather nothing ahead of these units' backward: FSDP2 takes a unit naming itself as that."""
     for unit in units:
         unit.set_modules_to_backward_prefetch([unit])
 
 
-def gather_after(unit: nn.Module, following: nn.Module):
+def _gather_after(unit: nn.Module, following: nn.Module):
     """Start gathering `following` when the gradient of `unit`'s input is known.
 
     Then the unit's own backward is done, and FSDP has not yet reduced its gradients: its function
@@ -75,16 +75,16 @@ def apply_forward_prefetch(model: nn.Module, units: list[nn.Module]):
         unit.set_modules_to_forward_prefetch([following])
 
 
-def backward_order(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
+def _backward_order(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
     """The units in the order in which the backward meets their ends: the reverse of the forward's."""
     chosen = set(units)
-    return [m for m in reversed(list(outermost_last(model))) if m in chosen]
+    return [m for m in reversed(list(_outermost_last(model))) if m in chosen]
 
 
-def outermost_last(module: nn.Module) -> Iterator[nn.Module]:
+def _outermost_last(module: nn.Module) -> Iterator[nn.Module]:
     """Modules in the order in which their forwards end: what is inside comes first."""
     for child in module.children():
-        yield from outermost_last(child)
+        yield from _outermost_last(child)
     yield module
 
 

@@ -24,14 +24,14 @@ def refuse_to_train(replaced: Iterable[nn.Parameter]):
         p.is_replaced = True  # type: ignore[attr-defined]
     checked.clear()
     if not hooks:
-        hooks.append(register_optimizer_step_pre_hook(check_weights))
+        hooks.append(register_optimizer_step_pre_hook(_check_weights))
 
 
-def check_weights(optimizer: Optimizer, *_):
+def _check_weights(optimizer: Optimizer, *_):
     """Raises ValueError if the optimizer holds a parameter that no model computes with any more."""
     if optimizer in checked:
         return
-    if any(is_gone(p) for group in optimizer.param_groups for p in group["params"]):
+    if any(_is_gone(p) for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
             "the optimizer holds weights that the model no longer has, and would train "
             "nothing; build it after apply_sharding and materialize, and not between a "
@@ -40,7 +40,7 @@ def check_weights(optimizer: Optimizer, *_):
     checked.add(optimizer)
 
 
-def is_gone(p: nn.Parameter) -> bool:
+def _is_gone(p: nn.Parameter) -> bool:
     """Whether a parameter was replaced, has no values, or is a gathered copy that FSDP has freed."""
     if isinstance(p, DTensor):
         return False

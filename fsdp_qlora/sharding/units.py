@@ -23,7 +23,7 @@ def sharding_units(
     """The modules that are gathered together, innermost first; what is left joins the root.
 
     `policy` is "block", "attention_mlp", "min_params", or a function that is true for each unit;
-    `gatherable` corrects a choice that could not be gathered alone. Raises ValueError for an unknown
+    `_gatherable` corrects a choice that could not be gathered alone. Raises ValueError for an unknown
     name, or if a policy of the caller's picks nothing.
     """
     if policy == "block":
@@ -31,7 +31,7 @@ def sharding_units(
     elif policy == "attention_mlp":
         chosen = [m for block in decoder_blocks(model) for m in (*attention_and_mlp(block), block)]
     elif policy == "min_params":
-        chosen = smallest_modules_above(model, min_params)
+        chosen = _smallest_modules_above(model, min_params)
     elif isinstance(policy, str):
         raise ValueError(
             f"--wrap_policy {policy}: choose block, attention_mlp, min_params, or give a "
@@ -42,14 +42,14 @@ def sharding_units(
         if not chosen:
             raise ValueError("the wrap policy is true for no module of the model")
     names = {id(m): name for name, m in model.named_modules()}
-    embedding = separate_embedding(model)
+    embedding = _separate_embedding(model)
     if embedding is not None and embedding not in chosen:
         chosen = [embedding, *chosen]
-    chosen = gatherable(model, chosen)
+    chosen = _gatherable(model, chosen)
     return sorted(((names[id(m)], m) for m in chosen), key=lambda unit: -unit[0].count("."))
 
 
-def gatherable(model: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
+def _gatherable(model: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
     """The chosen modules, without those whose weights are used while they are not gathered.
 
     A unit is whole only inside its own forward. An adapted layer, and experts, read the weights of
@@ -64,7 +64,7 @@ def gatherable(model: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
         for part in layer.modules()
     }
     chosen = [layer_of.get(id(m), m) for m in chosen]
-    owners = owners_of_shared_weights(model)
+    owners = _owners_of_shared_weights(model)
     head = output_head(model)
     return [
         m
@@ -73,7 +73,7 @@ def gatherable(model: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
     ]
 
 
-def owners_of_shared_weights(model: nn.Module) -> list[set[nn.Module]]:
+def _owners_of_shared_weights(model: nn.Module) -> list[set[nn.Module]]:
     """For each parameter that several modules hold, those modules."""
     owners: dict[int, set[nn.Module]] = {}
     for module in model.modules():
@@ -87,14 +87,14 @@ def splits(unit: nn.Module, owners: set[nn.Module]) -> bool:
     return 0 < len(owners & set(unit.modules())) < len(owners)
 
 
-def separate_embedding(model: nn.Module) -> nn.Module | None:
+def _separate_embedding(model: nn.Module) -> nn.Module | None:
     """The input embedding as a unit of its own, unless its weight is the head's too."""
     if is_tied(model):
         return None
     return model.get_input_embeddings()
 
 
-def smallest_modules_above(module: nn.Module, min_params: int) -> list[nn.Module]:
+def _smallest_modules_above(module: nn.Module, min_params: int) -> list[nn.Module]:
     """Innermost modules of at least `min_params` parameters, not counting units inside them."""
     found: list[nn.Module] = []
 

@@ -23,7 +23,7 @@ from ..observe.runlog import now
 from .graphs import uses_graphs
 from .step import compute_device
 
-WELL_FILLED = 0.8  # of the places of bins
+_WELL_FILLED = 0.8  # of the places of bins
 
 
 def describe(
@@ -83,7 +83,7 @@ def fill_line(config: RunConfig, loader: StepLoader, ranks: int) -> str:
     """How full the bins are, and what would fill them where a step has too few rows for that."""
     share, rows, dataset = loader.bin_fill(), config.global_batch_size, loader.dataset
     line = f"bins are {share:.0%} full"
-    if share >= WELL_FILLED or config.has_full_bins:
+    if share >= _WELL_FILLED or config.has_full_bins:
         return line
     places = config.batch_size * ranks * config.context_length  # of a micro-batch on every rank
     rows_of_one = max(1, round(places * len(dataset) / max(int(dataset.lengths.sum()), 1)))

@@ -32,9 +32,9 @@ from ..model.blocks import decoder_blocks, has_experts
 from ..sharding import is_sharded, reduce_gradients, without_gradient_sync
 from .step import ForwardBackward, run_micro_batch
 
-MOST_GRAPHS = 64  # shapes beyond these run as they come
-MOST_PREPARED = 24  # before the first step; each takes about a second
-BORDERS_MULTIPLE = 64  # of packed rows' borders, or each batch had its own shape
+_MOST_GRAPHS = 64  # shapes beyond these run as they come
+_MOST_PREPARED = 24  # before the first step; each takes about a second
+_BORDERS_MULTIPLE = 64  # of packed rows' borders, or each batch had its own shape
 
 
 def uses_graphs(config: RunConfig, model: nn.Module, device: torch.device) -> bool:
@@ -118,7 +118,7 @@ class GraphedMicroBatches:
         other shapes.
         """
         random_state, device = torch.cuda.get_rng_state(), self.trained[0].device
-        for rows, width in shapes[:MOST_PREPARED] if not self.sharded else ():
+        for rows, width in shapes[:_MOST_PREPARED] if not self.sharded else ():
             ids = torch.zeros(rows, width, dtype=torch.int64, device=device)
             batch = dict(input_ids=ids, labels=torch.full_like(ids, IGNORE))
             graph, is_new = self._graph_of(batch, scale)
@@ -135,7 +135,7 @@ class GraphedMicroBatches:
     def _graph_of(self, batch: dict, scale: Tensor | None) -> tuple[Graph | None, bool]:
         """The graph of a batch's shape, and whether it is new; None where that runs as it comes."""
         shape = shape_of(batch)
-        if shape in self.graphs or self.failed or len(self.graphs) == MOST_GRAPHS:
+        if shape in self.graphs or self.failed or len(self.graphs) == _MOST_GRAPHS:
             return self.graphs.get(shape), False
         self.graphs[shape] = Graph(batch, scale)
         return self.graphs[shape], True
@@ -154,7 +154,7 @@ class GraphedMicroBatches:
         if not self.may_fail:
             raise problem
         self.release()
-        restart_generator(random_state)
+        _restart_generator(random_state)
         print_main(
             "goes on without CUDA graphs, more slowly with few tokens: "
             + str(problem).splitlines()[0]
@@ -229,7 +229,7 @@ class Graph:
         return self.loss.clone()
 
 
-def restart_generator(random_state: Tensor):
+def _restart_generator(random_state: Tensor):
     """Let this GPU's random numbers go on from a state; a capture that failed leaves them shut."""
     device = torch.cuda.current_device()
     fresh = torch.Generator(f"cuda:{device}")
@@ -253,7 +253,7 @@ def with_steady_borders(batch: dict, count: int = 0) -> dict:
     if "cu_seq_lens_q" not in batch:
         return batch
     borders = batch["cu_seq_lens_q"]
-    count = -(-max(count, len(borders)) // BORDERS_MULTIPLE) * BORDERS_MULTIPLE
+    count = -(-max(count, len(borders)) // _BORDERS_MULTIPLE) * _BORDERS_MULTIPLE
     borders = torch.cat([borders, borders[-1:].expand(count - len(borders))])
     return batch | dict(cu_seq_lens_q=borders, cu_seq_lens_k=borders)
 

@@ -23,25 +23,25 @@ from .signals import EXIT_STOPPED, STOP_SIGNALS, is_ignored
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
-PASSED_ON = (*STOP_SIGNALS, signal.SIGINT)  # from the launcher to its ranks
-KILL_SECONDS = 5  # after --stop_grace_seconds the launcher kills a rank that has not ended itself
-LAUNCHER = "FSDP_QLORA_LAUNCHER"  # the process that started this rank
-PR_SET_PDEATHSIG = 1
+_PASSED_ON = (*STOP_SIGNALS, signal.SIGINT)  # from the launcher to its ranks
+_KILL_SECONDS = 5  # after --stop_grace_seconds the launcher kills a rank that has not ended itself
+_LAUNCHER = "FSDP_QLORA_LAUNCHER"  # the process that started this rank
+_PR_SET_PDEATHSIG = 1
 
 
 def run_on_ranks(config: RunConfig, command: str, argv: list[str], body: Callable):
     """Run `body(config)` in every rank: here if this is one, else in ranks started for it."""
     wanted = world_size(config)
     if launched():
-        end_with_launcher()
-        check_world_size(config)
+        _end_with_launcher()
+        _check_world_size(config)
         share_cores(ranks_from_env().local_world_size)
         body(config)
     elif wanted == 1:
         share_cores(1)
         body(config)
     else:
-        start_ranks(wanted, config, command, argv)
+        _start_ranks(wanted, config, command, argv)
 
 
 def world_size(config: RunConfig) -> int:
@@ -52,7 +52,7 @@ def world_size(config: RunConfig) -> int:
     return torch.cuda.device_count() if on_gpu else 1
 
 
-def check_world_size(config: RunConfig):
+def _check_world_size(config: RunConfig):
     """--world_size and torchrun must not contradict each other."""
     started = ranks_from_env().world_size
     if config.world_size not in (AUTO, started):
@@ -67,12 +67,12 @@ def share_cores(ranks_here: int):
 
     A number of threads that the user gave in the environment stays.
     """
-    if threads_are_given():
+    if _threads_are_given():
         return
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
 
 
-def threads_are_given() -> bool:
+def _threads_are_given() -> bool:
     """Whether the user set OMP_NUM_THREADS or MKL_NUM_THREADS.
 
     Where nobody did, torchrun sets the first to 1 in its ranks: then its own environment lacks it.
@@ -80,14 +80,14 @@ def threads_are_given() -> bool:
     if "MKL_NUM_THREADS" in os.environ:
         return True
     given = os.environ.get("OMP_NUM_THREADS")
-    if given != "1" or "TORCHELASTIC_RUN_ID" not in os.environ or is_launched_here():
+    if given != "1" or "TORCHELASTIC_RUN_ID" not in os.environ or _is_launched_here():
         return given is not None
     with suppress(OSError):
         return b"OMP_NUM_THREADS=" in Path(f"/proc/{os.getppid()}/environ").read_bytes()
     return False
 
 
-def start_ranks(count: int, config: RunConfig, command: str, argv: list[str]):
+def _start_ranks(count: int, config: RunConfig, command: str, argv: list[str]):
     """Start `count` local ranks with torch's launcher and wait; exit as the first failed one did."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -98,16 +98,16 @@ def start_ranks(count: int, config: RunConfig, command: str, argv: list[str]):
     for name in ("", ".agent.server.api", ".multiprocessing.errors"):
         logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)
     launch = how_to_launch(count, config)
-    os.environ[LAUNCHER] = str(os.getpid())
+    os.environ[_LAUNCHER] = str(os.getpid())
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
-        with signals_passed_on():
+        with _signals_passed_on():
             elastic_launch(launch, sys.executable)("-m", "fsdp_qlora.cli", command, *argv)
     except ChildFailedError as error:
         # A rank that is told to stop while it loads takes the others' connections with it.
         told = any(f.exitcode == EXIT_STOPPED for f in error.failures.values())
-        sys.exit(EXIT_STOPPED if told else exit_code_of(*error.get_first_failure()))
+        sys.exit(EXIT_STOPPED if told else _exit_code_of(*error.get_first_failure()))
     except (
         SignalException
     ) as stopped:  # Ctrl-C or a scheduler: the ranks have been told and are gone
@@ -136,12 +136,12 @@ def how_to_launch(count: int, config: RunConfig) -> LaunchConfig:
         monitor_interval=0.2,
     )
     launch.signals_to_handle = "SIGQUIT"
-    launch.shutdown_timeout = math.ceil(config.stop_grace_seconds) + KILL_SECONDS
+    launch.shutdown_timeout = math.ceil(config.stop_grace_seconds) + _KILL_SECONDS
     return launch
 
 
 @contextmanager
-def signals_passed_on() -> Iterator[None]:
+def _signals_passed_on() -> Iterator[None]:
     """The first signal ends torch's launcher, which passes it on to the ranks and waits for them.
 
     Another one would make it leave while they save, so it is deaf then, up to its end; but a second
@@ -155,7 +155,7 @@ def signals_passed_on() -> Iterator[None]:
             signal.signal(other, signal.SIG_IGN)
         raise SignalException(f"told to stop by signal {number}", signal.Signals(number))
 
-    before = {s: signal.signal(s, pass_on) for s in PASSED_ON if not is_ignored(s)}
+    before = {s: signal.signal(s, pass_on) for s in _PASSED_ON if not is_ignored(s)}
     try:
         yield
     finally:
@@ -163,19 +163,19 @@ def signals_passed_on() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def is_launched_here() -> bool:
+def _is_launched_here() -> bool:
     """Whether the parent of this process is our own launcher; its environment is inherited further."""
-    return os.environ.get(LAUNCHER) == str(os.getppid())
+    return os.environ.get(_LAUNCHER) == str(os.getppid())
 
 
-def end_with_launcher():
+def _end_with_launcher():
     """Have the system stop this rank when the process that started it is killed.
 
     It would train on unseen, and hold its GPU. torchrun's ranks are torchrun's business.
     """
-    if not is_launched_here() or sys.platform != "linux":
+    if not _is_launched_here() or sys.platform != "linux":
         return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def meeting_point(config: RunConfig) -> str:
@@ -194,7 +194,7 @@ def meeting_point(config: RunConfig) -> str:
         ) from error
 
 
-def exit_code_of(rank: int, failure) -> int:
+def _exit_code_of(rank: int, failure) -> int:
     """The exit code of a failed rank, as a shell gives it; a killed rank could not say why itself."""
     if failure.exitcode >= 0:
         return failure.exitcode

@@ -65,7 +65,7 @@ def take(path: Path) -> int:
                 flush=True,
             )
             return descriptor
-        if is_at(descriptor, path):
+        if _is_at(descriptor, path):
             break
         os.close(descriptor)  # its holder has just ended and removed it
     os.ftruncate(descriptor, 0)
@@ -82,7 +82,7 @@ def take(path: Path) -> int:
     return descriptor
 
 
-def is_at(descriptor: int, path: Path) -> bool:
+def _is_at(descriptor: int, path: Path) -> bool:
     """Whether an open file is still the one of this name."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))

@@ -207,7 +207,7 @@ class Training:
             return
         self.log.record(SkippedMetrics(metrics.step, list(rows)))
         print_main(
-            f"warning: step {metrics.step} skipped, {why_skipped(metrics)}; its rows: "
+            f"warning: step {metrics.step} skipped, {_why_skipped(metrics)}; its rows: "
             f"{shortened(rows)}"
         )
         self.bad.decide()
@@ -254,7 +254,7 @@ class Training:
         return f"that was not saved ({why}); the same command {then}"
 
 
-def why_skipped(metrics: StepMetrics) -> str:
+def _why_skipped(metrics: StepMetrics) -> str:
     """What was wrong with a step that no rank took."""
     if metrics.overflowed:
         return f"an fp16 overflow at loss scale {metrics.loss_scale:g}, now halved"

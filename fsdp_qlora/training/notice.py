@@ -21,11 +21,11 @@ from ..redact import redact
 from .signals import LAST_WORDS, StopRequested
 
 PATIENCE_S = 60  # for the command; a run's own exit code never depends on it
-LAST_S = 2  # that a process which ends at once waits for it
-LEAVE_S = 1  # of the grace after a stop, for the process to end by itself
+_LAST_S = 2  # that a process which ends at once waits for it
+_LEAVE_S = 1  # of the grace after a stop, for the process to end by itself
 
 
-class Notice:
+class _Notice:
     """The command, which is told once, by whichever thread first knows of the end."""
 
     def __init__(self, command: str | None, output_dir: str):
@@ -61,7 +61,7 @@ class Notice:
 
     def last_words(self, status: str, message: str):
         """Of a process that ends at once."""
-        self.tell(status, message, LAST_S)
+        self.tell(status, message, _LAST_S)
 
 
 @contextmanager
@@ -74,10 +74,10 @@ def told_at_end(
     FSDP_QLORA_OUTPUT_DIR the folder of the run. An error of the block goes on as it was.
     seconds_left: until the process is ended, as it is some time after it was told to stop.
     """
-    started, notice = time.monotonic(), Notice(command, output_dir)
+    started, notice = time.monotonic(), _Notice(command, output_dir)
 
     def tell(status: str, message: str):
-        notice.tell(status, message, seconds_left() - LEAVE_S)
+        notice.tell(status, message, seconds_left() - _LEAVE_S)
 
     LAST_WORDS.append(notice.last_words)
     try:

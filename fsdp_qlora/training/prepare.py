@@ -38,7 +38,7 @@ from ..model.blocks import decoder_blocks
 from ..observe.samples import choose_prompts
 from ..places import check_folder
 
-FIRST_ROWS = 1000  # of a stream, read before the ranks meet
+_FIRST_ROWS = 1000  # of a stream, read before the ranks meet
 
 
 def check_device(config: RunConfig, device: torch.device):
@@ -111,10 +111,10 @@ def run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     settings = read_config(config.model_name, **config.source)
     if config.new_tokens:
         grow_vocabulary(settings, tokenizer)
-    return with_pad_token_of(tokenizer, settings.get_text_config().vocab_size)
+    return _with_pad_token_of(tokenizer, settings.get_text_config().vocab_size)
 
 
-def with_pad_token_of(
+def _with_pad_token_of(
     tokenizer: PreTrainedTokenizerBase, vocab_size: int
 ) -> PreTrainedTokenizerBase:
     """The tokenizer with a pad token that the model embeds; it is also saved beside the weights.
@@ -161,7 +161,7 @@ def load_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
     print_main(rows.report.format_report())
     if config.preview:
         print_main(preview(rows, tokenizer, config.preview))
-    held_out = tokenized_held_out(config, tokenizer)
+    held_out = _tokenized_held_out(config, tokenizer)
     if config.eval_share:
         rows, held_out = hold_out(rows, config.eval_share)
     if held_out is not None:
@@ -198,7 +198,7 @@ def num_samples(config: RunConfig, dataset: str) -> int | None:
     return config.dataset_samples if dataset in SAMPLED_NAMES else None
 
 
-def tokenized_held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase):
+def _tokenized_held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase):
     """The rows of --eval_dataset and --eval_split, or None."""
     if not config.holds_out_a_data_set:
         return None
@@ -233,7 +233,7 @@ def first_rows(
 
     Raises ValueError if these are all, and none is left to train on.
     """
-    asked = max(FIRST_ROWS, config.preview)
+    asked = max(_FIRST_ROWS, config.preview)
     rows = tokenize_rows(
         islice(stream.rows(), asked),
         tokenizer,

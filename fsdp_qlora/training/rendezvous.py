@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous import (
 ONE_MACHINE = "one_machine"  # the name of this backend
 
 
-class OneMachine(RendezvousHandler):
+class _OneMachine(RendezvousHandler):
     """All ranks of a run on one machine; the launcher keeps their store, at MASTER_ADDR."""
 
     use_agent_store = True
@@ -61,10 +61,10 @@ class OneMachine(RendezvousHandler):
         return True
 
 
-def one_machine(parameters: RendezvousParameters) -> OneMachine:
+def one_machine(parameters: RendezvousParameters) -> _OneMachine:
     """As torch's launcher makes it, from host:port."""
     host, _, port = parameters.endpoint.rpartition(":")
-    return OneMachine(host, int(port), parameters.run_id)
+    return _OneMachine(host, int(port), parameters.run_id)
 
 
 def register():

@@ -23,7 +23,7 @@ def sampled_lengths(config: RunConfig) -> tuple[RowLengths | None, str]:
     Nothing is refused here: a run says what is wrong with its data.
     """
     try:
-        rows, total = sampled_rows(config, run_tokenizer(config))
+        rows, total = _sampled_rows(config, run_tokenizer(config))
         return row_lengths(
             rows.lengths, config.context_length, total, config.seed, can_pack(config)
         ), ""
@@ -39,7 +39,7 @@ def lengths_of(config: RunConfig, data: RunData) -> RowLengths:
     )
 
 
-def sampled_rows(
+def _sampled_rows(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[TokenizedDataset, int | None]:
     """Up to `SAMPLE` rows as a run trains on them, and how many there are in all; None in a stream."""

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-GROWTH, BACKOFF, GROWTH_STEPS = 2.0, 0.5, 2000  # torch's defaults
-FIRST_SCALE, LEAST_SCALE = 2.0**16, 1.0  # below it no scale is to blame
+_GROWTH, _BACKOFF, _GROWTH_STEPS = 2.0, 0.5, 2000  # torch's defaults
+_FIRST_SCALE, LEAST_SCALE = 2.0**16, 1.0  # below it no scale is to blame
 
 
 class LossScaler:
     """The factor of the loss, which follows from the steps so far; it stays on `device`."""
 
     def __init__(
-        self, device: torch.device, scale: float = FIRST_SCALE, growth_steps: int = GROWTH_STEPS
+        self, device: torch.device, scale: float = _FIRST_SCALE, growth_steps: int = _GROWTH_STEPS
     ):
         self.growth_steps = growth_steps
         self.scale = torch.tensor(scale, device=device)
@@ -45,8 +45,8 @@ class LossScaler:
         finite = finite.to(self.scale.device)
         good = torch.where(finite, self.good_steps + 1, 0)
         grow = good >= self.growth_steps
-        lower = (self.scale * BACKOFF).clamp(min=LEAST_SCALE)
-        self.scale = torch.where(finite, torch.where(grow, self.scale * GROWTH, self.scale), lower)
+        lower = (self.scale * _BACKOFF).clamp(min=LEAST_SCALE)
+        self.scale = torch.where(finite, torch.where(grow, self.scale * _GROWTH, self.scale), lower)
         self.good_steps = torch.where(grow, 0, good)
 
     def state_dict(self) -> dict:

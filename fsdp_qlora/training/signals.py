@@ -26,10 +26,10 @@ EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on later
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 LOOK_SECONDS = 0.5
 SAME_SECONDS = 2  # a terminal and the launcher both pass one Ctrl-C on to a rank
-OWN_THREADS = ("checkpoint", "watchdog", "looking")  # which speak to the ranks' store
+_OWN_THREADS = ("checkpoint", "watchdog", "looking")  # which speak to the ranks' store
 # Told (status, message) by what ends the process at once, from any thread.
 LAST_WORDS: list[Callable[[str, str], None]] = []
-ENDING = threading.Lock()  # of the thread that ends the process
+_ENDING = threading.Lock()  # of the thread that ends the process
 
 
 class StopRequested(Exception):
@@ -161,7 +161,7 @@ def end_beside_threads(code: int):
 
     Python would end that thread by unwinding it through C++, which aborts the process.
     """
-    if all(thread.name not in OWN_THREADS for thread in threading.enumerate()):
+    if all(thread.name not in _OWN_THREADS for thread in threading.enumerate()):
         return
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, AttributeError):
@@ -179,7 +179,7 @@ def end_at_once(code: int, message: str, status: str = "failed", is_said: bool =
 
     A second thread that wants to end it has nothing to add, and waits here.
     """
-    ENDING.acquire()
+    _ENDING.acquire()
     with suppress(OSError):
         if not is_said:
             print(message, file=sys.stderr, flush=True)

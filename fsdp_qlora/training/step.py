@@ -25,7 +25,7 @@ from ..sharding import is_sharded, set_gradient_sync
 from ..sharding.prefetch import set_last_micro_batch
 from .scaler import LossScaler
 
-BORDERS = {"cu_seq_lens_q", "cu_seq_lens_k"}
+_BORDERS = {"cu_seq_lens_q", "cu_seq_lens_k"}
 ForwardBackward = Callable[[nn.Module, dict, float, Tensor | None], Tensor]
 
 
@@ -118,7 +118,9 @@ def run_micro_batch(
     model: nn.Module, batch: dict, num_items: float | Tensor, scale: Tensor | None = None
 ) -> Tensor:
     """Forward and backward of one micro-batch; the sum of its losses divided by `num_items`."""
-    for name in BORDERS & batch.keys():  # compiled code is to be made for any number of packed rows
+    for name in (
+        _BORDERS & batch.keys()
+    ):  # compiled code is to be made for any number of packed rows
         torch._dynamo.maybe_mark_dynamic(batch[name], 0)
     loss = model(**batch, num_items_in_batch=num_items).loss
     (loss if scale is None else loss * scale).backward()

@@ -12,7 +12,7 @@ import os
 import sys
 
 
-class Terminal(io.FileIO):
+class _Terminal(io.FileIO):
     """A terminal as a file; once it is closed, its descriptor writes to nowhere."""
 
     def write(self, data) -> int | None:
@@ -34,7 +34,7 @@ def outlive_terminal():
         stream = getattr(sys, name)
         if stream is None or not stream.isatty():
             continue  # None: it was closed before
-        raw = Terminal(stream.fileno(), "w", closefd=False)
+        raw = _Terminal(stream.fileno(), "w", closefd=False)
         setattr(
             sys,
             name,

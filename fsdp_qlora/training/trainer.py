@@ -83,12 +83,12 @@ def train(
     config = found.settings(config)
     run_id = found.run["run_id"] if found.run else from_main(lambda: uuid.uuid4().hex)
     with open_trackers(config, run_id, found.step) as trackers:
-        return train_found(
+        return _train_found(
             config, found, run_id, dataset, device, tokenizer, held_out, signals, trackers
         )
 
 
-def train_found(
+def _train_found(
     config: RunConfig,
     found: Found,
     run_id: str,
@@ -104,18 +104,18 @@ def train_found(
     batches = plan_batches(config, ranks.world_size)
     seed_everything(config.seed, ranks.rank, config.deterministic)
     started = time.perf_counter()
-    longest = longest_row(config, dataset, held_out)
+    longest = _longest_row(config, dataset, held_out)
     # What the memory report and the pace go by too.
     planned = with_choices(replace(config, context_length=longest), device)
     model = built(planned, device, found)
     from_main(lambda: settle(found, config, model.weights_hash))
     found.content["weights"] = model.weights_hash
-    loader = build_loader(config, dataset, batches, tokenizer, model, device)
+    loader = _build_loader(config, dataset, batches, tokenizer, model, device)
     loaded, total_steps = time.perf_counter() - started, loader.sampler.total_steps
     describe(model, planned, batches, loader, loaded)
-    state = build_state(config, batches, model, loader, tokenizer, held_out, device)
+    state = _build_state(config, batches, model, loader, tokenizer, held_out, device)
     boundary = restored(state, found) if found.folder else state.boundary(0)
-    answerer = build_answerer(config, tokenizer, held_out, model.config.vocab_size, device)
+    answerer = _build_answerer(config, tokenizer, held_out, model.config.vocab_size, device)
     record = record_beside_weights(config, found.content["data"], device)
     start = start_record(
         planned,
@@ -129,13 +129,13 @@ def train_found(
         total_steps=total_steps,
         load_seconds=loaded,
     )
-    with run_log(config, start, trackers, found) as log:
+    with _run_log(config, start, trackers, found) as log:
         log.record(start)
         writer = CheckpointWriter(
             checkpoints_of(config.output_dir),
             state,
             config,
-            facts_of(config, batches, found, run_id),
+            _facts_of(config, batches, found, run_id),
             found.disks,
             found.folder,
         )
@@ -146,12 +146,12 @@ def train_found(
         if line := compilations_line([s for s in log.steps if s.step > boundary.step]):
             print_main(line)
         if isinstance(loader, StreamLoader):
-            report_on_stream(loader, log)
+            _report_on_stream(loader, log)
         finish(model, config, log, tokenizer, record)
     return log.steps
 
 
-def longest_row(
+def _longest_row(
     config: RunConfig,
     dataset: TokenizedDataset | Subset | Source,
     held_out: TokenizedDataset | Subset | None,
@@ -176,7 +176,7 @@ def built(config: RunConfig, device: torch.device, found: Found) -> nn.Module:
         return build_model(config, device, saved_adapter(found.folder))
 
 
-def build_loader(
+def _build_loader(
     config: RunConfig,
     dataset: TokenizedDataset | Subset | Source,
     batches: BatchPlan,
@@ -193,7 +193,7 @@ def build_loader(
         packing=config.packing,
         pin_memory=device.type == "cuda",
     )
-    batching["pad_to"] = padded_widths(config, device)
+    batching["pad_to"] = _padded_widths(config, device)
     if isinstance(dataset, Source):
         order["shuffle_buffer"] = config.shuffle_buffer
         sampler = (
@@ -216,12 +216,12 @@ def build_loader(
     return StepLoader(dataset, sampler, *share, **batching)
 
 
-def padded_widths(config: RunConfig, device: torch.device) -> PadTo:
+def _padded_widths(config: RunConfig, device: torch.device) -> PadTo:
     """T of a run's batches."""
     return run_widths(config.context_length, compiles(config, device), one=config.has_full_bins)
 
 
-def build_state(
+def _build_state(
     config: RunConfig,
     batches: BatchPlan,
     model: nn.Module,
@@ -250,7 +250,7 @@ def build_state(
             every=config.eval_every,
             packing=config.packing,
             batch_size=batches.micro_batch_size,
-            pad_to=padded_widths(config, device),
+            pad_to=_padded_widths(config, device),
             pad_token_id=choose_pad_token_id(tokenizer, model.config.vocab_size),
         )
     scaler = LossScaler(device) if config.scales_loss else None
@@ -269,7 +269,7 @@ def restored(state: RunState, found: Found) -> Boundary:
     return boundary
 
 
-def build_answerer(
+def _build_answerer(
     config: RunConfig,
     tokenizer,
     held_out: TokenizedDataset | Subset | None,
@@ -290,7 +290,7 @@ def build_answerer(
     )
 
 
-def run_log(config: RunConfig, start: StartRecord, trackers: list[Sink], found: Found) -> RunLog:
+def _run_log(config: RunConfig, start: StartRecord, trackers: list[Sink], found: Found) -> RunLog:
     """Where the records of a run go."""
     shown = terminal(parts_of(config.log_to), start.total_steps, start.step)
     pace = Pace(start.total_steps, start.dollars_per_hour, found.metrics)
@@ -305,7 +305,7 @@ def run_log(config: RunConfig, start: StartRecord, trackers: list[Sink], found: 
     )
 
 
-def facts_of(config: RunConfig, batches: BatchPlan, found: Found, run_id: str) -> dict:
+def _facts_of(config: RunConfig, batches: BatchPlan, found: Found, run_id: str) -> dict:
     """What run.json says beside the state; `run_id` stays the same for as long as a run is resumed."""
     return {
         "run_id": run_id,
@@ -315,7 +315,7 @@ def facts_of(config: RunConfig, batches: BatchPlan, found: Found, run_id: str) -
     } | per_step(batches)
 
 
-def report_on_stream(loader: StreamLoader, log: RunLog):
+def _report_on_stream(loader: StreamLoader, log: RunLog):
     """What happened to the rows of a stream is known when all have been read."""
     report = loader.full_report()
     print_main(report.format_report())

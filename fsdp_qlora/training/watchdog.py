@@ -20,9 +20,9 @@ from ..meeting import Board
 from .signals import StopRequested, end_at_once
 
 EXIT_STALLED = 70  # EX_SOFTWARE of sysexits.h
-INNERMOST = 5  # frames of a stack that tell whether it waits in a collective
+_INNERMOST = 5  # frames of a stack that tell whether it waits in a collective
 WITHOUT_STORE_SECONDS = 30  # the store may be in the process that is frozen
-OVER = "over"  # the phase of a rank that is done
+_OVER = "over"  # the phase of a rank that is done
 END_SECONDS = 2  # in which a thread ends whose store answers
 GONE_LOOKS = 16  # that meet no new beat: one comes every second, a look (signals.py) every half
 
@@ -39,7 +39,7 @@ class Watchdog:
         self.phase, self.count, self.moved = "start", 0, time.monotonic()
         self.is_paused, self.is_over, self.looked = False, threading.Event(), time.monotonic()
         self.seen: dict[int, tuple[str | None, int]] = {}  # a rank's last beat, and the looks since
-        self.last = OVER  # the phase of the last beat
+        self.last = _OVER  # the phase of the last beat
 
     def mark(self, phase: str | None = None):
         """The main thread is at a new place; ranks count alike."""
@@ -88,7 +88,7 @@ class Watchdog:
                 return "" if self.is_over.is_set() else "the ranks' store"
             before, looks = self.seen.get(rank, ("", 0))
             self.seen[rank] = beat, looks + 1 if beat == before else 0
-            if beat and json.loads(beat)[1] != OVER and self.seen[rank][1] >= GONE_LOOKS:
+            if beat and json.loads(beat)[1] != _OVER and self.seen[rank][1] >= GONE_LOOKS:
                 return f"rank {rank}"
         return ""
 
@@ -174,7 +174,7 @@ class Watchdog:
 
 def waits(stack: list[traceback.FrameSummary]) -> bool:
     """Whether a thread is inside a collective."""
-    return any("/torch/distributed/" in frame.filename for frame in stack[-INNERMOST:])
+    return any("/torch/distributed/" in frame.filename for frame in stack[-_INNERMOST:])
 
 
 def verdict(seconds: float, told: dict[int, list], frozen: dict[int, list]) -> str:
