@@ -1,17 +1,25 @@
-"""docs/api.md, the public names with their docstrings, which mkdocstrings puts in; and their types."""
+"""docs/api.md, each public name with its signature and docstring; and the names' types.
+
+The page is read from the source, so that it needs no torch and no build of the site.
+"""
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 from fsdp_qlora import PUBLIC
 
+PACKAGE = Path(__file__).parents[1] / "fsdp_qlora"
+WIDTH = 100  # of a signature on one line
 INTRO = """# The library
 
 Made by `python scripts/make_reference.py` from the names that `fsdp_qlora` exports; do not edit.
 
-`import fsdp_qlora as fq` takes no time: a name is imported when it is first used, so torch is not
-needed for `fq.RunConfig` and `fq.plan_batches`. [examples/custom_loop.py](../examples/custom_loop.py)
-is a whole training script. All names are typed. Shapes: B batch, T tokens, D hidden, R rank of an
-adapter, O rows of a weight."""
+Use the pieces in a training script of your own: [examples/custom_loop.py](../examples/custom_loop.py)
+is a whole one. `import fsdp_qlora as fq` takes no time, because a name is imported when it is first
+used: `fq.RunConfig` and `fq.plan_batches` need no torch. All names are typed. Shapes: B batch, T tokens,
+D hidden, R rank of an adapter, O rows of a weight."""
 
 # Title, and the first packages of the modules that stand under it.
 SECTIONS = [
@@ -24,24 +32,31 @@ SECTIONS = [
     ("Training and evaluation", ("optim", "observe")),
     ("Results", ("export",)),
 ]
+# What can't be read from the source: a class made of many, and a table.
+ELSEWHERE = {
+    "RunConfig": (
+        "RunConfig(**settings)",
+        "All settings of one run; each of [these](flags.md) is a field. Raises ValueError, naming the "
+        "flag and the remedy, if they clash.",
+    ),
+    "STRATEGIES": (
+        "STRATEGIES: dict[str, Strategy]",
+        "The sharding strategies by name, as [strategies](strategies.md) lists them.",
+    ),
+}
 
 
 def api_page() -> str:
-    """The page; its `:::` lines are read by mkdocstrings."""
+    """The page."""
     parts = [INTRO]
     for title, packages in SECTIONS:
-        names = [
-            f"::: fsdp_qlora.{module}.{name}"
+        parts.append(f"## {title}")
+        parts += [
+            _entry(name, module)
             for name, module in PUBLIC.items()
             if module.split(".")[0] in packages
         ]
-        parts += [f"## {title}", *(with_options(line) for line in names)]
     return "\n\n".join(parts) + "\n"
-
-
-def with_options(line: str) -> str:
-    """A name's line; the fields of RunConfig are all on the page of flags."""
-    return f"{line}\n    options:\n      members: false" if line.endswith(".RunConfig") else line
 
 
 def public_types() -> str:
@@ -60,4 +75,86 @@ def public_types() -> str:
             "PUBLIC: dict[str, str]",
             "",
         ]
+    )
+
+
+def _entry(name: str, module: str) -> str:
+    """A name's heading, signature, docstring and, of a class, the methods that users call."""
+    if name in ELSEWHERE:
+        return _section(name, *ELSEWHERE[name])
+    node = _definition(name, module)
+    if isinstance(node, ast.FunctionDef):
+        return _section(name, _signature(node), _docstring(node))
+    methods = [
+        each
+        for each in node.body
+        if isinstance(each, ast.FunctionDef) and each.name[0] != "_" and _docstring(each)
+    ]
+    rows = [f"- `{_shown(each)}`: {_docstring(each).splitlines()[0]}" for each in methods]
+    doc = "\n\n".join([_docstring(node), *(["\n".join(rows)] if rows else [])])
+    return _section(name, _signature(_initializer(node), name), doc)
+
+
+def _section(name: str, signature: str, doc: str) -> str:
+    return f"### {name}\n\n```python\n{signature}\n```\n\n{doc}"
+
+
+def _definition(name: str, module: str) -> ast.FunctionDef | ast.ClassDef:
+    """Where a module, or the one that it imports the name from, defines it."""
+    path = PACKAGE.joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    package = module.split(".") if path.is_dir() else module.split(".")[:-1]
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+            return node
+        if isinstance(node, ast.ImportFrom) and name in {alias.name for alias in node.names}:
+            there = package[: len(package) - node.level + 1]
+            return _definition(name, ".".join([*there, node.module or ""]).strip("."))
+    raise LookupError(f"fsdp_qlora.{module} defines no {name}")
+
+
+def _initializer(node: ast.ClassDef) -> ast.FunctionDef:
+    return next(e for e in node.body if isinstance(e, ast.FunctionDef) and e.name == "__init__")
+
+
+def _docstring(node: ast.FunctionDef | ast.ClassDef) -> str:
+    return ast.get_docstring(node) or ""
+
+
+def _shown(node: ast.FunctionDef) -> str:
+    """A method on one line; a property has no arguments."""
+    return node.name if node.decorator_list else " ".join(_signature(node).split())
+
+
+def _signature(node: ast.FunctionDef, name: str = "") -> str:
+    """A function's name, arguments and what it returns, an argument a line where it is long."""
+    arguments = _arguments(node.args)
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    line = f"{name or node.name}({', '.join(arguments)}){returns}"
+    if len(line) <= WIDTH:
+        return line
+    return "\n".join(
+        [f"{name or node.name}(", *(f"    {each}," for each in arguments), f"){returns}"]
+    )
+
+
+def _arguments(args: ast.arguments) -> list[str]:
+    """Arguments with their types and defaults, without self."""
+    plain = [*args.posonlyargs, *args.args]
+    defaults = [*[None] * (len(plain) - len(args.defaults)), *args.defaults]
+    found = [_argument(a, d) for a, d in zip(plain, defaults, strict=True) if a.arg != "self"]
+    if args.vararg:
+        found.append(f"*{_argument(args.vararg)}")
+    elif args.kwonlyargs:
+        found.append("*")
+    found += map(_argument, args.kwonlyargs, args.kw_defaults)
+    return found + [f"**{_argument(args.kwarg)}"] if args.kwarg else found
+
+
+def _argument(arg: ast.arg, default: ast.expr | None = None) -> str:
+    typed = f"{arg.arg}: {ast.unparse(arg.annotation)}" if arg.annotation else arg.arg
+    if default is None:
+        return typed
+    return (
+        f"{typed} = {ast.unparse(default)}" if arg.annotation else f"{typed}={ast.unparse(default)}"
     )

@@ -1,8 +1,12 @@
 """The names that the package promises, and that asking for them costs nothing until one is used."""
 
+import ast
 import importlib
+import inspect
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +17,22 @@ import fsdp_qlora
 def test_every_public_name_is_there(name):
     module = importlib.import_module(f"fsdp_qlora.{fsdp_qlora.PUBLIC[name]}")
     assert getattr(fsdp_qlora, name) is getattr(module, name)
+
+
+@pytest.mark.parametrize("name", fsdp_qlora.__all__)
+def test_the_page_shows_its_signature_and_what_it_does_without_a_build(name):
+    page = (Path(__file__).parents[1] / "docs/api.md").read_text()
+    (signature, text) = re.search(
+        rf"^### {name}\n\n```python\n{name}(.*?)\n```\n\n(.+?)$", page, flags=re.M | re.S
+    ).groups()
+    thing = getattr(fsdp_qlora, name)
+    if name in ("RunConfig", "STRATEGIES"):  # every field, every strategy has a page of its own
+        assert ".md)" in text
+        return
+    assert text == inspect.getdoc(thing).splitlines()[0]
+    shown = ast.parse(f"def {name}{signature}: ...").body[0].args
+    names = [each.arg for each in ast.walk(shown) if isinstance(each, ast.arg)]
+    assert sorted(names) == sorted(set(inspect.signature(thing).parameters))
 
 
 def test_an_unknown_name_is_an_attribute_error():
