@@ -18,6 +18,7 @@ from contextlib import nullcontext, suppress
 import torch
 
 from fsdp_qlora.dist import free_port
+from tests.patience import patience
 
 PRELOAD = [
     "torch",
@@ -71,20 +72,23 @@ def _outcomes(function, world_size, args, timeout, grouped, device) -> tuple[dic
     for process in ranks:
         process.start()
     outcomes: dict[int, tuple] = {}
-    deadline = time.monotonic() + timeout
-    while len(outcomes) < world_size and time.monotonic() < deadline:
-        # What a rank that has ended said may still be on its way.
-        ended = all(p.exitcode is not None for r, p in enumerate(ranks) if r not in outcomes)
-        with suppress(queue.Empty):
-            rank, outcome = results.get(timeout=2)
-            outcomes[rank] = outcome
-            continue
-        if ended:
-            break
-    for process in ranks:
-        process.join(timeout=20)
-        process.kill()
-        process.join(timeout=20)
+    deadline = time.monotonic() + patience(timeout)
+    try:
+        while len(outcomes) < world_size and time.monotonic() < deadline:
+            # What a rank that has ended said may still be on its way.
+            ended = all(p.exitcode is not None for r, p in enumerate(ranks) if r not in outcomes)
+            with suppress(queue.Empty):
+                rank, outcome = results.get(timeout=2)
+                outcomes[rank] = outcome
+                continue
+            if ended:
+                break
+        for process in ranks:
+            process.join(timeout=patience(20))
+    finally:  # at Ctrl-C too, or Python would wait for them
+        for process in ranks:
+            process.kill()
+            process.join()
     return outcomes, {rank: process.exitcode for rank, process in enumerate(ranks)}
 
 
