@@ -1,6 +1,7 @@
 """Estimates that know the lengths of rows agree with the loader that a run uses."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,11 @@ from fsdp_qlora.data.collate import few_widths
 from fsdp_qlora.data.lengths import SAMPLE
 from fsdp_qlora.estimate import batches_of, estimate, padding_line
 from fsdp_qlora.planner import free_settings, make_plan
+from fsdp_qlora.training.prepare import read_data, run_tokenizer
+from fsdp_qlora.training.sample import lengths_of, sampled_lengths
+from fsdp_qlora.training.trainer import longest_row
+
+from .tokenizers import save_chat_model
 
 CONTEXT = 512
 RNG = np.random.default_rng(0)
@@ -128,11 +134,27 @@ def test_full_rows_are_estimated_as_they_were_without_the_data():
     assert known.step.tokens_per_gpu == 4 * CONTEXT
 
 
-def test_memory_is_that_of_the_longest_rows_and_not_of_the_mean():
-    config, shape = RunConfig(context_length=CONTEXT, batch_size=4), shape_from_params("7B")
-    short = estimate(shape, machine(), config, sampled(DISTRIBUTIONS["two_kinds"]))
-    assert short.memory == estimate(shape, machine(), config).memory
-    assert short.step.total < estimate(shape, machine(), config).step.total
+def test_memory_is_that_of_the_longest_rows_of_the_run_and_not_of_the_mean_nor_of_longer_ones():
+    config, shape = RunConfig(context_length=4 * CONTEXT, batch_size=4), shape_from_params("7B")
+    rows = row_lengths(DISTRIBUTIONS["two_kinds"], 4 * CONTEXT, 89, seed=42)
+    known = estimate(shape, machine(), config, rows)
+    assert known.memory == estimate(shape, machine(), replace(config, context_length=512)).memory
+    assert known.memory.total < estimate(shape, machine(), config).memory.total
+    packed = replace(config, packing=True)
+    full = estimate(shape, machine(), packed)
+    assert estimate(shape, machine(), packed, rows).memory == full.memory
+    stream = row_lengths(DISTRIBUTIONS["two_kinds"], 4 * CONTEXT, None, seed=42)
+    assert stream.longest == 4 * CONTEXT
+
+
+@pytest.mark.parametrize("held_out", [None, "full"])
+def test_the_longest_row_of_an_estimate_is_the_one_that_a_run_plans_for(held_out):
+    config, short = RunConfig(context_length=CONTEXT), tokens_of(DISTRIBUTIONS["short"])
+    evaluated = held_out and tokens_of(DISTRIBUTIONS[held_out])
+    known = row_lengths(
+        short.lengths, CONTEXT, len(short), 42, others=[evaluated.lengths] if held_out else []
+    )
+    assert known.longest == longest_row(config, short, evaluated) == (512 if held_out else 64)
 
 
 def test_packing_is_proposed_where_padding_wastes_more_than_a_third():
@@ -147,22 +169,25 @@ def test_packing_is_proposed_where_padding_wastes_more_than_a_third():
 
 
 def test_a_plan_packs_short_rows_and_not_full_ones_nor_against_the_user():
-    config = RunConfig(
-        context_length=CONTEXT, sharding_strategy="auto", batch_size=-1, global_batch_size=32
-    )
+    config = RunConfig(context_length=CONTEXT, batch_size=-1, global_batch_size=32)
     shape = shape_from_params("7B")
 
     def chosen(name: str, given=frozenset()) -> RunConfig:
         rows = sampled(DISTRIBUTIONS[name])
-        return make_plan(
-            shape, machine(), config, free_settings(config, set(given), rows=rows), rows
-        ).choice.config
+        free = free_settings(config, set(given), everything=True, rows=rows)
+        return make_plan(shape, machine(), config, free, rows).choice.config
 
     packed = chosen("log_normal")
     assert packed.packing and packed.global_batch_size == 32
     assert not chosen("full").packing
     assert not chosen("log_normal", {"packing"}).packing
-    assert "packing" not in free_settings(config, set())
+    assert "packing" not in free_settings(config, set(), everything=True)
+
+
+def test_auto_packs_nothing_that_it_was_not_told_to():
+    rows = sampled(DISTRIBUTIONS["log_normal"])
+    for settings in (dict(sharding_strategy="auto"), dict(batch_size=-1)):
+        assert "packing" not in free_settings(RunConfig(**settings), set(), rows=rows)
 
 
 def test_estimate_without_a_tokenizer_says_that_rows_are_taken_as_full(capsys, tmp_path):
@@ -175,3 +200,27 @@ def test_estimate_without_a_tokenizer_says_that_rows_are_taken_as_full(capsys, t
     after = json.loads(out)
     assert "rows are taken as full: " in err and err.count("\n") == 1
     assert "data" not in after and after["step_seconds"] == before["step_seconds"]
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_a_sample_of_a_large_data_set_knows_its_longest_row(tmp_path, held_out):
+    texts = ["word " * 5] * (2 * SAMPLE)
+    texts[-1] = "word " * 60
+    files = {"rows": texts, "others": ["word " * 5] * 10 + ["word " * 100]}
+    for name, rows in files.items():
+        lines = (json.dumps({"text": text.strip()}) for text in rows)
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    settings = dict(eval_dataset=str(tmp_path / "others.jsonl")) if held_out else {}
+    config = RunConfig(
+        model_name=save_chat_model(tmp_path / "model"),
+        dataset=str(tmp_path / "rows.jsonl"),
+        context_length=CONTEXT,
+        train_on="all",
+        seed=2,
+        **settings,
+    )
+    found, why = sampled_lengths(config)
+    data = read_data(config, run_tokenizer(config))
+    assert not why and max(found.lengths) < 64, "the sample itself lacks the long row"
+    assert found.longest == longest_row(config, data.rows, data.held_out)
+    assert found.longest == lengths_of(config, data).longest == (512 if held_out else 320)

@@ -6,6 +6,7 @@ represented by a sample of its rows.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from ..config import BatchPlan
 from ..estimate.lengths import Batches
+from .collate import few_widths, padded_length
 from .loader import Layout, StepLoader, run_widths
 from .report import DataReport
 from .sampler import step_sampler
@@ -28,6 +30,7 @@ class RowLengths:
     lengths: tuple[int, ...]
     context_length: int
     num_rows: int | None  # of the whole data set; None where the end of a stream is not known
+    longest: int  # places of the longest row of the whole, where rows are padded
     seed: int = 42
     can_pack: bool = True  # whether the model keeps packed rows apart
 
@@ -47,12 +50,30 @@ class RowLengths:
 
 
 def row_lengths(
-    lengths: np.ndarray, context_length: int, num_rows: int | None, seed: int, can_pack: bool = True
+    lengths: np.ndarray,
+    context_length: int,
+    num_rows: int | None,
+    seed: int,
+    can_pack: bool = True,
+    others: Sequence[np.ndarray] = (),
 ) -> RowLengths:
-    """The lengths, or a sample of `SAMPLE` of them that is drawn from `seed`."""
+    """The lengths, or a sample of `SAMPLE` of them that is drawn from `seed`.
+
+    others: lengths of rows that are not trained on, or not in the sample, and may be the longest.
+    """
+    longest = (
+        context_length if num_rows is None else longest_row([lengths, *others], context_length)
+    )
     if len(lengths) > SAMPLE:
         lengths = np.random.default_rng(seed).choice(lengths, SAMPLE, replace=False)
-    return RowLengths(tuple(int(n) for n in lengths), context_length, num_rows, seed, can_pack)
+    sample = tuple(int(n) for n in lengths)
+    return RowLengths(sample, context_length, num_rows, longest, seed, can_pack)
+
+
+def longest_row(lengths: Iterable[np.ndarray], context_length: int) -> int:
+    """Places that the longest of padded rows takes, which memory is planned for."""
+    longest = max(int(of_rows.max(initial=1)) for of_rows in lengths)
+    return padded_length(longest, pad_to=few_widths(context_length))
 
 
 @dataclass(frozen=True)

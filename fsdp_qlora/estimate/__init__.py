@@ -18,7 +18,7 @@ query and all key-value heads, V vocabulary, R rank, n ranks that share one copy
 from .activations import kept_by_block, loss_bytes, saved_by_block
 from .cost import RunCost, run_cost
 from .flops import Flops, flops_per_token, model_flops_per_token, model_tflops
-from .lengths import Batches, Rows, batches_of, padding_line
+from .lengths import Batches, Rows, batches_of, padding_line, with_longest_row
 from .peak import GIB, Memory, Peak, host_memory, memory
 from .policies import choose_policies, keeps_fp8_weights
 from .question import Estimate, estimate
@@ -62,4 +62,5 @@ __all__ = [
     "saved_by_block",
     "setup_from_config",
     "step_seconds",
+    "with_longest_row",
 ]

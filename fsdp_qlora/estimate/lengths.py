@@ -41,11 +41,19 @@ class Rows(Protocol):
 
     num_rows: int | None  # of the whole; None where the end of a stream is not known
     mean_length: float
+    longest: int  # places of the longest row, where rows are padded
     can_pack: bool  # whether the model keeps packed rows apart
 
     def batches(
         self, plan: BatchPlan, world_size: int, *, packing: bool, compiled: bool
     ) -> Batches: ...
+
+
+def with_longest_row(config: RunConfig, rows: Rows | None) -> RunConfig:
+    """The settings with the rows that memory must hold: full bins, or the longest padded row."""
+    if rows is None or config.packing:
+        return config
+    return replace(config, context_length=min(config.context_length, rows.longest))
 
 
 def batches_of(rows: Rows, config: RunConfig, world_size: int) -> Batches:

@@ -11,7 +11,7 @@ from ..catalog.machine import Machine
 from ..config import AUTO, RunConfig
 from ..config.run import check_kept_stay
 from .cost import RunCost, run_cost
-from .lengths import Batches, Rows, batches_of
+from .lengths import Batches, Rows, batches_of, with_longest_row
 from .peak import Memory, memory
 from .policies import SPARE_SHARE, choose_policies, choose_tiles, keeps_fp8_weights
 from .setup import Setup, check_context, setup_from_config
@@ -105,13 +105,13 @@ class Estimate:
 def estimate(
     shape: ModelShape, machine: Machine, config: RunConfig, rows: Rows | None = None
 ) -> Estimate:
-    """The answer: memory for full rows, time for `rows`, or full ones too where they are not known.
+    """The answer: memory for the longest of `rows`, time for all; full rows where none are known.
 
     Raises ValueError, naming the flag, for settings that the model or GPU can't do.
     """
     shape = expanded_shape(shape, config)
     _check_question(shape, machine, config)
-    setup = asked_setup(shape, machine, config)
+    setup = asked_setup(shape, machine, with_longest_row(config, rows))
     check_context(shape, setup)
     config, setup = with_choices(shape, machine, config, setup)
     batches = batches_of(rows, config, machine.world_size) if rows else None

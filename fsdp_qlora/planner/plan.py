@@ -54,7 +54,8 @@ def free_settings(
     """The settings that a plan may choose: those that are auto, and what follows from them.
 
     `given` are the flags that the user typed, which are kept. `everything` frees what is not given,
-    as `fsdp-qlora plan` does. Whether to pack is free too where `rows` of the data are known.
+    as `fsdp-qlora plan` does: whether to pack too, where `rows` of the data are known. A run is never
+    packed without being told to, for packing may change what a step trains on.
     """
     free = set()
     if everything or config.sharding_strategy == "auto":
@@ -67,8 +68,7 @@ def free_settings(
         free.add("activation_policy")
     if config.batch_size == AUTO or everything and "batch_size" not in given:
         free.add("batch_size")
-    chooses = {"sharding_strategy", "batch_size"} & free
-    if chooses and rows and rows.can_pack and "packing" not in given:
+    if everything and rows and rows.can_pack and "packing" not in given:
         free.add("packing")
     if free and config.compute_dtype == "fp8" and config.keep_fp8_weights is None:
         free.add("keep_fp8_weights")
@@ -132,7 +132,8 @@ def gpus_that_fit(plan: Plan) -> int:
 
 def fits(plan: Plan, machine: Machine, config: RunConfig) -> bool:
     """Whether the search finds anything, with one row at a time."""
-    return bool(search(plan.shape, machine, config, plan.free - {"batch_size"}).fitting)
+    free = plan.free - {"batch_size"}
+    return bool(search(plan.shape, machine, config, free, plan.rows).fitting)
 
 
 __all__ = ["LADDER", "Plan", "free_settings", "make_plan", "settled"]

@@ -11,7 +11,7 @@ from ..catalog.block_expansion import expanded_shape
 from ..catalog.machine import Machine
 from ..config import AUTO, RunConfig, plan_batches
 from ..config.options import STRATEGY_NAMES
-from ..estimate import Estimate, Rows, batches_of, choose_policies, estimate
+from ..estimate import Estimate, Rows, batches_of, choose_policies, estimate, with_longest_row
 from ..estimate.policies import SPARE_SHARE
 from ..estimate.question import asked_setup, hybrid_groups
 
@@ -136,7 +136,8 @@ def _best_policies(
     """The estimate with the fastest mix of policies that fits, or with every block recomputed."""
     if "activation_policy" not in free:
         return estimate(shape, machine, config, rows)
-    setup, room = asked_setup(shape, machine, config), (1 - SPARE_SHARE) * machine.memory_gib
+    setup = asked_setup(shape, machine, with_longest_row(config, rows))
+    room = (1 - SPARE_SHARE) * machine.memory_gib
     seen = batches_of(rows, config, machine.world_size).seen(setup) if rows else setup
     try:
         policy = choose_policies(shape, setup, room, machine.gpu, attrgetter("total"), seen)

@@ -152,18 +152,13 @@ def load_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
     A tokenizer without a chat template gets the one that asks as the rows do, for samples and for
     whoever uses what is saved.
     """
-    stream = open_stream(config) if config.stream else None
-    if stream is None:
-        rows = tokenized(config, tokenizer, config.dataset, config.dataset_split)
-    else:
-        rows = first_rows(config, tokenizer, stream)
+    data = read_data(config, tokenizer)
+    rows, held_out = data.rows, data.held_out
+    if data.stream:
         print_main(f"the first {counted(rows.report.rows_read, 'row')} of the stream:")
     print_main(rows.report.format_report())
     if config.preview:
         print_main(preview(rows, tokenizer, config.preview))
-    held_out = _tokenized_held_out(config, tokenizer)
-    if config.eval_share:
-        rows, held_out = hold_out(rows, config.eval_share)
     if held_out is not None:
         print_main(
             f"held out: {counted(len(held_out), 'row')}, {held_out.lengths.sum():,} tokens, "
@@ -175,6 +170,19 @@ def load_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
             f"do ({asked})"
         )
     choose_prompts(config, tokenizer, held_out)  # a mistake in them is said here, on every rank
+    return data
+
+
+def read_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
+    """The run's data, without a word."""
+    stream = open_stream(config) if config.stream else None
+    if stream is None:
+        rows = tokenized(config, tokenizer, config.dataset, config.dataset_split)
+    else:
+        rows = first_rows(config, tokenizer, stream)
+    held_out = _tokenized_held_out(config, tokenizer)
+    if config.eval_share:
+        rows, held_out = hold_out(rows, config.eval_share)
     return RunData(rows, held_out, stream)
 
 

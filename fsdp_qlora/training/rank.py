@@ -11,11 +11,21 @@ from ..build import planned_model
 from ..config import RunConfig
 from ..config.without_effect import warnings_of
 from ..dist import print_main, process_group, rank_device, ranks_from_env
+from ..estimate import padding_line
 from ..export import trained_bytes
 from ..observe.trackers import check_trackers
 from .graphs import check_graphs
 from .lock import sole_run_in
-from .prepare import check_device, check_layout, check_places, check_rows, load_data, run_tokenizer
+from .prepare import (
+    RunData,
+    check_device,
+    check_layout,
+    check_places,
+    check_rows,
+    load_data,
+    run_tokenizer,
+)
+from .sample import lengths_of
 from .signals import StopSignals
 from .trainer import train
 
@@ -35,6 +45,8 @@ def train_rank(config: RunConfig, signals: StopSignals | None = None):
         print_main(f"warning: {warning}")
     tokenizer = run_tokenizer(config)
     data = load_data(config, tokenizer)
+    if is_main:
+        _propose_packing(config, data)
     model, _ = planned_model(config, device)  # a wrong one is found before ranks wait
     check_layout(config, model)
     check_graphs(config, model, device)
@@ -46,3 +58,11 @@ def train_rank(config: RunConfig, signals: StopSignals | None = None):
         process_group(device, config.timeout_minutes),
     ):
         train(config, data.train, device, tokenizer, data.held_out, signals)
+
+
+def _propose_packing(config: RunConfig, data: RunData):
+    """Print what --packing true would give, where padding wastes much; of a stream by its first rows."""
+    if not len(data.rows):  # a stream's first ones may all be dropped
+        return
+    if line := padding_line(lengths_of(config, data), config, ranks_from_env().world_size):
+        print(line)

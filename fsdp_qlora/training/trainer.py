@@ -39,7 +39,8 @@ from ..data import (
     choose_pad_token_id,
     step_sampler,
 )
-from ..data.collate import PadTo, few_widths, padded_length
+from ..data.collate import PadTo
+from ..data.lengths import longest_row as longest_of
 from ..data.loader import run_widths
 from ..derived import compiles, with_choices
 from ..dist import from_main, gather_over_ranks, print_main, ranks_from_env
@@ -104,7 +105,7 @@ def _train_found(
     batches = plan_batches(config, ranks.world_size)
     seed_everything(config.seed, ranks.rank, config.deterministic)
     started = time.perf_counter()
-    longest = _longest_row(config, dataset, held_out)
+    longest = longest_row(config, dataset, held_out)
     # What the memory report and the pace go by too.
     planned = with_choices(replace(config, context_length=longest), device)
     model = built(planned, device, found)
@@ -151,7 +152,7 @@ def _train_found(
     return log.steps
 
 
-def _longest_row(
+def longest_row(
     config: RunConfig,
     dataset: TokenizedDataset | Subset | Source,
     held_out: TokenizedDataset | Subset | None,
@@ -162,10 +163,8 @@ def _longest_row(
     """
     if config.packing or isinstance(dataset, Source):
         return config.context_length
-    longest = max(
-        int(rows.lengths.max(initial=1)) for rows in (dataset, held_out) if rows is not None
-    )
-    return padded_length(longest, pad_to=few_widths(config.context_length))
+    found = [rows.lengths for rows in (dataset, held_out) if rows is not None]
+    return longest_of(found, config.context_length)
 
 
 def built(config: RunConfig, device: torch.device, found: Found) -> nn.Module:
