@@ -25,7 +25,7 @@ from speed_rows import CASES
 from fsdp_qlora.bench.drive import How, Job, job_of, run_batch
 from fsdp_qlora.bench.grid import Cell, read_grid
 from fsdp_qlora.bench.row import Row
-from fsdp_qlora.catalog.block_expansion import expanded_shape
+from fsdp_qlora.catalog.llama_pro import expanded_shape
 from fsdp_qlora.config import AUTO, plan_batches
 from fsdp_qlora.config.flags import parse, typed_flags
 from fsdp_qlora.config.recipe import read_recipe

@@ -35,7 +35,7 @@ from fsdp_qlora.bench.row import Row, append_row
 from fsdp_qlora.config import AUTO
 from fsdp_qlora.config.flags import parse, typed_flags
 from fsdp_qlora.dist import rank_device
-from fsdp_qlora.memory import vocabulary
+from fsdp_qlora.memory import vocab_parallel
 
 
 class Done:
@@ -82,7 +82,7 @@ def rank_zero_of(world_size: int, device: torch.device):
     )
     stood_for = {name: function for name, function in names.items() if hasattr(dist, name)}
     before = {name: getattr(dist, name) for name in stood_for}
-    ours = fsdp_qlora.dist.gather_into, fsdp_qlora.dist.reduce_into, vocabulary.own_rows
+    ours = fsdp_qlora.dist.gather_into, fsdp_qlora.dist.reduce_into, vocab_parallel.own_rows
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
@@ -90,12 +90,12 @@ def rank_zero_of(world_size: int, device: torch.device):
         for name, function in stood_for.items():
             setattr(dist, name, function)
         fsdp_qlora.dist.gather_into, fsdp_qlora.dist.reduce_into = gather_own, keep_own
-        vocabulary.own_rows = partial(rows_for_all, ours[-1])
+        vocab_parallel.own_rows = partial(rows_for_all, ours[-1])
         yield
     finally:
         for name, function in before.items():
             setattr(dist, name, function)
-        fsdp_qlora.dist.gather_into, fsdp_qlora.dist.reduce_into, vocabulary.own_rows = ours
+        fsdp_qlora.dist.gather_into, fsdp_qlora.dist.reduce_into, vocab_parallel.own_rows = ours
         dist.destroy_process_group()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import warnings
 
 # bitsandbytes warns in every process that an optional CPU kernel for inference is missing.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -33,7 +34,7 @@ PUBLIC = {
     "init_adapters": "adapters",
     "trainable_parameters": "adapters",
     "apply_activation_policy": "memory.activations",
-    "apply_chunked_loss": "memory.losses",
+    "apply_chunked_cross_entropy": "memory.chunked_cross_entropy",
     "STRATEGIES": "sharding",
     "apply_sharding": "sharding",
     "make_mesh": "sharding",
@@ -51,11 +52,19 @@ PUBLIC = {
     "check_adapter_folder": "export.serving",
     "push_folder": "export.hub",
 }
+DEPRECATED = {"apply_chunked_loss": "apply_chunked_cross_entropy"}  # old names, with the new ones
 __all__ = list(PUBLIC)
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str):
+    if name in DEPRECATED:
+        warnings.warn(
+            f"fsdp_qlora.{name} is now fsdp_qlora.{DEPRECATED[name]}",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        name = DEPRECATED[name]
     if name not in PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{PUBLIC[name]}", __name__), name)

@@ -24,7 +24,7 @@ from .loading import meta_model as meta_model
 from .loading import read_config as read_config
 from .loading.weight_files import Checkpoint as Checkpoint
 from .memory.activations import apply_activation_policy as apply_activation_policy
-from .memory.losses import apply_chunked_loss as apply_chunked_loss
+from .memory.chunked_cross_entropy import apply_chunked_cross_entropy as apply_chunked_cross_entropy
 from .observe.evaluate import held_out_loss as held_out_loss
 from .optim import build_optimizer as build_optimizer
 from .optim import build_scheduler as build_scheduler

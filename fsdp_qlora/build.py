@@ -34,17 +34,17 @@ from .derived import (
 from .dist import print_main
 from .loading import DTYPES, materialize, meta_model
 from .loading.generation import keep_generation_settings
+from .loading.llama_pro import train_new_blocks
 from .loading.prequantized import layers_to_quantize
 from .loading.source import load, open_checkpoint
 from .loading.starts import SavedRows, check_start, start_from_weights
 from .loading.weight_files import Checkpoint
 from .memory.activation_offload import apply_activation_offload
 from .memory.activations import apply_activation_policy
-from .memory.losses import apply_chunked_loss
+from .memory.chunked_cross_entropy import apply_chunked_cross_entropy
 from .memory.tiles import apply_tiled_mlp, tiled_mlps
 from .model.autocast import apply_autocast
 from .model.blocks import block_list, decoder_blocks, final_norm
-from .model.expansion import train_new_blocks
 from .model.experts import check_quantizable
 from .model.packing_probe import keep_rows_apart
 from .quantization.quantize import quantize_linears
@@ -67,7 +67,7 @@ def build_model(
     policies = block_policies(config.activation_policy, len(decoder_blocks(model)))
     apply_tiled_mlp(model, config.mlp_tiles, policies)
     apply_activation_policy(model, policies, config.reentrant_checkpointing)
-    apply_chunked_loss(model)
+    apply_chunked_cross_entropy(model)
     apply_autocast(model, DTYPES.get(config.autocast_dtype))
     if compiles(config, device):
         compile_blocks(model, dynamic=not config.has_full_bins)

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from .adapters import lora_config
 from .adapters.initial import Start
 from .catalog.arch import ModelShape, shape_from_config
-from .catalog.block_expansion import Expansion, expanded_shape, expansion_of
+from .catalog.llama_pro import Expansion, expanded_shape, expansion_of
 from .config import AUTO, RunConfig
 from .config.run import check_kept_stay
 from .dist import print_main, ranks_from_env
@@ -25,7 +25,7 @@ from .estimate import Setup, choose_policies, keeps_fp8_weights, memory, setup_f
 from .estimate.policies import SPARE_SHARE, choose_tiles
 from .estimate.setup import OPTIMIZER_STATES, STATE_BYTES
 from .loading import DTYPES, read_config
-from .loading.expanded import expanded_config
+from .loading.llama_pro import expanded_config
 from .loading.tokens import grow_vocabulary, load_tokenizer
 from .model.attention import choose_attention
 from .model.blocks import decoder_blocks

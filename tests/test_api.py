@@ -35,6 +35,12 @@ def test_the_page_shows_its_signature_and_what_it_does_without_a_build(name):
     assert sorted(names) == sorted(set(inspect.signature(thing).parameters))
 
 
+@pytest.mark.parametrize("old, new", fsdp_qlora.DEPRECATED.items())
+def test_an_old_name_still_works_and_tells_the_new_one(old, new):
+    with pytest.warns(DeprecationWarning, match=rf"fsdp_qlora\.{old} is now fsdp_qlora\.{new}"):
+        assert getattr(fsdp_qlora, old) is getattr(fsdp_qlora, new)
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="fsdp_qlora.*no_such_name"):
         _ = fsdp_qlora.no_such_name

@@ -31,7 +31,7 @@ from fsdp_qlora.config import RunConfig
 from fsdp_qlora.data import collate, collate_packed, num_trained_tokens, on_device
 from fsdp_qlora.dist import full_tensor
 from fsdp_qlora.memory.activations import apply_activation_policy
-from fsdp_qlora.memory.losses import apply_chunked_loss
+from fsdp_qlora.memory.chunked_cross_entropy import apply_chunked_cross_entropy
 from fsdp_qlora.model import attention
 from fsdp_qlora.model.blocks import decoder_blocks
 from fsdp_qlora.training.step import compute_device
@@ -396,7 +396,7 @@ def test_rows_alone_have_the_loss_of_transformers_and_no_question_to_the_gpu(
     monkeypatch.setattr(
         masks, "find_packed_sequence_indices", lambda p: asked.append(1) or plain(p)
     )
-    found = apply_chunked_loss(model)(input_ids=ids, labels=ids).loss
+    found = apply_chunked_cross_entropy(model)(input_ids=ids, labels=ids).loss
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     assert spared is None or bool(asked) is not spared
     assert model.config._attn_implementation == "sdpa"

@@ -23,7 +23,7 @@ from transformers import (
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.data import collate, collate_packed
 from fsdp_qlora.memory.activations import apply_activation_policy
-from fsdp_qlora.memory.losses import apply_chunked_loss
+from fsdp_qlora.memory.chunked_cross_entropy import apply_chunked_cross_entropy
 from fsdp_qlora.model import attention
 from fsdp_qlora.model import flash_attention_4 as fa4
 from fsdp_qlora.model.blocks import decoder_blocks
@@ -213,7 +213,7 @@ def model_of(folder: str, way: str):
 
 def loss_and_gradients(model, *batches):
     """The mean loss of some batches and its gradients, by the product's own forward."""
-    loss = sum(apply_chunked_loss(model)(**batch).loss for batch in batches) / len(batches)
+    loss = sum(apply_chunked_cross_entropy(model)(**batch).loss for batch in batches) / len(batches)
     loss.backward()
     return loss.detach(), {n: p.grad for n, p in model.named_parameters()}
 
@@ -243,7 +243,7 @@ def test_training_forwards_make_no_mask_and_put_no_question_to_the_gpu(
 
     folder, asked = save_tiny(tmp_path, family, **FAMILIES[family]), []
     monkeypatch.setattr(masks, "find_packed_sequence_indices", lambda p: asked.append(1))
-    model = apply_chunked_loss(model_of(folder, "fa4"))
+    model = apply_chunked_cross_entropy(model_of(folder, "fa4"))
     model(**collate(ROWS, 0))
     model_of(folder, "fa4_packed")(**collate_packed(BINS, 0))
     assert not asked
@@ -318,7 +318,7 @@ def test_compiled_blocks_have_no_graph_break_and_few_graphs(way, policy, tmp_pat
         model = apply_activation_policy(model_of(folder, way), policy)
         for block in decoder_blocks(model) if compiled else []:
             block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
-        apply_chunked_loss(model)
+        apply_chunked_cross_entropy(model)
         found.append([])
         for batch in batches:
             model(**batch).loss.backward()

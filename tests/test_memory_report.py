@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed.fsdp
 
+import fsdp_qlora
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.data import Step
 from fsdp_qlora.observe.memory_report import (
@@ -20,7 +23,7 @@ from fsdp_qlora.observe.memory_report import (
     standing_tensors,
     table,
 )
-from fsdp_qlora.observe.memory_timeline import PARTS, draw, part_of, timeline
+from fsdp_qlora.observe.memory_timeline import _RULES, PARTS, draw, part_of, timeline
 
 from .test_activations import loss_and_gradients, tiny_model
 from .tiny import save_tiny
@@ -56,7 +59,7 @@ def record(*moves) -> list[dict]:
             [
                 (FSDP + "_fsdp_collectives.py", "allocate"),
                 (FSDP + "_fsdp_collectives.py", "foreach_all_gather"),
-                (MODEL + "losses.py", "chunked_forward"),
+                (MODEL + "chunked_cross_entropy.py", "_chunked_forward"),
             ],
         ),
         (
@@ -68,12 +71,24 @@ def record(*moves) -> list[dict]:
         ),
         (
             "unsharded",
-            [(MODEL + "vocabulary.py", "whole"), (MODEL + "losses.py", "chunked_forward")],
+            [
+                (MODEL + "vocab_parallel.py", "whole"),
+                (MODEL + "chunked_cross_entropy.py", "_chunked_forward"),
+            ],
         ),
-        ("logits", [(MODEL + "losses.py", "loss_and_d_logits"), (MODEL + "losses.py", "forward")]),
+        (
+            "logits",
+            [
+                (MODEL + "chunked_cross_entropy.py", "_loss_and_d_logits"),
+                (MODEL + "chunked_cross_entropy.py", "forward"),
+            ],
+        ),
         (
             "activations",
-            [(MODEL + "adapters.py", "forward"), (MODEL + "losses.py", "chunked_forward")],
+            [
+                (MODEL + "adapters.py", "forward"),
+                (MODEL + "chunked_cross_entropy.py", "_chunked_forward"),
+            ],
         ),
         ("optimizer", [("/env/torch/optim/adamw.py", "_multi_tensor_adamw")]),
         ("activations", []),
@@ -83,8 +98,16 @@ def test_an_allocation_is_told_by_the_lines_that_asked_for_it(part, where):
     assert part_of(frames(*where)) == part
 
 
+@pytest.mark.parametrize("file, function, part", _RULES)
+def test_every_rule_names_functions_that_exist(file, function, part):
+    """A file or function that is renamed would silently count as activations."""
+    roots = [Path(package.__file__).parent for package in (fsdp_qlora, torch.distributed.fsdp)]
+    sources = [path.read_text() for root in roots for path in root.rglob(file)]
+    assert any(f"def {function}" in source for source in sources)
+
+
 def test_the_peak_holds_what_was_there_before_and_what_came_since():
-    loss = frames((MODEL + "losses.py", "loss_and_d_logits"))
+    loss = frames((MODEL + "chunked_cross_entropy.py", "_loss_and_d_logits"))
     events = record(
         ("alloc", 10, 100),
         ("alloc", 11, 500, *loss),

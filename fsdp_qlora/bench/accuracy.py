@@ -72,7 +72,7 @@ class Compared:
 
     @property
     def old_units(self) -> bool:
-        """Whether FSDP still gathered embedding and head whole, which memory/vocabulary.py has ended."""
+        """Whether FSDP still gathered embedding and head whole, which memory/vocab_parallel.py has ended."""
         return self.row.commit in _OLD_COMMITS and self.row.sharding_strategy != "ddp"
 
     @property

@@ -266,8 +266,8 @@ def record_memory(row: Row, device: torch.device, peaks: Peaks | None = None):
 def _record_estimate(row: Row, config: RunConfig):
     """What the estimate says of the same settings, and the model's arithmetic per second."""
     from ..catalog.arch import shape_from_config
-    from ..catalog.block_expansion import expanded_shape
     from ..catalog.hardware import find_gpu
+    from ..catalog.llama_pro import expanded_shape
     from ..estimate import memory, model_tflops, setup_from_config, step_seconds
     from ..loading import read_config
 

@@ -56,7 +56,7 @@ class ModelShape:
     max_positions: int | None = None
     experts: int = 0  # E
     experts_per_token: int = 0
-    new_blocks: int = 0  # among the layers: Llama-Pro's, trained (block_expansion.py)
+    new_blocks: int = 0  # among the layers: Llama-Pro's, trained (llama_pro.py)
 
     @property
     def tied(self) -> bool:

@@ -310,7 +310,7 @@ def _attention_working(shape: ModelShape, setup: Setup) -> float:
 
 
 def loss_bytes(shape: ModelShape, setup: Setup) -> float:
-    """Logits and what is made of them (losses.py), and the head's gradient where it is trained.
+    """Logits and what is made of them (chunked_cross_entropy.py), and the gradient of a trained head.
 
     At a chunk's widest place: logits and their gradient in the compute dtype, as the fused kernel
     of a GPU leaves them, and the gradient of the chunk before, or as much inside of the kernel where

@@ -25,7 +25,7 @@ from .window import Gradients, Window
 
 GIB = 2**30
 BUCKET_BYTES = 128 * 2**20  # gradients reduced together under ddp (sharding/ddp.py)
-PIECE_BYTES = 2**27  # rows of the embedding that travel at a time (memory/vocabulary.py)
+PIECE_BYTES = 2**27  # rows of the embedding that travel at a time (memory/vocab_parallel.py)
 _CUBLAS_WORKSPACE = 2 * 32 * 2**20  # torch's default on Hopper, for the forward and backward thread
 
 _UPDATE = "optimizer's update"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from ..catalog.arch import ModelShape
-from ..catalog.block_expansion import expanded_shape
+from ..catalog.llama_pro import expanded_shape
 from ..catalog.machine import Machine
 from ..config import AUTO, RunConfig
 from ..config.run import check_kept_stay

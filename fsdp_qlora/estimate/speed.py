@@ -275,7 +275,7 @@ def _exposed_seconds(
     head = head_bytes(shape, setup)
     if (
         setup.by_rows
-    ):  # the head for the loss, and the rows of all ranks' tokens (memory/vocabulary.py)
+    ):  # the head for the loss, and the rows of all ranks' tokens (memory/vocab_parallel.py)
         shown += (head + n * setup.tokens * shape.hidden * setup.product_bytes) * network
     if setup.vocabulary_on_host:
         from_host += 2 * head / n / (gpu.host_gb_s * 1e9)  # both shards pass

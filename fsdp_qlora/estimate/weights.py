@@ -28,7 +28,7 @@ class Weight:
     values: int  # numbers per row; 0 where the bytes are packed or frozen
     trained: bool
     by_rows: bool = (
-        False  # of the vocabulary, frozen: never gathered by FSDP (memory/vocabulary.py)
+        False  # of the vocabulary, frozen: never gathered by FSDP (memory/vocab_parallel.py)
     )
 
     def shard(self, ranks: int) -> float:

@@ -1,7 +1,7 @@
 """The streamed load: checkpoints read by rows into a model that is already sharded.
 
 Modules, each importing only from those before it: content, weight_files, find, generation, meta,
-stream, tokens, names, bnb4, prequantized, quantized_cache, expanded, source, starts.
+stream, tokens, names, bnb4, prequantized, quantized_cache, llama_pro, source, starts.
 """
 
 from .find import checkpoint_folder, looks_local, not_at_hand, pinned, read_config

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from ..catalog.block_expansion import Expansion
+from ..catalog.llama_pro import Expansion
 from ..config import AUTO, RunConfig
 from ..config.settings import counted
 from ..dist import print_main
-from .expanded import ExpandedCheckpoint
 from .find import checkpoint_folder
+from .llama_pro import ExpandedCheckpoint
 from .names import match_names
 from .prequantized import FourBitCheckpoint, open_weights
 from .quantized_cache import QuantizedCache

@@ -7,7 +7,7 @@ from itertools import product
 from operator import attrgetter
 
 from ..catalog.arch import ModelShape
-from ..catalog.block_expansion import expanded_shape
+from ..catalog.llama_pro import expanded_shape
 from ..catalog.machine import Machine
 from ..config import AUTO, RunConfig, plan_batches
 from ..config.options import STRATEGY_NAMES

@@ -32,7 +32,7 @@ from ..dist import (
     resolve_shard_group_size,
     shard_mesh,
 )
-from ..memory.vocabulary import apply_vocabulary_lookup, vocabulary_weights
+from ..memory.vocab_parallel import apply_vocab_parallel, vocab_parallel_weights
 from ..memory.weight_streaming import apply_streaming
 from .ddp import GradientReducer
 from .masks import check_masks
@@ -106,7 +106,7 @@ def apply_sharding(
     with transformers, bitsandbytes 4-bit and PEFT. Trained weights that exist become rank 0's, for
     ranks that were seeded apart drew other adapters. With one rank and no offload there is nothing to
     split, and the model stays as it is. A frozen embedding and head are no units: each rank keeps
-    its rows of them (memory/vocabulary.py). Build the optimizer afterwards: sharding replaces the
+    its rows of them (memory/vocab_parallel.py). Build the optimizer afterwards: sharding replaces the
     weights. Raises ValueError for an unknown name, a mesh that is not the strategy's, bitsandbytes
     weights in a storage that can't be sharded, or a `wrap_policy` function that picks nothing.
     """
@@ -124,10 +124,10 @@ def apply_sharding(
         if dist.get_world_size() > 1:
             model.gradient_reducer = GradientReducer(model)
         if on_host.vocabulary:
-            apply_vocabulary_lookup(model)
+            apply_vocab_parallel(model)
         return []
     before = list(model.parameters())
-    not_fsdps = set(apply_vocabulary_lookup(model, mesh))
+    not_fsdps = set(apply_vocab_parallel(model, mesh))
     if mesh.size() == 1:
         not_fsdps |= set(apply_streaming(model, _mesh_device(mesh)))
     settings = dict(
@@ -328,7 +328,7 @@ def parameter_device(
     model: nn.Module, device: torch.device, on_host: OnHost
 ) -> Callable[[nn.Parameter], torch.device]:
     """Where each parameter's shard lives, as a function of the parameter."""
-    by_rows = set(vocabulary_weights(model))
+    by_rows = set(vocab_parallel_weights(model))
 
     def place(p: nn.Parameter) -> torch.device:
         off = (

@@ -1,7 +1,8 @@
-"""A base checkpoint read as one with more blocks: Llama-Pro without a prepared folder.
+"""Llama-Pro: a base read as a model with more blocks, of which the new ones alone are trained.
 
 A new block reads the tensors of the block that it copies, and zeros for its two output projections, so
-the expanded model computes exactly what the base does (`catalog.block_expansion`).
+the expanded model computes exactly what the base does until it is trained; no folder of expanded weights
+is needed. Which blocks are new is said by `catalog.llama_pro`. LLaMA Pro is arXiv:2401.02415.
 """
 
 from __future__ import annotations
@@ -14,10 +15,22 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from ..catalog.block_expansion import Expansion
-from ..model.blocks import block_list
-from ..model.expansion import output_projections
+from ..catalog.llama_pro import Expansion
+from ..model.blocks import attention_and_mlp, block_list, decoder_blocks, is_linear
+from ..model.stored import train_in
 from .weight_files import Checkpoint, Stored
+
+# What families call the last linear layer of an attention or an MLP, whose output the block adds.
+_OUTPUT_NAMES = (
+    "o_proj",
+    "down_proj",
+    "c_proj",
+    "out_proj",
+    "fc_out",
+    "dense",
+    "dense_4h_to_h",
+    "fc2",
+)
 
 
 def expanded_config(settings: PretrainedConfig, grown: Expansion) -> PretrainedConfig:
@@ -32,6 +45,14 @@ def expanded_config(settings: PretrainedConfig, grown: Expansion) -> PretrainedC
     return settings
 
 
+def train_new_blocks(model: nn.Module, new: tuple[int, ...], dtype: torch.dtype) -> nn.Module:
+    """Freeze all but the blocks at the places `new`, which are stored in `dtype`, in place."""
+    model.requires_grad_(False)
+    for place in new:
+        train_in(decoder_blocks(model)[place], dtype)
+    return model
+
+
 class ExpandedCheckpoint(Checkpoint):
     """A checkpoint whose blocks are those of `base`, and the copies of an expansion.
 
@@ -42,7 +63,7 @@ class ExpandedCheckpoint(Checkpoint):
         self.base, self.folder, self.grown = base, base.folder, grown
         self.content = base.content
         self.prefix = block_list(model)[0]
-        self.zeros = output_projections(model)
+        self.zeros = _output_projections(model)
 
     @property
     def stored(self) -> dict[str, Stored]:
@@ -112,3 +133,25 @@ class ExpandedCheckpoint(Checkpoint):
     def renamed(self, piece):
         """The same piece under its name in the base."""
         return replace(piece, key=self.source(piece.key))
+
+
+def _output_projections(model: nn.Module) -> set[str]:
+    """Names in a block of the two layers whose outputs it adds to its input.
+
+    Raises ValueError for a model whose block is not built so.
+    """
+    block = decoder_blocks(model)[0]
+    both = set(attention_and_mlp(block))
+    parts = {name: part for name, part in block.named_children() if part in both}
+    found = {
+        f"{part}.{name}"
+        for part, module in parts.items()
+        for name, layer in module.named_modules()
+        if is_linear(layer) and name.rsplit(".", 1)[-1] in _OUTPUT_NAMES
+    }
+    if len(parts) != 2 or {name.split(".")[0] for name in found} != set(parts):
+        raise ValueError(
+            f"--adapter llama_pro: the blocks of {type(model).__name__} are no attention "
+            f"and an MLP that end in one of {', '.join(_OUTPUT_NAMES)}; use --adapter lora"
+        )
+    return found

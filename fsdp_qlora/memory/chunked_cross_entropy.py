@@ -4,15 +4,20 @@ A head of 128k tokens makes the logits of 16k tokens 4 GB in bf16 and 8 GB in fp
 the loss are taken here in chunks of tokens: each chunk's logits give its loss and its gradient with
 respect to the hidden states at once, so backward has no head product left to do.
 
-`apply_chunked_loss` changes the model's own forward, so `model(**batch, labels=...).loss` is all
+`apply_chunked_cross_entropy` changes the model's own forward, so `model(**batch, labels=...).loss` is all
 that a training loop needs, as with any transformers model, and FSDP's hooks see one forward.
+
+What a model does to the head's output (Granite divides, Cohere multiplies, Gemma 2 caps) is part of the
+model's own forward, which is not called here, so the loss must do the same. No table says what that is:
+the forward is run once on a stand-in for the decoder and one for the head, which costs nothing, and what
+comes out is compared with what went in (`_logit_map`).
 
 Shapes: B batch, T tokens, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 
 import torch
@@ -24,10 +29,10 @@ from ..dist import print_main
 from ..model.attention import rows_alone
 from ..model.blocks import base_model, output_head
 from ..quantization.quantize import compute_input
-from .logits import logit_map
-from .vocabulary import whole
+from .vocab_parallel import whole
 
 IGNORE = -100
+_PROBE_TOKENS, _PROBE_VOCABULARY = 2, 64  # of the stand-ins in `_logit_map`
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -47,7 +52,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         weight, bias = (t if t is None else t.to(hidden.dtype) for t in (weight, bias))
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            chunk_loss, d_logits = loss_and_d_logits(
+            chunk_loss, d_logits = _loss_and_d_logits(
                 hidden[part], weight, bias, labels[part], scale, softcap
             )
             loss += chunk_loss
@@ -71,7 +76,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return d_hidden, d_weight, d_bias, *[None] * 4
 
 
-def loss_and_d_logits(hidden, weight, bias, labels, scale, softcap) -> tuple[Tensor, Tensor]:
+def _loss_and_d_logits(hidden, weight, bias, labels, scale, softcap) -> tuple[Tensor, Tensor]:
     """Summed loss of one chunk in fp32, and its gradient (N, V) before the head's product."""
     logits = nn.functional.linear(hidden, weight, bias)
     if not logits.is_cuda:
@@ -87,7 +92,7 @@ def _loss_of_logits(
     """Summed cross-entropy of logits (N, V) in fp32, and d loss / d logits in the logits' dtype.
 
     The gradient is softmax(logits) - onehot(label), zero where the label is ignored; what the model
-    does to the head's output first (logits.py) is followed back.
+    does to the head's output first (`_logit_map`) is followed back.
     """
     capped = logits.float()
     if scale != 1:
@@ -114,12 +119,12 @@ def _compiled_loss_of_logits():
     return torch.compile(_loss_of_logits)
 
 
-def shifted(labels: Tensor) -> Tensor:
+def _shifted(labels: Tensor) -> Tensor:
     """Labels (B, T) moved one left: position t predicts token t+1, the last one nothing."""
     return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
 
 
-def chunked_forward(
+def _chunked_forward(
     model,
     plain_forward,
     after_head,
@@ -141,7 +146,7 @@ def chunked_forward(
         hidden = model.base_model(
             input_ids=input_ids, attention_mask=attention_mask, **kwargs
         ).last_hidden_state
-    head, labels = output_head(model), shifted(labels).flatten()
+    head, labels = output_head(model), _shifted(labels).flatten()
     # In the head's own dtype or autocast's: norms in fp32 give another, and autocast knows no `out=`. A
     # head that is trained beside adapters is stored in another one (adapters/whole.py).
     hidden = compute_input(
@@ -157,7 +162,7 @@ def chunked_forward(
     return CausalLMOutputWithPast(loss=total / num_items_in_batch)
 
 
-def apply_chunked_loss(model: nn.Module) -> nn.Module:
+def apply_chunked_cross_entropy(model: nn.Module) -> nn.Module:
     """Let the model compute its training loss in chunks, in place.
 
     A model whose head is adapted, or which makes its logits in a way not known here, keeps its own
@@ -166,12 +171,100 @@ def apply_chunked_loss(model: nn.Module) -> nn.Module:
     causal = base_model(model)
     if not isinstance(output_head(model), nn.Linear):
         return model
-    after_head = logit_map(causal)
+    after_head = _logit_map(causal)
     if after_head is None:
         print_main(
             f"all logits are held for the loss: {type(causal).__name__} makes them in a way "
             "that is not known here"
         )
         return model
-    causal.forward = partial(chunked_forward, causal, causal.forward, after_head)
+    causal.forward = partial(_chunked_forward, causal, causal.forward, after_head)
     return model
+
+
+# ---- what comes after the head ----------------------------------------------------------------
+
+
+class _DecoderOutputs(tuple):
+    """A decoder's outputs of which there is only the last hidden state."""
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        return self[0]
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+def _logit_map(causal: nn.Module) -> tuple[float, float | None] | None:
+    """(scale, cap) with logits = cap tanh(scale x / cap) of the head's x, or scale x without a cap.
+
+    None if the model does something else between its decoder's output and its logits.
+    """
+    hidden = torch.linspace(-1, 1, _PROBE_TOKENS * _width(causal)).view(1, _PROBE_TOKENS, -1)
+    given = torch.linspace(-8, 8, _PROBE_TOKENS * _PROBE_VOCABULARY).view(
+        1, _PROBE_TOKENS, _PROBE_VOCABULARY
+    )
+    try:
+        taken, logits = _logits_of(causal, hidden, given)
+    except Exception:  # noqa: BLE001  a forward of another kind, which is left as it is
+        return None
+    if not torch.equal(taken, hidden) or logits.shape != given.shape:
+        return None
+    cap = getattr(causal.config.get_text_config(), "final_logit_softcapping", None)
+    scale = _slope(given, logits, cap)
+    expected = given * scale
+    if cap:
+        expected = cap * torch.tanh(expected / cap)
+    return (scale, cap) if torch.allclose(logits, expected, rtol=1e-4, atol=1e-5) else None
+
+
+def _width(causal: nn.Module) -> int:
+    """D of the head's input."""
+    head = output_head(causal)
+    return getattr(head, "in_features", 1)
+
+
+def _slope(given: Tensor, logits: Tensor, cap: float | None) -> float:
+    """What the logits may have been multiplied by, found at a small one; 1 if rounding is all."""
+    at = given.abs().argmin()
+    value = logits.flatten()[at]
+    if cap:
+        value = cap * torch.atanh(value / cap)
+    found = (value / given.flatten()[at]).item()
+    return 1.0 if abs(found - 1) < 1e-4 else found
+
+
+@torch.no_grad()
+def _logits_of(causal: nn.Module, hidden: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+    """The head's input and the model's logits, if the decoder gives `hidden` and the head `given`."""
+    taken = []
+
+    def head(x: Tensor) -> Tensor:
+        taken.append(x)
+        return given
+
+    with ExitStack() as stack:
+        stack.enter_context(
+            _standing_in(causal.base_model, lambda *_, **__: _DecoderOutputs((hidden,)))
+        )
+        stack.enter_context(_standing_in(output_head(causal), head))
+        logits = causal(input_ids=torch.zeros(1, _PROBE_TOKENS, dtype=torch.long)).logits
+    (x,) = taken
+    return x, logits.float()
+
+
+@contextmanager
+def _standing_in(module: nn.Module, forward):
+    """Let a module compute something else for a while."""
+    own = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own

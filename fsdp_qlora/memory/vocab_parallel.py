@@ -18,7 +18,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from ..dist import all_gather_rows, local_rows, max_over_ranks, reduce_scatter_rows
 from ..model.blocks import base_model, output_head
-from .host_rows import can_read_rows, read_rows
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch come without
+    triton = None
 
 PIECE_BYTES = 2**27  # of rows that are in flight at a time
 
@@ -35,7 +40,7 @@ def _vocabulary_layers(model: nn.Module) -> list[nn.Module]:
     return layers if len(layers) == 2 or not shared else []
 
 
-def apply_vocabulary_lookup(model: nn.Module, mesh=None) -> list[nn.Parameter]:
+def apply_vocab_parallel(model: nn.Module, mesh=None) -> list[nn.Parameter]:
     """Use the frozen embedding and head by rows, sharded over `mesh` if given, in place.
 
     Works on the meta device and on a loaded model; every rank must then run the forward equally
@@ -47,12 +52,12 @@ def apply_vocabulary_lookup(model: nn.Module, mesh=None) -> list[nn.Parameter]:
         if mesh is not None and weight not in sharded:
             sharded[weight] = _sharded_rows(weight, mesh)
         layer.weight = sharded.get(weight, weight)
-        use = embedded if isinstance(layer, nn.Embedding) else _projected
+        use = _embedded if isinstance(layer, nn.Embedding) else _projected
         layer.forward = partial(use, layer, layer.forward)
-    return vocabulary_weights(model)
+    return vocab_parallel_weights(model)
 
 
-def vocabulary_weights(model: nn.Module) -> list[nn.Parameter]:
+def vocab_parallel_weights(model: nn.Module) -> list[nn.Parameter]:
     """Weights of the frozen embedding and head."""
     return [layer.weight for layer in _vocabulary_layers(model)]
 
@@ -66,7 +71,7 @@ def _sharded_rows(weight: nn.Parameter, mesh) -> nn.Parameter:
     return nn.Parameter(whole, requires_grad=False)
 
 
-def embedded(layer: nn.Embedding, forward, ids: Tensor) -> Tensor:
+def _embedded(layer: nn.Embedding, forward, ids: Tensor) -> Tensor:
     """The embedding's output (B, T, D) for ids (B, T)."""
     rows = _looked_up(ids.flatten(), layer.weight)
     if type(layer) is nn.Embedding:
@@ -142,3 +147,39 @@ def own_rows(ids: Tensor, local: Tensor, first: int, in_pieces: bool) -> Tensor:
         rows = nn.functional.embedding(index.clamp(0, len(piece) - 1), piece)
         found += rows.masked_fill_(missing[:, None], 0)
     return found
+
+
+# ---- rows in page-locked host memory -----------------------------------------------------------
+
+# Page-locked memory has an address on the GPU too, so a kernel can load from it, over PCIe: only the
+# rows that it needs. A table of 128k rows of 8 KB is 1 GB, and 16,384 tokens need 134 MB of it at most;
+# copied in whole it takes 20 ms.
+
+if triton:
+
+    @triton.jit
+    def _read_rows(ids_ptr, table_ptr, out_ptr, first, V, D, BLOCK: tl.constexpr):
+        place = tl.program_id(0).to(tl.int64)
+        row = tl.load(ids_ptr + place) - first
+        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        there = (row >= 0) & (row < V) & (columns < D)
+        found = tl.load(table_ptr + row * D + columns, mask=there, other=0.0)
+        tl.store(out_ptr + place * D + columns, found, mask=columns < D)
+
+
+def can_read_rows(ids: Tensor, table: Tensor) -> bool:
+    """Whether `read_rows` takes a table for ids on this device."""
+    return triton is not None and ids.is_cuda and table.is_contiguous() and table.is_pinned()
+
+
+def read_rows(ids: Tensor, table: Tensor, first: int) -> Tensor:
+    """Rows (N, D) of `table` (V, D) for ids (N,) of a vocabulary in which it begins at `first`.
+
+    Zeros for ids that are not among its rows.
+    """
+    out = table.new_empty(len(ids), table.shape[1], device=ids.device)
+    block = min(4096, triton.next_power_of_2(table.shape[1]))
+    _read_rows[(len(ids), triton.cdiv(table.shape[1], block))](
+        ids, table, out, first, *table.shape, block, num_warps=4
+    )
+    return out

@@ -21,8 +21,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fsdp_qlora.adapters import apply_adapters, lora_config, trainable_parameters
 from fsdp_qlora.loading import materialize
-from fsdp_qlora.memory import losses
-from fsdp_qlora.memory.losses import ChunkedCrossEntropy, apply_chunked_loss
+from fsdp_qlora.memory import chunked_cross_entropy
+from fsdp_qlora.memory.chunked_cross_entropy import ChunkedCrossEntropy, apply_chunked_cross_entropy
 
 from .tiny import CONFIGS, padded_batch, tiny_rows
 
@@ -82,7 +82,7 @@ def assert_equal(got, expected, tolerance=1e-5):
 @pytest.fixture(params=[7, 1024], ids=lambda n: f"chunks of {n}")
 def chunk(request, monkeypatch):
     """3 rows of 19 tokens or fewer: many chunks of which the last is short, or one."""
-    monkeypatch.setattr(losses, "chunk_tokens", lambda _: request.param)
+    monkeypatch.setattr(chunked_cross_entropy, "chunk_tokens", lambda _: request.param)
 
 
 # ---- against transformers ----------------------------------------------------------------------
@@ -92,7 +92,7 @@ def chunk(request, monkeypatch):
 def test_loss_and_all_gradients_equal_transformers(chunk, num_items):
     """Every weight is trained, the head too; a number of tokens is that of the whole step."""
     plain, batch = llama(), batch_of()
-    ours = apply_chunked_loss(copy.deepcopy(plain))
+    ours = apply_chunked_cross_entropy(copy.deepcopy(plain))
     expected = loss_and_gradients(plain, batch, num_items_in_batch=num_items)
     got = loss_and_gradients(ours, batch, num_items_in_batch=num_items)
     assert "lm_head.weight" in got[1]
@@ -101,7 +101,7 @@ def test_loss_and_all_gradients_equal_transformers(chunk, num_items):
 
 def test_a_head_tied_to_the_embedding_gets_the_gradient_of_both(chunk):
     plain, batch = llama(tie_word_embeddings=True), batch_of()
-    ours = apply_chunked_loss(copy.deepcopy(plain))
+    ours = apply_chunked_cross_entropy(copy.deepcopy(plain))
     assert_equal(loss_and_gradients(ours, batch), loss_and_gradients(plain, batch))
 
 
@@ -109,7 +109,7 @@ def test_gradients_through_a_frozen_head_equal_transformers_under_peft(chunk):
     plain, batch = llama(), batch_of()
     config = lora_config(rank=4, target_modules=["q_proj", "down_proj"])
     plain = with_adapter_values(apply_adapters(plain, config))
-    ours = apply_chunked_loss(copy.deepcopy(plain))
+    ours = apply_chunked_cross_entropy(copy.deepcopy(plain))
     expected, got = (loss_and_gradients(m, batch, num_items_in_batch=9) for m in (plain, ours))
     assert len(got[1]) == 8
     assert_equal(got, expected)
@@ -118,7 +118,7 @@ def test_gradients_through_a_frozen_head_equal_transformers_under_peft(chunk):
 def test_soft_capped_logits_equal_transformers_gemma2(chunk):
     config = Gemma2Config(**SIZES, head_dim=16, final_logit_softcapping=2.0, sliding_window=32)
     plain, batch = tiny_model(config), batch_of()
-    ours = apply_chunked_loss(copy.deepcopy(plain))
+    ours = apply_chunked_cross_entropy(copy.deepcopy(plain))
     with torch.no_grad():  # the cap is of consequence
         assert plain(**{k: v for k, v in batch.items() if k != "labels"}).logits.abs().max() > 1
     assert_equal(loss_and_gradients(ours, batch), loss_and_gradients(plain, batch))
@@ -134,7 +134,7 @@ SCALED = [
 @pytest.mark.parametrize("config", SCALED, ids=["divided", "multiplied, tied", "multiplied"])
 def test_scaled_logits_equal_transformers_granite_and_cohere(chunk, config):
     plain, batch = tiny_model(config), batch_of()
-    ours = apply_chunked_loss(copy.deepcopy(plain))
+    ours = apply_chunked_cross_entropy(copy.deepcopy(plain))
     assert "forward" in ours.__dict__
     assert_equal(loss_and_gradients(ours, batch), loss_and_gradients(plain, batch))
 
@@ -158,7 +158,7 @@ def test_a_model_that_makes_its_logits_in_another_way_keeps_its_own_forward(shap
 
     torch.manual_seed(0)
     plain, batch = Other(CONFIGS["llama"](**SIZES)), batch_of()
-    ours = apply_chunked_loss(copy.deepcopy(plain))
+    ours = apply_chunked_cross_entropy(copy.deepcopy(plain))
     assert "all logits are held for the loss: Other" in capsys.readouterr().out
     assert_equal(loss_and_gradients(ours, batch), loss_and_gradients(plain, batch))
 
@@ -167,7 +167,7 @@ def test_an_adapted_head_is_trained():
     model = with_adapter_values(
         apply_adapters(llama(), lora_config(rank=4, target_modules=["lm_head"]))
     )
-    _, gradients = loss_and_gradients(apply_chunked_loss(model), batch_of())
+    _, gradients = loss_and_gradients(apply_chunked_cross_entropy(model), batch_of())
     assert len(gradients) == 2 and all(g.any() for g in gradients.values())
 
 
@@ -204,7 +204,7 @@ def test_rows_without_a_trained_token_give_loss_zero_and_no_gradient(chunk, num_
     batch = batch_of()
     batch["labels"].fill_(-100)
     loss, gradients = loss_and_gradients(
-        apply_chunked_loss(llama()), batch, num_items_in_batch=num_items
+        apply_chunked_cross_entropy(llama()), batch, num_items_in_batch=num_items
     )
     assert loss == 0 and gradients
     assert not any(g.any() for g in gradients.values())
@@ -237,7 +237,7 @@ def test_without_labels_the_model_gives_its_logits():
     plain, batch = llama(), batch_of()
     del batch["labels"]
     expected = plain(**batch).logits
-    output = apply_chunked_loss(copy.deepcopy(plain))(**batch)
+    output = apply_chunked_cross_entropy(copy.deepcopy(plain))(**batch)
     torch.testing.assert_close(output.logits, expected, rtol=0, atol=0)
 
 
@@ -245,7 +245,7 @@ def test_generation_still_works():
     plain, ids = llama().eval(), torch.tensor([[1, 5, 9]])
     generate = dict(max_new_tokens=4, do_sample=False, pad_token_id=0)
     expected = plain.generate(ids, **generate)
-    assert torch.equal(apply_chunked_loss(plain).generate(ids, **generate), expected)
+    assert torch.equal(apply_chunked_cross_entropy(plain).generate(ids, **generate), expected)
 
 
 class Sizes(TorchDispatchMode):
@@ -278,7 +278,7 @@ def test_all_logits_are_never_held_nor_saved(trained_head):
 
 
 def test_the_model_saves_nothing_of_the_size_of_its_logits():
-    model, saved = apply_chunked_loss(llama(vocab_size=4096)), []
+    model, saved = apply_chunked_cross_entropy(llama(vocab_size=4096)), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         model(**batch_of())
     assert saved and not any(t.shape[-1:] == (4096,) for t in saved)

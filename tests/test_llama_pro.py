@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_qlora.catalog.block_expansion import (
-    expanded_shape,
-    expansion,
-    expansion_of,
-    folder_counts,
-)
+from fsdp_qlora.catalog.llama_pro import expanded_shape, expansion, expansion_of, folder_counts
 from fsdp_qlora.catalog.machine import Machine
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.without_effect import settings_without_effect

@@ -40,17 +40,17 @@ def by_rows(folders: dict, piece_bytes: int, dtype: torch.dtype) -> list[tuple]:
     import torch.distributed as dist
 
     from fsdp_qlora.dist import shard_mesh
-    from fsdp_qlora.memory import vocabulary
-    from fsdp_qlora.memory.losses import apply_chunked_loss
+    from fsdp_qlora.memory import vocab_parallel
+    from fsdp_qlora.memory.chunked_cross_entropy import apply_chunked_cross_entropy
 
-    vocabulary.PIECE_BYTES = piece_bytes
+    vocab_parallel.PIECE_BYTES = piece_bytes
     results = []
     for tied, folder in folders.items():
         for scaled in (False, True):
             whole, model = (plain_model(folder, scaled, dtype) for _ in range(2))
-            apply_chunked_loss(model)
-            apply_chunked_loss(whole)
-            weights = vocabulary.apply_vocabulary_lookup(model, shard_mesh(torch.device("cpu")))
+            apply_chunked_cross_entropy(model)
+            apply_chunked_cross_entropy(whole)
+            weights = vocab_parallel.apply_vocab_parallel(model, shard_mesh(torch.device("cpu")))
             assert len(set(weights)) == 2 - tied
             batch = padded_batch(
                 tiny_rows(1, 1 + 2 * dist.get_rank())[0]
@@ -81,14 +81,14 @@ def test_embeddings_logits_and_losses_are_those_of_whole_weights(
 
 def test_rows_in_host_memory_come_in_pieces(monkeypatch):
     """The device is stood in for by another: on a CPU both are one."""
-    from fsdp_qlora.memory import vocabulary
+    from fsdp_qlora.memory import vocab_parallel
 
     weight, ids = torch.randn(VOCAB, 8), torch.randint(0, VOCAB, (50,))
     for first, stop in ((0, VOCAB), (40, VOCAB), (0, 13), (5, 5)):
         expected = torch.where(((ids >= first) & (ids < stop))[:, None], weight[ids], 0.0)
         for rows in (1, 7, VOCAB):
-            monkeypatch.setattr(vocabulary, "PIECE_BYTES", rows * 8 * 4)
-            found = vocabulary.own_rows(ids, weight[first:stop], first, in_pieces=True)
+            monkeypatch.setattr(vocab_parallel, "PIECE_BYTES", rows * 8 * 4)
+            found = vocab_parallel.own_rows(ids, weight[first:stop], first, in_pieces=True)
             assert torch.equal(found, expected)
 
 
