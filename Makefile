@@ -3,7 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test docs typecheck
+# A test file stays in one process: its tests share models. Long files come first.
+SPREAD := --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+
+.PHONY: demo test test-all test-rest docs typecheck
 
 demo: $(VENV)/.installed-demo
 	$(RUN) -m fsdp_qlora.cli demo --output_dir demo_output
@@ -11,7 +14,13 @@ demo: $(VENV)/.installed-demo
 test: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(RUN) -m pytest tests
+	$(RUN) -m pytest tests $(SPREAD)
+
+# What `make test` leaves out: every combination, chaos, launchers, wheels, the site, types.
+test-rest: docs typecheck
+	$(RUN) -m pytest tests $(SPREAD) -m "slow and not ray and not browser"
+
+test-all: test test-rest
 
 docs: $(VENV)/.installed-docs
 	$(RUN) -m mkdocs build --strict

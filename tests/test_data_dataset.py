@@ -13,6 +13,7 @@ import torch
 
 from fsdp_qlora.data import DataReport, Row, load_dataset, preview, tokenize_rows
 from fsdp_qlora.data import dataset as dataset_module
+from tests.patience import patience
 
 from .test_data_tokenizers import chat, make_tokenizer, trained_text
 
@@ -210,7 +211,7 @@ def test_other_ranks_wait_for_the_writer(tmp_path, tokenizer, monkeypatch):
     time.sleep(0.3)
     assert waiting.is_alive()
     load_dataset(path, tokenizer, **options)
-    waiting.join(timeout=10)
+    waiting.join(timeout=patience(10))
     assert len(results[0]) == 1
 
 
@@ -320,7 +321,7 @@ def test_a_damaged_cache_is_built_again_and_says_so(tmp_path, tokenizer, capsys,
     time.sleep(0.3)
     assert waiting.is_alive() and not results  # it does not train on it
     results.append(load_dataset(path, tokenizer, **options))
-    waiting.join(timeout=10)
+    waiting.join(timeout=patience(10))
     for found in results:
         assert found.digest() == fresh.digest() and found.report == fresh.report
     assert capsys.readouterr().out.startswith(f"--data_cache: {file} is built again: it ")

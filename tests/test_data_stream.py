@@ -31,6 +31,7 @@ from fsdp_qlora.data import (
 )
 from fsdp_qlora.data import stream as stream_module
 from fsdp_qlora.data.stream import shuffled
+from tests.patience import patience
 
 from .test_data_tokenizers import chat, make_tokenizer
 
@@ -42,7 +43,10 @@ class Ranks:
     """`gather` for ranks that are threads."""
 
     def __init__(self, world_size):
-        self.values, self.barrier = [None] * world_size, threading.Barrier(world_size, timeout=30)
+        self.values, self.barrier = (
+            [None] * world_size,
+            threading.Barrier(world_size, timeout=patience(30)),
+        )
 
     def gather(self, rank, value):
         self.values[rank] = value

@@ -21,6 +21,7 @@ from fsdp_qlora.config.flags import parse
 from fsdp_qlora.dist import meet
 from tests.chaos.harness import command, make_inputs, outcome
 from tests.hosts import Hosts
+from tests.patience import patience
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / "examples/launch"
@@ -136,8 +137,8 @@ def test_the_ssh_script_runs_on_two_hosts_and_carries_on_after_a_long_cut(tmp_pa
         hosts.cable(1, "down")
         time.sleep(90)
         hosts.cable(1, "up")
-        assert launched.wait(400) == 0, Path(f"{run.out}.ssh").read_text()[-3000:]
-        assert started(whole).wait(300) == 0
+        assert launched.wait(patience(400)) == 0, Path(f"{run.out}.ssh").read_text()[-3000:]
+        assert started(whole).wait(patience(300)) == 0
     assert "resumed from" in Path(f"{run.out}.ssh").read_text()
     assert outcome(run.out) == outcome(whole.out)
 
@@ -160,7 +161,7 @@ def test_ray_train_starts_the_ranks_and_starts_them_again_after_one_was_killed(t
         assert ray.poll() is None, (tmp_path / "log").read_text()[-3000:]
         time.sleep(0.05)
     os.kill(next(rank_processes(run.out)), signal.SIGKILL)
-    assert ray.wait(400) == 0, (tmp_path / "log").read_text()[-3000:]
+    assert ray.wait(patience(400)) == 0, (tmp_path / "log").read_text()[-3000:]
     assert "resumed from" in (tmp_path / "log").read_text()
     assert outcome(run.out) == outcome(reference.out)
 
@@ -206,7 +207,7 @@ def test_ranks_that_are_started_here_listen_on_this_machine_alone(tmp_path):
     subprocess.run(
         [sys.executable, "-c", code, script],
         check=True,
-        timeout=200,
+        timeout=patience(200),
         cwd=ROOT,
         env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")},
     )
@@ -248,7 +249,10 @@ def test_a_number_of_threads_that_was_given_stays(given, kept, tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2"]
     for how in ([], torchrun):
         subprocess.run(
-            [sys.executable, *how, tmp_path / "script.py"], check=True, env=env, timeout=200
+            [sys.executable, *how, tmp_path / "script.py"],
+            check=True,
+            env=env,
+            timeout=patience(200),
         )
     wanted = 5 if kept else len(os.sched_getaffinity(0))
     for name in ("out", "out0", "out1"):

@@ -9,8 +9,9 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from fsdp_qlora.meeting import MistakeElsewhere, Mistakes, meet, tell_mistake
+from tests.patience import patience
 
-SOON = timedelta(seconds=20)
+SOON = timedelta(seconds=patience(20))
 
 
 @pytest.fixture

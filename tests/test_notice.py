@@ -10,6 +10,7 @@ import pytest
 from fsdp_qlora.cli import main
 from fsdp_qlora.training.notice import told_at_end
 from fsdp_qlora.training.signals import StopRequested
+from tests.patience import patience
 
 from .test_dryrun import folder  # noqa: F401  a model, rows and a recipe
 
@@ -94,7 +95,7 @@ def test_a_command_outlives_what_ends_the_run_at_once(tmp_path, case, code, told
     error = (tmp_path / "error").read_text()
     assert ended.returncode == code and ("not saved" in error) == (case == "not saved"), error
     assert "--on_end" not in error  # no warning
-    for _ in range(600):
+    for _ in range(int(patience(600))):
         if (tmp_path / "told").exists():
             break
         time.sleep(0.1)
@@ -108,7 +109,7 @@ def test_a_command_without_end_is_ended_with_all_it_started(tmp_path, monkeypatc
         pass
     assert "the command of --on_end failed: no end within 0.5 s" in capfd.readouterr().err
     stat = Path(f"/proc/{(tmp_path / 'process').read_text().strip()}/stat")
-    for _ in range(100):
+    for _ in range(int(patience(100))):
         if not stat.exists() or ") Z " in stat.read_text():
             break
         time.sleep(0.1)

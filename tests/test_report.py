@@ -18,6 +18,7 @@ from fsdp_qlora.config import RunConfig
 from fsdp_qlora.report.charts import Series, chart, short, ticks_of
 from fsdp_qlora.report.page import write_report
 from fsdp_qlora.report.story import read_story, smoothed, thinned
+from tests.patience import patience
 
 from .test_cli import without_torch
 from .tokenizers import save_chat_model
@@ -422,7 +423,7 @@ def seen(page, folder, width: int) -> tuple[dict, str]:
         ],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=patience(100),
     )
     found = unescape(re.search(r'<body data-seen="([^"]*)"', done.stdout)[1])
     return json.loads(found), "\n".join(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_qlora.dist import free_port
+from tests.patience import patience
 from tests.ranks import PRELOAD
 from tests.tiny import save_tiny
 from tests.tokenizers import VOCAB_SIZE, save_tokenizer
@@ -165,6 +166,7 @@ class Command:
         for process in ranks:
             process.start()
         began, first, told = time.monotonic(), None, False
+        timeout, last = patience(timeout), patience(30)
         while any(p.is_alive() for p in ranks):
             now = time.monotonic()
             if kill_after is not None and now - began > kill_after:
@@ -180,7 +182,7 @@ class Command:
             if told and hit and hit.action == "freeze":
                 for p in ranks:
                     p.kill()
-            if now - began > timeout or first and now - first > 30:
+            if now - began > timeout or first and now - first > last:
                 for p in ranks:
                     p.kill()
             time.sleep(0.01)

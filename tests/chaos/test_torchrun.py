@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from tests.chaos.harness import command, make_inputs, outcome
+from tests.patience import patience
 
 ROOT, SECONDS = Path(__file__).parents[2], 120
 
@@ -48,14 +49,14 @@ def test_torchrun_with_a_restart_carries_on_after_a_rank_was_killed(tmp_path):
             stderr=log,
         )
         try:
-            deadline = time.monotonic() + SECONDS
+            deadline = time.monotonic() + patience(SECONDS)
             while not (out / "checkpoints" / "step-000020").exists():
                 assert run.poll() is None and time.monotonic() < deadline, (
                     tmp_path / "log"
                 ).read_text()
                 time.sleep(0.02)
             os.kill(ranks_of(run)[1], signal.SIGKILL)
-            code = run.wait(timeout=SECONDS)
+            code = run.wait(timeout=patience(SECONDS))
         finally:
             run.kill()
     text = (tmp_path / "log").read_text()

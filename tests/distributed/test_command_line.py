@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patience
 from tests.ranks import run_ranks
 from tests.tiny import reference_model
 from tests.tokenizers import save_chat_model
@@ -115,7 +116,7 @@ def test_torchrun_trains_each_row_once_and_saves_the_adapter(folder, rows, tmp_p
         "--device",
         "cpu",
     ]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(120))
     assert run.returncode == 0, run.stderr[-3000:]
     records = map(json.loads, (tmp_path / "out/metrics.jsonl").read_text().splitlines())
     steps = [r for r in records if r["kind"] == "step"]
@@ -151,7 +152,9 @@ def test_python_alone_starts_the_ranks_and_ends_as_the_first_failed_one(folder, 
         "cpu",
     ]
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=env)
+    run = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=patience(120), env=env
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     assert '"step": 1' in run.stdout
     failed = subprocess.run(
@@ -159,7 +162,7 @@ def test_python_alone_starts_the_ranks_and_ends_as_the_first_failed_one(folder, 
         cwd=ROOT,
         text=True,
         capture_output=True,
-        timeout=60,
+        timeout=patience(60),
         env=env,
     )
     assert failed.returncode == 2 and "Traceback" not in failed.stderr, failed.stderr

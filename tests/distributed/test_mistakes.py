@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patience
 from tests.tokenizers import save_chat_model
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +54,7 @@ def errors(tmp_path, late: str, seconds: float, lacks: str, *flags: str) -> dict
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(120),
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )

@@ -15,6 +15,7 @@ import pytest
 
 from tests.chaos.harness import command, make_inputs, outcome
 from tests.hosts import Hosts, enter
+from tests.patience import patience
 from tests.ranks import PRELOAD
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +84,7 @@ class Ranks:
 
     def codes(self, timeout: float = 120) -> list[int]:
         """Exit codes, once all ranks have ended; -9 of those that did not in time."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + patience(timeout)
         for process in self.processes:
             process.join(max(0.1, deadline - time.monotonic()))
         for process in self.processes:
@@ -127,7 +128,7 @@ def test_every_strategy_over_two_hosts_has_the_losses_of_one_host_and_one_writer
 
 def wait_for(path: Path, ranks: Ranks, seconds: float = 60):
     """Until a file is there, while the ranks run."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patience(seconds)
     while not path.exists():
         assert time.monotonic() < deadline and all(p.is_alive() for p in ranks.processes), (
             ranks.text(0)
@@ -153,7 +154,9 @@ def test_a_host_that_is_cut_off_ends_all_ranks_and_the_run_goes_on_with_another_
         hosts.cable(1, "down")
         cut = time.monotonic()
         codes, said = first.codes(60), [first.text(rank) for rank in range(4)]
-        assert sorted(codes) in ([1, 70, 70, 70], [70] * 4) and time.monotonic() - cut < 45, said
+        assert sorted(codes) in ([1, 70, 70, 70], [70] * 4) and time.monotonic() - cut < patience(
+            45
+        ), said
         assert not any("Traceback" in text for text in said)
         assert "no answer from rank 2" in said[0] + said[1] and "rank 3" in said[0] + said[1], said[
             0
@@ -225,13 +228,13 @@ class Launcher:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
         for process in self.processes:
-            process.wait(60)
+            process.wait(patience(60))
 
     def text(self, host: int) -> str:
         return Path(f"{self.log}.{host}").read_text()
 
     def codes(self, seconds: float) -> list[int]:
-        return [process.wait(seconds) for process in self.processes]
+        return [process.wait(patience(seconds)) for process in self.processes]
 
     def rank_of(self, host: int) -> int:
         """Process id of a rank on a host."""
@@ -259,7 +262,7 @@ STATIC = (
 
 
 def wait_until(condition, launcher: Launcher, seconds: float = 240):
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patience(seconds)
     while not condition():
         assert time.monotonic() < deadline, launcher.text(0)[-3000:] + launcher.text(1)[-3000:]
         time.sleep(0.05)

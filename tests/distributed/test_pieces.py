@@ -12,6 +12,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.distributed.test_parity import relative
+from tests.patience import patience
 from tests.ranks import run_ranks
 from tests.tiny import (
     CLIP,
@@ -42,7 +43,9 @@ def test_the_example_loop_trains_on_two_ranks_and_its_adapter_loads(folder, tmp_
         str(ROOT / "examples/custom_loop.py"),
         folder,
     ]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=patience(120)
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     losses = [float(line.split()[3]) for line in run.stdout.splitlines() if line.startswith("step")]
     assert len(losses) == 10 and losses[-1] < losses[0]

@@ -28,6 +28,7 @@ from fsdp_qlora.dist import free_port
 from fsdp_qlora.training.launch import how_to_launch
 from fsdp_qlora.training.signals import STOP_SIGNALS, StopSignals
 from fsdp_qlora.training.terminal import outlive_terminal
+from tests.patience import patience
 from tests.ranks import run_ranks
 from tests.tiny import padded_batch, tiny_rows
 from tests.tokenizers import save_chat_model
@@ -138,7 +139,7 @@ def end_of(run: subprocess.Popen) -> tuple[int, str, float]:
     """Exit code, errors and seconds until the end."""
     started = time.monotonic()
     try:
-        _, error = run.communicate(timeout=SECONDS)
+        _, error = run.communicate(timeout=patience(SECONDS))
     finally:
         run.kill()
     return run.returncode, error, time.monotonic() - started
@@ -180,7 +181,7 @@ def test_a_signal_or_ctrl_c_to_the_launcher_or_a_rank_saves_and_ends_with_75(
         if run.poll() is None:
             os.kill(run.pid, number)
     code, error, seconds = end_of(run)
-    assert code == 75 and seconds < 30 and "Traceback" not in error, error
+    assert code == 75 and seconds < patience(30) and "Traceback" not in error, error
     assert "death signal" not in error  # torch's own line
     assert ("Ctrl-C once more" in error) == is_ctrl_c
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
@@ -193,7 +194,7 @@ def test_a_run_whose_terminal_closes_saves_though_it_can_print_no_more(folder, r
     terminal = pty.openpty()
     run = endless_run(folder, rows, tmp_path, 2, own_the_terminal, terminal)
     os.close(terminal[0])
-    assert run.wait(timeout=SECONDS) == 75
+    assert run.wait(timeout=patience(SECONDS)) == 75
     (saved,) = (tmp_path / "checkpoints").glob("step-*")
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["status"] == "stopped" and f"saved in {saved}" in last["message"]
@@ -294,7 +295,7 @@ def test_a_store_that_is_frozen_as_a_run_ends_does_not_abort_it():
                 cwd=ROOT,
                 capture_output=True,
                 text=True,
-                timeout=SECONDS,
+                timeout=patience(SECONDS),
             )
         finally:
             store.kill()
@@ -394,7 +395,7 @@ def test_ranks_end_where_their_launcher_is_killed(folder, rows, tmp_path):
     ranks = ranks_of(run)
     run.kill()
     _, error, seconds = end_of(run)
-    assert seconds < 30 and re.search("stopped (after step|by SIGTERM)", error), error
+    assert seconds < patience(30) and re.search("stopped (after step|by SIGTERM)", error), error
     assert not any(is_alive(rank) for rank in ranks)
 
 
