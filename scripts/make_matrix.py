@@ -10,9 +10,9 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "matrix.md"
 INTRODUCTION = """# Matrix
 
-Every combination of quantizer, scales, adapter and sharding strategy trains 3 steps on 2 ranks (4 under the hybrid strategies) and is compared with one process of transformers and PEFT whose linear layers hold the numbers that the format stands for. Made by `python -m tests.matrix` and `python scripts/make_matrix.py`; the ordinary tests run a set in which every pair of values occurs.
+See how closely each combination of quantizer, scales, adapter and sharding strategy trains like transformers and PEFT. Each trains 3 steps on 2 ranks (4 under the hybrid strategies) and is compared with one process of transformers and PEFT whose linear layers hold the numbers that the format stands for. `python -m tests.matrix` and `python scripts/make_matrix.py` make this page; the ordinary tests run a subset in which every pair of values occurs.
 
-A cell holds the largest relative difference of losses and gradient norms over its {strategies} strategies ({names}); trained weights are compared too, but for PiSSA's, whose singular vectors have free signs. fp32, on CPU ranks; {count} combinations. "lora and biases" trains a model that has biases (`--bias all`), "lora on experts" a mixture (`--lora_target_parameters experts`).
+A cell holds the largest relative difference of losses and gradient norms over its {strategies} strategies ({names}). Trained weights are compared too, except PiSSA's, whose singular vectors have free signs. fp32, on CPU ranks; {count} combinations. "lora and biases" trains a model that has biases (`--bias all`), "lora on experts" a mixture (`--lora_target_parameters experts`).
 """
 
 
@@ -38,7 +38,9 @@ def page(lines: list[dict]) -> str:
         + " |"
         for quantizer, scales in rows
     ]
-    return "\n".join([*text, "", "Refused:", "", *(f"- {reason}" for reason in reasons), ""])
+    return "\n".join(
+        [*text, "", "Refused combinations:", "", *(f"- {reason}" for reason in reasons), ""]
+    )
 
 
 def entry(lines: list[dict]) -> str:

@@ -49,22 +49,23 @@ INTRO = """# Recipes
 Made by `python scripts/make_reference.py` from the headers of [examples/recipes](../examples/recipes);
 do not edit.
 
-A recipe is a YAML file of settings, one `name: value` a line, with the names of the
-[flags](flags.md). `--config recipe.yaml` reads it, and flags of the command line win:
+Start from the recipe nearest to your machine and task. A recipe is a YAML file of settings, one
+`name: value` a line, with the names of the [flags](flags.md). `--config recipe.yaml` reads it, and flags of
+the command line win:
 
 ```bash
 python train.py --config examples/recipes/7b-1x24gb.yaml --dataset my.jsonl --dry_run
 fsdp-qlora estimate --config examples/recipes/7b-1x24gb.yaml --gpu "RTX 4090"
 ```
 
-Paths in it are seen from the folder where the command runs. An unknown name is refused with its line
-and the nearest name. Editors with the YAML language server check a recipe while it is written: its
+Paths in a recipe are relative to the folder where the command runs. An unknown name is refused with its
+line and the nearest name. Editors with the YAML language server check a recipe while you write it: its
 first line names the schema, which `fsdp-qlora schema > schema.json` makes.
 
-What each expects is predicted by `fsdp-qlora estimate`, for rows as long as `context_length`. Beside it
-stands what was measured: the recipe itself, or the nearest row of
-[benchmarks/results](../benchmarks/results) under its name there. `fsdp-qlora bench --config RECIPE
---random_weights` measures a recipe on your machine."""
+"Expects" is the prediction of `fsdp-qlora estimate`, for rows as long as `context_length`. With packing, a
+step counts bins of `context_length` tokens. "Measured" is the recipe itself, or the nearest row of
+[benchmarks/results](../benchmarks/results) under its name there. Run `fsdp-qlora bench --config RECIPE
+--random_weights` to measure a recipe on your machine."""
 
 
 def pages() -> dict[Path, str]:

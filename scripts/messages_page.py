@@ -10,9 +10,9 @@ INTRO = """# Every error message
 
 Made by `python scripts/make_reference.py` from the source; do not edit.
 
-A mistake ends every rank with one line, `error: ...`, and exit code 2; `--verbose` adds the traceback.
-Look for some words of it here. What is filled in stands in capitals.
-[Troubleshooting](troubleshooting.md) starts from what you see where there is no message."""
+Search this page for some words of your message, and find what to do. A mistake ends every rank with one
+line, `error: ...`, and exit code 2; `--verbose` adds the traceback. Capitals stand for what a message fills
+in. If there is no message, start from [troubleshooting](troubleshooting.md)."""
 
 # Title, beginnings of the names of files below fsdp_qlora/, what to know.
 SECTIONS = [
@@ -20,7 +20,7 @@ SECTIONS = [
         "A flag or a recipe",
         ("config/", "cli", "derived", "build", "optim/"),
         "Nothing was written yet. [Every setting](flags.md) says what each flag takes; "
-        "`train.py --dry_run` shows what would be done.",
+        "`train.py --dry_run` shows what a run would do.",
     ),
     (
         "Estimates and plans",
@@ -30,8 +30,8 @@ SECTIONS = [
     (
         "The data",
         ("data/",),
-        "See [data](data.md). `fsdp-qlora data` finds these without weights, and shows what is trained. "
-        "`SOURCE` and `PATH:LINE` are the file and line.",
+        "See [data](data.md). `fsdp-qlora data` finds these without weights, and shows which tokens are "
+        "trained. `SOURCE` and `PATH:LINE` are the file and line.",
     ),
     (
         "The model and its files",
@@ -57,7 +57,7 @@ SECTIONS = [
         "`fsdp-qlora doctor` checks GPUs, driver, links and versions.",
     ),
     (
-        "A run that stops, and going on",
+        "A run that stops, and resuming",
         ("training/", "checkpoint/"),
         "See [checkpoints](checkpoints.md).",
     ),
@@ -77,16 +77,19 @@ REMEDIES = [
         "not readable JSON|holds no JSON object|^nested too deeply",
         "look at the file: it must be one JSON object",
     ),
-    ("not readable YAML|no YAML", "look at the line: a missing space after `:` or a tab is usual"),
+    (
+        "not readable YAML|no YAML",
+        "look at the line: the usual cause is a missing space after `:`, or a tab",
+    ),
     ("is not true or false|is not a (whole )?number|takes HINT", "give a value of that kind"),
     ("--revision with 40 hex digits", "copy the commit from the model's page"),
-    ("settings are `name: value`", "write it so"),
+    ("settings are `name: value`", "write one `name: value` a line"),
     (
         "whole numbers belong|it has no dtype|its nested_offset|its quant_type",
         "download the model again",
     ),
     ("is there twice", "keep one of the two lines"),
-    ("^PATH: REASON", "look whether the file is there and readable"),
+    ("^PATH: REASON", "check that the file exists and is readable"),
     ("MESSAGE \\(NAMED\\)", "another message of this page, with the line of the recipe it is from"),
     (
         "--activation_policy TEXT",
@@ -95,7 +98,7 @@ REMEDIES = [
     ("activation policies for", "give a policy for each block"),
     (
         "not a decoder of the Llama kind|mixture of experts",
-        "estimates are not to be had; train to see",
+        "there is no estimate for it; train to see",
     ),
     ("MAX_POSITIONS positions", "lower `--context_length`"),
     ("is no price", "write a number"),
@@ -103,35 +106,38 @@ REMEDIES = [
     ("expected (an object|\\{)", "write the record in one of [these shapes](data.md)"),
     (
         "chat template|tool calls|^empty text|^no messages",
-        "nothing, if it is a few rows: they are dropped and counted. If it is all, look at the template or "
-        "the records",
+        "nothing, if it is a few rows: they are dropped and counted. If it is all, check the template "
+        "or the records",
     ),
-    ("no row (is left )?to train on", "look at the data report: it says what was dropped, and why"),
+    ("no row (is left )?to train on", "read the data report: it says what was dropped, and why"),
     (
         "the probe failed",
         "run `fsdp-qlora bench` with the flags of the plan to see the whole error",
     ),
     ("no \\*.safetensors file", "give the folder that holds the weights"),
-    ("can't read from byte|become shorter", "download the file again; look at the disk"),
+    ("can't read from byte|become shorter", "download the file again; check the disk"),
     ("--attn_implementation ATTN", "use sdpa or eager"),
     ("is not computed here", "leave it out, or use what the line names"),
     ("wrap policy is true for no module", "give another function, or `--wrap_policy block`"),
     (
         "rank 0 could not write|no checkpoint could be written|other bytes than were written",
-        "look for a full or broken disk; the reason is in the line",
+        "check for a full or broken disk; the line has the reason",
     ),
     (
         "copied to every machine|s file:",
-        "look at that machine's disk and link; start the command again",
+        "check that machine's disk and link; rerun the command",
     ),
-    ("^rank R: WORD", "look for a full or broken disk on that rank's machine; the line says why"),
+    (
+        "^rank R: WORD",
+        "check for a full or broken disk on that rank's machine; the line has the reason",
+    ),
     (
         "came to the start",
-        "look at the logs of the missing ranks; all machines must run one command",
+        "read the logs of the missing ranks; all machines must run the same command",
     ),
     (
         "said nothing for",
-        "see that rank's own output for its reason; raise `--timeout_minutes` if it was only slow",
+        "find the reason in that rank's own output; raise `--timeout_minutes` if it was only slow",
     ),
     ("GIVEN: VALUE", "another message of this page, about the held-out rows"),
     ("rows PLACE to STOP", "take the checkpoint before it with `--resume FOLDER`"),
@@ -143,17 +149,17 @@ REMEDIES = [
     ("peft_type is|CONFIG_FILE: REASON", "give an adapter folder that PEFT or this project wrote"),
     ("--weights WEIGHTS: NAME", "give the file as the original script saved it"),
     ("--repo REPO", "log in with `hf auth login`, and check the name"),
-    ("no cell of GRID", "look into the grid for the names"),
+    ("no cell of GRID", "take a name from the grid"),
     ("goes with --report", "add it, or leave this flag out"),
     ("cells are named", "give each cell a `name`"),
-    ("cell NUMBER", "mend the setting in that cell"),
+    ("cell NUMBER", "correct the setting in that cell"),
     ("not a row of measurements|no name or no model", "give a file that `fsdp-qlora bench` wrote"),
     ("no measured row", "give a file with rows other than those"),
     ("not wanted", "nothing: a plan of other versions is made anew"),
     ("demo's model is missing", "run that command"),
     (
         "no row of a sample",
-        "look at the rows and --train_on; `fsdp-qlora data` prints what is trained",
+        "check the rows and --train_on; `fsdp-qlora data` prints which tokens are trained",
     ),
     ("SQL|one answer for each row", "nothing: that answer counts as wrong"),
 ]

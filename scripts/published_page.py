@@ -30,13 +30,13 @@ INTRO = """# Published, estimated, measured
 Made by `python scripts/published_page.py` from [benchmarks/published](../benchmarks/published); do not
 edit.
 
-Every table of five documents that people start from, beside what `fsdp-qlora estimate` says of the same
-settings on the same card, and beside rows that this project measured on H100s or H200s where there is
-one of the same settings. The estimates are of this code, which does the same work in other ways than the
-code that was published: it need not be as slow, nor as large. Cards that this project never measured are
-uncalibrated. Errors are those of today's estimate for a measured row and its own card: of reserved
-memory, then of a step's seconds; older code took a little more of either. Where a document leaves a
-setting open, what was taken is said under its table."""
+Compare the tables of five widely read documents with what `fsdp-qlora estimate` predicts for the same
+settings on the same card, and with rows that this project measured on H100s or H200s with those settings,
+if there are any. Estimates are of this code, which does the same work in other ways than the published
+code, so it may be faster or smaller. Cards that this project never measured are uncalibrated. Errors are
+those of today's estimate for a measured row and its own card: of reserved memory, then of a step's seconds;
+older code took a little more of either. If a document leaves a setting open, a note under its table says
+which value was assumed."""
 UNMEASURED = "unmeasured"
 
 

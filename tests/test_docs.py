@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import runpy
@@ -360,3 +361,21 @@ def test_each_entry_of_the_log_opens_with_its_verdict_and_the_index_lists_it():
         assert dates == sorted(dates, reverse=True)
         found += [(date, title) for date, title, _ in entries]
     assert found == listed and len(found) > 90
+
+
+def figures(text: str) -> set[str]:
+    """Numbers with a point or a comma in them, as a text writes them."""
+    return set(re.findall(r"(?<![\w.,])\d+(?:[.,]\d+)+(?![\w.,]*\d)", text))
+
+
+def test_every_figure_that_the_readme_opens_with_is_measured():
+    opening = (ROOT / "README.md").read_text().partition("## Two commands")[0]
+    names = "performance.md", "memory.md", "planner.md"
+    known = figures("\n".join((DOCS / name).read_text() for name in names))
+    rows = (ROOT / "benchmarks/results/real_rows_h200_2026-11-29.jsonl").read_text().splitlines()
+    for row in map(json.loads, rows):
+        if row["status"] == "ok":
+            known |= {f"{row['tokens_per_second']:,.0f}", f"{row['peak_allocated_gib']:.1f}"}
+    versions = figures("Unsloth 2026.10.9, TRL 1.15, Llama-3.1")
+    assert len(figures(opening)) > 25
+    assert not figures(opening) - known - versions
