@@ -158,7 +158,7 @@ def share_rows(jobs: list[Job], end: float) -> list[Row]:
 
 def wanted_cells(options: argparse.Namespace) -> list[Cell]:
     """Cells of the grids, rows of speed_rows.py, and recipes on as many GPUs as `bench` would take."""
-    from fsdp_qlora.training.launch import world_size
+    from fsdp_qlora.lifecycle.launcher import world_size
 
     found = [
         c

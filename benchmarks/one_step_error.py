@@ -25,7 +25,7 @@ from fsdp_qlora.build import build_model
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.data import StepLoader, StepSampler, on_device
 from fsdp_qlora.dist import process_group, rank_device
-from fsdp_qlora.training.prepare import load_data, run_tokenizer
+from fsdp_qlora.preflight.run_data import load_data, run_tokenizer
 
 CASES = {
     "fp32": dict(train_type="lora", precision="fp32"),

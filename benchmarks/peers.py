@@ -40,7 +40,7 @@ from fsdp_qlora.bench.measure import (
 from fsdp_qlora.bench.row import Row, append_row
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import print_main, process_group, rank_device, ranks_from_env
-from fsdp_qlora.observe.peaks import Peaks
+from fsdp_qlora.observe.peak_memory import Peaks
 
 PEERS = {
     "hf": ("transformers", "peft", "bitsandbytes"),

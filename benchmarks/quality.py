@@ -152,7 +152,7 @@ def pieces(text: str) -> Iterator[str]:
 
 def start_worker(jobs: int, started):
     """Each process has its share of the cores, and one GPU: processes take turns."""
-    from fsdp_qlora.training.launch import share_cores
+    from fsdp_qlora.lifecycle.launcher import share_cores
 
     share_cores(jobs)
     with started.get_lock():
@@ -215,7 +215,7 @@ def before(config: RunConfig) -> dict:
     from fsdp_qlora.data import choose_pad_token_id
     from fsdp_qlora.dist import process_group, rank_device
     from fsdp_qlora.observe.evaluate import held_out_loss
-    from fsdp_qlora.training.prepare import load_data, run_tokenizer
+    from fsdp_qlora.preflight.run_data import load_data, run_tokenizer
 
     device, tokenizer = rank_device(config.device), run_tokenizer(config)
     held_out = load_data(config, tokenizer).held_out
@@ -308,7 +308,7 @@ def main():
 
 def tokenize(folder: Path, given: dict):
     """Fill the cache of tokens before many processes read it."""
-    from fsdp_qlora.training.prepare import load_data, run_tokenizer
+    from fsdp_qlora.preflight.run_data import load_data, run_tokenizer
 
     for task in TASKS:
         config = config_of(Job(task, "bf16", 0), folder, **given)

@@ -23,7 +23,7 @@ import torch
 from safetensors.numpy import load_file
 from torch.nn.attention import varlen
 
-from fsdp_qlora.observe.clock import mark, seconds_between
+from fsdp_qlora.observe.device_timer import mark, seconds_between
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 VERSIONED = (

@@ -14,18 +14,18 @@ from dataclasses import dataclass, replace
 from . import __version__
 from .bench.command import bench_command
 from .commands.calibrate import calibrate_command
-from .commands.delivery import DELIVERY
 from .commands.doctor import doctor_command
-from .commands.guide import GUIDE
-from .commands.reporting import report_command
+from .commands.export import DELIVERY
+from .commands.planning import GUIDE
+from .commands.report import report_command
 from .config import RunConfig
 from .config.flags import Parser, boolean, given_settings, parse, parse_own, with_named_words
 from .config.options import BASE_QUANTS
 from .config.settings import opt
+from .lifecycle.closed_terminal import outlive_terminal
+from .lifecycle.notify import told_at_end
+from .lifecycle.signals import EXIT_STOPPED, StopRequested, StopSignals, end_beside_threads
 from .redact import redact
-from .training.notice import told_at_end
-from .training.signals import EXIT_STOPPED, StopRequested, StopSignals, end_beside_threads
-from .training.terminal import outlive_terminal
 
 
 @dataclass
@@ -58,7 +58,7 @@ def train_command(argv: list[str]):
         argv = planned_argv(config, argv)
         config, _ = parse(argv, TrainOptions)
     from .dist import ranks_from_env
-    from .training.launch import run_on_ranks
+    from .lifecycle.launcher import run_on_ranks
 
     def in_a_rank(config: RunConfig):
         on_end = options.on_end if ranks_from_env().is_main else None
@@ -234,7 +234,7 @@ def _says_that_a_rank_is_gone(error: Exception) -> bool:
     """Say in a line that this rank ends only because another did, or can't be reached."""
     if "RANK" not in os.environ:
         return False
-    from .meeting import is_lost_connection
+    from .rank_store import is_lost_connection
 
     if not is_lost_connection(error):
         return False

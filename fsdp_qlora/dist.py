@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from . import meeting
-from .meeting import Board, Mistakes
+from . import rank_store
+from .rank_store import Board, Mistakes
 from .redact import redact
 
 T = TypeVar("T")
@@ -154,7 +154,7 @@ def meet() -> tuple[dist.Store, int, int]:
         store, rank, world_size = dist.HashStore(), 0, 1  # of this process alone: no port is open
     store = dist.PrefixStore("fsdp_qlora", store)
     own = dist.PrefixStore(f"meeting {next(_meetings)}", store)  # ranks count theirs alike
-    return meeting.meet(own, rank, world_size, _MEETING, Mistakes(store)), rank, world_size
+    return rank_store.meet(own, rank, world_size, _MEETING, Mistakes(store)), rank, world_size
 
 
 def tell_mistake(text: str):
@@ -167,7 +167,7 @@ def tell_mistake(text: str):
         return
     with suppress(RuntimeError):
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=10)))
-        meeting.tell_mistake(dist.PrefixStore("fsdp_qlora", store), rank, world_size, text)
+        rank_store.tell_mistake(dist.PrefixStore("fsdp_qlora", store), rank, world_size, text)
 
 
 board: list[Board] = []  # of the process group that is open, last

@@ -20,7 +20,7 @@ from fsdp_qlora import cli
 from fsdp_qlora.bench import command as bench
 from fsdp_qlora.catalog.arch import model_shape
 from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
-from fsdp_qlora.commands import calibrate, delivery, guide, reporting
+from fsdp_qlora.commands import calibrate, export, planning, report
 from fsdp_qlora.config import RunConfig, plan_batches
 from fsdp_qlora.config.flags import parse
 from fsdp_qlora.config.recipe import RecipeOptions
@@ -87,7 +87,7 @@ def own_options() -> list[type]:
         RecipeOptions,
         *(
             value
-            for module in (guide, cli, reporting, bench, calibrate, delivery)
+            for module in (planning, cli, report, bench, calibrate, export)
             for value in vars(module).values()
             if is_dataclass(value)
         ),

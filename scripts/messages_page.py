@@ -35,7 +35,7 @@ SECTIONS = [
     ),
     (
         "The model and its files",
-        ("loading/", "reading", "model/", "quantization/", "export/save"),
+        ("loading/", "json_input", "model/", "quantization/", "export/save"),
         "See [quantization and loading](quantization.md).",
     ),
     ("Adapters", ("adapters/",), "See [adapters](adapters.md)."),
@@ -47,18 +47,18 @@ SECTIONS = [
     (
         "Starting the ranks",
         (
-            "meeting",
+            "rank_store",
             "dist",
-            "training/launch",
+            "lifecycle/launcher",
             "training/rank",
-            "training/lock",
-            "training/prepare",
+            "lifecycle/lock",
+            "preflight/",
         ),
         "`fsdp-qlora doctor` checks GPUs, driver, links and versions.",
     ),
     (
         "A run that stops, and resuming",
-        ("training/", "checkpoint/"),
+        ("training/", "lifecycle/", "checkpoint/"),
         "See [checkpoints](checkpoints.md).",
     ),
     ("After training", ("export/", "commands/"), "See [after training](export.md)."),

@@ -186,7 +186,7 @@ def mistake(capsys, tmp_path, monkeypatch):
     """Runs `train` with a mistake: the one line on stderr; nothing may be written."""
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(
-        "fsdp_qlora.training.launch.share_cores", lambda ranks: None
+        "fsdp_qlora.lifecycle.launcher.share_cores", lambda ranks: None
     )  # outlives a test
 
     def run(*argv, command="train"):

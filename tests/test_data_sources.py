@@ -11,8 +11,8 @@ from fsdp_qlora.config import RunConfig
 from fsdp_qlora.data import NAMES, load_dataset, read_rows, row_from_record
 from fsdp_qlora.data.files import find_files
 from fsdp_qlora.data.formats import FORMATS
-from fsdp_qlora.data.hub_sets import guanaco_record
-from fsdp_qlora.training.prepare import first_rows, open_stream
+from fsdp_qlora.data.hub_datasets import guanaco_record
+from fsdp_qlora.preflight.run_data import first_rows, open_stream
 
 from .test_data_tokenizers import make_tokenizer
 

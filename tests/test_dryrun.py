@@ -15,7 +15,7 @@ from fsdp_qlora.commands.dryrun import batch_rows
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.data import StepLoader, StepSampler
 from fsdp_qlora.loading.tokens import load_tokenizer
-from fsdp_qlora.training.prepare import load_data
+from fsdp_qlora.preflight.run_data import load_data
 
 from .tiny import save_tiny
 

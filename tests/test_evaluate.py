@@ -11,7 +11,7 @@ from fsdp_qlora.cli import main, parse
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.data import Row, hold_out, tokenize_rows
 from fsdp_qlora.observe.evaluate import Evaluator, perplexity
-from fsdp_qlora.observe.loss_picture import is_seen_from_zero, plot_loss
+from fsdp_qlora.observe.loss_plot import is_seen_from_zero, plot_loss
 from fsdp_qlora.observe.metrics import EvalMetrics, StepMetrics
 from fsdp_qlora.observe.runlog import RunLog
 from fsdp_qlora.observe.sinks import terminal
@@ -291,7 +291,7 @@ def test_missing_held_out_rows_are_named_by_their_flag(folder, capsys, flag):
 
 def test_a_step_on_the_cpu_is_logged_when_it_is_done_and_one_on_a_gpu_a_step_later(tmp_path):
     from fsdp_qlora.training.step import StepResult
-    from fsdp_qlora.training.steplog import LaggedLog
+    from fsdp_qlora.training.step_log import LaggedLog
 
     logged = {}
     for kind in ("cpu", "meta"):  # meta stands for a device whose work is queued

@@ -27,7 +27,7 @@ from fsdp_qlora.memory.chunked_cross_entropy import apply_chunked_cross_entropy
 from fsdp_qlora.model import attention
 from fsdp_qlora.model import flash_attention_4 as fa4
 from fsdp_qlora.model.blocks import decoder_blocks
-from fsdp_qlora.training.graphs import why_no_graphs
+from fsdp_qlora.training.cuda_graphs import why_no_graphs
 
 from .test_activations import Calls
 from .test_attention import BINS, FAMILIES, ROWS, WINDOW, inputs

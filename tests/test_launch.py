@@ -199,9 +199,9 @@ def listeners(process: int) -> list[str]:
 def test_ranks_that_are_started_here_listen_on_this_machine_alone(tmp_path):
     code = (
         "import sys; from torch.distributed.launcher.api import elastic_launch\n"
-        "from fsdp_qlora.config import RunConfig\nfrom fsdp_qlora.training import launch\n"
-        "launch.os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')\n"
-        "elastic_launch(launch.how_to_launch(2, RunConfig()), sys.executable)('-c', sys.argv[1])"
+        "from fsdp_qlora.config import RunConfig\nfrom fsdp_qlora.lifecycle import launcher\n"
+        "launcher.os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')\n"
+        "elastic_launch(launcher.how_to_launch(2, RunConfig()), sys.executable)('-c', sys.argv[1])"
     )
     script = RANK.format(root=ROOT, out=tmp_path)
     subprocess.run(
@@ -237,10 +237,10 @@ def test_a_run_of_one_rank_opens_no_store(monkeypatch):
 )
 def test_a_number_of_threads_that_was_given_stays(given, kept, tmp_path):
     code = (
-        "import os; from fsdp_qlora.training import launch\nlaunch.torch.set_num_threads(5)\n"
-        "launch.share_cores(1)\n"
+        "import os; from fsdp_qlora.lifecycle import launcher\nlauncher.torch.set_num_threads(5)\n"
+        "launcher.share_cores(1)\n"
         "out = open(os.environ['OUT'] + os.getenv('RANK', ''), 'w')\n"
-        "print(launch.torch.get_num_threads(), file=out)"
+        "print(launcher.torch.get_num_threads(), file=out)"
     )
     (tmp_path / "script.py").write_text(code)
     ours = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RANK")

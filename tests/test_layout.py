@@ -13,16 +13,16 @@ PACKAGE = Path(__file__).parents[1] / "fsdp_qlora"
 # A package imports only from those before it.
 ORDER = [
     "redact",
-    "reading",
-    "places",
-    "folders",
+    "json_input",
+    "writable",
+    "atomic_files",
     "hub",
     "config",
     "catalog",
     "estimate",
     "planner",
     "report",
-    "meeting",
+    "rank_store",
     "dist",
     "quantization",
     "model",
@@ -37,13 +37,15 @@ ORDER = [
     "observe",
     "export",
     "checkpoint",
+    "lifecycle",
+    "preflight",
     "training",
     "bench",
     "commands",
     "demo",
     "cli",
 ]
-PURE = set(ORDER[: ORDER.index("meeting")])
+PURE = set(ORDER[: ORDER.index("rank_store")])
 
 
 def modules() -> list[tuple[str, Path]]:

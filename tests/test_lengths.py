@@ -16,8 +16,8 @@ from fsdp_qlora.data.collate import few_widths
 from fsdp_qlora.data.lengths import SAMPLE
 from fsdp_qlora.estimate import batches_of, estimate, padding_line
 from fsdp_qlora.planner import free_settings, make_plan
-from fsdp_qlora.training.prepare import read_data, run_tokenizer
-from fsdp_qlora.training.sample import lengths_of, sampled_lengths
+from fsdp_qlora.preflight.run_data import read_data, run_tokenizer
+from fsdp_qlora.preflight.sampled_lengths import lengths_of, sampled_lengths
 from fsdp_qlora.training.trainer import longest_row
 
 from .tokenizers import save_chat_model

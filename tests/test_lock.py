@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from fsdp_qlora.training.lock import LOCK, sole_run_in
+from fsdp_qlora.lifecycle.lock import LOCK, sole_run_in
 
 HOLD = (
-    "import sys, time; from fsdp_qlora.training.lock import sole_run_in\n"
+    "import sys, time; from fsdp_qlora.lifecycle.lock import sole_run_in\n"
     "with sole_run_in(sys.argv[1]): print('held', flush=True); time.sleep(100)"
 )
 

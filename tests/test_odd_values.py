@@ -15,8 +15,8 @@ from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.settings import counted
 from fsdp_qlora.dist import free_port
+from fsdp_qlora.lifecycle.launcher import meeting_point
 from fsdp_qlora.quantization.quantize import QuantLinear
-from fsdp_qlora.training.launch import meeting_point
 from tests.tiny import save_tiny
 from tests.tokenizers import VOCAB_SIZE, save_tokenizer
 

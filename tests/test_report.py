@@ -17,7 +17,7 @@ from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.report.charts import Series, chart, short, ticks_of
 from fsdp_qlora.report.page import write_report
-from fsdp_qlora.report.story import read_story, smoothed, thinned
+from fsdp_qlora.report.run_history import read_story, smoothed, thinned
 from tests.patience import patience
 
 from .test_cli import without_torch

@@ -27,9 +27,9 @@ from fsdp_qlora.observe.metrics import (
     clock,
     mean_of,
 )
-from fsdp_qlora.observe.pace import Arithmetic, Pace, arithmetic
 from fsdp_qlora.observe.runlog import RunLog
 from fsdp_qlora.observe.sinks import Lines, Sink
+from fsdp_qlora.observe.throughput import Arithmetic, Pace, arithmetic
 
 
 def step(
@@ -244,7 +244,7 @@ def test_a_sink_that_fails_is_left_out_and_the_run_goes_on(tmp_path, capsys):
 PROGRAM = """
 import sys
 from tests.test_runlog import step
-from fsdp_qlora.observe.pace import Pace
+from fsdp_qlora.observe.throughput import Pace
 from fsdp_qlora.observe.metrics import EvalMetrics
 from fsdp_qlora.observe.runlog import RunLog
 from fsdp_qlora.observe.sinks import terminal

@@ -24,10 +24,10 @@ from ..config.flags import parse, typed_flags
 from ..config.settings import shown
 from ..dist import launched, ranks_from_env
 from ..estimate.peak import CONTEXT_GIB, NCCL_GIB
+from ..lifecycle.launcher import world_size
 from ..loading import read_config
 from ..planner import Plan, free_settings, make_plan
 from ..planner.report import advice, flags
-from ..training.launch import world_size
 from .drive import How, Job, run_batch
 from .row import Row, append_row, empty_row
 

@@ -11,7 +11,7 @@ from ..catalog.known_models import is_known
 from ..config import RunConfig
 from ..config.flags import parse
 from ..config.settings import opt
-from ..places import check_file
+from ..writable import check_file
 from .drive import How, Job, job_of, run_jobs
 from .grid import Grid, model_folder, read_grid
 from .row import Row, read_rows
@@ -114,7 +114,7 @@ def _check_starts_ranks():
 
 def _measure_jobs(config: RunConfig, folder: str, argv: list[str], how: How):
     """The ranks' part."""
-    from ..training.launch import run_on_ranks
+    from ..lifecycle.launcher import run_on_ranks
     from .cells import run_jobs_here
 
     run_on_ranks(config, "bench", argv, lambda c: run_jobs_here(c, folder, how))

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from ..config import RunConfig, plan_batches
 from ..data import collate_packed
 from ..dist import ranks_from_env
-from ..observe.clock import mark, seconds_between
-from ..observe.peaks import Peaks
+from ..observe.device_timer import mark, seconds_between
+from ..observe.peak_memory import Peaks
 from .row import Row
 
 VERSIONED = ("torch", "transformers", "peft", "bitsandbytes", "triton", "fsdp_qlora")
@@ -154,7 +154,7 @@ def _measure_steps(row: Row, config: RunConfig, how, device: torch.device, limit
     from ..build import build_model
     from ..observe.profiling import profile_steps
     from ..optim import build_optimizer
-    from ..training.graphs import micro_batch_runner, uses_graphs
+    from ..training.cuda_graphs import micro_batch_runner, uses_graphs
     from ..training.step import seed_everything, train_step
 
     seed_everything(config.seed, ranks_from_env().rank, config.deterministic)

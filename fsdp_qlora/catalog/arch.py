@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import shorten
 
-from ..reading import from_json
+from ..json_input import from_json
 from .families import (
     DEFAULT_TARGETS,
     FAMILIES,

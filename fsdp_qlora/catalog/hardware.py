@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from math import isfinite
 from pathlib import Path
 
-from ..reading import from_json
+from ..json_input import from_json
 
 # Share of the datasheet that large products and long copies reach: the H100's measured shares
 # (780 of 989 TFLOP/s, 3.0 of 3.35 TB/s, 329 of 450 GB/s), taken for all cards.

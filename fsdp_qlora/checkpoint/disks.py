@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..atomic_files import remove_folder, sync
 from ..dist import from_main, from_rank_in, gather_over_ranks, print_main, ranks_from_env
-from ..folders import remove_folder, sync
 from .folder import (
     WEIGHTS,
     all_checkpoints,

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable
 from itertools import count
 from pathlib import Path
 
-from ..folders import remove_folder, sync, write_text
-from ..reading import from_json
+from ..atomic_files import remove_folder, sync, write_text
+from ..json_input import from_json
 
 MANIFEST, RUN = "manifest.json", "run.json"
 _ASIDE = (

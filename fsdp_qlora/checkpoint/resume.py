@@ -9,13 +9,13 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..atomic_files import sync, write_text
 from ..config import RunConfig
 from ..config.settings import AUTO, counted
 from ..data import Source, Subset, TokenizedDataset
 from ..dist import from_main, print_main, ranks_from_env
-from ..folders import sync, write_text
+from ..json_input import from_json
 from ..observe.metrics import HISTORY, read_record
-from ..reading import from_json
 from .disks import Disks, find_disks
 from .folder import (
     LEFT_BY_A_RUN,

@@ -42,7 +42,7 @@ class Boundary:
 
 
 class _Scaler(Protocol):
-    """What a checkpoint asks of `training.scaler.LossScaler`."""
+    """What a checkpoint asks of `training.loss_scaler.LossScaler`."""
 
     def state_dict(self) -> dict: ...
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from ..adapters import trainable_parameters
 from ..adapters.initial import taken_out
+from ..atomic_files import sync
 from ..dist import is_first_copy, local_rows
-from ..folders import sync
 from ..memory.hostmem import host_tensors
 
 

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from ..adapters.initial import for_original_base, saved_config
 from ..adapters.whole import for_both_ends, saved_names
+from ..atomic_files import remove_folder, write_text
 from ..config import RunConfig
 from ..dist import board, from_main, print_main, ranks_from_env
 from ..export import save_peft_config
-from ..folders import remove_folder, write_text
 from .disks import Disks, list_files
 from .folder import RUN, prune, scratch_folder, seal, step_folder
 from .state import ADAPTER, Boundary, RunState

@@ -37,7 +37,7 @@ def calibrate_command(argv: list[str]):
     """Measure this machine's products, memory, links and host copies, for estimates and plans."""
     options = parse_alone(argv, _CalibrateOptions, "fsdp-qlora calibrate")
     config = RunConfig(device=options.device, world_size=options.world_size)
-    from ..training.launch import run_on_ranks
+    from ..lifecycle.launcher import run_on_ranks
 
     path = Path(options.output) if options.output else calibration_file()
     run_on_ranks(config, "calibrate", argv, lambda config: _calibrate_rank(config, path))

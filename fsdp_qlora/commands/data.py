@@ -9,7 +9,7 @@ from ..config import RunConfig, plan_batches
 from ..config.settings import counted
 from ..data import StepLoader, StepSampler, Subset, TokenizedDataset, step_sampler
 from ..dist import print_main
-from ..training.prepare import load_data, run_tokenizer
+from ..preflight.run_data import load_data, run_tokenizer
 
 
 def report_on_data(config: RunConfig):

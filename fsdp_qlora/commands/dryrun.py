@@ -27,22 +27,16 @@ from ..data.collate import IGNORE
 from ..dist import launched, print_main, rank_device, ranks_from_env
 from ..estimate import estimate, padding_line
 from ..estimate import report as estimate_report
+from ..lifecycle.launcher import world_size
 from ..loading import read_config
 from ..loading.tokens import grow_vocabulary
 from ..observe.trackers import check_trackers
 from ..planner import free_settings, make_plan
 from ..planner import report as plan_report
+from ..preflight.checks import check_device, check_places, check_rows
+from ..preflight.run_data import RunData, load_data, run_tokenizer
+from ..preflight.sampled_lengths import lengths_of
 from ..training.describe import fill_line, steps_line
-from ..training.launch import world_size
-from ..training.prepare import (
-    RunData,
-    check_device,
-    check_places,
-    check_rows,
-    load_data,
-    run_tokenizer,
-)
-from ..training.sample import lengths_of
 
 _SHOWN_ROWS = 2  # of the first batch, if --preview does not say
 

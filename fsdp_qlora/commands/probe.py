@@ -23,9 +23,9 @@ from ..config import RunConfig
 from ..config.flags import recipe_of, typed_flags
 from ..config.settings import shown
 from ..dist import launched, told_by_main
+from ..json_input import read_object
 from ..loading import read_config
 from ..planner import Plan, free_settings
-from ..reading import read_object
 
 STEPS = How(steps=3, warmup=2, minutes=10)
 

@@ -247,7 +247,7 @@ _GRAPH_TOKENS = 8192  # of a micro-batch; above, the GPU computes for longer tha
 def graphs_pay(config: RunConfig, world_size: int) -> bool:
     """Whether --cuda_graphs None replays micro-batches: they are short and whole, and nothing moves.
 
-    A model may still have what no graph can hold (training/graphs.py).
+    A model may still have what no graph can hold (training/cuda_graphs.py).
     """
     moved = config.use_vocabulary_cpu_offload or config.use_activation_cpu_offload
     rows = plan_batches(config, world_size).micro_batch_size

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .conversation_warnings import empty_answers, left_out, untrained_reasoning
 from .formats import Row
-from .notes import empty_answers, left_out, untrained_reasoning
 from .templates import CUT, ChatTemplate, UnusableRow, sentinel
 
 TRAIN_ON = ("completion", "all")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .files import describe_files, file_source, find_files
 from .formats import Row
-from .hub_sets import (
+from .hub_datasets import (
     arrow_source,
     disk_source,
     hub_source,

@@ -166,7 +166,7 @@ class Setup:
         return self.mlp_tiles if policy in TILED_POLICIES else 1
 
     def replays(self, shape: ModelShape) -> bool:
-        """Whether micro-batches are CUDA graphs, which some models rule out (training/graphs.py)."""
+        """Whether micro-batches are CUDA graphs, which some models rule out (training/cuda_graphs.py)."""
         no_masks = ("varlen", "fa4", "fa4_packed", *(() if shape.traits.windows else ("sdpa",)))
         return self.cuda_graphs and self.attention in no_masks and not shape.traits.experts
 

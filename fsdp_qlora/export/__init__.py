@@ -10,6 +10,7 @@ from .save import (
     save_peft_config,
     save_trained,
     trained_bytes,
+    weights_folder,
 )
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "save_peft_config",
     "save_trained",
     "trained_bytes",
+    "weights_folder",
 ]

@@ -21,9 +21,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..adapters.experts import is_target
+from ..json_input import from_json
 from ..loading import first_line
 from ..model.experts import STACKS
-from ..reading import from_json
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 

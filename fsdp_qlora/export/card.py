@@ -17,7 +17,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from ..adapters.initial import Start
 from ..config import RunConfig
 from ..config.settings import default_of, shown
-from ..reading import from_json, read_object
+from ..json_input import from_json, read_object
 from ..redact import redact_all, without_folders
 
 CARD_FILE = "README.md"

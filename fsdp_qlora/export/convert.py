@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..folders import complete_folder
+from ..atomic_files import complete_folder
 from ..loading import first_line, meta_model, read_config
 from .adapter_folder import WEIGHTS_FILE
 from .save import RUN_FILE, save_peft_config

@@ -13,8 +13,8 @@ from pathlib import Path
 from torch import nn
 
 from ..data import stop_token_ids
+from ..json_input import read_object
 from ..loading.generation import GENERATION_FILE, read_generation_settings
-from ..reading import read_object
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 

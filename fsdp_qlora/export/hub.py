@@ -14,8 +14,8 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from ..hub import why_offline
+from ..json_input import read_object
 from ..loading import first_line
-from ..reading import read_object
 from ..redact import redact, without_folders
 from .card import CARD_FILE
 from .merged_files import OTHER_FILES, TOKENIZER_FILES

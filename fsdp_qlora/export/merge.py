@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ..folders import complete_folder
+from ..atomic_files import complete_folder
+from ..json_input import read_object
 from ..loading import DTYPES, bnb4
-from ..places import check_folder
-from ..reading import read_object
 from ..redact import without_folders
+from ..writable import check_folder
 from .adapter_folder import AdapterFolder, Change
 from .card import write_card
 from .merge_base import BaseModel, choose_base, open_base

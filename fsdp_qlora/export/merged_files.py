@@ -10,8 +10,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from ..json_input import read_object
 from ..loading import first_line
-from ..reading import read_object
 from .generation import stop_at_trained_ends
 
 # By name only: no weights, no code, nothing else that happens to lie in the folder.

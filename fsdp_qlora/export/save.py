@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from ..adapters import trainable_parameters
 from ..adapters.initial import for_original_base, saved_config, taken_out
 from ..adapters.whole import for_both_ends, peft_names, saved_names
+from ..atomic_files import complete_folder, remove_folder, replace_folder, scratch_of
+from ..config import RunConfig
 from ..dist import full_tensor, local_rows, main_only, ranks_from_env, split_as
-from ..folders import complete_folder, remove_folder, replace_folder, scratch_of
 from ..model.blocks import own_weights
 from ..model.conv1d import transposed_weights
 from ..model.experts import stacked_weights
@@ -33,6 +34,12 @@ SHARD_BYTES = 5 * 10**9  # transformers' default size of one file
 
 
 RUN_FILE = "fsdp_qlora.json"  # beside the weights: the settings they were trained with
+
+
+def weights_folder(config: RunConfig, suffix: str = "") -> Path:
+    """Where trained weights go: adapter or model, and the suffix."""
+    kind = "adapter" if config.has_lora else "model"
+    return Path(config.output_dir) / f"{kind}{suffix}"
 
 
 def save_trained(

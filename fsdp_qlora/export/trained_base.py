@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..adapters.initial import Start, low_rank_rows
+from ..json_input import from_json, read_object
 from ..quantization.absmax import ABSMAX_DTYPES
 from ..quantization.formats import FORMATS, dequantize_rows, quantize_rows
-from ..reading import from_json, read_object
 from .adapter_folder import AdapterFolder, Delta
 from .save import RUN_FILE
 

@@ -23,8 +23,8 @@ from bitsandbytes.functional import (
 from torch import Tensor
 from transformers import BitsAndBytesConfig
 
+from ..json_input import from_json
 from ..quantization.fourbit import BLOCKSIZE
-from ..reading import from_json
 from .weight_files import Checkpoint, reason_of
 
 STATE = re.compile(r"(?P<weight>.+)\.quant_state\.bitsandbytes__(?P<quant_type>nf4|fp4)")

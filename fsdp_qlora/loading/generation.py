@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import nn
 from transformers import GenerationConfig
 
-from ..reading import read_object
+from ..json_input import read_object
 
 GENERATION_FILE = "generation_config.json"
 

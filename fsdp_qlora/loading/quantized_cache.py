@@ -28,7 +28,7 @@ from ..dist import (
     ranks_from_env,
     sum_over_ranks,
 )
-from ..places import check_folder
+from ..writable import check_folder
 from .content import stat_of
 from .stream import Piece, rank_pieces
 from .weight_files import STORED_DTYPES, Checkpoint, Stored, fingerprint, first_line, read_header

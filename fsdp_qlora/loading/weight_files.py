@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..reading import from_json
+from ..json_input import from_json
 from .content import ContentHash
 
 STORED_DTYPES = {

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..reading import from_json
+from ..json_input import from_json
 
 _SHOWN_OF_ANSWER = 70  # characters, in a line
 

@@ -25,8 +25,8 @@ from .metrics import (
     StepMetrics,
     mean_of,
 )
-from .pace import Pace
 from .sinks import Sink
+from .throughput import Pace
 
 
 class RunLog:

@@ -1,6 +1,6 @@
 """A run as one HTML page, made of its metrics.jsonl; nothing is loaded from elsewhere. No torch.
 
-Modules, each importing only from those before it: story, charts, page.
+Modules, each importing only from those before it: run_history, charts, page.
 """
 
 from .page import write_report

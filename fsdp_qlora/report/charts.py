@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from html import escape
 
-from .story import thinned
+from .run_history import thinned
 
 WIDE, _HIGH = 1000, 400  # of the drawing's own coordinates
 

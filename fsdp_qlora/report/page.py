@@ -15,7 +15,7 @@ from ..config.settings import default_of, shown
 from ..estimate.report import duration
 from ..redact import redact, without_folders
 from .charts import Series, chart, histogram, short
-from .story import Story, points_of, read_story, smoothed
+from .run_history import Story, points_of, read_story, smoothed
 
 _NO_GPU = "not measured: no GPU was used"
 

@@ -1,7 +1,9 @@
-"""A run: all that precedes the first step, a step, what stops a run and brings it back.
+"""A run, top down: what a rank does, the run it trains, the loop over steps, one step.
 
-    launch -> rank -> prepare -> trainer -> loop -> step
+    rank -> trainer -> loop -> step
 
-Modules, each importing only from those before it: signals, terminal, notice, rendezvous, launch, lock,
-prepare, sample, scaler, step, graphs, describe, steplog, frozen, faults, watchdog, loop, trainer, rank.
+lifecycle/ starts and stops it, preflight/ checks and reads what it needs before it begins.
+
+Modules, each importing only from those before it: loss_scaler, step, cuda_graphs, describe, step_log,
+loop, trainer, rank.
 """

@@ -18,9 +18,9 @@ from ..derived import attention
 from ..dist import print_main, ranks_from_env
 from ..export.card import run_record
 from ..observe.metrics import StartRecord, StepMetrics
-from ..observe.pace import dollars_per_hour, predicted
 from ..observe.runlog import now
-from .graphs import uses_graphs
+from ..observe.throughput import dollars_per_hour, predicted
+from .cuda_graphs import uses_graphs
 from .step import compute_device
 
 _WELL_FILLED = 0.8  # of the places of bins

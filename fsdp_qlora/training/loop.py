@@ -11,22 +11,22 @@ from ..config import RunConfig
 from ..config.settings import AUTO
 from ..data import Step, StepLoader, StreamLoader
 from ..dist import board, from_main, gather_over_ranks, print_main
-from ..export import save_trained
+from ..export import save_trained, weights_folder
+from ..lifecycle.agreement import Agreement
+from ..lifecycle.bad_steps import BadSteps, RollBack
+from ..lifecycle.frozen_weights import FrozenWeights
+from ..lifecycle.signals import StopRequested, StopSignals
+from ..lifecycle.watchdog import Watchdog
 from ..observe.memory_report import MemoryWatch
 from ..observe.metrics import CheckpointMetrics, SkippedMetrics, StepMetrics
-from ..observe.pace import arithmetic
 from ..observe.profiling import step_profiler
 from ..observe.runlog import RunLog
 from ..observe.samples import Answerer
+from ..observe.throughput import arithmetic
+from .cuda_graphs import GraphedMicroBatches, micro_batch_runner
 from .describe import first_step_line
-from .faults import Agreement, BadSteps, RollBack
-from .frozen import FrozenWeights
-from .graphs import GraphedMicroBatches, micro_batch_runner
-from .prepare import weights_folder
-from .signals import StopRequested, StopSignals
 from .step import train_step
-from .steplog import LaggedLog
-from .watchdog import Watchdog
+from .step_log import LaggedLog
 
 LAST_WAIT_SECONDS = (
     10  # for a checkpoint under way at an error: a rank that is gone is never heard of

@@ -13,20 +13,13 @@ from ..config.without_effect import warnings_of
 from ..dist import print_main, process_group, rank_device, ranks_from_env
 from ..estimate import padding_line
 from ..export import trained_bytes
+from ..lifecycle.lock import sole_run_in
+from ..lifecycle.signals import StopSignals
 from ..observe.trackers import check_trackers
-from .graphs import check_graphs
-from .lock import sole_run_in
-from .prepare import (
-    RunData,
-    check_device,
-    check_layout,
-    check_places,
-    check_rows,
-    load_data,
-    run_tokenizer,
-)
-from .sample import lengths_of
-from .signals import StopSignals
+from ..preflight.checks import check_device, check_layout, check_places, check_rows
+from ..preflight.run_data import RunData, load_data, run_tokenizer
+from ..preflight.sampled_lengths import lengths_of
+from .cuda_graphs import check_graphs
 from .trainer import train
 
 

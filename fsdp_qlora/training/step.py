@@ -23,7 +23,7 @@ from ..data import num_trained_tokens, on_device
 from ..dist import sum_over_ranks
 from ..sharding import is_sharded, set_gradient_sync
 from ..sharding.prefetch import set_last_micro_batch
-from .scaler import LossScaler
+from .loss_scaler import LossScaler
 
 _BORDERS = {"cu_seq_lens_q", "cu_seq_lens_k"}
 ForwardBackward = Callable[[nn.Module, dict, float, Tensor | None], Tensor]
@@ -73,7 +73,7 @@ def train_step(
     whose loss or gradient is not finite, on every rank, for both are sums over ranks. Raises ValueError
     for an optimizer that holds none of the weights that are trained. With a `scaler`
     the loss is scaled for the backward, and the norm is that of the gradients themselves.
-    `forward_backward` may be another way to compute a micro-batch (graphs.py).
+    `forward_backward` may be another way to compute a micro-batch (cuda_graphs.py).
     """
     trained, tokens = (agree or sum_over_ranks)(
         sum(num_trained_tokens(b) for b in micro_batches),

@@ -44,22 +44,21 @@ from ..data.lengths import longest_row as longest_of
 from ..data.loader import run_widths
 from ..derived import compiles, with_choices
 from ..dist import from_main, gather_over_ranks, print_main, ranks_from_env
-from ..export import save_trained
+from ..export import save_trained, weights_folder
+from ..lifecycle.signals import StopSignals
 from ..observe.evaluate import Evaluator
-from ..observe.loss_picture import plot_loss
+from ..observe.loss_plot import plot_loss
 from ..observe.metrics import DataRecord, StartRecord, StepMetrics
-from ..observe.pace import Pace
 from ..observe.runlog import RunLog
 from ..observe.samples import Answerer, choose_prompts
 from ..observe.sinks import Sink, terminal
+from ..observe.throughput import Pace
 from ..observe.trackers import open_trackers
 from ..optim import build_optimizer, build_scheduler
 from ..redact import redact_all
 from .describe import about_data, compilations_line, describe, record_beside_weights, start_record
 from .loop import Training
-from .prepare import weights_folder
-from .scaler import LossScaler
-from .signals import StopSignals
+from .loss_scaler import LossScaler
 from .step import seed_everything
 
 

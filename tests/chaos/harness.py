@@ -37,7 +37,7 @@ PHASES = {
     "verify": "fsdp_qlora.checkpoint.tensors.read_back",
     "manifest": "fsdp_qlora.checkpoint.folder.write_text",
     "rename": "fsdp_qlora.checkpoint.folder.Path.rename",
-    "prune": "fsdp_qlora.folders.shutil.rmtree",
+    "prune": "fsdp_qlora.atomic_files.shutil.rmtree",
     "forward": "fsdp_qlora.adapters.lora.LoraLinear.forward",
     "optimizer": "fsdp_qlora.training.step.step_if",
     "save": "fsdp_qlora.training.loop.save_trained",

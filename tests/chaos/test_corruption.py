@@ -21,8 +21,8 @@ import torch
 
 from fsdp_qlora.checkpoint.folder import all_checkpoints, fault_of, newest_whole, read_run
 from fsdp_qlora.checkpoint.resume import kept_metrics
-from fsdp_qlora.observe.pace import Pace
 from fsdp_qlora.observe.runlog import RunLog
+from fsdp_qlora.observe.throughput import Pace
 from tests.distributed.test_resume import run_once, settings
 from tests.ranks import run_ranks
 from tests.tokenizers import save_chat_model

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from fsdp_qlora.meeting import Board
-from fsdp_qlora.training.signals import StopRequested
-from fsdp_qlora.training.watchdog import EXIT_STALLED, GONE_LOOKS, Watchdog, verdict
+from fsdp_qlora.lifecycle.signals import StopRequested
+from fsdp_qlora.lifecycle.watchdog import EXIT_STALLED, GONE_LOOKS, Watchdog, verdict
+from fsdp_qlora.rank_store import Board
 from tests.chaos.harness import WORLD, Hit, command, make_inputs
 
 PHASES = ("step", "eval", "stage", "forward", "optimizer")

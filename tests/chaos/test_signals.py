@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_qlora.checkpoint.folder import all_checkpoints, fault_of, read_run
-from fsdp_qlora.training.signals import EXIT_STOPPED
+from fsdp_qlora.lifecycle.signals import EXIT_STOPPED
 from tests.chaos.harness import STEPS, Hit, command, make_inputs, outcome
 
 PHASES = ("tokenize", "restore", "load", "step", "eval", "stage", "write", "save")

@@ -98,7 +98,7 @@ def test_a_vocabulary_with_rows_to_spare_keeps_its_size(tmp_path):
 
 
 def test_tokens_come_from_a_file_and_none_new_is_refused(folder, tmp_path):
-    from fsdp_qlora.training.prepare import run_tokenizer
+    from fsdp_qlora.preflight.run_data import run_tokenizer
 
     (tmp_path / "tokens.txt").write_text("<a,b>\n\n<c>\n<c>\n")
     config = RunConfig(model_name=folder, added_tokens=str(tmp_path / "tokens.txt"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp_qlora.training.frozen import FrozenWeights, bit_sum
+from fsdp_qlora.lifecycle.frozen_weights import FrozenWeights, bit_sum
 from tests.distributed.test_resume import run_once, settings
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny

@@ -87,8 +87,8 @@ def train_each(
     import torch.distributed as dist
 
     from fsdp_qlora.data import StepLoader, StreamLoader, open_source, tokenize_rows
+    from fsdp_qlora.preflight.run_data import run_tokenizer
     from fsdp_qlora.training import trainer
-    from fsdp_qlora.training.prepare import run_tokenizer
 
     trainer.plot_loss = lambda *_: False
     seen, results = [], {}

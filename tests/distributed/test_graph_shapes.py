@@ -18,7 +18,7 @@ def filled_and_not(folder: str) -> dict:
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.data import collate, collate_packed
     from fsdp_qlora.dist import full_tensor, ranks_from_env
-    from fsdp_qlora.training.graphs import as_large_as_any, shape_of, uses_graphs
+    from fsdp_qlora.training.cuda_graphs import as_large_as_any, shape_of, uses_graphs
     from fsdp_qlora.training.step import run_micro_batch
 
     rank, found = ranks_from_env().rank, {}

@@ -46,7 +46,7 @@ def rank_main(host: str, env: dict[str, str], argvs: list[list[str]], log: str):
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
     from fsdp_qlora.cli import main
-    from fsdp_qlora.training import watchdog
+    from fsdp_qlora.lifecycle import watchdog
 
     watchdog.WITHOUT_STORE_SECONDS = 5
     code = next(filter(None, map(main, argvs)), 0)

@@ -62,7 +62,7 @@ def train_cases(folder: str, cases: list[dict]) -> list[dict]:
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.dist import full_tensor
     from fsdp_qlora.optim import build_optimizer
-    from fsdp_qlora.training.scaler import LossScaler
+    from fsdp_qlora.training.loss_scaler import LossScaler
     from fsdp_qlora.training.step import train_step
 
     results, rank, world = [], dist.get_rank(), dist.get_world_size()
@@ -174,7 +174,7 @@ def test_an_overflow_on_one_rank_is_skipped_on_all_and_halves_the_scale_as_torch
 
 
 def test_the_scale_grows_and_falls_as_torchs():
-    from fsdp_qlora.training.scaler import LEAST_SCALE, LossScaler
+    from fsdp_qlora.training.loss_scaler import LEAST_SCALE, LossScaler
 
     ours = LossScaler(torch.device("cpu"), 8.0, growth_steps=3)
     p = torch.nn.Parameter(torch.zeros(1))
@@ -208,8 +208,8 @@ def test_overflows_are_skipped_and_logged_but_do_not_end_a_run(tmp_path):
 
 
 def test_gradients_that_are_bad_at_any_scale_end_the_run():
+    from fsdp_qlora.lifecycle.bad_steps import BadSteps
     from fsdp_qlora.observe.metrics import StepMetrics
-    from fsdp_qlora.training.faults import BadSteps
 
     def step(number, loss_scale, loss=1.0):
         return StepMetrics(number, loss, 0.1, torch.inf, 1, 1, 1.0, 1.0, 0.0, loss_scale=loss_scale)

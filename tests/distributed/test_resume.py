@@ -77,8 +77,8 @@ def run_once(
     """Train; the trained tokens that this rank saw in each step. Raises Killed in step `stop_at`."""
     from fsdp_qlora.data import tokenize_rows
     from fsdp_qlora.dist import rank_device
+    from fsdp_qlora.preflight.run_data import run_tokenizer
     from fsdp_qlora.training import loop, trainer
-    from fsdp_qlora.training.prepare import run_tokenizer
 
     seen, train_step = [], loop.train_step
 
@@ -704,8 +704,8 @@ def stopped_runs(folder: str, out: str, cases: list[tuple]) -> list[tuple[str, l
     import torch.distributed as dist
 
     from fsdp_qlora.checkpoint import writer
+    from fsdp_qlora.lifecycle.signals import StopRequested, StopSignals
     from fsdp_qlora.training.loop import Training
-    from fsdp_qlora.training.signals import StopRequested, StopSignals
 
     write_part, after_step = writer.write_part, Training.after_step
     found, is_told = [], dist.get_rank() == 1

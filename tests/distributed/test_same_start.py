@@ -16,8 +16,8 @@ def refusals(folder: str, other: str, out: str) -> list[str]:
     import torch.distributed as dist
 
     from fsdp_qlora.data import tokenize_rows
+    from fsdp_qlora.preflight.run_data import run_tokenizer
     from fsdp_qlora.training import trainer
-    from fsdp_qlora.training.prepare import run_tokenizer
 
     config, tokenizer = settings(folder, out, max_steps=1), run_tokenizer(settings(folder, out))
     odd = dist.get_rank() == 2

@@ -25,9 +25,9 @@ from safetensors.torch import load_file
 
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import free_port
-from fsdp_qlora.training.launch import how_to_launch
-from fsdp_qlora.training.signals import STOP_SIGNALS, StopSignals
-from fsdp_qlora.training.terminal import outlive_terminal
+from fsdp_qlora.lifecycle.closed_terminal import outlive_terminal
+from fsdp_qlora.lifecycle.launcher import how_to_launch
+from fsdp_qlora.lifecycle.signals import STOP_SIGNALS, StopSignals
 from tests.patience import patience
 from tests.ranks import run_ranks
 from tests.tiny import padded_batch, tiny_rows
@@ -219,7 +219,7 @@ def test_a_run_under_nohup_outlives_its_terminal_and_is_stopped_as_ever(folder, 
 
 
 def test_a_second_ctrl_c_ends_a_run_at_once(monkeypatch):
-    monkeypatch.setattr("fsdp_qlora.training.signals.SAME_SECONDS", 0)
+    monkeypatch.setattr("fsdp_qlora.lifecycle.signals.SAME_SECONDS", 0)
     before = {s: signal.getsignal(s) for s in (*STOP_SIGNALS, signal.SIGINT)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -241,8 +241,8 @@ def test_a_second_ctrl_c_ends_a_run_at_once(monkeypatch):
 STOPPED = """
 import sys, time
 from torch.distributed import TCPStore
-from fsdp_qlora.meeting import Board
-from fsdp_qlora.training import signals, watchdog
+from fsdp_qlora.rank_store import Board
+from fsdp_qlora.lifecycle import signals, watchdog
 signals.LOOK_SECONDS, watchdog.GONE_LOOKS = 0, 10**9
 store = TCPStore("localhost", 0, 1, True, wait_for_workers=False)
 mine, other = (watchdog.Watchdog(Board(store, rank, 2), 60) for rank in range(2))
@@ -265,8 +265,8 @@ WATCHED = """
 import atexit, os, signal, sys, time
 from torch.distributed import TCPStore
 from fsdp_qlora import cli
-from fsdp_qlora.meeting import Board
-from fsdp_qlora.training import watchdog
+from fsdp_qlora.rank_store import Board
+from fsdp_qlora.lifecycle import watchdog
 port, other = map(int, sys.argv[1:])
 def stalled(argv):
     mine = watchdog.Watchdog(Board(TCPStore("localhost", port), 0, 2), 0.1)
@@ -351,7 +351,7 @@ def test_a_stop_may_save_for_as_long_as_it_is_given_and_its_launcher_waits(folde
 FAILS_AMID_A_WRITE = """
 import sys, time, types
 import torch
-from fsdp_qlora import cli, meeting
+from fsdp_qlora import cli, rank_store
 from fsdp_qlora.checkpoint import writer
 from fsdp_qlora.training import loop
 def failing(self):
@@ -362,8 +362,8 @@ def endless(*_):
 loop.LAST_WAIT_SECONDS, writer.END_SECONDS, loop.Training.after_step = 0.2, 1, failing
 if sys.argv.pop() == "disk": writer.write_part = endless
 else:  # rank 0 asks the store again and again for a word that never comes
-    meeting.time = types.SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: None)
-    meeting.Board.post = lambda *_: None
+    rank_store.time = types.SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: None)
+    rank_store.Board.post = lambda *_: None
 sys.exit(cli.main(sys.argv[1:]))
 """
 
@@ -470,7 +470,7 @@ def test_an_output_folder_that_is_a_file_is_refused_before_training(
         (
             "has 1 kB free, and the result takes",
             (
-                "fsdp_qlora.places.shutil.disk_usage",
+                "fsdp_qlora.writable.shutil.disk_usage",
                 lambda _: SimpleNamespace(total=10**9, free=1000),
             ),
         ),

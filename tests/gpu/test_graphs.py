@@ -89,8 +89,8 @@ def train_both_ways(folder: str, cases: dict = CASES) -> dict:
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.dist import full_tensor, rank_device
     from fsdp_qlora.optim import build_optimizer
-    from fsdp_qlora.training.graphs import micro_batch_runner
-    from fsdp_qlora.training.scaler import LossScaler
+    from fsdp_qlora.training.cuda_graphs import micro_batch_runner
+    from fsdp_qlora.training.loss_scaler import LossScaler
     from fsdp_qlora.training.step import seed_everything, train_step
 
     device, found = rank_device("cuda"), {}
@@ -196,7 +196,7 @@ class Waits(torch.nn.Module):
 
 
 def test_a_model_that_no_graph_can_hold_goes_on_without(capsys):
-    from fsdp_qlora.training.graphs import GraphedMicroBatches
+    from fsdp_qlora.training.cuda_graphs import GraphedMicroBatches
     from fsdp_qlora.training.step import run_micro_batch
 
     batch = dict(input_ids=torch.randn(4, 8, device="cuda"))

@@ -1,39 +1,14 @@
-"""What goes wrong while ranks train, and how all of them do the same about it.
+"""Steps whose loss or gradient is not a number, and what --on_bad_steps does about them.
 
-A signal or a full disk is seen by one rank. Each step begins with a sum of token counts over all
-ranks; what a rank has to tell is added to it, which costs nothing and makes every decision common.
-A loss or gradient that is not a number needs no telling: both are sums over ranks already.
+Loss and gradient norm are sums over all ranks, so every rank sees the same and decides the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from ..dist import sum_over_ranks
 from ..observe.metrics import StepMetrics
-from .signals import StopRequested
-
-
-class Agreement:
-    """Sums counts over ranks, and asks each rank its questions on the way.
-
-    questions: name -> a function that says yes on a rank that has something to tell. `heard` keeps
-    how many ranks said yes the last time. A yes to "stop" raises StopRequested on every rank. `mark`
-    is called first: this rank has come so far.
-    """
-
-    def __init__(self, mark: Callable[[], None] = lambda: None, **questions: Callable[[], bool]):
-        self.mark, self.questions, self.heard = mark, questions, dict.fromkeys(questions, 0)
-
-    def __call__(self, *counts: int) -> list[int]:
-        self.mark()
-        answers = [int(ask()) for ask in self.questions.values()]
-        sums = sum_over_ranks(*counts, *answers)
-        self.heard = dict(zip(self.questions, sums[len(counts) :], strict=True))
-        if self.heard.get("stop"):
-            raise StopRequested
-        return sums[: len(counts)]
 
 
 class RollBack(Exception):

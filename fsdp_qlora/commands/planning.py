@@ -18,7 +18,7 @@ from ..config import RunConfig
 from ..config.flags import given_settings, parse, parse_alone, typed_flags
 from ..config.settings import opt
 from ..config.without_effect import warnings_of
-from ..places import check_file
+from ..writable import check_file
 
 if TYPE_CHECKING:
     from ..estimate import Rows
@@ -126,7 +126,9 @@ def _asked_rows(
     if "dataset" not in given_settings(argv) or options.params is not None:
         return None
     try:
-        from ..training.sample import sampled_lengths  # needs torch, and nothing else here does
+        from ..preflight.sampled_lengths import (
+            sampled_lengths,  # needs torch, and nothing else here does
+        )
 
         rows, why = sampled_lengths(config)
     except ImportError as error:

@@ -6,7 +6,7 @@ import mmap
 
 import torch
 
-from fsdp_qlora.observe.peaks import Peaks, anonymous_bytes
+from fsdp_qlora.observe.peak_memory import Peaks, anonymous_bytes
 
 MIB = 2**20
 

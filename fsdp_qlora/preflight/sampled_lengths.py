@@ -24,7 +24,7 @@ from ..data.records import parse_row
 from ..data.sources import reservoir
 from ..loading import read_config
 from ..model.attention import check_packing
-from .prepare import RunData, num_samples, run_tokenizer
+from .run_data import RunData, num_samples, run_tokenizer
 
 LARGEST = 32  # records whose rows may be the longest
 

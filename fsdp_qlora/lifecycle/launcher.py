@@ -122,7 +122,7 @@ def how_to_launch(count: int, config: RunConfig) -> LaunchConfig:
     """
     from torch.distributed.launcher.api import LaunchConfig
 
-    from .rendezvous import ONE_MACHINE, register
+    from .local_rendezvous import ONE_MACHINE, register
 
     register()
     launch = LaunchConfig(

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from fsdp_qlora.meeting import MistakeElsewhere, Mistakes, meet, tell_mistake
+from fsdp_qlora.rank_store import MistakeElsewhere, Mistakes, meet, tell_mistake
 from tests.patience import patience
 
 SOON = timedelta(seconds=patience(20))

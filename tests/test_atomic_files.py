@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_qlora import folders
+from fsdp_qlora import atomic_files
+from fsdp_qlora.atomic_files import complete_folder, replace_folder
 from fsdp_qlora.checkpoint.folder import (
     all_checkpoints,
     fault_of,
@@ -19,7 +20,6 @@ from fsdp_qlora.checkpoint.folder import (
     set_aside,
     step_folder,
 )
-from fsdp_qlora.folders import complete_folder, replace_folder
 
 
 def tree(folder: Path) -> dict[str, str]:
@@ -100,7 +100,7 @@ def test_a_link_to_another_disk_stays_and_is_written_behind(tmp_path):
 
 def test_every_file_is_on_the_disk_before_its_folder_has_its_name(tmp_path, monkeypatch):
     folder, events, rename = tmp_path / "adapter", [], Path.rename
-    monkeypatch.setattr(folders, "sync", lambda path: events.append(path.name))
+    monkeypatch.setattr(atomic_files, "sync", lambda path: events.append(path.name))
     monkeypatch.setattr(
         Path, "rename", lambda self, to: (events.append("rename"), rename(self, to))[1]
     )

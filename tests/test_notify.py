@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fsdp_qlora.cli import main
-from fsdp_qlora.training.notice import told_at_end
-from fsdp_qlora.training.signals import StopRequested
+from fsdp_qlora.lifecycle.notify import told_at_end
+from fsdp_qlora.lifecycle.signals import StopRequested
 from tests.patience import patience
 
 from .test_dryrun import folder  # noqa: F401  a model, rows and a recipe
@@ -55,9 +55,9 @@ def test_a_command_that_fails_warns_and_changes_nothing(capfd):
 
 ENDS_AT_ONCE = """
 import os, signal, sys, time
-from fsdp_qlora.training import watchdog
-from fsdp_qlora.training.notice import told_at_end
-from fsdp_qlora.training.signals import StopRequested, StopSignals
+from fsdp_qlora.lifecycle import watchdog
+from fsdp_qlora.lifecycle.notify import told_at_end
+from fsdp_qlora.lifecycle.signals import StopRequested, StopSignals
 case, command = sys.argv[1:]
 with StopSignals(grace_seconds=0.5 if case == "not saved" else 1.5) as stop, \\
         told_at_end(command, "out", stop.seconds_left):
@@ -104,7 +104,7 @@ def test_a_command_outlives_what_ends_the_run_at_once(tmp_path, case, code, told
 
 
 def test_a_command_without_end_is_ended_with_all_it_started(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("fsdp_qlora.training.notice.PATIENCE_S", 0.5)
+    monkeypatch.setattr("fsdp_qlora.lifecycle.notify.PATIENCE_S", 0.5)
     with told_at_end(f"(sleep 600; true) & echo $! > {tmp_path}/process; wait", "out"):
         pass
     assert "the command of --on_end failed: no end within 0.5 s" in capfd.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isfinite
 from pathlib import Path
 
-from ..report.story import smoothed
+from ..report.run_history import smoothed
 from .metrics import EvalMetrics, StepMetrics
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from ..reading import from_json
+from ..json_input import from_json
 
 
 @dataclass

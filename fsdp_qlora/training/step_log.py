@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from ..observe.clock import mark, seconds_between
 from ..observe.compilations import compiled_graphs
+from ..observe.device_timer import mark, seconds_between
 from ..observe.metrics import StepMetrics
-from ..observe.pace import Arithmetic
 from ..observe.runlog import RunLog
+from ..observe.throughput import Arithmetic
 from .step import StepResult
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..reading import from_json
+from ..json_input import from_json
 
 LOCK = ".fsdp_qlora.lock"
 

@@ -1,0 +1,77 @@
+"""Refuse what a run can't do before any work is done: its device, folders, layout and rows.
+
+Each rank checks alone, so every rank ends with the same line and none waits for another.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from ..catalog.families import positions_of
+from ..config import RunConfig, block_policies
+from ..dist import ranks_from_env, resolve_shard_group_size
+from ..export import weights_folder
+from ..memory.tiles import check_mlps
+from ..model.blocks import decoder_blocks
+from ..writable import check_folder
+from .run_data import RunData
+
+
+def check_device(config: RunConfig, device: torch.device):
+    """Refuse a precision that the device does not have."""
+    if device.type != "cuda" or config.product_dtype != "bf16":
+        return
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ValueError(
+            f"--precision {config.precision}: {torch.cuda.get_device_name(device)} has "
+            "no bf16 arithmetic; use --precision fp16_autocast or fp32"
+        )
+
+
+def check_places(config: RunConfig, size: int = 0):
+    """Refuse folders that can't be written to, or not `size` bytes of weights, before any work."""
+    check_folder("output_dir", weights_folder(config), size, "the result", given=config.output_dir)
+    for flag in (
+        "data_cache",
+        "quantized_cache",
+        *(["profiling_output"] if config.profile else []),
+    ):
+        if getattr(config, flag):
+            check_folder(flag, getattr(config, flag))
+
+
+def check_layout(config: RunConfig, model: nn.Module):
+    """Refuse what these blocks, or this number of ranks, can't be cut up by.
+
+    Before an earlier run makes room for this one; `build_model` would come too late.
+    """
+    if config.activation_budget_gib is None:
+        block_policies(config.activation_policy, len(decoder_blocks(model)))
+    check_mlps(model, config.mlp_tiles)
+    if config.sharding_strategy.startswith("hybrid"):
+        resolve_shard_group_size(
+            config.shard_group_size, ranks_from_env(), config.sharding_strategy
+        )
+
+
+def check_rows(config: RunConfig, data: RunData, settings: PretrainedConfig):
+    """Refuse rows longer than the model's positions, which it was never trained at, and tokens that it
+    does not embed. settings: the model's, grown by what --added_tokens adds.
+    """
+    settings = settings.get_text_config()
+    positions = positions_of(
+        settings.to_dict()
+        | dict(max_position_embeddings=getattr(settings, "max_position_embeddings", None))
+    )  # by any name
+    found = [rows for rows in (data.rows, data.held_out) if rows is not None]
+    longest = max(int(rows.lengths.max(initial=0)) for rows in found)
+    if positions and longest > positions:
+        raise ValueError(
+            f"--context_length {config.context_length}: the data have rows of {longest} "
+            f"tokens, and the model has {positions} positions; with --context_length "
+            f"{positions} longer rows are cut"
+        )
+    for rows in found:
+        rows.check_vocab_size(settings.vocab_size)
