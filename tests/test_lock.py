@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -80,7 +81,7 @@ def test_without_locks_one_warning_says_so_and_the_run_goes_on(tmp_path, monkeyp
         pass
     assert capsys.readouterr().out == (
         f"warning: --output_dir {tmp_path}: its file system has no locks (Function not implemented), so "
-        "a second run there would not be noticed\n"
+        "nothing keeps a second run from writing there\n"
     )
     assert not list(tmp_path.iterdir())
 
@@ -90,3 +91,26 @@ def test_a_file_of_a_users_own_is_not_taken_for_the_lock(tmp_path):
     with sole_run_in(tmp_path):
         pass
     assert (tmp_path / ".lock").read_text() == "mine"
+
+
+def test_a_lock_held_on_another_machine_says_which_file_to_delete_if_that_is_gone(tmp_path):
+    with held_by_another(tmp_path) as other:
+        holder = json.loads((tmp_path / LOCK).read_text())
+        (tmp_path / LOCK).write_text(json.dumps(holder | dict(host="node-7")))
+        with pytest.raises(ValueError) as caught, sole_run_in(tmp_path):
+            pass
+        told = str(caught.value)
+        assert f"process {other.pid} on node-7" in told
+        assert told.endswith(f"or delete {tmp_path / LOCK} if that machine is gone")
+        (tmp_path / LOCK).unlink()
+        with sole_run_in(tmp_path):
+            assert str(os.getpid()) in (tmp_path / LOCK).read_text()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"pid": 1}', "\x00\xff"])
+def test_a_held_lock_with_any_content_is_one_line(tmp_path, content):
+    with held_by_another(tmp_path):
+        (tmp_path / LOCK).write_text(content, encoding="latin-1")
+        with pytest.raises(ValueError, match="--output_dir .*: another run writes there; stop it"):
+            with sole_run_in(tmp_path):
+                pass
