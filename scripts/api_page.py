@@ -155,6 +155,6 @@ def _argument(arg: ast.arg, default: ast.expr | None = None) -> str:
     typed = f"{arg.arg}: {ast.unparse(arg.annotation)}" if arg.annotation else arg.arg
     if default is None:
         return typed
-    return (
-        f"{typed} = {ast.unparse(default)}" if arg.annotation else f"{typed}={ast.unparse(default)}"
-    )
+    value = ast.unparse(default)
+    shown = "..." if value.startswith("_") else value  # a private name, as .pyi files show it
+    return f"{typed} = {shown}" if arg.annotation else f"{typed}={shown}"

@@ -379,3 +379,15 @@ def test_every_figure_that_the_readme_opens_with_is_measured():
     versions = figures("Unsloth 2026.10.9, TRL 1.15, Llama-3.1")
     assert len(figures(opening)) > 25
     assert not figures(opening) - known - versions
+
+
+def test_what_contributing_says_of_the_layout_is_so():
+    """Every package in the order of imports, and every file that it names."""
+    from .test_layout import ORDER
+
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    table = page.partition("| package | what |")[2].partition("\n\n")[0]
+    cells = [line.split("|")[1] for line in table.splitlines()[2:]]
+    assert [name for cell in cells for name in re.findall(r"`(\w+)`", cell)] == ORDER
+    for path in re.findall(r"`([\w/]+\.py)`", page):
+        assert (ROOT / path).exists() or (ROOT / "fsdp_qlora" / path).exists(), path
