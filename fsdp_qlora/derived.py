@@ -18,12 +18,12 @@ from .adapters import lora_config
 from .adapters.initial import Start
 from .catalog.arch import ModelShape, shape_from_config
 from .catalog.llama_pro import Expansion, expanded_shape, expansion_of
+from .choices import OPTIMIZERS
 from .config import AUTO, RunConfig
 from .config.run import check_kept_stay
 from .dist import print_main, ranks_from_env
 from .estimate import Setup, choose_policies, keeps_fp8_weights, memory, setup_from_config
 from .estimate.policies import SPARE_SHARE, choose_tiles
-from .estimate.setup import OPTIMIZER_STATES, STATE_BYTES
 from .loading import DTYPES, read_config
 from .loading.llama_pro import expanded_config
 from .loading.tokens import grow_vocabulary, load_tokenizer
@@ -182,9 +182,7 @@ def weights_on_host(config: RunConfig, model: nn.Module, device: torch.device) -
 
 def training_bytes(config: RunConfig, model: nn.Module) -> float:
     """Bytes of a rank's trained weights, their gradients and optimizer states."""
-    states = OPTIMIZER_STATES[config.optimizer]
+    optimizer = OPTIMIZERS[config.optimizer]
     bytes_of = [(p.numel(), p.element_size()) for p in model.parameters() if p.requires_grad]
-    whole = sum(
-        n * (2 * size + states * STATE_BYTES.get(config.optimizer, size)) for n, size in bytes_of
-    )
+    whole = sum(n * (2 * size + optimizer.state_bytes(size)) for n, size in bytes_of)
     return whole / setup_from_config(config, ranks_from_env().world_size).shard_ranks

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fsdp_qlora.catalog.arch import model_shape
 from fsdp_qlora.catalog.hardware import find_gpu
 from fsdp_qlora.catalog.machine import Machine
+from fsdp_qlora.choices import STRATEGIES
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.config.options import STRATEGY_NAMES
 from fsdp_qlora.estimate import estimate
 
 BEGIN, END = "<!-- made by scripts/make_reference.py -->\n", "<!-- end -->\n"
@@ -33,7 +33,7 @@ def table(model: str) -> str:
         f"| strategy | GiB per GPU | s/step, free link | GB/s needed | {rates} |",
         "|---|---|---|---|" + "---|" * len(SHOWN),
     ]
-    for name in STRATEGY_NAMES:
+    for name in STRATEGIES:
         free = asked(model, name, NO_COST)
         steps = " | ".join(f"{asked(model, name, rate).step.total:.1f}" for rate in SHOWN)
         lines.append(

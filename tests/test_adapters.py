@@ -30,8 +30,8 @@ from fsdp_qlora.adapters import (
 from fsdp_qlora.adapters.dropout import drop_inputs, dropped
 from fsdp_qlora.adapters.fusion import SharedInputs
 from fsdp_qlora.adapters.lora_ops import adapted_inputs, adapted_linear, adapted_linear_backward
+from fsdp_qlora.choices import POLICIES
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.config.options import ACTIVATION_POLICIES
 from fsdp_qlora.dist import process_group
 from fsdp_qlora.export.save import save_adapter
 from fsdp_qlora.loading import materialize, meta_model
@@ -542,7 +542,7 @@ def as_compiled(graphs: list):
 
 
 @pytest.mark.parametrize(
-    "dropout, policy", [(0.0, "keep_all"), *((0.1, policy) for policy in ACTIVATION_POLICIES)]
+    "dropout, policy", [(0.0, "keep_all"), *((0.1, policy) for policy in POLICIES)]
 )
 def test_a_compiled_block_has_no_graph_break_and_equal_results(folder, dropout, policy):
     """Also of a second length, by a graph for any, and where two forwards come before their backwards.

@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.build import compile_blocks
-from fsdp_qlora.config.options import ACTIVATION_POLICIES
+from fsdp_qlora.choices import POLICIES
 from fsdp_qlora.estimate import GIB, kept_by_block, memory, saved_by_block
 from fsdp_qlora.memory import activations
 from fsdp_qlora.model.blocks import base_model, decoder_blocks, final_norm
@@ -111,7 +111,7 @@ def test_saved_activations_are_those_that_autograd_saves(known, changes, monkeyp
     assert saved_by_block(shape, setup) == pytest.approx(traced, rel=within)
 
 
-@pytest.mark.parametrize("policy", [p for p in ACTIVATION_POLICIES if p != "keep_all"])
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p != "keep_all"])
 @pytest.mark.parametrize(
     "known,changes",
     [
@@ -156,9 +156,7 @@ def test_what_policies_keep_of_a_block_by_hand():
 @pytest.mark.parametrize("strategy", ["ddp", "full_shard", "shard_grad_op"])
 def test_each_policy_that_keeps_more_takes_more(compiled, strategy):
     setup = replace(PRODUCT, compile=compiled, strategy=strategy, world_size=2)
-    peaks = [
-        memory(LLAMA_8B, setup, activation_policy=p).peak_allocated for p in ACTIVATION_POLICIES
-    ]
+    peaks = [memory(LLAMA_8B, setup, activation_policy=p).peak_allocated for p in POLICIES]
     assert peaks == sorted(peaks) and len(set(peaks)) == 4
 
 

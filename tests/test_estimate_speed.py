@@ -6,8 +6,8 @@ import pytest
 
 from fsdp_qlora.catalog.arch import model_shape
 from fsdp_qlora.catalog.hardware import find_gpu
+from fsdp_qlora.choices import POLICIES
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.config.options import ACTIVATION_POLICIES
 from fsdp_qlora.estimate import (
     GIB,
     constants,
@@ -121,7 +121,7 @@ def test_each_policy_that_keeps_more_is_faster(shape, compiled):
         step_seconds(
             shape, H100, PRODUCT, batch_size=4, compile=compiled, activation_policy=p
         ).total
-        for p in ACTIVATION_POLICIES
+        for p in POLICIES
     ]
     assert seconds == sorted(seconds, reverse=True) and len(set(seconds)) == 4
 

@@ -17,6 +17,7 @@ ORDER = [
     "writable",
     "atomic_files",
     "hub",
+    "choices",
     "config",
     "catalog",
     "estimate",

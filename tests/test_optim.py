@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
 from torch import nn
 
-from fsdp_qlora.config.options import OPTIMIZER_NAMES
+from fsdp_qlora.choices import OPTIMIZERS
 from fsdp_qlora.optim import build_optimizer, build_scheduler, lr_share
 
 PEAK = 0.5
@@ -100,7 +100,7 @@ def test_each_name_steps_as_torchs_optimizer_and_leaves_frozen_weights(name, ref
     assert len(optimizer.param_groups[0]["params"]) == 4
 
 
-@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_states_are_there_before_the_first_step_and_nothing_else_has_changed(name):
     def sizes(optimizer):
         return {p: {k: (v.shape, v.dtype) for k, v in optimizer.state[p].items()} for p in weights}
@@ -120,7 +120,7 @@ def test_states_are_there_before_the_first_step_and_nothing_else_has_changed(nam
 
 
 def test_an_unknown_optimizer_is_refused_with_the_choices():
-    with pytest.raises(ValueError, match=f"--optimizer lion: choose {', '.join(OPTIMIZER_NAMES)}"):
+    with pytest.raises(ValueError, match=f"--optimizer lion: choose {', '.join(OPTIMIZERS)}"):
         build_optimizer(nn.Linear(2, 2), "lion")
 
 

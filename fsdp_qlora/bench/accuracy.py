@@ -7,10 +7,10 @@ from statistics import median
 
 from ..catalog.arch import ModelShape, model_shape
 from ..catalog.hardware import Gpu, find_gpu
+from ..choices import OPTIMIZERS
 from ..config.options import OLD_ALL_TARGETS
 from ..estimate import Memory, Peak, Setup, StepTime, memory, step_seconds
 from ..estimate.constants import CONTEXT_GIB, NCCL_GIB
-from ..estimate.setup import STATE_BYTES
 from .row import Row
 
 # Rows that constants were set on (scripts/fit_constants.py): they say nothing about accuracy, nor does
@@ -120,7 +120,7 @@ class Compared:
             or self.row.commit in _OLD_PRODUCTS
             and products
             or self.row.commit in _OLD_OPTIMIZERS
-            and self.row.optimizer in STATE_BYTES
+            and OPTIMIZERS[self.row.optimizer].updates_together
         )
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ..choices import OPTIMIZERS
 from ..config import RunConfig, plan_batches
 from ..data import collate_packed
 from ..dist import ranks_from_env
@@ -78,9 +79,7 @@ def describe_run(config: RunConfig, name: str, layers: int, device: torch.device
 def state_dtype(config: RunConfig) -> str:
     """What the optimizer's states are stored in: by its name, else as the trained weights."""
     own = config.adapter_dtype if config.adapter != "none" else config.stored_dtype
-    return {"adamw_bf16": "bf16", "adamw_8bit": "int8", "adafactor": "fp32"}.get(
-        config.optimizer, own
-    )
+    return OPTIMIZERS[config.optimizer].state_dtype or own
 
 
 def this_device() -> torch.device:

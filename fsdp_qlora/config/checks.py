@@ -287,9 +287,9 @@ def _check_target_parameters(config):
 
 def _check_cpu_offload(config):
     """Shards are what is moved, and trained weights can stay only where frozen ones go."""
-    if config.sharding_strategy == "ddp" and config.use_cpu_offload:
+    if not config.strategy.shards and config.use_cpu_offload:
         raise ValueError(
-            "--use_cpu_offload moves shards to host memory and ddp has none; choose "
+            f"--use_cpu_offload moves shards to host memory and {config.sharding_strategy} has none; choose "
             "--sharding_strategy full_shard or shard_grad_op"
         )
     if config.use_cpu_offload and config.gather_once:

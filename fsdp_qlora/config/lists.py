@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .options import ACTIVATION_POLICIES
+from ..choices import POLICIES
 
 TERMINAL_FORMS = ("tqdm", "stdout", "jsonl")  # of --log_to; the rest are trackers
 
@@ -82,10 +82,9 @@ def block_policies(text: str, blocks: int) -> list[str]:
     policies: list[str] = []
     for part in text.split(","):
         name, _, count = part.strip().partition(":")
-        if name not in ACTIVATION_POLICIES:
+        if name not in POLICIES:
             raise ValueError(
-                f"--activation_policy {text}: {name!r} is not one of "
-                f"{', '.join(ACTIVATION_POLICIES)}"
+                f"--activation_policy {text}: {name!r} is not one of {', '.join(POLICIES)}"
             )
         if count and not count.isdecimal():
             raise ValueError(f"--activation_policy {text}: {count!r} is no number of blocks")

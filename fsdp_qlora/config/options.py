@@ -8,14 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..choices import OPTIMIZERS, POLICIES, STRATEGIES
 from .settings import AUTO, opt
-
-STRATEGY_NAMES = ("ddp", "shard_grad_op", "full_shard", "hybrid_shard_grad_op", "hybrid_full_shard")
-
-OPTIMIZER_NAMES = ("adamw", "adamw_bf16", "adamw_8bit", "adafactor", "adam", "sgd", "adadelta")
-
-ACTIVATION_POLICIES = ("recompute_all", "keep_attention", "keep_linears", "keep_all")
-TILED_POLICIES = ("recompute_all", "keep_attention")  # under which an MLP runs again in backward
 
 # Of a precision: what is stored, and what autocast multiplies in, if it is on.
 PRECISIONS = {
@@ -300,7 +294,7 @@ class ShardingOptions:
         "full_shard",
         "what is split over GPUs, and when it is gathered; auto "
         "= planned, with what else is not given, and confirmed by a probe",
-        choices=(*STRATEGY_NAMES, "auto"),
+        choices=(*STRATEGIES, "auto"),
     )
     shard_group_size: int = opt(
         AUTO,
@@ -334,8 +328,8 @@ class ShardingOptions:
     )
     activation_policy: str = opt(
         "auto",
-        "what each block keeps for the backward: recompute_all, keep_attention, "
-        "keep_linears, keep_all, or counts of each; auto = from --use_gradient_checkpointing",
+        f"what each block keeps for the backward: {', '.join(POLICIES)}, or counts of each; "
+        "auto = from --use_gradient_checkpointing",
         example="keep_linears:16,recompute_all:16",
     )
     activation_budget_gib: float | None = opt(
@@ -386,7 +380,7 @@ class OptimizerOptions:
         "adamw",
         "optimizer of the trained weights; adamw_bf16 and adamw_8bit have smaller states and "
         "round bf16 weights stochastically, for full fine-tuning",
-        choices=OPTIMIZER_NAMES,
+        choices=tuple(OPTIMIZERS),
     )
     lr: float = opt(1e-5, "peak learning rate")
     wd: float = opt(0.1, "weight decay of the adamw kinds")

@@ -12,6 +12,7 @@ from functools import cache
 from importlib import metadata
 from typing import Any
 
+from ..choices import STRATEGIES, Strategy
 from .checks import (
     check_choices,
     check_data_together,
@@ -104,6 +105,11 @@ class RunConfig(
     def quant_type(self) -> str:
         """The format of frozen weights with its number of bits, as `formats.FORMATS` names it."""
         return f"hqq{self.n_bits}" if self.quant == "hqq" else self.quant
+
+    @property
+    def strategy(self) -> Strategy:
+        """The facts of --sharding_strategy; while it is still to be planned, of its default."""
+        return STRATEGIES.get(self.sharding_strategy, STRATEGIES["full_shard"])
 
     @property
     def stored_dtype(self) -> str:
@@ -220,7 +226,7 @@ GROUPS = RunConfig.__bases__  # in the order in which help and pages show them
 
 def weights_stay(config: RunConfig, world_size: int) -> bool:
     """Whether every GPU holds the blocks' weights whole, and in one place."""
-    return (config.sharding_strategy == "ddp" or world_size == 1) and not config.use_cpu_offload
+    return (not config.strategy.shards or world_size == 1) and not config.use_cpu_offload
 
 
 def check_kept_stay(config: RunConfig, world_size: int):

@@ -64,6 +64,12 @@ def counted(number: int, unit: str) -> str:
     return f"{number:,} {unit}" + ("" if number == 1 else "s")
 
 
+def one_of(names: Iterable[str]) -> str:
+    """Names among which one is chosen: a, b or c."""
+    *most, last = names
+    return f"{', '.join(most)} or {last}" if most else last
+
+
 def title(group: type) -> str:
     """The title of a group of settings: the first line of its docstring."""
     return (group.__doc__ or group.__name__).splitlines()[0]

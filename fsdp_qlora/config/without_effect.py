@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..choices import OPTIMIZERS, POLICIES
+from ..choices.optimizers import names_where
 from .lists import TERMINAL_FORMS, policy_names
-from .options import ACTIVATION_POLICIES, TILED_POLICIES
-from .settings import AUTO, changed_settings, counted, parts_of
-
-_ROUNDED_STOCHASTICALLY = ("adamw_bf16", "adamw_8bit", "adafactor")
+from .settings import AUTO, changed_settings, counted, one_of, parts_of
 
 # Settings of the original script that change nothing here, with what does.
 _WITHOUT_EFFECT = {
@@ -86,15 +85,15 @@ def settings_without_effect(config) -> list[str]:
         warnings.append("--keep_fp8_weights has no effect: it belongs to --compute_dtype fp8")
     if config.use_trained_cpu_offload is not None and not config.use_cpu_offload:
         warnings.append("--use_trained_cpu_offload has no effect: it belongs to --use_cpu_offload")
-    whole = set(ACTIVATION_POLICIES) - set(TILED_POLICIES)
+    whole = {name for name, policy in POLICIES.items() if not policy.reruns_mlp}
     if config.mlp_tiles != 1 and policy_names(config) <= whole:
         warnings.append(
             f"--mlp_tiles has no effect: under {' and '.join(sorted(policy_names(config)))} "
             "no MLP is computed again"
         )
-    if config.sharding_strategy == "ddp":
+    if not config.strategy.shards:
         warnings += [
-            f"--{name} has no effect: ddp gathers nothing"
+            f"--{name} has no effect: {config.sharding_strategy} gathers nothing"
             for name in _OF_GATHERING
             if name in changed and name not in _unused_details(config)
         ]
@@ -117,7 +116,10 @@ def _unused_details(config) -> dict[str, str]:
     """Settings that say how another one works which is off in this run, with that other one."""
     others = {
         "warmup_share": ("--lr_scheduler linear or cosine", config.lr_scheduler != "constant"),
-        "wd": ("--optimizer adamw, adamw_bf16 or adamw_8bit", config.optimizer.startswith("adamw")),
+        "wd": (
+            f"--optimizer {one_of(names_where('decays'))}",
+            OPTIMIZERS[config.optimizer].decays,
+        ),
         "dataset_samples": (
             "--dataset alpaca_sample, dummy or orca_math",
             {config.dataset, config.eval_dataset} & {"alpaca_sample", "dummy", "orca_math"},
@@ -160,7 +162,7 @@ def _unused_details(config) -> dict[str, str]:
         "sample_tokens": ("--samples", config.samples or config.sample_prompts),
         "shard_group_size": (
             "the hybrid strategies",
-            config.sharding_strategy.startswith("hybrid"),
+            config.strategy.is_hybrid,
         ),
     }
     return {name: other for name, (other, is_on) in others.items() if not is_on}
@@ -174,11 +176,11 @@ def one_at_a_time(config) -> dict[str, str]:
         else config.global_batch_size // config.batch_size
     ) <= 1
     found = {}
-    if config.sharding_strategy == "ddp":
-        found["no_sync"] = "ddp reduces once a step in any case"
+    if not config.strategy.shards:
+        found["no_sync"] = f"{config.sharding_strategy} reduces once a step in any case"
     elif single:
         found["no_sync"] = "a step has one micro-batch; add --gradient_accumulation_steps"
-    if single and config.sharding_strategy.endswith("shard_grad_op"):
+    if single and config.strategy.reshard_after_forward is False:
         found["gather_once"] = "a step has one micro-batch, and shard_grad_op gathers once in it"
     ends = {True: {"recompute_all"}, False: {"keep_all"}}[config.use_gradient_checkpointing]
     if policy_names(config) not in (ends, {"auto"}):
@@ -196,7 +198,7 @@ def _log_shows_means(config) -> bool:
 def high_rates(config) -> list[str]:
     """A warning for a learning rate at which adapters are known to diverge."""
     highest = config.lr * max(1.0, config.loraplus_lr_ratio)
-    if not config.has_lora or highest <= 1e-2 or config.optimizer in ("sgd", "adadelta"):
+    if not config.has_lora or highest <= 1e-2 or not OPTIMIZERS[config.optimizer].scales_steps:
         return []
     of_b = f" x --loraplus_lr_ratio {config.loraplus_lr_ratio:g}" if config.lr <= 1e-2 else ""
     return [
@@ -218,9 +220,9 @@ def batch_above_data(batches, rows: int | None) -> list[str]:
 def lost_updates(config) -> list[str]:
     """A warning if bf16 weights are trained by an optimizer that rounds to the nearest."""
     trained = config.stored_dtype if config.adapter == "none" else config.adapter_dtype
-    if trained != "bf16" or config.optimizer in _ROUNDED_STOCHASTICALLY:
+    if trained != "bf16" or OPTIMIZERS[config.optimizer].rounds_stochastically:
         return []
     return [
         f"--optimizer {config.optimizer} on bf16 weights: an update below 1/512 of a weight is "
-        f"rounded to nothing; {', '.join(_ROUNDED_STOCHASTICALLY)} round stochastically"
+        f"rounded to nothing; {', '.join(names_where('rounds_stochastically'))} round stochastically"
     ]

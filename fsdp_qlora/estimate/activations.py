@@ -6,7 +6,7 @@ The tests trace transformers' blocks and compare.
 from __future__ import annotations
 
 from ..catalog.arch import ModelShape
-from ..config.options import ACTIVATION_POLICIES
+from ..choices import POLICIES
 from ..config.run import chunk_tokens
 from . import experts
 from .setup import BYTES, Runs, Setup
@@ -138,12 +138,13 @@ def kept_by_block(shape: ModelShape, setup: Setup, policy: str) -> float:
     partitioner leaves out the output of down_proj, which only a norm after it would need; eager
     checkpointing keeps whatever the policy names.
     """
-    if policy == "keep_all":
+    row = POLICIES[policy]
+    if not row.recomputes:
         return saved_by_block(shape, setup)
     kept = block_input(shape, setup)
-    if policy in ("keep_attention", "keep_linears"):
+    if row.keeps_attention:
         kept += _attention_output(shape, setup)
-    if policy == "keep_linears":
+    if row.keeps_linears:
         rows = sum(
             out
             for name, (out, _) in shape.linears().items()
@@ -180,18 +181,19 @@ def offloaded_input(shape: ModelShape, setup: Setup) -> float:
 def moved_blocks(runs: Runs) -> int:
     """How many blocks have their input moved to the host: not keep_all, nor the last."""
     *_, (last, _) = runs
-    return sum(count for policy, count in runs if policy != "keep_all") - (last != "keep_all")
+    moved = sum(count for policy, count in runs if POLICIES[policy].recomputes)
+    return moved - POLICIES[last].recomputes
 
 
 class Kept:
     """What blocks keep on the GPU between forward and backward, under any mix of policies."""
 
     def __init__(self, shape: ModelShape, setup: Setup):
-        self.in_backward = {p: widest_in_backward(shape, setup, p) for p in ACTIVATION_POLICIES}
+        self.in_backward = {p: widest_in_backward(shape, setup, p) for p in POLICIES}
         self.offloaded = offloaded_input(shape, setup)
         self.by_block = {
-            p: kept_by_block(shape, setup, p) - self.offloaded * (p != "keep_all")
-            for p in ACTIVATION_POLICIES
+            p: kept_by_block(shape, setup, p) - self.offloaded * POLICIES[p].recomputes
+            for p in POLICIES
         }
 
     def before(self, runs: Runs, block: int) -> float:
@@ -206,7 +208,7 @@ class Kept:
 
     def at_end(self, runs: Runs, blocks: int) -> float:
         """Bytes kept of all blocks: the last one's input is not moved."""
-        return self.before(runs, blocks) + self.offloaded * (runs[-1][0] != "keep_all")
+        return self.before(runs, blocks) + self.offloaded * POLICIES[runs[-1][0]].recomputes
 
 
 def widest_in_backward(shape: ModelShape, setup: Setup, policy: str) -> tuple[float, float]:
@@ -241,10 +243,11 @@ def _saved_in_backward(shape: ModelShape, setup: Setup, policy: str) -> float:
     what was kept stays beside that, but attention's output, gate and up, which are the same tensors.
     """
     whole = _saved_at_once(shape, setup, policy)
-    if policy == "keep_all" or setup.compile:
+    row = POLICIES[policy]
+    if not row.recomputes or setup.compile:
         return whole
-    shared = 0.0 if policy == "recompute_all" else _attention_output(shape, setup)
-    if policy == "keep_linears":
+    shared = _attention_output(shape, setup) if row.keeps_attention else 0.0
+    if row.keeps_linears:
         shared += setup.tokens * 2 * shape.mlp_width * setup.product_bytes
         shared += rank_products(shape, setup)
     return whole + kept_by_block(shape, setup, policy) - shared

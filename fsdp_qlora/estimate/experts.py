@@ -9,6 +9,7 @@ Letters: N tokens, K experts of each, S = N K rows, E experts, D hidden, F inter
 from __future__ import annotations
 
 from ..catalog.arch import ModelShape
+from ..choices import POLICIES
 from .setup import Setup
 
 PART_VALUES = 2**28  # weights that are unpacked at a time (quantization/grouped.py)
@@ -80,7 +81,7 @@ def adapter_weights_used(shape: ModelShape, setup: Setup) -> int:
 
 def rerun_weights(shape: ModelShape, policy: str) -> int:
     """Weights of experts that a token is multiplied with again in a block's backward."""
-    if policy in ("keep_linears", "keep_all"):
+    if POLICIES[policy].keeps_linears:
         return 0
     return shape.experts_per_token * sum(
         out * wide for out, wide in shape.expert_linears().values()

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ..catalog.arch import ModelShape
+from ..choices import POLICIES
 from . import experts
 from .activations import KEPT_ATTENTION, last_linear, normed_output
 from .setup import Setup
@@ -68,7 +69,7 @@ def rerun_linears(shape: ModelShape, setup: Setup, policy: str) -> dict[str, tup
     Not down_proj, the last one, whose output no backward needs but that of a norm after it, or of a
     DoRA magnitude.
     """
-    if policy in ("keep_linears", "keep_all"):
+    if POLICIES[policy].keeps_linears:
         return {}
     last_too = normed_output(shape) or (
         setup.adapter == "dora" and last_linear(shape) in adapted_linears(shape, setup)
@@ -83,7 +84,7 @@ def rerun_linears(shape: ModelShape, setup: Setup, policy: str) -> dict[str, tup
 def rerun_weights(shape: ModelShape, setup: Setup, policy: str) -> int:
     """Weights of one block whose products run again; of adapters all A, unless products are kept."""
     again = rerun_linears(shape, setup, policy)
-    if policy == "keep_all":
+    if not POLICIES[policy].recomputes:
         return 0
     weights = sum(out * wide for out, wide in again.values())
     weights += experts.rerun_weights(shape, policy)
@@ -98,9 +99,8 @@ def rerun_weights(shape: ModelShape, setup: Setup, policy: str) -> int:
 
 def _reruns_attention(setup: Setup, policy: str) -> bool:
     """Whether attention runs again in a block's backward."""
-    if policy in ("keep_attention", "keep_linears"):
-        return setup.attention not in KEPT_ATTENTION
-    return policy == "recompute_all"
+    row = POLICIES[policy]
+    return row.recomputes and not (row.keeps_attention and setup.attention in KEPT_ATTENTION)
 
 
 def adapted_linears(shape: ModelShape, setup: Setup) -> dict[str, tuple[int, int]]:

@@ -10,6 +10,7 @@ Letters: N tokens, I inputs, O outputs and R rank of an adapted layer.
 from __future__ import annotations
 
 from ..catalog.arch import ModelShape
+from ..choices import POLICIES
 from . import constants
 from .experts import adapted_experts
 from .flops import adapted_linears, rerun_linears
@@ -168,7 +169,7 @@ def rerun_traffic(shape: ModelShape, setup: Setup, policy: str) -> dict[str, flo
 
     x A^T is kept with the products, under keep_linears.
     """
-    if policy == "keep_all":
+    if not POLICIES[policy].recomputes:
         return {}
     again = rerun_linears(shape, setup, policy)
     quantize, unpack = quantize_traffic(shape, setup), unpack_traffic(shape, setup)

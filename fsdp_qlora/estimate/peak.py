@@ -8,10 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from ..catalog.arch import ModelShape
+from ..choices import OPTIMIZERS, POLICIES
+from ..choices.optimizers import CHUNK, TOGETHER
+from ..choices.strategies import BUCKET_BYTES, resharding
 from . import constants
 from .activations import Kept, block_input, loss_bytes, offloaded_input
 from .constants import CONTEXT_GIB, NCCL_GIB, PROCESS_HOST_GIB
-from .setup import BYTES, CHUNK, STATE_BYTES, TOGETHER, Runs, Setup
+from .setup import BYTES, Runs, Setup
 from .weights import (
     all_trained,
     all_weights,
@@ -24,7 +27,6 @@ from .weights import (
 from .window import Gradients, Window
 
 GIB = 2**30
-BUCKET_BYTES = 128 * 2**20  # gradients reduced together under ddp (sharding/ddp.py)
 PIECE_BYTES = 2**27  # rows of the embedding that travel at a time (memory/vocab_parallel.py)
 _CUBLAS_WORKSPACE = 2 * 32 * 2**20  # torch's default on Hopper, for the forward and backward thread
 
@@ -138,14 +140,8 @@ class Peak:
         self.kept, self.gradients = Kept(shape, setup), Gradients(shape, setup)
         self.window = self.loose = Window(shape, setup)
         if setup.sharded and not setup.resharded:
-            self.loose = Window(
-                shape,
-                replace(
-                    setup,
-                    gather_once=False,
-                    strategy=setup.strategy.replace("shard_grad_op", "full_shard"),
-                ),
-            )
+            freed = replace(setup, gather_once=False, strategy=resharding(setup.strategy))
+            self.loose = Window(shape, freed)
         self.update = _update_bytes(shape, setup)
         self.fixed = self.fixed_moments()
         self.head = head_bytes(shape, setup)
@@ -254,7 +250,7 @@ class Peak:
         streams, which come back to where they were; but the head that it fetches for the loss.
         """
         alone = self.setup.shard_ranks == 1
-        keep = any(policy != "recompute_all" for policy, _ in runs)
+        keep = any(POLICIES[policy].keeps_attention for policy, _ in runs)
         share = "SLACK_" + (
             "KEPT" if keep else "MOVED" if self.setup.activation_offload else "INPUTS"
         )
@@ -278,16 +274,16 @@ def _update_bytes(shape: ModelShape, setup: Setup) -> float:
     value its place and salt in 32 bits and, while these are spread, a 64-bit number of its tensor. Of a
     large one there are only its states in fp32, CHUNK values at a time.
     """
-    if setup.optimizer not in STATE_BYTES:
+    optimizer = OPTIMIZERS[setup.optimizer]
+    if not optimizer.updates_together:
         return 0.0
     own = BYTES[setup.precision if setup.adapter == "none" else setup.adapter_dtype]
-    states = 2 * (4 if setup.optimizer == "adamw_8bit" else STATE_BYTES[setup.optimizer])
+    states = optimizer.working_bytes(own)
     sizes = [w.shard_values(setup.shard_ranks) for w, _ in all_weights(shape, setup)]
     values = all_trained(shape, setup, setup.shard_ranks) / own
     joined = min(values, TOGETHER) * (2 * own + states + 2 * 4 + 8)
-    large = (
-        min(max(sizes), CHUNK) if max(sizes) > TOGETHER and setup.optimizer == "adamw_8bit" else 0
-    )
+    unpacked = optimizer.state_dtype == "int8" and max(sizes) > TOGETHER
+    large = min(max(sizes), CHUNK) if unpacked else 0
     return max(joined, large * states)
 
 

@@ -13,6 +13,7 @@ from operator import attrgetter, mul
 
 from ..catalog.arch import ModelShape
 from ..catalog.hardware import Gpu, find_gpu
+from ..choices import POLICIES
 from .activations import kept_by_block
 from .peak import GIB, Memory, Peak, memory
 from .setup import Setup
@@ -21,7 +22,7 @@ from .speed import compute_parts, launch_seconds
 # From the first block on. The end matters by less than one block: all that is kept is there at the
 # end of the forward, whatever the order; only with recomputed blocks last does their backward, which
 # makes one of them whole again, come on top of everything kept for the others.
-ORDER = ("keep_all", "keep_linears", "keep_attention", "recompute_all")
+ORDER = tuple(reversed(POLICIES))
 TILES = (1, 2, 4, 8, 16, 32)  # of an MLP, that are tried
 SPARE_SHARE = 0.03  # of the card's memory, left free where no budget is given
 _LITTLE = 0.03  # of the peak, which is not worth twice the tiles

@@ -176,7 +176,7 @@ def _check_question(shape: ModelShape, machine: Machine, config: RunConfig):
             f"--compute_dtype fp8: the {machine.gpu.name} has no fp8 products; use bf16"
         )
     check_kept_stay(config, machine.world_size)
-    if config.sharding_strategy.startswith("hybrid") and not hybrid_groups(machine, config):
+    if config.strategy.is_hybrid and not hybrid_groups(machine, config):
         raise ValueError(
             f"--sharding_strategy {config.sharding_strategy} needs 2 or more replicas of "
             f"2 or more GPUs; {machine.world_size} GPUs do not divide so"

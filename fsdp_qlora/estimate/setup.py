@@ -9,25 +9,12 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from ..catalog.arch import ModelShape
+from ..choices import OPTIMIZERS, POLICIES, STRATEGIES
 from ..config import RunConfig, block_policies, plan_batches
-from ..config.options import TILED_POLICIES
 from ..config.run import graphs_pay, has_flash_attention_4
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-OPTIMIZER_STATES = {
-    "adamw": 2,
-    "adamw_bf16": 2,
-    "adamw_8bit": 2,
-    "adafactor": 0,
-    "adam": 2,
-    "sgd": 0,
-    "adadelta": 2,
-}  # values per trained weight
 Runs = list[tuple[str, int]]  # activation policies from the first block on: name, number of blocks
-STATE_BYTES = {"adamw_bf16": 2, "adamw_8bit": 1 + 4 / 256}  # of a value, where not as the weight's
-
-TOGETHER = 2**24  # values of small tensors that an optimizer of optim/ joins and updates at once,
-CHUNK = 2**26  # and of a large one: the float32 copies of their states take 0.5 GiB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +75,8 @@ class Setup:
         ):
             if not getattr(self, name) > 0:  # a mean may be below 1
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
-        if self.optimizer not in OPTIMIZER_STATES:
-            raise ValueError(f"optimizer {self.optimizer}: choose {', '.join(OPTIMIZER_STATES)}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer {self.optimizer}: choose {', '.join(OPTIMIZERS)}")
 
     @property
     def tokens(self) -> float:
@@ -103,9 +90,10 @@ class Setup:
     @property
     def shard_ranks(self) -> int:
         """n: ranks that share one copy of the weights; 1 under ddp."""
-        if self.strategy == "ddp":
+        strategy = STRATEGIES[self.strategy]
+        if not strategy.shards:
             return 1
-        if not self.strategy.startswith("hybrid"):
+        if not strategy.is_hybrid:
             return self.world_size
         if self.shard_group_size > 0:
             return min(self.shard_group_size, self.world_size)
@@ -116,7 +104,7 @@ class Setup:
     @property
     def sharded(self) -> bool:
         """True if FSDP owns the weights, which it does for one rank only to offload them."""
-        return self.strategy != "ddp" and (self.world_size > 1 or self.cpu_offload)
+        return STRATEGIES[self.strategy].shards and (self.world_size > 1 or self.cpu_offload)
 
     @property
     def product_bytes(self) -> int:
@@ -142,7 +130,7 @@ class Setup:
     @property
     def resharded(self) -> bool:
         """True if a unit's gathered weights are freed after its forward."""
-        return not self.gather_once and self.strategy in ("full_shard", "hybrid_full_shard")
+        return not self.gather_once and bool(STRATEGIES[self.strategy].reshard_after_forward)
 
     def trains(self, name: str) -> bool:
         """True if the weights of a module are trained themselves."""
@@ -163,7 +151,7 @@ class Setup:
 
     def tiles(self, policy: str) -> int:
         """Parts in which the MLP of a block with this policy is computed."""
-        return self.mlp_tiles if policy in TILED_POLICIES else 1
+        return self.mlp_tiles if POLICIES[policy].reruns_mlp else 1
 
     def replays(self, shape: ModelShape) -> bool:
         """Whether micro-batches are CUDA graphs, which some models rule out (training/cuda_graphs.py)."""

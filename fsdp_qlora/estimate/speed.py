@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from ..catalog.arch import ModelShape
 from ..catalog.hardware import Gpu
 from ..catalog.machine import INTERNODE_GB_S
+from ..choices import OPTIMIZERS, POLICIES, STRATEGIES
+from ..choices.optimizers import TOGETHER
 from . import constants
 from .activations import moved_blocks, offloaded_input
 from .experts import adapted_experts
@@ -24,7 +26,7 @@ from .passes import (
     tile_traffic,
     unpack_traffic,
 )
-from .setup import BYTES, STATE_BYTES, TOGETHER, Setup
+from .setup import BYTES, Setup
 from .weights import (
     all_trained,
     average_gathered,
@@ -216,9 +218,12 @@ def launch_seconds(shape: ModelShape, setup: Setup) -> float:
     hooks = (1 + setup.resharded) * constants.SHARDED_LAUNCH if setup.sharded else 0.0
     # A compiled backward has what runs again in its graph: a forward's kernels, and no hooks.
     whole = 1.0 if setup.compile else constants.RECOMPUTE_LAUNCH
-    again = dict(keep_all=0.0, keep_linears=constants.RERUN_LAUNCH)
+    again = {
+        name: (constants.RERUN_LAUNCH if policy.keeps_linears else whole) * policy.recomputes
+        for name, policy in POLICIES.items()
+    }
     return sum(
-        count * (once * (3 + again.get(policy, whole)) + hooks)
+        count * (once * (3 + again[policy]) + hooks)
         for policy, count in Counter(setup.policies(shape)).items()
     )
 
@@ -300,7 +305,9 @@ def _once_per_step(shape: ModelShape, setup: Setup, link: float, internode_gb_s:
         return 0.0
     if setup.world_size > setup.node_gpus:
         link = min(link, internode_gb_s)
-    size = all_trained(shape, setup, setup.shard_ranks, "" if setup.strategy == "ddp" else "fp32")
+    size = all_trained(
+        shape, setup, setup.shard_ranks, "fp32" if STRATEGIES[setup.strategy].shards else ""
+    )
     return 2 * (replicas - 1) / replicas * size / (link * 1e9)
 
 
@@ -316,5 +323,5 @@ def _optimizer_seconds(shape: ModelShape, gpu: Gpu, setup: Setup) -> float:
         return size / BYTES[own] / constants.HOST_OPTIMIZER_PER_SECOND
     moved = 3 * size + 2 * optimizer_bytes(shape, setup)
     updates = min(trained_tensors(shape, setup), 1 + size / BYTES[own] / TOGETHER)
-    launches = updates * constants.OPTIMIZER_LAUNCH * (setup.optimizer in STATE_BYTES)
+    launches = updates * constants.OPTIMIZER_LAUNCH * OPTIMIZERS[setup.optimizer].updates_together
     return max(launches, moved / (gpu.reached_bandwidth_gb_s * 1e9))

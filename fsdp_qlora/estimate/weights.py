@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ..catalog.arch import ModelShape
+from ..choices import OPTIMIZERS
 from .experts import adapted_experts
-from .setup import BYTES, OPTIMIZER_STATES, STATE_BYTES, Setup
+from .setup import BYTES, Setup
 
 BLOCKSIZE = 64  # weights per absmax value (quantization/quantize.py)
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
@@ -299,8 +300,8 @@ def trained_bytes(weights: Iterable[Weight], ranks: int, setup: Setup, dtype: st
 def optimizer_bytes(shape: ModelShape, setup: Setup) -> float:
     """Optimizer states of one rank, in their own dtype or that of what they belong to."""
     own = BYTES[setup.precision if setup.adapter == "none" else setup.adapter_dtype]
-    values = OPTIMIZER_STATES[setup.optimizer] * all_trained(shape, setup, setup.shard_ranks) / own
-    return values * STATE_BYTES.get(setup.optimizer, own)
+    weights = all_trained(shape, setup, setup.shard_ranks) / own
+    return weights * OPTIMIZERS[setup.optimizer].state_bytes(own)
 
 
 def all_trained(shape: ModelShape, setup: Setup, ranks: int, dtype: str = "") -> float:

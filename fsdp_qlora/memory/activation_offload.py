@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from ..choices import POLICIES
 from ..model.blocks import decoder_blocks
 from .hostmem import aligned, host_bytes, typed
 
@@ -31,7 +32,7 @@ def apply_activation_offload(model: nn.Module, policies: list[str]) -> nn.Module
     blocks = decoder_blocks(model)
     store = HostStore(slots=len(blocks) - 1)
     for block, policy in zip(blocks[:-1], policies, strict=False):
-        if policy != "keep_all":
+        if POLICIES[policy].recomputes:
             block.forward = partial(offloaded, block.forward, store)
     blocks[-1].forward = partial(settled, blocks[-1].forward, store)
     return model

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import (
 )
 
 from ..adapters import LoraLinear, expert_ops, lora_ops  # noqa: F401  register ops named below
-from ..config.options import ACTIVATION_POLICIES
+from ..choices import POLICIES
 from ..dist import print_main
 from ..model import attention  # noqa: F401  registers two more
 from ..model.blocks import base_model, decoder_blocks
@@ -59,9 +59,10 @@ _LINEAR_OPS = {
 # it again fails in a CUDA graph.
 _SEED_OPS = {torch.ops.fsdp_qlora.dropout_seed.default}
 _KEPT_OPS = {
-    "recompute_all": set(),
-    "keep_attention": _ATTENTION_OPS | _SEED_OPS,
-    "keep_linears": _ATTENTION_OPS | _LINEAR_OPS | _SEED_OPS,
+    name: (_ATTENTION_OPS if policy.keeps_attention else set())
+    | (_LINEAR_OPS if policy.keeps_linears else set())
+    | (_SEED_OPS if policy.is_selective else set())
+    for name, policy in POLICIES.items()
 }
 
 
@@ -76,7 +77,7 @@ def apply_activation_policy(
     policies = [policy] * len(blocks) if isinstance(policy, str) else policy
     _check_policies(policies, len(blocks), reentrant)
     for block, name in zip(blocks, policies, strict=True):
-        if name != "keep_all":
+        if POLICIES[name].recomputes:
             block.forward = partial(recomputed, block.forward, name, reentrant, _draws_seeds(block))
             base_model(model).config.use_cache = False  # a second forward would fill it twice
     # Reentrant checkpointing gives no gradient unless an input needs one, and the embedding that
@@ -89,9 +90,9 @@ def apply_activation_policy(
 def _check_policies(policies: list[str], blocks: int, reentrant: bool):
     """Refuse names that do not exist and lists of another length."""
     for name in policies:
-        if name not in ACTIVATION_POLICIES:
-            raise ValueError(f"activation policy {name!r}: choose {', '.join(ACTIVATION_POLICIES)}")
-        if reentrant and name not in ("recompute_all", "keep_all"):
+        if name not in POLICIES:
+            raise ValueError(f"activation policy {name!r}: choose {', '.join(POLICIES)}")
+        if reentrant and POLICIES[name].is_selective:
             raise ValueError(f"--reentrant_checkpointing recomputes whole blocks; it can't {name}")
     if len(policies) != blocks:
         raise ValueError(f"{len(policies)} activation policies for {blocks} blocks")

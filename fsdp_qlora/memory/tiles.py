@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..adapters.lora import LoraLinear
-from ..config.options import TILED_POLICIES
+from ..choices import POLICIES
 from ..model.blocks import base_model, decoder_blocks, has_experts, mlp_of
 
 
@@ -84,7 +84,7 @@ def apply_tiled_mlp(model: nn.Module, tiles: int, policies: list[str]) -> nn.Mod
     check_mlps(model, tiles)
     for block, policy in zip(decoder_blocks(model), policies, strict=True):
         mlp = mlp_of(block)
-        if policy not in TILED_POLICIES:
+        if not POLICIES[policy].reruns_mlp:
             continue
         mlp.tiled = _TiledMlp(mlp, tiles, width, dtype)
         mlp.__class__ = _in_tiles_class(type(mlp))

@@ -5,11 +5,12 @@ Modules, each importing only from those before it: rounding, base, adamw, adafac
 
 from __future__ import annotations
 
-import torch
+from pkgutil import resolve_name
+
 from torch import nn
 from torch.optim import Optimizer
 
-from ..config.options import OPTIMIZER_NAMES
+from ..choices import OPTIMIZERS
 from ..sharding import free_gathered
 from .adafactor import Adafactor
 from .adamw import CompactAdamW
@@ -46,19 +47,11 @@ def build_optimizer(
 
 def new_optimizer(parameters: list, name: str, lr: float, weight_decay: float) -> Optimizer:
     """An optimizer by name, as `build_optimizer` has it but without states."""
-    if name == "adamw":
-        return torch.optim.AdamW(parameters, lr, weight_decay=weight_decay, fused=True)
-    if name == "adam":
-        return torch.optim.Adam(parameters, lr, fused=True)
-    if name in ("adamw_bf16", "adamw_8bit"):
-        return CompactAdamW(parameters, lr, name.removeprefix("adamw_"), weight_decay=weight_decay)
-    if name == "adafactor":
-        return Adafactor(parameters, lr)
-    if name == "sgd":
-        return torch.optim.SGD(parameters, lr)
-    if name == "adadelta":
-        return torch.optim.Adadelta(parameters, lr)
-    raise ValueError(f"--optimizer {name}: choose {', '.join(OPTIMIZER_NAMES)}")
+    if name not in OPTIMIZERS:
+        raise ValueError(f"--optimizer {name}: choose {', '.join(OPTIMIZERS)}")
+    row = OPTIMIZERS[name]
+    settings = dict(row.settings, weight_decay=weight_decay) if row.decays else row.settings
+    return resolve_name(row.factory)(parameters, lr=lr, **settings)
 
 
 def trained_groups(model: nn.Module, lr: float, loraplus_lr_ratio: float) -> list:

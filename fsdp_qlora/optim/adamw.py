@@ -23,8 +23,8 @@ from bitsandbytes.functional import create_dynamic_map
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..choices.optimizers import CHUNK, TOGETHER
 from ..dist import local_rows
-from ..estimate.setup import CHUNK, TOGETHER
 from .base import ShardedOptimizer, int32, sent, zeros_beside
 from .rounding import element_bits, hashed, store
 

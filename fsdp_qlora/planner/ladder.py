@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..catalog.arch import ModelShape
 from ..catalog.machine import Machine
+from ..choices import STRATEGIES
 from ..config import RunConfig
 from ..estimate import Estimate, Rows, estimate
 
@@ -95,8 +96,8 @@ def climbed(
     """One rung's estimate. Settings that this version or machine refuses become its reason."""
     if (
         machine.world_size == 1
-        and changes["sharding_strategy"] != "ddp"
-        and not (changes["use_cpu_offload"])
+        and STRATEGIES[changes["sharding_strategy"]].shards
+        and not changes["use_cpu_offload"]
     ):
         return Climbed(rung, changes, None, "one GPU has nothing to split: as above")
     try:

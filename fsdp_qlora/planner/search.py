@@ -9,8 +9,8 @@ from operator import attrgetter
 from ..catalog.arch import ModelShape
 from ..catalog.llama_pro import expanded_shape
 from ..catalog.machine import Machine
+from ..choices import STRATEGIES, Strategy
 from ..config import AUTO, RunConfig, plan_batches
-from ..config.options import STRATEGY_NAMES
 from ..estimate import Estimate, Rows, batches_of, choose_policies, estimate, with_longest_row
 from ..estimate.policies import SPARE_SHARE
 from ..estimate.question import asked_setup, hybrid_groups
@@ -69,11 +69,7 @@ def places(
     """Strategies with or without offload of weights and of activations, that this version can do."""
     strategies = [config.sharding_strategy]
     if "sharding_strategy" in free:
-        strategies = ["ddp", "full_shard"]
-        if machine.world_size > 1:
-            strategies.insert(1, "shard_grad_op")
-        if hybrid_groups(machine, config) and machine.nodes > 1:
-            strategies += [s for s in STRATEGY_NAMES if s.startswith("hybrid")]
+        strategies = [s.name for s in STRATEGIES.values() if _suits(s, machine, config)]
     offloads = (False, True) if "use_cpu_offload" in free else (config.use_cpu_offload,)
     activations = (
         (False, True)
@@ -82,7 +78,8 @@ def places(
     )
     found = []
     for strategy, offload, activation in product(strategies, offloads, activations):
-        if machine.world_size == 1 and strategy != "ddp" and not offload and len(strategies) > 1:
+        shards = STRATEGIES[strategy].shards
+        if machine.world_size == 1 and shards and not offload and len(strategies) > 1:
             continue  # one GPU shards nothing
         tried: dict = dict(
             sharding_strategy=strategy,
@@ -98,6 +95,13 @@ def places(
         except ValueError:
             continue  # ddp has nothing to offload
     return found
+
+
+def _suits(strategy: Strategy, machine: Machine, config: RunConfig) -> bool:
+    """Whether a strategy does something here that no simpler one does."""
+    if strategy.is_hybrid:
+        return machine.nodes > 1 and hybrid_groups(machine, config)
+    return machine.world_size > 1 or strategy.reshard_after_forward is not False
 
 
 def _packings(config: RunConfig, free: frozenset[str]) -> list[bool]:
@@ -184,6 +188,6 @@ def _simplicity(found: Estimate) -> tuple:
         config.use_cpu_offload,
         config.packing,
         config.batch_size,
-        STRATEGY_NAMES.index(config.sharding_strategy),
+        list(STRATEGIES).index(config.sharding_strategy),
         found.memory.total,
     )

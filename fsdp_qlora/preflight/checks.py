@@ -50,7 +50,7 @@ def check_layout(config: RunConfig, model: nn.Module):
     if config.activation_budget_gib is None:
         block_policies(config.activation_policy, len(decoder_blocks(model)))
     check_mlps(model, config.mlp_tiles)
-    if config.sharding_strategy.startswith("hybrid"):
+    if config.strategy.is_hybrid:
         resolve_shard_group_size(
             config.shard_group_size, ranks_from_env(), config.sharding_strategy
         )

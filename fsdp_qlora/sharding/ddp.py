@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..estimate.peak import BUCKET_BYTES
+from ..choices.strategies import BUCKET_BYTES
 
 
 class GradientReducer:

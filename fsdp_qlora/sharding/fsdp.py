@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from ..choices import STRATEGIES
 from ..dist import (
     hybrid_mesh,
     main_device_type,
@@ -41,36 +42,6 @@ from .replaced import refuse_to_train
 from .units import WrapPolicy, needed_in_backward, sharding_units
 
 
-@dataclass(frozen=True)
-class _Strategy:
-    """One way to place a model on the ranks."""
-
-    mesh: str  # "replicate", "shard" (world,), or "hybrid" (replicas, group)
-    reshard_after_forward: bool | None  # free a unit's gathered weights after its forward
-    fsdp1: str  # the name in FSDP1, which guides and papers use
-    summary: str
-
-
-STRATEGIES = {
-    "ddp": _Strategy("replicate", None, "NO_SHARD", "every rank holds everything"),
-    "shard_grad_op": _Strategy(
-        "shard",
-        False,
-        "SHARD_GRAD_OP",
-        "weights are gathered for a forward and freed after its backward",
-    ),
-    "full_shard": _Strategy(
-        "shard", True, "FULL_SHARD", "weights are gathered for each forward and backward of a block"
-    ),
-    "hybrid_shard_grad_op": _Strategy(
-        "hybrid", False, "_HYBRID_SHARD_ZERO2", "shard_grad_op in a group, replicas of groups"
-    ),
-    "hybrid_full_shard": _Strategy(
-        "hybrid", True, "HYBRID_SHARD", "full_shard in a group, replicas of groups"
-    ),
-}
-
-
 def make_mesh(strategy: str, device: torch.device, shard_group_size: int = -1):
     """The device mesh of a strategy; None where weights are only replicated.
 
@@ -78,10 +49,10 @@ def make_mesh(strategy: str, device: torch.device, shard_group_size: int = -1):
     single node's. Raises ValueError for an unknown strategy, or if the ranks do not divide so.
     """
     _check_strategy(strategy)
-    kind = STRATEGIES[strategy].mesh
-    if kind == "replicate":
+    row = STRATEGIES[strategy]
+    if not row.shards:
         return None
-    if kind == "shard":
+    if not row.is_hybrid:
         return shard_mesh(device)
     size = resolve_shard_group_size(shard_group_size, ranks_from_env(), strategy)
     return hybrid_mesh(device, size)
@@ -167,7 +138,7 @@ def _check_strategy(name: str):
 
 def _check_mesh(strategy: str, mesh):
     """Refuse a mesh that would make another strategy of this one."""
-    wanted = {"replicate": 0, "shard": 1, "hybrid": 2}[STRATEGIES[strategy].mesh]
+    wanted = STRATEGIES[strategy].mesh_dims
     if (given := mesh.ndim if mesh is not None else 0) != wanted:
         raise ValueError(
             f"--sharding_strategy {strategy} takes a mesh of {wanted} dimensions, and this "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from fsdp_qlora.choices import STRATEGIES
 from tests.distributed.test_parity import relative
 from tests.ranks import run_ranks
 from tests.tiny import (
@@ -22,7 +23,6 @@ from tests.tiny import (
     tiny_rows,
 )
 
-STRATEGIES = ("ddp", "shard_grad_op", "full_shard", "hybrid_shard_grad_op", "hybrid_full_shard")
 TRAIN_TYPES = ("lora", "qlora", "dora", "bnb_dora")
 STEPS = tiny_rows(steps=2, rows_per_step=4)
 

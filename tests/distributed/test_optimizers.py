@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_qlora.config.options import OPTIMIZER_NAMES
+from fsdp_qlora.choices import OPTIMIZERS
 from tests.ranks import run_ranks
 
-OWN = ("adamw_bf16", "adamw_8bit", "adafactor")
+OWN = [row.name for row in OPTIMIZERS.values() if row.factory.startswith("fsdp_qlora.")]
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -80,11 +80,11 @@ def trained(names, layout: str) -> dict:
 
 @pytest.mark.parametrize("ranks, layout", [(2, "shard"), (4, "hybrid")])
 def test_sharded_weights_step_as_whole_ones(ranks, layout):
-    names = OPTIMIZER_NAMES if layout == "shard" else OWN
+    names = list(OPTIMIZERS) if layout == "shard" else OWN
     (expected,) = run_ranks(trained, 1, names, "whole")
     results = run_ranks(trained, ranks, names, layout)
     for key, weights in expected.items():
-        exact = key[0] in ("adamw_bf16", "adamw_8bit")
+        exact = OPTIMIZERS[key[0]].updates_together
         for result in results:
             torch.testing.assert_close(
                 result[key],

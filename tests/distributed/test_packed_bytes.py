@@ -10,10 +10,10 @@ from functools import partial
 
 import torch
 
+from fsdp_qlora.choices import STRATEGIES
 from tests.ranks import run_ranks
 from tests.tiny import padded_batch, reference_model, save_tiny, tiny_rows
 
-STRATEGIES = ("ddp", "shard_grad_op", "full_shard", "hybrid_shard_grad_op", "hybrid_full_shard")
 CASES = [
     *[dict(sharding_strategy=s) for s in STRATEGIES],
     dict(sharding_strategy="full_shard", use_cpu_offload=True),
