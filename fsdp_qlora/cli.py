@@ -34,13 +34,13 @@ class TrainOptions:
 
     dry_run: bool = opt(
         False,
-        "print the settings, the prediction and the first batch with its trained "
-        "tokens marked; train and write nothing",
+        "print the settings, the prediction and the first batch with its trained tokens "
+        "marked, without training or writing anything",
     )
     on_end: str | None = opt(
         None,
-        "shell command for when the run is over, told how by $FSDP_QLORA_STATUS (finished, "
-        "stopped, failed), $FSDP_QLORA_MESSAGE and $FSDP_QLORA_OUTPUT_DIR",
+        "shell command to run when the run ends; $FSDP_QLORA_STATUS (finished, stopped, "
+        "failed), $FSDP_QLORA_MESSAGE and $FSDP_QLORA_OUTPUT_DIR tell it how",
         example="'notify-send \"$FSDP_QLORA_STATUS\"'",
     )
 
@@ -80,15 +80,15 @@ class GenerateOptions:
 
     adapter_folder: str | None = opt(
         None,
-        "adapter folder that training saved; also as the first word; "
-        "the model is its own without --model_name",
+        "trained adapter folder, also as the first argument; without --model_name, the base "
+        "is the adapter's own",
         example="output/adapter",
     )
-    prompt: str = opt("", "what the user says")
-    max_new_tokens: int = opt(128, "longest answer", unit="tokens")
+    prompt: str = opt("", "user message")
+    max_new_tokens: int = opt(128, "maximum length of the answer", unit="tokens")
     base_quant: str = opt(
         "auto",
-        "weights of the base: auto = as the adapter was trained",
+        "format of the base weights; auto = as in training",
         choices=("auto", "none", *BASE_QUANTS),
     )
 
@@ -121,7 +121,7 @@ def data_command(argv: list[str]):
 class _DemoOptions:
     """Demo"""
 
-    cache_dir: str = opt(".cache", "folder that keeps the unpacked model between runs")
+    cache_dir: str = opt(".cache", "folder that caches the unpacked model")
 
 
 def _demo_command(argv: list[str]):

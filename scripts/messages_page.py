@@ -69,26 +69,26 @@ SECTIONS = [
 # What to do about messages that do not say so themselves: words of the message, and the remedy.
 REMEDIES = [
     ("no checkpoint to go back to", "lower `--lr`, or set `--checkpoint_every`"),
-    ("takes one value", "write `name: value`"),
+    ("takes a single value", "write `name: value`"),
     ("is not available in this version", "the rest of the line says what is"),
-    ("left out, or given", "leave it out, or give a value"),
+    ("left out or have", "leave it out, or give a value"),
     ("unknown flag|unknown setting", "take the nearest name, or one of [these](flags.md)"),
     (
         "not readable JSON|holds no JSON object|^nested too deeply",
         "look at the file: it must be one JSON object",
     ),
     (
-        "not readable YAML|no YAML",
+        "not readable YAML|not valid YAML",
         "look at the line: the usual cause is a missing space after `:`, or a tab",
     ),
     ("is not true or false|is not a (whole )?number|takes HINT", "give a value of that kind"),
     ("--revision with 40 hex digits", "copy the commit from the model's page"),
-    ("settings are `name: value`", "write one `name: value` a line"),
+    ("write settings as `name: value`", "write one `name: value` a line"),
     (
         "whole numbers belong|it has no dtype|its nested_offset|its quant_type",
         "download the model again",
     ),
-    ("is there twice", "keep one of the two lines"),
+    ("appears twice", "keep one of the two lines"),
     ("^PATH: REASON", "check that the file exists and is readable"),
     ("MESSAGE \\(NAMED\\)", "another message of this page, with the line of the recipe it is from"),
     (

@@ -348,7 +348,7 @@ def test_left_to_itself_a_model_takes_a_kernel_that_caps_its_scores_if_it_does(p
 
 
 def test_varlen_is_refused_without_packing_and_where_it_has_no_kernels():
-    with pytest.raises(ValueError, match="varlen is for packed rows; add --packing true"):
+    with pytest.raises(ValueError, match="varlen needs packed rows; add --packing true"):
         RunConfig(attn_implementation="varlen")
     with pytest.raises(ValueError, match="varlen: needs a GPU; use sdpa"):
         choose(LlamaConfig(), "varlen")

@@ -245,7 +245,7 @@ def test_an_unknown_command_is_named_with_the_choices(mistake):
         (["--lr", "fast"], ["--lr", "fast"]),
         (["--batch_size", "1.5"], ["--batch_size", "1.5"]),
         (["--save_model", "maybe"], ["--save_model", "'maybe'", "true or false"]),
-        (["--lora_rank"], ["--lora_rank: a value is missing"]),
+        (["--lora_rank"], ["--lora_rank: the value is missing"]),
         (["--precision", "fp8"], ["--precision fp8", "choose bf16, fp32"]),
         (["--batch_size", "0"], ["--batch_size", "1 or more"]),
         (["--log_to", "neptune"], ["--log_to neptune", "choose tqdm", "wandb"]),
@@ -321,7 +321,7 @@ def test_what_a_command_is_about_is_its_first_word_or_a_flag(
     assert absent in said[0] and len(set(said)) == 1
     assert main([command, absent, *more, f"--{flag}", "other"]) == 2
     assert capsys.readouterr().err == (
-        f"error: --{flag} other: {absent} before the flags says otherwise; give one of them\n"
+        f"error: --{flag} other: {absent} before the flags contradicts it; give only one\n"
     )
 
 

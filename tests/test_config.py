@@ -190,7 +190,10 @@ def test_lora_target_modules_as_peft_takes_them(given_names, targets):
             dict(train_type="full", use_vocabulary_cpu_offload=True),
             ["--use_vocabulary_cpu_offload", "full", "--use_cpu_offload"],
         ),
-        (dict(profile=True, profile_memory=True), ["--profile_memory", "--profile", "one of them"]),
+        (
+            dict(profile=True, profile_memory=True),
+            ["--profile_memory", "--profile", "give only one"],
+        ),
         (
             dict(use_activation_cpu_offload=True, use_gradient_checkpointing=False),
             ["--use_activation_cpu_offload", "keep_all", "--activation_policy"],
@@ -231,7 +234,7 @@ def test_a_later_feature_is_refused_by_name_and_value(name, value, usable):
 def test_bits_are_hqqs_and_fp8_products_those_of_other_formats():
     assert RunConfig(train_type="hqq_lora", n_bits=3).quant_type == "hqq3"
     assert RunConfig(quant="hqq").quant_type == "hqq4" and RunConfig().quant_type == "nf4"
-    assert "--n_bits 3 is for --quant hqq" in refusal(n_bits=3)
+    assert "--n_bits 3 needs --quant hqq" in refusal(n_bits=3)
     for quant in ("int8", "hqq"):
         message = refusal(compute_dtype="fp8", quant=quant)
         assert f"--quant {quant}" in message and "nf4" in message
@@ -305,7 +308,7 @@ def test_a_changed_setting_that_does_nothing_warns_and_says_why():
         RunConfig(low_memory=False, global_batch_size=8, gradient_accumulation_steps=2, name="a")
     )
     assert len(warnings) == 3
-    assert any("always streamed" in w for w in warnings)
+    assert any("loading always streams" in w for w in warnings)
     assert any("--gradient_accumulation_steps" in w for w in warnings)
     assert not settings_without_effect(RunConfig())
     assert settings_without_effect(RunConfig(train_type="lora", absmax_dtype="int8")) == [
@@ -314,7 +317,7 @@ def test_a_changed_setting_that_does_nothing_warns_and_says_why():
     full = settings_without_effect(RunConfig(train_type="full", lora_rank=8, use_rslora=True))
     assert [w.split()[0] for w in full] == ["--lora_rank", "--use_rslora"]
     assert settings_without_effect(RunConfig(mlp_tiles=4, activation_policy="keep_linears")) == [
-        "--mlp_tiles has no effect: under keep_linears no MLP is computed again"
+        "--mlp_tiles has no effect: under keep_linears no MLP is recomputed"
     ]
 
 
@@ -463,7 +466,7 @@ def test_a_batch_larger_than_the_data_warns():
     plan = plan_batches(RunConfig(batch_size=8, gradient_accumulation_steps=4), world_size=2)
     (warning,) = batch_above_data(plan, 63)
     assert warning.startswith(
-        "a step takes 64 rows, and the data have 63 rows: each step is a whole"
+        "a step takes 64 rows, but the data have only 63 rows, so each step is a whole"
     )
     assert not batch_above_data(plan, 64) and not batch_above_data(plan, None)
 

@@ -55,7 +55,7 @@ def refused(capsys):
 def test_an_empty_text_is_refused(refused, name, text):
     """An empty --dataset or --output_dir would be the current folder."""
     assert refused("train", f"--{name}={text}").endswith(
-        f"--{name} must be left out, or given a value, got {text!r}"
+        f"--{name} must be left out or have a value, got {text!r}"
     )
 
 
@@ -76,7 +76,7 @@ def test_a_number_that_is_none_is_refused(refused, name, number):
         (["--lora_rank", "0x10"], "--lora_rank: '0x10' is not a whole number"),
         (["--lora_rank", "4.0"], "--lora_rank: '4.0' is not a whole number"),
         (["--lr", "fast"], "--lr: 'fast' is not a number"),
-        (["--lr"], "--lr: a value is missing; --help"),
+        (["--lr"], "--lr: the value is missing; see --help"),
         (["--lr", "1e-5", "--lr"], "--lr"),
         (["4"], "unexpected argument '4'"),
     ],

@@ -25,23 +25,21 @@ class MachineOptions:
     """Machine"""
 
     gpu: str | None = opt(
-        None, "GPU by name; left out, those that nvidia-smi shows here", example="'RTX 3090'"
+        None, "GPU by name; default: the GPUs that nvidia-smi shows", example="'RTX 3090'"
     )
-    gpus: int = opt(AUTO, "GPUs of each machine; -1 = those here, or 1 with --gpu", example=2)
+    gpus: int = opt(AUTO, "GPUs per machine; -1 = those here, or 1 with --gpu", example=2)
     nodes: int = opt(1, "machines")
     interconnect: str | None = opt(
         None,
-        "between the GPUs of a machine: nvlink, pcie4x16 (generation and lanes), or GB/s of one "
-        "direction; left out, the card's own",
+        "link between the GPUs of a machine: nvlink, pcie4x16 (generation and lanes), or "
+        "GB/s in one direction; default: from the catalog",
         example="pcie4x8",
     )
-    internode_gb_s: float = opt(INTERNODE_GB_S, "between machines, per GPU", unit="GB/s")
-    gpu_memory_gib: float | None = opt(
-        None, "use no more than this of each GPU", unit="GiB", example=24
-    )
+    internode_gb_s: float = opt(INTERNODE_GB_S, "bandwidth between machines, per GPU", unit="GB/s")
+    gpu_memory_gib: float | None = opt(None, "limit of memory per GPU", unit="GiB", example=24)
     host_memory_gib: float | None = opt(
         None,
-        "memory of a machine; left out, not a limit, or that of this machine without --gpu",
+        "memory per machine; default: no limit with --gpu, else that of this machine",
         unit="GiB",
         example=128,
     )
@@ -52,13 +50,13 @@ class MachineOptions:
     )
     calibration: str | None = opt(
         None,
-        "file that `fsdp-qlora calibrate` wrote for such a card; left "
-        "out, this machine's own, for its own cards",
+        "file that `fsdp-qlora calibrate` wrote for this GPU; default: this machine's, for "
+        "its own GPUs",
         example="machine.json",
     )
     prices: str | None = opt(
         None,
-        "JSON file of dollars per hour by GPU name, over the catalogue's",
+        "JSON file of dollars per hour by GPU name; overrides the catalog",
         example="prices.json",
     )
 

@@ -24,13 +24,15 @@ class _CalibrateOptions:
     """Calibrate"""
 
     output: str | None = opt(
-        None, "file for the figures; left out, where estimates find them", example="machine.json"
+        None,
+        "file for the measurements; default: where estimates look for them",
+        example="machine.json",
     )
-    device: str = opt("auto", "where to measure", choices=("auto", "cpu", "cuda"))
+    device: str = opt("auto", "device to measure on", choices=("auto", "cpu", "cuda"))
     world_size: int = opt(
-        AUTO, "ranks that measure together; -1 = one per visible GPU, or one on the CPU"
+        AUTO, "ranks to measure with; -1 = one per visible GPU, or one on the CPU"
     )
-    verbose: bool = opt(False, "print the traceback of an error")
+    verbose: bool = opt(False, "after an error, print the traceback")
 
 
 def calibrate_command(argv: list[str]):

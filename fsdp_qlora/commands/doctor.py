@@ -43,8 +43,8 @@ _BUSY_GIB, _FREE_DISK_GIB, _SHARED_GIB = (
 class _DoctorOptions:
     """Doctor"""
 
-    output_dir: str = opt(".", "folder whose disk is looked at")
-    verbose: bool = opt(False, "print the traceback of an error")
+    output_dir: str = opt(".", "folder whose disk to check")
+    verbose: bool = opt(False, "after an error, print the traceback")
 
 
 @dataclass(frozen=True)

@@ -18,37 +18,37 @@ class _MergeOptions:
 
     model_name: str | None = opt(
         None,
-        "the base: folder or hub name; the adapter's own if left out",
+        "base model: folder or hub name; default: the adapter's own",
         example="./SmolLM2-135M-Instruct",
     )
     revision: str | None = opt(
         None,
-        "branch, tag or commit of the base on the hub; the adapter's own "
-        "if --model_name is left out",
+        "branch, tag or commit of the base on the hub; default: the adapter's own, without "
+        "--model_name",
     )
     adapter_folder: str | None = opt(
-        None, "adapter folder that training saved; also as the first word", example="output/adapter"
+        None, "trained adapter folder, also as the first argument", example="output/adapter"
     )
     output_dir: str = opt("merged", "new folder for the merged model")
     merge_base: str = opt(
         "auto",
-        "original: the weights of --model_name; dequantized: these rounded to 4 bits and back, "
-        "as QLoRA trained on them; auto = as the adapter was trained",
+        "original = the weights of --model_name; dequantized = the same, quantized to 4 bits "
+        "and back, as in QLoRA training; auto = as the adapter was trained",
         choices=("auto", "original", "dequantized"),
     )
     base_quant: str = opt(
         "auto",
-        "format of a dequantized base; auto = what the adapter's folder says",
+        "format of a dequantized base; auto = from the adapter folder",
         choices=("auto", *BASE_QUANTS),
     )
     merge_format: str = opt(
         "safetensors",
-        "bnb4: linear weights in NF4, as transformers and bitsandbytes load them; "
-        "without an adapter, the base itself",
+        "bnb4 = linear weights in NF4, for transformers and bitsandbytes; without an adapter, "
+        "quantizes the base",
         choices=("safetensors", "bnb4"),
     )
-    dtype: str = opt("bf16", "what the result is rounded to", choices=("bf16", "fp16", "fp32"))
-    verbose: bool = opt(False, "print the traceback of an error")
+    dtype: str = opt("bf16", "dtype of the merged weights", choices=("bf16", "fp16", "fp32"))
+    verbose: bool = opt(False, "after an error, print the traceback")
 
 
 def _merge_command(argv: list[str]):
@@ -81,15 +81,15 @@ class _ConvertOptions:
 
     weights: str = opt(
         "model_state_dict.safetensors",
-        "what the original script saved: the file, or its folder; also as the first word",
+        "file that the original script saved, or its folder; also as the first argument",
     )
-    model_name: str = opt("meta-llama/Llama-2-7b-hf", "the model that it was trained on")
+    model_name: str = opt("meta-llama/Llama-2-7b-hf", "base model it was trained on")
     output_dir: str = opt("adapter", "new folder for the PEFT adapter")
-    lora_alpha: int = opt(16, "that run's --lora_alpha; its DoRA had none")
+    lora_alpha: int = opt(16, "--lora_alpha of that run; its DoRA had none")
     train_type: str = opt(
-        "", "that run's --train_type, from which a merge knows the base", example="custom_qlora"
+        "", "--train_type of that run, so that a merge knows the base", example="custom_qlora"
     )
-    verbose: bool = opt(False, "print the traceback of an error")
+    verbose: bool = opt(False, "after an error, print the traceback")
 
 
 def _convert_command(argv: list[str]):
@@ -111,10 +111,10 @@ class _CheckOptions:
     """Check"""
 
     adapter_folder: str = opt(
-        "output/adapter", "adapter folder that training saved; also as the first word"
+        "output/adapter", "trained adapter folder, also as the first argument"
     )
-    max_lora_rank: int = opt(512, "what vLLM is started with")
-    verbose: bool = opt(False, "print the traceback of an error")
+    max_lora_rank: int = opt(512, "--max-lora-rank of vLLM")
+    verbose: bool = opt(False, "after an error, print the traceback")
 
 
 def _check_command(argv: list[str]):
@@ -138,11 +138,11 @@ def _check_command(argv: list[str]):
 class _PushOptions:
     """Push"""
 
-    folder: str = opt("output/adapter", "adapter or model folder; also as the first word")
-    repo: str = opt("", "name on the hub; also as the second word", example="me/my-adapter")
-    private: bool = opt(True, "false publishes it")
+    folder: str = opt("output/adapter", "adapter or model folder, also as the first argument")
+    repo: str = opt("", "name on the hub, also as the second argument", example="me/my-adapter")
+    private: bool = opt(True, "false makes it public")
     revision: str | None = opt(None, "branch to push to")
-    verbose: bool = opt(False, "print the traceback of an error")
+    verbose: bool = opt(False, "after an error, print the traceback")
 
 
 def _push_command(argv: list[str]):

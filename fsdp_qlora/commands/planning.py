@@ -31,8 +31,8 @@ class _EstimateOptions:
     params: str | None = opt(
         None, "size of a Llama-like model, instead of --model_name", example="7B"
     )
-    examples: int | None = opt(None, "rows to train on, for wall time and money", unit="rows")
-    json: bool = opt(False, "the answer as JSON")
+    examples: int | None = opt(None, "rows to train on, for time and cost", unit="rows")
+    json: bool = opt(False, "print JSON")
 
 
 @dataclass
@@ -42,8 +42,10 @@ class _PlanOptions:
     params: str | None = opt(
         None, "size of a Llama-like model, instead of --model_name", example="7B"
     )
-    picture: str | None = opt(None, "draw the memory of each rung there", example="plan.png")
-    json: bool = opt(False, "the plan as JSON")
+    picture: str | None = opt(
+        None, "plot the memory of each option to this file", example="plan.png"
+    )
+    json: bool = opt(False, "print JSON")
 
 
 def _estimate_command(argv: list[str]):
@@ -154,7 +156,7 @@ def show(form: Callable, *answer):
 class _SchemaOptions:
     """Schema"""
 
-    verbose: bool = opt(False, "print the traceback of an error")
+    verbose: bool = opt(False, "after an error, print the traceback")
 
 
 def _schema_command(argv: list[str]):

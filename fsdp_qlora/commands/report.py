@@ -12,11 +12,11 @@ from ..config.settings import opt
 class _ReportOptions:
     """Report"""
 
-    run: str = opt("output", "the --output_dir of a run; also as the first word")
+    run: str = opt("output", "--output_dir of a run, also as the first argument")
     output: str | None = opt(
-        None, "the page; report.html in the run's folder if left out", example="report.html"
+        None, "HTML file; default: report.html in the run's folder", example="report.html"
     )
-    verbose: bool = opt(False, "print the traceback of an error")
+    verbose: bool = opt(False, "after an error, print the traceback")
 
 
 def report_command(argv: list[str]):

@@ -141,7 +141,7 @@ def check_numbers(config):
         if isinstance(value, float) and not math.isfinite(value):
             refuse(f.name, "a finite number")
         if isinstance(value, str) and not value.strip():
-            refuse(f.name, "left out, or given a value")
+            refuse(f.name, "left out or have a value")
 
 
 def check_together(config):
@@ -159,22 +159,20 @@ def check_together(config):
     _check_kept_fp8(config)
     if config.attn_implementation == "varlen" and not config.packing:
         raise ValueError(
-            "--attn_implementation varlen is for packed rows; add --packing true, or use sdpa"
+            "--attn_implementation varlen needs packed rows; add --packing true, or use sdpa"
         )
     if config.lr_warmup_steps != AUTO and "warmup_share" in changed_settings(config):
         raise ValueError(
-            f"--lr_warmup_steps {config.lr_warmup_steps} and --warmup_share "
-            f"{config.warmup_share:g} both say how long the warm-up is; give one"
+            f"--lr_warmup_steps {config.lr_warmup_steps} and --warmup_share {config.warmup_share:g} "
+            "both set the length of the warmup; give only one"
         )
     if config.profile and config.profile_memory:
-        raise ValueError(
-            "--profile_memory and --profile both record the GPU's memory; give one of them"
-        )
+        raise ValueError("--profile_memory and --profile both record GPU memory; give only one")
     shown_as = [name for name in parts_of(config.log_to) if name in TERMINAL_FORMS]
     if len(shown_as) > 1:
         raise ValueError(
-            f"--log_to {config.log_to}: {' and '.join(shown_as)} are forms of what the "
-            "terminal shows; give one of them"
+            f"--log_to {config.log_to}: {' and '.join(shown_as)} are kinds of terminal output; give "
+            "only one"
         )
 
 
@@ -183,31 +181,32 @@ def _check_products(config):
     if config.adapter == "none" and config.quant != "none":
         raise ValueError(
             f"--quant {config.quant} freezes the linear weights, so --adapter none would train "
-            "next to nothing; add --adapter lora, or --quant none for full fine-tuning"
+            "almost nothing; add --adapter lora, or use --quant none for full fine-tuning"
         )
     if config.compute_dtype == "bf16" and config.product_dtype != "bf16":
         raise ValueError(
-            f"--compute_dtype bf16 with --precision {config.precision}: products are "
-            "in the precision; use --precision bf16"
+            f"--compute_dtype bf16 contradicts --precision {config.precision}, which sets the dtype "
+            "of matmuls; use --precision bf16"
         )
     if config.compute_dtype == "fp8" and config.scales_loss:
         raise ValueError(
-            "--compute_dtype fp8 with --precision fp16_autocast: fp8 products give bf16; "
+            "--compute_dtype fp8 computes bf16 outputs, which --precision fp16_autocast can't use; "
             "use --precision bf16"
         )
     if config.compute_dtype == "fp8" and config.adapter == "none":
         raise ValueError(
-            "--compute_dtype fp8 is for frozen weights and --train_type full has none; leave it out"
+            "--compute_dtype fp8 applies to frozen weights, and --train_type full has none; leave "
+            "it out"
         )
     if config.compute_dtype == "fp8" and config.quant in ("int8", "hqq"):
         raise ValueError(
-            f"--compute_dtype fp8 with --quant {config.quant}: fp8 products are made from "
-            "nf4, fp4 or 16-bit weights; use one of these, or leave --compute_dtype out"
+            f"--compute_dtype fp8 does not support --quant {config.quant}; use nf4, fp4 or none, or "
+            "leave --compute_dtype out"
         )
     if config.n_bits != 4 and config.quant != "hqq":
         raise ValueError(
-            f"--n_bits {config.n_bits} is for --quant hqq, and this run has --quant "
-            f"{config.quant}; add --quant hqq, or leave it out"
+            f"--n_bits {config.n_bits} needs --quant hqq, but this run uses --quant {config.quant}; "
+            "add --quant hqq, or leave --n_bits out"
         )
 
 
@@ -221,26 +220,25 @@ def _check_adapter(config):
     block_numbers(config.layers_to_transform)
     if config.added_tokens and config.adapter == "llama_pro":
         raise ValueError(
-            "--added_tokens: --adapter llama_pro trains new blocks alone, and the rows of "
-            "new tokens would stay as they begin; use --adapter lora"
+            "--added_tokens: --adapter llama_pro trains only new blocks, so the embeddings of new "
+            "tokens would never be trained; use --adapter lora"
         )
     if config.llama_pro_path is not None and config.llama_pro_blocks != AUTO:
         raise ValueError(
-            "--llama_pro_path says by its name how many blocks are new, and so does "
-            f"--llama_pro_blocks {config.llama_pro_blocks}; give one of them"
+            f"--llama_pro_path and --llama_pro_blocks {config.llama_pro_blocks} both set the number "
+            "of new blocks; give only one"
         )
     if (config.adapter == "llama_pro" or config.whole_modules) and (
         config.adapter_dtype == "bf16" and config.stored_dtype == "fp32"
     ):
         raise ValueError(
-            f"--adapter_dtype bf16 with --precision {config.precision}: blocks and modules "
-            "that are trained whole are stored as precisely as they are computed; leave "
-            "--adapter_dtype out"
+            f"--adapter_dtype bf16 with --precision {config.precision}: new blocks and "
+            "--modules_to_save need the dtype they are computed in; leave --adapter_dtype out"
         )
     if config.trained_modules and config.adapter != "none":
         raise ValueError(
-            f"--trained_modules {config.trained_modules} is for --train_type full, and "
-            "this run trains adapters; use --modules_to_save for modules beside them"
+            f"--trained_modules {config.trained_modules} needs --train_type full, but this run "
+            "trains adapters; use --modules_to_save to train modules beside them"
         )
 
 
@@ -254,13 +252,13 @@ def _check_first_values(config):
         )
     if kind == "loftq" and config.has_lora and config.quant == "none":
         raise ValueError(
-            "--init_lora_weights loftq gives adapters what quantization lost, and with "
-            "--quant none nothing is; add --quant nf4, or use pissa"
+            "--init_lora_weights loftq corrects the quantization error, and --quant none has none; "
+            "add --quant nf4, or use pissa"
         )
     if config.changes_base and config.quantized_cache:
         raise ValueError(
-            f"--init_lora_weights {kind} quantizes other weights than --quantized_cache "
-            "keeps; leave one of them out"
+            f"--init_lora_weights {kind} changes the base before it is quantized, and "
+            "--quantized_cache holds the unchanged one; leave one of them out"
         )
 
 
@@ -269,7 +267,7 @@ def _check_target_parameters(config):
     if config.target_parameters is None:
         return
     if not config.target_parameters:
-        raise ValueError("--lora_target_parameters is empty; give experts or names of parameters")
+        raise ValueError("--lora_target_parameters is empty; give experts or parameter names")
     others = dict(
         adapter=config.adapter == "dora",
         lora_dropout=config.lora_dropout,
@@ -280,7 +278,7 @@ def _check_target_parameters(config):
         if given:
             raise ValueError(
                 f"--lora_target_parameters {config.lora_target_parameters} with --{name} "
-                f"{getattr(config, name)}: PEFT has none for parameters; add --{name} "
+                f"{getattr(config, name)}: PEFT does not support this for parameters; use --{name} "
                 f"{remedies[name]}"
             )
 
@@ -289,24 +287,24 @@ def _check_cpu_offload(config):
     """Shards are what is moved, and trained weights can stay only where frozen ones go."""
     if not config.strategy.shards and config.use_cpu_offload:
         raise ValueError(
-            f"--use_cpu_offload moves shards to host memory and {config.sharding_strategy} has none; choose "
+            f"--use_cpu_offload offloads shards, and {config.sharding_strategy} has none; use "
             "--sharding_strategy full_shard or shard_grad_op"
         )
     if config.use_cpu_offload and config.gather_once:
         raise ValueError(
-            "--gather_once keeps every block on the GPU through a step, and "
-            "--use_cpu_offload takes them off; leave one of them out"
+            "--gather_once keeps every block on the GPU for a whole step, but --use_cpu_offload "
+            "moves them off; leave one of them out"
         )
     if config.adapter != "none":
         return
     if config.use_cpu_offload and config.use_trained_cpu_offload is False:
         raise ValueError(
-            "--use_trained_cpu_offload false leaves nothing for --use_cpu_offload to "
-            "move, as --train_type full trains every weight; leave one of them out"
+            "--train_type full trains every weight, so --use_trained_cpu_offload false leaves "
+            "nothing for --use_cpu_offload to offload; leave one of them out"
         )
     if config.use_vocabulary_cpu_offload:
         raise ValueError(
-            "--use_vocabulary_cpu_offload true is for a frozen embedding and head, and "
+            "--use_vocabulary_cpu_offload true needs frozen embeddings and lm_head, but "
             "--train_type full trains them; use --use_cpu_offload"
         )
 
@@ -315,9 +313,9 @@ def _check_activation_offload(config):
     """Only what a block starts its recomputation from can leave the GPU."""
     if config.use_activation_cpu_offload and policy_names(config) == {"keep_all"}:
         raise ValueError(
-            "--use_activation_cpu_offload moves the inputs of recomputed blocks, and "
-            "with keep_all no block is; add --use_gradient_checkpointing true or "
-            "another --activation_policy"
+            "--use_activation_cpu_offload offloads the inputs of recomputed blocks, and keep_all "
+            "recomputes none; add --use_gradient_checkpointing true or use another "
+            "--activation_policy"
         )
 
 
@@ -328,23 +326,23 @@ def _check_cuda_graphs(config):
     for flag in ("use_cpu_offload", "use_vocabulary_cpu_offload", "use_activation_cpu_offload"):
         if getattr(config, flag):
             raise ValueError(
-                f"--cuda_graphs needs all that a step takes on the GPU, and --{flag} moves "
-                "some of it to the host; leave one of them out"
+                f"--cuda_graphs needs everything on the GPU, but --{flag} moves some of it to the host; "
+                "leave one of them out"
             )
     if config.mlp_tiles != 1:
         raise ValueError(
-            f"--cuda_graphs is for short micro-batches, and --mlp_tiles {config.mlp_tiles} "
-            "cuts up long ones; leave one of them out"
+            f"--cuda_graphs speeds up short micro-batches, and --mlp_tiles {config.mlp_tiles} "
+            "splits long ones; leave one of them out"
         )
     if config.profile_memory:
         raise ValueError(
-            "--profile_memory sees what is allocated, and --cuda_graphs allocates nothing "
-            "in a step; leave one of them out"
+            "--profile_memory records allocations, and --cuda_graphs makes none in a step; leave "
+            "one of them out"
         )
     if config.compile is False:
         raise ValueError(
-            "--cuda_graphs is for compiled blocks, and --compile false leaves them as they "
-            "are; leave one of them out"
+            "--cuda_graphs needs compiled blocks, but --compile false leaves them uncompiled; "
+            "leave one of them out"
         )
 
 
@@ -354,13 +352,13 @@ def _check_kept_fp8(config):
         return
     if config.compute_dtype != "fp8":
         raise ValueError(
-            "--keep_fp8_weights keeps what --compute_dtype fp8 makes, and this run has "
-            f"--compute_dtype {config.compute_dtype}; leave one of them out"
+            "--keep_fp8_weights needs --compute_dtype fp8, but this run uses --compute_dtype "
+            f"{config.compute_dtype}; leave one of them out"
         )
     if config.use_cpu_offload:
         raise ValueError(
-            "--keep_fp8_weights needs weights that stay on the GPU, and --use_cpu_offload "
-            "takes them off; leave one of them out"
+            "--keep_fp8_weights needs weights that stay on the GPU, but --use_cpu_offload moves "
+            "them off; leave one of them out"
         )
 
 
@@ -368,8 +366,8 @@ def _check_mlp_tiles(config):
     """An MLP in tiles runs inside one op, so it must be gathered as one."""
     if config.mlp_tiles != 1 and config.wrap_policy == "min_params":
         raise ValueError(
-            f"--mlp_tiles {config.mlp_tiles} with --wrap_policy min_params, which may "
-            "gather the layers of an MLP apart; use --wrap_policy block"
+            f"--mlp_tiles {config.mlp_tiles} needs each MLP gathered as one unit, and --wrap_policy "
+            "min_params may split it; use --wrap_policy block"
         )
 
 
@@ -377,8 +375,8 @@ def check_data_together(config):
     """Settings of data and evaluation that exclude or need each other."""
     if config.eval_share and config.holds_out_a_data_set:
         raise ValueError(
-            "--eval_share holds out rows of --dataset, beside --eval_dataset or "
-            "--eval_split; give one of them"
+            "--eval_share and --eval_dataset or --eval_split both choose the held-out rows; give "
+            "only one"
         )
     if config.eval_every != AUTO and not config.evaluates:
         raise ValueError(
@@ -389,13 +387,13 @@ def check_data_together(config):
         _check_samples(config)
     if config.stream and config.eval_share:
         raise ValueError(
-            "--eval_share needs all rows at hand and --stream holds few; give the "
-            "held-out rows as --eval_dataset"
+            "--eval_share needs all rows in memory, and --stream reads only a few at a time; give "
+            "held-out rows with --eval_dataset"
         )
     if config.stream and config.lr_scheduler != "constant" and config.max_steps == AUTO:
         raise ValueError(
-            f"--lr_scheduler {config.lr_scheduler} needs the number of steps, which "
-            "--stream does not know; add --max_steps, or use constant"
+            f"--lr_scheduler {config.lr_scheduler} needs the number of steps, and a --stream has no "
+            "known length; add --max_steps, or use constant"
         )
 
 
@@ -403,13 +401,13 @@ def _check_samples(config):
     """Prompts need held-out rows that tell prompt and answer apart."""
     if not config.evaluates:
         raise ValueError(
-            f"--samples {config.samples} has no held-out rows to take prompts from; add "
-            "--eval_dataset, --eval_split or --eval_share, or --sample_prompts FILE"
+            f"--samples {config.samples} needs held-out rows for its prompts; add --eval_dataset, "
+            "--eval_split or --eval_share, or --sample_prompts FILE"
         )
     if config.train_on == "all":
         raise ValueError(
-            f"--samples {config.samples}: with --train_on all no token is a prompt's; "
-            "give prompts with --sample_prompts FILE"
+            f"--samples {config.samples}: with --train_on all, rows have no prompts; give prompts "
+            "with --sample_prompts FILE"
         )
 
 
@@ -424,8 +422,8 @@ def check_remote_code(config):
         )
     if Path(config.model_name).exists():
         raise ValueError(
-            f"--trust_remote_code true: --model_name {config.model_name} is a folder, and "
-            "no commit fixes its code; give the hub name"
+            f"--trust_remote_code true: --model_name {config.model_name} is a folder, and its code "
+            "has no commit; give the hub name"
         )
 
 
@@ -439,6 +437,6 @@ def _check_budget_alone(config):
     for name, given in others.items():
         if given:
             raise ValueError(
-                "--activation_budget_gib chooses what each block keeps, and so does "
-                f"--{name} {shown(getattr(config, name))}; leave one of them out"
+                f"--activation_budget_gib and --{name} {shown(getattr(config, name))} both choose what "
+                "each block keeps; leave one of them out"
             )

@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
         message = message.removeprefix("argument ")
         flag = message.removesuffix(": expected one argument")
         if flag != message:
-            raise ValueError(f"{flag}: a value is missing; --help says which it takes")
+            raise ValueError(f"{flag}: the value is missing; see --help")
         raise ValueError(message)
 
 
@@ -227,7 +227,7 @@ def with_named_words(argv: list[str], *names: str) -> list[str]:
     for name, word in zip(names, words, strict=False):
         if typed[name] not in (None, word):
             raise ValueError(
-                f"--{name} {typed[name]}: {word} before the flags says otherwise; give one of them"
+                f"--{name} {typed[name]}: {word} before the flags contradicts it; give only one"
             )
         named += [f"--{name}", word]
     return named + rest

@@ -25,8 +25,8 @@ def module_pattern(flag: str, text: str | None) -> dict[str, int]:
         name, _, number = part.strip().partition("=")
         if not name or not number.isdecimal() or not int(number):
             raise ValueError(
-                f"--{flag} {text}: {part.strip()!r} is not a module and a number of 1 or "
-                "more; write it as q_proj=16,down_proj=128"
+                f"--{flag} {text}: {part.strip()!r} is not MODULE=N with N of 1 or more; write "
+                "q_proj=16,down_proj=128"
             )
         found[name] = int(number)
     return found
@@ -42,8 +42,8 @@ def block_numbers(text: str | None) -> list[int] | None:
         last = last or first
         if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
             raise ValueError(
-                f"--layers_to_transform {text}: {part.strip()!r} is neither a number nor a "
-                "range; write it as 0,24-31"
+                f"--layers_to_transform {text}: {part.strip()!r} is neither a number nor a range; write "
+                "for example 0,24-31"
             )
         found |= set(range(int(first), int(last) + 1))
     return sorted(found)
@@ -60,12 +60,12 @@ def token_list(text: str | None) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", error)
         raise ValueError(
-            f"--added_tokens {text}: {why}; give a text file with one token a line, or "
-            "tokens separated by commas"
+            f"--added_tokens {text}: {why}; give a text file with one token per line, or tokens "
+            "separated by commas"
         ) from None
     found = list(dict.fromkeys(part for part in (p.strip("\r\n") for p in parts) if part.strip()))
     if not found:
-        raise ValueError(f"--added_tokens {text}: no token there; give one, or leave it out")
+        raise ValueError(f"--added_tokens {text}: contains no token; give one, or leave it out")
     return found
 
 
@@ -87,10 +87,10 @@ def block_policies(text: str, blocks: int) -> list[str]:
                 f"--activation_policy {text}: {name!r} is not one of {', '.join(POLICIES)}"
             )
         if count and not count.isdecimal():
-            raise ValueError(f"--activation_policy {text}: {count!r} is no number of blocks")
+            raise ValueError(f"--activation_policy {text}: {count!r} is not a number of blocks")
         policies += [name] * (int(count) if count else blocks - len(policies))
     if len(policies) != blocks:
         raise ValueError(
-            f"--activation_policy {text} is for {len(policies)} blocks, and the model has {blocks}"
+            f"--activation_policy {text} is for {len(policies)} blocks, but the model has {blocks}"
         )
     return policies

@@ -47,7 +47,7 @@ def read_recipe(path: str) -> Recipe:
     places: dict[str, str] = {}
     for name, value, place in entries(path):
         if name in places:
-            raise ValueError(f"{place}: {name} is there twice, first in {places[name]}")
+            raise ValueError(f"{place}: {name} appears twice, first at {places[name]}")
         places[name] = place
         if value is not None:
             flags.append(f"--{name}={value}")
@@ -60,7 +60,7 @@ def entries(path: str) -> Iterable[tuple[str, str | None, str]]:
     for key, value in pairs(path):
         place = f"{path}:{key.start_mark.line + 1}"
         if key.id != "scalar":
-            raise ValueError(f"{place}: settings are `name: value`, one a line")
+            raise ValueError(f"{place}: write settings as `name: value`, one per line")
         if key.value not in known:
             raise ValueError(f"{place}: {_unknown_name(key.value, known)}")
         text = _value_text(value, f"{place}: {key.value}")
@@ -80,8 +80,8 @@ def pairs(path: str) -> list:
         root = yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)
     except OSError as error:
         raise ValueError(
-            f"--config {path}: {error.strerror or error}; give a YAML file of settings, as "
-            "those in examples/recipes"
+            f"--config {path}: {error.strerror or error}; give a YAML file of settings, like those "
+            "in examples/recipes"
         ) from None
     except UnicodeDecodeError:
         raise ValueError(
@@ -89,17 +89,17 @@ def pairs(path: str) -> list:
         ) from None
     except RecursionError:
         raise ValueError(
-            f"--config {path}: nested too deeply; settings are `name: value`, one a line"
+            f"--config {path}: nested too deeply; write settings as `name: value`, one per line"
         ) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else f"--config {path}"
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ValueError(f"{place}: no YAML: {reason}") from None
+        raise ValueError(f"{place}: not valid YAML: {reason}") from None
     if root is None:
         return []  # nothing but comments
     if not isinstance(root, yaml.MappingNode):
-        raise ValueError(f"--config {path}: settings are `name: value`, one a line")
+        raise ValueError(f"--config {path}: write settings as `name: value`, one per line")
     return root.value
 
 
@@ -109,7 +109,7 @@ def _value_text(node, where: str) -> str | None:
         return None if node.tag.endswith(":null") else node.value
     if node.id == "sequence" and all(item.id == "scalar" for item in node.value):
         return ",".join(item.value for item in node.value)
-    raise ValueError(f"{where} takes one value, not a block of settings")
+    raise ValueError(f"{where} takes a single value, not a block of settings")
 
 
 def as_recipe(settings: dict) -> str:

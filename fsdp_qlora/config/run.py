@@ -233,9 +233,8 @@ def check_kept_stay(config: RunConfig, world_size: int):
     """Refuse --keep_fp8_weights where each product's weight is gathered first."""
     if config.keep_fp8_weights and not weights_stay(config, world_size):
         raise ValueError(
-            f"--keep_fp8_weights true: {config.sharding_strategy} on {world_size} GPUs "
-            "gathers each weight for its products; use --sharding_strategy ddp, or leave "
-            "--keep_fp8_weights out"
+            f"--keep_fp8_weights true: {config.sharding_strategy} on {world_size} GPUs gathers each "
+            "weight for every matmul; use --sharding_strategy ddp, or leave --keep_fp8_weights out"
         )
 
 

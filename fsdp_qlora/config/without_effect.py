@@ -11,7 +11,7 @@ from .settings import AUTO, changed_settings, counted, one_of, parts_of
 
 # Settings of the original script that change nothing here, with what does.
 _WITHOUT_EFFECT = {
-    "low_memory": "the load is always streamed",
+    "low_memory": "loading always streams",
     "export_trace": "--profile decides",
     "export_memory_timeline": "--profile decides",
 }
@@ -68,7 +68,7 @@ def settings_without_effect(config) -> list[str]:
             if name in changed
         ]
     if not config.profile:
-        rate = {"warmup_steps": "; that of the learning rate is --lr_warmup_steps"}
+        rate = {"warmup_steps": "; for the learning rate, use --lr_warmup_steps"}
         warnings += [
             f"--{name} has no effect: it belongs to --profile{rate.get(name, '')}"
             for name in _OF_THE_PROFILE
@@ -88,8 +88,8 @@ def settings_without_effect(config) -> list[str]:
     whole = {name for name, policy in POLICIES.items() if not policy.reruns_mlp}
     if config.mlp_tiles != 1 and policy_names(config) <= whole:
         warnings.append(
-            f"--mlp_tiles has no effect: under {' and '.join(sorted(policy_names(config)))} "
-            "no MLP is computed again"
+            f"--mlp_tiles has no effect: under {' and '.join(sorted(policy_names(config)))} no MLP "
+            "is recomputed"
         )
     if not config.strategy.shards:
         warnings += [
@@ -124,22 +124,25 @@ def _unused_details(config) -> dict[str, str]:
             "--dataset alpaca_sample, dummy or orca_math",
             {config.dataset, config.eval_dataset} & {"alpaca_sample", "dummy", "orca_math"},
         ),
-        "dataset_split": ("a data set that has splits", config.dataset != "dummy"),
+        "dataset_split": ("a dataset with splits", config.dataset != "dummy"),
         "eval_split": (
-            "a data set that has splits",
+            "a dataset with splits",
             (config.eval_dataset or config.dataset) != "dummy",
         ),
-        "revision": ("a --model_name of the hub", not Path(config.model_name).exists()),
-        "data_cache": ("data that are read whole, without --stream", not config.stream),
-        "loading_workers": ("a checkpoint, without --random_weights", not config.random_weights),
-        "log_every": ("forms and trackers of --log_to that show means", _log_shows_means(config)),
+        "revision": ("a --model_name on the hub", not Path(config.model_name).exists()),
+        "data_cache": ("data read without --stream", not config.stream),
+        "loading_workers": (
+            "weights read from files, without --random_weights",
+            not config.random_weights,
+        ),
+        "log_every": ("outputs of --log_to that show averages", _log_shows_means(config)),
         "keep_checkpoints": (
             "--checkpoint_every or --checkpoint_minutes",
             config.checkpoint_every != AUTO or config.checkpoint_minutes,
         ),
         "max_bad_steps": ("--on_bad_steps stop or rollback", config.on_bad_steps != "skip"),
         "verify_frozen_minutes": (
-            "frozen weights, and --train_type full trains all",
+            "frozen weights, and --train_type full has none",
             config.adapter != "none" or config.only_modules,
         ),
         "reentrant_checkpointing": (
@@ -177,11 +180,11 @@ def one_at_a_time(config) -> dict[str, str]:
     ) <= 1
     found = {}
     if not config.strategy.shards:
-        found["no_sync"] = f"{config.sharding_strategy} reduces once a step in any case"
+        found["no_sync"] = f"{config.sharding_strategy} always reduces once per step"
     elif single:
         found["no_sync"] = "a step has one micro-batch; add --gradient_accumulation_steps"
     if single and config.strategy.reshard_after_forward is False:
-        found["gather_once"] = "a step has one micro-batch, and shard_grad_op gathers once in it"
+        found["gather_once"] = "a step has one micro-batch, and shard_grad_op gathers once for it"
     ends = {True: {"recompute_all"}, False: {"keep_all"}}[config.use_gradient_checkpointing]
     if policy_names(config) not in (ends, {"auto"}):
         found["use_gradient_checkpointing"] = (
@@ -202,7 +205,7 @@ def high_rates(config) -> list[str]:
         return []
     of_b = f" x --loraplus_lr_ratio {config.loraplus_lr_ratio:g}" if config.lr <= 1e-2 else ""
     return [
-        f"--lr {config.lr:g}{of_b} is above 1e-2, and adapters diverge there; 1e-4 to 5e-4 is usual"
+        f"--lr {config.lr:g}{of_b} is above 1e-2, where adapters diverge; 1e-4 to 5e-4 is usual"
     ]
 
 
@@ -211,8 +214,8 @@ def batch_above_data(batches, rows: int | None) -> list[str]:
     if rows is None or batches.per_step <= rows:
         return []
     return [
-        f"a step takes {counted(batches.per_step, batches.unit)}, and the data have "
-        f"{counted(rows, 'row')}: each step is a whole epoch; lower --global_batch_size, or "
+        f"a step takes {counted(batches.per_step, batches.unit)}, but the data have only "
+        f"{counted(rows, 'row')}, so each step is a whole epoch; lower --global_batch_size, or "
         "--batch_size and --gradient_accumulation_steps"
     ]
 
@@ -223,6 +226,7 @@ def lost_updates(config) -> list[str]:
     if trained != "bf16" or OPTIMIZERS[config.optimizer].rounds_stochastically:
         return []
     return [
-        f"--optimizer {config.optimizer} on bf16 weights: an update below 1/512 of a weight is "
-        f"rounded to nothing; {', '.join(names_where('rounds_stochastically'))} round stochastically"
+        f"--optimizer {config.optimizer} on bf16 weights: updates below 1/512 of a weight are "
+        f"rounded away; use {', '.join(names_where('rounds_stochastically'))}, which round "
+        "stochastically"
     ]

@@ -107,6 +107,6 @@ def test_tokens_come_from_a_file_and_none_new_is_refused(folder, tmp_path):
         ValueError, match="--added_tokens @: the tokenizer of .* has them all already"
     ):
         run_tokenizer(RunConfig(model_name=folder, added_tokens="@"))
-    for text, part in (("absent.txt", "No such file"), (",", "no token there")):
+    for text, part in (("absent.txt", "No such file"), (",", "contains no token")):
         with pytest.raises(ValueError, match=f"--added_tokens {text}: {part}"):
             RunConfig(model_name=folder, added_tokens=text)
