@@ -15,6 +15,7 @@ from fsdp_qlora.bench.row import append_row, read_rows, row_files
 from fsdp_qlora.bench.tables import against_table, auto_table, published_seconds, published_table
 from fsdp_qlora.cli import main
 from fsdp_qlora.estimate import memory
+from tests.parts import slow
 
 ROOT = Path(__file__).parents[1]
 GRIDS = sorted((ROOT / "benchmarks" / "grids").glob("*.yaml"))
@@ -42,7 +43,7 @@ def grid(tmp_path):
     path = tmp_path / "grid.yaml"
     path.write_text(f"""
 title: tiny
-defaults: {{model_name: {model}, random_weights: true, device: cpu, context_length: 16, gpus: 2}}
+defaults: {{model_name: {model}, random_weights: true, device: cpu, context_length: 16, gpus: 1}}
 cells:
   - {{name: first, published: {{gpu: rtx 3090, seconds: 100, rows: 50}}}}
   - {{name: too much, gpu_memory_gib: 0.0001}}
@@ -51,8 +52,10 @@ cells:
     return path
 
 
-def test_a_cell_without_memory_is_a_row_and_the_others_are_measured(grid, tmp_path, capfd):
+@pytest.mark.parametrize("gpus", [1, slow(2)])
+def test_a_cell_without_memory_is_a_row_and_the_others_are_measured(grid, tmp_path, capfd, gpus):
     """Three processes: the first cell and the failing one, then the two after it."""
+    grid.write_text(grid.read_text().replace("gpus: 1", f"gpus: {gpus}"))
     results = tmp_path / "rows.jsonl"
     assert (
         main(
@@ -80,13 +83,15 @@ def test_a_cell_without_memory_is_a_row_and_the_others_are_measured(grid, tmp_pa
         ("after 3", "ok"),
     ]
     assert "host memory" in rows[1].error and rows[1].context_length == 16
-    assert all(r.gpus == 2 and r.seconds_per_step > 0 for r in rows if r.status == "ok")
+    assert all(r.gpus == gpus and r.seconds_per_step > 0 for r in rows if r.status == "ok")
     out = capfd.readouterr().out
     assert "3 measured, 1 out of memory, 0 failed" in out
     table = published_table(read_grid(grid), rows)
     first = next(line for line in table.splitlines() if line.startswith("| first"))
     assert (
-        "2x rtx 3090" in first and "4.00" in first and f"{rows[0].seconds_per_step:,.2f}" in first
+        f"{gpus}x rtx 3090" in first
+        and "4.00" in first
+        and f"{rows[0].seconds_per_step:,.2f}" in first
     )
 
 

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from fsdp_qlora import convert_adapter
 from fsdp_qlora.cli import main
 from fsdp_qlora.commands.generate import load_for_inference
 from fsdp_qlora.export.merge import merge_adapter
@@ -108,6 +109,9 @@ def test_a_converted_adapter_gives_the_logits_of_the_original_in_peft(
         )
         == 0
     )
+    again = convert_adapter(tmp_path / "original", tmp_path / "again", base, lora_alpha=10)
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (again / file).read_bytes() == (tmp_path / "adapter" / file).read_bytes()
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     with torch.no_grad():
         assert (model(IDS).logits - expected).norm() > 0.01 * expected.norm()

@@ -12,6 +12,7 @@ from fsdp_qlora.choices import POLICIES
 from fsdp_qlora.estimate import GIB, kept_by_block, memory, saved_by_block
 from fsdp_qlora.memory import activations
 from fsdp_qlora.model.blocks import base_model, decoder_blocks, final_norm
+from tests.parts import slow
 
 from .estimates import LLAMA_8B, PRODUCT, SMALL, TRIAL, TRIAL_HALF, tiny
 from .families import family_config
@@ -97,10 +98,11 @@ def tensors_in(tree):
         ("phi-3-mini-4k", {}),
         ("llama-2-7b", dict(quant="none", adapter="none")),
         ("llama-2-7b", dict(compile=True)),
-        ("qwen3-8b", dict(compile=True, lora_dropout=0.1)),
+        slow("qwen3-8b", dict(compile=True, lora_dropout=0.1)),
         ("llama-2-7b", dict(adapter="dora")),
-        ("llama-2-7b", dict(adapter="dora", compile=True)),
-        *[("qwen3-30b-a3b", more | dict(compile=c)) for c in (False, True) for more in MIXTURES],
+        slow("llama-2-7b", dict(adapter="dora", compile=True)),
+        *[("qwen3-30b-a3b", more) for more in MIXTURES],
+        *[slow("qwen3-30b-a3b", more | dict(compile=True)) for more in MIXTURES],
     ],
 )
 def test_saved_activations_are_those_that_autograd_saves(known, changes, monkeypatch):
@@ -116,18 +118,19 @@ def test_saved_activations_are_those_that_autograd_saves(known, changes, monkeyp
     "known,changes",
     [
         ("llama-2-7b", dict(compile=True)),
-        ("qwen3-8b", dict(compile=True, lora_dropout=0.1)),
-        ("phi-3-mini-4k", dict(compile=True)),
-        ("llama-2-7b", dict(compile=True, quant="none")),
-        ("qwen2.5-7b", dict(compile=True, targets=("q_proj", "v_proj"))),
-        ("llama-2-7b", dict(compile=True, attention="eager")),
-        ("gemma-2-9b", dict(compile=True, attention="eager")),
+        slow("qwen3-8b", dict(compile=True, lora_dropout=0.1)),
+        slow("phi-3-mini-4k", dict(compile=True)),
+        slow("llama-2-7b", dict(compile=True, quant="none")),
+        slow("qwen2.5-7b", dict(compile=True, targets=("q_proj", "v_proj"))),
+        slow("llama-2-7b", dict(compile=True, attention="eager")),
+        slow("gemma-2-9b", dict(compile=True, attention="eager")),
         ("llama-2-7b", {}),
         ("qwen3-8b", dict(lora_dropout=0.1)),
         ("phi-3-mini-4k", {}),
         ("llama-2-7b", dict(attention="eager")),
         ("llama-2-7b", dict(quant="none", adapter="none")),
-        *[("qwen3-30b-a3b", dict(compile=c, expert_targets=("experts",))) for c in (False, True)],
+        ("qwen3-30b-a3b", dict(expert_targets=("experts",))),
+        slow("qwen3-30b-a3b", dict(compile=True, expert_targets=("experts",))),
     ],
 )
 def test_a_policy_keeps_what_torch_keeps_of_its_block(policy, known, changes, monkeypatch):

@@ -28,6 +28,7 @@ from fsdp_qlora.model import attention
 from fsdp_qlora.model import flash_attention_4 as fa4
 from fsdp_qlora.model.blocks import decoder_blocks
 from fsdp_qlora.training.cuda_graphs import why_no_graphs
+from tests.parts import slow
 
 from .test_activations import Calls
 from .test_attention import BINS, FAMILIES, ROWS, WINDOW, inputs
@@ -300,8 +301,8 @@ def test_its_output_is_kept_where_the_policy_says_so(way, policy, forwards, tmp_
     )
 
 
-@pytest.mark.parametrize("policy", ["keep_all", "recompute_all", "keep_attention"])
-@pytest.mark.parametrize("way", ["fa4", "fa4_packed"])
+@pytest.mark.parametrize("policy", ["keep_attention", slow("keep_all"), slow("recompute_all")])
+@pytest.mark.parametrize("way", [slow("fa4"), "fa4_packed"])
 def test_compiled_blocks_have_no_graph_break_and_few_graphs(way, policy, tmp_path):
     folder = save_tiny(tmp_path, "mistral", sliding_window=WINDOW)
     if way == "fa4":

@@ -24,6 +24,7 @@ from fsdp_qlora.catalog.arch import shape_from_config
 from fsdp_qlora.estimate import Setup, resident_bytes
 from fsdp_qlora.memory.activations import apply_activation_policy
 from fsdp_qlora.quantization.quantize import quantize_linears
+from tests.parts import slow
 from tests.tiny import save_tiny
 
 
@@ -89,6 +90,7 @@ def test_layers_of_one_input_share_their_passes_and_gradients_stay(policy, famil
     assert calls == EXPECTED[policy, family]
 
 
+@pytest.mark.slow
 def test_layers_of_which_one_is_not_adapted_stay_as_they_are(tmp_path, calls):
     model = adapted_model(save_tiny(tmp_path), "keep_all", ["q_proj", "up_proj"], dropout=0.0)
     eager = gradients(copy.deepcopy(model))
@@ -98,7 +100,7 @@ def test_layers_of_which_one_is_not_adapted_stay_as_they_are(tmp_path, calls):
     assert calls["shared_frozen_backward"] == 1  # k and v of the second block
 
 
-@pytest.mark.parametrize("quantized", [True, False])
+@pytest.mark.parametrize("quantized", [True, slow(False)])
 def test_gradients_of_layers_without_an_adapter_are_one_sum(quantized, tmp_path, calls):
     model = adapted_model(
         save_tiny(tmp_path), "keep_all", ["o_proj"], dropout=0.0, quantized=quantized
@@ -116,7 +118,7 @@ def test_gradients_of_layers_without_an_adapter_are_one_sum(quantized, tmp_path,
     assert calls["shared_frozen_backward"] == 3 and calls["frozen_linear_backward"] == 2
 
 
-@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "k_proj", "v_proj"]])
+@pytest.mark.parametrize("targets", ["all-linear", slow(["q_proj", "k_proj", "v_proj"])])
 def test_fp8_products_of_one_input_quantize_it_once(targets, tmp_path, calls):
     """As near to full precision as each alone; weights that are kept are kept in this form."""
     model = adapted_model(save_tiny(tmp_path, "qwen2"), "recompute_all", targets, dropout=0.0)
@@ -157,6 +159,7 @@ def error(found: dict, exact: dict) -> float:
     return (difference / sum(value.square().sum() for value in exact.values())).sqrt().item()
 
 
+@pytest.mark.slow
 def test_layers_that_drop_other_places_of_their_input_are_not_joined(tmp_path, calls):
     """But their seeds are: they drop what they drop where nothing is compiled."""
     model = adapted_model(save_tiny(tmp_path), "recompute_all", "all-linear", dropout=0.5)

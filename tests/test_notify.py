@@ -10,6 +10,7 @@ import pytest
 from fsdp_qlora.cli import main
 from fsdp_qlora.lifecycle.notify import told_at_end
 from fsdp_qlora.lifecycle.signals import StopRequested
+from tests.parts import slow
 from tests.patience import patience
 
 from .test_dryrun import folder  # noqa: F401  a model, rows and a recipe
@@ -77,9 +78,9 @@ with StopSignals(grace_seconds=0.5 if case == "not saved" else 1.5) as stop, \\
     [
         ("saved", 1, "stopped|saved"),
         ("not saved", 75, "stopped|stopped by SIGTERM: not saved within 0.5 s"),
-        ("before", 75, "stopped|stopped by SIGTERM before the first step"),
-        ("a rank is gone", 75, "stopped|stopped by SIGTERM: rank 1 does not answer"),
-        ("stalled", 70, "failed|error: the run has not moved"),
+        slow("before", 75, "stopped|stopped by SIGTERM before the first step"),
+        slow("a rank is gone", 75, "stopped|stopped by SIGTERM: rank 1 does not answer"),
+        slow("stalled", 70, "failed|error: the run has not moved"),
     ],
 )
 def test_a_command_outlives_what_ends_the_run_at_once(tmp_path, case, code, told):
@@ -127,7 +128,7 @@ def test_secrets_of_an_error_are_not_passed_on(tmp_path):
 @pytest.mark.parametrize(
     "flags, code, told",
     [
-        (["--max_steps", "1"], 0, "finished|"),
+        slow(["--max_steps", "1"], 0, "finished|"),
         (["--dataset", "absent.jsonl"], 2, "failed|ValueError: --dataset absent.jsonl"),
     ],
 )

@@ -15,6 +15,7 @@ from fsdp_qlora.lifecycle.signals import StopRequested
 from fsdp_qlora.lifecycle.watchdog import EXIT_STALLED, GONE_LOOKS, Watchdog, verdict
 from fsdp_qlora.rank_store import Board
 from tests.chaos.harness import WORLD, Hit, command, make_inputs
+from tests.parts import slow
 
 PHASES = ("step", "eval", "stage", "forward", "optimizer")
 STALL_SECONDS = "2"
@@ -55,11 +56,13 @@ def folder(tmp_path_factory):
     return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def test_the_rank_that_hangs_is_named_with_its_stack(folder, tmp_path):
-    report = hung_runs(folder, tmp_path, hangs=5)
-    assert report["named"] == report["hangs"] == 5, report
+@pytest.mark.parametrize("hangs", [1, slow(5)])
+def test_the_rank_that_hangs_is_named_with_its_stack(folder, tmp_path, hangs):
+    report = hung_runs(folder, tmp_path, hangs)
+    assert report["named"] == report["hangs"] == hangs, report
 
 
+@pytest.mark.slow
 def test_a_run_of_many_steps_under_a_short_limit_names_nobody(folder, tmp_path):
     run = command(folder, tmp_path / "out", "--stall_seconds", STALL_SECONDS, "--num_epochs", "10")
     ended = run.start()

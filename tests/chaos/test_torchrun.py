@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.chaos.harness import command, make_inputs, outcome
 from tests.patience import patience
 
@@ -21,6 +23,7 @@ def ranks_of(run: subprocess.Popen) -> list[int]:
     return [int(c) for c in children if "train.py" in Path(f"/proc/{c}/cmdline").read_text()]
 
 
+@pytest.mark.slow
 def test_torchrun_with_a_restart_carries_on_after_a_rank_was_killed(tmp_path):
     folder = make_inputs(tmp_path / "inputs")
     reference = command(folder, tmp_path / "undisturbed", "--num_epochs", "8")

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from fsdp_qlora.bench.auto import with_changes
 from fsdp_qlora.bench.drive import How
 from fsdp_qlora.commands.probe import confirmed_changes
@@ -23,6 +25,7 @@ DEEP = dict(
 )
 
 
+@pytest.mark.slow
 def test_a_plan_that_runs_out_of_memory_is_replaced_and_the_one_that_works_is_kept(
     tmp_path, capfd, monkeypatch
 ):

@@ -337,6 +337,7 @@ def test_real_rows_have_the_lengths_of_their_kind_and_are_the_same_each_time(tmp
         assert path.read_text() == written
 
 
+@pytest.mark.slow
 def test_train_py_is_measured_on_real_rows_beside_the_bench(tmp_path):
     import real_rows
 

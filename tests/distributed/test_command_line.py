@@ -86,6 +86,7 @@ def test_every_mistake_is_one_line_and_an_exit_code_on_every_rank(folder, rows, 
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_torchrun_trains_each_row_once_and_saves_the_adapter(folder, rows, tmp_path):
     command = [
         sys.executable,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from functools import partial
-from pathlib import Path
 
 import pytest
 
 from tests.distributed.test_command_line import call
+from tests.parts import slow
 from tests.ranks import run_ranks
 from tests.tokenizers import save_chat_model
 
@@ -21,58 +20,55 @@ MODES = {
 }
 
 
-def runs(folder: str, rows: str, out: str) -> dict:
-    """Exit code and output of a run in each mode.
+def run(mode: str, folder: str, rows: str, out: str) -> tuple:
+    """Exit code, output and number of graphs of a run.
 
     With the backend that makes no kernels: what is counted is how often torch wants new ones.
     """
     import torch
 
-    compile, found = torch.compile, {}  # noqa: A001
+    compile = torch.compile  # noqa: A001
     torch.compile = lambda function, options=None, **kw: compile(
         function, backend="aot_eager", **kw
     )
-    for mode, flags in MODES.items():
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        argv = [
-            "train",
-            "--model_name",
-            folder,
-            "--dataset",
-            rows,
-            "--output_dir",
-            f"{out}/{mode}",
-            "--max_steps",
-            str(STEPS),
-            "--compile",
-            "true",
-            "--context_length",
-            str(CONTEXT),
-            "--lora_rank",
-            "2",
-            "--precision",
-            "fp32",
-            "--save_model",
-            "false",
-            "--device",
-            "cpu",
-            "--eval_share",
-            "0.05",
-            "--eval_every",
-            "50",
-            "--log_to",
-            "stdout",
-            *flags,
-        ]
-        ((code, said, error),) = call([argv])
-        found[mode] = code, said + error, torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return found
+    argv = [
+        "train",
+        "--model_name",
+        folder,
+        "--dataset",
+        rows,
+        "--output_dir",
+        f"{out}/{mode}",
+        "--max_steps",
+        str(STEPS),
+        "--compile",
+        "true",
+        "--context_length",
+        str(CONTEXT),
+        "--lora_rank",
+        "2",
+        "--precision",
+        "fp32",
+        "--save_model",
+        "false",
+        "--device",
+        "cpu",
+        "--eval_share",
+        "0.05",
+        "--eval_every",
+        "50",
+        "--log_to",
+        "stdout",
+        *MODES[mode],
+    ]
+    ((code, said, error),) = call([argv])
+    return code, said + error, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
+def inputs(tmp_path_factory) -> tuple[str, str]:
+    """A model, and rows of thirty lengths."""
+    folder = tmp_path_factory.mktemp("inputs")
     rng, rows = random.Random(0), folder / "rows.jsonl"
     lengths = rng.sample(range(2, 150), 30)
     assert len(set(lengths)) == 30
@@ -84,19 +80,17 @@ def found(tmp_path_factory):
         )
     )
     model = save_chat_model(folder / "model", max_position_embeddings=CONTEXT)
-    (found,) = run_ranks(
-        partial(runs, model, str(rows), str(folder)), 1, grouped=False, timeout=900
-    )
-    return folder, found
+    return model, str(rows)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_rows_of_thirty_lengths_are_compiled_for_in_the_first_steps_alone(found, mode):
+@pytest.mark.parametrize("mode", [slow("padded"), slow("packed"), "packed, rows given"])
+def test_rows_of_thirty_lengths_are_compiled_for_in_the_first_steps_alone(inputs, mode, tmp_path):
     """For the first block, the others and the norm; and once more where nothing is trained."""
-    folder, results = found
-    code, said, graphs = results[mode]
+    ((code, said, graphs),) = run_ranks(
+        run, 1, mode, *inputs, str(tmp_path), grouped=False, timeout=900
+    )
     assert code == 0, said
-    lines = (Path(folder) / mode / "metrics.jsonl").read_text().splitlines()
+    lines = (tmp_path / mode / "metrics.jsonl").read_text().splitlines()
     steps = [record for record in map(json.loads, lines) if record["kind"] == "step"]
     assert len(steps) == STEPS
     widths = {step["padded_tokens"] for step in steps}

@@ -263,6 +263,7 @@ def tokenized_by_hand(folder) -> list[tuple[list, list]]:
     return rows
 
 
+@pytest.mark.slow
 def test_a_streamed_run_trains_the_same_on_any_number_of_ranks_packed_or_not(chat_folder, tmp_path):
     base = [
         "train",

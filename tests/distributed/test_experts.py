@@ -23,6 +23,7 @@ from fsdp_qlora.export.merge import merge_adapter
 from fsdp_qlora.model.experts import apply_stacked_experts
 from tests.distributed.test_parity import assert_equal_run, build_and_train, relative
 from tests.families import MOE_FAMILIES, save_family
+from tests.parts import in_parts, slow
 from tests.ranks import run_ranks
 from tests.test_merge import save_adapter
 from tests.test_names import renamed_files
@@ -104,8 +105,9 @@ def folder(tmp_path_factory):
     return save_family(tmp_path_factory.mktemp("mixtral"), "Mixtral", num_local_experts=64)
 
 
-def test_every_way_to_shard_equals_one_process_where_experts_get_no_token(folder, tmp_path):
-    cases = [dict(model_name=folder, train_type="lora") | case for case in CASES]
+@pytest.mark.parametrize("cases", in_parts(CASES, 0, 4))
+def test_every_way_to_shard_equals_one_process_where_experts_get_no_token(folder, tmp_path, cases):
+    cases = [dict(model_name=folder, train_type="lora") | case for case in cases]
     results = run_ranks(train_cases, 2, cases, str(tmp_path))
     reference = reference_run(with_lora(plain(folder), ATTENTION), STEPS)
     for case, ours, other in zip(cases, *results, strict=True):
@@ -113,7 +115,7 @@ def test_every_way_to_shard_equals_one_process_where_experts_get_no_token(folder
         assert ours["checksums"] == other["checksums"], case
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [slow(1), 3])
 def test_trained_whole_it_equals_transformers_and_is_saved_as_it_names_them(tmp_path, world_size):
     folders = [save_family(tmp_path / name, name) for name in MOE_FAMILIES]
     cases = [dict(model_name=f, train_type="full", sharding_strategy="full_shard") for f in folders]
@@ -194,12 +196,13 @@ def test_layers_that_are_called_as_the_experts_beside_them_are_adapted_and_those
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_adapted_experts_equal_peft_in_one_process_and_load_there(folder, tmp_path):
+@pytest.mark.parametrize("adapted", in_parts(ADAPTED, 1, 3))
+def test_adapted_experts_equal_peft_in_one_process_and_load_there(folder, tmp_path, adapted):
     """Of 64 experts, most get no token in a micro-batch."""
     qwen = save_family(tmp_path / "qwen", "Qwen3-MoE")
     cases = [
         (dict(model_name=f, lora_target_parameters="experts") | ours, peft)
-        for f, ours, peft in [*((folder, *case) for case in ADAPTED), (qwen, *ADAPTED[3])]
+        for f, ours, peft in [*((folder, *case) for case in adapted), (qwen, *adapted[1])]
     ]
     results = run_ranks(train_cases, 2, [ours for ours, _ in cases], str(tmp_path))
     for i, ((case, peft), mine, other) in enumerate(zip(cases, *results, strict=True)):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.test_parity import relative
+from tests.parts import slow
 from tests.ranks import run_ranks
 from tests.tiny import CLIP, LR, RANK, SEED, reference_model, reference_run
 from tests.tokenizers import save_chat_model
@@ -145,12 +146,13 @@ def reference(folder: str, data: str, steps: list[list[int]]) -> tuple[list[floa
     return reference_run(reference_model(folder, "lora"), batches)[:2]
 
 
+@pytest.mark.parametrize("worlds", [(1, 2), slow((1, 4))])
 def test_packed_and_padded_runs_have_the_loss_of_one_process_on_1_2_and_4_ranks(
-    folder, data, tmp_path
+    folder, data, tmp_path, worlds
 ):
     runs = {
         world: run_ranks(train_each, world, folder, data, str(tmp_path / str(world)), CASES)
-        for world in (1, 2, 4)
+        for world in worlds
     }
     for name in CASES:
         alone = runs[1][0][name]

@@ -20,6 +20,7 @@ from fsdp_qlora.commands.generate import load_for_inference
 from fsdp_qlora.export.merge import merge_adapter
 from tests.distributed.test_load_and_save import train_and_save
 from tests.distributed.test_parity import STEPS, assert_equal_run, train_cases
+from tests.parts import slow
 from tests.ranks import run_ranks
 from tests.tiny import (
     RANK,
@@ -119,7 +120,7 @@ def assert_same_rounding(found: torch.Tensor, expected: torch.Tensor):
     assert ((found - expected).abs() > 1e-5).float().mean() < 2e-3
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_pissa_and_olora_take_out_of_the_base_what_peft_does(folder, world_size):
     cases = [
         dict(init_lora_weights=kind, train_type=t) | place
@@ -206,7 +207,7 @@ def test_other_formats_begin_nearer_to_the_original_than_without(folder):
             assert error(ours) < error(plain)
 
 
-@pytest.mark.parametrize("kind", ["pissa", "olora"])
+@pytest.mark.parametrize("kind", ["pissa", slow("olora")])
 def test_training_equals_pefts_in_one_process(folder, kind):
     variations = [
         *PLACES,
@@ -249,7 +250,7 @@ def logits_of(model, steps) -> torch.Tensor:
         return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_a_saved_adapter_fits_the_original_base_in_plain_peft(folder, tmp_path, world_size):
     cases = [
         dict(train_type="lora", init_lora_weights=kind) | s

@@ -16,6 +16,7 @@ import torch
 from fsdp_qlora.data import Row
 from fsdp_qlora.data.collate import IGNORE
 from tests.distributed.test_parity import relative
+from tests.parts import slow
 from tests.patience import patience
 from tests.ranks import run_ranks
 from tests.tiny import LR, RANK, SEED, padded_batch, save_tiny, tiny_rows
@@ -89,7 +90,7 @@ def train_each(folder: str, out: str, cases: list[tuple[int, int]]) -> list[dict
     return results
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, slow(4)])
 def test_any_number_of_rows_is_used_once_per_epoch_in_equally_many_steps(
     folder, tmp_path, world_size
 ):

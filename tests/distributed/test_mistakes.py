@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.parts import slow
 from tests.patience import patience
 from tests.tokenizers import save_chat_model
 
@@ -62,12 +63,13 @@ def errors(tmp_path, late: str, seconds: float, lacks: str, *flags: str) -> dict
     return dict(re.findall(r"^error \(rank (\d)\): (.*)$", run.stderr, re.M))
 
 
-@pytest.mark.parametrize("late", "01")
+@pytest.mark.parametrize("late", ["0", slow("1")])
 def test_a_rank_that_comes_late_to_the_same_mistake_says_it_too(tmp_path, late):
     said = errors(tmp_path, late, 2.5, "-", "--lr", "fast")
     assert sorted(said) == ["0", "1"] and all("--lr" in line for line in said.values()), said
 
 
+@pytest.mark.slow
 def test_what_only_one_rank_lacks_is_said_by_the_one_that_waits_for_it(tmp_path):
     model = save_chat_model(tmp_path / "model")
     rows = tmp_path / "rows.jsonl"

@@ -13,6 +13,7 @@ from fsdp_qlora.export.merge import merge_adapter
 from tests.distributed.test_initial import logits_of
 from tests.distributed.test_load_and_save import train_and_save
 from tests.distributed.test_parity import STEPS, assert_equal_run, train_cases
+from tests.parts import slow
 from tests.ranks import run_ranks
 from tests.tiny import RANK, SEED, TARGETS, reference_model, reference_run, save_tiny
 
@@ -68,12 +69,13 @@ def renamed(reference):
     return losses, norms, {n.replace(".modules_to_save.default", ""): w for n, w in weights.items()}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_training_equals_pefts_in_one_process(folder, world_size):
+@pytest.mark.parametrize(
+    "world_size, train_type", [(2, "qlora"), slow(2, "lora"), slow(1, "qlora")]
+)
+def test_training_equals_pefts_in_one_process(folder, world_size, train_type):
     cases = [
-        dict(train_type=t, modules_to_save=names) | place
+        dict(train_type=train_type, modules_to_save=names) | place
         for names in NAMES
-        for t in ("lora", "qlora")
         for place in PLACES[: 5 if world_size == 2 else 2]
     ]
     results = run_ranks(train_cases, world_size, folder, STEPS, cases)

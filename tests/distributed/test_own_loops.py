@@ -282,6 +282,43 @@ def test_ddp_averages_gradients_whichever_module_is_called(folder):
             assert relative(flat(gradients, wanted), flat(wanted, wanted)) < 1e-5, name
 
 
+def accumulated(folder: str) -> dict[str, tuple[dict, dict]]:
+    """Gradients after a backward that is not reduced over ranks, and after a second one that is."""
+    import fsdp_qlora as fq
+    from fsdp_qlora.dist import full_tensor
+
+    rank, found = fq.ranks_from_env().rank, {}
+    for strategy in ("ddp", "shard_grad_op", "full_shard"):
+        model, after = built(folder, strategy, "lora"), []
+        trained = fq.trainable_parameters(model)
+        for row, sync in ((rank, False), (1 - rank, True)):
+            batch = padded_batch([ROWS[row]])
+            fq.set_gradient_sync(model, sync)
+            logits = model(input_ids=batch["input_ids"]).logits
+            torch.nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten()
+            ).backward()
+            if sync or strategy == "ddp":
+                after.append({n: full_tensor(p.grad).clone() for n, p in trained.items()})
+        found[strategy] = after[0], after[-1]
+    return found
+
+
+def test_gradients_are_reduced_once_where_only_the_last_backward_asks_for_it(folder):
+    wanted = []
+    for row in ROWS:
+        model, batch = reference_model(folder, "lora"), padded_batch([row])
+        model(**batch).loss.backward()
+        trained = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+        wanted.append(flat(trained, trained))
+        names = list(trained)
+    for rank, found in enumerate(run_ranks(accumulated, 2, folder)):
+        # lora_alpha is 16 here and 8 in the reference
+        assert relative(flat(found["ddp"][0], names) / 2, wanted[rank]) < 1e-5
+        for strategy, (_, gradients) in found.items():
+            assert relative(flat(gradients, names) / 2, wanted[0] + wanted[1]) < 1e-5, strategy
+
+
 # ---- names and defaults ------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from fsdp_qlora.dist import process_group
 from fsdp_qlora.loading import load_weights, rank_pieces
 from fsdp_qlora.loading.quantized_cache import QuantizedCache
 from fsdp_qlora.loading.weight_files import Checkpoint
+from tests.parts import slow
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny
 
@@ -77,7 +78,7 @@ class Unread(Checkpoint):
         return super().spans(piece)
 
 
-@pytest.mark.parametrize("absmax_dtype", ["fp32", "int8"])
+@pytest.mark.parametrize("absmax_dtype", [slow("fp32"), "int8"])
 def test_any_ranks_write_and_any_read_what_a_load_without_it_gives(folder, tmp_path, absmax_dtype):
     expected = alone(folder, absmax_dtype=absmax_dtype)
     writers = {

@@ -28,6 +28,7 @@ from fsdp_qlora.dist import free_port
 from fsdp_qlora.lifecycle.closed_terminal import outlive_terminal
 from fsdp_qlora.lifecycle.launcher import how_to_launch
 from fsdp_qlora.lifecycle.signals import STOP_SIGNALS, StopSignals
+from tests.parts import slow
 from tests.patience import patience
 from tests.ranks import run_ranks
 from tests.tiny import padded_batch, tiny_rows
@@ -160,11 +161,11 @@ def is_alive(process: int) -> bool:
 @pytest.mark.parametrize(
     "world_size, to_a_rank, number",
     [
-        (1, False, signal.SIGTERM),
+        slow(1, False, signal.SIGTERM),
         (2, False, signal.SIGTERM),
-        (2, True, signal.SIGUSR1),
+        slow(2, True, signal.SIGUSR1),
         (1, False, signal.SIGINT),
-        (2, False, signal.SIGINT),
+        slow(2, False, signal.SIGINT),
     ],
 )
 def test_a_signal_or_ctrl_c_to_the_launcher_or_a_rank_saves_and_ends_with_75(
@@ -190,6 +191,7 @@ def test_a_signal_or_ctrl_c_to_the_launcher_or_a_rank_saves_and_ends_with_75(
     assert int(saved.name.removeprefix("step-")) == int(step) >= 3
 
 
+@pytest.mark.slow
 def test_a_run_whose_terminal_closes_saves_though_it_can_print_no_more(folder, rows, tmp_path):
     terminal = pty.openpty()
     run = endless_run(folder, rows, tmp_path, 2, own_the_terminal, terminal)
@@ -209,6 +211,7 @@ def test_what_is_no_terminal_is_printed_to_as_before(monkeypatch):
     assert sys.stdout is None and sys.stderr is before
 
 
+@pytest.mark.slow
 def test_a_run_under_nohup_outlives_its_terminal_and_is_stopped_as_ever(folder, rows, tmp_path):
     run = endless_run(folder, rows, tmp_path, 2, nohup)
     os.kill(run.pid, signal.SIGHUP)
@@ -280,6 +283,7 @@ sys.exit(cli.main(["train"]))
 """
 
 
+@pytest.mark.slow
 def test_a_store_that_is_frozen_as_a_run_ends_does_not_abort_it():
     port = free_port()
     with subprocess.Popen(
@@ -302,6 +306,7 @@ def test_a_store_that_is_frozen_as_a_run_ends_does_not_abort_it():
     assert ended.returncode == 2 and "error: wrong" in ended.stderr, ended
 
 
+@pytest.mark.slow
 def test_a_look_for_other_ranks_does_not_abort_a_process_that_ends():
     """With looks one after another; without the wait for the last one it did five times of six."""
     ended = [
@@ -368,7 +373,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("waits_for", ["disk", "another rank"])
+@pytest.mark.parametrize("waits_for", ["disk", slow("another rank")])
 def test_an_error_amid_a_write_ends_with_its_own_code(folder, rows, tmp_path, waits_for):
     """Python aborts a process that ends while a thread is in C++."""
     ended = run_of(FAILS_AMID_A_WRITE, [*flags_of(folder, rows, tmp_path), waits_for])
@@ -387,6 +392,7 @@ def test_the_death_of_one_rank_ends_the_others_and_is_named(folder, rows, tmp_pa
     assert not Path(f"/proc/{other}").exists()
 
 
+@pytest.mark.slow
 def test_ranks_end_where_their_launcher_is_killed(folder, rows, tmp_path):
     """They would train on, and hold the GPUs, where nobody sees them. Their store was the launcher's, so
     they may not agree on a step to save.
@@ -399,6 +405,7 @@ def test_ranks_end_where_their_launcher_is_killed(folder, rows, tmp_path):
     assert not any(is_alive(rank) for rank in ranks)
 
 
+@pytest.mark.slow
 def test_a_stop_is_not_waited_for_where_a_rank_is_gone(folder, rows, tmp_path):
     """As after torchrun's SIGTERM to what a killed rank leaves; a frozen one answers as little."""
     told = tmp_path / "told"
@@ -547,8 +554,8 @@ def listed(out: str) -> dict[str, int]:
     return {str(p): p.stat().st_size for p in Path(out).parent.rglob("*") if p.is_file()}
 
 
-@pytest.mark.parametrize("train_type", ["lora", "full"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("train_type", ["lora", slow("full")])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_a_failed_save_is_said_on_all_ranks_keeps_the_old_one_and_the_run_can_go_on(
     folder, tmp_path, world_size, train_type
 ):
