@@ -17,7 +17,7 @@ test: $(VENV)/.installed-dev
 	$(RUN) -m pytest tests $(SPREAD)
 
 # What `make test` leaves out: every combination, chaos, launchers, wheels, the site, types.
-test-rest: docs typecheck
+test-rest: $(VENV)/.installed-dev
 	$(RUN) -m pytest tests $(SPREAD) -m "slow and not ray and not browser"
 
 test-all: test test-rest

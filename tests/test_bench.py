@@ -200,6 +200,7 @@ def test_a_number_without_a_point_is_one(tmp_path):
     assert read_grid(tmp_path / "g.yaml").cells[0].config.lr == 1e-4
 
 
+@pytest.mark.slow
 def test_random_weights_of_a_known_model_need_no_hub(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     results = tmp_path / "rows.jsonl"

@@ -17,6 +17,7 @@ from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
 from fsdp_qlora.cli import main
 from fsdp_qlora.commands.calibrate import gpu_spec
 from fsdp_qlora.config import RunConfig
+from tests.parts import slow
 
 H100 = "NVIDIA H100 80GB HBM3"
 FOUND = dict(
@@ -31,7 +32,7 @@ FOUND = dict(
 )
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, slow(2)])
 def test_a_cpu_is_measured_and_its_plans_use_the_figures(ranks, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -303,6 +303,7 @@ def test_an_error_whose_text_is_elsewhere_only_passes_one_on():
 # ---- pages --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path],

@@ -12,6 +12,7 @@ import pytest
 
 from fsdp_qlora.hub import address_of, fault_of_connection
 from tests.fakehub import fake_hub
+from tests.parts import slow
 from tests.tokenizers import save_chat_model
 
 ROOT = Path(__file__).parents[1]
@@ -70,7 +71,7 @@ MODEL, ROWS = "--model_name org/model", "--dataset org/rows"
     "program, flags, others, why",
     [
         (READ + DATA, [MODEL, MODEL, MODEL, ROWS], {}, "can't be reached (Connection refused)"),
-        (DATA, [ROWS], {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"),
+        slow(DATA, [ROWS], {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"),
     ],
 )
 def test_a_name_that_is_not_in_the_cache_is_one_line_with_the_remedy(
@@ -92,6 +93,7 @@ def test_a_model_in_the_cache_is_found_without_a_network(closed_port, tmp_path):
     assert said == ["found"] * 3 and "etry" not in warned
 
 
+@pytest.mark.slow
 def test_nothing_is_pushed_without_a_network(closed_port, tmp_path):
     said, _ = run(PUSH.format(folder=tmp_path), f"http://127.0.0.1:{closed_port}", tmp_path)
     assert (

@@ -21,6 +21,7 @@ from fsdp_qlora.config.flags import parse
 from fsdp_qlora.dist import meet
 from tests.chaos.harness import command, make_inputs, outcome
 from tests.hosts import Hosts
+from tests.parts import slow
 from tests.patience import patience
 
 ROOT = Path(__file__).parents[1]
@@ -196,6 +197,7 @@ def listeners(process: int) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_ranks_that_are_started_here_listen_on_this_machine_alone(tmp_path):
     code = (
         "import sys; from torch.distributed.launcher.api import elastic_launch\n"
@@ -229,10 +231,10 @@ def test_a_run_of_one_rank_opens_no_store(monkeypatch):
 @pytest.mark.parametrize(
     "given, kept",
     [
-        ({}, False),
-        (dict(OMP_NUM_THREADS="1"), True),
+        slow({}, False),
+        slow(dict(OMP_NUM_THREADS="1"), True),
         (dict(OMP_NUM_THREADS="3"), True),
-        (dict(MKL_NUM_THREADS="2"), True),
+        slow(dict(MKL_NUM_THREADS="2"), True),
     ],
 )
 def test_a_number_of_threads_that_was_given_stays(given, kept, tmp_path):

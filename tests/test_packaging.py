@@ -53,6 +53,7 @@ def of_the_package() -> set[str]:
     return modules | {f"fsdp_qlora/{name}" for name in DATA}
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_module_and_data_file_and_nothing_of_the_tests(built):
     (wheel,) = built.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
@@ -60,6 +61,7 @@ def test_the_wheel_holds_every_module_and_data_file_and_nothing_of_the_tests(bui
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"fsdp_qlora"}
 
 
+@pytest.mark.slow
 def test_the_sdist_holds_the_package_the_tests_and_what_they_read(built):
     (sdist,) = built.glob("*.tar.gz")
     names = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
@@ -67,6 +69,7 @@ def test_the_sdist_holds_the_package_the_tests_and_what_they_read(built):
     assert of_the_package() | wanted | {"setup.cfg", "constraints.txt", "train.py"} <= names
 
 
+@pytest.mark.slow
 def test_the_wheel_works_where_it_is_unpacked(built, tmp_path):
     (wheel,) = built.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path)

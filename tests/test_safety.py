@@ -255,6 +255,20 @@ def test_names_for_others_have_no_folders(tmp_path):
     )
 
 
+# Commands one after another, in a process that has its environment from the start.
+ALL = """
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
+from fsdp_qlora.cli import main
+printed = {}
+for name, argv in json.loads(sys.argv[1]).items():
+    with redirect_stdout(io.StringIO()) as text, redirect_stderr(text):
+        code = main(argv)
+    printed[name] = code, text.getvalue()
+print(json.dumps(printed))
+"""
+
+
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
     """All that train, generate, merge, push and several mistakes print and write, with canaries set.
@@ -299,18 +313,8 @@ def outputs(tmp_path_factory):
             "WANDB_MODE": "offline",
         }
 
-        def run(*argv):
-            done = subprocess.run(
-                [sys.executable, "-m", "fsdp_qlora.cli", *argv],
-                env=env,
-                capture_output=True,
-                text=True,
-                cwd=folder,
-            )
-            return done.returncode, done.stdout + done.stderr
-
-        printed = {
-            "train": run(
+        commands = {
+            "train": [
                 "train",
                 *tune,
                 "--dataset",
@@ -320,8 +324,8 @@ def outputs(tmp_path_factory):
                 "1",
                 "--log_to",
                 "tqdm,tensorboard,wandb",
-            ),
-            "generate": run(
+            ],
+            "generate": [
                 "generate",
                 "--model_name",
                 base,
@@ -333,12 +337,25 @@ def outputs(tmp_path_factory):
                 "2",
                 "--device",
                 "cpu",
-            ),
-            "merge": run(
-                "merge", "--adapter_folder", adapter, "--output_dir", str(folder / "mérged 1")
-            ),
-            "push": run("push", adapter, "me/tuned"),
+            ],
+            "merge": [
+                "merge",
+                "--adapter_folder",
+                adapter,
+                "--output_dir",
+                str(folder / "mérged 1"),
+            ],
+            "push": ["push", adapter, "me/tuned"],
         }
+        done = subprocess.run(
+            [sys.executable, "-c", ALL, json.dumps(commands)],
+            env=env,
+            capture_output=True,
+            text=True,
+            cwd=folder,
+        )
+        *rest, said = done.stdout.splitlines()
+        printed = json.loads(said) | {"the rest": (done.returncode, "\n".join(rest) + done.stderr)}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in dict(HF_TOKEN=TOKEN, WANDB_API_KEY=KEY, HF_HUB_OFFLINE="1").items():
             patch.setenv(name, value)

@@ -7,6 +7,8 @@ import sys
 from configparser import ConfigParser
 from pathlib import Path
 
+import pytest
+
 import fsdp_qlora
 
 ROOT = Path(__file__).parents[1]
@@ -24,6 +26,7 @@ def mypy(*args: str) -> str:
     ).stdout
 
 
+@pytest.mark.slow
 def test_mypy_finds_nothing_in_what_is_public():
     assert mypy().startswith("Success")
 
@@ -37,6 +40,7 @@ def test_every_module_of_a_public_name_is_checked():
         assert {path, f"{path}.py", f"{path}/__init__.py"} & files, module
 
 
+@pytest.mark.slow
 def test_mistakes_of_a_user_are_seen(tmp_path):
     (tmp_path / "use.py").write_text(MISTAKES)
     found = mypy(str(tmp_path / "use.py"))
