@@ -8,15 +8,10 @@ from dataclasses import asdict, fields
 import pytest
 
 from fsdp_qlora.checkpoint import identity
-from fsdp_qlora.checkpoint.identity import (
-    DEFINES_THE_WEIGHTS,
-    LENGTH,
-    MAY_CHANGE,
-    MUST_BE_EQUAL,
-    differences,
-    with_batch_of,
-)
+from fsdp_qlora.checkpoint.identity import differences, with_batch_of
 from fsdp_qlora.config import RunConfig, plan_batches
+from fsdp_qlora.config.run import settings_that
+from fsdp_qlora.config.settings import DEFINES_WEIGHTS, MAY_CHANGE, MUST_MATCH, RUN_LENGTH
 
 CONTENT = dict(model="m", data="d")
 
@@ -31,9 +26,10 @@ def run_json(world_size: int = 2, **settings) -> dict:
     )
 
 
-def test_every_setting_is_in_one_class_of_what_may_change():
-    classes = Counter([*MAY_CHANGE, *DEFINES_THE_WEIGHTS, *MUST_BE_EQUAL, *LENGTH])
-    assert classes == Counter(f.name for f in fields(RunConfig))
+def test_every_setting_says_what_a_resume_does_where_it_has_changed():
+    roles = (MAY_CHANGE, MUST_MATCH, DEFINES_WEIGHTS, RUN_LENGTH)
+    named = Counter(name for role in roles for name in settings_that(role))
+    assert named == Counter(f.name for f in fields(RunConfig))
 
 
 @pytest.mark.parametrize(

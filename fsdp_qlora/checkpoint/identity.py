@@ -2,8 +2,8 @@
 
 Settings that change the result must be equal. How the work is laid out (ranks, sharding, what is
 recomputed) and what is shown may change; so may paths, for the model and the data are compared by
-content. Every setting is in one of the four sets below; a new one is refused by a test until somebody
-has thought about where it belongs.
+content. Each setting says which it is (`on_resume` in config/options.py); the size of a batch is
+compared as rows per step.
 """
 
 from __future__ import annotations
@@ -12,51 +12,9 @@ from dataclasses import asdict, fields, replace
 from math import gcd
 
 from ..config import BatchPlan, RunConfig, plan_batches
-from ..config.settings import AUTO, counted, default_of, shown
+from ..config.run import settings_that
+from ..config.settings import AUTO, MAY_CHANGE, RUN_LENGTH, counted, default_of, shown
 from ..data import Source, Subset, TokenizedDataset, step_sampler
-
-# Layout, speed, paths and display. The batch is compared as rows per step, see `_batch_difference`.
-MAY_CHANGE = frozenset(
-    """
-model_name dataset dataset_split dataset_samples data_cache eval_dataset eval_split eval_share
-eval_every samples sample_prompts sample_tokens
-preview quantized_cache train_type attn_implementation device low_memory loading_workers
-batch_size gradient_accumulation_steps global_batch_size sharding_strategy shard_group_size
-wrap_policy min_wrap_params backward_prefetch use_gradient_checkpointing activation_policy
-activation_budget_gib reentrant_checkpointing mlp_tiles use_cpu_offload use_trained_cpu_offload
-use_vocabulary_cpu_offload use_activation_cpu_offload
-forward_prefetch gather_once no_sync compile cuda_graphs keep_fp8_weights deterministic
-output_dir save_model log_to log_every price_per_hour verbose
-project_name name group entity world_size master_addr master_port timeout_minutes profile
-profile_memory profiling_output with_stack with_shapes export_trace export_memory_timeline
-wait_steps warmup_steps active_steps repeat profiling_frequency checkpoint_every checkpoint_minutes
-keep_checkpoints resume stop_grace_seconds max_bad_steps on_bad_steps stall_seconds
-verify_frozen_minutes
-""".split()
-)
-
-# What a checkpoint's tensors mean: not even an explicit --resume PATH goes on after a change.
-DEFINES_THE_WEIGHTS = frozenset(
-    """
-quant precision adapter lora_rank lora_alpha lora_target_modules adapter_dtype optimizer
-use_rslora lora_rank_pattern lora_alpha_pattern absmax_dtype n_bits init_lora_weights loftq_iter
-modules_to_save trained_modules layers_to_transform added_tokens llama_pro_path
-llama_pro_blocks lora_target_parameters bias
-""".split()
-)
-
-# The rest of what decides the losses. An explicit --resume PATH may change these, with a warning.
-MUST_BE_EQUAL = frozenset(
-    """
-revision trust_remote_code compute_dtype random_weights lora_dropout loraplus_lr_ratio context_length
-train_on stream shuffle_buffer packing seed lr wd lr_scheduler warmup_share lr_warmup_steps
-apply_gradient_clipping grad_norm
-""".split()
-)
-
-# When the run ends: as much as the rest under a schedule that goes by it; under a constant rate it
-# changes nothing that was computed, and may change.
-LENGTH = frozenset(["num_epochs", "max_steps"])
 
 # A checkpoint of an older version lacks the settings that came later. It was trained as with their
 # defaults, but for those whose default changes something: they are listed with what it was before.
@@ -68,10 +26,12 @@ def differences(
 ) -> dict[str, str]:
     """For each setting that differs from the checkpoint's run.json: its name, old and new value."""
     old, new = settings_of(run), asdict(config)
-    free = MAY_CHANGE | LENGTH if config.lr_scheduler == "constant" else MAY_CHANGE
+    free, length = settings_that(MAY_CHANGE), settings_that(RUN_LENGTH)
+    if config.lr_scheduler == "constant":
+        free |= length
     found = {
         name: f"--{name} was {shown(old[name])} and is {shown(new[name])}"
-        + (f", which --lr_scheduler {config.lr_scheduler} goes by" if name in LENGTH else "")
+        + (f", which --lr_scheduler {config.lr_scheduler} goes by" if name in length else "")
         for name in new
         if name not in free and old[name] != new[name]
     }

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from ..atomic_files import sync, write_text
 from ..config import RunConfig
-from ..config.settings import AUTO, counted
+from ..config.run import settings_that
+from ..config.settings import AUTO, DEFINES_WEIGHTS, counted
 from ..data import Source, Subset, TokenizedDataset
 from ..dist import from_main, print_main, ranks_from_env
 from ..json_input import from_json
@@ -30,7 +31,7 @@ from .folder import (
     set_newer_aside,
     step_of,
 )
-from .identity import DEFINES_THE_WEIGHTS, differences, is_other, steps_asked, with_batch_of
+from .identity import differences, is_other, steps_asked, with_batch_of
 
 FINISHED = "finished.json"  # beside the checkpoints of a run that came to its end
 _OF_ITS_END = (
@@ -202,7 +203,7 @@ def chosen(config: RunConfig, root: Path) -> Path | None:
 
 def _check_same_run(config: RunConfig, found: dict[str, str], folder: Path):
     """Refuse a checkpoint that differs so; after an explicit path only what it can't do without."""
-    must = DEFINES_THE_WEIGHTS | {
+    must = settings_that(DEFINES_WEIGHTS) | {
         "model_name",
         "dataset",
         "global_batch_size",

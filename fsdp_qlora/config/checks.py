@@ -51,49 +51,6 @@ def check_choices(config):
             raise ValueError(f"--{f.name} {shown(value)}: choose {listed}")
 
 
-AT_LEAST_ONE = (
-    "lora_rank",
-    "loftq_iter",
-    "context_length",
-    "gradient_accumulation_steps",
-    "num_epochs",
-    "dataset_samples",
-    "min_wrap_params",
-    "shuffle_buffer",
-    "keep_checkpoints",
-    "max_bad_steps",
-    "active_steps",
-    "profiling_frequency",
-    "log_every",
-    "sample_tokens",
-)
-AUTO_OR_ABOVE_ZERO = (
-    "batch_size",
-    "mlp_tiles",
-    "global_batch_size",
-    "max_steps",
-    "shard_group_size",
-    "world_size",
-    "loading_workers",
-    "eval_every",
-    "checkpoint_every",
-    "llama_pro_blocks",
-)
-NOT_NEGATIVE = (
-    "samples",
-    "lr",
-    "wd",
-    "lora_alpha",
-    "preview",
-    "checkpoint_minutes",
-    "stall_seconds",
-    "verify_frozen_minutes",
-    "wait_steps",
-    "warmup_steps",
-    "repeat",
-)
-
-
 def check_numbers(config):
     """Ranges of single settings."""
 
@@ -103,15 +60,8 @@ def check_numbers(config):
             given = repr(given)
         raise ValueError(f"--{name} must be {wanted}, got {given}")
 
-    for name in AT_LEAST_ONE:
-        if getattr(config, name) < 1:
-            refuse(name, "1 or more")
-    for name in AUTO_OR_ABOVE_ZERO:
-        if getattr(config, name) != AUTO and getattr(config, name) < 1:
-            refuse(name, "1 or more, or auto" if name == "batch_size" else "-1 or above 0")
-    for name in NOT_NEGATIVE:
-        if not getattr(config, name) >= 0:
-            refuse(name, "0 or more")
+    for f in fields(config):
+        _check_least(f, getattr(config, f.name), refuse)
     if not config.loraplus_lr_ratio > 0:
         refuse("loraplus_lr_ratio", "above 0")
     if not config.grad_norm > 0:
@@ -131,9 +81,6 @@ def check_numbers(config):
         refuse("lr_warmup_steps", "-1 or above")
     if not 0 <= config.eval_share < 1:
         refuse("eval_share", "from 0 to below 1")
-    price = config.price_per_hour
-    if price is not None and not price >= 0:
-        refuse("price_per_hour", "0 or more")
     if not 0 <= config.seed < 2**32:
         refuse("seed", "from 0 to 4294967295")
     for f in fields(config):
@@ -142,6 +89,16 @@ def check_numbers(config):
             refuse(f.name, "a finite number")
         if isinstance(value, str) and not value.strip():
             refuse(f.name, "left out or have a value")
+
+
+def _check_least(f, value, refuse):
+    """Refuse a number below the setting's least one."""
+    least, or_auto = f.metadata["least"], f.metadata["or_auto"]
+    if least is None or value is None or value >= least or (or_auto and value == AUTO):
+        return
+    if not or_auto:
+        refuse(f.name, f"{least} or more")
+    refuse(f.name, "1 or more, or auto" if f.name == "batch_size" else "-1 or above 0")
 
 
 def check_together(config):

@@ -10,7 +10,6 @@ https://json-schema.org/draft/2020-12
 
 from __future__ import annotations
 
-from .checks import AT_LEAST_ONE, AUTO_OR_ABOVE_ZERO, NOT_NEGATIVE
 from .flags import typed_fields, usable_choices
 from .run import GROUPS
 from .settings import AUTO, default_of, shown, title
@@ -68,13 +67,10 @@ def _forms_of(f, kind: type) -> list[dict]:
         )
         return [{"type": ["string", "number"]}, *lists]
     number = {"type": "integer" if kind is int else "number"}
-    if f.name in AT_LEAST_ONE:
-        return [number | {"minimum": 1}]
-    if f.name in (*NOT_NEGATIVE, "price_per_hour"):
-        return [number | {"minimum": 0}]
-    if f.name in AUTO_OR_ABOVE_ZERO:
-        return [number | {"minimum": 1}, {"const": AUTO}, {"const": "auto"}]
-    return [number, {"const": "auto"}] if "auto" in f.metadata["help"] else [number]
+    if f.metadata["least"] is None:
+        return [number, {"const": "auto"}] if "auto" in f.metadata["help"] else [number]
+    auto = [{"const": AUTO}, {"const": "auto"}] if f.metadata["or_auto"] else []
+    return [number | {"minimum": f.metadata["least"]}, *auto]
 
 
 _PREFACE = """# Every setting

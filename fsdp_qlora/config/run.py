@@ -7,7 +7,7 @@ no torch here, so that `--help` and every check answer at once.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib import metadata
 from typing import Any
@@ -39,17 +39,6 @@ from .options import (
     ShardingOptions,
 )
 from .settings import AUTO, parts_of
-
-_PATHS = (
-    "model_name",
-    "dataset",
-    "eval_dataset",
-    "data_cache",
-    "quantized_cache",
-    "output_dir",
-    "resume",
-    "profiling_output",
-)
 
 
 @dataclass(kw_only=True)
@@ -84,9 +73,9 @@ class RunConfig(
 
         A shell leaves --output_dir=~/run and a recipe's path as they are.
         """
-        for name in _PATHS:
-            if (getattr(self, name) or "").startswith("~"):
-                setattr(self, name, os.path.expanduser(getattr(self, name)))
+        for f in fields(self):
+            if f.metadata["is_path"] and (getattr(self, f.name) or "").startswith("~"):
+                setattr(self, f.name, os.path.expanduser(getattr(self, f.name)))
         quant, adapter = TRAIN_TYPES[self.train_type]
         if self.quant == "auto":
             self.quant = quant
@@ -219,6 +208,15 @@ class RunConfig(
         if not self.has_lora or not self.lora_target_parameters:
             return None
         return names_in(self.lora_target_parameters)
+
+
+_ON_RESUME = {f.name: f.metadata["on_resume"] for f in fields(RunConfig)}
+assert all(_ON_RESUME.values()), "a setting of a run says what a resume does where it has changed"
+
+
+def settings_that(on_resume: str) -> frozenset[str]:
+    """Names of the settings with which a resume does so (`settings.py`)."""
+    return frozenset(name for name, does in _ON_RESUME.items() if does == on_resume)
 
 
 GROUPS = RunConfig.__bases__  # in the order in which help and pages show them

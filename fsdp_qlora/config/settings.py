@@ -9,6 +9,12 @@ from typing import Any
 
 AUTO = -1  # an integer setting that is derived; the derived value is printed once
 
+# What a resume does where a setting is another than the checkpoint's.
+MAY_CHANGE = "may change"  # layout, speed, paths and display: nothing
+MUST_MATCH = "must match"  # it decides the losses: refused, but --resume PATH warns and resumes
+DEFINES_WEIGHTS = "defines weights"  # it says what the tensors mean: refused in any case
+RUN_LENGTH = "run length"  # must match under a schedule that goes by the length, else may change
+
 
 def opt(
     default: Any,
@@ -20,10 +26,16 @@ def opt(
     later: tuple = (),
     bare=None,
     several: bool = False,
+    on_resume: str | None = None,
+    least: int | None = None,
+    or_auto: bool = False,
+    is_path: bool = False,
 ):
     """A setting: `later` holds values of the original script that this version refuses by name.
 
     bare: the value of the flag given without one. several: choices may be joined with commas.
+    on_resume: one of the four above; a setting of a run has it. least: the smallest value, beside
+    AUTO with `or_auto`. is_path: ~ is expanded.
     """
     meta = dict(
         help=help,
@@ -33,6 +45,10 @@ def opt(
         later=later,
         bare=bare,
         several=several,
+        on_resume=on_resume,
+        least=least,
+        or_auto=or_auto,
+        is_path=is_path,
     )
     return field(default=default, metadata=meta)
 
