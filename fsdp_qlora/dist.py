@@ -213,8 +213,8 @@ def resolve_shard_group_size(requested: int, ranks: Ranks, strategy: str) -> int
     if size < 2 or ranks.world_size % size or ranks.world_size // size < 2:
         raise ValueError(
             f"--sharding_strategy {strategy} needs 2 or more replicas of 2 or more GPUs; "
-            f"{ranks.world_size} ranks do not divide so with --shard_group_size {requested}; use "
-            "full_shard or shard_grad_op, or 4 ranks or more"
+            f"{ranks.world_size} ranks with --shard_group_size {requested} can't be divided like "
+            "this; use full_shard or shard_grad_op, or 4 ranks or more"
         )
     return size
 

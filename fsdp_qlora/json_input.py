@@ -23,7 +23,7 @@ def read_object(path: Path) -> dict:
     try:
         found = from_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path}: not readable JSON ({error}); get the file again") from error
+        raise ValueError(f"{path}: not valid JSON ({error}); get the file again") from error
     if isinstance(found, dict):
         return found
-    raise ValueError(f"{path}: it holds no JSON object; get the file again")
+    raise ValueError(f"{path}: not a JSON object; get the file again")

@@ -71,7 +71,7 @@ def meet(store: Store, rank: int, world_size: int, timeout: timedelta, mistakes:
         if told := mistakes.look():
             raise MistakeElsewhere(told.text)
         time.sleep(POLL_SECONDS)
-    raise OSError(f"not all of {world_size} ranks came to the start within {timeout}")
+    raise OSError(f"not all {world_size} ranks reached the rendezvous within {timeout}")
 
 
 class Told:
@@ -147,7 +147,7 @@ class Board:
                 texts.append(text)
             elif is_over() or time.monotonic() > started + timeout_s:
                 waited = time.monotonic() - started
-                raise OSError(f"rank {len(texts)} said nothing for {waited:.0f} s")
+                raise OSError(f"rank {len(texts)} sent nothing for {waited:.0f} s")
             else:
                 time.sleep(0.02)
         return texts

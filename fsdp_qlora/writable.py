@@ -44,10 +44,10 @@ def fault_of(folder: Path, size: int = 0, what: str = "it") -> str | None:
         return f"{there} can't be written to"
     disk = shutil.disk_usage(there)
     if not disk.total:
-        return f"{there} is no place for files"  # /proc and the like
+        return f"{there} does not hold files"  # /proc and the like
     if disk.free >= size:
         return None
-    return f"{there} has {_size_text(disk.free)} free, and {what} takes {_size_text(size)}"
+    return f"{there} has {_size_text(disk.free)} free, but {what} needs {_size_text(size)}"
 
 
 def _size_text(count: int) -> str:

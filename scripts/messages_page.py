@@ -68,13 +68,13 @@ SECTIONS = [
 
 # What to do about messages that do not say so themselves: words of the message, and the remedy.
 REMEDIES = [
-    ("no checkpoint to go back to", "lower `--lr`, or set `--checkpoint_every`"),
+    ("no checkpoint to roll back to", "lower `--lr`, or set `--checkpoint_every`"),
     ("takes a single value", "write `name: value`"),
     ("is not available in this version", "the rest of the line says what is"),
     ("left out or have", "leave it out, or give a value"),
     ("unknown flag|unknown setting", "take the nearest name, or one of [these](flags.md)"),
     (
-        "not readable JSON|holds no JSON object|^nested too deeply",
+        "not valid JSON|not a JSON object|^nested too deeply",
         "look at the file: it must be one JSON object",
     ),
     (
@@ -132,11 +132,11 @@ REMEDIES = [
         "check for a full or broken disk on that rank's machine; the line has the reason",
     ),
     (
-        "came to the start",
+        "reached the rendezvous",
         "read the logs of the missing ranks; all machines must run the same command",
     ),
     (
-        "said nothing for",
+        "sent nothing for",
         "find the reason in that rank's own output; raise `--timeout_minutes` if it was only slow",
     ),
     ("GIVEN: VALUE", "another message of this page, about the held-out rows"),
@@ -158,7 +158,7 @@ REMEDIES = [
     ("not wanted", "nothing: a plan of other versions is made anew"),
     ("demo's model is missing", "run that command"),
     (
-        "no row of a sample",
+        "a sample of its rows",
         "check the rows and --train_on; `fsdp-qlora data` prints which tokens are trained",
     ),
     ("SQL|one answer for each row", "nothing: that answer counts as wrong"),

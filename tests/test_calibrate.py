@@ -103,7 +103,7 @@ def test_it_is_found_only_for_the_same_card_and_torch(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "text,message",
     [
-        ("{", "not readable JSON"),
+        ("{", "not valid JSON"),
         ("[]", "takes one JSON object"),
         ("{}", "not made by fsdp-qlora calibrate"),
     ],

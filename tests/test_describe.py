@@ -15,14 +15,14 @@ from .tiny import save_tiny
 @pytest.mark.parametrize(
     "settings, line",
     [
-        (dict(train_type="full"), "dtypes: trained bfloat16, products in bf16"),
+        (dict(train_type="full"), "dtypes: trained bfloat16, matmuls in bf16"),
         (
             dict(train_type="lora", precision="fp32"),
-            "dtypes: frozen float32, trained float32, products of frozen weights in fp32",
+            "dtypes: frozen float32, trained float32, matmuls of frozen weights in fp32",
         ),
         (
             dict(train_type="qlora", adapter_dtype="bf16"),
-            "dtypes: frozen bfloat16, float32 (nf4 bytes in bfloat16), trained bfloat16, products of frozen "
+            "dtypes: frozen bfloat16, float32 (nf4 bytes in bfloat16), trained bfloat16, matmuls of frozen "
             "weights in bf16",
         ),
     ],

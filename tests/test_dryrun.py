@@ -134,7 +134,7 @@ def test_without_a_gpu_it_says_how_to_get_a_prediction(shown):
         (["--model_name", "absent"], "does not exist"),
         (
             ["--model_name", "short"],
-            "the data have rows of 38 tokens, and the model has 16 positions",
+            "the data have rows of 38 tokens, but the model has 16 positions",
         ),
         (["--model_name", "small"], "the model embeds ids below 8; use the tokenizer"),
     ],

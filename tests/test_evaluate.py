@@ -148,7 +148,7 @@ def test_a_full_disk_does_not_end_the_run_and_its_lines_come_later(tmp_path, cap
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2, 3, 4]
     (warning,) = capsys.readouterr().err.splitlines()
-    assert "metrics.jsonl can't be written (No space left on device); its lines wait" in warning
+    assert "metrics.jsonl can't be written (No space left on device); its lines are kept" in warning
 
 
 def test_lines_that_wait_for_room_are_there_after_a_rollback(tmp_path):
@@ -166,7 +166,7 @@ def test_lines_that_wait_for_room_are_there_after_a_rollback(tmp_path):
 def test_metrics_that_cant_be_begun_name_the_flag(tmp_path):
     (tmp_path / "metrics.partial").mkdir()
     with pytest.raises(
-        ValueError, match="--output_dir .* metrics.jsonl can't be written .* make room"
+        ValueError, match="--output_dir .* metrics.jsonl can't be written .* free some space"
     ):
         RunLog(tmp_path)
 

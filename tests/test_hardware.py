@@ -108,7 +108,7 @@ def test_a_card_from_a_file(tmp_path):
 @pytest.mark.parametrize(
     "spec,message",
     [
-        ("{", "not readable JSON"),
+        ("{", "not valid JSON"),
         ("[]", "one JSON object"),
         ('{"nam": 1}', "unknown field nam"),
         ('{"name": "x"}', "needs memory_gib, bf16_tflops"),

@@ -59,9 +59,9 @@ def test_what_can_be_done_without_is_left_out(tmp_path, text):
 def test_json_of_another_kind_than_an_object_is_refused(tmp_path, text):
     path = tmp_path / "config.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match="no JSON object"):
+    with pytest.raises(ValueError, match="not a JSON object"):
         read_object(path)
-    with pytest.raises(ValueError, match="no JSON object"):
+    with pytest.raises(ValueError, match="not a JSON object"):
         write_config(tmp_path, tmp_path, {})
 
 

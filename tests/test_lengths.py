@@ -198,7 +198,7 @@ def test_estimate_without_a_tokenizer_says_that_rows_are_taken_as_full(capsys, t
     assert main([*ask, "--dataset", str(tmp_path / "rows.jsonl")]) == 0
     out, err = capsys.readouterr()
     after = json.loads(out)
-    assert "rows are taken as full: " in err and err.count("\n") == 1
+    assert "assuming full rows: " in err and err.count("\n") == 1
     assert "data" not in after and after["step_seconds"] == before["step_seconds"]
 
 

@@ -207,11 +207,11 @@ def test_out_of_memory_is_one_line_with_the_largest_part_and_what_to_do(tmp_path
     message = str(error.value)
     assert (
         message.startswith(
-            "GPU memory ran out in step 12 at a micro-batch of 2 x 512 tokens: by the estimate "
+            "GPU memory ran out in step 12 at a micro-batch of 2 x 512 tokens: by the estimate, "
         )
         and "\n" not in message
     )
-    assert "next on the guide: --use_cpu_offload true;" in message
+    assert "next option: --use_cpu_offload true;" in message
 
 
 def test_on_the_cpu_the_profile_says_that_it_needs_a_gpu_and_the_step_runs(capsys):

@@ -51,7 +51,7 @@ def test_a_stop_that_was_asked_for_is_no_failure(tmp_path):
 def test_a_command_that_fails_warns_and_changes_nothing(capfd):
     with told_at_end("exit 3", "out"):
         pass
-    assert "warning: the command of --on_end failed: exit code 3" in capfd.readouterr().err
+    assert "warning: the --on_end command failed: exit code 3" in capfd.readouterr().err
 
 
 ENDS_AT_ONCE = """
@@ -63,7 +63,7 @@ case, command = sys.argv[1:]
 with StopSignals(grace_seconds=0.5 if case == "not saved" else 1.5) as stop, \\
         told_at_end(command, "out", stop.seconds_left):
     stop.can_save, stop.missing = True, lambda: "rank 1" if case == "a rank is gone" else ""
-    if case == "stalled": watchdog.Watchdog(None, 600).end("the run has not moved")
+    if case == "stalled": watchdog.Watchdog(None, 600).end("the run has made no progress")
     if case == "before": stop.can_save = False
     stop.stop("SIGTERM")
     if case == "saved":
@@ -80,7 +80,7 @@ with StopSignals(grace_seconds=0.5 if case == "not saved" else 1.5) as stop, \\
         ("not saved", 75, "stopped|stopped by SIGTERM: not saved within 0.5 s"),
         slow("before", 75, "stopped|stopped by SIGTERM before the first step"),
         slow("a rank is gone", 75, "stopped|stopped by SIGTERM: rank 1 does not answer"),
-        slow("stalled", 70, "failed|error: the run has not moved"),
+        slow("stalled", 70, "failed|error: the run has made no progress"),
     ],
 )
 def test_a_command_outlives_what_ends_the_run_at_once(tmp_path, case, code, told):
@@ -108,7 +108,7 @@ def test_a_command_without_end_is_ended_with_all_it_started(tmp_path, monkeypatc
     monkeypatch.setattr("fsdp_qlora.lifecycle.notify.PATIENCE_S", 0.5)
     with told_at_end(f"(sleep 600; true) & echo $! > {tmp_path}/process; wait", "out"):
         pass
-    assert "the command of --on_end failed: no end within 0.5 s" in capfd.readouterr().err
+    assert "the --on_end command failed: it did not finish within 0.5 s" in capfd.readouterr().err
     stat = Path(f"/proc/{(tmp_path / 'process').read_text().strip()}/stat")
     for _ in range(int(patience(100))):
         if not stat.exists() or ") Z " in stat.read_text():

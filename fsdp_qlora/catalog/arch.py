@@ -328,7 +328,7 @@ def _read_json(path: Path) -> dict:
         ) from None
     if not isinstance(found, dict):
         raise ValueError(
-            f"--model_name {path}: it holds no JSON object; give the model's folder, or a hub name"
+            f"--model_name {path}: not a JSON object; give the model's folder, or a hub name"
         )
     return found
 

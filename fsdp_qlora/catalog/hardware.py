@@ -345,7 +345,7 @@ def read_object(path: str | Path, flag: str, what: str) -> dict:
             f"{flag}: {(error.strerror or str(error)).lower()}; give a JSON file"
         ) from None
     except ValueError as error:
-        raise ValueError(f"{flag}: not readable JSON: {error}") from None
+        raise ValueError(f"{flag}: not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{flag}: takes one JSON object with {what}")
     return found

@@ -134,7 +134,7 @@ def _asked_rows(
 
         rows, why = sampled_lengths(config)
     except ImportError as error:
-        rows, why = None, f"rows are taken as full: {error}"
+        rows, why = None, f"assuming full rows: {error}"
     if why:
         print(f"--dataset {config.dataset}: {why}", file=sys.stderr)
     return rows

@@ -47,23 +47,20 @@ class BadSteps:
         if self.policy == "rollback":
             raise RollBack
         raise ValueError(
-            f"{self.reason()}; try a lower --lr, clip gradients, or --on_bad_steps rollback"
+            f"{self.reason()}; lower --lr, clip gradients, or use --on_bad_steps rollback"
         )
 
     def reason(self) -> str:
         """What happened."""
         return (
-            f"the loss or gradient of steps {self.in_a_row[0]} to {self.in_a_row[-1]} is not a "
-            "number"
+            f"the loss or gradient of steps {self.in_a_row[0]} to {self.in_a_row[-1]} is not finite"
         )
 
     def leave_out(self, folder: Path | None):
         """Skip the rows of these steps from now on. Raises ValueError if going back can't help."""
         if folder is None:
-            raise ValueError(self.reason() + ", and there is no checkpoint to go back to")
+            raise ValueError(self.reason() + ", and there is no checkpoint to roll back to")
         if folder == self.went_back_to:
-            raise ValueError(
-                f"{self.reason()}, also after going back to {folder}; try a lower --lr"
-            )
+            raise ValueError(f"{self.reason()}, even after rolling back to {folder}; lower --lr")
         self.left_out |= {step - 1 for step in self.in_a_row}
         self.in_a_row, self.rows, self.went_back_to = [], {}, folder

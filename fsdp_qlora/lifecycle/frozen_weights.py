@@ -75,8 +75,9 @@ class FrozenWeights:
         if not self.changed:
             return None
         return (
-            f"the frozen weight {self.changed} has changed in the memory of rank {rank}: a flipped "
-            "bit; start again, it goes on from the last checkpoint, and check this machine"
+            f"the frozen weight {self.changed} changed in the memory of rank {rank} (a bit flip); "
+            "rerun the same command to resume from the last checkpoint, and check that machine's "
+            "memory"
         )
 
 

@@ -57,8 +57,8 @@ def _check_world_size(config: RunConfig):
     started = ranks_from_env().world_size
     if config.world_size not in (AUTO, started):
         raise ValueError(
-            f"--world_size {config.world_size}, but torchrun started {started} ranks; "
-            "leave --world_size out, or change --nproc_per_node"
+            f"--world_size {config.world_size}, but torchrun started {started} ranks; leave "
+            "--world_size out, or change torchrun's --nproc_per_node"
         )
 
 
@@ -201,7 +201,7 @@ def _exit_code_of(rank: int, failure) -> int:
     if -failure.exitcode in STOP_SIGNALS:
         return EXIT_STOPPED  # before it listened
     hint = (
-        "; the system does so when memory runs out (see dmesg)"
+        "; the usual cause is that host memory ran out (see dmesg)"
         if failure.exitcode == -signal.SIGKILL
         else ""
     )

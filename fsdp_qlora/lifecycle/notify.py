@@ -55,7 +55,7 @@ class _Notice:
                 return
             with suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
-            warn(f"no end within {PATIENCE_S} s")
+            warn(f"it did not finish within {PATIENCE_S} s")
         except OSError as error:
             warn(error.strerror or str(error))
 
@@ -96,4 +96,4 @@ def told_at_end(
 
 def warn(reason: str):
     """Say why the command told nobody."""
-    print(f"warning: the command of --on_end failed: {reason}", file=sys.stderr, flush=True)
+    print(f"warning: the --on_end command failed: {reason}", file=sys.stderr, flush=True)

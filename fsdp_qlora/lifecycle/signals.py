@@ -88,7 +88,9 @@ class StopSignals:
                     continue
                 if os.environ.get("RANK", "0") == "0":
                     print(
-                        "saving; Ctrl-C once more ends the run at once", file=sys.stderr, flush=True
+                        "saving; press Ctrl-C again to stop without saving",
+                        file=sys.stderr,
+                        flush=True,
                     )
                 self.stop("Ctrl-C")
 
@@ -120,7 +122,7 @@ class StopSignals:
         time.sleep(self.grace_seconds)
         end(
             f"stopped by {self.asked_by}: not saved within {self.grace_seconds:g} s "
-            "(--stop_grace_seconds); the checkpoint before is the last one"
+            "(--stop_grace_seconds); the last checkpoint is the one before"
         )
 
     def look_for_others(self):
@@ -130,7 +132,7 @@ class StopSignals:
                 return
         end(
             f"stopped by {self.asked_by}: {gone} does not answer, so nothing could be saved; the "
-            "checkpoint before is the last one"
+            "last checkpoint is the one before"
         )
 
     def is_asked(self) -> bool:

@@ -125,8 +125,8 @@ class Watchdog:
         while not self.is_over.wait(1.0):
             if self.is_stalled() and time.monotonic() - self.looked > limit:
                 self.end(
-                    f"rank {self.board.rank} gets no answer from the ranks' store, which rank 0 "
-                    "holds: it is stopped, or its machine is gone"
+                    f"rank {self.board.rank} gets no answer from the ranks' store on rank 0's machine: its "
+                    "process is stopped, or the machine is gone"
                 )
 
     def is_stalled(self) -> bool:
@@ -189,15 +189,15 @@ def verdict(seconds: float, told: dict[int, list], frozen: dict[int, list]) -> s
     guilty = {r: t for r, t in outside.items() if t[0] == behind}
     if len(guilty) == len(told) > 1:
         return (
-            f"{stalled(seconds)}: all ranks wait at {told[0][1]}, so it is "
-            f"the network or a GPU; rank 0 is at\n{told[0][3]}"
+            f"{stalled(seconds)}: all ranks wait at {told[0][1]}, so the network or a GPU is at "
+            f"fault; rank 0 is at\n{told[0][3]}"
         )
     return "\n".join(
-        f"{stalled(seconds)}: the others wait for rank {r} at {phase}, which is here:\n{stack}"
+        f"{stalled(seconds)}: the others wait for rank {r} at {phase}, whose stack is:\n{stack}"
         for r, (_, phase, _, stack) in guilty.items()
     )
 
 
 def stalled(seconds: float) -> str:
     """What is wrong, without who is to blame."""
-    return f"the run has not moved for {seconds:g} s"
+    return f"the run has made no progress for {seconds:g} s"

@@ -56,7 +56,7 @@ class MemoryWatch:
         self.config, self.model, self.optimizer, self.device = config, model, optimizer, device
         self.taken = 0  # steps of this process
         if config.profile_memory and device.type != "cuda":
-            print_main("--profile_memory needs a GPU: torch records the memory of no other device")
+            print_main("--profile_memory needs a GPU: torch records no other device's memory")
 
     @contextmanager
     def step(self, step: Step):
@@ -106,7 +106,7 @@ class MemoryWatch:
         if draw(found, path, f"{Path(self.config.model_name).name}, step {_RECORDED_STEP}"):
             print(f"memory over the step: {path}")
         else:
-            print("pip install matplotlib for a picture of it")
+            print("run `pip install matplotlib` for a plot of it")
 
 
 class Gradients:
@@ -200,9 +200,9 @@ def _out_of_memory(config: RunConfig, model: nn.Module, step: Step) -> str:
     """Which part was the largest by the estimate, and the next rung of the guide, in one line."""
     rows, tokens = max((tuple(b["input_ids"].shape) for b in step.micro_batches), key=prod)
     return (
-        f"GPU memory ran out in step {step.index + 1} at a micro-batch of {rows} x {tokens} tokens: "
-        f"{_largest_part(config, model)}next on the guide: "
-        f"{next_rung(config, ranks_from_env().world_size)}; the run then goes on from its last "
+        f"GPU memory ran out in step {step.index + 1} at a micro-batch of {rows} x {tokens} "
+        f"tokens: {_largest_part(config, model)}next option: "
+        f"{next_rung(config, ranks_from_env().world_size)}; the run then resumes from its last "
         "checkpoint"
     )
 
@@ -216,7 +216,8 @@ def _largest_part(config: RunConfig, model: nn.Module) -> str:
     parts = by_part(estimate)
     largest = max(parts, key=parts.get)
     return (
-        f"by the estimate {largest} take most, {parts[largest]:.1f} of {estimate.total:.1f} GiB; "
+        f"by the estimate, {largest} take the most, {parts[largest]:.1f} of "
+        f"{estimate.total:.1f} GiB; "
     )
 
 

@@ -72,7 +72,7 @@ def step_profiler(config: RunConfig, device: torch.device) -> Iterator[Callable[
     if steps <= first:
         print_main(
             f"warning: --profile recorded nothing: the run ended after {counted(steps, 'step')}, "
-            f"and recording begins after {first}; lower --wait_steps or --warmup_steps"
+            f"but recording starts after {first}; lower --wait_steps or --warmup_steps"
         )
 
 
@@ -96,8 +96,8 @@ def _keep_trace(profiler, folder: Path, config: RunConfig, device: torch.device)
         events = json.load(file)["traceEvents"]
     if device.type == "cuda" and not any(e.get("cat") == "kernel" for e in events):
         print(
-            "warning: --profile saw no kernel of the GPU, only the host; KINETO_LOG_LEVEL=0 in the "
-            "environment tells why",
+            "warning: --profile recorded no GPU kernels, only the CPU; set KINETO_LOG_LEVEL=0 to "
+            "see why",
             flush=True,
         )
     spans = device_spans(events)

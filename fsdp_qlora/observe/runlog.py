@@ -71,7 +71,7 @@ class RunLog:
         )
         self.keep(EndRecord(self.last_step(), status, said, now()))
         if self.unwritten:
-            self.warn("still no room", "its last lines are lost")
+            self.warn("there is still no space", "its last lines are lost")
         self.file.close()
 
     def begin(self, records: Sequence[dict]):
@@ -83,7 +83,7 @@ class RunLog:
         except OSError as error:
             raise ValueError(
                 f"--output_dir {self.path.parent}: {self.path.name} can't be written "
-                f"({error.strerror}); make room, or give another folder"
+                f"({error.strerror}); free some space, or give another folder"
             ) from error
         self.file, self.unwritten = open(self.path, "ab", buffering=0), b""  # noqa: SIM115  see __exit__
 
@@ -139,7 +139,7 @@ class RunLog:
                 self.unwritten = self.unwritten[self.file.write(self.unwritten) :]
         except OSError as error:
             if had_room:
-                self.warn(error.strerror, "its lines wait until there is room")
+                self.warn(error.strerror, "its lines are kept until there is space")
 
     def warn(self, reason: str, then: str):
         """Say on stderr, beside a bar, that the file can't be written."""
@@ -153,8 +153,8 @@ class RunLog:
             except Exception as error:  # a tracker's own, of any kind
                 self.sinks.remove(sink)
                 print(
-                    f"warning: {type(sink).__name__} failed and gets no more of this run, "
-                    f"metrics.jsonl does: {in_one_line(error)}",
+                    f"warning: {type(sink).__name__} failed and gets no more records; metrics.jsonl still "
+                    f"does: {in_one_line(error)}",
                     flush=True,
                 )
 

@@ -192,10 +192,10 @@ def _prompt_lines(path: str) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ValueError(
-            f"--sample_prompts {path}: {reason}; give a text file with a prompt on each line"
+            f"--sample_prompts {path}: {reason}; give a text file with one prompt per line"
         ) from None
     if not any(lines):
-        raise ValueError(f"--sample_prompts {path}: it is empty; write a prompt on each line")
+        raise ValueError(f"--sample_prompts {path}: it is empty; write one prompt per line")
     return [line for line in lines if line]
 
 

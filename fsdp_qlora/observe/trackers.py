@@ -204,7 +204,7 @@ def started(name: str, config: RunConfig, run_id: str, step: int) -> Sink:
         return TRACKERS[name](config, run_id, step)
     except Exception as error:
         raise ValueError(
-            f"--log_to {name}: {in_one_line(error)}; mend that, or leave {name} out"
+            f"--log_to {name}: {in_one_line(error)}; fix this, or leave {name} out"
         ) from error
 
 

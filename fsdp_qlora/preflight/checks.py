@@ -25,8 +25,8 @@ def check_device(config: RunConfig, device: torch.device):
         return
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ValueError(
-            f"--precision {config.precision}: {torch.cuda.get_device_name(device)} has "
-            "no bf16 arithmetic; use --precision fp16_autocast or fp32"
+            f"--precision {config.precision}: {torch.cuda.get_device_name(device)} does not support "
+            "bf16; use --precision fp16_autocast or fp32"
         )
 
 
@@ -69,9 +69,9 @@ def check_rows(config: RunConfig, data: RunData, settings: PretrainedConfig):
     longest = max(int(rows.lengths.max(initial=0)) for rows in found)
     if positions and longest > positions:
         raise ValueError(
-            f"--context_length {config.context_length}: the data have rows of {longest} "
-            f"tokens, and the model has {positions} positions; with --context_length "
-            f"{positions} longer rows are cut"
+            f"--context_length {config.context_length}: the data have rows of {longest} tokens, but "
+            f"the model has {positions} positions; use --context_length {positions} to truncate "
+            "longer rows"
         )
     for rows in found:
         rows.check_vocab_size(settings.vocab_size)

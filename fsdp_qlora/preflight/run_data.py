@@ -52,8 +52,8 @@ def _with_pad_token_of(
     was, token_id = tokenizer.pad_token, choose_pad_token_id(tokenizer, vocab_size)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(token_id)
     print_main(
-        f"the pad token {was} has the id {pad}, and the model embeds ids below {vocab_size}: "
-        f"{tokenizer.pad_token} is taken in its place, also in what is saved"
+        f"the pad token {was} has id {pad}, but the model embeds only ids below {vocab_size}: "
+        f"using {tokenizer.pad_token} instead, also in the saved tokenizer"
     )
     return tokenizer
 
@@ -87,12 +87,12 @@ def load_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
     if held_out is not None:
         print_main(
             f"held out: {counted(len(held_out), 'row')}, {held_out.lengths.sum():,} tokens, "
-            f"{held_out.trained_counts.sum():,} of them predicted"
+            f"{held_out.trained_counts.sum():,} of them trained on"
         )
     if asked := keep_prompt_format(tokenizer, rows.report):
         print_main(
-            "the tokenizer has no chat template; what is saved gets one that asks as these rows "
-            f"do ({asked})"
+            "the tokenizer has no chat template; the saved tokenizer gets one with the prompt "
+            f"format of these rows ({asked})"
         )
     choose_prompts(config, tokenizer, held_out)  # a mistake in them is said here, on every rank
     return data
@@ -177,7 +177,6 @@ def first_rows(
     if not len(rows) and rows.report.rows_read < asked:
         raise ValueError(
             f"--dataset {config.dataset}: no row is left to train on "
-            f"({rows.report.format_dropped()}); give rows with an answer within "
-            "--context_length"
+            f"({rows.report.format_dropped()}); give rows whose answer fits within --context_length"
         )
     return rows

@@ -49,7 +49,7 @@ def sampled_lengths(config: RunConfig) -> tuple[RowLengths | None, str]:
         )
         return found, ""
     except (ValueError, OSError, ImportError) as error:
-        return None, f"rows are taken as full: {str(error).splitlines()[0]}"
+        return None, f"assuming full rows: {str(error).splitlines()[0]}"
 
 
 def lengths_of(config: RunConfig, data: RunData) -> RowLengths:
@@ -71,7 +71,7 @@ def _sampled_rows(
     rows, read, total, largest = _sample_of(config, tokenizer, config.dataset, config.dataset_split)
     others = [rows, largest]
     if not len(rows):
-        raise ValueError(f"--dataset {config.dataset}: no row of a sample is trained on")
+        raise ValueError(f"--dataset {config.dataset}: a sample of its rows has no trained token")
     if total == read and config.eval_share:
         rows, _ = hold_out(rows, config.eval_share)
     if total == read:

@@ -67,13 +67,13 @@ def why_no_graphs(config: RunConfig, model: nn.Module, device: torch.device) -> 
     if not weights_stay(config, ranks_from_env().world_size):
         for flag in ("no_sync", "gather_once"):
             if getattr(config, flag):
-                return f"with --{flag} the last micro-batch of a step does what the others don't"
+                return f"with --{flag}, the last micro-batch of a step differs from the others"
     if not makes_no_masks(model.config.get_text_config()):
-        return "its attention takes masks, which are made with the host's help"
+        return "its attention needs masks that the CPU makes"
     if any(map(has_experts, decoder_blocks(model))):
-        return "graphs were not tried with experts yet, whose groups differ from batch to batch"
+        return "graphs do not support experts, whose groups differ from batch to batch"
     if any(mlp.drops for mlp in tiled_mlps(model)):
-        return "tiles of an MLP draw the same dropout twice, from seeds of the host's"
+        return "MLP tiles draw the same dropout twice, from seeds on the CPU"
     return "" if device.type == "cuda" else "there is no GPU"
 
 
@@ -148,7 +148,7 @@ class GraphedMicroBatches:
         except (RuntimeError, torch.OutOfMemoryError) as error:
             problem = error
         if self.sharded and max_over_ranks(problem is not None)[0]:
-            problem = problem or RuntimeError("another rank could not capture it")
+            problem = problem or RuntimeError("another rank failed to capture it")
         if problem is None:
             return True
         if not self.may_fail:
@@ -156,7 +156,7 @@ class GraphedMicroBatches:
         self.release()
         _restart_generator(random_state)
         print_main(
-            "goes on without CUDA graphs, more slowly with few tokens: "
+            "continuing without CUDA graphs, which is slower for few tokens: "
             + str(problem).splitlines()[0]
         )
         return False

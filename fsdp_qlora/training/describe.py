@@ -45,13 +45,13 @@ def describe(
         if counts and ".lora_" not in name
     )
     if whole:
-        print_main("trained whole: " + ", ".join(f"{k} x{n}" for k, n in whole.items()))
+        print_main("trained in full: " + ", ".join(f"{k} x{n}" for k, n in whole.items()))
     print_main(f"trained weights: {trained:,}; model ready in {seconds:.1f} s")
     print_main(dtypes_line(model, config))
     implementation, reason = attention(config, model.config, compute_device(model))
     print_main(f"attention: {implementation} ({reason})")
     if uses_graphs(config, model, compute_device(model)):
-        print_main("micro-batches of a shape seen before are replayed from CUDA graphs")
+        print_main("CUDA graphs replay micro-batches whose shape was seen before")
     print_main(steps_line(config, batches, total_steps, ranks))
     if config.packing and isinstance(loader, StepLoader):
         print_main(fill_line(config, loader, ranks))
@@ -60,8 +60,8 @@ def describe(
         print_main(f"warning: {warning}")
     if ends_in_warmup(config, total_steps):
         print_main(
-            f"warning: --lr_warmup_steps {config.lr_warmup_steps}: the run ends before --lr "
-            f"{config.lr:g} is reached; give fewer than its {counted(total_steps, 'step')}"
+            f"warning: --lr_warmup_steps {config.lr_warmup_steps}: the run ends before the warmup "
+            f"reaches --lr {config.lr:g}; give fewer than its {counted(total_steps, 'step')}"
         )
     if config.verbose:
         print_main(model)
@@ -88,7 +88,7 @@ def fill_line(config: RunConfig, loader: StepLoader, ranks: int) -> str:
     places = config.batch_size * ranks * config.context_length  # of a micro-batch on every rank
     rows_of_one = max(1, round(places * len(dataset) / max(int(dataset.lengths.sum()), 1)))
     enough = -(-rows // rows_of_one) * rows_of_one
-    line += f": {counted(rows, 'row')} per step leave them partly empty"
+    line += f": {counted(rows, 'row')} per step do not fill them"
     if enough >= len(dataset):
         return f"{line}; leave out --global_batch_size"
     return f"{line}; leave out --global_batch_size or raise it to about {enough}"
@@ -105,7 +105,7 @@ def first_step_line(seconds: float) -> str:
 
     compiling = calculate_time_spent().get("total_wall_time", 0.0)
     what = (
-        f", {compiling:.1f} of them compiling or reading torch's compile cache" if compiling else ""
+        f", {compiling:.1f} of that compiling or reading torch's compile cache" if compiling else ""
     )
     return f"first step: {seconds:.1f} s{what}"
 
@@ -136,9 +136,9 @@ def dtypes_line(model: nn.Module, config: RunConfig) -> str:
     packed = f" ({config.quant} bytes in bfloat16)" if config.quant != "none" else ""
     products = config.product_dtype if config.compute_dtype == "auto" else config.compute_dtype
     if not stored[False]:
-        return f"dtypes: trained {stored[True]}, products in {products}"
+        return f"dtypes: trained {stored[True]}, matmuls in {products}"
     return (
-        f"dtypes: frozen {stored[False]}{packed}, trained {stored[True]}, products of frozen "
+        f"dtypes: frozen {stored[False]}{packed}, trained {stored[True]}, matmuls of frozen "
         f"weights in {products}"
     )
 

@@ -185,7 +185,7 @@ class Training:
                 save_trained(self.state.model, folder, self.tokenizer, self.record)
             except OSError as error:
                 step = self.boundary.step
-                print_main(f"warning: {folder} was not written after step {step} ({error})")
+                print_main(f"warning: could not write {folder} after step {step} ({error})")
                 return False
         return True
 
@@ -222,7 +222,7 @@ class Training:
             self.boundary = self.state.restore(folder)
         self.log.rewind(self.boundary.step)
         print_main(
-            f"went back to {folder}; left out: the rows of steps "
+            f"rolled back to {folder} without the rows of steps "
             + ", ".join(str(i + 1) for i in sorted(self.bad.left_out))
         )
 
@@ -246,12 +246,12 @@ class Training:
         """What of a run that stops is on the disk, in words; on rank 0."""
         folder, step = self.writer.verified, self.boundary.step
         if not step:
-            return "there was nothing to save; the same command begins anew"
+            return "there was nothing to save; the same command starts over"
         if self.writer.has(step):
-            return f"saved in {folder}; the same command goes on from there"
+            return f"saved in {folder}; rerun the same command to resume"
         why = self.bad.reason() if self.bad.in_a_row else self.writer.failure
-        then = f"goes on from {folder}" if folder else "begins anew"
-        return f"that was not saved ({why}); the same command {then}"
+        then = f"resumes from {folder}" if folder else "starts over"
+        return f"this was not saved ({why}); the same command {then}"
 
 
 def _why_skipped(metrics: StepMetrics) -> str:
@@ -259,7 +259,7 @@ def _why_skipped(metrics: StepMetrics) -> str:
     if metrics.overflowed:
         return f"an fp16 overflow at loss scale {metrics.loss_scale:g}, now halved"
     return (
-        f"its loss or gradient is not a number (loss {metrics.loss}, grad_norm {metrics.grad_norm})"
+        f"its loss or gradient is not finite (loss {metrics.loss}, grad_norm {metrics.grad_norm})"
     )
 
 

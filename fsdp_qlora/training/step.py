@@ -99,8 +99,8 @@ def train_step(
         scaler.unscale(trained_weights(optimizer))
     if all(p.grad is None for p in trained_weights(optimizer)):
         raise ValueError(
-            "no weight of the optimizer has a gradient after the backward, so it would "
-            "train nothing; build it from the trained weights of the finished model"
+            "no weight in the optimizer has a gradient after the backward, so it would train "
+            "nothing; build the optimizer from the trained weights of the finished model"
         )
     norm = clip_gradients(trained_weights(optimizer), max_grad_norm)
     dist.all_reduce(loss_sum)

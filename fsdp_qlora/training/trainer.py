@@ -260,9 +260,7 @@ def restored(state: RunState, found: Found) -> Boundary:
     with found.disks.at_hand(found.folder):
         boundary = state.restore(found.folder)
     if state.evaluator and is_other("held_out", found.run["content"], found.content):
-        print_main(
-            "the held-out rows are others than before, so no earlier loss counts as the best"
-        )
+        print_main("the held-out rows have changed, so earlier losses do not count as the best")
         state.evaluator.best = state.evaluator.last = None
     return boundary
 
@@ -324,8 +322,8 @@ def finish(model: nn.Module, config: RunConfig, log: RunLog, tokenizer, record: 
     """Save what was trained and draw the loss. Raises ValueError, and saves nothing, after a NaN."""
     if log.steps and not (log.steps[-1].is_finite or log.steps[-1].overflowed):
         raise ValueError(
-            f"the loss or gradient of step {log.steps[-1].step} is not a number, so "
-            f"nothing is saved; try a --lr below {config.lr:g}, or clip gradients"
+            f"the loss or gradient of step {log.steps[-1].step} is not finite, so nothing is saved; "
+            f"lower --lr below {config.lr:g}, or clip gradients"
         )
     if config.save_model:
         folder = save_trained(model, weights_folder(config), tokenizer, record)
@@ -337,11 +335,11 @@ def finish(model: nn.Module, config: RunConfig, log: RunLog, tokenizer, record: 
     for best in [e for e in log.evaluations if e.is_best][-1:]:
         print(
             f"held-out loss: lowest {best.eval_loss:.4f} after step {best.step}"
-            + (f", kept in {weights_folder(config, '-best')}" if config.save_model else "")
+            + (f", saved in {weights_folder(config, '-best')}" if config.save_model else "")
         )
     picture = Path(config.output_dir) / "loss.png"
     try:
         if plot_loss(log.steps, picture, Path(config.model_name).name, log.evaluations):
-            print(f"loss picture: {picture}")
+            print(f"loss plot: {picture}")
     except OSError as error:
-        print(f"warning: no loss picture in {picture}: {error.strerror or error}")
+        print(f"warning: could not write the loss plot {picture}: {error.strerror or error}")

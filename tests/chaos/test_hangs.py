@@ -38,7 +38,9 @@ def hung_runs(folder: Path, scratch: Path, hangs: int, seed: int = 0) -> dict:
         seen[phase, action] += 1
         others = [f"rank {r}" for r in range(WORLD) if r != rank]
         line = next(
-            x for x in ended.text.splitlines() if x.startswith("error: the run has not moved")
+            x
+            for x in ended.text.splitlines()
+            if x.startswith("error: the run has made no progress")
         )
         if f"rank {rank}" in line and not any(o in line for o in others):
             named[phase, action] += 1
@@ -66,7 +68,7 @@ def test_the_rank_that_hangs_is_named_with_its_stack(folder, tmp_path, hangs):
 def test_a_run_of_many_steps_under_a_short_limit_names_nobody(folder, tmp_path):
     run = command(folder, tmp_path / "out", "--stall_seconds", STALL_SECONDS, "--num_epochs", "10")
     ended = run.start()
-    assert ended.codes == [0] * WORLD and "has not moved" not in ended.text, ended.text
+    assert ended.codes == [0] * WORLD and "made no progress" not in ended.text, ended.text
 
 
 def test_the_culprit_is_silent_or_outside_a_collective_or_behind():

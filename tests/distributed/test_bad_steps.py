@@ -165,7 +165,7 @@ def test_bad_steps_are_skipped_logged_with_their_rows_and_end_the_run_after_thre
     for said in run_ranks(
         poisoned_run, 2, config_of(folder, tmp_path / "many"), {5: 1, 6: 1, 7: 1}
     ):
-        assert "steps 5 to 7 is not a number" in said and "--lr" in said
+        assert "steps 5 to 7 is not finite" in said and "--lr" in said
     assert not (tmp_path / "many" / "adapter").exists()
     assert all_checkpoints(tmp_path / "many/checkpoints")[0].name == "step-000004"
 
@@ -186,7 +186,7 @@ def test_rollback_goes_on_from_the_checkpoint_without_the_bad_rows(folder, tmp_p
         assert (
             "stopped after step 5; that was not saved (the loss or gradient of steps 5 to 5" in said
         )
-        assert f"goes on from {tmp_path}/stopped/checkpoints/step-000004" in said
+        assert f"resumes from {tmp_path}/stopped/checkpoints/step-000004" in said
     skipped = config_of(folder, tmp_path / "skipped", on_bad_steps="skip")
     assert run_ranks(poisoned_run, 2, skipped, {6: 1, 7: 1}) == ["", ""]
     finite = [m for m in metrics(tmp_path / "skipped") if m["step"] not in (6, 7)]
@@ -196,7 +196,7 @@ def test_rollback_goes_on_from_the_checkpoint_without_the_bad_rows(folder, tmp_p
 def test_a_second_streak_after_the_same_checkpoint_ends_the_run(folder, tmp_path):
     config = config_of(folder, tmp_path, on_bad_steps="rollback", max_bad_steps=2)
     for said in run_ranks(poisoned_run, 2, config, {n: 9 for n in range(6, 12)}):
-        assert "also after going back" in said
+        assert "even after rolling back" in said
     without = config_of(folder, tmp_path / "new", on_bad_steps="rollback", max_bad_steps=1)
     for said in run_ranks(poisoned_run, 2, without, {1: 9}):
-        assert "no checkpoint to go back to" in said
+        assert "no checkpoint to roll back to" in said

@@ -162,7 +162,8 @@ def test_a_host_that_is_cut_off_ends_all_ranks_and_the_run_goes_on_with_another_
             0
         ]
         assert all(
-            "rank 0 holds: it is stopped, or its machine is gone" in text for text in said[2:]
+            "store on rank 0's machine: its process is stopped, or the machine is gone" in text
+            for text in said[2:]
         )
         hosts.cable(1, "up")
         second = Ranks(hosts, 2, tmp_path / "second", run.argv, whole.argv, main_host=1)

@@ -220,5 +220,5 @@ def test_gradients_that_are_bad_at_any_scale_end_the_run():
     bad.see(step(3, 1.0))
     bad.decide()
     bad.see(step(4, 1.0))
-    with pytest.raises(ValueError, match="steps 3 to 4 is not a number"):
+    with pytest.raises(ValueError, match="steps 3 to 4 is not finite"):
         bad.decide()

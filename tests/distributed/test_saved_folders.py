@@ -259,9 +259,9 @@ def test_a_broken_tokenizer_of_an_adapter_is_one_line(runs, tmp_path, capsys):
 
 def test_broken_generation_settings_are_one_line(runs, tmp_path):
     for text, fault in (
-        ("{", "not readable JSON"),
-        ("[1]", "it holds no JSON object"),
-        ("[" * 100_000, "not readable JSON (nested too deeply)"),
+        ("{", "not valid JSON"),
+        ("[1]", "not a JSON object"),
+        ("[" * 100_000, "not valid JSON (nested too deeply)"),
     ):
         base = shutil.copytree(runs / "chat", tmp_path / f"base{len(text)}")
         (base / "generation_config.json").write_text(text)

@@ -184,7 +184,7 @@ def test_a_signal_or_ctrl_c_to_the_launcher_or_a_rank_saves_and_ends_with_75(
     code, error, seconds = end_of(run)
     assert code == 75 and seconds < patience(30) and "Traceback" not in error, error
     assert "death signal" not in error  # torch's own line
-    assert ("Ctrl-C once more" in error) == is_ctrl_c
+    assert ("press Ctrl-C again" in error) == is_ctrl_c
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
     step = re.search(r"stopped after step (\d+); saved in", error)[1]
     (saved,) = (tmp_path / "checkpoints").glob("step-*")
