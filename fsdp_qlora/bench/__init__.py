@@ -1,9 +1,9 @@
 """Measure configurations on random tokens: single ones, or grids of them with tables and pictures.
 
-Each measurement is a row, one JSON object a line; running out of memory is a row too. Modules, each
-importing only from those before it: row, grid, drive, auto, measure, ceilings, cells, accuracy,
-tables, pictures. Only measure, ceilings and cells, which run on the ranks, import torch.
+Each measurement is a row, one JSON object a line; running out of memory is a row too. What is planned
+for a run is measured on the run's own rows.
 
-Modules, each importing only from those before it: row, grid, drive, auto, measure, ceilings, cells,
-accuracy, tables, pictures, command.
+Modules, each importing only from those before it: row, grid, drive, auto, batches, measure, ceilings,
+cells, accuracy, tables, pictures, command. Only batches, measure, ceilings and cells, which run on the
+ranks, import torch.
 """

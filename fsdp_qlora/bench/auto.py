@@ -1,7 +1,7 @@
 """What is `auto` in a run: planned, measured, and planned again with less if it runs out of memory.
 
-The steps run on random weights and tokens in processes of their own, all ranks of them, so that running
-out of memory there costs nothing here (`drive.py`).
+The steps run on random weights in processes of their own, all ranks of them, so that running out of
+memory there costs nothing here (`drive.py`). Their batches are those of the run where it has data.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from ..catalog.machine import (
     local_gpus,
     machine_from_options,
 )
-from ..config import RunConfig
+from ..config import RunConfig, plan_batches
 from ..config.flags import parse, typed_flags
-from ..config.settings import shown
+from ..config.settings import counted, shown
 from ..dist import launched, ranks_from_env
+from ..estimate import Estimate, Rows
 from ..estimate.peak import CONTEXT_GIB, NCCL_GIB
 from ..lifecycle.launcher import world_size
 from ..loading import read_config
@@ -72,21 +73,19 @@ def climb_down(
     job: Job,
     how: How,
     results: str | Path | None = None,
+    rows: Rows | None = None,
 ) -> tuple[Plan, Row | None]:
     """The first plan that is measured to fit; each one that does not leaves less memory to the next.
 
     `job` says what to measure, `auto` settings included; what was measured is appended to `results`.
+    It is planned for the data's `rows`, or for full ones.
     Raises ValueError if nothing fits.
     """
     for _ in range(ATTEMPTS):
-        plan = make_plan(shape, machine, config, free)
+        plan = make_plan(shape, machine, config, free, rows)
         if plan.choice is None:
             raise ValueError("--sharding_strategy auto: nothing fits; " + "; ".join(advice(plan)))
-        print(
-            f"plan: {flags(plan)}: {plan.choice.memory.total:.1f} of {machine.memory_gib:.1f} GiB and "
-            f"{plan.choice.step.tokens_per_second_per_gpu:,.0f} tokens/s per GPU by the estimate",
-            flush=True,
-        )
+        print(f"plan: {flags(plan)}: {_promised(plan.choice)}", flush=True)
         if ranks_from_env().nodes > 1:
             print("not probed: several machines", flush=True)
             return plan, None
@@ -114,6 +113,19 @@ def with_changes(argv: list[str], changes: dict) -> list[str]:
         if not skip:
             kept.append(part)
     return kept + [p for name, value in changes.items() for p in (f"--{name}", shown(value))]
+
+
+def _promised(choice: Estimate) -> str:
+    """A plan's figures in words."""
+    need, machine, batches = choice.memory.total, choice.machine, choice.batches
+    step = ""
+    if batches:
+        units = plan_batches(choice.config, machine.world_size)
+        step = f"; {counted(units.per_step, units.unit)} of {batches.tokens:,.0f} tokens a step"
+    return (
+        f"{need:.1f} of {machine.memory_gib:.1f} GiB and "
+        f"{choice.step.tokens_per_second_per_gpu:,.0f} tokens/s per GPU by the estimate{step}"
+    )
 
 
 def measured(row: Row) -> str:

@@ -15,6 +15,7 @@ from ..config import RunConfig
 from ..config.flags import parse
 from ..dist import print_main, process_group, rank_device, ranks_from_env
 from ..estimate.peak import CONTEXT_GIB, NCCL_GIB
+from .batches import RunRows
 from .drive import How, Job
 from .measure import MemoryLimit, describe_run, measure, summary
 from .row import append_row
@@ -47,12 +48,13 @@ def _run_job(job: Job, files: Path, how: How, device: torch.device, results: str
     (config,) = parse(job.argv, prog="fsdp-qlora bench")
     layers = read_config(config.model_name, **config.source).num_hidden_layers
     is_main = ranks_from_env().is_main
-    config = with_choices(config, device)
+    rows = RunRows.read(config) if job.own_rows else None
+    config = with_choices(rows.planned if rows else config, device)
     row = describe_run(config, job.name, layers, device)
     row.gpu_memory_limit_gib = job.gpu_memory_gib
     if is_main:
         (files / "current.json").write_text(json.dumps(asdict(row)))
-    measure(row, config, how, device, limit_memory(job.gpu_memory_gib, device))
+    measure(row, config, how, device, limit_memory(job.gpu_memory_gib, device), rows)
     print_main(summary(row))
     if is_main:
         for path in filter(None, (files / "rows.jsonl", results)):

@@ -30,6 +30,7 @@ class Job:
     gpus: int | None = None  # None: as the process finds it
     gpu_memory_gib: float | None = None
     num_hidden_layers: int | None = None
+    own_rows: bool = False  # of --dataset, as a run trains on them; else random tokens
 
 
 @dataclass(frozen=True)

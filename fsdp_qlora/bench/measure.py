@@ -1,4 +1,4 @@
-"""Measure optimizer steps on random tokens, and write each measurement as one JSON line.
+"""Measure optimizer steps, and write each measurement as one JSON line.
 
 A row says all that is needed to repeat it: settings, versions, commit, GPU. Out of memory is a row
 too. The step is a median after warm-up; memory is the highest over ranks.
@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from ..choices import OPTIMIZERS
 from ..config import RunConfig, plan_batches
-from ..data import collate_packed
 from ..dist import ranks_from_env
 from ..observe.device_timer import mark, seconds_between
 from ..observe.peak_memory import Peaks
+from .batches import RunRows, random_batches
 from .row import Row
 
 VERSIONED = ("torch", "transformers", "peft", "bitsandbytes", "triton", "fsdp_qlora")
@@ -140,15 +140,29 @@ def peak_host_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def measure(row: Row, config: RunConfig, how, device: torch.device, limit: MemoryLimit):
-    """Build, warm up, time the steps, and fill the row."""
+def measure(
+    row: Row,
+    config: RunConfig,
+    how,
+    device: torch.device,
+    limit: MemoryLimit,
+    rows: RunRows | None = None,
+):
+    """Build, warm up, time the steps, and fill the row. On a run's own `rows`, or on random tokens."""
     with Peaks(device) as peaks:
-        _measure_steps(row, config, how, device, limit)
+        _measure_steps(row, config, how, device, limit, rows)
     record_memory(row, device, peaks)
-    _record_estimate(row, config)
+    _record_estimate(row, config, rows)
 
 
-def _measure_steps(row: Row, config: RunConfig, how, device: torch.device, limit: MemoryLimit):
+def _measure_steps(
+    row: Row,
+    config: RunConfig,
+    how,
+    device: torch.device,
+    limit: MemoryLimit,
+    rows: RunRows | None,
+):
     """Everything but memory and the estimate."""
     from ..build import build_model
     from ..observe.profiling import profile_steps
@@ -166,32 +180,38 @@ def _measure_steps(row: Row, config: RunConfig, how, device: torch.device, limit
     optimizer = build_optimizer(
         model, config.optimizer, config.lr, config.wd, config.loraplus_lr_ratio
     )
-    batches = random_batches(config, model.config.vocab_size, row.gradient_accumulation_steps)
+    full = random_batches(config, model.config.vocab_size, row.gradient_accumulation_steps)
+    warmup, measured, tokens = [full] * how.warmup, [full] * how.steps, None
+    if rows:
+        # Full rows show what memory must hold; then each shape is compiled, and seen again for graphs.
+        steps = rows.first_steps(model, device, how.steps)
+        measured = [step.micro_batches for step in steps]
+        warmup = [full, *measured * how.warmup]
+        tokens = sum(step.num_tokens for step in steps) / row.gpus
     clip = config.grad_norm if config.apply_gradient_clipping else None
     one = partial(
         train_step,
         model,
         optimizer,
-        batches,
         max_grad_norm=clip,
         no_sync=config.no_sync,
         forward_backward=micro_batch_runner(config, model, device),
     )
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)  # of the job before
-    for step in range(how.warmup + how.steps):
-        if step == how.warmup:
-            timer = StepTimer(device, keep_peak=row.cuda_graphs)
-        result = one()
-        if step == 0:
+    for number, micro_batches in enumerate(warmup + measured):
+        if number == len(warmup):
+            timer = StepTimer(device, keep_peak=row.cuda_graphs or rows is not None)
+        result = one(micro_batches)
+        if number == 0:
             row.loss_first = result.loss
-        if step >= how.warmup:
+        if number >= len(warmup):
             timer.step_done()
         limit.check()
     row.loss_last = result.loss
-    record_time(row, timer.seconds())
+    record_time(row, timer.seconds(), tokens)
     if config.profile:
-        profile_steps(config, device, one)
+        profile_steps(config, device, partial(one, full))
 
 
 class StepTimer:
@@ -216,27 +236,17 @@ class StepTimer:
         return [seconds_between(*pair) for pair in zip(self.marks, self.marks[1:], strict=False)]
 
 
-def random_batches(config: RunConfig, vocab: int, count: int) -> list[dict[str, torch.Tensor]]:
-    """Full rows of random tokens, pinned; other ones on each rank, the same in every step."""
-    ranks = ranks_from_env()
-    generator = torch.Generator().manual_seed(config.seed + ranks.rank)
-    shape = (plan_batches(config, ranks.world_size).micro_batch_size, config.context_length)
-    pinned = dict(pin_memory=torch.cuda.is_available())
-    tokens = [torch.randint(0, vocab, shape, generator=generator, **pinned) for _ in range(count)]
-    if config.packing:
-        return [collate_packed([[(row, row)] for row in t], 0) for t in tokens]
-    return [dict(input_ids=t, labels=t) for t in tokens]
-
-
-def record_time(row: Row, seconds: list[float]):
-    """Median and spread of the measured steps."""
+def record_time(row: Row, seconds: list[float], tokens: float | None = None):
+    """Median and spread of the measured steps. tokens: of a GPU in all of them, where rows differ."""
     row.steps_measured = len(seconds)
     row.seconds_per_step = statistics.median(seconds)
     ordered = sorted(seconds)
     row.seconds_p10 = ordered[int(0.1 * (len(ordered) - 1))]
     row.seconds_p90 = ordered[int(0.9 * (len(ordered) - 1) + 0.5)]
-    tokens = row.batch_size * row.context_length * row.gradient_accumulation_steps
-    row.tokens_per_second_per_gpu = tokens / row.seconds_per_step
+    full = row.batch_size * row.context_length * row.gradient_accumulation_steps
+    row.tokens_per_second_per_gpu = (
+        full / row.seconds_per_step if tokens is None else tokens / sum(seconds)
+    )
 
 
 def record_memory(row: Row, device: torch.device, peaks: Peaks | None = None):
@@ -262,12 +272,12 @@ def record_memory(row: Row, device: torch.device, peaks: Peaks | None = None):
     row.peak_driver_gib = driver or None
 
 
-def _record_estimate(row: Row, config: RunConfig):
+def _record_estimate(row: Row, config: RunConfig, rows: RunRows | None = None):
     """What the estimate says of the same settings, and the model's arithmetic per second."""
     from ..catalog.arch import shape_from_config
     from ..catalog.hardware import find_gpu
     from ..catalog.llama_pro import expanded_shape
-    from ..estimate import memory, model_tflops, setup_from_config, step_seconds
+    from ..estimate import batches_of, memory, model_tflops, setup_from_config, step_seconds
     from ..loading import read_config
 
     shape = expanded_shape(
@@ -275,8 +285,10 @@ def _record_estimate(row: Row, config: RunConfig):
         config,
     )
     setup = setup_from_config(config, row.gpus, compile=row.compile, cuda_graphs=row.cuda_graphs)
-    row.model_tflops_per_gpu = model_tflops(shape, setup, row.tokens_per_second_per_gpu)
     row.estimate_peak_gib = memory(shape, setup).peak_allocated
+    if rows and rows.lengths:
+        setup = batches_of(rows.lengths, rows.config, row.gpus).seen(setup)
+    row.model_tflops_per_gpu = model_tflops(shape, setup, row.tokens_per_second_per_gpu)
     if row.gpu == "cpu":
         return
     try:

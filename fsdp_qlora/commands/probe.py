@@ -1,7 +1,7 @@
 """`--sharding_strategy auto`: plan, confirm by a few measured steps, go down if it must, remember.
 
-How is `bench/auto.py`. What was confirmed is kept in
-~/.cache/fsdp_qlora/plans and taken again for the same model, GPUs, settings, versions and commit.
+How is `bench/auto.py`. What was confirmed is kept in ~/.cache/fsdp_qlora/plans and taken again for the
+same model, lengths of rows, GPUs, settings, versions and commit.
 """
 
 from __future__ import annotations
@@ -9,11 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from ..bench.auto import climb_down, machine_here, with_changes
+from ..bench.batches import RunRows
 from ..bench.drive import How, Job
 from ..bench.measure import commit, versions
 from ..bench.row import Row
@@ -22,10 +26,12 @@ from ..catalog.machine import Machine
 from ..config import RunConfig
 from ..config.flags import recipe_of, typed_flags
 from ..config.settings import shown
+from ..data import RowLengths
 from ..dist import launched, told_by_main
 from ..json_input import read_object
 from ..loading import read_config
-from ..planner import Plan, free_settings
+from ..planner import Plan, free_settings, packing_line
+from ..preflight.sampled_lengths import sampled_lengths
 
 STEPS = How(steps=3, warmup=2, minutes=10)
 
@@ -46,32 +52,63 @@ def planned_argv(config: RunConfig, argv: list[str]) -> list[str]:
 def confirmed_changes(config: RunConfig, argv: list[str], allowed_gib: float | None = None) -> dict:
     """Settings that were measured to work, from the store or by probes; says every step.
 
-    `allowed_gib` limits the probes' memory in place of the machine's.
+    `allowed_gib` limits the probes' memory in place of the machine's. Raises what a run would for its
+    data, and ValueError if nothing fits.
     """
     given = set(typed_flags(argv))
     shape = shape_from_config(
         read_config(config.model_name, **config.source).to_dict(), config.model_name
     )
     machine, free = machine_here(config), free_settings(config, given)
-    file = _store_file(shape, machine, config, free)
+    sample, _ = sampled_lengths(config)
+    file = _store_file(shape, machine, config, free, sample)
     if file.exists():
         stored = read_object(file)
         print(f"plan of {stored['date']}: {_as_flags(stored['changes'])} ({file})", flush=True)
         return stored["changes"]
-    job = Job("probe", [*argv, "--random_weights", "true"], machine.world_size, allowed_gib)
-    plan, row = climb_down(shape, machine, config, free, job, STEPS)
+    with _data_cache(config) as cache:
+        rows = RunRows.read(replace(config, data_cache=cache)).lengths
+        flags = with_changes(
+            argv, dict(random_weights=True) | (dict(data_cache=cache) if cache else {})
+        )
+        job = Job("probe", flags, machine.world_size, allowed_gib, own_rows=True)
+        plan, row = climb_down(shape, machine, config, free, job, STEPS, rows=rows)
+    if line := packing_line(plan):
+        print(line, flush=True)
     keep(file, plan, row)
     return plan.changes
 
 
+@contextmanager
+def _data_cache(config: RunConfig) -> Iterator[str | None]:
+    """Where the probes' ranks find the tokens that were made for the plan; a stream is read anew."""
+    if config.stream or config.data_cache:
+        yield config.data_cache
+        return
+    with TemporaryDirectory(prefix="fsdp_qlora_rows_") as folder:
+        yield folder
+
+
 def _store_file(
-    shape: ModelShape, machine: Machine, config: RunConfig, free: frozenset[str]
+    shape: ModelShape,
+    machine: Machine,
+    config: RunConfig,
+    free: frozenset[str],
+    rows: RowLengths | None = None,
 ) -> Path:
     """Where the plan for exactly this is kept."""
     ignored = ("output_dir", "dataset", "num_epochs", "max_steps", "seed", "lr", "master_port")
     settings = {k: v for k, v in asdict(config).items() if k not in ignored}
     key = json.dumps(
-        [asdict(shape), asdict(machine), settings, sorted(free), versions(), commit()],
+        [
+            asdict(shape),
+            asdict(machine),
+            settings,
+            sorted(free),
+            rows and asdict(rows),
+            versions(),
+            commit(),
+        ],
         sort_keys=True,
         default=str,
     )
@@ -81,8 +118,12 @@ def _store_file(
 
 def keep(file: Path, plan: Plan, row: Row | None):
     """Store a confirmed plan; a folder that can't be written is said, and costs the next start."""
+    batches = plan.choice.batches if plan.choice else None
     kept = dict(
-        changes=plan.changes, date=date.today().isoformat(), row=asdict(row) if row else None
+        changes=plan.changes,
+        date=date.today().isoformat(),
+        row=row and asdict(row),
+        batches=batches and asdict(batches),  # that the plan expects of the data
     )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

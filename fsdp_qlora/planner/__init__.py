@@ -14,7 +14,7 @@ from __future__ import annotations
 from .ladder import LADDER, Rung, climb, savings
 from .picture import draw
 from .plan import Plan, free_settings, make_plan
-from .report import as_json, report
+from .report import as_json, packing_line, report
 from .search import search
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "draw",
     "free_settings",
     "make_plan",
+    "packing_line",
     "report",
     "savings",
     "search",

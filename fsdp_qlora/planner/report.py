@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from shutil import get_terminal_size
 from textwrap import wrap
 
 from ..config import AUTO, plan_batches
 from ..config.settings import counted, shown
-from ..estimate import Estimate
+from ..estimate import Estimate, padding_line
 from ..estimate import as_json as estimate_as_json
 from ..estimate.peak import EXPLAINED
 from ..estimate.report import data_notes, notes, settings_line, subject_lines, wrapped
 from .ladder import Climbed
-from .plan import Plan
+from .plan import Plan, make_plan
 from .search import seconds_per_token
 
 SHOWN = 8  # of the search's results
@@ -139,6 +140,24 @@ def flags(plan: Plan) -> str:
             if plan.changes[name] is not False
         )
         or "as given"
+    )
+
+
+def packing_line(plan: Plan) -> str:
+    """What a plan with packed rows would give, where padding wastes much; else empty."""
+    some, rows = plan.choice, plan.rows
+    if not some or not rows or not padding_line(rows, some.config, plan.machine.world_size):
+        return ""
+    packed = make_plan(
+        plan.shape, plan.machine, replace(plan.config, packing=True), plan.free, rows
+    )
+    gain = seconds_per_token(some) / seconds_per_token(packed.choice) if packed.choice else 0
+    if gain <= 1:
+        return ""
+    return (
+        f"{1 - some.batches.share:.0%} of the places are padding; with --packing true the plan is "
+        f"{flags(packed)}: {packed.choice.step.tokens_per_second_per_gpu:,.0f} tokens/s per GPU by "
+        f"the estimate, {gain:.1f} times as many"
     )
 
 

@@ -110,7 +110,7 @@ def _train_found(
     model = built(planned, device, found)
     from_main(lambda: settle(found, config, model.weights_hash))
     found.content["weights"] = model.weights_hash
-    loader = _build_loader(config, dataset, batches, tokenizer, model, device)
+    loader = build_loader(config, dataset, batches, tokenizer, model, device)
     loaded, total_steps = time.perf_counter() - started, loader.sampler.total_steps
     describe(model, planned, batches, loader, loaded)
     state = _build_state(config, batches, model, loader, tokenizer, held_out, device)
@@ -174,7 +174,7 @@ def built(config: RunConfig, device: torch.device, found: Found) -> nn.Module:
         return build_model(config, device, saved_adapter(found.folder))
 
 
-def _build_loader(
+def build_loader(
     config: RunConfig,
     dataset: TokenizedDataset | Subset | Source,
     batches: BatchPlan,

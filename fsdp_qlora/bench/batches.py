@@ -1,0 +1,61 @@
+"""What steps are measured on: random tokens, or the first steps of the run that is planned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+
+import torch
+from torch import nn
+
+from ..config import RunConfig, plan_batches
+from ..data import RowLengths, Step, collate_packed
+from ..dist import ranks_from_env
+from ..preflight.run_data import RunData, read_data, run_tokenizer
+from ..preflight.sampled_lengths import lengths_of
+from ..training.trainer import build_loader, longest_row
+
+
+def random_batches(config: RunConfig, vocab: int, count: int) -> list[dict[str, torch.Tensor]]:
+    """Full rows of random tokens, pinned; other ones on each rank, the same in every step."""
+    ranks = ranks_from_env()
+    generator = torch.Generator().manual_seed(config.seed + ranks.rank)
+    shape = (plan_batches(config, ranks.world_size).micro_batch_size, config.context_length)
+    pinned = dict(pin_memory=torch.cuda.is_available())
+    tokens = [torch.randint(0, vocab, shape, generator=generator, **pinned) for _ in range(count)]
+    if config.packing:
+        return [collate_packed([[(row, row)] for row in t], 0) for t in tokens]
+    return [dict(input_ids=t, labels=t) for t in tokens]
+
+
+@dataclass(frozen=True)
+class RunRows:
+    """The rows of a run, with its tokenizer, and the batches that it makes of them."""
+
+    config: RunConfig
+    tokenizer: object
+    data: RunData
+
+    @classmethod
+    def read(cls, config: RunConfig) -> RunRows:
+        """Read, tokenize and hold out as the run does. Raises its errors."""
+        tokenizer = run_tokenizer(config)
+        return cls(config, tokenizer, read_data(config, tokenizer))
+
+    @cached_property
+    def lengths(self) -> RowLengths | None:
+        """For the estimates; None where a stream begins with rows that are all dropped."""
+        return lengths_of(self.config, self.data) if len(self.data.rows) else None
+
+    @property
+    def planned(self) -> RunConfig:
+        """The run's settings with its longest row, as the run itself plans with them."""
+        longest = longest_row(self.config, self.data.train, self.data.held_out)
+        return replace(self.config, context_length=longest)
+
+    def first_steps(self, model: nn.Module, device: torch.device, count: int) -> list[Step]:
+        """What this rank computes in the run's first steps."""
+        batches = plan_batches(self.config, ranks_from_env().world_size)
+        loader = build_loader(self.config, self.data.train, batches, self.tokenizer, model, device)
+        return list(islice(loader, count))
