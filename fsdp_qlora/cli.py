@@ -55,7 +55,7 @@ def train_command(argv: list[str]):
     if config.is_auto:
         from .commands.probe import planned_argv
 
-        argv = planned_argv(config, argv)
+        argv = planned_argv(config, argv, TrainOptions)
         config, _ = parse(argv, TrainOptions)
     from .dist import ranks_from_env
     from .lifecycle.launcher import run_on_ranks

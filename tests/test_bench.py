@@ -9,11 +9,12 @@ import pytest
 
 from fsdp_qlora.bench import drive
 from fsdp_qlora.bench.accuracy import CALIBRATED_ON, accuracy, compare, setup_from_row, shape_of_row
-from fsdp_qlora.bench.command import settings_alone
+from fsdp_qlora.bench.command import BenchOptions
 from fsdp_qlora.bench.grid import read_grid
 from fsdp_qlora.bench.row import append_row, read_rows, row_files
 from fsdp_qlora.bench.tables import against_table, auto_table, published_seconds, published_table
 from fsdp_qlora.cli import main
+from fsdp_qlora.config.flags import parse_own
 from fsdp_qlora.estimate import memory
 from tests.parts import slow
 
@@ -244,7 +245,7 @@ def test_a_runs_own_flags_are_told_from_those_of_the_bench():
         "--again",
         "true",
     ]
-    assert settings_alone(argv) == ["--model_name", "x", "--random_weights"]
+    assert parse_own(argv, BenchOptions)[1] == ["--model_name", "x", "--random_weights"]
 
 
 def test_estimates_are_near_every_measured_peak():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..catalog.known_models import is_known
 from ..config import RunConfig
-from ..config.flags import parse
+from ..config.flags import parse, parse_own
 from ..config.settings import opt
 from ..writable import check_file
 from .drive import How, Job, job_of, run_jobs
@@ -124,7 +124,7 @@ def _measure_one(config: RunConfig, options: BenchOptions, argv: list[str], how:
     """One configuration, in a process of its own."""
     job = Job(
         options.row_name or config.sharding_strategy,
-        settings_alone(argv) + _known_shape(config),
+        parse_own(argv, BenchOptions)[1] + _known_shape(config),
         gpu_memory_gib=options.gpu_memory_gib,
     )
     (row,) = run_jobs([job], how, options.results)
@@ -137,15 +137,6 @@ def _known_shape(config: RunConfig) -> list[str]:
     if not config.random_weights or not is_known(config.model_name):
         return []
     return ["--model_name", str(model_folder(config.model_name))]
-
-
-def settings_alone(argv: list[str]) -> list[str]:
-    """The run's own flags among those of a bench."""
-    from ..config.flags import Parser, add_fields
-
-    parser = Parser(allow_abbrev=False, add_help=False)
-    add_fields(parser, BenchOptions)
-    return parser.parse_known_args(argv)[1]
 
 
 def _measure_grid(grid: Grid, options: BenchOptions, how: How):

@@ -24,7 +24,7 @@ from ..bench.row import Row
 from ..catalog.arch import ModelShape, shape_from_config
 from ..catalog.machine import Machine
 from ..config import RunConfig
-from ..config.flags import recipe_of, typed_flags
+from ..config.flags import parse_own, recipe_of, typed_flags
 from ..config.settings import shown
 from ..data import RowLengths
 from ..dist import launched, told_by_main
@@ -36,15 +36,15 @@ from ..preflight.sampled_lengths import sampled_lengths
 STEPS = How(steps=3, warmup=2, minutes=10)
 
 
-def planned_argv(config: RunConfig, argv: list[str]) -> list[str]:
-    """The command line with everything that was auto chosen.
+def planned_argv(config: RunConfig, argv: list[str], own: type) -> list[str]:
+    """The command line with everything that was auto chosen. `own`: settings of the command itself.
 
     Under torchrun rank 0 plans, and the others wait. Raises ValueError if nothing fits.
     """
     argv = [*recipe_of(argv).flags, *argv]
 
     def changes() -> str:
-        return json.dumps(confirmed_changes(config, argv))
+        return json.dumps(confirmed_changes(config, parse_own(argv, own)[1]))
 
     return with_changes(argv, json.loads(told_by_main(changes) if launched() else changes()))
 

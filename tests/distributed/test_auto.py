@@ -14,6 +14,8 @@ from fsdp_qlora.bench.batches import RunRows
 from fsdp_qlora.bench.drive import How
 from fsdp_qlora.catalog.arch import shape_from_params
 from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
+from fsdp_qlora.cli import TrainOptions
+from fsdp_qlora.commands import probe
 from fsdp_qlora.commands.probe import _store_file, confirmed_changes
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.flags import parse
@@ -247,3 +249,14 @@ def test_chosen_settings_replace_those_that_were_typed():
         "--batch_size",
         "4",
     ]
+
+
+def test_flags_of_the_command_itself_do_not_reach_a_probe(monkeypatch):
+    """--on_end is train.py's own: a probe, which measures, would refuse it."""
+    asked = []
+    monkeypatch.setattr(probe, "confirmed_changes", lambda config, argv: asked.append(argv) or {})
+    argv = ["--sharding_strategy", "auto", "--on_end", "notify-send done", "--batch_size", "2"]
+    config, _ = parse(argv, TrainOptions)
+    chosen = probe.planned_argv(config, argv, TrainOptions)
+    assert "--on_end" in chosen and "--on_end" not in asked[0]
+    assert parse(asked[0], prog="fsdp-qlora bench")[0].batch_size == 2
