@@ -108,6 +108,10 @@ def test_the_first_batch_is_that_of_the_run_with_trained_tokens_marked(shown, fo
     assert "--- row 2" not in printed  # though --preview would show five
 
 
+def test_the_first_batch_is_as_wide_as_where_blocks_are_compiled_for_it(shown):
+    assert "2 x 64 tokens with padding" in shown("--batch_size", "2", "--compile", "true")
+
+
 @pytest.mark.parametrize(
     "flags, says",
     [

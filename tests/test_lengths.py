@@ -7,14 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from fsdp_qlora.catalog.arch import shape_from_params
+from fsdp_qlora.build import planned_model
+from fsdp_qlora.catalog.arch import model_shape, shape_from_params
+from fsdp_qlora.catalog.hardware import find_gpu
 from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig, plan_batches
 from fsdp_qlora.data import DataReport, StepLoader, TokenizedDataset, row_lengths, step_sampler
 from fsdp_qlora.data.collate import few_widths
 from fsdp_qlora.data.lengths import SAMPLE
-from fsdp_qlora.estimate import batches_of, estimate, padding_line
+from fsdp_qlora.estimate import batches_of, estimate, padding_line, report
+from fsdp_qlora.observe import throughput
 from fsdp_qlora.planner import free_settings, make_plan
 from fsdp_qlora.preflight.run_data import read_data, run_tokenizer
 from fsdp_qlora.preflight.sampled_lengths import lengths_of, sampled_lengths
@@ -224,3 +227,31 @@ def test_a_sample_of_a_large_data_set_knows_its_longest_row(tmp_path, held_out):
     assert not why and max(found.lengths) < 64, "the sample itself lacks the long row"
     assert found.longest == longest_row(config, data.rows, data.held_out)
     assert found.longest == lengths_of(config, data).longest == (512 if held_out else 320)
+
+
+def test_hours_of_a_number_of_examples_are_those_of_rows_like_the_datas():
+    rows = sampled(DISTRIBUTIONS["log_normal"])
+    found = estimate(shape_from_params("7B"), machine(), RunConfig(context_length=CONTEXT), rows)
+    whole = found.run_of_data(rows)
+    assert found.run(rows.num_rows, rows).hours == pytest.approx(whole.hours)
+    cost = found.run(10 * rows.num_rows, rows)
+    assert cost.hours == pytest.approx(10 * whole.hours)
+    text = report(found, cost, 10 * rows.num_rows, rows)
+    assert f"1,500 rows x {rows.mean_length:,.0f} tokens = " in text
+
+
+def test_the_record_of_a_runs_start_expects_the_rows_of_the_data(tmp_path, monkeypatch):
+    monkeypatch.setattr(throughput, "_gpu_of", lambda device: find_gpu("h100"))
+    config = RunConfig(
+        model_name=save_chat_model(tmp_path, max_position_embeddings=CONTEXT),
+        context_length=CONTEXT,
+        sharding_strategy="ddp",
+    )
+    model, _ = planned_model(config, torch.device("cpu"))
+    rows, shape = sampled(DISTRIBUTIONS["log_normal"]), model_shape(config.model_name)
+    known = throughput.predicted(config, model, torch.device("cpu"), rows)
+    wanted = estimate(shape, machine(), config, rows).step
+    assert known["seconds_per_step"] == pytest.approx(wanted.total)
+    assert known["tokens_per_second"] == pytest.approx(wanted.tokens_per_second_per_gpu)
+    full = throughput.predicted(config, model, torch.device("cpu"))
+    assert full["tokens_per_second"] > known["tokens_per_second"]

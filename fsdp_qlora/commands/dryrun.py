@@ -37,6 +37,7 @@ from ..preflight.checks import check_device, check_places, check_rows
 from ..preflight.run_data import RunData, load_data, run_tokenizer
 from ..preflight.sampled_lengths import lengths_of
 from ..training.describe import fill_line, steps_line
+from ..training.trainer import padded_widths
 
 _SHOWN_ROWS = 2  # of the first batch, if --preview does not say
 
@@ -67,7 +68,8 @@ def dry_run(config: RunConfig, argv: list[str]):
     if config.new_tokens:
         grow_vocabulary(model_settings, tokenizer)
     check_rows(config, data, model_settings)
-    _show_batches(config, data, tokenizer, model_settings.get_text_config().vocab_size, ranks)
+    vocab_size = model_settings.get_text_config().vocab_size
+    _show_batches(config, data, tokenizer, vocab_size, ranks, device)
     print_main("dry run: nothing was trained or written")
 
 
@@ -126,7 +128,14 @@ def machine_here(device: torch.device, ranks: int) -> Machine:
     return machine_from_options(MachineOptions(gpus=ranks // nodes, nodes=nodes))
 
 
-def _show_batches(config: RunConfig, data: RunData, tokenizer, vocab_size: int, ranks: int):
+def _show_batches(
+    config: RunConfig,
+    data: RunData,
+    tokenizer,
+    vocab_size: int,
+    ranks: int,
+    device: torch.device,
+):
     """Print how the data is cut into steps, and the first batch with its trained tokens marked."""
     rows, batches = data.rows, plan_batches(config, ranks)
     pad = choose_pad_token_id(tokenizer, vocab_size)
@@ -140,7 +149,14 @@ def _show_batches(config: RunConfig, data: RunData, tokenizer, vocab_size: int, 
         max_steps=config.max_steps,
     )
     loader = StepLoader(
-        rows, sampler, 0, ranks, batches.micro_batch_size, pad_token_id=pad, packing=config.packing
+        rows,
+        sampler,
+        0,
+        ranks,
+        batches.micro_batch_size,
+        pad_token_id=pad,
+        packing=config.packing,
+        pad_to=padded_widths(config, device),
     )
     steps = None if data.stream else sampler.total_steps
     print_main(steps_line(config, batches, steps, ranks))

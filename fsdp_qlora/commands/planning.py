@@ -61,7 +61,7 @@ def _estimate_command(argv: list[str]):
     if config.is_auto:
         config = planned(shape, machine, config, argv, rows)
     found = estimate(shape, machine, config, rows)
-    cost = found.run(options.examples) if options.examples is not None else None
+    cost = found.run(options.examples, rows) if options.examples is not None else None
     show(as_json if options.json else report, found, cost, options.examples, rows)
 
 

@@ -87,8 +87,8 @@ class Estimate:
             price_per_hour=self.config.price_per_hour,
         )
 
-    def run(self, examples: int) -> RunCost:
-        """Hours and dollars to train on so many rows --num_epochs times."""
+    def run(self, examples: int, rows: Rows | None = None) -> RunCost:
+        """Hours and dollars to train on so many rows like `rows`, or full ones, --num_epochs times."""
         if examples < 1:
             raise ValueError(f"--examples must be 1 or more, got {examples}")
         return run_cost(
@@ -96,7 +96,7 @@ class Estimate:
             self.machine.gpu,
             gpus=self.machine.world_size,
             examples=examples,
-            length=self.config.context_length,
+            length=rows.mean_length if rows else self.config.context_length,
             epochs=self.config.num_epochs,
             price_per_hour=self.config.price_per_hour,
         )

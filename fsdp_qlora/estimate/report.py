@@ -41,10 +41,10 @@ WIDE = 38  # columns of each table: two of them and a gap are within 80
 def report(
     found: Estimate, cost: RunCost | None = None, examples: int = 0, rows: Rows | None = None
 ) -> str:
-    """The whole answer as text; `cost` is of full rows, that of the data's `rows` is found here."""
+    """The whole answer as text; `cost` is of so many `examples`, that of all `rows` is found here."""
     after = [
         verdict(found),
-        *([_cost_line(found, cost, examples)] if cost else []),
+        *([_cost_line(found, cost, examples, rows)] if cost else []),
         *data_notes(found, rows),
         *notes(found),
     ]
@@ -167,13 +167,14 @@ def verdict(found: Estimate) -> str:
     return f"fits, {machine.memory_gib - use.total:.1f} GiB left; peak at: {use.moment}"
 
 
-def _cost_line(found: Estimate, cost: RunCost, examples: int) -> str:
-    """Wall time and money of a run."""
+def _cost_line(found: Estimate, cost: RunCost, examples: int, rows: Rows | None) -> str:
+    """Wall time and money of a run of so many rows like `rows`, or full ones."""
     config = found.config
-    tokens = examples * config.context_length * config.num_epochs
+    length = rows.mean_length if rows else config.context_length
+    tokens = examples * length * config.num_epochs
     epochs = f" x {config.num_epochs} epochs" if config.num_epochs > 1 else ""
     return (
-        f"{counted(examples, 'row')} x {config.context_length:,} tokens{epochs} = "
+        f"{counted(examples, 'row')} x {length:,.0f} tokens{epochs} = "
         f"{_total_tokens(tokens)} tokens: {duration(cost.hours)}, {money(cost)}"
     )
 

@@ -19,7 +19,14 @@ from ..catalog.arch import shape_from_config
 from ..catalog.hardware import Gpu, find_gpu
 from ..config import RunConfig
 from ..dist import ranks_from_env
-from ..estimate import memory, model_flops_per_token, setup_from_config, step_seconds
+from ..estimate import (
+    Rows,
+    batches_of,
+    memory,
+    model_flops_per_token,
+    setup_from_config,
+    step_seconds,
+)
 from ..model.blocks import base_model
 from .metrics import Record, StepMetrics
 
@@ -67,8 +74,13 @@ def arithmetic(config: RunConfig, model: nn.Module, device: torch.device) -> Ari
     return Arithmetic(2 * one - two, two - one, ranks, gpu.bf16_tflops if gpu else None)
 
 
-def predicted(config: RunConfig, model: nn.Module, device: torch.device) -> dict[str, float]:
-    """GiB and seconds that the estimate gives this run; of an unknown card or model what it can."""
+def predicted(
+    config: RunConfig, model: nn.Module, device: torch.device, rows: Rows | None = None
+) -> dict[str, float]:
+    """GiB and seconds that the estimate gives this run; of an unknown card or model what it can.
+
+    Seconds and tokens are those of a step of the data's `rows`; of full rows where they are not known.
+    """
     try:
         shape = shape_from_config(base_model(model).config.to_dict(), config.model_name)
         ranks, gpu = ranks_from_env(), _gpu_of(device)
@@ -76,7 +88,10 @@ def predicted(config: RunConfig, model: nn.Module, device: torch.device) -> dict
         found = dict(peak_allocated_gib=memory(shape, setup).peak_allocated)
         if gpu is None:
             return found
-        step = step_seconds(shape, gpu, setup)
+        batches = batches_of(rows, config, ranks.world_size) if rows else None
+        step = step_seconds(shape, gpu, batches.seen(setup) if batches else setup)
+        if batches:
+            step = replace(step, tokens_per_gpu=batches.tokens / ranks.world_size)
     except ValueError:
         return {}
     return found | dict(

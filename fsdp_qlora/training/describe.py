@@ -16,6 +16,7 @@ from ..config.without_effect import batch_above_data
 from ..data import Source, StepLoader, StreamLoader, Subset, TokenizedDataset
 from ..derived import attention
 from ..dist import print_main, ranks_from_env
+from ..estimate import Rows
 from ..export.card import run_record
 from ..observe.metrics import StartRecord, StepMetrics
 from ..observe.runlog import now
@@ -160,10 +161,12 @@ def start_record(
     batches: BatchPlan,
     data: dict,
     device: torch.device,
+    rows: Rows | None = None,
     **about,
 ) -> StartRecord:
     """All that is known before the next step; `record` is what is kept beside the weights.
 
+    rows: lengths of the data, for the estimate; None where they are not known.
     about: step, total_steps and load_seconds.
     """
     return StartRecord(
@@ -176,7 +179,7 @@ def start_record(
         accumulation=batches.accumulation,
         trained_weights=sum(p.numel() for p in trainable_parameters(model).values()),
         data=data,
-        estimate=predicted(config, model, device),
+        estimate=predicted(config, model, device, rows),
         dollars_per_hour=dollars_per_hour(config, device),
         **about,
     )

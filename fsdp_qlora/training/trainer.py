@@ -29,6 +29,7 @@ from ..checkpoint import (
 from ..config import BatchPlan, RunConfig, plan_batches
 from ..config.settings import AUTO, parts_of
 from ..data import (
+    RowLengths,
     Source,
     StepLoader,
     StreamBinSampler,
@@ -37,6 +38,7 @@ from ..data import (
     Subset,
     TokenizedDataset,
     choose_pad_token_id,
+    row_lengths,
     step_sampler,
 )
 from ..data.collate import PadTo
@@ -125,6 +127,7 @@ def _train_found(
         batches,
         about_data(dataset, held_out),
         device,
+        _lengths(config, dataset),
         step=boundary.step,
         total_steps=total_steps,
         load_seconds=loaded,
@@ -166,6 +169,13 @@ def longest_row(
     return longest_of(found, config.context_length)
 
 
+def _lengths(config: RunConfig, dataset: TokenizedDataset | Subset | Source) -> RowLengths | None:
+    """Lengths of the rows that are trained on; those of a stream are not known."""
+    if isinstance(dataset, Source):
+        return None
+    return row_lengths(dataset.lengths, config.context_length, len(dataset), config.seed)
+
+
 def built(config: RunConfig, device: torch.device, found: Found) -> nn.Module:
     """The model as it is before the first step; the base may depend on the adapter that was found."""
     if not found.folder or config.init_lora_weights == "default":
@@ -191,7 +201,7 @@ def build_loader(
         packing=config.packing,
         pin_memory=device.type == "cuda",
     )
-    batching["pad_to"] = _padded_widths(config, device)
+    batching["pad_to"] = padded_widths(config, device)
     if isinstance(dataset, Source):
         order["shuffle_buffer"] = config.shuffle_buffer
         sampler = (
@@ -214,7 +224,7 @@ def build_loader(
     return StepLoader(dataset, sampler, *share, **batching)
 
 
-def _padded_widths(config: RunConfig, device: torch.device) -> PadTo:
+def padded_widths(config: RunConfig, device: torch.device) -> PadTo:
     """T of a run's batches."""
     return run_widths(config.context_length, compiles(config, device), one=config.has_full_bins)
 
@@ -248,7 +258,7 @@ def _build_state(
             every=config.eval_every,
             packing=config.packing,
             batch_size=batches.micro_batch_size,
-            pad_to=_padded_widths(config, device),
+            pad_to=padded_widths(config, device),
             pad_token_id=choose_pad_token_id(tokenizer, model.config.vocab_size),
         )
     scaler = LossScaler(device) if config.scales_loss else None
