@@ -45,6 +45,7 @@ ORDER = [
     "commands",
     "demo",
     "cli",
+    "integrations",
 ]
 PURE = set(ORDER[: ORDER.index("rank_store")])
 

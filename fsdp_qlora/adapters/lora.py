@@ -71,7 +71,7 @@ class LoraLinear(nn.Module, LoraLayer):
         self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs
     ):
         """Add an adapter as PEFT does; raises ValueError for what is not computed here."""
-        check_options(config)
+        check_options(config, but=("modules_to_save", "trainable_token_indices"))
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
     def _get_in_out_features(self, module) -> tuple[int, int]:
@@ -259,11 +259,14 @@ _OTHER_WAYS = {
 }
 
 
-def check_options(config: LoraConfig):
-    """Refuse what PEFT's own layers would compute and these would silently leave out."""
+def check_options(config: LoraConfig, but: Iterable[str] = ()):
+    """Refuse what PEFT's own layers would compute and these would silently leave out.
+
+    `but` names options that PEFT follows by itself, beside the layers.
+    """
     for f in fields(config):
         given = getattr(config, f.name)
-        if f.name in _FOLLOWED or not given or given == default_of(f):
+        if f.name in (*_FOLLOWED, *but) or not given or given == default_of(f):
             continue
         raise ValueError(
             f"LoraConfig.{f.name} = {given!r} is not computed here; "

@@ -27,6 +27,7 @@ def meta_model(
     attn_implementation: str = "sdpa",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    auto_class: type = AutoModelForCausalLM,
 ) -> nn.Module:
     """The model with its parameters on the meta device and its buffers real.
 
@@ -40,7 +41,7 @@ def meta_model(
     _check_language_model(config)
     try:
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(
+            model = auto_class.from_config(
                 config,
                 dtype=dtype,
                 attn_implementation=attn_implementation,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -59,9 +60,12 @@ class Piece:
             )
 
 
+_ADDED_BY_PEFT = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+)\.")
+
+
 def checkpoint_key(name: str) -> str:
     """A parameter's name in the checkpoint: without what PEFT put around it."""
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    return _ADDED_BY_PEFT.sub(".", name.removeprefix("base_model.model."))
 
 
 def _base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 
 from ..choices import STRATEGIES
@@ -81,6 +83,7 @@ def apply_sharding(
     weights. Raises ValueError for an unknown name, a mesh that is not the strategy's, bitsandbytes
     weights in a storage that can't be sharded, or a `wrap_policy` function that picks nothing.
     """
+    _answer_other_trainers(model)
     _check_strategy(strategy)
     check_prefetch(backward_prefetch)
     _check_storage(model)
@@ -124,10 +127,17 @@ def apply_sharding(
         apply_forward_prefetch(model, modules)
     if gather_once:
         keep_gathered(model)
+    _gather_to_generate(model)
     _free_after_unrecorded_forwards(model)
     _refuse_inference_tensors(model)
     refuse_to_train(set(before) - set(model.parameters()))
     return [name for name, _ in units]
+
+
+def _answer_other_trainers(model: nn.Module):
+    """accelerate would wrap the model in DDP unless it is marked; it asks for DDP's `no_sync`."""
+    model._is_accelerate_prepared = True
+    model.no_sync = partial(without_gradient_sync, model)
 
 
 def _check_strategy(name: str):
@@ -197,6 +207,18 @@ def free_gathered(model: nn.Module):
     for module in model.modules():
         if is_sharded(module):
             module.reshard()
+
+
+def _gather_to_generate(model: nn.Module):
+    """Let `model.generate` work: it calls an inner module, past the root's forward.
+
+    transformers then has ranks go on together until the last one's answer ends.
+    """
+    if not hasattr(model, "generate"):
+        return
+    register_fsdp_forward_method(model, "generate")
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base._is_fsdp_managed_module = True
 
 
 def _free_after_unrecorded_forwards(model: nn.Module):

@@ -1,0 +1,42 @@
+"""TRL's direct preference optimization on this engine: QLoRA, sharded over the GPUs.
+
+    torchrun --nproc_per_node 2 examples/trl_dpo.py MODEL ROWS.jsonl OUTPUT
+
+ROWS.jsonl: objects with "prompt", "chosen" and "rejected". The reference policy is the frozen base
+with its adapters off, so no second model is loaded.
+"""
+
+import sys
+
+import torch
+from datasets import load_dataset
+from peft import LoraConfig
+from trl import DPOConfig
+
+from fsdp_qlora.integrations.trl import DPOTrainer
+
+
+def main(model: str, rows: str, output: str):
+    trainer = DPOTrainer(
+        model,
+        args=DPOConfig(
+            output,
+            max_steps=4,
+            learning_rate=2e-4,
+            logging_steps=1,
+            report_to=[],
+            use_cpu=not torch.cuda.is_available(),
+            bf16=torch.cuda.is_available(),
+            max_length=512,
+        ),
+        train_dataset=load_dataset("json", data_files=rows, split="train"),
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
+        quant="nf4",
+        sharding_strategy="full_shard",
+    )
+    trainer.train()
+    trainer.save_model()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,43 @@
+"""TRL's reward models on this engine: a 4-bit base, adapters, and a freshly initialised head.
+
+    torchrun --nproc_per_node 2 examples/trl_reward.py MODEL ROWS.jsonl OUTPUT
+
+ROWS.jsonl: objects with "chosen" and "rejected".
+"""
+
+import sys
+
+import torch
+from datasets import load_dataset
+from peft import LoraConfig
+from trl import RewardConfig
+
+from fsdp_qlora.integrations.trl import RewardTrainer
+
+
+def main(model: str, rows: str, output: str):
+    trainer = RewardTrainer(
+        model,
+        args=RewardConfig(
+            output,
+            max_steps=4,
+            learning_rate=2e-4,
+            logging_steps=1,
+            report_to=[],
+            use_cpu=not torch.cuda.is_available(),
+            bf16=torch.cuda.is_available(),
+            max_length=512,
+        ),
+        train_dataset=load_dataset("json", data_files=rows, split="train"),
+        peft_config=LoraConfig(
+            r=16, lora_alpha=32, target_modules="all-linear", task_type="SEQ_CLS"
+        ),
+        quant="nf4",
+        sharding_strategy="full_shard",
+    )
+    trainer.train()
+    trainer.save_model()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,9 @@
+"""Other trainers on this engine. Nothing in the rest of the package imports from here.
+
+Each module needs the library that it is named after, and is imported by its own name:
+
+    from fsdp_qlora.integrations.trl import DPOTrainer
+
+Modules, each importing only from those before it: peft, streamed, transformers,
+trl, fabric.
+"""

@@ -1,0 +1,33 @@
+"""A Lightning Fabric strategy: `Fabric(strategy=ShardedStrategy("full_shard"))`.
+
+`fabric.setup` shards the model and, where `streamed_model` made it, fills each rank's shards from the
+files. Set the optimizer up afterwards, with the model's trained parameters.
+"""
+
+from __future__ import annotations
+
+from lightning.fabric.strategies import ModelParallelStrategy
+from torch import nn
+from typing_extensions import override
+
+from .streamed import shard_and_load
+
+
+class ShardedStrategy(ModelParallelStrategy):
+    """Fabric's strategy for a model whose parallelism is ours.
+
+    sharding_strategy: ddp, shard_grad_op, full_shard or a hybrid of them. seed: of freshly initialised
+    adapters. settings: as `apply_sharding` takes them (wrap_policy, on_host, backward_prefetch...).
+    """
+
+    def __init__(self, sharding_strategy: str = "full_shard", seed: int = 0, **settings):
+        self._given = dict(sharding_strategy=sharding_strategy, seed=seed, **settings)
+        super().__init__(self._sharded, tensor_parallel_size=1)
+
+    @override
+    def setup_environment(self) -> None:
+        self._data_parallel_size = self.num_processes * self.num_nodes
+        super().setup_environment()
+
+    def _sharded(self, model: nn.Module, mesh) -> nn.Module:
+        return shard_and_load(model, self.root_device, **self._given)

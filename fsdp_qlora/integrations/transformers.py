@@ -1,0 +1,220 @@
+"""A transformers `Trainer`, or any subclass of it, on this engine.
+
+    class Sharded(ShardedTrainerMixin, SomeTrainer): ...
+
+The trainer makes its own adapters, data and losses. In between, when its adapters exist and before it
+makes an optimizer, the model is sharded and, if it is given by name, each rank streams its own rows of
+the weights and quantizes them. accelerate's wrapping is skipped; checkpoints hold adapters or weights
+in their usual files, and the optimizer's state as torch.distributed.checkpoint writes it.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from peft import get_peft_model
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from transformers import AutoModelForCausalLM, Trainer
+
+from ..export import save_trained
+from ..export.save import load_adapter
+from ..loading import load_weights
+from ..loading.weight_files import Checkpoint
+from ..memory.activations import apply_activation_policy
+from ..model.blocks import decoder_blocks
+from ..optim import build_optimizer
+from ..sharding import (
+    OnHost,
+    is_sharded,
+)
+from ..training.step import clip_gradients
+from .peft import register_with_peft
+from .streamed import shard_and_load, streamed_model
+
+_OPTIMIZER_FOLDER, _SCHEDULER_FILE = "optimizer", "scheduler.pt"
+# Of transformers' names: bitsandbytes' states are no DTensors, ours are.
+_EIGHT_BIT = {"adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"}
+
+
+class ShardedTrainerMixin:
+    """What a `Trainer` needs to train on this engine; put it before the trainer's class.
+
+    model: a folder or hub name, whose weights each rank streams by rows into its own shards, or a
+    model that exists on every rank. quant: the format of frozen weights of a model given by name
+    (nf4, fp4, int8, hqq4..., none). sharding_strategy: ddp, shard_grad_op, full_shard or a hybrid of
+    them. activation_policy: as --activation_policy; None recomputes blocks where the trainer's
+    gradient_checkpointing is on. use_cpu_offload: frozen weights wait in host memory.
+    Raises ValueError for settings of the trainer that would wrap the model a second time.
+    """
+
+    _auto_class: type = AutoModelForCausalLM  # of a model given by name
+    _labels: dict = {}  # noqa: RUF012  what its configuration says besides
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module,
+        *args,
+        sharding_strategy: str = "full_shard",
+        quant: str = "nf4",
+        shard_group_size: int = -1,
+        wrap_policy: str = "block",
+        activation_policy: str | None = None,
+        use_cpu_offload: bool = False,
+        **kwargs,
+    ):
+        register_with_peft()
+        if isinstance(model, (str, Path)):
+            model = streamed_model(str(model), quant, auto_class=self._auto_class, **self._labels)
+        super().__init__(model, *args, **kwargs)
+        _check_arguments(self.args)
+        on_host = OnHost(use_cpu_offload, False, use_cpu_offload)
+        self._apply_activation_policy(activation_policy)
+        shard_and_load(
+            self.model,
+            self.args.device,
+            sharding_strategy=sharding_strategy,
+            shard_group_size=shard_group_size,
+            seed=self.args.seed,
+            wrap_policy=wrap_policy,
+            on_host=on_host,
+        )
+
+    def _apply_activation_policy(self, policy: str | None):
+        """Recompute as our policies do where the trainer would by transformers' own checkpointing."""
+        if policy is None:
+            policy = "recompute_all" if self.args.gradient_checkpointing else "keep_all"
+        self.args.gradient_checkpointing = False
+        self.model.config.use_cache = False
+        apply_activation_policy(self.model, [policy] * len(decoder_blocks(self.model)))
+
+    # ---- what the trainer does itself, but not to a sharded model --------------------------------
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device):
+        """Weights on meta have none yet, and sharded ones are where they belong."""
+        on_meta = any(p.is_meta for p in model.parameters())
+        if not on_meta and not any(is_sharded(m) for m in model.modules()):
+            super()._move_model_to_device(model, device)
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True):
+        return self._autocast(cache_enabled)
+
+    def compute_loss_context_manager(self):
+        return self._autocast()
+
+    def _autocast(self, cache_enabled: bool | None = True) -> AbstractContextManager:
+        """What accelerate does when it wraps; weights that are stored in 16 bits need none."""
+        dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
+        if dtype is None or self.model.dtype == dtype:
+            return nullcontext()
+        return torch.autocast(self.args.device.type, dtype, cache_enabled=bool(cache_enabled))
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.optimizer is None and self.args.optim in _EIGHT_BIT:
+            args = self.args
+            self.optimizer = build_optimizer(
+                self.model, "adamw_8bit", args.learning_rate, args.weight_decay
+            )
+        return super().create_optimizer(model)
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        return clip_gradients(self._trained(), self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm=None) -> float:
+        return (clip_gradients(self._trained(), None) if grad_norm is None else grad_norm).item()
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    # ---- saving and resuming -----------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
+        """The adapter, or the whole model, in transformers' files. Every rank must call it."""
+        folder = output_dir or self.args.output_dir
+        save_trained(self.model, folder, self.processing_class)
+        if self.args.should_save:
+            torch.save(self.args, os.path.join(folder, "training_args.bin"))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str):
+        state = {"optimizer": self._optimizer_state()}
+        dcp.save(state, checkpoint_id=os.path.join(output_dir, _OPTIMIZER_FOLDER))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER_FILE))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None):
+        if checkpoint is None:
+            return
+        state = {"optimizer": self._optimizer_state()}
+        dcp.load(state, checkpoint_id=os.path.join(checkpoint, _OPTIMIZER_FOLDER))
+        set_optimizer_state_dict(
+            self.model,
+            self._own_optimizer(),
+            state["optimizer"],
+            options=StateDictOptions(ignore_frozen_params=True),
+        )
+        self.lr_scheduler.load_state_dict(
+            torch.load(os.path.join(checkpoint, _SCHEDULER_FILE), weights_only=True)
+        )
+
+    def _optimizer_state(self) -> dict:
+        """Moments and settings by parameter, each rank its own rows; made if there are none yet."""
+        return get_optimizer_state_dict(
+            self.model,
+            self._own_optimizer(),
+            options=StateDictOptions(ignore_frozen_params=True),
+        )
+
+    def _own_optimizer(self) -> torch.optim.Optimizer:
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None):
+        self._load_trained(resume_from_checkpoint)
+
+    def _load_best_model(self):
+        self._load_trained(self.state.best_model_checkpoint)
+
+    def _load_trained(self, folder: str):
+        if hasattr(self.model, "peft_config"):
+            load_adapter(self.model, folder)
+        else:
+            load_weights(self.model, Checkpoint(folder), self.args.device)
+
+
+class ShardedTrainer(ShardedTrainerMixin, Trainer):
+    """transformers' own `Trainer` on this engine; `peft_config` adapts the model first."""
+
+    def __init__(self, model: str | Path | nn.Module, *args, peft_config=None, **kwargs):
+        if isinstance(model, (str, Path)):
+            model = streamed_model(str(model), kwargs.get("quant", "nf4"))
+        if peft_config is not None:
+            register_with_peft()
+            model = get_peft_model(model, peft_config)
+        super().__init__(model, *args, **kwargs)
+
+
+def _check_arguments(args):
+    """Refuse what would wrap or compile the model beside this engine."""
+    for name in ("fsdp", "deepspeed"):
+        if getattr(args, name, None):
+            raise ValueError(
+                f"{name}={getattr(args, name)!r}: this trainer shards the model by itself; leave "
+                f"{name} out and give sharding_strategy"
+            )
+    if args.torch_compile:
+        raise ValueError("torch_compile=True: leave it out; train.py compiles the blocks it runs")
+    if not dist.is_initialized():
+        raise ValueError(
+            "the trainer needs a process group, on one GPU too; start the script with torchrun "
+            "--nproc_per_node and the number of GPUs"
+        )
