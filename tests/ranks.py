@@ -30,6 +30,7 @@ PRELOAD = [
     "fsdp_qlora.cli",
     "fsdp_qlora.training.trainer",
     "matplotlib.pyplot",
+    "matplotlib.backends.backend_agg",
 ]
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 
+import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from tests.parts import slow
 from tests.ranks import run_ranks
 from tests.tiny import RANK, SEED, padded_batch, reference_model, save_tiny, tiny_rows
 
@@ -51,7 +53,8 @@ def load_and_measure(folder: str, settings: dict) -> dict:
     return dict(extra=peak - before, shards=shards, state=state)
 
 
-def test_four_ranks_load_with_little_more_memory_than_their_shards(tmp_path):
+@pytest.mark.parametrize("train_type", ["qlora", slow("lora")])
+def test_four_ranks_load_with_little_more_memory_than_their_shards(tmp_path, train_type):
     # bf16 weights of 400 MB, made here tensor by tensor.
     from fsdp_qlora.loading import expected_shapes, meta_model
     from fsdp_qlora.loading.weight_files import RandomCheckpoint
@@ -63,18 +66,12 @@ def test_four_ranks_load_with_little_more_memory_than_their_shards(tmp_path):
     weights = {n: source.rows(n, 0, s[0]).bfloat16() for n, s in shapes.items()}
     assert sum(w.nbytes for w in weights.values()) > 380 * MIB
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    for train_type in ("lora", "qlora"):
-        ranks = run_ranks(
-            load_and_measure,
-            4,
-            str(tmp_path),
-            dict(train_type=train_type, sharding_strategy="full_shard"),
-        )
-        extra, shards = (sum(r[key] for r in ranks) for key in ("extra", "shards"))
-        print(train_type, extra, shards)
-        assert extra < 1.5 * shards + 4 * 100, (train_type, extra, shards)
-        for rank in ranks:
-            assert_layer_equals(rank["state"], weights, train_type)
+    case = dict(train_type=train_type, sharding_strategy="full_shard")
+    ranks = run_ranks(load_and_measure, 4, str(tmp_path), case)
+    extra, shards = (sum(r[key] for r in ranks) for key in ("extra", "shards"))
+    assert extra < 1.5 * shards + 4 * 100, (extra, shards)
+    for rank in ranks:
+        assert_layer_equals(rank["state"], weights, train_type)
 
 
 def assert_layer_equals(state: dict, weights: dict, train_type: str):
@@ -183,11 +180,12 @@ def test_a_saved_adapter_loads_on_another_number_of_ranks(tmp_path):
         torch.testing.assert_close(ours, logits, rtol=1e-5, atol=1e-5, msg=str(case))
 
 
-def test_saved_adapter_is_what_peft_would_have_saved(tmp_path):
+@pytest.mark.parametrize("worlds", [[2], slow([1])])
+def test_saved_adapter_is_what_peft_would_have_saved(tmp_path, worlds):
     folder, steps = save_tiny(tmp_path / "model"), tiny_rows(2, 4)
     batch = padded_batch(steps[0])
     inputs = dict(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-    for world_size in (1, 2):
+    for world_size in worlds:
         out = tmp_path / str(world_size)
         cases = [
             dict(train_type=t, sharding_strategy=s)
