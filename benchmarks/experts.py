@@ -19,10 +19,10 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from fsdp_qlora.adapters.experts import LoraExperts
 from fsdp_qlora.adapters.lora import lora_config
 from fsdp_qlora.dist import rank_device
-from fsdp_qlora.model.experts import STACKS, StackedExperts
+from fsdp_qlora.experts import STACKS, StackedExperts
+from fsdp_qlora.experts.lora import LoraExperts
 from fsdp_qlora.quantization.quantize import QuantLinear, frozen_linear
 
 MODELS = {

@@ -1,6 +1,5 @@
 # Made by python scripts/make_reference.py; do not edit.
 from .adapters import apply_adapters as apply_adapters
-from .adapters import init_adapters as init_adapters
 from .adapters import lora_config as lora_config
 from .adapters import trainable_parameters as trainable_parameters
 from .build import build_model as build_model
@@ -23,7 +22,8 @@ from .loading import materialize as materialize
 from .loading import meta_model as meta_model
 from .loading import read_config as read_config
 from .loading.weight_files import Checkpoint as Checkpoint
-from .memory.activations import apply_activation_policy as apply_activation_policy
+from .lora_init import init_adapters as init_adapters
+from .memory.checkpointing_policy import apply_activation_policy as apply_activation_policy
 from .memory.chunked_cross_entropy import apply_chunked_cross_entropy as apply_chunked_cross_entropy
 from .observe.evaluate import held_out_loss as held_out_loss
 from .optim import build_optimizer as build_optimizer

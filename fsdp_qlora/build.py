@@ -12,15 +12,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from .adapters import (
-    apply_adapters,
-    apply_fp8,
-    init_adapters,
-    init_magnitudes,
-    keep_fp8_weights,
-)
-from .adapters.fusion import SharedInputs
-from .adapters.whole import train_only, train_whole
+from .adapters import apply_adapters, apply_fp8, keep_fp8_weights
+from .adapters.modules_to_save import apply_modules_to_save, train_only
+from .adapters.shared_inputs import SharedInputs
 from .config import RunConfig, block_policies
 from .derived import (
     adapter_settings,
@@ -32,20 +26,20 @@ from .derived import (
     with_choices,
 )
 from .dist import print_main
+from .experts import check_quantizable
 from .loading import DTYPES, materialize, meta_model
-from .loading.generation import keep_generation_settings
+from .loading.base_weights import load, open_checkpoint
+from .loading.generation_config import keep_generation_settings
 from .loading.llama_pro import train_new_blocks
 from .loading.prequantized import layers_to_quantize
-from .loading.source import load, open_checkpoint
-from .loading.starts import SavedRows, check_start, start_from_weights
 from .loading.weight_files import Checkpoint
+from .lora_init import SavedRows, check_init, init_adapters, init_from_weights, init_magnitudes
 from .memory.activation_offload import apply_activation_offload
-from .memory.activations import apply_activation_policy
+from .memory.checkpointing_policy import apply_activation_policy
 from .memory.chunked_cross_entropy import apply_chunked_cross_entropy
-from .memory.tiles import apply_tiled_mlp, tiled_mlps
+from .memory.tiled_mlp import apply_tiled_mlp, tiled_mlps
 from .model.autocast import apply_autocast
 from .model.blocks import block_list, decoder_blocks, final_norm
-from .model.experts import check_quantizable
 from .model.packing_probe import keep_rows_apart
 from .quantization.quantize import quantize_linears
 from .sharding import apply_sharding, describe_units, make_mesh, parameter_device
@@ -89,7 +83,7 @@ def build_model(
     materialize(model, device, parameter_device(model, device, on_host))
     start, filled = start_of(config), set()
     if start.from_weights:
-        filled = start_from_weights(model, checkpoint, device, start, config.seed, saved)
+        filled = init_from_weights(model, checkpoint, device, start, config.seed, saved)
     load(model, checkpoint, device, config, filled)
     model.weights_hash = "random" if checkpoint.content is None else checkpoint.content.digest()
     if start.from_weights:
@@ -131,12 +125,12 @@ def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, C
         train_new_blocks(model, grown.new, DTYPES[config.adapter_dtype])
     elif config.has_lora:
         model = apply_adapters(model, adapter_settings(config, model), DTYPES[config.adapter_dtype])
-        check_start(model, checkpoint, start_of(config))
-        train_whole(
+        check_init(model, checkpoint, start_of(config))
+        apply_modules_to_save(
             model,
             config.whole_modules,
             DTYPES[config.adapter_dtype],
-            both_ends=bool(config.added_tokens),
+            embeddings=bool(config.added_tokens),
         )
     else:
         train_only(model, config.only_modules)

@@ -15,7 +15,6 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from .adapters import lora_config
-from .adapters.initial import Start
 from .catalog.arch import ModelShape, shape_from_config
 from .catalog.llama_pro import Expansion, expanded_shape, expansion_of
 from .choices import OPTIMIZERS
@@ -26,7 +25,8 @@ from .estimate import Setup, choose_policies, keeps_fp8_weights, memory, setup_f
 from .estimate.policies import SPARE_SHARE, choose_tiles
 from .loading import DTYPES, read_config
 from .loading.llama_pro import expanded_config
-from .loading.tokens import grow_vocabulary, load_tokenizer
+from .loading.tokenizer import grow_vocabulary, load_tokenizer
+from .lora_init import LoraInit
 from .model.attention import choose_attention
 from .model.blocks import decoder_blocks
 from .sharding import OnHost
@@ -153,9 +153,11 @@ def adapted_blocks(config: RunConfig, model: nn.Module) -> list[int] | None:
     return chosen
 
 
-def start_of(config: RunConfig) -> Start:
+def start_of(config: RunConfig) -> LoraInit:
     """How the run's adapters begin."""
-    return Start() if not config.has_lora else Start(config.init_lora_weights, config.loftq_iter)
+    return (
+        LoraInit() if not config.has_lora else LoraInit(config.init_lora_weights, config.loftq_iter)
+    )
 
 
 def weights_on_host(config: RunConfig, model: nn.Module, device: torch.device) -> OnHost:

@@ -27,7 +27,7 @@ SECTIONS = [
     ("Ranks", ("dist",)),
     (
         "A model, step by step",
-        ("build", "loading", "quantization", "adapters", "memory", "sharding"),
+        ("build", "loading", "quantization", "adapters", "lora_init", "memory", "sharding"),
     ),
     ("Training and evaluation", ("optim", "observe")),
     ("Results", ("export",)),

@@ -38,7 +38,7 @@ SECTIONS = [
         ("loading/", "json_input", "model/", "quantization/", "export/save"),
         "See [quantization and loading](quantization.md).",
     ),
-    ("Adapters", ("adapters/",), "See [adapters](adapters.md)."),
+    ("Adapters", ("adapters/", "experts/", "lora_init/"), "See [adapters](adapters.md)."),
     (
         "Memory and sharding",
         ("memory/", "sharding/", "observe/"),

@@ -12,10 +12,10 @@ from fsdp_qlora.catalog.arch import model_shape, shape_from_config
 from fsdp_qlora.catalog.hardware import find_gpu
 from fsdp_qlora.catalog.known_models import known_config
 from fsdp_qlora.estimate import Setup
+from fsdp_qlora.experts import apply_stacked_experts
 from fsdp_qlora.loading import materialize
-from fsdp_qlora.memory.activations import apply_activation_policy
+from fsdp_qlora.memory.checkpointing_policy import apply_activation_policy
 from fsdp_qlora.model.blocks import decoder_blocks
-from fsdp_qlora.model.experts import apply_stacked_experts
 from fsdp_qlora.quantization.quantize import quantize_linears
 
 LLAMA_8B, LLAMA_70B = model_shape("meta-llama/Llama-3.1-8B"), model_shape("llama-2-70b")

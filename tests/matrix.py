@@ -174,7 +174,7 @@ def train_cell(folder: str, cell: Cell) -> dict:
 
 def as_peft_names_them(model: nn.Module, weights: dict) -> dict:
     """Weights by the names of PEFT's own model."""
-    from fsdp_qlora.adapters.whole import saved_names
+    from fsdp_qlora.adapters.peft_names import saved_names
 
     return {
         key.replace(".weight", ".default.weight"): weights[name]
@@ -209,7 +209,7 @@ def reference_model(folder: str, cell: Cell) -> tuple[nn.Module, torch.optim.Opt
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    from fsdp_qlora.adapters import initial_a
+    from fsdp_qlora.lora_init import initial_a
     from tests.distributed.test_experts import with_adapted_experts
     from tests.distributed.test_llama_pro import expanded_reference
 

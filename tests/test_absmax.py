@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_qlora.quantization import fp8
 from fsdp_qlora.quantization.absmax import absmax_columns, decode_absmax, encode_absmax
-from fsdp_qlora.quantization.fourbit import dequantize_rows, quantize_rows
+from fsdp_qlora.quantization.formats import dequantize_rows, quantize_rows
 from fsdp_qlora.quantization.quantize import QuantLinear, frozen_linear
 
 torch.set_num_threads(1)

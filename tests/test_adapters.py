@@ -21,21 +21,20 @@ from fsdp_qlora.adapters import (
     LoraLinear,
     adapter_counts,
     apply_adapters,
-    init_adapters,
-    initial_a,
     lora_config,
     resolve_targets,
     trainable_parameters,
 )
 from fsdp_qlora.adapters.dropout import drop_inputs, dropped
-from fsdp_qlora.adapters.fusion import SharedInputs
 from fsdp_qlora.adapters.lora_ops import adapted_inputs, adapted_linear, adapted_linear_backward
+from fsdp_qlora.adapters.shared_inputs import SharedInputs
 from fsdp_qlora.choices import POLICIES
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import process_group
 from fsdp_qlora.export.save import save_adapter
 from fsdp_qlora.loading import materialize, meta_model
-from fsdp_qlora.memory.activations import apply_activation_policy
+from fsdp_qlora.lora_init import init_adapters, initial_a
+from fsdp_qlora.memory.checkpointing_policy import apply_activation_policy
 from fsdp_qlora.quantization.formats import quantize_rows
 from fsdp_qlora.quantization.quantize import QuantLinear, quantize_linears
 from tests.parts import slow
@@ -491,7 +490,7 @@ def test_initial_values_are_the_same_however_rows_are_split(folder, parts, monke
     for p in trainable_parameters(cut).values():
         p.data.fill_(float("nan"))
     for rank in range(parts):
-        monkeypatch.setattr("fsdp_qlora.adapters.lora.local_rows", cut_rows(rank, parts))
+        monkeypatch.setattr("fsdp_qlora.lora_init.default.local_rows", cut_rows(rank, parts))
         init_adapters(cut, 0)
     torch.testing.assert_close(
         trainable_parameters(cut), trainable_parameters(once), rtol=0, atol=0

@@ -30,14 +30,14 @@ from fsdp_qlora.adapters import trainable_parameters
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.data import collate, collate_packed, num_trained_tokens, on_device
 from fsdp_qlora.dist import full_tensor
-from fsdp_qlora.memory.activations import apply_activation_policy
+from fsdp_qlora.memory.checkpointing_policy import apply_activation_policy
 from fsdp_qlora.memory.chunked_cross_entropy import apply_chunked_cross_entropy
 from fsdp_qlora.model import attention
 from fsdp_qlora.model.blocks import decoder_blocks
 from fsdp_qlora.training.step import compute_device
 
 from .ranks import run_ranks
-from .test_activations import Calls
+from .test_checkpointing_policy import Calls
 from .tiny import RANK, SEED, padded_batch, save_tiny, tiny_rows
 from .tokenizers import VOCAB_SIZE, save_tokenizer
 

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.adapters import apply_adapters, lora_config
+from fsdp_qlora.experts import apply_stacked_experts
 from fsdp_qlora.loading import meta_model
 from fsdp_qlora.model.blocks import (
     attention_and_mlp,
@@ -18,8 +19,7 @@ from fsdp_qlora.model.blocks import (
     output_head,
 )
 from fsdp_qlora.model.conv1d import apply_plain_linears
-from fsdp_qlora.model.experts import apply_stacked_experts
-from fsdp_qlora.model.stored import train_in
+from fsdp_qlora.model.trained_dtype import train_in
 from fsdp_qlora.quantization.quantize import quantize_linears
 
 from .families import FAMILIES, family_config

@@ -11,18 +11,12 @@ from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from fsdp_qlora.adapters import (
-    LoraLinear,
-    apply_adapters,
-    dora,
-    init_adapters,
-    lora_config,
-    trainable_parameters,
-)
+from fsdp_qlora.adapters import LoraLinear, apply_adapters, dora, lora_config, trainable_parameters
 from fsdp_qlora.adapters.dora import adapted_norms
 from fsdp_qlora.adapters.dropout import dropout_seed, dropped
 from fsdp_qlora.build import compile_blocks
 from fsdp_qlora.config import RunConfig
+from fsdp_qlora.lora_init import init_adapters
 from fsdp_qlora.quantization.quantize import QuantLinear, quantize_linears, quantize_rows
 
 from .test_adapters import (
@@ -207,7 +201,7 @@ def test_initial_magnitudes_are_the_norms_of_the_loaded_rows_however_they_are_sp
     for p in trainable_parameters(model).values():
         p.data.fill_(float("nan"))
     for rank in range(parts):
-        monkeypatch.setattr("fsdp_qlora.adapters.lora.local_rows", cut_rows(rank, parts))
+        monkeypatch.setattr("fsdp_qlora.lora_init.default.local_rows", cut_rows(rank, parts))
         init_adapters(model, 0)
     assert len(expected) == 14
     for name, norms in expected.items():

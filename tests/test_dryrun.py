@@ -14,7 +14,7 @@ from fsdp_qlora.cli import main, parse
 from fsdp_qlora.commands.dryrun import batch_rows
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.data import StepLoader, StepSampler
-from fsdp_qlora.loading.tokens import load_tokenizer
+from fsdp_qlora.loading.tokenizer import load_tokenizer
 from fsdp_qlora.preflight.run_data import load_data
 
 from .tiny import save_tiny

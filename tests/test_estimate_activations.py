@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from fsdp_qlora.build import compile_blocks
 from fsdp_qlora.choices import POLICIES
 from fsdp_qlora.estimate import GIB, kept_by_block, memory, saved_by_block
-from fsdp_qlora.memory import activations
+from fsdp_qlora.memory import checkpointing_policy
 from fsdp_qlora.model.blocks import base_model, decoder_blocks, final_norm
 from tests.parts import slow
 
@@ -44,9 +44,9 @@ def traced_block_bytes(model, setup, monkeypatch) -> int:
             kept.append(forward.storage)
         return forward, backward
 
-    original = activations.create_selective_checkpoint_contexts
+    original = checkpointing_policy.create_selective_checkpoint_contexts
     if not setup.compile:
-        monkeypatch.setattr(activations, "create_selective_checkpoint_contexts", contexts)
+        monkeypatch.setattr(checkpointing_policy, "create_selective_checkpoint_contexts", contexts)
     block = decoder_blocks(model)[2]
     block.register_forward_pre_hook(lambda *_: inside.__setitem__(0, True))
     block.register_forward_hook(lambda *_: inside.__setitem__(0, False))

@@ -22,7 +22,7 @@ from transformers import (
 
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.data import collate, collate_packed
-from fsdp_qlora.memory.activations import apply_activation_policy
+from fsdp_qlora.memory.checkpointing_policy import apply_activation_policy
 from fsdp_qlora.memory.chunked_cross_entropy import apply_chunked_cross_entropy
 from fsdp_qlora.model import attention
 from fsdp_qlora.model import flash_attention_4 as fa4
@@ -30,8 +30,8 @@ from fsdp_qlora.model.blocks import decoder_blocks
 from fsdp_qlora.training.cuda_graphs import why_no_graphs
 from tests.parts import slow
 
-from .test_activations import Calls
 from .test_attention import BINS, FAMILIES, ROWS, WINDOW, inputs
+from .test_checkpointing_policy import Calls
 from .tiny import padded_batch, save_tiny, tiny_rows
 
 GPU, HEADS, KV_HEADS, SIZE = torch.device("cuda"), 4, 2, 16

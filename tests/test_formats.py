@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_qlora.export import RUN_FILE
-from fsdp_qlora.export.trained_base import trained_quant
+from fsdp_qlora.export.quantized_base import trained_quant
 from fsdp_qlora.quantization import hqq
 from fsdp_qlora.quantization.absmax import decode_absmax
 from fsdp_qlora.quantization.formats import FORMATS, dequantize_rows, quantize_rows

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fsdp_qlora.adapters.fp8_layers import kept_tensors
+from fsdp_qlora.adapters.fp8_layers import cached_fp8_tensors
 from fsdp_qlora.adapters.lora_ops import shared_fp8_linears, shared_frozen_backward
 from fsdp_qlora.build import build_model
 from fsdp_qlora.catalog.arch import model_shape, shape_from_config
@@ -30,7 +30,7 @@ from fsdp_qlora.optim import build_optimizer
 from fsdp_qlora.planner import free_settings, make_plan
 from fsdp_qlora.quantization import fp8
 from fsdp_qlora.quantization.formats import dense_weight, quantize_rows
-from fsdp_qlora.quantization.kept import KeptForms
+from fsdp_qlora.quantization.fp8_weight_cache import Fp8WeightCache
 from fsdp_qlora.training.step import train_step
 from tests.tiny import padded_batch, save_tiny, tiny_rows
 
@@ -134,7 +134,7 @@ def test_kept_weights_give_the_same_bits_while_adapters_change(layer, quantized)
 
     sizes = (0, 1e-5, 1e-2, 3, 1e-3)
     made_anew = [*products(sizes)]
-    keeper = KeptForms(weights)
+    keeper = Fp8WeightCache(weights)
     with torch.inference_mode():
         kept = [*products(sizes[:1])]  # an evaluation may come first
     forms = dict(keeper.forms)
@@ -151,7 +151,7 @@ def test_kept_weights_give_the_same_bits_while_adapters_change(layer, quantized)
 
 def test_forms_are_gone_with_their_keeper(layer):
     x, _, packed, absmax = layer
-    keeper = KeptForms([packed])
+    keeper = Fp8WeightCache([packed])
     before = fp8.forward_product(x, packed, absmax, "nf4")
     ((_, (form, _)),) = keeper.forms.values()
     gone = weakref.ref(form)
@@ -241,7 +241,9 @@ def test_training_in_fp8_follows_training_in_full_precision(tmp_path):
     assert torch.equal(losses["kept"], losses["fp8"])
     shape = shape_from_config(read_config(folder).to_dict(), "tiny")
     assert (
-        size_of(kept_tensors(model)) == resident_bytes(shape, setup_from_config(kept, 1))["fp8"] > 0
+        size_of(cached_fp8_tensors(model))
+        == resident_bytes(shape, setup_from_config(kept, 1))["fp8"]
+        > 0
     )
 
 

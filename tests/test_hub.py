@@ -18,7 +18,7 @@ from tests.tokenizers import save_chat_model
 ROOT = Path(__file__).parents[1]
 READ = """
 from fsdp_qlora.loading import checkpoint_folder, read_config
-from fsdp_qlora.loading.tokens import load_tokenizer
+from fsdp_qlora.loading.tokenizer import load_tokenizer
 for look in (read_config, load_tokenizer, checkpoint_folder):
     try: look("org/model"); print("found")
     except ValueError as error: print(error)

@@ -16,9 +16,9 @@ from fsdp_qlora.data.records import parse_json
 from fsdp_qlora.export.adapter_folder import AdapterFolder, read_adapter_config
 from fsdp_qlora.export.card import read_metrics
 from fsdp_qlora.export.merged_files import write_config
-from fsdp_qlora.export.trained_base import trained_quant
+from fsdp_qlora.export.quantized_base import trained_quant
 from fsdp_qlora.json_input import from_json, read_object
-from fsdp_qlora.loading.tokens import load_tokenizer
+from fsdp_qlora.loading.tokenizer import load_tokenizer
 from fsdp_qlora.report.run_history import read_story
 
 from .tiny import save_tiny

@@ -25,7 +25,7 @@ from fsdp_qlora.observe.memory_report import (
 )
 from fsdp_qlora.observe.memory_timeline import _RULES, PARTS, draw, part_of, timeline
 
-from .test_activations import loss_and_gradients, tiny_model
+from .test_checkpointing_policy import loss_and_gradients, tiny_model
 from .tiny import save_tiny
 
 CPU = torch.device("cpu")

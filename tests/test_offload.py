@@ -13,11 +13,11 @@ from torch._dynamo.backends.common import aot_autograd
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.derived import training_bytes
 from fsdp_qlora.memory.activation_offload import HostStore, apply_activation_offload
-from fsdp_qlora.memory.hostmem import host_tensors
+from fsdp_qlora.memory.pinned_memory import host_tensors
 from fsdp_qlora.model.blocks import decoder_blocks
 from tests.parts import slow
 
-from .test_activations import loss_and_gradients, tiny_model
+from .test_checkpointing_policy import loss_and_gradients, tiny_model
 from .tiny import padded_batch, save_tiny, tiny_rows
 
 torch.set_num_threads(1)  # threads that share a tiny product only wait for each other

@@ -16,7 +16,7 @@ from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import process_group
 from fsdp_qlora.export.merge_base import open_base
 from fsdp_qlora.loading import Checkpoint
-from fsdp_qlora.loading.bnb4 import packed_weights
+from fsdp_qlora.loading.bnb_4bit import packed_weights
 from fsdp_qlora.quantization.absmax import decode_absmax, encode_absmax
 from fsdp_qlora.quantization.quantize import QuantLinear
 

@@ -12,7 +12,7 @@ import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import nn
 
-from fsdp_qlora.quantization.blocks64 import padded
+from fsdp_qlora.quantization.absmax import padded
 from fsdp_qlora.quantization.formats import dequantize_rows, quantize_rows
 from fsdp_qlora.quantization.quantize import QuantLinear, frozen_linear, quantize_linears
 

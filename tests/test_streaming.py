@@ -8,7 +8,7 @@ import torch
 from fsdp_qlora.memory.activation_offload import apply_activation_offload
 from fsdp_qlora.memory.weight_streaming import StreamedBlock, apply_streaming
 
-from .test_activations import loss_and_gradients, tiny_model
+from .test_checkpointing_policy import loss_and_gradients, tiny_model
 from .test_offload import bit_equal, compile_whole
 from .tiny import padded_batch, save_tiny, tiny_rows
 

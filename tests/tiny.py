@@ -16,7 +16,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from fsdp_qlora.adapters import initial_a
+from fsdp_qlora.lora_init import initial_a
 
 CONFIGS = {
     "llama": LlamaConfig,

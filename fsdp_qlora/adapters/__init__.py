@@ -1,7 +1,7 @@
 """LoRA-family adapters: the arithmetic of an adapted layer, and PEFT's bookkeeping.
 
-Modules, each importing only from those before it: dropout_kernels, dropout, lora_ops, fusion, dora,
-expert_ops, experts, biases, lora, fp8_layers, initial, whole.
+Modules, each importing only from those before it: dropout_kernels, dropout, lora_ops,
+shared_inputs, dora, biases, lora, fp8_layers, modules_to_save, peft_names.
 """
 
 from .fp8_layers import apply_fp8, keep_fp8_weights
@@ -9,9 +9,6 @@ from .lora import (
     LoraLinear,
     adapter_counts,
     apply_adapters,
-    init_adapters,
-    init_magnitudes,
-    initial_a,
     lora_config,
     resolve_targets,
     trainable_parameters,
@@ -22,9 +19,6 @@ __all__ = [
     "adapter_counts",
     "apply_adapters",
     "apply_fp8",
-    "init_adapters",
-    "init_magnitudes",
-    "initial_a",
     "keep_fp8_weights",
     "lora_config",
     "resolve_targets",

@@ -1,7 +1,7 @@
 """Dropout whose mask is made from a seed, so that nothing of x's size is kept for the backward.
 
 A layer draws one number per forward and keeps that: forward and backward make the same mask from it,
-and a block that is recomputed is given it (memory/activations.py). Masks drawn anew from the
+and a block that is recomputed is given it (memory/checkpointing_policy.py). Masks drawn anew from the
 generator's state need torch.compile to set that state back, which no CUDA graph allows.
 
 Shapes: N tokens, I inputs, R rank.  x (N, I), A (R, I)
@@ -67,7 +67,7 @@ def dropout_seed(x: Tensor, layer: Tensor) -> Tensor:
     "fsdp_qlora::dropout_seeds", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
 )
 def dropout_seeds(x: Tensor, count: int) -> list[Tensor]:
-    """The seeds that as many calls of `dropout_seed` give (fusion.py)."""
+    """The seeds that as many calls of `dropout_seed` give (shared_inputs.py)."""
     return [new_seed(x.device) for _ in range(count)]
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..model.blocks import decoder_blocks
 from ..quantization import fp8
-from ..quantization.kept import KeptForms
+from ..quantization.fp8_weight_cache import Fp8WeightCache
 from ..quantization.quantize import FrozenLinear, QuantLinear
 from .lora import LoraLinear
 
@@ -40,17 +40,17 @@ def apply_fp8(model: nn.Module, device: torch.device) -> int:
     return len(layers)
 
 
-def keep_fp8_weights(model: nn.Module) -> KeptForms:
+def keep_fp8_weights(model: nn.Module) -> Fp8WeightCache:
     """Keep the fp8 forms of all weights that `apply_fp8` chose, from their first products on.
 
     For a loaded model whose weights stay where they are. They are kept as long as the model is.
     """
     layers = [m for m in model.modules() if getattr(m, "product_dtype", "") == "fp8"]
     weights = {id(w): w for m in layers for w in [getattr(m, "base_layer", m).weight]}
-    model.kept_forms = KeptForms(weights.values())
-    return model.kept_forms
+    model.fp8_weight_cache = Fp8WeightCache(weights.values())
+    return model.fp8_weight_cache
 
 
-def kept_tensors(model: nn.Module) -> list[Tensor]:
+def cached_fp8_tensors(model: nn.Module) -> list[Tensor]:
     """What a model keeps beside its weights by now."""
-    return model.kept_forms.tensors() if hasattr(model, "kept_forms") else []
+    return model.fp8_weight_cache.tensors() if hasattr(model, "fp8_weight_cache") else []

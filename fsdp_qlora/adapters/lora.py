@@ -8,8 +8,6 @@ Shapes: I inputs, O outputs, R rank.  A (R, I), B (O, R)
 
 from __future__ import annotations
 
-import hashlib
-import math
 import re
 import warnings
 from collections.abc import Iterable
@@ -17,7 +15,6 @@ from contextlib import nullcontext
 from dataclasses import fields
 
 import torch
-import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS
@@ -25,21 +22,20 @@ from torch import Tensor, nn
 
 from ..catalog.families import DEFAULT_TARGETS
 from ..config.settings import default_of
-from ..dist import from_main, full_tensor, local_rows
+from ..experts import adapt_experts, expert_parameters, stacked_weights, target_ends
 from ..model.blocks import (
     base_model,
+    block_list,
     has_experts,
     linear_layers,
     linear_names,
     output_head,
 )
 from ..model.conv1d import transposed_weights
-from ..model.experts import stacked_weights
 from ..quantization.quantize import QuantLinear, compute_input, frozen_linear
 from .biases import add_biases_as_computed, check_biases
-from .dora import Magnitude, adapted_norms, norms_of
+from .dora import Magnitude, norms_of
 from .dropout import drop_inputs, dropout_seed
-from .experts import adapt_experts, expert_parameters, target_ends
 from .lora_ops import adapted_inputs, adapted_linear
 
 
@@ -50,8 +46,10 @@ class LoraLinear(nn.Module, LoraLayer):
     """
 
     product_dtype = ""
-    only_gradients = False  # leave the product out, for a backward that follows (memory/tiles.py)
-    taken = None  # what the base lacks of the adapter's first values (initial.py)
+    only_gradients = (
+        False  # leave the product out, for a backward that follows (memory/tiled_mlp.py)
+    )
+    taken = None  # what the base lacks of the adapter's first values (lora_init)
 
     def __init__(
         self,
@@ -198,7 +196,8 @@ def apply_adapters(
     _check_suits(model, config)
     config.target_modules = resolve_targets(model, config.target_modules)
     ends, blocks = target_ends(config.target_parameters), config.layers_to_transform
-    experts = expert_parameters(model, ends, blocks)
+    within = tuple(f"{block_list(model)[0]}.{i}." for i in blocks or ())
+    experts = expert_parameters(base_model(model), ends, within)
     config.target_parameters = None  # PEFT would look for parameters of that name now
     _check_patterns(model, config, experts)
     if transposed_weights(model):
@@ -253,8 +252,8 @@ _FOLLOWED = {
     "loftq_config",
 }
 _OTHER_WAYS = {
-    "modules_to_save": "call adapters.whole.train_whole(model, names, dtype) after it",
-    "trainable_token_indices": "train the embedding whole, with adapters.whole.train_whole",
+    "modules_to_save": "call adapters.modules_to_save.apply_modules_to_save after it",
+    "trainable_token_indices": "train all embeddings, with adapters.modules_to_save",
     "lora_bias": "use bias='lora_only', which trains the layers' own biases",
 }
 
@@ -374,66 +373,3 @@ def adapter_counts(model: nn.Module) -> dict[str, int]:
             key = name.rsplit(".", 1)[-1]
             counts[key] = counts.get(key, 0) + 1
     return counts
-
-
-def init_adapters(model: nn.Module, seed: int, device: torch.device | None = None) -> None:
-    """Give every adapter its values after loading: A uniform as PEFT, B zero, m the norms of W.
-
-    The values come from a seed per parameter name, so every sharding and world size starts equal; the
-    seed is rank 0's, so every rank must call it. `device` is where norms are computed, if not where W
-    is: offloaded rows are on the host.
-    """
-    if dist.is_initialized():
-        seed = from_main(lambda: seed)
-    for name, parameter in trainable_parameters(model).items():
-        local, start, stop = local_rows(parameter)
-        with torch.no_grad():
-            if ".lora_B." in name:
-                local.zero_()
-            elif ".lora_A." in name:
-                local.copy_(initial_a(name, seed, parameter.shape)[start:stop])
-    init_magnitudes(model, device)
-
-
-@torch.no_grad()
-def init_magnitudes(
-    model: nn.Module, device: torch.device | None = None, with_adapter: bool = False
-):
-    """Let DoRA's m be |W|, each rank from its own rows: FSDP cuts both at the same places.
-
-    with_adapter: |W + scaling B A|, where B is not zero; then every rank must call it.
-    """
-    for layer in model.modules():
-        if not isinstance(layer, LoraLinear):
-            continue
-        for name, magnitude in layer.lora_magnitude_vector.items():
-            base, a, b = layer.base_layer, None, None
-            weight, *rows = local_rows(base.weight)
-            local, *same_rows = local_rows(magnitude.weight)
-            assert rows == same_rows
-            absmax = (
-                local_rows(base.absmax)[0].to(device=device) if hasattr(base, "absmax") else None
-            )
-            if with_adapter:
-                a = full_tensor(layer.lora_A[name].weight).to(device=device)
-                b = local_rows(layer.lora_B[name].weight)[0].to(device=device)
-            local.copy_(
-                adapted_norms(
-                    weight.to(device=device),
-                    absmax,
-                    a,
-                    b,
-                    layer.scaling[name],
-                    base.in_features,
-                    getattr(base, "quant_type", ""),
-                    torch.float32,
-                )
-            )
-
-
-def initial_a(name: str, seed: int, shape) -> Tensor:
-    """PEFT's initial A: kaiming uniform with a = sqrt(5), which is U(-1/sqrt(I), 1/sqrt(I))."""
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-    bound = 1 / math.sqrt(shape[1])
-    return torch.empty(shape).uniform_(-bound, bound, generator=generator)

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ..quantization import fp8
-from ..quantization.absmax import decode_absmax
-from ..quantization.blocks64 import blocks_of
+from ..quantization.absmax import blocks_of, decode_absmax
 from ..quantization.formats import dense_weight
 from ..quantization.kernels import can_unpack_adapted, unpack_adapted
 from .dropout import dropped, dropped_product, product_of_dropped
@@ -115,7 +114,7 @@ def adapted_linear_backward(
     return dx, da, product(dy.t(), xa, b.dtype) * scaling
 
 
-# ---- layers that share an input: a compiled block calls these instead (fusion.py) --------------
+# ---- layers that share an input: a compiled block calls these instead (shared_inputs.py) --------------
 
 
 @torch.library.custom_op("fsdp_qlora::shared_inputs", mutates_args=())

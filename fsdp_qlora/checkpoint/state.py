@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..adapters import trainable_parameters
-from ..adapters.whole import saved_names
+from ..adapters.peft_names import saved_name, saved_names
 from ..data import StepSampler, StreamSampler
 from ..dist import ranks_from_env
-from ..export.save import saved_name
 from ..observe.evaluate import Evaluator
 from ..observe.metrics import EvalMetrics
 from .folder import read_run

@@ -22,10 +22,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..adapters import trainable_parameters
-from ..adapters.initial import taken_out
 from ..atomic_files import sync
 from ..dist import is_first_copy, local_rows
-from ..memory.hostmem import host_tensors
+from ..lora_init import taken_out
+from ..memory.pinned_memory import host_tensors
 
 
 @dataclass

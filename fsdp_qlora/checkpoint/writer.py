@@ -21,12 +21,13 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..adapters.initial import for_original_base, saved_config
-from ..adapters.whole import for_both_ends, saved_names
+from ..adapters.modules_to_save import with_tied_copy
+from ..adapters.peft_names import saved_names
 from ..atomic_files import remove_folder, write_text
 from ..config import RunConfig
 from ..dist import board, from_main, print_main, ranks_from_env
 from ..export import save_peft_config
+from ..lora_init import for_original_base, saved_config
 from .disks import Disks, list_files
 from .folder import RUN, prune, scratch_folder, seal, step_folder
 from .state import ADAPTER, Boundary, RunState
@@ -234,7 +235,7 @@ class CheckpointWriter:
         """The ranks' rows of the adapter as the one file that PEFT reads, in place of theirs."""
         parts = sorted(scratch.glob("weights-*.safetensors"))
         files = RowFiles(parts)
-        tensors = for_both_ends(
+        tensors = with_tied_copy(
             self.state.model, {key: _saved_tensor(files, name) for name, key in self.keys.items()}
         )
         (scratch / ADAPTER).parent.mkdir()

@@ -1,6 +1,6 @@
 """Activation checkpointing policies: what --activation_policy can be, for each decoder block.
 
-`memory/activations.py` carries them out; `estimate/activations.py` counts what each keeps.
+`memory/checkpointing_policy.py` carries them out; `estimate/activations.py` counts what each keeps.
 """
 
 from __future__ import annotations

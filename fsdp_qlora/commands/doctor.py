@@ -252,7 +252,7 @@ def check_quantization(device: str) -> Iterator[Finding]:
     try:
         import torch
 
-        from ..quantization.fourbit import dequantize_rows, quantize_rows
+        from ..quantization.formats import dequantize_rows, quantize_rows
 
         weight = torch.linspace(-1, 1, 4096, device=device).view(32, 128)
         back = dequantize_rows(*quantize_rows(weight, "nf4"), 128, "nf4", torch.float32)

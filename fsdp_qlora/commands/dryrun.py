@@ -29,7 +29,7 @@ from ..estimate import estimate, padding_line
 from ..estimate import report as estimate_report
 from ..lifecycle.launcher import world_size
 from ..loading import read_config
-from ..loading.tokens import grow_vocabulary
+from ..loading.tokenizer import grow_vocabulary
 from ..observe.trackers import check_trackers
 from ..planner import free_settings, make_plan
 from ..planner import report as plan_report

@@ -18,8 +18,9 @@ from transformers.pytorch_utils import Conv1D
 from ..config import RunConfig
 from ..data import choose_pad_token_id, encode_prompt, stop_token_ids
 from ..dist import rank_device
+from ..experts import is_stackable
 from ..export.adapter_folder import AdapterFolder, Delta
-from ..export.trained_base import BaseQuant, base_quant, taken_out_of
+from ..export.quantized_base import BaseQuant, base_quant, taken_out_of
 from ..hub import asked_hub
 from ..loading import (
     DTYPES,
@@ -30,8 +31,7 @@ from ..loading import (
     pinned,
     read_config,
 )
-from ..loading.tokens import load_tokenizer
-from ..model.experts import is_stackable
+from ..loading.tokenizer import load_tokenizer
 
 
 def load_for_inference(

@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from ..commands.generate import load_for_inference
 from ..config import RunConfig
 from ..lifecycle.launcher import share_cores
-from ..loading.tokens import load_tokenizer
+from ..loading.tokenizer import load_tokenizer
 from .answers import generate_answers
 from .prompts import HELDOUT_FILE, base_messages, load_rows, tuned_messages
 from .score import Score, score

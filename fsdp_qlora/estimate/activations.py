@@ -17,7 +17,7 @@ KEPT_ATTENTION = (
     "varlen",
     "fa4",
     "fa4_packed",
-)  # that a policy can keep (../activations.py)
+)  # that a policy can keep (../memory/checkpointing_policy.py)
 
 
 def saved_by_block(shape: ModelShape, setup: Setup) -> float:

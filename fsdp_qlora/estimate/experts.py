@@ -1,6 +1,6 @@
 """What a mixture's experts add to an estimate: adapters, what a block keeps of them, their weights.
 
-Follows model/experts.py and quantization/grouped.py: a token is a row for each of its experts, and all
+Follows experts/stacked.py and experts/grouped_matmul.py: a token is a row for each of its experts, and all
 experts' weights are unpacked for one product, some outputs at a time.
 
 Letters: N tokens, K experts of each, S = N K rows, E experts, D hidden, F intermediate, R rank.
@@ -12,7 +12,7 @@ from ..catalog.arch import ModelShape
 from ..choices import POLICIES
 from .setup import Setup
 
-PART_VALUES = 2**28  # weights that are unpacked at a time (quantization/grouped.py)
+PART_VALUES = 2**28  # weights that are unpacked at a time (experts/grouped_matmul.py)
 
 
 def adapted_experts(shape: ModelShape, setup: Setup) -> dict[str, tuple[int, int]]:

@@ -321,11 +321,11 @@ def _block_moments(runs: Runs) -> dict[str, tuple[str, int]]:
 def host_memory(shape: ModelShape, setup: Setup) -> dict[str, float]:
     """GiB of host memory of one machine by part: its ranks, and what offload puts there.
 
-    One page-locked region per rank and use (memory/hostmem.py), so nothing is rounded up.
+    One page-locked region per rank and use (memory/pinned_memory.py), so nothing is rounded up.
     """
     ranks = setup.node_gpus
     found = dict(weights=sum(resident_bytes(shape, setup, host=True).values()))
-    if setup.changes_base:  # what adapters began as is kept to the end (../adapters/initial.py)
+    if setup.changes_base:  # what adapters began as is kept to the end (../lora_init)
         found["first values"] = all_trained(shape, setup, setup.shard_ranks)
     if setup.activation_offload:  # a slot for every block but the last
         found["activations"] = (shape.layers - 1) * offloaded_input(shape, setup)

@@ -32,7 +32,7 @@ class Setup:
     trained_offload: bool | None = None  # None: where trained weights take an eighth of a GPU
     vocabulary_offload: bool | None = None  # None: as cpu_offload
     activation_offload: bool = False  # inputs of recomputed blocks wait on the host
-    mlp_tiles: int = 1  # of recomputed blocks (../memory/tiles.py)
+    mlp_tiles: int = 1  # of recomputed blocks (../memory/tiled_mlp.py)
     activation_policy: str = "recompute_all"  # as --activation_policy: one name, or name:count,...
     quant: str = "nf4"
     absmax_bytes: int = 4
@@ -54,7 +54,7 @@ class Setup:
     precision: str = "bf16"  # that weights are stored in
     product_dtype: str = ""  # where autocast multiplies in another
     compute_dtype: str = "auto"  # fp8: products of frozen weights; else the precision
-    keep_fp8_weights: bool = False  # made once, and kept (quantization/kept.py)
+    keep_fp8_weights: bool = False  # made once, and kept (quantization/fp8_weight_cache.py)
     batch_size: float = 1  # rows per GPU and micro-batch; these three are means where rows
     context_length: float = 512  # differ in length (lengths.py)
     accumulation: float = 1

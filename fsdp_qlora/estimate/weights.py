@@ -100,7 +100,9 @@ def _stored_linear(name: str, out: int, wide: int, setup: Setup) -> list[Weight]
 
 
 _FP8_MULTIPLE = 16  # of rows, and of an adapter's columns in fp8 (../quantization/fp8.py)
-_JOINED_RANKS = 64  # of layers of one input whose fp8 products are joined (../adapters/fusion.py)
+_JOINED_RANKS = (
+    64  # of layers of one input whose fp8 products are joined (../adapters/shared_inputs.py)
+)
 FEEDS = dict(
     q_proj="qkv", k_proj="qkv", v_proj="qkv", gate_proj="mlp", up_proj="mlp"
 )  # share an input
@@ -109,7 +111,7 @@ FEEDS = dict(
 def _kept_in_fp8(
     linears: dict[str, tuple[int, int]], targets: Iterable[str], setup: Setup
 ) -> list[Weight]:
-    """What fp8 products keep of a block's weights (quantization/kept.py).
+    """What fp8 products keep of a block's weights (quantization/fp8_weight_cache.py).
 
     W for the forward, W^T for the backward, a scale of each row for either, and the columns of
     adapters, which layers of one input have together where they are joined.

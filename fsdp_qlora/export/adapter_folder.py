@@ -20,10 +20,9 @@ from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..adapters.experts import is_target
+from ..experts import STACKS, is_target
 from ..json_input import from_json
 from ..loading import first_line
-from ..model.experts import STACKS
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 
@@ -206,7 +205,7 @@ class AdapterFolder:
     def wrapped_parameter(self, module: str) -> str | None:
         """The parameter of experts that a wrapper of PEFT's is for; None for any other module.
 
-        The last of those adapted is outermost (../adapters/experts.py).
+        The last of those adapted is outermost (../experts/lora.py).
         """
         owner, targets = module.replace(".base_layer", ""), self.config["target_modules"] or ()
         is_module = (

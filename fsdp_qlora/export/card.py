@@ -14,10 +14,10 @@ from statistics import median
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from ..adapters.initial import Start
 from ..config import RunConfig
 from ..config.settings import default_of, shown
 from ..json_input import from_json, read_object
+from ..lora_init import LoraInit
 from ..redact import redact_all, without_folders
 
 CARD_FILE = "README.md"
@@ -147,7 +147,7 @@ def fits(run: dict) -> str | None:
     kind, quant = run.get("init_lora_weights", "default"), run.get("quant")
     if kind == "default" or run.get("adapter") == "none":
         return None
-    if not Start(kind, run.get("loftq_iter", 1)).changes_base:
+    if not LoraInit(kind, run.get("loftq_iter", 1)).changes_base:
         return f"the base rounded to {quant}"
     if quant == "none":
         return "the original weights"

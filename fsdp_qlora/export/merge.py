@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from ..atomic_files import complete_folder
 from ..json_input import read_object
-from ..loading import DTYPES, bnb4
+from ..loading import DTYPES, bnb_4bit
 from ..redact import without_folders
 from ..writable import check_folder
 from .adapter_folder import AdapterFolder, Change
@@ -58,7 +58,7 @@ class _MergePlan:
         """Size of the merged weights."""
         sizes = {name: math.prod(self.shape(o)) for name, o in self.outputs.items()}
         return sum(
-            bnb4.stored_bytes(n) if name in self.packed else n * self.dtype.itemsize
+            bnb_4bit.stored_bytes(n) if name in self.packed else n * self.dtype.itemsize
             for name, n in sizes.items()
         )
 
@@ -141,7 +141,7 @@ def _plan_merge(
     if merge_format == "bnb4":
         plan.packed = base.linear_weights & outputs.keys()
         skip = [base.head.removesuffix(".weight")]
-        plan.settings["quantization_config"] = bnb4.quantization_config("nf4", plan.dtype, skip)
+        plan.settings["quantization_config"] = bnb_4bit.quantization_config("nf4", plan.dtype, skip)
     return plan
 
 
@@ -240,7 +240,7 @@ def _merged_tensors(plan: _MergePlan) -> Iterator[tuple[str, Tensor]]:
         if name in plan.packed:
             if output.source in plan.base.transposed:
                 tensor = tensor.t()  # bitsandbytes holds W
-            yield from bnb4.stored_tensors(name, tensor, "nf4").items()
+            yield from bnb_4bit.stored_tensors(name, tensor, "nf4").items()
         else:
             yield name, tensor
 

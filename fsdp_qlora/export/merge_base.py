@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from ..loading import Checkpoint, bnb4, checkpoint_folder, meta_model, read_config
-from ..loading.names import parts_of_stacks
+from ..experts import stacked_weights
+from ..loading import Checkpoint, bnb_4bit, checkpoint_folder, meta_model, read_config
+from ..loading.key_mapping import parts_of_stacks
 from ..loading.prequantized import kind_of
 from ..model.conv1d import transposed_weights
-from ..model.experts import stacked_weights
 from ..quantization.quantize import QuantLinear, quantize_linears
 from .adapter_folder import Delta
-from .trained_base import BaseQuant, base_quant, taken_out_of, trained_quant
+from .quantized_base import BaseQuant, base_quant, taken_out_of, trained_quant
 
 
 @dataclass
@@ -43,7 +43,7 @@ class BaseModel:
     )  # tensors of all experts' weights
 
     def __post_init__(self):
-        self.packed = bnb4.packed_weights(self.checkpoint)
+        self.packed = bnb_4bit.packed_weights(self.checkpoint)
         self.shapes = {
             name: self.packed[name].shape if name in self.packed else shape
             for name, shape in self.checkpoint.shapes.items()
@@ -79,7 +79,7 @@ class BaseModel:
     def whole(self, name: str) -> Tensor:
         """A tensor that can't be read by rows, in fp32; integers as they are."""
         if name in self.packed:
-            return bnb4.dense(self.checkpoint, name, self.packed[name]).float()
+            return bnb_4bit.dense(self.checkpoint, name, self.packed[name]).float()
         if not self.shapes[name]:
             return _as_fp32(self.checkpoint.rows(name, 0, 0))
         whole = _as_fp32(self.checkpoint.rows(name, 0, self.shapes[name][0]))

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from ..json_input import read_object
 from ..loading import first_line
-from .generation import stop_at_trained_ends
+from .generation_config import stop_at_trained_ends
 
 # By name only: no weights, no code, nothing else that happens to lie in the folder.
 TOKENIZER_FILES = (

@@ -15,20 +15,21 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..adapters import trainable_parameters
-from ..adapters.initial import for_original_base, saved_config, taken_out
-from ..adapters.whole import for_both_ends, peft_names, saved_names
+from ..adapters.modules_to_save import with_tied_copy
+from ..adapters.peft_names import peft_names, saved_names
 from ..atomic_files import complete_folder, remove_folder, replace_folder, scratch_of
 from ..config import RunConfig
 from ..dist import full_tensor, local_rows, main_only, ranks_from_env, split_as
+from ..experts import stacked_weights
+from ..lora_init import for_original_base, saved_config, taken_out
 from ..model.blocks import own_weights
 from ..model.conv1d import transposed_weights
-from ..model.experts import stacked_weights
 from ..quantization.formats import dequantize_rows
 from ..quantization.quantize import QuantLinear
 from ..redact import redact_all
 from ..sharding import free_gathered
 from .card import write_card
-from .generation import stop_at_trained_ends, write_generation_settings
+from .generation_config import stop_at_trained_ends, write_generation_settings
 
 SHARD_BYTES = 5 * 10**9  # transformers' default size of one file
 
@@ -96,7 +97,7 @@ def save_adapter(
 ) -> Path:
     """An adapter folder with the key names and shapes of PEFT's own `save_pretrained`.
 
-    It fits the original base, whatever the adapter took out of it to begin from (adapters/initial.py).
+    It fits the original base, whatever the adapter took out of it to begin from (lora_init).
     `write_rest` writes more files into the folder before it gets its name. Every rank must call it.
     Raises OSError on every rank if rank 0 can't write, and ValueError if what is trained is not the
     active adapter, of the model's one or more.
@@ -115,7 +116,7 @@ def save_adapter(
         if is_main:
             with complete_folder(folder) as new:
                 whole = {n: for_original_base(n, t, taken.get(n)) for n, t in state.items()}
-                tensors = for_both_ends(model, peft_names(model, whole))
+                tensors = with_tied_copy(model, peft_names(model, whole))
                 save_file(
                     {k: v.contiguous() for k, v in tensors.items()},
                     new / "adapter_model.safetensors",
@@ -246,13 +247,6 @@ class ShardWriter:
             total = sum(size for _, size in self.parts)
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-
-
-def saved_name(name: str) -> str:
-    """A trained parameter's name in an adapter folder."""
-    if "lora_magnitude_vector" in name:
-        return name.removesuffix(".default.weight")
-    return name.replace(".default.", ".")
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..adapters import init_adapters
 from ..dist import local_rows
 from ..loading import load_weights, materialize, meta_model, read_config
-from ..loading.find import checkpoint_folder
+from ..loading.model_folder import checkpoint_folder
 from ..loading.stream import checkpoint_key
 from ..loading.weight_files import Checkpoint
+from ..lora_init import init_adapters
 from ..quantization.quantize import quantize_linears
 from ..sharding import OnHost, apply_sharding, is_sharded, make_mesh, parameter_device
 from .peft import register_with_peft

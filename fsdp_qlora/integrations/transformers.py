@@ -30,7 +30,7 @@ from ..export import save_trained
 from ..export.save import load_adapter
 from ..loading import load_weights
 from ..loading.weight_files import Checkpoint
-from ..memory.activations import apply_activation_policy
+from ..memory.checkpointing_policy import apply_activation_policy
 from ..model.blocks import decoder_blocks
 from ..optim import build_optimizer
 from ..sharding import (

@@ -1,11 +1,12 @@
 """The streamed load: checkpoints read by rows into a model that is already sharded.
 
-Modules, each importing only from those before it: content, weight_files, find, generation, meta,
-stream, tokens, names, bnb4, prequantized, quantized_cache, llama_pro, source, starts.
+Modules, each importing only from those before it: content_hash, weight_files, model_folder,
+generation_config, meta, stream, tokenizer, key_mapping, bnb_4bit, prequantized, quantized_cache,
+llama_pro, base_weights.
 """
 
-from .find import checkpoint_folder, looks_local, not_at_hand, pinned, read_config
 from .meta import DTYPES, materialize, meta_model
+from .model_folder import checkpoint_folder, looks_local, not_at_hand, pinned, read_config
 from .stream import (
     LoadProgress,
     check_complete,

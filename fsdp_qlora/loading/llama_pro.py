@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from ..catalog.llama_pro import Expansion
 from ..model.blocks import attention_and_mlp, block_list, decoder_blocks, is_linear
-from ..model.stored import train_in
+from ..model.trained_dtype import train_in
 from .weight_files import Checkpoint, Stored
 
 # What families call the last linear layer of an attention or an MLP, whose output the block adds.

@@ -11,11 +11,11 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
-from ..memory.hostmem import empty_on_host
+from ..experts import apply_stacked_experts
+from ..memory.pinned_memory import empty_on_host
 from ..model.conv1d import apply_plain_linears
-from ..model.experts import apply_stacked_experts
 from ..sharding import refuse_to_train, watch_gradients
-from .find import pinned_code
+from .model_folder import pinned_code
 from .weight_files import first_line, reason_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

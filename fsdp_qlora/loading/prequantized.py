@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..quantization.absmax import STORAGE_DTYPE, encode_absmax
-from ..quantization.fourbit import BLOCKSIZE, dequantize_rows
-from .bnb4 import STATE, checked_state
+from ..quantization.absmax import BLOCKSIZE, STORAGE_DTYPE, encode_absmax
+from ..quantization.formats import dequantize_rows
+from .bnb_4bit import STATE, checked_state
 from .weight_files import NUMBERS, Checkpoint, Stored, dtype_name
 
 

@@ -29,7 +29,7 @@ from ..dist import (
     sum_over_ranks,
 )
 from ..writable import check_folder
-from .content import stat_of
+from .content_hash import stat_of
 from .stream import Piece, rank_pieces
 from .weight_files import STORED_DTYPES, Checkpoint, Stored, fingerprint, first_line, read_header
 

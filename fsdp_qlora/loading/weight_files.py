@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..json_input import from_json
-from .content import ContentHash
+from .content_hash import ContentHash
 
 STORED_DTYPES = {
     "F64": torch.float64,
@@ -127,7 +127,7 @@ class Checkpoint:
     Raises ValueError, naming the file, for a missing, truncated or foreign file.
     """
 
-    unused: Sequence[str] = ()  # tensors that the model has no place for, see names.py
+    unused: Sequence[str] = ()  # tensors that the model has no place for, see key_mapping.py
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
@@ -135,7 +135,7 @@ class Checkpoint:
         for path in self.safetensors_files():
             self.add(path)
         self.check_index()
-        self.made: dict = {}  # tensors that are not in the files as the model has them (names.py)
+        self.made: dict = {}  # tensors that are not in the files as the model has them (key_mapping.py)
         self.content = ContentHash(self.stored)
 
     @property

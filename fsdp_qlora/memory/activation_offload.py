@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..choices import POLICIES
 from ..model.blocks import decoder_blocks
-from .hostmem import aligned, host_bytes, typed
+from .pinned_memory import aligned, host_bytes, typed
 
 
 def apply_activation_offload(model: nn.Module, policies: list[str]) -> nn.Module:

@@ -148,7 +148,7 @@ def _chunked_forward(
         ).last_hidden_state
     head, labels = output_head(model), _shifted(labels).flatten()
     # In the head's own dtype or autocast's: norms in fp32 give another, and autocast knows no `out=`. A
-    # head that is trained beside adapters is stored in another one (adapters/whole.py).
+    # head that is trained beside adapters is stored in another one (adapters/modules_to_save.py).
     hidden = compute_input(
         hidden.flatten(0, 1).to(getattr(head, "compute_dtype", head.weight.dtype))
     )

@@ -13,8 +13,8 @@ from inspect import Parameter
 
 from torch import nn
 
+from ..experts import StackedExperts
 from ..quantization.quantize import QuantLinear
-from .experts import StackedExperts
 
 
 def base_model(model: nn.Module) -> nn.Module:

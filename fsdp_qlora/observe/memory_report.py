@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..adapters import trainable_parameters
-from ..adapters.fp8_layers import kept_tensors
+from ..adapters.fp8_layers import cached_fp8_tensors
 from ..catalog.arch import shape_from_config
 from ..config import RunConfig
 from ..config.settings import shown
@@ -152,7 +152,7 @@ def standing_tensors(
         add(p, "adapters" if adapted and p in trained else "weights")
     for b in model.buffers():
         add(b, "weights")
-    for t in kept_tensors(model):
+    for t in cached_fp8_tensors(model):
         add(t, "weights")
     for states in optimizer.state.values():
         for value in states.values():

@@ -1,7 +1,7 @@
 """Peaks that nobody keeps for us, sampled: a process's own host memory, and the driver's figure.
 
 The kernel's peak of a process counts pages of files that it has read, a checkpoint's among them.
-Here count anonymous pages, which include those locked for the GPU (memory/hostmem.py), and what
+Here count anonymous pages, which include those locked for the GPU (memory/pinned_memory.py), and what
 torch's own allocator of pinned memory holds.
 """
 

@@ -13,7 +13,7 @@ from ..catalog.families import positions_of
 from ..config import RunConfig, block_policies
 from ..dist import ranks_from_env, resolve_shard_group_size
 from ..export import weights_folder
-from ..memory.tiles import check_mlps
+from ..memory.tiled_mlp import check_mlps
 from ..model.blocks import decoder_blocks
 from ..writable import check_folder
 from .run_data import RunData

@@ -24,7 +24,7 @@ from ..data import (
 )
 from ..dist import print_main, ranks_from_env
 from ..loading import read_config
-from ..loading.tokens import grow_vocabulary, load_tokenizer
+from ..loading.tokenizer import grow_vocabulary, load_tokenizer
 from ..observe.samples import choose_prompts
 
 _FIRST_ROWS = 1000  # of a stream, read before the ranks meet

@@ -1,5 +1,6 @@
-"""Scales of quantized blocks in 8 bits: a quarter of their memory, and a row stands for itself.
+"""Blocks of 64 values of a row, which every quantizer here works on, and their scales in fp32 or 8 bits.
 
+8-bit scales take a quarter of the memory, and a row still stands for itself.
 bitsandbytes' double quantization (arXiv:2305.14314) puts 256 scales of any rows into one block, so a
 slice of rows would encode differently. Here each row has its own range. The codes are steps of the
 float's bit pattern, which as an integer is nearly the logarithm: every scale has the same relative
@@ -15,8 +16,9 @@ Shapes: O out rows, K blocks of a row.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+BLOCKSIZE = 64
 STORAGE_DTYPE = torch.bfloat16  # a carrier of bytes; no arithmetic is ever done in it
 ABSMAX_DTYPES = ("fp32", "int8")
 STEPS = 254  # steps between codes 1 and 255
@@ -29,6 +31,34 @@ try:
     import triton.language as tl
 except ImportError:  # CPU builds of torch come without
     triton = None
+
+
+def padded(in_features: int) -> int:
+    """`in_features` rounded up to whole quantization blocks, so that no block spans two rows."""
+    return -(-in_features // BLOCKSIZE) * BLOCKSIZE
+
+
+def blocks_of(in_features: int) -> int:
+    """Quantization blocks of a row."""
+    return padded(in_features) // BLOCKSIZE
+
+
+def pad_rows(weight: Tensor) -> Tensor:
+    """(O, I) with zeros up to whole blocks."""
+    wide = padded(weight.shape[1])
+    return (
+        weight
+        if wide == weight.shape[1]
+        else nn.functional.pad(weight, (0, wide - weight.shape[1]))
+    )
+
+
+def in_blocks(weight: Tensor) -> Tensor:
+    """(O, I) as (O, K, 64), padded with zeros."""
+    return pad_rows(weight).reshape(len(weight), blocks_of(weight.shape[1]), BLOCKSIZE)
+
+
+# ---- scales -------------------------------------------------------------------------------------
 
 
 def absmax_columns(blocks: int, absmax_dtype: str) -> int:

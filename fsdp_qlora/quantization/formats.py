@@ -3,7 +3,14 @@
 Whatever the format, both are float tensors with a row for each row of the weight, and a slice of rows
 is quantized to the slice of the whole: sharding, streaming, the cache and the ops know no more.
 
-Shapes: O out rows, I inputs, K = ceil(I / 64) blocks of a row.
+NF4 and FP4 are packed by bitsandbytes' registered ops (NF4 is defined in QLoRA, arXiv:2305.14314), a row
+by itself. int8 has a scale per block rather than per row, as LLM.int8 has it (arXiv:2208.07339): an
+outlier costs its block instead of its row, and the scales are those of the 4-bit formats. `hqq.py` has
+the others.
+
+Shapes: O out rows, I inputs, K = ceil(I / 64) blocks of a row, Ip = 64 K.
+    packed  (O, Ip b/16) bfloat16 view of bytes, b bits a value: torch 2.11's FSDP refuses integers
+    scales  (O, K) float32, the largest magnitude of each block; or 8-bit codes (absmax.py, hqq.py)
 """
 
 from __future__ import annotations
@@ -11,12 +18,81 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import bitsandbytes  # noqa: F401  registers torch.ops.bitsandbytes
 import torch
 from torch import Tensor
 
-from . import fourbit, hqq, int8
-from .absmax import STORAGE_DTYPE, absmax_columns, storage_of
-from .blocks64 import BLOCKSIZE, blocks_of
+from . import hqq
+from .absmax import (
+    BLOCKSIZE,
+    STORAGE_DTYPE,
+    absmax_columns,
+    blocks_of,
+    decode_absmax,
+    encode_absmax,
+    in_blocks,
+    pad_rows,
+    padded,
+    storage_of,
+)
+
+BNB_TYPES = ("nf4", "fp4")  # what bitsandbytes calls quant_type
+_INT8_LARGEST = 127
+
+
+def _quantize_4bit(weight: Tensor, quant_type: str, absmax_dtype: str) -> tuple[Tensor, Tensor]:
+    """Quantize a float (O, I) weight: packed (O, Ip/4) in bfloat16 storage, absmax (O, Ip/64).
+
+    Works on any row slice: the result is that slice of the whole weight's result. With `absmax_dtype`
+    "int8" the second is the bytes of `encode_absmax`.
+    """
+    rows, in_features = weight.shape
+    wide, blocks = padded(in_features), blocks_of(in_features)
+    packed, absmax = torch.ops.bitsandbytes.quantize_4bit(
+        pad_rows(weight).contiguous(), BLOCKSIZE, quant_type, torch.uint8
+    )
+    packed, absmax = packed.view(rows, wide // 2).view(STORAGE_DTYPE), absmax.view(rows, blocks)
+    return packed, encode_absmax(absmax) if absmax_dtype == "int8" else absmax
+
+
+def _dequantize_4bit(
+    packed: Tensor, absmax: Tensor, in_features: int, quant_type: str, dtype: torch.dtype
+) -> Tensor:
+    """The (O, I) weight that packed (O, Ip/4) and absmax, in either form, stand for, in `dtype`."""
+    rows, wide = packed.shape[0], padded(in_features)
+    absmax = decode_absmax(absmax, blocks_of(in_features))
+    weight = torch.ops.bitsandbytes.dequantize_4bit(
+        packed.view(torch.uint8).view(-1, 1),
+        absmax.view(-1),
+        BLOCKSIZE,
+        quant_type,
+        (rows, wide),
+        dtype,
+    )
+    return weight if wide == in_features else weight[:, :in_features]
+
+
+def _quantize_int8(weight: Tensor, absmax_dtype: str) -> tuple[Tensor, Tensor]:
+    """A float (O, I) weight as packed (O, Ip/2) and absmax; a row slice gives the slice."""
+    weight = in_blocks(weight.float())  # (O, K, 64)
+    stored = absmax = weight.abs().amax(2)
+    if absmax_dtype == "int8":
+        stored = encode_absmax(absmax)
+        absmax = decode_absmax(stored, absmax.shape[1])
+    step = (absmax / _INT8_LARGEST)[..., None]
+    values = torch.where(step > 0, weight / step, 0).round().clamp(-_INT8_LARGEST, _INT8_LARGEST)
+    return values.to(torch.int8).view(len(weight), -1).view(STORAGE_DTYPE), stored
+
+
+def _dequantize_int8(
+    packed: Tensor, absmax: Tensor, in_features: int, dtype: torch.dtype
+) -> Tensor:
+    """The (O, I) weight that packed and absmax stand for, in `dtype`."""
+    absmax = decode_absmax(absmax, blocks_of(in_features))
+    values = packed.view(torch.int8).view(*absmax.shape, BLOCKSIZE)
+    out = torch.empty(values.shape, dtype=dtype, device=packed.device)
+    torch.mul(values, (absmax / _INT8_LARGEST)[..., None], out=out)  # in fp32, rounded once
+    return out.view(len(packed), -1)[:, :in_features]
 
 
 @dataclass(frozen=True)
@@ -35,10 +111,10 @@ class _Format:
 
 def _fourbit(quant_type: str) -> _Format:
     def quantize(weight, absmax_dtype):
-        return fourbit.quantize_rows(weight, quant_type, absmax_dtype)
+        return _quantize_4bit(weight, quant_type, absmax_dtype)
 
     def dequantize(packed, scales, in_features, dtype):
-        return fourbit.dequantize_rows(packed, scales, in_features, quant_type, dtype)
+        return _dequantize_4bit(packed, scales, in_features, quant_type, dtype)
 
     return _Format(4, absmax_columns, quantize, dequantize)
 
@@ -53,9 +129,8 @@ def _hqq(n_bits: int) -> _Format:
 
 
 FORMATS = {
-    "nf4": _fourbit("nf4"),
-    "fp4": _fourbit("fp4"),
-    "int8": _Format(8, absmax_columns, int8.quantize_rows, int8.dequantize_rows),
+    **{quant_type: _fourbit(quant_type) for quant_type in BNB_TYPES},
+    "int8": _Format(8, absmax_columns, _quantize_int8, _dequantize_int8),
     **{f"hqq{n_bits}": _hqq(n_bits) for n_bits in hqq.PLANES},
 }
 

@@ -13,9 +13,9 @@ to the rounded product, what a young adapter gives would be lost: it is smaller 
 (arXiv:2412.19437, section 3.3.2): last, a fifth of it was lost. xA and B are themselves made and
 trained in 16 and 32 bits.
 
-Row scales are W's alone, so W in fp8 is the same in every step and may be kept (`kept.py`): only the
-adapter's columns are written anew. Each column of B is moved into the range of fp8 by a factor of its
-own, which xA is divided by.
+Row scales are W's alone, so W in fp8 is the same in every step and may be kept (`fp8_weight_cache.py`):
+only the adapter's columns are written anew. Each column of B is moved into the range of fp8 by a factor
+of its own, which xA is divided by.
 
 Shapes: N tokens, I inputs, O outputs, R rank.  x (N, I), W (O, I), y (N, O)
 """
@@ -27,8 +27,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from .absmax import decode_absmax
-from .blocks64 import BLOCKSIZE, blocks_of
+from .absmax import BLOCKSIZE, blocks_of, decode_absmax
 from .formats import dense_weight
 from .fp8_kernels import (
     columns_to_fp8_on_gpu,
@@ -37,7 +36,7 @@ from .fp8_kernels import (
     quantize_tokens_on_gpu,
     row_scales_on_gpu,
 )
-from .kept import Form, kept_form
+from .fp8_weight_cache import Fp8Weight, cached_fp8_weight
 from .kernels import triton
 
 FP8 = torch.float8_e4m3fn
@@ -96,7 +95,7 @@ def forward_products(
     """
     n_in, rank, inverses = x.shape[1], rank_columns(sum(b.shape[1] for b in bs)), []
     forms = [
-        kept_form(
+        cached_fp8_weight(
             "forward",
             [weight],
             rank,
@@ -132,7 +131,7 @@ def beside(parts: list[Tensor], dim: int = 1) -> Tensor:
 
 def _forward_form(
     weight: Tensor, absmax: Tensor | None, in_features: int, quant_type: str, rank: int
-) -> Form:
+) -> Fp8Weight:
     """W in fp8 behind `rank` columns that are still to be written, and its rows' scales."""
     absmax = _float_scales(absmax, in_features)
     w8 = torch.empty(len(weight), rank + in_features, dtype=FP8, device=weight.device)
@@ -160,7 +159,7 @@ def backward_product(
     under one scale per token, the W one below the other.
     """
     rank = 0 if a is None else rank_columns(len(a))
-    wt8, scales = kept_form(
+    wt8, scales = cached_fp8_weight(
         "backward",
         weights,
         rank,
@@ -179,7 +178,7 @@ def _backward_form(
     in_features: int,
     quant_type: str,
     rank: int,
-) -> Form:
+) -> Fp8Weight:
     """Each W^T in fp8, side by side behind `rank` columns still to be written, and its rows' scales."""
     wt8 = torch.empty(
         in_features, rank + sum(map(len, weights)), dtype=FP8, device=weights[0].device

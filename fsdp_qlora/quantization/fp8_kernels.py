@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .fourbit import BLOCKSIZE, padded
+from .absmax import BLOCKSIZE, padded
 from .kernels import blocks_of_a_tile, triton
 
 MOST_TENSORS = 3  # layers of one input that are joined: q, k and v

@@ -15,8 +15,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .absmax import STORAGE_DTYPE, absmax_columns, decode_absmax, encode_absmax
-from .blocks64 import BLOCKSIZE, blocks_of, in_blocks
+from .absmax import (
+    BLOCKSIZE,
+    STORAGE_DTYPE,
+    absmax_columns,
+    blocks_of,
+    decode_absmax,
+    encode_absmax,
+    in_blocks,
+)
 
 PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}  # n_bits: widths of the planes, lowest bits first
 P, _BETA, STEPS = 0.7, 10.0, 20  # norm, weight of the quadratic term, most steps

@@ -11,7 +11,8 @@ import torch
 from bitsandbytes.functional import get_4bit_type
 from torch import Tensor, nn
 
-from .fourbit import BLOCKSIZE, QUANT_TYPES
+from .absmax import BLOCKSIZE
+from .formats import BNB_TYPES
 
 try:
     import triton
@@ -124,7 +125,7 @@ def can_unpack_adapted(
     return (
         weight.is_cuda
         and triton is not None
-        and quant_type in QUANT_TYPES
+        and quant_type in BNB_TYPES
         and dtype == torch.bfloat16
         and in_features % BLOCKSIZE == 0
         and rank <= RANKS[-1]

@@ -1,6 +1,7 @@
 """What is split over the ranks, and when it is gathered. `fsdp.py` alone knows torch's FSDP.
 
-Modules, each importing only from those before it: units, prefetch, ddp, replaced, masks, fsdp.
+Modules, each importing only from those before it: units, prefetch, ddp, stale_optimizers,
+dropout_seeds, fsdp.
 """
 
 from .fsdp import (
@@ -17,7 +18,7 @@ from .fsdp import (
     watch_gradients,
     without_gradient_sync,
 )
-from .replaced import refuse_to_train
+from .stale_optimizers import refuse_to_train
 from .units import describe_units
 
 __all__ = [

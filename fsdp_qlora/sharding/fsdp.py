@@ -38,9 +38,9 @@ from ..dist import (
 from ..memory.vocab_parallel import apply_vocab_parallel, vocab_parallel_weights
 from ..memory.weight_streaming import apply_streaming
 from .ddp import GradientReducer
-from .masks import check_masks
+from .dropout_seeds import check_masks
 from .prefetch import apply_backward_prefetch, apply_forward_prefetch, check_prefetch, keep_gathered
-from .replaced import refuse_to_train
+from .stale_optimizers import refuse_to_train
 from .units import WrapPolicy, needed_in_backward, sharding_units
 
 

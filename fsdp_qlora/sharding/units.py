@@ -11,8 +11,8 @@ from collections.abc import Callable
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
+from ..experts import StackedExperts
 from ..model.blocks import attention_and_mlp, decoder_blocks, is_tied, output_head, own_weights
-from ..model.experts import StackedExperts
 
 WrapPolicy = str | Callable[[nn.Module], bool]
 

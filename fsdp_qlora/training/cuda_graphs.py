@@ -26,7 +26,7 @@ from ..config import RunConfig
 from ..config.run import graphs_pay, weights_stay
 from ..data.collate import IGNORE
 from ..dist import hold_collectives, local_rows, max_over_ranks, print_main, ranks_from_env
-from ..memory.tiles import tiled_mlps
+from ..memory.tiled_mlp import tiled_mlps
 from ..model.attention import makes_no_masks
 from ..model.blocks import decoder_blocks, has_experts
 from ..sharding import is_sharded, reduce_gradients, without_gradient_sync

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fsdp_qlora.commands.generate import load_for_inference
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.export.merge import merge_adapter
-from tests.distributed.test_initial import logits_of
+from tests.distributed.test_lora_init import logits_of
 from tests.distributed.test_resume import run_once, settings
 from tests.ranks import run_ranks
 from tests.tiny import tiny_rows

@@ -91,7 +91,7 @@ def poisoned_run(config, bad_steps: dict[int, int], num_rows: int = 24, stop_aft
     from fsdp_qlora.data import tokenize_rows
     from fsdp_qlora.dist import rank_device
     from fsdp_qlora.lifecycle.signals import StopRequested, StopSignals
-    from fsdp_qlora.loading.tokens import load_tokenizer
+    from fsdp_qlora.loading.tokenizer import load_tokenizer
     from fsdp_qlora.training import loop, trainer
     from fsdp_qlora.training.step import train_step
 

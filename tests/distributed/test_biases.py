@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from fsdp_qlora.build import planned_model
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.export.merge import merge_adapter
-from tests.distributed.test_initial import logits_of
+from tests.distributed.test_lora_init import logits_of
 from tests.distributed.test_parity import STEPS, assert_equal_run, build_and_train
 from tests.families import save_family
 from tests.ranks import run_ranks

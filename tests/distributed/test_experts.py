@@ -14,19 +14,20 @@ from peft import PeftModel, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, Glm4MoeConfig, Qwen2MoeConfig
 
-from fsdp_qlora.adapters import apply_adapters, initial_a, lora_config
+from fsdp_qlora.adapters import apply_adapters, lora_config
 from fsdp_qlora.adapters.lora import trainable_parameters
 from fsdp_qlora.build import planned_model
 from fsdp_qlora.commands.generate import load_for_inference
 from fsdp_qlora.config import RunConfig
+from fsdp_qlora.experts import apply_stacked_experts
 from fsdp_qlora.export.merge import merge_adapter
-from fsdp_qlora.model.experts import apply_stacked_experts
+from fsdp_qlora.lora_init import initial_a
 from tests.distributed.test_parity import assert_equal_run, build_and_train, relative
 from tests.families import MOE_FAMILIES, save_family
 from tests.parts import in_parts, slow
 from tests.ranks import run_ranks
+from tests.test_key_mapping import renamed_files
 from tests.test_merge import save_adapter
-from tests.test_names import renamed_files
 from tests.tiny import SEED, reference_run, tiny_rows, with_lora
 
 STEPS = tiny_rows(steps=2, rows_per_step=6)
@@ -75,7 +76,7 @@ ADAPTED = [  # experts under LoRA, with what PEFT is told
 
 
 def train_cases(cases: list[dict], out: str) -> list[dict]:
-    from fsdp_qlora.adapters.whole import saved_names
+    from fsdp_qlora.adapters.peft_names import saved_names
     from fsdp_qlora.export import save_trained
 
     results = []

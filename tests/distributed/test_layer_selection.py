@@ -9,10 +9,10 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from fsdp_qlora.adapters import initial_a
 from fsdp_qlora.config import RunConfig
-from tests.distributed.test_initial import logits_of
+from fsdp_qlora.lora_init import initial_a
 from tests.distributed.test_load_and_save import train_and_save
+from tests.distributed.test_lora_init import logits_of
 from tests.distributed.test_parity import STEPS, assert_equal_run, train_cases
 from tests.ranks import run_ranks
 from tests.tiny import RANK, SEED, TARGETS, reference_model, reference_run, save_tiny

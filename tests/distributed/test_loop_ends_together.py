@@ -40,7 +40,7 @@ def train_each(folder: str, out: str, cases: list[tuple[int, int]]) -> list[dict
     """For each (rows, accumulation): seconds, steps logged, and the rows of each step here."""
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.data import tokenize_rows
-    from fsdp_qlora.loading.tokens import load_tokenizer
+    from fsdp_qlora.loading.tokenizer import load_tokenizer
     from fsdp_qlora.training import loop, trainer
 
     tokenizer, results = load_tokenizer(folder), []

@@ -8,10 +8,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from fsdp_qlora.adapters import initial_a
 from fsdp_qlora.export.merge import merge_adapter
-from tests.distributed.test_initial import logits_of
+from fsdp_qlora.lora_init import initial_a
 from tests.distributed.test_load_and_save import train_and_save
+from tests.distributed.test_lora_init import logits_of
 from tests.distributed.test_parity import STEPS, assert_equal_run, train_cases
 from tests.parts import slow
 from tests.ranks import run_ranks

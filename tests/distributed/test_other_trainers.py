@@ -130,7 +130,7 @@ def reference_cases(folder: str, output: str, cases: list[tuple]) -> list:
         BitsAndBytesConfig,
     )
 
-    from fsdp_qlora.adapters import initial_a
+    from fsdp_qlora.lora_init import initial_a
 
     found = []
     four_bit = BitsAndBytesConfig(

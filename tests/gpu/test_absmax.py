@@ -7,7 +7,7 @@ import torch
 
 from fsdp_qlora.quantization import fp8
 from fsdp_qlora.quantization.absmax import decode_absmax, encode_absmax
-from fsdp_qlora.quantization.fourbit import dequantize_rows, quantize_rows
+from fsdp_qlora.quantization.formats import dequantize_rows, quantize_rows
 
 pytestmark = [
     pytest.mark.gpu,

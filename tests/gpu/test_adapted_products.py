@@ -22,12 +22,12 @@ from fsdp_qlora.adapters.lora_ops import (
     shared_inputs_backward,
 )
 from fsdp_qlora.build import compile_blocks
-from fsdp_qlora.quantization.fourbit import dequantize_rows, quantize_rows
+from fsdp_qlora.quantization.formats import dequantize_rows, quantize_rows
 from fsdp_qlora.quantization.kernels import unpack_adapted
 from tests.test_adapters import (
     test_gradients_under_dropout_are_those_of_the_formula_with_the_same_mask as formula_under_dropout,
 )
-from tests.test_fusion import adapted_model, gradients
+from tests.test_shared_inputs import adapted_model, gradients
 from tests.tiny import save_tiny
 
 pytestmark = [

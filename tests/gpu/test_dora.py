@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from fsdp_qlora.adapters import apply_adapters, init_adapters, lora_config, trainable_parameters
+from fsdp_qlora.adapters import apply_adapters, lora_config, trainable_parameters
 from fsdp_qlora.adapters.dora import adapted_norms
 from fsdp_qlora.build import compile_blocks
+from fsdp_qlora.lora_init import init_adapters
 from fsdp_qlora.quantization.quantize import quantize_linears
 from tests.gpu.test_adapted_products import SCALING, SHAPES, layer
-from tests.test_fusion import gradients
+from tests.test_shared_inputs import gradients
 from tests.tiny import save_tiny
 
 pytestmark = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp_qlora.adapters.expert_ops import adapted_experts
-from fsdp_qlora.quantization import grouped
+from fsdp_qlora.experts import grouped_matmul
+from fsdp_qlora.experts.lora_ops import adapted_experts
 from fsdp_qlora.quantization.formats import dequantize_rows, quantize_rows
 
 pytestmark = [
@@ -42,7 +42,7 @@ def error(found, expected) -> float:
     "rank, dtype", [(16, torch.bfloat16), (6, torch.bfloat16), (4, torch.float32)]
 )
 def test_experts_and_their_adapters_are_near_to_fp32(monkeypatch, rank, dtype, part_values):
-    monkeypatch.setattr(grouped, "PART_VALUES", part_values)
+    monkeypatch.setattr(grouped_matmul, "PART_VALUES", part_values)
     x, ends, packed, absmax, a, b, dy, whole = layer(rank, dtype)
     junk = torch.full((64, 2**20), torch.nan, device="cuda")  # what memory may hold
     del junk

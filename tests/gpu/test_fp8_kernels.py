@@ -7,7 +7,7 @@ import torch
 
 from fsdp_qlora.quantization import fp8
 from fsdp_qlora.quantization.formats import dense_weight, quantize_rows
-from fsdp_qlora.quantization.kept import KeptForms
+from fsdp_qlora.quantization.fp8_weight_cache import Fp8WeightCache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -139,7 +139,7 @@ def test_products_are_the_same_every_time(layer):
         )
 
     first, *others = (products() for _ in range(20))
-    keeper = KeptForms([packed])
+    keeper = Fp8WeightCache([packed])
     for _ in range(5):
         fp8.forward_product(x, packed, absmax, "nf4", xa, torch.randn_like(b), 0.25)
         fp8.backward_product([dy], [packed], [absmax], inputs, "nf4", dxa, 3 * a)

@@ -15,7 +15,7 @@ pytestmark = [
     "features, dtype", [(96, torch.bfloat16), (5000, torch.float32), (8192, torch.bfloat16)]
 )
 def test_rows_in_and_outside_of_the_table(features, dtype):
-    from fsdp_qlora.memory.hostmem import host_tensors
+    from fsdp_qlora.memory.pinned_memory import host_tensors
     from fsdp_qlora.memory.vocab_parallel import can_read_rows, read_rows
 
     like = torch.empty(50, features, dtype=dtype)

@@ -9,13 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.adapters import apply_adapters, lora_config, trainable_parameters
-from fsdp_qlora.memory.activations import apply_activation_policy
-from fsdp_qlora.memory.tiles import apply_tiled_mlp, tiled_mlps
+from fsdp_qlora.memory.checkpointing_policy import apply_activation_policy
+from fsdp_qlora.memory.tiled_mlp import apply_tiled_mlp, tiled_mlps
 from fsdp_qlora.model.blocks import decoder_blocks
 from fsdp_qlora.model.conv1d import apply_plain_linears
 
 from .families import family_config
-from .test_activations import calls, loss_and_gradients, tiny_model
+from .test_checkpointing_policy import calls, loss_and_gradients, tiny_model
 from .tiny import padded_batch, save_tiny, tiny_rows
 
 torch.set_num_threads(1)  # threads that share a tiny product only wait for each other

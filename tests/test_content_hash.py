@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from fsdp_qlora.build import build_model
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import process_group
-from fsdp_qlora.loading import content
+from fsdp_qlora.loading import content_hash
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny
 
@@ -26,7 +26,7 @@ def config(folder, **settings) -> RunConfig:
 
 def hashes(cases: list[RunConfig], chunk: int = 512) -> list[str]:
     """The hash of each case's base, with chunks that end amid rows and ranks' parts."""
-    content.CHUNK = chunk
+    content_hash.CHUNK = chunk
     return [build_model(case, CPU).weights_hash for case in cases]
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..adapters.initial import Start, low_rank_rows
 from ..json_input import from_json, read_object
+from ..lora_init import LoraInit, low_rank_rows
 from ..quantization.absmax import ABSMAX_DTYPES
 from ..quantization.formats import FORMATS, dequantize_rows, quantize_rows
 from .adapter_folder import AdapterFolder, Delta
@@ -59,11 +59,11 @@ class BaseQuant:
 def taken_out_of(folder: str | Path | None) -> dict[str, Delta]:
     """What each weight of the base lacked in training, by its name, as an adapter's folder has it.
 
-    Half of the rank of such an adapter (adapters/initial.py).
+    Half of the rank of such an adapter (lora_init).
     """
     path, found = Path(folder or "") / RUN_FILE, {}
     run = read_object(path) if folder and path.is_file() else {}
-    if not Start(run.get("init_lora_weights", "default"), run.get("loftq_iter", 1)).changes_base:
+    if not LoraInit(run.get("init_lora_weights", "default"), run.get("loftq_iter", 1)).changes_base:
         return found
     adapter = AdapterFolder(folder)
     for name, change in adapter.changes.items():

@@ -17,9 +17,9 @@ from ..catalog.llama_pro import Expansion
 from ..config import AUTO, RunConfig
 from ..config.settings import counted
 from ..dist import print_main
-from .find import checkpoint_folder
+from .key_mapping import match_names
 from .llama_pro import ExpandedCheckpoint
-from .names import match_names
+from .model_folder import checkpoint_folder
 from .prequantized import FourBitCheckpoint, open_weights
 from .quantized_cache import QuantizedCache
 from .stream import (
@@ -29,7 +29,7 @@ from .stream import (
     load_buffers,
     load_weights,
 )
-from .tokens import with_new_rows
+from .tokenizer import with_new_rows
 from .weight_files import Checkpoint, RandomCheckpoint
 
 

@@ -25,8 +25,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from ..experts import stacked_weights
 from ..model.conv1d import transposed_weights
-from ..model.experts import stacked_weights
 from .weight_files import Checkpoint, Stored
 
 _BESIDE_A_WEIGHT = re.compile(r"(?<=\.weight)\..*")  # what bitsandbytes stores with a 4-bit one

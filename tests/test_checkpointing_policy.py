@@ -9,9 +9,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdp_qlora.adapters import apply_adapters, init_adapters, lora_config, trainable_parameters
+from fsdp_qlora.adapters import apply_adapters, lora_config, trainable_parameters
 from fsdp_qlora.loading import materialize
-from fsdp_qlora.memory.activations import apply_activation_policy, say_not_reentrant
+from fsdp_qlora.lora_init import init_adapters
+from fsdp_qlora.memory.checkpointing_policy import apply_activation_policy, say_not_reentrant
 from fsdp_qlora.model.blocks import decoder_blocks
 from fsdp_qlora.quantization.quantize import quantize_linears
 

@@ -2,7 +2,7 @@
 
 A linear weight W becomes `W`, its bytes; `W.absmax` and `W.quant_map`, scales and the sixteen values;
 and `W.quant_state.bitsandbytes__nf4`, the rest of the state as JSON in bytes. Unlike in
-`quantization/fourbit.py`, blocks run through the flattened weight, and absmax may be quantized too
+`quantization/formats.py`, blocks run through the flattened weight, and absmax may be quantized too
 (`W.nested_absmax`).
 https://huggingface.co/docs/transformers/quantization/bitsandbytes
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import BitsAndBytesConfig
 
 from ..json_input import from_json
-from ..quantization.fourbit import BLOCKSIZE
+from ..quantization.absmax import BLOCKSIZE
 from .weight_files import Checkpoint, reason_of
 
 STATE = re.compile(r"(?P<weight>.+)\.quant_state\.bitsandbytes__(?P<quant_type>nf4|fp4)")

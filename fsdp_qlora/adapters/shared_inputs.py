@@ -73,7 +73,7 @@ def _join_seeds(graph: Graph):
     """One `dropout_seeds` for all seeds, drawn in the order in which the block's code uses its layers.
 
     Calls apart may be put into any order, in one graph otherwise than in another; the backward of an
-    MLP in tiles would then drop other places than its forward (memory/tiles.py).
+    MLP in tiles would then drop other places than its forward (memory/tiled_mlp.py).
     """
     found = graph.find_nodes(op="call_function", target=ops.dropout_seed.default)
     if not found:

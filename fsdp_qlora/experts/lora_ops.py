@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..quantization.grouped import backward_products, forward_products, grouped, outer_products
+from .grouped_matmul import backward_products, forward_products, grouped, outer_products
 
 _RANK_STEP = 8  # ranks are filled up with zeros to a multiple, which the grouped kernel asks for
 
@@ -64,16 +64,16 @@ def _adapted_experts_backward(
 def _each_a(a: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
     """A of each expert (E, R, I), with rows of zeros after its last."""
     a = a.unflatten(0, (experts, -1)).to(dtype)
-    return nn.functional.pad(a, (0, 0, 0, padded(a.shape[1]) - a.shape[1]))
+    return nn.functional.pad(a, (0, 0, 0, _padded(a.shape[1]) - a.shape[1]))
 
 
 def _each_b(b: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
     """B of each expert (E, O, R), with columns of zeros after its last."""
     b = b.unflatten(1, (-1, experts)).permute(2, 0, 1).to(dtype)
-    return nn.functional.pad(b, (0, padded(b.shape[2]) - b.shape[2])).contiguous()
+    return nn.functional.pad(b, (0, _padded(b.shape[2]) - b.shape[2])).contiguous()
 
 
-def padded(rank: int) -> int:
+def _padded(rank: int) -> int:
     """The rank that is computed with."""
     return -(-rank // _RANK_STEP) * _RANK_STEP
 
@@ -84,7 +84,7 @@ def padded(rank: int) -> int:
 @adapted_experts.register_fake
 def _(x, ends, weight, absmax, a, b, scaling, in_features, quant_type):
     n, rank = x.shape[0], a.shape[0] // ends.shape[0]
-    return x.new_empty(n, b.shape[0]), x.new_empty(n, padded(rank))
+    return x.new_empty(n, b.shape[0]), x.new_empty(n, _padded(rank))
 
 
 @_adapted_experts_backward.register_fake

@@ -16,10 +16,9 @@ from peft.tuners.lora import LoraLayer
 from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
 
-from ..model.blocks import base_model, block_list
-from ..model.experts import STACKS, StackedExperts
 from ..quantization.quantize import compute_input
-from .expert_ops import adapted_experts
+from .lora_ops import adapted_experts
+from .stacked import STACKS, StackedExperts
 
 
 class LoraExperts(nn.Module, LoraLayer):
@@ -62,15 +61,16 @@ class LoraExperts(nn.Module, LoraLayer):
 
 
 def expert_parameters(
-    model: nn.Module, targets: list[str] | None, blocks: list[int] | None = None
+    causal: nn.Module, targets: list[str] | None, within: tuple[str, ...] = ()
 ) -> dict[str, int]:
     """Names of the experts' parameters to adapt, as PEFT finds them, each with its number of experts.
 
-    blocks: only of these. Raises ValueError, listing what there is, for a target that is not found.
+    within: prefixes of names, if only some are meant, such as those of some blocks. Raises ValueError,
+    listing what there is, for a target that is not found.
     """
     known = {
         f"{name}.{stack}": m.num_experts
-        for name, m in base_model(model).named_modules()
+        for name, m in causal.named_modules()
         if isinstance(m, StackedExperts)
         for stack in STACKS
     }
@@ -82,11 +82,10 @@ def expert_parameters(
             f"--lora_target_parameters {','.join(missing)}: no such parameter; this model "
             f"has {there}"
         )
-    first = tuple(f"{block_list(model)[0]}.{i}." for i in blocks) if blocks else ""
     return {
         name: count
         for name, count in known.items()
-        if name.startswith(first) and any(is_target(name, end) for end in ends)
+        if name.startswith(within or "") and any(is_target(name, end) for end in ends)
     }
 
 
@@ -104,7 +103,7 @@ def is_target(name: str, end: str) -> bool:
 
 def adapt_experts(model: nn.Module, parameters: dict[str, int], config: LoraConfig):
     """Put LoRA on experts of a model under PEFT, in place, with ranks and alphas as PEFT reads them."""
-    causal = base_model(model)
+    causal = model.get_base_model()
     for name, experts in parameters.items():
         rank, alpha = (
             pattern.get(get_pattern_key(pattern.keys(), name), default)

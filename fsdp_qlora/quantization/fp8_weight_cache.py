@@ -15,12 +15,12 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-Form = tuple[Tensor, list[Tensor]]  # weights in fp8, and the scales of each one's rows
-Address = tuple[torch.device, int, torch.Size]
-_KEEPERS: WeakValueDictionary[Address, KeptForms] = WeakValueDictionary()
+Fp8Weight = tuple[Tensor, list[Tensor]]  # weights in fp8, and the scales of each one's rows
+_Address = tuple[torch.device, int, torch.Size]
+_CACHES: WeakValueDictionary[_Address, Fp8WeightCache] = WeakValueDictionary()
 
 
-class KeptForms:
+class Fp8WeightCache:
     """The forms of a model's weights: one for the forward and one for the backward of each.
 
     Whoever has it keeps them; it holds on to the weights, so that no others get their addresses.
@@ -28,19 +28,20 @@ class KeptForms:
 
     def __init__(self, weights: Iterable[Tensor]):
         self.weights = [*weights]
-        self.forms: dict[
-            tuple, tuple[tuple, Form]
-        ] = {}  # by use and weight: for which call, and what
-        _KEEPERS.update({address(weight): self for weight in self.weights})
+        # by use and weight: for which call, and what
+        self.forms: dict[tuple, tuple[tuple, Fp8Weight]] = {}
+        _CACHES.update({_address(weight): self for weight in self.weights})
 
     def tensors(self) -> list[Tensor]:
         """All that is kept by now."""
         forms = {id(form): form for _, form in self.forms.values()}
         return [tensor for w8, scales in forms.values() for tensor in (w8, *scales)]
 
-    def find(self, use: str, weights: list[Tensor], columns: int, make: Callable[[], Form]) -> Form:
-        """`kept_form` for these weights. A second form of one that has one already is not kept."""
-        places = [(use, address(weight)) for weight in weights]
+    def find(
+        self, use: str, weights: list[Tensor], columns: int, make: Callable[[], Fp8Weight]
+    ) -> Fp8Weight:
+        """`cached_fp8_weight` for these weights. A second form of one that has one already is not kept."""
+        places = [(use, _address(weight)) for weight in weights]
         call = (columns, *places)
         found, form = self.forms.get(places[0], (None, None))
         if found == call:
@@ -55,15 +56,17 @@ class KeptForms:
         return form
 
 
-def kept_form(use: str, weights: list[Tensor], columns: int, make: Callable[[], Form]) -> Form:
+def cached_fp8_weight(
+    use: str, weights: list[Tensor], columns: int, make: Callable[[], Fp8Weight]
+) -> Fp8Weight:
     """What `make` gives for these weights side by side behind `columns` of an adapter.
 
     Kept from the first call on, if someone keeps forms of them. `use` is "forward" or "backward".
     """
-    keeper = _KEEPERS.get(address(weights[0]))
-    return make() if keeper is None else keeper.find(use, weights, columns, make)
+    cache = _CACHES.get(_address(weights[0]))
+    return make() if cache is None else cache.find(use, weights, columns, make)
 
 
-def address(weight: Tensor) -> Address:
+def _address(weight: Tensor) -> _Address:
     """What tells a weight from every other that lives."""
     return weight.device, weight.data_ptr(), weight.shape

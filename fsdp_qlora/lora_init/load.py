@@ -1,4 +1,4 @@
-"""The load of layers whose adapters begin from their weights (adapters/initial.py).
+"""Adapters that begin from their weights (from_weights.py), and the load of those weights.
 
 An SVD needs a whole W, so each rank reads the weights of other layers whole, one at a time, and tells
 the others what it found; then every rank reads its own rows and keeps them without what was taken out.
@@ -16,21 +16,20 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 
-from ..adapters.initial import FirstValues, Start, Taken, first_values, low_rank_rows
-from ..adapters.lora import LoraLinear
+from ..adapters import LoraLinear
 from ..dist import from_rank, local_rows, print_main, ranks_from_env
+from ..loading.prequantized import FourBitCheckpoint
+from ..loading.stream import Piece, checkpoint_key, place, rank_pieces
+from ..loading.weight_files import Checkpoint, hash_seed
 from ..model.blocks import base_model, is_tied, output_head
 from ..quantization.formats import dequantize_rows, quantize_rows
-from .prequantized import FourBitCheckpoint
-from .stream import Piece, checkpoint_key, place, rank_pieces
-from .weight_files import Checkpoint, hash_seed
+from .from_weights import FirstValues, LoraInit, Taken, first_values, low_rank_rows
 
-SavedRows = Callable[
-    [str], Tensor
-]  # a tensor of the adapter in a checkpoint, by its parameter's name
+# A tensor of the adapter in a checkpoint, by its parameter's name.
+SavedRows = Callable[[str], Tensor]
 
 
-def check_start(model: nn.Module, source: Checkpoint, start: Start):
+def check_init(model: nn.Module, source: Checkpoint, start: LoraInit):
     """Refuse a model or checkpoint that adapters can't begin from; needs no process group."""
     if not start.from_weights:
         return
@@ -59,11 +58,11 @@ def _adapted_layers(model: nn.Module) -> list[tuple[str, LoraLinear]]:
     return [(name, m) for name, m in model.named_modules() if isinstance(m, LoraLinear)]
 
 
-def start_from_weights(
+def init_from_weights(
     model: nn.Module,
     source: Checkpoint,
     device: torch.device,
-    start: Start,
+    start: LoraInit,
     seed: int = 0,
     saved: SavedRows | None = None,
 ) -> set[str]:
@@ -103,7 +102,7 @@ def start_from_weights(
 
 
 def _found_values(
-    model: nn.Module, source: Checkpoint, device: torch.device, start: Start, seed: int
+    model: nn.Module, source: Checkpoint, device: torch.device, start: LoraInit, seed: int
 ) -> Iterator[tuple[str, LoraLinear, FirstValues]]:
     """Each layer with its first values; every rank finds those of other layers at the same time."""
     layers, ranks = _adapted_layers(model), ranks_from_env()
@@ -117,7 +116,12 @@ def _found_values(
 
 
 def _values_of(
-    name: str, layer: LoraLinear, source: Checkpoint, device: torch.device, start: Start, seed: int
+    name: str,
+    layer: LoraLinear,
+    source: Checkpoint,
+    device: torch.device,
+    start: LoraInit,
+    seed: int,
 ) -> FirstValues:
     """A layer's first values, from all of its W."""
     base, a = layer.base_layer, _parameters_of(layer)[0]
@@ -151,7 +155,7 @@ def numbers(piece: Piece, source: Checkpoint, device: torch.device) -> Tensor:
 
 
 def shared(
-    mine: FirstValues | None, layer: LoraLinear, owner: int, device: torch.device, start: Start
+    mine: FirstValues | None, layer: LoraLinear, owner: int, device: torch.device, start: LoraInit
 ) -> FirstValues:
     """What rank `owner` found for a layer, on every rank."""
 
@@ -171,7 +175,7 @@ def shared(
 
 
 def _saved_values(
-    model: nn.Module, start: Start, saved: SavedRows
+    model: nn.Module, start: LoraInit, saved: SavedRows
 ) -> Iterator[tuple[str, LoraLinear, FirstValues]]:
     """Each layer with its adapter in a checkpoint, and what its base lacks (`for_original_base`)."""
     for name, layer in _adapted_layers(model):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from ..hub import asked_hub
-from .find import looks_local, not_at_hand, pinned, read_config
+from .model_folder import looks_local, not_at_hand, pinned, read_config
 from .stream import expected_shapes
 from .weight_files import Checkpoint, Stored, first_line
 

@@ -2,7 +2,7 @@
 
 transformers holds them as parameters of three dimensions (E, O, I), which nothing that works on linear
 layers would see. As rows (E O, I) of a linear layer they are quantized, streamed and sharded by rows
-like any other, and one grouped product takes all experts at once (quantization/grouped.py). All experts
+like any other, and one grouped product takes all experts at once (experts/grouped_matmul.py). All experts
 of a block are gathered with it, so a rank whose tokens go to few of them waits for nobody.
 
 Shapes: N tokens, K experts of a token, S = N K rows, E experts, D hidden, F intermediate, O outputs,
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import _default_apply_gate as silent_gate
 
-from ..quantization.grouped import grouped_linear
 from ..quantization.quantize import compute_input
+from .grouped_matmul import grouped_linear
 
 STACKS = ("gate_up_proj", "down_proj")  # as transformers names them, in its order
 

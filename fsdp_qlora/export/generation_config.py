@@ -14,7 +14,7 @@ from torch import nn
 
 from ..data import stop_token_ids
 from ..json_input import read_object
-from ..loading.generation import GENERATION_FILE, read_generation_settings
+from ..loading.generation_config import GENERATION_FILE, read_generation_settings
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 

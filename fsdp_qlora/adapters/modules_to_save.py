@@ -11,28 +11,29 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
+from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from ..experts import StackedExperts
 from ..model.blocks import base_model, is_tied, output_head
 from ..model.conv1d import transposed_weights
-from ..model.experts import StackedExperts
-from ..model.stored import train_in
+from ..model.trained_dtype import train_in
 from ..quantization.quantize import QuantLinear
-from .experts import names_of_wrappers
 
 
-def train_whole(model: PeftModel, names: list[str], dtype: torch.dtype, both_ends: bool = False):
+def apply_modules_to_save(
+    model: PeftModel, names: list[str], dtype: torch.dtype, embeddings: bool = False
+):
     """Unfreeze the modules whose names end so, as PEFT finds them, and store them in `dtype`, in place.
 
-    both_ends: the embedding and the head too.
+    embeddings: the input embeddings and lm_head too.
     Works on meta and on a loaded model. Raises ValueError for a name that no module has, and for
     modules that are quantized or adapted.
     """
     causal = base_model(model)
-    if both_ends:
-        ends = [name.rsplit(".", 1)[-1] for name in ends_of(causal)]
+    if embeddings:
+        ends = [name.rsplit(".", 1)[-1] for name in _embedding_names(causal)]
         names = [*names, *(end for end in ends if end not in names)]
     if not names:
         return
@@ -119,56 +120,23 @@ def _check_can_be_whole(name: str, module: nn.Module, end: str, dtype: torch.dty
             )
 
 
-# ---- in files ----------------------------------------------------------------------------------
-
-
 def _with_tied_end(causal: nn.Module, names: list[str]) -> list[str]:
     """The names, with the other end of a tied model where one end is among them: both are trained."""
     if not is_tied(causal):
         return list(names)
-    ends = ends_of(causal)
+    ends = _embedding_names(causal)
     if not any(end.endswith(name) for end in ends for name in names):
         return list(names)
     return [*names, *(last for end in ends if (last := end.rsplit(".", 1)[-1]) not in names)]
 
 
-def ends_of(causal: nn.Module) -> tuple[str, str]:
+def _embedding_names(causal: nn.Module) -> tuple[str, str]:
     """The names of a model's embedding and head."""
     names = {id(m): name for name, m in causal.named_modules()}
     return names[id(causal.get_input_embeddings())], names[id(output_head(causal))]
 
 
-def peft_names(model: nn.Module, named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors under the names of parameters, under the names that PEFT saves them with instead.
-
-    Raises ValueError for a tensor of another adapter than the active one.
-    """
-    active = model.active_adapter
-    adapters = get_peft_model_state_dict(model, named, active, save_embedding_layers=False)
-    wrappers, named_already = names_of_wrappers(model), {id(t) for t in adapters.values()}
-
-    def renamed(key: str) -> str:
-        layer, of_lora, part = key.partition(".lora_")
-        return wrappers.get(layer, layer) + of_lora + part
-
-    whole = {name: t for name, t in named.items() if id(t) not in named_already}
-    for name in whole:
-        if ".lora_" in name or ".modules_to_save." in name:
-            raise ValueError(
-                f"{name} is trained, and is not part of the active adapter {active!r}; "
-                "choose one with model.set_adapter(NAME) before training"
-            )
-    return {renamed(key): t for key, t in adapters.items()} | whole
-
-
-def saved_names(model: nn.Module) -> dict[str, str]:
-    """For each trained parameter of a model with adapters the name that PEFT saves it under."""
-    marks = {name: torch.empty(0) for name, p in model.named_parameters() if p.requires_grad}
-    key_of = {id(mark): key for key, mark in peft_names(model, marks).items()}
-    return {name: key_of[id(mark)] for name, mark in marks.items()}
-
-
-def for_both_ends(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def with_tied_copy(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """A saved adapter's tensors, with a trained embedding that is the head too under both names.
 
     PEFT makes two modules of it, and a merge finds that they are equal.
@@ -176,7 +144,7 @@ def for_both_ends(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Ten
     causal = base_model(model)
     if not is_tied(causal):
         return tensors
-    first, second = (f"base_model.model.{end}.weight" for end in ends_of(causal))
+    first, second = (f"base_model.model.{end}.weight" for end in _embedding_names(causal))
     for here, there in ((first, second), (second, first)):
         if here in tensors and there not in tensors:
             tensors = tensors | {there: tensors[here].clone()}

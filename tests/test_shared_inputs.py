@@ -12,17 +12,17 @@ from transformers import AutoModelForCausalLM
 from fsdp_qlora.adapters import (
     apply_adapters,
     apply_fp8,
-    fusion,
-    init_adapters,
     keep_fp8_weights,
     lora_config,
+    shared_inputs,
     trainable_parameters,
 )
 from fsdp_qlora.adapters.lora_ops import sum_of_products
 from fsdp_qlora.build import compile_blocks
 from fsdp_qlora.catalog.arch import shape_from_config
 from fsdp_qlora.estimate import Setup, resident_bytes
-from fsdp_qlora.memory.activations import apply_activation_policy
+from fsdp_qlora.lora_init import init_adapters
+from fsdp_qlora.memory.checkpointing_policy import apply_activation_policy
 from fsdp_qlora.quantization.quantize import quantize_linears
 from tests.parts import slow
 from tests.tiny import save_tiny
@@ -32,7 +32,7 @@ from tests.tiny import save_tiny
 def calls(monkeypatch):
     """How often each of the project's ops stands in the graphs that were compiled."""
     torch._dynamo.reset()
-    counts, whole = Counter(), fusion.SharedInputs.__call__
+    counts, whole = Counter(), shared_inputs.SharedInputs.__call__
 
     def counted(self, graph):
         whole(self, graph)
@@ -42,8 +42,10 @@ def calls(monkeypatch):
             if getattr(node.target, "namespace", "") == "fsdp_qlora"
         )
 
-    monkeypatch.setattr(fusion.SharedInputs, "__call__", counted)
-    monkeypatch.setattr(fusion.SharedInputs, "uuid", lambda self: None)  # no graph from a cache
+    monkeypatch.setattr(shared_inputs.SharedInputs, "__call__", counted)
+    monkeypatch.setattr(
+        shared_inputs.SharedInputs, "uuid", lambda self: None
+    )  # no graph from a cache
     return counts
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from .formats import dense_weight
+from ..quantization.formats import dense_weight
 
 PART_VALUES = 2**28  # of W that exist at once: 512 MiB in bf16
 ALIGNMENT = 16  # bytes, of the rows of what the kernel takes

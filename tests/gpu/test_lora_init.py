@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft.utils.loftq_utils import loftq_init
 
-from fsdp_qlora.adapters.initial import Start, first_values, low_rank_rows
+from fsdp_qlora.lora_init.from_weights import LoraInit, first_values, low_rank_rows
 from fsdp_qlora.quantization.formats import dequantize_rows, quantize_rows
 
 pytestmark = [
@@ -25,7 +25,7 @@ def test_loftq_is_pefts(rounds):
     generator = torch.Generator("cuda").manual_seed(0)
     weight = torch.randn(384, 512, device="cuda", generator=generator)
     base, a, b = loftq_init(weight, num_bits=4, reduced_rank=RANK, num_iter=rounds)
-    ours = first_values(weight, Start("loftq", rounds), RANK, 1.0, torch.float32, in_nf4)
+    ours = first_values(weight, LoraInit("loftq", rounds), RANK, 1.0, torch.float32, in_nf4)
     rest = weight
     if ours.taken:
         rest = weight - low_rank_rows(ours.taken.a, ours.taken.b, 1.0, 0, len(weight))
@@ -39,7 +39,7 @@ def test_a_part_is_the_same_on_the_gpu_as_on_the_host(kind):
     weight = torch.randn(384, 512, generator=torch.Generator().manual_seed(0))
     weight[:, :RANK] *= 10  # so that the directions that are taken are far apart from the rest
     found = [
-        first_values(w, Start(kind), RANK, 0.5, torch.float32, in_nf4)
+        first_values(w, LoraInit(kind), RANK, 0.5, torch.float32, in_nf4)
         for w in (weight, weight.cuda())
     ]
     here, there = (f.b.cpu() @ f.a.cpu() for f in found)

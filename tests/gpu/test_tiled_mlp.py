@@ -8,9 +8,9 @@ from torch import Tensor
 
 from fsdp_qlora.adapters import trainable_parameters
 from fsdp_qlora.build import compile_blocks
-from fsdp_qlora.memory.tiles import apply_tiled_mlp
+from fsdp_qlora.memory.tiled_mlp import apply_tiled_mlp
 from fsdp_qlora.model.blocks import decoder_blocks
-from tests.test_activations import tiny_model
+from tests.test_checkpointing_policy import tiny_model
 from tests.tiny import save_tiny
 
 pytestmark = [

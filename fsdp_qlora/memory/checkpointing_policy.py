@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ..adapters import LoraLinear, expert_ops, lora_ops  # noqa: F401  register ops named below
+from ..adapters import LoraLinear  # which registers the ops named below
 from ..choices import POLICIES
 from ..dist import print_main
 from ..model import attention  # noqa: F401  registers two more
