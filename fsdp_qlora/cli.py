@@ -196,7 +196,7 @@ def run(argv: list[str]) -> int:
     except BrokenPipeError:  # `fsdp-qlora --help | head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if argv[:1] == ["train"]:
-            print("stopped: the reader of its output ended", file=sys.stderr)
+            print("stopped: the program reading its output ended", file=sys.stderr)
         return 141
     except (ValueError, OSError, ImportError) as error:
         if _is_verbose(argv):
@@ -239,8 +239,8 @@ def _says_that_a_rank_is_gone(error: Exception) -> bool:
     if not is_lost_connection(error):
         return False
     print(
-        f"error (rank {os.environ['RANK']}): the connection to another rank is lost: that has ended, "
-        "and says why in its own log, or its machine can't be reached",
+        f"error (rank {os.environ['RANK']}): lost the connection to another rank: it ended, and "
+        "its own log says why, or its machine is unreachable",
         file=sys.stderr,
         flush=True,
     )

@@ -120,7 +120,7 @@ REMEDIES = [
     ("is not computed here", "leave it out, or use what the line names"),
     ("wrap policy is true for no module", "give another function, or `--wrap_policy block`"),
     (
-        "rank 0 could not write|no checkpoint could be written|other bytes than were written",
+        "rank 0 could not write|no checkpoint could be written|different bytes than were|bytes differ from",
         "check for a full or broken disk; the line has the reason",
     ),
     (
@@ -143,7 +143,7 @@ REMEDIES = [
     ("rows PLACE to STOP", "take the checkpoint before it with `--resume FOLDER`"),
     ("embedding with DoRA", "use PEFT's merge_and_unload"),
     (
-        "a bias of its own|has ROWS rows|has shape SHAPE, and the base's",
+        "a trained bias|has ROWS rows|has shape SHAPE, but the base's",
         "give the model that it was trained on",
     ),
     ("peft_type is|CONFIG_FILE: REASON", "give an adapter folder that PEFT or this project wrote"),

@@ -164,12 +164,12 @@ def test_a_checkpoint_of_an_older_version_had_later_settings_at_their_defaults(m
 @pytest.mark.parametrize(
     "kind, settings, name, words",
     [
-        ("sample", dict(), "model_name", "--model_name holds other weights"),
+        ("sample", dict(), "model_name", "--model_name has different weights"),
         (
             "tokenizer",
             dict(stream=True, max_steps=3),
             "dataset",
-            "another tokenizer or chat template",
+            "a different tokenizer or chat template",
         ),
     ],
 )

@@ -55,7 +55,7 @@ def test_a_hostile_template_drops_its_rows_soon_with_a_short_reason(body):
 def test_a_template_that_runs_out_of_bounds_again_and_again_stops_the_run():
     tokenizer = make_tokenizer(CHATML + HOSTILE["power"])
     rows = [row_from_record({"messages": chat("Q", "A")}, f"f:{i}") for i in range(100)]
-    with pytest.raises(ValueError, match="runs out of bounds on row after row"):
+    with pytest.raises(ValueError, match="exceeds its limits on row after row"):
         tokenize_rows(rows, tokenizer, context_length=64)
 
 

@@ -68,9 +68,9 @@ PLAIN = {"messages": chat("Hello", "I am")}
         ),
         (
             {"messages": [{"role": "user", "content": "Q", "train": True}, chat("", "A")[1]]},
-            "'train' asks to train user turns, and only assistant turns are trained",
+            "'train' asks to train user turns, but only assistant turns can be trained",
         ),
-        ({"messages": chat("Q", "")}, "an answer is empty, and only its end is trained"),
+        ({"messages": chat("Q", "")}, "an answer is empty, so only its end token is trained"),
         ({"messages": chat("Q", "A", "Q", " \n")}, "an answer is empty"),
         (
             {"messages": [chat("Q")[0], {"role": "assistant", "content": None}]},
@@ -126,7 +126,7 @@ def test_fields_of_a_record_that_nothing_is_made_of_are_counted_by_name():
         {"instruction": "Q", "output": "A", "history": [["a", "b"]], "input": ""},
     )
     assert report.unread == {"source": 1, "score": 2, "history": 1}
-    assert "fields that nothing is made of: source (1 row), score (2 rows), history (1 row)" in (
+    assert "unused fields: source (1 row), score (2 rows), history (1 row)" in (
         report.format_report()
     )
 

@@ -80,7 +80,7 @@ def test_a_row_whose_prompt_fills_the_context_is_dropped_and_counted(tokenizer):
     tokenized = tokenize_rows(rows, tokenizer, context_length=32)
     assert len(tokenized) == 1 and (tokenized.trained_counts > 0).all()
     [(reason, dropped)] = tokenized.report.dropped.items()
-    assert reason == "nothing to train within 32 tokens (--context_length)"
+    assert reason == "no trained token within 32 tokens (--context_length)"
     assert dropped.rows == 2 and dropped.sources == ["rows.jsonl:1", "rows.jsonl:3"]
 
 
@@ -90,7 +90,7 @@ def test_unusable_rows_are_dropped_by_reason_with_their_source():
     assert {reason: dropped.sources for reason, dropped in report.dropped.items()} == {
         "no messages": ["rows.jsonl:1"],
         "chat template: Conversation roles must alternate user/assistant": ["rows.jsonl:2"],
-        "no answer to train": ["rows.jsonl:3"],
+        "no answer to train on": ["rows.jsonl:3"],
     }
     assert (report.rows_read, report.rows_kept, report.rows_with_folded_system) == (4, 1, 1)
 
@@ -121,8 +121,8 @@ def test_no_row_left_is_an_error_with_the_reasons(tmp_path, tokenizer):
     with pytest.raises(ValueError) as error:
         load_dataset(path, tokenizer, context_length=16)
     assert str(error.value) == (
-        f"--dataset {path}: no row is left to train on (1 read; dropped 1: nothing to train within "
-        f"16 tokens (--context_length) ({path}:1)); give rows with an answer within --context_length"
+        f"--dataset {path}: no row is left to train on (1 read; dropped 1: no trained token within "
+        f"16 tokens (--context_length) ({path}:1)); give rows whose answer fits within --context_length"
     )
 
 
@@ -235,7 +235,7 @@ def test_the_error_of_an_earlier_run_does_not_count(tmp_path, tokenizer, monkeyp
         load_dataset(path, tokenizer, **options)
     [note] = (tmp_path / "cache").glob("*.failed")
     os.utime(note, (time.time() - 1000,) * 2)
-    with pytest.raises(ValueError, match="has not finished it in 0 s"):
+    with pytest.raises(ValueError, match="did not finish it within 0 s"):
         load_dataset(path, tokenizer, **options, is_writer=False, wait_timeout_s=0.1)
     load_dataset(path, tokenizer, **options)
     assert not note.exists()
@@ -324,7 +324,7 @@ def test_a_damaged_cache_is_built_again_and_says_so(tmp_path, tokenizer, capsys,
     waiting.join(timeout=patience(10))
     for found in results:
         assert found.digest() == fresh.digest() and found.report == fresh.report
-    assert capsys.readouterr().out.startswith(f"--data_cache: {file} is built again: it ")
+    assert capsys.readouterr().out.startswith(f"--data_cache: rebuilding {file}: ")
     assert len(file.read_bytes()) == len(good)
     load_dataset(path, tokenizer, **options)
     assert not capsys.readouterr().out
@@ -344,7 +344,7 @@ def test_a_disk_that_gives_back_other_bytes_is_an_error_on_every_rank(
     monkeypatch.setattr(dataset_module, "save_file", saved_wrongly)
     for is_writer in (True, False):
         with pytest.raises(
-            ValueError, match="--data_cache .*right after it was written; check that "
+            ValueError, match="--data_cache .*right after it was written; check the "
         ):
             load_dataset(path, tokenizer, **options, is_writer=is_writer)
 

@@ -302,5 +302,5 @@ def test_generation_stops_at_the_end_of_turn_and_at_eos():
 
 
 def test_text_without_an_eos_token_is_refused():
-    with pytest.raises(ValueError, match="no eos_token, so the model could not learn to stop"):
+    with pytest.raises(ValueError, match="no eos_token, so the model can't learn to stop"):
         encode(Row("test", text="Hello"), make_tokenizer("chatml", eos=None))

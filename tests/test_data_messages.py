@@ -330,7 +330,7 @@ def test_an_excluded_tool_call_is_not_trained_and_a_row_of_none_is_dropped():
         data = tokenize_rows(rows, make_tokenizer(CHATML), context_length=64, train_on=train_on)
         assert len(data) == kept
     assert tokenize_rows(rows, make_tokenizer(CHATML), context_length=64).report.dropped[
-        "no answer to train"
+        "no answer to train on"
     ].sources == ["f:1"]
 
 

@@ -87,7 +87,7 @@ def test_plain_text_stays_text():
 def test_unknown_keys_are_named_with_the_formats_that_work():
     with pytest.raises(ValueError) as error:
         row_from_record({"ask": "Q", "reply": "A"}, "rows.jsonl:3")
-    assert "rows.jsonl:3: keys ask, reply fit no format" in str(error.value)
+    assert "rows.jsonl:3: the keys ask, reply match no format" in str(error.value)
     assert all(" + ".join(keys) in str(error.value) for keys, _ in FORMATS)
 
 
@@ -98,8 +98,11 @@ def test_unknown_keys_are_named_with_the_formats_that_work():
         ({"instruction": "Q", "output": 7}, "'output' is int 7; expected text"),
         ({"messages": "Q"}, "'messages' is str; expected a list"),
         ({"messages": [{"content": "Q"}]}, r"messages\[0\]: expected"),
-        ({"messages": [{"role": "critic", "content": "Q"}]}, "role 'critic' is not known"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text is trained"),
+        ({"messages": [{"role": "critic", "content": "Q"}]}, "unknown role 'critic'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "only text is supported",
+        ),
         (["Q", "A"], "expected an object with named fields, found list"),
     ],
 )
@@ -120,7 +123,7 @@ def test_a_field_of_the_wrong_type_is_named(record, fault):
         (b'{"instruction": "a\\ud83d", "output": "c"}', "'instruction' holds a lone surrogate"),
         (b'{"instruction": "a", "output": NaN}', "'output' is float nan"),
         (b'{"instruction": "a", "output": "c"', "not JSON"),
-        (LINE + LINE, "write one JSON object a line"),
+        (LINE + LINE, "write one JSON object per line"),
         (b"7", "expected an object"),
     ],
     ids=[
@@ -285,9 +288,9 @@ def test_a_missing_file_names_the_flag_and_what_works(dataset):
 
 
 def test_a_file_of_another_kind_and_a_split_of_one_file_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="'.csv' files are not read"):
+    with pytest.raises(ValueError, match="'.csv' files are not supported"):
         read_rows(write(tmp_path / "rows.csv", b"a,b"))
-    with pytest.raises(ValueError, match="--dataset_split test: .* is one file"):
+    with pytest.raises(ValueError, match="--dataset_split test: .* is a single file"):
         read_rows(write(tmp_path / "rows.jsonl", LINE), split="test")
 
 
@@ -398,10 +401,10 @@ TURNS = [dict(role="user", content="a"), dict(role="assistant", content="b")]
     "record, fault",
     [
         (dict(prompt="a", chosen="b", rejected="c"), "rename chosen to completion"),
-        (dict(chosen=TURNS, rejected=TURNS), "to messages where it is a whole conversation"),
+        (dict(chosen=TURNS, rejected=TURNS), "to messages if it is a whole conversation"),
         (
             dict(prompt="a", completion="b", label=False),
-            "'label' is false.*not wanted.*drop such rows",
+            "'label' is false.*rejected answer.*drop such rows",
         ),
         (dict(prompt=TURNS[:1], completion=TURNS[1:], label=False), "'label' is false"),
     ],

@@ -434,7 +434,7 @@ def test_a_rank_parses_its_own_lines_only(tmp_path, monkeypatch):
     [
         ('{"messages": [', "JSON"),
         ('{"messages": "Hello"}', "expected a list"),
-        ('{"prompt": "a"}', "fit no format"),
+        ('{"prompt": "a"}', "match no format"),
         ('{"text": "\\ud83d"}', "lone surrogate"),
     ],
 )

@@ -252,7 +252,7 @@ def texts_about_flags() -> list[tuple[str, str]]:
 
 def test_a_message_that_a_function_hands_to_the_one_that_raises_it_has_its_entry():
     page, texts = words_of((DOCS / "messages.md").read_text()), texts_about_flags()
-    assert any(text.startswith("--dataset holds other rows") for _, text in texts)
+    assert any(text.startswith("--dataset has different rows") for _, text in texts)
     for file, text in texts:
         for half in re.split(r"[A-Z_]{3,}|[;:.] ", text):  # what is filled in, or is the remedy
             assert words_of(half) in page, (

@@ -83,7 +83,7 @@ def test_cards_are_read_from_the_driver_and_a_busy_or_badly_seated_one_is_noted(
     found = list(check_cards(gpu_rows()))
     assert found[0] == Finding(OK, "driver 570.86")
     assert found[1] == Finding(OK, "GPU 0: NVIDIA GeForce RTX 3090, 24.0 GiB")
-    assert found[2].level == NOTE and "19.5 of them taken" in found[2].says
+    assert found[2].level == NOTE and "19.5 of it used" in found[2].says
     assert found[3].level == NOTE and "GPU 1 uses 4 of its 16 PCIe lanes" in found[3].says
     assert len(found) == 4
 
@@ -104,7 +104,7 @@ def test_cards_that_torch_does_not_see_are_wrong_with_the_reason(driver, monkeyp
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert "hides the GPUs" in unseen_cards("13.0").says
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert "driver may be too old" in unseen_cards("13.0").says
+    assert "may be too new for the driver" in unseen_cards("13.0").says
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_cards_that_torch_does_not_see_are_wrong_with_the_reason(driver, monkeyp
     [
         ("NV4", OK, "NVLink (NV4)"),
         ("PHB", OK, "PCIe (PHB)"),
-        ("SYS", NOTE, "through the processors (SYS)"),
+        ("SYS", NOTE, "through the CPUs (SYS)"),
     ],
 )
 def test_links_are_read_from_the_rows_and_not_from_the_legend(driver, link, level, says):
@@ -149,7 +149,7 @@ def test_without_a_gpu_the_command_ends_well(driver, capsys, tmp_path):
     driver("")
     assert main(["doctor", "--output_dir", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "no GPU: a run here is on the CPU" in text and text.endswith("nothing to mend\n")
+    assert "no GPU: runs use the CPU" in text and text.endswith("nothing to fix\n")
 
 
 def test_with_a_fault_the_exit_code_is_1_and_the_fault_stands_out(driver, capsys):
@@ -158,7 +158,7 @@ def test_with_a_fault_the_exit_code_is_1_and_the_fault_stands_out(driver, capsys
         main(["doctor"])
     text = capsys.readouterr().out
     assert ended.value.code == 1 and "\nWRONG  torch is built without CUDA\n       -> " in text
-    assert "1 thing to mend" in text
+    assert "1 thing to fix" in text
 
 
 def test_it_works_where_torch_can_not_be_imported():

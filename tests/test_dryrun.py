@@ -100,7 +100,7 @@ def test_the_first_batch_is_that_of_the_run_with_trained_tokens_marked(shown, fo
     loader = StepLoader(rows, StepSampler(len(rows), 4, seed=config.seed), 0, 2, 2, pad_token_id=2)
     batch = loader.step(0).micro_batches[0]
     width = batch["input_ids"].shape[1]
-    assert f"on rank 0, 1 of which make its first step: 2 x {width} tokens" in text
+    assert f"on rank 0, one of 1 in its first step: 2 x {width} tokens" in text
     printed = text.split("with padding\n")[1]
     for row, (ids, labels) in enumerate(batch_rows(batch, 2)):
         answer = tokenizer.decode(ids[labels != -100])
@@ -127,7 +127,7 @@ def test_other_forms_of_data_are_shown_too(shown, flags, says):
 
 
 def test_without_a_gpu_it_says_how_to_get_a_prediction(shown):
-    assert "no prediction: no GPU is used here; `fsdp-qlora estimate`" in shown()
+    assert "no prediction: no GPU here; `fsdp-qlora estimate`" in shown()
 
 
 @pytest.mark.parametrize(

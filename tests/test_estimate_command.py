@@ -189,7 +189,7 @@ def test_prices_of_the_user_replace_the_dated_ones(capsys, tmp_path):
         (["--gpu", "h100", "--params", "7.5"], "--params 7.5: .*did you mean 7.5B"),
         (
             ["--gpu", "h100", "--params", "7B", "--model_name", "gpt2"],
-            "both name the model; give one",
+            "both name the model; give only one",
         ),
         (["--gpu", "h100", "--world_size", "2"], "--world_size 2: .*--gpus"),
         (["--gpu", ""], "--gpu : not in the catalogue"),

@@ -108,10 +108,7 @@ class Disks:
         if max(steps) == steps[0]:
             return
         source = steps.index(max(steps))
-        print_main(
-            f"the newest checkpoint is that of step {max(steps)} on {self.hosts[source]}: "
-            "copied from there"
-        )
+        print_main(f"copied the newest checkpoint, of step {max(steps)}, from {self.hosts[source]}")
         for path in (step_folder(root, max(steps)), *(out / name for name in BESIDE)):
             self.hand_out(path, source, [0])
 
@@ -192,7 +189,7 @@ def written(path: Path, received: Iterator[Tensor], digest: str) -> str | None:
                 file.write(memoryview(chunk.numpy()))
         sync(path)
         if sha256(path) != digest:
-            fault = f"{path.name} came with other bytes than were sent"
+            fault = f"{path.name} arrived with different bytes than were sent"
     except OSError as error:
         fault = str(error)
     _drain(received)

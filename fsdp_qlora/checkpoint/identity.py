@@ -31,20 +31,20 @@ def differences(
         free |= length
     found = {
         name: f"--{name} was {shown(old[name])} and is {shown(new[name])}"
-        + (f", which --lr_scheduler {config.lr_scheduler} goes by" if name in length else "")
+        + (f", which --lr_scheduler {config.lr_scheduler} depends on" if name in length else "")
         for name in new
         if name not in free and old[name] != new[name]
     }
     saved = run["content"]
     if saved["model"] != content["model"]:
-        found["model_name"] = f"--model_name is another model than {old['model_name']} was"
+        found["model_name"] = f"--model_name is a different model from {old['model_name']}"
     elif is_other("sample", saved, content):
-        found["model_name"] = f"--model_name holds other weights than {old['model_name']} did"
+        found["model_name"] = f"--model_name has different weights from {old['model_name']}"
     if saved["data"] != content["data"]:
-        found["dataset"] = f"--dataset holds other rows than {old['dataset']} did"
+        found["dataset"] = f"--dataset has different rows from {old['dataset']}"
     elif config.stream and is_other("tokenizer", saved, content):
         found["dataset"] = (
-            "--model_name has another tokenizer or chat template, so rows have other tokens"
+            "--model_name has a different tokenizer or chat template, so rows have different tokens"
         )
     return found | _batch_difference(run, config, world_size)
 

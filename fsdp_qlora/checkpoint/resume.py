@@ -83,7 +83,7 @@ def find_run(
     if found.folder:
         print_main(
             f"resumed from {found.folder}: step {found.run['step']} of a run that "
-            f"{counted(found.run['world_size'], 'rank')} began or went on with"
+            f"{counted(found.run['world_size'], 'rank')} ran on"
         )
     return found
 
@@ -124,7 +124,7 @@ def settle(found: Found, config: RunConfig, weights: str | None):
     if is_other("weights", saved, {"weights": weights}):
         was = found.run["config"]["model_name"]
         _check_same_run(
-            config, {"model_name": f"--model_name holds other weights than {was} did"}, found.folder
+            config, {"model_name": f"--model_name has different weights from {was}"}, found.folder
         )
     if not _is_inside(found.folder, root):
         return
@@ -139,12 +139,12 @@ def _make_room(config: RunConfig, names: tuple[str, ...]):
     out, base = Path(config.output_dir), Path(config.model_name).resolve()
     if any(base.is_relative_to((out / name).resolve()) for name in names):
         raise ValueError(
-            f"--output_dir {out} holds --model_name {config.model_name}, in whose place "
-            "the new weights would be; give another --output_dir"
+            f"--output_dir {out} contains --model_name {config.model_name}, which the new weights "
+            "would replace; give another --output_dir"
         )
     if kept := keep_earlier(out, names):
         moved = ", ".join(sorted(path.name for path in kept.iterdir()))
-        print_main(f"what an earlier run left in {out} is now in {kept}: {moved}")
+        print_main(f"moved the files of an earlier run from {out} to {kept}: {moved}")
 
 
 def has_ended(
@@ -189,14 +189,14 @@ def chosen(config: RunConfig, root: Path) -> Path | None:
         newest = newest_whole(inside, print_main)
         if newest is None:
             raise ValueError(
-                f"--resume {folder}: no whole checkpoint there; give a "
-                "folder that training wrote, auto or none"
+                f"--resume {folder}: no intact checkpoint there; give a folder that training wrote, "
+                "auto or none"
             )
         return newest
     if fault := fault_of(folder):
         raise ValueError(
-            f"--resume {folder}: {fault}; give another checkpoint, or auto for the "
-            "newest whole one of --output_dir"
+            f"--resume {folder}: {fault}; give another checkpoint, or auto for the newest intact "
+            "one in --output_dir"
         )
     return folder
 
@@ -216,15 +216,15 @@ def _check_same_run(config: RunConfig, found: dict[str, str], folder: Path):
         found = {name: text for name, text in found.items() if name in must}
     if not found:
         return
-    what = f"--resume {config.resume}: {folder} is of another run: {'; '.join(found.values())}"
+    what = f"--resume {config.resume}: {folder} belongs to another run: {'; '.join(found.values())}"
     if found.keys() & must:
         raise ValueError(
-            f"{what}. Give the old values to go on, --resume none to start anew, or "
-            "another --output_dir"
+            f"{what}. Give the old values to resume, --resume none to start over, or another "
+            "--output_dir"
         )
     raise ValueError(
-        f"{what}. Give the old values to go on, --resume {folder} to go on with the new "
-        "ones, --resume none to start anew, or another --output_dir"
+        f"{what}. Give the old values to resume, --resume {folder} to resume with the new ones, "
+        "--resume none to start over, or another --output_dir"
     )
 
 

@@ -172,7 +172,7 @@ def read_back(path: Path, tensors: dict[str, Tensor]):
             _same_bits(file.get_tensor(name), tensor) for name, tensor in tensors.items()
         )
     if not same:
-        raise OSError(f"{path}: the disk gave back other bytes than were written")
+        raise OSError(f"{path}: the disk returned different bytes than were written")
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -97,8 +97,8 @@ class CheckpointWriter:
         self.join(mark)
         if (waited := time.perf_counter() - started) > SLOW_SECONDS:
             print_main(
-                f"the checkpoint after step {boundary.step} waited {waited:.1f} s until the one "
-                "before was written: save less often (--checkpoint_every), or to a faster disk"
+                f"the checkpoint after step {boundary.step} waited {waited:.1f} s for the previous one "
+                "to be written: save less often (--checkpoint_every), or to a faster disk"
             )
         if from_main(lambda: self.has(boundary.step)):
             return 0.0
@@ -204,8 +204,8 @@ class CheckpointWriter:
             remove_folder(scratch)
             if self.verified:
                 print_main(
-                    f"warning: no checkpoint of step {shot.step} "
-                    f"({self.failure}); {self.verified} is the last good one"
+                    f"warning: no checkpoint of step {shot.step} ({self.failure}); the last good one is "
+                    f"{self.verified}"
                 )
         else:
             self.verified, self.failure = folder, None

@@ -22,9 +22,9 @@ def report_on_data(config: RunConfig):
     picture.parent.mkdir(parents=True, exist_ok=True)
     try:
         rows.report.plot(picture)
-        print_main(f"picture of the row lengths: {picture}")
+        print_main(f"plot of the row lengths: {picture}")
     except ValueError as error:  # matplotlib is missing, and the text above is the same
-        print_main(f"no picture of the row lengths: {error}")
+        print_main(f"no plot of the row lengths: {error}")
 
 
 def padding_line(config: RunConfig, rows: TokenizedDataset | Subset) -> str:

@@ -67,7 +67,7 @@ def doctor_command(argv: list[str]):
         print(finding, flush=True)
         findings.append(finding)
     wrong = sum(f.level == WRONG for f in findings)
-    print(f"\n{wrong} thing{'s' * (wrong != 1)} to mend" if wrong else "\nnothing to mend")
+    print(f"\n{wrong} thing{'s' * (wrong != 1)} to fix" if wrong else "\nnothing to fix")
     if wrong:
         sys.exit(1)
 
@@ -107,7 +107,7 @@ def check_versions(asked: list[str]) -> Iterator[Finding]:
         Finding(OK, f"Python {version}")
         if sys.version_info >= (3, 11)
         else Finding(
-            WRONG, f"Python {version} is too old", "make an environment with Python 3.11 or newer"
+            WRONG, f"Python {version} is too old", "create an environment with Python 3.11 or newer"
         )
     )
     for requirement in map(Requirement, asked):
@@ -122,7 +122,7 @@ def check_versions(asked: list[str]) -> Iterator[Finding]:
         else:
             yield Finding(
                 WRONG,
-                f"{requirement.name} {found}, and {requirement.specifier} is needed",
+                f"{requirement.name} {found}, but {requirement.specifier} is needed",
                 f"pip install '{requirement}'",
             )
 
@@ -154,9 +154,8 @@ def check_cards(cards: list[dict[str, str]]) -> Iterator[Finding]:
     if not cards:
         yield Finding(
             NOTE,
-            "nvidia-smi shows no GPU: a run here is on the CPU",
-            "where there is a card, install NVIDIA's driver, or start the container with "
-            "--gpus all",
+            "nvidia-smi shows no GPU: runs use the CPU",
+            "if there is a GPU, install NVIDIA's driver, or start the container with --gpus all",
         )
         return
     yield Finding(OK, f"driver {cards[0]['driver_version']}")
@@ -168,9 +167,9 @@ def check_cards(cards: list[dict[str, str]]) -> Iterator[Finding]:
             if used < _BUSY_GIB
             else Finding(
                 NOTE,
-                f"{about}, {used:.1f} of them taken",
-                "nvidia-smi lists the processes; end those you "
-                "do not need, or choose cards with CUDA_VISIBLE_DEVICES",
+                f"{about}, {used:.1f} of it used",
+                "nvidia-smi lists the processes; stop those you do not need, or choose GPUs with "
+                "CUDA_VISIBLE_DEVICES",
             )
         )
         now, most = (number(card[f"pcie.link.width.{what}"]) for what in ("current", "max"))
@@ -178,13 +177,13 @@ def check_cards(cards: list[dict[str, str]]) -> Iterator[Finding]:
             yield Finding(
                 NOTE,
                 f"GPU {card['index']} uses {now:.0f} of its {most:.0f} PCIe lanes",
-                "seat it in a wider slot; until then --interconnect pcie4x"
-                f"{now:.0f} makes estimates true",
+                f"move it to a wider slot; until then use --interconnect pcie4x{now:.0f} for correct "
+                "estimates",
             )
     if len({card["name"] for card in cards}) > 1:
         yield Finding(
             NOTE,
-            "the cards differ: the slowest and the smallest set the pace",
+            "the GPUs differ: the slowest and the smallest limit the others",
             "choose equal ones with CUDA_VISIBLE_DEVICES",
         )
 
@@ -218,11 +217,11 @@ def check_torch(cards: int) -> Iterator[Finding]:
     for index in range(seen):
         with torch.cuda.device(index):
             if not torch.cuda.is_bf16_supported(including_emulation=False):
-                yield Finding(NOTE, f"GPU {index} has no bf16 arithmetic", "use --precision fp32")
+                yield Finding(NOTE, f"GPU {index} does not support bf16", "use --precision fp32")
     if not (shutil.which("cc") or shutil.which("gcc")):
         yield Finding(
             WRONG,
-            "no C compiler, which torch.compile needs",
+            "no C compiler found, which torch.compile needs",
             "install gcc, or train with --compile false",
         )
     yield from check_quantization("cuda")
@@ -241,8 +240,8 @@ def unseen_cards(cuda: str | None) -> Finding:
         return Finding(WRONG, f"CUDA_VISIBLE_DEVICES={visible!r} hides the GPUs", "unset it")
     return Finding(
         WRONG,
-        f"torch does not see the GPUs: it is built for CUDA {cuda}, for which the "
-        "driver may be too old",
+        f"torch does not see the GPUs: it is built for CUDA {cuda}, which may be too new for "
+        "the driver",
         "update the driver, or install torch for an older CUDA",
     )
 
@@ -261,7 +260,7 @@ def check_quantization(device: str) -> Iterator[Finding]:
         yield Finding(
             WRONG,
             f"4-bit weights fail on {device}: {str(error).splitlines()[0]}",
-            "python -m bitsandbytes says what it misses; pip install -U bitsandbytes",
+            "python -m bitsandbytes shows what is missing; pip install -U bitsandbytes",
         )
         return
     yield (
@@ -287,9 +286,9 @@ def check_links(cards: int, topology: str) -> Iterator[Finding]:
     elif {"SYS", "NODE"} & set(kinds):
         yield Finding(
             NOTE,
-            f"some GPUs reach each other through the processors ({', '.join(kinds)})",
-            "prefer cards of one socket, or --sharding_strategy hybrid_full_shard; "
-            "nvidia-smi topo -m shows which",
+            f"some GPUs reach each other through the CPUs ({', '.join(kinds)})",
+            "prefer GPUs of one socket, or --sharding_strategy hybrid_full_shard; see nvidia-smi "
+            "topo -m",
         )
     else:
         yield Finding(OK, f"GPUs are linked by PCIe ({', '.join(kinds)})")
@@ -338,9 +337,9 @@ def disk_finding(name: str, path: Path) -> Finding:
         return Finding(
             WRONG,
             f"{name} folder {path} can't be written",
-            "choose another, or mend its rights"
+            "choose another, or fix its permissions"
             if name == "output"
-            else "set HF_HOME to a folder that can",
+            else "set HF_HOME to a writable folder",
         )
     free = shutil.disk_usage(there).free / GIB
     if free >= _FREE_DISK_GIB:

@@ -121,8 +121,8 @@ def machine_here(device: torch.device, ranks: int) -> Machine:
     """This machine, and others like it under torchrun. Raises ValueError without a known GPU."""
     if device.type != "cuda":
         raise ValueError(
-            "no GPU is used here; `fsdp-qlora estimate` with the same settings and --gpu "
-            "NAME predicts memory and time"
+            "no GPU here; `fsdp-qlora estimate` with the same settings and --gpu NAME predicts "
+            "memory and time"
         )
     nodes = ranks_from_env().nodes if launched() else 1
     return machine_from_options(MachineOptions(gpus=ranks // nodes, nodes=nodes))
@@ -167,10 +167,10 @@ def _show_batches(
     step = loader.step(0)
     batch = step.micro_batches[0]
     first = (
-        "the first rows of the stream, which a run shuffles" if data.stream else "the first batch"
+        "the first rows of the stream (a run shuffles them)" if data.stream else "the first batch"
     )
     print_main(
-        f"{first} on rank 0, {len(step.micro_batches)} of which make its first step: "
+        f"{first} on rank 0, one of {len(step.micro_batches)} in its first step: "
         f"{' x '.join(map(str, batch['input_ids'].shape))} tokens with padding"
     )
     print_main(preview(batch_rows(batch, pad), tokenizer, config.preview or _SHOWN_ROWS))

@@ -127,11 +127,11 @@ def _check_command(argv: list[str]):
     problems = check_adapter_folder(options.adapter_folder, options.max_lora_rank)
     if problems:
         raise ValueError(
-            f"--adapter_folder {options.adapter_folder}: vLLM does not take "
-            f"{'; nor '.join(problems)}. Serve the merged model: fsdp-qlora merge "
+            f"--adapter_folder {options.adapter_folder}: vLLM does not support "
+            f"{'; nor '.join(problems)}. Serve the merged model instead: fsdp-qlora merge "
             f"--adapter_folder {options.adapter_folder}"
         )
-    print(f"vLLM takes this adapter:\n  {serve_command(options.adapter_folder)}")
+    print(f"vLLM can serve this adapter:\n  {serve_command(options.adapter_folder)}")
 
 
 @dataclass

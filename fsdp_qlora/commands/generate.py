@@ -47,8 +47,8 @@ def load_for_inference(
     read_config(model_name, revision, trust_remote_code)  # one clear line if there is no such model
     if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
         raise ValueError(
-            f"--adapter_folder {adapter}: no adapter_config.json there; give the folder "
-            "that training saved, such as output/adapter"
+            f"--adapter_folder {adapter}: no adapter_config.json there; give a folder that training "
+            "saved, such as output/adapter"
         )
     if looks_local(model_name):
         _check_base_folder(Path(model_name))
@@ -69,8 +69,8 @@ def load_for_inference(
     if known.quant != "none":
         if not known.is_known:
             raise ValueError(
-                f"--adapter_folder {adapter}: it was trained on {known}, which can't be "
-                "repeated here; add --base_quant none for the original weights"
+                f"--adapter_folder {adapter}: it was trained on {known}, which can't be reproduced "
+                "here; add --base_quant none for the original weights"
             )
         _round_linears(model, known, taken_out_of(adapter))
     if adapter is None:
@@ -91,9 +91,9 @@ def _check_base_folder(folder: Path):
     """Refuse a folder without safetensors, and what transformers would take for an adapter's."""
     if (folder / "adapter_config.json").is_file():
         raise ValueError(
-            f"--model_name {folder}: it holds an adapter_config.json, so transformers "
-            "would load the model named there instead; give an adapter as "
-            "--adapter_folder, or move that file away"
+            f"--model_name {folder}: it contains an adapter_config.json, so transformers would load "
+            "the model named there instead; give adapters with --adapter_folder, or remove that "
+            "file"
         )
     Checkpoint(folder)
 
@@ -117,9 +117,8 @@ def _tokenizer_of(config: RunConfig, adapter: str | Path | None):
             return AutoTokenizer.from_pretrained(adapter, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(
-                f"--adapter_folder {adapter}: its tokenizer can't be loaded "
-                f"({first_line(error)}); save it again, or take its tokenizer files away "
-                "to use the model's"
+                f"--adapter_folder {adapter}: its tokenizer can't be loaded ({first_line(error)}); save "
+                "it again, or remove its tokenizer files to use the model's"
             ) from error
     return load_tokenizer(config.model_name, **config.source)
 
@@ -151,7 +150,7 @@ def answer(config: RunConfig, options):
 
     disable_progress_bar()
     if not options.prompt:
-        raise ValueError("--prompt is empty; say what to answer")
+        raise ValueError("--prompt is empty; give a prompt")
     if any("\ud800" <= c <= "\udfff" for c in options.prompt):
         raise ValueError("--prompt is not UTF-8; convert it, or set the terminal to UTF-8")
     if options.max_new_tokens < 1:

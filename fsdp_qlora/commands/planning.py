@@ -108,15 +108,15 @@ def _asked_shape(
     typed = typed_flags(argv)
     if "world_size" in typed:
         raise ValueError(
-            f"--world_size {config.world_size}: it starts ranks here; the GPUs that are "
-            "asked about are --gpus and --nodes"
+            f"--world_size {config.world_size}: it sets the ranks to start here; use --gpus and "
+            "--nodes for the GPUs to plan for"
         )
     if options.params is None:
         return model_shape(config.model_name)
     if "model_name" in typed:
         raise ValueError(
-            f"--params {options.params} and --model_name {config.model_name} both name the "
-            "model; give one of them"
+            f"--params {options.params} and --model_name {config.model_name} both name the model; "
+            "give only one"
         )
     return shape_from_params(options.params)
 

@@ -129,7 +129,7 @@ def keep(file: Path, plan: Plan, row: Row | None):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(kept, indent=1))
     except OSError as error:
-        print(f"the plan is not kept: {error}", flush=True)
+        print(f"the plan was not saved: {error}", flush=True)
 
 
 def _as_flags(changes: dict) -> str:

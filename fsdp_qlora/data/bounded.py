@@ -40,7 +40,7 @@ class _Budget(threading.local):
         """Count a step that made `value`. Raises OverBudget."""
         size = len(value) if isinstance(value, str | list | tuple | dict) else 0
         if size > LARGEST:
-            raise OverBudget(f"it makes a text or list of over {LARGEST:,}")
+            raise OverBudget(f"it builds a text or list of over {LARGEST:,}")
         self.steps -= 1 + size // _STEP_SIZE
         if self.steps < 0:
             raise OverBudget(f"it takes over {STEPS:,} steps")
@@ -110,7 +110,7 @@ def _counted(function: Callable) -> Callable:
     def called(*args, **named):
         for value in (*args, *named.values()):
             if isinstance(value, int) and abs(value) > LARGEST:
-                raise OverBudget(f"it gives a function a number over {LARGEST:,}")
+                raise OverBudget(f"it passes a number over {LARGEST:,} to a function")
             if isinstance(value, str):
                 _budget.spend(value)
         made = function(*args, **named)
@@ -123,7 +123,7 @@ def _counted(function: Callable) -> Callable:
 def _times(left, right):
     for many, number in ((left, right), (right, left)):
         if hasattr(many, "__len__") and isinstance(number, int) and len(many) * number > LARGEST:
-            raise OverBudget(f"it makes a text or list of over {LARGEST:,}")
+            raise OverBudget(f"it builds a text or list of over {LARGEST:,}")
     if isinstance(left, int) and isinstance(right, int):
         _check_bits(left.bit_length() + right.bit_length())
     return _held(left * right)
@@ -137,12 +137,12 @@ def _power(left, right):
 
 def _check_bits(bits: int):
     if bits > _LARGEST_BITS:
-        raise OverBudget("it makes a number of thousands of digits")
+        raise OverBudget("it computes a number with thousands of digits")
 
 
 def _remainder(left, right):
     if isinstance(left, str) and re.search(r"\*|\d{6}", left):
-        raise OverBudget("it pads a text too far")
+        raise OverBudget("it pads a text too much")
     return _held(left % right)
 
 

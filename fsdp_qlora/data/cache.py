@@ -44,7 +44,7 @@ def build_or_wait(
         try:
             return load(path)
         except DamagedFile as damage:
-            print(f"--data_cache: {path} is built again: {damage}", flush=True)
+            print(f"--data_cache: rebuilding {path}: {damage}", flush=True)
     return _build(path, build, load)
 
 
@@ -53,9 +53,7 @@ def _build(path: Path, build: Callable[[Path], None], load: Callable[[Path], T])
         path.parent.mkdir(parents=True, exist_ok=True)
         _note_of(path).unlink(missing_ok=True)  # of an earlier run
     except OSError as error:
-        raise ValueError(
-            f"--data_cache {path.parent}: {error}; name a folder that can be written to"
-        ) from error
+        raise ValueError(f"--data_cache {path.parent}: {error}; give a writable folder") from error
     try:
         _write_whole(path, build)
         return _read_back(path, load)
@@ -71,8 +69,8 @@ def _read_back(path: Path, load: Callable[[Path], T]) -> T:
         return load(path)
     except DamagedFile as damage:
         raise ValueError(
-            f"--data_cache {path}: {damage}, right after it was written; check that disk, "
-            "or give another folder"
+            f"--data_cache {path}: {damage}, right after it was written; check the disk, or give "
+            "another folder"
         ) from damage
 
 
@@ -96,8 +94,8 @@ def _wait(path: Path, load: Callable[[Path], T], timeout_s: float) -> T:
             raise ValueError(text)
         if time.monotonic() > deadline:
             raise ValueError(
-                f"{path}: the writing rank has not finished it in {timeout_s:.0f} s; "
-                "see its log, or delete --data_cache and start again"
+                f"{path}: the writing rank did not finish it within {timeout_s:.0f} s; see its log, or "
+                "delete --data_cache and rerun"
             )
         time.sleep(POLL_SECONDS)
 

@@ -90,7 +90,7 @@ def padded_length(longest: int, pad_to_multiple_of: int = 1, pad_to: PadTo = Non
     widths = [pad_to] if isinstance(pad_to, int) else pad_to
     if longest > widths[-1]:
         raise ValueError(
-            f"pad_to={widths[-1]}: a row has {longest} tokens; set it to the "
-            "--context_length the rows were cut to"
+            f"pad_to={widths[-1]}: a row has {longest} tokens; set it to the --context_length that "
+            "rows were truncated to"
         )
     return widths[bisect_left(widths, longest)]

@@ -48,7 +48,7 @@ def empty_answers(messages: list[dict], excluded: set[int]) -> list[str]:
         and not turn["content"].strip()
         for number, turn in enumerate(messages)
     )
-    return ["an answer is empty, and only its end is trained"] if found else []
+    return ["an answer is empty, so only its end token is trained"] if found else []
 
 
 def untrained_reasoning(
@@ -65,7 +65,7 @@ def untrained_reasoning(
                 and thought not in text[start:end]
             ):
                 return [
-                    f"'{key}' is context only: the chat template writes it otherwise than its "
-                    "generation prompt begins it"
+                    f"'{key}' is context only: the chat template writes it differently from its generation "
+                    "prompt"
                 ]
     return []

@@ -114,7 +114,7 @@ class TokenizedDataset:
         ) as error:
             raise DamagedFile(f"it can't be read ({type(error).__name__}: {error})") from error
         if not is_whole:
-            raise DamagedFile("it holds other bytes than were written")
+            raise DamagedFile("its bytes differ from those written")
         return found
 
 
@@ -131,9 +131,9 @@ def check_vocab_size(largest: int, vocab_size: int) -> None:
     """
     if largest >= vocab_size:
         raise ValueError(
-            f"the data hold token id {largest}, but the model embeds ids below "
-            f"{vocab_size}; use the tokenizer that belongs to --model_name, or "
-            "a checkpoint whose embedding was resized for the added tokens"
+            f"the data hold token id {largest}, but the model embeds ids below {vocab_size}; use "
+            "the tokenizer of --model_name, or a checkpoint with embeddings resized for the added "
+            "tokens"
         )
 
 
@@ -244,7 +244,7 @@ def load_dataset(
         if not len(tokenized):
             raise ValueError(
                 f"--dataset {dataset}: no row is left to train on "
-                f"({tokenized.report.format_dropped()}); give rows with an answer within "
+                f"({tokenized.report.format_dropped()}); give rows whose answer fits within "
                 "--context_length"
             )
         return tokenized
@@ -298,9 +298,9 @@ def cut_and_count(
     row = Encoded(encoded.input_ids[:length], encoded.trained[:length], encoded.folded_system)
     if not row.trained.any():
         reason = (
-            f"nothing to train within {length:,} tokens (--context_length)"
+            f"no trained token within {length:,} tokens (--context_length)"
             if encoded.trained.any()
-            else "no answer to train"
+            else "no answer to train on"
         )
         return report.drop(reason, source)
     report.tell(source, encoded.notes, encoded.unread, encoded.prompt_format)

@@ -29,13 +29,13 @@ def find_files(dataset: str | Path, split: str = "train") -> list[Path]:
     if path.is_file():
         if path.suffix not in SUFFIXES:
             raise ValueError(
-                f"--dataset {dataset}: '{path.suffix}' files are not read; "
-                f"convert it to one of {', '.join(SUFFIXES)}"
+                f"--dataset {dataset}: '{path.suffix}' files are not supported; convert it to one of "
+                f"{', '.join(SUFFIXES)}"
             )
         if split != "train":
             raise ValueError(
-                f"--dataset_split {split}: {dataset} is one file and has no splits; "
-                "give the file of that split as --dataset"
+                f"--dataset_split {split}: {dataset} is a single file without splits; give the file of "
+                "that split as --dataset"
             )
         return [path]
     if path.is_dir():

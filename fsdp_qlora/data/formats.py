@@ -67,14 +67,14 @@ def row_from_record(record: dict, source: str) -> Row:
             return replace(row, unread=tuple(unread)) if unread else row
     if {"chosen", "rejected"} <= record.keys():
         raise ValueError(
-            f"{source}: chosen and rejected answers are for preference optimisation, which "
-            "is not done here (TRL does it); to train on the chosen ones alone, rename "
-            "chosen to completion, or to messages where it is a whole conversation"
+            f"{source}: chosen and rejected answers are for preference optimization, which is not "
+            "supported (see TRL); to train only on the chosen ones, rename chosen to completion, "
+            "or to messages if it is a whole conversation"
         )
     accepted = "; ".join(" + ".join(keys) for keys, _ in FORMATS)
     raise ValueError(
-        f"{source}: keys {', '.join(map(str, record)) or '(none)'} fit no format; "
-        f"rename them to one of: {accepted}"
+        f"{source}: the keys {', '.join(map(str, record)) or '(none)'} match no format; rename "
+        f"them to one of: {accepted}"
     )
 
 
@@ -105,8 +105,8 @@ def _conversation(
 def _prompt(record: dict, source: str, prompt_key: str, answer_key: str) -> Row:
     if record.get("label") is False:  # "unpaired preference" of TRL's formats, linked above
         raise ValueError(
-            f"{source}: 'label' is false, as for an answer that is not wanted (KTO), and "
-            "every answer is trained here; drop such rows, or the key if it means more"
+            f"{source}: 'label' is false, which marks a rejected answer (KTO), but training uses "
+            "every answer; drop such rows, or the key if it means something else"
         )
     prompt, answer = record[prompt_key], record[answer_key]
     if isinstance(prompt, list):

@@ -88,10 +88,9 @@ def _load_from_hub(hub_id: str, split: str, dataset: str, streaming: bool = Fals
             missing = "no such file or folder here, and " if dataset == hub_id else ""
             if unreachable:
                 raise ValueError(
-                    f"--dataset {dataset}: {missing}{unreachable}, and it is not in the "
-                    f"cache; give a file, a folder or one of {', '.join(NAMES)}, or, where "
-                    f"there is a network, fetch it with `hf download {hub_id} --repo-type "
-                    "dataset --local-dir FOLDER`"
+                    f"--dataset {dataset}: {missing}{unreachable}, and it is not in the cache; give a file, "
+                    f"a folder or one of {', '.join(NAMES)}, or download it on a machine with a network: "
+                    f"`hf download {hub_id} --repo-type dataset --local-dir FOLDER`"
                 ) from error
             raise ValueError(
                 f"--dataset {dataset}: {missing}{hub_id} (split {split}) could not be "

@@ -110,7 +110,7 @@ def render_row(row: Row, chat: ChatTemplate) -> _Rendered:
         notes = [
             *_kept(text, chat),
             *empty_answers(row.messages, set()),
-            *(["without a chat template tools are left out"] if row.tools else []),
+            *(["tools are left out, as there is no chat template"] if row.tools else []),
         ]
         return _Rendered(text, [(len(row.plain_prompt), len(text))], add_eos=True, notes=notes)
     return _render_chat(row, chat)
@@ -190,7 +190,7 @@ def _spelled_tokens(messages: list[dict], text: str, chat: ChatTemplate) -> list
     return [
         f"contents spell {', '.join(tokens)}, {what}"
         for tokens, what in (
-            (as_text, "which is trained as text there, not as the token that shapes turns"),
+            (as_text, "which is trained as text, not as a control token"),
             (kept, "which stays a special token there"),
         )
         if tokens
@@ -221,7 +221,7 @@ def _turn_span(
         return None
     before, after = around
     if not (text.startswith(before) and text.endswith(after)):
-        raise UnusableRow("the chat template alters other turns depending on an answer")
+        raise UnusableRow("the chat template changes other turns depending on an answer")
     return len(before), _end_of_turn(text, max(len(before), len(text) - len(after)), chat)
 
 
@@ -255,7 +255,7 @@ def _tool_call_span(
         if (found := text.find(token, len(before))) >= 0
     ]
     if not before or not text.startswith(before) or not ends:
-        raise UnusableRow("tool calls cannot be told apart in the text of the chat template")
+        raise UnusableRow("tool calls can't be told apart in the chat template's text")
     names = [call.get("function", call).get("name", "") for call in messages[turn]["tool_calls"]]
     if any(name not in text[len(before) : min(ends)] for name in names):
         raise UnusableRow("the chat template leaves out tool calls")
@@ -365,8 +365,7 @@ def _missing_prefix(ids: list[int], prefix: list[int]) -> list[int]:
 def _missing_eos(ids: list[int], tokenizer) -> list[int]:
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            f"tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no "
-            "eos_token, so the model could not learn to stop; set eos_token in its "
-            "tokenizer_config.json"
+            f"tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no eos_token, so "
+            "the model can't learn to stop; set eos_token in its tokenizer_config.json"
         )
     return [] if ids[-1:] == [tokenizer.eos_token_id] else [tokenizer.eos_token_id]

@@ -64,8 +64,8 @@ def read_messages(turns, source: str, key: str) -> tuple[list[dict], frozenset[i
             excluded.add(number)
         elif switches and message["role"] != "assistant":
             notes.append(
-                f"'{next(iter(switches))}' asks to train {message['role']} turns, and only "
-                "assistant turns are trained"
+                f"'{next(iter(switches))}' asks to train {message['role']} turns, but only assistant "
+                "turns can be trained"
             )
         messages.append(message)
     return messages, frozenset(excluded), notes
@@ -128,7 +128,7 @@ def _turn(turn: dict, source: str) -> tuple[dict, dict]:
     role_key, content_key = ("role", "content") if "role" in turn else ("from", "value")
     role = _SHAREGPT_ROLES.get(turn[role_key], turn[role_key])
     if role not in ROLES:
-        raise ValueError(f"{source}: role {role!r} is not known; use one of {', '.join(ROLES)}")
+        raise ValueError(f"{source}: unknown role {role!r}; use one of {', '.join(ROLES)}")
     rest = {
         key: value
         for key, value in turn.items()
@@ -137,8 +137,8 @@ def _turn(turn: dict, source: str) -> tuple[dict, dict]:
     for key in _PARTIAL_SWITCHES:
         if rest.get(key):
             raise ValueError(
-                f"{source}: '{key}' trains parts of a turn, which is not done here; split "
-                'the turn, or set "train" of the whole turn'
+                f"{source}: '{key}' trains parts of a turn, which is not supported; split the turn, or "
+                'set "train" for the whole turn'
             )
     switches = {key: rest.pop(key) for key in _SWITCHES if key in rest}
     if calls := _tool_calls(rest, source):
@@ -153,8 +153,8 @@ def _is_on(value, key: str, source: str) -> bool:
     if value in (0, 1):
         return bool(value)
     raise ValueError(
-        f"{source}: '{key}' is {value!r:.40}; expected 1 or true for a turn that is "
-        "trained, 0 or false for one that is not"
+        f"{source}: '{key}' is {value!r:.40}; expected 1 or true to train on the turn, 0 or "
+        "false not to"
     )
 
 
@@ -165,7 +165,7 @@ def _content(content, source: str) -> str:
     if not isinstance(content, list):
         return checked_text(content, source, "content")
     if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
-        raise ValueError(f"{source}: 'content' holds parts other than text; only text is trained")
+        raise ValueError(f"{source}: 'content' has parts other than text; only text is supported")
     return "".join(checked_text(part.get("text"), source, "text") for part in content)
 
 
@@ -215,8 +215,8 @@ def checked_text(value, source: str, key: str) -> str:
     if not isinstance(value, str):
         found = "null" if value is None else f"{type(value).__name__} {str(value)[:40]}"
         raise ValueError(
-            f"{source}: '{key}' is {found}; expected text in quotes (drop the row, "
-            'or write "" where it is empty)'
+            f"{source}: '{key}' is {found}; expected text in quotes (drop the row, or write \"\" if "
+            "it is empty)"
         )
     try:
         value.encode("utf-8")

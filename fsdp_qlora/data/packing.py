@@ -30,8 +30,8 @@ def pack(lengths: Sequence[int], capacity: int, seed: int | list[int] = 0) -> li
     lengths = np.asarray(lengths, dtype=np.int64)
     if lengths.max(initial=0) > capacity:
         raise ValueError(
-            f"packing: a row of {lengths.max()} tokens does not fit a bin of "
-            f"{capacity}; pack to the --context_length the rows were cut to"
+            f"packing: a row of {lengths.max()} tokens does not fit a bin of {capacity}; pack to "
+            "the --context_length that rows were truncated to"
         )
     shuffled = np.random.default_rng(seed).permutation(len(lengths))
     longest_first = shuffled[np.argsort(-lengths[shuffled], kind="stable")]

@@ -66,15 +66,15 @@ def parse_json(data: bytes, path: Path, first_line: int):
     except UnicodeDecodeError as error:
         line = first_line + data.count(b"\n", 0, error.start)
         raise ValueError(
-            f"{path}:{line}: byte 0x{data[error.start]:02x} is not UTF-8; convert the "
-            f"file, say: iconv -f ISO-8859-1 -t UTF-8 {path.name}"
+            f"{path}:{line}: byte 0x{data[error.start]:02x} is not UTF-8; convert the file, for "
+            f"example: iconv -f ISO-8859-1 -t UTF-8 {path.name}"
         ) from None
     except json.JSONDecodeError as error:
         line = first_line + error.lineno - 1
         raise ValueError(f"{path}:{line}: column {error.colno}: {_json_fault(error)}") from None
     except RecursionError:
         raise ValueError(
-            f"{path}:{first_line}: lists or objects are nested too deeply to be read; drop the row"
+            f"{path}:{first_line}: lists or objects are nested too deeply; drop the row"
         ) from None
     except ValueError:  # Python reads no integer of more than 4,300 digits
         raise ValueError(
@@ -109,8 +109,8 @@ def _json_fault(error: json.JSONDecodeError) -> str:
             "write it as \\n or \\t (json.dumps does)"
         )
     if error.msg.startswith("Extra data"):
-        return "more follows after the record; write one JSON object a line"
-    return f"not JSON ({error.msg}); write one JSON object a line, or one list in a .json file"
+        return "extra text after the record; write one JSON object per line"
+    return f"not JSON ({error.msg}); write one JSON object per line, or one list in a .json file"
 
 
 def import_for_data(module: str, dataset: str | Path):

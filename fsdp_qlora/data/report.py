@@ -130,8 +130,9 @@ class DataReport:
             )
         if self.rows_with_folded_system:
             lines.append(
-                f"  folded the system message into the first user turn in "
-                f"{counted(self.rows_with_folded_system, 'row')}: the chat template takes none"
+                "  folded the system message into the first user turn in "
+                f"{counted(self.rows_with_folded_system, 'row')}: the chat template takes no system "
+                "message"
             )
         lines += [
             f"  {counted(said.rows, 'row')}: {note} ({_named(said)})"
@@ -139,7 +140,7 @@ class DataReport:
         ]
         if self.unread:
             lines.append(
-                "  fields that nothing is made of: "
+                "  unused fields: "
                 + ", ".join(
                     f"{name} ({counted(rows, 'row')})" for name, rows in self.unread.items()
                 )

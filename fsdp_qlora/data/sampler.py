@@ -176,8 +176,8 @@ def check_same(state: dict, sampler, names: dict[str, str]):
         if state.get(name) != getattr(sampler, name):
             raise ValueError(
                 f"resume: {flag} was {state.get(name)} in the checkpoint and is "
-                f"{getattr(sampler, name)} now, so rows would be repeated or left "
-                "out; use the old value, or start a new run"
+                f"{getattr(sampler, name)} now, which would repeat or skip rows; use the old value, or "
+                "start a new run"
             )
 
 

@@ -146,8 +146,8 @@ class StreamSampler:
         check_same(state, self, self.same)
         if missing := set(PLACE) - state.keys():
             raise ValueError(
-                f"resume: the checkpoint's place in the stream has no {min(missing)}, as "
-                "an earlier version wrote it; start a new run"
+                "resume: an earlier version wrote the checkpoint's stream position, without "
+                f"{min(missing)}; start a new run"
             )
         self.go_to(*(state[name] for name in PLACE))
 
@@ -387,9 +387,8 @@ class StreamLoader:
     def _check_any(self, rows: int) -> None:
         if not rows:
             raise ValueError(
-                "--dataset: no row is left to train on "
-                f"({self.full_report().format_dropped()}); give rows with an answer within "
-                "--context_length"
+                f"--dataset: no row is left to train on ({self.full_report().format_dropped()}); give "
+                "rows whose answer fits within --context_length"
             )
 
 

@@ -51,8 +51,8 @@ class ChatTemplate:
     def __init__(self, tokenizer):
         if not tokenizer.is_fast:
             raise ValueError(
-                f"tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no "
-                "tokenizer.json, which the exact marking of answers needs; convert it with "
+                f"tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no tokenizer.json, "
+                "which is needed to find the answers' tokens exactly; convert it with "
                 "AutoTokenizer.from_pretrained(...).save_pretrained(...) on a recent transformers"
             )
         self.tokenizer = tokenizer
@@ -99,8 +99,8 @@ class ChatTemplate:
         self.overruns += 1
         if self.overruns > _OVERRUNS:
             raise ValueError(
-                f"the chat template of --model_name runs out of bounds on row after row "
-                f"({reason}); use another tokenizer or template"
+                f"the chat template of --model_name exceeds its limits on row after row ({reason}); use "
+                "another tokenizer or template"
             ) from None
 
     def fit(self, messages: list[dict], tools: list | None = None) -> tuple[list[dict], str]:

@@ -194,8 +194,8 @@ class AdapterFolder:
                 module = module.removesuffix(".modules_to_save")
                 if "lora_" in name or leaf not in ("weight", "bias"):
                     self.refuse(
-                        f"it holds {key}, which is no part of an adapter known here; merge it "
-                        "with PEFT's merge_and_unload"
+                        f"it holds {key}, which is not part of a supported adapter; merge it with PEFT's "
+                        "merge_and_unload"
                     )
                 change_of(module, leaf).replacement = key
         for change in changes.values():
@@ -242,14 +242,16 @@ class AdapterFolder:
             what = "lacks" if missing <= wanted else "has, without use_dora,"
             self.refuse(f"{change.module} {what} {' and '.join(sorted(missing))}; save it again")
         if change.embedding and "magnitude" in change.parts:
-            self.refuse(f"{change.module} is an embedding with DoRA, which can't be merged here")
+            self.refuse(
+                f"{change.module} is an embedding with DoRA, which this merge does not support"
+            )
         stored = self.shape(change.parts["A"])[0], self.shape(change.parts["B"])[1]
         if change.experts:
             change.experts, rank = stored[0] // rank, stored[0] // rank * rank
         if stored != (rank, rank):
             self.refuse(
-                f"{change.module} has rank {stored[0]} in A and {stored[1]} in B, and "
-                f"{CONFIG_FILE} says {rank}; the two files are of different adapters"
+                f"{change.module} has rank {stored[0]} in A and {stored[1]} in B, and {CONFIG_FILE} "
+                f"says {rank}; the two files belong to different adapters"
             )
 
     def effect(self, change: Change, shape: tuple[int, ...]) -> Delta | _Shift | None:
@@ -278,8 +280,8 @@ class AdapterFolder:
         out, wide = self.shape(change.parts["B"])[0], self.shape(change.parts["A"])[1]
         if len(shape) == 3 and shape != (change.experts, out, wide) or shape[-1] != wide:
             self.refuse(
-                f"{change.module} is for {change.experts} experts of shape {(out, wide)}, and "
-                f"the base has {shape}; give the model that the adapter was trained on"
+                f"{change.module} is for {change.experts} experts of shape {(out, wide)}, but the base "
+                f"has {shape}; give the model that the adapter was trained on"
             )
 
     def delta(self, change: Change, shape: tuple[int, ...]) -> Delta:
@@ -301,8 +303,8 @@ class AdapterFolder:
         transposed = change.embedding or square or shape != plain
         if shape != (plain[::-1] if transposed else plain):
             self.refuse(
-                f"{change.module} is for a weight of shape {plain}, and the base's is {shape}; "
-                "give the model that the adapter was trained on"
+                f"{change.module} is for a weight of shape {plain}, but the base's is {shape}; give the "
+                "model that the adapter was trained on"
             )
         return transposed
 
@@ -318,7 +320,7 @@ def read_adapter_config(folder: Path) -> dict:
     try:
         config = from_json(path.read_text())
         if config.get("peft_type") != "LORA":
-            raise ValueError(f"peft_type is {config.get('peft_type')}, and only LORA is known here")
+            raise ValueError(f"peft_type is {config.get('peft_type')}, but only LORA is supported")
         config = {**LoraConfig().to_dict(), **config}
         _check_values(config)
     except (ValueError, AttributeError) as error:
@@ -371,13 +373,13 @@ def _check_supported(folder: Path, config: dict):
         if name in _HONOURED | _TRAINING_ONLY or not value or value == defaults.get(name):
             continue
         raise ValueError(
-            f"--adapter_folder {folder}: {CONFIG_FILE} sets {name}, which can't be merged "
-            "here; use PEFT's merge_and_unload"
+            f"--adapter_folder {folder}: {CONFIG_FILE} sets {name}, which this merge does not "
+            "support; use PEFT's merge_and_unload"
         )
     if config["init_lora_weights"] not in INITS:
         raise ValueError(
-            f"--adapter_folder {folder}: it began as {config['init_lora_weights']}, which "
-            "also changed the base; save it with PEFT's "
+            f"--adapter_folder {folder}: it was initialized with {config['init_lora_weights']}, "
+            "which also changed the base; save it with PEFT's "
             "path_initial_model_for_weight_conversion first"
         )
 

@@ -54,7 +54,7 @@ def convert_adapter(
     """
     output_dir = Path(output_dir)
     if output_dir.exists():
-        raise ValueError(f"--output_dir {output_dir} is there already; give a new folder")
+        raise ValueError(f"--output_dir {output_dir} already exists; give a new folder")
     state, left_out = _read_original(weights)
     model = meta_model(read_config(model_name), torch.bfloat16)
     modules = {name.rpartition(".lora_")[0] for name in state if ".lora_A." in name}
@@ -72,7 +72,7 @@ def convert_adapter(
     print(
         f"adapter of {len(modules)} layers in {output_dir}: rank {config.r}, alpha {config.lora_alpha}"
         + (", DoRA" if config.use_dora else "")
-        + (f"; {left_out} tensors of the base left out" if left_out else "")
+        + (f"; left out {left_out} tensors of the base" if left_out else "")
     )
     return output_dir
 
@@ -97,8 +97,8 @@ def _read_original(weights: str | Path) -> tuple[dict[str, Tensor], int]:
         path = path / ORIGINAL_FILE
     if not path.is_file():
         raise ValueError(
-            f"--weights {weights}: no such file; give what the original script saved, its "
-            f"{ORIGINAL_FILE} or the folder with it"
+            f"--weights {weights}: no such file; give the {ORIGINAL_FILE} that the original script "
+            "saved, or its folder"
         )
     state: dict[str, Tensor] = {}
     try:
@@ -121,7 +121,7 @@ def _read_original(weights: str | Path) -> tuple[dict[str, Tensor], int]:
     if not any(".lora_A." in name for name in state):
         raise ValueError(
             f"--weights {weights}: it holds no adapter of the original script (no lora_AB, "
-            "dora_layer or lora_A); after full fine-tuning or Llama-Pro there is none"
+            "dora_layer or lora_A); full fine-tuning and Llama-Pro save none"
         )
     return state, len(names) - len(state)
 
@@ -163,8 +163,8 @@ def peft_config(
     ranks = {t.shape[0] for name, t in state.items() if ".lora_A." in name}
     if len(ranks) > 1:
         raise ValueError(
-            f"--weights: ranks {', '.join(map(str, sorted(ranks)))} in one adapter; the "
-            "original script gave all layers one"
+            f"--weights: ranks {', '.join(map(str, sorted(ranks)))} in one adapter; the original "
+            "script uses one rank for all layers"
         )
     (rank,), use_dora = ranks, any("magnitude" in name for name in state)
     last = {name.rpartition(".")[2] for name in modules}

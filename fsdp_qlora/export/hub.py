@@ -43,7 +43,7 @@ def push_folder(
     folder = Path(folder)
     if not any((folder / name).is_file() for name in ("adapter_config.json", "config.json")):
         raise ValueError(
-            f"--folder {folder}: no adapter or model there; give what training or merge "
+            f"--folder {folder}: no adapter or model there; give a folder that training or merge "
             "saved, such as output/adapter"
         )
     files = [
@@ -51,13 +51,13 @@ def push_folder(
     ]
     left = sorted(p.name for p in folder.iterdir() if p.is_file() and p not in files)
     if why := why_offline():
-        raise ValueError(f"--repo {repo}: {why}; push it where there is a network")
+        raise ValueError(f"--repo {repo}: {why}; push from a machine with a network")
     api = HfApi(library_name="fsdp_qlora")
     try:
         url = api.create_repo(repo, private=private, exist_ok=True)
         if private and not api.repo_info(repo).private:
             raise ValueError(
-                f"--repo {repo} is public already; add --private false to publish there"
+                f"--repo {repo} is already public; add --private false to publish there"
             )
         operations = [
             CommitOperationAdd(str(path.relative_to(folder)), content(path)) for path in files

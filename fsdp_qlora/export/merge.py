@@ -98,7 +98,7 @@ def merge_adapter(
     """
     started, output_dir = time.perf_counter(), Path(output_dir)
     if output_dir.exists():
-        raise ValueError(f"--output_dir {output_dir} is there already; give a new folder")
+        raise ValueError(f"--output_dir {output_dir} already exists; give a new folder")
     plan = _plan_merge(
         open_base(model_name, revision), adapter_folder, merge_base, base_quant, merge_format, dtype
     )
@@ -127,8 +127,8 @@ def _plan_merge(
     """Read what is needed of base and adapter, and match them. Raises ValueError."""
     if adapter_folder is None and merge_format != "bnb4":
         raise ValueError(
-            "--adapter_folder is missing; give the folder that training saved, or "
-            "--merge_format bnb4 to write the base in 4 bits"
+            "--adapter_folder is missing; give the folder that training saved, or --merge_format "
+            "bnb4 to save the base in 4 bits"
         )
     adapter = AdapterFolder(adapter_folder) if adapter_folder else None
     choose_base(base, merge_base, base_quant, adapter_folder)
@@ -183,8 +183,8 @@ def _changes_of_experts(
         row += math.prod(base.shapes[part][:-1])
     if row != change.experts * (out := adapter.shape(change.parts["B"])[0]):
         adapter.refuse(
-            f"{name} is for {change.experts} experts of {out} outputs, and the base's have "
-            f"{row} in all; give the model that it was trained on"
+            f"{name} is for {change.experts} experts of {out} outputs, but the base's have {row} in "
+            "total; give the model that it was trained on"
         )
     return found
 
@@ -193,8 +193,8 @@ def _refuse_unknown(adapter: AdapterFolder, name: str, change: Change, base: Bas
     """Say which tensor is not there, and what may have been meant."""
     if change.added:
         adapter.refuse(
-            f"{change.module} has a bias of its own (lora_bias), and the base's layer has "
-            "none to add it to; it can't be merged"
+            f"{change.module} has a trained bias (lora_bias), but the base's layer has no bias to "
+            "add it to; it can't be merged"
         )
     near = "".join(f" (it has {n})" for n in get_close_matches(name, base.shapes, 1))
     adapter.refuse(
@@ -226,7 +226,7 @@ def _check_shapes(plan: _MergePlan):
         if name in (base.find(base.embedding), base.find(base.head), base.head):
             ends[name] = shape[0]
         elif shape != expected:
-            plan.refuse(f"{name} has shape {shape}, and the base's is {expected}")
+            plan.refuse(f"{name} has shape {shape}, but the base's is {expected}")
     if len(set(ends.values())) > 1:
         plan.refuse(" and ".join(f"{name} has {rows} rows" for name, rows in ends.items()))
     if ends and (rows := ends.popitem()[1]) != base.config.vocab_size:
@@ -297,13 +297,11 @@ def _describe_result(plan: _MergePlan, folder: Path, seconds: float) -> str:
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     changed = sum(o.change is not None for o in plan.outputs.values())
     form = (
-        "linear weights rounded to nf4, which base and adapter were not"
+        "linear weights rounded to nf4, unlike base and adapter"
         if plan.packed
         else str(plan.dtype).removeprefix("torch.")
     )
-    untied = (
-        "; the head is a tensor of its own now" if "tie_word_embeddings" in plan.settings else ""
-    )
+    untied = "; lm_head is now a separate tensor" if "tie_word_embeddings" in plan.settings else ""
     return (
         f"merged model in {folder}: {size / 1e9:.2f} GB, {changed} of {len(plan.outputs)} tensors "
         f"changed, {form}, {seconds:.0f} s{untied}"

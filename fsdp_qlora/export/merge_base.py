@@ -121,8 +121,8 @@ def open_base(name: str, revision: str | None = None) -> BaseModel:
     kind = kind_of(config.to_dict().get("quantization_config"))
     if kind not in (None, "bitsandbytes"):
         raise ValueError(
-            f"--model_name {name}: its weights are quantized with {kind}, which can't be "
-            "merged into; give the 16-bit model it was made from"
+            f"--model_name {name}: its weights are quantized with {kind}, which can't be merged; "
+            "give the 16-bit model it was made from"
         )
     meta = quantize_linears(meta_model(config, torch.bfloat16), "nf4")
     names = {id(m): n for n, m in meta.named_modules()}
@@ -159,12 +159,12 @@ def choose_base(base: BaseModel, merge_base: str, quant: str, adapter: str | Pat
         return
     if not wanted.is_known:
         fault = (
-            "the adapter's folder does not say what it was trained on"
+            "the adapter folder does not say what it was trained on"
             if wanted.quant == "none"
-            else f"it was trained on {wanted}, which can't be repeated here"
+            else f"it was trained on {wanted}, which can't be reproduced here"
         )
         raise ValueError(
-            f"--merge_base {merge_base}: {fault}; add --base_quant nf4, or another, or use "
+            f"--merge_base {merge_base}: {fault}; add --base_quant nf4 (or another format), or use "
             "--merge_base original"
         )
     base.round_to = wanted

@@ -82,8 +82,8 @@ def _stop_at_ends_of(folder: Path):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         print(
-            f"warning: the adapter's tokenizer can't be loaded ({first_line(error)}), so nothing was "
-            "added to the stops in generation_config.json"
+            f"warning: the adapter's tokenizer can't be loaded ({first_line(error)}), so "
+            "generation_config.json gets no additional stop tokens"
         )
         return
     stop_at_trained_ends(folder, tokenizer)

@@ -106,8 +106,8 @@ def save_adapter(
     parameters = trainable_parameters(model)
     if not parameters:
         raise ValueError(
-            f"{folder}: no weight of the adapter is trained, so there is nothing to save; "
-            "call model.set_adapter(NAME), which unfreezes it"
+            f"{folder}: no adapter weight is trainable, so there is nothing to save; call "
+            "model.set_adapter(NAME) to unfreeze it"
         )
     saved_names(model), saved_config(model)  # raise on every rank what rank 0 would alone
     state = dict(gathered(parameters))

@@ -24,7 +24,7 @@ _TENSOR = re.compile(
 
 # A setting that is not taken -> what vLLM says of it.
 _NOT_TAKEN = {
-    "modules_to_save": "modules trained whole (modules_to_save)",
+    "modules_to_save": "modules trained in full (modules_to_save)",
     "use_dora": "DoRA (use_dora)",
     "lora_bias": "biases of B (lora_bias)",
     "use_qalora": "QALoRA (use_qalora)",

@@ -141,7 +141,7 @@ LINES = {
     "latin 1": (b'{"prompt": "caf\xe9", "completion": "b"}', "UTF-8"),
     "NaN": (b'{"prompt": NaN, "completion": "b"}', "'prompt' is float nan"),
     "a list": (b"[1, 2]", "expected an object"),
-    "no such keys": (b'{"q": "a", "a": "b"}', "fit no format"),
+    "no such keys": (b'{"q": "a", "a": "b"}', "match no format"),
 }
 
 

@@ -168,7 +168,7 @@ def test_a_host_that_is_cut_off_ends_all_ranks_and_the_run_goes_on_with_another_
         hosts.cable(1, "up")
         second = Ranks(hosts, 2, tmp_path / "second", run.argv, whole.argv, main_host=1)
         assert second.codes() == [0] * 4, second.text(0)
-    assert "on host0: copied from there" in second.text(0) and "resumed from" in second.text(0)
+    assert "copied the newest checkpoint" in second.text(0) and "resumed from" in second.text(0)
     _, *undisturbed = outcome(disks[1] / "whole")
     figures, *weights = outcome(disks[1] / "out")
     assert weights == undisturbed and [f[1] for f in figures if f[0] == "step"] == [*range(1, 25)]

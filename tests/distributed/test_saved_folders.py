@@ -246,7 +246,7 @@ def test_generate_reads_no_pickle(runs, tmp_path, capsys, monkeypatch):
     assert "adapter_model.safetensors can't be read" in refused(capsys, adapter)
     base = shutil.copytree(runs / "chat", tmp_path / "both")
     shutil.copy(adapter / "adapter_config.json", base)
-    assert "holds an adapter_config.json" in refused(capsys, "--model_name", base)
+    assert "contains an adapter_config.json" in refused(capsys, "--model_name", base)
     assert not opened
 
 
