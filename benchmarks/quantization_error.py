@@ -14,10 +14,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fsdp_qlora.choices import FORMATS
 from fsdp_qlora.loading import checkpoint_folder
 from fsdp_qlora.loading.weight_files import Checkpoint
 from fsdp_qlora.quantization.absmax import ABSMAX_DTYPES
-from fsdp_qlora.quantization.formats import FORMATS, dequantize_rows, quantize_rows
+from fsdp_qlora.quantization.formats import dequantize_rows, quantize_rows
 
 
 def random_weights(rows: int) -> dict[str, list[Tensor]]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from . import __version__
 from .bench.command import bench_command
+from .choices import FORMATS
 from .commands.calibrate import calibrate_command
 from .commands.doctor import doctor_command
 from .commands.export import DELIVERY
@@ -20,7 +21,6 @@ from .commands.planning import GUIDE
 from .commands.report import report_command
 from .config import RunConfig
 from .config.flags import Parser, boolean, given_settings, parse, parse_own, with_named_words
-from .config.options import BASE_QUANTS
 from .config.settings import opt
 from .lifecycle.closed_terminal import outlive_terminal
 from .lifecycle.notify import told_at_end
@@ -89,7 +89,7 @@ class GenerateOptions:
     base_quant: str = opt(
         "auto",
         "format of the base weights; auto = as in training",
-        choices=("auto", "none", *BASE_QUANTS),
+        choices=("auto", "none", *FORMATS),
     )
 
 

@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_qlora.choices import OPTIMIZERS, POLICIES, STRATEGIES
+from fsdp_qlora.choices import FORMATS, OPTIMIZERS, POLICIES, STRATEGIES
 from fsdp_qlora.optim import build_optimizer
+from fsdp_qlora.quantization.formats import quantize_rows
 
 PACKAGE = Path(__file__).parents[1] / "fsdp_qlora"
-TABLES = dict(STRATEGIES=STRATEGIES, OPTIMIZERS=OPTIMIZERS, POLICIES=POLICIES)
+TABLES = dict(STRATEGIES=STRATEGIES, OPTIMIZERS=OPTIMIZERS, POLICIES=POLICIES, FORMATS=FORMATS)
 optimizers = pytest.mark.parametrize("row", OPTIMIZERS.values(), ids=lambda row: row.name)
 
 
@@ -64,6 +65,15 @@ def test_an_optimizer_keeps_small_updates_of_bf16_weights_if_its_row_says_so(row
     model.weight.grad = torch.ones_like(model.weight)
     optimizer.step()
     assert bool((model.weight != 1).any()) == row.rounds_stochastically
+
+
+@pytest.mark.parametrize("row", FORMATS.values(), ids=lambda row: row.name)
+@pytest.mark.parametrize("absmax_dtype, size", [("fp32", 4), ("int8", 1)])
+def test_a_formats_bytes_are_those_of_its_row(row, absmax_dtype, size):
+    packed, scales = quantize_rows(torch.randn(3, 256), row.name, absmax_dtype)
+    assert packed[0].nbytes == 256 * row.bits / 8
+    of_blocks = 256 / 64 * row.scales * size  # 8-bit scales have the range of their row beside them
+    assert of_blocks <= scales[0].nbytes <= of_blocks + (0 if size == 4 else 4 + 4 * row.scales)
 
 
 def test_a_resharding_strategy_has_the_mesh_of_the_other():
@@ -195,6 +205,7 @@ from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.reference import schema
 from fsdp_qlora.config.without_effect import settings_without_effect
 from fsdp_qlora.optim import build_optimizer
+from fsdp_qlora.quantization.formats import quantize_rows
 model = torch.nn.Linear(2, 1, bias=False)
 torch.nn.init.ones_(model.weight)
 optimizer = build_optimizer(model, "sign_sgd", lr=0.25)

@@ -221,3 +221,8 @@ def test_what_can_not_be_converted_is_said_in_one_line(tmp_path, capsys):
         )
         (line,) = [s for s in capsys.readouterr().err.splitlines() if s.startswith("error: ")]
         assert part in line and "--" in line and not out.exists()
+
+
+def test_a_train_type_that_the_original_script_did_not_have_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="--train_type galore: choose full, lora"):
+        convert_adapter(tmp_path, tmp_path / "adapter", "base", train_type="galore")

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_qlora.choices import FORMATS
 from fsdp_qlora.export import RUN_FILE
 from fsdp_qlora.export.quantized_base import trained_quant
 from fsdp_qlora.quantization import hqq
 from fsdp_qlora.quantization.absmax import decode_absmax
-from fsdp_qlora.quantization.formats import FORMATS, dequantize_rows, quantize_rows
+from fsdp_qlora.quantization.formats import dequantize_rows, quantize_rows
 from fsdp_qlora.quantization.quantize import QuantLinear, frozen_linear
 
 torch.set_num_threads(1)

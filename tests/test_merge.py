@@ -12,12 +12,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
+from fsdp_qlora.choices import FORMATS
 from fsdp_qlora.cli import main
 from fsdp_qlora.commands.generate import load_for_inference
-from fsdp_qlora.config.options import BASE_QUANTS
 from fsdp_qlora.export import ShardWriter
 from fsdp_qlora.export.merge import merge_adapter
-from fsdp_qlora.quantization.formats import FORMATS
 
 from .tiny import TARGETS, save_tiny
 from .tokenizers import CHATML, save_tokenizer
@@ -307,10 +306,6 @@ def test_any_format_of_training_can_be_named_for_an_adapter_that_does_not_say_it
     with torch.no_grad():
         live = PeftModel.from_pretrained(model, adapter)(IDS).logits
     torch.testing.assert_close(logits(tmp_path / "merged"), live, rtol=1e-4, atol=1e-4)
-
-
-def test_the_names_of_formats_on_the_command_line_are_those_that_there_are():
-    assert set(BASE_QUANTS) == set(FORMATS)
 
 
 def test_the_original_base_is_taken_when_asked_for_and_said(qlora, tmp_path, capsys):

@@ -4,11 +4,22 @@ A row holds every fact that flags, checks, the estimate, the planner and the cod
 name, so that a new one is its row and the module that does the work. What does the work is named as
 "module:name" in the row and imported when it is built.
 
-Modules, each importing only from those before it: strategies, optimizers, policies.
+Modules, each importing only from those before it: strategies, optimizers, formats,
+policies.
 """
 
+from .formats import FORMATS, Format
 from .optimizers import OPTIMIZERS, Optimizer
 from .policies import POLICIES, Policy
 from .strategies import STRATEGIES, Strategy
 
-__all__ = ["OPTIMIZERS", "POLICIES", "STRATEGIES", "Optimizer", "Policy", "Strategy"]
+__all__ = [
+    "FORMATS",
+    "OPTIMIZERS",
+    "POLICIES",
+    "STRATEGIES",
+    "Format",
+    "Optimizer",
+    "Policy",
+    "Strategy",
+]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..choices import FORMATS
 from ..config.flags import parse_alone, with_named_words
-from ..config.options import BASE_QUANTS
 from ..config.settings import opt
 
 
@@ -39,7 +39,7 @@ class _MergeOptions:
     base_quant: str = opt(
         "auto",
         "format of a dequantized base; auto = from the adapter folder",
-        choices=("auto", *BASE_QUANTS),
+        choices=("auto", *FORMATS),
     )
     merge_format: str = opt(
         "safetensors",

@@ -15,6 +15,7 @@ from typing import get_type_hints
 
 from fastcore.basics import listify
 
+from ..choices import FORMATS
 from .lists import TERMINAL_FORMS, block_numbers, module_pattern, policy_names, token_list
 from .settings import AUTO, changed_settings, parts_of, shown, type_name
 
@@ -155,7 +156,8 @@ def _check_products(config):
             "--compute_dtype fp8 applies to frozen weights, and --train_type full has none; leave "
             "it out"
         )
-    if config.compute_dtype == "fp8" and config.quant in ("int8", "hqq"):
+    form = FORMATS.get(config.quant_type)
+    if config.compute_dtype == "fp8" and form and not form.has_kernels:
         raise ValueError(
             f"--compute_dtype fp8 does not support --quant {config.quant}; use nf4, fp4 or none, or "
             "leave --compute_dtype out"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..choices import OPTIMIZERS, POLICIES, STRATEGIES
+from ..choices.formats import N_BITS, QUANTS
 from .settings import AUTO, DEFINES_WEIGHTS, MAY_CHANGE, MUST_MATCH, RUN_LENGTH, opt
 
 # Of a precision: what is stored, and what autocast multiplies in, if it is on.
@@ -19,9 +20,6 @@ PRECISIONS = {
     "fp16_autocast": ("fp32", "fp16"),
     "bf16_buffers_autocast": ("bf16", "bf16"),
 }
-
-# What linear weights can have been rounded to in training: the formats of `quantization.formats`.
-BASE_QUANTS = ("nf4", "fp4", "int8", "hqq8", "hqq4", "hqq3", "hqq2")
 
 # A train_type of the original script is shorthand for (quant, adapter): the two are independent.
 TRAIN_TYPES = {
@@ -69,7 +67,7 @@ class ModelOptions:
     quant: str = opt(
         "auto",
         "format of the frozen linear weights; auto = from --train_type",
-        choices=("auto", "none", "nf4", "fp4", "int8", "hqq"),
+        choices=("auto", "none", *QUANTS),
         on_resume=DEFINES_WEIGHTS,
     )
     absmax_dtype: str = opt(
@@ -140,7 +138,7 @@ class ModelOptions:
         or_auto=True,
     )
     n_bits: int = opt(
-        4, "bits per weight with --quant hqq", choices=(8, 4, 3, 2), on_resume=DEFINES_WEIGHTS
+        4, "bits per weight with --quant hqq", choices=N_BITS, on_resume=DEFINES_WEIGHTS
     )
 
 

@@ -13,6 +13,7 @@ from importlib import metadata
 from typing import Any
 
 from ..choices import STRATEGIES, Strategy
+from ..choices.formats import format_name
 from .checks import (
     check_choices,
     check_data_together,
@@ -92,8 +93,8 @@ class RunConfig(
 
     @property
     def quant_type(self) -> str:
-        """The format of frozen weights with its number of bits, as `formats.FORMATS` names it."""
-        return f"hqq{self.n_bits}" if self.quant == "hqq" else self.quant
+        """The format of frozen weights with its number of bits, as `choices.FORMATS` names it."""
+        return format_name(self.quant, self.n_bits)
 
     @property
     def strategy(self) -> Strategy:

@@ -10,7 +10,7 @@ Letters: N tokens, I inputs, O outputs and R rank of an adapted layer.
 from __future__ import annotations
 
 from ..catalog.arch import ModelShape
-from ..choices import POLICIES
+from ..choices import FORMATS, POLICIES
 from . import constants
 from .experts import adapted_experts
 from .flops import adapted_linears, rerun_linears
@@ -28,7 +28,8 @@ def form(setup: Setup, rank: int) -> str:
     """How an adapter of this rank is applied: merged into W, joined to an fp8 product, or added."""
     if setup.compute_dtype == "fp8":
         return "joined"
-    fits = setup.quant in ("nf4", "fp4") and rank <= _MERGED_RANK and setup.product_bytes == 2
+    has_kernels = setup.quant != "none" and FORMATS[setup.quant].has_kernels
+    fits = has_kernels and rank <= _MERGED_RANK and setup.product_bytes == 2
     return "merged" if fits and not setup.lora_dropout else "added"
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ..catalog.arch import ModelShape
-from ..choices import OPTIMIZERS
+from ..choices import FORMATS, OPTIMIZERS
 from .experts import adapted_experts
 from .setup import BYTES, Setup
 
@@ -155,14 +155,12 @@ def _fp8_columns(rank: int) -> int:
 
 def packed_bits(quant: str) -> int:
     """Bits of a quantized value, without its scale (quantization/formats.py)."""
-    return {"nf4": 4, "fp4": 4, "int8": 8}.get(quant) or int(quant.removeprefix("hqq"))
+    return FORMATS[quant].bits
 
 
 def scale_bytes(blocks: int, setup: Setup) -> int:
     """Bytes of a row's scales: one number a block, HQQ has two; in 8 bits a row adds its range."""
-    if setup.quant.startswith("hqq"):
-        return 2 * blocks * setup.absmax_bytes
-    return blocks * setup.absmax_bytes
+    return FORMATS[setup.quant].scales * blocks * setup.absmax_bytes
 
 
 def as_given(targets):

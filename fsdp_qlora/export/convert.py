@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..atomic_files import complete_folder
+from ..config.options import TRAIN_TYPES
 from ..loading import first_line, meta_model, read_config
 from .adapter_folder import WEIGHTS_FILE
 from .save import RUN_FILE, save_peft_config
@@ -52,6 +53,7 @@ def convert_adapter(
 
     Raises ValueError naming the flag. The folder appears when it is complete.
     """
+    quant = _quant_of(train_type) if train_type else None
     output_dir = Path(output_dir)
     if output_dir.exists():
         raise ValueError(f"--output_dir {output_dir} already exists; give a new folder")
@@ -67,8 +69,8 @@ def convert_adapter(
             {"format": "pt"},
         )
         save_peft_config(config, new)
-        if train_type:
-            (new / RUN_FILE).write_text(json.dumps({"quant": _quant_of(train_type)}))
+        if quant:
+            (new / RUN_FILE).write_text(json.dumps({"quant": quant}))
     print(
         f"adapter of {len(modules)} layers in {output_dir}: rank {config.r}, alpha {config.lora_alpha}"
         + (", DoRA" if config.use_dora else "")
@@ -82,9 +84,10 @@ def _quant_of(train_type: str) -> str:
 
     Its HQQ weights had quantized scales and zeros, which no format here has.
     """
-    if train_type.startswith("hqq"):
-        return "the original script's hqq"
-    return "nf4" if "qlora" in train_type or train_type.startswith("bnb") else "none"
+    if train_type not in TRAIN_TYPES:
+        raise ValueError(f"--train_type {train_type}: choose {', '.join(TRAIN_TYPES)}")
+    quant, _ = TRAIN_TYPES[train_type]
+    return "the original script's hqq" if quant == "hqq" else quant
 
 
 def _read_original(weights: str | Path) -> tuple[dict[str, Tensor], int]:

@@ -12,10 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..choices import FORMATS
+from ..choices.formats import format_name
 from ..json_input import from_json, read_object
 from ..lora_init import LoraInit, low_rank_rows
 from ..quantization.absmax import ABSMAX_DTYPES
-from ..quantization.formats import FORMATS, dequantize_rows, quantize_rows
+from ..quantization.formats import dequantize_rows, quantize_rows
 from .adapter_folder import AdapterFolder, Delta
 from .save import RUN_FILE
 
@@ -82,8 +84,8 @@ def trained_quant(folder: str | Path | None) -> BaseQuant:
         return BaseQuant()
     try:
         run = from_json(path.read_text())
-        bits = run.get("n_bits", 4) if run["quant"] == "hqq" else ""
-        return BaseQuant(f"{run['quant']}{bits}", run.get("absmax_dtype", "fp32"))
+        quant = format_name(run["quant"], run.get("n_bits", 4))
+        return BaseQuant(quant, run.get("absmax_dtype", "fp32"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} does not say how the base was quantized; give --base_quant none "

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pkgutil import resolve_name
 
 import bitsandbytes  # noqa: F401  registers torch.ops.bitsandbytes
 import torch
 from torch import Tensor
 
+from ..choices import FORMATS, Format
 from . import hqq
 from .absmax import (
     BLOCKSIZE,
@@ -36,7 +38,6 @@ from .absmax import (
     storage_of,
 )
 
-BNB_TYPES = ("nf4", "fp4")  # what bitsandbytes calls quant_type
 _INT8_LARGEST = 127
 
 
@@ -96,43 +97,52 @@ def _dequantize_int8(
 
 
 @dataclass(frozen=True)
-class _Format:
-    """How a weight is stored."""
+class _Arithmetic:
+    """How the weights of a format are made and read."""
 
-    bits: int  # of a value, without its share of the scales
     scale_columns: Callable  # (blocks, absmax_dtype) -> columns of the scales' tensor
     quantize: Callable  # (weight, absmax_dtype) -> packed, scales
     dequantize: Callable  # (packed, scales, in_features, dtype) -> weight
 
-    def packed_columns(self, in_features: int) -> int:
-        """Columns of the packed bytes' tensor, 2 bytes each."""
-        return blocks_of(in_features) * BLOCKSIZE * self.bits // 16
 
+def bitsandbytes_4bit(row: Format) -> _Arithmetic:
+    """NF4 and FP4."""
 
-def _fourbit(quant_type: str) -> _Format:
     def quantize(weight, absmax_dtype):
-        return _quantize_4bit(weight, quant_type, absmax_dtype)
+        return _quantize_4bit(weight, row.name, absmax_dtype)
 
     def dequantize(packed, scales, in_features, dtype):
-        return _dequantize_4bit(packed, scales, in_features, quant_type, dtype)
+        return _dequantize_4bit(packed, scales, in_features, row.name, dtype)
 
-    return _Format(4, absmax_columns, quantize, dequantize)
+    return _Arithmetic(absmax_columns, quantize, dequantize)
 
 
-def _hqq(n_bits: int) -> _Format:
+def blockwise_int8(row: Format) -> _Arithmetic:
+    """Whole numbers with a scale per block."""
+    return _Arithmetic(absmax_columns, _quantize_int8, _dequantize_int8)
+
+
+def half_quadratic(row: Format) -> _Arithmetic:
+    """HQQ."""
+
+    def quantize(weight, absmax_dtype):
+        return hqq.quantize_rows(weight, row.bits, absmax_dtype)
+
     def dequantize(packed, scales, in_features, dtype):
-        return hqq.dequantize_rows(packed, scales, in_features, n_bits, dtype)
+        return hqq.dequantize_rows(packed, scales, in_features, row.bits, dtype)
 
-    return _Format(
-        n_bits, hqq.scale_columns, lambda w, d: hqq.quantize_rows(w, n_bits, d), dequantize
-    )
+    return _Arithmetic(hqq.scale_columns, quantize, dequantize)
 
 
-FORMATS = {
-    **{quant_type: _fourbit(quant_type) for quant_type in BNB_TYPES},
-    "int8": _Format(8, absmax_columns, _quantize_int8, _dequantize_int8),
-    **{f"hqq{n_bits}": _hqq(n_bits) for n_bits in hqq.PLANES},
-}
+_MADE: dict[str, _Arithmetic] = {}  # by format; not functools.cache, which torch.compile warns of
+
+
+def _arithmetic(quant_type: str) -> _Arithmetic:
+    """What the row of a format makes."""
+    if quant_type not in _MADE:
+        row = FORMATS[quant_type]
+        _MADE[quant_type] = resolve_name(row.factory)(row)
+    return _MADE[quant_type]
 
 
 def quantize_rows(
@@ -141,17 +151,18 @@ def quantize_rows(
     """Quantize a float (O, I) weight, or any of its rows: packed bytes and scales."""
     if not len(weight):
         return empty_rows(0, weight.shape[1], quant_type, absmax_dtype, weight.device)
-    return FORMATS[quant_type].quantize(weight, absmax_dtype)
+    return _arithmetic(quant_type).quantize(weight, absmax_dtype)
 
 
 def empty_rows(
     rows: int, in_features: int, quant_type: str, absmax_dtype: str, device
 ) -> tuple[Tensor, Tensor]:
     """Uninitialised storage of packed bytes and scales."""
-    form = FORMATS[quant_type]
-    columns = form.scale_columns(blocks_of(in_features), absmax_dtype)
+    blocks = blocks_of(in_features)
+    packed = blocks * BLOCKSIZE * FORMATS[quant_type].bits // 16  # of 2 bytes each
+    columns = _arithmetic(quant_type).scale_columns(blocks, absmax_dtype)
     return (
-        torch.empty(rows, form.packed_columns(in_features), dtype=STORAGE_DTYPE, device=device),
+        torch.empty(rows, packed, dtype=STORAGE_DTYPE, device=device),
         torch.empty(rows, columns, dtype=storage_of(absmax_dtype), device=device),
     )
 
@@ -160,7 +171,7 @@ def dequantize_rows(
     packed: Tensor, scales: Tensor, in_features: int, quant_type: str, dtype: torch.dtype
 ) -> Tensor:
     """The (O, I) weight that packed bytes and scales stand for, in `dtype`."""
-    return FORMATS[quant_type].dequantize(packed, scales, in_features, dtype)
+    return _arithmetic(quant_type).dequantize(packed, scales, in_features, dtype)
 
 
 def dense_weight(

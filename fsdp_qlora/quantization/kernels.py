@@ -11,8 +11,8 @@ import torch
 from bitsandbytes.functional import get_4bit_type
 from torch import Tensor, nn
 
+from ..choices import FORMATS
 from .absmax import BLOCKSIZE
-from .formats import BNB_TYPES
 
 try:
     import triton
@@ -125,7 +125,8 @@ def can_unpack_adapted(
     return (
         weight.is_cuda
         and triton is not None
-        and quant_type in BNB_TYPES
+        and quant_type in FORMATS
+        and FORMATS[quant_type].has_kernels
         and dtype == torch.bfloat16
         and in_features % BLOCKSIZE == 0
         and rank <= RANKS[-1]

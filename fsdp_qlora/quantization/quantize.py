@@ -12,9 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..choices import FORMATS
 from . import fp8
 from .absmax import ABSMAX_DTYPES
-from .formats import FORMATS, dense_weight, dequantize_rows, empty_rows, quantize_rows
+from .formats import dense_weight, dequantize_rows, empty_rows, quantize_rows
 
 
 # A frozen weight needs only dX in backward, so W is never saved: it is dequantized again. The op is

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from fsdp_qlora.build import build_model
+from fsdp_qlora.choices import FORMATS
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import process_group
 from fsdp_qlora.loading import rank_pieces
-from fsdp_qlora.quantization.formats import FORMATS, dequantize_rows, quantize_rows
+from fsdp_qlora.quantization.formats import dequantize_rows, quantize_rows
 from tests.tiny import save_tiny
 
 pytestmark = [
