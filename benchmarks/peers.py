@@ -40,7 +40,7 @@ from fsdp_qlora.bench.measure import (
 from fsdp_qlora.bench.row import Row, append_row
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import print_main, process_group, rank_device, ranks_from_env
-from fsdp_qlora.observe.peak_memory import Peaks
+from fsdp_qlora.observe.peak_memory import PeakMemory
 
 PEERS = {
     "hf": ("transformers", "peft", "bitsandbytes"),
@@ -210,7 +210,7 @@ def run_peer(name: str, peer: str, folder: str, options, **changes) -> Row:
     row = peer_row(name, peer, config, device)
     with process_group(device, config.timeout_minutes):
         try:
-            with Peaks(device) as peaks:
+            with PeakMemory(device) as peaks:
                 measure(row, peer, config, options, device)
             record_memory(row, device, peaks)
         except torch.OutOfMemoryError as error:

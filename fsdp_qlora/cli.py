@@ -225,9 +225,9 @@ def run(argv: list[str]) -> int:
 
 def tell_other_ranks(line: str):
     """Give the others the time to say it too: a launcher ends them when this rank ends."""
-    from .dist import tell_mistake
+    from .dist import broadcast_error
 
-    tell_mistake(line)
+    broadcast_error(line)
 
 
 def _says_that_a_rank_is_gone(error: Exception) -> bool:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from . import rank_store
-from .rank_store import Board, Mistakes
+from .rank_store import ErrorKey, RankStore
 from .redact import redact
 
 T = TypeVar("T")
@@ -93,8 +93,10 @@ class _Holder(Protocol):
     def release(self): ...
 
 
-_MEETING = timedelta(hours=6)  # how long the first rank waits for one that still tokenizes
-_meetings = itertools.count()
+_RENDEZVOUS_TIMEOUT = timedelta(
+    hours=6
+)  # how long the first rank waits for one that still tokenizes
+_rendezvous_count = itertools.count()
 
 
 @contextmanager
@@ -104,15 +106,15 @@ def process_group(device: torch.device, timeout_minutes: float = 30.0):
     On CUDA it serves both devices: NCCL for the GPU, gloo for host tensors (counts, and gradient
     norms under CPU offload). The timeout counts from when all ranks are there: one that prepares
     its data or fetches the model for longer makes the others wait and fails nothing. Raises
-    ValueError with the mistake of a rank that will not come.
+    ValueError with the error of a rank that will not come.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=timeout_minutes)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store, rank, world_size = meet()
+    store, rank, world_size = rendezvous()
     store.set_timeout(timeout)
-    board.append(Board(store, rank, world_size))
+    rank_stores.append(RankStore(store, rank, world_size))
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
     try:
         yield
@@ -123,7 +125,7 @@ def process_group(device: torch.device, timeout_minutes: float = 30.0):
     finally:
         for holder in list(_holders):
             holder.release()
-        board.pop()
+        rank_stores.pop()
         dist.destroy_process_group()
 
 
@@ -143,39 +145,41 @@ def hold_collectives(holder: _Holder):
     _holders.add(holder)
 
 
-def meet() -> tuple[dist.Store, int, int]:
+def rendezvous() -> tuple[dist.Store, int, int]:
     """The ranks' common store once every rank has come to it; this rank, and how many there are.
 
-    Raises MistakeElsewhere with what a rank says that will not come.
+    Raises ErrorOnAnotherRank with what a rank says that will not come.
     """
     if launched():
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=_MEETING))
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=_RENDEZVOUS_TIMEOUT))
     else:
         store, rank, world_size = dist.HashStore(), 0, 1  # of this process alone: no port is open
     store = dist.PrefixStore("fsdp_qlora", store)
-    own = dist.PrefixStore(f"meeting {next(_meetings)}", store)  # ranks count theirs alike
-    return rank_store.meet(own, rank, world_size, _MEETING, Mistakes(store)), rank, world_size
+    errors = ErrorKey(store)
+    store = dist.PrefixStore(f"rendezvous {next(_rendezvous_count)}", store)  # ranks count alike
+    store = rank_store.rendezvous(store, rank, world_size, _RENDEZVOUS_TIMEOUT, errors)
+    return store, rank, world_size
 
 
-def tell_mistake(text: str):
-    """See that every rank has said what is wrong before this one, which has, ends and takes them along.
+def broadcast_error(text: str):
+    """Send an error to every rank, and wait until each has printed one, before this rank ends.
 
-    Only where the launcher keeps the store: it would end the others.
+    Only where the launcher keeps the store: it ends the others when this rank ends.
     """
     ranks = ranks_from_env()
     if ranks.world_size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
     with suppress(RuntimeError):
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=10)))
-        rank_store.tell_mistake(dist.PrefixStore("fsdp_qlora", store), rank, world_size, text)
+        rank_store.broadcast_error(dist.PrefixStore("fsdp_qlora", store), rank, world_size, text)
 
 
-board: list[Board] = []  # of the process group that is open, last
+rank_stores: list[RankStore] = []  # of the process group that is open, last
 
 
-def told_by_main(answer: Callable[[], str]) -> str:
-    """What rank 0 answers, on every rank; the others wait for it, before there is a group."""
-    store, rank, _ = meet()
+def broadcast_by_main(answer: Callable[[], str]) -> str:
+    """What `answer` gives on rank 0, on every rank; works before there is a process group."""
+    store, rank, _ = rendezvous()
     if rank == 0:
         store.set("told", answer())
     return store.get("told").decode()

@@ -1,12 +1,12 @@
-"""What ranks tell each other through torchrun's store: that they are here, a mistake, and short texts.
+"""What ranks tell each other through torchrun's store: that they are here, an error, and short texts.
 
 torchrun keeps one store for all starts of a run, and the restart count that it exports is each host's
-own: an agent does not count a restart that another host's failure brought about. So the keys of a rank
-that is gone can't be told by their names. Here every rank brings a fresh name, and a meeting is over
-when rank 0 has listed the names that answered its own.
+own: an agent does not count a restart that another host's failure caused. So no name tells which store
+keys belong to a rank that is gone. Here every rank brings a fresh name, and a rendezvous is complete when
+rank 0 has listed the names that answered its own.
 
-A rank that finds a mistake ends, and its launcher then ends the others, which may not have come so far.
-So it first tells them, and waits until each has said in its own log what was wrong.
+A rank with an error exits, and its launcher then ends the others, which may not have come that far. So it
+broadcasts the error first, and waits until each has printed it in its own log.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store
 
-POLL_SECONDS, _REPEAT = 0.05, 4  # a mistake is told again at every fourth look
-_PATIENCE_SECONDS = 10  # for ranks to hear of a mistake
+POLL_SECONDS, _REPEAT = 0.05, 4  # an error is sent again at every fourth look
+_PATIENCE_SECONDS = 10  # for ranks to hear of an error
 
 
 # What gloo, NCCL and the store say when another process is gone; none of them has a type for it.
@@ -42,14 +42,16 @@ def is_lost_connection(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _GONE)
 
 
-class MistakeElsewhere(ValueError):
-    """Another rank found that the run can't start; the message is its own."""
+class ErrorOnAnotherRank(ValueError):
+    """Another rank found that the run can't start; the message is that rank's."""
 
 
-def meet(store: Store, rank: int, world_size: int, timeout: timedelta, mistakes: Mistakes) -> Store:
+def rendezvous(
+    store: Store, rank: int, world_size: int, timeout: timedelta, errors: ErrorKey
+) -> Store:
     """Return when all ranks are here: a store of their own, without a trace of earlier starts.
 
-    Raises MistakeElsewhere if one says that it will not come, OSError after `timeout`.
+    Raises ErrorOnAnotherRank if one says that it will not come, OSError after `timeout`.
     """
     own, answered = uuid.uuid4().hex, None
     deadline = time.monotonic() + timeout.total_seconds()
@@ -68,46 +70,46 @@ def meet(store: Store, rank: int, world_size: int, timeout: timedelta, mistakes:
             answered = start
             if store.check([f"{start}/all"]) and own in json.loads(store.get(f"{start}/all")):
                 return PrefixStore(start, store)
-        if told := mistakes.look():
-            raise MistakeElsewhere(told.text)
+        if told := errors.look():
+            raise ErrorOnAnotherRank(told.text)
         time.sleep(POLL_SECONDS)
     raise OSError(f"not all {world_size} ranks reached the rendezvous within {timeout}")
 
 
-class Told:
-    """A mistake as `rank` tells it; the text names the rank that made it."""
+class _Error:
+    """An error as `rank` sent it; the text names the rank where it occurred."""
 
     def __init__(self, value: str):
         self.name, self.rank, self.text, _ = json.loads(value)
 
 
-class Mistakes:
-    """The key under which mistakes are told. Only a value that changes comes from a living rank."""
+class ErrorKey:
+    """The store key of errors. Only a value that changes comes from a living rank."""
 
     def __init__(self, store: Store):
         self.store, self.before = store, None
 
-    def look(self) -> Told | None:
-        """The mistake that is being told now."""
-        if not self.store.check(["mistake"]):
+    def look(self) -> _Error | None:
+        """The error that a rank is sending now."""
+        if not self.store.check(["error"]):
             return None
-        value = self.store.get("mistake").decode()
+        value = self.store.get("error").decode()
         before, self.before = self.before, value
-        return Told(value) if before not in (None, value) else None
+        return _Error(value) if before not in (None, value) else None
 
 
-def tell_mistake(
+def broadcast_error(
     store: Store, rank: int, world_size: int, text: str, patience_s: float = _PATIENCE_SECONDS
 ):
-    """Tell a mistake that this rank has printed, until each other has printed one, or for so long."""
-    own, mistakes = uuid.uuid4().hex, Mistakes(store)
+    """Send an error that this rank has printed until every other rank has printed one, or time is up."""
+    own, errors = uuid.uuid4().hex, ErrorKey(store)
     silent = set(range(world_size)) - {rank}
     text = text if text.startswith("rank ") else f"rank {rank}: {text}"
     with suppress(RuntimeError):  # the store is gone, and with it whoever could hear
         for look in range(int(patience_s / POLL_SECONDS)):
             if look % _REPEAT == 0:
-                store.set("mistake", json.dumps([own, rank, text, look]))
-            if (told := mistakes.look()) and told.name != own:
+                store.set("error", json.dumps([own, rank, text, look]))
+            if (told := errors.look()) and told.name != own:
                 store.set(f"{told.name}/heard/{rank}", "")
                 silent.discard(told.rank)
             while silent and store.check([f"{own}/heard/{min(silent)}"]):
@@ -117,7 +119,7 @@ def tell_mistake(
             time.sleep(POLL_SECONDS)
 
 
-class Board:
+class RankStore:
     """Where threads of the ranks leave each other short texts, without a collective."""
 
     def __init__(self, store: Store, rank: int, world_size: int):

@@ -19,7 +19,7 @@ from fsdp_qlora.export.merged_files import write_config
 from fsdp_qlora.export.quantized_base import trained_quant
 from fsdp_qlora.json_input import from_json, read_object
 from fsdp_qlora.loading.tokenizer import load_tokenizer
-from fsdp_qlora.report.run_history import read_story
+from fsdp_qlora.report.run_history import read_run_history
 
 from .tiny import save_tiny
 from .tokenizers import save_tokenizer
@@ -32,7 +32,7 @@ READERS = {  # a file by its name, and what reads it
     "gpu.json": lambda path: load_gpu_spec(path),
     "recipe.yaml": lambda path: read_recipe(str(path)),
     "rows.jsonl": lambda path: parse_json(path.read_bytes(), path, 1),
-    "metrics.jsonl": lambda path: read_story(path.parent),
+    "metrics.jsonl": lambda path: read_run_history(path.parent),
     "any.json": read_object,
 }
 

@@ -18,7 +18,7 @@ from torch.distributed.run import get_args_parser
 
 from fsdp_qlora.cli import TrainOptions
 from fsdp_qlora.config.flags import parse
-from fsdp_qlora.dist import meet
+from fsdp_qlora.dist import rendezvous
 from tests.chaos.harness import command, make_inputs, outcome
 from tests.hosts import Hosts
 from tests.parts import slow
@@ -222,7 +222,7 @@ def test_ranks_that_are_started_here_listen_on_this_machine_alone(tmp_path):
 def test_a_run_of_one_rank_opens_no_store(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     before = listeners(os.getpid())
-    store, rank, world_size = meet()
+    store, rank, world_size = rendezvous()
     assert (rank, world_size) == (0, 1) and listeners(os.getpid()) == before
     store.set("key", "value")
     assert store.get("key") == b"value"

@@ -6,7 +6,7 @@ import mmap
 
 import torch
 
-from fsdp_qlora.observe.peak_memory import Peaks, anonymous_bytes
+from fsdp_qlora.observe.peak_memory import PeakMemory, anonymous_bytes
 
 MIB = 2**20
 
@@ -15,7 +15,7 @@ def test_memory_that_came_and_went_is_in_the_peak_and_pages_of_files_are_not(tmp
     path = tmp_path / "checkpoint"
     path.write_bytes(bytes(64 * MIB))
     before = anonymous_bytes()
-    with Peaks(torch.device("cpu"), seconds=0.005) as peaks:
+    with PeakMemory(torch.device("cpu"), seconds=0.005) as peaks:
         with (
             open(path, "rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages,

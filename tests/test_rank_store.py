@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from fsdp_qlora.rank_store import MistakeElsewhere, Mistakes, meet, tell_mistake
+from fsdp_qlora.rank_store import ErrorKey, ErrorOnAnotherRank, broadcast_error, rendezvous
 from tests.patience import patience
 
 SOON = timedelta(seconds=patience(20))
@@ -35,7 +35,7 @@ def together(function, stores, timeout: timedelta = SOON) -> list:
 
 
 def met(store, rank, world_size, timeout):
-    return meet(store, rank, world_size, timeout, Mistakes(PrefixStore("common", store)))
+    return rendezvous(store, rank, world_size, timeout, ErrorKey(PrefixStore("common", store)))
 
 
 def test_each_start_has_a_store_without_a_trace_of_the_one_before_whatever_the_world(clients):
@@ -62,12 +62,12 @@ def test_a_mistake_is_heard_by_ranks_that_wait_and_by_ranks_that_make_one(client
                 raise ValueError(f"--lr is wrong on {rank}")
             met(store, rank, world_size, timeout)
         except ValueError as error:
-            tell_mistake(common, rank, world_size, str(error), patience_s=60)
+            broadcast_error(common, rank, world_size, str(error), patience_s=60)
             return error
 
     stores = clients(3)
     first, *others = together(start, stores)
-    assert isinstance(first, MistakeElsewhere) and str(first).startswith("rank ")
+    assert isinstance(first, ErrorOnAnotherRank) and str(first).startswith("rank ")
     assert [str(e) for e in others] == ["--lr is wrong on 1", "--lr is wrong on 2"]
     again = together(met, clients(3))  # what is left of it in the store frightens nobody
     assert not any(isinstance(store, Exception) for store in again), again

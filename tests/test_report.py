@@ -17,7 +17,7 @@ from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.report.charts import Series, chart, short, ticks_of
 from fsdp_qlora.report.page import write_report
-from fsdp_qlora.report.run_history import read_story, smoothed, thinned
+from fsdp_qlora.report.run_history import read_run_history, smoothed, thinned
 from tests.patience import patience
 
 from .test_cli import without_torch
@@ -251,7 +251,7 @@ def test_every_part_of_the_run_is_on_the_page(run):
 
 
 def test_what_a_restart_did_again_counts_once_and_money_is_that_of_the_seconds(run):
-    story = read_story(run)
+    story = read_run_history(run)
     assert [s["step"] for s in story.steps] == list(range(1, 61))
     assert max(s["loss"] for s in story.steps if s["step"] > 30) < 1
     assert story.typical("seconds") == 2.0  # without steps 1 and 31, which compile

@@ -23,7 +23,7 @@ from ..choices import OPTIMIZERS
 from ..config import RunConfig, plan_batches
 from ..dist import ranks_from_env
 from ..observe.device_timer import mark, seconds_between
-from ..observe.peak_memory import Peaks
+from ..observe.peak_memory import PeakMemory
 from .batches import RunRows, random_batches
 from .row import Row
 
@@ -149,7 +149,7 @@ def measure(
     rows: RunRows | None = None,
 ):
     """Build, warm up, time the steps, and fill the row. On a run's own `rows`, or on random tokens."""
-    with Peaks(device) as peaks:
+    with PeakMemory(device) as peaks:
         _measure_steps(row, config, how, device, limit, rows)
     record_memory(row, device, peaks)
     _record_estimate(row, config, rows)
@@ -249,7 +249,7 @@ def record_time(row: Row, seconds: list[float], tokens: float | None = None):
     )
 
 
-def record_memory(row: Row, device: torch.device, peaks: Peaks | None = None):
+def record_memory(row: Row, device: torch.device, peaks: PeakMemory | None = None):
     """Highest memory of any rank, and the hosts' together; without `peaks`, the kernel's peak."""
     host = torch.tensor([peaks.host / 2**30 if peaks else peak_host_gib()])
     dist.all_reduce(host)

@@ -2,7 +2,7 @@
 
 A step is held up only while its tensors are copied to the host. Then a thread of each rank writes
 that rank's file; rank 0's also waits for the others' word, puts the adapter together, verifies,
-writes the manifest, gives the folder its name and prunes. Ranks speak through the store (`Board`), so
+writes the manifest, gives the folder its name and prunes. Ranks speak through the store (`RankStore`), so
 no collective of the thread can cross one of a step. One write is in flight at a time.
 """
 
@@ -25,7 +25,7 @@ from ..adapters.modules_to_save import with_tied_copy
 from ..adapters.peft_names import saved_names
 from ..atomic_files import remove_folder, write_text
 from ..config import RunConfig
-from ..dist import board, from_main, print_main, ranks_from_env
+from ..dist import from_main, print_main, rank_stores, ranks_from_env
 from ..export import save_peft_config
 from ..lora_init import for_original_base, saved_config
 from .disks import Disks, list_files
@@ -80,7 +80,11 @@ class CheckpointWriter:
     ):
         self.root, self.state, self.keep, self.facts = root, state, config.keep_checkpoints, facts
         self.disks, self.minutes = disks, config.checkpoint_minutes
-        self.rank, self.board, self.staging = ranks_from_env(), board[-1], Staging(state.device)
+        self.rank, self.rank_store, self.staging = (
+            ranks_from_env(),
+            rank_stores[-1],
+            Staging(state.device),
+        )
         self.keys = saved_names(state.model) if hasattr(state.model, "peft_config") else None
         self.verified, self.failure = verified, None
         self.thread: threading.Thread | None = None
@@ -175,11 +179,11 @@ class CheckpointWriter:
             names = write_part(scratch, self.rank.rank, shot)
             if self.disks.is_apart:
                 files = list_files(scratch, names)
-            self.board.post(f"{shot.topic} files", dumps(files))
+            self.rank_store.post(f"{shot.topic} files", dumps(files))
         except Exception as error:  # noqa: BLE001  a full disk comes as any of several
             word = f"{type(error).__name__}: {error}"
         with suppress(RuntimeError):
-            self.board.post(shot.topic, word)  # else rank 0 finds it gone
+            self.rank_store.post(shot.topic, word)  # else rank 0 finds it gone
         if self.rank.is_main:
             self.complete(shot, scratch)
         elif self.disks.is_apart and word == "written":
@@ -190,7 +194,7 @@ class CheckpointWriter:
         """Make one checkpoint of what all ranks wrote."""
         folder = step_folder(self.root, shot.step)
         try:
-            words = self.board.wait_for_all(shot.topic, _WORD_SECONDS, self.is_left.is_set)
+            words = self.rank_store.wait_for_all(shot.topic, _WORD_SECONDS, self.is_left.is_set)
             self.receive(shot, scratch, [r for r in self.disks.apart if words[r] == "written"])
             failed = [f"rank {r}: {word}" for r, word in enumerate(words) if word != "written"]
             if failed:
@@ -224,7 +228,7 @@ class CheckpointWriter:
         for rank in ranks:
             try:
                 self.disks.receive(
-                    scratch, rank, loads(self.board.read(f"{shot.topic} files", rank))
+                    scratch, rank, loads(self.rank_store.read(f"{shot.topic} files", rank))
                 )
             except OSError as error:
                 faults.append(error)

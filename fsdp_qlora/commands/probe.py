@@ -27,7 +27,7 @@ from ..config import RunConfig
 from ..config.flags import parse_own, recipe_of, typed_flags
 from ..config.settings import shown
 from ..data import RowLengths
-from ..dist import launched, told_by_main
+from ..dist import broadcast_by_main, launched
 from ..json_input import read_object
 from ..loading import read_config
 from ..planner import Plan, free_settings, packing_line
@@ -46,7 +46,7 @@ def planned_argv(config: RunConfig, argv: list[str], own: type) -> list[str]:
     def changes() -> str:
         return json.dumps(confirmed_changes(config, parse_own(argv, own)[1]))
 
-    return with_changes(argv, json.loads(told_by_main(changes) if launched() else changes()))
+    return with_changes(argv, json.loads(broadcast_by_main(changes) if launched() else changes()))
 
 
 def confirmed_changes(config: RunConfig, argv: list[str], allowed_gib: float | None = None) -> dict:

@@ -131,7 +131,7 @@ def how_to_launch(count: int, config: RunConfig) -> LaunchConfig:
         nproc_per_node=count,
         run_id="fsdp_qlora",
         rdzv_backend=ONE_MACHINE,
-        rdzv_endpoint=meeting_point(config),
+        rdzv_endpoint=rendezvous_endpoint(config),
         max_restarts=0,
         monitor_interval=0.2,
     )
@@ -178,7 +178,7 @@ def _end_with_launcher():
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def meeting_point(config: RunConfig) -> str:
+def rendezvous_endpoint(config: RunConfig) -> str:
     """host:port of this machine where the ranks started here meet; a free port if none was asked for.
 
     Raises ValueError naming --master_addr and --master_port.

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from ..rank_store import Board
+from ..rank_store import RankStore
 from .signals import StopRequested, end_at_once
 
 EXIT_STALLED = 70  # EX_SOFTWARE of sysexits.h
@@ -30,8 +30,8 @@ GONE_LOOKS = 16  # that meet no new beat: one comes every second, a look (signal
 class Watchdog:
     """Watches this rank's main thread from `watching`, which marks where it is; 0 seconds never do."""
 
-    def __init__(self, board: Board, stall_seconds: float):
-        self.board, self.seconds = board, stall_seconds
+    def __init__(self, rank_store: RankStore, stall_seconds: float):
+        self.rank_store, self.seconds = rank_store, stall_seconds
         self.grace = max(
             2.0, min(30.0, stall_seconds / 2)
         )  # ranks come to a stop one after another
@@ -77,11 +77,11 @@ class Watchdog:
 
         Looks count and not seconds: after a machine was suspended everybody's last beat is old.
         """
-        for rank in range(self.board.world_size) if self.seconds else ():
-            if rank == self.board.rank:
+        for rank in range(self.rank_store.world_size) if self.seconds else ():
+            if rank == self.rank_store.rank:
                 continue
             try:
-                beat = self.board.read("beat", rank)
+                beat = self.rank_store.read("beat", rank)
             except (
                 RuntimeError
             ):  # it went with a rank, with its machine, or as this rank's work is done
@@ -125,8 +125,8 @@ class Watchdog:
         while not self.is_over.wait(1.0):
             if self.is_stalled() and time.monotonic() - self.looked > limit:
                 self.end(
-                    f"rank {self.board.rank} gets no answer from the ranks' store on rank 0's machine: its "
-                    "process is stopped, or the machine is gone"
+                    f"rank {self.rank_store.rank} gets no answer from the ranks' store on rank 0's "
+                    "machine: its process is stopped, or the machine is gone"
                 )
 
     def is_stalled(self) -> bool:
@@ -137,7 +137,7 @@ class Watchdog:
         """Find the culprit once all stalled ranks have had the time to say where they are."""
         count = self.count
         stack = traceback.extract_stack(sys._current_frames()[self.main])
-        self.board.post(
+        self.rank_store.post(
             "stalled",
             json.dumps(
                 [count, self.phase, waits(stack), "".join(traceback.format_list(stack[-8:]))]
@@ -146,13 +146,13 @@ class Watchdog:
         self.is_over.wait(self.grace)
         if self.is_over.is_set() or self.count != count:
             return
-        ranks = range(self.board.world_size)
-        told = {r: json.loads(text) for r in ranks if (text := self.board.read("stalled", r))}
+        ranks = range(self.rank_store.world_size)
+        told = {r: json.loads(text) for r in ranks if (text := self.rank_store.read("stalled", r))}
         silent = [r for r in ranks if not told.get(r) or told[r][0] < self.beat(r)[0]]
         frozen = [r for r in silent if time.time() - self.beat(r)[2] > self.grace]
         if set(silent) - set(frozen):
             return  # somebody moves, so this rank only waits
-        if self.board.claim("verdict"):
+        if self.rank_store.claim("verdict"):
             self.end(verdict(self.seconds, told, {r: self.beat(r) for r in frozen}))
         time.sleep(self.grace)
         end_at_once(EXIT_STALLED, stalled(self.seconds), is_said=True)
@@ -161,11 +161,11 @@ class Watchdog:
         """Tell that this rank lives, and where it is; nothing more after the `last` one."""
         if self.is_over.is_set() and last is None:
             return
-        self.board.post("beat", json.dumps([self.count, last or self.phase, time.time()]))
+        self.rank_store.post("beat", json.dumps([self.count, last or self.phase, time.time()]))
 
     def beat(self, rank: int) -> list:
         """(count, phase, time) that a rank last told."""
-        return json.loads(self.board.read("beat", rank) or '[0, "start", 0]')
+        return json.loads(self.rank_store.read("beat", rank) or '[0, "start", 0]')
 
     def end(self, message: str):
         """Say it and end this rank; the launcher ends the others."""

@@ -15,7 +15,7 @@ import torch
 STATUS = Path("/proc/self/status")
 
 
-class Peaks:
+class PeakMemory:
     """The highest values while it is open; `host` and `driver` in bytes, 0 where there is none."""
 
     def __init__(self, device: torch.device, seconds: float = 0.1):

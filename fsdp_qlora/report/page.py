@@ -15,7 +15,7 @@ from ..config.settings import default_of, shown
 from ..estimate.report import duration
 from ..redact import redact, without_folders
 from .charts import Series, chart, histogram, short
-from .run_history import Story, points_of, read_story, smoothed
+from .run_history import RunHistory, points_of, read_run_history, smoothed
 
 _NO_GPU = "not measured: no GPU was used"
 
@@ -25,7 +25,7 @@ def write_report(run: str | Path, path: str | Path | None = None) -> Path:
 
     Raises ValueError for a folder that is no run's.
     """
-    target, story = Path(path) if path else Path(run) / "report.html", read_story(run)
+    target, story = Path(path) if path else Path(run) / "report.html", read_run_history(run)
     try:
         text = page(story)
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
@@ -38,7 +38,7 @@ def write_report(run: str | Path, path: str | Path | None = None) -> Path:
     return target
 
 
-def page(story: Story) -> str:
+def page(story: RunHistory) -> str:
     """The whole page."""
     settings = story.start.get("settings", {})
     name = without_folders(settings.get("model_name") or "a run")
@@ -89,7 +89,7 @@ def table(rows: list[list[str]], head: list[str] | None = None, style: str = "")
 # ---- top ---------------------------------------------------------------------------------------
 
 
-def header(story: Story, name: str, settings: dict) -> str:
+def header(story: RunHistory, name: str, settings: dict) -> str:
     """What was trained, on what, and how it ended."""
     about = settings.get("about", {})
     status = story.status
@@ -115,7 +115,7 @@ def kind_of(settings: dict) -> str:
     return f"{settings['adapter']} r={settings['lora_rank']} on {base} weights"
 
 
-def tiles(story: Story) -> str:
+def tiles(story: RunHistory) -> str:
     """The figures one looks for first."""
     last, steps = story.steps[-1:], story.start.get("total_steps")
     best = min((e["eval_loss"] for e in story.evaluations), default=None)
@@ -143,7 +143,7 @@ def tiles(story: Story) -> str:
     )
 
 
-def _last_tenth(story: Story) -> float:
+def _last_tenth(story: RunHistory) -> float:
     """The loss per trained token of the last tenth of the steps."""
     part = story.steps[-max(1, len(story.steps) // 10) :]
     tokens = sum(s["trained_tokens"] for s in part)
@@ -155,7 +155,7 @@ def _last_tenth(story: Story) -> float:
 # ---- curves ------------------------------------------------------------------------------------
 
 
-def curves(story: Story) -> str:
+def curves(story: RunHistory) -> str:
     """The figures over steps."""
     loss, steps = points_of(story.steps, "loss"), story.steps
     held_out = Series("held out", points_of(story.evaluations, "eval_loss"), "other", dots=True)
@@ -195,7 +195,7 @@ def _raw_and_mean(points: list[tuple[float, float]]) -> list[Series]:
 # ---- answers -----------------------------------------------------------------------------------
 
 
-def samples(story: Story) -> str:
+def samples(story: RunHistory) -> str:
     """Each prompt with the answers before and after, and those in between."""
     if not story.samples:
         return ""
@@ -243,7 +243,7 @@ def blocks(texts: dict[str, str]) -> str:
 # ---- data --------------------------------------------------------------------------------------
 
 
-def data(story: Story) -> str:
+def data(story: RunHistory) -> str:
     """What happened to the rows on the way to tokens."""
     found = story.data.get("report")
     if not found:
@@ -280,7 +280,7 @@ def data(story: Story) -> str:
 # ---- estimate ----------------------------------------------------------------------------------
 
 
-def _comparison(story: Story) -> str:
+def _comparison(story: RunHistory) -> str:
     """What was predicted beside what was measured."""
     guess = story.start.get("estimate") or {}
     peak, seconds = story.highest("peak_allocated_gib"), story.typical("seconds")
@@ -311,7 +311,7 @@ def pair(guess: float | None, found: float | None, form: str) -> list[str]:
 # ---- events ------------------------------------------------------------------------------------
 
 
-def events(story: Story) -> str:
+def events(story: RunHistory) -> str:
     """What happened to the run beside its steps."""
     rows = []
     for event, following in zip(story.events, [*story.events[1:], None], strict=True):

@@ -11,7 +11,7 @@ from ..json_input import from_json
 
 
 @dataclass
-class Story:
+class RunHistory:
     """The records of a run by kind, in their order; of steps, evaluations and samples one per step."""
 
     starts: list[dict] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Story:
         return None if price is None else price * self.seconds / 3600
 
 
-def read_story(run: str | Path) -> Story:
+def read_run_history(run: str | Path) -> RunHistory:
     """The story of a run's folder. Raises ValueError naming it if it is none."""
     path = Path(run) / "metrics.jsonl"
     if not path.is_file():
@@ -88,9 +88,9 @@ def _read_lines(path: Path) -> list[dict]:
     return found
 
 
-def tell(records: list[dict]) -> Story:
+def tell(records: list[dict]) -> RunHistory:
     """Records as a story: what a restart did again counts once, as it was in the end."""
-    story = Story()
+    story = RunHistory()
     lists = dict(
         step=story.steps,
         eval=story.evaluations,

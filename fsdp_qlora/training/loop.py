@@ -10,7 +10,7 @@ from ..checkpoint import Boundary, CheckpointWriter, RunState
 from ..config import RunConfig
 from ..config.settings import AUTO
 from ..data import Step, StepLoader, StreamLoader
-from ..dist import board, from_main, gather_over_ranks, print_main
+from ..dist import from_main, gather_over_ranks, print_main, rank_stores
 from ..export import save_trained, weights_folder
 from ..lifecycle.agreement import Agreement
 from ..lifecycle.bad_steps import BadSteps, RollBack
@@ -57,7 +57,7 @@ class Training:
         )
         self.first_step = boundary.step + 1
         self.bad = BadSteps(config.on_bad_steps, config.max_bad_steps)
-        self.watch = Watchdog(board[-1], config.stall_seconds)
+        self.watch = Watchdog(rank_stores[-1], config.stall_seconds)
         self.frozen = FrozenWeights(state.model, state.device, config.verify_frozen_minutes)
         self.agree = Agreement(
             self.watch.mark,

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from fsdp_qlora.lifecycle.signals import StopRequested
 from fsdp_qlora.lifecycle.watchdog import EXIT_STALLED, GONE_LOOKS, Watchdog, verdict
-from fsdp_qlora.rank_store import Board
+from fsdp_qlora.rank_store import RankStore
 from tests.chaos.harness import WORLD, Hit, command, make_inputs
 from tests.parts import slow
 
@@ -85,7 +85,7 @@ def test_the_culprit_is_silent_or_outside_a_collective_or_behind():
 
 def test_a_rank_counts_as_gone_after_so_many_looks_without_a_beat_unless_it_stopped_or_is_done():
     store = HashStore()
-    mine, other = (Watchdog(Board(store, rank, 2), stall_seconds=60) for rank in range(2))
+    mine, other = (Watchdog(RankStore(store, rank, 2), stall_seconds=60) for rank in range(2))
     mine.post_beat()
     assert not any(mine.missing() for _ in range(2 * GONE_LOOKS)), (
         "it has not begun, and this rank has"
@@ -94,7 +94,7 @@ def test_a_rank_counts_as_gone_after_so_many_looks_without_a_beat_unless_it_stop
         other.post_beat()
         assert [mine.missing() for _ in range(GONE_LOOKS + 1)] == [""] * GONE_LOOKS + ["rank 1"]
     for error, gone in ((ValueError, "rank 1"), (StopRequested, ""), (None, "")):
-        other = Watchdog(Board(store, 1, 2), stall_seconds=60)
+        other = Watchdog(RankStore(store, 1, 2), stall_seconds=60)
         with suppress(ValueError, StopRequested), other.watching():
             if error:
                 raise error

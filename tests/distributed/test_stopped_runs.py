@@ -244,11 +244,11 @@ def test_a_second_ctrl_c_ends_a_run_at_once(monkeypatch):
 STOPPED = """
 import sys, time
 from torch.distributed import TCPStore
-from fsdp_qlora.rank_store import Board
+from fsdp_qlora.rank_store import RankStore
 from fsdp_qlora.lifecycle import signals, watchdog
 signals.LOOK_SECONDS, watchdog.GONE_LOOKS = 0, 10**9
 store = TCPStore("localhost", 0, 1, True, wait_for_workers=False)
-mine, other = (watchdog.Watchdog(Board(store, rank, 2), 60) for rank in range(2))
+mine, other = (watchdog.Watchdog(RankStore(store, rank, 2), 60) for rank in range(2))
 with signals.StopSignals() as stop, mine.watching(), other.watching():
     stop.can_save, stop.missing = True, mine.missing
     stop.stop("SIGTERM")
@@ -268,11 +268,11 @@ WATCHED = """
 import atexit, os, signal, sys, time
 from torch.distributed import TCPStore
 from fsdp_qlora import cli
-from fsdp_qlora.rank_store import Board
+from fsdp_qlora.rank_store import RankStore
 from fsdp_qlora.lifecycle import watchdog
 port, other = map(int, sys.argv[1:])
 def stalled(argv):
-    mine = watchdog.Watchdog(Board(TCPStore("localhost", port), 0, 2), 0.1)
+    mine = watchdog.Watchdog(RankStore(TCPStore("localhost", port), 0, 2), 0.1)
     mine.grace, watchdog.END_SECONDS = 0, 0.2
     os.kill(other, signal.SIGSTOP)
     atexit.register(os.kill, other, signal.SIGCONT)  # the answers come as Python ends
@@ -368,7 +368,7 @@ loop.LAST_WAIT_SECONDS, writer.END_SECONDS, loop.Training.after_step = 0.2, 1, f
 if sys.argv.pop() == "disk": writer.write_part = endless
 else:  # rank 0 asks the store again and again for a word that never comes
     rank_store.time = types.SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: None)
-    rank_store.Board.post = lambda *_: None
+    rank_store.RankStore.post = lambda *_: None
 sys.exit(cli.main(sys.argv[1:]))
 """
 
