@@ -125,10 +125,11 @@ def test_secrets_of_an_error_are_not_passed_on(tmp_path):
     assert secret not in (tmp_path / "told").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags, code, told",
     [
-        slow(["--max_steps", "1"], 0, "finished|"),
+        (["--max_steps", "1"], 0, "finished|"),
         (["--dataset", "absent.jsonl"], 2, "failed|ValueError: --dataset absent.jsonl"),
     ],
 )

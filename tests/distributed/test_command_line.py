@@ -133,7 +133,9 @@ def test_torchrun_trains_each_row_once_and_saves_the_adapter(folder, rows, tmp_p
 
 
 @pytest.mark.parametrize(
-    "flags, code", [([], 0), slow(["--lora_target_modules", "nothing"], 2)], ids=["well", "badly"]
+    "flags, code",
+    [slow([], 0), slow(["--lora_target_modules", "nothing"], 2)],
+    ids=["well", "badly"],
 )
 def test_python_alone_starts_the_ranks_and_ends_as_the_first_failed_one(
     folder, rows, tmp_path, flags, code

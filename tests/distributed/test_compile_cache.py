@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.parts import slow
 from tests.ranks import run_ranks
 from tests.tiny import RANK, padded_batch, save_tiny, tiny_rows
 
@@ -56,7 +55,8 @@ def folder(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.mark.parametrize("policy", ["keep_all", slow("keep_linears")])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["keep_all", "keep_linears"])
 def test_a_second_start_compiles_nothing_again(folder, policy):
     (((first, second),),) = run_ranks(cache_lookups, 1, folder, [policy])
     assert first["fxgraph_cache_miss"] > 0

@@ -105,6 +105,7 @@ def same(figures, reference) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_every_strategy_over_two_hosts_has_the_losses_of_one_host_and_one_writer(
     inputs, reference, tmp_path
 ):
