@@ -16,7 +16,7 @@ from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.layer import LoraVariant
 from torch import Tensor, nn
 
-from ..quantization.formats import dense_weight
+from ..quantization.formats import FrozenWeight
 from ..quantization.kernels import can_unpack_adapted
 from .lora_ops import weight_with_adapter
 
@@ -36,34 +36,26 @@ def adapted_norms(
     dtype: torch.dtype,
 ) -> Tensor:
     """|W + scaling B A| of each row, or |W|: (O,) in fp32 or wider, for a product in `dtype`."""
+    w = FrozenWeight(weight, absmax, in_features, quant_type)
     wide = torch.promote_types(dtype, torch.float32)
     norms = torch.empty(weight.shape[0], dtype=wide, device=weight.device)
     step = max(1, PART_VALUES // in_features)
     with torch.autocast(weight.device.type, enabled=False):  # it would round the product
         for start in range(0, len(norms), step):
             rows = slice(start, start + step)
-            part = weight[rows], None if absmax is None else absmax[rows], in_features, quant_type
-            norms[rows] = torch.linalg.vector_norm(
-                _adapted_rows(*part, a, None if b is None else b[rows], scaling, dtype), dim=1
-            )
+            part = _adapted_rows(w.rows(rows), a, None if b is None else b[rows], scaling, dtype)
+            norms[rows] = torch.linalg.vector_norm(part, dim=1)
     return norms
 
 
 def _adapted_rows(
-    weight: Tensor,
-    absmax: Tensor | None,
-    in_features: int,
-    quant_type: str,
-    a: Tensor | None,
-    b: Tensor | None,
-    scaling: float,
-    dtype: torch.dtype,
+    w: FrozenWeight, a: Tensor | None, b: Tensor | None, scaling: float, dtype: torch.dtype
 ) -> Tensor:
     """W + scaling B A of some rows, or W, in fp32 or wider."""
-    if a is not None and can_unpack_adapted(weight, in_features, quant_type, b.shape[1], dtype):
-        return weight_with_adapter(weight, absmax, in_features, quant_type, a, b, scaling).float()
+    if a is not None and can_unpack_adapted(w, b.shape[1], dtype):
+        return weight_with_adapter(w, a, b, scaling).float()
     wide = torch.promote_types(dtype, torch.float32)
-    dense = dense_weight(weight, absmax, in_features, quant_type, wide)
+    dense = w.dense(wide)
     return dense if a is None else torch.addmm(dense, b.to(wide), a.to(wide), alpha=scaling)
 
 
@@ -89,13 +81,5 @@ class Magnitude(LoraVariant):
 
 def norms_of(base: nn.Module, a: Tensor, b: Tensor, scaling: float, dtype=torch.float32) -> Tensor:
     """`adapted_norms` of a frozen linear layer with an adapter; no gradient flows."""
-    return adapted_norms(
-        base.weight,
-        getattr(base, "absmax", None),
-        a.detach(),
-        b.detach(),
-        scaling,
-        base.in_features,
-        getattr(base, "quant_type", ""),
-        dtype,
-    )
+    w = FrozenWeight.of(base)
+    return adapted_norms(w.weight, w.absmax, a.detach(), b.detach(), scaling, *w.form, dtype)

@@ -32,6 +32,7 @@ from ..model.blocks import (
     output_head,
 )
 from ..model.conv1d import transposed_weights
+from ..quantization.formats import FrozenWeight
 from ..quantization.quantize import QuantLinear, compute_input, frozen_linear
 from .biases import add_biases_as_computed, check_biases
 from .dora import Magnitude, norms_of
@@ -102,13 +103,12 @@ class LoraLinear(nn.Module, LoraLayer):
 
     def adapted(self, rows: Tensor, name: str, p: float = 0.0, with_bias: bool = True) -> Tensor:
         """x W^T + bias + scaling (x' A^T) B^T (N, O), where x' is x with a share p dropped."""
-        base = self.base_layer
+        w = FrozenWeight.of(self.base_layer)
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
         seed = dropout_seed(rows, a) if p else None
-        absmax, quant_type = getattr(base, "absmax", None), getattr(base, "quant_type", "")
-        scale, form = self.scaling[name], (base.in_features, quant_type, self.product_dtype)
-        xa, token = adapted_inputs(rows, base.weight, absmax, a, b, seed, scale, p, *form)
-        bias = base.bias if with_bias else None
+        scale, form = self.scaling[name], (*w.form, self.product_dtype)
+        xa, token = adapted_inputs(rows, w.weight, w.absmax, a, b, seed, scale, p, *form)
+        bias = self.base_layer.bias if with_bias else None
         trained = bias is not None and bias.requires_grad
         y = (
             token
@@ -117,8 +117,8 @@ class LoraLinear(nn.Module, LoraLayer):
                 token,
                 rows.detach(),
                 xa.detach(),
-                base.weight,
-                absmax,
+                w.weight,
+                w.absmax,
                 None if trained else bias,
                 None if p else a.detach(),
                 b.detach(),
@@ -137,14 +137,9 @@ class LoraLinear(nn.Module, LoraLayer):
             self.lora_magnitude_vector[name].weight / norms
         )
         if p:
+            w = FrozenWeight.of(base)
             y = y + frozen_linear(
-                rows - left,
-                base.weight,
-                getattr(base, "absmax", None),
-                None,
-                base.in_features,
-                getattr(base, "quant_type", ""),
-                self.product_dtype,
+                rows - left, w.weight, w.absmax, None, *w.form, self.product_dtype
             )
         return (y if base.bias is None else y + base.bias).to(rows.dtype)
 

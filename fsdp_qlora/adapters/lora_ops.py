@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..quantization import fp8
 from ..quantization.absmax import blocks_of, decode_absmax
-from ..quantization.formats import dense_weight
+from ..quantization.formats import FrozenWeight
 from ..quantization.kernels import can_unpack_adapted, unpack_adapted
 from .dropout import dropped, dropped_product, product_of_dropped
 
@@ -70,14 +70,14 @@ def adapted_linear(
     A rank-R product comes before the large one, which adds to it in its epilogue: that hides the
     reading of y.
     """
-    form = (in_features, quant_type)
+    w = FrozenWeight(weight, absmax, in_features, quant_type)
     if product_dtype == "fp8":
         y = fp8.forward_product(x, weight, absmax, quant_type, xa, b, scaling)
-    elif a is not None and can_unpack_adapted(weight, *form, b.shape[1], x.dtype):
-        y = x @ weight_with_adapter(weight, absmax, *form, a, b, scaling).t()
+    elif a is not None and can_unpack_adapted(w, b.shape[1], x.dtype):
+        y = x @ weight_with_adapter(w, a, b, scaling).t()
     else:
         y = xa @ (b * scaling).to(x.dtype).t()
-        y.addmm_(x, dense_weight(weight, absmax, *form, x.dtype).t())
+        y.addmm_(x, w.dense(x.dtype).t())
     return y if bias is None else y.add_(bias)
 
 
@@ -98,18 +98,17 @@ def adapted_linear_backward(
     product_dtype: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dX (N, I), dA (R, I) and dB (O, R); the gradients of A and B are summed in their own dtype."""
-    form = (in_features, quant_type, product_dtype)
+    w = FrozenWeight(weight, absmax, in_features, quant_type)
     if seed is None:
-        dx, da, db = _shared_input_backward(
-            [dy], x, [xa], [weight], [absmax], [a], [b], [scaling], *form
-        )
+        adapter = ([a], [b], [scaling])
+        dx, da, db = _shared_input_backward([dy], x, [xa], [w], *adapter, product_dtype)
         return dx, da, db
     dxa = dy @ (b * scaling).to(dy.dtype)
     dx = dropped_product(dxa, a, seed, p)
     if product_dtype == "fp8":
-        dx += fp8.backward_product([dy], [weight], [absmax], *form[:2])
+        dx += fp8.backward_product([dy], [weight], [absmax], *w.form)
     else:
-        dx.addmm_(dy, dense_weight(weight, absmax, *form[:2], dy.dtype))
+        dx.addmm_(dy, w.dense(dy.dtype))
     da = product(dxa.t(), dropped(x, seed, p), a.dtype)
     return dx, da, product(dy.t(), xa, b.dtype) * scaling
 
@@ -170,17 +169,7 @@ def shared_inputs_backward(
 ) -> list[Tensor]:
     """The sum of the layers' dX, then each layer's dA, then each dB; no absmax if W is dense."""
     dx, da, *db = _shared_input_backward(
-        dy,
-        x,
-        xa,
-        weight,
-        absmax or [None] * len(dy),
-        a,
-        b,
-        scaling,
-        in_features,
-        quant_type,
-        product_dtype,
+        dy, x, xa, _frozen(weight, absmax, in_features, quant_type), a, b, scaling, product_dtype
     )
     parts = [da] if len(a) == 1 else [p.clone() for p in da.split([len(each) for each in a])]
     return [dx, *parts, *db]
@@ -196,39 +185,39 @@ def shared_frozen_backward(
     product_dtype: str,
 ) -> Tensor:
     """The sum of dX (..., I) of layers without an adapter; no absmax if W is dense."""
-    dys, absmaxes = [each.reshape(-1, each.shape[-1]) for each in dy], absmax or [None] * len(dy)
-    form = (in_features, quant_type)
+    dys = [each.reshape(-1, each.shape[-1]) for each in dy]
+    frozen = _frozen(weight, absmax, in_features, quant_type)
     if product_dtype == "fp8":
-        dx = fp8.backward_product(dys, weight, absmaxes, *form)
+        dx = _fp8_backward_product(dys, frozen)
     else:
-        dx = sum_of_products(
-            dys,
-            (
-                dense_weight(w, scales, *form, dys[0].dtype)
-                for w, scales in zip(weight, absmaxes, strict=True)
-            ),
-        )
+        dx = sum_of_products(dys, (w.dense(dys[0].dtype) for w in frozen))
     return dx.view(*dy[0].shape[:-1], in_features)
 
 
+def _frozen(
+    weights: Sequence[Tensor], absmaxes: Sequence[Tensor], in_features: int, quant_type: str
+) -> list[FrozenWeight]:
+    """The weights of layers that share an input; no absmax if they are dense."""
+    absmaxes = absmaxes or [None] * len(weights)
+    return [
+        FrozenWeight(*each, in_features, quant_type) for each in zip(weights, absmaxes, strict=True)
+    ]
+
+
+def _fp8_backward_product(dys, frozen: list[FrozenWeight], *adapter: Tensor) -> Tensor:
+    """`fp8.backward_product` of layers that share an input."""
+    weights, absmaxes = [w.weight for w in frozen], [w.absmax for w in frozen]
+    return fp8.backward_product(dys, weights, absmaxes, *frozen[0].form, *adapter)
+
+
 def _shared_input_backward(
-    dys,
-    x: Tensor,
-    xas,
-    weights,
-    absmaxes,
-    as_,
-    bs,
-    scalings,
-    in_features: int,
-    quant_type: str,
-    product_dtype: str,
+    dys, x: Tensor, xas, frozen: list[FrozenWeight], as_, bs, scalings, product_dtype: str
 ) -> list[Tensor]:
     """dX (N, I) summed over layers with the input x, their dA one below the other, each one's dB.
 
     x is read once for all dA, and dX is written by one product after another, not added up after.
     """
-    dtype, form = x.dtype, (in_features, quant_type)
+    dtype = x.dtype
     dxa = [dy @ (b * s).to(dtype) for dy, b, s in zip(dys, bs, scalings, strict=True)]
     dxa = dxa[0] if len(dxa) == 1 else torch.cat(dxa, 1)
     da = product(dxa.t(), x, as_[0].dtype)
@@ -237,20 +226,14 @@ def _shared_input_backward(
         for dy, xa, b, s in zip(dys, xas, bs, scalings, strict=True)
     ]
     if product_dtype != "fp8" and all(
-        can_unpack_adapted(w, *form, b.shape[1], dtype) for w, b in zip(weights, bs, strict=True)
+        can_unpack_adapted(w, b.shape[1], dtype) for w, b in zip(frozen, bs, strict=True)
     ):
-        dense = (
-            weight_with_adapter(*each[:2], *form, *each[2:])
-            for each in zip(weights, absmaxes, as_, bs, scalings, strict=True)
-        )
+        dense = (weight_with_adapter(*each) for each in zip(frozen, as_, bs, scalings, strict=True))
         return [sum_of_products(dys, dense), da, *dbs]
     a = as_[0] if len(as_) == 1 else torch.cat(list(as_))
     if product_dtype == "fp8":
-        dx = fp8.backward_product(dys, weights, absmaxes, *form, dxa, a)
-        return [dx, da, *dbs]
-    dense = (
-        dense_weight(w, scales, *form, dtype) for w, scales in zip(weights, absmaxes, strict=True)
-    )
+        return [_fp8_backward_product(dys, frozen, dxa, a), da, *dbs]
+    dense = (w.dense(dtype) for w in frozen)
     return [sum_of_products(dys, dense, dxa @ a.to(dtype)), da, *dbs]
 
 
@@ -262,18 +245,10 @@ def sum_of_products(dys, weights, total: Tensor | None = None) -> Tensor:
     return total
 
 
-def weight_with_adapter(
-    weight: Tensor,
-    absmax: Tensor,
-    in_features: int,
-    quant_type: str,
-    a: Tensor,
-    b: Tensor,
-    scaling: float,
-) -> Tensor:
+def weight_with_adapter(w: FrozenWeight, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """W + scaling B A in bf16 (O, I)."""
-    absmax = decode_absmax(absmax, blocks_of(in_features))
-    return unpack_adapted(weight, absmax, in_features, quant_type, a, b, scaling)
+    absmax = decode_absmax(w.absmax, blocks_of(w.in_features))
+    return unpack_adapted(w.weight, absmax, *w.form, a, b, scaling)
 
 
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

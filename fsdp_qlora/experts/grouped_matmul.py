@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ..quantization.formats import dense_weight
+from ..quantization.formats import FrozenWeight
 
 PART_VALUES = 2**28  # of W that exist at once: 512 MiB in bf16
 ALIGNMENT = 16  # bytes, of the rows of what the kernel takes
@@ -32,7 +32,7 @@ def grouped_linear(
     quant_type: str,
 ) -> Tensor:
     """y, where each group of x is multiplied with its expert's W^T."""
-    return forward_products(x, ends, weight, absmax, in_features, quant_type)
+    return forward_products(x, ends, FrozenWeight(weight, absmax, in_features, quant_type))
 
 
 @torch.library.custom_op("fsdp_qlora::grouped_linear_backward", mutates_args=())
@@ -45,7 +45,7 @@ def _grouped_linear_backward(
     quant_type: str,
 ) -> Tensor:
     """dX (S, I)."""
-    return backward_products(dy, ends, weight, absmax, in_features, quant_type)
+    return backward_products(dy, ends, FrozenWeight(weight, absmax, in_features, quant_type))
 
 
 @torch.library.custom_op("fsdp_qlora::grouped_gradient", mutates_args=())
@@ -54,70 +54,46 @@ def _grouped_gradient(dy: Tensor, x: Tensor, ends: Tensor, dtype: torch.dtype) -
     return outer_products(dy, x, ends).to(dtype)
 
 
-def forward_products(
-    x: Tensor,
-    ends: Tensor,
-    weight: Tensor,
-    absmax: Tensor | None,
-    in_features: int,
-    quant_type: str,
-) -> Tensor:
+def forward_products(x: Tensor, ends: Tensor, w: FrozenWeight) -> Tensor:
     """What `grouped_linear` gives."""
-    parts = list(_output_parts(len(weight) // len(ends), len(ends) * in_features, absmax))
+    parts = list(_output_parts(w, len(ends)))
     if len(parts) == 1:
-        return grouped(
-            x,
-            part_of(
-                weight, absmax, parts[0], len(ends), in_features, quant_type, x.dtype
-            ).transpose(1, 2),
-            ends,
-        )
-    y = x.new_empty(len(x), len(weight) // len(ends))
+        return grouped(x, _dense_part(w, parts[0], len(ends), x.dtype).transpose(1, 2), ends)
+    y = x.new_empty(len(x), len(w.weight) // len(ends))
     for part in parts:
-        dense = part_of(weight, absmax, part, len(ends), in_features, quant_type, x.dtype)
+        dense = _dense_part(w, part, len(ends), x.dtype)
         y[:, part] = grouped(x, dense.transpose(1, 2), ends)
     return y
 
 
-def backward_products(
-    dy: Tensor,
-    ends: Tensor,
-    weight: Tensor,
-    absmax: Tensor | None,
-    in_features: int,
-    quant_type: str,
-) -> Tensor:
+def backward_products(dy: Tensor, ends: Tensor, w: FrozenWeight) -> Tensor:
     """What `_grouped_linear_backward` gives."""
     dx = None
-    for part in _output_parts(len(weight) // len(ends), len(ends) * in_features, absmax):
-        dense = part_of(weight, absmax, part, len(ends), in_features, quant_type, dy.dtype)
+    for part in _output_parts(w, len(ends)):
+        dense = _dense_part(w, part, len(ends), dy.dtype)
         product = grouped(dy[:, part], dense, ends)
         dx = product if dx is None else dx.add_(product)
     return dx
 
 
-def _output_parts(rows: int, values: int, absmax: Tensor | None) -> Iterator[slice]:
-    """Which outputs are made at a time, of `rows`, each of `values` weights over all experts."""
-    step = rows if absmax is None else max(1, PART_VALUES // (64 * values)) * 64
+def _output_parts(w: FrozenWeight, experts: int) -> Iterator[slice]:
+    """Which outputs of every expert are made at a time."""
+    rows, values = (
+        len(w.weight) // experts,
+        experts * w.in_features,
+    )  # of an output, over all experts
+    step = rows if w.absmax is None else max(1, PART_VALUES // (64 * values)) * 64
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
 
-def part_of(
-    weight: Tensor,
-    absmax: Tensor | None,
-    part: slice,
-    experts: int,
-    in_features: int,
-    quant_type: str,
-    dtype: torch.dtype,
-) -> Tensor:
+def _dense_part(w: FrozenWeight, part: slice, experts: int, dtype: torch.dtype) -> Tensor:
     """Some outputs' rows of every expert's W, (E, part, I) in `dtype`."""
     rows, scales = (
         None if t is None else t.unflatten(0, (experts, -1))[:, part].flatten(0, 1)
-        for t in (weight, absmax)
+        for t in (w.weight, w.absmax)
     )
-    return dense_weight(rows, scales, in_features, quant_type, dtype).unflatten(0, (experts, -1))
+    return FrozenWeight(rows, scales, *w.form).dense(dtype).unflatten(0, (experts, -1))
 
 
 def grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from peft.tuners.lora import LoraLayer
 from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
 
+from ..quantization.formats import FrozenWeight
 from ..quantization.quantize import compute_input
 from .lora_ops import adapted_experts
 from .stacked import STACKS, StackedExperts
@@ -46,18 +47,18 @@ class LoraExperts(nn.Module, LoraLayer):
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """x (S, I), ordered by expert -> (S, O)."""
-        (name,), base = self.active_adapters, self.base_layer
-        return adapted_experts(
+        (name,), w = self.active_adapters, FrozenWeight.of(self.base_layer)
+        y, _ = adapted_experts(
             compute_input(x),
             ends,
-            base.weight,
-            getattr(base, "absmax", None),
+            w.weight,
+            w.absmax,
             self.lora_A[name].weight,
             self.lora_B[name].weight,
             self.scaling[name],
-            base.in_features,
-            getattr(base, "quant_type", ""),
-        )[0]
+            *w.form,
+        )
+        return y
 
 
 def expert_parameters(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..quantization.formats import FrozenWeight
 from .grouped_matmul import backward_products, forward_products, grouped, outer_products
 
 _RANK_STEP = 8  # ranks are filled up with zeros to a multiple, which the grouped kernel asks for
@@ -33,7 +34,7 @@ def adapted_experts(
     """y, and x A^T (S, R or a little more) for the backward."""
     a, b = _each_a(a, len(ends), x.dtype), _each_b(b * scaling, len(ends), x.dtype)
     xa = grouped(x, a.transpose(1, 2), ends)
-    y = forward_products(x, ends, weight, absmax, in_features, quant_type)
+    y = forward_products(x, ends, FrozenWeight(weight, absmax, in_features, quant_type))
     return y.add_(grouped(xa, b.transpose(1, 2), ends)), xa
 
 
@@ -54,7 +55,7 @@ def _adapted_experts_backward(
     """dX (S, I), dA (E R, I) and dB (O, R E); these two are rounded once to x's dtype."""
     rank = len(a) // len(ends)
     dxa = grouped(dy, _each_b(b * scaling, len(ends), dy.dtype), ends)
-    dx = backward_products(dy, ends, weight, absmax, in_features, quant_type)
+    dx = backward_products(dy, ends, FrozenWeight(weight, absmax, in_features, quant_type))
     dx.add_(grouped(dxa, _each_a(a, len(ends), dy.dtype), ends))
     da = outer_products(dxa, x, ends)[:, :rank].to(a.dtype)
     db = outer_products(dy, xa, ends)[:, :, :rank].to(b.dtype) * scaling

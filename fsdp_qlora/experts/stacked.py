@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import _default_apply_gate as silent_gate
 
+from ..quantization.formats import FrozenWeight
 from ..quantization.quantize import compute_input
 from .grouped_matmul import grouped_linear
 
@@ -63,14 +64,7 @@ def product(layer: nn.Module, x: Tensor, ends: Tensor) -> Tensor:
     """x (S, I) W^T, each group with the rows of its expert: (S, O). Adapted layers know themselves."""
     if hasattr(layer, "base_layer"):
         return layer(x, ends)
-    return grouped_linear(
-        compute_input(x),
-        ends,
-        layer.weight,
-        getattr(layer, "absmax", None),
-        layer.in_features,
-        getattr(layer, "quant_type", ""),
-    )
+    return grouped_linear(compute_input(x), ends, *FrozenWeight.of(layer))
 
 
 def stacked(weight: nn.Parameter) -> nn.Linear:

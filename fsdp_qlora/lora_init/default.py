@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..adapters import LoraLinear, trainable_parameters
 from ..adapters.dora import adapted_norms
 from ..dist import from_main, full_tensor, local_rows
+from ..quantization.formats import FrozenWeight
 
 
 def init_adapters(model: nn.Module, seed: int, device: torch.device | None = None) -> None:
@@ -50,13 +51,11 @@ def init_magnitudes(
         if not isinstance(layer, LoraLinear):
             continue
         for name, magnitude in layer.lora_magnitude_vector.items():
-            base, a, b = layer.base_layer, None, None
-            weight, *rows = local_rows(base.weight)
+            w, a, b = FrozenWeight.of(layer.base_layer), None, None
+            weight, *rows = local_rows(w.weight)
             local, *same_rows = local_rows(magnitude.weight)
             assert rows == same_rows
-            absmax = (
-                local_rows(base.absmax)[0].to(device=device) if hasattr(base, "absmax") else None
-            )
+            absmax = None if w.absmax is None else local_rows(w.absmax)[0].to(device=device)
             if with_adapter:
                 a = full_tensor(layer.lora_A[name].weight).to(device=device)
                 b = local_rows(layer.lora_B[name].weight)[0].to(device=device)
@@ -67,8 +66,7 @@ def init_magnitudes(
                     a,
                     b,
                     layer.scaling[name],
-                    base.in_features,
-                    getattr(base, "quant_type", ""),
+                    *w.form,
                     torch.float32,
                 )
             )

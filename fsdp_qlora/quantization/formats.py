@@ -18,10 +18,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pkgutil import resolve_name
+from typing import NamedTuple
 
 import bitsandbytes  # noqa: F401  registers torch.ops.bitsandbytes
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..choices import FORMATS, Format
 from . import hqq
@@ -181,3 +182,32 @@ def dense_weight(
     if absmax is None:
         return weight.to(dtype)
     return dequantize_rows(weight, absmax, in_features, quant_type, dtype)
+
+
+class FrozenWeight(NamedTuple):
+    """A frozen weight W (O, I) as it is stored, and how, for ops: these take flat arguments."""
+
+    weight: Tensor  # packed bytes, or W's numbers
+    absmax: Tensor | None  # their scales, if packed
+    in_features: int
+    quant_type: str  # "" for numbers
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> FrozenWeight:
+        """That of a linear layer, quantized or plain."""
+        absmax, quant_type = getattr(layer, "absmax", None), getattr(layer, "quant_type", "")
+        return cls(layer.weight, absmax, layer.in_features, quant_type)
+
+    @property
+    def form(self) -> tuple[int, str]:
+        """How W is stored: the last arguments of ops, before the dtype of their products."""
+        return self.in_features, self.quant_type
+
+    def rows(self, part: slice) -> FrozenWeight:
+        """Some rows of W."""
+        absmax = None if self.absmax is None else self.absmax[part]
+        return self._replace(weight=self.weight[part], absmax=absmax)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """W in `dtype`."""
+        return dense_weight(*self, dtype)

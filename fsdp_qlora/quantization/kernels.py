@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..choices import FORMATS
 from .absmax import BLOCKSIZE
+from .formats import FrozenWeight
 
 try:
     import triton
@@ -118,17 +119,15 @@ def blocks_of_a_tile(in_features: int, most: int) -> int:
     return min(most, blocks & -blocks)
 
 
-def can_unpack_adapted(
-    weight: Tensor, in_features: int, quant_type: str, rank: int, dtype: torch.dtype
-) -> bool:
+def can_unpack_adapted(w: FrozenWeight, rank: int, dtype: torch.dtype) -> bool:
     """Whether `unpack_adapted` takes such a layer."""
     return (
-        weight.is_cuda
+        w.weight.is_cuda
         and triton is not None
-        and quant_type in FORMATS
-        and FORMATS[quant_type].has_kernels
+        and w.quant_type in FORMATS
+        and FORMATS[w.quant_type].has_kernels
         and dtype == torch.bfloat16
-        and in_features % BLOCKSIZE == 0
+        and w.in_features % BLOCKSIZE == 0
         and rank <= RANKS[-1]
     )
 

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from ..choices import FORMATS
 from . import fp8
 from .absmax import ABSMAX_DTYPES
-from .formats import dense_weight, dequantize_rows, empty_rows, quantize_rows
+from .formats import (
+    FrozenWeight,
+    dense_weight,
+    dequantize_rows,
+    empty_rows,
+    quantize_rows,
+)
 
 
 # A frozen weight needs only dX in backward, so W is never saved: it is dequantized again. The op is
@@ -178,15 +184,14 @@ class FrozenLinear(nn.Linear):
 
 def _frozen_product(layer: QuantLinear | FrozenLinear, x: Tensor) -> Tensor:
     """What a frozen layer makes of x; its bias may be trained (adapters/biases.py)."""
-    bias = layer.bias
+    w, bias = FrozenWeight.of(layer), layer.bias
     trained = bias is not None and bias.requires_grad
     y = frozen_linear(
         compute_input(x),
-        layer.weight,
-        getattr(layer, "absmax", None),
+        w.weight,
+        w.absmax,
         None if trained else bias,
-        layer.in_features,
-        getattr(layer, "quant_type", ""),
+        *w.form,
         layer.product_dtype,
     )
     return y + bias.to(y.dtype) if trained else y
