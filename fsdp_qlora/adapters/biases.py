@@ -42,7 +42,7 @@ def add_biases_as_computed(model: nn.Module):
             continue
         if module.weight.dtype != module.bias.dtype:
             module.forward = partial(
-                linear if isinstance(module, nn.Linear) else layer_norm, module
+                linear if isinstance(module, nn.Linear) else _layer_norm, module
             )
 
 
@@ -51,7 +51,7 @@ def linear(layer: nn.Linear, x: Tensor) -> Tensor:
     return nn.functional.linear(x, layer.weight, layer.bias.to(layer.weight.dtype))
 
 
-def layer_norm(layer: nn.LayerNorm, x: Tensor) -> Tensor:
+def _layer_norm(layer: nn.LayerNorm, x: Tensor) -> Tensor:
     """The norm of x in its weight's dtype."""
     bias = layer.bias.to(layer.weight.dtype)
     return nn.functional.layer_norm(x, layer.normalized_shape, layer.weight, bias, layer.eps)

@@ -44,7 +44,7 @@ def dropped_product(y: Tensor, a: Tensor, seed: Tensor, p: float) -> Tensor:
     return dropped(y @ a.to(y.dtype), seed, p)
 
 
-def new_seed(device: torch.device) -> Tensor:
+def _new_seed(device: torch.device) -> Tensor:
     """A number that no other rank draws from the same state; in one kernel."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     return torch.randint(rank, 2**62 + rank, (), device=device)
@@ -60,7 +60,7 @@ def dropout_seed(x: Tensor, layer: Tensor) -> Tensor:
 
     So ranks in one random state, as after `torch.manual_seed(0)` on each, drop other places.
     """
-    return new_seed(x.device)
+    return _new_seed(x.device)
 
 
 @torch.library.custom_op(
@@ -68,7 +68,7 @@ def dropout_seed(x: Tensor, layer: Tensor) -> Tensor:
 )
 def dropout_seeds(x: Tensor, count: int) -> list[Tensor]:
     """The seeds that as many calls of `dropout_seed` give (shared_inputs.py)."""
-    return [new_seed(x.device) for _ in range(count)]
+    return [_new_seed(x.device) for _ in range(count)]
 
 
 # For a layer that needs the dropped x itself, as DoRA's does; its gradient drops the same places.

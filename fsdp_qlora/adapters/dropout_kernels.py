@@ -23,7 +23,7 @@ except ImportError:  # CPU builds of torch come without
 
 COLUMNS = 64  # of a tile; as rows of one, the fastest of those tried (docs/LOG.md)
 _LEVELS = 1 << 16  # steps that a share of dropped elements is rounded to
-MOST_RANKS = 128  # of adapters whose products the kernels take
+_MOST_RANKS = 128  # of adapters whose products the kernels take
 
 if triton:
 
@@ -131,7 +131,7 @@ def can_drop(x: Tensor) -> bool:
 
 def can_multiply(x: Tensor, a: Tensor) -> bool:
     """Whether the kernels take x in an adapter's products: cards without bf16 are left to torch."""
-    return can_drop(x) and x.dtype == torch.bfloat16 and len(a) <= MOST_RANKS
+    return can_drop(x) and x.dtype == torch.bfloat16 and len(a) <= _MOST_RANKS
 
 
 def dropped(x: Tensor, seed: Tensor, p: float) -> Tensor:
@@ -139,7 +139,7 @@ def dropped(x: Tensor, seed: Tensor, p: float) -> Tensor:
     n, width = x.shape
     x, out = x.contiguous(), x.new_empty(n, width)
     grid = triton.cdiv(width, COLUMNS), triton.cdiv(n, 32)
-    _dropped[grid](x, seed, out, n, width, *levels(p), 32, COLUMNS)
+    _dropped[grid](x, seed, out, n, width, *_levels(p), 32, COLUMNS)
     return out
 
 
@@ -155,7 +155,7 @@ def product_of_dropped(x: Tensor, a: Tensor, seed: Tensor, p: float) -> Tensor:
         n,
         len(a),
         width,
-        *levels(p),
+        *_levels(p),
         rank_columns(len(a)),
         64,
         COLUMNS,
@@ -170,11 +170,11 @@ def dropped_product(y: Tensor, a: Tensor, seed: Tensor, p: float) -> Tensor:
     y, a, out = y.contiguous(), a.to(y.dtype).contiguous(), y.new_empty(n, width)
     grid = triton.cdiv(width, COLUMNS), triton.cdiv(n, 64)
     _dropped_product[grid](
-        y, a, seed, out, n, len(a), width, *levels(p), rank_columns(len(a)), 64, COLUMNS
+        y, a, seed, out, n, len(a), width, *_levels(p), rank_columns(len(a)), 64, COLUMNS
     )
     return out
 
 
-def levels(p: float) -> tuple[int, float]:
+def _levels(p: float) -> tuple[int, float]:
     """The number of 16 bits below which an element is dropped, and what the others are multiplied by."""
     return round(p * _LEVELS), 1 / (1 - p)

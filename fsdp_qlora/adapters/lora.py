@@ -70,7 +70,7 @@ class LoraLinear(nn.Module, LoraLayer):
         self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs
     ):
         """Add an adapter as PEFT does; raises ValueError for what is not computed here."""
-        check_options(config, but=("modules_to_save", "trainable_token_indices"))
+        _check_options(config, but=("modules_to_save", "trainable_token_indices"))
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
     def _get_in_out_features(self, module) -> tuple[int, int]:
@@ -187,7 +187,7 @@ def apply_adapters(
     ValueError, listing the candidates, if a target module or parameter does not exist, and for what
     PEFT's configuration can ask for and these layers don't compute.
     """
-    check_options(config)
+    _check_options(config)
     _check_suits(model, config)
     config.target_modules = resolve_targets(model, config.target_modules)
     ends, blocks = target_ends(config.target_parameters), config.layers_to_transform
@@ -253,7 +253,7 @@ _OTHER_WAYS = {
 }
 
 
-def check_options(config: LoraConfig, but: Iterable[str] = ()):
+def _check_options(config: LoraConfig, but: Iterable[str] = ()):
     """Refuse what PEFT's own layers would compute and these would silently leave out.
 
     `but` names options that PEFT follows by itself, beside the layers.

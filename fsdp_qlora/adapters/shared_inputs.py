@@ -25,7 +25,7 @@ from . import lora_ops
 
 ops = torch.ops.fsdp_qlora
 # More columns for the adapters of others cost a product what quantizing x once saves.
-MOST_RANKS = 64
+_MOST_RANKS = 64
 _ADD = torch.ops.aten.add.Tensor
 _VIEWS = {
     torch.ops.aten.view.default,
@@ -98,7 +98,7 @@ def _join_inputs(graph: Graph, group: list[Node]):
 def _join_adapted(graph: Graph, group: list[Node]):
     """One `shared_fp8_linears` for the products of a group, if they are in fp8 and ranks are small."""
     _, x, xa, weight, absmax, bias, _, b, scaling, *_ = _columns_of(group)
-    if sum(each.meta["val"].shape[1] for each in b) <= MOST_RANKS:
+    if sum(each.meta["val"].shape[1] for each in b) <= _MOST_RANKS:
         _join_linears(graph, group, x[0], xa, weight, absmax, bias, b, scaling)
 
 
@@ -120,8 +120,8 @@ def _join_linears(graph: Graph, group: list[Node], x: Node, xa, weight, absmax, 
         x,
         xa,
         weight,
-        present(absmax),
-        present(bias),
+        _present(absmax),
+        _present(bias),
         *adapters,
         in_features,
         quant_type,
@@ -135,7 +135,7 @@ def _columns_of(group: list[Node]) -> list[list]:
     return [list(column) for column in zip(*(node.args for node in group), strict=True)]
 
 
-def present(values: list) -> list:
+def _present(values: list) -> list:
     """All or none, for ops that take no list with gaps."""
     return values if values[0] is not None else []
 
@@ -155,7 +155,7 @@ def _join_backward(graph: Graph, group: list[Node]):
         x[0],
         xa,
         weight,
-        present(absmax),
+        _present(absmax),
         a,
         b,
         scaling,
@@ -180,7 +180,7 @@ def _join_frozen_backward(graph: Graph, total: Node, group: list[Node]):
             ops.shared_frozen_backward.default,
             dy,
             weight,
-            present(absmax),
+            _present(absmax),
             *group[0].args[-3:],
         )
     )

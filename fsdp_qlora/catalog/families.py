@@ -97,11 +97,11 @@ def traits_of(config: dict) -> Traits:
         )
     tied = config.get("tie_word_embeddings")
     return replace(
-        traits, windows=has_windows(config), tied=traits.tied if tied is None else bool(tied)
+        traits, windows=_has_windows(config), tied=traits.tied if tied is None else bool(tied)
     )
 
 
-def has_windows(config: dict) -> bool:
+def _has_windows(config: dict) -> bool:
     """Whether some layers see less than all tokens before."""
     layers = set(config.get("layer_types") or ())
     window = config.get("sliding_window") and config.get("use_sliding_window", True)

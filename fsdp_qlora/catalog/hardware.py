@@ -330,7 +330,7 @@ def load_gpu_spec(path: str | Path, flag: str = "") -> Gpu:
     if missing := [key for key in needed if given.get(key, base and "base's") is None]:
         raise ValueError(f"{flag}: needs {', '.join(missing)}, or a base")
     if "measured_link_gb_s" in given:
-        given["measured_link_gb_s"] = links(given["measured_link_gb_s"], flag)
+        given["measured_link_gb_s"] = _links(given["measured_link_gb_s"], flag)
     gpu = replace(base, **given) if base else Gpu(**dict(source=str(path)) | given)
     _check_gpu(gpu, flag)
     return gpu
@@ -365,7 +365,7 @@ def base_of(given: dict, flag: str) -> Gpu | None:
         ) from None
 
 
-def links(given, flag: str) -> tuple[tuple[int, float], ...]:
+def _links(given, flag: str) -> tuple[tuple[int, float], ...]:
     """GB/s by the number of GPUs, from a JSON object such as {"2": 329, "4": 355}."""
     try:
         pairs = tuple((int(gpus), float(rate)) for gpus, rate in given.items())
@@ -379,16 +379,16 @@ def links(given, flag: str) -> tuple[tuple[int, float], ...]:
     )
 
 
-TEXTS = ("name", "price_source", "source")
+_TEXTS = ("name", "price_source", "source")
 
 
 def _check_gpu(gpu: Gpu, where: str):
     """Refuse figures that no card has."""
     for f in fields(gpu):
         value = getattr(gpu, f.name)
-        if f.name in TEXTS and not (isinstance(value, str) and (value or f.name != "name")):
+        if f.name in _TEXTS and not (isinstance(value, str) and (value or f.name != "name")):
             raise ValueError(f"{where}: {f.name} must be a text, got {value!r}")
-        if f.name in (*TEXTS, "measured_link_gb_s") or value is None and f.default is None:
+        if f.name in (*_TEXTS, "measured_link_gb_s") or value is None and f.default is None:
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
             raise ValueError(f"{where}: {f.name} must be a number, got {value!r}")

@@ -27,7 +27,7 @@ def known_name(name: str) -> str:
     `-bnb-4bit` is what this project makes of it.
     Raises ValueError, listing close names, for a model that is not known.
     """
-    by_bare, wanted = full_names(), bare_name(name)
+    by_bare, wanted = _full_names(), bare_name(name)
     if wanted in by_bare:
         return by_bare[wanted]
     near = dict.fromkeys(by_bare[key] for key in get_close_matches(wanted, by_bare, 4, 0.5))
@@ -40,10 +40,10 @@ def known_name(name: str) -> str:
 
 def is_known(name: str) -> bool:
     """Whether the shape of a model of this name is known here."""
-    return bare_name(name) in full_names()
+    return bare_name(name) in _full_names()
 
 
-def full_names() -> dict[str, str]:
+def _full_names() -> dict[str, str]:
     """The full hub name of each known model by its bare one; without a version it is the newest."""
     names = {bare_name(full): full for full in KNOWN}
     return {re.sub(r"-v[\d.]+$", "", bare): full for bare, full in names.items()} | names

@@ -17,7 +17,7 @@ from .hardware import GPUS, PCIE_GB_S_PER_LANE, Gpu, find_gpu, load_gpu_spec, re
 
 INTERNODE_GB_S = 25.0  # per GPU, if not said otherwise: 200 Gbit/s
 _ON_THE_BOX = 1.1  # of what torch reports: 24 GB of a card that has 23.7 GiB
-LINK = re.compile(r"pcie\s?(\d)(?:\s?x\s?(\d+))?")
+_LINK = re.compile(r"pcie\s?(\d)(?:\s?x\s?(\d+))?")
 
 
 @dataclass
@@ -111,9 +111,9 @@ def machine_from_options(options: MachineOptions) -> Machine:
         gpu = calibrated(gpu, options.calibration)
     elif here:
         gpu = calibrated_here(gpu, names[0])
-    gpu, link = linked(gpu, options.interconnect)
+    gpu, link = _linked(gpu, options.interconnect)
     if options.prices:
-        gpu = priced(gpu, options.prices)
+        gpu = _priced(gpu, options.prices)
     if (options.gpu_memory_gib or 0) > _ON_THE_BOX * gpu.memory_gib:
         raise ValueError(
             f"--gpu_memory_gib {options.gpu_memory_gib:g}: the {gpu.name} has "
@@ -178,14 +178,14 @@ def host_memory_here() -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
-def linked(gpu: Gpu, interconnect: str | None) -> tuple[Gpu, float | None]:
+def _linked(gpu: Gpu, interconnect: str | None) -> tuple[Gpu, float | None]:
     """The card on the given link, and GB/s between cards where the link is a number."""
     if interconnect is None:
         return gpu, None
     text = interconnect.lower().strip()
     if text == "nvlink":
         return _with_nvlink(gpu), None
-    if found := LINK.fullmatch(text):
+    if found := _LINK.fullmatch(text):
         gen, lanes = int(found[1]), int(found[2] or gpu.pcie_lanes)
         if gen in PCIE_GB_S_PER_LANE and lanes in (1, 2, 4, 8, 16):
             return replace(
@@ -220,7 +220,7 @@ def _with_nvlink(gpu: Gpu) -> Gpu:
     return replace(gpu, nvlink_gb_s=gpu.bridge_gb_s)
 
 
-def priced(gpu: Gpu, path: str) -> Gpu:
+def _priced(gpu: Gpu, path: str) -> Gpu:
     """The card at the user's price, if the file has one. Raises ValueError naming the file."""
     prices = read_object(path, f"--prices {path}", 'prices: {"RTX 4090": 0.34, ...}')
     for name, dollars in prices.items():

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..quantization.formats import FrozenWeight
 
 PART_VALUES = 2**28  # of W that exist at once: 512 MiB in bf16
-ALIGNMENT = 16  # bytes, of the rows of what the kernel takes
+_ALIGNMENT = 16  # bytes, of the rows of what the kernel takes
 
 
 @torch.library.custom_op("fsdp_qlora::grouped_linear", mutates_args=())
@@ -120,7 +120,7 @@ def outer_products(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 def _is_aligned(operand: Tensor) -> bool:
     """Whether the kernel takes an operand: rows, or columns, that begin at whole 16 bytes."""
     strides = sorted(operand.stride()[-2:])
-    return strides[0] == 1 and not strides[1] * operand.element_size() % ALIGNMENT
+    return strides[0] == 1 and not strides[1] * operand.element_size() % _ALIGNMENT
 
 
 def spans(ends: Tensor) -> list[slice]:

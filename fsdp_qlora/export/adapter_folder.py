@@ -64,7 +64,7 @@ _TRAINING_ONLY = {
 # Other ways to begin change the base too, which the saved adapter alone does not tell.
 INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
-PART = re.compile(
+_PART = re.compile(
     r"(?P<module>.+)\.(?:lora_(?P<linear>[AB])\.weight|lora_embedding_(?P<embedding>[AB])"
     r"|(?P<bias>lora_B\.bias)|(?P<magnitude>lora_magnitude_vector(?:\.weight)?))"
 )
@@ -179,7 +179,7 @@ class AdapterFolder:
 
         for key in self.file.keys():
             name = key.removeprefix("base_model.model.")
-            if found := PART.fullmatch(name):
+            if found := _PART.fullmatch(name):
                 module, kind = found["module"], found["linear"] or found["embedding"]
                 if parameter := self.wrapped_parameter(module):
                     changes.setdefault(parameter, Change(parameter, experts=1)).parts[kind] = key

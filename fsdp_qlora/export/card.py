@@ -109,7 +109,7 @@ def _card_text(run: dict, adapter: dict, lines: list[dict], merged_base: str | N
             "## Use",
             "",
             "```python",
-            *usage(base, is_adapter),
+            *_usage(base, is_adapter),
             "```",
             "",
         ]
@@ -195,7 +195,7 @@ def table(rows: dict) -> list[str]:
     ]
 
 
-def usage(base: str, is_adapter: bool) -> list[str]:
+def _usage(base: str, is_adapter: bool) -> list[str]:
     """How others load it."""
     load = "from transformers import AutoModelForCausalLM"
     if not is_adapter:

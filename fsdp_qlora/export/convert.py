@@ -29,9 +29,9 @@ from ..loading import first_line, meta_model, read_config
 from .adapter_folder import WEIGHTS_FILE
 from .save import RUN_FILE, save_peft_config
 
-ORIGINAL_FILE = "model_state_dict.safetensors"
-WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
-NAME = re.compile(
+_ORIGINAL_FILE = "model_state_dict.safetensors"
+_WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
+_NAME = re.compile(
     r"(?P<module>.+?)\.(?:lora_AB\.(?P<sequential>[01])\.weight"
     r"|(?:dora_layer\.)?lora_(?P<letter>[AB])\.(?:default\.)?weight"
     r"|(?P<magnitude>magnitude_layer\.magnitude))"
@@ -97,25 +97,25 @@ def _read_original(weights: str | Path) -> tuple[dict[str, Tensor], int]:
     """
     path = Path(weights)
     if path.is_dir():
-        path = path / ORIGINAL_FILE
+        path = path / _ORIGINAL_FILE
     if not path.is_file():
         raise ValueError(
-            f"--weights {weights}: no such file; give the {ORIGINAL_FILE} that the original script "
+            f"--weights {weights}: no such file; give the {_ORIGINAL_FILE} that the original script "
             "saved, or its folder"
         )
     state: dict[str, Tensor] = {}
     try:
         with safe_open(path, framework="pt") as file:
             names = {
-                key: WRAPPERS.sub("", key).removeprefix("base_model.model.") for key in file.keys()
+                key: _WRAPPERS.sub("", key).removeprefix("base_model.model.") for key in file.keys()
             }
-            others = [key for key, name in names.items() if not NAME.fullmatch(name)]
+            others = [key for key, name in names.items() if not _NAME.fullmatch(name)]
             if all("norm" in key for key in others):
                 state |= {names[key]: file.get_tensor(key) for key in others}
             state |= {
                 _peft_name(names[key]): file.get_tensor(key)
                 for key in names
-                if NAME.fullmatch(names[key])
+                if _NAME.fullmatch(names[key])
             }
     except (OSError, SafetensorError) as error:
         raise ValueError(
@@ -131,7 +131,7 @@ def _read_original(weights: str | Path) -> tuple[dict[str, Tensor], int]:
 
 def _peft_name(name: str) -> str:
     """PEFT's name of an adapter tensor of the original script."""
-    found = NAME.fullmatch(name)
+    found = _NAME.fullmatch(name)
     if found["magnitude"]:
         return f"{found['module']}.lora_magnitude_vector"
     return f"{found['module']}.lora_{found['letter'] or 'AB'[int(found['sequential'])]}.weight"

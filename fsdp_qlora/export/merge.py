@@ -35,7 +35,7 @@ _MERGE_DTYPES = DTYPES | {"fp16": torch.float16}
 
 
 @dataclass
-class Output:
+class _Output:
     """One tensor of the merged model: the base's tensor that it is made from, and what changes it."""
 
     source: str
@@ -48,7 +48,7 @@ class _MergePlan:
 
     base: BaseModel
     adapter: AdapterFolder | None
-    outputs: dict[str, Output]
+    outputs: dict[str, _Output]
     dtype: torch.dtype
     packed: set[str]  # outputs that are written in 4 bits
     settings: dict  # entries of config.json that change; None takes one out
@@ -62,7 +62,7 @@ class _MergePlan:
             for name, n in sizes.items()
         )
 
-    def shape(self, output: Output) -> tuple[int, ...]:
+    def shape(self, output: _Output) -> tuple[int, ...]:
         """Shape of a merged tensor."""
         trained = output.change and output.change.replacement
         return self.adapter.shape(trained) if trained else tuple(self.base.shapes[output.source])
@@ -145,14 +145,16 @@ def _plan_merge(
     return plan
 
 
-def _plan_outputs(base: BaseModel, adapter: AdapterFolder | None) -> tuple[dict[str, Output], bool]:
+def _plan_outputs(
+    base: BaseModel, adapter: AdapterFolder | None
+) -> tuple[dict[str, _Output], bool]:
     """Every tensor of the merged model by name, and whether a tied head is one of its own now.
 
     Raises ValueError for a change of a tensor that the base does not have.
     """
     head, embedding = (base.find(name) or name for name in (base.head, base.embedding))
     tied = base.is_tied
-    outputs = {name: Output(name) for name in base.shapes if not (tied and name == head)}
+    outputs = {name: _Output(name) for name in base.shapes if not (tied and name == head)}
     changes: dict[str, Change] = {}
     for name, change in (adapter.changes if adapter else {}).items():
         if change.experts:
@@ -164,7 +166,7 @@ def _plan_outputs(base: BaseModel, adapter: AdapterFolder | None) -> tuple[dict[
         changes[found] = change
     untied = tied and not _stays_tied(adapter, changes.get(embedding), changes.get(head))
     if untied:
-        outputs[head] = Output(embedding)
+        outputs[head] = _Output(embedding)
     for name, change in changes.items():
         if name in outputs:
             outputs[name].change = change
@@ -246,7 +248,7 @@ def _merged_tensors(plan: _MergePlan) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def _merged_tensor(plan: _MergePlan, output: Output) -> Tensor:
+def _merged_tensor(plan: _MergePlan, output: _Output) -> Tensor:
     """One tensor of the merged model, computed in fp32 by chunks of rows and rounded once."""
     shape, change, base = plan.shape(output), output.change, plan.base
     if change and change.replacement:

@@ -23,7 +23,7 @@ from xxhash import xxh3_64, xxh3_128_hexdigest
 from ..dist import gather_over_ranks, ranks_from_env
 
 CHUNK = 2**18  # bytes
-READ = 2**25  # bytes that are read at once where nothing but the hash is wanted
+_READ = 2**25  # bytes that are read at once where nothing but the hash is wanted
 
 
 class ContentHash:
@@ -64,8 +64,8 @@ class ContentHash:
         def read(name: str):
             whole, count = self.stored[name], len(self.chunks[name])
             begin, end = (min(count * r // ranks * CHUNK, whole.nbytes) for r in (rank, rank + 1))
-            for start in range(begin, end, READ):
-                part = whole.bytes_of(start, min(start + READ, end))
+            for start in range(begin, end, _READ):
+                part = whole.bytes_of(start, min(start + _READ, end))
                 self.take(part, memoryview(part.read().numpy()))
 
         with ThreadPoolExecutor(4) as pool:

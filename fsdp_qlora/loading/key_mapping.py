@@ -111,7 +111,7 @@ def parts_of_stacks(model: nn.Module, checkpoint: Checkpoint) -> dict[str, tuple
     """
     converters = {
         pattern: converter
-        for converter in conversions(model, WeightConverter)
+        for converter in _conversions(model, WeightConverter)
         for pattern in converter.source_patterns
     }
     found: dict[str, dict[tuple[int, int], str]] = {}
@@ -172,11 +172,14 @@ def _new_names(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
 
 def renamed(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[str, str | None]]:
     """For each name in a checkpoint, the model's, and the pattern of the conversion if there is one."""
-    renamings, converters = conversions(model, WeightRenaming), conversions(model, WeightConverter)
+    renamings, converters = (
+        _conversions(model, WeightRenaming),
+        _conversions(model, WeightConverter),
+    )
     state, prefix = model.state_dict(), model.base_model_prefix
     return {name: rename_source_key(name, renamings, converters, prefix, state) for name in names}
 
 
-def conversions(model: nn.Module, kind: type) -> list:
+def _conversions(model: nn.Module, kind: type) -> list:
     """transformers' conversions of one kind for a model's files."""
     return [t for t in get_model_conversion_mapping(model) if isinstance(t, kind)]

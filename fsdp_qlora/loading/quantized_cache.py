@@ -50,7 +50,7 @@ class QuantizedCache:
         self.base, self.device, self.error = base, device, None
         self.damaged: set[tuple[str, int]] = set()
         layers = {piece.key: piece.module for piece in rank_pieces(model) if piece.module}
-        name = f"{base.folder.resolve().name}-{cache_key(layers, base, device)}.safetensors"
+        name = f"{base.folder.resolve().name}-{_cache_key(layers, base, device)}.safetensors"
         self.path = Path(folder).expanduser() / name
         self.stored = layout(self.path, layers, base)
         problem = self.problem()
@@ -154,7 +154,7 @@ class QuantizedCache:
     def spans(self, piece: Piece) -> list[Stored]:
         if not (self.complete and piece.module):
             return self.base.spans(piece)
-        return [self.stored[name].rows(piece.start, piece.stop) for name in entries(piece.key)]
+        return [self.stored[name].rows(piece.start, piece.stop) for name in _entries(piece.key)]
 
     def values(self, piece: Piece, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         if not (self.complete and piece.module):
@@ -181,14 +181,14 @@ class QuantizedCache:
         held = (piece.local, piece.absmax, row_sums(piece.local, piece.absmax, piece.start))
         try:
             with open(self.path if self.complete else self.partial, "rb+", buffering=0) as file:
-                for name, tensor in zip(entries(piece.key), held, strict=True):
+                for name, tensor in zip(_entries(piece.key), held, strict=True):
                     file.seek(self.stored[name].rows(piece.start, piece.stop).offset)
                     write_all(file, tensor)
         except OSError as error:
             self.error = first_line(error)
 
 
-def entries(key: str) -> tuple[str, str, str]:
+def _entries(key: str) -> tuple[str, str, str]:
     """Names in the file of a weight's bytes, its scales and the sums of its rows."""
     return key, f"{key}.absmax", f"{key}.row_sums"
 
@@ -207,7 +207,7 @@ def row_sums(packed: Tensor, absmax: Tensor, first: int) -> Tensor:
     return found
 
 
-def cache_key(layers: dict, base: Checkpoint, device: torch.device) -> str:
+def _cache_key(layers: dict, base: Checkpoint, device: torch.device) -> str:
     """A hash of the checkpoint, and of which layers take which form on which kind of device."""
     forms = {key: (m.quant_type, m.absmax_dtype) for key, m in layers.items()}
     text = json.dumps([_VERSION, fingerprint(base), device.type, forms], sort_keys=True)
@@ -223,7 +223,7 @@ def layout(path: Path, layers: dict, base: Checkpoint) -> dict[str, Stored]:
             module.absmax,
             torch.empty(module.weight.shape[:1], device="meta", dtype=torch.int64),
         )
-        for name, tensor in zip(entries(key), shapes, strict=True):
+        for name, tensor in zip(_entries(key), shapes, strict=True):
             found[name] = Stored(path, offset, tensor.dtype, tuple(tensor.shape))
             offset += found[name].nbytes
     room = sum(2 * len(name) + 50 for name in base.stored)

@@ -29,7 +29,7 @@ from ..quantization.quantize import QuantLinear
 from .weight_files import Checkpoint, Stored
 
 PIECE_VALUES = 2**22  # values of a tensor that are read and quantized at a time
-ALIGNMENT = 64  # bytes, of tensors in a staging buffer
+_ALIGNMENT = 64  # bytes, of tensors in a staging buffer
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class Staging:
         buffer, copied = self.free.get()
         if copied is not None:
             copied.synchronize()
-        sizes = [-(-span.nbytes // ALIGNMENT) * ALIGNMENT for span in spans]
+        sizes = [-(-span.nbytes // _ALIGNMENT) * _ALIGNMENT for span in spans]
         if buffer.numel() < sum(sizes):
             buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self.pin)
         parts = buffer[: sum(sizes)].split(sizes) if spans else []

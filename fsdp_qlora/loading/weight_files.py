@@ -39,14 +39,14 @@ STORED_DTYPES = {
 
 NUMBERS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 # How quantizers name the scales of a weight, after its name or its layer's.
-SCALES = ("_scale_inv", "_scale", "_scb", ".absmax", ".SCB", ".scale")
+_SCALES = ("_scale_inv", "_scale", "_scb", ".absmax", ".SCB", ".scale")
 _LAYER_SCALES = ("SCB", "scales", "weight_scale", "weight_scale_inv")
 
 
 def _scales_beside(key: str) -> list[str]:
     """Names that a tensor's scales may have."""
     layer = key.removesuffix(".weight")
-    return [key + end for end in SCALES] + [
+    return [key + end for end in _SCALES] + [
         f"{layer}.{end}" for end in _LAYER_SCALES if layer != key
     ]
 

@@ -112,7 +112,7 @@ def _found_values(
         if ranks.rank < len(group):
             mine = _values_of(*group[ranks.rank], source, device, start, seed)
         for owner, (name, layer) in enumerate(group):
-            yield name, layer, shared(mine, layer, owner, device, start)
+            yield name, layer, _shared(mine, layer, owner, device, start)
 
 
 def _values_of(
@@ -154,7 +154,7 @@ def numbers(piece: Piece, source: Checkpoint, device: torch.device) -> Tensor:
     return source.values(replace(piece, module=None), read)[0].to(device).float()
 
 
-def shared(
+def _shared(
     mine: FirstValues | None, layer: LoraLinear, owner: int, device: torch.device, start: LoraInit
 ) -> FirstValues:
     """What rank `owner` found for a layer, on every rank."""

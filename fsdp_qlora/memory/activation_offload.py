@@ -34,7 +34,7 @@ def apply_activation_offload(model: nn.Module, policies: list[str]) -> nn.Module
     for block, policy in zip(blocks[:-1], policies, strict=False):
         if POLICIES[policy].recomputes:
             block.forward = partial(offloaded, block.forward, store)
-    blocks[-1].forward = partial(settled, blocks[-1].forward, store)
+    blocks[-1].forward = partial(_settled, blocks[-1].forward, store)
     return model
 
 
@@ -59,7 +59,7 @@ def offloaded(forward, store: HostStore, hidden: Tensor, *args, **kwargs):
         return forward(hidden, *args, **kwargs)
 
 
-def settled(forward, store: HostStore, *args, **kwargs):
+def _settled(forward, store: HostStore, *args, **kwargs):
     """`forward` after all that leaves the GPU is gone."""
     store.settle()
     return forward(*args, **kwargs)

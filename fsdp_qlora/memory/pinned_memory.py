@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-ALIGNMENT = 256  # bytes, as the GPU's own allocator starts tensors
+_ALIGNMENT = 256  # bytes, as the GPU's own allocator starts tensors
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU
 
 
-class Pages(mmap.mmap):
+class _Pages(mmap.mmap):
     """Private anonymous pages that are unlocked before they are unmapped."""
 
     address = 0  # where they were locked
@@ -41,7 +41,7 @@ def host_bytes(size: int, pinned: bool) -> Tensor:
 
     Raises OSError if the system can't give or, for `pinned`, lock that much.
     """
-    pages = Pages(max(1, size))
+    pages = _Pages(max(1, size))
     with suppress(OSError, AttributeError):  # where the system has them
         pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock
     buffer = torch.frombuffer(pages, dtype=torch.uint8)  # keeps `pages` alive
@@ -83,7 +83,7 @@ def empty_on_host(parameters: list[Tensor], pinned: bool) -> list[Tensor]:
 
 def aligned(size: int) -> int:
     """Bytes up to where the next tensor may start."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def typed(region: Tensor, shape, dtype: torch.dtype) -> Tensor:

@@ -63,7 +63,7 @@ class _TiledMlp:
         """
         if not any(m.training for m in self.drops):
             return self.handle
-        return self.seed if torch.compiler.is_compiling() else new_seed()
+        return self.seed if torch.compiler.is_compiling() else _new_seed()
 
     def parts(self, x: Tensor) -> Iterator[slice]:
         """The tokens of each tile."""
@@ -120,10 +120,10 @@ def tiled_mlps(model: nn.Module) -> list[_TiledMlp]:
 def _draw_seeds(model: nn.Module):
     """New dropout masks for the next forward; tensors anew, since a graph may hold the old ones."""
     for mlp in tiled_mlps(model):
-        mlp.seed = new_seed()
+        mlp.seed = _new_seed()
 
 
-def new_seed() -> Tensor:
+def _new_seed() -> Tensor:
     return torch.randint(2**62, (), device="cpu")
 
 

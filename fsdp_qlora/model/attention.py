@@ -189,7 +189,7 @@ def rows_alone(config: PretrainedConfig) -> Iterator[None]:
 def makes_no_masks(config: PretrainedConfig) -> bool:
     """Whether training on rows that are packed as the model was built makes no attention mask."""
     name = config._attn_implementation
-    return name in (VARLEN, FA4, _FA4_PACKED) or name == "sdpa" and not has_windows(config)
+    return name in (VARLEN, FA4, _FA4_PACKED) or name == "sdpa" and not _has_windows(config)
 
 
 @lru_cache
@@ -199,7 +199,7 @@ def _takes_backends(kind: type[PretrainedConfig]) -> bool:
     return bool(getattr(model, "_supports_attention_backend", False))
 
 
-def has_windows(config: PretrainedConfig) -> bool:
+def _has_windows(config: PretrainedConfig) -> bool:
     """True if some layers see less than all tokens before."""
     layers = set(getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None) and "full_attention" not in layers
@@ -264,7 +264,7 @@ def check_packing(config: PretrainedConfig):
 
 def why_not_varlen(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
     """What keeps torch's variable-length attention from running; empty if nothing does."""
-    size = head_size(config)
+    size = _head_size(config)
     if device.type != "cuda":
         return "needs a GPU"
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -294,20 +294,20 @@ def _why_not_fa4(
         return f"can't be given to {config.model_type}"
     if reason := why_not_varlen(config, device, dtype):
         return reason
-    window = getattr(config, "sliding_window", None) if has_windows(config) else None
+    window = getattr(config, "sliding_window", None) if _has_windows(config) else None
     kinds = {"full_attention": None, "sliding_attention": window}
     windows = {kinds[layer] for layer in getattr(config, "layer_types", None) or ()} or {window}
     return flash_attention_4.why_not(
         device,
         dtype,
-        head_size(config),
+        _head_size(config),
         config.num_attention_heads // _key_value_heads(config),
         tuple(sorted(windows, key=bool)),
         packing,
     )
 
 
-def head_size(config: PretrainedConfig) -> int:
+def _head_size(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 

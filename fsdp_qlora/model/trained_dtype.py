@@ -23,13 +23,13 @@ def train_in(module: nn.Module, dtype: torch.dtype):
             continue
         part.compute_dtype = own[0].dtype
         if own[0].dtype != dtype:
-            part.forward = partial(computed, part, part.forward)
+            part.forward = partial(_computed, part, part.forward)
     for p in module.parameters():
         p.requires_grad_()
         p.data = p.data.to(dtype)
 
 
-def computed(layer: nn.Module, forward, x: Tensor):
+def _computed(layer: nn.Module, forward, x: Tensor):
     """The output of a layer whose weights are in another dtype than its compute dtype, in the latter."""
     if isinstance(layer, nn.Linear):
         weight, bias = (t if t is None else t.to(x.dtype) for t in (layer.weight, layer.bias))

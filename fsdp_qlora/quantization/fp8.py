@@ -41,7 +41,7 @@ from .kernels import triton
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-TINY = 1e-12  # keeps the scale of an all-zero row finite
+_TINY = 1e-12  # keeps the scale of an all-zero row finite
 _MULTIPLE = 16  # the tensor cores take operands in rows of 16 bytes
 # A young adapter's B is far smaller than W and its A of W's size; fp8 has 15 octaves. The small factor
 # is moved up and the large one down by so much that both are inside. As B grows it is moved up less.
@@ -108,7 +108,7 @@ def forward_products(
             columns_to_fp8(
                 b,
                 scale,
-                _BOOST * max(scaling, TINY),
+                _BOOST * max(scaling, _TINY),
                 FP8_MAX,
                 w8[:, :rank],
                 sum(map(len, inverses)),
@@ -117,14 +117,14 @@ def forward_products(
         )
     if bs:
         x8, x_scale = quantize_tokens(
-            [beside(xas), x], [1.0, 1.0], [beside(inverses, 0), None], rank
+            [_beside(xas), x], [1.0, 1.0], [_beside(inverses, 0), None], rank
         )
     else:
         x8, x_scale = quantize_tokens([x], [1.0])
     return [scaled_product(x8, x_scale, w8, scale, x.dtype) for w8, (scale,) in forms]
 
 
-def beside(parts: list[Tensor], dim: int = 1) -> Tensor:
+def _beside(parts: list[Tensor], dim: int = 1) -> Tensor:
     """Tensors side by side; a single one as it is."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
@@ -166,7 +166,7 @@ def backward_product(
         lambda: _backward_form(weights, absmaxes, in_features, quant_type, rank),
     )
     if rank:
-        inverse = columns_to_fp8(a.t(), None, _A_LARGEST / TINY, _A_LARGEST, wt8[:, :rank])
+        inverse = columns_to_fp8(a.t(), None, _A_LARGEST / _TINY, _A_LARGEST, wt8[:, :rank])
         dys, scales = [dxa, *dys], [inverse, *scales]
     dy8, dy_scale = quantize_tokens(dys, [1.0] * len(dys), scales, rank)
     return scaled_product(dy8, dy_scale, wt8, ones(in_features, dy8.device), dys[-1].dtype)
@@ -215,7 +215,7 @@ def row_scale(weight: Tensor, absmax: Tensor | None) -> Tensor:
     if weight.is_cuda:
         return row_scales_on_gpu(weight if absmax is None else absmax)
     largest = weight.abs().amax(1).float() if absmax is None else absmax.amax(1)
-    return (largest / FP8_MAX).clamp(min=TINY)
+    return (largest / FP8_MAX).clamp(min=_TINY)
 
 
 def columns_to_fp8(
@@ -283,7 +283,7 @@ def quantize_tokens(
     ]
     filling = scaled[0].new_zeros(len(scaled[0]), wide - xs[0].shape[1])
     x = torch.cat([scaled[0], filling, *scaled[1:]], 1)
-    scale = (x.abs().amax(1) / FP8_MAX).clamp(min=TINY)
+    scale = (x.abs().amax(1) / FP8_MAX).clamp(min=_TINY)
     return (x / scale[:, None]).to(FP8), scale
 
 

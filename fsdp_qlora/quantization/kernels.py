@@ -21,10 +21,10 @@ try:
 except ImportError:  # CPU builds of torch come without
     triton = None
 
-RANKS = (16, 32, 64, 128)  # of adapters that the kernels take
+_RANKS = (16, 32, 64, 128)  # of adapters that the kernels take
 
 
-def decoding(quant_type: str, high: bool) -> str:
+def _decoding(quant_type: str, high: bool) -> str:
     """PTX that turns the high or low halves of 4 bytes into their 4 codes in fp16.
 
     Byte permutes read a table of 8 bytes in two registers, so four of them hold the first bytes of 16
@@ -54,8 +54,8 @@ def decoding(quant_type: str, high: bool) -> str:
 
 
 if triton:
-    HIGH_NF4, LOW_NF4 = (tl.constexpr(decoding("nf4", high)) for high in (True, False))
-    HIGH_FP4, LOW_FP4 = (tl.constexpr(decoding("fp4", high)) for high in (True, False))
+    HIGH_NF4, LOW_NF4 = (tl.constexpr(_decoding("nf4", high)) for high in (True, False))
+    HIGH_FP4, LOW_FP4 = (tl.constexpr(_decoding("fp4", high)) for high in (True, False))
 
     @triton.jit
     def decoded(packed, FP4: tl.constexpr):
@@ -128,7 +128,7 @@ def can_unpack_adapted(w: FrozenWeight, rank: int, dtype: torch.dtype) -> bool:
         and FORMATS[w.quant_type].has_kernels
         and dtype == torch.bfloat16
         and w.in_features % BLOCKSIZE == 0
-        and rank <= RANKS[-1]
+        and rank <= _RANKS[-1]
     )
 
 
@@ -145,7 +145,7 @@ def unpack_adapted(
     rows, rank = weight.shape[0], rank_columns(b.shape[1])
     out = torch.empty(rows, in_features, dtype=torch.bfloat16, device=weight.device)
     a = _with_rows(a.to(torch.bfloat16), rank).contiguous()
-    b = with_columns((b * scaling).to(torch.bfloat16), rank)
+    b = _with_columns((b * scaling).to(torch.bfloat16), rank)
     blocks = blocks_of_a_tile(in_features, 2)
     grid = (triton.cdiv(rows, 64), in_features // BLOCKSIZE // blocks)
     _unpack_adapted[grid](
@@ -167,10 +167,10 @@ def unpack_adapted(
 
 def rank_columns(rank: int) -> int:
     """What an adapter's rank is filled up to with zeros: a power of two, from 16 on."""
-    return max(RANKS[0], 1 << (rank - 1).bit_length())
+    return max(_RANKS[0], 1 << (rank - 1).bit_length())
 
 
-def with_columns(x: Tensor, columns: int) -> Tensor:
+def _with_columns(x: Tensor, columns: int) -> Tensor:
     """x (N, R) with columns of zeros behind it."""
     return x if x.shape[1] == columns else nn.functional.pad(x, (0, columns - x.shape[1]))
 

@@ -18,13 +18,13 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-BACKWARD_PREFETCH = ("backward_pre", "backward_post", "none")
+_BACKWARD_PREFETCH = ("backward_pre", "backward_post", "none")
 
 
 def check_prefetch(when: str):
     """Raises ValueError, with the names there are, for an unknown one."""
-    if when not in BACKWARD_PREFETCH:
-        raise ValueError(f"--backward_prefetch {when}: choose {', '.join(BACKWARD_PREFETCH)}")
+    if when not in _BACKWARD_PREFETCH:
+        raise ValueError(f"--backward_prefetch {when}: choose {', '.join(_BACKWARD_PREFETCH)}")
 
 
 def apply_backward_prefetch(model: nn.Module, units: list[nn.Module], when: str):

@@ -69,7 +69,7 @@ def _gatherable(model: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
     return [
         m
         for m in dict.fromkeys(chosen)
-        if m is not head and not any(splits(m, group) for group in owners)
+        if m is not head and not any(_splits(m, group) for group in owners)
     ]
 
 
@@ -82,7 +82,7 @@ def _owners_of_shared_weights(model: nn.Module) -> list[set[nn.Module]]:
     return [group for group in owners.values() if len(group) > 1]
 
 
-def splits(unit: nn.Module, owners: set[nn.Module]) -> bool:
+def _splits(unit: nn.Module, owners: set[nn.Module]) -> bool:
     """True if some of `owners` are inside `unit` and some outside."""
     return 0 < len(owners & set(unit.modules())) < len(owners)
 
