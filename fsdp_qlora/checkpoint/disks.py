@@ -36,7 +36,7 @@ CHUNK = 64 << 20  # bytes that travel at once
 BESIDE = (
     *(f"{name}-best" for name in WEIGHTS),
     "metrics.jsonl",
-)  # what a run goes on with, besides
+)  # what a run resumes with, besides
 _Listed = dict[str, tuple[int, str]]  # name -> size and SHA-256 of a file
 
 

@@ -147,7 +147,7 @@ def set_aside(folder: Path):
 
 
 def set_newer_aside(root: Path, step: int):
-    """A run that goes on from `step` leaves the checkpoints after it behind."""
+    """A run that resumes from `step` leaves the checkpoints after it behind."""
     for folder in all_checkpoints(root):
         if step_of(folder) > step:
             set_aside(folder)

@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a run goes on from.
+"""Finds the checkpoint that a run resumes from.
 
 Rank 0 looks and verifies; the others are told, so that all start from the same one.
 """
@@ -38,7 +38,7 @@ _OF_ITS_END = (
     *WEIGHTS,
     "metrics.jsonl",
     "loss.png",
-)  # what a run that goes on from there writes again
+)  # what a run that resumes from there writes again
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Found:
         return self.run["step"] if self.run else 0
 
     def settings(self, config: RunConfig) -> RunConfig:
-        """`config` with the rows per step of the run that goes on."""
+        """`config` with the rows per step of the run that resumes."""
         return config if self.run is None else with_batch_of(self.run, config, world_size())
 
 
@@ -91,7 +91,7 @@ def find_run(
 def look(
     config: RunConfig, dataset: TokenizedDataset | Subset | Source, content: dict[str, str]
 ) -> Found:
-    """What `find_run` finds, on rank 0; leaves the folder ready for a run that begins anew."""
+    """What `find_run` finds, on rank 0; leaves the folder ready for a run that starts over."""
     root = checkpoints_of(config.output_dir)
     remove_scratch(root)
     folder = chosen(config, root)
@@ -261,7 +261,7 @@ def kept_metrics(path: Path, run: dict) -> list[dict]:
 
 
 def mark_finished(root: Path, step: int):
-    """Say beside a run's checkpoints that it came to its end, so that --resume auto begins anew."""
+    """Say beside a run's checkpoints that it came to its end, so that --resume auto starts over."""
     if not root.is_dir():
         return
     write_text(root / FINISHED, json.dumps({"step": step}))

@@ -12,7 +12,7 @@ from ..observe.metrics import StepMetrics
 
 
 class RollBack(Exception):
-    """Too many bad steps: the run is to go on from its last good checkpoint."""
+    """Too many bad steps: the run is to resume from its last good checkpoint."""
 
 
 class BadSteps:

@@ -71,7 +71,7 @@ def told_at_end(
     """Run a shell command after the block, which learns in its environment how that ended.
 
     FSDP_QLORA_STATUS is finished, stopped or failed; FSDP_QLORA_MESSAGE a line about it;
-    FSDP_QLORA_OUTPUT_DIR the folder of the run. An error of the block goes on as it was.
+    FSDP_QLORA_OUTPUT_DIR the folder of the run. An error of the block is raised as it was.
     seconds_left: until the process is ended, as it is some time after it was told to stop.
     """
     started, notice = time.monotonic(), _Notice(command, output_dir)

@@ -22,7 +22,7 @@ from contextlib import suppress
 
 from ..config.options import CheckpointOptions
 
-EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on later
+EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: the same command resumes later
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 LOOK_SECONDS = 0.5
 SAME_SECONDS = 2  # a terminal and the launcher both pass one Ctrl-C on to a rank
@@ -33,7 +33,7 @@ _ENDING = threading.Lock()  # of the thread that ends the process
 
 
 class StopRequested(Exception):
-    """A run was asked to stop, and has: the message says where it can go on from."""
+    """A run was asked to stop, and has: the message says what it can resume from."""
 
     ends_as = "stopped"  # in the run's own records
 

@@ -3,7 +3,7 @@
 A stalled rank looks like a stalled run: all others wait for it in a collective. A thread of each rank
 notices that its main thread has not moved, tells the others where it is, and compares: the culprit is
 the one that does not answer, or is outside any collective, or is behind. Its phase and Python stack are
-printed once, and the run ends, to go on from its last checkpoint.
+printed once, and the run ends; rerun, it resumes from its last checkpoint.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class RunLog:
         self.write(json.dumps(asdict(record)) + "\n")
 
     def write(self, text: str = ""):
-        """Append to the file. On a full disk lines wait for the next one, and the run goes on."""
+        """Append to the file. On a full disk lines wait for the next one, and the run continues."""
         had_room, self.unwritten = not self.unwritten, self.unwritten + text.encode()
         try:
             while self.unwritten:

@@ -27,7 +27,7 @@ class Sink:
         """`Progress` every --log_every steps, and every record that is no step."""
 
     def rewind(self, step: int):
-        """What came after `step` is forgotten; the run goes on from there."""
+        """Forget what came after `step`; the run resumes from there."""
 
     def close(self, status: str):
         """The run is over: finished, stopped or failed."""

@@ -1,6 +1,6 @@
 """TensorBoard, Weights & Biases and MLflow as sinks of a run; each needs its package when it is named.
 
-A run that goes on from a checkpoint goes on in the same run of its tracker, which knows it by the
+A run that resumes from a checkpoint continues the same run of its tracker, which knows it by the
 `run_id` that checkpoints keep. Steps that it takes again are shown once: TensorBoard forgets the first
 try, and what W&B and MLflow have can't be taken back, so they are not told again. Trackers get the
 settings without secrets, and neither the command line nor the terminal's text, where some may be.

@@ -178,7 +178,7 @@ class Training:
         self.lagged.restart_clock()
 
     def has_saved_best(self) -> bool:
-        """Keep the weights beside the last ones; False on a full disk, where those before stay."""
+        """Save the best weights beside the last ones; False on a full disk, which keeps the previous ones."""
         folder = weights_folder(self.config, "-best")
         with self.watch.paused("saving the best weights"):
             try:
@@ -213,7 +213,7 @@ class Training:
         self.bad.decide()
 
     def roll_back(self):
-        """Go on from the last good checkpoint, without the rows of the bad steps."""
+        """Resume from the last good checkpoint, without the rows of the bad steps."""
         self.lagged.pending = None
         self.writer.join()
         folder = from_main(lambda: self.writer.verified)
@@ -234,7 +234,7 @@ class Training:
     def stop(self):
         """Save where the run stands, on all ranks, and end it."""
         with suppress(RollBack):
-            self.lagged.flush()  # the next start goes back as well
+            self.lagged.flush()  # the next start rolls back as well
         if self.boundary.step:
             self.save()
         self.writer.join()

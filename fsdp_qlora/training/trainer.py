@@ -74,7 +74,7 @@ def train(
 ) -> list[StepMetrics]:
     """Build the model, train it on tokenized rows or a stream, save what was trained.
 
-    Needs a process group. Goes on from a checkpoint as --resume says. `held_out` rows are evaluated
+    Needs a process group. Resumes from a checkpoint as --resume says. `held_out` rows are evaluated
     on as --eval_every says; `signals` may ask for a stop. Returns the metrics of every step. Raises
     ValueError for a loss that is not a number, OSError for a disk or memory fault, StopRequested when
     it was stopped and has saved.

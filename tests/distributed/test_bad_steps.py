@@ -184,7 +184,7 @@ def test_rollback_goes_on_from_the_checkpoint_without_the_bad_rows(folder, tmp_p
     stopped = config_of(folder, tmp_path / "stopped", on_bad_steps="rollback", max_bad_steps=1)
     for said in run_ranks(poisoned_run, 2, stopped, {5: 1}, 24, 5):
         assert (
-            "stopped after step 5; that was not saved (the loss or gradient of steps 5 to 5" in said
+            "stopped after step 5; this was not saved (the loss or gradient of steps 5 to 5" in said
         )
         assert f"resumes from {tmp_path}/stopped/checkpoints/step-000004" in said
     skipped = config_of(folder, tmp_path / "skipped", on_bad_steps="skip")

@@ -475,7 +475,7 @@ def test_an_output_folder_that_is_a_file_is_refused_before_training(
     [
         ("can't be written to", ("os.access", lambda *_: False)),
         (
-            "has 1 kB free, and the result takes",
+            "has 1 kB free, but the result needs",
             (
                 "fsdp_qlora.writable.shutil.disk_usage",
                 lambda _: SimpleNamespace(total=10**9, free=1000),
