@@ -11,7 +11,7 @@ policies.
 from .formats import FORMATS, Format
 from .optimizers import OPTIMIZERS, Optimizer
 from .policies import POLICIES, Policy
-from .strategies import STRATEGIES, Strategy
+from .strategies import STRATEGIES, Strategy, StrategyName, strategy_named
 
 __all__ = [
     "FORMATS",
@@ -22,4 +22,6 @@ __all__ = [
     "Optimizer",
     "Policy",
     "Strategy",
+    "StrategyName",
+    "strategy_named",
 ]

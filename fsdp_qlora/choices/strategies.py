@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 BUCKET_BYTES = 128 * 2**20  # gradients that are reduced together where nothing is sharded
 
@@ -78,6 +79,25 @@ _ROWS = (
     ),
 )
 STRATEGIES = {row.name: row for row in _ROWS}
+
+
+class _Named(Protocol):
+    name: str
+
+
+StrategyName = str | _Named  # of this table or FSDP1's, or a member of torch's ShardingStrategy
+
+
+def strategy_named(name: StrategyName) -> Strategy:
+    """The row of a strategy's name, of its FSDP1 name, or of a torch `ShardingStrategy`.
+
+    Raises ValueError, with the names there are, for another.
+    """
+    text = getattr(name, "name", name)
+    by_name = STRATEGIES | {row.fsdp1: row for row in _ROWS}
+    if text not in by_name:
+        raise ValueError(f"--sharding_strategy {text}: choose {', '.join(STRATEGIES)}")
+    return by_name[text]
 
 
 def resharding(name: str) -> str:

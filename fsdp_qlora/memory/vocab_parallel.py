@@ -30,7 +30,10 @@ PIECE_BYTES = 2**27  # of rows that are in flight at a time
 
 def _vocabulary_layers(model: nn.Module) -> list[nn.Module]:
     """The embedding and the head, where frozen and plain; both or none if they share a weight."""
-    embedding, head = base_model(model).get_input_embeddings(), output_head(model)
+    base = base_model(model)
+    if not hasattr(base, "get_input_embeddings"):
+        return []  # a plain module
+    embedding, head = base.get_input_embeddings(), output_head(model)
     layers = [
         m
         for m, kind in ((embedding, nn.Embedding), (head, nn.Linear))

@@ -94,8 +94,8 @@ def output_head(model: nn.Module) -> nn.Module | None:
 
 def is_tied(model: nn.Module) -> bool:
     """True if the embedding and the head are one tensor."""
-    model = base_model(model)
-    return bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
+    config = getattr(base_model(model), "config", None)  # a plain module has none
+    return bool(config and getattr(config.get_text_config(), "tie_word_embeddings", False))
 
 
 def attention_and_mlp(block: nn.Module) -> Iterator[nn.Module]:

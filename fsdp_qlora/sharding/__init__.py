@@ -4,8 +4,8 @@ Modules, each importing only from those before it: units, prefetch, ddp, stale_o
 dropout_seeds, fsdp.
 """
 
+from ..choices import STRATEGIES
 from .fsdp import (
-    STRATEGIES,
     OnHost,
     apply_sharding,
     free_gathered,

@@ -18,6 +18,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -27,7 +28,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from ..choices import STRATEGIES
+from ..choices import Strategy, StrategyName, strategy_named
 from ..dist import (
     hybrid_mesh,
     main_device_type,
@@ -40,31 +41,32 @@ from ..memory.weight_streaming import apply_streaming
 from .ddp import GradientReducer
 from .dropout_seeds import check_masks
 from .prefetch import apply_backward_prefetch, apply_forward_prefetch, check_prefetch, keep_gathered
-from .stale_optimizers import refuse_to_train
+from .stale_optimizers import refuse_to_train, train_instead
 from .units import WrapPolicy, needed_in_backward, sharding_units
 
 
-def make_mesh(strategy: str, device: torch.device, shard_group_size: int = -1):
+def make_mesh(strategy: StrategyName, device: torch.device, shard_group_size: int = -1):
     """The device mesh of a strategy; None where weights are only replicated.
 
     shard_group_size: ranks that share one copy under a hybrid strategy; -1 = a node's, or half of a
     single node's. Raises ValueError for an unknown strategy, or if the ranks do not divide so.
     """
-    _check_strategy(strategy)
-    row = STRATEGIES[strategy]
+    row = strategy_named(strategy)
     if not row.shards:
         return None
     if not row.is_hybrid:
         return shard_mesh(device)
-    size = resolve_shard_group_size(shard_group_size, ranks_from_env(), strategy)
+    size = resolve_shard_group_size(shard_group_size, ranks_from_env(), row.name)
     return hybrid_mesh(device, size)
 
 
 def apply_sharding(
     model: nn.Module,
-    strategy: str = "full_shard",
-    mesh=None,
+    strategy: StrategyName = "full_shard",
+    mesh: DeviceMesh | dist.ProcessGroup | None = None,
     *,
+    reshard_after_forward: bool | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     wrap_policy: WrapPolicy = "block",
     min_wrap_params: int = 100_000_000,
     on_host: OnHost | None = None,
@@ -74,22 +76,27 @@ def apply_sharding(
 ) -> list[str]:
     """Shard the model in place over `mesh` and return the names of the units made.
 
-    mesh: None is `make_mesh(strategy)` over all ranks, on GPUs where the process group serves them.
-    Works on the meta device, before any weight exists, and on a loaded model: ours, or one built
-    with transformers, bitsandbytes 4-bit and PEFT. Trained weights that exist become rank 0's, for
-    ranks that were seeded apart drew other adapters. With one rank and no offload there is nothing to
-    split, and the model stays as it is. A frozen embedding and head are no units: each rank keeps
-    its rows of them (memory/vocab_parallel.py). Build the optimizer afterwards: sharding replaces the
-    weights. Raises ValueError for an unknown name, a mesh that is not the strategy's, bitsandbytes
-    weights in a storage that can't be sharded, or a `wrap_policy` function that picks nothing.
+    strategy: its name here or in FSDP1, or torch's ShardingStrategy. mesh: None is
+    `make_mesh(strategy)` over all ranks, on GPUs where the process group serves them; a process
+    group is a mesh of one dimension. reshard_after_forward: None is the strategy's. optimizer: one
+    that holds the model's weights; it takes those that replace them. Without it, build the optimizer
+    afterwards. Works on the meta device, before any weight exists, and on a loaded model: ours, one
+    built with transformers, bitsandbytes 4-bit and PEFT, or a plain module. Trained weights that
+    exist become rank 0's, for ranks that were seeded apart drew other adapters. With one rank and no
+    offload there is nothing to split, and the model stays as it is. A frozen embedding and head are
+    no units: each rank keeps its rows of them (memory/vocab_parallel.py). Raises ValueError for an
+    unknown name, a mesh that is not the strategy's, bitsandbytes weights in a storage that can't be
+    sharded, or a `wrap_policy` that picks nothing.
     """
     _answer_other_trainers(model)
-    _check_strategy(strategy)
+    row = strategy_named(strategy)
     check_prefetch(backward_prefetch)
     _check_storage(model)
     if mesh is None:
-        mesh = make_mesh(strategy, torch.device(main_device_type()))
-    _check_mesh(strategy, mesh)
+        mesh = make_mesh(row.name, torch.device(main_device_type()))
+    elif isinstance(mesh, dist.ProcessGroup):
+        mesh = DeviceMesh.from_group(mesh, main_device_type())
+    _check_mesh(row, mesh)
     on_host = on_host or OnHost()
     if dist.get_world_size() > 1:
         check_masks(model)
@@ -100,7 +107,7 @@ def apply_sharding(
         if on_host.vocabulary:
             apply_vocab_parallel(model)
         return []
-    before = list(model.parameters())
+    before = {p: name for name, p in model.named_parameters()}
     not_fsdps = set(apply_vocab_parallel(model, mesh))
     if mesh.size() == 1:
         not_fsdps |= set(apply_streaming(model, _mesh_device(mesh)))
@@ -109,7 +116,9 @@ def apply_sharding(
         offload_policy=on_host.policy(mesh.device_type),
         ignored_params=not_fsdps,
         mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
-        reshard_after_forward=STRATEGIES[strategy].reshard_after_forward,
+        reshard_after_forward=(
+            row.reshard_after_forward if reshard_after_forward is None else reshard_after_forward
+        ),
     )
     units = [
         (name, unit)
@@ -130,7 +139,9 @@ def apply_sharding(
     _gather_to_generate(model)
     _free_after_unrecorded_forwards(model)
     _refuse_inference_tensors(model)
-    refuse_to_train(set(before) - set(model.parameters()))
+    refuse_to_train(before.keys() - set(model.parameters()))
+    if optimizer is not None:
+        train_instead(optimizer, before, dict(model.named_parameters()))
     return [name for name, _ in units]
 
 
@@ -140,19 +151,12 @@ def _answer_other_trainers(model: nn.Module):
     model.no_sync = partial(without_gradient_sync, model)
 
 
-def _check_strategy(name: str):
-    """Raises ValueError, with the names there are, for an unknown one."""
-    if name not in STRATEGIES:
-        raise ValueError(f"--sharding_strategy {name}: choose {', '.join(STRATEGIES)}")
-
-
-def _check_mesh(strategy: str, mesh):
+def _check_mesh(row: Strategy, mesh: DeviceMesh | None):
     """Refuse a mesh that would make another strategy of this one."""
-    wanted = STRATEGIES[strategy].mesh_dims
-    if (given := mesh.ndim if mesh is not None else 0) != wanted:
+    if (given := mesh.ndim if mesh is not None else 0) != row.mesh_dims:
         raise ValueError(
-            f"--sharding_strategy {strategy} takes a mesh of {wanted} dimensions, and this "
-            f"one has {given}; use make_mesh({strategy!r}, device), or leave mesh out"
+            f"--sharding_strategy {row.name} takes a mesh of {row.mesh_dims} dimensions, and this "
+            f"one has {given}; use make_mesh({row.name!r}, device), or leave mesh out"
         )
 
 

@@ -27,6 +27,22 @@ def refuse_to_train(replaced: Iterable[nn.Parameter]):
         hooks.append(register_optimizer_step_pre_hook(_check_weights))
 
 
+def train_instead(
+    optimizer: Optimizer, before: dict[nn.Parameter, str], after: dict[str, nn.Parameter]
+):
+    """Give an optimizer, in place, the parameters that now have the names of those that it holds.
+
+    Raises ValueError if it has states already, which are of whole weights.
+    """
+    if optimizer.state:
+        raise ValueError(
+            "the optimizer has made steps already, and its states are of whole weights; shard the "
+            "model before the first step"
+        )
+    for group in optimizer.param_groups:
+        group["params"] = [after[before[p]] if p in before else p for p in group["params"]]
+
+
 def _check_weights(optimizer: Optimizer, *_):
     """Raises ValueError if the optimizer holds a parameter that no model computes with any more."""
     if optimizer in checked:

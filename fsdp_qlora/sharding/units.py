@@ -6,7 +6,7 @@ whose weights are gathered for a whole step. Nothing here shards: `fsdp.py` does
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
@@ -14,7 +14,8 @@ from torch import nn
 from ..experts import StackedExperts
 from ..model.blocks import attention_and_mlp, decoder_blocks, is_tied, output_head, own_weights
 
-WrapPolicy = str | Callable[[nn.Module], bool]
+# A name, a layer's class or its name, several of them, torch's ModuleWrapPolicy, or a function.
+WrapPolicy = str | type | Collection[str | type] | Callable[[nn.Module], bool]
 
 
 def sharding_units(
@@ -22,9 +23,10 @@ def sharding_units(
 ) -> list[tuple[str, nn.Module]]:
     """The modules that are gathered together, innermost first; what is left joins the root.
 
-    `policy` is "block", "attention_mlp", "min_params", or a function that is true for each unit;
-    `_gatherable` corrects a choice that could not be gathered alone. Raises ValueError for an unknown
-    name, or if a policy of the caller's picks nothing.
+    `policy` is "block", "attention_mlp", "min_params", a layer's class or its name, several of these,
+    torch's ModuleWrapPolicy, or a function that is true for each unit; `_gatherable` corrects a choice
+    that could not be gathered alone. Raises ValueError for an unknown name, or if a policy of the
+    caller's picks nothing.
     """
     if policy == "block":
         chosen = decoder_blocks(model)
@@ -32,13 +34,9 @@ def sharding_units(
         chosen = [m for block in decoder_blocks(model) for m in (*attention_and_mlp(block), block)]
     elif policy == "min_params":
         chosen = _smallest_modules_above(model, min_params)
-    elif isinstance(policy, str):
-        raise ValueError(
-            f"--wrap_policy {policy}: choose block, attention_mlp, min_params, or give a "
-            "function that is true for each unit"
-        )
     else:
-        chosen = [m for _, m in model.named_modules() if m is not model and policy(m)]
+        is_unit = _unit_test(model, policy)
+        chosen = [m for m in model.modules() if m is not model and is_unit(m)]
         if not chosen:
             raise ValueError("the wrap policy is true for no module of the model")
     names = {id(m): name for name, m in model.named_modules()}
@@ -47,6 +45,23 @@ def sharding_units(
         chosen = [embedding, *chosen]
     chosen = _gatherable(model, chosen)
     return sorted(((names[id(m)], m) for m in chosen), key=lambda unit: -unit[0].count("."))
+
+
+def _unit_test(model: nn.Module, policy: WrapPolicy) -> Callable[[nn.Module], bool]:
+    """A policy of layers' classes or of torch's as a function; raises ValueError for unknown names."""
+    wanted = getattr(policy, "_module_classes", policy)  # of torch's ModuleWrapPolicy
+    if isinstance(wanted, (str, type)):
+        wanted = [wanted]
+    elif not isinstance(wanted, Collection):
+        return wanted
+    names = {kind if isinstance(kind, str) else kind.__name__ for kind in wanted}
+    known = {type(m).__name__ for m in model.modules()}
+    if unknown := sorted(names - known):
+        raise ValueError(
+            f"--wrap_policy {', '.join(unknown)}: the model has no layer of this class; choose block, "
+            f"attention_mlp, min_params, or a class such as {', '.join(sorted(known)[:8])}"
+        )
+    return lambda module: type(module).__name__ in names
 
 
 def _gatherable(model: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
@@ -89,7 +104,7 @@ def _splits(unit: nn.Module, owners: set[nn.Module]) -> bool:
 
 def _separate_embedding(model: nn.Module) -> nn.Module | None:
     """The input embedding as a unit of its own, unless its weight is the head's too."""
-    if is_tied(model):
+    if is_tied(model) or not hasattr(model, "get_input_embeddings"):
         return None
     return model.get_input_embeddings()
 

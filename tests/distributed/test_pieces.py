@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.distributed.test_parity import relative
@@ -110,6 +111,9 @@ def test_a_model_built_with_bitsandbytes_and_peft_shards_and_trains_alike(folder
 
 def units_of(folder: str) -> dict[str, list[str]]:
     """The units that each wrap policy makes."""
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+
     from fsdp_qlora import RunConfig, apply_sharding, make_mesh
     from fsdp_qlora.build import planned_model
 
@@ -119,6 +123,9 @@ def units_of(folder: str) -> dict[str, list[str]]:
         attention_mlp="attention_mlp",
         min_params="min_params",
         mine=lambda m: type(m).__name__ == "LlamaMLP",
+        named="LlamaMLP",
+        classes=(LlamaAttention, "LlamaMLP"),
+        torchs=ModuleWrapPolicy({LlamaMLP}),
     )
     for name, policy in policies.items():
         model, _ = planned_model(
@@ -140,8 +147,78 @@ def test_wrap_policies_make_the_units_they_name(folder):
     parts = {f"layers.{i}.{part}" for i in (0, 1) for part in ("self_attn", "mlp")}
     assert units["block"] == blocks
     assert units["attention_mlp"] == blocks | parts
-    assert units["mine"] == {"layers.0.mlp", "layers.1.mlp"}
+    mlps = {"layers.0.mlp", "layers.1.mlp"}
+    assert units["mine"] == units["named"] == units["torchs"] == mlps
+    assert units["classes"] == parts
     assert units["min_params"] >= {"layers.0.mlp", "layers.1.mlp"}
+
+
+class Plain(nn.Module):
+    """Nothing of transformers: a stack of layers, one weight of which is at both ends."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(3)
+        )
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.norm(x)
+
+
+def train_plain(ways: list[tuple]) -> list[list[float]]:
+    """Losses of a plain module by (strategy, how its mesh is given, keyword arguments)."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import ShardingStrategy
+
+    from fsdp_qlora import apply_sharding
+
+    found = []
+    for strategy, mesh, settings in ways:
+        model = Plain()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        apply_sharding(
+            model,
+            getattr(ShardingStrategy, strategy, strategy),
+            dist.group.WORLD if mesh == "group" else None,
+            optimizer=optimizer,
+            **settings,
+        )
+        found.append(plain_losses(model, optimizer, dist.get_rank(), dist.get_world_size()))
+    return found
+
+
+def plain_losses(model, optimizer, rank: int, world: int) -> list[float]:
+    losses = []
+    for step in range(3):
+        rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        loss = model(rows[rank::world]).pow(3).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_plain_module_trains_under_every_name_of_a_strategy_with_the_optimizer_it_had():
+    ways = [
+        ("ddp", None, {}),
+        ("full_shard", None, {}),
+        ("shard_grad_op", None, {}),
+        ("FULL_SHARD", "group", dict(wrap_policy="Sequential")),
+        ("SHARD_GRAD_OP", None, dict(wrap_policy=nn.Sequential)),
+        ("NO_SHARD", None, {}),
+        ("full_shard", None, dict(reshard_after_forward=False)),
+    ]
+    by_rank = run_ranks(train_plain, 2, ways)
+    model = Plain()
+    expected = plain_losses(model, torch.optim.Adam(model.parameters(), lr=1e-2), 0, 1)
+    for way, *losses in zip(ways, *by_rank, strict=True):
+        assert relative(torch.tensor(losses).mean(0), expected) < 1e-5, way
 
 
 def integer_storage_error(folder: str) -> str:
