@@ -30,8 +30,9 @@ from fsdp_qlora.config import AUTO, plan_batches
 from fsdp_qlora.config.flags import parse, typed_flags
 from fsdp_qlora.config.recipe import read_recipe
 from fsdp_qlora.config.settings import shown
-from fsdp_qlora.estimate import choose_policies, setup_from_config
+from fsdp_qlora.estimate import choose_policies
 from fsdp_qlora.estimate.policies import choose_tiles
+from fsdp_qlora.plan import draft_plan
 
 # What a compiled block does not know of.
 OUTSIDE = (
@@ -71,12 +72,12 @@ def settled(cell: Cell) -> Cell:
         cell, settings={name: value for name, value in settings.items() if value is not None}
     )
     config, shape = cell.config, expanded_shape(cell.shape, cell.config)
-    setup, budget = setup_from_config(config, cell.gpus), config.activation_budget_gib
+    plan, budget = draft_plan(config, cell.gpus), config.activation_budget_gib
     tiles, policy = config.mlp_tiles, config.activation_policy
     if tiles == AUTO:
-        tiles = choose_tiles(shape, setup, budget)
+        tiles = choose_tiles(shape, plan, budget)
     if budget is not None:
-        policy = choose_policies(shape, replace(setup, mlp_tiles=tiles), budget)
+        policy = choose_policies(shape, plan.change(mlp_tiles=tiles), budget)
     return replace(
         cell,
         settings=cell.settings

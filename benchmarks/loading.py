@@ -25,6 +25,7 @@ from fsdp_qlora.bench.row import append_row
 from fsdp_qlora.build import build_model
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import launched, process_group, rank_device, ranks_from_env
+from fsdp_qlora.run_plan import plan_run
 
 CASES = ("lora", "qlora", "cache made", "cache read")
 
@@ -84,10 +85,11 @@ def measure(options):
     with process_group(device):
         dist.barrier()
         start = perf_counter()
-        model = build_model(config, device)
+        plan = plan_run(config, device)
+        model = build_model(config, device, plan=plan)
         synchronize(device)
         dist.barrier()
-        row = describe_run(config, f"load, {case}", model.config.num_hidden_layers, device)
+        row = describe_run(config, plan, f"load, {case}", model.config.num_hidden_layers, device)
         row.load_seconds, row.status = perf_counter() - start, "ok"
         record_memory(row, device)
     if not ranks_from_env().is_main:

@@ -32,6 +32,7 @@ from fsdp_qlora.config import RunConfig
 from fsdp_qlora.data import DataReport, StepLoader, StepSampler, TokenizedDataset, collate
 from fsdp_qlora.dist import process_group, rank_device
 from fsdp_qlora.optim import build_optimizer
+from fsdp_qlora.run_plan import plan_run
 from fsdp_qlora.training.step import train_step
 
 MEAN, SIGMA = 350, 1.0  # of log-normal lengths, before the cut
@@ -117,9 +118,10 @@ def measure_cases(options, device: torch.device) -> list[tuple[Row, float | None
                 device=options.device,
                 activation_policy=options.activation_policy,
             )
-            model = build_model(config, device)
+            plan = plan_run(config, device)
+            model = build_model(config, device, plan=plan)
             for case in cases:
-                row = describe_run(config, case, layers, device)
+                row = describe_run(config, plan, case, layers, device)
                 row.model, real = known_name(options.model), None
                 try:
                     real = measure(row, case, model, config, options, device)

@@ -41,6 +41,7 @@ from fsdp_qlora.bench.row import Row, append_row
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import print_main, process_group, rank_device, ranks_from_env
 from fsdp_qlora.observe.peak_memory import PeakMemory
+from fsdp_qlora.run_plan import plan_run
 
 PEERS = {
     "hf": ("transformers", "peft", "bitsandbytes"),
@@ -184,7 +185,8 @@ def row_vocabulary(config: RunConfig) -> int:
 def peer_row(name: str, peer: str, config: RunConfig, device: torch.device) -> Row:
     """A row of `describe_run` with what is the peer's own."""
     layers = AutoConfig.from_pretrained(config.model_name).num_hidden_layers
-    row = describe_run(config, f"{name} on {ranks_from_env().world_size}", layers, device)
+    plan, ranks = plan_run(config, device), ranks_from_env().world_size
+    row = describe_run(config, plan, f"{name} on {ranks}", layers, device)
     row.peer = f"{peer}: " + ", ".join(f"{p} {installed(p)}" for p in PEERS[peer])
     row.activation_policy, row.compile, row.attention_backend = "recompute_all", False, "sdpa"
     row.compute_dtype, row.activation_offload = "bf16", False

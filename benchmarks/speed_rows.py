@@ -23,9 +23,9 @@ from fsdp_qlora.bench.measure import MemoryLimit, describe_run, measure, summary
 from fsdp_qlora.bench.row import Row, append_row
 from fsdp_qlora.catalog.known_models import known_config
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.derived import with_choices
 from fsdp_qlora.dist import print_main, process_group, rank_device, ranks_from_env
 from fsdp_qlora.loading import read_config
+from fsdp_qlora.run_plan import plan_run
 
 LLAMA_8B, LLAMA_70B = "meta-llama/Llama-3.1-8B", "meta-llama/Llama-2-70b-hf"
 BUDGET = 70  # GiB that torch may have allocated on a card of 80 GB
@@ -128,11 +128,11 @@ def profile_settings(name: str, options) -> dict:
 
 def measured_row(name: str, config: RunConfig, options, device: torch.device) -> Row:
     """Measure a configuration on ranks that have a process group, and leave the GPU empty."""
-    config = with_choices(config, device)
+    plan = plan_run(config, device)
     layers = read_config(config.model_name).num_hidden_layers
-    row = describe_run(config, name, layers, device)
+    row = describe_run(config, plan, name, layers, device)
     try:
-        measure(row, config, options, device, MemoryLimit(None))
+        measure(row, config, plan, options, device, MemoryLimit(None))
     except torch.OutOfMemoryError as error:
         row.status = "oom"
         print_main(str(error).splitlines()[0])

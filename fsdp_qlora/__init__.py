@@ -15,6 +15,8 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 PUBLIC = {
     "RunConfig": "config",
+    "Plan": "plan",
+    "resolve": "estimate",
     "plan_batches": "config",
     "process_group": "dist",
     "rank_device": "dist",

@@ -10,6 +10,7 @@ from .dist import local_rows as local_rows
 from .dist import process_group as process_group
 from .dist import rank_device as rank_device
 from .dist import ranks_from_env as ranks_from_env
+from .estimate import resolve as resolve
 from .export import save_trained as save_trained
 from .export.convert import convert_adapter as convert_adapter
 from .export.hub import push_folder as push_folder
@@ -28,6 +29,7 @@ from .memory.chunked_cross_entropy import apply_chunked_cross_entropy as apply_c
 from .observe.evaluate import held_out_loss as held_out_loss
 from .optim import build_optimizer as build_optimizer
 from .optim import build_scheduler as build_scheduler
+from .plan import Plan as Plan
 from .quantization.quantize import QuantLinear as QuantLinear
 from .quantization.quantize import quantize_linears as quantize_linears
 from .sharding import STRATEGIES as STRATEGIES

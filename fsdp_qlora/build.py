@@ -11,77 +11,85 @@ from functools import partial
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from .adapters import apply_adapters, apply_fp8, keep_fp8_weights
 from .adapters.modules_to_save import apply_modules_to_save, train_only
+from .adapters.settings import adapter_settings
 from .adapters.shared_inputs import SharedInputs
 from .config import RunConfig, block_policies
-from .derived import (
-    adapter_settings,
-    attention,
-    compiles,
-    model_settings,
-    start_of,
-    weights_on_host,
-    with_choices,
-)
 from .dist import print_main
 from .experts import check_quantizable
 from .loading import DTYPES, materialize, meta_model
-from .loading.base_weights import load, open_checkpoint
+from .loading.base_weights import load, model_settings, open_checkpoint
 from .loading.generation_config import keep_generation_settings
 from .loading.llama_pro import train_new_blocks
 from .loading.prequantized import layers_to_quantize
 from .loading.weight_files import Checkpoint
-from .lora_init import SavedRows, check_init, init_adapters, init_from_weights, init_magnitudes
+from .lora_init import (
+    LoraInit,
+    SavedRows,
+    check_init,
+    init_adapters,
+    init_from_weights,
+    init_magnitudes,
+)
 from .memory.activation_offload import apply_activation_offload
 from .memory.checkpointing_policy import apply_activation_policy
 from .memory.chunked_cross_entropy import apply_chunked_cross_entropy
 from .memory.tiled_mlp import apply_tiled_mlp, tiled_mlps
+from .model.attention import choose_attention
 from .model.autocast import apply_autocast
 from .model.blocks import block_list, decoder_blocks, final_norm
 from .model.packing_probe import keep_rows_apart
+from .plan import Plan
 from .quantization.quantize import quantize_linears
-from .sharding import apply_sharding, describe_units, make_mesh, parameter_device
+from .run_plan import plan_run
+from .sharding import OnHost, apply_sharding, describe_units, make_mesh, parameter_device
 
 
 def build_model(
-    config: RunConfig, device: torch.device, saved: SavedRows | None = None
+    config: RunConfig,
+    device: torch.device,
+    saved: SavedRows | None = None,
+    plan: Plan | None = None,
 ) -> nn.Module:
     """The model of a run: built on meta, transformed, sharded, then filled from the checkpoint.
 
-    saved: reads the adapter that a run goes on from, which its base may depend on.
+    saved: reads the adapter that a run goes on from, which its base may depend on. plan: the run's,
+    which is made here if it is not given.
     Needs a process group (`dist.process_group`). Raises ValueError for a model, target or strategy
     that does not fit; all ranks raise the same before any waits for another.
     """
-    config = with_choices(config, device)
+    plan = plan or plan_run(config, device)
+    memory, sharding = plan.memory, plan.sharding
     model, checkpoint = planned_model(config, device)
-    if config.compute_dtype == "fp8":
+    if plan.quantization.compute_dtype == "fp8":
         apply_fp8(model, device)
-    policies = block_policies(config.activation_policy, len(decoder_blocks(model)))
-    apply_tiled_mlp(model, config.mlp_tiles, policies)
-    apply_activation_policy(model, policies, config.reentrant_checkpointing)
+    policies = block_policies(memory.activation_policy, len(decoder_blocks(model)))
+    apply_tiled_mlp(model, memory.mlp_tiles, policies)
+    apply_activation_policy(model, policies, memory.reentrant_checkpointing)
     apply_chunked_cross_entropy(model)
     apply_autocast(model, DTYPES.get(config.autocast_dtype))
-    if compiles(config, device):
-        compile_blocks(model, dynamic=not config.has_full_bins)
-    if config.use_activation_cpu_offload:
+    if plan.loop.compile:
+        compile_blocks(model, dynamic=plan.batch.unit != "bin")
+    if memory.activation_offload:
         apply_activation_offload(model, policies)
-    on_host = weights_on_host(config, model, device)
+    on_host = OnHost(memory.cpu_offload, memory.trained_offload, memory.vocabulary_offload)
     units = apply_sharding(
         model,
-        config.sharding_strategy,
-        make_mesh(config.sharding_strategy, device, config.shard_group_size),
-        wrap_policy=config.wrap_policy,
-        min_wrap_params=config.min_wrap_params,
+        sharding.strategy,
+        make_mesh(sharding.strategy, device, sharding.shard_group_size),
+        wrap_policy=sharding.wrap_policy,
+        min_wrap_params=sharding.min_wrap_params,
         on_host=on_host,
-        backward_prefetch=config.backward_prefetch,
-        forward_prefetch=config.forward_prefetch,
-        gather_once=config.gather_once,
+        backward_prefetch=sharding.backward_prefetch,
+        forward_prefetch=sharding.forward_prefetch,
+        gather_once=sharding.gather_once,
     )
     print_main(describe_units(units))
     materialize(model, device, parameter_device(model, device, on_host))
-    start, filled = start_of(config), set()
+    start, filled = _init_of(config), set()
     if start.from_weights:
         filled = init_from_weights(model, checkpoint, device, start, config.seed, saved)
     load(model, checkpoint, device, config, filled)
@@ -90,7 +98,7 @@ def build_model(
         init_magnitudes(model, device, with_adapter=True)
     else:
         init_adapters(model, config.seed, device)
-    if config.keep_fp8_weights:
+    if plan.quantization.keep_fp8_weights:
         keep_fp8_weights(model)
     return model
 
@@ -125,7 +133,7 @@ def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, C
         train_new_blocks(model, grown.new, DTYPES[config.adapter_dtype])
     elif config.has_lora:
         model = apply_adapters(model, adapter_settings(config, model), DTYPES[config.adapter_dtype])
-        check_init(model, checkpoint, start_of(config))
+        check_init(model, checkpoint, _init_of(config))
         apply_modules_to_save(
             model,
             config.whole_modules,
@@ -135,6 +143,20 @@ def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, C
     else:
         train_only(model, config.only_modules)
     return model, checkpoint
+
+
+def _init_of(config: RunConfig) -> LoraInit:
+    """How the run's adapters begin."""
+    return LoraInit(config.init_lora_weights, config.loftq_iter) if config.has_lora else LoraInit()
+
+
+def attention(
+    config: RunConfig, settings: PretrainedConfig, device: torch.device
+) -> tuple[str, str]:
+    """The attention implementation of a run on `device`, and the reason."""
+    return choose_attention(
+        config.attn_implementation, config.packing, settings, device, DTYPES[config.product_dtype]
+    )
 
 
 def compile_blocks(model: nn.Module, dynamic: bool = False):

@@ -23,7 +23,7 @@ D hidden, R rank of an adapter, O rows of a weight."""
 
 # Title, and the first packages of the modules that stand under it.
 SECTIONS = [
-    ("Settings and a whole run", ("config", "training")),
+    ("Settings and a whole run", ("config", "plan", "estimate", "training")),
     ("Ranks", ("dist",)),
     (
         "A model, step by step",
@@ -114,7 +114,13 @@ def _definition(name: str, module: str) -> ast.FunctionDef | ast.ClassDef:
 
 
 def _initializer(node: ast.ClassDef) -> ast.FunctionDef:
-    return next(e for e in node.body if isinstance(e, ast.FunctionDef) and e.name == "__init__")
+    """How a class is made; of a dataclass, from its fields, by keyword."""
+    methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+    if own := [each for each in methods if each.name == "__init__"]:
+        return own[0]
+    fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+    given = ", ".join(f"{ast.unparse(f.target)}: {ast.unparse(f.annotation)} = ..." for f in fields)
+    return ast.parse(f"def __init__(self, *, {given}): ...").body[0]
 
 
 def _docstring(node: ast.FunctionDef | ast.ClassDef) -> str:

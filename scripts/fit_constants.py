@@ -51,7 +51,7 @@ FIRST, LAST = 0.16, 0.002  # the step of the search, as a share of a constant
 
 def time_error(row: Compared) -> float:
     """Relative error of a row's time by the constants as they are now."""
-    found = step_seconds(row.shape, row.gpu, row.setup)
+    found = step_seconds(row.shape, row.gpu, row.plan)
     return found.total / row.row.seconds_per_step - 1
 
 
@@ -80,7 +80,7 @@ def fit_times(rows: list[Compared]):
 
 def fit_slack(rows: list[Compared]):
     """Least squares of reserved less allocated memory, as shares of reserved memory."""
-    terms = [Peak(row.shape, row.setup).slack_terms(row.setup.runs(row.shape)) for row in rows]
+    terms = [Peak(row.shape, row.plan).slack_terms(row.plan.memory.runs(row.shape)) for row in rows]
     size = np.array([row.row.peak_reserved_gib for row in rows])
     gaps = 1 - np.array([row.row.peak_allocated_gib for row in rows]) / size
     names = [*SLACK]

@@ -18,7 +18,7 @@ in. If there is no message, start from [troubleshooting](troubleshooting.md)."""
 SECTIONS = [
     (
         "A flag or a recipe",
-        ("config/", "cli", "derived", "build", "optim/"),
+        ("config/", "cli", "run_plan", "build", "optim/"),
         "Nothing was written yet. [Every setting](flags.md) says what each flag takes; "
         "`train.py --dry_run` shows what a run would do.",
     ),

@@ -12,16 +12,17 @@ from pathlib import Path
 
 import yaml
 
-from fsdp_qlora.bench.accuracy import compare, setup_from_row
-from fsdp_qlora.bench.row import Row, read_rows, row_files
+from fsdp_qlora.bench.accuracy import compare
+from fsdp_qlora.bench.row import Row, plan_of, read_rows, row_files
 from fsdp_qlora.bench.tables import markdown, number, percent
 from fsdp_qlora.catalog.arch import ModelShape, model_shape
 from fsdp_qlora.catalog.hardware import find_gpu
 from fsdp_qlora.catalog.known_models import bare_name
 from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
-from fsdp_qlora.config import RunConfig, block_policies
-from fsdp_qlora.estimate import Estimate, Setup, estimate, memory, setup_from_config
+from fsdp_qlora.config import RunConfig
+from fsdp_qlora.estimate import Estimate, estimate, memory
 from fsdp_qlora.estimate.report import duration
+from fsdp_qlora.plan import Plan, draft_plan
 from fsdp_qlora.planner import free_settings, make_plan
 
 ROOT = Path(__file__).parents[1]
@@ -148,17 +149,17 @@ def speed(found: Estimate) -> str:
 
 def same_settings(wanted: Estimate, rows: list[Row]) -> Row | None:
     """The last row of the same model, settings and number of GPUs."""
-    setup, shape = wanted.setup, wanted.shape
+    plan, shape = wanted.plan, wanted.shape
     for row in reversed(rows):
         if row.status != "ok" or row.peer or bare_name(row.model) != bare_name(shape.name):
             continue
-        if row.num_hidden_layers == shape.layers and alike(setup_from_row(row), setup, shape):
+        if row.num_hidden_layers == shape.layers and alike(plan_of(row), plan, shape):
             return row
     return None
 
 
-def alike(row: Setup, setup: Setup, shape: ModelShape) -> bool:
-    """Whether two setups are the same in what a table tells."""
+def alike(row: Plan, plan: Plan, shape: ModelShape) -> bool:
+    """Whether two plans are the same in what a table tells."""
     same = (
         "world_size",
         "quant",
@@ -166,20 +167,20 @@ def alike(row: Setup, setup: Setup, shape: ModelShape) -> bool:
         "lora_rank",
         "cpu_offload",
         "activation_offload",
-        "absmax_bytes",
-        "batch_size",
+        "absmax_dtype",
+        "micro_batch_size",
         "context_length",
         "compile",
     )
 
-    def told(s: Setup):
-        return [getattr(s, name) for name in same] + [
-            s.compute_dtype == "fp8",
-            s.strategy if s.world_size > 1 else "",
-            block_policies(s.activation_policy, shape.layers),
+    def told(p: Plan):
+        return [p.value(name) for name in same] + [
+            p.quantization.compute_dtype == "fp8",
+            p.sharding.strategy if p.sharding.world_size > 1 else "",
+            p.memory.policies(shape),
         ]
 
-    return told(row) == told(setup)
+    return told(row) == told(plan)
 
 
 # ---- sizes: memory of models by method ---------------------------------------------------------
@@ -210,8 +211,8 @@ def size(model: str | None, settings: dict, table: dict) -> str:
         return ""
     given = table.get("defaults", {}) | settings
     config = RunConfig(**given, model_name=model)
-    setup = setup_from_config(config, 1)
-    return number(memory(replace(model_shape(model), max_positions=None), setup).peak_reserved, 1)
+    plan = draft_plan(config, 1)
+    return number(memory(replace(model_shape(model), max_positions=None), plan).peak_reserved, 1)
 
 
 # ---- hours: a number of examples on a card -----------------------------------------------------

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from fsdp_qlora.bench import drive
-from fsdp_qlora.bench.accuracy import CALIBRATED_ON, accuracy, compare, setup_from_row, shape_of_row
+from fsdp_qlora.bench.accuracy import CALIBRATED_ON, accuracy, compare, shape_of_row
 from fsdp_qlora.bench.command import BenchOptions
 from fsdp_qlora.bench.grid import read_grid
-from fsdp_qlora.bench.row import append_row, read_rows, row_files
+from fsdp_qlora.bench.row import append_row, plan_of, read_rows, row_files
 from fsdp_qlora.bench.tables import against_table, auto_table, published_seconds, published_table
 from fsdp_qlora.cli import main
 from fsdp_qlora.config.flags import parse_own
@@ -286,7 +286,7 @@ def test_few_rows_set_constants():
 def test_a_row_names_all_that_its_estimate_needs():
     row = next(r for r in RESULTS if r.name == "8B 2x8192 keep_linears")
     smaller = replace(row, absmax_dtype="int8", lora_rank=16, activation_policy="recompute_all")
-    sizes = [memory(shape_of_row(r), setup_from_row(r)).peak_allocated for r in (row, smaller)]
+    sizes = [memory(shape_of_row(r), plan_of(r)).peak_allocated for r in (row, smaller)]
     assert sizes[1] < 0.3 * sizes[0]
 
 

@@ -237,12 +237,13 @@ def test_a_new_setting_is_its_field(grown, tmp_path):
         f"""
 from types import SimpleNamespace
 from fsdp_qlora.checkpoint.identity import differences, settings_of
-from fsdp_qlora.config import RunConfig, plan_batches
+from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.flags import parse
 from fsdp_qlora.config.reference import flags_page, schema
+from fsdp_qlora.plan import draft_plan
 from fsdp_qlora.training.trainer import _facts_of
 config, content = RunConfig(sharpness=4), dict(model="m", data="d")
-run = _facts_of(config, plan_batches(config, 1), SimpleNamespace(content=content), "id")
+run = _facts_of(config, draft_plan(config, 1), SimpleNamespace(content=content), "id")
 older = dict(run, config=dict(run["config"]))
 del older["config"]["sharpness"]
 try:

@@ -3,24 +3,23 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
 from fsdp_qlora.adapters import trainable_parameters
 from fsdp_qlora.catalog.hardware import find_gpu
+from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.estimate import (
-    Setup,
-    check_context,
+    estimate,
     memory,
     optimizer_bytes,
     resident_bytes,
     run_cost,
-    setup_from_config,
     step_seconds,
 )
 from fsdp_qlora.optim import build_optimizer
+from fsdp_qlora.plan import Plan, draft_plan
 
 from .estimates import H100, LLAMA_8B, LLAMA_70B, SMALL, TRIAL, tiny
 
@@ -45,19 +44,19 @@ from .estimates import H100, LLAMA_8B, LLAMA_70B, SMALL, TRIAL, tiny
     ],
 )
 def test_stored_weights_are_those_of_the_built_model(known, changes):
-    setup = replace(SMALL, **changes)
-    model, shape = tiny(known, setup)
+    plan = SMALL.change(**changes)
+    model, shape = tiny(known, plan)
     built = sum(p.nbytes for p in model.parameters())
-    assert sum(resident_bytes(shape, setup).values()) == built
+    assert sum(resident_bytes(shape, plan).values()) == built
     trained = sum(p.nbytes for p in trainable_parameters(model).values())
-    assert resident_bytes(shape, setup)["adapters"] == trained
-    assert optimizer_bytes(shape, setup) == 2 * trained
+    assert resident_bytes(shape, plan)["adapters"] == trained
+    assert optimizer_bytes(shape, plan) == 2 * trained
 
 
 def test_shards_add_up_and_are_padded_to_whole_rows():
-    whole, half = (resident_bytes(LLAMA_8B, Setup(world_size=n)) for n in (1, 2))
+    whole, half = (resident_bytes(LLAMA_8B, Plan().change(world_size=n)) for n in (1, 2))
     assert half == {part: size / 2 for part, size in whole.items()}
-    odd = resident_bytes(LLAMA_8B.cut(1), Setup(world_size=3, quant="none"))
+    odd = resident_bytes(LLAMA_8B.cut(1), Plan().change(world_size=3, quant="none"))
     assert odd["head"] == 128256 / 3 * 4096 * 2
     assert odd["linears"] > LLAMA_8B.block_params()["linears"] * 2 / 3
 
@@ -72,7 +71,7 @@ def test_cost_of_a_run():
         run_cost(step, H100, gpus=2, examples=-1, length=1)
 
 
-def test_settings_of_a_run_become_a_setup():
+def test_settings_of_a_run_become_a_plan():
     config = RunConfig(
         train_type="qlora",
         sharding_strategy="shard_grad_op",
@@ -83,28 +82,28 @@ def test_settings_of_a_run_become_a_setup():
         use_gradient_checkpointing=False,
         adapter_dtype="bf16",
     )
-    setup = setup_from_config(config, 2, padded_rows=True)
-    assert setup == Setup(
+    plan = draft_plan(config, 2)
+    assert plan == Plan().change(
         world_size=2,
         strategy="shard_grad_op",
         lora_rank=16,
         targets=("q_proj", "v_proj"),
-        batch_size=4,
+        micro_batch_size=4,
         accumulation=4,
+        per_step=32,
         activation_policy="keep_all",
         adapter_dtype="bf16",
-        padded_rows=True,
         compile=True,
     )
-    assert setup_from_config(RunConfig(compile=False), 1) == Setup()
+    assert draft_plan(RunConfig(compile=False), 1) == Plan()
 
 
-def test_a_runs_activation_policy_is_the_setups():
+def test_a_runs_activation_policy_is_the_plans():
     text = "keep_linears:8,recompute_all:24"
-    setup = setup_from_config(RunConfig(activation_policy=text), 1)
-    assert setup.policies(LLAMA_8B) == ["keep_linears"] * 8 + ["recompute_all"] * 24
-    still_to_choose = setup_from_config(RunConfig(activation_budget_gib=20), 1)
-    assert still_to_choose.activation_policy == "recompute_all"
+    plan = draft_plan(RunConfig(activation_policy=text), 1)
+    assert plan.memory.policies(LLAMA_8B) == ["keep_linears"] * 8 + ["recompute_all"] * 24
+    still_to_choose = draft_plan(RunConfig(activation_budget_gib=20), 1)
+    assert still_to_choose.memory.activation_policy == "recompute_all"
 
 
 def test_table_shows_every_part_and_the_moment():
@@ -121,7 +120,7 @@ def test_table_shows_every_part_and_the_moment():
 @pytest.mark.parametrize(
     "changes,message",
     [
-        (dict(batch_size=0), "batch_size must be 1 or more, got 0"),
+        (dict(micro_batch_size=0), "micro_batch_size must be 1 or more, got 0"),
         (dict(optimizer="lion"), "optimizer lion: choose adamw"),
         (dict(targets=("qq",)), "qq: no such module"),
     ],
@@ -132,8 +131,9 @@ def test_wrong_settings_are_named(changes, message):
 
 
 def test_context_beyond_the_models_positions_is_refused():
+    config = RunConfig(context_length=8192)
     with pytest.raises(ValueError, match="--context_length 8192: .* 4096 positions"):
-        check_context(LLAMA_70B, TRIAL)
+        estimate(LLAMA_70B, machine_from_options(MachineOptions(gpu="h100")), config)
 
 
 def test_estimates_need_no_torch():
@@ -149,8 +149,8 @@ def test_estimates_need_no_torch():
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_bf16", "adamw_8bit", "sgd"])
 def test_optimizer_states_are_those_that_are_made(optimizer):
     """But for vectors, which keep float32 states under adamw_8bit, and blocks of rows this narrow."""
-    setup = replace(SMALL, quant="none", adapter="none", optimizer=optimizer)
-    model, shape = tiny("llama-2-7b", setup)
+    plan = SMALL.change(quant="none", adapter="none", optimizer=optimizer)
+    model, shape = tiny("llama-2-7b", plan)
     made = build_optimizer(model, optimizer, 1e-3)
     found = sum(v.nbytes for state in made.state.values() for v in state.values() if v.dim())
-    assert found == pytest.approx(optimizer_bytes(shape, setup), rel=0.03)
+    assert found == pytest.approx(optimizer_bytes(shape, plan), rel=0.03)

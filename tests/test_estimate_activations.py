@@ -1,7 +1,5 @@
 """What a block keeps, against what torch keeps of transformers' blocks with our layers."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -23,7 +21,7 @@ CPU_RANDOM_STATE = (
 )
 
 
-def traced_block_bytes(model, setup, monkeypatch) -> int:
+def traced_block_bytes(model, plan, monkeypatch) -> int:
     """Bytes of distinct storages, parameters apart, that the third block keeps for its backward.
 
     Autograd's saved tensors, and those that selective checkpointing keeps in its own dictionary.
@@ -45,12 +43,12 @@ def traced_block_bytes(model, setup, monkeypatch) -> int:
         return forward, backward
 
     original = checkpointing_policy.create_selective_checkpoint_contexts
-    if not setup.compile:
+    if not plan.loop.compile:
         monkeypatch.setattr(checkpointing_policy, "create_selective_checkpoint_contexts", contexts)
     block = decoder_blocks(model)[2]
     block.register_forward_pre_hook(lambda *_: inside.__setitem__(0, True))
     block.register_forward_hook(lambda *_: inside.__setitem__(0, False))
-    rows = torch.randint(0, 97, (setup.batch_size, setup.context_length))
+    rows = torch.randint(0, 97, (plan.batch.micro_batch_size, plan.batch.context_length))
     with saved_tensors_hooks(add, lambda tensor: tensor):
         base_model(model).model(input_ids=rows)
     inside[0] = True
@@ -106,11 +104,13 @@ def tensors_in(tree):
     ],
 )
 def test_saved_activations_are_those_that_autograd_saves(known, changes, monkeypatch):
-    setup = replace(SMALL, activation_policy="keep_all", **changes)
-    model, shape = tiny(known, setup)
-    traced = traced_block_bytes(model, setup, monkeypatch)
-    within = 0.02 if setup.adapter == "dora" and setup.compile else 0.01  # some xA are made again
-    assert saved_by_block(shape, setup) == pytest.approx(traced, rel=within)
+    plan = SMALL.change(activation_policy="keep_all", **changes)
+    model, shape = tiny(known, plan)
+    traced = traced_block_bytes(model, plan, monkeypatch)
+    within = (
+        0.02 if plan.adapter.adapter == "dora" and plan.loop.compile else 0.01
+    )  # some xA are made again
+    assert saved_by_block(shape, plan) == pytest.approx(traced, rel=within)
 
 
 @pytest.mark.parametrize("policy", [p for p in POLICIES if p != "keep_all"])
@@ -134,21 +134,21 @@ def test_saved_activations_are_those_that_autograd_saves(known, changes, monkeyp
     ],
 )
 def test_a_policy_keeps_what_torch_keeps_of_its_block(policy, known, changes, monkeypatch):
-    setup = replace(SMALL, activation_policy=policy, **changes)
+    plan = SMALL.change(activation_policy=policy, **changes)
     torch._dynamo.reset()
-    model, shape = tiny(known, setup)
-    traced = traced_block_bytes(model, setup, monkeypatch)
-    assert kept_by_block(shape, setup, policy) == pytest.approx(traced, rel=0.01)
+    model, shape = tiny(known, plan)
+    traced = traced_block_bytes(model, plan, monkeypatch)
+    assert kept_by_block(shape, plan, policy) == pytest.approx(traced, rel=0.01)
 
 
 def test_what_policies_keep_of_a_block_by_hand():
     """Llama-3.1-8B, 8192 tokens in bf16: widths 4096, 1024 and 14336; log-sum-exp of 32 heads."""
     n, inputs, attention = 8192, 4096 * 2, 4096 * 2 + 32 * 4
     linears = (4096 + 1024 + 1024 + 4096 + 2 * 14336) * 2 + 7 * 64 * 2  # outputs, and xA of rank 64
-    compiled, eager = (replace(PRODUCT, compile=c) for c in (True, False))
-    for setup in (compiled, eager):
-        assert kept_by_block(LLAMA_8B, setup, "recompute_all") == n * inputs
-        assert kept_by_block(LLAMA_8B, setup, "keep_attention") == n * (inputs + attention)
+    compiled, eager = (PRODUCT.change(compile=c) for c in (True, False))
+    for plan in (compiled, eager):
+        assert kept_by_block(LLAMA_8B, plan, "recompute_all") == n * inputs
+        assert kept_by_block(LLAMA_8B, plan, "keep_attention") == n * (inputs + attention)
     assert kept_by_block(LLAMA_8B, compiled, "keep_linears") == n * (inputs + attention + linears)
     assert kept_by_block(LLAMA_8B, eager, "keep_linears") == (
         n * (inputs + attention + linears + 4096 * 2)
@@ -158,8 +158,8 @@ def test_what_policies_keep_of_a_block_by_hand():
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("strategy", ["ddp", "full_shard", "shard_grad_op"])
 def test_each_policy_that_keeps_more_takes_more(compiled, strategy):
-    setup = replace(PRODUCT, compile=compiled, strategy=strategy, world_size=2)
-    peaks = [memory(LLAMA_8B, setup, activation_policy=p).peak_allocated for p in POLICIES]
+    plan = PRODUCT.change(compile=compiled, strategy=strategy, world_size=2)
+    peaks = [memory(LLAMA_8B, plan, activation_policy=p).peak_allocated for p in POLICIES]
     assert peaks == sorted(peaks) and len(set(peaks)) == 4
 
 
@@ -180,10 +180,10 @@ def test_recomputed_blocks_last_take_at_most_one_block_more_than_first():
 
 def test_the_peak_can_be_where_policies_change():
     """Blocks 1 to 3 keep everything: the backward of the fourth finds them all."""
-    setup = replace(
-        TRIAL, context_length=2048, activation_policy="keep_all:3,recompute_all:1,keep_attention:28"
+    plan = TRIAL.change(
+        context_length=2048, activation_policy="keep_all:3,recompute_all:1,keep_attention:28"
     )
-    assert {"block 3", "block 4", "block 5"} <= set(memory(LLAMA_8B, setup).moments)
+    assert {"block 3", "block 4", "block 5"} <= set(memory(LLAMA_8B, plan).moments)
 
 
 def test_policies_that_do_not_fit_the_model_are_refused():

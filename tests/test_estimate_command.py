@@ -13,8 +13,9 @@ from fsdp_qlora.catalog.known_models import known_config
 from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.estimate import estimate, memory, setup_from_config, step_seconds
+from fsdp_qlora.estimate import estimate, memory, step_seconds
 from fsdp_qlora.estimate.report import billions
+from fsdp_qlora.plan import draft_plan
 
 ASKED = [
     "--model_name",
@@ -65,11 +66,11 @@ def test_the_answer_is_that_of_the_estimates(capsys):
         model_name="llama-2-70b", batch_size=2, context_length=2048, use_cpu_offload=True
     )
     # Adapters and their states would take more than an eighth of the card.
-    setup = setup_from_config(config, 2, trained_offload=True)
+    plan = draft_plan(config, 2).change(trained_offload=True)
     shape, gpu = model_shape("llama-2-70b"), find_gpu("3090")
-    assert found["needed_gib"] == memory(shape, setup).total
-    assert found["host_needed_gib"] == memory(shape, setup).host
-    assert found["seconds_per_step"] == step_seconds(shape, gpu, setup).total
+    assert found["needed_gib"] == memory(shape, plan).total
+    assert found["host_needed_gib"] == memory(shape, plan).host
+    assert found["seconds_per_step"] == step_seconds(shape, gpu, plan).total
     hours = 1024 / 4 * found["seconds_per_step"] / 3600
     assert found["run"]["hours"] == pytest.approx(hours)
     assert found["run"]["dollars"] == pytest.approx(hours * 2 * gpu.price_per_hour)

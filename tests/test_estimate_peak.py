@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_qlora.estimate import GIB, Setup, block_weights, gathered, memory
+from fsdp_qlora.estimate import GIB, block_weights, gathered, memory
 from fsdp_qlora.estimate.activations import widest_in_backward
+from fsdp_qlora.plan import Plan
 
 from .estimates import LLAMA_8B, LLAMA_70B, PRODUCT, TRIAL, TRIAL_HALF
 from .ranks import run_ranks
@@ -31,16 +32,16 @@ def test_ddp_keeps_everything_whole():
 
 def test_window_is_two_units_where_blocks_are_freed():
     """The root holds norms alone: a frozen embedding and head are no part of it."""
-    setup = Setup(world_size=2, batch_size=4, context_length=2048)
-    block = gathered(block_weights(LLAMA_70B, setup), setup)
-    full = memory(LLAMA_70B, setup).parts["unsharded"] * GIB
+    plan = Plan().change(world_size=2, micro_batch_size=4, context_length=2048)
+    block = gathered(block_weights(LLAMA_70B, plan), plan)
+    full = memory(LLAMA_70B, plan).parts["unsharded"] * GIB
     assert full == pytest.approx(2 * block, rel=0.001)
-    kept = memory(LLAMA_70B, setup, strategy="shard_grad_op").parts["unsharded"] * GIB
+    kept = memory(LLAMA_70B, plan, strategy="shard_grad_op").parts["unsharded"] * GIB
     assert kept == pytest.approx(80 * block, rel=0.02)
-    assert memory(LLAMA_70B, setup, backward_prefetch=False).parts["unsharded"] * GIB == (
+    assert memory(LLAMA_70B, plan, backward_prefetch="none").parts["unsharded"] * GIB == (
         pytest.approx(block, rel=0.001)
     )
-    apart = memory(LLAMA_70B, setup, wrap_policy="attention_mlp").parts["unsharded"] * GIB
+    apart = memory(LLAMA_70B, plan, wrap_policy="attention_mlp").parts["unsharded"] * GIB
     assert apart == pytest.approx(block, rel=0.001)
 
 
@@ -52,26 +53,25 @@ def test_each_rung_of_the_escalation_takes_less_memory():
         dict(strategy="full_shard", cpu_offload=True),
     ]
     totals = [
-        memory(LLAMA_8B, world_size=4, batch_size=4, context_length=2048, **s).total for s in steps
+        memory(LLAMA_8B, world_size=4, micro_batch_size=4, context_length=2048, **s).total
+        for s in steps
     ]
     assert totals == sorted(totals, reverse=True) and len(set(totals)) == 4
 
 
 def test_shard_grad_op_holds_shards_and_whole_blocks_at_once():
     """With frozen weights it can need more than ddp, which has no gradients of them to shard."""
-    setup = Setup(world_size=2, batch_size=4, context_length=2048)
-    ddp, grad_op = (memory(LLAMA_8B, setup, strategy=s) for s in ("ddp", "shard_grad_op"))
+    plan = Plan().change(world_size=2, micro_batch_size=4, context_length=2048)
+    ddp, grad_op = (memory(LLAMA_8B, plan, strategy=s) for s in ("ddp", "shard_grad_op"))
     assert grad_op.peak_allocated > ddp.peak_allocated
-    full = (
-        replace(setup, quant="none", adapter="none", strategy=s) for s in ("ddp", "shard_grad_op")
-    )
+    full = (plan.change(quant="none", adapter="none", strategy=s) for s in ("ddp", "shard_grad_op"))
     ddp, grad_op = (memory(LLAMA_8B, s) for s in full)
     assert grad_op.peak_allocated < ddp.peak_allocated
 
 
 def test_cpu_offload_moves_frozen_shards_to_the_host():
-    setup = Setup(world_size=2, batch_size=2, context_length=2048)
-    on, off = memory(LLAMA_70B, setup, cpu_offload=True), memory(LLAMA_70B, setup)
+    plan = Plan().change(world_size=2, micro_batch_size=2, context_length=2048)
+    on, off = memory(LLAMA_70B, plan, cpu_offload=True), memory(LLAMA_70B, plan)
     assert on.parts["linears"] == on.parts["absmax"] == 0
     assert (
         on.parts["optimizer"] == off.parts["optimizer"]
@@ -81,16 +81,16 @@ def test_cpu_offload_moves_frozen_shards_to_the_host():
 
 def test_one_gpu_that_streams_has_two_blocks_in_backward_but_for_the_first():
     """The one that computes and the frozen weights of the one before; FSDP's next unit is gathered."""
-    setup = Setup(cpu_offload=True, trained_offload=True, lora_dropout=0.0, compile=True)
-    found = memory(LLAMA_70B, setup).moments
+    plan = Plan().change(cpu_offload=True, trained_offload=True, lora_dropout=0.0, compile=True)
+    found = memory(LLAMA_70B, plan).moments
     frozen = 855_638_016 * (0.5 + 4 / 64) / GIB
     assert found["last block but one"] - found["first block"] > 0.9 * frozen
 
 
 def test_a_vocabulary_on_the_host_leaves_the_head_on_the_gpu_for_the_loss_alone():
-    setup = Setup(world_size=2, strategy="ddp", batch_size=2, context_length=2048)
+    plan = Plan().change(world_size=2, strategy="ddp", micro_batch_size=2, context_length=2048)
     table = 128256 * 4096 * 2 / GIB
-    on, off = memory(LLAMA_8B, setup), memory(LLAMA_8B, setup, vocabulary_offload=True)
+    on, off = memory(LLAMA_8B, plan), memory(LLAMA_8B, plan, vocabulary_offload=True)
     assert on.parts["head"] == pytest.approx(table) and off.parts["head"] == 0
     assert off.moments["loss"] == pytest.approx(on.moments["loss"] - table)
     assert off.host == pytest.approx(on.host + 2 * 2 * table)
@@ -98,32 +98,32 @@ def test_a_vocabulary_on_the_host_leaves_the_head_on_the_gpu_for_the_loss_alone(
 
 def test_tiles_leave_one_part_of_what_is_as_wide_as_the_mlp():
     """8B, 2 x 8192 tokens: gate, up, their product and its gradient, 0.44 GiB each."""
-    setup = replace(PRODUCT, batch_size=2, activation_offload=True, vocabulary_offload=True)
-    peaks = [memory(LLAMA_8B, setup, mlp_tiles=n).moments["first block"] for n in (1, 2, 3)]
+    plan = PRODUCT.change(micro_batch_size=2, activation_offload=True, vocabulary_offload=True)
+    peaks = [memory(LLAMA_8B, plan, mlp_tiles=n).moments["first block"] for n in (1, 2, 3)]
     wide, hidden = 16384 * 14336 * 2 / GIB, 16384 * 4096 * 2 / GIB
     assert peaks[0] - peaks[1] == pytest.approx(4 * wide / 2 - hidden)
     assert peaks[1] - peaks[2] == pytest.approx(4 * wide / 6)
-    kept = replace(setup, activation_policy="keep_linears")
+    kept = plan.change(activation_policy="keep_linears")
     assert memory(LLAMA_8B, kept, mlp_tiles=4) == memory(LLAMA_8B, kept)
 
 
 def test_after_many_tiles_attention_is_what_takes_most():
     """Block input, norm, q, output, their gradients and dy, the residual's: 9 with k and v; dQ in fp32
     is 2 more, and dK and dV of all heads 2 where heads share keys. What is of rank R comes on top."""
-    setup = replace(PRODUCT, context_length=32768, mlp_tiles=64)
+    plan = PRODUCT.change(context_length=32768, mlp_tiles=64)
     hidden, ranks = 32768 * 4096 * 2, 32768 * 7 * 64 * 2
-    saved, work = widest_in_backward(LLAMA_8B, setup, "recompute_all")
+    saved, work = widest_in_backward(LLAMA_8B, plan, "recompute_all")
     assert saved + work == pytest.approx(13 * hidden + ranks, rel=0.005)
     own_keys = replace(LLAMA_8B, kv_heads=32)  # k, v, dk and dv are wider by 0.75 each
-    assert sum(widest_in_backward(own_keys, setup, "recompute_all")) == pytest.approx(
+    assert sum(widest_in_backward(own_keys, plan, "recompute_all")) == pytest.approx(
         (13 + 3 - 2) * hidden + ranks, rel=0.005
     )
 
 
 def test_an_update_of_8_bit_states_is_a_moment_of_its_own():
     """What it joins of 2^24 values: 4 bytes of weight and of gradient, 8 of states, 16 of places."""
-    setup = Setup(world_size=2, context_length=512, optimizer="adamw_8bit")
-    found, plain = memory(LLAMA_8B, setup), memory(LLAMA_8B, setup, optimizer="adamw")
+    plan = Plan().change(world_size=2, context_length=512, optimizer="adamw_8bit")
+    found, plain = memory(LLAMA_8B, plan), memory(LLAMA_8B, plan, optimizer="adamw")
     reduced = found.moments["gradients reduced"]
     assert found.moments["optimizer's update"] - reduced == pytest.approx(32 * 2**24 / GIB)
     assert plain.moments["optimizer's update"] == plain.moments["gradients reduced"]
@@ -132,13 +132,13 @@ def test_an_update_of_8_bit_states_is_a_moment_of_its_own():
 
 
 def test_weights_gathered_once_stay_whole_as_under_shard_grad_op():
-    setup = Setup(world_size=4, batch_size=2, context_length=2048, accumulation=4)
+    plan = Plan().change(world_size=4, micro_batch_size=2, context_length=2048, accumulation=4)
     once, kept = (
-        memory(LLAMA_8B, setup, **c)
+        memory(LLAMA_8B, plan, **c)
         for c in (dict(gather_once=True), dict(strategy="shard_grad_op"))
     )
-    assert once.peak_allocated >= kept.peak_allocated > memory(LLAMA_8B, setup).peak_allocated
-    blocks = 32 * gathered(block_weights(LLAMA_8B, setup), setup) / GIB
+    assert once.peak_allocated >= kept.peak_allocated > memory(LLAMA_8B, plan).peak_allocated
+    blocks = 32 * gathered(block_weights(LLAMA_8B, plan), plan) / GIB
     assert once.moments["first block"] > kept.moments["first block"] + 0.9 * blocks
 
 
@@ -146,14 +146,14 @@ def test_slack_follows_what_comes_and_goes_and_what_stays_between():
     def slack(**changes):
         return memory(LLAMA_8B, PRODUCT, **changes).parts["slack"]
 
-    assert slack(batch_size=4) > 1.5 * slack()
+    assert slack(micro_batch_size=4) > 1.5 * slack()
     assert slack(activation_offload=True) < slack() < slack(activation_policy="keep_all")
-    gathered = memory(LLAMA_70B, world_size=2, batch_size=2, context_length=2048).parts
+    gathered = memory(LLAMA_70B, world_size=2, micro_batch_size=2, context_length=2048).parts
     assert (
         gathered["slack"]
-        > memory(LLAMA_70B, world_size=2, strategy="ddp", batch_size=2, context_length=2048).parts[
-            "slack"
-        ]
+        > memory(
+            LLAMA_70B, world_size=2, strategy="ddp", micro_batch_size=2, context_length=2048
+        ).parts["slack"]
         + 0.5 * gathered["unsharded"]
     )
 
@@ -161,16 +161,17 @@ def test_slack_follows_what_comes_and_goes_and_what_stays_between():
 def test_hybrid_shards_within_a_group_only():
     hybrid = memory(LLAMA_8B, world_size=8, gpus_per_node=4, strategy="hybrid_full_shard").parts
     assert hybrid["linears"] == memory(LLAMA_8B, world_size=4).parts["linears"]
-    groups = Setup(world_size=8, strategy="hybrid_full_shard", shard_group_size=2)
-    assert groups.shard_ranks == 2 and replace(groups, shard_group_size=-1).shard_ranks == 4
+    groups = Plan().change(world_size=8, strategy="hybrid_full_shard", shard_group_size=2)
+    assert groups.sharding.shard_ranks == 2
+    assert groups.change(shard_group_size=-1).sharding.shard_ranks == 4
 
 
 def test_gradients_wait_for_the_step_only_with_accumulation():
-    keep = Setup(activation_policy="keep_all", batch_size=8, context_length=2048)
+    keep = Plan().change(activation_policy="keep_all", micro_batch_size=8, context_length=2048)
     assert memory(LLAMA_8B, keep).parts["gradients"] == 0  # the peak is in the loss
     waiting = memory(LLAMA_8B, keep, accumulation=2).parts
     assert waiting["gradients"] == pytest.approx(waiting["adapters"])
-    sharded = replace(keep, world_size=2, accumulation=2)
+    sharded = keep.change(world_size=2, accumulation=2)
     whole = memory(LLAMA_8B, sharded, no_sync=True).parts["gradients"]
     assert whole == pytest.approx(2 * memory(LLAMA_8B, sharded).parts["gradients"])
 
@@ -188,10 +189,10 @@ def test_full_training_needs_gradients_and_states_of_every_weight():
         (LLAMA_8B, dict(activation_policy="keep_all"), 76.5, 0.03),
         (LLAMA_8B, TRIAL_HALF, 44.4, 0.03),
         (LLAMA_8B, dict(activation_policy="keep_all", world_size=2), 74.8, 0.03),
-        (LLAMA_70B, dict(batch_size=8, context_length=2048, world_size=4), 41.8, 0.15),
+        (LLAMA_70B, dict(micro_batch_size=8, context_length=2048, world_size=4), 41.8, 0.15),
         (
             LLAMA_70B.cut(16),
-            dict(batch_size=4, context_length=2048, world_size=2, cpu_offload=True),
+            dict(micro_batch_size=4, context_length=2048, world_size=2, cpu_offload=True),
             7.0,
             0.10,
         ),
@@ -204,10 +205,10 @@ def test_peak_memory_is_near_what_the_trial_measured(shape, changes, measured, w
 @pytest.mark.parametrize(
     "changes,measured",
     [
-        (dict(batch_size=2), 14.28),
-        (dict(batch_size=2, compile=False), 15.42),
-        (dict(batch_size=2, activation_policy="keep_attention"), 17.89),
-        (dict(batch_size=2, activation_policy="keep_linears"), 55.14),
+        (dict(micro_batch_size=2), 14.28),
+        (dict(micro_batch_size=2, compile=False), 15.42),
+        (dict(micro_batch_size=2, activation_policy="keep_attention"), 17.89),
+        (dict(micro_batch_size=2, activation_policy="keep_linears"), 55.14),
         (dict(activation_policy="keep_all"), 42.76),
         (dict(activation_policy="keep_linears"), 31.59),
         (dict(activation_policy="keep_linears", quant="none"), 40.93),
@@ -220,8 +221,8 @@ def test_peak_memory_is_near_what_one_h100_measured(changes, measured):
 def test_peak_memory_is_near_what_two_h100s_measured():
     """Rows of sharded strategies were measured while FSDP still gathered embedding and head."""
     compiled, eager = 9.44, 9.55
-    setup = replace(PRODUCT, world_size=2, batch_size=2, context_length=2048, strategy="ddp")
-    found = [memory(LLAMA_8B, setup, compile=c).peak_allocated for c in (True, False)]
+    plan = PRODUCT.change(world_size=2, micro_batch_size=2, context_length=2048, strategy="ddp")
+    found = [memory(LLAMA_8B, plan, compile=c).peak_allocated for c in (True, False)]
     assert found == pytest.approx([compiled, eager], rel=0.02)
 
 
@@ -288,15 +289,15 @@ def test_what_adapters_began_as_is_kept_on_the_host():
 
 def test_inputs_that_wait_on_the_host_are_off_the_gpu_but_for_those_in_flight():
     """Of 31 that move (the last stays), two are back at most; the host has a slot for each."""
-    setup = replace(PRODUCT, batch_size=2)
+    plan = PRODUCT.change(micro_batch_size=2)
     one = 2 * 8192 * 4096 * 2 / GIB
-    kept, moved = (memory(LLAMA_8B, setup, activation_offload=o) for o in (False, True))
+    kept, moved = (memory(LLAMA_8B, plan, activation_offload=o) for o in (False, True))
     assert kept.moments["last block"] - moved.moments["last block"] == pytest.approx(31 * one)
     back = "last block but one"
     assert kept.moments[back] - moved.moments[back] == pytest.approx(29 * one)
     assert moved.host - kept.host == pytest.approx(31 * one)
     assert moved.peak_allocated < kept.peak_allocated
-    whole = replace(setup, activation_policy="keep_all:8,recompute_all:24")
+    whole = plan.change(activation_policy="keep_all:8,recompute_all:24")
     saved = [memory(LLAMA_8B, whole, activation_offload=o).moments["loss"] for o in (False, True)]
     assert saved[0] - saved[1] == pytest.approx(23 * one)
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+import fsdp_qlora.plan as plan_module
 from fsdp_qlora.catalog.arch import model_shape
 from fsdp_qlora.catalog.hardware import find_gpu
 from fsdp_qlora.choices import POLICIES
@@ -15,13 +16,12 @@ from fsdp_qlora.estimate import (
     memory,
     model_flops_per_token,
     model_tflops,
-    setup,
-    setup_from_config,
     step_seconds,
 )
 from fsdp_qlora.estimate.activations import kept_by_block
 from fsdp_qlora.estimate.constants import MATMUL_SHARE
 from fsdp_qlora.estimate.speed import launch_seconds
+from fsdp_qlora.plan import draft_plan
 
 from .estimates import H100, LLAMA_8B, LLAMA_70B, PRODUCT, TRIAL, TRIAL_HALF
 
@@ -37,9 +37,9 @@ from .estimates import H100, LLAMA_8B, LLAMA_70B, PRODUCT, TRIAL, TRIAL_HALF
 )
 def test_step_time_is_near_what_one_h100_measured(changes, measured):
     """With the unpacking kernels before the present ones, by a few percent slower."""
-    assert step_seconds(LLAMA_8B, H100, PRODUCT, batch_size=2, **changes).total == pytest.approx(
-        measured, rel=0.05
-    )
+    assert step_seconds(
+        LLAMA_8B, H100, PRODUCT, micro_batch_size=2, **changes
+    ).total == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -49,27 +49,27 @@ def test_step_time_is_near_what_one_h100_measured(changes, measured):
         (LLAMA_8B, dict(activation_policy="keep_all"), 1.17),
         (LLAMA_8B, TRIAL_HALF, 1.43),
         (LLAMA_8B, dict(activation_policy="keep_all", world_size=2), 1.22),
-        (LLAMA_70B, dict(batch_size=8, context_length=2048, world_size=4), 12.67),
-        (LLAMA_70B.cut(16), dict(batch_size=4, context_length=2048, world_size=2), 1.25),
+        (LLAMA_70B, dict(micro_batch_size=8, context_length=2048, world_size=4), 12.67),
+        (LLAMA_70B.cut(16), dict(micro_batch_size=4, context_length=2048, world_size=2), 1.25),
         (
             LLAMA_70B.cut(16),
-            dict(batch_size=4, context_length=2048, world_size=2, cpu_offload=True),
+            dict(micro_batch_size=4, context_length=2048, world_size=2, cpu_offload=True),
             1.34,
         ),
     ],
 )
 def test_step_time_is_near_what_the_trial_measured(shape, changes, measured):
     """The trial ran a recomputed block's last product once more than this code does."""
-    setup = replace(TRIAL, **changes)
-    recomputed = setup.policies(shape).count("recompute_all")
+    plan = TRIAL.change(**changes)
+    recomputed = plan.memory.policies(shape).count("recompute_all")
     last = (
         2
         * shape.hidden
         * shape.intermediate
-        * setup.tokens
+        * plan.batch.tokens
         / (H100.reached_tflops * 1e12 * MATMUL_SHARE)
     )
-    assert step_seconds(shape, H100, setup).total + recomputed * last == pytest.approx(
+    assert step_seconds(shape, H100, plan).total + recomputed * last == pytest.approx(
         measured, rel=0.10
     )
 
@@ -80,7 +80,7 @@ def test_flops_by_hand():
     adapters = LLAMA_8B.lora_params(64)
     attention = 6 * 8192 * 4096 * 32
     assert model_flops_per_token(LLAMA_8B, TRIAL) == 4 * n_linear + 6 * adapters + attention
-    assert model_flops_per_token(LLAMA_8B, replace(TRIAL, quant="none", adapter="none")) == (
+    assert model_flops_per_token(LLAMA_8B, TRIAL.change(quant="none", adapter="none")) == (
         6 * n_linear + attention
     )
     assert model_tflops(LLAMA_8B, TRIAL, 1e3) == model_flops_per_token(LLAMA_8B, TRIAL) / 1e9
@@ -89,7 +89,7 @@ def test_flops_by_hand():
 def recomputed_flops(policy: str, **changes) -> float:
     """FLOPs per token beyond those of keep_all."""
     kept, found = (
-        flops_per_token(LLAMA_8B, replace(PRODUCT, activation_policy=p, **changes)).total
+        flops_per_token(LLAMA_8B, PRODUCT.change(activation_policy=p, **changes)).total
         for p in ("keep_all", policy)
     )
     return found - kept
@@ -119,7 +119,7 @@ def test_attention_that_no_policy_keeps_is_recomputed():
 def test_each_policy_that_keeps_more_is_faster(shape, compiled):
     seconds = [
         step_seconds(
-            shape, H100, PRODUCT, batch_size=4, compile=compiled, activation_policy=p
+            shape, H100, PRODUCT, micro_batch_size=4, compile=compiled, activation_policy=p
         ).total
         for p in POLICIES
     ]
@@ -128,7 +128,7 @@ def test_each_policy_that_keeps_more_is_faster(shape, compiled):
 
 def attention_seconds(gpu, **settings):
     config = RunConfig(context_length=8192, sharding_strategy="ddp", **settings)
-    return step_seconds(LLAMA_8B, find_gpu(gpu), setup_from_config(config, 1)).parts["attention"]
+    return step_seconds(LLAMA_8B, find_gpu(gpu), draft_plan(config, 1)).parts["attention"]
 
 
 @pytest.mark.parametrize("gpu, slower", [("H100 SXM", True), ("RTX 4090", False)])
@@ -152,7 +152,7 @@ def test_flash_attention_4_is_faster_and_reckoned_with_where_it_is_installed(
     )
     assert asked / slower == pytest.approx(ratio, rel=0.05)
     for installed, seconds in ((True, asked), (False, slower)):
-        monkeypatch.setattr(setup, "has_flash_attention_4", lambda is_so=installed: is_so)
+        monkeypatch.setattr(plan_module, "has_flash_attention_4", lambda is_so=installed: is_so)
         assert attention_seconds("H200", packing=packing) == seconds
 
 
@@ -160,7 +160,7 @@ def test_flash_attention_4_replays_models_with_windows_and_keeps_what_sdpa_keeps
     mistral = model_shape("mistral-7b")
     windows = replace(mistral, traits=replace(mistral.traits, windows=True))
     for name, replayed in (("sdpa", False), ("fa4", True), ("fa4_packed", True)):
-        replaying = replace(TRIAL, cuda_graphs=True, attention=name)
+        replaying = TRIAL.change(cuda_graphs=True, attention=name)
         assert replaying.replays(LLAMA_8B)
         assert replaying.replays(windows) is replayed
         assert kept_by_block(LLAMA_8B, replaying, "keep_attention") == kept_by_block(
@@ -177,28 +177,28 @@ def test_a_mix_takes_the_mean_of_its_policies():
 
 
 def test_slow_links_show_and_fast_ones_hide_behind_compute():
-    setup = replace(TRIAL, world_size=2, batch_size=1, context_length=2048)
-    fast = step_seconds(LLAMA_8B, H100, setup).parts["communication"]
-    slow = step_seconds(LLAMA_8B, H100, setup, link_gb_s=1).parts["communication"]
+    plan = TRIAL.change(world_size=2, micro_batch_size=1, context_length=2048)
+    fast = step_seconds(LLAMA_8B, H100, plan).parts["communication"]
+    slow = step_seconds(LLAMA_8B, H100, plan, link_gb_s=1).parts["communication"]
     assert fast < 0.06 and slow > 1
-    ddp = step_seconds(LLAMA_8B, H100, setup, strategy="ddp", link_gb_s=1).parts["communication"]
+    ddp = step_seconds(LLAMA_8B, H100, plan, strategy="ddp", link_gb_s=1).parts["communication"]
     assert ddp == pytest.approx(LLAMA_8B.lora_params(64) * 2 / 1e9)
-    alone = step_seconds(LLAMA_8B, H100, setup, world_size=1).parts
+    alone = step_seconds(LLAMA_8B, H100, plan, world_size=1).parts
     assert alone["communication"] == alone["offload"] == 0
 
 
 def test_small_steps_are_bound_by_launches_and_datasheet_cards_say_so():
-    small = step_seconds(model_shape("smollm2-135m"), H100, batch_size=1, context_length=64)
+    small = step_seconds(model_shape("smollm2-135m"), H100, micro_batch_size=1, context_length=64)
     assert small.parts["launches"] > 0.5 * small.total
     table = step_seconds(LLAMA_8B, find_gpu("3090")).table()
     assert "uncalibrated" in table and "uncalibrated" not in small.table()
 
 
 def test_weights_gathered_once_are_gathered_by_the_first_micro_batch_alone():
-    setup = replace(PRODUCT, world_size=4, strategy="full_shard", context_length=2048)
+    plan = PRODUCT.change(world_size=4, strategy="full_shard", context_length=2048)
 
     def shown(**changes):
-        return step_seconds(LLAMA_8B, H100, setup, **changes).parts["communication"]
+        return step_seconds(LLAMA_8B, H100, plan, **changes).parts["communication"]
 
     one, four = shown(gather_once=True), shown(gather_once=True, accumulation=4)
     assert shown(accumulation=4) == pytest.approx(4 * shown())
@@ -207,7 +207,7 @@ def test_weights_gathered_once_are_gathered_by_the_first_micro_batch_alone():
 
 def test_dora_makes_every_weight_once_more_for_its_norms():
     lora, dora = (
-        step_seconds(LLAMA_8B, H100, PRODUCT, batch_size=2, adapter=a).parts
+        step_seconds(LLAMA_8B, H100, PRODUCT, micro_batch_size=2, adapter=a).parts
         for a in ("lora", "dora")
     )
     weights = 6_979_321_856
@@ -228,9 +228,9 @@ def test_each_tile_more_dequantizes_an_mlp_once_more_in_each_pass():
 
 def test_an_offloaded_vocabulary_passes_the_link_twice_also_under_ddp():
     """The embedding is looked through in pieces, and the head is fetched for the loss."""
-    setup = replace(PRODUCT, world_size=2, vocabulary_offload=True)
+    plan = PRODUCT.change(world_size=2, vocabulary_offload=True)
     table = 128256 * 4096 * 2
-    assert step_seconds(LLAMA_8B, H100, setup).parts["offload"] == pytest.approx(
+    assert step_seconds(LLAMA_8B, H100, plan).parts["offload"] == pytest.approx(
         2 * table / (H100.host_gb_s * 1e9)
     )
     assert step_seconds(LLAMA_8B, H100, PRODUCT, world_size=2).parts["offload"] == 0
@@ -247,22 +247,22 @@ def test_a_measured_rate_of_unpacking_replaces_the_usual_share():
 
 def test_the_host_holds_up_small_steps_only_as_far_as_the_gpu_is_not_busy():
     """Launches count beyond products and gathers together, not on top of either."""
-    setup = replace(PRODUCT, world_size=4, strategy="full_shard", context_length=2048)
-    parts = step_seconds(LLAMA_8B, H100, setup).parts
+    plan = PRODUCT.change(world_size=4, strategy="full_shard", context_length=2048)
+    parts = step_seconds(LLAMA_8B, H100, plan).parts
     waits = parts["launches"] - constants.STEP_SECONDS
     assert waits > 0
     assert sum(parts.values()) - parts["optimizer"] - constants.STEP_SECONDS == pytest.approx(
-        launch_seconds(LLAMA_8B, setup), rel=0.01
+        launch_seconds(LLAMA_8B, plan), rel=0.01
     )
 
 
 def test_a_compiled_block_is_launched_again_for_a_third_of_a_forward_and_backward():
     """Its recomputation is a part of its backward's graph; eager, hooks of checkpointing come too."""
-    short = replace(PRODUCT, context_length=512)
+    short = PRODUCT.change(context_length=512)
 
     def again(**changes):
         kept, whole = (
-            launch_seconds(LLAMA_8B, replace(short, activation_policy=p, **changes))
+            launch_seconds(LLAMA_8B, short.change(activation_policy=p, **changes))
             for p in ("keep_all", "recompute_all")
         )
         return whole / kept
@@ -272,7 +272,7 @@ def test_a_compiled_block_is_launched_again_for_a_third_of_a_forward_and_backwar
 
 def test_replayed_micro_batches_wait_for_no_launch_and_their_gradients_stay():
     """Where a model can't be captured, nothing changes."""
-    short = replace(PRODUCT, context_length=512, cuda_graphs=True)
+    short = PRODUCT.change(context_length=512, cuda_graphs=True)
     launched, replayed = (
         step_seconds(LLAMA_8B, H100, short, cuda_graphs=g).parts for g in (False, True)
     )
@@ -290,7 +290,7 @@ def test_replayed_micro_batches_wait_for_no_launch_and_their_gradients_stay():
     settings = RunConfig(sharding_strategy="ddp", batch_size=4, context_length=2048)
 
     def replays(world_size=1, **changes):
-        return setup_from_config(replace(settings, **changes), world_size).replays(LLAMA_8B)
+        return draft_plan(replace(settings, **changes), world_size).replays(LLAMA_8B)
 
     assert replays() and replays(4) and not replays(context_length=4096)
     assert not replays(2, sharding_strategy="full_shard") and not replays(cuda_graphs=False)
@@ -300,8 +300,8 @@ def test_small_tensors_are_updated_together_and_large_ones_alone():
     """8-bit AdamW of adapters takes some updates, not 448; whole weights fill one each."""
 
     def seconds(**changes):
-        setup = replace(PRODUCT, optimizer="adamw_8bit", **changes)
-        return step_seconds(LLAMA_8B, H100, setup).parts["optimizer"]
+        plan = PRODUCT.change(optimizer="adamw_8bit", **changes)
+        return step_seconds(LLAMA_8B, H100, plan).parts["optimizer"]
 
     adapters = 64 * 32 * (4 * 4096 + 2 * (4096 + 1024) + 3 * (4096 + 14336))
     assert seconds() == pytest.approx((1 + adapters / 2**24) * constants.OPTIMIZER_LAUNCH)

@@ -18,15 +18,14 @@ from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.run import check_kept_stay
 from fsdp_qlora.dist import process_group
 from fsdp_qlora.estimate import (
-    Setup,
     estimate,
     keeps_fp8_weights,
     resident_bytes,
-    setup_from_config,
     step_seconds,
 )
 from fsdp_qlora.loading import read_config
 from fsdp_qlora.optim import build_optimizer
+from fsdp_qlora.plan import Plan, draft_plan
 from fsdp_qlora.planner import free_settings, make_plan
 from fsdp_qlora.quantization import fp8
 from fsdp_qlora.quantization.formats import dense_weight, quantize_rows
@@ -241,15 +240,13 @@ def test_training_in_fp8_follows_training_in_full_precision(tmp_path):
     assert torch.equal(losses["kept"], losses["fp8"])
     shape = shape_from_config(read_config(folder).to_dict(), "tiny")
     assert (
-        size_of(cached_fp8_tensors(model))
-        == resident_bytes(shape, setup_from_config(kept, 1))["fp8"]
-        > 0
+        size_of(cached_fp8_tensors(model)) == resident_bytes(shape, draft_plan(kept, 1))["fp8"] > 0
     )
 
 
 def test_weights_are_kept_in_fp8_where_they_stay_and_activations_leave_room():
     shape = model_shape("meta-llama/Llama-3.1-8B")
-    setup = Setup(
+    plan = Plan().change(
         strategy="ddp",
         compute_dtype="fp8",
         activation_policy="keep_all",
@@ -258,15 +255,15 @@ def test_weights_are_kept_in_fp8_where_they_stay_and_activations_leave_room():
         lora_dropout=0.0,
         cuda_graphs=True,
     )
-    kept = replace(setup, keep_fp8_weights=True)
+    kept = plan.change(keep_fp8_weights=True)
     weights = 2 * sum(out * wide for out, wide in shape.linears().values()) * shape.layers
     assert weights < resident_bytes(shape, kept)["fp8"] < 1.1 * weights
-    assert keeps_fp8_weights(shape, setup, 70) and not keeps_fp8_weights(shape, setup, 40)
-    assert not keeps_fp8_weights(shape, replace(setup, context_length=16384), 70)
-    assert not keeps_fp8_weights(shape, replace(setup, strategy="full_shard", world_size=2), 70)
-    assert not keeps_fp8_weights(shape, replace(setup, compute_dtype="bf16"), 70)
+    assert keeps_fp8_weights(shape, plan, 70) and not keeps_fp8_weights(shape, plan, 40)
+    assert not keeps_fp8_weights(shape, plan.change(context_length=16384), 70)
+    assert not keeps_fp8_weights(shape, plan.change(strategy="full_shard", world_size=2), 70)
+    assert not keeps_fp8_weights(shape, plan.change(compute_dtype="bf16"), 70)
     h100 = find_gpu("h100")
-    anew, once = (step_seconds(shape, h100, each).parts for each in (setup, kept))
+    anew, once = (step_seconds(shape, h100, each).parts for each in (plan, kept))
     assert once == anew | dict(dequantization=0) and anew["dequantization"] > 0
     machine = Machine(gpu=h100, gpus=1, memory_gib=h100.memory_gib)
     asked = dict(model_name="m", compute_dtype="fp8", lora_dropout=0.0, context_length=2048)

@@ -7,10 +7,10 @@ import torch
 
 from fsdp_qlora.build import planned_model
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.config.run import graphs_pay
 from fsdp_qlora.data import collate, collate_packed
 from fsdp_qlora.data.collate import few_widths, padded_length
 from fsdp_qlora.memory.tiled_mlp import apply_tiled_mlp
+from fsdp_qlora.plan import draft_plan
 from fsdp_qlora.training.cuda_graphs import (
     check_graphs,
     shape_of,
@@ -38,9 +38,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
     ],
 )
 def test_short_micro_batches_that_stay_on_the_gpu_are_replayed(settings, ranks, pays):
-    assert (
-        graphs_pay(RunConfig(model_name="m", **dict(context_length=512) | settings), ranks) is pays
-    )
+    config = RunConfig(model_name="m", **dict(context_length=512) | settings)
+    assert draft_plan(config, ranks).loop.cuda_graphs is pays
 
 
 @pytest.mark.parametrize(
@@ -57,30 +56,29 @@ def test_a_model_that_no_graph_can_hold_is_named(family, settings, reason, tmp_p
     config = RunConfig(model_name=save_tiny(tmp_path, family, **window), lora_rank=2, **settings)
     model, _ = planned_model(config, CPU)
     apply_tiled_mlp(model, config.mlp_tiles, ["recompute_all"] * 2)
-    found = why_no_graphs(config, model, GPU)
+    plan = draft_plan(config, 1)
+    found = why_no_graphs(plan, model, GPU)
     assert reason in found and bool(reason) == bool(found)
-    assert why_no_graphs(config, model, CPU)
+    assert why_no_graphs(plan, model, CPU)
 
 
 def test_on_a_cpu_graphs_are_refused_only_if_asked_for(tmp_path):
     config = RunConfig(model_name=save_tiny(tmp_path), cuda_graphs=True)
     model, _ = planned_model(config, CPU)
     with pytest.raises(ValueError, match="--cuda_graphs true: there is no GPU; leave it out"):
-        uses_graphs(config, model, CPU)
-    assert not uses_graphs(RunConfig(model_name=config.model_name), model, CPU)
+        check_graphs(config, draft_plan(config, 1), model, CPU)
+    assert not uses_graphs(draft_plan(RunConfig(model_name=config.model_name), 1), model, CPU)
 
 
-def test_a_step_whose_last_micro_batch_differs_is_refused_before_weights_are_read(
-    tmp_path, monkeypatch
-):
+def test_a_step_whose_last_micro_batch_differs_is_refused_before_weights_are_read(tmp_path):
     """Where they are split."""
     folder = save_tiny(tmp_path)
     model, _ = planned_model(RunConfig(model_name=folder, lora_rank=2), CPU)
 
-    def refused(**settings) -> str:
+    def refused(world_size: int, **settings) -> str:
         config = RunConfig(model_name=folder, cuda_graphs=True, **settings)
         try:
-            check_graphs(config, model, GPU)
+            check_graphs(config, draft_plan(config, world_size), model, GPU)
         except ValueError as error:
             return str(error)
         return ""
@@ -92,13 +90,12 @@ def test_a_step_whose_last_micro_batch_differs_is_refused_before_weights_are_rea
         {},
     ]
     for world_size, found in (
-        ("1", ["", "", "", ""]),
-        ("2", ["--no_sync", "--gather_once", "", ""]),
+        (1, ["", "", "", ""]),
+        (2, ["--no_sync", "--gather_once", "", ""]),
     ):
-        monkeypatch.setenv("RANK", "0")
-        monkeypatch.setenv("WORLD_SIZE", world_size)
         for settings, flag in zip(cases, found, strict=True):
-            assert flag in refused(**settings) and bool(flag) == bool(refused(**settings)), settings
+            said = refused(world_size, **settings)
+            assert flag in said and bool(flag) == bool(said), settings
 
 
 @pytest.mark.parametrize(

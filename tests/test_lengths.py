@@ -18,6 +18,7 @@ from fsdp_qlora.data.collate import few_widths
 from fsdp_qlora.data.lengths import SAMPLE
 from fsdp_qlora.estimate import batches_of, estimate, padding_line, report
 from fsdp_qlora.observe import throughput
+from fsdp_qlora.plan import draft_plan
 from fsdp_qlora.planner import free_settings, make_plan
 from fsdp_qlora.preflight.run_data import read_data, run_tokenizer
 from fsdp_qlora.preflight.sampled_lengths import lengths_of, sampled_lengths
@@ -241,7 +242,7 @@ def test_hours_of_a_number_of_examples_are_those_of_rows_like_the_datas():
 
 
 def test_the_record_of_a_runs_start_expects_the_rows_of_the_data(tmp_path, monkeypatch):
-    monkeypatch.setattr(throughput, "_gpu_of", lambda device: find_gpu("h100"))
+    monkeypatch.setattr(throughput, "gpu_of", lambda device: find_gpu("h100"))
     config = RunConfig(
         model_name=save_chat_model(tmp_path, max_position_embeddings=CONTEXT),
         context_length=CONTEXT,
@@ -249,9 +250,9 @@ def test_the_record_of_a_runs_start_expects_the_rows_of_the_data(tmp_path, monke
     )
     model, _ = planned_model(config, torch.device("cpu"))
     rows, shape = sampled(DISTRIBUTIONS["log_normal"]), model_shape(config.model_name)
-    known = throughput.predicted(config, model, torch.device("cpu"), rows)
+    known = throughput.predicted(config, draft_plan(config, 1), model, torch.device("cpu"), rows)
     wanted = estimate(shape, machine(), config, rows).step
     assert known["seconds_per_step"] == pytest.approx(wanted.total)
     assert known["tokens_per_second"] == pytest.approx(wanted.tokens_per_second_per_gpu)
-    full = throughput.predicted(config, model, torch.device("cpu"))
+    full = throughput.predicted(config, draft_plan(config, 1), model, torch.device("cpu"))
     assert full["tokens_per_second"] > known["tokens_per_second"]

@@ -13,9 +13,9 @@ from fsdp_qlora.estimate import (
     gathered,
     memory,
     optimizer_bytes,
-    setup_from_config,
 )
 from fsdp_qlora.estimate.weights import all_trained, widest_block
+from fsdp_qlora.plan import draft_plan
 from tests.estimates import H100, LLAMA_8B
 
 
@@ -74,15 +74,15 @@ def test_settings_of_one_kind_do_nothing_for_the_other():
 
 def test_the_estimate_counts_new_blocks_as_trained_and_whole():
     config = RunConfig(train_type="bnb_llama_pro", llama_pro_blocks=8)
-    shape, setup = expanded_shape(LLAMA_8B, config), setup_from_config(config, world_size=4)
+    shape, plan = expanded_shape(LLAMA_8B, config), draft_plan(config, world_size=4)
     assert expanded_shape(shape, config) == shape and shape.layers == 40
     block = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 14336 * 4096 + 2 * 4096
-    assert all_trained(shape, setup, 1) == 8 * block * 4  # fp32
-    assert optimizer_bytes(shape, setup) == 2 * all_trained(shape, setup, 4)
-    qlora = memory(LLAMA_8B, setup_from_config(RunConfig(), world_size=4))
-    grown = memory(shape, setup)
+    assert all_trained(shape, plan, 1) == 8 * block * 4  # fp32
+    assert optimizer_bytes(shape, plan) == 2 * all_trained(shape, plan, 4)
+    qlora = memory(LLAMA_8B, draft_plan(RunConfig(), world_size=4))
+    grown = memory(shape, plan)
     assert grown.parts["linears"] == qlora.parts["linears"]  # of the base, packed
-    assert gathered(widest_block(shape, setup), setup) == block * 4
+    assert gathered(widest_block(shape, plan), plan) == block * 4
     found = estimate(LLAMA_8B, Machine(gpu=H100, gpus=4, memory_gib=79), config)
     assert found.memory.peak_allocated > qlora.peak_allocated
     plain = estimate(LLAMA_8B, Machine(gpu=H100, gpus=4, memory_gib=79), RunConfig())

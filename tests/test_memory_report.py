@@ -24,6 +24,7 @@ from fsdp_qlora.observe.memory_report import (
     table,
 )
 from fsdp_qlora.observe.memory_timeline import _RULES, PARTS, draw, part_of, timeline
+from fsdp_qlora.plan import Plan, draft_plan
 
 from .test_checkpointing_policy import loss_and_gradients, tiny_model
 from .tiny import save_tiny
@@ -182,26 +183,28 @@ def test_the_guide_is_climbed_rung_by_rung_until_only_shorter_rows_are_left():
     ]
     config = RunConfig(sharding_strategy="ddp", activation_policy="keep_all", batch_size=2)
     for change in changes:
-        (name, value), advice = *change.items(), next_rung(config, world_size=2)
+        (name, value), advice = *change.items(), next_rung(draft_plan(config, 2))
         assert advice.startswith(f"--{name} {str(value).lower() if value is True else value}"), (
             advice
         )
         config = replace(config, **change)
-    assert "--context_length" in next_rung(config, 2) and "more GPUs" in next_rung(config, 2)
+    last = next_rung(draft_plan(config, 2))
+    assert "--context_length" in last and "more GPUs" in last
 
 
 def test_one_gpu_shards_only_to_offload():
     config = RunConfig(sharding_strategy="ddp")
-    assert next_rung(config, 1) == "--sharding_strategy full_shard --use_cpu_offload true"
+    assert (
+        next_rung(draft_plan(config, 1)) == "--sharding_strategy full_shard --use_cpu_offload true"
+    )
     kept = replace(config, compute_dtype="fp8", keep_fp8_weights=True)
-    assert next_rung(kept, 1) == "--keep_fp8_weights false"
+    assert next_rung(draft_plan(kept, 1)) == "--keep_fp8_weights false"
 
 
 def test_out_of_memory_is_one_line_with_the_largest_part_and_what_to_do(tmp_path):
     folder = save_tiny(tmp_path)
-    watch = MemoryWatch(
-        RunConfig(model_name=folder, lora_rank=4), tiny_model(folder, "qlora"), None, CPU
-    )
+    config = RunConfig(model_name=folder, lora_rank=4)
+    watch = MemoryWatch(config, draft_plan(config, 1), tiny_model(folder, "qlora"), None, CPU)
     with pytest.raises(ValueError) as error, watch.step(step_of(2, 512)):
         raise torch.OutOfMemoryError("CUDA out of memory")
     message = str(error.value)
@@ -215,7 +218,7 @@ def test_out_of_memory_is_one_line_with_the_largest_part_and_what_to_do(tmp_path
 
 
 def test_on_the_cpu_the_profile_says_that_it_needs_a_gpu_and_the_step_runs(capsys):
-    watch = MemoryWatch(RunConfig(profile_memory=True), None, None, CPU)
+    watch = MemoryWatch(RunConfig(profile_memory=True), Plan(), None, None, CPU)
     with watch.step(step_of(1, 1)):
         done = True
     assert done and "--profile_memory needs a GPU" in capsys.readouterr().out

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from fsdp_qlora.catalog.arch import shape_from_config
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.without_effect import settings_without_effect
-from fsdp_qlora.estimate import Setup, model_flops_per_token
+from fsdp_qlora.estimate import model_flops_per_token
 from fsdp_qlora.observe.metrics import (
     CheckpointMetrics,
     EvalMetrics,
@@ -30,6 +30,7 @@ from fsdp_qlora.observe.metrics import (
 from fsdp_qlora.observe.runlog import RunLog
 from fsdp_qlora.observe.sinks import Lines, Sink
 from fsdp_qlora.observe.throughput import Arithmetic, Pace, arithmetic
+from fsdp_qlora.plan import Plan, draft_plan
 
 
 def step(
@@ -167,10 +168,12 @@ def test_flops_of_a_step_are_those_of_the_estimate_for_rows_of_that_length(kind)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(settings)
     config = RunConfig(model_name="tiny", train_type=kind, lora_rank=8)
-    found = arithmetic(config, model, torch.device("cpu"))
+    found = arithmetic(draft_plan(config, 1), model, torch.device("cpu"))
     shape = shape_from_config(settings.to_dict(), "tiny")
-    setup = Setup(adapter="none" if kind == "full" else "lora", lora_rank=8, context_length=300)
-    expected = model_flops_per_token(shape, setup) * 4 * 300 / 2.0 / 1e12
+    plan = Plan().change(
+        adapter="none" if kind == "full" else "lora", lora_rank=8, context_length=300
+    )
+    expected = model_flops_per_token(shape, plan) * 4 * 300 / 2.0 / 1e12
     assert found.of_step(4 * 300, 4, 2.0)["model_tflops_per_gpu"] == pytest.approx(
         expected, rel=1e-9
     )

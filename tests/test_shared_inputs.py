@@ -20,9 +20,10 @@ from fsdp_qlora.adapters import (
 from fsdp_qlora.adapters.lora_ops import sum_of_products
 from fsdp_qlora.build import compile_blocks
 from fsdp_qlora.catalog.arch import shape_from_config
-from fsdp_qlora.estimate import Setup, resident_bytes
+from fsdp_qlora.estimate import resident_bytes
 from fsdp_qlora.lora_init import init_adapters
 from fsdp_qlora.memory.checkpointing_policy import apply_activation_policy
+from fsdp_qlora.plan import Plan
 from fsdp_qlora.quantization.quantize import quantize_linears
 from tests.parts import slow
 from tests.tiny import save_tiny
@@ -141,7 +142,7 @@ def test_fp8_products_of_one_input_quantize_it_once(targets, tmp_path, calls):
     shape = shape_from_config(model.config.to_dict(), "tiny")
     expected = resident_bytes(
         shape,
-        Setup(
+        Plan().change(
             strategy="ddp",
             compute_dtype="fp8",
             keep_fp8_weights=True,

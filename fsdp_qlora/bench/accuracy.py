@@ -8,10 +8,10 @@ from statistics import median
 from ..catalog.arch import ModelShape, model_shape
 from ..catalog.hardware import Gpu, find_gpu
 from ..choices import OPTIMIZERS
-from ..config.options import OLD_ALL_TARGETS
-from ..estimate import Memory, Peak, Setup, StepTime, memory, step_seconds
+from ..estimate import Memory, Peak, StepTime, memory, step_seconds
 from ..estimate.constants import CONTEXT_GIB, NCCL_GIB
-from .row import Row
+from ..plan import Plan
+from .row import Row, plan_of
 
 # Rows that constants were set on (scripts/fit_constants.py): they say nothing about accuracy, nor does
 # any other row of the same name.
@@ -48,7 +48,7 @@ class Compared:
     row: Row
     shape: ModelShape
     gpu: Gpu
-    setup: Setup
+    plan: Plan
     memory: Memory
     step: StepTime
     superseded: bool = False  # by a later row of the same name, launched or replayed as this one
@@ -87,12 +87,14 @@ class Compared:
             return True
         if (
             self.row.commit not in _EAGER_NORM
-            or not self.setup.compile
-            or self.setup.shard_ranks > 1
+            or not self.plan.loop.compile
+            or self.plan.sharding.shard_ranks > 1
         ):
             return self.old_memory  # beside gathers, the norm was not the widest
-        widest = max(Peak(self.shape, self.setup).slack_terms(self.setup.runs(self.shape)).values())
-        return self.old_memory or 5 * 4 * self.setup.tokens * self.shape.hidden > widest
+        widest = max(
+            Peak(self.shape, self.plan).slack_terms(self.plan.memory.runs(self.shape)).values()
+        )
+        return self.old_memory or 5 * 4 * self.plan.batch.tokens * self.shape.hidden > widest
 
     @property
     def at_limit(self) -> bool:
@@ -124,39 +126,6 @@ class Compared:
         )
 
 
-def setup_from_row(row: Row) -> Setup:
-    """The settings of a row as estimates take them."""
-    targets = row.lora_targets or "all-linear"
-    named = {"all-linear": "all-linear", "default": None, "all": OLD_ALL_TARGETS}
-    return Setup(
-        world_size=row.gpus,
-        gpus_per_node=row.gpus // (row.nodes or 1),
-        strategy=row.sharding_strategy,
-        cpu_offload=bool(row.cpu_offload),
-        trained_offload=row.trained_offload,
-        vocabulary_offload=row.vocabulary_offload,
-        activation_offload=bool(row.activation_offload),
-        activation_policy=row.activation_policy,
-        mlp_tiles=row.mlp_tiles,
-        keep_fp8_weights=bool(row.keep_fp8_weights),
-        quant=row.quant,
-        absmax_bytes=1 if row.absmax_dtype == "int8" else 4,
-        adapter="lora" if row.lora_rank else "none",
-        lora_rank=row.lora_rank or 64,
-        targets=named.get(targets, tuple(t.strip() for t in targets.split(","))),
-        lora_dropout=row.lora_dropout or 0.0,
-        adapter_dtype=row.adapter_dtype or "fp32",
-        optimizer=row.optimizer,
-        compute_dtype=row.compute_dtype,
-        batch_size=row.batch_size,
-        context_length=row.context_length,
-        accumulation=row.gradient_accumulation_steps,
-        compile=bool(row.compile),
-        cuda_graphs=bool(row.cuda_graphs),
-        attention="fa4" if row.attention_backend == "fa4" else "sdpa",
-    )
-
-
 def shape_of_row(row: Row) -> ModelShape:
     """The model's shape, cut as it was measured."""
     shape = model_shape(row.model)
@@ -171,11 +140,11 @@ def compare(rows: list[Row]) -> list[Compared]:
         if row.status != "ok" or row.peer or row.peak_allocated_gib is None or row.packed:
             continue
         try:
-            shape, setup, gpu = shape_of_row(row), setup_from_row(row), find_gpu(row.gpu)
+            shape, plan, gpu = shape_of_row(row), plan_of(row), find_gpu(row.gpu)
         except (ValueError, KeyError):
             continue  # a model or a card that no estimate knows
         found.append(
-            Compared(row, shape, gpu, setup, memory(shape, setup), step_seconds(shape, gpu, setup))
+            Compared(row, shape, gpu, plan, memory(shape, plan), step_seconds(shape, gpu, plan))
         )
     last = {(c.row.name, c.row.cuda_graphs): c for c in found}
     return [replace(c, superseded=last[c.row.name, c.row.cuda_graphs] is not c) for c in found]

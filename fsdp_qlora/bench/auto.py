@@ -10,12 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..catalog.arch import ModelShape, shape_from_config
-from ..catalog.calibration import calibrated_here
-from ..catalog.hardware import Gpu
 from ..catalog.machine import (
     Machine,
     MachineOptions,
-    host_memory_here,
+    cpu_machine,
     local_gpus,
     machine_from_options,
 )
@@ -150,19 +148,5 @@ def machine_here(config: RunConfig) -> Machine:
     except ValueError:
         if config.device == "cuda":
             raise
-        cpu = Gpu(
-            name="CPU",
-            memory_gib=host_memory_here() / here,
-            bf16_tflops=0.5,
-            bandwidth_gb_s=20,
-            source="a guess",
-        )
-        cpu = calibrated_here(cpu, "cpu")
-        machine = Machine(
-            gpu=cpu,
-            gpus=here,
-            nodes=max(1, world // here),
-            memory_gib=cpu.memory_gib + BESIDE,
-            here=True,
-        )
+        machine = cpu_machine(here, max(1, world // here), BESIDE)
     return machine

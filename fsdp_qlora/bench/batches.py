@@ -12,6 +12,7 @@ from torch import nn
 from ..config import RunConfig, plan_batches
 from ..data import RowLengths, Step, collate_packed
 from ..dist import ranks_from_env
+from ..plan import Plan
 from ..preflight.run_data import RunData, read_data, run_tokenizer
 from ..preflight.sampled_lengths import lengths_of
 from ..training.trainer import build_loader, longest_row
@@ -54,8 +55,9 @@ class RunRows:
         longest = longest_row(self.config, self.data.train, self.data.held_out)
         return replace(self.config, context_length=longest)
 
-    def first_steps(self, model: nn.Module, device: torch.device, count: int) -> list[Step]:
+    def first_steps(
+        self, plan: Plan, model: nn.Module, device: torch.device, count: int
+    ) -> list[Step]:
         """What this rank computes in the run's first steps."""
-        batches = plan_batches(self.config, ranks_from_env().world_size)
-        loader = build_loader(self.config, self.data.train, batches, self.tokenizer, model, device)
+        loader = build_loader(self.config, plan, self.data.train, self.tokenizer, model, device)
         return list(islice(loader, count))

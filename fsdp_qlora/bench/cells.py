@@ -42,19 +42,20 @@ def run_jobs_here(config: RunConfig, folder: str | Path, how: How):
 
 def _run_job(job: Job, files: Path, how: How, device: torch.device, results: str | None = None):
     """Measure one job; rank 0 keeps its row."""
-    from ..derived import with_choices
     from ..loading import read_config
+    from ..run_plan import plan_run
 
     (config,) = parse(job.argv, prog="fsdp-qlora bench")
     layers = read_config(config.model_name, **config.source).num_hidden_layers
     is_main = ranks_from_env().is_main
     rows = RunRows.read(config) if job.own_rows else None
-    config = with_choices(rows.planned if rows else config, device)
-    row = describe_run(config, job.name, layers, device)
+    config = rows.planned if rows else config
+    plan = plan_run(config, device)
+    row = describe_run(config, plan, job.name, layers, device)
     row.gpu_memory_limit_gib = job.gpu_memory_gib
     if is_main:
         (files / "current.json").write_text(json.dumps(asdict(row)))
-    measure(row, config, how, device, limit_memory(job.gpu_memory_gib, device), rows)
+    measure(row, config, plan, how, device, limit_memory(job.gpu_memory_gib, device), rows)
     print_main(summary(row))
     if is_main:
         for path in filter(None, (files / "rows.jsonl", results)):

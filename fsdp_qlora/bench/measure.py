@@ -20,66 +20,42 @@ import torch
 import torch.distributed as dist
 
 from ..choices import OPTIMIZERS
-from ..config import RunConfig, plan_batches
+from ..config import RunConfig
 from ..dist import ranks_from_env
 from ..observe.device_timer import mark, seconds_between
 from ..observe.peak_memory import PeakMemory
+from ..plan import Plan
 from .batches import RunRows, random_batches
-from .row import Row
+from .row import Row, of_plan
 
 VERSIONED = ("torch", "transformers", "peft", "bitsandbytes", "triton", "fsdp_qlora")
 
 
-def describe_run(config: RunConfig, name: str, layers: int, device: torch.device) -> Row:
+def describe_run(
+    config: RunConfig, plan: Plan, name: str, layers: int, device: torch.device
+) -> Row:
     """A row with everything that is known before the first step."""
-    from ..derived import compiles
-
-    ranks, adapted = ranks_from_env(), config.adapter != "none"
-    batches = plan_batches(config, ranks.world_size)
     return Row(
         name=name,
         model=Path(config.model_name).name,
         num_hidden_layers=layers,
         train_type=config.train_type,
-        quant=config.quant,
-        compute_dtype=config.product_dtype
-        if config.compute_dtype == "auto"
-        else config.compute_dtype,
         gpu=device_name(device),
-        gpus=ranks.world_size,
-        nodes=ranks.nodes,
+        nodes=ranks_from_env().nodes,
         gpu_memory_limit_gib=None,
-        sharding_strategy=config.sharding_strategy,
-        activation_policy=config.activation_policy,
-        cpu_offload=config.use_cpu_offload,
-        activation_offload=config.use_activation_cpu_offload,
-        trained_offload=config.use_trained_cpu_offload,
-        vocabulary_offload=config.use_vocabulary_cpu_offload,
-        mlp_tiles=config.mlp_tiles,
-        keep_fp8_weights=bool(config.keep_fp8_weights),
-        batch_size=batches.micro_batch_size,
-        context_length=config.context_length,
-        gradient_accumulation_steps=batches.accumulation,
-        lora_rank=config.lora_rank if adapted else None,
-        lora_targets=config.lora_target_modules if adapted else None,
-        lora_dropout=config.lora_dropout if adapted else None,
-        adapter_dtype=config.adapter_dtype if adapted else None,
-        absmax_dtype=config.absmax_dtype if config.quant != "none" else None,
-        optimizer=config.optimizer,
-        optimizer_state_dtype=state_dtype(config),
-        compile=compiles(config, device),
+        optimizer_state_dtype=state_dtype(plan),
         attention_backend=config.attn_implementation,
         packed=config.packing,
         versions=versions(),
         commit=commit(),
         date=date.today().isoformat(),
+        **of_plan(plan),
     )
 
 
-def state_dtype(config: RunConfig) -> str:
+def state_dtype(plan: Plan) -> str:
     """What the optimizer's states are stored in: by its name, else as the trained weights."""
-    own = config.adapter_dtype if config.adapter != "none" else config.stored_dtype
-    return OPTIMIZERS[config.optimizer].state_dtype or own
+    return OPTIMIZERS[plan.optimizer.optimizer].state_dtype or plan.trained_dtype
 
 
 def this_device() -> torch.device:
@@ -143,6 +119,7 @@ def peak_host_gib() -> float:
 def measure(
     row: Row,
     config: RunConfig,
+    plan: Plan,
     how,
     device: torch.device,
     limit: MemoryLimit,
@@ -150,14 +127,15 @@ def measure(
 ):
     """Build, warm up, time the steps, and fill the row. On a run's own `rows`, or on random tokens."""
     with PeakMemory(device) as peaks:
-        _measure_steps(row, config, how, device, limit, rows)
+        _measure_steps(row, config, plan, how, device, limit, rows)
     record_memory(row, device, peaks)
-    _record_estimate(row, config, rows)
+    _record_estimate(row, config, plan, rows)
 
 
 def _measure_steps(
     row: Row,
     config: RunConfig,
+    plan: Plan,
     how,
     device: torch.device,
     limit: MemoryLimit,
@@ -172,10 +150,10 @@ def _measure_steps(
 
     seed_everything(config.seed, ranks_from_env().rank, config.deterministic)
     started = time.perf_counter()
-    model = build_model(config, device)
+    model = build_model(config, device, plan=plan)
     synchronize(device)
     row.attention_backend = model.config._attn_implementation
-    row.cuda_graphs = uses_graphs(config, model, device)
+    row.cuda_graphs = uses_graphs(plan, model, device)
     row.load_seconds = time.perf_counter() - started
     optimizer = build_optimizer(
         model, config.optimizer, config.lr, config.wd, config.loraplus_lr_ratio
@@ -184,7 +162,7 @@ def _measure_steps(
     warmup, measured, tokens = [full] * how.warmup, [full] * how.steps, None
     if rows:
         # Full rows show what memory must hold; then each shape is compiled, and seen again for graphs.
-        steps = rows.first_steps(model, device, how.steps)
+        steps = rows.first_steps(plan, model, device, how.steps)
         measured = [step.micro_batches for step in steps]
         warmup = [full, *measured * how.warmup]
         tokens = sum(step.num_tokens for step in steps) / row.gpus
@@ -195,7 +173,7 @@ def _measure_steps(
         optimizer,
         max_grad_norm=clip,
         no_sync=config.no_sync,
-        forward_backward=micro_batch_runner(config, model, device),
+        forward_backward=micro_batch_runner(config, plan, model, device),
     )
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)  # of the job before
@@ -272,27 +250,27 @@ def record_memory(row: Row, device: torch.device, peaks: PeakMemory | None = Non
     row.peak_driver_gib = driver or None
 
 
-def _record_estimate(row: Row, config: RunConfig, rows: RunRows | None = None):
+def _record_estimate(row: Row, config: RunConfig, plan: Plan, rows: RunRows | None = None):
     """What the estimate says of the same settings, and the model's arithmetic per second."""
     from ..catalog.arch import shape_from_config
     from ..catalog.hardware import find_gpu
     from ..catalog.llama_pro import expanded_shape
-    from ..estimate import batches_of, memory, model_tflops, setup_from_config, step_seconds
+    from ..estimate import batches_of, memory, model_tflops, step_seconds
     from ..loading import read_config
 
     shape = expanded_shape(
         shape_from_config(read_config(config.model_name, **config.source).to_dict(), row.model),
         config,
     )
-    setup = setup_from_config(config, row.gpus, compile=row.compile, cuda_graphs=row.cuda_graphs)
-    row.estimate_peak_gib = memory(shape, setup).peak_allocated
+    plan = plan.change(cuda_graphs=row.cuda_graphs)
+    row.estimate_peak_gib = memory(shape, plan).peak_allocated
     if rows and rows.lengths:
-        setup = batches_of(rows.lengths, rows.config, row.gpus).seen(setup)
-    row.model_tflops_per_gpu = model_tflops(shape, setup, row.tokens_per_second_per_gpu)
+        plan = batches_of(rows.lengths, rows.config, row.gpus).seen(plan)
+    row.model_tflops_per_gpu = model_tflops(shape, plan, row.tokens_per_second_per_gpu)
     if row.gpu == "cpu":
         return
     try:
-        row.estimate_seconds_per_step = step_seconds(shape, find_gpu(row.gpu), setup).total
+        row.estimate_seconds_per_step = step_seconds(shape, find_gpu(row.gpu), plan).total
     except ValueError:  # a card that is not in the catalogue
         return
 

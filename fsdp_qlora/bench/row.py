@@ -1,10 +1,18 @@
-"""One measurement as one JSON line: all that is needed to repeat it, and what came out. No torch."""
+"""One measurement as one JSON line: all that is needed to repeat it, and what came out. No torch.
+
+`of_plan` and `plan_of` go from a plan to what a row says of it and back, by one table.
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
+
+from ..config.lists import names_in
+from ..config.options import OLD_ALL_TARGETS, TRAIN_TYPES
+from ..plan import Plan
 
 # How names of other files begin.
 _NO_ROWS = ("attention", "checkpointing", "packing", "quality", "real_rows")
@@ -52,6 +60,7 @@ class Row:
     trained_offload: bool | None = None  # None: as the run chose by itself
     vocabulary_offload: bool | None = None  # None: as cpu_offload
     cuda_graphs: bool = False  # whether micro-batches were replayed
+    adapter: str | None = None  # None: as train_type says
     mlp_tiles: int = 1
     keep_fp8_weights: bool = False
     steps_measured: int = 0
@@ -71,6 +80,74 @@ class Row:
     loss_last: float | None = None
     estimate_peak_gib: float | None = None
     estimate_seconds_per_step: float | None = None
+
+
+# Which field of a plan each of these fields of a row is.
+_FIELDS = dict(
+    gpus="world_size",
+    sharding_strategy="strategy",
+    activation_policy="activation_policy",
+    cpu_offload="cpu_offload",
+    trained_offload="trained_offload",
+    vocabulary_offload="vocabulary_offload",
+    activation_offload="activation_offload",
+    mlp_tiles="mlp_tiles",
+    quant="quant",
+    absmax_dtype="absmax_dtype",
+    compute_dtype="compute_dtype",
+    keep_fp8_weights="keep_fp8_weights",
+    adapter="adapter",
+    lora_rank="lora_rank",
+    lora_targets="targets",
+    lora_dropout="lora_dropout",
+    adapter_dtype="adapter_dtype",
+    optimizer="optimizer",
+    batch_size="micro_batch_size",
+    context_length="context_length",
+    gradient_accumulation_steps="accumulation",
+    compile="compile",
+    cuda_graphs="cuda_graphs",
+)
+_OF_ADAPTERS = ("lora_rank", "lora_targets", "lora_dropout", "adapter_dtype")
+_TARGETS = {"all-linear": "all-linear", "default": None, "all": OLD_ALL_TARGETS}
+
+
+def of_plan(plan: Plan) -> dict[str, Any]:
+    """What a row says of a plan; None where it says nothing of a thing that is not there."""
+    found = {name: plan.value(field) for name, field in _FIELDS.items()}
+    targets = {value: name for name, value in _TARGETS.items()}
+    given = found["lora_targets"]
+    found["lora_targets"] = targets.get(given) or ",".join(given)
+    if found["compute_dtype"] == "auto":
+        found["compute_dtype"] = plan.model.product_dtype
+    if plan.adapter.is_full:
+        found |= dict.fromkeys(_OF_ADAPTERS)
+    if plan.quantization.quant == "none":
+        found["absmax_dtype"] = None
+    return found
+
+
+def plan_of(row: Row) -> Plan:
+    """The plan that a row was measured with, as far as it says; older rows say less."""
+    found = {field: getattr(row, name) for name, field in _FIELDS.items()}
+    targets = row.lora_targets or "all-linear"
+    found |= dict(
+        gpus_per_node=row.gpus // (row.nodes or 1),
+        targets=_TARGETS.get(targets, tuple(names_in(targets))),
+        adapter=row.adapter or _older_adapter(row),
+        quant="hqq4" if row.quant == "hqq" else row.quant,
+        lora_dropout=row.lora_dropout or 0.0,
+        attention="fa4" if row.attention_backend == "fa4" else "sdpa",
+    )
+    known = {name: value for name, value in found.items() if value is not None}
+    return Plan().change(**known | dict(targets=found["targets"]))
+
+
+def _older_adapter(row: Row) -> str:
+    """The adapter of a row that does not name it."""
+    if row.train_type in TRAIN_TYPES:
+        return TRAIN_TYPES[row.train_type][1]
+    return "lora" if row.lora_rank else "none"
 
 
 def append_row(row: Row, path: str | Path):

@@ -73,6 +73,7 @@ class Machine:
     memory_gib: float  # that a run may use of each GPU
     host_memory_gib: float | None = None
     here: bool = False  # it is this machine
+    is_cpu: bool = False  # its ranks run on the CPU
 
     @property
     def world_size(self) -> int:
@@ -176,6 +177,28 @@ def local_gpus() -> list[str]:
 def host_memory_here() -> float:
     """GiB of memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+def cpu_machine(gpus: int, nodes: int = 1, beside_gib: float = 0.0) -> Machine:
+    """This machine's CPU, whose memory its ranks share; its speeds are a guess.
+
+    beside_gib: what estimates count beside the tensors, which only a GPU has.
+    """
+    cpu = Gpu(
+        name="CPU",
+        memory_gib=host_memory_here() / gpus,
+        bf16_tflops=0.5,
+        bandwidth_gb_s=20,
+        source="a guess",
+    )
+    return Machine(
+        gpu=calibrated_here(cpu, "cpu"),
+        gpus=gpus,
+        nodes=nodes,
+        memory_gib=cpu.memory_gib + beside_gib,
+        here=True,
+        is_cpu=True,
+    )
 
 
 def _linked(gpu: Gpu, interconnect: str | None) -> tuple[Gpu, float | None]:

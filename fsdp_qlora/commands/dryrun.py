@@ -17,7 +17,7 @@ from ..bench.auto import machine_here as planning_machine
 from ..build import planned_model
 from ..catalog.arch import ModelShape, shape_from_config
 from ..catalog.machine import Machine, MachineOptions, machine_from_options
-from ..config import AUTO, RunConfig, plan_batches
+from ..config import AUTO, RunConfig
 from ..config.flags import given_settings
 from ..config.recipe import as_recipe
 from ..config.settings import changed_settings
@@ -31,6 +31,7 @@ from ..lifecycle.launcher import world_size
 from ..loading import read_config
 from ..loading.tokenizer import grow_vocabulary
 from ..observe.trackers import check_trackers
+from ..plan import draft_plan
 from ..planner import free_settings, make_plan
 from ..planner import report as plan_report
 from ..preflight.checks import check_device, check_places, check_rows
@@ -137,7 +138,8 @@ def _show_batches(
     device: torch.device,
 ):
     """Print how the data is cut into steps, and the first batch with its trained tokens marked."""
-    rows, batches = data.rows, plan_batches(config, ranks)
+    plan = draft_plan(config, ranks, on_gpu=device.type == "cuda")
+    rows, batches = data.rows, plan.batch
     pad = choose_pad_token_id(tokenizer, vocab_size)
     sampler = step_sampler(
         rows,
@@ -156,7 +158,7 @@ def _show_batches(
         batches.micro_batch_size,
         pad_token_id=pad,
         packing=config.packing,
-        pad_to=padded_widths(config, device),
+        pad_to=padded_widths(config, plan),
     )
     steps = None if data.stream else sampler.total_steps
     print_main(steps_line(config, batches, steps, ranks))

@@ -245,26 +245,6 @@ def chunk_tokens(vocabulary: int) -> int:
     return max(128, min(1024, _CHUNK_LOGITS // vocabulary // 128 * 128))
 
 
-_GRAPH_TOKENS = 8192  # of a micro-batch; above, the GPU computes for longer than the host needs
-
-
-def graphs_pay(config: RunConfig, world_size: int) -> bool:
-    """Whether --cuda_graphs None replays micro-batches: they are short and whole, and nothing moves.
-
-    A model may still have what no graph can hold (training/cuda_graphs.py).
-    """
-    moved = config.use_vocabulary_cpu_offload or config.use_activation_cpu_offload
-    rows = plan_batches(config, world_size).micro_batch_size
-    return (
-        weights_stay(config, world_size)
-        and not moved
-        and config.mlp_tiles == 1
-        and config.compile is not False
-        and not config.profile_memory
-        and rows * config.context_length <= _GRAPH_TOKENS
-    )
-
-
 @cache
 def has_flash_attention_4() -> bool:
     """Whether the package is installed here: FlashAttention 2 has a module of the same name."""
@@ -278,10 +258,16 @@ def has_flash_attention_4() -> bool:
 class BatchPlan:
     """How one optimizer step is cut up; a unit is a row, or a full bin of packed rows."""
 
-    per_step: int  # units over all ranks
-    micro_batch_size: int  # rows, or bins if packing, per rank and forward
-    accumulation: int  # forwards per rank and step
+    per_step: int = 1  # units over all ranks
+    micro_batch_size: float = 1  # rows, or bins if packing, per rank and forward
+    accumulation: float = 1  # forwards per rank and step
     unit: str = "row"  # row or bin
+    context_length: float = 512  # these are means where an estimate is of rows of several lengths
+
+    @property
+    def tokens(self) -> float:
+        """N, the tokens of one micro-batch on one GPU."""
+        return self.micro_batch_size * self.context_length
 
 
 def plan_batches(config: RunConfig, world_size: int) -> BatchPlan:
@@ -298,8 +284,12 @@ def plan_batches(config: RunConfig, world_size: int) -> BatchPlan:
             micro,
             accumulation,
             "bin" if config.has_full_bins else "row",
+            config.context_length,
         )
     micro = min(micro, -(-config.global_batch_size // world_size))
     return BatchPlan(
-        config.global_batch_size, micro, -(-config.global_batch_size // (world_size * micro))
+        config.global_batch_size,
+        micro,
+        -(-config.global_batch_size // (world_size * micro)),
+        context_length=config.context_length,
     )

@@ -8,8 +8,8 @@ a few moments of a step, and the table shows what is alive then. Nothing is fitt
 Time is counted in the same way: FLOPs over the rate of large products, bytes over the rate of
 copies, transfers less what compute hides.
 
-Modules, each importing only from those before it: constants, setup, lengths, experts, weights,
-activations, flops, window, peak, passes, speed, policies, cost, question, report.
+Modules, each importing only from those before it: constants, lengths, experts, weights,
+activations, flops, window, peak, passes, speed, policies, resolve, cost, question, report.
 
 Letters: B batch, T tokens of a row, N = B T, D hidden, I intermediate, q and kv the widths of all
 query and all key-value heads, V vocabulary, R rank, n ranks that share one copy of the weights.
@@ -23,7 +23,7 @@ from .peak import GIB, Memory, Peak, host_memory, memory
 from .policies import choose_policies, keeps_fp8_weights
 from .question import Estimate, estimate
 from .report import as_json, report
-from .setup import Setup, check_context, setup_from_config
+from .resolve import Room, leaves_open, resolve, room_of
 from .speed import StepTime, step_seconds
 from .weights import Weight, block_weights, gathered, optimizer_bytes, resident_bytes
 
@@ -35,14 +35,13 @@ __all__ = [
     "Memory",
     "Peak",
     "Rows",
+    "Room",
     "RunCost",
-    "Setup",
     "StepTime",
     "Weight",
     "as_json",
     "batches_of",
     "block_weights",
-    "check_context",
     "choose_policies",
     "estimate",
     "flops_per_token",
@@ -50,6 +49,7 @@ __all__ = [
     "host_memory",
     "keeps_fp8_weights",
     "kept_by_block",
+    "leaves_open",
     "loss_bytes",
     "memory",
     "model_flops_per_token",
@@ -58,9 +58,10 @@ __all__ = [
     "padding_line",
     "report",
     "resident_bytes",
+    "resolve",
+    "room_of",
     "run_cost",
     "saved_by_block",
-    "setup_from_config",
     "step_seconds",
     "with_longest_row",
 ]

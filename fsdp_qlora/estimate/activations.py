@@ -8,8 +8,8 @@ from __future__ import annotations
 from ..catalog.arch import ModelShape
 from ..choices import POLICIES
 from ..config.run import chunk_tokens
+from ..plan import BYTES, Plan, Runs
 from . import experts
-from .setup import BYTES, Runs, Setup
 from .weights import as_given, most_trained, trains_head
 
 KEPT_ATTENTION = (
@@ -20,7 +20,7 @@ KEPT_ATTENTION = (
 )  # that a policy can keep (../memory/checkpointing_policy.py)
 
 
-def saved_by_block(shape: ModelShape, setup: Setup) -> float:
+def saved_by_block(shape: ModelShape, plan: Plan) -> float:
     """Bytes that a keep_all block's forward saves for its backward, its input included if saved.
 
     Found by tracing `saved_tensors_hooks` through transformers' blocks with our adapted linear
@@ -31,106 +31,108 @@ def saved_by_block(shape: ModelShape, setup: Setup) -> float:
       MLP: gate, up and, eager, act(gate); their product is the input of down_proj
     Where weights are trained, norms also save their normalised input.
     """
-    n, a = setup.tokens, setup.product_bytes
+    n, a = plan.batch.tokens, plan.model.product_bytes
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    kept = _inputs_kept(shape, setup)
-    norm_bytes = a if setup.compile else 4
-    if setup.adapter == "none" and not setup.compile:
+    kept = _inputs_kept(shape, plan)
+    norm_bytes = a if plan.loop.compile else 4
+    if plan.adapter.is_full and not plan.loop.compile:
         norm_bytes += a
     total: float = shape.traits.norms * n * (shape.hidden * norm_bytes + 4)
     if shape.traits.qk_norm:
         heads = shape.heads + shape.kv_heads
         total += n * heads * (shape.head_dim * norm_bytes + 4)
     total += n * shape.hidden * a * (kept["attention"] + kept["mlp"])
-    total += _attention_saved(shape, setup, kept["o_proj"])
+    total += _attention_saved(shape, plan, kept["o_proj"])
     # v is a slice of the fused product, whose other columns stay with it; and phi3 joins q of two
     # halves, which leaves attention's output in an order that has to be copied for o_proj.
     if shape.traits.layers == "fused":
         total += n * (q + kv + q * kept["o_proj"]) * a
     return (
         total
-        + _mlp_saved(shape, setup)
-        + _adapter_saved(shape, setup)
-        + experts.saved_by_experts(shape, setup)
+        + _mlp_saved(shape, plan)
+        + _adapter_saved(shape, plan)
+        + experts.saved_by_experts(shape, plan)
     )
 
 
-def _mlp_saved(shape: ModelShape, setup: Setup) -> float:
+def _mlp_saved(shape: ModelShape, plan: Plan) -> float:
     """Of these, what is as wide as the MLP: gate, up and what is made of them."""
-    wide = setup.tokens * shape.mlp_width * setup.product_bytes
-    return wide * (2 + (not setup.compile) + _inputs_kept(shape, setup)["down_proj"])
+    wide = plan.batch.tokens * shape.mlp_width * plan.model.product_bytes
+    return wide * (2 + (not plan.loop.compile) + _inputs_kept(shape, plan)["down_proj"])
 
 
-def _inputs_kept(shape: ModelShape, setup: Setup) -> dict[str, bool]:
+def _inputs_kept(shape: ModelShape, plan: Plan) -> dict[str, bool]:
     """Which inputs of linear layers are saved: those of trained and of adapted layers."""
     names = tuple(shape.linears())
-    kept = names if not setup.has_lora else shape.targets(as_given(setup.targets))
-    kept += experts.trained_inputs(shape, setup)
+    kept = names if not plan.adapter.has_lora else shape.targets(as_given(plan.adapter.targets))
+    kept += experts.trained_inputs(shape, plan)
     *inner, o_proj = shape.attention_linears()
     *mlp, down_proj = shape.mlp_linears() or ("experts.down_proj",)
     return dict(
         attention=any(n in kept for n in inner),
         o_proj=o_proj in kept,
-        mlp=any(n in kept for n in mlp) or bool(shape.experts and not setup.has_lora),
+        mlp=any(n in kept for n in mlp) or bool(shape.experts and not plan.adapter.has_lora),
         down_proj=down_proj in kept,
     )
 
 
-def _attention_saved(shape: ModelShape, setup: Setup, output_kept: bool) -> float:
+def _attention_saved(shape: ModelShape, plan: Plan, output_kept: bool) -> float:
     """Bytes that attention saves: by a flash kernel, with a padding mask, or eager.
 
     A mask makes transformers repeat k and v for all heads, and the kernel keeps the mask in the
     compute dtype, (B, 1, T, T). Eager attention keeps the (B, H, T, T) weights in fp32 and cast.
     """
-    n, a = setup.tokens, setup.product_bytes
+    n, a = plan.batch.tokens, plan.model.product_bytes
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    squares = n * setup.context_length
-    if setup.attention == "eager":
+    squares = n * plan.batch.context_length
+    if plan.model.attention == "eager":
         return n * a * (3 * q + q * output_kept) + squares * shape.heads * (4 + a * (a < 4))
     saved = n * a * (q + 2 * kv + q) + n * shape.heads * 4
-    if setup.padded_rows:
+    if plan.model.padded_rows:
         saved += n * a * 2 * (q - kv) + squares * a
     return saved
 
 
-def _adapter_saved(shape: ModelShape, setup: Setup) -> float:
+def _adapter_saved(shape: ModelShape, plan: Plan) -> float:
     """xA (N, R) of each adapted layer of a block; dropout keeps a seed.
 
     DoRA also keeps what it scales, (N, out), for the gradient of its magnitudes, and what dropout
     leaves of the input; a compiled block makes v, gate and up from it again.
     """
     kept = 0
-    if setup.adapter == "dora":
-        sizes = {name: shape.linears()[name] for name in _adapted_names(shape, setup)}
-        again = {"v_proj", "gate_proj", "up_proj"} if setup.compile else ()
+    if plan.adapter.adapter == "dora":
+        sizes = {name: shape.linears()[name] for name in _adapted_names(shape, plan)}
+        again = {"v_proj", "gate_proj", "up_proj"} if plan.loop.compile else ()
         kept = sum(out for name, (out, _) in sizes.items() if name not in again)
-        if setup.lora_dropout:
+        if plan.adapter.lora_dropout:
             kept += sum(wide for _, wide in sizes.values())
-    return rank_products(shape, setup) + setup.tokens * setup.product_bytes * kept
+    return rank_products(shape, plan) + plan.batch.tokens * plan.model.product_bytes * kept
 
 
-def rank_products(shape: ModelShape, setup: Setup) -> float:
+def rank_products(shape: ModelShape, plan: Plan) -> float:
     """xA (N, R) of each adapted layer of a block."""
     return (
-        setup.tokens
-        * setup.product_bytes
-        * sum(setup.rank(name) for name in _adapted_names(shape, setup))
+        plan.batch.tokens
+        * plan.model.product_bytes
+        * sum(plan.adapter.rank(name) for name in _adapted_names(shape, plan))
     )
 
 
-def _adapted_names(shape: ModelShape, setup: Setup) -> list[str]:
+def _adapted_names(shape: ModelShape, plan: Plan) -> list[str]:
     """The adapted layers of a block."""
-    if not setup.has_lora:
+    if not plan.adapter.has_lora:
         return []
-    return [name for name in shape.targets(as_given(setup.targets)) if name in shape.linears()]
+    return [
+        name for name in shape.targets(as_given(plan.adapter.targets)) if name in shape.linears()
+    ]
 
 
-def block_input(shape: ModelShape, setup: Setup) -> float:
+def block_input(shape: ModelShape, plan: Plan) -> float:
     """(N, D): all that is kept of a block under recompute_all."""
-    return setup.tokens * shape.hidden * BYTES[setup.precision]
+    return plan.batch.tokens * shape.hidden * BYTES[plan.model.stored_dtype]
 
 
-def kept_by_block(shape: ModelShape, setup: Setup, policy: str) -> float:
+def kept_by_block(shape: ModelShape, plan: Plan, policy: str) -> float:
     """Bytes that stay of one block between its forward and its backward, under a policy's name.
 
     recompute_all, its input; keep_attention, also attention's output and log-sum-exp; keep_linears,
@@ -140,18 +142,18 @@ def kept_by_block(shape: ModelShape, setup: Setup, policy: str) -> float:
     """
     row = POLICIES[policy]
     if not row.recomputes:
-        return saved_by_block(shape, setup)
-    kept = block_input(shape, setup)
+        return saved_by_block(shape, plan)
+    kept = block_input(shape, plan)
     if row.keeps_attention:
-        kept += _attention_output(shape, setup)
+        kept += _attention_output(shape, plan)
     if row.keeps_linears:
         rows = sum(
             out
             for name, (out, _) in shape.linears().items()
-            if name != last_linear(shape) or not setup.compile or normed_output(shape)
+            if name != last_linear(shape) or not plan.loop.compile or normed_output(shape)
         )
-        kept += setup.tokens * rows * setup.product_bytes + rank_products(shape, setup)
-        kept += experts.outputs(shape, setup)
+        kept += plan.batch.tokens * rows * plan.model.product_bytes + rank_products(shape, plan)
+        kept += experts.outputs(shape, plan)
     return kept
 
 
@@ -165,17 +167,17 @@ def last_linear(shape: ModelShape) -> str | None:
     return next(reversed(shape.mlp_linears()), None)
 
 
-def _attention_output(shape: ModelShape, setup: Setup) -> float:
+def _attention_output(shape: ModelShape, plan: Plan) -> float:
     """Output and log-sum-exp of attention, 0 where it is not among the ops that a policy keeps."""
-    if setup.attention not in KEPT_ATTENTION:
+    if plan.model.attention not in KEPT_ATTENTION:
         return 0.0
     q = shape.heads * shape.head_dim
-    return setup.tokens * (q * setup.product_bytes + shape.heads * 4)
+    return plan.batch.tokens * (q * plan.model.product_bytes + shape.heads * 4)
 
 
-def offloaded_input(shape: ModelShape, setup: Setup) -> float:
+def offloaded_input(shape: ModelShape, plan: Plan) -> float:
     """Bytes of a block's input that wait in host memory; 0 without activation offload."""
-    return block_input(shape, setup) if setup.activation_offload else 0.0
+    return block_input(shape, plan) if plan.memory.activation_offload else 0.0
 
 
 def moved_blocks(runs: Runs) -> int:
@@ -188,11 +190,11 @@ def moved_blocks(runs: Runs) -> int:
 class Kept:
     """What blocks keep on the GPU between forward and backward, under any mix of policies."""
 
-    def __init__(self, shape: ModelShape, setup: Setup):
-        self.in_backward = {p: widest_in_backward(shape, setup, p) for p in POLICIES}
-        self.offloaded = offloaded_input(shape, setup)
+    def __init__(self, shape: ModelShape, plan: Plan):
+        self.in_backward = {p: widest_in_backward(shape, plan, p) for p in POLICIES}
+        self.offloaded = offloaded_input(shape, plan)
         self.by_block = {
-            p: kept_by_block(shape, setup, p) - self.offloaded * POLICIES[p].recomputes
+            p: kept_by_block(shape, plan, p) - self.offloaded * POLICIES[p].recomputes
             for p in POLICIES
         }
 
@@ -211,57 +213,59 @@ class Kept:
         return self.before(runs, blocks) + self.offloaded * POLICIES[runs[-1][0]].recomputes
 
 
-def widest_in_backward(shape: ModelShape, setup: Setup, policy: str) -> tuple[float, float]:
+def widest_in_backward(shape: ModelShape, plan: Plan, policy: str) -> tuple[float, float]:
     """Bytes saved of a block, and in use beside them, where its backward takes most."""
-    saved, tiles = _saved_in_backward(shape, setup, policy), setup.tiles(policy)
+    saved, tiles = _saved_in_backward(shape, plan, policy), plan.memory.tiles(policy)
     places = [
-        (saved, _backward_working(shape, setup, policy)),
-        (saved - _saved_at_once(shape, setup, policy), _backward_end(shape, setup)),
+        (saved, _backward_working(shape, plan, policy)),
+        (saved - _saved_at_once(shape, plan, policy), _backward_end(shape, plan)),
     ]
     if tiles > 1:
-        gone = _mlp_saved(shape, setup) / tiles + _mlp_half_saved(shape, setup)
-        places.append((saved - gone, _attention_working(shape, setup)))
+        gone = _mlp_saved(shape, plan) / tiles + _mlp_half_saved(shape, plan)
+        places.append((saved - gone, _attention_working(shape, plan)))
     return max(places, key=sum)
 
 
-def _mlp_half_saved(shape: ModelShape, setup: Setup) -> float:
+def _mlp_half_saved(shape: ModelShape, plan: Plan) -> float:
     """What is saved for the MLP's half but the MLP's own: inputs of its norm and of its first layers."""
-    a = setup.product_bytes
-    norm = a if setup.compile else 4
-    return setup.tokens * shape.hidden * (norm + a * _inputs_kept(shape, setup)["mlp"])
+    a = plan.model.product_bytes
+    norm = a if plan.loop.compile else 4
+    return plan.batch.tokens * shape.hidden * (norm + a * _inputs_kept(shape, plan)["mlp"])
 
 
-def _saved_at_once(shape: ModelShape, setup: Setup, policy: str) -> float:
+def _saved_at_once(shape: ModelShape, plan: Plan, policy: str) -> float:
     """What a block saves, `saved_by_block`, but of an MLP in tiles one tile."""
-    return saved_by_block(shape, setup) - _mlp_saved(shape, setup) * (1 - 1 / setup.tiles(policy))
+    return saved_by_block(shape, plan) - _mlp_saved(shape, plan) * (
+        1 - 1 / plan.memory.tiles(policy)
+    )
 
 
-def _saved_in_backward(shape: ModelShape, setup: Setup, policy: str) -> float:
+def _saved_in_backward(shape: ModelShape, plan: Plan, policy: str) -> float:
     """Bytes saved of one block while its backward runs, when what was not kept is there again.
 
     A compiled block then holds what a keep_all block does; of an MLP in tiles, one tile of it. Eager,
     what was kept stays beside that, but attention's output, gate and up, which are the same tensors.
     """
-    whole = _saved_at_once(shape, setup, policy)
+    whole = _saved_at_once(shape, plan, policy)
     row = POLICIES[policy]
-    if not row.recomputes or setup.compile:
+    if not row.recomputes or plan.loop.compile:
         return whole
-    shared = _attention_output(shape, setup) if row.keeps_attention else 0.0
+    shared = _attention_output(shape, plan) if row.keeps_attention else 0.0
     if row.keeps_linears:
-        shared += setup.tokens * 2 * shape.mlp_width * setup.product_bytes
-        shared += rank_products(shape, setup)
-    return whole + kept_by_block(shape, setup, policy) - shared
+        shared += plan.batch.tokens * 2 * shape.mlp_width * plan.model.product_bytes
+        shared += rank_products(shape, plan)
+    return whole + kept_by_block(shape, plan, policy) - shared
 
 
-def dequantized(shape: ModelShape, setup: Setup, name: str) -> float:
+def dequantized(shape: ModelShape, plan: Plan, name: str) -> float:
     """Bytes of one linear weight in the compute dtype, made for a product and freed after it."""
-    if setup.quant == "none" or setup.keep_fp8_weights:
+    if plan.quantization.quant == "none" or plan.quantization.keep_fp8_weights:
         return 0.0
     out, wide = shape.linears()[name]
-    return out * wide * setup.product_bytes
+    return out * wide * plan.model.product_bytes
 
 
-def _backward_working(shape: ModelShape, setup: Setup, policy: str) -> float:
+def _backward_working(shape: ModelShape, plan: Plan, policy: str) -> float:
     """The most that a block's backward holds beyond what was saved, near its start.
 
     In down_proj's backward: the block's output gradient, the gradient of its input (N, I), and the
@@ -270,37 +274,37 @@ def _backward_working(shape: ModelShape, setup: Setup, policy: str) -> float:
     was saved, which one measured peak bears out (13.3 GiB; 13.6 without). In tiles, all that is as
     wide as the MLP is of one tile, and the gradient of the MLP's input is there whole.
     """
-    n, a, tiles = setup.tokens, setup.product_bytes, setup.tiles(policy)
+    n, a, tiles = plan.batch.tokens, plan.model.product_bytes, plan.memory.tiles(policy)
     wide, hidden = n * shape.mlp_width * a / tiles, n * shape.hidden * a * (1 + (tiles > 1))
-    kept = _inputs_kept(shape, setup)["down_proj"]
-    dropout = wide if kept and setup.has_lora and setup.lora_dropout else 0
+    kept = _inputs_kept(shape, plan)["down_proj"]
+    dropout = wide if kept and plan.adapter.has_lora and plan.adapter.lora_dropout else 0
     own_gradient = 0.0
-    if not setup.has_lora:
+    if not plan.adapter.has_lora:
         own_gradient = max(1, shape.experts) * shape.hidden * shape.intermediate * a
         if tiles > 1:  # and those of all tiles in fp32
             own_gradient += 4 * sum(out * wide for out, wide in shape.mlp_linears().values())
-    of_experts = experts.row_bytes(shape, setup) * shape.hidden  # the gradient of what they made
+    of_experts = experts.row_bytes(shape, plan) * shape.hidden  # the gradient of what they made
     last = last_linear(shape)
-    weight = dequantized(shape, setup, last) if last else experts.unpacked(shape, setup)
+    weight = dequantized(shape, plan, last) if last else experts.unpacked(shape, plan)
     down = wide + max(weight, dropout)
-    product = 0 if setup.compile else (3 - kept) * wide
+    product = 0 if plan.loop.compile else (3 - kept) * wide
     return hidden + of_experts + own_gradient + max(down, product)
 
 
-def _backward_end(shape: ModelShape, setup: Setup) -> float:
+def _backward_end(shape: ModelShape, plan: Plan) -> float:
     """What a block's backward holds in its first linear layers, when only the first norm is left.
 
     The gradients of the block's output and of q's input and output, the saved input of q, k, v, and
     the norm's; all of the block's weight gradients.
     """
-    n, a = setup.tokens, setup.product_bytes
+    n, a = plan.batch.tokens, plan.model.product_bytes
     first = next(iter(shape.linears()))
-    rows = n * shape.hidden * (4 * a + (a if setup.compile else 4))
-    grads = most_trained(shape, setup)
-    return rows + dequantized(shape, setup, first) + grads
+    rows = n * shape.hidden * (4 * a + (a if plan.loop.compile else 4))
+    grads = most_trained(shape, plan)
+    return rows + dequantized(shape, plan, first) + grads
 
 
-def _attention_working(shape: ModelShape, setup: Setup) -> float:
+def _attention_working(shape: ModelShape, plan: Plan) -> float:
     """What a block's backward holds in attention, when the MLP's half is done.
 
     Gradients of the block's output, of what the MLP's half took, of attention's output and of q, k and
@@ -308,11 +312,15 @@ def _attention_working(shape: ModelShape, setup: Setup) -> float:
     each head. Without tiles it is never the most.
     """
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    sums = (4 * q + 2 * q * setup.product_bytes * (kv < q)) * (setup.attention in KEPT_ATTENTION)
-    return setup.tokens * (setup.product_bytes * (2 * shape.hidden + 2 * q + 2 * kv) + sums)
+    sums = (4 * q + 2 * q * plan.model.product_bytes * (kv < q)) * (
+        plan.model.attention in KEPT_ATTENTION
+    )
+    return plan.batch.tokens * (
+        plan.model.product_bytes * (2 * shape.hidden + 2 * q + 2 * kv) + sums
+    )
 
 
-def loss_bytes(shape: ModelShape, setup: Setup) -> float:
+def loss_bytes(shape: ModelShape, plan: Plan) -> float:
     """Logits and what is made of them (chunked_cross_entropy.py), and the gradient of a trained head.
 
     At a chunk's widest place: logits and their gradient in the compute dtype, as the fused kernel
@@ -320,9 +328,9 @@ def loss_bytes(shape: ModelShape, setup: Setup) -> float:
     there is one chunk (measured for 1x512). An adapted head takes transformers'
     own loss: all tokens' logits, cast to fp32, their log-softmax and both gradients.
     """
-    a, n = setup.product_bytes, setup.tokens
-    if setup.has_lora and "lm_head" in shape.targets(as_given(setup.targets)):
+    a, n = plan.model.product_bytes, plan.batch.tokens
+    if plan.adapter.has_lora and "lm_head" in shape.targets(as_given(plan.adapter.targets)):
         return n * shape.vocab * (12 + 2 * a)
     rows = min(n, chunk_tokens(shape.vocab))
-    head = shape.vocab * shape.hidden * (4 + a) if trains_head(shape, setup) else 0
+    head = shape.vocab * shape.hidden * (4 + a) if trains_head(shape, plan) else 0
     return rows * shape.vocab * a * 3 + head

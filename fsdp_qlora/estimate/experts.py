@@ -10,32 +10,32 @@ from __future__ import annotations
 
 from ..catalog.arch import ModelShape
 from ..choices import POLICIES
-from .setup import Setup
+from ..plan import Plan
 
 PART_VALUES = 2**28  # weights that are unpacked at a time (experts/grouped_matmul.py)
 
 
-def adapted_experts(shape: ModelShape, setup: Setup) -> dict[str, tuple[int, int]]:
+def adapted_experts(shape: ModelShape, plan: Plan) -> dict[str, tuple[int, int]]:
     """(out, in) of one expert's adapted weights, by name."""
-    if not setup.has_lora or not setup.expert_targets:
+    if not plan.adapter.has_lora or not plan.adapter.expert_targets:
         return {}
-    names = shape.expert_targets(setup.expert_targets)
+    names = shape.expert_targets(plan.adapter.expert_targets)
     return {name: size for name, size in shape.expert_linears().items() if name in names}
 
 
-def trained_inputs(shape: ModelShape, setup: Setup) -> tuple[str, ...]:
+def trained_inputs(shape: ModelShape, plan: Plan) -> tuple[str, ...]:
     """Experts' weights whose input is saved: adapted ones, or those that are trained themselves."""
     return tuple(
-        adapted_experts(shape, setup) if setup.adapter != "none" else shape.expert_linears()
+        adapted_experts(shape, plan) if not plan.adapter.is_full else shape.expert_linears()
     )
 
 
-def row_bytes(shape: ModelShape, setup: Setup) -> float:
+def row_bytes(shape: ModelShape, plan: Plan) -> float:
     """(S, 1) in the compute dtype: a value of each token for each of its experts."""
-    return setup.tokens * shape.experts_per_token * setup.product_bytes
+    return plan.batch.tokens * shape.experts_per_token * plan.model.product_bytes
 
 
-def saved_by_experts(shape: ModelShape, setup: Setup) -> float:
+def saved_by_experts(shape: ModelShape, plan: Plan) -> float:
     """Bytes that a forward saves beside gate and up: rows as they came and as they left, and x A^T.
 
     What an expert made is needed for the gradient of the router's weight of it; two orders of rows are
@@ -43,39 +43,39 @@ def saved_by_experts(shape: ModelShape, setup: Setup) -> float:
     """
     if not shape.experts:
         return 0.0
-    inputs = "experts.gate_up_proj" in trained_inputs(shape, setup)
-    orders = 16 * setup.tokens * shape.experts_per_token
-    router = setup.tokens * (4 * shape.experts + 12 * shape.experts_per_token)
-    rows = row_bytes(shape, setup) * shape.hidden * (1 + inputs)
-    return rows + rank_products(shape, setup) + orders + router
+    inputs = "experts.gate_up_proj" in trained_inputs(shape, plan)
+    orders = 16 * plan.batch.tokens * shape.experts_per_token
+    router = plan.batch.tokens * (4 * shape.experts + 12 * shape.experts_per_token)
+    rows = row_bytes(shape, plan) * shape.hidden * (1 + inputs)
+    return rows + rank_products(shape, plan) + orders + router
 
 
-def rank_products(shape: ModelShape, setup: Setup) -> float:
+def rank_products(shape: ModelShape, plan: Plan) -> float:
     """x A^T (S, R) of each adapted weight of experts; R is filled up to a multiple of 8."""
-    return row_bytes(shape, setup) * sum(
-        -(-setup.rank(name) // 8) * 8 for name in adapted_experts(shape, setup)
+    return row_bytes(shape, plan) * sum(
+        -(-plan.adapter.rank(name) // 8) * 8 for name in adapted_experts(shape, plan)
     )
 
 
-def outputs(shape: ModelShape, setup: Setup) -> float:
+def outputs(shape: ModelShape, plan: Plan) -> float:
     """What the experts' products give, (S, 2F) and (S, D), which keep_linears keeps with x A^T."""
     out = sum(out for out, _ in shape.expert_linears().values())
-    return row_bytes(shape, setup) * out + rank_products(shape, setup)
+    return row_bytes(shape, plan) * out + rank_products(shape, plan)
 
 
-def unpacked(shape: ModelShape, setup: Setup) -> float:
+def unpacked(shape: ModelShape, plan: Plan) -> float:
     """Bytes of experts' weights made for a product and freed after it, at the most."""
-    if setup.quant == "none" or not shape.experts:
+    if plan.quantization.quant == "none" or not shape.experts:
         return 0.0
     values = max(shape.experts * out * wide for out, wide in shape.expert_linears().values())
-    return min(values, PART_VALUES) * setup.product_bytes
+    return min(values, PART_VALUES) * plan.model.product_bytes
 
 
-def adapter_weights_used(shape: ModelShape, setup: Setup) -> int:
+def adapter_weights_used(shape: ModelShape, plan: Plan) -> int:
     """Weights of experts' adapters in a block that a token is multiplied with."""
     return shape.experts_per_token * sum(
-        setup.rank(name) * (out + wide)
-        for name, (out, wide) in adapted_experts(shape, setup).items()
+        plan.adapter.rank(name) * (out + wide)
+        for name, (out, wide) in adapted_experts(shape, plan).items()
     )
 
 

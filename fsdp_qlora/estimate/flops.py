@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from ..catalog.arch import ModelShape
 from ..choices import POLICIES
+from ..plan import Plan
 from . import experts
 from .activations import KEPT_ATTENTION, last_linear, normed_output
-from .setup import Setup
 from .weights import as_given, trained_share, trains_head
 
 
@@ -35,7 +35,7 @@ class Flops:
         )
 
 
-def flops_per_token(shape: ModelShape, setup: Setup) -> Flops:
+def flops_per_token(shape: ModelShape, plan: Plan) -> Flops:
     """What the hardware does per token, a product of (m, k) and (k, n) being 2 m k n.
 
     A weight costs 2 in the forward and 2 for dX; trained ones 2 more for dW; 2 again where its
@@ -45,13 +45,13 @@ def flops_per_token(shape: ModelShape, setup: Setup) -> Flops:
     """
     linears = shape.layers * shape.used_linears()
     head = shape.vocab * shape.hidden
-    adapters = _adapter_params(shape, setup)
-    attention = 2 * setup.context_length * shape.heads * shape.head_dim * shape.layers
-    each = 4 + 2 * trained_share(shape, setup) if setup.adapter == "none" else 4
-    counts = Counter(setup.policies(shape))
-    again = sum(count * rerun_weights(shape, setup, policy) for policy, count in counts.items())
-    blocks = sum(count for policy, count in counts.items() if _reruns_attention(setup, policy))
-    of_head = (6 if trains_head(shape, setup) else 4) * head
+    adapters = _adapter_params(shape, plan)
+    attention = 2 * plan.batch.context_length * shape.heads * shape.head_dim * shape.layers
+    each = 4 + 2 * trained_share(shape, plan) if plan.adapter.is_full else 4
+    counts = Counter(plan.memory.policies(shape))
+    again = sum(count * rerun_weights(shape, plan, policy) for policy, count in counts.items())
+    blocks = sum(count for policy, count in counts.items() if _reruns_attention(plan, policy))
+    of_head = (6 if trains_head(shape, plan) else 4) * head
     trained = 2 * linears * shape.new_blocks / shape.layers  # dW of Llama-Pro's blocks
     return Flops(
         linears=each * linears + trained + of_head,
@@ -63,7 +63,7 @@ def flops_per_token(shape: ModelShape, setup: Setup) -> Flops:
     )
 
 
-def rerun_linears(shape: ModelShape, setup: Setup, policy: str) -> dict[str, tuple[int, int]]:
+def rerun_linears(shape: ModelShape, plan: Plan, policy: str) -> dict[str, tuple[int, int]]:
     """(out, in) of the linear layers whose product a block's backward runs again.
 
     Not down_proj, the last one, whose output no backward needs but that of a norm after it, or of a
@@ -72,7 +72,7 @@ def rerun_linears(shape: ModelShape, setup: Setup, policy: str) -> dict[str, tup
     if POLICIES[policy].keeps_linears:
         return {}
     last_too = normed_output(shape) or (
-        setup.adapter == "dora" and last_linear(shape) in adapted_linears(shape, setup)
+        plan.adapter.adapter == "dora" and last_linear(shape) in adapted_linears(shape, plan)
     )
     return {
         name: size
@@ -81,62 +81,63 @@ def rerun_linears(shape: ModelShape, setup: Setup, policy: str) -> dict[str, tup
     }
 
 
-def rerun_weights(shape: ModelShape, setup: Setup, policy: str) -> int:
+def rerun_weights(shape: ModelShape, plan: Plan, policy: str) -> int:
     """Weights of one block whose products run again; of adapters all A, unless products are kept."""
-    again = rerun_linears(shape, setup, policy)
+    again = rerun_linears(shape, plan, policy)
     if not POLICIES[policy].recomputes:
         return 0
     weights = sum(out * wide for out, wide in again.values())
     weights += experts.rerun_weights(shape, policy)
     if not again:
         return weights
-    weights += experts.adapter_weights_used(shape, setup)
-    adapted = adapted_linears(shape, setup)
+    weights += experts.adapter_weights_used(shape, plan)
+    adapted = adapted_linears(shape, plan)
     return weights + sum(
-        setup.rank(name) * (wide + out * (name in again)) for name, (out, wide) in adapted.items()
+        plan.adapter.rank(name) * (wide + out * (name in again))
+        for name, (out, wide) in adapted.items()
     )
 
 
-def _reruns_attention(setup: Setup, policy: str) -> bool:
+def _reruns_attention(plan: Plan, policy: str) -> bool:
     """Whether attention runs again in a block's backward."""
     row = POLICIES[policy]
-    return row.recomputes and not (row.keeps_attention and setup.attention in KEPT_ATTENTION)
+    return row.recomputes and not (row.keeps_attention and plan.model.attention in KEPT_ATTENTION)
 
 
-def adapted_linears(shape: ModelShape, setup: Setup) -> dict[str, tuple[int, int]]:
+def adapted_linears(shape: ModelShape, plan: Plan) -> dict[str, tuple[int, int]]:
     """(out, in) of the adapted linear layers of a block."""
-    if not setup.has_lora:
+    if not plan.adapter.has_lora:
         return {}
-    targets = shape.targets(as_given(setup.targets))
+    targets = shape.targets(as_given(plan.adapter.targets))
     return {name: size for name, size in shape.linears().items() if name in targets}
 
 
-def _adapter_params(shape: ModelShape, setup: Setup) -> int:
+def _adapter_params(shape: ModelShape, plan: Plan) -> int:
     """Weights of the adapters that a token is multiplied with, 0 without any."""
-    if not setup.has_lora:
+    if not plan.adapter.has_lora:
         return 0
     in_blocks = sum(
-        setup.rank(name) * (out + wide)
-        for name, (out, wide) in adapted_linears(shape, setup).items()
+        plan.adapter.rank(name) * (out + wide)
+        for name, (out, wide) in adapted_linears(shape, plan).items()
     )
-    in_head = "lm_head" in shape.targets(as_given(setup.targets))
-    head = setup.rank("lm_head") * (shape.vocab + shape.hidden) if in_head else 0
-    return shape.layers * (in_blocks + experts.adapter_weights_used(shape, setup)) + head
+    in_head = "lm_head" in shape.targets(as_given(plan.adapter.targets))
+    head = plan.adapter.rank("lm_head") * (shape.vocab + shape.hidden) if in_head else 0
+    return shape.layers * (in_blocks + experts.adapter_weights_used(shape, plan)) + head
 
 
-def model_flops_per_token(shape: ModelShape, setup: Setup) -> float:
+def model_flops_per_token(shape: ModelShape, plan: Plan) -> float:
     """FLOPs per token that the task itself needs, as benchmark rows count them.
 
     4 per frozen weight and 6 per trained one, linears and head, plus 6 T q per layer for causal
     attention (half of the square, backward twice the forward). Recomputation does not count.
     """
     linears = shape.layers * shape.used_linears() + shape.vocab * shape.hidden
-    each = 4 + 2 * trained_share(shape, setup) if setup.adapter == "none" else 4
-    attention = 6 * setup.context_length * shape.heads * shape.head_dim * shape.layers
+    each = 4 + 2 * trained_share(shape, plan) if plan.adapter.is_full else 4
+    attention = 6 * plan.batch.context_length * shape.heads * shape.head_dim * shape.layers
     new = 2 * shape.params()["linears"] * shape.new_blocks / shape.layers
-    return each * linears + new + 6 * _adapter_params(shape, setup) + attention
+    return each * linears + new + 6 * _adapter_params(shape, plan) + attention
 
 
-def model_tflops(shape: ModelShape, setup: Setup, tokens_per_second: float) -> float:
+def model_tflops(shape: ModelShape, plan: Plan, tokens_per_second: float) -> float:
     """Model TFLOP/s at a measured rate of tokens; per GPU if the rate is."""
-    return model_flops_per_token(shape, setup) * tokens_per_second / 1e12
+    return model_flops_per_token(shape, plan) * tokens_per_second / 1e12

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ..config import BatchPlan, RunConfig, plan_batches
-from .setup import Setup
+from ..plan import Plan
 
 _WASTED = 1 / 3  # of the places that padding may take before packing is proposed
 
@@ -26,12 +26,11 @@ class Batches:
     row: float  # tokens that a place's attention row has, squares of rows over places
     share: float  # of all ranks' places that hold a token
 
-    def seen(self, setup: Setup) -> Setup:
+    def seen(self, plan: Plan) -> Plan:
         """The settings with rows of one length that take as much: as many places, as much attention."""
-        return replace(
-            setup,
+        return plan.change(
             context_length=self.row,
-            batch_size=self.places / self.row,
+            micro_batch_size=self.places / self.row,
             accumulation=self.accumulation,
         )
 

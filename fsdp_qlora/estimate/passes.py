@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from ..catalog.arch import ModelShape
 from ..choices import FORMATS, POLICIES
+from ..plan import Plan
 from . import constants
 from .experts import adapted_experts
 from .flops import adapted_linears, rerun_linears
-from .setup import Setup
 from .weights import BLOCKSIZE, FEEDS, forward_ranks, packed_bits, scale_bytes
 
 _MERGED_RANK = (
@@ -24,16 +24,16 @@ _DENSE_TO_FP8 = 5  # bytes per weight: a 16-bit base is read for the rows' scale
 _DORA_NORMS = 10  # bytes per weight, on top of unpacking: to fp32, and read for the norm
 
 
-def form(setup: Setup, rank: int) -> str:
+def form(plan: Plan, rank: int) -> str:
     """How an adapter of this rank is applied: merged into W, joined to an fp8 product, or added."""
-    if setup.compute_dtype == "fp8":
+    if plan.quantization.compute_dtype == "fp8":
         return "joined"
-    has_kernels = setup.quant != "none" and FORMATS[setup.quant].has_kernels
-    fits = has_kernels and rank <= _MERGED_RANK and setup.product_bytes == 2
-    return "merged" if fits and not setup.lora_dropout else "added"
+    has_kernels = plan.quantization.quant != "none" and FORMATS[plan.quantization.quant].has_kernels
+    fits = has_kernels and rank <= _MERGED_RANK and plan.model.product_bytes == 2
+    return "merged" if fits and not plan.adapter.lora_dropout else "added"
 
 
-def activation_traffic(shape: ModelShape, setup: Setup) -> tuple[float, float]:
+def activation_traffic(shape: ModelShape, plan: Plan) -> tuple[float, float]:
     """Bytes of a block's norms with residuals, rotation, gate and dropout: forward and backward.
 
     Fused where compiled, one pass per operation where eager. DoRA scales each output.
@@ -41,22 +41,22 @@ def activation_traffic(shape: ModelShape, setup: Setup) -> tuple[float, float]:
     d, i, norms = shape.hidden, shape.mlp_width, shape.traits.norms / 2
     rotated = (shape.heads + shape.kv_heads) * shape.head_dim
     forward, backward = (6 * d * norms + 4 * rotated + 3 * i, 10 * d * norms + 4 * rotated + 6 * i)
-    if not setup.compile:
+    if not plan.loop.compile:
         forward, backward = (
             42 * d * norms + 10 * rotated + 5 * i,
             84 * d * norms + 10 * rotated + 8 * i,
         )
-    adapted = adapted_linears(shape, setup).values()
-    if setup.lora_dropout:
+    adapted = adapted_linears(shape, plan).values()
+    if plan.adapter.lora_dropout:
         backward += 2 * sum(w for _, w in adapted)  # x without the dropped, for dA
-    if setup.adapter == "dora":
+    if plan.adapter.adapter == "dora":
         out = sum(o for o, _ in adapted)
         forward, backward = forward + 2 * out, backward + 4 * out
-    each = setup.tokens * setup.product_bytes
+    each = plan.batch.tokens * plan.model.product_bytes
     return each * forward, each * backward
 
 
-def adapter_traffic(shape: ModelShape, setup: Setup) -> tuple[float, float]:
+def adapter_traffic(shape: ModelShape, plan: Plan) -> tuple[float, float]:
     """Bytes of a block's products of rank R: forward and backward.
 
     x A^T reads x, once for layers that share it in a compiled block; dY B and dB read dY, dA reads
@@ -64,51 +64,51 @@ def adapter_traffic(shape: ModelShape, setup: Setup) -> tuple[float, float]:
     """
     groups: dict[str, int] = {}
     added_out = added_in = out = 0
-    for name, (rows, wide) in adapted_linears(shape, setup).items():
-        alone = not setup.compile or setup.lora_dropout
+    for name, (rows, wide) in adapted_linears(shape, plan).items():
+        alone = not plan.loop.compile or plan.adapter.lora_dropout
         key = name if alone else FEEDS.get(name, name)
-        if form(setup, setup.rank(name)) == "added":
+        if form(plan, plan.adapter.rank(name)) == "added":
             added_out += rows
             added_in += wide * (key not in groups)
         groups[key] = wide
         out += rows
-    for rows, wide in adapted_experts(shape, setup).values():
+    for rows, wide in adapted_experts(shape, plan).values():
         groups[f"{rows} {wide}"] = shape.experts_per_token * wide
         added_in += shape.experts_per_token * wide
         added_out += shape.experts_per_token * rows
         out += shape.experts_per_token * rows
-    inputs, each = sum(groups.values()), setup.tokens * setup.product_bytes
+    inputs, each = sum(groups.values()), plan.batch.tokens * plan.model.product_bytes
     return each * (inputs + 2 * added_out), each * (2 * out + inputs + 2 * added_in)
 
 
-def quantize_traffic(shape: ModelShape, setup: Setup) -> dict[str, tuple[float, float]]:
+def quantize_traffic(shape: ModelShape, plan: Plan) -> dict[str, tuple[float, float]]:
     """Bytes to quantize each layer's tokens for fp8 products: its input, then its output's gradient.
 
     Joined layers of one input have it quantized once, which counts for the first of them.
     """
-    if setup.compute_dtype != "fp8":
+    if plan.quantization.compute_dtype != "fp8":
         return {}
-    each, first = setup.tokens * (setup.product_bytes + 1), _first_of_joined(shape, setup)
+    each, first = plan.batch.tokens * (plan.model.product_bytes + 1), _first_of_joined(shape, plan)
     return {
         name: (each * wide * (first[name] == name), each * out)
         for name, (out, wide) in shape.linears().items()
     }
 
 
-def _first_of_joined(shape: ModelShape, setup: Setup) -> dict[str, str]:
+def _first_of_joined(shape: ModelShape, plan: Plan) -> dict[str, str]:
     """For each layer the first of those whose fp8 product its own is joined with, if not itself."""
-    ranks = {name: setup.rank(name) for name in adapted_linears(shape, setup)}
+    ranks = {name: plan.adapter.rank(name) for name in adapted_linears(shape, plan)}
     first: dict[tuple[str, bool], str] = {}
     found: dict[str, str] = {}
     for name in shape.linears():
-        together = forward_ranks(name, ranks, setup) > ranks.get(name, 0) or name not in ranks
-        alone = not (setup.compile and together)
+        together = forward_ranks(name, ranks, plan) > ranks.get(name, 0) or name not in ranks
+        alone = not (plan.loop.compile and together)
         group = name if alone else FEEDS.get(name, name)
         found[name] = first.setdefault((group, name in ranks), name)
     return found
 
 
-def unpack_traffic(shape: ModelShape, setup: Setup) -> dict[str, float]:
+def unpack_traffic(shape: ModelShape, plan: Plan) -> dict[str, float]:
     """Bytes to make each linear weight of a block ready for one product, at the rate of a copy.
 
     Kernels that do more than copy count for more bytes, by their share of a copy's rate. What is kept
@@ -116,22 +116,22 @@ def unpack_traffic(shape: ModelShape, setup: Setup) -> dict[str, float]:
     """
     sizes = {name: out * wide for name, (out, wide) in _stored_linears(shape).items()}
     adapted, ready = (
-        adapted_linears(shape, setup),
-        shape.linears() if setup.keep_fp8_weights else (),
+        adapted_linears(shape, plan),
+        shape.linears() if plan.quantization.keep_fp8_weights else (),
     )
     return {
         name: 0.0
         if name in ready
-        else size * _unpack_bytes(setup, setup.rank(name) if name in adapted else 0)
+        else size * _unpack_bytes(plan, plan.adapter.rank(name) if name in adapted else 0)
         for name, size in sizes.items()
     }
 
 
-def tile_traffic(shape: ModelShape, setup: Setup, policy: str) -> float:
+def tile_traffic(shape: ModelShape, plan: Plan, policy: str) -> float:
     """What an MLP in tiles unpacks more in a forward and backward: its weights again for each tile."""
-    unpack, again = unpack_traffic(shape, setup), rerun_linears(shape, setup, policy)
+    unpack, again = unpack_traffic(shape, plan), rerun_linears(shape, plan, policy)
     once = sum(unpack[name] * (2 + (name in again)) for name in shape.mlp_linears())
-    return (setup.tiles(policy) - 1) * once
+    return (plan.memory.tiles(policy) - 1) * once
 
 
 def _stored_linears(shape: ModelShape) -> dict[str, tuple[int, int]]:
@@ -141,43 +141,43 @@ def _stored_linears(shape: ModelShape) -> dict[str, tuple[int, int]]:
     }
 
 
-def _unpack_bytes(setup: Setup, rank: int) -> float:
+def _unpack_bytes(plan: Plan, rank: int) -> float:
     """The same per weight, with an adapter of this rank; 0 without."""
-    fp8 = setup.compute_dtype == "fp8"
-    if setup.quant == "none":
+    fp8 = plan.quantization.compute_dtype == "fp8"
+    if plan.quantization.quant == "none":
         return _DENSE_TO_FP8 if fp8 else 0.0
-    packed = packed_bits(setup.quant) / 8 + scale_bytes(1, setup) / BLOCKSIZE
+    packed = packed_bits(plan.quantization.quant) / 8 + scale_bytes(1, plan) / BLOCKSIZE
     if fp8:
         return (packed + 1) / constants.FP8_UNPACK_SHARE
-    merged = rank and form(setup, rank) == "merged"
+    merged = rank and form(plan, rank) == "merged"
     share = constants.MERGE_SHARE if merged else constants.UNPACK_SHARE
-    return (packed + setup.product_bytes) / share
+    return (packed + plan.model.product_bytes) / share
 
 
-def norm_traffic(shape: ModelShape, setup: Setup) -> float:
+def norm_traffic(shape: ModelShape, plan: Plan) -> float:
     """Bytes to make a block's weights again for the norms of DoRA, in each forward."""
-    if setup.adapter != "dora":
+    if plan.adapter.adapter != "dora":
         return 0.0
-    unpack = unpack_traffic(shape, setup)
+    unpack = unpack_traffic(shape, plan)
     return sum(
         unpack[name] + _DORA_NORMS * out * wide
-        for name, (out, wide) in adapted_linears(shape, setup).items()
+        for name, (out, wide) in adapted_linears(shape, plan).items()
     )
 
 
-def rerun_traffic(shape: ModelShape, setup: Setup, policy: str) -> dict[str, float]:
+def rerun_traffic(shape: ModelShape, plan: Plan, policy: str) -> dict[str, float]:
     """Bytes of the forward that a block's backward moves again, by kind; nothing under keep_all.
 
     x A^T is kept with the products, under keep_linears.
     """
     if not POLICIES[policy].recomputes:
         return {}
-    again = rerun_linears(shape, setup, policy)
-    quantize, unpack = quantize_traffic(shape, setup), unpack_traffic(shape, setup)
+    again = rerun_linears(shape, plan, policy)
+    quantize, unpack = quantize_traffic(shape, plan), unpack_traffic(shape, plan)
     return dict(
-        activations=activation_traffic(shape, setup)[0],
-        adapters=adapter_traffic(shape, setup)[0] if again else 0.0,
+        activations=activation_traffic(shape, plan)[0],
+        adapters=adapter_traffic(shape, plan)[0] if again else 0.0,
         unpack=sum(unpack[name] for name in (*again, *(shape.expert_linears() if again else ())))
-        + norm_traffic(shape, setup),
+        + norm_traffic(shape, plan),
         quantize=sum(quantize[name][0] for name in again if quantize),
     )

@@ -5,16 +5,16 @@ Which units FSDP2 has gathered, and which gradients wait, is in `window.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ..catalog.arch import ModelShape
 from ..choices import OPTIMIZERS, POLICIES
 from ..choices.optimizers import CHUNK, TOGETHER
 from ..choices.strategies import BUCKET_BYTES, resharding
+from ..plan import BYTES, Plan, Runs
 from . import constants
 from .activations import Kept, block_input, loss_bytes, offloaded_input
 from .constants import CONTEXT_GIB, NCCL_GIB, PROCESS_HOST_GIB
-from .setup import BYTES, Runs, Setup
 from .weights import (
     all_trained,
     all_weights,
@@ -118,35 +118,35 @@ class Memory:
         return "\n".join(lines)
 
 
-def memory(shape: ModelShape, setup: Setup | None = None, **changes) -> Memory:
+def memory(shape: ModelShape, plan: Plan | None = None, **changes) -> Memory:
     """The peak memory of one training step after the first, with its parts.
 
-    `changes` are fields of `Setup`: `memory(shape, world_size=2, batch_size=4)`. Raises ValueError
+    `changes` are fields of `Plan`: `memory(shape, world_size=2, batch_size=4)`. Raises ValueError
     for an unknown target module or a number out of range.
     """
-    setup = replace(setup or Setup(), **changes)
-    return Peak(shape, setup)(setup.runs(shape))
+    plan = (plan or Plan()).change(**changes)
+    return Peak(shape, plan)(plan.memory.runs(shape))
 
 
 class Peak:
     """`memory` for any mix of activation policies; what does not depend on it is counted once.
 
-    `setup.activation_policy` is not looked at.
+    `plan.memory.activation_policy` is not looked at.
     """
 
-    def __init__(self, shape: ModelShape, setup: Setup):
-        self.shape, self.setup = shape, setup
-        self.static = _static_parts(shape, setup)
-        self.kept, self.gradients = Kept(shape, setup), Gradients(shape, setup)
-        self.window = self.loose = Window(shape, setup)
-        if setup.sharded and not setup.resharded:
-            freed = replace(setup, gather_once=False, strategy=resharding(setup.strategy))
+    def __init__(self, shape: ModelShape, plan: Plan):
+        self.shape, self.plan = shape, plan
+        self.static = _static_parts(shape, plan)
+        self.kept, self.gradients = Kept(shape, plan), Gradients(shape, plan)
+        self.window = self.loose = Window(shape, plan)
+        if plan.sharded and not plan.sharding.resharded:
+            freed = plan.change(gather_once=False, strategy=resharding(plan.sharding.strategy))
             self.loose = Window(shape, freed)
-        self.update = _update_bytes(shape, setup)
+        self.update = _update_bytes(shape, plan)
         self.fixed = self.fixed_moments()
-        self.head = head_bytes(shape, setup)
-        self.context = GIB * (CONTEXT_GIB + (NCCL_GIB if setup.world_size > 1 else 0))
-        self.on_host = host_memory(shape, setup)
+        self.head = head_bytes(shape, plan)
+        self.context = GIB * (CONTEXT_GIB + (NCCL_GIB if plan.sharding.world_size > 1 else 0))
+        self.on_host = host_memory(shape, plan)
 
     def __call__(self, runs: Runs) -> Memory:
         """The memory of a step whose blocks follow `runs`."""
@@ -165,26 +165,26 @@ class Peak:
 
     def fixed_moments(self) -> dict[str, dict[str, float]]:
         """Bytes of what comes and goes outside of blocks; what these keep is added by `moments`."""
-        shape, setup, grads = self.shape, self.setup, self.gradients
-        n, d, a = setup.tokens, shape.hidden, BYTES[setup.precision]
+        shape, plan, grads = self.shape, self.plan, self.gradients
+        n, d, a = plan.batch.tokens, shape.hidden, BYTES[plan.model.stored_dtype]
         bucket = (
-            min(grads.whole, BUCKET_BYTES) if setup.world_size > 1 and not setup.sharded else 0.0
+            min(grads.whole, BUCKET_BYTES)
+            if plan.sharding.world_size > 1 and not plan.sharded
+            else 0.0
         )
         # The final norm keeps its input, eager in fp32. Its backward, compiled, holds the gradients of
         # both ends; eager, in that of its square, five tensors in fp32.
-        kept, work = (n * d * a, 2 * n * d * a) if setup.compile else (n * d * 4, 5 * n * d * 4)
+        kept, work = (n * d * a, 2 * n * d * a) if plan.loop.compile else (n * d * 4, 5 * n * d * 4)
         return {
             "embedding": dict(
-                gradients=grads.held, working=n * d * a + 2 * PIECE_BYTES * setup.by_rows
+                gradients=grads.held, working=n * d * a + 2 * PIECE_BYTES * plan.by_rows
             ),
-            "last block gathered": dict(
-                gradients=grads.held, activations=block_input(shape, setup)
-            ),
+            "last block gathered": dict(gradients=grads.held, activations=block_input(shape, plan)),
             "loss": dict(
                 activations=kept + n * d * a,
-                loss=loss_bytes(shape, setup) + n * d * a,
+                loss=loss_bytes(shape, plan) + n * d * a,
                 gradients=grads.held,
-                working=cast_head_bytes(shape, setup),
+                working=cast_head_bytes(shape, plan),
             ),
             "final norm": dict(activations=kept, working=work, gradients=grads.held + grads.root),
             "gradients reduced": dict(gradients=grads.whole + bucket),
@@ -249,10 +249,10 @@ class Peak:
         Of the moment at which most comes and goes: not units that stay gathered, nor blocks that one GPU
         streams, which come back to where they were; but the head that it fetches for the loss.
         """
-        alone = self.setup.shard_ranks == 1
+        alone = self.plan.sharding.shard_ranks == 1
         keep = any(POLICIES[policy].keeps_attention for policy, _ in runs)
         share = "SLACK_" + (
-            "KEPT" if keep else "MOVED" if self.setup.activation_offload else "INPUTS"
+            "KEPT" if keep else "MOVED" if self.plan.memory.activation_offload else "INPUTS"
         )
         moments = [
             {
@@ -267,30 +267,30 @@ class Peak:
         return max(moments, key=lambda m: sum(getattr(constants, name) * m[name] for name in m))
 
 
-def _update_bytes(shape: ModelShape, setup: Setup) -> float:
+def _update_bytes(shape: ModelShape, plan: Plan) -> float:
     """What an update by optim/adamw.py makes and frees; torch's own makes nothing.
 
     Small tensors are joined: weights, gradients, states (in fp32 if they have 8 bits), and of each
     value its place and salt in 32 bits and, while these are spread, a 64-bit number of its tensor. Of a
     large one there are only its states in fp32, CHUNK values at a time.
     """
-    optimizer = OPTIMIZERS[setup.optimizer]
+    optimizer = OPTIMIZERS[plan.optimizer.optimizer]
     if not optimizer.updates_together:
         return 0.0
-    own = BYTES[setup.precision if setup.adapter == "none" else setup.adapter_dtype]
+    own = BYTES[plan.trained_dtype]
     states = optimizer.working_bytes(own)
-    sizes = [w.shard_values(setup.shard_ranks) for w, _ in all_weights(shape, setup)]
-    values = all_trained(shape, setup, setup.shard_ranks) / own
+    sizes = [w.shard_values(plan.sharding.shard_ranks) for w, _ in all_weights(shape, plan)]
+    values = all_trained(shape, plan, plan.sharding.shard_ranks) / own
     joined = min(values, TOGETHER) * (2 * own + states + 2 * 4 + 8)
     unpacked = optimizer.state_dtype == "int8" and max(sizes) > TOGETHER
     large = min(max(sizes), CHUNK) if unpacked else 0
     return max(joined, large * states)
 
 
-def _static_parts(shape: ModelShape, setup: Setup) -> dict[str, float]:
+def _static_parts(shape: ModelShape, plan: Plan) -> dict[str, float]:
     """Bytes that stay on the GPU through the whole step."""
-    states = 0.0 if trained_on_host(shape, setup) else optimizer_bytes(shape, setup)
-    return dict(workspace=_CUBLAS_WORKSPACE, optimizer=states) | resident_bytes(shape, setup)
+    states = 0.0 if trained_on_host(shape, plan) else optimizer_bytes(shape, plan)
+    return dict(workspace=_CUBLAS_WORKSPACE, optimizer=states) | resident_bytes(shape, plan)
 
 
 def _block_moments(runs: Runs) -> dict[str, tuple[str, int]]:
@@ -318,21 +318,21 @@ def _block_moments(runs: Runs) -> dict[str, tuple[str, int]]:
     }
 
 
-def host_memory(shape: ModelShape, setup: Setup) -> dict[str, float]:
+def host_memory(shape: ModelShape, plan: Plan) -> dict[str, float]:
     """GiB of host memory of one machine by part: its ranks, and what offload puts there.
 
     One page-locked region per rank and use (memory/pinned_memory.py), so nothing is rounded up.
     """
-    ranks = setup.node_gpus
-    found = dict(weights=sum(resident_bytes(shape, setup, host=True).values()))
-    if setup.changes_base:  # what adapters began as is kept to the end (../lora_init)
-        found["first values"] = all_trained(shape, setup, setup.shard_ranks)
-    if setup.activation_offload:  # a slot for every block but the last
-        found["activations"] = (shape.layers - 1) * offloaded_input(shape, setup)
-    if trained_on_host(shape, setup):
+    ranks = plan.sharding.node_gpus
+    found = dict(weights=sum(resident_bytes(shape, plan, host=True).values()))
+    if plan.adapter.changes_base:  # what adapters began as is kept to the end (../lora_init)
+        found["first values"] = all_trained(shape, plan, plan.sharding.shard_ranks)
+    if plan.memory.activation_offload:  # a slot for every block but the last
+        found["activations"] = (shape.layers - 1) * offloaded_input(shape, plan)
+    if trained_on_host(shape, plan):
         found |= dict(
-            gradients=all_trained(shape, setup, setup.shard_ranks),
-            optimizer=optimizer_bytes(shape, setup),
+            gradients=all_trained(shape, plan, plan.sharding.shard_ranks),
+            optimizer=optimizer_bytes(shape, plan),
         )
     return dict(processes=PROCESS_HOST_GIB * ranks) | {
         name: ranks * b / GIB for name, b in found.items() if b

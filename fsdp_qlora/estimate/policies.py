@@ -8,15 +8,14 @@ keep_linears saves more time per byte depends on the length of rows, and blocks 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from operator import attrgetter, mul
 
 from ..catalog.arch import ModelShape
 from ..catalog.hardware import Gpu, find_gpu
 from ..choices import POLICIES
+from ..plan import Plan
 from .activations import kept_by_block
 from .peak import GIB, Memory, Peak, memory
-from .setup import Setup
 from .speed import compute_parts, launch_seconds
 
 # From the first block on. The end matters by less than one block: all that is kept is there at the
@@ -31,20 +30,20 @@ Counts = tuple[int, int, int, int]  # blocks of each policy, in ORDER
 
 def choose_policies(
     shape: ModelShape,
-    setup: Setup,
+    plan: Plan,
     budget_gib: float,
     gpu: Gpu | None = None,
     needed: Callable[[Memory], float] = attrgetter("peak_allocated"),
-    seen: Setup | None = None,
+    seen: Plan | None = None,
 ) -> str:
     """The fastest mix whose predicted need is within the budget, for --activation_policy.
 
     What is needed is what torch counts as allocated, unless said otherwise (`Memory.total`).
-    `setup.activation_policy` is not looked at. Times are those of `gpu`, an H100 if not given, and of
+    `plan.memory.activation_policy` is not looked at. Times are those of `gpu`, an H100 if not given, and of
     `seen` where rows are shorter than those that must fit (`Batches.seen`).
     Raises ValueError, with the predicted need, if it is not enough even for recompute_all.
     """
-    peak = Peak(shape, setup)
+    peak = Peak(shape, plan)
 
     def fits(counts: Counts) -> bool:
         return (
@@ -59,8 +58,8 @@ def choose_policies(
             "--context_length"
         )
     best, best_seconds = (0, 0, 0, shape.layers), float("inf")
-    seconds = _mix_seconds(shape, seen or setup, gpu or find_gpu("h100"))
-    for bound, most in sorted((seconds(c), c) for c in candidates(shape, setup, least, budget_gib)):
+    seconds = _mix_seconds(shape, seen or plan, gpu or find_gpu("h100"))
+    for bound, most in sorted((seconds(c), c) for c in candidates(shape, plan, least, budget_gib)):
         if bound >= best_seconds:
             break
         found = _most_attention_that_fits(most, fits)
@@ -71,26 +70,30 @@ def choose_policies(
 
 def keeps_fp8_weights(
     shape: ModelShape,
-    setup: Setup,
+    plan: Plan,
     room_gib: float,
     needed: Callable[[Memory], float] = attrgetter("total"),
 ) -> bool:
     """Whether --keep_fp8_weights None keeps them: where weights stay, if they fit beside the rest.
 
-    The rest has all that `setup.activation_policy` keeps: of a budget, activations come first.
+    The rest has all that `plan.memory.activation_policy` keeps: of a budget, activations come first.
     """
-    stay = setup.compute_dtype == "fp8" and not setup.sharded and not setup.cpu_offload
-    return stay and needed(memory(shape, setup, keep_fp8_weights=True)) <= room_gib
+    stay = (
+        plan.quantization.compute_dtype == "fp8"
+        and not plan.sharded
+        and not plan.memory.cpu_offload
+    )
+    return stay and needed(memory(shape, plan, keep_fp8_weights=True)) <= room_gib
 
 
-def choose_tiles(shape: ModelShape, setup: Setup, budget_gib: float | None = None) -> int:
+def choose_tiles(shape: ModelShape, plan: Plan, budget_gib: float | None = None) -> int:
     """How many tiles --mlp_tiles -1 is: the fewest that fit, or after which twice as many save little.
 
     With a budget, for every block recomputed; the most if not even those fit.
     """
 
     def peak(tiles: int, **changes) -> float:
-        return memory(shape, setup, mlp_tiles=tiles, **changes).peak_allocated
+        return memory(shape, plan, mlp_tiles=tiles, **changes).peak_allocated
 
     for tiles in TILES[:-1]:
         if budget_gib is not None:
@@ -102,12 +105,12 @@ def choose_tiles(shape: ModelShape, setup: Setup, budget_gib: float | None = Non
     return TILES[-1]
 
 
-def _mix_seconds(shape: ModelShape, setup: Setup, gpu: Gpu) -> Callable[[Counts], float]:
+def _mix_seconds(shape: ModelShape, plan: Plan, gpu: Gpu) -> Callable[[Counts], float]:
     """Seconds of a micro-batch under a mix: the GPU's or the host's launches, both sums over blocks.
 
     What communication shows is left out: it is the same for every mix, but for what hides it.
     """
-    alone = [replace(setup, activation_policy=p) for p in ORDER]
+    alone = [plan.change(activation_policy=p) for p in ORDER]
     busy = [sum(compute_parts(shape, gpu, s).values()) / shape.layers for s in alone]
     launches = [launch_seconds(shape, s) / shape.layers for s in alone]
 
@@ -117,14 +120,14 @@ def _mix_seconds(shape: ModelShape, setup: Setup, gpu: Gpu) -> Callable[[Counts]
     return seconds
 
 
-def candidates(shape: ModelShape, setup: Setup, least: Memory, budget_gib: float) -> list[Counts]:
+def candidates(shape: ModelShape, plan: Plan, least: Memory, budget_gib: float) -> list[Counts]:
     """For each number of keep_all and of keep_linears, the most of keep_attention that might fit.
 
     Judged by one moment alone, the loss, to which every kept byte adds: quick, and never too strict.
     keep_attention keeps nothing of some attention (KEPT_ATTENTION), and is not tried there.
     """
     layers = shape.layers
-    each = {p: kept_by_block(shape, setup, p) for p in ORDER}
+    each = {p: kept_by_block(shape, plan, p) for p in ORDER}
     more = {p: (each[p] - each["recompute_all"]) / GIB for p in ORDER}
     room = budget_gib - least.moments["loss"]
     found = []

@@ -69,9 +69,13 @@ def wrapped(text: str) -> list[str]:
 
 def subject_lines(found: Estimate) -> list[str]:
     """What was asked, in three lines."""
-    shape, config, setup = found.shape, found.config, found.setup
+    shape, config, plan = found.shape, found.config, found.plan
     quantized = config.quant != "none"
-    base = f"{packed_bits(setup.quant)}-bit {config.quant} base" if quantized else "16-bit base"
+    base = (
+        f"{packed_bits(plan.quantization.quant)}-bit {config.quant} base"
+        if quantized
+        else "16-bit base"
+    )
     if config.adapter == "none":
         how = f"{config.trained_modules or 'all weights'} trained"
     elif shape.new_blocks:
@@ -82,24 +86,24 @@ def subject_lines(found: Estimate) -> list[str]:
         f"{shape.name}: {billions(shape.total_params())} weights, {shape.layers} blocks; {how}",
         found.machine.describe(),
         settings_line(found)
-        + f"; {setup.batch_size} x {setup.context_length:,} tokens per GPU"
-        + (f", {setup.accumulation} times a step" if setup.accumulation > 1 else ""),
+        + f"; {plan.batch.micro_batch_size} x {plan.batch.context_length:,} tokens per GPU"
+        + (f", {plan.batch.accumulation} times a step" if plan.batch.accumulation > 1 else ""),
     ]
 
 
 def settings_line(found: Estimate) -> str:
     """The settings that decide, as they are typed."""
-    setup = found.setup
-    parts = [setup.strategy, setup.activation_policy]
-    if setup.cpu_offload:
+    plan = found.plan
+    parts = [plan.sharding.strategy, plan.memory.activation_policy]
+    if plan.memory.cpu_offload:
         parts.append("CPU offload")
-    if setup.activation_offload:
+    if plan.memory.activation_offload:
         parts.append("activation offload")
-    if setup.mlp_tiles > 1:
-        parts.append(f"MLP in {setup.mlp_tiles} tiles")
-    if setup.compute_dtype == "fp8":
-        parts.append("fp8" + ", kept" * setup.keep_fp8_weights)
-    if not setup.compile:
+    if plan.memory.mlp_tiles > 1:
+        parts.append(f"MLP in {plan.memory.mlp_tiles} tiles")
+    if plan.quantization.compute_dtype == "fp8":
+        parts.append("fp8" + ", kept" * plan.quantization.keep_fp8_weights)
+    if not plan.loop.compile:
         parts.append("not compiled")
     return ", ".join(parts)
 
@@ -263,8 +267,8 @@ def as_json(
             host_link_gb_s=machine.gpu.host_gb_s,
         ),
         settings={k: shown(v) for k, v in changed_settings(found.config).items()},
-        batch_size=found.setup.batch_size,
-        accumulation=found.setup.accumulation,
+        batch_size=found.plan.batch.micro_batch_size,
+        accumulation=found.plan.batch.accumulation,
         memory_gib=use.parts,
         allocated_gib=use.peak_allocated,
         reserved_gib=use.peak_reserved,

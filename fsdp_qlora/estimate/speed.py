@@ -6,13 +6,14 @@ What each part moves is counted in `flops.py` and `passes.py`; here it meets the
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..catalog.arch import ModelShape
 from ..catalog.hardware import Gpu
 from ..catalog.machine import INTERNODE_GB_S
-from ..choices import OPTIMIZERS, POLICIES, STRATEGIES
+from ..choices import OPTIMIZERS, POLICIES
 from ..choices.optimizers import TOGETHER
+from ..plan import BYTES, Plan
 from . import constants
 from .activations import moved_blocks, offloaded_input
 from .experts import adapted_experts
@@ -26,7 +27,6 @@ from .passes import (
     tile_traffic,
     unpack_traffic,
 )
-from .setup import BYTES, Setup
 from .weights import (
     all_trained,
     average_gathered,
@@ -77,7 +77,7 @@ class StepTime:
 def step_seconds(
     shape: ModelShape,
     gpu: Gpu,
-    setup: Setup | None = None,
+    plan: Plan | None = None,
     *,
     link_gb_s: float | None = None,
     internode_gb_s: float = INTERNODE_GB_S,
@@ -89,39 +89,39 @@ def step_seconds(
     the CPU's launches take beyond that. `link_gb_s` replaces the GPU's link between peers,
     `internode_gb_s` is that between machines, per GPU.
     """
-    setup = replace(setup or Setup(), **changes)
-    link = link_gb_s or gpu.peer_gb_s(setup.node_gpus)
-    if setup.shard_ranks > setup.node_gpus:
+    plan = (plan or Plan()).change(**changes)
+    link = link_gb_s or gpu.peer_gb_s(plan.sharding.node_gpus)
+    if plan.sharding.shard_ranks > plan.sharding.node_gpus:
         link = min(link, internode_gb_s)
     parts = {
-        name: setup.accumulation * seconds
-        for name, seconds in compute_parts(shape, gpu, setup).items()
+        name: plan.batch.accumulation * seconds
+        for name, seconds in compute_parts(shape, gpu, plan).items()
     }
-    transfers = _transfer_seconds(shape, gpu, setup, link)
+    transfers = _transfer_seconds(shape, gpu, plan, link)
     busy = sum(parts.values()) + sum(transfers)
-    waits = max(0.0, setup.accumulation * launch_seconds(shape, setup) - busy)
+    waits = max(0.0, plan.batch.accumulation * launch_seconds(shape, plan) - busy)
     parts["launches"] = waits + constants.STEP_SECONDS
     parts["communication"], parts["offload"] = transfers
-    parts["communication"] += _once_per_step(shape, setup, link, internode_gb_s)
-    parts["optimizer"] = _optimizer_seconds(shape, gpu, setup)
-    return StepTime(parts, setup.tokens * setup.accumulation, gpu.calibrated)
+    parts["communication"] += _once_per_step(shape, plan, link, internode_gb_s)
+    parts["optimizer"] = _optimizer_seconds(shape, gpu, plan)
+    return StepTime(parts, plan.batch.tokens * plan.batch.accumulation, gpu.calibrated)
 
 
-def compute_parts(shape: ModelShape, gpu: Gpu, setup: Setup) -> dict[str, float]:
+def compute_parts(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, float]:
     """Seconds of one micro-batch's kernels."""
-    flops, n, layers = flops_per_token(shape, setup), setup.tokens, shape.layers
-    rate = _product_rate(gpu, setup)
-    frozen_rate = _fp8_rate(gpu) if setup.compute_dtype == "fp8" else rate
-    attention = n / _attention_rate(gpu, setup)
+    flops, n, layers = flops_per_token(shape, plan), plan.batch.tokens, shape.layers
+    rate = _product_rate(gpu, plan)
+    frozen_rate = _fp8_rate(gpu) if plan.quantization.compute_dtype == "fp8" else rate
+    attention = n / _attention_rate(gpu, plan)
     copies = gpu.reached_bandwidth_gb_s * 1e9
     ranks = max(
         n * flops.adapters / rate,
-        layers * sum(adapter_traffic(shape, setup)) / (copies * constants.RANK_SHARE),
+        layers * sum(adapter_traffic(shape, plan)) / (copies * constants.RANK_SHARE),
     )
-    unpack, logits = unpack_traffic(shape, setup), n * shape.vocab * setup.product_bytes
+    unpack, logits = unpack_traffic(shape, plan), n * shape.vocab * plan.model.product_bytes
     tiles = sum(
-        count * tile_traffic(shape, setup, policy)
-        for policy, count in Counter(setup.policies(shape)).items()
+        count * tile_traffic(shape, plan, policy)
+        for policy, count in Counter(plan.memory.policies(shape)).items()
     )
     return dict(
         linears=n * ((flops.linears - flops.head) / frozen_rate + flops.head / rate),
@@ -129,24 +129,22 @@ def compute_parts(shape: ModelShape, gpu: Gpu, setup: Setup) -> dict[str, float]
         adapters=ranks,
         recompute=n * flops.recompute_linears / frozen_rate
         + flops.recompute_attention * attention
-        + _rerun_seconds(shape, gpu, setup),
-        activations=layers
-        * sum(activation_traffic(shape, setup))
-        / (copies * constants.COPY_SHARE),
-        dequantization=(layers * (2 * sum(unpack.values()) + norm_traffic(shape, setup)) + tiles)
+        + _rerun_seconds(shape, gpu, plan),
+        activations=layers * sum(activation_traffic(shape, plan)) / (copies * constants.COPY_SHARE),
+        dequantization=(layers * (2 * sum(unpack.values()) + norm_traffic(shape, plan)) + tiles)
         / copies
         * _unpack_slowdown(gpu),
-        quantization=layers * sum(map(sum, quantize_traffic(shape, setup).values())) / copies,
+        quantization=layers * sum(map(sum, quantize_traffic(shape, plan).values())) / copies,
         loss=7 * logits / copies,
     )  # seven passes of a fused kernel
 
 
-def _product_rate(gpu: Gpu, setup: Setup) -> float:
+def _product_rate(gpu: Gpu, plan: Plan) -> float:
     """FLOP/s of large products in the run's precision.
 
     In fp32 they run without tensor cores, at about a sixteenth of bf16's rate.
     """
-    rate = gpu.reached_tflops * 1e12 / (16 if setup.product_bytes == 4 else 1)
+    rate = gpu.reached_tflops * 1e12 / (16 if plan.model.product_bytes == 4 else 1)
     return rate * constants.MATMUL_SHARE
 
 
@@ -155,17 +153,17 @@ def _fp8_rate(gpu: Gpu) -> float:
     return (gpu.reached_fp8_tflops or gpu.reached_tflops) * 1e12 * constants.FP8_SHARE
 
 
-def _attention_rate(gpu: Gpu, setup: Setup) -> float:
+def _attention_rate(gpu: Gpu, plan: Plan) -> float:
     """FLOP/s of attention: short rows reach less, for blocks on the diagonal are computed whole.
 
     sdpa takes cuDNN's kernels on data-centre cards from Hopper on; elsewhere it is FlashAttention 2,
     as fast as others are.
     """
-    length = setup.context_length
+    length = plan.batch.context_length
     share = constants.ATTENTION_SHARE * length / (length + constants.ATTENTION_RAMP)
     if gpu.fp8_tflops and gpu.nvlink_gb_s:
-        share /= constants.ATTENTION_TIME.get(setup.attention, 1.0)
-    return gpu.reached_tflops * 1e12 * share / (16 if setup.product_bytes == 4 else 1)
+        share /= constants.ATTENTION_TIME.get(plan.model.attention, 1.0)
+    return gpu.reached_tflops * 1e12 * share / (16 if plan.model.product_bytes == 4 else 1)
 
 
 def _unpack_slowdown(gpu: Gpu) -> float:
@@ -175,7 +173,7 @@ def _unpack_slowdown(gpu: Gpu) -> float:
     return gpu.reached_bandwidth_gb_s * constants.UNPACK_SHARE / gpu.measured_unpack_gb_s
 
 
-def _rerun_seconds(shape: ModelShape, gpu: Gpu, setup: Setup) -> float:
+def _rerun_seconds(shape: ModelShape, gpu: Gpu, plan: Plan) -> float:
     """Seconds of the passes that run again in the backwards of a micro-batch."""
     copies = gpu.reached_bandwidth_gb_s * 1e9
     share = dict(
@@ -184,71 +182,69 @@ def _rerun_seconds(shape: ModelShape, gpu: Gpu, setup: Setup) -> float:
         unpack=1 / _unpack_slowdown(gpu),
         quantize=1.0,
     )
-    counts = Counter(setup.policies(shape))
+    counts = Counter(plan.memory.policies(shape))
     return sum(
         count * moved / (copies * share[kind])
         for policy, count in counts.items()
-        for kind, moved in rerun_traffic(shape, setup, policy).items()
+        for kind, moved in rerun_traffic(shape, plan, policy).items()
     )
 
 
-def _block_seconds(shape: ModelShape, gpu: Gpu, setup: Setup) -> tuple[float, float]:
+def _block_seconds(shape: ModelShape, gpu: Gpu, plan: Plan) -> tuple[float, float]:
     """Seconds of one block's forward, and of its backward with recomputation: means of all blocks."""
-    parts = compute_parts(shape, gpu, setup)
-    busy = max(sum(parts.values()), launch_seconds(shape, setup)) / shape.layers
+    parts = compute_parts(shape, gpu, plan)
+    busy = max(sum(parts.values()), launch_seconds(shape, plan)) / shape.layers
     forward = (busy - parts["recompute"] / shape.layers) / 3
     return forward, busy - forward
 
 
-def launch_seconds(shape: ModelShape, setup: Setup) -> float:
+def launch_seconds(shape: ModelShape, plan: Plan) -> float:
     """Seconds that the CPU needs to launch one micro-batch: blocks and what runs again.
 
     None where CUDA graphs are replayed.
     """
-    if setup.replays(shape):
+    if plan.replays(shape):
         return 0.0
-    once = constants.COMPILED_LAUNCH if setup.compile else constants.EAGER_LAUNCH
+    once = constants.COMPILED_LAUNCH if plan.loop.compile else constants.EAGER_LAUNCH
     once += constants.ADAPTER_LAUNCH * (
-        len(adapted_linears(shape, setup)) + len(adapted_experts(shape, setup))
+        len(adapted_linears(shape, plan)) + len(adapted_experts(shape, plan))
     )
-    if setup.quant != "none" and not setup.keep_fp8_weights:
+    if plan.quantization.quant != "none" and not plan.quantization.keep_fp8_weights:
         once += constants.UNPACK_LAUNCH
-    if setup.compute_dtype == "fp8":
+    if plan.quantization.compute_dtype == "fp8":
         once += constants.FP8_LAUNCH
-    hooks = (1 + setup.resharded) * constants.SHARDED_LAUNCH if setup.sharded else 0.0
+    hooks = (1 + plan.sharding.resharded) * constants.SHARDED_LAUNCH if plan.sharded else 0.0
     # A compiled backward has what runs again in its graph: a forward's kernels, and no hooks.
-    whole = 1.0 if setup.compile else constants.RECOMPUTE_LAUNCH
+    whole = 1.0 if plan.loop.compile else constants.RECOMPUTE_LAUNCH
     again = {
         name: (constants.RERUN_LAUNCH if policy.keeps_linears else whole) * policy.recomputes
         for name, policy in POLICIES.items()
     }
     return sum(
         count * (once * (3 + again[policy]) + hooks)
-        for policy, count in Counter(setup.policies(shape)).items()
+        for policy, count in Counter(plan.memory.policies(shape)).items()
     )
 
 
-def _transfer_seconds(
-    shape: ModelShape, gpu: Gpu, setup: Setup, link: float
-) -> tuple[float, float]:
+def _transfer_seconds(shape: ModelShape, gpu: Gpu, plan: Plan, link: float) -> tuple[float, float]:
     """Seconds of a step's gathers and reduce-scatters, and of its host copies, not hidden.
 
     Each micro-batch gathers each unit once, or again for its backward; or only the first does.
     """
-    room = _block_seconds(shape, gpu, setup)
+    room = _block_seconds(shape, gpu, plan)
 
     def one(first: int, again: int):
-        return _exposed_seconds(shape, gpu, setup, *room, link, (first, again))
+        return _exposed_seconds(shape, gpu, plan, *room, link, (first, again))
 
-    first, others = one(1, int(setup.resharded)), setup.accumulation - 1
-    again = one(0, 0) if setup.gather_once else first
+    first, others = one(1, int(plan.sharding.resharded)), plan.batch.accumulation - 1
+    again = one(0, 0) if plan.sharding.gather_once else first
     return tuple(a + others * b for a, b in zip(first, again, strict=True))
 
 
 def _exposed_seconds(
     shape: ModelShape,
     gpu: Gpu,
-    setup: Setup,
+    plan: Plan,
     forward: float,
     backward: float,
     link: float,
@@ -260,31 +256,31 @@ def _exposed_seconds(
     that, the first units of a pass, and what a gather costs the compute stream. The inputs of blocks
     that wait on the host go there and come back beside a block's work.
     """
-    n, several = setup.shard_ranks, setup.shard_ranks > 1
+    n, several = plan.sharding.shard_ranks, plan.sharding.shard_ranks > 1
     network = (n - 1) / n / (link * 1e9)  # seconds per gathered byte
-    pcie = 1 / n / (gpu.host_gb_s * 1e9) if setup.cpu_offload else 0.0
-    unit = average_gathered(shape, setup)
-    outer = sum(gathered(w(shape, setup), setup) for w in (embedding_weights, root_weights))
+    pcie = 1 / n / (gpu.host_gb_s * 1e9) if plan.memory.cpu_offload else 0.0
+    unit = average_gathered(shape, plan)
+    outer = sum(gathered(w(shape, plan), plan) for w in (embedding_weights, root_weights))
     gather = unit * network + constants.COLLECTIVE_LATENCY * several
-    reduce = average_trained(shape, setup, 1, "fp32") * network
+    reduce = average_trained(shape, plan, 1, "fp32") * network
     copied = 2 * unit / (gpu.reached_bandwidth_gb_s * 1e9 * constants.GATHER_SHARE) * several
-    moved = offloaded_input(shape, setup) / (gpu.host_gb_s * 1e9)
-    moved *= moved_blocks(setup.runs(shape)) / shape.layers
+    moved = offloaded_input(shape, plan) / (gpu.host_gb_s * 1e9)
+    moved *= moved_blocks(plan.memory.runs(shape)) / shape.layers
     # One pass over the blocks each: how often a unit is gathered, reduced, and what can hide it.
     # On one GPU blocks stream ahead of their use in both directions (memory/weight_streaming.py).
     passes = [
         (gathers[0], 0, forward),
-        (gathers[1], 1, backward * (setup.backward_prefetch or not several)),
+        (gathers[1], 1, backward * ((plan.sharding.backward_prefetch != "none") or not several)),
     ]
     shown, from_host = gathers[0] * (outer * network + gather), gathers[0] * (outer + unit) * pcie
-    head = head_bytes(shape, setup)
+    head = head_bytes(shape, plan)
     if (
-        setup.by_rows
+        plan.by_rows
     ):  # the head for the loss, and the rows of all ranks' tokens (memory/vocab_parallel.py)
-        shown += (head + n * setup.tokens * shape.hidden * setup.product_bytes) * network
-    if setup.vocabulary_on_host:
+        shown += (head + n * plan.batch.tokens * shape.hidden * plan.model.product_bytes) * network
+    if plan.vocabulary_on_host:
         from_host += 2 * head / n / (gpu.host_gb_s * 1e9)  # both shards pass
-    if not setup.sharded:
+    if not plan.sharded:
         passes, shown = [], 0.0
     for count, reduces, room in passes:
         transfer = count * gather + reduces * reduce
@@ -298,30 +294,35 @@ def _exposed_seconds(
     return shown, from_host
 
 
-def _once_per_step(shape: ModelShape, setup: Setup, link: float, internode_gb_s: float) -> float:
+def _once_per_step(shape: ModelShape, plan: Plan, link: float, internode_gb_s: float) -> float:
     """Seconds of all-reduce at the end: ddp's gradients, or those of the hybrid's replicas."""
-    replicas = setup.world_size // setup.shard_ranks
+    replicas = plan.sharding.world_size // plan.sharding.shard_ranks
     if replicas < 2:
         return 0.0
-    if setup.world_size > setup.node_gpus:
+    if plan.sharding.world_size > plan.sharding.node_gpus:
         link = min(link, internode_gb_s)
     size = all_trained(
-        shape, setup, setup.shard_ranks, "fp32" if STRATEGIES[setup.strategy].shards else ""
+        shape,
+        plan,
+        plan.sharding.shard_ranks,
+        "fp32" if plan.sharding.facts.shards else "",
     )
     return 2 * (replicas - 1) / replicas * size / (link * 1e9)
 
 
-def _optimizer_seconds(shape: ModelShape, gpu: Gpu, setup: Setup) -> float:
+def _optimizer_seconds(shape: ModelShape, gpu: Gpu, plan: Plan) -> float:
     """Seconds of the update: weight and states read and written, gradient read.
 
     On the host under CPU offload. Those of optim/ update small tensors together, some at a time, which
     takes the host.
     """
-    size = all_trained(shape, setup, setup.shard_ranks)
-    own = setup.precision if setup.adapter == "none" else setup.adapter_dtype
-    if trained_on_host(shape, setup):
+    size = all_trained(shape, plan, plan.sharding.shard_ranks)
+    own = plan.trained_dtype
+    if trained_on_host(shape, plan):
         return size / BYTES[own] / constants.HOST_OPTIMIZER_PER_SECOND
-    moved = 3 * size + 2 * optimizer_bytes(shape, setup)
-    updates = min(trained_tensors(shape, setup), 1 + size / BYTES[own] / TOGETHER)
-    launches = updates * constants.OPTIMIZER_LAUNCH * OPTIMIZERS[setup.optimizer].updates_together
+    moved = 3 * size + 2 * optimizer_bytes(shape, plan)
+    updates = min(trained_tensors(shape, plan), 1 + size / BYTES[own] / TOGETHER)
+    launches = (
+        updates * constants.OPTIMIZER_LAUNCH * OPTIMIZERS[plan.optimizer.optimizer].updates_together
+    )
     return max(launches, moved / (gpu.reached_bandwidth_gb_s * 1e9))

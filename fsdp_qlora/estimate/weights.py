@@ -12,8 +12,8 @@ from functools import lru_cache
 
 from ..catalog.arch import ModelShape
 from ..choices import FORMATS, OPTIMIZERS
+from ..plan import BYTES, Plan
 from .experts import adapted_experts
-from .setup import BYTES, Setup
 
 BLOCKSIZE = 64  # weights per absmax value (quantization/quantize.py)
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
@@ -48,54 +48,58 @@ def plain(kind: str, rows: int, width: int, dtype: str, trained: bool) -> Weight
 
 
 @lru_cache(maxsize=16)
-def linear_weights(shape: ModelShape, setup: Setup, part: str = "") -> tuple[Weight, ...]:
+def linear_weights(shape: ModelShape, plan: Plan, part: str = "") -> tuple[Weight, ...]:
     """Linear weights of a block with absmax and adapters; of its "attention" or "mlp" alone."""
     weights: list[Weight] = []
-    targets = shape.targets(as_given(setup.targets)) if setup.has_lora else ()
+    targets = shape.targets(as_given(plan.adapter.targets)) if plan.adapter.has_lora else ()
     parts = {"attention": shape.attention_linears(), "mlp": shape.mlp_linears()}
     names = parts[part] if part else shape.linears()
     for name, (out, wide) in names.items():
-        weights += _stored_linear(name, out, wide, setup)
+        weights += _stored_linear(name, out, wide, plan)
         if name in targets:
-            weights += adapter(name, out, wide, setup)
-    if setup.keep_fp8_weights:
-        weights += _kept_in_fp8(names, targets, setup)
+            weights += adapter(name, out, wide, plan)
+    if plan.quantization.keep_fp8_weights:
+        weights += _kept_in_fp8(names, targets, plan)
     for name, length in shape.biases().items():
         if name not in names:
             continue
-        if setup.has_lora and (
-            setup.bias == "all" or setup.bias == "lora_only" and name in targets
+        if plan.adapter.has_lora and (
+            plan.adapter.bias == "all" or plan.adapter.bias == "lora_only" and name in targets
         ):
-            weights.append(plain("adapters", length, 1, setup.adapter_dtype, True))
+            weights.append(plain("adapters", length, 1, plan.adapter.adapter_dtype, True))
         else:
-            weights.append(plain("norms", length, 1, setup.dtype(name), setup.trains(name)))
+            weights.append(plain("norms", length, 1, plan.dtype(name), plan.adapter.trains(name)))
     if part != "attention":
         for name, (out, wide) in shape.expert_linears().items():
-            weights += _stored_linear(name, shape.experts * out, wide, setup)
-            if name in adapted_experts(shape, setup):  # A and B of each, as PEFT lays them
-                rank = shape.experts * setup.rank(name)
+            weights += _stored_linear(name, shape.experts * out, wide, plan)
+            if name in adapted_experts(shape, plan):  # A and B of each, as PEFT lays them
+                rank = shape.experts * plan.adapter.rank(name)
                 weights += [
-                    plain("adapters", rank, wide, setup.adapter_dtype, True),
-                    plain("adapters", out, rank, setup.adapter_dtype, True),
+                    plain("adapters", rank, wide, plan.adapter.adapter_dtype, True),
+                    plain("adapters", out, rank, plan.adapter.adapter_dtype, True),
                 ]
         if shape.experts:  # the router
             weights.append(
                 plain(
-                    "norms", shape.experts, shape.hidden, setup.dtype("gate"), setup.trains("gate")
+                    "norms",
+                    shape.experts,
+                    shape.hidden,
+                    plan.dtype("gate"),
+                    plan.adapter.trains("gate"),
                 )
             )
     return tuple(weights)
 
 
-def _stored_linear(name: str, out: int, wide: int, setup: Setup) -> list[Weight]:
+def _stored_linear(name: str, out: int, wide: int, plan: Plan) -> list[Weight]:
     """A linear weight as it is stored: numbers, or packed bytes and scales."""
-    if setup.quant == "none":
-        return [plain("linears", out, wide, setup.dtype(name), setup.trains(name))]
+    if plan.quantization.quant == "none":
+        return [plain("linears", out, wide, plan.dtype(name), plan.adapter.trains(name))]
     blocks = -(-wide // BLOCKSIZE)
-    packed = blocks * BLOCKSIZE * packed_bits(setup.quant) / 8
+    packed = blocks * BLOCKSIZE * packed_bits(plan.quantization.quant) / 8
     return [
         Weight("linears", out, packed, 0, False),
-        Weight("absmax", out, scale_bytes(blocks, setup), 0, False),
+        Weight("absmax", out, scale_bytes(blocks, plan), 0, False),
     ]
 
 
@@ -109,7 +113,7 @@ FEEDS = dict(
 
 
 def _kept_in_fp8(
-    linears: dict[str, tuple[int, int]], targets: Iterable[str], setup: Setup
+    linears: dict[str, tuple[int, int]], targets: Iterable[str], plan: Plan
 ) -> list[Weight]:
     """What fp8 products keep of a block's weights (quantization/fp8_weight_cache.py).
 
@@ -119,33 +123,33 @@ def _kept_in_fp8(
     kept = {
         name: size
         for name, size in linears.items()
-        if not setup.trains(name) and size[1] % BLOCKSIZE == size[0] % _FP8_MULTIPLE == 0
+        if not plan.adapter.trains(name) and size[1] % BLOCKSIZE == size[0] % _FP8_MULTIPLE == 0
     }
-    ranks = {name: setup.rank(name) for name in kept if name in targets}
+    ranks = {name: plan.adapter.rank(name) for name in kept if name in targets}
     weights = [
         Weight(
-            "fp8", out, 2 * wide + 2 * 4 + _fp8_columns(forward_ranks(name, ranks, setup)), 0, False
+            "fp8", out, 2 * wide + 2 * 4 + _fp8_columns(forward_ranks(name, ranks, plan)), 0, False
         )
         for name, (out, wide) in kept.items()
     ]
     groups: dict[str, tuple[int, int]] = {}  # ranks and inputs of what shares W^T's columns
     for name, rank in ranks.items():
-        if setup.lora_dropout:
+        if plan.adapter.lora_dropout:
             continue
-        group = FEEDS.get(name, name) if setup.compile else name
+        group = FEEDS.get(name, name) if plan.loop.compile else name
         groups[group] = groups.get(group, (0, 0))[0] + rank, kept[name][1]
     return weights + [
         Weight("fp8", wide, _fp8_columns(rank), 0, False) for rank, wide in groups.values()
     ]
 
 
-def forward_ranks(name: str, ranks: dict[str, int], setup: Setup) -> int:
+def forward_ranks(name: str, ranks: dict[str, int], plan: Plan) -> int:
     """The ranks that a layer's fp8 product has columns of: its own, or those of all of its input."""
     if name not in ranks:
         return 0
     group = FEEDS.get(name, name)
     together = sum(rank for other, rank in ranks.items() if FEEDS.get(other, other) == group)
-    return together if setup.compile and together <= _JOINED_RANKS else ranks[name]
+    return together if plan.loop.compile and together <= _JOINED_RANKS else ranks[name]
 
 
 def _fp8_columns(rank: int) -> int:
@@ -158,9 +162,9 @@ def packed_bits(quant: str) -> int:
     return FORMATS[quant].bits
 
 
-def scale_bytes(blocks: int, setup: Setup) -> int:
+def scale_bytes(blocks: int, plan: Plan) -> int:
     """Bytes of a row's scales: one number a block, HQQ has two; in 8 bits a row adds its range."""
-    return FORMATS[setup.quant].scales * blocks * setup.absmax_bytes
+    return FORMATS[plan.quantization.quant].scales * blocks * plan.quantization.absmax_bytes
 
 
 def as_given(targets):
@@ -168,153 +172,159 @@ def as_given(targets):
     return list(targets) if isinstance(targets, tuple) else targets
 
 
-def adapter(name: str, out: int, wide: int, setup: Setup) -> list[Weight]:
+def adapter(name: str, out: int, wide: int, plan: Plan) -> list[Weight]:
     """A (R, in) and B (out, R), and DoRA's magnitudes (out,)."""
-    rank = setup.rank(name)
+    rank = plan.adapter.rank(name)
     weights = [
-        plain("adapters", rank, wide, setup.adapter_dtype, True),
-        plain("adapters", out, rank, setup.adapter_dtype, True),
+        plain("adapters", rank, wide, plan.adapter.adapter_dtype, True),
+        plain("adapters", out, rank, plan.adapter.adapter_dtype, True),
     ]
-    if setup.adapter == "dora":
-        weights.append(plain("adapters", out, 1, setup.adapter_dtype, True))
+    if plan.adapter.adapter == "dora":
+        weights.append(plain("adapters", out, 1, plan.adapter.adapter_dtype, True))
     return weights
 
 
 @lru_cache(maxsize=16)
-def block_weights(shape: ModelShape, setup: Setup) -> tuple[Weight, ...]:
+def block_weights(shape: ModelShape, plan: Plan) -> tuple[Weight, ...]:
     """Every weight of one decoder block."""
     return (
-        *linear_weights(shape, setup),
+        *linear_weights(shape, plan),
         *(
-            plain("norms", width, 1, setup.dtype(name), setup.trains(name))
+            plain("norms", width, 1, plan.dtype(name), plan.adapter.trains(name))
             for name, width in shape.norm_weights()
         ),
     )
 
 
 @lru_cache(maxsize=16)
-def _new_block_weights(shape: ModelShape, setup: Setup) -> tuple[Weight, ...]:
+def _new_block_weights(shape: ModelShape, plan: Plan) -> tuple[Weight, ...]:
     """Every weight of a block that Llama-Pro adds: trained, in --adapter_dtype, never quantized."""
     if not shape.new_blocks:
         return ()
-    whole = replace(setup, adapter="none", quant="none", precision=setup.adapter_dtype)
+    whole = plan.change(adapter="none", quant="none", stored_dtype=plan.adapter.adapter_dtype)
     return tuple(replace(weight, kind="adapters") for weight in block_weights(shape, whole))
 
 
-def widest_block(shape: ModelShape, setup: Setup) -> tuple[Weight, ...]:
+def widest_block(shape: ModelShape, plan: Plan) -> tuple[Weight, ...]:
     """The weights of the block that is largest when it is gathered."""
     return max(
-        block_weights(shape, setup),
-        _new_block_weights(shape, setup),
-        key=lambda weights: gathered(weights, setup),
+        block_weights(shape, plan),
+        _new_block_weights(shape, plan),
+        key=lambda weights: gathered(weights, plan),
     )
 
 
-def average_gathered(shape: ModelShape, setup: Setup) -> float:
+def average_gathered(shape: ModelShape, plan: Plan) -> float:
     """Gathered bytes of a block, on the average over all."""
     new = shape.new_blocks / shape.layers
-    return (1 - new) * gathered(block_weights(shape, setup), setup) + new * gathered(
-        _new_block_weights(shape, setup), setup
+    return (1 - new) * gathered(block_weights(shape, plan), plan) + new * gathered(
+        _new_block_weights(shape, plan), plan
     )
 
 
-def average_trained(shape: ModelShape, setup: Setup, ranks: int, dtype: str = "") -> float:
+def average_trained(shape: ModelShape, plan: Plan, ranks: int, dtype: str = "") -> float:
     """Trained bytes of a block in one rank's part, on the average over all; as `trained_bytes`."""
     new = shape.new_blocks / shape.layers
     return (1 - new) * trained_bytes(
-        block_weights(shape, setup), ranks, setup, dtype
-    ) + new * trained_bytes(_new_block_weights(shape, setup), ranks, setup, dtype)
+        block_weights(shape, plan), ranks, plan, dtype
+    ) + new * trained_bytes(_new_block_weights(shape, plan), ranks, plan, dtype)
 
 
-def most_trained(shape: ModelShape, setup: Setup, dtype: str = "") -> float:
+def most_trained(shape: ModelShape, plan: Plan, dtype: str = "") -> float:
     """Trained bytes of the block with most of them, whole."""
     return max(
-        trained_bytes(weights(shape, setup), 1, setup, dtype)
+        trained_bytes(weights(shape, plan), 1, plan, dtype)
         for weights in (block_weights, _new_block_weights)
     )
 
 
-def embedding_weights(shape: ModelShape, setup: Setup) -> list[Weight]:
+def embedding_weights(shape: ModelShape, plan: Plan) -> list[Weight]:
     """The embedding's unit: empty where the head shares it, for then it is the root's."""
     if shape.tied:
         return []
     return [
         plain(
-            "embedding", shape.vocab, shape.hidden, setup.dtype(EMBEDDING), setup.trains(EMBEDDING)
+            "embedding",
+            shape.vocab,
+            shape.hidden,
+            plan.dtype(EMBEDDING),
+            plan.adapter.trains(EMBEDDING),
         )
     ]
 
 
-def root_weights(shape: ModelShape, setup: Setup) -> list[Weight]:
+def root_weights(shape: ModelShape, plan: Plan) -> list[Weight]:
     """What is left to the root: the final norm, and the head or the tied embedding."""
-    end = EMBEDDING if shape.tied and setup.trains(EMBEDDING) else HEAD
+    end = EMBEDDING if shape.tied and plan.adapter.trains(EMBEDDING) else HEAD
     weights = [
         plain(
             "embedding" if shape.tied else "head",
             shape.vocab,
             shape.hidden,
-            setup.dtype(end),
-            setup.trains(end),
+            plan.dtype(end),
+            plan.adapter.trains(end),
         ),
-        *[plain("norms", shape.hidden, 1, setup.dtype("norm"), setup.trains("norm"))]
+        *[plain("norms", shape.hidden, 1, plan.dtype("norm"), plan.adapter.trains("norm"))]
         * shape.traits.norm_parts,
     ]
     if rows := shape.learned_positions:
-        weights.append(plain("norms", rows, shape.hidden, setup.dtype("wpe"), setup.trains("wpe")))
-    if setup.has_lora and "lm_head" in shape.targets(as_given(setup.targets)):
-        weights += adapter("lm_head", shape.vocab, shape.hidden, setup)
+        weights.append(
+            plain("norms", rows, shape.hidden, plan.dtype("wpe"), plan.adapter.trains("wpe"))
+        )
+    if plan.adapter.has_lora and "lm_head" in shape.targets(as_given(plan.adapter.targets)):
+        weights += adapter("lm_head", shape.vocab, shape.hidden, plan)
     return weights
 
 
-def all_weights(shape: ModelShape, setup: Setup) -> list[tuple[Weight, int]]:
+def all_weights(shape: ModelShape, plan: Plan) -> list[tuple[Weight, int]]:
     """Every weight of the model with how often it occurs."""
-    outer = embedding_weights(shape, setup) + root_weights(shape, setup)
-    adapted = shape.layers if setup.blocks_adapted is None else setup.blocks_adapted
+    outer = embedding_weights(shape, plan) + root_weights(shape, plan)
+    adapted = shape.layers if plan.adapter.blocks_adapted is None else plan.adapter.blocks_adapted
     base = shape.layers - shape.new_blocks
-    blocks = [(w, adapted if w.kind == "adapters" else base) for w in block_weights(shape, setup)]
+    blocks = [(w, adapted if w.kind == "adapters" else base) for w in block_weights(shape, plan)]
     return (
         blocks
-        + [(w, shape.new_blocks) for w in _new_block_weights(shape, setup)]
+        + [(w, shape.new_blocks) for w in _new_block_weights(shape, plan)]
         + [(w, 1) for w in outer]
     )
 
 
-def resident_bytes(shape: ModelShape, setup: Setup, host: bool = False) -> dict[str, float]:
+def resident_bytes(shape: ModelShape, plan: Plan, host: bool = False) -> dict[str, float]:
     """Stored weights of one rank by kind: those on the GPU, or those in host memory."""
     found = dict.fromkeys(
         ("linears", "absmax", "fp8", "embedding", "head", "norms", "adapters"), 0.0
     )
-    trained = trained_on_host(shape, setup)
-    for weight, count in all_weights(shape, setup):
-        if on_host(weight, setup, trained) == host:
-            found[weight.kind] += count * weight.shard(setup.shard_ranks)
+    trained = trained_on_host(shape, plan)
+    for weight, count in all_weights(shape, plan):
+        if on_host(weight, plan, trained) == host:
+            found[weight.kind] += count * weight.shard(plan.sharding.shard_ranks)
     return found
 
 
-def trained_bytes(weights: Iterable[Weight], ranks: int, setup: Setup, dtype: str = "") -> float:
+def trained_bytes(weights: Iterable[Weight], ranks: int, plan: Plan, dtype: str = "") -> float:
     """Bytes of the trained among `weights` in one rank's part, in their dtype or another."""
-    own = setup.precision if setup.adapter == "none" else setup.adapter_dtype
+    own = plan.trained_dtype
     return sum(w.shard_values(ranks) for w in weights) * BYTES[dtype or own]
 
 
-def optimizer_bytes(shape: ModelShape, setup: Setup) -> float:
+def optimizer_bytes(shape: ModelShape, plan: Plan) -> float:
     """Optimizer states of one rank, in their own dtype or that of what they belong to."""
-    own = BYTES[setup.precision if setup.adapter == "none" else setup.adapter_dtype]
-    weights = all_trained(shape, setup, setup.shard_ranks) / own
-    return weights * OPTIMIZERS[setup.optimizer].state_bytes(own)
+    own = BYTES[plan.trained_dtype]
+    weights = all_trained(shape, plan, plan.sharding.shard_ranks) / own
+    return weights * OPTIMIZERS[plan.optimizer.optimizer].state_bytes(own)
 
 
-def all_trained(shape: ModelShape, setup: Setup, ranks: int, dtype: str = "") -> float:
+def all_trained(shape: ModelShape, plan: Plan, ranks: int, dtype: str = "") -> float:
     """`trained_bytes` of the whole model."""
-    return trained_share(shape, setup) * sum(
-        count * trained_bytes([weight], ranks, setup, dtype)
-        for weight, count in all_weights(shape, setup)
+    return trained_share(shape, plan) * sum(
+        count * trained_bytes([weight], ranks, plan, dtype)
+        for weight, count in all_weights(shape, plan)
     )
 
 
-def trained_share(shape: ModelShape, setup: Setup) -> float:
+def trained_share(shape: ModelShape, plan: Plan) -> float:
     """Of the weights, those that --trained_modules trains; 1 where it names none, or unknown ones."""
-    if not setup.only_modules:
+    if not plan.adapter.only_modules:
         return 1.0
     block, outer = (
         shape.block_params(),
@@ -330,7 +340,7 @@ def trained_share(shape: ModelShape, setup: Setup) -> float:
     )
     parts |= dict.fromkeys(("mlp", "experts"), block["linears"] - parts["self_attn"])
     whole, trained = set(), 0
-    for name in setup.only_modules:
+    for name in plan.adapter.only_modules:
         number, _, part = name.removeprefix("model.").removeprefix("layers.").partition(".")
         if number.isdecimal() and not part:
             whole.add(number)
@@ -345,35 +355,42 @@ def trained_share(shape: ModelShape, setup: Setup) -> float:
     return min(1.0, (trained + len(whole) * sum(block.values())) / shape.total_params())
 
 
-def trained_tensors(shape: ModelShape, setup: Setup) -> int:
+def trained_tensors(shape: ModelShape, plan: Plan) -> int:
     """How many tensors the optimizer updates."""
-    return sum(count for weight, count in all_weights(shape, setup) if weight.trained)
+    return sum(count for weight, count in all_weights(shape, plan) if weight.trained)
 
 
-def gathered(weights: Iterable[Weight], setup: Setup) -> float:
+def gathered(weights: Iterable[Weight], plan: Plan) -> float:
     """Bytes of a unit after its all-gather; 0 where FSDP does not own the weights."""
-    if not setup.sharded:
+    if not plan.sharded:
         return 0.0
-    return sum(setup.shard_ranks * w.shard(setup.shard_ranks) for w in weights if not w.by_rows)
+    return sum(
+        plan.sharding.shard_ranks * w.shard(plan.sharding.shard_ranks)
+        for w in weights
+        if not w.by_rows
+    )
 
 
-def head_bytes(shape: ModelShape, setup: Setup) -> float:
+def head_bytes(shape: ModelShape, plan: Plan) -> float:
     """The head whole, as the loss gathers or fetches it; 0 where every GPU holds it, or FSDP gathers."""
-    if not (setup.by_rows or setup.vocabulary_on_host) or trains_head(shape, setup):
+    if not (plan.by_rows or plan.vocabulary_on_host) or trains_head(shape, plan):
         return 0.0
-    return shape.vocab * shape.hidden * BYTES[setup.precision]
+    return shape.vocab * shape.hidden * BYTES[plan.model.stored_dtype]
 
 
-def trains_head(shape: ModelShape, setup: Setup) -> bool:
+def trains_head(shape: ModelShape, plan: Plan) -> bool:
     """Whether the head's weights are trained themselves; those of a tied one are the embedding's."""
-    return setup.trains(HEAD) or shape.tied and setup.trains(EMBEDDING)
+    return plan.adapter.trains(HEAD) or shape.tied and plan.adapter.trains(EMBEDDING)
 
 
-def cast_head_bytes(shape: ModelShape, setup: Setup) -> float:
+def cast_head_bytes(shape: ModelShape, plan: Plan) -> float:
     """A trained head as the loss multiplies with it, if it is stored in another dtype."""
-    cast = setup.adapter != "none" and setup.adapter_dtype != setup.precision
+    cast = not plan.adapter.is_full and plan.adapter.adapter_dtype != plan.model.stored_dtype
     return (
-        shape.vocab * shape.hidden * BYTES[setup.precision] * (cast and trains_head(shape, setup))
+        shape.vocab
+        * shape.hidden
+        * BYTES[plan.model.stored_dtype]
+        * (cast and trains_head(shape, plan))
     )
 
 
@@ -382,18 +399,18 @@ TRAINED_SHARE = (
 )  # of a GPU that trained weights may take before they are offloaded (../build.py)
 
 
-def trained_on_host(shape: ModelShape, setup: Setup, gpu_memory_gib: float = 79.1) -> bool:
+def trained_on_host(shape: ModelShape, plan: Plan, gpu_memory_gib: float = 79.1) -> bool:
     """Whether trained weights, gradients and optimizer states are offloaded with the others."""
-    if not setup.cpu_offload or setup.trained_offload is False:
+    if not plan.memory.cpu_offload or plan.memory.trained_offload is False:
         return False
-    if setup.trained_offload or setup.adapter == "none":
+    if plan.memory.trained_offload or plan.adapter.is_full:
         return True
-    taken = 2 * all_trained(shape, setup, setup.shard_ranks) + optimizer_bytes(shape, setup)
+    taken = 2 * all_trained(shape, plan, plan.sharding.shard_ranks) + optimizer_bytes(shape, plan)
     return taken / 2**30 > TRAINED_SHARE * gpu_memory_gib
 
 
-def on_host(weight: Weight, setup: Setup, trained: bool) -> bool:
+def on_host(weight: Weight, plan: Plan, trained: bool) -> bool:
     """Whether a weight's shard waits in host memory; `trained`, whether those that are trained do."""
     if weight.by_rows:
-        return setup.vocabulary_on_host
-    return trained if weight.trained else setup.cpu_offload
+        return plan.vocabulary_on_host
+    return trained if weight.trained else plan.memory.cpu_offload

@@ -6,7 +6,7 @@ Follows sharding/fsdp.py and training/step.py. Both are counted once for all mix
 from __future__ import annotations
 
 from ..catalog.arch import ModelShape
-from .setup import Setup
+from ..plan import Plan
 from .weights import (
     EMBEDDING,
     all_trained,
@@ -30,14 +30,14 @@ class Window:
     for a shard group of one.
     """
 
-    def __init__(self, shape: ModelShape, setup: Setup):
-        self.setup, self.layers = setup, shape.layers
-        self.embedding = gathered(embedding_weights(shape, setup), setup)
-        self.root = gathered(root_weights(shape, setup), setup)
-        self.unit, self.next = _unit_bytes(shape, setup)
-        self.average, self.flat = average_gathered(shape, setup), setup.shard_ranks > 1
+    def __init__(self, shape: ModelShape, plan: Plan):
+        self.plan, self.layers = plan, shape.layers
+        self.embedding = gathered(embedding_weights(shape, plan), plan)
+        self.root = gathered(root_weights(shape, plan), plan)
+        self.unit, self.next = _unit_bytes(shape, plan)
+        self.average, self.flat = average_gathered(shape, plan), plan.sharding.shard_ranks > 1
         # Frozen bytes of a block, which one GPU fetches ahead (memory/weight_streaming.py).
-        self.streamed = self.unit - trained_bytes(widest_block(shape, setup), 1, setup)
+        self.streamed = self.unit - trained_bytes(widest_block(shape, plan), 1, plan)
 
     def at_embedding(self) -> float:
         """At the start of a forward, where the root and then the embedding are gathered.
@@ -64,7 +64,7 @@ class Window:
 
     def all_blocks(self, resharded: float) -> float:
         """The root, and all that was gathered before, or what is left of it where it is freed."""
-        if self.setup.resharded:
+        if self.plan.sharding.resharded:
             return self.root + resharded
         return self.root + self.embedding + self.layers * self.average
 
@@ -75,30 +75,34 @@ class Window:
         (sharding/prefetch.py stops it otherwise). Without resharding all blocks up to this one, and the
         embedding, whose hook waits for the end of the backward.
         """
-        setup = self.setup
-        if not setup.resharded:
+        plan = self.plan
+        if not plan.sharding.resharded:
             # Of all micro-batches but the last, --gather_once frees nothing.
-            whole = self.layers if setup.gather_once and setup.accumulation > 1 else block + 1
+            whole = (
+                self.layers
+                if plan.sharding.gather_once and plan.batch.accumulation > 1
+                else block + 1
+            )
             return self.root + self.embedding + whole * self.average
         ahead = self.next
-        if block == 0 and setup.wrap_policy != "attention_mlp":
-            ahead = self.embedding if setup.trains(EMBEDDING) else 0.0
+        if block == 0 and plan.sharding.wrap_policy != "attention_mlp":
+            ahead = self.embedding if plan.adapter.trains(EMBEDDING) else 0.0
         if not self.flat:
             return self.root + self.unit + (self.streamed if block else 0.0)
-        return self.root + self.unit + ahead * setup.backward_prefetch
+        return self.root + self.unit + ahead * (plan.sharding.backward_prefetch != "none")
 
 
-def _unit_bytes(shape: ModelShape, setup: Setup) -> tuple[float, float]:
+def _unit_bytes(shape: ModelShape, plan: Plan) -> tuple[float, float]:
     """Gathered bytes of the unit whose backward comes first in a block, and of the one after it.
 
     A block is one unit, or its MLP and its attention are two. `min_params` is taken as `block`.
     """
-    if setup.wrap_policy == "attention_mlp":
+    if plan.sharding.wrap_policy == "attention_mlp":
         return (
-            gathered(linear_weights(shape, setup, "mlp"), setup),
-            gathered(linear_weights(shape, setup, "attention"), setup),
+            gathered(linear_weights(shape, plan, "mlp"), plan),
+            gathered(linear_weights(shape, plan, "attention"), plan),
         )
-    block = gathered(widest_block(shape, setup), setup)
+    block = gathered(widest_block(shape, plan), plan)
     return block, block
 
 
@@ -108,17 +112,19 @@ class Gradients:
     The host has them where they are offloaded. A CUDA graph adds to tensors that stay for the whole run.
     """
 
-    def __init__(self, shape: ModelShape, setup: Setup):
-        on_host, self.last = trained_on_host(shape, setup), shape.layers - 1
-        self.whole = 0.0 if on_host else all_trained(shape, setup, setup.shard_ranks)
-        if setup.sharded and setup.no_sync and setup.accumulation > 1:  # whole, in the reduce dtype
-            self.whole = all_trained(shape, setup, 1, "fp32")
-        self.stay = setup.accumulation > 1 or setup.replays(shape)
+    def __init__(self, shape: ModelShape, plan: Plan):
+        on_host, self.last = trained_on_host(shape, plan), shape.layers - 1
+        self.whole = 0.0 if on_host else all_trained(shape, plan, plan.sharding.shard_ranks)
+        if (
+            plan.sharded and plan.loop.no_sync and plan.batch.accumulation > 1
+        ):  # whole, in the reduce dtype
+            self.whole = all_trained(shape, plan, 1, "fp32")
+        self.stay = plan.batch.accumulation > 1 or plan.replays(shape)
         self.held = self.whole if self.stay else 0.0
-        self.root = trained_bytes(root_weights(shape, setup), 1, setup)
-        self.block = 0.0 if on_host else average_trained(shape, setup, setup.shard_ranks)
+        self.root = trained_bytes(root_weights(shape, plan), 1, plan)
+        self.block = 0.0 if on_host else average_trained(shape, plan, plan.sharding.shard_ranks)
         # The input of the last reduce-scatter, which FSDP2 keeps until the next.
-        self.reduced = most_trained(shape, setup, "fp32") if setup.sharded else 0.0
+        self.reduced = most_trained(shape, plan, "fp32") if plan.sharded else 0.0
 
     def in_backward(self, block: int) -> float:
         """Alive when the backward has come to `block`: those of the blocks after it, and the root's."""

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from ..catalog.llama_pro import Expansion
+from ..catalog.llama_pro import Expansion, expansion_of
 from ..config import AUTO, RunConfig
 from ..config.settings import counted
 from ..dist import print_main
 from .key_mapping import match_names
-from .llama_pro import ExpandedCheckpoint
-from .model_folder import checkpoint_folder
+from .llama_pro import ExpandedCheckpoint, expanded_config
+from .model_folder import checkpoint_folder, read_config
 from .prequantized import FourBitCheckpoint, open_weights
 from .quantized_cache import QuantizedCache
 from .stream import (
@@ -29,8 +29,20 @@ from .stream import (
     load_buffers,
     load_weights,
 )
-from .tokenizer import with_new_rows
+from .tokenizer import grow_vocabulary, load_tokenizer, with_new_rows
 from .weight_files import Checkpoint, RandomCheckpoint
+
+
+def model_settings(config: RunConfig) -> tuple[PretrainedConfig, Expansion | None]:
+    """config.json with --added_tokens and the new blocks of Llama-Pro; and these, if there are any."""
+    settings = read_config(config.model_name, **config.source)
+    if config.added_tokens:
+        grow_vocabulary(
+            settings,
+            load_tokenizer(config.model_name, **config.source, added_tokens=config.new_tokens),
+        )
+    grown = expansion_of(config, settings.get_text_config().num_hidden_layers)
+    return expanded_config(settings, grown) if grown else settings, grown
 
 
 def open_checkpoint(

@@ -23,8 +23,9 @@ from ..config import RunConfig
 from ..config.settings import shown
 from ..data import Step
 from ..dist import local_rows, print_main, ranks_from_env
-from ..estimate import Memory, memory, setup_from_config
+from ..estimate import Memory, memory
 from ..model.blocks import base_model, decoder_blocks
+from ..plan import Plan
 from ..planner import savings
 from .memory_timeline import PARTS, Timeline, draw, timeline
 
@@ -49,11 +50,13 @@ class MemoryWatch:
     def __init__(
         self,
         config: RunConfig,
+        plan: Plan,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         device: torch.device,
     ):
-        self.config, self.model, self.optimizer, self.device = config, model, optimizer, device
+        self.config, self.plan, self.model = config, plan, model
+        self.optimizer, self.device = optimizer, device
         self.taken = 0  # steps of this process
         if config.profile_memory and device.type != "cuda":
             print_main("--profile_memory needs a GPU: torch records no other device's memory")
@@ -70,7 +73,7 @@ class MemoryWatch:
             with self.recording() if records and self.taken == _RECORDED_STEP else nullcontext():
                 yield
         except torch.OutOfMemoryError as error:
-            raise ValueError(_out_of_memory(self.config, self.model, step)) from error
+            raise ValueError(_out_of_memory(self.plan, self.model, step)) from error
 
     @contextmanager
     def recording(self):
@@ -93,7 +96,7 @@ class MemoryWatch:
             table(
                 found,
                 torch.cuda.max_memory_reserved(self.device),
-                estimated(self.config, self.model),
+                estimated(self.plan, self.model),
             )
         )
         if ranks_from_env().is_main:
@@ -161,13 +164,13 @@ def standing_tensors(
     return found
 
 
-def estimated(config: RunConfig, model: nn.Module) -> Memory:
+def estimated(plan: Plan, model: nn.Module) -> Memory:
     """What the estimate says of this run."""
-    shape = shape_from_config(base_model(model).config.to_dict(), config.model_name)
-    if config.adapter == "llama_pro":
+    shape = shape_from_config(base_model(model).config.to_dict())
+    if plan.adapter.adapter == "llama_pro":
         new = [b for b in decoder_blocks(model) if all(p.requires_grad for p in b.parameters())]
         shape = replace(shape, new_blocks=len(new))
-    return memory(shape, setup_from_config(config, ranks_from_env().world_size))
+    return memory(shape, plan)
 
 
 def by_part(estimate: Memory) -> dict[str, float]:
@@ -196,21 +199,21 @@ def table(found: Timeline, reserved: int, estimate: Memory) -> str:
 # ---- out of memory -----------------------------------------------------------------------------
 
 
-def _out_of_memory(config: RunConfig, model: nn.Module, step: Step) -> str:
+def _out_of_memory(plan: Plan, model: nn.Module, step: Step) -> str:
     """Which part was the largest by the estimate, and the next rung of the guide, in one line."""
     rows, tokens = max((tuple(b["input_ids"].shape) for b in step.micro_batches), key=prod)
     return (
         f"GPU memory ran out in step {step.index + 1} at a micro-batch of {rows} x {tokens} "
-        f"tokens: {_largest_part(config, model)}next option: "
-        f"{next_rung(config, ranks_from_env().world_size)}; the run then resumes from its last "
+        f"tokens: {_largest_part(plan, model)}next option: "
+        f"{next_rung(plan)}; the run then resumes from its last "
         "checkpoint"
     )
 
 
-def _largest_part(config: RunConfig, model: nn.Module) -> str:
+def _largest_part(plan: Plan, model: nn.Module) -> str:
     """What takes most by the estimate, as part of a sentence; nothing of a model it does not know."""
     try:
-        estimate = estimated(config, model)
+        estimate = estimated(plan, model)
     except ValueError:
         return ""
     parts = by_part(estimate)
@@ -221,19 +224,20 @@ def _largest_part(config: RunConfig, model: nn.Module) -> str:
     )
 
 
-def next_rung(config: RunConfig, world_size: int) -> str:
+def next_rung(plan: Plan) -> str:
     """The first step of the planner's ladder that this run has not taken, then what lies beyond it."""
-    if config.keep_fp8_weights:
+    if plan.quantization.keep_fp8_weights:
         return "--keep_fp8_weights false"
     for name, value in savings().items():
-        if getattr(config, name) == value:
+        if plan.setting(name) == value:
             continue
-        if name == "sharding_strategy" and world_size == 1:
+        if name == "sharding_strategy" and plan.sharding.world_size == 1:
             continue  # nothing to split
-        shard = name == "use_cpu_offload" and config.sharding_strategy != "full_shard"
+        shard = name == "use_cpu_offload" and plan.sharding.strategy != "full_shard"
         return f"{'--sharding_strategy full_shard ' * shard}--{name} {shown(value)}"
-    if config.use_trained_cpu_offload is not True:
+    if not plan.memory.trained_offload:
         return "--use_trained_cpu_offload true"
-    if config.batch_size > 1:
-        return f"--batch_size {config.batch_size // 2}, with more --gradient_accumulation_steps"
-    return f"a --context_length below {config.context_length}, or more GPUs"
+    rows, length = plan.batch.micro_batch_size, plan.batch.context_length
+    if rows > 1:
+        return f"--batch_size {rows // 2}, with more --gradient_accumulation_steps"
+    return f"a --context_length below {length}, or more GPUs"

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from ..catalog.arch import shape_from_config
-from ..catalog.hardware import Gpu, find_gpu
 from ..config import RunConfig
 from ..dist import ranks_from_env
 from ..estimate import (
@@ -24,23 +23,14 @@ from ..estimate import (
     batches_of,
     memory,
     model_flops_per_token,
-    setup_from_config,
     step_seconds,
 )
 from ..model.blocks import base_model
+from ..plan import Plan
+from ..run_plan import gpu_of
 from .metrics import Record, StepMetrics
 
 _RECENT = 20  # steps whose median speaks for those to come
-
-
-def _gpu_of(device: torch.device) -> Gpu | None:
-    """The catalogue's card of a device; None for the CPU and for cards that it does not have."""
-    if device.type != "cuda":
-        return None
-    try:
-        return find_gpu(torch.cuda.get_device_name(device))
-    except ValueError:
-        return None
 
 
 @dataclass(frozen=True)
@@ -62,48 +52,51 @@ class Arithmetic:
         )
 
 
-def arithmetic(config: RunConfig, model: nn.Module, device: torch.device) -> Arithmetic | None:
+def arithmetic(plan: Plan, model: nn.Module, device: torch.device) -> Arithmetic | None:
     """The FLOPs of a run's tokens; None for a model whose shape can't be told."""
     try:
-        shape = shape_from_config(base_model(model).config.to_dict(), config.model_name)
+        shape = shape_from_config(base_model(model).config.to_dict())
     except ValueError:
         return None
-    ranks, gpu = ranks_from_env().world_size, _gpu_of(device)
-    setup = setup_from_config(config, ranks)
-    one, two = (model_flops_per_token(shape, replace(setup, context_length=n)) for n in (1, 2))
+    ranks, gpu = plan.sharding.world_size, gpu_of(device)
+    one, two = (model_flops_per_token(shape, plan.change(context_length=n)) for n in (1, 2))
     return Arithmetic(2 * one - two, two - one, ranks, gpu.bf16_tflops if gpu else None)
 
 
 def predicted(
-    config: RunConfig, model: nn.Module, device: torch.device, rows: Rows | None = None
+    config: RunConfig,
+    plan: Plan,
+    model: nn.Module,
+    device: torch.device,
+    rows: Rows | None = None,
 ) -> dict[str, float]:
     """GiB and seconds that the estimate gives this run; of an unknown card or model what it can.
 
     Seconds and tokens are those of a step of the data's `rows`; of full rows where they are not known.
     """
+    ranks = plan.sharding.world_size
     try:
-        shape = shape_from_config(base_model(model).config.to_dict(), config.model_name)
-        ranks, gpu = ranks_from_env(), _gpu_of(device)
-        setup = setup_from_config(config, ranks.world_size, gpus_per_node=ranks.local_world_size)
-        found = dict(peak_allocated_gib=memory(shape, setup).peak_allocated)
+        shape = shape_from_config(base_model(model).config.to_dict())
+        gpu = gpu_of(device)
+        found = dict(peak_allocated_gib=memory(shape, plan).peak_allocated)
         if gpu is None:
             return found
-        batches = batches_of(rows, config, ranks.world_size) if rows else None
-        step = step_seconds(shape, gpu, batches.seen(setup) if batches else setup)
+        batches = batches_of(rows, config, ranks) if rows else None
+        step = step_seconds(shape, gpu, batches.seen(plan) if batches else plan)
         if batches:
-            step = replace(step, tokens_per_gpu=batches.tokens / ranks.world_size)
+            step = replace(step, tokens_per_gpu=batches.tokens / ranks)
     except ValueError:
         return {}
     return found | dict(
         seconds_per_step=step.total,
         memory_gib=gpu.memory_gib,
-        tokens_per_second=step.tokens_per_second_per_gpu * ranks.world_size,
+        tokens_per_second=step.tokens_per_second_per_gpu * ranks,
     )
 
 
 def dollars_per_hour(config: RunConfig, device: torch.device) -> float | None:
     """What all GPUs of a run cost an hour: --price_per_hour or the catalogue's; None if unknown."""
-    price, gpu = config.price_per_hour, _gpu_of(device)
+    price, gpu = config.price_per_hour, gpu_of(device)
     if price is None and gpu:
         price = gpu.price_per_hour
     return None if price is None else price * ranks_from_env().world_size

@@ -91,7 +91,7 @@ def _search_lines(plan: Plan) -> list[str]:
         return ["nothing fits"]
     lines = [f"{'GiB':>7}{'tok/s/GPU':>11}{'rows':>9}  the fastest of {len(plan.fitting)} that fit"]
     for found in plan.fitting[:SHOWN]:
-        rows = f"{found.setup.batch_size} x {found.setup.accumulation}"
+        rows = f"{found.plan.batch.micro_batch_size} x {found.plan.batch.accumulation}"
         speed = 1 / seconds_per_token(found) / plan.machine.world_size
         lines += row(
             f"{found.memory.total:7.1f}{speed:11,.0f}{rows:>9}",
@@ -123,7 +123,7 @@ def _choice_lines(plan: Plan) -> list[str]:
 
 def _host_share(plan: Plan, choice: Estimate) -> str:
     """What an offload takes of a machine's memory, which may not be known."""
-    if not (choice.setup.cpu_offload or choice.setup.activation_offload):
+    if not (choice.plan.memory.cpu_offload or choice.plan.memory.activation_offload):
         return ""
     limit = f" of {plan.machine.host_memory_gib:.0f}" if plan.machine.host_memory_gib else ""
     each = " per machine" if plan.machine.nodes > 1 else ""

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import product
-from operator import attrgetter
 
 from ..catalog.arch import ModelShape
 from ..catalog.llama_pro import expanded_shape
 from ..catalog.machine import Machine
 from ..choices import STRATEGIES, Strategy
 from ..config import AUTO, RunConfig, plan_batches
-from ..estimate import Estimate, Rows, batches_of, choose_policies, estimate, with_longest_row
-from ..estimate.policies import SPARE_SHARE
-from ..estimate.question import asked_setup, hybrid_groups
+from ..estimate import Estimate, Rows, estimate, room_of
+from ..estimate.resolve import hybrid_groups
 
 _MOST_ROWS = 64  # of a micro-batch, where no --global_batch_size limits it
 _SAME_SPEED = 0.01  # predictions closer than this are equal: the simpler one is taken
@@ -54,7 +52,7 @@ def search(
                 packing=packing,
             )
             found = _best_policies(shape, machine, tried, free, rows)
-            if activations != found.setup.activation_offload:
+            if activations != found.plan.memory.activation_offload:
                 continue  # nothing is left to offload
             (fitting if found.fits else failed).append(found)
             if not found.fits:
@@ -140,16 +138,10 @@ def _best_policies(
     """The estimate with the fastest mix of policies that fits, or with every block recomputed."""
     if "activation_policy" not in free:
         return estimate(shape, machine, config, rows)
-    setup = asked_setup(shape, machine, with_longest_row(config, rows))
-    room = (1 - SPARE_SHARE) * machine.memory_gib
-    seen = batches_of(rows, config, machine.world_size).seen(setup) if rows else setup
     try:
-        policy = choose_policies(shape, setup, room, machine.gpu, attrgetter("total"), seen)
-    except ValueError:
-        policy = "recompute_all"
-    if policy == "keep_all":
-        config = replace(config, use_activation_cpu_offload=False)
-    return estimate(shape, machine, replace(config, activation_policy=policy), rows)
+        return estimate(shape, machine, config, rows, room_of(machine))
+    except ValueError:  # nothing fits
+        return estimate(shape, machine, replace(config, activation_policy="recompute_all"), rows)
 
 
 def seconds_per_token(found: Estimate) -> float:

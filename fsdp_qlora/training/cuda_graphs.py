@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from ..config import RunConfig
-from ..config.run import graphs_pay, weights_stay
 from ..data.collate import IGNORE
-from ..dist import hold_collectives, local_rows, max_over_ranks, print_main, ranks_from_env
+from ..dist import hold_collectives, local_rows, max_over_ranks, print_main
 from ..memory.tiled_mlp import tiled_mlps
 from ..model.attention import makes_no_masks
 from ..model.blocks import decoder_blocks, has_experts
+from ..plan import Plan
 from ..sharding import is_sharded, reduce_gradients, without_gradient_sync
 from .step import ForwardBackward, run_micro_batch
 
@@ -37,36 +37,32 @@ _MOST_PREPARED = 24  # before the first step; each takes about a second
 _BORDERS_MULTIPLE = 64  # of packed rows' borders, or each batch had its own shape
 
 
-def uses_graphs(config: RunConfig, model: nn.Module, device: torch.device) -> bool:
-    """Whether a run replays its micro-batches from graphs; raises as `check_graphs` does."""
-    check_graphs(config, model, device)
-    if config.cuda_graphs is not None:
-        return config.cuda_graphs
-    return not why_no_graphs(config, model, device) and graphs_pay(
-        config, ranks_from_env().world_size
-    )
+def uses_graphs(plan: Plan, model: nn.Module, device: torch.device) -> bool:
+    """Whether a run replays its micro-batches from graphs: as planned, if the model allows it."""
+    return plan.loop.cuda_graphs and not why_no_graphs(plan, model, device)
 
 
-def check_graphs(config: RunConfig, model: nn.Module, device: torch.device):
+def check_graphs(config: RunConfig, plan: Plan, model: nn.Module, device: torch.device):
     """Raise ValueError where --cuda_graphs asks for what no graph can hold; needs no weights."""
-    if config.cuda_graphs and (problem := why_no_graphs(config, model, device)):
+    if config.cuda_graphs and (problem := why_no_graphs(plan, model, device)):
         raise ValueError(f"--cuda_graphs true: {problem}; leave it out")
 
 
 def micro_batch_runner(
-    config: RunConfig, model: nn.Module, device: torch.device
+    config: RunConfig, plan: Plan, model: nn.Module, device: torch.device
 ) -> ForwardBackward:
-    """How a run computes its micro-batches."""
-    if not uses_graphs(config, model, device):
+    """How a run computes its micro-batches. Raises ValueError as `check_graphs` does."""
+    check_graphs(config, plan, model, device)
+    if not uses_graphs(plan, model, device):
         return run_micro_batch
     return GraphedMicroBatches(model, may_fail=config.cuda_graphs is None)
 
 
-def why_no_graphs(config: RunConfig, model: nn.Module, device: torch.device) -> str:
+def why_no_graphs(plan: Plan, model: nn.Module, device: torch.device) -> str:
     """What keeps a run's micro-batches from being replayed; empty if nothing does."""
-    if not weights_stay(config, ranks_from_env().world_size):
+    if not plan.weights_stay:
         for flag in ("no_sync", "gather_once"):
-            if getattr(config, flag):
+            if plan.value(flag):
                 return f"with --{flag}, the last micro-batch of a step differs from the others"
     if not makes_no_masks(model.config.get_text_config()):
         return "its attention needs masks that the CPU makes"

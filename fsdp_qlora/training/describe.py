@@ -9,18 +9,19 @@ import torch
 from torch import nn
 
 from ..adapters import adapter_counts, trainable_parameters
+from ..build import attention
 from ..checkpoint import per_step
 from ..config import BatchPlan, RunConfig
 from ..config.settings import counted
 from ..config.without_effect import batch_above_data
 from ..data import Source, StepLoader, StreamLoader, Subset, TokenizedDataset
-from ..derived import attention
 from ..dist import print_main, ranks_from_env
 from ..estimate import Rows
 from ..export.card import run_record
 from ..observe.metrics import StartRecord, StepMetrics
 from ..observe.runlog import now
 from ..observe.throughput import dollars_per_hour, predicted
+from ..plan import Plan
 from .cuda_graphs import uses_graphs
 from .step import compute_device
 
@@ -30,7 +31,7 @@ _WELL_FILLED = 0.8  # of the places of bins
 def describe(
     model: nn.Module,
     config: RunConfig,
-    batches: BatchPlan,
+    plan: Plan,
     loader: StepLoader | StreamLoader,
     seconds: float,
 ):
@@ -51,13 +52,13 @@ def describe(
     print_main(dtypes_line(model, config))
     implementation, reason = attention(config, model.config, compute_device(model))
     print_main(f"attention: {implementation} ({reason})")
-    if uses_graphs(config, model, compute_device(model)):
+    if uses_graphs(plan, model, compute_device(model)):
         print_main("CUDA graphs replay micro-batches whose shape was seen before")
-    print_main(steps_line(config, batches, total_steps, ranks))
+    print_main(steps_line(config, plan.batch, total_steps, ranks))
     if config.packing and isinstance(loader, StepLoader):
         print_main(fill_line(config, loader, ranks))
     rows = len(loader.dataset) if isinstance(loader, StepLoader) else None  # of a stream, not known
-    for warning in batch_above_data(batches, rows):
+    for warning in batch_above_data(plan.batch, rows):
         print_main(f"warning: {warning}")
     if ends_in_warmup(config, total_steps):
         print_main(
@@ -155,10 +156,10 @@ def record_beside_weights(config: RunConfig, data: dict, device: torch.device) -
 
 def start_record(
     config: RunConfig,
+    plan: Plan,
     record: dict,
     run_id: str,
     model: nn.Module,
-    batches: BatchPlan,
     data: dict,
     device: torch.device,
     rows: Rows | None = None,
@@ -170,16 +171,16 @@ def start_record(
     about: step, total_steps and load_seconds.
     """
     return StartRecord(
-        **per_step(batches),
+        **per_step(plan.batch),
         time=now(),
         run_id=run_id,
         settings=record,
         ranks=ranks_from_env().world_size,
-        micro_batch=batches.micro_batch_size,
-        accumulation=batches.accumulation,
+        micro_batch=plan.batch.micro_batch_size,
+        accumulation=plan.batch.accumulation,
         trained_weights=sum(p.numel() for p in trainable_parameters(model).values()),
         data=data,
-        estimate=predicted(config, model, device, rows),
+        estimate=predicted(config, plan, model, device, rows),
         dollars_per_hour=dollars_per_hour(config, device),
         **about,
     )

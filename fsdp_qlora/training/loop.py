@@ -23,6 +23,7 @@ from ..observe.profiling import step_profiler
 from ..observe.runlog import RunLog
 from ..observe.samples import Answerer
 from ..observe.throughput import arithmetic
+from ..plan import Plan
 from .cuda_graphs import GraphedMicroBatches, micro_batch_runner
 from .describe import first_step_line
 from .step import train_step
@@ -39,6 +40,7 @@ class Training:
     def __init__(
         self,
         config: RunConfig,
+        plan: Plan,
         tokenizer,
         loader: StepLoader | StreamLoader,
         state: RunState,
@@ -53,7 +55,7 @@ class Training:
         self.boundary, self.log, self.writer, self.record = boundary, log, writer, record
         self.signals, self.answerer = signals or StopSignals(), answerer
         self.lagged = LaggedLog(
-            log, state.device, self.was_read, arithmetic(config, state.model, state.device)
+            log, state.device, self.was_read, arithmetic(plan, state.model, state.device)
         )
         self.first_step = boundary.step + 1
         self.bad = BadSteps(config.on_bad_steps, config.max_bad_steps)
@@ -67,8 +69,8 @@ class Training:
             flipped=self.frozen.has_changed,
         )
         self.max_norm = config.grad_norm if config.apply_gradient_clipping else None
-        self.memory = MemoryWatch(config, state.model, state.optimizer, state.device)
-        self.forward_backward = micro_batch_runner(config, state.model, state.device)
+        self.memory = MemoryWatch(config, plan, state.model, state.optimizer, state.device)
+        self.forward_backward = micro_batch_runner(config, plan, state.model, state.device)
 
     def run(self):
         """All steps that are left, and the evaluations that are due.

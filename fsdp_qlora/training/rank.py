@@ -16,6 +16,7 @@ from ..export import trained_bytes
 from ..lifecycle.lock import sole_run_in
 from ..lifecycle.signals import StopSignals
 from ..observe.trackers import check_trackers
+from ..plan import draft_plan
 from ..preflight.checks import check_device, check_layout, check_places, check_rows
 from ..preflight.run_data import RunData, load_data, run_tokenizer
 from ..preflight.sampled_lengths import lengths_of
@@ -42,7 +43,7 @@ def train_rank(config: RunConfig, signals: StopSignals | None = None):
         _propose_packing(config, data)
     model, _ = planned_model(config, device)  # a wrong one is found before ranks wait
     check_layout(config, model)
-    check_graphs(config, model, device)
+    check_graphs(config, draft_plan(config, ranks_from_env().world_size), model, device)
     check_rows(config, data, model.config)
     if is_main:
         check_places(config, trained_bytes(model) * (1 + config.changes_base))

@@ -26,7 +26,7 @@ from ..checkpoint import (
     saved_adapter,
     settle,
 )
-from ..config import BatchPlan, RunConfig, plan_batches
+from ..config import RunConfig
 from ..config.settings import AUTO, parts_of
 from ..data import (
     RowLengths,
@@ -44,7 +44,6 @@ from ..data import (
 from ..data.collate import PadTo
 from ..data.lengths import longest_row as longest_of
 from ..data.loader import run_widths
-from ..derived import compiles, with_choices
 from ..dist import from_main, gather_over_ranks, print_main, ranks_from_env
 from ..export import save_trained, weights_folder
 from ..lifecycle.signals import StopSignals
@@ -57,7 +56,9 @@ from ..observe.sinks import Sink, terminal
 from ..observe.throughput import Pace
 from ..observe.trackers import open_trackers
 from ..optim import build_optimizer, build_scheduler
+from ..plan import Plan
 from ..redact import redact_all
+from ..run_plan import plan_run
 from .describe import about_data, compilations_line, describe, record_beside_weights, start_record
 from .loop import Training
 from .loss_scaler import LossScaler
@@ -102,29 +103,26 @@ def _train_found(
     trackers: list[Sink],
 ) -> list[StepMetrics]:
     """`train` from where the run was found."""
-    ranks = ranks_from_env()
-    batches = plan_batches(config, ranks.world_size)
-    seed_everything(config.seed, ranks.rank, config.deterministic)
+    seed_everything(config.seed, ranks_from_env().rank, config.deterministic)
     started = time.perf_counter()
     longest = longest_row(config, dataset, held_out)
-    # What the memory report and the pace go by too.
-    planned = with_choices(replace(config, context_length=longest), device)
-    model = built(planned, device, found)
+    plan = plan_run(replace(config, context_length=longest), device)
+    model = built(config, plan, device, found)
     from_main(lambda: settle(found, config, model.weights_hash))
     found.content["weights"] = model.weights_hash
-    loader = build_loader(config, dataset, batches, tokenizer, model, device)
+    loader = build_loader(config, plan, dataset, tokenizer, model, device)
     loaded, total_steps = time.perf_counter() - started, loader.sampler.total_steps
-    describe(model, planned, batches, loader, loaded)
-    state = _build_state(config, batches, model, loader, tokenizer, held_out, device)
+    describe(model, config, plan, loader, loaded)
+    state = _build_state(config, plan, model, loader, tokenizer, held_out, device)
     boundary = restored(state, found) if found.folder else state.boundary(0)
     answerer = _build_answerer(config, tokenizer, held_out, model.config.vocab_size, device)
     record = record_beside_weights(config, found.content["data"], device)
     start = start_record(
-        planned,
+        config,
+        plan,
         record,
         run_id,
         model,
-        batches,
         about_data(dataset, held_out),
         device,
         _lengths(config, dataset),
@@ -138,12 +136,12 @@ def _train_found(
             checkpoints_of(config.output_dir),
             state,
             config,
-            _facts_of(config, batches, found, run_id),
+            _facts_of(config, plan, found, run_id),
             found.disks,
             found.folder,
         )
         Training(
-            planned, tokenizer, loader, state, boundary, log, writer, record, signals, answerer
+            config, plan, tokenizer, loader, state, boundary, log, writer, record, signals, answerer
         ).run()
         log.end_steps()
         if line := compilations_line([s for s in log.steps if s.step > boundary.step]):
@@ -176,24 +174,25 @@ def _lengths(config: RunConfig, dataset: TokenizedDataset | Subset | Source) -> 
     return row_lengths(dataset.lengths, config.context_length, len(dataset), config.seed)
 
 
-def built(config: RunConfig, device: torch.device, found: Found) -> nn.Module:
+def built(config: RunConfig, plan: Plan, device: torch.device, found: Found) -> nn.Module:
     """The model as it is before the first step; the base may depend on the adapter that was found."""
     if not found.folder or config.init_lora_weights == "default":
-        return build_model(config, device)
+        return build_model(config, device, plan=plan)
     with found.disks.at_hand(found.folder):
-        return build_model(config, device, saved_adapter(found.folder))
+        return build_model(config, device, saved_adapter(found.folder), plan)
 
 
 def build_loader(
     config: RunConfig,
+    plan: Plan,
     dataset: TokenizedDataset | Subset | Source,
-    batches: BatchPlan,
     tokenizer,
     model: nn.Module,
     device: torch.device,
 ) -> StepLoader | StreamLoader:
     """This rank's batches of each step. Raises ValueError for a token beyond the vocabulary."""
-    ranks, vocab_size = ranks_from_env(), model.config.vocab_size
+    ranks, batches = ranks_from_env(), plan.batch
+    vocab_size = model.config.vocab_size
     order = dict(seed=config.seed, epochs=config.num_epochs, max_steps=config.max_steps)
     share = ranks.rank, ranks.world_size, batches.micro_batch_size
     batching = dict(
@@ -201,7 +200,7 @@ def build_loader(
         packing=config.packing,
         pin_memory=device.type == "cuda",
     )
-    batching["pad_to"] = padded_widths(config, device)
+    batching["pad_to"] = padded_widths(config, plan)
     if isinstance(dataset, Source):
         order["shuffle_buffer"] = config.shuffle_buffer
         sampler = (
@@ -224,14 +223,14 @@ def build_loader(
     return StepLoader(dataset, sampler, *share, **batching)
 
 
-def padded_widths(config: RunConfig, device: torch.device) -> PadTo:
+def padded_widths(config: RunConfig, plan: Plan) -> PadTo:
     """T of a run's batches."""
-    return run_widths(config.context_length, compiles(config, device), one=config.has_full_bins)
+    return run_widths(config.context_length, plan.loop.compile, one=config.has_full_bins)
 
 
 def _build_state(
     config: RunConfig,
-    batches: BatchPlan,
+    plan: Plan,
     model: nn.Module,
     loader: StepLoader | StreamLoader,
     tokenizer,
@@ -257,8 +256,8 @@ def _build_state(
             device,
             every=config.eval_every,
             packing=config.packing,
-            batch_size=batches.micro_batch_size,
-            pad_to=padded_widths(config, device),
+            batch_size=plan.batch.micro_batch_size,
+            pad_to=padded_widths(config, plan),
             pad_token_id=choose_pad_token_id(tokenizer, model.config.vocab_size),
         )
     scaler = LossScaler(device) if config.scales_loss else None
@@ -311,14 +310,15 @@ def _run_log(config: RunConfig, start: StartRecord, trackers: list[Sink], found:
     )
 
 
-def _facts_of(config: RunConfig, batches: BatchPlan, found: Found, run_id: str) -> dict:
+def _facts_of(config: RunConfig, plan: Plan, found: Found, run_id: str) -> dict:
     """What run.json says beside the state; `run_id` stays the same for as long as a run is resumed."""
     return {
         "run_id": run_id,
         "config": redact_all(asdict(config)),
+        "plan": asdict(plan),
         "content": found.content,
         "world_size": ranks_from_env().world_size,
-    } | per_step(batches)
+    } | per_step(plan.batch)
 
 
 def _report_on_stream(loader: StreamLoader, log: RunLog):

@@ -24,6 +24,7 @@ from fsdp_qlora.config.flags import parse
 from fsdp_qlora.estimate import batches_of
 from fsdp_qlora.planner import free_settings, make_plan, packing_line
 from fsdp_qlora.preflight.sampled_lengths import sampled_lengths
+from fsdp_qlora.run_plan import plan_run
 from tests.ranks import run_ranks
 from tests.tokenizers import save_chat_model
 
@@ -157,9 +158,10 @@ def probe_and_run(folder: str, data: str, out: str) -> dict[str, dict]:
             | case
         )
         rows = RunRows.read(config)
-        row = describe_run(rows.planned, name, 2, device)
+        plan = plan_run(rows.planned, device)
+        row = describe_run(rows.planned, plan, name, 2, device)
         how = How(steps=2, warmup=1)
-        measure(row, rows.planned, how, device, MemoryLimit(None), rows)
+        measure(row, rows.planned, plan, how, device, MemoryLimit(None), rows)
         probed, seen[:] = list(seen), []
         train(config, rows.data.train, device, rows.tokenizer, rows.data.held_out)
         ran, seen[:] = list(seen), []

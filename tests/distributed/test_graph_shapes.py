@@ -18,7 +18,13 @@ def filled_and_not(folder: str) -> dict:
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.data import collate, collate_packed
     from fsdp_qlora.dist import full_tensor, ranks_from_env
-    from fsdp_qlora.training.cuda_graphs import as_large_as_any, shape_of, uses_graphs
+    from fsdp_qlora.plan import draft_plan
+    from fsdp_qlora.training.cuda_graphs import (
+        as_large_as_any,
+        check_graphs,
+        shape_of,
+        uses_graphs,
+    )
     from fsdp_qlora.training.step import run_micro_batch
 
     rank, found = ranks_from_env().rank, {}
@@ -37,11 +43,13 @@ def filled_and_not(folder: str) -> dict:
     reasons = {}
     for flag in ("", "no_sync", "gather_once"):
         asked = replace(config, compile=None, cuda_graphs=True, **{flag: True} if flag else {})
+        plan = draft_plan(asked, 2)
         try:
-            reasons[flag] = uses_graphs(asked, model, torch.device("cuda"))
+            check_graphs(asked, plan, model, torch.device("cuda"))
+            reasons[flag] = uses_graphs(plan, model, torch.device("cuda"))
         except ValueError as error:
             reasons[flag] = str(error)
-    found["reasons"] = reasons, uses_graphs(config, model, torch.device("cuda"))
+    found["reasons"] = reasons, uses_graphs(draft_plan(config, 2), model, torch.device("cuda"))
     return found | dict(
         shapes=[shape_of(as_large_as_any(b)) for b in (batch, packed)],
         packed=(packed, as_large_as_any(packed)),

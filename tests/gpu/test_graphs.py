@@ -89,6 +89,7 @@ def train_both_ways(folder: str, cases: dict = CASES) -> dict:
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.dist import full_tensor, rank_device
     from fsdp_qlora.optim import build_optimizer
+    from fsdp_qlora.run_plan import plan_run
     from fsdp_qlora.training.cuda_graphs import micro_batch_runner
     from fsdp_qlora.training.loss_scaler import LossScaler
     from fsdp_qlora.training.step import seed_everything, train_step
@@ -105,9 +106,10 @@ def train_both_ways(folder: str, cases: dict = CASES) -> dict:
                 | settings,
             )
             seed_everything(0, 0)
-            model = build_model(config, device).train()
+            plan = plan_run(config, device)
+            model = build_model(config, device, plan=plan).train()
             optimizer = build_optimizer(model, config.optimizer, 1e-3)
-            runner = micro_batch_runner(config, model, device)
+            runner = micro_batch_runner(config, plan, model, device)
             scaler = LossScaler(device) if config.scales_loss else None
             losses = [
                 train_step(

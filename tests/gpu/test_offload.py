@@ -152,15 +152,17 @@ def profiled(folder: str, output: str) -> tuple[str, int]:
     from fsdp_qlora.data import Step
     from fsdp_qlora.observe.memory_report import MemoryWatch
     from fsdp_qlora.optim import build_optimizer
+    from fsdp_qlora.run_plan import plan_run
     from fsdp_qlora.training.step import train_step
 
     device = torch.device("cuda", torch.cuda.current_device())
     config = RunConfig(
         model_name=folder, lora_rank=4, compile=False, profile_memory=True, output_dir=output
     )
-    model = build_model(config, device)
+    plan = plan_run(config, device)
+    model = build_model(config, device, plan=plan)
     optimizer, text = build_optimizer(model), io.StringIO()
-    watch, batch = MemoryWatch(config, model, optimizer, device), padded_batch(long_rows(1))
+    watch, batch = MemoryWatch(config, plan, model, optimizer, device), padded_batch(long_rows(1))
     with contextlib.redirect_stdout(text):
         for index in (0, 1):
             with watch.step(Step(index, 0, [batch], 1, 0, 0, 0)):

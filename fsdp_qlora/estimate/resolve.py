@@ -1,0 +1,161 @@
+"""What a run leaves open, decided: `resolve` makes the Plan of a run's settings on a machine.
+
+Each choice is a function that takes the plan as it is so far and gives it with the choice made; the
+order matters, for a choice sees those before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from ..catalog.arch import ModelShape
+from ..catalog.hardware import Gpu
+from ..catalog.machine import Machine
+from ..config import AUTO, RunConfig
+from ..config.run import check_kept_stay
+from ..config.settings import shown
+from ..plan import Plan, draft_plan, replays_pay
+from .lengths import Batches
+from .peak import Memory, memory
+from .policies import SPARE_SHARE, choose_policies, choose_tiles, keeps_fp8_weights
+from .weights import trained_on_host
+
+
+@dataclass(frozen=True)
+class Room:
+    """GPU memory that a plan may fill."""
+
+    gib: float
+    needed: Callable[[Memory], float]  # what of an estimate must be within it
+    gpu: Gpu | None = None  # for which the policy is the fastest
+
+
+def room_of(machine: Machine) -> Room:
+    """All of a card, but what is left free because predictions are off."""
+    return Room((1 - SPARE_SHARE) * machine.memory_gib, attrgetter("total"), machine.gpu)
+
+
+def _budget_of(config: RunConfig) -> Room | None:
+    """What --activation_budget_gib allows; None where it is left out, or left to the planner."""
+    if config.activation_budget_gib in (None, AUTO):
+        return None
+    return Room(config.activation_budget_gib, attrgetter("peak_allocated"))
+
+
+def leaves_open(config: RunConfig) -> bool:
+    """Whether `resolve` needs the model's shape for these settings."""
+    asks_fp8 = config.compute_dtype == "fp8" and config.keep_fp8_weights is None
+    return _budget_of(config) is not None or config.mlp_tiles == AUTO or asks_fp8
+
+
+def resolve(
+    config: RunConfig,
+    shape: ModelShape | None,
+    machine: Machine,
+    room: Room | None = None,
+    batches: Batches | None = None,
+) -> Plan:
+    """The plan of a run on a machine: what its settings leave open is decided, once.
+
+    shape: None will do where nothing is open (`leaves_open`). room: what the activation policy is
+    chosen to fill, in place of --activation_budget_gib. batches: the data's, for which that policy is
+    the fastest. What was chosen is in `Plan.choices`; nothing is printed. Raises ValueError for a
+    budget that is too small even with every block recomputed.
+    """
+    check_kept_stay(config, machine.world_size)
+    room = room or _budget_of(config)
+    plan = draft_plan(config, machine.world_size, machine.gpus, on_gpu=not machine.is_cpu)
+    plan = _with_groups(plan, config, machine)
+    plan = _with_offload(plan, shape, machine)
+    if config.mlp_tiles == AUTO:
+        plan = _with_tiles(plan, config, shape, machine)
+    if room is not None:
+        plan = _with_policy(plan, shape, room, batches)
+    if config.keep_fp8_weights is None and plan.quantization.compute_dtype == "fp8":
+        plan = _with_kept_fp8(plan, shape, machine, room)
+    return plan
+
+
+def chosen_settings(config: RunConfig, plan: Plan, room: Room | None = None) -> dict[str, Any]:
+    """The settings that were open, as they would be typed to get the plan."""
+    chosen = {}
+    if (room or _budget_of(config)) is not None:
+        chosen |= dict(
+            activation_policy=plan.memory.activation_policy,
+            activation_budget_gib=None,
+            use_activation_cpu_offload=plan.memory.activation_offload,
+        )
+    if config.keep_fp8_weights is None and config.compute_dtype == "fp8":
+        chosen |= dict(keep_fp8_weights=plan.quantization.keep_fp8_weights)
+    return chosen
+
+
+def hybrid_groups(machine: Machine, config: RunConfig) -> bool:
+    """Whether the GPUs divide into two or more shard groups of two or more."""
+    world, size = machine.world_size, config.shard_group_size
+    if size == -1:
+        size = machine.gpus if machine.nodes > 1 else world // 2
+    return size >= 2 and world % size == 0 and world // size >= 2
+
+
+def _with_groups(plan: Plan, config: RunConfig, machine: Machine) -> Plan:
+    """How many GPUs of a hybrid strategy share one copy; left as it is where they do not divide."""
+    if not config.strategy.is_hybrid or not hybrid_groups(machine, config):
+        return plan
+    return plan.change(shard_group_size=plan.sharding.shard_ranks)
+
+
+def _with_offload(plan: Plan, shape: ModelShape | None, machine: Machine) -> Plan:
+    """What of trained weights and of the vocabulary waits on the host beside the frozen blocks."""
+    frozen = plan.memory.cpu_offload
+    if plan.memory.vocabulary_offload is None:
+        plan = plan.change(vocabulary_offload=frozen)
+    if not frozen:
+        return plan.change(trained_offload=False)
+    if plan.memory.trained_offload is None and (machine.is_cpu or shape is None):
+        off = True
+    else:
+        off = trained_on_host(shape, plan, machine.gpu.memory_gib)
+    if plan.adapter.is_full:
+        return plan.change(trained_offload=off)
+    where = (
+        "trained weights, gradients and optimizer states are in host memory too"
+        if off
+        else "these stay on the GPU"
+    )
+    return plan.choose(f"--use_trained_cpu_offload {shown(off)}: {where}", trained_offload=off)
+
+
+def _with_tiles(plan: Plan, config: RunConfig, shape: ModelShape, machine: Machine) -> Plan:
+    """--mlp_tiles -1, and whether to replay micro-batches, which depends on it."""
+    budget = _budget_of(config)
+    tiles = choose_tiles(shape, plan, budget and budget.gib)
+    plan = plan.choose(f"--mlp_tiles {tiles}: chosen by the estimate", mlp_tiles=tiles)
+    return plan if machine.is_cpu else plan.change(cuda_graphs=replays_pay(plan, config))
+
+
+def _with_policy(plan: Plan, shape: ModelShape, room: Room, batches: Batches | None) -> Plan:
+    """What each block keeps: the fastest mix that the room holds; of keep_all nothing is offloaded."""
+    seen = batches.seen(plan) if batches else plan
+    policy = choose_policies(shape, plan, room.gib, room.gpu, room.needed, seen)
+    need = room.needed(memory(shape, plan, activation_policy=policy))
+    return plan.choose(
+        f"--activation_policy {policy}: {need:.1f} GiB at the peak by the estimate, within "
+        f"{room.gib:g}",
+        activation_policy=policy,
+        activation_offload=plan.memory.activation_offload and policy != "keep_all",
+    )
+
+
+def _with_kept_fp8(plan: Plan, shape: ModelShape, machine: Machine, room: Room | None) -> Plan:
+    """--keep_fp8_weights None: kept on a GPU that has room for them beside the rest."""
+    if machine.is_cpu:
+        return plan
+    room = room or room_of(machine)
+    keeps = keeps_fp8_weights(shape, plan, room.gib, room.needed)
+    return plan.choose(
+        f"--keep_fp8_weights {shown(keeps)}: chosen by the estimate", keep_fp8_weights=keeps
+    )

@@ -1,0 +1,69 @@
+"""The plan of a run on the machine that it runs on: where settings, model and device meet.
+
+`estimate.resolve` decides; here are the device as a `Machine`, and the lines that say what was chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from .catalog.arch import ModelShape, shape_from_config
+from .catalog.hardware import Gpu, find_gpu
+from .catalog.llama_pro import expanded_shape
+from .catalog.machine import Machine, cpu_machine
+from .config import RunConfig
+from .dist import print_main, ranks_from_env
+from .estimate import leaves_open, resolve
+from .loading import read_config
+from .plan import Plan
+
+
+def plan_run(config: RunConfig, device: torch.device) -> Plan:
+    """The plan of a run on its ranks; rank 0 prints what was chosen.
+
+    Raises ValueError if an activation budget is too small even with every block recomputed.
+    """
+    if config.is_auto:
+        raise ValueError(
+            "--sharding_strategy, --batch_size and --activation_budget_gib auto are chosen "
+            "by the train command; here give values, as `fsdp-qlora plan` prints them"
+        )
+    plan = resolve(config, _shape_of(config), machine_of(device))
+    for line in plan.choices:
+        print_main(line)
+    return plan
+
+
+def machine_of(device: torch.device) -> Machine:
+    """This run's ranks as the estimate sees them, each with a device like this one."""
+    ranks = ranks_from_env()
+    count = dict(gpus=ranks.local_world_size, nodes=ranks.nodes)
+    if device.type != "cuda":
+        return cpu_machine(**count)
+    size = torch.cuda.mem_get_info(device)[1] / 2**30
+    gpu = gpu_of(device) or find_gpu("h100")  # of a card that is not known only its size counts
+    gpu = replace(gpu, name=torch.cuda.get_device_name(device), memory_gib=size)
+    return Machine(gpu=gpu, memory_gib=size, here=True, **count)
+
+
+def gpu_of(device: torch.device) -> Gpu | None:
+    """The catalogue's card of a device; None for the CPU and for cards that it does not have."""
+    if device.type != "cuda":
+        return None
+    try:
+        return find_gpu(torch.cuda.get_device_name(device))
+    except ValueError:
+        return None
+
+
+def _shape_of(config: RunConfig) -> ModelShape | None:
+    """The model's shape; None where it can't be told and nothing that is open needs it."""
+    settings = read_config(config.model_name, **config.source)
+    try:
+        return expanded_shape(shape_from_config(settings.to_dict(), config.model_name), config)
+    except ValueError:
+        if leaves_open(config):
+            raise
+        return None

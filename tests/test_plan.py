@@ -1,0 +1,156 @@
+"""The plan of a run: filled from the settings by name, changed by name, decided once."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+
+import pytest
+
+import fsdp_qlora.plan as plan_module
+from fsdp_qlora.bench.row import empty_row, of_plan, plan_of
+from fsdp_qlora.catalog.arch import model_shape
+from fsdp_qlora.catalog.machine import MachineOptions, cpu_machine, machine_from_options
+from fsdp_qlora.config import RunConfig
+from fsdp_qlora.config.options import TRAIN_TYPES
+from fsdp_qlora.config.settings import opt
+from fsdp_qlora.estimate import memory, resolve
+from fsdp_qlora.plan import LoopPlan, Plan, draft_plan
+
+from .estimates import LLAMA_8B
+
+H100 = machine_from_options(MachineOptions(gpu="h100", gpus=1))
+
+
+def test_no_two_sections_have_a_field_of_one_name():
+    names = [
+        f.name
+        for section in fields(Plan())
+        if section.name != "choices"
+        for f in fields(getattr(Plan(), section.name))
+    ]
+    assert len(names) == len(set(names))
+
+
+def test_a_changed_field_is_in_its_section_and_the_others_stay():
+    plan = Plan().change(mlp_tiles=4, world_size=2, optimizer="sgd")
+    assert (plan.memory.mlp_tiles, plan.sharding.world_size) == (4, 2)
+    assert plan.optimizer.optimizer == "sgd" and plan.adapter is Plan().adapter
+    with pytest.raises(TypeError, match="mlp_tile$"):
+        Plan().change(mlp_tile=4)
+
+
+def test_a_setting_reaches_the_plan_by_a_field_of_its_name_alone(monkeypatch):
+    """A new setting is a field of options.py and of a section: nothing between them knows it."""
+
+    @dataclass(kw_only=True)
+    class WithToy(RunConfig):
+        toy_ratio: float = opt(0.5, "a setting that a test adds")
+
+    @dataclass(frozen=True, kw_only=True)
+    class LoopWithToy(LoopPlan):
+        toy_ratio: float = 0.5
+
+    @dataclass(frozen=True, kw_only=True)
+    class PlanWithToy(Plan):
+        loop: LoopWithToy = LoopWithToy()
+
+    sections = plan_module._SECTIONS | dict(loop=LoopWithToy)
+    monkeypatch.setattr(plan_module, "Plan", PlanWithToy)
+    monkeypatch.setattr(plan_module, "_SECTIONS", sections)
+    assert draft_plan(WithToy(toy_ratio=0.25), 1).loop.toy_ratio == 0.25
+
+
+OPEN = [
+    dict(activation_budget_gib=40, batch_size=2, context_length=2048),
+    dict(mlp_tiles=-1, context_length=8192),
+    dict(compute_dtype="fp8", sharding_strategy="ddp", lora_dropout=0.0),
+    dict(use_cpu_offload=True, lora_rank=8),
+    dict(use_cpu_offload=True, lora_rank=1024),
+    dict(sharding_strategy="hybrid_full_shard"),
+]
+
+
+@pytest.mark.parametrize("settings", OPEN, ids=lambda s: next(iter(s)))
+def test_nothing_is_open_in_a_resolved_plan_and_each_choice_says_why(settings):
+    machine = replace(H100, gpus=4) if "hybrid" in str(settings) else H100
+    plan = resolve(RunConfig(**settings), LLAMA_8B, machine)
+    for section in asdict(plan).values():
+        if isinstance(section, dict):
+            assert not {n for n in section if "offload" in n and section[n] is None}
+    assert plan.sharding.shard_group_size == (2 if "hybrid" in str(settings) else -1)
+    flags = [line.split()[0].removeprefix("--") for line in plan.choices]
+    asked = ("activation_policy", "mlp_tiles", "keep_fp8_weights", "use_trained_cpu_offload")
+    assert set(flags) <= set(asked) and len(flags) == ("hybrid" not in str(settings))
+    for line, flag in zip(plan.choices, flags, strict=True):
+        value = plan.setting(flag)
+        assert line.split()[1].rstrip(":") == (
+            str(value).lower() if isinstance(value, bool) else str(value)
+        )
+
+
+def test_a_policy_that_fills_a_budget_needs_no_more_than_it():
+    plan = resolve(RunConfig(activation_budget_gib=40, context_length=8192), LLAMA_8B, H100)
+    assert 35 < memory(LLAMA_8B, plan).peak_allocated <= 40
+
+
+def test_what_keeps_everything_offloads_nothing():
+    config = RunConfig(activation_budget_gib=70, use_activation_cpu_offload=True)
+    plan = resolve(config, LLAMA_8B, H100)
+    assert plan.memory.activation_policy == "keep_all" and not plan.memory.activation_offload
+
+
+def test_trained_weights_follow_the_others_where_they_take_an_eighth_of_the_card():
+    """Weights, gradients and two states in fp32: 16 bytes a weight."""
+    shape = model_shape("llama-2-7b")
+    for rank in (8, 64, 512, 1024):
+        plan = resolve(RunConfig(use_cpu_offload=True, lora_rank=rank), shape, H100)
+        share = 16 * shape.lora_params(rank) / 2**30 / H100.gpu.memory_gib
+        assert plan.memory.trained_offload is (share > 1 / 8)
+    cpu = cpu_machine(1)
+    assert resolve(RunConfig(use_cpu_offload=True), shape, cpu).memory.trained_offload
+
+
+def test_tiles_that_come_to_one_are_replayed_as_one_that_is_given():
+    chosen, given = (
+        resolve(RunConfig(mlp_tiles=n, context_length=512), LLAMA_8B, H100) for n in (-1, 1)
+    )
+    assert chosen == given and chosen.loop.cuda_graphs
+
+
+def test_on_the_cpu_nothing_is_compiled_replayed_or_kept_in_fp8_unless_asked():
+    config = RunConfig(compute_dtype="fp8", sharding_strategy="ddp", lora_dropout=0.0)
+    plan = resolve(config, LLAMA_8B, cpu_machine(1))
+    assert not (plan.loop.compile or plan.loop.cuda_graphs or plan.quantization.keep_fp8_weights)
+    assert resolve(replace(config, compile=True), LLAMA_8B, cpu_machine(1)).loop.compile
+
+
+# ---- rows of measurements ----------------------------------------------------------------------
+
+
+SETTINGS = [dict(train_type=name) for name in TRAIN_TYPES if name != "custom_qlora"] + [
+    dict(train_type="qlora", adapter="dora", lora_target_modules="q_proj,v_proj"),
+    dict(train_type="hqq_lora", n_bits=2, lora_target_modules="all", absmax_dtype="int8"),
+    dict(lora_target_modules="default", optimizer="adamw_8bit", adapter_dtype="bf16"),
+    dict(use_cpu_offload=True, use_trained_cpu_offload=False, use_activation_cpu_offload=True),
+    dict(global_batch_size=64, batch_size=4, context_length=1024, activation_policy="keep_linears"),
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_row_gives_back_the_plan_that_it_was_measured_with(settings):
+    config = RunConfig(**settings)
+    plan = draft_plan(config, 2, 2)
+    row = replace(empty_row("x"), train_type=config.train_type, nodes=1, **of_plan(plan))
+    again = plan_of(row)
+    assert of_plan(again) == of_plan(plan)
+    assert memory(LLAMA_8B, again) == memory(LLAMA_8B, plan)
+
+
+def test_a_row_from_before_rows_named_the_adapter_has_that_of_its_train_type():
+    def older(**fields):
+        return plan_of(replace(empty_row("x"), gpus=1, **fields)).adapter.adapter
+
+    assert older(train_type="bnb_dora", lora_rank=64) == "dora"
+    assert older(train_type="hqq_llama_pro") == "llama_pro"
+    assert older(train_type="full") == "none"
+    assert older(train_type="of another tool", lora_rank=8) == "lora"
