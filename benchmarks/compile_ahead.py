@@ -88,9 +88,9 @@ def settled(cell: Cell) -> Cell:
 def planned(cell: Cell) -> dict:
     """The settings that the plan for this machine sets; bench measures them first."""
     from fsdp_qlora.bench.auto import asked
-    from fsdp_qlora.planner import make_plan
+    from fsdp_qlora.planner import propose
 
-    plan = make_plan(*asked(job_of(cell)))
+    plan = propose(*asked(job_of(cell)))
     if plan.choice is None:
         raise ValueError("nothing fits")
     print(f"{cell.name}: {' '.join(f'--{name} {shown(v)}' for name, v in plan.changes.items())}")

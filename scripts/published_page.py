@@ -23,7 +23,7 @@ from fsdp_qlora.config import RunConfig
 from fsdp_qlora.estimate import Estimate, estimate, memory
 from fsdp_qlora.estimate.report import duration
 from fsdp_qlora.plan import Plan, draft_plan
-from fsdp_qlora.planner import free_settings, make_plan
+from fsdp_qlora.planner import free_settings, propose
 
 ROOT = Path(__file__).parents[1]
 INTRO = """# Published, estimated, measured
@@ -228,7 +228,7 @@ def hours_table(table: dict, rows: list[Row]) -> str:
             config = RunConfig(**table["settings"])
             shape = model_shape(config.model_name)
             machine = machine_from_options(MachineOptions(gpu=card))
-            known[card] = make_plan(
+            known[card] = propose(
                 shape,
                 machine,
                 config,

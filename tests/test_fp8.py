@@ -26,7 +26,7 @@ from fsdp_qlora.estimate import (
 from fsdp_qlora.loading import read_config
 from fsdp_qlora.optim import build_optimizer
 from fsdp_qlora.plan import Plan, draft_plan
-from fsdp_qlora.planner import free_settings, make_plan
+from fsdp_qlora.planner import free_settings, propose
 from fsdp_qlora.quantization import fp8
 from fsdp_qlora.quantization.formats import dense_weight, quantize_rows
 from fsdp_qlora.quantization.fp8_weight_cache import Fp8WeightCache
@@ -271,7 +271,7 @@ def test_weights_are_kept_in_fp8_where_they_stay_and_activations_leave_room():
     assert answer.config.keep_fp8_weights and answer.memory.parts["fp8"] > 12
     assert not estimate(shape, replace(machine, gpus=2), RunConfig(**asked)).config.keep_fp8_weights
     free = free_settings(RunConfig(**asked), set(), everything=True)
-    assert make_plan(shape, machine, RunConfig(**asked), free).changes["keep_fp8_weights"] is True
+    assert propose(shape, machine, RunConfig(**asked), free).changes["keep_fp8_weights"] is True
     decided = RunConfig(**asked, keep_fp8_weights=False)
     assert "keep_fp8_weights" not in free_settings(decided, set(), everything=True)
 

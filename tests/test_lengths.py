@@ -19,7 +19,7 @@ from fsdp_qlora.data.lengths import SAMPLE
 from fsdp_qlora.estimate import batches_of, estimate, padding_line, report
 from fsdp_qlora.observe import throughput
 from fsdp_qlora.plan import draft_plan
-from fsdp_qlora.planner import free_settings, make_plan
+from fsdp_qlora.planner import free_settings, propose
 from fsdp_qlora.preflight.run_data import read_data, run_tokenizer
 from fsdp_qlora.preflight.sampled_lengths import lengths_of, sampled_lengths
 from fsdp_qlora.training.trainer import longest_row
@@ -179,7 +179,7 @@ def test_a_plan_packs_short_rows_and_not_full_ones_nor_against_the_user():
     def chosen(name: str, given=frozenset()) -> RunConfig:
         rows = sampled(DISTRIBUTIONS[name])
         free = free_settings(config, set(given), everything=True, rows=rows)
-        return make_plan(shape, machine(), config, free, rows).choice.config
+        return propose(shape, machine(), config, free, rows).choice.config
 
     packed = chosen("log_normal")
     assert packed.packing and packed.global_batch_size == 32

@@ -12,7 +12,7 @@ from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig, plan_batches
 from fsdp_qlora.estimate import estimate
 from fsdp_qlora.estimate.policies import policy_text
-from fsdp_qlora.planner import LADDER, climb, free_settings, make_plan, report
+from fsdp_qlora.planner import LADDER, climb, free_settings, propose, report
 from fsdp_qlora.planner.search import places, seconds_per_token
 
 SEVEN, SEVENTY = model_shape("llama-2-7b"), model_shape("llama-2-70b")
@@ -24,7 +24,7 @@ def machine(**options):
 
 
 def plan(shape, config=None, free=EVERYTHING, **options):
-    return make_plan(shape, machine(**options), config or RunConfig(context_length=2048), free)
+    return propose(shape, machine(**options), config or RunConfig(context_length=2048), free)
 
 
 def test_each_rung_adds_its_changes_to_those_before():
@@ -97,7 +97,7 @@ def test_no_other_combination_is_faster_than_the_choice(gpus, limit, settings):
     config = replace(
         RunConfig(context_length=2048, global_batch_size=4, lora_dropout=0.0), **settings
     )
-    found = make_plan(shape, here, config, EVERYTHING)
+    found = propose(shape, here, config, EVERYTHING)
     mixes = [m for m in product(range(5), repeat=4) if sum(m) == 4]
     best = float("inf")
     for strategy, offload, activations in places(here, config, EVERYTHING):
@@ -138,7 +138,7 @@ def test_an_offload_that_brings_little_is_left():
     """70B on two cards of 24 GiB: activation offload is predicted to bring 2%."""
     shape, here = model_shape("llama-2-70b"), machine(gpu="h200", gpus=2, gpu_memory_gib=24)
     config = RunConfig(context_length=2048, global_batch_size=8, lora_dropout=0.0)
-    found = make_plan(shape, here, config, EVERYTHING)
+    found = propose(shape, here, config, EVERYTHING)
     fastest = min(found.fitting, key=seconds_per_token)
     assert fastest.config.use_activation_cpu_offload
     assert (

@@ -25,7 +25,7 @@ from ..estimate import Estimate, Rows
 from ..estimate.peak import CONTEXT_GIB, NCCL_GIB
 from ..lifecycle.launcher import world_size
 from ..loading import read_config
-from ..planner import Plan, free_settings, make_plan
+from ..planner import Proposal, free_settings, propose
 from ..planner.report import advice, flags
 from .drive import How, Job, run_batch
 from .row import Row, append_row, empty_row
@@ -72,7 +72,7 @@ def climb_down(
     how: How,
     results: str | Path | None = None,
     rows: Rows | None = None,
-) -> tuple[Plan, Row | None]:
+) -> tuple[Proposal, Row | None]:
     """The first plan that is measured to fit; each one that does not leaves less memory to the next.
 
     `job` says what to measure, `auto` settings included; what was measured is appended to `results`.
@@ -80,7 +80,7 @@ def climb_down(
     Raises ValueError if nothing fits.
     """
     for _ in range(ATTEMPTS):
-        plan = make_plan(shape, machine, config, free, rows)
+        plan = propose(shape, machine, config, free, rows)
         if plan.choice is None:
             raise ValueError("--sharding_strategy auto: nothing fits; " + "; ".join(advice(plan)))
         print(f"plan: {flags(plan)}: {_promised(plan.choice)}", flush=True)

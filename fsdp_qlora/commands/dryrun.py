@@ -32,7 +32,7 @@ from ..loading import read_config
 from ..loading.tokenizer import grow_vocabulary
 from ..observe.trackers import check_trackers
 from ..plan import draft_plan
-from ..planner import free_settings, make_plan
+from ..planner import free_settings, propose
 from ..planner import report as plan_report
 from ..preflight.checks import check_device, check_places, check_rows
 from ..preflight.run_data import RunData, load_data, run_tokenizer
@@ -114,7 +114,7 @@ def predicted(
     free = free_settings(config, given, rows=rows)
     if not free:
         return config, estimate_report(estimate(shape, machine, config, rows), rows=rows)
-    plan = make_plan(shape, machine, config, free, rows)
+    plan = propose(shape, machine, config, free, rows)
     return plan.choice.config if plan.choice else plan.config, plan_report(plan)
 
 

@@ -67,14 +67,14 @@ def _estimate_command(argv: list[str]):
 
 def _plan_command(argv: list[str]):
     """Find the fastest configuration that fits, and say why not another; needs no GPU."""
-    from ..planner import as_json, draw, free_settings, make_plan, report
+    from ..planner import as_json, draw, free_settings, propose, report
 
     config, machine, options = parse(argv, MachineOptions, _PlanOptions, prog="fsdp-qlora plan")
     check_file("picture", options.picture)
     _warn_of(config)
     shape, rows = _asked_shape(config, options, argv), _asked_rows(config, options, argv)
     free = free_settings(config, given_settings(argv), everything=True, rows=rows)
-    plan = make_plan(shape, machine_from_options(machine), config, free, rows)
+    plan = propose(shape, machine_from_options(machine), config, free, rows)
     show(as_json if options.json else report, plan)
     if options.picture:
         draw(plan, options.picture)
@@ -88,11 +88,11 @@ def planned(
     rows: Rows | None = None,
 ) -> RunConfig:
     """The settings with what is auto chosen, as training would. Raises ValueError if nothing fits."""
-    from ..planner import free_settings, make_plan
+    from ..planner import free_settings, propose
     from ..planner.report import advice
 
     free = free_settings(config, given_settings(argv), rows=rows)
-    plan = make_plan(shape, machine, config, free, rows)
+    plan = propose(shape, machine, config, free, rows)
     if plan.choice is None:
         raise ValueError("auto: nothing fits; " + "; ".join(advice(plan)))
     return plan.choice.config

@@ -30,7 +30,7 @@ from ..data import RowLengths
 from ..dist import broadcast_by_main, launched
 from ..json_input import read_object
 from ..loading import read_config
-from ..planner import Plan, free_settings, packing_line
+from ..planner import Proposal, free_settings, packing_line
 from ..preflight.sampled_lengths import sampled_lengths
 
 STEPS = How(steps=3, warmup=2, minutes=10)
@@ -116,7 +116,7 @@ def _store_file(
     return root / "fsdp_qlora" / "plans" / (hashlib.sha256(key.encode()).hexdigest()[:20] + ".json")
 
 
-def keep(file: Path, plan: Plan, row: Row | None):
+def keep(file: Path, plan: Proposal, row: Row | None):
     """Store a confirmed plan; a folder that can't be written is said, and costs the next start."""
     batches = plan.choice.batches if plan.choice else None
     kept = dict(

@@ -6,26 +6,26 @@ offload and micro-batch with the mix of activation policies that is fastest with
 and ranks what fits by predicted time. `--global_batch_size` is the user's and never changed. Pure: no
 torch.
 
-Modules, each importing only from those before it: ladder, search, plan, report, picture.
+Modules, each importing only from those before it: ladder, search, proposal, report, picture.
 """
 
 from __future__ import annotations
 
 from .ladder import LADDER, Rung, climb, savings
 from .picture import draw
-from .plan import Plan, free_settings, make_plan
+from .proposal import Proposal, free_settings, propose
 from .report import as_json, packing_line, report
 from .search import search
 
 __all__ = [
     "LADDER",
-    "Plan",
+    "Proposal",
     "Rung",
     "as_json",
     "climb",
     "draw",
     "free_settings",
-    "make_plan",
+    "propose",
     "packing_line",
     "report",
     "savings",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..estimate import Estimate
-from .plan import Plan
+from .proposal import Proposal
 
 _STACK = (  # label, parts of an estimate, colour
     ("weights", ("linears", "absmax", "fp8", "embedding", "head", "norms"), "#1f5a99"),
@@ -17,7 +17,7 @@ _STACK = (  # label, parts of an estimate, colour
 )
 
 
-def draw(plan: Plan, path: str | Path) -> Path:
+def draw(proposal: Proposal, path: str | Path) -> Path:
     """Write the picture. Raises ValueError where matplotlib is not installed."""
     try:
         import matplotlib
@@ -28,11 +28,11 @@ def draw(plan: Plan, path: str | Path) -> Path:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    bars = [(f"{i}. {c.rung.name}", c.found) for i, c in enumerate(plan.rungs, 1) if c.found]
-    if plan.choice:
-        bars.append(("chosen by the search", plan.choice))
+    bars = [(f"{i}. {c.rung.name}", c.found) for i, c in enumerate(proposal.rungs, 1) if c.found]
+    if proposal.choice:
+        bars.append(("chosen by the search", proposal.choice))
     figure, axes = plt.subplots(figsize=(9, 1.4 + 0.42 * len(bars)), layout="constrained")
-    limit = plan.machine.memory_gib
+    limit = proposal.machine.memory_gib
     axes.set_xlim(0, 1.12 * max(limit, max(found.memory.total for _, found in bars)))
     for place, (_, found) in enumerate(bars):
         bar(axes, place, found)
@@ -40,7 +40,9 @@ def draw(plan: Plan, path: str | Path) -> Path:
     axes.text(limit, -0.75, f" {limit:g} GiB", color="#b02020", va="center")
     axes.set_yticks(range(len(bars)), [name for name, _ in bars])
     axes.set(
-        xlabel="GiB per GPU; pale: does not fit", ylim=(len(bars) - 0.4, -1.1), title=title(plan)
+        xlabel="GiB per GPU; pale: does not fit",
+        ylim=(len(bars) - 0.4, -1.1),
+        title=title(proposal),
     )
     axes.spines[["top", "right"]].set_visible(False)
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for _, _, colour in _STACK]
@@ -89,10 +91,10 @@ def bar(axes, place: int, found: Estimate):
     )
 
 
-def title(plan: Plan) -> str:
+def title(proposal: Proposal) -> str:
     """Model, machine and tokens."""
-    machine = plan.machine
+    machine = proposal.machine
     return (
-        f"{plan.shape.name} on {machine.world_size}x {machine.gpu.label}, "
-        f"{plan.config.context_length:,} tokens a row"
+        f"{proposal.shape.name} on {machine.world_size}x {machine.gpu.label}, "
+        f"{proposal.config.context_length:,} tokens a row"
     )

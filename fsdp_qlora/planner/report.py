@@ -13,40 +13,43 @@ from ..estimate import as_json as estimate_as_json
 from ..estimate.peak import EXPLAINED
 from ..estimate.report import data_notes, notes, settings_line, subject_lines, wrapped
 from .ladder import Climbed
-from .plan import Plan, make_plan
+from .proposal import Proposal, propose
 from .search import seconds_per_token
 
 SHOWN = 8  # of the search's results
 
 
-def report(plan: Plan) -> str:
+def report(proposal: Proposal) -> str:
     """The whole plan as text."""
-    some = plan.choice or plan.closest
+    some = proposal.choice or proposal.closest
     assert some  # a search tries something
     lines = [
         *wrapped(subject_lines(some)[0]),
-        *wrapped(plan.machine.describe()),
+        *wrapped(proposal.machine.describe()),
         "",
-        *_ladder_lines(plan),
+        *_ladder_lines(proposal),
         "",
-        *_search_lines(plan),
+        *_search_lines(proposal),
         "",
-        *_choice_lines(plan),
+        *_choice_lines(proposal),
     ]
-    said = [*data_notes(some, plan.rows), *notes(some)]
+    said = [*data_notes(some, proposal.rows), *notes(some)]
     return "\n".join(lines + [line for note in said for line in wrapped(note)])
 
 
-def _ladder_lines(plan: Plan) -> list[str]:
+def _ladder_lines(proposal: Proposal) -> list[str]:
     """Each rung with its need, speed and verdict."""
-    rows, length = plan.config.batch_size, plan.config.context_length
+    rows, length = proposal.config.batch_size, proposal.config.context_length
     lines = [f"{'GiB':>7}{'tok/s/GPU':>11}  the ladder, {rows} x {length:,} tokens per GPU"]
-    for number, climbed in enumerate(plan.rungs, 1):
+    for number, climbed in enumerate(proposal.rungs, 1):
         lines += row(
-            figures(climbed.found), f"{number}. {climbed.rung.name}: {_rung_verdict(plan, climbed)}"
+            figures(climbed.found),
+            f"{number}. {climbed.rung.name}: {_rung_verdict(proposal, climbed)}",
         )
-    last = "not needed" if plan.choice else "see below"
-    return lines + row(figures(None), f"{len(plan.rungs) + 1}. shorter rows, or more GPUs: {last}")
+    last = "not needed" if proposal.choice else "see below"
+    return lines + row(
+        figures(None), f"{len(proposal.rungs) + 1}. shorter rows, or more GPUs: {last}"
+    )
 
 
 def row(numbers: str, text: str) -> list[str]:
@@ -66,9 +69,9 @@ def figures(found: Estimate | None) -> str:
     return f"{found.memory.total:7.1f}{found.step.tokens_per_second_per_gpu:11,.0f}"
 
 
-def _rung_verdict(plan: Plan, climbed: Climbed) -> str:
+def _rung_verdict(proposal: Proposal, climbed: Climbed) -> str:
     """Why a rung is, or is not, the answer."""
-    found, limit = climbed.found, plan.machine.memory_gib
+    found, limit = climbed.found, proposal.machine.memory_gib
     if found is None:
         return climbed.refused
     if not found.fits_gpu:
@@ -77,79 +80,91 @@ def _rung_verdict(plan: Plan, climbed: Climbed) -> str:
             f"{EXPLAINED[found.memory.largest]}, {found.memory.parts[found.memory.largest]:.1f}"
         )
     if not found.fits_host:
-        return f"the host needs {found.memory.host:.0f} GiB of {plan.machine.host_memory_gib:.0f}"
-    first = next(c for c in plan.rungs if c.fits)
-    best = plan.choice and seconds_per_token(plan.choice)
+        return (
+            f"the host needs {found.memory.host:.0f} GiB of {proposal.machine.host_memory_gib:.0f}"
+        )
+    first = next(c for c in proposal.rungs if c.fits)
+    best = proposal.choice and seconds_per_token(proposal.choice)
     slower = seconds_per_token(found) / best - 1 if best else 0.0
     behind = f"; the search found {slower:.0%} more speed" if slower >= 0.01 else ""
     return ("fits, the first that does" if climbed is first else "fits") + behind
 
 
-def _search_lines(plan: Plan) -> list[str]:
+def _search_lines(proposal: Proposal) -> list[str]:
     """The fastest configurations that fit: rows of a micro-batch, how often in a step, and the rest."""
-    if not plan.fitting:
+    if not proposal.fitting:
         return ["nothing fits"]
-    lines = [f"{'GiB':>7}{'tok/s/GPU':>11}{'rows':>9}  the fastest of {len(plan.fitting)} that fit"]
-    for found in plan.fitting[:SHOWN]:
+    lines = [
+        f"{'GiB':>7}{'tok/s/GPU':>11}{'rows':>9}  the fastest of {len(proposal.fitting)} that fit"
+    ]
+    for found in proposal.fitting[:SHOWN]:
         rows = f"{found.plan.batch.micro_batch_size} x {found.plan.batch.accumulation}"
-        speed = 1 / seconds_per_token(found) / plan.machine.world_size
+        speed = 1 / seconds_per_token(found) / proposal.machine.world_size
         lines += row(
             f"{found.memory.total:7.1f}{speed:11,.0f}{rows:>9}",
             settings_line(found).replace(",", ", ").replace(",  ", ", "),
         )
-    if plan.choice is not min(plan.fitting, key=seconds_per_token):
+    if proposal.choice is not min(proposal.fitting, key=seconds_per_token):
         lines += wrapped("the first is simpler, and as fast within what predictions are off by")
     return lines
 
 
-def _choice_lines(plan: Plan) -> list[str]:
+def _choice_lines(proposal: Proposal) -> list[str]:
     """What to do, and what it gives; or what is missing."""
-    if plan.choice is None:
-        return [line for text in advice(plan) for line in wrapped(text)]
-    step, choice = plan.choice.step, plan.choice
-    batches = plan_batches(choice.config, plan.machine.world_size)
-    fixed = "fixed" if plan.config.global_batch_size != AUTO else "--global_batch_size fixes them"
-    speed = step.tokens_per_second_per_gpu * plan.machine.world_size
+    if proposal.choice is None:
+        return [line for text in advice(proposal) for line in wrapped(text)]
+    step, choice = proposal.choice.step, proposal.choice
+    batches = plan_batches(choice.config, proposal.machine.world_size)
+    fixed = (
+        "fixed" if proposal.config.global_batch_size != AUTO else "--global_batch_size fixes them"
+    )
+    speed = step.tokens_per_second_per_gpu * proposal.machine.world_size
     return [
-        f"chosen: {flags(plan)}",  # on one line, to be copied
+        f"chosen: {flags(proposal)}",  # on one line, to be copied
         *wrapped(
             f"        {step.total:.3f} s a step of {counted(batches.per_step, batches.unit)} "
-            f"({fixed}), {speed:,.0f} tokens/s on {counted(plan.machine.world_size, 'GPU')}; "
-            f"{choice.memory.total:.1f} of {plan.machine.memory_gib:g} GiB"
-            f"{_host_share(plan, choice)}"
+            f"({fixed}), {speed:,.0f} tokens/s on {counted(proposal.machine.world_size, 'GPU')}; "
+            f"{choice.memory.total:.1f} of {proposal.machine.memory_gib:g} GiB"
+            f"{_host_share(proposal, choice)}"
         ),
     ]
 
 
-def _host_share(plan: Plan, choice: Estimate) -> str:
+def _host_share(proposal: Proposal, choice: Estimate) -> str:
     """What an offload takes of a machine's memory, which may not be known."""
     if not (choice.plan.memory.cpu_offload or choice.plan.memory.activation_offload):
         return ""
-    limit = f" of {plan.machine.host_memory_gib:.0f}" if plan.machine.host_memory_gib else ""
-    each = " per machine" if plan.machine.nodes > 1 else ""
+    limit = (
+        f" of {proposal.machine.host_memory_gib:.0f}" if proposal.machine.host_memory_gib else ""
+    )
+    each = " per machine" if proposal.machine.nodes > 1 else ""
     return f", and {choice.memory.host:.0f}{limit} GiB of host memory{each}"
 
 
-def flags(plan: Plan) -> str:
+def flags(proposal: Proposal) -> str:
     """The chosen settings as they are typed."""
-    order = sorted(plan.changes, key=lambda name: (name != "sharding_strategy", name))
+    order = sorted(proposal.changes, key=lambda name: (name != "sharding_strategy", name))
     return (
         " ".join(
-            f"--{name} {shown(plan.changes[name])}"
+            f"--{name} {shown(proposal.changes[name])}"
             for name in order
-            if plan.changes[name] is not False
+            if proposal.changes[name] is not False
         )
         or "as given"
     )
 
 
-def packing_line(plan: Plan) -> str:
+def packing_line(proposal: Proposal) -> str:
     """What a plan with packed rows would give, where padding wastes much; else empty."""
-    some, rows = plan.choice, plan.rows
-    if not some or not rows or not padding_line(rows, some.config, plan.machine.world_size):
+    some, rows = proposal.choice, proposal.rows
+    if not some or not rows or not padding_line(rows, some.config, proposal.machine.world_size):
         return ""
-    packed = make_plan(
-        plan.shape, plan.machine, replace(plan.config, packing=True), plan.free, rows
+    packed = propose(
+        proposal.shape,
+        proposal.machine,
+        replace(proposal.config, packing=True),
+        proposal.free,
+        rows,
     )
     gain = seconds_per_token(some) / seconds_per_token(packed.choice) if packed.choice else 0
     if gain <= 1:
@@ -161,21 +176,21 @@ def packing_line(plan: Plan) -> str:
     )
 
 
-def advice(plan: Plan) -> list[str]:
+def advice(proposal: Proposal) -> list[str]:
     """The last rung: what would fit."""
-    assert plan.closest  # else something fits
-    need, limit = plan.closest.memory, plan.machine.memory_gib
+    assert proposal.closest  # else something fits
+    need, limit = proposal.closest.memory, proposal.machine.memory_gib
     short = (
         f"{need.total:.1f} GiB of {limit:g}"
-        if not plan.closest.fits_gpu
-        else f"{need.host:.0f} GiB of host memory, of {plan.machine.host_memory_gib:.0f}"
+        if not proposal.closest.fits_gpu
+        else f"{need.host:.0f} GiB of host memory, of {proposal.machine.host_memory_gib:.0f}"
     )
-    lines = [f"closest: {settings_line(plan.closest)}, one row at a time, needs {short}"]
-    if plan.longest:
-        lines.append(f"shorter: --context_length {plan.longest} fits")
-    if plan.more_gpus:
-        lines.append(f"more GPUs: {plan.more_gpus} of them hold it")
-    if not plan.longest and not plan.more_gpus:
+    lines = [f"closest: {settings_line(proposal.closest)}, one row at a time, needs {short}"]
+    if proposal.longest:
+        lines.append(f"shorter: --context_length {proposal.longest} fits")
+    if proposal.more_gpus:
+        lines.append(f"more GPUs: {proposal.more_gpus} of them hold it")
+    if not proposal.longest and not proposal.more_gpus:
         lines.append(
             "neither shorter rows nor more of these GPUs help: take cards with more memory, "
             "or a smaller model"
@@ -183,7 +198,7 @@ def advice(plan: Plan) -> list[str]:
     return lines
 
 
-def as_json(plan: Plan) -> dict:
+def as_json(proposal: Proposal) -> dict:
     """The whole plan as a dict of plain values."""
     return dict(
         ladder=[
@@ -192,15 +207,15 @@ def as_json(plan: Plan) -> dict:
                 why=c.rung.why,
                 changes=c.changes,
                 fits=c.fits,
-                verdict=_rung_verdict(plan, c),
+                verdict=_rung_verdict(proposal, c),
                 estimate=estimate_as_json(c.found) if c.found else None,
             )
-            for c in plan.rungs
+            for c in proposal.rungs
         ],
-        search=[estimate_as_json(found) for found in plan.fitting[:SHOWN]],
-        tried_and_fitting=len(plan.fitting),
-        chosen=plan.changes or None,
-        choice=estimate_as_json(plan.choice) if plan.choice else None,
-        longest_context_that_fits=plan.longest or None,
-        gpus_that_fit=plan.more_gpus or None,
+        search=[estimate_as_json(found) for found in proposal.fitting[:SHOWN]],
+        tried_and_fitting=len(proposal.fitting),
+        chosen=proposal.changes or None,
+        choice=estimate_as_json(proposal.choice) if proposal.choice else None,
+        longest_context_that_fits=proposal.longest or None,
+        gpus_that_fit=proposal.more_gpus or None,
     )

@@ -22,7 +22,7 @@ from fsdp_qlora.commands.probe import _store_file, confirmed_changes
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.flags import parse
 from fsdp_qlora.estimate import batches_of
-from fsdp_qlora.planner import free_settings, make_plan, packing_line
+from fsdp_qlora.planner import free_settings, packing_line, propose
 from fsdp_qlora.preflight.sampled_lengths import sampled_lengths
 from fsdp_qlora.run_plan import plan_run
 from tests.ranks import run_ranks
@@ -224,7 +224,7 @@ def test_other_data_replan_and_short_rows_get_other_plans_than_long_ones(tmp_pat
         rows, why = sampled_lengths(asked)
         assert not why
         keys[name] = _store_file(shape, machine_here(asked), asked, free, rows)
-        plans[name] = make_plan(shape, card, asked, free, rows)
+        plans[name] = propose(shape, card, asked, free, rows)
     assert keys["short"] != keys["long"] and keys["short"] == keys["again"]
     assert plans["short"].choice.config.batch_size > plans["long"].choice.config.batch_size
     assert plans["short"].choice.memory.total < card.memory_gib

@@ -321,6 +321,7 @@ def older_checkpoint(folder: str, out: str) -> int:
         run = json.loads((newest / "run.json").read_text())
         for name in ("lora_target_parameters", "bias", "cuda_graphs"):
             del run["config"][name]
+        assert run.pop("plan")["sharding"]["world_size"] == 2
         run["content"] = {kind: run["content"][kind] for kind in ("model", "data")}
         scratch = newest.with_name(".step-000003.tmp")
         newest.rename(scratch)

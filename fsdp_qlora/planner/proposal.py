@@ -1,4 +1,4 @@
-"""The plan for one model on one machine: the ladder, the search and the choice."""
+"""What to train one model with on one machine: the ladder, the search and the choice."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _FIXES_POLICY = ("activation_policy", "use_gradient_checkpointing", "reentrant_c
 
 
 @dataclass(frozen=True)
-class Plan:
+class Proposal:
     """What was found, and what to do."""
 
     shape: ModelShape
     machine: Machine
     config: RunConfig  # the settings asked for, with 1 row where that is free
-    free: frozenset[str]  # settings that the plan chooses
+    free: frozenset[str]  # settings that it chooses
     rungs: list[Climbed]
     fitting: list[Estimate]  # by the search, fastest first
     closest: Estimate | None  # where nothing fits: what needs least
@@ -51,7 +51,7 @@ class Plan:
 def free_settings(
     config: RunConfig, given: set[str], everything: bool = False, rows: Rows | None = None
 ) -> frozenset[str]:
-    """The settings that a plan may choose: those that are auto, and what follows from them.
+    """The settings that a proposal may choose: those that are auto, and what follows from them.
 
     `given` are the flags that the user typed, which are kept. `everything` frees what is not given,
     as `fsdp-qlora plan` does: whether to pack too, where `rows` of the data are known. A run is never
@@ -85,19 +85,19 @@ def settled(config: RunConfig, free: frozenset[str]) -> RunConfig:
     return replace(config, **changes)
 
 
-def make_plan(
+def propose(
     shape: ModelShape,
     machine: Machine,
     config: RunConfig,
     free: frozenset[str],
     rows: Rows | None = None,
-) -> Plan:
+) -> Proposal:
     """Climb the ladder and search. Raises ValueError for what no setting could repair."""
     if config.activation_budget_gib is not None and config.activation_budget_gib > 0:
         machine = replace(machine, memory_gib=min(machine.memory_gib, config.activation_budget_gib))
     config = settled(config, free)
     found = search(shape, machine, config, free, rows)
-    plan = Plan(
+    proposal = Proposal(
         shape,
         machine,
         config,
@@ -107,33 +107,37 @@ def make_plan(
         found.closest,
         rows=rows,
     )
-    if plan.fitting:
-        return plan
-    return replace(plan, longest=_longest_that_fits(plan), more_gpus=gpus_that_fit(plan))
+    if proposal.fitting:
+        return proposal
+    return replace(
+        proposal, longest=_longest_that_fits(proposal), more_gpus=gpus_that_fit(proposal)
+    )
 
 
-def _longest_that_fits(plan: Plan) -> int:
+def _longest_that_fits(proposal: Proposal) -> int:
     """The longest context, in steps of 128 tokens, that the search finds room for; 0 if none."""
-    low, high = 0, plan.config.context_length // 128
+    low, high = 0, proposal.config.context_length // 128
     while high - low > 1:
         middle = (low + high) // 2
-        shorter = replace(plan.config, context_length=128 * middle)
-        low, high = (middle, high) if fits(plan, plan.machine, shorter) else (low, middle)
+        shorter = replace(proposal.config, context_length=128 * middle)
+        low, high = (middle, high) if fits(proposal, proposal.machine, shorter) else (low, middle)
     return 128 * low
 
 
-def gpus_that_fit(plan: Plan) -> int:
+def gpus_that_fit(proposal: Proposal) -> int:
     """The fewest GPUs of the same kind, to 64, on which the search finds room; 0 if none."""
-    if plan.machine.nodes > 1:
+    if proposal.machine.nodes > 1:
         return 0
-    counts = [n for n in (2, 3, 4, 6, 8, 16, 32, 64) if n > plan.machine.gpus]
-    return next((n for n in counts if fits(plan, replace(plan.machine, gpus=n), plan.config)), 0)
+    counts = [n for n in (2, 3, 4, 6, 8, 16, 32, 64) if n > proposal.machine.gpus]
+    return next(
+        (n for n in counts if fits(proposal, replace(proposal.machine, gpus=n), proposal.config)), 0
+    )
 
 
-def fits(plan: Plan, machine: Machine, config: RunConfig) -> bool:
+def fits(proposal: Proposal, machine: Machine, config: RunConfig) -> bool:
     """Whether the search finds anything, with one row at a time."""
-    free = plan.free - {"batch_size"}
-    return bool(search(plan.shape, machine, config, free, plan.rows).fitting)
+    free = proposal.free - {"batch_size"}
+    return bool(search(proposal.shape, machine, config, free, proposal.rows).fitting)
 
 
-__all__ = ["LADDER", "Plan", "free_settings", "make_plan", "settled"]
+__all__ = ["LADDER", "Proposal", "free_settings", "propose", "settled"]
