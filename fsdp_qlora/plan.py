@@ -287,7 +287,7 @@ _POSITIVE = (
     "accumulation",
     "mlp_tiles",
 )
-_SECTIONS = {f.name: type(f.default) for f in fields(Plan) if f.name != "choices"}
+_SECTIONS: dict[str, Any] = {f.name: type(f.default) for f in fields(Plan) if f.name != "choices"}
 _SECTION_OF = {f.name: name for name, section in _SECTIONS.items() for f in fields(section)}
 _FIELD_OF = {
     f.metadata["setting"]: f.name

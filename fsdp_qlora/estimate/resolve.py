@@ -70,6 +70,8 @@ def resolve(
     plan = draft_plan(config, machine.world_size, machine.gpus, on_gpu=not machine.is_cpu)
     plan = _with_groups(plan, config, machine)
     plan = _with_offload(plan, shape, machine)
+    if shape is None:
+        return plan
     if config.mlp_tiles == AUTO:
         plan = _with_tiles(plan, config, shape, machine)
     if room is not None:
@@ -81,7 +83,7 @@ def resolve(
 
 def chosen_settings(config: RunConfig, plan: Plan, room: Room | None = None) -> dict[str, Any]:
     """The settings that were open, as they would be typed to get the plan."""
-    chosen = {}
+    chosen: dict[str, Any] = {}
     if (room or _budget_of(config)) is not None:
         chosen |= dict(
             activation_policy=plan.memory.activation_policy,
@@ -115,10 +117,11 @@ def _with_offload(plan: Plan, shape: ModelShape | None, machine: Machine) -> Pla
         plan = plan.change(vocabulary_offload=frozen)
     if not frozen:
         return plan.change(trained_offload=False)
-    if plan.memory.trained_offload is None and (machine.is_cpu or shape is None):
-        off = True
-    else:
-        off = trained_on_host(shape, plan, machine.gpu.memory_gib)
+    off = plan.memory.trained_offload
+    if off is None:
+        off = (
+            machine.is_cpu or shape is None or trained_on_host(shape, plan, machine.gpu.memory_gib)
+        )
     if plan.adapter.is_full:
         return plan.change(trained_offload=off)
     where = (
@@ -132,7 +135,7 @@ def _with_offload(plan: Plan, shape: ModelShape | None, machine: Machine) -> Pla
 def _with_tiles(plan: Plan, config: RunConfig, shape: ModelShape, machine: Machine) -> Plan:
     """--mlp_tiles -1, and whether to replay micro-batches, which depends on it."""
     budget = _budget_of(config)
-    tiles = choose_tiles(shape, plan, budget and budget.gib)
+    tiles = choose_tiles(shape, plan, budget.gib if budget else None)
     plan = plan.choose(f"--mlp_tiles {tiles}: chosen by the estimate", mlp_tiles=tiles)
     return plan if machine.is_cpu else plan.change(cuda_graphs=replays_pay(plan, config))
 
