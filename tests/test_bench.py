@@ -91,7 +91,7 @@ def test_a_cell_without_memory_is_a_row_and_the_others_are_measured(grid, tmp_pa
     first = next(line for line in table.splitlines() if line.startswith("| first"))
     assert (
         f"{gpus}x rtx 3090" in first
-        and "4.00" in first
+        and f"{2 * gpus:.2f}" in first
         and f"{rows[0].seconds_per_step:,.2f}" in first
     )
 

@@ -66,10 +66,10 @@ def _forms_of(f, kind: type) -> list[dict]:
             else []
         )
         return [{"type": ["string", "number"]}, *lists]
-    number = {"type": "integer" if kind is int else "number"}
+    number: dict[str, object] = {"type": "integer" if kind is int else "number"}
     if f.metadata["least"] is None:
         return [number, {"const": "auto"}] if "auto" in f.metadata["help"] else [number]
-    auto = [{"const": AUTO}, {"const": "auto"}] if f.metadata["or_auto"] else []
+    auto: list[dict] = [{"const": AUTO}, {"const": "auto"}] if f.metadata["or_auto"] else []
     return [number | {"minimum": f.metadata["least"]}, *auto]
 
 

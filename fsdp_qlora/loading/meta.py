@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -27,7 +28,7 @@ def meta_model(
     attn_implementation: str = "sdpa",
     revision: str | None = None,
     trust_remote_code: bool = False,
-    auto_class: type = AutoModelForCausalLM,
+    auto_class: Any = AutoModelForCausalLM,
 ) -> nn.Module:
     """The model with its parameters on the meta device and its buffers real.
 

@@ -157,7 +157,12 @@ def flags(proposal: Proposal) -> str:
 def packing_line(proposal: Proposal) -> str:
     """What a plan with packed rows would give, where padding wastes much; else empty."""
     some, rows = proposal.choice, proposal.rows
-    if not some or not rows or not padding_line(rows, some.config, proposal.machine.world_size):
+    if (
+        not some
+        or not some.batches
+        or not rows
+        or not padding_line(rows, some.config, proposal.machine.world_size)
+    ):
         return ""
     packed = propose(
         proposal.shape,
@@ -166,7 +171,9 @@ def packing_line(proposal: Proposal) -> str:
         proposal.free,
         rows,
     )
-    gain = seconds_per_token(some) / seconds_per_token(packed.choice) if packed.choice else 0
+    if not packed.choice:
+        return ""
+    gain = seconds_per_token(some) / seconds_per_token(packed.choice)
     if gain <= 1:
         return ""
     return (

@@ -753,9 +753,9 @@ def test_a_run_that_is_stopped_says_what_is_saved_and_writes_no_good_checkpoint_
     ]
     said, _ = run_ranks(stopped_runs, 2, folder, str(tmp_path), cases)
     lost, older, again, kept, at_once, begun = said
-    assert "after step 3; that was not saved (OSError: rank 0: " in lost[0] and not lost[1]
+    assert "after step 3; this was not saved (OSError: rank 0: " in lost[0] and not lost[1]
     assert "No space left" in lost[0] and "the same command starts over" in lost[0]
-    assert "after step 3; that was not saved (OSError: rank 0: " in older[0]
+    assert "after step 3; this was not saved (OSError: rank 0: " in older[0]
     assert f"resumes from {tmp_path}/older/checkpoints/step-000002" in older[0]
     assert "after step 2; saved in" in again[0] and list(again[1]) == ["step-000002"]
     assert "after step 4; saved in" in kept[0] and kept == at_once
