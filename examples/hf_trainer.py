@@ -16,7 +16,7 @@ from fsdp_qlora.integrations.transformers import ShardedTrainer
 
 
 def main(model: str, rows: str, output: str):
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     data = load_dataset("json", data_files=rows, split="train").map(
         lambda row: tokenizer(row["text"], truncation=True, max_length=512),

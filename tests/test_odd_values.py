@@ -197,7 +197,7 @@ def test_held_out_rows_are_named_by_their_own_flag(refused, folder, tmp_path, te
         ("", "no row is left to train on (it is empty); give rows"),
         (
             json.dumps(dict(prompt="a" * 99, completion="b")) + "\n",
-            "on (1 read; dropped 1: nothing",
+            "on (1 read; dropped 1: no trained token",
         ),
     ],
 )

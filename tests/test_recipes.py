@@ -71,4 +71,4 @@ def test_what_was_measured_near_a_recipe_is_a_row_of_the_results():
 
 def test_a_hybrid_recipe_leaves_only_gradients_to_the_link_between_machines():
     found = MADE["estimated"](ROOT / "examples/recipes/70b-2-nodes.yaml")
-    assert found.machine.nodes == 2 and found.setup.shard_ranks == found.machine.gpus
+    assert found.machine.nodes == 2 and found.plan.sharding.shard_ranks == found.machine.gpus

@@ -5,27 +5,29 @@
 The trainer makes its own adapters, data and losses. In between, when its adapters exist and before it
 makes an optimizer, the model is sharded and, if it is given by name, each rank streams its own rows of
 the weights and quantizes them. accelerate's wrapping is skipped; checkpoints hold adapters or weights
-in their usual files, and the optimizer's state as torch.distributed.checkpoint writes it.
+in their usual files, and each rank's rows of the optimizer's states as our own checkpoints do.
 """
 
 from __future__ import annotations
 
-import os
+import json
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from peft import get_peft_model
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from transformers import AutoModelForCausalLM, Trainer
 
+from ..checkpoint.tensors import (
+    RowFiles,
+    load_optimizer_into,
+    optimizer_rows,
+    rank_file,
+    write_rows,
+)
+from ..dist import ranks_from_env
 from ..export import save_trained
 from ..export.save import load_adapter
 from ..loading import load_weights
@@ -41,7 +43,7 @@ from ..training.step import clip_gradients
 from .peft import register_with_peft
 from .streamed import shard_and_load, streamed_model
 
-_OPTIMIZER_FOLDER, _SCHEDULER_FILE = "optimizer", "scheduler.pt"
+_SCHEDULER_FILE = "scheduler.json"
 # Of transformers' names: bitsandbytes' states are no DTensors, ours are.
 _EIGHT_BIT = {"adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"}
 
@@ -142,38 +144,29 @@ class ShardedTrainerMixin:
         folder = output_dir or self.args.output_dir
         save_trained(self.model, folder, self.processing_class)
         if self.args.should_save:
-            torch.save(self.args, os.path.join(folder, "training_args.bin"))
+            (Path(folder) / "training_args.json").write_text(self.args.to_json_string())
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str):
-        state = {"optimizer": self._optimizer_state()}
-        dcp.save(state, checkpoint_id=os.path.join(output_dir, _OPTIMIZER_FOLDER))
+        folder = Path(output_dir)
+        folder.mkdir(parents=True, exist_ok=True)  # rank 0 may not have come to it
+        states = optimizer_rows(self.model, self._own_optimizer())
+        write_rows(rank_file(folder, ranks_from_env().rank), states)
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER_FILE))
+            (folder / _SCHEDULER_FILE).write_text(json.dumps(self.lr_scheduler.state_dict()))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None):
         if checkpoint is None:
             return
-        state = {"optimizer": self._optimizer_state()}
-        dcp.load(state, checkpoint_id=os.path.join(checkpoint, _OPTIMIZER_FOLDER))
-        set_optimizer_state_dict(
-            self.model,
-            self._own_optimizer(),
-            state["optimizer"],
-            options=StateDictOptions(ignore_frozen_params=True),
-        )
-        self.lr_scheduler.load_state_dict(
-            torch.load(os.path.join(checkpoint, _SCHEDULER_FILE), weights_only=True)
-        )
-
-    def _optimizer_state(self) -> dict:
-        """Moments and settings by parameter, each rank its own rows; made if there are none yet."""
-        return get_optimizer_state_dict(
-            self.model,
-            self._own_optimizer(),
-            options=StateDictOptions(ignore_frozen_params=True),
-        )
+        folder, optimizer = Path(checkpoint), self._own_optimizer()
+        files = RowFiles(sorted(folder.glob("rank-*.safetensors")))
+        load_optimizer_into(self.model, optimizer, files)
+        self.lr_scheduler.load_state_dict(json.loads((folder / _SCHEDULER_FILE).read_text()))
+        for group, rate in zip(
+            optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True
+        ):
+            group["lr"] = rate
 
     def _own_optimizer(self) -> torch.optim.Optimizer:
         return getattr(self.optimizer, "optimizer", self.optimizer)
