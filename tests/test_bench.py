@@ -47,7 +47,7 @@ title: tiny
 defaults: {{model_name: {model}, random_weights: true, device: cpu, context_length: 16, gpus: 1}}
 cells:
   - {{name: first, published: {{gpu: rtx 3090, seconds: 100, rows: 50}}}}
-  - {{name: too much, gpu_memory_gib: 0.0001}}
+  - {{name: too much, gpu_memory_gib: 0.0001, batch_size: 256}}
   - {{name: "after {{batch_size}}", batch_size: [2, 3]}}
 """)
     return path

@@ -236,7 +236,11 @@ def texts_about_flags() -> list[tuple[str, str]]:
     tools, found = runpy.run_path(str(ROOT / "scripts/messages.py")), []
     places = tools["read_source"]().places
     for node in places:
-        if isinstance(node, ast.Call) and tools["called"](node) in ("print", "print_main"):
+        if isinstance(node, ast.Call) and tools["called"](node) in (
+            "print",
+            "print_main",
+            "choose",
+        ):
             for inside in ast.walk(node):
                 inside.is_printed = True
     for node, (file, function) in places.items():
