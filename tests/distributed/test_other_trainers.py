@@ -11,7 +11,7 @@ import torch
 from tests.distributed.test_parity import relative
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny
-from tests.tokenizers import save_tokenizer
+from tests.tokenizers import VOCAB_SIZE, save_tokenizer
 
 STEPS, SEED = 4, 0
 WORDS = "one two three four five six seven eight nine ten".split()
@@ -165,17 +165,17 @@ def test_trl_on_two_ranks_equals_trl_and_peft_in_one_process(folder, tmp_path):
     assert first == second
     for (kind, strategy, quant), found in zip(cases, first, strict=True):
         assert len(found) == STEPS
-        # Adapters of a 4-bit base are stored in 16 bits by PEFT here and there alike.
-        tolerance = 1e-5 if quant == "none" else 1e-2
+        # A 4-bit base's adapters have 16 bits; KTO's estimate of the divergence has other neighbours.
+        tolerance = 1e-2 if quant == "nf4" else 1e-4 if kind == "KTO" else 1e-5
         assert relative(found, by_kind[kind, quant]) < tolerance, (kind, strategy, quant)
 
 
 def generate_and_learn(folder: str, output: str) -> list[float]:
-    """Mean rewards of GRPO where answers of few different characters are better."""
+    """Mean rewards of GRPO where every other character is a good one."""
     from fsdp_qlora.integrations import trl
 
     def reward(completions, **_):
-        return [-float(len(set(text))) for text in completions]
+        return [sum(ord(c) % 2 == 0 for c in text) / max(1, len(text)) for text in completions]
 
     made = trainer(
         trl,
@@ -183,7 +183,13 @@ def generate_and_learn(folder: str, output: str) -> list[float]:
         folder,
         folder,
         output,
-        dict(max_steps=12, per_device_train_batch_size=8, learning_rate=3e-2, beta=0.0),
+        dict(
+            max_steps=24,
+            per_device_train_batch_size=16,
+            learning_rate=0.03,
+            lr_scheduler_type="constant",
+            beta=0.0,
+        ),
         reward_funcs=reward,
         quant="nf4",
         sharding_strategy="full_shard",
@@ -192,10 +198,13 @@ def generate_and_learn(folder: str, output: str) -> list[float]:
     return [h["reward"] for h in made.state.log_history if "reward" in h]
 
 
-def test_grpo_learns_while_sharded(folder, tmp_path):
+def test_grpo_learns_while_sharded(tmp_path):
+    folder = str(tmp_path / "decided")
+    save_tiny(folder, vocab_size=VOCAB_SIZE, initializer_range=0.1)  # its logits are not all alike
+    save_tokenizer(folder)
     first, second = run_ranks(generate_and_learn, 2, folder, str(tmp_path), timeout=600)
     assert first == second
-    assert sum(first[-3:]) / 3 > sum(first[:3]) / 3 + 1
+    assert sum(first[-4:]) / 4 > sum(first[:4]) / 4 + 0.1, first
 
 
 def stop_and_resume(folder: str, output: str, kind: str) -> list:
