@@ -12,10 +12,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..dist import local_rows
 from ..loading import load_weights, materialize, meta_model, read_config
+from ..loading.key_mapping import match_names
 from ..loading.model_folder import checkpoint_folder
-from ..loading.stream import checkpoint_key
+from ..loading.prequantized import layers_to_quantize, open_weights
+from ..loading.stream import check_complete, checkpoint_key, load_buffers
 from ..loading.weight_files import Checkpoint
 from ..lora_init import init_adapters
+from ..model.blocks import base_model
 from ..quantization.quantize import quantize_linears
 from ..sharding import OnHost, apply_sharding, is_sharded, make_mesh, parameter_device
 from .peft import register_with_peft
@@ -32,7 +35,8 @@ def streamed_model(
 
     Linear layers are quantized to `quant`, or left as they are with "none". dtype: of all other
     weights; None is the checkpoint's. `settings` replace those of config.json (num_labels=1, say); a
-    head that the files lack is freshly initialised. Adapters may be added, by plain PEFT too.
+    head that the files lack is freshly initialised. Adapters may be added, by plain PEFT too. Raises
+    ValueError, as runs do, for files that are not those of config.json or of another format than `quant`.
     """
     register_with_peft()
     config = read_config(model_name)
@@ -41,9 +45,16 @@ def streamed_model(
     dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
     model = meta_model(config, dtype, auto_class=auto_class)
     model.config._name_or_path = model_name
+    files = open_weights(
+        checkpoint_folder(model_name), config.to_dict().get("quantization_config"), model_name
+    )
+    files = match_names(model, files)
+    check_complete(model, files, but=_head_tensors(model))
+    load_buffers(model, files)
     if quant != "none":
-        quantize_linears(model, quant, skip=("lm_head", *_heads(model)))
-    model.weight_files = Checkpoint(checkpoint_folder(model_name))
+        names = layers_to_quantize(files, quant)
+        quantize_linears(model, quant, skip=("lm_head", *_heads(model)), names=names)
+    model.weight_files = files
     return model
 
 
@@ -68,8 +79,7 @@ def shard_and_load(
     if files is None:
         return model if is_sharded(model) else model.to(device)
     materialize(model, device, parameter_device(model, device, on_host))
-    heads = {f"{name}.{leaf}" for name in _heads(model) for leaf in ("weight", "bias")}
-    load_weights(model, files, device, but=heads)
+    load_weights(model, files, device, but=_head_tensors(model))
     _initialise_heads(model, seed)
     if hasattr(model, "peft_config"):
         init_adapters(model, seed, device)
@@ -80,8 +90,7 @@ def _files_of(model: nn.Module) -> Checkpoint | None:
     """What fills a model of `streamed_model`, also within a PeftModel; None for a model that exists."""
     if not any(p.is_meta for p in model.parameters()):
         return None
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
-    files = getattr(base, "weight_files", None)
+    files = getattr(base_model(model), "weight_files", None)
     if files is None:
         raise ValueError(
             "the model is on the meta device, and nothing says which files fill it; make it with "
@@ -92,8 +101,12 @@ def _files_of(model: nn.Module) -> Checkpoint | None:
 
 def _heads(model: nn.Module) -> list[str]:
     """Names of classification heads, which no language model's files have."""
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = base_model(model)
     return [name for name in ("score", "classifier") if hasattr(base, name)]
+
+
+def _head_tensors(model: nn.Module) -> set[str]:
+    return {f"{name}.{leaf}" for name in _heads(model) for leaf in ("weight", "bias")}
 
 
 def _initialise_heads(model: nn.Module, seed: int):

@@ -122,9 +122,8 @@ class ShardedTrainerMixin:
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None and self.args.optim in _EIGHT_BIT:
-            args = self.args
             self.optimizer = build_optimizer(
-                self.model, "adamw_8bit", args.learning_rate, args.weight_decay
+                self.model, "adamw_8bit", self.args.learning_rate, self.args.weight_decay
             )
         return super().create_optimizer(model)
 

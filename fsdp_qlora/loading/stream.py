@@ -121,13 +121,16 @@ def expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     }
 
 
-def check_complete(model: nn.Module, checkpoint: Checkpoint):
+def check_complete(model: nn.Module, checkpoint: Checkpoint, but: Collection[str] = ()):
     """Refuse a checkpoint that lacks a tensor of the model, or has it otherwise: shape, or no numbers.
 
-    Raises ValueError, so that no weight is ever left uninitialised.
+    `but` names tensors that come from elsewhere. Raises ValueError, so that no weight is ever left
+    uninitialised.
     """
     shapes = checkpoint.shapes
     for key, shape in expected_shapes(model).items():
+        if key in but:
+            continue
         found = shapes.get(key)
         if found is None:
             raise ValueError(

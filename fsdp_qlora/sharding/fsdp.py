@@ -38,6 +38,7 @@ from ..dist import (
 )
 from ..memory.vocab_parallel import apply_vocab_parallel, vocab_parallel_weights
 from ..memory.weight_streaming import apply_streaming
+from ..model.blocks import base_model
 from .ddp import GradientReducer
 from .dropout_seeds import check_masks
 from .prefetch import apply_backward_prefetch, apply_forward_prefetch, check_prefetch, keep_gathered
@@ -221,8 +222,7 @@ def _gather_to_generate(model: nn.Module):
     if not hasattr(model, "generate"):
         return
     register_fsdp_forward_method(model, "generate")
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
-    base._is_fsdp_managed_module = True
+    base_model(model)._is_fsdp_managed_module = True
 
 
 def _free_after_unrecorded_forwards(model: nn.Module):

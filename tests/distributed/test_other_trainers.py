@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 
 import pytest
 import torch
@@ -238,6 +239,32 @@ def test_a_resumed_trainer_equals_one_that_was_not_stopped(folder, tmp_path, kin
     whole, stopped, resumed = run_ranks(stop_and_resume, 2, folder, str(tmp_path), kind)[0]
     assert len(stopped) == STEPS // 2 and stopped == whole[: STEPS // 2]
     assert resumed[-STEPS // 2 :] == whole[STEPS // 2 :]
+
+
+def test_files_that_are_not_the_models_are_refused_and_stacked_experts_are_read(folder, tmp_path):
+    from safetensors.torch import load_file, save_file
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    from fsdp_qlora.integrations.streamed import streamed_model
+
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    tensors = load_file(broken / "model.safetensors")
+    lacking = dict(list(tensors.items())[1:])
+    save_file(lacking, broken / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="has no tensor"):
+        streamed_model(str(broken))
+    config = MixtralConfig(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=2,
+    )
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "mixtral")
+    assert streamed_model(str(tmp_path / "mixtral"), "none").weight_files.made  # one of each expert
 
 
 def saved_and_answered(folder: str, output: str) -> tuple:
