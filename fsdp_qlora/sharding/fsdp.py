@@ -112,26 +112,17 @@ def apply_sharding(
     not_fsdps = set(apply_vocab_parallel(model, mesh))
     if mesh.size() == 1:
         not_fsdps |= set(apply_streaming(model, _mesh_device(mesh)))
-    settings = dict(
-        mesh=mesh,
-        offload_policy=on_host.policy(mesh.device_type),
-        ignored_params=not_fsdps,
-        mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
-        reshard_after_forward=(
-            row.reshard_after_forward if reshard_after_forward is None else reshard_after_forward
-        ),
-    )
     units = [
         (name, unit)
         for name, unit in sharding_units(model, wrap_policy, min_wrap_params)
         if not not_fsdps.issuperset(unit.parameters())
     ]
-    for _, unit in units:
-        fully_shard(unit, **settings)
-    fully_shard(model, **settings | dict(reshard_after_forward=False))
+    if reshard_after_forward is None:
+        reshard_after_forward = row.reshard_after_forward
+    modules = [unit for _, unit in units]
+    _shard_units(model, modules, mesh, on_host, not_fsdps, reshard_after_forward)
     if on_host.frozen and not on_host.trained:
         _keep_trained_on_device(model)
-    modules = [unit for _, unit in units]
     apply_backward_prefetch(model, needed_in_backward(model, modules), backward_prefetch)
     if forward_prefetch:
         apply_forward_prefetch(model, modules)
@@ -144,6 +135,26 @@ def apply_sharding(
     if optimizer is not None:
         train_instead(optimizer, before, dict(model.named_parameters()))
     return [name for name, _ in units]
+
+
+def _shard_units(
+    model: nn.Module,
+    units: list[nn.Module],
+    mesh: DeviceMesh,
+    on_host: OnHost,
+    ignored: set[nn.Parameter],
+    reshard_after_forward: bool,
+):
+    """Give the units, and to the root what is in none of them, to FSDP; the root stays gathered."""
+    settings = dict(
+        mesh=mesh,
+        offload_policy=on_host.policy(mesh.device_type),
+        ignored_params=ignored,
+        mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
+    )
+    for unit in units:
+        fully_shard(unit, reshard_after_forward=reshard_after_forward, **settings)
+    fully_shard(model, reshard_after_forward=False, **settings)
 
 
 def _answer_other_trainers(model: nn.Module):
