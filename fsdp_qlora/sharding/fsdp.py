@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -146,7 +147,7 @@ def _shard_units(
     reshard_after_forward: bool,
 ):
     """Give the units, and to the root what is in none of them, to FSDP; the root stays gathered."""
-    settings = dict(
+    settings: dict[str, Any] = dict(
         mesh=mesh,
         offload_policy=on_host.policy(mesh.device_type),
         ignored_params=ignored,
