@@ -7,7 +7,6 @@ too. The step is a median after warm-up; memory is the highest over ranks.
 from __future__ import annotations
 
 import os
-import resource
 import statistics
 import subprocess
 import time
@@ -23,7 +22,7 @@ from ..choices import OPTIMIZERS
 from ..config import RunConfig
 from ..dist import ranks_from_env
 from ..observe.device_timer import mark, seconds_between
-from ..observe.peak_memory import PeakMemory
+from ..observe.peak_memory import PeakMemory, peak_resident_bytes
 from ..plan import Plan
 from .batches import RunRows, random_batches
 from .row import Row, of_plan
@@ -102,18 +101,13 @@ class MemoryLimit:
     """Host memory that a process may take from now on, looked at when `check` is called."""
 
     def __init__(self, gib: float | None):
-        self.gib, self.start = gib, peak_host_gib()
+        self.gib, self.start = gib, peak_resident_bytes()
 
     def check(self):
         """Raise MemoryError if this process has taken more."""
-        taken = peak_host_gib() - self.start
+        taken = (peak_resident_bytes() - self.start) / 2**30
         if self.gib is not None and taken > self.gib:
             raise MemoryError(f"{taken:.2f} GiB of host memory, and {self.gib:g} are allowed")
-
-
-def peak_host_gib() -> float:
-    """The most host memory this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def measure(
@@ -229,7 +223,7 @@ def record_time(row: Row, seconds: list[float], tokens: float | None = None):
 
 def record_memory(row: Row, device: torch.device, peaks: PeakMemory | None = None):
     """Highest memory of any rank, and the hosts' together; without `peaks`, the kernel's peak."""
-    host = torch.tensor([peaks.host / 2**30 if peaks else peak_host_gib()])
+    host = torch.tensor([(peaks.host if peaks else peak_resident_bytes()) / 2**30])
     dist.all_reduce(host)
     row.peak_host_gib = host.item()
     if device.type != "cuda":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 
 import torch
 
@@ -51,9 +52,23 @@ class PeakMemory:
 
 def anonymous_bytes() -> int:
     """Anonymous memory of this process that is resident; 0 where /proc does not say."""
+    return _status_bytes("RssAnon") or 0
+
+
+def peak_resident_bytes() -> int:
+    """The most memory that this process has had resident, pages of files too.
+
+    getrusage's ru_maxrss would not do where there is /proc: a process inherits that of its parent.
+    """
+    peak = _status_bytes("VmHWM")
+    return 1024 * getrusage(RUSAGE_SELF).ru_maxrss if peak is None else peak
+
+
+def _status_bytes(name: str) -> int | None:
+    """A line of the kernel's status of this process; None where there is none."""
     if not STATUS.is_file():
-        return 0
+        return None
     for line in STATUS.read_text().splitlines():
-        if line.startswith("RssAnon:"):
+        if line.startswith(f"{name}:"):
             return 1024 * int(line.split()[1])
-    return 0
+    return None
