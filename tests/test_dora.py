@@ -17,7 +17,7 @@ from fsdp_qlora.adapters.dropout import dropout_seed, dropped
 from fsdp_qlora.build import compile_blocks
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.lora_init import init_adapters
-from fsdp_qlora.quantization.formats import dense_weight
+from fsdp_qlora.quantization.formats import FrozenWeight
 from fsdp_qlora.quantization.quantize import QuantLinear, quantize_linears, quantize_rows
 
 from .test_adapters import (
@@ -155,7 +155,7 @@ def test_norms_are_made_a_part_at_a_time_and_pass_opcheck(quantized, adapted, mo
     a, b = (values(R, 72, seed=1), values(10, R, seed=2)) if adapted else (None, None)
     args = weight, absmax, a, b, SCALING, 72, "nf4" if quantized else "", torch.bfloat16
     torch.library.opcheck(adapted_norms, args)
-    whole = dense_weight(weight, absmax, 72, "nf4", torch.float32)
+    whole = FrozenWeight(weight, absmax, 72, "nf4").dense(torch.float32)
     expected = (whole + SCALING * b @ a if adapted else whole).norm(dim=1)
     for rows in (1, 3, 10):
         monkeypatch.setattr(dora, "PART_VALUES", rows * 72)

@@ -28,7 +28,7 @@ from fsdp_qlora.optim import build_optimizer
 from fsdp_qlora.plan import Plan, draft_plan
 from fsdp_qlora.planner import free_settings, propose
 from fsdp_qlora.quantization import fp8
-from fsdp_qlora.quantization.formats import dense_weight, quantize_rows
+from fsdp_qlora.quantization.formats import FrozenWeight, dequantize_rows, quantize_rows
 from fsdp_qlora.quantization.fp8_weight_cache import Fp8WeightCache
 from fsdp_qlora.training.step import train_step
 from tests.tiny import padded_batch, save_tiny, tiny_rows
@@ -46,6 +46,10 @@ def relative(ours, reference) -> float:
     return ((ours.double() - reference.double()).norm() / reference.double().norm()).item()
 
 
+def frozen(weight, absmax=None) -> FrozenWeight:
+    return FrozenWeight(weight, absmax, 256, "" if absmax is None else "nf4")
+
+
 @pytest.fixture
 def layer():
     generator = torch.Generator().manual_seed(0)
@@ -59,10 +63,10 @@ def layer():
 @pytest.mark.parametrize("quantized", [True, False])
 def test_products_are_within_fp8_rounding_for_every_token(layer, quantized):
     x, dy, packed, absmax = layer
-    dense = dense_weight(packed, absmax, 256, "nf4", torch.float32)
-    weight, scales = (packed, absmax) if quantized else (dense, None)
-    y = fp8.forward_product(x, weight, scales, "nf4")
-    dx = fp8.backward_product([dy], [weight], [scales], 256, "nf4")
+    dense = dequantize_rows(packed, absmax, 256, "nf4", torch.float32)
+    w = frozen(packed, absmax) if quantized else frozen(dense)
+    y = fp8.forward_product(x, w)
+    dx = fp8.backward_product([dy], [w])
     for ours, reference in ((y, x @ dense.t()), (dx, dy @ dense)):
         assert relative(ours, reference) < ROUNDING
         assert all(relative(o, r) < 2 * ROUNDING for o, r in zip(ours, reference, strict=True))
@@ -87,9 +91,9 @@ def test_the_adapters_part_is_within_rounding_whatever_its_size(rank, size):
     xa, b, dxa, a = adapter(rank, size)
     x, dy, weight = torch.zeros(40, 256), torch.zeros(40, 96), torch.ones(96, 256)
     x[:, 0], dy[:, 0] = 4, 4  # they set the scale, and their product is known
-    y = fp8.forward_product(x, weight, None, "", xa, b, 0.25) - x @ weight.t()
+    y = fp8.forward_product(x, frozen(weight), xa, b, 0.25) - x @ weight.t()
     assert relative(y, 0.25 * xa @ b.t()) < bound
-    dx = fp8.backward_product([dy], [weight], [None], 256, "", dxa, a) - dy @ weight
+    dx = fp8.backward_product([dy], [frozen(weight)], dxa, a) - dy @ weight
     assert relative(dx, dxa @ a) < bound
 
 
@@ -99,18 +103,18 @@ def test_an_adapter_as_large_as_the_weight_or_larger_leaves_the_sum_within_round
     x, dy, weight = (
         torch.randn(shape, generator=generator) for shape in ((40, 256), (40, 96), (96, 256))
     )
-    y = fp8.forward_product(x, weight, None, "", xa, times * b, 1.0)
+    y = fp8.forward_product(x, frozen(weight), xa, times * b, 1.0)
     assert relative(y, x @ weight.t() + times * xa @ b.t()) < 1.5 * ROUNDING
-    dx = fp8.backward_product([dy], [weight], [None], 256, "", 10 * times * dxa, a)
+    dx = fp8.backward_product([dy], [frozen(weight)], 10 * times * dxa, a)
     assert relative(dx, dy @ weight + 10 * times * dxa @ a) < 1.5 * ROUNDING
 
 
 def test_a_row_of_the_weight_that_is_zero_takes_nothing_from_an_adapter(layer):
     (xa, b, *_), (x, _, packed, absmax) = adapter(16, 0.1), layer
-    dense = dense_weight(packed, absmax, 256, "nf4", torch.float32)
+    dense = dequantize_rows(packed, absmax, 256, "nf4", torch.float32)
     for i in (5, 90):
         dense[i] = 0
-    y = fp8.forward_product(x, dense, None, "", xa, b, 0.25)
+    y = fp8.forward_product(x, frozen(dense), xa, b, 0.25)
     expected = x @ dense.t() + 0.25 * xa @ b.t()
     assert relative(y, expected) < ROUNDING
     assert relative(y[:, [5, 90]], expected[:, [5, 90]]) < 2 * ROUNDING
@@ -119,17 +123,18 @@ def test_a_row_of_the_weight_that_is_zero_takes_nothing_from_an_adapter(layer):
 @pytest.mark.parametrize("quantized", [True, False])
 def test_kept_weights_give_the_same_bits_while_adapters_change(layer, quantized):
     x, dy, packed, absmax = layer
-    dense = dense_weight(packed, absmax, 256, "nf4", torch.float32)
+    dense = dequantize_rows(packed, absmax, 256, "nf4", torch.float32)
     weight, scales = (packed, absmax) if quantized else (dense, None)
     others = [weight.clone(), weight.flip(0)] if quantized else [weight.clone(), weight / 3]
-    weights, absmaxes, dys = [weight, *others], [scales] * 3, [dy, 2 * dy, dy / 2]
+    weights, dys = [weight, *others], [dy, 2 * dy, dy / 2]
+    ws = [frozen(each, scales) for each in weights]
 
     def products(sizes):
         for size in sizes:
             xa, b, dxa, a = adapter(24, size)
-            yield fp8.forward_product(x, weight, scales, "nf4", xa, b, 0.25)
-            yield fp8.forward_product(x, others[0], scales, "nf4")
-            yield fp8.backward_product(dys, weights, absmaxes, 256, "nf4", dxa, (1 + size) * a)
+            yield fp8.forward_product(x, ws[0], xa, b, 0.25)
+            yield fp8.forward_product(x, ws[1])
+            yield fp8.backward_product(dys, ws, dxa, (1 + size) * a)
 
     sizes = (0, 1e-5, 1e-2, 3, 1e-3)
     made_anew = [*products(sizes)]
@@ -141,8 +146,8 @@ def test_kept_weights_give_the_same_bits_while_adapters_change(layer, quantized)
     assert all(torch.equal(*pair) for pair in zip(kept, made_anew, strict=True))
     assert keeper.forms == forms and len(forms) == 2 + 3
     # The same weight in another use: computed, not kept a second time.
-    fp8.forward_product(x, weight, scales, "nf4")
-    fp8.backward_product(dys[:1], weights[:1], absmaxes[:1], 256, "nf4")
+    fp8.forward_product(x, ws[0])
+    fp8.backward_product(dys[:1], ws[:1])
     assert keeper.forms == forms and size_of(keeper.tensors()) == 2 * 96 * (256 + 4) + 32 * 96 + (
         256 * (32 + 3 * 96) + 3 * 96 * 4
     )
@@ -151,19 +156,21 @@ def test_kept_weights_give_the_same_bits_while_adapters_change(layer, quantized)
 def test_forms_are_gone_with_their_keeper(layer):
     x, _, packed, absmax = layer
     keeper = Fp8WeightCache([packed])
-    before = fp8.forward_product(x, packed, absmax, "nf4")
+    before = fp8.forward_product(x, frozen(packed, absmax))
     ((_, (form, _)),) = keeper.forms.values()
     gone = weakref.ref(form)
     absmax *= 2
-    assert torch.equal(fp8.forward_product(x, packed, absmax, "nf4"), before)
+    assert torch.equal(fp8.forward_product(x, frozen(packed, absmax)), before)
     del keeper, form
-    assert gone() is None and not torch.equal(fp8.forward_product(x, packed, absmax, "nf4"), before)
+    assert gone() is None and not torch.equal(
+        fp8.forward_product(x, frozen(packed, absmax)), before
+    )
 
 
 def test_layers_of_one_input_are_the_sum_of_each(layer):
     x, dy, packed, absmax = layer
-    together = fp8.backward_product([dy, 3 * dy], [packed, packed], [absmax, absmax], 256, "nf4")
-    dense = dense_weight(packed, absmax, 256, "nf4", torch.float32)
+    together = fp8.backward_product([dy, 3 * dy], [frozen(packed, absmax)] * 2)
+    dense = dequantize_rows(packed, absmax, 256, "nf4", torch.float32)
     assert relative(together, 4 * dy @ dense) < ROUNDING
 
 
@@ -171,7 +178,7 @@ def test_layers_of_one_input_are_the_sum_of_each(layer):
 def test_products_of_one_input_are_those_of_each_alone(layer, quantized):
     x, _, packed, absmax = layer
     (xa, b, *_), (other_xa, other_b, *_) = adapter(8, 0.1), adapter(24, 3.0)
-    dense = dense_weight(packed, absmax, 256, "nf4", torch.float32)
+    dense = dequantize_rows(packed, absmax, 256, "nf4", torch.float32)
     weights, scales = ([packed] * 2, [absmax] * 2) if quantized else ([dense, dense / 2], [])
     bias = torch.linspace(-1, 1, 96)
     args = (
@@ -189,12 +196,12 @@ def test_products_of_one_input_are_those_of_each_alone(layer, quantized):
     assert relative(first, x @ dense.t() + 0.25 * xa @ b.t() + bias) < 1.5 * ROUNDING
     half = dense if quantized else dense / 2
     assert relative(second, x @ half.t() + 2 * other_xa @ other_b.t() - bias) < 1.5 * ROUNDING
-    frozen = (x.view(4, 10, 256), [], weights, scales, [], [], [], 256, "nf4")
+    alone = (x.view(4, 10, 256), [], weights, scales, [], [], [], 256, "nf4")
     for y, weight, its_scales in zip(
-        shared_fp8_linears(*frozen), weights, scales or [None] * 2, strict=True
+        shared_fp8_linears(*alone), weights, scales or [None] * 2, strict=True
     ):
-        assert torch.equal(y.view(40, 96), fp8.forward_product(x, weight, its_scales, "nf4"))
-    for each in (args, frozen):
+        assert torch.equal(y.view(40, 96), fp8.forward_product(x, frozen(weight, its_scales)))
+    for each in (args, alone):
         torch.library.opcheck(shared_fp8_linears, each)
     dys = [torch.randn(4, 10, 96), torch.randn(4, 10, 96)]
     for kind in ("", "fp8"):
@@ -207,7 +214,7 @@ def test_products_of_one_input_are_those_of_each_alone(layer, quantized):
 def test_a_row_of_zeros_stays_zero(layer):
     x, _, packed, absmax = layer
     x[3], absmax[5] = 0, 0
-    y = fp8.forward_product(x, packed, absmax, "nf4")
+    y = fp8.forward_product(x, frozen(packed, absmax))
     assert torch.isfinite(y).all() and not y[3].any() and not y[:, 5].any()
 
 

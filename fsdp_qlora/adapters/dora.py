@@ -17,8 +17,7 @@ from peft.tuners.lora.layer import LoraVariant
 from torch import Tensor, nn
 
 from ..quantization.formats import FrozenWeight
-from ..quantization.kernels import can_unpack_adapted
-from .lora_ops import weight_with_adapter
+from ..quantization.kernels import can_unpack_adapted, unpack_adapted
 
 PART_VALUES = 2**26  # of W that exist at once for a norm: 256 MiB
 
@@ -53,7 +52,7 @@ def _adapted_rows(
 ) -> Tensor:
     """W + scaling B A of some rows, or W, in fp32 or wider."""
     if a is not None and can_unpack_adapted(w, b.shape[1], dtype):
-        return weight_with_adapter(w, a, b, scaling).float()
+        return unpack_adapted(w, a, b, scaling).float()
     wide = torch.promote_types(dtype, torch.float32)
     dense = w.dense(wide)
     return dense if a is None else torch.addmm(dense, b.to(wide), a.to(wide), alpha=scaling)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ..quantization import fp8
-from ..quantization.absmax import blocks_of, decode_absmax
 from ..quantization.formats import FrozenWeight
 from ..quantization.kernels import can_unpack_adapted, unpack_adapted
 from .dropout import dropped, dropped_product, product_of_dropped
@@ -72,9 +71,9 @@ def adapted_linear(
     """
     w = FrozenWeight(weight, absmax, in_features, quant_type)
     if product_dtype == "fp8":
-        y = fp8.forward_product(x, weight, absmax, quant_type, xa, b, scaling)
+        y = fp8.forward_product(x, w, xa, b, scaling)
     elif a is not None and can_unpack_adapted(w, b.shape[1], x.dtype):
-        y = x @ weight_with_adapter(w, a, b, scaling).t()
+        y = x @ unpack_adapted(w, a, b, scaling).t()
     else:
         y = xa @ (b * scaling).to(x.dtype).t()
         y.addmm_(x, w.dense(x.dtype).t())
@@ -106,7 +105,7 @@ def adapted_linear_backward(
     dxa = dy @ (b * scaling).to(dy.dtype)
     dx = dropped_product(dxa, a, seed, p)
     if product_dtype == "fp8":
-        dx += fp8.backward_product([dy], [weight], [absmax], *w.form)
+        dx += fp8.backward_product([dy], [w])
     else:
         dx.addmm_(dy, w.dense(dy.dtype))
     da = product(dxa.t(), dropped(x, seed, p), a.dtype)
@@ -139,15 +138,8 @@ def shared_fp8_linears(
 
     x is quantized once. Of absmax and bias, there is one for each layer or none.
     """
-    ys = fp8.forward_products(
-        x.reshape(-1, in_features),
-        weight,
-        absmax or [None] * len(weight),
-        quant_type,
-        xa,
-        b,
-        scaling,
-    )
+    frozen = _frozen(weight, absmax, in_features, quant_type)
+    ys = fp8.forward_products(x.reshape(-1, in_features), frozen, xa, b, scaling)
     for y, its_bias in zip(ys, bias, strict=False):
         y.add_(its_bias)
     return [y.view(*x.shape[:-1], -1) for y in ys]
@@ -188,7 +180,7 @@ def shared_frozen_backward(
     dys = [each.reshape(-1, each.shape[-1]) for each in dy]
     frozen = _frozen(weight, absmax, in_features, quant_type)
     if product_dtype == "fp8":
-        dx = _fp8_backward_product(dys, frozen)
+        dx = fp8.backward_product(dys, frozen)
     else:
         dx = sum_of_products(dys, (w.dense(dys[0].dtype) for w in frozen))
     return dx.view(*dy[0].shape[:-1], in_features)
@@ -202,12 +194,6 @@ def _frozen(
     return [
         FrozenWeight(*each, in_features, quant_type) for each in zip(weights, absmaxes, strict=True)
     ]
-
-
-def _fp8_backward_product(dys, frozen: list[FrozenWeight], *adapter: Tensor) -> Tensor:
-    """`fp8.backward_product` of layers that share an input."""
-    weights, absmaxes = [w.weight for w in frozen], [w.absmax for w in frozen]
-    return fp8.backward_product(dys, weights, absmaxes, *frozen[0].form, *adapter)
 
 
 def _shared_input_backward(
@@ -228,11 +214,11 @@ def _shared_input_backward(
     if product_dtype != "fp8" and all(
         can_unpack_adapted(w, b.shape[1], dtype) for w, b in zip(frozen, bs, strict=True)
     ):
-        dense = (weight_with_adapter(*each) for each in zip(frozen, as_, bs, scalings, strict=True))
+        dense = (unpack_adapted(*each) for each in zip(frozen, as_, bs, scalings, strict=True))
         return [sum_of_products(dys, dense), da, *dbs]
     a = as_[0] if len(as_) == 1 else torch.cat(list(as_))
     if product_dtype == "fp8":
-        return [_fp8_backward_product(dys, frozen, dxa, a), da, *dbs]
+        return [fp8.backward_product(dys, frozen, dxa, a), da, *dbs]
     dense = (w.dense(dtype) for w in frozen)
     return [sum_of_products(dys, dense, dxa @ a.to(dtype)), da, *dbs]
 
@@ -243,12 +229,6 @@ def sum_of_products(dys, weights, total: Tensor | None = None) -> Tensor:
     for dy in dys:  # zip would hold on to a W while it asks for the next
         total = dy @ next(weights) if total is None else total.addmm_(dy, next(weights))
     return total
-
-
-def weight_with_adapter(w: FrozenWeight, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """W + scaling B A in bf16 (O, I)."""
-    absmax = decode_absmax(w.absmax, blocks_of(w.in_features))
-    return unpack_adapted(w.weight, absmax, *w.form, a, b, scaling)
 
 
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

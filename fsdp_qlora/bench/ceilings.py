@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..dist import all_gather_rows, gather_over_ranks, ranks_from_env, reduce_scatter_rows
-from ..quantization.formats import dense_weight, quantize_rows
+from ..quantization.formats import dequantize_rows, quantize_rows
 from ..quantization.fp8 import fp8_problem, quantize_tokens, scaled_product
 
 # (N, I, O) of products: tokens by the layers of models of 8 and of 70 billion weights.
@@ -78,7 +78,7 @@ def unpack_gb_s(device: torch.device) -> float:
     packed, absmax = quantize_rows(torch.randn(rows, wide, device=device, dtype=torch.bfloat16))
 
     def unpack():
-        return dense_weight(packed, absmax, wide, "nf4", torch.bfloat16)
+        return dequantize_rows(packed, absmax, wide, "nf4", torch.bfloat16)
 
     moved = packed.nbytes + absmax.nbytes + 2 * rows * wide
     return moved / _seconds_of(unpack, device) / GB

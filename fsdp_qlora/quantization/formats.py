@@ -175,15 +175,6 @@ def dequantize_rows(
     return _arithmetic(quant_type).dequantize(packed, scales, in_features, dtype)
 
 
-def dense_weight(
-    weight: Tensor, absmax: Tensor | None, in_features: int, quant_type: str, dtype: torch.dtype
-) -> Tensor:
-    """A frozen weight as (O, I) in `dtype`: dequantized if it has scales, else as it is."""
-    if absmax is None:
-        return weight.to(dtype)
-    return dequantize_rows(weight, absmax, in_features, quant_type, dtype)
-
-
 class FrozenWeight(NamedTuple):
     """A frozen weight W (O, I) as it is stored, and how, for ops: these take flat arguments."""
 
@@ -208,6 +199,14 @@ class FrozenWeight(NamedTuple):
         absmax = None if self.absmax is None else self.absmax[part]
         return self._replace(weight=self.weight[part], absmax=absmax)
 
+    def with_float_absmax(self) -> FrozenWeight:
+        """The same with absmax in fp32 (O, I/64), from either form that stores it."""
+        if self.absmax is None:
+            return self
+        return self._replace(absmax=decode_absmax(self.absmax, blocks_of(self.in_features)))
+
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """W in `dtype`."""
-        return dense_weight(*self, dtype)
+        """W in `dtype`: dequantized if it has scales, else as it is."""
+        if self.absmax is None:
+            return self.weight.to(dtype)
+        return dequantize_rows(*self, dtype)

@@ -27,8 +27,8 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from .absmax import BLOCKSIZE, blocks_of, decode_absmax
-from .formats import dense_weight
+from .absmax import BLOCKSIZE
+from .formats import FrozenWeight
 from .fp8_kernels import (
     columns_to_fp8_on_gpu,
     dense_to_fp8,
@@ -68,23 +68,19 @@ def fits_fp8(in_features: int, out_features: int) -> bool:
 
 def forward_product(
     x: Tensor,
-    weight: Tensor,
-    absmax: Tensor | None,
-    quant_type: str,
+    w: FrozenWeight,
     xa: Tensor | None = None,
     b: Tensor | None = None,
     scaling: float = 1.0,
 ) -> Tensor:
     """x W^T in fp8, plus scaling xa B^T if given, with xa (N, R) and B (O, R); in x's dtype."""
     adapter = ([], [], []) if b is None else ([xa], [b], [scaling])
-    return forward_products(x, [weight], [absmax], quant_type, *adapter)[0]
+    return forward_products(x, [w], *adapter)[0]
 
 
 def forward_products(
     x: Tensor,
-    weights: list[Tensor],
-    absmaxes: list[Tensor | None],
-    quant_type: str,
+    frozen: list[FrozenWeight],
     xas: list[Tensor],
     bs: list[Tensor],
     scalings: list[float],
@@ -93,15 +89,10 @@ def forward_products(
 
     Each weight has the columns of all adapters, with zeros for those of others.
     """
-    n_in, rank, inverses = x.shape[1], rank_columns(sum(b.shape[1] for b in bs)), []
+    rank, inverses = rank_columns(sum(b.shape[1] for b in bs)), []
     forms = [
-        cached_fp8_weight(
-            "forward",
-            [weight],
-            rank,
-            partial(_forward_form, weight, absmax, n_in, quant_type, rank),
-        )
-        for weight, absmax in zip(weights, absmaxes, strict=True)
+        cached_fp8_weight("forward", [w.weight], rank, partial(_forward_form, w, rank))
+        for w in frozen
     ]
     for (w8, (scale,)), b, scaling in zip(forms, bs, scalings, strict=False):
         inverses.append(
@@ -129,27 +120,20 @@ def _beside(parts: list[Tensor], dim: int = 1) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _forward_form(
-    weight: Tensor, absmax: Tensor | None, in_features: int, quant_type: str, rank: int
-) -> Fp8Weight:
+def _forward_form(w: FrozenWeight, rank: int) -> Fp8Weight:
     """W in fp8 behind `rank` columns that are still to be written, and its rows' scales."""
-    absmax = _float_scales(absmax, in_features)
-    w8 = torch.empty(len(weight), rank + in_features, dtype=FP8, device=weight.device)
-    scale = row_scale(weight, absmax)
+    w = w.with_float_absmax()
+    w8 = torch.empty(len(w.weight), rank + w.in_features, dtype=FP8, device=w.weight.device)
+    scale = row_scale(w)
     if rank:
         scale = scale.maximum(scale.amax() / _SPREAD)
-    weight_to_fp8(
-        weight, absmax, in_features, quant_type, scale, transposed=False, out=w8[:, rank:]
-    )
+    weight_to_fp8(w, scale, transposed=False, out=w8[:, rank:])
     return w8, [scale]
 
 
 def backward_product(
     dys: list[Tensor],
-    weights: list[Tensor],
-    absmaxes: list[Tensor | None],
-    in_features: int,
-    quant_type: str,
+    frozen: list[FrozenWeight],
     dxa: Tensor | None = None,
     a: Tensor | None = None,
 ) -> Tensor:
@@ -160,37 +144,26 @@ def backward_product(
     """
     rank = 0 if a is None else rank_columns(len(a))
     wt8, scales = cached_fp8_weight(
-        "backward",
-        weights,
-        rank,
-        lambda: _backward_form(weights, absmaxes, in_features, quant_type, rank),
+        "backward", [w.weight for w in frozen], rank, partial(_backward_form, frozen, rank)
     )
     if rank:
         inverse = columns_to_fp8(a.t(), None, _A_LARGEST / _TINY, _A_LARGEST, wt8[:, :rank])
         dys, scales = [dxa, *dys], [inverse, *scales]
     dy8, dy_scale = quantize_tokens(dys, [1.0] * len(dys), scales, rank)
-    return scaled_product(dy8, dy_scale, wt8, ones(in_features, dy8.device), dys[-1].dtype)
+    return scaled_product(dy8, dy_scale, wt8, ones(len(wt8), dy8.device), dys[-1].dtype)
 
 
-def _backward_form(
-    weights: list[Tensor],
-    absmaxes: list[Tensor | None],
-    in_features: int,
-    quant_type: str,
-    rank: int,
-) -> Fp8Weight:
+def _backward_form(frozen: list[FrozenWeight], rank: int) -> Fp8Weight:
     """Each W^T in fp8, side by side behind `rank` columns still to be written, and its rows' scales."""
+    columns = [rank, *(len(w.weight) for w in frozen)]
     wt8 = torch.empty(
-        in_features, rank + sum(map(len, weights)), dtype=FP8, device=weights[0].device
+        frozen[0].in_features, sum(columns), dtype=FP8, device=frozen[0].weight.device
     )
-    _, *parts = wt8.split([rank, *map(len, weights)], dim=1)
     scales = []
-    for weight, absmax, part in zip(weights, absmaxes, parts, strict=True):
-        absmax = _float_scales(absmax, in_features)
-        scales.append(row_scale(weight, absmax))
-        weight_to_fp8(
-            weight, absmax, in_features, quant_type, scales[-1], transposed=True, out=part
-        )
+    for w, part in zip(frozen, wt8.split(columns, dim=1)[1:], strict=True):
+        w = w.with_float_absmax()
+        scales.append(row_scale(w))
+        weight_to_fp8(w, scales[-1], transposed=True, out=part)
     return wt8, scales
 
 
@@ -205,16 +178,14 @@ def ones(length: int, device: torch.device) -> Tensor:
     return torch.ones(length, device=device)
 
 
-def _float_scales(absmax: Tensor | None, in_features: int) -> Tensor | None:
-    """fp32 scales (O, I/64) from either form that stores them."""
-    return None if absmax is None else decode_absmax(absmax, blocks_of(in_features))
+def row_scale(w: FrozenWeight) -> Tensor:
+    """fp32 (O,): the factor that takes each row's largest value to 448, the largest of fp8.
 
-
-def row_scale(weight: Tensor, absmax: Tensor | None) -> Tensor:
-    """fp32 (O,): the factor that takes each row's largest value to 448, the largest of fp8."""
-    if weight.is_cuda:
-        return row_scales_on_gpu(weight if absmax is None else absmax)
-    largest = weight.abs().amax(1).float() if absmax is None else absmax.amax(1)
+    Here and in `weight_to_fp8`, absmax is fp32.
+    """
+    if w.weight.is_cuda:
+        return row_scales_on_gpu(w.weight if w.absmax is None else w.absmax)
+    largest = w.weight.abs().amax(1).float() if w.absmax is None else w.absmax.amax(1)
     return (largest / FP8_MAX).clamp(min=_TINY)
 
 
@@ -242,26 +213,20 @@ def columns_to_fp8(
 
 
 def weight_to_fp8(
-    weight: Tensor,
-    absmax: Tensor | None,
-    in_features: int,
-    quant_type: str,
-    scale: Tensor,
-    transposed: bool,
-    out: Tensor | None = None,
+    w: FrozenWeight, scale: Tensor, transposed: bool, out: Tensor | None = None
 ) -> Tensor:
     """W / scale in fp8, (O, I), or (I, O) if `transposed`; into `out` if given."""
-    shape = (in_features, len(weight)) if transposed else (len(weight), in_features)
+    weight, shape = w.weight, (len(w.weight), w.in_features)
     if out is None:
-        out = torch.empty(shape, dtype=FP8, device=weight.device)
-    if weight.is_cuda:
-        if absmax is None:
-            dense_to_fp8(weight, scale, transposed, out)
-        else:
-            fourbit_to_fp8(weight, absmax, in_features, quant_type, scale, transposed, out)
-        return out
-    dense = dense_weight(weight, absmax, in_features, quant_type, torch.float32) / scale[:, None]
-    return out.copy_(dense.t() if transposed else dense)
+        out = torch.empty(shape[::-1] if transposed else shape, dtype=FP8, device=weight.device)
+    if not weight.is_cuda:
+        dense = w.dense(torch.float32) / scale[:, None]
+        out.copy_(dense.t() if transposed else dense)
+    elif w.absmax is None:
+        dense_to_fp8(weight, scale, transposed, out)
+    else:
+        fourbit_to_fp8(w, scale, transposed, out)
+    return out
 
 
 def quantize_tokens(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .absmax import BLOCKSIZE, padded
+from .formats import FrozenWeight
 from .kernels import blocks_of_a_tile, triton
 
 MOST_TENSORS = 3  # layers of one input that are joined: q, k and v
@@ -343,29 +344,21 @@ def columns_to_fp8_on_gpu(
     return inverse
 
 
-def fourbit_to_fp8(
-    weight: Tensor,
-    absmax: Tensor,
-    in_features: int,
-    quant_type: str,
-    scale: Tensor,
-    transposed: bool,
-    out: Tensor,
-):
+def fourbit_to_fp8(w: FrozenWeight, scale: Tensor, transposed: bool, out: Tensor):
     """Packed 4-bit rows to fp8 in one pass, into `out`: (O, I), or (I, O) if `transposed`."""
-    assert padded(in_features) == in_features and out.stride(1) == 1
-    rows, tall = weight.shape[0], 64 if transposed else 32
-    blocks = blocks_of_a_tile(in_features, 4)
-    grid = (triton.cdiv(rows, tall), in_features // BLOCKSIZE // blocks)
+    assert padded(w.in_features) == w.in_features and out.stride(1) == 1
+    rows, tall = w.weight.shape[0], 64 if transposed else 32
+    blocks = blocks_of_a_tile(w.in_features, 4)
+    grid = (triton.cdiv(rows, tall), w.in_features // BLOCKSIZE // blocks)
     _fourbit_to_fp8[grid](
-        weight.view(torch.uint8),
-        absmax,
+        w.weight.view(torch.uint8),
+        w.absmax,
         scale,
         out,
         out.stride(0),
         rows,
-        in_features,
-        quant_type == "fp4",
+        w.in_features,
+        w.quant_type == "fp4",
         transposed,
         tall,
         blocks,

@@ -132,31 +132,24 @@ def can_unpack_adapted(w: FrozenWeight, rank: int, dtype: torch.dtype) -> bool:
     )
 
 
-def unpack_adapted(
-    weight: Tensor,
-    absmax: Tensor,
-    in_features: int,
-    quant_type: str,
-    a: Tensor,
-    b: Tensor,
-    scaling: float,
-) -> Tensor:
-    """W + scaling B A as bf16 (O, I): summed in fp32, rounded once. absmax is fp32 (O, I/64)."""
-    rows, rank = weight.shape[0], rank_columns(b.shape[1])
-    out = torch.empty(rows, in_features, dtype=torch.bfloat16, device=weight.device)
+def unpack_adapted(w: FrozenWeight, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """W + scaling B A as bf16 (O, I): summed in fp32, rounded once."""
+    w, rank = w.with_float_absmax(), rank_columns(b.shape[1])
+    rows, in_features = w.weight.shape[0], w.in_features
+    out = torch.empty(rows, in_features, dtype=torch.bfloat16, device=w.weight.device)
     a = _with_rows(a.to(torch.bfloat16), rank).contiguous()
     b = _with_columns((b * scaling).to(torch.bfloat16), rank)
     blocks = blocks_of_a_tile(in_features, 2)
     grid = (triton.cdiv(rows, 64), in_features // BLOCKSIZE // blocks)
     _unpack_adapted[grid](
-        weight.view(torch.uint8),
-        absmax,
+        w.weight.view(torch.uint8),
+        w.absmax,
         a,
         b,
         out,
         rows,
         in_features,
-        quant_type == "fp4",
+        w.quant_type == "fp4",
         rank,
         64,
         blocks,

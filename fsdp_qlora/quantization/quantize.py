@@ -17,7 +17,6 @@ from . import fp8
 from .absmax import ABSMAX_DTYPES
 from .formats import (
     FrozenWeight,
-    dense_weight,
     dequantize_rows,
     empty_rows,
     quantize_rows,
@@ -37,12 +36,12 @@ def frozen_linear(
     product_dtype: str,
 ) -> Tensor:
     """x (B, I) times a frozen weight, plus bias: (B, O) in x's dtype."""
+    w = FrozenWeight(weight, absmax, in_features, quant_type)
     if product_dtype == "fp8":
-        y = fp8.forward_product(x.reshape(-1, in_features), weight, absmax, quant_type)
+        y = fp8.forward_product(x.reshape(-1, in_features), w)
         y = y.view(*x.shape[:-1], -1)
         return y if bias is None else y.add_(bias)
-    dense = dense_weight(weight, absmax, in_features, quant_type, x.dtype)
-    return nn.functional.linear(x, dense, None if bias is None else bias.to(x.dtype))
+    return nn.functional.linear(x, w.dense(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 @torch.library.custom_op("fsdp_qlora::frozen_linear_backward", mutates_args=())
@@ -55,12 +54,11 @@ def frozen_linear_backward(
     product_dtype: str,
 ) -> Tensor:
     """dX (B, I) = dY (B, O) W."""
+    w = FrozenWeight(weight, absmax, in_features, quant_type)
     if product_dtype == "fp8":
-        dx = fp8.backward_product(
-            [dy.reshape(-1, dy.shape[-1])], [weight], [absmax], in_features, quant_type
-        )
+        dx = fp8.backward_product([dy.reshape(-1, dy.shape[-1])], [w])
         return dx.view(*dy.shape[:-1], in_features)
-    return dy @ dense_weight(weight, absmax, in_features, quant_type, dy.dtype)
+    return dy @ w.dense(dy.dtype)
 
 
 @frozen_linear.register_fake

@@ -77,7 +77,7 @@ def built_layers(folder: str, cases: list[dict]) -> list[dict]:
     from fsdp_qlora.build import build_model
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.dist import full_tensor
-    from fsdp_qlora.quantization.formats import dense_weight
+    from fsdp_qlora.quantization.formats import FrozenWeight
 
     found = []
     for case in cases:
@@ -94,14 +94,9 @@ def built_layers(folder: str, cases: list[dict]) -> list[dict]:
         for name, m in model.named_modules():
             if not isinstance(m, LoraLinear):
                 continue
-            base, absmax = m.base_layer, getattr(m.base_layer, "absmax", None)
-            whole = dense_weight(
-                full_tensor(base.weight.detach()),
-                None if absmax is None else full_tensor(absmax.detach()),
-                base.in_features,
-                getattr(base, "quant_type", ""),
-                torch.float32,
-            )
+            w = FrozenWeight.of(m.base_layer)
+            weight, absmax = (t if t is None else full_tensor(t.detach()) for t in w[:2])
+            whole = FrozenWeight(weight, absmax, *w.form).dense(torch.float32)
             found[-1][name] = dict(
                 a=full_tensor(m.lora_A["default"].weight.detach()).clone(),
                 b=full_tensor(m.lora_B["default"].weight.detach()).clone(),

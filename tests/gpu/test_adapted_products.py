@@ -22,7 +22,7 @@ from fsdp_qlora.adapters.lora_ops import (
     shared_inputs_backward,
 )
 from fsdp_qlora.build import compile_blocks
-from fsdp_qlora.quantization.formats import dequantize_rows, quantize_rows
+from fsdp_qlora.quantization.formats import FrozenWeight, dequantize_rows, quantize_rows
 from fsdp_qlora.quantization.kernels import unpack_adapted
 from tests.test_adapters import (
     test_gradients_under_dropout_are_those_of_the_formula_with_the_same_mask as formula_under_dropout,
@@ -63,7 +63,7 @@ def test_the_weight_with_its_adapter_is_rounded_once(rows, inputs, quant_type, r
         torch.randn(rows, inputs, device="cuda") / inputs**0.5, quant_type
     )
     whole = dequantize_rows(packed, absmax, inputs, quant_type, torch.float32) + SCALING * b @ a
-    found = unpack_adapted(packed, absmax, inputs, quant_type, a, b, SCALING)
+    found = unpack_adapted(FrozenWeight(packed, absmax, inputs, quant_type), a, b, SCALING)
     once = error(whole.bfloat16(), whole)
     assert found.shape == whole.shape and error(found, whole) < 1.1 * once + 2**-11
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fsdp_qlora.quantization import fp8
-from fsdp_qlora.quantization.formats import dense_weight, quantize_rows
+from fsdp_qlora.quantization.formats import FrozenWeight, dequantize_rows, quantize_rows
 from fsdp_qlora.quantization.fp8_weight_cache import Fp8WeightCache
 
 pytestmark = [
@@ -38,6 +38,8 @@ def one_step_at_most(ours, reference):
 
 def on_host(value):
     """Tensors, in lists of any depth, on the CPU."""
+    if isinstance(value, FrozenWeight):
+        return FrozenWeight(*map(on_host, value))
     if isinstance(value, list | tuple):
         return [on_host(each) for each in value]
     return value.cpu() if isinstance(value, torch.Tensor) else value
@@ -69,19 +71,21 @@ def layer(request):
 def test_kernels_equal_the_reference(layer):
     x, dy, packed, absmax, xa, b, dxa, a = layer
     inputs = x.shape[1]
-    dense = dense_weight(packed, absmax, inputs, "nf4", torch.float32)
-    scale = fp8.row_scale(packed, absmax)
+    dense = dequantize_rows(packed, absmax, inputs, "nf4", torch.float32)
+    w = FrozenWeight(packed, absmax, inputs, "nf4")
+    in_16_bits = FrozenWeight(dense.bfloat16(), None, inputs, "")
+    scale = fp8.row_scale(w)
     for transposed in (False, True):
-        w8 = fp8.weight_to_fp8(packed, absmax, inputs, "nf4", scale, transposed)
+        w8 = fp8.weight_to_fp8(w, scale, transposed)
         plain = (dense / scale[:, None]).to(fp8.FP8)
         expected = plain.t() if transposed else plain
         same = (w8.float() == expected.float()).float().mean()
         assert same > 0.97, same  # codes are decoded to fp16, which tips what is between two values
         assert relative(w8.float(), expected.float()) < 0.01
-        whole = fp8.weight_to_fp8(dense.bfloat16(), None, inputs, "", scale, transposed)
+        whole = fp8.weight_to_fp8(in_16_bits, scale, transposed)
         plain = (dense.bfloat16().float() / scale[:, None]).to(fp8.FP8)
         assert torch.equal(whole.float(), (plain.t() if transposed else plain).float())
-    dense_scale = fp8.row_scale(dense.bfloat16(), None)
+    dense_scale = fp8.row_scale(in_16_bits)
     torch.testing.assert_close(dense_scale, dense.bfloat16().abs().amax(1).float() / fp8.FP8_MAX)
     x8, x_scale = fp8.quantize_tokens([xa, x], [0.5, 1.0], wide=80)
     filled = torch.nn.functional.pad(xa / 2, (0, 80 - xa.shape[1]))
@@ -110,19 +114,19 @@ def test_kernels_equal_the_reference(layer):
         assert not on_gpu.float()[:, first + rank :].any() and not on_gpu.float()[:, :first].any()
     # Against the same arithmetic on the CPU: only the order of sums and bf16 rounding differ.
     pairs = (
-        (fp8.forward_product, (x, packed, absmax, "nf4", xa, b, 0.25)),
-        (fp8.backward_product, ([dy], [packed], [absmax], inputs, "nf4", dxa, a)),
-        (fp8.backward_product, ([dy, dy, dy], [packed] * 3, [absmax] * 3, inputs, "nf4")),
-        (fp8.forward_product, (x, dense.bfloat16(), None, "", xa, b, 0.25)),
-        (together, (x, [packed] * 2, [absmax] * 2, "nf4", [xa, -xa], [b, 9 * b], [0.25, 1.0])),
-        (together, (x, [packed] * 2, [absmax] * 2, "nf4", [], [], [])),
-        (fp8.backward_product, ([dy], [dense.bfloat16()], [None], inputs, "", dxa, a)),
+        (fp8.forward_product, (x, w, xa, b, 0.25)),
+        (fp8.backward_product, ([dy], [w], dxa, a)),
+        (fp8.backward_product, ([dy, dy, dy], [w] * 3)),
+        (fp8.forward_product, (x, in_16_bits, xa, b, 0.25)),
+        (together, (x, [w] * 2, [xa, -xa], [b, 9 * b], [0.25, 1.0])),
+        (together, (x, [w] * 2, [], [], [])),
+        (fp8.backward_product, ([dy], [in_16_bits], dxa, a)),
     )
     for product, args in pairs:
         on_cpu = on_host(args)
         assert relative(product(*args).cpu(), product(*on_cpu).float()) < 0.01
-    y = fp8.forward_product(x, packed, absmax, "nf4", xa, b, 0.25)
-    dx = fp8.backward_product([dy], [packed], [absmax], inputs, "nf4", dxa, a)
+    y = fp8.forward_product(x, w, xa, b, 0.25)
+    dx = fp8.backward_product([dy], [w], dxa, a)
     assert relative(y, x.float() @ dense.t() + 0.25 * xa.float() @ b.t()) < 0.06
     assert relative(dx, dy.float() @ dense + dxa.float() @ a) < 0.06
 
@@ -130,19 +134,19 @@ def test_kernels_equal_the_reference(layer):
 def test_products_are_the_same_every_time(layer):
     """No kernel adds in an order that changes from run to run; what is kept is as if made anew."""
     x, dy, packed, absmax, xa, b, dxa, a = layer
-    inputs = x.shape[1]
+    w = FrozenWeight(packed, absmax, x.shape[1], "nf4")
 
     def products():
         return (
-            fp8.forward_product(x, packed, absmax, "nf4", xa, b, 0.25),
-            fp8.backward_product([dy], [packed], [absmax], inputs, "nf4", dxa, a),
+            fp8.forward_product(x, w, xa, b, 0.25),
+            fp8.backward_product([dy], [w], dxa, a),
         )
 
     first, *others = (products() for _ in range(20))
     keeper = Fp8WeightCache([packed])
     for _ in range(5):
-        fp8.forward_product(x, packed, absmax, "nf4", xa, torch.randn_like(b), 0.25)
-        fp8.backward_product([dy], [packed], [absmax], inputs, "nf4", dxa, 3 * a)
+        fp8.forward_product(x, w, xa, torch.randn_like(b), 0.25)
+        fp8.backward_product([dy], [w], dxa, 3 * a)
         others.append(products())
     assert len(keeper.forms) == 2
     assert all(torch.equal(*pair) for other in others for pair in zip(first, other, strict=True))
