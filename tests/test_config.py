@@ -312,7 +312,7 @@ def test_a_changed_setting_that_does_nothing_warns_and_says_why():
     assert any("--gradient_accumulation_steps" in w for w in warnings)
     assert not settings_without_effect(RunConfig())
     assert settings_without_effect(RunConfig(train_type="lora", absmax_dtype="int8")) == [
-        "--absmax_dtype has no effect: no weight is quantized"
+        "--absmax_dtype has no effect: it needs quantized weights"
     ]
     full = settings_without_effect(RunConfig(train_type="full", lora_rank=8, use_rslora=True))
     assert [w.split()[0] for w in full] == ["--lora_rank", "--use_rslora"]
@@ -338,7 +338,7 @@ def test_a_changed_setting_that_does_nothing_warns_and_says_why():
 def test_a_detail_of_something_that_is_off_warns(name, value, turned_on_by):
     off = dict(dataset="rows.jsonl", checkpoint_minutes=0.0, **{name: value})
     (warning,) = settings_without_effect(RunConfig(**off))
-    assert warning.startswith(f"--{name} has no effect: it belongs to ")
+    assert warning.startswith(f"--{name} has no effect: it needs ")
     assert not settings_without_effect(RunConfig(**off | turned_on_by))
 
 

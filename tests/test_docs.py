@@ -192,7 +192,7 @@ def test_the_quickstart_runs_as_it_is_written(tmp_path, monkeypatch, capsys):
 WARN = (
     "settings_without_effect",
     "lost_updates",
-    "one_at_a_time",
+    "of_gradient_checkpointing",
     "high_rates",
     "batch_above_data",
 )  # functions whose texts are warnings

@@ -15,12 +15,12 @@ from fsdp_qlora.catalog.arch import model_shape, shape_from_config
 from fsdp_qlora.catalog.hardware import find_gpu
 from fsdp_qlora.catalog.machine import Machine
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.config.run import check_kept_stay
 from fsdp_qlora.dist import process_group
 from fsdp_qlora.estimate import (
     estimate,
     keeps_fp8_weights,
     resident_bytes,
+    resolve,
     step_seconds,
 )
 from fsdp_qlora.loading import read_config
@@ -294,9 +294,8 @@ def test_weights_are_kept_in_fp8_where_they_stay_and_activations_leave_room():
 )
 def test_weights_that_do_not_stay_are_not_kept_in_fp8(settings, gpus):
     with pytest.raises(ValueError, match="--keep_fp8_weights.*; (use|leave)"):
-        check_kept_stay(
-            RunConfig(**dict(compute_dtype="fp8") | settings, keep_fp8_weights=True), gpus
-        )
+        config = RunConfig(**dict(compute_dtype="fp8") | settings, keep_fp8_weights=True)
+        resolve(config, None, Machine(gpu=find_gpu("H100"), gpus=gpus, memory_gib=80))
 
 
 def test_a_gpu_without_fp8_is_refused_by_name(monkeypatch):

@@ -315,4 +315,4 @@ def test_trackers_are_named_beside_a_form_of_output_and_their_settings_need_them
     config = RunConfig(log_to="stdout, wandb,tensorboard,wandb", name="run", group="g")
     assert config.trackers == ["wandb", "tensorboard"] and not settings_without_effect(config)
     (warning,) = settings_without_effect(RunConfig(log_to="mlflow", name="run", group="g"))
-    assert warning.startswith("--group has no effect: it belongs to --log_to wandb")
+    assert warning.startswith("--group has no effect: it needs --log_to wandb")

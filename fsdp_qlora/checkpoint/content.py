@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -21,15 +21,6 @@ from ..loading import Checkpoint, checkpoint_folder
 from ..loading.weight_files import fingerprint
 
 Rows = TokenizedDataset | Subset
-
-# Places on each machine and what is shown: ranks may be started with different ones.
-_MAY_DIFFER_BETWEEN_RANKS = frozenset(
-    """
-model_name dataset eval_dataset data_cache quantized_cache llama_pro_path added_tokens sample_prompts
-output_dir profiling_output loading_workers preview log_to verbose price_per_hour project_name name
-group entity master_addr master_port timeout_minutes
-""".split()
-)
 
 # What the kinds of content are called, by the flag that names them.
 KINDS = {
@@ -85,9 +76,7 @@ def check_same_on_every_rank(config: RunConfig, content: dict[str, str]):
     Raises ValueError on each, naming the ranks that differ from rank 0.
     """
     settings = {
-        name: shown(value)
-        for name, value in asdict(config).items()
-        if name not in _MAY_DIFFER_BETWEEN_RANKS
+        f.name: shown(getattr(config, f.name)) for f in fields(config) if not f.metadata["per_rank"]
     }
     every = gather_over_ranks((settings, content))
     faults = [

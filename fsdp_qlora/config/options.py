@@ -7,10 +7,14 @@ written in one place. Names follow the original fsdp_qlora script where it had t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..choices import OPTIMIZERS, POLICIES, STRATEGIES
 from ..choices.formats import N_BITS, QUANTS
-from .settings import AUTO, DEFINES_WEIGHTS, MAY_CHANGE, MUST_MATCH, RUN_LENGTH, opt
+from ..choices.optimizers import names_where
+from . import without_effect as rules
+from .lists import policy_names
+from .settings import AUTO, DEFINES_WEIGHTS, MAY_CHANGE, MUST_MATCH, RUN_LENGTH, one_of, opt
 
 # Of a precision: what is stored, and what autocast multiplies in, if it is on.
 PRECISIONS = {
@@ -38,6 +42,8 @@ TRAIN_TYPES = {
 # `all` is the original script's list, without o_proj; `all-linear` is every linear but the head.
 OLD_ALL_TARGETS = ("k_proj", "q_proj", "v_proj", "up_proj", "down_proj", "gate_proj")
 
+_SAMPLED = ("alpaca_sample", "dummy", "orca_math")  # of which --dataset_samples rows are taken
+
 
 @dataclass(kw_only=True)
 class ModelOptions:
@@ -49,9 +55,16 @@ class ModelOptions:
         example="./SmolLM2-135M-Instruct",
         on_resume=MAY_CHANGE,
         is_path=True,
+        per_rank=True,
     )
     revision: str | None = opt(
-        None, "branch, tag or commit of a model on the hub", example="main", on_resume=MUST_MATCH
+        None,
+        "branch, tag or commit of a model on the hub",
+        example="main",
+        on_resume=MUST_MATCH,
+        no_effect=rules.needs(
+            "a --model_name on the hub", lambda c: not Path(c.model_name).exists()
+        ),
     )
     trust_remote_code: bool = opt(
         False,
@@ -76,6 +89,7 @@ class ModelOptions:
         "and its rounding error is far below that of the 4-bit weights",
         choices=("fp32", "int8"),
         on_resume=DEFINES_WEIGHTS,
+        no_effect=rules.needs("quantized weights", lambda c: c.quant != "none"),
     )
     precision: str = opt(
         "bf16",
@@ -98,6 +112,7 @@ class ModelOptions:
         "for each matmul: faster for few tokens, and costs 2 bytes per weight; None = on "
         "one GPU and with ddp, if they fit beside the kept activations",
         on_resume=MAY_CHANGE,
+        no_effect=rules.needs("--compute_dtype fp8", lambda c: c.compute_dtype == "fp8"),
     )
     attn_implementation: str = opt(
         "auto",
@@ -120,7 +135,10 @@ class ModelOptions:
         on_resume=MUST_MATCH,
     )
     low_memory: bool = opt(
-        True, "accepted for old commands: loading always streams", on_resume=MAY_CHANGE
+        True,
+        "accepted for old commands: loading always streams",
+        on_resume=MAY_CHANGE,
+        no_effect=rules.always("loading always streams"),
     )
     quantized_cache: str | None = opt(
         None,
@@ -129,6 +147,8 @@ class ModelOptions:
         example="~/.cache/fsdp_qlora",
         on_resume=MAY_CHANGE,
         is_path=True,
+        per_rank=True,
+        no_effect=rules.of_quantized_cache,
     )
     loading_workers: int = opt(
         AUTO,
@@ -136,6 +156,10 @@ class ModelOptions:
         on_resume=MAY_CHANGE,
         least=1,
         or_auto=True,
+        per_rank=True,
+        no_effect=rules.needs(
+            "weights from files, without --random_weights", lambda c: not c.random_weights
+        ),
     )
     n_bits: int = opt(
         4, "bits per weight with --quant hqq", choices=N_BITS, on_resume=DEFINES_WEIGHTS
@@ -161,6 +185,7 @@ class AdapterOptions:
         on_resume=DEFINES_WEIGHTS,
         least=1,
         or_auto=True,
+        no_effect=rules.LLAMA_PRO,
     )
     llama_pro_path: str | None = opt(
         None,
@@ -168,27 +193,38 @@ class AdapterOptions:
         "blocks before and after. Without it, blocks are added while the base loads",
         example="Llama-2-7b_blk_exp-32-35",
         on_resume=DEFINES_WEIGHTS,
+        per_rank=True,
+        no_effect=rules.LLAMA_PRO,
     )
-    lora_rank: int = opt(64, "rank of the adapters", on_resume=DEFINES_WEIGHTS, least=1)
+    lora_rank: int = opt(
+        64, "rank of the adapters", on_resume=DEFINES_WEIGHTS, least=1, no_effect=rules.LORA
+    )
     lora_alpha: int = opt(
-        16, "adapters are scaled by lora_alpha / lora_rank", on_resume=DEFINES_WEIGHTS, least=0
+        16,
+        "adapters are scaled by lora_alpha / lora_rank",
+        on_resume=DEFINES_WEIGHTS,
+        least=0,
+        no_effect=rules.LORA,
     )
     use_rslora: bool = opt(
         False,
         "scale by lora_alpha / sqrt(lora_rank) instead (rsLoRA), for large ranks",
         on_resume=DEFINES_WEIGHTS,
+        no_effect=rules.LORA,
     )
     lora_rank_pattern: str | None = opt(
         None,
         "a different --lora_rank for some modules",
         example="q_proj=16,down_proj=128",
         on_resume=DEFINES_WEIGHTS,
+        no_effect=rules.LORA,
     )
     lora_alpha_pattern: str | None = opt(
         None,
         "a different --lora_alpha for some modules",
         example="q_proj=32",
         on_resume=DEFINES_WEIGHTS,
+        no_effect=rules.LORA,
     )
     init_lora_weights: str = opt(
         "default",
@@ -197,15 +233,23 @@ class AdapterOptions:
         "quantization error)",
         example="pissa_niter_16",
         on_resume=DEFINES_WEIGHTS,
+        no_effect=rules.LORA,
     )
     loftq_iter: int = opt(
-        1, "iterations of --init_lora_weights loftq", on_resume=DEFINES_WEIGHTS, least=1
+        1,
+        "iterations of --init_lora_weights loftq",
+        on_resume=DEFINES_WEIGHTS,
+        least=1,
+        no_effect=rules.needs(
+            "--init_lora_weights loftq", lambda c: c.init_lora_weights == "loftq"
+        ),
     )
     modules_to_save: str | None = opt(
         None,
         "modules to train in full beside the adapters, by the ends of their names",
         example="embed_tokens,lm_head",
         on_resume=DEFINES_WEIGHTS,
+        no_effect=rules.LORA,
     )
     trained_modules: str | None = opt(
         None,
@@ -218,6 +262,7 @@ class AdapterOptions:
         "adapt only these blocks, counted from 0",
         example="0,24-31",
         on_resume=DEFINES_WEIGHTS,
+        no_effect=rules.LORA,
     )
     added_tokens: str | None = opt(
         None,
@@ -225,15 +270,21 @@ class AdapterOptions:
         "trains embeddings and lm_head in full",
         example="<think>,</think>",
         on_resume=DEFINES_WEIGHTS,
+        per_rank=True,
     )
     loraplus_lr_ratio: float = opt(
         1.0,
         "learning rate of B (and of DoRA's magnitudes) divided by --lr: LoRA+",
         example=16,
         on_resume=MUST_MATCH,
+        no_effect=rules.LORA,
     )
     lora_dropout: float = opt(
-        0.1, "dropout on the input of adapters", unit="share", on_resume=MUST_MATCH
+        0.1,
+        "dropout on the input of adapters",
+        unit="share",
+        on_resume=MUST_MATCH,
+        no_effect=rules.LORA,
     )
     lora_target_modules: str = opt(
         "all-linear",
@@ -241,6 +292,7 @@ class AdapterOptions:
         "default (PEFT's choice), or module names",
         example="q_proj,v_proj",
         on_resume=DEFINES_WEIGHTS,
+        no_effect=rules.LORA,
     )
     lora_target_parameters: str | None = opt(
         None,
@@ -248,12 +300,14 @@ class AdapterOptions:
         "(all), or the ends of parameter names; needs --lora_dropout 0",
         example="gate_up_proj,down_proj",
         on_resume=DEFINES_WEIGHTS,
+        no_effect=rules.LORA,
     )
     bias: str = opt(
         "none",
         "biases to train: none, all, or those of adapted layers",
         choices=("none", "all", "lora_only"),
         on_resume=DEFINES_WEIGHTS,
+        no_effect=rules.LORA,
     )
     adapter_dtype: str = opt(
         "fp32",
@@ -275,10 +329,22 @@ class DataOptions:
         example="rows.jsonl",
         on_resume=MAY_CHANGE,
         is_path=True,
+        per_rank=True,
     )
-    dataset_split: str = opt("train", "split of a hub dataset", on_resume=MAY_CHANGE)
+    dataset_split: str = opt(
+        "train",
+        "split of a hub dataset",
+        on_resume=MAY_CHANGE,
+        no_effect=rules.needs("a dataset with splits", lambda c: c.dataset != "dummy"),
+    )
     dataset_samples: int = opt(
-        512, "rows to take from alpaca_sample, dummy or orca_math", on_resume=MAY_CHANGE, least=1
+        512,
+        "rows to take from alpaca_sample, dummy or orca_math",
+        on_resume=MAY_CHANGE,
+        least=1,
+        no_effect=rules.needs(
+            f"--dataset {one_of(_SAMPLED)}", lambda c: {c.dataset, c.eval_dataset} & {*_SAMPLED}
+        ),
     )
     context_length: int = opt(
         512,
@@ -294,7 +360,14 @@ class DataOptions:
         on_resume=MUST_MATCH,
     )
     data_cache: str | None = opt(
-        None, "folder that caches tokenized data between runs", on_resume=MAY_CHANGE, is_path=True
+        None,
+        "folder that caches tokenized data between runs",
+        on_resume=MAY_CHANGE,
+        is_path=True,
+        per_rank=True,
+        no_effect=rules.needs(
+            "rows that are read before training, without --stream", lambda c: not c.stream
+        ),
     )
     stream: bool = opt(
         False,
@@ -307,6 +380,7 @@ class DataOptions:
         unit="rows",
         on_resume=MUST_MATCH,
         least=1,
+        no_effect=rules.needs("--stream", lambda c: c.stream),
     )
     preview: int = opt(
         0,
@@ -315,6 +389,7 @@ class DataOptions:
         bare=3,
         on_resume=MAY_CHANGE,
         least=0,
+        per_rank=True,
     )
 
 
@@ -328,12 +403,16 @@ class EvaluationOptions:
         example="heldout.jsonl",
         on_resume=MAY_CHANGE,
         is_path=True,
+        per_rank=True,
     )
     eval_split: str | None = opt(
         None,
         "held-out split of --eval_dataset, or of --dataset",
         example="validation",
         on_resume=MAY_CHANGE,
+        no_effect=rules.needs(
+            "a dataset with splits", lambda c: (c.eval_dataset or c.dataset) != "dummy"
+        ),
     )
     eval_share: float = opt(
         0.0,
@@ -364,9 +443,15 @@ class EvaluationOptions:
         "text file with one prompt per line to answer instead: all, or the first --samples",
         example="prompts.txt",
         on_resume=MAY_CHANGE,
+        per_rank=True,
     )
     sample_tokens: int = opt(
-        64, "maximum length of generated answers", unit="tokens", on_resume=MAY_CHANGE, least=1
+        64,
+        "maximum length of generated answers",
+        unit="tokens",
+        on_resume=MAY_CHANGE,
+        least=1,
+        no_effect=rules.needs("--samples", lambda c: c.samples or c.sample_prompts),
     )
 
 
@@ -383,7 +468,11 @@ class BatchOptions:
         or_auto=True,
     )
     gradient_accumulation_steps: int = opt(
-        1, "micro-batches per optimizer step", on_resume=MAY_CHANGE, least=1
+        1,
+        "micro-batches per optimizer step",
+        on_resume=MAY_CHANGE,
+        least=1,
+        no_effect=rules.of_gradient_accumulation,
     )
     global_batch_size: int = opt(
         AUTO,
@@ -433,6 +522,7 @@ class ShardingOptions:
         on_resume=MAY_CHANGE,
         least=1,
         or_auto=True,
+        no_effect=rules.needs("a hybrid --sharding_strategy", lambda c: c.strategy.is_hybrid),
     )
     wrap_policy: str = opt(
         "block",
@@ -440,9 +530,14 @@ class ShardingOptions:
         "or modules of at least --min_wrap_params",
         choices=("block", "attention_mlp", "min_params"),
         on_resume=MAY_CHANGE,
+        no_effect=rules.of_gathering,
     )
     min_wrap_params: int = opt(
-        100_000_000, "smallest unit with --wrap_policy min_params", on_resume=MAY_CHANGE, least=1
+        100_000_000,
+        "smallest unit with --wrap_policy min_params",
+        on_resume=MAY_CHANGE,
+        least=1,
+        no_effect=rules.of_min_wrap_params,
     )
     backward_prefetch: str = opt(
         "backward_pre",
@@ -450,21 +545,27 @@ class ShardingOptions:
         "it (beside the reduction of its gradients), or only when needed",
         choices=("backward_pre", "backward_post", "none"),
         on_resume=MAY_CHANGE,
+        no_effect=rules.of_gathering,
     )
     forward_prefetch: bool = opt(
         False,
         "gather the next unit before launching the current unit's forward; helps if the CPU "
         "is slow",
         on_resume=MAY_CHANGE,
+        no_effect=rules.of_gathering,
     )
     gather_once: bool = opt(
         False,
         "keep gathered weights for all micro-batches of an optimizer step: less "
         "communication with accumulation, but every GPU holds the whole model",
         on_resume=MAY_CHANGE,
+        no_effect=rules.of_gather_once,
     )
     use_gradient_checkpointing: bool = opt(
-        True, "true = --activation_policy recompute_all, false = keep_all", on_resume=MAY_CHANGE
+        True,
+        "true = --activation_policy recompute_all, false = keep_all",
+        on_resume=MAY_CHANGE,
+        no_effect=rules.of_gradient_checkpointing,
     )
     activation_policy: str = opt(
         "auto",
@@ -485,6 +586,9 @@ class ShardingOptions:
         False,
         "use torch's reentrant checkpointing, for old commands; no known benefit",
         on_resume=MAY_CHANGE,
+        no_effect=rules.needs(
+            "blocks that are recomputed", lambda c: policy_names(c) != {"keep_all"}
+        ),
     )
     mlp_tiles: int = opt(
         1,
@@ -496,6 +600,7 @@ class ShardingOptions:
         on_resume=MAY_CHANGE,
         least=1,
         or_auto=True,
+        no_effect=rules.of_mlp_tiles,
     )
     use_cpu_offload: bool = opt(
         False, "keep the shards of frozen weights in host memory", on_resume=MAY_CHANGE
@@ -505,6 +610,7 @@ class ShardingOptions:
         "with --use_cpu_offload, also offload trained weights, their gradients and "
         "optimizer states; None = if they take more than an eighth of the GPU",
         on_resume=MAY_CHANGE,
+        no_effect=rules.needs("--use_cpu_offload", lambda c: c.use_cpu_offload),
     )
     use_vocabulary_cpu_offload: bool | None = opt(
         None,
@@ -520,6 +626,7 @@ class ShardingOptions:
         False,
         "reduce gradients only in the last micro-batch of a step: less communication, more memory",
         on_resume=MAY_CHANGE,
+        no_effect=rules.of_no_sync,
     )
     compile: bool | None = opt(
         None, "compile each decoder block with torch.compile; None = on a GPU", on_resume=MAY_CHANGE
@@ -535,6 +642,7 @@ class ShardingOptions:
         False,
         "make repeated runs bit-identical on a GPU, at some cost in speed",
         on_resume=MAY_CHANGE,
+        no_effect=rules.needs("a GPU", lambda c: c.device != "cpu"),
     )
 
 
@@ -550,7 +658,15 @@ class OptimizerOptions:
         on_resume=DEFINES_WEIGHTS,
     )
     lr: float = opt(1e-5, "peak learning rate", on_resume=MUST_MATCH, least=0)
-    wd: float = opt(0.1, "weight decay of the adamw optimizers", on_resume=MUST_MATCH, least=0)
+    wd: float = opt(
+        0.1,
+        "weight decay of the adamw optimizers",
+        on_resume=MUST_MATCH,
+        least=0,
+        no_effect=rules.needs(
+            f"--optimizer {one_of(names_where('decays'))}", lambda c: OPTIMIZERS[c.optimizer].decays
+        ),
+    )
     lr_scheduler: str = opt(
         "constant",
         "learning rate schedule; linear and cosine warm up, and cosine ends at a tenth of the peak",
@@ -558,7 +674,13 @@ class OptimizerOptions:
         on_resume=MUST_MATCH,
     )
     warmup_share: float = opt(
-        0.1, "warmup of linear and cosine", unit="share of all steps", on_resume=MUST_MATCH
+        0.1,
+        "warmup of linear and cosine",
+        unit="share of all steps",
+        on_resume=MUST_MATCH,
+        no_effect=rules.needs(
+            "--lr_scheduler linear or cosine", lambda c: c.lr_scheduler != "constant"
+        ),
     )
     lr_warmup_steps: int = opt(
         AUTO,
@@ -574,6 +696,7 @@ class OptimizerOptions:
         0.3,
         "maximum norm of all gradients together, with --apply_gradient_clipping",
         on_resume=MUST_MATCH,
+        no_effect=rules.needs("--apply_gradient_clipping", lambda c: c.apply_gradient_clipping),
     )
 
 
@@ -586,6 +709,7 @@ class OutputOptions:
         "folder for metrics, the loss plot, checkpoints and trained weights",
         on_resume=MAY_CHANGE,
         is_path=True,
+        per_rank=True,
     )
     save_model: bool = opt(
         True,
@@ -601,6 +725,7 @@ class OutputOptions:
         choices=("tqdm", "stdout", "jsonl", "tensorboard", "wandb", "mlflow"),
         example="tqdm,wandb",
         on_resume=MAY_CHANGE,
+        per_rank=True,
     )
     log_every: int = opt(
         10,
@@ -608,6 +733,7 @@ class OutputOptions:
         unit="steps",
         on_resume=MAY_CHANGE,
         least=1,
+        no_effect=rules.needs("outputs in --log_to that show averages", rules.shows_averages),
     )
     price_per_hour: float | None = opt(
         None,
@@ -616,18 +742,34 @@ class OutputOptions:
         example=2.5,
         least=0,
         on_resume=MAY_CHANGE,
+        per_rank=True,
     )
     verbose: bool = opt(
         False,
         "print the sharded model and every derived setting; after an error, the traceback",
         on_resume=MAY_CHANGE,
+        per_rank=True,
     )
     project_name: str = opt(
-        "fsdp_qlora", "project in wandb, experiment in mlflow", on_resume=MAY_CHANGE
+        "fsdp_qlora",
+        "project in wandb, experiment in mlflow",
+        on_resume=MAY_CHANGE,
+        per_rank=True,
+        no_effect=rules.NAMED_TRACKERS,
     )
-    name: str | None = opt(None, "run name in wandb or mlflow", on_resume=MAY_CHANGE)
-    group: str | None = opt(None, "run group in wandb", on_resume=MAY_CHANGE)
-    entity: str | None = opt(None, "team in wandb", on_resume=MAY_CHANGE)
+    name: str | None = opt(
+        None,
+        "run name in wandb or mlflow",
+        on_resume=MAY_CHANGE,
+        per_rank=True,
+        no_effect=rules.NAMED_TRACKERS,
+    )
+    group: str | None = opt(
+        None, "run group in wandb", on_resume=MAY_CHANGE, per_rank=True, no_effect=rules.WANDB
+    )
+    entity: str | None = opt(
+        None, "team in wandb", on_resume=MAY_CHANGE, per_rank=True, no_effect=rules.WANDB
+    )
 
 
 @dataclass(kw_only=True)
@@ -651,7 +793,14 @@ class CheckpointOptions:
         least=0,
     )
     keep_checkpoints: int = opt(
-        2, "newest checkpoints to keep, in addition to the best", on_resume=MAY_CHANGE, least=1
+        2,
+        "newest checkpoints to keep, in addition to the best",
+        on_resume=MAY_CHANGE,
+        least=1,
+        no_effect=rules.needs(
+            "--checkpoint_every or --checkpoint_minutes",
+            lambda c: c.checkpoint_every != AUTO or c.checkpoint_minutes,
+        ),
     )
     resume: str = opt(
         "auto",
@@ -683,6 +832,10 @@ class CheckpointOptions:
         unit="minutes",
         on_resume=MAY_CHANGE,
         least=0,
+        no_effect=rules.needs(
+            "frozen weights, and --train_type full has none",
+            lambda c: c.adapter != "none" or c.only_modules,
+        ),
     )
     max_bad_steps: int = opt(
         3,
@@ -691,6 +844,9 @@ class CheckpointOptions:
         unit="steps",
         on_resume=MAY_CHANGE,
         least=1,
+        no_effect=rules.needs(
+            "--on_bad_steps stop or rollback", lambda c: c.on_bad_steps != "skip"
+        ),
     )
     on_bad_steps: str = opt(
         "stop",
@@ -713,10 +869,26 @@ class LaunchOptions:
         least=1,
         or_auto=True,
     )
-    master_addr: str = opt("localhost", "rendezvous address of the ranks", on_resume=MAY_CHANGE)
-    master_port: str = opt("12355", "rendezvous port of the ranks", on_resume=MAY_CHANGE)
+    master_addr: str = opt(
+        "localhost",
+        "rendezvous address of the ranks",
+        on_resume=MAY_CHANGE,
+        per_rank=True,
+        no_effect=rules.SEVERAL_RANKS,
+    )
+    master_port: str = opt(
+        "12355",
+        "rendezvous port of the ranks",
+        on_resume=MAY_CHANGE,
+        per_rank=True,
+        no_effect=rules.SEVERAL_RANKS,
+    )
     timeout_minutes: float = opt(
-        30.0, "how long a rank waits for the others", unit="minutes", on_resume=MAY_CHANGE
+        30.0,
+        "how long a rank waits for the others",
+        unit="minutes",
+        on_resume=MAY_CHANGE,
+        per_rank=True,
     )
 
 
@@ -736,31 +908,62 @@ class ProfileOptions:
         "as memory.png in --output_dir",
         on_resume=MAY_CHANGE,
     )
-    profiling_output: str = opt("profiles", "folder for traces", on_resume=MAY_CHANGE, is_path=True)
-    with_stack: bool = opt(False, "record Python stacks", on_resume=MAY_CHANGE)
-    with_shapes: bool = opt(False, "record input shapes of operators", on_resume=MAY_CHANGE)
+    profiling_output: str = opt(
+        "profiles",
+        "folder for traces",
+        on_resume=MAY_CHANGE,
+        is_path=True,
+        per_rank=True,
+        no_effect=rules.PROFILE,
+    )
+    with_stack: bool = opt(
+        False, "record Python stacks", on_resume=MAY_CHANGE, no_effect=rules.PROFILE
+    )
+    with_shapes: bool = opt(
+        False, "record input shapes of operators", on_resume=MAY_CHANGE, no_effect=rules.PROFILE
+    )
     export_trace: bool = opt(
-        True, "accepted for old commands: --profile always exports traces", on_resume=MAY_CHANGE
+        True,
+        "accepted for old commands: --profile always exports traces",
+        on_resume=MAY_CHANGE,
+        no_effect=rules.always("--profile decides"),
     )
     export_memory_timeline: bool = opt(
         False,
         "accepted for old commands: --profile writes a memory snapshot on a GPU",
         on_resume=MAY_CHANGE,
+        no_effect=rules.always("--profile decides"),
     )
     wait_steps: int = opt(
         3,
         "steps before the profiler warms up; the first ones compile",
         on_resume=MAY_CHANGE,
         least=0,
+        no_effect=rules.PROFILE,
     )
-    warmup_steps: int = opt(1, "warmup steps of the profiler", on_resume=MAY_CHANGE, least=0)
-    active_steps: int = opt(2, "steps in a recording", on_resume=MAY_CHANGE, least=1)
+    warmup_steps: int = opt(
+        1,
+        "warmup steps of the profiler",
+        on_resume=MAY_CHANGE,
+        least=0,
+        no_effect=rules.needs(
+            "--profile; for the learning rate, use --lr_warmup_steps", lambda c: c.profile
+        ),
+    )
+    active_steps: int = opt(
+        2, "steps in a recording", on_resume=MAY_CHANGE, least=1, no_effect=rules.PROFILE
+    )
     repeat: int = opt(
-        1, "number of recordings; 0 = until the run ends", on_resume=MAY_CHANGE, least=0
+        1,
+        "number of recordings; 0 = until the run ends",
+        on_resume=MAY_CHANGE,
+        least=0,
+        no_effect=rules.PROFILE,
     )
     profiling_frequency: int = opt(
         10,
         "steps from the start of one recording to the start of the next",
         on_resume=MAY_CHANGE,
         least=1,
+        no_effect=rules.PROFILE,
     )

@@ -223,20 +223,6 @@ def settings_that(on_resume: str) -> frozenset[str]:
 GROUPS = RunConfig.__bases__  # in the order in which help and pages show them
 
 
-def weights_stay(config: RunConfig, world_size: int) -> bool:
-    """Whether every GPU holds the blocks' weights whole, and in one place."""
-    return (not config.strategy.shards or world_size == 1) and not config.use_cpu_offload
-
-
-def check_kept_stay(config: RunConfig, world_size: int):
-    """Refuse --keep_fp8_weights where each product's weight is gathered first."""
-    if config.keep_fp8_weights and not weights_stay(config, world_size):
-        raise ValueError(
-            f"--keep_fp8_weights true: {config.sharding_strategy} on {world_size} GPUs gathers each "
-            "weight for every matmul; use --sharding_strategy ddp, or leave --keep_fp8_weights out"
-        )
-
-
 _CHUNK_LOGITS = 2**27  # of one chunk, 256 MB in bf16: 1,024 tokens of a vocabulary of 128k
 
 

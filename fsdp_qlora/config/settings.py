@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, field, fields
 from difflib import get_close_matches
 from typing import Any
@@ -30,12 +30,16 @@ def opt(
     least: int | None = None,
     or_auto: bool = False,
     is_path: bool = False,
+    per_rank: bool = False,
+    no_effect: Callable[[Any], str | None] | None = None,
 ):
     """A setting: `later` holds values of the original script that this version refuses by name.
 
     bare: the value of the flag given without one. several: choices may be joined with commas.
     on_resume: one of the four above; a setting of a run has it. least: the smallest value, beside
-    AUTO with `or_auto`. is_path: ~ is expanded.
+    AUTO with `or_auto`. is_path: ~ is expanded. per_rank: ranks may be started with different values,
+    as of a folder on each machine. no_effect: of a configuration, why the setting does nothing in it, or
+    None (`without_effect.py`).
     """
     meta = dict(
         help=help,
@@ -49,6 +53,8 @@ def opt(
         least=least,
         or_auto=or_auto,
         is_path=is_path,
+        per_rank=per_rank,
+        no_effect=no_effect,
     )
     return field(default=default, metadata=meta)
 

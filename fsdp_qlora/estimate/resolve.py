@@ -15,7 +15,6 @@ from ..catalog.arch import ModelShape
 from ..catalog.hardware import Gpu
 from ..catalog.machine import Machine
 from ..config import AUTO, RunConfig
-from ..config.run import check_kept_stay
 from ..config.settings import shown
 from ..plan import Plan, draft_plan, replays_pay
 from .lengths import Batches
@@ -65,9 +64,9 @@ def resolve(
     the fastest. What was chosen is in `Plan.choices`; nothing is printed. Raises ValueError for a
     budget that is too small even with every block recomputed.
     """
-    check_kept_stay(config, machine.world_size)
     room = room or _budget_of(config)
     plan = draft_plan(config, machine.world_size, machine.gpus, on_gpu=not machine.is_cpu)
+    _check_kept_fp8(plan)
     plan = _with_groups(plan, config, machine)
     plan = _with_offload(plan, shape, machine)
     if shape is None:
@@ -79,6 +78,16 @@ def resolve(
     if config.keep_fp8_weights is None and plan.quantization.compute_dtype == "fp8":
         plan = _with_kept_fp8(plan, shape, machine, room)
     return plan
+
+
+def _check_kept_fp8(plan: Plan):
+    """Refuse --keep_fp8_weights where each product's weight is gathered first."""
+    if plan.quantization.keep_fp8_weights and not plan.weights_stay:
+        raise ValueError(
+            f"--keep_fp8_weights true: {plan.sharding.strategy} on {plan.sharding.world_size} GPUs "
+            "gathers each weight for every matmul; use --sharding_strategy ddp, or leave "
+            "--keep_fp8_weights out"
+        )
 
 
 def chosen_settings(config: RunConfig, plan: Plan, room: Room | None = None) -> dict[str, Any]:
