@@ -109,7 +109,7 @@ def _generate_command(argv: list[str]):
     answer(config, options)
 
 
-def data_command(argv: list[str]):
+def _data_command(argv: list[str]):
     """Tokenize a data set and report on it; --preview shows rows with trained tokens marked."""
     (config,) = parse(argv, prog="fsdp-qlora data")
     from .commands.data import report_on_data
@@ -137,7 +137,7 @@ COMMANDS = {
     "train": train_command,
     **GUIDE,
     "generate": _generate_command,
-    "data": data_command,
+    "data": _data_command,
     "bench": bench_command,
     "calibrate": calibrate_command,
     "demo": _demo_command,
@@ -205,7 +205,7 @@ def run(argv: list[str]) -> int:
         line = redact(str(error))
         print(f"error{rank}: {line}", file=sys.stderr, flush=True)
         if rank:
-            tell_other_ranks(line)
+            _tell_other_ranks(line)
         return 2
     except StopRequested as stopped:
         if os.environ.get("RANK", "0") == "0":
@@ -223,7 +223,7 @@ def run(argv: list[str]) -> int:
         return 1
 
 
-def tell_other_ranks(line: str):
+def _tell_other_ranks(line: str):
     """Give the others the time to say it too: a launcher ends them when this rank ends."""
     from .dist import broadcast_error
 

@@ -39,13 +39,13 @@ def why_offline() -> str | None:
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    fault = fault_of_connection(
-        *address_of(constants.ENDPOINT), int(time.monotonic() / _REMEMBERED)
+    fault = _fault_of_connection(
+        *_address_of(constants.ENDPOINT), int(time.monotonic() / _REMEMBERED)
     )
     return fault and f"{constants.ENDPOINT} can't be reached ({fault})"
 
 
-def address_of(endpoint: str) -> tuple[str, int]:
+def _address_of(endpoint: str) -> tuple[str, int]:
     """Host and port that a request goes to: the endpoint's, or those of the proxy before it."""
     url, proxies = urlsplit(endpoint), urllib.request.getproxies()
     proxy = proxies.get(url.scheme) or proxies.get("all")
@@ -55,7 +55,7 @@ def address_of(endpoint: str) -> tuple[str, int]:
 
 
 @lru_cache
-def fault_of_connection(host: str, port: int, _period: int) -> str | None:
+def _fault_of_connection(host: str, port: int, _period: int) -> str | None:
     """Why nobody answers there; None if somebody does. In a thread, for a name may take long to find."""
     seconds = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or SECONDS)
     said: list[str | None] = [f"no answer in {seconds:g} seconds"]

@@ -30,13 +30,13 @@ def plan_run(config: RunConfig, device: torch.device) -> Plan:
             "--sharding_strategy, --batch_size and --activation_budget_gib auto are chosen "
             "by the train command; here give values, as `fsdp-qlora plan` prints them"
         )
-    plan = resolve(config, _shape_of(config), machine_of(device))
+    plan = resolve(config, _shape_of(config), _machine_of(device))
     for line in plan.choices:
         print_main(line)
     return plan
 
 
-def machine_of(device: torch.device) -> Machine:
+def _machine_of(device: torch.device) -> Machine:
     """This run's ranks as the estimate sees them, each with a device like this one."""
     ranks = ranks_from_env()
     count = dict(gpus=ranks.local_world_size, nodes=ranks.nodes)

@@ -111,7 +111,7 @@ def loss_and_gradients(model, batches) -> tuple[torch.Tensor, dict[str, torch.Te
 
 def built_model(folder: str, way: str | None, device: torch.device = CPU, **settings):
     """A model of the product that packs in one of WAYS, or not, and whose B are not zero."""
-    attention.why_not_varlen = lambda *_: "" if way == "varlen" else "is another way"
+    attention._why_not_varlen = lambda *_: "" if way == "varlen" else "is another way"
     config = RunConfig(
         **dict(
             model_name=folder,

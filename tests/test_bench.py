@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from fsdp_qlora.bench import drive
-from fsdp_qlora.bench.accuracy import CALIBRATED_ON, accuracy, compare, shape_of_row
+from fsdp_qlora.bench.accuracy import CALIBRATED_ON, _shape_of_row, accuracy, compare
 from fsdp_qlora.bench.command import BenchOptions
 from fsdp_qlora.bench.grid import read_grid
 from fsdp_qlora.bench.row import append_row, plan_of, read_rows, row_files
-from fsdp_qlora.bench.tables import against_table, auto_table, published_seconds, published_table
+from fsdp_qlora.bench.tables import _auto_table, _published_seconds, _published_table, against_table
 from fsdp_qlora.cli import main
 from fsdp_qlora.config.flags import parse_own
 from fsdp_qlora.estimate import memory
@@ -87,7 +87,7 @@ def test_a_cell_without_memory_is_a_row_and_the_others_are_measured(grid, tmp_pa
     assert all(r.gpus == gpus and r.seconds_per_step > 0 for r in rows if r.status == "ok")
     out = capfd.readouterr().out
     assert "3 measured, 1 out of memory, 0 failed" in out
-    table = published_table(read_grid(grid), rows)
+    table = _published_table(read_grid(grid), rows)
     first = next(line for line in table.splitlines() if line.startswith("| first"))
     assert (
         f"{gpus}x rtx 3090" in first
@@ -98,7 +98,7 @@ def test_a_cell_without_memory_is_a_row_and_the_others_are_measured(grid, tmp_pa
 
 def test_what_auto_measured_is_kept_though_the_bench_is_cut_off(grid, tmp_path, monkeypatch):
     """As by a time limit, before the process that measured is seen to have ended."""
-    run_process, results = drive.run_process, tmp_path / "rows.jsonl"
+    run_process, results = drive._run_process, tmp_path / "rows.jsonl"
     grid.write_text(
         grid.read_text().split("cells:")[0]
         + """cells:
@@ -111,7 +111,7 @@ def test_what_auto_measured_is_kept_though_the_bench_is_cut_off(grid, tmp_path, 
         run_process(argv, seconds)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(drive, "run_process", cut_off)
+    monkeypatch.setattr(drive, "_run_process", cut_off)
     assert (
         main(
             [
@@ -137,7 +137,7 @@ def test_what_auto_measured_is_kept_though_the_bench_is_cut_off(grid, tmp_path, 
 @pytest.mark.parametrize("flags", [["--grid", "GRID"], ["--model_name", "llama-2-7b"]])
 def test_a_bench_is_not_for_torchruns_ranks(grid, tmp_path, monkeypatch, capfd, flags):
     """Each would measure on the GPUs of the others."""
-    monkeypatch.setattr("fsdp_qlora.cli.tell_other_ranks", lambda line: None)
+    monkeypatch.setattr("fsdp_qlora.cli._tell_other_ranks", lambda line: None)
     for name, value in dict(RANK=1, LOCAL_RANK=1, WORLD_SIZE=4, LOCAL_WORLD_SIZE=2).items():
         monkeypatch.setenv(name, str(value))
     results = tmp_path / "rows.jsonl"
@@ -155,7 +155,7 @@ def test_every_shipped_grid_can_be_run(path):
         assert cell.shape.layers == (cell.num_hidden_layers or cell.shape.layers)
         assert cell.argv()[0].startswith("--")
         if cell.published:
-            assert published_seconds(cell) is None or published_seconds(cell) > 0
+            assert _published_seconds(cell) is None or _published_seconds(cell) > 0
     assert grid.title
 
 
@@ -286,7 +286,7 @@ def test_few_rows_set_constants():
 def test_a_row_names_all_that_its_estimate_needs():
     row = next(r for r in RESULTS if r.name == "8B 2x8192 keep_linears")
     smaller = replace(row, absmax_dtype="int8", lora_rank=16, activation_policy="recompute_all")
-    sizes = [memory(shape_of_row(r), plan_of(r)).peak_allocated for r in (row, smaller)]
+    sizes = [memory(_shape_of_row(r), plan_of(r)).peak_allocated for r in (row, smaller)]
     assert sizes[1] < 0.3 * sizes[0]
 
 
@@ -312,10 +312,10 @@ def test_auto_is_compared_with_the_best_by_hand_of_its_own_limit():
         for c in grid.cells
         if "recompute_all, 4" not in c.name
     ]
-    text = auto_table(grid, rows)
+    text = _auto_table(grid, rows)
     for limit, share in (("24 GiB", "90.0%"), ("80 GiB", "99.0%"), ("1 GPU", "133.3%")):
         assert f"8B {limit} auto: {share} of 8B {limit} keep" in text
-    assert "not measured" in text and "8B 24 GiB auto: not measured yet" in auto_table(
+    assert "not measured" in text and "8B 24 GiB auto: not measured yet" in _auto_table(
         grid, rows[1:]
     )
 

@@ -7,10 +7,10 @@ import pytest
 
 from fsdp_qlora.bench.auto import machine_here
 from fsdp_qlora.catalog.calibration import (
+    _read_calibration,
     calibrated_here,
     calibration_file,
     installed_torch,
-    read_calibration,
 )
 from fsdp_qlora.catalog.hardware import find_gpu, load_gpu_spec
 from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
@@ -37,7 +37,7 @@ def test_a_cpu_is_measured_and_its_plans_use_the_figures(ranks, tmp_path, monkey
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert main(["calibrate", "--device", "cpu", "--world_size", str(ranks)]) == 0
-    said, found = capfd.readouterr().out, read_calibration(calibration_file())
+    said, found = capfd.readouterr().out, _read_calibration(calibration_file())
     assert "bf16 products" in said and str(calibration_file()) in said
     assert (found.device, found.torch) == ("cpu", installed_torch())
     assert found.gpu.measured_bandwidth_gb_s > 0 and found.gpu.measured_unpack_gb_s > 0

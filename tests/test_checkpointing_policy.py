@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fsdp_qlora.adapters import apply_adapters, lora_config, trainable_parameters
 from fsdp_qlora.loading import materialize
 from fsdp_qlora.lora_init import init_adapters
-from fsdp_qlora.memory.checkpointing_policy import apply_activation_policy, say_not_reentrant
+from fsdp_qlora.memory.checkpointing_policy import _say_not_reentrant, apply_activation_policy
 from fsdp_qlora.model.blocks import decoder_blocks
 from fsdp_qlora.quantization.quantize import quantize_linears
 
@@ -226,7 +226,7 @@ def test_blocks_that_share_tensors_lose_no_gradient_under_reentrant_checkpointin
             for p in model.parameters():
                 if p.dim() > 1:
                     p.normal_(0, 0.1)
-        say_not_reentrant.cache_clear()
+        _say_not_reentrant.cache_clear()
         if reentrant:
             apply_activation_policy(model, "recompute_all", reentrant=True)
         model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)[

@@ -22,7 +22,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from fsdp_qlora.adapters import apply_adapters, lora_config, trainable_parameters
 from fsdp_qlora.loading import materialize
 from fsdp_qlora.memory import chunked_cross_entropy
-from fsdp_qlora.memory.chunked_cross_entropy import ChunkedCrossEntropy, apply_chunked_cross_entropy
+from fsdp_qlora.memory.chunked_cross_entropy import (
+    _ChunkedCrossEntropy,
+    apply_chunked_cross_entropy,
+)
 
 from .tiny import CONFIGS, padded_batch, tiny_rows
 
@@ -189,7 +192,7 @@ def test_sum_and_gradients_equal_the_formula(chunk_size, softcap, bias):
         logits = softcap * torch.tanh(logits / softcap)
     counted = labels != -100
     expected = -logits[counted].softmax(-1).gather(1, labels[counted, None]).log().sum()
-    loss = ChunkedCrossEntropy.apply(hidden, weight, offset, labels, 1.0, softcap, chunk_size)
+    loss = _ChunkedCrossEntropy.apply(hidden, weight, offset, labels, 1.0, softcap, chunk_size)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(
         torch.autograd.grad(0.3 * loss, leaves),
@@ -213,7 +216,7 @@ def test_rows_without_a_trained_token_give_loss_zero_and_no_gradient(chunk, num_
 def test_large_logits_stay_finite_and_equal_cross_entropy():
     hidden = (1e4 * torch.eye(4, 8)).requires_grad_()
     weight, labels = torch.eye(6, 8), torch.tensor([0, 5, 2, -100])
-    loss = ChunkedCrossEntropy.apply(hidden, weight, None, labels, 1.0, None, 2)
+    loss = _ChunkedCrossEntropy.apply(hidden, weight, None, labels, 1.0, None, 2)
     expected = nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="sum")
     torch.testing.assert_close(loss, expected)
     assert torch.autograd.grad(loss, hidden)[0].isfinite().all()
@@ -223,7 +226,7 @@ def test_bf16_sums_in_fp32():
     """4,096 equal terms of log(V): a bf16 sum would stop growing after some 256 of them."""
     hidden = torch.zeros(4096, 8, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.zeros(16, 8, dtype=torch.bfloat16)
-    loss = ChunkedCrossEntropy.apply(
+    loss = _ChunkedCrossEntropy.apply(
         hidden, weight, None, torch.zeros(4096, dtype=torch.long), 1.0, None, 256
     )
     assert loss.dtype == torch.float32
@@ -271,7 +274,7 @@ def test_all_logits_are_never_held_nor_saved(trained_head):
     saved = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
     with Sizes() as sizes, hooks:
-        loss = ChunkedCrossEntropy.apply(hidden, weight, None, torch.arange(n), 1.0, None, chunk)
+        loss = _ChunkedCrossEntropy.apply(hidden, weight, None, torch.arange(n), 1.0, None, chunk)
         loss.backward()
     assert sizes.largest == chunk * vocabulary
     assert sum(t.numel() for t in saved) == n * width + trained_head * vocabulary * width

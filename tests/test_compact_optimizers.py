@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from fsdp_qlora.optim import CompactAdamW
-from fsdp_qlora.optim.adamw import adamw_update, update_factors
+from fsdp_qlora.optim.adamw import _adamw_update, _update_factors
 from fsdp_qlora.optim.base import int32
-from fsdp_qlora.optim.rounding import element_bits, to_bf16
+from fsdp_qlora.optim.rounding import _to_bf16, element_bits
 
 GROUP = dict(lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
 
@@ -27,7 +27,7 @@ def test_rounding_goes_up_with_the_chance_of_what_is_cut_off(low, between):
     """Of n coins with chance p, the share that falls up is p within 4 sqrt(p (1 - p) / n)."""
     gap, n = abs(low) * 2**-7 / (1.5 if low == -3.0 else 1), 2**16  # -3 is 1.5 x 2
     x = torch.full((n,), low + between * gap)
-    rounded = to_bf16(x, bits(n)).double()
+    rounded = _to_bf16(x, bits(n)).double()
     up = ((rounded - low) / gap).mean().item()
     assert set(rounded.unique().tolist()) <= {low, low + gap}
     assert abs(up - between) <= 4 * (between * (1 - between) / n) ** 0.5 + 1e-6
@@ -40,7 +40,7 @@ def test_bfloat16_values_infinities_and_nans_stay_what_they_are():
     x = x.bfloat16().float()
     for salt in range(20):
         torch.testing.assert_close(
-            to_bf16(x, bits(len(x), salt)).float(), x, rtol=0, atol=0, equal_nan=True
+            _to_bf16(x, bits(len(x), salt)).float(), x, rtol=0, atol=0, equal_nan=True
         )
 
 
@@ -198,15 +198,15 @@ def test_the_compiled_update_is_the_plain_one_and_compiled_once_for_all_rates():
 
     torch._dynamo.reset()
     counters.clear()
-    compiled = torch.compile(adamw_update, fullgraph=True, dynamic=True)
+    compiled = torch.compile(_adamw_update, fullgraph=True, dynamic=True)
     generator = torch.Generator().manual_seed(0)
     for step in range(1, 5):
         plain = [torch.randn(1000 * step, generator=generator).bfloat16() for _ in range(2)]
         plain += [torch.rand(1000 * step, generator=generator) for _ in range(2)]
         other = [t.clone() for t in plain]
-        factors = torch.tensor(update_factors(GROUP | dict(lr=1e-2 / step), step))
+        factors = torch.tensor(_update_factors(GROUP | dict(lr=1e-2 / step), step))
         places = torch.tensor([step, int32(step * 10**10)], dtype=torch.int32)
-        adamw_update(*plain, factors, places)
+        _adamw_update(*plain, factors, places)
         compiled(*other, factors, places)
         assert (
             plain[0] == other[0]

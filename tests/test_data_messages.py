@@ -12,7 +12,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from fsdp_qlora.data import ChatTemplate, read_rows, row_from_record, tokenize_rows
-from fsdp_qlora.data.masking import encode_rows, render_row
+from fsdp_qlora.data.masking import _render_row, encode_rows
 from fsdp_qlora.data.templates import UnusableRow
 
 from .test_data_tokenizers import CHATML, make_tokenizer, trained_text
@@ -65,7 +65,7 @@ def openai(arguments) -> dict:
 
 
 def text_of(record: dict, template: str) -> str:
-    return render_row(row_from_record(record, "row"), ChatTemplate(make_tokenizer(template))).text
+    return _render_row(row_from_record(record, "row"), ChatTemplate(make_tokenizer(template))).text
 
 
 def reference(template: str, messages: list[dict], tools=None) -> str:
@@ -199,7 +199,7 @@ def test_rows_of_a_table_have_the_text_of_the_same_rows_in_json_lines(tmp_path, 
         path = tmp_path / "saved"
         datasets.Dataset(arrow).save_to_disk(str(path))
     chat = ChatTemplate(make_tokenizer(HEAD + WRITERS["tojson"] + TAIL))
-    plain, read = ([render_row(row, chat) for row in read_rows(place)] for place in (lines, path))
+    plain, read = ([_render_row(row, chat) for row in read_rows(place)] for place in (lines, path))
     assert [row.text for row in read] == [row.text for row in plain]
     assert [row.spans for row in read] == [row.spans for row in plain]
     assert not any("None" in row.text for row in read)

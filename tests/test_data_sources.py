@@ -11,8 +11,8 @@ from fsdp_qlora.config import RunConfig
 from fsdp_qlora.data import NAMES, load_dataset, read_rows, row_from_record
 from fsdp_qlora.data.files import find_files
 from fsdp_qlora.data.formats import FORMATS
-from fsdp_qlora.data.hub_datasets import guanaco_record
-from fsdp_qlora.preflight.run_data import first_rows, open_stream
+from fsdp_qlora.data.hub_datasets import _guanaco_record
+from fsdp_qlora.preflight.run_data import _first_rows, _open_stream
 
 from .test_data_tokenizers import make_tokenizer
 
@@ -276,7 +276,7 @@ def test_the_report_names_the_files_that_were_read_and_those_left_out(tmp_path):
     assert globbed.files == ["files read: train.jsonl", "files left out: more/, rows.csv"]
     assert load_dataset(data / "train.jsonl", tokenizer).report.files == []
     config = RunConfig(dataset=str(data), stream=True, max_steps=1)
-    assert first_rows(config, tokenizer, open_stream(config)).report.files == again.files
+    assert _first_rows(config, tokenizer, _open_stream(config)).report.files == again.files
 
 
 @pytest.mark.parametrize("dataset", ["missing.jsonl", "/no/such/folder", "no/*.jsonl"])
@@ -328,7 +328,7 @@ def test_guanaco_text_becomes_turns():
     record = {
         "text": "### Human: Hi.\nYou?### Assistant: Fine.\n### Human: Why?\n### Assistant: So."
     }
-    assert guanaco_record(record)["messages"] == [
+    assert _guanaco_record(record)["messages"] == [
         {"role": "user", "content": "Hi.\nYou?"},
         {"role": "assistant", "content": "Fine."},
         {"role": "user", "content": "Why?"},

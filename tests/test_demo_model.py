@@ -55,13 +55,13 @@ def test_the_model_is_unpacked_once_and_never_left_half_made(tmp_path, monkeypat
             raise OSError("disk full")
 
     monkeypatch.setattr(smollm2, "unpack", unpack)
-    monkeypatch.setattr(smollm2, "find_gguf", lambda: "broken")
+    monkeypatch.setattr(smollm2, "_find_gguf", lambda: "broken")
     with pytest.raises(OSError, match="disk full"):
         smollm2.smollm2_folder(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
     for gguf_file in ["first", "second"]:
-        monkeypatch.setattr(smollm2, "find_gguf", lambda name=gguf_file: name)
+        monkeypatch.setattr(smollm2, "_find_gguf", lambda name=gguf_file: name)
         folder = smollm2.smollm2_folder(tmp_path)
     assert (folder / "config.json").read_text() == "first"
     assert list(tmp_path.iterdir()) == [folder]

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from fsdp_qlora.demo import make_text_to_sql, prompts
-from fsdp_qlora.demo.score import execute, extract_sql, is_ordered, same_result, score
+from fsdp_qlora.demo.score import _extract_sql, execute, is_ordered, same_result, score
 from tests.patience import patience
 
 PETS = """
@@ -137,7 +137,7 @@ def test_prompts_hold_the_schema_and_the_question(heldout):
     ],
 )
 def test_a_query_is_found_in_an_answer(answer):
-    assert extract_sql(answer) == "SELECT name FROM pet WHERE age > 3"
+    assert _extract_sql(answer) == "SELECT name FROM pet WHERE age > 3"
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_query_is_found_in_an_answer(answer):
     ],
 )
 def test_odd_answers_give_their_query_or_none(answer, sql):
-    assert extract_sql(answer) == sql
+    assert _extract_sql(answer) == sql
 
 
 # Running and comparing

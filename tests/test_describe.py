@@ -7,7 +7,7 @@ import torch
 
 from fsdp_qlora.build import planned_model
 from fsdp_qlora.config import BatchPlan, RunConfig
-from fsdp_qlora.training.describe import dtypes_line, ends_in_warmup, steps_line
+from fsdp_qlora.training.describe import _dtypes_line, _ends_in_warmup, steps_line
 
 from .tiny import save_tiny
 
@@ -29,7 +29,7 @@ from .tiny import save_tiny
 )
 def test_dtypes_are_those_of_the_weights_there_are(tmp_path, settings, line):
     config = RunConfig(model_name=save_tiny(tmp_path), **settings)
-    assert dtypes_line(planned_model(config, torch.device("cpu"))[0], config) == line
+    assert _dtypes_line(planned_model(config, torch.device("cpu"))[0], config) == line
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,8 @@ def test_steps_are_counted_in_words(packing, steps, line):
 
 
 def test_a_warm_up_as_long_as_the_run_is_noticed():
-    assert ends_in_warmup(RunConfig(lr_warmup_steps=9), 9)
-    assert not ends_in_warmup(RunConfig(lr_warmup_steps=9), 10) and not ends_in_warmup(
+    assert _ends_in_warmup(RunConfig(lr_warmup_steps=9), 9)
+    assert not _ends_in_warmup(RunConfig(lr_warmup_steps=9), 10) and not _ends_in_warmup(
         RunConfig(), 1
     )
-    assert not ends_in_warmup(RunConfig(lr_warmup_steps=9), None)
+    assert not _ends_in_warmup(RunConfig(lr_warmup_steps=9), None)

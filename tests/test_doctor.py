@@ -14,17 +14,17 @@ from fsdp_qlora.commands.doctor import (
     OK,
     WRONG,
     Finding,
-    check_cards,
-    check_host,
-    check_links,
-    check_quantization,
-    check_torch,
-    check_versions,
-    disk_finding,
-    gpu_rows,
-    nvidia_smi,
-    requirements,
-    unseen_cards,
+    _check_cards,
+    _check_host,
+    _check_links,
+    _check_quantization,
+    _check_torch,
+    _check_versions,
+    _disk_finding,
+    _gpu_rows,
+    _nvidia_smi,
+    _requirements,
+    _unseen_cards,
 )
 
 CARDS = """0, NVIDIA GeForce RTX 3090, 24576, 500, 570.86, 16, 16
@@ -64,15 +64,15 @@ def levels(findings) -> list[str]:
 
 
 def test_what_is_asked_for_is_there_in_the_environment_of_the_tests():
-    asked = requirements()
+    asked = _requirements()
     assert any(line.startswith("torch>=") for line in asked) and "pyyaml" in asked
-    findings = list(check_versions(asked))
+    findings = list(_check_versions(asked))
     assert levels(findings) == [OK] * (1 + len(asked))
     assert any(f"peft {metadata.version('peft')}" in f.says for f in findings)
 
 
 def test_a_version_below_its_floor_and_a_missing_package_are_wrong_and_named():
-    _, old, missing = check_versions(["peft>=99", "no-such-package>=2"])
+    _, old, missing = _check_versions(["peft>=99", "no-such-package>=2"])
     assert (old.level, missing.level) == (WRONG, WRONG)
     assert "peft" in old.says and ">=99" in old.says and old.do == "pip install 'peft>=99'"
     assert missing.says == "no-such-package is missing"
@@ -80,7 +80,7 @@ def test_a_version_below_its_floor_and_a_missing_package_are_wrong_and_named():
 
 def test_cards_are_read_from_the_driver_and_a_busy_or_badly_seated_one_is_noted(driver):
     driver(CARDS)
-    found = list(check_cards(gpu_rows()))
+    found = list(_check_cards(_gpu_rows()))
     assert found[0] == Finding(OK, "driver 570.86")
     assert found[1] == Finding(OK, "GPU 0: NVIDIA GeForce RTX 3090, 24.0 GiB")
     assert found[2].level == NOTE and "19.5 of it used" in found[2].says
@@ -93,18 +93,18 @@ def test_cards_that_differ_and_figures_that_the_driver_does_not_know_are_no_faul
         "0, NVIDIA A100, 81920, [N/A], 570.86, [N/A], [N/A]\n"
         "1, NVIDIA H100, 81920, 3, 570.86, 16, 16\n"
     )
-    found = list(check_cards(gpu_rows()))
+    found = list(_check_cards(_gpu_rows()))
     assert levels(found) == [OK, OK, OK, NOTE] and "differ" in found[3].says
 
 
 def test_cards_that_torch_does_not_see_are_wrong_with_the_reason(driver, monkeypatch):
     driver(CARDS)
-    first = next(iter(check_torch(len(gpu_rows()))))
+    first = next(iter(_check_torch(len(_gpu_rows()))))
     assert first.level == WRONG and "without CUDA" in first.says and "pytorch.org" in first.do
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "hides the GPUs" in unseen_cards("13.0").says
+    assert "hides the GPUs" in _unseen_cards("13.0").says
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert "may be too new for the driver" in unseen_cards("13.0").says
+    assert "may be too new for the driver" in _unseen_cards("13.0").says
 
 
 @pytest.mark.parametrize(
@@ -117,32 +117,32 @@ def test_cards_that_torch_does_not_see_are_wrong_with_the_reason(driver, monkeyp
 )
 def test_links_are_read_from_the_rows_and_not_from_the_legend(driver, link, level, says):
     driver(CARDS, TOPOLOGY.format(link=link))
-    (found,) = check_links(2, nvidia_smi("topo", "-m"))
+    (found,) = _check_links(2, _nvidia_smi("topo", "-m"))
     assert found.level == level and says in found.says
-    assert not list(check_links(1, nvidia_smi("topo", "-m")))
+    assert not list(_check_links(1, _nvidia_smi("topo", "-m")))
 
 
 def test_a_switch_that_slows_nccl_is_noted(monkeypatch):
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     assert [
-        "NCCL_P2P_DISABLE=1" in f.says for f in check_links(2, TOPOLOGY.format(link="NV4"))
+        "NCCL_P2P_DISABLE=1" in f.says for f in _check_links(2, TOPOLOGY.format(link="NV4"))
     ] == [False, True]
 
 
 def test_four_bit_weights_are_tried_and_not_only_imported():
-    assert list(check_quantization("cpu")) == [Finding(OK, "4-bit weights on cpu")]
-    (broken,) = check_quantization("no_such_device")
+    assert list(_check_quantization("cpu")) == [Finding(OK, "4-bit weights on cpu")]
+    (broken,) = _check_quantization("no_such_device")
     assert broken.level == WRONG and "bitsandbytes" in broken.do
 
 
 def test_the_host_is_described(tmp_path):
-    memory, *disks = check_host(str(tmp_path), 0)
+    memory, *disks = _check_host(str(tmp_path), 0)
     assert "GiB free" in memory.says
     assert str(tmp_path) in disks[0].says and "Hugging Face cache" in disks[1].says
 
 
 def test_a_folder_that_can_not_be_written_is_wrong():
-    assert disk_finding("output", Path("/proc/1/output")).level == WRONG
+    assert _disk_finding("output", Path("/proc/1/output")).level == WRONG
 
 
 def test_without_a_gpu_the_command_ends_well(driver, capsys, tmp_path):

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, BloomConfig, PreTrainedTokenizerFast
 
 from fsdp_qlora.cli import main, parse
-from fsdp_qlora.commands.dryrun import batch_rows
+from fsdp_qlora.commands.dryrun import _batch_rows
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.data import StepLoader, StepSampler
 from fsdp_qlora.loading.tokenizer import load_tokenizer
@@ -102,7 +102,7 @@ def test_the_first_batch_is_that_of_the_run_with_trained_tokens_marked(shown, fo
     width = batch["input_ids"].shape[1]
     assert f"on rank 0, one of 1 in its first step: 2 x {width} tokens" in text
     printed = text.split("with padding\n")[1]
-    for row, (ids, labels) in enumerate(batch_rows(batch, 2)):
+    for row, (ids, labels) in enumerate(_batch_rows(batch, 2)):
         answer = tokenizer.decode(ids[labels != -100])
         assert f"--- row {row}, {len(ids)} tokens" in printed and f"[[{answer}]]" in printed
     assert "--- row 2" not in printed  # though --preview would show five
@@ -205,7 +205,7 @@ def test_padding_at_the_end_is_left_out_and_a_trained_end_token_is_not():
         "input_ids": torch.tensor([[5, 6, 1, 1], [5, 1, 1, 1]]),
         "labels": torch.tensor([[-100, 6, 1, -100], [-100, -100, -100, -100]]),
     }
-    assert [len(ids) for ids, _ in batch_rows(batch, 1)] == [3, 1]
+    assert [len(ids) for ids, _ in _batch_rows(batch, 1)] == [3, 1]
 
 
 def test_what_is_auto_is_planned_and_nothing_is_minus_one(shown):

@@ -14,7 +14,7 @@ from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.estimate import estimate, memory, step_seconds
-from fsdp_qlora.estimate.report import billions
+from fsdp_qlora.estimate.report import _billions
 from fsdp_qlora.plan import draft_plan
 
 ASKED = [
@@ -128,7 +128,7 @@ def test_a_size_becomes_a_llama_of_that_size(size, count):
 
 @pytest.mark.parametrize("count,text", [(96_960, "96,960"), (7.6e6, "8 M"), (8.03e9, "8.03 B")])
 def test_weights_are_counted_in_words(count, text):
-    assert billions(count) == text
+    assert _billions(count) == text
 
 
 def test_interconnect_changes_the_time_and_not_the_memory():

@@ -11,7 +11,7 @@ from fsdp_qlora.cli import main, parse
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.data import Row, hold_out, tokenize_rows
 from fsdp_qlora.observe.evaluate import Evaluator, perplexity
-from fsdp_qlora.observe.loss_plot import is_seen_from_zero, plot_loss
+from fsdp_qlora.observe.loss_plot import _is_seen_from_zero, plot_loss
 from fsdp_qlora.observe.metrics import EvalMetrics, StepMetrics
 from fsdp_qlora.observe.runlog import RunLog
 from fsdp_qlora.observe.sinks import terminal
@@ -199,7 +199,7 @@ def test_the_picture_shows_the_held_out_loss(tmp_path):
     ],
 )
 def test_losses_that_hardly_change_are_not_drawn_as_a_flat_line(losses, from_zero):
-    assert is_seen_from_zero(losses) is from_zero
+    assert _is_seen_from_zero(losses) is from_zero
 
 
 # ---- settings --------------------------------------------------------------------------------

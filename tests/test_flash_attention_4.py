@@ -28,7 +28,7 @@ from fsdp_qlora.model import attention
 from fsdp_qlora.model import flash_attention_4 as fa4
 from fsdp_qlora.model.blocks import decoder_blocks
 from fsdp_qlora.plan import draft_plan
-from fsdp_qlora.training.cuda_graphs import why_no_graphs
+from fsdp_qlora.training.cuda_graphs import _why_no_graphs
 from tests.parts import slow
 
 from .test_attention import BINS, FAMILIES, ROWS, WINDOW, inputs
@@ -437,4 +437,4 @@ def test_its_micro_batches_can_be_replayed_windows_or_not(way, tmp_path):
     plan = draft_plan(RunConfig(packing=way == "fa4_packed"), 1)
     for family in ("llama", "mistral"):
         model = model_of(save_tiny(tmp_path / family, family, **FAMILIES[family]), way)
-        assert why_no_graphs(plan, model, GPU) == ""
+        assert _why_no_graphs(plan, model, GPU) == ""

@@ -12,11 +12,11 @@ from fsdp_qlora.data.collate import few_widths, padded_length
 from fsdp_qlora.memory.tiled_mlp import apply_tiled_mlp
 from fsdp_qlora.plan import draft_plan
 from fsdp_qlora.training.cuda_graphs import (
+    _shape_of,
+    _why_no_graphs,
+    _with_steady_borders,
     check_graphs,
-    shape_of,
     uses_graphs,
-    why_no_graphs,
-    with_steady_borders,
 )
 from tests.tiny import save_tiny
 
@@ -57,9 +57,9 @@ def test_a_model_that_no_graph_can_hold_is_named(family, settings, reason, tmp_p
     model, _ = planned_model(config, CPU)
     apply_tiled_mlp(model, config.mlp_tiles, ["recompute_all"] * 2)
     plan = draft_plan(config, 1)
-    found = why_no_graphs(plan, model, GPU)
+    found = _why_no_graphs(plan, model, GPU)
     assert reason in found and bool(reason) == bool(found)
-    assert why_no_graphs(plan, model, CPU)
+    assert _why_no_graphs(plan, model, CPU)
 
 
 def test_on_a_cpu_graphs_are_refused_only_if_asked_for(tmp_path):
@@ -119,10 +119,10 @@ def rows(*lengths: int):
 def test_batches_of_near_widths_have_one_shape():
     padding = dict(pad_to=few_widths(512))
     shapes = {
-        shape_of(collate(rows(*lengths), 0, **padding)) for lengths in ((5, 9), (60, 64), (33, 2))
+        _shape_of(collate(rows(*lengths), 0, **padding)) for lengths in ((5, 9), (60, 64), (33, 2))
     }
     assert len(shapes) == 1
-    assert shape_of(collate(rows(65, 2), 0, **padding)) not in shapes
+    assert _shape_of(collate(rows(65, 2), 0, **padding)) not in shapes
 
 
 @pytest.mark.parametrize("most", [10, 64, 100, 1000, 4096, 131072])
@@ -140,9 +140,9 @@ def test_rows_of_any_length_have_few_widths_that_are_little_longer(most):
 def test_packed_batches_have_one_shape_and_the_same_rows():
     lengths_of = (5, 9), (100,), (3,) * 40
     batches = [collate_packed([rows(*lengths)], 0, pad_to=128) for lengths in lengths_of]
-    steady = [with_steady_borders(batch) for batch in batches]
-    assert len({shape_of(batch) for batch in batches}) == 3
-    assert len({shape_of(batch) for batch in steady}) == 1
+    steady = [_with_steady_borders(batch) for batch in batches]
+    assert len({_shape_of(batch) for batch in batches}) == 3
+    assert len({_shape_of(batch) for batch in steady}) == 1
     for before, after in zip(batches, steady, strict=True):
         borders = before["cu_seq_lens_q"]
         assert torch.equal(after["cu_seq_lens_q"][: len(borders)], borders)

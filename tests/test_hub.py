@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_qlora.hub import address_of, fault_of_connection
+from fsdp_qlora.hub import _address_of, _fault_of_connection
 from tests.fakehub import fake_hub
 from tests.parts import slow
 from tests.tokenizers import save_chat_model
@@ -121,7 +121,7 @@ def test_the_proxy_is_tried_where_there_is_one(monkeypatch, endpoint, env, addre
         monkeypatch.delenv(name.upper(), raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    assert address_of(endpoint) == address
+    assert _address_of(endpoint) == address
 
 
 def test_a_host_that_says_nothing_is_given_up(monkeypatch):
@@ -133,4 +133,4 @@ def test_a_host_that_says_nothing_is_given_up(monkeypatch):
         for client in (first, second):
             client.setblocking(False)
             client.connect_ex(server.getsockname())
-        assert fault_of_connection(*server.getsockname(), 0) == "no answer in 0.2 seconds"
+        assert _fault_of_connection(*server.getsockname(), 0) == "no answer in 0.2 seconds"

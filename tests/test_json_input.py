@@ -14,8 +14,8 @@ from fsdp_qlora.checkpoint.folder import fault_of
 from fsdp_qlora.config.recipe import read_recipe
 from fsdp_qlora.data.records import parse_json
 from fsdp_qlora.export.adapter_folder import AdapterFolder, read_adapter_config
-from fsdp_qlora.export.card import read_metrics
-from fsdp_qlora.export.merged_files import write_config
+from fsdp_qlora.export.card import _read_metrics
+from fsdp_qlora.export.merged_files import _write_config
 from fsdp_qlora.export.quantized_base import trained_quant
 from fsdp_qlora.json_input import from_json, read_object
 from fsdp_qlora.loading.tokenizer import load_tokenizer
@@ -50,7 +50,7 @@ def test_a_file_that_is_nested_too_deeply_is_one_line_that_names_it(tmp_path, na
 @pytest.mark.parametrize("text", DEEP)
 def test_what_can_be_done_without_is_left_out(tmp_path, text):
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{text}\n')
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}]
+    assert _read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}]
     (tmp_path / "manifest.json").write_text(text)
     assert fault_of(tmp_path)  # a checkpoint is passed over with its reason
 
@@ -62,7 +62,7 @@ def test_json_of_another_kind_than_an_object_is_refused(tmp_path, text):
     with pytest.raises(ValueError, match="not a JSON object"):
         read_object(path)
     with pytest.raises(ValueError, match="not a JSON object"):
-        write_config(tmp_path, tmp_path, {})
+        _write_config(tmp_path, tmp_path, {})
 
 
 def test_json_is_what_python_reads():

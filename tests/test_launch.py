@@ -203,7 +203,7 @@ def test_ranks_that_are_started_here_listen_on_this_machine_alone(tmp_path):
         "import sys; from torch.distributed.launcher.api import elastic_launch\n"
         "from fsdp_qlora.config import RunConfig\nfrom fsdp_qlora.lifecycle import launcher\n"
         "launcher.os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')\n"
-        "elastic_launch(launcher.how_to_launch(2, RunConfig()), sys.executable)('-c', sys.argv[1])"
+        "elastic_launch(launcher._how_to_launch(2, RunConfig()), sys.executable)('-c', sys.argv[1])"
     )
     script = RANK.format(root=ROOT, out=tmp_path)
     subprocess.run(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_qlora.catalog.llama_pro import expanded_shape, expansion, expansion_of, folder_counts
+from fsdp_qlora.catalog.llama_pro import _folder_counts, expanded_shape, expansion, expansion_of
 from fsdp_qlora.catalog.machine import Machine
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.without_effect import settings_without_effect
@@ -41,7 +41,7 @@ def test_unless_told_one_block_in_four_is_new_as_in_the_paper():
 
 def test_the_folder_of_the_original_script_says_how_many():
     path = "/models/meta-llama/Llama-2-7b-hf_blk_exp-32-35"
-    assert folder_counts(path) == (32, 35)
+    assert _folder_counts(path) == (32, 35)
     config = RunConfig(train_type="hqq_llama_pro", llama_pro_path=path)
     assert expansion_of(config, 32).new == (10, 21, 32)
     assert expansion_of(RunConfig(), 32) is None

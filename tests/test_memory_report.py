@@ -17,10 +17,10 @@ from fsdp_qlora.data import Step
 from fsdp_qlora.observe.memory_report import (
     ESTIMATED,
     MemoryWatch,
+    _by_part,
+    _next_rung,
+    _standing_tensors,
     address,
-    by_part,
-    next_rung,
-    standing_tensors,
     table,
 )
 from fsdp_qlora.observe.memory_timeline import _RULES, PARTS, draw, part_of, timeline
@@ -145,7 +145,7 @@ def test_what_stands_on_the_device_is_known_by_its_address(tmp_path):
     loss_and_gradients(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     optimizer.step()
-    found = standing_tensors(model, optimizer, CPU)
+    found = _standing_tensors(model, optimizer, CPU)
     sizes = dict.fromkeys(("weights", "adapters", "optimizer"), 0)
     for size, part in found.values():
         sizes[part] += size
@@ -164,7 +164,7 @@ def test_the_table_has_the_estimate_beside_what_was_measured(tmp_path):
     assert "activations      3.00 GiB     0.50 GiB" in lines
     assert (
         lines[-1] == "slack            1.00 GiB     0.50 GiB"
-        and by_part(estimate)["logits"] == 0.25
+        and _by_part(estimate)["logits"] == 0.25
     )
     assert draw(found, tmp_path / "memory.png") and (tmp_path / "memory.png").stat().st_size > 5000
 
@@ -183,22 +183,22 @@ def test_the_guide_is_climbed_rung_by_rung_until_only_shorter_rows_are_left():
     ]
     config = RunConfig(sharding_strategy="ddp", activation_policy="keep_all", batch_size=2)
     for change in changes:
-        (name, value), advice = *change.items(), next_rung(draft_plan(config, 2))
+        (name, value), advice = *change.items(), _next_rung(draft_plan(config, 2))
         assert advice.startswith(f"--{name} {str(value).lower() if value is True else value}"), (
             advice
         )
         config = replace(config, **change)
-    last = next_rung(draft_plan(config, 2))
+    last = _next_rung(draft_plan(config, 2))
     assert "--context_length" in last and "more GPUs" in last
 
 
 def test_one_gpu_shards_only_to_offload():
     config = RunConfig(sharding_strategy="ddp")
     assert (
-        next_rung(draft_plan(config, 1)) == "--sharding_strategy full_shard --use_cpu_offload true"
+        _next_rung(draft_plan(config, 1)) == "--sharding_strategy full_shard --use_cpu_offload true"
     )
     kept = replace(config, compute_dtype="fp8", keep_fp8_weights=True)
-    assert next_rung(draft_plan(kept, 1)) == "--keep_fp8_weights false"
+    assert _next_rung(draft_plan(kept, 1)) == "--keep_fp8_weights false"
 
 
 def test_out_of_memory_is_one_line_with_the_largest_part_and_what_to_do(tmp_path):

@@ -15,7 +15,7 @@ from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.settings import counted
 from fsdp_qlora.dist import free_port
-from fsdp_qlora.lifecycle.launcher import rendezvous_endpoint
+from fsdp_qlora.lifecycle.launcher import _rendezvous_endpoint
 from fsdp_qlora.quantization.quantize import QuantLinear
 from tests.tiny import save_tiny
 from tests.tokenizers import VOCAB_SIZE, save_tokenizer
@@ -346,13 +346,13 @@ def test_names_in_any_script_work(folder, tmp_path):
 )
 def test_a_place_where_ranks_cant_meet_is_refused_at_once(settings):
     with pytest.raises(ValueError, match="--master_addr .* --master_port .*leave both out"):
-        rendezvous_endpoint(RunConfig(**settings))
+        _rendezvous_endpoint(RunConfig(**settings))
 
 
 def test_ranks_meet_at_the_port_asked_for_or_at_a_free_one():
     port = free_port()
-    assert rendezvous_endpoint(RunConfig(master_port=str(port))) == f"localhost:{port}"
-    assert rendezvous_endpoint(RunConfig()) != rendezvous_endpoint(RunConfig())
+    assert _rendezvous_endpoint(RunConfig(master_port=str(port))) == f"localhost:{port}"
+    assert _rendezvous_endpoint(RunConfig()) != _rendezvous_endpoint(RunConfig())
 
 
 # ---- a loop of the user's under autocast -------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-from fsdp_qlora.memory.activation_offload import HostStore, apply_activation_offload
+from fsdp_qlora.memory.activation_offload import _HostStore, apply_activation_offload
 from fsdp_qlora.memory.pinned_memory import host_tensors
 from fsdp_qlora.model.blocks import decoder_blocks
 from tests.parts import slow
@@ -83,11 +83,11 @@ def test_a_compiled_block_stays_one_graph_and_its_gradients_the_same(folder, pol
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_blocks_input_begins_to_leave_before_the_block_runs(folder, monkeypatch):
     """Autograd hears of what a compiled block keeps after it has run: its copy would be waited for."""
-    events, put = [], HostStore.put
+    events, put = [], _HostStore.put
     model = tiny_model(folder, "qlora", "recompute_all")
     forwards, backwards = partial(noted, events), partial(noted, [])
     compile_whole(model, aot_autograd(fw_compiler=forwards, bw_compiler=backwards))
-    monkeypatch.setattr(HostStore, "put", lambda *args: events.append("leaves") or put(*args))
+    monkeypatch.setattr(_HostStore, "put", lambda *args: events.append("leaves") or put(*args))
     loss_and_gradients(apply_activation_offload(model, ["recompute_all"] * LAYERS))
     assert events == ["leaves", "runs"] * (LAYERS - 1) + ["runs"]
 
@@ -110,9 +110,9 @@ def test_after_the_forward_only_the_last_blocks_input_is_on_the_device(folder, p
 
 
 def test_host_memory_is_one_slot_per_moved_input_and_is_used_again(folder, monkeypatch):
-    regions, plain = [], HostStore.new_slots
+    regions, plain = [], _HostStore.new_slots
     monkeypatch.setattr(
-        HostStore,
+        _HostStore,
         "new_slots",
         lambda store: regions.append(store.slots * store.slot_bytes) or plain(store),
     )

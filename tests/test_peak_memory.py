@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from fsdp_qlora.observe.peak_memory import PeakMemory, anonymous_bytes, peak_resident_bytes
+from fsdp_qlora.observe.peak_memory import PeakMemory, _anonymous_bytes, peak_resident_bytes
 
 MIB = 2**20
 
@@ -16,7 +16,7 @@ MIB = 2**20
 def test_memory_that_came_and_went_is_in_the_peak_and_pages_of_files_are_not(tmp_path):
     path = tmp_path / "checkpoint"
     path.write_bytes(bytes(64 * MIB))
-    before = anonymous_bytes()
+    before = _anonymous_bytes()
     with PeakMemory(torch.device("cpu"), seconds=0.005) as peaks:
         with (
             open(path, "rb") as file,

@@ -11,7 +11,7 @@ from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig, plan_batches
 from fsdp_qlora.estimate import estimate
-from fsdp_qlora.estimate.policies import policy_text
+from fsdp_qlora.estimate.policies import _policy_text
 from fsdp_qlora.planner import LADDER, climb, free_settings, propose, report
 from fsdp_qlora.planner.search import places, seconds_per_token
 
@@ -110,7 +110,7 @@ def test_no_other_combination_is_faster_than_the_choice(gpus, limit, settings):
                 use_cpu_offload=offload,
                 batch_size=rows,
                 use_activation_cpu_offload=activations,
-                activation_policy=policy_text(mix),
+                activation_policy=_policy_text(mix),
             )
             one = estimate(shape, here, tried)
             if one.memory.total <= 0.97 * limit:

@@ -15,7 +15,7 @@ import pytest
 
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.report.charts import Series, chart, short, ticks_of
+from fsdp_qlora.report.charts import Series, _ticks_of, chart, short
 from fsdp_qlora.report.page import write_report
 from fsdp_qlora.report.run_history import read_run_history, smoothed, thinned
 from tests.patience import patience
@@ -383,7 +383,7 @@ def test_the_mean_around_a_point_leans_to_no_side():
     [(0, 1), (0.13, 0.135), (-3, 7), (5, 5), (0, 0), (1e-6, 3e-5), (12_345, 67_890_000)],
 )
 def test_grid_lines_are_even_and_hold_the_values(low, high):
-    ticks = ticks_of(low, high)
+    ticks = _ticks_of(low, high)
     assert 2 <= len(ticks) <= 8 and ticks[0] <= low + 1e-9 and ticks[-1] >= high - 1e-9
     assert len({round(b - a, 9) for a, b in zip(ticks, ticks[1:], strict=False)}) == 1
     assert all(len(short(t)) <= 8 for t in ticks)

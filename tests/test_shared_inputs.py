@@ -17,7 +17,7 @@ from fsdp_qlora.adapters import (
     shared_inputs,
     trainable_parameters,
 )
-from fsdp_qlora.adapters.lora_ops import sum_of_products
+from fsdp_qlora.adapters.lora_ops import _sum_of_products
 from fsdp_qlora.build import compile_blocks
 from fsdp_qlora.catalog.arch import shape_from_config
 from fsdp_qlora.estimate import resident_bytes
@@ -184,5 +184,5 @@ def test_a_dequantized_weight_is_gone_before_the_next_one_is_made():
         return one
 
     dys = [torch.full((2, 4), float(i)) for i in range(3)]
-    total = sum_of_products(dys, (weight() for _ in dys))
+    total = _sum_of_products(dys, (weight() for _ in dys))
     assert torch.equal(total, torch.full((2, 3), 12.0)) and len(made) == 3

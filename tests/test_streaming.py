@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fsdp_qlora.memory.activation_offload import apply_activation_offload
-from fsdp_qlora.memory.weight_streaming import StreamedBlock, apply_streaming
+from fsdp_qlora.memory.weight_streaming import _StreamedBlock, apply_streaming
 
 from .test_checkpointing_policy import loss_and_gradients, tiny_model
 from .test_offload import bit_equal, compile_whole
@@ -27,9 +27,9 @@ def folder(tmp_path_factory):
 def held(monkeypatch):
     """How many blocks have weights on the device each time that one is used."""
     made, counts = [], []
-    plain_init, plain_use = StreamedBlock.__init__, StreamedBlock.use
+    plain_init, plain_use = _StreamedBlock.__init__, _StreamedBlock.use
     monkeypatch.setattr(
-        StreamedBlock, "__init__", lambda self, *args: made.append(self) or plain_init(self, *args)
+        _StreamedBlock, "__init__", lambda self, *args: made.append(self) or plain_init(self, *args)
     )
 
     def use(self):
@@ -38,7 +38,7 @@ def held(monkeypatch):
             sum(any(here.untyped_storage().nbytes() for *_, here in one.weights) for one in made)
         )
 
-    monkeypatch.setattr(StreamedBlock, "use", use)
+    monkeypatch.setattr(_StreamedBlock, "use", use)
     return counts
 
 

@@ -182,7 +182,7 @@ def shared_frozen_backward(
     if product_dtype == "fp8":
         dx = fp8.backward_product(dys, frozen)
     else:
-        dx = sum_of_products(dys, (w.dense(dys[0].dtype) for w in frozen))
+        dx = _sum_of_products(dys, (w.dense(dys[0].dtype) for w in frozen))
     return dx.view(*dy[0].shape[:-1], in_features)
 
 
@@ -215,15 +215,15 @@ def _shared_input_backward(
         can_unpack_adapted(w, b.shape[1], dtype) for w, b in zip(frozen, bs, strict=True)
     ):
         dense = (unpack_adapted(*each) for each in zip(frozen, as_, bs, scalings, strict=True))
-        return [sum_of_products(dys, dense), da, *dbs]
+        return [_sum_of_products(dys, dense), da, *dbs]
     a = as_[0] if len(as_) == 1 else torch.cat(list(as_))
     if product_dtype == "fp8":
         return [fp8.backward_product(dys, frozen, dxa, a), da, *dbs]
     dense = (w.dense(dtype) for w in frozen)
-    return [sum_of_products(dys, dense, dxa @ a.to(dtype)), da, *dbs]
+    return [_sum_of_products(dys, dense, dxa @ a.to(dtype)), da, *dbs]
 
 
-def sum_of_products(dys, weights, total: Tensor | None = None) -> Tensor:
+def _sum_of_products(dys, weights, total: Tensor | None = None) -> Tensor:
     """total + sum of dY W; each W is made when its turn comes, and gone before the next."""
     weights = iter(weights)
     for dy in dys:  # zip would hold on to a W while it asks for the next

@@ -126,7 +126,7 @@ class Compared:
         )
 
 
-def shape_of_row(row: Row) -> ModelShape:
+def _shape_of_row(row: Row) -> ModelShape:
     """The model's shape, cut as it was measured."""
     shape = model_shape(row.model)
     layers = row.num_hidden_layers
@@ -140,7 +140,7 @@ def compare(rows: list[Row]) -> list[Compared]:
         if row.status != "ok" or row.peer or row.peak_allocated_gib is None or row.packed:
             continue
         try:
-            shape, plan, gpu = shape_of_row(row), plan_of(row), find_gpu(row.gpu)
+            shape, plan, gpu = _shape_of_row(row), plan_of(row), find_gpu(row.gpu)
         except (ValueError, KeyError):
             continue  # a model or a card that no estimate knows
         found.append(

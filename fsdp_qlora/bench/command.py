@@ -56,7 +56,7 @@ class BenchOptions:
 def bench_command(argv: list[str]):
     """Measure steps on random tokens: one configuration, or a grid of them."""
     config, options = parse(argv, BenchOptions, prog="fsdp-qlora bench")
-    check_options(options)
+    _check_options(options)
     how = How(options.steps, options.warmup, options.together, options.cell_minutes)
     if not (options.report or options.jobs):
         _check_starts_ranks()
@@ -70,7 +70,7 @@ def bench_command(argv: list[str]):
         _measure_one(config, options, argv, how)
 
 
-def check_options(options: BenchOptions):
+def _check_options(options: BenchOptions):
     """Ranges, what needs what, and whether files can be written."""
     check_file("results", options.results)
     check_file("picture", options.picture)

@@ -78,7 +78,7 @@ def run_batch(batch: list[Job], how: How, results: str | Path | None = None) -> 
                 )
             )
         )
-        code = run_process(command(files, batch[0], how), how.minutes * 60 * len(batch))
+        code = _run_process(command(files, batch[0], how), how.minutes * 60 * len(batch))
         rows = read_rows(files / "rows.jsonl") if (files / "rows.jsonl").exists() else []
         if len(rows) < len(batch):
             rows.append(_failed_row(files, batch[len(rows)], code))
@@ -110,7 +110,7 @@ def command(files: Path, first: Job, how: How) -> list[str]:
     ]
 
 
-def run_process(argv: list[str], seconds: float) -> int | None:
+def _run_process(argv: list[str], seconds: float) -> int | None:
     """The exit code of a process and all its ranks; None if it had to be stopped.
 
     It gets no RANK: it starts ranks of its own even where a launcher started this one.

@@ -170,10 +170,10 @@ def against_table(rows: list[Row], others: list[Row]) -> str:
 def grid_table(grid: Grid, rows: list[Row]) -> str:
     """A grid beside what was measured: with auto's share of the best, if a cell of it is auto."""
     planned = any(cell.config.is_auto for cell in grid.cells)
-    return (auto_table if planned else published_table)(grid, rows)
+    return (_auto_table if planned else _published_table)(grid, rows)
 
 
-def auto_table(grid: Grid, rows: list[Row]) -> str:
+def _auto_table(grid: Grid, rows: list[Row]) -> str:
     """What was chosen and what a person might try, and the speed that auto reaches of the best.
 
     Cells are compared with those of the same limit of memory.
@@ -237,7 +237,7 @@ def _auto_line(name: str, row: Row | None, best: float | None) -> list[str]:
     ]
 
 
-def published_table(grid: Grid, rows: list[Row]) -> str:
+def _published_table(grid: Grid, rows: list[Row]) -> str:
     """A grid's cells: what others published, what is estimated for their card and for an H100, and what
     was measured here; empty where nothing was.
 
@@ -267,7 +267,7 @@ def _published_line(cell: Cell, row: Row | None) -> list[str]:
         cell.name,
         f"{cell.gpus}x {card}" if card else "",
         number(said.get("peak_gib")),
-        number(published_seconds(cell), 2),
+        number(_published_seconds(cell), 2),
     ]
     line += [number(there.memory.peak_reserved), number(there.step.total, 2)] if there else ["", ""]
     line.append(number(estimated(cell, "h100").step.total, 2))
@@ -281,7 +281,7 @@ def _published_line(cell: Cell, row: Row | None) -> list[str]:
     ]
 
 
-def published_seconds(cell: Cell) -> float | None:
+def _published_seconds(cell: Cell) -> float | None:
     """Seconds of an optimizer step as published: directly, or from a run's time and rows."""
     said = cell.published
     if "seconds_per_step" in said:

@@ -51,7 +51,7 @@ def calibration_file() -> Path:
     return root / "fsdp_qlora" / "machine.json"
 
 
-def read_calibration(path: str | Path) -> _Calibration:
+def _read_calibration(path: str | Path) -> _Calibration:
     """A calibration from its file. Raises ValueError naming the file and what is wrong with it."""
     flag = f"--calibration {path}"
     about = read_object(path, flag, "a GPU's fields").get(CALIBRATION)
@@ -64,7 +64,7 @@ def read_calibration(path: str | Path) -> _Calibration:
 
 def calibrated(gpu: Gpu, path: str) -> Gpu:
     """The card as the file says it was measured. Raises ValueError if another one was."""
-    found = read_calibration(path)
+    found = _read_calibration(path)
     if not found.is_of(gpu):
         raise ValueError(
             f"--calibration {path}: measured on a {found.device}, and the GPU is a "
@@ -81,7 +81,7 @@ def calibrated_here(gpu: Gpu, device: str) -> Gpu:
     if not calibration_file().exists():
         return gpu
     try:
-        found = read_calibration(calibration_file())
+        found = _read_calibration(calibration_file())
     except ValueError:
         return gpu
     return found.applied(gpu) if (found.device, found.torch) == (device, installed_torch()) else gpu

@@ -59,7 +59,7 @@ def expansion_of(config: RunConfig, blocks: int) -> Expansion | None:
         return None
     if config.llama_pro_path is None:
         return expansion(blocks, config.llama_pro_blocks)
-    before, after = folder_counts(config.llama_pro_path)
+    before, after = _folder_counts(config.llama_pro_path)
     if before == blocks and after <= 2 * before:
         return expansion(blocks, after - before)
     raise ValueError(
@@ -74,7 +74,7 @@ def expanded_shape(shape: ModelShape, config: RunConfig) -> ModelShape:
     return replace(shape, layers=len(grown.sources), new_blocks=len(grown.new)) if grown else shape
 
 
-def folder_counts(path: str) -> tuple[int, int]:
+def _folder_counts(path: str) -> tuple[int, int]:
     """(blocks of the base, blocks after expansion) by the name of a folder of expanded weights.
 
     Raises ValueError, naming --llama_pro_path, for another name.

@@ -96,12 +96,12 @@ def look(
     remove_scratch(root)
     folder = chosen(config, root)
     run = read_run(folder) if folder else None
-    if run is None or has_ended(config, dataset, content, root, run):
+    if run is None or _has_ended(config, dataset, content, root, run):
         _make_room(config, LEFT_BY_A_RUN)
         return Found(content)
     _check_same_run(config, differences(run, config, content, world_size()), folder)
     _check_length(config, run, dataset, folder)
-    kept = kept_metrics(folder.parent.parent / "metrics.jsonl", run)
+    kept = _kept_metrics(folder.parent.parent / "metrics.jsonl", run)
     if not _is_inside(folder, root):
         _make_room(config, LEFT_BY_A_RUN)
     return Found(content, folder, run, tuple(kept))
@@ -147,7 +147,7 @@ def _make_room(config: RunConfig, names: tuple[str, ...]):
         print_main(f"moved the files of an earlier run from {out} to {kept}: {moved}")
 
 
-def has_ended(
+def _has_ended(
     config: RunConfig,
     dataset: TokenizedDataset | Subset | Source,
     content: dict[str, str],
@@ -244,7 +244,7 @@ def _check_length(
         )
 
 
-def kept_metrics(path: Path, run: dict) -> list[dict]:
+def _kept_metrics(path: Path, run: dict) -> list[dict]:
     """The lines of metrics.jsonl up to the checkpoint, and what went wrong after it.
 
     A line that was cut or damaged is left out.

@@ -176,7 +176,7 @@ class CheckpointWriter:
         """This rank's part; on rank 0 the whole. Never raises: a failure is kept in `failure`."""
         scratch, word, files = scratch_folder(self.root, shot.step), "written", {}
         try:
-            names = write_part(scratch, self.rank.rank, shot)
+            names = _write_part(scratch, self.rank.rank, shot)
             if self.disks.is_apart:
                 files = list_files(scratch, names)
             self.rank_store.post(f"{shot.topic} files", dumps(files))
@@ -256,7 +256,7 @@ def _saved_tensor(files: RowFiles, name: str) -> Tensor:
     return for_original_base(name, files.read(name), taken).contiguous()
 
 
-def write_part(scratch: Path, rank: int, shot: _Snapshot) -> list[str]:
+def _write_part(scratch: Path, rank: int, shot: _Snapshot) -> list[str]:
     """Write the files of one rank; their names."""
     scratch.mkdir(parents=True, exist_ok=True)
     paths = [weights_file(scratch, rank)] if shot.weights else []

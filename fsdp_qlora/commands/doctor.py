@@ -74,18 +74,18 @@ def doctor_command(argv: list[str]):
 
 def _examine(folder: str) -> Iterator[Finding]:
     """Every finding, in the order in which a run would meet it."""
-    cards = gpu_rows()
-    yield from check_versions(requirements())
-    yield from check_cards(cards)
-    yield from check_torch(len(cards))
-    yield from check_links(len(cards), nvidia_smi("topo", "-m"))
-    yield from check_host(folder, len(cards))
+    cards = _gpu_rows()
+    yield from _check_versions(_requirements())
+    yield from _check_cards(cards)
+    yield from _check_torch(len(cards))
+    yield from _check_links(len(cards), _nvidia_smi("topo", "-m"))
+    yield from _check_host(folder, len(cards))
 
 
 # ---- versions ----------------------------------------------------------------------------------
 
 
-def requirements() -> list[str]:
+def _requirements() -> list[str]:
     """What the package asks for: by its checkout, which changes after an install, or as installed."""
     setup = ConfigParser()
     if setup.read(Path(__file__).parents[2] / "setup.cfg"):
@@ -98,7 +98,7 @@ def requirements() -> list[str]:
     return [line.strip() for line in asked if line.strip() and "extra ==" not in line]
 
 
-def check_versions(asked: list[str]) -> Iterator[Finding]:
+def _check_versions(asked: list[str]) -> Iterator[Finding]:
     """Python and each dependency against its floor."""
     from packaging.requirements import Requirement
 
@@ -130,7 +130,7 @@ def check_versions(asked: list[str]) -> Iterator[Finding]:
 # ---- GPUs --------------------------------------------------------------------------------------
 
 
-def nvidia_smi(*arguments: str) -> str:
+def _nvidia_smi(*arguments: str) -> str:
     """What nvidia-smi prints, or nothing."""
     try:
         return subprocess.run(
@@ -140,16 +140,16 @@ def nvidia_smi(*arguments: str) -> str:
         return ""
 
 
-def gpu_rows() -> list[dict[str, str]]:
+def _gpu_rows() -> list[dict[str, str]]:
     """What the driver says of each card."""
-    text = nvidia_smi(f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits")
+    text = _nvidia_smi(f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits")
     cells = (
         [cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()
     )
     return [dict(zip(_QUERY, row, strict=True)) for row in cells if len(row) == len(_QUERY)]
 
 
-def check_cards(cards: list[dict[str, str]]) -> Iterator[Finding]:
+def _check_cards(cards: list[dict[str, str]]) -> Iterator[Finding]:
     """Each card: its memory, who uses it, its slot; and whether they are alike."""
     if not cards:
         yield Finding(
@@ -196,7 +196,7 @@ def number(text: str) -> float:
         return 0.0
 
 
-def check_torch(cards: int) -> Iterator[Finding]:
+def _check_torch(cards: int) -> Iterator[Finding]:
     """Whether torch sees the cards, multiplies bf16 on them and packs 4-bit weights."""
     try:
         import torch
@@ -205,8 +205,8 @@ def check_torch(cards: int) -> Iterator[Finding]:
         return
     if not torch.cuda.is_available():
         if cards:
-            yield unseen_cards(torch.version.cuda)
-        yield from check_quantization("cpu")
+            yield _unseen_cards(torch.version.cuda)
+        yield from _check_quantization("cpu")
         return
     seen = torch.cuda.device_count()
     yield Finding(
@@ -224,10 +224,10 @@ def check_torch(cards: int) -> Iterator[Finding]:
             "no C compiler found, which torch.compile needs",
             "install gcc, or train with --compile false",
         )
-    yield from check_quantization("cuda")
+    yield from _check_quantization("cuda")
 
 
-def unseen_cards(cuda: str | None) -> Finding:
+def _unseen_cards(cuda: str | None) -> Finding:
     """Why torch does not see the cards that the driver does."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if cuda is None:
@@ -246,7 +246,7 @@ def unseen_cards(cuda: str | None) -> Finding:
     )
 
 
-def check_quantization(device: str) -> Iterator[Finding]:
+def _check_quantization(device: str) -> Iterator[Finding]:
     """A block of weights to 4 bits and back, by bitsandbytes on this device."""
     try:
         import torch
@@ -274,7 +274,7 @@ def check_quantization(device: str) -> Iterator[Finding]:
     )
 
 
-def check_links(cards: int, topology: str) -> Iterator[Finding]:
+def _check_links(cards: int, topology: str) -> Iterator[Finding]:
     """How the cards reach each other."""
     if cards < 2:
         return
@@ -309,7 +309,7 @@ def matrix(topology: str) -> str:
 # ---- the host ----------------------------------------------------------------------------------
 
 
-def check_host(folder: str, cards: int) -> Iterator[Finding]:
+def _check_host(folder: str, cards: int) -> Iterator[Finding]:
     """Memory, shared memory and disks."""
     available, limit = _available_memory_gib(), _memory_limit_gib()
     total = host_memory_here()
@@ -326,10 +326,10 @@ def check_host(folder: str, cards: int) -> Iterator[Finding]:
             "start the container with --ipc=host or --shm-size=8g",
         )
     for name, path in (("output", Path(folder)), ("Hugging Face cache", _hub_cache())):
-        yield disk_finding(name, path)
+        yield _disk_finding(name, path)
 
 
-def disk_finding(name: str, path: Path) -> Finding:
+def _disk_finding(name: str, path: Path) -> Finding:
     """Whether a folder can be written and has room."""
     path = path.expanduser().absolute()
     there = next(p for p in (path, *path.parents) if p.exists())

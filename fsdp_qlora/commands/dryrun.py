@@ -175,10 +175,10 @@ def _show_batches(
         f"{first} on rank 0, one of {len(step.micro_batches)} in its first step: "
         f"{' x '.join(map(str, batch['input_ids'].shape))} tokens with padding"
     )
-    print_main(preview(batch_rows(batch, pad), tokenizer, config.preview or _SHOWN_ROWS))
+    print_main(preview(_batch_rows(batch, pad), tokenizer, config.preview or _SHOWN_ROWS))
 
 
-def batch_rows(batch: dict, pad_token_id: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _batch_rows(batch: dict, pad_token_id: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(input_ids, labels) of each row or bin of a batch, without the padding at its end."""
     found = []
     for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):

@@ -75,7 +75,7 @@ def load_for_inference(
         _round_linears(model, known, taken_out_of(adapter))
     if adapter is None:
         return model
-    rows = max(trained_rows(model, adapter), default=0)
+    rows = max(_trained_rows(model, adapter), default=0)
     if rows > model.config.get_text_config().vocab_size:
         model.resize_token_embeddings(rows, mean_resizing=False)
     try:
@@ -98,7 +98,7 @@ def _check_base_folder(folder: Path):
     Checkpoint(folder)
 
 
-def trained_rows(model: PreTrainedModel, adapter: str | Path) -> list[int]:
+def _trained_rows(model: PreTrainedModel, adapter: str | Path) -> list[int]:
     """Rows of the embedding and the head in an adapter that was trained with more tokens."""
     ends = {id(end) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
     names = [f"{name}.weight" for name, module in model.named_modules() if id(module) in ends]

@@ -44,12 +44,14 @@ def planned_argv(config: RunConfig, argv: list[str], own: type) -> list[str]:
     argv = [*recipe_of(argv).flags, *argv]
 
     def changes() -> str:
-        return json.dumps(confirmed_changes(config, parse_own(argv, own)[1]))
+        return json.dumps(_confirmed_changes(config, parse_own(argv, own)[1]))
 
     return with_changes(argv, json.loads(broadcast_by_main(changes) if launched() else changes()))
 
 
-def confirmed_changes(config: RunConfig, argv: list[str], allowed_gib: float | None = None) -> dict:
+def _confirmed_changes(
+    config: RunConfig, argv: list[str], allowed_gib: float | None = None
+) -> dict:
     """Settings that were measured to work, from the store or by probes; says every step.
 
     `allowed_gib` limits the probes' memory in place of the machine's. Raises what a run would for its

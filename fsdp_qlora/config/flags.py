@@ -79,7 +79,7 @@ EXAMPLES = {
 _CONVERT = {bool: boolean, int: _whole_or_auto, float: _number_or_auto}
 
 
-def add_fields(parser: argparse.ArgumentParser, group: type):
+def _add_fields(parser: argparse.ArgumentParser, group: type):
     """One flag per field of a dataclass, under its docstring as a title."""
     section = parser.add_argument_group(title(group))
     for f, kind in typed_fields(group):
@@ -91,7 +91,7 @@ def add_fields(parser: argparse.ArgumentParser, group: type):
             f"--{f.name}",
             default=argparse.SUPPRESS,
             help=_help_text(f),
-            metavar=metavar(f, kind),
+            metavar=_metavar(f, kind),
             **how,
         )
 
@@ -110,7 +110,7 @@ def usable_choices(f) -> list:
     return [c for c in listify(f.metadata["choices"]) if c not in f.metadata["later"]]
 
 
-def metavar(f, kind: type) -> str:
+def _metavar(f, kind: type) -> str:
     """What stands for a value in --help."""
     choices = usable_choices(f)
     more = ",..." if f.metadata["several"] else ""
@@ -143,7 +143,7 @@ def parse(argv: list[str], *extra_groups: type, prog: str = "fsdp-qlora train") 
         epilog=examples(prog),
     )
     for group in (*extra_groups, RecipeOptions, *GROUPS):
-        add_fields(parser, group)
+        _add_fields(parser, group)
     recipe = recipe_of(argv)
     try:
         config, *extras = _parse_flags(parser, [*recipe.flags, *argv], extra_groups)
@@ -194,7 +194,7 @@ def given_settings(argv: list[str]) -> set[str]:
 def parse_own(argv: list[str], group: type) -> tuple:
     """One command's own settings, and the arguments that are left for RunConfig."""
     parser = Parser(allow_abbrev=False, add_help=False)
-    add_fields(parser, group)
+    _add_fields(parser, group)
     known, rest = parser.parse_known_args(argv)
     return group(**vars(known)), rest
 
@@ -205,7 +205,7 @@ def parse_alone(argv: list[str], group: type, prog: str):
     Raises ValueError as `parse` does.
     """
     parser = Parser(prog=prog, usage=f"{prog} [--flag value ...]", allow_abbrev=False)
-    add_fields(parser, group)
+    _add_fields(parser, group)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         raise ValueError(_unknown_flag(unknown[0], parser))

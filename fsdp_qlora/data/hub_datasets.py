@@ -60,12 +60,12 @@ def named_hub_source(name: str, split: str, seed: int, streaming: bool) -> Sourc
     if name != "guanaco":
         return source
     return Source(
-        lambda: ((place, guanaco_record(record)) for place, record in source.records()),
+        lambda: ((place, _guanaco_record(record)) for place, record in source.records()),
         source.digest,
     )
 
 
-def guanaco_record(record: dict) -> dict:
+def _guanaco_record(record: dict) -> dict:
     """Guanaco writes a conversation as one text of "### Human: ..." and "### Assistant: ..."."""
     pieces = re.split(r"(?:^|\n?)### (Human|Assistant): ?", record["text"])
     roles = {"Human": "user", "Assistant": "assistant"}

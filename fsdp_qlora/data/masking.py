@@ -99,7 +99,7 @@ def stop_token_ids(tokenizer) -> list[int]:
 # ---- text and spans -------------------------------------------------------------------------
 
 
-def render_row(row: Row, chat: ChatTemplate) -> _Rendered:
+def _render_row(row: Row, chat: ChatTemplate) -> _Rendered:
     """The text of a row and what of it is the model's; UnusableRow says why there is none."""
     if row.text is not None:
         if not row.text:
@@ -126,7 +126,7 @@ def _kept(text: str, chat: ChatTemplate) -> list[str]:
 
 def _render_or_reason(row: Row, chat: ChatTemplate) -> _Rendered | UnusableRow:
     try:
-        return render_row(row, chat)
+        return _render_row(row, chat)
     except UnusableRow as reason:
         return reason
 

@@ -29,9 +29,9 @@ def base_messages(row: dict) -> list[dict]:
     """The prompt of a row for a model that was not tuned: labelled, after a worked example."""
     notation, _, question = row["messages"][-2]["content"].rpartition("\n")
     return [
-        message("user", labelled(_EXAMPLE_NOTATION, _EXAMPLE_QUESTION)),
+        message("user", _labelled(_EXAMPLE_NOTATION, _EXAMPLE_QUESTION)),
         message("assistant", EXAMPLE_SQL),
-        message("user", labelled(notation, question)),
+        message("user", _labelled(notation, question)),
     ]
 
 
@@ -40,7 +40,7 @@ def tuned_messages(row: dict) -> list[dict]:
     return row["messages"][:-1]
 
 
-def labelled(notation: str, question: str) -> str:
+def _labelled(notation: str, question: str) -> str:
     return f"Tables:\n{notation}\nQuestion: {question}\nSQL:"
 
 

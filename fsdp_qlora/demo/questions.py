@@ -14,7 +14,7 @@ KINDS = {}  # name -> function(world, rng) -> Question
 
 def kind(draw):
     """Register a kind of question under its function's name."""
-    KINDS[draw.__name__] = draw
+    KINDS[draw.__name__.lstrip("_")] = draw
     return draw
 
 
@@ -68,7 +68,7 @@ def _some_aggregate(rng: random.Random) -> tuple[str, str]:
 # Conditions. `prefix` is "singer." where a join needs to say whose column it is.
 
 
-def quoted(word: str) -> str:
+def _quoted(word: str) -> str:
     return f"'{word}'"
 
 
@@ -77,19 +77,19 @@ def _category_is(table: Table, rng: random.Random, prefix: str = "") -> _Conditi
     word = rng.choice(table.values(column))
     said = [f"whose {column.spoken} is *", f"with {column.spoken} *", *2 * column.phrases]
     words = rng.choice(said).replace("*", word)
-    return _Condition(f"{prefix}{column.name} = {quoted(word)}", words)
+    return _Condition(f"{prefix}{column.name} = {_quoted(word)}", words)
 
 
 def _number_is(table: Table, rng: random.Random, prefix: str = "") -> _Condition:
     column = rng.choice(table.numbers)
     # Not at the ends, so that some rows pass and some do not.
     number = rng.choice(table.values(column)[1:-1])
-    operator, said = rng.choice(comparisons(column))
+    operator, said = rng.choice(_comparisons(column))
     words = rng.choice(said).replace("*", str(number))
     return _Condition(f"{prefix}{column.name} {operator} {number}", words)
 
 
-def comparisons(column: Column) -> list[tuple[str, list[str]]]:
+def _comparisons(column: Column) -> list[tuple[str, list[str]]]:
     """Operators and the ways to say them. A phrase of the column's own is drawn more often."""
     name = column.spoken
     plain = [f"whose {name} is more than *", f"whose {name} is less than *"]
@@ -115,7 +115,7 @@ def _category_in(table: Table, rng: random.Random) -> _Condition:
     one, two = rng.sample(column.words, 2)
     said = [f"whose {column.spoken} is *", *column.phrases]
     words = rng.choice(said).replace("*", f"{one} or {two}")
-    return _Condition(f"{column.name} IN ({quoted(one)}, {quoted(two)})", words)
+    return _Condition(f"{column.name} IN ({_quoted(one)}, {_quoted(two)})", words)
 
 
 def _label_like(table: Table, rng: random.Random) -> _Condition:
@@ -125,7 +125,7 @@ def _label_like(table: Table, rng: random.Random) -> _Condition:
         (f"%{word[-1]}", f"ends with {word[-1]}"),
         (f"%{word[1:3]}%", f"contains {word[1:3]}"),
     ])  # fmt: skip
-    return _Condition(f"{label.name} LIKE {quoted(pattern)}", f"whose {label.spoken} {said}")
+    return _Condition(f"{label.name} LIKE {_quoted(pattern)}", f"whose {label.spoken} {said}")
 
 
 def _simple_condition(table: Table, rng: random.Random, prefix: str = "") -> _Condition:
@@ -172,7 +172,7 @@ def like(world: World, rng: random.Random) -> Question:
 
 
 @kind
-def two_conditions(world: World, rng: random.Random) -> Question:
+def _two_conditions(world: World, rng: random.Random) -> Question:
     one, two = _category_is(world.child, rng), _number_is(world.child, rng)
     word = rng.choice(["and", "or"])
     both = _Condition(f"{one.sql} {word.upper()} {two.sql}", f"{one.words} {word} {two.words}")
@@ -180,7 +180,7 @@ def two_conditions(world: World, rng: random.Random) -> Question:
 
 
 @kind
-def above_average(world: World, rng: random.Random) -> Question:
+def _above_average(world: World, rng: random.Random) -> Question:
     table = _some_table(world, rng, "amounts")
     column = rng.choice(table.amounts)
     side, operator = rng.choice([("above", ">"), ("below", "<")])
@@ -233,7 +233,7 @@ def count(world: World, rng: random.Random) -> Question:
 
 
 @kind
-def aggregate(world: World, rng: random.Random) -> Question:
+def _aggregate(world: World, rng: random.Random) -> Question:
     table = _some_table(world, rng, "amounts")
     column, (function, word) = rng.choice(table.amounts), _some_aggregate(rng)
     text = _ask_for(f"the {word} {column.spoken} of all {table.plural}", rng, many=False)
@@ -241,7 +241,7 @@ def aggregate(world: World, rng: random.Random) -> Question:
 
 
 @kind
-def aggregate_where(world: World, rng: random.Random) -> Question:
+def _aggregate_where(world: World, rng: random.Random) -> Question:
     table, condition = world.child, _category_is(world.child, rng)
     column, (function, word) = rng.choice(table.amounts), _some_aggregate(rng)
     things = f"{table.plural} {condition.words}"
@@ -254,7 +254,7 @@ def aggregate_where(world: World, rng: random.Random) -> Question:
 
 
 @kind
-def distinct(world: World, rng: random.Random) -> Question:
+def _distinct(world: World, rng: random.Random) -> Question:
     table = _some_table(world, rng, "categories")
     column = rng.choice(table.categories)
     said = rng.choice(["different", "distinct", "unique"])
@@ -267,7 +267,7 @@ def distinct(world: World, rng: random.Random) -> Question:
 
 
 @kind
-def group_count(world: World, rng: random.Random) -> Question:
+def _group_count(world: World, rng: random.Random) -> Question:
     table = _some_table(world, rng, "categories")
     column = rng.choice(table.categories)
     text = rng.choice([
@@ -280,7 +280,7 @@ def group_count(world: World, rng: random.Random) -> Question:
 
 
 @kind
-def group_aggregate(world: World, rng: random.Random) -> Question:
+def _group_aggregate(world: World, rng: random.Random) -> Question:
     table = _some_table(world, rng, "categories", "amounts")
     column, amount = rng.choice(table.categories), rng.choice(table.amounts)
     function, word = _some_aggregate(rng)
@@ -327,7 +327,7 @@ def join(world: World, rng: random.Random) -> Question:
     child, parent = world.child, world.parent
     if rng.random() < 0.5:
         name = rng.choice(parent.label.words)
-        sql = f"{parent.name}.{parent.label.name} = {quoted(name)}"
+        sql = f"{parent.name}.{parent.label.name} = {_quoted(name)}"
         owners = f"the {parent.name} {name}"
     else:
         condition = _simple_condition(parent, rng, f"{parent.name}.")
@@ -338,7 +338,7 @@ def join(world: World, rng: random.Random) -> Question:
 
 
 @kind
-def join_count(world: World, rng: random.Random) -> Question:
+def _join_count(world: World, rng: random.Random) -> Question:
     parent, children = world.parent, world.child.plural
     text = rng.choice([
         f"Show the {parent.label.spoken} of each {parent.name} with its number of {children}.",
@@ -350,7 +350,7 @@ def join_count(world: World, rng: random.Random) -> Question:
 
 
 @kind
-def join_aggregate(world: World, rng: random.Random) -> Question:
+def _join_aggregate(world: World, rng: random.Random) -> Question:
     child, parent = world.child, world.parent
     amount, (function, word) = rng.choice(child.amounts), _some_aggregate(rng)
     things = f"the {word} {amount.spoken} of its {child.plural}"

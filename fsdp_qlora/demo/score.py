@@ -39,7 +39,7 @@ _STARTS = [
 _ENDS = re.compile(r"""('[^']*'|"[^"]*")|;|\n[ \t]*\n|`|<\|""")
 
 
-def extract_sql(text: str) -> str:
+def _extract_sql(text: str) -> str:
     """The first SQL query in a text, on one line and without its semicolon; "" if there is none."""
     text = text.replace("\r", "")
     for start in _STARTS:
@@ -163,7 +163,7 @@ def score(rows: list[dict], answers: list[str], schemas: dict[str, str] | None =
 def _judge(row: dict, answer: str, schemas: dict[str, str]) -> _Failure | None:
     """None if the answer is right."""
     *_, question, gold = (message["content"] for message in row["messages"])
-    schema_sql, predicted, error = schemas[row["schema"]], extract_sql(answer), ""
+    schema_sql, predicted, error = schemas[row["schema"]], _extract_sql(answer), ""
     expected = execute(schema_sql, gold)
     try:
         if same_result(expected, execute(schema_sql, predicted), is_ordered(gold)):

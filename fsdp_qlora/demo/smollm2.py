@@ -25,7 +25,7 @@ def smollm2_folder(cache_dir: str | Path) -> Path:
     """
     folder = Path(cache_dir) / _FOLDER_NAME
     if not folder.exists():
-        gguf_file = find_gguf()
+        gguf_file = _find_gguf()
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Written beside its place and then renamed, so that a stopped run leaves no half a model.
         unfinished = folder.with_name(f".{_FOLDER_NAME}-{os.getpid()}")
@@ -37,7 +37,7 @@ def smollm2_folder(cache_dir: str | Path) -> Path:
     return folder
 
 
-def find_gguf() -> Path:
+def _find_gguf() -> Path:
     # The package is not imported: it is a plugin of a tool that need not be installed.
     spec = importlib.util.find_spec(PACKAGE)
     places = spec.submodule_search_locations or [] if spec else []

@@ -191,7 +191,7 @@ class Kept:
     """What blocks keep on the GPU between forward and backward, under any mix of policies."""
 
     def __init__(self, shape: ModelShape, plan: Plan):
-        self.in_backward = {p: widest_in_backward(shape, plan, p) for p in POLICIES}
+        self.in_backward = {p: _widest_in_backward(shape, plan, p) for p in POLICIES}
         self.offloaded = offloaded_input(shape, plan)
         self.by_block = {
             p: kept_by_block(shape, plan, p) - self.offloaded * POLICIES[p].recomputes
@@ -213,7 +213,7 @@ class Kept:
         return self.before(runs, blocks) + self.offloaded * POLICIES[runs[-1][0]].recomputes
 
 
-def widest_in_backward(shape: ModelShape, plan: Plan, policy: str) -> tuple[float, float]:
+def _widest_in_backward(shape: ModelShape, plan: Plan, policy: str) -> tuple[float, float]:
     """Bytes saved of a block, and in use beside them, where its backward takes most."""
     saved, tiles = _saved_in_backward(shape, plan, policy), plan.memory.tiles(policy)
     places = [

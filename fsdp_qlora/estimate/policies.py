@@ -65,7 +65,7 @@ def choose_policies(
         found = _most_attention_that_fits(most, fits)
         if found is not None and (time := seconds(found)) < best_seconds:
             best, best_seconds = found, time
-    return policy_text(best)
+    return _policy_text(best)
 
 
 def keeps_fp8_weights(
@@ -161,7 +161,7 @@ def _most_attention_that_fits(most: Counts, fits: Callable[[Counts], bool]) -> C
     return mixes[low] if attention else None
 
 
-def policy_text(counts: Counts) -> str:
+def _policy_text(counts: Counts) -> str:
     """Counts as --activation_policy takes them: `keep_linears:16,recompute_all:16`, or one name."""
     used = [(name, count) for name, count in zip(ORDER, counts, strict=True) if count]
     return used[0][0] if len(used) == 1 else ",".join(f"{name}:{count}" for name, count in used)

@@ -83,7 +83,7 @@ def subject_lines(found: Estimate) -> list[str]:
     else:
         how = f"{base}, {config.adapter} r={config.lora_rank} on {config.lora_target_modules}"
     return [
-        f"{shape.name}: {billions(shape.total_params())} weights, {shape.layers} blocks; {how}",
+        f"{shape.name}: {_billions(shape.total_params())} weights, {shape.layers} blocks; {how}",
         found.machine.describe(),
         settings_line(found)
         + f"; {plan.batch.micro_batch_size} x {plan.batch.context_length:,} tokens per GPU"
@@ -108,7 +108,7 @@ def settings_line(found: Estimate) -> str:
     return ", ".join(parts)
 
 
-def billions(count: float) -> str:
+def _billions(count: float) -> str:
     """A number of weights, short."""
     if count < 1e6:
         return f"{count:,.0f}"

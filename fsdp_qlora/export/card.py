@@ -73,7 +73,7 @@ def write_card(
     merged: the adapter's folder and the base in words, if `folder` is what a merge made of them.
     """
     adapter = _read_adapter(merged[0] if merged else folder)
-    text = _card_text(run, adapter, read_metrics(metrics), merged and merged[1])
+    text = _card_text(run, adapter, _read_metrics(metrics), merged and merged[1])
     (folder / CARD_FILE).write_text(ModelCard(text).content)
 
 
@@ -215,7 +215,7 @@ def _read_adapter(folder: Path) -> dict:
     return read_object(path) if path.is_file() else {}
 
 
-def read_metrics(path: Path | None) -> list[dict]:
+def _read_metrics(path: Path | None) -> list[dict]:
     """Lines of a metrics.jsonl; none if there is no such file, or for a line that was cut off."""
     lines = []
     for text in path.read_text().splitlines() if path and path.is_file() else []:

@@ -39,7 +39,7 @@ def write_other_files(folder: Path, base: Path, adapter: str | Path | None, sett
     generation stops at the token that ends its answers. `settings` are entries of config.json that
     change; one that is None is taken out.
     """
-    write_config(folder, base, settings)
+    _write_config(folder, base, settings)
     tokenizer_files = list(_matching(Path(adapter), TOKENIZER_FILES)) if adapter else []
     names = {file.name for file in tokenizer_files}
     has_own_template = _brings_template(tokenizer_files)
@@ -89,7 +89,7 @@ def _stop_at_ends_of(folder: Path):
     stop_at_trained_ends(folder, tokenizer)
 
 
-def write_config(folder: Path, base: Path, settings: dict):
+def _write_config(folder: Path, base: Path, settings: dict):
     """The base's config.json, as it is but for `settings`."""
     config = read_object(base / "config.json")
     if "torch_dtype" in config and "dtype" in settings:

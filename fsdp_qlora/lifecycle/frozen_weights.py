@@ -60,7 +60,7 @@ class FrozenWeights:
         """
         with aside(self.device):
             totals = {
-                name: bit_sum(shard)
+                name: _bit_sum(shard)
                 for name, shard in self.shards.items()
                 if not self.is_over.is_set()
             }
@@ -93,7 +93,7 @@ def aside(device: torch.device) -> Iterator[None]:
         yield
 
 
-def bit_sum(shard: Tensor) -> Tensor:
+def _bit_sum(shard: Tensor) -> Tensor:
     """The sum of a tensor's bytes as whole numbers, modulo 2**64; a changed bit changes it."""
     if not shard.numel():
         return torch.zeros((), dtype=torch.int64)

@@ -97,7 +97,7 @@ def _start_ranks(count: int, config: RunConfig, command: str, argv: list[str]):
     # these loggers have a level of their own.
     for name in ("", ".agent.server.api", ".multiprocessing.errors"):
         logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)
-    launch = how_to_launch(count, config)
+    launch = _how_to_launch(count, config)
     os.environ[_LAUNCHER] = str(os.getpid())
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -115,7 +115,7 @@ def _start_ranks(count: int, config: RunConfig, command: str, argv: list[str]):
         sys.exit(EXIT_STOPPED if is_saved else 128 + stopped.sigval)
 
 
-def how_to_launch(count: int, config: RunConfig) -> LaunchConfig:
+def _how_to_launch(count: int, config: RunConfig) -> LaunchConfig:
     """What torch's launcher is told: once, no restarts, and time to save for ranks that are to stop.
 
     torch 2.11 knows no shutdown_timeout: it kills ranks 30 s after a signal.
@@ -131,7 +131,7 @@ def how_to_launch(count: int, config: RunConfig) -> LaunchConfig:
         nproc_per_node=count,
         run_id="fsdp_qlora",
         rdzv_backend=ONE_MACHINE,
-        rdzv_endpoint=rendezvous_endpoint(config),
+        rdzv_endpoint=_rendezvous_endpoint(config),
         max_restarts=0,
         monitor_interval=0.2,
     )
@@ -178,7 +178,7 @@ def _end_with_launcher():
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def rendezvous_endpoint(config: RunConfig) -> str:
+def _rendezvous_endpoint(config: RunConfig) -> str:
     """host:port of this machine where the ranks started here meet; a free port if none was asked for.
 
     Raises ValueError naming --master_addr and --master_port.

@@ -61,7 +61,7 @@ class _OneMachine(RendezvousHandler):
         return True
 
 
-def one_machine(parameters: RendezvousParameters) -> _OneMachine:
+def _one_machine(parameters: RendezvousParameters) -> _OneMachine:
     """As torch's launcher makes it, from host:port."""
     host, _, port = parameters.endpoint.rpartition(":")
     return _OneMachine(host, int(port), parameters.run_id)
@@ -69,4 +69,4 @@ def one_machine(parameters: RendezvousParameters) -> _OneMachine:
 
 def register():
     """Make the backend known to torch's launcher."""
-    rendezvous_handler_registry.register(ONE_MACHINE, one_machine)
+    rendezvous_handler_registry.register(ONE_MACHINE, _one_machine)

@@ -160,7 +160,7 @@ class QuantizedCache:
         if not (self.complete and piece.module):
             return self.base.values(piece, tensors)
         packed, absmax, sums = tensors
-        if torch.equal(row_sums(packed, absmax, piece.start), sums):
+        if torch.equal(_row_sums(packed, absmax, piece.start), sums):
             return packed, absmax
         self.damaged.add((piece.key, piece.start))
         read = [self.base.read(span).to(self.device) for span in self.base.spans(piece)]
@@ -178,12 +178,12 @@ class QuantizedCache:
             return
         if self.complete and (piece.key, piece.start) not in self.damaged:
             return
-        held = (piece.local, piece.absmax, row_sums(piece.local, piece.absmax, piece.start))
+        held = (piece.local, piece.absmax, _row_sums(piece.local, piece.absmax, piece.start))
         try:
             with open(self.path if self.complete else self.partial, "rb+", buffering=0) as file:
                 for name, tensor in zip(_entries(piece.key), held, strict=True):
                     file.seek(self.stored[name].rows(piece.start, piece.stop).offset)
-                    write_all(file, tensor)
+                    _write_all(file, tensor)
         except OSError as error:
             self.error = first_line(error)
 
@@ -193,7 +193,7 @@ def _entries(key: str) -> tuple[str, str, str]:
     return key, f"{key}.absmax", f"{key}.row_sums"
 
 
-def row_sums(packed: Tensor, absmax: Tensor, first: int) -> Tensor:
+def _row_sums(packed: Tensor, absmax: Tensor, first: int) -> Tensor:
     """int64 (O,): each row's 32-bit words added up, each times a number of its place, so that words and
     rows in another's place are seen; never the zero of a hole in the file.
 
@@ -264,7 +264,7 @@ def _read_note(path: Path) -> dict | None:
         return None
 
 
-def write_all(file, tensor: Tensor):
+def _write_all(file, tensor: Tensor):
     """Write a tensor's bytes."""
     left = memoryview(tensor.detach().cpu().contiguous().view(torch.uint8).numpy()).cast("B")
     while left:

@@ -30,7 +30,7 @@ def apply_activation_offload(model: nn.Module, policies: list[str]) -> nn.Module
     Comes after the policies and after compile, whose graphs it stays outside of.
     """
     blocks = decoder_blocks(model)
-    store = HostStore(slots=len(blocks) - 1)
+    store = _HostStore(slots=len(blocks) - 1)
     for block, policy in zip(blocks[:-1], policies, strict=False):
         if POLICIES[policy].recomputes:
             block.forward = partial(offloaded, block.forward, store)
@@ -38,7 +38,7 @@ def apply_activation_offload(model: nn.Module, policies: list[str]) -> nn.Module
     return model
 
 
-def offloaded(forward, store: HostStore, hidden: Tensor, *args, **kwargs):
+def offloaded(forward, store: _HostStore, hidden: Tensor, *args, **kwargs):
     """`forward(hidden, ...)` whose input is kept in host memory until backward asks for it."""
     store.settle()
     if not torch.is_grad_enabled() or not hidden.is_contiguous():
@@ -59,13 +59,13 @@ def offloaded(forward, store: HostStore, hidden: Tensor, *args, **kwargs):
         return forward(hidden, *args, **kwargs)
 
 
-def _settled(forward, store: HostStore, *args, **kwargs):
+def _settled(forward, store: _HostStore, *args, **kwargs):
     """`forward` after all that leaves the GPU is gone."""
     store.settle()
     return forward(*args, **kwargs)
 
 
-class HostStore:
+class _HostStore:
     """Slots of host memory for block inputs, and the stream that copies to and from them.
 
     A slot is free again when autograd has let go of what is in it, so a forward without a backward,
@@ -119,7 +119,7 @@ class HostStore:
 class Stored:
     """A tensor in a slot of host memory; the one stored before it is fetched along with it."""
 
-    def __init__(self, store: HostStore, tensor: Tensor, before: Stored | None):
+    def __init__(self, store: _HostStore, tensor: Tensor, before: Stored | None):
         self.store, self.device = store, tensor.device
         self.slot = store.take_slot(tensor.numel() * tensor.element_size())
         self.on_host = typed(self.slot, tensor.shape, tensor.dtype)

@@ -112,7 +112,7 @@ def recomputed(forward, policy: str, reentrant: bool, draws: bool, hidden, *args
     """`forward(hidden, ...)` that keeps what `policy` says and recomputes the rest in backward."""
     ops = _KEPT_OPS[policy]
     if reentrant and any(isinstance(value, MutableMapping) for value in kwargs.values()):
-        say_not_reentrant()
+        _say_not_reentrant()
         reentrant = False
     if draws and torch.compiler.is_compiling():
         ops = ops | _SEED_OPS
@@ -123,7 +123,7 @@ def recomputed(forward, policy: str, reentrant: bool, draws: bool, hidden, *args
 
 
 @cache
-def say_not_reentrant():
+def _say_not_reentrant():
     """Blocks that put tensors into a mapping for later ones would lose these tensors' gradients."""
     print_main(
         "warning: --reentrant_checkpointing has no effect: blocks of this model share tensors, "

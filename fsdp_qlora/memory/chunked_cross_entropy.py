@@ -35,7 +35,7 @@ IGNORE = -100
 _PROBE_TOKENS, _PROBE_VOCABULARY = 2, 64  # of the stand-ins in `_logit_map`
 
 
-class ChunkedCrossEntropy(torch.autograd.Function):
+class _ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of token losses of hidden (N, D) against labels (N,), with the head's weight (V, D)."""
 
     @staticmethod
@@ -154,7 +154,7 @@ def _chunked_forward(
     )
     weight = whole(head.weight, hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):
-        total = ChunkedCrossEntropy.apply(
+        total = _ChunkedCrossEntropy.apply(
             hidden, weight, head.bias, labels, *after_head, chunk_tokens(len(weight))
         )
     if num_items_in_batch is None:

@@ -138,7 +138,7 @@ def own_rows(ids: Tensor, local: Tensor, first: int, in_pieces: bool) -> Tensor:
     Of rows in host memory the GPU reads those, or all pass through it in pieces where it can't: so the
     host need not wait for the ids.
     """
-    if in_pieces and can_read_rows(ids, local):
+    if in_pieces and _can_read_rows(ids, local):
         return read_rows(ids, local, first)
     found = local.new_zeros(len(ids), local.shape[1], device=ids.device)
     row_bytes = local.shape[1] * local.element_size()
@@ -170,7 +170,7 @@ if triton:
         tl.store(out_ptr + place * D + columns, found, mask=columns < D)
 
 
-def can_read_rows(ids: Tensor, table: Tensor) -> bool:
+def _can_read_rows(ids: Tensor, table: Tensor) -> bool:
     """Whether `read_rows` takes a table for ids on this device."""
     return triton is not None and ids.is_cuda and table.is_contiguous() and table.is_pinned()
 

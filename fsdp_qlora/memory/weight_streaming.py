@@ -29,7 +29,7 @@ def apply_streaming(model: nn.Module, device: torch.device) -> list[nn.Parameter
     FSDP's; between uses they are where `materialize` puts them.
     """
     blocks, copies = decoder_blocks(model), Copies(device)
-    streamed = [StreamedBlock(block, device, copies) for block in blocks]
+    streamed = [_StreamedBlock(block, device, copies) for block in blocks]
     for before, after in zip(streamed, streamed[1:], strict=False):
         before.next, after.previous = after, before
     for one in streamed:
@@ -45,13 +45,13 @@ def _frozen_parameters(block: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Pa
                 yield module, name, p
 
 
-class StreamedBlock:
+class _StreamedBlock:
     """One block's frozen weights: on the host, on their way, or on the GPU."""
 
     def __init__(self, block: nn.Module, device: torch.device, copies: Copies):
         self.block, self.device, self.copies = block, device, copies
-        self.next: StreamedBlock | None = None
-        self.previous: StreamedBlock | None = None
+        self.next: _StreamedBlock | None = None
+        self.previous: _StreamedBlock | None = None
         self.weights: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         self.is_here, self.arrived = False, None
 

@@ -229,7 +229,7 @@ def choose_attention(
             f"--attn_implementation {wanted}: {config.model_type} caps its attention "
             "scores, which this leaves out; use eager or flex_attention"
         )
-    reason = why_not_varlen(config, device, dtype)
+    reason = _why_not_varlen(config, device, dtype)
     said = ""
     if wanted in ("auto", _FLASH_ATTENTION_4):
         unfit = _why_not_fa4(config, device, dtype, packing)
@@ -262,7 +262,7 @@ def check_packing(config: PretrainedConfig):
         )
 
 
-def why_not_varlen(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
+def _why_not_varlen(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
     """What keeps torch's variable-length attention from running; empty if nothing does."""
     size = _head_size(config)
     if device.type != "cuda":
@@ -292,7 +292,7 @@ def _why_not_fa4(
         model._supports_sdpa and model._supports_flash_attn
     ):
         return f"can't be given to {config.model_type}"
-    if reason := why_not_varlen(config, device, dtype):
+    if reason := _why_not_varlen(config, device, dtype):
         return reason
     window = getattr(config, "sliding_window", None) if _has_windows(config) else None
     kinds = {"full_attention": None, "sliding_attention": window}

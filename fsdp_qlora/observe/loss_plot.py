@@ -36,7 +36,7 @@ def plot_loss(
             label="held-out rows",
         )
     axes.set(xlabel="optimizer step", ylabel="loss per trained token", title=title)
-    if is_seen_from_zero(losses + [e.eval_loss for e in evaluations]):
+    if _is_seen_from_zero(losses + [e.eval_loss for e in evaluations]):
         axes.set_ylim(0, None)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
@@ -45,7 +45,7 @@ def plot_loss(
     return True
 
 
-def is_seen_from_zero(losses: list[float]) -> bool:
+def _is_seen_from_zero(losses: list[float]) -> bool:
     """Whether an axis from zero shows how losses change; of a small change it makes a flat line."""
     losses = [loss for loss in losses if isfinite(loss)]
     return bool(losses) and min(losses) < max(losses) / 2

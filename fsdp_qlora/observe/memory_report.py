@@ -79,7 +79,7 @@ class MemoryWatch:
     def recording(self):
         """Record a step, then print the table and draw the picture on rank 0."""
         seen = Gradients(self.optimizer)
-        standing = standing_tensors(self.model, self.optimizer, self.device)
+        standing = _standing_tensors(self.model, self.optimizer, self.device)
         allocated = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python")
@@ -136,7 +136,7 @@ def address(tensor: Tensor) -> int:
     return local_rows(tensor)[0].untyped_storage().data_ptr() if tensor.dim() else tensor.data_ptr()
 
 
-def standing_tensors(
+def _standing_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> dict[int, tuple[int, str]]:
     """Address -> (bytes, part) of what is on the GPU between steps."""
@@ -173,14 +173,14 @@ def estimated(plan: Plan, model: nn.Module) -> Memory:
     return memory(shape, plan)
 
 
-def by_part(estimate: Memory) -> dict[str, float]:
+def _by_part(estimate: Memory) -> dict[str, float]:
     """The estimate's GiB in a timeline's parts."""
     return {part: sum(estimate.parts[name] for name in names) for part, names in ESTIMATED.items()}
 
 
 def table(found: Timeline, reserved: int, estimate: Memory) -> str:
     """Measured parts at the step's peak beside the estimate's, in lines for people."""
-    measured, predicted = found.at_peak(), by_part(estimate)
+    measured, predicted = found.at_peak(), _by_part(estimate)
     lines = [
         f"memory at the peak of step {_RECORDED_STEP}, rank 0",
         f"{'part':<12} {'measured':>12} {'estimate':>12}",
@@ -205,7 +205,7 @@ def _out_of_memory(plan: Plan, model: nn.Module, step: Step) -> str:
     return (
         f"GPU memory ran out in step {step.index + 1} at a micro-batch of {rows} x {tokens} "
         f"tokens: {_largest_part(plan, model)}next option: "
-        f"{next_rung(plan)}; the run then resumes from its last "
+        f"{_next_rung(plan)}; the run then resumes from its last "
         "checkpoint"
     )
 
@@ -216,7 +216,7 @@ def _largest_part(plan: Plan, model: nn.Module) -> str:
         estimate = estimated(plan, model)
     except ValueError:
         return ""
-    parts = by_part(estimate)
+    parts = _by_part(estimate)
     largest = max(parts, key=parts.get)
     return (
         f"by the estimate, {largest} take the most, {parts[largest]:.1f} of "
@@ -224,7 +224,7 @@ def _largest_part(plan: Plan, model: nn.Module) -> str:
     )
 
 
-def next_rung(plan: Plan) -> str:
+def _next_rung(plan: Plan) -> str:
     """The first step of the planner's ladder that this run has not taken, then what lies beyond it."""
     if plan.quantization.keep_fp8_weights:
         return "--keep_fp8_weights false"

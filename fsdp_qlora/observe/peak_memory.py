@@ -42,7 +42,7 @@ class PeakMemory:
 
     def look(self):
         """Take the present values into the peaks."""
-        host = anonymous_bytes()
+        host = _anonymous_bytes()
         if self.device.type == "cuda":
             host += torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
             free, total = torch.cuda.mem_get_info(self.device)
@@ -50,7 +50,7 @@ class PeakMemory:
         self.host = max(self.host, host)
 
 
-def anonymous_bytes() -> int:
+def _anonymous_bytes() -> int:
     """Anonymous memory of this process that is resident; 0 where /proc does not say."""
     return _status_bytes("RssAnon") or 0
 

@@ -40,7 +40,7 @@ class _Prompt:
 
 
 @torch.no_grad()
-def greedy_answers(
+def _greedy_answers(
     model: nn.Module,
     prompts: Sequence[list[int]],
     device: torch.device,
@@ -129,7 +129,7 @@ class Answerer:
     ) -> SampleRecord:
         """The answers after `step` optimizer steps; every rank must call it."""
         started = time.perf_counter()
-        answers = greedy_answers(
+        answers = _greedy_answers(
             model,
             [p.ids for p in self.prompts],
             self.device,
@@ -172,7 +172,7 @@ def choose_prompts(
         return []
     found = []
     for row in range(len(held_out)):
-        if (prompt := prompt_of(*held_out[row])) is None:
+        if (prompt := _prompt_of(*held_out[row])) is None:
             continue
         found.append(prompt)
         if len(found) == config.samples:
@@ -199,7 +199,7 @@ def _prompt_lines(path: str) -> list[str]:
     return [line for line in lines if line]
 
 
-def prompt_of(ids: Tensor, labels: Tensor) -> _Prompt | None:
+def _prompt_of(ids: Tensor, labels: Tensor) -> _Prompt | None:
     """What stands before a row's first trained tokens, and these; None if nothing does."""
     trained = (labels != IGNORE).nonzero().flatten().tolist()
     if not trained or trained[0] < 2:

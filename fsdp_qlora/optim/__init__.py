@@ -40,12 +40,14 @@ def build_optimizer(
     A. Raises ValueError for an unknown name.
     """
     free_gathered(model)  # a forward without a backward leaves copies in the place of shards
-    optimizer = new_optimizer(trained_groups(model, lr, loraplus_lr_ratio), name, lr, weight_decay)
+    optimizer = _new_optimizer(
+        _trained_groups(model, lr, loraplus_lr_ratio), name, lr, weight_decay
+    )
     make_states(optimizer)
     return optimizer
 
 
-def new_optimizer(parameters: list, name: str, lr: float, weight_decay: float) -> Optimizer:
+def _new_optimizer(parameters: list, name: str, lr: float, weight_decay: float) -> Optimizer:
     """An optimizer by name, as `build_optimizer` has it but without states."""
     if name not in OPTIMIZERS:
         raise ValueError(f"--optimizer {name}: choose {', '.join(OPTIMIZERS)}")
@@ -54,7 +56,7 @@ def new_optimizer(parameters: list, name: str, lr: float, weight_decay: float) -
     return resolve_name(row.factory)(parameters, lr=lr, **settings)
 
 
-def trained_groups(model: nn.Module, lr: float, loraplus_lr_ratio: float) -> list:
+def _trained_groups(model: nn.Module, lr: float, loraplus_lr_ratio: float) -> list:
     """The trained parameters; in two groups where B learns faster: LoRA+, arXiv:2402.12354.
 
     As PEFT's `create_loraplus_optimizer` has them, vectors such as DoRA's magnitudes go with B.

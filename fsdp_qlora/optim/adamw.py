@@ -105,7 +105,7 @@ def pieces(p: Tensor, state: dict[str, Tensor], group: dict, salt: int) -> Itera
     local = {name: local_rows(value)[0].view(-1) for name, value in state.items() if name != "step"}
     first, factors = (
         first_row * (p.numel() // p.shape[0]),
-        update_factors(group, int(state["step"])),
+        _update_factors(group, int(state["step"])),
     )
     weight, grad = weight.view(-1), local_rows(p.grad)[0].reshape(-1)
     for start in range(0, len(weight), CHUNK):
@@ -150,7 +150,7 @@ def update(batch: list[Piece]):
     weights = [piece.weight for piece in batch]
     weight = joined(weights, device)
     moments = [unpacked(batch, name) for name in _MOMENTS]
-    run = _compiled_update() if device.type == "cuda" else adamw_update
+    run = _compiled_update() if device.type == "cuda" else _adamw_update
     run(
         weight,
         joined([piece.grad for piece in batch], device),
@@ -215,7 +215,7 @@ def blocksize(p: Tensor) -> int | None:
     return next((size for size in _BLOCKSIZES if p.shape[-1] % size == 0), None)
 
 
-def update_factors(group: dict, step: int) -> tuple[float, ...]:
+def _update_factors(group: dict, step: int) -> tuple[float, ...]:
     """Numbers of one step: decay, step size, sqrt of the second bias correction, betas, eps."""
     beta1, beta2 = group["betas"]
     lr = float(group["lr"])
@@ -229,7 +229,7 @@ def update_factors(group: dict, step: int) -> tuple[float, ...]:
     )
 
 
-def adamw_update(
+def _adamw_update(
     weight: Tensor,
     grad: Tensor,
     exp_avg: Tensor,
@@ -255,8 +255,8 @@ def adamw_update(
 
 @cache
 def _compiled_update():
-    """`adamw_update` in one kernel: each value is read and written once."""
-    return torch.compile(adamw_update, fullgraph=True, dynamic=True)
+    """`_adamw_update` in one kernel: each value is read and written once."""
+    return torch.compile(_adamw_update, fullgraph=True, dynamic=True)
 
 
 def unpacked(batch: list[Piece], name: str) -> Tensor:

@@ -27,7 +27,7 @@ def hashed(places: Tensor, salt: Tensor) -> Tensor:
     return x ^ (x >> 16 & _LOW_16)
 
 
-def to_bf16(x: Tensor, bits: Tensor) -> Tensor:
+def _to_bf16(x: Tensor, bits: Tensor) -> Tensor:
     """float32 rounded to bfloat16, up with the chance of what is cut off; `bits` is int32.
 
     A value that bfloat16 has is left as it is, whatever the bits.
@@ -38,7 +38,7 @@ def to_bf16(x: Tensor, bits: Tensor) -> Tensor:
 
 def store(target: Tensor, value: Tensor, bits: Tensor):
     """Write float32 values into `target`, rounded stochastically if it is bfloat16."""
-    target.copy_(to_bf16(value, bits) if target.dtype == torch.bfloat16 else value)
+    target.copy_(_to_bf16(value, bits) if target.dtype == torch.bfloat16 else value)
 
 
 def element_bits(count: int, places: Tensor) -> Tensor:

@@ -100,11 +100,11 @@ def load_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
 
 def read_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
     """The run's data, without a word."""
-    stream = open_stream(config) if config.stream else None
+    stream = _open_stream(config) if config.stream else None
     if stream is None:
         rows = tokenized(config, tokenizer, config.dataset, config.dataset_split)
     else:
-        rows = first_rows(config, tokenizer, stream)
+        rows = _first_rows(config, tokenizer, stream)
     held_out = _tokenized_held_out(config, tokenizer)
     if config.eval_share:
         rows, held_out = hold_out(rows, config.eval_share)
@@ -147,7 +147,7 @@ def _tokenized_held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase):
         raise ValueError(f"{given}: {str(error).removeprefix(f'--dataset {dataset}: ')}") from error
 
 
-def open_stream(config: RunConfig) -> Source:
+def _open_stream(config: RunConfig) -> Source:
     """The stream of --dataset, at its beginning."""
     return open_source(
         config.dataset,
@@ -159,7 +159,7 @@ def open_stream(config: RunConfig) -> Source:
     )
 
 
-def first_rows(
+def _first_rows(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, stream: Source
 ) -> TokenizedDataset:
     """The first rows of a stream as tokens: most mistakes show in these, before ranks meet.

@@ -35,7 +35,7 @@ def chart(title: str, series: list[Series], note: str = "", from_zero: bool = Fa
         )
     steps = [p[0] for s in series for p in s.points]
     values = [p[1] for s in series for p in s.points]
-    ticks = ticks_of(0.0 if from_zero else min(values), max(values))
+    ticks = _ticks_of(0.0 if from_zero else min(values), max(values))
     left, right = min(steps), max(steps) if max(steps) > min(steps) else min(steps) + 1
 
     def place(point: tuple[float, float]) -> tuple[float, float]:
@@ -91,7 +91,7 @@ def labels(ticks: list[float]) -> str:
     )
 
 
-def ticks_of(low: float, high: float, about: int = 4) -> list[float]:
+def _ticks_of(low: float, high: float, about: int = 4) -> list[float]:
     """Round values from below `low` to above `high`."""
     if high <= low:
         low, high = low - (abs(low) or 1) * 0.1, high + (abs(high) or 1) * 0.1

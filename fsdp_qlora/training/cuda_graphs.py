@@ -39,12 +39,12 @@ _BORDERS_MULTIPLE = 64  # of packed rows' borders, or each batch had its own sha
 
 def uses_graphs(plan: Plan, model: nn.Module, device: torch.device) -> bool:
     """Whether a run replays its micro-batches from graphs: as planned, if the model allows it."""
-    return plan.loop.cuda_graphs and not why_no_graphs(plan, model, device)
+    return plan.loop.cuda_graphs and not _why_no_graphs(plan, model, device)
 
 
 def check_graphs(config: RunConfig, plan: Plan, model: nn.Module, device: torch.device):
     """Raise ValueError where --cuda_graphs asks for what no graph can hold; needs no weights."""
-    if config.cuda_graphs and (problem := why_no_graphs(plan, model, device)):
+    if config.cuda_graphs and (problem := _why_no_graphs(plan, model, device)):
         raise ValueError(f"--cuda_graphs true: {problem}; leave it out")
 
 
@@ -58,7 +58,7 @@ def micro_batch_runner(
     return GraphedMicroBatches(model, may_fail=config.cuda_graphs is None)
 
 
-def why_no_graphs(plan: Plan, model: nn.Module, device: torch.device) -> str:
+def _why_no_graphs(plan: Plan, model: nn.Module, device: torch.device) -> str:
     """What keeps a run's micro-batches from being replayed; empty if nothing does."""
     if not plan.weights_stay:
         for flag in ("no_sync", "gather_once"):
@@ -92,7 +92,7 @@ class GraphedMicroBatches:
     def __call__(
         self, model: nn.Module, batch: dict, num_items: float, scale: Tensor | None = None
     ) -> Tensor:
-        batch = as_large_as_any(batch) if self.sharded else with_steady_borders(batch)
+        batch = _as_large_as_any(batch) if self.sharded else _with_steady_borders(batch)
         graph, is_new = self._graph_of(batch, scale)
         if graph is None:
             return run_micro_batch(model, batch, num_items, scale)
@@ -130,7 +130,7 @@ class GraphedMicroBatches:
 
     def _graph_of(self, batch: dict, scale: Tensor | None) -> tuple[Graph | None, bool]:
         """The graph of a batch's shape, and whether it is new; None where that runs as it comes."""
-        shape = shape_of(batch)
+        shape = _shape_of(batch)
         if shape in self.graphs or self.failed or len(self.graphs) == _MOST_GRAPHS:
             return self.graphs.get(shape), False
         self.graphs[shape] = Graph(batch, scale)
@@ -233,7 +233,7 @@ def _restart_generator(random_state: Tensor):
     torch.cuda.default_generators[device].graphsafe_set_state(fresh)
 
 
-def shape_of(batch: dict) -> tuple:
+def _shape_of(batch: dict) -> tuple:
     """What two batches must have in common to be replayed from one graph."""
     return tuple(
         (name, (value.shape, value.dtype) if isinstance(value, Tensor) else value)
@@ -241,7 +241,7 @@ def shape_of(batch: dict) -> tuple:
     )
 
 
-def with_steady_borders(batch: dict, count: int = 0) -> dict:
+def _with_steady_borders(batch: dict, count: int = 0) -> dict:
     """A batch of packed rows with rows of no tokens at its end, for which attention computes nothing.
 
     `count` borders at least.
@@ -254,7 +254,7 @@ def with_steady_borders(batch: dict, count: int = 0) -> dict:
     return batch | dict(cu_seq_lens_q=borders, cu_seq_lens_k=borders)
 
 
-def as_large_as_any(batch: dict) -> dict:
+def _as_large_as_any(batch: dict) -> dict:
     """A batch filled up to the rows (B), the width (T) and the borders of the largest of all ranks.
 
     Every rank must call it. Padding is not trained, and a rank would wait for the largest batch anyway.
@@ -275,4 +275,4 @@ def as_large_as_any(batch: dict) -> dict:
     ends = *range(piece, width, piece), width
     more = [row * width + end for row in range(rows, most) for end in ends]
     larger["cu_seq_lens_q"] = torch.cat([borders, borders.new_tensor(more)])
-    return with_steady_borders(batch | larger, longest + most * -(-width // piece))
+    return _with_steady_borders(batch | larger, longest + most * -(-width // piece))

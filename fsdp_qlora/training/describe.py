@@ -49,7 +49,7 @@ def describe(
     if whole:
         print_main("trained in full: " + ", ".join(f"{k} x{n}" for k, n in whole.items()))
     print_main(f"trained weights: {trained:,}; model ready in {seconds:.1f} s")
-    print_main(dtypes_line(model, config))
+    print_main(_dtypes_line(model, config))
     implementation, reason = attention(config, model.config, compute_device(model))
     print_main(f"attention: {implementation} ({reason})")
     if uses_graphs(plan, model, compute_device(model)):
@@ -60,7 +60,7 @@ def describe(
     rows = len(loader.dataset) if isinstance(loader, StepLoader) else None  # of a stream, not known
     for warning in batch_above_data(plan.batch, rows):
         print_main(f"warning: {warning}")
-    if ends_in_warmup(config, total_steps):
+    if _ends_in_warmup(config, total_steps):
         print_main(
             f"warning: --lr_warmup_steps {config.lr_warmup_steps}: the run ends before the warmup "
             f"reaches --lr {config.lr:g}; give fewer than its {counted(total_steps, 'step')}"
@@ -96,7 +96,7 @@ def fill_line(config: RunConfig, loader: StepLoader, ranks: int) -> str:
     return f"{line}; leave out --global_batch_size or raise it to about {enough}"
 
 
-def ends_in_warmup(config: RunConfig, steps: int | None) -> bool:
+def _ends_in_warmup(config: RunConfig, steps: int | None) -> bool:
     """Whether the run is over before its peak learning rate."""
     return steps is not None and config.lr_warmup_steps >= steps
 
@@ -121,7 +121,7 @@ def compilations_line(steps: Sequence[StepMetrics]) -> str:
     return f"torch compiled {counted(counts[-1], 'graph')}, the last by step {last}"
 
 
-def dtypes_line(model: nn.Module, config: RunConfig) -> str:
+def _dtypes_line(model: nn.Module, config: RunConfig) -> str:
     """Which dtypes weights are stored, multiplied and trained in."""
     stored = {
         trained: ", ".join(

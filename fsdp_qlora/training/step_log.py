@@ -52,7 +52,7 @@ class LaggedLog:
         result.loss_and_norm = result.loss_and_norm.cpu()  # waits until the step is done
         before, self.done = self.done, done
         seconds = seconds_between(before, done)
-        metrics = step_metrics(number, lr, tokens, result, seconds, self.device)
+        metrics = _step_metrics(number, lr, tokens, result, seconds, self.device)
         metrics = replace(metrics, compilations=compilations)
         if self.arithmetic:
             metrics = replace(metrics, **self.arithmetic.of_step(tokens, rows, seconds))
@@ -61,7 +61,7 @@ class LaggedLog:
         self.was_read(metrics)
 
 
-def step_metrics(
+def _step_metrics(
     number: int, lr: float, tokens: int, result: StepResult, seconds: float, device: torch.device
 ) -> StepMetrics:
     """A step's result with its time and memory; `tokens` are the rows' own."""

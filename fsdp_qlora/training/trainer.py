@@ -114,7 +114,7 @@ def _train_found(
     loaded, total_steps = time.perf_counter() - started, loader.sampler.total_steps
     describe(model, config, plan, loader, loaded)
     state = _build_state(config, plan, model, loader, tokenizer, held_out, device)
-    boundary = restored(state, found) if found.folder else state.boundary(0)
+    boundary = _restored(state, found) if found.folder else state.boundary(0)
     answerer = _build_answerer(config, tokenizer, held_out, model.config.vocab_size, device)
     record = record_beside_weights(config, found.content["data"], device)
     start = start_record(
@@ -264,7 +264,7 @@ def _build_state(
     return RunState(model, optimizer, scheduler, loader.sampler, evaluator, device, scaler)
 
 
-def restored(state: RunState, found: Found) -> Boundary:
+def _restored(state: RunState, found: Found) -> Boundary:
     """Bring back what was found, on every machine."""
     with found.disks.at_hand(found.folder):
         boundary = state.restore(found.folder)

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from fsdp_qlora.checkpoint.folder import all_checkpoints, fault_of, newest_whole, read_run
-from fsdp_qlora.checkpoint.resume import kept_metrics
+from fsdp_qlora.checkpoint.resume import _kept_metrics
 from fsdp_qlora.observe.runlog import RunLog
 from fsdp_qlora.observe.throughput import Pace
 from tests.distributed.test_resume import run_once, settings
@@ -110,7 +110,7 @@ def test_no_damage_to_the_figures_keeps_a_run_from_going_on(root, tmp_path):
     for _ in range(DAMAGES):
         damage = rng.choice((cut, flip, zero, grow))
         (tmp_path / "metrics.jsonl").write_bytes(damage(whole, rng))
-        kept = kept_metrics(tmp_path / "metrics.jsonl", run)
+        kept = _kept_metrics(tmp_path / "metrics.jsonl", run)
         Pace(run["step"], None, kept)
         with RunLog(tmp_path, earlier=kept) as log:
             pass

@@ -18,7 +18,7 @@ from fsdp_qlora.catalog.arch import shape_from_params
 from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
 from fsdp_qlora.cli import TrainOptions
 from fsdp_qlora.commands import probe
-from fsdp_qlora.commands.probe import _store_file, confirmed_changes
+from fsdp_qlora.commands.probe import _confirmed_changes, _store_file
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.flags import parse
 from fsdp_qlora.estimate import batches_of
@@ -87,7 +87,7 @@ def test_a_plan_that_runs_out_of_memory_is_replaced_and_what_works_is_kept_and_k
     )
     argv = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
     (config,) = parse(argv)
-    changes = confirmed_changes(config, argv, allowed_gib=0.5)
+    changes = _confirmed_changes(config, argv, allowed_gib=0.5)
     said = capfd.readouterr().out
     assert "out of memory" in said and said.count("plan: ") >= 2 and "tokens/s per GPU" in said
     assert "with --packing true the plan is" in said
@@ -95,7 +95,7 @@ def test_a_plan_that_runs_out_of_memory_is_replaced_and_what_works_is_kept_and_k
     (chosen,) = parse(chosen_argv)
     assert not chosen.is_auto and (chosen.batch_size, chosen.global_batch_size) == (8, 16)
     assert chosen.activation_policy != "keep_all" and not chosen.packing
-    assert confirmed_changes(config, argv, allowed_gib=0.5) == changes
+    assert _confirmed_changes(config, argv, allowed_gib=0.5) == changes
     assert "plan of " in capfd.readouterr().out
 
     (stored,) = (tmp_path / "cache" / "fsdp_qlora" / "plans").iterdir()
@@ -263,7 +263,7 @@ def test_chosen_settings_replace_those_that_were_typed():
 def test_flags_of_the_command_itself_do_not_reach_a_probe(monkeypatch):
     """--on_end is train.py's own: a probe, which measures, would refuse it."""
     asked = []
-    monkeypatch.setattr(probe, "confirmed_changes", lambda config, argv: asked.append(argv) or {})
+    monkeypatch.setattr(probe, "_confirmed_changes", lambda config, argv: asked.append(argv) or {})
     argv = ["--sharding_strategy", "auto", "--on_end", "notify-send done", "--batch_size", "2"]
     config, _ = parse(argv, TrainOptions)
     chosen = probe.planned_argv(config, argv, TrainOptions)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp_qlora.lifecycle.frozen_weights import FrozenWeights, bit_sum
+from fsdp_qlora.lifecycle.frozen_weights import FrozenWeights, _bit_sum
 from tests.distributed.test_resume import run_once, settings
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny
@@ -15,14 +15,14 @@ from tests.tokenizers import VOCAB_SIZE, save_tokenizer
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64])
 def test_every_single_bit_changes_the_sum(dtype):
     weights = torch.arange(6, dtype=torch.uint8).repeat(8)[:40].view(dtype)
-    expected = bit_sum(weights)
+    expected = _bit_sum(weights)
     raw = weights.view(torch.uint8)
     for place in range(len(raw)):
         for bit in range(8):
             raw[place] ^= 1 << bit
-            assert bit_sum(weights) != expected, (place, bit)
+            assert _bit_sum(weights) != expected, (place, bit)
             raw[place] ^= 1 << bit
-    assert bit_sum(weights) == expected
+    assert _bit_sum(weights) == expected
 
 
 def flipped_run(config, at: int | None) -> str:

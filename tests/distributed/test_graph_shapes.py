@@ -20,9 +20,9 @@ def filled_and_not(folder: str) -> dict:
     from fsdp_qlora.dist import full_tensor, ranks_from_env
     from fsdp_qlora.plan import draft_plan
     from fsdp_qlora.training.cuda_graphs import (
-        as_large_as_any,
+        _as_large_as_any,
+        _shape_of,
         check_graphs,
-        shape_of,
         uses_graphs,
     )
     from fsdp_qlora.training.step import run_micro_batch
@@ -33,7 +33,7 @@ def filled_and_not(folder: str) -> dict:
     config = RunConfig(model_name=folder, lora_rank=2, lora_dropout=0.0, compile=False)
     model = build_model(config, torch.device("cpu"))
     batch = collate(rows[:1], 0, 64) if rank else collate(rows, 0)
-    for name, given in dict(plain=batch, filled=as_large_as_any(batch)).items():
+    for name, given in dict(plain=batch, filled=_as_large_as_any(batch)).items():
         loss = run_micro_batch(model, given, 10.0)
         gradient = [full_tensor(p.grad) for p in trainable_parameters(model).values()]
         for p in trainable_parameters(model).values():
@@ -51,8 +51,8 @@ def filled_and_not(folder: str) -> dict:
             reasons[flag] = str(error)
     found["reasons"] = reasons, uses_graphs(draft_plan(config, 2), model, torch.device("cuda"))
     return found | dict(
-        shapes=[shape_of(as_large_as_any(b)) for b in (batch, packed)],
-        packed=(packed, as_large_as_any(packed)),
+        shapes=[_shape_of(_as_large_as_any(b)) for b in (batch, packed)],
+        packed=(packed, _as_large_as_any(packed)),
     )
 
 

@@ -244,7 +244,7 @@ def fails_to_write(folder: str, cache: str) -> dict:
         raise OSError(28, "No space left on device")
 
     if dist.get_rank() == 1:
-        quantized_cache.write_all = full
+        quantized_cache._write_all = full
     return state_of(build_model(config(folder, cache), CPU))
 
 

@@ -609,7 +609,7 @@ def run_with_full_disk(config, failing: list[int]) -> tuple[int, str]:
     from fsdp_qlora.dist import print_main
     from fsdp_qlora.training.trainer import RunLog
 
-    write_part, calls, taken, said = writer.write_part, [], [], []
+    write_part, calls, taken, said = writer._write_part, [], [], []
 
     def full(scratch, rank, shot):
         calls.append(1)
@@ -626,14 +626,14 @@ def run_with_full_disk(config, failing: list[int]) -> tuple[int, str]:
         log(self, metrics)
         dist.barrier()
 
-    writer.write_part, RunLog.log, writer.print_main = full, slowly, said.append
+    writer._write_part, RunLog.log, writer.print_main = full, slowly, said.append
     try:
         run_once(config)
         return len(taken), "; ".join(said)
     except OSError as error:
         return len(taken), str(error)
     finally:
-        writer.write_part, RunLog.log, writer.print_main = write_part, log, print_main
+        writer._write_part, RunLog.log, writer.print_main = write_part, log, print_main
 
 
 def test_a_full_disk_stops_all_ranks_if_nothing_was_saved_and_else_only_warns(folder, tmp_path):
@@ -710,7 +710,7 @@ def stopped_runs(folder: str, out: str, cases: list[tuple]) -> list[tuple[str, l
     from fsdp_qlora.lifecycle.signals import StopRequested, StopSignals
     from fsdp_qlora.training.loop import Training
 
-    write_part, after_step = writer.write_part, Training.after_step
+    write_part, after_step = writer._write_part, Training.after_step
     found, is_told = [], dist.get_rank() == 1
     for name, changed, stop_at, failing in cases:
         signals, calls = StopSignals(), []
@@ -728,14 +728,14 @@ def stopped_runs(folder: str, out: str, cases: list[tuple]) -> list[tuple[str, l
 
         if stop_at == 0 and is_told:
             signals.asked_by = "SIGTERM"
-        writer.write_part, Training.after_step = full, told
+        writer._write_part, Training.after_step = full, told
         try:
             run_once(settings(folder, Path(out, name), **changed), signals=signals)
         except StopRequested as stopped:
             there = all_checkpoints(Path(out, name, "checkpoints"))
             found.append((str(stopped), {f.name: f.stat().st_mtime_ns for f in there}))
         finally:
-            writer.write_part, Training.after_step = write_part, after_step
+            writer._write_part, Training.after_step = write_part, after_step
     return found
 
 

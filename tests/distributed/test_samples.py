@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.observe.samples import prompt_of
+from fsdp_qlora.observe.samples import _prompt_of
 from tests.ranks import run_ranks
 from tests.tiny import RANK, SEED, save_tiny
 from tests.tokenizers import save_chat_model
@@ -22,7 +22,7 @@ NEW = 12
 def answers_of(folder: str, cases: list[dict], stop: int) -> list[list[list[int]]]:
     """For each case, the answers before and after a training step in between."""
     from fsdp_qlora.build import build_model
-    from fsdp_qlora.observe.samples import greedy_answers
+    from fsdp_qlora.observe.samples import _greedy_answers
 
     device, found = torch.device("cpu"), []
     for case in cases:
@@ -32,7 +32,7 @@ def answers_of(folder: str, cases: list[dict], stop: int) -> list[list[list[int]
         )
         model = build_model(config, device)
         found.append(
-            greedy_answers(
+            _greedy_answers(
                 model, PROMPTS, device, max_new_tokens=NEW, stops=[stop], packing=config.packing
             )
         )
@@ -83,10 +83,10 @@ def test_they_are_those_of_generate_on_any_number_of_ranks(folder, generated, wo
 
 def test_a_prompt_is_what_stands_before_the_first_answer():
     ids, ignored = torch.tensor([1, 2, 3, 4, 5, 6]), -100
-    prompt = prompt_of(ids, torch.tensor([ignored, ignored, 3, 4, ignored, 6]))
+    prompt = _prompt_of(ids, torch.tensor([ignored, ignored, 3, 4, ignored, 6]))
     assert (prompt.ids, prompt.reference) == ([1, 2], [3, 4])
-    assert prompt_of(ids, torch.tensor([ignored, 2, 3, 4, 5, 6])) is None  # all of it is trained
-    assert prompt_of(ids, torch.full((6,), ignored)) is None
+    assert _prompt_of(ids, torch.tensor([ignored, 2, 3, 4, 5, 6])) is None  # all of it is trained
+    assert _prompt_of(ids, torch.full((6,), ignored)) is None
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import free_port
 from fsdp_qlora.lifecycle.closed_terminal import outlive_terminal
-from fsdp_qlora.lifecycle.launcher import how_to_launch
+from fsdp_qlora.lifecycle.launcher import _how_to_launch
 from fsdp_qlora.lifecycle.signals import STOP_SIGNALS, StopSignals
 from tests.parts import slow
 from tests.patience import patience
@@ -321,7 +321,7 @@ import os, signal, sys, time
 from fsdp_qlora import cli
 from fsdp_qlora.checkpoint import writer
 from fsdp_qlora.training.loop import Training
-writer.write_part = lambda *_: time.sleep(3600)
+writer._write_part = lambda *_: time.sleep(3600)
 after_step = Training.after_step
 def told(self):
     after_step(self)
@@ -348,7 +348,7 @@ def test_a_stop_may_save_for_as_long_as_it_is_given_and_its_launcher_waits(folde
     assert ended.returncode == 75, ended.stderr
     assert "stopped by SIGUSR1: not saved within 1.5 s (--stop_grace_seconds)" in ended.stderr
     waits = [
-        how_to_launch(2, RunConfig(stop_grace_seconds=s)).shutdown_timeout for s in (25, 299.5)
+        _how_to_launch(2, RunConfig(stop_grace_seconds=s)).shutdown_timeout for s in (25, 299.5)
     ]
     assert waits == [30, 305]  # 30 is torch's own
 
@@ -365,7 +365,7 @@ def failing(self):
 def endless(*_):
     while True: torch.ones(1000, 1000).sum()
 loop.LAST_WAIT_SECONDS, writer.END_SECONDS, loop.Training.after_step = 0.2, 1, failing
-if sys.argv.pop() == "disk": writer.write_part = endless
+if sys.argv.pop() == "disk": writer._write_part = endless
 else:  # rank 0 asks the store again and again for a word that never comes
     rank_store.time = types.SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: None)
     rank_store.RankStore.post = lambda *_: None

@@ -7,11 +7,11 @@ import torch
 
 from fsdp_qlora.commands.doctor import (
     WRONG,
-    check_cards,
-    check_links,
-    check_torch,
-    gpu_rows,
-    nvidia_smi,
+    _check_cards,
+    _check_links,
+    _check_torch,
+    _gpu_rows,
+    _nvidia_smi,
 )
 
 pytestmark = [
@@ -21,12 +21,12 @@ pytestmark = [
 
 
 def test_cards_links_and_torch_are_found_and_nothing_of_them_is_wrong():
-    rows = gpu_rows()
+    rows = _gpu_rows()
     assert {row["name"] for row in rows} >= {torch.cuda.get_device_name(0)}
     found = [
-        *check_cards(rows),
-        *check_torch(len(rows)),
-        *check_links(len(rows), nvidia_smi("topo", "-m")),
+        *_check_cards(rows),
+        *_check_torch(len(rows)),
+        *_check_links(len(rows), _nvidia_smi("topo", "-m")),
     ]
     assert not [f for f in found if f.level == WRONG]
     text = "\n".join(map(str, found))

@@ -312,7 +312,7 @@ def answers(folder: str) -> list:
     """Tokens that a model built with FlashAttention 4 generates, beside sdpa's, for uneven prompts."""
     from fsdp_qlora import build
     from fsdp_qlora.config import RunConfig
-    from fsdp_qlora.observe.samples import greedy_answers
+    from fsdp_qlora.observe.samples import _greedy_answers
 
     found = []
     for name in ("flash_attention_4", "sdpa"):
@@ -322,7 +322,7 @@ def answers(folder: str) -> list:
             )
             model = build.build_model(config, DEVICE)
             found.append(
-                greedy_answers(
+                _greedy_answers(
                     model,
                     [[1, 2, 3], [5] * 20],
                     DEVICE,
