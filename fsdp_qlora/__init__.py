@@ -31,6 +31,7 @@ PUBLIC = {
     "load_weights": "loading",
     "QuantLinear": "quantization.quantize",
     "quantize_linears": "quantization.quantize",
+    "dequantize_linears": "quantization.quantize",
     "lora_config": "adapters",
     "apply_adapters": "adapters",
     "init_adapters": "lora_init",

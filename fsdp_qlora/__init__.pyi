@@ -31,6 +31,7 @@ from .optim import build_optimizer as build_optimizer
 from .optim import build_scheduler as build_scheduler
 from .plan import Plan as Plan
 from .quantization.quantize import QuantLinear as QuantLinear
+from .quantization.quantize import dequantize_linears as dequantize_linears
 from .quantization.quantize import quantize_linears as quantize_linears
 from .sharding import STRATEGIES as STRATEGIES
 from .sharding import apply_sharding as apply_sharding

@@ -50,7 +50,11 @@ def ours(base: str, bias=False, dropout=0.0, dtype=torch.float32):
     if base != "plain":
         linear = QuantLinear.from_linear(linear, base)
     config = lora_config(rank=R, alpha=ALPHA, dropout=dropout, use_dora=True)
-    return moved(LoraLinear(linear, "default", config, r=R, lora_alpha=ALPHA))
+    layer = LoraLinear(linear, "default", config, r=R, lora_alpha=ALPHA)
+    for adapter in (layer.lora_A, layer.lora_B):
+        adapter.float()
+    layer.lora_variant["default"].init(layer, "default")  # a magnitude in fp32, as on a model
+    return moved(layer)
 
 
 def pefts(base: str, bias=False, dropout=0.0, dtype=torch.float32):

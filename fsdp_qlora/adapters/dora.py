@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 from peft.tuners.lora.dora import DoraLinearLayer
-from peft.tuners.lora.layer import LoraVariant
+from peft.tuners.lora.variants import DoraLinearVariant
 from torch import Tensor, nn
 
 from ..quantization.formats import FrozenWeight
@@ -63,7 +63,7 @@ def _(weight, absmax, a, b, scaling, in_features, quant_type, dtype):
     return weight.new_empty(weight.shape[0], dtype=torch.promote_types(dtype, torch.float32))
 
 
-class Magnitude(LoraVariant):
+class Magnitude(DoraLinearVariant):
     """PEFT's DoRA in name and file; the layer that has it computes (lora.py)."""
 
     @staticmethod
@@ -74,8 +74,22 @@ class Magnitude(LoraVariant):
         a, b = module.lora_A[adapter_name].weight, module.lora_B[adapter_name].weight
         if not base.weight.is_meta:
             norms = norms_of(base, a, b, module.scaling[adapter_name])
-        magnitude.weight = nn.Parameter(norms)
+        magnitude.weight = nn.Parameter(norms.to(a.dtype))
         module.lora_magnitude_vector[adapter_name] = magnitude
+
+    @staticmethod
+    def forward(module: nn.Module, active_adapter: str, x: Tensor, result: Tensor, **_) -> Tensor:
+        """What the layer gives with this adapter after others, which gave `result`."""
+        base, scaling = module.get_base_layer(), module.scaling[active_adapter]
+        a, b = module.lora_A[active_adapter], module.lora_B[active_adapter]
+        bias = 0 if base.bias is None else base.bias
+        straight, drop = result - bias, module.lora_dropout[active_adapter]
+        if module.training and isinstance(drop, nn.Dropout):
+            x = drop(x)
+            straight = base(x) - bias
+        norms = norms_of(base, a.weight, b.weight, scaling, x.dtype)
+        factor = module.lora_magnitude_vector[active_adapter].weight / norms
+        return result + (factor - 1) * straight + factor * scaling * b(a(x))
 
 
 def norms_of(base: nn.Module, a: Tensor, b: Tensor, scaling: float, dtype=torch.float32) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import dropout_kernels as kernels
 
@@ -100,3 +100,13 @@ def _drop_backward(ctx, dy):
 
 
 drop_inputs.register_autograd(_drop_backward, setup_context=_save_seed)
+
+
+class SeededDropout(nn.Dropout):
+    """Dropout of what another layer computes with its input: ranks in one state drop other places."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or not self.p:
+            return x
+        rows = x.reshape(-1, x.shape[-1])
+        return drop_inputs(rows, dropout_seed(rows, rows), self.p).view(x.shape)

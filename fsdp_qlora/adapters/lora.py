@@ -16,7 +16,9 @@ from dataclasses import fields
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import Linear as PeftLinear
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import check_adapters_to_merge
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS
 from torch import Tensor, nn
 
@@ -33,17 +35,21 @@ from ..model.blocks import (
 )
 from ..model.conv1d import transposed_weights
 from ..quantization.formats import FrozenWeight
+from ..quantization.fp8_weight_cache import forget_fp8_weight
 from ..quantization.quantize import QuantLinear, compute_input, frozen_linear
 from .biases import add_biases_as_computed, check_biases
 from .dora import Magnitude, norms_of
-from .dropout import drop_inputs, dropout_seed
+from .dropout import SeededDropout, drop_inputs, dropout_seed
 from .lora_ops import adapted_inputs, adapted_linear
+from .merging import check_can_merge, merge_rows, merges_rows, unmerge_rows
 
 
-class LoraLinear(nn.Module, LoraLayer):
-    """PEFT's LoRA layer over a QuantLinear or a frozen nn.Linear, with the fused forward.
+class LoraLinear(PeftLinear):
+    """PEFT's LoRA layer over a QuantLinear or an nn.Linear, with the fused forward.
 
-    `product_dtype` is "" for products in the input's dtype, or "fp8" for the frozen weight's.
+    One active adapter over a frozen weight is fused; PEFT's own forward computes all else: several
+    adapters, one for each row, biases of B, other kinds. `product_dtype` is "" for products in the
+    input's dtype, or "fp8" for the frozen weight's.
     """
 
     product_dtype = ""
@@ -51,6 +57,10 @@ class LoraLinear(nn.Module, LoraLayer):
         False  # leave the product out, for a backward that follows (memory/tiled_mlp.py)
     )
     taken = None  # what the base lacks of the adapter's first values (lora_init)
+    in_shards: bool | None = (
+        None  # whether apply_sharding split the base layer's weight; None before
+    )
+    before_merge: dict[str, Tensor] | None = None  # the base layer's own, while adapters are merged
 
     def __init__(
         self,
@@ -61,8 +71,10 @@ class LoraLinear(nn.Module, LoraLayer):
         lora_alpha: int = 1,
         **kwargs,
     ):
-        super().__init__()
+        nn.Module.__init__(self)
         LoraLayer.__init__(self, base_layer, **kwargs)
+        self.fan_in_fan_out = False  # our models hold no weight transposed (model/conv1d.py)
+        self.is_target_conv_1d_layer = False
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
@@ -70,28 +82,36 @@ class LoraLinear(nn.Module, LoraLayer):
         self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs
     ):
         """Add an adapter as PEFT does; raises ValueError for what is not computed here."""
-        _check_options(config, but=("modules_to_save", "trainable_token_indices"))
+        if self.in_shards is not None:
+            raise ValueError(
+                f"adapter {adapter_name!r} comes after apply_sharding, so nothing would reduce its "
+                "gradients; add all adapters first"
+            )
+        _check_suits_layer(self.get_base_layer(), config)
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
+        if config.lora_dropout:
+            self.lora_dropout[adapter_name] = SeededDropout(config.lora_dropout)
 
     def _get_in_out_features(self, module) -> tuple[int, int]:
         return module.in_features, module.out_features
 
+    def _get_base_layer_device_and_dtype(self, base_layer):
+        """Where new adapters lie, and as what: packed bytes are stored in bf16, which says nothing."""
+        device, dtype = super()._get_base_layer_device_and_dtype(base_layer)
+        return device, None if isinstance(base_layer, QuantLinear) else dtype
+
     @property
     def lora_variants(self) -> dict:
         """The kinds of LoRA that this layer computes, as PEFT asks for them."""
-        return {(): None, ("use_dora",): Magnitude}
+        kinds = super().lora_variants | {("use_dora",): Magnitude}
+        if isinstance(self.get_base_layer(), QuantLinear):
+            return {key: kind for key, kind in kinds.items() if _READS_WEIGHTS.isdisjoint(key)}
+        return kinds
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
-        if self.disable_adapters:
-            return self.base_layer(x)
-        if kwargs.get("adapter_names") is not None:
-            raise ValueError(
-                "adapter_names: all rows of a batch have one adapter here; choose it with "
-                "model.set_adapter(NAME)"
-            )
-        name = _only_adapter(self)
-        if name not in self.lora_A:
-            return self.base_layer(x)  # it adapts other layers
+        name = self._fused_adapter(**kwargs)
+        if name is None:
+            return super().forward(x, *args, **kwargs)
         x = compute_input(x)
         drop = self.lora_dropout[name]
         p = drop.p if self.training and isinstance(drop, nn.Dropout) else 0.0
@@ -100,6 +120,64 @@ class LoraLinear(nn.Module, LoraLayer):
         y = self.turned(rows, name, p) if with_magnitude else self.adapted(rows, name, p)
         # Not a view to autograd: FSDP warns of units that return one.
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
+
+    def _fused_adapter(self, adapter_names: list[str] | None = None, **_) -> str | None:
+        """The only active adapter, if the fused forward computes it."""
+        if self.disable_adapters or self.merged or adapter_names is not None:
+            return None
+        active = self.active_adapters
+        if len(active) != 1 or active[0] not in self.lora_A or self.lora_bias[active[0]]:
+            return None
+        kind = self.lora_variant.get(active[0])
+        of_peft = kind is not None and not isinstance(kind, Magnitude)
+        trained = self.get_base_layer().weight.requires_grad
+        return None if of_peft or trained else active[0]
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None):
+        """PEFT's, also into packed weights (back to their format) and a rank's own rows.
+
+        Every rank must call it for a sharded model. Raises ValueError for what can't be merged so.
+        """
+        self._forget_fp8()
+        if not merges_rows(self):
+            return super().merge(safe_merge, adapter_names)
+        names = [n for n in check_adapters_to_merge(self, adapter_names) if n in self.lora_A]
+        check_can_merge(self, names)
+        if names:
+            merge_rows(self, names, safe_merge)
+
+    def unmerge(self):
+        """PEFT's; packed weights and a rank's own rows become what they were, to the bit."""
+        self._forget_fp8()
+        if not self.merged or not merges_rows(self):
+            return super().unmerge()
+        unmerge_rows(self)
+
+    def unload_and_optionally_merge_module(
+        self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
+    ) -> nn.Module:
+        """What PEFT's `unload` and `merge_and_unload` leave in this layer's place."""
+        if self.in_shards:
+            raise ValueError(
+                "a sharded model can't lose its PEFT wrapper, whose forward gathers its weights; call "
+                "merge_adapter() and keep the wrapper, or save the adapter and use train.py merge"
+            )
+        if merge:
+            self.merge(safe_merge, adapter_names)
+        return self.get_base_layer()
+
+    def enable_adapters(self, enabled: bool):
+        """PEFT's; its forward would unmerge adapters that are off, but weights are gathered then."""
+        if not enabled and self.merged and self.in_shards:
+            raise ValueError(
+                "adapters are merged into a sharded model; call unmerge_adapter() before they are "
+                "turned off"
+            )
+        super().enable_adapters(enabled)
+
+    def _forget_fp8(self):
+        """Weights change in place, so what is kept of them in fp8 is of no use."""
+        forget_fp8_weight(self.get_base_layer().weight)
 
     def adapted(self, rows: Tensor, name: str, p: float = 0.0, with_bias: bool = True) -> Tensor:
         """x W^T + bias + scaling (x' A^T) B^T (N, O), where x' is x with a share p dropped."""
@@ -144,14 +222,24 @@ class LoraLinear(nn.Module, LoraLayer):
         return (y if base.bias is None else y + base.bias).to(rows.dtype)
 
 
-def _only_adapter(layer: LoraLayer) -> str:
-    """The name of a layer's active adapter. Raises ValueError if several are."""
-    if len(layer.active_adapters) != 1:
+# Kinds of LoRA that PEFT computes from a weight's own numbers, and first values that need none of them.
+_READS_WEIGHTS = {"mica", "kasa_config"}
+_NEEDS_NO_WEIGHTS = (True, False, "gaussian", "orthogonal", "eva")
+
+
+def _check_suits_layer(base: nn.Module, config: LoraConfig):
+    """Refuse what PEFT would make of numbers that are packed, or not there yet."""
+    first = config.init_lora_weights
+    if base.weight.is_meta and first is not True:
         raise ValueError(
-            f"adapters {', '.join(layer.active_adapters)} are active, and one is computed "
-            "at a time; choose it with model.set_adapter(NAME)"
+            f"LoraConfig.init_lora_weights = {first!r}: on the meta device there are no weights to "
+            "begin from, and PEFT's default is what adapters get; leave it out"
         )
-    return layer.active_adapters[0]
+    if isinstance(base, QuantLinear) and first not in _NEEDS_NO_WEIGHTS:
+        raise ValueError(
+            f"LoraConfig.init_lora_weights = {first!r} takes weights apart that are packed here; "
+            "leave it out, or use --init_lora_weights of train.py"
+        )
 
 
 def lora_config(
@@ -213,8 +301,18 @@ def apply_adapters(
     check_biases(peft_model, config.bias)
     for p in trainable_parameters(peft_model).values():
         p.data = p.data.to(dtype)
+    if config.use_dora:
+        _measure_magnitudes_again(peft_model)
     add_biases_as_computed(peft_model)
     return peft_model
+
+
+def _measure_magnitudes_again(model: PeftModel):
+    """Norms in the adapters' dtype: PEFT took them when A and B still had the model's."""
+    for layer in model.modules():
+        if isinstance(layer, LoraLinear):
+            for name in layer.lora_magnitude_vector:
+                Magnitude.init(layer, name)
 
 
 # Fields of a LoraConfig that are followed here, and those that change nothing in training.
@@ -222,6 +320,7 @@ _FOLLOWED = {
     "r",
     "lora_alpha",
     "lora_dropout",
+    "lora_bias",
     "target_modules",
     "exclude_modules",
     "target_parameters",
@@ -249,7 +348,6 @@ _FOLLOWED = {
 _OTHER_WAYS = {
     "modules_to_save": "call adapters.modules_to_save.apply_modules_to_save after it",
     "trainable_token_indices": "train all embeddings, with adapters.modules_to_save",
-    "lora_bias": "use bias='lora_only', which trains the layers' own biases",
 }
 
 

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Iterator
 from inspect import Parameter
 
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from ..experts import StackedExperts
@@ -62,11 +63,22 @@ def final_norm(model: nn.Module) -> nn.Module | None:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The linear layers that can be adapted, by name: all but those that hold experts."""
-    experts = {
-        part for m in model.modules() if isinstance(m, StackedExperts) for part in m.modules()
+    """The linear layers that can be adapted, by name: all but those that hold experts.
+
+    One that is adapted already is itself, without what is inside it.
+    """
+    inside = {
+        part
+        for m in model.modules()
+        if isinstance(m, (StackedExperts, BaseTunerLayer))
+        for part in m.modules()
+        if part is not m
     }
-    return {name: m for name, m in model.named_modules() if is_linear(m) and m not in experts}
+    return {
+        name: m
+        for name, m in model.named_modules()
+        if m not in inside and is_linear(getattr(m, "base_layer", m))
+    }
 
 
 def linear_names(model: nn.Module) -> dict[str, int]:

@@ -67,6 +67,21 @@ def cached_fp8_weight(
     return make() if cache is None else cache.find(use, weights, columns, make)
 
 
+def forget_fp8_weight(weight: Tensor):
+    """Drop the forms of a weight whose numbers change where they are, if someone keeps them."""
+    place = _address(weight)
+    if cache := _CACHES.get(place):
+        cache.forms = {
+            key: (call, form)
+            for key, (call, form) in cache.forms.items()
+            if not _is_in(place, call)
+        }
+
+
+def _is_in(place: _Address, call: tuple) -> bool:
+    return any(place == where for _, where in call[1:])
+
+
 def _address(weight: Tensor) -> _Address:
     """What tells a weight from every other that lives."""
     return weight.device, weight.data_ptr(), weight.shape

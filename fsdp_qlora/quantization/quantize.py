@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..choices import FORMATS
 from . import fp8
@@ -142,6 +143,15 @@ class QuantLinear(nn.Module):
                 made.bias.data = linear.bias.data
         return made
 
+    def to_linear(self, dtype: torch.dtype) -> nn.Linear:
+        """The dense linear layer that this one stands for, frozen, on its device."""
+        made = nn.utils.skip_init(
+            nn.Linear, self.in_features, self.out_features, device=torch.device("meta")
+        )
+        made.weight = frozen(self.dequantize(dtype))
+        made.bias = None if self.bias is None else frozen(self.bias.data.to(dtype))
+        return made.train(self.training)
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight as an (O, I) tensor."""
         return dequantize_rows(self.weight, self.absmax, self.in_features, self.quant_type, dtype)
@@ -222,4 +232,35 @@ def quantize_linears(
         if names is None or name in names:
             made = QuantLinear.from_linear(module, quant_type, absmax_dtype)
             model.set_submodule(name, made)
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = _refuse_to_save
+    return model
+
+
+def _refuse_to_save(*args, **kwargs):
+    """In place of transformers' `save_pretrained`, which would write packed bytes as if they were W."""
+    raise ValueError(
+        "save_pretrained can't write quantized weights; save the adapter, call "
+        "dequantize_linears(model) first, or make a model of 4-bit files with train.py merge "
+        "--merge_format bnb4"
+    )
+
+
+def dequantize_linears(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """Replace every quantized linear layer by the dense one that it stands for, in place.
+
+    Adapters over them stay, so a `merge_and_unload` that follows is not rounded to the format again.
+    Returns the model. Raises ValueError if it is sharded, or holds merged adapters.
+    """
+    for name, module in list(model.named_modules()):
+        if getattr(module, "merged", False):
+            raise ValueError(f"{name} has merged adapters; call unmerge_adapter() first")
+        if isinstance(module, QuantLinear):
+            if isinstance(module.weight, DTensor):
+                raise ValueError(
+                    "dequantize_linears takes a model that is not sharded; save the adapter and "
+                    "merge it with merge_adapter(MODEL, FOLDER, OUTPUT)"
+                )
+            model.set_submodule(name, module.to_linear(dtype))
+        vars(module).pop("save_pretrained", None)
     return model

@@ -28,7 +28,9 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import DTensor
 
+from ..adapters import LoraLinear
 from ..choices import Strategy, StrategyName, strategy_named
 from ..dist import (
     hybrid_mesh,
@@ -106,6 +108,7 @@ def apply_sharding(
     if mesh is None or (mesh.size() == 1 and not on_host.frozen):
         if dist.get_world_size() > 1:
             model.gradient_reducer = GradientReducer(model)
+            _tell_adapters(model)
         if on_host.vocabulary:
             apply_vocab_parallel(model)
         return []
@@ -132,6 +135,7 @@ def apply_sharding(
     _gather_to_generate(model)
     _free_after_unrecorded_forwards(model)
     _refuse_inference_tensors(model)
+    _tell_adapters(model)
     refuse_to_train(before.keys() - set(model.parameters()))
     if optimizer is not None:
         train_instead(optimizer, before, dict(model.named_parameters()))
@@ -162,6 +166,13 @@ def _answer_other_trainers(model: nn.Module):
     """accelerate would wrap the model in DDP unless it is marked; it asks for DDP's `no_sync`."""
     model._is_accelerate_prepared = True
     model.no_sync = partial(without_gradient_sync, model)
+
+
+def _tell_adapters(model: nn.Module):
+    """Let adapted layers know that ranks share them: they merge by rows, and take no new adapters."""
+    for layer in model.modules():
+        if isinstance(layer, LoraLinear):
+            layer.in_shards = isinstance(layer.get_base_layer().weight, DTensor)
 
 
 def _check_mesh(row: Strategy, mesh: DeviceMesh | None):

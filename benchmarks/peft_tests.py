@@ -1,0 +1,141 @@
+"""PEFT's own LoRA tests, run against the layers of this project: which pass, and why others can't.
+
+    git clone --branch v0.21.0 https://github.com/huggingface/peft
+    python benchmarks/peft_tests.py peft                     # all test files that need no download
+    python benchmarks/peft_tests.py peft tests/test_custom_models.py -k merge
+
+`LoraLinear` takes the place of PEFT's layer wherever a test adapts an nn.Linear; tests that adapt none
+don't count. Those that fail run again with PEFT's layers, and don't count if they fail there too: they
+need a download, or a GPU. A failure that is left is one of `_CANNOT_APPLY`, with its reason, or makes the
+script fail. Beside this project's, the tests need parameterized, diffusers and scipy.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# By a part of a test's name: why it can't apply to layers of this project.
+_CANNOT_APPLY = {
+    r"TestLayerRepr::test_repr_lora_(linear|paramwrapper)": "asks for the name of PEFT's own class",
+    r"TestDynamicDispatch": "replaces the layer that this script puts in place",
+}
+_FILES = [
+    "tests/test_custom_models.py",
+    "tests/test_initialization.py",
+    "tests/test_lora_variants.py",
+    "tests/test_lora_conversion.py",
+    "tests/test_lora_ga.py",
+    "tests/test_lora_intruders.py",
+    "tests/test_low_level_api.py",
+    "tests/test_tuners_utils.py",
+    "tests/test_bdlora.py",
+    "tests/test_velora.py",
+    "tests/test_lorafa.py",
+    "tests/test_loraplus.py",
+    "tests/test_riemannian_lora.py",
+    "tests/test_mixed.py",
+    "tests/test_arrow.py",
+    "tests/test_other.py",
+]
+
+
+class _Watch:
+    """A pytest plugin: which tests adapt an nn.Linear with LoRA, and how each ended."""
+
+    def __init__(self, results: str, ours: bool):
+        self.results, self.ours = results, ours
+        self.adapted, self.ends = 0, {}
+
+    def pytest_configure(self):
+        from peft.tuners.lora import LoraModel
+        from torch import nn
+
+        from fsdp_qlora.adapters import LoraLinear
+
+        made = LoraModel._create_new_module
+
+        def create(lora_config, adapter_name, target, **kwargs):
+            if type(getattr(target, "base_layer", target)) is nn.Linear:
+                self.adapted += 1
+                if self.ours and not lora_config._custom_modules:
+                    return LoraLinear(target, adapter_name, config=lora_config, **kwargs)
+            return made(lora_config, adapter_name, target, **kwargs)
+
+        LoraModel._create_new_module = staticmethod(create)
+
+    def pytest_runtest_setup(self):
+        self.adapted = 0
+
+    def pytest_runtest_logreport(self, report):
+        end = self.ends.setdefault(report.nodeid, {"passed": True, "adapted": False, "why": ""})
+        end["adapted"] |= bool(self.adapted)
+        if report.failed:
+            end["passed"], end["why"] = False, report.longreprtext[-600:]
+        elif report.skipped:
+            end["passed"], end["why"] = False, "skipped"
+
+    def pytest_sessionfinish(self):
+        Path(self.results).write_text(json.dumps(self.ends))
+
+
+def _run(checkout: str, layers: str, given: list[str], only: list[str] | None = None) -> dict:
+    """By test: passed, adapted (it made a LoRA layer over an nn.Linear), and the end of its report."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = f"{folder}/results.json"
+        if only is not None:
+            Path(f"{folder}/only").write_text("\n".join(only))
+            given = [f"@{folder}/only"]
+        command = [sys.executable, __file__, "--one", layers, results, *given]
+        subprocess.run(command, cwd=checkout, check=False)
+        return json.loads(Path(results).read_text())
+
+
+def _run_here(layers: str, results: str, given: list[str]):
+    """One run of pytest, in the checkout."""
+    import pytest
+
+    options = ["-c", "/dev/null", "--rootdir", ".", "-q", "-p", "no:cacheprovider", "--tb=short"]
+    sys.path.append(str(ROOT))
+    pytest.main(
+        [*options, "--no-header", "--continue-on-collection-errors", *given],
+        plugins=[_Watch(results, layers == "ours")],
+    )
+
+
+def main(checkout: str, *given: str):
+    names = list(given) or [f for f in _FILES if (Path(checkout) / f).exists()]
+    ours = _run(checkout, "ours", names)
+    adapted = {name: end for name, end in ours.items() if end["adapted"]}
+    failed = [name for name, end in adapted.items() if not end["passed"]]
+    theirs = _run(checkout, "peft", [], only=failed) if failed else {}
+    failed = [name for name in failed if theirs[name]["passed"]]
+    counted = [name for name, end in adapted.items() if end["passed"] or name in failed]
+    for file, count in Counter(name.split("::")[0] for name in counted).items():
+        lost = sum(name.startswith(f"{file}::") for name in failed)
+        print(f"{file}: {count - lost} of {count} pass")
+    for name in failed:
+        print(f"{name}: {_reason(name) or 'FAILED ' + ours[name]['why']}")
+    unexplained = [name for name in failed if not _reason(name)]
+    print(
+        f"{len(counted) - len(failed)} of {len(counted)} pass; {len(unexplained)} fail without a "
+        f"reason; {len(adapted) - len(counted)} fail with PEFT's own layers here too, or are skipped"
+    )
+    sys.exit(bool(unexplained))
+
+
+def _reason(name: str) -> str | None:
+    return next((why for part, why in _CANNOT_APPLY.items() if re.search(part, name)), None)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--one":
+        _run_here(sys.argv[2], sys.argv[3], sys.argv[4:])
+    else:
+        main(*sys.argv[1:])
