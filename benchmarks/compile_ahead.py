@@ -22,9 +22,9 @@ from functools import partial
 
 from speed_rows import CASES
 
-from fsdp_qlora.bench.drive import How, Job, job_of, run_batch
+from fsdp_qlora.bench.cell_processes import How, Job, job_of, run_batch
 from fsdp_qlora.bench.grid import Cell, read_grid
-from fsdp_qlora.bench.row import Row
+from fsdp_qlora.bench.row import BenchRow
 from fsdp_qlora.catalog.llama_pro import expanded_shape
 from fsdp_qlora.config import AUTO, plan_batches
 from fsdp_qlora.config.flags import parse, typed_flags
@@ -139,7 +139,7 @@ def thinned(cell: Cell) -> list[Cell]:
     ]
 
 
-def compile_cells(cells: list[Cell], processes: int, minutes: float) -> list[Row]:
+def compile_cells(cells: list[Cell], processes: int, minutes: float) -> list[BenchRow]:
     """A step of each, in so many processes; what takes longer than `minutes` in all is left."""
     jobs = [job_of(cell) for cell in cells]
     shares = [jobs[first::processes] for first in range(min(processes, len(jobs)))]
@@ -148,9 +148,9 @@ def compile_cells(cells: list[Cell], processes: int, minutes: float) -> list[Row
         return [row for rows in pool.map(partial(share_rows, end=end), shares) for row in rows]
 
 
-def share_rows(jobs: list[Job], end: float) -> list[Row]:
+def share_rows(jobs: list[Job], end: float) -> list[BenchRow]:
     """A step of each job, one after the other until `end`; one that fails does not keep off the rest."""
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     while len(rows) < len(jobs) and (left := (end - time.perf_counter()) / 60) > 0:
         batch = jobs[len(rows) :]
         rows += run_batch(batch, How(steps=1, warmup=0, minutes=left / len(batch)))

@@ -31,7 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_qlora.dist
 from fsdp_qlora.bench.measure import summary
-from fsdp_qlora.bench.row import Row, append_row
+from fsdp_qlora.bench.row import BenchRow, append_row
 from fsdp_qlora.config import AUTO
 from fsdp_qlora.config.flags import parse, typed_flags
 from fsdp_qlora.dist import rank_device
@@ -105,7 +105,7 @@ def settings_of(flags: list[str]) -> dict:
     return {name: getattr(config, name) for name in typed_flags(flags)}
 
 
-def run_row(name: str, folder: str, options: argparse.Namespace, **changes) -> Row:
+def run_row(name: str, folder: str, options: argparse.Namespace, **changes) -> BenchRow:
     """Measure one row of speed_rows.py, with the model of a folder, as a rank of `--world_size`."""
     changes |= settings_of(options.settings) | profile_settings(name, options)
     if "gradient_accumulation_steps" in changes:

@@ -25,7 +25,7 @@ import torch
 from transformers import AutoConfig
 
 from fsdp_qlora.bench.measure import describe_run, record_memory, synchronize
-from fsdp_qlora.bench.row import Row, append_row
+from fsdp_qlora.bench.row import BenchRow, append_row
 from fsdp_qlora.build import build_model
 from fsdp_qlora.catalog.known_models import known_config, known_name
 from fsdp_qlora.config import RunConfig
@@ -72,7 +72,9 @@ def steps_of_batches(case: str, dataset: TokenizedDataset, options, config: RunC
         yield step.micro_batches, step.num_tokens
 
 
-def measure(row: Row, case: str, model, config: RunConfig, options, device: torch.device) -> float:
+def measure(
+    row: BenchRow, case: str, model, config: RunConfig, options, device: torch.device
+) -> float:
     """Run the steps of one case and fill its row; returns the share of tokens that are no padding.
 
     Tokens per second are the real ones of all measured steps by their time.
@@ -101,7 +103,7 @@ def measure(row: Row, case: str, model, config: RunConfig, options, device: torc
     return real / computed
 
 
-def measure_cases(options, device: torch.device) -> list[tuple[Row, float | None]]:
+def measure_cases(options, device: torch.device) -> list[tuple[BenchRow, float | None]]:
     """A row, and the share of real among computed tokens, of each case; out of memory is a row."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -146,7 +148,7 @@ def write_config(options, folder: Path) -> int:
     return config.num_hidden_layers
 
 
-def print_table(rows: list[tuple[Row, float | None]]):
+def print_table(rows: list[tuple[BenchRow, float | None]]):
     """The cases side by side; speed is relative to the first."""
     print(
         f"{'case':<15}{'attention':<11}{'micro':>6}{'real':>7}{'s/step':>9}{'real tok/s':>12}"

@@ -37,7 +37,7 @@ from fsdp_qlora.bench.measure import (
     record_time,
     synchronize,
 )
-from fsdp_qlora.bench.row import Row, append_row
+from fsdp_qlora.bench.row import BenchRow, append_row
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import print_main, process_group, rank_device, ranks_from_env
 from fsdp_qlora.observe.peak_memory import PeakMemory
@@ -147,7 +147,7 @@ def sharded_by_accelerate(model: nn.Module, optimizer, device: torch.device):
     return model, optimizer, accelerator.backward
 
 
-def measure(row: Row, peer: str, config: RunConfig, options, device: torch.device):
+def measure(row: BenchRow, peer: str, config: RunConfig, options, device: torch.device):
     """Build the peer, time its steps, and fill the row."""
     torch.manual_seed(config.seed)
     started = time.perf_counter()
@@ -182,7 +182,7 @@ def row_vocabulary(config: RunConfig) -> int:
     return AutoConfig.from_pretrained(config.model_name).vocab_size
 
 
-def peer_row(name: str, peer: str, config: RunConfig, device: torch.device) -> Row:
+def peer_row(name: str, peer: str, config: RunConfig, device: torch.device) -> BenchRow:
     """A row of `describe_run` with what is the peer's own."""
     layers = AutoConfig.from_pretrained(config.model_name).num_hidden_layers
     plan, ranks = plan_run(config, device), ranks_from_env().world_size
@@ -205,7 +205,7 @@ def installed(package: str) -> str:
         return "unknown"
 
 
-def run_peer(name: str, peer: str, folder: str, options, **changes) -> Row:
+def run_peer(name: str, peer: str, folder: str, options, **changes) -> BenchRow:
     """Measure one row under one peer; rank 0 prints and keeps it."""
     config = CASES[name].config(folder, **changes)
     device = rank_device(config.device)

@@ -37,7 +37,7 @@ from random_checkpoint import write
 from real_rows_data import KINDS, VOCABULARY, save_tokenizer, write_rows
 from transformers import AutoTokenizer, LlamaConfig
 
-from fsdp_qlora.bench.drive import How, Job, end, run_jobs
+from fsdp_qlora.bench.cell_processes import How, Job, end, run_jobs
 from fsdp_qlora.bench.measure import commit, versions
 from fsdp_qlora.bench.row import append_row
 from fsdp_qlora.catalog.machine import local_gpus

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
-from fsdp_qlora.bench.cells import clean_up
+from fsdp_qlora.bench.cell_worker import clean_up
 from fsdp_qlora.bench.measure import MemoryLimit, describe_run, measure, summary
-from fsdp_qlora.bench.row import Row, append_row
+from fsdp_qlora.bench.row import BenchRow, append_row
 from fsdp_qlora.catalog.known_models import known_config
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import print_main, process_group, rank_device, ranks_from_env
@@ -126,7 +126,7 @@ def profile_settings(name: str, options) -> dict:
     return dict(profile=True, active_steps=1, profiling_output=f"{options.profile}/{name}")
 
 
-def measured_row(name: str, config: RunConfig, options, device: torch.device) -> Row:
+def measured_row(name: str, config: RunConfig, options, device: torch.device) -> BenchRow:
     """Measure a configuration on ranks that have a process group, and leave the GPU empty."""
     plan = plan_run(config, device)
     layers = read_config(config.model_name).num_hidden_layers
@@ -140,7 +140,7 @@ def measured_row(name: str, config: RunConfig, options, device: torch.device) ->
     return row
 
 
-def run_case(name: str, folder: str, options, **changes) -> Row:
+def run_case(name: str, folder: str, options, **changes) -> BenchRow:
     """Measure one row in this process; rank 0 prints it beside its target."""
     case = CASES[name]
     config = case.config(folder, **changes | profile_settings(name, options))

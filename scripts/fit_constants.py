@@ -21,7 +21,7 @@ from statistics import median
 import numpy as np
 
 from fsdp_qlora.bench.accuracy import Compared, compare
-from fsdp_qlora.bench.row import Row, read_rows
+from fsdp_qlora.bench.row import BenchRow, read_rows
 from fsdp_qlora.estimate import GIB, Peak, constants, step_seconds
 
 TIMES = (
@@ -98,7 +98,7 @@ def fit_slack(rows: list[Compared]):
         setattr(constants, name, float(value))
 
 
-def errors(rows: list[Row]) -> str:
+def errors(rows: list[BenchRow]) -> str:
     """Errors of time and of reserved memory over rows that set nothing."""
     tested = [
         row for row in compare(rows) if not (row.calibrates or row.superseded or row.old_code)

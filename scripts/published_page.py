@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from fsdp_qlora.bench.accuracy import compare
-from fsdp_qlora.bench.row import Row, plan_of, read_rows, row_files
+from fsdp_qlora.bench.row import BenchRow, plan_of, read_rows, row_files
 from fsdp_qlora.bench.tables import markdown, number, percent
 from fsdp_qlora.catalog.arch import ModelShape, model_shape
 from fsdp_qlora.catalog.hardware import find_gpu
@@ -57,7 +57,7 @@ def page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def body(table: dict, rows: list[Row]) -> str:
+def body(table: dict, rows: list[BenchRow]) -> str:
     """One table, by its kind."""
     return {"runs": runs_table, "sizes": sizes_table, "hours": hours_table, "facts": facts_table}[
         table["kind"]
@@ -67,7 +67,7 @@ def body(table: dict, rows: list[Row]) -> str:
 # ---- runs: seconds, speed and memory of one configuration a row --------------------------------
 
 
-def runs_table(table: dict, rows: list[Row]) -> str:
+def runs_table(table: dict, rows: list[BenchRow]) -> str:
     """Memory and speed: published, estimated on that card, estimated on H100s, measured."""
     head = [
         "",
@@ -84,7 +84,7 @@ def runs_table(table: dict, rows: list[Row]) -> str:
     return markdown(head, [run_line(defaults | run, rows) for run in table["runs"]])
 
 
-def run_line(run: dict, rows: list[Row]) -> list[str]:
+def run_line(run: dict, rows: list[BenchRow]) -> list[str]:
     """One configuration."""
     found, there = asked(run, run["gpu"]), asked(run, "h100")
     measured = same_settings(there, rows)
@@ -147,7 +147,7 @@ def speed(found: Estimate) -> str:
     return text if found.fits_gpu else f"{text} (too large)"
 
 
-def same_settings(wanted: Estimate, rows: list[Row]) -> Row | None:
+def same_settings(wanted: Estimate, rows: list[BenchRow]) -> BenchRow | None:
     """The last row of the same model, settings and number of GPUs."""
     plan, shape = wanted.plan, wanted.shape
     for row in reversed(rows):
@@ -186,7 +186,7 @@ def alike(row: Plan, plan: Plan, shape: ModelShape) -> bool:
 # ---- sizes: memory of models by method ---------------------------------------------------------
 
 
-def sizes_table(table: dict, rows: list[Row]) -> str:
+def sizes_table(table: dict, rows: list[BenchRow]) -> str:
     """GB by model and method: published / estimated; no row of these settings was measured."""
     methods = table["methods"]
     head = [
@@ -218,7 +218,7 @@ def size(model: str | None, settings: dict, table: dict) -> str:
 # ---- hours: a number of examples on a card -----------------------------------------------------
 
 
-def hours_table(table: dict, rows: list[Row]) -> str:
+def hours_table(table: dict, rows: list[BenchRow]) -> str:
     """Wall time of so many rows: published, and estimated for the fastest settings that fit."""
     head = ["", "published", "estimated", "tok/s", "measured"]
     lines, known = [], {}
@@ -250,7 +250,7 @@ def hours_table(table: dict, rows: list[Row]) -> str:
 # ---- facts: figures of cards and prices, beside the catalogue's --------------------------------
 
 
-def facts_table(table: dict, rows: list[Row]) -> str:
+def facts_table(table: dict, rows: list[BenchRow]) -> str:
     """What is said of cards, beside this project's catalogue, which is a datasheet's too."""
     head = ["", *table["columns"]]
     if any("gpu" in entry for entry in table["rows"]):

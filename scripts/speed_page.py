@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from fsdp_qlora.bench.row import Row, read_rows
+from fsdp_qlora.bench.row import BenchRow, read_rows
 from fsdp_qlora.bench.tables import markdown, number
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +33,7 @@ HEAD = [
 ]
 
 
-def newest(prefix: str) -> dict[tuple[str, str], Row]:
+def newest(prefix: str) -> dict[tuple[str, str], BenchRow]:
     """The last row that ended well of each name and peer, in results files that begin with `prefix`."""
     files = sorted((ROOT / "benchmarks/results").glob(f"{prefix}_*.jsonl"))
     rows = [row for path in files for row in read_rows(path) if row.status == "ok"]
@@ -69,7 +69,7 @@ def line(name: str, case: Case, gpus: int, ours: dict, peers: dict) -> list[str]
     ]
 
 
-def speed(row: Row | None) -> str:
+def speed(row: BenchRow | None) -> str:
     """Tokens per second and GPU, if it was measured."""
     return number(row and row.tokens_per_second_per_gpu, 0)
 

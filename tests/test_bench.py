@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_qlora.bench import drive
+from fsdp_qlora.bench import cell_processes
 from fsdp_qlora.bench.accuracy import CALIBRATED_ON, _shape_of_row, accuracy, compare
 from fsdp_qlora.bench.command import BenchOptions
 from fsdp_qlora.bench.grid import read_grid
@@ -98,7 +98,7 @@ def test_a_cell_without_memory_is_a_row_and_the_others_are_measured(grid, tmp_pa
 
 def test_what_auto_measured_is_kept_though_the_bench_is_cut_off(grid, tmp_path, monkeypatch):
     """As by a time limit, before the process that measured is seen to have ended."""
-    run_process, results = drive._run_process, tmp_path / "rows.jsonl"
+    run_process, results = cell_processes._run_process, tmp_path / "rows.jsonl"
     grid.write_text(
         grid.read_text().split("cells:")[0]
         + """cells:
@@ -111,7 +111,7 @@ def test_what_auto_measured_is_kept_though_the_bench_is_cut_off(grid, tmp_path, 
         run_process(argv, seconds)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(drive, "_run_process", cut_off)
+    monkeypatch.setattr(cell_processes, "_run_process", cut_off)
     assert (
         main(
             [

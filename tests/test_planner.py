@@ -13,7 +13,7 @@ from fsdp_qlora.config import RunConfig, plan_batches
 from fsdp_qlora.estimate import estimate
 from fsdp_qlora.estimate.policies import _policy_text
 from fsdp_qlora.planner import LADDER, climb, free_settings, propose, report
-from fsdp_qlora.planner.search import places, seconds_per_token
+from fsdp_qlora.planner.search import offload_combinations, seconds_per_token
 
 SEVEN, SEVENTY = model_shape("llama-2-7b"), model_shape("llama-2-70b")
 EVERYTHING = free_settings(RunConfig(), set(), everything=True)
@@ -100,7 +100,7 @@ def test_no_other_combination_is_faster_than_the_choice(gpus, limit, settings):
     found = propose(shape, here, config, EVERYTHING)
     mixes = [m for m in product(range(5), repeat=4) if sum(m) == 4]
     best = float("inf")
-    for strategy, offload, activations in places(here, config, EVERYTHING):
+    for strategy, offload, activations in offload_combinations(here, config, EVERYTHING):
         for rows, mix in product((1, 2, 4), mixes):
             if activations and mix[0] == 4:
                 continue  # refused: nothing would be moved

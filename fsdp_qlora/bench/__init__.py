@@ -3,7 +3,7 @@
 Each measurement is a row, one JSON object a line; running out of memory is a row too. What is planned
 for a run is measured on the run's own rows.
 
-Modules, each importing only from those before it: row, grid, drive, auto, batches, measure, ceilings,
-cells, accuracy, tables, pictures, command. Only batches, measure, ceilings and cells, which run on the
-ranks, import torch.
+Modules, each importing only from those before it: row, grid, cell_processes, auto, batches,
+measure, ceilings, cell_worker, accuracy, tables, pictures, command. Only batches, measure, ceilings
+and cell_worker, which run on the ranks, import torch.
 """

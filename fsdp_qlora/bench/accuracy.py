@@ -11,7 +11,7 @@ from ..choices import OPTIMIZERS
 from ..estimate import Memory, Peak, StepTime, memory, step_seconds
 from ..estimate.constants import CONTEXT_GIB, NCCL_GIB
 from ..plan import Plan
-from .row import Row, plan_of
+from .row import BenchRow, plan_of
 
 # Rows that constants were set on (scripts/fit_constants.py): they say nothing about accuracy, nor does
 # any other row of the same name.
@@ -45,7 +45,7 @@ _EAGER_NORM = (*_OLD_COMMITS, *_OLD_PRODUCTS, *_OLD_OPTIMIZERS, *_OLD_SUMS, _EAR
 class Compared:
     """One measured row with the estimates for it; errors are (estimate - measured) / measured."""
 
-    row: Row
+    row: BenchRow
     shape: ModelShape
     gpu: Gpu
     plan: Plan
@@ -126,14 +126,14 @@ class Compared:
         )
 
 
-def _shape_of_row(row: Row) -> ModelShape:
+def _shape_of_row(row: BenchRow) -> ModelShape:
     """The model's shape, cut as it was measured."""
     shape = model_shape(row.model)
     layers = row.num_hidden_layers
     return shape if layers in (None, shape.layers) else shape.cut(layers)
 
 
-def compare(rows: list[Row]) -> list[Compared]:
+def compare(rows: list[BenchRow]) -> list[Compared]:
     """The rows of this project that were measured on a known GPU, with today's estimates."""
     found = []
     for row in rows:

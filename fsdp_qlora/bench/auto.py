@@ -1,7 +1,7 @@
 """What is `auto` in a run: planned, measured, and planned again with less if it runs out of memory.
 
 The steps run on random weights in processes of their own, all ranks of them, so that running out of
-memory there costs nothing here (`drive.py`). Their batches are those of the run where it has data.
+memory there costs nothing here (`cell_processes.py`). Their batches are those of the run where it has data.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from ..lifecycle.launcher import world_size
 from ..loading import read_config
 from ..planner import Proposal, free_settings, propose
 from ..planner.report import advice, flags
-from .drive import How, Job, run_batch
-from .row import Row, append_row, empty_row
+from .cell_processes import How, Job, run_batch
+from .row import BenchRow, append_row, empty_row
 
 ATTEMPTS = 8
 _LESS = 0.85  # of what the failed choice needed, allowed to the next
 BESIDE = CONTEXT_GIB + NCCL_GIB
 
 
-def run_auto(job: Job, how: How, results: str | Path | None = None) -> Row:
+def run_auto(job: Job, how: How, results: str | Path | None = None) -> BenchRow:
     """The row of a job with auto settings: of the first plan that is measured to fit.
 
     Where nothing does, the row says so. It is appended to `results` as soon as it is known.
@@ -72,7 +72,7 @@ def climb_down(
     how: How,
     results: str | Path | None = None,
     rows: Rows | None = None,
-) -> tuple[Proposal, Row | None]:
+) -> tuple[Proposal, BenchRow | None]:
     """The first plan that is measured to fit; each one that does not leaves less memory to the next.
 
     `job` says what to measure, `auto` settings included; what was measured is appended to `results`.
@@ -126,7 +126,7 @@ def _promised(choice: Estimate) -> str:
     )
 
 
-def measured(row: Row) -> str:
+def measured(row: BenchRow) -> str:
     """A probe's figures in words."""
     peak = f", {row.peak_reserved_gib:.1f} GiB reserved" if row.peak_reserved_gib else ""
     return f"{row.tokens_per_second_per_gpu:,.0f} tokens/s per GPU{peak}"

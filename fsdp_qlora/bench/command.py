@@ -12,9 +12,9 @@ from ..config import RunConfig
 from ..config.flags import parse, parse_own
 from ..config.settings import opt
 from ..writable import check_file
-from .drive import How, Job, job_of, run_jobs
+from .cell_processes import How, Job, job_of, run_jobs
 from .grid import Grid, model_folder, read_grid
-from .row import Row, read_rows
+from .row import BenchRow, read_rows
 
 
 @dataclass
@@ -115,7 +115,7 @@ def _check_starts_ranks():
 def _measure_jobs(config: RunConfig, folder: str, argv: list[str], how: How):
     """The ranks' part."""
     from ..lifecycle.launcher import run_on_ranks
-    from .cells import run_jobs_here
+    from .cell_worker import run_jobs_here
 
     run_on_ranks(config, "bench", argv, lambda c: run_jobs_here(c, folder, how))
 
@@ -185,7 +185,7 @@ def _print_report(options: BenchOptions):
     from .pictures import scatter
     from .tables import accuracy_lines, accuracy_table, against_table, grid_table, results_table
 
-    rows: list[Row] = [row for path in options.report.split(",") for row in read_rows(path)]
+    rows: list[BenchRow] = [row for path in options.report.split(",") for row in read_rows(path)]
     if options.grid:
         print(grid_table(read_grid(options.grid), rows))
     elif options.against:

@@ -25,16 +25,16 @@ from ..observe.device_timer import mark, seconds_between
 from ..observe.peak_memory import PeakMemory, peak_resident_bytes
 from ..plan import Plan
 from .batches import RunRows, random_batches
-from .row import Row, of_plan
+from .row import BenchRow, of_plan
 
 VERSIONED = ("torch", "transformers", "peft", "bitsandbytes", "triton", "fsdp_qlora")
 
 
 def describe_run(
     config: RunConfig, plan: Plan, name: str, layers: int, device: torch.device
-) -> Row:
+) -> BenchRow:
     """A row with everything that is known before the first step."""
-    return Row(
+    return BenchRow(
         name=name,
         model=Path(config.model_name).name,
         num_hidden_layers=layers,
@@ -111,7 +111,7 @@ class MemoryLimit:
 
 
 def measure(
-    row: Row,
+    row: BenchRow,
     config: RunConfig,
     plan: Plan,
     how,
@@ -127,7 +127,7 @@ def measure(
 
 
 def _measure_steps(
-    row: Row,
+    row: BenchRow,
     config: RunConfig,
     plan: Plan,
     how,
@@ -208,7 +208,7 @@ class StepTimer:
         return [seconds_between(*pair) for pair in zip(self.marks, self.marks[1:], strict=False)]
 
 
-def record_time(row: Row, seconds: list[float], tokens: float | None = None):
+def record_time(row: BenchRow, seconds: list[float], tokens: float | None = None):
     """Median and spread of the measured steps. tokens: of a GPU in all of them, where rows differ."""
     row.steps_measured = len(seconds)
     row.seconds_per_step = statistics.median(seconds)
@@ -221,7 +221,7 @@ def record_time(row: Row, seconds: list[float], tokens: float | None = None):
     )
 
 
-def record_memory(row: Row, device: torch.device, peaks: PeakMemory | None = None):
+def record_memory(row: BenchRow, device: torch.device, peaks: PeakMemory | None = None):
     """Highest memory of any rank, and the hosts' together; without `peaks`, the kernel's peak."""
     host = torch.tensor([(peaks.host if peaks else peak_resident_bytes()) / 2**30])
     dist.all_reduce(host)
@@ -244,7 +244,7 @@ def record_memory(row: Row, device: torch.device, peaks: PeakMemory | None = Non
     row.peak_driver_gib = driver or None
 
 
-def _record_estimate(row: Row, config: RunConfig, plan: Plan, rows: RunRows | None = None):
+def _record_estimate(row: BenchRow, config: RunConfig, plan: Plan, rows: RunRows | None = None):
     """What the estimate says of the same settings, and the model's arithmetic per second."""
     from ..catalog.arch import shape_from_config
     from ..catalog.hardware import find_gpu
@@ -275,7 +275,7 @@ def synchronize(device: torch.device):
         torch.cuda.synchronize(device)
 
 
-def summary(row: Row) -> str:
+def summary(row: BenchRow) -> str:
     """A row in one line."""
     if row.status != "ok":
         return f"{row.name}: {row.status}"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from ..planner.picture import saved
 from .accuracy import compare
-from .row import Row
+from .row import BenchRow
 
 
-def scatter(rows: list[Row], path: str | Path) -> Path:
+def scatter(rows: list[BenchRow], path: str | Path) -> Path:
     """Memory and time, estimated over measured, on logarithmic axes; rows that set constants hollow.
 
     Raises ValueError where matplotlib is not installed, or there is nothing to draw.

@@ -19,7 +19,7 @@ _NO_ROWS = ("attention", "checkpointing", "packing", "quality", "real_rows")
 
 
 @dataclass
-class Row:
+class BenchRow:
     """One measurement. Sizes in GiB, times in seconds; `status` is ok, oom or error."""
 
     name: str
@@ -127,7 +127,7 @@ def of_plan(plan: Plan) -> dict[str, Any]:
     return found
 
 
-def plan_of(row: Row) -> Plan:
+def plan_of(row: BenchRow) -> Plan:
     """The plan that a row was measured with, as far as it says; older rows say less."""
     found = {field: getattr(row, name) for name, field in _FIELDS.items()}
     targets = row.lora_targets or "all-linear"
@@ -143,14 +143,14 @@ def plan_of(row: Row) -> Plan:
     return Plan().change(**known | dict(targets=found["targets"]))
 
 
-def _older_adapter(row: Row) -> str:
+def _older_adapter(row: BenchRow) -> str:
     """The adapter of a row that does not name it."""
     if row.train_type in TRAIN_TYPES:
         return TRAIN_TYPES[row.train_type][1]
     return "lora" if row.lora_rank else "none"
 
 
-def append_row(row: Row, path: str | Path):
+def append_row(row: BenchRow, path: str | Path):
     """Add a row to a results file. Raises ValueError that holds the row, so that it is not lost."""
     text = json.dumps(asdict(row))
     try:
@@ -168,7 +168,7 @@ def row_files(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.glob("*.jsonl")) if not path.name.startswith(_NO_ROWS)]
 
 
-def read_rows(path: str | Path) -> list[Row]:
+def read_rows(path: str | Path) -> list[BenchRow]:
     """The rows of a results file; of a file of another project, what it has in common.
 
     Raises ValueError naming the file and the line that is no row.
@@ -184,7 +184,7 @@ def read_rows(path: str | Path) -> list[Row]:
     ]
 
 
-def _read_row(line: str, where: str) -> Row:
+def _read_row(line: str, where: str) -> BenchRow:
     """A row from its JSON; settings that it does not name are None."""
     try:
         given = json.loads(line)
@@ -195,12 +195,12 @@ def _read_row(line: str, where: str) -> Row:
     return row_from_dict(given)
 
 
-def row_from_dict(given: dict) -> Row:
+def row_from_dict(given: dict) -> BenchRow:
     """A row of what `given` has of its fields; those without a default are None where it has none."""
-    found = {f.name: None for f in fields(Row) if f.default is MISSING}
-    return Row(**found | {f.name: given[f.name] for f in fields(Row) if f.name in given})
+    found = {f.name: None for f in fields(BenchRow) if f.default is MISSING}
+    return BenchRow(**found | {f.name: given[f.name] for f in fields(BenchRow) if f.name in given})
 
 
-def empty_row(name: str) -> Row:
+def empty_row(name: str) -> BenchRow:
     """A row of which nothing but the name is known."""
     return row_from_dict(dict(name=name))

@@ -9,7 +9,7 @@ from ..config.settings import counted
 from ..estimate import Estimate, estimate
 from .accuracy import Compared, accuracy, compare
 from .grid import Cell, Grid
-from .row import Row
+from .row import BenchRow
 
 
 def markdown(head: list[str], body: list[list[str]]) -> str:
@@ -27,7 +27,7 @@ def percent(share: float) -> str:
     return f"{share:+.1%}"
 
 
-def results_table(rows: list[Row]) -> str:
+def results_table(rows: list[BenchRow]) -> str:
     """Every row: what was measured, today's estimates and their errors."""
     by_row = {id(c.row): c for c in compare(rows)}
     head = [
@@ -43,7 +43,7 @@ def results_table(rows: list[Row]) -> str:
     return markdown(head, [_result_line(row, by_row.get(id(row))) for row in rows])
 
 
-def _result_line(row: Row, compared: Compared | None) -> list[str]:
+def _result_line(row: BenchRow, compared: Compared | None) -> list[str]:
     """One row's cells."""
     name = f"{row.name}, {row.gpus or 1}x {row.gpu or '?'}"
     if row.status != "ok":
@@ -65,7 +65,7 @@ def _result_line(row: Row, compared: Compared | None) -> list[str]:
     ]
 
 
-def accuracy_table(rows: list[Row]) -> str:
+def accuracy_table(rows: list[BenchRow]) -> str:
     """Rows with their errors, the newest of each name; empty what other code than today's took."""
     head = [
         "row",
@@ -104,7 +104,7 @@ def _accuracy_line(c: Compared) -> list[str]:
     ]
 
 
-def accuracy_lines(rows: list[Row]) -> str:
+def accuracy_lines(rows: list[BenchRow]) -> str:
     """How near the estimates come."""
     found = accuracy(compare(rows))
 
@@ -144,7 +144,7 @@ def accuracy_lines(rows: list[Row]) -> str:
     return " ".join(lines)
 
 
-def against_table(rows: list[Row], others: list[Row]) -> str:
+def against_table(rows: list[BenchRow], others: list[BenchRow]) -> str:
     """Rows of two files that have the same name, the second as a share of the first."""
     theirs = {row.name: row for row in others}
     head = ["row", "tok/s per GPU", "other", "share", "peak GiB", "other"]
@@ -167,13 +167,13 @@ def against_table(rows: list[Row], others: list[Row]) -> str:
     return markdown(head, body) if body else "no row is in both files"
 
 
-def grid_table(grid: Grid, rows: list[Row]) -> str:
+def grid_table(grid: Grid, rows: list[BenchRow]) -> str:
     """A grid beside what was measured: with auto's share of the best, if a cell of it is auto."""
     planned = any(cell.config.is_auto for cell in grid.cells)
     return (_auto_table if planned else _published_table)(grid, rows)
 
 
-def _auto_table(grid: Grid, rows: list[Row]) -> str:
+def _auto_table(grid: Grid, rows: list[BenchRow]) -> str:
     """What was chosen and what a person might try, and the speed that auto reaches of the best.
 
     Cells are compared with those of the same limit of memory.
@@ -200,14 +200,16 @@ def _auto_table(grid: Grid, rows: list[Row]) -> str:
     return "\n".join([markdown(head, body), "", *lines])
 
 
-def _best_by_hand(grid: Grid, limit_gib: float | None, found: dict[str, Row]) -> Row | None:
+def _best_by_hand(
+    grid: Grid, limit_gib: float | None, found: dict[str, BenchRow]
+) -> BenchRow | None:
     """The fastest row of a cell without auto settings that has this limit."""
     cells = [c for c in grid.cells if not c.config.is_auto and c.gpu_memory_gib == limit_gib]
     by_hand = [found[c.name] for c in cells if c.name in found and found[c.name].status == "ok"]
     return max(by_hand, key=lambda row: row.tokens_per_second_per_gpu, default=None)
 
 
-def _auto_line(name: str, row: Row | None, best: float | None) -> list[str]:
+def _auto_line(name: str, row: BenchRow | None, best: float | None) -> list[str]:
     """One cell of an auto grid."""
     if row is None:
         return [name, "not measured", "", "", ""]
@@ -237,7 +239,7 @@ def _auto_line(name: str, row: Row | None, best: float | None) -> list[str]:
     ]
 
 
-def _published_table(grid: Grid, rows: list[Row]) -> str:
+def _published_table(grid: Grid, rows: list[BenchRow]) -> str:
     """A grid's cells: what others published, what is estimated for their card and for an H100, and what
     was measured here; empty where nothing was.
 
@@ -259,7 +261,7 @@ def _published_table(grid: Grid, rows: list[Row]) -> str:
     return markdown(head, [_published_line(cell, measured.get(cell.name)) for cell in grid.cells])
 
 
-def _published_line(cell: Cell, row: Row | None) -> list[str]:
+def _published_line(cell: Cell, row: BenchRow | None) -> list[str]:
     """One cell's three sources."""
     said, card = cell.published, cell.published.get("gpu")
     there = estimated(cell, card) if card else None

@@ -1,7 +1,7 @@
 """Checkpoints: what a run needs to go on as if it had never been stopped.
 
-Modules, each importing only from those before it: folder, disks, tensors, state, writer, content,
-identity, resume.
+Modules, each importing only from those before it: folder, separate_disks, tensors, state, writer,
+content, identity, resume.
 """
 
 from .content import check_same_on_every_rank, content_of

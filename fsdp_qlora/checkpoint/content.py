@@ -20,7 +20,7 @@ from ..dist import gather_over_ranks
 from ..loading import Checkpoint, checkpoint_folder
 from ..loading.weight_files import fingerprint
 
-Rows = TokenizedDataset | Subset
+DataRows = TokenizedDataset | Subset
 
 # What the kinds of content are called, by the flag that names them.
 KINDS = {
@@ -35,8 +35,8 @@ KINDS = {
 
 def content_of(
     config: RunConfig,
-    dataset: Rows | Source,
-    held_out: Rows | None = None,
+    dataset: DataRows | Source,
+    held_out: DataRows | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> dict[str, str]:
     """Hashes of the rows, the tokenizer, and the base as far as that is known before it is loaded."""

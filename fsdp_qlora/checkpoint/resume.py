@@ -17,7 +17,6 @@ from ..data import Source, Subset, TokenizedDataset
 from ..dist import from_main, print_main, ranks_from_env
 from ..json_input import from_json
 from ..observe.metrics import HISTORY, read_record
-from .disks import Disks, find_disks
 from .folder import (
     LEFT_BY_A_RUN,
     MANIFEST,
@@ -32,6 +31,7 @@ from .folder import (
     step_of,
 )
 from .identity import differences, is_other, steps_asked, with_batch_of
+from .separate_disks import Disks, find_disks
 
 FINISHED = "finished.json"  # beside the checkpoints of a run that came to its end
 _OF_ITS_END = (

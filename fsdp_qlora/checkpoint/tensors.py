@@ -29,7 +29,7 @@ from ..memory.pinned_memory import host_tensors
 
 
 @dataclass
-class Rows:
+class TensorRows:
     """Rows `start`, `start` + 1, ... of a tensor that has `total`; 0 of a tensor without rows."""
 
     tensor: Tensor
@@ -37,17 +37,17 @@ class Rows:
     total: int = 0
 
 
-def rows_of(tensor: Tensor) -> Rows | None:
+def rows_of(tensor: Tensor) -> TensorRows | None:
     """What this rank has to save of a tensor; None where another rank does, or there is no row."""
     if not is_first_copy(tensor):
         return None
     if tensor.dim() == 0:
-        return Rows(tensor.detach())
+        return TensorRows(tensor.detach())
     local, start, _ = local_rows(tensor.detach())
-    return Rows(local, start, tensor.shape[0]) if local.shape[0] else None
+    return TensorRows(local, start, tensor.shape[0]) if local.shape[0] else None
 
 
-def weight_rows(model: nn.Module) -> dict[str, Rows]:
+def weight_rows(model: nn.Module) -> dict[str, TensorRows]:
     """This rank's rows of the trained weights."""
     return {
         name: rows
@@ -56,16 +56,16 @@ def weight_rows(model: nn.Module) -> dict[str, Rows]:
     }
 
 
-def taken_rows(model: nn.Module) -> dict[str, Rows]:
+def taken_rows(model: nn.Module) -> dict[str, TensorRows]:
     """This rank's rows of what the base lacks of each adapter, as `<parameter>|taken`."""
     found, parameters = {}, trainable_parameters(model)
     for name, tensor in taken_out(model).items():
         if (rows := rows_of(parameters[name])) is not None:
-            found[f"{name}|taken"] = Rows(tensor, rows.start, rows.total)
+            found[f"{name}|taken"] = TensorRows(tensor, rows.start, rows.total)
     return found
 
 
-def optimizer_rows(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Rows]:
+def optimizer_rows(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorRows]:
     """This rank's rows of the optimizer's states, as `<parameter>|<state>`."""
     return {
         f"{name}|{key}": rows
@@ -85,7 +85,7 @@ class Staging:
     def __init__(self, device: torch.device):
         self.device, self.buffers = device, dict[str, dict[str, Tensor]]()
 
-    def copy(self, kind: str, rows: dict[str, Rows]) -> dict[str, Rows]:
+    def copy(self, kind: str, rows: dict[str, TensorRows]) -> dict[str, TensorRows]:
         """The same rows, on the host; `wait` before they are read."""
         buffers = self.buffers.get(kind, {})
         if described(buffers) != described({name: r.tensor for name, r in rows.items()}):
@@ -94,7 +94,7 @@ class Staging:
             )
             buffers = self.buffers[kind] = dict(zip(rows, made, strict=True))
         return {
-            name: Rows(buffers[name].copy_(r.tensor, non_blocking=True), r.start, r.total)
+            name: TensorRows(buffers[name].copy_(r.tensor, non_blocking=True), r.start, r.total)
             for name, r in rows.items()
         }
 
@@ -147,7 +147,7 @@ def weights_file(folder: Path, rank: int) -> Path:
     return folder / f"weights-{rank:05}.safetensors"
 
 
-def write_rows(path: Path, rows: dict[str, Rows], random_state: RandomState | None = None):
+def write_rows(path: Path, rows: dict[str, TensorRows], random_state: RandomState | None = None):
     """Write rows, wait for the disk, and read them back. Raises OSError if they are not the same."""
     tensors = {name: r.tensor for name, r in rows.items()}
     metadata = {

@@ -28,14 +28,14 @@ from ..config import RunConfig
 from ..dist import from_main, print_main, rank_stores, ranks_from_env
 from ..export import save_peft_config
 from ..lora_init import for_original_base, saved_config
-from .disks import Disks, list_files
 from .folder import RUN, prune, scratch_folder, seal, step_folder
+from .separate_disks import Disks, list_files
 from .state import ADAPTER, Boundary, RunState
 from .tensors import (
     RandomState,
     RowFiles,
-    Rows,
     Staging,
+    TensorRows,
     optimizer_rows,
     rank_file,
     read_back,
@@ -56,8 +56,8 @@ class _Snapshot:
     """What one rank writes of a checkpoint, copied from the run."""
 
     step: int
-    weights: dict[str, Rows]
-    optimizer: dict[str, Rows]
+    weights: dict[str, TensorRows]
+    optimizer: dict[str, TensorRows]
     random: RandomState
     run: dict
     topic: str  # where the ranks say that they have written it

@@ -18,9 +18,9 @@ from tempfile import TemporaryDirectory
 
 from ..bench.auto import climb_down, machine_here, with_changes
 from ..bench.batches import RunRows
-from ..bench.drive import How, Job
+from ..bench.cell_processes import How, Job
 from ..bench.measure import commit, versions
-from ..bench.row import Row
+from ..bench.row import BenchRow
 from ..catalog.arch import ModelShape, shape_from_config
 from ..catalog.machine import Machine
 from ..config import RunConfig
@@ -118,7 +118,7 @@ def _store_file(
     return root / "fsdp_qlora" / "plans" / (hashlib.sha256(key.encode()).hexdigest()[:20] + ".json")
 
 
-def keep(file: Path, plan: Proposal, row: Row | None):
+def keep(file: Path, plan: Proposal, row: BenchRow | None):
     """Store a confirmed plan; a folder that can't be written is said, and costs the next start."""
     batches = plan.choice.batches if plan.choice else None
     kept = dict(

@@ -16,7 +16,7 @@ import json
 import re
 from functools import cached_property
 
-from . import bounded
+from . import template_bounds
 
 _OVERRUNS = 20  # of a template's bounds, before the run stops
 _REASON_LENGTH = 200
@@ -80,7 +80,7 @@ class ChatTemplate:
             raise UnusableRow("no messages")
         source = self.tokenizer.get_chat_template(template or self.template, tools)
         try:
-            return bounded.render(
+            return template_bounds.render(
                 source,
                 **self.tokenizer.special_tokens_map,
                 messages=messages,
@@ -90,7 +90,7 @@ class ChatTemplate:
             )
         except Exception as error:  # a program of others may raise anything
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:_REASON_LENGTH]
-            if isinstance(error, bounded.OverBudget):
+            if isinstance(error, template_bounds.OverBudget):
                 self._count_overrun(reason)
             raise UnusableRow(f"chat template: {reason}") from None
 

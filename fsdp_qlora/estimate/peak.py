@@ -1,6 +1,6 @@
 """The peak of a step: what is alive at the moments that can be it, and the host's memory.
 
-Which units FSDP2 has gathered, and which gradients wait, is in `window.py`.
+Which units FSDP2 has gathered, and which gradients wait, is in `gathered_units.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from ..plan import BYTES, Plan, Runs
 from . import constants
 from .activations import Kept, block_input, loss_bytes, offloaded_input
 from .constants import CONTEXT_GIB, NCCL_GIB, PROCESS_HOST_GIB
+from .gathered_units import GatheredUnits, WaitingGradients
 from .weights import (
     all_trained,
     all_weights,
@@ -24,7 +25,6 @@ from .weights import (
     resident_bytes,
     trained_on_host,
 )
-from .window import Gradients, Window
 
 GIB = 2**30
 PIECE_BYTES = 2**27  # rows of the embedding that travel at a time (memory/vocab_parallel.py)
@@ -137,11 +137,11 @@ class Peak:
     def __init__(self, shape: ModelShape, plan: Plan):
         self.shape, self.plan = shape, plan
         self.static = _static_parts(shape, plan)
-        self.kept, self.gradients = Kept(shape, plan), Gradients(shape, plan)
-        self.window = self.loose = Window(shape, plan)
+        self.kept, self.gradients = Kept(shape, plan), WaitingGradients(shape, plan)
+        self.window = self.loose = GatheredUnits(shape, plan)
         if plan.sharded and not plan.sharding.resharded:
             freed = plan.change(gather_once=False, strategy=resharding(plan.sharding.strategy))
-            self.loose = Window(shape, freed)
+            self.loose = GatheredUnits(shape, freed)
         self.update = _update_bytes(shape, plan)
         self.fixed = self.fixed_moments()
         self.head = head_bytes(shape, plan)
@@ -191,7 +191,9 @@ class Peak:
             _UPDATE: dict(gradients=grads.whole, working=self.update),
         }
 
-    def moments(self, runs: Runs, window: Window | None = None) -> dict[str, dict[str, float]]:
+    def moments(
+        self, runs: Runs, window: GatheredUnits | None = None
+    ) -> dict[str, dict[str, float]]:
         """Bytes of what comes and goes, at each moment that can be the peak.
 
         Among blocks of one policy everything changes evenly, so the ends of each run are enough.
@@ -219,7 +221,7 @@ class Peak:
         }
 
     def in_block_backward(
-        self, runs: Runs, policy: str, block: int, window: Window
+        self, runs: Runs, policy: str, block: int, window: GatheredUnits
     ) -> dict[str, float]:
         """What is alive at the widest place of one block's backward."""
         before = self.kept.before(runs, block)

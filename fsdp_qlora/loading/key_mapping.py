@@ -27,7 +27,7 @@ from transformers.core_model_loading import (
 
 from ..experts import stacked_weights
 from ..model.conv1d import transposed_weights
-from .weight_files import Checkpoint, Stored
+from .weight_files import Checkpoint, FileSpan
 
 _BESIDE_A_WEIGHT = re.compile(r"(?<=\.weight)\..*")  # what bitsandbytes stores with a 4-bit one
 
@@ -36,13 +36,13 @@ _BESIDE_A_WEIGHT = re.compile(r"(?<=\.weight)\..*")  # what bitsandbytes stores 
 class _Transposed:
     """A weight (O, I) whose file holds (I, O); read whole, as its rows are columns there."""
 
-    stored: Stored
+    stored: FileSpan
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.stored.shape[::-1]
 
-    def spans(self, start: int, stop: int) -> list[Stored]:
+    def spans(self, start: int, stop: int) -> list[FileSpan]:
         return [self.stored]
 
     def rows(self, tensors: list[Tensor], start: int, stop: int) -> Tensor:
@@ -53,13 +53,13 @@ class _Transposed:
 class _Stacked:
     """Rows of several tensors of one width below each other, as of all experts of a block."""
 
-    parts: tuple[Stored, ...]
+    parts: tuple[FileSpan, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
-    def spans(self, start: int, stop: int) -> list[Stored]:
+    def spans(self, start: int, stop: int) -> list[FileSpan]:
         found, first = [], 0
         for part in self.parts:
             inside = max(start - first, 0), min(stop - first, part.shape[0])

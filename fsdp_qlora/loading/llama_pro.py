@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from ..catalog.llama_pro import Expansion
 from ..model.blocks import attention_and_mlp, block_list, decoder_blocks, is_linear
 from ..model.trained_dtype import train_in
-from .weight_files import Checkpoint, Stored
+from .weight_files import Checkpoint, FileSpan
 
 # What families call the last linear layer of an attention or an MLP, whose output the block adds.
 _OUTPUT_NAMES = (
@@ -66,7 +66,7 @@ class ExpandedCheckpoint(Checkpoint):
         self.zeros = _output_projections(model)
 
     @property
-    def stored(self) -> dict[str, Stored]:
+    def stored(self) -> dict[str, FileSpan]:
         """The tensors in the files."""
         return self.base.stored
 
@@ -113,7 +113,7 @@ class ExpandedCheckpoint(Checkpoint):
         """Refuse a tensor whose stored values are not its numbers."""
         self.base.check_numbers(self.source(key))
 
-    def spans(self, piece) -> list[Stored]:
+    def spans(self, piece) -> list[FileSpan]:
         """What must be read for a piece."""
         return [] if self.is_zero(piece.key) else self.base.spans(self.renamed(piece))
 
@@ -123,7 +123,7 @@ class ExpandedCheckpoint(Checkpoint):
             return (torch.zeros_like(piece.local),)
         return self.base.values(self.renamed(piece), tensors)
 
-    def read(self, span: Stored, buffer: Tensor | None = None) -> Tensor:
+    def read(self, span: FileSpan, buffer: Tensor | None = None) -> Tensor:
         """The values of a span."""
         return self.base.read(span, buffer)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..quantization.absmax import BLOCKSIZE, STORAGE_DTYPE, encode_absmax
 from ..quantization.formats import dequantize_rows
 from .bnb_4bit import STATE, checked_state
-from .weight_files import NUMBERS, Checkpoint, Stored, dtype_name
+from .weight_files import NUMBERS, Checkpoint, FileSpan, dtype_name
 
 
 def open_weights(folder: str | Path, quantization: dict | None, model_name: str) -> Checkpoint:
@@ -76,8 +76,8 @@ def layers_to_quantize(checkpoint: Checkpoint, quant: str) -> set[str] | None:
 class _Nested:
     """How absmax itself is quantized: value = code[byte] * scale of its block + offset."""
 
-    scale: Stored  # float32, one for each block of `blocksize` scales
-    code: Stored  # float32 (256,)
+    scale: FileSpan  # float32, one for each block of `blocksize` scales
+    code: FileSpan  # float32 (256,)
     offset: float
     blocksize: int
 
@@ -89,8 +89,8 @@ class _FourBitWeight:
     shape: tuple[int, int]  # (O, I)
     quant_type: str
     dtype: torch.dtype  # of the weight it was made from
-    packed: Stored  # uint8 (O, I/2)
-    absmax: Stored  # float32, or uint8 if nested: (O, I/64)
+    packed: FileSpan  # uint8 (O, I/2)
+    absmax: FileSpan  # float32, or uint8 if nested: (O, I/64)
     nested: _Nested | None
 
 
@@ -163,7 +163,7 @@ class FourBitCheckpoint(Checkpoint):
         """nf4, fp4, or both."""
         return {w.quant_type for w in self.weights.values()}
 
-    def spans(self, piece) -> list[Stored]:
+    def spans(self, piece) -> list[FileSpan]:
         weight = self.weights.get(piece.key)
         if not weight:
             return super().spans(piece)
@@ -234,11 +234,11 @@ class _Fp8Checkpoint(Checkpoint):
                 f"{scale.shape}; download the model again, or give the 16-bit one"
             )
 
-    def scale(self, key: str) -> Stored | None:
+    def scale(self, key: str) -> FileSpan | None:
         """The scales of a tensor, if it has some."""
         return self.stored.get(f"{key}_scale_inv")
 
-    def spans(self, piece) -> list[Stored]:
+    def spans(self, piece) -> list[FileSpan]:
         scale, size = self.scale(piece.key), self.block[0]
         if not scale:
             return super().spans(piece)

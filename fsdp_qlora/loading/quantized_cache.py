@@ -30,8 +30,8 @@ from ..dist import (
 )
 from ..writable import check_folder
 from .content_hash import stat_of
-from .stream import Piece, rank_pieces
-from .weight_files import STORED_DTYPES, Checkpoint, Stored, fingerprint, first_line, read_header
+from .stream import WeightSlice, rank_pieces
+from .weight_files import STORED_DTYPES, Checkpoint, FileSpan, fingerprint, first_line, read_header
 
 _VERSION = 2  # of what the file holds; part of its name's hash
 NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
@@ -151,12 +151,12 @@ class QuantizedCache:
 
     # ---- a source, as `loading.load_weights` asks it ----
 
-    def spans(self, piece: Piece) -> list[Stored]:
+    def spans(self, piece: WeightSlice) -> list[FileSpan]:
         if not (self.complete and piece.module):
             return self.base.spans(piece)
         return [self.stored[name].rows(piece.start, piece.stop) for name in _entries(piece.key)]
 
-    def values(self, piece: Piece, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    def values(self, piece: WeightSlice, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         if not (self.complete and piece.module):
             return self.base.values(piece, tensors)
         packed, absmax, sums = tensors
@@ -166,13 +166,13 @@ class QuantizedCache:
         read = [self.base.read(span).to(self.device) for span in self.base.spans(piece)]
         return self.base.values(piece, read)
 
-    def read(self, span: Stored, buffer: Tensor | None = None) -> Tensor:
+    def read(self, span: FileSpan, buffer: Tensor | None = None) -> Tensor:
         """The values of a span, of this file or the checkpoint's."""
         if span.path != self.path:
             return self.base.read(span, buffer)
         return span.read() if buffer is None else span.read_into(buffer)
 
-    def placed(self, piece: Piece):
+    def placed(self, piece: WeightSlice):
         """Write the piece as it is in the model, unless it came from here."""
         if not piece.module or not piece.first_copy or self.error:
             return
@@ -214,7 +214,7 @@ def _cache_key(layers: dict, base: Checkpoint, device: torch.device) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def layout(path: Path, layers: dict, base: Checkpoint) -> dict[str, Stored]:
+def layout(path: Path, layers: dict, base: Checkpoint) -> dict[str, FileSpan]:
     """Where each tensor of the file lies, behind a header with room for what `base` is known by."""
     found, offset = {}, 0
     for key, module in layers.items():
@@ -224,7 +224,7 @@ def layout(path: Path, layers: dict, base: Checkpoint) -> dict[str, Stored]:
             torch.empty(module.weight.shape[:1], device="meta", dtype=torch.int64),
         )
         for name, tensor in zip(_entries(key), shapes, strict=True):
-            found[name] = Stored(path, offset, tensor.dtype, tuple(tensor.shape))
+            found[name] = FileSpan(path, offset, tensor.dtype, tuple(tensor.shape))
             offset += found[name].nbytes
     room = sum(2 * len(name) + 50 for name in base.stored)
     room += sum(2 * len(path.name) + 120 for path in base.content.places)
@@ -232,7 +232,7 @@ def layout(path: Path, layers: dict, base: Checkpoint) -> dict[str, Stored]:
     return {name: stored._replace(offset=start + stored.offset) for name, stored in found.items()}
 
 
-def _header_bytes(stored: dict[str, Stored], note: str = "") -> bytes:
+def _header_bytes(stored: dict[str, FileSpan], note: str = "") -> bytes:
     """The head of a safetensors file with these tensors, as long as the first one's offset leaves.
 
     note: a text that is kept in it.

@@ -26,14 +26,14 @@ from tqdm import tqdm
 from ..dist import is_first_copy, local_rows, print_main, ranks_from_env, sum_over_ranks
 from ..quantization.formats import quantize_rows
 from ..quantization.quantize import QuantLinear
-from .weight_files import Checkpoint, Stored
+from .weight_files import Checkpoint, FileSpan
 
 PIECE_VALUES = 2**22  # values of a tensor that are read and quantized at a time
 _ALIGNMENT = 64  # bytes, of tensors in a staging buffer
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightSlice:
     """Some rows of a parameter: where they come from, and where in the model they go."""
 
     key: str  # the tensor's name in the checkpoint
@@ -45,7 +45,7 @@ class Piece:
     module: QuantLinear | None = None
     first_copy: bool = True  # no rank before this one holds the same rows
 
-    def cut(self) -> Iterator[Piece]:
+    def cut(self) -> Iterator[WeightSlice]:
         """The same in pieces of at most PIECE_VALUES values, or one row."""
         step = max(1, PIECE_VALUES // max(1, self.width))
         for start in range(self.start, self.stop, step):
@@ -88,13 +88,13 @@ def _is_packed(module: nn.Module, leaf: str) -> bool:
     return isinstance(module, QuantLinear) and leaf == "weight"
 
 
-def rank_pieces(model: nn.Module, but: Collection[str] = ()) -> Iterator[Piece]:
+def rank_pieces(model: nn.Module, but: Collection[str] = ()) -> Iterator[WeightSlice]:
     """What this rank must read, in the model's order, a parameter at a time; `but` is there already."""
     for key, module, leaf, parameter in _base_parameters(model):
         if key in but:
             continue
         local, start, stop = local_rows(parameter)
-        piece = Piece(
+        piece = WeightSlice(
             key,
             start,
             stop,
@@ -176,7 +176,7 @@ def load_weights(
                 progress(sum(t.nbytes for t in tensors))
 
 
-def place(piece: Piece, values: tuple[Tensor, ...]):
+def place(piece: WeightSlice, values: tuple[Tensor, ...]):
     """Copy a piece's values into the model, quantizing numbers that it wants quantized."""
     if piece.module and len(values) == 1:
         values = quantize_rows(*values, piece.module.quant_type, piece.module.absmax_dtype)
@@ -191,13 +191,13 @@ def _reader_threads() -> int:
 
 
 def _read_ahead(
-    pieces: Iterator[Piece], source: Checkpoint, device: torch.device, workers: int
-) -> Iterator[tuple[Piece, list[Tensor]]]:
+    pieces: Iterator[WeightSlice], source: Checkpoint, device: torch.device, workers: int
+) -> Iterator[tuple[WeightSlice, list[Tensor]]]:
     """(piece, what its source asked for, on `device`) in order, with some more under way.
 
     The tensors are valid until the next piece is asked for.
     """
-    staging = Staging(device, workers + 2)
+    staging = HostBuffers(device, workers + 2)
     pool = ThreadPoolExecutor(workers)
     ahead = ((piece, pool.submit(staging.read, source, source.spans(piece))) for piece in pieces)
     pending = deque(islice(ahead, workers + 2))
@@ -212,7 +212,7 @@ def _read_ahead(
         pool.shutdown(cancel_futures=True)
 
 
-class Staging:
+class HostBuffers:
     """Host buffers that threads read into and the device copies from; pinned for CUDA."""
 
     def __init__(self, device: torch.device, count: int):
@@ -221,7 +221,7 @@ class Staging:
         for _ in range(count):
             self.free.put((torch.empty(0, dtype=torch.uint8), None))
 
-    def read(self, source: Checkpoint, spans: list[Stored]) -> tuple[Tensor, list[Tensor]]:
+    def read(self, source: Checkpoint, spans: list[FileSpan]) -> tuple[Tensor, list[Tensor]]:
         """Read spans into one buffer; returns it, and the tensors that it holds."""
         buffer, copied = self.free.get()
         if copied is not None:

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 from ..hub import asked_hub
 from .model_folder import looks_local, not_at_hand, pinned, read_config
 from .stream import expected_shapes
-from .weight_files import Checkpoint, Stored, first_line
+from .weight_files import Checkpoint, FileSpan, first_line
 
 
 def load_tokenizer(
@@ -62,14 +62,14 @@ def grow_vocabulary(settings: PretrainedConfig, tokenizer: PreTrainedTokenizerBa
 class _Grown:
     """A tensor (V, D) with more rows than its file has, which are the mean of those there."""
 
-    stored: Stored
+    stored: FileSpan
     total: int
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.total, *self.stored.shape[1:]
 
-    def spans(self, start: int, stop: int) -> list[Stored]:
+    def spans(self, start: int, stop: int) -> list[FileSpan]:
         there = self.stored.shape[0]
         return [self.stored if stop > there else self.stored.rows(start, stop)]
 

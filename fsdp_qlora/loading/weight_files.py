@@ -68,7 +68,7 @@ def reason_of(error: Exception) -> str:
     return (kind + first_line(error) + cause).rstrip(". ")
 
 
-class Stored(NamedTuple):
+class FileSpan(NamedTuple):
     """A tensor, or some of its rows, in a file."""
 
     path: Path
@@ -80,7 +80,7 @@ class Stored(NamedTuple):
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def rows(self, start: int, stop: int) -> Stored:
+    def rows(self, start: int, stop: int) -> FileSpan:
         """Rows (start, stop); a scalar stays whole."""
         if not self.shape:
             return self
@@ -89,13 +89,13 @@ class Stored(NamedTuple):
             offset=self.offset + start * row_bytes, shape=(stop - start, *self.shape[1:])
         )
 
-    def seen_as(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Stored:
+    def seen_as(self, dtype: torch.dtype, shape: tuple[int, ...]) -> FileSpan:
         """The same bytes under another type and shape, whose first number may be -1 for what is left."""
         if shape[0] == -1:
             shape = (math.prod(self.shape) // math.prod(shape[1:]), *shape[1:])
         return self._replace(dtype=dtype, shape=tuple(shape))
 
-    def bytes_of(self, start: int, stop: int) -> Stored:
+    def bytes_of(self, start: int, stop: int) -> FileSpan:
         """Some of its bytes, as such."""
         return self._replace(offset=self.offset + start, dtype=torch.uint8, shape=(stop - start,))
 
@@ -131,7 +131,7 @@ class Checkpoint:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        self.stored: dict[str, Stored] = {}
+        self.stored: dict[str, FileSpan] = {}
         for path in self.safetensors_files():
             self.add(path)
         self.check_index()
@@ -219,7 +219,7 @@ class Checkpoint:
 
     # What `loading.load_weights` asks of a source of weights; a piece is some rows of a parameter.
 
-    def read(self, span: Stored, buffer: Tensor | None = None) -> Tensor:
+    def read(self, span: FileSpan, buffer: Tensor | None = None) -> Tensor:
         """The values of a span, in `buffer` if that is given; they are hashed on the way."""
         if buffer is None:
             buffer = torch.empty(span.nbytes, dtype=torch.uint8)
@@ -227,7 +227,7 @@ class Checkpoint:
         self.content.take(span, memoryview(buffer.numpy()))
         return values
 
-    def spans(self, piece) -> list[Stored]:
+    def spans(self, piece) -> list[FileSpan]:
         """What must be read for a piece."""
         if made := self.made.get(piece.key):
             return made.spans(piece.start, piece.stop)
@@ -243,7 +243,7 @@ class Checkpoint:
         """Told when a piece is in the model."""
 
 
-def read_header(path: Path) -> dict[str, Stored]:
+def read_header(path: Path) -> dict[str, FileSpan]:
     """The tensors of one file. safetensors itself checks that they cover it, each by its own bytes."""
     try:
         with safe_open(path, framework="pt"):
@@ -260,7 +260,7 @@ def read_header(path: Path) -> dict[str, Stored]:
         header = from_json(file.read(length))
     header.pop("__metadata__", None)
     found = {
-        name: Stored(
+        name: FileSpan(
             path, 8 + length + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"])
         )
         for name, entry in header.items()
@@ -270,7 +270,7 @@ def read_header(path: Path) -> dict[str, Stored]:
     }
 
 
-def _known_dtype(stored: Stored, name: str) -> torch.dtype:
+def _known_dtype(stored: FileSpan, name: str) -> torch.dtype:
     """The torch dtype of a tensor whose header says `stored.dtype`."""
     if stored.dtype in STORED_DTYPES:
         return STORED_DTYPES[stored.dtype]
@@ -322,7 +322,7 @@ class RandomCheckpoint(Checkpoint):
             0, 0.02, generator=generator
         )
 
-    def spans(self, piece) -> list[Stored]:
+    def spans(self, piece) -> list[FileSpan]:
         return []
 
     def values(self, piece, tensors: list[Tensor]) -> tuple[Tensor, ...]:

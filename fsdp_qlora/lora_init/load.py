@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..adapters import LoraLinear
 from ..dist import from_rank, local_rows, print_main, ranks_from_env
 from ..loading.prequantized import FourBitCheckpoint
-from ..loading.stream import Piece, checkpoint_key, place, rank_pieces
+from ..loading.stream import WeightSlice, checkpoint_key, place, rank_pieces
 from ..loading.weight_files import Checkpoint, hash_seed
 from ..model.blocks import base_model, is_tied, output_head
 from ..quantization.formats import dequantize_rows, quantize_rows
@@ -125,7 +125,7 @@ def _values_of(
 ) -> FirstValues:
     """A layer's first values, from all of its W."""
     base, a = layer.base_layer, _parameters_of(layer)[0]
-    whole = Piece(
+    whole = WeightSlice(
         checkpoint_key(f"{name}.base_layer.weight"),
         0,
         base.out_features,
@@ -148,7 +148,7 @@ def _values_of(
     )
 
 
-def numbers(piece: Piece, source: Checkpoint, device: torch.device) -> Tensor:
+def numbers(piece: WeightSlice, source: Checkpoint, device: torch.device) -> Tensor:
     """Rows of a weight as they are in the checkpoint, in fp32."""
     read = [source.read(span).to(device) for span in source.spans(piece)]
     return source.values(replace(piece, module=None), read)[0].to(device).float()
@@ -204,7 +204,7 @@ def own_rows(whole: Tensor, parameter: nn.Parameter) -> Tensor:
 
 
 def _fill_base(
-    whole: Piece, source: Checkpoint, taken: Taken, scaling: float, device: torch.device
+    whole: WeightSlice, source: Checkpoint, taken: Taken, scaling: float, device: torch.device
 ):
     """Read this rank's rows of a weight and keep them without what was taken out."""
     a, b = taken.a.to(device), taken.b.to(device)

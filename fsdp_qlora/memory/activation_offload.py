@@ -80,11 +80,11 @@ class _HostStore:
         self.leaving: tuple[Tensor, torch.Event | None] | None = None
         self.last = lambda: None  # the newest that was stored
 
-    def put(self, hidden: Tensor) -> Stored:
+    def put(self, hidden: Tensor) -> OffloadedTensor:
         """Start to copy a tensor to the host; it stays on the GPU until `settle`."""
         if self.copies is None:
             self.copies = Copies(hidden.device)
-        stored = Stored(self, hidden, self.last())
+        stored = OffloadedTensor(self, hidden, self.last())
         self.leaving = hidden, self.copies.start(stored.on_host, hidden)
         self.last = weakref.ref(stored)
         return stored
@@ -116,10 +116,10 @@ class _HostStore:
             self.free.append(slot)
 
 
-class Stored:
+class OffloadedTensor:
     """A tensor in a slot of host memory; the one stored before it is fetched along with it."""
 
-    def __init__(self, store: _HostStore, tensor: Tensor, before: Stored | None):
+    def __init__(self, store: _HostStore, tensor: Tensor, before: OffloadedTensor | None):
         self.store, self.device = store, tensor.device
         self.slot = store.take_slot(tensor.numel() * tensor.element_size())
         self.on_host = typed(self.slot, tensor.shape, tensor.dtype)

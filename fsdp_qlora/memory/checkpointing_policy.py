@@ -118,7 +118,7 @@ def recomputed(forward, policy: str, reentrant: bool, draws: bool, hidden, *args
         ops = ops | _SEED_OPS
     if reentrant or not ops:
         return checkpoint(partial(forward, **kwargs), hidden, *args, use_reentrant=reentrant)
-    contexts = partial(create_selective_checkpoint_contexts, partial(kept, ops))
+    contexts = partial(create_selective_checkpoint_contexts, partial(save_or_recompute, ops))
     return checkpoint(forward, hidden, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
@@ -131,6 +131,6 @@ def _say_not_reentrant():
     )
 
 
-def kept(ops: set, ctx, op, *args, **kwargs) -> CheckpointPolicy:
+def save_or_recompute(ops: set, ctx, op, *args, **kwargs) -> CheckpointPolicy:
     """torch's question about one op: keep its output?"""
     return CheckpointPolicy.MUST_SAVE if op in ops else CheckpointPolicy.PREFER_RECOMPUTE

@@ -72,7 +72,7 @@ class CompactAdamW(ShardedOptimizer):
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightChunk:
     """Values of one weight, as views of all that belongs to them, each (N,) but for the scales."""
 
     weight: Tensor
@@ -99,7 +99,7 @@ class Piece:
         )
 
 
-def pieces(p: Tensor, state: dict[str, Tensor], group: dict, salt: int) -> Iterator[Piece]:
+def pieces(p: Tensor, state: dict[str, Tensor], group: dict, salt: int) -> Iterator[WeightChunk]:
     """This rank's values of a weight, CHUNK at a time."""
     weight, first_row, _ = local_rows(p)
     local = {name: local_rows(value)[0].view(-1) for name, value in state.items() if name != "step"}
@@ -110,7 +110,7 @@ def pieces(p: Tensor, state: dict[str, Tensor], group: dict, salt: int) -> Itera
     weight, grad = weight.view(-1), local_rows(p.grad)[0].reshape(-1)
     for start in range(0, len(weight), CHUNK):
         share = start, min(start + CHUNK, len(weight)), len(weight)
-        yield Piece(
+        yield WeightChunk(
             cut(weight, *share),
             cut(grad, *share),
             {name: cut(local[name], *share) for name in _MOMENTS},
@@ -132,9 +132,9 @@ def cut(tensor: Tensor, start: int, stop: int, count: int) -> Tensor:
     return tensor[start // block : stop // block]
 
 
-def batches(found: Iterable[Piece]) -> Iterator[list[Piece]]:
+def batches(found: Iterable[WeightChunk]) -> Iterator[list[WeightChunk]]:
     """Pieces of one kind together, up to TOGETHER values; larger ones alone."""
-    waiting: dict[tuple, list[Piece]] = {}
+    waiting: dict[tuple, list[WeightChunk]] = {}
     for piece in found:
         batch = waiting.setdefault(piece.kind, [])
         if batch and sum(len(other.weight) for other in batch) + len(piece.weight) > TOGETHER:
@@ -144,7 +144,7 @@ def batches(found: Iterable[Piece]) -> Iterator[list[Piece]]:
     yield from waiting.values()
 
 
-def update(batch: list[Piece]):
+def update(batch: list[WeightChunk]):
     """AdamW's update of pieces of one kind."""
     device, factors = batch[0].device, batch[0].factors
     weights = [piece.weight for piece in batch]
@@ -181,7 +181,7 @@ def give_back(whole: Tensor, parts: list[Tensor]):
             part.copy_(new)
 
 
-def places(batch: list[Piece]) -> Tensor:
+def places(batch: list[WeightChunk]) -> Tensor:
     """Place in its whole weight, less that in the batch, and salt: of all values, or of each (2, N)."""
     lengths, starts = [len(piece.weight) for piece in batch], [0]
     for length in lengths:
@@ -259,7 +259,7 @@ def _compiled_update():
     return torch.compile(_adamw_update, fullgraph=True, dynamic=True)
 
 
-def unpacked(batch: list[Piece], name: str) -> Tensor:
+def unpacked(batch: list[WeightChunk], name: str) -> Tensor:
     """A moment to update: itself, a copy, or 8-bit codes made float32, where the batch is updated."""
     device, scales = batch[0].device, [piece.scales[name] for piece in batch if piece.scales]
     codes = joined([piece.moments[name] for piece in batch], device)
@@ -271,7 +271,7 @@ def unpacked(batch: list[Piece], name: str) -> Tensor:
     )
 
 
-def pack(batch: list[Piece], name: str, moment: Tensor):
+def pack(batch: list[WeightChunk], name: str, moment: Tensor):
     """Write an updated moment back, to its codes if there are."""
     own, scales = (
         [piece.moments[name] for piece in batch],

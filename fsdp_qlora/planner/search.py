@@ -40,7 +40,7 @@ def search(
     failed: list[Estimate] = []
     layouts = _packings(config, free)
     for packing, (strategy, offload, activations) in product(
-        layouts, places(machine, config, free)
+        layouts, offload_combinations(machine, config, free)
     ):
         for size in micro_batches(machine, config, free):
             tried = replace(
@@ -61,7 +61,7 @@ def search(
     return _Search(_ranked(fitting, config, free), closest)
 
 
-def places(
+def offload_combinations(
     machine: Machine, config: RunConfig, free: frozenset[str]
 ) -> list[tuple[str, bool, bool]]:
     """Strategies with or without offload of weights and of activations, that this version can do."""

@@ -121,7 +121,7 @@ def cut_writes(folder: str, out: str) -> list[str]:
     """Write a checkpoint under a limit of file size that grows; what was there after each try."""
     from fsdp_qlora.build import build_model
     from fsdp_qlora.checkpoint import CheckpointWriter, RunState
-    from fsdp_qlora.checkpoint.disks import find_disks
+    from fsdp_qlora.checkpoint.separate_disks import find_disks
     from fsdp_qlora.data import StepSampler
     from fsdp_qlora.optim import build_optimizer, build_scheduler
 

@@ -13,7 +13,7 @@ import pytest
 
 from fsdp_qlora.bench.auto import machine_here, with_changes
 from fsdp_qlora.bench.batches import RunRows
-from fsdp_qlora.bench.drive import How
+from fsdp_qlora.bench.cell_processes import How
 from fsdp_qlora.catalog.arch import shape_from_params
 from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
 from fsdp_qlora.cli import TrainOptions
@@ -126,7 +126,7 @@ def probe_and_run(folder: str, data: str, out: str) -> dict[str, dict]:
     """For each case: what a probe computes, what the run of the same settings does, and its metrics."""
     import torch
 
-    from fsdp_qlora.bench.drive import How
+    from fsdp_qlora.bench.cell_processes import How
     from fsdp_qlora.bench.measure import MemoryLimit, describe_run, measure
     from fsdp_qlora.training import loop, step, trainer
     from fsdp_qlora.training.trainer import train

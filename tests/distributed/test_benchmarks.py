@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from fsdp_qlora.bench.drive import How, Job, run_jobs
+from fsdp_qlora.bench.cell_processes import How, Job, run_jobs
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny
 

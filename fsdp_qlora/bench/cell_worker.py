@@ -16,7 +16,7 @@ from ..config.flags import parse
 from ..dist import print_main, process_group, rank_device, ranks_from_env
 from ..estimate.peak import CONTEXT_GIB, NCCL_GIB
 from .batches import RunRows
-from .drive import How, Job
+from .cell_processes import How, Job
 from .measure import MemoryLimit, describe_run, measure, summary
 from .row import append_row
 

@@ -1,6 +1,6 @@
 """Runs cells in processes of their own, so that one that runs out of memory is a row like the others.
 
-A process measures several cells one after the other (`cells.py`) and leaves a note of what it is at; if
+A process measures several cells one after the other (`cell_worker.py`) and leaves a note of what it is at; if
 it ends early, that cell is the failed one, and a new process goes on after it.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .grid import Cell
-from .row import Row, append_row, empty_row, read_rows, row_from_dict
+from .row import BenchRow, append_row, empty_row, read_rows, row_from_dict
 
 _GRACE_SECONDS = 60  # of a process that is told to end, before it is killed
 
@@ -48,7 +48,7 @@ def job_of(cell: Cell) -> Job:
     return Job(cell.name, cell.argv(), cell.gpus, cell.gpu_memory_gib, cell.num_hidden_layers)
 
 
-def run_jobs(jobs: list[Job], how: How, results: str | Path | None = None) -> list[Row]:
+def run_jobs(jobs: list[Job], how: How, results: str | Path | None = None) -> list[BenchRow]:
     """A row for each job, appended to `results` as it comes; failed ones too."""
     rows, left = [], list(jobs)
     while left:
@@ -62,7 +62,7 @@ def run_jobs(jobs: list[Job], how: How, results: str | Path | None = None) -> li
     return rows
 
 
-def run_batch(batch: list[Job], how: How, results: str | Path | None = None) -> list[Row]:
+def run_batch(batch: list[Job], how: How, results: str | Path | None = None) -> list[BenchRow]:
     """Rows of the first jobs of a batch: of all, or up to the one that failed.
 
     The process itself appends what it measures to `results`: what is there survives an end of both. A
@@ -154,7 +154,7 @@ def end(process: subprocess.Popen):
         process.wait()
 
 
-def _failed_row(files: Path, job: Job, code: int | None) -> Row:
+def _failed_row(files: Path, job: Job, code: int | None) -> BenchRow:
     """The row of a job whose process ended: out of memory, an error, or out of time."""
     notes = {
         name: json.loads((files / name).read_text())

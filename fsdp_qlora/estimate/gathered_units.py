@@ -23,7 +23,7 @@ from .weights import (
 )
 
 
-class Window:
+class GatheredUnits:
     """Gathered bytes of one rank; all 0 where FSDP owns nothing.
 
     A flat buffer is what a unit's all-gather fills, before it is copied into parameters; there is none
@@ -106,7 +106,7 @@ def _unit_bytes(shape: ModelShape, plan: Plan) -> tuple[float, float]:
     return block, block
 
 
-class Gradients:
+class WaitingGradients:
     """Bytes of one rank's gradients; `held` are those of earlier micro-batches, all through a forward.
 
     The host has them where they are offloaded. A CUDA graph adds to tensors that stay for the whole run.
