@@ -219,7 +219,7 @@ def test_the_command_says_each_rung_the_search_and_the_choice(capsys, tmp_path, 
     assert all(len(line) < 80 for line in text.splitlines() if not line.startswith("chosen"))
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main([*argv, "--picture", str(tmp_path / "plan.foo")]) == 2
-    assert "plan.foo: foo is no form of pictures; end its name in .png" in capsys.readouterr().err
+    assert "plan.foo: foo is not a picture format; use .png" in capsys.readouterr().err
     assert main([*argv, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert len(answer["ladder"]) == len(LADDER) and answer["choice"]["fits"]

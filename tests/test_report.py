@@ -169,7 +169,7 @@ def test_markup_in_any_part_of_any_record_never_stands_raw_in_the_page(run):
             try:
                 tags = tags_of(run)
             except ValueError as error:  # a number is no text
-                assert "metrics.jsonl holds a record that no run writes" in str(error), changed
+                assert "metrics.jsonl has a record that no run writes" in str(error), changed
                 continue
             written += 1
             assert [tag for tag, _ in tags].count("script") == 1, changed
@@ -328,7 +328,7 @@ def test_a_run_of_this_program_on_the_cpu_has_a_page_with_its_answers(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    "made, said", [(None, "no metrics.jsonl there"), ("", "no step is in it yet")]
+    "made, said", [(None, "no metrics.jsonl there"), ("", "it has no step yet")]
 )
 def test_a_folder_that_is_no_runs_is_said_in_one_line(tmp_path, capsys, made, said):
     if made is not None:

@@ -20,12 +20,12 @@ def check_biases(model: nn.Module, kind: str):
         return
     trained = {name: m for name, m in model.named_modules() if _has_trained_bias(m)}
     if not trained:
-        raise ValueError(f"--bias {kind}: there is none of these in the model; leave it out")
+        raise ValueError(f"--bias {kind}: the model has no such biases; leave it out")
     for name, module in trained.items():
         if not isinstance(module, (nn.Linear, nn.LayerNorm, QuantLinear)):
             raise ValueError(
-                f"--bias {kind}: {name} ({type(module).__name__}) has a bias of a kind "
-                "that can't be trained here; use --bias lora_only or none"
+                f"--bias {kind}: {name} ({type(module).__name__}) has a bias "
+                "that can't be trained; use --bias lora_only or none"
             )
 
 

@@ -51,8 +51,8 @@ def apply_modules_to_save(
             n for n in transposed_weights(model) for name, _ in found if n.startswith(name)
         ]:
             raise ValueError(
-                f"--modules_to_save {end}: files of this model hold {lying[0]} "
-                "transposed, and it can't be trained whole beside adapters; adapt it"
+                f"--modules_to_save {end}: this model's files store {lying[0]} transposed, so it "
+                "can't be trained in full beside adapters; adapt it instead"
             )
         for _, module in found:
             train_in(module, dtype)
@@ -99,24 +99,24 @@ def _check_can_be_whole(name: str, module: nn.Module, end: str, dtype: torch.dty
     for part in module.modules():
         if isinstance(part, BaseTunerLayer):
             raise ValueError(
-                f"--modules_to_save {end}: {name} is adapted, or holds layers that are; "
+                f"--modules_to_save {end}: {name} is adapted, or contains adapted layers; "
                 "leave them out of --lora_target_modules"
             )
         if isinstance(part, StackedExperts):
             raise ValueError(
-                f"--modules_to_save {end}: {name} holds experts, which stay frozen beside "
+                f"--modules_to_save {end}: {name} contains experts, which stay frozen beside "
                 "adapters; leave it out"
             )
         if isinstance(part, QuantLinear):
             raise ValueError(
-                f"--modules_to_save {end}: {name} is quantized, or holds layers that are, "
-                "and can't be trained; use --quant none, or adapt it"
+                f"--modules_to_save {end}: {name} is quantized, or contains quantized layers, "
+                "so it can't be trained; use --quant none, or adapt it"
             )
         own = [] if isinstance(part, (nn.Linear, nn.Embedding)) else part.parameters(recurse=False)
         if any(p.dim() > 1 and p.dtype != dtype for p in own):
             raise ValueError(
-                f"--modules_to_save {end}: {name} holds weights of a kind that can be "
-                "trained in the dtype of --precision only; give --adapter_dtype the same"
+                f"--modules_to_save {end}: {name} can be trained only in the dtype of "
+                "--precision; set --adapter_dtype to the same"
             )
 
 

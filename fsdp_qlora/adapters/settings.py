@@ -34,6 +34,6 @@ def _adapted_blocks(config: RunConfig, model: nn.Module) -> list[int] | None:
     if chosen and chosen[-1] >= count:
         raise ValueError(
             f"--layers_to_transform {config.layers_to_transform}: the model has no such "
-            f"block; give some of 0 to {count - 1}"
+            f"block; choose from 0 to {count - 1}"
         )
     return chosen

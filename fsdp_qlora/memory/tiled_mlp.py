@@ -98,8 +98,8 @@ def check_mlps(model: nn.Module, tiles: int):
     for block in decoder_blocks(model) if tiles > 1 else ():
         if mlp_of(block) is None or has_experts(block):
             raise ValueError(
-                f"--mlp_tiles {tiles}: {type(block).__name__} has no MLP that takes each "
-                "token alone in one module; leave it out"
+                f"--mlp_tiles {tiles}: {type(block).__name__} has no MLP module that "
+                "treats each token alone; leave it out"
             )
 
 

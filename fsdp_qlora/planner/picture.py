@@ -64,7 +64,7 @@ def saved(figure, path: str | Path) -> Path:
     forms = figure.canvas.get_supported_filetypes()
     if (form := Path(path).suffix[1:] or "png").lower() not in forms:
         raise ValueError(
-            f"--picture {path}: {form} is no form of pictures; end its name in .png, .pdf or .svg"
+            f"--picture {path}: {form} is not a picture format; use .png, .pdf or .svg"
         )
     figure.savefig(path, dpi=130)
     close(figure)

@@ -30,7 +30,7 @@ def write_report(run: str | Path, path: str | Path | None = None) -> Path:
         text = page(story)
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
         raise ValueError(
-            f"{run}: metrics.jsonl holds a record that no run writes "
+            f"{run}: metrics.jsonl has a record that no run writes "
             f"({type(error).__name__}: {error}); give a folder that a run has written"
         ) from error
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -70,7 +70,7 @@ def read_run_history(run: str | Path) -> RunHistory:
     story = tell(_read_lines(path))
     if not story.steps and not story.starts:
         raise ValueError(
-            f"{path}: no step is in it yet; give the --output_dir of a run that has begun"
+            f"{path}: it has no step yet; give the --output_dir of a run that has started"
         )
     return story
 

@@ -105,5 +105,5 @@ def test_biases_equal_pefts_in_one_process_and_load_there(tmp_path):
 
 
 def test_a_model_without_biases_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="--bias all: there is none"):
+    with pytest.raises(ValueError, match="--bias all: the model has no such"):
         planned_model(RunConfig(model_name=save_tiny(tmp_path), bias="all"), torch.device("cpu"))

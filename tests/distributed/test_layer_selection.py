@@ -108,7 +108,7 @@ def test_what_is_saved_reloads_with_the_live_logits(folder, tmp_path):
 @pytest.mark.parametrize(
     "settings, part",
     [
-        (dict(layers_to_transform="0,3"), "no such block; give some of 0 to 2"),
+        (dict(layers_to_transform="0,3"), "no such block; choose from 0 to 2"),
         (dict(layers_to_transform="2-1"), "'2-1' is neither a number nor a range"),
         (dict(trained_modules="lm_head"), "use --modules_to_save"),
         (

@@ -192,7 +192,7 @@ def test_a_bf16_model_computes_in_bf16_and_stores_whole_modules_in_fp32(folder):
         (dict(modules_to_save="down_proj"), "down_proj is adapted"),
         (
             dict(modules_to_save="mlp", lora_target_modules="q_proj"),
-            "quantized, or holds layers that are",
+            "quantized, or contains quantized layers",
         ),
     ],
 )
