@@ -42,6 +42,7 @@ from .model.attention import choose_attention
 from .model.autocast import apply_autocast
 from .model.blocks import block_list, decoder_blocks, final_norm
 from .model.packing_probe import keep_rows_apart
+from .model.sequence_parallel import apply_sequence_parallel
 from .plan import Plan
 from .quantization.quantize import quantize_linears
 from .run_plan import plan_run
@@ -69,7 +70,8 @@ def build_model(
     policies = block_policies(memory.activation_policy, len(decoder_blocks(model)))
     apply_tiled_mlp(model, memory.mlp_tiles, policies)
     apply_activation_policy(model, policies, memory.reentrant_checkpointing)
-    apply_chunked_cross_entropy(model)
+    sequence = apply_sequence_parallel(model, plan.batch.ranks_per_row)
+    apply_chunked_cross_entropy(model, sequence)
     apply_autocast(model, DTYPES.get(config.autocast_dtype))
     if plan.loop.compile:
         compile_blocks(model, dynamic=plan.batch.unit != "bin")

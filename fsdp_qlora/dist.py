@@ -47,6 +47,10 @@ class Ranks:
     def nodes(self) -> int:
         return max(1, self.world_size // self.local_world_size)
 
+    def share_of_rows(self, ranks_per_row: int) -> tuple[int, int]:
+        """Which share of a step's rows this rank computes, of how many: one of its group's."""
+        return self.rank // ranks_per_row, self.world_size // ranks_per_row
+
 
 def ranks_from_env() -> Ranks:
     """Rank, world size and their numbers on this machine, as torchrun exported them, or one rank."""

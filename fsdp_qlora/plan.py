@@ -351,6 +351,7 @@ def replays_pay(plan: Plan, config: RunConfig) -> bool:
     moved = plan.memory.vocabulary_offload or plan.memory.activation_offload
     return (
         plan.weights_stay
+        and plan.batch.ranks_per_row == 1
         and not moved
         and plan.memory.mlp_tiles == 1
         and plan.loop.compile

@@ -19,9 +19,11 @@ from ..training.trainer import build_loader, longest_row
 
 
 def random_batches(config: RunConfig, vocab: int, count: int) -> list[dict[str, torch.Tensor]]:
-    """Full rows of random tokens, pinned; other ones on each rank, the same in every step."""
+    """Full rows of random tokens, pinned; of its own on each rank (or group), the same in every step."""
     ranks = ranks_from_env()
-    generator = torch.Generator().manual_seed(config.seed + ranks.rank)
+    generator = torch.Generator().manual_seed(
+        config.seed + ranks.share_of_rows(config.sequence_parallel)[0]
+    )
     shape = (plan_batches(config, ranks.world_size).micro_batch_size, config.context_length)
     pinned = dict(pin_memory=torch.cuda.is_available())
     tokens = [torch.randint(0, vocab, shape, generator=generator, **pinned) for _ in range(count)]

@@ -216,6 +216,7 @@ def record_time(row: BenchRow, seconds: list[float], tokens: float | None = None
     row.seconds_p10 = ordered[int(0.1 * (len(ordered) - 1))]
     row.seconds_p90 = ordered[int(0.9 * (len(ordered) - 1) + 0.5)]
     full = row.batch_size * row.context_length * row.gradient_accumulation_steps
+    full /= row.sequence_parallel
     row.tokens_per_second_per_gpu = (
         full / row.seconds_per_step if tokens is None else tokens / sum(seconds)
     )

@@ -62,6 +62,7 @@ class BenchRow:
     cuda_graphs: bool = False  # whether micro-batches were replayed
     adapter: str | None = None  # None: as train_type says
     mlp_tiles: int = 1
+    sequence_parallel: int = 1
     keep_fp8_weights: bool = False
     steps_measured: int = 0
     seconds_per_step: float | None = None
@@ -105,6 +106,7 @@ _FIELDS = dict(
     batch_size="micro_batch_size",
     context_length="context_length",
     gradient_accumulation_steps="accumulation",
+    sequence_parallel="ranks_per_row",
     compile="compile",
     cuda_graphs="cuda_graphs",
 )

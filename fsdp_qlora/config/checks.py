@@ -113,6 +113,7 @@ def check_together(config):
     _check_cpu_offload(config)
     _check_activation_offload(config)
     _check_cuda_graphs(config)
+    _check_sequence_parallel(config)
     _check_mlp_tiles(config)
     _check_kept_fp8(config)
     if config.attn_implementation == "varlen" and not config.packing:
@@ -301,6 +302,22 @@ def _check_cuda_graphs(config):
     if config.compile is False:
         raise ValueError(
             "--cuda_graphs needs compiled blocks, but --compile false leaves them uncompiled; "
+            "leave one of them out"
+        )
+
+
+def _check_sequence_parallel(config):
+    """Every rank of a group has an equal part of a row."""
+    ranks = config.sequence_parallel
+    if ranks > 1 and config.context_length % ranks:
+        raise ValueError(
+            f"--sequence_parallel {ranks} splits rows evenly, but --context_length "
+            f"{config.context_length} is no multiple of it; use "
+            f"{max(1, config.context_length // ranks) * ranks}"
+        )
+    if ranks > 1 and config.cuda_graphs:
+        raise ValueError(
+            "--cuda_graphs speeds up short micro-batches, and --sequence_parallel splits long ones; "
             "leave one of them out"
         )
 

@@ -524,6 +524,14 @@ class ShardingOptions:
         or_auto=True,
         no_effect=rules.needs("a hybrid --sharding_strategy", lambda c: c.strategy.is_hybrid),
     )
+    sequence_parallel: int = opt(
+        1,
+        "GPUs that share the tokens of their rows, for rows too long for one: each computes every "
+        "layer for its part, and attention for its part of the heads (Ulysses)",
+        example=4,
+        on_resume=MAY_CHANGE,
+        least=1,
+    )
     wrap_policy: str = opt(
         "block",
         "unit that FSDP gathers at once: a decoder block, its attention and MLP separately, "

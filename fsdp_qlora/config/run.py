@@ -248,12 +248,13 @@ class BatchPlan:
     micro_batch_size: float = 1  # rows, or bins if packing, per rank and forward
     accumulation: float = 1  # forwards per rank and step
     unit: str = "row"  # row or bin
+    ranks_per_row: int = 1  # --sequence_parallel
     context_length: float = 512  # these are means where an estimate is of rows of several lengths
 
     @property
     def tokens(self) -> float:
         """N, the tokens of one micro-batch on one GPU."""
-        return self.micro_batch_size * self.context_length
+        return self.micro_batch_size * self.context_length / self.ranks_per_row
 
 
 def plan_batches(config: RunConfig, world_size: int) -> BatchPlan:
@@ -262,20 +263,23 @@ def plan_batches(config: RunConfig, world_size: int) -> BatchPlan:
     `--global_batch_size` is the user's and is never changed: the accumulation follows from it, and
     where it does not divide evenly some ranks run a last micro-batch with fewer rows or none.
     """
-    micro = config.batch_size
+    micro, shared = config.batch_size, config.sequence_parallel
+    groups = max(1, world_size // shared)
     if config.global_batch_size == AUTO:
         accumulation = config.gradient_accumulation_steps
         return BatchPlan(
-            micro * accumulation * world_size,
+            micro * accumulation * groups,
             micro,
             accumulation,
             "bin" if config.has_full_bins else "row",
-            config.context_length,
+            context_length=config.context_length,
+            ranks_per_row=shared,
         )
-    micro = min(micro, -(-config.global_batch_size // world_size))
+    micro = min(micro, -(-config.global_batch_size // groups))
     return BatchPlan(
         config.global_batch_size,
         micro,
-        -(-config.global_batch_size // (world_size * micro)),
+        -(-config.global_batch_size // (groups * micro)),
         context_length=config.context_length,
+        ranks_per_row=shared,
     )

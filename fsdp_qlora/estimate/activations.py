@@ -5,6 +5,8 @@ The tests trace transformers' blocks and compare.
 
 from __future__ import annotations
 
+from math import lcm
+
 from ..catalog.arch import ModelShape
 from ..choices import POLICIES
 from ..config.run import chunk_tokens
@@ -315,9 +317,25 @@ def _attention_working(shape: ModelShape, plan: Plan) -> float:
     sums = (4 * q + 2 * q * plan.model.product_bytes * (kv < q)) * (
         plan.model.attention in KEPT_ATTENTION
     )
-    return plan.batch.tokens * (
+    rows = plan.batch.tokens * (
         plan.model.product_bytes * (2 * shape.hidden + 2 * q + 2 * kv) + sums
     )
+    return rows + exchanged(shape, plan)
+
+
+def exchanged(shape: ModelShape, plan: Plan) -> float:
+    """Bytes of q, k, v and attention's output as ranks that share rows exchange them; else 0.
+
+    Key-value heads go as often as there are ranks to have one (model/sequence_parallel.py).
+    """
+    ranks = plan.batch.ranks_per_row
+    if ranks == 1:
+        return 0.0
+    kv_heads = lcm(shape.kv_heads, ranks)
+    if shape.heads % kv_heads:
+        kv_heads = shape.heads
+    values = 2 * (shape.heads + kv_heads) * shape.head_dim
+    return plan.batch.tokens * plan.model.product_bytes * values
 
 
 def loss_bytes(shape: ModelShape, plan: Plan) -> float:

@@ -15,7 +15,7 @@ from ..choices import OPTIMIZERS, POLICIES
 from ..choices.optimizers import TOGETHER
 from ..plan import BYTES, Plan
 from . import constants
-from .activations import moved_blocks, offloaded_input
+from .activations import exchanged, moved_blocks, offloaded_input
 from .experts import adapted_experts
 from .flops import adapted_linears, flops_per_token
 from .passes import (
@@ -103,6 +103,7 @@ def step_seconds(
     parts["launches"] = waits + constants.STEP_SECONDS
     parts["communication"], parts["offload"] = transfers
     parts["communication"] += _once_per_step(shape, plan, link, internode_gb_s)
+    parts["communication"] += plan.batch.accumulation * _exchange_seconds(shape, plan, link)
     parts["optimizer"] = _optimizer_seconds(shape, gpu, plan)
     return StepTime(parts, plan.batch.tokens * plan.batch.accumulation, gpu.calibrated)
 
@@ -292,6 +293,18 @@ def _exposed_seconds(
         + max(0.0, moved - max(0.0, backward - gathers[1] * weights))
     )
     return shown, from_host
+
+
+def _exchange_seconds(shape: ModelShape, plan: Plan, link: float) -> float:
+    """Seconds in which ranks that share rows exchange heads for tokens in a micro-batch.
+
+    Forward, backward, and again where a block is recomputed; each waits for its own.
+    """
+    ranks = plan.batch.ranks_per_row
+    times = sum(2 + POLICIES[policy].recomputes for policy in plan.memory.policies(shape))
+    sent = exchanged(shape, plan) * (ranks - 1) / ranks / (link * 1e9)
+    latency = 4 * constants.COLLECTIVE_LATENCY * (ranks > 1)
+    return times * (sent + latency)
 
 
 def _once_per_step(shape: ModelShape, plan: Plan, link: float, internode_gb_s: float) -> float:

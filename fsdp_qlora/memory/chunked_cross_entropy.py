@@ -28,6 +28,7 @@ from ..config.run import chunk_tokens
 from ..dist import print_main
 from ..model.attention import rows_alone
 from ..model.blocks import base_model, output_head
+from ..model.sequence_parallel import SequenceParallel, masks_are_given
 from ..quantization.quantize import compute_input
 from .vocab_parallel import whole
 
@@ -128,6 +129,7 @@ def _chunked_forward(
     model,
     plain_forward,
     after_head,
+    sequence,
     input_ids=None,
     attention_mask=None,
     labels=None,
@@ -137,16 +139,24 @@ def _chunked_forward(
     """A causal model's forward: with labels only the loss, without labels its own forward.
 
     The loss is the sum over trained tokens divided by `num_items_in_batch`, or their mean, as in
-    transformers. `after_head` is the scale and the cap of its logits.
+    transformers. `after_head` is the scale and the cap of its logits. `sequence`: the ranks that share
+    the batch's rows, or None; then the loss is that of this rank's part of the tokens.
     """
     if labels is None:
         return plain_forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
-    alone = attention_mask is None and "position_ids" not in kwargs
-    with rows_alone(model.config) if alone else nullcontext():
-        hidden = model.base_model(
-            input_ids=input_ids, attention_mask=attention_mask, **kwargs
-        ).last_hidden_state
-    head, labels = output_head(model), _shifted(labels).flatten()
+    kwargs["attention_mask"] = attention_mask
+    labels = _shifted(labels)
+    if num_items_in_batch is None:
+        num_items_in_batch = (labels != IGNORE).sum().clamp(min=1)
+    if sequence:
+        input_ids, labels, kwargs = sequence.part(model.config, input_ids, labels, kwargs)
+        masks = masks_are_given(model.config)
+    else:
+        alone = attention_mask is None and "position_ids" not in kwargs
+        masks = rows_alone(model.config) if alone else nullcontext()
+    with masks:
+        hidden = model.base_model(input_ids=input_ids, **kwargs).last_hidden_state
+    head, labels = output_head(model), labels.flatten()
     # In the head's own dtype or autocast's: norms in fp32 give another, and autocast knows no `out=`. A
     # head that is trained beside adapters is stored in another one (adapters/modules_to_save.py).
     hidden = compute_input(
@@ -157,28 +167,34 @@ def _chunked_forward(
         total = _ChunkedCrossEntropy.apply(
             hidden, weight, head.bias, labels, *after_head, chunk_tokens(len(weight))
         )
-    if num_items_in_batch is None:
-        num_items_in_batch = (labels != IGNORE).sum().clamp(min=1)
     return CausalLMOutputWithPast(loss=total / num_items_in_batch)
 
 
-def apply_chunked_cross_entropy(model: nn.Module) -> nn.Module:
-    """Let the model compute its training loss in chunks, in place.
+def apply_chunked_cross_entropy(
+    model: nn.Module, sequence: SequenceParallel | None = None
+) -> nn.Module:
+    """Let the model compute its training loss in chunks, in place; of `sequence`'s part of its rows.
 
     A model whose head is adapted, or which makes its logits in a way not known here, keeps its own
-    forward, which holds all logits.
+    forward, which holds all logits; with `sequence` it is refused by a ValueError.
     """
     causal = base_model(model)
-    if not isinstance(output_head(model), nn.Linear):
+    linear = isinstance(output_head(model), nn.Linear)
+    after_head = _logit_map(causal) if linear else None
+    if after_head is None and sequence:
+        raise ValueError(
+            f"--sequence_parallel {sequence.size}: the loss of {type(causal).__name__} needs whole rows, "
+            "for it makes its logits in a way that is not known here; leave it out"
+        )
+    if not linear:
         return model
-    after_head = _logit_map(causal)
     if after_head is None:
         print_main(
             f"all logits are held for the loss: {type(causal).__name__} makes them in a way "
             "that is not known here"
         )
         return model
-    causal.forward = partial(_chunked_forward, causal, causal.forward, after_head)
+    causal.forward = partial(_chunked_forward, causal, causal.forward, after_head, sequence)
     return model
 
 

@@ -49,7 +49,7 @@ _WITHOUT_SOFTCAP = (
     _FLASH_ATTENTION_4,
 )  # would leave the capping of scores out in silence
 _WITH_SOFTCAP = {"cuda": "flex_attention", "cpu": "eager"}
-_ROW_WISE_LAYERS = {"full_attention", "sliding_attention"}  # others carry a state along the tokens
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention"}  # others carry a state along the tokens
 # torch 2.11 takes fewer key-value heads as they come; since 2.12 it wants to be told.
 GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
@@ -176,7 +176,7 @@ def rows_alone(config: PretrainedConfig) -> Iterator[None]:
     """
     config = config.get_text_config()
     name = config._attn_implementation
-    if not makes_no_masks(config) or name not in _UNMASKED or not _takes_backends(type(config)):
+    if not makes_no_masks(config) or name not in _UNMASKED or not takes_backends(type(config)):
         yield
         return
     config._attn_implementation = _UNMASKED[name]
@@ -189,17 +189,17 @@ def rows_alone(config: PretrainedConfig) -> Iterator[None]:
 def makes_no_masks(config: PretrainedConfig) -> bool:
     """Whether training on rows that are packed as the model was built makes no attention mask."""
     name = config._attn_implementation
-    return name in (VARLEN, FA4, _FA4_PACKED) or name == "sdpa" and not _has_windows(config)
+    return name in (VARLEN, FA4, _FA4_PACKED) or name == "sdpa" and not has_windows(config)
 
 
 @lru_cache
-def _takes_backends(kind: type[PretrainedConfig]) -> bool:
+def takes_backends(kind: type[PretrainedConfig]) -> bool:
     """Whether such a model's code looks for its attention under a name; Falcon's knows sdpa alone."""
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
     return bool(getattr(model, "_supports_attention_backend", False))
 
 
-def _has_windows(config: PretrainedConfig) -> bool:
+def has_windows(config: PretrainedConfig) -> bool:
     """True if some layers see less than all tokens before."""
     layers = set(getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None) and "full_attention" not in layers
@@ -251,11 +251,16 @@ def choose_attention(
     return VARLEN, "packed rows, without a mask" + said
 
 
+def layers_with_a_state(config: PretrainedConfig) -> str:
+    """Kinds of layers that are no attention but carry a state along a row, with commas."""
+    return ", ".join(sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS))
+
+
 def check_packing(config: PretrainedConfig):
     """ValueError for a model in which packed rows would see each other."""
-    layers = set(getattr(config, "layer_types", None) or ()) - _ROW_WISE_LAYERS
-    if layers or not _takes_backends(type(config)):
-        what = f" has layers of {', '.join(sorted(layers))}, which" if layers else ""
+    layers = layers_with_a_state(config)
+    if layers or not takes_backends(type(config)):
+        what = f" has layers of {layers}, which" if layers else ""
         raise ValueError(
             f"--packing true: {config.model_type}{what} can't keep packed rows apart; "
             "use --packing false"
@@ -284,17 +289,16 @@ def _why_not_fa4(
     config: PretrainedConfig, device: torch.device, dtype: torch.dtype, packing: bool
 ) -> str:
     """What keeps FlashAttention 4 from running; empty if nothing does."""
-    layers = set(getattr(config, "layer_types", None) or ()) - _ROW_WISE_LAYERS
-    if layers:
-        return f"can't run layers of {', '.join(sorted(layers))}"
+    if layers := layers_with_a_state(config):
+        return f"can't run layers of {layers}"
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if not _takes_backends(type(config)) or not (
+    if not takes_backends(type(config)) or not (
         model._supports_sdpa and model._supports_flash_attn
     ):
         return f"can't be given to {config.model_type}"
     if reason := _why_not_varlen(config, device, dtype):
         return reason
-    window = getattr(config, "sliding_window", None) if _has_windows(config) else None
+    window = getattr(config, "sliding_window", None) if has_windows(config) else None
     kinds = {"full_attention": None, "sliding_attention": window}
     windows = {kinds[layer] for layer in getattr(config, "layer_types", None) or ()} or {window}
     return flash_attention_4.why_not(

@@ -38,28 +38,31 @@ def held_out_loss(
     pad_token_id: int = 0,
     packing: bool = False,
     pad_to: PadTo = None,
+    ranks_per_row: int = 1,
     agree: Callable[[], object] | None = None,
 ) -> tuple[float, int]:
     """Loss per trained token of `dataset` in nats, over all ranks, and the number of these tokens.
 
     Every rank must call it, with the same dataset. batch_size: rows per rank and forward, or bins.
-    packing: as the model was built. pad_to: as in `collate`. agree: called before each
+    packing: as the model was built. pad_to: as in `collate`. ranks_per_row: as
+        the model was built (model/sequence_parallel.py). agree: called before each
         forward, on every rank; may raise.
     """
     total, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
-    ranks = ranks_from_env()
+    rank, shares = ranks_from_env().share_of_rows(ranks_per_row)
     sampler = StepSampler(
-        len(dataset), batch_size * ranks.world_size * _MICRO_BATCHES_TOGETHER, shuffle=False
+        len(dataset), batch_size * shares * _MICRO_BATCHES_TOGETHER, shuffle=False
     )
     loader = StepLoader(
         dataset,
         sampler,
-        ranks.rank,
-        ranks.world_size,
+        rank,
+        shares,
         batch_size,
         pad_token_id=pad_token_id,
         packing=packing,
         pad_to=pad_to,
+        pad_to_multiple_of=ranks_per_row,
         pin_memory=device.type == "cuda",
     )
     with evaluating(model):

@@ -15,6 +15,7 @@ from ..dist import ranks_from_env, resolve_shard_group_size
 from ..export import weights_folder
 from ..memory.tiled_mlp import check_mlps
 from ..model.blocks import decoder_blocks
+from ..model.sequence_parallel import check_sequence_parallel
 from ..writable import check_folder
 from .run_data import RunData
 
@@ -50,6 +51,7 @@ def check_layout(config: RunConfig, model: nn.Module):
     if config.activation_budget_gib is None:
         block_policies(config.activation_policy, len(decoder_blocks(model)))
     check_mlps(model, config.mlp_tiles)
+    check_sequence_parallel(model, config.sequence_parallel)
     if config.strategy.is_hybrid:
         resolve_shard_group_size(
             config.shard_group_size, ranks_from_env(), config.sharding_strategy

@@ -128,6 +128,7 @@ class Training:
                     agree=self.agree,
                     max_grad_norm=self.max_norm,
                     no_sync=self.config.no_sync,
+                    ranks_per_row=self.config.sequence_parallel,
                     scaler=state.scaler,
                     forward_backward=self.forward_backward,
                 )

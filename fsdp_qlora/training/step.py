@@ -60,6 +60,7 @@ def train_step(
     *,
     max_grad_norm: float | None = None,
     no_sync: bool = False,
+    ranks_per_row: int = 1,
     agree: Callable[..., list[int]] | None = None,
     scaler: LossScaler | None = None,
     forward_backward: ForwardBackward | None = None,
@@ -68,17 +69,19 @@ def train_step(
 
     Each micro-batch is a dict of input_ids and labels (B, T), and what else the model takes; every
     rank must bring the same number of them. Gradients are averaged over ranks, so the sum of losses
-    is divided by the tokens per rank. `agree` sums counts over ranks, before the step and between
-    micro-batches; if it raises, weights and optimizer are as they were. So they are after a step
-    whose loss or gradient is not finite, on every rank, for both are sums over ranks. Raises ValueError
-    for an optimizer that holds none of the weights that are trained. With a `scaler`
-    the loss is scaled for the backward, and the norm is that of the gradients themselves.
+    is divided by the tokens per rank. `ranks_per_row` ranks bring the same micro-batches, each for the
+    loss of its part of their tokens (model/sequence_parallel.py). `agree` sums counts over ranks,
+    before the step and between micro-batches; if it raises, weights and optimizer are as they were.
+    So they are after a step whose loss or gradient is not finite, on every rank, for both are sums over
+    ranks. Raises ValueError for an optimizer that holds none of the weights that are trained. With a
+    `scaler` the loss is scaled for the backward, and the norm is that of the gradients themselves.
     `forward_backward` may be another way to compute a micro-batch (cuda_graphs.py).
     """
     trained, tokens = (agree or sum_over_ranks)(
         sum(num_trained_tokens(b) for b in micro_batches),
         sum(b["input_ids"].numel() for b in micro_batches),
     )
+    trained, tokens = trained // ranks_per_row, tokens // ranks_per_row
     if not trained:
         return StepResult(torch.zeros(2), 0, tokens, stepped=False)
     device = compute_device(model)

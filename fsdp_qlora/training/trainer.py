@@ -194,10 +194,11 @@ def build_loader(
     ranks, batches = ranks_from_env(), plan.batch
     vocab_size = model.config.vocab_size
     order = dict(seed=config.seed, epochs=config.num_epochs, max_steps=config.max_steps)
-    share = ranks.rank, ranks.world_size, batches.micro_batch_size
+    share = *ranks.share_of_rows(batches.ranks_per_row), batches.micro_batch_size
     batching = dict(
         pad_token_id=choose_pad_token_id(tokenizer, vocab_size),
         packing=config.packing,
+        pad_to_multiple_of=batches.ranks_per_row,
         pin_memory=device.type == "cuda",
     )
     batching["pad_to"] = padded_widths(config, plan)
@@ -215,7 +216,7 @@ def build_loader(
             context_length=config.context_length,
             train_on=config.train_on,
             vocab_size=vocab_size,
-            gather=gather_over_ranks,
+            gather=lambda value: gather_over_ranks(value)[:: batches.ranks_per_row],
             **batching,
         )
     dataset.check_vocab_size(vocab_size)
@@ -259,6 +260,7 @@ def _build_state(
             batch_size=plan.batch.micro_batch_size,
             pad_to=padded_widths(config, plan),
             pad_token_id=choose_pad_token_id(tokenizer, model.config.vocab_size),
+            ranks_per_row=plan.batch.ranks_per_row,
         )
     scaler = LossScaler(device) if config.scales_loss else None
     return RunState(model, optimizer, scheduler, loader.sampler, evaluator, device, scaler)

@@ -1,0 +1,148 @@
+"""Ranks that share the tokens of their rows train as one process does.
+
+The reference is plain transformers, bitsandbytes and PEFT in fp32 on the same rows, each by itself.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.distributed.test_full_bins import BINS, CONTEXT, data, reference, train_each  # noqa: F401
+from tests.distributed.test_parity import relative
+from tests.parts import slow
+from tests.ranks import run_ranks
+from tests.tokenizers import save_chat_model
+
+PACKED = dict(packing=True)
+PADDED = dict(global_batch_size=BINS)
+CASES = {
+    "full bins": dict(PACKED),
+    "padded": dict(PADDED),
+    "streamed": dict(packing=True, stream=True, shuffle_buffer=16),
+    "ddp": dict(PACKED, sharding_strategy="ddp"),
+    "offloaded": dict(PADDED, use_cpu_offload=True, use_activation_cpu_offload=True),
+    "compiled": dict(PACKED, compile=True, activation_policy="keep_linears"),
+    "eager attention": dict(PACKED, attn_implementation="eager"),
+    "tiled": dict(PADDED, mlp_tiles=2, use_gradient_checkpointing=True),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_chat_model(tmp_path_factory.mktemp("tiny"), num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def with_windows(tmp_path_factory):
+    """A model that sees 8 tokens back."""
+    return save_chat_model(
+        tmp_path_factory.mktemp("mistral"), family="mistral", num_hidden_layers=2, sliding_window=8
+    )
+
+
+def shared(cases: dict[str, dict], world: int, size: int) -> dict[str, dict]:
+    """The cases with rows shared by `size` of `world` ranks, and as many bins a step as one rank has."""
+    given = dict(sequence_parallel=size, batch_size=BINS * size // world)
+    return {name: given | case for name, case in cases.items()}
+
+
+def held_out(folder: str, rows: str, size: int) -> tuple[float, int]:
+    """Loss and tokens of held-out rows, with rows shared by `size` ranks."""
+    import torch
+
+    from fsdp_qlora.build import build_model
+    from fsdp_qlora.config import RunConfig
+    from fsdp_qlora.data import open_source, tokenize_rows
+    from fsdp_qlora.observe.evaluate import held_out_loss
+    from fsdp_qlora.preflight.run_data import run_tokenizer
+
+    config = RunConfig(
+        model_name=folder, train_type="lora", precision="fp32", sequence_parallel=size, device="cpu"
+    )
+    model = build_model(config, torch.device("cpu"))
+    dataset = tokenize_rows(
+        open_source(rows).rows(), run_tokenizer(config), context_length=CONTEXT, train_on="all"
+    )
+    return held_out_loss(model, dataset, torch.device("cpu"), batch_size=3, ranks_per_row=size)
+
+
+def check(folder, rows, found: list[dict], cases: dict, what: str = ""):
+    for name in cases:
+        losses, norms = reference(folder, rows, found[0][name]["rows"])
+        for rank in found:
+            assert rank[name]["rows"] == found[0][name]["rows"], (name, what)
+            assert relative(rank[name]["losses"], losses) < 1e-5, (name, what)
+            assert relative(rank[name]["norms"], norms) < 1e-4, (name, what)
+
+
+def test_2_ranks_that_share_rows_have_the_losses_and_norms_of_one_process(folder, data, tmp_path):  # noqa: F811
+    found = run_ranks(train_each, 2, folder, data, str(tmp_path), shared(CASES, 2, 2))
+    check(folder, data, found, CASES)
+
+
+def test_windows_end_where_they_do_in_whole_rows(with_windows, data, tmp_path):  # noqa: F811
+    cases = dict(packed=PACKED, padded=PADDED)
+    found = run_ranks(train_each, 2, with_windows, data, str(tmp_path), shared(cases, 2, 2))
+    check(with_windows, data, found, cases)
+
+
+@pytest.mark.parametrize("size", [2, slow(4)])
+def test_4_ranks_share_rows_by_two_or_all_of_them_with_fewer_key_value_heads(
+    folder,
+    data,  # noqa: F811
+    tmp_path,
+    size,
+):
+    cases = {
+        "full bins": PACKED,
+        "hybrid": dict(PADDED, sharding_strategy="hybrid_full_shard", shard_group_size=2),
+    }
+    found = run_ranks(train_each, 4, folder, data, str(tmp_path), shared(cases, 4, size))
+    check(folder, data, found, cases, f"by {size}")
+    assert CONTEXT % size == 0 and json.loads(open(f"{folder}/config.json").read())[
+        "num_key_value_heads"
+    ] in (1, 2)
+
+
+def test_held_out_rows_have_the_loss_of_one_process(folder, data):  # noqa: F811
+    (alone,) = run_ranks(held_out, 1, folder, data, 1)
+    for loss, tokens in run_ranks(held_out, 2, folder, data, 2):
+        assert tokens == alone[1] and loss == pytest.approx(alone[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (dict(sequence_parallel=3, context_length=64), "no multiple of it; use 63"),
+        (dict(sequence_parallel=2, cuda_graphs=True), "leave one of them out"),
+        (dict(sequence_parallel=0), "1 or more"),
+    ],
+)
+def test_rows_that_can_not_be_shared_are_refused_in_one_line(settings, message):
+    from fsdp_qlora.config import RunConfig
+
+    with pytest.raises(ValueError, match=message):
+        RunConfig(model_name="m", **settings)
+
+
+def test_models_and_ranks_that_can_not_share_rows_are_named(monkeypatch):
+    import torch
+    from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, Qwen3NextConfig
+
+    from fsdp_qlora.model.sequence_parallel import check_sequence_parallel
+
+    def said(config, size: int, world: int) -> str:
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        monkeypatch.setenv("RANK", "0")
+        with torch.device("meta"), pytest.raises(ValueError) as caught:
+            check_sequence_parallel(AutoModelForCausalLM.from_config(config), size)
+        return str(caught.value)
+
+    small = dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=64)
+    assert "3 ranks are no multiple" in said(LlamaConfig(**small), 2, 3)
+    assert "4 heads to share out; use one of [2, 4]" in said(LlamaConfig(**small), 3, 3)
+    assert "no other attention" in said(BloomConfig(hidden_size=64, n_layer=1, n_head=4), 2, 2)
+    experts = dict(num_experts=4, moe_intermediate_size=32, intermediate_size=64)
+    assert "linear_attention" in said(Qwen3NextConfig(**small | experts), 2, 2)
