@@ -188,10 +188,17 @@ def test_a_plan_packs_short_rows_and_not_full_ones_nor_against_the_user():
     assert "packing" not in free_settings(config, set(), everything=True)
 
 
-def test_auto_packs_nothing_that_it_was_not_told_to():
-    rows = sampled(DISTRIBUTIONS["log_normal"])
-    for settings in (dict(sharding_strategy="auto"), dict(batch_size=-1)):
+def test_auto_packs_only_where_a_step_keeps_its_rows():
+    rows, auto = sampled(DISTRIBUTIONS["log_normal"]), dict(sharding_strategy="auto")
+    for settings in (auto, dict(batch_size=-1), dict(batch_size=-1, global_batch_size=32)):
         assert "packing" not in free_settings(RunConfig(**settings), set(), rows=rows)
+    config = RunConfig(**auto, batch_size=-1, global_batch_size=32, context_length=CONTEXT)
+    assert "packing" not in free_settings(config, {"packing"}, rows=rows)
+    assert "packing" not in free_settings(config, set(), rows=replace(rows, can_pack=False))
+    free = free_settings(config, set(), rows=rows)
+    found = propose(shape_from_params("7B"), machine(), config, free, rows).choice
+    assert "packing" in free and found.config.packing
+    assert found.config.global_batch_size == 32 and not found.config.has_full_bins
 
 
 def test_estimate_without_a_tokenizer_says_that_rows_are_taken_as_full(capsys, tmp_path):

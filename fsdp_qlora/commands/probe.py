@@ -61,8 +61,8 @@ def _confirmed_changes(
     shape = shape_from_config(
         read_config(config.model_name, **config.source).to_dict(), config.model_name
     )
-    machine, free = machine_here(config), free_settings(config, given)
-    sample, _ = sampled_lengths(config)
+    machine, (sample, _) = machine_here(config), sampled_lengths(config)
+    free = free_settings(config, given, rows=sample)
     file = _store_file(shape, machine, config, free, sample)
     if file.exists():
         stored = read_object(file)

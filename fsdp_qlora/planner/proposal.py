@@ -54,8 +54,8 @@ def free_settings(
     """The settings that a proposal may choose: those that are auto, and what follows from them.
 
     `given` are the flags that the user typed, which are kept. `everything` frees what is not given,
-    as `fsdp-qlora plan` does: whether to pack too, where `rows` of the data are known. A run is never
-    packed without being told to, for packing may change what a step trains on.
+    as `fsdp-qlora plan` does. Whether to pack is free where `rows` of the data are known; for a run only
+    if --global_batch_size says how many rows a step has, or packing would change what it trains on.
     """
     free = set()
     if everything or config.sharding_strategy == "auto":
@@ -68,7 +68,8 @@ def free_settings(
         free.add("activation_policy")
     if config.batch_size == AUTO or everything and "batch_size" not in given:
         free.add("batch_size")
-    if everything and rows and rows.can_pack and "packing" not in given:
+    keeps_rows = config.sharding_strategy == "auto" and config.global_batch_size != AUTO
+    if rows and rows.can_pack and "packing" not in given and (everything or keeps_rows):
         free.add("packing")
     if free and config.compute_dtype == "fp8" and config.keep_fp8_weights is None:
         free.add("keep_fp8_weights")
