@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 # A test file stays in one process: its tests share models. Long files come first.
 SPREAD := --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all test-rest docs typecheck
+.PHONY: demo test test-all test-rest test-exhaustive docs typecheck
 
 demo: $(VENV)/.installed-demo
 	$(RUN) -m fsdp_qlora.cli demo --output_dir demo_output
@@ -16,11 +16,15 @@ test: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff format --check .
 	$(RUN) -m pytest tests $(SPREAD)
 
-# What `make test` leaves out: every combination, chaos, launchers, wheels, the site, types.
+# What starts slowly: chaos, launchers, wheels, the site, types.
 test-rest: $(VENV)/.installed-dev
-	$(RUN) -m pytest tests $(SPREAD) -m "slow and not ray and not browser"
+	$(RUN) -m pytest tests $(SPREAD) -m "slow and not exhaustive and not ray and not browser"
 
-test-all: test test-rest
+# The remaining cases of tests whose quick ones `make test` runs: all of the matrix, four ranks, families.
+test-exhaustive: $(VENV)/.installed-dev
+	$(RUN) -m pytest tests $(SPREAD) -m "exhaustive and not ray and not browser"
+
+test-all: test test-rest test-exhaustive
 
 docs: $(VENV)/.installed-docs
 	$(RUN) -m mkdocs build --strict

@@ -1,4 +1,4 @@
-"""The quick part of a test, which `make test` runs, and the rest, which `make test-all` adds."""
+"""The quick part of a test, which `make test` runs, and the rest, for `make test-exhaustive`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 # A parameter that shows with another value what a quick one shows.
-slow = partial(pytest.param, marks=pytest.mark.slow)
+slow = partial(pytest.param, marks=pytest.mark.exhaustive)
 
 
 def in_parts(cases, *quick: int) -> list:

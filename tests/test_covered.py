@@ -1,4 +1,4 @@
-"""What `make test` leaves to `make test-all` is no feature: each is named in a quick test."""
+"""What `make test` leaves to other targets is no feature: each is named in a quick test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TESTS = Path(__file__).parent
 
 
 class _Quick(ast.NodeTransformer):
-    """A test module without what only `make test-all` runs, and without what is only said."""
+    """A test module without what `make test` leaves out, and without what is only said."""
 
     def __init__(self, tree: ast.Module):
         self.left_out: set[int] = set()  # ids of nodes
@@ -35,7 +35,8 @@ class _Quick(ast.NodeTransformer):
                 self.left_out |= {id(case) for i, case in cases if i not in quick}
 
     def visit(self, node):
-        is_slow = any("mark.slow" in ast.unparse(d) for d in getattr(node, "decorator_list", []))
+        marks = [ast.unparse(d) for d in getattr(node, "decorator_list", [])]
+        is_slow = any("mark.slow" in mark or "mark.exhaustive" in mark for mark in marks)
         is_said = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if is_slow or is_said or _is_call(node, "slow") or id(node) in self.left_out:
             return ast.Pass() if isinstance(node, ast.stmt) else ast.Constant(None)

@@ -25,7 +25,7 @@ def test_every_pair_of_quantizer_scales_adapter_and_strategy_equals_one_process(
     assert not {c: a for c, a in apart.items() if not a < TOLERANCE}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_cell_equals_one_process(tmp_path):
     apart = dict(outcomes(save_models(tmp_path), accepted()))
     assert not {c: a for c, a in apart.items() if not a < TOLERANCE}
