@@ -122,6 +122,16 @@ def bins_json(world_size: int, **settings) -> dict:
         (dict(batch_size=4), 1, dict(batch_size=4), 2, 2, 1),  # follows from the old ranks
         (dict(batch_size=2), 4, dict(batch_size=2), 1, 2, 4),
         (dict(batch_size=3), 2, dict(batch_size=2, gradient_accumulation_steps=3), 1, 2, 3),
+        (dict(batch_size=4), 2, dict(batch_size=4, sequence_parallel=4), 4, 4, 2),
+        (
+            dict(batch_size=4, sequence_parallel=2),
+            4,
+            dict(batch_size=4, sequence_parallel=1),
+            2,
+            4,
+            1,
+        ),
+        (dict(batch_size=2, sequence_parallel=4), 4, dict(batch_size=2), 1, 2, 1),
     ],
 )
 def test_the_bins_of_a_step_are_kept(old, old_ranks, new, ranks, micro, accumulation):

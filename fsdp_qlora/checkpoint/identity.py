@@ -12,7 +12,7 @@ from dataclasses import asdict, fields, replace
 from math import gcd
 
 from ..config import BatchPlan, RunConfig, plan_batches
-from ..config.run import settings_that
+from ..config.run import row_shares, settings_that
 from ..config.settings import AUTO, MAY_CHANGE, RUN_LENGTH, counted, default_of, shown
 from ..data import Source, Subset, TokenizedDataset, step_sampler
 
@@ -80,10 +80,11 @@ def _batch_difference(run: dict, config: RunConfig, world_size: int) -> dict[str
     if run["config"].get("packing", False) != config.packing:
         return {}  # which is said already
     count, unit = batch_of(run)
-    plans = [plan_batches(config, n) for n in (run["world_size"], world_size)]
-    now = plans[-1]
+    then = replace(config, sequence_parallel=settings_of(run)["sequence_parallel"])
+    now = plan_batches(config, world_size)
+    plans = [plan_batches(then, run["world_size"]), now]
     if any((plan.per_step, plan.unit) == (count, unit) for plan in plans):
-        if unit == "row" or count % world_size == 0:
+        if unit == "row" or count % row_shares(config, world_size) == 0:
             return {}
         return {
             "batch_size": f"a step was {counted(count, 'bin')}, which {world_size} GPUs can't share "
@@ -107,10 +108,9 @@ def with_batch_of(run: dict, config: RunConfig, world_size: int) -> RunConfig:
         return config
     if unit == "row":
         return replace(config, global_batch_size=count)
-    micro = gcd(count // world_size, config.batch_size)  # as large as can be without a bin too many
-    return replace(
-        config, batch_size=micro, gradient_accumulation_steps=count // world_size // micro
-    )
+    each = count // row_shares(config, world_size)
+    micro = gcd(each, config.batch_size)  # as large as can be without a bin too many
+    return replace(config, batch_size=micro, gradient_accumulation_steps=each // micro)
 
 
 def steps_asked(

@@ -257,6 +257,11 @@ class BatchPlan:
         return self.micro_batch_size * self.context_length / self.ranks_per_row
 
 
+def row_shares(config: RunConfig, world_size: int) -> int:
+    """Ranks among which a step's rows are dealt out; those that share rows count as one."""
+    return max(1, world_size // config.sequence_parallel)
+
+
 def plan_batches(config: RunConfig, world_size: int) -> BatchPlan:
     """Rows or bins per step, micro-batch and accumulation for `world_size` ranks.
 
@@ -264,7 +269,7 @@ def plan_batches(config: RunConfig, world_size: int) -> BatchPlan:
     where it does not divide evenly some ranks run a last micro-batch with fewer rows or none.
     """
     micro, shared = config.batch_size, config.sequence_parallel
-    groups = max(1, world_size // shared)
+    groups = row_shares(config, world_size)
     if config.global_batch_size == AUTO:
         accumulation = config.gradient_accumulation_steps
         return BatchPlan(

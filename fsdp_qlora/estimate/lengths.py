@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ..config import BatchPlan, RunConfig, plan_batches
+from ..config.run import row_shares
 from ..plan import Plan
 
 _WASTED = 1 / 3  # of the places that padding may take before packing is proposed
@@ -59,7 +60,7 @@ def batches_of(rows: Rows, config: RunConfig, world_size: int) -> Batches:
     """What the loader of a run makes of its rows."""
     return rows.batches(
         plan_batches(config, world_size),
-        world_size,
+        row_shares(config, world_size),
         packing=config.packing,
         compiled=config.compile is not False,
     )

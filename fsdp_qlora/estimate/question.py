@@ -52,6 +52,7 @@ class Estimate:
             plan.batch.micro_batch_size
             * plan.batch.accumulation
             * plan.sharding.world_size
+            / plan.batch.ranks_per_row
             / self.step.total
         )
 

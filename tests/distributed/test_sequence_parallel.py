@@ -146,3 +146,14 @@ def test_models_and_ranks_that_can_not_share_rows_are_named(monkeypatch):
     assert "no other attention" in said(BloomConfig(hidden_size=64, n_layer=1, n_head=4), 2, 2)
     experts = dict(num_experts=4, moe_intermediate_size=32, intermediate_size=64)
     assert "linear_attention" in said(Qwen3NextConfig(**small | experts), 2, 2)
+
+
+def test_a_run_goes_on_with_rows_shared_by_another_number_of_ranks(folder, data, tmp_path):  # noqa: F811
+    moved = str(tmp_path / "moved")
+    (whole,) = run_ranks(train_each, 1, folder, data, str(tmp_path / "whole"), {"full": PACKED})
+    run_ranks(train_each, 2, folder, data, moved, shared({"full": PACKED}, 2, 2), 5)
+    found = run_ranks(train_each, 2, folder, data, moved, shared({"full": PACKED}, 2, 1))
+    lines = (tmp_path / "moved" / "full" / "metrics.jsonl").read_text().splitlines()
+    losses = [record["loss"] for record in map(json.loads, lines) if record["kind"] == "step"]
+    assert losses == pytest.approx(whole["full"]["losses"], rel=1e-5)
+    assert all(rank["full"]["rows"] == whole["full"]["rows"][4:] for rank in found)
