@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import runpy
@@ -437,3 +438,22 @@ def test_a_peer_that_looks_for_grouped_heads_finds_them_in_every_torch():
     takes_grouped_heads(module)
     assert "enable_gqa" in inspect.signature(module.varlen_attn).parameters
     assert module.varlen_attn(1, 2, scale=3, enable_gqa=True) == (1, 2, 3)
+
+
+@pytest.mark.slow
+def test_dpo_is_measured_beside_trl_alone_with_the_same_losses(tmp_path):
+    import dpo_8b
+
+    model = save_tiny(tmp_path / "tiny")
+    results = tmp_path / "rows.jsonl"
+    small = "--batch_size 2 --length 24 --steps 2 --lora_rank 4".split()
+    rows = dpo_8b.main([model, "--model", "tiny", "--results", str(results), *small])
+    assert [json.loads(line) for line in results.read_text().splitlines()] == rows
+    assert [(row["status"], row["peer"]) for row in rows] == [
+        ("ok", None),
+        ("ok", "trl + peft + bitsandbytes"),
+    ]
+    for row in rows:
+        assert row["steps_measured"] == 2 and row["tokens_per_second"] > 0
+        assert abs(row["loss_first"] - math.log(2)) < 1e-3  # both policies are one at first
+        assert row["loss_last"] != row["loss_first"]

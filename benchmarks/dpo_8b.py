@@ -1,0 +1,231 @@
+"""Direct preference optimization of an 8B model in NF4 on one GPU: TRL on this engine, and TRL alone.
+
+    python benchmarks/dpo_8b.py /dev/shm/llama-8b --results benchmarks/results/dpo_8b_h100.jsonl
+
+The folder is filled with random weights of the model's true shape if it is not there. Both ways train
+the same adapters on the same rows with the same arguments of TRL, each in a process of its own: ours
+through `integrations.trl`, theirs with PEFT and bitsandbytes. A step's tokens are those of the chosen and
+the rejected rows; the reference policy's forward is part of the step. Prints both, and writes JSON lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+WARM_UP, GIB = 3, 2**30  # steps that compile and fill caches, and don't count
+LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate")
+WAYS = {"ours": None, "peer": "trl + peft + bitsandbytes"}
+
+
+def options_of(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--model", default="meta-llama/Llama-3.1-8B", help="whose shape to fill")
+    parser.add_argument("--results", type=Path)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--batch_size", type=int, default=4)
+    parser.add_argument("--length", type=int, default=2048, help="tokens of each row")
+    parser.add_argument("--steps", type=int, default=8, help="that are measured")
+    parser.add_argument("--lora_rank", type=int, default=64)
+    parser.add_argument("--activation_policy", help="ours only; as --activation_policy of train.py")
+    parser.add_argument("--one", choices=WAYS, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def fill(folder: Path, model: str):
+    """Random weights of a model's shape, and a tokenizer whose words are numbers."""
+    from random_checkpoint import write
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, PreTrainedTokenizerFast
+
+    from fsdp_qlora.catalog.known_models import known_config
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not (folder / "config.json").exists():
+        settings = known_config(model)
+        write(folder, AutoConfig.for_model(settings.pop("model_type"), **settings), device)
+    if not (folder / "tokenizer.json").exists():
+        words = {str(i): i for i in range(AutoConfig.from_pretrained(folder).vocab_size)}
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, unk_token="0", eos_token="1", pad_token="2"
+        ).save_pretrained(folder)
+
+
+def rows(options: argparse.Namespace, vocab_size: int) -> list[dict]:
+    """A quarter of each row is its prompt."""
+    draw, prompt = random.Random(0), options.length // 4
+
+    def text(count: int) -> str:
+        return " ".join(str(draw.randrange(3, vocab_size)) for _ in range(count))
+
+    count = options.batch_size * (WARM_UP + options.steps)
+    rest = options.length - prompt - 1  # TRL adds the end
+    return [
+        dict(prompt=text(prompt), chosen=" " + text(rest), rejected=" " + text(rest))
+        for _ in range(count)
+    ]
+
+
+def measure(options: argparse.Namespace) -> dict:
+    """Train one way in this process; what came out."""
+    import trl
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoTokenizer, TrainerCallback
+
+    on_gpu = torch.cuda.is_available()
+
+    class Watch(TrainerCallback):
+        times = ()
+
+        def on_step_end(self, args, state, control, **_):
+            if on_gpu:
+                torch.cuda.synchronize()
+                if state.global_step == WARM_UP:
+                    torch.cuda.reset_peak_memory_stats()
+            self.times = (*self.times, time.perf_counter())
+
+    tokenizer, watch = AutoTokenizer.from_pretrained(options.folder), Watch()
+    args = trl.DPOConfig(
+        str(options.folder.with_name("dpo_output")),
+        per_device_train_batch_size=options.batch_size,
+        max_steps=WARM_UP + options.steps,
+        max_length=options.length,
+        learning_rate=1e-4,
+        gradient_checkpointing=True,
+        bf16=on_gpu,
+        use_cpu=not on_gpu,
+        optim="adamw_torch",
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=0,
+    )
+    trainer = (_ours if options.one == "ours" else _theirs)(
+        options,
+        args=args,
+        train_dataset=Dataset.from_list(rows(options, len(tokenizer))),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(
+            task_type="CAUSAL_LM",
+            r=options.lora_rank,
+            lora_alpha=16,
+            target_modules="all-linear",
+        ),
+        callbacks=[watch],
+    )
+    trainer.train()
+    steps = [b - a for a, b in zip(watch.times, watch.times[1:], strict=False)][WARM_UP - 1 :]
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    seconds = statistics.median(steps)
+    return dict(
+        seconds_per_step=seconds,
+        tokens_per_second=2 * options.batch_size * options.length / seconds,
+        **_memory(on_gpu),
+        steps_measured=len(steps),
+        loss_first=losses[0],
+        loss_last=losses[-1],
+    )
+
+
+def _memory(on_gpu: bool) -> dict:
+    from fsdp_qlora.observe.peak_memory import peak_resident_bytes
+
+    if on_gpu:
+        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        return dict(peak_allocated_gib=allocated / GIB, peak_reserved_gib=reserved / GIB)
+    return dict(peak_host_gib=peak_resident_bytes() / GIB)
+
+
+def _ours(options: argparse.Namespace, **given):
+    from fsdp_qlora.integrations.trl import DPOTrainer
+
+    return DPOTrainer(
+        str(options.folder), quant="nf4", activation_policy=options.activation_policy, **given
+    )
+
+
+def _theirs(options: argparse.Namespace, **given):
+    import trl
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    four_bit = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        options.folder, dtype=dtype, quantization_config=four_bit
+    )
+    return trl.DPOTrainer(model, **given)
+
+
+def run_way(way: str, options: argparse.Namespace, arguments: list[str]) -> dict:
+    """One way in its own process; a row, whatever happens there."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
+    command = [sys.executable, *(command if way == "ours" else []), __file__]
+    done = subprocess.run(
+        [*command, *arguments, "--one", way], capture_output=True, text=True, check=False
+    )
+    found = [line for line in done.stdout.splitlines() if line.startswith('{"seconds_per_step"')]
+    if not found:
+        print(done.stdout[-2000:], done.stderr[-4000:], sep="\n", file=sys.stderr)
+    oom = "out of memory" in done.stdout + done.stderr
+    return dict(
+        name="dpo_8b",
+        peer=WAYS[way],
+        model=options.model,
+        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        gpus=1,
+        quant="nf4",
+        batch_size=options.batch_size,
+        context_length=options.length,
+        lora_rank=options.lora_rank,
+        activation_policy=options.activation_policy or "recompute_all",
+        **(json.loads(found[0]) if found else {}),
+        status="ok" if found else "oom" if oom else "error",
+        versions={name: version(name) for name in LIBRARIES},
+        date=str(date.today()),
+    )
+
+
+def main(arguments: list[str]) -> list[dict]:
+    options = options_of(arguments)
+    if options.one:
+        print(json.dumps(measure(options)), flush=True)
+        return []
+    fill(options.folder, options.model)
+    found = []
+    for way in options.ways:
+        found.append(run_way(way, options, arguments))
+        print(json.dumps(found[-1]), flush=True)
+        if options.results:
+            with open(options.results, "a") as file:
+                file.write(json.dumps(found[-1]) + "\n")
+    if len(found) == 2 and all(row["status"] == "ok" for row in found):
+        ours, theirs = found
+        size = next(key for key in ("peak_allocated_gib", "peak_host_gib") if key in ours)
+        print(
+            f"ours: {ours['tokens_per_second'] / theirs['tokens_per_second']:.2f} times the tokens "
+            f"per second, {ours[size] / theirs[size]:.0%} of the memory"
+        )
+    return found
+
+
+if __name__ == "__main__":
+    sys.path.append(str(ROOT))
+    main(sys.argv[1:])
