@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What docs/performance.md, memory.md, planner.md and checkpoints.md still lack, on two or four GPUs of one
 # machine, in stages of up to ten minutes; rows and logs go into a folder. ECHO=echo only prints commands.
-#   benchmarks/several_gpus.sh 2 /tmp/rows tests checkpoints replayed memory auto
-#   benchmarks/several_gpus.sh 4 /tmp/rows replayed loading
+#   benchmarks/several_gpus.sh 2 /tmp/rows tests checkpoints replayed memory auto shared
+#   benchmarks/several_gpus.sh 4 /tmp/rows replayed loading shared
 # Checkpoints are made in /dev/shm: 16 GB for 8B, 140 GB for `loading`.
 set -uo pipefail
 gpus=$1 out=$2
@@ -43,6 +43,8 @@ for stage in "$@"; do
     2-auto)
       cells auto_8b_2x24gb 'auto|ddp recompute_all, 8 rows|full_shard keep_linears'
       cells auto_70b_2x24gb 'auto|CPU offload, 4 rows' ;;
+    2-shared) cells sequence_parallel '2 GPUs' ;;
+    4-shared) cells sequence_parallel '4 GPUs' ;;
     4-replayed) rows 70b_qlora_fp8_replayed 70b_qlora_fp8 70b_qlora_fp8_4x2 70b_qlora_replayed 70b_qlora ;;
     4-loading) go 590 loading python3 benchmarks/loading.py meta-llama/Llama-2-70b-hf --ranks 4 \
       --cases "qlora,cache made,cache read" --results "$out/loading.jsonl" ;;

@@ -118,7 +118,7 @@ def test_what_is_measured_on_several_gpus_exists():
 
     from fsdp_qlora.bench.grid import read_grid
 
-    stages = {2: "tests checkpoints replayed memory auto", 4: "replayed loading"}
+    stages = {2: "tests checkpoints replayed memory auto shared", 4: "replayed loading shared"}
     for gpus, names in stages.items():
         command = [ROOT / "benchmarks/several_gpus.sh", str(gpus), "rows", *names.split()]
         lines = subprocess.run(
