@@ -475,7 +475,7 @@ def test_an_existing_folder_a_missing_one_and_a_base_that_can_not_be_had_are_ref
 
 @pytest.mark.parametrize(
     "method",
-    [dict(quant_method="fp8", weight_block_size=[128, 128]), dict(quant_method="gptq", bits=4)],
+    [dict(quant_method="fbgemm_fp8"), dict(quant_method="gptq", bits=3)],
 )
 def test_a_base_in_another_quantized_form_is_refused(refused, method):
     path = refused.folder / "base" / "config.json"

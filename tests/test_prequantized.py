@@ -249,6 +249,10 @@ def test_a_damaged_4_bit_state_is_refused_with_its_layer_and_sizes(
     [
         ("bitsandbytes", dict(quant_method="bitsandbytes", load_in_4bit=True)),
         ("fp8", dict(quant_method="fp8", weight_block_size=[64, 64])),
+        ("fp8", dict(quant_method="fp8", activation_scheme="static")),
+        ("MXFP4", dict(quant_method="mxfp4")),
+        ("GPTQ", dict(quant_method="gptq", bits=4)),
+        ("AWQ", dict(quant_method="awq", bits=4)),
     ],
 )
 def test_a_quantization_whose_tensors_are_not_there_is_refused(tmp_path, kind, config):
@@ -375,12 +379,28 @@ def test_fp8_weights_with_scales_per_block_are_loaded_as_their_numbers(
 @pytest.mark.parametrize(
     "quantization, kind",
     [
-        (dict(quant_method="gptq", bits=4, group_size=128), "gptq"),
-        (dict(quant_method="awq", bits=4, group_size=128), "awq"),
-        (dict(quant_method="mxfp4"), "mxfp4"),
+        (dict(quant_method="gptq", bits=3, group_size=128), "gptq in 3 bits"),
+        (dict(quant_method="awq", bits=4, version="gemv"), "awq in 4 bits, version gemv"),
+        (dict(quant_method="hqq"), "hqq"),
+        (dict(quant_method="fbgemm_fp8"), "fbgemm_fp8"),
         (dict(quant_method="compressed-tensors", config_groups={}), "compressed-tensors"),
+        (
+            dict(
+                quant_method="compressed-tensors",
+                format="nvfp4-pack-quantized",
+                config_groups=dict(group_0=dict(weights=dict(num_bits=4))),
+            ),
+            "compressed-tensors nvfp4-pack-quantized",
+        ),
+        (
+            dict(
+                quant_method="compressed-tensors",
+                format="pack-quantized",
+                config_groups=dict(a=dict(weights=dict(num_bits=3))),
+            ),
+            "compressed-tensors pack-quantized of 3 bits",
+        ),
         (dict(quant_method="bitsandbytes", load_in_8bit=True), "bitsandbytes in 8 bits"),
-        (dict(quant_method="fp8", activation_scheme="static"), "fp8 without blocks"),
         (dict(bits=4), "an unknown method"),
     ],
 )

@@ -1,7 +1,7 @@
 """LoRA-family adapters: the arithmetic of an adapted layer, and PEFT's bookkeeping.
 
 Modules, each importing only from those before it: dropout_kernels, dropout, lora_ops,
-shared_inputs, dora, merging, biases, lora, fp8_layers, modules_to_save, peft_names, settings.
+shared_inputs, dora, merging, biases, lora, fp8_layers, peft_names, modules_to_save, settings.
 """
 
 from .fp8_layers import apply_fp8, keep_fp8_weights

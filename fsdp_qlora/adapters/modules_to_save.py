@@ -20,6 +20,7 @@ from ..model.blocks import base_model, is_tied, output_head
 from ..model.conv1d import transposed_weights
 from ..model.trained_dtype import train_in
 from ..quantization.quantize import QuantLinear
+from .peft_names import name_in_whole
 
 
 def apply_modules_to_save(
@@ -144,7 +145,8 @@ def with_tied_copy(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Te
     causal = base_model(model)
     if not is_tied(causal):
         return tensors
-    first, second = (f"base_model.model.{end}.weight" for end in _embedding_names(causal))
+    ends = (f"base_model.model.{end}.weight" for end in _embedding_names(causal))
+    first, second = (name_in_whole(model, end) for end in ends)
     for here, there in ((first, second), (second, first)):
         if here in tensors and there not in tensors:
             tensors = tensors | {there: tensors[here].clone()}

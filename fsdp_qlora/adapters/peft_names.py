@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import torch
-from peft import get_peft_model_state_dict
+from peft import LoraConfig, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from ..experts import names_of_wrappers
+from ..model.blocks import base_model
+from ..model.wrappers import wrapper_of
+
+_PREFIX = "base_model.model."  # of PEFT's, before the model's own names
 
 
 def peft_names(model: nn.Module, named: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -29,7 +34,42 @@ def peft_names(model: nn.Module, named: dict[str, Tensor]) -> dict[str, Tensor]:
                 f"{name} is trained, and is not part of the active adapter {active!r}; "
                 "choose one with model.set_adapter(NAME) before training"
             )
-    return {renamed(key): t for key, t in adapters.items()} | whole
+    found = {renamed(key): t for key, t in adapters.items()} | whole
+    return {name_in_whole(model, key): t for key, t in found.items()}
+
+
+def name_in_whole(model: nn.Module, name: str) -> str:
+    """A name in an adapter folder, as the wrapper of a language model has it; others stay."""
+    wrapper = wrapper_of(model)
+    if not wrapper:
+        return name
+    return _PREFIX + wrapper.outer(name.removeprefix(_PREFIX))
+
+
+def config_in_whole(model: nn.Module, config: LoraConfig) -> LoraConfig:
+    """An adapter's configuration for the wrapper that its language model was taken out of, in place.
+
+    What is named there is in the language model alone: the towers have layers of the same names.
+    """
+    if not (wrapper := wrapper_of(model)):
+        return config
+    outer, causal = wrapper.outer, base_model(model)
+    if isinstance(config.target_modules, str) or config.exclude_modules:
+        adapted = {name for name, m in causal.named_modules() if isinstance(m, LoraLayer)}
+        config.target_modules = adapted
+    config.target_modules = {outer(name) for name in config.target_modules or ()}
+    config.exclude_modules = wrapper.towers
+    config.rank_pattern = {outer(name): r for name, r in config.rank_pattern.items()}
+    config.alpha_pattern = {outer(name): alpha for name, alpha in config.alpha_pattern.items()}
+    if config.target_parameters:
+        config.target_parameters = [outer(name) for name in config.target_parameters]
+    if ends := config.modules_to_save:
+        config.modules_to_save = [
+            outer(name)
+            for name, m in causal.named_modules(remove_duplicate=False)
+            if name.endswith(tuple(ends)) and any(True for _ in m.parameters())
+        ]
+    return config
 
 
 def saved_names(model: nn.Module) -> dict[str, str]:

@@ -46,7 +46,7 @@ def _run_job(job: Job, files: Path, how: How, device: torch.device, results: str
     from ..run_plan import plan_run
 
     (config,) = parse(job.argv, prog="fsdp-qlora bench")
-    layers = read_config(config.model_name, **config.source).num_hidden_layers
+    layers = read_config(config.model_name, **config.source).get_text_config().num_hidden_layers
     is_main = ranks_from_env().is_main
     rows = RunRows.read(config) if job.own_rows else None
     config = rows.planned if rows else config

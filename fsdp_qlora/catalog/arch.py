@@ -224,7 +224,7 @@ def shape_from_config(config: dict, name: str = "") -> ModelShape:
 
     Raises ValueError for a file that is no decoder's, or one of experts of an unknown kind.
     """
-    config = with_common_names(config.get("text_config") or config)
+    config = with_common_names(_text_config(config))
     name = name or config.get("_name_or_path") or config.get("model_type", "model")
     _check_fields(name, config)
     family, traits = config.get("model_type", "llama"), traits_of(config)
@@ -246,6 +246,17 @@ def shape_from_config(config: dict, name: str = "") -> ModelShape:
         max_positions=positions_of(config),
         experts=experts,
         experts_per_token=config["num_experts_per_tok"] if experts else 0,
+    )
+
+
+def _text_config(config: dict) -> dict:
+    """The part of a config.json that describes the language model, which may be inside of another."""
+    text = config.get("text_config")
+    if not isinstance(text, dict) or not text:
+        return config
+    tied = text.get("tie_word_embeddings")
+    return text | dict(
+        tie_word_embeddings=config.get("tie_word_embeddings") if tied is None else tied
     )
 
 

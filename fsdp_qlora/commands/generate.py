@@ -32,6 +32,7 @@ from ..loading import (
     read_config,
 )
 from ..loading.tokenizer import load_tokenizer
+from ..model.wrappers import wrapper_class
 
 
 def load_for_inference(
@@ -44,7 +45,7 @@ def load_for_inference(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The base model on `device`, its linears rounded as `quant` says, with the adapter if given."""
-    read_config(model_name, revision, trust_remote_code)  # one clear line if there is no such model
+    settings = read_config(model_name, revision, trust_remote_code)  # or one clear line
     if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
         raise ValueError(
             f"--adapter_folder {adapter}: no adapter_config.json there; give a folder that training "
@@ -55,7 +56,7 @@ def load_for_inference(
     with asked_hub(not looks_local(model_name)) as unreachable:
         try:
             # Other weights than safetensors are pickles, which can run code.
-            model = AutoModelForCausalLM.from_pretrained(
+            model = (wrapper_class(settings) or AutoModelForCausalLM).from_pretrained(
                 model_name, dtype=dtype, use_safetensors=True, **pinned(revision, trust_remote_code)
             )
         except OSError as error:
@@ -134,7 +135,9 @@ def _round_linears(
 
     What is `taken` out of a weight in training is not rounded.
     """
-    for name, module in model.named_modules():
+    names = {id(m): name for name, m in model.named_modules()}
+    for module in model.get_decoder().modules():  # not of towers beside it
+        name = names[id(module)]
         if is_stackable(module):
             for w in (module.gate_up_proj, module.down_proj):
                 w.copy_(quant.round_rows(w.data.flatten(0, 1), w.dtype).view_as(w))

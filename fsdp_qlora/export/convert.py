@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ..atomic_files import complete_folder
 from ..config.options import TRAIN_TYPES
 from ..loading import first_line, meta_model, read_config
+from ..model.wrappers import wrapper_of
 from .adapter_folder import WEIGHTS_FILE
 from .save import RUN_FILE, save_peft_config
 
@@ -59,6 +60,11 @@ def convert_adapter(
         raise ValueError(f"--output_dir {output_dir} already exists; give a new folder")
     state, left_out = _read_original(weights)
     model = meta_model(read_config(model_name), torch.bfloat16)
+    if wrapper_of(model):
+        raise ValueError(
+            f"--model_name {model_name}: the original script trained models for text alone; give the one "
+            "that it was given"
+        )
     modules = {name.rpartition(".lora_")[0] for name in state if ".lora_A." in name}
     _check_modules(modules, state, model, weights)
     config = peft_config(state, modules, model, model_name, lora_alpha)

@@ -251,6 +251,8 @@ def _merged_tensors(plan: _MergePlan) -> Iterator[tuple[str, Tensor]]:
 def _merged_tensor(plan: _MergePlan, output: _Output) -> Tensor:
     """One tensor of the merged model, computed in fp32 by chunks of rows and rounded once."""
     shape, change, base = plan.shape(output), output.change, plan.base
+    if base.is_unchanged(output.source):
+        return base.checkpoint.whole(output.source)
     if change and change.replacement:
         whole = plan.adapter.tensor(change.replacement)
     else:

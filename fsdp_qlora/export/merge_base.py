@@ -15,9 +15,10 @@ from transformers import PretrainedConfig
 
 from ..experts import stacked_weights
 from ..loading import Checkpoint, bnb_4bit, checkpoint_folder, meta_model, read_config
-from ..loading.key_mapping import parts_of_stacks
-from ..loading.prequantized import kind_of
+from ..loading.key_mapping import parts_of_stacks, renamed, tower_tensors
+from ..loading.prequantized import kind_of, open_weights, quantization_of
 from ..model.conv1d import transposed_weights
+from ..model.wrappers import wrapper_of
 from ..quantization.quantize import QuantLinear, quantize_linears
 from .adapter_folder import Delta
 from .quantized_base import BaseQuant, base_quant, taken_out_of, trained_quant
@@ -29,7 +30,7 @@ class BaseModel:
 
     name: str
     checkpoint: Checkpoint
-    config: PretrainedConfig
+    config: PretrainedConfig  # the language model's
     linear_weights: set[str]  # those that training quantizes
     embedding: str  # names of the two ends' weights
     head: str
@@ -42,6 +43,11 @@ class BaseModel:
         default_factory=dict
     )  # tensors of all experts' weights
 
+    file_names: dict[str, str] = field(default_factory=dict)  # of a wrapper's tensors
+    towers: set[str] = field(
+        default_factory=set
+    )  # tensors beside the language model, by those names
+
     def __post_init__(self):
         self.packed = bnb_4bit.packed_weights(self.checkpoint)
         self.shapes = {
@@ -52,11 +58,17 @@ class BaseModel:
 
     @property
     def is_tied(self) -> bool:
-        """Whether head and embedding are one tensor; a second copy in the file counts for nothing."""
-        return bool(self.config.tie_word_embeddings) and self.find(self.embedding) is not None
+        """Whether head and embedding are one tensor; an equal copy in the file counts for nothing."""
+        embedding, head = self.find(self.embedding), self.find(self.head)
+        if not self.config.tie_word_embeddings or embedding is None:
+            return False
+        files = self.checkpoint
+        return not ({embedding, head} <= files.stored.keys() and files.differ(embedding, head))
 
     def find(self, name: str) -> str | None:
         """The checkpoint's name for the model's, which may differ by a first `model.` or the like."""
+        if name in self.file_names:
+            return self.file_names[name]
         shorter = name.partition(".")[2]
         return next(
             (
@@ -66,6 +78,10 @@ class BaseModel:
             ),
             None,
         )
+
+    def is_unchanged(self, name: str) -> bool:
+        """Whether a tensor is copied as it is: a tower's, but for one in 4 bits."""
+        return name in self.towers and name not in self.packed
 
     def must_be_whole(self, name: str) -> bool:
         """Whether a tensor can't be read by rows: blocks of bitsandbytes' weights run over them, and
@@ -118,27 +134,34 @@ def _as_fp32(tensor: Tensor) -> Tensor:
 def open_base(name: str, revision: str | None = None) -> BaseModel:
     """Open a model's checkpoint. Raises ValueError naming --model_name."""
     config = read_config(name, revision)
-    kind = kind_of(config.to_dict().get("quantization_config"))
-    if kind not in (None, "bitsandbytes"):
-        raise ValueError(
-            f"--model_name {name}: its weights are quantized with {kind}, which can't be merged; "
-            "give the 16-bit model it was made from"
-        )
+    quantization, folder = quantization_of(config), checkpoint_folder(name, revision)
     meta = quantize_linears(meta_model(config, torch.bfloat16), "nf4")
     names = {id(m): n for n, m in meta.named_modules()}
-    linear = {f"{n}.weight" for n, m in meta.named_modules() if isinstance(m, QuantLinear)}
+    outer = wrapper.outer if (wrapper := wrapper_of(meta)) else str
+    linear = {outer(f"{n}.weight") for n, m in meta.named_modules() if isinstance(m, QuantLinear)}
     ends = [
-        f"{names[id(end)]}.weight"
+        outer(f"{names[id(end)]}.weight")
         for end in (meta.get_input_embeddings(), meta.get_output_embeddings())
     ]
-    base = BaseModel(name, Checkpoint(checkpoint_folder(name, revision)), config, linear, *ends)
-    for key in base.checkpoint.stored:
+    is_bnb = kind_of(quantization) == "bitsandbytes"  # whose weights `packed` reads whole
+    files = Checkpoint(folder) if is_bnb else open_weights(folder, quantization, name)
+    base = BaseModel(name, files, meta.config, linear, *ends)
+    if wrapper:
+        base.file_names = {
+            outer(new): n
+            for n, (new, part_of) in renamed(meta, files.shapes).items()
+            if not part_of
+        }
+        base.towers = tower_tensors(meta, files)
+    for key in base.checkpoint.stored | base.checkpoint.made:
         if key.endswith(".weight") and key not in base.packed:
             base.checkpoint.check_numbers(key)
     base.linear_weights = {base.find(n) or n for n in linear}
-    base.experts = parts_of_stacks(meta, base.checkpoint) if stacked_weights(meta) else {}
+    experts = parts_of_stacks(meta, base.checkpoint) if stacked_weights(meta) else {}
+    base.experts = {outer(stack): parts for stack, parts in experts.items()}
     base.linear_weights |= {part for parts in base.experts.values() for part in parts}
-    base.transposed = {base.find(n) or n for n in transposed_weights(meta)} - base.packed.keys()
+    transposed = map(outer, transposed_weights(meta))
+    base.transposed = {base.find(n) or n for n in transposed} - base.packed.keys()
     return base
 
 

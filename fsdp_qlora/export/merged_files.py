@@ -11,7 +11,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from ..json_input import read_object
-from ..loading import first_line
+from ..loading import Checkpoint, first_line
 from .generation_config import stop_at_trained_ends
 
 # By name only: no weights, no code, nothing else that happens to lie in the folder.
@@ -29,7 +29,10 @@ TOKENIZER_FILES = (
 _TEMPLATE_FILES = ("chat_template.*", "additional_chat_templates")
 # Of a tokenizer's files these speak for the whole, so those of two tokenizers must not lie together.
 _OLDER_FILES = ("special_tokens_map.json", "added_tokens.json")
-OTHER_FILES = ("generation_config.json", "LICENSE*", "USE_POLICY*")
+# How images and sound become a model's input, which its towers need.
+PROCESSOR_FILES = ("*processor_config.json",)
+_OF_THE_TEXT = ("vocab_size", "tie_word_embeddings")  # settings that its own config.json has
+OTHER_FILES = ("generation_config.json", "LICENSE*", "USE_POLICY*", *PROCESSOR_FILES)
 
 
 def write_other_files(folder: Path, base: Path, adapter: str | Path | None, settings: dict):
@@ -55,6 +58,12 @@ def write_other_files(folder: Path, base: Path, adapter: str | Path | None, sett
         copy(file, folder)
     if "tokenizer_config.json" in names:
         _stop_at_ends_of(folder)
+
+
+def copy_processor(base: Checkpoint | None, folder: Path):
+    """Copy what a base has to read images and sound, if there is a base with such files."""
+    for file in _matching(base.folder, PROCESSOR_FILES) if base else ():
+        copy(file, folder)
 
 
 def _brings_template(tokenizer_files: list[Path]) -> bool:
@@ -95,6 +104,12 @@ def _write_config(folder: Path, base: Path, settings: dict):
     if "torch_dtype" in config and "dtype" in settings:
         config["torch_dtype"] = settings["dtype"]
     config.pop("_name_or_path", None)
+    text = config.get("text_config")
+    if isinstance(text, dict):  # of a language model inside of another
+        if "quantization_config" in settings:
+            text.pop("quantization_config", None)
+        text |= {name: value for name, value in settings.items() if name in _OF_THE_TEXT}
+        settings = {k: v for k, v in settings.items() if k != "vocab_size" or k in config}
     config |= settings
     (folder / "config.json").write_text(
         json.dumps(

@@ -7,6 +7,7 @@ name when all its files are complete, never half written.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,12 +25,14 @@ from ..experts import stacked_weights
 from ..lora_init import for_original_base, saved_config, taken_out
 from ..model.blocks import own_weights
 from ..model.conv1d import transposed_weights
+from ..model.wrappers import wrapper_of
 from ..quantization.formats import dequantize_rows
 from ..quantization.quantize import QuantLinear
 from ..redact import redact_all
 from ..sharding import free_gathered
 from .card import write_card
 from .generation_config import stop_at_trained_ends, write_generation_settings
+from .merged_files import copy_processor
 
 SHARD_BYTES = 5 * 10**9  # transformers' default size of one file
 
@@ -80,11 +83,14 @@ def trained_bytes(model: nn.Module) -> int:
 
 
 def _whole_bytes(model: nn.Module) -> int:
-    """Size of all weights in the dtype of the model's configuration."""
+    """Size of all weights, also of towers beside them, in the dtype of the model's configuration."""
     layers = [m for m in model.modules() if isinstance(m, QuantLinear)]
     packed = {p for layer in layers for p in (layer.weight, layer.absmax)}
     plain = sum(p.numel() for p in model.parameters() if p not in packed)
-    return (plain + sum(own_weights(layer) for layer in layers)) * _saved_dtype(model).itemsize
+    wrapper = wrapper_of(model)
+    shapes = [wrapper.files.shapes[name] for name in wrapper.others] if wrapper else []
+    count = plain + sum(map(own_weights, layers)) + sum(map(math.prod, shapes))
+    return count * _saved_dtype(model).itemsize
 
 
 def _saved_dtype(model: nn.Module) -> torch.dtype:
@@ -178,18 +184,22 @@ def _save_full(
     scratch = scratch_of(folder)
     if is_main:
         remove_folder(scratch)  # of a run that was killed
-    writer = ShardWriter(scratch)
+    writer, wrapper = ShardWriter(scratch), wrapper_of(model)
     try:
         transposed, stacks = transposed_weights(model), stacked_weights(model)
         for name, tensor in _whole_weights(model):
             if name in transposed:
                 tensor = tensor.t().contiguous()
             stored_name, experts = stacks.get(name, (name, 0))
+            stored_name = wrapper.outer(stored_name) if wrapper else stored_name
             writer.add(stored_name, tensor.unflatten(0, (experts, -1)) if experts else tensor)
+        for name in sorted(wrapper.others) if wrapper and is_main else ():
+            writer.add(name, wrapper.files.whole(name))
         with main_only():
             if is_main:
                 writer.finish()
-                model.config.save_pretrained(scratch)
+                (wrapper.config_of(model) if wrapper else model.config).save_pretrained(scratch)
+                copy_processor(wrapper.files if wrapper else None, scratch)
                 write_generation_settings(model, scratch)
                 if write_rest:
                     write_rest(scratch)

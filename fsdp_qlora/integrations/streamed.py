@@ -14,11 +14,12 @@ from ..dist import local_rows
 from ..loading import load_weights, materialize, meta_model, read_config
 from ..loading.key_mapping import match_names
 from ..loading.model_folder import checkpoint_folder
-from ..loading.prequantized import layers_to_quantize, open_weights
+from ..loading.prequantized import layers_to_quantize, open_weights, quantization_of
 from ..loading.stream import check_complete, checkpoint_key, load_buffers
 from ..loading.weight_files import Checkpoint
 from ..lora_init import init_adapters
 from ..model.blocks import base_model
+from ..model.wrappers import wrapper_of
 from ..quantization.quantize import quantize_linears
 from ..sharding import OnHost, apply_sharding, is_sharded, make_mesh, parameter_device
 from .peft import register_with_peft
@@ -44,10 +45,14 @@ def streamed_model(
         setattr(config, name, value)
     dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
     model = meta_model(config, dtype, auto_class=auto_class)
+    if wrapper_of(model):
+        raise ValueError(
+            f"--model_name {model_name}: {config.model_type} has a language model inside, beside parts for "
+            "other than text; other trainers would save it under other names: train it with "
+            "`fsdp-qlora train`, or give a model for text alone"
+        )
     model.config._name_or_path = model_name
-    files = open_weights(
-        checkpoint_folder(model_name), config.to_dict().get("quantization_config"), model_name
-    )
+    files = open_weights(checkpoint_folder(model_name), quantization_of(config), model_name)
     files = match_names(model, files)
     check_complete(model, files, but=_head_tensors(model))
     load_buffers(model, files)

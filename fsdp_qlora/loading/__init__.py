@@ -1,8 +1,8 @@
 """The streamed load: checkpoints read by rows into a model that is already sharded.
 
 Modules, each importing only from those before it: content_hash, weight_files, model_folder,
-generation_config, meta, stream, tokenizer, key_mapping, bnb_4bit, prequantized, quantized_cache,
-llama_pro, base_weights.
+generation_config, meta, stream, tokenizer, key_mapping, bnb_4bit, native_formats, prequantized,
+quantized_cache, llama_pro, base_weights.
 """
 
 from .meta import DTYPES, materialize, meta_model

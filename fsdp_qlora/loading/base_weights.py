@@ -20,7 +20,7 @@ from ..dist import print_main
 from .key_mapping import match_names
 from .llama_pro import ExpandedCheckpoint, expanded_config
 from .model_folder import checkpoint_folder, read_config
-from .prequantized import FourBitCheckpoint, open_weights
+from .prequantized import FourBitCheckpoint, open_weights, quantization_of
 from .quantized_cache import QuantizedCache
 from .stream import (
     LoadProgress,
@@ -61,7 +61,7 @@ def open_checkpoint(
     if grown and config.llama_pro_path:
         checkpoint = match_names(model, Checkpoint(config.llama_pro_path))
     else:
-        quantization = settings.to_dict().get("quantization_config")
+        quantization = quantization_of(settings)
         checkpoint = with_new_rows(
             model,
             match_names(

@@ -11,8 +11,10 @@ Shapes: I inputs, O outputs, E experts.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +29,7 @@ from transformers.core_model_loading import (
 
 from ..experts import stacked_weights
 from ..model.conv1d import transposed_weights
+from ..model.wrappers import wrapper_of
 from .weight_files import Checkpoint, FileSpan
 
 _BESIDE_A_WEIGHT = re.compile(r"(?<=\.weight)\..*")  # what bitsandbytes stores with a 4-bit one
@@ -42,6 +45,10 @@ class _Transposed:
     def shape(self) -> tuple[int, ...]:
         return self.stored.shape[::-1]
 
+    @property
+    def numbers(self) -> tuple[FileSpan, ...]:
+        return (self.stored,)
+
     def spans(self, start: int, stop: int) -> list[FileSpan]:
         return [self.stored]
 
@@ -53,23 +60,36 @@ class _Transposed:
 class _Stacked:
     """Rows of several tensors of one width below each other, as of all experts of a block."""
 
-    parts: tuple[FileSpan, ...]
+    parts: tuple  # FileSpan, or weights of native_formats.py
 
     @property
     def shape(self) -> tuple[int, ...]:
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
-    def spans(self, start: int, stop: int) -> list[FileSpan]:
-        found, first = [], 0
+    @property
+    def numbers(self) -> tuple[FileSpan, ...]:
+        return tuple(part for part in self.parts if isinstance(part, FileSpan))
+
+    def inside(self, start: int, stop: int) -> Iterator[tuple[Any, int, int, list[FileSpan]]]:
+        """Each part of which some rows are wanted, with these and what must be read for them."""
+        first = 0
         for part in self.parts:
-            inside = max(start - first, 0), min(stop - first, part.shape[0])
-            if inside[0] < inside[1]:
-                found.append(part.rows(*inside))
+            begin, end = max(start - first, 0), min(stop - first, part.shape[0])
+            if begin < end:
+                is_stored = isinstance(part, FileSpan)
+                spans = [part.rows(begin, end)] if is_stored else part.spans(begin, end)
+                yield part, begin, end, spans
             first += part.shape[0]
-        return found
+
+    def spans(self, start: int, stop: int) -> list[FileSpan]:
+        return [span for *_, spans in self.inside(start, stop) for span in spans]
 
     def rows(self, tensors: list[Tensor], start: int, stop: int) -> Tensor:
-        return torch.cat(tensors) if tensors else torch.empty(0, self.shape[1])
+        left, found = iter(tensors), []
+        for part, begin, end, spans in self.inside(start, stop):
+            read = list(islice(left, len(spans)))
+            found.append(read[0] if isinstance(part, FileSpan) else part.rows(read, begin, end))
+        return torch.cat(found) if found else torch.empty(0, self.shape[1])
 
 
 def match_names(model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
@@ -77,16 +97,32 @@ def match_names(model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
 
     The model is as transformers makes it: no adapters yet, nothing quantized.
     """
+    if wrapper := wrapper_of(model):
+        wrapper.files = checkpoint
+        wrapper.others = tower_tensors(model, checkpoint)
     wanted = {name: p.shape for name, p in model.named_parameters()}
     checkpoint.unused = _unused_names(model, checkpoint)
     if not wanted.keys() <= checkpoint.shapes.keys():
         checkpoint.rename(_new_names(model, checkpoint))
+    _untie_other_head(model, checkpoint)
     for name in transposed_weights(model) & checkpoint.stored.keys():
         stored = checkpoint.stored[name]  # bitsandbytes' 4-bit weights lie as W does
         if stored.shape == wanted[name][::-1]:
             checkpoint.made[name] = _Transposed(stored)
     _stack_experts(model, checkpoint)
     return checkpoint
+
+
+def _untie_other_head(model: nn.Module, checkpoint: Checkpoint):
+    """Give a tied model a head of its own, in place, if the files hold another one, as transformers does."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        return
+    names = {id(m): f"{name}.weight" for name, m in model.named_modules()}
+    ends = names[id(embedding)], names[id(head)]
+    if all(end in checkpoint.stored for end in ends) and checkpoint.differ(*ends):
+        head.weight = nn.Parameter(head.weight.detach().clone(), head.weight.requires_grad)
+        model.config.get_text_config().tie_word_embeddings = False
 
 
 def _stack_experts(model: nn.Module, checkpoint: Checkpoint):
@@ -99,7 +135,8 @@ def _stack_experts(model: nn.Module, checkpoint: Checkpoint):
         if whole := checkpoint.stored.get(stored_name):  # (E, O, I)
             checkpoint.stored[name] = whole.seen_as(whole.dtype, (-1, whole.shape[-1]))
         elif found := parts.get(stored_name):
-            checkpoint.made[name] = _Stacked(tuple(checkpoint.stored[part] for part in found))
+            known = checkpoint.stored | checkpoint.made
+            checkpoint.made[name] = _Stacked(tuple(known[part] for part in found))
 
 
 def parts_of_stacks(model: nn.Module, checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
@@ -111,12 +148,12 @@ def parts_of_stacks(model: nn.Module, checkpoint: Checkpoint) -> dict[str, tuple
     """
     converters = {
         pattern: converter
-        for converter in _conversions(model, WeightConverter)
+        for converter in _conversions(_whole(model), WeightConverter)
         for pattern in converter.source_patterns
     }
     found: dict[str, dict[tuple[int, int], str]] = {}
     wanted = {stored_name for stored_name, _ in stacked_weights(model).values()}
-    for name, (new, pattern) in renamed(model, checkpoint.stored).items():
+    for name, (new, pattern) in renamed(model, checkpoint.shapes).items():
         if new not in wanted:
             continue
         if pattern is None:
@@ -151,8 +188,9 @@ def _unused_names(model: nn.Module, checkpoint: Checkpoint) -> list[str]:
         for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
     }
     own |= {stored_name for stored_name, _ in stacked_weights(model).values()}
-    others = checkpoint.shapes.keys() - own
-    expected = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"\.inv_freq$"]
+    others = checkpoint.shapes.keys() - own - tower_tensors(model, checkpoint)
+    whole = _whole(model)
+    expected = [*(getattr(whole, "_keys_to_ignore_on_load_unexpected", None) or ()), r"\.inv_freq$"]
     return sorted(
         old
         for old, (new, _) in renamed(model, others).items()
@@ -171,13 +209,45 @@ def _new_names(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def renamed(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[str, str | None]]:
-    """For each name in a checkpoint, the model's, and the pattern of the conversion if there is one."""
+    """For each name in a checkpoint, the model's, and the pattern of the conversion if there is one.
+
+    What a wrapper's files hold beside the language model keeps its name.
+    """
+    found = _renamed_in(_whole(model), names)
+    if not (wrapper := wrapper_of(model)):
+        return found
+    inside = {name: (wrapper.inner(new), pattern) for name, (new, pattern) in found.items()}
+    return {
+        name: (new, pattern) if new else (name, None) for name, (new, pattern) in inside.items()
+    }
+
+
+def tower_tensors(model: nn.Module, checkpoint: Checkpoint) -> set[str]:
+    """Names in the files of what a wrapper has beside its language model."""
+    if not (wrapper := wrapper_of(model)):
+        return set()
+    known = wrapper.whole.state_dict().keys()
+    return {
+        name
+        for name, (new, _) in _renamed_in(wrapper.whole, checkpoint.shapes).items()
+        if _BESIDE_A_WEIGHT.sub("", new) in known and not wrapper.inner(new)
+    }
+
+
+def _renamed_in(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[str, str | None]]:
+    """`renamed` of a whole model."""
     renamings, converters = (
         _conversions(model, WeightRenaming),
         _conversions(model, WeightConverter),
     )
     state, prefix = model.state_dict(), model.base_model_prefix
     return {name: rename_source_key(name, renamings, converters, prefix, state) for name in names}
+
+
+def _whole(model: nn.Module) -> nn.Module:
+    """The model that the files are of."""
+    wrapper = wrapper_of(model)
+    return wrapper.whole if wrapper else model
 
 
 def _conversions(model: nn.Module, kind: type) -> list:

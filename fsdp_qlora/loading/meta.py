@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ..experts import apply_stacked_experts
 from ..memory.pinned_memory import empty_on_host
 from ..model.conv1d import apply_plain_linears
+from ..model.wrappers import wrapper_around, wrapper_class
 from ..sharding import refuse_to_train, watch_gradients
 from .model_folder import pinned_code
 from .weight_files import first_line, reason_of
@@ -33,21 +34,23 @@ def meta_model(
     """The model with its parameters on the meta device and its buffers real.
 
     Buffers such as rotary frequencies are in no checkpoint: they are computed here, once, and
-    survive `materialize`. Raises ValueError if the attention kernel is unknown or not installed, or the
-    configuration makes no model.
+    survive `materialize`. Of a model with a language model inside it is that one alone, which
+    `wrapper_of` tells the names of the whole. Raises ValueError if the attention kernel is unknown or
+    not installed, or the configuration makes no model.
     """
     if getattr(config, "quantization_config", None):  # that of the files, not of this model
         config = copy.deepcopy(config)
         del config.quantization_config
-    _check_language_model(config)
+    wrapper = wrapper_around(config) if _is_wrapper(config, auto_class) else None
+    how: dict = dict(dtype=dtype, attn_implementation=attn_implementation)
     try:
-        with init_empty_weights(include_buffers=False):
-            model = auto_class.from_config(
-                config,
-                dtype=dtype,
-                attn_implementation=attn_implementation,
-                **pinned_code(revision, trust_remote_code),
-            )
+        if wrapper:
+            model = wrapper.language_model(**how)
+        else:
+            with init_empty_weights(include_buffers=False):
+                model = auto_class.from_config(
+                    config, **how, **pinned_code(revision, trust_remote_code)
+                )
     except Exception as error:  # a config.json may say anything
         if "attn" not in str(error).lower() and "attention" not in str(error).lower():
             raise ValueError(
@@ -67,22 +70,16 @@ def meta_model(
     return model.train()
 
 
-def _check_language_model(config: PretrainedConfig):
-    """Refuse a model that has a language model inside, beside towers for images or sound.
-
-    Adapters would land in the towers, and the inner one has other names than the files.
-    """
-    text = config.get_text_config()
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if text is config or getattr(kind, "config_class", None) is type(text):
-        return
-    inner = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
-    name = f"a {inner.__name__}" if hasattr(inner, "__name__") else "a model for text alone"
-    raise ValueError(
-        f"--model_name {config._name_or_path}: {config.model_type} has a language model "
-        f"inside, beside parts for other than text; save that as {name}, as "
-        "docs/families.md shows, and give its folder"
-    )
+def _is_wrapper(config: PretrainedConfig, auto_class: Any) -> bool:
+    """Whether a config.json has a language model inside. ValueError for a class that can't be made of it."""
+    found = bool(wrapper_class(config))
+    if found and auto_class is not AutoModelForCausalLM:
+        raise ValueError(
+            f"--model_name {config._name_or_path}: {config.model_type} has a language model "
+            f"inside, beside parts for other than text, and no {auto_class.__name__} can be "
+            "made of it here; give a model for text alone"
+        )
+    return found
 
 
 def _keep_in_fp32(model: nn.Module):

@@ -1,8 +1,8 @@
-"""Checkpoints whose weights come quantized: bitsandbytes' 4 bits, and fp8 with scales per block.
+"""Checkpoints whose weights come quantized: by which class each kind is read.
 
 4-bit weights of bitsandbytes load as they are, byte for byte. There the packed bytes of a weight are
 one flat run, with blocks of 64 along it, which are those of our rows where a row is whole blocks.
-Weights in 8-bit floats are turned into numbers as they stream in. Others are refused by name.
+Weights in the formats of native_formats.py become numbers as they stream in. Others are refused by name.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from ..quantization.absmax import BLOCKSIZE, STORAGE_DTYPE, encode_absmax
 from ..quantization.formats import dequantize_rows
 from .bnb_4bit import STATE, checked_state
-from .weight_files import NUMBERS, Checkpoint, FileSpan, dtype_name
+from .native_formats import FORMATS, NativeCheckpoint, native_kind
+from .weight_files import Checkpoint, FileSpan
 
 
 def open_weights(folder: str | Path, quantization: dict | None, model_name: str) -> Checkpoint:
@@ -29,8 +31,8 @@ def open_weights(folder: str | Path, quantization: dict | None, model_name: str)
         return Checkpoint(folder)
     if kind == "bitsandbytes":
         return FourBitCheckpoint(folder)
-    if kind == "fp8":
-        return _Fp8Checkpoint(folder, tuple(quantization["weight_block_size"]))
+    if kind in FORMATS:
+        return NativeCheckpoint(folder, kind, quantization)
     raise ValueError(
         f"--model_name {model_name}: its weights are quantized with {kind}, which can't "
         "be trained on here; give the 16-bit model it was made from, or one in "
@@ -38,21 +40,23 @@ def open_weights(folder: str | Path, quantization: dict | None, model_name: str)
     )
 
 
+def quantization_of(settings: PretrainedConfig) -> dict | None:
+    """The `quantization_config` of a config.json, which a wrapper may have for its text alone."""
+    found = settings.to_dict()
+    return found.get("quantization_config") or (found.get("text_config") or {}).get(
+        "quantization_config"
+    )
+
+
 def kind_of(quantization: dict | None) -> str | None:
     """The kind of quantization in the words of config.json, more exactly where that matters."""
     if not quantization:
         return None
-    kind = str(
-        quantization.get(
-            "quant_method",
-            "bitsandbytes" if "load_in_4bit" in quantization else "an unknown method",
-        )
-    )
-    if kind == "bitsandbytes" and not quantization.get("load_in_4bit"):
-        return "bitsandbytes in 8 bits"
-    if kind == "fp8" and not quantization.get("weight_block_size"):
-        return "fp8 without blocks"
-    return kind
+    if quantization.get("quant_method", "bitsandbytes") == "bitsandbytes":
+        named = "quant_method" in quantization or "load_in_4bit" in quantization
+        in_8_bits = named and not quantization.get("load_in_4bit")
+        return "bitsandbytes" + " in 8 bits" * in_8_bits if named else "an unknown method"
+    return native_kind(quantization)
 
 
 def layers_to_quantize(checkpoint: Checkpoint, quant: str) -> set[str] | None:
@@ -202,52 +206,3 @@ def _plain_absmax(
     at = torch.arange(absmax.numel(), device=absmax.device) + piece.start * absmax.shape[1]
     block = at // weight.nested.blocksize - first
     return code[absmax.int()] * scale[block].view(absmax.shape) + weight.nested.offset
-
-
-class _Fp8Checkpoint(Checkpoint):
-    """Weights in 8-bit floats with a float32 scale per block, `weight_scale_inv`, as numbers."""
-
-    def __init__(self, folder: str | Path, block: tuple[int, int]):
-        super().__init__(folder)
-        self.block = block
-        if not any(name.endswith("_scale_inv") for name in self.stored):
-            raise ValueError(
-                f"--model_name {self.folder}: config.json says that its weights are in fp8 "
-                "with scales per block, and the files hold none, weight_scale_inv; take "
-                "quantization_config out of config.json, or download the model again"
-            )
-
-    def check_numbers(self, key: str):
-        scale = self.scale(key)
-        if not scale:
-            return super().check_numbers(key)
-        weight = self.stored[key]
-        blocks = tuple(-(-n // size) for n, size in zip(weight.shape, self.block, strict=False))
-        if (
-            weight.dtype != torch.float8_e4m3fn
-            or scale.shape != blocks
-            or scale.dtype not in NUMBERS
-        ):
-            raise ValueError(
-                f"{self.folder}: {key}, {dtype_name(weight.dtype)} of shape {weight.shape}, needs "
-                f"scales of shape {blocks}, and {key}_scale_inv is {dtype_name(scale.dtype)} of shape "
-                f"{scale.shape}; download the model again, or give the 16-bit one"
-            )
-
-    def scale(self, key: str) -> FileSpan | None:
-        """The scales of a tensor, if it has some."""
-        return self.stored.get(f"{key}_scale_inv")
-
-    def spans(self, piece) -> list[FileSpan]:
-        scale, size = self.scale(piece.key), self.block[0]
-        if not scale:
-            return super().spans(piece)
-        return [*super().spans(piece), scale.rows(piece.start // size, -(-piece.stop // size))]
-
-    def values(self, piece, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-        if not self.scale(piece.key):
-            return super().values(piece, tensors)
-        weight, scale = tensors[0].float(), tensors[1].float()
-        row = torch.arange(piece.start, piece.stop, device=weight.device) // self.block[0]
-        columns = scale[row - piece.start // self.block[0]].repeat_interleave(self.block[1], dim=1)
-        return (weight * columns[:, : weight.shape[1]],)

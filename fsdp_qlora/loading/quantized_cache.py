@@ -226,7 +226,7 @@ def layout(path: Path, layers: dict, base: Checkpoint) -> dict[str, FileSpan]:
         for name, tensor in zip(_entries(key), shapes, strict=True):
             found[name] = FileSpan(path, offset, tensor.dtype, tuple(tensor.shape))
             offset += found[name].nbytes
-    room = sum(2 * len(name) + 50 for name in base.stored)
+    room = sum(2 * len(name) + 50 for name in base.content.stored)
     room += sum(2 * len(path.name) + 120 for path in base.content.places)
     start = -(-(len(_header_bytes(found)) + room + 200) // 8) * 8
     return {name: stored._replace(offset=start + stored.offset) for name, stored in found.items()}

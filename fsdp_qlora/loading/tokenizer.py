@@ -69,6 +69,10 @@ class _Grown:
     def shape(self) -> tuple[int, ...]:
         return self.total, *self.stored.shape[1:]
 
+    @property
+    def numbers(self) -> tuple[FileSpan, ...]:
+        return (self.stored,)
+
     def spans(self, start: int, stop: int) -> list[FileSpan]:
         there = self.stored.shape[0]
         return [self.stored if stop > there else self.stored.rows(start, stop)]

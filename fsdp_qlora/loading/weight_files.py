@@ -34,6 +34,7 @@ STORED_DTYPES = {
     "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 
 
@@ -194,15 +195,32 @@ class Checkpoint:
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows (start, stop) of a tensor, on the host, as stored."""
+        if made := self.made.get(name):
+            return made.rows([span.read() for span in made.spans(start, stop)], start, stop)
         return self.stored[name].rows(start, stop).read()
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor on the host, as stored."""
+        if name in self.stored:
+            return self.stored[name].read()
+        return self.rows(name, 0, self.made[name].shape[0])
+
+    def differ(self, first: str, second: str) -> bool:
+        """Whether two tensors hold different numbers, as a sample tells: training changes all of them."""
+        one, other = self.stored[first], self.stored[second]
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            return True
+        size, last = min(_SAMPLE_BYTES, one.nbytes), SAMPLES - 1
+        starts = [(one.nbytes - size) * i // last for i in range(SAMPLES)]
+        return any(
+            not torch.equal(one.bytes_of(s, s + size).read(), other.bytes_of(s, s + size).read())
+            for s in starts
+        )
 
     def check_numbers(self, key: str):
         """Refuse a tensor whose stored values are not its numbers, but for scales that nothing reads."""
         made = self.made.get(key)
-        parts = (
-            [self.stored[key]] if made is None else getattr(made, "parts", None) or [made.stored]
-        )
-        for part in parts:
+        for part in [self.stored[key]] if made is None else made.numbers:
             if part.dtype not in NUMBERS:
                 raise ValueError(
                     f"{self.folder}: {key} is stored as {dtype_name(part.dtype)}, of shape "
@@ -289,7 +307,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     Training changes all values of a tensor, so a few of each tell two checkpoints apart.
     """
     digest = hashlib.sha256()
-    for name, stored in sorted(checkpoint.stored.items()):
+    for name, stored in sorted(checkpoint.content.stored.items()):
         digest.update(f"{name} {stored.dtype} {stored.shape}\n".encode())
         size = min(_SAMPLE_BYTES, stored.nbytes)
         with open(stored.path, "rb") as file:

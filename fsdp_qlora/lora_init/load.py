@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..adapters import LoraLinear
+from ..adapters.peft_names import name_in_whole
 from ..dist import from_rank, local_rows, print_main, ranks_from_env
 from ..loading.prequantized import FourBitCheckpoint
 from ..loading.stream import WeightSlice, checkpoint_key, place, rank_pieces
@@ -179,7 +180,8 @@ def _saved_values(
 ) -> Iterator[tuple[str, LoraLinear, FirstValues]]:
     """Each layer with its adapter in a checkpoint, and what its base lacks (`for_original_base`)."""
     for name, layer in _adapted_layers(model):
-        a, b = (saved(f"{name}.lora_{part}.default.weight") for part in "AB")
+        names = (f"{name}.lora_{part}.default.weight" for part in "AB")
+        a, b = (saved(name_in_whole(model, name)) for name in names)
         r = layer.r["default"]
         taken = Taken(a[r:].contiguous(), -b[:, r:].contiguous()) if start.changes_base else None
         yield name, layer, FirstValues(a[:r], b[:, :r], taken)

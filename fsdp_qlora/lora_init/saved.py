@@ -15,6 +15,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from ..adapters import LoraLinear
+from ..adapters.peft_names import config_in_whole
 
 
 def taken_out(model: nn.Module) -> dict[str, Tensor]:
@@ -41,7 +42,7 @@ def saved_config(model: nn.Module) -> LoraConfig:
 
     rsLoRA divides by the root of the rank, so there alpha grows by sqrt(2).
     """
-    config = copy.copy(model.peft_config[model.active_adapter])
+    config = config_in_whole(model, copy.copy(model.peft_config[model.active_adapter]))
     if not taken_out(model):
         return config
     if model.active_adapter != "default":

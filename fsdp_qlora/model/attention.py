@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
     AttentionInterface,
     AttentionMaskInterface,
     PretrainedConfig,
@@ -195,8 +196,13 @@ def makes_no_masks(config: PretrainedConfig) -> bool:
 @lru_cache
 def takes_backends(kind: type[PretrainedConfig]) -> bool:
     """Whether such a model's code looks for its attention under a name; Falcon's knows sdpa alone."""
-    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
+    model = _class_of(kind)
     return bool(getattr(model, "_supports_attention_backend", False))
+
+
+def _class_of(kind: type[PretrainedConfig]) -> type | None:
+    """transformers' causal language model of a config, or the decoder of one that it has none of."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None) or MODEL_MAPPING.get(kind, None)
 
 
 def has_windows(config: PretrainedConfig) -> bool:
@@ -221,7 +227,7 @@ def choose_attention(
     caps = bool(getattr(config, "attn_logit_softcapping", None))
     if wanted == "auto" and caps:
         return _WITH_SOFTCAP[device.type], f"{config.model_type} caps its attention scores"
-    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model = _class_of(type(config))
     if wanted == "auto" and not getattr(model, "_supports_sdpa", True):
         return "eager", f"{config.model_type} has no sdpa"
     if caps and wanted in _WITHOUT_SOFTCAP:
@@ -291,7 +297,7 @@ def _why_not_fa4(
     """What keeps FlashAttention 4 from running; empty if nothing does."""
     if layers := layers_with_a_state(config):
         return f"can't run layers of {layers}"
-    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model = _class_of(type(config))
     if not takes_backends(type(config)) or not (
         model._supports_sdpa and model._supports_flash_attn
     ):
