@@ -162,7 +162,7 @@ def wrapper_around(config: PretrainedConfig) -> Wrapper:
     except Exception as error:  # a config.json may say anything
         said = str(error).strip().split("\n")[0]
         _refuse(config, f"it can't be tried by itself ({type(error).__name__}: {said})")
-    if differ > TOLERANCE:
+    if not differ <= TOLERANCE:  # nor where one is no number
         _refuse(config, "by itself it computes something else, as a tiny one shows")
     return Wrapper(whole, modules)
 
