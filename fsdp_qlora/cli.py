@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from . import __version__
 from .bench.command import bench_command
+from .catalog.known_models import hub_name
 from .choices import FORMATS
 from .commands.calibrate import calibrate_command
 from .commands.doctor import doctor_command
@@ -20,7 +21,7 @@ from .commands.export import DELIVERY
 from .commands.planning import GUIDE
 from .commands.report import report_command
 from .config import RunConfig
-from .config.flags import Parser, boolean, given_settings, parse, parse_own, with_named_words
+from .config.flags import Parser, boolean, parse, parse_alone, parse_own, with_named_words
 from .config.settings import opt
 from .lifecycle.closed_terminal import outlive_terminal
 from .lifecycle.notify import told_at_end
@@ -47,7 +48,8 @@ class TrainOptions:
 
 def train_command(argv: list[str]):
     """Fine-tune a model."""
-    config, options = parse(argv, TrainOptions)
+    config, options = parse(argv, TrainOptions, about=train_command.__doc__)
+    config.model_name = hub_name(config.model_name)
     if options.dry_run:
         from .commands.dryrun import dry_run
 
@@ -57,6 +59,7 @@ def train_command(argv: list[str]):
 
         argv = planned_argv(config, argv, TrainOptions)
         config, _ = parse(argv, TrainOptions)
+        config.model_name = hub_name(config.model_name)
     from .dist import ranks_from_env
     from .lifecycle.launcher import run_on_ranks
 
@@ -79,39 +82,82 @@ class GenerateOptions:
     """Generate"""
 
     adapter_folder: str | None = opt(
-        None,
-        "trained adapter folder, also as the first argument; without --model_name, the base "
-        "is the adapter's own",
-        example="output/adapter",
+        None, "trained adapter folder, also as the first argument", example="output/adapter"
     )
-    prompt: str = opt("", "user message")
-    max_new_tokens: int = opt(128, "maximum length of the answer", unit="tokens")
+    model_name: str | None = opt(
+        None,
+        "base model, or a model trained in full: folder or hub name; default: the adapter's own",
+        example="./SmolLM2-135M-Instruct",
+        is_path=True,
+    )
+    revision: str | None = opt(
+        None,
+        "branch, tag or commit of the model on the hub; default: the adapter's own, without "
+        "--model_name",
+    )
+    trust_remote_code: bool = opt(
+        False, "run the Python code of a model from the hub; needs the full commit as --revision"
+    )
+    prompt: str = opt("", "user message", example="'Who are you?'")
+    system: str = opt("", "system prompt", example="'Answer in one sentence.'")
+    chat: bool = opt(
+        False, "talk in the terminal: a line is a message, an empty line or Ctrl-D ends the chat"
+    )
+    max_new_tokens: int = opt(128, "maximum length of an answer", unit="tokens", least=1)
+    temperature: float = opt(
+        0.0,
+        "0 = always the most likely token; above, samples from the tokens",
+        example=0.7,
+        least=0,
+    )
+    top_p: float = opt(
+        1.0, "with --temperature, sample only from the most likely tokens that add up to this share"
+    )
+    top_k: int = opt(
+        0,
+        "with --temperature, sample only from this many most likely tokens; 0 = from all",
+        least=0,
+    )
+    repetition_penalty: float = opt(1.0, "above 1, tokens that were there become less likely")
+    seed: int = opt(42, "seed of samples")
     base_quant: str = opt(
         "auto",
-        "format of the base weights; auto = as in training",
+        "format that the base weights are rounded to; auto = as in training",
         choices=("auto", "none", *FORMATS),
     )
+    load_in: str = opt(
+        "16bit",
+        "how weights are held: written out in 16 bits, or by bitsandbytes in 4 bits (the same "
+        "values after training on nf4 or fp4) or 8 bits, in a quarter or half of the memory; on "
+        "GPUs, a model is spread over all of them, and what does not fit waits in host memory",
+        choices=("16bit", "8bit", "4bit"),
+    )
+    dtype: str = opt(
+        "auto",
+        "dtype of matmuls; auto = bf16 on a GPU that has it, else fp16; fp32 on the CPU",
+        choices=("auto", "bf16", "fp16", "fp32"),
+    )
+    device: str = opt("auto", "auto = cuda if there is a GPU", choices=("auto", "cpu", "cuda"))
+    verbose: bool = opt(False, "after an error, print the traceback")
 
 
 def _generate_command(argv: list[str]):
-    """Answer a prompt with a base model and an adapter."""
-    argv = with_named_words(argv, "adapter_folder")
-    config, options = parse(argv, GenerateOptions, prog="fsdp-qlora generate")
-    if options.adapter_folder and "model_name" not in (given := given_settings(argv)):
-        from .export.adapter_folder import base_of
-
-        name, revision = base_of(options.adapter_folder)
-        config = replace(
-            config, model_name=name, revision=config.revision if "revision" in given else revision
-        )
+    """Answer prompts with a trained adapter or model: one, or a chat in the terminal."""
+    options = parse_alone(
+        with_named_words(argv, "adapter_folder"),
+        GenerateOptions,
+        "fsdp-qlora generate",
+        about=_generate_command.__doc__,
+    )
     from .commands.generate import answer
 
-    answer(config, options)
+    answer(options)
 
 
 def _data_command(argv: list[str]):
     """Tokenize a data set and report on it; --preview shows rows with trained tokens marked."""
-    (config,) = parse(argv, prog="fsdp-qlora data")
+    (config,) = parse(argv, prog="fsdp-qlora data", about=_data_command.__doc__)
+    config.model_name = hub_name(config.model_name)
     from .commands.data import report_on_data
 
     report_on_data(config)
@@ -126,7 +172,7 @@ class _DemoOptions:
 
 def _demo_command(argv: list[str]):
     """Fine-tune a small real model to write SQL, and score it before and after."""
-    config, options = parse(argv, _DemoOptions, prog="fsdp-qlora demo")
+    config, options = parse(argv, _DemoOptions, prog="fsdp-qlora demo", about=_demo_command.__doc__)
     _, flags = parse_own(argv, _DemoOptions)
     from .demo.run import run_demo
 
@@ -155,7 +201,7 @@ def _overview() -> str:
             "",
             *lines,
             "",
-            "fsdp-qlora COMMAND --help lists a command's flags",
+            "fsdp-qlora COMMAND --help says what a command does and lists its common flags",
         ]
     )
 

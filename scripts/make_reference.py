@@ -1,4 +1,4 @@
-"""Write what is generated: pages of docs/ (flags, recipes, messages, nodes, api), the recipes' schema,
+"""Write what is generated: pages of docs/ (flags, recipes, guide, messages, nodes, api), the recipes' schema,
 and the types of the names that `fsdp_qlora` imports on first use.
 
     python scripts/make_reference.py            # tests say when it is needed
@@ -23,6 +23,7 @@ from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
 from fsdp_qlora.commands import calibrate, export, planning, report
 from fsdp_qlora.config import RunConfig, plan_batches
 from fsdp_qlora.config.flags import parse
+from fsdp_qlora.config.migration import SAME, TABLES, flag_table
 from fsdp_qlora.config.recipe import RecipeOptions
 from fsdp_qlora.config.reference import flags_page, schema
 from fsdp_qlora.config.run import GROUPS
@@ -32,6 +33,7 @@ from fsdp_qlora.estimate.report import duration
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 from api_page import api_page, public_types  # noqa: E402
+from guide_page import guide_page  # noqa: E402
 from messages_page import messages_page  # noqa: E402
 from nodes_page import with_tables  # noqa: E402
 
@@ -73,6 +75,8 @@ def pages() -> dict[Path, str]:
     return {
         ROOT / "docs/flags.md": flags_page(own_options()),
         ROOT / "docs/recipes.md": recipes_page(),
+        ROOT / "docs/guide.md": guide_page(),
+        ROOT / "docs/migrating.md": migrating_page(),
         ROOT / "docs/messages.md": messages_page(),
         ROOT / "docs/nodes.md": with_tables((ROOT / "docs/nodes.md").read_text()),
         ROOT / "docs/api.md": api_page(),
@@ -116,8 +120,11 @@ def header(path: Path) -> dict[str, str]:
 def estimated(path: Path) -> Estimate:
     """The estimate of a recipe on the machine of its header."""
     flags = shlex.split(header(path)["machine"])
-    config, machine = parse(["--config", str(path), *flags], MachineOptions)
-    return estimate(model_shape(config.model_name), machine_from_options(machine), config)
+    config, options = parse(argv := ["--config", str(path), *flags], MachineOptions)
+    shape, machine = model_shape(config.model_name), machine_from_options(options)
+    if config.is_auto:
+        config = planning.planned(shape, machine, config, argv)
+    return estimate(shape, machine, config)
 
 
 def expects(found: Estimate) -> str:
@@ -143,11 +150,25 @@ def measured(path: Path) -> str:
     }
     own, near = f"recipe {path.stem}", NEAREST.get(path.stem)
     if not (row := found.get(own) or found.get(near)):
-        return "nothing near it yet"
+        return "estimated only"
     return (
         f"{'as written' if own in found else f'near it, {near}'} on {row['gpus']} x {row['gpu']}: "
         f"{row['tokens_per_second_per_gpu']:,.0f} tokens/s per GPU, "
         f"{row['peak_allocated_gib']:.1f} GiB"
+    )
+
+
+def migrating_page() -> str:
+    """The page with its tables, and its list of names that are taken, made anew."""
+    text = (ROOT / "docs/migrating.md").read_text()
+    for trainer in TABLES:
+        begin = f"<!-- made by scripts/make_reference.py: {trainer} -->\n"
+        before, _, rest = text.partition(begin)
+        text = before + begin + flag_table(trainer) + "\n<!-- end -->\n"
+        text += rest.partition("<!-- end -->\n")[2]
+    same = ", ".join(f"`--{name}`" for name in SAME)
+    return re.sub(
+        r"<!-- same -->.*<!-- end same -->", f"<!-- same -->{same}<!-- end same -->", text
     )
 
 

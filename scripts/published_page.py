@@ -20,7 +20,7 @@ from fsdp_qlora.catalog.hardware import find_gpu
 from fsdp_qlora.catalog.known_models import bare_name
 from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.estimate import Estimate, estimate, memory
+from fsdp_qlora.estimate import Estimate, estimate, memory, owned_cost, run_cost
 from fsdp_qlora.estimate.report import duration
 from fsdp_qlora.plan import Plan, draft_plan
 from fsdp_qlora.planner import free_settings, propose
@@ -37,7 +37,9 @@ if there are any. Estimates are of this code, which does the same work in other 
 code, so it may be faster or smaller. Cards that this project never measured are uncalibrated. Errors are
 those of today's estimate for a measured row and its own card: of reserved memory, then of a step's seconds;
 older code took a little more of either. If a document leaves a setting open, a note under its table says
-which value was assumed."""
+which value was assumed.
+Each estimate is what `fsdp-qlora estimate` prints for the same flags; rows that are "beyond positions" are
+longer than their model has positions, and the command takes them with `--beyond_positions`."""
 UNMEASURED = "unmeasured"
 
 
@@ -59,9 +61,10 @@ def page() -> str:
 
 def body(table: dict, rows: list[BenchRow]) -> str:
     """One table, by its kind."""
-    return {"runs": runs_table, "sizes": sizes_table, "hours": hours_table, "facts": facts_table}[
-        table["kind"]
-    ](table, rows)
+    made = dict(
+        runs=runs_table, sizes=sizes_table, hours=hours_table, costs=costs_table, facts=facts_table
+    )
+    return made[table["kind"]](table, rows)
 
 
 # ---- runs: seconds, speed and memory of one configuration a row --------------------------------
@@ -89,7 +92,7 @@ def run_line(run: dict, rows: list[BenchRow]) -> list[str]:
     found, there = asked(run, run["gpu"]), asked(run, "h100")
     measured = same_settings(there, rows)
     line = [
-        run["name"],
+        run["name"] + " (beyond positions)" * _beyond(run),
         said(run, "gib", 1),
         number(published_speed(run), 0) or said(run, "speed"),
         number(found.memory.peak_reserved, 1),
@@ -138,7 +141,14 @@ def asked(run: dict, card: str) -> Estimate:
         batch_size=run.get("batch_size", 1),
         context_length=run["context_length"],
     )
-    return estimate(replace(model_shape(run["model"]), max_positions=None), machine, config)
+    shape = model_shape(run["model"])
+    return estimate(replace(shape, max_positions=None) if _beyond(run) else shape, machine, config)
+
+
+def _beyond(run: dict) -> bool:
+    """Whether a configuration's rows are longer than its model has positions."""
+    positions = model_shape(run["model"]).max_positions
+    return bool(positions) and run["context_length"] > positions
 
 
 def speed(found: Estimate) -> str:
@@ -245,6 +255,45 @@ def hours_table(table: dict, rows: list[BenchRow]) -> str:
             ]
         )
     return markdown(head, lines)
+
+
+# ---- costs: dollars of a run, on rented cards and on cards of one's own ------------------------
+
+
+def costs_table(table: dict, rows: list[BenchRow]) -> str:
+    """Hours and dollars: published, and estimated at the published price or the catalogue's."""
+    runs = [table.get("defaults", {}) | run for run in table["runs"]]
+    head = ["", "published h", "published $", "estimated h", "estimated $", "$ per GPU and hour"]
+    if any("owned" in run for run in runs):
+        head += ["owned, published $", "owned, estimated $"]
+    return markdown(head, [cost_line(run) for run in runs])
+
+
+def cost_line(run: dict) -> list[str]:
+    """One run."""
+    found = asked(run, run["gpu"])
+    machine = found.machine
+    cost = run_cost(
+        found.step,
+        machine.gpu,
+        gpus=machine.world_size,
+        examples=run["examples"],
+        length=run["context_length"],
+        epochs=run.get("epochs", 1),
+        price_per_hour=run.get("price"),
+    )
+    line = [
+        run["name"],
+        number(run.get("hours"), 1),
+        str(run["dollars"]),
+        number(cost.hours, 1),
+        number(cost.dollars, 2),
+        number(cost.price, 2),
+    ]
+    if "owned" not in run:
+        return line
+    owned = owned_cost(cost, machine.gpu, machine.world_size, run["card_price"], 3.0, 0.15).owned
+    return [*line, str(run["owned"]), number(owned and owned.dollars, 2)]
 
 
 # ---- facts: figures of cards and prices, beside the catalogue's --------------------------------

@@ -9,17 +9,20 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import jsonschema
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora import __version__
 from fsdp_qlora.bench.command import BenchOptions
-from fsdp_qlora.cli import COMMANDS, GenerateOptions, main, parse
+from fsdp_qlora.catalog.known_models import hub_name
+from fsdp_qlora.cli import COMMANDS, TrainOptions, main, parse
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.config.flags import EXAMPLES
+from fsdp_qlora.config.flags import COMMON, EXAMPLES
+from fsdp_qlora.config.migration import SAME, TABLES
+from fsdp_qlora.config.reference import schema
 from fsdp_qlora.config.run import GROUPS
-from fsdp_qlora.config.settings import ELSEWHERE
 
 from .tiny import TARGETS, save_tiny
 
@@ -93,8 +96,8 @@ def test_the_last_of_a_repeated_flag_counts():
 
 
 def test_extra_groups_are_parsed_beside_the_settings():
-    config, options = parse(["--lr", "1", "--prompt", "hi"], GenerateOptions)
-    assert (config.lr, options.prompt) == (1.0, "hi")
+    config, options = parse(["--lr", "1", "--on_end", "true"], TrainOptions)
+    assert (config.lr, options.on_end) == (1.0, "true")
 
 
 # ---- help --------------------------------------------------------------------------------------
@@ -112,16 +115,39 @@ def without_torch(*argv) -> str:
     return done.stdout
 
 
-def test_help_of_train_lists_every_group_and_flag_and_imports_no_torch():
-    text = without_torch("train", "--help")
+def test_help_all_of_train_lists_every_group_and_flag_and_imports_no_torch():
+    text = without_torch("train", "--help", "all")
     for group in GROUPS:
         assert f"{group.__doc__}:" in text
         assert all(f"--{f.name} " in text for f in fields(group))
 
 
-@pytest.mark.parametrize("command, group", [("generate", GenerateOptions), ("bench", BenchOptions)])
+def test_help_shows_the_common_settings_and_says_how_many_more_there_are(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    text = capsys.readouterr().out
+    own = {"dry_run", "on_end", "config"}
+    assert set(re.findall(r"^  --(\w+)", text, re.M)) - own == COMMON and 20 <= len(COMMON) <= 32
+    more = len(fields(RunConfig)) - len(COMMON)
+    assert f"\n{more} more settings: fsdp-qlora train --help all\n" in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_says_what_it_does(command, capsys):
+    assert COMMANDS[command].__doc__.splitlines()[0] in help_of(command, capsys)
+
+
+def help_of(command: str, capsys) -> str:
+    """What --help of a command prints, on one line."""
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert not ended.value.code
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("command, group", [("bench", BenchOptions)])
 def test_help_of_other_commands_lists_their_own_flags_too(command, group):
-    text = without_torch(command, "--help")
+    text = without_torch(command, "--help", "all")
     assert all(f"--{f.name} " in text for f in (*fields(group), *fields(RunConfig)))
 
 
@@ -139,7 +165,7 @@ def test_the_version_is_said(capsys):
 
 def test_help_shows_choices_units_and_defaults_but_no_value_that_is_refused(capsys):
     with pytest.raises(SystemExit):
-        main(["train", "--help"])
+        main(["train", "--help", "all"])
     text = " ".join(capsys.readouterr().out.split())
     for part in ("{auto,none,nf4,fp4,int8,hqq}", "default full_shard", "in tokens"):
         assert part in text
@@ -150,7 +176,7 @@ def test_help_shows_choices_units_and_defaults_but_no_value_that_is_refused(caps
 def test_the_examples_at_the_end_of_help_are_commands_that_are_taken(command, capsys):
     for flags in EXAMPLES[command]:
         with pytest.raises(SystemExit) as ended:
-            main([command, *shlex.split(flags), "--help"])
+            main([command, *shlex.split(flags), "--help", "all"])
         text = capsys.readouterr().out
         assert ended.value.code == 0 and f"  fsdp-qlora {command} {flags}\n" in text
         known = {word.split()[0] for word in re.findall(r"--\w+", text.split("examples:")[0])}
@@ -205,10 +231,10 @@ def mistake(capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "argv, near",
     [
-        (["--learning_rate", "1"], "--lr"),
+        (["--learning_rat", "1"], "--lr"),
         (["--lora_rnak", "8"], "--lora_rank"),
         (["-lr", "1"], "--lr"),
-        (["--num-train-epochs=3"], "--num_epochs"),
+        (["--model", "x"], "--model_name"),
         (["--lora-rank", "8"], "--lora_rank"),
         (["--shardingstrategy=ddp"], "--sharding_strategy"),
         (["--use_gradient_checkpoint"], "--use_gradient_checkpointing"),
@@ -221,9 +247,108 @@ def test_an_unknown_flag_is_named_with_the_nearest_known_one(mistake, argv, near
     assert f"did you mean {near}?" in line if near else "--" in line
 
 
-def test_names_of_other_trainers_stand_for_settings():
-    names = {field.name for field in fields(RunConfig)}
-    assert set(ELSEWHERE.values()) <= names and not set(ELSEWHERE) & names
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (
+            ["--optim", "adamw_8bit"],
+            "TRL's optim is here: --optimizer adamw, adamw_8bit, adafactor",
+        ),
+        (
+            ["--max_grad_norm=1"],
+            "TRL's max_grad_norm is here: --apply_gradient_clipping true --grad_norm",
+        ),
+        (["--report_to", "wandb"], "--log_to wandb"),
+        (["--use_dora"], "PEFT's use_dora is here: --adapter dora"),
+        (["--train_on_inputs"], "axolotl's train_on_inputs is here: --train_on all"),
+        (
+            ["--clip_grad_norm", "1"],
+            "torchtune's clip_grad_norm is here: --apply_gradient_clipping",
+        ),
+        (["--save-total-limit", "2"], "TRL's save_total_limit is here: --keep_checkpoints"),
+        (["--use_liger_kernel"], "here: always: the loss is a chunked cross-entropy"),
+    ],
+)
+def test_another_trainers_name_is_refused_with_what_to_type_here(mistake, argv, says):
+    assert says in mistake(*argv)
+
+
+def names_in_tables() -> dict[str, set[str]]:
+    """Each name of the migration tables, with all that is said of it."""
+    found: dict[str, set[str]] = {}
+    for theirs, here in (row for rows in TABLES.values() for row in rows):
+        for name in re.findall(r"`([\w.]+)`", theirs):
+            found.setdefault(name.rpartition(".")[2], set()).add(here)
+    return found
+
+
+def test_names_with_the_same_meaning_are_settings_by_the_migration_tables():
+    names, told = {field.name for field in fields(RunConfig)}, names_in_tables()
+    assert set(SAME.values()) <= names
+    for name, own in SAME.items():
+        assert any(f"--{own}" in here for here in told[name]), name
+
+
+def test_no_flag_of_any_command_has_another_trainers_name(capsys):
+    for command in COMMANDS:
+        with pytest.raises(SystemExit):
+            main([command, "--help", "all"])
+        flags = re.findall(r"^  (?:-h \S+ )?--(\w+)", capsys.readouterr().out, re.M)
+        assert flags and not set(flags) & set(SAME), command
+
+
+@pytest.mark.parametrize("name, own", SAME.items())
+def test_a_name_with_the_same_meaning_is_taken_as_a_flag_and_in_a_recipe(name, own, tmp_path):
+    values = {"model_revision": "main", "bnb_4bit_quant_type": "fp4", "torch_compile": False}
+    default = getattr(RunConfig(), own)
+    value = values.get(name, {bool: not default, int: 7, float: 0.25}.get(type(default), "x"))
+    if own == "init_lora_weights":
+        value = "olora"
+    argv = [f"--{name}", str(value).lower()]
+    beside = {"target_parameters": ["--lora_dropout=0"], "eval_steps": ["--eval_share=0.1"]}
+    more = beside.get(name, [])
+    (tmp_path / "recipe.yaml").write_text(f"{name}: {str(value).lower()}\n")
+    for given in (argv, [argv[0].replace("_", "-") + "=" + argv[1]]):
+        config = parsed(*given, *more)
+        assert getattr(config, own) == value and own in config.typed
+    assert getattr(parsed("--config", str(tmp_path / "recipe.yaml"), *more), own) == value
+    jsonschema.validate({name: value}, schema())
+
+
+def test_a_setting_under_both_of_its_names_in_a_recipe_is_refused(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("lr: 1e-4\nlearning_rate: 2e-4\n")
+    with pytest.raises(
+        ValueError, match="recipe.yaml:2: lr appears twice, first at .*recipe.yaml:1"
+    ):
+        parsed("--config", str(path))
+
+
+@pytest.mark.parametrize(
+    "command, more",
+    [("train", ["--dataset", "dummy"]), ("data", []), ("generate", ["--prompt", "x"])],
+)
+def test_a_well_known_model_needs_no_owner_in_any_command(
+    command, more, monkeypatch, capsys, tmp_path
+):
+    """Offline: the message names the hub's model, which is not in the cache."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main([command, "--model_name", "llama-3.1-8b", *more]) == 2
+    said = capsys.readouterr().err
+    assert "--model_name meta-llama/Llama-3.1-8B: HF_HUB_OFFLINE is set" in said
+
+
+def test_a_tuned_model_is_not_taken_for_its_base_and_a_folder_is_itself(tmp_path, monkeypatch):
+    with pytest.raises(
+        ValueError, match="meta-llama/llama-3.1-8b-instruct, or meta-llama/Llama-3.1-8B"
+    ):
+        hub_name("llama-3.1-8b-instruct")
+    assert hub_name("llama-3.3-70b-instruct") == "meta-llama/Llama-3.3-70B-Instruct"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2").mkdir()
+    assert hub_name("gpt2") == "gpt2" and hub_name("gpt2-xl") == "openai-community/gpt2-xl"
+    assert hub_name("me/llama-3.1-8b") == "me/llama-3.1-8b"
 
 
 def test_a_flag_is_not_taken_from_its_beginning(mistake):

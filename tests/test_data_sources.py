@@ -260,9 +260,9 @@ def test_a_split_is_a_whole_name_and_words_in_names_are_not(tmp_path, names, tra
 def test_the_report_names_the_files_that_were_read_and_those_left_out(tmp_path):
     data = tmp_path / "data"
     (data / "more").mkdir(parents=True)
-    for name in ("train.jsonl", "train-old.jsonl", "rows.csv", ".hidden"):
+    for name in ("train.jsonl", "train-old.jsonl", "rows.xlsx", ".hidden"):
         write(data / name, {"text": name})
-    lines = ["files read: train.jsonl", "files left out: more/, rows.csv, train-old.jsonl"]
+    lines = ["files read: train.jsonl", "files left out: more/, rows.xlsx, train-old.jsonl"]
     tokenizer = make_tokenizer("chatml")
     for cache in (None, tmp_path / "cache", tmp_path / "cache"):
         report = load_dataset(data, tokenizer, cache_dir=cache).report
@@ -271,9 +271,9 @@ def test_the_report_names_the_files_that_were_read_and_those_left_out(tmp_path):
         )
     (data / "train-old.jsonl").unlink()
     again = load_dataset(data, tokenizer, cache_dir=tmp_path / "cache").report
-    assert again.files[1] == "files left out: more/, rows.csv"
+    assert again.files[1] == "files left out: more/, rows.xlsx"
     globbed = load_dataset(str(data / "*"), tokenizer).report
-    assert globbed.files == ["files read: train.jsonl", "files left out: more/, rows.csv"]
+    assert globbed.files == ["files read: train.jsonl", "files left out: more/, rows.xlsx"]
     assert load_dataset(data / "train.jsonl", tokenizer).report.files == []
     config = RunConfig(dataset=str(data), stream=True, max_steps=1)
     assert _first_rows(config, tokenizer, _open_stream(config)).report.files == again.files
@@ -288,8 +288,8 @@ def test_a_missing_file_names_the_flag_and_what_works(dataset):
 
 
 def test_a_file_of_another_kind_and_a_split_of_one_file_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="'.csv' files are not supported"):
-        read_rows(write(tmp_path / "rows.csv", b"a,b"))
+    with pytest.raises(ValueError, match="'.xlsx' files are not supported"):
+        read_rows(write(tmp_path / "rows.xlsx", b"a,b"))
     with pytest.raises(ValueError, match="--dataset_split test: .* is a single file"):
         read_rows(write(tmp_path / "rows.jsonl", LINE), split="test")
 

@@ -17,6 +17,7 @@ import pytest
 
 from fsdp_qlora.cli import COMMANDS, main
 from fsdp_qlora.config.flags import parse
+from fsdp_qlora.config.migration import SAME, TABLES, flag_table
 from fsdp_qlora.sharding import STRATEGIES
 
 from .tokenizers import save_chat_model
@@ -79,12 +80,12 @@ FOREIGN = {
 def flags_of(command: str) -> frozenset[str]:
     """The flags that a command of fsdp-qlora takes, as its --help lists them."""
     done = subprocess.run(
-        [sys.executable, "-m", "fsdp_qlora.cli", command, "--help"],
+        [sys.executable, "-m", "fsdp_qlora.cli", command, "--help", "all"],
         text=True,
         capture_output=True,
         env=os.environ | {"COLUMNS": "1000"},
     )
-    return frozenset(re.findall(r"^ +(?:-h, )?--([a-z_0-9]+)", done.stdout, flags=re.M))
+    return frozenset(re.findall(r"^ +(?:-h [^,]*, )?--([a-z_0-9]+)", done.stdout, flags=re.M))
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -163,7 +164,7 @@ def settings_only(argv: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_every_flag_that_a_page_names_exists(page):
-    known = frozenset().union(*map(flags_of, COMMANDS)) | FOREIGN
+    known = frozenset().union(*map(flags_of, COMMANDS)) | FOREIGN | frozenset(SAME)
     named = re.findall(r"(?<![\w-])--([a-z][a-z_0-9]*[a-z0-9])(?![\w-])", page.read_text())
     unknown = set(named) - known
     assert not unknown
@@ -342,6 +343,17 @@ def test_the_strategies_table_is_the_one_in_the_code():
         for name, s in STRATEGIES.items()
     ]
     assert rows[1:] == expected
+
+
+@pytest.mark.parametrize("trainer", TABLES)
+def test_the_tables_of_migrating_are_those_that_hints_come_from(trainer):
+    text = (DOCS / "migrating.md").read_text()
+    assert f"## {trainer}\n" in text and f"-->\n{flag_table(trainer)}\n<!-- end -->" in text
+
+
+def test_migrating_lists_every_name_that_is_taken():
+    listed = (DOCS / "migrating.md").read_text().split("<!-- same -->")[1].split("<!-- end")[0]
+    assert re.findall(r"`--(\w+)`", listed) == list(SAME)
 
 
 def test_what_migrating_says_of_old_defaults_is_so():

@@ -213,3 +213,19 @@ def test_what_is_auto_is_planned_and_nothing_is_minus_one(shown):
     assert "batch_size: auto" in text and "batch_size: -1" not in text
     chosen = re.search(r"chosen: --batch_size (\d+)", text)[1]
     assert chosen in ("1", "2") and f"micro-batch {chosen} row" in text
+
+
+def test_a_folder_of_resume_without_a_checkpoint_is_found_before_the_run(
+    folder, monkeypatch, capsys
+):
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("RANK", raising=False)
+    argv = ["train", "--config", "recipe.yaml", "--dry_run", "--resume", "nowhere"]
+    assert main(argv) == 2
+    assert "--resume nowhere: no intact checkpoint there" in capsys.readouterr().err
+
+
+def test_a_warmup_longer_than_the_run_is_said(shown):
+    says = "--lr_warmup_steps 50: the run ends before the warmup reaches --lr"
+    assert says in shown("--lr_warmup_steps", "50")
+    assert "ends before the warmup" not in shown("--lr_warmup_steps", "1")

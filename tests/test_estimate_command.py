@@ -213,7 +213,7 @@ def test_prices_of_the_user_replace_the_dated_ones(capsys, tmp_path):
             ["--gpu", "h100", "--gpus", "2", "--sharding_strategy", "hybrid_full_shard"],
             "--sharding_strategy hybrid_full_shard needs 2 or more replicas",
         ),
-        (["--gpu", "h100", "--epochs", "3"], "unknown flag --epochs; did you mean --num_epochs"),
+        (["--gpu", "h100", "--epoch", "3"], "unknown flag --epoch; did you mean --num_epochs"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_flag(capsys, argv, message):
@@ -295,3 +295,10 @@ def test_auto_that_fits_nowhere_is_one_line(capsys):
         == 2
     )
     assert capsys.readouterr().err.startswith("error: auto: nothing fits; closest: ")
+
+
+def test_a_card_without_bf16_is_estimated_in_what_it_has(capsys):
+    argv = ["estimate", "--gpu", "T4", "--model_name", "llama-2-7b"]
+    assert main(argv) == 2
+    assert "the T4 does not support bf16; use --precision fp16_autocast" in capsys.readouterr().err
+    assert main([*argv, "--precision", "fp16_autocast"]) == 0

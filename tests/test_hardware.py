@@ -1,10 +1,15 @@
 """The GPU catalogue: spelling, what is measured and what is only a datasheet, users' own cards."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
+import yaml
 
 from fsdp_qlora.catalog.hardware import GPUS, PATTERNS, find_gpu, load_gpu_spec
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
@@ -31,6 +36,20 @@ from fsdp_qlora.catalog.hardware import GPUS, PATTERNS, find_gpu, load_gpu_spec
         ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
         ("NVIDIA L40S", "L40S"),
         ("AMD Instinct MI300X", "MI300X"),
+        ("Tesla T4", "T4"),
+        ("Tesla V100-SXM2-16GB", "V100 16GB"),
+        ("Tesla V100-SXM2-32GB", "V100 32GB"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA GeForce RTX 3060", "RTX 3060"),
+        ("rtx 4070 ti", "RTX 4070 Ti"),
+        ("4070ti super", "RTX 4070 Ti SUPER"),
+        ("RTX 4070 Ti 16GB", "RTX 4070 Ti SUPER"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("NVIDIA GB200", "GB200"),
+        ("H200 141GB", "H200"),
+        ("RTX 4090 24 GB", "RTX 4090"),
     ],
 )
 def test_a_card_is_found_however_it_is_spelled(given, found):
@@ -48,16 +67,55 @@ def test_a_card_is_found_by_its_own_name(name):
         "RTX 4090 Laptop GPU",
         "RTX 3090 Ti",
         "RTX 4080 SUPER",
+        "RTX 4090 D",
+        "RTX 4070 Ti Laptop GPU",
+        "RTX 3060 Ti",
         "GH200",
         "H100 NVL",
         "h100nvl",
-        "v100",
         "",
     ],
 )
 def test_an_unknown_or_like_named_card_lists_the_catalogue(name):
     with pytest.raises(ValueError, match="--gpu .*not in the catalogue.*RTX 3090.*--gpu_spec"):
         find_gpu(name)
+
+
+@pytest.mark.parametrize("name, gib", [("RTX 4090 48GB", 47.3), ("pro 6000 48 gb", 47.3)])
+def test_a_size_in_the_name_is_the_memory_of_a_card_that_is_sold_so(name, gib):
+    gpu, plain = find_gpu(name), find_gpu(name.split("48")[0])
+    assert (gpu.memory_gib, gpu.name) == (gib, f"{plain.name} 48GB")
+    assert gpu.bf16_tflops == plain.bf16_tflops
+
+
+@pytest.mark.parametrize(
+    "name", ["RTX 4090 32GB", "H100 40GB", "A100 24GB", "RTX 3090 12 GB", "L4 48GiB", "B200 80GB"]
+)
+def test_a_size_that_the_card_does_not_have_is_refused_with_those_that_it_has(name):
+    with pytest.raises(ValueError, match="--gpu .* has [0-9.]+ GiB.*--gpu_memory_gib"):
+        find_gpu(name)
+
+
+def test_every_card_of_the_reference_tables_has_a_price_with_source_and_date():
+    found = {
+        find_gpu(entry["gpu"]).name
+        for path in (ROOT / "benchmarks/published").glob("*.yaml")
+        for table in yaml.safe_load(path.read_text())["tables"]
+        for entry in (*table.get("runs", ()), *table.get("rows", ()))
+        if "gpu" in entry
+    }
+    assert len(found) >= 11
+    for name in found:
+        assert GPUS[name].price_per_hour and re.search(r"20\d\d-\d\d", GPUS[name].price_source), (
+            name
+        )
+
+
+def test_cards_without_nvlink_share_their_hosts_uplinks_and_boards_do_not():
+    a5000, h100 = find_gpu("a5000"), find_gpu("h100")
+    alone = a5000.host_gb_s
+    assert [a5000.shared_host_gb_s(n) / alone for n in (1, 2, 4, 8)] == [1, 1, 0.5, 0.25]
+    assert h100.shared_host_gb_s(8) == h100.host_gb_s
 
 
 def test_only_measured_cards_are_calibrated():
@@ -127,6 +185,7 @@ def test_a_card_from_a_file(tmp_path):
         ('{"base": "4090", "measured_link_gb_s": {"two": 5}}', "measured_link_gb_s must be"),
         ('{"base": "4090", "measured_link_gb_s": {"2": -5}}', "measured_link_gb_s must be"),
         ('{"base": "4090", "pcie_gen": 9}', "pcie_gen 9: choose"),
+        ('{"base": "4090", "has_bf16": 1}', "has_bf16 must be true or false, got 1"),
     ],
 )
 def test_a_wrong_file_is_named_with_the_field(tmp_path, spec, message):

@@ -12,7 +12,15 @@ from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig, plan_batches
 from fsdp_qlora.estimate import estimate
 from fsdp_qlora.estimate.policies import _policy_text
-from fsdp_qlora.planner import LADDER, climb, free_settings, propose, report
+from fsdp_qlora.planner import (
+    LADDER,
+    climb,
+    flags_of,
+    free_settings,
+    propose,
+    report,
+    rungs,
+)
 from fsdp_qlora.planner.search import offload_combinations, seconds_per_token
 
 SEVEN, SEVENTY = model_shape("llama-2-7b"), model_shape("llama-2-70b")
@@ -216,7 +224,10 @@ def test_the_command_says_each_rung_the_search_and_the_choice(capsys, tmp_path, 
         "GiB of host memory",
     ):
         assert part in text
-    assert all(len(line) < 80 for line in text.splitlines() if not line.startswith("chosen"))
+    flags = [f"{n}. {flags_of(changes)}" for n, (_, changes) in enumerate(rungs(), 1)]
+    assert text.split("each rung's flags:\n")[1].split("\n\n")[0].splitlines() == flags
+    copied = ("chosen", *flags)  # on one line, to be typed
+    assert all(len(line) < 80 for line in text.splitlines() if not line.startswith(copied))
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main([*argv, "--picture", str(tmp_path / "plan.foo")]) == 2
     assert "plan.foo: foo is not a picture format; use .png" in capsys.readouterr().err

@@ -55,7 +55,9 @@ class BenchOptions:
 
 def bench_command(argv: list[str]):
     """Measure steps on random tokens: one configuration, or a grid of them."""
-    config, options = parse(argv, BenchOptions, prog="fsdp-qlora bench")
+    config, options = parse(
+        argv, BenchOptions, prog="fsdp-qlora bench", about=bench_command.__doc__
+    )
     _check_options(options)
     how = How(options.steps, options.warmup, options.together, options.cell_minutes)
     if not (options.report or options.jobs):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from difflib import get_close_matches
+from pathlib import Path
 
 # Of the same shape: tuned models, and those whose linear weights bitsandbytes stored in 4 bits.
 _TUNED = re.compile(r"-(instruct|chat|it|base|coder|(unsloth-)?bnb-4bit)(?=-|$)")
@@ -15,9 +16,14 @@ _TUNED = re.compile(r"-(instruct|chat|it|base|coder|(unsloth-)?bnb-4bit)(?=-|$)"
 
 def bare_name(name: str) -> str:
     """A hub name without owner, case, `Meta-`, `-hf` and what marks a tuned model."""
+    return _TUNED.sub("", _plain(name))
+
+
+def _plain(name: str) -> str:
+    """A hub name without owner, case, `Meta-` and `-hf`."""
     last = re.sub(r"[\s_]+", "-", name.strip().rstrip("/").rsplit("/", 1)[-1].lower())
     last = re.sub(r"^(llama|gemma|phi)(?=\d)", r"\1-", last.removeprefix("meta-"))
-    return _TUNED.sub("", last.removesuffix("-hf"))
+    return last.removesuffix("-hf")
 
 
 def known_name(name: str) -> str:
@@ -41,6 +47,24 @@ def known_name(name: str) -> str:
 def is_known(name: str) -> bool:
     """Whether the shape of a model of this name is known here."""
     return bare_name(name) in _full_names()
+
+
+def hub_name(name: str) -> str:
+    """The hub name of a model that is named without its owner; any other name, or a folder, as it is.
+
+    `llama-3.1-8b` is `meta-llama/Llama-3.1-8B`. A tuned model (`-Instruct`, `-chat`) is not taken for
+    the one that it was made from: raises ValueError, with what to give instead.
+    """
+    if "/" in name or Path(name).exists() or not is_known(name):
+        return name
+    full = known_name(name)
+    if _TUNED.sub("", plain := _plain(name)) != plain and plain != _plain(full):
+        owner = full.partition("/")[0]
+        raise ValueError(
+            f"--model_name {name}: no folder of this name; give the model's full name on the hub, "
+            f"such as {owner}/{name}, or {full} for the model that it was made from"
+        )
+    return full
 
 
 def _full_names() -> dict[str, str]:

@@ -37,7 +37,9 @@ class _CalibrateOptions:
 
 def calibrate_command(argv: list[str]):
     """Measure this machine's products, memory, links and host copies, for estimates and plans."""
-    options = parse_alone(argv, _CalibrateOptions, "fsdp-qlora calibrate")
+    options = parse_alone(
+        argv, _CalibrateOptions, "fsdp-qlora calibrate", about=calibrate_command.__doc__
+    )
     config = RunConfig(device=options.device, world_size=options.world_size)
     from ..lifecycle.launcher import run_on_ranks
 

@@ -61,7 +61,7 @@ class Finding:
 
 def doctor_command(argv: list[str]):
     """Check GPUs, driver, links, versions, disk and memory, and say what to do."""
-    options = parse_alone(argv, _DoctorOptions, "fsdp-qlora doctor")
+    options = parse_alone(argv, _DoctorOptions, "fsdp-qlora doctor", about=doctor_command.__doc__)
     findings = []
     for finding in _examine(options.output_dir):
         print(finding, flush=True)

@@ -17,6 +17,8 @@ from ..bench.auto import machine_here as planning_machine
 from ..build import planned_model
 from ..catalog.arch import ModelShape, shape_from_config
 from ..catalog.machine import Machine, MachineOptions, machine_from_options
+from ..checkpoint import checkpoints_of
+from ..checkpoint.resume import chosen
 from ..config import AUTO, RunConfig
 from ..config.flags import given_settings
 from ..config.recipe import as_recipe
@@ -37,7 +39,7 @@ from ..planner import report as plan_report
 from ..preflight.checks import check_device, check_places, check_rows
 from ..preflight.run_data import RunData, load_data, run_tokenizer
 from ..preflight.sampled_lengths import lengths_of
-from ..training.describe import fill_line, steps_line
+from ..training.describe import fill_line, steps_line, warn_of_warmup
 from ..training.trainer import padded_widths
 
 _SHOWN_ROWS = 2  # of the first batch, if --preview does not say
@@ -49,6 +51,8 @@ def dry_run(config: RunConfig, argv: list[str]):
     check_device(config, device)
     check_places(config)
     check_trackers(config)
+    if config.resume not in ("auto", "none"):
+        print_main(f"resumes from {chosen(config, checkpoints_of(config.output_dir))}")
     ranks = ranks_from_env().world_size if launched() else world_size(config)
     for warning in warnings_of(config):
         print_main(f"warning: {warning}")
@@ -166,6 +170,7 @@ def _show_batches(
         print_main(fill_line(config, loader, ranks))
     for warning in batch_above_data(batches, None if data.stream else len(rows)):
         print_main(f"warning: {warning}")
+    warn_of_warmup(config, steps)
     step = loader.step(0)
     batch = step.micro_batches[0]
     first = (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..catalog.known_models import hub_name
 from ..choices import FORMATS
 from ..config.flags import parse_alone, with_named_words
 from ..config.settings import opt
@@ -54,12 +55,15 @@ class _MergeOptions:
 def _merge_command(argv: list[str]):
     """Merge an adapter into its base model."""
     options = parse_alone(
-        with_named_words(argv, "adapter_folder"), _MergeOptions, "fsdp-qlora merge"
+        with_named_words(argv, "adapter_folder"),
+        _MergeOptions,
+        "fsdp-qlora merge",
+        about=_merge_command.__doc__,
     )
     from ..export.adapter_folder import base_of
     from ..export.merge import merge_adapter
 
-    name, revision = options.model_name, options.revision
+    name, revision = options.model_name and hub_name(options.model_name), options.revision
     if name is None:
         name, trained_on = base_of(options.adapter_folder)
         revision = revision or trained_on
@@ -94,13 +98,18 @@ class _ConvertOptions:
 
 def _convert_command(argv: list[str]):
     """Make a PEFT adapter of what the original script saved."""
-    options = parse_alone(with_named_words(argv, "weights"), _ConvertOptions, "fsdp-qlora convert")
+    options = parse_alone(
+        with_named_words(argv, "weights"),
+        _ConvertOptions,
+        "fsdp-qlora convert",
+        about=_convert_command.__doc__,
+    )
     from ..export.convert import convert_adapter
 
     convert_adapter(
         options.weights,
         options.output_dir,
-        options.model_name,
+        hub_name(options.model_name),
         lora_alpha=options.lora_alpha,
         train_type=options.train_type,
     )
@@ -120,7 +129,10 @@ class _CheckOptions:
 def _check_command(argv: list[str]):
     """Say whether vLLM takes an adapter folder as it is."""
     options = parse_alone(
-        with_named_words(argv, "adapter_folder"), _CheckOptions, "fsdp-qlora check"
+        with_named_words(argv, "adapter_folder"),
+        _CheckOptions,
+        "fsdp-qlora check",
+        about=_check_command.__doc__,
     )
     from ..export.serving import check_adapter_folder, serve_command
 
@@ -147,7 +159,12 @@ class _PushOptions:
 
 def _push_command(argv: list[str]):
     """Push an adapter or model folder to a hub, private by default."""
-    options = parse_alone(with_named_words(argv, "folder", "repo"), _PushOptions, "fsdp-qlora push")
+    options = parse_alone(
+        with_named_words(argv, "folder", "repo"),
+        _PushOptions,
+        "fsdp-qlora push",
+        about=_push_command.__doc__,
+    )
     if not options.repo:
         raise ValueError("--repo is missing; give a name such as me/my-adapter")
     from ..export.hub import push_folder

@@ -1,4 +1,4 @@
-"""Answer a prompt with a base model and an adapter, in plain transformers and PEFT.
+"""Answer prompts with a base model and an adapter, in plain transformers and PEFT.
 
 The weights of the base are those the adapter was trained on: after QLoRA they are the 4-bit values,
 written out in full, so that generation is fast and nothing else differs.
@@ -6,20 +6,23 @@ written out in full, so that generation is fast and nothing else differs.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
+from accelerate import dispatch_model, infer_auto_device_map
 from peft import PeftModel
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..config import RunConfig
+from ..catalog.known_models import hub_name
+from ..catalog.machine import host_memory_here
 from ..data import choose_pad_token_id, encode_prompt, stop_token_ids
-from ..dist import rank_device
+from ..dist import print_main, rank_device
 from ..experts import is_stackable
-from ..export.adapter_folder import AdapterFolder, Delta
+from ..export.adapter_folder import AdapterFolder, Delta, base_of
 from ..export.quantized_base import BaseQuant, base_quant, taken_out_of
 from ..hub import asked_hub
 from ..loading import (
@@ -43,8 +46,13 @@ def load_for_inference(
     dtype: torch.dtype = torch.bfloat16,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    load_in: str = "16bit",
 ) -> PreTrainedModel:
-    """The base model on `device`, its linears rounded as `quant` says, with the adapter if given."""
+    """The base model on `device`, its linears rounded as `quant` says, with the adapter if given.
+
+    load_in: 16bit holds the rounded values written out in `dtype`; 4bit and 8bit are bitsandbytes'.
+    "cuda" is all GPUs: what does not fit one is spread over them, and then over host memory.
+    """
     settings = read_config(model_name, revision, trust_remote_code)  # or one clear line
     if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
         raise ValueError(
@@ -53,11 +61,17 @@ def load_for_inference(
         )
     if looks_local(model_name):
         _check_base_folder(Path(model_name))
+    device, known = torch.device(device), base_quant(quant, adapter)
+    held = _held_in_fewer_bits(load_in, known, adapter, dtype, device)
     with asked_hub(not looks_local(model_name)) as unreachable:
         try:
             # Other weights than safetensors are pickles, which can run code.
             model = (wrapper_class(settings) or AutoModelForCausalLM).from_pretrained(
-                model_name, dtype=dtype, use_safetensors=True, **pinned(revision, trust_remote_code)
+                model_name,
+                dtype=dtype,
+                use_safetensors=True,
+                **held,
+                **pinned(revision, trust_remote_code),
             )
         except OSError as error:
             if unreachable:
@@ -65,15 +79,9 @@ def load_for_inference(
             raise ValueError(
                 f"--model_name {model_name}: {first_line(error)}; give a model's folder or hub name"
             ) from error
-    model = model.to(device).eval()
-    known = base_quant(quant, adapter)
-    if known.quant != "none":
-        if not known.is_known:
-            raise ValueError(
-                f"--adapter_folder {adapter}: it was trained on {known}, which can't be reproduced "
-                "here; add --base_quant none for the original weights"
-            )
-        _round_linears(model, known, taken_out_of(adapter))
+    if not held:
+        model = _rounded(model, known, adapter, device)
+    model.eval()
     if adapter is None:
         return model
     rows = max(_trained_rows(model, adapter), default=0)
@@ -86,6 +94,78 @@ def load_for_inference(
             f"--adapter_folder {adapter}: not an adapter of {model_name} "
             f"({first_line(error)}); save it again, or give the model it was trained on"
         ) from error
+
+
+def _held_in_fewer_bits(
+    load_in: str,
+    known: BaseQuant,
+    adapter: str | Path | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict:
+    """Arguments of from_pretrained for bitsandbytes' weights; none for weights that are written out.
+
+    Its NF4 and FP4 are the values that an adapter was trained beside: the same blocks of 64, fp32 scales.
+    """
+    if load_in == "16bit":
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    if taken_out_of(adapter):
+        raise ValueError(
+            f"--load_in {load_in}: the adapter in {adapter} began as a part of the weights, which "
+            "can't be rounded without it; leave --load_in out, or merge it first"
+        )
+    same = load_in == "4bit" and known.quant in ("nf4", "fp4") and known.absmax_dtype == "fp32"
+    if known.quant != "none" and not same:
+        print_main(
+            f"--load_in {load_in}: the adapter was trained beside {known}; answers may differ"
+        )
+    spread = device.type == "cuda"
+    bits: dict = dict(load_in_8bit=True)
+    if load_in == "4bit":
+        kind = "fp4" if known.quant == "fp4" else "nf4"
+        bits = dict(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_compute_dtype=dtype)
+    return dict(
+        quantization_config=BitsAndBytesConfig(llm_int8_enable_fp32_cpu_offload=spread, **bits),
+        device_map="auto" if spread else {"": str(device)},
+    )
+
+
+def _rounded(
+    model: PreTrainedModel, known: BaseQuant, adapter: str | Path | None, device: torch.device
+) -> PreTrainedModel:
+    """The model in its place, with linear weights rounded as the adapter knew them."""
+    places = device_map(model, _free_memory(device))
+    if not places:  # it fits one device, where rounding is fast
+        model = model.to(device)
+    if known.quant != "none":
+        if not known.is_known:
+            raise ValueError(
+                f"--adapter_folder {adapter}: it was trained on {known}, which can't be reproduced "
+                "here; add --base_quant none for the original weights"
+            )
+        _round_linears(model, known, taken_out_of(adapter))
+    return dispatch_model(model, places) if places else model
+
+
+def device_map(model: PreTrainedModel, free: dict[int | str, int]) -> dict[str, int | str]:
+    """Where each block goes, for a model that is larger than the first device; else empty.
+
+    free: bytes of each GPU that weights may take, and of the host as "cpu".
+    """
+    if not free or model.get_memory_footprint() <= free[0]:
+        return {}
+    whole = sorted(model._no_split_modules or ())
+    return infer_auto_device_map(model, max_memory=free, no_split_module_classes=whole)
+
+
+def _free_memory(device: torch.device) -> dict[int | str, int]:
+    """What `device_map` may fill: nine tenths of each GPU, for keys and values need some too."""
+    if device.type != "cuda":
+        return {}
+    gpus = {i: int(0.9 * torch.cuda.mem_get_info(i)[0]) for i in range(torch.cuda.device_count())}
+    return {**gpus, "cpu": int(0.9 * host_memory_here() * 2**30)}
 
 
 def _check_base_folder(folder: Path):
@@ -111,7 +191,7 @@ def _trained_rows(model: PreTrainedModel, adapter: str | Path) -> list[int]:
     ]
 
 
-def _tokenizer_of(config: RunConfig, adapter: str | Path | None):
+def _tokenizer_of(model_name: str, source: dict, adapter: str | Path | None):
     """The tokenizer that an adapter was trained with, if its folder has one, or the model's."""
     if adapter and (Path(adapter) / "tokenizer_config.json").is_file():
         try:
@@ -121,7 +201,7 @@ def _tokenizer_of(config: RunConfig, adapter: str | Path | None):
                 f"--adapter_folder {adapter}: its tokenizer can't be loaded ({first_line(error)}); save "
                 "it again, or remove its tokenizer files to use the model's"
             ) from error
-    return load_tokenizer(config.model_name, **config.source)
+    return load_tokenizer(model_name, **source)
 
 
 @torch.no_grad()
@@ -146,38 +226,118 @@ def _round_linears(
             w.copy_(quant.round_rows(w.data, w.dtype, taken.get(f"{name}.weight")))
 
 
-def answer(config: RunConfig, options):
-    """Print the answer to one prompt as it is made."""
-    from transformers import TextStreamer
+def answer(options):
+    """Print the answer to the prompt, or to each line of a chat, as it is made."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    if not options.prompt:
-        raise ValueError("--prompt is empty; give a prompt")
-    if any("\ud800" <= c <= "\udfff" for c in options.prompt):
-        raise ValueError("--prompt is not UTF-8; convert it, or set the terminal to UTF-8")
-    if options.max_new_tokens < 1:
-        raise ValueError(f"--max_new_tokens must be 1 or more, got {options.max_new_tokens}")
-    device = rank_device(config.device)
-    dtype = torch.float32 if device.type == "cpu" else DTYPES[config.product_dtype]
-    tokenizer = _tokenizer_of(config, options.adapter_folder)
+    _check_options(options)
+    model_name, source = _asked_model(options)
+    device = rank_device(options.device)
+    tokenizer = _tokenizer_of(model_name, source, options.adapter_folder)
     model = load_for_inference(
-        config.model_name,
+        model_name,
         options.adapter_folder,
         options.base_quant,
         device,
-        dtype,
-        **config.source,
+        _dtype(options.dtype, device),
+        load_in=options.load_in,
+        **source,
     )
-    inputs = torch.tensor(
-        [encode_prompt([{"role": "user", "content": options.prompt}], tokenizer)], device=device
-    )
-    model.generate(
+    torch.manual_seed(options.seed)
+    messages = [{"role": "system", "content": options.system}] if options.system else []
+    if options.prompt:
+        messages = _with_answer(messages, options.prompt, model, tokenizer, options)
+    while options.chat and (line := _next_line()):
+        messages = _with_answer(messages, line, model, tokenizer, options)
+
+
+def _check_options(options):
+    """Refuse what no model is needed for to refuse."""
+    if not options.prompt and not options.chat:
+        raise ValueError("--prompt is empty; give a prompt, or --chat")
+    for name in ("prompt", "system"):
+        if any("\ud800" <= c <= "\udfff" for c in getattr(options, name)):
+            raise ValueError(f"--{name} is not UTF-8; convert it, or set the terminal to UTF-8")
+    if options.max_new_tokens < 1:
+        raise ValueError(f"--max_new_tokens must be 1 or more, got {options.max_new_tokens}")
+    if not 0 <= options.temperature < float("inf"):
+        raise ValueError(f"--temperature must be 0 or more, got {options.temperature:g}")
+    if not 0 < options.top_p <= 1:
+        raise ValueError(f"--top_p must be above 0 and at most 1, got {options.top_p:g}")
+    if options.top_k < 0:
+        raise ValueError(f"--top_k must be 0 or more, got {options.top_k}")
+    if not 0 < options.repetition_penalty < float("inf"):
+        raise ValueError(
+            f"--repetition_penalty must be above 0, got {options.repetition_penalty:g}"
+        )
+    if options.trust_remote_code and not options.revision:
+        raise ValueError(
+            "--trust_remote_code needs --revision; give the full commit of the code that you have read"
+        )
+
+
+def _asked_model(options) -> tuple[str, dict]:
+    """The base's name, and which version of it is read: those of the adapter, if they are not given."""
+    name, revision = options.model_name, options.revision
+    if name is None:
+        if options.adapter_folder is None:
+            raise ValueError(
+                "--adapter_folder is missing; give a trained adapter's folder, or a model with "
+                "--model_name"
+            )
+        name, trained_on = base_of(options.adapter_folder)
+        revision = revision or trained_on
+    source = dict(revision=revision, trust_remote_code=options.trust_remote_code)
+    return hub_name(os.path.expanduser(name)), source
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    """What is multiplied in."""
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32
+    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if has_bf16 else torch.float16
+
+
+def _next_line() -> str:
+    """What the user says next; empty at the end of the chat."""
+    try:
+        return input("> ").strip()
+    except EOFError:
+        print()
+        return ""
+
+
+def _with_answer(
+    messages: list[dict], prompt: str, model: nn.Module, tokenizer, options
+) -> list[dict]:
+    """The conversation with a message more and the answer to it, which is printed as it is made."""
+    from transformers import TextStreamer
+
+    messages = [*messages, {"role": "user", "content": prompt}]
+    inputs = torch.tensor([encode_prompt(messages, tokenizer)], device=model.device)
+    sampling = dict(do_sample=False)
+    if options.temperature:
+        sampling = dict(
+            do_sample=True,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+        )
+    ids = model.generate(
         inputs,
         attention_mask=torch.ones_like(inputs),
-        do_sample=False,
         max_new_tokens=options.max_new_tokens,
+        repetition_penalty=options.repetition_penalty,
         pad_token_id=choose_pad_token_id(tokenizer),
         eos_token_id=sorted(stop_token_ids(tokenizer)),
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        **sampling,
     )
+    if not options.chat:
+        return messages
+    said = tokenizer.decode(ids[0, inputs.shape[1] :], skip_special_tokens=True)
+    return [*messages, {"role": "assistant", "content": said}]

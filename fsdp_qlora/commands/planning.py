@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..catalog.arch import ModelShape, model_shape, shape_from_params
@@ -32,6 +32,17 @@ class _EstimateOptions:
         None, "size of a Llama-like model, instead of --model_name", example="7B"
     )
     examples: int | None = opt(None, "rows to train on, for time and cost", unit="rows")
+    card_price: float | None = opt(
+        None,
+        "what one GPU cost: with --examples, also shows what the run costs on GPUs of your own",
+        unit="dollars",
+        example=1600,
+    )
+    card_years: float = opt(
+        3.0, "years of use around the clock in which --card_price is written off", unit="years"
+    )
+    kwh_price: float = opt(0.15, "price of electricity, with --card_price", unit="dollars per kWh")
+    beyond_positions: bool = opt(False, "allow rows longer than the model's positions")
     json: bool = opt(False, "print JSON")
 
 
@@ -45,15 +56,20 @@ class _PlanOptions:
     picture: str | None = opt(
         None, "plot the memory of each option to this file", example="plan.png"
     )
+    beyond_positions: bool = opt(False, "allow rows longer than the model's positions")
     json: bool = opt(False, "print JSON")
 
 
 def _estimate_command(argv: list[str]):
     """Predict memory, time and money of a run; needs no GPU."""
-    from ..estimate import as_json, estimate, report
+    from ..estimate import as_json, estimate, owned_cost, report
 
     config, machine, options = parse(
-        argv, MachineOptions, _EstimateOptions, prog="fsdp-qlora estimate"
+        argv,
+        MachineOptions,
+        _EstimateOptions,
+        prog="fsdp-qlora estimate",
+        about=_estimate_command.__doc__,
     )
     shape, machine = _asked_shape(config, options, argv), machine_from_options(machine)
     _warn_of(config)
@@ -62,6 +78,17 @@ def _estimate_command(argv: list[str]):
         config = planned(shape, machine, config, argv, rows)
     found = estimate(shape, machine, config, rows)
     cost = found.run(options.examples, rows) if options.examples is not None else None
+    if options.card_price is not None:
+        if cost is None:
+            raise ValueError("--card_price needs --examples; give how many rows to train on")
+        cost = owned_cost(
+            cost,
+            machine.gpu,
+            machine.world_size,
+            options.card_price,
+            options.card_years,
+            options.kwh_price,
+        )
     show(as_json if options.json else report, found, cost, options.examples, rows)
 
 
@@ -69,7 +96,9 @@ def _plan_command(argv: list[str]):
     """Find the fastest configuration that fits, and say why not another; needs no GPU."""
     from ..planner import as_json, draw, free_settings, propose, report
 
-    config, machine, options = parse(argv, MachineOptions, _PlanOptions, prog="fsdp-qlora plan")
+    config, machine, options = parse(
+        argv, MachineOptions, _PlanOptions, prog="fsdp-qlora plan", about=_plan_command.__doc__
+    )
     check_file("picture", options.picture)
     _warn_of(config)
     shape, rows = _asked_shape(config, options, argv), _asked_rows(config, options, argv)
@@ -112,7 +141,8 @@ def _asked_shape(
             "--nodes for the GPUs to plan for"
         )
     if options.params is None:
-        return model_shape(config.model_name)
+        shape = model_shape(config.model_name)
+        return replace(shape, max_positions=None) if options.beyond_positions else shape
     if "model_name" in typed:
         raise ValueError(
             f"--params {options.params} and --model_name {config.model_name} both name the model; "
@@ -163,7 +193,7 @@ def _schema_command(argv: list[str]):
     """Print the JSON schema of recipes, with which editors check and complete them."""
     from ..config.reference import schema
 
-    parse_alone(argv, _SchemaOptions, "fsdp-qlora schema")
+    parse_alone(argv, _SchemaOptions, "fsdp-qlora schema", about=_schema_command.__doc__)
     print(json.dumps(schema(), indent=1))
 
 

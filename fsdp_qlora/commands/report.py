@@ -21,7 +21,12 @@ class _ReportOptions:
 
 def report_command(argv: list[str]):
     """Make one HTML page of a run: curves, answers, data, estimate and measurement, faults."""
-    options = parse_alone(with_named_words(argv, "run"), _ReportOptions, "fsdp-qlora report")
+    options = parse_alone(
+        with_named_words(argv, "run"),
+        _ReportOptions,
+        "fsdp-qlora report",
+        about=report_command.__doc__,
+    )
     from ..report import write_report
 
     print(f"report: {write_report(options.run, options.output)}")

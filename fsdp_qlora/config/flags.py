@@ -14,17 +14,26 @@ from typing import get_args, get_type_hints
 from fastcore.basics import listify, str2bool
 
 from .checks import check_choices
+from .migration import hint, names_elsewhere, with_own_names
 from .recipe import Recipe, RecipeOptions, read_recipe
 from .run import GROUPS, RunConfig
-from .settings import AUTO, default_of, nearest_name, shown, title
+from .settings import AUTO, default_of, shown, title
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are ValueErrors, so that all mistakes end in one place."""
+    """argparse whose errors are ValueErrors, so that all mistakes end in one place.
+
+    It takes other trainers' names for a setting too (`migration.SAME`).
+    """
+
+    rare: set[str] = set()  # settings that only `--help all` shows
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._negative_number_matcher = re.compile(r"-\.?\d")  # -7B is a value too, and a wrong one
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]
+        return super().parse_known_args(args and with_own_names(list(args)), namespace)
 
     def error(self, message: str):
         message = message.removeprefix("argument ")
@@ -76,7 +85,66 @@ EXAMPLES = {
     ],
 }
 
+# The settings that --help shows; `--help all` shows every one.
+COMMON = set(
+    """
+    model_name train_type quant lora_rank lora_alpha lora_dropout lora_target_modules
+    dataset context_length train_on preview packing eval_dataset eval_share eval_every
+    batch_size gradient_accumulation_steps global_batch_size num_epochs max_steps seed
+    sharding_strategy activation_policy use_cpu_offload use_activation_cpu_offload
+    lr lr_scheduler output_dir log_to resume
+    """.split()
+)
+
 _CONVERT = {bool: boolean, int: _whole_or_auto, float: _number_or_auto}
+
+
+class _Help(argparse.Action):
+    """--help: what a command does, its own flags and the most common settings; `--help all`: all."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        everything = values == "all" or not parser.rare
+        for action in parser._actions:
+            if action.dest in parser.rare and not everything:
+                action.help = argparse.SUPPRESS
+        if not everything:
+            parser.epilog = (
+                f"{len(parser.rare)} more settings: {parser.prog} --help all\n\n{parser.epilog}"
+            )
+        parser.print_help()
+        parser.exit()
+
+
+def _command_parser(
+    prog: str, about: str | None, own: tuple[type, ...], groups: tuple[type, ...] = ()
+) -> Parser:
+    """The parser of a command with `own` settings and those of a run in `groups`."""
+    recipe = "[--config recipe.yaml] " if groups else ""
+    parser = Parser(
+        prog=prog,
+        usage=f"{prog} {recipe}[--flag value ...]",
+        description=about,
+        allow_abbrev=False,
+        add_help=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=examples(prog),
+    )
+    parser.rare = {f.name for group in groups for f in fields(group)} - COMMON
+    parser.add_argument(
+        "-h",
+        "--help",
+        action=_Help,
+        nargs="?",
+        choices=["all"],
+        metavar="all",
+        default=argparse.SUPPRESS,
+        help="show this help and exit; all: with every setting"
+        if groups
+        else "show this help and exit",
+    )
+    for group in (*own, *groups):
+        _add_fields(parser, group)
+    return parser
 
 
 def _add_fields(parser: argparse.ArgumentParser, group: type):
@@ -125,25 +193,28 @@ def _help_text(f) -> str:
     extra = [unit if unit.startswith("share") else f"in {unit}"] if unit else []
     if f.metadata["example"] is not None:
         extra.append(f"e.g. {f.metadata['example']}")
-    extra.append(f"default {shown(default_of(f))}")
-    return f"{f.metadata['help']} ({'; '.join(extra)})".replace("%", "%%")
+    if default_of(f) not in (None, ""):
+        extra.append(f"default {shown(default_of(f))}")
+    if others := names_elsewhere(f.name):
+        extra.append(f"also {', '.join(f'--{name}' for name in others)}")
+    details = f" ({'; '.join(extra)})" if extra else ""
+    return (f.metadata["help"] + details).replace("%", "%%")
 
 
-def parse(argv: list[str], *extra_groups: type, prog: str = "fsdp-qlora train") -> list:
+def parse(
+    argv: list[str],
+    *extra_groups: type,
+    prog: str = "fsdp-qlora train",
+    about: str | None = None,
+) -> list:
     """The RunConfig that `argv` and its --config ask for, and one object per group in `extra_groups`.
+
+    about: what the command does, for --help.
 
     Raises ValueError for an unknown flag, with the nearest known one, or a value that is not one; it
     names the line of the recipe where the value is from there.
     """
-    parser = Parser(
-        prog=prog,
-        usage=f"{prog} [--config recipe.yaml] [--flag value ...]",
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=examples(prog),
-    )
-    for group in (*extra_groups, RecipeOptions, *GROUPS):
-        _add_fields(parser, group)
+    parser = _command_parser(prog, about, (*extra_groups, RecipeOptions), GROUPS)
     recipe = recipe_of(argv)
     try:
         config, *extras = _parse_flags(parser, [*recipe.flags, *argv], extra_groups)
@@ -183,7 +254,8 @@ def recipe_of(argv: list[str]) -> Recipe:
 
 def typed_flags(argv: list[str]) -> set[str]:
     """Names of the flags in a list of arguments."""
-    return {a.split("=")[0].removeprefix("--") for a in argv if a.startswith("--")}
+    flags = (a for a in with_own_names(argv) if a.startswith("--"))
+    return {a.split("=")[0].removeprefix("--") for a in flags}
 
 
 def given_settings(argv: list[str]) -> set[str]:
@@ -199,13 +271,12 @@ def parse_own(argv: list[str], group: type) -> tuple:
     return group(**vars(known)), rest
 
 
-def parse_alone(argv: list[str], group: type, prog: str):
+def parse_alone(argv: list[str], group: type, prog: str, about: str | None = None):
     """The settings of a command that has none of RunConfig's.
 
     Raises ValueError as `parse` does.
     """
-    parser = Parser(prog=prog, usage=f"{prog} [--flag value ...]", allow_abbrev=False)
-    _add_fields(parser, group)
+    parser = _command_parser(prog, about, (group,))
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         raise ValueError(_unknown_flag(unknown[0], parser))
@@ -238,5 +309,4 @@ def _unknown_flag(flag: str, parser: argparse.ArgumentParser) -> str:
     if not flag.startswith("-"):
         return f"unexpected argument {flag!r}; settings are --name value"
     names = [s.lstrip("-") for a in parser._actions for s in a.option_strings]
-    near = nearest_name(flag.split("=")[0], names)
-    return f"unknown flag {flag}" + (f"; did you mean --{near}?" if near else "; see --help")
+    return f"unknown flag {flag}; {hint(flag.split('=')[0], names, 'see --help all')}"

@@ -324,8 +324,9 @@ class DataOptions:
 
     dataset: str = opt(
         "alpaca_sample",
-        "a .jsonl, .json or .parquet file, a folder or glob of them, a hub name, or "
-        "one of alpaca, alpaca_sample, dummy, guanaco, sql, orca_math, text_to_sql",
+        "a .jsonl, .json, .csv, .tsv or .parquet file, a folder or glob of them, a hub name, or "
+        "one of alpaca, alpaca_sample, dummy, guanaco, sql, orca_math, text_to_sql; several joined "
+        "by commas, name[:N] for the first N rows of one",
         example="rows.jsonl",
         on_resume=MAY_CHANGE,
         is_path=True,

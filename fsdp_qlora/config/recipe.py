@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from .migration import SAME, hint
 from .run import RunConfig
-from .settings import default_of, nearest_name, opt
+from .settings import default_of, opt
 
 
 @dataclass
@@ -61,15 +62,15 @@ def entries(path: str) -> Iterable[tuple[str, str | None, str]]:
         place = f"{path}:{key.start_mark.line + 1}"
         if key.id != "scalar":
             raise ValueError(f"{place}: write settings as `name: value`, one per line")
-        if key.value not in known:
-            raise ValueError(f"{place}: {_unknown_name(key.value, known)}")
+        name = SAME.get(key.value, key.value)
+        if name not in known:
+            raise ValueError(f"{place}: {_unknown_name(name, known)}")
         text = _value_text(value, f"{place}: {key.value}")
-        if text is None and known[key.value] is not None:
+        if text is None and known[name] is not None:
             raise ValueError(
-                f"{place}: {key.value} has no value; leave it out for the default, "
-                f"{known[key.value]}"
+                f"{place}: {key.value} has no value; leave it out for the default, {known[name]}"
             )
-        yield key.value, text, place
+        yield name, text, place
 
 
 def pairs(path: str) -> list:
@@ -120,8 +121,6 @@ def as_recipe(settings: dict) -> str:
 
 
 def _unknown_name(name: str, known: Iterable[str]) -> str:
-    """An error for a setting that does not exist, with the nearest one."""
-    near = nearest_name(name, known)
-    return f"unknown setting {name!r}" + (
-        f"; did you mean {near}?" if near else "; fsdp-qlora train --help lists them"
-    )
+    """An error for a setting that does not exist, with the one that is meant."""
+    lists = "fsdp-qlora train --help all lists them"
+    return f"unknown setting {name!r}; {hint(name, known, lists, mark='')}"

@@ -11,20 +11,20 @@ https://json-schema.org/draft/2020-12
 from __future__ import annotations
 
 from .flags import typed_fields, usable_choices
+from .migration import SAME, names_elsewhere
 from .run import GROUPS
 from .settings import AUTO, default_of, shown, title
 
 
 def schema() -> dict:
     """The JSON schema of a recipe."""
+    own = {f.name: _property_of(f, kind) for group in GROUPS for f, kind in typed_fields(group)}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "A recipe of fsdp_qlora",
         "type": "object",
         "additionalProperties": False,
-        "properties": {
-            f.name: _property_of(f, kind) for group in GROUPS for f, kind in typed_fields(group)
-        },
+        "properties": own | {name: {"$ref": f"#/properties/{same}"} for name, same in SAME.items()},
     }
 
 
@@ -99,12 +99,18 @@ def table(group: type) -> str:
     """A group of settings as a Markdown table under its title."""
     rows = [
         f"| `--{f.name}` | {values(f, kind)} | {cell(shown(default_of(f)))} | "
-        f"{f.metadata['help'].replace('|', chr(92) + '|')} |"
+        f"{f.metadata['help'].replace('|', chr(92) + '|')}{_also(f)} |"
         for f, kind in typed_fields(group)
     ]
     return "\n".join(
         [f"## {title(group)}", "", "| flag | takes | default | what |", "|---|---|---|---|", *rows]
     )
+
+
+def _also(f) -> str:
+    """The names of other trainers that a setting takes too."""
+    others = names_elsewhere(f.name)
+    return f"; also {', '.join(f'`--{name}`' for name in others)}" if others else ""
 
 
 def values(f, kind: type) -> str:

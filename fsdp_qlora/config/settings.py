@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, field, fields
-from difflib import get_close_matches
 from typing import Any
 
 AUTO = -1  # an integer setting that is derived; the derived value is printed once
@@ -109,31 +108,3 @@ def changed_settings(config) -> dict[str, Any]:
         for f in fields(config)
         if getattr(config, f.name) != default_of(f)
     }
-
-
-# What other trainers call settings whose names here are not near (docs/migrating.md has them all).
-ELSEWHERE = {
-    "learning_rate": "lr",
-    "weight_decay": "wd",
-    "epochs": "num_epochs",
-    "num_train_epochs": "num_epochs",
-    "model": "model_name",
-    "base_model": "model_name",
-    "model_name_or_path": "model_name",
-    "data": "dataset",
-    "dataset_name": "dataset",
-    "max_length": "context_length",
-    "max_seq_length": "context_length",
-    "sequence_len": "context_length",
-    "per_device_train_batch_size": "batch_size",
-    "lora_r": "lora_rank",
-    "output": "output_dir",
-    "resume_from_checkpoint": "resume",
-}
-
-
-def nearest_name(given: str, known: Iterable[str]) -> str | None:
-    """The setting that a wrong name means: another trainer's word, or the one most alike."""
-    given, known = given.lstrip("-").replace("-", "_"), list(known)
-    meant = ELSEWHERE.get(given, given)
-    return meant if meant in known else next(iter(get_close_matches(meant, known, n=1)), None)

@@ -7,18 +7,23 @@ reported as line 48,213 of that file, with what is wrong and what to do.
 from __future__ import annotations
 
 import codecs
+import csv
 import glob
 import hashlib
+import json
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..config.settings import one_of
 from .records import NAMES, Source, first_line, import_for_data, parse_json, without_filled_nulls
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
+_LISTS = ("data", "rows", "train")  # under which an object in a .json file has its records
 # The part of a file, as in train_1, train-00000-of-00002 and train-00000-of-00002-0123abcd0123abcd.
 PART = re.compile(r"[-_.]?\d+([-_.]of[-_.]\d+)?([-_.][0-9a-f]{8,})?$")
+csv.field_size_limit(2**31 - 1)  # a cell may hold a long text
 _FILES_SHOWN = 20  # names in a line of the data report
 SPLITS = ("train", "validation", "valid", "val", "dev", "eval", "test", "heldout")
 
@@ -39,30 +44,46 @@ def find_files(dataset: str | Path, split: str = "train") -> list[Path]:
             )
         return [path]
     if path.is_dir():
-        files = [file for file in path.iterdir() if file.suffix in SUFFIXES]
+        files = [file for file in path.iterdir() if file.suffix in SUFFIXES] or _nested(path)
         return _files_of_split(dataset, files, split)
-    files = [Path(name) for name in glob.glob(str(path)) if Path(name).suffix in SUFFIXES]
+    names = glob.glob(str(path), recursive=True)
+    files = [Path(name) for name in names if Path(name).suffix in SUFFIXES]
     if not files:
         raise ValueError(
-            f"--dataset {dataset}: no such file or folder; give a .jsonl, .json or .parquet file, "
-            f"a folder or glob of them, a Hugging Face name, or one of {', '.join(NAMES)}"
+            f"--dataset {dataset}: no such file or folder; give a .jsonl, .json, .csv, .tsv or .parquet "
+            f"file, a folder or glob of them, a Hugging Face name, or one of {', '.join(NAMES)}"
         )
     return sorted(files)
 
 
+def _nested(folder: Path) -> list[Path]:
+    """The files in folders inside of a folder that has none itself, but for hidden ones."""
+    found = (file for file in folder.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    return [f for f in found if not any(p.startswith(".") for p in f.relative_to(folder).parts)]
+
+
 def _files_of_split(folder: str | Path, files: list[Path], split: str) -> list[Path]:
-    """Files named after `split` (train-0001.parquet); for train, else those named after none."""
+    """Files named after `split` (train-0001.parquet), or in a folder of that name; for train, else those
+    named after none.
+    """
     splits = _splits_of([file.name for file in files], split)
-    chosen = [file for file in files if splits[file.name] == split]
+    named = {file: _folder_split(folder, file, split) or splits[file.name] for file in files}
+    chosen = [file for file in files if named[file] == split]
     if not chosen and split == "train":
-        chosen = [file for file in files if not splits[file.name]]
+        chosen = [file for file in files if not named[file]]
     if not chosen:
-        found = ", ".join(sorted(file.name for file in files)) or "no .jsonl, .json or .parquet"
+        found = ", ".join(sorted(file.name for file in files)) or f"no {one_of(SUFFIXES)}"
         raise ValueError(
             f"--dataset {folder}: no file of split '{split}' in this folder "
             f"(found {found}); name the files, or set --dataset_split"
         )
     return sorted(chosen)
+
+
+def _folder_split(folder: str | Path, file: Path, asked: str) -> str | None:
+    """The split that a folder between `folder` and a file is named after."""
+    between = file.relative_to(Path(folder).expanduser()).parts[:-1]
+    return next((name for name in map(str.lower, between) if name in (*SPLITS, asked)), None)
 
 
 def _splits_of(names: list[str], asked: str) -> dict[str, str | None]:
@@ -99,13 +120,21 @@ def describe_files(dataset: str | Path, files: list[Path]) -> tuple[str, ...]:
     path = Path(dataset).expanduser()
     if path.is_file():
         return ()
-    there = path.iterdir() if path.is_dir() else map(Path, glob.glob(str(path)))
+    if path.is_dir():
+        there, names = list(path.iterdir()), {f: str(f.relative_to(path)) for f in files}
+        if any(file.parent != path for file in files):  # nested: folders are what holds them
+            there = [f for f in path.rglob("*") if f.is_file()]
+    else:
+        there, names = (
+            list(map(Path, glob.glob(str(path), recursive=True))),
+            {f: f.name for f in files},
+        )
     others = sorted(
         f"{other.name}/" if other.is_dir() else other.name
         for other in there
         if other not in files and not other.name.startswith(".")
     )
-    lines = [f"files read: {_listed([file.name for file in files])}"]
+    lines = [f"files read: {_listed([names[file] for file in files])}"]
     return (*lines, f"files left out: {_listed(others)}") if others else tuple(lines)
 
 
@@ -119,9 +148,7 @@ def file_source(files: list[Path], described: tuple[str, ...] = ()) -> Source:
 
     def records():
         for file in files:
-            yield from (
-                _parquet_records(file) if file.suffix == ".parquet" else _json_records(file)
-            )
+            yield from _READERS.get(file.suffix, _json_records)(file)
 
     def digest():
         return hashlib.sha256("".join(map(_file_digest, files)).encode()).hexdigest()
@@ -162,7 +189,78 @@ def _json_records(path: Path) -> Iterator[tuple[str, dict | bytes]]:
         raise ValueError(f"{path}:1: this is a Git LFS pointer, not the data; run: git lfs pull")
     if head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
         return _json_list_records(path)
+    if path.suffix == ".json" and (records := _listed_records(path)) is not None:
+        return records
     return _json_lines_records(path)
+
+
+def _listed_records(path: Path) -> Iterator[tuple[str, dict]] | None:
+    """The records of one object that has them in a list, as in {"data": [...]}; None for another file."""
+    with path.open("rb") as file:
+        first = file.readline().strip()
+        if _is_json(first) and any(line.strip() for line in file):
+            return None  # JSON lines
+    try:
+        whole = json.loads(path.read_bytes().removeprefix(codecs.BOM_UTF8))
+    except (ValueError, RecursionError):
+        return None  # its fault is said by line
+    if not isinstance(whole, dict):
+        return None
+    key = next((key for key in _LISTS if isinstance(whole.get(key), list)), None)
+    if key is None:
+        return None
+    return ((f"{path}: {key}[{n}]", record) for n, record in enumerate(whole[key]))
+
+
+def _is_json(text: bytes) -> bool:
+    """Whether a text is a JSON value."""
+    try:
+        json.loads(text)
+        return True
+    except (ValueError, RecursionError):
+        return False
+
+
+def _csv_records(path: Path) -> Iterator[tuple[str, dict]]:
+    """Rows of a table with a header, as objects of texts; a cell may hold newlines in quotes."""
+    _check_encoding(path)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+        try:
+            names = [name.strip() for name in next(reader, [])]
+            if not names or not all(names) or len(set(names)) < len(names):
+                raise ValueError(
+                    f"{path}:1: the first line must name each column once; it has "
+                    f"{', '.join(names) or 'nothing'}"
+                )
+            line = reader.line_num
+            for row in reader:
+                if len(row) not in (0, len(names)):
+                    raise ValueError(
+                        f"{path}:{line + 1}: {len(row)} cells where the first line names "
+                        f"{len(names)} columns; put cells that contain separators in quotes"
+                    )
+                if row:
+                    yield f"{path}: line {line + 1}", dict(zip(names, row, strict=True))
+                line = reader.line_num
+        except csv.Error as error:
+            raise ValueError(
+                f"{path}:{reader.line_num}: not valid {path.suffix[1:].upper()} ({error}); export it "
+                "again, or convert it to .jsonl"
+            ) from None
+
+
+def _check_encoding(path: Path):
+    """Refuse a text file that is not UTF-8, naming the line."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{path}:{number}: byte 0x{line[error.start]:02x} is not UTF-8; convert the file, "
+                    f"for example: iconv -f ISO-8859-1 -t UTF-8 {path.name}"
+                ) from None
 
 
 def _json_lines_records(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -176,3 +274,6 @@ def _json_lines_records(path: Path) -> Iterator[tuple[str, bytes]]:
 def _json_list_records(path: Path) -> Iterator[tuple[str, dict]]:
     records = parse_json(path.read_bytes().removeprefix(codecs.BOM_UTF8), path, first_line=1)
     return ((f"{path}: element {number}", record) for number, record in enumerate(records, 1))
+
+
+_READERS = {".parquet": _parquet_records, ".csv": _csv_records, ".tsv": _csv_records}

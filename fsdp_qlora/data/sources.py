@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.resources
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -39,8 +41,9 @@ def read_rows(
 ) -> list[Row]:
     """All rows of `dataset` in file order.
 
-    dataset: a .jsonl, .json or .parquet file, a list of files, a folder or glob of them, a folder
-        written by `datasets`, a name on the Hugging Face hub, or one of NAMES.
+    dataset: a .jsonl, .json, .csv, .tsv or .parquet file, a list of files, a folder or glob of them, a
+        folder written by `datasets`, a name on the Hugging Face hub, one of NAMES, or several of these
+        joined by commas, each with a limit if wanted: `a.jsonl,b.csv[:1000]`.
     samples: keep this many rows, drawn by `seed` (the first ones for alpaca_sample; the number of
         rows made for dummy, 512 if None). All rows if there are fewer.
     dummy_words: length of each row of dummy.
@@ -77,6 +80,9 @@ def open_source(
 
 def _whole_source(dataset, split: str, seed: int, streaming: bool) -> Source:
     """The source of all rows."""
+    several = isinstance(dataset, str) and ("," in dataset or _LIMITED.fullmatch(dataset))
+    if several and not Path(dataset).expanduser().exists():
+        return _joined(dataset, split, seed, streaming)
     if isinstance(dataset, list):
         parts = [(part, find_files(part, split)) for part in dataset]
         return file_source(
@@ -95,6 +101,32 @@ def _whole_source(dataset, split: str, seed: int, streaming: bool) -> Source:
         return hub_source(str(dataset), split, streaming)
     files = find_files(dataset, split)
     return file_source(files, describe_files(dataset, files))
+
+
+_LIMITED = re.compile(r"(.+)\[:(\d+)\]")
+
+
+def _joined(datasets: str, split: str, seed: int, streaming: bool) -> Source:
+    """Several data sets, one after the other: `a.jsonl,org/name[:1000]`, the first 1,000 of the second."""
+    parts = []
+    for name in map(str.strip, datasets.split(",")):
+        if not name:
+            raise ValueError(
+                f"--dataset {datasets}: a name is missing between two commas; remove one"
+            )
+        found = _LIMITED.fullmatch(name)
+        source = _whole_source(found[1] if found else name, split, seed, streaming)
+        parts.append((source, int(found[2]) if found else None))
+
+    def records():
+        for source, limit in parts:
+            yield from islice(source.raw_records(), limit)
+
+    def digest():
+        each = "".join(f"{source.digest()}{limit}" for source, limit in parts)
+        return hashlib.sha256(each.encode()).hexdigest()
+
+    return Source(records, digest, tuple(line for source, _ in parts for line in source.files))
 
 
 def _bundled_files(split: str) -> list[Path]:

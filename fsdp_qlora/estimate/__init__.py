@@ -17,7 +17,7 @@ query and all key-value heads, V vocabulary, R rank, n ranks that share one copy
 """
 
 from .activations import kept_by_block, loss_bytes, saved_by_block
-from .cost import RunCost, run_cost
+from .cost import RunCost, owned_cost, run_cost
 from .flops import Flops, flops_per_token, model_flops_per_token, model_tflops
 from .lengths import Batches, Rows, batches_of, padding_line, with_longest_row
 from .peak import GIB, Memory, Peak, host_memory, memory
@@ -56,6 +56,7 @@ __all__ = [
     "model_flops_per_token",
     "model_tflops",
     "optimizer_bytes",
+    "owned_cost",
     "padding_line",
     "report",
     "resident_bytes",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..catalog.hardware import Gpu
 from .speed import StepTime
@@ -16,6 +16,32 @@ class RunCost:
     dollars: float | None  # None where no price is known
     price_source: str
     price: float | None = None  # of a GPU and hour
+    owned: OwnedCost | None = None  # the same run on cards of one's own
+
+
+@dataclass(frozen=True)
+class OwnedCost:
+    """What a run takes of cards that were bought: their wear and their power."""
+
+    dollars: float
+    card_price: float
+    years: float  # of use around the clock over which a card is written off
+    kwh_price: float
+    watts: float | None  # None: not known, and not counted
+
+
+def owned_cost(
+    cost: RunCost, gpu: Gpu, gpus: int, card_price: float, years: float, kwh_price: float
+) -> RunCost:
+    """The cost of a run with that of owned cards beside it."""
+    for name, value in (("card_price", card_price), ("kwh_price", kwh_price)):
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"--{name} must be 0 or more, got {value:g}")
+    if not 0 < years < float("inf"):
+        raise ValueError(f"--card_years must be above 0, got {years:g}")
+    an_hour = card_price / (years * 365 * 24) + (gpu.watts or 0) / 1000 * kwh_price
+    owned = OwnedCost(cost.hours * gpus * an_hour, card_price, years, kwh_price, gpu.watts)
+    return replace(cost, owned=owned)
 
 
 def run_cost(

@@ -141,6 +141,11 @@ def _check_question(shape: ModelShape, machine: Machine, config: RunConfig):
         raise ValueError(
             f"--compute_dtype fp8: the {machine.gpu.name} has no fp8 products; use bf16"
         )
+    if config.product_dtype == "bf16" and not machine.gpu.has_bf16:
+        raise ValueError(
+            f"--precision {config.precision}: the {machine.gpu.name} does not support bf16; use "
+            "--precision fp16_autocast or fp32"
+        )
     if config.strategy.is_hybrid and not hybrid_groups(machine, config):
         raise ValueError(
             f"--sharding_strategy {config.sharding_strategy} needs 2 or more replicas of "
@@ -149,5 +154,6 @@ def _check_question(shape: ModelShape, machine: Machine, config: RunConfig):
     if shape.max_positions and config.context_length > shape.max_positions:
         raise ValueError(
             f"--context_length {config.context_length}: {shape.name} has "
-            f"{shape.max_positions} positions; give at most as many"
+            f"{shape.max_positions} positions; give at most as many, or estimate beyond "
+            "them with --beyond_positions"
         )

@@ -8,7 +8,7 @@ from shutil import get_terminal_size
 from textwrap import wrap
 
 from ..config.settings import changed_settings, counted, shown
-from .cost import RunCost
+from .cost import OwnedCost, RunCost
 from .lengths import Rows, padding_line
 from .peak import EXPLAINED
 from .question import Estimate
@@ -45,6 +45,7 @@ def report(
     after = [
         verdict(found),
         *([_cost_line(found, cost, examples, rows)] if cost else []),
+        *([owned_line(cost.owned)] if cost and cost.owned else []),
         *data_notes(found, rows),
         *notes(found),
     ]
@@ -180,6 +181,15 @@ def _cost_line(found: Estimate, cost: RunCost, examples: int, rows: Rows | None)
     return (
         f"{counted(examples, 'row')} x {length:,.0f} tokens{epochs} = "
         f"{_total_tokens(tokens)} tokens: {duration(cost.hours)}, {money(cost)}"
+    )
+
+
+def owned_line(owned: OwnedCost) -> str:
+    """What a run costs on cards of one's own."""
+    power = f"{owned.watts:.0f} W" if owned.watts else "power of a card that is not known"
+    return (
+        f"on your own cards: ${owned.dollars:,.2f} (${owned.card_price:,.0f} a card, written off in "
+        f"{owned.years:g} years of use around the clock; {power} at ${owned.kwh_price:.2f} per kWh)"
     )
 
 

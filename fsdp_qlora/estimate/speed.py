@@ -258,14 +258,15 @@ def _exposed_seconds(
     that wait on the host go there and come back beside a block's work.
     """
     n, several = plan.sharding.shard_ranks, plan.sharding.shard_ranks > 1
+    host = gpu.shared_host_gb_s(plan.sharding.node_gpus)
     network = (n - 1) / n / (link * 1e9)  # seconds per gathered byte
-    pcie = 1 / n / (gpu.host_gb_s * 1e9) if plan.memory.cpu_offload else 0.0
+    pcie = 1 / n / (host * 1e9) if plan.memory.cpu_offload else 0.0
     unit = average_gathered(shape, plan)
     outer = sum(gathered(w(shape, plan), plan) for w in (embedding_weights, root_weights))
     gather = unit * network + constants.COLLECTIVE_LATENCY * several
     reduce = average_trained(shape, plan, 1, "fp32") * network
     copied = 2 * unit / (gpu.reached_bandwidth_gb_s * 1e9 * constants.GATHER_SHARE) * several
-    moved = offloaded_input(shape, plan) / (gpu.host_gb_s * 1e9)
+    moved = offloaded_input(shape, plan) / (host * 1e9)
     moved *= moved_blocks(plan.memory.runs(shape)) / shape.layers
     # One pass over the blocks each: how often a unit is gathered, reduced, and what can hide it.
     # On one GPU blocks stream ahead of their use in both directions (memory/weight_streaming.py).
@@ -280,7 +281,7 @@ def _exposed_seconds(
     ):  # the head for the loss, and the rows of all ranks' tokens (memory/vocab_parallel.py)
         shown += (head + n * plan.batch.tokens * shape.hidden * plan.model.product_bytes) * network
     if plan.vocabulary_on_host:
-        from_host += 2 * head / n / (gpu.host_gb_s * 1e9)  # both shards pass
+        from_host += 2 * head / n / (host * 1e9)  # both shards pass
     if not plan.sharded:
         passes, shown = [], 0.0
     for count, reduces, room in passes:

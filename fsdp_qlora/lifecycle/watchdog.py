@@ -192,6 +192,9 @@ def verdict(seconds: float, told: dict[int, list], frozen: dict[int, list]) -> s
             f"{stalled(seconds)}: all ranks wait at {told[0][1]}, so the network or a GPU is at "
             f"fault; rank 0 is at\n{told[0][3]}"
         )
+    if len(told) == 1 and not frozen:  # nobody waits for it
+        ((_, phase, _, stack),) = told.values()
+        return f"{stalled(seconds)}: it is at {phase}, whose stack is:\n{stack}"
     return "\n".join(
         f"{stalled(seconds)}: the others wait for rank {r} at {phase}, whose stack is:\n{stack}"
         for r, (_, phase, _, stack) in guilty.items()

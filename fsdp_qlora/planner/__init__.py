@@ -11,23 +11,26 @@ Modules, each importing only from those before it: ladder, search, proposal, rep
 
 from __future__ import annotations
 
-from .ladder import LADDER, Rung, climb, savings
+from .ladder import BEYOND, LADDER, Rung, climb, flags_of, rungs, savings
 from .picture import draw
 from .proposal import Proposal, free_settings, propose
 from .report import as_json, packing_line, report
 from .search import search
 
 __all__ = [
+    "BEYOND",
     "LADDER",
     "Proposal",
     "Rung",
     "as_json",
     "climb",
     "draw",
+    "flags_of",
     "free_settings",
     "propose",
     "packing_line",
     "report",
+    "rungs",
     "savings",
     "search",
 ]

@@ -8,6 +8,7 @@ from ..catalog.arch import ModelShape
 from ..catalog.machine import Machine
 from ..choices import STRATEGIES
 from ..config import RunConfig
+from ..config.settings import shown
 from ..estimate import Estimate, Rows, estimate
 
 
@@ -20,35 +21,102 @@ class Rung:
     why: str
 
 
-_RECOMPUTED, KEPT = dict(activation_policy="recompute_all"), dict(activation_policy="keep_all")
+_KEPT = dict(activation_policy="keep_all")
+_RECOMPUTED = dict(activation_policy="recompute_all")
+_AGAIN = (
+    "blocks are computed again in the backward: at most a third of the speed for most activations"
+)
 LADDER = (
     Rung(
         "ddp, all activations kept",
         dict(
-            sharding_strategy="ddp", **KEPT, use_cpu_offload=False, use_activation_cpu_offload=False
+            sharding_strategy="ddp",
+            **_KEPT,
+            use_cpu_offload=False,
+            use_activation_cpu_offload=False,
         ),
         "each GPU holds the whole model, and nothing is computed twice",
     ),
-    Rung("+ gradient checkpointing", _RECOMPUTED, "blocks are computed again in the backward"),
+    Rung("ddp + gradient checkpointing", _RECOMPUTED, _AGAIN),
     Rung(
-        "shard_grad_op",
-        dict(sharding_strategy="shard_grad_op", **KEPT),
-        "gradients and optimizer states are split; gathered weights stay until the backward",
+        "shard_grad_op, all activations kept",
+        dict(sharding_strategy="shard_grad_op", **_KEPT),
+        "gradients and optimizer states are split; gathered weights stay until the backward, so it "
+        "saves memory only where much is trained, as in full fine-tuning",
     ),
-    Rung("+ gradient checkpointing", _RECOMPUTED, "blocks are computed again in the backward"),
+    Rung("shard_grad_op + gradient checkpointing", _RECOMPUTED, _AGAIN),
     Rung(
-        "full_shard",
-        dict(sharding_strategy="full_shard", **KEPT),
+        "full_shard, all activations kept",
+        dict(sharding_strategy="full_shard", **_KEPT),
         "weights are split too, and gathered twice for each block",
     ),
-    Rung("+ gradient checkpointing", _RECOMPUTED, "blocks are computed again in the backward"),
-    Rung("+ CPU offload", dict(use_cpu_offload=True), "weights wait in host memory"),
+    Rung("full_shard + gradient checkpointing", _RECOMPUTED, _AGAIN),
     Rung(
-        "+ activation offload",
+        "full_shard + CPU offload",
+        dict(use_cpu_offload=True),
+        "weights wait in host memory, and travel while the block before computes",
+    ),
+    Rung(
+        "full_shard + CPU offload + activation offload",
         dict(use_activation_cpu_offload=True),
-        "activations wait in host memory",
+        "the inputs of recomputed blocks wait in host memory too",
     ),
 )
+
+# What to try after the ladder: below it where nothing fits, beside it where something does.
+BEYOND = (
+    Rung(
+        "shorter rows",
+        dict(context_length=1024),
+        "activations shrink with the tokens of a row; the report of the data says how many rows "
+        "would be truncated",
+    ),
+    Rung("more GPUs", {}, "each then holds a smaller share: climb again from full_shard"),
+    Rung(
+        "a larger batch",
+        dict(batch_size=4),
+        "once something fits: fewer gathers and transfers for each row; leave a gibibyte or two free",
+    ),
+    Rung(
+        "the next gather after the backward",
+        dict(backward_prefetch="backward_post"),
+        "two gathered units are whole only for a moment, and less overlaps",
+    ),
+    Rung(
+        "no prefetch",
+        dict(backward_prefetch="none"),
+        "the least memory; each unit waits for its gather",
+    ),
+    Rung(
+        "forward prefetch",
+        dict(forward_prefetch=True),
+        "helps only if the host is too slow to run ahead",
+    ),
+    Rung(
+        "hybrid_shard_grad_op, on several machines",
+        dict(sharding_strategy="hybrid_shard_grad_op"),
+        "shard_grad_op inside each machine; only gradients travel between machines",
+    ),
+    Rung(
+        "hybrid_full_shard, on several machines",
+        dict(sharding_strategy="hybrid_full_shard"),
+        "full_shard inside each machine; only gradients travel between machines",
+    ),
+)
+
+
+def flags_of(changes: dict) -> str:
+    """Settings as they are typed, the strategy first; switches that are off are left out."""
+    order = sorted(changes, key=lambda name: (name != "sharding_strategy", name))
+    return " ".join(
+        f"--{name} {shown(changes[name])}" for name in order if changes[name] is not False
+    )
+
+
+def rungs() -> list[tuple[Rung, dict]]:
+    """Each rung of the ladder with its changes and those of the rungs before it."""
+    changes: dict = {}
+    return [(rung, changes := changes | rung.changes) for rung in LADDER]
 
 
 def savings() -> dict[str, object]:
@@ -77,12 +145,7 @@ def climb(
     shape: ModelShape, machine: Machine, config: RunConfig, rows: Rows | None = None
 ) -> list[Climbed]:
     """Every rung's estimate for these settings, the cumulative changes applied to them."""
-    changes: dict = {}
-    found = []
-    for rung in LADDER:
-        changes = changes | rung.changes
-        found.append(climbed(rung, changes, shape, machine, config, rows))
-    return found
+    return [climbed(rung, changes, shape, machine, config, rows) for rung, changes in rungs()]
 
 
 def climbed(

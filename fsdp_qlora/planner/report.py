@@ -7,12 +7,12 @@ from shutil import get_terminal_size
 from textwrap import wrap
 
 from ..config import AUTO, plan_batches
-from ..config.settings import counted, shown
+from ..config.settings import counted
 from ..estimate import Estimate, padding_line
 from ..estimate import as_json as estimate_as_json
 from ..estimate.peak import EXPLAINED
 from ..estimate.report import data_notes, notes, settings_line, subject_lines, wrapped
-from .ladder import Climbed
+from .ladder import Climbed, flags_of
 from .proposal import Proposal, propose
 from .search import seconds_per_token
 
@@ -47,9 +47,9 @@ def _ladder_lines(proposal: Proposal) -> list[str]:
             f"{number}. {climbed.rung.name}: {_rung_verdict(proposal, climbed)}",
         )
     last = "not needed" if proposal.choice else "see below"
-    return lines + row(
-        figures(None), f"{len(proposal.rungs) + 1}. shorter rows, or more GPUs: {last}"
-    )
+    lines += row(figures(None), f"{len(proposal.rungs) + 1}. shorter rows, or more GPUs: {last}")
+    typed = [f"{n}. {flags_of(c.changes)}" for n, c in enumerate(proposal.rungs, 1)]
+    return [*lines, "", "each rung's flags:", *typed]  # on one line each, to be copied
 
 
 def row(numbers: str, text: str) -> list[str]:
@@ -143,15 +143,7 @@ def _host_share(proposal: Proposal, choice: Estimate) -> str:
 
 def flags(proposal: Proposal) -> str:
     """The chosen settings as they are typed."""
-    order = sorted(proposal.changes, key=lambda name: (name != "sharding_strategy", name))
-    return (
-        " ".join(
-            f"--{name} {shown(proposal.changes[name])}"
-            for name in order
-            if proposal.changes[name] is not False
-        )
-        or "as given"
-    )
+    return flags_of(proposal.changes) or "as given"
 
 
 def packing_line(proposal: Proposal) -> str:
@@ -213,6 +205,7 @@ def as_json(proposal: Proposal) -> dict:
                 rung=c.rung.name,
                 why=c.rung.why,
                 changes=c.changes,
+                flags=flags_of(c.changes),
                 fits=c.fits,
                 verdict=_rung_verdict(proposal, c),
                 estimate=estimate_as_json(c.found) if c.found else None,

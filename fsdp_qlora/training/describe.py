@@ -60,13 +60,18 @@ def describe(
     rows = len(loader.dataset) if isinstance(loader, StepLoader) else None  # of a stream, not known
     for warning in batch_above_data(plan.batch, rows):
         print_main(f"warning: {warning}")
+    warn_of_warmup(config, total_steps)
+    if config.verbose:
+        print_main(model)
+
+
+def warn_of_warmup(config: RunConfig, total_steps: int | None):
+    """Say it where a run ends before its rate reaches the peak."""
     if _ends_in_warmup(config, total_steps):
         print_main(
             f"warning: --lr_warmup_steps {config.lr_warmup_steps}: the run ends before the warmup "
-            f"reaches --lr {config.lr:g}; give fewer than its {counted(total_steps, 'step')}"
+            f"reaches --lr {config.lr:g}; give fewer than its {counted(total_steps or 0, 'step')}"
         )
-    if config.verbose:
-        print_main(model)
 
 
 def steps_line(config: RunConfig, batches: BatchPlan, steps: int | None, ranks: int) -> str:

@@ -80,6 +80,8 @@ def test_the_culprit_is_silent_or_outside_a_collective_or_behind():
     assert "wait for rank 1 at step 5" in text and "stack 5" in text
     assert "for rank 0 at step 4" in verdict(9, {0: place(4, False), 1: place(5, False)}, {})
     assert "for rank 0 at step 4" in verdict(9, {0: place(4, True), 1: place(5, True)}, {})
+    alone = verdict(9, {0: place(4, False)}, {})
+    assert "others" not in alone and "it is at step 4, whose stack is" in alone
     assert "the network or a GPU" in verdict(9, {0: place(5, True), 1: place(5, True)}, {})
 
 

@@ -1,0 +1,109 @@
+"""Tables, objects that hold a list, nested folders and several data sets are read as files of lines are."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+
+from fsdp_qlora.data import read_rows
+from fsdp_qlora.data.sources import open_source
+
+RECORDS = [
+    {"instruction": "Say hi", "output": 'hi, "you"'},
+    {"instruction": "Two\nlines, one cell", "output": "ja\tnein"},
+    {"instruction": "Grüße", "output": "ok"},
+]
+
+
+def lines(path, records=RECORDS):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    return path
+
+
+def told(dataset, **how) -> list[tuple]:
+    """What of each row is trained on, and what is asked."""
+    return [(row.messages, row.text, row.plain_prompt) for row in read_rows(str(dataset), **how)]
+
+
+@pytest.mark.parametrize("suffix, delimiter", [("csv", ","), ("tsv", "\t")])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_a_table_has_the_rows_of_json_lines(tmp_path, suffix, delimiter, encoding):
+    path = tmp_path / f"rows.{suffix}"
+    with path.open("w", newline="", encoding=encoding) as file:
+        writer = csv.DictWriter(file, ["instruction", "output"], delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(RECORDS)
+    assert told(path) == told(lines(tmp_path / "rows.jsonl"))
+    assert told(tmp_path / f"*.{suffix}") == told(path)
+
+
+def test_a_place_of_a_table_is_the_line_where_the_row_begins(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text('text\n"a\nb"\nc\n')
+    places = [place for place, _ in open_source(str(path)).records()]
+    assert places == [f"{path}: line 2", f"{path}: line 4"]
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        (b"a,b\n1,2\n1,2,3\n", ":3: 3 cells where the first line names 2 columns"),
+        (b"a,a\n1,2\n", ":1: the first line must name each column once"),
+        (b"", ":1: the first line must name each column once; it has nothing"),
+        (b"a,b\n1,2\n1,\xe4\n", ":3: byte 0xe4 is not UTF-8"),
+        (b'a,b\n1,"2\n3,4\n', "not valid CSV"),
+    ],
+)
+def test_a_damaged_table_names_its_line_and_the_remedy(tmp_path, text, says):
+    (tmp_path / "rows.csv").write_bytes(text)
+    with pytest.raises(ValueError, match=says) as error:
+        list(open_source(str(tmp_path / "rows.csv")).records())
+    assert str(error.value).startswith(str(tmp_path)) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["data", "rows", "train"])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_object_that_holds_a_list_has_its_records(tmp_path, key, indent):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"version": 1, key: RECORDS}, indent=indent))
+    assert told(path) == told(lines(tmp_path / "rows.jsonl"))
+    assert next(open_source(str(path)).records())[0] == f"{path}: {key}[0]"
+
+
+def test_json_lines_whose_rows_have_such_a_key_are_still_lines(tmp_path):
+    path = lines(tmp_path / "rows.json", [{"data": [1], "text": "a"}, {"data": [2], "text": "b"}])
+    assert [record["text"] for _, record in open_source(str(path)).records()] == ["a", "b"]
+
+
+def test_folders_in_a_folder_are_read_and_may_be_named_after_splits(tmp_path):
+    lines(tmp_path / "one/a.jsonl", RECORDS[:1])
+    lines(tmp_path / "two/deep/b.jsonl", RECORDS[1:2])
+    lines(tmp_path / ".hidden/c.jsonl", RECORDS)
+    assert told(tmp_path) == told(lines(tmp_path / "../all.jsonl", RECORDS[:2]))
+    assert open_source(str(tmp_path)).files[0] == "files read: one/a.jsonl, two/deep/b.jsonl"
+    lines(tmp_path / "validation/d.jsonl", RECORDS[2:])
+    assert len(told(tmp_path)) == 2 and len(told(tmp_path, split="validation")) == 1
+    assert len(told(f"{tmp_path}/**/*.jsonl")) >= 3
+
+
+def test_several_data_sets_are_read_one_after_the_other_each_to_its_limit(tmp_path):
+    first, second = lines(tmp_path / "a.jsonl"), lines(tmp_path / "b.jsonl", RECORDS[::-1])
+    assert told(f"{first}, {second}[:1]") == told(first) + told(second)[:1]
+    assert told(f"{second}[:2]") == told(second)[:2]
+    digests = {
+        open_source(text).digest()
+        for text in (f"{first},{second}", f"{second},{first}", f"{first},{second}[:1]")
+    }
+    assert len(digests) == 3
+    with pytest.raises(ValueError, match="--dataset .*a name is missing between two commas"):
+        read_rows(f"{first},,{second}")
+    with pytest.raises(ValueError, match="--dataset .*nowhere.jsonl: no such file or folder"):
+        read_rows(f"{first},nowhere.jsonl")
+
+
+def test_a_file_whose_name_has_a_comma_is_itself(tmp_path):
+    path = lines(tmp_path / "a,b.jsonl")
+    assert len(told(path)) == len(RECORDS)
