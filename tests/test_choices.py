@@ -194,7 +194,7 @@ def estimated(grown: Path, optimizer: str) -> dict:
 
 
 def test_a_new_optimizer_is_its_module_and_its_row(grown):
-    assert "sign_sgd" in run(grown, "-m", "fsdp_qlora.cli", "train", "--help")
+    assert "sign_sgd" in run(grown, "-m", "fsdp_qlora.cli", "train", "--help", "all")
     new, sgd, adam = (estimated(grown, name) for name in ("sign_sgd", "sgd", "adam"))
     assert new["memory_gib"] == sgd["memory_gib"] != adam["memory_gib"]
     found = evaluated(
@@ -231,7 +231,7 @@ found = dict(
 def test_a_new_setting_is_its_field(grown, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("sharpness: 4\n")
-    assert "--sharpness X" in run(grown, "-m", "fsdp_qlora.cli", "train", "--help")
+    assert "--sharpness X" in run(grown, "-m", "fsdp_qlora.cli", "train", "--help", "all")
     found = evaluated(
         grown,
         f"""

@@ -116,7 +116,11 @@ def _held_in_fewer_bits(
             f"--load_in {load_in}: the adapter in {adapter} began as a part of the weights, which "
             "can't be rounded without it; leave --load_in out, or merge it first"
         )
-    same = load_in == "4bit" and known.quant in ("nf4", "fp4") and known.absmax_dtype == "fp32"
+    same = (
+        load_in == "4bit"
+        and known.quant.removesuffix("4") in ("nf", "fp")
+        and known.absmax_dtype == "fp32"
+    )
     if known.quant != "none" and not same:
         print_main(
             f"--load_in {load_in}: the adapter was trained beside {known}; answers may differ"
