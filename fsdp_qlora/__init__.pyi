@@ -5,6 +5,7 @@ from .adapters import trainable_parameters as trainable_parameters
 from .build import build_model as build_model
 from .config import RunConfig as RunConfig
 from .config import plan_batches as plan_batches
+from .data.dataset import TokenizedDataset as TokenizedDataset
 from .dist import full_tensor as full_tensor
 from .dist import local_rows as local_rows
 from .dist import process_group as process_group
@@ -18,6 +19,9 @@ from .export.merge import merge_adapter as merge_adapter
 from .export.save import load_adapter as load_adapter
 from .export.save import save_adapter as save_adapter
 from .export.serving import check_adapter_folder as check_adapter_folder
+from .integrations.streamed import load_quantized as load_quantized
+from .integrations.streamed import shard_and_load as shard_and_load
+from .integrations.streamed import streamed_model as streamed_model
 from .loading import load_weights as load_weights
 from .loading import materialize as materialize
 from .loading import meta_model as meta_model
@@ -34,6 +38,7 @@ from .quantization.quantize import QuantLinear as QuantLinear
 from .quantization.quantize import dequantize_linears as dequantize_linears
 from .quantization.quantize import quantize_linears as quantize_linears
 from .sharding import STRATEGIES as STRATEGIES
+from .sharding import OnHost as OnHost
 from .sharding import apply_sharding as apply_sharding
 from .sharding import make_mesh as make_mesh
 from .sharding import set_gradient_sync as set_gradient_sync

@@ -29,7 +29,8 @@ SECTIONS = [
         "A model, step by step",
         ("build", "loading", "quantization", "adapters", "lora_init", "memory", "sharding"),
     ),
-    ("Training and evaluation", ("optim", "observe")),
+    ("Other trainers, and a model that knows its files", ("integrations",)),
+    ("Training and evaluation", ("data", "optim", "observe")),
     ("Results", ("export",)),
 ]
 # What can't be read from the source: a class made of many, and a table.
@@ -59,11 +60,17 @@ def api_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _as_sorted_imports(item: tuple[str, str]) -> tuple[str, bool, str]:
+    """By module; constants come before classes and functions, as ruff has it."""
+    name, module = item
+    return module, not name.isupper(), name
+
+
 def public_types() -> str:
     """fsdp_qlora/__init__.pyi: where type checkers find what is imported on first use."""
     lines = [
         f"from .{module} import {name} as {name}"
-        for name, module in sorted(PUBLIC.items(), key=lambda item: (item[1], item[0]))
+        for name, module in sorted(PUBLIC.items(), key=_as_sorted_imports)
     ]
     return "\n".join(
         [

@@ -252,12 +252,34 @@ def test_a_quantized_model_is_not_saved_as_if_its_bytes_were_weights(tmp_path):
     assert close(logits(loaded.eval()), wanted)
 
 
+def test_load_quantized_fills_a_meta_model_in_one_call_whatever_was_made_of_it_before(tmp_path):
+    from fsdp_qlora import OnHost, load_quantized, meta_model
+    from fsdp_qlora.adapters import apply_adapters
+
+    saved = base_model()
+    saved.save_pretrained(tmp_path)
+    cpu = torch.device("cpu")
+    for quant in ("nf4", "none"):
+        wanted = saved if quant == "none" else quantize_linears(copy.deepcopy(saved), quant)
+        found = load_quantized(meta_model(saved.config, torch.float32), tmp_path, quant, device=cpu)
+        assert close(logits(found.eval()), logits(wanted.eval()))
+    adapted = quantize_linears(meta_model(saved.config, torch.float32), "int8")
+    adapted = apply_adapters(adapted, lora())
+    wanted = quantize_linears(copy.deepcopy(saved), "int8").eval()
+    assert close(
+        logits(load_quantized(adapted, tmp_path, device=cpu, on_host=OnHost()).eval()),
+        logits(wanted),
+    )
+    with pytest.raises(ValueError, match="fills a model on the meta device, and this one has weig"):
+        load_quantized(saved, tmp_path)
+
+
 # ---- on ranks -----------------------------------------------------------------------------------------
 
 
 def on_shards(strategy: str, quant: str, kind: str) -> dict:
     """What merges, deltas and mixes give on this rank, and what is refused."""
-    from fsdp_qlora import apply_sharding
+    from fsdp_qlora import shard_and_load
 
     register_with_peft()
     model = base_model()
@@ -269,7 +291,7 @@ def on_shards(strategy: str, quant: str, kind: str) -> dict:
     if kind == "plain":
         model.add_adapter("second", lora(target_modules=["q_proj"]))
         random_adapters(model)
-    apply_sharding(model, strategy)
+    shard_and_load(model, torch.device("cpu"), sharding_strategy=strategy)
     found = dict(before=logits(model))
     layer = next(m for m in model.modules() if isinstance(m, LoraLinear))
     if kind == "plain":

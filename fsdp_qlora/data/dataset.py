@@ -293,7 +293,8 @@ def cut_and_count(
     """The row within the context length, or None if nothing is left to train; the report says so."""
     report.rows_read += 1
     if isinstance(encoded, UnusableRow):
-        return report.drop(str(encoded), source)
+        report.drop(str(encoded), source)
+        return None
     length = report.context_length
     row = Encoded(encoded.input_ids[:length], encoded.trained[:length], encoded.folded_system)
     if not row.trained.any():
@@ -302,7 +303,8 @@ def cut_and_count(
             if encoded.trained.any()
             else "no answer to train on"
         )
-        return report.drop(reason, source)
+        report.drop(reason, source)
+        return None
     report.tell(source, encoded.notes, encoded.unread, encoded.prompt_format)
     report.keep(
         len(row.input_ids),

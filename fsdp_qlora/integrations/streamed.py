@@ -6,11 +6,15 @@ for no weight exists before each rank streams its own rows into its shards.
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import cast
+
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..dist import local_rows
+from ..dist import local_rows, rank_device
 from ..loading import load_weights, materialize, meta_model, read_config
 from ..loading.key_mapping import match_names
 from ..loading.model_folder import checkpoint_folder
@@ -20,7 +24,7 @@ from ..loading.weight_files import Checkpoint
 from ..lora_init import init_adapters
 from ..model.blocks import base_model
 from ..model.wrappers import wrapper_of
-from ..quantization.quantize import quantize_linears
+from ..quantization.quantize import QuantLinear, quantize_linears
 from ..sharding import OnHost, apply_sharding, is_sharded, make_mesh, parameter_device
 from .peft import register_with_peft
 
@@ -44,7 +48,7 @@ def streamed_model(
     for name, value in settings.items():
         setattr(config, name, value)
     dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
-    model = meta_model(config, dtype, auto_class=auto_class)
+    model = cast(PreTrainedModel, meta_model(config, dtype, auto_class=auto_class))
     if wrapper_of(model):
         raise ValueError(
             f"--model_name {model_name}: {config.model_type} has a language model inside, beside parts for "
@@ -52,15 +56,56 @@ def streamed_model(
             "`fsdp-qlora train`, or give a model for text alone"
         )
     model.config._name_or_path = model_name
-    files = open_weights(checkpoint_folder(model_name), quantization_of(config), model_name)
+    model.weight_files = _matching_files(model, model_name)
+    if quant != "none":
+        _quantize(model, model.weight_files, quant)
+    return model
+
+
+def load_quantized(
+    model: nn.Module,
+    folder: str | Path,
+    quant: str = "nf4",
+    *,
+    device: torch.device | None = None,
+    seed: int = 0,
+    on_host: OnHost | None = None,
+) -> nn.Module:
+    """Fill a model on the meta device from a checkpoint, each rank its own rows, and return it.
+
+    folder: of safetensors, or a hub name. quant: the format of linear layers, or "none"; a model that is
+    adapted, sharded or quantized already keeps its layers as they are. device: None is this rank's
+    own. New adapters have values that `seed` gives them. on_host: as `apply_sharding` was given it.
+    Raises ValueError for a model that has weights, and for files that are not the model's.
+    """
+    if not any(p.is_meta for p in model.parameters()):
+        raise ValueError(
+            "load_quantized fills a model on the meta device, and this one has weights; make it with "
+            "meta_model(config, dtype), or call quantize_linears(model)"
+        )
+    files = _matching_files(base_model(model), str(folder))
+    if quant != "none" and not any(_is_decided(m) for m in model.modules()):
+        _quantize(model, files, quant)
+    return _fill(model, files, device or rank_device("auto"), on_host or OnHost(), seed)
+
+
+def _is_decided(module: nn.Module) -> bool:
+    return isinstance(module, (QuantLinear, BaseTunerLayer)) or is_sharded(module)
+
+
+def _matching_files(model: PreTrainedModel, name: str) -> Checkpoint:
+    """The files of a folder or hub name under the model's names; its buffers are filled from them."""
+    files = open_weights(checkpoint_folder(name), quantization_of(read_config(name)), name)
     files = match_names(model, files)
     check_complete(model, files, but=_head_tensors(model))
     load_buffers(model, files)
-    if quant != "none":
-        names = layers_to_quantize(files, quant)
-        quantize_linears(model, quant, skip=("lm_head", *_heads(model)), names=names)
-    model.weight_files = files
-    return model
+    return files
+
+
+def _quantize(model: nn.Module, files: Checkpoint, quant: str):
+    """Make the layers that are quantized in the files, or all but heads, quantized ones."""
+    names = layers_to_quantize(files, quant)
+    quantize_linears(model, quant, skip=("lm_head", *_heads(model)), names=names)
 
 
 def shard_and_load(
@@ -83,6 +128,13 @@ def shard_and_load(
     apply_sharding(model, sharding_strategy, mesh, on_host=on_host, **settings)
     if files is None:
         return model if is_sharded(model) else model.to(device)
+    return _fill(model, files, device, on_host, seed)
+
+
+def _fill(
+    model: nn.Module, files: Checkpoint, device: torch.device, on_host: OnHost, seed: int
+) -> nn.Module:
+    """Give every parameter its memory and this rank's rows."""
     materialize(model, device, parameter_device(model, device, on_host))
     load_weights(model, files, device, but=_head_tensors(model))
     _initialise_heads(model, seed)
