@@ -47,6 +47,7 @@ from .plan import Plan
 from .quantization.quantize import quantize_linears
 from .run_plan import plan_run
 from .sharding import OnHost, apply_sharding, describe_units, make_mesh, parameter_device
+from .type_probe import check_type
 
 
 def build_model(
@@ -117,9 +118,10 @@ def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, C
         attention(config, settings, device)[0],
         **config.source,
     )
+    model.config._name_or_path = config.model_name  # PEFT writes it into the adapter's config
+    check_type(model)
     if config.packing:
         keep_rows_apart(model)
-    model.config._name_or_path = config.model_name  # PEFT writes it into the adapter's config
     checkpoint = open_checkpoint(config, settings, model, device, grown)
     keep_generation_settings(model, getattr(checkpoint, "folder", None))
     if config.quant != "none":

@@ -9,9 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.pytorch_utils import Conv1D
 
-from fsdp_qlora.catalog.arch import shape_from_config
+from fsdp_qlora.adapters.lora import left_out
+from fsdp_qlora.loading import meta_model
+from fsdp_qlora.model.blocks import linear_names
+
+from .tiny import with_lora
 
 SIZES = dict(
     vocab_size=97,
@@ -109,9 +115,297 @@ MOE_FAMILIES = {
 }
 
 
+# Types of 2025 and 2026, and older ones that were not listed: mixers beside attention, latent attention,
+# experts of other builds. Inputs of linear layers are whole blocks of 64, as in published models.
+_DELTA = dict(
+    layer_types=["linear_attention", "full_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+)
+_MAMBA = dict(
+    mamba_n_heads=8,
+    mamba_d_head=16,
+    mamba_d_state=16,
+    mamba_n_groups=1,
+    mamba_chunk_size=8,
+    mamba_expand=2,
+)
+_MLA = dict(
+    num_key_value_heads=4,
+    q_lora_rank=64,
+    kv_lora_rank=64,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=16,
+    v_head_dim=16,
+)
+_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+_LOCAL_EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=64)
+_ROUTED = dict(
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+    n_group=1,
+    topk_group=1,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+)
+_INDEXER = dict(index_n_heads=16, index_head_dim=16, index_topk=8)
+_FOUR_LAYERS = dict(
+    num_hidden_layers=4,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    sliding_window=8,
+    num_kv_shared_layers=2,
+    hidden_size_per_layer_input=64,
+    vocab_size_per_layer_input=97,
+    head_dim=16,
+    tie_word_embeddings=True,
+)
+NEWER_FAMILIES = {
+    "Qwen3.5": dict(model_type="qwen3_5_text", head_dim=32, **_DELTA),
+    "Qwen3.5-MoE": dict(
+        model_type="qwen3_5_moe_text",
+        head_dim=32,
+        shared_expert_intermediate_size=64,
+        **_DELTA,
+        **_EXPERTS,
+    ),
+    "Qwen3-Next": dict(
+        model_type="qwen3_next",
+        head_dim=32,
+        shared_expert_intermediate_size=64,
+        **_DELTA,
+        **_EXPERTS,
+    ),
+    "Qwen2-MoE": dict(model_type="qwen2_moe", shared_expert_intermediate_size=64, **_EXPERTS),
+    "Granite 4 H": dict(
+        model_type="granitemoehybrid",
+        layer_types=["mamba", "attention"],
+        shared_intermediate_size=64,
+        embedding_multiplier=6.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.3,
+        logits_scaling=4.0,
+        position_embedding_type="nope",
+        **_LOCAL_EXPERTS,
+        **_MAMBA,
+    ),
+    "Granite 3 MoE": dict(
+        model_type="granitemoe", logits_scaling=4.0, residual_multiplier=0.3, **_LOCAL_EXPERTS
+    ),
+    "Granite 3 MoE, shared expert": dict(
+        model_type="granitemoeshared",
+        logits_scaling=4.0,
+        shared_intermediate_size=64,
+        **_LOCAL_EXPERTS,
+    ),
+    "LFM2": dict(
+        model_type="lfm2",
+        layer_types=["conv", "full_attention"],
+        block_auto_adjust_ff_dim=False,
+        tie_word_embeddings=True,
+    ),
+    "LFM2-MoE": dict(
+        model_type="lfm2_moe",
+        layer_types=["conv", "full_attention"],
+        num_dense_layers=1,
+        tie_word_embeddings=True,
+        **_EXPERTS,
+    ),
+    "Falcon-H1": dict(model_type="falcon_h1", mamba_d_ssm=128, **_MAMBA),
+    "Bamba": dict(model_type="bamba", attn_layer_indices=[1], **_MAMBA),
+    "Nemotron 3": dict(
+        model_type="nemotron_h",
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
+        num_hidden_layers=4,
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        ssm_state_size=16,
+        n_groups=1,
+        chunk_size=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        moe_shared_expert_intermediate_size=64,
+        head_dim=16,
+    ),
+    "Nemotron": dict(model_type="nemotron"),
+    "Gemma 3n": dict(
+        model_type="gemma3n_text",
+        laurel_rank=64,
+        activation_sparsity_pattern=[0.95, 0.0, 0.0, 0.0],
+        final_logit_softcapping=3.0,
+        **_FOUR_LAYERS,
+    ),
+    "Gemma 4": dict(
+        model_type="gemma4_text", global_head_dim=32, final_logit_softcapping=3.0, **_FOUR_LAYERS
+    ),
+    "Gemma 4 MoE": dict(
+        model_type="gemma4_text",
+        head_dim=16,
+        global_head_dim=32,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=64,
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
+        tie_word_embeddings=True,
+        **WINDOWS,
+    ),
+    "Llama 4": dict(
+        model_type="llama4_text",
+        head_dim=16,
+        intermediate_size=64,
+        intermediate_size_mlp=128,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        moe_layers=[1],
+        attention_chunk_size=8,
+        layer_types=["chunked_attention", "full_attention"],
+        no_rope_layers=[1, 0],
+    ),
+    "gpt-oss": dict(model_type="gpt_oss", head_dim=16, **_LOCAL_EXPERTS, **WINDOWS),
+    "DeepSeek V2": dict(model_type="deepseek_v2", **_MLA, **_ROUTED),
+    "DeepSeek V3": dict(model_type="deepseek_v3", **_MLA, **_ROUTED),
+    "DeepSeek V3.2": dict(model_type="deepseek_v32", **_INDEXER, **_MLA, **_ROUTED),
+    "GLM-4": dict(model_type="glm4", head_dim=16, attention_bias=True),
+    "GLM-4, 9B": dict(model_type="glm", head_dim=16, attention_bias=True),
+    "GLM-4.5": dict(
+        model_type="glm4_moe", head_dim=16, use_qk_norm=True, attention_bias=True, **_ROUTED
+    ),
+    "GLM-4.7-Flash": dict(model_type="glm4_moe_lite", **_MLA, **_ROUTED),
+    "GLM-5": dict(model_type="glm_moe_dsa", **_INDEXER, **_MLA, **_ROUTED),
+    "Kimi Linear": dict(
+        model_type="kimi_linear",
+        layer_types=["linear_attention", "full_attention"],
+        linear_head_dim=64,
+        linear_num_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        **_MLA | dict(q_lora_rank=None),
+    ),
+    "Youtu": dict(model_type="youtu", **_MLA),
+    "MiniCPM 3": dict(model_type="minicpm3", **_MLA),
+    "OLMo 3": dict(model_type="olmo3", **WINDOWS),
+    "OLMo Hybrid": dict(model_type="olmo_hybrid", **_DELTA),
+    "OLMoE": dict(model_type="olmoe", num_experts=4, num_experts_per_tok=2, intermediate_size=64),
+    "FlexOlmo": dict(
+        model_type="flex_olmo", num_experts=4, num_experts_per_tok=2, intermediate_size=64
+    ),
+    "Ministral": dict(model_type="ministral", head_dim=16, **WINDOWS),
+    "Ministral 3": dict(model_type="ministral3"),
+    "ERNIE 4.5": dict(model_type="ernie4_5", use_bias=True, head_dim=16),
+    "ERNIE 4.5 MoE": dict(
+        model_type="ernie4_5_moe",
+        moe_num_experts=4,
+        moe_k=2,
+        moe_num_shared_experts=1,
+        moe_intermediate_size=64,
+        moe_layer_start_index=1,
+    ),
+    "Apertus": dict(model_type="apertus"),
+    "Cohere": dict(model_type="cohere", logit_scale=0.25, use_qk_norm=True),
+    "Cohere 2": dict(model_type="cohere2", logit_scale=0.25, **WINDOWS),
+    "EXAONE 4": dict(model_type="exaone4", **WINDOWS),
+    "K-EXAONE": dict(
+        model_type="exaone_moe",
+        num_shared_experts=1,
+        mlp_layer_types=["dense", "sparse"],
+        **WINDOWS,
+        **_EXPERTS,
+    ),
+    "MiniMax M2": dict(model_type="minimax_m2", head_dim=16, rotary_dim=8, **_LOCAL_EXPERTS),
+    "MiniMax 01": dict(
+        model_type="minimax",
+        head_dim=16,
+        layer_types=["linear_attention", "full_attention"],
+        block_size=8,
+        **_LOCAL_EXPERTS,
+    ),
+    "Hunyuan": dict(model_type="hunyuan_v1_dense", head_dim=16),
+    "Hunyuan-A13B": dict(
+        model_type="hunyuan_v1_moe",
+        head_dim=16,
+        num_experts=4,
+        moe_topk=2,
+        num_shared_expert=1,
+        intermediate_size=64,
+    ),
+    "Hunyuan 3": dict(
+        model_type="hy_v3", head_dim=16, first_k_dense_replace=1, num_shared_experts=1, **_EXPERTS
+    ),
+    "AFM (Arcee)": dict(model_type="arcee"),
+    "Trinity (Arcee)": dict(
+        model_type="afmoe",
+        num_dense_layers=1,
+        num_shared_experts=1,
+        head_dim=16,
+        **WINDOWS,
+        **_EXPERTS,
+    ),
+    "Seed-OSS": dict(
+        model_type="seed_oss",
+        head_dim=16,
+        attention_bias=True,
+        residual_dropout=0.0,
+        attention_dropout=0.0,
+    ),
+    "Phi-4-mini": dict(model_type="phi3", partial_rotary_factor=0.75, tie_word_embeddings=True),
+    "Phi-2": dict(model_type="phi"),
+    "Phi-3.5-MoE": dict(
+        model_type="phimoe", input_jitter_noise=0.0, router_jitter_noise=0.0, **_LOCAL_EXPERTS
+    ),
+    "StarCoder 2": dict(
+        model_type="starcoder2", sliding_window=8, residual_dropout=0.0, embedding_dropout=0.0
+    ),
+    "Falcon": dict(model_type="falcon", new_decoder_architecture=True, num_kv_heads=2),
+    "GPT-NeoX": dict(model_type="gpt_neox"),
+    "OPT": dict(model_type="opt", ffn_dim=128, word_embed_proj_dim=64, dropout=0.0),
+    "CWM": dict(model_type="cwm", head_dim=16, **WINDOWS),
+    "Helium": dict(model_type="helium", head_dim=16),
+    "dots.llm1": dict(
+        model_type="dots1", head_dim=16, layer_types=["full_attention"] * 2, **_ROUTED
+    ),
+    "Solar Open": dict(model_type="solar_open", head_dim=16, **_ROUTED),
+    "VaultGemma": dict(
+        model_type="vaultgemma",
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        attn_logit_softcapping=5.0,
+        **WINDOWS,
+    ),
+    "HyperCLOVA X": dict(model_type="hyperclovax"),
+    "nanochat": dict(model_type="nanochat"),
+    "Jais 2": dict(model_type="jais2", head_dim=16),
+    "MiMo V2 Flash": dict(
+        model_type="mimo_v2_flash",
+        head_dim=16,
+        v_head_dim=16,
+        swa_head_dim=16,
+        swa_v_head_dim=16,
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=2,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        n_group=1,
+        topk_group=1,
+        **WINDOWS,
+    ),
+    "Mellum": dict(model_type="mellum", head_dim=16, **WINDOWS, **_EXPERTS),
+}
+NEWER_FAMILIES = {
+    family: dict(tie_word_embeddings=False) | fields for family, fields in NEWER_FAMILIES.items()
+}
+EVERY_FAMILY = FAMILIES | MOE_FAMILIES | NEWER_FAMILIES
+
+
 def family_config(family: str, **more):
     """The tiny model's configuration."""
-    fields = SIZES | (FAMILIES | MOE_FAMILIES)[family] | more
+    fields = SIZES | EVERY_FAMILY[family] | more
     if fields["model_type"] == "gpt2":  # its names of the same sizes
         for name in (
             "hidden_size",
@@ -139,6 +433,114 @@ def save_family(folder: str | Path, family: str, **more) -> str:
     return str(folder)
 
 
+# Linear layers whose weight the model's own code reads, by the last part of their names: frozen, 16 bits.
+READ = {
+    "bamba": ["out_proj"],
+    "deepseek_v32": ["weights_proj"],
+    "falcon_h1": ["out_proj"],
+    "gemma3n_text": ["correction_coefs", "prediction_coefs"],
+    "glm_moe_dsa": ["weights_proj"],
+    "granitemoehybrid": ["out_proj"],
+    "hunyuan_v1_moe": ["wg"],
+    "nemotron_h": ["out_proj"],
+}
+# Types in which PEFT takes the names of an MLP's layers for weights of experts.
+TAKEN_FOR_EXPERTS = {
+    "afmoe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "dots1",
+    "ernie4_5_moe",
+    "exaone_moe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "hunyuan_v1_moe",
+    "qwen3_next",
+    "solar_open",
+}
+MLP = ["gate", "gate_proj", "up_proj", "down_proj"]  # and the router
+
+
+def reference(folder: str, family: str, kind: str):
+    """A family's model under plain transformers, bitsandbytes and PEFT, as a run of this kind is.
+
+    Without a line of this project but the adapters' first values.
+    """
+    config = family_config(family)
+    kept = READ.get(config.model_type, [])
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.float32,
+        llm_int8_skip_modules=["lm_head", *kept],
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        quantization_config=quantization if kind == "qlora" else None,
+        attn_implementation=attention_of(family),
+    )
+    if kind == "qlora":
+        round_others(model)
+    head = model.get_output_embeddings()
+    frozen = [*kept, *(MLP if config.model_type in TAKEN_FOR_EXPERTS else [])]
+    names = [
+        name
+        for name, m in model.named_modules()
+        if isinstance(m, (torch.nn.Linear, Conv1D)) and m is not head
+        if not type(m).__name__.endswith("Router") and name.rsplit(".", 1)[-1] not in frozen
+    ]
+    return with_lora(model, "|".join(name.replace(".", r"\.") for name in names))
+
+
+def attention_of(family: str) -> str | None:
+    """The attention that computes all that a family's configuration says; None: transformers' choice."""
+    return "eager" if getattr(family_config(family), "attn_logit_softcapping", None) else None
+
+
+@torch.no_grad()
+def round_others(model):
+    """Give experts, and layers of a class of their own, what 4 bits stand for; bitsandbytes does not."""
+    for module in model.modules():
+        kind = type(module).__name__
+        transposed = getattr(module, "is_transposed", kind == "Llama4TextExperts")
+        if kind == "FalconLinear":
+            module.weight.copy_(rounded(module.weight))
+        for p in module.parameters(recurse=False):
+            if p.dim() == 3 and "Conv" not in kind:
+                for weight in p.transpose(1, 2) if transposed else p:
+                    weight.copy_(rounded(weight))
+
+
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    """A weight after 4 bits."""
+    return dequantize_4bit(*quantize_4bit(weight.data.contiguous(), quant_type="nf4"))
+
+
+# Families whose code can't keep packed rows apart: their mixers carry a state from token to token, or
+# their attention is in chunks, or chosen by an index.
+NOT_PACKED = {
+    "Qwen3.5",
+    "Qwen3.5-MoE",
+    "Qwen3-Next",
+    "Granite 4 H",
+    "LFM2",
+    "LFM2-MoE",
+    "Falcon-H1",
+    "Bamba",
+    "Nemotron 3",
+    "Llama 4",
+    "Kimi Linear",
+    "OLMo Hybrid",
+    "MiniMax 01",
+    "Falcon",
+    "DeepSeek V3.2",
+    "GLM-5",
+}
+
+
 # What sets a family apart, as docs/families.md says it.
 TRAITS = {
     "sliding_window": "sliding windows",
@@ -150,23 +552,51 @@ TRAITS = {
     "num_experts": "experts",
     "no_rope_layers": "layers without rotation",
     "partial_rotary_factor": "partly rotated heads",
+    "n_routed_experts": "experts",
+    "moe_num_experts": "experts",
+    "shared_expert_intermediate_size": "a shared expert",
+    "shared_intermediate_size": "a shared expert",
+    "n_shared_experts": "a shared expert",
+    "kv_lora_rank": "latent attention",
+    "index_topk": "indexed attention",
+    "linear_num_key_heads": "gated delta nets",
+    "linear_num_heads": "gated delta nets",
+    "mamba_d_head": "Mamba mixers",
+    "mamba_head_dim": "Mamba mixers",
+    "num_kv_shared_layers": "keys and values of earlier layers",
+    "attention_chunk_size": "attention in chunks",
+    "use_bias": "biases",
+    "attention_bias": "biases",
 }
 
 
 def families_table() -> str:
-    """The table of docs/families.md: each family of these lists, its adapted layers, what is special."""
-    lines = ["| family | `model_type` | `all-linear` adapts | also tested |", "|---|---|---|---|"]
-    for family, fields in (FAMILIES | MOE_FAMILIES).items():
-        shape = shape_from_config(family_config(family).to_dict())
-        special = [text for key, text in TRAITS.items() if fields.get(key)]
-        if "rope_type" in fields.get("rope_parameters", {}):
-            special.append("scaled rotation")
-        if shape.traits.qk_norm:
-            special.append("normed q and k")
-        if shape.traits.qkv_bias:
-            special.append("biases")
-        if shape.tied:
-            special.append("tied")
-        targets = ", ".join(name.rsplit(".", 1)[-1] for name in shape.linears())
-        lines.append(f"| {family} | {fields['model_type']} | {targets} | {', '.join(special)} |")
+    """The table of docs/families.md: each family of these lists, and what a run does with it."""
+    lines = [
+        "| family | `model_type` | `all-linear` adapts | left out | packing | also tested |",
+        "|---|---|---|---|---|---|",
+    ]
+    for family in EVERY_FAMILY:
+        config = family_config(family)
+        model = meta_model(config, torch.float32, "eager")
+        cells = (
+            family,
+            config.model_type,
+            ", ".join(n for n in linear_names(model) if n not in left_out(model)),
+            ", ".join(left_out(model)),
+            "refused" if family in NOT_PACKED else "yes",
+            ", ".join(_special(family, config)),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _special(family: str, config) -> list[str]:
+    """What is special about a family."""
+    fields = EVERY_FAMILY[family]
+    special = [text for key, text in TRAITS.items() if fields.get(key)]
+    if "rope_type" in fields.get("rope_parameters", {}):
+        special.append("scaled rotation")
+    if config.tie_word_embeddings:
+        special.append("tied")
+    return list(dict.fromkeys(special))

@@ -1,7 +1,6 @@
 """Shapes of known models against transformers on the meta device, and against published counts."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from fsdp_qlora.catalog.arch import model_shape, shape_from_config
 from fsdp_qlora.catalog.known_models import KNOWN, known_config, known_name
 from fsdp_qlora.model.blocks import is_tied
 
-from .families import FAMILIES, MOE_FAMILIES, families_table, family_config
+from .families import FAMILIES, MOE_FAMILIES, family_config
 
 # As counted from the checkpoints on the hub.
 PUBLISHED = {
@@ -301,10 +300,3 @@ def test_broken_config_file_is_named(tmp_path):
 def test_unknown_target_lists_the_names():
     with pytest.raises(ValueError, match="q_projj.*has q_proj, k_proj"):
         model_shape("llama-2-7b").lora_params(8, ["q_projj"])
-
-
-def test_the_page_of_families_lists_what_is_tested():
-    page = (Path(__file__).parents[1] / "docs/families.md").read_text()
-    assert families_table() in page, (
-        "docs/families.md is old; put tests.families.families_table() there"
-    )

@@ -34,6 +34,7 @@ ORDER = [
     "sharding",
     "loading",
     "lora_init",
+    "type_probe",
     "run_plan",
     "build",
     "data",

@@ -20,6 +20,7 @@ from peft.tuners.lora import Linear as PeftLinear
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import Tensor, nn
 
 from ..catalog.families import DEFAULT_TARGETS
@@ -36,7 +37,7 @@ from ..model.blocks import (
 from ..model.conv1d import transposed_weights
 from ..quantization.formats import FrozenWeight
 from ..quantization.fp8_weight_cache import forget_fp8_weight
-from ..quantization.quantize import QuantLinear, compute_input, frozen_linear
+from ..quantization.quantize import QuantLinear, compute_input, directly_read, frozen_linear
 from .biases import add_biases_as_computed, check_biases
 from .dora import Magnitude, norms_of
 from .dropout import SeededDropout, drop_inputs, dropout_seed
@@ -277,10 +278,12 @@ def apply_adapters(
     """
     _check_options(config)
     _check_suits(model, config)
+    left = left_out(model) if config.target_modules == "all-linear" else {}
     config.target_modules = resolve_targets(model, config.target_modules)
-    ends, blocks = target_ends(config.target_parameters), config.layers_to_transform
+    targets, blocks = config.target_parameters, config.layers_to_transform
     within = tuple(f"{block_list(model)[0]}.{i}." for i in blocks or ())
-    experts = expert_parameters(base_model(model), ends, within)
+    experts = expert_parameters(base_model(model), targets, within)
+    ends = target_ends(targets, experts)
     config.target_parameters = None  # PEFT would look for parameters of that name now
     _check_patterns(model, config, experts)
     if transposed_weights(model):
@@ -296,14 +299,14 @@ def apply_adapters(
     config.exclude_modules = excluded
     with torch.device("meta") if on_meta else nullcontext():
         adapt_experts(peft_model, experts, config)
-    if experts:
-        config.target_parameters = [*experts] if blocks else ends
+    config.target_parameters = ([*experts] if blocks else ends) if experts else None
     check_biases(peft_model, config.bias)
     for p in trainable_parameters(peft_model).values():
         p.data = p.data.to(dtype)
     if config.use_dora:
         _measure_magnitudes_again(peft_model)
     add_biases_as_computed(peft_model)
+    peft_model.left_out = left
     return peft_model
 
 
@@ -419,12 +422,19 @@ def resolve_targets(model: nn.Module, targets) -> set[str] | list[str] | str | N
     Raises ValueError with the names that exist, if one is not found.
     """
     found = linear_names(model)
+    taken = taken_for_experts(model, found)
     if targets == "all-linear":
-        return set(found)
+        return found.keys() - taken
     if targets is None:
         targets = _default_targets(base_model(model).config.model_type, found)
     if targets is None or isinstance(targets, str):
         return targets
+    if lost := sorted(taken_for_experts(model, targets)):
+        raise ValueError(
+            f"--lora_target_modules {','.join(lost)}: in {base_model(model).config.model_type}, PEFT "
+            "takes this for the experts' weights; leave it out, or adapt the experts: "
+            "--lora_target_parameters experts"
+        )
     head = output_head(model)
     linears = linear_layers(model)
     known = set(found) | {name for name, m in model.named_modules() if m is head}
@@ -436,6 +446,31 @@ def resolve_targets(model: nn.Module, targets) -> set[str] | list[str] | str | N
             f"model has {', '.join(sorted(known))}{frozen}"
         )
     return targets
+
+
+def taken_for_experts(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Names of layers that PEFT takes for the experts' weights, where older files had such layers.
+
+    In some mixtures it reads `gate_proj` as `experts.gate_up_proj`, also where a dense MLP or a shared
+    expert is called so: adapters of these would not load
+    (https://github.com/huggingface/peft/pull/3083).
+    """
+    fused = ["gate_proj", "up_proj", "w1", "w3"]  # PEFT wants both of a pair, or refuses one
+    asked = LoraConfig(target_modules=[*names, *fused])
+    convert_peft_config_for_transformers(asked, model=base_model(model), conversions=None)
+    return {*names} - set(asked.target_modules)
+
+
+def left_out(model: nn.Module) -> dict[str, str]:
+    """Names of linear layers that all-linear leaves out, each with the reason; the head is none of them."""
+    found = linear_names(model)
+    names = {m: name for name, m in model.named_modules()}
+    read = {
+        names[m].rsplit(".", 1)[-1] for m in directly_read(model) if m is not output_head(model)
+    }
+    return dict.fromkeys(sorted(read), "the model's code reads its weight") | dict.fromkeys(
+        sorted(taken_for_experts(model, found)), "PEFT takes its name for the experts'"
+    )
 
 
 def _default_targets(family: str, found) -> list[str] | None:

@@ -65,6 +65,20 @@ FAMILIES = {
     "mixtral": Traits(experts=True),
     "qwen3_moe": Traits(qk_norm="head", experts=True),
 }
+# Every model_type that tests/test_families.py compares with transformers, bitsandbytes and PEFT.
+TESTED_TYPES = frozenset(
+    """
+    afmoe apertus arcee bamba cohere cohere2 cwm deepseek_v2 deepseek_v3 deepseek_v32 dots1
+    ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 flex_olmo gemma gemma2
+    gemma3_text gemma3n_text gemma4_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt2
+    gpt_neox gpt_oss granite granitemoe granitemoehybrid granitemoeshared helium
+    hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 kimi_linear lfm2 lfm2_moe llama
+    llama4_text mellum mimo_v2_flash minicpm3 minimax minimax_m2 ministral ministral3
+    mistral mixtral nanochat nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt phi
+    phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
+    seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
+    """.split()
+)
 _STRETCHED = ("linear", "dynamic", "yarn")  # rotary angles, by a factor
 # What PEFT adapts if no target is named, where that is not q_proj and v_proj.
 DEFAULT_TARGETS = {"phi3": ("qkv_proj",), "gpt2": ("c_attn",)}

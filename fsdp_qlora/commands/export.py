@@ -122,18 +122,30 @@ class _CheckOptions:
     adapter_folder: str = opt(
         "output/adapter", "trained adapter folder, also as the first argument"
     )
+    model_name: str | None = opt(
+        None,
+        "base model: say what of it works here, from its config.json alone, instead of checking "
+        "an adapter",
+        example="Qwen/Qwen3-Next-80B-A3B-Instruct",
+    )
+    revision: str | None = opt(None, "branch, tag or commit of --model_name on the hub")
+    trust_remote_code: bool = opt(False, "run Python code of --model_name")
     max_lora_rank: int = opt(512, "--max-lora-rank of vLLM")
     verbose: bool = opt(False, "after an error, print the traceback")
 
 
 def _check_command(argv: list[str]):
-    """Say whether vLLM takes an adapter folder as it is."""
+    """Say what of a model works here, or whether vLLM takes an adapter folder as it is."""
     options = parse_alone(
         with_named_words(argv, "adapter_folder"),
         _CheckOptions,
         "fsdp-qlora check",
         about=_check_command.__doc__,
     )
+    if options.model_name:
+        from .check import print_answers
+
+        return print_answers(options.model_name, options.revision, options.trust_remote_code)
     from ..export.serving import check_adapter_folder, serve_command
 
     problems = check_adapter_folder(options.adapter_folder, options.max_lora_rank)

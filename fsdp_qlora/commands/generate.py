@@ -21,7 +21,7 @@ from ..catalog.known_models import hub_name
 from ..catalog.machine import host_memory_here
 from ..data import choose_pad_token_id, encode_prompt, stop_token_ids
 from ..dist import print_main, rank_device
-from ..experts import is_stackable
+from ..experts import each_of_stacks, is_stackable
 from ..export.adapter_folder import AdapterFolder, Delta, base_of
 from ..export.quantized_base import BaseQuant, base_quant, taken_out_of
 from ..hub import asked_hub
@@ -36,6 +36,7 @@ from ..loading import (
 )
 from ..loading.tokenizer import load_tokenizer
 from ..model.wrappers import wrapper_class
+from ..quantization.quantize import directly_read, is_plain_linear
 
 
 def load_for_inference(
@@ -219,13 +220,15 @@ def _round_linears(
 
     What is `taken` out of a weight in training is not rounded.
     """
-    names = {id(m): name for name, m in model.named_modules()}
+    names, read = {id(m): name for name, m in model.named_modules()}, directly_read(model)
     for module in model.get_decoder().modules():  # not of towers beside it
         name = names[id(module)]
         if is_stackable(module):
-            for w in (module.gate_up_proj, module.down_proj):
-                w.copy_(quant.round_rows(w.data.flatten(0, 1), w.dtype).view_as(w))
-        if isinstance(module, (nn.Linear, Conv1D)) and name.rsplit(".", 1)[-1] not in skip:
+            for w in each_of_stacks(module):
+                w.copy_(quant.round_rows(w.flatten(0, 1), w.dtype).view(w.shape))
+        if module in read or name.rsplit(".", 1)[-1] in skip:
+            continue
+        if is_plain_linear(module) or isinstance(module, Conv1D):
             w = module.weight.t() if isinstance(module, Conv1D) else module.weight
             w.copy_(quant.round_rows(w.data, w.dtype, taken.get(f"{name}.weight")))
 

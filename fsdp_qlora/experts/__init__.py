@@ -9,6 +9,7 @@ from .stacked import (
     StackedExperts,
     apply_stacked_experts,
     check_quantizable,
+    each_of_stacks,
     is_stackable,
     stacked_weights,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "adapt_experts",
     "apply_stacked_experts",
     "check_quantizable",
+    "each_of_stacks",
     "expert_parameters",
     "is_stackable",
     "is_target",

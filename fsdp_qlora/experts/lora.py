@@ -10,6 +10,7 @@ Shapes: E experts, I inputs, O outputs of each, R rank.  A (E R, I), B (O, R E)
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from ..quantization.formats import FrozenWeight
 from ..quantization.quantize import compute_input
 from .lora_ops import adapted_experts
-from .stacked import STACKS, StackedExperts
+from .stacked import AllExperts, StackedExperts
 
 
 class LoraExperts(nn.Module, LoraLayer):
@@ -73,12 +74,14 @@ def expert_parameters(
         f"{name}.{stack}": m.num_experts
         for name, m in causal.named_modules()
         if isinstance(m, StackedExperts)
-        for stack in STACKS
+        and not isinstance(m, AllExperts)  # PEFT mistakes their sides
+        for stack in m.stacks
     }
-    ends = target_ends(targets)
+    ends = target_ends(targets, known)
     missing = [end for end in ends if not any(is_target(name, end) for name in known)]
     if missing:
-        there = f"experts: {', '.join(STACKS)}" if known else "no experts that can be adapted"
+        stacks = dict.fromkeys(name.rsplit(".", 1)[-1] for name in known)
+        there = f"experts: {', '.join(stacks)}" if known else "no experts that can be adapted"
         raise ValueError(
             f"--lora_target_parameters {','.join(missing)}: no such parameter; this model "
             f"has {there}"
@@ -90,10 +93,11 @@ def expert_parameters(
     }
 
 
-def target_ends(targets: list[str] | None) -> list[str]:
-    """The ends of parameters' names that are meant; "experts" stands for all of experts."""
+def target_ends(targets: list[str] | None, known: Iterable[str]) -> list[str]:
+    """The ends of parameters' names that are meant; "experts" stands for all of the `known` ones."""
+    stacks = list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in known)) or ["experts"]
     return [
-        end for target in targets or () for end in (STACKS if target == "experts" else [target])
+        end for target in targets or () for end in (stacks if target == "experts" else [target])
     ]
 
 
@@ -128,7 +132,7 @@ def names_of_wrappers(model: nn.Module) -> dict[str, str]:
         if not isinstance(module, StackedExperts):
             continue
         wrapped = name  # PEFT wraps the first first, so the last is outermost
-        for stack in reversed(STACKS):
+        for stack in reversed(module.stacks):
             if not isinstance(getattr(module, stack), LoraExperts):
                 continue
             found[f"{name}.{stack}"] = wrapped

@@ -1,9 +1,10 @@
 """Mixtures of experts: the weights of all experts below each other, as two linear layers.
 
-transformers holds them as parameters of three dimensions (E, O, I), which nothing that works on linear
-layers would see. As rows (E O, I) of a linear layer they are quantized, streamed and sharded by rows
-like any other, and one grouped product takes all experts at once (experts/grouped_matmul.py). All experts
-of a block are gathered with it, so a rank whose tokens go to few of them waits for nobody.
+transformers holds them as parameters of three dimensions (E, O, I), or (E, I, O), which nothing that
+works on linear layers would see. As rows (E O, I) of a linear layer they are quantized, streamed and
+sharded by rows like any other, and one grouped product takes all experts at once
+(experts/grouped_matmul.py). All experts of a block are gathered with it, so a rank whose tokens go to few
+of them waits for nobody. What lies between the two products, and biases, are the model's own.
 
 Shapes: N tokens, K experts of a token, S = N K rows, E experts, D hidden, F intermediate, O outputs,
 I inputs.
@@ -11,24 +12,50 @@ I inputs.
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 from torch import Tensor, nn
-from transformers.integrations.moe import _default_apply_gate as silent_gate
+from torch.nn.modules.conv import _ConvNd
 
 from ..quantization.formats import FrozenWeight
-from ..quantization.quantize import compute_input
+from ..quantization.quantize import compute_input, is_plain_linear
 from .grouped_matmul import grouped_linear
 
-STACKS = ("gate_up_proj", "down_proj")  # as transformers names them, in its order
+# As transformers names them, in its order; experts without a gate have up_proj for the first.
+STACKS = ("gate_up_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """How files hold the rows of all experts of a layer."""
+
+    stored_name: str
+    experts: int
+    transposed: bool = False  # (E, I, O)
+
+    def as_stored(self, rows: Tensor) -> Tensor:
+        """Rows (E O, I) as a file has them."""
+        each = rows.unflatten(0, (self.experts, -1))
+        return each.transpose(1, 2).contiguous() if self.transposed else each
 
 
 class StackedExperts(nn.Module):
-    """Experts of gate, up and down: for each token the weighted sum of what its K experts make of it."""
+    """For each token the weighted sum of what its K experts make of it."""
 
     def __init__(self, experts: nn.Module):
         super().__init__()
-        self.num_experts, self.act_fn = experts.num_experts, experts.act_fn
-        self.gate_up_proj, self.down_proj = (stacked(getattr(experts, name)) for name in STACKS)
+        self.num_experts, self.transposed = experts.num_experts, _is_transposed(experts)
+        self.stacks = _stacks_of(experts)
+        if isinstance(act_fn := getattr(experts, "act_fn", None), nn.Module):
+            self.act_fn = act_fn
+        for name in self.stacks:
+            weight = getattr(experts, name)
+            setattr(self, name, stacked(weight.transpose(1, 2) if self.transposed else weight))
+            self.register_parameter(f"{name}_bias", getattr(experts, f"{name}_bias", None))
+        self.between = _between(experts)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden (N, D), top_k_index and top_k_weights (N, K) -> (N, D)."""
@@ -38,10 +65,34 @@ class StackedExperts(nn.Module):
         ends = torch.searchsorted(chosen, experts, right=True, out_int32=True)
         back = order.argsort()
         given = _Reordered.apply(compute_input(hidden), order, back, k)
-        gate, up = product(self.gate_up_proj, given, ends).chunk(2, dim=-1)
-        made = product(self.down_proj, self.act_fn(gate) * up, ends)
+        made = self.each(given, ends, chosen)
         made = _Reordered.apply(made, back, order, 1).unflatten(0, (-1, k))
         return (made * top_k_weights[..., None]).sum(1).to(hidden.dtype)
+
+    def each(self, rows: Tensor, ends: Tensor, experts: Tensor) -> Tensor:
+        """rows (S, D) of these experts (S,), in order -> (S, D)."""
+        first, last = self.stacks
+        return self.outputs(
+            last, self.between(self.outputs(first, rows, ends, experts)), ends, experts
+        )
+
+    def outputs(self, name: str, rows: Tensor, ends: Tensor, experts: Tensor) -> Tensor:
+        """Products of rows (S, I) with a stack, and biases: (S, O)."""
+        made, bias = product(getattr(self, name), rows, ends), getattr(self, f"{name}_bias")
+        return made if bias is None else made + bias[experts].to(made.dtype)
+
+
+class AllExperts(StackedExperts):
+    """Llama 4's: every expert is given all tokens, which its router has weighted, most of them by 0."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden (E N, D), expert by expert -> (E N, D)."""
+        each = torch.arange(self.num_experts, device=hidden.device)
+        count = hidden.shape[0] // self.num_experts
+        ends = ((each + 1) * count).to(torch.int32)
+        return self.each(compute_input(hidden), ends, each.repeat_interleave(count)).to(
+            hidden.dtype
+        )
 
 
 class _Reordered(torch.autograd.Function):
@@ -81,49 +132,101 @@ def stacked(weight: nn.Parameter) -> nn.Linear:
 
 
 def is_stackable(module: nn.Module) -> bool:
-    """Whether a module holds experts as most are written: gate and up in one tensor, no bias."""
-    if getattr(type(module), "_apply_gate", None) is not silent_gate:
+    """Whether a module holds experts as transformers writes them: two stacks, and biases of both."""
+    if type(module).__name__ in _ALL_EXPERTS:
+        return True
+    if not hasattr(type(module), "_apply_gate") or not hasattr(module, "is_concatenated"):
         return False
-    return (
-        module.has_gate
-        and not module.has_bias
-        and not module.is_transposed
-        and module.is_concatenated
-    )
+    names = {name for name, _ in module.named_parameters(recurse=False)}
+    first, last = _stacks_of(module)
+    return names in ({first, last}, {first, last, f"{first}_bias", f"{last}_bias"})
+
+
+def each_of_stacks(experts: nn.Module) -> list[Tensor]:
+    """The weights of a module that is stackable, as views (E, O, I)."""
+    weights = [getattr(experts, name).data for name in _stacks_of(experts)]
+    return [w.transpose(1, 2) for w in weights] if _is_transposed(experts) else weights
+
+
+_ALL_EXPERTS = ("Llama4TextExperts",)
+
+
+def _stacks_of(experts: nn.Module) -> tuple[str, str]:
+    """The names of a module's two stacks."""
+    gated = getattr(experts, "has_gate", True)
+    return (STACKS[0] if gated else STACKS[1]), STACKS[2]
+
+
+def _is_transposed(experts: nn.Module) -> bool:
+    return getattr(experts, "is_transposed", type(experts).__name__ in _ALL_EXPERTS)
+
+
+def _between(experts: nn.Module):
+    """What a module makes of the first products before the second: its activation, and its gate.
+
+    The model's own function, bound to a copy of the module without its weights.
+    """
+    if not getattr(experts, "has_gate", True):
+        return experts.act_fn
+    if not hasattr(experts, "_apply_gate"):
+        return partial(_gated, experts.act_fn)
+    settings = copy.copy(experts)
+    settings.__dict__ = {**experts.__dict__, "_parameters": {}}
+    return partial(type(experts)._apply_gate, settings)
+
+
+def _gated(act_fn, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return up * act_fn(gate)
 
 
 def apply_stacked_experts(model: nn.Module) -> nn.Module:
     """Replace every module of experts by one of linear layers, in place, also on meta.
 
-    The names of their weights, with how the model's files call them and the number of experts, are
-    kept in `model.stacked_weights`.
+    The names of their weights, with how the model's files hold them, are kept in
+    `model.stacked_weights`.
     """
     found = {name: m for name, m in model.named_modules() if is_stackable(m)}
     names = {}
     for name, module in found.items():
-        model.set_submodule(name, StackedExperts(module))
-        for stack in STACKS:
-            names[f"{name}.{stack}.weight"] = f"{name}.{stack}", module.num_experts
+        kind = AllExperts if type(module).__name__ in _ALL_EXPERTS else StackedExperts
+        made = kind(module)
+        model.set_submodule(name, made)
+        for stack in made.stacks:
+            names[f"{name}.{stack}.weight"] = Stack(
+                f"{name}.{stack}", made.num_experts, made.transposed
+            )
     if names:
         model.stacked_weights = names
     return model
 
 
-def stacked_weights(model: nn.Module) -> dict[str, tuple[str, int]]:
-    """For each weight of stacked experts, without what PEFT puts before it: its name in files, and E."""
+def stacked_weights(model: nn.Module) -> dict[str, Stack]:
+    """For each weight of stacked experts, without what PEFT puts before it, how files hold it."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     return getattr(base, "stacked_weights", {})
 
 
 def check_quantizable(model: nn.Module, quant: str):
-    """Refuse to leave experts of another kind in 16 bits where the model is to be quantized.
+    """Refuse to leave much of a model in 16 bits: weights that are in no linear layer and no stack.
 
-    Raises ValueError naming --quant and the module.
+    Convolutions and what is small beside the rest (routers, tables) stay as they are. Raises ValueError
+    naming --quant and the module that holds most.
     """
+    linear, elsewhere = 0, {}
     for name, module in model.named_modules():
-        large = [p for p in module.parameters(recurse=False) if p.dim() == 3 and p.shape[0] > 1]
-        if large:
-            raise ValueError(
-                f"--quant {quant}: {name} ({type(module).__name__}) keeps the weights of "
-                "its experts in a way that can't be quantized here; use --quant none"
-            )
+        own = sum(p.numel() for p in module.parameters(recurse=False) if p.dim() > 1)
+        if is_plain_linear(module):
+            linear += own
+        elif not isinstance(module, (nn.Embedding, _ConvNd)):
+            elsewhere[name] = own
+    if sum(elsewhere.values()) <= _SMALL_PART * linear:
+        return
+    name = max(elsewhere, key=elsewhere.__getitem__)
+    raise ValueError(
+        f"--quant {quant}: {name} ({type(model.get_submodule(name)).__name__}) keeps weights outside of "
+        "linear layers, in a way that can't be quantized here; use --quant none"
+    )
+
+
+_SMALL_PART = 0.2  # of the weights in linear layers

@@ -81,6 +81,7 @@ class Change:
     embedding: bool = False
     experts: int = 0  # whose weights lie below each other, expert by expert
     first_row: int = 0  # of them that the tensor holds
+    transposed: bool = False  # which holds each as (I, O)
     scaling: float = 1.0
 
 
@@ -121,10 +122,14 @@ class _ExpertsDelta:
     b: Tensor  # (E, O, R)
     scaling: float
     first_row: int = 0  # of all E O that the tensor holds
+    transposed: bool = False
     needs_all_rows = False
 
     def apply(self, rows: Tensor, start: int, stop: int) -> Tensor:
-        """Rows (start, stop) of the tensor, changed: experts where it is (E, O, I)."""
+        """Rows (start, stop) of the tensor, changed: experts where it is (E, O, I) or (E, I, O)."""
+        if self.transposed:
+            a, b = self.a[start:stop].transpose(1, 2), self.b[start:stop].transpose(1, 2)
+            return torch.baddbmm(rows, a, b, alpha=self.scaling)
         if rows.dim() == 3:
             return torch.baddbmm(rows, self.b[start:stop], self.a[start:stop], alpha=self.scaling)
         expert, row = divmod(self.first_row + start, self.b.shape[1])
@@ -270,6 +275,7 @@ class AdapterFolder:
             b.unflatten(1, (-1, change.experts)).permute(2, 0, 1),
             change.scaling,
             change.first_row,
+            change.transposed,
         )
 
     def check_shape(self, change: Change, shape: tuple[int, ...]):
@@ -278,7 +284,8 @@ class AdapterFolder:
             self.is_transposed(change, shape)
             return
         out, wide = self.shape(change.parts["B"])[0], self.shape(change.parts["A"])[1]
-        if len(shape) == 3 and shape != (change.experts, out, wide) or shape[-1] != wide:
+        each = (wide, out) if change.transposed else (out, wide)
+        if len(shape) == 3 and shape != (change.experts, *each) or shape[-1] != each[-1]:
             self.refuse(
                 f"{change.module} is for {change.experts} experts of shape {(out, wide)}, but the base "
                 f"has {shape}; give the model that the adapter was trained on"

@@ -179,10 +179,10 @@ def _changes_of_experts(
     """The change of all experts' weights as one of each tensor that holds some of them."""
     if name not in base.experts:
         _refuse_unknown(adapter, name, change, base)
-    found, row = {}, 0
+    found, row, wide = {}, 0, adapter.shape(change.parts["A"])[1]
     for part in base.experts[name]:
-        found[part] = replace(change, first_row=row)
-        row += math.prod(base.shapes[part][:-1])
+        found[part] = replace(change, first_row=row, transposed=part in base.transposed)
+        row += math.prod(base.shapes[part]) // wide
     if row != change.experts * (out := adapter.shape(change.parts["B"])[0]):
         adapter.refuse(
             f"{name} is for {change.experts} experts of {out} outputs, but the base's have {row} in "

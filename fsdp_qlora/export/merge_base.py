@@ -38,10 +38,11 @@ class BaseModel:
     trained_on: BaseQuant = BaseQuant()
     packed: dict = field(default_factory=dict)  # weights that the checkpoint itself has in 4 bits
     taken: dict[str, Delta] = field(default_factory=dict)  # what is not rounded of a weight
-    transposed: set[str] = field(default_factory=set)  # that it holds as W^T
+    transposed: set[str] = field(default_factory=set)  # that it holds as W^T, experts' among them
     experts: dict[str, tuple[str, ...]] = field(
         default_factory=dict
     )  # tensors of all experts' weights
+    older: dict[str, str] = field(default_factory=dict)  # the checkpoint's names for the model's
 
     file_names: dict[str, str] = field(default_factory=dict)  # of a wrapper's tensors
     towers: set[str] = field(
@@ -66,14 +67,14 @@ class BaseModel:
         return not ({embedding, head} <= files.stored.keys() and files.differ(embedding, head))
 
     def find(self, name: str) -> str | None:
-        """The checkpoint's name for the model's, which may differ by a first `model.` or the like."""
+        """The checkpoint's name for the model's, which may be an older one, or lack a first `model.`."""
         if name in self.file_names:
             return self.file_names[name]
-        shorter = name.partition(".")[2]
+        shorter, older = name.partition(".")[2], self.older.get(name, name)
         return next(
             (
                 n
-                for n in (name, shorter, f"model.{name}", f"transformer.{name}")
+                for n in (older, name, shorter, f"model.{name}", f"transformer.{name}")
                 if n in self.shapes
             ),
             None,
@@ -89,7 +90,7 @@ class BaseModel:
         return (
             name in self.packed
             or not self.shapes[name]
-            or (bool(self.round_to) and name in self.transposed)
+            or (bool(self.round_to) and name in self.transposed and len(self.shapes[name]) == 2)
         )
 
     def whole(self, name: str) -> Tensor:
@@ -106,8 +107,10 @@ class BaseModel:
         rows = self.checkpoint.rows(name, start, stop)
         if not self.round_to or name not in self.linear_weights:
             return _as_fp32(rows)
-        if rows.dim() == 3:
-            return self.round_to.round_rows(rows.flatten(0, 1)).view_as(rows)  # experts
+        if rows.dim() == 3:  # experts
+            rows = rows.transpose(1, 2) if name in self.transposed else rows
+            rounded = self.round_to.round_rows(rows.flatten(0, 1)).view_as(rows)
+            return rounded.transpose(1, 2) if name in self.transposed else rounded
         return self.round_to.round_rows(rows, taken=self.taken.get(name), start=start)
 
     def describe(self, name: str | None = None) -> str:
@@ -156,12 +159,18 @@ def open_base(name: str, revision: str | None = None) -> BaseModel:
     for key in base.checkpoint.stored | base.checkpoint.made:
         if key.endswith(".weight") and key not in base.packed:
             base.checkpoint.check_numbers(key)
+    base.older = {
+        new: old for old, (new, part_of) in renamed(meta, base.shapes).items() if part_of is None
+    }
     base.linear_weights = {base.find(n) or n for n in linear}
     experts = parts_of_stacks(meta, base.checkpoint) if stacked_weights(meta) else {}
     base.experts = {outer(stack): parts for stack, parts in experts.items()}
     base.linear_weights |= {part for parts in base.experts.values() for part in parts}
     transposed = map(outer, transposed_weights(meta))
     base.transposed = {base.find(n) or n for n in transposed} - base.packed.keys()
+    for stack in stacked_weights(meta).values():
+        if stack.transposed:
+            base.transposed |= {*base.experts.get(outer(stack.stored_name), ())}
     return base
 
 

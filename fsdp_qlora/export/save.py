@@ -190,9 +190,9 @@ def _save_full(
         for name, tensor in _whole_weights(model):
             if name in transposed:
                 tensor = tensor.t().contiguous()
-            stored_name, experts = stacks.get(name, (name, 0))
-            stored_name = wrapper.outer(stored_name) if wrapper else stored_name
-            writer.add(stored_name, tensor.unflatten(0, (experts, -1)) if experts else tensor)
+            if stack := stacks.get(name):
+                name, tensor = stack.stored_name, stack.as_stored(tensor)
+            writer.add(wrapper.outer(name) if wrapper else name, tensor)
         for name in sorted(wrapper.others) if wrapper and is_main else ():
             writer.add(name, wrapper.files.whole(name))
         with main_only():

@@ -11,7 +11,7 @@ Shapes: I inputs, O outputs, E experts.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -64,7 +64,7 @@ class _Stacked:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+        return sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:]
 
     @property
     def numbers(self) -> tuple[FileSpan, ...]:
@@ -89,7 +89,41 @@ class _Stacked:
         for part, begin, end, spans in self.inside(start, stop):
             read = list(islice(left, len(spans)))
             found.append(read[0] if isinstance(part, FileSpan) else part.rows(read, begin, end))
-        return torch.cat(found) if found else torch.empty(0, self.shape[1])
+        return torch.cat(found) if found else torch.empty(0, *self.shape[1:])
+
+
+@dataclass(frozen=True)
+class _TransposedStack:
+    """Rows (E O, I) of experts whose file holds (E, I, O); an expert is read whole for any of its rows."""
+
+    stored: Any  # in a file, or made of what is there
+
+    @property
+    def numbers(self) -> tuple[FileSpan, ...]:
+        return (self.stored,) if isinstance(self.stored, FileSpan) else self.stored.numbers
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, inputs, outputs = self.stored.shape
+        return experts * outputs, inputs
+
+    def experts(self, start: int, stop: int) -> tuple[int, int]:
+        """Those whose rows these are."""
+        outputs = self.stored.shape[2]
+        return start // outputs, -(-stop // outputs)
+
+    def spans(self, start: int, stop: int) -> list[FileSpan]:
+        experts = self.experts(start, stop)
+        if isinstance(self.stored, FileSpan):
+            return [self.stored.rows(*experts)]
+        return self.stored.spans(*experts)
+
+    def rows(self, tensors: list[Tensor], start: int, stop: int) -> Tensor:
+        experts = self.experts(start, stop)
+        is_stored = isinstance(self.stored, FileSpan)
+        each = tensors[0] if is_stored else self.stored.rows(tensors, *experts)
+        first = experts[0] * self.stored.shape[2]
+        return each.transpose(1, 2).flatten(0, 1)[start - first : stop - first]
 
 
 def match_names(model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
@@ -109,6 +143,7 @@ def match_names(model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
         stored = checkpoint.stored[name]  # bitsandbytes' 4-bit weights lie as W does
         if stored.shape == wanted[name][::-1]:
             checkpoint.made[name] = _Transposed(stored)
+    _join_parts(model, checkpoint, wanted)
     _stack_experts(model, checkpoint)
     return checkpoint
 
@@ -125,16 +160,34 @@ def _untie_other_head(model: nn.Module, checkpoint: Checkpoint):
         model.config.get_text_config().tie_word_embeddings = False
 
 
+def _join_parts(model: nn.Module, checkpoint: Checkpoint, wanted: Container[str]):
+    """Let a checkpoint know weights whose rows are those of several of its tensors, as q, k and v."""
+    converters = _by_pattern(model)
+    parts: dict[str, dict[int, str]] = {}
+    for name, (new, pattern) in renamed(model, checkpoint.stored).items():
+        if pattern is None or new not in wanted or new in checkpoint.shapes:
+            continue
+        converter = converters[pattern]
+        if all(isinstance(op, Concatenate) and op.dim == 0 for op in converter.operations):
+            parts.setdefault(new, {})[converter.source_patterns.index(pattern)] = name
+    for new, names in parts.items():
+        checkpoint.made[new] = _Stacked(tuple(checkpoint.stored[names[i]] for i in sorted(names)))
+
+
 def _stack_experts(model: nn.Module, checkpoint: Checkpoint):
     """Let a checkpoint know the stacked experts of a model, from one tensor of all or one of each."""
     stacks = stacked_weights(model)
     if not stacks:
         return
     parts = parts_of_stacks(model, checkpoint)
-    for name, (stored_name, _) in stacks.items():
-        if whole := checkpoint.stored.get(stored_name):  # (E, O, I)
+    for name, stack in stacks.items():
+        whole = checkpoint.stored.get(stack.stored_name)
+        any_whole = whole or checkpoint.made.get(stack.stored_name)
+        if any_whole and stack.transposed:
+            checkpoint.made[name] = _TransposedStack(any_whole)
+        elif whole:  # (E, O, I)
             checkpoint.stored[name] = whole.seen_as(whole.dtype, (-1, whole.shape[-1]))
-        elif found := parts.get(stored_name):
+        elif found := parts.get(stack.stored_name):
             known = checkpoint.stored | checkpoint.made
             checkpoint.made[name] = _Stacked(tuple(known[part] for part in found))
 
@@ -146,13 +199,9 @@ def parts_of_stacks(model: nn.Module, checkpoint: Checkpoint) -> dict[str, tuple
 
     Raises ValueError where they do not simply lie below each other.
     """
-    converters = {
-        pattern: converter
-        for converter in _conversions(_whole(model), WeightConverter)
-        for pattern in converter.source_patterns
-    }
+    converters = _by_pattern(_whole(model))
     found: dict[str, dict[tuple[int, int], str]] = {}
-    wanted = {stored_name for stored_name, _ in stacked_weights(model).values()}
+    wanted = {stack.stored_name for stack in stacked_weights(model).values()}
     for name, (new, pattern) in renamed(model, checkpoint.shapes).items():
         if new not in wanted:
             continue
@@ -187,7 +236,7 @@ def _unused_names(model: nn.Module, checkpoint: Checkpoint) -> list[str]:
         name
         for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
     }
-    own |= {stored_name for stored_name, _ in stacked_weights(model).values()}
+    own |= {stack.stored_name for stack in stacked_weights(model).values()}
     others = checkpoint.shapes.keys() - own - tower_tensors(model, checkpoint)
     whole = _whole(model)
     expected = [*(getattr(whole, "_keys_to_ignore_on_load_unexpected", None) or ()), r"\.inv_freq$"]
@@ -248,6 +297,15 @@ def _whole(model: nn.Module) -> nn.Module:
     """The model that the files are of."""
     wrapper = wrapper_of(model)
     return wrapper.whole if wrapper else model
+
+
+def _by_pattern(model: nn.Module) -> dict[str, WeightConverter]:
+    """Each conversion that puts tensors together, by the patterns of their names."""
+    return {
+        pattern: converter
+        for converter in _conversions(model, WeightConverter)
+        for pattern in converter.source_patterns
+    }
 
 
 def _conversions(model: nn.Module, kind: type) -> list:

@@ -26,12 +26,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def meta_model(
     config: PretrainedConfig,
     dtype: torch.dtype,
-    attn_implementation: str = "sdpa",
+    attn_implementation: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
     auto_class: Any = AutoModelForCausalLM,
 ) -> nn.Module:
     """The model with its parameters on the meta device and its buffers real.
+
+    attn_implementation: None is transformers' choice for this model.
 
     Buffers such as rotary frequencies are in no checkpoint: they are computed here, once, and
     survive `materialize`. Of a model with a language model inside it is that one alone, which

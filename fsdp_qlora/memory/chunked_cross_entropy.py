@@ -155,7 +155,7 @@ def _chunked_forward(
         alone = attention_mask is None and "position_ids" not in kwargs
         masks = rows_alone(model.config) if alone else nullcontext()
     with masks:
-        hidden = model.base_model(input_ids=input_ids, **kwargs).last_hidden_state
+        hidden = _decoder(model)(input_ids=input_ids, **kwargs).last_hidden_state
     head, labels = output_head(model), labels.flatten()
     # In the head's own dtype or autocast's: norms in fp32 give another, and autocast knows no `out=`. A
     # head that is trained beside adapters is stored in another one (adapters/modules_to_save.py).
@@ -237,6 +237,11 @@ def _logit_map(causal: nn.Module) -> tuple[float, float | None] | None:
     return (scale, cap) if torch.allclose(logits, expected, rtol=1e-4, atol=1e-5) else None
 
 
+def _decoder(causal: nn.Module) -> nn.Module:
+    """What gives the head its input. Llama 4's class says that it is its own base model."""
+    return causal.get_decoder() if causal.base_model is causal else causal.base_model
+
+
 def _width(causal: nn.Module) -> int:
     """D of the head's input."""
     head = output_head(causal)
@@ -264,7 +269,7 @@ def _logits_of(causal: nn.Module, hidden: Tensor, given: Tensor) -> tuple[Tensor
 
     with ExitStack() as stack:
         stack.enter_context(
-            _standing_in(causal.base_model, lambda *_, **__: _DecoderOutputs((hidden,)))
+            _standing_in(_decoder(causal), lambda *_, **__: _DecoderOutputs((hidden,)))
         )
         stack.enter_context(_standing_in(output_head(causal), head))
         logits = causal(input_ids=torch.zeros(1, _PROBE_TOKENS, dtype=torch.long)).logits

@@ -318,8 +318,21 @@ def _why_not_fa4(
 
 
 def _head_size(config: PretrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    """The largest of the layers': some models' differ."""
+    return max(
+        getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        for layer in layer_configs(config)
+    )
 
 
 def _key_value_heads(config: PretrainedConfig) -> int:
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    """The fewest of the layers'."""
+    return min(
+        getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+        for layer in layer_configs(config)
+    )
+
+
+def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
+    """A configuration for each kind of layer: Gemma 4's have heads of two sizes."""
+    return list(config.per_layer_config) if config.is_heterogeneous else [config]

@@ -1,8 +1,9 @@
 """Find the decoder blocks of a causal language model, and what is inside and around them.
 
 Every later transform works block by block (recompute, compile, shard), so it asks here what the
-blocks are. There is no table of families: the blocks are the longest list of like modules that hold
-linear layers, which is how every decoder in transformers is written.
+blocks are. There is no table of families: the blocks are the largest list of modules that all hold
+linear layers, which is how every decoder in transformers is written. Some of them are of several
+classes (attention here, a Mamba mixer there).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from ..experts import StackedExperts
-from ..quantization.quantize import QuantLinear
+from ..quantization.quantize import QuantLinear, directly_read, is_plain_linear
 
 
 def base_model(model: nn.Module) -> nn.Module:
@@ -25,7 +26,7 @@ def base_model(model: nn.Module) -> nn.Module:
 
 def is_linear(module: nn.Module) -> bool:
     """A linear layer, plain or quantized."""
-    return isinstance(module, (nn.Linear, QuantLinear))
+    return isinstance(module, QuantLinear) or is_plain_linear(module)
 
 
 def decoder_blocks(model: nn.Module) -> list[nn.Module]:
@@ -43,8 +44,7 @@ def block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
         for name, m in model.named_modules()
         if isinstance(m, nn.ModuleList)
         and len(m)
-        and len({type(b) for b in m}) == 1
-        and any(is_linear(x) for x in m[0].modules())
+        and all(any(is_linear(x) for x in block.modules()) for block in m)
     ]
     if not lists:
         raise ValueError(
@@ -63,11 +63,12 @@ def final_norm(model: nn.Module) -> nn.Module | None:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The linear layers that can be adapted, by name: all but those that hold experts.
+    """The linear layers that can be adapted, by name.
 
-    One that is adapted already is itself, without what is inside it.
+    All but those that hold experts, and those whose weight the model's code reads by itself. One that is
+    adapted already is itself, without what is inside it.
     """
-    inside = {
+    others = directly_read(model) | {
         part
         for m in model.modules()
         if isinstance(m, (StackedExperts, BaseTunerLayer))
@@ -77,20 +78,36 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: m
         for name, m in model.named_modules()
-        if m not in inside and is_linear(getattr(m, "base_layer", m))
+        if m not in others and is_linear(getattr(m, "base_layer", m))
     }
 
 
 def linear_names(model: nn.Module) -> dict[str, int]:
-    """Last name part of each of `linear_layers` but the head, with how often it occurs."""
+    """The ends of names of `linear_layers` but the head, with how often each occurs.
+
+    An end is the last part of a name, or as many of the last as it takes to mean no other module:
+    a list's second layer is `altup_projections.1`, not `1`, which every second block is called.
+    """
     head = output_head(model)
+    adapted = [name for name, m in linear_layers(model).items() if m is not head]
+    experts = {
+        part for m in model.modules() if isinstance(m, StackedExperts) for part in m.modules()
+    }
+    others = [n for n, m in model.named_modules() if n not in adapted and m not in experts]
     counts: dict[str, int] = {}
-    for name, module in linear_layers(model).items():
-        if module is head:
-            continue
-        key = name.rsplit(".", 1)[-1]
+    for name in adapted:
+        key = _shortest_end(name, others)
         counts[key] = counts.get(key, 0) + 1
     return counts
+
+
+def _shortest_end(name: str, others: list[str]) -> str:
+    """The fewest last parts of a name that are the end of none of the other names."""
+    parts = name.split(".")
+    ends = (".".join(parts[-n:]) for n in range(1, len(parts)))
+    return next(
+        (end for end in ends if not any(o == end or o.endswith(f".{end}") for o in others)), name
+    )
 
 
 def has_experts(model: nn.Module) -> bool:

@@ -22,8 +22,6 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
-from ..dist import print_main
-
 ROWS = (5, 7)  # tokens of the two
 WINDOW = 4  # so that windows end within a row
 TOLERANCE = 1e-3  # of the largest logit; fp32 rounds at 1e-6, and a leak is of the logits' size
@@ -41,7 +39,16 @@ SMALL = dict(
     num_experts=4,
     num_local_experts=4,
     n_routed_experts=4,
+    moe_num_experts=4,
     num_experts_per_tok=2,
+    top_k_experts=2,
+    moe_topk=2,
+    moe_k=2,
+    index_topk=4,
+    mamba_d_state=16,
+    mamba_chunk_size=8,
+    ssm_state_size=16,
+    chunk_size=8,
     n_group=1,
     topk_group=1,
     max_position_embeddings=64,
@@ -58,14 +65,15 @@ def keep_rows_apart(model: nn.Module):
     Raises ValueError naming --packing where neither keeps them apart.
     """
     try:
-        tiny = _tiny_instance(model)
+        tiny = small_instance(model)
         if _rows_are_apart(tiny):
             return
-    except Exception as error:  # a config that can't be made small; what its layers say still holds
-        return print_main(
-            f"--packing true: not tried on a small {model.config.model_type}, for "
-            f"{type(error).__name__} {error}".split("\n")[0]
-        )
+    except Exception as error:  # a config that can't be made small, or code that can't run so
+        said = str(error).split("\n")[0]
+        raise ValueError(
+            f"--packing true: whether packed rows of {model.config.model_type} see each other can't be "
+            f"tried on a small model of its kind ({type(error).__name__}: {said}); use --packing false"
+        ) from error
     _give_masks(tiny)
     try:
         helped = _rows_are_apart(tiny)
@@ -79,7 +87,7 @@ def keep_rows_apart(model: nn.Module):
     _give_masks(model)
 
 
-def _tiny_instance(model: nn.Module) -> nn.Module:
+def small_instance(model: nn.Module) -> nn.Module:
     """A small random model of the same code and layers, on the CPU in fp32."""
     config, kind = model.config.get_text_config(), type(model)
     if config is not model.config:
@@ -103,18 +111,16 @@ def _tiny_instance(model: nn.Module) -> nn.Module:
 def small(config: PretrainedConfig) -> PretrainedConfig:
     """A config of the same kinds of layers with small sizes; what sizes a head stays."""
     config = copy.deepcopy(config)
+    config.allow_global_per_layer_attribute_access = (
+        True  # heads that differ by layer stay as they are
+    )
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     groups = heads // (getattr(config, "num_key_value_heads", None) or heads)
     for name, value in SMALL.items():
         if type(now := getattr(config, name, None)) is int:
             setattr(config, name, min(now, value))
-    kinds = list(getattr(config, "layer_types", None) or ())
-    depth = min(config.num_hidden_layers, 3)
-    if kinds:
-        depth = max(depth, *(kinds.index(kind) + 1 for kind in kinds))
-        config.layer_types = kinds[:depth]
-    config.num_hidden_layers = depth
+    _cut_depth(config)
     config.num_attention_heads = 2 * groups if groups < 8 else groups
     if getattr(config, "num_key_value_heads", None):
         config.num_key_value_heads = config.num_attention_heads // groups
@@ -124,6 +130,24 @@ def small(config: PretrainedConfig) -> PretrainedConfig:
     if (getattr(config, "pad_token_id", None) or 0) >= config.vocab_size:
         config.pad_token_id = 0
     return config
+
+
+def _cut_depth(config: PretrainedConfig):
+    """Keep few layers, each kind among them, and of lists with a value for each layer as many."""
+    kinds = list(getattr(config, "layer_types", None) or ())
+    whole = config.num_hidden_layers
+    depth = min(whole, 3)
+    if kinds:
+        depth = max(depth, *(kinds.index(kind) + 1 for kind in kinds))
+    if shared := getattr(
+        config, "num_kv_shared_layers", 0
+    ):  # the last ones, after those they share with
+        own, depth = depth, min(2 * depth, whole)
+        config.num_kv_shared_layers = min(shared, depth - own)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == whole:
+            setattr(config, name, value[:depth])
+    config.num_hidden_layers = depth
 
 
 def _rows_are_apart(model: nn.Module) -> bool:

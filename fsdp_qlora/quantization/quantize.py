@@ -9,6 +9,10 @@ Shapes: O out rows, I inputs, B any leading dims.
 
 from __future__ import annotations
 
+import inspect
+import re
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -220,12 +224,14 @@ def quantize_linears(
 ) -> nn.Module:
     """Replace every linear layer but those whose last name part is in `skip`, in place.
 
-    With `names`, only layers of these names; none in the modules whose names are in `but`.
+    With `names`, only layers of these names; none in the modules whose names are in `but`. Layers that
+    the model does not simply call (`directly_read`, `is_plain_linear`) stay as they are.
     On the meta device only shapes change; a model with weights is quantized where it lies. Returns the
     model. Raises ValueError for an unknown `quant_type` (formats.py) or `absmax_dtype` (fp32, int8).
     """
+    read = directly_read(model)
     for name, module in list(model.named_modules()):
-        if not isinstance(module, nn.Linear) or name.rsplit(".", 1)[-1] in skip:
+        if not is_plain_linear(module) or module in read or name.rsplit(".", 1)[-1] in skip:
             continue
         if any(name.startswith(f"{module_name}.") for module_name in but):
             continue
@@ -264,3 +270,55 @@ def dequantize_linears(model: nn.Module, dtype: torch.dtype = torch.bfloat16) ->
             model.set_submodule(name, module.to_linear(dtype))
         vars(module).pop("save_pretrained", None)
     return model
+
+
+# ---- layers that must stay what they are -------------------------------------------------------
+
+_WEIGHT_OF_A_PART = re.compile(r"\bself((?:\.[a-z_]\w*)+)\.weight\b")
+
+
+def directly_read(model: nn.Module) -> set[nn.Module]:
+    """Linear layers whose weight the model's own code reads, instead of calling the layer.
+
+    Mamba's kernels take `self.out_proj.weight`: packed bytes would be taken for numbers there, and an
+    adapter around the layer would be left out in silence (https://github.com/huggingface/peft/pull/2562).
+    """
+    found = set()
+    for module in model.modules():
+        parts = dict(module.named_modules())
+        for path in _weights_read_by(type(module)):
+            if isinstance(parts.get(path), (nn.Linear, QuantLinear)):
+                found.add(parts[path])
+    return found
+
+
+@cache
+def _weights_read_by(kind: type[nn.Module]) -> frozenset[str]:
+    """The parts whose weight a class of modules reads in its code."""
+    found = set()
+    for owner in kind.__mro__:
+        if owner.__module__.startswith("torch.") or not issubclass(owner, nn.Module):
+            continue
+        try:
+            found |= set(_WEIGHT_OF_A_PART.findall(inspect.getsource(owner)))
+        except (OSError, TypeError):  # made without a file
+            continue
+    return frozenset(path.removeprefix(".") for path in found)
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a module computes what `nn.Linear` does; some routers are subclasses that choose experts."""
+    return isinstance(module, nn.Linear) and _computes_a_product(type(module))
+
+
+@cache
+def _computes_a_product(kind: type[nn.Linear]) -> bool:
+    if kind.forward is nn.Linear.forward:
+        return True
+    layer = nn.Linear(4, 3)
+    layer.__class__ = kind
+    x = torch.linspace(-1, 1, 8).view(2, 4)
+    try:
+        return torch.allclose(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+    except Exception:  # noqa: BLE001  it needs more than a layer has
+        return False

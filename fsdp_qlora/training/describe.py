@@ -41,6 +41,8 @@ def describe(
     counts = adapter_counts(model)
     if counts:
         print_main("adapted layers: " + ", ".join(f"{k} x{n}" for k, n in counts.items()))
+    if left := getattr(model, "left_out", None):
+        print_main("not adapted: " + ", ".join(f"{k} ({why})" for k, why in left.items()))
     whole = Counter(
         name.rsplit(".", 2)[-2]
         for name in trainable_parameters(model)

@@ -12,18 +12,26 @@ import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from peft import PeftModel, get_peft_model
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, Glm4MoeConfig, Qwen2MoeConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Ernie4_5_MoeConfig,
+    Glm4MoeConfig,
+    Qwen2MoeConfig,
+)
 
 from fsdp_qlora.adapters import apply_adapters, lora_config
 from fsdp_qlora.adapters.lora import trainable_parameters
 from fsdp_qlora.build import planned_model
 from fsdp_qlora.commands.generate import load_for_inference
 from fsdp_qlora.config import RunConfig
+from fsdp_qlora.dist import process_group
 from fsdp_qlora.experts import apply_stacked_experts
+from fsdp_qlora.export import save_trained
 from fsdp_qlora.export.merge import merge_adapter
 from fsdp_qlora.lora_init import initial_a
 from tests.distributed.test_parity import assert_equal_run, build_and_train, relative
-from tests.families import MOE_FAMILIES, save_family
+from tests.families import MOE_FAMILIES, SIZES, save_family
 from tests.parts import in_parts, slow
 from tests.ranks import run_ranks
 from tests.test_key_mapping import renamed_files
@@ -303,23 +311,11 @@ def test_routers_keep_fp32_and_corrections_where_the_model_does(tmp_path):
 
 
 def test_experts_of_another_build_are_refused_under_quantization(tmp_path):
-    from transformers import GptOssConfig
-
-    config = GptOssConfig(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_local_experts=4,
-        num_experts_per_tok=2,
+    config = AutoConfig.for_model(
+        "jetmoe", **SIZES, num_local_experts=4, num_experts_per_tok=2, kv_channels=16
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match="--quant nf4: model.layers.0.mlp.experts .GptOssExperts.*none"
-    ):
+    with pytest.raises(ValueError, match="--quant nf4: model.layers.*JetMoeParallelExperts.*none"):
         planned_model(RunConfig(model_name=str(tmp_path)), torch.device("cpu"))
 
 
@@ -352,3 +348,20 @@ def test_an_expert_that_is_missing_is_noticed(tmp_path):
 def test_a_name_that_is_no_target_is_answered_with_those_there_are(folder, settings, message):
     with pytest.raises(ValueError, match=message):
         planned_model(RunConfig(model_name=folder, **settings), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "Nemotron 3"])
+def test_adapted_experts_with_biases_or_without_a_gate_load_in_peft_and_merge(family, tmp_path):
+    folder = save_family(tmp_path / "base", family)
+    case = dict(model_name=folder, train_type="lora", lora_target_parameters="experts")
+    with process_group(torch.device("cpu"), timeout_minutes=1):
+        _, model, _ = build_and_train(case, STEPS)
+        save_trained(model, tmp_path / "adapter")
+    with torch.no_grad():
+        logits = model.eval()(input_ids=IDS).logits
+        wrapped = PeftModel.from_pretrained(plain(folder), tmp_path / "adapter").eval()
+        torch.testing.assert_close(wrapped(IDS).logits, logits, rtol=1e-4, atol=1e-4)
+        merge_adapter(folder, tmp_path / "adapter", tmp_path / "merged", dtype="fp32")
+        merged = plain(tmp_path / "merged").eval()
+        torch.testing.assert_close(merged(IDS).logits, logits, rtol=1e-4, atol=1e-4)
+    assert (logits - plain(folder).eval()(IDS).logits).abs().max() > 1e-3
