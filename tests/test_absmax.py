@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_qlora.quantization import fp8
 from fsdp_qlora.quantization.absmax import absmax_columns, decode_absmax, encode_absmax
-from fsdp_qlora.quantization.formats import dequantize_rows, quantize_rows
+from fsdp_qlora.quantization.formats import FrozenWeight, dequantize_rows, quantize_rows
 from fsdp_qlora.quantization.quantize import QuantLinear, frozen_linear
 
 torch.set_num_threads(1)
@@ -130,13 +130,9 @@ def test_a_layer_multiplies_by_what_it_dequantizes_to(shape):
 def test_fp8_products_take_8_bit_scales_as_the_scales_they_stand_for():
     layer, x = quantized(32, 320), torch.randn(8, 320)
     plain, dy = decode_absmax(layer.absmax, 5), torch.randn(8, 32)
-    y, same_y = (
-        fp8.forward_product(x, layer.weight, scales, "nf4") for scales in (layer.absmax, plain)
-    )
-    dx, same_dx = (
-        fp8.backward_product([dy], [layer.weight], [scales], 320, "nf4")
-        for scales in (layer.absmax, plain)
-    )
+    weights = [FrozenWeight(layer.weight, scales, 320, "nf4") for scales in (layer.absmax, plain)]
+    y, same_y = (fp8.forward_product(x, weight) for weight in weights)
+    dx, same_dx = (fp8.backward_product([dy], [weight]) for weight in weights)
     assert torch.equal(y, same_y) and torch.equal(dx, same_dx)
 
 

@@ -19,6 +19,11 @@ class Format:
     scales: int = 1  # numbers per block: its absmax, or a scale and a zero
     has_kernels: bool = False  # a GPU unpacks it in one kernel, with adapters merged or to fp8
 
+    @property
+    def is_bitsandbytes(self) -> bool:
+        """Whether bitsandbytes has the same values, where scales are fp32."""
+        return self.factory.endswith(":bitsandbytes_4bit")
+
 
 _MODULE = "fsdp_qlora.quantization.formats"
 _ROWS = (

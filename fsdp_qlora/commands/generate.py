@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..catalog.known_models import hub_name
 from ..catalog.machine import host_memory_here
+from ..choices import FORMATS
 from ..data import choose_pad_token_id, encode_prompt, stop_token_ids
 from ..dist import print_main, rank_device
 from ..experts import each_of_stacks, is_stackable
@@ -117,11 +118,8 @@ def _held_in_fewer_bits(
             f"--load_in {load_in}: the adapter in {adapter} began as a part of the weights, which "
             "can't be rounded without it; leave --load_in out, or merge it first"
         )
-    same = (
-        load_in == "4bit"
-        and known.quant.removesuffix("4") in ("nf", "fp")
-        and known.absmax_dtype == "fp32"
-    )
+    is_theirs = known.quant in FORMATS and FORMATS[known.quant].is_bitsandbytes
+    same = load_in == "4bit" and is_theirs and known.absmax_dtype == "fp32"
     if known.quant != "none" and not same:
         print_main(
             f"--load_in {load_in}: the adapter was trained beside {known}; answers may differ"
@@ -129,7 +127,7 @@ def _held_in_fewer_bits(
     spread = device.type == "cuda"
     bits: dict = dict(load_in_8bit=True)
     if load_in == "4bit":
-        kind = "fp4" if known.quant == "fp4" else "nf4"
+        kind = known.quant if is_theirs else "nf4"
         bits = dict(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_compute_dtype=dtype)
     return dict(
         quantization_config=BitsAndBytesConfig(llm_int8_enable_fp32_cpu_offload=spread, **bits),

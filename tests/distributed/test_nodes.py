@@ -162,10 +162,12 @@ def test_a_host_that_is_cut_off_ends_all_ranks_and_the_run_goes_on_with_another_
         assert "no answer from rank 2" in said[0] + said[1] and "rank 3" in said[0] + said[1], said[
             0
         ]
-        assert all(
-            "store on rank 0's machine: its process is stopped, or the machine is gone" in text
-            for text in said[2:]
-        )
+        # A rank that waits in a collective may see it break before the store is missed.
+        for text in said[2:]:
+            assert (
+                "store on rank 0's machine: its process is stopped, or the machine is gone" in text
+                or "lost the connection to another rank" in text
+            ), text
         hosts.cable(1, "up")
         second = Ranks(hosts, 2, tmp_path / "second", run.argv, whole.argv, main_host=1)
         assert second.codes() == [0] * 4, second.text(0)
