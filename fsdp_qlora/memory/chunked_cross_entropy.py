@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -239,7 +240,8 @@ def _logit_map(causal: nn.Module) -> tuple[float, float | None] | None:
 
 def _decoder(causal: nn.Module) -> nn.Module:
     """What gives the head its input. Llama 4's class says that it is its own base model."""
-    return causal.get_decoder() if causal.base_model is causal else causal.base_model
+    base: Any = causal.base_model
+    return causal.get_decoder() if base is causal else base
 
 
 def _width(causal: nn.Module) -> int:
