@@ -77,6 +77,7 @@ def test_a_plan_that_runs_out_of_memory_is_replaced_and_what_works_is_kept_and_k
         sharding_strategy="auto",
         batch_size=8,
         global_batch_size=16,
+        packing="false",
         context_length=CONTEXT,
         device="cpu",
         world_size=2,
