@@ -33,7 +33,11 @@ from transformers import (
     PretrainedConfig,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+)
 
 from ..quantization.quantize import compute_input
 from . import flash_attention_4
@@ -191,6 +195,35 @@ def makes_no_masks(config: PretrainedConfig) -> bool:
     """Whether training on rows that are packed as the model was built makes no attention mask."""
     name = config._attn_implementation
     return name in (VARLEN, FA4, _FA4_PACKED) or name == "sdpa" and not has_windows(config)
+
+
+def masks_of_rows(
+    config: PretrainedConfig,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    positions: Tensor | None,
+) -> Tensor | dict[str, Tensor]:
+    """Masks for a batch (B, T), by kind of layer where a model has several.
+
+    positions (B, T): where they start again, a packed row begins; None of padded rows.
+    """
+    like = torch.empty(*shape, 1, dtype=dtype, device=device)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    makers = dict(full_attention=create_causal_mask)
+    if has_windows(config):
+        makers["sliding_attention"] = create_sliding_window_causal_mask
+    masks = {
+        kind: make(
+            config=config,
+            inputs_embeds=like,
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=positions,
+        )
+        for kind, make in makers.items()
+    }
+    return masks if kinds else [*masks.values()][-1]
 
 
 @lru_cache

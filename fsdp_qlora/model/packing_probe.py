@@ -10,17 +10,14 @@ Shapes: B bins, T tokens of a bin, H heads, K key-value heads, D head size.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PretrainedConfig
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    create_causal_mask,
-    create_sliding_window_causal_mask,
-)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from .attention import masks_of_rows
 
 ROWS = (5, 7)  # tokens of the two
 WINDOW = 4  # so that windows end within a row
@@ -189,22 +186,8 @@ def _with_masks(config: PretrainedConfig, decoder: nn.Module, args: tuple, kwarg
     if positions is None or kwargs.get("attention_mask") is not None:
         return args, kwargs
     dtype = decoder.get_input_embeddings().weight.dtype
-    like = torch.empty(*positions.shape, 1, dtype=dtype, device=positions.device)
-    makers: dict[str, Callable] = {"full_attention": create_causal_mask}
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if "sliding_attention" in kinds:
-        makers["sliding_attention"] = create_sliding_window_causal_mask
-    masks = {
-        kind: make(
-            config=config,
-            inputs_embeds=like,
-            attention_mask=None,
-            past_key_values=None,
-            position_ids=positions,
-        )
-        for kind, make in makers.items()
-    }
-    return args, kwargs | dict(attention_mask=masks if kinds else masks["full_attention"])
+    masks = masks_of_rows(config, positions.shape, dtype, positions.device, positions)
+    return args, kwargs | dict(attention_mask=masks)
 
 
 def _attention_by_borders(

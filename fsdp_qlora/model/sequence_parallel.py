@@ -26,15 +26,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    create_causal_mask,
-    create_sliding_window_causal_mask,
-)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..dist import ranks_from_env
-from .attention import has_windows, layers_with_a_state, makes_no_masks, takes_backends
+from .attention import layers_with_a_state, makes_no_masks, masks_of_rows, takes_backends
 
 _CUT = "sequence_parallel"  # the argument that the decoder hands on to its attention
 _IGNORE = -100
@@ -253,19 +249,4 @@ def _whole_masks(config: PretrainedConfig, input_ids: Tensor, positions: Tensor 
     packed = positions is not None
     if makes_no_masks(config) and not (packed and config._attn_implementation == "sdpa"):
         return None
-    like = torch.empty(*input_ids.shape, 1, dtype=config.dtype, device=input_ids.device)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    makers = dict(full_attention=create_causal_mask)
-    if has_windows(config):
-        makers["sliding_attention"] = create_sliding_window_causal_mask
-    masks = {
-        kind: make(
-            config=config,
-            inputs_embeds=like,
-            attention_mask=None,
-            past_key_values=None,
-            position_ids=positions,
-        )
-        for kind, make in makers.items()
-    }
-    return masks if kinds else [*masks.values()][-1]
+    return masks_of_rows(config, input_ids.shape, config.dtype, input_ids.device, positions)
