@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fsdp_qlora.build import planned_model
-from fsdp_qlora.config import BatchPlan, RunConfig
+from fsdp_qlora.config import BatchPlan, RunConfig, plan_batches
 from fsdp_qlora.training.describe import _dtypes_line, _ends_in_warmup, steps_line
 
 from .tiny import save_tiny
@@ -45,6 +45,14 @@ def test_dtypes_are_those_of_the_weights_there_are(tmp_path, settings, line):
 )
 def test_steps_are_counted_in_words(packing, steps, line):
     assert steps_line(RunConfig(packing=packing), BatchPlan(1, 1, 1), steps, 1) == line
+
+
+def test_ranks_that_share_rows_are_counted_as_groups():
+    config = RunConfig(sequence_parallel=2, batch_size=3)
+    line = steps_line(config, plan_batches(config, 4), 5, 4)
+    assert line == (
+        "5 steps, of 6 rows: micro-batch 3 rows x accumulation 1 x 2 groups of 2 ranks that share rows"
+    )
 
 
 def test_a_warm_up_as_long_as_the_run_is_noticed():

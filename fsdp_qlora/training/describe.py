@@ -81,10 +81,14 @@ def steps_line(config: RunConfig, batches: BatchPlan, steps: int | None, ranks: 
     count = "steps until the stream ends" if steps is None else counted(steps, "step")
     unit = "bin" if config.packing else "row"
     full = f" of {config.context_length:,} tokens" if batches.unit == "bin" else ""
+    shared = batches.ranks_per_row
+    who = counted(ranks, "rank")
+    if shared > 1:
+        who = f"{counted(ranks // shared, 'group')} of {shared} ranks that share rows"
     return (
         f"{count}, of {counted(batches.per_step, batches.unit)}{full}: micro-batch "
         f"{counted(batches.micro_batch_size, unit)} x accumulation {batches.accumulation} x "
-        f"{counted(ranks, 'rank')}"
+        f"{who}"
     )
 
 
