@@ -8,9 +8,9 @@
 Names are MODE_DATA, with `_fp8` behind them for fp8 products; modes are `packed`, `padded`, `auto` and
 the peers' (`real_rows_peers.py`), data are the kinds of `real_rows_data.py`. `:3` takes three steps. A
 name that comes again starts with the compile cache warm. Settings of a run (`--train_on all`) are added
-to each command of ours.
+to each command of ours; `--gpus 2 --sharding_strategy full_shard` runs each on two GPUs.
 
-Tokens per second are those of rows, without padding, from step `--first` on. The bench's are of the
+Tokens per second are those of rows and of one GPU, without padding, from step `--first` on. The bench's are of the
 same settings over full rows of random tokens: as long as a bin if packed, else as the mean row. A run
 that runs out of memory or time is a row too.
 """
@@ -131,10 +131,11 @@ class RealRow:
     versions: dict[str, str]
     commit: str
     date: str
+    gpus: int = 1
     peer: str | None = None  # another tool and its version
     status: str = "ok"
     error: str | None = None
-    tokens_per_second: float | None = None  # of rows, padding not counted
+    tokens_per_second: float | None = None  # of rows and of one GPU, padding not counted
     tokens_per_second_from_5: float | None = None
     bench_tokens_per_second: float | None = (
         None  # the same settings over full rows of random tokens
@@ -145,7 +146,7 @@ class RealRow:
     compilations: int | None = None
     compilations_after_first: int | None = None  # while the measured steps ran
     filled_share: float | None = None  # tokens of rows / tokens computed
-    tokens_per_micro_batch: float | None = None  # of rows
+    tokens_per_micro_batch: float | None = None  # of rows, on one GPU
     seconds_per_step: float | None = None  # median
     first_measured_step: int | None = None
     steps_measured: int = 0
@@ -195,9 +196,9 @@ def steps_of(records: Iterable[dict]) -> list[dict]:
     return [r for r in records if r["kind"] == "step"]
 
 
-def figures(records: list[dict], first: int) -> dict:
-    """What a row says of a run's steps, those before `first` left out."""
-    steps = steps_of(records)
+def figures(records: list[dict], first: int, gpus: int = 1) -> dict:
+    """What a row says of a run's steps, those before `first` left out; speeds are of one GPU."""
+    steps = [step | dict(tokens=step["tokens"] / gpus) for step in steps_of(records)]
     start = next((r for r in records if r["kind"] == "start"), {})
     if not steps:
         return {}
@@ -206,7 +207,7 @@ def figures(records: list[dict], first: int) -> dict:
         loss_last=steps[-1]["loss"],
         compilations=steps[-1].get("compilations"),
         peak_allocated_gib=max(s["peak_allocated_gib"] for s in steps) or None,
-        estimate_tokens_per_second=start.get("estimate", {}).get("tokens_per_second"),
+        estimate_tokens_per_second=estimated_speed(start, gpus),
         estimate_peak_gib=start.get("estimate", {}).get("peak_allocated_gib"),
     )
     before = [s for s in steps if s["step"] < first]
@@ -214,7 +215,7 @@ def figures(records: list[dict], first: int) -> dict:
     if not measured:
         return found
     tokens, seconds = (sum(s[name] for s in measured) for name in ("tokens", "seconds"))
-    computed = sum(s.get("padded_tokens") or s["tokens"] for s in measured)
+    computed = sum(s["padded_tokens"] / gpus if s.get("padded_tokens") else s["tokens"] for s in measured)
     if before and found["compilations"] is not None:
         found["compilations_after_first"] = found["compilations"] - before[-1]["compilations"]
     return found | dict(
@@ -226,6 +227,12 @@ def figures(records: list[dict], first: int) -> dict:
         first_measured_step=first,
         steps_measured=len(measured),
     )
+
+
+def estimated_speed(start: dict, gpus: int) -> float | None:
+    """The tokens per second of one GPU that a run promised at its start."""
+    speed = start.get("estimate", {}).get("tokens_per_second")
+    return speed / gpus if speed else None
 
 
 def rate(steps: list[dict]) -> float | None:
@@ -276,7 +283,7 @@ class Bench:
         argv = ["--model_name", str(self.options.model), "--random_weights", *argv]
         if (key := " ".join(argv)) not in self.known:
             how = How(self.options.bench_steps, warmup=3, minutes=self.options.minutes)
-            (self.known[key],) = run_jobs([Job(row.name, argv, gpus=1)], how)
+            (self.known[key],) = run_jobs([Job(row.name, argv, gpus=row.gpus)], how)
         found = self.known[key]
         row.bench_tokens_per_second = found.tokens_per_second_per_gpu
         row.bench_peak_allocated_gib, row.bench_error = found.peak_allocated_gib, found.error
@@ -303,7 +310,7 @@ def without(settings: list[str], name: str) -> list[str]:
 def train_command(run: Run, rows: Path, output: Path, steps: int, options) -> list[str]:
     """The command that a user types."""
     settings = (
-        COMMON | run.settings | dict(max_steps=steps, save_model=False, world_size=1, log_every=1)
+        COMMON | run.settings | dict(max_steps=steps, save_model=False, world_size=options.gpus, log_every=1)
     )
     return [
         sys.executable,
@@ -341,7 +348,7 @@ def peer_command(run: Run, tokens: Path, output: Path, steps: int, options) -> l
 def made_rows(run: Run, folder: Path, options) -> tuple[Path, Path]:
     """Rows for all steps as JSON lines, and the same rows as tokens."""
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    wanted = int(1.25 * run.tokens * options.steps)
+    wanted = int(1.25 * run.tokens * options.steps * options.gpus)
     rows = folder / f"{run.data}-{wanted}.jsonl"
     tokens = rows.with_suffix(".safetensors")
     if not rows.exists():
@@ -364,6 +371,7 @@ def run_one(name: str, run: Run, steps: int, folder: Path, bench: Bench, options
         versions(),
         commit(),
         date.today().isoformat(),
+        options.gpus,
         peer=run.mode if is_peer else None,
     )
     rows, tokens = made_rows(run, folder, options)
@@ -376,7 +384,7 @@ def run_one(name: str, run: Run, steps: int, folder: Path, bench: Bench, options
     log = (options.logs or output) / f"{output.name}.log"
     code, first = watched(command, log, output / "metrics.jsonl", 60 * options.minutes)
     records = records_of(output / "metrics.jsonl")
-    row = replace(row, seconds_to_first_step=first, **figures(records, options.first))
+    row = replace(row, seconds_to_first_step=first, **figures(records, options.first, options.gpus))
     if code is None and row.steps_measured >= ENOUGH:
         row.error = f"stopped after {row.steps_measured} measured steps: out of time"
     elif code != 0:
@@ -387,7 +395,7 @@ def run_one(name: str, run: Run, steps: int, folder: Path, bench: Bench, options
     if run.mode == "auto" and start:
         chosen = {name: start["settings"][name] for name in (*CHOSEN, "packing")}
         row.chosen = {name: value for name, value in chosen.items() if value is not None}
-    if row.tokens_per_second:
+    if row.tokens_per_second and options.bench_steps:
         bench.fill(row, run)
     return row
 
@@ -481,7 +489,8 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--total_minutes", type=float, default=math.inf, help="no run begins after them"
     )
-    parser.add_argument("--bench_steps", type=int, default=5)
+    parser.add_argument("--bench_steps", type=int, default=5, help="0 leaves the bench out")
+    parser.add_argument("--gpus", type=int, default=1, help="of each run of ours")
     parser.add_argument("--memory_gib", type=float, default=80.0, help="that a peer may take")
     parser.add_argument("--shrink", type=int, default=1, help="divide all lengths by so much")
     parser.add_argument("--logs", type=Path, help="folder for what runs print")

@@ -43,7 +43,7 @@ FP8 = dict(compute_dtype="fp8")
 
 @dataclass(frozen=True)
 class Case:
-    """One row: what to run, and what issue 4 wants of it."""
+    """One row: what to run, and the figure aimed at."""
 
     settings: dict
     target: float  # tokens per second and GPU, or seconds per step
