@@ -1,183 +1,155 @@
-"""Milliseconds and memory of one block's experts, forward and backward: one by one, and grouped.
+r"""Steps of a mixture of experts on one GPU: tokens per second, memory by what holds it, time by kernel.
 
     python benchmarks/experts.py
+    python benchmarks/experts.py experts --layers 12 --compute_dtype fp8
+    python benchmarks/experts.py attention --model mistralai/Mixtral-8x7B-v0.1 --context_length 2048
 
-Shapes of Qwen3-30B-A3B and Mixtral 8x7B with random NF4 weights and tokens that are routed evenly at
-random, in bf16, every kernel of a forward and a backward. The loop is what a block did before: each
-expert that has tokens unpacks its rows and multiplies, after the host has heard how many there are.
+"attention" adapts the attention's layers, "experts" also the experts. Settings of a run
+(`--activation_policy keep_linears`) replace those of the row; `--model` is any known model, with random
+weights and `--layers` of its blocks. The step is the one that train and bench run.
 
-Shapes: N tokens, K experts of each, E experts, D hidden, F intermediate.
+After the row come the tensors that were alive when a step held most, by the line that made them (for
+compiled code, the generated line), and the kernels of one step by their time.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from types import SimpleNamespace
+import gzip
+import json
+import linecache
+import pickle
+import tempfile
+from collections import Counter, defaultdict
+from itertools import accumulate
+from pathlib import Path
 
 import torch
-from torch import nn
+from one_rank import settings_of
+from speed_rows import config_folder, measured_row
 
-from fsdp_qlora.adapters.lora import lora_config
-from fsdp_qlora.dist import rank_device
-from fsdp_qlora.experts import STACKS, StackedExperts
-from fsdp_qlora.experts.lora import LoraExperts
-from fsdp_qlora.quantization.quantize import QuantLinear, frozen_linear
+from fsdp_qlora.bench.measure import summary
+from fsdp_qlora.bench.row import BenchRow, append_row
+from fsdp_qlora.config import RunConfig
+from fsdp_qlora.dist import process_group, rank_device
 
-MODELS = {
-    "Qwen3-30B-A3B": dict(experts=128, chosen=8, hidden=2048, intermediate=768),
-    "Mixtral-8x7B": dict(experts=8, chosen=2, hidden=4096, intermediate=14336),
-    "tiny": dict(experts=4, chosen=2, hidden=64, intermediate=128),
-}
+CASES = {"attention": {}, "experts": dict(lora_target_parameters="experts", lora_rank=16)}
+COMMON = dict(
+    random_weights=True,
+    lora_dropout=0.0,
+    lora_target_modules="q_proj,k_proj,v_proj,o_proj",
+    sharding_strategy="ddp",
+    activation_policy="recompute_all",
+    batch_size=2,
+    context_length=4096,
+)
+_GIB = 2**30
+_OWN = ("fsdp_qlora", "torchinductor", "transformers", "peft", "torch/optim")
 
 
-def random_experts(experts: int, hidden: int, intermediate: int, device, **_) -> StackedExperts:
-    """A block's experts in NF4."""
+def alive_at_peak(snapshot: dict) -> tuple[int, int, Counter, Counter]:
+    """Of a memory snapshot: bytes before it and at its peak, then bytes and tensors by their maker."""
+    (events,) = [trace for trace in snapshot["device_traces"] if trace]
+    sign = {"alloc": 1, "free_completed": -1}
+    changes = [sign.get(event["action"], 0) * event["size"] for event in events]
+    held = list(accumulate(changes, initial=0))
+    peak = max(range(len(held)), key=held.__getitem__)
+    alive = {}
+    for event in events[:peak]:
+        if event["action"] == "alloc":
+            alive[event["addr"]] = event
+        elif event["action"] == "free_completed":
+            alive.pop(event["addr"], None)
+    sizes, counts = Counter(), Counter()
+    for event in alive.values():
+        line = _maker(event.get("frames", ()))
+        sizes[line] += event["size"]
+        counts[line] += 1
+    before = sum(s["allocated_size"] for s in snapshot["segments"]) - held[-1]
+    return before, before + held[peak], sizes, counts
 
-    def weight(*shape):
-        return nn.Parameter(torch.empty(*shape, device="meta"), requires_grad=False)
 
-    module = StackedExperts(
-        SimpleNamespace(
-            num_experts=experts,
-            act_fn=nn.SiLU(),
-            gate_up_proj=weight(experts, 2 * intermediate, hidden),
-            down_proj=weight(experts, hidden, intermediate),
+def _maker(frames) -> str:
+    """The innermost line of a stack that is the project's, a library's or generated."""
+    for frame in frames:
+        file = frame["filename"]
+        if any(own in file for own in _OWN):
+            text = linecache.getline(file, frame["line"]).strip()
+            place = "/".join(Path(file).parts[-2:])
+            return f"{place}:{frame['line']} {frame['name']}: {text[:90]}"
+    return "elsewhere"
+
+
+def memory_table(folder: Path, rows: int) -> str:
+    """What was alive at the peak of the recorded steps; empty where nothing was recorded (no GPU)."""
+    lines = []
+    for path in folder.glob("memory_*.pickle"):
+        before, peak, sizes, counts = alive_at_peak(pickle.loads(path.read_bytes()))
+        lines += [f"peak {peak / _GIB:.2f} GiB, of which {before / _GIB:.2f} before the step"]
+        lines += [
+            f"{size / _GIB:9.3f} GiB {counts[line]:5d}x  {line}"
+            for line, size in sizes.most_common(rows)
+        ]
+    return "\n".join(lines)
+
+
+def kernel_table(folder: Path, rows: int) -> str:
+    """Milliseconds and calls of one step by kernel; of torch's operators on a CPU."""
+    lines = []
+    for path in folder.glob("trace_*.json.gz"):
+        with gzip.open(path, "rt") as file:
+            events = json.load(file)["traceEvents"]
+        on_gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+        times = defaultdict(list)
+        for event in on_gpu or [e for e in events if e.get("cat") == "cpu_op"]:
+            times[event["name"]].append(event.get("dur", 0) / 1e3)
+        total = sum(map(sum, times.values()))
+        lines += [f"{total:.1f} ms in {sum(map(len, times.values()))} kernels"]
+        lines += [
+            f"{sum(ms):9.2f} ms {len(ms):6d}x {sum(ms) / len(ms):8.3f} each  {name[:110]}"
+            for name, ms in sorted(times.items(), key=lambda item: -sum(item[1]))[:rows]
+        ]
+    return "\n".join(lines)
+
+
+def run_case(name: str, folder: str, options: argparse.Namespace, **changes) -> BenchRow:
+    """Measure a case and print its tables."""
+    with tempfile.TemporaryDirectory() as profiles:
+        settings = COMMON | CASES[name] | settings_of(options.settings) | changes
+        settings |= dict(profile=options.tables, active_steps=1, profiling_output=profiles)
+        config = RunConfig(model_name=folder, **settings)
+        device = rank_device(config.device)
+        with process_group(device, config.timeout_minutes):
+            row = measured_row(f"{Path(folder).name}, {name}", config, options, device)
+        print(
+            f"{summary(row)}  reserved {row.peak_reserved_gib or 0:.2f} GiB",
+            memory_table(Path(profiles), options.rows),
+            kernel_table(Path(profiles), options.rows),
+            sep="\n",
+            flush=True,
         )
-    )
-    for name in STACKS:
-        linear = getattr(module, name)
-        made = QuantLinear(linear.in_features, linear.out_features, device=device)
-        made.weight.data.view(torch.uint8).random_(0, 256)
-        made.absmax.data.fill_(0.02)
-        setattr(module, name, made)
-    return module
-
-
-def with_lora(module: StackedExperts, rank: int) -> StackedExperts:
-    """The same under LoRA."""
-    for name in STACKS:
-        setattr(
-            module,
-            name,
-            LoraExperts(
-                getattr(module, name), "default", lora_config(), module.num_experts, rank, 16
-            ).to(torch.float32),
-        )
-    return module
-
-
-def one_by_one(module: StackedExperts, hidden, index, weights):
-    """The same sum with a product per expert, and a wait for the GPU."""
-    k, chosen = index.shape[-1], index.flatten()
-    order = chosen.argsort(stable=True)
-    counts = torch.bincount(chosen, minlength=module.num_experts).tolist()
-
-    def product(layer, e, x):
-        rows = layer.out_features // module.num_experts
-        mine = slice(e * rows, (e + 1) * rows)
-        return frozen_linear(
-            x, layer.weight[mine], layer.absmax[mine], None, layer.in_features, layer.quant_type, ""
-        )
-
-    made = []
-    for e, x in enumerate(hidden[order // k].split(counts)):
-        if not len(x):
-            continue
-        gate, up = product(module.gate_up_proj, e, x).chunk(2, dim=-1)
-        made.append(product(module.down_proj, e, module.act_fn(gate) * up))
-    made = torch.cat(made) * weights.flatten()[order, None]
-    return made[order.argsort()].unflatten(0, (-1, k)).sum(1).to(hidden.dtype)
-
-
-def measured(forward, inputs, repeats: int, device) -> tuple[float, float, float]:
-    """Median ms of a forward and of a forward + backward, and GiB that they took at the most."""
-
-    def wait():
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    once, both = [], []
-    for i in range(repeats + 2):
-        if i == 2 and device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        wait()
-        start = time.perf_counter()
-        y = forward(*inputs)
-        wait()
-        middle = time.perf_counter()
-        y.backward(torch.ones_like(y))
-        wait()
-        once.append(middle - start)
-        both.append(time.perf_counter() - start)
-        inputs[0].grad = None
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-    return *(1e3 * statistics.median(times[2:]) for times in (once, both)), peak
-
-
-def as_graph(forward, inputs):
-    """Whether a forward and backward can be captured in a CUDA graph."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            forward(*inputs).sum().backward()
-    torch.cuda.synchronize()
-    try:
-        with torch.cuda.graph(graph):
-            forward(*inputs).sum().backward()
-        graph.replay()
-        torch.cuda.synchronize()
-        return "captured"
-    except RuntimeError as error:
-        return f"not captured: {str(error).splitlines()[0][:80]}"
+    if options.results:
+        append_row(row, options.results)
+    return row
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default="Qwen3-30B-A3B,Mixtral-8x7B")
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=8)
-    options, device = parser.parse_args(), rank_device("auto")
-    print(
-        f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'}, torch "
-        f"{torch.__version__}, {options.tokens} tokens, NF4, bf16\n"
-    )
-    print("| model | experts | forward ms | forward + backward ms | peak GiB | against the loop |")
-    print("|---|---|---|---|---|---|")
-    for name in options.models.split(","):
-        torch.manual_seed(0)
-        sizes = MODELS[name]
-        module = random_experts(device=device, **sizes)
-        hidden = torch.randn(options.tokens, sizes["hidden"], device=device, dtype=torch.bfloat16)
-        scores, index = torch.rand(options.tokens, sizes["experts"], device=device).topk(
-            sizes["chosen"]
-        )
-        inputs = hidden.requires_grad_(), index, (scores / scores.sum(1, keepdim=True)).bfloat16()
-        expected, notes = one_by_one(module, *inputs).detach(), []
-        adapted = with_lora(random_experts(device=device, **sizes), options.rank)
-        ways = {
-            "one by one": lambda *given, m=module: one_by_one(m, *given),
-            "grouped": module,
-            "grouped, compiled": torch.compile(module),
-            f"grouped, LoRA r={options.rank}": adapted,
-            "the same, compiled": torch.compile(adapted),
-        }
-        for way, forward in ways.items():
-            with torch.no_grad():
-                found = forward(*inputs)
-            apart = ((found.float() - expected.float()).norm() / expected.float().norm()).item()
-            forward_ms, step_ms, peak = measured(forward, inputs, options.repeats, device)
-            against = "" if "LoRA" in way or "same" in way else f"{apart:.1e}"
-            print(
-                f"| {name} | {way} | {forward_ms:.2f} | {step_ms:.2f} | {peak:.2f} | {against} |",
-                flush=True,
-            )
-            torch.compiler.reset()
-        if device.type == "cuda":
-            notes.append(f"{name} as a CUDA graph: {as_graph(adapted, inputs)}")
-        print(*notes, sep="\n", end="\n" if notes else "")
+    parser.add_argument("cases", nargs="*", help=f"{', '.join(CASES)}; all if none is named")
+    parser.add_argument("--model", default="Qwen/Qwen3-30B-A3B")
+    parser.add_argument("--layers", type=int, help="cut the model to so many")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=40, help="lines of each table")
+    parser.add_argument("--tables", choices=("true", "false"), default="true")
+    parser.add_argument("--results")
+    options, options.settings = parser.parse_known_args()
+    options.tables = options.tables == "true"
+    if unknown := [name for name in options.cases if name not in CASES]:
+        parser.error(f"no case is named {', '.join(unknown)}; there are {', '.join(CASES)}")
+    print(f"torch {torch.__version__}", flush=True)
+    for name in options.cases or CASES:
+        run_case(name, config_folder(options.model, options.layers), options)
 
 
 if __name__ == "__main__":

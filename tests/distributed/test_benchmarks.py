@@ -113,6 +113,49 @@ def test_one_rank_of_several_trains_alone_on_its_share(tmp_path):
     assert not compare(rows)
 
 
+def test_a_step_of_experts_is_measured_with_its_kernels(tmp_path, capsys):
+    import experts
+
+    from tests.families import save_family
+
+    settings = ["--batch_size", "1", "--context_length", "16", "--compile", "false"]
+    options = SimpleNamespace(
+        steps=1, warmup=1, rows=400, tables=True, results=None, settings=settings
+    )
+    folder = save_family(tmp_path, "Qwen3-MoE")
+    for case, op in (("attention", "grouped_linear"), ("experts", "adapted_experts")):
+        row = experts.run_case(case, folder, options, device="cpu")
+        assert row.status == "ok" and row.tokens_per_second_per_gpu > 0
+        assert f"fsdp_qlora::{op}" in capsys.readouterr().out
+
+
+def test_what_is_alive_at_the_peak_is_counted_by_the_line_that_made_it():
+    from experts import alive_at_peak
+
+    def event(action, address, size, line):
+        frames = [
+            dict(filename="torch/nn.py", line=1, name="f"),
+            dict(filename="fsdp_qlora/x.py", line=line, name="g"),
+        ]
+        return dict(action=action, addr=address, size=size, frames=frames)
+
+    events = [
+        event("free_completed", 9, 5, 0),  # made before
+        event("alloc", 1, 10, 1),
+        event("segment_alloc", 1, 1000, 1),
+        event("alloc", 2, 20, 2),
+        event("free_requested", 1, 10, 1),
+        event("alloc", 3, 20, 2),
+        event("free_completed", 1, 10, 1),
+        event("free_completed", 2, 20, 2),
+        event("alloc", 4, 1, 3),
+    ]
+    snapshot = dict(device_traces=[[], events], segments=[dict(allocated_size=121)])
+    before, peak, sizes, counts = alive_at_peak(snapshot)
+    assert (before, peak) == (105, 150)
+    assert list(sizes.values()) == [10, 40] and list(counts.values()) == [1, 2]
+
+
 def test_what_is_measured_on_several_gpus_exists():
     from speed_rows import chosen
 
