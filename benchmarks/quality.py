@@ -231,19 +231,21 @@ def before(config: RunConfig) -> dict:
 # ---- the grid ----------------------------------------------------------------------------------
 
 
-def finished(results: Path) -> set[Job]:
-    """The jobs whose line is there and is no error."""
+def finished(results: Path, **of) -> set[Job]:
+    """The jobs whose line is there and is no error; only lines that say `of`."""
     if not results.exists():
         return set()
     rows = map(json.loads, results.read_text().splitlines())
     return {
         Job(r["task"], r["variant"], r["seed"])
         for r in rows
-        if "variant" in r and r["status"] == "ok"
+        if "variant" in r
+        and r["status"] == "ok"
+        and all(r[name] == value for name, value in of.items())
     }
 
 
-def run_grid(jobs: list[Job], options: argparse.Namespace, given: dict, about: dict):
+def run_grid(jobs: dict[Job, RunConfig], options: argparse.Namespace, about: dict):
     """Run jobs side by side and write a line as each ends; start none that would end too late."""
     started, longest, running = time.perf_counter(), 0.0, {}
     spawn = multiprocessing.get_context("spawn")
@@ -256,7 +258,7 @@ def run_grid(jobs: list[Job], options: argparse.Namespace, given: dict, about: d
                 job = None if late else next(waiting, None)
                 if job is None:
                     break
-                running[pool.submit(run, job, config_of(job, options.folder, **given))] = job
+                running[pool.submit(run, job, jobs[job])] = job
             if not running:
                 return
             for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -295,23 +297,22 @@ def main():
     if options.steps:
         given["max_steps"] = options.steps
     make_data(options.folder, 16 if options.steps else None)
-    tokenize(options.folder, given)
+    tokenize([config_of(Job(task, "bf16", 0), options.folder, **given) for task in TASKS])
     done = finished(options.results)
-    jobs = [
-        job
+    jobs = {
+        job: config_of(job, options.folder, **given)
         for job in all_jobs(options.seeds)
         if options.only in f"{job.task}, {job.variant}" and job not in done
-    ]
-    run_grid(jobs, options, given, about(options))
+    }
+    run_grid(jobs, options, about(options))
     print("\n" + tables([json.loads(line) for line in options.results.read_text().splitlines()]))
 
 
-def tokenize(folder: Path, given: dict):
+def tokenize(configs: list[RunConfig]):
     """Fill the cache of tokens before many processes read it."""
     from fsdp_qlora.preflight.run_data import load_data, run_tokenizer
 
-    for task in TASKS:
-        config = config_of(Job(task, "bf16", 0), folder, **given)
+    for config in configs:
         load_data(config, run_tokenizer(config))
 
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from fsdp_qlora.optim import build_optimizer, build_scheduler
 
 PACKAGES = ("torch", "transformers")
-VOCABULARY, LENGTH, ROWS, LR = 8192, 512, 32, 1e-3
+VOCABULARY, LR = 8192, 1e-3
 TOKENIZER_BYTES = 10_000_000  # of text that the tokenizer is made from
 END = "<|endoftext|>"
 
@@ -61,17 +61,17 @@ def tokens_of(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> torch.Ten
     return torch.tensor([token for ids in found for token in [*ids, tokenizer.eos_token_id]])
 
 
-def new_model(vocabulary: int, layers: int):
-    """Random weights, of widths that every format takes."""
+def new_model(vocabulary: int, layers: int, width: int):
+    """Random weights; widths of 512 and more are those that every format takes."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(
         LlamaConfig(
             vocab_size=vocabulary,
-            hidden_size=512,
-            intermediate_size=1408,
+            hidden_size=width,
+            intermediate_size=width * 11 // 4,
             num_hidden_layers=layers,
-            num_attention_heads=8,
-            num_key_value_heads=4,
+            num_attention_heads=width // 64,
+            num_key_value_heads=width // 128,
             max_position_embeddings=2048,
             tie_word_embeddings=True,
             bos_token_id=0,
@@ -82,16 +82,18 @@ def new_model(vocabulary: int, layers: int):
     )
 
 
-def learn(model, tokens: torch.Tensor, steps: int, device: torch.device):
-    """Train on random windows of the text, in bf16 products."""
+def learn(
+    model, tokens: torch.Tensor, steps: int, rows_per_step: int, length: int, device: torch.device
+):
+    """Train on random windows of the text, in bf16 products on a GPU."""
     model.to(device).train()
     optimizer = build_optimizer(model, "adamw", LR, 0.1)
     scheduler = build_scheduler(optimizer, "cosine", steps)
     generator = torch.Generator().manual_seed(0)
     for step in range(1, steps + 1):
-        starts = torch.randint(0, len(tokens) - LENGTH, (ROWS,), generator=generator)
-        rows = torch.stack([tokens[s : s + LENGTH] for s in starts.tolist()]).to(device)
-        with torch.autocast(device.type, torch.bfloat16):
+        starts = torch.randint(0, len(tokens) - length, (rows_per_step,), generator=generator)
+        rows = torch.stack([tokens[s : s + length] for s in starts.tolist()]).to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = model(input_ids=rows, labels=rows).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -102,28 +104,46 @@ def learn(model, tokens: torch.Tensor, steps: int, device: torch.device):
             print(f"step {step}/{steps}  loss {loss.item():.4f}", flush=True)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=1000, help="of 32 rows of 512 tokens")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--megabytes", type=int, default=50, help="of source text")
-    options = parser.parse_args()
+def make_base(
+    folder: Path,
+    width: int,
+    layers: int,
+    steps: int,
+    rows: int = 32,
+    length: int = 512,
+    megabytes: int = 50,
+):
+    """Write tokenizer and trained weights into a folder; rows and length are those of a step."""
     started = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    texts = sources(options.megabytes * 10**6)
+    texts = sources(megabytes * 10**6)
     tokenizer = made_tokenizer(texts)
     tokens = tokens_of(texts, tokenizer)
     print(
         f"{len(texts):,} files, {len(tokens):,} tokens, {time.perf_counter() - started:.0f} s",
         flush=True,
     )
-    model = new_model(len(tokenizer), options.layers)
-    learn(model, tokens, options.steps, device)
-    model.to(torch.bfloat16).save_pretrained(options.folder)
-    tokenizer.save_pretrained(options.folder)
-    print(
-        f"{options.folder}: {model.num_parameters():,} weights, {time.perf_counter() - started:.0f} s"
+    model = new_model(len(tokenizer), layers, width)
+    learn(model, tokens, steps, rows, length, device)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    print(f"{folder}: {model.num_parameters():,} weights, {time.perf_counter() - started:.0f} s")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=1000, help="of 32 rows of 512 tokens")
+    parser.add_argument("--hidden_size", type=int, default=512, help="a multiple of 128")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--megabytes", type=int, default=50, help="of source text")
+    options = parser.parse_args()
+    make_base(
+        options.folder,
+        options.hidden_size,
+        options.layers,
+        options.steps,
+        megabytes=options.megabytes,
     )
 
 

@@ -500,3 +500,39 @@ def test_dpo_is_measured_beside_trl_alone_with_the_same_losses(tmp_path):
         assert row["steps_measured"] == 2 and row["tokens_per_second"] > 0
         assert abs(row["loss_first"] - math.log(2)) < 1e-3  # both policies are one at first
         assert row["loss_last"] != row["loss_first"]
+
+
+def test_the_benchmark_of_defaults_tries_all_rates_on_each_task_a_seed_at_a_time(tmp_path):
+    from defaults import config_of, jobs_of
+    from defaults_table import FACTORS, TASKS, rate
+
+    jobs = jobs_of(3, ["lr", "full", "classic"])
+    assert len(jobs) == len(set(jobs)) == 3 * (2 * len(FACTORS) + 1) * len(TASKS)
+    assert {job.seed for job in jobs[: len(jobs) // 3]} == {0}
+    options = SimpleNamespace(
+        hidden_size=512, base=tmp_path / "base", folder=tmp_path, device="cpu"
+    )
+    configs = {job: config_of(job, options) for job in jobs}
+    assert len({c.output_dir for c in configs.values()}) == len(jobs)
+    rates = {c.lr for job, c in configs.items() if job.variant.startswith("lr")}
+    assert sorted(rates) == [factor * rate(512) for factor in FACTORS]
+    of_all_weights = {c.lr for c in configs.values() if c.train_type == "full"}
+    assert sorted(of_all_weights) == [factor / 10 * rate(512) for factor in FACTORS]
+
+
+def test_the_table_of_defaults_measures_each_kind_of_training_against_its_own_best_rate():
+    from defaults_table import tables
+
+    ends = {"lr x1": (2.0, 2.4), "lr x2": (2.0, 2.0), "full lr x1": (5.0,), "classic": (3.0, 5.0)}
+    rows = [
+        dict(task="stdlib", variant=v, seed=n, status="ok", held_out_loss=loss, hidden_size=512)
+        for v, losses in ends.items()
+        for n, loss in enumerate(losses)
+    ]
+    rows += [dict(task="stdlib", variant="lr x4", seed=0, status="error", hidden_size=512)]
+    assert tables(rows).splitlines()[4:] == [
+        "| lr x1 |  | 2.2000 (+10.0%) |  | 2 |",
+        "| lr x2 |  | 2.0000 (+0.0%) |  | 2 |",
+        "| full lr x1 |  | 5.0000 (+0.0%) |  | 1 |",
+        "| classic |  | 4.0000 (+100.0%) |  | 2 |",
+    ]
