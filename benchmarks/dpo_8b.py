@@ -1,18 +1,21 @@
 """Direct preference optimization of an 8B model in NF4 on one GPU: TRL on this engine, and TRL alone.
 
-    python benchmarks/dpo_8b.py /dev/shm/llama-8b --results benchmarks/results/dpo_8b_h100.jsonl
+    python benchmarks/dpo_8b.py /dev/shm/llama-8b --minutes 4 --results benchmarks/results/dpo_8b_h100.jsonl
 
 The folder is filled with random weights of the model's true shape if it is not there. Both ways train
 the same adapters on the same rows with the same arguments of TRL, each in a process of its own: ours
 through `integrations.trl`, theirs with PEFT and bitsandbytes. A step's tokens are those of the chosen and
 the rejected rows; the reference policy's forward is part of the step. Prints both, and writes JSON lines.
+A way that outlasts its share of `--minutes` is stopped; it makes a row of status "timeout".
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -37,14 +40,17 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048, help="tokens of each row")
-    parser.add_argument("--steps", type=int, default=8, help="that are measured")
+    parser.add_argument("--steps", type=int, default=5, help="that are measured")
     parser.add_argument("--lora_rank", type=int, default=64)
     parser.add_argument("--activation_policy", help="ours only; as --activation_policy of train.py")
+    parser.add_argument("--compile", action="store_true", help="ours only")
+    parser.add_argument("--mlp_tiles", type=int, default=1, help="ours only")
+    parser.add_argument("--minutes", type=float, default=10, help="for everything")
     parser.add_argument("--one", choices=WAYS, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
-def fill(folder: Path, model: str):
+def fill(folder: Path, model: str, layers: int | None = None):
     """Random weights of a model's shape, and a tokenizer whose words are numbers."""
     from random_checkpoint import write
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -55,6 +61,8 @@ def fill(folder: Path, model: str):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not (folder / "config.json").exists():
         settings = known_config(model)
+        if layers:
+            settings["num_hidden_layers"] = layers
         write(folder, AutoConfig.for_model(settings.pop("model_type"), **settings), device)
     if not (folder / "tokenizer.json").exists():
         words = {str(i): i for i in range(AutoConfig.from_pretrained(folder).vocab_size)}
@@ -80,31 +88,35 @@ def rows(options: argparse.Namespace, vocab_size: int) -> list[dict]:
     ]
 
 
-def measure(options: argparse.Namespace) -> dict:
-    """Train one way in this process; what came out."""
-    import trl
-    from datasets import Dataset
-    from peft import LoraConfig
-    from transformers import AutoTokenizer, TrainerCallback
-
-    on_gpu = torch.cuda.is_available()
+def step_watch():
+    """A callback that keeps when each step ended, and resets the peak once warm."""
+    from transformers import TrainerCallback
 
     class Watch(TrainerCallback):
         times = ()
 
         def on_step_end(self, args, state, control, **_):
-            if on_gpu:
+            if torch.cuda.is_available():
                 torch.cuda.synchronize()
                 if state.global_step == WARM_UP:
                     torch.cuda.reset_peak_memory_stats()
             self.times = (*self.times, time.perf_counter())
 
-    tokenizer, watch = AutoTokenizer.from_pretrained(options.folder), Watch()
-    args = trl.DPOConfig(
-        str(options.folder.with_name("dpo_output")),
+        def seconds(self) -> list[float]:
+            """Of the steps after the warm-up."""
+            ends = self.times[WARM_UP - 1 :]
+            return [b - a for a, b in zip(ends, ends[1:], strict=False)]
+
+    return Watch()
+
+
+def common_arguments(options: argparse.Namespace) -> dict:
+    """What a configuration of TRL is told whatever its trainer."""
+    on_gpu = torch.cuda.is_available()
+    return dict(
+        output_dir=str(options.folder.with_name("trl_output")),
         per_device_train_batch_size=options.batch_size,
         max_steps=WARM_UP + options.steps,
-        max_length=options.length,
         learning_rate=1e-4,
         gradient_checkpointing=True,
         bf16=on_gpu,
@@ -116,37 +128,56 @@ def measure(options: argparse.Namespace) -> dict:
         disable_tqdm=True,
         seed=0,
     )
-    trainer = (_ours if options.one == "ours" else _theirs)(
-        options,
-        args=args,
-        train_dataset=Dataset.from_list(rows(options, len(tokenizer))),
-        processing_class=tokenizer,
-        peft_config=LoraConfig(
-            task_type="CAUSAL_LM",
-            r=options.lora_rank,
-            lora_alpha=16,
-            target_modules="all-linear",
-        ),
-        callbacks=[watch],
+
+
+def adapter(options: argparse.Namespace):
+    """LoRA on every linear layer of the blocks."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        task_type="CAUSAL_LM", r=options.lora_rank, lora_alpha=16, target_modules="all-linear"
     )
+
+
+def figures(trainer, watch, tokens_per_step: int) -> dict:
+    """What a trainer that has trained measured."""
     trainer.train()
-    steps = [b - a for a, b in zip(watch.times, watch.times[1:], strict=False)][WARM_UP - 1 :]
+    steps = watch.seconds()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     seconds = statistics.median(steps)
     return dict(
         seconds_per_step=seconds,
-        tokens_per_second=2 * options.batch_size * options.length / seconds,
-        **_memory(on_gpu),
+        tokens_per_second=tokens_per_step / seconds,
+        **memory(),
         steps_measured=len(steps),
         loss_first=losses[0],
         loss_last=losses[-1],
     )
 
 
-def _memory(on_gpu: bool) -> dict:
+def measure(options: argparse.Namespace) -> dict:
+    """Train one way in this process; what came out."""
+    import trl
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    tokenizer, watch = AutoTokenizer.from_pretrained(options.folder), step_watch()
+    trainer = (_ours if options.one == "ours" else _theirs)(
+        options,
+        args=trl.DPOConfig(**common_arguments(options), max_length=options.length),
+        train_dataset=Dataset.from_list(rows(options, len(tokenizer))),
+        processing_class=tokenizer,
+        peft_config=adapter(options),
+        callbacks=[watch],
+    )
+    return figures(trainer, watch, 2 * options.batch_size * options.length)
+
+
+def memory() -> dict:
+    """The peak since it was reset, in GiB: the GPU's, or without one the host's."""
     from fsdp_qlora.observe.peak_memory import peak_resident_bytes
 
-    if on_gpu:
+    if torch.cuda.is_available():
         allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         return dict(peak_allocated_gib=allocated / GIB, peak_reserved_gib=reserved / GIB)
     return dict(peak_host_gib=peak_resident_bytes() / GIB)
@@ -156,7 +187,12 @@ def _ours(options: argparse.Namespace, **given):
     from fsdp_qlora.integrations.trl import DPOTrainer
 
     return DPOTrainer(
-        str(options.folder), quant="nf4", activation_policy=options.activation_policy, **given
+        str(options.folder),
+        quant="nf4",
+        activation_policy=options.activation_policy,
+        compile=options.compile,
+        mlp_tiles=options.mlp_tiles,
+        **given,
     )
 
 
@@ -174,17 +210,15 @@ def _theirs(options: argparse.Namespace, **given):
     return trl.DPOTrainer(model, **given)
 
 
-def run_way(way: str, options: argparse.Namespace, arguments: list[str]) -> dict:
-    """One way in its own process; a row, whatever happens there."""
+def run_way(way: str, options: argparse.Namespace, arguments: list[str], seconds: float) -> dict:
+    """One way in its own process, stopped after `seconds`; a row, whatever happens there."""
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
     command = [sys.executable, *(command if way == "ours" else []), __file__]
-    done = subprocess.run(
-        [*command, *arguments, "--one", way], capture_output=True, text=True, check=False
-    )
-    found = [line for line in done.stdout.splitlines() if line.startswith('{"seconds_per_step"')]
+    out, late = _run([*command, *arguments, "--one", way], seconds)
+    found = [line for line in out.splitlines() if line.startswith('{"seconds_per_step"')]
     if not found:
-        print(done.stdout[-2000:], done.stderr[-4000:], sep="\n", file=sys.stderr)
-    oom = "out of memory" in done.stdout + done.stderr
+        print(out[-6000:], file=sys.stderr)
+    oom = "out of memory" in out
     return dict(
         name="dpo_8b",
         peer=WAYS[way],
@@ -195,12 +229,31 @@ def run_way(way: str, options: argparse.Namespace, arguments: list[str]) -> dict
         batch_size=options.batch_size,
         context_length=options.length,
         lora_rank=options.lora_rank,
-        activation_policy=options.activation_policy or "recompute_all",
+        activation_policy=way == "ours" and options.activation_policy or "recompute_all",
+        compile=way == "ours" and options.compile,
+        mlp_tiles=options.mlp_tiles if way == "ours" else 1,
         **(json.loads(found[0]) if found else {}),
-        status="ok" if found else "oom" if oom else "error",
+        status="ok" if found else "timeout" if late else "oom" if oom else "error",
         versions={name: version(name) for name in LIBRARIES},
         date=str(date.today()),
     )
+
+
+def _run(command: list[str], seconds: float) -> tuple[str, bool]:
+    """What a command printed, and whether it and what it started had to be stopped."""
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            return process.communicate(timeout=seconds)[0], False
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return process.communicate()[0], True
 
 
 def main(arguments: list[str]) -> list[dict]:
@@ -208,10 +261,12 @@ def main(arguments: list[str]) -> list[dict]:
     if options.one:
         print(json.dumps(measure(options)), flush=True)
         return []
+    ends = time.monotonic() + 60 * options.minutes
     fill(options.folder, options.model)
     found = []
-    for way in options.ways:
-        found.append(run_way(way, options, arguments))
+    for i, way in enumerate(options.ways):
+        share = (ends - time.monotonic()) / (len(options.ways) - i)
+        found.append(run_way(way, options, arguments, share))
         print(json.dumps(found[-1]), flush=True)
         if options.results:
             with open(options.results, "a") as file:

@@ -215,7 +215,9 @@ def figures(records: list[dict], first: int, gpus: int = 1) -> dict:
     if not measured:
         return found
     tokens, seconds = (sum(s[name] for s in measured) for name in ("tokens", "seconds"))
-    computed = sum(s["padded_tokens"] / gpus if s.get("padded_tokens") else s["tokens"] for s in measured)
+    computed = sum(
+        s["padded_tokens"] / gpus if s.get("padded_tokens") else s["tokens"] for s in measured
+    )
     if before and found["compilations"] is not None:
         found["compilations_after_first"] = found["compilations"] - before[-1]["compilations"]
     return found | dict(
@@ -310,7 +312,9 @@ def without(settings: list[str], name: str) -> list[str]:
 def train_command(run: Run, rows: Path, output: Path, steps: int, options) -> list[str]:
     """The command that a user types."""
     settings = (
-        COMMON | run.settings | dict(max_steps=steps, save_model=False, world_size=options.gpus, log_every=1)
+        COMMON
+        | run.settings
+        | dict(max_steps=steps, save_model=False, world_size=options.gpus, log_every=1)
     )
     return [
         sys.executable,

@@ -20,6 +20,7 @@ from peft import get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer
 
+from ..build import compile_blocks
 from ..checkpoint.tensors import (
     RowFiles,
     load_optimizer_into,
@@ -27,12 +28,14 @@ from ..checkpoint.tensors import (
     rank_file,
     write_rows,
 )
+from ..config import block_policies
 from ..dist import ranks_from_env
 from ..export import save_trained
 from ..export.save import load_adapter
 from ..loading import load_weights
 from ..loading.weight_files import Checkpoint
 from ..memory.checkpointing_policy import apply_activation_policy
+from ..memory.tiled_mlp import apply_tiled_mlp
 from ..model.blocks import decoder_blocks
 from ..optim import build_optimizer
 from ..sharding import (
@@ -55,7 +58,8 @@ class ShardedTrainerMixin:
     model that exists on every rank. quant: the format of frozen weights of a model given by name
     (nf4, fp4, int8, hqq4..., none). sharding_strategy: ddp, shard_grad_op, full_shard or a hybrid of
     them. activation_policy: as --activation_policy; None recomputes blocks where the trainer's
-    gradient_checkpointing is on. use_cpu_offload: frozen weights wait in host memory.
+    gradient_checkpointing is on. mlp_tiles: as --mlp_tiles, for long rows. compile: torch.compile each
+    block, for rows of any length. use_cpu_offload: frozen weights wait in host memory.
     Raises ValueError for settings of the trainer that would wrap the model a second time.
     """
 
@@ -71,6 +75,8 @@ class ShardedTrainerMixin:
         shard_group_size: int = -1,
         wrap_policy: str = "block",
         activation_policy: str | None = None,
+        mlp_tiles: int = 1,
+        compile: bool = False,
         use_cpu_offload: bool = False,
         **kwargs,
     ):
@@ -80,7 +86,9 @@ class ShardedTrainerMixin:
         super().__init__(model, *args, **kwargs)
         _check_arguments(self.args)
         on_host = OnHost(use_cpu_offload, False, use_cpu_offload)
-        self._apply_activation_policy(activation_policy)
+        self._apply_activation_policy(activation_policy, mlp_tiles)
+        if compile:
+            compile_blocks(self.model, dynamic=True)
         shard_and_load(
             self.model,
             self.args.device,
@@ -91,13 +99,15 @@ class ShardedTrainerMixin:
             on_host=on_host,
         )
 
-    def _apply_activation_policy(self, policy: str | None):
+    def _apply_activation_policy(self, policy: str | None, mlp_tiles: int):
         """Recompute as our policies do where the trainer would by transformers' own checkpointing."""
         if policy is None:
             policy = "recompute_all" if self.args.gradient_checkpointing else "keep_all"
         self.args.gradient_checkpointing = False
         self.model.config.use_cache = False
-        apply_activation_policy(self.model, [policy] * len(decoder_blocks(self.model)))
+        policies = block_policies(policy, len(decoder_blocks(self.model)))
+        apply_tiled_mlp(self.model, mlp_tiles, policies)
+        apply_activation_policy(self.model, policies)
 
     # ---- what the trainer does itself, but not to a sharded model --------------------------------
 
@@ -204,7 +214,9 @@ def _check_arguments(args):
                 f"{name} out and give sharding_strategy"
             )
     if args.torch_compile:
-        raise ValueError("torch_compile=True: leave it out; train.py compiles the blocks it runs")
+        raise ValueError(
+            "torch_compile=True: give compile=True to the trainer, which compiles blocks"
+        )
     if not dist.is_initialized():
         raise ValueError(
             "the trainer needs a process group, on one GPU too; start the script with torchrun "

@@ -500,6 +500,28 @@ def test_dpo_is_measured_beside_trl_alone_with_the_same_losses(tmp_path):
         assert row["steps_measured"] == 2 and row["tokens_per_second"] > 0
         assert abs(row["loss_first"] - math.log(2)) < 1e-3  # both policies are one at first
         assert row["loss_last"] != row["loss_first"]
+    (late,) = dpo_8b.main([model, "--model", "tiny", "--ways", "peer", "--minutes", "0.01", *small])
+    assert late["status"] == "timeout" and "tokens_per_second" not in late
+
+
+def trl_two_ranks(folder: str, results: str):
+    from trl_two_ranks import main
+
+    small = "--layers 2 --batch_size 2 --length 24 --answer 6 --steps 1 --lora_rank 4".split()
+    main([folder, "--model", "tiny", *small, "--results", results])
+
+
+@pytest.mark.slow
+def test_dpo_and_grpo_of_two_sharded_ranks_are_measured(tmp_path):
+    results = tmp_path / "rows.jsonl"
+    run_ranks(trl_two_ranks, 2, save_tiny(tmp_path / "tiny"), str(results), timeout=300)
+    dpo, grpo = [json.loads(line) for line in results.read_text().splitlines()]
+    assert (dpo["name"], grpo["name"]) == ("dpo_two_ranks", "grpo_two_ranks")
+    assert abs(dpo["loss_first"] - math.log(2)) < 1e-3
+    for row, tokens in ((dpo, 2 * 24), (grpo, 24 // 4 + 6)):
+        assert row["gpus"] == 2 and row["seconds"] > row["seconds_per_step"] > 0
+        seconds = row["tokens_per_second"] * row["seconds_per_step"]
+        assert seconds == pytest.approx(2 * 2 * tokens)
 
 
 def test_the_benchmark_of_defaults_tries_all_rates_on_each_task_a_seed_at_a_time(tmp_path):

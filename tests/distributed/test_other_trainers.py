@@ -110,14 +110,13 @@ def curve(trainer) -> list[list[float]]:
 
 
 def train_cases(folder: str, output: str, cases: list[tuple]) -> list:
-    """By case, kind, strategy and quant: the curve."""
+    """By case, kind, strategy, quant and other settings: the curve."""
     from fsdp_qlora.integrations import trl
 
     found = []
-    for kind, strategy, quant in cases:
-        made = trainer(
-            trl, kind, folder, folder, output, {}, sharding_strategy=strategy, quant=quant
-        )
+    for kind, strategy, quant, more in cases:
+        given = dict(sharding_strategy=strategy, quant=quant) | more
+        made = trainer(trl, kind, folder, folder, output, {}, **given)
         made.train()
         found.append(curve(made))
     return found
@@ -152,19 +151,20 @@ def reference_cases(folder: str, output: str, cases: list[tuple]) -> list:
 
 
 def test_trl_on_two_ranks_equals_trl_and_peft_in_one_process(folder, tmp_path):
-    """DPO's and KTO's reference policy is the frozen base, in four bits too."""
+    """DPO's and KTO's reference policy is the frozen base, in four bits too, and compiled."""
     plain = [(kind, "none") for kind in KINDS] + [("DPO", "nf4")]
-    cases = [(kind, "full_shard", quant) for kind, quant in plain]
-    cases += [("DPO", "ddp", "none"), ("DPO", "ddp", "nf4"), ("SFT", "ddp", "none")]
+    cases = [(kind, "full_shard", quant, {}) for kind, quant in plain]
+    cases += [("DPO", "ddp", "none", {}), ("DPO", "ddp", "nf4", {}), ("SFT", "ddp", "none", {})]
+    cases += [("DPO", "full_shard", "nf4", dict(compile=True, mlp_tiles=2))]
     (expected,) = run_ranks(reference_cases, 1, folder, str(tmp_path), plain, timeout=600)
     by_kind = dict(zip(plain, expected, strict=True))
     first, second = run_ranks(train_cases, 2, folder, str(tmp_path), cases, timeout=600)
     assert first == second
-    for (kind, strategy, quant), found in zip(cases, first, strict=True):
+    for (kind, strategy, quant, more), found in zip(cases, first, strict=True):
         assert len(found) == STEPS
         # KTO's estimate of the divergence has other neighbours.
         tolerance = 1e-4 if kind == "KTO" else 1e-5
-        assert relative(found, by_kind[kind, quant]) < tolerance, (kind, strategy, quant)
+        assert relative(found, by_kind[kind, quant]) < tolerance, (kind, strategy, quant, more)
 
 
 def even_characters(completions, **_) -> list[float]:
