@@ -63,9 +63,7 @@ def main():
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int)
     options = parser.parse_args()
-    settings = known_config(options.model)
-    if options.layers:
-        settings["num_hidden_layers"] = options.layers
+    settings = known_config(options.model, options.layers)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     write(options.folder, config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 

@@ -45,7 +45,12 @@ def table() -> str:
     ours, peers = newest("speed"), newest("peers")
     return markdown(
         HEAD,
-        [line(name, case, gpus, ours, peers) for name, case in CASES.items() for gpus in case.gpus],
+        [
+            line(name, case, gpus, ours, peers)
+            for name, case in CASES.items()
+            if case.target
+            for gpus in case.gpus
+        ],
     )
 
 

@@ -71,28 +71,42 @@ PUBLISHED = {
 
 
 def meta_model(name, layers=None):
-    config = known_config(name)
-    if layers:
-        config["num_hidden_layers"] = layers
+    config = known_config(name, layers)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             AutoConfig.for_model(**config, pad_token_id=0), dtype=torch.bfloat16
         )
 
 
-def linears_of_a_block(model, shape) -> tuple[dict, dict]:
-    """(out, in) of the first block's linears and lengths of their biases, by the names of `shape`."""
-    block = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))[0]
+def linears_of_block(model, shape, number) -> tuple[dict, dict]:
+    """(out, in) of a block's linears and lengths of their biases, by the names of `shape`."""
+    block = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))[number]
     linears = {
-        n if n in shape.linears() else n.rsplit(".", 1)[-1]: m
+        next((known for known in shape.linears() if f".{n}".endswith(f".{known}")), n): m
         for n, m in block.named_modules()
-        if isinstance(m, (torch.nn.Linear, Conv1D))
+        if isinstance(m, (torch.nn.Linear, Conv1D)) and "router" not in n
     }
     sizes = {
         n: tuple(m.weight.shape) if isinstance(m, torch.nn.Linear) else tuple(m.weight.shape[::-1])
         for n, m in linears.items()
     }
     return sizes, {n: len(m.bias) for n, m in linears.items() if m.bias is not None}
+
+
+def assert_same_blocks(model, shape):
+    """Names and shapes of linear layers and biases of each kind of block, and all weights of the model."""
+    assert sum(p.numel() for p in model.parameters()) == shape.total_params()
+    kinds = shape.kinds or (shape,)
+    for kind, number in enumerate(
+        shape.order.index(k) if shape.order else 0 for k in range(len(kinds))
+    ):
+        sizes, biases = linears_of_block(model, kinds[kind], number)
+        assert sizes == kinds[kind].linears() and biases == kinds[kind].biases()
+
+
+def enough_layers(shape) -> int:
+    """How many of a model's first blocks have one of each kind, and two at least."""
+    return max([2, *(shape.order.index(kind) + 1 for kind in range(len(shape.kinds)))])
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -102,11 +116,10 @@ def test_total_is_the_published_count(name):
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_every_known_shape_equals_transformers(name):
-    """A cut of two blocks, weight by weight: names and shapes of linears, biases and norms."""
-    model, shape = meta_model(name, layers=2), model_shape(name).cut(2)
-    assert sum(p.numel() for p in model.parameters()) == shape.total_params()
-    sizes, biases = linears_of_a_block(model, shape)
-    assert sizes == shape.linears() and biases == shape.biases()
+    """A cut of its first blocks, weight by weight: names and shapes of linears, biases and norms."""
+    layers = enough_layers(model_shape(name))
+    model, shape = meta_model(name, layers), model_shape(name).cut(layers)
+    assert_same_blocks(model, shape)
     assert model.config.max_position_embeddings == shape.max_positions
     assert model.config.tie_word_embeddings == shape.tied
 
@@ -119,9 +132,7 @@ def test_every_family_is_known_from_its_config_alone(family):
         model = AutoModelForCausalLM.from_config(config)
     shape = shape_from_config(config.to_dict())
     assert shape.known_family
-    assert sum(p.numel() for p in model.parameters()) == shape.total_params()
-    sizes, biases = linears_of_a_block(model, shape)
-    assert sizes == shape.linears() and biases == shape.biases()
+    assert_same_blocks(model, shape)
     assert is_tied(model) == shape.tied
 
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import shorten
 
 from ..json_input import from_json
+from .blocks import Block, layer_blocks, left_out, outer_weights
 from .families import (
     DEFAULT_TARGETS,
     FAMILIES,
@@ -57,6 +59,12 @@ class ModelShape:
     experts: int = 0  # E
     experts_per_token: int = 0
     new_blocks: int = 0  # among the layers: Llama-Pro's, trained (llama_pro.py)
+    # Where blocks differ, or are not built like Llama's: a shape for each kind, as if all blocks were of
+    # it, with `block`; and the kind of each block, in order.
+    kinds: tuple[ModelShape, ...] = ()
+    order: tuple[int, ...] = ()
+    block: Block | None = None
+    outer: tuple[tuple[str, int, int], ...] = ()  # name, rows, width beside blocks and vocabulary
 
     @property
     def tied(self) -> bool:
@@ -66,12 +74,25 @@ class ModelShape:
     @property
     def known_family(self) -> bool:
         """False if the block is only assumed to be built like Llama's."""
-        return self.family in FAMILIES
+        return self.family in FAMILIES or bool(self.kinds)
 
     @property
     def mlp_width(self) -> int:
         """Values between up and down that a token passes through; of all its experts."""
+        if self.block:
+            return self.block.mlp.width
         return self.intermediate * max(1, self.experts_per_token)
+
+    @property
+    def norms(self) -> int:
+        """Norms of width D in a block."""
+        return len(self.block.norms) if self.block else self.traits.norms
+
+    @property
+    def state_width(self) -> int:
+        """Values of a token that a mixer with a state convolves, and takes in: 0 without one."""
+        mixer = self.block.mixer if self.block else None
+        return sum(out for _, (out, _) in mixer.linears[:-1]) if mixer and mixer.state else 0
 
     @property
     def learned_positions(self) -> int:
@@ -80,6 +101,8 @@ class ModelShape:
 
     def attention_linears(self) -> dict[str, tuple[int, int]]:
         """(out, in) of the linear layers of a block's attention; the last gives its output."""
+        if self.block:
+            return dict(self.block.mixer.linears)
         q, kv, d = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden
         if self.traits.layers == "gpt2":
             return {"attn.c_attn": (q + 2 * kv, d), "attn.c_proj": (d, q)}
@@ -90,6 +113,8 @@ class ModelShape:
     def mlp_linears(self) -> dict[str, tuple[int, int]]:
         """(out, in) of the linear layers of a block's MLP; the last gives its output."""
         d, i = self.hidden, self.intermediate
+        if self.block:
+            return dict(self.block.mlp.linears)
         if self.traits.experts:
             return {}
         if self.traits.layers == "gpt2":
@@ -99,11 +124,20 @@ class ModelShape:
         return dict(gate_proj=(i, d), up_proj=(i, d), down_proj=(d, i))
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of every linear layer of a block, by name, in the order of the forward."""
+        """(out, in) of every linear layer of a block, by name, in the order of the forward.
+
+        Of a model of several kinds of blocks, those of all kinds: for names, not for counting.
+        """
+        if self.kinds:
+            return {name: size for kind in self.kinds for name, size in kind.linears().items()}
         return self.attention_linears() | self.mlp_linears()
 
     def expert_linears(self) -> dict[str, tuple[int, int]]:
         """(out, in) of the weights of one expert; empty without experts."""
+        if self.kinds:
+            return next((k.expert_linears() for k in self.kinds if k.experts), {})
+        if self.block:
+            return dict(self.block.mlp.of_experts)
         if not self.traits.experts:
             return {}
         return {
@@ -113,6 +147,8 @@ class ModelShape:
 
     def biases(self) -> dict[str, int]:
         """Length of the bias of each linear layer of a block that has one."""
+        if self.block:
+            return dict(self.block.mixer.biases + self.block.mlp.biases)
         attention = list(self.attention_linears())
         has = {name: self.traits.mlp_bias for name in self.mlp_linears()}
         has |= dict.fromkeys(attention[:-1], self.traits.qkv_bias) | {
@@ -121,7 +157,9 @@ class ModelShape:
         return {name: out for name, (out, _) in self.linears().items() if has[name]}
 
     def norm_weights(self) -> list[tuple[str, int]]:
-        """Name and length of each weight of a block's norms."""
+        """Name and length of each weight of a block's norms, and of others that are in no linear layer."""
+        if self.block:
+            return [*self.block.norms, *self.block.mixer.beside, *self.block.mlp.beside]
         widths = dict(
             head=(self.head_dim, self.head_dim),
             width=(self.heads * self.head_dim, self.kv_heads * self.head_dim),
@@ -137,6 +175,14 @@ class ModelShape:
         norms = sum(width for _, width in self.norm_weights()) + sum(self.biases().values())
         return dict(linears=each + self.experts * experts, norms=norms + self.experts * self.hidden)
 
+    def block_kinds(self) -> tuple[tuple[ModelShape, int], ...]:
+        """The shape of each kind of block, with how many there are."""
+        if not self.kinds:
+            return ((self, self.layers),)
+        return tuple(
+            (self.kinds[kind], count) for kind, count in sorted(Counter(self.order).items())
+        )
+
     def used_linears(self) -> int:
         """Weights of a block's linear layers that a token is multiplied with."""
         experts = sum(out * wide for out, wide in self.expert_linears().values())
@@ -150,12 +196,14 @@ class ModelShape:
 
         `norms` are all that is neither linear nor as large as the vocabulary.
         """
-        block, embedding = self.block_params(), self.vocab * self.hidden
+        embedding = self.vocab * self.hidden
+        blocks = [(kind.block_params(), count) for kind, count in self.block_kinds()]
         last = self.hidden * (self.traits.norm_parts + self.learned_positions)
+        last += sum(rows * width for _, rows, width in self.outer)
         return dict(
             embedding=embedding,
-            linears=self.layers * block["linears"],
-            norms=self.layers * block["norms"] + last,
+            linears=sum(count * block["linears"] for block, count in blocks),
+            norms=sum(count * block["norms"] for block, count in blocks) + last,
             head=0 if self.tied else embedding,
         )
 
@@ -171,7 +219,7 @@ class ModelShape:
         """
         names = tuple(self.linears())
         if wanted == "all-linear":
-            return names
+            return tuple(n for n in names if n.rsplit(".", 1)[-1] not in left_out(self.family))
         if wanted is None:
             wanted = [*DEFAULT_TARGETS.get(self.family, ())] or ["q_proj", "v_proj"]
         known = (*names, "lm_head")
@@ -180,7 +228,9 @@ class ModelShape:
         def is_of(name, asked):
             return f".{name}".endswith(f".{asked.rsplit('.', 1)[-1]}")
 
-        if missing := [w for w in wanted if not any(is_of(name, w) for name in known)]:
+        # What one kind of block lacks, another has.
+        missing = [w for w in wanted if not any(is_of(name, w) for name in known)]
+        if missing and not self.block:
             raise ValueError(
                 f"--lora_target_modules {','.join(missing)}: no such module; "
                 f"{self.name} has {', '.join(known)}"
@@ -197,7 +247,8 @@ class ModelShape:
         def is_of(name, asked):
             return asked in ("experts", name) or name.endswith(asked.split(".")[-1])
 
-        if missing := [w for w in wanted if not any(is_of(name, w) for name in names)]:
+        missing = [w for w in wanted if not any(is_of(name, w) for name in names)]
+        if missing and not self.block:
             raise ValueError(
                 f"--lora_target_parameters {','.join(missing)}: no such parameter; "
                 f"{self.name} has {', '.join(names) or 'no experts'}"
@@ -212,11 +263,14 @@ class ModelShape:
         """Adapter weights of the model."""
         names = self.targets(targets)
         head = rank * (self.vocab + self.hidden) if "lm_head" in names else 0
-        return self.layers * self.lora_block_params(rank, names) + head
+        return head + sum(
+            count * kind.lora_block_params(rank, names) for kind, count in self.block_kinds()
+        )
 
     def cut(self, layers: int) -> ModelShape:
-        """The same model with fewer blocks."""
-        return replace(self, name=f"{self.name} ({layers} of {self.layers} layers)", layers=layers)
+        """The same model with fewer blocks, the first ones."""
+        name = f"{self.name} ({layers} of {self.layers} layers)"
+        return replace(self, name=name, layers=layers, order=self.order[:layers])
 
 
 def shape_from_config(config: dict, name: str = "") -> ModelShape:
@@ -228,11 +282,11 @@ def shape_from_config(config: dict, name: str = "") -> ModelShape:
     name = name or config.get("_name_or_path") or config.get("model_type", "model")
     _check_fields(name, config)
     family, traits = config.get("model_type", "llama"), traits_of(config)
-    heads = config["num_attention_heads"]
+    heads, blocks = config["num_attention_heads"], layer_blocks(config)
     experts = next((config[key] for key in _EXPERT_COUNTS if (config.get(key) or 1) > 1), 0)
-    if experts:
+    if experts and not blocks:
         _check_experts(name, config, traits, experts)
-    return ModelShape(
+    shape = ModelShape(
         name=name,
         family=family,
         vocab=config["vocab_size"],
@@ -247,6 +301,27 @@ def shape_from_config(config: dict, name: str = "") -> ModelShape:
         experts=experts,
         experts_per_token=config["num_experts_per_tok"] if experts else 0,
     )
+    return _of_blocks(shape, config, blocks) if blocks else shape
+
+
+def _of_blocks(shape: ModelShape, config: dict, blocks: list[Block]) -> ModelShape:
+    """The shape of a model that is built of these blocks."""
+    distinct = list(dict.fromkeys(blocks))
+    kinds = tuple(
+        replace(
+            shape,
+            block=block,
+            heads=block.mixer.heads,
+            kv_heads=block.mixer.kv_heads,
+            head_dim=block.mixer.head_dim,
+            intermediate=block.mlp.each_width,
+            experts=block.mlp.experts,
+            experts_per_token=block.mlp.experts_per_token,
+        )
+        for block in distinct
+    )
+    order = tuple(map(distinct.index, blocks))
+    return replace(shape, kinds=kinds, order=order, outer=outer_weights(config))
 
 
 def _text_config(config: dict) -> dict:

@@ -10,6 +10,7 @@ import re
 from difflib import get_close_matches
 from pathlib import Path
 
+_PER_LAYER = ("layer_types", "mlp_layer_types")  # lists with a value for each layer
 # Of the same shape: tuned models, and those whose linear weights bitsandbytes stored in 4 bits.
 _TUNED = re.compile(r"-(instruct|chat|it|base|coder|(unsloth-)?bnb-4bit)(?=-|$)")
 
@@ -73,9 +74,16 @@ def _full_names() -> dict[str, str]:
     return {re.sub(r"-v[\d.]+$", "", bare): full for bare, full in names.items()} | names
 
 
-def known_config(name: str) -> dict:
-    """The config.json of a known model, in transformers' fields; ValueError if it is not known."""
-    return dict(KNOWN[known_name(name)])
+def known_config(name: str, layers: int | None = None) -> dict:
+    """The config.json of a known model, in transformers' fields, or of its first `layers`.
+
+    Raises ValueError if it is not known.
+    """
+    config = dict(KNOWN[known_name(name)])
+    if layers is None:
+        return config
+    kinds = {key: value[:layers] for key, value in config.items() if key in _PER_LAYER}
+    return config | kinds | dict(num_hidden_layers=layers)
 
 
 def _llama(vocab, hidden, intermediate, layers, heads, kv_heads, positions, theta, **more) -> dict:
@@ -158,6 +166,79 @@ def _qwen3(hidden, intermediate, layers, heads, kv_heads, tied) -> dict:
         rms_norm_eps=1e-6,
         head_dim=128,
         tie_word_embeddings=tied,
+    )
+
+
+def _gpt_oss(layers, experts) -> dict:
+    rope = dict(
+        rope_type="yarn",
+        rope_theta=150000.0,
+        factor=32.0,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        truncate=False,
+        original_max_position_embeddings=4096,
+    )
+    return dict(
+        model_type="gpt_oss",
+        vocab_size=201088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_hidden_layers=layers,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=131072,
+        rope_parameters=rope,
+        rms_norm_eps=1e-5,
+        attention_bias=True,
+        sliding_window=128,
+        layer_types=["sliding_attention", "full_attention"] * (layers // 2),
+        num_local_experts=experts,
+        num_experts_per_tok=4,
+        tie_word_embeddings=False,
+    )
+
+
+def _every(layers: int, interval: int, kind: str) -> list[str]:
+    """Kinds of layers, of which each `interval`th is attention and the others are `kind`."""
+    return [kind if (i + 1) % interval else "full_attention" for i in range(layers)]
+
+
+def _qwen_hybrid(hidden, layers, heads, kv_heads, **more) -> dict:
+    """Qwen3-Next and Qwen3.5: three of four layers are gated delta nets."""
+    return (
+        dict(
+            vocab_size=248320,
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=256,
+            max_position_embeddings=262144,
+            rope_parameters=dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25),
+            rms_norm_eps=1e-6,
+            layer_types=_every(layers, 4, "linear_attention"),
+            linear_conv_kernel_dim=4,
+            linear_key_head_dim=128,
+            linear_value_head_dim=128,
+            linear_num_key_heads=16,
+            linear_num_value_heads=32,
+            tie_word_embeddings=False,
+        )
+        | more
+    )
+
+
+def _qwen3_5(hidden, intermediate, layers, heads, kv_heads, **more) -> dict:
+    return _qwen_hybrid(
+        hidden,
+        layers,
+        heads,
+        kv_heads,
+        model_type="qwen3_5_text",
+        intermediate_size=intermediate,
+        **more,
     )
 
 
@@ -353,6 +434,9 @@ KNOWN = {
         sliding_window=None,
         original_max_position_embeddings=16384,
     ),
+    "openai/gpt-oss-20b": _gpt_oss(layers=24, experts=32),
+    "openai/gpt-oss-120b": _gpt_oss(layers=36, experts=128),
+    "Qwen/Qwen3.5-9B": _qwen3_5(4096, 12288, 32, 16, 4),
     "openai-community/gpt2": _gpt2(768, 12, 12),
     "openai-community/gpt2-medium": _gpt2(1024, 24, 16),
     "openai-community/gpt2-large": _gpt2(1280, 36, 20),

@@ -8,9 +8,9 @@ a few moments of a step, and the table shows what is alive then. Nothing is fitt
 Time is counted in the same way: FLOPs over the rate of large products, bytes over the rate of
 copies, transfers less what compute hides.
 
-Modules, each importing only from those before it: constants, lengths, experts, weights,
-activations, flops, gathered_units, peak, passes, speed, policies, resolve, cost, question,
-report.
+Modules, each importing only from those before it: constants, lengths, kinds, experts,
+weights, activations, flops, gathered_units, peak, passes, speed, policies, resolve, cost,
+question, report.
 
 Letters: B batch, T tokens of a row, N = B T, D hidden, I intermediate, q and kv the widths of all
 query and all key-value heads, V vocabulary, R rank, n ranks that share one copy of the weights.

@@ -11,7 +11,8 @@ from ..catalog.arch import ModelShape
 from ..choices import POLICIES
 from ..config.run import chunk_tokens
 from ..plan import BYTES, Plan, Runs
-from . import experts
+from . import constants, experts
+from .kinds import mean_of_blocks, most_of_blocks
 from .weights import as_given, most_trained, trains_head
 
 KEPT_ATTENTION = (
@@ -39,12 +40,12 @@ def saved_by_block(shape: ModelShape, plan: Plan) -> float:
     norm_bytes = a if plan.loop.compile else 4
     if plan.adapter.is_full and not plan.loop.compile:
         norm_bytes += a
-    total: float = shape.traits.norms * n * (shape.hidden * norm_bytes + 4)
-    if shape.traits.qk_norm:
+    total: float = shape.norms * n * (shape.hidden * norm_bytes + 4)
+    if shape.traits.qk_norm or "q_norm" in dict(shape.block.mixer.beside if shape.block else ()):
         heads = shape.heads + shape.kv_heads
         total += n * heads * (shape.head_dim * norm_bytes + 4)
     total += n * shape.hidden * a * (kept["attention"] + kept["mlp"])
-    total += _attention_saved(shape, plan, kept["o_proj"])
+    total += _attention_saved(shape, plan, kept["o_proj"]) + _state_saved(shape, plan)
     # v is a slice of the fused product, whose other columns stay with it; and phi3 joins q of two
     # halves, which leaves attention's output in an order that has to be copied for o_proj.
     if shape.traits.layers == "fused":
@@ -95,6 +96,20 @@ def _attention_saved(shape: ModelShape, plan: Plan, output_kept: bool) -> float:
     return saved
 
 
+def _state_saved(shape: ModelShape, plan: Plan) -> float:
+    """Bytes that a mixer with a state saves: what it takes, before and after its convolution, and gives.
+
+    As kernels that make the state of a chunk again in their backward do; the attention within a chunk is
+    kept, a row of it for each token and head.
+    """
+    if not shape.state_width:
+        return 0.0
+    mixer = shape.block.mixer
+    given = mixer.linears[-1][1][1]
+    values = 2 * shape.state_width + given + constants.STATE_CHUNK * mixer.state_heads
+    return plan.batch.tokens * values * plan.model.product_bytes
+
+
 def _adapter_saved(shape: ModelShape, plan: Plan) -> float:
     """xA (N, R) of each adapted layer of a block; dropout keeps a seed.
 
@@ -134,6 +149,7 @@ def block_input(shape: ModelShape, plan: Plan) -> float:
     return plan.batch.tokens * shape.hidden * BYTES[plan.model.stored_dtype]
 
 
+@mean_of_blocks
 def kept_by_block(shape: ModelShape, plan: Plan, policy: str) -> float:
     """Bytes that stay of one block between its forward and its backward, under a policy's name.
 
@@ -215,6 +231,7 @@ class Kept:
         return self.before(runs, blocks) + self.offloaded * POLICIES[runs[-1][0]].recomputes
 
 
+@most_of_blocks
 def _widest_in_backward(shape: ModelShape, plan: Plan, policy: str) -> tuple[float, float]:
     """Bytes saved of a block, and in use beside them, where its backward takes most."""
     saved, tiles = _saved_in_backward(shape, plan, policy), plan.memory.tiles(policy)
@@ -287,7 +304,7 @@ def _backward_working(shape: ModelShape, plan: Plan, policy: str) -> float:
             own_gradient += 4 * sum(out * wide for out, wide in shape.mlp_linears().values())
     of_experts = experts.row_bytes(shape, plan) * shape.hidden  # the gradient of what they made
     last = last_linear(shape)
-    weight = dequantized(shape, plan, last) if last else experts.unpacked(shape, plan)
+    weight = max(dequantized(shape, plan, last) if last else 0.0, experts.unpacked(shape, plan))
     down = wide + max(weight, dropout)
     product = 0 if plan.loop.compile else (3 - kept) * wide
     return hidden + of_experts + own_gradient + max(down, product)
@@ -323,6 +340,7 @@ def _attention_working(shape: ModelShape, plan: Plan) -> float:
     return rows + exchanged(shape, plan)
 
 
+@mean_of_blocks
 def exchanged(shape: ModelShape, plan: Plan) -> float:
     """Bytes of q, k, v and attention's output as ranks that share rows exchange them; else 0.
 

@@ -40,6 +40,13 @@ FP8_UNPACK_SHARE = 0.529  # or written as fp8
 GATHER_SHARE = 0.121  # of a copy's rate, for the bytes of a gathered unit, read and written
 COLLECTIVE_LATENCY = 30e-6  # seconds
 
+# ---- mixers with a state -----------------------------------------------------------------------
+# Not measured yet: counted from the kernels of flash-linear-attention and mamba-ssm.
+STATE_CHUNK = 64  # tokens whose attention within the chunk is kept, per token and head
+STATE_PASSES = (
+    6  # of what a mixer convolves, read or written by a forward; a backward twice as many
+)
+
 # ---- the host ----------------------------------------------------------------------------------
 # Seconds in which the CPU launches a third of a block's forward and backward.
 COMPILED_LAUNCH = 0.00126

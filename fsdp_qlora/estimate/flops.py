@@ -10,6 +10,7 @@ from ..choices import POLICIES
 from ..plan import Plan
 from . import experts
 from .activations import KEPT_ATTENTION, last_linear, normed_output
+from .kinds import mean_of_blocks
 from .weights import as_given, trained_share, trains_head
 
 
@@ -43,10 +44,10 @@ def flops_per_token(shape: ModelShape, plan: Plan) -> Flops:
     backward recomputes Q K^T, which makes it 2.5 times the forward (arXiv:2307.08691). The
     embedding is a lookup, and the chunked loss makes the head's dX in the forward.
     """
-    linears = shape.layers * shape.used_linears()
+    linears = used_linears(shape)
     head = shape.vocab * shape.hidden
     adapters = _adapter_params(shape, plan)
-    attention = 2 * plan.batch.context_length * shape.heads * shape.head_dim * shape.layers
+    attention = 2 * plan.batch.context_length * _attention_width(shape)
     each = 4 + 2 * trained_share(shape, plan) if plan.adapter.is_full else 4
     counts = Counter(plan.memory.policies(shape))
     again = sum(count * rerun_weights(shape, plan, policy) for policy, count in counts.items())
@@ -81,6 +82,7 @@ def rerun_linears(shape: ModelShape, plan: Plan, policy: str) -> dict[str, tuple
     }
 
 
+@mean_of_blocks
 def rerun_weights(shape: ModelShape, plan: Plan, policy: str) -> int:
     """Weights of one block whose products run again; of adapters all A, unless products are kept."""
     again = rerun_linears(shape, plan, policy)
@@ -116,13 +118,28 @@ def _adapter_params(shape: ModelShape, plan: Plan) -> int:
     """Weights of the adapters that a token is multiplied with, 0 without any."""
     if not plan.adapter.has_lora:
         return 0
-    in_blocks = sum(
+    in_head = "lm_head" in shape.targets(as_given(plan.adapter.targets))
+    head = plan.adapter.rank("lm_head") * (shape.vocab + shape.hidden) if in_head else 0
+    return round(shape.layers * adapter_weights_used(shape, plan)) + head
+
+
+@mean_of_blocks
+def adapter_weights_used(shape: ModelShape, plan: Plan) -> float:
+    """Weights of a block's adapters that a token is multiplied with."""
+    return experts.adapter_weights_used(shape, plan) + sum(
         plan.adapter.rank(name) * (out + wide)
         for name, (out, wide) in adapted_linears(shape, plan).items()
     )
-    in_head = "lm_head" in shape.targets(as_given(plan.adapter.targets))
-    head = plan.adapter.rank("lm_head") * (shape.vocab + shape.hidden) if in_head else 0
-    return shape.layers * (in_blocks + experts.adapter_weights_used(shape, plan)) + head
+
+
+def used_linears(shape: ModelShape) -> int:
+    """Weights of all blocks' linear layers that a token is multiplied with."""
+    return sum(count * kind.used_linears() for kind, count in shape.block_kinds())
+
+
+def _attention_width(shape: ModelShape) -> int:
+    """Width of the queries of all layers with attention."""
+    return sum(count * kind.heads * kind.head_dim for kind, count in shape.block_kinds())
 
 
 def model_flops_per_token(shape: ModelShape, plan: Plan) -> float:
@@ -131,9 +148,9 @@ def model_flops_per_token(shape: ModelShape, plan: Plan) -> float:
     4 per frozen weight and 6 per trained one, linears and head, plus 6 T q per layer for causal
     attention (half of the square, backward twice the forward). Recomputation does not count.
     """
-    linears = shape.layers * shape.used_linears() + shape.vocab * shape.hidden
+    linears = used_linears(shape) + shape.vocab * shape.hidden
     each = 4 + 2 * trained_share(shape, plan) if plan.adapter.is_full else 4
-    attention = 6 * plan.batch.context_length * shape.heads * shape.head_dim * shape.layers
+    attention = 6 * plan.batch.context_length * _attention_width(shape)
     new = 2 * shape.params()["linears"] * shape.new_blocks / shape.layers
     return each * linears + new + 6 * _adapter_params(shape, plan) + attention
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ..catalog.arch import ModelShape
 from ..plan import Plan
+from .kinds import most_of_blocks
 from .weights import (
     EMBEDDING,
     all_trained,
@@ -92,6 +93,7 @@ class GatheredUnits:
         return self.root + self.unit + ahead * (plan.sharding.backward_prefetch != "none")
 
 
+@most_of_blocks
 def _unit_bytes(shape: ModelShape, plan: Plan) -> tuple[float, float]:
     """Gathered bytes of the unit whose backward comes first in a block, and of the one after it.
 

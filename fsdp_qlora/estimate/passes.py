@@ -15,6 +15,7 @@ from ..plan import Plan
 from . import constants
 from .experts import adapted_experts
 from .flops import adapted_linears, rerun_linears
+from .kinds import mean_of_blocks
 from .weights import BLOCKSIZE, FEEDS, forward_ranks, packed_bits, scale_bytes
 
 _MERGED_RANK = (
@@ -33,12 +34,13 @@ def form(plan: Plan, rank: int) -> str:
     return "merged" if fits and not plan.adapter.lora_dropout else "added"
 
 
+@mean_of_blocks
 def activation_traffic(shape: ModelShape, plan: Plan) -> tuple[float, float]:
     """Bytes of a block's norms with residuals, rotation, gate and dropout: forward and backward.
 
     Fused where compiled, one pass per operation where eager. DoRA scales each output.
     """
-    d, i, norms = shape.hidden, shape.mlp_width, shape.traits.norms / 2
+    d, i, norms = shape.hidden, shape.mlp_width, shape.norms / 2
     rotated = (shape.heads + shape.kv_heads) * shape.head_dim
     forward, backward = (6 * d * norms + 4 * rotated + 3 * i, 10 * d * norms + 4 * rotated + 6 * i)
     if not plan.loop.compile:
@@ -46,6 +48,8 @@ def activation_traffic(shape: ModelShape, plan: Plan) -> tuple[float, float]:
             42 * d * norms + 10 * rotated + 5 * i,
             84 * d * norms + 10 * rotated + 8 * i,
         )
+    forward += constants.STATE_PASSES * shape.state_width
+    backward += 2 * constants.STATE_PASSES * shape.state_width
     adapted = adapted_linears(shape, plan).values()
     if plan.adapter.lora_dropout:
         backward += 2 * sum(w for _, w in adapted)  # x without the dropped, for dA
@@ -56,6 +60,7 @@ def activation_traffic(shape: ModelShape, plan: Plan) -> tuple[float, float]:
     return each * forward, each * backward
 
 
+@mean_of_blocks
 def adapter_traffic(shape: ModelShape, plan: Plan) -> tuple[float, float]:
     """Bytes of a block's products of rank R: forward and backward.
 
@@ -81,6 +86,7 @@ def adapter_traffic(shape: ModelShape, plan: Plan) -> tuple[float, float]:
     return each * (inputs + 2 * added_out), each * (2 * out + inputs + 2 * added_in)
 
 
+@mean_of_blocks
 def quantize_traffic(shape: ModelShape, plan: Plan) -> dict[str, tuple[float, float]]:
     """Bytes to quantize each layer's tokens for fp8 products: its input, then its output's gradient.
 
@@ -108,6 +114,7 @@ def _first_of_joined(shape: ModelShape, plan: Plan) -> dict[str, str]:
     return found
 
 
+@mean_of_blocks
 def unpack_traffic(shape: ModelShape, plan: Plan) -> dict[str, float]:
     """Bytes to make each linear weight of a block ready for one product, at the rate of a copy.
 
@@ -127,6 +134,7 @@ def unpack_traffic(shape: ModelShape, plan: Plan) -> dict[str, float]:
     }
 
 
+@mean_of_blocks
 def tile_traffic(shape: ModelShape, plan: Plan, policy: str) -> float:
     """What an MLP in tiles unpacks more in a forward and backward: its weights again for each tile."""
     unpack, again = unpack_traffic(shape, plan), rerun_linears(shape, plan, policy)
@@ -154,6 +162,7 @@ def _unpack_bytes(plan: Plan, rank: int) -> float:
     return (packed + plan.model.product_bytes) / share
 
 
+@mean_of_blocks
 def norm_traffic(shape: ModelShape, plan: Plan) -> float:
     """Bytes to make a block's weights again for the norms of DoRA, in each forward."""
     if plan.adapter.adapter != "dora":
@@ -165,6 +174,7 @@ def norm_traffic(shape: ModelShape, plan: Plan) -> float:
     )
 
 
+@mean_of_blocks
 def rerun_traffic(shape: ModelShape, plan: Plan, policy: str) -> dict[str, float]:
     """Bytes of the forward that a block's backward moves again, by kind; nothing under keep_all.
 

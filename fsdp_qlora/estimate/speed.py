@@ -18,6 +18,7 @@ from . import constants
 from .activations import exchanged, moved_blocks, offloaded_input
 from .experts import adapted_experts
 from .flops import adapted_linears, flops_per_token
+from .kinds import mean_of_blocks
 from .passes import (
     activation_traffic,
     adapter_traffic,
@@ -199,6 +200,7 @@ def _block_seconds(shape: ModelShape, gpu: Gpu, plan: Plan) -> tuple[float, floa
     return forward, busy - forward
 
 
+@mean_of_blocks
 def launch_seconds(shape: ModelShape, plan: Plan) -> float:
     """Seconds that the CPU needs to launch one micro-batch: blocks and what runs again.
 

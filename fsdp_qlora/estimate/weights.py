@@ -14,6 +14,7 @@ from ..catalog.arch import ModelShape
 from ..choices import FORMATS, OPTIMIZERS
 from ..plan import BYTES, Plan
 from .experts import adapted_experts
+from .kinds import mean_of_blocks, most_of_blocks
 
 BLOCKSIZE = 64  # weights per absmax value (quantization/quantize.py)
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
@@ -208,12 +209,13 @@ def _new_block_weights(shape: ModelShape, plan: Plan) -> tuple[Weight, ...]:
 def widest_block(shape: ModelShape, plan: Plan) -> tuple[Weight, ...]:
     """The weights of the block that is largest when it is gathered."""
     return max(
-        block_weights(shape, plan),
+        *(block_weights(kind, plan) for kind, _ in shape.block_kinds()),
         _new_block_weights(shape, plan),
         key=lambda weights: gathered(weights, plan),
     )
 
 
+@mean_of_blocks
 def average_gathered(shape: ModelShape, plan: Plan) -> float:
     """Gathered bytes of a block, on the average over all."""
     new = shape.new_blocks / shape.layers
@@ -222,6 +224,7 @@ def average_gathered(shape: ModelShape, plan: Plan) -> float:
     )
 
 
+@mean_of_blocks
 def average_trained(shape: ModelShape, plan: Plan, ranks: int, dtype: str = "") -> float:
     """Trained bytes of a block in one rank's part, on the average over all; as `trained_bytes`."""
     new = shape.new_blocks / shape.layers
@@ -230,6 +233,7 @@ def average_trained(shape: ModelShape, plan: Plan, ranks: int, dtype: str = "") 
     ) + new * trained_bytes(_new_block_weights(shape, plan), ranks, plan, dtype)
 
 
+@most_of_blocks
 def most_trained(shape: ModelShape, plan: Plan, dtype: str = "") -> float:
     """Trained bytes of the block with most of them, whole."""
     return max(
@@ -281,7 +285,11 @@ def all_weights(shape: ModelShape, plan: Plan) -> list[tuple[Weight, int]]:
     outer = embedding_weights(shape, plan) + root_weights(shape, plan)
     adapted = shape.layers if plan.adapter.blocks_adapted is None else plan.adapter.blocks_adapted
     base = shape.layers - shape.new_blocks
-    blocks = [(w, adapted if w.kind == "adapters" else base) for w in block_weights(shape, plan)]
+    blocks = [
+        (w, round(count * (adapted if w.kind == "adapters" else base) / shape.layers))
+        for kind, count in shape.block_kinds()
+        for w in block_weights(kind, plan)
+    ]
     return (
         blocks
         + [(w, shape.new_blocks) for w in _new_block_weights(shape, plan)]
@@ -324,7 +332,7 @@ def all_trained(shape: ModelShape, plan: Plan, ranks: int, dtype: str = "") -> f
 
 def trained_share(shape: ModelShape, plan: Plan) -> float:
     """Of the weights, those that --trained_modules trains; 1 where it names none, or unknown ones."""
-    if not plan.adapter.only_modules:
+    if not plan.adapter.only_modules or shape.kinds:
         return 1.0
     block, outer = (
         shape.block_params(),
