@@ -6,10 +6,15 @@ r"""One rank of several on a single GPU: what of a sharded step is the GPU's and
     python benchmarks/one_rank.py 8b_qlora_full_shard --model 01-ai/Yi-34B --world_size 2 \
         --use_cpu_offload true --context_length 2048 --activation_policy recompute_all
 
+    python benchmarks/one_rank.py 8b_qlora_full_shard --world_size 8 --sequence_parallel 8 --layers 4 \
+        --batch_size 1 --context_length 1048576 --activation_policy keep_attention \
+        --use_activation_cpu_offload true --mlp_tiles 4 --warmup 1 --steps 1
+
 Settings of a run (`--activation_policy keep_linears`) replace those of the row.
 
 There are no other ranks: a gather copies this rank's own shard into each part of its output, a
-reduce-scatter keeps a part of its input, and an all-reduce changes nothing. Every token is taken for one
+reduce-scatter keeps a part of its input, an all-reduce changes nothing, and an exchange of heads for
+tokens copies what it would send; the bytes that would leave the GPU are printed. Every token is taken for one
 of those whose embedding is here. So hooks, copies, memory and the work between gathers are those of a
 rank among `--world_size`, and waiting for a link or for another rank is left out: what a real run takes
 beyond this is communication. Losses fall, and mean nothing else.
@@ -27,6 +32,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from speed_rows import CASES, config_folder, measured_row, profile_settings
+from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_qlora.dist
@@ -36,6 +42,7 @@ from fsdp_qlora.config import AUTO
 from fsdp_qlora.config.flags import parse, typed_flags
 from fsdp_qlora.dist import rank_device
 from fsdp_qlora.memory import vocab_parallel
+from fsdp_qlora.model.sequence_parallel import SequenceParallel
 
 
 class Done:
@@ -57,6 +64,23 @@ def keep_own(output, input, op=None, group=None, async_op=False):
     """A reduce-scatter of which only this rank's part is there."""
     output.copy_(input.reshape(-1)[: output.numel()].view(output.shape))
     return Done() if async_op else None
+
+
+class Exchanged:
+    """What this rank would have sent to those that share its rows."""
+
+    bytes = 0
+
+
+@torch.library.custom_op("one_rank::exchange", mutates_args=())
+def copy_own(sent: Tensor) -> Tensor:
+    """An all-to-all where every rank has what this one has: as many bytes copied."""
+    Exchanged.bytes += sent.nbytes
+    return sent.clone()
+
+
+copy_own.register_fake(torch.empty_like)
+copy_own.register_autograd(lambda ctx, grad: copy_own(grad.contiguous()))
 
 
 def rows_for_all(own_rows, ids, local, first, in_pieces):
@@ -83,6 +107,7 @@ def rank_zero_of(world_size: int, device: torch.device):
     stood_for = {name: function for name, function in names.items() if hasattr(dist, name)}
     before = {name: getattr(dist, name) for name in stood_for}
     ours = fsdp_qlora.dist.gather_into, fsdp_qlora.dist.reduce_into, vocab_parallel.own_rows
+    exchange = SequenceParallel._exchanged
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
@@ -91,11 +116,13 @@ def rank_zero_of(world_size: int, device: torch.device):
             setattr(dist, name, function)
         fsdp_qlora.dist.gather_into, fsdp_qlora.dist.reduce_into = gather_own, keep_own
         vocab_parallel.own_rows = partial(rows_for_all, ours[-1])
+        SequenceParallel._exchanged = lambda self, sent: copy_own(sent.contiguous())
         yield
     finally:
         for name, function in before.items():
             setattr(dist, name, function)
         fsdp_qlora.dist.gather_into, fsdp_qlora.dist.reduce_into, vocab_parallel.own_rows = ours
+        SequenceParallel._exchanged = exchange
         dist.destroy_process_group()
 
 
@@ -112,6 +139,7 @@ def run_row(name: str, folder: str, options: argparse.Namespace, **changes) -> B
         changes["global_batch_size"] = AUTO
     config = CASES[name].config(folder, **changes)
     device = rank_device(config.device)
+    Exchanged.bytes = 0
     what = options.model.rsplit("/", 1)[-1] if options.model else name
     with rank_zero_of(options.world_size, device):
         row = measured_row(f"{what}, one rank of {options.world_size}", config, options, device)
@@ -122,10 +150,18 @@ def run_row(name: str, folder: str, options: argparse.Namespace, **changes) -> B
         if row.status == "ok"
         else ""
     )
-    print(summary(row) + each, flush=True)
+    print(summary(row) + each + exchanged_in_a_step(row, options), flush=True)
     if options.results:
         append_row(row, options.results)
     return row
+
+
+def exchanged_in_a_step(row: BenchRow, options: argparse.Namespace) -> str:
+    """Bytes that a step sends to the ranks that share its rows, and those that stay here."""
+    if row.sequence_parallel == 1 or row.status != "ok":
+        return ""
+    each, ranks = Exchanged.bytes / (options.warmup + options.steps), row.sequence_parallel
+    return f"  exchanges {each / 2**30:.3g} GiB, of which {(ranks - 1) / ranks:.0%} leave the GPU"
 
 
 def main():

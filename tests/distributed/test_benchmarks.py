@@ -77,6 +77,19 @@ def one_rank(folder: str, results: str):
         one_rank.run_row("8b_qlora_full_shard", folder, options, lr=1e-2, **SMALL)
 
 
+def one_rank_of_shared_rows(folder: str) -> tuple[str, float, float, float]:
+    """The first of four ranks that share rows: what it prints, and the bytes that it would exchange."""
+    import one_rank
+
+    rows = "--sequence_parallel 4 --context_length 64 --activation_policy keep_attention".split()
+    options = SimpleNamespace(
+        steps=1, warmup=1, results=None, profile=None, model=None, world_size=4, settings=rows
+    )
+    row = one_rank.run_row("8b_qlora_full_shard", folder, options, lr=1e-2, **SMALL)
+    said = one_rank.exchanged_in_a_step(row, options)
+    return said, one_rank.Exchanged.bytes / 2, row.loss_first, row.loss_last
+
+
 @pytest.mark.parametrize(
     "argv, fault",
     [
@@ -112,6 +125,16 @@ def test_one_rank_of_several_trains_alone_on_its_share(tmp_path):
         row.loss_last < row.loss_first for row in rows
     )  # a gradient that is no number moves none
     assert not compare(rows)
+
+
+def test_one_rank_of_a_shared_row_copies_what_it_would_exchange(tmp_path):
+    ((said, sent, first, last),) = run_ranks(
+        one_rank_of_shared_rows, 1, save_tiny(tmp_path / "tiny"), grouped=False
+    )
+    # Queries, outputs, and two key-value heads made four for four ranks: 4 heads of 16 in bf16, for a
+    # quarter of 64 tokens, in 2 blocks: forward, again and backward.
+    assert sent == 4 * 4 * 16 * 2 * (64 // 4) * 2 * 3
+    assert "75% leave the GPU" in said and last < first
 
 
 def test_a_step_of_experts_is_measured_with_its_kernels(tmp_path, capsys):
