@@ -21,7 +21,7 @@ from torch import nn
 
 from fsdp_qlora.adapters.lora import lora_config
 from fsdp_qlora.dist import rank_device
-from fsdp_qlora.experts import STACKS, StackedExperts
+from fsdp_qlora.experts import StackedExperts
 from fsdp_qlora.experts.lora import LoraExperts
 from fsdp_qlora.quantization.quantize import QuantLinear, frozen_linear
 
@@ -46,7 +46,7 @@ def random_experts(experts: int, hidden: int, intermediate: int, device, **_) ->
             down_proj=weight(experts, hidden, intermediate),
         )
     )
-    for name in STACKS:
+    for name in module.stacks:
         linear = getattr(module, name)
         made = QuantLinear(linear.in_features, linear.out_features, device=device)
         made.weight.data.view(torch.uint8).random_(0, 256)
@@ -57,7 +57,7 @@ def random_experts(experts: int, hidden: int, intermediate: int, device, **_) ->
 
 def with_lora(module: StackedExperts, rank: int) -> StackedExperts:
     """The same under LoRA."""
-    for name in STACKS:
+    for name in module.stacks:
         setattr(
             module,
             name,

@@ -74,7 +74,8 @@ def _inputs_kept(shape: ModelShape, plan: Plan) -> dict[str, bool]:
     return dict(
         attention=any(n in kept for n in inner),
         o_proj=o_proj in kept,
-        mlp=any(n in kept for n in mlp) or bool(shape.experts and not plan.adapter.has_lora),
+        mlp=any(n in kept for n in (*mlp, *list(shape.expert_linears())[:1]))
+        or bool(shape.experts and not plan.adapter.has_lora),
         down_proj=down_proj in kept,
     )
 
@@ -238,6 +239,7 @@ def _widest_in_backward(shape: ModelShape, plan: Plan, policy: str) -> tuple[flo
     places = [
         (saved, _backward_working(shape, plan, policy)),
         (saved - _saved_at_once(shape, plan, policy), _backward_end(shape, plan)),
+        *((saved - gone, used) for gone, used in experts.backward_moments(shape, plan)),
     ]
     if tiles > 1:
         gone = _mlp_saved(shape, plan) / tiles + _mlp_half_saved(shape, plan)
@@ -302,12 +304,10 @@ def _backward_working(shape: ModelShape, plan: Plan, policy: str) -> float:
         own_gradient = max(1, shape.experts) * shape.hidden * shape.intermediate * a
         if tiles > 1:  # and those of all tiles in fp32
             own_gradient += 4 * sum(out * wide for out, wide in shape.mlp_linears().values())
-    of_experts = experts.row_bytes(shape, plan) * shape.hidden  # the gradient of what they made
     last = last_linear(shape)
-    weight = max(dequantized(shape, plan, last) if last else 0.0, experts.unpacked(shape, plan))
-    down = wide + max(weight, dropout)
+    down = wide + max(dequantized(shape, plan, last) if last else 0.0, dropout)
     product = 0 if plan.loop.compile else (3 - kept) * wide
-    return hidden + of_experts + own_gradient + max(down, product)
+    return hidden + own_gradient + max(down, product)
 
 
 def _backward_end(shape: ModelShape, plan: Plan) -> float:

@@ -1,7 +1,8 @@
 """What a mixture's experts add to an estimate: adapters, what a block keeps of them, their weights.
 
 Follows experts/stacked.py and experts/grouped_matmul.py: a token is a row for each of its experts, and all
-experts' weights are unpacked for one product, some outputs at a time.
+experts' weights are unpacked for one product, some outputs at a time. Rows as wide as the hidden states
+exist only inside a product.
 
 Letters: N tokens, K experts of each, S = N K rows, E experts, D hidden, F intermediate, R rank.
 """
@@ -12,7 +13,7 @@ from ..catalog.arch import ModelShape
 from ..choices import POLICIES
 from ..plan import Plan
 
-PART_VALUES = 2**28  # weights that are unpacked at a time (experts/grouped_matmul.py)
+PART_VALUES = 2**29  # weights that are unpacked at a time (experts/grouped_matmul.py)
 
 
 def adapted_experts(shape: ModelShape, plan: Plan) -> dict[str, tuple[int, int]]:
@@ -36,18 +37,18 @@ def row_bytes(shape: ModelShape, plan: Plan) -> float:
 
 
 def saved_by_experts(shape: ModelShape, plan: Plan) -> float:
-    """Bytes that a forward saves beside gate and up: rows as they came and as they left, and x A^T.
+    """Bytes that a forward saves beside gate, up and their product: weights of rows, and x A^T.
 
-    What an expert made is needed for the gradient of the router's weight of it; two orders of rows are
-    kept as numbers of 8 bytes.
+    Eager also has that product before the router's weights, which multiply it. Tokens of rows, rows of
+    tokens and the order of both are kept as numbers of 8 bytes.
     """
     if not shape.experts:
         return 0.0
-    inputs = "experts.gate_up_proj" in trained_inputs(shape, plan)
-    orders = 16 * plan.batch.tokens * shape.experts_per_token
+    eager, rows = not plan.loop.compile, plan.batch.tokens * shape.experts_per_token
+    weights = rows * (3 * 8 + (1 + eager) * plan.model.product_bytes)
     router = plan.batch.tokens * (4 * shape.experts + 12 * shape.experts_per_token)
-    rows = row_bytes(shape, plan) * shape.hidden * (1 + inputs)
-    return rows + rank_products(shape, plan) + orders + router
+    gated = row_bytes(shape, plan) * _width(shape) * eager
+    return gated + rank_products(shape, plan) + weights + router
 
 
 def rank_products(shape: ModelShape, plan: Plan) -> float:
@@ -58,17 +59,54 @@ def rank_products(shape: ModelShape, plan: Plan) -> float:
 
 
 def outputs(shape: ModelShape, plan: Plan) -> float:
-    """What the experts' products give, (S, 2F) and (S, D), which keep_linears keeps with x A^T."""
-    out = sum(out for out, _ in shape.expert_linears().values())
-    return row_bytes(shape, plan) * out + rank_products(shape, plan)
+    """What the experts' products give, which keep_linears keeps with x A^T: (S, 2F), and eager (N, D).
 
-
-def unpacked(shape: ModelShape, plan: Plan) -> float:
-    """Bytes of experts' weights made for a product and freed after it, at the most."""
-    if plan.quantization.quant == "none" or not shape.experts:
+    Of a compiled block nothing asks for the last one.
+    """
+    if not shape.experts:
         return 0.0
-    values = max(shape.experts * out * wide for out, wide in shape.expert_linears().values())
-    return min(values, PART_VALUES) * plan.model.product_bytes
+    last = plan.batch.tokens * plan.model.product_bytes * shape.hidden * (not plan.loop.compile)
+    first, _ = shape.expert_linears().values()
+    return row_bytes(shape, plan) * first[0] + last + rank_products(shape, plan)
+
+
+def backward_moments(shape: ModelShape, plan: Plan) -> list[tuple[float, float]]:
+    """Bytes that are gone of what was saved, and in use, in the backward of the experts' two products.
+
+    Of down_proj, the gradients of the block's output as rows (S, D), and of its input (S, F); then gate
+    and up are gone, there are their gradients (S, 2F), and of the input one for each row (S, D), twice
+    where a second part of the weight, or the adapter's, is added to it.
+    """
+    if not shape.experts:
+        return []
+    rows, adapted = row_bytes(shape, plan), adapted_experts(shape, plan)
+    tokens = plan.batch.tokens * plan.model.product_bytes * shape.hidden
+    (first, (made, _)), (last, (_, width)) = shape.expert_linears().items()
+    twice = _parts(shape, plan, first) > 1 or first in adapted
+    gone = rows * (made + width * (2 * (not plan.loop.compile) + (last in adapted)))
+    return [
+        (0.0, tokens + rows * (shape.hidden + width) + unpacked(shape, plan, last)),
+        (gone, tokens + rows * (made + shape.hidden * (1 + twice)) + unpacked(shape, plan, first)),
+    ]
+
+
+def _width(shape: ModelShape) -> int:
+    """Values between an expert's two products, F."""
+    *_, (_, width) = shape.expert_linears().values()
+    return width
+
+
+def _parts(shape: ModelShape, plan: Plan, name: str) -> int:
+    """In how many parts a weight of all experts is unpacked; 0 if it is there."""
+    out, wide = shape.expert_linears()[name]
+    return -(-shape.experts * out * wide // PART_VALUES) * (plan.quantization.quant != "none")
+
+
+def unpacked(shape: ModelShape, plan: Plan, name: str) -> float:
+    """Bytes of experts' weights made for a product and freed after it, at the most."""
+    parts = _parts(shape, plan, name)
+    out, wide = shape.expert_linears()[name]
+    return shape.experts * out * wide / parts * plan.model.product_bytes if parts else 0.0
 
 
 def adapter_weights_used(shape: ModelShape, plan: Plan) -> int:

@@ -2,93 +2,158 @@
 
 One kernel for all groups, which reads where they end from the GPU's own memory: the host never waits
 for how many tokens an expert got, so a block with experts can be compiled and queued like any other.
-Weights of few bits are unpacked for all experts, some of their rows at a time, and never kept.
+Weights of few bits are unpacked for all experts, some of their rows at a time, and never kept. Nor are
+tokens in the order of their experts: products that take them reorder them themselves, in forward and
+backward, so that a block keeps N rows where there are K times as many.
 torch's grouped product: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.grouped_mm.html
 
-Shapes: S rows of tokens, ordered by expert; E experts; I inputs, O outputs of each.
-ends (E,) int32, the row after an expert's last.  x (S, I), y (S, O), weight (E O, I), packed or not
+Shapes: N tokens, K experts of each, S = N K rows of tokens, ordered by expert; E experts; I inputs,
+O outputs of each.
+x (S, I), y (S, O), or (N, ..) on the side where they are tokens; weight (E O, I), packed or not
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..quantization.formats import FrozenWeight
 
-PART_VALUES = 2**28  # of W that exist at once: 512 MiB in bf16
+PART_VALUES = 2**29  # of W that exist at once: 1 GiB in bf16
 _ALIGNMENT = 16  # bytes, of the rows of what the kernel takes
+
+
+class Routing(NamedTuple):
+    """Which rows each expert gets, and on which side of a product there are tokens instead of rows."""
+
+    ends: Tensor  # (E,) int32, the row after an expert's last
+    tokens: Tensor | None = None  # (S,) the token of each row
+    rows: Tensor | None = None  # (N, K) the rows of each token
+    tokens_at: str = ""  # "input", "output", or neither
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """What a product takes, as rows."""
+        return x.index_select(0, self.tokens) if self.tokens_at == "input" else x
+
+    def outputs(self, y: Tensor) -> Tensor:
+        """What a product gives: sums over the rows of each token, in fp32, if tokens are wanted."""
+        return self._sums(y) if self.tokens_at == "output" else y
+
+    def output_gradients(self, dy: Tensor) -> Tensor:
+        """The adjoint of `outputs`."""
+        return dy.index_select(0, self.tokens) if self.tokens_at == "output" else dy
+
+    def input_gradients(self, dx: Tensor) -> Tensor:
+        """The adjoint of `inputs`."""
+        return self._sums(dx) if self.tokens_at == "input" else dx
+
+    def _sums(self, rows: Tensor) -> Tensor:
+        """(S, D) -> (N, D), without a copy in another order."""
+        return nn.functional.embedding_bag(self.rows, rows, mode="sum")
+
+
+def route(chosen: Tensor, experts: int) -> tuple[Routing, Tensor]:
+    """Where rows go by the experts (N, K) that tokens chose, and the place of each row among the NK."""
+    ordered, order = chosen.flatten().to(torch.int32).sort(stable=True)
+    each = torch.arange(experts, device=chosen.device, dtype=torch.int32)
+    ends = torch.searchsorted(ordered, each, right=True, out_int32=True)
+    places = torch.arange(len(order), device=chosen.device)
+    rows = torch.empty_like(order).scatter_(0, order, places).view_as(chosen)
+    return Routing(ends, order // chosen.shape[-1], rows), order
 
 
 @torch.library.custom_op("fsdp_qlora::grouped_linear", mutates_args=())
 def grouped_linear(
     x: Tensor,
     ends: Tensor,
+    tokens: Tensor | None,
+    rows: Tensor | None,
+    tokens_at: str,
     weight: Tensor,
     absmax: Tensor | None,
     in_features: int,
     quant_type: str,
 ) -> Tensor:
     """y, where each group of x is multiplied with its expert's W^T."""
-    return forward_products(x, ends, FrozenWeight(weight, absmax, in_features, quant_type))
+    routing = Routing(ends, tokens, rows, tokens_at)
+    w = FrozenWeight(weight, absmax, in_features, quant_type)
+    return routing.outputs(forward_products(routing.inputs(x), ends, w))
 
 
 @torch.library.custom_op("fsdp_qlora::grouped_linear_backward", mutates_args=())
 def _grouped_linear_backward(
     dy: Tensor,
     ends: Tensor,
+    tokens: Tensor | None,
+    rows: Tensor | None,
+    tokens_at: str,
     weight: Tensor,
     absmax: Tensor | None,
     in_features: int,
     quant_type: str,
 ) -> Tensor:
-    """dX (S, I)."""
-    return backward_products(dy, ends, FrozenWeight(weight, absmax, in_features, quant_type))
+    """dX, of x's shape."""
+    routing = Routing(ends, tokens, rows, tokens_at)
+    w = FrozenWeight(weight, absmax, in_features, quant_type)
+    return routing.input_gradients(backward_products(routing.output_gradients(dy), ends, w))
 
 
 @torch.library.custom_op("fsdp_qlora::grouped_gradient", mutates_args=())
-def _grouped_gradient(dy: Tensor, x: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
+def _grouped_gradient(
+    dy: Tensor,
+    x: Tensor,
+    ends: Tensor,
+    tokens: Tensor | None,
+    rows: Tensor | None,
+    tokens_at: str,
+    dtype: torch.dtype,
+) -> Tensor:
     """dW (E, O, I) in `dtype`: zero for an expert without tokens."""
-    return outer_products(dy, x, ends).to(dtype)
+    routing = Routing(ends, tokens, rows, tokens_at)
+    return outer_products(routing.output_gradients(dy), routing.inputs(x), ends).to(dtype)
 
 
 def forward_products(x: Tensor, ends: Tensor, w: FrozenWeight) -> Tensor:
-    """What `grouped_linear` gives."""
+    """y (S, O) of rows x (S, I)."""
     parts = list(_output_parts(w, len(ends)))
     if len(parts) == 1:
-        return grouped(x, _dense_part(w, parts[0], len(ends), x.dtype).transpose(1, 2), ends)
+        return _forward_part(x, ends, w, parts[0])
     y = x.new_empty(len(x), len(w.weight) // len(ends))
     for part in parts:
-        dense = _dense_part(w, part, len(ends), x.dtype)
-        y[:, part] = grouped(x, dense.transpose(1, 2), ends)
+        y[:, part] = _forward_part(x, ends, w, part)
     return y
 
 
+def _forward_part(x: Tensor, ends: Tensor, w: FrozenWeight, part: slice) -> Tensor:
+    """Some outputs; the unpacked weight is gone before the next one's."""
+    return grouped(x, _dense_part(w, part, len(ends), x.dtype).transpose(1, 2), ends)
+
+
 def backward_products(dy: Tensor, ends: Tensor, w: FrozenWeight) -> Tensor:
-    """What `_grouped_linear_backward` gives."""
-    dx = None
-    for part in _output_parts(w, len(ends)):
-        dense = _dense_part(w, part, len(ends), dy.dtype)
-        product = grouped(dy[:, part], dense, ends)
-        dx = product if dx is None else dx.add_(product)
+    """dX (S, I) of the gradients dy (S, O) of rows."""
+    first, *others = _output_parts(w, len(ends))
+    dx = grouped(dy[:, first], _dense_part(w, first, len(ends), dy.dtype), ends)
+    for part in others:
+        dx += grouped(dy[:, part], _dense_part(w, part, len(ends), dy.dtype), ends)
     return dx
 
 
 def _output_parts(w: FrozenWeight, experts: int) -> Iterator[slice]:
     """Which outputs of every expert are made at a time."""
-    rows, values = (
-        len(w.weight) // experts,
-        experts * w.in_features,
-    )  # of an output, over all experts
-    step = rows if w.absmax is None else max(1, PART_VALUES // (64 * values)) * 64
+    rows, values = len(w.weight) // experts, w.in_features * experts  # of an output, over all
+    parts = 1 if w.absmax is None else -(-rows * values // PART_VALUES)
+    step = -(-rows // (64 * parts)) * 64  # the kernel takes rows of whole 16 bytes
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
 
 def _dense_part(w: FrozenWeight, part: slice, experts: int, dtype: torch.dtype) -> Tensor:
     """Some outputs' rows of every expert's W, (E, part, I) in `dtype`."""
+    if part == slice(0, len(w.weight) // experts):
+        return w.dense(dtype).unflatten(0, (experts, -1))
     rows, scales = (
         None if t is None else t.unflatten(0, (experts, -1))[:, part].flatten(0, 1)
         for t in (w.weight, w.absmax)
@@ -132,34 +197,43 @@ def spans(ends: Tensor) -> list[slice]:
 # ---- shapes for tracing, and autograd ----------------------------------------------------------
 
 
+def length_at(side: str, other: Tensor, tokens: Tensor | None, rows: Tensor | None, at: str):
+    """How long a product's tensor is on one side, by the one on the other."""
+    if at == "":
+        return other.shape[0]
+    return rows.shape[0] if at == side else tokens.shape[0]
+
+
 @grouped_linear.register_fake
-def _(x, ends, weight, absmax, in_features, quant_type):
-    return x.new_empty(x.shape[0], weight.shape[0] // ends.shape[0])
+def _(x, ends, tokens, rows, tokens_at, weight, absmax, in_features, quant_type):
+    n = length_at("output", x, tokens, rows, tokens_at)
+    return x.new_empty(n, weight.shape[0] // ends.shape[0])
 
 
 @_grouped_linear_backward.register_fake
-def _(dy, ends, weight, absmax, in_features, quant_type):
-    return dy.new_empty(dy.shape[0], in_features)
+def _(dy, ends, tokens, rows, tokens_at, weight, absmax, in_features, quant_type):
+    return dy.new_empty(length_at("input", dy, tokens, rows, tokens_at), in_features)
 
 
 @_grouped_gradient.register_fake
-def _(dy, x, ends, dtype):
+def _(dy, x, ends, tokens, rows, tokens_at, dtype):
     return dy.new_empty(ends.shape[0], dy.shape[1], x.shape[1], dtype=dtype)
 
 
 def _save(ctx, inputs, output):
-    x, ends, weight, absmax, *ctx.form = inputs
-    ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, ends, weight, absmax)
+    x, ends, tokens, rows, ctx.tokens_at, weight, absmax, *ctx.form = inputs
+    x = x if ctx.needs_input_grad[5] else None
+    ctx.save_for_backward(x, ends, tokens, rows, weight, absmax)
 
 
 def _backward(ctx, dy):
-    x, ends, weight, absmax = ctx.saved_tensors
-    dy, dx, dw = dy.contiguous(), None, None
+    x, *indices, weight, absmax = ctx.saved_tensors
+    routing, dy, dx, dw = (*indices, ctx.tokens_at), dy.contiguous(), None, None
     if ctx.needs_input_grad[0]:
-        dx = _grouped_linear_backward(dy, ends, weight, absmax, *ctx.form)
-    if ctx.needs_input_grad[2]:
-        dw = _grouped_gradient(dy, x, ends, weight.dtype).flatten(0, 1)
-    return dx, None, dw, *[None] * 3
+        dx = _grouped_linear_backward(dy, *routing, weight, absmax, *ctx.form)
+    if ctx.needs_input_grad[5]:
+        dw = _grouped_gradient(dy, x, *routing, weight.dtype).flatten(0, 1)
+    return dx, *[None] * 4, dw, *[None] * 3
 
 
 grouped_linear.register_autograd(_backward, setup_context=_save)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..quantization.formats import FrozenWeight
 from ..quantization.quantize import compute_input
+from .grouped_matmul import Routing
 from .lora_ops import adapted_experts
 from .stacked import AllExperts, StackedExperts
 
@@ -46,12 +47,12 @@ class LoraExperts(nn.Module, LoraLayer):
     def _get_in_out_features(self, module) -> tuple[int, int]:
         return module.in_features, module.out_features // self.num_experts
 
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """x (S, I), ordered by expert -> (S, O)."""
+    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+        """x (S, I), ordered by expert -> (S, O), or tokens on either side."""
         (name,), w = self.active_adapters, FrozenWeight.of(self.base_layer)
         y, _ = adapted_experts(
             compute_input(x),
-            ends,
+            *routing,
             w.weight,
             w.absmax,
             self.lora_A[name].weight,

@@ -4,8 +4,7 @@ One op for all experts of a layer, which keeps its input and the rank-R product;
 in backward. A and B lie as PEFT's `target_parameters` has them, and each expert's are cut out here.
 An expert without tokens gets gradients of zero.
 
-Shapes: S rows of tokens, ordered by expert; E experts; I inputs, O outputs of each, R rank.
-ends (E,) int32.  x (S, I), A (E R, I) expert by expert, B (O, R E) rank by rank, y (S, O)
+Shapes: those of grouped_matmul.py; R rank.  A (E R, I) expert by expert, B (O, R E) rank by rank
 """
 
 from __future__ import annotations
@@ -14,7 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from ..quantization.formats import FrozenWeight
-from .grouped_matmul import backward_products, forward_products, grouped, outer_products
+from .grouped_matmul import (
+    Routing,
+    backward_products,
+    forward_products,
+    grouped,
+    length_at,
+    outer_products,
+)
 
 _RANK_STEP = 8  # ranks are filled up with zeros to a multiple, which the grouped kernel asks for
 
@@ -23,6 +29,9 @@ _RANK_STEP = 8  # ranks are filled up with zeros to a multiple, which the groupe
 def adapted_experts(
     x: Tensor,
     ends: Tensor,
+    tokens: Tensor | None,
+    rows: Tensor | None,
+    tokens_at: str,
     weight: Tensor,
     absmax: Tensor | None,
     a: Tensor,
@@ -32,10 +41,12 @@ def adapted_experts(
     quant_type: str,
 ) -> tuple[Tensor, Tensor]:
     """y, and x A^T (S, R or a little more) for the backward."""
+    routing = Routing(ends, tokens, rows, tokens_at)
     a, b = _each_a(a, len(ends), x.dtype), _each_b(b * scaling, len(ends), x.dtype)
+    x = routing.inputs(x)
     xa = grouped(x, a.transpose(1, 2), ends)
     y = forward_products(x, ends, FrozenWeight(weight, absmax, in_features, quant_type))
-    return y.add_(grouped(xa, b.transpose(1, 2), ends)), xa
+    return routing.outputs(y.add_(grouped(xa, b.transpose(1, 2), ends))), xa
 
 
 @torch.library.custom_op("fsdp_qlora::adapted_experts_backward", mutates_args=())
@@ -44,21 +55,26 @@ def _adapted_experts_backward(
     x: Tensor,
     xa: Tensor,
     ends: Tensor,
+    tokens: Tensor | None,
+    rows: Tensor | None,
     weight: Tensor,
     absmax: Tensor | None,
     a: Tensor,
     b: Tensor,
+    tokens_at: str,
     scaling: float,
     in_features: int,
     quant_type: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dX (S, I), dA (E R, I) and dB (O, R E); these two are rounded once to x's dtype."""
-    rank = len(a) // len(ends)
+    """dX, of x's shape, dA (E R, I) and dB (O, R E); these two are rounded once to x's dtype."""
+    routing, rank = Routing(ends, tokens, rows, tokens_at), len(a) // len(ends)
+    dy = routing.output_gradients(dy)
     dxa = grouped(dy, _each_b(b * scaling, len(ends), dy.dtype), ends)
-    dx = backward_products(dy, ends, FrozenWeight(weight, absmax, in_features, quant_type))
-    dx.add_(grouped(dxa, _each_a(a, len(ends), dy.dtype), ends))
-    da = outer_products(dxa, x, ends)[:, :rank].to(a.dtype)
     db = outer_products(dy, xa, ends)[:, :, :rank].to(b.dtype) * scaling
+    dx = backward_products(dy, ends, FrozenWeight(weight, absmax, in_features, quant_type))
+    del dy
+    dx = routing.input_gradients(dx.add_(grouped(dxa, _each_a(a, len(ends), dx.dtype), ends)))
+    da = outer_products(dxa, routing.inputs(x), ends)[:, :rank].to(a.dtype)
     return dx, da.flatten(0, 1).contiguous(), db.permute(1, 2, 0).flatten(1).contiguous()
 
 
@@ -83,24 +99,26 @@ def _padded(rank: int) -> int:
 
 
 @adapted_experts.register_fake
-def _(x, ends, weight, absmax, a, b, scaling, in_features, quant_type):
-    n, rank = x.shape[0], a.shape[0] // ends.shape[0]
-    return x.new_empty(n, b.shape[0]), x.new_empty(n, _padded(rank))
+def _(x, ends, tokens, rows, tokens_at, weight, absmax, a, b, scaling, in_features, quant_type):
+    y = x.new_empty(length_at("output", x, tokens, rows, tokens_at), b.shape[0])
+    made = tokens if tokens_at else x
+    return y, x.new_empty(made.shape[0], _padded(a.shape[0] // ends.shape[0]))
 
 
 @_adapted_experts_backward.register_fake
-def _(dy, x, xa, ends, weight, absmax, a, b, scaling, in_features, quant_type):
+def _(dy, x, xa, ends, tokens, rows, weight, absmax, a, b, *constants):
     return x.new_empty(x.shape), a.new_empty(a.shape), b.new_empty(b.shape)
 
 
 def _save(ctx, inputs, output):
-    x, ends, weight, absmax, a, b, *ctx.constants = inputs
-    ctx.save_for_backward(x, output[1], ends, weight, absmax, a, b)
+    x, ends, tokens, rows, tokens_at, weight, absmax, a, b, *constants = inputs
+    ctx.constants = tokens_at, *constants
+    ctx.save_for_backward(x, output[1], ends, tokens, rows, weight, absmax, a, b)
 
 
 def _backward(ctx, dy, _):
     dx, da, db = _adapted_experts_backward(dy.contiguous(), *ctx.saved_tensors, *ctx.constants)
-    return dx, None, None, None, da, db, *[None] * 3
+    return dx, *[None] * 6, da, db, *[None] * 3
 
 
 adapted_experts.register_autograd(_backward, setup_context=_save)

@@ -22,7 +22,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from ..quantization.formats import FrozenWeight
 from ..quantization.quantize import compute_input, is_plain_linear
-from .grouped_matmul import grouped_linear
+from .grouped_matmul import Routing, grouped_linear, route
 
 # As transformers names them, in its order; experts without a gate have up_proj for the first.
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
@@ -58,28 +58,28 @@ class StackedExperts(nn.Module):
         self.between = _between(experts)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """hidden (N, D), top_k_index and top_k_weights (N, K) -> (N, D)."""
-        k = top_k_index.shape[-1]
-        chosen, order = top_k_index.flatten().sort(stable=True)
-        experts = torch.arange(self.num_experts, device=chosen.device)
-        ends = torch.searchsorted(chosen, experts, right=True, out_int32=True)
-        back = order.argsort()
-        given = _Reordered.apply(compute_input(hidden), order, back, k)
-        made = self.each(given, ends, chosen)
-        made = _Reordered.apply(made, back, order, 1).unflatten(0, (-1, k))
-        return (made * top_k_weights[..., None]).sum(1).to(hidden.dtype)
+        """hidden (N, D), top_k_index and top_k_weights (N, K) -> (N, D).
 
-    def each(self, rows: Tensor, ends: Tensor, experts: Tensor) -> Tensor:
-        """rows (S, D) of these experts (S,), in order -> (S, D)."""
-        first, last = self.stacks
-        return self.outputs(
-            last, self.between(self.outputs(first, rows, ends, experts)), ends, experts
-        )
+        A weight of the router's multiplies what goes into an expert's last product, not what comes out:
+        its gradient then asks for nothing that this product made, which is wider.
+        """
+        routing, order = route(top_k_index, self.num_experts)
+        weights = top_k_weights.flatten().gather(0, order)[:, None]
+        experts = top_k_index.flatten().gather(0, order)
+        made = self.inner(hidden, routing._replace(tokens_at="input"), experts)
+        made = (made * weights).to(made.dtype)
+        last = self.stacks[1]
+        y = product(getattr(self, last), made, routing._replace(tokens_at="output"))
+        if (bias := getattr(self, f"{last}_bias")) is not None:
+            shares = top_k_weights.new_zeros(len(hidden), self.num_experts)
+            y = y + shares.scatter_add(1, top_k_index, top_k_weights).to(bias.dtype) @ bias
+        return y.to(hidden.dtype)
 
-    def outputs(self, name: str, rows: Tensor, ends: Tensor, experts: Tensor) -> Tensor:
-        """Products of rows (S, I) with a stack, and biases: (S, O)."""
-        made, bias = product(getattr(self, name), rows, ends), getattr(self, f"{name}_bias")
-        return made if bias is None else made + bias[experts].to(made.dtype)
+    def inner(self, x: Tensor, routing: Routing, experts: Tensor) -> Tensor:
+        """What goes into the last product: (S, F), of rows of these experts (S,)."""
+        first = self.stacks[0]
+        made, bias = product(getattr(self, first), x, routing), getattr(self, f"{first}_bias")
+        return self.between(made if bias is None else made + bias[experts].to(made.dtype))
 
 
 class AllExperts(StackedExperts):
@@ -88,34 +88,19 @@ class AllExperts(StackedExperts):
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden (E N, D), expert by expert -> (E N, D)."""
         each = torch.arange(self.num_experts, device=hidden.device)
-        count = hidden.shape[0] // self.num_experts
-        ends = ((each + 1) * count).to(torch.int32)
-        return self.each(compute_input(hidden), ends, each.repeat_interleave(count)).to(
-            hidden.dtype
-        )
+        count, last = hidden.shape[0] // self.num_experts, self.stacks[1]
+        experts = each.repeat_interleave(count)
+        routing = Routing(((each + 1) * count).to(torch.int32))
+        y = product(getattr(self, last), self.inner(hidden, routing, experts), routing)
+        bias = getattr(self, f"{last}_bias")
+        return (y if bias is None else y + bias[experts].to(y.dtype)).to(hidden.dtype)
 
 
-class _Reordered(torch.autograd.Function):
-    """Rows in another order, each K times; backward knows the way back, and has nothing to add up."""
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, order: Tensor, back: Tensor, k: int) -> Tensor:
-        """rows (N, D), order and back (N K,) -> (N K, D)."""
-        ctx.save_for_backward(back)
-        ctx.k = k
-        return rows[order // k]
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        (back,) = ctx.saved_tensors
-        return grad[back].unflatten(0, (-1, ctx.k)).sum(1), None, None, None
-
-
-def product(layer: nn.Module, x: Tensor, ends: Tensor) -> Tensor:
-    """x (S, I) W^T, each group with the rows of its expert: (S, O). Adapted layers know themselves."""
+def product(layer: nn.Module, x: Tensor, routing: Routing) -> Tensor:
+    """x W^T, each row with the weight of its expert. Adapted layers know themselves."""
     if hasattr(layer, "base_layer"):
-        return layer(x, ends)
-    return grouped_linear(compute_input(x), ends, *FrozenWeight.of(layer))
+        return layer(x, routing)
+    return grouped_linear(compute_input(x), *routing, *FrozenWeight.of(layer))
 
 
 def stacked(weight: nn.Parameter) -> nn.Linear:

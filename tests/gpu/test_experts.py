@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fsdp_qlora.experts import grouped_matmul
+from fsdp_qlora.experts.grouped_matmul import Routing
 from fsdp_qlora.experts.lora_ops import adapted_experts
 from fsdp_qlora.quantization.formats import dequantize_rows, quantize_rows
 
@@ -47,7 +48,9 @@ def test_experts_and_their_adapters_are_near_to_fp32(monkeypatch, rank, dtype, p
     junk = torch.full((64, 2**20), torch.nan, device="cuda")  # what memory may hold
     del junk
     with torch.inference_mode(False):
-        y, _ = adapted_experts(x.requires_grad_(), ends, packed, absmax, a, b, SCALING, I, "nf4")
+        y, _ = adapted_experts(
+            x.requires_grad_(), *Routing(ends), packed, absmax, a, b, SCALING, I, "nf4"
+        )
         y.backward(dy)
     tolerance = 2**-6 if dtype == torch.bfloat16 else 5e-3  # tf32 is fine
     spans = [slice(stop - n, stop) for n, stop in zip(COUNTS, ends.tolist(), strict=True)]
@@ -76,7 +79,9 @@ def test_the_host_waits_for_no_count_of_tokens():
     x, ends, packed, absmax, a, b, dy, _ = layer(16, torch.bfloat16)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        y, _ = adapted_experts(x.requires_grad_(), ends, packed, absmax, a, b, SCALING, I, "nf4")
+        y, _ = adapted_experts(
+            x.requires_grad_(), *Routing(ends), packed, absmax, a, b, SCALING, I, "nf4"
+        )
         y.backward(dy)
     finally:
         torch.cuda.set_sync_debug_mode("default")
