@@ -139,7 +139,11 @@ def test_what_the_user_gave_is_kept():
         (e.config.sharding_strategy, e.config.batch_size, e.config.activation_policy)
         for e in found.fitting
     } == {("full_shard", 3, "recompute_all")}
-    assert set(found.changes) == {"use_cpu_offload", "use_activation_cpu_offload"}
+    assert set(found.changes) == {
+        "use_cpu_offload",
+        "use_activation_cpu_offload",
+        "sequence_parallel",
+    }
 
 
 def test_an_offload_that_brings_little_is_left():
@@ -270,3 +274,59 @@ def test_nothing_fits_is_an_answer_not_a_crash(capsys):
 def test_estimates_of_the_plan_are_the_estimates():
     found = plan(SEVEN, gpu="4090", gpus=2).choice
     assert found == estimate(SEVEN, found.machine, found.config)
+
+
+# ---- rows shared by several GPUs ----------------------------------------------------------------
+
+
+LONG = replace(model_shape("llama-3.1-8b"), max_positions=None)
+
+
+def test_rows_that_fit_no_gpu_alone_are_shared_by_as_many_as_make_it_fastest():
+    config, here = RunConfig(context_length=524_288), machine(gpu="h100", gpus=8)
+    found = propose(LONG, here, config, EVERYTHING)
+    sizes = {e.config.sequence_parallel for e in found.fitting}
+    assert 1 not in sizes and sizes <= {2, 4, 8}
+    assert found.choice.fits and found.choice.config.sequence_parallel in sizes
+    fastest = min(map(seconds_per_token, found.fitting))
+    assert seconds_per_token(found.choice) <= fastest * 1.02 * 1.025**2
+    assert f"--sequence_parallel {found.choice.config.sequence_parallel}" in report(found)
+    kept = propose(LONG, here, config, free_settings(config, {"sequence_parallel"}, True))
+    assert kept.choice is None and kept.config.sequence_parallel == 1
+
+
+def test_gpus_that_would_wait_for_rows_share_them():
+    config = RunConfig(context_length=32_768, global_batch_size=2)
+    found = propose(LONG, machine(gpu="h100", gpus=8), config, EVERYTHING)
+    assert found.choice.config.sequence_parallel == 4
+    alone = min(seconds_per_token(e) for e in found.fitting if e.config.sequence_parallel == 1)
+    assert seconds_per_token(found.choice) < alone / 2
+
+
+def test_rows_that_fit_are_not_shared():
+    found = propose(LONG, machine(gpu="h100", gpus=8), RunConfig(context_length=8192), EVERYTHING)
+    assert {e.config.sequence_parallel for e in found.fitting} == {1}
+    assert "sequence_parallel" not in report(found)
+
+
+@pytest.mark.parametrize(
+    "shape, gpus, size, message",
+    [
+        (LONG, 6, 4, "6 GPUs are no multiple of it; use one of \\[2, 3, 6\\]"),
+        (LONG, 3, 3, "has 32 heads, which it does not divide"),
+        (model_shape("Qwen/Qwen3.5-9B"), 2, 2, "carry a state along the tokens"),
+    ],
+)
+def test_an_estimate_refuses_to_share_rows_where_a_run_would(shape, gpus, size, message):
+    config = RunConfig(context_length=12_288, sequence_parallel=size, train_type="qlora")
+    with pytest.raises(ValueError, match=message):
+        estimate(shape, machine(gpu="h100", gpus=gpus), config)
+    assert not any(
+        e.config.sequence_parallel > 1
+        for e in propose(
+            shape.cut(4),
+            machine(gpu="h100", gpus=3),
+            RunConfig(context_length=12_288, global_batch_size=1),
+            EVERYTHING,
+        ).fitting
+    )

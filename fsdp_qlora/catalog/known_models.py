@@ -341,6 +341,12 @@ KNOWN = {
     "codellama/CodeLlama-34b-hf": _llama(32000, 8192, 22016, 48, 64, 8, 16384, 1000000.0),
     "meta-llama/Meta-Llama-3-8B": _llama(128256, 4096, 14336, 32, 32, 8, 8192, 500000.0),
     "meta-llama/Meta-Llama-3-70B": _llama(128256, 8192, 28672, 80, 64, 8, 8192, 500000.0),
+    "gradientai/Llama-3-8B-Instruct-Gradient-1048k": _llama(
+        128256, 4096, 14336, 32, 32, 8, 1048576, 3580165449.0
+    ),
+    "gradientai/Llama-3-70B-Instruct-Gradient-262k": _llama(
+        128256, 8192, 28672, 80, 64, 8, 262144, 283461213.0
+    ),
     "meta-llama/Llama-3.1-8B": _llama3(4096, 14336, 32, 32, 8, factor=8.0),
     "meta-llama/Llama-3.1-70B": _llama3(8192, 28672, 80, 64, 8, factor=8.0),
     "meta-llama/Llama-3.2-1B": _llama3(

@@ -151,9 +151,30 @@ def _check_question(shape: ModelShape, machine: Machine, config: RunConfig):
             f"--sharding_strategy {config.sharding_strategy} needs 2 or more replicas of "
             f"2 or more GPUs; {machine.world_size} GPUs do not divide so"
         )
+    if problem := why_not_shared(shape, machine, config):
+        raise ValueError(f"--sequence_parallel {config.sequence_parallel}: {problem}")
     if shape.max_positions and config.context_length > shape.max_positions:
         raise ValueError(
             f"--context_length {config.context_length}: {shape.name} has "
             f"{shape.max_positions} positions; give at most as many, or estimate beyond "
             "them with --beyond_positions"
         )
+
+
+def why_not_shared(shape: ModelShape, machine: Machine, config: RunConfig) -> str:
+    """What keeps --sequence_parallel GPUs from sharing the model's rows; empty if nothing does."""
+    size = config.sequence_parallel
+    if size == 1:
+        return ""
+    if machine.world_size % size:
+        return f"{machine.world_size} GPUs are no multiple of it; use one of {_divisors(machine)}"
+    kinds = shape.kinds or (shape,)
+    if any(kind.state_width for kind in kinds):
+        return f"layers of {shape.name} carry a state along the tokens; leave it out"
+    if heads := next((kind.heads for kind in kinds if kind.heads % size), 0):
+        return f"{shape.name} has {heads} heads, which it does not divide"
+    return ""
+
+
+def _divisors(machine: Machine) -> list[int]:
+    return [n for n in range(2, machine.world_size + 1) if machine.world_size % n == 0]

@@ -96,6 +96,8 @@ def settings_line(found: Estimate) -> str:
     """The settings that decide, as they are typed."""
     plan = found.plan
     parts = [plan.sharding.strategy, plan.memory.activation_policy]
+    if plan.batch.ranks_per_row > 1:
+        parts.append(f"{plan.batch.ranks_per_row} GPUs share a row")
     if plan.memory.cpu_offload:
         parts.append("CPU offload")
     if plan.memory.activation_offload:

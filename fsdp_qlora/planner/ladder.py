@@ -63,6 +63,7 @@ LADDER = (
     ),
 )
 
+_OFF = dict(sequence_parallel="1")
 # What to try after the ladder: below it where nothing fits, beside it where something does.
 BEYOND = (
     Rung(
@@ -106,10 +107,12 @@ BEYOND = (
 
 
 def flags_of(changes: dict) -> str:
-    """Settings as they are typed, the strategy first; switches that are off are left out."""
+    """Settings as they are typed, the strategy first; what is off is left out."""
     order = sorted(changes, key=lambda name: (name != "sharding_strategy", name))
     return " ".join(
-        f"--{name} {shown(changes[name])}" for name in order if changes[name] is not False
+        f"--{name} {shown(changes[name])}"
+        for name in order
+        if shown(changes[name]) not in ("false", _OFF.get(name))
     )
 
 

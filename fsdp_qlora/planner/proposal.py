@@ -16,6 +16,7 @@ _PLANNED = (
     "activation_policy",
     "use_cpu_offload",
     "use_activation_cpu_offload",
+    "sequence_parallel",
 )
 _FIXES_POLICY = ("activation_policy", "use_gradient_checkpointing", "reentrant_checkpointing")
 

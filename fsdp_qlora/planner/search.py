@@ -10,7 +10,9 @@ from ..catalog.llama_pro import expanded_shape
 from ..catalog.machine import Machine
 from ..choices import STRATEGIES, Strategy
 from ..config import AUTO, RunConfig, plan_batches
+from ..config.run import row_shares
 from ..estimate import Estimate, Rows, estimate, room_of
+from ..estimate.question import why_not_shared
 from ..estimate.resolve import hybrid_groups
 
 _MOST_ROWS = 64  # of a micro-batch, where no --global_batch_size limits it
@@ -34,7 +36,50 @@ def search(
     free: frozenset[str],
     rows: Rows | None = None,
 ) -> _Search:
-    """All combinations of the `free` settings; the others stay as in `config`. rows: the data's."""
+    """All combinations of the `free` settings; the others stay as in `config`. rows: the data's.
+
+    GPUs share rows only where no other plan fits, or where a step has fewer rows than GPUs.
+    """
+    found = _search(shape, machine, config, free, rows)
+    if "sequence_parallel" not in free or (found.fitting and not _few_rows(machine, config)):
+        return found
+    shared = _shared_rows(shape, machine, config)
+    searches = [found, *(_search(shape, machine, tried, free, rows) for tried in shared)]
+    fitting = [e for each in searches for e in each.fitting]
+    closest = min(
+        (each.closest for each in searches if each.closest),
+        key=lambda e: e.memory.total,
+        default=None,
+    )
+    return _Search(_ranked(fitting, config, free), None if fitting else closest)
+
+
+def _few_rows(machine: Machine, config: RunConfig) -> bool:
+    """Whether a step has fewer rows than there are GPUs, some of which would wait."""
+    return AUTO != config.global_batch_size < machine.world_size
+
+
+def _shared_rows(shape: ModelShape, machine: Machine, config: RunConfig) -> list[RunConfig]:
+    """The configuration with rows shared by 2 or more GPUs of one machine, where these can."""
+    found = []
+    for size in range(2, machine.gpus + 1) if shape.known_family else ():
+        try:
+            tried = replace(config, sequence_parallel=size)
+        except ValueError:
+            continue  # the rows are no multiple of it
+        if not why_not_shared(shape, machine, tried):
+            found.append(tried)
+    return found
+
+
+def _search(
+    shape: ModelShape,
+    machine: Machine,
+    config: RunConfig,
+    free: frozenset[str],
+    rows: Rows | None,
+) -> _Search:
+    """All combinations in which as many GPUs share a row as `config` says."""
     shape = expanded_shape(shape, config)
     fitting: list[Estimate] = []
     failed: list[Estimate] = []
@@ -119,7 +164,7 @@ def micro_batches(machine: Machine, config: RunConfig, free: frozenset[str]) -> 
         return [config.batch_size]
     most = _MOST_ROWS
     if config.global_batch_size != AUTO:
-        most = -(-config.global_batch_size // machine.world_size)
+        most = -(-config.global_batch_size // row_shares(config, machine.world_size))
     sizes = sorted(
         {base << shift for base in (1, 3) for shift in range(20) if base << shift < most}
     )
@@ -160,7 +205,7 @@ def cost(found: Estimate) -> float:
 def _ranked(fitting: list[Estimate], config: RunConfig, free: frozenset[str]) -> list[Estimate]:
     """Fastest first, but the simplest of those as cheap as the cheapest before it.
 
-    Simpler is: no offload, a plainer strategy, fewer rows per micro-batch.
+    Simpler is: whole rows, no offload, a plainer strategy, fewer rows per micro-batch.
     """
     fitting = sorted(fitting, key=seconds_per_token)
     if not fitting:
@@ -176,6 +221,7 @@ def _simplicity(found: Estimate) -> tuple:
     """Sorts the simpler of two equally fast configurations first."""
     config = found.config
     return (
+        config.sequence_parallel,
         config.use_activation_cpu_offload,
         config.use_cpu_offload,
         config.packing,

@@ -239,10 +239,12 @@ def test_only_what_is_auto_is_chosen():
         "activation_policy",
         "use_cpu_offload",
         "use_activation_cpu_offload",
+        "sequence_parallel",
     }
     assert free_settings(auto, {"use_cpu_offload", "activation_policy"}) == {
         "sharding_strategy",
         "use_activation_cpu_offload",
+        "sequence_parallel",
     }
     assert free_settings(RunConfig(batch_size=-1), set()) == {"batch_size"}
     assert free_settings(RunConfig(activation_budget_gib=-1), set()) == {"activation_policy"}
