@@ -444,6 +444,8 @@ READ = {
     "hunyuan_v1_moe": ["wg"],
     "nemotron_h": ["out_proj"],
 }
+# Linear layers that the model's own code runs under no_grad: adapters there would never learn.
+UNTRAINED = dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), ["weights_proj", "wq_b", "wk"])
 # Types in which PEFT takes the names of an MLP's layers for weights of experts.
 TAKEN_FOR_EXPERTS = {
     "afmoe",
@@ -485,7 +487,11 @@ def reference(folder: str, family: str, kind: str):
     if kind == "qlora":
         round_others(model)
     head = model.get_output_embeddings()
-    frozen = [*kept, *(MLP if config.model_type in TAKEN_FOR_EXPERTS else [])]
+    frozen = [
+        *kept,
+        *UNTRAINED.get(config.model_type, []),
+        *(MLP if config.model_type in TAKEN_FOR_EXPERTS else []),
+    ]
     names = [
         name
         for name, m in model.named_modules()

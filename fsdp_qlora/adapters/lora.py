@@ -37,7 +37,13 @@ from ..model.blocks import (
 from ..model.conv1d import transposed_weights
 from ..quantization.formats import FrozenWeight
 from ..quantization.fp8_weight_cache import forget_fp8_weight
-from ..quantization.quantize import QuantLinear, compute_input, directly_read, frozen_linear
+from ..quantization.quantize import (
+    QuantLinear,
+    compute_input,
+    directly_read,
+    frozen_linear,
+    without_gradients,
+)
 from .biases import add_biases_as_computed, check_biases
 from .dora import Magnitude, norms_of
 from .dropout import SeededDropout, drop_inputs, dropout_seed
@@ -465,11 +471,16 @@ def left_out(model: nn.Module) -> dict[str, str]:
     """Names of linear layers that all-linear leaves out, each with the reason; the head is none of them."""
     found = linear_names(model)
     names = {m: name for name, m in model.named_modules()}
-    read = {
-        names[m].rsplit(".", 1)[-1] for m in directly_read(model) if m is not output_head(model)
-    }
-    return dict.fromkeys(sorted(read), "the model's code reads its weight") | dict.fromkeys(
-        sorted(taken_for_experts(model, found)), "PEFT takes its name for the experts'"
+
+    def last_parts(layers: set[nn.Module]) -> list[str]:
+        return sorted({names[m].rsplit(".", 1)[-1] for m in layers if m is not output_head(model)})
+
+    return (
+        dict.fromkeys(last_parts(without_gradients(model)), "the model runs it without gradients")
+        | dict.fromkeys(last_parts(directly_read(model)), "the model's code reads its weight")
+        | dict.fromkeys(
+            sorted(taken_for_experts(model, found)), "PEFT takes its name for the experts'"
+        )
     )
 
 

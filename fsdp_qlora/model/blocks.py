@@ -16,7 +16,12 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from ..experts import StackedExperts
-from ..quantization.quantize import QuantLinear, directly_read, is_plain_linear
+from ..quantization.quantize import (
+    QuantLinear,
+    directly_read,
+    is_plain_linear,
+    without_gradients,
+)
 
 
 def base_model(model: nn.Module) -> nn.Module:
@@ -65,10 +70,11 @@ def final_norm(model: nn.Module) -> nn.Module | None:
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The linear layers that can be adapted, by name.
 
-    All but those that hold experts, and those whose weight the model's code reads by itself. One that is
-    adapted already is itself, without what is inside it.
+    All but those that hold experts, those whose weight the model's code reads by itself, and those it runs
+    without gradients. One that is adapted already is itself, without what is inside it.
     """
-    others = directly_read(model) | {
+    unadapted = directly_read(model) | without_gradients(model)
+    others = unadapted | {
         part
         for m in model.modules()
         if isinstance(m, (StackedExperts, BaseTunerLayer))

@@ -274,6 +274,7 @@ def dequantize_linears(model: nn.Module, dtype: torch.dtype = torch.bfloat16) ->
 
 # ---- layers that must stay what they are -------------------------------------------------------
 
+_WITHOUT_GRADIENTS = re.compile(r"@torch\.no_grad(\(\))?\s+def forward\b")
 _WEIGHT_OF_A_PART = re.compile(r"\bself((?:\.[a-z_]\w*)+)\.weight\b")
 
 
@@ -290,6 +291,31 @@ def directly_read(model: nn.Module) -> set[nn.Module]:
             if isinstance(parts.get(path), (nn.Linear, QuantLinear)):
                 found.add(parts[path])
     return found
+
+
+def without_gradients(model: nn.Module) -> set[nn.Module]:
+    """Linear layers that the model's own code runs under no_grad, as an indexer of attention is.
+
+    Adapters there would never learn.
+    """
+    return {
+        part
+        for module in model.modules()
+        if _has_no_gradients(type(module))
+        for part in module.modules()
+        if isinstance(part, (nn.Linear, QuantLinear))
+    }
+
+
+@cache
+def _has_no_gradients(kind: type[nn.Module]) -> bool:
+    """Whether a class's forward is decorated with torch.no_grad."""
+    if kind.__module__.startswith("torch."):
+        return False
+    try:
+        return bool(_WITHOUT_GRADIENTS.search(inspect.getsource(kind)))
+    except (OSError, TypeError):  # made without a file
+        return False
 
 
 @cache

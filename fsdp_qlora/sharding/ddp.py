@@ -55,21 +55,30 @@ class GradientReducer:
         torch.autograd.Variable._execution_engine.queue_callback(self.reduce)
 
     def reduce(self):
+        """Average over the ranks; a gradient that only some ranks have counts as zero on the others.
+
+        One that no rank has stays missing, as in a single process, whose optimizer lets such a weight be.
+        """
         self.queued = False
-        for p in self.trained:  # a missing gradient counts as zero
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
         if dist.get_world_size() == 1:
             return
         for bucket in _buckets(self.trained):
-            flat = torch.cat([p.grad.reshape(-1) for p in bucket])
+            # A 1 behind the gradients for each that a rank has: no collective of its own, no wait.
+            has = bucket[0].new_ones(len(bucket))
+            missing = [i for i, p in enumerate(bucket) if p.grad is None]
+            for i in missing:
+                bucket[i].grad, has[i] = torch.zeros_like(bucket[i]), 0
+            flat = torch.cat([*(p.grad.reshape(-1) for p in bucket), has])
             dist.all_reduce(flat)
             flat /= dist.get_world_size()
-            parts = flat.split([p.numel() for p in bucket])
+            *parts, had = flat.split([*(p.numel() for p in bucket), len(bucket)])
             torch._foreach_copy_(
                 [p.grad for p in bucket],
                 [part.view_as(p) for p, part in zip(bucket, parts, strict=True)],
             )
+            for i in missing:
+                if not had[i]:
+                    bucket[i].grad = None
 
 
 def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
