@@ -1,9 +1,10 @@
 """Mixtures of experts: all experts of a block as rows of two linear layers, and LoRA on them.
 
-Modules, each importing only from those before it: grouped_matmul, stacked, lora_ops, lora.
+Modules, each importing only from those before it: grouped_matmul, routing, stacked, lora_ops, lora.
 """
 
 from .lora import adapt_experts, expert_parameters, is_target, names_of_wrappers, target_ends
+from .routing import ExpertLoad
 from .stacked import (
     STACKS,
     StackedExperts,
@@ -11,11 +12,13 @@ from .stacked import (
     check_quantizable,
     each_of_stacks,
     is_stackable,
+    mixtures_of,
     stacked_weights,
 )
 
 __all__ = [
     "STACKS",
+    "ExpertLoad",
     "StackedExperts",
     "adapt_experts",
     "apply_stacked_experts",
@@ -24,6 +27,7 @@ __all__ = [
     "expert_parameters",
     "is_stackable",
     "is_target",
+    "mixtures_of",
     "names_of_wrappers",
     "stacked_weights",
     "target_ends",

@@ -55,16 +55,6 @@ class Routing(NamedTuple):
         return nn.functional.embedding_bag(self.rows, rows, mode="sum")
 
 
-def route(chosen: Tensor, experts: int) -> tuple[Routing, Tensor]:
-    """Where rows go by the experts (N, K) that tokens chose, and the place of each row among the NK."""
-    ordered, order = chosen.flatten().to(torch.int32).sort(stable=True)
-    each = torch.arange(experts, device=chosen.device, dtype=torch.int32)
-    ends = torch.searchsorted(ordered, each, right=True, out_int32=True)
-    places = torch.arange(len(order), device=chosen.device)
-    rows = torch.empty_like(order).scatter_(0, order, places).view_as(chosen)
-    return Routing(ends, order // chosen.shape[-1], rows), order
-
-
 @torch.library.custom_op("fsdp_qlora::grouped_linear", mutates_args=())
 def grouped_linear(
     x: Tensor,

@@ -22,7 +22,8 @@ from torch.nn.modules.conv import _ConvNd
 
 from ..quantization.formats import FrozenWeight
 from ..quantization.quantize import compute_input, is_plain_linear
-from .grouped_matmul import Routing, grouped_linear, route
+from .grouped_matmul import Routing, grouped_linear
+from .routing import route
 
 # As transformers names them, in its order; experts without a gate have up_proj for the first.
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
@@ -45,6 +46,8 @@ class Stack:
 class StackedExperts(nn.Module):
     """For each token the weighted sum of what its K experts make of it."""
 
+    row_counts: Tensor | None = None  # of each expert, if they are counted (routing.py)
+
     def __init__(self, experts: nn.Module):
         super().__init__()
         self.num_experts, self.transposed = experts.num_experts, _is_transposed(experts)
@@ -63,7 +66,8 @@ class StackedExperts(nn.Module):
         A weight of the router's multiplies what goes into an expert's last product, not what comes out:
         its gradient then asks for nothing that this product made, which is wider.
         """
-        routing, order = route(top_k_index, self.num_experts)
+        counts = self.row_counts if self.training else None
+        routing, order = route(top_k_index, self.num_experts, counts)
         weights = top_k_weights.flatten().gather(0, order)[:, None]
         experts = top_k_index.flatten().gather(0, order)
         made = self.inner(hidden, routing._replace(tokens_at="input"), experts)
@@ -184,6 +188,11 @@ def apply_stacked_experts(model: nn.Module) -> nn.Module:
     if names:
         model.stacked_weights = names
     return model
+
+
+def mixtures_of(model: nn.Module) -> list[StackedExperts]:
+    """The experts of each block whose router chooses some of them for each token."""
+    return [m for m in model.modules() if type(m) is StackedExperts]
 
 
 def stacked_weights(model: nn.Module) -> dict[str, Stack]:

@@ -48,6 +48,9 @@ class StepMetrics(Record):
     model_tflops_per_gpu: float | None = None  # None: a family whose shape is not known
     share_of_peak: float | None = None  # of the GPU's dense bf16 rate; None: a card not known
     padded_tokens: int | None = None  # with padding: what was computed
+    # Of a mixture, as means over its blocks: rows that the busiest expert got, and experts that got none.
+    busiest_expert_share: float | None = None
+    idle_expert_share: float | None = None
     compilations: int = 0  # graphs that torch compiled in this process by the end of the step
 
     @property
@@ -94,6 +97,8 @@ class StepMetrics(Record):
             "share_of_peak",
             "peak_allocated_gib",
             "seconds",
+            "busiest_expert_share",
+            "idle_expert_share",
         )
         return {
             f"train/{name}": value for name in names if (value := getattr(self, name)) is not None
@@ -153,6 +158,8 @@ def mean_of(steps: Sequence[StepMetrics], **where) -> Progress:
         padded_tokens=sum(s.padded_tokens or s.tokens for s in steps),
         model_tflops_per_gpu=mean("model_tflops_per_gpu", "seconds"),
         share_of_peak=mean("share_of_peak", "seconds"),
+        busiest_expert_share=mean("busiest_expert_share"),
+        idle_expert_share=mean("idle_expert_share"),
         **where,
     )
 

@@ -17,6 +17,7 @@ from ..config.without_effect import batch_above_data
 from ..data import Source, StepLoader, StreamLoader, Subset, TokenizedDataset
 from ..dist import print_main, ranks_from_env
 from ..estimate import Rows
+from ..experts import mixtures_of, names_of_wrappers
 from ..export.card import run_record
 from ..observe.metrics import StartRecord, StepMetrics
 from ..observe.runlog import now
@@ -43,6 +44,11 @@ def describe(
         print_main("adapted layers: " + ", ".join(f"{k} x{n}" for k, n in counts.items()))
     if left := getattr(model, "left_out", None):
         print_main("not adapted: " + ", ".join(f"{k} ({why})" for k, why in left.items()))
+    if counts and (mixtures := mixtures_of(model)) and not names_of_wrappers(model):
+        print_main(
+            f"not adapted: the {mixtures[0].num_experts} experts in each of {len(mixtures)} blocks; "
+            "--lora_target_parameters experts adapts them too"
+        )
     whole = Counter(
         name.rsplit(".", 2)[-2]
         for name in trainable_parameters(model)

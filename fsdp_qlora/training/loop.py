@@ -11,6 +11,7 @@ from ..config import RunConfig
 from ..config.settings import AUTO
 from ..data import Step, StepLoader, StreamLoader
 from ..dist import from_main, gather_over_ranks, print_main, rank_stores
+from ..experts import ExpertLoad, mixtures_of
 from ..export import save_trained, weights_folder
 from ..lifecycle.agreement import Agreement
 from ..lifecycle.bad_steps import BadSteps, RollBack
@@ -71,6 +72,8 @@ class Training:
         self.max_norm = config.grad_norm if config.apply_gradient_clipping else None
         self.memory = MemoryWatch(config, plan, state.model, state.optimizer, state.device)
         self.forward_backward = micro_batch_runner(config, plan, state.model, state.device)
+        mixtures = mixtures_of(state.model)
+        self.expert_load = ExpertLoad(mixtures, state.device) if mixtures else None
 
     def run(self):
         """All steps that are left, and the evaluations that are due.
@@ -132,6 +135,8 @@ class Training:
                     scaler=state.scaler,
                     forward_backward=self.forward_backward,
                 )
+            if self.expert_load:
+                result.expert_load = self.expert_load.take()
             self.bad.rows[step.index + 1] = step.row_ids
             self.lagged.add(step.index + 1, lr, step.num_rows, step.num_tokens, result)
         state.scheduler.step()

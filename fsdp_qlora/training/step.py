@@ -40,6 +40,7 @@ class StepResult:
     trained_tokens: int
     tokens: int
     loss_scale: Tensor | None = None  # of this step, with fp16
+    expert_load: Tensor | None = None  # (2,) of a mixture (experts/routing.py)
     stepped: bool = True  # False if no token was trained: the weights are unchanged
 
     @property

@@ -66,6 +66,7 @@ def _step_metrics(
 ) -> StepMetrics:
     """A step's result with its time and memory; `tokens` are the rows' own."""
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+    busiest, idle = (None, None) if result.expert_load is None else result.expert_load.tolist()
     return StepMetrics(
         step=number,
         loss=result.loss,
@@ -77,5 +78,7 @@ def _step_metrics(
         tokens_per_second=tokens / seconds,
         peak_allocated_gib=peak,
         padded_tokens=result.tokens,
+        busiest_expert_share=busiest,
+        idle_expert_share=idle,
         loss_scale=None if result.loss_scale is None else result.loss_scale.item(),
     )
