@@ -167,14 +167,15 @@ def why_not_shared(shape: ModelShape, machine: Machine, config: RunConfig) -> st
     if size == 1:
         return ""
     if machine.world_size % size:
-        return f"{machine.world_size} GPUs are no multiple of it; use one of {_divisors(machine)}"
+        fit = _divisors(machine.world_size)
+        return f"{machine.world_size} GPUs are no multiple of it; use one of {fit}"
     kinds = shape.kinds or (shape,)
     if any(kind.state_width for kind in kinds):
         return f"layers of {shape.name} carry a state along the tokens; leave it out"
     if heads := next((kind.heads for kind in kinds if kind.heads % size), 0):
-        return f"{shape.name} has {heads} heads, which it does not divide"
+        return f"{shape.name} has {heads} heads to share out; use one of {_divisors(heads)}"
     return ""
 
 
-def _divisors(machine: Machine) -> list[int]:
-    return [n for n in range(2, machine.world_size + 1) if machine.world_size % n == 0]
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(2, number + 1) if number % n == 0]

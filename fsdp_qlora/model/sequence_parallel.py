@@ -18,7 +18,7 @@ import copy
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from math import lcm
 
 import torch
@@ -234,7 +234,6 @@ class _OfHeads:
         return self._sequence.own_heads(found) if name == "sinks" else found
 
 
-@cache
 def _kernel(name: str, code: str) -> Callable:
     """The attention of a name; of a model's own code where it is eager."""
     if name == "eager":

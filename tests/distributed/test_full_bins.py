@@ -135,15 +135,18 @@ def train_each(
     return results
 
 
-def reference(folder: str, data: str, steps: list[list[int]]) -> tuple[list[float], list[float]]:
-    """Losses and norms of one process that trains on these rows of the file in these steps."""
+def reference(folder: str, data: str, steps: list[list[int]], train_type: str = "lora", **more):
+    """Losses, norms and trained weights of one process on these rows of the file in these steps.
+
+    train_type and more: as `reference_model` takes them.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = [json.loads(line)["text"] for line in Path(data).read_text().splitlines()]
     ids = [(tokenizer(text)["input_ids"] + [tokenizer.eos_token_id])[:CONTEXT] for text in texts]
     batches = [[(ids[row], ids[row]) for row in rows] for rows in steps]
-    return reference_run(reference_model(folder, "lora"), batches)[:2]
+    return reference_run(reference_model(folder, train_type, **more), batches)
 
 
 @pytest.mark.parametrize("worlds", [(1, 2), slow((1, 4))])
@@ -156,7 +159,7 @@ def test_packed_and_padded_runs_have_the_loss_of_one_process_on_1_2_and_4_ranks(
     }
     for name in CASES:
         alone = runs[1][0][name]
-        losses, norms = reference(folder, data, alone["rows"])
+        losses, norms, _ = reference(folder, data, alone["rows"])
         epochs = [row for rows in alone["rows"] for row in rows]
         assert len(epochs) == 2 * 61 and set(epochs[:61]) == set(epochs[61:]) == set(range(61)), (
             name
