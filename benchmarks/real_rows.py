@@ -10,9 +10,9 @@ the peers' (`real_rows_peers.py`), data are the kinds of `real_rows_data.py`. `:
 name that comes again starts with the compile cache warm. Settings of a run (`--train_on all`) are added
 to each command of ours; `--gpus 2 --sharding_strategy full_shard` runs each on two GPUs.
 
-Tokens per second are those of rows and of one GPU, without padding, from step `--first` on. The bench's are of the
-same settings over full rows of random tokens: as long as a bin if packed, else as the mean row. A run
-that runs out of memory or time is a row too.
+Tokens per second are those of rows and of one GPU, without padding, from step `--first` on. The
+bench's are of the same settings over full rows of random tokens: as long as a bin if packed, else as
+the mean row. A run that runs out of memory or time is a row too.
 """
 
 from __future__ import annotations

@@ -188,17 +188,19 @@ def test_a_plan_packs_short_rows_and_not_full_ones_nor_against_the_user():
     assert "packing" not in free_settings(config, set(), everything=True)
 
 
-def test_auto_packs_only_where_a_step_keeps_its_rows():
+def test_auto_packs_only_where_a_step_keeps_its_rows_or_has_any():
     rows, auto = sampled(DISTRIBUTIONS["log_normal"]), dict(sharding_strategy="auto")
-    for settings in (auto, dict(batch_size=-1), dict(batch_size=-1, global_batch_size=32)):
+    for settings in (auto, auto | dict(batch_size=4), dict(batch_size=-1, global_batch_size=32)):
         assert "packing" not in free_settings(RunConfig(**settings), set(), rows=rows)
-    config = RunConfig(**auto, batch_size=-1, global_batch_size=32, context_length=CONTEXT)
-    assert "packing" not in free_settings(config, {"packing"}, rows=rows)
-    assert "packing" not in free_settings(config, set(), rows=replace(rows, can_pack=False))
-    free = free_settings(config, set(), rows=rows)
-    found = propose(shape_from_params("7B"), machine(), config, free, rows).choice
-    assert "packing" in free and found.config.packing
-    assert found.config.global_batch_size == 32 and not found.config.has_full_bins
+    for settings in (dict(global_batch_size=32), {}):
+        config = RunConfig(**auto, batch_size=-1, context_length=CONTEXT, **settings)
+        assert "packing" not in free_settings(config, {"packing"}, rows=rows)
+        assert "packing" not in free_settings(config, set(), rows=replace(rows, can_pack=False))
+        free = free_settings(config, set(), rows=rows)
+        found = propose(shape_from_params("7B"), machine(), config, free, rows).choice
+        assert "packing" in free and found.config.packing
+        assert found.config.global_batch_size == config.global_batch_size
+        assert found.config.has_full_bins is not bool(settings)
 
 
 def test_estimate_without_a_tokenizer_says_that_rows_are_taken_as_full(capsys, tmp_path):

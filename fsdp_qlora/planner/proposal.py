@@ -56,7 +56,7 @@ def free_settings(
 
     `given` are the flags that the user typed, which are kept. `everything` frees what is not given,
     as `fsdp-qlora plan` does. Whether to pack is free where `rows` of the data are known; for a run only
-    if --global_batch_size says how many rows a step has, or packing would change what it trains on.
+    if a step keeps its rows (--global_batch_size) or has those of --batch_size auto anyway.
     """
     free = set()
     if everything or config.sharding_strategy == "auto":
@@ -70,7 +70,9 @@ def free_settings(
     if config.batch_size == AUTO or everything and "batch_size" not in given:
         free.add("batch_size")
     keeps_rows = config.sharding_strategy == "auto" and config.global_batch_size != AUTO
-    if rows and rows.can_pack and "packing" not in given and (everything or keeps_rows):
+    takes_any = config.batch_size == AUTO and config.global_batch_size == AUTO
+    may_pack = everything or keeps_rows or takes_any
+    if rows and rows.can_pack and "packing" not in given and may_pack:
         free.add("packing")
     if free and config.compute_dtype == "fp8" and config.keep_fp8_weights is None:
         free.add("keep_fp8_weights")

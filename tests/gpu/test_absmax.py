@@ -7,7 +7,7 @@ import torch
 
 from fsdp_qlora.quantization import fp8
 from fsdp_qlora.quantization.absmax import decode_absmax, encode_absmax
-from fsdp_qlora.quantization.formats import dequantize_rows, quantize_rows
+from fsdp_qlora.quantization.formats import FrozenWeight, dequantize_rows, quantize_rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,6 +36,8 @@ def test_weights_and_fp8_products_are_those_of_the_decoded_scales():
     if torch.cuda.get_device_capability() < (8, 9):
         return
     x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16)
-    assert torch.equal(
-        fp8.forward_product(x, packed, stored, "nf4"), fp8.forward_product(x, packed, absmax, "nf4")
-    )
+    products = [
+        fp8.forward_product(x, FrozenWeight(packed, scales, 1024, "nf4"))
+        for scales in (stored, absmax)
+    ]
+    assert torch.equal(*products)
