@@ -37,7 +37,7 @@ def row_bytes(shape: ModelShape, plan: Plan) -> float:
 
 
 def saved_by_experts(shape: ModelShape, plan: Plan) -> float:
-    """Bytes that a forward saves beside gate, up and their product: weights of rows, and x A^T.
+    """Bytes that a forward saves beside gate, up and their product: weights of rows, and indices.
 
     Eager also has that product before the router's weights, which multiply it. Tokens of rows, rows of
     tokens and the order of both are kept as numbers of 8 bytes.
@@ -48,18 +48,11 @@ def saved_by_experts(shape: ModelShape, plan: Plan) -> float:
     weights = rows * (3 * 8 + (1 + eager) * plan.model.product_bytes)
     router = plan.batch.tokens * (4 * shape.experts + 12 * shape.experts_per_token)
     gated = row_bytes(shape, plan) * _width(shape) * eager
-    return gated + rank_products(shape, plan) + weights + router
-
-
-def rank_products(shape: ModelShape, plan: Plan) -> float:
-    """x A^T (S, R) of each adapted weight of experts; R is filled up to a multiple of 8."""
-    return row_bytes(shape, plan) * sum(
-        -(-plan.adapter.rank(name) // 8) * 8 for name in adapted_experts(shape, plan)
-    )
+    return gated + weights + router
 
 
 def outputs(shape: ModelShape, plan: Plan) -> float:
-    """What the experts' products give, which keep_linears keeps with x A^T: (S, 2F), and eager (N, D).
+    """What the experts' products give, which keep_linears keeps: (S, 2F), and eager (N, D).
 
     Of a compiled block nothing asks for the last one.
     """
@@ -67,7 +60,7 @@ def outputs(shape: ModelShape, plan: Plan) -> float:
         return 0.0
     last = plan.batch.tokens * plan.model.product_bytes * shape.hidden * (not plan.loop.compile)
     first, _ = shape.expert_linears().values()
-    return row_bytes(shape, plan) * first[0] + last + rank_products(shape, plan)
+    return row_bytes(shape, plan) * first[0] + last
 
 
 def backward_moments(shape: ModelShape, plan: Plan) -> list[tuple[float, float]]:
@@ -75,14 +68,14 @@ def backward_moments(shape: ModelShape, plan: Plan) -> list[tuple[float, float]]
 
     Of down_proj, the gradients of the block's output as rows (S, D), and of its input (S, F); then gate
     and up are gone, there are their gradients (S, 2F), and of the input one for each row (S, D), twice
-    where a second part of the weight, or the adapter's, is added to it.
+    where a second part of the weight is added to it.
     """
     if not shape.experts:
         return []
     rows, adapted = row_bytes(shape, plan), adapted_experts(shape, plan)
     tokens = plan.batch.tokens * plan.model.product_bytes * shape.hidden
     (first, (made, _)), (last, (_, width)) = shape.expert_linears().items()
-    twice = _parts(shape, plan, first) > 1 or first in adapted
+    twice = _parts(shape, plan, first) > 1
     gone = rows * (made + width * (2 * (not plan.loop.compile) + (last in adapted)))
     return [
         (0.0, tokens + rows * (shape.hidden + width) + unpacked(shape, plan, last)),

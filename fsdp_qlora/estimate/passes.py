@@ -77,10 +77,10 @@ def adapter_traffic(shape: ModelShape, plan: Plan) -> tuple[float, float]:
             added_in += wide * (key not in groups)
         groups[key] = wide
         out += rows
-    for rows, wide in adapted_experts(shape, plan).values():
-        groups[f"{rows} {wide}"] = shape.experts_per_token * wide
-        added_in += shape.experts_per_token * wide
-        added_out += shape.experts_per_token * rows
+    for name, (rows, wide) in adapted_experts(shape, plan).items():
+        added = shape.experts_per_token * (form(plan, plan.adapter.rank(name)) == "added")
+        groups[name] = shape.experts_per_token * wide
+        added_in, added_out = added_in + added * wide, added_out + added * rows
         out += shape.experts_per_token * rows
     inputs, each = sum(groups.values()), plan.batch.tokens * plan.model.product_bytes
     return each * (inputs + 2 * added_out), each * (2 * out + inputs + 2 * added_in)

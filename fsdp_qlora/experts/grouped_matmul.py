@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..quantization.formats import FrozenWeight
+from ..quantization.kernels import can_unpack_experts, unpack_experts
 
 PART_VALUES = 2**29  # of W that exist at once: 1 GiB in bf16
 _ALIGNMENT = 16  # bytes, of the rows of what the kernel takes
@@ -106,28 +107,23 @@ def _grouped_gradient(
     return outer_products(routing.output_gradients(dy), routing.inputs(x), ends).to(dtype)
 
 
-def forward_products(x: Tensor, ends: Tensor, w: FrozenWeight) -> Tensor:
-    """y (S, O) of rows x (S, I)."""
+def forward_products(x: Tensor, ends: Tensor, w: FrozenWeight, a=None, b=None) -> Tensor:
+    """y (S, O) of rows x (S, I); with A (E, R, I) and B (E, O, R), of W + B A."""
     parts = list(_output_parts(w, len(ends)))
     if len(parts) == 1:
-        return _forward_part(x, ends, w, parts[0])
+        return grouped(x, _dense_part(w, parts[0], len(ends), x.dtype, a, b).mT, ends)
     y = x.new_empty(len(x), len(w.weight) // len(ends))
     for part in parts:
-        y[:, part] = _forward_part(x, ends, w, part)
+        y[:, part] = grouped(x, _dense_part(w, part, len(ends), x.dtype, a, b).mT, ends)
     return y
 
 
-def _forward_part(x: Tensor, ends: Tensor, w: FrozenWeight, part: slice) -> Tensor:
-    """Some outputs; the unpacked weight is gone before the next one's."""
-    return grouped(x, _dense_part(w, part, len(ends), x.dtype).transpose(1, 2), ends)
-
-
-def backward_products(dy: Tensor, ends: Tensor, w: FrozenWeight) -> Tensor:
-    """dX (S, I) of the gradients dy (S, O) of rows."""
+def backward_products(dy: Tensor, ends: Tensor, w: FrozenWeight, a=None, b=None) -> Tensor:
+    """dX (S, I) of the gradients dy (S, O) of rows; A and B as above."""
     first, *others = _output_parts(w, len(ends))
-    dx = grouped(dy[:, first], _dense_part(w, first, len(ends), dy.dtype), ends)
+    dx = grouped(dy[:, first], _dense_part(w, first, len(ends), dy.dtype, a, b), ends)
     for part in others:
-        dx += grouped(dy[:, part], _dense_part(w, part, len(ends), dy.dtype), ends)
+        dx += grouped(dy[:, part], _dense_part(w, part, len(ends), dy.dtype, a, b), ends)
     return dx
 
 
@@ -140,15 +136,25 @@ def _output_parts(w: FrozenWeight, experts: int) -> Iterator[slice]:
         yield slice(start, min(start + step, rows))
 
 
-def _dense_part(w: FrozenWeight, part: slice, experts: int, dtype: torch.dtype) -> Tensor:
-    """Some outputs' rows of every expert's W, (E, part, I) in `dtype`."""
-    if part == slice(0, len(w.weight) // experts):
-        return w.dense(dtype).unflatten(0, (experts, -1))
-    rows, scales = (
-        None if t is None else t.unflatten(0, (experts, -1))[:, part].flatten(0, 1)
-        for t in (w.weight, w.absmax)
-    )
-    return FrozenWeight(rows, scales, *w.form).dense(dtype).unflatten(0, (experts, -1))
+def _dense_part(
+    w: FrozenWeight,
+    part: slice,
+    experts: int,
+    dtype: torch.dtype,
+    a: Tensor | None,
+    b: Tensor | None,
+) -> Tensor:
+    """Some outputs' rows of every expert's W + B A, (E, part, I) in `dtype`."""
+    if part != slice(0, len(w.weight) // experts):
+        rows, scales = (
+            None if t is None else t.unflatten(0, (experts, -1))[:, part].flatten(0, 1)
+            for t in (w.weight, w.absmax)
+        )
+        w, b = FrozenWeight(rows, scales, *w.form), None if b is None else b[:, part]
+    if can_unpack_experts(w, experts, 0 if b is None else b.shape[2], dtype):
+        return unpack_experts(w, experts, a, b)
+    dense = w.dense(dtype).unflatten(0, (experts, -1))
+    return dense if b is None else torch.baddbmm(dense, b, a)
 
 
 def grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

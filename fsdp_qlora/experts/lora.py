@@ -50,7 +50,7 @@ class LoraExperts(nn.Module, LoraLayer):
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """x (S, I), ordered by expert -> (S, O), or tokens on either side."""
         (name,), w = self.active_adapters, FrozenWeight.of(self.base_layer)
-        y, _ = adapted_experts(
+        return adapted_experts(
             compute_input(x),
             *routing,
             w.weight,
@@ -60,7 +60,6 @@ class LoraExperts(nn.Module, LoraLayer):
             self.scaling[name],
             *w.form,
         )
-        return y
 
 
 def expert_parameters(

@@ -1,8 +1,10 @@
 """The arithmetic of adapted experts: y = x W^T + scaling (x A^T) B^T, with W, A and B of each expert.
 
-One op for all experts of a layer, which keeps its input and the rank-R product; W is dequantized again
-in backward. A and B lie as PEFT's `target_parameters` has them, and each expert's are cut out here.
-An expert without tokens gets gradients of zero.
+One op for all experts of a layer, which keeps its input alone: W is dequantized again in backward, and
+x A^T, which only the gradient of B asks for, made there. Where a kernel unpacks W, B A is added on the
+way, so that no product but W's passes over the rows in a forward; elsewhere the adapter's is added to it.
+A and B lie as PEFT's `target_parameters` has them, and each expert's are cut out here. An expert without
+tokens gets gradients of zero.
 
 Shapes: those of grouped_matmul.py; R rank.  A (E R, I) expert by expert, B (O, R E) rank by rank
 """
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..quantization.formats import FrozenWeight
+from ..quantization.kernels import can_unpack_experts
 from .grouped_matmul import (
     Routing,
     backward_products,
@@ -39,21 +42,22 @@ def adapted_experts(
     scaling: float,
     in_features: int,
     quant_type: str,
-) -> tuple[Tensor, Tensor]:
-    """y, and x A^T (S, R or a little more) for the backward."""
+) -> Tensor:
+    """y, of rows or of tokens."""
     routing = Routing(ends, tokens, rows, tokens_at)
+    w = FrozenWeight(weight, absmax, in_features, quant_type)
     a, b = _each_a(a, len(ends), x.dtype), _each_b(b * scaling, len(ends), x.dtype)
     x = routing.inputs(x)
-    xa = grouped(x, a.transpose(1, 2), ends)
-    y = forward_products(x, ends, FrozenWeight(weight, absmax, in_features, quant_type))
-    return routing.outputs(y.add_(grouped(xa, b.transpose(1, 2), ends))), xa
+    if can_unpack_experts(w, len(ends), b.shape[2], x.dtype):
+        return routing.outputs(forward_products(x, ends, w, a, b))
+    y = forward_products(x, ends, w)
+    return routing.outputs(y.add_(grouped(grouped(x, a.mT, ends), b.mT, ends)))
 
 
 @torch.library.custom_op("fsdp_qlora::adapted_experts_backward", mutates_args=())
 def _adapted_experts_backward(
     dy: Tensor,
     x: Tensor,
-    xa: Tensor,
     ends: Tensor,
     tokens: Tensor | None,
     rows: Tensor | None,
@@ -68,14 +72,21 @@ def _adapted_experts_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dX, of x's shape, dA (E R, I) and dB (O, R E); these two are rounded once to x's dtype."""
     routing, rank = Routing(ends, tokens, rows, tokens_at), len(a) // len(ends)
-    dy = routing.output_gradients(dy)
-    dxa = grouped(dy, _each_b(b * scaling, len(ends), dy.dtype), ends)
-    db = outer_products(dy, xa, ends)[:, :, :rank].to(b.dtype) * scaling
-    dx = backward_products(dy, ends, FrozenWeight(weight, absmax, in_features, quant_type))
+    of_a, of_b = a.dtype, b.dtype
+    w = FrozenWeight(weight, absmax, in_features, quant_type)
+    a, b = _each_a(a, len(ends), dy.dtype), _each_b(b * scaling, len(ends), dy.dtype)
+    dy, x = routing.output_gradients(dy), routing.inputs(x)
+    dxa, xa = grouped(dy, b, ends), grouped(x, a.mT, ends)
+    da = outer_products(dxa, x, ends)[:, :rank].to(of_a)
+    db = outer_products(dy, xa, ends)[:, :, :rank].to(of_b) * scaling
+    del x, xa
+    if can_unpack_experts(w, len(ends), b.shape[2], dy.dtype):
+        dx = backward_products(dy, ends, w, a, b)
+    else:
+        dx = backward_products(dy, ends, w).add_(grouped(dxa, a, ends))
     del dy
-    dx = routing.input_gradients(dx.add_(grouped(dxa, _each_a(a, len(ends), dx.dtype), ends)))
-    da = outer_products(dxa, routing.inputs(x), ends)[:, :rank].to(a.dtype)
-    return dx, da.flatten(0, 1).contiguous(), db.permute(1, 2, 0).flatten(1).contiguous()
+    dx, da, db = routing.input_gradients(dx), da.flatten(0, 1), db.permute(1, 2, 0).flatten(1)
+    return dx, da.contiguous(), db.contiguous()
 
 
 def _each_a(a: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
@@ -100,23 +111,21 @@ def _padded(rank: int) -> int:
 
 @adapted_experts.register_fake
 def _(x, ends, tokens, rows, tokens_at, weight, absmax, a, b, scaling, in_features, quant_type):
-    y = x.new_empty(length_at("output", x, tokens, rows, tokens_at), b.shape[0])
-    made = tokens if tokens_at else x
-    return y, x.new_empty(made.shape[0], _padded(a.shape[0] // ends.shape[0]))
+    return x.new_empty(length_at("output", x, tokens, rows, tokens_at), b.shape[0])
 
 
 @_adapted_experts_backward.register_fake
-def _(dy, x, xa, ends, tokens, rows, weight, absmax, a, b, *constants):
+def _(dy, x, ends, tokens, rows, weight, absmax, a, b, *constants):
     return x.new_empty(x.shape), a.new_empty(a.shape), b.new_empty(b.shape)
 
 
 def _save(ctx, inputs, output):
     x, ends, tokens, rows, tokens_at, weight, absmax, a, b, *constants = inputs
     ctx.constants = tokens_at, *constants
-    ctx.save_for_backward(x, output[1], ends, tokens, rows, weight, absmax, a, b)
+    ctx.save_for_backward(x, ends, tokens, rows, weight, absmax, a, b)
 
 
-def _backward(ctx, dy, _):
+def _backward(ctx, dy):
     dx, da, db = _adapted_experts_backward(dy.contiguous(), *ctx.saved_tensors, *ctx.constants)
     return dx, *[None] * 6, da, db, *[None] * 3
 

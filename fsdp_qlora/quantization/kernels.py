@@ -2,7 +2,7 @@
 
 Those for fp8 are in `fp8_kernels.py`. Other devices do the same in torch (`adapters/lora_ops.py`).
 
-Shapes: I inputs, O outputs, R rank.  W (O, I), A (R, I), B (O, R)
+Shapes: I inputs, O outputs, R rank.  W (O, I), A (R, I), B (O, R); those of E experts below each other
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ except ImportError:  # CPU builds of torch come without
     triton = None
 
 _RANKS = (16, 32, 64, 128)  # of adapters that the kernels take
+_TILE_ROWS = 64  # of W that a program unpacks
 
 
 def _decoding(quant_type: str, high: bool) -> str:
@@ -80,14 +81,15 @@ if triton:
         out_ptr,
         O,
         I,
+        EXPERT_ROWS,
         FP4: tl.constexpr,
         R: tl.constexpr,
         BO: tl.constexpr,
         BLOCKS: tl.constexpr,
     ):
-        # BLOCKS blocks of 64 inputs of BO rows.
+        # BLOCKS blocks of 64 inputs of BO rows, all of one expert; R is 0 without an adapter.
         WIDE: tl.constexpr = BLOCKS * 64
-        rows, ranks = tl.program_id(0) * BO + tl.arange(0, BO), tl.arange(0, R)
+        rows = tl.program_id(0) * BO + tl.arange(0, BO)
         inside, far = rows < O, rows.to(tl.int64)
         half = tl.program_id(1) * (WIDE // 2) + tl.arange(0, WIDE // 2)
         packed = tl.load(
@@ -103,9 +105,11 @@ if triton:
         weight = tl.reshape(tl.interleave(high, low).to(tl.float32), (BO, BLOCKS, 64))
         weight = tl.reshape(weight * absmax[:, :, None], (BO, WIDE))
         columns = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-        b = tl.load(b_ptr + rows[:, None] * R + ranks[None, :], mask=inside[:, None], other=0.0)
-        a = tl.load(a_ptr + ranks[:, None] * I + columns[None, :])
-        weight = tl.dot(b, a, weight)
+        if R > 0:
+            ranks, expert = tl.arange(0, R), tl.program_id(0) * BO // EXPERT_ROWS
+            b = tl.load(b_ptr + rows[:, None] * R + ranks[None, :], mask=inside[:, None], other=0.0)
+            a = tl.load(a_ptr + (expert * R + ranks[:, None]) * I + columns[None, :])
+            weight = tl.dot(b, a, weight)
         tl.store(
             out_ptr + far[:, None] * I + columns[None, :],
             weight.to(tl.bfloat16),
@@ -117,6 +121,11 @@ def blocks_of_a_tile(in_features: int, most: int) -> int:
     """The largest power of two, up to `most`, of blocks that divides a row."""
     blocks = in_features // BLOCKSIZE
     return min(most, blocks & -blocks)
+
+
+def can_unpack_experts(w: FrozenWeight, experts: int, rank: int, dtype: torch.dtype) -> bool:
+    """Whether `unpack_experts` takes such weights: those of each expert begin at a tile."""
+    return can_unpack_adapted(w, rank, dtype) and not len(w.weight) // experts % _TILE_ROWS
 
 
 def can_unpack_adapted(w: FrozenWeight, rank: int, dtype: torch.dtype) -> bool:
@@ -134,24 +143,45 @@ def can_unpack_adapted(w: FrozenWeight, rank: int, dtype: torch.dtype) -> bool:
 
 def unpack_adapted(w: FrozenWeight, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """W + scaling B A as bf16 (O, I): summed in fp32, rounded once."""
-    w, rank = w.with_float_absmax(), rank_columns(b.shape[1])
-    rows, in_features = w.weight.shape[0], w.in_features
-    out = torch.empty(rows, in_features, dtype=torch.bfloat16, device=w.weight.device)
+    rank = rank_columns(b.shape[1])
     a = _with_rows(a.to(torch.bfloat16), rank).contiguous()
     b = _with_columns((b * scaling).to(torch.bfloat16), rank)
+    return _unpacked(w, a, b, rank, len(w.weight))
+
+
+def unpack_experts(
+    w: FrozenWeight, experts: int, a: Tensor | None = None, b: Tensor | None = None
+) -> Tensor:
+    """W of all experts (E, O, I) in bf16, plus B A of each, of A (E, R, I) and B (E, O, R) if given."""
+    rank, rows = 0, len(w.weight) // experts
+    if a is not None:
+        rank = rank_columns(b.shape[2])
+        a = nn.functional.pad(a.to(torch.bfloat16), (0, 0, 0, rank - a.shape[1])).contiguous()
+        b = nn.functional.pad(b.to(torch.bfloat16), (0, rank - b.shape[2])).contiguous()
+    return _unpacked(w, a, b, rank, rows).unflatten(0, (experts, rows))
+
+
+def _unpacked(
+    w: FrozenWeight, a: Tensor | None, b: Tensor | None, rank: int, expert_rows: int
+) -> Tensor:
+    """W (O, I) in bf16, with an adapter of `rank` columns."""
+    w = w.with_float_absmax()
+    rows, in_features = w.weight.shape[0], w.in_features
+    out = torch.empty(rows, in_features, dtype=torch.bfloat16, device=w.weight.device)
     blocks = blocks_of_a_tile(in_features, 2)
-    grid = (triton.cdiv(rows, 64), in_features // BLOCKSIZE // blocks)
+    grid = (triton.cdiv(rows, _TILE_ROWS), in_features // BLOCKSIZE // blocks)
     _unpack_adapted[grid](
         w.weight.view(torch.uint8),
         w.absmax,
-        a,
-        b,
+        out if a is None else a,
+        out if b is None else b,
         out,
         rows,
         in_features,
+        expert_rows,
         w.quant_type == "fp4",
         rank,
-        64,
+        _TILE_ROWS,
         blocks,
         num_warps=8,
     )
