@@ -142,6 +142,7 @@ class RealRow:
     )
     ratio: float | None = None
     seconds_to_first_step: float | None = None  # from the start of the process to the step's record
+    startup_seconds: dict = field(default_factory=dict)  # before the first step, by what was done
     is_repeated: bool = False  # the compile cache has what it needs
     compilations: int | None = None
     compilations_after_first: int | None = None  # while the measured steps ran
@@ -203,6 +204,7 @@ def figures(records: list[dict], first: int, gpus: int = 1) -> dict:
     if not steps:
         return {}
     found = dict(
+        startup_seconds=start.get("startup_seconds", {}),
         loss_first=steps[0]["loss"],
         loss_last=steps[-1]["loss"],
         compilations=steps[-1].get("compilations"),

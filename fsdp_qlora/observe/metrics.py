@@ -221,6 +221,9 @@ class StartRecord(Record):
     estimate: dict = field(
         default_factory=dict
     )  # GiB and seconds that were predicted, where they were
+    startup_seconds: dict[str, float] = field(
+        default_factory=dict
+    )  # of this process, by what it did
     dollars_per_hour: float | None = None
     kind: str = "start"
 

@@ -21,6 +21,7 @@ from ..experts import mixtures_of, names_of_wrappers
 from ..export.card import run_record
 from ..observe.metrics import StartRecord, StepMetrics
 from ..observe.runlog import now
+from ..observe.startup import startup_seconds
 from ..observe.throughput import dollars_per_hour, predicted
 from ..plan import Plan
 from .cuda_graphs import uses_graphs
@@ -119,14 +120,15 @@ def _ends_in_warmup(config: RunConfig, steps: int | None) -> bool:
 
 
 def first_step_line(seconds: float) -> str:
-    """How long a run's first step took, and what part of it torch compiled for."""
+    """How long a run's first step took, what part of it torch compiled for, and what came before."""
     from torch._dynamo.utils import calculate_time_spent
 
     compiling = calculate_time_spent().get("total_wall_time", 0.0)
     what = (
         f", {compiling:.1f} of that compiling or reading torch's compile cache" if compiling else ""
     )
-    return f"first step: {seconds:.1f} s{what}"
+    before = ", ".join(f"{part} {took:.1f} s" for part, took in startup_seconds().items())
+    return f"first step: {seconds:.1f} s{what}" + (f"; before it: {before}" if before else "")
 
 
 def compilations_line(steps: Sequence[StepMetrics]) -> str:
@@ -185,7 +187,7 @@ def start_record(
     """All that is known before the next step; `record` is what is kept beside the weights.
 
     rows: lengths of the data, for the estimate; None where they are not known.
-    about: step, total_steps and load_seconds.
+    about: step, total_steps, load_seconds and startup_seconds.
     """
     return StartRecord(
         **per_step(plan.batch),

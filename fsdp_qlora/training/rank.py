@@ -15,6 +15,7 @@ from ..estimate import padding_line
 from ..export import trained_bytes
 from ..lifecycle.lock import sole_run_in
 from ..lifecycle.signals import StopSignals
+from ..observe.startup import part_ended
 from ..observe.trackers import check_trackers
 from ..plan import draft_plan
 from ..preflight.checks import check_device, check_layout, check_places, check_rows
@@ -29,6 +30,7 @@ def train_rank(config: RunConfig, signals: StopSignals | None = None):
 
     signals: what may ask for a stop. Raises ValueError or OSError for a mistake, before any step.
     """
+    part_ended("imports")
     check_trackers(config)
     device = rank_device(config.device)
     check_device(config, device)
@@ -39,6 +41,7 @@ def train_rank(config: RunConfig, signals: StopSignals | None = None):
         print_main(f"warning: {warning}")
     tokenizer = run_tokenizer(config)
     data = load_data(config, tokenizer)
+    part_ended("data")
     if is_main:
         _propose_packing(config, data)
     model, _ = planned_model(config, device)  # a wrong one is found before ranks wait
@@ -47,6 +50,7 @@ def train_rank(config: RunConfig, signals: StopSignals | None = None):
     check_rows(config, data, model.config)
     if is_main:
         check_places(config, trained_bytes(model) * (1 + config.changes_base))
+    part_ended("checks")
     with (
         sole_run_in(config.output_dir) if is_main else nullcontext(),
         process_group(device, config.timeout_minutes),

@@ -53,6 +53,7 @@ from ..observe.metrics import DataRecord, StartRecord, StepMetrics
 from ..observe.runlog import RunLog
 from ..observe.samples import Answerer, choose_prompts
 from ..observe.sinks import Sink, terminal
+from ..observe.startup import part_ended, startup_seconds
 from ..observe.throughput import Pace
 from ..observe.trackers import open_trackers
 from ..optim import build_optimizer, build_scheduler
@@ -103,6 +104,7 @@ def _train_found(
     trackers: list[Sink],
 ) -> list[StepMetrics]:
     """`train` from where the run was found."""
+    part_ended("meeting the other ranks")
     seed_everything(config.seed, ranks_from_env().rank, config.deterministic)
     started = time.perf_counter()
     longest = longest_row(config, dataset, held_out)
@@ -112,6 +114,7 @@ def _train_found(
     found.content["weights"] = model.weights_hash
     loader = build_loader(config, plan, dataset, tokenizer, model, device)
     loaded, total_steps = time.perf_counter() - started, loader.sampler.total_steps
+    part_ended("model")
     describe(model, config, plan, loader, loaded)
     state = _build_state(config, plan, model, loader, tokenizer, held_out, device)
     boundary = _restored(state, found) if found.folder else state.boundary(0)
@@ -129,6 +132,7 @@ def _train_found(
         step=boundary.step,
         total_steps=total_steps,
         load_seconds=loaded,
+        startup_seconds=startup_seconds(),
     )
     with _run_log(config, start, trackers, found) as log:
         log.record(start)

@@ -110,4 +110,6 @@ def test_a_run_too_short_to_record_says_so(run):
 def test_a_run_says_how_long_its_start_took(run):
     _, (text, _) = run
     assert re.search(r"model ready in [\d.]+ s", text)
-    assert re.search(r"^first step: [\d.]+ s$", text, re.M)
+    parts = ("imports", "data", "checks", "meeting the other ranks", "model")
+    before = ", ".join(rf"{part} [\d.]+ s" for part in parts)
+    assert re.search(rf"^first step: [\d.]+ s; before it: {before}$", text, re.M)
