@@ -7,6 +7,7 @@ the default, for adapters and for all weights, beside the original script's defa
 other variants: schedules, rows of a step, alpha, dropout, decay, clipping. Each line of the results is
 one run, and runs whose line is there are not run again. The table at the end has the mean loss of the
 seeds, and how far it is above the best of the sweep: that is what a default is judged by.
+`python scripts/defaults_page.py` puts the table into docs/defaults.md.
 
 Tasks: the demo's questions for SQL (chats, answers trained), source of the standard library (plain
 text, all of it trained), and the head of a function of the library from its docstring (instructions).

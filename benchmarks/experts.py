@@ -37,6 +37,7 @@ CASES = {"attention": {}, "experts": dict(lora_target_parameters="experts", lora
 COMMON = dict(
     random_weights=True,
     lora_dropout=0.0,
+    gradient_accumulation_steps=1,
     lora_target_modules="q_proj,k_proj,v_proj,o_proj",
     sharding_strategy="ddp",
     activation_policy="recompute_all",

@@ -115,6 +115,7 @@ def measure_cases(options, device: torch.device) -> list[tuple[BenchRow, float |
                 packing=packing,
                 lr=0.0,
                 lora_dropout=0.0,
+                gradient_accumulation_steps=1,
                 batch_size=options.bins if packing else options.rows,
                 context_length=options.context_length,
                 device=options.device,

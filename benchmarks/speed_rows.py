@@ -30,7 +30,12 @@ from fsdp_qlora.run_plan import plan_run
 LLAMA_8B, LLAMA_70B = "meta-llama/Llama-3.1-8B", "meta-llama/Llama-2-70b-hf"
 BUDGET = 70  # GiB that torch may have allocated on a card of 80 GB
 COMMON = dict(
-    random_weights=True, lora_dropout=0.0, lora_rank=64, lr=1e-4, activation_budget_gib=BUDGET
+    random_weights=True,
+    lora_dropout=0.0,
+    lora_rank=64,
+    lr=1e-4,
+    activation_budget_gib=BUDGET,
+    gradient_accumulation_steps=1,
 )
 LONG = dict(batch_size=2, context_length=8192)
 LORA = dict(train_type="lora", batch_size=2, context_length=4096)

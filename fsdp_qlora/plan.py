@@ -74,7 +74,7 @@ class AdapterPlan:
     targets: str | tuple[str, ...] | None = _of("target_modules", "all-linear")
     expert_targets: tuple[str, ...] = _derived(())  # weights of experts, by the ends of their names
     bias: str = "none"  # biases that are trained: all, or lora_only
-    lora_dropout: float = 0.1
+    lora_dropout: float = 0.0
     whole_modules: tuple[str, ...] = _derived(())  # trained beside the adapters, by the same
     only_modules: tuple[str, ...] = ()  # all that full fine-tuning trains; (): everything
     blocks_adapted: int | None = _derived(None)  # of all blocks; None: each
@@ -178,6 +178,7 @@ class OptimizerPlan:
     """What updates the trained weights."""
 
     optimizer: str = "adamw"
+    lr: float | None = None  # at its peak; None: the default, of a model whose width is not known
 
     def __post_init__(self):
         if self.optimizer not in OPTIMIZERS:
@@ -197,7 +198,7 @@ class LoopPlan:
 class Plan:
     """One run, decided: its sections, and what was chosen where the user left it open.
 
-    `Plan()` has the settings' own defaults, on one GPU and eager.
+    `Plan()` has the settings' own defaults, with one row a step, on one GPU and eager.
     """
 
     model: ModelPlan = ModelPlan()
@@ -339,6 +340,19 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple(value.items())
     return tuple(value) if isinstance(value, list) else value
+
+
+def with_learning_rate(plan: Plan, width: int) -> Plan:
+    """The plan with the learning rate for a model's hidden size, where none was given.
+
+    "LoRA Without Regret" (Schulman et al., Thinking Machines 2025) found it for adapters that are
+    scaled by alpha / R with alpha 32, whatever their rank: 5e-4 x (2000 / D)^0.775. Whole weights
+    learn best at a tenth of it.
+    """
+    if plan.optimizer.lr is not None:
+        return plan
+    lr = 5e-4 * (2000 / width) ** 0.775 * (1 if plan.adapter.has_lora else 0.1)
+    return plan.change(lr=float(f"{lr:.2g}"))
 
 
 def replays_pay(plan: Plan, config: RunConfig) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from transformers import PretrainedConfig
 
 from .catalog.arch import ModelShape, shape_from_config
 from .catalog.hardware import Gpu, find_gpu
@@ -17,7 +18,7 @@ from .config import RunConfig
 from .dist import print_main, ranks_from_env
 from .estimate import leaves_open, resolve
 from .loading import read_config
-from .plan import Plan
+from .plan import Plan, with_learning_rate
 
 
 def plan_run(config: RunConfig, device: torch.device) -> Plan:
@@ -30,7 +31,9 @@ def plan_run(config: RunConfig, device: torch.device) -> Plan:
             "--sharding_strategy, --batch_size and --activation_budget_gib auto are chosen "
             "by the train command; here give values, as `fsdp-qlora plan` prints them"
         )
-    plan = resolve(config, _shape_of(config), _machine_of(device))
+    settings = read_config(config.model_name, **config.source)
+    plan = resolve(config, _shape_of(config, settings), _machine_of(device))
+    plan = with_learning_rate(plan, settings.get_text_config().hidden_size)
     for line in plan.choices:
         print_main(line)
     return plan
@@ -58,9 +61,8 @@ def gpu_of(device: torch.device) -> Gpu | None:
         return None
 
 
-def _shape_of(config: RunConfig) -> ModelShape | None:
+def _shape_of(config: RunConfig, settings: PretrainedConfig) -> ModelShape | None:
     """The model's shape; None where it can't be told and nothing that is open needs it."""
-    settings = read_config(config.model_name, **config.source)
     try:
         return expanded_shape(shape_from_config(settings.to_dict(), config.model_name), config)
     except ValueError:

@@ -28,7 +28,7 @@ MODELS = {
 CARDS = {24: "RTX 3090", 48: "RTX A6000", 80: "H100 SXM"}
 GPUS, NODES = 2, 2  # of each machine; machines of the hybrids
 ROWS, LENGTH = 1024, 2048
-BASE = dict(context_length=LENGTH, batch_size=1, lora_rank=64, lora_dropout=0.0)
+BASE = dict(context_length=LENGTH, batch_size=1, lora_rank=64, gradient_accumulation_steps=1)
 BEFORE = rungs()[5][1]  # full_shard + gradient checkpointing, on which the steps beyond build
 INTRO = f"""# The escalation guide
 

@@ -20,6 +20,7 @@ from fsdp_qlora.catalog.hardware import find_gpu
 from fsdp_qlora.catalog.known_models import bare_name
 from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
 from fsdp_qlora.config import RunConfig
+from fsdp_qlora.config.defaults import CLASSIC
 from fsdp_qlora.estimate import Estimate, estimate, memory, owned_cost, run_cost
 from fsdp_qlora.estimate.report import duration
 from fsdp_qlora.plan import Plan, draft_plan
@@ -38,7 +39,7 @@ code, so it may be faster or smaller. Cards that this project never measured are
 those of today's estimate for a measured row and its own card: of reserved memory, then of a step's seconds;
 older code took a little more of either. If a document leaves a setting open, a note under its table says
 which value was assumed.
-Each estimate is what `fsdp-qlora estimate` prints for the same flags; rows that are "beyond positions" are
+Each estimate is what `fsdp-qlora estimate --defaults classic` prints for the same flags; rows that are "beyond positions" are
 longer than their model has positions, and the command takes them with `--beyond_positions`."""
 UNMEASURED = "unmeasured"
 
@@ -135,12 +136,12 @@ def asked(run: dict, card: str) -> Estimate:
     machine = machine_from_options(
         MachineOptions(gpu=card, gpus=run.get("gpus", 1), interconnect=link)
     )
-    config = RunConfig(
-        **run.get("settings", {}),
+    own = dict(
         model_name=run["model"],
         batch_size=run.get("batch_size", 1),
         context_length=run["context_length"],
     )
+    config = RunConfig(**CLASSIC | run.get("settings", {}) | own)
     shape = model_shape(run["model"])
     return estimate(replace(shape, max_positions=None) if _beyond(run) else shape, machine, config)
 
@@ -219,7 +220,7 @@ def size(model: str | None, settings: dict, table: dict) -> str:
     """GiB reserved by one method, or nothing where the model is not known."""
     if model is None:
         return ""
-    given = table.get("defaults", {}) | settings
+    given = CLASSIC | table.get("defaults", {}) | settings
     config = RunConfig(**given, model_name=model)
     plan = draft_plan(config, 1)
     return number(memory(replace(model_shape(model), max_positions=None), plan).peak_reserved, 1)
@@ -235,7 +236,7 @@ def hours_table(table: dict, rows: list[BenchRow]) -> str:
     for entry in table["runs"]:
         card = entry["gpu"]
         if card not in known:
-            config = RunConfig(**table["settings"])
+            config = RunConfig(**CLASSIC | table["settings"])
             shape = model_shape(config.model_name)
             machine = machine_from_options(MachineOptions(gpu=card))
             known[card] = propose(

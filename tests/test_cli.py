@@ -126,7 +126,7 @@ def test_help_shows_the_common_settings_and_says_how_many_more_there_are(capsys)
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     text = capsys.readouterr().out
-    own = {"dry_run", "on_end", "config"}
+    own = {"dry_run", "on_end", "config", "defaults"}
     assert set(re.findall(r"^  --(\w+)", text, re.M)) - own == COMMON and 20 <= len(COMMON) <= 32
     more = len(fields(RunConfig)) - len(COMMON)
     assert f"\n{more} more settings: fsdp-qlora train --help all\n" in text
@@ -254,17 +254,10 @@ def test_an_unknown_flag_is_named_with_the_nearest_known_one(mistake, argv, near
             ["--optim", "adamw_8bit"],
             "TRL's optim is here: --optimizer adamw, adamw_8bit, adafactor",
         ),
-        (
-            ["--max_grad_norm=1"],
-            "TRL's max_grad_norm is here: --apply_gradient_clipping true --grad_norm",
-        ),
         (["--report_to", "wandb"], "--log_to wandb"),
         (["--use_dora"], "PEFT's use_dora is here: --adapter dora"),
         (["--train_on_inputs"], "axolotl's train_on_inputs is here: --train_on all"),
-        (
-            ["--clip_grad_norm", "1"],
-            "torchtune's clip_grad_norm is here: --apply_gradient_clipping",
-        ),
+        (["--clip_grad_norm", "1"], "torchtune's clip_grad_norm is here: --grad_norm"),
         (["--save-total-limit", "2"], "TRL's save_total_limit is here: --keep_checkpoints"),
         (["--use_liger_kernel"], "here: always: the loss is a chunked cross-entropy"),
     ],
@@ -299,7 +292,12 @@ def test_no_flag_of_any_command_has_another_trainers_name(capsys):
 
 @pytest.mark.parametrize("name, own", SAME.items())
 def test_a_name_with_the_same_meaning_is_taken_as_a_flag_and_in_a_recipe(name, own, tmp_path):
-    values = {"model_revision": "main", "bnb_4bit_quant_type": "fp4", "torch_compile": False}
+    values = {
+        "learning_rate": 0.25,
+        "model_revision": "main",
+        "bnb_4bit_quant_type": "fp4",
+        "torch_compile": False,
+    }
     default = getattr(RunConfig(), own)
     value = values.get(name, {bool: not default, int: 7, float: 0.25}.get(type(default), "x"))
     if own == "init_lora_weights":

@@ -139,7 +139,7 @@ def test_lora_target_modules_as_peft_takes_them(given_names, targets):
         (dict(batch_size=0), ["--batch_size", "1 or more", "0"]),
         (dict(lora_rank=0), ["--lora_rank", "1 or more"]),
         (dict(context_length=-5), ["--context_length", "1 or more", "-5"]),
-        (dict(gradient_accumulation_steps=0), ["--gradient_accumulation_steps", "1 or more"]),
+        (dict(gradient_accumulation_steps=0), ["--gradient_accumulation_steps", "-1 or above 0"]),
         (dict(num_epochs=0), ["--num_epochs", "1 or more"]),
         (dict(global_batch_size=0), ["--global_batch_size", "-1 or above 0"]),
         (dict(max_steps=0), ["--max_steps", "-1 or above 0"]),
@@ -170,7 +170,7 @@ def test_lora_target_modules_as_peft_takes_them(given_names, targets):
         (dict(precision="mp_bf16_autocast"), ["--precision mp_bf16_autocast", "bf16", "fp32"]),
         (dict(train_type="full", quant="nf4"), ["--quant nf4", "--adapter lora", "--quant none"]),
         (
-            dict(lora_target_parameters="experts"),
+            dict(lora_target_parameters="experts", lora_dropout=0.1),
             ["--lora_target_parameters experts", "--lora_dropout 0"],
         ),
         (
@@ -290,6 +290,37 @@ def test_without_global_batch_size_rows_are_the_product(micro, accumulation, wor
     assert (plan.micro_batch_size, plan.accumulation) == (micro, accumulation)
 
 
+@pytest.mark.parametrize(
+    "settings, world, rows",
+    [
+        (dict(), 1, 8),
+        (dict(), 4, 8),
+        (dict(batch_size=3), 1, 9),
+        (dict(batch_size=16), 1, 16),
+        (dict(batch_size=2), 8, 16),
+        (dict(sequence_parallel=2), 2, 8),
+        (dict(packing=True, batch_size=2), 2, 8),  # bins
+        (dict(gradient_accumulation_steps=1), 1, 1),
+        (dict(gradient_accumulation_steps=3, batch_size=2), 2, 12),
+    ],
+)
+def test_a_step_has_as_few_micro_batches_as_make_eight_rows(settings, world, rows):
+    assert plan_batches(RunConfig(**settings), world).per_step == rows
+
+
+@pytest.mark.parametrize(
+    "settings, schedule",
+    [
+        (dict(), "cosine"),
+        (dict(stream=True), "constant"),
+        (dict(stream=True, max_steps=5), "cosine"),
+        (dict(lr_scheduler="linear"), "linear"),
+    ],
+)
+def test_the_rate_decays_over_a_run_whose_length_is_known(settings, schedule):
+    assert RunConfig(**settings).schedule == schedule
+
+
 # ---- the pure layer ----------------------------------------------------------------------------
 
 
@@ -324,12 +355,10 @@ def test_a_changed_setting_that_does_nothing_warns_and_says_why():
 @pytest.mark.parametrize(
     "name, value, turned_on_by",
     [
-        ("grad_norm", 1.0, dict(apply_gradient_clipping=True)),
         ("shuffle_buffer", 9, dict(stream=True)),
         ("min_wrap_params", 9, dict(wrap_policy="min_params")),
         ("loftq_iter", 2, dict(init_lora_weights="loftq")),
         ("shard_group_size", 2, dict(sharding_strategy="hybrid_full_shard")),
-        ("warmup_share", 0.2, dict(lr_scheduler="cosine")),
         ("dataset_samples", 9, dict(dataset="dummy")),
         ("dataset_samples", 9, dict(dataset="orca_math")),
         ("keep_checkpoints", 5, dict(checkpoint_every=4)),
@@ -350,7 +379,17 @@ def warned(**settings) -> list[str]:
 @pytest.mark.parametrize(
     "flag, without, with_it",
     [
-        ("no_sync", dict(no_sync=True), dict(gradient_accumulation_steps=2)),
+        (
+            "no_sync",
+            dict(no_sync=True, gradient_accumulation_steps=1),
+            dict(gradient_accumulation_steps=2),
+        ),
+        (
+            "grad_norm",
+            dict(grad_norm=0.5, apply_gradient_clipping=False),
+            dict(apply_gradient_clipping=True),
+        ),
+        ("warmup_share", dict(warmup_share=0.2, lr_scheduler="constant"), dict(lr_scheduler=None)),
         (
             "no_sync",
             dict(no_sync=True, global_batch_size=2, batch_size=2),
@@ -363,8 +402,8 @@ def warned(**settings) -> list[str]:
         ),
         (
             "gather_once",
-            dict(gather_once=True, sharding_strategy="shard_grad_op"),
-            dict(gradient_accumulation_steps=2),
+            dict(gather_once=True, sharding_strategy="shard_grad_op", batch_size=8),
+            dict(batch_size=4),
         ),
         (
             "use_gradient_checkpointing",
@@ -426,14 +465,16 @@ def test_a_revision_of_a_folder_warns(tmp_path):
 @pytest.mark.parametrize(
     "flag, value",
     [
-        ("grad_norm", 0.3),
-        ("warmup_share", 0.1),
+        ("grad_norm", 1.0),
+        ("warmup_share", 0.03),
         ("lora_rank", 64),
         ("backward_prefetch", "backward_pre"),
     ],
 )
 def test_a_setting_without_effect_is_said_too_where_it_was_typed_at_its_default(flag, value):
     others = {
+        "grad_norm": ["--apply_gradient_clipping", "false"],
+        "warmup_share": ["--lr_scheduler", "constant"],
         "lora_rank": ["--train_type", "full"],
         "backward_prefetch": ["--sharding_strategy", "ddp"],
     }

@@ -51,7 +51,7 @@ def test_ranks_that_share_rows_are_counted_as_groups():
     config = RunConfig(sequence_parallel=2, batch_size=3)
     line = steps_line(config, plan_batches(config, 4), 5, 4)
     assert line == (
-        "5 steps, of 6 rows: micro-batch 3 rows x accumulation 1 x 2 groups of 2 ranks that share rows"
+        "5 steps, of 12 rows: micro-batch 3 rows x accumulation 2 x 2 groups of 2 ranks that share rows"
     )
 
 

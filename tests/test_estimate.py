@@ -97,7 +97,7 @@ def test_settings_of_a_run_become_a_plan():
         adapter_dtype="bf16",
         compile=True,
     )
-    assert draft_plan(RunConfig(compile=False), 1) == Plan()
+    assert draft_plan(RunConfig(compile=False, gradient_accumulation_steps=1), 1) == Plan()
 
 
 def test_a_runs_activation_policy_is_the_plans():

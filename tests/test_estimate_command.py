@@ -71,7 +71,7 @@ def test_the_answer_is_that_of_the_estimates(capsys):
     assert found["needed_gib"] == memory(shape, plan).total
     assert found["host_needed_gib"] == memory(shape, plan).host
     assert found["seconds_per_step"] == step_seconds(shape, gpu, plan).total
-    hours = 1024 / 4 * found["seconds_per_step"] / 3600
+    hours = 1024 / 8 * found["seconds_per_step"] / 3600
     assert found["run"]["hours"] == pytest.approx(hours)
     assert found["run"]["dollars"] == pytest.approx(hours * 2 * gpu.price_per_hour)
     assert not found["machine"]["calibrated"] and found["fits"]
@@ -150,7 +150,7 @@ def test_several_machines_are_as_slow_as_the_link_between_them():
         for n, rate in ((1, 25), (2, 25), (2, 1))
     )
     times = [f.step.total for f in (one, two, slow)]
-    assert times == sorted(times) and times[2] > 2 * times[0]
+    assert times[0] == pytest.approx(times[1]) and times[2] > 2 * times[1]
     assert two.machine.world_size == 8 and two.memory.host < one.memory.host
 
 

@@ -135,7 +135,7 @@ def test_full_rows_are_estimated_as_they_were_without_the_data():
     shape = shape_from_params("7B")
     known = estimate(shape, machine(), config, sampled(DISTRIBUTIONS["full"]))
     assert known.step.total == pytest.approx(estimate(shape, machine(), config).step.total)
-    assert known.step.tokens_per_gpu == 4 * CONTEXT
+    assert known.step.tokens_per_gpu == 8 * CONTEXT
 
 
 def test_memory_is_that_of_the_longest_rows_of_the_run_and_not_of_the_mean_nor_of_longer_ones():

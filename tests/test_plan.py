@@ -14,7 +14,7 @@ from fsdp_qlora.config import RunConfig
 from fsdp_qlora.config.options import TRAIN_TYPES
 from fsdp_qlora.config.settings import opt
 from fsdp_qlora.estimate import memory, resolve
-from fsdp_qlora.plan import LoopPlan, Plan, draft_plan
+from fsdp_qlora.plan import LoopPlan, Plan, draft_plan, with_learning_rate
 
 from .estimates import LLAMA_8B
 
@@ -154,3 +154,26 @@ def test_a_row_from_before_rows_named_the_adapter_has_that_of_its_train_type():
     assert older(train_type="hqq_llama_pro") == "llama_pro"
     assert older(train_type="full") == "none"
     assert older(train_type="of another tool", lora_rank=8) == "lora"
+
+
+@pytest.mark.parametrize(
+    "width, settings, rate",
+    [
+        (2000, dict(), 5e-4),
+        (4096, dict(train_type="bnb_dora"), 2.9e-4),
+        (8192, dict(lora_rank=8), 1.7e-4),
+        (576, dict(), 1.3e-3),
+        (4096, dict(train_type="full"), 2.9e-5),
+        (4096, dict(train_type="bnb_llama_pro"), 2.9e-5),
+        (4096, dict(lr=1e-5), 1e-5),
+        (4096, dict(lr=0.0), 0.0),
+    ],
+)
+def test_the_learning_rate_follows_the_width_unless_it_is_given(width, settings, rate):
+    draft = draft_plan(RunConfig(**settings), 1)
+    assert with_learning_rate(draft, width).optimizer.lr == rate
+
+
+def test_a_resolved_plan_has_the_rate_of_its_models_width():
+    plan = resolve(RunConfig(model_name="llama-2-70b"), model_shape("llama-2-70b"), H100)
+    assert plan.optimizer.lr == 1.7e-4

@@ -60,7 +60,7 @@ def test_the_choice_fits_and_nothing_that_was_tried_is_much_faster():
     found = plan(SEVENTY, gpu="a100", gpus=4)
     assert found.choice.fits
     best = min(seconds_per_token(e) for e in found.fitting)
-    assert seconds_per_token(found.choice) <= 1.02 * best
+    assert seconds_per_token(found.choice) <= 1.02 * 1.025 * best  # an offload must bring 2.5%
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_host_memory_is_a_limit_too():
 
 
 def test_where_nothing_fits_it_says_what_would():
-    config = RunConfig(context_length=32768)
+    config = RunConfig(context_length=32768, lora_dropout=0.1)
     found = plan(model_shape("qwen2.5-72b"), config, gpu="4080", gpus=1)
     assert found.choice is None and not found.closest.fits
     assert 0 < found.longest < 32768

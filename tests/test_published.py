@@ -25,7 +25,8 @@ def printed(run: dict, *more: str, capsys) -> dict:
     flags |= {k: run[k] for k in ("gpu", "gpus", "batch_size", "context_length") if k in run}
     argv = [f"--{name}={str(value).lower()}" for name, value in flags.items()]
     argv += [f"--interconnect={run['interconnect']}"] if "interconnect" in run else []
-    assert main(["estimate", "--model_name", run["model"], *argv, *more, "--json"]) == 0
+    argv += ["--defaults=classic", "--model_name", run["model"], *more, "--json"]
+    assert main(["estimate", *argv]) == 0
     return json.loads(capsys.readouterr().out)
 
 

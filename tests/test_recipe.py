@@ -7,6 +7,7 @@ import pytest
 
 from fsdp_qlora.cli import main, parse
 from fsdp_qlora.config import RunConfig
+from fsdp_qlora.config.defaults import CLASSIC
 from fsdp_qlora.config.flags import given_settings
 
 
@@ -93,7 +94,7 @@ def test_an_empty_recipe_changes_nothing(recipe):
         ("precision: fp8", ["--precision fp8: choose bf16, fp32", "recipe.yaml:1)"]),
         ("save_model: maybe", ["'maybe' is not true or false", "recipe.yaml:1)"]),
         ("name: ''", ["--name must be left out or have a value", "recipe.yaml:1)"]),
-        ("lr:", [":1: lr has no value", "default, 1e-05"]),
+        ("wd:", [":1: wd has no value", "default, 0.0"]),
         ("lr: {peak: 1}", [":1: lr takes a single value"]),
         ("lr:\n  peak: 1", [":1: lr takes a single value"]),
         ("- lr", ["write settings as `name: value`"]),
@@ -162,3 +163,22 @@ def test_a_mistake_ends_the_command_with_one_line(recipe, capsys):
     assert capsys.readouterr().err == (
         f"error: {path}:1: unknown setting 'lora_rnak'; did you mean lora_rank?\n"
     )
+
+
+def test_classic_defaults_lie_below_a_recipe_and_flags(recipe):
+    classic = parse(["--defaults", "classic"])[0]
+    assert {name: getattr(classic, name) for name in CLASSIC} == CLASSIC
+    path = recipe("lora_alpha: 64\nwd: 0.2\n")
+    config = read(path, "--defaults", "classic", "--wd", "0.3")
+    assert (config.lora_alpha, config.wd, config.lr) == (64, 0.3, 1e-5)
+    assert "defaults" in refusal("--defaults", "axolotl") and "classic" in refusal("--defaults=x")
+
+
+@pytest.mark.parametrize("given", [["--grad_norm", "0.5"], ["--max_grad_norm=0.5"], "recipe"])
+def test_a_norm_alone_turns_clipping_on_under_any_defaults(given, recipe):
+    argv = ["--config", recipe("grad_norm: 0.5\n")] if given == "recipe" else given
+    for defaults in ([], ["--defaults", "classic"]):
+        config = parse([*argv, *defaults])[0]
+        assert config.apply_gradient_clipping and config.grad_norm == 0.5
+    off = parse([*argv, "--defaults", "classic", "--apply_gradient_clipping", "false"])[0]
+    assert not off.apply_gradient_clipping

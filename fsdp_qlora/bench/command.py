@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..catalog.known_models import is_known
-from ..config import RunConfig
+from ..config import AUTO, RunConfig
 from ..config.flags import parse, parse_own
 from ..config.settings import opt
 from ..writable import check_file
@@ -126,12 +126,18 @@ def _measure_one(config: RunConfig, options: BenchOptions, argv: list[str], how:
     """One configuration, in a process of its own."""
     job = Job(
         options.row_name or config.sharding_strategy,
-        parse_own(argv, BenchOptions)[1] + _known_shape(config),
+        parse_own(argv, BenchOptions)[1] + _known_shape(config) + _one_micro_batch(config),
         gpu_memory_gib=options.gpu_memory_gib,
     )
     (row,) = run_jobs([job], how, options.results)
     if row.status == "error":
         sys.exit(1)  # it has said why
+
+
+def _one_micro_batch(config: RunConfig) -> list[str]:
+    """Flags for as short a step as there is, unless rows of a step are given."""
+    given = config.gradient_accumulation_steps != AUTO or config.global_batch_size != AUTO
+    return [] if given else ["--gradient_accumulation_steps", "1"]
 
 
 def _known_shape(config: RunConfig) -> list[str]:

@@ -150,7 +150,7 @@ def _measure_steps(
     row.cuda_graphs = uses_graphs(plan, model, device)
     row.load_seconds = time.perf_counter() - started
     optimizer = build_optimizer(
-        model, config.optimizer, config.lr, config.wd, config.loraplus_lr_ratio
+        model, config.optimizer, plan.optimizer.lr, config.wd, config.loraplus_lr_ratio
     )
     full = random_batches(config, model.config.vocab_size, row.gradient_accumulation_steps)
     warmup, measured, tokens = [full] * how.warmup, [full] * how.steps, None

@@ -27,11 +27,11 @@ def differences(
     """For each setting that differs from the checkpoint's run.json: its name, old and new value."""
     old, new = settings_of(run), asdict(config)
     free, length = settings_that(MAY_CHANGE), settings_that(RUN_LENGTH)
-    if config.lr_scheduler == "constant":
+    if config.schedule == "constant":
         free |= length
     found = {
         name: f"--{name} was {shown(old[name])} and is {shown(new[name])}"
-        + (f", which --lr_scheduler {config.lr_scheduler} depends on" if name in length else "")
+        + (f", which --lr_scheduler {config.schedule} depends on" if name in length else "")
         for name in new
         if name not in free and old[name] != new[name]
     }

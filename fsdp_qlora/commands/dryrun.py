@@ -33,13 +33,13 @@ from ..lifecycle.launcher import world_size
 from ..loading import read_config
 from ..loading.tokenizer import grow_vocabulary
 from ..observe.trackers import check_trackers
-from ..plan import draft_plan
+from ..plan import draft_plan, with_learning_rate
 from ..planner import free_settings, propose
 from ..planner import report as plan_report
 from ..preflight.checks import check_device, check_places, check_rows
 from ..preflight.run_data import RunData, load_data, run_tokenizer
 from ..preflight.sampled_lengths import lengths_of
-from ..training.describe import fill_line, steps_line, warn_of_warmup
+from ..training.describe import fill_line, rate_line, steps_line, warn_of_warmup
 from ..training.trainer import padded_widths
 
 _SHOWN_ROWS = 2  # of the first batch, if --preview does not say
@@ -73,8 +73,7 @@ def dry_run(config: RunConfig, argv: list[str]):
     if config.new_tokens:
         grow_vocabulary(model_settings, tokenizer)
     check_rows(config, data, model_settings)
-    vocab_size = model_settings.get_text_config().vocab_size
-    _show_batches(config, data, tokenizer, vocab_size, ranks, device)
+    _show_batches(config, data, tokenizer, model_settings.get_text_config(), ranks, device)
     print_main("dry run: nothing was trained or written")
 
 
@@ -137,14 +136,15 @@ def _show_batches(
     config: RunConfig,
     data: RunData,
     tokenizer,
-    vocab_size: int,
+    model_settings: PretrainedConfig,
     ranks: int,
     device: torch.device,
 ):
     """Print how the data is cut into steps, and the first batch with its trained tokens marked."""
     plan = draft_plan(config, ranks, on_gpu=device.type == "cuda")
+    plan = with_learning_rate(plan, model_settings.hidden_size)
     rows, batches = data.rows, plan.batch
-    pad = choose_pad_token_id(tokenizer, vocab_size)
+    pad = choose_pad_token_id(tokenizer, model_settings.vocab_size)
     sampler = step_sampler(
         rows,
         batches.per_step,
@@ -165,12 +165,13 @@ def _show_batches(
         pad_to=padded_widths(config, plan),
     )
     steps = None if data.stream else sampler.total_steps
+    print_main(rate_line(config, plan))
     print_main(steps_line(config, batches, steps, ranks))
     if config.packing and not data.stream:
         print_main(fill_line(config, loader, ranks))
     for warning in batch_above_data(batches, None if data.stream else len(rows)):
         print_main(f"warning: {warning}")
-    warn_of_warmup(config, steps)
+    warn_of_warmup(config, plan, steps)
     step = loader.step(0)
     batch = step.micro_batches[0]
     first = (

@@ -48,7 +48,7 @@ def check_choices(config):
                 f"--{f.name} {shown(value)} is not available in this version; {usable}"
             )
         given = parts_of(value) if f.metadata["several"] else [value]
-        if choices and not set(given) <= set(choices):
+        if value is not None and choices and not set(given) <= set(choices):
             raise ValueError(f"--{f.name} {shown(value)}: choose {listed}")
 
 
@@ -366,7 +366,7 @@ def check_data_together(config):
             "--eval_share needs all rows in memory, and --stream reads only a few at a time; give "
             "held-out rows with --eval_dataset"
         )
-    if config.stream and config.lr_scheduler != "constant" and config.max_steps == AUTO:
+    if config.stream and config.schedule != "constant" and config.max_steps == AUTO:
         raise ValueError(
             f"--lr_scheduler {config.lr_scheduler} needs the number of steps, and a --stream has no "
             "known length; add --max_steps, or use constant"

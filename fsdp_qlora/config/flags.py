@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import takewhile
 from typing import get_args, get_type_hints
 
 from fastcore.basics import listify, str2bool
 
 from .checks import check_choices
+from .defaults import default_flags
 from .migration import hint, names_elsewhere, with_own_names
 from .recipe import Recipe, RecipeOptions, read_recipe
 from .run import GROUPS, RunConfig
@@ -236,7 +237,8 @@ def _parse_flags(parser: Parser, argv: list[str], extra_groups: tuple[type, ...]
     if unknown:
         raise ValueError(_unknown_flag(unknown[0], parser))
     values = vars(known)
-    values.pop("config", None)
+    for f in fields(RecipeOptions):
+        values.pop(f.name, None)
     extras = [
         g(**{f.name: values.pop(f.name) for f in fields(g) if f.name in values})
         for g in extra_groups
@@ -247,9 +249,12 @@ def _parse_flags(parser: Parser, argv: list[str], extra_groups: tuple[type, ...]
 
 
 def recipe_of(argv: list[str]) -> Recipe:
-    """The recipe of --config, or an empty one."""
-    options, _ = parse_own(argv, RecipeOptions)
-    return Recipe() if options.config is None else read_recipe(options.config)
+    """The recipe of --config, or an empty one, above the settings of --defaults."""
+    options, typed = parse_own(argv, RecipeOptions)
+    check_choices(options)
+    recipe = Recipe() if options.config is None else read_recipe(options.config)
+    below = default_flags(options.defaults, typed_flags([*recipe.flags, *typed]))
+    return replace(recipe, flags=(*below, *recipe.flags))
 
 
 def typed_flags(argv: list[str]) -> set[str]:

@@ -200,7 +200,7 @@ class AdapterOptions:
         64, "rank of the adapters", on_resume=DEFINES_WEIGHTS, least=1, no_effect=rules.LORA
     )
     lora_alpha: int = opt(
-        16,
+        32,
         "adapters are scaled by lora_alpha / lora_rank",
         on_resume=DEFINES_WEIGHTS,
         least=0,
@@ -280,7 +280,7 @@ class AdapterOptions:
         no_effect=rules.LORA,
     )
     lora_dropout: float = opt(
-        0.1,
+        0.0,
         "dropout on the input of adapters",
         unit="share",
         on_resume=MUST_MATCH,
@@ -469,10 +469,13 @@ class BatchOptions:
         or_auto=True,
     )
     gradient_accumulation_steps: int = opt(
-        1,
-        "micro-batches per optimizer step",
+        AUTO,
+        "micro-batches per optimizer step; -1 = as many as make 8 rows (bins when packing) a step "
+        "over all GPUs",
+        example=4,
         on_resume=MAY_CHANGE,
         least=1,
+        or_auto=True,
         no_effect=rules.of_gradient_accumulation,
     )
     global_batch_size: int = opt(
@@ -666,9 +669,16 @@ class OptimizerOptions:
         choices=tuple(OPTIMIZERS),
         on_resume=DEFINES_WEIGHTS,
     )
-    lr: float = opt(1e-5, "peak learning rate", on_resume=MUST_MATCH, least=0)
+    lr: float | None = opt(
+        None,
+        "peak learning rate; left out = 5e-4 x (2000 / hidden size)^0.775 for adapters (2.9e-4 at "
+        "4,096), and a tenth of that where whole weights are trained",
+        example=2e-4,
+        on_resume=MUST_MATCH,
+        least=0,
+    )
     wd: float = opt(
-        0.1,
+        0.0,
         "weight decay of the adamw optimizers",
         on_resume=MUST_MATCH,
         least=0,
@@ -676,19 +686,20 @@ class OptimizerOptions:
             f"--optimizer {one_of(names_where('decays'))}", lambda c: OPTIMIZERS[c.optimizer].decays
         ),
     )
-    lr_scheduler: str = opt(
-        "constant",
-        "learning rate schedule; linear and cosine warm up, and cosine ends at a tenth of the peak",
+    lr_scheduler: str | None = opt(
+        None,
+        "learning rate schedule; linear and cosine warm up, and cosine ends at a tenth of the "
+        "peak; left out = cosine, or constant for a --stream without --max_steps",
         choices=("constant", "linear", "cosine"),
         on_resume=MUST_MATCH,
     )
     warmup_share: float = opt(
-        0.1,
+        0.03,
         "warmup of linear and cosine",
         unit="share of all steps",
         on_resume=MUST_MATCH,
         no_effect=rules.needs(
-            "--lr_scheduler linear or cosine", lambda c: c.lr_scheduler != "constant"
+            "--lr_scheduler linear or cosine", lambda c: c.schedule != "constant"
         ),
     )
     lr_warmup_steps: int = opt(
@@ -698,12 +709,10 @@ class OptimizerOptions:
         example=100,
         on_resume=MUST_MATCH,
     )
-    apply_gradient_clipping: bool = opt(
-        False, "clip gradients to --grad_norm", on_resume=MUST_MATCH
-    )
+    apply_gradient_clipping: bool = opt(True, "clip gradients to --grad_norm", on_resume=MUST_MATCH)
     grad_norm: float = opt(
-        0.3,
-        "maximum norm of all gradients together, with --apply_gradient_clipping",
+        1.0,
+        "maximum norm of all gradients together; larger ones are scaled down to it",
         on_resume=MUST_MATCH,
         no_effect=rules.needs("--apply_gradient_clipping", lambda c: c.apply_gradient_clipping),
     )

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from .defaults import DEFAULTS
 from .migration import SAME, hint
 from .run import RunConfig
 from .settings import default_of, opt
@@ -25,6 +26,13 @@ class RecipeOptions:
         None,
         "YAML file of settings, one `name: value` a line; flags of the command line win",
         example="examples/recipes/7b-1x24gb.yaml",
+    )
+    defaults: str | None = opt(
+        None,
+        "defaults of another trainer, below those of a recipe and flags: classic = the original "
+        "fsdp_qlora script's learning rate, schedule, decay, alpha, dropout, rows of a step and "
+        "clipping",
+        choices=tuple(DEFAULTS),
     )
 
 

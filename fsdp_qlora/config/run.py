@@ -131,6 +131,19 @@ class RunConfig(
         """Whether a step is a number of full bins, and so every micro-batch of one shape."""
         return self.packing and self.global_batch_size == AUTO
 
+    def accumulation(self, world_size: int) -> int:
+        """Micro-batches of a step, where --global_batch_size does not say."""
+        if self.gradient_accumulation_steps != AUTO:
+            return self.gradient_accumulation_steps
+        return max(1, -(-_ROWS_PER_STEP // (self.batch_size * row_shares(self, world_size))))
+
+    @property
+    def schedule(self) -> str:
+        """The learning rate's schedule; a stream's end is not known to one that decays."""
+        if self.lr_scheduler is not None:
+            return self.lr_scheduler
+        return "constant" if self.stream and self.max_steps == AUTO else "cosine"
+
     @property
     def is_auto(self) -> bool:
         """Whether something is still to be planned (commands/probe.py)."""
@@ -223,6 +236,7 @@ def settings_that(on_resume: str) -> frozenset[str]:
 GROUPS = RunConfig.__bases__  # in the order in which help and pages show them
 
 
+_ROWS_PER_STEP = 8  # or bins, where no setting says; as most peers have
 _CHUNK_LOGITS = 2**27  # of one chunk, 256 MB in bf16: 1,024 tokens of a vocabulary of 128k
 
 
@@ -271,7 +285,7 @@ def plan_batches(config: RunConfig, world_size: int) -> BatchPlan:
     micro, shared = config.batch_size, config.sequence_parallel
     groups = row_shares(config, world_size)
     if config.global_batch_size == AUTO:
-        accumulation = config.gradient_accumulation_steps
+        accumulation = config.accumulation(world_size)
         return BatchPlan(
             micro * accumulation * groups,
             micro,

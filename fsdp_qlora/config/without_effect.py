@@ -64,7 +64,7 @@ def of_no_sync(config) -> str | None:
 def _has_one_micro_batch(config) -> bool:
     """Whether each step has only one."""
     if config.global_batch_size == AUTO:
-        return config.gradient_accumulation_steps <= 1
+        return config.accumulation(max(1, config.world_size)) <= 1
     return config.global_batch_size // config.batch_size <= 1
 
 
@@ -119,6 +119,8 @@ def settings_without_effect(config) -> list[str]:
 
 def high_rates(config) -> list[str]:
     """A warning for a learning rate at which adapters are known to diverge."""
+    if config.lr is None:
+        return []
     highest = config.lr * max(1.0, config.loraplus_lr_ratio)
     if not config.has_lora or highest <= 1e-2 or not OPTIMIZERS[config.optimizer].scales_steps:
         return []

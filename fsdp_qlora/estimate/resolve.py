@@ -16,7 +16,7 @@ from ..catalog.hardware import Gpu
 from ..catalog.machine import Machine
 from ..config import AUTO, RunConfig
 from ..config.settings import shown
-from ..plan import Plan, draft_plan, replays_pay
+from ..plan import Plan, draft_plan, replays_pay, with_learning_rate
 from .lengths import Batches
 from .peak import Memory, memory
 from .policies import SPARE_SHARE, choose_policies, choose_tiles, keeps_fp8_weights
@@ -71,6 +71,7 @@ def resolve(
     plan = _with_offload(plan, shape, machine)
     if shape is None:
         return plan
+    plan = with_learning_rate(plan, shape.hidden)
     if config.mlp_tiles == AUTO:
         plan = _with_tiles(plan, config, shape, machine)
     if room is not None:

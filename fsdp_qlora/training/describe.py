@@ -11,7 +11,7 @@ from torch import nn
 from ..adapters import adapter_counts, trainable_parameters
 from ..build import attention
 from ..checkpoint import per_step
-from ..config import BatchPlan, RunConfig
+from ..config import AUTO, BatchPlan, RunConfig
 from ..config.settings import counted
 from ..config.without_effect import batch_above_data
 from ..data import Source, StepLoader, StreamLoader, Subset, TokenizedDataset
@@ -63,24 +63,37 @@ def describe(
     print_main(f"attention: {implementation} ({reason})")
     if uses_graphs(plan, model, compute_device(model)):
         print_main("CUDA graphs replay micro-batches whose shape was seen before")
+    print_main(rate_line(config, plan))
     print_main(steps_line(config, plan.batch, total_steps, ranks))
     if config.packing and isinstance(loader, StepLoader):
         print_main(fill_line(config, loader, ranks))
     rows = len(loader.dataset) if isinstance(loader, StepLoader) else None  # of a stream, not known
     for warning in batch_above_data(plan.batch, rows):
         print_main(f"warning: {warning}")
-    warn_of_warmup(config, total_steps)
+    warn_of_warmup(config, plan, total_steps)
     if config.verbose:
         print_main(model)
 
 
-def warn_of_warmup(config: RunConfig, total_steps: int | None):
+def warn_of_warmup(config: RunConfig, plan: Plan, total_steps: int | None):
     """Say it where a run ends before its rate reaches the peak."""
     if _ends_in_warmup(config, total_steps):
         print_main(
             f"warning: --lr_warmup_steps {config.lr_warmup_steps}: the run ends before the warmup "
-            f"reaches --lr {config.lr:g}; give fewer than its {counted(total_steps or 0, 'step')}"
+            f"reaches --lr {plan.optimizer.lr:g}; give fewer than its {counted(total_steps or 0, 'step')}"
         )
+
+
+def rate_line(config: RunConfig, plan: Plan) -> str:
+    """The learning rate over the run, and what bounds its steps."""
+    whence = " (from the model's width)" if config.lr is None else ""
+    warmup = config.schedule != "constant" and config.lr_warmup_steps == AUTO
+    over = f" after a warmup of {config.warmup_share:.0%} of all steps" if warmup else ""
+    clipped = f", gradients clipped to a norm of {config.grad_norm:g}"
+    return (
+        f"learning rate {plan.optimizer.lr:g}{whence}, {config.schedule}{over}"
+        f"{clipped if config.apply_gradient_clipping else ''}"
+    )
 
 
 def steps_line(config: RunConfig, batches: BatchPlan, steps: int | None, ranks: int) -> str:

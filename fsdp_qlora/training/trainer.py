@@ -244,11 +244,11 @@ def _build_state(
 ) -> RunState:
     """Optimizer, schedule and evaluator around a model, as they are at the beginning."""
     optimizer = build_optimizer(
-        model, config.optimizer, config.lr, config.wd, config.loraplus_lr_ratio
+        model, config.optimizer, plan.optimizer.lr, config.wd, config.loraplus_lr_ratio
     )
     scheduler = build_scheduler(
         optimizer,
-        config.lr_scheduler,
+        config.schedule,
         loader.sampler.total_steps or 0,
         config.warmup_share,
         None if config.lr_warmup_steps == AUTO else config.lr_warmup_steps,
@@ -339,7 +339,7 @@ def finish(model: nn.Module, config: RunConfig, log: RunLog, tokenizer, record: 
     if log.steps and not (log.steps[-1].is_finite or log.steps[-1].overflowed):
         raise ValueError(
             f"the loss or gradient of step {log.steps[-1].step} is not finite, so nothing is saved; "
-            f"lower --lr below {config.lr:g}, or clip gradients"
+            f"lower --lr below {max(step.lr for step in log.steps):g}, or clip gradients"
         )
     if config.save_model:
         folder = save_trained(model, weights_folder(config), tokenizer, record)

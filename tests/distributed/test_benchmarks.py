@@ -582,3 +582,9 @@ def test_the_table_of_defaults_measures_each_kind_of_training_against_its_own_be
         "| full lr x1 |  | 5.0000 (+0.0%) |  | 1 |",
         "| classic |  | 4.0000 (+100.0%) |  | 2 |",
     ]
+
+
+def test_the_page_of_defaults_is_what_the_rows_say():
+    made = runpy.run_path(str(ROOT / "scripts/defaults_page.py"))
+    text = (ROOT / "docs/defaults.md").read_text()
+    assert made["page"](text, made["read_rows"]()) == text, "run: make -C docs defaults"
