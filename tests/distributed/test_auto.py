@@ -149,7 +149,7 @@ def probe_and_run(folder: str, data: str, out: str) -> dict[str, dict]:
                 train_on="all",
                 context_length=CONTEXT,
                 sharding_strategy="ddp",
-                lora_dropout=0.0,
+                gradient_accumulation_steps=1,
                 output_dir=f"{out}/{name}",
                 log_to="jsonl",
                 save_model=False,

@@ -232,6 +232,8 @@ def test_a_run_keeps_the_adapter_with_the_lowest_held_out_loss(chat_folder, tmp_
         "2",
         "--lr",
         "0.01",
+        "--defaults",
+        "classic",
         "--device",
         "cpu",
         "--output_dir",

@@ -67,6 +67,7 @@ def settings(folder: str, data: str, out: Path, world_size: int, case: dict):
             grad_norm=CLIP,
             num_epochs=2,
             batch_size=BINS // world_size,
+            gradient_accumulation_steps=1,
             sharding_strategy="full_shard",
             checkpoint_every=2,
             output_dir=str(out),

@@ -71,6 +71,8 @@ def run(tmp_path_factory):
         "fp32",
         "--output_dir",
         str(out),
+        "--gradient_accumulation_steps",
+        "1",
         "--profile",
         "--profiling_output",
         str(out / "profiles"),

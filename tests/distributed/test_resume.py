@@ -226,7 +226,8 @@ def test_on_another_number_of_ranks_a_step_has_as_many_rows_and_masks_that_the_r
     folder, tmp_path
 ):
     """Also where the rows of a step follow from the number of ranks."""
-    config = settings(folder, tmp_path, global_batch_size=-1, batch_size=2, checkpoint_every=1)
+    rows = dict(global_batch_size=-1, batch_size=2, gradient_accumulation_steps=1)
+    config = settings(folder, tmp_path, **rows, checkpoint_every=1)
     first = run_ranks(rows_and_seed, 2, config, 1)
     second = run_ranks(rows_and_seed, 1, config, 2)
     third = run_ranks(rows_and_seed, 2, config)
