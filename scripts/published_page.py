@@ -39,8 +39,8 @@ code, so it may be faster or smaller. Cards that this project never measured are
 those of today's estimate for a measured row and its own card: of reserved memory, then of a step's seconds;
 older code took a little more of either. If a document leaves a setting open, a note under its table says
 which value was assumed.
-Each estimate is what `fsdp-qlora estimate --defaults classic` prints for the same flags; rows that are "beyond positions" are
-longer than their model has positions, and the command takes them with `--beyond_positions`."""
+Each estimate is what `fsdp-qlora estimate --defaults classic` prints for the same flags; rows that
+are "beyond positions" are longer than their model has positions, and the command takes them with `--beyond_positions`."""
 UNMEASURED = "unmeasured"
 
 

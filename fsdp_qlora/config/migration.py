@@ -30,6 +30,7 @@ SAME = {
     "streaming": "stream",
     "dataset_prepared_path": "data_cache",
     "val_set_size": "eval_share",
+    "chat_template_path": "chat_template",
     "max_length": "context_length",
     "max_seq_length": "context_length",
     "max_seq_len": "context_length",
@@ -107,6 +108,7 @@ TABLES: dict[str, tuple[tuple[str, str], ...]] = {
             "`--dataset`, `--dataset_split`, `--eval_split`",
         ),
         ("`dataset_streaming`", "`--stream`"),
+        ("`chat_template_path`", "`--chat_template`"),
         ("`max_length`", "`--context_length`"),
         ("`max_seq_length` (older TRL)", "`--context_length`"),
         ("`packing` with `packing_strategy` bfd", "`--packing`"),
@@ -219,7 +221,10 @@ TABLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("`test_datasets`, `val_set_size`", "`--eval_dataset`, `--eval_share`"),
         ("`dataset_prepared_path`", "`--data_cache`"),
         ("`streaming`, `pretraining_dataset`", "`--stream`"),
-        ("`chat_template`", "the tokenizer's own"),
+        (
+            "`chat_template`, `chat_template_jinja`",
+            "`--chat_template` chatml, a Jinja file, or a model whose template is taken",
+        ),
         (
             "`train_on_inputs`, `roles_to_train`",
             "`--train_on all`; assistants are trained by default",

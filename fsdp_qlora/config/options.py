@@ -360,6 +360,15 @@ class DataOptions:
         choices=("completion", "all"),
         on_resume=MUST_MATCH,
     )
+    chat_template: str | None = opt(
+        None,
+        "how conversations are written, in place of the tokenizer's own template: a Jinja file, "
+        "chatml, or a model whose template is taken; saved with the tokenizer",
+        example="template.jinja",
+        on_resume=MAY_CHANGE,
+        is_path=True,
+        per_rank=True,
+    )
     data_cache: str | None = opt(
         None,
         "folder that caches tokenized data between runs",

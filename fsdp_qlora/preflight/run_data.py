@@ -26,13 +26,16 @@ from ..dist import print_main, ranks_from_env
 from ..loading import read_config
 from ..loading.tokenizer import grow_vocabulary, load_tokenizer
 from ..observe.samples import choose_prompts
+from .chat_template import use_chat_template
 
 _FIRST_ROWS = 1000  # of a stream, read before the ranks meet
 
 
 def run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of a run, with --added_tokens and a pad token that the model embeds."""
+    """The tokenizer of a run: with --added_tokens, --chat_template and a pad token that is embedded."""
     tokenizer = load_tokenizer(config.model_name, **config.source, added_tokens=config.new_tokens)
+    if config.chat_template:
+        use_chat_template(tokenizer, config.chat_template)
     settings = read_config(config.model_name, **config.source)
     if config.new_tokens:
         grow_vocabulary(settings, tokenizer)
