@@ -107,3 +107,38 @@ def test_several_data_sets_are_read_one_after_the_other_each_to_its_limit(tmp_pa
 def test_a_file_whose_name_has_a_comma_is_itself(tmp_path):
     path = lines(tmp_path / "a,b.jsonl")
     assert len(told(path)) == len(RECORDS)
+
+
+def test_a_weight_says_how_often_an_epoch_has_each_row_of_a_data_set(tmp_path):
+    one = lines(tmp_path / "a.jsonl", [{"text": f"a{n}"} for n in range(400)])
+    two = lines(tmp_path / "b.jsonl", [{"text": f"b{n}"} for n in range(400)])
+
+    def texts(dataset: str, **how) -> list[str]:
+        return [row.text for row in read_rows(dataset, **how)]
+
+    for weight, least, most in ((2, 800, 800), (0.5, 150, 250), (1.25, 450, 550)):
+        found = texts(f"{one}*{weight},{two}[:100]*3")
+        ours = [text for text in found if text[0] == "a"]
+        assert least <= len(ours) <= most and found[len(ours) :] == [
+            f"b{n}" for n in range(100) for _ in range(3)
+        ]
+        assert all(abs(ours.count(f"a{n}") - weight) < 1 for n in range(400))
+        streamed = open_source(f"{one}*{weight}", streaming=True)
+        assert [row.text for row in streamed.rows()] == ours == texts(f"{one}*{weight}")
+    half = texts(f"{one}*0.5")
+    assert texts(f"{one}*0.5", seed=7) != half
+    digests = [open_source(f"{one}{weight}").digest() for weight in ("*1", "*2", "*0.5")]
+    assert len(set(digests)) == 3
+    for wrong in ("*0", "*1001"):
+        with pytest.raises(ValueError, match=r"--dataset .*how often.*leave the data set out"):
+            read_rows(f"{one}{wrong}")
+
+
+def test_a_glob_is_no_weight_and_a_file_of_such_a_name_is_read_as_it_is(tmp_path):
+    lines(tmp_path / "part1.jsonl")
+    lines(tmp_path / "part2.jsonl")
+    assert len(read_rows(str(tmp_path / "*.jsonl"))) == 6
+    assert len(read_rows(f"{tmp_path}/part[12].jsonl*2")) == 12
+    folder = tmp_path / "rows*2"
+    lines(folder / "a.jsonl")
+    assert len(read_rows(str(folder))) == 3

@@ -326,7 +326,8 @@ class DataOptions:
         "alpaca_sample",
         "a .jsonl, .json, .csv, .tsv or .parquet file, a folder or glob of them, a hub name, or "
         "one of alpaca, alpaca_sample, dummy, guanaco, sql, orca_math, text_to_sql; several joined "
-        "by commas, name[:N] for the first N rows of one",
+        "by commas: name[:N] is the first N rows of one, name*2 and name*0.5 say how often an epoch "
+        "has each of its rows",
         example="rows.jsonl",
         on_resume=MAY_CHANGE,
         is_path=True,

@@ -43,7 +43,7 @@ def read_rows(
 
     dataset: a .jsonl, .json, .csv, .tsv or .parquet file, a list of files, a folder or glob of them, a
         folder written by `datasets`, a name on the Hugging Face hub, one of NAMES, or several of these
-        joined by commas, each with a limit if wanted: `a.jsonl,b.csv[:1000]`.
+        joined by commas, each with a limit and a weight if wanted: `a.jsonl*2,b.csv[:1000]`.
     samples: keep this many rows, drawn by `seed` (the first ones for alpaca_sample; the number of
         rows made for dummy, 512 if None). All rows if there are fewer.
     dummy_words: length of each row of dummy.
@@ -80,7 +80,7 @@ def open_source(
 
 def _whole_source(dataset, split: str, seed: int, streaming: bool) -> Source:
     """The source of all rows."""
-    several = isinstance(dataset, str) and ("," in dataset or _LIMITED.fullmatch(dataset))
+    several = isinstance(dataset, str) and ("," in dataset or _PART.fullmatch(dataset))
     if several and not Path(dataset).expanduser().exists():
         return _joined(dataset, split, seed, streaming)
     if isinstance(dataset, list):
@@ -103,30 +103,53 @@ def _whole_source(dataset, split: str, seed: int, streaming: bool) -> Source:
     return file_source(files, describe_files(dataset, files))
 
 
-_LIMITED = re.compile(r"(.+)\[:(\d+)\]")
+# A name with [:N], its first N rows, and *W, how often an epoch has each of them; one at least.
+_PART = re.compile(r"(?P<name>.+?)(?=[\[*])(\[:(?P<limit>\d+)\])?(\*(?P<weight>\d+(\.\d+)?))?")
+_MOST_OFTEN = 1000
 
 
 def _joined(datasets: str, split: str, seed: int, streaming: bool) -> Source:
-    """Several data sets, one after the other: `a.jsonl,org/name[:1000]`, the first 1,000 of the second."""
+    """Several data sets, one after the other: `a.jsonl*2,org/name[:1000]*0.5`.
+
+    An epoch has each row of the first twice, and half of the first 1,000 rows of the second.
+    """
     parts = []
     for name in map(str.strip, datasets.split(",")):
         if not name:
             raise ValueError(
                 f"--dataset {datasets}: a name is missing between two commas; remove one"
             )
-        found = _LIMITED.fullmatch(name)
-        source = _whole_source(found[1] if found else name, split, seed, streaming)
-        parts.append((source, int(found[2]) if found else None))
+        found = _PART.fullmatch(name)
+        source = _whole_source(found["name"] if found else name, split, seed, streaming)
+        limit, weight = (found["limit"], float(found["weight"] or 1)) if found else (None, 1.0)
+        if not 0 < weight <= _MOST_OFTEN:
+            raise ValueError(
+                f"--dataset {name}: *{weight:g} says how often an epoch has each row; give a number "
+                f"above 0 and up to {_MOST_OFTEN}, or leave the data set out"
+            )
+        parts.append((source, int(limit) if limit else None, weight))
 
     def records():
-        for source, limit in parts:
-            yield from islice(source.raw_records(), limit)
+        for source, limit, weight in parts:
+            yield from _as_often(islice(source.raw_records(), limit), weight, seed)
 
     def digest():
-        each = "".join(f"{source.digest()}{limit}" for source, limit in parts)
+        each = "".join(f"{source.digest()}{limit}*{weight:g}" for source, limit, weight in parts)
         return hashlib.sha256(each.encode()).hexdigest()
 
-    return Source(records, digest, tuple(line for source, _ in parts for line in source.files))
+    return Source(records, digest, tuple(line for source, *_ in parts for line in source.files))
+
+
+def _as_often(records: Iterator, weight: float, seed: int) -> Iterator:
+    """Records, each `weight` times: of a fraction, as many as a draw by number and seed gives.
+
+    Ranks and later runs draw the same ones, without knowing how many there are.
+    """
+    times, rest = divmod(weight, 1)
+    for number, record in enumerate(records):
+        draw = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
+        more = int.from_bytes(draw, "big") < rest * 2**64
+        yield from [record] * (int(times) + more)
 
 
 def _bundled_files(split: str) -> list[Path]:
