@@ -191,6 +191,10 @@ def test_lora_target_modules_as_peft_takes_them(given_names, targets):
             ["--use_vocabulary_cpu_offload", "full", "--use_cpu_offload"],
         ),
         (
+            dict(early_stopping_patience=3, eval_share=0.1),
+            ["--early_stopping_patience 3", "--eval_every"],
+        ),
+        (
             dict(profile=True, profile_memory=True),
             ["--profile_memory", "--profile", "give only one"],
         ),

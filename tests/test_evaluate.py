@@ -304,3 +304,27 @@ def test_a_step_on_the_cpu_is_logged_when_it_is_done_and_one_on_a_gpu_a_step_lat
         logged[kind] = counts, [step.loss for step in log.steps]
         assert all(0 < step.seconds < 60 for step in log.steps)
     assert logged == {"cpu": ([1, 2], [1.0, 2.0]), "meta": ([0, 1], [1.0, 2.0])}
+
+
+@pytest.mark.parametrize(
+    "losses, stops_at",
+    [
+        ([3.0, 2.0, 2.5, 2.0], 4),  # as low is not lower
+        ([3.0, 2.0, 2.5, 1.9, 2.0], None),
+        ([3.0, 3.0, 3.0], 3),
+        ([math.nan, math.nan], 2),
+        ([], None),
+    ],
+)
+def test_patience_ends_after_so_many_evaluations_without_a_lower_loss(losses, stops_at):
+    """Also where best and last came from a checkpoint, for they are all that it goes by."""
+    evaluator, ended = Evaluator(None, "cpu", every=5, patience=2), None
+    for number, loss in enumerate(losses, 1):
+        is_best = loss < (evaluator.best.eval_loss if evaluator.best else math.inf)
+        evaluator.last = EvalMetrics(5 * number, loss, 1.0, 1, is_best, 0.1)
+        evaluator.best = evaluator.last if is_best else evaluator.best
+        if evaluator.is_out_of_patience():
+            ended = ended or number
+    assert ended == stops_at
+    evaluator.patience = 0
+    assert not evaluator.is_out_of_patience()

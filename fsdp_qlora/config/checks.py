@@ -359,6 +359,11 @@ def check_data_together(config):
             f"--eval_every {config.eval_every} has nothing to evaluate; add "
             "--eval_dataset, --eval_split or --eval_share"
         )
+    if config.early_stopping_patience and config.eval_every == AUTO:
+        raise ValueError(
+            f"--early_stopping_patience {config.early_stopping_patience} counts evaluations on the way; "
+            "add --eval_every, with held-out rows"
+        )
     if config.samples and not config.sample_prompts:
         _check_samples(config)
     if config.stream and config.eval_share:

@@ -440,6 +440,15 @@ class EvaluationOptions:
         least=1,
         or_auto=True,
     )
+    early_stopping_patience: int = opt(
+        0,
+        "end the run after so many evaluations in a row without a lower held-out loss, with the best "
+        "weights beside the last ones; 0 = never",
+        unit="evaluations",
+        example=3,
+        on_resume=MAY_CHANGE,
+        least=0,
+    )
     samples: int = opt(
         0,
         "generate answers to the prompts of this many held-out rows before training and at "

@@ -97,7 +97,7 @@ def perplexity(loss: float) -> float:
 class Evaluator:
     """Evaluates a model every so many steps, and knows the best loss so far.
 
-    batching: what `held_out_loss` takes.
+    patience: evaluations without a lower loss that are too many; 0 is any number. batching: what `held_out_loss` takes.
     """
 
     def __init__(
@@ -106,9 +106,11 @@ class Evaluator:
         device: torch.device,
         *,
         every: int = AUTO,
+        patience: int = 0,
         **batching,
     ):
         self.dataset, self.device, self.every, self.batching = dataset, device, every, batching
+        self.patience = patience
         self.best: EvalMetrics | None = None
         self.last: EvalMetrics | None = None
 
@@ -117,6 +119,13 @@ class Evaluator:
         if is_last:
             return self.last is None or self.last.step != step
         return self.every != AUTO and step % self.every == 0
+
+    def is_out_of_patience(self) -> bool:
+        """Whether the last evaluations were no better than one before them; also after a resume."""
+        if not (self.patience and self.last):
+            return False
+        best = self.best.step if self.best else 0  # of a loss that is no number there is none
+        return self.last.step - best >= self.patience * self.every
 
     def run(
         self, model: nn.Module, step: int, agree: Callable[[], object] | None = None

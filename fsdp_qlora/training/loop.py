@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ..checkpoint import Boundary, CheckpointWriter, RunState
 from ..config import RunConfig
-from ..config.settings import AUTO
+from ..config.settings import AUTO, counted
 from ..data import Step, StepLoader, StreamLoader
 from ..dist import from_main, gather_over_ranks, print_main, rank_stores
 from ..experts import ExpertLoad, mixtures_of
@@ -107,16 +107,37 @@ class Training:
             if not self.boundary.step:
                 self.answer()
             self.evaluate_if_due()  # a run that was stopped may not have come to it
-            with step_profiler(self.config, self.state.device) as step_done:
-                for step in self.loader:
-                    self.step(step)
-                    step_done()
+            self.train_steps()
             self.lagged.flush()
             self.evaluate_if_due(is_last=True)
             self.answer()
             return True
         except RollBack:
             return False
+
+    def train_steps(self):
+        """All steps that are left, unless the held-out loss has long been no lower."""
+        with step_profiler(self.config, self.state.device) as step_done:
+            if self.stops_early():
+                return
+            for step in self.loader:
+                self.step(step)
+                step_done()
+                if self.stops_early():
+                    return
+
+    def stops_early(self) -> bool:
+        """Whether --early_stopping_patience is over; says so."""
+        evaluator = self.state.evaluator
+        if not evaluator or not evaluator.is_out_of_patience():
+            return False
+        best = evaluator.best
+        since = f"below {best.eval_loss:.4f} of step {best.step}" if best else "a number"
+        print_main(
+            f"stopped early after step {self.boundary.step}: the held-out loss was not {since} in "
+            f"{counted(evaluator.patience, 'evaluation')} (--early_stopping_patience)"
+        )
+        return True
 
     def step(self, step: Step):
         """One optimizer step, unless its rows are left out, then what is due after it."""

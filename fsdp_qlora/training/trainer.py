@@ -260,6 +260,7 @@ def _build_state(
             held_out,
             device,
             every=config.eval_every,
+            patience=config.early_stopping_patience,
             packing=config.packing,
             batch_size=plan.batch.micro_batch_size,
             pad_to=padded_widths(config, plan),

@@ -239,7 +239,12 @@ def test_a_run_keeps_the_adapter_with_the_lowest_held_out_loss(chat_folder, tmp_
         "--output_dir",
         str(tmp_path),
     ]
-    assert run_ranks(command, 2, [argv], grouped=False) == [[0], [0]]
+    early = ["--lr", "0", "--early_stopping_patience", "2", "--output_dir", str(tmp_path / "early")]
+    assert run_ranks(command, 2, [argv, [*argv, *early]], grouped=False) == [[0, 0], [0, 0]]
+    # A loss that never changes is lowest at the first evaluation.
+    assert [e["step"] for e in records(tmp_path / "early", "eval")] == [2, 4, 6]
+    assert [s["step"] for s in records(tmp_path / "early", "step")][-1] == 6
+    assert (tmp_path / "early" / "adapter").is_dir() and records(tmp_path / "early", "end")
     evaluations = records(tmp_path, "eval")
     assert [e["step"] for e in evaluations] == [2, 4, 6, 8, 10, 12]
     lowest = min(evaluations, key=lambda e: e["eval_loss"])
