@@ -40,7 +40,8 @@ those of today's estimate for a measured row and its own card: of reserved memor
 older code took a little more of either. If a document leaves a setting open, a note under its table says
 which value was assumed.
 Each estimate is what `fsdp-qlora estimate --defaults classic` prints for the same flags; rows that
-are "beyond positions" are longer than their model has positions, and the command takes them with `--beyond_positions`."""
+are "beyond positions" are longer than their model has positions, and the command takes them with
+`--beyond_positions`."""
 UNMEASURED = "unmeasured"
 
 

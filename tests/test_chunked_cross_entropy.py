@@ -25,6 +25,7 @@ from fsdp_qlora.memory import chunked_cross_entropy
 from fsdp_qlora.memory.chunked_cross_entropy import (
     _ChunkedCrossEntropy,
     apply_chunked_cross_entropy,
+    take_right_tokens,
 )
 
 from .tiny import CONFIGS, padded_batch, tiny_rows
@@ -285,3 +286,19 @@ def test_the_model_saves_nothing_of_the_size_of_its_logits():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         model(**batch_of())
     assert saved and not any(t.shape[-1:] == (4096,) for t in saved)
+
+
+def test_right_tokens_are_those_that_transformers_logits_predict_and_are_counted_once(chunk):
+    plain, batch = llama(), batch_of()
+    ours = apply_chunked_cross_entropy(copy.deepcopy(plain))
+    with torch.no_grad():
+        best = plain(input_ids=batch["input_ids"]).logits[:, :-1].argmax(-1)
+    wanted = batch["labels"][:, 1:].clone()
+    wanted[:, ::3] = torch.where(wanted[:, ::3] == -100, -100, best[:, ::3])  # some are right
+    batch["labels"] = torch.cat([batch["labels"][:, :1], wanted], 1)
+    expected = int(((best == wanted) & (wanted != -100)).sum())
+    assert 0 < expected < (wanted != -100).sum()
+    ours(**batch).loss.backward()
+    ours(**batch)
+    assert take_right_tokens(ours) == 2 * expected and take_right_tokens(ours) == 0
+    assert take_right_tokens(plain) is None

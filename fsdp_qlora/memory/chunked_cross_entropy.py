@@ -38,10 +38,13 @@ _PROBE_TOKENS, _PROBE_VOCABULARY = 2, 64  # of the stand-ins in `_logit_map`
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of token losses of hidden (N, D) against labels (N,), with the head's weight (V, D)."""
+    """Sum of token losses of hidden (N, D) against labels (N,), with the head's weight (V, D).
+
+    right: a counter, to which is added how many of the labels have the largest logit.
+    """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, scale, softcap, chunk):
+    def forward(ctx, hidden, weight, bias, labels, scale, softcap, chunk, right=None):
         loss = hidden.new_zeros((), dtype=torch.float32)
         ctx.dtypes = weight.dtype, bias.dtype if bias is not None else None
         d_hidden = torch.empty_like(hidden)
@@ -54,10 +57,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight, bias = (t if t is None else t.to(hidden.dtype) for t in (weight, bias))
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            chunk_loss, d_logits = _loss_and_d_logits(
+            chunk_loss, chunk_right, d_logits = _loss_and_d_logits(
                 hidden[part], weight, bias, labels[part], scale, softcap
             )
             loss += chunk_loss
+            if right is not None:
+                right += chunk_right
             torch.mm(d_logits, weight, out=d_hidden[part])
             if d_weight is not None:
                 d_weight += d_logits.t() @ hidden[part]
@@ -75,11 +80,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             d_weight = (d_weight * d_loss).to(weight_dtype)
         if d_bias is not None:
             d_bias = (d_bias * d_loss).to(bias_dtype)
-        return d_hidden, d_weight, d_bias, *[None] * 4
+        return d_hidden, d_weight, d_bias, *[None] * 5
 
 
-def _loss_and_d_logits(hidden, weight, bias, labels, scale, softcap) -> tuple[Tensor, Tensor]:
-    """Summed loss of one chunk in fp32, and its gradient (N, V) before the head's product."""
+def _loss_and_d_logits(
+    hidden, weight, bias, labels, scale, softcap
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `_loss_of_logits` gives for one chunk."""
     logits = nn.functional.linear(hidden, weight, bias)
     if not logits.is_cuda:
         return _loss_of_logits(logits, labels, scale, softcap)
@@ -90,11 +97,12 @@ def _loss_and_d_logits(hidden, weight, bias, labels, scale, softcap) -> tuple[Te
 
 def _loss_of_logits(
     logits: Tensor, labels: Tensor, scale: float = 1.0, softcap: float | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Summed cross-entropy of logits (N, V) in fp32, and d loss / d logits in the logits' dtype.
 
-    The gradient is softmax(logits) - onehot(label), zero where the label is ignored; what the model
-    does to the head's output first (`_logit_map`) is followed back.
+    Between them the number of labels that have the largest logit, alone or not. The gradient is
+    softmax(logits) - onehot(label), zero where the label is ignored; what the model does to the head's
+    output first (`_logit_map`) is followed back.
     """
     capped = logits.float()
     if scale != 1:
@@ -103,8 +111,9 @@ def _loss_of_logits(
         capped = softcap * torch.tanh(capped / softcap)
     counted = (labels != IGNORE)[:, None]
     target = labels.clamp(min=0)[:, None]
-    log_sum = capped.logsumexp(-1, keepdim=True)
-    loss = ((log_sum - capped.gather(-1, target)) * counted).sum()
+    log_sum, of_target = capped.logsumexp(-1, keepdim=True), capped.gather(-1, target)
+    loss = ((log_sum - of_target) * counted).sum()
+    right = ((of_target >= capped.amax(-1, keepdim=True)) & counted).sum()
     grad = (capped - log_sum).exp()
     is_target = torch.arange(logits.shape[-1], device=logits.device) == target
     grad = (grad - is_target.float()) * counted
@@ -112,7 +121,7 @@ def _loss_of_logits(
         grad = grad * (1 - (capped / softcap) ** 2)
     if scale != 1:
         grad = grad * scale
-    return loss, grad.to(logits.dtype)
+    return loss, right, grad.to(logits.dtype)
 
 
 @cache
@@ -166,9 +175,38 @@ def _chunked_forward(
     weight = whole(head.weight, hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):
         total = _ChunkedCrossEntropy.apply(
-            hidden, weight, head.bias, labels, *after_head, chunk_tokens(len(weight))
+            hidden,
+            weight,
+            head.bias,
+            labels,
+            *after_head,
+            chunk_tokens(len(weight)),
+            _right_tokens(model, hidden.device),
         )
     return CausalLMOutputWithPast(loss=total / num_items_in_batch)
+
+
+def _right_tokens(model: nn.Module, device: torch.device) -> Tensor:
+    """The counter of a model's predictions that were right, on the device of its losses.
+
+    It is one tensor that is added to, so that a CUDA graph counts as well.
+    """
+    if getattr(model, "right_tokens", None) is None:
+        model.right_tokens = torch.zeros((), dtype=torch.int64, device=device)
+    return model.right_tokens
+
+
+def take_right_tokens(model: nn.Module) -> Tensor | None:
+    """How many trained tokens had the largest logit on this rank since it was last asked.
+
+    None of a model that keeps its own forward.
+    """
+    counter = getattr(base_model(model), "right_tokens", None)
+    if counter is None:
+        return None
+    found = counter.clone()
+    counter.zero_()
+    return found
 
 
 def apply_chunked_cross_entropy(

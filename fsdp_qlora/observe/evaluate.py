@@ -21,7 +21,8 @@ from torch import nn
 from ..config import AUTO
 from ..data import StepLoader, StepSampler, Subset, TokenizedDataset, on_device
 from ..data.collate import PadTo
-from ..dist import ranks_from_env
+from ..dist import ranks_from_env, sum_over_ranks
+from ..memory.chunked_cross_entropy import take_right_tokens
 from ..sharding import kept_between_forwards
 from .metrics import EvalMetrics
 
@@ -49,6 +50,7 @@ def held_out_loss(
         forward, on every rank; may raise.
     """
     total, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
+    take_right_tokens(model)  # those of training
     rank, shares = ranks_from_env().share_of_rows(ranks_per_row)
     sampler = StepSampler(
         len(dataset), batch_size * shares * _MICRO_BATCHES_TOGETHER, shuffle=False
@@ -97,7 +99,8 @@ def perplexity(loss: float) -> float:
 class Evaluator:
     """Evaluates a model every so many steps, and knows the best loss so far.
 
-    patience: evaluations without a lower loss that are too many; 0 is any number. batching: what `held_out_loss` takes.
+    patience: evaluations without a lower loss that are too many; 0 is any number.
+    batching: what `held_out_loss` takes.
     """
 
     def __init__(
@@ -133,10 +136,13 @@ class Evaluator:
         """Evaluate after `step`; every rank must call it. `agree` as in `held_out_loss`."""
         started = time.perf_counter()
         loss, tokens = held_out_loss(model, self.dataset, self.device, agree=agree, **self.batching)
+        right = take_right_tokens(model)
         is_best = loss < (self.best.eval_loss if self.best else math.inf)  # NaN never is
         self.last = EvalMetrics(
             step, loss, perplexity(loss), tokens, is_best, time.perf_counter() - started
         )
+        if right is not None:
+            self.last.token_accuracy = sum_over_ranks(int(right))[0] / max(tokens, 1)
         if is_best:
             self.best = self.last
         return self.last

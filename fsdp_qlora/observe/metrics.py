@@ -52,6 +52,7 @@ class StepMetrics(Record):
     busiest_expert_share: float | None = None
     idle_expert_share: float | None = None
     compilations: int = 0  # graphs that torch compiled in this process by the end of the step
+    token_accuracy: float | None = None  # share of trained tokens with the largest logit
 
     @property
     def is_finite(self) -> bool:
@@ -70,7 +71,7 @@ class StepMetrics(Record):
 
     def line(self) -> str:
         parts = [
-            f"loss {self.loss:.4f}",
+            f"loss {self.loss:.4f}{accuracy_of(self)}",
             f"lr {self.lr:.2e}",
             f"grad_norm {self.grad_norm:.3f}",
             f"{self.tokens_per_second:,.0f} tok/s",
@@ -90,6 +91,7 @@ class StepMetrics(Record):
     def values(self) -> dict[str, float]:
         names = (
             "loss",
+            "token_accuracy",
             "lr",
             "grad_norm",
             "tokens_per_second",
@@ -147,6 +149,7 @@ def mean_of(steps: Sequence[StepMetrics], **where) -> Progress:
     return Progress(
         step=last.step,
         loss=mean("loss", "trained_tokens"),
+        token_accuracy=mean("token_accuracy", "trained_tokens"),
         lr=last.lr,
         grad_norm=mean("grad_norm"),
         trained_tokens=trained,
@@ -175,15 +178,18 @@ class EvalMetrics(Record):
     is_best: bool  # the lowest loss of the run so far
     seconds: float
     kind: str = "eval"
+    token_accuracy: float | None = None  # share of these tokens with the largest logit
 
     def line(self) -> str:
         return (
-            f"step {self.step}  held-out loss {self.eval_loss:.4f}  "
+            f"step {self.step}  held-out loss {self.eval_loss:.4f}{accuracy_of(self)}  "
             f"perplexity {self.perplexity:.3f}" + ("  best so far" if self.is_best else "")
         )
 
     def values(self) -> dict[str, float]:
-        return {"eval/loss": self.eval_loss, "eval/perplexity": self.perplexity}
+        found = {"eval/loss": self.eval_loss, "eval/perplexity": self.perplexity}
+        accuracy = self.token_accuracy
+        return found if accuracy is None else found | {"eval/token_accuracy": accuracy}
 
 
 @dataclass
@@ -273,6 +279,12 @@ class SkippedMetrics(Record):
     step: int  # from 1
     rows: list  # ids or places of all its rows
     kind: str = "skipped"
+
+
+def accuracy_of(metrics: StepMetrics | EvalMetrics) -> str:
+    """What a line says behind the loss, where it is known."""
+    known = metrics.token_accuracy
+    return "" if known is None else f"  accuracy {known:.1%}"
 
 
 def read_record(line: str) -> dict | None:

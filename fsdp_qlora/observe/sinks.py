@@ -57,7 +57,10 @@ class _Bar(Sink):
 
 def _postfix(progress: Progress) -> str:
     """What stands behind a progress bar, which has steps and time itself."""
-    parts = [f"loss {progress.loss:.3f}", f"{progress.tokens_per_second:,.0f} tok/s"]
+    parts = [f"loss {progress.loss:.3f}"]
+    if progress.token_accuracy is not None:
+        parts.append(f"accuracy {progress.token_accuracy:.1%}")
+    parts.append(f"{progress.tokens_per_second:,.0f} tok/s")
     if progress.share_of_peak is not None:
         parts.append(f"{progress.share_of_peak:.0%} of peak")
     if progress.peak_allocated_gib:

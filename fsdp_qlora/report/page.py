@@ -18,6 +18,7 @@ from .charts import Series, chart, histogram, short
 from .run_history import RunHistory, points_of, read_run_history, smoothed
 
 _NO_GPU = "not measured: no GPU was used"
+_NO_ACCURACY = "not counted: the model keeps its own loss, or the run is of an older version"
 
 
 def write_report(run: str | Path, path: str | Path | None = None) -> Path:
@@ -159,6 +160,10 @@ def curves(story: RunHistory) -> str:
     """The figures over steps."""
     loss, steps = points_of(story.steps, "loss"), story.steps
     held_out = Series("held out", points_of(story.evaluations, "eval_loss"), "other", dots=True)
+    accuracy = [
+        *_raw_and_mean(points_of(story.steps, "token_accuracy")),
+        Series("held out", points_of(story.evaluations, "token_accuracy"), "other", dots=True),
+    ]
     speed, norm = points_of(story.warm, "tokens_per_second"), points_of(steps, "grad_norm")
     memory = [p for p in points_of(steps, "peak_allocated_gib") if p[1]]
     return (
@@ -168,6 +173,7 @@ def curves(story: RunHistory) -> str:
                 chart(
                     "Loss per trained token", [*_raw_and_mean(loss), held_out], "no step was taken"
                 ),
+                chart("Token accuracy", accuracy, _NO_ACCURACY),
                 chart("Tokens per second, all GPUs", _raw_and_mean(speed), from_zero=True),
                 chart(
                     "Memory at its peak, GiB",

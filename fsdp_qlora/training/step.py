@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ..data import num_trained_tokens, on_device
 from ..dist import sum_over_ranks
+from ..memory.chunked_cross_entropy import take_right_tokens
 from ..sharding import is_sharded, set_gradient_sync
 from ..sharding.prefetch import set_last_micro_batch
 from .loss_scaler import LossScaler
@@ -39,6 +40,7 @@ class StepResult:
     loss_and_norm: Tensor  # (2,)
     trained_tokens: int
     tokens: int
+    right_tokens: Tensor | None = None  # of the trained ones, those with the largest logit
     loss_scale: Tensor | None = None  # of this step, with fp16
     expert_load: Tensor | None = None  # (2,) of a mixture (experts/routing.py)
     stepped: bool = True  # False if no token was trained: the weights are unchanged
@@ -47,6 +49,13 @@ class StepResult:
     def loss(self) -> float:
         """Sum of the trained tokens' losses divided by their number."""
         return self.loss_and_norm[0].item()
+
+    @property
+    def token_accuracy(self) -> float | None:
+        """Share of the trained tokens that had the largest logit; None where that was not counted."""
+        if self.right_tokens is None or not self.trained_tokens:
+            return None
+        return self.right_tokens.item() / self.trained_tokens
 
     @property
     def grad_norm(self) -> float:
@@ -87,6 +96,7 @@ def train_step(
         return StepResult(torch.zeros(2), 0, tokens, stepped=False)
     device = compute_device(model)
     loss_sum = torch.zeros((), device=device)
+    take_right_tokens(model)
     for i, batch in enumerate(micro_batches):
         if i and agree:
             agree()
@@ -107,7 +117,10 @@ def train_step(
             "nothing; build the optimizer from the trained weights of the finished model"
         )
     norm = clip_gradients(trained_weights(optimizer), max_grad_norm)
+    right = take_right_tokens(model)
     dist.all_reduce(loss_sum)
+    if right is not None:
+        dist.all_reduce(right)
     loss_and_norm = torch.stack([loss_sum / dist.get_world_size(), norm.to(loss_sum)])
     finite = loss_and_norm.isfinite().all()
     step_if(finite, optimizer)
@@ -115,7 +128,7 @@ def train_step(
     scale = scaler and scaler.scale
     if scaler:
         scaler.update(finite)
-    return StepResult(loss_and_norm, trained, tokens, scale)
+    return StepResult(loss_and_norm, trained, tokens, right, scale)
 
 
 def run_micro_batch(

@@ -80,5 +80,6 @@ def _step_metrics(
         padded_tokens=result.tokens,
         busiest_expert_share=busiest,
         idle_expert_share=idle,
+        token_accuracy=result.token_accuracy,
         loss_scale=None if result.loss_scale is None else result.loss_scale.item(),
     )

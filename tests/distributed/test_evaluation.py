@@ -255,7 +255,18 @@ def test_a_run_keeps_the_adapter_with_the_lowest_held_out_loss(chat_folder, tmp_
         model = PeftModel.from_pretrained(base, str(tmp_path / name)).eval()
         rows = tokenized_by_hand(chat_folder)
         assert reference_loss(model, rows) == pytest.approx(recorded["eval_loss"], rel=1e-5), name
+        assert accuracy(model, rows) == pytest.approx(recorded["token_accuracy"]), name
     assert not list(tmp_path.glob("*.partial"))
+
+
+def accuracy(model, rows) -> float:
+    """Share of the trained tokens of rows that plain logits predict."""
+    right = []
+    for ids, labels in rows:
+        found = model(input_ids=torch.tensor([ids])).logits[0, :-1].argmax(-1)
+        wanted = torch.tensor(labels[1:])
+        right += (found == wanted)[wanted != -100].tolist()
+    return sum(right) / len(right)
 
 
 def tokenized_by_hand(folder) -> list[tuple[list, list]]:
