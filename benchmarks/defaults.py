@@ -2,8 +2,8 @@
 
     python benchmarks/defaults.py --results benchmarks/results/defaults.jsonl
 
-It makes a small base (quality_base.py), and then sweeps the learning rate from a quarter to four times
-the default, for adapters and for all weights, beside the original script's defaults. `--only` runs
+It makes a small base (quality_base.py), and then takes the defaults, and a sweep of the learning rate
+around them, for adapters and for all weights, beside the original script's defaults. `--only` runs
 other variants: schedules, rows of a step, alpha, dropout, decay, clipping. Each line of the results is
 one run, and runs whose line is there are not run again. The table at the end has the mean loss of the
 seeds, and how far it is above the best of the sweep: that is what a default is judged by.
@@ -143,7 +143,7 @@ def main():
     parser.add_argument("--base_megabytes", type=int, default=20, help="of its text")
     parser.add_argument("--rows", type=int, default=ROWS, help="of each task")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", default="lr,full,classic", help="variants that begin so")
+    parser.add_argument("--only", default="default,lr,full,classic", help="variants that begin so")
     parser.add_argument("--jobs", type=int, dest="processes", help="runs side by side")
     parser.add_argument(
         "--seconds", type=float, default=1e9, help="start no run that would end later"

@@ -18,11 +18,11 @@ TITLES = {
     "stdlib": "standard library",
     "signatures": "function heads",
 }
-FACTORS = (0.25, 0.5, 1, 2, 4)  # of the default learning rate
+FACTORS = (0.25, 0.5, 1, 2, 4)  # of a rate from a paper, around which the default was looked for
 
 
 def rate(width: int) -> float:
-    """The default learning rate of adapters (fsdp_qlora/plan.py), before it is rounded."""
+    """What "LoRA Without Regret" gives adapters (https://thinkingmachines.ai/blog/lora/)."""
     return 5e-4 * (2000 / width) ** 0.775
 
 
@@ -32,17 +32,17 @@ def _with(**given) -> Callable[[int], dict]:
 
 
 def _times(factor: float, **given) -> Callable[[int], dict]:
-    """The default learning rate times a factor."""
+    """The paper's learning rate times a factor."""
     return lambda width: given | dict(lr=factor * rate(width))
 
 
+FULL = dict(train_type="full", verify_frozen_minutes=0.0)
 # The settings of each by the base's width; what the default sweep needs comes first.
 VARIANTS: dict[str, Callable[[int], dict]] = {
+    "default": _with(),
+    "full default": _with(**FULL),
     **{f"lr x{factor:g}": _times(factor) for factor in FACTORS},
-    **{
-        f"full lr x{factor:g}": _times(factor / 10, train_type="full", verify_frozen_minutes=0.0)
-        for factor in FACTORS
-    },
+    **{f"full lr x{factor:g}": _times(factor / 10, **FULL) for factor in FACTORS},
     "classic": _with(**CLASSIC, batch_size=1),
     "schedule linear": _with(lr_scheduler="linear"),
     "schedule constant": _with(lr_scheduler="constant"),
@@ -90,7 +90,7 @@ def _means(rows: list[dict]) -> dict[str, float]:
 
 def _cell(losses: dict[str, float], variant: str) -> str:
     """A loss, and how far it is above the best learning rate of the same kind of training."""
-    kind = "full" if variant.startswith("full") else "lr"
+    kind = "full lr" if variant.startswith("full") else "lr"
     sweep = [loss for name, loss in losses.items() if name.startswith(kind)]
     if variant not in losses:
         return ""

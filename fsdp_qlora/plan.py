@@ -342,16 +342,20 @@ def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+_RATE_BY_WIDTH = 1.4
+
+
 def with_learning_rate(plan: Plan, width: int) -> Plan:
     """The plan with the learning rate for a model's hidden size, where none was given.
 
-    "LoRA Without Regret" (Schulman et al., Thinking Machines 2025) found it for adapters that are
-    scaled by alpha / R with alpha 32, whatever their rank: 5e-4 x (2000 / D)^0.775. Whole weights
-    learn best at a tenth of it.
+    1.4 / D for adapters scaled by alpha / R with alpha 32, whatever their rank, and a tenth of it for
+    whole weights. As muP has it for Adam (https://arxiv.org/abs/2203.03466), the rate goes by one over
+    the width. 1.4 is the best of a sweep at 512 (docs/defaults.md), and near what "LoRA Without Regret"
+    (https://thinkingmachines.ai/blog/lora/) found for models of 8 and 70 billion weights.
     """
     if plan.optimizer.lr is not None:
         return plan
-    lr = 5e-4 * (2000 / width) ** 0.775 * (1 if plan.adapter.has_lora else 0.1)
+    lr = _RATE_BY_WIDTH / width * (1 if plan.adapter.has_lora else 0.1)
     return plan.change(lr=float(f"{lr:.2g}"))
 
 

@@ -31,7 +31,8 @@ def section(rows: list[dict]) -> str:
     last = rows[-1]
     return (
         f"Held-out loss after one pass over the rows of each task, mean of the seeds; in brackets, how "
-        f"far it is above the best rate of the same kind of training. `lr x1` is the default. "
+        f"far it is above the best rate of the same kind of training. `lr x1` is the rate of LoRA Without "
+        f"Regret, 5e-4 x (2000 / width)^0.775; the default is 1.9 times that at a width of 512. "
         f"{last['gpu']}, commit {last['commit']}, {last['date']}.\n\n{tables(rows)}"
     )
 

@@ -263,7 +263,7 @@ def test_scales_in_8_bits_are_repeated_too(qlora, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     up = QuantLinear.from_linear(model.model.layers[1].mlp.up_proj, "nf4", "int8")
     name = "base_model.model.model.layers.1.mlp.up_proj.lora_{}.weight"
-    expected = up.dequantize(torch.float32) + 4 * lora[name.format("B")] @ lora[name.format("A")]
+    expected = up.dequantize(torch.float32) + 8 * lora[name.format("B")] @ lora[name.format("A")]
     torch.testing.assert_close(merged["model.layers.1.mlp.up_proj.weight"], expected)
 
 

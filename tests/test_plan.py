@@ -159,12 +159,12 @@ def test_a_row_from_before_rows_named_the_adapter_has_that_of_its_train_type():
 @pytest.mark.parametrize(
     "width, settings, rate",
     [
-        (2000, dict(), 5e-4),
-        (4096, dict(train_type="bnb_dora"), 2.9e-4),
+        (2000, dict(), 7e-4),
+        (4096, dict(train_type="bnb_dora"), 3.4e-4),
         (8192, dict(lora_rank=8), 1.7e-4),
-        (576, dict(), 1.3e-3),
-        (4096, dict(train_type="full"), 2.9e-5),
-        (4096, dict(train_type="bnb_llama_pro"), 2.9e-5),
+        (576, dict(), 2.4e-3),
+        (4096, dict(train_type="full"), 3.4e-5),
+        (4096, dict(train_type="bnb_llama_pro"), 3.4e-5),
         (4096, dict(lr=1e-5), 1e-5),
         (4096, dict(lr=0.0), 0.0),
     ],

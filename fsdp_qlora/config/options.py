@@ -690,8 +690,8 @@ class OptimizerOptions:
     )
     lr: float | None = opt(
         None,
-        "peak learning rate; left out = 5e-4 x (2000 / hidden size)^0.775 for adapters (2.9e-4 at "
-        "4,096), and a tenth of that where whole weights are trained",
+        "peak learning rate; left out = 1.4 / hidden size for adapters (3.4e-4 at 4,096), and a tenth "
+        "of that where whole weights are trained",
         example=2e-4,
         on_resume=MUST_MATCH,
         least=0,

@@ -552,8 +552,8 @@ def test_the_benchmark_of_defaults_tries_all_rates_on_each_task_a_seed_at_a_time
     from defaults import config_of, jobs_of
     from defaults_table import FACTORS, TASKS, rate
 
-    jobs = jobs_of(3, ["lr", "full", "classic"])
-    assert len(jobs) == len(set(jobs)) == 3 * (2 * len(FACTORS) + 1) * len(TASKS)
+    jobs = jobs_of(3, ["default", "lr", "full", "classic"])
+    assert len(jobs) == len(set(jobs)) == 3 * (2 * len(FACTORS) + 3) * len(TASKS)
     assert {job.seed for job in jobs[: len(jobs) // 3]} == {0}
     options = SimpleNamespace(
         hidden_size=512, base=tmp_path / "base", folder=tmp_path, device="cpu"
@@ -562,7 +562,8 @@ def test_the_benchmark_of_defaults_tries_all_rates_on_each_task_a_seed_at_a_time
     assert len({c.output_dir for c in configs.values()}) == len(jobs)
     rates = {c.lr for job, c in configs.items() if job.variant.startswith("lr")}
     assert sorted(rates) == [factor * rate(512) for factor in FACTORS]
-    of_all_weights = {c.lr for c in configs.values() if c.train_type == "full"}
+    assert {c.lr for job, c in configs.items() if job.variant.endswith("default")} == {None}
+    of_all_weights = {c.lr for c in configs.values() if c.train_type == "full"} - {None}
     assert sorted(of_all_weights) == [factor / 10 * rate(512) for factor in FACTORS]
 
 
