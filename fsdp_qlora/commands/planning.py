@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..catalog.arch import ModelShape, model_shape, shape_from_params
 from ..catalog.machine import Machine, MachineOptions, machine_from_options
-from ..config import RunConfig
+from ..config import AUTO, RunConfig
 from ..config.flags import given_settings, parse, parse_alone, typed_flags
 from ..config.settings import opt
 from ..config.without_effect import warnings_of
@@ -31,7 +31,9 @@ class _EstimateOptions:
     params: str | None = opt(
         None, "size of a Llama-like model, instead of --model_name", example="7B"
     )
-    examples: int | None = opt(None, "rows to train on, for time and cost", unit="rows")
+    examples: int | None = opt(
+        None, "rows, or with --task dpo pairs, to train on, for time and cost", unit="rows"
+    )
     card_price: float | None = opt(
         None,
         "what one GPU cost: with --examples, also shows what the run costs on GPUs of your own",
@@ -43,6 +45,19 @@ class _EstimateOptions:
     )
     kwh_price: float = opt(0.15, "price of electricity, with --card_price", unit="dollars per kWh")
     beyond_positions: bool = opt(False, "allow rows longer than the model's positions")
+    task: str = opt(
+        "sft",
+        "what TRL trains on this engine: dpo counts --batch_size pairs, grpo also generates its answers",
+        choices=("sft", "dpo", "grpo"),
+    )
+    reference: bool = opt(
+        True, "with --task dpo or grpo, ask a reference policy; false for GRPO with beta 0"
+    )
+    completion_length: int = opt(
+        -1,
+        "with --task grpo, tokens of a row that are generated; -1 = half of --context_length",
+        unit="tokens",
+    )
     json: bool = opt(False, "print JSON")
 
 
@@ -62,7 +77,7 @@ class _PlanOptions:
 
 def _estimate_command(argv: list[str]):
     """Predict memory, time and money of a run; needs no GPU."""
-    from ..estimate import as_json, estimate, owned_cost, report
+    from ..estimate import Task, as_json, estimate, owned_cost, report
 
     config, machine, options = parse(
         argv,
@@ -74,10 +89,15 @@ def _estimate_command(argv: list[str]):
     shape, machine = _asked_shape(config, options, argv), machine_from_options(machine)
     _warn_of(config)
     rows = _asked_rows(config, options, argv)
+    generated = options.completion_length
+    if generated == AUTO:
+        generated = config.context_length // 2
+    task = Task(options.task, options.reference, generated)
+    config = task.of_rows(config)
     if config.is_auto:
         config = planned(shape, machine, config, argv, rows)
-    found = estimate(shape, machine, config, rows)
-    cost = found.run(options.examples, rows) if options.examples is not None else None
+    found = task.added_to(estimate(shape, machine, config, rows))
+    cost = found.run(task.rows(options.examples), rows) if options.examples is not None else None
     if options.card_price is not None:
         if cost is None:
             raise ValueError("--card_price needs --examples; give how many rows to train on")
@@ -89,7 +109,8 @@ def _estimate_command(argv: list[str]):
             options.card_years,
             options.kwh_price,
         )
-    show(as_json if options.json else report, found, cost, options.examples, rows)
+    examples = options.examples and task.rows(options.examples)
+    show(as_json if options.json else report, found, cost, examples, rows)
 
 
 def _plan_command(argv: list[str]):

@@ -10,7 +10,7 @@ copies, transfers less what compute hides.
 
 Modules, each importing only from those before it: constants, lengths, kinds, experts,
 weights, activations, flops, gathered_units, peak, passes, speed, policies, resolve, cost,
-question, report.
+question, report, tasks.
 
 Letters: B batch, T tokens of a row, N = B T, D hidden, I intermediate, q and kv the widths of all
 query and all key-value heads, V vocabulary, R rank, n ranks that share one copy of the weights.
@@ -26,10 +26,12 @@ from .question import Estimate, estimate
 from .report import as_json, report
 from .resolve import Room, leaves_open, resolve, room_of
 from .speed import StepTime, step_seconds
+from .tasks import TASKS, Task
 from .weights import Weight, block_weights, gathered, optimizer_bytes, resident_bytes
 
 __all__ = [
     "GIB",
+    "TASKS",
     "Batches",
     "Estimate",
     "Flops",
@@ -39,6 +41,7 @@ __all__ = [
     "Room",
     "RunCost",
     "StepTime",
+    "Task",
     "Weight",
     "as_json",
     "batches_of",

@@ -65,6 +65,7 @@ EXPLAINED = dict(
     workspace="cuBLAS",
     slack="reserved by torch, unused",
     context="CUDA context and NCCL",
+    cache="keys and values of generation",
 )
 
 

@@ -27,6 +27,8 @@ _STEP_EXPLAINED = dict(
     communication="communication not hidden",
     offload="host copies not hidden",
     optimizer="optimizer",
+    reference="reference policy",
+    generation="generation of answers",
 )
 _HOST_EXPLAINED = dict(
     processes="processes",
