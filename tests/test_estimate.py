@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fsdp_qlora.adapters import trainable_parameters
+from fsdp_qlora.catalog.arch import model_shape
 from fsdp_qlora.catalog.hardware import find_gpu
 from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
 from fsdp_qlora.config import RunConfig
@@ -156,3 +157,26 @@ def test_optimizer_states_are_those_that_are_made(optimizer):
     made = build_optimizer(model, optimizer, 1e-3)
     found = sum(v.nbytes for state in made.state.values() for v in state.values() if v.dim())
     assert found == pytest.approx(optimizer_bytes(shape, plan), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "name, card_gib, changes",
+    [
+        ("qwen3-30b-a3b", 8, {}),
+        ("qwen3-30b-a3b", 8, dict(expert_targets=("experts",), lora_rank=8, trained_offload=True)),
+        ("gpt-oss-120b", 24, {}),
+        ("qwen3-235b-a22b", 24, dict(strategy="full_shard", world_size=4)),
+    ],
+)
+def test_mixtures_whose_experts_stream_from_the_host_fit_small_cards(name, card_gib, changes):
+    """Two blocks are on the card at a time; all experts are on the host, with scales in 8 bits."""
+    plan = Plan().change(
+        strategy="ddp", context_length=2048, micro_batch_size=1, lora_rank=16, lora_dropout=0.0,
+        activation_policy="recompute_all", absmax_dtype="int8",
+    )  # fmt: skip
+    shape = model_shape(name)
+    resident = memory(shape, plan.change(**changes))
+    streamed = memory(shape, plan.change(cpu_offload=True, vocabulary_offload=True, **changes))
+    assert streamed.fits(card_gib) and not resident.fits(card_gib)
+    experts = shape.layers * shape.experts * sum(o * i for o, i in shape.expert_linears().values())
+    assert streamed.host > experts / 2 / 2**30

@@ -139,7 +139,13 @@ def _plan_merge(
         plan.settings["tie_word_embeddings"] = False
     _check_shapes(plan)
     if merge_format == "bnb4":
-        plan.packed = base.linear_weights & outputs.keys()
+        experts = {part for parts in base.experts.values() for part in parts}
+        plan.packed = base.linear_weights & outputs.keys() - experts
+        if experts:
+            dtype_name = plan.settings["dtype"]
+            print(
+                f"experts stay in {dtype_name}: transformers reads no stacks of experts in 4 bits"
+            )
         skip = [base.head.removesuffix(".weight")]
         plan.settings["quantization_config"] = bnb_4bit.quantization_config("nf4", plan.dtype, skip)
     return plan
