@@ -283,7 +283,7 @@ def test_folder_file_and_dict_give_the_same_shape(tmp_path):
         ({"intermediate_size": [8192] * 48}, r"intermediate_size .* it must be a whole"),
         (
             {"num_key_value_heads": 7},
-            "num_attention_heads 32, .* no multiple of num_key_value_heads 7",
+            "num_attention_heads 32, .* not a multiple of num_key_value_heads 7",
         ),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings 'false'; it must be true or false"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder, so it is not"),

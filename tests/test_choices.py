@@ -158,7 +158,7 @@ def grown(tmp_path_factory) -> Path:
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "optim/sign_sgd.py").write_text(SIGN_SGD)
     insert(copy / "choices/optimizers.py", ITS_ROW, before=r"^\)\nOPTIMIZERS = ")
-    insert(copy / "config/options.py", SETTING, before=r"^    lr: float = ")
+    insert(copy / "config/options.py", SETTING, before=r"^    lr: float \| None = ")
     return root
 
 

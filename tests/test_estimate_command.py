@@ -163,7 +163,7 @@ def test_prices_of_the_user_replace_the_dated_ones(capsys, tmp_path):
     run = answer(capsys, *ASKED, "--examples", "100", "--prices", str(prices))["run"]
     assert run["price_source"].endswith(f"; {prices} has none for it")
     prices.write_text('{"H100 SXM": "cheap"}')
-    assert "'cheap' is no price" in refusal(capsys, "estimate", *ASKED, "--prices", str(prices))
+    assert "'cheap' is not a price" in refusal(capsys, "estimate", *ASKED, "--prices", str(prices))
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_mistake_is_one_line_that_names_the_flag(capsys, argv, message):
 
 def test_no_gpu_here_and_none_named_is_said(capsys, monkeypatch):
     monkeypatch.setenv("PATH", "")
-    assert "--gpu is needed, for no GPU is seen here" in refusal(capsys, "estimate")
+    assert "--gpu is needed: no GPU was found here" in refusal(capsys, "estimate")
 
 
 def test_what_is_auto_is_chosen_before_it_is_estimated(capsys):

@@ -167,7 +167,7 @@ def test_what_can_not_be_merged_is_refused_in_a_line():
     with pytest.raises(ValueError, match=r"has merged adapters; call unmerge_adapter\(\) first"):
         dequantize_linears(merged)
     for first in ("pissa", "olora"):
-        with pytest.raises(ValueError, match=f"init_lora_weights = '{first}' takes weights apart"):
+        with pytest.raises(ValueError, match=f"init_lora_weights = '{first}' decomposes weights"):
             pair("nf4", init_lora_weights=first)
     with torch.device("meta"):
         unloaded = quantize_linears(base_model())

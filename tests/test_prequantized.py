@@ -203,7 +203,7 @@ DAMAGED = {  # what is changed, and what the message says
     "another nested map": (in_part(".nested_quant_map", lambda t: t * 2), "map holds other values"),
     "nested map missing": (in_part(".nested_quant_map", gone), ".nested_quant_map is missing"),
     "offset missing": (as_state(nested_offset=None), "KeyError 'nested_offset'"),
-    "offset NaN": (as_state(nested_offset=float("nan")), "nested_offset is no number"),
+    "offset NaN": (as_state(nested_offset=float("nan")), "nested_offset is not a number"),
     "offset a text": (as_state(nested_offset="x"), "is damaged"),
     "no nested state": (
         as_state(nested_offset=None, nested_blocksize=None, nested_dtype=None),

@@ -36,7 +36,7 @@ def settings(folder, **changes) -> RunConfig:
 
 def built(folder, **changes):
     with process_group(CPU):
-        return build_model(settings(folder, **changes), CPU)
+        return build_model(settings(folder, **dict(lora_alpha=16) | changes), CPU)
 
 
 def save(model, folder, quant: str):
@@ -71,7 +71,7 @@ REFUSED = {
             text_config=TEXT | dict(model_type="cohere2", logit_scale=0.1, sliding_window=8),
             vision_config=TOWER | dict(model_type="siglip_vision_model"),
         ),
-        "computes something else",
+        "computes other outputs",
     ),
     "blip-2": (
         dict(
@@ -79,7 +79,7 @@ REFUSED = {
             | dict(num_attention_heads=4, word_embed_proj_dim=64, vocab_size=97),
             vision_config=TOWER,
         ),
-        "can't be tried by itself",
+        "can't be tested by itself",
     ),
     "paddleocr_vl": (dict(), "no class for its paddleocr_vl_text alone"),
 }

@@ -244,7 +244,7 @@ def _check_suits_layer(base: nn.Module, config: LoraConfig):
         )
     if isinstance(base, QuantLinear) and first not in _NEEDS_NO_WEIGHTS:
         raise ValueError(
-            f"LoraConfig.init_lora_weights = {first!r} takes weights apart that are packed here; "
+            f"LoraConfig.init_lora_weights = {first!r} decomposes weights, which are packed here; "
             "leave it out, or use --init_lora_weights of train.py"
         )
 

@@ -363,7 +363,7 @@ def _check_fields(name: str, config: dict):
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads") or 1
     if heads % kv_heads:
         raise ValueError(
-            f"{where} num_attention_heads {heads}, which is no multiple of "
+            f"{where} num_attention_heads {heads}, which is not a multiple of "
             f"num_key_value_heads {kv_heads}; give the file as the model's maker wrote it"
         )
 

@@ -168,7 +168,7 @@ def local_gpus() -> list[str]:
         names = names[: len([v for v in visible.split(",") if v])]
     if not names:
         raise ValueError(
-            "--gpu is needed, for no GPU is seen here; the catalogue has "
+            "--gpu is needed: no GPU was found here; the catalogue has "
             f"{', '.join(GPUS)}, and --gpu_spec FILE describes another"
         )
     return names
@@ -254,7 +254,7 @@ def _priced(gpu: Gpu, path: str) -> Gpu:
             or dollars < 0
         ):
             raise ValueError(
-                f"--prices {path}: {name}: {dollars!r} is no price in dollars per hour"
+                f"--prices {path}: {name}: {dollars!r} is not a price; give dollars per hour"
             )
         if _same_card(name, gpu):
             return replace(gpu, price_per_hour=dollars, price_source=path)

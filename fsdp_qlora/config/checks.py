@@ -312,7 +312,7 @@ def _check_sequence_parallel(config):
     if ranks > 1 and config.context_length % ranks:
         raise ValueError(
             f"--sequence_parallel {ranks} splits rows evenly, but --context_length "
-            f"{config.context_length} is no multiple of it; use "
+            f"{config.context_length} is not a multiple of it; use "
             f"{max(1, config.context_length // ranks) * ranks}"
         )
     if ranks > 1 and config.cuda_graphs:

@@ -168,12 +168,12 @@ def why_not_shared(shape: ModelShape, machine: Machine, config: RunConfig) -> st
         return ""
     if machine.world_size % size:
         fit = _divisors(machine.world_size)
-        return f"{machine.world_size} GPUs are no multiple of it; use one of {fit}"
+        return f"{machine.world_size} GPUs are not a multiple of it; use one of {fit}"
     kinds = shape.kinds or (shape,)
     if any(kind.state_width for kind in kinds):
         return f"layers of {shape.name} carry a state along the tokens; leave it out"
     if heads := next((kind.heads for kind in kinds if kind.heads % size), 0):
-        return f"{shape.name} has {heads} heads to share out; use one of {_divisors(heads)}"
+        return f"{shape.name} has {heads} heads to divide; use one of {_divisors(heads)}"
     return ""
 
 

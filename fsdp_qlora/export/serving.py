@@ -65,7 +65,7 @@ def _tensor_problems(folder: Path) -> list[str]:
         return [f"{WEIGHTS_FILE} can't be read ({first_line(error)})"]
     unknown = [name for name in names if not _TENSOR.fullmatch(name)]
     return (
-        [f"a tensor that is no part of a LoRA: {unknown[0]} ({len(unknown)} of {len(names)})"]
+        [f"a tensor that is not part of a LoRA: {unknown[0]} ({len(unknown)} of {len(names)})"]
         if unknown
         else []
     )

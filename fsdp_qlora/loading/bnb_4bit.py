@@ -103,7 +103,7 @@ def parts_of(state: dict, quant_type: str, nested: bool) -> dict[str, tuple[torc
     if not nested and not any("nested" in key for key in state):
         return parts | {".absmax": (torch.float32, scales)}
     if not math.isfinite(state["nested_offset"]):
-        raise ValueError("its nested_offset is no number")
+        raise ValueError("its nested_offset is not a number")
     (nested_blocksize,) = whole([state["nested_blocksize"]], 1)
     return parts | {
         ".absmax": (torch.uint8, scales),

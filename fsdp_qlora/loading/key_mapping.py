@@ -226,7 +226,7 @@ def _check_stackable(converter: WeightConverter, name: str, checkpoint: Checkpoi
     scaled = any(other in checkpoint.stored for other in (f"{name}_scale_inv", f"{name}.absmax"))
     if plain and not scaled:
         return
-    fault = "experts that are quantized already" if scaled else "experts in an order not known here"
+    fault = "experts that are already quantized" if scaled else "experts in an unknown order"
     raise ValueError(f"--model_name {checkpoint.folder}: {name}: {fault}; give the 16-bit model")
 
 

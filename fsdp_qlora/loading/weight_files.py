@@ -187,7 +187,7 @@ class Checkpoint:
         for name in names:
             if not str(name).endswith(".safetensors"):
                 raise ValueError(
-                    f"{index} names {name}, which is no safetensors file; convert it with "
+                    f"{index} names {name}, which is not a safetensors file; convert it with "
                     "model.save_pretrained(folder, safe_serialization=True)"
                 )
             if not (self.folder / name).is_file():
@@ -223,15 +223,15 @@ class Checkpoint:
         for part in [self.stored[key]] if made is None else made.numbers:
             if part.dtype not in NUMBERS:
                 raise ValueError(
-                    f"{self.folder}: {key} is stored as {dtype_name(part.dtype)}, of shape "
-                    f"{part.shape}, and no scales known here make numbers of it; give the "
-                    "16-bit model that it was made from"
+                    f"{self.folder}: {key} is stored as {dtype_name(part.dtype)} of shape "
+                    f"{part.shape} without scales in a known layout; give the 16-bit model "
+                    "that it was made from"
                 )
         for name in _scales_beside(key):
             if name in self.stored:
                 raise ValueError(
                     f"{self.folder}: {key} has scales, {name} of shape "
-                    f"{self.stored[name].shape}, that config.json says nothing of; give "
+                    f"{self.stored[name].shape}, which config.json does not mention; give "
                     "the 16-bit model that it was made from"
                 )
 

@@ -223,7 +223,7 @@ def apply_chunked_cross_entropy(
     if after_head is None and sequence:
         raise ValueError(
             f"--sequence_parallel {sequence.size}: the loss of {type(causal).__name__} needs whole rows, "
-            "for it makes its logits in a way that is not known here; leave it out"
+            "for it makes its logits in an unknown way; leave it out"
         )
     if not linear:
         return model

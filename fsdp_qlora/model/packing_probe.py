@@ -69,7 +69,7 @@ def keep_rows_apart(model: nn.Module):
         said = str(error).split("\n")[0]
         raise ValueError(
             f"--packing true: whether packed rows of {model.config.model_type} see each other can't be "
-            f"tried on a small model of its kind ({type(error).__name__}: {said}); use --packing false"
+            f"tested on a small model of its kind ({type(error).__name__}: {said}); use --packing false"
         ) from error
     _give_masks(tiny)
     try:
@@ -78,8 +78,8 @@ def keep_rows_apart(model: nn.Module):
         helped = False
     if not helped:
         raise ValueError(
-            f"--packing true: packed rows of {tiny.config.model_type} see each other, as "
-            "two short rows through a tiny model of this kind show; use --packing false"
+            f"--packing true: packed rows of {tiny.config.model_type} see each other "
+            "(tested with two short rows on a tiny model); use --packing false"
         )
     _give_masks(model)
 

@@ -132,7 +132,7 @@ def check_sequence_parallel(model: nn.Module, size: int):
         return
     if ranks_from_env().world_size % size:
         raise ValueError(
-            f"--sequence_parallel {size}: {ranks_from_env().world_size} ranks are no multiple of it; "
+            f"--sequence_parallel {size}: {ranks_from_env().world_size} ranks are not a multiple of it; "
             "start as many, or leave it out"
         )
     if problem := _why_not(model.config.get_text_config(), size):
@@ -151,7 +151,7 @@ def _why_not(config: PretrainedConfig, size: int) -> str:
         return f"the code of {config.model_type} takes no other attention; leave it out"
     if heads % size:
         fit = [n for n in range(2, heads + 1) if heads % n == 0]
-        return f"{config.model_type} has {heads} heads to share out; use one of {fit}"
+        return f"{config.model_type} has {heads} heads to divide; use one of {fit}"
     return ""
 
 

@@ -161,9 +161,9 @@ def wrapper_around(config: PretrainedConfig) -> Wrapper:
         modules, differ = _tried(config, kind)
     except Exception as error:  # a config.json may say anything
         said = str(error).strip().split("\n")[0]
-        _refuse(config, f"it can't be tried by itself ({type(error).__name__}: {said})")
+        _refuse(config, f"it can't be tested by itself ({type(error).__name__}: {said})")
     if not differ <= TOLERANCE:  # nor where one is no number
-        _refuse(config, "by itself it computes something else, as a tiny one shows")
+        _refuse(config, "a tiny copy of it computes other outputs when run alone")
     return Wrapper(whole, modules)
 
 

@@ -234,7 +234,7 @@ def test_generate_reads_no_pickle(runs, tmp_path, capsys, monkeypatch):
     index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "pytorch_model.bin")}
     (base / "model.safetensors.index.json").write_text(json.dumps(index))
     named = ["--model_name", base]
-    assert "names pytorch_model.bin, which is no safetensors file" in refused(capsys, *named)
+    assert "names pytorch_model.bin, which is not a safetensors file" in refused(capsys, *named)
     (base / "model.safetensors.index.json").unlink()
     (base / "model.safetensors").rename(base / "other.safetensors")
     assert "model.safetensors" in refused(capsys, *named)

@@ -161,7 +161,7 @@ def test_held_out_rows_have_the_loss_of_one_process(folder, data):  # noqa: F811
 @pytest.mark.parametrize(
     "settings, message",
     [
-        (dict(sequence_parallel=3, context_length=64), "no multiple of it; use 63"),
+        (dict(sequence_parallel=3, context_length=64), "not a multiple of it; use 63"),
         (dict(sequence_parallel=2, cuda_graphs=True), "leave one of them out"),
         (dict(sequence_parallel=0), "1 or more"),
     ],
@@ -187,8 +187,8 @@ def test_models_and_ranks_that_can_not_share_rows_are_named(monkeypatch):
         return str(caught.value)
 
     small = dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=64)
-    assert "3 ranks are no multiple" in said(LlamaConfig(**small), 2, 3)
-    assert "4 heads to share out; use one of [2, 4]" in said(LlamaConfig(**small), 3, 3)
+    assert "3 ranks are not a multiple" in said(LlamaConfig(**small), 2, 3)
+    assert "4 heads to divide; use one of [2, 4]" in said(LlamaConfig(**small), 3, 3)
     assert "no other attention" in said(BloomConfig(hidden_size=64, n_layer=1, n_head=4), 2, 2)
     experts = dict(num_experts=4, moe_intermediate_size=32, intermediate_size=64)
     assert "linear_attention" in said(Qwen3NextConfig(**small | experts), 2, 2)

@@ -127,7 +127,8 @@ def listen_to_ctrl_c():
 
 
 def own_the_terminal():
-    """Be the one that is told when it closes."""
+    """Be the one that is told when it closes, also where the tests run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
