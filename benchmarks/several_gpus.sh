@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # What docs/performance.md, memory.md, planner.md and checkpoints.md still lack, on two or four GPUs of one
 # machine, in stages of up to ten minutes; rows and logs go into a folder. ECHO=echo only prints commands.
-#   benchmarks/several_gpus.sh 2 /tmp/rows tests checkpoints replayed memory auto shared
-#   benchmarks/several_gpus.sh 4 /tmp/rows replayed loading shared
-# Checkpoints are made in /dev/shm: 16 GB for 8B, 140 GB for `loading`.
+#   benchmarks/several_gpus.sh 2 /tmp/rows tests checkpoints replayed memory auto shared packed trl
+#   benchmarks/several_gpus.sh 4 /tmp/rows replayed loading shared packed strategies experts
+# Checkpoints are made in /dev/shm: 16 GB for 8B, 140 GB for `loading`. `trl` needs trl and datasets.
 set -uo pipefail
 gpus=$1 out=$2
 shift 2
@@ -43,6 +43,19 @@ for stage in "$@"; do
     2-auto)
       cells auto_8b_2x24gb 'auto|ddp recompute_all, 8 rows|full_shard keep_linears'
       cells auto_70b_2x24gb 'auto|CPU offload, 4 rows' ;;
+    [24]-packed)
+      model=/dev/shm/llama-3.1-8b
+      [ -e "$model/config.json" ] ||
+        go 120 checkpoint python3 benchmarks/random_checkpoint.py meta-llama/Llama-3.1-8B "$model"
+      for strategy in full_shard ddp; do
+        go 180 "packed_$strategy" python3 benchmarks/real_rows.py --model "$model" --only packed_a \
+          --steps 20 --bench_steps 0 --gpus "$gpus" --sharding_strategy "$strategy" \
+          --results "$out/real_rows.jsonl"
+      done ;;
+    2-trl) go 280 trl torchrun --nproc_per_node 2 benchmarks/trl_two_ranks.py /dev/shm/llama-8b-8 \
+      --layers 8 --minutes 4 --results "$out/trl_two_ranks.jsonl" ;;
+    4-strategies) rows '8b_qlora_hybrid*' 8b_qlora_shard_grad_op 8b_qlora_full_shard 8b_qlora_ddp ;;
+    [24]-experts) rows qwen3_30b_qlora_experts_full_shard ;;
     2-shared) cells sequence_parallel '2 GPUs' ;;
     4-shared) cells sequence_parallel '4 GPUs' ;;
     4-replayed) rows 70b_qlora_fp8_replayed 70b_qlora_fp8 70b_qlora_fp8_4x2 70b_qlora_replayed 70b_qlora ;;

@@ -47,6 +47,7 @@ FP8 = dict(compute_dtype="fp8")
 # No targets: measured to hold estimates to. Attention with sinks is eager, whose scores take T x T.
 MOE = dict(batch_size=2, context_length=2048)
 HYBRID = dict(batch_size=2, context_length=4096)
+EXPERTS = HYBRID | dict(lora_target_parameters="experts", lora_rank=16)
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,21 @@ CASES = {
     "8b_full_bf16": Case(LONG | dict(train_type="full", optimizer="adamw_bf16"), 2.2, "s/step"),
     "8b_qlora_full_shard": Case(LONG | dict(sharding_strategy="full_shard"), 14_880, gpus=(2, 4)),
     "8b_qlora_ddp": Case(LONG, 14_880, gpus=(2, 4)),
+    "8b_qlora_shard_grad_op": Case(
+        LONG | dict(sharding_strategy="shard_grad_op"), 14_880, gpus=(2, 4)
+    ),
+    "8b_qlora_hybrid_full_shard": Case(
+        LONG | dict(sharding_strategy="hybrid_full_shard"), 14_880, gpus=(4,)
+    ),
+    "8b_qlora_hybrid_shard_grad_op": Case(
+        LONG | dict(sharding_strategy="hybrid_shard_grad_op"), 14_880, gpus=(4,)
+    ),
+    "qwen3_30b_qlora_experts_full_shard": Case(
+        EXPERTS | dict(sharding_strategy="full_shard"),
+        8_000,
+        model="Qwen/Qwen3-30B-A3B",
+        gpus=(2, 4),
+    ),
     "gpt_oss_20b_qlora": Case(MOE, None, model="openai/gpt-oss-20b"),
     "gpt_oss_20b_qlora_experts": Case(
         MOE | dict(lora_target_parameters="experts", lora_rank=16), None, model="openai/gpt-oss-20b"

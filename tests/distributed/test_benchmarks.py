@@ -185,7 +185,10 @@ def test_what_is_measured_on_several_gpus_exists():
 
     from fsdp_qlora.bench.grid import read_grid
 
-    stages = {2: "tests checkpoints replayed memory auto shared", 4: "replayed loading shared"}
+    stages = {
+        2: "tests checkpoints replayed memory auto shared packed trl experts",
+        4: "replayed loading shared packed strategies experts",
+    }
     for gpus, names in stages.items():
         command = [ROOT / "benchmarks/several_gpus.sh", str(gpus), "rows", *names.split()]
         lines = subprocess.run(
