@@ -277,7 +277,8 @@ class Plan:
     def replays(self, shape: ModelShape) -> bool:
         """Whether micro-batches are CUDA graphs, which some models rule out (training/cuda_graphs.py)."""
         no_masks = ("varlen", "fa4", "fa4_packed", *(() if shape.traits.windows else ("sdpa",)))
-        return self.loop.cuda_graphs and self.model.attention in no_masks and not shape.experts
+        alike = not shape.experts and not shape.has_state
+        return self.loop.cuda_graphs and self.model.attention in no_masks and alike
 
 
 _POSITIVE = (

@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from fsdp_qlora.adapters.lora import left_out
 from fsdp_qlora.loading import meta_model
 from fsdp_qlora.model.blocks import linear_names
+from fsdp_qlora.model.row_mixers import row_mixers
 
 from .tiny import with_lora
 
@@ -525,28 +526,6 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
     return dequantize_4bit(*quantize_4bit(weight.data.contiguous(), quant_type="nf4"))
 
 
-# Families whose code can't keep packed rows apart: their mixers carry a state from token to token, or
-# their attention is in chunks, or chosen by an index.
-NOT_PACKED = {
-    "Qwen3.5",
-    "Qwen3.5-MoE",
-    "Qwen3-Next",
-    "Granite 4 H",
-    "LFM2",
-    "LFM2-MoE",
-    "Falcon-H1",
-    "Bamba",
-    "Nemotron 3",
-    "Llama 4",
-    "Kimi Linear",
-    "OLMo Hybrid",
-    "MiniMax 01",
-    "Falcon",
-    "DeepSeek V3.2",
-    "GLM-5",
-}
-
-
 # What sets a family apart, as docs/families.md says it.
 TRAITS = {
     "sliding_window": "sliding windows",
@@ -590,7 +569,7 @@ def families_table() -> str:
             config.model_type,
             ", ".join(n for n in linear_names(model) if n not in left_out(model)),
             ", ".join(left_out(model)),
-            "refused" if family in NOT_PACKED else "yes",
+            "by rows" if row_mixers(model) else "yes",
             ", ".join(_special(family, config)),
         )
         lines.append(f"| {' | '.join(cells)} |")

@@ -20,11 +20,11 @@ from fsdp_qlora.dist import process_group
 from fsdp_qlora.export import save_trained
 from fsdp_qlora.export.merge import merge_adapter
 from fsdp_qlora.loading import meta_model
-from fsdp_qlora.model.attention import check_packing, choose_attention
+from fsdp_qlora.model.attention import choose_attention
 from fsdp_qlora.model.packing_probe import keep_rows_apart
 
 from .distributed.test_parity import assert_equal_run, relative, train_model
-from .families import EVERY_FAMILY, NOT_PACKED, attention_of, family_config, reference, save_family
+from .families import EVERY_FAMILY, attention_of, family_config, reference, save_family
 from .tiny import RANK, SEED, padded_batch, reference_run, tiny_rows
 
 ROOT = Path(__file__).parents[1]
@@ -80,23 +80,11 @@ def test_a_model_that_generates_is_rounded_as_it_was_trained(family, tmp_path):
     assert relative(logits_of(model.eval()), trained) < 1e-4
 
 
-def packs(family: str) -> bool:
-    """Whether packed rows are taken, and kept apart, or refused."""
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+def test_packed_rows_of_every_family_are_kept_apart_on_its_own_code(family):
     config = family_config(family)
-    used, _ = choose_attention("auto", False, config, CPU, torch.float32)
-    try:
-        check_packing(config)
-        keep_rows_apart(meta_model(config, torch.float32, used))
-    except ValueError as error:
-        assert "--packing true" in str(error) and "use --packing false" in str(error)
-        return False
-    return True
-
-
-# StableLM's probe is not settled: it refuses after other types were tried, and takes it alone.
-@pytest.mark.parametrize("family", [f for f in EVERY_FAMILY if f != "StableLM"])
-def test_packed_rows_are_kept_apart_or_refused_as_the_table_says(family):
-    assert packs(family) == (family not in NOT_PACKED)
+    used, _ = choose_attention("auto", True, config, CPU, torch.float32)
+    keep_rows_apart(meta_model(config, torch.float32, used))
 
 
 def test_the_page_has_the_table_of_these_tests():

@@ -89,6 +89,11 @@ class ModelShape:
         return len(self.block.norms) if self.block else self.traits.norms
 
     @property
+    def has_state(self) -> bool:
+        """Whether some mixers carry a state along a row."""
+        return any(kind.state_width for kind, _ in self.block_kinds())
+
+    @property
     def state_width(self) -> int:
         """Values of a token that a mixer with a state convolves, and takes in: 0 without one."""
         mixer = self.block.mixer if self.block else None

@@ -13,7 +13,7 @@ from ..experts import check_quantizable
 from ..loading import meta_model
 from ..loading.model_folder import read_config
 from ..loading.prequantized import kind_of
-from ..model.attention import check_packing, choose_attention
+from ..model.attention import choose_attention
 from ..model.blocks import decoder_blocks, has_experts, linear_names
 from ..model.packing_probe import keep_rows_apart
 from ..quantization.quantize import directly_read, is_plain_linear
@@ -57,7 +57,6 @@ def _answers(model_name: str, source: dict) -> Iterator[tuple[str, str]]:
 
 
 def _pack(model: nn.Module):
-    check_packing(model.config)
     keep_rows_apart(model)
 
 

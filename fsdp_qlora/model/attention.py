@@ -36,6 +36,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     create_causal_mask,
+    create_chunked_causal_mask,
     create_sliding_window_causal_mask,
 )
 
@@ -194,7 +195,8 @@ def rows_alone(config: PretrainedConfig) -> Iterator[None]:
 def makes_no_masks(config: PretrainedConfig) -> bool:
     """Whether training on rows that are packed as the model was built makes no attention mask."""
     name = config._attn_implementation
-    return name in (VARLEN, FA4, _FA4_PACKED) or name == "sdpa" and not has_windows(config)
+    alone = name in (VARLEN, FA4, _FA4_PACKED) and not layers_with_a_state(config)
+    return alone or name == "sdpa" and not has_windows(config)
 
 
 def masks_of_rows(
@@ -209,21 +211,38 @@ def masks_of_rows(
     positions (B, T): where they start again, a packed row begins; None of padded rows.
     """
     like = torch.empty(*shape, 1, dtype=dtype, device=device)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    makers = dict(full_attention=create_causal_mask)
-    if has_windows(config):
-        makers["sliding_attention"] = create_sliding_window_causal_mask
+    kinds = dict.fromkeys(getattr(config, "layer_types", None) or ())
+    makers: dict[str, Callable] = dict(
+        full_attention=create_causal_mask,
+        sliding_attention=create_sliding_window_causal_mask,
+        chunked_attention=partial(_chunked_mask, positions),
+    )
+    used = kinds or ["sliding_attention" if has_windows(config) else "full_attention"]
     masks = {
-        kind: make(
+        kind: makers[kind](
             config=config,
             inputs_embeds=like,
             attention_mask=None,
             past_key_values=None,
             position_ids=positions,
         )
-        for kind, make in makers.items()
+        if kind in makers
+        else None  # a mixer with a state takes no mask
+        for kind in used
     }
     return masks if kinds else [*masks.values()][-1]
+
+
+def _chunked_mask(positions: Tensor | None, *, config: PretrainedConfig, **rows) -> Tensor:
+    """Attention within chunks of each row; transformers' own chunks are those of the line."""
+
+    def in_same_chunk(batch, head, query, key):
+        chunks = positions // config.attention_chunk_size
+        return chunks[batch, query] == chunks[batch, key]
+
+    if positions is None:
+        return create_chunked_causal_mask(config=config, **rows)
+    return create_causal_mask(config=config, and_mask_function=in_same_chunk, **rows)
 
 
 @lru_cache
@@ -252,11 +271,9 @@ def choose_attention(
 
     wanted: --attn_implementation. `auto` is FlashAttention 4 where that runs, or sdpa, or one that can
     cap scores. Of `sdpa`, packed rows take `varlen` where it runs.
-    Raises ValueError where packed rows would not be kept apart, or scores not be capped.
+    Raises ValueError where it can't run, or scores would not be capped.
     """
     config = config.get_text_config()
-    if packing:
-        check_packing(config)
     caps = bool(getattr(config, "attn_logit_softcapping", None))
     if wanted == "auto" and caps:
         return _WITH_SOFTCAP[device.type], f"{config.model_type} caps its attention scores"
@@ -295,19 +312,10 @@ def layers_with_a_state(config: PretrainedConfig) -> str:
     return ", ".join(sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS))
 
 
-def check_packing(config: PretrainedConfig):
-    """ValueError for a model in which packed rows would see each other."""
-    layers = layers_with_a_state(config)
-    if layers or not takes_backends(type(config)):
-        what = f" has layers of {layers}, which" if layers else ""
-        raise ValueError(
-            f"--packing true: {config.model_type}{what} can't keep packed rows apart; "
-            "use --packing false"
-        )
-
-
 def _why_not_varlen(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
     """What keeps torch's variable-length attention from running; empty if nothing does."""
+    if not takes_backends(type(config)):
+        return f"can't be given to {config.model_type}"
     size = _head_size(config)
     if device.type != "cuda":
         return "needs a GPU"

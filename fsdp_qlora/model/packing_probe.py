@@ -18,6 +18,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, Pretra
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from .attention import masks_of_rows
+from .row_mixers import mix_rows_apart, row_mixers
 
 ROWS = (5, 7)  # tokens of the two
 WINDOW = 4  # so that windows end within a row
@@ -63,6 +64,9 @@ def keep_rows_apart(model: nn.Module):
     """
     try:
         tiny = small_instance(model)
+        if row_mixers(tiny):
+            mix_rows_apart(tiny)
+            mix_rows_apart(model)
         if _rows_are_apart(tiny):
             return
     except Exception as error:  # a config that can't be made small, or code that can't run so

@@ -7,6 +7,7 @@ from dataclasses import replace
 from heapq import heappush, heappushpop
 from itertools import islice
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..config import RunConfig
@@ -22,8 +23,9 @@ from ..data import (
 from ..data.lengths import SAMPLE
 from ..data.records import parse_row
 from ..data.sources import reservoir
-from ..loading import read_config
-from ..model.attention import check_packing
+from ..loading import meta_model, read_config
+from ..model.attention import choose_attention
+from ..model.packing_probe import keep_rows_apart
 from .run_data import RunData, num_samples, run_tokenizer
 
 LARGEST = 32  # records whose rows may be the longest
@@ -133,7 +135,9 @@ def _keeping_largest(records: Iterator, largest: list) -> Iterator:
 def can_pack(config: RunConfig) -> bool:
     """Whether the model keeps packed rows apart."""
     try:
-        check_packing(read_config(config.model_name, **config.source).get_text_config())
+        settings = read_config(config.model_name, **config.source)
+        used, _ = choose_attention("auto", True, settings, torch.device("cpu"), torch.float32)
+        keep_rows_apart(meta_model(settings, torch.float32, used, **config.source))
         replace(config, packing=True)
     except ValueError:
         return False

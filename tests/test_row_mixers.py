@@ -1,0 +1,131 @@
+"""Mixers that carry a state see each packed row by itself: hybrids of every kind, against transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fsdp_qlora.build import build_model
+from fsdp_qlora.config import RunConfig
+from fsdp_qlora.data import collate, collate_packed
+from fsdp_qlora.dist import process_group
+from fsdp_qlora.loading import meta_model
+from fsdp_qlora.model import packing_probe
+from fsdp_qlora.model.packing_probe import keep_rows_apart
+from fsdp_qlora.model.row_mixers import Borders, row_mixers
+
+from .families import EVERY_FAMILY, SIZES, family_config, save_family
+
+HYBRIDS = [
+    family
+    for family in EVERY_FAMILY
+    if row_mixers(meta_model(family_config(family), torch.float32, "eager"))
+]
+VOCAB = SIZES["vocab_size"]
+LENGTHS = (11, 26, 3, 1, 25, 14)  # two bins of 40
+
+
+def made(family: str):
+    """A random model that keeps packed rows apart, and the same without a line of this project."""
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(family_config(family), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for p in plain.parameters():
+            if p.dim() > 1:
+                p.normal_(0, 0.1)
+    ours = AutoModelForCausalLM.from_config(plain.config, dtype=torch.float32).eval()
+    ours.load_state_dict(plain.state_dict())
+    keep_rows_apart(ours)
+    return ours, plain
+
+
+def rows_of(lengths=LENGTHS) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, VOCAB, (1, n), generator=generator) for n in lengths]
+
+
+def packed(model, rows: list[torch.Tensor], bins: int = 2) -> torch.Tensor:
+    """Logits (1, all tokens, V) of rows in bins of one width."""
+    ids = torch.cat(rows, 1).reshape(bins, -1)
+    positions = torch.cat([torch.arange(row.shape[1]) for row in rows]).reshape(bins, -1)
+    return model(ids, position_ids=positions, use_cache=False).logits.reshape(1, ids.numel(), -1)
+
+
+def test_hybrids_of_each_kind_are_looked_at():
+    assert {"Qwen3.5", "Granite 4 H", "LFM2", "Falcon-H1", "Nemotron 3", "Kimi Linear"} < {*HYBRIDS}
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_packed_rows_have_the_logits_and_gradients_of_each_row_alone_in_transformers(family):
+    ours, plain = made(family)
+    rows = rows_of()
+    together = packed(ours, rows)
+    alone = torch.cat([plain(row, use_cache=False).logits for row in rows], 1)
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+    for logits in (together, alone):
+        logits.square().mean().backward()
+    trained = [q for q in plain.parameters() if q.grad is not None]
+    largest = max(q.grad.norm().item() for q in trained)
+    for (name, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        if q.grad is not None:  # sums of many that cancel are rounded by more than their size says
+            off = (p.grad - q.grad).norm().item()
+            assert off < 1e-4 * q.grad.norm().item() + 1e-6 * largest, name
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_no_token_of_one_row_changes_a_bit_of_another(family):
+    model, _ = made(family)
+    rows = rows_of((20, 12, 24))
+    with torch.no_grad():
+        before = packed(model, rows, bins=1)
+        rows[1] = (rows[1] + 5) % VOCAB
+        changed = packed(model, rows, bins=1)
+    assert torch.equal(before[:, :20], changed[:, :20])
+    assert torch.equal(before[:, 32:], changed[:, 32:])
+    assert not torch.equal(before[:, 20:32], changed[:, 20:32])
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_state_that_runs_on_into_the_next_row_is_refused(family, monkeypatch):
+    monkeypatch.setattr(packing_probe, "row_mixers", lambda model: {})
+    model = meta_model(family_config(family), torch.float32, "sdpa")
+    with pytest.raises(ValueError, match=r"--packing true: packed rows of \w+ see each other"):
+        keep_rows_apart(model)
+
+
+def test_rows_go_together_with_rows_of_about_their_length():
+    borders, lengths = Borders(), (100, 3, 90, 64, 17, 5)
+    borders.begin(torch.cat([torch.arange(n) for n in lengths])[None])
+    assert sorted(tuple(g.index.shape) for g in borders.groups) == [
+        (1, 17),
+        (1, 64),
+        (2, 5),
+        (2, 100),
+    ]
+    line = torch.arange(sum(lengths))
+    rows = torch.cat([line[g.index].flatten() for g in borders.groups])
+    assert torch.equal(rows[borders.back], line)
+
+
+def gradients(folder: str, batch: dict, packing: bool) -> tuple[float, dict]:
+    """Loss and adapters' gradients of a batch, with every block recomputed."""
+    config = RunConfig(
+        model_name=folder, train_type="qlora", precision="fp32", lora_rank=4, packing=packing,
+        lora_dropout=0.0, activation_policy="recompute_all",
+    )  # fmt: skip
+    model = build_model(config, torch.device("cpu"))
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("family", ["Qwen3.5", "Granite 4 H"])
+def test_a_run_over_packed_rows_has_the_loss_and_gradients_of_the_padded_rows(family, tmp_path):
+    folder = save_family(tmp_path, family)
+    examples = [(row[0], row[0]) for row in rows_of((9, 20, 5))]
+    with process_group(torch.device("cpu"), timeout_minutes=1):
+        loss, grads = gradients(folder, collate_packed([examples], pad_token_id=0), True)
+        alone, expected = gradients(folder, collate(examples, pad_token_id=0), False)
+    assert loss == pytest.approx(alone, rel=1e-5)
+    assert all((grads[n] - g).norm() <= 1e-4 * g.norm() + 1e-8 for n, g in expected.items())
