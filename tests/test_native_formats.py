@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -15,15 +16,19 @@ from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import process_group
 from fsdp_qlora.export import save_trained
 from fsdp_qlora.export.merge import merge_adapter
+from fsdp_qlora.loading import stream
 from fsdp_qlora.quantization.quantize import QuantLinear
 
+from .distributed.test_parity import assert_equal_run, relative, train_model
+from .families import reference
 from .native import MADE, declare, in_format
 from .ranks import run_ranks
-from .tiny import save_tiny
+from .tiny import RANK, SEED, reference_run, save_tiny, tiny_rows
 from .wrappers import save_wrapped, whole_model
 
 CPU = torch.device("cpu")
 IDS = torch.randint(0, 97, (2, 20), generator=torch.Generator().manual_seed(0))
+STEPS = tiny_rows(steps=3, rows_per_step=4)
 SHAPE = dict(hidden_size=64, intermediate_size=96, head_dim=16)
 
 
@@ -155,6 +160,44 @@ def test_mxfp4_has_the_logits_of_transformers_own_dequantization(tmp_path):
     ).float()  # its experts are bf16, which holds MXFP4 exactly
     with process_group(CPU):
         assert_near(logits_of(built(folder, train_type="lora")), logits_of(theirs))
+
+
+def train_on_mxfp4(folder: str) -> dict:
+    """Logits at load and a run over rows that stream a few at a time, in NF4, adapted experts beside."""
+    stream.PIECE_VALUES = 5 * 64
+    found = {}
+    for experts in (None, "experts"):
+        model = built(
+            folder,
+            train_type="qlora",
+            sharding_strategy="full_shard",
+            lora_rank=RANK,
+            lora_alpha=8,
+            lora_dropout=0.0,
+            seed=SEED,
+            lora_target_parameters=experts,
+        )
+        found[experts] = dict(logits=logits_of(model)) | train_model(model.train(), STEPS)
+    return found
+
+
+def test_mxfp4_trains_in_nf4_on_two_ranks_as_transformers_and_bitsandbytes_do(tmp_path):
+    folder = save_mxfp4(tmp_path / "mxfp4")
+    AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True)
+    ).float().save_pretrained(tmp_path / "plain")
+    config = json.loads((tmp_path / "plain/config.json").read_text())
+    config.pop("quantization_config", None)
+    (tmp_path / "plain/config.json").write_text(json.dumps(config))
+    theirs = reference(str(tmp_path / "plain"), "gpt-oss", "qlora")
+    expected = logits_of(theirs)
+    ours, other = run_ranks(train_on_mxfp4, 2, folder)
+    assert_equal_run(ours[None], reference_run(theirs.train(), STEPS), 2e-5, "gpt-oss")
+    for experts, found in ours.items():  # adapters begin as nothing
+        assert relative(found["logits"], expected) < 1e-5
+        assert found["checksums"] == other[experts]["checksums"]
+    adapted = [n for n in ours["experts"]["weights"] if "experts" in n]
+    assert adapted and all(ours["experts"]["weights"][n].any() for n in adapted)
 
 
 def test_experts_in_fp8_and_packed_integers_are_stacked_as_their_numbers(tmp_path):

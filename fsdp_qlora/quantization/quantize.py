@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ..choices import FORMATS
 from . import fp8
-from .absmax import ABSMAX_DTYPES
+from .absmax import ABSMAX_DTYPES, BLOCKSIZE
 from .formats import (
     FrozenWeight,
     dequantize_rows,
@@ -291,6 +291,19 @@ def directly_read(model: nn.Module) -> set[nn.Module]:
             if isinstance(parts.get(path), (nn.Linear, QuantLinear)):
                 found.add(parts[path])
     return found
+
+
+def short_blocks(model: nn.Module) -> dict[str, int]:
+    """Inputs of quantized layers that are no whole blocks, by the last part of the layers' names.
+
+    The last block of a row is shorter there; bitsandbytes' blocks run on into the next row, so that a model
+    in its 4 bits has other numbers than the one that was trained.
+    """
+    return {
+        name.removesuffix(".base_layer").rsplit(".", 1)[-1]: m.in_features
+        for name, m in model.named_modules()
+        if isinstance(m, QuantLinear) and m.in_features % BLOCKSIZE
+    }
 
 
 def without_gradients(model: nn.Module) -> set[nn.Module]:

@@ -24,6 +24,7 @@ from ..observe.runlog import now
 from ..observe.startup import startup_seconds
 from ..observe.throughput import dollars_per_hour, predicted
 from ..plan import Plan
+from ..quantization.quantize import short_blocks
 from .cuda_graphs import uses_graphs
 from .step import compute_device
 
@@ -68,6 +69,12 @@ def describe(
     if config.packing and isinstance(loader, StepLoader):
         print_main(fill_line(config, loader, ranks))
     rows = len(loader.dataset) if isinstance(loader, StepLoader) else None  # of a stream, not known
+    if short := short_blocks(model):
+        names = ", ".join(f"{name} ({inputs} inputs)" for name, inputs in short.items())
+        print_main(
+            f"warning: the inputs of {names} are not whole blocks of 64, so bitsandbytes' 4-bit weights "
+            "differ from these; serve the adapter on a 16-bit base, or merge it"
+        )
     for warning in batch_above_data(plan.batch, rows):
         print_main(f"warning: {warning}")
     warn_of_warmup(config, plan, total_steps)
