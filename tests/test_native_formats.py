@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -183,12 +182,14 @@ def train_on_mxfp4(folder: str) -> dict:
 
 def test_mxfp4_trains_in_nf4_on_two_ranks_as_transformers_and_bitsandbytes_do(tmp_path):
     folder = save_mxfp4(tmp_path / "mxfp4")
-    AutoModelForCausalLM.from_pretrained(
+    numbers = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True)
-    ).float().save_pretrained(tmp_path / "plain")
-    config = json.loads((tmp_path / "plain/config.json").read_text())
-    config.pop("quantization_config", None)
-    (tmp_path / "plain/config.json").write_text(json.dumps(config))
+    )
+    config = AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    plain.load_state_dict(numbers.float().state_dict())
+    plain.save_pretrained(tmp_path / "plain")
     theirs = reference(str(tmp_path / "plain"), "gpt-oss", "qlora")
     expected = logits_of(theirs)
     ours, other = run_ranks(train_on_mxfp4, 2, folder)
