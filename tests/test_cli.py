@@ -422,6 +422,7 @@ def test_a_broken_checkpoint_is_named(mistake, model, rows, tmp_path):
     [
         ("merge", "adapter_folder"),
         ("check", "adapter_folder"),
+        ("export", "folder"),
         ("generate", "adapter_folder"),
         ("convert", "weights"),
         ("report", "run"),

@@ -13,6 +13,7 @@ from fsdp_qlora.export.serving import check_adapter_folder
 
 from .test_merge import save_adapter
 from .tiny import save_tiny
+from .tokenizers import save_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +73,63 @@ def test_files_and_tensors_that_the_loader_can_not_parse_are_named(base, tmp_pat
     config.write_text(json.dumps({"peft_type": "IA3"}))
     with pytest.raises(ValueError, match="IA3"):
         check_adapter_folder(adapter)
+
+
+# ---- export --to -------------------------------------------------------------------------------
+
+
+def exported(capsys, *argv) -> str:
+    assert main(["export", *map(str, argv)]) == 0
+    return capsys.readouterr().out
+
+
+def test_each_program_gets_the_adapter_and_its_base(base, tmp_path, capsys):
+    adapter, out = save_adapter(base, tmp_path / "adapter", r=24), tmp_path / "pia"
+    save_tokenizer(adapter)
+    served = exported(capsys, adapter, "--to", "vllm")
+    assert (
+        served
+        == f"vllm serve {base} --enable-lora --max-lora-rank 32 --lora-modules tuned={adapter}\n"
+    )
+    assert "vllm serve elsewhere --enable-lora" in exported(
+        capsys, adapter, "--model_name", "elsewhere"
+    )
+    said = exported(capsys, adapter, "--to", "ollama", "--output_dir", out)
+    assert said == f"ollama create pia -f {out}/Modelfile\nollama run pia\n"
+    lines = (out / "Modelfile").read_text().splitlines()
+    assert lines[:2] == [f"FROM {base}", f"ADAPTER {adapter}"]
+    assert 'PARAMETER stop "<|im_end|>"' in lines[2:]
+    said = exported(capsys, adapter, "--to", "gguf", "--output_dir", out)
+    assert f"convert_lora_to_gguf.py {adapter} --base {base} --outfile {out}/adapter.gguf" in said
+    hub = exported(capsys, adapter, "--to", "gguf", "--model_name", "me/base")
+    assert "--base-model-id me/base" in hub
+    assert "# FROM names me/base on the hub" in exported(
+        capsys, adapter, "--to", "ollama", "--model_name", "me/base", "--output_dir", out
+    )
+
+
+def test_a_whole_model_is_taken_as_it_is(base, tmp_path, capsys):
+    assert exported(capsys, base) == f"vllm serve {base}\n"
+    assert f"convert_hf_to_gguf.py {base} --outfile" in exported(capsys, base, "--to", "gguf")
+    exported(capsys, base, "--to", "ollama", "--output_dir", tmp_path)
+    assert (tmp_path / "Modelfile").read_text() == f"FROM {base}\n"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "program, settings, part",
+    [
+        ("vllm", dict(use_dora=True), "DoRA"),
+        ("ollama", dict(use_dora=True), "DoRA"),
+        ("gguf", dict(use_rslora=True), "use_rslora"),
+        ("ollama", dict(alpha_pattern={"q_proj": 3}), "alpha_pattern"),
+    ],
+)
+def test_what_a_program_would_not_apply_is_refused_with_the_merge_that_helps(
+    base, tmp_path, capsys, program, settings, part
+):
+    adapter = save_adapter(base, tmp_path / "adapter", **settings)
+    assert main(["export", str(adapter), "--to", program]) == 2
+    line = capsys.readouterr().err
+    assert f"{program} does not support" in line and part in line
+    assert f"fsdp-qlora merge {adapter} --output_dir merged" in line

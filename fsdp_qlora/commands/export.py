@@ -159,6 +159,38 @@ def _check_command(argv: list[str]):
 
 
 @dataclass
+class _ExportOptions:
+    """Export"""
+
+    folder: str = opt("output/adapter", "adapter or model folder, also as the first argument")
+    to: str = opt(
+        "vllm",
+        "program that runs it: vllm and gguf (llama.cpp) print their commands, ollama writes a "
+        "Modelfile too",
+        choices=("vllm", "ollama", "gguf"),
+    )
+    model_name: str | None = opt(
+        None, "base of an adapter: folder or hub name; default: the adapter's own"
+    )
+    output_dir: str = opt("exported", "folder for what is written, and the name in Ollama")
+    verbose: bool = opt(False, "after an error, print the traceback")
+
+
+def _export_command(argv: list[str]):
+    """Print what vLLM, Ollama or llama.cpp need to run what was trained."""
+    options = parse_alone(
+        with_named_words(argv, "folder"),
+        _ExportOptions,
+        "fsdp-qlora export",
+        about=_export_command.__doc__,
+    )
+    from ..export.elsewhere import export_to
+
+    name = options.model_name and hub_name(options.model_name)
+    print(export_to(options.to, options.folder, options.output_dir, name))
+
+
+@dataclass
 class _PushOptions:
     """Push"""
 
@@ -188,5 +220,6 @@ DELIVERY = {
     "merge": _merge_command,
     "convert": _convert_command,
     "check": _check_command,
+    "export": _export_command,
     "push": _push_command,
 }

@@ -71,11 +71,11 @@ def _tensor_problems(folder: Path) -> list[str]:
     )
 
 
-def serve_command(folder: str | Path) -> str:
-    """The command that serves an adapter that vLLM takes."""
+def serve_command(folder: str | Path, base: str | None = None) -> str:
+    """The command that serves an adapter that vLLM takes; `base` where it is another than its own."""
     config = read_adapter_config(Path(folder))
     rank = next(r for r in _MAX_RANKS if r >= config["r"])
     return (
-        f"vllm serve {config['base_model_name_or_path'] or 'BASE'} --enable-lora --max-lora-rank "
+        f"vllm serve {base or config['base_model_name_or_path'] or 'BASE'} --enable-lora --max-lora-rank "
         f"{rank} --lora-modules tuned={folder}"
     )
