@@ -7,6 +7,7 @@ import torch
 
 from fsdp_qlora.build import planned_model
 from fsdp_qlora.config import BatchPlan, RunConfig, plan_batches
+from fsdp_qlora.preflight import checks
 from fsdp_qlora.training.describe import _dtypes_line, _ends_in_warmup, steps_line
 
 from .tiny import save_tiny
@@ -61,3 +62,18 @@ def test_a_warm_up_as_long_as_the_run_is_noticed():
         RunConfig(), 1
     )
     assert not _ends_in_warmup(RunConfig(lr_warmup_steps=9), None)
+
+
+@pytest.mark.parametrize(
+    "precision, has_bf16, says",
+    [
+        ("bf16", False, True),
+        ("bf16", True, False),
+        ("bf16_autocast", False, True),
+        ("fp32", False, False),
+    ],
+)
+def test_a_cpu_without_bf16_is_told_of_fp32(monkeypatch, capsys, precision, has_bf16, says):
+    monkeypatch.setattr(checks, "_has_bf16_instructions", lambda: has_bf16)
+    checks.check_device(RunConfig(precision=precision), torch.device("cpu"))
+    assert ("--precision fp32" in capsys.readouterr().out) is says

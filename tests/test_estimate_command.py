@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -302,3 +303,33 @@ def test_a_card_without_bf16_is_estimated_in_what_it_has(capsys):
     assert main(argv) == 2
     assert "the T4 does not support bf16; use --precision fp16_autocast" in capsys.readouterr().err
     assert main([*argv, "--precision", "fp16_autocast"]) == 0
+
+
+WITHOUT = """
+import sys
+NEEDED = {"fastcore", "yaml", "fsdp_qlora", "packaging"}  # packaging is fastcore's own
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top not in sys.stdlib_module_names | NEEDED and not top.startswith("_"):
+            raise ModuleNotFoundError(f"No module named {top!r}", name=top)
+sys.meta_path.insert(0, Missing())
+from fsdp_qlora.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["estimate", "--model_name", "llama-3.1-8b", "--gpu", "RTX 4090", "--examples", "10"],
+        ["plan", "--model_name", "llama-2-7b", "--gpu", "RTX 3090", "--global_batch_size", "4"],
+        ["train", "--help"],
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_estimate_plan_and_help_need_fastcore_and_yaml_alone(argv, tmp_path):
+    """As after `pip install --no-deps`: neither torch nor anything else that is not named."""
+    command = [sys.executable, "-c", WITHOUT, *argv]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert found.returncode == 0 and found.stdout, found.stderr

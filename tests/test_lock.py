@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from fsdp_qlora.lifecycle.lock import LOCK, sole_run_in
+from fsdp_qlora.lifecycle.lock import LOCK, is_held, sole_run_in
 
 HOLD = (
     "import sys, time; from fsdp_qlora.lifecycle.lock import sole_run_in\n"
@@ -41,9 +41,10 @@ def test_a_second_run_is_refused_with_the_process_of_the_first(tmp_path):
 
 
 def test_the_lock_of_a_killed_run_is_taken_over(tmp_path):
+    assert is_held(tmp_path) is None
     with held_by_another(tmp_path):
-        pass
-    assert (tmp_path / LOCK).exists()
+        assert is_held(tmp_path) is True
+    assert (tmp_path / LOCK).exists() and is_held(tmp_path) is False
     with sole_run_in(tmp_path):
         assert str(os.getpid()) in (tmp_path / LOCK).read_text()
     assert not list(tmp_path.iterdir())

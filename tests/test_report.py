@@ -269,6 +269,9 @@ def test_a_run_that_goes_on_and_one_without_a_gpu_have_a_page(tmp_path):
         "\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines)
     )
     _, page = page_of(tmp_path)
+    for is_running, status in ((True, "running"), (False, "killed")):
+        text = write_report(tmp_path, is_running=is_running).read_text()
+        assert f'<b class="{status}">{status}</b>' in text
     assert "running or killed" in page.text and "no GPU was used" in page.text
     assert "Answers" not in page.text and "20.00 GiB - -" in page.text
 

@@ -27,6 +27,7 @@ def report_command(argv: list[str]):
         "fsdp-qlora report",
         about=report_command.__doc__,
     )
+    from ..lifecycle.lock import is_held
     from ..report import write_report
 
-    print(f"report: {write_report(options.run, options.output)}")
+    print(f"report: {write_report(options.run, options.output, is_held(options.run))}")

@@ -109,7 +109,7 @@ def _card_text(run: dict, adapter: dict, lines: list[dict], merged_base: str | N
             "## Use",
             "",
             "```python",
-            *_usage(base, is_adapter),
+            *_usage(base, is_adapter, run.get("quant")),
             "```",
             "",
         ]
@@ -195,17 +195,29 @@ def table(rows: dict) -> list[str]:
     ]
 
 
-def _usage(base: str, is_adapter: bool) -> list[str]:
-    """How others load it."""
-    load = "from transformers import AutoModelForCausalLM"
+_OF_4_BITS = 'load_in_4bit=True, bnb_4bit_quant_type="{}", bnb_4bit_compute_dtype=torch.bfloat16'
+_BITSANDBYTES = {"nf4": _OF_4_BITS.format("nf4"), "fp4": _OF_4_BITS.format("fp4")}
+
+
+def _usage(base: str, is_adapter: bool, quant: str | None) -> list[str]:
+    """How others load it: the base in the bits that the adapter learned on, where bitsandbytes has them."""
+    bits = _BITSANDBYTES.get(quant or "") if is_adapter else None
+    names = ["AutoModelForCausalLM", "AutoTokenizer", *(["BitsAndBytesConfig"] if bits else [])]
+    imports = [f"from transformers import {', '.join(names)}", ""]
+    tokenizer = 'tokenizer = AutoTokenizer.from_pretrained("THIS FOLDER")'
     if not is_adapter:
-        return [load, "", 'model = AutoModelForCausalLM.from_pretrained("THIS FOLDER")']
+        load = 'model = AutoModelForCausalLM.from_pretrained("THIS FOLDER", dtype="auto")'
+        return [*imports, load, tokenizer]
+    rounded = [f"quantization = BitsAndBytesConfig({bits})"] if bits else []
+    given = ", quantization_config=quantization" if bits else ""
     return [
+        *(["import torch"] if bits else []),
         "from peft import PeftModel",
-        load,
-        "",
-        f'model = AutoModelForCausalLM.from_pretrained("{base}")',
+        *imports,
+        *rounded,
+        f'model = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto"{given})',
         'model = PeftModel.from_pretrained(model, "THIS FOLDER")',
+        tokenizer,
     ]
 
 

@@ -7,6 +7,7 @@ that holds it, however that ends; the file only says who that is. Pure: no torch
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import socket
@@ -49,6 +50,21 @@ def sole_run_in(folder: str | Path) -> Iterator[None]:
         if is_new:
             with suppress(OSError):
                 folder.rmdir()  # where nothing was written
+
+
+def is_held(folder: str | Path) -> bool | None:
+    """Whether a run is at work in a folder; None where there is nothing to know it from.
+
+    A run that was killed leaves its file, and no lock.
+    """
+    try:
+        with open(Path(folder) / LOCK) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until the file is closed
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    return False
 
 
 def _acquire(lock: FileLock, path: Path):

@@ -19,6 +19,7 @@ def plot_loss(
         return False
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     x, losses = [s.step for s in steps], [s.loss for s in steps]
@@ -36,6 +37,7 @@ def plot_loss(
             label="held-out rows",
         )
     axes.set(xlabel="optimizer step", ylabel="loss per trained token", title=title)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 2.5
     if _is_seen_from_zero(losses + [e.eval_loss for e in evaluations]):
         axes.set_ylim(0, None)
     axes.grid(alpha=0.3)

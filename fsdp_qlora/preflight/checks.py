@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from ..catalog.families import positions_of
 from ..config import RunConfig, block_policies
-from ..dist import ranks_from_env, resolve_shard_group_size
+from ..dist import print_main, ranks_from_env, resolve_shard_group_size
 from ..export import weights_folder
 from ..memory.tiled_mlp import check_mlps
 from ..model.blocks import decoder_blocks
@@ -21,14 +21,26 @@ from .run_data import RunData
 
 
 def check_device(config: RunConfig, device: torch.device):
-    """Refuse a precision that the device does not have."""
-    if device.type != "cuda" or config.product_dtype != "bf16":
+    """Refuse a precision that the device does not have, and say which one is faster on a CPU."""
+    if config.product_dtype != "bf16":
+        return
+    if device.type != "cuda":
+        if not _has_bf16_instructions():
+            print_main(
+                "this CPU has no instructions for bf16, so matmuls in it are slow: --precision fp32 is "
+                "many times faster here"
+            )
         return
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ValueError(
             f"--precision {config.precision}: {torch.cuda.get_device_name(device)} does not support "
             "bf16; use --precision fp16_autocast or fp32"
         )
+
+
+def _has_bf16_instructions() -> bool:
+    """Whether oneDNN multiplies bf16 on this CPU: AVX-512 and newer, and Arm with bf16."""
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def check_places(config: RunConfig, size: int = 0):

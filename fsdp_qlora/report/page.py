@@ -21,12 +21,16 @@ _NO_GPU = "not measured: no GPU was used"
 _NO_ACCURACY = "not counted: the model keeps its own loss, or the run is of an older version"
 
 
-def write_report(run: str | Path, path: str | Path | None = None) -> Path:
+def write_report(
+    run: str | Path, path: str | Path | None = None, is_running: bool | None = None
+) -> Path:
     """Write the page of a run's folder, `report.html` in it if not said otherwise.
 
+    is_running: whether the run still is, if that is known (lifecycle/lock.py).
     Raises ValueError for a folder that is no run's.
     """
     target, story = Path(path) if path else Path(run) / "report.html", read_run_history(run)
+    story.is_running = is_running
     try:
         text = page(story)
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:

@@ -21,6 +21,7 @@ class RunHistory:
     checkpoints: list[dict] = field(default_factory=list)
     events: list[dict] = field(default_factory=list)  # starts, ends, skipped steps, returns
     data: dict = field(default_factory=dict)
+    is_running: bool | None = None  # None: not known
 
     @property
     def start(self) -> dict:
@@ -29,9 +30,11 @@ class RunHistory:
 
     @property
     def status(self) -> str:
-        """How the run ended; `running or killed` where it does not say."""
+        """How the run ended; of one that does not say, whether it is running or was killed, if known."""
         last = [e for e in self.events if e["kind"] in ("start", "end")][-1:]
-        return last[0]["status"] if last and last[0]["kind"] == "end" else "running or killed"
+        if last and last[0]["kind"] == "end":
+            return last[0]["status"]
+        return {True: "running", False: "killed", None: "running or killed"}[self.is_running]
 
     @property
     def warm(self) -> list[dict]:
