@@ -140,7 +140,7 @@ def test_lora_target_modules_as_peft_takes_them(given_names, targets):
         (dict(lora_rank=0), ["--lora_rank", "1 or more"]),
         (dict(context_length=-5), ["--context_length", "1 or more", "-5"]),
         (dict(gradient_accumulation_steps=0), ["--gradient_accumulation_steps", "-1 or above 0"]),
-        (dict(num_epochs=0), ["--num_epochs", "1 or more"]),
+        (dict(num_epochs=0), ["--num_epochs", "above 0"]),
         (dict(global_batch_size=0), ["--global_batch_size", "-1 or above 0"]),
         (dict(max_steps=0), ["--max_steps", "-1 or above 0"]),
         (dict(world_size=-2), ["--world_size", "-1 or above 0"]),
@@ -190,6 +190,7 @@ def test_lora_target_modules_as_peft_takes_them(given_names, targets):
             dict(train_type="full", use_vocabulary_cpu_offload=True),
             ["--use_vocabulary_cpu_offload", "full", "--use_cpu_offload"],
         ),
+        (dict(num_epochs=1.5, stream=True), ["--num_epochs 1.5", "--max_steps"]),
         (
             dict(early_stopping_patience=3, eval_share=0.1),
             ["--early_stopping_patience 3", "--eval_every"],

@@ -1,5 +1,6 @@
 """Padding, packing, and the sharing of an optimizer step among ranks and micro-batches."""
 
+import math
 from collections import Counter
 
 import numpy as np
@@ -458,3 +459,20 @@ def tokenized_of_lengths(lengths: np.ndarray, context_length: int) -> TokenizedD
         offsets,
         DataReport(context_length, "all"),
     )
+
+
+@pytest.mark.parametrize("epochs, steps", [(0.5, 5), (0.1, 1), (1.25, 13), (2, 20), (0.01, 1)])
+def test_a_part_of_an_epoch_trains_the_first_steps_of_a_whole_one(epochs, steps):
+    whole = StepSampler(40, 4, seed=3, epochs=3)
+    part = StepSampler(40, 4, seed=3, epochs=epochs)
+    assert part.total_steps == steps
+    assert list(part) == [whole.rows(step) for step in range(steps)]
+
+
+def test_a_part_of_an_epoch_of_bins_counts_the_steps_of_that_epoch():
+    lengths = np.random.default_rng(0).integers(5, 60, size=80)
+    starts = [BinSampler(lengths, 64, 3, epochs=n).total_steps for n in (1, 2)]
+    part = BinSampler(lengths, 64, 3, epochs=1.5)
+    assert part.total_steps == starts[0] + math.ceil((starts[1] - starts[0]) / 2)
+    whole = BinSampler(lengths, 64, 3, epochs=2)
+    assert [part.bins(n) for n in range(len(part))] == [whole.bins(n) for n in range(len(part))]

@@ -1,5 +1,6 @@
 """Rows as tokens: what is kept, cut, dropped and counted, and the cache that ranks share."""
 
+import io
 import json
 import os
 import subprocess
@@ -356,3 +357,19 @@ def test_the_package_exports_what_it_lists_and_imports_no_data_library():
         "assert not {'datasets', 'pyarrow', 'matplotlib'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_tokenizing_has_a_bar_on_a_terminal_for_the_rank_that_shows_it(tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(dataset_module, "_BAR_AFTER_S", 0)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": f"row {n}"}) + "\n" for n in range(300)))
+    said = []
+    for stderr, shows in ((Terminal(), True), (Terminal(), False), (io.StringIO(), True)):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        assert len(load_dataset(path, make_tokenizer("chatml"), shows_progress=shows)) == 300
+        said.append(stderr.getvalue())
+    assert "tokenizing" in said[0] and "rows/s" in said[0] and said[1:] == ["", ""]

@@ -188,6 +188,16 @@ def test_the_picture_shows_the_held_out_loss(tmp_path):
     assert orange["with"] > 100 and orange["without"] == 0
 
 
+def test_the_loss_plot_marks_whole_steps_only(tmp_path, monkeypatch):
+    from matplotlib import pyplot
+
+    drawn = []
+    monkeypatch.setattr(pyplot, "close", drawn.append)
+    plot_loss([step_metrics(step) for step in (1, 2, 3)], tmp_path / "loss.png")
+    ticks = drawn[0].axes[0].get_xticks()
+    assert len(ticks) > 1 and all(tick == int(tick) for tick in ticks)
+
+
 @pytest.mark.parametrize(
     "losses, from_zero",
     [

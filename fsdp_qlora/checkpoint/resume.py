@@ -12,7 +12,7 @@ from pathlib import Path
 from ..atomic_files import sync, write_text
 from ..config import RunConfig
 from ..config.run import settings_that
-from ..config.settings import AUTO, DEFINES_WEIGHTS, counted
+from ..config.settings import AUTO, DEFINES_WEIGHTS, counted, shown
 from ..data import Source, Subset, TokenizedDataset
 from ..dist import from_main, print_main, ranks_from_env
 from ..json_input import from_json
@@ -239,7 +239,7 @@ def _check_length(
     if too_short:
         flag = "num_epochs" if config.max_steps == AUTO else "max_steps"
         raise ValueError(
-            f"--{flag} {getattr(config, flag)} ends before {folder}; give a larger "
+            f"--{flag} {shown(getattr(config, flag))} ends before {folder}; give a larger "
             "number, or an earlier checkpoint with --resume FOLDER"
         )
 

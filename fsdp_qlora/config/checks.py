@@ -67,6 +67,8 @@ def check_numbers(config):
         refuse("loraplus_lr_ratio", "above 0")
     if not config.grad_norm > 0:
         refuse("grad_norm", "above 0")
+    if not config.num_epochs > 0:
+        refuse("num_epochs", "above 0")
     if not 0.01 <= config.timeout_minutes <= 1e5:
         refuse("timeout_minutes", "from 0.01 to 100000")
     if not 1 <= config.stop_grace_seconds <= 1e5:
@@ -354,12 +356,12 @@ def check_data_together(config):
             "--eval_share and --eval_dataset or --eval_split both choose the held-out rows; give "
             "only one"
         )
-    if config.eval_every != AUTO and not config.evaluates:
+    if config.eval_every != AUTO and not (config.evaluates or config.eval_command):
         raise ValueError(
             f"--eval_every {config.eval_every} has nothing to evaluate; add "
-            "--eval_dataset, --eval_split or --eval_share"
+            "--eval_dataset, --eval_split, --eval_share or --eval_command"
         )
-    if config.early_stopping_patience and config.eval_every == AUTO:
+    if config.early_stopping_patience and (config.eval_every == AUTO or not config.evaluates):
         raise ValueError(
             f"--early_stopping_patience {config.early_stopping_patience} counts evaluations on the way; "
             "add --eval_every, with held-out rows"
@@ -370,6 +372,11 @@ def check_data_together(config):
         raise ValueError(
             "--eval_share needs all rows in memory, and --stream reads only a few at a time; give "
             "held-out rows with --eval_dataset"
+        )
+    if config.stream and config.num_epochs % 1 and config.max_steps == AUTO:
+        raise ValueError(
+            f"--num_epochs {config.num_epochs:g} needs the number of steps of an epoch, and a --stream "
+            "has no known length; give a whole number, or --max_steps"
         )
     if config.stream and config.schedule != "constant" and config.max_steps == AUTO:
         raise ValueError(

@@ -449,6 +449,14 @@ class EvaluationOptions:
         on_resume=MAY_CHANGE,
         least=0,
     )
+    eval_command: str | None = opt(
+        None,
+        "command that scores the weights after each evaluation, on rank 0 while the others wait; it "
+        "finds them in $FSDP_QLORA_WEIGHTS, and the number or JSON that it prints last is recorded",
+        example="'lm_eval ...'",
+        on_resume=MAY_CHANGE,
+        per_rank=True,
+    )
     samples: int = opt(
         0,
         "generate answers to the prompts of this many held-out rows before training and at "
@@ -514,7 +522,9 @@ class BatchOptions:
         "bins nearly empty",
         on_resume=MUST_MATCH,
     )
-    num_epochs: int = opt(1, "passes over the data", on_resume=RUN_LENGTH, least=1)
+    num_epochs: float = opt(
+        1.0, "passes over the data; 0.5 is half of one", example=2.5, on_resume=RUN_LENGTH
+    )
     max_steps: int = opt(
         AUTO,
         "stop after this many optimizer steps; -1 = never",

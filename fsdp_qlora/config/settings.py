@@ -77,6 +77,8 @@ def type_name(hint) -> str:
 
 def shown(value) -> str:
     """A value as it is typed on the command line."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e6:
+        return str(int(value))
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from tqdm import tqdm
 
 from .cache import DamagedFile, build_or_wait
 from .collate import IGNORE, Example
@@ -32,6 +33,7 @@ from .sources import open_source
 from .templates import ChatTemplate, UnusableRow
 
 ROWS_PER_BATCH = 256  # tokenised together
+_BAR_AFTER_S = 2
 _CACHE_VERSION = 2  # raise it when the same input gives other tokens
 
 
@@ -224,6 +226,7 @@ def load_dataset(
     cache_dir: str | Path | None = None,
     is_writer: bool = True,
     wait_timeout_s: float = 6 * 3600,
+    shows_progress: bool = False,
 ) -> TokenizedDataset:
     """Read and tokenise `dataset` (see `read_rows`); every rank gets the same rows.
 
@@ -231,6 +234,7 @@ def load_dataset(
         its template and the options. None: every rank tokenises for itself.
     is_writer: True on the one rank per cache_dir that tokenises; the others poll for its file.
         Call this before the process group exists, so that no collective can time out.
+    shows_progress: a bar on a terminal, if it takes more than a moment.
     Raises ValueError if no row is left.
     """
     source = open_source(
@@ -238,9 +242,15 @@ def load_dataset(
     )  # a word is at least a token
 
     def build() -> TokenizedDataset:
-        tokenized = tokenize_rows(
-            source.rows(), tokenizer, context_length=context_length, train_on=train_on
+        rows = tqdm(
+            source.rows(),
+            desc="tokenizing",
+            unit=" rows",
+            delay=_BAR_AFTER_S,
+            leave=False,
+            disable=None if shows_progress else True,  # None: where there is no terminal
         )
+        tokenized = tokenize_rows(rows, tokenizer, context_length=context_length, train_on=train_on)
         if not len(tokenized):
             raise ValueError(
                 f"--dataset {dataset}: no row is left to train on "

@@ -8,6 +8,7 @@ filled with rows (`packing.py`).
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -36,7 +37,7 @@ class StepSampler:
         rows_per_step: int,
         seed: int = 42,
         shuffle: bool = True,
-        epochs: int = 1,
+        epochs: float = 1,
         max_steps: int = -1,
     ):
         if num_rows < 1:
@@ -45,8 +46,8 @@ class StepSampler:
             raise ValueError(f"--global_batch_size {rows_per_step}: give at least 1 row per step")
         if max_steps < 1 and max_steps != -1:
             raise ValueError(f"--max_steps {max_steps}: give at least 1 step, or -1 for all epochs")
-        if max_steps == -1 and epochs < 1:
-            raise ValueError(f"--num_epochs {epochs}: give at least 1 epoch")
+        if max_steps == -1 and not epochs > 0:
+            raise ValueError(f"--num_epochs {epochs:g}: give more than 0 epochs")
         self.num_rows, self.rows_per_step = num_rows, rows_per_step
         self.seed, self.shuffle = seed, shuffle
         self.steps_per_epoch = -(-num_rows // rows_per_step)
@@ -103,7 +104,7 @@ class BinSampler:
         bins_per_step: int,
         seed: int = 42,
         shuffle: bool = True,
-        epochs: int = 1,
+        epochs: float = 1,
         max_steps: int = -1,
     ):
         self.lengths, self.capacity, self.bins_per_step = lengths, capacity, bins_per_step
@@ -113,9 +114,7 @@ class BinSampler:
         self._bins = lru_cache(maxsize=2)(self._make_bins)  # two, as a loader reads ahead
         self._starts = [0]  # the first step of each epoch, as far as they are known
         self._counting = Lock()  # loaders ask from several threads
-        if max_steps < 1:
-            self._start(epochs)
-        self.total_steps = max_steps if max_steps > 0 else self._starts[epochs]
+        self.total_steps = max_steps if max_steps > 0 else self._steps_of(epochs)
 
     def __len__(self) -> int:
         return self.total_steps
@@ -134,6 +133,14 @@ class BinSampler:
     def rows(self, step: int) -> list[int]:
         """Row ids of any step, from 0."""
         return [row for bin in self.bins(step) for row in bin]
+
+    def _steps_of(self, epochs: float) -> int:
+        """Steps of so many epochs: of the last one, as large a part."""
+        whole, part = divmod(epochs, 1)
+        first = self._start(int(whole))
+        if not part:
+            return first
+        return first + part_of(part, self._start(int(whole) + 1) - first)
 
     def _start(self, epoch: int) -> int:
         """The first step of an epoch; those before it are packed to know it."""
@@ -188,9 +195,14 @@ def step_sampler(dataset, per_step: int, unit: str = "row", **order) -> StepSamp
     return BinSampler(dataset.lengths, dataset.report.context_length, per_step, **order)
 
 
-def total_steps(num_rows: int, rows_per_step: int, epochs: int = 1, max_steps: int = -1) -> int:
-    """Steps of a whole run."""
-    return max_steps if max_steps > 0 else epochs * -(-num_rows // rows_per_step)
+def total_steps(num_rows: int, rows_per_step: int, epochs: float = 1, max_steps: int = -1) -> int:
+    """Steps of a whole run; of a part of an epoch as many as begin in it."""
+    return max_steps if max_steps > 0 else part_of(epochs, -(-num_rows // rows_per_step))
+
+
+def part_of(epochs: float, steps: int) -> int:
+    """Steps of so many epochs of `steps` each, the last one begun; 0.1 of 30 is 3."""
+    return math.ceil(round(epochs * steps, 6))
 
 
 def rank_share(

@@ -85,7 +85,7 @@ class StreamSampler:
         *,
         seed: int = 42,
         shuffle_buffer: int = 5000,
-        epochs: int = 1,
+        epochs: float = 1,  # whole, unless max_steps ends it
         max_steps: int = -1,
     ):
         if shuffle_buffer < 1:
@@ -112,7 +112,7 @@ class StreamSampler:
     def windows(self) -> Iterator[Window]:
         """Windows from the next step's on; the records before it are read again, but not parsed."""
         at = self.epoch, self.window, set(self.carried)  # this runs ahead of the steps
-        for epoch in count(at[0]) if self.max_steps > 0 else range(at[0], self.epochs):
+        for epoch in count(at[0]) if self.max_steps > 0 else range(at[0], int(self.epochs)):
             yield from self._windows(epoch, *at[1:] if epoch == at[0] else (0, set()))
 
     def _windows(self, epoch: int, first: int, carried: set[int]) -> Iterator[Window]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from ..catalog.arch import ModelShape
@@ -63,7 +64,7 @@ class Estimate:
             return self.config.max_steps
         if not self.batches or self.batches.steps is None:
             return None
-        return self.batches.steps * self.config.num_epochs
+        return math.ceil(round(self.batches.steps * self.config.num_epochs, 6))
 
     @property
     def epochs(self) -> float | None:
@@ -73,7 +74,7 @@ class Estimate:
         return (
             self.config.max_steps / self.batches.steps
             if self.config.max_steps > 0
-            else float(self.config.num_epochs)
+            else self.config.num_epochs
         )
 
     def run_of_data(self, rows: Rows) -> RunCost | None:

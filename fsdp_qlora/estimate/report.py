@@ -181,7 +181,7 @@ def _cost_line(found: Estimate, cost: RunCost, examples: int, rows: Rows | None)
     config = found.config
     length = rows.mean_length if rows else config.context_length
     tokens = examples * length * config.num_epochs
-    epochs = f" x {config.num_epochs} epochs" if config.num_epochs > 1 else ""
+    epochs = f" x {config.num_epochs:g} epochs" if config.num_epochs != 1 else ""
     return (
         f"{counted(examples, 'row')} x {length:,.0f} tokens{epochs} = "
         f"{_total_tokens(tokens)} tokens: {duration(cost.hours)}, {money(cost)}"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from ..json_input import from_json
 
 _SHOWN_OF_ANSWER = 70  # characters, in a line
+_SHOWN_SCORES = 6  # of --eval_command, in a line
 
 
 class Record:
@@ -205,6 +206,24 @@ class SampleRecord(Record):
         first = " ".join(self.samples[0]["answer"].split())
         shown = first if len(first) <= _SHOWN_OF_ANSWER else first[:_SHOWN_OF_ANSWER] + "..."
         return f"step {self.step}  answers {shown!r}"
+
+
+@dataclass
+class ScoreRecord(Record):
+    """What --eval_command measured."""
+
+    step: int  # optimizer steps done
+    scores: dict[str, float]
+    seconds: float
+    kind: str = "scores"
+
+    def line(self) -> str:
+        shown = [f"{name} {value:.4g}" for name, value in self.scores.items()]
+        more = f", and {len(shown) - _SHOWN_SCORES} more" if len(shown) > _SHOWN_SCORES else ""
+        return f"step {self.step}  {', '.join(shown[:_SHOWN_SCORES])}{more}"
+
+    def values(self) -> dict[str, float]:
+        return {f"eval/{name}": value for name, value in self.scores.items()}
 
 
 @dataclass

@@ -126,6 +126,7 @@ def tokenized(config: RunConfig, tokenizer: PreTrainedTokenizerBase, dataset: st
         seed=config.seed,
         cache_dir=config.data_cache,
         is_writer=ranks_from_env().local_rank == 0,
+        shows_progress=ranks_from_env().is_main,
     )
 
 

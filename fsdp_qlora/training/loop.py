@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -18,8 +20,9 @@ from ..lifecycle.bad_steps import BadSteps, RollBack
 from ..lifecycle.frozen_weights import FrozenWeights
 from ..lifecycle.signals import StopRequested, StopSignals
 from ..lifecycle.watchdog import Watchdog
+from ..observe.eval_command import scores_of, told_of
 from ..observe.memory_report import MemoryWatch
-from ..observe.metrics import CheckpointMetrics, SkippedMetrics, StepMetrics
+from ..observe.metrics import CheckpointMetrics, ScoreRecord, SkippedMetrics, StepMetrics
 from ..observe.profiling import step_profiler
 from ..observe.runlog import RunLog
 from ..observe.samples import Answerer
@@ -58,7 +61,7 @@ class Training:
         self.lagged = LaggedLog(
             log, state.device, self.was_read, arithmetic(plan, state.model, state.device)
         )
-        self.first_step = boundary.step + 1
+        self.first_step, self.scored_step = boundary.step + 1, boundary.step
         self.bad = BadSteps(config.on_bad_steps, config.max_bad_steps)
         self.watch = Watchdog(rank_stores[-1], config.stall_seconds)
         self.frozen = FrozenWeights(state.model, state.device, config.verify_frozen_minutes)
@@ -110,6 +113,7 @@ class Training:
             self.train_steps()
             self.lagged.flush()
             self.evaluate_if_due(is_last=True)
+            self.score_if_due(is_last=True)
             self.answer()
             return True
         except RollBack:
@@ -170,6 +174,7 @@ class Training:
         if self.agree.heard["flipped"]:
             self.stop_for_flipped_bit()
         self.evaluate_if_due()
+        self.score_if_due()
         if self.agree.heard["failed"]:
             self.writer.stop_all_ranks()
         if self.agree.heard["save"] or self.is_checkpoint_step():
@@ -205,6 +210,33 @@ class Training:
         if metrics.is_best and self.config.save_model and not self.has_saved_best():
             metrics.is_best, evaluator.best = False, best  # whose weights are those in the folder
         self.lagged.restart_clock()
+
+    def score_if_due(self, is_last: bool = False):
+        """Run --eval_command on the weights as they are; if it fails, the run goes on."""
+        config, step, every = self.config, self.boundary.step, self.config.eval_every
+        is_due = is_last or every != AUTO and step % every == 0
+        if not config.eval_command or not is_due or step in (0, self.scored_step):
+            return
+        self.lagged.flush()
+        self.scored_step, started = step, time.perf_counter()
+        with self.watch.paused("--eval_command"):
+            try:
+                folder = weights_folder(config, "-scored")
+                save_trained(self.state.model, folder, self.tokenizer, self.record)
+                scores = from_main(lambda: self.scores(step, folder))
+                self.log.record(ScoreRecord(step, scores, time.perf_counter() - started))
+            except (ValueError, OSError) as error:
+                print_main(f"warning: --eval_command after step {step}: {error}; the run goes on")
+        self.lagged.restart_clock()
+
+    def scores(self, step: int, folder: Path) -> dict[str, float]:
+        """What the command measures, on rank 0; the others wait for it less than --timeout_minutes."""
+        return scores_of(
+            self.config.eval_command or "",
+            told_of(step, folder, self.config.model_name, self.config.output_dir),
+            0.9 * 60 * self.config.timeout_minutes,
+            lambda: bool(self.signals.is_asked()),
+        )
 
     def has_saved_best(self) -> bool:
         """Save the best weights beside the last ones; False on a full disk, which keeps the previous ones."""
