@@ -27,7 +27,7 @@ def export_to(program: str, folder: str, output_dir: str, model_name: str | None
     path = Path(folder)
     if not (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
         raise ValueError(
-            f"{folder}: no adapter_config.json and no config.json there; give an adapter or model "
+            f"--folder {folder}: no adapter_config.json and no config.json there; give an adapter or model "
             "folder, such as output/adapter"
         )
     base = None
@@ -44,8 +44,8 @@ def _check(program: str, folder: str):
         problems.append("a scale by the root of the rank (use_rslora)")
     if problems:
         raise ValueError(
-            f"{folder}: {program} does not support {'; nor '.join(problems)}. Merge it first, and export "
-            f"the result: fsdp-qlora merge {folder} --output_dir merged"
+            f"--folder {folder}: {program} does not support {'; nor '.join(problems)}. Merge it first, "
+            f"and export the result: fsdp-qlora merge {folder} --output_dir merged"
         )
 
 

@@ -44,14 +44,20 @@ def scores_of(
         try:
             printed, _ = process.communicate(timeout=_POLL_S)
         except subprocess.TimeoutExpired:
-            late = time.monotonic() - started > most_seconds
-            if late or is_asked_to_stop():
+            if time.monotonic() - started > most_seconds:
                 _end(process)
-                why = "the run stops" if not late else f"it took over {most_seconds:.0f} s"
-                more = "; give a larger --timeout_minutes" if late else ""
-                raise ValueError(f"ended, as {why}{more}") from None
+                raise ValueError(
+                    f"--eval_command: ended after {most_seconds:.0f} s; give a larger --timeout_minutes"
+                ) from None
+            if is_asked_to_stop():
+                _end(process)
+                raise ValueError(
+                    "--eval_command: ended, as the run stops; rerun the same command to resume"
+                ) from None
     if process.returncode:
-        raise ValueError(f"exit code {process.returncode}")
+        raise ValueError(
+            f"--eval_command: exit code {process.returncode}; run it by hand to see why"
+        )
     return _last_scores(printed)
 
 
@@ -69,7 +75,9 @@ def _last_scores(printed: str) -> dict[str, float]:
             found = dict(_numbers(json.loads(text), ""))
             if found:
                 return found
-    raise ValueError("it printed no number and no JSON object of numbers last")
+    raise ValueError(
+        "--eval_command: it printed no number and no JSON object of numbers; let it print one last"
+    )
 
 
 def _numbers(value, name: str) -> Iterator[tuple[str, float]]:

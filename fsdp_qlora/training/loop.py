@@ -226,7 +226,7 @@ class Training:
                 scores = from_main(lambda: self.scores(step, folder))
                 self.log.record(ScoreRecord(step, scores, time.perf_counter() - started))
             except (ValueError, OSError) as error:
-                print_main(f"warning: --eval_command after step {step}: {error}; the run goes on")
+                print_main(f"warning: after step {step}, {error}; the run goes on")
         self.lagged.restart_clock()
 
     def scores(self, step: int, folder: Path) -> dict[str, float]:
