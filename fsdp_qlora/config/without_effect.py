@@ -136,7 +136,7 @@ def batch_above_data(batches, rows: int | None) -> list[str]:
         return []
     return [
         f"a step takes {counted(batches.per_step, batches.unit)}, but the data have only "
-        f"{counted(rows, 'row')}, so each step is a whole epoch; lower --global_batch_size, or "
+        f"{counted(rows, 'row')}, so each step is a whole epoch; give a lower --global_batch_size, or "
         "--batch_size and --gradient_accumulation_steps"
     ]
 
