@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from fsdp_qlora.cli import main
-from fsdp_qlora.export.serving import check_adapter_folder
+from fsdp_qlora.export.serving import check_adapter_folder, serve_command
 
+from .families import save_family
 from .test_merge import save_adapter
 from .tiny import save_tiny
 from .tokenizers import save_tokenizer
@@ -133,3 +135,29 @@ def test_what_a_program_would_not_apply_is_refused_with_the_merge_that_helps(
     line = capsys.readouterr().err
     assert f"{program} does not support" in line and part in line
     assert f"fsdp-qlora merge {adapter} --output_dir merged" in line
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "family, targets, problem",
+    [
+        ("Qwen3-MoE", ["gate_up_proj", "down_proj"], None),
+        ("gpt-oss", ["gate_up_proj", "down_proj"], None),
+        ("Qwen3-MoE", ["down_proj"], "only one of the experts' two weights"),
+        ("Qwen3-MoE", ["gate_up_proj"], "only one of the experts' two weights"),
+        ("Nemotron 3", ["up_proj", "down_proj"], "experts without a gate"),
+    ],
+)
+def test_adapters_of_experts_are_taken_where_vllm_can_cut_them_out(
+    family, targets, problem, tmp_path
+):
+    base = save_family(tmp_path / "base", family)
+    adapter = save_adapter(
+        base, tmp_path / "adapter", target_modules=["q_proj"], target_parameters=targets
+    )
+    problems = check_adapter_folder(adapter)
+    assert [problem in found for found in problems] == ([True] if problem else [])
+    if not problem:
+        command = serve_command(adapter)
+        assert "--enable-mixed-moe-lora-format" in command
+        assert json.loads(shlex.split(command)[-2])["is_3d_lora_weight"] is True

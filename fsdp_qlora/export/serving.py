@@ -2,13 +2,16 @@
 
 Read from https://github.com/vllm-project/vllm: `vllm/lora/peft_helper.py` (validate_legal) for
 adapter_config.json, `vllm/lora/lora_model.py` (from_local_checkpoint) for file names,
-`vllm/lora/utils.py` (parse_fine_tuned_lora_name) for tensor names, `vllm/config/lora.py` for ranks.
+`vllm/lora/utils.py` (parse_fine_tuned_lora_name) for tensor names, `vllm/config/lora.py` for ranks,
+`vllm/lora/model_manager.py` (_convert_3d_to_2d_moe_lora) for adapters of experts.
 An adapter that is not taken can be merged, and the merged model served.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -31,7 +34,6 @@ _NOT_TAKEN = {
     "alora_invocation_tokens": "activated LoRA (alora_invocation_tokens)",
     "layer_replication": "repeated layers (layer_replication)",
     "use_bdlora": "block-diagonal LoRA (use_bdlora)",
-    "target_parameters": "target_parameters",
     "rank_pattern": "ranks per layer (rank_pattern): versions before 2026 scale them wrongly",
     "alpha_pattern": "alphas per layer (alpha_pattern): versions before 2026 scale them wrongly",
 }
@@ -61,21 +63,47 @@ def _tensor_problems(folder: Path) -> list[str]:
     try:
         with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
             names = sorted(file.keys())
+            shapes = {name: file.get_slice(name).get_shape() for name in names}
     except (OSError, SafetensorError) as error:
         return [f"{WEIGHTS_FILE} can't be read ({first_line(error)})"]
     unknown = [name for name in names if not _TENSOR.fullmatch(name)]
-    return (
-        [f"a tensor that is not part of a LoRA: {unknown[0]} ({len(unknown)} of {len(names)})"]
-        if unknown
-        else []
-    )
+    if unknown:
+        return [
+            f"a tensor that is not part of a LoRA: {unknown[0]} ({len(unknown)} of {len(names)})"
+        ]
+    return _expert_problems(shapes)
+
+
+def _expert_problems(shapes: dict[str, list[int]]) -> list[str]:
+    """What is wrong with adapters of experts: vLLM wants both stacks', and halves gate_up_proj's B."""
+    problems = {}
+    for name in shapes:
+        place, _, part = name.partition(".experts.")
+        if not part:
+            continue
+        down_a = shapes.get(f"{place}.experts.lora_A.weight")
+        first_b = shapes.get(f"{place}.experts.base_layer.lora_B.weight")
+        if down_a is None or first_b is None:
+            problems["adapters of only one of the experts' two weights (target_parameters)"] = None
+        elif first_b[0] != 2 * down_a[1]:
+            problems["adapters of experts without a gate (target_parameters)"] = None
+    return list(problems)
+
+
+def _has_adapted_experts(folder: Path) -> bool:
+    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+        return any(".experts." in name for name in file.keys())
 
 
 def serve_command(folder: str | Path, base: str | None = None) -> str:
     """The command that serves an adapter that vLLM takes; `base` where it is another than its own."""
     config = read_adapter_config(Path(folder))
     rank = next(r for r in _MAX_RANKS if r >= config["r"])
+    module = f"tuned={folder}"
+    if _has_adapted_experts(Path(folder)):  # in PEFT's layout, A and B of all experts in a tensor
+        given = dict(name="tuned", path=str(folder), is_3d_lora_weight=True)
+        module = f"{shlex.quote(json.dumps(given))} --enable-mixed-moe-lora-format"
     return (
         f"vllm serve {base or config['base_model_name_or_path'] or 'BASE'} --enable-lora --max-lora-rank "
-        f"{rank} --lora-modules tuned={folder}"
+        f"{rank} --lora-modules {module}"
     )
