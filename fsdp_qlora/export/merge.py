@@ -146,7 +146,7 @@ def _plan_merge(
             print(
                 f"experts stay in {dtype_name}: transformers reads no stacks of experts in 4 bits"
             )
-        skip = [base.head.removesuffix(".weight")]
+        skip = sorted({base.head.removesuffix(".weight"), *base.kept_linears})
         plan.settings["quantization_config"] = bnb_4bit.quantization_config("nf4", plan.dtype, skip)
     return plan
 

@@ -34,6 +34,7 @@ class BaseModel:
     linear_weights: set[str]  # those that training quantizes
     embedding: str  # names of the two ends' weights
     head: str
+    kept_linears: list[str]  # layers that it leaves in 16 bits, lm_head among them
     round_to: BaseQuant | None = None  # linear weights are rounded so, and back
     trained_on: BaseQuant = BaseQuant()
     packed: dict = field(default_factory=dict)  # weights that the checkpoint itself has in 4 bits
@@ -142,13 +143,14 @@ def open_base(name: str, revision: str | None = None) -> BaseModel:
     names = {id(m): n for n, m in meta.named_modules()}
     outer = wrapper.outer if (wrapper := wrapper_of(meta)) else str
     linear = {outer(f"{n}.weight") for n, m in meta.named_modules() if isinstance(m, QuantLinear)}
+    kept = [outer(n) for n, m in meta.named_modules() if isinstance(m, torch.nn.Linear)]
     ends = [
         outer(f"{names[id(end)]}.weight")
         for end in (meta.get_input_embeddings(), meta.get_output_embeddings())
     ]
     is_bnb = kind_of(quantization) == "bitsandbytes"  # whose weights `packed` reads whole
     files = Checkpoint(folder) if is_bnb else open_weights(folder, quantization, name)
-    base = BaseModel(name, files, meta.config, linear, *ends)
+    base = BaseModel(name, files, meta.config, linear, *ends, kept)
     if wrapper:
         base.file_names = {
             outer(new): n
