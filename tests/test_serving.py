@@ -161,3 +161,4 @@ def test_adapters_of_experts_are_taken_where_vllm_can_cut_them_out(
         command = serve_command(adapter)
         assert "--enable-mixed-moe-lora-format" in command
         assert json.loads(shlex.split(command)[-2])["is_3d_lora_weight"] is True
+        assert main(["export", str(adapter), "--to", "gguf"]) == 2

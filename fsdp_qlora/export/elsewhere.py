@@ -42,6 +42,8 @@ def _check(program: str, folder: str):
     problems = check_adapter_folder(folder)
     if program != "vllm" and read_adapter_config(Path(folder)).get("use_rslora"):
         problems.append("a scale by the root of the rank (use_rslora)")
+    if program != "vllm" and read_adapter_config(Path(folder)).get("target_parameters"):
+        problems.append("adapters of experts (target_parameters)")
     if problems:
         raise ValueError(
             f"--folder {folder}: {program} does not support {'; nor '.join(problems)}. Merge it first, "
