@@ -343,7 +343,7 @@ def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-_RATE_BY_WIDTH = 1.4
+_RATE_BY_WIDTH, _HIGHEST_RATE = 1.4, 5e-3  # tiny models diverge at 1.4 / D
 
 
 def with_learning_rate(plan: Plan, width: int) -> Plan:
@@ -356,7 +356,7 @@ def with_learning_rate(plan: Plan, width: int) -> Plan:
     """
     if plan.optimizer.lr is not None:
         return plan
-    lr = _RATE_BY_WIDTH / width * (1 if plan.adapter.has_lora else 0.1)
+    lr = min(_RATE_BY_WIDTH / width, _HIGHEST_RATE) * (1 if plan.adapter.has_lora else 0.1)
     return plan.change(lr=float(f"{lr:.2g}"))
 
 

@@ -163,6 +163,7 @@ def test_a_row_from_before_rows_named_the_adapter_has_that_of_its_train_type():
         (4096, dict(train_type="bnb_dora"), 3.4e-4),
         (8192, dict(lora_rank=8), 1.7e-4),
         (576, dict(), 2.4e-3),
+        (64, dict(), 5e-3),
         (4096, dict(train_type="full"), 3.4e-5),
         (4096, dict(train_type="bnb_llama_pro"), 3.4e-5),
         (4096, dict(lr=1e-5), 1e-5),
