@@ -43,12 +43,17 @@ def tiny(known: str, plan: Plan):
         config |= dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=192)
     if config["model_type"] == "phi3":
         config["head_dim"] = 16  # transformers ignores head_dim
+    return built(AutoConfig.for_model(**config, pad_token_id=0, use_cache=False), plan)
+
+
+def built(config, plan: Plan):
+    """A random model of a configuration, transformed as `plan` says, and its shape."""
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**config, pad_token_id=0, use_cache=False),
+        config,
         dtype=torch.bfloat16,
         attn_implementation=plan.model.attention,
     )
-    shape = shape_from_config(config)
+    shape = shape_from_config(config.to_dict())
     apply_stacked_experts(model)
     if plan.quantization.quant != "none":
         quantize_linears(model, plan.quantization.quant)

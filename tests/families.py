@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
 from fsdp_qlora.adapters.lora import left_out
+from fsdp_qlora.catalog.blocks import layer_blocks
 from fsdp_qlora.loading import meta_model
 from fsdp_qlora.model.blocks import linear_names
 from fsdp_qlora.model.row_mixers import row_mixers
@@ -418,6 +419,10 @@ def family_config(family: str, **more):
         ):
             fields.pop(name)
     return AutoConfig.for_model(**fields)
+
+
+# Of other builds than Llama's: blocks of several kinds, mixers beside attention, shared experts.
+BUILT = [f for f in NEWER_FAMILIES if layer_blocks(family_config(f).to_dict())]
 
 
 def save_family(folder: str | Path, family: str, **more) -> str:

@@ -12,7 +12,7 @@ from fsdp_qlora.catalog.arch import model_shape, shape_from_config
 from fsdp_qlora.catalog.known_models import KNOWN, known_config, known_name
 from fsdp_qlora.model.blocks import is_tied
 
-from .families import FAMILIES, MOE_FAMILIES, family_config
+from .families import BUILT, FAMILIES, MOE_FAMILIES, family_config
 
 # As counted from the checkpoints on the hub.
 PUBLISHED = {
@@ -60,6 +60,11 @@ PUBLISHED = {
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B": 32_763_876_352,
     "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": 8_030_261_248,
     "deepseek-ai/DeepSeek-R1-Distill-Llama-70B": 70_553_706_496,
+    "openai/gpt-oss-20b": 20_914_757_184,
+    "openai/gpt-oss-120b": 116_829_156_672,
+    "allenai/OLMoE-1B-7B-0924": 6_919_161_856,
+    "LiquidAI/LFM2-1.2B": 1_170_340_608,
+    "ibm-granite/granite-4.0-h-tiny": 6_939_037_248,
     "openai-community/gpt2": 124_439_808,
     "openai-community/gpt2-medium": 354_823_168,
     "openai-community/gpt2-large": 774_030_080,
@@ -124,7 +129,20 @@ def test_every_known_shape_equals_transformers(name):
     assert model.config.tie_word_embeddings == shape.tied
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *MOE_FAMILIES])
+def test_families_of_each_build_are_known():
+    wanted = {
+        "gpt-oss",
+        "Qwen3.5",
+        "Granite 4 H",
+        "LFM2-MoE",
+        "Falcon-H1",
+        "DeepSeek V3",
+        "Llama 4",
+    }
+    assert wanted < {*BUILT}
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MOE_FAMILIES, *BUILT])
 def test_every_family_is_known_from_its_config_alone(family):
     """Weights by kind, from config.json as a dict, against transformers' own model of it."""
     config = family_config(family)

@@ -23,7 +23,8 @@ from fsdp_qlora.estimate import (
 from fsdp_qlora.optim import build_optimizer
 from fsdp_qlora.plan import Plan, draft_plan
 
-from .estimates import H100, LLAMA_8B, LLAMA_70B, SMALL, TRIAL, tiny
+from .estimates import H100, LLAMA_8B, LLAMA_70B, SMALL, TRIAL, built, tiny
+from .families import BUILT, family_config
 
 
 @pytest.mark.parametrize(
@@ -48,11 +49,26 @@ from .estimates import H100, LLAMA_8B, LLAMA_70B, SMALL, TRIAL, tiny
 def test_stored_weights_are_those_of_the_built_model(known, changes):
     plan = SMALL.change(**changes)
     model, shape = tiny(known, plan)
-    built = sum(p.nbytes for p in model.parameters())
-    assert sum(resident_bytes(shape, plan).values()) == built
+    stored = sum(p.nbytes for p in model.parameters())
+    assert sum(resident_bytes(shape, plan).values()) == stored
     trained = sum(p.nbytes for p in trainable_parameters(model).values())
     assert resident_bytes(shape, plan)["adapters"] == trained
     assert optimizer_bytes(shape, plan) == 2 * trained
+
+
+@pytest.mark.parametrize("family", BUILT)
+def test_stored_weights_of_each_build_of_blocks_are_those_of_the_built_model(family):
+    experts = ("experts",) if "MoE" in family else ()
+    plan = SMALL.change(attention="eager", expert_targets=experts)
+    model, shape = built(family_config(family), plan)
+    found = resident_bytes(shape, plan)
+    assert sum(found.values()) == sum(p.nbytes for p in model.parameters())
+    assert found["adapters"] == sum(p.nbytes for p in trainable_parameters(model).values())
+    step = memory(shape, plan, activation_policy="recompute_all")
+    assert (
+        0 < step.peak_allocated < memory(shape, plan, activation_policy="keep_all").peak_allocated
+    )
+    assert step_seconds(shape, H100, plan).total > 0
 
 
 def test_shards_add_up_and_are_padded_to_whole_rows():

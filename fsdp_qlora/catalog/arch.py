@@ -89,6 +89,11 @@ class ModelShape:
         return len(self.block.norms) if self.block else self.traits.norms
 
     @property
+    def in_16_bits(self) -> tuple[str, ...]:
+        """Names of a block's linear layers that are never quantized."""
+        return self.block.mixer.in_16_bits if self.block else ()
+
+    @property
     def has_state(self) -> bool:
         """Whether some mixers carry a state along a row."""
         return any(kind.state_width for kind, _ in self.block_kinds())
@@ -284,6 +289,8 @@ def shape_from_config(config: dict, name: str = "") -> ModelShape:
     Raises ValueError for a file that is no decoder's, or one of experts of an unknown kind.
     """
     config = with_common_names(_text_config(config))
+    if config.get("intermediate_size") is None:  # of a mixture without a dense block
+        config["intermediate_size"] = config.get("moe_intermediate_size")
     name = name or config.get("_name_or_path") or config.get("model_type", "model")
     _check_fields(name, config)
     family, traits = config.get("model_type", "llama"), traits_of(config)

@@ -25,6 +25,7 @@ class Mixer:
     heads: int = 0  # of attention; 0 where there is none
     kv_heads: int = 0
     head_dim: int = 0
+    in_16_bits: tuple[str, ...] = ()  # layers that are never quantized: the model's code reads them
     state: int = 0  # values of the state that every token updates and reads
     state_heads: int = 0
 
@@ -64,6 +65,8 @@ def _attention(
     out: str = "o_proj",
     qk_norm: tuple[str, ...] = (),
     bias: bool | None = None,
+    out_bias: bool | None = None,  # as the others, unless given
+    norm_of_width: bool = False,  # a weight for each value of q and k, not of one head
     sinks: bool = False,
 ) -> Mixer:
     heads, d = c["num_attention_heads"], c["hidden_size"]
@@ -77,10 +80,14 @@ def _attention(
         (out, (d, q)),
     )
     biased = c.get("attention_bias", False) if bias is None else bias
+    of_out = biased if out_bias is None else out_bias
+    widths = (q, kv) if norm_of_width else (size, size)
     return Mixer(
         linears=linears,
-        biases=tuple((name, rows) for name, (rows, _) in linears) if biased else (),
-        beside=(*((name, size) for name in qk_norm), *((("sinks", heads),) if sinks else ())),
+        biases=tuple(
+            (name, rows) for name, (rows, _) in linears if (of_out if name == out else biased)
+        ),
+        beside=(*zip(qk_norm, widths, strict=False), *((("sinks", heads),) if sinks else ())),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=size,
@@ -188,17 +195,170 @@ def _gpt_oss(c: dict, layer: int) -> Block:
     return Block(_attention(c, bias=c.get("attention_bias", True), sinks=True), mlp, _norms(c))
 
 
+def _latent_attention(c: dict) -> Mixer:
+    """Multi-head latent attention (arXiv:2405.04434)."""
+    d, heads, rank = c["hidden_size"], c["num_attention_heads"], c.get("q_lora_rank")
+    nope, rope, values = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
+    keys, q = c["kv_lora_rank"], heads * (nope + rope)
+    queries: Sizes = (("q_proj", (q, d)),)
+    if rank:
+        queries = (("q_a_proj", (rank, d)), ("q_b_proj", (q, rank)))
+    return Mixer(
+        linears=(
+            *queries,
+            ("kv_a_proj_with_mqa", (keys + rope, d)),
+            ("kv_b_proj", (heads * (nope + values), keys)),
+            ("o_proj", (d, heads * values)),
+        ),
+        beside=(*((("q_a_layernorm", rank),) if rank else ()), ("kv_a_layernorm", keys)),
+        heads=heads,
+        kv_heads=heads,
+        head_dim=nope + rope,
+    )
+
+
+def _dense_first(c: dict, layer: int) -> Mlp:
+    """DeepSeek's: dense in the first layers, then experts beside shared ones."""
+    kinds = c.get("mlp_layer_types")
+    if kinds[layer] == "dense" if kinds else layer < c.get("first_k_dense_replace", 0):
+        return _dense(c)
+    width = c["moe_intermediate_size"]
+    return _experts(
+        c,
+        c["n_routed_experts"],
+        c["num_experts_per_tok"],
+        width,
+        shared=width * (c.get("n_shared_experts") or 0),
+        prefix="shared_experts.",
+    )
+
+
+def _deepseek(c: dict, layer: int) -> Block:
+    return Block(_latent_attention(c), _dense_first(c, layer), _norms(c))
+
+
+def _glm4_moe(c: dict, layer: int) -> Block:
+    norms = ("q_norm", "k_norm") if c.get("use_qk_norm") else ()
+    return Block(_attention(c, qk_norm=norms, out_bias=False), _dense_first(c, layer), _norms(c))
+
+
+def _mamba(c: dict, width: int, norm: bool, prefix: str = "") -> Mixer:
+    """Mamba 2 (arXiv:2405.21060)."""
+    d, heads = c["hidden_size"], c["mamba_n_heads"]
+    convolved = width + 2 * c["mamba_n_groups"] * c["mamba_d_state"]
+    ends = ((prefix + "in_proj", (width + convolved + heads, d)), (prefix + "out_proj", (d, width)))
+    kernel = c.get("mamba_d_conv", 4) + bool(c.get("mamba_conv_bias", True))
+    of_heads = tuple((name, heads) for name in ("dt_bias", "A_log", "D"))
+    return Mixer(
+        linears=ends,
+        biases=tuple((n, rows) for n, (rows, _) in ends) if c.get("mamba_proj_bias") else (),
+        beside=(("conv1d", kernel * convolved), *of_heads, *((("norm", width),) if norm else ())),
+        in_16_bits=(prefix + "out_proj",),
+        state=width * c["mamba_d_state"],
+        state_heads=heads,
+    )
+
+
+def _granite_hybrid(c: dict, layer: int) -> Block:
+    d, shared = c["hidden_size"], c["shared_intermediate_size"]
+    attends = c["layer_types"][layer] in ("attention", "full_attention")
+    mixer = _attention(c) if attends else _mamba(c, c["mamba_n_heads"] * c["mamba_d_head"], True)
+    dense = (("input_linear", (2 * shared, d)), ("output_linear", (d, shared)))
+    if not c.get("num_local_experts"):
+        return Block(mixer, Mlp(linears=dense, width=shared), _norms(c))
+    per_token, width = c["num_experts_per_tok"], c["intermediate_size"]
+    mlp = _experts(c, c["num_local_experts"], per_token, width)
+    return Block(mixer, replace(mlp, linears=dense, width=mlp.width + shared), _norms(c))
+
+
+def _falcon_h1(c: dict, layer: int) -> Block:
+    """Attention and a Mamba mixer side by side in each block."""
+    width = c.get("mamba_d_ssm") or c["mamba_expand"] * c["hidden_size"]
+    mamba, attention = _mamba(c, width, bool(c.get("mamba_rms_norm"))), _attention(c)
+    mixer = replace(
+        attention,
+        linears=mamba.linears + attention.linears,
+        biases=mamba.biases + attention.biases,
+        beside=mamba.beside + attention.beside,
+        in_16_bits=mamba.in_16_bits,
+        state=mamba.state,
+        state_heads=mamba.state_heads,
+    )
+    return Block(mixer, _dense(c), _norms(c, "input_layernorm", "pre_ff_layernorm"))
+
+
+def _lfm2(c: dict, layer: int) -> Block:
+    """Short convolutions and attention; some with experts."""
+    d, names = c["hidden_size"], ("w1", "w3", "w2")
+    if c["layer_types"][layer] == "full_attention":
+        mixer = _attention(c, out="out_proj", qk_norm=("q_layernorm", "k_layernorm"))
+    else:
+        kernel = c.get("conv_L_cache", 3) + bool(c.get("conv_bias"))
+        ends = (("in_proj", (3 * d, d)), ("out_proj", (d, d)))
+        mixer = Mixer(
+            linears=ends,
+            biases=tuple((n, rows) for n, (rows, _) in ends) if c.get("conv_bias") else (),
+            beside=(("conv", kernel * d),),
+            state=d * kernel,
+        )
+    norms = _norms(c, "operator_norm", "ffn_norm")
+    if not c.get("num_experts") or layer < c.get("num_dense_layers", 0):
+        return Block(mixer, _dense(c, _lfm2_width(c), names=names), norms)
+    experts = _experts(c, c["num_experts"], c["num_experts_per_tok"], c["moe_intermediate_size"])
+    return Block(mixer, experts, norms)
+
+
+def _lfm2_width(c: dict) -> int:
+    """The width of a dense MLP, which config.json gives before it is adjusted."""
+    width = c["intermediate_size"]
+    if c["model_type"] == "lfm2" and c.get("block_auto_adjust_ff_dim", True):
+        width = int(c.get("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
+        width = -(-width // c["block_multiple_of"]) * c["block_multiple_of"]
+    return width
+
+
+def _llama4(c: dict, layer: int) -> Block:
+    step = c.get("interleave_moe_layer_step") or 1
+    chosen = c.get("moe_layers")
+    has_experts = layer in chosen if chosen else (layer + 1) % step == 0
+    if not has_experts:
+        return Block(_attention(c), _dense(c, c["intermediate_size_mlp"]), _norms(c))
+    width, per_token = c["intermediate_size"], c["num_experts_per_tok"]
+    mlp = _experts(c, c["num_local_experts"], per_token, width, shared=width)
+    return Block(_attention(c), mlp, _norms(c))
+
+
+def _normed_mixture(c: dict, layer: int) -> Block:
+    """Experts everywhere, and norms over all of q and of k."""
+    count = c.get("num_local_experts") or c["num_experts"]
+    mixer = _attention(c, qk_norm=("q_norm", "k_norm"), norm_of_width=True)
+    width = c["intermediate_size"]
+    return Block(mixer, _experts(c, count, c["num_experts_per_tok"], width), _norms(c))
+
+
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 # Each model_type's block of a number.
 _BUILDERS: dict[str, Callable[[dict, int], Block]] = {
     "gpt_oss": _gpt_oss,
     "qwen3_5_text": _qwen_hybrid,
     "qwen3_5_moe_text": _qwen_hybrid,
     "qwen3_next": _qwen_hybrid,
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
+    "glm4_moe_lite": _deepseek,
+    "glm4_moe": _glm4_moe,
+    "granitemoehybrid": _granite_hybrid,
+    "falcon_h1": _falcon_h1,
+    "lfm2": _lfm2,
+    "lfm2_moe": _lfm2,
+    "llama4_text": _llama4,
+    "minimax_m2": _normed_mixture,
+    "olmoe": _normed_mixture,
 }
 # Layers that `all-linear` leaves out, by the last part of their names (adapters/lora.py, `left_out`).
-_LEFT_OUT = {
-    "qwen3_next": ("gate_proj", "up_proj", "down_proj"),
-}
+_LEFT_OUT = dict.fromkeys(
+    ("qwen3_next", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"), _OF_EXPERTS
+) | {"granitemoehybrid": ("out_proj",), "falcon_h1": ("out_proj",)}
 
 
 def layer_blocks(config: dict) -> list[Block]:

@@ -242,6 +242,56 @@ def _qwen3_5(hidden, intermediate, layers, heads, kv_heads, **more) -> dict:
     )
 
 
+def _every_tenth(layers: int) -> list[str]:
+    """Granite 4's kinds of layers: of ten, the sixth is attention."""
+    return ["full_attention" if i % 10 == 5 else "linear_attention" for i in range(layers)]
+
+
+_LATENT = dict(kv_lora_rank=512, qk_rope_head_dim=64, n_shared_experts=1, norm_topk_prob=True)
+
+
+def _deepseek_v3(vocab, heads, experts, **more) -> dict:
+    config = _llama(vocab, 7168, 18432, 61, heads, heads, 163840, 10000.0, rms_norm_eps=1e-6)
+    return (
+        config
+        | _LATENT
+        | dict(
+            model_type="deepseek_v3",
+            q_lora_rank=1536,
+            qk_nope_head_dim=128,
+            v_head_dim=128,
+            moe_intermediate_size=2048,
+            n_routed_experts=experts,
+            num_experts_per_tok=8,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+            routed_scaling_factor=2.5,
+        )
+        | more
+    )
+
+
+def _glm_flash() -> dict:
+    return (
+        _llama(154880, 2048, 10240, 47, 20, 20, 202752, 1000000.0)
+        | _LATENT
+        | dict(
+            model_type="glm4_moe_lite",
+            q_lora_rank=768,
+            qk_nope_head_dim=192,
+            v_head_dim=256,
+            moe_intermediate_size=1536,
+            n_routed_experts=64,
+            num_experts_per_tok=4,
+            n_group=1,
+            topk_group=1,
+            mlp_layer_types=["dense"] + ["sparse"] * 46,
+            routed_scaling_factor=1.8,
+        )
+    )
+
+
 def _mixtral(vocab, hidden, intermediate, layers, heads, positions) -> dict:
     return _llama(
         vocab,
@@ -443,6 +493,136 @@ KNOWN = {
     "openai/gpt-oss-20b": _gpt_oss(layers=24, experts=32),
     "openai/gpt-oss-120b": _gpt_oss(layers=36, experts=128),
     "Qwen/Qwen3.5-9B": _qwen3_5(4096, 12288, 32, 16, 4),
+    "Qwen/Qwen3.5-35B-A3B": _qwen_hybrid(
+        2048,
+        40,
+        16,
+        2,
+        model_type="qwen3_5_moe_text",
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        num_experts=256,
+        num_experts_per_tok=8,
+    ),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": _qwen_hybrid(
+        2048,
+        48,
+        16,
+        2,
+        model_type="qwen3_next",
+        vocab_size=151936,
+        intermediate_size=5632,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        num_experts=512,
+        num_experts_per_tok=10,
+    ),
+    "deepseek-ai/DeepSeek-V3": _deepseek_v3(
+        129280, 128, 256, n_group=8, topk_group=4, first_k_dense_replace=3
+    ),
+    "moonshotai/Kimi-K2-Instruct": _deepseek_v3(163840, 64, 384, routed_scaling_factor=2.827),
+    "zai-org/GLM-4.7-Flash": _glm_flash(),
+    "zai-org/GLM-4.5-Air": _llama(
+        151552,
+        4096,
+        10944,
+        46,
+        96,
+        8,
+        131072,
+        1000000.0,
+        model_type="glm4_moe",
+        head_dim=128,
+        attention_bias=True,
+        moe_intermediate_size=1408,
+        n_routed_experts=128,
+        n_shared_experts=1,
+        num_experts_per_tok=8,
+        first_k_dense_replace=1,
+    ),
+    "meta-llama/Llama-4-Scout-17B-16E": _llama(
+        202048,
+        5120,
+        8192,
+        48,
+        40,
+        8,
+        262144,
+        500000.0,
+        model_type="llama4_text",
+        head_dim=128,
+        intermediate_size_mlp=16384,
+        num_local_experts=16,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=1,
+    ),
+    "MiniMaxAI/MiniMax-M2": _llama(
+        200064,
+        3072,
+        1536,
+        62,
+        48,
+        8,
+        196608,
+        5000000.0,
+        model_type="minimax_m2",
+        head_dim=128,
+        num_local_experts=256,
+        num_experts_per_tok=8,
+    ),
+    "allenai/OLMoE-1B-7B-0924": _llama(
+        50304,
+        2048,
+        1024,
+        16,
+        16,
+        16,
+        4096,
+        10000.0,
+        model_type="olmoe",
+        num_experts=64,
+        num_experts_per_tok=8,
+    ),
+    "LiquidAI/LFM2-1.2B": _llama(
+        65536,
+        2048,
+        12288,
+        16,
+        32,
+        8,
+        128000,
+        1000000.0,
+        model_type="lfm2",
+        layer_types=["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)],
+        block_auto_adjust_ff_dim=True,
+        block_multiple_of=256,
+        block_ffn_dim_multiplier=1.0,
+        conv_L_cache=3,
+        tie_word_embeddings=True,
+    ),
+    "ibm-granite/granite-4.0-h-tiny": _llama(
+        100352,
+        1536,
+        512,
+        40,
+        12,
+        4,
+        131072,
+        10000.0,
+        model_type="granitemoehybrid",
+        layer_types=_every_tenth(40),
+        shared_intermediate_size=1024,
+        num_local_experts=64,
+        num_experts_per_tok=6,
+        mamba_n_heads=48,
+        mamba_d_head=64,
+        mamba_d_state=128,
+        mamba_n_groups=1,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        position_embedding_type="nope",
+        tie_word_embeddings=True,
+    ),
     "openai-community/gpt2": _gpt2(768, 12, 12),
     "openai-community/gpt2-medium": _gpt2(1024, 24, 16),
     "openai-community/gpt2-large": _gpt2(1280, 36, 20),

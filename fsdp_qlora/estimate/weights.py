@@ -56,7 +56,10 @@ def linear_weights(shape: ModelShape, plan: Plan, part: str = "") -> tuple[Weigh
     parts = {"attention": shape.attention_linears(), "mlp": shape.mlp_linears()}
     names = parts[part] if part else shape.linears()
     for name, (out, wide) in names.items():
-        weights += _stored_linear(name, out, wide, plan)
+        if name in shape.in_16_bits:
+            weights.append(plain("linears", out, wide, plan.dtype(name), plan.adapter.trains(name)))
+        else:
+            weights += _stored_linear(name, out, wide, plan)
         if name in targets:
             weights += adapter(name, out, wide, plan)
     if plan.quantization.keep_fp8_weights:
