@@ -12,7 +12,9 @@ from fsdp_qlora.build import build_model
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import process_group
+from fsdp_qlora.estimate.experts import PART_VALUES as estimated_values
 from fsdp_qlora.experts import ExpertLoad, mixtures_of
+from fsdp_qlora.experts.grouped_matmul import PART_VALUES
 
 from .families import save_family
 from .parts import slow
@@ -68,3 +70,7 @@ def test_a_run_records_how_even_experts_are_used_and_says_that_they_stay_frozen(
     steps = [line for line in lines if line["kind"] == "step"]
     assert steps and all(0.25 <= step["busiest_expert_share"] <= 0.5 for step in steps)
     assert all(0 <= step["idle_expert_share"] <= 0.5 for step in steps)
+
+
+def test_the_estimate_unpacks_as_many_weights_at_a_time_as_a_run():
+    assert estimated_values == PART_VALUES

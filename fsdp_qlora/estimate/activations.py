@@ -103,7 +103,7 @@ def _state_saved(shape: ModelShape, plan: Plan) -> float:
     As kernels that make the state of a chunk again in their backward do; the attention within a chunk is
     kept, a row of it for each token and head.
     """
-    if not shape.state_width:
+    if not shape.block or not shape.state_width:
         return 0.0
     mixer = shape.block.mixer
     given = mixer.linears[-1][1][1]

@@ -76,7 +76,7 @@ def _tensor_problems(folder: Path) -> list[str]:
 
 def _expert_problems(shapes: dict[str, list[int]]) -> list[str]:
     """What is wrong with adapters of experts: vLLM wants both stacks', and halves gate_up_proj's B."""
-    problems = {}
+    problems: dict[str, None] = {}
     for name in shapes:
         place, _, part = name.partition(".experts.")
         if not part:
