@@ -5,7 +5,7 @@ The tests trace transformers' blocks and compare.
 
 from __future__ import annotations
 
-from math import lcm
+from math import gcd, lcm
 
 from ..catalog.arch import ModelShape
 from ..choices import POLICIES
@@ -344,15 +344,19 @@ def _attention_working(shape: ModelShape, plan: Plan) -> float:
 def exchanged(shape: ModelShape, plan: Plan) -> float:
     """Bytes of q, k, v and attention's output as ranks that share rows exchange them; else 0.
 
-    Key-value heads go as often as there are ranks to have one (model/sequence_parallel.py).
+    Key-value heads go as often as there are ranks to have one (model/sequence_parallel.py). Where the
+    ranks don't divide the heads, r circles of u ranks exchange, and gather each other's keys and values.
     """
     ranks = plan.batch.ranks_per_row
     if ranks == 1:
         return 0.0
-    kv_heads = lcm(shape.kv_heads, ranks)
+    circle = gcd(shape.heads, ranks)
+    kv_heads = lcm(shape.kv_heads, circle)
     if shape.heads % kv_heads:
         kv_heads = shape.heads
-    values = 2 * (shape.heads + kv_heads) * shape.head_dim
+    values = 2 * (shape.heads + kv_heads) * shape.head_dim * (circle > 1)
+    circles = ranks // circle
+    values += 2 * circles * kv_heads * shape.head_dim * (circles > 1)
     return plan.batch.tokens * plan.model.product_bytes * values
 
 

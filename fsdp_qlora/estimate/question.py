@@ -173,8 +173,6 @@ def why_not_shared(shape: ModelShape, machine: Machine, config: RunConfig) -> st
     kinds = shape.kinds or (shape,)
     if any(kind.state_width for kind in kinds):
         return f"layers of {shape.name} carry a state along the tokens; leave it out"
-    if heads := next((kind.heads for kind in kinds if kind.heads % size), 0):
-        return f"{shape.name} has {heads} heads to divide; use one of {_divisors(heads)}"
     return ""
 
 

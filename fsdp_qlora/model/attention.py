@@ -43,7 +43,7 @@ from transformers.masking_utils import (
 from ..quantization.quantize import compute_input
 from . import flash_attention_4
 
-VARLEN, _FA4_PACKED = "varlen", "fa4_packed"  # for packed rows
+VARLEN, FA4_PACKED = "varlen", "fa4_packed"  # for packed rows
 FA4, _FLASH_ATTENTION_4 = (
     "fa4",
     "flash_attention_4",
@@ -114,6 +114,55 @@ def _varlen_kernel(
     )
 
 
+def attend_span(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    start: int,
+    row: int,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs,
+) -> Tensor:
+    """Causal attention of a span of queries over the keys up to its end: (B, T', H, D).
+
+    query (B, H, T', D): of tokens start to start + T' of rows of `row` tokens; key, value (B, K, start + T',
+    D). cu_seq_lens_q, max_length_q: as in packed attention, of whole rows; None where each row is alone.
+    """
+    assert not kwargs.get("dropout")
+    assert kwargs.get("softcap") is None and kwargs.get("s_aux") is None
+    length, end = query.shape[2], key.shape[2]
+    if not query.is_cuda or compute_input(query).dtype == torch.float32:
+        assert cu_seq_lens_q is None and sliding_window is None  # there, these have masks
+        seen = torch.ones(length, end, dtype=torch.bool, device=query.device).tril(start)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, seen, scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2)
+    if cu_seq_lens_q is None:
+        rows = torch.arange(query.shape[0] + 1, dtype=torch.int32, device=query.device)
+        cu_seq_lens_q, max_length_q = rows * row, row
+    q, k, v = (x.flatten(0, 1) for x in _token_major(query, key, value))
+    borders = (span_borders(cu_seq_lens_q, row, *span) for span in ((start, end), (0, end)))
+    longest = min(max_length_q or row, length), min(max_length_q or row, end)
+    left = -1 if sliding_window is None else sliding_window - 1
+    # Queries and keys of a row end at the same token, which is where the kernels' causal masks begin.
+    out = varlen_attn(q, k, v, *borders, *longest, scale=scaling, window_size=(left, 0), **GQA)
+    return out.unflatten(0, (query.shape[0], length))
+
+
+def span_borders(borders: Tensor, row: int, start: int, end: int) -> Tensor:
+    """Where packed rows begin among tokens start to end of each bin of `row` tokens, flattened.
+
+    borders (N + 1,): where they begin in whole bins. A row without such a token has none here.
+    """
+    bins, place = borders // row, borders % row
+    return bins * (end - start) + (place.clamp(start, end) - start)
+
+
 def _fa4_kernel(
     q: Tensor,
     k: Tensor,
@@ -167,7 +216,7 @@ def _fa4_attention(
 # No function for AttentionMaskInterface: then transformers builds no mask. With one, it would ask
 # the GPU in every forward whether positions restart, and wait for the answer.
 AttentionInterface.register(VARLEN, partial(_packed_attention, _varlen_kernel))
-AttentionInterface.register(_FA4_PACKED, partial(_packed_attention, _fa4_kernel))
+AttentionInterface.register(FA4_PACKED, partial(_packed_attention, _fa4_kernel))
 AttentionInterface.register(_UNMASKED["sdpa"], sdpa_attention_forward)
 AttentionInterface.register(_UNMASKED[FA4], _fa4_attention)
 AttentionInterface.register(FA4, _fa4_attention)  # outside of rows_alone a batch may need one
@@ -195,7 +244,7 @@ def rows_alone(config: PretrainedConfig) -> Iterator[None]:
 def makes_no_masks(config: PretrainedConfig) -> bool:
     """Whether training on rows that are packed as the model was built makes no attention mask."""
     name = config._attn_implementation
-    alone = name in (VARLEN, FA4, _FA4_PACKED) and not layers_with_a_state(config)
+    alone = name in (VARLEN, FA4, FA4_PACKED) and not layers_with_a_state(config)
     return alone or name == "sdpa" and not has_windows(config)
 
 
@@ -290,7 +339,7 @@ def choose_attention(
     if wanted in ("auto", _FLASH_ATTENTION_4):
         unfit = _why_not_fa4(config, device, dtype, packing)
         if not unfit:
-            return _FA4_PACKED if packing else FA4, "FlashAttention 4"
+            return FA4_PACKED if packing else FA4, "FlashAttention 4"
         if wanted == _FLASH_ATTENTION_4:
             raise ValueError(f"--attn_implementation {wanted}: {unfit}; use sdpa")
         wanted = "sdpa"

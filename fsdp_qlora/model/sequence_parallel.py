@@ -5,11 +5,17 @@ turns the part of the tokens that a rank has of all heads into all tokens of its
 after it another turns them back ("DeepSpeed Ulysses", https://arxiv.org/abs/2309.14509). In between,
 rows are whole, so any attention takes them, packed or not, with windows, caps and sinks.
 
+Where n doesn't divide the heads, only u of n ranks exchange, the most that do; each such circle of ranks has
+a part of the row's queries, and keys and values go round to all n / u circles ("context parallelism" of
+https://arxiv.org/abs/2407.21783, whose keys and values are gathered, too). A circle's queries are two spans,
+one from the row's start and one from its end, so that under a causal mask all have as much to compute.
+
 A batch has whole rows, equal on all ranks of a group; `SequenceParallel.part` cuts it before the decoder.
 What it adds to the arguments that the decoder hands to its attention is what makes an exchange happen: a
 forward without it, such as one that generates, has whole rows already.
 
-Shapes: n ranks of a group, B rows, T tokens of a whole row, H heads, K key-value heads, D head size.
+Shapes: n ranks of a group, u of a circle, r = n / u circles, B rows, T tokens of a whole row, H heads, K
+key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -19,19 +25,33 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
-from math import lcm
+from math import gcd, lcm
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed._functional_collectives import (
+    all_gather_tensor_autograd,
+    all_to_all_single_autograd,
+)
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..dist import ranks_from_env
-from .attention import layers_with_a_state, makes_no_masks, masks_of_rows, takes_backends
+from .attention import (
+    FA4,
+    FA4_PACKED,
+    VARLEN,
+    attend_span,
+    layers_with_a_state,
+    makes_no_masks,
+    masks_of_rows,
+    takes_backends,
+)
 
+_EAGER = "eager"
+_TAKE_SPANS = ("sdpa", VARLEN, FA4, FA4_PACKED)  # whose queries may be a part of the row's
 _CUT = "sequence_parallel"  # the argument that the decoder hands on to its attention
 _IGNORE = -100
 
@@ -39,13 +59,20 @@ _IGNORE = -100
 class SequenceParallel:
     """This rank's part of rows that the ranks of its group share.
 
-    Groups are of consecutive ranks, `size` each. Making one is a collective call of all ranks.
+    Groups are of consecutive ranks, `size` each; so are circles within them, whose ranks share `heads`.
+    Making one is a collective call of all ranks.
     """
 
-    def __init__(self, size: int):
-        self.size = size
-        self.group, _ = dist.new_subgroups(size)
+    def __init__(self, size: int, heads: int):
+        self.size, self.circle = size, gcd(size, heads)
+        self.circles = size // self.circle
+        self.group, _ = dist.new_subgroups(self.circle)
         self.rank = dist.get_rank(self.group)
+        self.turn, self.others = dist.get_rank() % size // self.circle, None
+        if self.circles > 1:
+            first = range(0, dist.get_world_size(), size)
+            ranks = [range(a + i, a + size, self.circle) for a in first for i in range(self.circle)]
+            self.others, _ = dist.new_subgroups_by_enumeration([list(r) for r in ranks])
 
     def part(
         self, config: PretrainedConfig, input_ids: Tensor, labels: Tensor, arguments: dict
@@ -81,29 +108,46 @@ class SequenceParallel:
 
     def _own(self, whole: Tensor) -> Tensor:
         """This rank's columns."""
-        return whole.chunk(self.size, 1)[self.rank].contiguous()
+        of_circle = torch.cat([whole[:, span] for span in self.spans(whole.shape[1])], 1)
+        return of_circle.chunk(self.circle, 1)[self.rank].contiguous()
+
+    def spans(self, tokens: int, turn: int | None = None) -> list[slice]:
+        """The tokens of a row of `tokens` whose queries a circle has; of this rank's own one, or another."""
+        if self.circles == 1:
+            return [slice(0, tokens)]
+        turn, both = self.turn if turn is None else turn, tokens // self.circles
+        early, late = both // 2, both - both // 2
+        start = self.circles * early + (self.circles - 1 - turn) * late
+        return [slice(turn * early, (turn + 1) * early), slice(start, start + late)]
 
     def heads_for_tokens(self, states: Tensor) -> Tensor:
-        """(B, H, T / n, D) of all heads to (B, H / n, T, D) of all tokens."""
+        """(B, H, T / n, D) of all heads to (B, H / u, T / r, D) of all tokens of the circle."""
         b, h, t, d = states.shape
         # By receiving rank first: its heads. What arrives is by sending rank: its tokens.
-        sent = states.reshape(b, self.size, h // self.size, t, d).permute(1, 3, 0, 2, 4)
-        got = self._exchanged(sent)  # (n, T / n, B, H / n, D)
+        sent = states.reshape(b, self.circle, h // self.circle, t, d).permute(1, 3, 0, 2, 4)
+        got = self._exchanged(sent)  # (u, T / n, B, H / u, D)
         return got.flatten(0, 1).permute(1, 2, 0, 3)
 
     def tokens_for_heads(self, states: Tensor) -> Tensor:
-        """(B, T, H / n, D) of all tokens to (B, T / n, H, D) of all heads."""
+        """(B, T / r, H / u, D) of all tokens of the circle to (B, T / n, H, D) of all heads."""
         b, t, h, d = states.shape
-        sent = states.reshape(b, self.size, t // self.size, h, d).transpose(0, 1)
-        got = self._exchanged(sent)  # (n, B, T / n, H / n, D)
+        sent = states.reshape(b, self.circle, t // self.circle, h, d).transpose(0, 1)
+        got = self._exchanged(sent)  # (u, B, T / n, H / u, D)
         return got.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
+    def of_all_circles(self, states: Tensor) -> Tensor:
+        """(B, K, T / r, D) of this circle's tokens to (B, K, T, D) of the whole row, in its order."""
+        got = all_gather_tensor_autograd(states.contiguous()[None], 0, self.others)
+        early = states.shape[2] // 2
+        starts, ends = got[:, :, :, :early].unbind(0), got[:, :, :, early:].unbind(0)
+        return torch.cat([*starts, *reversed(ends)], 2)
+
     def own_heads(self, values: Tensor) -> Tensor:
-        """(H / n,) of (H,), a value for each head."""
-        return values.chunk(self.size)[self.rank]
+        """(H / u,) of (H,), a value for each head."""
+        return values.chunk(self.circle)[self.rank]
 
     def _exchanged(self, sent: Tensor) -> Tensor:
-        """The parts (n, ...) that the ranks of the group have for this one, in their order."""
+        """The parts (u, ...) that the ranks of the circle have for this one, in their order."""
         return all_to_all_single_autograd(sent.contiguous(), None, None, self.group)
 
 
@@ -123,7 +167,7 @@ def apply_sequence_parallel(model: nn.Module, size: int) -> SequenceParallel | N
     if name in ALL_MASK_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(_exchanging(name), ALL_MASK_ATTENTION_FUNCTIONS[name])
     config._attn_implementation = _exchanging(name)
-    return SequenceParallel(size)
+    return SequenceParallel(size, config.num_attention_heads)
 
 
 def check_sequence_parallel(model: nn.Module, size: int):
@@ -149,9 +193,13 @@ def _why_not(config: PretrainedConfig, size: int) -> str:
         )
     if not takes_backends(type(config)):
         return f"the code of {config.model_type} takes no other attention; leave it out"
-    if heads % size:
+    name = base_attention(config)
+    if heads % size and name not in (_EAGER, *_TAKE_SPANS):
         fit = [n for n in range(2, heads + 1) if heads % n == 0]
-        return f"{config.model_type} has {heads} heads to divide; use one of {fit}"
+        return (
+            f"{config.model_type} has {heads} heads to divide with {name}; use one of {fit}, or "
+            "--attn_implementation sdpa"
+        )
     return ""
 
 
@@ -192,7 +240,7 @@ def _attention(
     sequence_parallel: SequenceParallel | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Attention `name` of whole rows: (B, T / n, H, D) of query (B, H, T / n, D), key and value.
+    """Attention `name` over whole rows: (B, T / n, H, D) of query (B, H, T / n, D), key and value.
 
     Without `sequence_parallel`, rows are whole already. Raises ValueError where it is missing in training.
     """
@@ -205,13 +253,40 @@ def _attention(
             )
         return kernel(module, query, key, value, attention_mask, **kwargs)
     groups = query.shape[1] // key.shape[1]
-    key, value = (_repeated(x, sequence_parallel.size, groups) for x in (key, value))
+    key, value = (_repeated(x, sequence_parallel.circle, groups) for x in (key, value))
     if (sinks := kwargs.get("s_aux")) is not None:
         kwargs["s_aux"] = sequence_parallel.own_heads(sinks)
     query, key, value = map(sequence_parallel.heads_for_tokens, (query, key, value))
     part = _OfHeads(module, query.shape[1] // key.shape[1], sequence_parallel)
+    if sequence_parallel.circles > 1:
+        key, value = map(sequence_parallel.of_all_circles, (key, value))
+        kernel = partial(_attend_spans, kernel, sequence_parallel.spans(key.shape[2]))
     out, _ = kernel(part, query, key, value, attention_mask, **kwargs)
     return sequence_parallel.tokens_for_heads(out), None
+
+
+def _attend_spans(
+    kernel: Callable,
+    spans: list[slice],
+    module: _OfHeads,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Causal attention of queries (B, H, T / r, D) of these spans over a whole row's keys and values."""
+    queries = query.split([span.stop - span.start for span in spans], 2)
+    parts = []
+    for q, span in zip(queries, spans, strict=True):
+        seen = key[:, :, : span.stop], value[:, :, : span.stop]
+        if attention_mask is None:
+            out = attend_span(q, *seen, span.start, key.shape[2], **kwargs)
+        else:
+            mask = attention_mask[..., span, : span.stop]
+            out, _ = kernel(module, q, *seen, mask, **kwargs)
+        parts.append(out)
+    return torch.cat(parts, 1), None
 
 
 def _repeated(states: Tensor, size: int, groups: int) -> Tensor:
@@ -236,7 +311,7 @@ class _OfHeads:
 
 def _kernel(name: str, code: str) -> Callable:
     """The attention of a name; of a model's own code where it is eager."""
-    if name == "eager":
+    if name == _EAGER:
         return sys.modules[code].eager_attention_forward
     return ALL_ATTENTION_FUNCTIONS[name]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import product
+from math import gcd
 
 from ..catalog.arch import ModelShape
 from ..catalog.llama_pro import expanded_shape
@@ -60,9 +61,13 @@ def _few_rows(machine: Machine, config: RunConfig) -> bool:
 
 
 def _shared_rows(shape: ModelShape, machine: Machine, config: RunConfig) -> list[RunConfig]:
-    """The configuration with rows shared by 2 or more GPUs of one machine, where these can."""
-    found = []
-    for size in range(2, machine.gpus + 1) if shape.known_family else ():
+    """The configuration with rows shared by 2 or more GPUs of one machine, where these can.
+
+    As many as divide the heads: what more of them exchange would be keys and values of whole rows.
+    """
+    found, heads = [], gcd(*(kind.heads for kind in shape.kinds or (shape,)))
+    sizes = [n for n in range(2, machine.gpus + 1) if heads % n == 0]
+    for size in sizes if shape.known_family else ():
         try:
             tried = replace(config, sequence_parallel=size)
         except ValueError:

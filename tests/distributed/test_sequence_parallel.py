@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
+from fsdp_qlora.model.attention import span_borders
+from fsdp_qlora.model.sequence_parallel import SequenceParallel
 from tests.distributed.test_full_bins import BINS, CONTEXT, data, reference, train_each  # noqa: F401
 from tests.distributed.test_parity import flat, relative
 from tests.families import save_family
@@ -60,8 +64,6 @@ def shared(cases: dict[str, dict], world: int, size: int) -> dict[str, dict]:
 
 def held_out(folder: str, rows: str, size: int) -> tuple[float, int]:
     """Loss and tokens of held-out rows, with rows shared by `size` ranks."""
-    import torch
-
     from fsdp_qlora.build import build_model
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.data import open_source, tokenize_rows
@@ -152,6 +154,43 @@ def test_4_ranks_share_rows_by_two_or_all_of_them_with_fewer_key_value_heads(
     ] in (1, 2)
 
 
+@pytest.mark.parametrize("world, heads", [(2, 1), slow(4, 2)])
+def test_more_ranks_than_heads_share_rows(data, tmp_path, world, heads):  # noqa: F811
+    """A rank's queries are two spans of each row, over keys and values that are gathered."""
+    sizes = dict(num_hidden_layers=2, num_attention_heads=heads, num_key_value_heads=1)
+    few = save_chat_model(tmp_path / "few", **sizes)
+    names = ("full bins", "padded", "compiled", "eager attention", "NF4, padded, offloaded")
+    cases = {name: CASES[name] for name in names}
+    found = run_ranks(train_each, world, few, data, str(tmp_path), shared(cases, world, world))
+    check(few, data, tmp_path, found, cases)
+    if world == 2:
+        windows = save_chat_model(tmp_path / "mistral", family="mistral", sliding_window=8, **sizes)
+        cases = dict(windows=PADDED)
+        found = run_ranks(train_each, 2, windows, data, str(tmp_path), shared(cases, 2, 2))
+        check(windows, data, tmp_path, found, cases)
+
+
+def test_circles_of_ranks_have_every_token_once_and_as_many_scores_to_compute():
+    circles = 3
+    for tokens in (12, 27, 96):
+        shares = []
+        for turn in range(circles):
+            of = SimpleNamespace(circles=circles, turn=turn)
+            shares.append(SequenceParallel.spans(of, tokens))
+        places = sorted(t for spans in shares for s in spans for t in range(tokens)[s])
+        assert places == list(range(tokens))
+        scores = [sum(t + 1 for s in spans for t in range(tokens)[s]) for spans in shares]
+        assert max(scores) - min(scores) <= tokens * (tokens // circles % 2)
+
+
+def test_rows_that_are_packed_begin_where_they_do_within_a_span():
+    """Two bins of 8 tokens: rows of 3 and 5, and of 8; of which tokens 2 to 6 are asked for."""
+    borders = torch.tensor([0, 3, 8, 16], dtype=torch.int32)
+    assert span_borders(borders, 8, 2, 6).tolist() == [0, 1, 4, 8]
+    assert span_borders(borders, 8, 0, 6).tolist() == [0, 3, 6, 12]
+    assert span_borders(borders, 8, 4, 6).tolist() == [0, 0, 2, 4]
+
+
 def test_held_out_rows_have_the_loss_of_one_process(folder, data):  # noqa: F811
     (alone,) = run_ranks(held_out, 1, folder, data, 1)
     for loss, tokens in run_ranks(held_out, 2, folder, data, 2):
@@ -174,7 +213,6 @@ def test_rows_that_can_not_be_shared_are_refused_in_one_line(settings, message):
 
 
 def test_models_and_ranks_that_can_not_share_rows_are_named(monkeypatch):
-    import torch
     from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, Qwen3NextConfig
 
     from fsdp_qlora.model.sequence_parallel import check_sequence_parallel
@@ -188,7 +226,8 @@ def test_models_and_ranks_that_can_not_share_rows_are_named(monkeypatch):
 
     small = dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=64)
     assert "3 ranks are not a multiple" in said(LlamaConfig(**small), 2, 3)
-    assert "4 heads to divide; use one of [2, 4]" in said(LlamaConfig(**small), 3, 3)
+    flexible = LlamaConfig(**small, attn_implementation="flex_attention")
+    assert "4 heads to divide with flex_attention; use one of [2, 4]" in said(flexible, 3, 3)
     assert "no other attention" in said(BloomConfig(hidden_size=64, n_layer=1, n_head=4), 2, 2)
     experts = dict(num_experts=4, moe_intermediate_size=32, intermediate_size=64)
     assert "linear_attention" in said(Qwen3NextConfig(**small | experts), 2, 2)
