@@ -560,11 +560,38 @@ TRAITS = {
 }
 
 
+# By vLLM's list of supported models (https://docs.vllm.ai/en/latest/models/supported_models.html, November
+# 2026): text models whose LoRA adapters it serves, and those that it serves merged.
+VLLM_ADAPTERS = set(
+    """
+    afmoe apertus arcee cohere cohere2 cwm deepseek_v2 deepseek_v3 deepseek_v32 ernie4_5 ernie4_5_moe
+    exaone4 falcon_h1 gemma gemma2 gemma3_text gemma4_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa
+    gpt_oss granite granitemoe granitemoehybrid granitemoeshared hunyuan_v1_dense hunyuan_v1_moe hy_v3
+    hyperclovax lfm2 lfm2_moe llama minicpm3 minimax_m2 mistral mixtral nemotron nemotron_h olmo olmo2
+    olmo3 olmo_hybrid opt phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next seed_oss smollm3
+    starcoder2 vaultgemma
+    """.split()
+)
+VLLM_MERGED = set(
+    """
+    exaone_moe falcon flex_olmo gemma3n_text gpt2 gpt_neox jais2 kimi_linear mellum mimo_v2_flash olmoe
+    stablelm
+    """.split()
+)
+
+
+def _vllm(model_type: str) -> str:
+    """What vLLM takes of a trained model; empty if its list does not name the type."""
+    if model_type in VLLM_ADAPTERS:
+        return "adapter, merged"
+    return "merged" if model_type in VLLM_MERGED else ""
+
+
 def families_table() -> str:
     """The table of docs/families.md: each family of these lists, and what a run does with it."""
     lines = [
-        "| family | `model_type` | `all-linear` adapts | left out | packing | also tested |",
-        "|---|---|---|---|---|---|",
+        "| family | `model_type` | `all-linear` adapts | left out | packing | vLLM | also tested |",
+        "|---|---|---|---|---|---|---|",
     ]
     for family in EVERY_FAMILY:
         config = family_config(family)
@@ -575,6 +602,7 @@ def families_table() -> str:
             ", ".join(n for n in linear_names(model) if n not in left_out(model)),
             ", ".join(left_out(model)),
             "by rows" if row_mixers(model) else "yes",
+            _vllm(config.model_type),
             ", ".join(_special(family, config)),
         )
         lines.append(f"| {' | '.join(cells)} |")

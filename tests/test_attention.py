@@ -328,6 +328,13 @@ def test_a_model_with_other_mixers_is_packed_under_a_mask_where_its_code_takes_n
     assert choose(config)[0] == "sdpa"
 
 
+@pytest.mark.parametrize("wanted", ["sdpa", "varlen", "flash_attention_4"])
+def test_attention_sinks_are_refused_where_they_would_be_lost(wanted):
+    with pytest.raises(ValueError, match=f"{wanted}: gpt_oss has attention of its own.*use eager"):
+        choose(GptOssConfig(), wanted)
+    assert choose(GptOssConfig(), "auto")[0] == choose(GptOssConfig(), "eager")[0] == "eager"
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_capped_scores_are_refused_where_the_cap_would_be_lost(packing):
     with pytest.raises(ValueError, match="sdpa: gemma2 caps .* use eager or flex_attention"):

@@ -334,6 +334,12 @@ def choose_attention(
             f"--attn_implementation {wanted}: {config.model_type} caps its attention "
             "scores, which this leaves out; use eager or flex_attention"
         )
+    attends = getattr(config, "num_attention_heads", None)
+    if wanted in _WITHOUT_SOFTCAP and attends and not getattr(model, "_supports_sdpa", True):
+        raise ValueError(
+            f"--attn_implementation {wanted}: {config.model_type} has attention of its own, such as "
+            "sinks, which this leaves out; use eager"
+        )
     reason = _why_not_varlen(config, device, dtype)
     said = ""
     if wanted in ("auto", _FLASH_ATTENTION_4):
