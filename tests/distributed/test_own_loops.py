@@ -50,6 +50,7 @@ def built(folder: str, strategy: str, train_type: str = "qlora", **more):
         model_name=folder,
         precision="fp32",
         lora_rank=RANK,
+        lora_alpha=16,
         lora_dropout=0.0,
         seed=SEED,
         sharding_strategy=strategy,
