@@ -64,6 +64,26 @@ def build_model(
     that does not fit; all ranks raise the same before any waits for another.
     """
     plan = plan or plan_run(config, device)
+    model, checkpoint = sharded_model(config, device, plan)
+    materialize(model, device, parameter_device(model, device, on_host(plan)))
+    start, filled = _init_of(config), set()
+    if start.from_weights:
+        filled = init_from_weights(model, checkpoint, device, start, config.seed, saved)
+    load(model, checkpoint, device, config, filled)
+    model.weights_hash = "random" if checkpoint.content is None else checkpoint.content.digest()
+    if start.from_weights:
+        init_magnitudes(model, device, with_adapter=True)
+    else:
+        init_adapters(model, config.seed, device)
+    if plan.quantization.keep_fp8_weights:
+        keep_fp8_weights(model)
+    return model
+
+
+def sharded_model(
+    config: RunConfig, device: torch.device, plan: Plan
+) -> tuple[nn.Module, Checkpoint]:
+    """The model transformed and sharded, still on meta, and the checkpoint that will fill it."""
     memory, sharding = plan.memory, plan.sharding
     model, checkpoint = planned_model(config, device)
     if plan.quantization.compute_dtype == "fp8":
@@ -78,32 +98,25 @@ def build_model(
         compile_blocks(model, dynamic=plan.batch.unit != "bin")
     if memory.activation_offload:
         apply_activation_offload(model, policies)
-    on_host = OnHost(memory.cpu_offload, memory.trained_offload, memory.vocabulary_offload)
     units = apply_sharding(
         model,
         sharding.strategy,
         make_mesh(sharding.strategy, device, sharding.shard_group_size),
         wrap_policy=sharding.wrap_policy,
         min_wrap_params=sharding.min_wrap_params,
-        on_host=on_host,
+        on_host=on_host(plan),
         backward_prefetch=sharding.backward_prefetch,
         forward_prefetch=sharding.forward_prefetch,
         gather_once=sharding.gather_once,
     )
     print_main(describe_units(units))
-    materialize(model, device, parameter_device(model, device, on_host))
-    start, filled = _init_of(config), set()
-    if start.from_weights:
-        filled = init_from_weights(model, checkpoint, device, start, config.seed, saved)
-    load(model, checkpoint, device, config, filled)
-    model.weights_hash = "random" if checkpoint.content is None else checkpoint.content.digest()
-    if start.from_weights:
-        init_magnitudes(model, device, with_adapter=True)
-    else:
-        init_adapters(model, config.seed, device)
-    if plan.quantization.keep_fp8_weights:
-        keep_fp8_weights(model)
-    return model
+    return model, checkpoint
+
+
+def on_host(plan: Plan) -> OnHost:
+    """Which shards wait in host memory."""
+    memory = plan.memory
+    return OnHost(memory.cpu_offload, memory.trained_offload, memory.vocabulary_offload)
 
 
 def planned_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, Checkpoint]:

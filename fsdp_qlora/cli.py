@@ -20,6 +20,7 @@ from .commands.doctor import doctor_command
 from .commands.export import DELIVERY
 from .commands.planning import GUIDE
 from .commands.report import report_command
+from .commands.simulate import simulate_command
 from .config import RunConfig
 from .config.flags import Parser, boolean, parse, parse_alone, parse_own, with_named_words
 from .config.settings import opt
@@ -187,6 +188,7 @@ COMMANDS = {
     "bench": bench_command,
     "calibrate": calibrate_command,
     "demo": _demo_command,
+    "simulate": simulate_command,
     "doctor": doctor_command,
     "report": report_command,
 } | DELIVERY

@@ -133,6 +133,27 @@ def process_group(device: torch.device, timeout_minutes: float = 30.0):
         dist.destroy_process_group()
 
 
+@contextmanager
+def simulated_world(world_size: int, gpus_per_node: int):
+    """This process as rank 0 of ranks that do not exist, for the life of the block.
+
+    torch's fake process group: a collective returns at once and moves nothing.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    of_rank_0 = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=gpus_per_node)
+    before = dict(os.environ)
+    os.environ.update({name: str(value) for name, value in of_rank_0.items()})
+    try:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        yield
+    finally:
+        dist.destroy_process_group()
+        for name in of_rank_0:
+            os.environ.pop(name)
+        os.environ.update({name: before[name] for name in of_rank_0 if name in before})
+
+
 def main_device_type() -> str:
     """The device that the process group is for: CUDA wherever it has NCCL."""
     return "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"

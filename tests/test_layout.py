@@ -45,6 +45,7 @@ ORDER = [
     "lifecycle",
     "preflight",
     "training",
+    "simulation",
     "bench",
     "commands",
     "demo",

@@ -24,6 +24,7 @@ from .weights import (
     optimizer_bytes,
     resident_bytes,
     trained_on_host,
+    whole_embedding_bytes,
 )
 
 GIB = 2**30
@@ -145,7 +146,7 @@ class Peak:
             self.loose = GatheredUnits(shape, freed)
         self.update = _update_bytes(shape, plan)
         self.fixed = self.fixed_moments()
-        self.head = head_bytes(shape, plan)
+        self.head, self.embedding = head_bytes(shape, plan), whole_embedding_bytes(shape, plan)
         self.context = GIB * (CONTEXT_GIB + (NCCL_GIB if plan.sharding.world_size > 1 else 0))
         self.on_host = host_memory(shape, plan)
 
@@ -202,7 +203,7 @@ class Peak:
         window, layers = window or self.window, self.shape.layers
         head, kept = self.head, self.kept.at_end(runs, layers)
         more = {
-            "embedding": (0.0, window.at_embedding()),
+            "embedding": (0.0, window.at_embedding() + self.embedding),
             "last block gathered": (self.kept.before(runs, layers - 1), window.at_last_block()),
             "loss": (kept, window.at_loss() + head),
             "final norm": (kept, window.at_loss()),

@@ -32,6 +32,7 @@ from .weights import (
     all_trained,
     average_gathered,
     average_trained,
+    embedding_rows,
     embedding_weights,
     gathered,
     head_bytes,
@@ -281,7 +282,8 @@ def _exposed_seconds(
     if (
         plan.by_rows
     ):  # the head for the loss, and the rows of all ranks' tokens (memory/vocab_parallel.py)
-        shown += (head + n * plan.batch.tokens * shape.hidden * plan.model.product_bytes) * network
+        rows = embedding_rows(shape, plan) * shape.hidden * plan.model.product_bytes
+        shown += (head + rows) * network
     if plan.vocabulary_on_host:
         from_host += 2 * head / n / (host * 1e9)  # both shards pass
     if not plan.sharded:

@@ -389,6 +389,19 @@ def head_bytes(shape: ModelShape, plan: Plan) -> float:
     return shape.vocab * shape.hidden * BYTES[plan.model.stored_dtype]
 
 
+def embedding_rows(shape: ModelShape, plan: Plan) -> float:
+    """Rows of a frozen embedding that travel in a forward: all ranks' tokens', at most the vocabulary's."""
+    return min(plan.sharding.shard_ranks * plan.batch.tokens, shape.vocab)
+
+
+def whole_embedding_bytes(shape: ModelShape, plan: Plan) -> float:
+    """The embedding whole, while its rows are looked up; 0 where single rows travel."""
+    if not plan.by_rows or plan.adapter.trains(EMBEDDING):
+        return 0.0
+    is_whole = 1 < plan.sharding.shard_ranks and embedding_rows(shape, plan) == shape.vocab
+    return is_whole * shape.vocab * shape.hidden * BYTES[plan.model.stored_dtype]
+
+
 def trains_head(shape: ModelShape, plan: Plan) -> bool:
     """Whether the head's weights are trained themselves; those of a tied one are the embedding's."""
     return plan.adapter.trains(HEAD) or shape.tied and plan.adapter.trains(EMBEDDING)

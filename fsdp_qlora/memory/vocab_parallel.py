@@ -2,8 +2,8 @@
 
 Each is 2 GB in a model of 128k tokens and 8192 features. FSDP would gather the embedding at the
 start of every forward, for a few thousand of its rows, and the head, left to the root, for the whole
-step. Here each rank keeps its rows of both: of the embedding, only the rows that tokens need travel;
-the head is gathered for the loss and let go. Shards may be in host memory.
+step. Here each rank keeps its rows of both: of the embedding, only the rows that tokens need travel
+(all of them where that is less); the head is gathered for the loss and let go. Shards may be in host memory.
 
 Shapes: B batch, T tokens, N = B T, V vocabulary, D features, n ranks that share one copy.
 """
@@ -113,7 +113,8 @@ def whole(weight: Tensor, device: torch.device) -> Tensor:
 def _looked_up(ids: Tensor, weight: Tensor) -> Tensor:
     """Rows (N, D) of a weight for ids (N,), which differ from rank to rank, N among them.
 
-    Each rank finds its rows of all ranks' ids, and sums of those and zeros go back, exactly.
+    Each rank finds its rows of all ranks' ids, and sums of those and zeros go back, exactly. That moves
+    n N rows, so where the vocabulary has fewer, as on many ranks, the weight is gathered for a moment.
     """
     local, first, _ = local_rows(weight)
     group = weight.device_mesh.get_group(-1) if isinstance(weight, DTensor) else None
@@ -122,6 +123,8 @@ def _looked_up(ids: Tensor, weight: Tensor) -> Tensor:
     if ranks == 1:
         return own_rows(ids, local, 0, in_pieces)
     (longest,) = max_over_ranks(len(ids))  # through host memory: the GPU is not waited for
+    if ranks * longest >= weight.shape[0]:
+        return nn.functional.embedding(ids, whole(weight, ids.device))
     padded = nn.functional.pad(ids, (0, longest - len(ids)))
     everyones = all_gather_rows(padded, group).view(ranks, -1)
     step = max(1, PIECE_BYTES // (ranks * local.shape[1] * local.element_size()))

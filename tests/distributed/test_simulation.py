@@ -1,0 +1,120 @@
+"""A simulated run holds and moves what real ranks do, and what the estimate says."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fsdp_qlora.build import build_model
+from fsdp_qlora.cli import main
+from fsdp_qlora.config import RunConfig
+from fsdp_qlora.optim import build_optimizer
+from fsdp_qlora.run_plan import plan_run
+from fsdp_qlora.simulation import Collectives, memory_by_part, simulate
+from fsdp_qlora.training.step import train_step
+from tests.ranks import run_ranks
+from tests.tiny import save_tiny
+
+TOKENS = 16
+BLOCKS = 4  # more than are simulated
+# On so many ranks, settings that change what is sharded, gathered or reduced.
+CASES = {
+    2: [
+        dict(),
+        dict(sharding_strategy="shard_grad_op", gradient_accumulation_steps=2),
+        dict(sharding_strategy="ddp"),
+        dict(wrap_policy="attention_mlp", quant="none", train_type="lora"),
+    ],
+    4: [
+        dict(sharding_strategy="hybrid_full_shard", shard_group_size=2),
+        dict(gradient_accumulation_steps=2, gather_once=True, no_sync=True),
+        dict(train_type="full"),
+    ],
+}
+
+
+def settings(folder: str, **changes) -> RunConfig:
+    """A tiny run without files."""
+    return RunConfig(
+        model_name=folder,
+        random_weights=True,
+        device="cpu",
+        precision="fp32",
+        context_length=TOKENS,
+        batch_size=2,
+        lora_rank=4,
+        lora_dropout=0.0,
+        **changes,
+    )
+
+
+def counted(configs: list[RunConfig]) -> list[tuple[dict, dict]]:
+    """In a rank: the memory by part and [calls, bytes] by collective of a real step."""
+    found = []
+    for config in configs:
+        device, held = torch.device("cpu"), {}
+        plan = plan_run(config, device)
+        model = build_model(config, device, plan=plan)
+        optimizer = build_optimizer(model, config.optimizer)
+        optimizer.register_step_pre_hook(
+            lambda *_, m=model, o=optimizer, h=held: h.update(memory_by_part(m, o))
+        )
+        ids = torch.arange(2 * TOKENS).view(2, TOKENS)
+        batches = [dict(input_ids=ids, labels=ids)] * int(plan.batch.accumulation)
+        with Collectives() as moved:
+            train_step(model, optimizer, batches, max_grad_norm=1.0, no_sync=config.no_sync)
+        found.append((held, moved.counts))
+    return found
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_a_simulated_rank_holds_and_moves_what_a_real_one_does_and_the_estimate_says(
+    ranks, tmp_path
+):
+    folder = save_tiny(tmp_path, num_hidden_layers=BLOCKS)
+    configs = [settings(folder, **case) for case in CASES[ranks]]
+    real = run_ranks(counted, ranks, configs)[0]
+    for config, (held, moved) in zip(configs, real, strict=True):
+        found = simulate(replace(config, world_size=ranks), ranks)
+        assert found.simulated_blocks < BLOCKS
+        assert found.memory == held, config
+        assert {k: [m.calls, m.bytes] for k, m in found.collectives.items()} == moved, config
+        assert found.memory == pytest.approx(found.estimated_memory, rel=0.02), config
+        assert found.collectives.keys() == found.estimated_collectives.keys(), config
+        for name, m in found.collectives.items():
+            estimated = found.estimated_collectives[name]
+            assert estimated.calls == m.calls, (name, config)
+            assert estimated.bytes == pytest.approx(m.bytes, rel=0.02), (name, config)
+
+
+def test_what_a_rank_moves_in_a_step_does_not_grow_with_the_ranks(tmp_path):
+    """But for rows that fill up the last shard: 104 and 128 for a vocabulary of 97."""
+    config = replace(settings(save_tiny(tmp_path)), lora_rank=32)
+    few, many = (simulate(config, ranks, nodes=ranks // 8).collectives for ranks in (8, 32))
+    assert few.keys() == many.keys()
+    for name in few:
+        assert many[name].calls == few[name].calls, name
+        assert many[name].bytes <= 1.25 * few[name].bytes, name
+
+
+def test_the_command_shows_the_simulation_beside_the_estimate(capsys):
+    assert main(["simulate", "--model_name", "llama-3.1-8b", "--world_size", "16"]) == 0
+    text = capsys.readouterr().out
+    assert "3 of 32 equal blocks simulated" in text
+    for row in ("frozen", "scales", "adapters", "gradients", "optimizer", "all_gather"):
+        assert re.search(rf"^{row} .*\d", text, re.MULTILINE), row
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--world_size", "16", "--nodes", "3"], "--nodes 3"),
+        (["--nodes", "2"], "--world_size is needed"),
+    ],
+)
+def test_ranks_that_can_not_be_divided_are_refused_with_the_flag(flags, said, capsys):
+    assert main(["simulate", "--model_name", "llama-3.1-8b", *flags]) == 2
+    assert said in capsys.readouterr().err
