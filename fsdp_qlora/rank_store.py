@@ -22,6 +22,7 @@ from torch.distributed import PrefixStore, Store
 
 POLL_SECONDS, _REPEAT = 0.05, 4  # an error is sent again at every fourth look
 _PATIENCE_SECONDS = 10  # for ranks to hear of an error
+_OFTEN = 64  # ranks; where there are more, each asks less often, or one store could not answer all
 
 
 # What gloo, NCCL and the store say when another process is gone; none of them has a type for it.
@@ -55,13 +56,14 @@ def rendezvous(
     """
     own, answered = uuid.uuid4().hex, None
     deadline = time.monotonic() + timeout.total_seconds()
+    poll = POLL_SECONDS * max(1, world_size / _OFTEN)
     if rank == 0:
         store.set("start", own)
     while time.monotonic() < deadline:
         if rank == 0:
             answers = [f"{own}/{other}" for other in range(1, world_size)]
             if not answers or store.check(answers):
-                store.set(f"{own}/all", json.dumps([store.get(key).decode() for key in answers]))
+                store.set(f"{own}/all", json.dumps(_values(store, answers)))
                 return PrefixStore(own, store)
         elif store.check(["start"]):
             start = store.get("start").decode()
@@ -72,7 +74,7 @@ def rendezvous(
                 return PrefixStore(start, store)
         if told := errors.look():
             raise ErrorOnAnotherRank(told.text)
-        time.sleep(POLL_SECONDS)
+        time.sleep(poll)
     raise OSError(f"not all {world_size} ranks reached the rendezvous within {timeout}")
 
 
@@ -119,6 +121,11 @@ def broadcast_error(
             time.sleep(POLL_SECONDS)
 
 
+def _values(store: Store, keys: list[str]) -> list[str]:
+    """The texts of keys that are all there, in one message."""
+    return [value.decode() for value in store.multi_get(keys)] if keys else []
+
+
 class RankStore:
     """Where threads of the ranks leave each other short texts, without a collective."""
 
@@ -134,6 +141,19 @@ class RankStore:
         key = f"{topic}/{rank}"
         return self.store.get(key).decode() if self.store.check([key]) else None
 
+    def read_all(self, topic: str) -> list[str | None]:
+        """What `read` gives of every rank, in two messages, and a few more for each that is None."""
+        return self._read([f"{topic}/{rank}" for rank in range(self.world_size)])
+
+    def _read(self, keys: list[str]) -> list[str | None]:
+        """The texts of these keys; halves are asked apart where one is missing."""
+        if self.store.check(keys):
+            return [*_values(self.store, keys)]
+        if len(keys) == 1:
+            return [None]
+        middle = len(keys) // 2
+        return self._read(keys[:middle]) + self._read(keys[middle:])
+
     def claim(self, topic: str) -> bool:
         """True for the first rank that claims the topic."""
         return self.store.compare_set(topic, "", str(self.rank)).decode() == str(self.rank)
@@ -143,13 +163,10 @@ class RankStore:
     ) -> list[str]:
         """The texts of all ranks in their order. Raises OSError if one does not come before that."""
         started = time.monotonic()
-        texts: list[str] = []
-        while len(texts) < self.world_size:
-            if (text := self.read(topic, len(texts))) is not None:
-                texts.append(text)
-            elif is_over() or time.monotonic() > started + timeout_s:
-                waited = time.monotonic() - started
-                raise OSError(f"rank {len(texts)} sent nothing for {waited:.0f} s")
-            else:
-                time.sleep(0.02)
-        return texts
+        keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
+        while not self.store.check(keys):
+            if is_over() or time.monotonic() > started + timeout_s:
+                waited, silent = time.monotonic() - started, self.read_all(topic).index(None)
+                raise OSError(f"rank {silent} sent nothing for {waited:.0f} s")
+            time.sleep(0.02)
+        return _values(self.store, keys)

@@ -6,9 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from fsdp_qlora.rank_store import ErrorKey, ErrorOnAnotherRank, broadcast_error, rendezvous
+from fsdp_qlora.rank_store import (
+    ErrorKey,
+    ErrorOnAnotherRank,
+    RankStore,
+    broadcast_error,
+    rendezvous,
+)
 from tests.patience import patience
 
 SOON = timedelta(seconds=patience(20))
@@ -71,3 +77,73 @@ def test_a_mistake_is_heard_by_ranks_that_wait_and_by_ranks_that_make_one(client
     assert [str(e) for e in others] == ["--lr is wrong on 1", "--lr is wrong on 2"]
     again = together(met, clients(3))  # what is left of it in the store frightens nobody
     assert not any(isinstance(store, Exception) for store in again), again
+
+
+class Counted(Store):
+    """One rank's connection to a store that all share, with the messages that it sent."""
+
+    def __init__(self, shared: Store):
+        super().__init__()
+        self.shared, self.messages = shared, 0
+
+    def _ask(self, name: str, *args):
+        self.messages += 1
+        return getattr(self.shared, name)(*args)
+
+    def set(self, key, value):
+        return self._ask("set", key, value)
+
+    def get(self, key):
+        return self._ask("get", key)
+
+    def check(self, keys):
+        return self._ask("check", keys)
+
+    def multi_get(self, keys):
+        return self._ask("multi_get", keys)
+
+
+RANKS = 256
+
+
+def test_a_rank_sends_a_few_messages_to_read_what_all_of_256_say():
+    store = Counted(HashStore())
+    ranks = [RankStore(store, rank, RANKS) for rank in range(RANKS)]
+    for rank in ranks[1:]:
+        rank.post("beat", f"{rank.rank}")
+    store.messages = 0
+    assert ranks[5].read_all("beat") == [None, *map(str, range(1, RANKS))]
+    assert store.messages <= 3 * 8 + 1  # at each halving two questions, and one half read
+    with pytest.raises(OSError, match="rank 0 sent nothing"):
+        ranks[0].wait_for_all("beat", 0.0)
+    ranks[0].post("beat", "0")
+    store.messages = 0
+    assert (
+        ranks[0].wait_for_all("beat", 60) == ranks[1].read_all("beat") == [*map(str, range(RANKS))]
+    )
+    assert store.messages == 4
+
+
+def test_at_a_rendezvous_of_256_ranks_each_sends_a_few_messages_beside_its_looks():
+    shared, stores = HashStore(), [Counted(HashStore()) for _ in range(RANKS)]
+    for store in stores:
+        store.shared = shared
+    looks = [0] * RANKS
+
+    class Errors:
+        """Nobody has one; each look of a rank asks once."""
+
+        def __init__(self, rank):
+            self.rank = rank
+
+        def look(self):
+            looks[self.rank] += 1
+
+    def one(store, rank, world_size, timeout):
+        return rendezvous(store, rank, world_size, timeout, Errors(rank))
+
+    found = together(one, stores, timedelta(seconds=patience(60)))
+    assert not any(isinstance(store, Exception) for store in found), found
+    # A look asks for the start, and whether all are there; rank 0 asks for all answers at once.
+    for store, own in zip(stores, looks, strict=True):
+        assert store.messages <= 3 * (own + 1) + 3

@@ -22,6 +22,7 @@ from .signals import StopRequested, end_at_once
 EXIT_STALLED = 70  # EX_SOFTWARE of sysexits.h
 _INNERMOST = 5  # frames of a stack that tell whether it waits in a collective
 WITHOUT_STORE_SECONDS = 30  # the store may be in the process that is frozen
+_NO_BEAT = '[0, "start", 0]'  # count, phase and time of a rank that has told nothing
 _OVER = "over"  # the phase of a rank that is done
 END_SECONDS = 2  # in which a thread ends whose store answers
 GONE_LOOKS = 16  # that meet no new beat: one comes every second, a look (signals.py) every half
@@ -77,15 +78,17 @@ class Watchdog:
 
         Looks count and not seconds: after a machine was suspended everybody's last beat is old.
         """
-        for rank in range(self.rank_store.world_size) if self.seconds else ():
+        if not self.seconds:
+            return ""
+        try:
+            beats = self.rank_store.read_all("beat")
+        except (
+            RuntimeError
+        ):  # it went with a rank, with its machine, or as this rank's work is done
+            return "" if self.is_over.is_set() else "the ranks' store"
+        for rank, beat in enumerate(beats):
             if rank == self.rank_store.rank:
                 continue
-            try:
-                beat = self.rank_store.read("beat", rank)
-            except (
-                RuntimeError
-            ):  # it went with a rank, with its machine, or as this rank's work is done
-                return "" if self.is_over.is_set() else "the ranks' store"
             before, looks = self.seen.get(rank, ("", 0))
             self.seen[rank] = beat, looks + 1 if beat == before else 0
             if beat and json.loads(beat)[1] != _OVER and self.seen[rank][1] >= GONE_LOOKS:
@@ -146,14 +149,15 @@ class Watchdog:
         self.is_over.wait(self.grace)
         if self.is_over.is_set() or self.count != count:
             return
-        ranks = range(self.rank_store.world_size)
-        told = {r: json.loads(text) for r in ranks if (text := self.rank_store.read("stalled", r))}
-        silent = [r for r in ranks if not told.get(r) or told[r][0] < self.beat(r)[0]]
-        frozen = [r for r in silent if time.time() - self.beat(r)[2] > self.grace]
+        said = self.rank_store.read_all("stalled")
+        told = {r: json.loads(text) for r, text in enumerate(said) if text}
+        beats = [json.loads(text or _NO_BEAT) for text in self.rank_store.read_all("beat")]
+        silent = [r for r, beat in enumerate(beats) if not told.get(r) or told[r][0] < beat[0]]
+        frozen = [r for r in silent if time.time() - beats[r][2] > self.grace]
         if set(silent) - set(frozen):
             return  # somebody moves, so this rank only waits
         if self.rank_store.claim("verdict"):
-            self.end(verdict(self.seconds, told, {r: self.beat(r) for r in frozen}))
+            self.end(verdict(self.seconds, told, {r: beats[r] for r in frozen}))
         time.sleep(self.grace)
         end_at_once(EXIT_STALLED, stalled(self.seconds), is_said=True)
 
@@ -162,10 +166,6 @@ class Watchdog:
         if self.is_over.is_set() and last is None:
             return
         self.rank_store.post("beat", json.dumps([self.count, last or self.phase, time.time()]))
-
-    def beat(self, rank: int) -> list:
-        """(count, phase, time) that a rank last told."""
-        return json.loads(self.rank_store.read("beat", rank) or '[0, "start", 0]')
 
     def end(self, message: str):
         """Say it and end this rank; the launcher ends the others."""
