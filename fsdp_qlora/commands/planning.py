@@ -71,6 +71,19 @@ class _PlanOptions:
     picture: str | None = opt(
         None, "plot the memory of each option to this file", example="plan.png"
     )
+    mtbf_hours: float | None = opt(
+        None,
+        "mean time between failures of one machine: shows how often to save, and what is lost",
+        unit="hours",
+        example=6000,
+        least=1,
+    )
+    restart_minutes: float = opt(
+        5.0,
+        "with --mtbf_hours, from a failure until the run trains again",
+        unit="minutes",
+        least=0,
+    )
     beyond_positions: bool = opt(False, "allow rows longer than the model's positions")
     json: bool = opt(False, "print JSON")
 
@@ -115,6 +128,7 @@ def _estimate_command(argv: list[str]):
 
 def _plan_command(argv: list[str]):
     """Find the fastest configuration that fits, and say why not another; needs no GPU."""
+    from ..estimate import failures
     from ..planner import as_json, draw, free_settings, propose, report
 
     config, machine, options = parse(
@@ -125,7 +139,10 @@ def _plan_command(argv: list[str]):
     shape, rows = _asked_shape(config, options, argv), _asked_rows(config, options, argv)
     free = free_settings(config, given_settings(argv), everything=True, rows=rows)
     plan = propose(shape, machine_from_options(machine), config, free, rows)
-    show(as_json if options.json else report, plan)
+    lost = None
+    if options.mtbf_hours is not None and plan.choice:
+        lost = failures(plan.choice, options.mtbf_hours, options.restart_minutes)
+    show(as_json if options.json else report, plan, lost)
     if options.picture:
         draw(plan, options.picture)
 

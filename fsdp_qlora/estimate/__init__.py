@@ -9,8 +9,8 @@ Time is counted in the same way: FLOPs over the rate of large products, bytes ov
 copies, transfers less what compute hides.
 
 Modules, each importing only from those before it: constants, lengths, kinds, experts,
-weights, activations, flops, gathered_units, peak, passes, speed, policies, resolve, cost,
-question, report, tasks.
+weights, collectives, activations, flops, gathered_units, peak, passes, speed, policies, resolve, cost,
+question, failures, report, tasks.
 
 Letters: B batch, T tokens of a row, N = B T, D hidden, I intermediate, q and kv the widths of all
 query and all key-value heads, V vocabulary, R rank, n ranks that share one copy of the weights.
@@ -18,6 +18,7 @@ query and all key-value heads, V vocabulary, R rank, n ranks that share one copy
 
 from .activations import kept_by_block, loss_bytes, saved_by_block
 from .cost import RunCost, owned_cost, run_cost
+from .failures import Failures, best_interval, failures
 from .flops import Flops, flops_per_token, model_flops_per_token, model_tflops
 from .lengths import Batches, Rows, batches_of, padding_line, with_longest_row
 from .peak import GIB, Memory, Peak, host_memory, memory
@@ -34,6 +35,7 @@ __all__ = [
     "TASKS",
     "Batches",
     "Estimate",
+    "Failures",
     "Flops",
     "Memory",
     "Peak",
@@ -45,9 +47,11 @@ __all__ = [
     "Weight",
     "as_json",
     "batches_of",
+    "best_interval",
     "block_weights",
     "choose_policies",
     "estimate",
+    "failures",
     "flops_per_token",
     "gathered",
     "host_memory",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from shutil import get_terminal_size
 from textwrap import wrap
 
 from ..config import AUTO, plan_batches
 from ..config.settings import counted
-from ..estimate import Estimate, padding_line
+from ..estimate import Estimate, Failures, padding_line
 from ..estimate import as_json as estimate_as_json
 from ..estimate.peak import EXPLAINED
 from ..estimate.report import data_notes, notes, settings_line, subject_lines, wrapped
@@ -19,8 +19,8 @@ from .search import seconds_per_token
 SHOWN = 8  # of the search's results
 
 
-def report(proposal: Proposal) -> str:
-    """The whole plan as text."""
+def report(proposal: Proposal, lost: Failures | None = None) -> str:
+    """The whole plan as text; `lost` is what failing machines cost it."""
     some = proposal.choice or proposal.closest
     assert some  # a search tries something
     lines = [
@@ -32,6 +32,7 @@ def report(proposal: Proposal) -> str:
         *_search_lines(proposal),
         "",
         *_choice_lines(proposal),
+        *(wrapped(lost.line()) if lost else ()),
     ]
     said = [*data_notes(some, proposal.rows), *notes(some)]
     return "\n".join(lines + [line for note in said for line in wrapped(note)])
@@ -197,7 +198,7 @@ def advice(proposal: Proposal) -> list[str]:
     return lines
 
 
-def as_json(proposal: Proposal) -> dict:
+def as_json(proposal: Proposal, lost: Failures | None = None) -> dict:
     """The whole plan as a dict of plain values."""
     return dict(
         ladder=[
@@ -218,4 +219,5 @@ def as_json(proposal: Proposal) -> dict:
         choice=estimate_as_json(proposal.choice) if proposal.choice else None,
         longest_context_that_fits=proposal.longest or None,
         gpus_that_fit=proposal.more_gpus or None,
+        failures=asdict(lost) if lost else None,
     )
