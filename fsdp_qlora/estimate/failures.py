@@ -30,10 +30,11 @@ class Failures:
 
     def line(self) -> str:
         """What to do, for people."""
+        minutes = f"{self.interval / 60:.2g}"
         return (
-            f"--checkpoint_minutes {self.interval / 60:.2g}: a machine fails every "
-            f"{self.between / 3600:.3g} hours, and saving holds up the run for {self.save:.2g} s; "
-            f"{self.lost:.1%} of the time is lost, with restarts of {self.restart / 60:g} minutes"
+            f"one machine fails every {self.between / 3600:.3g} hours: save every {minutes} minutes "
+            f"(--checkpoint_minutes {minutes}). Saving holds up the run for {self.save:.2g} s, a "
+            f"restart takes {self.restart / 60:g} minutes, and {self.lost:.1%} of the time is lost"
         )
 
 

@@ -171,7 +171,7 @@ def _counted(config: RunConfig, plan: Plan, folder: str) -> _Counts:
     with FakeTensorMode(allow_non_fake_inputs=True):
         materialize(model, device, parameter_device(model, device, on_host(own)))
         optimizer = build_optimizer(
-            model, config.optimizer, config.lr, config.wd, config.loraplus_lr_ratio
+            model, config.optimizer, own.optimizer.lr, config.wd, config.loraplus_lr_ratio
         )
         optimizer.register_step_pre_hook(lambda *_: held.update(memory_by_part(model, optimizer)))
         width = int(plan.batch.context_length)
