@@ -12,7 +12,7 @@ from pathlib import Path
 from ..atomic_files import sync, write_text
 from ..config import RunConfig
 from ..config.run import settings_that
-from ..config.settings import AUTO, DEFINES_WEIGHTS, counted, shown
+from ..config.settings import AUTO, DEFINES_WEIGHTS, RUN_LENGTH, counted, shown
 from ..data import Source, Subset, TokenizedDataset
 from ..dist import from_main, print_main, ranks_from_env
 from ..json_input import from_json
@@ -99,7 +99,10 @@ def look(
     if run is None or _has_ended(config, dataset, content, root, run):
         _make_room(config, LEFT_BY_A_RUN)
         return Found(content)
-    _check_same_run(config, differences(run, config, content, world_size()), folder)
+    found = differences(run, config, content, world_size())
+    if config.resume == "auto" and (root / FINISHED).exists():
+        found = _said_of_length(found)
+    _check_same_run(config, found, folder)
     _check_length(config, run, dataset, folder)
     kept = _kept_metrics(folder.parent.parent / "metrics.jsonl", run)
     if not _is_inside(folder, root):
@@ -162,7 +165,20 @@ def _has_ended(
         return False
     asked = steps_asked(config, dataset, run)
     longer = asked is not None and asked > last_step(root, run)
-    return not longer or bool(differences(run, config, content, world_size()))
+    return not longer or bool(
+        differences(run, config, content, world_size()).keys() - settings_that(RUN_LENGTH)
+    )
+
+
+def _said_of_length(found: dict[str, str]) -> dict[str, str]:
+    """What differs but for the length of a finished run, of which a decaying rate is told here."""
+    length = settings_that(RUN_LENGTH)
+    if said := [text for name, text in found.items() if name in length]:
+        print_main(
+            f"the finished run goes on: {'; '.join(said)}, so its learning rate rises again. "
+            "--resume none starts over"
+        )
+    return {name: text for name, text in found.items() if name not in length}
 
 
 def last_step(root: Path, run: dict) -> int:

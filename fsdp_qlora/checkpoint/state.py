@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
 from ..adapters import trainable_parameters
 from ..adapters.peft_names import saved_name, saved_names
@@ -54,7 +54,7 @@ class RunState:
 
     model: nn.Module
     optimizer: Optimizer
-    scheduler: LRScheduler
+    scheduler: LambdaLR
     sampler: StepSampler | StreamSampler
     evaluator: Evaluator | None
     device: torch.device
@@ -84,10 +84,13 @@ class RunState:
         load_weights_into(self.model, *_saved_weights(self.model, folder))
         load_optimizer_into(self.model, self.optimizer, RowFiles(folder.glob("rank-*.safetensors")))
         self.scheduler.load_state_dict(run["scheduler"])
-        for group, lr in zip(
-            self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True
+        for group, peak, share in zip(
+            self.optimizer.param_groups,
+            self.scheduler.base_lrs,
+            self.scheduler.lr_lambdas,
+            strict=True,
         ):
-            group["lr"] = lr
+            group["lr"] = peak * share(self.scheduler.last_epoch)  # a run made longer has another
         if self.scaler:
             self.scaler.load_state_dict(run["scaler"])
         self.sampler.load_state_dict(run["sampler"])

@@ -145,7 +145,7 @@ class Training:
 
     def step(self, step: Step):
         """One optimizer step, unless its rows are left out, then what is due after it."""
-        state, lr = self.state, self.state.scheduler.get_last_lr()[0]
+        state, lr = self.state, self.state.optimizer.param_groups[0]["lr"]
         self.watch.mark(f"step {step.index + 1}")
         if is_taken := step.index not in self.bad.left_out:
             with self.memory.step(step):

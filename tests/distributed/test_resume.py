@@ -456,6 +456,30 @@ def test_a_finished_run_that_is_made_longer_goes_on_from_the_newest_checkpoint_t
     assert (tmp_path / "5/disk/run.json").exists() and (tmp_path / "6/out/checkpoints").is_symlink()
 
 
+def run_twice(folder: str, out: str) -> tuple[int, str]:
+    """Steps that a finished run takes that is made longer under a cosine, and what it said."""
+    config = settings(folder, Path(out, "longer"))
+    run_once(config)
+    with redirect_stdout(io.StringIO()) as said:
+        steps = run_once(replace(config, num_epochs=3))
+    run_once(replace(config, num_epochs=3, output_dir=str(Path(out, "whole"))))
+    return len(steps), said.getvalue()
+
+
+def test_a_finished_run_is_made_longer_under_a_decaying_rate_and_says_that_this_rises(
+    folder, tmp_path
+):
+    ((steps, said),) = run_ranks(run_twice, 1, folder, str(tmp_path))
+    before, longer, whole = (
+        [step["lr"] for step in metrics(tmp_path / name)]
+        for name in ("longer/earlier-1", "longer", "whole")
+    )
+    assert steps == 3 and longer[:6] == before and longer[6:] == whole[6:]
+    assert longer[6] > before[5]
+    assert "the finished run goes on: --num_epochs was 2 and is 3" in said
+    assert "its learning rate rises again. --resume none starts over" in said
+
+
 def resumed_by_path(folder: str, out: str, paths: list[str]) -> list[int]:
     """Steps that a run takes that goes on from each path, in folders of their own."""
     return [
