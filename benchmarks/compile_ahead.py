@@ -17,7 +17,7 @@ import argparse
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 
 from speed_rows import CASES
@@ -26,10 +26,10 @@ from fsdp_qlora.bench.cell_processes import How, Job, job_of, run_batch
 from fsdp_qlora.bench.grid import Cell, read_grid
 from fsdp_qlora.bench.row import BenchRow
 from fsdp_qlora.catalog.llama_pro import expanded_shape
-from fsdp_qlora.config import AUTO, plan_batches
+from fsdp_qlora.config import AUTO, RunConfig, plan_batches
 from fsdp_qlora.config.flags import parse, typed_flags
 from fsdp_qlora.config.recipe import read_recipe
-from fsdp_qlora.config.settings import shown
+from fsdp_qlora.config.settings import default_of, shown
 from fsdp_qlora.estimate import choose_policies
 from fsdp_qlora.estimate.policies import choose_tiles
 from fsdp_qlora.plan import draft_plan
@@ -100,6 +100,7 @@ def planned(cell: Cell) -> dict:
 def thin_cells(cells: list[Cell]) -> list[Cell]:
     """One cell of two blocks for each graph that compiled cells need."""
     found: dict[tuple, Cell] = {}
+    default = {f.name: default_of(f) for f in fields(RunConfig)}
     for cell in cells:
         if cell.config.compile is False:
             continue
@@ -109,8 +110,10 @@ def thin_cells(cells: list[Cell]) -> list[Cell]:
             print(f"{cell.name}: left out: {error}")
             continue
         for thin in thinned(cell):
-            graph = {**thin.settings, "gpus": thin.gpus}
-            graph["sharding_strategy"] = graph["sharding_strategy"] == "ddp"
+            graph = {k: v for k, v in thin.settings.items() if v != default[k]} | dict(
+                gpus=thin.gpus
+            )
+            graph["sharding_strategy"] = thin.config.sharding_strategy == "ddp"
             found.setdefault(tuple(sorted((k, str(v)) for k, v in graph.items())), thin)
     return list(found.values())
 

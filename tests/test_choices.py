@@ -266,5 +266,5 @@ found = dict(
     assert found["flag"] == found["recipe"] == found["saved"] == 4 and found["older"] == 2
     assert found["schema"]["default"] == 2 and "'minimum': 0" in str(found["schema"])
     assert found["page"] and not found["same"]
-    assert found["changed"] == {"sharpness": "--sharpness was 4.0 and is 1.0"}
+    assert found["changed"] == {"sharpness": "--sharpness was 4 and is 1"}
     assert found["refused"] == "--sharpness must be 0 or more, got -1.0"

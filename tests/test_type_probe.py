@@ -194,7 +194,7 @@ def test_check_says_what_works_from_config_json_alone(tmp_path, capsys):
     assert said["type"].strip() == "falcon_h1, tested"
     assert "q_proj x2" in said["all-linear"] and "out_proj" not in said["all-linear"]
     assert "out_proj (the model's code reads its weight)" in said["not adapted"]
-    assert "conv1d" in said["in 16 bits"] and "--packing false" in said["packing"]
+    assert "conv1d" in said["in 16 bits"] and "kept apart" in said["packing"]
 
 
 def test_check_refuses_a_type_that_cant_be_trained_in_one_line(tmp_path, capsys):

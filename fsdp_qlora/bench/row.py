@@ -15,7 +15,16 @@ from ..config.options import OLD_ALL_TARGETS, TRAIN_TYPES
 from ..plan import Plan
 
 # How names of other files begin.
-_NO_ROWS = ("attention", "checkpointing", "dpo", "packing", "quality", "real_rows")
+_NO_ROWS = (
+    "attention",
+    "checkpointing",
+    "defaults",
+    "dpo",
+    "packing",
+    "quality",
+    "real_rows",
+    "trl",
+)
 
 
 @dataclass

@@ -99,10 +99,8 @@ def look(
     if run is None or _has_ended(config, dataset, content, root, run):
         _make_room(config, LEFT_BY_A_RUN)
         return Found(content)
-    found = differences(run, config, content, world_size())
-    if config.resume == "auto" and (root / FINISHED).exists():
-        found = _said_of_length(found)
-    _check_same_run(config, found, folder)
+    ended = config.resume == "auto" and (root / FINISHED).exists()
+    _check_same_run(config, differences(run, config, content, world_size()), folder, ended)
     _check_length(config, run, dataset, folder)
     kept = _kept_metrics(folder.parent.parent / "metrics.jsonl", run)
     if not _is_inside(folder, root):
@@ -217,8 +215,13 @@ def chosen(config: RunConfig, root: Path) -> Path | None:
     return folder
 
 
-def _check_same_run(config: RunConfig, found: dict[str, str], folder: Path):
-    """Refuse a checkpoint that differs so; after an explicit path only what it can't do without."""
+def _check_same_run(config: RunConfig, found: dict[str, str], folder: Path, ended: bool = False):
+    """Refuse a checkpoint that differs so; after an explicit path only what it can't do without.
+
+    ended: it is of a finished run, which may be made longer.
+    """
+    if ended:
+        found = _said_of_length(found)
     must = settings_that(DEFINES_WEIGHTS) | {
         "model_name",
         "dataset",

@@ -36,7 +36,7 @@ from ..observe.trackers import check_trackers
 from ..plan import draft_plan, with_learning_rate
 from ..planner import free_settings, propose
 from ..planner import report as plan_report
-from ..preflight.checks import check_device, check_places, check_rows
+from ..preflight.checks import bf16_line, check_device, check_places, check_rows
 from ..preflight.run_data import RunData, load_data, run_tokenizer
 from ..preflight.sampled_lengths import lengths_of
 from ..training.describe import fill_line, rate_line, steps_line, warn_of_warmup
@@ -73,6 +73,8 @@ def dry_run(config: RunConfig, argv: list[str]):
     if config.new_tokens:
         grow_vocabulary(model_settings, tokenizer)
     check_rows(config, data, model_settings)
+    if line := bf16_line(config, device):
+        print_main(line)
     _show_batches(config, data, tokenizer, model_settings.get_text_config(), ranks, device)
     print_main("dry run: nothing was trained or written")
 

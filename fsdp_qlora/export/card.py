@@ -14,6 +14,7 @@ from statistics import median
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from ..choices import FORMATS
 from ..config import RunConfig
 from ..config.settings import default_of, shown
 from ..json_input import from_json, read_object
@@ -196,12 +197,12 @@ def table(rows: dict) -> list[str]:
 
 
 _OF_4_BITS = 'load_in_4bit=True, bnb_4bit_quant_type="{}", bnb_4bit_compute_dtype=torch.bfloat16'
-_BITSANDBYTES = {"nf4": _OF_4_BITS.format("nf4"), "fp4": _OF_4_BITS.format("fp4")}
 
 
 def _usage(base: str, is_adapter: bool, quant: str | None) -> list[str]:
     """How others load it: the base in the bits that the adapter learned on, where bitsandbytes has them."""
-    bits = _BITSANDBYTES.get(quant or "") if is_adapter else None
+    known = FORMATS.get(quant or "")
+    bits = _OF_4_BITS.format(quant) if is_adapter and known and known.is_bitsandbytes else None
     names = ["AutoModelForCausalLM", "AutoTokenizer", *(["BitsAndBytesConfig"] if bits else [])]
     imports = [f"from transformers import {', '.join(names)}", ""]
     tokenizer = 'tokenizer = AutoTokenizer.from_pretrained("THIS FOLDER")'

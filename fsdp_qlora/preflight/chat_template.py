@@ -61,7 +61,11 @@ def _template(tokenizer: PreTrainedTokenizerBase, given: str) -> str:
         )
     try:
         # An adapter's folder has a tokenizer, and no config.json.
-        other = AutoTokenizer.from_pretrained(path) if path.is_dir() else load_tokenizer(given)
+        other = (
+            AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+            if path.is_dir()
+            else load_tokenizer(given)
+        )
     except (OSError, ValueError) as error:
         names = ", ".join([*NAMED, *(own if isinstance(own, dict) else ())])
         why = first_line(error).split(";")[0].removeprefix(f"--model_name {given}: ")

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from ..catalog.families import positions_of
 from ..config import RunConfig, block_policies
-from ..dist import print_main, ranks_from_env, resolve_shard_group_size
+from ..dist import ranks_from_env, resolve_shard_group_size
 from ..export import weights_folder
 from ..memory.tiled_mlp import check_mlps
 from ..model.blocks import decoder_blocks
@@ -20,16 +20,19 @@ from ..writable import check_folder
 from .run_data import RunData
 
 
+def bf16_line(config: RunConfig, device: torch.device) -> str:
+    """Which precision is faster on a CPU without instructions for bf16; else empty."""
+    if config.product_dtype != "bf16" or device.type == "cuda" or _has_bf16_instructions():
+        return ""
+    return (
+        "this CPU has no instructions for bf16, so matmuls in it are slow: --precision fp32 is many "
+        "times faster here"
+    )
+
+
 def check_device(config: RunConfig, device: torch.device):
-    """Refuse a precision that the device does not have, and say which one is faster on a CPU."""
-    if config.product_dtype != "bf16":
-        return
-    if device.type != "cuda":
-        if not _has_bf16_instructions():
-            print_main(
-                "this CPU has no instructions for bf16, so matmuls in it are slow: --precision fp32 is "
-                "many times faster here"
-            )
+    """Refuse a precision that the device does not have."""
+    if config.product_dtype != "bf16" or device.type != "cuda":
         return
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ValueError(

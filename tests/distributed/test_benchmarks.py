@@ -55,7 +55,11 @@ def test_every_row_of_the_table_is_a_configuration_with_a_target():
         config = case.config("model")
         assert config.random_weights and config.lora_dropout == 0, name
         assert case.target is None or case.target > 0, name
-    assert chosen(["8b_qlora_*"], 2) == ["8b_qlora_full_shard", "8b_qlora_ddp"]
+    assert chosen(["8b_qlora_*"], 2) == [
+        "8b_qlora_full_shard",
+        "8b_qlora_ddp",
+        "8b_qlora_shard_grad_op",
+    ]
     with pytest.raises(ValueError, match="no row matches 9b"):
         chosen(["9b"], 1)
 
