@@ -191,9 +191,10 @@ def _right_tokens(model: nn.Module, device: torch.device) -> Tensor:
 
     It is one tensor that is added to, so that a CUDA graph counts as well.
     """
-    if getattr(model, "right_tokens", None) is None:
-        model.right_tokens = torch.zeros((), dtype=torch.int64, device=device)
-    return model.right_tokens
+    counter = getattr(model, "right_tokens", None)
+    if counter is None:
+        counter = model.right_tokens = torch.zeros((), dtype=torch.int64, device=device)
+    return counter
 
 
 def take_right_tokens(model: nn.Module) -> Tensor | None:
