@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 BUCKET_BYTES = 128 * 2**20  # gradients that are reduced together where nothing is sharded
+PIECE_BYTES = 2**27  # of rows of a sharded embedding that travel at a time
 
 
 @dataclass(frozen=True, kw_only=True)

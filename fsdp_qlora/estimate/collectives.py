@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..catalog.arch import ModelShape
-from ..choices.strategies import BUCKET_BYTES
+from ..choices.strategies import BUCKET_BYTES, PIECE_BYTES
 from ..plan import BYTES, Plan
 from .weights import (
     EMBEDDING,
@@ -29,8 +29,6 @@ from .weights import (
     trains_head,
     whole_embedding_bytes,
 )
-
-PIECE_BYTES = 2**27  # rows of the embedding that travel at a time (memory/vocab_parallel.py)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ..catalog.arch import ModelShape
 from ..choices import OPTIMIZERS, POLICIES
 from ..choices.optimizers import CHUNK, TOGETHER
-from ..choices.strategies import BUCKET_BYTES, resharding
+from ..choices.strategies import BUCKET_BYTES, PIECE_BYTES, resharding
 from ..plan import BYTES, Plan, Runs
 from . import constants
 from .activations import Kept, block_input, loss_bytes, offloaded_input
@@ -28,7 +28,6 @@ from .weights import (
 )
 
 GIB = 2**30
-PIECE_BYTES = 2**27  # rows of the embedding that travel at a time (memory/vocab_parallel.py)
 _CUBLAS_WORKSPACE = 2 * 32 * 2**20  # torch's default on Hopper, for the forward and backward thread
 
 _UPDATE = "optimizer's update"

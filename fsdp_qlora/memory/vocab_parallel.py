@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from ..choices.strategies import PIECE_BYTES
 from ..dist import all_gather_rows, local_rows, max_over_ranks, reduce_scatter_rows
 from ..model.blocks import base_model, output_head
 
@@ -24,8 +25,6 @@ try:
     import triton.language as tl
 except ImportError:  # CPU builds of torch come without
     triton = None
-
-PIECE_BYTES = 2**27  # of rows that are in flight at a time
 
 
 def _vocabulary_layers(model: nn.Module) -> list[nn.Module]:

@@ -33,7 +33,7 @@ def draw(proposal: Proposal, path: str | Path) -> Path:
         bars.append(("chosen by the search", proposal.choice))
     figure, axes = plt.subplots(figsize=(9, 1.4 + 0.42 * len(bars)), layout="constrained")
     limit = proposal.machine.memory_gib
-    axes.set_xlim(0, 1.12 * max(limit, max(found.memory.total for _, found in bars)))
+    axes.set_xlim(0, 1.2 * max(limit, max(found.memory.total for _, found in bars)))
     for place, (_, found) in enumerate(bars):
         bar(axes, place, found)
     axes.axvline(limit, color="#b02020", linewidth=1.5)
@@ -42,8 +42,8 @@ def draw(proposal: Proposal, path: str | Path) -> Path:
     axes.set(
         xlabel="GiB per GPU; pale: does not fit",
         ylim=(len(bars) - 0.4, -1.1),
-        title=title(proposal),
     )
+    figure.suptitle(title(proposal))  # over the names too, or a long one would be cut
     axes.spines[["top", "right"]].set_visible(False)
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for _, _, colour in _STACK]
     figure.legend(

@@ -117,7 +117,7 @@ def _choice_lines(proposal: Proposal) -> list[str]:
     step, choice = proposal.choice.step, proposal.choice
     batches = plan_batches(choice.config, proposal.machine.world_size)
     fixed = (
-        "fixed" if proposal.config.global_batch_size != AUTO else "--global_batch_size fixes them"
+        "fixed" if proposal.config.global_batch_size != AUTO else "--global_batch_size sets another"
     )
     speed = step.tokens_per_second_per_gpu * proposal.machine.world_size
     return [
