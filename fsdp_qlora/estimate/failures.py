@@ -30,9 +30,9 @@ class Failures:
 
     def line(self) -> str:
         """What to do, for people."""
-        minutes = f"{self.interval / 60:.2g}"
+        minutes, hours = f"{self.interval / 60:.2g}", self.between / 3600
         return (
-            f"one machine fails every {self.between / 3600:,.{self.between < 36e4:d}f} hours: save every {minutes} minutes "
+            f"one machine fails every {hours:,.{hours < 100:d}f} hours: save every {minutes} minutes "
             f"(--checkpoint_minutes {minutes}). Saving holds up the run for {self.save:.2g} s, a "
             f"restart takes {self.restart / 60:g} minutes, and {self.lost:.1%} of the time is lost"
         )
