@@ -27,6 +27,7 @@ from .config.settings import opt
 from .lifecycle.closed_terminal import outlive_terminal
 from .lifecycle.notify import told_at_end
 from .lifecycle.signals import EXIT_STOPPED, StopRequested, StopSignals, end_beside_threads
+from .observe.startup import part_ended
 from .redact import redact
 
 
@@ -61,6 +62,7 @@ def train_command(argv: list[str]):
         argv = planned_argv(config, argv, TrainOptions)
         config, _ = parse(argv, TrainOptions)
         config.model_name = hub_name(config.model_name)
+        part_ended("plan and probe")
     from .dist import ranks_from_env
     from .lifecycle.launcher import run_on_ranks
 
