@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,6 +106,7 @@ def train_both_ways(folder: str, cases: dict = CASES) -> dict:
                 **dict(lora_dropout=0.0, use_gradient_checkpointing=False, sharding_strategy="ddp")
                 | settings,
             )
+            began = time.monotonic()
             seed_everything(0, 0)
             plan = plan_run(config, device)
             model = build_model(config, device, plan=plan).train()
@@ -126,6 +128,8 @@ def train_both_ways(folder: str, cases: dict = CASES) -> dict:
                 n: full_tensor(p.detach()).cpu() for n, p in trainable_parameters(model).items()
             }
             found[name, cuda_graphs] = losses, weights, len(getattr(runner, "graphs", ()))
+            took = time.monotonic() - began
+            print(f"{name}, {'replayed' if cuda_graphs else 'launched'}: {took:.0f} s", flush=True)
     return found
 
 

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import io
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -61,9 +62,11 @@ def everything(folder: str, output: str) -> dict:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # kernels that give the same bits every time
     torch.use_deterministic_algorithms(True, warn_only=True)
     rows = long_rows(2 * dist.get_world_size())
-    found: dict = {
-        name: accumulated_gradients(folder, "cuda", cases_of(name), REPEATS, rows) for name in EQUAL
-    }
+    found: dict = {}
+    for name in EQUAL:
+        began = time.monotonic()
+        found[name] = accumulated_gradients(folder, "cuda", cases_of(name), REPEATS, rows)
+        print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
     found["allocated"] = {
         compiled: [
             allocated_after_forward(folder, case | dict(compile=compiled))
