@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What docs/performance.md, memory.md, planner.md and checkpoints.md still lack, on two or four GPUs of one
 # machine, in stages of up to ten minutes; rows and logs go into a folder. ECHO=echo only prints commands.
-#   benchmarks/several_gpus.sh 2 /tmp/rows tests checkpoints replayed memory auto shared packed trl
+#   benchmarks/several_gpus.sh 2 /tmp/rows tests checkpoints replayed memory auto shared packed trl gathers
 #   benchmarks/several_gpus.sh 4 /tmp/rows replayed loading shared packed strategies experts
 # Checkpoints are made in /dev/shm: 16 GB for 8B, 140 GB for `loading`. `trl` needs trl and datasets.
 set -uo pipefail
@@ -52,6 +52,11 @@ for stage in "$@"; do
           --steps 20 --bench_steps 0 --gpus "$gpus" --sharding_strategy "$strategy" \
           --results "$out/real_rows.jsonl"
       done ;;
+    [24]-gathers)
+      ways="torchrun --nproc_per_node $gpus benchmarks/gathers.py --layers 16 --results $out/gathers.jsonl"
+      go 150 gathers $ways plain last_kept plain
+      go 60 gathers_symmetric $ways symmetric
+      go 60 gathers_copies env NCCL_CTA_POLICY=2 $ways copy_engine ;;
     2-trl) go 280 trl torchrun --nproc_per_node 2 benchmarks/trl_two_ranks.py /dev/shm/llama-8b-8 \
       --layers 8 --minutes 4 --results "$out/trl_two_ranks.jsonl" ;;
     4-strategies) rows '8b_qlora_hybrid*' 8b_qlora_shard_grad_op 8b_qlora_full_shard 8b_qlora_ddp ;;
