@@ -15,6 +15,7 @@ from fsdp_qlora.dist import process_group
 from fsdp_qlora.estimate.experts import PART_VALUES as estimated_values
 from fsdp_qlora.experts import ExpertLoad, mixtures_of
 from fsdp_qlora.experts.grouped_matmul import PART_VALUES
+from fsdp_qlora.experts.row_sums import sum_rows
 
 from .families import save_family
 from .parts import slow
@@ -74,3 +75,11 @@ def test_a_run_records_how_even_experts_are_used_and_says_that_they_stay_frozen(
 
 def test_the_estimate_unpacks_as_many_weights_at_a_time_as_a_run():
     assert estimated_values == PART_VALUES
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_of_a_token_are_summed_in_fp32_wherever_they_lie(dtype):
+    values = torch.randn(24, 40).to(dtype)
+    rows = torch.randperm(24).view(8, 3)
+    expected = values.float()[rows].sum(1).to(dtype)
+    torch.testing.assert_close(sum_rows(values, rows), expected, rtol=2**-7, atol=2**-7)

@@ -1,6 +1,7 @@
 """Mixtures of experts: all experts of a block as rows of two linear layers, and LoRA on them.
 
-Modules, each importing only from those before it: grouped_matmul, routing, stacked, lora_ops, lora.
+Modules, each importing only from those before it: row_sums, grouped_matmul, routing, stacked,
+lora_ops, lora.
 """
 
 from .lora import adapt_experts, expert_parameters, is_target, names_of_wrappers, target_ends

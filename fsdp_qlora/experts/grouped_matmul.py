@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ..quantization.formats import FrozenWeight
 from ..quantization.kernels import can_unpack_experts, unpack_experts
+from .row_sums import sum_rows
 
 PART_VALUES = 2**29  # of W that exist at once: 1 GiB in bf16
 _ALIGNMENT = 16  # bytes, of the rows of what the kernel takes
@@ -41,7 +42,7 @@ class Routing(NamedTuple):
 
     def outputs(self, y: Tensor) -> Tensor:
         """What a product gives: sums over the rows of each token, in fp32, if tokens are wanted."""
-        return self._sums(y) if self.tokens_at == "output" else y
+        return sum_rows(y, self.rows) if self.tokens_at == "output" else y
 
     def output_gradients(self, dy: Tensor) -> Tensor:
         """The adjoint of `outputs`."""
@@ -49,11 +50,7 @@ class Routing(NamedTuple):
 
     def input_gradients(self, dx: Tensor) -> Tensor:
         """The adjoint of `inputs`."""
-        return self._sums(dx) if self.tokens_at == "input" else dx
-
-    def _sums(self, rows: Tensor) -> Tensor:
-        """(S, D) -> (N, D), without a copy in another order."""
-        return nn.functional.embedding_bag(self.rows, rows, mode="sum")
+        return sum_rows(dx, self.rows) if self.tokens_at == "input" else dx
 
 
 @torch.library.custom_op("fsdp_qlora::grouped_linear", mutates_args=())

@@ -92,18 +92,16 @@ def _adapted_experts_backward(
 def _each_a(a: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
     """A of each expert (E, R, I), with rows of zeros after its last."""
     a = a.unflatten(0, (experts, -1)).to(dtype)
-    return nn.functional.pad(a, (0, 0, 0, _padded(a.shape[1]) - a.shape[1]))
+    missing = -a.shape[1] % _RANK_STEP
+    return nn.functional.pad(a, (0, 0, 0, missing)) if missing else a
 
 
 def _each_b(b: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
     """B of each expert (E, O, R), with columns of zeros after its last."""
-    b = b.unflatten(1, (-1, experts)).permute(2, 0, 1).to(dtype)
-    return nn.functional.pad(b, (0, _padded(b.shape[2]) - b.shape[2])).contiguous()
-
-
-def _padded(rank: int) -> int:
-    """The rank that is computed with."""
-    return -(-rank // _RANK_STEP) * _RANK_STEP
+    b = b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+    missing = -b.shape[2] % _RANK_STEP
+    b = nn.functional.pad(b, (0, missing)) if missing else b
+    return b.to(dtype, memory_format=torch.contiguous_format).contiguous()
 
 
 # ---- shapes for tracing, and autograd ----------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 from bitsandbytes.functional import get_4bit_type
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..choices import FORMATS
 from .absmax import BLOCKSIZE
@@ -82,12 +82,15 @@ if triton:
         O,
         I,
         EXPERT_ROWS,
+        RANK,
+        scaling,
         FP4: tl.constexpr,
         R: tl.constexpr,
         BO: tl.constexpr,
         BLOCKS: tl.constexpr,
     ):
-        # BLOCKS blocks of 64 inputs of BO rows, all of one expert; R is 0 without an adapter.
+        # BLOCKS blocks of 64 inputs of BO rows, all of one expert; R is 0 without an adapter, else RANK
+        # filled up. A and B are cast here, where that takes no launches of its own.
         WIDE: tl.constexpr = BLOCKS * 64
         rows = tl.program_id(0) * BO + tl.arange(0, BO)
         inside, far = rows < O, rows.to(tl.int64)
@@ -107,9 +110,19 @@ if triton:
         columns = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
         if R > 0:
             ranks, expert = tl.arange(0, R), tl.program_id(0) * BO // EXPERT_ROWS
-            b = tl.load(b_ptr + rows[:, None] * R + ranks[None, :], mask=inside[:, None], other=0.0)
-            a = tl.load(a_ptr + (expert * R + ranks[:, None]) * I + columns[None, :])
-            weight = tl.dot(b, a, weight)
+            there = ranks < RANK
+            b = tl.load(
+                b_ptr + rows[:, None] * RANK + ranks[None, :],
+                mask=inside[:, None] & there[None, :],
+                other=0.0,
+            )
+            a = tl.load(
+                a_ptr + (expert * RANK + ranks[:, None]) * I + columns[None, :],
+                mask=there[:, None],
+                other=0.0,
+            )
+            b = (b.to(tl.float32) * scaling).to(tl.bfloat16)
+            weight = tl.dot(b, a.to(tl.bfloat16), weight)
         tl.store(
             out_ptr + far[:, None] * I + columns[None, :],
             weight.to(tl.bfloat16),
@@ -142,45 +155,44 @@ def can_unpack_adapted(w: FrozenWeight, rank: int, dtype: torch.dtype) -> bool:
 
 
 def unpack_adapted(w: FrozenWeight, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """W + scaling B A as bf16 (O, I): summed in fp32, rounded once."""
-    rank = rank_columns(b.shape[1])
-    a = _with_rows(a.to(torch.bfloat16), rank).contiguous()
-    b = _with_columns((b * scaling).to(torch.bfloat16), rank)
-    return _unpacked(w, a, b, rank, len(w.weight))
+    """W + scaling B A as bf16 (O, I), of factors in any dtype: summed in fp32, rounded once."""
+    return _unpacked(w, 1, a, b, scaling)
 
 
 def unpack_experts(
-    w: FrozenWeight, experts: int, a: Tensor | None = None, b: Tensor | None = None
+    w: FrozenWeight,
+    experts: int,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    scaling: float = 1.0,
 ) -> Tensor:
     """W of all experts (E, O, I) in bf16, plus B A of each, of A (E, R, I) and B (E, O, R) if given."""
-    rank, rows = 0, len(w.weight) // experts
-    if a is not None:
-        rank = rank_columns(b.shape[2])
-        a = nn.functional.pad(a.to(torch.bfloat16), (0, 0, 0, rank - a.shape[1])).contiguous()
-        b = nn.functional.pad(b.to(torch.bfloat16), (0, rank - b.shape[2])).contiguous()
-    return _unpacked(w, a, b, rank, rows).unflatten(0, (experts, rows))
+    return _unpacked(w, experts, a, b, scaling).unflatten(0, (experts, -1))
 
 
 def _unpacked(
-    w: FrozenWeight, a: Tensor | None, b: Tensor | None, rank: int, expert_rows: int
+    w: FrozenWeight, experts: int, a: Tensor | None, b: Tensor | None, scaling: float
 ) -> Tensor:
-    """W (O, I) in bf16, with an adapter of `rank` columns."""
+    """W (O, I) in bf16, with the adapters of experts whose rows are below each other."""
     w = w.with_float_absmax()
     rows, in_features = w.weight.shape[0], w.in_features
+    rank = 0 if b is None else b.shape[-1]
     out = torch.empty(rows, in_features, dtype=torch.bfloat16, device=w.weight.device)
     blocks = blocks_of_a_tile(in_features, 2)
     grid = (triton.cdiv(rows, _TILE_ROWS), in_features // BLOCKSIZE // blocks)
     _unpack_adapted[grid](
         w.weight.view(torch.uint8),
         w.absmax,
-        out if a is None else a,
-        out if b is None else b,
+        out if a is None else a.contiguous(),
+        out if b is None else b.contiguous(),
         out,
         rows,
         in_features,
-        expert_rows,
-        w.quant_type == "fp4",
+        rows // experts,
         rank,
+        scaling,
+        w.quant_type == "fp4",
+        rank and rank_columns(rank),
         _TILE_ROWS,
         blocks,
         num_warps=8,
@@ -191,13 +203,3 @@ def _unpacked(
 def rank_columns(rank: int) -> int:
     """What an adapter's rank is filled up to with zeros: a power of two, from 16 on."""
     return max(_RANKS[0], 1 << (rank - 1).bit_length())
-
-
-def _with_columns(x: Tensor, columns: int) -> Tensor:
-    """x (N, R) with columns of zeros behind it."""
-    return x if x.shape[1] == columns else nn.functional.pad(x, (0, columns - x.shape[1]))
-
-
-def _with_rows(x: Tensor, rows: int) -> Tensor:
-    """x (R, N) with rows of zeros below it."""
-    return x if len(x) == rows else nn.functional.pad(x, (0, 0, 0, rows - len(x)))

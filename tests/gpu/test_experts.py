@@ -8,6 +8,7 @@ import torch
 from fsdp_qlora.experts import grouped_matmul
 from fsdp_qlora.experts.grouped_matmul import Routing
 from fsdp_qlora.experts.lora_ops import adapted_experts
+from fsdp_qlora.experts.row_sums import sum_rows
 from fsdp_qlora.quantization.formats import dequantize_rows, quantize_rows
 
 pytestmark = [
@@ -86,3 +87,16 @@ def test_the_host_waits_for_no_count_of_tokens():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("tokens, each, width", [(700, 8, 2048), (33, 2, 4096), (5, 1, 100)])
+def test_rows_of_a_token_are_summed_in_fp32_and_rounded_once(tokens, each, width, dtype):
+    torch.manual_seed(0)
+    values = torch.randn(tokens * each, width + 8, device="cuda").to(dtype)[:, :width]
+    rows = torch.randperm(tokens * each, device="cuda").view(tokens, each)
+    expected = values.float()[rows].sum(1)
+    rounding = torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        sum_rows(values, rows).float(), expected, rtol=rounding, atol=8 * rounding
+    )
