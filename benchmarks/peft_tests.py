@@ -1,24 +1,28 @@
 """PEFT's own LoRA tests, run against the layers of this project: which pass, and why others can't.
 
     git clone --branch v0.21.0 https://github.com/huggingface/peft
-    python benchmarks/peft_tests.py peft                     # all test files that need no download
+    python benchmarks/peft_tests.py peft                     # all test files that touch LoRA
     python benchmarks/peft_tests.py peft tests/test_custom_models.py -k merge
 
 `LoraLinear` takes the place of PEFT's layer wherever a test adapts an nn.Linear; tests that adapt none
-don't count. Those that fail run again with PEFT's layers, and don't count if they fail there too: they
-need a download, or a GPU. A failure that is left is one of `_CANNOT_APPLY`, with its reason, or makes the
-script fail. Beside this project's, the tests need parameterized, diffusers and scipy.
+don't count. Models of the hub are small random ones here (tiny_hub.py). Tests that fail run again with
+PEFT's layers, and don't count if they fail there too: they need a real download, or a GPU. A failure
+that is left is one of `_CANNOT_APPLY`, with its reason, or makes the script fail. Beside this project's,
+the tests need parameterized, diffusers and scipy.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+
+from tiny_hub import write_cache
 
 ROOT = Path(__file__).parents[1]
 # By a part of a test's name: why it can't apply to layers of this project.
@@ -43,6 +47,22 @@ _FILES = [
     "tests/test_mixed.py",
     "tests/test_arrow.py",
     "tests/test_other.py",
+    "tests/test_decoder_models.py",
+    "tests/test_encoder_decoder_models.py",
+    "tests/test_feature_extraction_models.py",
+    "tests/test_seq_classifier.py",
+    "tests/test_target_parameters.py",
+    "tests/test_trainable_tokens.py",
+    "tests/test_token_classification_qa.py",
+    "tests/test_vision_models.py",
+    "tests/test_xlora.py",
+    "tests/test_helpers.py",
+    "tests/test_integrations.py",
+    "tests/test_mapping.py",
+    "tests/test_auto.py",
+    "tests/test_hub_features.py",
+    "tests/test_poly.py",
+    "tests/test_stablediffusion.py",
 ]
 
 
@@ -85,6 +105,9 @@ class _Watch:
         Path(self.results).write_text(json.dumps(self.ends))
 
 
+_HUB = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # and HF_HUB_CACHE, once it is written
+
+
 def _run(checkout: str, layers: str, given: list[str], only: list[str] | None = None) -> dict:
     """By test: passed, adapted (it made a LoRA layer over an nn.Linear), and the end of its report."""
     with tempfile.TemporaryDirectory() as folder:
@@ -93,7 +116,7 @@ def _run(checkout: str, layers: str, given: list[str], only: list[str] | None = 
             Path(f"{folder}/only").write_text("\n".join(only))
             given = [f"@{folder}/only"]
         command = [sys.executable, __file__, "--one", layers, results, *given]
-        subprocess.run(command, cwd=checkout, check=False)
+        subprocess.run(command, cwd=checkout, check=False, env=os.environ | _HUB)
         return json.loads(Path(results).read_text())
 
 
@@ -111,6 +134,14 @@ def _run_here(layers: str, results: str, given: list[str]):
 
 def main(checkout: str, *given: str):
     names = list(given) or [f for f in _FILES if (Path(checkout) / f).exists()]
+    with tempfile.TemporaryDirectory() as cache:
+        write_cache(Path(cache))
+        _HUB["HF_HUB_CACHE"] = cache
+        _compare(checkout, names)
+
+
+def _compare(checkout: str, names: list[str]):
+    """Print what passes with these layers, of what passes with PEFT's; exit with 1 for a new failure."""
     ours = _run(checkout, "ours", names)
     adapted = {name: end for name, end in ours.items() if end["adapted"]}
     failed = [name for name, end in adapted.items() if not end["passed"]]

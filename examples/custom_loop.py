@@ -10,9 +10,10 @@ import sys
 import torch
 
 import fsdp_qlora as fq
+from fsdp_qlora.choices import StrategyName
 
 
-def main(folder: str, strategy: str = "full_shard", *, steps: int = 10):
+def main(folder: str, strategy: StrategyName = "full_shard", *, steps: int = 10):
     device = fq.rank_device("auto")
     with fq.process_group(device):
         # The model, step by step; fq.build_model(fq.RunConfig(model_name=folder), device) does all.
@@ -43,4 +44,4 @@ def main(folder: str, strategy: str = "full_shard", *, steps: int = 10):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:])  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -104,7 +104,7 @@ _rendezvous_count = itertools.count()
 
 
 @contextmanager
-def process_group(device: torch.device, timeout_minutes: float = 30.0):
+def process_group(device: torch.device, timeout_minutes: float = 30.0) -> Iterator[None]:
     """The default process group for the life of the block.
 
     On CUDA it serves both devices: NCCL for the GPU, gloo for host tensors (counts, and gradient

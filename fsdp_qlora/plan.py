@@ -216,7 +216,7 @@ class Plan:
             if not self.value(name) > 0:  # a mean may be below 1
                 raise ValueError(f"{name} must be 1 or more, got {self.value(name)}")
 
-    def change(self, **changes) -> Plan:
+    def change(self, **changes: Any) -> Plan:
         """The plan with other values of fields, whichever sections they are in.
 
         Raises TypeError for a name that no section has.
@@ -230,7 +230,7 @@ class Plan:
             self, **{s: replace(getattr(self, s), **values) for s, values in sections.items()}
         )
 
-    def choose(self, reason: str, **changes) -> Plan:
+    def choose(self, reason: str, **changes: Any) -> Plan:
         """`change`, with a line that tells users what was chosen and why."""
         return replace(self.change(**changes), choices=(*self.choices, reason))
 

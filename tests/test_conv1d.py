@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import (
+    LoraConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from fsdp_qlora import apply_adapters, lora_config, quantize_linears
 from fsdp_qlora.commands.generate import load_for_inference
 from fsdp_qlora.export.merge import merge_adapter
 from fsdp_qlora.loading import meta_model
@@ -44,6 +52,27 @@ def test_a_loaded_model_computes_the_same_with_plain_layers(folder):
     assert not any(isinstance(m, Conv1D) for m in model.modules())
     torch.testing.assert_close(logits(model), expected)
     assert model.transformer.h[0].mlp.c_fc.weight.requires_grad == trained
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["c_attn", "c_proj", "c_fc"]])
+def test_a_model_that_transformers_loaded_is_adapted_as_plain_peft_adapts_it(
+    folder, targets, tmp_path
+):
+    names = ["c_attn", "c_proj", "c_fc"]
+    config = LoraConfig(r=2, target_modules=names, fan_in_fan_out=True, init_lora_weights=False)
+    expected = get_peft_model(plain(folder), config)
+    model = apply_adapters(plain(folder), lora_config(rank=2, alpha=8, target_modules=targets))
+    assert get_peft_model_state_dict(model).keys() == get_peft_model_state_dict(expected).keys()
+    set_peft_model_state_dict(model, get_peft_model_state_dict(expected))
+    torch.testing.assert_close(logits(model), logits(expected))
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["fan_in_fan_out"] is True
+    torch.testing.assert_close(logits(model.merge_and_unload()), logits(expected))
+
+
+def test_a_loaded_model_with_transposed_layers_is_not_left_unquantized(folder):
+    with pytest.raises(ValueError, match="make the model with meta_model"):
+        quantize_linears(plain(folder))
 
 
 def test_names_of_transposed_weights_are_kept_on_meta():

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from configparser import ConfigParser
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import fsdp_qlora
+from fsdp_qlora.choices import (
+    FORMATS,
+    OPTIMIZERS,
+    POLICIES,
+    STRATEGIES,
+    FormatName,
+    OptimizerName,
+    PolicyName,
+    StrategyName,
+)
 
 ROOT = Path(__file__).parents[1]
 MISTAKES = """import fsdp_qlora as fq
 fq.RunConfig(learning_rate=1e-4)
 fq.plan_batches(fq.RunConfig(), world_size="2")
 fq.quantize_linear
+fq.quantize_linears(fq.load_adapter(None, "adapter"), "nf5")
+fq.apply_sharding(fq.build_model(fq.RunConfig(), None), "full_shards")
 """
+USE = ROOT / "tests/typed_use.py"
 
 
 def mypy(*args: str) -> str:
@@ -47,3 +62,24 @@ def test_mistakes_of_a_user_are_seen(tmp_path):
     assert 'Unexpected keyword argument "learning_rate"' in found
     assert 'Argument "world_size" to "plan_batches" has incompatible type "str"' in found
     assert 'Module has no attribute "quantize_linear"' in found
+    assert 'Argument 2 to "quantize_linears" has incompatible type' in found
+    assert 'Argument 2 to "apply_sharding" has incompatible type' in found
+
+
+@pytest.mark.slow
+def test_a_script_of_the_public_names_is_strictly_typed():
+    """--strict refuses a call of a function that lacks the type of an argument or of its result."""
+    assert mypy("--strict", str(USE)).startswith("Success")
+
+
+def test_that_script_has_every_public_name():
+    used = set(re.findall(r"\bfq\.(\w+)", USE.read_text()))
+    assert used == set(fsdp_qlora.PUBLIC)
+
+
+def test_types_of_choices_are_the_rows_of_their_tables():
+    assert get_args(FormatName) == tuple(FORMATS)
+    assert get_args(OptimizerName) == tuple(OPTIMIZERS)
+    assert get_args(PolicyName) == tuple(POLICIES)
+    names = {name for part in get_args(StrategyName) for name in get_args(part)}
+    assert names == STRATEGIES.keys() | {row.fsdp1 for row in STRATEGIES.values()}

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import fields
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -34,7 +35,7 @@ from ..model.blocks import (
     linear_names,
     output_head,
 )
-from ..model.conv1d import transposed_weights
+from ..model.conv1d import holds_transposed
 from ..quantization.formats import FrozenWeight
 from ..quantization.fp8_weight_cache import forget_fp8_weight
 from ..quantization.quantize import (
@@ -255,7 +256,7 @@ def lora_config(
     alpha: int = 16,
     dropout: float = 0.0,
     target_modules: str | list[str] | None = "all-linear",
-    **more,
+    **more: Any,
 ) -> LoraConfig:
     """A PEFT LoRA configuration for causal language models; `more` is PEFT's, such as use_dora.
 
@@ -292,7 +293,7 @@ def apply_adapters(
     ends = target_ends(targets, experts)
     config.target_parameters = None  # PEFT would look for parameters of that name now
     _check_patterns(model, config, experts)
-    if transposed_weights(model):
+    if holds_transposed(model):
         config.fan_in_fan_out = True  # as PEFT calls it where it loads this
     config._register_custom_module({QuantLinear: LoraLinear, nn.Linear: LoraLinear})
     on_meta, excluded = next(model.parameters()).is_meta, config.exclude_modules
@@ -377,7 +378,7 @@ def _check_options(config: LoraConfig, but: Iterable[str] = ()):
 
 def _check_suits(model: nn.Module, config: LoraConfig):
     """Refuse options that this model gives no meaning."""
-    if config.fan_in_fan_out and not transposed_weights(model):
+    if config.fan_in_fan_out and not holds_transposed(model):
         raise ValueError(
             "LoraConfig.fan_in_fan_out = True is for weights that lie transposed, and this "
             "model has none; leave it out"

@@ -8,9 +8,9 @@ Modules, each importing only from those before it: strategies, optimizers, forma
 policies.
 """
 
-from .formats import FORMATS, Format
-from .optimizers import OPTIMIZERS, Optimizer
-from .policies import POLICIES, Policy
+from .formats import FORMATS, AbsmaxDtype, Format, FormatName
+from .optimizers import OPTIMIZERS, Optimizer, OptimizerName
+from .policies import POLICIES, Policy, PolicyName
 from .strategies import STRATEGIES, Strategy, StrategyName, strategy_named
 
 __all__ = [
@@ -18,9 +18,13 @@ __all__ = [
     "OPTIMIZERS",
     "POLICIES",
     "STRATEGIES",
+    "AbsmaxDtype",
     "Format",
+    "FormatName",
     "Optimizer",
+    "OptimizerName",
     "Policy",
+    "PolicyName",
     "Strategy",
     "StrategyName",
     "strategy_named",

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,8 @@ _ROWS = (
     Format(name="hqq2", quant="hqq", factory=f"{_MODULE}:half_quadratic", bits=2, scales=2),
 )
 FORMATS = {row.name: row for row in _ROWS}
+FormatName = Literal["nf4", "fp4", "int8", "hqq8", "hqq4", "hqq3", "hqq2"]
+AbsmaxDtype = Literal["fp32", "int8"]
 QUANTS = tuple(dict.fromkeys(row.quant for row in _ROWS))
 N_BITS = tuple(row.bits for row in _ROWS if row.name != row.quant)
 

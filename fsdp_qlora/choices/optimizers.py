@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 _STATE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / 256}  # 8-bit codes have an fp32 scale a block
 
@@ -81,6 +81,7 @@ _ROWS = (
     Optimizer(name="adadelta", factory="torch.optim:Adadelta", states=2, scales_steps=False),
 )
 OPTIMIZERS = {row.name: row for row in _ROWS}
+OptimizerName = Literal["adamw", "adamw_bf16", "adamw_8bit", "adafactor", "adam", "sgd", "adadelta"]
 
 
 def names_where(fact: str) -> list[str]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,3 +37,4 @@ _ROWS = (
     Policy(name="keep_all", recomputes=False, keeps_attention=True, keeps_linears=True),
 )
 POLICIES = {row.name: row for row in _ROWS}
+PolicyName = Literal["recompute_all", "keep_attention", "keep_linears", "keep_all"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 BUCKET_BYTES = 128 * 2**20  # gradients that are reduced together where nothing is sharded
 PIECE_BYTES = 2**27  # of rows of a sharded embedding that travel at a time
@@ -83,10 +83,15 @@ STRATEGIES = {row.name: row for row in _ROWS}
 
 
 class _Named(Protocol):
-    name: str
+    @property
+    def name(self) -> str: ...
 
 
-StrategyName = str | _Named  # of this table or FSDP1's, or a member of torch's ShardingStrategy
+_Name = Literal["ddp", "shard_grad_op", "full_shard", "hybrid_shard_grad_op", "hybrid_full_shard"]
+_FSDP1Name = Literal[
+    "NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "_HYBRID_SHARD_ZERO2", "HYBRID_SHARD"
+]
+StrategyName = _Name | _FSDP1Name | _Named  # a `_Named`: a member of torch's ShardingStrategy
 
 
 def strategy_named(name: StrategyName) -> Strategy:

@@ -69,7 +69,7 @@ class RunConfig(
         check_data_together(self)
         check_remote_code(self)
 
-    def expand(self):
+    def expand(self) -> None:
         """Resolve `train_type` into `quant` and `adapter` where these are not given, and ~ in paths.
 
         A shell leaves --output_dir=~/run and a recipe's path as they are.

@@ -14,12 +14,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from ..atomic_files import complete_folder
+from ..choices import FormatName
 from ..json_input import read_object
 from ..loading import DTYPES, bnb_4bit
 from ..redact import without_folders
@@ -79,10 +81,10 @@ def merge_adapter(
     adapter_folder: str | Path | None,
     output_dir: str | Path,
     *,
-    merge_base: str = "auto",
-    base_quant: str = "auto",
-    merge_format: str = "safetensors",
-    dtype: str = "bf16",
+    merge_base: Literal["auto", "original", "dequantized"] = "auto",
+    base_quant: FormatName | Literal["auto"] = "auto",
+    merge_format: Literal["safetensors", "bnb4"] = "safetensors",
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
     revision: str | None = None,
 ) -> Path:
     """Write base and adapter as one model into a new folder, in transformers' format.

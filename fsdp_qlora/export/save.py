@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ..adapters import trainable_parameters
 from ..adapters.modules_to_save import with_tied_copy
@@ -47,7 +48,10 @@ def weights_folder(config: RunConfig, suffix: str = "") -> Path:
 
 
 def save_trained(
-    model: nn.Module, folder: str | Path, tokenizer=None, settings: dict | None = None
+    model: nn.Module,
+    folder: str | Path,
+    tokenizer: ProcessorMixin | PreTrainedTokenizerBase | None = None,
+    settings: dict | None = None,
 ) -> Path:
     """Save the adapter of a PEFT model, or else the whole model; every rank must call it.
 

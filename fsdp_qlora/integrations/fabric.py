@@ -6,10 +6,13 @@ files. Set the optimizer up afterwards, with the model's trained parameters.
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning.fabric.strategies import ModelParallelStrategy
 from torch import nn
 from typing_extensions import override
 
+from ..choices import StrategyName
 from .streamed import shard_and_load
 
 
@@ -20,7 +23,9 @@ class ShardedStrategy(ModelParallelStrategy):
     adapters. settings: as `apply_sharding` takes them (wrap_policy, on_host, backward_prefetch...).
     """
 
-    def __init__(self, sharding_strategy: str = "full_shard", seed: int = 0, **settings):
+    def __init__(
+        self, sharding_strategy: StrategyName = "full_shard", seed: int = 0, **settings: Any
+    ):
         self._given = dict(sharding_strategy=sharding_strategy, seed=seed, **settings)
         super().__init__(self._sharded, tensor_parallel_size=1)
 

@@ -19,7 +19,7 @@ from ..quantization.quantize import QuantLinear
 
 
 @cache
-def register_with_peft():
+def register_with_peft() -> None:
     """Have plain PEFT adapt `QuantLinear` from now on, in this process. Once is enough.
 
     LoRA options that these layers don't compute raise ValueError when the adapter is made.

@@ -7,13 +7,14 @@ for no weight exists before each rank streams its own rows into its shards.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
+from typing import Any, Literal, cast
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ..choices import FormatName, StrategyName
 from ..dist import local_rows, rank_device
 from ..loading import load_weights, materialize, meta_model, read_config
 from ..loading.key_mapping import match_names
@@ -31,10 +32,10 @@ from .peft import register_with_peft
 
 def streamed_model(
     model_name: str,
-    quant: str = "nf4",
+    quant: FormatName | Literal["none"] = "nf4",
     dtype: torch.dtype | None = None,
     auto_class: type = AutoModelForCausalLM,
-    **settings,
+    **settings: Any,
 ) -> PreTrainedModel:
     """A model on the meta device that knows its files; a trainer of this module fills its shards.
 
@@ -65,7 +66,7 @@ def streamed_model(
 def load_quantized(
     model: nn.Module,
     folder: str | Path,
-    quant: str = "nf4",
+    quant: FormatName | Literal["none"] = "nf4",
     *,
     device: torch.device | None = None,
     seed: int = 0,
@@ -112,11 +113,11 @@ def shard_and_load(
     model: nn.Module,
     device: torch.device,
     *,
-    sharding_strategy: str = "full_shard",
+    sharding_strategy: StrategyName = "full_shard",
     shard_group_size: int = -1,
     seed: int = 0,
     on_host: OnHost | None = None,
-    **settings,
+    **settings: Any,
 ) -> nn.Module:
     """Shard a model in place, fill it if `streamed_model` made it, and return it; on every rank.
 

@@ -13,10 +13,11 @@ from __future__ import annotations
 import json
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from peft import get_peft_model
+from peft import PeftConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer
 
@@ -28,6 +29,7 @@ from ..checkpoint.tensors import (
     rank_file,
     write_rows,
 )
+from ..choices import FormatName, StrategyName
 from ..config import block_policies
 from ..dist import ranks_from_env
 from ..export import save_trained
@@ -69,16 +71,16 @@ class ShardedTrainerMixin:
     def __init__(
         self,
         model: str | Path | nn.Module,
-        *args,
-        sharding_strategy: str = "full_shard",
-        quant: str = "nf4",
+        *args: Any,
+        sharding_strategy: StrategyName = "full_shard",
+        quant: FormatName | Literal["none"] = "nf4",
         shard_group_size: int = -1,
         wrap_policy: str = "block",
         activation_policy: str | None = None,
         mlp_tiles: int = 1,
         compile: bool = False,
         use_cpu_offload: bool = False,
-        **kwargs,
+        **kwargs: Any,
     ):
         register_with_peft()
         if isinstance(model, (str, Path)):
@@ -117,10 +119,12 @@ class ShardedTrainerMixin:
         if not on_meta and not any(is_sharded(m) for m in model.modules()):
             super()._move_model_to_device(model, device)
 
-    def autocast_smart_context_manager(self, cache_enabled: bool | None = True):
+    def autocast_smart_context_manager(
+        self, cache_enabled: bool | None = True
+    ) -> AbstractContextManager:
         return self._autocast(cache_enabled)
 
-    def compute_loss_context_manager(self):
+    def compute_loss_context_manager(self) -> AbstractContextManager:
         return self._autocast()
 
     def _autocast(self, cache_enabled: bool | None = True) -> AbstractContextManager:
@@ -148,7 +152,7 @@ class ShardedTrainerMixin:
 
     # ---- saving and resuming -----------------------------------------------------------------------
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The adapter, or the whole model, in transformers' files. Every rank must call it."""
         folder = output_dir or self.args.output_dir
         save_trained(self.model, folder, self.processing_class)
@@ -196,7 +200,13 @@ class ShardedTrainerMixin:
 class ShardedTrainer(ShardedTrainerMixin, Trainer):
     """transformers' own `Trainer` on this engine; `peft_config` adapts the model first."""
 
-    def __init__(self, model: str | Path | nn.Module, *args, peft_config=None, **kwargs):
+    def __init__(
+        self,
+        model: str | Path | nn.Module,
+        *args: Any,
+        peft_config: PeftConfig | None = None,
+        **kwargs: Any,
+    ):
         if isinstance(model, (str, Path)):
             model = streamed_model(str(model), kwargs.get("quant", "nf4"))
         if peft_config is not None:

@@ -96,7 +96,7 @@ def materialize(
     model: nn.Module,
     device: torch.device,
     parameter_device: torch.device | Callable[[nn.Parameter], torch.device],
-):
+) -> None:
     """Give meta parameters uninitialised storage, move buffers to `device`.
 
     `parameter_device` is a device, or a function that gives each parameter its own. What is on the

@@ -159,7 +159,7 @@ def load_weights(
     workers: int | None = None,
     progress: Callable[[int], None] | None = None,
     but: Collection[str] = (),
-):
+) -> None:
     """Fill the model's frozen and trained base weights with this rank's rows, quantizing on `device`.
 
     `source` is a Checkpoint, or has its methods `spans`, `read`, `values` and `placed`. Reads run ahead

@@ -12,7 +12,7 @@ import math
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -122,6 +122,14 @@ class FileSpan(NamedTuple):
         return buffer.view(self.dtype).view(self.shape)
 
 
+class Piece(Protocol):
+    """Rows start to stop of the tensor `key` (`stream.rank_pieces`)."""
+
+    key: str
+    start: int
+    stop: int
+
+
 class Checkpoint:
     """The tensors of a folder of safetensors files.
 
@@ -144,7 +152,7 @@ class Checkpoint:
         """The shape of each tensor."""
         return {name: t.shape for name, t in (self.stored | self.made).items()}
 
-    def rename(self, names: dict[str, str]):
+    def rename(self, names: dict[str, str]) -> None:
         """Know tensors by other names; `names` maps those in the files to those."""
         self.stored = {names.get(name, name): stored for name, stored in self.stored.items()}
 
@@ -161,7 +169,7 @@ class Checkpoint:
         )
         raise ValueError(f"--model_name {self.folder}: it holds {remedy}")
 
-    def add(self, path: Path):
+    def add(self, path: Path) -> None:
         """Take a file's tensors in; one that is in two files may have two values."""
         found = read_header(path)
         for name in found.keys() & self.stored.keys():
@@ -172,7 +180,7 @@ class Checkpoint:
             )
         self.stored |= found
 
-    def check_index(self):
+    def check_index(self) -> None:
         """Every file that the index names must be there."""
         index = self.folder / "model.safetensors.index.json"
         if not index.is_file():
@@ -217,7 +225,7 @@ class Checkpoint:
             for s in starts
         )
 
-    def check_numbers(self, key: str):
+    def check_numbers(self, key: str) -> None:
         """Refuse a tensor whose stored values are not its numbers, but for scales that nothing reads."""
         made = self.made.get(key)
         for part in [self.stored[key]] if made is None else made.numbers:
@@ -245,19 +253,19 @@ class Checkpoint:
         self.content.take(span, memoryview(buffer.numpy()))
         return values
 
-    def spans(self, piece) -> list[FileSpan]:
+    def spans(self, piece: Piece) -> list[FileSpan]:
         """What must be read for a piece."""
         if made := self.made.get(piece.key):
             return made.spans(piece.start, piece.stop)
         return [self.stored[piece.key].rows(piece.start, piece.stop)]
 
-    def values(self, piece, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    def values(self, piece: Piece, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         """The piece's values, from what was read: rows of numbers, or packed bytes and scales."""
         if made := self.made.get(piece.key):
             return (made.rows(tensors, piece.start, piece.stop),)
         return (tensors[0],)
 
-    def placed(self, piece):
+    def placed(self, piece: Piece) -> None:
         """Told when a piece is in the model."""
 
 
@@ -340,10 +348,10 @@ class RandomCheckpoint(Checkpoint):
             0, 0.02, generator=generator
         )
 
-    def spans(self, piece) -> list[FileSpan]:
+    def spans(self, piece: Piece) -> list[FileSpan]:
         return []
 
-    def values(self, piece, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    def values(self, piece: Piece, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         return (self.rows(piece.key, piece.start, piece.stop),)
 
 

@@ -16,7 +16,7 @@ Selective checkpointing is torch's: https://pytorch.org/blog/activation-checkpoi
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from functools import cache, partial
 
 import torch
@@ -28,7 +28,7 @@ from torch.utils.checkpoint import (
 )
 
 from ..adapters import LoraLinear  # which registers the ops named below
-from ..choices import POLICIES
+from ..choices import POLICIES, PolicyName
 from ..dist import print_main
 from ..model import attention  # noqa: F401  registers two more
 from ..model.blocks import base_model, decoder_blocks
@@ -67,7 +67,7 @@ _KEPT_OPS = {
 
 
 def apply_activation_policy(
-    model: nn.Module, policy: str | list[str], reentrant: bool = False
+    model: nn.Module, policy: PolicyName | Sequence[str], reentrant: bool = False
 ) -> nn.Module:
     """Make the decoder blocks follow `policy`, one name for all or one per block, in place.
 

@@ -14,6 +14,7 @@ from inspect import Parameter
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from ..experts import StackedExperts
 from ..quantization.quantize import (
@@ -84,8 +85,13 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: m
         for name, m in model.named_modules()
-        if m not in others and is_linear(getattr(m, "base_layer", m))
+        if m not in others and _is_adaptable(getattr(m, "base_layer", m))
     }
+
+
+def _is_adaptable(module: nn.Module) -> bool:
+    """A linear layer; PEFT's own layer computes over one that holds its weight transposed."""
+    return is_linear(module) or isinstance(module, Conv1D)
 
 
 def linear_names(model: nn.Module) -> dict[str, int]:

@@ -35,6 +35,11 @@ def _plain_linear(module: Conv1D) -> nn.Linear:
     return linear.train(module.training)
 
 
+def holds_transposed(model: nn.Module) -> bool:
+    """Whether files of this model hold weights as W^T; its own are too, where transformers loaded it."""
+    return bool(transposed_weights(model)) or any(isinstance(m, Conv1D) for m in model.modules())
+
+
 def transposed_weights(model: nn.Module) -> set[str]:
     """Names, without what PEFT puts before them, of weights that files of this model hold as W^T."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model

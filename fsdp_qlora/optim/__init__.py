@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 from torch import nn
 from torch.optim import Optimizer
 
-from ..choices import OPTIMIZERS
+from ..choices import OPTIMIZERS, OptimizerName
 from ..sharding import free_gathered
 from .adafactor import Adafactor
 from .adamw import CompactAdamW
@@ -29,7 +29,7 @@ __all__ = [
 
 def build_optimizer(
     model: nn.Module,
-    name: str = "adamw",
+    name: OptimizerName = "adamw",
     lr: float = 1e-5,
     weight_decay: float = 0.1,
     loraplus_lr_ratio: float = 1.0,

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import Literal, get_args
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-SCHEDULES = ("constant", "linear", "cosine")
+Schedule = Literal["constant", "linear", "cosine"]
+SCHEDULES = get_args(Schedule)
 _COSINE_FLOOR = 0.1  # the cosine ends at a tenth of the peak, as in the original script
 
 
 def lr_share(
     step: int,
-    name: str,
+    name: Schedule,
     total_steps: int,
     warmup_share: float = 0.1,
     warmup_steps: int | None = None,
@@ -41,7 +43,7 @@ def lr_share(
 
 def build_scheduler(
     optimizer: Optimizer,
-    name: str,
+    name: Schedule,
     total_steps: int,
     warmup_share: float = 0.1,
     warmup_steps: int | None = None,

@@ -16,8 +16,9 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
 
-from ..choices import FORMATS
+from ..choices import FORMATS, AbsmaxDtype, FormatName
 from . import fp8
 from .absmax import ABSMAX_DTYPES, BLOCKSIZE
 from .formats import (
@@ -108,10 +109,10 @@ class QuantLinear(nn.Module):
         in_features: int,
         out_features: int,
         bias: bool = False,
-        quant_type: str = "nf4",
-        device=None,
-        dtype=None,
-        absmax_dtype: str = "fp32",
+        quant_type: FormatName = "nf4",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        absmax_dtype: AbsmaxDtype = "fp32",
     ):
         super().__init__()
         if quant_type not in FORMATS:
@@ -216,9 +217,9 @@ def frozen(tensor: Tensor) -> nn.Parameter:
 
 def quantize_linears(
     model: nn.Module,
-    quant_type: str = "nf4",
+    quant_type: FormatName = "nf4",
     skip: tuple[str, ...] = ("lm_head",),
-    absmax_dtype: str = "fp32",
+    absmax_dtype: AbsmaxDtype = "fp32",
     names: set[str] | None = None,
     but: tuple[str, ...] = (),
 ) -> nn.Module:
@@ -227,8 +228,14 @@ def quantize_linears(
     With `names`, only layers of these names; none in the modules whose names are in `but`. Layers that
     the model does not simply call (`directly_read`, `is_plain_linear`) stay as they are.
     On the meta device only shapes change; a model with weights is quantized where it lies. Returns the
-    model. Raises ValueError for an unknown `quant_type` (formats.py) or `absmax_dtype` (fp32, int8).
+    model. Raises ValueError for an unknown `quant_type` (formats.py) or `absmax_dtype` (fp32, int8), and
+    for a model with transformers' Conv1D layers, which `meta_model` makes ordinary ones.
     """
+    if any(isinstance(m, Conv1D) for m in model.modules()):
+        raise ValueError(
+            "quantize_linears takes no layers that hold their weights transposed (transformers' Conv1D, "
+            "in GPT-2); make the model with meta_model(config, dtype) and fill it with load_quantized"
+        )
     read = directly_read(model)
     for name, module in list(model.named_modules()):
         if not is_plain_linear(module) or module in read or name.rsplit(".", 1)[-1] in skip:

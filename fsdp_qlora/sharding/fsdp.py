@@ -44,12 +44,20 @@ from ..memory.weight_streaming import apply_streaming
 from ..model.blocks import base_model
 from .ddp import GradientReducer
 from .dropout_seeds import check_masks
-from .prefetch import apply_backward_prefetch, apply_forward_prefetch, check_prefetch, keep_gathered
+from .prefetch import (
+    BackwardPrefetch,
+    apply_backward_prefetch,
+    apply_forward_prefetch,
+    check_prefetch,
+    keep_gathered,
+)
 from .stale_optimizers import refuse_to_train, train_instead
 from .units import WrapPolicy, needed_in_backward, sharding_units
 
 
-def make_mesh(strategy: StrategyName, device: torch.device, shard_group_size: int = -1):
+def make_mesh(
+    strategy: StrategyName, device: torch.device, shard_group_size: int = -1
+) -> DeviceMesh | None:
     """The device mesh of a strategy; None where weights are only replicated.
 
     shard_group_size: ranks that share one copy under a hybrid strategy; -1 = a node's, or half of a
@@ -74,7 +82,7 @@ def apply_sharding(
     wrap_policy: WrapPolicy = "block",
     min_wrap_params: int = 100_000_000,
     on_host: OnHost | None = None,
-    backward_prefetch: str = "backward_pre",
+    backward_prefetch: BackwardPrefetch = "backward_pre",
     forward_prefetch: bool = False,
     gather_once: bool = False,
 ) -> list[str]:
@@ -291,7 +299,7 @@ def kept_between_forwards(model: nn.Module) -> Iterator[None]:
         free_gathered(model)
 
 
-def set_gradient_sync(model: nn.Module, sync: bool):
+def set_gradient_sync(model: nn.Module, sync: bool) -> None:
     """Whether the next backward reduces gradients over ranks; all but a step's last may skip it."""
     if is_sharded(model):
         model.set_requires_gradient_sync(sync)

@@ -14,11 +14,13 @@ https://docs.pytorch.org/docs/stable/fsdp.html#torch.distributed.fsdp.BackwardPr
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal, get_args
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-_BACKWARD_PREFETCH = ("backward_pre", "backward_post", "none")
+BackwardPrefetch = Literal["backward_pre", "backward_post", "none"]
+_BACKWARD_PREFETCH = get_args(BackwardPrefetch)
 
 
 def check_prefetch(when: str):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from ..build import build_model
 from ..checkpoint import (
@@ -70,7 +71,7 @@ def train(
     config: RunConfig,
     dataset: TokenizedDataset | Subset | Source,
     device: torch.device,
-    tokenizer,
+    tokenizer: PreTrainedTokenizerBase,
     held_out: TokenizedDataset | Subset | None = None,
     signals: StopSignals | None = None,
 ) -> list[StepMetrics]:
