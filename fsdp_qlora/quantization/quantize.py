@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from contextlib import suppress
 from functools import cache
 
 import torch
@@ -327,15 +328,24 @@ def without_gradients(model: nn.Module) -> set[nn.Module]:
     }
 
 
+def _code_of(kind: type) -> str:
+    """The code of a class's own methods, with their decorators, where it is in a file.
+
+    `inspect.getsource` of the class would parse its file, once for each of a model's classes.
+    """
+    found = []
+    for method in vars(kind).values():
+        with suppress(OSError, TypeError):
+            found.append(inspect.getsource(getattr(method, "fget", method)))
+    return "\n".join(found)
+
+
 @cache
 def _has_no_gradients(kind: type[nn.Module]) -> bool:
     """Whether a class's forward is decorated with torch.no_grad."""
     if kind.__module__.startswith("torch."):
         return False
-    try:
-        return bool(_WITHOUT_GRADIENTS.search(inspect.getsource(kind)))
-    except (OSError, TypeError):  # made without a file
-        return False
+    return bool(_WITHOUT_GRADIENTS.search(_code_of(kind)))
 
 
 @cache
@@ -345,10 +355,7 @@ def _weights_read_by(kind: type[nn.Module]) -> frozenset[str]:
     for owner in kind.__mro__:
         if owner.__module__.startswith("torch.") or not issubclass(owner, nn.Module):
             continue
-        try:
-            found |= set(_WEIGHT_OF_A_PART.findall(inspect.getsource(owner)))
-        except (OSError, TypeError):  # made without a file
-            continue
+        found |= set(_WEIGHT_OF_A_PART.findall(_code_of(owner)))
     return frozenset(path.removeprefix(".") for path in found)
 
 
