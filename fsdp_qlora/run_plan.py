@@ -11,7 +11,8 @@ import torch
 from transformers import PretrainedConfig
 
 from .catalog.arch import ModelShape, shape_from_config
-from .catalog.hardware import Gpu, find_gpu
+from .catalog.gpu import Gpu
+from .catalog.hardware import find_gpu
 from .catalog.llama_pro import expanded_shape
 from .catalog.machine import Machine, cpu_machine
 from .config import RunConfig

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fsdp_qlora.catalog.hardware import GPUS, PATTERNS, find_gpu, load_gpu_spec
+from fsdp_qlora.catalog.hardware import find_gpu, load_gpu_spec
+from fsdp_qlora.catalog.known_gpus import GPUS, PATTERNS
 
 ROOT = Path(__file__).parents[1]
 

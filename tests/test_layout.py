@@ -88,18 +88,29 @@ def test_a_module_imports_only_from_modules_before_it(name, path):
     assert not later
 
 
-@pytest.mark.parametrize("package", sorted(p.parent.name for p in PACKAGE.glob("*/__init__.py")))
+def files_of(folder: Path) -> dict[str, list[Path]]:
+    """The files of each module and package in a package, by its name."""
+    packages = {p.parent.name: sorted(p.parent.rglob("*.py")) for p in folder.glob("*/__init__.py")}
+    return packages | {p.stem: [p] for p in folder.glob("[!_]*.py")}
+
+
+PACKAGES = [p.parent for p in sorted(PACKAGE.rglob("__init__.py")) if p.parent != PACKAGE]
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda folder: folder.name)
 def test_a_package_names_its_modules_in_an_order_in_which_they_can_be_read(package):
-    doc = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text()))
+    doc = ast.get_docstring(ast.parse((package / "__init__.py").read_text()))
     listed = re.search(r"Modules, each importing only from those before it: ([\w\s,]+)\.", doc)
     order = re.findall(r"\w+", listed[1])
-    assert sorted(order) == sorted(p.stem for p in (PACKAGE / package).glob("[!_]*.py"))
+    files = files_of(package)
+    assert sorted(order) == sorted(files)
     for place, name in enumerate(order):
-        tree = ast.parse((PACKAGE / package / f"{name}.py").read_text())
         needed = {
             part
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and node.level == 1
+            for path in files[name]
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom)
+            and node.level == len(path.relative_to(package).parts)
             for part in ([node.module] if node.module else [a.name for a in node.names])
         }
         assert needed & set(order) <= set(order[:place]), name

@@ -21,7 +21,7 @@ from fsdp_qlora.observe.memory_report import (
     _next_rung,
     _standing_tensors,
     address,
-    table,
+    memory_table,
 )
 from fsdp_qlora.observe.memory_timeline import _RULES, PARTS, draw, part_of, timeline
 from fsdp_qlora.plan import Plan, draft_plan
@@ -73,7 +73,7 @@ def record(*moves) -> list[dict]:
         (
             "unsharded",
             [
-                (MODEL + "vocab_parallel.py", "whole"),
+                (MODEL + "vocab_parallel.py", "gathered_weight"),
                 (MODEL + "chunked_cross_entropy.py", "_chunked_forward"),
             ],
         ),
@@ -159,7 +159,7 @@ def test_the_table_has_the_estimate_beside_what_was_measured(tmp_path):
     found = timeline(record(("alloc", 10, 3 * 2**30)), {1: (2**30, "weights")}, 2**30)
     parts = {name: 0.25 for names in ESTIMATED.values() for name in names}
     estimate = SimpleNamespace(parts=parts | dict(slack=0.5), peak_allocated=3.25)
-    lines = table(found, 5 * 2**30, estimate).splitlines()
+    lines = memory_table(found, 5 * 2**30, estimate).splitlines()
     assert "weights          1.00 GiB     1.50 GiB" in lines
     assert "activations      3.00 GiB     0.50 GiB" in lines
     assert (

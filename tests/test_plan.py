@@ -40,7 +40,7 @@ def test_a_changed_field_is_in_its_section_and_the_others_stay():
 
 
 def test_a_setting_reaches_the_plan_by_a_field_of_its_name_alone(monkeypatch):
-    """A new setting is a field of options.py and of a section: nothing between them knows it."""
+    """A new setting is a field in options/ and of a section: nothing between them knows it."""
 
     @dataclass(kw_only=True)
     class WithToy(RunConfig):

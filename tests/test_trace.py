@@ -13,7 +13,7 @@ from fsdp_qlora.observe.trace import (
     length,
     number_of_steps,
     summarize,
-    table,
+    summary_table,
     union,
     without,
 )
@@ -134,7 +134,7 @@ def test_interval_arithmetic_equals_counting_single_units():
 
 def test_the_table_divides_by_the_steps_and_marks_what_is_exposed():
     spans = [Span("products", 0, 6000, 7), Span("all-gather", 5000, 8000, 20)]
-    lines = table(summarize(spans, steps=2)).splitlines()
+    lines = summary_table(summarize(spans, steps=2)).splitlines()
     assert lines[0] == "one of 2 recorded steps: 4.0 ms"
     assert lines[3].split() == ["all-gather", "0", "1.50", "37.5%", "1.00"]
     assert summarize([]).parts == []

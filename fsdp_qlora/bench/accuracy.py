@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from ..catalog.arch import ModelShape, model_shape
-from ..catalog.hardware import Gpu, find_gpu
+from ..catalog.gpu import Gpu
+from ..catalog.hardware import find_gpu
 from ..choices import OPTIMIZERS
 from ..estimate import Memory, Peak, StepTime, memory, step_seconds
 from ..estimate.constants import CONTEXT_GIB, NCCL_GIB

@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from .hardware import CALIBRATION, Gpu, find_gpu, load_gpu_spec, read_object
+from .gpu import Gpu
+from .hardware import CALIBRATION, find_gpu, load_gpu_spec, read_object
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ from math import isfinite
 
 from ..config.settings import AUTO, opt
 from .calibration import calibrated, calibrated_here
-from .hardware import GPUS, PCIE_GB_S_PER_LANE, Gpu, find_gpu, load_gpu_spec, read_object
+from .gpu import PCIE_GB_S_PER_LANE, Gpu
+from .hardware import find_gpu, load_gpu_spec, read_object
+from .known_gpus import GPUS
 
 INTERNODE_GB_S = 25.0  # per GPU, if not said otherwise: 200 Gbit/s
 _ON_THE_BOX = 1.1  # of what torch reports: 24 GB of a card that has 23.7 GiB

@@ -2,7 +2,7 @@
 
 Settings that change the result must be equal. How the work is laid out (ranks, sharding, what is
 recomputed) and what is shown may change; so may paths, for the model and the data are compared by
-content. Each setting says which it is (`on_resume` in config/options.py); the size of a batch is
+content. Each setting says which it is (`on_resume` in config/options/); the size of a batch is
 compared as rows per step.
 """
 

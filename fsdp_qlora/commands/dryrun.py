@@ -36,7 +36,7 @@ from ..observe.trackers import check_trackers
 from ..plan import draft_plan, with_learning_rate
 from ..planner import free_settings, propose
 from ..planner import report as plan_report
-from ..preflight.checks import bf16_line, check_device, check_places, check_rows
+from ..preflight.checks import bf16_line, check_device, check_folders, check_rows
 from ..preflight.run_data import RunData, load_data, run_tokenizer
 from ..preflight.sampled_lengths import lengths_of
 from ..training.describe import fill_line, rate_line, steps_line, warn_of_warmup
@@ -49,7 +49,7 @@ def dry_run(config: RunConfig, argv: list[str]):
     """Print what `train` with these arguments would do. Raises ValueError for what it would refuse."""
     device = rank_device(config.device)
     check_device(config, device)
-    check_places(config)
+    check_folders(config)
     check_trackers(config)
     if config.resume not in ("auto", "none"):
         print_main(f"resumes from {chosen(config, checkpoints_of(config.output_dir))}")

@@ -88,14 +88,14 @@ def flags_page(own: list[type]) -> str:
     """The reference page: the settings of a run, then those that commands add to them (`own`)."""
     parts = [
         _PREFACE,
-        *(table(group) for group in GROUPS),
+        *(_settings_table(group) for group in GROUPS),
         "# Flags of single commands\n\nThese are not for recipes.",
-        *(table(g) for g in own),
+        *(_settings_table(g) for g in own),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def table(group: type) -> str:
+def _settings_table(group: type) -> str:
     """A group of settings as a Markdown table under its title."""
     rows = [
         f"| `--{f.name}` | {values(f, kind)} | {cell(shown(default_of(f)))} | "

@@ -1,6 +1,6 @@
 """RunConfig: the settings of one run, checked, and what follows from them alone.
 
-All groups of `options.py` in one flat namespace, which is what users know from the command line. Pure:
+All groups of `options/` in one flat namespace, which is what users know from the command line. Pure:
 no torch here, so that `--help` and every check answer at once.
 """
 

@@ -11,7 +11,7 @@ from ..choices.optimizers import names_where
 from .lists import TERMINAL_FORMS, policy_names
 from .settings import AUTO, changed_settings, counted, parts_of
 
-# Why a setting does nothing in a configuration, or None: a field of options.py names its rule.
+# Why a setting does nothing in a configuration, or None: a field in options/ names its rule.
 Rule = Callable[[Any], str | None]
 
 

@@ -1,6 +1,6 @@
 """What a GPU's rates become in a step: every constant of the estimates that measurements have set.
 
-Rates themselves are the card's (`catalog/hardware.py`, `fsdp-qlora calibrate`); these say how much of
+Rates themselves are the card's (`catalog/known_gpus.py`, `fsdp-qlora calibrate`); these say how much of
 them a step reaches, and what the host and the allocator add. They come from the rows that
 `bench/accuracy.py` names in CALIBRATED_ON; `python scripts/fit_constants.py` sets them anew and prints
 the errors on all other rows.

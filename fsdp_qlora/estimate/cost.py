@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..catalog.hardware import Gpu
+from ..catalog.gpu import Gpu
 from .speed import StepTime
 
 

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from operator import attrgetter, mul
 
 from ..catalog.arch import ModelShape
-from ..catalog.hardware import Gpu, find_gpu
+from ..catalog.gpu import Gpu
+from ..catalog.hardware import find_gpu
 from ..choices import POLICIES
 from ..plan import Plan
 from .activations import kept_by_block

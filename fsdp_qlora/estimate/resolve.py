@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 from ..catalog.arch import ModelShape
-from ..catalog.hardware import Gpu
+from ..catalog.gpu import Gpu
 from ..catalog.machine import Machine
 from ..config import AUTO, RunConfig
 from ..config.settings import shown

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ..catalog.arch import ModelShape
-from ..catalog.hardware import Gpu
+from ..catalog.gpu import Gpu
 from ..catalog.machine import INTERNODE_GB_S
 from ..choices import OPTIMIZERS, POLICIES
 from ..choices.optimizers import TOGETHER
@@ -19,7 +19,7 @@ from .activations import exchanged, moved_blocks, offloaded_input
 from .experts import adapted_experts
 from .flops import adapted_linears, flops_per_token
 from .kinds import mean_of_blocks
-from .passes import (
+from .memory_traffic import (
     activation_traffic,
     adapter_traffic,
     norm_traffic,

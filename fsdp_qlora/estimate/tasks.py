@@ -22,7 +22,7 @@ from .activations import dequantized
 from .flops import adapted_linears, flops_per_token
 from .gathered_units import GatheredUnits
 from .kinds import mean_of_blocks
-from .passes import activation_traffic, unpack_traffic
+from .memory_traffic import activation_traffic, unpack_traffic
 from .peak import GIB, Memory, Peak
 from .question import Estimate
 from .speed import StepTime, compute_parts

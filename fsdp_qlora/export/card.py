@@ -101,11 +101,11 @@ def _card_text(run: dict, adapter: dict, lines: list[dict], merged_base: str | N
             "",
             f"{kind} {base}, trained with fsdp_qlora{' and merged' if merged_base else ''}.",
             "",
-            *table(rows),
+            *_markdown_table(rows),
             "",
             "## Settings that differ from the defaults",
             "",
-            *table(changed(run)),
+            *_markdown_table(changed(run)),
             "",
             "## Use",
             "",
@@ -187,7 +187,7 @@ def changed(run: dict) -> dict:
     }
 
 
-def table(rows: dict) -> list[str]:
+def _markdown_table(rows: dict) -> list[str]:
     """Two columns of Markdown."""
     return [
         "| | |",

@@ -93,7 +93,10 @@ def parts_of(state: dict, quant_type: str, nested: bool) -> dict[str, tuple[torc
 
     Raises ValueError or KeyError for a state that says nothing of the kind.
     """
-    values, (blocksize,) = math.prod(whole(state["shape"], 2)), whole([state["blocksize"]], 1)
+    values, (blocksize,) = (
+        math.prod(_positive_integers(state["shape"], 2)),
+        _positive_integers([state["blocksize"]], 1),
+    )
     if state["quant_type"] != quant_type:
         raise ValueError(f"its quant_type is {state['quant_type']}")
     if not isinstance(getattr(torch, state["dtype"]), torch.dtype):
@@ -104,7 +107,7 @@ def parts_of(state: dict, quant_type: str, nested: bool) -> dict[str, tuple[torc
         return parts | {".absmax": (torch.float32, scales)}
     if not math.isfinite(state["nested_offset"]):
         raise ValueError("its nested_offset is not a number")
-    (nested_blocksize,) = whole([state["nested_blocksize"]], 1)
+    (nested_blocksize,) = _positive_integers([state["nested_blocksize"]], 1)
     return parts | {
         ".absmax": (torch.uint8, scales),
         ".nested_quant_map": (torch.float32, 256),
@@ -112,7 +115,7 @@ def parts_of(state: dict, quant_type: str, nested: bool) -> dict[str, tuple[torc
     }
 
 
-def whole(values, count: int) -> list[int]:
+def _positive_integers(values, count: int) -> list[int]:
     """Positive integers of this number. Raises ValueError."""
     fits = isinstance(values, list) and len(values) == count
     if fits and all(type(value) is int and value > 0 for value in values):

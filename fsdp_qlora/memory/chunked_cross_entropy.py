@@ -31,7 +31,7 @@ from ..model.attention import rows_alone
 from ..model.blocks import base_model, output_head
 from ..model.sequence_parallel import SequenceParallel, masks_are_given
 from ..quantization.quantize import compute_input
-from .vocab_parallel import whole
+from .vocab_parallel import gathered_weight
 
 IGNORE = -100
 _PROBE_TOKENS, _PROBE_VOCABULARY = 2, 64  # of the stand-ins in `_logit_map`
@@ -172,7 +172,7 @@ def _chunked_forward(
     hidden = compute_input(
         hidden.flatten(0, 1).to(getattr(head, "compute_dtype", head.weight.dtype))
     )
-    weight = whole(head.weight, hidden.device)
+    weight = gathered_weight(head.weight, hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):
         total = _ChunkedCrossEntropy.apply(
             hidden,

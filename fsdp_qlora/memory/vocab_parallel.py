@@ -89,11 +89,11 @@ def _embedded(layer: nn.Embedding, forward, ids: Tensor) -> Tensor:
 
 def _projected(layer: nn.Linear, forward, hidden: Tensor) -> Tensor:
     """The head's logits, where they are asked for whole."""
-    return nn.functional.linear(hidden, whole(layer.weight, hidden.device), layer.bias)
+    return nn.functional.linear(hidden, gathered_weight(layer.weight, hidden.device), layer.bias)
 
 
 @torch.no_grad()
-def whole(weight: Tensor, device: torch.device) -> Tensor:
+def gathered_weight(weight: Tensor, device: torch.device) -> Tensor:
     """A weight (V, D) on `device`, gathered if it is sharded; every rank must call it."""
     if not isinstance(weight, DTensor):
         return weight.to(device, non_blocking=True)
@@ -123,7 +123,7 @@ def _looked_up(ids: Tensor, weight: Tensor) -> Tensor:
         return own_rows(ids, local, 0, in_pieces)
     (longest,) = max_over_ranks(len(ids))  # through host memory: the GPU is not waited for
     if ranks * longest >= weight.shape[0]:
-        return nn.functional.embedding(ids, whole(weight, ids.device))
+        return nn.functional.embedding(ids, gathered_weight(weight, ids.device))
     padded = nn.functional.pad(ids, (0, longest - len(ids)))
     everyones = all_gather_rows(padded, group).view(ranks, -1)
     step = max(1, PIECE_BYTES // (ranks * local.shape[1] * local.element_size()))

@@ -93,7 +93,7 @@ class MemoryWatch:
             seen.hook.remove()
         found = timeline(events, standing, allocated, seen.addresses, seen.time)
         print_main(
-            table(
+            memory_table(
                 found,
                 torch.cuda.max_memory_reserved(self.device),
                 estimated(self.plan, self.model),
@@ -178,7 +178,7 @@ def _by_part(estimate: Memory) -> dict[str, float]:
     return {part: sum(estimate.parts[name] for name in names) for part, names in ESTIMATED.items()}
 
 
-def table(found: Timeline, reserved: int, estimate: Memory) -> str:
+def memory_table(found: Timeline, reserved: int, estimate: Memory) -> str:
     """Measured parts at the step's peak beside the estimate's, in lines for people."""
     measured, predicted = found.at_peak(), _by_part(estimate)
     lines = [

@@ -29,7 +29,7 @@ _RULES = (  # (file, start of the function's name, part)
     ("_fsdp_param_group.py", "post_backward", "gradients"),
     ("_fsdp_param_group.py", "", "unsharded"),
     ("_fsdp_param.py", "", "unsharded"),
-    ("vocab_parallel.py", "whole", "unsharded"),
+    ("vocab_parallel.py", "gathered_weight", "unsharded"),
     ("chunked_cross_entropy.py", "_loss_", "logits"),
     ("chunked_cross_entropy.py", "forward", "logits"),
     ("chunked_cross_entropy.py", "backward", "logits"),

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity
 from ..config import RunConfig
 from ..config.settings import counted
 from ..dist import print_main, ranks_from_env
-from .trace import Span, device_spans, number_of_steps, summarize, table
+from .trace import Span, device_spans, number_of_steps, summarize, summary_table
 
 
 def phase(step: int, config: RunConfig) -> ProfilerAction:
@@ -101,7 +101,7 @@ def _keep_trace(profiler, folder: Path, config: RunConfig, device: torch.device)
             flush=True,
         )
     spans = device_spans(events)
-    text = table(summarize(spans, number_of_steps(events) or 1))
+    text = summary_table(summarize(spans, number_of_steps(events) or 1))
     (folder / f"table_{name}.txt").write_text(text + "\n")
     print(f"{text}\ntrace: {path}", flush=True)
     _plot_streams(spans, folder / f"streams_{name}.png")

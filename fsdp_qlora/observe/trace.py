@@ -176,7 +176,7 @@ def length(times: list[_Interval]) -> float:
     return sum(end - start for start, end in times)
 
 
-def table(summary: _Summary) -> str:
+def summary_table(summary: _Summary) -> str:
     """The summary as text, per step: a row of each kind, its share, and what of it is exposed."""
     steps = max(1, summary.steps)
     lines = [

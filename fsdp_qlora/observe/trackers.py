@@ -33,7 +33,7 @@ class TensorBoard(Sink):
     def __init__(self, config: RunConfig, run_id: str, step: int):
         self.folder, self.run_id = Path(config.output_dir) / "tensorboard", run_id
         self.open(step)
-        self.writer.add_text("settings", table(settings_of(config)), step)
+        self.writer.add_text("settings", _markdown_table(settings_of(config)), step)
 
     def open(self, step: int):
         """Write to a new file; what older ones have after `step` is no longer shown."""
@@ -167,7 +167,7 @@ def settings_of(config: RunConfig) -> dict:
     return redact_all(asdict(config))
 
 
-def table(settings: dict) -> str:
+def _markdown_table(settings: dict) -> str:
     """Settings as a Markdown table."""
     return "\n".join(["|setting|value|", "|---|---|", *(f"|{k}|{v}|" for k, v in settings.items())])
 

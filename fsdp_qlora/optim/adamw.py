@@ -156,7 +156,7 @@ def update(batch: list[WeightChunk]):
         joined([piece.grad for piece in batch], device),
         *moments,
         sent(list(factors), torch.float32, device),
-        places(batch),
+        _weight_offsets(batch),
     )
     for name, moment in zip(_MOMENTS, moments, strict=True):
         pack(batch, name, moment)
@@ -181,7 +181,7 @@ def give_back(whole: Tensor, parts: list[Tensor]):
             part.copy_(new)
 
 
-def places(batch: list[WeightChunk]) -> Tensor:
+def _weight_offsets(batch: list[WeightChunk]) -> Tensor:
     """Place in its whole weight, less that in the batch, and salt: of all values, or of each (2, N)."""
     lengths, starts = [len(piece.weight) for piece in batch], [0]
     for length in lengths:

@@ -46,7 +46,7 @@ def _has_bf16_instructions() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def check_places(config: RunConfig, size: int = 0):
+def check_folders(config: RunConfig, size: int = 0):
     """Refuse folders that can't be written to, or not `size` bytes of weights, before any work."""
     check_folder("output_dir", weights_folder(config), size, "the result", given=config.output_dir)
     for flag in (

@@ -77,7 +77,7 @@ def section(title: str, content: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{content}</section>" if content else ""
 
 
-def table(rows: list[list[str]], head: list[str] | None = None, style: str = "") -> str:
+def _html_table(rows: list[list[str]], head: list[str] | None = None, style: str = "") -> str:
     """Rows of text; the first cell of each is its name."""
     top = "<tr>" + "".join(f"<th>{escape(h)}</th>" for h in head) + "</tr>" if head else ""
     body = "".join(
@@ -284,7 +284,7 @@ def data(story: RunHistory) -> str:
         if name in story.data:
             rows.append([text, f"{story.data[name]:,}"])
     lengths = {int(bound): count for bound, count in found["lengths"].items()}
-    return f'<div class="pair">{table(rows)}{histogram(lengths) if lengths else ""}</div>'
+    return f'<div class="pair">{_html_table(rows)}{histogram(lengths) if lengths else ""}</div>'
 
 
 # ---- estimate ----------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ def _comparison(story: RunHistory) -> str:
         if length
         else ""
     )
-    return table(rows, ["", "estimate", "measured", "measured / estimate"], "figures") + note
+    return _html_table(rows, ["", "estimate", "measured", "measured / estimate"], "figures") + note
 
 
 def pair(guess: float | None, found: float | None, form: str) -> list[str]:
@@ -339,7 +339,7 @@ def events(story: RunHistory) -> str:
                 f"{story.checkpoints[-1]['step']:,}; they held the run up for {held:.1f} s in all",
             ]
         )
-    return table(rows) if rows else ""
+    return _html_table(rows) if rows else ""
 
 
 def said(event: dict) -> str:
@@ -373,7 +373,7 @@ def configuration(settings: dict) -> str:
     versions = [[name, version] for name, version in about.get("packages", {}).items()]
     rest = [row for row in rows if row not in changed]
     return (
-        f"{table(changed, style='code') if changed else '<p>All settings have their defaults.</p>'}"
-        f"<details><summary>settings at their defaults</summary>{table(rest)}</details>"
-        f"<details><summary>versions</summary>{table(versions)}</details>"
+        f"{_html_table(changed, style='code') if changed else '<p>All settings have their defaults.</p>'}"
+        f"<details><summary>settings at their defaults</summary>{_html_table(rest)}</details>"
+        f"<details><summary>versions</summary>{_html_table(versions)}</details>"
     )

@@ -21,8 +21,8 @@ from ..plan import draft_plan
 from ..preflight.checks import (
     bf16_line,
     check_device,
+    check_folders,
     check_layout,
-    check_places,
     check_rows,
 )
 from ..preflight.run_data import RunData, load_data, run_tokenizer
@@ -42,7 +42,7 @@ def train_rank(config: RunConfig, signals: StopSignals | None = None):
     check_device(config, device)
     is_main = ranks_from_env().is_main
     if is_main:
-        check_places(config)
+        check_folders(config)
     for warning in warnings_of(config):
         print_main(f"warning: {warning}")
     tokenizer = run_tokenizer(config)
@@ -57,7 +57,7 @@ def train_rank(config: RunConfig, signals: StopSignals | None = None):
     if line := bf16_line(config, device):
         print_main(line)
     if is_main:
-        check_places(config, trained_bytes(model) * (1 + config.changes_base))
+        check_folders(config, trained_bytes(model) * (1 + config.changes_base))
     part_ended("checks")
     with (
         sole_run_in(config.output_dir) if is_main else nullcontext(),
