@@ -16,11 +16,11 @@ test: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff format --check .
 	$(RUN) -m pytest tests $(SPREAD)
 
-# What starts slowly: chaos, launchers, wheels, the site, types.
+# What starts slowly (chaos, launchers, wheels, the site, types), and more cases of what `make test` runs.
 test-rest: $(VENV)/.installed-dev
 	$(RUN) -m pytest tests $(SPREAD) -m "slow and not exhaustive and not ray and not browser"
 
-# The remaining cases of tests whose quick ones `make test` runs: all of the matrix, four ranks, families.
+# All remaining cases: the whole matrix, every family on two ranks, other numbers of ranks.
 test-exhaustive: $(VENV)/.installed-dev
 	$(RUN) -m pytest tests $(SPREAD) -m "exhaustive and not ray and not browser"
 

@@ -113,10 +113,13 @@ def machine(gib: int, nodes: int) -> Machine:
 
 def answer(size: str, gib: int, changes: dict) -> Estimate:
     """The estimate of one cell."""
-    config = RunConfig(**{**BASE, **changes, "model_name": MODELS[size]})
-    return estimate(
-        model_shape(MODELS[size]), machine(gib, NODES if is_hybrid(changes) else 1), config
-    )
+    return _estimated(size, gib, NODES if is_hybrid(changes) else 1, frozenset(changes.items()))
+
+
+@cache
+def _estimated(size: str, gib: int, nodes: int, changes: frozenset) -> Estimate:
+    config = RunConfig(**{**BASE, **dict(changes), "model_name": MODELS[size]})
+    return estimate(model_shape(MODELS[size]), machine(gib, nodes), config)
 
 
 def figures(changes: dict) -> str:
@@ -161,9 +164,15 @@ def recipes_of(changes: dict) -> list[Path]:
     ]
 
 
+@cache
+def _config_of(path: Path) -> RunConfig:
+    (config,) = parse([*read_recipe(str(path)).flags])
+    return config
+
+
 def stands(path: Path, changes: dict) -> bool:
     """Whether a recipe has a rung's settings; some blocks recomputed is checkpointing too."""
-    (config,) = parse([*read_recipe(str(path)).flags])
+    config = _config_of(path)
     has = {name: getattr(config, name) for name in changes}
     if has.get("activation_policy", "keep_all") != "keep_all":
         has["activation_policy"] = "recompute_all"

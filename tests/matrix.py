@@ -124,13 +124,18 @@ def refusal(cell: Cell) -> str | None:
         return str(error)
 
 
-def pairwise(all_cells: list[Cell]) -> list[Cell]:
-    """Few cells in which every pair of values occurs that occurs in any of `all_cells`."""
-    pairs_of = {c: set(combinations(enumerate(astuple(c)), 2)) for c in all_cells}
-    missing, chosen = set().union(*pairs_of.values()), []
+def values_of(cell: Cell, together: int) -> set[tuple]:
+    """A cell's values, or its pairs of values, each with the place in the cell."""
+    return set(combinations(enumerate(astuple(cell)), together))
+
+
+def covering(all_cells: list[Cell], together: int) -> list[Cell]:
+    """Few cells in which every value, or pair of values, occurs that occurs in any of `all_cells`."""
+    found = {c: values_of(c, together) for c in all_cells}
+    missing, chosen = set().union(*found.values()), []
     while missing:
-        chosen.append(max(all_cells, key=lambda c: len(pairs_of[c] & missing)))
-        missing -= pairs_of[chosen[-1]]
+        chosen.append(max(all_cells, key=lambda c: len(found[c] & missing)))
+        missing -= found[chosen[-1]]
     return chosen
 
 

@@ -31,6 +31,7 @@ PRELOAD = [
     "fsdp_qlora.training.trainer",
     "matplotlib.pyplot",
     "matplotlib.backends.backend_agg",
+    "tests.warm",
 ]
 
 

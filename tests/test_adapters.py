@@ -37,7 +37,7 @@ from fsdp_qlora.lora_init import init_adapters, initial_a
 from fsdp_qlora.memory.checkpointing_policy import apply_activation_policy
 from fsdp_qlora.quantization.formats import quantize_rows
 from fsdp_qlora.quantization.quantize import QuantLinear, quantize_linears
-from tests.parts import slow
+from tests.parts import rest, slow
 
 from .tiny import CONFIGS, TARGETS, cut_rows, save_tiny
 
@@ -545,7 +545,7 @@ def as_compiled(graphs: list):
     "dropout, policy",
     [
         (0.0, "keep_all"),
-        (0.1, "keep_attention"),
+        rest(0.1, "keep_attention"),
         *(slow(0.1, p) for p in POLICIES if p != "keep_attention"),
     ],
 )

@@ -16,7 +16,7 @@ from fsdp_qlora.bench.tables import _auto_table, _published_seconds, _published_
 from fsdp_qlora.cli import main
 from fsdp_qlora.config.flags import parse_own
 from fsdp_qlora.estimate import memory
-from tests.parts import slow
+from tests.parts import rest, slow
 
 ROOT = Path(__file__).parents[1]
 GRIDS = sorted((ROOT / "benchmarks" / "grids").glob("*.yaml"))
@@ -53,7 +53,7 @@ cells:
     return path
 
 
-@pytest.mark.parametrize("gpus", [1, slow(2)])
+@pytest.mark.parametrize("gpus", [rest(1), slow(2)])
 def test_a_cell_without_memory_is_a_row_and_the_others_are_measured(grid, tmp_path, capfd, gpus):
     """Three processes: the first cell and the failing one, then the two after it."""
     grid.write_text(grid.read_text().replace("gpus: 1", f"gpus: {gpus}"))
@@ -96,6 +96,7 @@ def test_a_cell_without_memory_is_a_row_and_the_others_are_measured(grid, tmp_pa
     )
 
 
+@pytest.mark.slow
 def test_what_auto_measured_is_kept_though_the_bench_is_cut_off(grid, tmp_path, monkeypatch):
     """As by a time limit, before the process that measured is seen to have ended."""
     run_process, results = cell_processes._run_process, tmp_path / "rows.jsonl"

@@ -130,6 +130,7 @@ def test_the_last_linear_layer_of_a_block_runs_once(folder):
     assert counts["fsdp_qlora::adapted_linear"] == 14 + 12
 
 
+@pytest.mark.slow
 def test_a_compiled_block_does_not_run_its_last_linear_layer_again(folder):
     """The same where torch.compile sees the recompute: 7 adapted layers forward, 6 backward."""
     graphs = {}

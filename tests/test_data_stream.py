@@ -536,6 +536,7 @@ print(steps, (peak - start) / 2**20)
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_data(tmp_path):
     path = tmp_path / "rows.jsonl"
     record = json.dumps({"messages": chat("why? " * 100, "because " * 400)})

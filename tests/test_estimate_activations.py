@@ -10,7 +10,7 @@ from fsdp_qlora.choices import POLICIES
 from fsdp_qlora.estimate import GIB, kept_by_block, memory, saved_by_block
 from fsdp_qlora.memory import checkpointing_policy
 from fsdp_qlora.model.blocks import base_model, decoder_blocks, final_norm
-from tests.parts import slow
+from tests.parts import rest, slow
 
 from .estimates import LLAMA_8B, PRODUCT, SMALL, TRIAL, TRIAL_HALF, tiny
 from .families import family_config
@@ -95,7 +95,7 @@ def tensors_in(tree):
         ("gemma-7b", {}),
         ("phi-3-mini-4k", {}),
         ("llama-2-7b", dict(quant="none", adapter="none")),
-        ("llama-2-7b", dict(compile=True)),
+        rest("llama-2-7b", dict(compile=True)),
         slow("qwen3-8b", dict(compile=True, lora_dropout=0.1)),
         ("llama-2-7b", dict(adapter="dora")),
         slow("llama-2-7b", dict(adapter="dora", compile=True)),
@@ -117,7 +117,7 @@ def test_saved_activations_are_those_that_autograd_saves(known, changes, monkeyp
 @pytest.mark.parametrize(
     "known,changes",
     [
-        ("llama-2-7b", dict(compile=True)),
+        rest("llama-2-7b", dict(compile=True)),
         slow("qwen3-8b", dict(compile=True, lora_dropout=0.1)),
         slow("phi-3-mini-4k", dict(compile=True)),
         slow("llama-2-7b", dict(compile=True, quant="none")),

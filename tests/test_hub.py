@@ -12,7 +12,7 @@ import pytest
 
 from fsdp_qlora.hub import _address_of, _fault_of_connection
 from tests.fakehub import fake_hub
-from tests.parts import slow
+from tests.parts import rest, slow
 from tests.tokenizers import save_chat_model
 
 ROOT = Path(__file__).parents[1]
@@ -70,7 +70,7 @@ MODEL, ROWS = "--model_name org/model", "--dataset org/rows"
 @pytest.mark.parametrize(
     "program, flags, others, why",
     [
-        (READ + DATA, [MODEL, MODEL, MODEL, ROWS], {}, "can't be reached (Connection refused)"),
+        rest(READ + DATA, [MODEL, MODEL, MODEL, ROWS], {}, "can't be reached (Connection refused)"),
         slow(DATA, [ROWS], {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"),
     ],
 )
@@ -84,6 +84,7 @@ def test_a_name_that_is_not_in_the_cache_is_one_line_with_the_remedy(
         assert "; give a " in line and "folder" in line and f"hf download {flag.split()[1]}" in line
 
 
+@pytest.mark.slow
 def test_a_model_in_the_cache_is_found_without_a_network(closed_port, tmp_path):
     save_chat_model(tmp_path / "model", num_hidden_layers=1)
     with fake_hub() as hub:

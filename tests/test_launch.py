@@ -21,7 +21,7 @@ from fsdp_qlora.config.flags import parse
 from fsdp_qlora.dist import rendezvous
 from tests.chaos.harness import command, make_inputs, outcome
 from tests.hosts import Hosts
-from tests.parts import slow
+from tests.parts import rest, slow
 from tests.patience import patience
 
 ROOT = Path(__file__).parents[1]
@@ -233,7 +233,7 @@ def test_a_run_of_one_rank_opens_no_store(monkeypatch):
     [
         slow({}, False),
         slow(dict(OMP_NUM_THREADS="1"), True),
-        (dict(OMP_NUM_THREADS="3"), True),
+        rest(dict(OMP_NUM_THREADS="3"), True),
         slow(dict(MKL_NUM_THREADS="2"), True),
     ],
 )

@@ -13,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from fsdp_qlora.memory.activation_offload import _HostStore, apply_activation_offload
 from fsdp_qlora.memory.pinned_memory import host_tensors
 from fsdp_qlora.model.blocks import decoder_blocks
-from tests.parts import slow
+from tests.parts import rest, slow
 
 from .test_checkpointing_policy import loss_and_gradients, tiny_model
 from .tiny import padded_batch, save_tiny, tiny_rows
@@ -70,7 +70,7 @@ def test_gradients_are_those_without_offload_bit_by_bit(folder, policy, reentran
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("policy", ["recompute_all", slow("keep_linears")])
+@pytest.mark.parametrize("policy", [rest("recompute_all"), slow("keep_linears")])
 def test_a_compiled_block_stays_one_graph_and_its_gradients_the_same(folder, policy):
     plain = tiny_model(folder, "qlora", policy)
     compile_whole(plain, "aot_eager")

@@ -23,6 +23,8 @@ from fsdp_qlora.planner import (
 )
 from fsdp_qlora.planner.search import offload_combinations, seconds_per_token
 
+from .parts import rest
+
 SEVEN, SEVENTY = model_shape("llama-2-7b"), model_shape("llama-2-70b")
 EVERYTHING = free_settings(RunConfig(), set(), everything=True)
 
@@ -88,7 +90,7 @@ def test_rows_per_step_are_never_changed(rows, gpus):
 
 @pytest.mark.parametrize(
     "gpus,limit,settings",
-    [(1, 3.4, {}), (1, 4, dict(compile=False)), (2, 5, {}), (2, 3.2, {}), (2, 2.7, {})],
+    [(1, 3.4, {}), (1, 4, dict(compile=False)), (2, 5, {}), rest(2, 3.2, {}), rest(2, 2.7, {})],
 )
 def test_no_other_combination_is_faster_than_the_choice(gpus, limit, settings):
     """Every strategy, offload, micro-batch and split of four blocks over the policies, one by one.

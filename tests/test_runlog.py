@@ -257,6 +257,7 @@ with RunLog(sys.argv[1], terminal=terminal(["tqdm"], 30, 0), every=10, pace=Pace
 """
 
 
+@pytest.mark.slow
 def test_without_a_terminal_there_are_whole_lines_and_no_bar(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, check=True

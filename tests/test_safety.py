@@ -179,6 +179,7 @@ def test_code_of_a_model_is_not_run_unasked_and_the_remedy_is_said(model_with_co
     assert "--trust_remote_code true" in line and "--revision" in line and not trace.exists()
 
 
+@pytest.mark.slow
 def test_only_the_given_commit_is_read_code_and_all(model_with_code, tmp_path):
     folder, trace = model_with_code
     program = (

@@ -66,6 +66,7 @@ def grow(data: bytes, rng: random.Random) -> bytes:
 DAMAGE = {"cut": cut, "flip": flip, "zero": zero, "grow": grow, "delete": None}
 
 
+@pytest.mark.slow
 def test_every_damage_is_seen_and_the_checkpoint_before_is_taken(root):
     rng, seen = random.Random(0), Counter()
     for number in range(DAMAGES):
@@ -92,6 +93,7 @@ def test_every_damage_is_seen_and_the_checkpoint_before_is_taken(root):
     assert not any(fault_of(folder) for folder in all_checkpoints(root))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_files_of_two_checkpoints_is_seen(root, tmp_path):
     newest, second, _ = all_checkpoints(root)
     for path in sorted(p for p in newest.rglob("*.*") if p.is_file()):
@@ -104,6 +106,7 @@ def test_a_checkpoint_of_files_of_two_checkpoints_is_seen(root, tmp_path):
         shutil.rmtree(mixed)
 
 
+@pytest.mark.slow
 def test_no_damage_to_the_figures_keeps_a_run_from_going_on(root, tmp_path):
     rng, whole = random.Random(0), (root.parent / "metrics.jsonl").read_bytes()
     run = read_run(all_checkpoints(root)[0])

@@ -15,7 +15,7 @@ from fsdp_qlora.lifecycle.signals import StopRequested
 from fsdp_qlora.lifecycle.watchdog import EXIT_STALLED, GONE_LOOKS, Watchdog, verdict
 from fsdp_qlora.rank_store import RankStore
 from tests.chaos.harness import WORLD, Hit, command, make_inputs
-from tests.parts import slow
+from tests.parts import rest, slow
 
 PHASES = ("step", "eval", "stage", "forward", "optimizer")
 STALL_SECONDS = "2"
@@ -58,7 +58,7 @@ def folder(tmp_path_factory):
     return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-@pytest.mark.parametrize("hangs", [1, slow(5)])
+@pytest.mark.parametrize("hangs", [rest(1), slow(5)])
 def test_the_rank_that_hangs_is_named_with_its_stack(folder, tmp_path, hangs):
     report = hung_runs(folder, tmp_path, hangs)
     assert report["named"] == report["hangs"] == hangs, report

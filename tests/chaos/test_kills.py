@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.harness import PHASES, STEPS, Hit, command, make_inputs, outcome
-from tests.parts import slow
+from tests.parts import rest, slow
 
 KILLS_PER_RUN = 10
 
@@ -62,7 +62,7 @@ def folder(tmp_path_factory):
     return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-@pytest.mark.parametrize("kills, runs, resumed", [(6, 1, 1), slow(20, 2, 8)])
+@pytest.mark.parametrize("kills, runs, resumed", [rest(6, 1, 1), slow(20, 2, 8)])
 def test_a_run_that_is_killed_again_and_again_ends_bit_equal_with_every_row_once(
     folder, tmp_path, kills, runs, resumed
 ):

@@ -70,6 +70,7 @@ def folder(tmp_path_factory):
     return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_saves_on_all_ends_with_75_and_the_run_goes_on_bit_equal(
     folder, tmp_path
 ):

@@ -25,6 +25,7 @@ from fsdp_qlora.estimate import batches_of
 from fsdp_qlora.planner import free_settings, packing_line, propose
 from fsdp_qlora.preflight.sampled_lengths import sampled_lengths
 from fsdp_qlora.run_plan import plan_run
+from tests.parts import rest
 from tests.ranks import run_ranks
 from tests.tokenizers import save_chat_model
 
@@ -123,7 +124,7 @@ CASES = dict(
 )
 
 
-def probe_and_run(folder: str, data: str, out: str) -> dict[str, dict]:
+def probe_and_run(folder: str, data: str, out: str, cases: dict) -> dict[str, dict]:
     """For each case: what a probe computes, what the run of the same settings does, and its metrics."""
     import torch
 
@@ -141,7 +142,7 @@ def probe_and_run(folder: str, data: str, out: str) -> dict[str, dict]:
 
     step.train_step = loop.train_step = watched
     device = torch.device("cpu")
-    for name, case in CASES.items():
+    for name, case in cases.items():
         config = RunConfig(
             **dict(
                 model_name=folder,
@@ -172,14 +173,16 @@ def probe_and_run(folder: str, data: str, out: str) -> dict[str, dict]:
     return found
 
 
+@pytest.mark.parametrize("names", [("padded", "bins"), rest(sorted({*CASES} - {"padded", "bins"}))])
 def test_a_probe_computes_the_runs_own_first_steps_after_the_longest_rows_and_the_run_keeps_the_promise(
-    tmp_path,
+    tmp_path, names
 ):
     folder = save_chat_model(tmp_path / "model", num_hidden_layers=2)
     draw = random.Random(1)
     data = write_rows(tmp_path / "rows.jsonl", [draw.randint(5, 150) for _ in range(40)] + [300])
-    ranks = run_ranks(probe_and_run, 2, folder, data, str(tmp_path / "out"))
-    for name in CASES:
+    cases = {name: CASES[name] for name in names}
+    ranks = run_ranks(probe_and_run, 2, folder, data, str(tmp_path / "out"), cases)
+    for name in cases:
         config = RunConfig(**ranks[0][name]["config"])
         tokens = 0
         for of_rank in ranks:

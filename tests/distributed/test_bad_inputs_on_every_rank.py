@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from tests.parts import rest
 from tests.patience import patience
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny
@@ -279,7 +280,7 @@ def train_with_a_slow_rank(argv: list[str], slow_rank: int) -> tuple[int, float]
     return code, seconds
 
 
-@pytest.mark.parametrize("slow_rank", [0, 1])
+@pytest.mark.parametrize("slow_rank", [rest(0), 1])
 def test_a_rank_may_prepare_for_longer_than_the_timeout_of_the_group(tmp_path, slow_rank):
     argv = arguments(
         save_model(tmp_path / "model"),

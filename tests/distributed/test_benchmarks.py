@@ -112,6 +112,7 @@ def test_one_rank_says_what_it_is_not_for(argv, fault, monkeypatch, capsys):
     assert fault in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_one_rank_of_several_trains_alone_on_its_share(tmp_path):
     from fsdp_qlora.bench.accuracy import compare
     from fsdp_qlora.bench.row import read_rows
@@ -364,6 +365,7 @@ def test_rows_of_ours_and_of_peers_are_measured_one_after_the_other(tmp_path, ra
         assert row["loss_first"] == pytest.approx(4.57, abs=0.2)  # log(97)
 
 
+@pytest.mark.slow
 def test_a_cell_that_runs_out_of_time_leaves_no_rank_behind(tmp_path):
     """A rank left alone would hold the GPU that the next cell is measured on."""
     folder = save_tiny(tmp_path)

@@ -67,6 +67,7 @@ def without_noise(weights: dict) -> dict:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_biases_equal_pefts_in_one_process_and_load_there(tmp_path):
     folders = dict(
         qwen2=save_tiny(tmp_path / "qwen2", "qwen2"), gpt2=save_family(tmp_path / "gpt2", "GPT-2")

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from tests.distributed.test_command_line import call
-from tests.parts import slow
+from tests.parts import rest, slow
 from tests.ranks import run_ranks
 from tests.tokenizers import save_chat_model
 
@@ -83,7 +83,7 @@ def inputs(tmp_path_factory) -> tuple[str, str]:
     return model, str(rows)
 
 
-@pytest.mark.parametrize("mode", [slow("padded"), slow("packed"), "packed, rows given"])
+@pytest.mark.parametrize("mode", [slow("padded"), slow("packed"), rest("packed, rows given")])
 def test_rows_of_thirty_lengths_are_compiled_for_in_the_first_steps_alone(inputs, mode, tmp_path):
     """For the first block, the others and the norm; and once more where nothing is trained."""
     ((code, said, graphs),) = run_ranks(

@@ -7,6 +7,7 @@ import torch
 
 from fsdp_qlora.lifecycle.frozen_weights import FrozenWeights, _bit_sum
 from tests.distributed.test_resume import run_once, settings
+from tests.parts import rest
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny
 from tests.tokenizers import VOCAB_SIZE, save_tokenizer
@@ -49,24 +50,22 @@ def flipped_run(config, at: int | None) -> str:
         loop.Training.step = step
 
 
-def test_a_flipped_bit_names_rank_and_weight_and_a_whole_run_changes_none(tmp_path):
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dict(sharding_strategy="full_shard"),
+        rest(dict(sharding_strategy="ddp")),
+        rest(dict(sharding_strategy="shard_grad_op", use_cpu_offload=True)),
+    ],
+)
+def test_a_flipped_bit_names_rank_and_weight_and_a_whole_run_changes_none(tmp_path, layout):
     folder = tmp_path / "model"
     save_tiny(folder, vocab_size=VOCAB_SIZE, num_hidden_layers=1)
     save_tokenizer(folder)
-    for layout in (
-        dict(sharding_strategy="full_shard"),
-        dict(sharding_strategy="ddp"),
-        dict(sharding_strategy="shard_grad_op", use_cpu_offload=True),
-    ):
-        config = settings(
-            str(folder), tmp_path / "out", train_type="qlora", resume="none", **layout
-        )
-        for said in run_ranks(flipped_run, 2, config, 3):
-            assert "changed in the memory of rank 1" in said and "weight" in said, (
-                layout,
-                said,
-            )
-        assert run_ranks(flipped_run, 2, config, None) == ["", ""], layout
+    config = settings(str(folder), tmp_path / "out", train_type="qlora", resume="none", **layout)
+    for said in run_ranks(flipped_run, 2, config, 3):
+        assert "changed in the memory of rank 1" in said and "weight" in said, said
+    assert run_ranks(flipped_run, 2, config, None) == ["", ""]
 
 
 def test_nothing_is_summed_when_the_run_is_over():

@@ -175,6 +175,7 @@ def test_packed_and_padded_runs_have_the_loss_of_one_process_on_1_2_and_4_ranks(
     assert runs[1][0]["rows"]["rows"] == runs[1][0]["padded"]["rows"]
 
 
+@pytest.mark.slow
 def test_bins_go_on_where_a_run_was_stopped_also_on_another_number_of_ranks(folder, data, tmp_path):
     cases = {name: CASES[name] for name in ("full", "streamed")}
     (whole,) = run_ranks(train_each, 1, folder, data, str(tmp_path / "whole"), cases)

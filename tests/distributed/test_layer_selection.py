@@ -14,6 +14,7 @@ from fsdp_qlora.lora_init import initial_a
 from tests.distributed.test_load_and_save import train_and_save
 from tests.distributed.test_lora_init import logits_of
 from tests.distributed.test_parity import STEPS, assert_equal_run, train_cases
+from tests.parts import rest
 from tests.ranks import run_ranks
 from tests.tiny import RANK, SEED, TARGETS, reference_model, reference_run, save_tiny
 
@@ -51,35 +52,40 @@ def adapted(folder: str, train_type: str, blocks: list[int]):
     return model.train()
 
 
-def test_adapters_in_some_blocks_train_as_pefts(folder):
-    kinds = [("lora", "1-2", [1, 2]), ("qlora", "0", [0]), ("qlora", "2", [2])]
-    cases = [
-        dict(train_type=t, layers_to_transform=text) | place
-        for t, text, _ in kinds
-        for place in PLACES
-    ]
+BLOCKS = {("lora", "1-2"): [1, 2], ("qlora", "0"): [0], ("qlora", "2"): [2]}
+MODULES = {
+    "layers.2,norm,lm_head": ("layers.2.", "model.norm.", "lm_head"),
+    "embed_tokens,mlp": ("embed_tokens", ".mlp."),
+    "layers.0": ("layers.0.",),
+}
+
+
+def once_or_everywhere(chosen) -> list:
+    """Each choice in a place of its own; for `make test-rest` in all places."""
+    every = [(choice, place) for choice in chosen for place in PLACES]
+    return [every[:: len(PLACES) + 1], rest(every)]
+
+
+@pytest.mark.parametrize("asked", once_or_everywhere(BLOCKS))
+def test_adapters_in_some_blocks_train_as_pefts(folder, asked):
+    cases = [dict(train_type=t, layers_to_transform=text) | place for (t, text), place in asked]
     results = run_ranks(train_cases, 2, folder, STEPS, cases)[0]
-    references = [reference_run(adapted(folder, t, blocks), STEPS) for t, _, blocks in kinds]
-    for i, (case, result) in enumerate(zip(cases, results, strict=True)):
-        assert_equal_run(result, references[i // len(PLACES)], 1e-5, case)
-
-
-def test_chosen_modules_of_a_full_fine_tuning_train_as_in_one_process(folder):
-    chosen = {
-        "layers.2,norm,lm_head": ("layers.2.", "model.norm.", "lm_head"),
-        "embed_tokens,mlp": ("embed_tokens", ".mlp."),
-        "layers.0": ("layers.0.",),
+    references = {
+        (t, text): reference_run(adapted(folder, t, blocks), STEPS)
+        for (t, text), blocks in BLOCKS.items()
     }
-    cases = [
-        dict(train_type="full", trained_modules=names) | place
-        for names in chosen
-        for place in PLACES
-    ]
+    for (choice, _), case, result in zip(asked, cases, results, strict=True):
+        assert_equal_run(result, references[choice], 1e-5, case)
+
+
+@pytest.mark.parametrize("asked", once_or_everywhere(MODULES))
+def test_chosen_modules_of_a_full_fine_tuning_train_as_in_one_process(folder, asked):
+    cases = [dict(train_type="full", trained_modules=names) | place for names, place in asked]
     results = run_ranks(train_cases, 2, folder, STEPS, cases)[0]
     for case, result in zip(cases, results, strict=True):
         model = reference_model(folder, "full").requires_grad_(False)
         for name, p in model.named_parameters():
-            if any(part in name for part in chosen[case["trained_modules"]]):
+            if any(part in name for part in MODULES[case["trained_modules"]]):
                 p.requires_grad_()
         assert_equal_run(result, reference_run(model, STEPS), 2e-5, case)
 

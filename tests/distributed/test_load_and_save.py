@@ -10,7 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from tests.parts import slow
+from tests.parts import rest, slow
 from tests.ranks import run_ranks
 from tests.tiny import RANK, SEED, padded_batch, reference_model, save_tiny, tiny_rows
 
@@ -53,7 +53,7 @@ def load_and_measure(folder: str, settings: dict) -> dict:
     return dict(extra=peak - before, shards=shards, state=state)
 
 
-@pytest.mark.parametrize("train_type", ["qlora", slow("lora")])
+@pytest.mark.parametrize("train_type", [rest("qlora"), slow("lora")])
 def test_four_ranks_load_with_little_more_memory_than_their_shards(tmp_path, train_type):
     # bf16 weights of 400 MB, made here tensor by tensor.
     from fsdp_qlora.loading import expected_shapes, meta_model

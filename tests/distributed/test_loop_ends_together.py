@@ -219,7 +219,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("cases", in_parts(SETTINGS, 0, 2))
+@pytest.mark.parametrize("cases", in_parts(SETTINGS, 0, then=(2,)))
 def test_loss_and_gradients_are_the_same_for_every_split_of_the_same_rows(tmp_path, cases):
     folder = save_tiny(tmp_path)
     for settings in cases:

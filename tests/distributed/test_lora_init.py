@@ -20,7 +20,7 @@ from fsdp_qlora.commands.generate import load_for_inference
 from fsdp_qlora.export.merge import merge_adapter
 from tests.distributed.test_load_and_save import train_and_save
 from tests.distributed.test_parity import STEPS, assert_equal_run, train_cases
-from tests.parts import slow
+from tests.parts import rest, slow
 from tests.ranks import run_ranks
 from tests.tiny import (
     RANK,
@@ -182,6 +182,7 @@ def test_loftq_rounds_and_corrects_as_peft_does_whatever_the_scaling(folder):
             assert (layer["base"] + ours - weight).norm() < (base - weight).norm(), (case, name)
 
 
+@pytest.mark.slow
 def test_other_formats_begin_nearer_to_the_original_than_without(folder):
     forms = [
         dict(quant="int8"),
@@ -202,7 +203,7 @@ def test_other_formats_begin_nearer_to_the_original_than_without(folder):
             assert error(ours) < error(plain)
 
 
-@pytest.mark.parametrize("kind", ["pissa", slow("olora")])
+@pytest.mark.parametrize("kind", [rest("pissa"), slow("olora")])
 def test_training_equals_pefts_in_one_process(folder, kind):
     variations = [
         *PLACES,
@@ -330,6 +331,7 @@ def checkpointed(folder: str, out: str, cases: list[dict], from_step: int | None
     return found
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_elsewhere_has_the_same_base_bit_by_bit(tmp_path):
     from tests.tokenizers import save_chat_model
 

@@ -1,25 +1,37 @@
-"""Quantizer x scales x adapter x strategy: each pair of values in every run; all cells if slow."""
+"""Quantizer x scales x adapter x strategy: each value, each pair of values, or all cells."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import astuple
-from itertools import combinations
 
 import pytest
 
 from scripts.make_matrix import PAGE, page
-from tests.matrix import RESULTS, TOLERANCE, cells, outcomes, pairwise, refusal, save_models
+from tests.matrix import (
+    RESULTS,
+    TOLERANCE,
+    cells,
+    covering,
+    outcomes,
+    refusal,
+    save_models,
+    values_of,
+)
+from tests.parts import rest
 
 
 def accepted():
     return [c for c in cells() if not refusal(c)]
 
 
-def test_every_pair_of_quantizer_scales_adapter_and_strategy_equals_one_process(tmp_path):
-    few = pairwise(accepted())
-    pairs = lambda some: {p for c in some for p in combinations(enumerate(astuple(c)), 2)}  # noqa: E731
-    assert pairs(few) == pairs(accepted()) and len(few) < len(accepted()) / 5
+@pytest.mark.parametrize("together", [1, rest(2)])
+def test_every_value_and_pair_of_quantizer_scales_adapter_and_strategy_equals_one_process(
+    tmp_path, together
+):
+    few = covering(accepted(), together)
+    values = lambda some: set().union(*(values_of(c, together) for c in some))  # noqa: E731
+    assert values(few) == values(accepted()) and len(few) < len(accepted()) / 5
     apart = dict(outcomes(save_models(tmp_path), few))
     assert len(apart) == len(few)
     assert not {c: a for c, a in apart.items() if not a < TOLERANCE}

@@ -10,16 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.parts import slow
+from tests.parts import rest, slow
 from tests.patience import patience
 from tests.tokenizers import save_chat_model
 
 ROOT = Path(__file__).parents[2]
 LATE = """
 import os, sys, time
-late, seconds, lacks, *argv = sys.argv[1:]
-if os.environ["RANK"] == late: time.sleep(float(seconds))
+import torch.distributed
 from fsdp_qlora.cli import main
+late, seconds, lacks, *argv = sys.argv[1:]
+if os.environ["RANK"] == late: time.sleep(float(seconds))  # imports apart, which load makes longer
 if os.environ["RANK"] == lacks: argv += ["--dataset", "/no/such/rows.jsonl"]
 sys.exit(main(argv))
 """
@@ -63,7 +64,7 @@ def errors(tmp_path, late: str, seconds: float, lacks: str, *flags: str) -> dict
     return dict(re.findall(r"^error \(rank (\d)\): (.*)$", run.stderr, re.M))
 
 
-@pytest.mark.parametrize("late", ["0", slow("1")])
+@pytest.mark.parametrize("late", [rest("0"), slow("1")])
 def test_a_rank_that_comes_late_to_the_same_mistake_says_it_too(tmp_path, late):
     said = errors(tmp_path, late, 2.5, "-", "--lr", "fast")
     assert sorted(said) == ["0", "1"] and all("--lr" in line for line in said.values()), said

@@ -13,7 +13,7 @@ from fsdp_qlora.lora_init import initial_a
 from tests.distributed.test_load_and_save import train_and_save
 from tests.distributed.test_lora_init import logits_of
 from tests.distributed.test_parity import STEPS, assert_equal_run, train_cases
-from tests.parts import slow
+from tests.parts import in_parts, rest, slow
 from tests.ranks import run_ranks
 from tests.tiny import RANK, SEED, TARGETS, reference_model, reference_run, save_tiny
 
@@ -69,34 +69,40 @@ def renamed(reference):
     return losses, norms, {n.replace(".modules_to_save.default", ""): w for n, w in weights.items()}
 
 
+# All names in all places; every sixth has another name and another place.
+ALL = [dict(modules_to_save=names) | place for names in NAMES for place in PLACES]
+
+
 @pytest.mark.parametrize(
-    "world_size, train_type", [(2, "qlora"), slow(2, "lora"), slow(1, "qlora")]
+    "world_size, train_type, cases",
+    [
+        (2, "qlora", ALL[::6]),
+        rest(2, "qlora", [case for i, case in enumerate(ALL) if i % 6]),
+        slow(2, "lora", ALL),
+        slow(1, "qlora", [case for i, case in enumerate(ALL) if i % 5 < 2]),
+    ],
 )
-def test_training_equals_pefts_in_one_process(folder, world_size, train_type):
-    cases = [
-        dict(train_type=train_type, modules_to_save=names) | place
-        for names in NAMES
-        for place in PLACES[: 5 if world_size == 2 else 2]
-    ]
-    results = run_ranks(train_cases, world_size, folder, STEPS, cases)
+def test_training_equals_pefts_in_one_process(folder, world_size, train_type, cases):
+    typed = [dict(train_type=train_type) | case for case in cases]
+    results = run_ranks(train_cases, world_size, folder, STEPS, typed)
     references = {
-        (t, names): renamed(reference_run(pefts(folder, names, t), STEPS))
-        for names in NAMES
-        for t in ("lora", "qlora")
+        names: renamed(reference_run(pefts(folder, names, train_type), STEPS))
+        for names in {case["modules_to_save"] for case in cases}
     }
     for case, *by_rank in zip(cases, *results, strict=True):
-        assert_equal_run(
-            by_rank[0], references[case["train_type"], case["modules_to_save"]], 1e-5, case
-        )
+        assert_equal_run(by_rank[0], references[case["modules_to_save"]], 1e-5, case)
         assert len({r["checksums"][-1] for r in by_rank}) == 1
 
 
-def test_both_ends_of_a_tied_model_are_trained_as_one(tied):
-    cases = [
-        dict(train_type="lora", modules_to_save=names) | place
-        for names in ("lm_head", "embed_tokens,norm")
-        for place in PLACES[:3]
-    ]
+TIED = [
+    dict(train_type="lora", modules_to_save=names) | place
+    for names in ("lm_head", "embed_tokens,norm")
+    for place in PLACES[:3]
+]
+
+
+@pytest.mark.parametrize("cases", in_parts(TIED, 0, 4, then=(1, 2, 3, 5)))
+def test_both_ends_of_a_tied_model_are_trained_as_one(tied, cases):
     for case, result in zip(cases, run_ranks(train_cases, 2, tied, STEPS, cases)[0], strict=True):
         model = reference_model(tied, "lora")
         for name, p in model.named_parameters():
@@ -106,6 +112,7 @@ def test_both_ends_of_a_tied_model_are_trained_as_one(tied):
         assert_equal_run(result, reference_run(model, STEPS), 1e-4, case)
 
 
+@pytest.mark.slow
 def test_dora_rslora_and_pissa_train_beside_whole_modules(folder):
     more = dict(modules_to_save="lm_head,norm", train_type="lora")
     cases = [dict(adapter="dora"), dict(use_rslora=True), dict(init_lora_weights="pissa")]
@@ -136,9 +143,10 @@ SAVED = [
 ]
 
 
-def test_a_saved_folder_has_pefts_names_and_gives_peft_the_live_logits(folder, tmp_path):
-    logits = run_ranks(train_and_save, 2, folder, str(tmp_path), SAVED, STEPS[:2])[0]
-    for i, (case, live) in enumerate(zip(SAVED, logits, strict=True)):
+@pytest.mark.parametrize("cases", in_parts(SAVED, 0, 9, then=(1, 2, 3, 4, 5, 6, 7, 8, 10, 11)))
+def test_a_saved_folder_has_pefts_names_and_gives_peft_the_live_logits(folder, tmp_path, cases):
+    logits = run_ranks(train_and_save, 2, folder, str(tmp_path), cases, STEPS[:2])[0]
+    for i, (case, live) in enumerate(zip(cases, logits, strict=True)):
         reference = pefts(folder, case["modules_to_save"], case["train_type"])
         reference.save_pretrained(tmp_path / "reference")
         saved, expected = (
@@ -167,19 +175,17 @@ def test_a_tied_model_reloads_in_peft_and_merges_into_a_tied_one(tied, tmp_path)
         torch.testing.assert_close(logits_of(merged, STEPS), live, rtol=1e-5, atol=2e-5)
 
 
-def test_a_bf16_model_computes_in_bf16_and_stores_whole_modules_in_fp32(folder):
+@pytest.mark.parametrize("compiled", [False, rest(True)])
+def test_a_bf16_model_computes_in_bf16_and_stores_whole_modules_in_fp32(folder, compiled):
     """Losses near those in fp32, with blocks compiled and not."""
     exact = reference_run(pefts(folder, "embed_tokens,lm_head,norm"), STEPS)
-    cases = [
-        dict(
-            train_type="lora",
-            modules_to_save="embed_tokens,lm_head,norm",
-            precision="bf16",
-            compile=c,
-        )
-        for c in (False, True)
-    ]
-    for result in run_ranks(train_cases, 2, folder, STEPS, cases)[0]:
+    case = dict(
+        train_type="lora",
+        modules_to_save="embed_tokens,lm_head,norm",
+        precision="bf16",
+        compile=compiled,
+    )
+    for result in run_ranks(train_cases, 2, folder, STEPS, [case])[0]:
         assert {w.dtype for w in result["weights"].values()} == {torch.float32}
         for ours, reference in zip(result["losses"], exact[0], strict=True):
             assert abs(ours - reference) < 0.01 * reference

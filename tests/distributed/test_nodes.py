@@ -140,6 +140,7 @@ def wait_for(path: Path, ranks: Ranks, seconds: float = 60):
 LONG = ("--num_epochs", "4", "--sharding_strategy", "full_shard")  # 24 steps
 
 
+@pytest.mark.slow
 def test_a_host_that_is_cut_off_ends_all_ranks_and_the_run_goes_on_with_another_host_as_the_first(
     inputs, tmp_path
 ):

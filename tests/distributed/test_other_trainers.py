@@ -10,14 +10,24 @@ import pytest
 import torch
 
 from tests.distributed.test_parity import relative
-from tests.parts import slow
+from tests.parts import in_parts, rest, slow
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny
 from tests.tokenizers import VOCAB_SIZE, save_tokenizer
 
 STEPS, SEED = 4, 0
 WORDS = "one two three four five six seven eight nine ten".split()
-KINDS = ("SFT", "DPO", "KTO", "Reward")
+TRAINED = [  # kind, strategy, quant, other settings
+    ("SFT", "ddp", "none", {}),
+    ("DPO", "full_shard", "nf4", {}),
+    ("SFT", "full_shard", "none", {}),
+    ("DPO", "full_shard", "none", {}),
+    ("KTO", "full_shard", "none", {}),
+    ("Reward", "full_shard", "none", {}),
+    ("DPO", "ddp", "none", {}),
+    ("DPO", "ddp", "nf4", {}),
+    ("DPO", "full_shard", "nf4", dict(compile=True, mlp_tiles=2)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -150,12 +160,10 @@ def reference_cases(folder: str, output: str, cases: list[tuple]) -> list:
     return found
 
 
-def test_trl_on_two_ranks_equals_trl_and_peft_in_one_process(folder, tmp_path):
+@pytest.mark.parametrize("cases", in_parts(TRAINED, 0, 1, then=(2, 3, 4, 5, 6, 7, 8)))
+def test_trl_on_two_ranks_equals_trl_and_peft_in_one_process(folder, tmp_path, cases):
     """DPO's and KTO's reference policy is the frozen base, in four bits too, and compiled."""
-    plain = [(kind, "none") for kind in KINDS] + [("DPO", "nf4")]
-    cases = [(kind, "full_shard", quant, {}) for kind, quant in plain]
-    cases += [("DPO", "ddp", "none", {}), ("DPO", "ddp", "nf4", {}), ("SFT", "ddp", "none", {})]
-    cases += [("DPO", "full_shard", "nf4", dict(compile=True, mlp_tiles=2))]
+    plain = sorted({(kind, quant) for kind, _, quant, _ in cases})
     (expected,) = run_ranks(reference_cases, 1, folder, str(tmp_path), plain, timeout=600)
     by_kind = dict(zip(plain, expected, strict=True))
     first, second = run_ranks(train_cases, 2, folder, str(tmp_path), cases, timeout=600)
@@ -197,6 +205,7 @@ def generate_and_learn(folder: str, output: str) -> list[float]:
     return [h["reward"] for h in made.state.log_history if "reward" in h]
 
 
+@pytest.mark.slow
 def test_grpo_learns_while_sharded(tmp_path):
     folder = str(tmp_path / "decided")
     save_tiny(folder, vocab_size=VOCAB_SIZE, initializer_range=0.1)  # its logits are not all alike
@@ -233,7 +242,7 @@ def _stop_after(step: int):
     return Stop()
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO", slow("KTO"), slow("Reward"), slow("GRPO")])
+@pytest.mark.parametrize("kind", ["SFT", rest("DPO"), slow("KTO"), slow("Reward"), slow("GRPO")])
 def test_a_resumed_trainer_equals_one_that_was_not_stopped(folder, tmp_path, kind):
     whole, stopped, resumed = run_ranks(stop_and_resume, 2, folder, str(tmp_path), kind)[0]
     assert len(stopped) == STEPS // 2 and stopped == whole[: STEPS // 2]
@@ -317,6 +326,7 @@ def run_examples(folder: str, output: str) -> dict[str, list[float]]:
     return dict(accelerate=accelerate_loop.main(folder), fabric=fabric.main(folder))
 
 
+@pytest.mark.slow
 def test_examples_run_on_two_ranks_and_save_what_peft_loads(folder, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

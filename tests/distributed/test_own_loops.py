@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.distributed.test_parity import checksum, flat, relative
+from tests.parts import rest
 from tests.ranks import run_ranks
 from tests.tiny import (
     LR,
@@ -93,7 +94,7 @@ def two_steps_after(folder: str, cases) -> list[list[tuple[float, float]]]:
     "world_size, strategies",
     [
         (2, ("ddp", "shard_grad_op", "full_shard")),
-        (4, ("hybrid_shard_grad_op", "hybrid_full_shard")),
+        rest(4, ("hybrid_shard_grad_op", "hybrid_full_shard")),
     ],
 )
 def test_a_forward_before_the_first_step_keeps_no_weight_from_training(
@@ -219,7 +220,7 @@ def first_weights(folder: str, strategies) -> list[tuple]:
 
 @pytest.mark.parametrize(
     "world_size, strategies",
-    [(2, ("ddp", "shard_grad_op", "full_shard")), (4, ("hybrid_full_shard",))],
+    [(2, ("ddp", "shard_grad_op", "full_shard")), rest(4, ("hybrid_full_shard",))],
 )
 def test_ranks_seeded_apart_start_from_the_adapters_of_rank_0(folder, world_size, strategies):
     own = {

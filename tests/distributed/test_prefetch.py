@@ -43,8 +43,9 @@ def events_of_steps(folder: str, cases: list[dict]) -> list[list[str]]:
         train_step(model, optimizer, batches)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             train_step(model, optimizer, batches)
-        events = sorted(profile.events(), key=lambda e: e.time_range.start)
-        runs.append([short(e.name) for e in events if short(e.name)])
+        events = profile.profiler.kineto_results.events()  # as they were recorded, not as a tree
+        names = [e.name() for e in sorted(events, key=lambda e: e.start_ns())]
+        runs.append([short(name) for name in names if short(name)])
     return runs
 
 

@@ -5,6 +5,7 @@ The reference has ordinary linear layers that hold the dequantized values, and P
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -45,6 +46,7 @@ def rounded_reference(folder: str, **form):
     return reference_run(model, STEPS)
 
 
+@pytest.mark.slow
 def test_every_format_equals_one_process_with_its_values(tmp_path):
     # 3, 5 and 1 blocks a row: scales whose bytes are padded to whole words.
     folder = save_tiny(tmp_path, hidden_size=192, intermediate_size=320, head_dim=16)

@@ -166,7 +166,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("world_size", [slow(1), 2])
-@pytest.mark.parametrize("cases", in_parts(CASES, 0, 3, 6, 9))
+@pytest.mark.parametrize("cases", in_parts(CASES, 0, 3, then=(6, 9)))
 def test_a_resumed_run_is_bit_equal_to_one_that_never_stopped(folder, tmp_path, world_size, cases):
     by_rank = run_ranks(whole_and_resumed, world_size, folder, str(tmp_path), cases)
     for number, case in enumerate(cases):
@@ -379,6 +379,7 @@ def runs_of_other_lengths(folder: str, out: str) -> tuple[list[int], str, list]:
     return seen, said, whole
 
 
+@pytest.mark.slow
 def test_under_a_constant_rate_a_run_that_was_stopped_or_has_ended_can_be_made_longer(
     folder, tmp_path
 ):
@@ -436,6 +437,7 @@ def longer_runs(folder: str, out: str) -> list[tuple[int, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_made_longer_goes_on_from_the_newest_checkpoint_that_is_whole(
     folder, tmp_path
 ):
@@ -710,6 +712,7 @@ def best_saves_that_fail(folder: str, out: str, cases: list[list[int]]) -> list[
     return said
 
 
+@pytest.mark.slow
 def test_a_full_disk_at_the_best_weights_leaves_those_before_and_the_run_goes_on(folder, tmp_path):
     said, _ = run_ranks(best_saves_that_fail, 2, folder, str(tmp_path), [[2], [3]])
     for number, (warned, failed, kept) in enumerate(zip(said, (4, 6), (6, 4), strict=True)):

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.observe.samples import _prompt_of
+from tests.distributed.test_command_line import call
 from tests.ranks import run_ranks
 from tests.tiny import RANK, SEED, save_tiny
 from tests.tokenizers import save_chat_model
@@ -127,42 +128,26 @@ def samples_of(out) -> dict[int, list[dict]]:
     return {r["step"]: r["samples"] for r in lines if r["kind"] == "samples"}
 
 
-def test_a_run_answers_before_it_trains_and_at_each_evaluation_and_learns_to(
-    run, monkeypatch, capfd
-):
+def test_a_run_answers_before_it_trains_and_at_each_evaluation_and_learns_to(run):
     base, argv = run
-    monkeypatch.delenv("RANK", raising=False)
-    assert (
-        main(
-            [
-                *argv,
-                "--world_size",
-                "2",
-                "--eval_dataset",
-                str(base / "held.jsonl"),
-                "--eval_every",
-                "10",
-                "--samples",
-                "2",
-                "--lr",
-                "0.005",
-                "--sample_tokens",
-                "8",
-                "--num_epochs",
-                "2",
-                "--global_batch_size",
-                "4",
-            ]
-        )
-        == 0
+    flags = dict(
+        eval_dataset=base / "held.jsonl",
+        eval_every=10,
+        samples=2,
+        lr=0.005,
+        sample_tokens=8,
+        num_epochs=2,
+        global_batch_size=4,
     )
+    asked = [*argv, *(part for name, value in flags.items() for part in (f"--{name}", str(value)))]
+    ((code, said, error),), _ = run_ranks(call, 2, [asked], grouped=False)
+    assert code == 0, error
     found = samples_of(base / "out")
     assert list(found) == [0, 10, 20]
-    assert [s["reference"] for s in found[20]] == ["yes yes"] * 2 and "say it" in found[0][0][
-        "prompt"
-    ]
+    assert [s["reference"] for s in found[20]] == ["yes yes"] * 2
+    assert "say it" in found[0][0]["prompt"]
     assert "yes" not in found[0][0]["answer"] and "yes" in found[20][0]["answer"]
-    assert "step 20  answers 'yes" in capfd.readouterr().out
+    assert "step 20  answers 'yes" in said
 
 
 def test_prompts_of_a_file_need_no_held_out_rows(run, tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch
 
 from fsdp_qlora.quantization.quantize import QuantLinear
@@ -79,6 +80,7 @@ def compare(stored: dict, equal: dict, block, _):
             equal[id(m)] = all(map(torch.equal, now, stored[id(m)])) and equal.get(id(m), True)
 
 
+@pytest.mark.slow
 def test_every_forward_sees_the_stored_bytes(tmp_path):
     folder = save_tiny(tmp_path, **SHAPE)
     cases = [dict(sharding_strategy=s) for s in ("ddp", "shard_grad_op", "full_shard")]

@@ -21,7 +21,7 @@ from fsdp_qlora.model.sequence_parallel import SequenceParallel
 from tests.distributed.test_full_bins import BINS, CONTEXT, data, reference, train_each  # noqa: F401
 from tests.distributed.test_parity import flat, relative
 from tests.families import save_family
-from tests.parts import slow
+from tests.parts import rest, slow
 from tests.ranks import run_ranks
 from tests.tokenizers import VOCAB_SIZE, save_chat_model, save_tokenizer
 
@@ -107,17 +107,28 @@ def trained_of(output: Path) -> dict:
     return load_file(file)
 
 
-def test_2_ranks_that_share_rows_have_the_losses_and_norms_of_one_process(folder, data, tmp_path):  # noqa: F811
-    found = run_ranks(train_each, 2, folder, data, str(tmp_path), shared(CASES, 2, 2))
-    check(folder, data, tmp_path, found, CASES)
+QUICK = ("full bins", "NF4, padded, offloaded")
 
 
-def test_windows_end_where_they_do_in_whole_rows(with_windows, data, tmp_path):  # noqa: F811
-    cases = dict(packed=PACKED, padded=PADDED)
+@pytest.mark.parametrize("names", [QUICK, rest([name for name in CASES if name not in QUICK])])
+def test_2_ranks_that_share_rows_have_the_losses_and_norms_of_one_process(
+    folder,
+    data,  # noqa: F811
+    tmp_path,
+    names,
+):
+    cases = {name: CASES[name] for name in names}
+    found = run_ranks(train_each, 2, folder, data, str(tmp_path), shared(cases, 2, 2))
+    check(folder, data, tmp_path, found, cases)
+
+
+@pytest.mark.parametrize("cases", [dict(packed=PACKED), rest(dict(padded=PADDED))])
+def test_windows_end_where_they_do_in_whole_rows(with_windows, data, tmp_path, cases):  # noqa: F811
     found = run_ranks(train_each, 2, with_windows, data, str(tmp_path), shared(cases, 2, 2))
     check(with_windows, data, tmp_path, found, cases)
 
 
+@pytest.mark.slow
 def test_attention_sinks_go_with_their_heads(data, tmp_path):  # noqa: F811
     model = save_family(tmp_path / "model", "gpt-oss", vocab_size=VOCAB_SIZE)
     save_tokenizer(model)
@@ -129,7 +140,7 @@ def test_attention_sinks_go_with_their_heads(data, tmp_path):  # noqa: F811
     assert len(sinks) == 2 and all(len(v) == len(set(v.tolist())) for v in sinks)
 
 
-@pytest.mark.parametrize("size", [2, slow(4)])
+@pytest.mark.parametrize("size", [rest(2), slow(4)])
 def test_4_ranks_share_rows_by_two_or_all_of_them_with_fewer_key_value_heads(
     folder,
     data,  # noqa: F811
@@ -154,16 +165,20 @@ def test_4_ranks_share_rows_by_two_or_all_of_them_with_fewer_key_value_heads(
     ] in (1, 2)
 
 
-@pytest.mark.parametrize("world, heads", [(2, 1), slow(4, 2)])
-def test_more_ranks_than_heads_share_rows(data, tmp_path, world, heads):  # noqa: F811
+SPANS = ("full bins", "padded", "compiled", "eager attention", "NF4, padded, offloaded")
+
+
+@pytest.mark.parametrize(
+    "world, heads, names", [(2, 1, ["padded"]), rest(2, 1, SPANS), slow(4, 2, SPANS)]
+)
+def test_more_ranks_than_heads_share_rows(data, tmp_path, world, heads, names):  # noqa: F811
     """A rank's queries are two spans of each row, over keys and values that are gathered."""
     sizes = dict(num_hidden_layers=2, num_attention_heads=heads, num_key_value_heads=1)
     few = save_chat_model(tmp_path / "few", **sizes)
-    names = ("full bins", "padded", "compiled", "eager attention", "NF4, padded, offloaded")
     cases = {name: CASES[name] for name in names}
     found = run_ranks(train_each, world, few, data, str(tmp_path), shared(cases, world, world))
     check(few, data, tmp_path, found, cases)
-    if world == 2:
+    if world == 2 and len(names) > 1:
         windows = save_chat_model(tmp_path / "mistral", family="mistral", sliding_window=8, **sizes)
         cases = dict(windows=PADDED)
         found = run_ranks(train_each, 2, windows, data, str(tmp_path), shared(cases, 2, 2))
@@ -233,6 +248,7 @@ def test_models_and_ranks_that_can_not_share_rows_are_named(monkeypatch):
     assert "linear_attention" in said(Qwen3NextConfig(**small | experts), 2, 2)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_rows_shared_by_another_number_of_ranks(folder, data, tmp_path):  # noqa: F811
     moved = str(tmp_path / "moved")
     (whole,) = run_ranks(train_each, 1, folder, data, str(tmp_path / "whole"), {"full": PACKED})

@@ -28,7 +28,7 @@ from fsdp_qlora.dist import free_port
 from fsdp_qlora.lifecycle.closed_terminal import outlive_terminal
 from fsdp_qlora.lifecycle.launcher import _how_to_launch
 from fsdp_qlora.lifecycle.signals import STOP_SIGNALS, StopSignals
-from tests.parts import slow
+from tests.parts import rest, slow
 from tests.patience import patience
 from tests.ranks import run_ranks
 from tests.tiny import padded_batch, tiny_rows
@@ -163,7 +163,7 @@ def is_alive(process: int) -> bool:
     "world_size, to_a_rank, number",
     [
         slow(1, False, signal.SIGTERM),
-        (2, False, signal.SIGTERM),
+        rest(2, False, signal.SIGTERM),
         slow(2, True, signal.SIGUSR1),
         (1, False, signal.SIGINT),
         slow(2, False, signal.SIGINT),
@@ -342,6 +342,7 @@ def run_of(script: str, flags: list[str]) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_a_stop_may_save_for_as_long_as_it_is_given_and_its_launcher_waits(folder, rows, tmp_path):
     ended = run_of(
         NEVER_WRITTEN, [*flags_of(folder, rows, tmp_path), "--stop_grace_seconds", "1.5"]
@@ -374,7 +375,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("waits_for", ["disk", slow("another rank")])
+@pytest.mark.parametrize("waits_for", [rest("disk"), slow("another rank")])
 def test_an_error_amid_a_write_ends_with_its_own_code(folder, rows, tmp_path, waits_for):
     """Python aborts a process that ends while a thread is in C++."""
     ended = run_of(FAILS_AMID_A_WRITE, [*flags_of(folder, rows, tmp_path), waits_for])
@@ -383,6 +384,7 @@ def test_an_error_amid_a_write_ends_with_its_own_code(folder, rows, tmp_path, wa
     assert not list((tmp_path / "checkpoints").glob("*"))
 
 
+@pytest.mark.slow
 def test_the_death_of_one_rank_ends_the_others_and_is_named(folder, rows, tmp_path):
     run = endless_run(folder, rows, tmp_path, 2)
     victim, other = ranks_of(run)

@@ -6,12 +6,14 @@ untied or crashed, and so did a head, or a part of an adapted layer, that was a 
 
 from __future__ import annotations
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.distributed.test_parity import assert_equal_run, train_case
+from tests.parts import rest
 from tests.ranks import run_ranks
 from tests.tiny import padded_batch, reference_model, reference_run, save_tiny, tiny_rows
 
@@ -47,14 +49,14 @@ def train_wrapped(folder: str, steps, cases) -> list[dict]:
     return results
 
 
-def test_units_of_any_choice_train_as_one_process_tied_or_not(tmp_path):
+@pytest.mark.parametrize("tied", [True, rest(False)])
+def test_units_of_any_choice_train_as_one_process_tied_or_not(tmp_path, tied):
     cases = [(t, p) for t in TRAIN_TYPES for p in POLICIES]
-    for tied in (False, True):
-        folder = save_tiny(tmp_path / str(tied), tie_word_embeddings=tied)
-        expected = {t: reference_run(reference_model(folder, t), STEPS) for t in TRAIN_TYPES}
-        results = run_ranks(train_wrapped, 2, folder, STEPS, cases)[0]
-        for (train_type, policy), result in zip(cases, results, strict=True):
-            assert_equal_run(result, expected[train_type], 1e-5, (tied, train_type, policy))
+    folder = save_tiny(tmp_path, tie_word_embeddings=tied)
+    expected = {t: reference_run(reference_model(folder, t), STEPS) for t in TRAIN_TYPES}
+    results = run_ranks(train_wrapped, 2, folder, STEPS, cases)[0]
+    for (train_type, policy), result in zip(cases, results, strict=True):
+        assert_equal_run(result, expected[train_type], 1e-5, (train_type, policy))
 
 
 def step_and_save_tied(folder: str, out: str, rows) -> list[str]:
