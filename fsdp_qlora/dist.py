@@ -68,6 +68,12 @@ def launched() -> bool:
     return "RANK" in os.environ
 
 
+def run_on_node() -> str:
+    """What the ranks of a run on this node have in common, and no other ranks."""
+    variables = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+    return " ".join(os.environ.get(name, "") for name in variables)
+
+
 def rank_device(device_type: str, ranks: Ranks | None = None) -> torch.device:
     """This rank's device; `device_type` is auto, cpu or cuda.
 

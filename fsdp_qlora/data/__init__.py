@@ -8,7 +8,7 @@ takes plain arguments; none knows of models, processes or configurations.
 
 Modules, each importing only from those before it: messages, formats, records, files, hub_datasets,
 sources, template_bounds, templates, conversation_warnings, masking, collate, report, prompt_format,
-cache, dataset, packing, sampler, loader, lengths, stream.
+node_share, cache, dataset, packing, sampler, loader, lengths, stream.
 """
 
 from .collate import choose_pad_token_id, collate, filler

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -21,9 +21,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from tqdm import tqdm
 
+from . import node_share
 from .cache import DamagedFile, build_or_wait
 from .collate import IGNORE, Example
 from .formats import Row
@@ -88,13 +89,18 @@ class TokenizedDataset:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def save(self, path: str | Path, key: str = "") -> None:
+        tensors, metadata = self._as_file(key)
+        save_file(tensors, path, metadata=metadata)
+
+    def to_bytes(self, key: str = "") -> bytes:
+        """What `save` writes."""
+        return save(*self._as_file(key))
+
+    def _as_file(self, key: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         arrays = {"input_ids": self.input_ids, "trained": self.trained, "offsets": self.offsets}
         report = json.dumps(self.report.to_dict())
-        save_file(
-            {name: torch.from_numpy(values) for name, values in arrays.items()},
-            path,
-            metadata={"report": report, "checksum": self.checksum(key, report)},
-        )
+        tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
+        return tensors, {"report": report, "checksum": self.checksum(key, report)}
 
     @classmethod
     def load(cls, path: str | Path, key: str = "") -> TokenizedDataset:
@@ -227,14 +233,17 @@ def load_dataset(
     is_writer: bool = True,
     wait_timeout_s: float = 6 * 3600,
     shows_progress: bool = False,
+    share: str | None = None,
 ) -> TokenizedDataset:
     """Read and tokenise `dataset` (see `read_rows`); every rank gets the same rows.
 
     cache_dir: where the tokens are kept, under a name that follows from the data, the tokenizer,
-        its template and the options. None: every rank tokenises for itself.
-    is_writer: True on the one rank per cache_dir that tokenises; the others poll for its file.
+        its template and the options. None: nowhere.
+    is_writer: True on the one rank per cache_dir, or node, that tokenises; the others wait for it.
         Call this before the process group exists, so that no collective can time out.
     shows_progress: a bar on a terminal, if it takes more than a moment.
+    share: a text that only the ranks of this run on this node have in common.
+        Without a cache_dir one of them tokenises for all (node_share.py). None: each for itself.
     Raises ValueError if no row is left.
     """
     source = open_source(
@@ -263,10 +272,13 @@ def load_dataset(
         tokenized.report.files = list(source.files)  # also beside a cache of the same rows
         return tokenized
 
-    if cache_dir is None:
+    shares = share and node_share.can_share() and hasattr(tokenizer, "backend_tokenizer")
+    if cache_dir is None and not shares:
         return told(build())
     options = [split, samples, seed, context_length, train_on]
     key = _cache_key(source.digest(), tokenizer, options)
+    if cache_dir is None:
+        return told(_from_node(build, key, str(share), is_writer))
     return told(
         build_or_wait(
             Path(cache_dir) / f"tokens-{key}.safetensors",
@@ -276,6 +288,20 @@ def load_dataset(
             timeout_s=wait_timeout_s,
         )
     )
+
+
+def _from_node(
+    build: Callable[[], TokenizedDataset], key: str, share: str, is_writer: bool
+) -> TokenizedDataset:
+    """What one rank of the node built; `build()` here where it can't be had."""
+    name = f"fsdp_qlora-{hashlib.sha256(f'{share} {key}'.encode()).hexdigest()}"
+    if not is_writer:
+        found = node_share.read(name, lambda path: TokenizedDataset.load(path, key))
+        return build() if found is None else found
+    writer = node_share.writer_of(name)
+    if writer is None:  # the others find none either
+        return build()
+    return TokenizedDataset.load(writer.write(lambda: build().to_bytes(key)), key)
 
 
 def _cache_key(data_digest: str, tokenizer, options: list) -> str:

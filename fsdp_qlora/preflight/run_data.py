@@ -22,7 +22,7 @@ from ..data import (
     preview,
     tokenize_rows,
 )
-from ..dist import print_main, ranks_from_env
+from ..dist import print_main, ranks_from_env, run_on_node
 from ..loading import read_config
 from ..loading.tokenizer import grow_vocabulary, load_tokenizer
 from ..observe.samples import choose_prompts
@@ -115,7 +115,8 @@ def read_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
 
 
 def tokenized(config: RunConfig, tokenizer: PreTrainedTokenizerBase, dataset: str, split: str):
-    """A data set as token ids and trained masks."""
+    """A data set as token ids and trained masks, made by one rank of each node."""
+    ranks = ranks_from_env()
     return load_dataset(
         dataset,
         tokenizer,
@@ -125,8 +126,9 @@ def tokenized(config: RunConfig, tokenizer: PreTrainedTokenizerBase, dataset: st
         train_on=config.train_on,
         seed=config.seed,
         cache_dir=config.data_cache,
-        is_writer=ranks_from_env().local_rank == 0,
-        shows_progress=ranks_from_env().is_main,
+        is_writer=ranks.local_rank == 0,
+        shows_progress=ranks.is_main,
+        share=run_on_node() if ranks.local_world_size > 1 else None,
     )
 
 
