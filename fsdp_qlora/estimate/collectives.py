@@ -54,8 +54,7 @@ def step_collectives(shape: ModelShape, plan: Plan) -> dict[str, Moved]:
             found[name][1] += calls * size
 
     add("all_reduce", 1, 2 * 8)  # trained tokens and all tokens of the step
-    add("all_reduce", 1, 4)  # the loss
-    add("all_reduce", 1, 8)  # tokens that the model had right
+    add("all_reduce", 1, 2 * 8)  # the loss, and tokens that the model had right
     if not plan.sharded:
         _add_ddp(add, shape, plan)
     else:

@@ -117,10 +117,7 @@ def train_step(
             "nothing; build the optimizer from the trained weights of the finished model"
         )
     norm = clip_gradients(trained_weights(optimizer), max_grad_norm)
-    right = take_right_tokens(model)
-    dist.all_reduce(loss_sum)
-    if right is not None:
-        dist.all_reduce(right)
+    loss_sum, right = _summed(loss_sum, take_right_tokens(model))
     loss_and_norm = torch.stack([loss_sum / dist.get_world_size(), norm.to(loss_sum)])
     finite = loss_and_norm.isfinite().all()
     step_if(finite, optimizer)
@@ -129,6 +126,16 @@ def train_step(
     if scaler:
         scaler.update(finite)
     return StepResult(loss_and_norm, trained, tokens, right, scale)
+
+
+def _summed(loss: Tensor, right: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """A loss and a count of right tokens over all ranks, in one message."""
+    if right is None:
+        dist.all_reduce(loss)
+        return loss, None
+    sums = torch.stack([loss.double(), right.double()])
+    dist.all_reduce(sums)
+    return sums[0].to(loss), sums[1]
 
 
 def run_micro_batch(
