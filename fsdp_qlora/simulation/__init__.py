@@ -3,7 +3,7 @@
 The model, the sharding and the step are a run's own. Tensors are fake: they have shapes and no
 memory. The process group is torch's fake one.
 
-Modules, each importing only from those before it: counting, ranks, report.
+Modules, each importing only from those before it: counting, files, ranks, report.
 """
 
 from .counting import Collectives, memory_by_part

@@ -30,6 +30,7 @@ from ..run_plan import plan_run
 from ..sharding import parameter_device
 from ..training.step import train_step
 from .counting import Collectives, memory_by_part
+from .files import Files, estimated_files, machine_files
 
 _FEW = 2  # blocks: the first and the last may differ from the others
 _PER_LAYER = ("layer_types", "mlp_layer_types")
@@ -62,6 +63,8 @@ class Simulated:
     estimated_memory: dict[str, float]
     collectives: dict[str, Moved]
     estimated_collectives: dict[str, Moved]
+    files: Files
+    estimated_files: Files
 
 
 def simulate(config: RunConfig, world_size: int, nodes: int = 1) -> Simulated:
@@ -80,18 +83,24 @@ def simulate(config: RunConfig, world_size: int, nodes: int = 1) -> Simulated:
         redirect_stdout(StringIO()),
     ):
         full = _config_json(config)
+        value_bytes = _value_bytes(full)
         asked = replace(config, model_name=_folder_of(full, Path(folder, "whole")))
         plan = plan_run(asked, torch.device("cpu"))
         shape = shape_from_config(full, config.model_name)
         if _all_alike(shape, plan):
             few, more = (
-                _counted(config, plan, _folder_of(_cut(full, blocks), Path(folder, str(blocks))))
+                _counted(
+                    config,
+                    plan,
+                    _folder_of(_cut(full, blocks), Path(folder, str(blocks))),
+                    value_bytes,
+                )
                 for blocks in (_FEW, _FEW + 1)
             )
             found = _extended(few, more, shape.layers - _FEW)
         else:
-            found = _counted(config, plan, asked.model_name)
-    memory, moved = found
+            found = _counted(config, plan, asked.model_name, value_bytes)
+    memory, moved, files = found
     batch = plan.batch
     return Simulated(
         config.model_name,
@@ -107,6 +116,8 @@ def simulate(config: RunConfig, world_size: int, nodes: int = 1) -> Simulated:
         _estimated_memory(shape, plan),
         moved,
         step_collectives(shape, plan),
+        files,
+        estimated_files(shape, plan, value_bytes),
     )
 
 
@@ -115,6 +126,12 @@ def _config_json(config: RunConfig) -> dict:
     if not Path(config.model_name).exists() and is_known(config.model_name):
         return known_config(config.model_name)
     return read_config(config.model_name, **config.source).to_dict()
+
+
+def _value_bytes(settings: dict) -> int:
+    """Bytes of a weight in the files of a model, by its config.json; bf16 where that does not say."""
+    name = settings.get("dtype") or settings.get("torch_dtype") or "bfloat16"
+    return getattr(torch, str(name).removeprefix("torch.")).itemsize
 
 
 def _folder_of(settings: dict, folder: Path) -> str:
@@ -143,13 +160,13 @@ def _all_alike(shape: ModelShape, plan: Plan) -> bool:
     )
 
 
-_Counts = tuple[dict[str, int], dict[str, Moved]]
+_Counts = tuple[dict[str, int], dict[str, Moved], Files]
 
 
 def _extended(few: _Counts, more: _Counts, blocks: int) -> _Counts:
     """What a model with so many blocks more than `few` has; `more` has one."""
 
-    def extend(a: int, b: int) -> int:
+    def extend(a, b):
         return a + blocks * (b - a)
 
     memory = {part: extend(few[0][part], more[0][part]) for part in few[0]}
@@ -157,10 +174,11 @@ def _extended(few: _Counts, more: _Counts, blocks: int) -> _Counts:
         name: Moved(*map(extend, asdict(few[1][name]).values(), asdict(more[1][name]).values()))
         for name in few[1]
     }
-    return memory, moved
+    files = Files(*map(extend, asdict(few[2]).values(), asdict(more[2]).values()))
+    return memory, moved, files
 
 
-def _counted(config: RunConfig, plan: Plan, folder: str) -> _Counts:
+def _counted(config: RunConfig, plan: Plan, folder: str, value_bytes: int) -> _Counts:
     """What rank 0 holds and moves in one step of the model in `folder`, cut into batches as in `plan`."""
     device = torch.device("cpu")
     policy = config.activation_policy.partition(":")[0]
@@ -185,7 +203,8 @@ def _counted(config: RunConfig, plan: Plan, folder: str) -> _Counts:
                 no_sync=config.no_sync,
                 ranks_per_row=config.sequence_parallel,
             )
-    return held, {name: Moved(*counts) for name, counts in moved.counts.items()}
+    files = machine_files(model, optimizer, own, value_bytes)
+    return held, {name: Moved(*counts) for name, counts in moved.counts.items()}, files
 
 
 class _FakeCollectives(Collectives):

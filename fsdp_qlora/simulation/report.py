@@ -37,6 +37,11 @@ def report(found: Simulated) -> str:
         sides = (found.collectives.get(name), found.estimated_collectives.get(name))
         texts = [f"{_size(s.bytes):>14}{f'in {s.calls}':>8}" if s else " " * 22 for s in sides]
         lines.append(f"{name:<16}{''.join(texts)}".rstrip())
+    lines += ["", f"{'first machine':<16}{'simulated':>14}{'':>8}{'estimated':>14}"]
+    for name, kind in (("reads at start", "read_bytes"), ("a checkpoint", "checkpoint_bytes")):
+        own, other = (_size(getattr(f, kind)) for f in (found.files, found.estimated_files))
+        lines.append(f"{name:<16}{own:>14}{'':>8}{other:>14}")
+    lines[-1] += f", in {found.files.checkpoint_files} files"
     return "\n".join(lines)
 
 

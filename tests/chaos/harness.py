@@ -108,15 +108,15 @@ def patched(hit: Hit):
         setattr(owner, name, original)
 
 
-def rank_main(rank: int, port: int, argv: list[str], hit: Hit | None, log: str):
+def rank_main(rank: int, world_size: int, port: int, argv: list[str], hit: Hit | None, log: str):
     """A rank: the command line, with what it prints in a file."""
     import torch
 
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(WORLD),
-        LOCAL_WORLD_SIZE=str(WORLD),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="localhost",
         MASTER_PORT=str(port),
     )
@@ -155,13 +155,19 @@ class Command:
         self.context.set_forkserver_preload(PRELOAD)
 
     def start(
-        self, hit: Hit | None = None, kill_after: float | None = None, timeout: float = 120
+        self,
+        hit: Hit | None = None,
+        kill_after: float | None = None,
+        timeout: float = 120,
+        world_size: int = WORLD,
     ) -> Ended:
         """Run until all ranks have ended; `kill_after` seconds one of them is killed."""
         port = free_port()
         ranks = [
-            self.context.Process(target=rank_main, args=(r, port, self.argv, hit, self.log))
-            for r in range(WORLD)
+            self.context.Process(
+                target=rank_main, args=(r, world_size, port, self.argv, hit, self.log)
+            )
+            for r in range(world_size)
         ]
         for process in ranks:
             process.start()
@@ -170,7 +176,7 @@ class Command:
         while any(p.is_alive() for p in ranks):
             now = time.monotonic()
             if kill_after is not None and now - began > kill_after:
-                ranks[int(kill_after * 1000) % WORLD].kill()
+                ranks[int(kill_after * 1000) % world_size].kill()
                 kill_after = None
             bad = [p for p in ranks if not p.is_alive() and p.exitcode]
             if bad and first is None:
@@ -186,8 +192,8 @@ class Command:
                 for p in ranks:
                     p.kill()
             time.sleep(0.01)
-        text = "".join(Path(f"{self.log}.{r}").read_text() for r in range(WORLD))
-        for r in range(WORLD):
+        text = "".join(Path(f"{self.log}.{r}").read_text() for r in range(world_size))
+        for r in range(world_size):
             Path(f"{self.log}.{r}").write_text("")
         return Ended(
             [p.exitcode for p in ranks], time.monotonic() - (first or time.monotonic()), text

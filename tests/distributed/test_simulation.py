@@ -7,14 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from fsdp_qlora.build import build_model
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig
+from fsdp_qlora.loading.weight_files import Checkpoint
 from fsdp_qlora.optim import build_optimizer
 from fsdp_qlora.run_plan import plan_run
 from fsdp_qlora.simulation import Collectives, memory_by_part, simulate
 from fsdp_qlora.training.step import train_step
+from tests.chaos.harness import command, make_inputs
 from tests.parts import rest
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny
@@ -50,6 +53,24 @@ def settings(folder: str, **changes) -> RunConfig:
         lora_dropout=0.0,
         **changes,
     )
+
+
+def read_bytes(configs: list[RunConfig]) -> list[int]:
+    """In a rank: bytes of the base that it reads from files, by what the loader's reads return."""
+    found = []
+    for config in configs:
+        count = 0
+
+        def read(checkpoint, span, *args, original=Checkpoint.read):
+            nonlocal count
+            count += span.nbytes
+            return original(checkpoint, span, *args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Checkpoint, "read", read)
+            build_model(replace(config, random_weights=False), torch.device("cpu"))
+        found.append(count)
+    return found
 
 
 def counted(configs: list[RunConfig]) -> list[tuple[dict, dict]]:
@@ -91,6 +112,54 @@ def test_a_simulated_rank_holds_and_moves_what_a_real_one_does_and_the_estimate_
             estimated = found.estimated_collectives[name]
             assert estimated.calls == m.calls, (name, config)
             assert estimated.bytes == pytest.approx(m.bytes, rel=0.02), (name, config)
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_a_machine_reads_as_many_bytes_as_simulated(ranks, tmp_path):
+    folder = save_tiny(tmp_path, num_hidden_layers=BLOCKS)
+    configs = [settings(folder, **case) for case in CASES[ranks]]
+    by_rank = run_ranks(read_bytes, ranks, configs)
+    for config, *read in zip(configs, *by_rank, strict=True):
+        found = simulate(replace(config, world_size=ranks), ranks)
+        assert sum(read) == pytest.approx(found.files.read_bytes, rel=0.02), config
+        assert found.files.read_bytes == pytest.approx(found.estimated_files.read_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "ranks, flags",
+    [
+        (2, dict(sharding_strategy="full_shard")),
+        (2, dict(sharding_strategy="full_shard", train_type="full", quant="none")),
+        (4, dict(sharding_strategy="hybrid_full_shard", shard_group_size=2)),
+    ],
+)
+def test_a_checkpoint_has_the_files_and_bytes_that_were_simulated(ranks, flags, tmp_path):
+    inputs = make_inputs(tmp_path / "inputs")
+    typed = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    run = command(inputs, tmp_path / "out", "--max_steps", "1", "--checkpoint_every", "1", *typed)
+    ended = run.start(world_size=ranks)
+    assert ended.codes == [0] * ranks, ended.text
+    files = [p for p in (run.out / "checkpoints/step-000001").rglob("*") if p.is_file()]
+    size = 0
+    for path in files:
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as opened:
+                names = [n for n in opened.keys() if n not in ("random|cpu", "random|cuda")]
+                size += sum(opened.get_tensor(n).nbytes for n in names)
+    config = RunConfig(
+        model_name=str(inputs),
+        random_weights=True,
+        device="cpu",
+        precision="fp32",
+        lora_rank=2,
+        **flags,
+    )
+    found = simulate(config, ranks)
+    assert found.files.checkpoint_files == found.estimated_files.checkpoint_files == len(files)
+    assert found.files.checkpoint_bytes == pytest.approx(size, rel=0.02)
+    assert found.files.checkpoint_bytes == pytest.approx(
+        found.estimated_files.checkpoint_bytes, rel=0.02
+    )
 
 
 def test_what_a_rank_moves_in_a_step_does_not_grow_with_the_ranks(tmp_path):
