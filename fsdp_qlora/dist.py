@@ -240,16 +240,18 @@ def hybrid_mesh(device: torch.device, shard_group_size: int) -> DeviceMesh:
 def resolve_shard_group_size(requested: int, ranks: Ranks, strategy: str) -> int:
     """GPUs per shard group of a hybrid strategy; -1 = a node's, or half of a single node's.
 
-    Raises ValueError if the world cannot be cut into two or more groups of two or more.
+    A size that was asked for may be that of the whole world: one group is left where other nodes are
+    lost. Raises ValueError if the world cannot be cut into groups of two or more.
     """
     size = requested
     if size == -1:
         size = ranks.local_world_size if ranks.nodes > 1 else ranks.world_size // 2
-    if size < 2 or ranks.world_size % size or ranks.world_size // size < 2:
+    if size < 2 or ranks.world_size % size:
         raise ValueError(
-            f"--sharding_strategy {strategy} needs 2 or more replicas of 2 or more GPUs; "
+            f"--sharding_strategy {strategy} needs shard groups of 2 or more GPUs; "
             f"{ranks.world_size} ranks with --shard_group_size {requested} can't be divided like "
-            "this; use full_shard or shard_grad_op, or 4 ranks or more"
+            f"this; give a --shard_group_size that divides {ranks.world_size}, or use full_shard or "
+            "shard_grad_op"
         )
     return size
 

@@ -212,7 +212,7 @@ def test_prices_of_the_user_replace_the_dated_ones(capsys, tmp_path):
         ),
         (
             ["--gpu", "h100", "--gpus", "2", "--sharding_strategy", "hybrid_full_shard"],
-            "--sharding_strategy hybrid_full_shard needs 2 or more replicas",
+            "--sharding_strategy hybrid_full_shard needs shard groups of 2 or more GPUs",
         ),
         (["--gpu", "h100", "--epoch", "3"], "unknown flag --epoch; did you mean --num_epochs"),
     ],

@@ -19,8 +19,8 @@ from fsdp_qlora.estimate import (
     step_seconds,
 )
 from fsdp_qlora.estimate.activations import kept_by_block
-from fsdp_qlora.estimate.constants import MATMUL_SHARE
-from fsdp_qlora.estimate.speed import launch_seconds
+from fsdp_qlora.estimate.constants import MATMUL_SHARE, NETWORK_HOP, NVLINK_HOP
+from fsdp_qlora.estimate.speed import hops_seconds, launch_seconds
 from fsdp_qlora.plan import draft_plan
 
 from .estimates import H100, LLAMA_8B, LLAMA_70B, PRODUCT, TRIAL, TRIAL_HALF
@@ -309,3 +309,23 @@ def test_small_tensors_are_updated_together_and_large_ones_alone():
     assert seconds(adapter="none", quant="none") == pytest.approx(
         tensors * constants.OPTIMIZER_LAUNCH
     )
+
+
+@pytest.mark.parametrize("ranks, node_gpus", [(8, 8), (4, 8), (16, 8), (128, 8), (6, 1), (12, 4)])
+def test_a_ring_is_slower_by_each_hop_that_one_machine_has_not(ranks, node_gpus):
+    links = ["network" if (i + 1) % node_gpus == 0 else "nvlink" for i in range(ranks - 1)]
+    more = links[min(ranks, node_gpus) - 1 :]
+    expected = more.count("network") * NETWORK_HOP + more.count("nvlink") * NVLINK_HOP
+    assert hops_seconds(ranks, node_gpus) == pytest.approx(expected)
+
+
+def test_the_hops_of_a_ring_over_machines_count_in_a_step(monkeypatch):
+    def communication(strategy, world_size):
+        plan = PRODUCT.change(strategy=strategy, gpus_per_node=8, world_size=world_size)
+        return step_seconds(LLAMA_8B, H100, plan, internode_gb_s=3).parts["communication"]
+
+    strategies = ("full_shard", "hybrid_full_shard", "ddp")
+    before = {(s, n): communication(s, n) for s in strategies for n in (8, 64)}
+    monkeypatch.setattr(constants, "NETWORK_HOP", 1e-3)
+    for (strategy, world_size), seconds in before.items():
+        assert (communication(strategy, world_size) > seconds) == (world_size == 64), strategy

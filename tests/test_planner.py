@@ -331,3 +331,41 @@ def test_an_estimate_refuses_to_share_rows_where_a_run_would(shape, gpus, size, 
             EVERYTHING,
         ).fitting
     )
+
+
+@pytest.mark.parametrize(
+    "machines, group",
+    [
+        # 70B in 4 bits: NVLink inside, a slow network between
+        (dict(gpu="h100", gpus=8, nodes=2, internode_gb_s=3), 8),
+        # no machine of two cards holds it, but two of them do
+        (dict(gpu="4090", gpus=2, nodes=8, internode_gb_s=3), 4),
+        # cards that talk to each other no faster than over the network
+        (dict(gpu="h100", gpus=4, nodes=2, interconnect="2", internode_gb_s=50), 2),
+    ],
+    ids=["a whole machine", "several machines", "part of a machine"],
+)
+def test_the_group_of_a_hybrid_is_the_one_that_both_links_make_fastest(machines, group):
+    here = machine(**machines)
+    config = RunConfig(
+        sharding_strategy="hybrid_full_shard",
+        context_length=2048,
+        global_batch_size=16,
+        activation_policy="recompute_all",
+    )
+    choice = propose(SEVENTY, here, config, frozenset(["shard_group_size"])).choice
+    assert choice.config.shard_group_size == group
+    sizes = [n for n in range(2, here.world_size) if here.world_size % n == 0]
+    tried = [estimate(SEVENTY, here, replace(config, shard_group_size=n)) for n in sizes]
+    fastest = min(seconds_per_token(e) for e in tried if e.fits)
+    assert seconds_per_token(choice) <= 1.011 * fastest
+
+
+def test_a_plan_of_several_machines_types_the_group_and_keeps_one_that_was_given(capsys):
+    asked = ["plan", "--params", "70B", "--gpu", "h100", "--gpus", "8", "--nodes", "2"]
+    asked += ["--internode_gb_s", "3", "--context_length", "2048", "--global_batch_size", "16"]
+    assert main([*asked, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["chosen"]["shard_group_size"] == 8
+    assert main([*asked, "--json", "--shard_group_size", "4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "shard_group_size" not in found["chosen"]

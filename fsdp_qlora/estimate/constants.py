@@ -39,6 +39,9 @@ FP8_UNPACK_SHARE = 0.529  # or written as fp8
 # 0.14 GB cost this, and blocks of 0.52 GB a third of it: not in proportion to the bytes.
 GATHER_SHARE = 0.121  # of a copy's rate, for the bytes of a gathered unit, read and written
 COLLECTIVE_LATENCY = 30e-6  # seconds
+# A ring over several machines takes longer by its hops: NCCL's own figures for its Simple protocol
+# (hwLat in src/graph/tuning.cc, NCCL 2.18). Not measured here.
+NETWORK_HOP, NVLINK_HOP = 14e-6, 3.4e-6  # seconds
 
 # ---- mixers with a state -----------------------------------------------------------------------
 # Not measured yet: counted from the kernels of flash-linear-attention and mamba-ssm.

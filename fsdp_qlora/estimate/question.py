@@ -149,8 +149,9 @@ def _check_question(shape: ModelShape, machine: Machine, config: RunConfig):
         )
     if config.strategy.is_hybrid and not hybrid_groups(machine, config):
         raise ValueError(
-            f"--sharding_strategy {config.sharding_strategy} needs 2 or more replicas of "
-            f"2 or more GPUs; {machine.world_size} GPUs do not divide so"
+            f"--sharding_strategy {config.sharding_strategy} needs shard groups of 2 or more GPUs; "
+            f"{machine.world_size} GPUs with --shard_group_size {config.shard_group_size} can't be "
+            "divided like this"
         )
     if problem := why_not_shared(shape, machine, config):
         raise ValueError(f"--sequence_parallel {config.sequence_parallel}: {problem}")

@@ -106,11 +106,11 @@ def chosen_settings(config: RunConfig, plan: Plan, room: Room | None = None) -> 
 
 
 def hybrid_groups(machine: Machine, config: RunConfig) -> bool:
-    """Whether the GPUs divide into two or more shard groups of two or more."""
+    """Whether the GPUs divide into shard groups of two or more."""
     world, size = machine.world_size, config.shard_group_size
     if size == -1:
         size = machine.gpus if machine.nodes > 1 else world // 2
-    return size >= 2 and world % size == 0 and world // size >= 2
+    return size >= 2 and world % size == 0
 
 
 def _with_groups(plan: Plan, config: RunConfig, machine: Machine) -> Plan:

@@ -13,6 +13,7 @@ from ..catalog.gpu import Gpu
 from ..catalog.machine import INTERNODE_GB_S
 from ..choices import OPTIMIZERS, POLICIES
 from ..choices.optimizers import TOGETHER
+from ..choices.strategies import BUCKET_BYTES
 from ..plan import BYTES, Plan
 from . import constants
 from .activations import exchanged, moved_blocks, offloaded_input
@@ -267,7 +268,9 @@ def _exposed_seconds(
     unit = average_gathered(shape, plan)
     outer = sum(gathered(w(shape, plan), plan) for w in (embedding_weights, root_weights))
     gather = unit * network + constants.COLLECTIVE_LATENCY * several
+    gather += hops_seconds(n, plan.sharding.node_gpus)
     reduce = average_trained(shape, plan, 1, "fp32") * network
+    reduce += hops_seconds(n, plan.sharding.node_gpus)
     copied = 2 * unit / (gpu.reached_bandwidth_gb_s * 1e9 * constants.GATHER_SHARE) * several
     moved = offloaded_input(shape, plan) / (host * 1e9)
     moved *= moved_blocks(plan.memory.runs(shape)) / shape.layers
@@ -300,6 +303,16 @@ def _exposed_seconds(
     return shown, from_host
 
 
+def hops_seconds(ranks: int, node_gpus: int) -> float:
+    """What a ring's hops take beyond those of one machine, whose latency is measured.
+
+    A chunk passes each of n - 1 links: one between each two machines, the others inside of them.
+    """
+    between = -(-ranks // node_gpus) - 1
+    inside = ranks - 1 - between - (min(ranks, node_gpus) - 1)
+    return between * constants.NETWORK_HOP + inside * constants.NVLINK_HOP
+
+
 def _exchange_seconds(shape: ModelShape, plan: Plan, link: float) -> float:
     """Seconds in which ranks that share rows exchange heads for tokens in a micro-batch.
 
@@ -313,19 +326,20 @@ def _exchange_seconds(shape: ModelShape, plan: Plan, link: float) -> float:
 
 
 def _once_per_step(shape: ModelShape, plan: Plan, link: float, internode_gb_s: float) -> float:
-    """Seconds of all-reduce at the end: ddp's gradients, or those of the hybrid's replicas."""
-    replicas = plan.sharding.world_size // plan.sharding.shard_ranks
+    """Seconds of all-reduce at the end: ddp's gradients, or those of the hybrid's replicas.
+
+    A ring passes each byte twice, and so its hops.
+    """
+    sharding = plan.sharding
+    replicas = sharding.world_size // sharding.shard_ranks
     if replicas < 2:
         return 0.0
-    if plan.sharding.world_size > plan.sharding.node_gpus:
+    if sharding.world_size > sharding.node_gpus:
         link = min(link, internode_gb_s)
-    size = all_trained(
-        shape,
-        plan,
-        plan.sharding.shard_ranks,
-        "fp32" if plan.sharding.facts.shards else "",
-    )
-    return 2 * (replicas - 1) / replicas * size / (link * 1e9)
+    size = all_trained(shape, plan, sharding.shard_ranks, "fp32" if sharding.facts.shards else "")
+    calls = shape.layers if sharding.facts.shards else -(-size // BUCKET_BYTES)
+    hops = hops_seconds(replicas, max(1, sharding.node_gpus // sharding.shard_ranks))
+    return 2 * ((replicas - 1) / replicas * size / (link * 1e9) + calls * hops)
 
 
 def _optimizer_seconds(shape: ModelShape, gpu: Gpu, plan: Plan) -> float:

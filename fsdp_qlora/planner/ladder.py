@@ -63,7 +63,7 @@ LADDER = (
     ),
 )
 
-_OFF = dict(sequence_parallel="1")
+_OFF = dict(sequence_parallel="1", shard_group_size="-1")
 # What to try after the ladder: below it where nothing fits, beside it where something does.
 BEYOND = (
     Rung(

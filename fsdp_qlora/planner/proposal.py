@@ -13,6 +13,7 @@ from .search import search
 
 _PLANNED = (
     "sharding_strategy",
+    "shard_group_size",
     "activation_policy",
     "use_cpu_offload",
     "use_activation_cpu_offload",
@@ -65,6 +66,8 @@ def free_settings(
             free.add("sharding_strategy")
         if given & set(_FIXES_POLICY):
             free.discard("activation_policy")
+        if "sharding_strategy" not in free and not config.strategy.is_hybrid:
+            free.discard("shard_group_size")
     if config.activation_budget_gib is not None:
         free.add("activation_policy")
     if config.batch_size == AUTO or everything and "batch_size" not in given:

@@ -88,14 +88,18 @@ def _search(
     shape = expanded_shape(shape, config)
     fitting: list[Estimate] = []
     failed: list[Estimate] = []
-    layouts = _packings(config, free)
-    for packing, (strategy, offload, activations) in product(
-        layouts, offload_combinations(machine, config, free)
-    ):
+    shardings = [
+        (*combination, group)
+        for combination in offload_combinations(machine, config, free)
+        for group in _group_sizes(STRATEGIES[combination[0]], machine, config, free)
+    ]
+    layouts = product(_packings(config, free), shardings)
+    for packing, (strategy, offload, activations, group) in layouts:
         for size in micro_batches(machine, config, free):
             tried = replace(
                 config,
                 sharding_strategy=strategy,
+                shard_group_size=group,
                 use_cpu_offload=offload,
                 use_activation_cpu_offload=activations,
                 batch_size=size,
@@ -117,7 +121,7 @@ def offload_combinations(
     """Strategies with or without offload of weights and of activations, that this version can do."""
     strategies = [config.sharding_strategy]
     if "sharding_strategy" in free:
-        strategies = [s.name for s in STRATEGIES.values() if _suits(s, machine, config)]
+        strategies = [s.name for s in STRATEGIES.values() if _suits(s, machine, config, free)]
     offloads = (False, True) if "use_cpu_offload" in free else (config.use_cpu_offload,)
     activations = (
         (False, True)
@@ -145,11 +149,24 @@ def offload_combinations(
     return found
 
 
-def _suits(strategy: Strategy, machine: Machine, config: RunConfig) -> bool:
+def _suits(strategy: Strategy, machine: Machine, config: RunConfig, free: frozenset[str]) -> bool:
     """Whether a strategy does something here that no simpler one does."""
     if strategy.is_hybrid:
-        return machine.nodes > 1 and hybrid_groups(machine, config)
+        sizes = _group_sizes(strategy, machine, config, free)
+        tried = (replace(config, shard_group_size=size) for size in sizes)
+        return machine.nodes > 1 and any(hybrid_groups(machine, one) for one in tried)
     return machine.world_size > 1 or strategy.reshard_after_forward is not False
+
+
+def _group_sizes(
+    strategy: Strategy, machine: Machine, config: RunConfig, free: frozenset[str]
+) -> list[int]:
+    """GPUs of a shard group that are worth trying: parts of a machine, all of it, several machines."""
+    if not strategy.is_hybrid or "shard_group_size" not in free:
+        return [config.shard_group_size]
+    inside = [n for n in range(2, machine.gpus + 1) if machine.gpus % n == 0]
+    across = [n * machine.gpus for n in range(2, machine.nodes) if machine.nodes % n == 0]
+    return [size for size in inside + across if size < machine.world_size]
 
 
 def _packings(config: RunConfig, free: frozenset[str]) -> list[bool]:
@@ -232,5 +249,6 @@ def _simplicity(found: Estimate) -> tuple:
         config.packing,
         config.batch_size,
         list(STRATEGIES).index(config.sharding_strategy),
+        found.plan.sharding.shard_ranks > found.machine.gpus,  # it relies on the network
         found.memory.total,
     )

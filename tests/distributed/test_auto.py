@@ -239,6 +239,7 @@ def test_only_what_is_auto_is_chosen():
     auto = RunConfig(sharding_strategy="auto")
     assert free_settings(auto, set()) == {
         "sharding_strategy",
+        "shard_group_size",
         "activation_policy",
         "use_cpu_offload",
         "use_activation_cpu_offload",
@@ -246,6 +247,7 @@ def test_only_what_is_auto_is_chosen():
     }
     assert free_settings(auto, {"use_cpu_offload", "activation_policy"}) == {
         "sharding_strategy",
+        "shard_group_size",
         "use_activation_cpu_offload",
         "sequence_parallel",
     }

@@ -42,6 +42,7 @@ VARIATIONS = [
     dict(backward_prefetch="backward_post", wrap_policy="attention_mlp"),
     dict(forward_prefetch=True),
     dict(gather_once=True),
+    dict(sharding_strategy="hybrid_full_shard", shard_group_size=2),  # one group, of all ranks
     dict(use_cpu_offload=True),
     dict(reentrant_checkpointing=True),
     dict(sharding_strategy="ddp", train_type="qlora", no_sync=True),
