@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch.distributed import TCPStore
 from torch.distributed.run import get_args_parser
 
 from fsdp_qlora.cli import TrainOptions
@@ -27,12 +28,30 @@ from tests.patience import patience
 ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / "examples/launch"
 VALUES = {"SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8", "#hosts[@]": "2", "GPUS:-8": "8"}
+VALUES |= {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
+VALUES |= {"DSTACK_NODES_NUM": "2", "DSTACK_GPUS_PER_NODE": "8"}
+# Those of sbatch that a file of ours may use (https://slurm.schedmd.com/sbatch.html).
+SBATCH = """array chdir comment constraint cpus-per-gpu cpus-per-task dependency error exclude exclusive
+export gpus gpus-per-node gpus-per-task gres job-name mail-type mail-user mem mem-per-gpu no-kill nodes
+ntasks ntasks-per-node open-mode output partition qos requeue no-requeue reservation signal switches
+time wait-all-nodes account begin deadline nodelist""".split()
 
 
 def filled(text: str) -> str:
     """A script's text with a value for each variable."""
     text = re.sub(r"\$\{([^}]*)\}|\$(\w+)", lambda m: VALUES.get(m[1] or m[2], "x"), text)
     return text.replace("\\\n", " ")
+
+
+@pytest.mark.parametrize("name, key", [("skypilot.yaml", "run"), ("dstack.yaml", "commands")])
+def test_task_files_start_torchrun_on_all_gpus_with_flags_that_it_and_train_have(name, key):
+    task = yaml.safe_load((LAUNCH / name).read_text())
+    commands = task[key] if isinstance(task[key], str) else "\n".join(task[key])
+    line = re.search(r"torchrun\s+(--nnodes.*)", filled(commands), re.S)[1]
+    assert "--rdzv_backend c10d" in line and "--max_restarts 3" in line
+    flags = [flag.replace("examples/", f"{ROOT}/examples/") for flag in check_torchrun(line)]
+    config, _ = parse(flags, TrainOptions)
+    assert config.sharding_strategy == "hybrid_full_shard" and config.output_dir == "/runs/70b"
 
 
 def check_torchrun(line: str) -> list[str]:
@@ -62,7 +81,7 @@ def test_scripts_parse_and_start_torchrun_with_flags_that_it_has(name, flags):
 def test_slurm_settings_give_one_torchrun_to_a_machine_and_time_to_save():
     text = (LAUNCH / "slurm.sbatch").read_text()
     options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", text, re.M))
-    assert options["ntasks-per-node"] == "1" and "requeue" in options
+    assert options["ntasks-per-node"] == "1" and "requeue" in options and set(options) <= {*SBATCH}
     told, killed, ended = (
         int(re.search(rf"{name}[= ]?(\d+)", text)[1])
         for name in ("USR1@", "SHUTDOWN_TIMEOUT", "stop_grace_seconds")
@@ -86,6 +105,21 @@ def test_the_kubernetes_job_runs_in_its_runtime_with_flags_that_train_has():
     config, _ = parse(check_torchrun(shlex.join(here)), TrainOptions)
     assert config.sharding_strategy == "hybrid_full_shard" and config.output_dir == "/runs/70b"
     assert trainer["numNodes"] == runtime["spec"]["mlPolicy"]["numNodes"] == 2
+
+
+def test_the_store_of_a_machine_that_stays_serves_others_until_it_is_told_to_end():
+    place = subprocess.Popen(
+        [sys.executable, LAUNCH / "rendezvous.py", "0"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        port = int(re.search(r"port (\d+)", place.stdout.readline())[1])
+        TCPStore("127.0.0.1", port).set("key", "value")
+        assert TCPStore("127.0.0.1", port).get("key") == b"value"
+        place.terminate()
+        assert place.wait(patience(30)) == 0
+    finally:
+        place.kill()
+        place.communicate()
 
 
 @pytest.mark.slow

@@ -118,6 +118,49 @@ def test_the_image_has_the_files_it_copies_and_runs_as_no_root():
     assert user != "USER root" and lines.index(user) < lines.index('ENTRYPOINT ["fsdp-qlora"]')
 
 
+def test_each_step_of_the_image_can_be_run_on_what_the_steps_before_it_left():
+    text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.M)
+    lines = [line for line in text.replace("\\\n", " ").splitlines() if line]
+    steps = [(line.partition(" ")[0], line.partition(" ")[2]) for line in lines]
+    known = {"ARG", "FROM", "RUN", "COPY", "USER", "ENV", "WORKDIR", "ENTRYPOINT", "CMD"}
+    assert {name for name, _ in steps} <= known
+    copied: set[str] = set()
+    for name, rest in steps:
+        if name == "COPY":
+            *sources, target = rest.split()
+            copied |= {
+                f"{target}{source}" if target.endswith("/") else target for source in sources
+            }
+        if name == "RUN":
+            subprocess.run(["bash", "-n", "-c", rest], check=True)
+            used = set(re.findall(r"/src/\w[\w./]*", rest))
+            assert used <= copied, used
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    extras = re.search(r'"/src\[([\w,]+)\]"', text)[1].split(",")
+    assert {*extras} <= setup["options.extras_require"].keys()
+    assert (
+        re.search(r'ENTRYPOINT \["([\w-]+)"\]', text)[1]
+        in setup["options.entry_points"]["console_scripts"]
+    )
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    assert len([pin for pin in pins if re.match("torch==", pin)]) == 1
+
+
+@pytest.mark.docker
+def test_the_image_is_built_and_its_command_answers():
+    subprocess.run(
+        ["docker", "build", "--quiet", "--tag", "fsdp_qlora:test", "."], cwd=ROOT, check=True
+    )
+    told = subprocess.run(
+        ["docker", "run", "--rm", "fsdp_qlora:test", "estimate", "--params", "7B", "--gpu", "3090"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "RTX 3090" in told
+
+
 def test_the_version_is_written_alike_everywhere():
     setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")
