@@ -62,6 +62,7 @@ FOREIGN = {
     "rdzv_backend",
     "rdzv_endpoint",
     "rdzv_id",
+    "rdzv_conf",
     "max_restarts",
     "standalone",
     "master_addr",

@@ -1,4 +1,4 @@
-"""The long form: `python -m tests.chaos kills 200`, `... signals 100`, `... hangs 40`."""
+"""The long form: `python -m tests.chaos kills 200`, `... signals 100`, `... hangs 40`, `... nodes 20`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ from pathlib import Path
 from tests.chaos.harness import make_inputs
 from tests.chaos.test_hangs import hung_runs
 from tests.chaos.test_kills import killed_runs
+from tests.chaos.test_lost_nodes import lost_nodes
 from tests.chaos.test_signals import signalled_runs
 
-FORMS = {"kills": killed_runs, "signals": signalled_runs, "hangs": hung_runs}
+FORMS = {
+    "kills": killed_runs,
+    "signals": signalled_runs,
+    "hangs": hung_runs,
+    "nodes": lost_nodes,
+}
 
 
 def main(form: str, count: str, seed: str = "0"):
