@@ -144,7 +144,7 @@ def make_many_inputs(folder: Path, rows: int) -> Path:
 def lost_nodes(folder: Path, scratch: Path, losses: int, seed: int = 0) -> dict:
     """Lose a node `losses` times and bring it back; seconds to a step that was never taken before."""
     rng = random.Random(seed)
-    num_rows = ROWS_PER_STEP * (60 + 80 * losses) - 1
+    num_rows = ROWS_PER_STEP * (60 + 60 * losses) - 1
     turns = [node for _ in range(losses) for node in rng.sample(range(NODES), NODES)]
     run = command(make_many_inputs(folder, num_rows), scratch / "out", *FLAGS)
     shrunk, grown = [], []
