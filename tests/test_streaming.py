@@ -8,6 +8,7 @@ import torch
 from fsdp_qlora.memory.activation_offload import apply_activation_offload
 from fsdp_qlora.memory.weight_streaming import _StreamedBlock, apply_streaming
 
+from .parts import rest
 from .test_checkpointing_policy import loss_and_gradients, tiny_model
 from .test_offload import bit_equal, compile_whole
 from .tiny import padded_batch, save_tiny, tiny_rows
@@ -50,7 +51,7 @@ def held(monkeypatch):
         ("recompute_all", False, None),
         ("recompute_all", True, None),
         ("keep_linears", False, None),
-        ("recompute_all", False, "aot_eager"),
+        rest("recompute_all", False, "aot_eager"),
     ],
 )
 def test_gradients_are_those_of_weights_that_stay_bit_by_bit(

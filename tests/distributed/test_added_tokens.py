@@ -12,6 +12,7 @@ from fsdp_qlora.config import RunConfig
 from fsdp_qlora.export.merge import merge_adapter
 from tests.distributed.test_lora_init import logits_of
 from tests.distributed.test_resume import run_once, settings
+from tests.parts import rest
 from tests.ranks import run_ranks
 from tests.tiny import tiny_rows
 from tests.tokenizers import VOCAB_SIZE, save_chat_model
@@ -21,7 +22,7 @@ STEPS = tiny_rows(2, 4)
 GROWN = VOCAB_SIZE + 2  # a byte-level tokenizer has @ already
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["apart", "tied"])
+@pytest.fixture(scope="module", params=[False, rest(True)], ids=["apart", "tied"])
 def folder(request, tmp_path_factory):
     return save_chat_model(tmp_path_factory.mktemp("chat"), tie_word_embeddings=request.param)
 
