@@ -21,6 +21,7 @@ from fsdp_qlora.dist import free_port
 from tests.patience import patience
 
 PRELOAD = [
+    "pytest",
     "torch",
     "transformers",
     "peft",
