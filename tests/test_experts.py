@@ -8,14 +8,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fsdp_qlora.build import build_model
+from fsdp_qlora.adapters import apply_fp8
+from fsdp_qlora.build import build_model, planned_model
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import process_group
 from fsdp_qlora.estimate.experts import PART_VALUES as estimated_values
-from fsdp_qlora.experts import ExpertLoad, mixtures_of
-from fsdp_qlora.experts.grouped_matmul import PART_VALUES
+from fsdp_qlora.experts import ExpertLoad, grouped_matmul, mixtures_of
+from fsdp_qlora.experts.grouped_matmul import PART_VALUES, grouped_linear
+from fsdp_qlora.experts.lora_ops import adapted_experts
+from fsdp_qlora.experts.routing import route
 from fsdp_qlora.experts.row_sums import sum_rows
+from fsdp_qlora.optim import build_optimizer
+from fsdp_qlora.quantization.formats import dequantize_rows, quantize_rows
+from fsdp_qlora.quantization.fp8 import fp8_problem
+from fsdp_qlora.training.step import train_step
 
 from .families import save_family
 from .parts import slow
@@ -83,3 +90,93 @@ def test_rows_of_a_token_are_summed_in_fp32_wherever_they_lie(dtype):
     rows = torch.randperm(24).view(8, 3)
     expected = values.float()[rows].sum(1).to(dtype)
     torch.testing.assert_close(sum_rows(values, rows), expected, rtol=2**-7, atol=2**-7)
+
+
+E, O, I, N, K, R = 4, 128, 64, 30, 2, 4
+ROUNDING = 2**-4 / 3**0.5 * 2**0.5  # of both factors of a product to e4m3, as in test_fp8.py
+
+
+def relative(ours, reference) -> float:
+    return ((ours - reference).norm() / reference.norm()).item()
+
+
+@pytest.mark.parametrize("part_values", [2**29, 2**13], ids=["whole", "in parts"])
+@pytest.mark.parametrize("quantized", [True, False])
+@pytest.mark.parametrize("tokens_at", ["", "input", "output"])
+def test_experts_products_in_fp8_are_within_its_rounding(
+    monkeypatch, tokens_at, quantized, part_values
+):
+    monkeypatch.setattr(grouped_matmul, "PART_VALUES", part_values)
+    torch.manual_seed(0)
+    # Experts of very different size: one scale for all would lose the small ones.
+    weight = torch.randn(E, O, I) / I**0.5 * torch.logspace(-3, 0, E)[:, None, None]
+    packed, absmax = quantize_rows(weight.flatten(0, 1))
+    dense = dequantize_rows(packed, absmax, I, "nf4", torch.float32)
+    form = (packed, absmax) if quantized else (dense, None)
+    routing, _ = route(torch.rand(N, E).topk(K).indices, E)
+    routing = routing._replace(tokens_at=tokens_at)
+    x = torch.randn(N if tokens_at == "input" else N * K, I)
+    dy = torch.randn(N if tokens_at == "output" else N * K, O)
+    a, b = torch.randn(E * R, I) / I**0.5, torch.randn(O, R * E) / 64
+    adapter = 0.5 * b.view(O, R, E).permute(2, 0, 1) @ a.view(E, R, I)
+    spans = grouped_matmul.spans(routing.ends)
+    x_rows, dy_rows = routing.inputs(x), routing.output_gradients(dy)
+    for adapted in (False, True):
+        mine = x.clone().requires_grad_()
+        if adapted:
+            y = adapted_experts(mine, *routing, *form, a, b, 0.5, I, "nf4", "fp8")
+        else:
+            y = grouped_linear(mine, *routing, *form, I, "nf4", "fp8")
+        y.backward(dy)
+        w = dense.view(E, O, I) + adapted * adapter
+        expected = torch.cat([x_rows[s] @ each.t() for s, each in zip(spans, w, strict=True)])
+        dx = torch.cat([dy_rows[s] @ each for s, each in zip(spans, w, strict=True)])
+        assert 1e-3 < relative(y, routing.outputs(expected)) < 1.2 * ROUNDING
+        assert 1e-3 < relative(mine.grad, routing.input_gradients(dx)) < 1.2 * ROUNDING
+        if not tokens_at and not adapted:  # of the smallest expert too
+            found = mine.grad[spans[0]]
+            assert relative(found, dx[spans[0]]) < 1.2 * ROUNDING
+
+
+@pytest.mark.parametrize("adapted", [None, "experts"])
+def test_a_mixture_in_fp8_multiplies_its_experts_in_fp8_and_learns_alike(adapted, tmp_path):
+    folder = save_family(
+        tmp_path, "Qwen3-MoE", hidden_size=64, moe_intermediate_size=64, head_dim=16
+    )
+    losses = {}
+    for dtype in ("auto", "fp8"):
+        config = RunConfig(
+            model_name=folder, precision="fp32", compile=False, lora_dropout=0.0, lora_rank=4,
+            sharding_strategy="ddp", compute_dtype=dtype, lora_target_parameters=adapted,
+        )  # fmt: skip
+        with process_group(CPU, timeout_minutes=1):
+            model = build_model(config, CPU)
+            optimizer = build_optimizer(model, "adamw", 3e-3)
+            losses[dtype] = torch.tensor(
+                [
+                    train_step(model, optimizer, [dict(input_ids=IDS, labels=IDS)]).loss
+                    for _ in range(6)
+                ]
+            )
+    stacks = [getattr(m, name) for m in mixtures_of(model) for name in m.stacks]
+    assert {getattr(s, "base_layer", s).product_dtype for s in stacks} == {"fp8"}
+    assert losses["fp8"][-1] < losses["fp8"][0] - 0.05
+    torch.testing.assert_close(losses["fp8"], losses["auto"], rtol=3e-2, atol=0)
+    assert not torch.equal(losses["fp8"], losses["auto"])
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (10, 0), (12, 0)])
+def test_experts_in_fp8_are_refused_where_torch_has_no_kernel(monkeypatch, capability, tmp_path):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
+    monkeypatch.setattr("fsdp_qlora.quantization.fp8.triton", "there")
+    device = torch.device("cuda")
+    assert fp8_problem(device) is None  # other models run there
+    config = RunConfig(model_name=save_family(tmp_path, "Qwen3-MoE"), compute_dtype="fp8")
+    model, _ = planned_model(config, CPU)
+    with pytest.raises(ValueError) as refused:
+        apply_fp8(model, device)
+    assert str(refused.value) == (
+        "--compute_dtype fp8: torch multiplies experts in fp8 on Hopper alone, and this is a "
+        "Some GPU; use --compute_dtype bf16"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..experts import StackedExperts, fits_grouped_fp8, grouped_fp8_problem
 from ..model.blocks import decoder_blocks
 from ..quantization import fp8
 from ..quantization.fp8_weight_cache import Fp8WeightCache
@@ -19,6 +20,9 @@ def apply_fp8(model: nn.Module, device: torch.device) -> int:
     ValueError, naming the flag, where the device has no fp8 arithmetic.
     """
     problem = fp8.fp8_problem(device)
+    experts = _experts_rows(model)
+    if not problem and experts:
+        problem = grouped_fp8_problem(device)
     if problem:
         raise ValueError(f"--compute_dtype fp8: {problem}; use --compute_dtype bf16")
     layers = [
@@ -30,7 +34,11 @@ def apply_fp8(model: nn.Module, device: torch.device) -> int:
     layers = [
         m
         for m in layers
-        if fp8.fits_fp8(m.in_features, m.out_features)
+        if (
+            fits_grouped_fp8(m.in_features, experts[m])
+            if m in experts
+            else fp8.fits_fp8(m.in_features, m.out_features)
+        )
         and not getattr(m, "base_layer", m).weight.requires_grad
     ]
     for layer in layers:
@@ -38,6 +46,18 @@ def apply_fp8(model: nn.Module, device: torch.device) -> int:
             layer.__class__ = FrozenLinear
         layer.product_dtype = "fp8"
     return len(layers)
+
+
+def _experts_rows(model: nn.Module) -> dict[nn.Module, int]:
+    """The layers that hold the rows of all experts of a block, each with those of one."""
+    layers = {}
+    for mixture in model.modules():
+        if isinstance(mixture, StackedExperts):
+            for name in mixture.stacks:
+                layer = getattr(mixture, name)
+                layer = getattr(layer, "base_layer", layer)
+                layers[layer] = layer.out_features // mixture.num_experts
+    return layers
 
 
 def keep_fp8_weights(model: nn.Module) -> Fp8WeightCache:

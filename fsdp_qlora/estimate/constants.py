@@ -43,6 +43,11 @@ COLLECTIVE_LATENCY = 30e-6  # seconds
 # (hwLat in src/graph/tuning.cc, NCCL 2.18). Not measured here.
 NETWORK_HOP, NVLINK_HOP = 14e-6, 3.4e-6  # seconds
 
+# ---- mixtures -----------------------------------------------------------------------------------
+# Of a block's forward: scores, top-k, sorting and some fifty kernels of microseconds each. From one
+# profile (Qwen3-30B-A3B with adapters on experts, an H200).
+ROUTING_SECONDS = 0.0004
+
 # ---- mixers with a state -----------------------------------------------------------------------
 # Not measured yet: counted from the kernels of flash-linear-attention and mamba-ssm.
 STATE_CHUNK = 64  # tokens whose attention within the chunk is kept, per token and head

@@ -12,6 +12,7 @@ from __future__ import annotations
 from ..catalog.arch import ModelShape
 from ..choices import POLICIES
 from ..plan import Plan
+from .kinds import mean_of_blocks
 
 PART_VALUES = 2**29  # weights that are unpacked at a time (experts/grouped_matmul.py)
 
@@ -68,19 +69,52 @@ def backward_moments(shape: ModelShape, plan: Plan) -> list[tuple[float, float]]
 
     Of down_proj, the gradients of the block's output as rows (S, D), and of its input (S, F); then gate
     and up are gone, there are their gradients (S, 2F), and of the input one for each row (S, D), twice
-    where a second part of the weight is added to it.
+    where a second part of the weight is added to it. In fp8 gradients are there once more, in a byte each;
+    of the block's output only so, unless an adapter takes them.
     """
     if not shape.experts:
         return []
     rows, adapted = row_bytes(shape, plan), adapted_experts(shape, plan)
+    byte = rows / plan.model.product_bytes * (plan.quantization.compute_dtype == "fp8")
     tokens = plan.batch.tokens * plan.model.product_bytes * shape.hidden
     (first, (made, _)), (last, (_, width)) = shape.expert_linears().items()
     twice = _parts(shape, plan, first) > 1
     gone = rows * (made + width * (2 * (not plan.loop.compile) + (last in adapted)))
+    as_rows = rows * (not byte or last in adapted) + byte
     return [
-        (0.0, tokens + rows * (shape.hidden + width) + unpacked(shape, plan, last)),
-        (gone, tokens + rows * (made + shape.hidden * (1 + twice)) + unpacked(shape, plan, first)),
+        (0.0, tokens + as_rows * shape.hidden + rows * width + unpacked(shape, plan, last)),
+        (
+            gone,
+            tokens
+            + rows * (made + shape.hidden * (1 + twice))
+            + byte * made
+            + unpacked(shape, plan, first),
+        ),
     ]
+
+
+@mean_of_blocks
+def routings(shape: ModelShape, plan: Plan) -> float:
+    """How often a block's forward sends tokens to experts."""
+    return float(shape.experts > 0)
+
+
+def row_traffic(shape: ModelShape, plan: Plan) -> tuple[float, float]:
+    """Bytes that pass between tokens and rows, and through the gate: a block's forward, and its backward.
+
+    Tokens are read as rows (S, D), rows are added up to tokens; so are gradients. An adapted product has
+    its input as rows again for A's gradient. In fp8 what no adapter needs is quantized where it lies.
+    """
+    if not shape.experts:
+        return 0.0, 0.0
+    rows, adapted = row_bytes(shape, plan), adapted_experts(shape, plan)
+    first, last = (name in adapted for name in shape.expert_linears())
+    in_fp8, eager = plan.quantization.compute_dtype == "fp8", not plan.loop.compile
+    gathered, summed, gate = 2 * rows * shape.hidden, rows * shape.hidden, rows * _width(shape)
+    return (
+        gathered * (first or not in_fp8) + summed + (3 + 2 * eager) * gate,
+        gathered * ((last or not in_fp8) + first) + summed + (6 + 2 * eager) * gate,
+    )
 
 
 def _width(shape: ModelShape) -> int:
@@ -92,14 +126,17 @@ def _width(shape: ModelShape) -> int:
 def _parts(shape: ModelShape, plan: Plan, name: str) -> int:
     """In how many parts a weight of all experts is unpacked; 0 if it is there."""
     out, wide = shape.expert_linears()[name]
-    return -(-shape.experts * out * wide // PART_VALUES) * (plan.quantization.quant != "none")
+    in_fp8 = plan.quantization.compute_dtype == "fp8"
+    is_there = plan.quantization.quant == "none" and not in_fp8
+    return 0 if is_there else -(-shape.experts * out * wide // (PART_VALUES * (1 + in_fp8)))
 
 
 def unpacked(shape: ModelShape, plan: Plan, name: str) -> float:
     """Bytes of experts' weights made for a product and freed after it, at the most."""
     parts = _parts(shape, plan, name)
     out, wide = shape.expert_linears()[name]
-    return shape.experts * out * wide / parts * plan.model.product_bytes if parts else 0.0
+    value = 1 if plan.quantization.compute_dtype == "fp8" else plan.model.product_bytes
+    return shape.experts * out * wide / parts * value if parts else 0.0
 
 
 def adapter_weights_used(shape: ModelShape, plan: Plan) -> int:

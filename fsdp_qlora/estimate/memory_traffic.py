@@ -13,7 +13,7 @@ from ..catalog.arch import ModelShape
 from ..choices import FORMATS, POLICIES
 from ..plan import Plan
 from . import constants
-from .experts import adapted_experts
+from .experts import adapted_experts, row_traffic
 from .flops import adapted_linears, rerun_linears
 from .kinds import mean_of_blocks
 from .weights import BLOCKSIZE, FEEDS, forward_ranks, packed_bits, scale_bytes
@@ -56,8 +56,8 @@ def activation_traffic(shape: ModelShape, plan: Plan) -> tuple[float, float]:
     if plan.adapter.adapter == "dora":
         out = sum(o for o, _ in adapted)
         forward, backward = forward + 2 * out, backward + 4 * out
-    each = plan.batch.tokens * plan.model.product_bytes
-    return each * forward, each * backward
+    each, experts = plan.batch.tokens * plan.model.product_bytes, row_traffic(shape, plan)
+    return each * forward + experts[0], each * backward + experts[1]
 
 
 @mean_of_blocks
@@ -95,10 +95,11 @@ def quantize_traffic(shape: ModelShape, plan: Plan) -> dict[str, tuple[float, fl
     if plan.quantization.compute_dtype != "fp8":
         return {}
     each, first = plan.batch.tokens * (plan.model.product_bytes + 1), _first_of_joined(shape, plan)
+    rows = each * shape.experts_per_token
     return {
         name: (each * wide * (first[name] == name), each * out)
         for name, (out, wide) in shape.linears().items()
-    }
+    } | {name: (rows * wide, rows * out) for name, (out, wide) in shape.expert_linears().items()}
 
 
 def _first_of_joined(shape: ModelShape, plan: Plan) -> dict[str, str]:
@@ -184,10 +185,10 @@ def rerun_traffic(shape: ModelShape, plan: Plan, policy: str) -> dict[str, float
         return {}
     again = rerun_linears(shape, plan, policy)
     quantize, unpack = quantize_traffic(shape, plan), unpack_traffic(shape, plan)
+    again_too = (*again, *(shape.expert_linears() if not POLICIES[policy].keeps_linears else ()))
     return dict(
         activations=activation_traffic(shape, plan)[0],
         adapters=adapter_traffic(shape, plan)[0] if again else 0.0,
-        unpack=sum(unpack[name] for name in (*again, *(shape.expert_linears() if again else ())))
-        + norm_traffic(shape, plan),
-        quantize=sum(quantize[name][0] for name in again if quantize),
+        unpack=sum(unpack[name] for name in again_too) + norm_traffic(shape, plan),
+        quantize=sum(quantize[name][0] for name in again_too if quantize),
     )

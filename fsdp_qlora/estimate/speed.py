@@ -17,7 +17,7 @@ from ..choices.strategies import BUCKET_BYTES
 from ..plan import BYTES, Plan
 from . import constants
 from .activations import exchanged, moved_blocks, offloaded_input
-from .experts import adapted_experts
+from .experts import adapted_experts, routings
 from .flops import adapted_linears, flops_per_token
 from .kinds import mean_of_blocks
 from .memory_traffic import (
@@ -134,7 +134,8 @@ def compute_parts(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, float]:
         recompute=n * flops.recompute_linears / frozen_rate
         + flops.recompute_attention * attention
         + _rerun_seconds(shape, gpu, plan),
-        activations=layers * sum(activation_traffic(shape, plan)) / (copies * constants.COPY_SHARE),
+        activations=layers * sum(activation_traffic(shape, plan)) / (copies * constants.COPY_SHARE)
+        + layers * routings(shape, plan) * constants.ROUTING_SECONDS,
         dequantization=(layers * (2 * sum(unpack.values()) + norm_traffic(shape, plan)) + tiles)
         / copies
         * _unpack_slowdown(gpu),
@@ -187,7 +188,8 @@ def _rerun_seconds(shape: ModelShape, gpu: Gpu, plan: Plan) -> float:
         quantize=1.0,
     )
     counts = Counter(plan.memory.policies(shape))
-    return sum(
+    rerun = sum(count for policy, count in counts.items() if POLICIES[policy].recomputes)
+    return rerun * routings(shape, plan) * constants.ROUTING_SECONDS + sum(
         count * moved / (copies * share[kind])
         for policy, count in counts.items()
         for kind, moved in rerun_traffic(shape, plan, policy).items()

@@ -14,7 +14,6 @@ x (S, I), y (S, O), or (N, ..) on the side where they are tokens; weight (E O, I
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -22,9 +21,10 @@ from torch import Tensor, nn
 
 from ..quantization.formats import FrozenWeight
 from ..quantization.kernels import can_unpack_experts, unpack_experts
+from . import fp8_products
 from .row_sums import sum_rows
 
-PART_VALUES = 2**29  # of W that exist at once: 1 GiB in bf16
+PART_VALUES = 2**29  # of W that exist at once: 1 GiB in bf16, and twice as many in fp8
 _ALIGNMENT = 16  # bytes, of the rows of what the kernel takes
 
 
@@ -64,10 +64,13 @@ def grouped_linear(
     absmax: Tensor | None,
     in_features: int,
     quant_type: str,
+    product_dtype: str,
 ) -> Tensor:
     """y, where each group of x is multiplied with its expert's W^T."""
     routing = Routing(ends, tokens, rows, tokens_at)
     w = FrozenWeight(weight, absmax, in_features, quant_type)
+    if product_dtype == "fp8":
+        return routing.outputs(fp8_forward_products(x, routing, w))
     return routing.outputs(forward_products(routing.inputs(x), ends, w))
 
 
@@ -82,10 +85,13 @@ def _grouped_linear_backward(
     absmax: Tensor | None,
     in_features: int,
     quant_type: str,
+    product_dtype: str,
 ) -> Tensor:
     """dX, of x's shape."""
     routing = Routing(ends, tokens, rows, tokens_at)
     w = FrozenWeight(weight, absmax, in_features, quant_type)
+    if product_dtype == "fp8":
+        return routing.input_gradients(fp8_backward_products(dy, routing, w))
     return routing.input_gradients(backward_products(routing.output_gradients(dy), ends, w))
 
 
@@ -106,7 +112,7 @@ def _grouped_gradient(
 
 def forward_products(x: Tensor, ends: Tensor, w: FrozenWeight, a=None, b=None) -> Tensor:
     """y (S, O) of rows x (S, I); with A (E, R, I) and B (E, O, R), of W + B A."""
-    parts = list(_output_parts(w, len(ends)))
+    parts = _output_parts(w, len(ends), 2)
     if len(parts) == 1:
         return grouped(x, _dense_part(w, parts[0], len(ends), x.dtype, a, b).mT, ends)
     y = x.new_empty(len(x), len(w.weight) // len(ends))
@@ -117,20 +123,63 @@ def forward_products(x: Tensor, ends: Tensor, w: FrozenWeight, a=None, b=None) -
 
 def backward_products(dy: Tensor, ends: Tensor, w: FrozenWeight, a=None, b=None) -> Tensor:
     """dX (S, I) of the gradients dy (S, O) of rows; A and B as above."""
-    first, *others = _output_parts(w, len(ends))
+    first, *others = _output_parts(w, len(ends), 2)
     dx = grouped(dy[:, first], _dense_part(w, first, len(ends), dy.dtype, a, b), ends)
     for part in others:
         dx += grouped(dy[:, part], _dense_part(w, part, len(ends), dy.dtype, a, b), ends)
     return dx
 
 
-def _output_parts(w: FrozenWeight, experts: int) -> Iterator[slice]:
-    """Which outputs of every expert are made at a time."""
+def fp8_forward_products(
+    x: Tensor, routing: Routing, w: FrozenWeight, xa: Tensor | None = None, b: Tensor | None = None
+) -> Tensor:
+    """y (S, O) in fp8, of what the product takes; with xA (S, R) and B (E, O, R), of W + B A."""
+    ends = routing.ends
+    tokens = routing.tokens if routing.tokens_at == "input" else None
+    ys = [
+        fp8_products.forward_product(x, ends, tokens, *_part(w, part, len(ends), b), xa)
+        for part in _output_parts(w, len(ends), 1)
+    ]
+    return ys[0] if len(ys) == 1 else torch.cat(ys, 1)
+
+
+def fp8_backward_products(
+    dy: Tensor,
+    routing: Routing,
+    w: FrozenWeight,
+    dxa: Tensor | None = None,
+    a: Tensor | None = None,
+) -> Tensor:
+    """dX (S, I) in fp8, of the gradient of what the product gives, plus dxA (S, R) times A (E, R, I)."""
+    ends, dx = routing.ends, None
+    tokens = routing.tokens if routing.tokens_at == "output" else None
+    for part in _output_parts(w, len(ends), 1):
+        w_part, _ = _part(w, part, len(ends))
+        of_part = fp8_products.backward_product(dy[:, part], ends, tokens, w_part, dxa, a)
+        dx, dxa, a = of_part if dx is None else dx.add_(of_part), None, None
+    return dx
+
+
+def _output_parts(w: FrozenWeight, experts: int, value_bytes: int) -> list[slice]:
+    """Which outputs of every expert are made at a time, of values of so many bytes."""
     rows, values = len(w.weight) // experts, w.in_features * experts  # of an output, over all
-    parts = 1 if w.absmax is None else -(-rows * values // PART_VALUES)
+    is_there = w.absmax is None and value_bytes > 1
+    parts = 1 if is_there else -(-rows * values * value_bytes // (2 * PART_VALUES))
     step = -(-rows // (64 * parts)) * 64  # the kernel takes rows of whole 16 bytes
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def _part(
+    w: FrozenWeight, part: slice, experts: int, b: Tensor | None = None
+) -> tuple[FrozenWeight, Tensor | None]:
+    """Some outputs' rows of every expert's W, still packed, and of B (E, O, R)."""
+    if part == slice(0, len(w.weight) // experts):
+        return w, b
+    rows, scales = (
+        None if t is None else t.unflatten(0, (experts, -1))[:, part].flatten(0, 1)
+        for t in (w.weight, w.absmax)
+    )
+    return FrozenWeight(rows, scales, *w.form), None if b is None else b[:, part]
 
 
 def _dense_part(
@@ -142,12 +191,7 @@ def _dense_part(
     b: Tensor | None,
 ) -> Tensor:
     """Some outputs' rows of every expert's W + B A, (E, part, I) in `dtype`."""
-    if part != slice(0, len(w.weight) // experts):
-        rows, scales = (
-            None if t is None else t.unflatten(0, (experts, -1))[:, part].flatten(0, 1)
-            for t in (w.weight, w.absmax)
-        )
-        w, b = FrozenWeight(rows, scales, *w.form), None if b is None else b[:, part]
+    w, b = _part(w, part, experts, b)
     if can_unpack_experts(w, experts, 0 if b is None else b.shape[2], dtype):
         return unpack_experts(w, experts, a, b)
     dense = w.dense(dtype).unflatten(0, (experts, -1))
@@ -198,13 +242,13 @@ def length_at(side: str, other: Tensor, tokens: Tensor | None, rows: Tensor | No
 
 
 @grouped_linear.register_fake
-def _(x, ends, tokens, rows, tokens_at, weight, absmax, in_features, quant_type):
+def _(x, ends, tokens, rows, tokens_at, weight, absmax, in_features, quant_type, product_dtype):
     n = length_at("output", x, tokens, rows, tokens_at)
     return x.new_empty(n, weight.shape[0] // ends.shape[0])
 
 
 @_grouped_linear_backward.register_fake
-def _(dy, ends, tokens, rows, tokens_at, weight, absmax, in_features, quant_type):
+def _(dy, ends, tokens, rows, tokens_at, weight, absmax, in_features, quant_type, product_dtype):
     return dy.new_empty(length_at("input", dy, tokens, rows, tokens_at), in_features)
 
 
@@ -226,7 +270,7 @@ def _backward(ctx, dy):
         dx = _grouped_linear_backward(dy, *routing, weight, absmax, *ctx.form)
     if ctx.needs_input_grad[5]:
         dw = _grouped_gradient(dy, x, *routing, weight.dtype).flatten(0, 1)
-    return dx, *[None] * 4, dw, *[None] * 3
+    return dx, *[None] * 4, dw, *[None] * 4
 
 
 grouped_linear.register_autograd(_backward, setup_context=_save)

@@ -59,6 +59,7 @@ class LoraExperts(nn.Module, LoraLayer):
             self.lora_B[name].weight,
             self.scaling[name],
             *w.form,
+            getattr(self.base_layer, "product_dtype", ""),
         )
 
 

@@ -20,6 +20,8 @@ from .grouped_matmul import (
     Routing,
     backward_products,
     forward_products,
+    fp8_backward_products,
+    fp8_forward_products,
     grouped,
     length_at,
     outer_products,
@@ -42,12 +44,15 @@ def adapted_experts(
     scaling: float,
     in_features: int,
     quant_type: str,
+    product_dtype: str,
 ) -> Tensor:
     """y, of rows or of tokens."""
     routing = Routing(ends, tokens, rows, tokens_at)
     w = FrozenWeight(weight, absmax, in_features, quant_type)
     a, b = _each_a(a, len(ends), x.dtype), _each_b(b * scaling, len(ends), x.dtype)
     x = routing.inputs(x)
+    if product_dtype == "fp8":
+        return routing.outputs(fp8_forward_products(x, Routing(ends), w, grouped(x, a.mT, ends), b))
     if can_unpack_experts(w, len(ends), b.shape[2], x.dtype):
         return routing.outputs(forward_products(x, ends, w, a, b))
     y = forward_products(x, ends, w)
@@ -69,6 +74,7 @@ def _adapted_experts_backward(
     scaling: float,
     in_features: int,
     quant_type: str,
+    product_dtype: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dX, of x's shape, dA (E R, I) and dB (O, R E); these two are rounded once to x's dtype."""
     routing, rank = Routing(ends, tokens, rows, tokens_at), len(a) // len(ends)
@@ -80,7 +86,9 @@ def _adapted_experts_backward(
     da = outer_products(dxa, x, ends)[:, :rank].to(of_a)
     db = outer_products(dy, xa, ends)[:, :, :rank].to(of_b) * scaling
     del x, xa
-    if can_unpack_experts(w, len(ends), b.shape[2], dy.dtype):
+    if product_dtype == "fp8":
+        dx = fp8_backward_products(dy, Routing(ends), w, dxa, a)
+    elif can_unpack_experts(w, len(ends), b.shape[2], dy.dtype):
         dx = backward_products(dy, ends, w, a, b)
     else:
         dx = backward_products(dy, ends, w).add_(grouped(dxa, a, ends))
@@ -108,7 +116,7 @@ def _each_b(b: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
 
 
 @adapted_experts.register_fake
-def _(x, ends, tokens, rows, tokens_at, weight, absmax, a, b, scaling, in_features, quant_type):
+def _(x, ends, tokens, rows, tokens_at, weight, absmax, a, b, *constants):
     return x.new_empty(length_at("output", x, tokens, rows, tokens_at), b.shape[0])
 
 
@@ -125,7 +133,7 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, dy):
     dx, da, db = _adapted_experts_backward(dy.contiguous(), *ctx.saved_tensors, *ctx.constants)
-    return dx, *[None] * 6, da, db, *[None] * 3
+    return dx, *[None] * 6, da, db, *[None] * 4
 
 
 adapted_experts.register_autograd(_backward, setup_context=_save)

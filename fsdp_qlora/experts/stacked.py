@@ -104,7 +104,8 @@ def product(layer: nn.Module, x: Tensor, routing: Routing) -> Tensor:
     """x W^T, each row with the weight of its expert. Adapted layers know themselves."""
     if hasattr(layer, "base_layer"):
         return layer(x, routing)
-    return grouped_linear(compute_input(x), *routing, *FrozenWeight.of(layer))
+    dtype = getattr(layer, "product_dtype", "")
+    return grouped_linear(compute_input(x), *routing, *FrozenWeight.of(layer), dtype)
 
 
 def stacked(weight: nn.Parameter) -> nn.Linear:

@@ -91,21 +91,11 @@ def forward_products(
     """
     rank, inverses = rank_columns(sum(b.shape[1] for b in bs)), []
     forms = [
-        cached_fp8_weight("forward", [w.weight], rank, partial(_forward_form, w, rank))
+        cached_fp8_weight("forward", [w.weight], rank, partial(forward_form, w, rank))
         for w in frozen
     ]
     for (w8, (scale,)), b, scaling in zip(forms, bs, scalings, strict=False):
-        inverses.append(
-            columns_to_fp8(
-                b,
-                scale,
-                _BOOST * max(scaling, _TINY),
-                FP8_MAX,
-                w8[:, :rank],
-                sum(map(len, inverses)),
-                scaling,
-            )
-        )
+        inverses.append(write_b(b, scale, scaling, w8[:, :rank], sum(map(len, inverses))))
     if bs:
         x8, x_scale = quantize_tokens(
             [_beside(xas), x], [1.0, 1.0], [_beside(inverses, 0), None], rank
@@ -120,7 +110,7 @@ def _beside(parts: list[Tensor], dim: int = 1) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _forward_form(w: FrozenWeight, rank: int) -> Fp8Weight:
+def forward_form(w: FrozenWeight, rank: int) -> Fp8Weight:
     """W in fp8 behind `rank` columns that are still to be written, and its rows' scales."""
     w = w.with_float_absmax()
     w8 = torch.empty(len(w.weight), rank + w.in_features, dtype=FP8, device=w.weight.device)
@@ -147,7 +137,7 @@ def backward_product(
         "backward", [w.weight for w in frozen], rank, partial(_backward_form, frozen, rank)
     )
     if rank:
-        inverse = columns_to_fp8(a.t(), None, _A_LARGEST / _TINY, _A_LARGEST, wt8[:, :rank])
+        inverse = write_a(a.t(), wt8[:, :rank])
         dys, scales = [dxa, *dys], [inverse, *scales]
     dy8, dy_scale = quantize_tokens(dys, [1.0] * len(dys), scales, rank)
     return scaled_product(dy8, dy_scale, wt8, ones(len(wt8), dy8.device), dys[-1].dtype)
@@ -189,6 +179,17 @@ def row_scale(w: FrozenWeight) -> Tensor:
     return (largest / FP8_MAX).clamp(min=_TINY)
 
 
+def write_b(b: Tensor, row_scale: Tensor, scaling: float, out: Tensor, first: int = 0) -> Tensor:
+    """scaling B (O, R) into a form's columns of its own, from `first` on; what xA is multiplied with (R,)."""
+    most = _BOOST * max(scaling, _TINY)
+    return columns_to_fp8(b, row_scale, most, FP8_MAX, out, first, scaling)
+
+
+def write_a(a: Tensor, out: Tensor) -> Tensor:
+    """A^T (I, R) into a form of W^T; what dxA is multiplied with (R,)."""
+    return columns_to_fp8(a, None, _A_LARGEST / _TINY, _A_LARGEST, out)
+
+
 def columns_to_fp8(
     x: Tensor,
     row_scale: Tensor | None,
@@ -215,13 +216,18 @@ def columns_to_fp8(
 def weight_to_fp8(
     w: FrozenWeight, scale: Tensor, transposed: bool, out: Tensor | None = None
 ) -> Tensor:
-    """W / scale in fp8, (O, I), or (I, O) if `transposed`; into `out` if given."""
+    """W / scale in fp8, (O, I), or (I, O) if `transposed`; into `out` if given.
+
+    `out` of W^T may be (E, I, O / E): of as many experts, whose rows are below each other.
+    """
     weight, shape = w.weight, (len(w.weight), w.in_features)
     if out is None:
         out = torch.empty(shape[::-1] if transposed else shape, dtype=FP8, device=weight.device)
     if not weight.is_cuda:
         dense = w.dense(torch.float32) / scale[:, None]
-        out.copy_(dense.t() if transposed else dense)
+        if transposed:
+            dense = dense.unflatten(0, (-1, out.shape[-1])).mT.reshape(out.shape)
+        out.copy_(dense)
     elif w.absmax is None:
         dense_to_fp8(weight, scale, transposed, out)
     else:

@@ -183,8 +183,21 @@ if triton:
         )
 
     @triton.jit
-    def _store_tile(out_ptr, out, rows, columns, inside, STRIDE, TRANSPOSED: tl.constexpr):
-        rows, columns = rows.to(tl.int64), columns.to(tl.int64)
+    def _store_tile(
+        out_ptr,
+        out,
+        rows,
+        columns,
+        inside,
+        STRIDE,
+        EXPERT_ROWS,
+        EXPERT_STRIDE,
+        TRANSPOSED: tl.constexpr,
+    ):
+        # All rows of a tile are one expert's, whose output begins at a place of its own.
+        expert = tl.min(rows, 0) // EXPERT_ROWS
+        out_ptr += expert.to(tl.int64) * EXPERT_STRIDE
+        rows, columns = (rows - expert * EXPERT_ROWS).to(tl.int64), columns.to(tl.int64)
         if TRANSPOSED:
             tl.store(
                 out_ptr + columns[:, None] * STRIDE + rows[None, :],
@@ -201,6 +214,8 @@ if triton:
         scale_ptr,
         out_ptr,
         STRIDE,
+        EXPERT_ROWS,
+        EXPERT_STRIDE,
         O,
         I,
         FP4: tl.constexpr,
@@ -238,6 +253,8 @@ if triton:
             columns,
             inside[:, None] & (columns >= 0)[None, :],
             STRIDE,
+            EXPERT_ROWS,
+            EXPERT_STRIDE,
             TRANSPOSED,
         )
 
@@ -247,6 +264,8 @@ if triton:
         scale_ptr,
         out_ptr,
         STRIDE,
+        EXPERT_ROWS,
+        EXPERT_STRIDE,
         O,
         I,
         TRANSPOSED: tl.constexpr,
@@ -261,7 +280,9 @@ if triton:
         )
         scale = tl.load(scale_ptr + rows, mask=rows < O, other=1.0)
         out = (w.to(tl.float32) / scale[:, None]).to(tl.float8e4nv)
-        _store_tile(out_ptr, out, rows, columns, inside, STRIDE, TRANSPOSED)
+        _store_tile(
+            out_ptr, out, rows, columns, inside, STRIDE, EXPERT_ROWS, EXPERT_STRIDE, TRANSPOSED
+        )
 
 
 def quantize_tokens_on_gpu(
@@ -345,8 +366,8 @@ def columns_to_fp8_on_gpu(
 
 
 def fourbit_to_fp8(w: FrozenWeight, scale: Tensor, transposed: bool, out: Tensor):
-    """Packed 4-bit rows to fp8 in one pass, into `out`: (O, I), or (I, O) if `transposed`."""
-    assert padded(w.in_features) == w.in_features and out.stride(1) == 1
+    """`fp8.weight_to_fp8` of packed 4-bit rows in one pass, into `out`."""
+    assert padded(w.in_features) == w.in_features and out.stride(-1) == 1
     rows, tall = w.weight.shape[0], 64 if transposed else 32
     blocks = blocks_of_a_tile(w.in_features, 4)
     grid = (triton.cdiv(rows, tall), w.in_features // BLOCKSIZE // blocks)
@@ -355,7 +376,8 @@ def fourbit_to_fp8(w: FrozenWeight, scale: Tensor, transposed: bool, out: Tensor
         w.absmax,
         scale,
         out,
-        out.stride(0),
+        out.stride(-2),
+        *_experts_of(out, rows),
         rows,
         w.in_features,
         w.quant_type == "fp4",
@@ -367,10 +389,25 @@ def fourbit_to_fp8(w: FrozenWeight, scale: Tensor, transposed: bool, out: Tensor
 
 
 def dense_to_fp8(weight: Tensor, scale: Tensor, transposed: bool, out: Tensor):
-    """A weight (O, I) over its rows' scales to fp8 in one pass: (O, I), or (I, O) if `transposed`."""
+    """`fp8.weight_to_fp8` of a weight (O, I) in one pass, into `out`."""
     rows, columns = weight.shape
-    assert weight.is_contiguous() and out.stride(1) == 1
+    assert weight.is_contiguous() and out.stride(-1) == 1
     grid = (triton.cdiv(rows, 64), triton.cdiv(columns, 128))
     _dense_to_fp8[grid](
-        weight, scale, out, out.stride(0), rows, columns, transposed, 64, 128, num_warps=8
+        weight,
+        scale,
+        out,
+        out.stride(-2),
+        *_experts_of(out, rows),
+        rows,
+        columns,
+        transposed,
+        64,
+        128,
+        num_warps=8,
     )
+
+
+def _experts_of(out: Tensor, rows: int) -> tuple[int, int]:
+    """Rows of an expert, and values between where the outputs of two begin; without experts, all rows."""
+    return (out.shape[2], out.stride(0)) if out.dim() == 3 else (rows, 0)

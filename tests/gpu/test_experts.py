@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp_qlora.experts import grouped_matmul
-from fsdp_qlora.experts.grouped_matmul import Routing
+from fsdp_qlora.experts import fp8_products, grouped_matmul
+from fsdp_qlora.experts.grouped_matmul import Routing, grouped_linear
 from fsdp_qlora.experts.lora_ops import adapted_experts
 from fsdp_qlora.experts.row_sums import sum_rows
 from fsdp_qlora.quantization.formats import dequantize_rows, quantize_rows
@@ -50,7 +50,7 @@ def test_experts_and_their_adapters_are_near_to_fp32(monkeypatch, rank, dtype, p
     del junk
     with torch.inference_mode(False):
         y = adapted_experts(
-            x.requires_grad_(), *Routing(ends), packed, absmax, a, b, SCALING, I, "nf4"
+            x.requires_grad_(), *Routing(ends), packed, absmax, a, b, SCALING, I, "nf4", ""
         )
         y.backward(dy)
     tolerance = 2**-6 if dtype == torch.bfloat16 else 5e-3  # tf32 is fine
@@ -72,6 +72,63 @@ def test_experts_and_their_adapters_are_near_to_fp32(monkeypatch, rank, dtype, p
                 assert not found.any(), e
 
 
+on_hopper = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+    reason="torch has the fp8 kernel for Hopper",
+)
+
+
+@on_hopper
+@pytest.mark.parametrize("quantized", [True, False])
+@pytest.mark.parametrize("part_values", [2**28, 2**17], ids=["whole", "in parts"])
+@pytest.mark.parametrize("tokens_at", ["", "input", "output"])
+def test_experts_in_fp8_are_near_to_fp32(monkeypatch, tokens_at, part_values, quantized):
+    monkeypatch.setattr(grouped_matmul, "PART_VALUES", part_values)
+    x, ends, packed, absmax, a, b, dy, whole = layer(16, torch.bfloat16)
+    rows = torch.randperm(len(x), device="cuda").view(-1, 2)  # two rows of each token
+    tokens = rows.flatten().argsort() // 2
+    routing = Routing(ends, tokens, rows, tokens_at)
+    if tokens_at == "input":
+        x = x[: len(rows)]
+    if tokens_at == "output":
+        dy = dy[: len(rows)]
+    dense = dequantize_rows(packed, absmax, I, "nf4", torch.float32)
+    form = (packed, absmax) if quantized else (dense.bfloat16(), None)
+    x_rows, dy_rows = routing.inputs(x).float(), routing.output_gradients(dy).float()
+    spans = grouped_matmul.spans(ends)
+    for adapted in (False, True):
+        w = whole if adapted else dense.view(E, O, I)
+        mine = x.detach().requires_grad_()
+        if adapted:
+            y = adapted_experts(mine, *routing, *form, a, b, SCALING, I, "nf4", "fp8")
+        else:
+            y = grouped_linear(mine, *routing, *form, I, "nf4", "fp8")
+        y.backward(dy)
+        expected = torch.cat([x_rows[s] @ each.t() for s, each in zip(spans, w, strict=True)])
+        dx = torch.cat([dy_rows[s] @ each for s, each in zip(spans, w, strict=True)])
+        assert error(y, routing.outputs(expected)) < 0.06
+        assert error(mine.grad, routing.input_gradients(dx)) < 0.06
+
+
+@pytest.mark.parametrize("by_expert, adapted, from_tokens", [(0, 0, 1), (1, 0, 0), (1, 1, 1)])
+def test_rows_in_fp8_are_those_of_the_definition(by_expert, adapted, from_tokens):
+    torch.manual_seed(0)
+    rows, ends = sum(COUNTS), torch.tensor(COUNTS, device="cuda").cumsum(0).int()
+    x = torch.randn(100 if from_tokens else rows, I, device="cuda").bfloat16()
+    tokens = torch.randint(100, (rows,), device="cuda") if from_tokens else None
+    scales = torch.rand(E, I, device="cuda") + 0.1 if by_expert else None
+    beside = torch.randn(rows, 6, device="cuda").bfloat16() if adapted else None
+    inverse = torch.rand(6, device="cuda") if adapted else None
+    given = (x, ends, tokens, scales, beside, inverse)
+    x8, scale = fp8_products.quantize_rows_on_gpu(*given, 16 * adapted)
+    on_cpu = (None if t is None else t.cpu() for t in given)
+    expected, expected_scale = fp8_products.quantized_rows(*on_cpu, 16 * adapted)
+    torch.testing.assert_close(scale.cpu(), expected_scale)
+    # A value between two of fp8's may be rounded to either, by the last bit of a division.
+    same = (x8.cpu().float() == expected.float()).float().mean()
+    assert x8.shape == expected.shape and same > 0.99
+
+
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in (9, 10),
     reason="torch has the kernel for Hopper and Blackwell",
@@ -81,7 +138,7 @@ def test_the_host_waits_for_no_count_of_tokens():
     torch.cuda.set_sync_debug_mode("error")
     try:
         y = adapted_experts(
-            x.requires_grad_(), *Routing(ends), packed, absmax, a, b, SCALING, I, "nf4"
+            x.requires_grad_(), *Routing(ends), packed, absmax, a, b, SCALING, I, "nf4", ""
         )
         y.backward(dy)
     finally:
