@@ -19,7 +19,7 @@ from .adapters.settings import adapter_settings
 from .adapters.shared_inputs import SharedInputs
 from .config import RunConfig, block_policies
 from .dist import print_main
-from .experts import check_quantizable
+from .experts import apply_router_balance, check_quantizable
 from .loading import DTYPES, materialize, meta_model
 from .loading.base_weights import load, model_settings, open_checkpoint
 from .loading.generation_config import keep_generation_settings
@@ -40,7 +40,7 @@ from .memory.chunked_cross_entropy import apply_chunked_cross_entropy
 from .memory.tiled_mlp import apply_tiled_mlp, tiled_mlps
 from .model.attention import choose_attention
 from .model.autocast import apply_autocast
-from .model.blocks import block_list, decoder_blocks, final_norm
+from .model.blocks import base_model, block_list, decoder_blocks, final_norm
 from .model.packing_probe import keep_rows_apart
 from .model.sequence_parallel import apply_sequence_parallel
 from .plan import Plan
@@ -93,6 +93,8 @@ def sharded_model(
     apply_activation_policy(model, policies, memory.reentrant_checkpointing)
     sequence = apply_sequence_parallel(model, plan.batch.ranks_per_row)
     apply_chunked_cross_entropy(model, sequence)
+    if config.router_aux_loss_coef:
+        model.router_balance = apply_router_balance(base_model(model), config.router_aux_loss_coef)
     apply_autocast(model, DTYPES.get(config.autocast_dtype))
     if plan.loop.compile:
         compile_blocks(model, dynamic=plan.batch.unit != "bin")

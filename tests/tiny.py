@@ -113,8 +113,13 @@ def with_lora(model, targets, **more):
     return model.train()
 
 
-def reference_run(model, steps) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Losses, gradient norms and final trained weights of plain training on whole steps."""
+def reference_run(
+    model, steps, added=lambda batch: 0.0
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses, gradient norms and final trained weights of plain training on whole steps.
+
+    added: what the loss of a step's rows is more than their cross-entropy.
+    """
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), LR, weight_decay=0.1)
     losses, norms = [], []
@@ -126,7 +131,7 @@ def reference_run(model, steps) -> tuple[list[float], list[float], dict[str, tor
         loss = torch.nn.functional.cross_entropy(
             logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
         )
-        loss = loss / (batch["labels"][:, 1:] != -100).sum()
+        loss = loss / (batch["labels"][:, 1:] != -100).sum() + added(batch)
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), CLIP).item())
         optimizer.step()

@@ -322,6 +322,11 @@ def _check_sequence_parallel(config):
             "--cuda_graphs speeds up short micro-batches, and --sequence_parallel splits long ones; "
             "leave one of them out"
         )
+    if ranks > 1 and config.router_aux_loss_coef:
+        raise ValueError(
+            "--router_aux_loss_coef balances the experts over whole rows, and --sequence_parallel "
+            "splits rows; leave one of them out"
+        )
 
 
 def _check_kept_fp8(config):

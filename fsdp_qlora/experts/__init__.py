@@ -1,9 +1,11 @@
 """Mixtures of experts: all experts of a block as rows of two linear layers, and LoRA on them.
 
-Modules, each importing only from those before it: row_sums, grouped_matmul, routing, stacked,
-lora_ops, lora.
+Modules, each importing only from those before it: row_sums, fp8_products, grouped_matmul, routing, balance,
+stacked, lora_ops, lora.
 """
 
+from .balance import apply_router_balance
+from .fp8_products import fits_grouped_fp8, grouped_fp8_problem
 from .lora import adapt_experts, expert_parameters, is_target, names_of_wrappers, target_ends
 from .routing import ExpertLoad
 from .stacked import (
@@ -22,10 +24,13 @@ __all__ = [
     "ExpertLoad",
     "StackedExperts",
     "adapt_experts",
+    "apply_router_balance",
     "apply_stacked_experts",
     "check_quantizable",
     "each_of_stacks",
     "expert_parameters",
+    "fits_grouped_fp8",
+    "grouped_fp8_problem",
     "is_stackable",
     "is_target",
     "mixtures_of",

@@ -96,6 +96,8 @@ def train_step(
         return StepResult(torch.zeros(2), 0, tokens, stepped=False)
     device = compute_device(model)
     loss_sum = torch.zeros((), device=device)
+    if balance := getattr(model, "router_balance", None):
+        balance.share = 1 / len(micro_batches)
     take_right_tokens(model)
     for i, batch in enumerate(micro_batches):
         if i and agree:

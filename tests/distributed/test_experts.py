@@ -124,6 +124,34 @@ def test_every_way_to_shard_equals_one_process_where_experts_get_no_token(folder
         assert ours["checksums"] == other["checksums"], case
 
 
+def test_routers_are_balanced_by_the_mean_over_micro_batches_of_what_transformers_adds(tmp_path):
+    """Of three on each of two ranks, whether routers are trained or only what lies below them."""
+    folder, coefficient = save_family(tmp_path / "moe", "Qwen3-MoE"), 0.5
+    common = dict(model_name=folder, router_aux_loss_coef=coefficient)
+    cases = [
+        common | dict(train_type="full", sharding_strategy="full_shard"),
+        common | dict(train_type="lora", sharding_strategy="ddp"),
+    ]
+    results = run_ranks(train_cases, 2, cases, str(tmp_path / "out"))[0]
+    for ours, model in zip(
+        results, (plain(folder).train(), with_lora(plain(folder), ATTENTION)), strict=True
+    ):
+
+        def balance(batch, model=model):
+            each = [
+                model(input_ids=ids[mask > 0][None], output_router_logits=True).aux_loss
+                for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+            ]
+            return coefficient * torch.stack(each).mean()
+
+        losses, norms, weights = reference_run(model, STEPS, balance)
+        assert relative(ours["losses"], losses) < 2e-5 and relative(ours["norms"], norms) < 2e-5
+        compared = [name for name in weights if name in ours["weights"]]  # experts are stacked here
+        assert len(compared) >= 16
+        for name in compared:
+            assert relative(ours["weights"][name], weights[name]) < 1e-4, name
+
+
 @pytest.mark.parametrize("world_size", [slow(1), 3])
 def test_trained_whole_it_equals_transformers_and_is_saved_as_it_names_them(tmp_path, world_size):
     folders = [save_family(tmp_path / name, name) for name in MOE_FAMILIES]

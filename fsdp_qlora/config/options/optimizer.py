@@ -68,3 +68,11 @@ class OptimizerOptions:
         on_resume=MUST_MATCH,
         no_effect=rules.needs("--apply_gradient_clipping", lambda c: c.apply_gradient_clipping),
     )
+    router_aux_loss_coef: float = opt(
+        0.0,
+        "add this much of a mixture's load-balancing loss, as transformers computes it, to the "
+        "training loss; 0 adds none, whatever the model's config.json says",
+        example=0.001,
+        on_resume=MUST_MATCH,
+        least=0,
+    )
