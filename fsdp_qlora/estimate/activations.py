@@ -23,6 +23,12 @@ KEPT_ATTENTION = (
 )  # that a policy can keep (../memory/checkpointing_policy.py)
 
 
+def attention_kernel(shape: ModelShape, plan: Plan) -> str:
+    """The plan's, or eager for a model that has attention of its own (model/attention.py)."""
+    own = shape.has_sinks and plan.model.attention in KEPT_ATTENTION
+    return "eager" if own else plan.model.attention
+
+
 def saved_by_block(shape: ModelShape, plan: Plan) -> float:
     """Bytes that a keep_all block's forward saves for its backward, its input included if saved.
 
@@ -84,13 +90,15 @@ def _attention_saved(shape: ModelShape, plan: Plan, output_kept: bool) -> float:
     """Bytes that attention saves: by a flash kernel, with a padding mask, or eager.
 
     A mask makes transformers repeat k and v for all heads, and the kernel keeps the mask in the
-    compute dtype, (B, 1, T, T). Eager attention keeps the (B, H, T, T) weights in fp32 and cast.
+    compute dtype, (B, 1, T, T). Eager attention keeps the (B, H, T, T) weights in fp32 and cast; with
+    sinks in the compute dtype, with the sinks' column and without.
     """
     n, a = plan.batch.tokens, plan.model.product_bytes
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     squares = n * plan.batch.context_length
-    if plan.model.attention == "eager":
-        return n * a * (3 * q + q * output_kept) + squares * shape.heads * (4 + a * (a < 4))
+    if attention_kernel(shape, plan) == "eager":
+        each = 2 * a if shape.has_sinks else 4 + a * (a < 4)
+        return n * a * (3 * q + q * output_kept) + squares * shape.heads * each
     saved = n * a * (q + 2 * kv + q) + n * shape.heads * 4
     if plan.model.padded_rows:
         saved += n * a * 2 * (q - kv) + squares * a
@@ -188,7 +196,7 @@ def last_linear(shape: ModelShape) -> str | None:
 
 def _attention_output(shape: ModelShape, plan: Plan) -> float:
     """Output and log-sum-exp of attention, 0 where it is not among the ops that a policy keeps."""
-    if plan.model.attention not in KEPT_ATTENTION:
+    if attention_kernel(shape, plan) not in KEPT_ATTENTION:
         return 0.0
     q = shape.heads * shape.head_dim
     return plan.batch.tokens * (q * plan.model.product_bytes + shape.heads * 4)
@@ -241,6 +249,11 @@ def _widest_in_backward(shape: ModelShape, plan: Plan, policy: str) -> tuple[flo
         (saved - _saved_at_once(shape, plan, policy), _backward_end(shape, plan)),
         *((saved - gone, used) for gone, used in experts.backward_moments(shape, plan)),
     ]
+    if shape.has_sinks and attention_kernel(shape, plan) == "eager":
+        (gone, _) = experts.backward_moments(shape, plan)[-1]
+        scores = plan.batch.tokens * plan.batch.context_length * shape.heads
+        used = constants.SINK_GRADIENTS * scores * plan.model.product_bytes
+        places.append((saved - gone, used))
     if tiles > 1:
         gone = _mlp_saved(shape, plan) / tiles + _mlp_half_saved(shape, plan)
         places.append((saved - gone, _attention_working(shape, plan)))
@@ -332,7 +345,7 @@ def _attention_working(shape: ModelShape, plan: Plan) -> float:
     """
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sums = (4 * q + 2 * q * plan.model.product_bytes * (kv < q)) * (
-        plan.model.attention in KEPT_ATTENTION
+        attention_kernel(shape, plan) in KEPT_ATTENTION
     )
     rows = plan.batch.tokens * (
         plan.model.product_bytes * (2 * shape.hidden + 2 * q + 2 * kv) + sums
