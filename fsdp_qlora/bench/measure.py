@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ..choices import OPTIMIZERS
 from ..config import RunConfig
 from ..dist import ranks_from_env
+from ..observe.compilations import say_graph_breaks
 from ..observe.device_timer import mark, seconds_between
 from ..observe.peak_memory import PeakMemory, peak_resident_bytes
 from ..plan import Plan
@@ -177,6 +178,7 @@ def _measure_steps(
         result = one(micro_batches)
         if number == 0:
             row.loss_first = result.loss
+            say_graph_breaks()
         if number >= len(warmup):
             timer.step_done()
         limit.check()

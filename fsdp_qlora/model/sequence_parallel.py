@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
-from math import gcd, lcm
+from math import gcd
 
 import torch
 import torch.distributed as dist
@@ -291,8 +291,9 @@ def _attend_spans(
 
 def _repeated(states: Tensor, size: int, groups: int) -> Tensor:
     """Key-value heads as often as the ranks of a group need: each has its queries' own."""
-    heads = states.shape[1]
-    times = lcm(heads, size) // heads
+    heads, times = states.shape[1], 1
+    while heads * times % size:  # math.lcm would keep a block of dynamic shapes from being compiled
+        times += 1
     if groups % times:
         times = groups  # of no use to share them out evenly: each query head gets its own
     return states.repeat_interleave(times, 1)

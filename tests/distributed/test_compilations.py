@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 
 import pytest
+import torch
 
+from fsdp_qlora.observe.compilations import say_graph_breaks
 from tests.distributed.test_command_line import call
 from tests.parts import rest, slow
 from tests.ranks import run_ranks
@@ -100,3 +103,18 @@ def test_rows_of_thirty_lengths_are_compiled_for_in_the_first_steps_alone(inputs
     assert after["compilations"] == steps[-1]["compilations"] <= 10
     assert steps[-1]["compilations"] == graphs
     assert f"torch compiled {graphs} graphs, the last by step" in said
+    assert "can't compile all" not in said
+
+
+def test_code_that_torch_does_not_compile_is_said_once(capsys):
+    """`math.lcm` of a length that is not known, which no fault tells of."""
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    torch.compile(lambda x: x * len(x), backend="eager", dynamic=True)(torch.ones(4))
+    say_graph_breaks()
+    assert "compile" not in capsys.readouterr().out
+    torch.compile(lambda x: x * math.lcm(len(x), 3), backend="eager", dynamic=True)(torch.ones(4))
+    for _ in range(2):
+        say_graph_breaks()
+    assert capsys.readouterr().out.count("warning: torch.compile can't compile all") == 1
+    counters.clear()
