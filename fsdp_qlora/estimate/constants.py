@@ -17,6 +17,9 @@ ATTENTION_SHARE = (
 ATTENTION_RAMP = (
     840  # tokens: rows of this length reach half of it (benchmarks/attention.py, cuDNN)
 )
+# Tokens: rows of this length would take twice the time. Rows of 131,072 tokens are as fast as short ones,
+# 4 heads over 1,048,576 take 6% longer (benchmarks/one_rank.py, cuDNN, an H200).
+ATTENTION_FADE = 16.7e6
 # Time of other kernels than cuDNN's, by the medians over rows of one length of benchmarks/attention.py.
 # FlashAttention 4's: 6.50 ms, packed 6.85, where cuDNN takes 7.24 (2x8192, heads of 128, an H200).
 ATTENTION_TIME = {

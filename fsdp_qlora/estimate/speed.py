@@ -159,13 +159,15 @@ def _fp8_rate(gpu: Gpu) -> float:
 
 
 def _attention_rate(gpu: Gpu, plan: Plan) -> float:
-    """FLOP/s of attention: short rows reach less, for blocks on the diagonal are computed whole.
+    """FLOP/s of attention: short rows reach less, for blocks on the diagonal are computed whole; so do
+    very long ones, whose keys and values leave the cache.
 
     sdpa takes cuDNN's kernels on data-centre cards from Hopper on; elsewhere it is FlashAttention 2,
     as fast as others are.
     """
     length = plan.batch.context_length
     share = constants.ATTENTION_SHARE * length / (length + constants.ATTENTION_RAMP)
+    share /= 1 + length / constants.ATTENTION_FADE
     if gpu.fp8_tflops and gpu.nvlink_gb_s:
         share /= constants.ATTENTION_TIME.get(plan.model.attention, 1.0)
     return gpu.reached_tflops * 1e12 * share / (16 if plan.model.product_bytes == 4 else 1)
