@@ -38,7 +38,7 @@ from .memory.activation_offload import apply_activation_offload
 from .memory.checkpointing_policy import apply_activation_policy
 from .memory.chunked_cross_entropy import apply_chunked_cross_entropy
 from .memory.tiled_mlp import apply_tiled_mlp, tiled_mlps
-from .model.attention import choose_attention
+from .model.attention import apply_attention_tiles, choose_attention
 from .model.autocast import apply_autocast
 from .model.blocks import base_model, block_list, decoder_blocks, final_norm
 from .model.packing_probe import keep_rows_apart
@@ -90,6 +90,7 @@ def sharded_model(
         apply_fp8(model, device)
     policies = block_policies(memory.activation_policy, len(decoder_blocks(model)))
     apply_tiled_mlp(model, memory.mlp_tiles, policies)
+    apply_attention_tiles(model, memory.attention_tiles, policies)
     apply_activation_policy(model, policies, memory.reentrant_checkpointing)
     sequence = apply_sequence_parallel(model, plan.batch.ranks_per_row)
     apply_chunked_cross_entropy(model, sequence)

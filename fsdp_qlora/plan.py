@@ -153,6 +153,7 @@ class MemoryPlan:
     activation_policy: str = _derived("recompute_all")  # one name, or name:count,...
     reentrant_checkpointing: bool = False
     mlp_tiles: int = _derived(1)  # of recomputed blocks
+    attention_tiles: int = _derived(1)  # groups of key-value heads, one after the other
     cpu_offload: bool = _of("use_cpu_offload", False)
     trained_offload: bool | None = _of("use_trained_cpu_offload", None)
     vocabulary_offload: bool | None = _of(
@@ -288,6 +289,7 @@ _POSITIVE = (
     "context_length",
     "accumulation",
     "mlp_tiles",
+    "attention_tiles",
 )
 _SECTIONS: dict[str, Any] = {f.name: type(f.default) for f in fields(Plan) if f.name != "choices"}
 _SECTION_OF = {f.name: name for name, section in _SECTIONS.items() for f in fields(section)}

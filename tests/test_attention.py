@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.nn.attention import varlen
 from transformers import (
     AutoConfig,
@@ -33,13 +34,14 @@ from fsdp_qlora.dist import full_tensor
 from fsdp_qlora.memory.checkpointing_policy import apply_activation_policy
 from fsdp_qlora.memory.chunked_cross_entropy import apply_chunked_cross_entropy
 from fsdp_qlora.model import attention
+from fsdp_qlora.model.attention import apply_attention_tiles
 from fsdp_qlora.model.blocks import decoder_blocks
 from fsdp_qlora.training.step import compute_device
 
 from .parts import rest
 from .ranks import run_ranks
 from .test_checkpointing_policy import Calls
-from .tiny import RANK, SEED, padded_batch, save_tiny, tiny_rows
+from .tiny import RANK, SEED, TARGETS, padded_batch, save_tiny, tiny_rows
 from .tokenizers import VOCAB_SIZE, save_tokenizer
 
 CPU = torch.device("cpu")
@@ -205,9 +207,9 @@ def test_padding_on_the_right_needs_no_mask(tmp_path):
 # ---- compiled blocks ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute, tiles", [(False, 1), (True, 1), rest(True, 2)])
 @pytest.mark.parametrize("way", ["varlen", "sdpa"])
-def test_compiled_blocks_have_no_graph_break_and_equal_results(way, recompute, tmp_path):
+def test_compiled_blocks_have_no_graph_break_and_equal_results(way, recompute, tiles, tmp_path):
     """Later batches have other numbers and lengths of rows: one more graph serves them all."""
     folder = save_tiny(tmp_path, "mistral", sliding_window=WINDOW)
     batches = [
@@ -220,9 +222,12 @@ def test_compiled_blocks_have_no_graph_break_and_equal_results(way, recompute, t
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation=way, use_cache=False
         ).train()
+        apply_attention_tiles(model, tiles if compiled else 1, ["recompute_all"] * 2)
         apply_activation_policy(model, "recompute_all" if recompute else "keep_all")
         for block in decoder_blocks(model) if compiled else []:
-            block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
+            block.forward = torch.compile(
+                block.forward, fullgraph=True, backend="aot_eager", dynamic=tiles > 1 or None
+            )
         gradients.append([])
         for batch in batches:
             model(**batch).loss.backward()
@@ -244,6 +249,51 @@ def test_attention_of_packed_rows_is_kept_where_the_policy_says_so(policy, forwa
         model(**collate_packed(BINS, 0)).loss.backward()
     assert mode.counts["torch_attn::_varlen_attn"] == forwards
     assert mode.counts["torch_attn::_varlen_attn_backward"] == 2
+
+
+# ---- some heads after the others ---------------------------------------------------------------
+
+
+def adapted(folder: str, way: str):
+    """transformers' model with PEFT's adapters, none of them zero."""
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=way, use_cache=False
+    )
+    return get_peft_model(
+        model, LoraConfig(target_modules=TARGETS, init_lora_weights=False)
+    ).train()
+
+
+@pytest.mark.parametrize(
+    "tiles, parts, policy",
+    [
+        (2, 2, "recompute_all"),
+        (3, 2, "keep_attention"),
+        (8, 4, "keep_attention"),
+        (8, 1, "keep_all"),
+    ],
+)
+def test_attention_of_some_heads_after_the_others_equals_whole_attention(
+    tiles, parts, policy, tmp_path
+):
+    """8 heads with 4 for keys and values, in 2 blocks; packed, in the same line with a mask, and alone.
+
+    A block that keeps everything is left as it is."""
+    folder = save_tiny(tmp_path, num_attention_heads=8, num_key_value_heads=4)
+    alone, packed = [collate([row], 0) for row in ROWS], [collate_packed(BINS, 0)]
+    reference = loss_and_gradients(adapted(folder, "eager"), alone)
+    op = dict(sdpa="aten::_scaled_dot_product_flash_attention_for_cpu")
+    op |= dict(varlen="torch_attn::_varlen_attn")
+    for way, batches in (("varlen", packed), ("sdpa", packed), ("sdpa", alone)):
+        model = apply_attention_tiles(adapted(folder, way), tiles, [policy] * 2)
+        apply_activation_policy(model, policy)
+        with Calls() as mode:
+            found = loss_and_gradients(model, batches)
+        torch.testing.assert_close(found, reference, rtol=1e-5, atol=1e-6)
+        forwards = 2 if policy == "recompute_all" else 1
+        assert mode.counts[op[way]] == 2 * parts * len(batches) * forwards
+        assert mode.counts[f"{op[way]}_backward"] == 2 * parts * len(batches)
 
 
 # ---- whole runs --------------------------------------------------------------------------------

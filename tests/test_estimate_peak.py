@@ -8,7 +8,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_qlora.estimate import GIB, block_weights, gathered, memory
-from fsdp_qlora.estimate.activations import _widest_in_backward
+from fsdp_qlora.estimate.activations import _attention_working, _widest_in_backward
 from fsdp_qlora.plan import Plan
 
 from .estimates import LLAMA_8B, LLAMA_70B, PRODUCT, TRIAL, TRIAL_HALF
@@ -118,6 +118,44 @@ def test_after_many_tiles_attention_is_what_takes_most():
     assert sum(_widest_in_backward(own_keys, plan, "recompute_all")) == pytest.approx(
         (13 + 3 - 2) * hidden + ranks, rel=0.005
     )
+
+
+def test_attention_in_tiles_leaves_one_part_of_what_its_backward_sums():
+    """Of the 4 that it sums; and of outputs and gradients of q, which come as the others go."""
+    plan = PRODUCT.change(context_length=32768, mlp_tiles=64)
+    hidden = 32768 * 4096 * 2
+
+    def attention(plan: Plan, tiles: int) -> float:
+        return _attention_working(LLAMA_8B, plan.change(attention_tiles=tiles), "recompute_all")
+
+    whole = attention(plan, 1)
+    for tiles in (2, 4, 8):
+        assert whole - attention(plan, tiles) == pytest.approx(5 * hidden * (1 - 1 / tiles))
+    # Of four ranks each has two key-value heads, so no more tiles; of eight, one.
+    four, eight = (
+        plan.change(world_size=n, ranks_per_row=n, context_length=n * 32768, compile=True)
+        for n in (4, 8)
+    )
+    assert attention(four, 8) == attention(four, 2) < attention(four, 1)
+    assert attention(eight, 8) == attention(eight, 1) == attention(plan.change(compile=True), 1)
+    # Attention's output is held in tiles and joined where the MLP is at work, which is the peak now.
+    peaks = [memory(LLAMA_8B, plan, attention_tiles=n).peak_allocated * GIB for n in (1, 8)]
+    assert 2.3 * hidden < peaks[0] - peaks[1] < 3 * hidden
+
+
+def test_ranks_that_share_rows_hold_repeated_keys_and_values_in_attention():
+    """16 ranks, and 8 key-value heads of 128: each twice; and for 64, two circles of 32 gather them."""
+    plan = PRODUCT.change(mlp_tiles=64, compile=True)
+    each = 8192 * 2 * 128  # bytes of a head
+
+    def attention(ranks: int) -> float:
+        shared = plan.change(world_size=ranks, ranks_per_row=ranks, context_length=ranks * 8192)
+        return _attention_working(LLAMA_8B, shared, "recompute_all")
+
+    alone = _attention_working(LLAMA_8B, plan.change(context_length=8192), "recompute_all")
+    assert attention(8) == alone
+    assert attention(16) - alone == pytest.approx(4 * (16 - 8) * each)
+    assert attention(64) - alone == pytest.approx(4 * (2 * 32 - 8) * each)
 
 
 def test_an_update_of_8_bit_states_is_a_moment_of_its_own():

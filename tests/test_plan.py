@@ -117,6 +117,19 @@ def test_tiles_that_come_to_one_are_replayed_as_one_that_is_given():
     assert chosen == given and chosen.loop.cuda_graphs
 
 
+def test_long_rows_take_attention_in_tiles_that_keep_a_gpu_busy():
+    """2^17 tokens of each key-value head: all 8 heads of one row of 131,072, none apart at 8,192 x 2."""
+
+    def tiles(**settings):
+        plan = resolve(RunConfig(**settings), LLAMA_8B, H100)
+        return plan.memory.attention_tiles
+
+    assert tiles(mlp_tiles=8, context_length=131_072) == 8
+    assert tiles(mlp_tiles=8, context_length=65_536) == 4
+    assert tiles(mlp_tiles=2, context_length=8_192, batch_size=2) == 1
+    assert tiles(context_length=131_072) == 1  # the MLP takes more
+
+
 def test_on_the_cpu_nothing_is_compiled_replayed_or_kept_in_fp8_unless_asked():
     config = RunConfig(compute_dtype="fp8", sharding_strategy="ddp", lora_dropout=0.0)
     plan = resolve(config, LLAMA_8B, cpu_machine(1))

@@ -71,6 +71,7 @@ class BenchRow:
     cuda_graphs: bool = False  # whether micro-batches were replayed
     adapter: str | None = None  # None: as train_type says
     mlp_tiles: int = 1
+    attention_tiles: int = 1
     sequence_parallel: int = 1
     keep_fp8_weights: bool = False
     steps_measured: int = 0
@@ -102,6 +103,7 @@ _FIELDS = dict(
     vocabulary_offload="vocabulary_offload",
     activation_offload="activation_offload",
     mlp_tiles="mlp_tiles",
+    attention_tiles="attention_tiles",
     quant="quant",
     absmax_dtype="absmax_dtype",
     compute_dtype="compute_dtype",

@@ -256,7 +256,8 @@ def _widest_in_backward(shape: ModelShape, plan: Plan, policy: str) -> tuple[flo
         places.append((saved - gone, used))
     if tiles > 1:
         gone = _mlp_saved(shape, plan) / tiles + _mlp_half_saved(shape, plan)
-        places.append((saved - gone, _attention_working(shape, plan)))
+        gone += _output_copy(shape, plan, policy)
+        places.append((saved - gone, _attention_working(shape, plan, policy)))
     return max(places, key=sum)
 
 
@@ -268,10 +269,17 @@ def _mlp_half_saved(shape: ModelShape, plan: Plan) -> float:
 
 
 def _saved_at_once(shape: ModelShape, plan: Plan, policy: str) -> float:
-    """What a block saves, `saved_by_block`, but of an MLP in tiles one tile."""
-    return saved_by_block(shape, plan) - _mlp_saved(shape, plan) * (
-        1 - 1 / plan.memory.tiles(policy)
-    )
+    """What a block saves, `saved_by_block`, but of an MLP in tiles one tile, and with o_proj's own input."""
+    rest = _mlp_saved(shape, plan) * (1 - 1 / plan.memory.tiles(policy))
+    return saved_by_block(shape, plan) - rest + _output_copy(shape, plan, policy)
+
+
+def _output_copy(shape: ModelShape, plan: Plan, policy: str) -> float:
+    """What attention gave as o_proj takes it, where that is a copy: of tiles, or of other ranks' heads."""
+    if plan.batch.ranks_per_row == 1 and _attention_tiles(shape, plan, policy) == 1:
+        return 0.0
+    width = shape.heads * shape.head_dim * _inputs_kept(shape, plan)["o_proj"]
+    return plan.batch.tokens * plan.model.product_bytes * width
 
 
 def _saved_in_backward(shape: ModelShape, plan: Plan, policy: str) -> float:
@@ -336,21 +344,48 @@ def _backward_end(shape: ModelShape, plan: Plan) -> float:
     return rows + dequantized(shape, plan, first) + grads
 
 
-def _attention_working(shape: ModelShape, plan: Plan) -> float:
+def _attention_working(shape: ModelShape, plan: Plan, policy: str) -> float:
     """What a block's backward holds in attention, when the MLP's half is done.
 
     Gradients of the block's output, of what the MLP's half took, of attention's output and of q, k and
     v; and what flash kernels sum in: dQ in fp32 and, where heads share keys and values, dK and dV for
-    each head. Without tiles it is never the most.
+    each head. Of attention in tiles these are one tile's, and each tile's output goes when its gradients
+    are there. Without tiles of the MLP it is never the most. Ranks that share rows hold their heads' keys
+    and values, which may be repeated and gathered, in place of their own; eager code holds more of
+    what they exchange.
     """
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    sums = (4 * q + 2 * q * plan.model.product_bytes * (kv < q)) * (
-        attention_kernel(shape, plan) in KEPT_ATTENTION
+    q, kv, a = (
+        shape.heads * shape.head_dim,
+        shape.kv_heads * shape.head_dim,
+        plan.model.product_bytes,
     )
-    rows = plan.batch.tokens * (
-        plan.model.product_bytes * (2 * shape.hidden + 2 * q + 2 * kv) + sums
-    )
-    return rows + exchanged(shape, plan)
+    tiles = _attention_tiles(shape, plan, policy)
+    sums = 4 * q + 2 * q * a * (kv < q) if attention_kernel(shape, plan) in KEPT_ATTENTION else 0
+    rows = a * (2 * shape.hidden + 2 * q + 2 * kv - q * (1 - 1 / tiles)) + sums / tiles
+    if plan.batch.ranks_per_row > 1:
+        rows += 4 * a * (_attended_kv_heads(shape, plan) * shape.head_dim - kv)
+    return plan.batch.tokens * rows + exchanged(shape, plan) * (not plan.loop.compile)
+
+
+def _attention_tiles(shape: ModelShape, plan: Plan, policy: str) -> int:
+    """Groups of this rank's key-value heads that attention takes one after the other."""
+    if not shape.kv_heads or attention_kernel(shape, plan) not in KEPT_ATTENTION:
+        return 1
+    heads = _exchanged_kv_heads(shape, plan) // gcd(shape.heads, plan.batch.ranks_per_row)
+    most = plan.memory.attention_tiles if POLICIES[policy].reruns_mlp else 1
+    return max(n for n in range(1, most + 1) if heads % n == 0)
+
+
+def _attended_kv_heads(shape: ModelShape, plan: Plan) -> int:
+    """Key-value heads that attention is given for each token of a rank: of all circles' tokens."""
+    circle = gcd(shape.heads, plan.batch.ranks_per_row)
+    return _exchanged_kv_heads(shape, plan) * plan.batch.ranks_per_row // circle
+
+
+def _exchanged_kv_heads(shape: ModelShape, plan: Plan) -> int:
+    """Key-value heads as often as the ranks that share rows need them."""
+    kv_heads = lcm(shape.kv_heads, gcd(shape.heads, plan.batch.ranks_per_row))
+    return kv_heads if shape.heads % kv_heads == 0 else shape.heads
 
 
 @mean_of_blocks
@@ -363,10 +398,7 @@ def exchanged(shape: ModelShape, plan: Plan) -> float:
     ranks = plan.batch.ranks_per_row
     if ranks == 1:
         return 0.0
-    circle = gcd(shape.heads, ranks)
-    kv_heads = lcm(shape.kv_heads, circle)
-    if shape.heads % kv_heads:
-        kv_heads = shape.heads
+    circle, kv_heads = gcd(shape.heads, ranks), _exchanged_kv_heads(shape, plan)
     values = 2 * (shape.heads + kv_heads) * shape.head_dim * (circle > 1)
     circles = ranks // circle
     values += 2 * circles * kv_heads * shape.head_dim * (circles > 1)

@@ -106,6 +106,8 @@ def settings_line(found: Estimate) -> str:
         parts.append("activation offload")
     if plan.memory.mlp_tiles > 1:
         parts.append(f"MLP in {plan.memory.mlp_tiles} tiles")
+    if plan.memory.attention_tiles > 1:
+        parts.append(f"attention in {plan.memory.attention_tiles}")
     if plan.quantization.compute_dtype == "fp8":
         parts.append("fp8" + ", kept" * plan.quantization.keep_fp8_weights)
     if not plan.loop.compile:

@@ -22,6 +22,8 @@ from .peak import Memory, memory
 from .policies import SPARE_SHARE, choose_policies, choose_tiles, keeps_fp8_weights
 from .weights import trained_on_host
 
+_TOKENS_OF_TILE = 2**17  # of attention: of each key-value head in it
+
 
 @dataclass(frozen=True)
 class Room:
@@ -74,6 +76,8 @@ def resolve(
     plan = with_learning_rate(plan, shape.hidden)
     if config.mlp_tiles == AUTO:
         plan = _with_tiles(plan, config, shape, machine)
+    if plan.memory.mlp_tiles > 1:
+        plan = plan.change(attention_tiles=_attention_tiles(shape, plan.batch.tokens))
     if room is not None:
         plan = _with_policy(plan, shape, room, batches)
     if config.keep_fp8_weights is None and plan.quantization.compute_dtype == "fp8":
@@ -148,6 +152,16 @@ def _with_tiles(plan: Plan, config: RunConfig, shape: ModelShape, machine: Machi
     tiles = choose_tiles(shape, plan, budget.gib if budget else None)
     plan = plan.choose(f"--mlp_tiles {tiles}: chosen by the estimate", mlp_tiles=tiles)
     return plan if machine.is_cpu else plan.change(cuda_graphs=replays_pay(plan, config))
+
+
+def _attention_tiles(shape: ModelShape, tokens: int) -> int:
+    """Groups of key-value heads that attention takes one after the other (model/attention.py).
+
+    With MLPs in tiles attention's backward is the peak, so as many as leave each enough work for a GPU.
+    """
+    heads = max(kind.kv_heads for kind, _ in shape.block_kinds())
+    most = tokens * heads // _TOKENS_OF_TILE
+    return max((n for n in range(1, heads + 1) if heads % n == 0 and n <= most), default=1)
 
 
 def _with_policy(plan: Plan, shape: ModelShape, room: Room, batches: Batches | None) -> Plan:

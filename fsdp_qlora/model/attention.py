@@ -9,6 +9,8 @@ Rows that are not packed need neither. Padding is on the right, where causal att
 so without a mask SDPA takes its fast causal kernels (https://arxiv.org/abs/2307.08691). To know that
 rows are not packed, transformers asks the GPU in every forward and waits: `rows_alone` spares that.
 
+Over long rows a backward's workspace is the peak of a step (`apply_attention_tiles`).
+
 FlashAttention 4 (flash_attention_4.py) does both where it is installed and fits, as `fa4` and
 `fa4_packed`. `fa4` leaves to sdpa what it can't do: masks of rows padded on the left, cached keys.
 
@@ -23,7 +25,7 @@ from contextlib import contextmanager
 from functools import lru_cache, partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -40,8 +42,10 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
+from ..choices import POLICIES
 from ..quantization.quantize import compute_input
 from . import flash_attention_4
+from .blocks import decoder_blocks
 
 VARLEN, FA4_PACKED = "varlen", "fa4_packed"  # for packed rows
 FA4, _FLASH_ATTENTION_4 = (
@@ -213,13 +217,59 @@ def _fa4_attention(
     return out, None
 
 
+def _in_tiles(
+    attend: Callable,
+    module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """`attend`, for some key-value heads and their queries after the others where a module says so.
+
+    Heads don't meet in attention, so the result is the same.
+    """
+    tiles = getattr(module, "attention_tiles", 1)
+    while key.shape[1] % tiles:
+        tiles -= 1
+    by_head = attention_mask is not None and attention_mask.shape[1] > 1
+    if tiles == 1 or by_head or kwargs.get("position_bias") is not None:
+        return attend(module, query, key, value, attention_mask, **kwargs)
+    parts = zip(*(x.chunk(tiles, 1) for x in (query, key, value)), strict=True)
+    outs = [attend(module, *part, attention_mask, **kwargs)[0] for part in parts]
+    return torch.cat(outs, 2), None
+
+
+def apply_attention_tiles(model: nn.Module, tiles: int, policies: list[str]) -> nn.Module:
+    """Let attention take `tiles` groups of key-value heads one after the other, in place.
+
+    In the blocks whose MLP may be in tiles, by their activation policies: others would keep what it gives
+    twice, in parts and joined.
+    Flash kernels sum dQ in fp32 in their backward and, where heads share keys and values, make dK and dV
+    for each of them: four times the size of q in Llama 3.1 8B, of one group at a time then. Attention
+    of other kinds, such as eager, stays whole; layers with fewer heads have fewer tiles.
+    """
+    for block, policy in zip(decoder_blocks(model), policies, strict=True) if tiles > 1 else ():
+        for module in (
+            block.children() if POLICIES[policy].reruns_mlp else ()
+        ):  # one of them attends
+            module.attention_tiles = tiles
+    return model
+
+
+_KERNELS = {
+    VARLEN: partial(_packed_attention, _varlen_kernel),
+    FA4_PACKED: partial(_packed_attention, _fa4_kernel),
+    "sdpa": sdpa_attention_forward,
+    FA4: _fa4_attention,  # outside of rows_alone a batch may need a mask
+}
 # No function for AttentionMaskInterface: then transformers builds no mask. With one, it would ask
 # the GPU in every forward whether positions restart, and wait for the answer.
-AttentionInterface.register(VARLEN, partial(_packed_attention, _varlen_kernel))
-AttentionInterface.register(FA4_PACKED, partial(_packed_attention, _fa4_kernel))
-AttentionInterface.register(_UNMASKED["sdpa"], sdpa_attention_forward)
-AttentionInterface.register(_UNMASKED[FA4], _fa4_attention)
-AttentionInterface.register(FA4, _fa4_attention)  # outside of rows_alone a batch may need one
+for _name, _attend in _KERNELS.items():
+    AttentionInterface.register(_name, partial(_in_tiles, _attend))
+for _name, _unmasked in _UNMASKED.items():
+    AttentionInterface.register(_unmasked, partial(_in_tiles, _KERNELS[_name]))
 AttentionMaskInterface.register(FA4, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
