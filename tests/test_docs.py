@@ -301,6 +301,7 @@ def test_an_error_whose_text_is_elsewhere_only_passes_one_on():
         "checkpoint/writer.py: failed[0]",
         "config/flags.py: message",
         "data/cache.py: text",
+        "data/node_share.py: data[1:].decode()",
         "data/stream.py: faults[0]",
         "training/loop.py: '; '.join((text for text in found if text))",
     }
