@@ -20,7 +20,7 @@ from statistics import median
 
 import numpy as np
 
-from fsdp_qlora.bench.accuracy import CALIBRATED_ON, Compared, compare
+from fsdp_qlora.bench.accuracy import Compared, compare
 from fsdp_qlora.bench.row import BenchRow, read_rows
 from fsdp_qlora.estimate import GIB, Peak, constants, step_seconds
 
@@ -130,7 +130,7 @@ def main():
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     rows = [row for path in options.results for row in read_rows(path)]
-    chosen = [row for row in compare(rows) if row.row.name in CALIBRATED_ON and not row.superseded]
+    chosen = [row for row in compare(rows) if row.calibrates and not row.superseded]
     print(f"{len(chosen)} rows set constants; the others before: {errors(rows)}")
     start = {name: getattr(constants, name) for name in (*TIMES, *SLACK)}
     fit_times([row for row in chosen if not row.old_code])

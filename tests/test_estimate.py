@@ -175,23 +175,6 @@ def test_optimizer_states_are_those_that_are_made(optimizer):
     assert found == pytest.approx(optimizer_bytes(shape, plan), rel=0.03)
 
 
-@pytest.mark.parametrize("policy, blocks", [("keep_all", 24), ("recompute_all", 1)])
-def test_scores_are_counted_where_attention_has_sinks_whatever_kernel_is_wanted(policy, blocks):
-    """Only eager attention has them, so a plan for sdpa holds (B, H, T, T) twice for each kept block."""
-    shape = model_shape("gpt-oss-20b")
-    plan = Plan().change(
-        strategy="ddp", context_length=4096, micro_batch_size=1, activation_policy=policy, compile=True
-    )  # fmt: skip
-    scores = 4096**2 * shape.heads * plan.model.product_bytes / 2**30
-    found = memory(shape, plan)
-    shorter = memory(shape, plan.change(context_length=2048, micro_batch_size=2))  # half as many
-    grown = found.peak_allocated - shorter.peak_allocated
-    assert 2 * blocks * scores / 2 <= grown < (2 * blocks + 4) * scores / 2
-    assert step_seconds(shape, H100, plan).total > 1.3 * (
-        step_seconds(shape, H100, plan.change(context_length=2048, micro_batch_size=2)).total
-    )
-
-
 @pytest.mark.parametrize(
     "name, card_gib, changes",
     [

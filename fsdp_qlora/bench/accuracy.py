@@ -28,8 +28,6 @@ CALIBRATED_ON = (
     "70B 2x2048x4 keep_linears",  # gathers on four GPUs, and FSDP's launches, by the code
     "8B 2x2048 shard_grad_op compile=true",  # of then; no row of two GPUs with today's sets any
 )
-# And rows that a constant was set on by hand.
-_SET_BY_HAND = ("gpt_oss_20b_qlora on 1",)  # attention with sinks, which passes over its scores
 # Commits whose kernels and hooks the code no longer has: the times of their rows are history, but for
 # the launches that are set on them. Those of the second list lack only today's 4-bit and fp8 products.
 _OLD_COMMITS = ("ae215fd", "f251e71", "989a742", "da4c632", "4d00b20", "2bd4447")
@@ -71,7 +69,7 @@ class Compared:
     @property
     def calibrates(self) -> bool:
         """Whether constants were set on this row."""
-        return self.row.name in (*CALIBRATED_ON, *_SET_BY_HAND)
+        return self.row.name in CALIBRATED_ON
 
     @property
     def old_units(self) -> bool:

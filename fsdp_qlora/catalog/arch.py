@@ -94,12 +94,6 @@ class ModelShape:
         return self.block.mixer.in_16_bits if self.block else ()
 
     @property
-    def has_sinks(self) -> bool:
-        """Whether attention has sinks, which no kernel but transformers' eager one has."""
-        blocks = [kind.block for kind, _ in self.block_kinds() if kind.block]
-        return any("sinks" in dict(block.mixer.beside) for block in blocks)
-
-    @property
     def has_state(self) -> bool:
         """Whether some mixers carry a state along a row."""
         return any(kind.state_width for kind, _ in self.block_kinds())

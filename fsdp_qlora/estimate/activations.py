@@ -23,12 +23,6 @@ KEPT_ATTENTION = (
 )  # that a policy can keep (../memory/checkpointing_policy.py)
 
 
-def attention_kernel(shape: ModelShape, plan: Plan) -> str:
-    """The plan's, or eager for a model that has attention of its own (model/attention.py)."""
-    own = shape.has_sinks and plan.model.attention in KEPT_ATTENTION
-    return "eager" if own else plan.model.attention
-
-
 def saved_by_block(shape: ModelShape, plan: Plan) -> float:
     """Bytes that a keep_all block's forward saves for its backward, its input included if saved.
 
@@ -90,15 +84,13 @@ def _attention_saved(shape: ModelShape, plan: Plan, output_kept: bool) -> float:
     """Bytes that attention saves: by a flash kernel, with a padding mask, or eager.
 
     A mask makes transformers repeat k and v for all heads, and the kernel keeps the mask in the
-    compute dtype, (B, 1, T, T). Eager attention keeps the (B, H, T, T) weights in fp32 and cast; with
-    sinks in the compute dtype, with the sinks' column and without.
+    compute dtype, (B, 1, T, T). Eager attention keeps the (B, H, T, T) weights in fp32 and cast.
     """
     n, a = plan.batch.tokens, plan.model.product_bytes
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     squares = n * plan.batch.context_length
-    if attention_kernel(shape, plan) == "eager":
-        each = 2 * a if shape.has_sinks else 4 + a * (a < 4)
-        return n * a * (3 * q + q * output_kept) + squares * shape.heads * each
+    if plan.model.attention == "eager":
+        return n * a * (3 * q + q * output_kept) + squares * shape.heads * (4 + a * (a < 4))
     saved = n * a * (q + 2 * kv + q) + n * shape.heads * 4
     if plan.model.padded_rows:
         saved += n * a * 2 * (q - kv) + squares * a
@@ -196,7 +188,7 @@ def last_linear(shape: ModelShape) -> str | None:
 
 def _attention_output(shape: ModelShape, plan: Plan) -> float:
     """Output and log-sum-exp of attention, 0 where it is not among the ops that a policy keeps."""
-    if attention_kernel(shape, plan) not in KEPT_ATTENTION:
+    if plan.model.attention not in KEPT_ATTENTION:
         return 0.0
     q = shape.heads * shape.head_dim
     return plan.batch.tokens * (q * plan.model.product_bytes + shape.heads * 4)
@@ -249,11 +241,6 @@ def _widest_in_backward(shape: ModelShape, plan: Plan, policy: str) -> tuple[flo
         (saved - _saved_at_once(shape, plan, policy), _backward_end(shape, plan)),
         *((saved - gone, used) for gone, used in experts.backward_moments(shape, plan)),
     ]
-    if shape.has_sinks and attention_kernel(shape, plan) == "eager":
-        (gone, _) = experts.backward_moments(shape, plan)[-1]
-        scores = plan.batch.tokens * plan.batch.context_length * shape.heads
-        used = constants.SINK_GRADIENTS * scores * plan.model.product_bytes
-        places.append((saved - gone, used))
     if tiles > 1:
         gone = _mlp_saved(shape, plan) / tiles + _mlp_half_saved(shape, plan)
         gone += _output_copy(shape, plan, policy)
@@ -360,7 +347,7 @@ def _attention_working(shape: ModelShape, plan: Plan, policy: str) -> float:
         plan.model.product_bytes,
     )
     tiles = _attention_tiles(shape, plan, policy)
-    sums = 4 * q + 2 * q * a * (kv < q) if attention_kernel(shape, plan) in KEPT_ATTENTION else 0
+    sums = 4 * q + 2 * q * a * (kv < q) if plan.model.attention in KEPT_ATTENTION else 0
     rows = a * (2 * shape.hidden + 2 * q + 2 * kv - q * (1 - 1 / tiles)) + sums / tiles
     if plan.batch.ranks_per_row > 1:
         rows += 4 * a * (_attended_kv_heads(shape, plan) * shape.head_dim - kv)
@@ -369,7 +356,7 @@ def _attention_working(shape: ModelShape, plan: Plan, policy: str) -> float:
 
 def _attention_tiles(shape: ModelShape, plan: Plan, policy: str) -> int:
     """Groups of this rank's key-value heads that attention takes one after the other."""
-    if not shape.kv_heads or attention_kernel(shape, plan) not in KEPT_ATTENTION:
+    if not shape.kv_heads or plan.model.attention not in KEPT_ATTENTION:
         return 1
     heads = _exchanged_kv_heads(shape, plan) // gcd(shape.heads, plan.batch.ranks_per_row)
     most = plan.memory.attention_tiles if POLICIES[policy].reruns_mlp else 1

@@ -51,11 +51,6 @@ NETWORK_HOP, NVLINK_HOP = 14e-6, 3.4e-6  # seconds
 # profile (Qwen3-30B-A3B with adapters on experts, an H200).
 ROUTING_SECONDS = 0.0004
 
-# Of attention with sinks over its scores (B, H, T, T), forward and backward; and how many of their size its
-# backward holds beside what was saved. From one row (gpt-oss-20b 2x2048, an H200).
-SINK_PASSES = 64
-SINK_GRADIENTS = 3
-
 # ---- mixers with a state -----------------------------------------------------------------------
 # Not measured yet: counted from the kernels of flash-linear-attention and mamba-ssm.
 STATE_CHUNK = 64  # tokens whose attention within the chunk is kept, per token and head

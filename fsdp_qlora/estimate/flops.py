@@ -9,7 +9,7 @@ from ..catalog.arch import ModelShape
 from ..choices import POLICIES
 from ..plan import Plan
 from . import experts
-from .activations import KEPT_ATTENTION, attention_kernel, last_linear, normed_output
+from .activations import KEPT_ATTENTION, last_linear, normed_output
 from .kinds import mean_of_blocks
 from .weights import as_given, trained_share, trains_head
 
@@ -51,9 +51,7 @@ def flops_per_token(shape: ModelShape, plan: Plan) -> Flops:
     each = 4 + 2 * trained_share(shape, plan) if plan.adapter.is_full else 4
     counts = Counter(plan.memory.policies(shape))
     again = sum(count * rerun_weights(shape, plan, policy) for policy, count in counts.items())
-    blocks = sum(
-        count for policy, count in counts.items() if _reruns_attention(shape, plan, policy)
-    )
+    blocks = sum(count for policy, count in counts.items() if _reruns_attention(plan, policy))
     of_head = (6 if trains_head(shape, plan) else 4) * head
     trained = 2 * linears * shape.new_blocks / shape.layers  # dW of Llama-Pro's blocks
     return Flops(
@@ -102,10 +100,10 @@ def rerun_weights(shape: ModelShape, plan: Plan, policy: str) -> int:
     )
 
 
-def _reruns_attention(shape: ModelShape, plan: Plan, policy: str) -> bool:
+def _reruns_attention(plan: Plan, policy: str) -> bool:
     """Whether attention runs again in a block's backward."""
-    row, kept = POLICIES[policy], attention_kernel(shape, plan) in KEPT_ATTENTION
-    return row.recomputes and not (row.keeps_attention and kept)
+    row = POLICIES[policy]
+    return row.recomputes and not (row.keeps_attention and plan.model.attention in KEPT_ATTENTION)
 
 
 def adapted_linears(shape: ModelShape, plan: Plan) -> dict[str, tuple[int, int]]:

@@ -13,7 +13,6 @@ from ..catalog.arch import ModelShape
 from ..choices import FORMATS, POLICIES
 from ..plan import Plan
 from . import constants
-from .activations import attention_kernel
 from .experts import adapted_experts, row_traffic
 from .flops import adapted_linears, rerun_linears
 from .kinds import mean_of_blocks
@@ -39,8 +38,7 @@ def form(plan: Plan, rank: int) -> str:
 def activation_traffic(shape: ModelShape, plan: Plan) -> tuple[float, float]:
     """Bytes of a block's norms with residuals, rotation, gate and dropout: forward and backward.
 
-    Fused where compiled, one pass per operation where eager. DoRA scales each output. Attention with
-    sinks passes over its scores.
+    Fused where compiled, one pass per operation where eager. DoRA scales each output.
     """
     d, i, norms = shape.hidden, shape.mlp_width, shape.norms / 2
     rotated = (shape.heads + shape.kv_heads) * shape.head_dim
@@ -58,9 +56,6 @@ def activation_traffic(shape: ModelShape, plan: Plan) -> tuple[float, float]:
     if plan.adapter.adapter == "dora":
         out = sum(o for o, _ in adapted)
         forward, backward = forward + 2 * out, backward + 4 * out
-    if shape.has_sinks and attention_kernel(shape, plan) == "eager":
-        scores = constants.SINK_PASSES * plan.batch.context_length * shape.heads / 3
-        forward, backward = forward + scores, backward + 2 * scores
     each, experts = plan.batch.tokens * plan.model.product_bytes, row_traffic(shape, plan)
     return each * forward + experts[0], each * backward + experts[1]
 
