@@ -18,8 +18,8 @@ from torch.nn.attention import varlen
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    DeepseekV4Config,
     Gemma2Config,
-    GptOssConfig,
     Lfm2Config,
     LlamaConfig,
     MambaConfig,
@@ -379,13 +379,6 @@ def test_a_model_with_other_mixers_is_packed_under_a_mask_where_its_code_takes_n
     assert choose(config)[0] == "sdpa"
 
 
-@pytest.mark.parametrize("wanted", ["sdpa", "varlen", "flash_attention_4"])
-def test_attention_sinks_are_refused_where_they_would_be_lost(wanted):
-    with pytest.raises(ValueError, match=f"{wanted}: gpt_oss has attention of its own.*use eager"):
-        choose(GptOssConfig(), wanted)
-    assert choose(GptOssConfig(), "auto")[0] == choose(GptOssConfig(), "eager")[0] == "eager"
-
-
 @pytest.mark.parametrize("packing", [False, True])
 def test_capped_scores_are_refused_where_the_cap_would_be_lost(packing):
     with pytest.raises(ValueError, match="sdpa: gemma2 caps .* use eager or flex_attention"):
@@ -400,7 +393,7 @@ def test_left_to_itself_a_model_takes_a_kernel_that_caps_its_scores_if_it_does(p
     assert attention.choose_attention("auto", packing, Gemma2Config(), gpu, torch.bfloat16)[0] == (
         "flex_attention"
     )
-    assert choose(GptOssConfig(), "auto", packing) == ("eager", "gpt_oss has no sdpa")
+    assert choose(DeepseekV4Config(), "auto", packing) == ("eager", "deepseek_v4 has no sdpa")
     assert choose(LlamaConfig(), "auto", packing)[0] == "sdpa"
 
 

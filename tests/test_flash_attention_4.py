@@ -14,8 +14,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV4Config,
     Gemma2Config,
-    GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
 )
@@ -409,13 +409,13 @@ def test_without_a_gpu_nothing_is_said_of_it_unless_it_is_asked_for():
         choose("flash_attention_4", device=torch.device("cpu"))
 
 
-def test_scores_that_are_capped_or_have_sinks_are_not_given_to_it(hopper):
+def test_scores_that_are_capped_or_attention_of_a_models_own_are_not_given_to_it(hopper):
     assert choose(config=Gemma2Config)[0] == "flex_attention"
     with pytest.raises(ValueError, match="flash_attention_4: gemma2 caps .* use eager or flex_at"):
         choose("flash_attention_4", config=Gemma2Config)
-    assert choose(config=GptOssConfig)[0] == "eager"
-    with pytest.raises(ValueError, match="gpt_oss has attention of its own, .* use eager"):
-        choose("flash_attention_4", config=GptOssConfig)
+    assert choose(config=DeepseekV4Config)[0] == "eager"
+    with pytest.raises(ValueError, match="deepseek_v4 has attention of its own, .* use eager"):
+        choose("flash_attention_4", config=DeepseekV4Config)
 
 
 def test_a_trial_runs_the_kernels_and_tells_a_fault_in_one_line(monkeypatch):

@@ -25,6 +25,11 @@ class Traits:
     output_norm: bool = False  # a norm follows the MLP
     experts: bool = False  # the MLP is a router and experts
     windows: bool = False  # some layers see less than all tokens before
+    mixers: bool = False  # some layers are neither attention to all tokens before nor to a window
+    softcap: bool = False  # attention's scores are capped
+    # Which kernels its attention can take: those of all, those that know sinks ("sinks"), none but under
+    # the masks that its code makes ("masked"), or none but its own code ("own").
+    attention: str = ""
 
     @property
     def norms(self) -> int:
@@ -62,6 +67,7 @@ FAMILIES = {
     ),
     "smollm3": Traits(tied=True),
     "stablelm": Traits(norm_parts=2),
+    "phimoe": Traits(norm_parts=2),
     "mixtral": Traits(experts=True),
     "qwen3_moe": Traits(qk_norm="head", experts=True),
 }
@@ -77,6 +83,19 @@ TESTED_TYPES = frozenset(
     mistral mixtral nanochat nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt phi
     phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
     seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
+    """.split()
+)
+# Whose heads have sinks beside the tokens: their code is eager, and here kernels of model/sinks.py do it.
+WITH_SINKS = frozenset("gpt_oss granite_swa granitemoe_swa mimo_v2_flash".split())
+_OWN_ATTENTION = frozenset(
+    """
+    bloom codegen deepseek_v4 gpt_neo gpt_neox_japanese gptj hy_v4 mpt openai-gpt xglm
+    """.split()
+)
+_MASKED = frozenset(
+    """
+    axk2 bamba biogpt deepseek_v32 doge falcon falcon_h1 glm_moe_dsa jamba kimi_linear llama4_text
+    nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next stablelm zamba zamba2
     """.split()
 )
 _STRETCHED = ("linear", "dynamic", "yarn")  # rotary angles, by a factor
@@ -111,8 +130,19 @@ def traits_of(config: dict) -> Traits:
         )
     tied = config.get("tie_word_embeddings")
     return replace(
-        traits, windows=_has_windows(config), tied=traits.tied if tied is None else bool(tied)
+        traits,
+        windows=_has_windows(config),
+        mixers=bool(set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}),
+        softcap=bool(config.get("attn_logit_softcapping")),
+        attention=_attention_of(config.get("model_type", "")),
+        tied=traits.tied if tied is None else bool(tied),
     )
+
+
+def _attention_of(family: str) -> str:
+    """`Traits.attention` of a model_type."""
+    kinds = dict(sinks=WITH_SINKS, masked=_MASKED, own=_OWN_ATTENTION)
+    return next((kind for kind, families in kinds.items() if family in families), "")
 
 
 def _has_windows(config: dict) -> bool:

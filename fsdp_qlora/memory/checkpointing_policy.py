@@ -44,6 +44,7 @@ _ATTENTION_OPS = {
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.torch_attn._varlen_attn.default,
     torch.ops.fsdp_qlora.flash_attention_4.default,
+    torch.ops.fsdp_qlora.attention_with_sinks.default,
 }
 _LINEAR_OPS = {
     torch.ops.fsdp_qlora.adapted_linear.default,

@@ -42,6 +42,8 @@ from ..dist import ranks_from_env
 from .attention import (
     FA4,
     FA4_PACKED,
+    TORCH_FA,
+    TORCH_FA_PACKED,
     VARLEN,
     attend_span,
     layers_with_a_state,
@@ -51,7 +53,14 @@ from .attention import (
 )
 
 _EAGER = "eager"
-_TAKE_SPANS = ("sdpa", VARLEN, FA4, FA4_PACKED)  # whose queries may be a part of the row's
+_TAKE_SPANS = (
+    "sdpa",
+    VARLEN,
+    FA4,
+    FA4_PACKED,
+    TORCH_FA,
+    TORCH_FA_PACKED,
+)  # whose queries may be a part of the row's
 _CUT = "sequence_parallel"  # the argument that the decoder hands on to its attention
 _IGNORE = -100
 

@@ -105,9 +105,9 @@ class ModelOptions:
     attn_implementation: str = opt(
         "auto",
         "attention kernel, by its transformers name; auto = flash_attention_4 if it is "
-        "installed and runs (Hopper and newer), else sdpa, or a kernel with softcapping for "
-        "models that need it; with --packing, sdpa uses torch's variable-length attention "
-        "if that runs",
+        "installed and runs (Hopper and newer), else sdpa, torch's FlashAttention for "
+        "sliding windows and attention sinks, or a kernel with softcapping for models that "
+        "need it; with --packing, sdpa uses torch's variable-length attention if that runs",
         example="eager",
         on_resume=MAY_CHANGE,
     )
