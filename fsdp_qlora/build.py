@@ -42,6 +42,7 @@ from .model.attention import apply_attention_tiles, choose_attention
 from .model.autocast import apply_autocast
 from .model.blocks import base_model, block_list, decoder_blocks, final_norm
 from .model.packing_probe import keep_rows_apart
+from .model.row_mixers import leave_uncompiled
 from .model.sequence_parallel import apply_sequence_parallel
 from .plan import Plan
 from .quantization.quantize import quantize_linears
@@ -186,6 +187,7 @@ def compile_blocks(model: nn.Module, dynamic: bool = False):
     own. Eager, the norm would hold several copies of all hidden states in fp32. `dynamic` compiles for
     any number of rows and tokens at once, instead of for the first ones, then the next.
     """
+    leave_uncompiled(model)
     compiled = partial(torch.compile, dynamic=dynamic or None)
     options = dict(post_grad_custom_pre_pass=SharedInputs())
     for mlp in tiled_mlps(model):

@@ -41,7 +41,8 @@ class ModelPlan:
     stored_dtype: str = "bf16"  # of weights that are neither quantized nor adapters
     product_dtype: str = "bf16"
     attention: str = _derived("sdpa")  # kernel
-    padded_rows: bool = _derived(False)  # a mask goes into attention, as where rows are padded
+    masked: bool = _derived(False)  # a mask of T x T goes into attention, as sdpa has for windows
+    state_kernels: bool = _derived(True)  # delta nets run on kernels, not on plain torch
 
     @property
     def product_bytes(self) -> int:
@@ -277,11 +278,13 @@ class Plan:
 
     def replays(self, shape: ModelShape) -> bool:
         """Whether micro-batches are CUDA graphs, which some models rule out (training/cuda_graphs.py)."""
-        no_masks = ("varlen", "fa4", "fa4_packed", *(() if shape.traits.windows else ("sdpa",)))
+        no_masks = (*WITHOUT_MASKS, *(() if shape.traits.windows else ("sdpa",)))
         alike = not shape.experts and not shape.has_state
         return self.loop.cuda_graphs and self.model.attention in no_masks and alike
 
 
+# Attention that needs no mask for windows and packed rows (model/attention.py).
+WITHOUT_MASKS = ("varlen", "fa4", "fa4_packed", "torch_fa", "torch_fa_packed")
 _POSITIVE = (
     "world_size",
     "lora_rank",
@@ -382,7 +385,7 @@ def replays_pay(plan: Plan, config: RunConfig) -> bool:
 
 
 def _estimated_attention(config: RunConfig) -> str:
-    """The attention kernel that is reckoned with; packed rows have their own (model/attention.py).
+    """The attention kernel that is reckoned with where nothing is known of the model.
 
     FlashAttention 4 is, where it is installed on the machine that is asked.
     """

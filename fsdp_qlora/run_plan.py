@@ -18,7 +18,8 @@ from .catalog.machine import Machine, cpu_machine
 from .config import RunConfig
 from .dist import print_main, ranks_from_env
 from .estimate import leaves_open, resolve
-from .loading import read_config
+from .loading import DTYPES, read_config
+from .model.attention import choose_attention
 from .plan import Plan, with_learning_rate
 
 
@@ -33,7 +34,12 @@ def plan_run(config: RunConfig, device: torch.device) -> Plan:
             "by the train command; here give values, as `fsdp-qlora plan` prints them"
         )
     settings = read_config(config.model_name, **config.source)
-    plan = resolve(config, _shape_of(config, settings), _machine_of(device))
+    dtype = DTYPES[config.product_dtype]
+    attention, _ = choose_attention(
+        config.attn_implementation, config.packing, settings, device, dtype
+    )
+    shape = _shape_of(config, settings)
+    plan = resolve(config, shape, _machine_of(device), attention=attention)
     plan = with_learning_rate(plan, settings.get_text_config().hidden_size)
     for line in plan.choices:
         print_main(line)

@@ -13,7 +13,7 @@ from fsdp_qlora.dist import process_group
 from fsdp_qlora.loading import meta_model
 from fsdp_qlora.model import packing_probe
 from fsdp_qlora.model.packing_probe import keep_rows_apart
-from fsdp_qlora.model.row_mixers import Borders, row_mixers
+from fsdp_qlora.model.row_mixers import Borders, leave_uncompiled, row_mixers
 
 from .families import EVERY_FAMILY, SIZES, family_config, save_family
 
@@ -130,3 +130,22 @@ def test_a_run_over_packed_rows_has_the_loss_and_gradients_of_the_padded_rows(fa
         alone, expected = gradients(folder, collate(examples, pad_token_id=0), False)
     assert loss == pytest.approx(alone, rel=1e-5)
     assert all((grads[n] - g).norm() <= 1e-4 * g.norm() + 1e-8 for n, g in expected.items())
+
+
+def test_what_is_compiled_of_a_delta_net_does_not_grow_with_its_row():
+    """Compiled, its loop over chunks of 64 tokens would be unrolled."""
+    found, rows = [], {64: rows_of((64,)), 320: rows_of((320,))}
+    for tokens, (row,) in rows.items():
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        _, model = made("Qwen3.5")
+        expected = model(row, use_cache=False).logits
+        leave_uncompiled(model)
+        for block in model.model.layers:
+            block.forward = torch.compile(block.forward, backend="aot_eager")
+        torch.testing.assert_close(
+            model(row, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5
+        )
+        found.append(torch._dynamo.utils.counters["stats"]["calls_captured"])
+        assert row.shape[1] == tokens
+    assert found[0] == found[1] > 0

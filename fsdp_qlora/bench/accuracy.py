@@ -52,7 +52,12 @@ class Compared:
     plan: Plan
     memory: Memory
     step: StepTime
-    superseded: bool = False  # by a later row of the same name, launched or replayed as this one
+    superseded: bool = False  # by a later row of the same
+
+    @property
+    def what(self) -> tuple:
+        """What was measured: a name, launched or replayed, by which attention."""
+        return self.row.name, self.row.cuda_graphs, self.plan.model.attention
 
     @property
     def memory_error(self) -> float:
@@ -147,8 +152,8 @@ def compare(rows: list[BenchRow]) -> list[Compared]:
         found.append(
             Compared(row, shape, gpu, plan, memory(shape, plan), step_seconds(shape, gpu, plan))
         )
-    last = {(c.row.name, c.row.cuda_graphs): c for c in found}
-    return [replace(c, superseded=last[c.row.name, c.row.cuda_graphs] is not c) for c in found]
+    last = {c.what: c for c in found}
+    return [replace(c, superseded=last[c.what] is not c) for c in found]
 
 
 @dataclass(frozen=True)
@@ -173,7 +178,8 @@ def accuracy(compared: list[Compared]) -> Accuracy:
     tested = [c for c in compared if not c.calibrates and not c.superseded]
     sizes = [c.memory_error for c in tested if not c.old_memory]
     reserved = [c.reserved_error for c in tested if not c.old_reserved]
-    times = [abs(c.time_error) for c in tested if not c.old_code]
+    timed = [c for c in tested if not c.old_code and c.plan.model.attention != "eager"]
+    times = [abs(c.time_error) for c in timed]  # that of eager attention is set on its only row
     if not sizes:
         raise ValueError("no measured row that estimates were not set on")
     return Accuracy(

@@ -140,6 +140,9 @@ def of_plan(plan: Plan) -> dict[str, Any]:
     return found
 
 
+_KERNELS = ("eager", "fa4", "torch_fa")  # of rows alone, beside sdpa
+
+
 def plan_of(row: BenchRow) -> Plan:
     """The plan that a row was measured with, as far as it says; older rows say less."""
     found = {field: getattr(row, name) for name, field in _FIELDS.items()}
@@ -150,7 +153,7 @@ def plan_of(row: BenchRow) -> Plan:
         adapter=row.adapter or _older_adapter(row),
         quant="hqq4" if row.quant == "hqq" else row.quant,
         lora_dropout=row.lora_dropout or 0.0,
-        attention="fa4" if row.attention_backend == "fa4" else "sdpa",
+        attention=row.attention_backend if row.attention_backend in _KERNELS else "sdpa",
     )
     known = {name: value for name, value in found.items() if value is not None}
     return Plan().change(**known | dict(targets=found["targets"]))

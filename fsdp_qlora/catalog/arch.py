@@ -311,7 +311,7 @@ def shape_from_config(config: dict, name: str = "") -> ModelShape:
         traits=traits,
         max_positions=positions_of(config),
         experts=experts,
-        experts_per_token=config["num_experts_per_tok"] if experts else 0,
+        experts_per_token=(config.get("num_experts_per_tok") or 0) if experts else 0,
     )
     return _of_blocks(shape, config, blocks) if blocks else shape
 

@@ -28,6 +28,7 @@ class Mixer:
     in_16_bits: tuple[str, ...] = ()  # layers that are never quantized: the model's code reads them
     state: int = 0  # values of the state that every token updates and reads
     state_heads: int = 0
+    is_delta_net: bool = False  # whose kernels are flash-linear-attention's, if that is installed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +159,7 @@ def _delta_net(c: dict, fused: bool) -> Mixer:
         beside=(("conv1d", conv), ("dt_bias", heads), ("A_log", heads), ("norm", size)),
         state=heads * size * c["linear_key_head_dim"],
         state_heads=heads,
+        is_delta_net=True,
     )
 
 
@@ -168,9 +170,14 @@ def _qwen_hybrid(c: dict, layer: int) -> Block:
     mixer = (
         _attention(c, q_times=2, qk_norm=("q_norm", "k_norm")) if attends else _delta_net(c, fused)
     )
+    return Block(mixer, _qwen_mlp(c, layer), _norms(c))
+
+
+def _qwen_mlp(c: dict, layer: int) -> Mlp:
+    """Experts beside one that every token passes through, by a gate; or dense."""
     experts = c.get("num_experts") and layer not in (c.get("mlp_only_layers") or ())
     if not experts or (layer + 1) % (c.get("decoder_sparse_step") or 1):
-        return Block(mixer, _dense(c), _norms(c))
+        return _dense(c)
     mlp = _experts(
         c,
         c["num_experts"],
@@ -179,7 +186,7 @@ def _qwen_hybrid(c: dict, layer: int) -> Block:
         shared=c["shared_expert_intermediate_size"],
     )
     gate = (("shared_expert_gate", (1, c["hidden_size"])),)
-    return Block(mixer, replace(mlp, linears=gate + mlp.linears), _norms(c))
+    return replace(mlp, linears=gate + mlp.linears)
 
 
 def _gpt_oss(c: dict, layer: int) -> Block:
@@ -336,6 +343,110 @@ def _normed_mixture(c: dict, layer: int) -> Block:
     return Block(mixer, _experts(c, count, c["num_experts_per_tok"], width), _norms(c))
 
 
+def _shared_beside_routed(c: dict, layer: int) -> Block:
+    """dots.llm1, Solar Open: DeepSeek's mixture with plain attention; Solar's in every block."""
+    if c["model_type"] == "solar_open":
+        return Block(
+            _attention(c), _dense_first(c | dict(first_k_dense_replace=0), layer), _norms(c)
+        )
+    mixer = _attention(c, qk_norm=("q_norm", "k_norm"))
+    return Block(mixer, _dense_first(c, layer), _norms(c))
+
+
+def _qwen2_moe(c: dict, layer: int) -> Block:
+    """Qwen3-Next's mixture in every block, with Qwen2's biases."""
+    mixer = _attention(c, bias=c.get("qkv_bias", True), out_bias=False)
+    return Block(mixer, _qwen_mlp(c, layer), _norms(c))
+
+
+def _ernie_moe(c: dict, layer: int) -> Block:
+    first, last = c["moe_layer_start_index"], c.get("moe_layer_end_index", -1)
+    inside = first <= layer <= (c["num_hidden_layers"] - 1 if last == -1 else last)
+    mixer = _attention(c, bias=bool(c.get("use_bias")))
+    if not inside or (layer + 1) % (c.get("moe_layer_interval") or 1):
+        return Block(mixer, _dense(c), _norms(c))
+    count, width = c["moe_num_experts"], c["moe_intermediate_size"]
+    mlp = _experts(
+        c,
+        count,
+        c["moe_k"],
+        width,
+        shared=width * (c.get("moe_num_shared_experts") or 0),
+        prefix="shared_experts.",
+        beside=(("e_score_correction_bias", count),),
+    )
+    return Block(mixer, mlp, _norms(c))
+
+
+def _granite_moe(c: dict, layer: int) -> Block:
+    d, shared = c["hidden_size"], c.get("shared_intermediate_size") or 0
+    mlp = _experts(c, c["num_local_experts"], c["num_experts_per_tok"], c["intermediate_size"])
+    if shared:
+        dense = (("input_linear", (2 * shared, d)), ("output_linear", (d, shared)))
+        mlp = replace(mlp, linears=dense, width=mlp.width + shared)
+    return Block(_attention(c), mlp, _norms(c))
+
+
+def _phi_moe(c: dict, layer: int) -> Block:
+    """Norms have an offset."""
+    width, per_token = c["intermediate_size"], c["num_experts_per_tok"]
+    mlp = _experts(c, c["num_local_experts"], per_token, width)
+    return Block(_attention(c), mlp, _norms(c, *_LLAMA_NORMS * 2))
+
+
+def _flex_olmo(c: dict, layer: int) -> Block:
+    block = _normed_mixture(c, layer)
+    names = ("post_attention_layernorm", "post_feedforward_layernorm")
+    return replace(block, norms=_norms(c, *names))
+
+
+def _mimo_v2(c: dict, layer: int) -> Block:
+    """Windows have sinks and twice as many key-value heads; values are smaller than keys."""
+    windowed = c["layer_types"][layer] == "sliding_attention"
+    heads, size, values = c["num_attention_heads"], c["head_dim"], c["v_head_dim"]
+    kv_heads = c["num_key_value_heads"] * (2 if windowed else 1)
+    d = c["hidden_size"]
+    mixer = _attention(c | dict(num_key_value_heads=kv_heads), out_bias=False, sinks=windowed)
+    sizes = dict(mixer.linears) | dict(v_proj=(kv_heads * values, d), o_proj=(d, heads * values))
+    mixer = replace(mixer, linears=tuple(sizes.items()), head_dim=size)
+    return Block(mixer, _dense_first(c, layer), _norms(c))
+
+
+def _kimi_delta(c: dict) -> Mixer:
+    """Kimi delta attention (arXiv:2510.26692): a decay for each channel, from a product of low rank."""
+    d, heads, size = c["hidden_size"], c["linear_num_heads"], c["linear_head_dim"]
+    width, kernel = heads * size, c.get("linear_conv_kernel_dim", 4)
+    linears = (
+        *((name, (width, d)) for name in ("q_proj", "k_proj", "v_proj")),
+        *(("f_a_proj", (size, d)), ("f_b_proj", (width, size)), ("b_proj", (heads, d))),
+        *(("g_a_proj", (size, d)), ("g_b_proj", (width, size)), ("o_proj", (d, width))),
+    )
+    return Mixer(
+        linears=linears,
+        beside=(
+            ("conv1d", 3 * width * kernel),
+            ("dt_bias", width),
+            ("A_log", heads),
+            ("norm", size),
+        ),
+        state=width * size,
+        state_heads=heads,
+        is_delta_net=True,
+    )
+
+
+def _kimi_linear(c: dict, layer: int) -> Block:
+    attends = c["layer_types"][layer] == "full_attention"
+    mixer = _latent_attention(c) if attends else _kimi_delta(c)
+    names = dict(
+        n_routed_experts="num_experts",
+        n_shared_experts="num_shared_experts",
+        num_experts_per_tok="num_experts_per_token",
+    )
+    given = c | {name: c[field] for name, field in names.items()}
+    return Block(mixer, _dense_first(given, layer), _norms(c))
+
+
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 # Each model_type's block of a number.
 _BUILDERS: dict[str, Callable[[dict, int], Block]] = {
@@ -354,10 +465,24 @@ _BUILDERS: dict[str, Callable[[dict, int], Block]] = {
     "llama4_text": _llama4,
     "minimax_m2": _normed_mixture,
     "olmoe": _normed_mixture,
+    "flex_olmo": _flex_olmo,
+    "qwen2_moe": _qwen2_moe,
+    "dots1": _shared_beside_routed,
+    "solar_open": _shared_beside_routed,
+    "ernie4_5_moe": _ernie_moe,
+    "granitemoe": _granite_moe,
+    "granitemoeshared": _granite_moe,
+    "phimoe": _phi_moe,
+    "mimo_v2_flash": _mimo_v2,
+    "kimi_linear": _kimi_linear,
 }
 # Layers that `all-linear` leaves out, by the last part of their names (adapters/lora.py, `left_out`).
 _LEFT_OUT = dict.fromkeys(
-    ("qwen3_next", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"), _OF_EXPERTS
+    (
+        *("qwen3_next", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"),
+        *("dots1", "solar_open", "ernie4_5_moe"),
+    ),
+    _OF_EXPERTS,
 ) | {"granitemoehybrid": ("out_proj",), "falcon_h1": ("out_proj",)}
 
 

@@ -8,7 +8,7 @@ a few moments of a step, and the table shows what is alive then. Nothing is fitt
 Time is counted in the same way: FLOPs over the rate of large products, bytes over the rate of
 copies, transfers less what compute hides.
 
-Modules, each importing only from those before it: constants, lengths, kinds, experts,
+Modules, each importing only from those before it: constants, attention, lengths, kinds, experts,
 weights, collectives, activations, flops, gathered_units, peak, memory_traffic, speed, policies, resolve,
 cost, question, failures, report, tasks.
 

@@ -10,17 +10,13 @@ from math import gcd, lcm
 from ..catalog.arch import ModelShape
 from ..choices import POLICIES
 from ..config.run import chunk_tokens
-from ..plan import BYTES, Plan, Runs
+from ..plan import BYTES, WITHOUT_MASKS, Plan, Runs
 from . import constants, experts
 from .kinds import mean_of_blocks, most_of_blocks
 from .weights import as_given, most_trained, trains_head
 
-KEPT_ATTENTION = (
-    "sdpa",
-    "varlen",
-    "fa4",
-    "fa4_packed",
-)  # that a policy can keep (../memory/checkpointing_policy.py)
+# That a policy can keep (../memory/checkpointing_policy.py).
+KEPT_ATTENTION = ("sdpa", *WITHOUT_MASKS)
 
 
 def saved_by_block(shape: ModelShape, plan: Plan) -> float:
@@ -81,18 +77,20 @@ def _inputs_kept(shape: ModelShape, plan: Plan) -> dict[str, bool]:
 
 
 def _attention_saved(shape: ModelShape, plan: Plan, output_kept: bool) -> float:
-    """Bytes that attention saves: by a flash kernel, with a padding mask, or eager.
+    """Bytes that attention saves: by a flash kernel, with a mask, or eager.
 
     A mask makes transformers repeat k and v for all heads, and the kernel keeps the mask in the
-    compute dtype, (B, 1, T, T). Eager attention keeps the (B, H, T, T) weights in fp32 and cast.
+    compute dtype, (B, 1, T, T). Eager attention keeps the (B, H, T, T) weights in fp32 and cast; with
+    sinks in the compute dtype, with the sink's column and without.
     """
     n, a = plan.batch.tokens, plan.model.product_bytes
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     squares = n * plan.batch.context_length
     if plan.model.attention == "eager":
-        return n * a * (3 * q + q * output_kept) + squares * shape.heads * (4 + a * (a < 4))
+        each = 2 * a if shape.traits.attention == "sinks" else 4 + a * (a < 4)
+        return n * a * (3 * q + q * output_kept) + squares * shape.heads * each
     saved = n * a * (q + 2 * kv + q) + n * shape.heads * 4
-    if plan.model.padded_rows:
+    if plan.model.masked:
         saved += n * a * 2 * (q - kv) + squares * a
     return saved
 
@@ -101,13 +99,17 @@ def _state_saved(shape: ModelShape, plan: Plan) -> float:
     """Bytes that a mixer with a state saves: what it takes, before and after its convolution, and gives.
 
     As kernels that make the state of a chunk again in their backward do; the attention within a chunk is
-    kept, a row of it for each token and head.
+    kept, a row of it for each token and head. Plain torch keeps each step of it, in fp32.
     """
     if not shape.block or not shape.state_width:
         return 0.0
-    mixer = shape.block.mixer
+    mixer, chunk = shape.block.mixer, constants.STATE_CHUNK
+    if mixer.is_delta_net and not plan.model.state_kernels:
+        state = mixer.state / mixer.state_heads
+        values = constants.TORCH_CHUNK_ROWS * chunk + constants.TORCH_HEAD_VALUES * state**0.5
+        return plan.batch.tokens * mixer.state_heads * 4 * (values + state / chunk)
     given = mixer.linears[-1][1][1]
-    values = 2 * shape.state_width + given + constants.STATE_CHUNK * mixer.state_heads
+    values = 2 * shape.state_width + given + chunk * mixer.state_heads
     return plan.batch.tokens * values * plan.model.product_bytes
 
 

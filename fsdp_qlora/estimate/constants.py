@@ -24,7 +24,11 @@ ATTENTION_FADE = 16.7e6
 # FlashAttention 4's: 6.50 ms, packed 6.85, where cuDNN takes 7.24 (2x8192, heads of 128, an H200).
 ATTENTION_TIME = {
     "varlen": 1.7,
+    "torch_fa": 1.7,
+    "torch_fa_packed": 1.7,
     "flash_attention_2": 1.65,
+    # gpt-oss's own code, its scores kept: set on 2x2048 of an H200 (models_h200_2026-11-29.jsonl).
+    "eager": 27.0,
     "flex_attention": 1.46,
     "fa4": 0.9,
     "fa4_packed": 0.95,
@@ -54,6 +58,9 @@ ROUTING_SECONDS = 0.0004
 # ---- mixers with a state -----------------------------------------------------------------------
 # Not measured yet: counted from the kernels of flash-linear-attention and mamba-ssm.
 STATE_CHUNK = 64  # tokens whose attention within the chunk is kept, per token and head
+# What plain torch keeps of a delta net in fp32, per token and head, where flash-linear-attention is missing:
+# rows of a chunk's attention, and values of a head's size (traced; beside states, one for each chunk).
+TORCH_CHUNK_ROWS, TORCH_HEAD_VALUES = 5, 17.75
 STATE_PASSES = (
     6  # of what a mixer convolves, read or written by a forward; a backward twice as many
 )

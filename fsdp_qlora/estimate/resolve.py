@@ -15,8 +15,10 @@ from ..catalog.arch import ModelShape
 from ..catalog.gpu import Gpu
 from ..catalog.machine import Machine
 from ..config import AUTO, RunConfig
+from ..config.run import has_flash_linear_attention
 from ..config.settings import shown
 from ..plan import Plan, draft_plan, replays_pay, with_learning_rate
+from .attention import attention_of, makes_masks
 from .lengths import Batches
 from .peak import Memory, memory
 from .policies import SPARE_SHARE, choose_policies, choose_tiles, keeps_fp8_weights
@@ -58,22 +60,25 @@ def resolve(
     machine: Machine,
     room: Room | None = None,
     batches: Batches | None = None,
+    attention: str | None = None,
 ) -> Plan:
     """The plan of a run on a machine: what its settings leave open is decided, once.
 
     shape: None will do where nothing is open (`leaves_open`). room: what the activation policy is
     chosen to fill, in place of --activation_budget_gib. batches: the data's, for which that policy is
-    the fastest. What was chosen is in `Plan.choices`; nothing is printed. Raises ValueError for a
-    budget that is too small even with every block recomputed.
+    the fastest. attention: its name, where the model's code was asked for it. What was chosen is in
+    `Plan.choices`; nothing is printed. Raises ValueError for a budget that is too small even with every
+    block recomputed.
     """
     room = room or _budget_of(config)
     plan = draft_plan(config, machine.world_size, machine.gpus, on_gpu=not machine.is_cpu)
+    plan = _with_attention(plan, config, shape, machine, attention)
     _check_kept_fp8(plan)
     plan = _with_groups(plan, config, machine)
     plan = _with_offload(plan, shape, machine)
     if shape is None:
         return plan
-    plan = with_learning_rate(plan, shape.hidden)
+    plan = _with_state_kernels(with_learning_rate(plan, shape.hidden), shape)
     if config.mlp_tiles == AUTO:
         plan = _with_tiles(plan, config, shape, machine)
     if plan.memory.mlp_tiles > 1:
@@ -83,6 +88,28 @@ def resolve(
     if config.keep_fp8_weights is None and plan.quantization.compute_dtype == "fp8":
         plan = _with_kept_fp8(plan, shape, machine, room)
     return plan
+
+
+def _with_attention(
+    plan: Plan, config: RunConfig, shape: ModelShape | None, machine: Machine, known: str | None
+) -> Plan:
+    """The attention that the model takes, and whether masks go into it; as drafted without a shape."""
+    if shape is None:
+        return plan.change(attention=known or plan.model.attention)
+    attention = known or attention_of(config, shape, machine)
+    return plan.change(attention=attention, masked=makes_masks(config, shape, attention))
+
+
+def _with_state_kernels(plan: Plan, shape: ModelShape) -> Plan:
+    """Whether delta nets run on kernels, which is said where they don't."""
+    mixers = [kind.block.mixer for kind, _ in shape.block_kinds() if kind.block]
+    if not any(mixer.is_delta_net for mixer in mixers) or has_flash_linear_attention():
+        return plan
+    reason = (
+        f"flash-linear-attention is not installed: the delta nets of {shape.family} run on plain torch, "
+        "which is slow and keeps more (pip install flash-linear-attention)"
+    )
+    return plan.choose(reason, state_kernels=False)
 
 
 def _check_kept_fp8(plan: Plan):

@@ -163,13 +163,13 @@ def _attention_rate(gpu: Gpu, plan: Plan) -> float:
     very long ones, whose keys and values leave the cache.
 
     sdpa takes cuDNN's kernels on data-centre cards from Hopper on; elsewhere it is FlashAttention 2,
-    as fast as others are.
+    as fast as others are. Eager attention is slow anywhere.
     """
-    length = plan.batch.context_length
+    length, name = plan.batch.context_length, plan.model.attention
     share = constants.ATTENTION_SHARE * length / (length + constants.ATTENTION_RAMP)
     share /= 1 + length / constants.ATTENTION_FADE
-    if gpu.fp8_tflops and gpu.nvlink_gb_s:
-        share /= constants.ATTENTION_TIME.get(plan.model.attention, 1.0)
+    if gpu.fp8_tflops and gpu.nvlink_gb_s or name == "eager":
+        share /= constants.ATTENTION_TIME.get(name, 1.0)
     return gpu.reached_tflops * 1e12 * share / (16 if plan.model.product_bytes == 4 else 1)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 _SHORTEST = 16  # tokens; rows that are shorter go with those of this length
 _WITHOUT_CONVOLUTION = ("MiniMaxLightningAttention",)
+_BY_CHUNKS = ("Delta", "Lightning")  # parts of the names of mixers whose code loops over chunks
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,17 @@ def row_mixers(model: nn.Module) -> dict[str, nn.Module]:
         if any(isinstance(part, nn.Conv1d) for part in m.children())
         or type(m).__name__ in _WITHOUT_CONVOLUTION
     }
+
+
+def leave_uncompiled(model: nn.Module):
+    """Keep mixers that go over a row chunk by chunk out of torch.compile, in place.
+
+    It would unroll them: 64 chunks of each block at 4,096 tokens, which takes minutes. Kernels that do it
+    at once can't be compiled either.
+    """
+    for mixer in row_mixers(model).values():
+        if any(part in type(mixer).__name__ for part in _BY_CHUNKS):
+            mixer.forward = torch.compiler.disable(mixer.forward)
 
 
 def mix_rows_apart(model: nn.Module):

@@ -1,0 +1,158 @@
+"""The attention that an estimate reckons with is the one that a run takes, and its memory is counted."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from transformers import AutoConfig, Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+
+from fsdp_qlora.bench.accuracy import compare
+from fsdp_qlora.bench.row import read_rows, row_files
+from fsdp_qlora.catalog.arch import model_shape, shape_from_config
+from fsdp_qlora.catalog.machine import Machine, cpu_machine
+from fsdp_qlora.config import RunConfig
+from fsdp_qlora.estimate import attention, memory, resolve
+from fsdp_qlora.estimate.activations import _state_saved
+from fsdp_qlora.model import attention as of_code
+from fsdp_qlora.model import flash_attention_4 as fa4
+from fsdp_qlora.plan import Plan
+
+from .estimates import H100
+from .families import EVERY_FAMILY, family_config
+from .test_docs import ROOT
+from .test_sinks import MODELS, SIZES
+
+GPU = Machine(gpu=H100, memory_gib=80)
+DTYPES = dict(bf16=torch.bfloat16, fp32=torch.float32)
+
+
+def configs() -> dict:
+    """Of every family that tests have, and all with sinks or attention of their own."""
+    found = {name: family_config(name) for name in EVERY_FAMILY}
+    found |= {name: AutoConfig.for_model(name, **SIZES | more) for name, more in MODELS.items()}
+    for name in ("bloom", "gptj", "mpt", "xglm"):
+        found[name] = AutoConfig.for_model(name)
+    found["heads of 64"] = family_config("gpt-oss", head_dim=64, num_key_value_heads=1)
+    found["heads of 128"] = AutoConfig.for_model("gemma3_text")
+    return found
+
+
+def shapes() -> dict:
+    """Of those, what estimates know, with their configurations."""
+    found = {}
+    for name, config in configs().items():
+        try:
+            found[name] = shape_from_config(config.to_dict(), name), config
+        except ValueError:
+            continue  # no estimate of such a model
+    return found
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_an_estimate_reckons_with_the_attention_that_the_models_code_is_given(
+    installed, monkeypatch
+):
+    def why_not(device, dtype, size, *_):
+        return "" if installed and size >= 64 else "is not installed"
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (9, 0))
+    monkeypatch.setattr(attention, "has_flash_attention_4", lambda: installed)
+    monkeypatch.setattr(fa4, "why_not", why_not)
+    compared = set()
+    for name, (shape, config) in shapes().items():
+        for device, machine in (("cuda", GPU), ("cpu", cpu_machine(1, 1))):
+            for packing in (False, True):
+                for dtype in DTYPES:
+                    asked = RunConfig(packing=packing, precision=dtype)
+                    taken, _ = of_code.choose_attention(
+                        "auto", packing, config, torch.device(device), DTYPES[dtype]
+                    )
+                    found = attention.attention_of(asked, shape, machine)
+                    assert found == taken, (name, device, packing, dtype)
+                    compared.add(taken)
+    assert compared >= {"sdpa", "eager", "flex_attention", "varlen", "torch_fa", "torch_fa_packed"}
+    assert {"fa4", "fa4_packed"} <= compared or not installed
+
+
+def test_what_is_asked_for_is_reckoned_with():
+    shape = model_shape("gpt-oss-20b")
+    for wanted in ("eager", "flex_attention"):
+        asked = RunConfig(attn_implementation=wanted)
+        assert attention.attention_of(asked, shape, GPU) == wanted
+        assert resolve(asked, shape, GPU).model.attention == wanted
+
+
+def peak(model: str, length: int, **settings) -> float:
+    config = RunConfig(
+        batch_size=2, context_length=length, gradient_accumulation_steps=1, **settings
+    )
+    shape = model_shape(model)
+    return memory(shape, resolve(config, shape, GPU)).peak_allocated
+
+
+def test_memory_grows_with_the_square_of_the_tokens_where_scores_or_masks_are_kept_and_else_not():
+    """Three lengths, each twice the one before: what grows with the square grows by four times more."""
+    kept = dict(activation_policy="keep_all", train_type="qlora")
+
+    def square(model: str, **settings) -> float:
+        short, middle, long = (peak(model, n, **kept | settings) for n in (2048, 4096, 8192))
+        return (long - middle) / (middle - short)
+
+    assert square("gpt-oss-20b") == pytest.approx(2, abs=0.1)
+    assert square("gpt-oss-20b", packing=True) == pytest.approx(2, abs=0.1)
+    assert square("gpt-oss-20b", attn_implementation="eager") > 3
+    assert square("mistral-7b-v0.1") == pytest.approx(2, abs=0.1)
+    assert square("mistral-7b-v0.1", attn_implementation="sdpa") > 2.2
+    assert square("gpt-oss-20b", precision="fp32") > 3  # for which no flash kernel is
+
+
+def test_eager_attention_with_sinks_was_measured_to_take_what_is_estimated():
+    rows = [row for file in row_files(ROOT / "benchmarks" / "results") for row in read_rows(file)]
+    measured = [c for c in compare(rows) if c.row.attention_backend == "eager"]
+    assert measured
+    for found in measured:
+        assert abs(found.memory_error) < 0.05 and abs(found.time_error) < 0.1
+
+
+@pytest.mark.parametrize("heads, size", [(2, 64), (4, 32), (2, 96)])
+def test_a_delta_net_on_plain_torch_keeps_what_is_estimated(heads, size):
+    """Traced in transformers' mixer of Qwen3.5, its inputs' gradients wanted and no weight's."""
+    config = Qwen3_5TextConfig(
+        hidden_size=64,
+        num_hidden_layers=1,
+        layer_types=["linear_attention"],
+        linear_num_key_heads=heads,
+        linear_num_value_heads=heads,
+        linear_key_head_dim=size,
+        linear_value_head_dim=size,
+    )
+    mixer = Qwen3_5GatedDeltaNet(config, 0).to(torch.bfloat16).requires_grad_(False)
+    given = torch.randn(1, 256, 64, dtype=torch.bfloat16, requires_grad=True)
+    saved, weights = {}, {p.untyped_storage().data_ptr() for p in mixer.parameters()}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        saved[x.untyped_storage().data_ptr()] = x  # kept alive, so that no place is used twice
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        mixer(given)
+    sizes = [x.untyped_storage().nbytes() for at, x in saved.items() if at not in weights]
+    shape = shape_from_config(config.to_dict())
+    plan = Plan().change(micro_batch_size=1, context_length=256, state_kernels=False)
+    assert _state_saved(shape.kinds[0], plan) == pytest.approx(sum(sizes), rel=0.05)
+    assert _state_saved(shape.kinds[0], plan.change(state_kernels=True)) < sum(sizes) / 3
+
+
+def test_a_run_without_kernels_for_delta_nets_says_so_and_keeps_less(monkeypatch):
+    config = RunConfig(batch_size=2, context_length=4096, activation_budget_gib=70)
+    shape, plans = model_shape("Qwen/Qwen3.5-9B"), []
+    for installed in (True, False):
+        module = sys.modules[resolve.__module__]
+        monkeypatch.setattr(module, "has_flash_linear_attention", lambda i=installed: i)
+        plans.append(resolve(config, shape, GPU))
+    said = "flash-linear-attention is not installed: the delta nets of qwen3_5_text run on plain"
+    assert [any(said in line for line in plan.choices) for plan in plans] == [False, True]
+    assert plans[0].memory.activation_policy == "keep_all" != plans[1].memory.activation_policy
