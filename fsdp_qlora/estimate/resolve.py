@@ -78,7 +78,7 @@ def resolve(
     plan = _with_offload(plan, shape, machine)
     if shape is None:
         return plan
-    plan = _with_state_kernels(with_learning_rate(plan, shape.hidden), shape)
+    plan = _with_state_kernels(with_learning_rate(plan, shape.hidden), shape, machine)
     if config.mlp_tiles == AUTO:
         plan = _with_tiles(plan, config, shape, machine)
     if plan.memory.mlp_tiles > 1:
@@ -100,10 +100,11 @@ def _with_attention(
     return plan.change(attention=attention, masked=makes_masks(config, shape, attention))
 
 
-def _with_state_kernels(plan: Plan, shape: ModelShape) -> Plan:
-    """Whether delta nets run on kernels, which is said where they don't."""
+def _with_state_kernels(plan: Plan, shape: ModelShape, machine: Machine) -> Plan:
+    """Whether delta nets run on kernels, which is said where a GPU could."""
     mixers = [kind.block.mixer for kind, _ in shape.block_kinds() if kind.block]
-    if not any(mixer.is_delta_net for mixer in mixers) or has_flash_linear_attention():
+    missing = any(m.is_delta_net for m in mixers) and not has_flash_linear_attention()
+    if machine.is_cpu or not missing:
         return plan
     reason = (
         f"flash-linear-attention is not installed: the delta nets of {shape.family} run on plain torch, "
