@@ -105,7 +105,7 @@ def test_memory_grows_with_the_square_of_the_tokens_where_scores_or_masks_are_ke
     assert square("gpt-oss-20b", packing=True) == pytest.approx(2, abs=0.1)
     assert square("gpt-oss-20b", attn_implementation="eager") > 3
     assert square("mistral-7b-v0.1") == pytest.approx(2, abs=0.1)
-    assert square("mistral-7b-v0.1", attn_implementation="sdpa") > 2.2
+    assert square("mistral-7b-v0.1", attn_implementation="sdpa") > 2.12
     assert square("gpt-oss-20b", precision="fp32") > 3  # for which no flash kernel is
 
 

@@ -289,7 +289,9 @@ def _in_tiles(
     while key.shape[1] % tiles:
         tiles -= 1
     by_head = attention_mask is not None and attention_mask.shape[1] > 1
-    sinks = kwargs.get("s_aux")  # of all heads; eager code, which masks and dropout need, reads its own
+    sinks = kwargs.get(
+        "s_aux"
+    )  # of all heads; eager code, which masks and dropout need, reads its own
     is_eager = sinks is not None and (attention_mask is not None or bool(kwargs.get("dropout")))
     if tiles == 1 or by_head or is_eager or kwargs.get("position_bias") is not None:
         return attend(module, query, key, value, attention_mask, **kwargs)
