@@ -182,7 +182,7 @@ def _with_tiles(plan: Plan, config: RunConfig, shape: ModelShape, machine: Machi
     return plan if machine.is_cpu else plan.change(cuda_graphs=replays_pay(plan, config))
 
 
-def _attention_tiles(shape: ModelShape, tokens: int) -> int:
+def _attention_tiles(shape: ModelShape, tokens: float) -> int:
     """Groups of key-value heads that attention takes one after the other (model/attention.py).
 
     With MLPs in tiles attention's backward is the peak, so as many as leave each enough work for a GPU.
