@@ -146,6 +146,7 @@ SETTINGS = [dict(train_type=name) for name in TRAIN_TYPES if name != "custom_qlo
     dict(lora_target_modules="default", optimizer="adamw_8bit", adapter_dtype="bf16"),
     dict(use_cpu_offload=True, use_trained_cpu_offload=False, use_activation_cpu_offload=True),
     dict(global_batch_size=64, batch_size=4, context_length=1024, activation_policy="keep_linears"),
+    dict(train_type="qlora", lora_target_parameters="experts", lora_rank=16),
 ]
 
 
@@ -156,6 +157,7 @@ def test_a_row_gives_back_the_plan_that_it_was_measured_with(settings):
     row = replace(empty_row("x"), train_type=config.train_type, nodes=1, **of_plan(plan))
     again = plan_of(row)
     assert of_plan(again) == of_plan(plan)
+    assert again.adapter.expert_targets == plan.adapter.expert_targets
     assert memory(LLAMA_8B, again) == memory(LLAMA_8B, plan)
 
 

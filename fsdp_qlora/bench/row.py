@@ -70,6 +70,7 @@ class BenchRow:
     vocabulary_offload: bool | None = None  # None: as cpu_offload
     cuda_graphs: bool = False  # whether micro-batches were replayed
     adapter: str | None = None  # None: as train_type says
+    expert_targets: str | None = None  # adapted weights of experts, separated by commas
     mlp_tiles: int = 1
     attention_tiles: int = 1
     sequence_parallel: int = 1
@@ -111,6 +112,7 @@ _FIELDS = dict(
     adapter="adapter",
     lora_rank="lora_rank",
     lora_targets="targets",
+    expert_targets="expert_targets",
     lora_dropout="lora_dropout",
     adapter_dtype="adapter_dtype",
     optimizer="optimizer",
@@ -131,6 +133,7 @@ def of_plan(plan: Plan) -> dict[str, Any]:
     targets = {value: name for name, value in _TARGETS.items()}
     given = found["lora_targets"]
     found["lora_targets"] = targets.get(given) or ",".join(given)
+    found["expert_targets"] = ",".join(found["expert_targets"]) or None
     if found["compute_dtype"] == "auto":
         found["compute_dtype"] = plan.model.product_dtype
     if plan.adapter.is_full:
@@ -151,6 +154,7 @@ def plan_of(row: BenchRow) -> Plan:
         gpus_per_node=row.gpus // (row.nodes or 1),
         targets=_TARGETS.get(targets, tuple(names_in(targets))),
         adapter=row.adapter or _older_adapter(row),
+        expert_targets=tuple(names_in(row.expert_targets or "")),
         quant="hqq4" if row.quant == "hqq" else row.quant,
         lora_dropout=row.lora_dropout or 0.0,
         attention=row.attention_backend if row.attention_backend in _KERNELS else "sdpa",
