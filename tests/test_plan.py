@@ -146,7 +146,6 @@ SETTINGS = [dict(train_type=name) for name in TRAIN_TYPES if name != "custom_qlo
     dict(lora_target_modules="default", optimizer="adamw_8bit", adapter_dtype="bf16"),
     dict(use_cpu_offload=True, use_trained_cpu_offload=False, use_activation_cpu_offload=True),
     dict(global_batch_size=64, batch_size=4, context_length=1024, activation_policy="keep_linears"),
-    dict(train_type="qlora", lora_target_parameters="experts", lora_rank=16),
 ]
 
 
@@ -157,8 +156,15 @@ def test_a_row_gives_back_the_plan_that_it_was_measured_with(settings):
     row = replace(empty_row("x"), train_type=config.train_type, nodes=1, **of_plan(plan))
     again = plan_of(row)
     assert of_plan(again) == of_plan(plan)
-    assert again.adapter.expert_targets == plan.adapter.expert_targets
     assert memory(LLAMA_8B, again) == memory(LLAMA_8B, plan)
+
+
+def test_a_row_of_a_mixture_gives_back_the_adapters_on_its_experts():
+    plan = draft_plan(RunConfig(lora_target_parameters="experts", lora_rank=16), 2, 2)
+    row = replace(empty_row("x"), train_type="qlora", nodes=1, **of_plan(plan))
+    mixture = model_shape("qwen3-30b-a3b")
+    assert memory(mixture, plan_of(row)) == memory(mixture, plan)
+    assert memory(mixture, plan_of(replace(row, expert_targets=None))) != memory(mixture, plan)
 
 
 def test_a_row_from_before_rows_named_the_adapter_has_that_of_its_train_type():
