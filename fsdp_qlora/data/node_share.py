@@ -2,7 +2,7 @@
 
 The tokens lie in anonymous memory (memfd_create), whose descriptor the ranks of a node pass on through
 a socket with an abstract name. Both end with the last process that holds them, so a killed run leaves
-nothing behind. A rank that finds no writer within a minute, or one that ended or reads other data,
+nothing behind. A rank that finds no writer within five seconds, or one that ended or reads other data,
 tokenizes for itself: what is shared saves time, and nothing depends on it. Linux alone has both.
 
 https://man7.org/linux/man-pages/man2/memfd_create.2.html
