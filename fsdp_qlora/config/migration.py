@@ -264,6 +264,7 @@ TABLES: dict[str, tuple[tuple[str, str], ...]] = {
             "`dp_shard_size`, `dp_replicate_size`",
             "`--sharding_strategy hybrid_full_shard --shard_group_size 4`",
         ),
+        ("`context_parallel_size`, `sequence_parallel_degree`", "`--sequence_parallel`"),
         (
             "`save_steps`, `save_total_limit`, `auto_resume_from_checkpoints`",
             "`--checkpoint_every`, `--keep_checkpoints`, on by default",
