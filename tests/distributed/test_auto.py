@@ -92,7 +92,6 @@ def test_a_plan_that_runs_out_of_memory_is_replaced_and_what_works_is_kept_and_k
     changes = _confirmed_changes(config, argv, allowed_gib=0.5)
     said = capfd.readouterr().out
     assert "out of memory" in said and said.count("plan: ") >= 2 and "tokens/s per GPU" in said
-    assert "with --packing true the plan is" in said
     chosen_argv = with_changes(argv, changes)
     (chosen,) = parse(chosen_argv)
     assert not chosen.is_auto and (chosen.batch_size, chosen.global_batch_size) == (8, 16)
@@ -233,6 +232,12 @@ def test_other_data_replan_and_short_rows_get_other_plans_than_long_ones(tmp_pat
     assert plans["short"].choice.config.batch_size > plans["long"].choice.config.batch_size
     assert plans["short"].choice.memory.total < card.memory_gib
     assert not packing_line(plans["short"]) and not packing_line(plans["long"]), "little is padding"
+
+    uneven = write_rows(tmp_path / "uneven.jsonl", [*[40, 60] * 22, 1900])
+    padded = replace(config, dataset=uneven, batch_size=8, global_batch_size=16, packing=False)
+    rows, _ = sampled_lengths(padded)
+    plan = propose(shape, card, padded, free_settings(padded, {"batch_size", "packing"}), rows)
+    assert "with --packing true the plan is" in packing_line(plan)
 
 
 def test_only_what_is_auto_is_chosen():
