@@ -146,8 +146,8 @@ def main(arguments: list[str]):
                 with open(options.results, "a") as file:
                     file.write(line + "\n")
     late.cancel()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    dist.destroy_process_group()
