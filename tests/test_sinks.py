@@ -178,6 +178,15 @@ def test_nothing_of_tokens_times_tokens_is_saved_for_the_backward():
     assert largest("torch_fa") < tokens * tokens
 
 
+@pytest.mark.parametrize("family", MODELS)
+def test_heads_that_attend_group_after_group_take_their_own_sinks(family, plain_kernels):
+    for way, batch in (("torch_fa", ALONE), ("torch_fa_packed", PACKED), ("fa4", ALONE)):
+        expected, model = gradients(made(family, way), [batch]), made(family, way)
+        for block in decoder_blocks(model):
+            block.self_attn.attention_tiles = 2
+        torch.testing.assert_close(gradients(model, [batch]), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_compiled_blocks_have_no_graph_break_and_equal_results(recompute, plain_kernels):
     for way, batch in (

@@ -52,7 +52,7 @@ class Compared:
     plan: Plan
     memory: Memory
     step: StepTime
-    superseded: bool = False  # by a later row of the same
+    superseded: bool = False  # by a later row of the same `what`
 
     @property
     def what(self) -> tuple:

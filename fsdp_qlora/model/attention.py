@@ -289,9 +289,8 @@ def _in_tiles(
     while key.shape[1] % tiles:
         tiles -= 1
     by_head = attention_mask is not None and attention_mask.shape[1] > 1
-    sinks = kwargs.get(
-        "s_aux"
-    )  # of all heads; eager code, which masks and dropout need, reads its own
+    # Sinks are of all heads. Eager code, which masks and dropout need then, reads the module's own.
+    sinks = kwargs.get("s_aux")
     is_eager = sinks is not None and (attention_mask is not None or bool(kwargs.get("dropout")))
     if tiles == 1 or by_head or is_eager or kwargs.get("position_bias") is not None:
         return attend(module, query, key, value, attention_mask, **kwargs)
@@ -314,11 +313,10 @@ def apply_attention_tiles(model: nn.Module, tiles: int, policies: list[str]) -> 
     for each of them: four times the size of q in Llama 3.1 8B, of one group at a time then. Attention
     of other kinds, such as eager, stays whole; layers with fewer heads have fewer tiles.
     """
-    for block, policy in zip(decoder_blocks(model), policies, strict=True) if tiles > 1 else ():
-        for module in (
-            block.children() if POLICIES[policy].reruns_mlp else ()
-        ):  # one of them attends
-            module.attention_tiles = tiles
+    for block, policy in zip(decoder_blocks(model), policies, strict=True):
+        if tiles > 1 and POLICIES[policy].reruns_mlp:
+            for module in block.children():  # one of them attends
+                module.attention_tiles = tiles
     return model
 
 
