@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from fsdp_qlora.catalog.known_models import known_config
+from fsdp_qlora.experts import stacked_weights
 from fsdp_qlora.loading import expected_shapes, meta_model
 from fsdp_qlora.loading.weight_files import RandomCheckpoint
 
@@ -28,20 +29,25 @@ def write(folder: Path, config, device: torch.device):
     folder.mkdir(parents=True, exist_ok=True)
     config.architectures = config.architectures or ["LlamaForCausalLM"]
     config.save_pretrained(folder)
-    shapes = expected_shapes(meta_model(config, torch.bfloat16))
+    model = meta_model(config, torch.bfloat16)
+    shapes, stacks = expected_shapes(model), stacked_weights(model)
     source, files = RandomCheckpoint(shapes, device), split(shapes)
 
+    def stored(name: str) -> str:
+        return stacks[name].stored_name if name in stacks else name
+
+    def tensor(name: str) -> torch.Tensor:
+        rows = source.rows(name, 0, shapes[name][0]).to(torch.bfloat16).cpu()
+        return stacks[name].as_stored(rows) if name in stacks else rows
+
     def write_file(name: str):
-        save_file(
-            {n: source.rows(n, 0, shapes[n][0]).to(torch.bfloat16).cpu() for n in files[name]},
-            folder / name,
-        )
+        save_file({stored(n): tensor(n) for n in files[name]}, folder / name)
 
     with ThreadPoolExecutor(WRITERS if device.type == "cuda" else 1) as pool:
         list(pool.map(write_file, files))
     index = {
         "metadata": {},
-        "weight_map": {n: name for name, names in files.items() for n in names},
+        "weight_map": {stored(n): name for name, names in files.items() for n in names},
     }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 

@@ -279,8 +279,7 @@ class Plan:
     def replays(self, shape: ModelShape) -> bool:
         """Whether micro-batches are CUDA graphs, which some models rule out (training/cuda_graphs.py)."""
         no_masks = (*WITHOUT_MASKS, *(() if shape.traits.windows else ("sdpa",)))
-        alike = not shape.experts and not shape.has_state
-        return self.loop.cuda_graphs and self.model.attention in no_masks and alike
+        return self.loop.cuda_graphs and self.model.attention in no_masks and not shape.has_state
 
 
 # Attention that needs no mask for windows and packed rows (model/attention.py).

@@ -225,6 +225,11 @@ def _is_aligned(operand: Tensor) -> bool:
     return strides[0] == 1 and not strides[1] * operand.element_size() % _ALIGNMENT
 
 
+def is_aligned_size(count: int) -> bool:
+    """Whether rows of so many values, of two bytes or more, begin at whole 16 bytes."""
+    return not 2 * count % _ALIGNMENT
+
+
 def spans(ends: Tensor) -> list[slice]:
     """The rows of each group; the host waits for them."""
     stops = ends.tolist()

@@ -22,7 +22,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from ..quantization.formats import FrozenWeight
 from ..quantization.quantize import compute_input, is_plain_linear
-from .grouped_matmul import Routing, grouped_linear
+from .grouped_matmul import Routing, grouped_linear, is_aligned_size
 from .routing import route
 
 # As transformers names them, in its order; experts without a gate have up_proj for the first.
@@ -189,6 +189,14 @@ def apply_stacked_experts(model: nn.Module) -> nn.Module:
     if names:
         model.stacked_weights = names
     return model
+
+
+def fits_grouped_kernel(experts: StackedExperts) -> bool:
+    """Whether sizes suit the kernel; with others the host waits for how many rows each expert got."""
+    layers = (getattr(experts, name) for name in experts.stacks)
+    bases = (getattr(layer, "base_layer", layer) for layer in layers)
+    sizes = [n for b in bases for n in (b.in_features, b.out_features // experts.num_experts)]
+    return all(is_aligned_size(n) for n in sizes)
 
 
 def mixtures_of(model: nn.Module) -> list[StackedExperts]:

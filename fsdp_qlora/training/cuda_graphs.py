@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from ..config import RunConfig
 from ..data.collate import IGNORE
 from ..dist import hold_collectives, local_rows, max_over_ranks, print_main
+from ..experts import StackedExperts, fits_grouped_kernel
 from ..memory.tiled_mlp import tiled_mlps
 from ..model.attention import makes_no_masks
-from ..model.blocks import decoder_blocks, has_experts
 from ..plan import Plan
 from ..sharding import is_sharded, reduce_gradients, without_gradient_sync
 from .step import ForwardBackward, run_micro_batch
@@ -66,8 +66,9 @@ def _why_no_graphs(plan: Plan, model: nn.Module, device: torch.device) -> str:
                 return f"with --{flag}, the last micro-batch of a step differs from the others"
     if not makes_no_masks(model.config.get_text_config()):
         return "its attention needs masks that the CPU makes"
-    if any(map(has_experts, decoder_blocks(model))):
-        return "graphs do not support experts, whose groups differ from batch to batch"
+    experts = (m for m in model.modules() if isinstance(m, StackedExperts))
+    if not all(map(fits_grouped_kernel, experts)):
+        return "the host waits for experts whose widths are not multiples of 8"
     if any(mlp.drops for mlp in tiled_mlps(model)):
         return "MLP tiles draw the same dropout twice, from seeds on the CPU"
     return "" if device.type == "cuda" else "there is no GPU"

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.distributed.test_command_line import call
+from tests.families import save_family
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny, tiny_rows
 from tests.tokenizers import save_chat_model
@@ -36,6 +37,13 @@ CASES = {
     "full": dict(train_type="full", optimizer="adamw_8bit"),
     "fp16": dict(precision="fp16_autocast"),
     "packed": dict(packing=True),
+}
+
+MIXTURES = {
+    "experts": dict(lora_target_parameters="experts"),
+    "experts, recomputed": dict(lora_target_parameters="experts", use_gradient_checkpointing=True),
+    "experts, fp8": dict(lora_target_parameters="experts", compute_dtype="fp8"),
+    "frozen experts, packed": dict(packing=True),
 }
 
 
@@ -140,6 +148,14 @@ def results(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def of_mixtures(tmp_path_factory):
+    folder = save_family(
+        tmp_path_factory.mktemp("tiny"), "Qwen3-MoE", hidden_size=128, moe_intermediate_size=128
+    )
+    return run_ranks(train_both_ways, 1, folder, MIXTURES, device="cuda")[0]
+
+
+@pytest.fixture(scope="module")
 def one_of_four(tmp_path_factory):
     folder = save_tiny(tmp_path_factory.mktemp("tiny"), hidden_size=128, intermediate_size=256)
     return run_ranks(train_sharded_both_ways, 1, folder, True, device="cuda", grouped=False)[0]
@@ -167,6 +183,12 @@ def test_replayed_steps_of_two_ranks(two_ranks, case):
 @pytest.mark.parametrize("case", CASES)
 def test_replayed_steps_are_those_of_the_host(results, case):
     compare(results, case)
+
+
+@pytest.mark.parametrize("case", MIXTURES)
+def test_replayed_steps_of_mixtures(of_mixtures, case):
+    """Experts get other numbers of rows in each micro-batch, all from one graph."""
+    compare(of_mixtures, case)
 
 
 def compare(results, case):
