@@ -18,11 +18,11 @@ test: $(VENV)/.installed-dev
 
 # What starts slowly (chaos, launchers, wheels, the site, types), and more cases of what `make test` runs.
 test-rest: $(VENV)/.installed-dev
-	$(RUN) -m pytest tests $(SPREAD) -m "slow and not exhaustive and not ray and not schedulers and not docker and not browser"
+	$(RUN) -m pytest tests $(SPREAD) -m "slow and not exhaustive and not ray and not schedulers and not docker and not browser and not pyright"
 
 # All remaining cases: the whole matrix, every family on two ranks, other numbers of ranks.
 test-exhaustive: $(VENV)/.installed-dev
-	$(RUN) -m pytest tests $(SPREAD) -m "exhaustive and not ray and not schedulers and not docker and not browser"
+	$(RUN) -m pytest tests $(SPREAD) -m "exhaustive and not ray and not schedulers and not docker and not browser and not pyright"
 
 test-all: test test-rest test-exhaustive
 

@@ -4,6 +4,7 @@ torchrun --nproc_per_node 2 examples/fabric.py MODEL
 """
 
 import sys
+from typing import Any
 
 import torch
 from lightning.fabric import Fabric
@@ -15,14 +16,13 @@ from fsdp_qlora.integrations.streamed import streamed_model
 
 
 def main(folder: str, devices: int = 2, *, steps: int = 4) -> list[float]:
-    fabric = Fabric(
-        accelerator="auto", devices=int(devices), strategy=ShardedStrategy("full_shard")
-    )
+    fabric = Fabric(accelerator="auto", devices=devices, strategy=ShardedStrategy("full_shard"))
     fabric.launch()
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
     model = fabric.setup_module(get_peft_model(streamed_model(folder, "nf4"), lora))
     weights = fq.trainable_parameters(model.module).values()
-    optimizer = fabric.setup_optimizers(torch.optim.AdamW(weights, lr=1e-3))
+    # Any: Fabric's return type is an optimizer or a tuple of them.
+    optimizer: Any = fabric.setup_optimizers(torch.optim.AdamW(weights, lr=1e-3))
     generator = torch.Generator().manual_seed(fabric.global_rank)
     tokens = torch.randint(0, model.config.vocab_size, (2, 64), generator=generator)
     tokens, losses = tokens.to(fabric.device), []
@@ -37,4 +37,4 @@ def main(folder: str, devices: int = 2, *, steps: int = 4) -> list[float]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], *map(int, sys.argv[2:]))

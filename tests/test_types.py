@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -53,6 +54,36 @@ def test_every_module_of_a_public_name_is_checked():
     for module in set(fsdp_qlora.PUBLIC.values()):
         path = "fsdp_qlora/" + module.replace(".", "/")
         assert {path, f"{path}.py", f"{path}/__init__.py"} & files, module
+
+
+def test_every_example_is_checked():
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert "examples" in re.split(r"[,\s]+", setup["mypy"]["files"])
+
+
+# What pyright says of other packages' own exports: `from trl import SFTConfig` and torch's TCPStore are
+# documented, but imported there without `as` or `__all__`. Ray comes with no extra.
+LIBRARIES_OWN = re.compile(
+    r'"\w+Config" is not exported from module "trl"'
+    r'|"TCPStore" is not exported from module "torch.distributed"'
+    r'|Import "ray(\.train(\.torch)?)?" could not be resolved'
+)
+
+
+@pytest.mark.pyright
+def test_pyright_finds_nothing_in_the_examples_and_in_a_use_of_every_public_name():
+    options = ["--outputjson", "--pythonpath", sys.executable]
+    found = subprocess.run(
+        [sys.executable, "-m", "pyright", *options, str(USE), "examples"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    ).stdout
+    found = json.loads(found)
+    assert found["summary"]["filesAnalyzed"] == 1 + len([*(ROOT / "examples").rglob("*.py")])
+    said = [f"{d['file']}: {d['message']}" for d in found["generalDiagnostics"]]
+    assert not [line for line in said if not LIBRARIES_OWN.search(line)]
 
 
 @pytest.mark.slow

@@ -25,8 +25,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 def train_rank(settings: dict):
     """What a worker does: meet the others through Ray's group, then run train.py's command."""
     worker = get_context()
-    here = [meeting_point() if worker.get_world_rank() == 0 else None]
-    dist.broadcast_object_list(here, src=0)
+    here = [meeting_point() if worker.get_world_rank() == 0 else ("", 0)]
+    dist.broadcast_object_list(here, src=0)  # in place
     dist.destroy_process_group()  # the rank makes its own
     ranks = dict(
         RANK=worker.get_world_rank(),
@@ -52,7 +52,9 @@ def meeting_point() -> tuple[str, int]:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description="Start train.py's ranks through Ray", allow_abbrev=False
+    )
     parser.add_argument("--workers", type=int, required=True, help="ranks, one per GPU")
     parser.add_argument("--cpu", action="store_true", help="without GPUs, to try it out")
     parser.add_argument(
