@@ -105,7 +105,7 @@ REMEDIES = [
     ("has the splits", "give one of these"),
     ("expected (an object|\\{)", "write the record in one of [these shapes](data.md)"),
     (
-        "chat template|tool calls|^empty text|^no messages",
+        "chat template|tool calls|^empty text|^no messages|^weight 0",
         "nothing, if it is a few rows: they are dropped and counted. If it is all, check the template "
         "or the records",
     ),

@@ -416,12 +416,10 @@ def test_a_data_set_of_the_hub_is_streamed_and_not_fetched(monkeypatch):
 
 
 def test_a_rank_parses_its_own_lines_only(tmp_path, monkeypatch):
-    parsed = []
+    parsed, row = [], Source.row
     monkeypatch.setattr(
-        stream_module, "parse_row", lambda raw, place: parsed.append(place) or parse_row(raw, place)
+        Source, "row", lambda self, raw, place: parsed.append(place) or row(self, raw, place)
     )
-    from fsdp_qlora.data.records import parse_row
-
     stream(open_source(write_rows(tmp_path / "rows.jsonl", conversations(41))), 4)
     assert len(parsed) == len(set(parsed)) == 41
 

@@ -57,7 +57,14 @@ SAME = {
 }
 
 # Plain words for a setting, of no trainer.
-_WORDS = {"model": "model_name", "data": "dataset", "output": "output_dir"}
+_WORDS = {
+    "model": "model_name",
+    "data": "dataset",
+    "output": "output_dir",
+    "row_weights": "weight_column",
+    "sample_weight": "weight_column",
+    "loss_weight": "weight_column",
+}
 
 # (names there, what is typed here), as Markdown: names and flags in the same order where they pair up.
 TABLES: dict[str, tuple[tuple[str, str], ...]] = {

@@ -28,8 +28,9 @@ def collate(
     pad_token_id: int,
     pad_to_multiple_of: int = 1,
     pad_to: PadTo = None,
+    weights: Sequence[float] | None = None,
 ) -> dict[str, Tensor]:
-    """input_ids and labels, each (B, T) int64.
+    """input_ids and labels, each (B, T) int64; with weights of the rows, loss_weights (B, T) fp32.
 
     There is no attention_mask: causal attention does not look right, where the padding is, so real
     tokens get the same result without one, and attention takes its fast causal kernels. Nor are there
@@ -44,7 +45,11 @@ def collate(
     for row, (ids, targets) in enumerate(examples):
         input_ids[row, : len(ids)] = ids
         labels[row, : len(ids)] = targets
-    return {"input_ids": input_ids, "labels": labels}
+    batch = {"input_ids": input_ids, "labels": labels}
+    if weights is not None:
+        batch["loss_weights"] = torch.zeros(labels.shape)
+        batch["loss_weights"][: len(weights)] = torch.tensor(weights)[:, None]
+    return batch
 
 
 FILLER_TOKENS = 2

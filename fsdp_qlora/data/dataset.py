@@ -46,6 +46,7 @@ class TokenizedDataset:
     trained: np.ndarray  # (S,) bool; False at the first token of every row
     offsets: np.ndarray  # (N + 1,) int64, where each row starts
     report: DataReport
+    weights: np.ndarray | None = None  # (N,) float32, of each row's loss; None where all are alike
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -78,15 +79,20 @@ class TokenizedDataset:
     @cached_property
     def _digest(self) -> str:
         digest = hashlib.sha256()
-        for values in (self.offsets, self.input_ids, self.trained):
+        for values in self._arrays.values():
             digest.update(np.ascontiguousarray(values).data)
         return digest.hexdigest()
 
     def checksum(self, key: str, report: str) -> str:
         """Of all that a file of these rows says, and of the key that it is found by."""
-        arrays = (self.offsets, self.input_ids, self.trained)
+        arrays = self._arrays.values()
         parts = [key, report, self.digest(), *((str(a.dtype), a.shape) for a in arrays)]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    @property
+    def _arrays(self) -> dict[str, np.ndarray]:
+        arrays = {"offsets": self.offsets, "input_ids": self.input_ids, "trained": self.trained}
+        return arrays if self.weights is None else arrays | {"weights": self.weights}
 
     def save(self, path: str | Path, key: str = "") -> None:
         tensors, metadata = self._as_file(key)
@@ -97,9 +103,8 @@ class TokenizedDataset:
         return save(*self._as_file(key))
 
     def _as_file(self, key: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        arrays = {"input_ids": self.input_ids, "trained": self.trained, "offsets": self.offsets}
         report = json.dumps(self.report.to_dict())
-        tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
+        tensors = {name: torch.from_numpy(values) for name, values in self._arrays.items()}
         return tensors, {"report": report, "checksum": self.checksum(key, report)}
 
     @classmethod
@@ -171,6 +176,11 @@ class Subset:
     def trained_counts(self) -> np.ndarray:
         return self.dataset.trained_counts[self.rows]
 
+    @cached_property
+    def weights(self) -> np.ndarray | None:
+        weights = self.dataset.weights
+        return None if weights is None else weights[self.rows]
+
     def check_vocab_size(self, vocab_size: int) -> None:
         self.dataset.check_vocab_size(vocab_size)
 
@@ -234,6 +244,7 @@ def load_dataset(
     wait_timeout_s: float = 6 * 3600,
     shows_progress: bool = False,
     share: str | None = None,
+    weight_column: str | None = None,
 ) -> TokenizedDataset:
     """Read and tokenise `dataset` (see `read_rows`); every rank gets the same rows.
 
@@ -244,11 +255,17 @@ def load_dataset(
     shows_progress: a bar on a terminal, if it takes more than a moment.
     share: a text that only the ranks of this run on this node have in common.
         Without a cache_dir one of them tokenises for all (node_share.py). None: each for itself.
+    weight_column: the key of each record that holds the weight of its loss.
     Raises ValueError if no row is left.
     """
     source = open_source(
-        dataset, split=split, samples=samples, seed=seed, dummy_words=context_length
-    )  # a word is at least a token
+        dataset,
+        split=split,
+        samples=samples,
+        seed=seed,
+        dummy_words=context_length,  # a word is at least a token
+        weight_column=weight_column,
+    )
 
     def build() -> TokenizedDataset:
         rows = tqdm(
@@ -276,6 +293,7 @@ def load_dataset(
     if cache_dir is None and not shares:
         return told(build())
     options = [split, samples, seed, context_length, train_on]
+    options += [weight_column] if weight_column else []
     key = _cache_key(source.digest(), tokenizer, options)
     if cache_dir is None:
         return told(_from_node(build, key, str(share), is_writer))
@@ -332,7 +350,12 @@ def cut_and_count(
         report.drop(str(encoded), source)
         return None
     length = report.context_length
-    row = Encoded(encoded.input_ids[:length], encoded.trained[:length], encoded.folded_system)
+    row = Encoded(
+        encoded.input_ids[:length],
+        encoded.trained[:length],
+        encoded.folded_system,
+        weight=encoded.weight,
+    )
     if not row.trained.any():
         reason = (
             f"no trained token within {length:,} tokens (--context_length)"
@@ -347,6 +370,7 @@ def cut_and_count(
         int(row.trained.sum()),
         tokens_cut=len(encoded.input_ids) - len(row.input_ids),
         folded_system=row.folded_system,
+        weight=row.weight,
     )
     return row
 
@@ -357,6 +381,7 @@ class _Builder:
     def __init__(self, report: DataReport):
         self.report = report
         self.input_ids, self.trained, self.offsets = array("i"), array("b"), array("q", [0])
+        self.weights = array("f")
 
     def add(self, source: str, encoded: Encoded | UnusableRow) -> None:
         row = cut_and_count(encoded, source, self.report)
@@ -365,11 +390,14 @@ class _Builder:
         self.input_ids.frombytes(row.input_ids.tobytes())
         self.trained.frombytes(row.trained.tobytes())
         self.offsets.append(len(self.input_ids))
+        self.weights.append(row.weight)
 
     def finish(self) -> TokenizedDataset:
+        weights = np.array(self.weights, dtype=np.float32)
         return TokenizedDataset(
             np.array(self.input_ids, dtype=np.int32),
             np.frombuffer(self.trained, dtype=np.bool_).copy(),
             np.array(self.offsets, dtype=np.int64),
             self.report,
+            None if (weights == weights[:1]).all() else weights,
         )

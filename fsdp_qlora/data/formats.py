@@ -7,8 +7,12 @@ user's mistake, and the error says which keys it has, where, and which keys woul
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from .messages import TOOLS_KEYS, checked_text, message, read_messages, read_tools
 
@@ -45,12 +49,16 @@ class Row:
     prompt_format: str | None = None  # the name in PLAIN_PROMPTS of what plain_prompt was made by
     tools: list | None = None  # JSON schemas that the chat template shows to the model
     excluded: frozenset[int] = frozenset()  # messages that their author took out of training
+    weight: float = 1.0  # of its loss, relative to other rows; of 0, the row is left out
     unread: tuple[str, ...] = ()  # keys of the record that nothing is made of
     notes: tuple[str, ...] = ()  # what the data report should say of it
 
 
-def row_from_record(record: dict, source: str) -> Row:
-    """The row of one record; ValueError names `source` and the key at fault."""
+def row_from_record(record: dict, source: str, weight_column: str | None = None) -> Row:
+    """The row of one record; ValueError names `source` and the key at fault.
+
+    weight_column: the key of the row's weight, which every record must have; None weighs all alike.
+    """
     if not isinstance(record, dict):
         raise ValueError(
             f"{source}: expected an object with named fields, found {type(record).__name__}"
@@ -59,10 +67,11 @@ def row_from_record(record: dict, source: str) -> Row:
         # Tables give every row the columns of all, as nulls: a format that is all null is not there.
         if all(key in record for key in keys) and any(record[key] is not None for key in keys):
             row = build(record, source, *keys)
+            if weight_column is not None:
+                row = replace(row, weight=_weight(record, source, weight_column))
+            read = (*keys, *_READ_BESIDE[build], weight_column)
             unread = [
-                str(key)
-                for key, value in record.items()
-                if value is not None and key not in (*keys, *_READ_BESIDE[build])
+                str(key) for key, value in record.items() if value is not None and key not in read
             ]
             return replace(row, unread=tuple(unread)) if unread else row
     if {"chosen", "rejected"} <= record.keys():
@@ -193,6 +202,23 @@ _READ_BESIDE: dict[Callable[..., Row], tuple[str, ...]] = {
     _question: ("system", "context", *TOOLS_KEYS),
     _plain_text: (),
 }
+
+
+def _weight(record: dict, source: str, column: str) -> float:
+    """The weight of a record, as fp32 has it; tables hold it as text."""
+    if record.get(column) is None:
+        raise ValueError(
+            f"{source}: '{column}' (--weight_column) is missing; give every row a number of 0 or more"
+        )
+    value, weight = record[column], -1.0
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        with suppress(ValueError, OverflowError), np.errstate(over="ignore"):
+            weight = float(np.float32(float(value)))
+    if not 0 <= weight < math.inf:
+        raise ValueError(
+            f"{source}: '{column}' (--weight_column) is {value!r:.40}; expected a number of 0 or more"
+        )
+    return weight
 
 
 def _optional_text(record: dict, source: str, key: str) -> str:

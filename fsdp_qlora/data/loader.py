@@ -41,6 +41,7 @@ class Step:
     num_trained_tokens: int  # of all ranks: what the sum of losses is divided by
     num_trained_tokens_local: int  # of this rank
     row_ids: Sequence = ()  # of all ranks: places in the data set, or in the files of a stream
+    mean_weight: float = 1.0  # of its trained tokens, which its rows' weights are divided by
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,9 @@ class StepLoader:
     def step(self, index: int) -> Step:
         """Any step, without moving the sampler."""
         rows = self.sampler.rows(index)
+        weights, mean_weight = self.dataset.weights, 1.0
+        if weights is not None:
+            weights, mean_weight = relative_weights(weights, self.dataset.trained_counts, rows)
         micro_batches = [
             collated(
                 share,
@@ -142,6 +146,7 @@ class StepLoader:
                 self.padding,
                 self.pin_memory,
                 self.num_bins,
+                weights,
             )
             for share in self._shares(index)
         ]
@@ -154,6 +159,7 @@ class StepLoader:
             int(self.dataset.trained_counts[rows].sum()),
             sum(num_trained_tokens(batch) for batch in micro_batches),
             rows,
+            mean_weight,
         )
 
     def padded_shapes(self, num_steps: int = 200) -> list[tuple[int, int]]:
@@ -277,19 +283,35 @@ def collated(
     padding: dict,
     pin_memory: bool = False,
     num_bins: int = 1,
+    weights: dict[int, float] | None = None,
 ) -> dict:
     """A micro-batch of `share_out`, of what `example` makes of a row; a filler if it has no row.
 
     num_bins: packed ones at least, filled up with empty ones so that all batches have one shape.
+    weights: of the step's rows, as `relative_weights` gives them; None where all are alike.
     """
     nothing = filler(padding["pad_token_id"])
     if packing:
         bins = [[example(row) for row in bin] for bin in share] or [[nothing]]
         bins += [[]] * (num_bins - len(bins))
-        batch = collate_packed(bins, **padding)
+        of_bins = None if weights is None else [[weights[row] for row in bin] for bin in share]
+        batch = collate_packed(bins, **padding, weights=of_bins)
     else:
-        batch = collate([example(row) for row in share] or [nothing], **padding)
+        of_rows = None if weights is None else [weights[row] for row in share]
+        batch = collate([example(row) for row in share] or [nothing], **padding, weights=of_rows)
     return pin(batch) if pin_memory else batch
+
+
+def relative_weights(
+    weights: np.ndarray, trained_counts: np.ndarray, rows: Sequence[int]
+) -> tuple[dict[int, float], float]:
+    """Weights of a step's rows over the mean weight of its trained tokens, and that mean.
+
+    With these, the sum of weighted losses over the number of trained tokens is the weighted mean.
+    """
+    given, counts = weights[rows].astype(np.float64), trained_counts[rows]
+    mean = float((given * counts).sum() / counts.sum())
+    return dict(zip(rows, (given / mean).tolist(), strict=True)), mean
 
 
 def run_widths(context_length: int, compiled: bool, one: bool) -> PadTo:

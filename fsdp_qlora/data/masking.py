@@ -48,6 +48,7 @@ class Encoded:
     notes: Sequence[str] = ()  # for the data report, as all below
     unread: Sequence[str] = ()
     prompt_format: str | None = None
+    weight: float = 1.0  # of its loss, relative to other rows
 
 
 def encode_rows(
@@ -66,6 +67,7 @@ def encode_rows(
             continue
         encoded = _encode(item, *next(tokens), prefix, chat, train_on)
         encoded.notes, encoded.unread = (*row.notes, *item.notes), row.unread
+        encoded.weight = row.weight
         if chat.is_fallback:
             encoded.prompt_format = "text" if row.text else row.prompt_format or "roles"
         yield encoded
@@ -125,6 +127,8 @@ def _kept(text: str, chat: ChatTemplate) -> list[str]:
 
 
 def _render_or_reason(row: Row, chat: ChatTemplate) -> _Rendered | UnusableRow:
+    if not row.weight:
+        return UnusableRow("weight 0 in --weight_column")
     try:
         return _render_row(row, chat)
     except UnusableRow as reason:

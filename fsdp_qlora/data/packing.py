@@ -114,6 +114,7 @@ def collate_packed(
     pad_to_multiple_of: int = 1,
     pad_to: PadTo = None,
     longest: int | None = None,
+    weights: Sequence[Sequence[float]] | None = None,
 ) -> dict:
     """A batch of B bins, each the concatenation of its examples.
 
@@ -121,6 +122,7 @@ def collate_packed(
     position_ids (B, T): start again at 0 in every row and in the padding, which is rows of its own.
     cu_seq_lens_q, cu_seq_lens_k (N + 1,) int32, max_length_q, max_length_k int: borders of all rows
         in the batch flattened to (1, B * T), and the tokens of the longest.
+    loss_weights (B, T) fp32: with weights of the rows of each bin.
 
     longest: what the batch says of the longest row, at least as much as it is. Code is compiled for
         that number, so it should be one for all batches; with one width for all, that is its default.
@@ -148,7 +150,7 @@ def collate_packed(
     longest = longest or (
         width if isinstance(pad_to, int) else max(b - a for a, b in pairwise(borders))
     )
-    return {
+    batch = {
         "input_ids": input_ids,
         "labels": labels,
         "position_ids": position_ids,
@@ -157,6 +159,18 @@ def collate_packed(
         "max_length_q": longest,
         "max_length_k": longest,
     }
+    if weights is not None:
+        batch["loss_weights"] = _loss_weights(bins, weights, labels.shape)
+    return batch
+
+
+def _loss_weights(bins, weights, shape: torch.Size) -> Tensor:
+    """The weight of each token's row (B, T); 0 where there is none."""
+    found = torch.zeros(shape)
+    for row, (examples, of_rows) in enumerate(zip(bins, weights, strict=False)):
+        lengths = torch.tensor([len(ids) for ids, _ in examples])
+        found[row, : int(lengths.sum())] = torch.tensor(of_rows).repeat_interleave(lengths)
+    return found
 
 
 def block_diagonal_mask(position_ids: Tensor, dtype: torch.dtype = torch.bool) -> Tensor:

@@ -29,23 +29,24 @@ class Source:
 
     raw_records: as read. A line of JSON is still bytes: most ranks of a stream only pass it by.
     files: lines for the data report on what was read of a folder, and what was not.
+    weight_column: the key of rows' weights, or None.
     """
 
     raw_records: Callable[[], Iterator[tuple[str, dict | bytes]]]
     digest: Callable[[], str]
     files: tuple[str, ...] = ()
+    weight_column: str | None = None
 
     def records(self) -> Iterator[tuple[str, dict]]:
         return ((place, _parse_record(raw, place)) for place, raw in self.raw_records())
 
     def rows(self) -> Iterator[Row]:
         """Rows one at a time, so that a large file is never held as Python objects."""
-        return (parse_row(raw, place) for place, raw in self.raw_records())
+        return (self.row(raw, place) for place, raw in self.raw_records())
 
-
-def parse_row(raw: dict | bytes, place: str) -> Row:
-    """The row of a raw record; ValueError names its place."""
-    return row_from_record(_parse_record(raw, place), place)
+    def row(self, raw: dict | bytes, place: str) -> Row:
+        """The row of a raw record; ValueError names its place."""
+        return row_from_record(_parse_record(raw, place), place, self.weight_column)
 
 
 def _parse_record(raw: dict | bytes, place: str) -> dict:

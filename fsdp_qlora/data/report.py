@@ -59,6 +59,7 @@ class DataReport:
     prompt_formats: dict[str, int] = field(default_factory=dict)  # where there is no chat template
     files: list[str] = field(default_factory=list)  # what was read of a folder, and what was not
     lengths: dict[int, int] = field(default_factory=dict)  # rows of up to so many tokens
+    weights: list[float] = field(default_factory=list)  # the least and the largest of kept rows
 
     def drop(self, reason: str, source: str) -> None:
         self.dropped.setdefault(reason, Counted()).add(1, [source])
@@ -75,7 +76,12 @@ class DataReport:
             self.prompt_formats[prompt_format] = self.prompt_formats.get(prompt_format, 0) + 1
 
     def keep(
-        self, length: int, trained: int, tokens_cut: int = 0, folded_system: bool = False
+        self,
+        length: int,
+        trained: int,
+        tokens_cut: int = 0,
+        folded_system: bool = False,
+        weight: float = 1.0,
     ) -> None:
         """Count a row of `length` tokens, `tokens_cut` of it already gone."""
         self.rows_kept += 1
@@ -84,6 +90,7 @@ class DataReport:
         self.tokens_total += length
         self.tokens_trained += trained
         self.tokens_cut += tokens_cut
+        self.weights = _ends([*self.weights, weight])
         # Four bars an octave: rows of one task often lie within one.
         width = max(1, (1 << max(length - 1, 0).bit_length()) // 8)
         bound = min(-(-length // width) * width, self.context_length)
@@ -101,6 +108,7 @@ class DataReport:
             mine = getattr(self, name)
             for key, rows in getattr(other, name).items():
                 mine[key] = mine.get(key, 0) + rows
+        self.weights = _ends(self.weights + other.weights)
 
     def to_dict(self) -> dict:
         return asdict(self)
@@ -128,6 +136,9 @@ class DataReport:
                 f"  truncated {counted(self.rows_truncated, 'row')} to {self.context_length:,} "
                 f"tokens (--context_length), losing {self.tokens_cut:,} tokens"
             )
+        if self.weights and self.weights != [1, 1]:
+            least, largest = self.weights
+            lines.append(f"  weights from {least:g} to {largest:g} (--weight_column)")
         if self.rows_with_folded_system:
             lines.append(
                 "  folded the system message into the first user turn in "
@@ -145,6 +156,8 @@ class DataReport:
                     f"{name} ({counted(rows, 'row')})" for name, rows in self.unread.items()
                 )
             )
+        if "weight" in self.unread:
+            lines.append("  --weight_column weight weighs the loss of each row by that field")
         return "\n".join(lines + self._histogram())
 
     def format_dropped(self) -> str:
@@ -217,6 +230,11 @@ def _runs(input_ids, labels, tokenizer):
                 tokenizer.decode(input_ids[start:end], clean_up_tokenization_spaces=False),
             )
             start = end
+
+
+def _ends(values: list[float]) -> list[float]:
+    """The least and the largest of some values; nothing of none."""
+    return [min(values), max(values)] if values else []
 
 
 def _named(rows: Counted) -> str:

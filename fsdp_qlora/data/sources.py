@@ -38,6 +38,7 @@ def read_rows(
     samples: int | None = None,
     seed: int = 42,
     dummy_words: int = 1024,
+    weight_column: str | None = None,
 ) -> list[Row]:
     """All rows of `dataset` in file order.
 
@@ -47,9 +48,17 @@ def read_rows(
     samples: keep this many rows, drawn by `seed` (the first ones for alpaca_sample; the number of
         rows made for dummy, 512 if None). All rows if there are fewer.
     dummy_words: length of each row of dummy.
+    weight_column: the key of each record that holds its weight.
     Raises ValueError, in one line, for anything missing or malformed.
     """
-    source = open_source(dataset, split=split, samples=samples, seed=seed, dummy_words=dummy_words)
+    source = open_source(
+        dataset,
+        split=split,
+        samples=samples,
+        seed=seed,
+        dummy_words=dummy_words,
+        weight_column=weight_column,
+    )
     return list(source.rows())
 
 
@@ -61,6 +70,7 @@ def open_source(
     seed: int = 42,
     dummy_words: int = 1024,
     streaming: bool = False,
+    weight_column: str | None = None,
 ) -> Source:
     """The `Source` behind `read_rows`, whose records are not read yet.
 
@@ -70,8 +80,10 @@ def open_source(
     if samples is not None and samples < 1:
         raise ValueError(f"--dataset_samples {samples}: give a number of rows above 0")
     if dataset == "dummy":
-        return _dummy_source(samples or 512, dummy_words)
-    source = _whole_source(dataset, split, seed, streaming)
+        source, samples = _dummy_source(samples or 512, dummy_words), None
+    else:
+        source = _whole_source(dataset, split, seed, streaming)
+    source = replace(source, weight_column=weight_column)
     if samples is None:
         return source
     draw = _first if dataset == "alpaca_sample" else _sample

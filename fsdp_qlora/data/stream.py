@@ -27,10 +27,10 @@ import numpy as np
 
 from .collate import Example, PadTo
 from .dataset import as_example, check_vocab_size, cut_and_count, groups
-from .loader import Step, collated, num_trained_tokens, share_bins, share_out
+from .loader import Step, collated, num_trained_tokens, relative_weights, share_bins, share_out
 from .masking import Encoded, encode_rows
 from .packing import window_bins
-from .records import Source, parse_row
+from .records import Source
 from .report import DataReport
 from .sampler import check_same
 from .templates import ChatTemplate
@@ -274,7 +274,7 @@ class StreamLoader:
         """The part of `window` that is this rank's, for rows are dealt in turn."""
         report = DataReport(self.report.context_length, self.report.train_on)
         dealt = [row for row in window.rows if row[0] % self.world_size == self.rank]
-        rows = [parse_row(record, name) for _, name, record in dealt]
+        rows = [self.sampler.source.row(record, name) for _, name, record in dealt]
         encoded = zip(dealt, rows, encode_rows(rows, self.chat, report.train_on), strict=True)
         kept = [
             (place, name, row)
@@ -353,6 +353,11 @@ class StreamLoader:
                 self.report.context_length if self.packing else None,
                 index,
             )
+        trained = np.array([int(row.trained.sum()) for row in encoded])
+        weights, mean_weight = None, 1.0
+        if self.sampler.source.weight_column is not None:
+            given = np.array([row.weight for row in encoded])
+            weights, mean_weight = relative_weights(given, trained, numbers)
         micro_batches = [
             collated(
                 share,
@@ -361,6 +366,7 @@ class StreamLoader:
                 self.padding,
                 self.pin_memory,
                 self.num_bins,
+                weights,
             )
             for share in shares
         ]
@@ -370,9 +376,10 @@ class StreamLoader:
             micro_batches,
             len(numbers),
             int(lengths[numbers].sum()),
-            sum(int(encoded[number].trained.sum()) for number in numbers),
+            int(trained[numbers].sum()),
             sum(map(num_trained_tokens, micro_batches)),
             [rows[number][1] for number in numbers],
+            mean_weight,
         )
 
     def _count(self, part: Part, report: DataReport):

@@ -41,10 +41,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of token losses of hidden (N, D) against labels (N,), with the head's weight (V, D).
 
     right: a counter, to which is added how many of the labels have the largest logit.
+    weights: (N,) that the tokens' losses are multiplied by, or None.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, scale, softcap, chunk, right=None):
+    def forward(ctx, hidden, weight, bias, labels, scale, softcap, chunk, right=None, weights=None):
         loss = hidden.new_zeros((), dtype=torch.float32)
         ctx.dtypes = weight.dtype, bias.dtype if bias is not None else None
         d_hidden = torch.empty_like(hidden)
@@ -58,7 +59,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             chunk_loss, chunk_right, d_logits = _loss_and_d_logits(
-                hidden[part], weight, bias, labels[part], scale, softcap
+                hidden[part],
+                weight,
+                bias,
+                labels[part],
+                scale,
+                softcap,
+                None if weights is None else weights[part],
             )
             loss += chunk_loss
             if right is not None:
@@ -80,29 +87,33 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             d_weight = (d_weight * d_loss).to(weight_dtype)
         if d_bias is not None:
             d_bias = (d_bias * d_loss).to(bias_dtype)
-        return d_hidden, d_weight, d_bias, *[None] * 5
+        return d_hidden, d_weight, d_bias, *[None] * 6
 
 
 def _loss_and_d_logits(
-    hidden, weight, bias, labels, scale, softcap
+    hidden, weight, bias, labels, scale, softcap, weights
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `_loss_of_logits` gives for one chunk."""
     logits = nn.functional.linear(hidden, weight, bias)
     if not logits.is_cuda:
-        return _loss_of_logits(logits, labels, scale, softcap)
-    for rows in (logits, labels):
+        return _loss_of_logits(logits, labels, scale, softcap, weights)
+    for rows in (logits, labels) if weights is None else (logits, labels, weights):
         torch._dynamo.maybe_mark_dynamic(rows, 0)  # the last chunk is shorter
-    return _compiled_loss_of_logits()(logits, labels, scale, softcap)
+    return _compiled_loss_of_logits()(logits, labels, scale, softcap, weights)
 
 
 def _loss_of_logits(
-    logits: Tensor, labels: Tensor, scale: float = 1.0, softcap: float | None = None
+    logits: Tensor,
+    labels: Tensor,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Summed cross-entropy of logits (N, V) in fp32, and d loss / d logits in the logits' dtype.
 
-    Between them the number of labels that have the largest logit, alone or not. The gradient is
-    softmax(logits) - onehot(label), zero where the label is ignored; what the model does to the head's
-    output first (`_logit_map`) is followed back.
+    Each token's is multiplied by its weight, if there are any. Between them the number of labels that
+    have the largest logit, alone or not. The gradient is softmax(logits) - onehot(label), zero where the
+    label is ignored; what the model does to the head's output first (`_logit_map`) is followed back.
     """
     capped = logits.float()
     if scale != 1:
@@ -112,8 +123,10 @@ def _loss_of_logits(
     counted = (labels != IGNORE)[:, None]
     target = labels.clamp(min=0)[:, None]
     log_sum, of_target = capped.logsumexp(-1, keepdim=True), capped.gather(-1, target)
-    loss = ((log_sum - of_target) * counted).sum()
     right = ((of_target >= capped.amax(-1, keepdim=True)) & counted).sum()
+    if weights is not None:
+        counted = counted * weights[:, None]
+    loss = ((log_sum - of_target) * counted).sum()
     grad = (capped - log_sum).exp()
     is_target = torch.arange(logits.shape[-1], device=logits.device) == target
     grad = (grad - is_target.float()) * counted
@@ -130,9 +143,9 @@ def _compiled_loss_of_logits():
     return torch.compile(_loss_of_logits)
 
 
-def _shifted(labels: Tensor) -> Tensor:
-    """Labels (B, T) moved one left: position t predicts token t+1, the last one nothing."""
-    return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+def _shifted(values: Tensor, last: float) -> Tensor:
+    """Labels or weights (B, T) moved one left: position t predicts token t+1, the last one nothing."""
+    return nn.functional.pad(values[:, 1:], (0, 1), value=last)
 
 
 def _chunked_forward(
@@ -144,22 +157,27 @@ def _chunked_forward(
     attention_mask=None,
     labels=None,
     num_items_in_batch=None,
+    loss_weights=None,
     **kwargs,
 ):
     """A causal model's forward: with labels only the loss, without labels its own forward.
 
     The loss is the sum over trained tokens divided by `num_items_in_batch`, or their mean, as in
-    transformers. `after_head` is the scale and the cap of its logits. `sequence`: the ranks that share
-    the batch's rows, or None; then the loss is that of this rank's part of the tokens.
+    transformers; of tokens with `loss_weights` (B, T), the weighted sum or mean. `after_head` is the scale
+    and the cap of its logits. `sequence`: the ranks that share the batch's rows, or None; then the loss is
+    that of this rank's part of the tokens.
     """
     if labels is None:
         return plain_forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
     kwargs["attention_mask"] = attention_mask
-    labels = _shifted(labels)
+    labels = _shifted(labels, IGNORE)
+    if loss_weights is not None:
+        loss_weights = _shifted(loss_weights, 0.0)
     if num_items_in_batch is None:
-        num_items_in_batch = (labels != IGNORE).sum().clamp(min=1)
+        num_items_in_batch = _num_items(labels, loss_weights)
     if sequence:
         input_ids, labels, kwargs = sequence.part(model.config, input_ids, labels, kwargs)
+        loss_weights = None if loss_weights is None else sequence.own(loss_weights)
         masks = masks_are_given(model.config)
     else:
         alone = attention_mask is None and "position_ids" not in kwargs
@@ -182,8 +200,18 @@ def _chunked_forward(
             *after_head,
             chunk_tokens(len(weight)),
             _right_tokens(model, hidden.device),
+            None if loss_weights is None else loss_weights.flatten(),
         )
     return CausalLMOutputWithPast(loss=total / num_items_in_batch)
+
+
+def _num_items(labels: Tensor, loss_weights: Tensor | None) -> Tensor:
+    """What the sum of a batch's losses is divided by for their mean."""
+    counted = labels != IGNORE
+    if loss_weights is None:
+        return counted.sum().clamp(min=1)
+    total = (counted * loss_weights).sum()
+    return torch.where(total > 0, total, 1)
 
 
 def _right_tokens(model: nn.Module, device: torch.device) -> Tensor:
@@ -211,12 +239,13 @@ def take_right_tokens(model: nn.Module) -> Tensor | None:
 
 
 def apply_chunked_cross_entropy(
-    model: nn.Module, sequence: SequenceParallel | None = None
+    model: nn.Module, sequence: SequenceParallel | None = None, weighted: bool = False
 ) -> nn.Module:
     """Let the model compute its training loss in chunks, in place; of `sequence`'s part of its rows.
 
     A model whose head is adapted, or which makes its logits in a way not known here, keeps its own
-    forward, which holds all logits; with `sequence` it is refused by a ValueError.
+    forward, which holds all logits; with `sequence`, or where tokens are `weighted`, it is refused by a
+    ValueError.
     """
     causal = base_model(model)
     linear = isinstance(output_head(model), nn.Linear)
@@ -226,6 +255,10 @@ def apply_chunked_cross_entropy(
             f"--sequence_parallel {sequence.size}: the loss of {type(causal).__name__} needs whole rows, "
             "for it makes its logits in an unknown way; leave it out"
         )
+    if after_head is None:
+        if weighted:
+            _refuse_weights(causal, (), dict(loss_weights=True))
+        causal.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
     if not linear:
         return model
     if after_head is None:
@@ -236,6 +269,15 @@ def apply_chunked_cross_entropy(
         return model
     causal.forward = partial(_chunked_forward, causal, causal.forward, after_head, sequence)
     return model
+
+
+def _refuse_weights(causal: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Raise ValueError where a model that keeps its own forward is given weights, which it would ignore."""
+    if kwargs.get("loss_weights") is not None:
+        raise ValueError(
+            f"--weight_column: {type(causal).__name__} computes its own loss, which takes no weights "
+            "(its head is adapted, or its logits are made in an unknown way); leave the flag out"
+        )
 
 
 # ---- what comes after the head ----------------------------------------------------------------

@@ -92,14 +92,12 @@ class SequenceParallel:
         T is filled up to a multiple of n. Raises ValueError for a batch with a mask, and for packed rows
         that are no multiple of n.
         """
-        more = -input_ids.shape[1] % self.size
-        if more and "position_ids" in arguments:
+        if input_ids.shape[1] % self.size and "position_ids" in arguments:
             raise ValueError(
                 f"packed rows of {input_ids.shape[1]} tokens can't be shared by {self.size} ranks; give "
                 f"collate_packed pad_to_multiple_of={self.size}"
             )
-        input_ids = nn.functional.pad(input_ids, (0, more))
-        labels = nn.functional.pad(labels, (0, more), value=_IGNORE)
+        input_ids, labels = self._whole(input_ids), self._whole(labels, _IGNORE)
         if arguments.get("attention_mask") is not None:
             raise ValueError(
                 "sequence_parallel takes rows that begin at their first token; give no attention_mask"
@@ -114,6 +112,14 @@ class SequenceParallel:
             self._own(labels),
             arguments | given,
         )
+
+    def own(self, values: Tensor) -> Tensor:
+        """This rank's columns of values of a batch's tokens (B, T), which are 0 where T is filled up."""
+        return self._own(self._whole(values))
+
+    def _whole(self, values: Tensor, fill: int = 0) -> Tensor:
+        """Columns filled up to a multiple of n."""
+        return nn.functional.pad(values, (0, -values.shape[1] % self.size), value=fill)
 
     def _own(self, whole: Tensor) -> Tensor:
         """This rank's columns."""

@@ -44,12 +44,13 @@ def held_out_loss(
 ) -> tuple[float, int]:
     """Loss per trained token of `dataset` in nats, over all ranks, and the number of these tokens.
 
+    Where its rows have weights, it is the mean weighted by them.
     Every rank must call it, with the same dataset. batch_size: rows per rank and forward, or bins.
     packing: as the model was built. pad_to: as in `collate`. ranks_per_row: as
         the model was built (model/sequence_parallel.py). agree: called before each
         forward, on every rank; may raise.
     """
-    total, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
+    total, tokens, weight = torch.zeros((), dtype=torch.float64, device=device), 0, 0.0
     take_right_tokens(model)  # those of training
     rank, shares = ranks_from_env().share_of_rows(ranks_per_row)
     sampler = StepSampler(
@@ -70,13 +71,15 @@ def held_out_loss(
     with evaluating(model):
         for step in loader:
             tokens += step.num_trained_tokens
+            weight += step.num_trained_tokens * step.mean_weight
             for batch in step.micro_batches:
                 if agree:
                     agree()
                 batch = on_device(batch, device)
-                total += model(**batch, num_items_in_batch=1, use_cache=False).loss  # a sum
+                loss = model(**batch, num_items_in_batch=1, use_cache=False).loss  # a sum
+                total += loss * step.mean_weight
     dist.all_reduce(total)
-    return total.item() / max(tokens, 1), tokens
+    return total.item() / (weight or 1), tokens
 
 
 @contextmanager

@@ -105,7 +105,9 @@ def read_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
     """The run's data, without a word."""
     stream = _open_stream(config) if config.stream else None
     if stream is None:
-        rows = tokenized(config, tokenizer, config.dataset, config.dataset_split)
+        rows = tokenized(
+            config, tokenizer, config.dataset, config.dataset_split, config.weight_column
+        )
     else:
         rows = _first_rows(config, tokenizer, stream)
     held_out = _tokenized_held_out(config, tokenizer)
@@ -114,7 +116,13 @@ def read_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
     return RunData(rows, held_out, stream)
 
 
-def tokenized(config: RunConfig, tokenizer: PreTrainedTokenizerBase, dataset: str, split: str):
+def tokenized(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: str,
+    split: str,
+    weight_column: str | None,
+) -> TokenizedDataset:
     """A data set as token ids and trained masks, made by one rank of each node."""
     ranks = ranks_from_env()
     return load_dataset(
@@ -129,6 +137,7 @@ def tokenized(config: RunConfig, tokenizer: PreTrainedTokenizerBase, dataset: st
         is_writer=ranks.local_rank == 0,
         shows_progress=ranks.is_main,
         share=run_on_node() if ranks.local_world_size > 1 else None,
+        weight_column=weight_column,
     )
 
 
@@ -143,7 +152,10 @@ def _tokenized_held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase):
         return None
     dataset = config.eval_dataset or config.dataset
     try:
-        return tokenized(config, tokenizer, dataset, config.eval_split or "train")
+        split = config.eval_split or "train"
+        return tokenized(
+            config, tokenizer, dataset, split, _held_out_weights(config, dataset, split)
+        )
     except ValueError as error:
         given = (
             f"--eval_dataset {config.eval_dataset}"
@@ -151,6 +163,15 @@ def _tokenized_held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase):
             else f"--eval_split {config.eval_split}"
         )
         raise ValueError(f"{given}: {str(error).removeprefix(f'--dataset {dataset}: ')}") from error
+
+
+def _held_out_weights(config: RunConfig, dataset: str, split: str) -> str | None:
+    """--weight_column, unless the first held-out row lacks it: then all of them weigh the same."""
+    if config.weight_column is None:
+        return None
+    source = open_source(dataset, split=split, samples=num_samples(config, dataset))
+    _, first = next(source.records(), ("", {}))
+    return config.weight_column if config.weight_column in first else None
 
 
 def _open_stream(config: RunConfig) -> Source:
@@ -162,6 +183,7 @@ def _open_stream(config: RunConfig) -> Source:
         samples=num_samples(config, config.dataset),
         dummy_words=config.context_length,
         streaming=True,
+        weight_column=config.weight_column,
     )
 
 

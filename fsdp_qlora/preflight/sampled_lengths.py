@@ -21,7 +21,6 @@ from ..data import (
     tokenize_rows,
 )
 from ..data.lengths import SAMPLE
-from ..data.records import parse_row
 from ..data.sources import reservoir
 from ..loading import meta_model, read_config
 from ..model.attention import choose_attention
@@ -70,7 +69,9 @@ def _sampled_rows(
 
     How many a stream has is not known: None. Raises ValueError if no row is trained on.
     """
-    rows, read, total, largest = _sample_of(config, tokenizer, config.dataset, config.dataset_split)
+    rows, read, total, largest = _sample_of(
+        config, tokenizer, config.dataset, config.dataset_split, config.weight_column
+    )
     others = [rows, largest]
     if not len(rows):
         raise ValueError(f"--dataset {config.dataset}: a sample of its rows has no trained token")
@@ -92,7 +93,11 @@ def _sampled_held_out(
 
 
 def _sample_of(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, dataset: str, split: str
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: str,
+    split: str,
+    weight_column: str | None = None,
 ) -> tuple[TokenizedDataset, int, int | None, TokenizedDataset]:
     """The rows of a sample of records, how many of these, how many in all, rows of the largest."""
     source = open_source(
@@ -102,6 +107,7 @@ def _sample_of(
         samples=num_samples(config, dataset),
         streaming=config.stream,
         dummy_words=config.context_length,
+        weight_column=weight_column,
     )
     largest: list = []
     if config.stream:
@@ -111,7 +117,7 @@ def _sample_of(
         records, total = reservoir(seen, SAMPLE, config.seed)
     rows, longest = (
         tokenize_rows(
-            (parse_row(raw, place) for place, raw in some),
+            (source.row(raw, place) for place, raw in some),
             tokenizer,
             context_length=config.context_length,
             train_on=config.train_on,

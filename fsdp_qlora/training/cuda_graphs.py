@@ -106,7 +106,11 @@ class GraphedMicroBatches:
         return graph.replay(model)
 
     def prepare(
-        self, model: nn.Module, shapes: Sequence[tuple[int, int]], scale: Tensor | None = None
+        self,
+        model: nn.Module,
+        shapes: Sequence[tuple[int, int]],
+        scale: Tensor | None = None,
+        weighted: bool = False,
     ):
         """Capture the graphs of padded batches of these shapes (B, T) before the first step.
 
@@ -118,6 +122,8 @@ class GraphedMicroBatches:
         for rows, width in shapes[:_MOST_PREPARED] if not self.sharded else ():
             ids = torch.zeros(rows, width, dtype=torch.int64, device=device)
             batch = dict(input_ids=ids, labels=torch.full_like(ids, IGNORE))
+            if weighted:
+                batch["loss_weights"] = torch.zeros(ids.shape, device=device)
             graph, is_new = self._graph_of(batch, scale)
             if not is_new:
                 break

@@ -102,7 +102,12 @@ class Training:
         if not isinstance(runner, GraphedMicroBatches) or not isinstance(loader, StepLoader):
             return
         if not loader.packing:
-            runner.prepare(self.state.model, loader.padded_shapes(), scaler and scaler.scale)
+            runner.prepare(
+                self.state.model,
+                loader.padded_shapes(),
+                scaler and scaler.scale,
+                weighted=loader.dataset.weights is not None,
+            )
 
     def ran_through(self) -> bool:
         """Train to the end; False if that came to bad steps and is to be tried from a checkpoint."""

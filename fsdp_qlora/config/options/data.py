@@ -53,6 +53,13 @@ class DataOptions:
         choices=("completion", "all"),
         on_resume=MUST_MATCH,
     )
+    weight_column: str | None = opt(
+        None,
+        "field of each row with the weight of its loss, relative to other rows; 0 leaves the row out",
+        example="weight",
+        bare="weight",
+        on_resume=MUST_MATCH,
+    )
     chat_template: str | None = opt(
         None,
         "how conversations are written, in place of the tokenizer's own template: a Jinja file, "
