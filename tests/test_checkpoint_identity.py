@@ -144,6 +144,34 @@ def test_the_bins_of_a_step_are_kept(old, old_ranks, new, ranks, micro, accumula
     assert (plan.micro_batch_size, plan.accumulation) == (micro, accumulation)
 
 
+@pytest.mark.parametrize(
+    "old, old_ranks, new, ranks, micro, accumulation",
+    [
+        (dict(gradient_accumulation_steps=2), 1, dict(), 1, 1, 2),  # decided by the lengths then
+        (dict(gradient_accumulation_steps=8), 1, dict(), 2, 1, 4),  # 8 bins of an older version
+        (dict(batch_size=4), 1, dict(batch_size=2), 1, 2, 2),
+    ],
+)
+def test_bins_that_the_lengths_decided_are_those_of_the_checkpoint_at_a_resume(
+    old, old_ranks, new, ranks, micro, accumulation
+):
+    run, config = bins_json(old_ranks, **old), RunConfig(packing=True, **new)
+    assert not differences(run, config, CONTENT, ranks)
+    resumed = with_batch_of(run, config, ranks)
+    assert not resumed.bins_are_open
+    plan = plan_batches(resumed, ranks)
+    assert (plan.per_step, plan.unit) == (run["bins_per_step"], "bin")
+    assert (plan.micro_batch_size, plan.accumulation) == (micro, accumulation)
+
+
+def test_a_larger_micro_batch_than_the_checkpoints_step_is_refused():
+    run, config = bins_json(1, gradient_accumulation_steps=2), RunConfig(packing=True, batch_size=4)
+    (text,) = differences(run, config, CONTENT, 1).values()
+    assert text.startswith("--batch_size: a step was 2 bins and is")
+    (text,) = differences(run, replace(config, batch_size=1), CONTENT, 4).values()
+    assert "a step was 2 bins, which 4 GPUs can't share" in text
+
+
 def test_bins_that_ranks_cannot_share_and_rows_turned_into_bins_are_refused_with_the_remedy():
     config = RunConfig(packing=True, **ONCE)
     (text,) = differences(bins_json(2), config, CONTENT, 4).values()

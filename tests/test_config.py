@@ -14,7 +14,7 @@ from fsdp_qlora.choices import STRATEGIES
 from fsdp_qlora.config import RunConfig, plan_batches
 from fsdp_qlora.config.checks import check_choices
 from fsdp_qlora.config.flags import parse
-from fsdp_qlora.config.run import GROUPS
+from fsdp_qlora.config.run import GROUPS, with_bins_of
 from fsdp_qlora.config.settings import AUTO, changed_settings, opt
 from fsdp_qlora.config.without_effect import (
     batch_above_data,
@@ -311,6 +311,42 @@ def test_without_global_batch_size_rows_are_the_product(micro, accumulation, wor
 )
 def test_a_step_has_as_few_micro_batches_as_make_eight_rows(settings, world, rows):
     assert plan_batches(RunConfig(**settings), world).per_step == rows
+
+
+@pytest.mark.parametrize(
+    "settings, mean_length, world, bins",
+    [
+        (dict(), 4096, 1, 8),  # a row fills a bin
+        (dict(), 1024, 1, 8),  # 8 bins hold 32 rows
+        (dict(), 250, 1, 2),  # 2 bins hold 33
+        (dict(), 250, 4, 4),  # each GPU has one
+        (dict(), 250, 8, 8),
+        (dict(), 10, 1, 1),
+        (dict(batch_size=4), 250, 1, 4),  # a micro-batch stays as it is
+        (dict(batch_size=2), 700, 1, 6),
+        (dict(sequence_parallel=2), 250, 4, 2),
+        (dict(gradient_accumulation_steps=3), 250, 1, 3),  # as given
+        (dict(), 0, 1, 8),  # nothing is known
+    ],
+)
+def test_a_step_has_as_few_bins_as_hold_about_32_rows_and_8_at_most(
+    settings, mean_length, world, bins
+):
+    given = RunConfig(packing=True, context_length=4096, **settings)
+    decided = with_bins_of(given, mean_length, world)
+    assert plan_batches(decided, world).per_step == bins
+    assert decided.batch_size == given.batch_size
+    assert decided is given or with_bins_of(decided, 1, world) is decided  # decided once
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [dict(packing=False), dict(global_batch_size=64), dict(batch_size=AUTO)],
+    ids=str,
+)
+def test_lengths_of_rows_change_no_step_of_rows(settings):
+    given = RunConfig(**dict(packing=True, context_length=4096) | settings)
+    assert with_bins_of(given, 250, 1) is given
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,19 @@ def test_what_is_auto_is_planned_and_nothing_is_minus_one(shown):
     assert chosen in ("1", "2") and f"micro-batch {chosen} row" in text
 
 
+def test_the_bins_of_a_step_are_said_with_about_how_many_rows_they_hold(shown):
+    """The rows have 14.5 tokens in the mean: 32 of them are 464, nearly two bins of 256 tokens."""
+    flags = ("--packing", "--global_batch_size", "-1", "--world_size", "1", "--eval_share", "0")
+    text = shown(*flags, "--context_length", "256")
+    rows = [int(n) for n in re.search(r"10 of 10 rows, (\d+) tokens", text).groups()]
+    bins = round(32 * rows[0] / 10 / 256)
+    assert 1 < bins < 8
+    assert f"a step has {bins} bins, about {bins * 256 / (rows[0] / 10):.0f} rows of" in text
+    assert f"of {bins} bins of 256 tokens: micro-batch 1 bin x accumulation {bins} x 1 rank" in text
+    text = shown(*flags, "--context_length", "256", "--gradient_accumulation_steps", "3")
+    assert "a step has" not in text and "accumulation 3" in text
+
+
 def test_a_folder_of_resume_without_a_checkpoint_is_found_before_the_run(
     folder, monkeypatch, capsys
 ):

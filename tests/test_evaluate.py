@@ -283,7 +283,7 @@ def test_the_data_command_reports_and_draws_without_weights(folder, capsys):
     assert "data: 40 of 40 rows" in text and "up to" in text
     assert text.count("--- row") == 3 and "[[yes <|im_end|>]]" in text
     assert "held out: 4 rows" in text
-    assert "with padding" in text and "with --packing true (8 bins)" in text
+    assert "with padding" in text and "with --packing true (4 bins)" in text
     assert (folder / "out" / "lengths.png").stat().st_size > 1000
 
 

@@ -13,6 +13,7 @@ from fsdp_qlora.catalog.hardware import find_gpu
 from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig, plan_batches
+from fsdp_qlora.config.run import with_bins_of
 from fsdp_qlora.data import DataReport, StepLoader, TokenizedDataset, row_lengths, step_sampler
 from fsdp_qlora.data.collate import few_widths
 from fsdp_qlora.data.lengths import SAMPLE
@@ -71,7 +72,8 @@ def sampled(lengths, total=None):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_steps_padding_and_tokens_are_those_of_the_batches_that_a_run_gets(name, settings, ranks):
     config = RunConfig(context_length=CONTEXT, sharding_strategy="ddp", **settings)
-    dataset, plan = tokens_of(DISTRIBUTIONS[name]), plan_batches(config, ranks)
+    dataset = tokens_of(DISTRIBUTIONS[name])
+    plan = plan_batches(with_bins_of(config, dataset.mean_length, ranks), ranks)
     sampler = step_sampler(dataset, plan.per_step, plan.unit, seed=config.seed)
     pad_to = few_widths(CONTEXT) if config.compile is not False else None
     if config.has_full_bins:
@@ -265,3 +267,20 @@ def test_the_record_of_a_runs_start_expects_the_rows_of_the_data(tmp_path, monke
     assert known["tokens_per_second"] == pytest.approx(wanted.tokens_per_second_per_gpu)
     full = throughput.predicted(config, draft_plan(config, 1), model, torch.device("cpu"))
     assert full["tokens_per_second"] > known["tokens_per_second"]
+
+
+def test_an_estimate_counts_the_bins_of_a_step_as_the_run_does():
+    """In the answer, in its time, in the plan and whatever micro-batch is tried."""
+    shape, config = model_shape("llama-3.1-8b"), RunConfig(packing=True, context_length=CONTEXT)
+    rows = sampled(DISTRIBUTIONS["short"])  # 40 tokens: 32 rows are 2.5 bins
+    found = estimate(shape, machine(), config, rows)
+    assert found.plan.batch.accumulation == round(32 * rows.mean_length / CONTEXT) < 8
+    assert found.batches.accumulation == pytest.approx(found.plan.batch.accumulation)
+    assert found.config.gradient_accumulation_steps == found.plan.batch.accumulation
+    assert estimate(shape, machine(), config).plan.batch.accumulation == 8
+    free = free_settings(config, {"packing"}, everything=True, rows=rows)
+    plan = propose(shape, machine(), config, free, rows)
+    for choice in plan.fitting:
+        bins = choice.plan.batch.per_step
+        assert bins - choice.config.batch_size < round(32 * rows.mean_length / CONTEXT) <= bins
+    assert "gradient_accumulation_steps" not in plan.changes

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..config import RunConfig, plan_batches
+from ..config.run import with_bins_of
 from ..data import RowLengths, Step, collate_packed
 from ..dist import ranks_from_env
 from ..plan import Plan
@@ -55,7 +56,8 @@ class RunRows:
     def planned(self) -> RunConfig:
         """The run's settings with its longest row, as the run itself plans with them."""
         longest = longest_row(self.config, self.data.train, self.data.held_out)
-        return replace(self.config, context_length=longest)
+        config = with_bins_of(self.config, self.data.rows.mean_length, ranks_from_env().world_size)
+        return replace(config, context_length=longest)
 
     def first_steps(
         self, plan: Plan, model: nn.Module, device: torch.device, count: int

@@ -83,7 +83,8 @@ def _batch_difference(run: dict, config: RunConfig, world_size: int) -> dict[str
     then = replace(config, sequence_parallel=settings_of(run)["sequence_parallel"])
     now = plan_batches(config, world_size)
     plans = [plan_batches(then, run["world_size"]), now]
-    if any((plan.per_step, plan.unit) == (count, unit) for plan in plans):
+    left_to_run = config.bins_are_open and unit == "bin" and count % config.batch_size == 0
+    if left_to_run or any((plan.per_step, plan.unit) == (count, unit) for plan in plans):
         if unit == "row" or count % row_shares(config, world_size) == 0:
             return {}
         return {
@@ -104,7 +105,7 @@ def with_batch_of(run: dict, config: RunConfig, world_size: int) -> RunConfig:
     """The settings with the checkpoint's size of a step, also where the number of ranks is another."""
     count, unit = batch_of(run)
     now = plan_batches(config, world_size)
-    if (now.per_step, now.unit) == (count, unit):
+    if (now.per_step, now.unit) == (count, unit) and not config.bins_are_open:
         return config
     if unit == "row":
         return replace(config, global_batch_size=count)

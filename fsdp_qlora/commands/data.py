@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..config import RunConfig, plan_batches
+from ..config.run import with_bins_of
 from ..config.settings import counted
 from ..data import StepLoader, StepSampler, Subset, TokenizedDataset, step_sampler
 from ..dist import print_main
@@ -33,7 +34,8 @@ def padding_line(config: RunConfig, rows: TokenizedDataset | Subset) -> str:
     size = dict(micro_batch_size=batches.micro_batch_size, pad_token_id=0)
     sampler = StepSampler(len(rows), batches.per_step, seed=config.seed)
     padded = StepLoader(rows, sampler, **size).filled_share()
-    plan = plan_batches(replace(config, packing=True), world_size=1)
+    packing = with_bins_of(replace(config, packing=True), rows.mean_length, world_size=1)
+    plan = plan_batches(packing, world_size=1)
     sampler = step_sampler(rows, plan.per_step, plan.unit, seed=config.seed)
     packed = StepLoader(rows, sampler, packing=True, **size).filled_share()
     return (

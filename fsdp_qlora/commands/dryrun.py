@@ -22,6 +22,7 @@ from ..checkpoint.resume import chosen
 from ..config import AUTO, RunConfig
 from ..config.flags import given_settings
 from ..config.recipe import as_recipe
+from ..config.run import with_bins_of
 from ..config.settings import changed_settings
 from ..config.without_effect import batch_above_data, warnings_of
 from ..data import RowLengths, StepLoader, choose_pad_token_id, preview, step_sampler
@@ -39,7 +40,7 @@ from ..planner import report as plan_report
 from ..preflight.checks import bf16_line, check_device, check_folders, check_rows
 from ..preflight.run_data import RunData, load_data, run_tokenizer
 from ..preflight.sampled_lengths import lengths_of
-from ..training.describe import fill_line, rate_line, steps_line, warn_of_warmup
+from ..training.describe import bins_line, fill_line, rate_line, steps_line, warn_of_warmup
 from ..training.trainer import padded_widths
 
 _SHOWN_ROWS = 2  # of the first batch, if --preview does not say
@@ -69,13 +70,18 @@ def dry_run(config: RunConfig, argv: list[str]):
     data = load_data(
         replace(config, data_cache=None, preview=0), tokenizer := run_tokenizer(config)
     )
+    accumulation = config.gradient_accumulation_steps
     config = predict(config, argv, model_settings, device, ranks, lengths_of(config, data))
+    config = replace(config, gradient_accumulation_steps=accumulation)  # of all rows, not a sample
+    decided = with_bins_of(config, data.rows.mean_length, ranks)
     if config.new_tokens:
         grow_vocabulary(model_settings, tokenizer)
     check_rows(config, data, model_settings)
     if line := bf16_line(config, device):
         print_main(line)
-    _show_batches(config, data, tokenizer, model_settings.get_text_config(), ranks, device)
+    if decided is not config:
+        print_main(bins_line(decided, data.rows.mean_length, ranks))
+    _show_batches(decided, data, tokenizer, model_settings.get_text_config(), ranks, device)
     print_main("dry run: nothing was trained or written")
 
 

@@ -7,7 +7,7 @@ no torch here, so that `--help` and every check answer at once.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -139,6 +139,12 @@ class RunConfig(
         return max(1, -(-_ROWS_PER_STEP // (self.batch_size * row_shares(self, world_size))))
 
     @property
+    def bins_are_open(self) -> bool:
+        """Whether the data decide how many full bins a step has (`with_bins_of`)."""
+        auto = self.gradient_accumulation_steps == AUTO != self.batch_size
+        return self.has_full_bins and auto
+
+    @property
     def schedule(self) -> str:
         """The learning rate's schedule; a stream's end is not known to one that decays."""
         if self.lr_scheduler is not None:
@@ -238,6 +244,7 @@ GROUPS = RunConfig.__bases__  # in the order in which help and pages show them
 
 
 _ROWS_PER_STEP = 8  # or bins, where no setting says; as most peers have
+_MOST_ROWS_IN_BINS = 32  # of a step, where a bin has many: with more, a run has few steps
 _CHUNK_LOGITS = 2**27  # of one chunk, 256 MB in bf16: 1,024 tokens of a vocabulary of 128k
 
 
@@ -281,6 +288,19 @@ class BatchPlan:
 def row_shares(config: RunConfig, world_size: int) -> int:
     """Ranks among which a step's rows are dealt out; those that share rows count as one."""
     return max(1, world_size // config.sequence_parallel)
+
+
+def with_bins_of(config: RunConfig, mean_length: float, world_size: int) -> RunConfig:
+    """The settings with as many bins a step as hold about 32 rows of a mean length, 8 at most.
+
+    Unchanged where the size of a step is given or counts rows, or where there are no rows.
+    """
+    if not config.bins_are_open or not mean_length:
+        return config
+    bins = round(_MOST_ROWS_IN_BINS * mean_length / config.context_length)
+    each = config.batch_size * row_shares(config, world_size)
+    accumulation = max(1, -(-min(bins, _ROWS_PER_STEP) // each))
+    return replace(config, gradient_accumulation_steps=accumulation)
 
 
 def plan_batches(config: RunConfig, world_size: int) -> BatchPlan:

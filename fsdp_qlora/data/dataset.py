@@ -63,6 +63,11 @@ class TokenizedDataset:
         """(N,) tokens of each row."""
         return np.diff(self.offsets)
 
+    @property
+    def mean_length(self) -> float:
+        """Tokens of a row in the mean; 0 of no rows."""
+        return float(self.lengths.mean()) if len(self) else 0.0
+
     @cached_property
     def trained_counts(self) -> np.ndarray:
         """(N,) trained tokens of each row; each is predicted, as a row's first never is trained."""
@@ -171,6 +176,10 @@ class Subset:
     @cached_property
     def lengths(self) -> np.ndarray:
         return self.dataset.lengths[self.rows]
+
+    @property
+    def mean_length(self) -> float:
+        return float(self.lengths.mean()) if len(self) else 0.0
 
     @cached_property
     def trained_counts(self) -> np.ndarray:

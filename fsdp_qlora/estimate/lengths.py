@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ..config import BatchPlan, RunConfig, plan_batches
-from ..config.run import row_shares
+from ..config.run import row_shares, with_bins_of
 from ..plan import Plan
 
 _WASTED = 1 / 3  # of the places that padding may take before packing is proposed
@@ -59,7 +59,7 @@ def with_longest_row(config: RunConfig, rows: Rows | None) -> RunConfig:
 def batches_of(rows: Rows, config: RunConfig, world_size: int) -> Batches:
     """What the loader of a run makes of its rows."""
     return rows.batches(
-        plan_batches(config, world_size),
+        plan_batches(with_bins_of(config, rows.mean_length, world_size), world_size),
         row_shares(config, world_size),
         packing=config.packing,
         compiled=config.compile is not False,

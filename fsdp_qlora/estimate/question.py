@@ -9,6 +9,7 @@ from ..catalog.arch import ModelShape
 from ..catalog.llama_pro import expanded_shape
 from ..catalog.machine import Machine
 from ..config import RunConfig
+from ..config.run import with_bins_of
 from ..plan import Plan
 from .cost import RunCost, run_cost
 from .lengths import Batches, Rows, batches_of, with_longest_row
@@ -119,6 +120,8 @@ def estimate(
     Raises ValueError, naming the flag, for settings that the model or GPU can't do.
     """
     shape = expanded_shape(shape, config)
+    if rows:
+        config = with_bins_of(config, rows.mean_length, machine.world_size)
     longest = with_longest_row(config, rows)
     _check_question(shape, machine, longest)
     batches = batches_of(rows, config, machine.world_size) if rows else None

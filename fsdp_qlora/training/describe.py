@@ -11,7 +11,7 @@ from torch import nn
 from ..adapters import adapter_counts, trainable_parameters
 from ..build import attention
 from ..checkpoint import per_step
-from ..config import AUTO, BatchPlan, RunConfig
+from ..config import AUTO, BatchPlan, RunConfig, plan_batches
 from ..config.settings import counted
 from ..config.without_effect import batch_above_data
 from ..data import Source, StepLoader, StreamLoader, Subset, TokenizedDataset
@@ -100,6 +100,16 @@ def rate_line(config: RunConfig, plan: Plan) -> str:
     return (
         f"learning rate {plan.optimizer.lr:g}{whence}, {config.schedule}{over}"
         f"{clipped if config.apply_gradient_clipping else ''}"
+    )
+
+
+def bins_line(config: RunConfig, mean_length: float, ranks: int) -> str:
+    """How many bins a step has by the lengths of the rows, and about how many of these."""
+    batches = plan_batches(config, ranks)
+    rows = batches.per_step * config.context_length / max(mean_length, 1)
+    return (
+        f"a step has {counted(batches.per_step, 'bin')}, about {rows:,.0f} rows of {mean_length:,.0f} "
+        "tokens; --gradient_accumulation_steps sets another number"
     )
 
 

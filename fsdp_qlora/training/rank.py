@@ -63,7 +63,7 @@ def train_rank(config: RunConfig, signals: StopSignals | None = None):
         sole_run_in(config.output_dir) if is_main else nullcontext(),
         process_group(device, config.timeout_minutes),
     ):
-        train(config, data.train, device, tokenizer, data.held_out, signals)
+        train(config, data.train, device, tokenizer, data.held_out, signals, data.rows)
 
 
 def _propose_packing(config: RunConfig, data: RunData):

@@ -28,6 +28,7 @@ from ..checkpoint import (
     settle,
 )
 from ..config import RunConfig
+from ..config.run import with_bins_of
 from ..config.settings import AUTO, parts_of
 from ..data import (
     RowLengths,
@@ -61,7 +62,14 @@ from ..optim import build_optimizer, build_scheduler
 from ..plan import Plan
 from ..redact import redact_all
 from ..run_plan import plan_run
-from .describe import about_data, compilations_line, describe, record_beside_weights, start_record
+from .describe import (
+    about_data,
+    bins_line,
+    compilations_line,
+    describe,
+    record_beside_weights,
+    start_record,
+)
 from .loop import Training
 from .loss_scaler import LossScaler
 from .step import seed_everything
@@ -74,18 +82,20 @@ def train(
     tokenizer: PreTrainedTokenizerBase,
     held_out: TokenizedDataset | Subset | None = None,
     signals: StopSignals | None = None,
+    first_rows: TokenizedDataset | Subset | None = None,
 ) -> list[StepMetrics]:
     """Build the model, train it on tokenized rows or a stream, save what was trained.
 
     Needs a process group. Resumes from a checkpoint as --resume says. `held_out` rows are evaluated
-    on as --eval_every says; `signals` may ask for a stop. Returns the metrics of every step. Raises
+    on as --eval_every says; `signals` may ask for a stop. `first_rows` of a stream decide how many bins a
+    step has, where no setting does. Returns the metrics of every step. Raises
     ValueError for a loss that is not a number, OSError for a disk or memory fault, StopRequested when
     it was stopped and has saved.
     """
     content = content_of(config, dataset, held_out, tokenizer)
     check_same_on_every_rank(config, content)
     found = find_run(config, dataset, content)
-    config = found.settings(config)
+    config = _with_bins(found.settings(config), first_rows if first_rows is not None else dataset)
     run_id = found.run["run_id"] if found.run else from_main(lambda: uuid.uuid4().hex)
     with open_trackers(config, run_id, found.step) as trackers:
         return _train_found(
@@ -155,6 +165,17 @@ def _train_found(
             _report_on_stream(loader, log)
         finish(model, config, log, tokenizer, record)
     return log.steps
+
+
+def _with_bins(config: RunConfig, dataset: TokenizedDataset | Subset | Source) -> RunConfig:
+    """The settings with the bins of a step, where the lengths of the rows decide them; says so."""
+    if isinstance(dataset, Source):
+        return config
+    mean_length, ranks = dataset.mean_length, ranks_from_env().world_size
+    decided = with_bins_of(config, mean_length, ranks)
+    if decided is not config:
+        print_main(bins_line(decided, mean_length, ranks))
+    return decided
 
 
 def longest_row(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.test_parity import relative
-from tests.parts import slow
+from tests.parts import rest, slow
 from tests.ranks import run_ranks
 from tests.tiny import CLIP, LR, RANK, SEED, reference_model, reference_run
 from tests.tokenizers import save_chat_model
@@ -116,13 +116,10 @@ def train_each(
         seen.clear()
         config = settings(folder, data, Path(out, name), dist.get_world_size(), case)
         tokenizer, source, steps = run_tokenizer(config), open_source(data), []
-        rows = (
-            source
-            if config.stream
-            else tokenize_rows(source.rows(), tokenizer, context_length=CONTEXT, train_on="all")
-        )
+        first = tokenize_rows(source.rows(), tokenizer, context_length=CONTEXT, train_on="all")
+        rows = source if config.stream else first
         try:
-            steps = trainer.train(config, rows, torch.device("cpu"), tokenizer)
+            steps = trainer.train(config, rows, torch.device("cpu"), tokenizer, first_rows=first)
         except Killed:
             for thread in threading.enumerate():
                 if thread.name == "checkpoint":
@@ -173,6 +170,28 @@ def test_packed_and_padded_runs_have_the_loss_of_one_process_on_1_2_and_4_ranks(
                 assert relative(found["norms"], norms) < 1e-4, (name, world)
     assert len(alone["rows"]) < 2 * 61 / BINS  # several rows to a bin
     assert runs[1][0]["rows"]["rows"] == runs[1][0]["padded"]["rows"]
+
+
+@pytest.mark.parametrize("world", [1, rest(2)])
+def test_lengths_decide_the_bins_of_a_step_once_and_a_resume_keeps_them(
+    folder, data, tmp_path, world
+):
+    """Also where the step that was saved is another, and for a stream, whose first rows decide."""
+    left = dict(packing=True, context_length=128, gradient_accumulation_steps=-1, batch_size=1)
+    asked = {name: left | dict(stream=name == "streamed") for name in ("full", "streamed")}
+    given = {name: case | dict(gradient_accumulation_steps=7) for name, case in asked.items()}
+    ids = [len(json.loads(line)["text"]) + 1 for line in Path(data).read_text().splitlines()]
+    bins = round(32 * sum(min(n, CONTEXT) for n in ids) / len(ids) / 128)
+    bins = -(-bins // world) * world
+    assert world < bins < 7
+    (found, *_) = run_ranks(train_each, world, folder, data, str(tmp_path / "a"), asked)
+    run_ranks(train_each, world, folder, data, str(tmp_path / "b"), given, 2)
+    run_ranks(train_each, world, folder, data, str(tmp_path / "b"), asked)
+    for name in asked:
+        for out, expected in (("a", bins), ("b", 7 * world)):
+            lines = (tmp_path / out / name / "metrics.jsonl").read_text().splitlines()
+            starts = [r for r in map(json.loads, lines) if r["kind"] == "start"]
+            assert {r["bins_per_step"] for r in starts} == {expected}, (name, out)
 
 
 @pytest.mark.slow

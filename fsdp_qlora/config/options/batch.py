@@ -22,8 +22,8 @@ class BatchOptions:
     )
     gradient_accumulation_steps: int = opt(
         AUTO,
-        "micro-batches per optimizer step; -1 = as many as make 8 rows (bins when packing) a step "
-        "over all GPUs",
+        "micro-batches per optimizer step; -1 = as many as make 8 rows a step over all GPUs, or with "
+        "--packing as many bins as hold about 32 rows, 8 at most",
         example=4,
         on_resume=MAY_CHANGE,
         least=1,
