@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fsdp_qlora.adapters.lora import left_out
 from fsdp_qlora.catalog.blocks import layer_blocks
+from fsdp_qlora.catalog.families import with_common_names
 from fsdp_qlora.loading import meta_model
 from fsdp_qlora.model.blocks import linear_names
 from fsdp_qlora.model.row_mixers import row_mixers
@@ -422,7 +423,7 @@ def family_config(family: str, **more):
 
 
 # Of other builds than Llama's: blocks of several kinds, mixers beside attention, shared experts.
-BUILT = [f for f in NEWER_FAMILIES if layer_blocks(family_config(f).to_dict())]
+BUILT = [f for f in NEWER_FAMILIES if layer_blocks(with_common_names(family_config(f).to_dict()))]
 
 
 def save_family(folder: str | Path, family: str, **more) -> str:

@@ -71,9 +71,17 @@ PUBLISHED = {
     "HuggingFaceTB/SmolLM2-360M": 361_821_120,
     "HuggingFaceTB/SmolLM2-1.7B": 1_711_376_384,
 }
-# Whose cards round, in billions: https://huggingface.co/docs/transformers/model_doc/lfm2 and
-# https://huggingface.co/ibm-granite/granite-4.0-h-tiny.
-ROUNDED = {"LiquidAI/LFM2-1.2B": "1.2", "ibm-granite/granite-4.0-h-tiny": "7"}
+# Whose cards round, in billions: https://huggingface.co/docs/transformers/model_doc/lfm2,
+# https://huggingface.co/ibm-granite/granite-4.0-h-tiny, https://huggingface.co/google/gemma-4-26B-A4B-it
+# and https://huggingface.co/nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16.
+ROUNDED = {
+    "LiquidAI/LFM2-1.2B": "1.2",
+    "ibm-granite/granite-4.0-h-tiny": "7",
+    "google/gemma-4-26B-A4B": "25.2",
+    "google/gemma-4-31B": "30.7",
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "31.6",
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2": "8.9",
+}
 
 
 def meta_model(name, layers=None):
@@ -90,8 +98,9 @@ def linears_of_block(model, shape, number) -> tuple[dict, dict]:
     linears = {
         next((known for known in shape.linears() if f".{n}".endswith(f".{known}")), n): m
         for n, m in block.named_modules()
-        if isinstance(m, (torch.nn.Linear, Conv1D)) and "router" not in n
+        if isinstance(m, (torch.nn.Linear, Conv1D))
     }
+    linears = {n: m for n, m in linears.items() if "router" not in n or n in shape.linears()}
     sizes = {
         n: tuple(m.weight.shape) if isinstance(m, torch.nn.Linear) else tuple(m.weight.shape[::-1])
         for n, m in linears.items()
@@ -269,6 +278,14 @@ def test_adapter_count_is_that_of_peft(name, targets):
             "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
         ),
         ("CodeLlama-34b-Instruct-hf", "codellama/CodeLlama-34b-hf"),
+        ("gemma-3n-e4b-it", "google/gemma-3n-E4B"),
+        ("google/gemma-4-26B-A4B-it", "google/gemma-4-26B-A4B"),
+        ("nemotron-nano-9b-v2", "nvidia/NVIDIA-Nemotron-Nano-9B-v2"),
+        (
+            "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-FP8",
+            "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+        ),
+        ("Kimi-Linear-48B-A3B-Base", "moonshotai/Kimi-Linear-48B-A3B-Instruct"),
     ],
 )
 def test_names_are_found_whatever_owner_case_or_tuning(given, found):
@@ -280,6 +297,67 @@ def test_unknown_model_lists_close_names_and_other_ways():
         model_shape("Lama-2-7b")
     with pytest.raises(ValueError, match="known names: .*Qwen"):
         model_shape("zzzz")
+
+
+TRANSFORMERS_OWN = {  # fields that makers' files have otherwise
+    *("layer_types", "mlp_layer_types", "layers_block_type", "per_layer_config"),
+    *("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"),
+}
+KIMI_LAYERS = dict(
+    linear_attn_config=dict(
+        head_dim=32,
+        num_heads=4,
+        short_conv_kernel_size=4,
+        kda_layers=[1, 2, 4],  # counted from 1
+        full_attn_layers=[3, 5],
+    ),
+    first_k_dense_replace=2,
+    num_hidden_layers=5,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+)
+NEMOTRON_LAYERS = dict(num_hidden_layers=5, mamba_num_heads=8, ssm_state_size=16)
+GEMMA4_LAYERS = dict(
+    num_hidden_layers=6,
+    num_kv_shared_layers=2,
+    attention_k_eq_v=True,
+    num_global_key_value_heads=2,
+    layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        dict(model_type="kimi_linear") | KIMI_LAYERS,
+        dict(model_type="nemotron_h", hybrid_override_pattern="ME*-M") | NEMOTRON_LAYERS,
+        dict(
+            model_type="nemotron_h", layers_block_type=["mamba", "moe", "attention", "mlp", "mamba"]
+        )
+        | NEMOTRON_LAYERS,
+        dict(model_type="nemotron_h", moe_latent_size=512, hybrid_override_pattern="MEEM*")
+        | NEMOTRON_LAYERS,
+        dict(
+            model_type="gemma3n_text",
+            num_hidden_layers=3,
+            num_kv_shared_layers=1,
+            intermediate_size=[256, 512, 512],
+        ),
+        dict(model_type="gemma4_text", use_double_wide_mlp=True) | GEMMA4_LAYERS,
+        dict(model_type="gemma4_text", global_head_dim=384, attention_k_eq_v=False)
+        | {k: v for k, v in GEMMA4_LAYERS.items() if k != "attention_k_eq_v"},
+    ],
+)
+def test_a_file_as_its_maker_wrote_it_and_as_transformers_writes_it_give_transformers_model(config):
+    made = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(made)
+    written = made.to_dict()
+    as_made = {k: v for k, v in written.items() if k not in TRANSFORMERS_OWN} | config
+    for given in (as_made, written):
+        shape = shape_from_config(given)
+        assert shape.known_family
+        assert_same_blocks(model, shape)
 
 
 def test_folder_file_and_dict_give_the_same_shape(tmp_path):

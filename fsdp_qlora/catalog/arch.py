@@ -18,7 +18,7 @@ from pathlib import Path
 from textwrap import shorten
 
 from ..json_input import from_json
-from .blocks import Block, layer_blocks, left_out, outer_weights
+from .blocks import Block, LayerInputs, Sizes, layer_blocks, layer_inputs, left_out
 from .families import (
     DEFAULT_TARGETS,
     FAMILIES,
@@ -64,7 +64,7 @@ class ModelShape:
     kinds: tuple[ModelShape, ...] = ()
     order: tuple[int, ...] = ()
     block: Block | None = None
-    outer: tuple[tuple[str, int, int], ...] = ()  # name, rows, width beside blocks and vocabulary
+    inputs: LayerInputs | None = None  # of each block, beside the stream
 
     @property
     def tied(self) -> bool:
@@ -183,7 +183,21 @@ class ModelShape:
         each = sum(out * wide for out, wide in self.linears().values())
         experts = sum(out * wide for out, wide in self.expert_linears().values())
         norms = sum(width for _, width in self.norm_weights()) + sum(self.biases().values())
-        return dict(linears=each + self.experts * experts, norms=norms + self.experts * self.hidden)
+        return dict(linears=each + self.experts * experts, norms=norms + self.router_weights)
+
+    @property
+    def router_weights(self) -> int:
+        """Weights of a block's router that are in no linear layer."""
+        in_linear = self.block and self.block.mlp.router_is_linear
+        return 0 if in_linear else self.experts * self.hidden
+
+    def outer_linears(self) -> dict[str, tuple[int, int]]:
+        """(out, in) of linear layers beside the blocks and the head."""
+        return dict(self.inputs.linears(self.layers, self.hidden)) if self.inputs else {}
+
+    def outer_tables(self) -> Sizes:
+        """Rows and width of other weights beside the blocks, the last norm and the vocabulary."""
+        return self.inputs.tables(self.layers) if self.inputs else ()
 
     def block_kinds(self) -> tuple[tuple[ModelShape, int], ...]:
         """The shape of each kind of block, with how many there are."""
@@ -204,15 +218,16 @@ class ModelShape:
     def params(self) -> dict[str, int]:
         """Weights of the model by kind; `head` is 0 where the embedding is used again.
 
-        `norms` are all that is neither linear nor as large as the vocabulary.
+        `norms` are all that is neither linear nor the embedding or head; an embedding of each layer too.
         """
         embedding = self.vocab * self.hidden
         blocks = [(kind.block_params(), count) for kind, count in self.block_kinds()]
         last = self.hidden * (self.traits.norm_parts + self.learned_positions)
-        last += sum(rows * width for _, rows, width in self.outer)
+        last += sum(rows * width for _, (rows, width) in self.outer_tables())
+        outer = sum(out * wide for out, wide in self.outer_linears().values())
         return dict(
             embedding=embedding,
-            linears=sum(count * block["linears"] for block, count in blocks),
+            linears=outer + sum(count * block["linears"] for block, count in blocks),
             norms=sum(count * block["norms"] for block, count in blocks) + last,
             head=0 if self.tied else embedding,
         )
@@ -227,7 +242,7 @@ class ModelShape:
         `wanted` is what PEFT takes: "all-linear", names, or None for PEFT's choice. Raises
         ValueError, listing the names there are, for one that does not exist.
         """
-        names = tuple(self.linears())
+        names = (*self.linears(), *self.outer_linears())
         if wanted == "all-linear":
             return tuple(n for n in names if n.rsplit(".", 1)[-1] not in left_out(self.family))
         if wanted is None:
@@ -273,8 +288,11 @@ class ModelShape:
         """Adapter weights of the model."""
         names = self.targets(targets)
         head = rank * (self.vocab + self.hidden) if "lm_head" in names else 0
-        return head + sum(
-            count * kind.lora_block_params(rank, names) for kind, count in self.block_kinds()
+        outer = rank * sum(sum(s) for name, s in self.outer_linears().items() if name in names)
+        return (
+            head
+            + outer
+            + sum(count * kind.lora_block_params(rank, names) for kind, count in self.block_kinds())
         )
 
     def cut(self, layers: int) -> ModelShape:
@@ -333,7 +351,7 @@ def _of_blocks(shape: ModelShape, config: dict, blocks: list[Block]) -> ModelSha
         for block in distinct
     )
     order = tuple(map(distinct.index, blocks))
-    return replace(shape, kinds=kinds, order=order, outer=outer_weights(config))
+    return replace(shape, kinds=kinds, order=order, inputs=layer_inputs(config))
 
 
 def _text_config(config: dict) -> dict:

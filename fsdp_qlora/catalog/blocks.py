@@ -42,11 +42,38 @@ class Mlp:
     of_experts: Sizes = ()  # of one
     biases: Lengths = ()
     beside: Lengths = ()
+    router_is_linear: bool = False  # and so one of `linears`
 
     @property
     def each_width(self) -> int:
         """The width of one expert, or of an MLP without any."""
         return self.of_experts[-1][1][1] if self.of_experts else self.width
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """What Gemma 3n and 4 give each block beside the stream: an embedding of its own, and more streams."""
+
+    vocab: int
+    width: int  # of one block's; 0 for none
+    streams: int = 1  # of width D (AltUp, arXiv:2301.13310)
+
+    def linears(self, layers: int, hidden: int) -> Sizes:
+        """(out, in) of linear layers beside the blocks."""
+        ends = ("altup_projections", "altup_unembed_projections")
+        return (
+            *((("per_layer_model_projection", (layers * self.width, hidden)),) * bool(self.width)),
+            *((f"{end}.{i}", (hidden, hidden)) for end in ends for i in range(self.streams - 1)),
+        )
+
+    def tables(self, layers: int) -> Sizes:
+        """Rows and width of an embedding for all blocks, and of the norm of what is added to it."""
+        if not self.width:
+            return ()
+        return (
+            ("embed_tokens_per_layer", (self.vocab, layers * self.width)),
+            ("per_layer_projection_norm", (self.width, 1)),
+        )
 
 
 @dataclass(frozen=True)
@@ -447,6 +474,138 @@ def _kimi_linear(c: dict, layer: int) -> Block:
     return Block(mixer, _dense_first(given, layer), _norms(c))
 
 
+def _nemotron_h(c: dict, layer: int) -> Block:
+    """Nemotron-H (arXiv:2504.03624) and Nemotron 3: each block is a mixer or an MLP, without a gate."""
+    d, kind, norms = c["hidden_size"], c["layer_types"][layer], _norms(c, "norm")
+    nothing = Mixer(linears=())
+    if kind == "full_attention":
+        return Block(_attention(c), Mlp(), norms)
+    if kind == "linear_attention":
+        names = dict(
+            mamba_n_heads="mamba_num_heads",
+            mamba_n_groups="n_groups",
+            mamba_d_state="ssm_state_size",
+            mamba_d_conv="conv_kernel",
+            mamba_conv_bias="use_conv_bias",
+        )
+        given = c | {name: c[field] for name, field in names.items() if field in c}
+        width = c["mamba_num_heads"] * c["mamba_head_dim"]
+        return Block(_mamba(given, width, norm=True), Mlp(), norms)
+    if kind == "mlp":
+        return Block(nothing, _ungated(c["intermediate_size"], d), norms)
+    width, latent = c["moe_intermediate_size"], c.get("moe_latent_size")
+    shared = _ungated(c["moe_shared_expert_intermediate_size"], d, "shared_experts.")
+    ends = (("fc1_latent_proj", (latent, d)), ("fc2_latent_proj", (d, latent))) if latent else ()
+    inputs = latent or d
+    mlp = replace(
+        shared,
+        linears=ends + shared.linears,
+        width=shared.width + c["num_experts_per_tok"] * width,
+        experts=c["n_routed_experts"],
+        experts_per_token=c["num_experts_per_tok"],
+        of_experts=(("experts.up_proj", (width, inputs)), ("experts.down_proj", (inputs, width))),
+    )
+    return Block(nothing, mlp, norms)
+
+
+def _ungated(width: int, d: int, prefix: str = "") -> Mlp:
+    """An MLP of two layers."""
+    sizes = ((prefix + "up_proj", (width, d)), (prefix + "down_proj", (d, width)))
+    return Mlp(linears=sizes, width=width)
+
+
+_AROUND_MLP = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+
+def _shares_keys(c: dict, layer: int) -> bool:
+    """Whether a block's attention reads the keys and values of an earlier one."""
+    return 0 < c["num_hidden_layers"] - (c.get("num_kv_shared_layers") or 0) <= layer
+
+
+def _without_keys(mixer: Mixer) -> Mixer:
+    """Attention that reads the keys and values of an earlier block."""
+    return replace(
+        mixer,
+        linears=tuple((n, s) for n, s in mixer.linears if n not in ("k_proj", "v_proj")),
+        biases=tuple((n, s) for n, s in mixer.biases if n not in ("k_proj", "v_proj")),
+        beside=tuple((n, s) for n, s in mixer.beside if n != "k_norm"),
+    )
+
+
+def _with_layer_input(c: dict, mlp: Mlp) -> Mlp:
+    """Gemma's MLP, and what adds the block's own embedding after it."""
+    d, width = c["hidden_size"], c.get("hidden_size_per_layer_input")
+    if not width:
+        return mlp
+    gate = (("per_layer_input_gate", (width, d)), ("per_layer_projection", (d, width)))
+    return replace(
+        mlp,
+        linears=gate + mlp.linears,  # before the MLP: the last of its layers gives its output
+        beside=(*mlp.beside, ("post_per_layer_input_norm", d)),
+    )
+
+
+def _gemma3n(c: dict, layer: int) -> Block:
+    """Gemma 3n: four streams that are mixed around each block, and a low-rank layer beside attention."""
+    d, n, rank = c["hidden_size"], c["altup_num_inputs"], c["laurel_rank"]
+    mixer = _attention(c, qk_norm=("q_norm", "k_norm"))
+    mixer = _without_keys(mixer) if _shares_keys(c, layer) else mixer
+    around = (
+        *(("correction_coefs", (n, n)), ("prediction_coefs", (n * n, n))),
+        *(("modality_router", (n, d)), ("linear_left", (rank, d)), ("linear_right", (d, rank))),
+    )
+    mixer = replace(
+        mixer,
+        linears=around + mixer.linears,
+        in_16_bits=("correction_coefs", "prediction_coefs"),
+    )
+    widths = c.get("intermediate_sizes")
+    mlp = _with_layer_input(c, _dense(c, widths[layer] if widths else 0))
+    names = (*_LLAMA_NORMS, *_AROUND_MLP, "router_norm", "post_laurel_norm", "correct_output_scale")
+    return Block(mixer, mlp, _norms(c, *names))
+
+
+def _gemma4(c: dict, layer: int) -> Block:
+    """Gemma 4: wide heads where all tokens are seen, keys that serve as values, a mixture beside an MLP."""
+    d, heads, shares = c["hidden_size"], _gemma4_heads(c, layer), _shares_keys(c, layer)
+    mixer = _attention(c | heads, qk_norm=("q_norm", "k_norm"))
+    if shares:
+        mixer = _without_keys(mixer)
+    elif c.get("attention_k_eq_v") and not _is_window(c, layer):
+        mixer = replace(mixer, linears=tuple(x for x in mixer.linears if x[0] != "v_proj"))
+    twice = 2 if c.get("use_double_wide_mlp") and shares else 1
+    mlp = _dense(c, twice * c["intermediate_size"])
+    norms: tuple[str, ...] = (*_LLAMA_NORMS, *_AROUND_MLP)
+    if c.get("enable_moe_block"):
+        count = c["num_experts"]
+        routed = _experts(c, count, c["top_k_experts"], c["moe_intermediate_size"])
+        mlp = replace(
+            routed,
+            linears=(("router.proj", (count, d)), *mlp.linears),
+            width=routed.width + mlp.width,
+            beside=(("router.scale", d), ("router.per_expert_scale", count)),
+            router_is_linear=True,
+        )
+        norms += (f"{_AROUND_MLP[1]}_1", f"{_AROUND_MLP[1]}_2", f"{_AROUND_MLP[0]}_2")
+    return Block(mixer, _with_layer_input(c, mlp), _norms(c, *norms))
+
+
+def _is_window(c: dict, layer: int) -> bool:
+    kinds = c.get("layer_types")
+    return kinds[layer] == "sliding_attention" if kinds else (layer + 1) % 6 != 0
+
+
+def _gemma4_heads(c: dict, layer: int) -> dict:
+    """Sizes of a layer's heads: as Google's files give them, or as transformers writes them."""
+    if "per_layer_config" in c:
+        return dict((c["per_layer_config"] or {}).get(str(layer), {}))
+    if _is_window(c, layer):
+        return {}
+    kv_heads = c.get("num_global_key_value_heads") if c.get("attention_k_eq_v") else None
+    heads = dict(head_dim=c.get("global_head_dim", 512))
+    return heads | (dict(num_key_value_heads=kv_heads) if kv_heads else {})
+
+
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 # Each model_type's block of a number.
 _BUILDERS: dict[str, Callable[[dict, int], Block]] = {
@@ -475,6 +634,9 @@ _BUILDERS: dict[str, Callable[[dict, int], Block]] = {
     "phimoe": _phi_moe,
     "mimo_v2_flash": _mimo_v2,
     "kimi_linear": _kimi_linear,
+    "nemotron_h": _nemotron_h,
+    "gemma3n_text": _gemma3n,
+    "gemma4_text": _gemma4,
 }
 # Layers that `all-linear` leaves out, by the last part of their names (adapters/lora.py, `left_out`).
 _LEFT_OUT = dict.fromkeys(
@@ -483,7 +645,10 @@ _LEFT_OUT = dict.fromkeys(
         *("dots1", "solar_open", "ernie4_5_moe"),
     ),
     _OF_EXPERTS,
-) | {"granitemoehybrid": ("out_proj",), "falcon_h1": ("out_proj",)}
+) | {
+    **dict.fromkeys(("granitemoehybrid", "falcon_h1", "nemotron_h"), ("out_proj",)),
+    "gemma3n_text": ("correction_coefs", "prediction_coefs"),
+}
 
 
 def layer_blocks(config: dict) -> list[Block]:
@@ -500,6 +665,12 @@ def left_out(family: str) -> tuple[str, ...]:
     return _LEFT_OUT.get(family, ())
 
 
-def outer_weights(config: dict) -> tuple[tuple[str, int, int], ...]:
-    """Name, rows and width of weights beside the blocks, the last norm and the vocabulary."""
-    return ()
+def layer_inputs(config: dict) -> LayerInputs | None:
+    """What the model that a config.json describes gives its blocks beside the stream."""
+    if config.get("model_type") not in ("gemma3n_text", "gemma4_text"):
+        return None
+    return LayerInputs(
+        config.get("vocab_size_per_layer_input") or config["vocab_size"],
+        config.get("hidden_size_per_layer_input") or 0,
+        config.get("altup_num_inputs", 1),
+    )

@@ -49,6 +49,8 @@ FAMILIES = {
     "gemma": Traits(tied=True),
     "gemma2": _GEMMA2,
     "gemma3_text": replace(_GEMMA2, qk_norm="head"),
+    "gemma3n_text": Traits(tied=True),
+    "gemma4_text": Traits(tied=True),
     "phi3": Traits(layers="fused"),
     "gpt2": Traits(
         layers="gpt2",
@@ -172,4 +174,56 @@ def with_common_names(config: dict) -> dict:
     config = {_OLD_FIELDS.get(key, key): value for key, value in config.items()}
     if config.get("model_type") == "gpt2" and not config.get("intermediate_size"):
         config["intermediate_size"] = 4 * config.get("hidden_size", 0)
-    return config
+    return _OWN_NAMES.get(config.get("model_type", ""), dict)(config)
+
+
+# Nemotron-H's letters and older words for what a block is.
+_NEMOTRON_KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"} | dict(
+    mamba="linear_attention", attention="full_attention"
+)
+
+
+def _nemotron_names(config: dict) -> dict:
+    """A Nemotron-H's kinds of blocks, each a mixer or an MLP, in the field that hybrids share."""
+    fields = ("layer_types", "layers_block_type", "hybrid_override_pattern")
+    kinds = next((config[field] for field in fields if config.get(field)), ())
+    kinds = [_NEMOTRON_KINDS.get(kind, kind) for kind in kinds]
+    return config | dict(layer_types=kinds, num_hidden_layers=len(kinds))
+
+
+def _gemma3n_names(config: dict) -> dict:
+    """A Gemma 3n's config.json, which may give an MLP's width for each layer."""
+    widths = config.get("intermediate_size")
+    if not isinstance(widths, list) or len(widths) != config.get("num_hidden_layers"):
+        return config
+    return config | dict(intermediate_sizes=widths, intermediate_size=max(widths))
+
+
+def _kimi_names(config: dict) -> dict:
+    """A Kimi Linear's fields, of which the files have some in `linear_attn_config`, counted from 1."""
+    inside = config.get("linear_attn_config") or {}
+    names = dict(
+        linear_head_dim="head_dim",
+        linear_num_heads="num_heads",
+        linear_conv_kernel_dim="short_conv_kernel_size",
+    )
+    found = {name: inside[own] for name, own in names.items() if own in inside}
+    if inside.get("kda_layers") and not config.get("layer_types"):
+        full = inside.get("full_attn_layers", ())
+        found["layer_types"] = [
+            "full_attention" if i + 1 in full else "linear_attention"
+            for i in range(config["num_hidden_layers"])
+        ]
+    same = dict(
+        max_position_embeddings="model_max_length", num_experts_per_tok="num_experts_per_token"
+    )
+    found |= {name: config[own] for name, own in same.items() if own in config}
+    return config | found
+
+
+_OWN_NAMES = {
+    "nemotron_h": _nemotron_names,
+    "kimi_linear": _kimi_names,
+    "gemma3n_text": _gemma3n_names,
+    "gemma4_text": lambda c: c | dict(num_experts_per_tok=c.get("top_k_experts")),
+}

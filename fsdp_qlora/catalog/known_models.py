@@ -10,28 +10,31 @@ import re
 from difflib import get_close_matches
 from pathlib import Path
 
-_PER_LAYER = ("layer_types", "mlp_layer_types")  # lists with a value for each layer
+# With a value for each layer.
+_PER_LAYER = ("layer_types", "mlp_layer_types", "hybrid_override_pattern")
 # Of the same shape: tuned models, and those whose linear weights bitsandbytes stored in 4 bits.
-_TUNED = re.compile(r"-(instruct|chat|it|base|coder|(unsloth-)?bnb-4bit)(?=-|$)")
+_TUNED = re.compile(r"-(instruct|chat|it|base|coder|bf16|fp8|(unsloth-)?bnb-4bit)(?=-|$)")
 
 
 def bare_name(name: str) -> str:
-    """A hub name without owner, case, `Meta-`, `-hf` and what marks a tuned model."""
+    """A hub name without owner, case, `Meta-`, `NVIDIA-`, `-hf` and what marks a tuned model."""
     return _TUNED.sub("", _plain(name))
 
 
 def _plain(name: str) -> str:
-    """A hub name without owner, case, `Meta-` and `-hf`."""
+    """A hub name without owner, case, `Meta-`, `NVIDIA-` and `-hf`."""
     last = re.sub(r"[\s_]+", "-", name.strip().rstrip("/").rsplit("/", 1)[-1].lower())
-    last = re.sub(r"^(llama|gemma|phi)(?=\d)", r"\1-", last.removeprefix("meta-"))
+    last = re.sub(
+        r"^(llama|gemma|phi)(?=\d)", r"\1-", last.removeprefix("meta-").removeprefix("nvidia-")
+    )
     return last.removesuffix("-hf")
 
 
 def known_name(name: str) -> str:
     """The full hub name of a known model; owner, case and `-hf` may be left out or differ.
 
-    A model tuned for chat (`-Instruct`, `-chat`, `-it`) has the shape of the one it was made from, and
-    `-bnb-4bit` is what this project makes of it.
+    A model tuned for chat (`-Instruct`, `-chat`, `-it`) has the shape of the one it was made from, as has
+    one stored in another format (`-BF16`, `-FP8`), and `-bnb-4bit` is what this project makes of it.
     Raises ValueError, listing close names, for a model that is not known.
     """
     by_bare, wanted = _full_names(), bare_name(name)
@@ -82,8 +85,10 @@ def known_config(name: str, layers: int | None = None) -> dict:
     config = dict(KNOWN[known_name(name)])
     if layers is None:
         return config
-    kinds = {key: value[:layers] for key, value in config.items() if key in _PER_LAYER}
-    return config | kinds | dict(num_hidden_layers=layers)
+    cut = {key: value[:layers] for key, value in config.items() if key in _PER_LAYER}
+    if shared := config.get("num_kv_shared_layers"):  # the last ones
+        cut["num_kv_shared_layers"] = max(0, shared - config["num_hidden_layers"] + layers)
+    return config | cut | dict(num_hidden_layers=layers)
 
 
 def _llama(vocab, hidden, intermediate, layers, heads, kv_heads, positions, theta, **more) -> dict:
@@ -269,6 +274,126 @@ def _deepseek_v3(vocab, heads, experts, **more) -> dict:
             routed_scaling_factor=2.5,
         )
         | more
+    )
+
+
+def _kimi_linear() -> dict:
+    """Kimi Linear: three of four layers are delta nets, and so is the last but one."""
+    layers, attends = 27, (3, 7, 11, 15, 19, 23, 26)
+    return dict(
+        model_type="kimi_linear",
+        vocab_size=163840,
+        hidden_size=2304,
+        intermediate_size=9216,
+        moe_intermediate_size=1024,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        model_max_length=1048576,
+        rms_norm_eps=1e-5,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        num_experts=256,
+        num_experts_per_token=8,
+        num_shared_experts=1,
+        num_expert_group=1,
+        topk_group=1,
+        routed_scaling_factor=2.446,
+        layer_types=[
+            "full_attention" if i in attends else "linear_attention" for i in range(layers)
+        ],
+        mlp_layer_types=["dense"] + ["sparse"] * (layers - 1),
+        linear_head_dim=128,
+        linear_num_heads=32,
+        linear_conv_kernel_dim=4,
+        tie_word_embeddings=False,
+    )
+
+
+def _nemotron_h(hidden, intermediate, heads, kv_heads, positions, pattern, **mamba) -> dict:
+    """Nemotron-H and Nemotron 3: M mixes by Mamba 2, * attends, - is an MLP, E a mixture."""
+    return dict(
+        model_type="nemotron_h",
+        vocab_size=131072,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=len(pattern),
+        hybrid_override_pattern=pattern,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=128,
+        max_position_embeddings=positions,
+        layer_norm_epsilon=1e-5,
+        ssm_state_size=128,
+        n_groups=8,
+        conv_kernel=4,
+        use_conv_bias=True,
+        tie_word_embeddings=False,
+        **mamba,
+    )
+
+
+def _gemma3n(layers, intermediate, shared) -> dict:
+    return dict(
+        model_type="gemma3n_text",
+        vocab_size=262400,
+        hidden_size=2048,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=256,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-6,
+        sliding_window=512,
+        layer_types=_every(layers, 5, "sliding_attention"),
+        final_logit_softcapping=30.0,
+        vocab_size_per_layer_input=262144,
+        hidden_size_per_layer_input=256,
+        altup_num_inputs=4,
+        num_kv_shared_layers=shared,
+        laurel_rank=64,
+        tie_word_embeddings=True,
+    )
+
+
+def _gemma4(hidden, intermediate, layers, heads, kv_heads, **more) -> dict:
+    """Gemma 4; heads of layers that see all tokens have 512 values, those of windows 256."""
+    given = dict(
+        model_type="gemma4_text",
+        vocab_size=262144,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=256,
+        global_head_dim=512,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-6,
+        sliding_window=512,
+        layer_types=_every(layers, 6, "sliding_attention"),
+        final_logit_softcapping=30.0,
+        vocab_size_per_layer_input=262144,
+        hidden_size_per_layer_input=256,
+        tie_word_embeddings=True,
+    )
+    return given | more
+
+
+def _large_gemma4(*sizes, global_kv_heads, **more) -> dict:
+    """Gemma 4 without embeddings of each layer: keys serve as values where all tokens are seen."""
+    return _gemma4(
+        *sizes,
+        max_position_embeddings=262144,
+        sliding_window=1024,
+        hidden_size_per_layer_input=0,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=global_kv_heads,
+        **more,
     )
 
 
@@ -461,6 +586,32 @@ KNOWN = {
     "Qwen/Qwen3-235B-A22B": _qwen3_moe(4096, 1536, 94, 64, experts=128),
     "google/gemma-7b": _gemma("gemma", 3072, 24576, 28, 16, 16),
     "google/gemma-2b": _gemma("gemma", 2048, 16384, 18, 8, 1),
+    "google/gemma-3n-E2B": _gemma3n(30, 8192, shared=10),
+    "google/gemma-3n-E4B": _gemma3n(35, 16384, shared=15),
+    "google/gemma-4-E2B": _gemma4(
+        1536,
+        6144,
+        35,
+        8,
+        1,
+        num_kv_shared_layers=20,
+        use_double_wide_mlp=True,
+        layer_types=_every(35, 5, "sliding_attention"),
+    ),
+    "google/gemma-4-E4B": _gemma4(2560, 10240, 42, 8, 2, num_kv_shared_layers=18),
+    "google/gemma-4-26B-A4B": _large_gemma4(
+        2816,
+        2112,
+        30,
+        16,
+        8,
+        global_kv_heads=2,
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+    ),
+    "google/gemma-4-31B": _large_gemma4(5376, 21504, 60, 32, 16, global_kv_heads=4),
     "google/gemma-2-2b": _gemma2(2304, 9216, 26, 8, 4),
     "google/gemma-2-9b": _gemma2(3584, 14336, 42, 16, 8),
     "google/gemma-2-27b": _gemma2(4608, 36864, 46, 32, 16, head_dim=128, query_pre_attn_scalar=144),
@@ -521,6 +672,32 @@ KNOWN = {
         129280, 128, 256, n_group=8, topk_group=4, first_k_dense_replace=3
     ),
     "moonshotai/Kimi-K2-Instruct": _deepseek_v3(163840, 64, 384, routed_scaling_factor=2.827),
+    "moonshotai/Kimi-Linear-48B-A3B-Instruct": _kimi_linear(),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": _nemotron_h(
+        2688,
+        1856,
+        32,
+        2,
+        262144,
+        "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        mamba_num_heads=64,
+        mamba_head_dim=64,
+        moe_intermediate_size=1856,
+        moe_shared_expert_intermediate_size=3712,
+        n_routed_experts=128,
+        num_experts_per_tok=6,
+        routed_scaling_factor=2.5,
+    ),
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2": _nemotron_h(
+        4480,
+        15680,
+        40,
+        8,
+        131072,
+        "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+        mamba_num_heads=128,
+        mamba_head_dim=80,
+    ),
     "zai-org/GLM-4.7-Flash": _glm_flash(),
     "zai-org/GLM-4.5-Air": _llama(
         151552,

@@ -65,7 +65,7 @@ def _inputs_kept(shape: ModelShape, plan: Plan) -> dict[str, bool]:
     names = tuple(shape.linears())
     kept = names if not plan.adapter.has_lora else shape.targets(as_given(plan.adapter.targets))
     kept += experts.trained_inputs(shape, plan)
-    *inner, o_proj = shape.attention_linears()
+    *inner, o_proj = shape.attention_linears() or ("",)  # a block may be an MLP alone
     *mlp, down_proj = shape.mlp_linears() or ("experts.down_proj",)
     return dict(
         attention=any(n in kept for n in inner),

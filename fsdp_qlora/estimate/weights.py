@@ -82,7 +82,7 @@ def linear_weights(shape: ModelShape, plan: Plan, part: str = "") -> tuple[Weigh
                     plain("adapters", rank, wide, plan.adapter.adapter_dtype, True),
                     plain("adapters", out, rank, plan.adapter.adapter_dtype, True),
                 ]
-        if shape.experts:  # the router
+        if shape.router_weights:
             weights.append(
                 plain(
                     "norms",
@@ -261,7 +261,7 @@ def embedding_weights(shape: ModelShape, plan: Plan) -> list[Weight]:
 
 
 def root_weights(shape: ModelShape, plan: Plan) -> list[Weight]:
-    """What is left to the root: the final norm, and the head or the tied embedding."""
+    """What is left to the root: the final norm, the head or tied embedding, and what else is in no block."""
     end = EMBEDDING if shape.tied and plan.adapter.trains(EMBEDDING) else HEAD
     weights = [
         plain(
@@ -278,8 +278,16 @@ def root_weights(shape: ModelShape, plan: Plan) -> list[Weight]:
         weights.append(
             plain("norms", rows, shape.hidden, plan.dtype("wpe"), plan.adapter.trains("wpe"))
         )
-    if plan.adapter.has_lora and "lm_head" in shape.targets(as_given(plan.adapter.targets)):
+    targets = shape.targets(as_given(plan.adapter.targets)) if plan.adapter.has_lora else ()
+    if "lm_head" in targets:
         weights += adapter("lm_head", shape.vocab, shape.hidden, plan)
+    for name, (out, wide) in shape.outer_linears().items():
+        weights += _stored_linear(name, out, wide, plan)
+        weights += adapter(name, out, wide, plan) if name in targets else []
+    for name, (rows, width) in shape.outer_tables():  # whole in a forward, unlike the vocabulary's
+        kind = "embedding" if name.startswith("embed") else "norms"
+        table = plain(kind, rows, width, plan.dtype(name), plan.adapter.trains(name))
+        weights.append(replace(table, by_rows=False))
     return weights
 
 
