@@ -1,7 +1,12 @@
 """Grids become rows, whatever happens to a cell, and rows become tables with today's estimates."""
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -17,6 +22,7 @@ from fsdp_qlora.cli import main
 from fsdp_qlora.config.flags import parse_own
 from fsdp_qlora.estimate import memory
 from tests.parts import rest, slow
+from tests.patience import patience
 
 ROOT = Path(__file__).parents[1]
 GRIDS = sorted((ROOT / "benchmarks" / "grids").glob("*.yaml"))
@@ -361,3 +367,51 @@ def test_a_mistake_is_one_line(capsys, argv, message):
     assert main(["bench", *argv]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and re.search(message, lines[0])
+
+
+# What a cell's or a probe's process is to do for an hour, and the process that waits for it.
+_CELL = """
+import os, sys, time
+from fsdp_qlora.config import RunConfig
+from fsdp_qlora.lifecycle.launcher import run_on_ranks
+
+
+def stay(config):
+    open(sys.argv[1], "w").write(str(os.getpid()))
+    time.sleep(3600)
+
+
+run_on_ranks(RunConfig(model_name=".", device="cpu", world_size=1), "bench", [], stay)
+"""
+_PARENT = """
+import sys
+from fsdp_qlora.bench.cell_processes import _run_process
+
+_run_process(sys.argv[1:], 3600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_what_measures_ends_with_what_waits_for_it(tmp_path, number):
+    """It would hold the GPU on which the next run is measured; sessions of their own outlive a parent."""
+    cell, file = tmp_path / "cell.py", tmp_path / "pid"
+    cell.write_text(_CELL)
+    env = os.environ | dict(PYTHONPATH=str(ROOT))
+    parent = subprocess.Popen([sys.executable, "-c", _PARENT, sys.executable, cell, file], env=env)
+    deadline = time.monotonic() + patience(60)
+    while not (file.exists() and file.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    parent.send_signal(number)
+    parent.wait(patience(30))
+    while _is_alive(int(file.read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether a process runs: neither gone nor waiting to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -113,8 +113,11 @@ def command(files: Path, first: Job, how: How) -> list[str]:
 def _run_process(argv: list[str], seconds: float) -> int | None:
     """The exit code of a process and all its ranks; None if it had to be stopped.
 
-    It gets no RANK: it starts ranks of its own even where a launcher started this one.
+    It gets no RANK: it starts ranks of its own even where a launcher started this one. It ends with
+    this process, also where that is killed.
     """
+    from ..lifecycle.launcher import as_launcher_of
+
     env = {
         name: value
         for name, value in os.environ.items()
@@ -129,7 +132,7 @@ def _run_process(argv: list[str], seconds: float) -> int | None:
             "MASTER_PORT",
         )
     }
-    process = subprocess.Popen(argv, start_new_session=True, env=env)
+    process = subprocess.Popen(argv, start_new_session=True, env=as_launcher_of(env))
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 _PASSED_ON = (*STOP_SIGNALS, signal.SIGINT)  # from the launcher to its ranks
 _KILL_SECONDS = 5  # after --stop_grace_seconds the launcher kills a rank that has not ended itself
-_LAUNCHER = "FSDP_QLORA_LAUNCHER"  # the process that started this rank
+_LAUNCHER = "FSDP_QLORA_LAUNCHER"  # the process that started this one
 _PR_SET_PDEATHSIG = 1
 
 
 def run_on_ranks(config: RunConfig, command: str, argv: list[str], body: Callable):
     """Run `body(config)` in every rank: here if this is one, else in ranks started for it."""
     wanted = world_size(config)
+    _end_with_launcher()
     if launched():
-        _end_with_launcher()
         _check_world_size(config)
         share_cores(ranks_from_env().local_world_size)
         body(config)
@@ -169,13 +169,19 @@ def _is_launched_here() -> bool:
 
 
 def _end_with_launcher():
-    """Have the system stop this rank when the process that started it is killed.
+    """Have the system stop this process when the one of ours that started it is killed.
 
-    It would train on unseen, and hold its GPU. torchrun's ranks are torchrun's business.
+    A rank would train on unseen, and a probe measure, and hold their GPUs. torchrun's ranks are
+    torchrun's business.
     """
     if not _is_launched_here() or sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def as_launcher_of(env: dict[str, str]) -> dict[str, str]:
+    """The environment of a process that is to end with this one, if it calls `run_on_ranks`."""
+    return env | {_LAUNCHER: str(os.getpid())}
 
 
 def _rendezvous_endpoint(config: RunConfig) -> str:
