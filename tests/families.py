@@ -20,6 +20,7 @@ from fsdp_qlora.loading import meta_model
 from fsdp_qlora.model.blocks import linear_names
 from fsdp_qlora.model.row_mixers import row_mixers
 
+from .chat_templates import of_family
 from .tiny import with_lora
 
 SIZES = dict(
@@ -591,8 +592,9 @@ def _vllm(model_type: str) -> str:
 def families_table() -> str:
     """The table of docs/families.md: each family of these lists, and what a run does with it."""
     lines = [
-        "| family | `model_type` | `all-linear` adapts | left out | packing | vLLM | also tested |",
-        "|---|---|---|---|---|---|---|",
+        "| family | `model_type` | `all-linear` adapts | left out | packing | vLLM "
+        "| chat template | also tested |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for family in EVERY_FAMILY:
         config = family_config(family)
@@ -604,6 +606,7 @@ def families_table() -> str:
             ", ".join(left_out(model)),
             "by rows" if row_mixers(model) else "yes",
             _vllm(config.model_type),
+            of_family(family),
             ", ".join(_special(family, config)),
         )
         lines.append(f"| {' | '.join(cells)} |")

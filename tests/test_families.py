@@ -30,7 +30,7 @@ from .tiny import RANK, SEED, padded_batch, reference_run, tiny_rows
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
-from families_page import with_table  # noqa: E402
+from families_page import with_tables  # noqa: E402
 
 CPU = torch.device("cpu")
 STEPS = tiny_rows(steps=2, rows_per_step=2)
@@ -97,7 +97,7 @@ def test_packed_rows_of_every_family_are_kept_apart_on_its_own_code(family):
 
 def test_the_page_has_the_table_of_these_tests():
     page = (ROOT / "docs/families.md").read_text()
-    assert with_table(page) == page, "run python scripts/families_page.py"
+    assert with_tables(page) == page, "run python scripts/families_page.py"
 
 
 def test_the_types_that_are_not_tried_before_a_run_are_those_that_are_tested_here():
