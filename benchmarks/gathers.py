@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 
+import torch
 from speed_rows import CASES, config_folder, run_case
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -33,7 +34,11 @@ def keep_last(model: nn.Module):
 
 
 def gather_symmetrically(model: nn.Module):
-    """Gather into symmetric memory."""
+    """Gather into symmetric memory; raises ValueError with a torch that can't."""
+    if not hasattr(FSDPModule, "set_symm_mem_for_comm"):
+        raise ValueError(
+            f"symmetric memory for FSDP came after torch 2.11; this is {torch.__version__}"
+        )
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_symm_mem_for_comm()

@@ -302,3 +302,19 @@ def test_flash_attention_4_takes_it_where_it_runs(monkeypatch):
     with pytest.raises(ValueError, match="flash_attention_4: is not installed; leave it out"):
         choose("flash_attention_4", device=gpu)
     assert choose(config=LlamaConfig(), device=gpu)[0] == "sdpa"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_layer_behind_takes_the_output_as_it_is(packed):
+    """Whatever order a rotation leaves queries in: a copy of the output would be kept for each block."""
+    q, k, v = (torch.randn(2, heads, 6, 8) for heads in (4, 2, 2))  # as cat gives
+    rows = dict(cu_seq_lens_q=torch.tensor([0, 6, 12], dtype=torch.int32), max_length_q=6)
+    if packed:
+        out, _ = attention._packed_attention(
+            attention.TORCH_FA_PACKED, None, q, k, v, None, s_aux=torch.zeros(4), **rows
+        )
+    else:
+        out, _ = attention._attention_of_rows(
+            attention.TORCH_FA, None, q, k, v, None, s_aux=torch.zeros(4)
+        )
+    assert out.is_contiguous()

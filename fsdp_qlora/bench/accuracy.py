@@ -35,6 +35,8 @@ _OLD_PRODUCTS = ("f8e8940", "fc55a1e", "8e7a833", "0734433", "ee8b4e9", "bb323ea
 _OLD_OPTIMIZERS = ("cc5469f",)  # which updated one tensor after the other
 # Two dequantized weights of one sum were there at once, which is the peak where tokens are few.
 _OLD_SUMS = ("638255a",)
+# Attention with sinks kept its output in the order of heads, and again in that of tokens.
+_OLD_SINKS = ("208ff0b", "0342d6a")
 _EARLY_PEAKS = "5e23f3d"  # whose peaks of replayed rows are those of the row before
 # Their final norm was eager: in fp32, which was the widest that came and went where tokens are many, and
 # that is what the allocator's unused memory follows. fp8 products joined since (2b8e2e6) are no list of
@@ -84,7 +86,8 @@ class Compared:
     @property
     def old_memory(self) -> bool:
         """Whether other code than today's took the memory, or torch's peak is not the step's."""
-        return self.old_units or self.row.commit in _OLD_SUMS or self.other_peak
+        sinks = self.row.commit in _OLD_SINKS and self.shape.traits.attention == "sinks"
+        return self.old_units or self.row.commit in _OLD_SUMS or sinks or self.other_peak
 
     @property
     def old_reserved(self) -> bool:

@@ -35,6 +35,9 @@ ATTENTION_TIME = {
 }
 COPY_SHARE = 1.03  # passes over activations move at this share of a copy's rate
 RANK_SHARE = 0.914  # the same for products of rank R, which only read
+# Of experts, whose kernel multiplies 128 columns where R are wanted: between adapted and frozen experts of
+# 30B-A3B, 0.255 in bf16 and 0.227 in fp8 (mixtures_h200_2026-11-29.jsonl). No profile of it yet.
+GROUPED_RANK_SHARE = 0.24
 UNPACK_SHARE = 0.632  # the same for 4-bit weights unpacked to 16 bits,
 MERGE_SHARE = 0.358  # with the adapter added on the way,
 FP8_UNPACK_SHARE = 0.529  # or written as fp8
@@ -72,6 +75,7 @@ EAGER_LAUNCH = 0.00263
 ADAPTER_LAUNCH = 7.14e-05  # more for each adapted layer,
 UNPACK_LAUNCH = 0.000325  # where weights are in few bits,
 FP8_LAUNCH = 0.000345  # and in fp8
+EXPERTS_LAUNCH = 0.0016  # and in a mixture: set on 30B-A3B in bf16 and fp8, launched (as above)
 RECOMPUTE_LAUNCH = 2.83  # of that third, to run a block again, hooks of checkpointing included;
 RERUN_LAUNCH = 0.3  # or only what keep_linears leaves out
 SHARDED_LAUNCH = 0.00517  # FSDP's hooks, per block and gather
@@ -86,6 +90,9 @@ SLACK_KEPT = 1.58  # where blocks keep more than their input,
 SLACK_INPUTS = 1.2  # where they keep that,
 SLACK_MOVED = 0.311  # and where it waits on the host.
 SLACK_GATHERED = 1.05  # of what FSDP has gathered and frees; the two at the moment of the most
+# Of the widest weight that a block's experts unpack in fp8, once a block: what it kept lies in the hole that
+# the weight left, and a graph's memory starts empty. Adapted 0.97, frozen 1.04 of it (30B-A3B, an H200).
+HOLES_OF_GRAPHS = 1.0
 
 CONTEXT_GIB = 0.5  # CUDA context and kernels
 NCCL_GIB = 0.4  # buffers of one NCCL communicator, where there are several ranks

@@ -139,6 +139,18 @@ def unpacked(shape: ModelShape, plan: Plan, name: str) -> float:
     return shape.experts * out * wide / parts * value if parts else 0.0
 
 
+@mean_of_blocks
+def hole_of_block(shape: ModelShape, plan: Plan) -> float:
+    """Bytes of the weight whose place is taken once a forward has freed it: the first product's if adapted.
+
+    What it keeps beside that is the input of the adapter.
+    """
+    if not shape.experts:
+        return 0.0
+    first, last = shape.expert_linears()
+    return unpacked(shape, plan, first if adapted_experts(shape, plan) else last)
+
+
 def adapter_weights_used(shape: ModelShape, plan: Plan) -> int:
     """Weights of experts' adapters in a block that a token is multiplied with."""
     return shape.experts_per_token * sum(

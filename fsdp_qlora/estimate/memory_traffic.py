@@ -65,7 +65,8 @@ def adapter_traffic(shape: ModelShape, plan: Plan) -> tuple[float, float]:
     """Bytes of a block's products of rank R: forward and backward.
 
     x A^T reads x, once for layers that share it in a compiled block; dY B and dB read dY, dA reads
-    x. Where an adapter is added, y and dX are written once more and read again.
+    x. Where an adapter is added, y and dX are written once more and read again. Experts make x A^T again
+    in the backward, in a forward that merges them not at all, and their products of groups are slower.
     """
     groups: dict[str, int] = {}
     added_out = added_in = out = 0
@@ -77,13 +78,23 @@ def adapter_traffic(shape: ModelShape, plan: Plan) -> tuple[float, float]:
             added_in += wide * (key not in groups)
         groups[key] = wide
         out += rows
-    for name, (rows, wide) in adapted_experts(shape, plan).items():
-        added = shape.experts_per_token * (form(plan, plan.adapter.rank(name)) == "added")
-        groups[name] = shape.experts_per_token * wide
-        added_in, added_out = added_in + added * wide, added_out + added * rows
-        out += shape.experts_per_token * rows
     inputs, each = sum(groups.values()), plan.batch.tokens * plan.model.product_bytes
-    return each * (inputs + 2 * added_out), each * (2 * out + inputs + 2 * added_in)
+    experts = _expert_adapter_traffic(shape, plan)
+    return (
+        each * (inputs + 2 * added_out + experts[0]),
+        each * (2 * out + inputs + 2 * added_in + experts[1]),
+    )
+
+
+def _expert_adapter_traffic(shape: ModelShape, plan: Plan) -> tuple[float, float]:
+    """Values of a token that experts' products of rank R move, at the rate of other layers'."""
+    forward = backward = 0
+    for name, (out, wide) in adapted_experts(shape, plan).items():
+        how = form(plan, plan.adapter.rank(name))
+        forward += wide * (how != "merged") + 2 * out * (how == "added")
+        backward += 2 * (out + wide) + 2 * wide * (how == "added")
+    slower = shape.experts_per_token * constants.RANK_SHARE / constants.GROUPED_RANK_SHARE
+    return slower * forward, slower * backward
 
 
 @mean_of_blocks

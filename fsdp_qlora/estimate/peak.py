@@ -15,6 +15,7 @@ from ..plan import BYTES, Plan, Runs
 from . import constants
 from .activations import Kept, block_input, loss_bytes, offloaded_input
 from .constants import CONTEXT_GIB, NCCL_GIB, PROCESS_HOST_GIB
+from .experts import hole_of_block
 from .gathered_units import GatheredUnits, WaitingGradients
 from .weights import (
     all_trained,
@@ -244,7 +245,17 @@ class Peak:
 
     def slack(self, runs: Runs) -> float:
         """Bytes that torch has reserved and does not use at the peak."""
-        return sum(getattr(constants, name) * size for name, size in self.slack_terms(runs).items())
+        terms = self.slack_terms(runs).items()
+        in_use = sum(getattr(constants, name) * size for name, size in terms)
+        return in_use + constants.HOLES_OF_GRAPHS * self.holes_of_experts(runs)
+
+    def holes_of_experts(self, runs: Runs) -> float:
+        """Bytes of weights unpacked in fp8 whose place in a graph was taken by what blocks keep."""
+        plan = self.plan
+        if plan.quantization.compute_dtype != "fp8" or not plan.replays(self.shape):
+            return 0.0
+        keep = sum(count for policy, count in runs if POLICIES[policy].keeps_linears)
+        return keep * hole_of_block(self.shape, plan)
 
     def slack_terms(self, runs: Runs) -> dict[str, float]:
         """What the slack is in proportion to, by the name of the constant.

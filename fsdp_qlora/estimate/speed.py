@@ -222,6 +222,8 @@ def launch_seconds(shape: ModelShape, plan: Plan) -> float:
         once += constants.UNPACK_LAUNCH
     if plan.quantization.compute_dtype == "fp8":
         once += constants.FP8_LAUNCH
+    if shape.experts:
+        once += constants.EXPERTS_LAUNCH
     hooks = (1 + plan.sharding.resharded) * constants.SHARDED_LAUNCH if plan.sharded else 0.0
     # A compiled backward has what runs again in its graph: a forward's kernels, and no hooks.
     whole = 1.0 if plan.loop.compile else constants.RECOMPUTE_LAUNCH

@@ -160,11 +160,13 @@ def _left_of(window: int | None) -> int:
 def _token_major(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     """Each (B, T, H, D) of (B, H, T, D); values of a smaller size are filled up with zeros.
 
-    Under autocast q and k come in fp32: rotation is no product.
+    Under autocast q and k come in fp32: rotation is no product. A token's heads are put side by side,
+    where a rotation that joins halves has not left them so (gpt-oss): kernels lay out their output as q,
+    and the layer behind would keep a copy of it in the order of tokens.
     """
     if more := query.shape[-1] - value.shape[-1]:
         value = torch.nn.functional.pad(value, (0, more))
-    return [compute_input(x).transpose(1, 2) for x in (query, key, value)]
+    return [compute_input(x).transpose(1, 2).contiguous() for x in (query, key, value)]
 
 
 def attend_span(
