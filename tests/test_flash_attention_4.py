@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV4Config,
     Gemma2Config,
+    GPT2Config,
     Llama4TextConfig,
     LlamaConfig,
 )
@@ -382,6 +383,7 @@ UNFIT = {  # reason -> what makes it so
     "has no kernel for heads of 192 on this GPU": dict(head_dim=192, capability=(10, 0)),
     "has no kernel for heads of 320": dict(head_dim=320),
     "has no attention dropout": dict(attention_dropout=0.1),
+    "has no attention dropout, by GPT-2's name": dict(config=GPT2Config),
     "does not run here: RuntimeError: no": dict(fault="does not run here: RuntimeError: no"),
     "can't run layers of chunked_attention": dict(config=Llama4TextConfig),
 }
@@ -389,7 +391,7 @@ UNFIT = {  # reason -> what makes it so
 
 @pytest.mark.parametrize("reason", UNFIT)
 def test_where_it_does_not_fit_sdpa_is_taken_and_one_line_says_why(reason, hopper):
-    settings = dict(UNFIT[reason])
+    settings, reason = dict(UNFIT[reason]), reason.partition(", by")[0]
     for name in ("capability", "installed", "fault"):
         if name in settings:
             setattr(hopper, name, settings.pop(name))

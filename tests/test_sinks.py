@@ -6,6 +6,7 @@ gpu/test_sinks.py has those of a GPU.
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -152,13 +153,14 @@ def test_a_span_of_queries_has_the_part_of_the_whole_rows(plain_kernels):
     sinks = torch.randn(4, generator=generator)
     borders = torch.tensor([0, 3, 12, 24], dtype=torch.int32)
     module = SimpleNamespace(is_causal=True)
-    for window in (None, WINDOW):
+    for window, s_aux in product((None, WINDOW), (sinks, None)):  # some layers have none
         for packed in ({}, dict(cu_seq_lens_q=borders, max_length_q=12)):
             whole = attention._packed_attention if packed else attention._attention_of_rows
             name = "torch_fa_packed" if packed else "torch_fa"
-            more = dict(scaling=0.3, sliding_window=window, s_aux=sinks, **packed)
+            more = dict(scaling=0.3, sliding_window=window, s_aux=s_aux, **packed)
             expected, _ = whole(name, module, q, k, v, None, **more)
-            found = attention.attend_span(q[:, :, 4:9], k[:, :, :9], v[:, :, :9], 4, 12, **more)
+            span = q[:, :, 4:9], k[:, :, :9], v[:, :, :9]
+            found, _ = attention.attend_span(module, *span, None, start=4, row=12, **more)
             torch.testing.assert_close(found, expected[:, 4:9], rtol=1e-5, atol=1e-6)
 
 

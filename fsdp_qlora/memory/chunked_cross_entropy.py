@@ -29,7 +29,7 @@ from ..config.run import chunk_tokens
 from ..dist import print_main
 from ..model.attention import rows_alone
 from ..model.blocks import base_model, output_head
-from ..model.sequence_parallel import SequenceParallel, masks_are_given
+from ..model.sequence_parallel import SequenceParallel, rows_are_cut
 from ..quantization.quantize import compute_input
 from .vocab_parallel import gathered_weight
 
@@ -178,7 +178,7 @@ def _chunked_forward(
     if sequence:
         input_ids, labels, kwargs = sequence.part(model.config, input_ids, labels, kwargs)
         loss_weights = None if loss_weights is None else sequence.own(loss_weights)
-        masks = masks_are_given(model.config)
+        masks = rows_are_cut(model.config, sequence)
     else:
         alone = attention_mask is None and "position_ids" not in kwargs
         masks = rows_alone(model.config) if alone else nullcontext()

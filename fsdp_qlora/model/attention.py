@@ -170,19 +170,21 @@ def _token_major(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
 
 
 def attend_span(
+    module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    attention_mask: None,
+    *,
     start: int,
     row: int,
-    *,
     scaling: float | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     s_aux: Tensor | None = None,
     **kwargs,
-) -> Tensor:
+) -> tuple[Tensor, None]:
     """Causal attention of a span of queries over the keys up to its end: (B, T', H, D).
 
     query (B, H, T', D): of tokens start to start + T' of rows of `row` tokens; key, value (B, K, start + T',
@@ -190,13 +192,13 @@ def attend_span(
     """
     assert not kwargs.get("dropout") and kwargs.get("softcap") is None
     length, end = query.shape[2], key.shape[2]
-    if s_aux is None and (not query.is_cuda or compute_input(query).dtype == torch.float32):
-        assert cu_seq_lens_q is None and sliding_window is None  # there, these have masks
+    without_kernels = not query.is_cuda or compute_input(query).dtype == torch.float32
+    if s_aux is None and without_kernels and cu_seq_lens_q is None and sliding_window is None:
         seen = torch.ones(length, end, dtype=torch.bool, device=query.device).tril(start)
         out = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, seen, scale=scaling, enable_gqa=True
         )
-        return out.transpose(1, 2)
+        return out.transpose(1, 2), None
     if cu_seq_lens_q is None:
         rows = torch.arange(query.shape[0] + 1, dtype=torch.int32, device=query.device)
         cu_seq_lens_q, max_length_q = rows * row, row
@@ -204,14 +206,15 @@ def attend_span(
     borders = [span_borders(cu_seq_lens_q, row, *span) for span in ((start, end), (0, end))]
     longest = [min(max_length_q or row, length), min(max_length_q or row, end)]
     # Queries and keys of a row end at the same token, which is where the kernels' causal masks begin.
-    if s_aux is not None:
+    if s_aux is not None or without_kernels:
+        sinks = _sinks(s_aux, q)
         out, _ = attention_with_sinks(
-            q, k, v, s_aux, borders, longest, scaling, sliding_window, fa4=False
+            q, k, v, sinks, borders, longest, scaling, sliding_window, fa4=False
         )
     else:
         window = (_left_of(sliding_window), 0)
         out = varlen_attn(q, k, v, *borders, *longest, scale=scaling, window_size=window, **GQA)
-    return out[..., : value.shape[-1]].unflatten(0, (query.shape[0], length))
+    return out[..., : value.shape[-1]].unflatten(0, (query.shape[0], length)), None
 
 
 def span_borders(borders: Tensor, row: int, start: int, end: int) -> Tensor:
@@ -274,7 +277,7 @@ def _eager_attention(module, query, key, value, attention_mask: Tensor | None, *
     return own(module, query, key, value, attention_mask, **kwargs)
 
 
-def _in_tiles(
+def in_tiles(
     attend: Callable,
     module,
     query: Tensor,
@@ -330,9 +333,9 @@ _KERNELS = {
 # No function for AttentionMaskInterface: then transformers builds no mask. With one, it would ask
 # the GPU in every forward whether positions restart, and wait for the answer.
 for _name, _attend_rows in _KERNELS.items():
-    AttentionInterface.register(_name, partial(_in_tiles, _attend_rows))
+    AttentionInterface.register(_name, partial(in_tiles, _attend_rows))
 for _name, _unmasked in _UNMASKED.items():
-    AttentionInterface.register(_unmasked, partial(_in_tiles, _KERNELS[_name]))
+    AttentionInterface.register(_unmasked, partial(in_tiles, _KERNELS[_name]))
 for _name in (FA4, TORCH_FA):  # outside of rows_alone a batch may need a mask
     AttentionMaskInterface.register(_name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
@@ -504,7 +507,7 @@ def _choose_with_sinks(
 def _why_not_sinks(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
     """What keeps torch's kernels from attention with sinks; the CPU's take all sizes and dtypes."""
     if device.type == "cpu":
-        return "has no attention dropout" if getattr(config, "attention_dropout", 0.0) else ""
+        return "has no attention dropout" if drops_scores(config) else ""
     return _why_not_varlen(config, device, dtype)
 
 
@@ -532,9 +535,15 @@ def _why_not_varlen(config: PretrainedConfig, device: torch.device, dtype: torch
         return "computes in 16 bits only"
     if size % 8 or size > 256:
         return f"has no kernel for heads of {size}"
-    if getattr(config, "attention_dropout", 0.0):
+    if drops_scores(config):
         return "has no attention dropout"
     return ""
+
+
+def drops_scores(config: PretrainedConfig) -> bool:
+    """Whether training drops a share of the attention's weights, by any of transformers' names for it."""
+    names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+    return any(getattr(config, name, None) for name in names)
 
 
 def _why_not_fa4(

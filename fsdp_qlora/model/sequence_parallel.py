@@ -46,11 +46,15 @@ from .attention import (
     TORCH_FA_PACKED,
     VARLEN,
     attend_span,
+    drops_scores,
+    in_tiles,
     layers_with_a_state,
     makes_no_masks,
     masks_of_rows,
     takes_backends,
 )
+from .blocks import base_model
+from .part_probe import why_no_parts
 
 _EAGER = "eager"
 _TAKE_SPANS = (
@@ -78,6 +82,7 @@ class SequenceParallel:
         self.group, _ = dist.new_subgroups(self.circle)
         self.rank = dist.get_rank(self.group)
         self.turn, self.others = dist.get_rank() % size // self.circle, None
+        self.last: Tensor | None = None  # position in the rows that are cut now
         if self.circles > 1:
             first = range(0, dist.get_world_size(), size)
             ranks = [range(a + i, a + size, self.circle) for a in first for i in range(self.circle)]
@@ -92,9 +97,10 @@ class SequenceParallel:
         T is filled up to a multiple of n. Raises ValueError for a batch with a mask, and for packed rows
         that are no multiple of n.
         """
-        if input_ids.shape[1] % self.size and "position_ids" in arguments:
+        tokens = input_ids.shape[1]
+        if tokens % self.size and "position_ids" in arguments:
             raise ValueError(
-                f"packed rows of {input_ids.shape[1]} tokens can't be shared by {self.size} ranks; give "
+                f"packed rows of {tokens} tokens can't be shared by {self.size} ranks; give "
                 f"collate_packed pad_to_multiple_of={self.size}"
             )
         input_ids, labels = self._whole(input_ids), self._whole(labels, _IGNORE)
@@ -104,8 +110,10 @@ class SequenceParallel:
             )
         positions = arguments.get("position_ids")
         masks = _whole_masks(config, input_ids, positions)
-        if positions is None:
-            positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        if positions is None:  # what fills rows up is at the last token's place
+            whole = torch.arange(input_ids.shape[1], device=input_ids.device)
+            positions = whole.clamp(max=tokens - 1)[None]
+        self.last = positions.max()
         given = dict(position_ids=self._own(positions), attention_mask=masks, **{_CUT: self})
         return (
             self._own(input_ids),
@@ -182,7 +190,32 @@ def apply_sequence_parallel(model: nn.Module, size: int) -> SequenceParallel | N
     if name in ALL_MASK_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(_exchanging(name), ALL_MASK_ATTENTION_FUNCTIONS[name])
     config._attn_implementation = _exchanging(name)
-    return SequenceParallel(size, config.num_attention_heads)
+    sequence = SequenceParallel(size, config.num_attention_heads)
+    for module in model.modules():
+        if _depends_on_length(module):
+            module.forward = partial(_angles_of_whole_rows, sequence, module.forward)
+    return sequence
+
+
+def _depends_on_length(module: nn.Module) -> bool:
+    """Whether a module rotates by other frequencies in longer rows."""
+    kinds = getattr(module, "rope_type", None) or ""
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any("dynamic" in kind or kind == "longrope" for kind in kinds)
+
+
+def _angles_of_whole_rows(
+    sequence: SequenceParallel, forward: Callable, x: Tensor, position_ids: Tensor, *args, **kwargs
+) -> tuple[Tensor, ...]:
+    """Cosines and sines (B, T / n, D) at this rank's positions, by the frequencies of whole rows.
+
+    Those follow from the largest position that the module sees, so it sees the rows' last one, too.
+    """
+    if sequence.last is None:
+        return forward(x, position_ids, *args, **kwargs)
+    last = sequence.last.expand(*position_ids.shape[:-1], 1)
+    seen = torch.cat([position_ids, last], -1)
+    return tuple(angles[:, :-1] for angles in forward(x, seen, *args, **kwargs))
 
 
 def check_sequence_parallel(model: nn.Module, size: int):
@@ -194,28 +227,34 @@ def check_sequence_parallel(model: nn.Module, size: int):
             f"--sequence_parallel {size}: {ranks_from_env().world_size} ranks are not a multiple of it; "
             "start as many, or leave it out"
         )
-    if problem := _why_not(model.config.get_text_config(), size):
+    if problem := _why_not(base_model(model), size):
         raise ValueError(f"--sequence_parallel {size}: {problem}")
 
 
-def _why_not(config: PretrainedConfig, size: int) -> str:
+def _why_not(model: nn.Module, size: int) -> str:
     """What keeps a model's rows on one rank; empty if nothing does."""
-    heads = config.num_attention_heads
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", 0)
     if others := layers_with_a_state(config):
         return (
             f"{config.model_type} has layers of {others}, which carry a state along the tokens; "
             "leave it out"
         )
-    if not takes_backends(type(config)):
+    if not heads or not takes_backends(type(config)):
         return f"the code of {config.model_type} takes no other attention; leave it out"
     name = base_attention(config)
+    fit = [n for n in range(2, heads + 1) if heads % n == 0]
     if heads % size and name not in (_EAGER, *_TAKE_SPANS):
-        fit = [n for n in range(2, heads + 1) if heads % n == 0]
         return (
             f"{config.model_type} has {heads} heads to divide with {name}; use one of {fit}, or "
             "--attn_implementation sdpa"
         )
-    return ""
+    if heads % size and drops_scores(config):
+        return (
+            f"{config.model_type} has attention dropout, with which ranks share whole heads, of which it "
+            f"has {heads}; use one of {fit}"
+        )
+    return why_no_parts(model, _CUT)
 
 
 def base_attention(config: PretrainedConfig) -> str:
@@ -224,15 +263,15 @@ def base_attention(config: PretrainedConfig) -> str:
 
 
 @contextmanager
-def masks_are_given(config: PretrainedConfig):
-    """Within it the decoder makes no masks: those that it is given are of whole rows."""
+def rows_are_cut(config: PretrainedConfig, sequence: SequenceParallel):
+    """Within it the decoder is given a part of a batch, and makes no masks: its are those of whole rows."""
     config = config.get_text_config()
     name = config._attn_implementation
     config._attn_implementation = _unmasked(base_attention(config))
     try:
         yield
     finally:
-        config._attn_implementation = name
+        config._attn_implementation, sequence.last = name, None
 
 
 def _exchanging(name: str) -> str:
@@ -296,7 +335,8 @@ def _attend_spans(
     for q, span in zip(queries, spans, strict=True):
         seen = key[:, :, : span.stop], value[:, :, : span.stop]
         if attention_mask is None:
-            out = attend_span(q, *seen, span.start, key.shape[2], **kwargs)
+            attend = partial(attend_span, start=span.start, row=key.shape[2])
+            out, _ = in_tiles(attend, module, q, *seen, None, **kwargs)
         else:
             mask = attention_mask[..., span, : span.stop]
             out, _ = kernel(module, q, *seen, mask, **kwargs)

@@ -9,20 +9,30 @@ for any other, so trained weights, and norms where all weights train, may be off
 from __future__ import annotations
 
 import json
+import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from fsdp_qlora.data.collate import collate
+from fsdp_qlora.dist import simulated_world
+from fsdp_qlora.memory.chunked_cross_entropy import apply_chunked_cross_entropy
 from fsdp_qlora.model.attention import span_borders
-from fsdp_qlora.model.sequence_parallel import SequenceParallel
+from fsdp_qlora.model.blocks import decoder_blocks
+from fsdp_qlora.model.sequence_parallel import SequenceParallel, apply_sequence_parallel
 from tests.distributed.test_full_bins import BINS, CONTEXT, data, reference, train_each  # noqa: F401
 from tests.distributed.test_parity import flat, relative
-from tests.families import save_family
+from tests.distributed.test_rotary_scaling import ORIGINAL, SCALINGS
+from tests.families import family_config, save_family
 from tests.parts import rest, slow
 from tests.ranks import run_ranks
+from tests.tiny import padded_batch, save_tiny
 from tests.tokenizers import VOCAB_SIZE, save_chat_model, save_tokenizer
 
 PACKED = dict(packing=True)
@@ -96,6 +106,33 @@ def check(folder, rows, out: Path, found: list[dict], cases: dict, what: str = "
         assert error < (1e-4 if kind == "full" else 1e-5), (name, what)
 
 
+def with_heads(folder: Path, **heads: tuple[int, int]) -> dict[str, str]:
+    """Models with so many heads, and key-value heads, by name."""
+    return {
+        name: save_chat_model(
+            folder / name,
+            num_hidden_layers=2,
+            num_attention_heads=queries,
+            num_key_value_heads=keys,
+            hidden_size=8 * queries,
+        )
+        for name, (queries, keys) in heads.items()
+    }
+
+
+def train_models(out: str, models: dict[str, str], data: str, cases: dict) -> dict:  # noqa: F811
+    """`train_each` of each model, by name."""
+    return {name: train_each(model, data, f"{out}/{name}", cases) for name, model in models.items()}
+
+
+def check_models(train, world: int, models: dict, rows, out: Path, cases: dict, **model):
+    """`train_models`, or one made of it, on ranks that all share rows, against one process."""
+    found = run_ranks(train, world, str(out), models, rows, shared(cases, world, world))
+    for name, folder in models.items():
+        of_model = [rank[name] for rank in found]
+        check(folder, rows, out / name, of_model, cases, name, **model)
+
+
 def trained_of(output: Path) -> dict:
     """The adapter, or the weights, that a run saved."""
     (file,) = [
@@ -120,6 +157,90 @@ def test_2_ranks_that_share_rows_have_the_losses_and_norms_of_one_process(
     cases = {name: CASES[name] for name in names}
     found = run_ranks(train_each, 2, folder, data, str(tmp_path), shared(cases, 2, 2))
     check(folder, data, tmp_path, found, cases)
+
+
+@pytest.mark.parametrize("world, heads, keys", [(2, 4, 1), (4, 6, 2)])
+def test_a_block_whose_ranks_share_rows_of_any_length_is_one_graph(world, heads, keys):
+    """With heads for every rank, and with more ranks than divide them. Where a graph breaks, the whole
+    block would run eager, with the same results."""
+    sizes = dict(hidden_size=8 * heads, intermediate_size=16, num_hidden_layers=1, vocab_size=64)
+    config = LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=keys)
+    model = AutoModelForCausalLM.from_config(config).train()
+    with simulated_world(world, world):
+        apply_chunked_cross_entropy(model, apply_sequence_parallel(model, world))
+        (block,) = decoder_blocks(model)
+        block.forward = torch.compile(
+            block.forward, dynamic=True, fullgraph=True, backend="eager"
+        )  # which raises an error where a graph breaks
+        for tokens in (16, 21):
+            ids = torch.ones(2, tokens, dtype=torch.long)
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+
+def attend_in_tiles(out: str, models: dict[str, str], data: str, cases: dict) -> dict:  # noqa: F811
+    """`train_models` with attention in as many tiles as long rows have it, of one key-value head each.
+
+    Of which one model's has two query heads, the other's one.
+    """
+    from fsdp_qlora.estimate import resolve
+
+    sys.modules[resolve.__module__]._TOKENS_OF_TILE = 1
+    attend, heads = torch.nn.functional.scaled_dot_product_attention, set()
+
+    def watched(query, *args, **kwargs):
+        if query.requires_grad:  # not that of a trial
+            heads.add(query.shape[1])
+        return attend(query, *args, **kwargs)
+
+    torch.nn.functional.scaled_dot_product_attention = watched
+    found = train_models(out, models, data, cases)
+    assert heads == {1, 2}, heads
+    return found
+
+
+@pytest.mark.parametrize("world", [2, rest(4)])
+def test_tiles_of_mlps_and_of_heads_change_nothing_where_ranks_share_rows(data, tmp_path, world):  # noqa: F811
+    """With several key-value heads for each rank, and where its queries are spans of all heads."""
+    models = with_heads(tmp_path, many=(16, 8), odd=(3, 3))
+    tiled = dict(mlp_tiles=2, use_gradient_checkpointing=True, max_steps=4)
+    cases = dict(packed=PACKED | tiled, padded=PADDED | tiled)
+    check_models(attend_in_tiles, world, models, data, tmp_path, cases)
+
+
+def losses_of_parts(models: list[str], batches: list[list[list[int]]]) -> list[float]:
+    """Of each model, the loss of the rows of each batch, shared by all ranks."""
+    found = []
+    for rows, name in product(batches, models):
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).train()
+        sequence = apply_sequence_parallel(model, dist.get_world_size())
+        apply_chunked_cross_entropy(model, sequence)
+        batch = collate([(torch.tensor(row), torch.tensor(row)) for row in rows], 0)
+        loss = model(**batch, num_items_in_batch=1, use_cache=False).loss
+        loss.backward()
+        dist.all_reduce(loss := loss.detach())
+        found.append(loss.item())
+    return found
+
+
+def test_frequencies_that_follow_a_rows_length_are_those_of_the_whole_row(tmp_path):
+    """Also where a part of it is short enough for other ones, and a row is shorter than the ranks."""
+    longrope = dict(family="phi3", pad_token_id=0, original_max_position_embeddings=ORIGINAL)
+    dynamic = dict(max_position_embeddings=ORIGINAL)
+    models = [
+        save_tiny(tmp_path / "longrope", **longrope, rope_parameters=SCALINGS["longrope"]),
+        save_tiny(tmp_path / "dynamic", **dynamic, rope_parameters=SCALINGS["dynamic"]),
+        save_tiny(tmp_path / "one head", num_attention_heads=1, num_key_value_heads=1),
+    ]
+    batches = [[[*range(3, 3 + n)] for n in lengths] for lengths in ((2, 1), (ORIGINAL + 9, 3))]
+    expected = []
+    for rows, name in product(batches, models):
+        batch = padded_batch([(row, row) for row in rows])
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        of_token = (logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+        expected.append(torch.nn.functional.cross_entropy(*of_token, reduction="sum").item())
+    for found in run_ranks(losses_of_parts, 2, models, batches):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("cases", [dict(packed=PACKED), rest(dict(padded=PADDED))])
@@ -228,7 +349,12 @@ def test_rows_that_can_not_be_shared_are_refused_in_one_line(settings, message):
 
 
 def test_models_and_ranks_that_can_not_share_rows_are_named(monkeypatch):
-    from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, Qwen3NextConfig
+    from transformers import (
+        BloomConfig,
+        DogeConfig,
+        Qwen3NextConfig,
+        RecurrentGemmaConfig,
+    )
 
     from fsdp_qlora.model.sequence_parallel import check_sequence_parallel
 
@@ -246,6 +372,15 @@ def test_models_and_ranks_that_can_not_share_rows_are_named(monkeypatch):
     assert "no other attention" in said(BloomConfig(hidden_size=64, n_layer=1, n_head=4), 2, 2)
     experts = dict(num_experts=4, moe_intermediate_size=32, intermediate_size=64)
     assert "linear_attention" in said(Qwen3NextConfig(**small | experts), 2, 2)
+    assert "does not tell its attention" in said(family_config("Nemotron"), 2, 2)
+    assert "makes masks from the tokens" in said(DogeConfig(**small), 2, 2)
+    mixers = dict(lru_width=64, block_types=["recurrent", "attention"], num_key_value_heads=1)
+    several = said(RecurrentGemmaConfig(**small | mixers), 2, 2)
+    assert "layers of recurrent_gemma other than attention see several tokens" in several
+    dropping = LlamaConfig(**small, attention_dropout=0.1)
+    assert "attention dropout" in said(dropping, 3, 3) and "use one of [2, 4]" in said(
+        dropping, 3, 3
+    )
 
 
 @pytest.mark.slow
