@@ -134,6 +134,16 @@ def bins_json(world_size: int, **settings) -> dict:
             1,
         ),
         (dict(batch_size=2, sequence_parallel=4), 4, dict(batch_size=2), 1, 2, 1),
+        (dict(batch_size=2), 2, dict(batch_size=2), 3, 2, 1),  # one rank has none
+        (dict(batch_size=3), 3, dict(batch_size=3), 2, 3, 2),  # 5 and 4
+        (
+            dict(batch_size=7),
+            1,
+            dict(batch_size=6, bins_per_step=7),
+            1,
+            4,
+            2,
+        ),  # 4 and 3, not 6 and 1
     ],
 )
 def test_the_bins_of_a_step_are_kept(old, old_ranks, new, ranks, micro, accumulation):
@@ -150,6 +160,8 @@ def test_the_bins_of_a_step_are_kept(old, old_ranks, new, ranks, micro, accumula
         (dict(gradient_accumulation_steps=2), 1, dict(), 1, 1, 2),  # decided by the lengths then
         (dict(gradient_accumulation_steps=8), 1, dict(), 2, 1, 4),  # 8 bins of an older version
         (dict(batch_size=4), 1, dict(batch_size=2), 1, 2, 2),
+        (dict(gradient_accumulation_steps=2), 1, dict(batch_size=4), 1, 2, 1),
+        (dict(gradient_accumulation_steps=2), 1, dict(), 4, 1, 1),  # two ranks have none
     ],
 )
 def test_bins_that_the_lengths_decided_are_those_of_the_checkpoint_at_a_resume(
@@ -164,18 +176,11 @@ def test_bins_that_the_lengths_decided_are_those_of_the_checkpoint_at_a_resume(
     assert (plan.micro_batch_size, plan.accumulation) == (micro, accumulation)
 
 
-def test_a_larger_micro_batch_than_the_checkpoints_step_is_refused():
-    run, config = bins_json(1, gradient_accumulation_steps=2), RunConfig(packing=True, batch_size=4)
-    (text,) = differences(run, config, CONTENT, 1).values()
-    assert text.startswith("--batch_size: a step was 2 bins and is")
-    (text,) = differences(run, replace(config, batch_size=1), CONTENT, 4).values()
-    assert "a step was 2 bins, which 4 GPUs can't share" in text
-
-
-def test_bins_that_ranks_cannot_share_and_rows_turned_into_bins_are_refused_with_the_remedy():
+def test_other_bins_and_rows_turned_into_bins_are_refused_with_the_remedy():
     config = RunConfig(packing=True, **ONCE)
-    (text,) = differences(bins_json(2), config, CONTENT, 4).values()
-    assert "a step was 2 bins, which 4 GPUs can't share" in text
+    assert not differences(bins_json(2), config, CONTENT, 4)
+    (text,) = differences(bins_json(4), replace(config, bins_per_step=3), CONTENT, 2).values()
+    assert text == "--bins_per_step: a step was 4 bins and is 3 bins"
     (text,) = differences(bins_json(2), replace(config, batch_size=3), CONTENT, 2).values()
     assert text == "--batch_size: a step was 2 bins and is 6 bins"
     earlier = run_json(2, packing=True, **ONCE)  # a version in which packing counted rows

@@ -136,7 +136,7 @@ def _measure_one(config: RunConfig, options: BenchOptions, argv: list[str], how:
 
 def _one_micro_batch(config: RunConfig) -> list[str]:
     """Flags for as short a step as there is, unless rows of a step are given."""
-    given = config.gradient_accumulation_steps != AUTO or config.global_batch_size != AUTO
+    given = config.gradient_accumulation_steps != AUTO or config.units_per_step != AUTO
     return [] if given else ["--gradient_accumulation_steps", "1"]
 
 

@@ -131,7 +131,7 @@ def _make_cells(wanted: dict) -> list[Cell]:
             for key, value in chosen.items()
             if key not in OWN
         }
-        if "global_batch_size" not in settings:
+        if not {"global_batch_size", "bins_per_step"} & settings.keys():
             settings.setdefault("gradient_accumulation_steps", 1)  # as short a step as there is
         cell = Cell(
             str(wanted["name"]).format(**chosen),

@@ -9,10 +9,9 @@ compared as rows per step.
 from __future__ import annotations
 
 from dataclasses import asdict, fields, replace
-from math import gcd
 
 from ..config import BatchPlan, RunConfig, plan_batches
-from ..config.run import row_shares, settings_that
+from ..config.run import settings_that
 from ..config.settings import AUTO, MAY_CHANGE, RUN_LENGTH, counted, default_of, shown
 from ..data import Source, Subset, TokenizedDataset, step_sampler
 
@@ -75,7 +74,7 @@ def batch_of(record: dict) -> tuple[int, str]:
 def _batch_difference(run: dict, config: RunConfig, world_size: int) -> dict[str, str]:
     """Empty if the settings ask for the checkpoint's rows or bins per step, on its ranks or on these.
 
-    Bins are also to be had as other numbers of micro-batches on these ranks.
+    Bins need not divide by the ranks: some then have a bin less, or none, in a micro-batch.
     """
     if run["config"].get("packing", False) != config.packing:
         return {}  # which is said already
@@ -83,17 +82,13 @@ def _batch_difference(run: dict, config: RunConfig, world_size: int) -> dict[str
     then = replace(config, sequence_parallel=settings_of(run)["sequence_parallel"])
     now = plan_batches(config, world_size)
     plans = [plan_batches(then, run["world_size"]), now]
-    left_to_run = config.bins_are_open and unit == "bin" and count % config.batch_size == 0
+    left_to_run = config.bins_are_open and unit == "bin"
     if left_to_run or any((plan.per_step, plan.unit) == (count, unit) for plan in plans):
-        if unit == "row" or count % row_shares(config, world_size) == 0:
-            return {}
-        return {
-            "batch_size": f"a step was {counted(count, 'bin')}, which {world_size} GPUs can't share "
-            "evenly; resume on a number of GPUs that divides it"
-        }
+        return {}
     is_now = counted(now.per_step, now.unit)
     if unit == "bin" or now.unit == "row":
-        flag = "global_batch_size" if unit == "row" else "batch_size"
+        given = "batch_size" if config.bins_per_step == AUTO else "bins_per_step"
+        flag = "global_batch_size" if unit == "row" else given
         return {flag: f"--{flag}: a step was {counted(count, unit)} and is {is_now}"}
     return {
         "global_batch_size": f"--global_batch_size: a step was {counted(count, 'row')} and is "
@@ -107,11 +102,7 @@ def with_batch_of(run: dict, config: RunConfig, world_size: int) -> RunConfig:
     now = plan_batches(config, world_size)
     if (now.per_step, now.unit) == (count, unit) and not config.bins_are_open:
         return config
-    if unit == "row":
-        return replace(config, global_batch_size=count)
-    each = count // row_shares(config, world_size)
-    micro = gcd(each, config.batch_size)  # as large as can be without a bin too many
-    return replace(config, batch_size=micro, gradient_accumulation_steps=each // micro)
+    return replace(config, **{"global_batch_size" if unit == "row" else "bins_per_step": count})
 
 
 def steps_asked(

@@ -226,6 +226,7 @@ def _check_same_run(config: RunConfig, found: dict[str, str], folder: Path, ende
         "model_name",
         "dataset",
         "global_batch_size",
+        "bins_per_step",
         "batch_size",
         "seed",
     }

@@ -116,6 +116,7 @@ def check_together(config):
     _check_activation_offload(config)
     _check_cuda_graphs(config)
     _check_sequence_parallel(config)
+    _check_bins(config)
     _check_mlp_tiles(config)
     _check_kept_fp8(config)
     if config.attn_implementation == "varlen" and not config.packing:
@@ -306,6 +307,20 @@ def _check_cuda_graphs(config):
             "--cuda_graphs needs compiled blocks, but --compile false leaves them uncompiled; "
             "leave one of them out"
         )
+
+
+def _check_bins(config):
+    """A step has so many rows, or so many full bins of packed rows."""
+    if config.bins_per_step == AUTO or config.has_full_bins:
+        return
+    if config.packing:
+        raise ValueError(
+            "--bins_per_step counts full bins, and --global_batch_size rows; leave one of them out"
+        )
+    raise ValueError(
+        f"--bins_per_step {config.bins_per_step} counts bins of packed rows; add --packing true, or use "
+        "--global_batch_size"
+    )
 
 
 def _check_sequence_parallel(config):

@@ -132,8 +132,13 @@ class RunConfig(
         """Whether a step is a number of full bins, and so every micro-batch of one shape."""
         return self.packing and self.global_batch_size == AUTO
 
+    @property
+    def units_per_step(self) -> int:
+        """Rows, or full bins, of a step where they are given; else AUTO."""
+        return self.bins_per_step if self.has_full_bins else self.global_batch_size
+
     def accumulation(self, world_size: int) -> int:
-        """Micro-batches of a step, where --global_batch_size does not say."""
+        """Micro-batches of a step, where neither its rows nor its bins are given."""
         if self.gradient_accumulation_steps != AUTO:
             return self.gradient_accumulation_steps
         return max(1, -(-_ROWS_PER_STEP // (self.batch_size * row_shares(self, world_size))))
@@ -142,7 +147,7 @@ class RunConfig(
     def bins_are_open(self) -> bool:
         """Whether the data decide how many full bins a step has (`with_bins_of`)."""
         auto = self.gradient_accumulation_steps == AUTO != self.batch_size
-        return self.has_full_bins and auto
+        return self.has_full_bins and self.bins_per_step == AUTO and auto
 
     @property
     def schedule(self) -> str:
@@ -306,26 +311,26 @@ def with_bins_of(config: RunConfig, mean_length: float, world_size: int) -> RunC
 def plan_batches(config: RunConfig, world_size: int) -> BatchPlan:
     """Rows or bins per step, micro-batch and accumulation for `world_size` ranks.
 
-    `--global_batch_size` is the user's and is never changed: the accumulation follows from it, and
-    where it does not divide evenly some ranks run a last micro-batch with fewer rows or none.
+    `--global_batch_size` and `--bins_per_step` are the user's and are never changed: the accumulation
+    follows from them, and where they do not divide evenly some ranks run micro-batches with fewer rows
+    or bins, or none.
     """
-    micro, shared = config.batch_size, config.sequence_parallel
-    groups = row_shares(config, world_size)
-    if config.global_batch_size == AUTO:
+    micro, groups = config.batch_size, row_shares(config, world_size)
+    count, unit = config.units_per_step, "bin" if config.has_full_bins else "row"
+    if count == AUTO:
         accumulation = config.accumulation(world_size)
-        return BatchPlan(
-            micro * accumulation * groups,
-            micro,
-            accumulation,
-            "bin" if config.has_full_bins else "row",
-            context_length=config.context_length,
-            ranks_per_row=shared,
-        )
-    micro = min(micro, -(-config.global_batch_size // groups))
+        count = micro * accumulation * groups
+    else:
+        each = -(-count // groups)
+        accumulation = -(-each // micro)
+        micro = min(micro, each)
+    if unit == "bin":  # none is filled up with more empty bins than it must be
+        micro = -(-count // (groups * accumulation))
     return BatchPlan(
-        config.global_batch_size,
+        count,
         micro,
-        -(-config.global_batch_size // (groups * micro)),
+        accumulation,
+        unit,
         context_length=config.context_length,
-        ranks_per_row=shared,
+        ranks_per_row=config.sequence_parallel,
     )

@@ -63,14 +63,17 @@ def of_no_sync(config) -> str | None:
 
 def _has_one_micro_batch(config) -> bool:
     """Whether each step has only one."""
-    if config.global_batch_size == AUTO:
+    if config.units_per_step == AUTO:
         return config.accumulation(max(1, config.world_size)) <= 1
-    return config.global_batch_size // config.batch_size <= 1
+    return config.units_per_step // config.batch_size <= 1
 
 
 def of_gradient_accumulation(config) -> str | None:
-    """Rows of a step may be given instead."""
-    return None if config.global_batch_size == AUTO else "it follows from --global_batch_size"
+    """Rows or bins of a step may be given instead."""
+    if config.units_per_step == AUTO:
+        return None
+    flag = "bins_per_step" if config.has_full_bins else "global_batch_size"
+    return f"it follows from --{flag}"
 
 
 def of_gradient_checkpointing(config) -> str | None:
@@ -136,8 +139,8 @@ def batch_above_data(batches, rows: int | None) -> list[str]:
         return []
     return [
         f"a step takes {counted(batches.per_step, batches.unit)}, but the data have only "
-        f"{counted(rows, 'row')}, so each step is a whole epoch; give a lower --global_batch_size, or "
-        "--batch_size and --gradient_accumulation_steps"
+        f"{counted(rows, 'row')}, so each step is a whole epoch; give a lower --global_batch_size or "
+        "--bins_per_step, or --batch_size and --gradient_accumulation_steps"
     ]
 
 

@@ -57,7 +57,7 @@ class Task:
             return config
         twice = {
             name: 2 * getattr(config, name)
-            for name in ("batch_size", "global_batch_size")
+            for name in ("batch_size", "global_batch_size", "bins_per_step")
             if getattr(config, name) != AUTO
         }
         return replace(config, **twice)

@@ -73,7 +73,7 @@ def free_settings(
     if config.batch_size == AUTO or everything and "batch_size" not in given:
         free.add("batch_size")
     keeps_rows = config.sharding_strategy == "auto" and config.global_batch_size != AUTO
-    takes_any = config.batch_size == AUTO and config.global_batch_size == AUTO
+    takes_any = config.batch_size == AUTO and config.units_per_step == AUTO
     may_pack = everything or keeps_rows or takes_any
     if rows and rows.can_pack and "packing" not in given and may_pack:
         free.add("packing")

@@ -116,9 +116,8 @@ def _choice_lines(proposal: Proposal) -> list[str]:
         return [line for text in advice(proposal) for line in wrapped(text)]
     step, choice = proposal.choice.step, proposal.choice
     batches = plan_batches(choice.config, proposal.machine.world_size)
-    fixed = (
-        "fixed" if proposal.config.global_batch_size != AUTO else "--global_batch_size sets another"
-    )
+    sets = "--bins_per_step" if batches.unit == "bin" else "--global_batch_size"
+    fixed = "fixed" if proposal.config.units_per_step != AUTO else f"{sets} sets another"
     speed = step.tokens_per_second_per_gpu * proposal.machine.world_size
     return [
         f"chosen: {flags(proposal)}",  # on one line, to be copied

@@ -57,7 +57,7 @@ def search(
 
 def _few_rows(machine: Machine, config: RunConfig) -> bool:
     """Whether a step has fewer rows than there are GPUs, some of which would wait."""
-    return AUTO != config.global_batch_size < machine.world_size
+    return AUTO != config.units_per_step < machine.world_size
 
 
 def _shared_rows(shape: ModelShape, machine: Machine, config: RunConfig) -> list[RunConfig]:
@@ -185,8 +185,8 @@ def micro_batches(machine: Machine, config: RunConfig, free: frozenset[str]) -> 
     if "batch_size" not in free:
         return [config.batch_size]
     most = _MOST_ROWS
-    if config.global_batch_size != AUTO:
-        most = -(-config.global_batch_size // row_shares(config, machine.world_size))
+    if config.units_per_step != AUTO:
+        most = -(-config.units_per_step // row_shares(config, machine.world_size))
     sizes = sorted(
         {base << shift for base in (1, 3) for shift in range(20) if base << shift < most}
     )
@@ -232,7 +232,7 @@ def _ranked(fitting: list[Estimate], config: RunConfig, free: frozenset[str]) ->
     fitting = sorted(fitting, key=seconds_per_token)
     if not fitting:
         return []
-    rows_follow = "batch_size" in free and config.global_batch_size == AUTO
+    rows_follow = "batch_size" in free and config.units_per_step == AUTO
     near = min(map(cost, fitting)) * (1 + (_ENOUGH_ROWS if rows_follow else _SAME_SPEED))
     same = [found for found in fitting if cost(found) <= near]
     first = min(same, key=_simplicity)

@@ -40,6 +40,16 @@ class BatchOptions:
         least=1,
         or_auto=True,
     )
+    bins_per_step: int = opt(
+        AUTO,
+        "with --packing: full bins per optimizer step over all GPUs; results are then the same on any "
+        "number of GPUs, and accumulation is derived; -1 = batch_size x accumulation x GPUs",
+        unit="bins",
+        example=32,
+        on_resume=MAY_CHANGE,
+        least=1,
+        or_auto=True,
+    )
     packing: bool = opt(
         False,
         "pack rows into bins of --context_length instead of padding them; --batch_size then "
