@@ -130,7 +130,7 @@ def main():
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     rows = [row for path in options.results for row in read_rows(path)]
-    chosen = [row for row in compare(rows) if row.calibrates and not row.superseded]
+    chosen = [row for row in compare(rows) if row.fits and not row.superseded]
     print(f"{len(chosen)} rows set constants; the others before: {errors(rows)}")
     start = {name: getattr(constants, name) for name in (*TIMES, *SLACK)}
     fit_times([row for row in chosen if not row.old_code])
