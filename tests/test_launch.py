@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -30,11 +31,8 @@ LAUNCH = ROOT / "examples/launch"
 VALUES = {"SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8", "#hosts[@]": "2", "GPUS:-8": "8"}
 VALUES |= {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
 VALUES |= {"DSTACK_NODES_NUM": "2", "DSTACK_GPUS_PER_NODE": "8"}
-# Those of sbatch that a file of ours may use (https://slurm.schedmd.com/sbatch.html).
-SBATCH = """array chdir comment constraint cpus-per-gpu cpus-per-task dependency error exclude exclusive
-export gpus gpus-per-node gpus-per-task gres job-name mail-type mail-user mem mem-per-gpu no-kill nodes
-ntasks ntasks-per-node open-mode output partition qos requeue no-requeue reservation signal switches
-time wait-all-nodes account begin deadline nodelist""".split()
+# What each command's options take, by SLURM's own pages (scripts/slurm_options.py).
+SLURM = json.loads((ROOT / "tests/slurm_options.json").read_text())
 
 
 def filled(text: str) -> str:
@@ -78,10 +76,27 @@ def test_scripts_parse_and_start_torchrun_with_flags_that_it_has(name, flags):
     parse(shlex.split(example), TrainOptions)
 
 
+def unknown_to_slurm(program: str, flags: list[str]) -> list[str]:
+    """Of these flags, as `--name=value` or `--name`, those that a SLURM command does not take so."""
+    given = {False: ("none", "optional"), True: ("needed", "optional")}
+    return [
+        flag
+        for flag in flags
+        if SLURM[program].get(flag[2:].partition("=")[0]) not in given["=" in flag]
+    ]
+
+
 def test_slurm_settings_give_one_torchrun_to_a_machine_and_time_to_save():
     text = (LAUNCH / "slurm.sbatch").read_text()
-    options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", text, re.M))
-    assert options["ntasks-per-node"] == "1" and "requeue" in options and set(options) <= {*SBATCH}
+    lines = re.findall(r"^#SBATCH (--.*)$", text, re.M)
+    assert lines and unknown_to_slurm("sbatch", lines) == []
+    for program in ("srun", "scancel"):  # up to the program or the job
+        called = re.findall(rf"\b{program}((?: --[\w-]+=\S+)+)", text)
+        assert called and unknown_to_slurm(program, " ".join(called).split()) == []
+    mistaken = ["--requeue=1", "--nodes", "--gpus-per-nod=8"]
+    assert unknown_to_slurm("sbatch", [*mistaken, "--nodes=2"]) == mistaken
+    options = dict(line[2:].partition("=")[::2] for line in lines)
+    assert options["ntasks-per-node"] == "1" and "requeue" in options
     told, killed, ended = (
         int(re.search(rf"{name}[= ]?(\d+)", text)[1])
         for name in ("USR1@", "SHUTDOWN_TIMEOUT", "stop_grace_seconds")
