@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from fsdp_qlora.rank_store import (
     ErrorKey,
@@ -15,6 +15,7 @@ from fsdp_qlora.rank_store import (
     broadcast_error,
     rendezvous,
 )
+from fsdp_qlora.simulation import CountedStore
 from tests.patience import patience
 
 SOON = timedelta(seconds=patience(20))
@@ -79,35 +80,11 @@ def test_a_mistake_is_heard_by_ranks_that_wait_and_by_ranks_that_make_one(client
     assert not any(isinstance(store, Exception) for store in again), again
 
 
-class Counted(Store):
-    """One rank's connection to a store that all share, with the messages that it sent."""
-
-    def __init__(self, shared: Store):
-        super().__init__()
-        self.shared, self.messages = shared, 0
-
-    def _ask(self, name: str, *args):
-        self.messages += 1
-        return getattr(self.shared, name)(*args)
-
-    def set(self, key, value):
-        return self._ask("set", key, value)
-
-    def get(self, key):
-        return self._ask("get", key)
-
-    def check(self, keys):
-        return self._ask("check", keys)
-
-    def multi_get(self, keys):
-        return self._ask("multi_get", keys)
-
-
 RANKS = 256
 
 
 def test_a_rank_sends_a_few_messages_to_read_what_all_of_256_say():
-    store = Counted(HashStore())
+    store = CountedStore(HashStore())
     ranks = [RankStore(store, rank, RANKS) for rank in range(RANKS)]
     for rank in ranks[1:]:
         rank.post("beat", f"{rank.rank}")
@@ -125,7 +102,7 @@ def test_a_rank_sends_a_few_messages_to_read_what_all_of_256_say():
 
 
 def test_at_a_rendezvous_of_256_ranks_each_sends_a_few_messages_beside_its_looks():
-    shared, stores = HashStore(), [Counted(HashStore()) for _ in range(RANKS)]
+    shared, stores = HashStore(), [CountedStore(HashStore()) for _ in range(RANKS)]
     for store in stores:
         store.shared = shared
     looks = [0] * RANKS

@@ -31,6 +31,7 @@ from ..sharding import parameter_device
 from ..training.step import train_step
 from .counting import Collectives, memory_by_part
 from .files import Files, estimated_files, machine_files
+from .messages import StoreMessages, store_messages
 
 _FEW = 2  # blocks: the first and the last may differ from the others
 _PER_LAYER = ("layer_types", "mlp_layer_types")
@@ -65,6 +66,7 @@ class Simulated:
     estimated_collectives: dict[str, Moved]
     files: Files
     estimated_files: Files
+    messages: StoreMessages  # to the run's store
 
 
 def simulate(config: RunConfig, world_size: int, nodes: int = 1) -> Simulated:
@@ -118,6 +120,7 @@ def simulate(config: RunConfig, world_size: int, nodes: int = 1) -> Simulated:
         step_collectives(shape, plan),
         files,
         estimated_files(shape, plan, value_bytes),
+        store_messages(world_size),
     )
 
 

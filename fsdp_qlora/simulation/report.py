@@ -42,6 +42,12 @@ def report(found: Simulated) -> str:
         own, other = (_size(getattr(f, kind)) for f in (found.files, found.estimated_files))
         lines.append(f"{name:<16}{own:>14}{'':>8}{other:>14}")
     lines[-1] += f", in {found.files.checkpoint_files} files"
+    sent = found.messages
+    lines += [
+        "",
+        f"a rank's messages to the store: {sent.rendezvous} at the rendezvous, {sent.group} for gloo's "
+        f"process group, {sent.step} in a step",
+    ]
     return "\n".join(lines)
 
 

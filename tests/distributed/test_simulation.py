@@ -7,15 +7,25 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 
+from fsdp_qlora import rank_store
 from fsdp_qlora.build import build_model
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig
+from fsdp_qlora.dist import process_group
 from fsdp_qlora.loading.weight_files import Checkpoint
 from fsdp_qlora.optim import build_optimizer
+from fsdp_qlora.rank_store import ErrorKey
 from fsdp_qlora.run_plan import plan_run
-from fsdp_qlora.simulation import Collectives, memory_by_part, simulate
+from fsdp_qlora.simulation import (
+    Collectives,
+    CountedStore,
+    memory_by_part,
+    simulate,
+    store_messages,
+)
 from fsdp_qlora.training.step import train_step
 from tests.chaos.harness import command, make_inputs
 from tests.parts import rest
@@ -160,6 +170,46 @@ def test_a_checkpoint_has_the_files_and_bytes_that_were_simulated(ranks, flags, 
     assert found.files.checkpoint_bytes == pytest.approx(
         found.estimated_files.checkpoint_bytes, rel=0.02
     )
+
+
+def sent_to_the_store(config: RunConfig) -> tuple[int, int, int, int]:
+    """In a rank: looks at the rendezvous beside the last, messages there, for the group, in a step."""
+    device, made, looks = torch.device("cpu"), [], []
+    with pytest.MonkeyPatch.context() as patch:
+        rendezvous, meet, look = dist.rendezvous, rank_store.rendezvous, ErrorKey.look
+
+        def counted_rendezvous(*args, **kwargs):
+            for store, *who in rendezvous(*args, **kwargs):
+                made.append(CountedStore(store))
+                yield made[0], *who
+
+        def met(*args):
+            found = meet(*args)
+            made.append(made[0].messages)
+            return found
+
+        patch.setattr(dist, "rendezvous", counted_rendezvous)
+        patch.setattr(rank_store, "rendezvous", met)
+        patch.setattr(ErrorKey, "look", lambda errors: looks.append(0) or look(errors))
+        with process_group(device, timeout_minutes=2):
+            store, there, group = *made, made[0].messages
+            model = build_model(config, device)
+            optimizer = build_optimizer(model, config.optimizer)
+            ids = torch.arange(2 * TOKENS).view(2, TOKENS)
+            before = store.messages
+            train_step(model, optimizer, [dict(input_ids=ids, labels=ids)])
+            return len(looks), there, group - there, store.messages - before
+
+
+@pytest.mark.parametrize("ranks", [2, rest(4)])
+def test_ranks_send_as_many_messages_to_the_store_as_simulated(ranks, tmp_path):
+    """At the rendezvous up to four more at each look for ranks that are not there yet."""
+    config = settings(save_tiny(tmp_path), sharding_strategy="full_shard")
+    most = store_messages(ranks)
+    for looks, there, group, step in run_ranks(sent_to_the_store, ranks, config, grouped=False):
+        assert most.rendezvous - 1 <= there <= most.rendezvous + 4 * looks
+        assert (group, step) == (most.group, most.step)
+    assert store_messages(1024).rendezvous == most.rendezvous  # and the group's grow as 2 n
 
 
 def test_what_a_rank_moves_in_a_step_does_not_grow_with_the_ranks(tmp_path):
