@@ -30,7 +30,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from fsdp_qlora.bench.measure import commit, device_name, synchronize, versions
-from fsdp_qlora.model.attention import GQA
+from fsdp_qlora.model.attention_kernels import GQA
 from fsdp_qlora.model.flash_attention_4 import flash_attention_4
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128

@@ -38,7 +38,8 @@ from .memory.activation_offload import apply_activation_offload
 from .memory.checkpointing_policy import apply_activation_policy
 from .memory.chunked_cross_entropy import apply_chunked_cross_entropy
 from .memory.tiled_mlp import apply_tiled_mlp, tiled_mlps
-from .model.attention import apply_attention_tiles, choose_attention
+from .model.attention import choose_attention
+from .model.attention_kernels import apply_attention_tiles
 from .model.autocast import apply_autocast
 from .model.blocks import base_model, block_list, decoder_blocks, final_norm
 from .model.packing_probe import keep_rows_apart

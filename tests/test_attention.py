@@ -34,7 +34,7 @@ from fsdp_qlora.dist import full_tensor
 from fsdp_qlora.memory.checkpointing_policy import apply_activation_policy
 from fsdp_qlora.memory.chunked_cross_entropy import apply_chunked_cross_entropy
 from fsdp_qlora.model import attention
-from fsdp_qlora.model.attention import apply_attention_tiles
+from fsdp_qlora.model.attention_kernels import apply_attention_tiles
 from fsdp_qlora.model.blocks import decoder_blocks
 from fsdp_qlora.training.step import compute_device
 

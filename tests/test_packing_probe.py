@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from fsdp_qlora.loading import meta_model
-from fsdp_qlora.model.attention import VARLEN
+from fsdp_qlora.model.attention_kernels import VARLEN
 from fsdp_qlora.model.packing_probe import keep_rows_apart, small
 
 torch.set_num_threads(1)

@@ -18,7 +18,7 @@ from fsdp_qlora.catalog.families import WITH_SINKS
 from fsdp_qlora.data import collate, collate_packed
 from fsdp_qlora.memory.checkpointing_policy import apply_activation_policy
 from fsdp_qlora.memory.chunked_cross_entropy import apply_chunked_cross_entropy
-from fsdp_qlora.model import attention
+from fsdp_qlora.model import attention, attention_kernels
 from fsdp_qlora.model import flash_attention_4 as fa4
 from fsdp_qlora.model.blocks import decoder_blocks
 from fsdp_qlora.model.sinks import attention_with_sinks
@@ -155,12 +155,16 @@ def test_a_span_of_queries_has_the_part_of_the_whole_rows(plain_kernels):
     module = SimpleNamespace(is_causal=True)
     for window, s_aux in product((None, WINDOW), (sinks, None)):  # some layers have none
         for packed in ({}, dict(cu_seq_lens_q=borders, max_length_q=12)):
-            whole = attention._packed_attention if packed else attention._attention_of_rows
+            whole = (
+                attention_kernels._packed_attention
+                if packed
+                else attention_kernels._attention_of_rows
+            )
             name = "torch_fa_packed" if packed else "torch_fa"
             more = dict(scaling=0.3, sliding_window=window, s_aux=s_aux, **packed)
             expected, _ = whole(name, module, q, k, v, None, **more)
             span = q[:, :, 4:9], k[:, :, :9], v[:, :, :9]
-            found, _ = attention.attend_span(module, *span, None, start=4, row=12, **more)
+            found, _ = attention_kernels.attend_span(module, *span, None, start=4, row=12, **more)
             torch.testing.assert_close(found, expected[:, 4:9], rtol=1e-5, atol=1e-6)
 
 
@@ -312,11 +316,11 @@ def test_the_layer_behind_takes_the_output_as_it_is(packed):
     q, k, v = (torch.randn(2, heads, 6, 8) for heads in (4, 2, 2))  # as cat gives
     rows = dict(cu_seq_lens_q=torch.tensor([0, 6, 12], dtype=torch.int32), max_length_q=6)
     if packed:
-        out, _ = attention._packed_attention(
-            attention.TORCH_FA_PACKED, None, q, k, v, None, s_aux=torch.zeros(4), **rows
+        out, _ = attention_kernels._packed_attention(
+            attention_kernels.TORCH_FA_PACKED, None, q, k, v, None, s_aux=torch.zeros(4), **rows
         )
     else:
-        out, _ = attention._attention_of_rows(
-            attention.TORCH_FA, None, q, k, v, None, s_aux=torch.zeros(4)
+        out, _ = attention_kernels._attention_of_rows(
+            attention_kernels.TORCH_FA, None, q, k, v, None, s_aux=torch.zeros(4)
         )
     assert out.is_contiguous()

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import (
 from ..adapters import LoraLinear  # which registers the ops named below
 from ..choices import POLICIES, PolicyName
 from ..dist import print_main
-from ..model import attention  # noqa: F401  registers two more
+from ..model import attention_kernels  # noqa: F401  registers two more
 from ..model.blocks import base_model, decoder_blocks
 
 # It warns of in-place ops where a policy keeps some outputs; none of those named here is written to.

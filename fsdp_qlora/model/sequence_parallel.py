@@ -40,18 +40,20 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..dist import ranks_from_env
 from .attention import (
+    drops_scores,
+    layers_with_a_state,
+    makes_no_masks,
+    masks_of_rows,
+    takes_backends,
+)
+from .attention_kernels import (
     FA4,
     FA4_PACKED,
     TORCH_FA,
     TORCH_FA_PACKED,
     VARLEN,
     attend_span,
-    drops_scores,
     in_tiles,
-    layers_with_a_state,
-    makes_no_masks,
-    masks_of_rows,
-    takes_backends,
 )
 from .blocks import base_model
 from .part_probe import why_no_parts

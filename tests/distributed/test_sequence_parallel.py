@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from fsdp_qlora.data.collate import collate
 from fsdp_qlora.dist import simulated_world
 from fsdp_qlora.memory.chunked_cross_entropy import apply_chunked_cross_entropy
-from fsdp_qlora.model.attention import span_borders
+from fsdp_qlora.model.attention_kernels import span_borders
 from fsdp_qlora.model.blocks import decoder_blocks
 from fsdp_qlora.model.sequence_parallel import SequenceParallel, apply_sequence_parallel
 from tests.distributed.test_full_bins import BINS, CONTEXT, data, reference, train_each  # noqa: F401
