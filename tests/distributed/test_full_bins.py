@@ -24,7 +24,6 @@ CASES = dict(
     padded=dict(global_batch_size=ROWS),
     streamed=dict(packing=True, stream=True, shuffle_buffer=16),
     uneven=dict(packing=True, bins_per_step=BINS - 1),  # than 2 ranks, or 4, can share
-    fewest=dict(packing=True, stream=True, shuffle_buffer=16, bins_per_step=1),
 )
 
 

@@ -35,6 +35,7 @@ from tests.ranks import run_ranks
 from tests.tiny import padded_batch, save_tiny
 from tests.tokenizers import VOCAB_SIZE, save_chat_model, save_tokenizer
 
+STEPS = 8
 PACKED = dict(packing=True)
 PADDED = dict(global_batch_size=BINS)
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -68,7 +69,8 @@ def with_windows(tmp_path_factory):
 
 def shared(cases: dict[str, dict], world: int, size: int) -> dict[str, dict]:
     """The cases with rows shared by `size` of `world` ranks, and as many bins a step as one rank has."""
-    given = dict(sequence_parallel=size, batch_size=BINS * size // world, save_model=True)
+    given = dict(batch_size=BINS * size // world, save_model=True, max_steps=STEPS)
+    given |= dict(sequence_parallel=size)
     return {name: given | case for name, case in cases.items()}
 
 
@@ -159,7 +161,7 @@ def test_2_ranks_that_share_rows_have_the_losses_and_norms_of_one_process(
     check(folder, data, tmp_path, found, cases)
 
 
-@pytest.mark.parametrize("world, heads, keys", [(2, 4, 1), (4, 6, 2)])
+@pytest.mark.parametrize("world, heads, keys", [(2, 4, 1), rest(4, 6, 2)])
 def test_a_block_whose_ranks_share_rows_of_any_length_is_one_graph(world, heads, keys):
     """With heads for every rank, and with more ranks than divide them. Where a graph breaks, the whole
     block would run eager, with the same results."""
@@ -385,8 +387,8 @@ def test_models_and_ranks_that_can_not_share_rows_are_named(monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_rows_shared_by_another_number_of_ranks(folder, data, tmp_path):  # noqa: F811
-    moved = str(tmp_path / "moved")
-    (whole,) = run_ranks(train_each, 1, folder, data, str(tmp_path / "whole"), {"full": PACKED})
+    moved, whole_run = str(tmp_path / "moved"), {"full": PACKED | dict(max_steps=STEPS)}
+    (whole,) = run_ranks(train_each, 1, folder, data, str(tmp_path / "whole"), whole_run)
     run_ranks(train_each, 2, folder, data, moved, shared({"full": PACKED}, 2, 2), 5)
     found = run_ranks(train_each, 2, folder, data, moved, shared({"full": PACKED}, 2, 1))
     lines = (tmp_path / "moved" / "full" / "metrics.jsonl").read_text().splitlines()
