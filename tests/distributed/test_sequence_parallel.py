@@ -74,12 +74,13 @@ def shared(cases: dict[str, dict], world: int, size: int) -> dict[str, dict]:
     return {name: given | case for name, case in cases.items()}
 
 
-def held_out(folder: str, rows: str, size: int) -> tuple[float, int]:
-    """Loss and tokens of held-out rows, with rows shared by `size` ranks."""
+def held_out(folder: str, rows: str, size: int) -> tuple[float, int, list]:
+    """Loss and tokens of held-out rows, with rows shared by `size` ranks; answers to three prompts."""
     from fsdp_qlora.build import build_model
     from fsdp_qlora.config import RunConfig
     from fsdp_qlora.data import open_source, tokenize_rows
     from fsdp_qlora.observe.evaluate import held_out_loss
+    from fsdp_qlora.observe.samples import _greedy_answers
     from fsdp_qlora.preflight.run_data import run_tokenizer
 
     config = RunConfig(
@@ -89,7 +90,9 @@ def held_out(folder: str, rows: str, size: int) -> tuple[float, int]:
     dataset = tokenize_rows(
         open_source(rows).rows(), run_tokenizer(config), context_length=CONTEXT, train_on="all"
     )
-    return held_out_loss(model, dataset, torch.device("cpu"), batch_size=3, ranks_per_row=size)
+    device, prompts = torch.device("cpu"), [dataset[i][0][:4].tolist() for i in range(3)]
+    found = held_out_loss(model, dataset, device, batch_size=3, ranks_per_row=size)
+    return *found, _greedy_answers(model, prompts, device, max_new_tokens=4, stops=())
 
 
 def check(folder, rows, out: Path, found: list[dict], cases: dict, what: str = "", **model):
@@ -329,10 +332,11 @@ def test_rows_that_are_packed_begin_where_they_do_within_a_span():
     assert span_borders(borders, 8, 4, 6).tolist() == [0, 0, 2, 4]
 
 
-def test_held_out_rows_have_the_loss_of_one_process(folder, data):  # noqa: F811
+def test_held_out_rows_have_the_loss_of_one_process_and_prompts_its_answers(folder, data):  # noqa: F811
     (alone,) = run_ranks(held_out, 1, folder, data, 1)
-    for loss, tokens in run_ranks(held_out, 2, folder, data, 2):
-        assert tokens == alone[1] and loss == pytest.approx(alone[0], rel=1e-5)
+    for loss, *others in run_ranks(held_out, 2, folder, data, 2):
+        assert others == [*alone[1:]] and loss == pytest.approx(alone[0], rel=1e-5)
+    assert all(len(answer) == 4 for answer in alone[2])
 
 
 @pytest.mark.parametrize(
