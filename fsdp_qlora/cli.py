@@ -22,7 +22,15 @@ from .commands.planning import GUIDE
 from .commands.report import report_command
 from .commands.simulate import simulate_command
 from .config import RunConfig
-from .config.flags import Parser, boolean, parse, parse_alone, parse_own, with_named_words
+from .config.flags import (
+    Parser,
+    boolean,
+    given_settings,
+    parse,
+    parse_alone,
+    parse_own,
+    with_named_words,
+)
 from .config.settings import opt
 from .lifecycle.closed_terminal import outlive_terminal
 from .lifecycle.notify import told_at_end
@@ -51,6 +59,11 @@ class TrainOptions:
 def train_command(argv: list[str]):
     """Fine-tune a model."""
     config, options = parse(argv, TrainOptions, about=train_command.__doc__)
+    from .preflight.precision import faster_precision  # needs torch, and --help does not
+
+    if flags := faster_precision(config, given_settings(argv)):
+        argv = [*argv, *flags]
+        config, _ = parse(argv, TrainOptions)
     config.model_name = hub_name(config.model_name)
     if options.dry_run:
         from .commands.dryrun import dry_run

@@ -21,8 +21,6 @@ cat > rows.jsonl <<'END'
 {"prompt": "When is the library open?", "completion": "From nine to six, but never on Mondays."}
 {"prompt": "Can I bring my dog?", "completion": "Small dogs are welcome on the ground floor."}
 END
-cpu="--precision fp32"
-[ "$(python -c 'import torch; print(torch.cuda.is_available())')" = True ] && cpu=""
 
 fsdp --help
 fsdp train --help
@@ -35,12 +33,12 @@ fsdp data --model_name "$model" --dataset rows.jsonl --preview
 fsdp train --model_name "$model" --dataset rows.jsonl --dry_run
 fsdp train --config "$root/examples/recipes/7b-1x24gb.yaml" --dataset rows.jsonl --model_name "$model" --dry_run
 # Train, and look at it
-fsdp train --model_name "$model" --dataset rows.jsonl --eval_share 0.25 --eval_every 2 $cpu \
+fsdp train --model_name "$model" --dataset rows.jsonl --eval_share 0.25 --eval_every 2 \
     --global_batch_size 4 --batch_size 4 --num_epochs 4 --output_dir first
 test -s first/adapter/adapter_model.safetensors -a -s first/metrics.jsonl
 fsdp report first
 # Rerun the same command: a finished run starts over
-fsdp train --model_name "$model" --dataset rows.jsonl --eval_share 0.25 --eval_every 2 $cpu \
+fsdp train --model_name "$model" --dataset rows.jsonl --eval_share 0.25 --eval_every 2 \
     --global_batch_size 4 --batch_size 4 --num_epochs 4 --output_dir first
 # Ask it, merge it, take it elsewhere
 fsdp generate --model_name "$model" --adapter_folder first/adapter --prompt "Who are you?"

@@ -7,8 +7,10 @@ import json
 
 import pytest
 
-from fsdp_qlora.data import read_rows
+from fsdp_qlora.data import load_dataset, read_rows
 from fsdp_qlora.data.sources import open_source
+
+from .test_data_tokenizers import make_tokenizer
 
 RECORDS = [
     {"instruction": "Say hi", "output": 'hi, "you"'},
@@ -142,3 +144,61 @@ def test_a_glob_is_no_weight_and_a_file_of_such_a_name_is_read_as_it_is(tmp_path
     folder = tmp_path / "rows*2"
     lines(folder / "a.jsonl")
     assert len(read_rows(str(folder))) == 3
+
+
+# ---- what spreadsheets and scripts write ------------------------------------------------------
+
+
+@pytest.mark.parametrize("mark", [",", ";", "\t"])
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+def test_columns_are_told_apart_by_what_stands_between_their_names(tmp_path, mark, suffix):
+    """Also where a cell holds other marks, or there is one column."""
+    path = tmp_path / f"rows{suffix}"
+    path.write_text(f'prompt{mark}completion\r\n"a, b; c"{mark}d\r\n')
+    assert [record for _, record in open_source(str(path)).records()] == [
+        dict(prompt="a, b; c", completion="d")
+    ]
+    path.write_text("text\nhello\n")
+    assert [record for _, record in open_source(str(path)).records()] == [dict(text="hello")]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".jsonl"])
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_utf16_is_refused_with_the_command_that_converts_it(tmp_path, suffix, encoding):
+    path = tmp_path / f"rows{suffix}"
+    path.write_bytes("\ufefftext\nä\n".encode(encoding))
+    with pytest.raises(ValueError, match=f"rows{suffix}:1: .*iconv -f UTF-16 -t UTF-8 rows"):
+        list(open_source(str(path)).records())
+
+
+@pytest.mark.parametrize("key", ["examples", "instances", "records", "items"])
+def test_records_are_found_under_the_names_that_other_tools_give_them(tmp_path, key):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"type": "text2text", key: RECORDS}, indent=1))
+    assert told(path) == told(lines(tmp_path / "rows.jsonl"))
+
+
+def test_an_object_over_several_lines_is_a_record(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(RECORDS[0], indent=1))
+    assert told(path) == told(lines(tmp_path / "rows.jsonl", RECORDS[:1]))
+    path.write_text(json.dumps({"samples": RECORDS}, indent=1))
+    with pytest.raises(ValueError, match="rows.json:1: the keys samples match no format"):
+        told(path)
+
+
+@pytest.mark.parametrize(
+    "record, remedy",
+    [
+        (None, "(it is empty); give rows"),
+        ({"prompt": "a " * 99, "completion": "b"}, "give rows whose answer fits within --context"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "give rows with an answer"),
+        ({"messages": []}, "give rows with an answer"),
+        ({"text": ""}, "give rows with an answer"),
+    ],
+)
+def test_where_no_row_is_left_the_remedy_is_that_of_the_reason(tmp_path, record, remedy):
+    path = lines(tmp_path / "rows.jsonl", [record] if record else [])
+    with pytest.raises(ValueError, match="no row is left to train on") as error:
+        load_dataset(str(path), make_tokenizer("chatml"), context_length=64)
+    assert remedy in str(error.value) and str(error.value).count("; give") == 1

@@ -7,7 +7,7 @@ import torch
 
 from fsdp_qlora.build import planned_model
 from fsdp_qlora.config import BatchPlan, RunConfig, plan_batches
-from fsdp_qlora.preflight import checks
+from fsdp_qlora.preflight import precision
 from fsdp_qlora.training.describe import _dtypes_line, _ends_in_warmup, steps_line
 
 from .tiny import save_tiny
@@ -64,16 +64,29 @@ def test_a_warm_up_as_long_as_the_run_is_noticed():
     assert not _ends_in_warmup(RunConfig(lr_warmup_steps=9), None)
 
 
+@pytest.mark.parametrize("has_bf16", [False, True])
 @pytest.mark.parametrize(
-    "precision, has_bf16, says",
+    "settings, slow",
     [
-        ("bf16", False, True),
-        ("bf16", True, False),
-        ("bf16_autocast", False, True),
-        ("fp32", False, False),
+        (dict(), True),
+        (dict(precision="bf16_autocast"), True),
+        (dict(precision="fp32"), False),
+        (dict(device="cpu"), True),
     ],
 )
-def test_a_cpu_without_bf16_is_told_of_fp32(monkeypatch, precision, has_bf16, says):
-    monkeypatch.setattr(checks, "_has_bf16_instructions", lambda: has_bf16)
-    line = checks.bf16_line(RunConfig(precision=precision), torch.device("cpu"))
-    assert ("--precision fp32" in line) is says
+def test_a_cpu_without_bf16_takes_fp32_unless_a_precision_is_given(
+    monkeypatch, settings, slow, has_bf16
+):
+    monkeypatch.setattr(precision, "has_bf16_instructions", lambda: has_bf16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config, is_slow = RunConfig(**settings), slow and not has_bf16
+    assert precision.faster_precision(config, set()) == ["--precision", "fp32"] * is_slow
+    assert precision.faster_precision(config, {"precision"}) == []
+    line = precision.precision_line(config, torch.device("cpu"))
+    assert ("--precision fp32" in line) is is_slow
+    assert line.startswith("matmuls in fp32") is (config.precision == "fp32" and not has_bf16)
+    assert not precision.precision_line(config, torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert precision.faster_precision(config, set()) == (
+        ["--precision", "fp32"] if is_slow and config.device == "cpu" else []
+    )

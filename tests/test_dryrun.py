@@ -42,7 +42,7 @@ def folder(tmp_path_factory) -> Path:
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "recipe.yaml").write_text(
         "model_name: model\ndataset: rows.jsonl\ndevice: cpu\n"
-        "world_size: 2\nglobal_batch_size: 4\nlora_rank: 8\n"
+        "world_size: 2\nglobal_batch_size: 4\nlora_rank: 8\nprecision: fp32\n"
     )
     return folder
 

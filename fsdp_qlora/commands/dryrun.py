@@ -37,7 +37,8 @@ from ..observe.trackers import check_trackers
 from ..plan import draft_plan, with_learning_rate
 from ..planner import free_settings, propose
 from ..planner import report as plan_report
-from ..preflight.checks import bf16_line, check_device, check_folders, check_rows
+from ..preflight.checks import check_device, check_folders, check_rows
+from ..preflight.precision import precision_line
 from ..preflight.run_data import RunData, load_data, run_tokenizer
 from ..preflight.sampled_lengths import lengths_of
 from ..training.describe import bins_line, fill_line, rate_line, steps_line, warn_of_warmup
@@ -77,7 +78,7 @@ def dry_run(config: RunConfig, argv: list[str]):
     if config.new_tokens:
         grow_vocabulary(model_settings, tokenizer)
     check_rows(config, data, model_settings)
-    if line := bf16_line(config, device):
+    if line := precision_line(config, device):
         print_main(line)
     if decided is not config:
         print_main(bins_line(decided, data.rows.mean_length, ranks))

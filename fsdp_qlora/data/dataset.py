@@ -287,10 +287,10 @@ def load_dataset(
         )
         tokenized = tokenize_rows(rows, tokenizer, context_length=context_length, train_on=train_on)
         if not len(tokenized):
+            report = tokenized.report
             raise ValueError(
                 f"--dataset {dataset}: no row is left to train on "
-                f"({tokenized.report.format_dropped()}); give rows whose answer fits within "
-                "--context_length"
+                f"({report.format_dropped()}); {report.format_remedy()}"
             )
         return tokenized
 

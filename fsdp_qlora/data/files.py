@@ -20,7 +20,8 @@ from ..config.settings import one_of
 from .records import NAMES, Source, first_line, import_for_data, parse_json, without_filled_nulls
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
-_LISTS = ("data", "rows", "train")  # under which an object in a .json file has its records
+# Under which an object in a .json file has its records.
+_LISTS = ("data", "rows", "train", "examples", "instances", "records", "items")
 # The part of a file, as in train_1, train-00000-of-00002 and train-00000-of-00002-0123abcd0123abcd.
 PART = re.compile(r"[-_.]?\d+([-_.]of[-_.]\d+)?([-_.][0-9a-f]{8,})?$")
 csv.field_size_limit(2**31 - 1)  # a cell may hold a long text
@@ -180,11 +181,7 @@ def _json_records(path: Path) -> Iterator[tuple[str, dict | bytes]]:
     """Records of JSON lines, or of one JSON list, told apart by the first character."""
     with path.open("rb") as file:
         head = file.read(64)
-    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise ValueError(
-            f"{path}:1: the file is UTF-16; convert it: "
-            f"iconv -f UTF-16 -t UTF-8 {path.name} > utf8-{path.name}"
-        )
+    _check_utf16(path, head)
     if head.startswith(b"version https://git-lfs"):
         raise ValueError(f"{path}:1: this is a Git LFS pointer, not the data; run: git lfs pull")
     if head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
@@ -194,8 +191,19 @@ def _json_records(path: Path) -> Iterator[tuple[str, dict | bytes]]:
     return _json_lines_records(path)
 
 
+def _check_utf16(path: Path, head: bytes):
+    """Refuse a file that says by its first bytes that it is UTF-16."""
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError(
+            f"{path}:1: the file is UTF-16; convert it: "
+            f"iconv -f UTF-16 -t UTF-8 {path.name} > utf8-{path.name}"
+        )
+
+
 def _listed_records(path: Path) -> Iterator[tuple[str, dict]] | None:
-    """The records of one object that has them in a list, as in {"data": [...]}; None for another file."""
+    """The records of one object that has them in a list, as in {"data": [...]}, or that is one itself;
+    None for another file.
+    """
     with path.open("rb") as file:
         first = file.readline().strip()
         if _is_json(first) and any(line.strip() for line in file):
@@ -208,7 +216,7 @@ def _listed_records(path: Path) -> Iterator[tuple[str, dict]] | None:
         return None
     key = next((key for key in _LISTS if isinstance(whole.get(key), list)), None)
     if key is None:
-        return None
+        return iter([(f"{path}:1", whole)])
     return ((f"{path}: {key}[{n}]", record) for n, record in enumerate(whole[key]))
 
 
@@ -225,7 +233,9 @@ def _csv_records(path: Path) -> Iterator[tuple[str, dict]]:
     """Rows of a table with a header, as objects of texts; a cell may hold newlines in quotes."""
     _check_encoding(path)
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+        separator = _separator(path, file.readline())
+        file.seek(0)
+        reader = csv.reader(file, delimiter=separator, strict=True)
         try:
             names = [name.strip() for name in next(reader, [])]
             if not names or not all(names) or len(set(names)) < len(names):
@@ -250,9 +260,20 @@ def _csv_records(path: Path) -> Iterator[tuple[str, dict]]:
             ) from None
 
 
+def _separator(path: Path, header: str) -> str:
+    """What stands between the names of the columns: the suffix's own, unless the header has only another.
+
+    Where a comma is the decimal mark, spreadsheets export .csv with semicolons.
+    """
+    own = "\t" if path.suffix == ".tsv" else ","
+    return next((mark for mark in (own, "\t", ";", ",") if mark in header), own)
+
+
 def _check_encoding(path: Path):
     """Refuse a text file that is not UTF-8, naming the line."""
     with path.open("rb") as file:
+        _check_utf16(path, file.read(2))
+        file.seek(0)
         for number, line in enumerate(file, 1):
             try:
                 line.decode("utf-8")

@@ -166,6 +166,17 @@ class DataReport:
             return "it is empty"
         return "; ".join([f"{self.rows_read:,} read", *self._dropped_lines()])
 
+    def format_remedy(self) -> str:
+        """What to do where every row was dropped."""
+        reasons = "; ".join(self.dropped)
+        if not self.rows_read:
+            return "give rows"
+        if "chat template" in reasons:
+            return "give another --chat_template, or rows that this one can write"
+        if "--context_length" in reasons:
+            return "give rows whose answer fits within --context_length"
+        return "give rows with an answer"
+
     def _dropped_lines(self) -> list[str]:
         return [
             f"dropped {dropped.rows:,}: {reason} ({_named(dropped)})"

@@ -393,9 +393,10 @@ class StreamLoader:
 
     def _check_any(self, rows: int) -> None:
         if not rows:
+            report = self.full_report()
             raise ValueError(
-                f"--dataset: no row is left to train on ({self.full_report().format_dropped()}); give "
-                "rows whose answer fits within --context_length"
+                f"--dataset: no row is left to train on ({report.format_dropped()}); "
+                f"{report.format_remedy()}"
             )
 
 

@@ -21,6 +21,7 @@ from ..commands.generate import load_for_inference
 from ..config import RunConfig
 from ..lifecycle.launcher import share_cores
 from ..loading.tokenizer import load_tokenizer
+from ..preflight.precision import has_bf16_instructions
 from .answers import generate_answers
 from .prompts import HELDOUT_FILE, base_messages, load_rows, tuned_messages
 from .score import Score, score
@@ -88,9 +89,7 @@ def train(folder: str, output: Path, argv: list[str]):
 
 def _fastest_precision() -> str:
     """bf16 where the processor multiplies it, else fp32."""
-    if torch.cuda.is_available():
-        return "bf16"
-    return "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
+    return "bf16" if torch.cuda.is_available() or has_bf16_instructions() else "fp32"
 
 
 def _score_model(folder: str, adapter: str | None, rows: list[dict]) -> Score:

@@ -20,16 +20,6 @@ from ..writable import check_folder
 from .run_data import RunData
 
 
-def bf16_line(config: RunConfig, device: torch.device) -> str:
-    """Which precision is faster on a CPU without instructions for bf16; else empty."""
-    if config.product_dtype != "bf16" or device.type == "cuda" or _has_bf16_instructions():
-        return ""
-    return (
-        "this CPU has no instructions for bf16, so matmuls in it are slow: --precision fp32 is many "
-        "times faster here"
-    )
-
-
 def check_device(config: RunConfig, device: torch.device):
     """Refuse a precision that the device does not have."""
     if config.product_dtype != "bf16" or device.type != "cuda":
@@ -39,11 +29,6 @@ def check_device(config: RunConfig, device: torch.device):
             f"--precision {config.precision}: {torch.cuda.get_device_name(device)} does not support "
             "bf16; use --precision fp16_autocast or fp32"
         )
-
-
-def _has_bf16_instructions() -> bool:
-    """Whether oneDNN multiplies bf16 on this CPU: AVX-512 and newer, and Arm with bf16."""
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def check_folders(config: RunConfig, size: int = 0):

@@ -205,6 +205,6 @@ def _first_rows(
     if not len(rows) and rows.report.rows_read < asked:
         raise ValueError(
             f"--dataset {config.dataset}: no row is left to train on "
-            f"({rows.report.format_dropped()}); give rows whose answer fits within --context_length"
+            f"({rows.report.format_dropped()}); {rows.report.format_remedy()}"
         )
     return rows

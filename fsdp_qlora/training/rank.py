@@ -19,12 +19,12 @@ from ..observe.startup import part_ended
 from ..observe.trackers import check_trackers
 from ..plan import draft_plan
 from ..preflight.checks import (
-    bf16_line,
     check_device,
     check_folders,
     check_layout,
     check_rows,
 )
+from ..preflight.precision import precision_line
 from ..preflight.run_data import RunData, load_data, run_tokenizer
 from ..preflight.sampled_lengths import lengths_of
 from .cuda_graphs import check_graphs
@@ -54,7 +54,7 @@ def train_rank(config: RunConfig, signals: StopSignals | None = None):
     check_layout(config, model)
     check_graphs(config, draft_plan(config, ranks_from_env().world_size), model, device)
     check_rows(config, data, model.config)
-    if line := bf16_line(config, device):
+    if line := precision_line(config, device):
         print_main(line)
     if is_main:
         check_folders(config, trained_bytes(model) * (1 + config.changes_base))
