@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from . import __version__
 from .bench.command import bench_command
@@ -253,7 +254,8 @@ def run(argv: list[str]) -> int:
         elif argv[0] in COMMANDS:
             COMMANDS[argv[0]](argv[1:])
         else:
-            raise ValueError(f"unknown command {argv[0]!r}; choose {', '.join(COMMANDS)}")
+            near = "".join(f"did you mean {n}? " for n in get_close_matches(argv[0], COMMANDS, 1))
+            raise ValueError(f"unknown command {argv[0]!r}; {near}choose {', '.join(COMMANDS)}")
         print(end="", flush=True)  # also where there is no stdout
         return 0
     except BrokenPipeError:  # `fsdp-qlora --help | head` has read enough

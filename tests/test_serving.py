@@ -162,3 +162,46 @@ def test_adapters_of_experts_are_taken_where_vllm_can_cut_them_out(
         assert "--enable-mixed-moe-lora-format" in command
         assert json.loads(shlex.split(command)[-2])["is_3d_lora_weight"] is True
         assert main(["export", str(adapter), "--to", "gguf"]) == 2
+
+
+@pytest.mark.parametrize("program", ["vllm", "ollama", "gguf"])
+def test_commands_for_folders_with_spaces_can_be_pasted(base, tmp_path, capsys, program):
+    """Each path is one word to a shell; the name of an Ollama model has none."""
+    adapter, out = tmp_path / "my adapter", tmp_path / "my out"
+    save_adapter(base, adapter)
+    assert main(["export", str(adapter), "--to", program, "--output_dir", str(out)]) == 0
+    words = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if line[:1] != "#"]
+    if program == "ollama":
+        assert words[0] == ["ollama", "create", "my-out", "-f", str(out / "Modelfile")]
+        assert words[1] == ["ollama", "run", "my-out"]
+    else:
+        assert {"vllm": f"tuned={adapter}", "gguf": str(adapter)}[program] in words[0]
+        assert base in words[0]
+
+
+def test_a_folder_without_a_model_says_what_it_is_and_what_to_give(base, tmp_path, capsys):
+    """To train, to estimate, and to generate with it."""
+    adapter = save_adapter(base, tmp_path / "my run" / "adapter")
+    nested, gguf, empty = (tmp_path / name for name in ("nested", "gguf", "empty"))
+    save_tiny(nested / "inside")
+    for folder in (gguf, empty):
+        folder.mkdir()
+    (gguf / "model.gguf").write_bytes(b"GGUF")
+    merge = (
+        "it is an adapter; give its base as --model_name, or merge it first: fsdp-qlora merge "
+        f"'{adapter}'"
+    )
+    for folder, says in (
+        (adapter, merge),
+        (tmp_path / "my run", merge),
+        (nested, f"the folder has no config.json; give {nested / 'inside'}"),
+        (gguf, "its GGUF files can't be trained"),
+        (empty, "the folder has no config.json; give a folder in transformers' format"),
+    ):
+        for command in (
+            ["train", "--dataset", "dummy", "--device", "cpu"],
+            ["estimate", "--gpu", "4090"],
+        ):
+            assert main([*command, "--model_name", str(folder)]) == 2, command
+            line = capsys.readouterr().err
+            assert f"--model_name {folder}: {says}" in line, command

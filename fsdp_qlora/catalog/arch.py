@@ -28,7 +28,7 @@ from .families import (
     traits_of,
     with_common_names,
 )
-from .known_models import known_config, known_name
+from .known_models import known_config, known_name, why_no_model
 
 _MUST_HAVE = (
     "vocab_size",
@@ -428,6 +428,8 @@ def model_shape(model: str | Path | dict) -> ModelShape:
         return shape_from_config(model)
     path = Path(model)
     file = path / "config.json" if path.is_dir() else path
+    if path.is_dir() and not file.is_file():
+        raise ValueError(f"--model_name {model}: {why_no_model(path)}")
     if file.is_file():
         return shape_from_config(_read_json(file), str(model))
     return shape_from_config(known_config(str(model)), known_name(str(model)))

@@ -9,11 +9,31 @@ from __future__ import annotations
 import re
 from difflib import get_close_matches
 from pathlib import Path
+from shlex import quote
 
 # With a value for each layer.
 _PER_LAYER = ("layer_types", "mlp_layer_types", "hybrid_override_pattern")
 # Of the same shape: tuned models, and those whose linear weights bitsandbytes stored in 4 bits.
 _TUNED = re.compile(r"-(instruct|chat|it|base|coder|bf16|fp8|(unsloth-)?bnb-4bit)(?=-|$)")
+
+
+def why_no_model(folder: Path) -> str:
+    """What a folder without config.json is, and what to give as --model_name instead."""
+    found = [f for f in (folder, folder / "adapter") if (f / "adapter_config.json").is_file()]
+    if found:
+        return (
+            f"it is an adapter; give its base as --model_name, or merge it first: fsdp-qlora merge "
+            f"{quote(str(found[0]))} --output_dir merged"
+        )
+    inside = [f.parent for f in sorted(folder.glob("*/config.json"))]
+    if inside:
+        return f"the folder has no config.json; give {inside[0]}"
+    if any(folder.glob("*.gguf")):
+        return "its GGUF files can't be trained; give the model that they were made from"
+    return (
+        "the folder has no config.json; give a folder in transformers' format or a hub name such as "
+        "org/model"
+    )
 
 
 def bare_name(name: str) -> str:

@@ -6,6 +6,7 @@ Each has settings of its own and none of RunConfig's. Pure: no torch before a co
 from __future__ import annotations
 
 from dataclasses import dataclass
+from shlex import quote
 
 from ..catalog.known_models import hub_name
 from ..choices import FORMATS
@@ -153,7 +154,7 @@ def _check_command(argv: list[str]):
         raise ValueError(
             f"--adapter_folder {options.adapter_folder}: vLLM does not support "
             f"{'; nor '.join(problems)}. Serve the merged model instead: fsdp-qlora merge "
-            f"--adapter_folder {options.adapter_folder}"
+            f"--adapter_folder {quote(options.adapter_folder)}"
         )
     print(f"vLLM can serve this adapter:\n  {serve_command(options.adapter_folder)}")
 

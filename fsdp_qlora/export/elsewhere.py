@@ -8,7 +8,9 @@ take is merged first.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from shlex import quote
 
 from transformers import AutoTokenizer
 
@@ -47,13 +49,13 @@ def _check(program: str, folder: str):
     if problems:
         raise ValueError(
             f"--folder {folder}: {program} does not support {'; nor '.join(problems)}. Merge it first, "
-            f"and export the result: fsdp-qlora merge {folder} --output_dir merged"
+            f"and export the result: fsdp-qlora merge {quote(folder)} --output_dir merged"
         )
 
 
 def _vllm(folder: Path, base: str | None, output: Path) -> str:
     if base is None:
-        return f"vllm serve {folder}"
+        return f"vllm serve {quote(str(folder))}"
     return serve_command(folder, base)
 
 
@@ -68,8 +70,8 @@ def _ollama(folder: Path, base: str | None, output: Path) -> str:
     lines += [f'PARAMETER stop "{token}"' for token in _stops(folder)]
     output.mkdir(parents=True, exist_ok=True)
     write_text(output / "Modelfile", "\n".join(lines) + "\n")
-    name = output.resolve().name
-    said = f"ollama create {name} -f {output / 'Modelfile'}\nollama run {name}"
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", output.resolve().name).strip("-.") or "tuned"
+    said = f"ollama create {name} -f {quote(str(output / 'Modelfile'))}\nollama run {name}"
     if not Path(whole).exists():
         said = (
             f"# FROM names {whole} on the hub: put the folder of its weights, or Ollama's name of the "
@@ -88,13 +90,14 @@ def _stops(folder: Path) -> list[str]:
 
 def _gguf(folder: Path, base: str | None, output: Path) -> str:
     """llama.cpp's own scripts have the map of each architecture's weights."""
-    file = output / f"{folder.resolve().name}.gguf"
+    file = quote(str(output / f"{folder.resolve().name}.gguf"))
+    given = quote(str(folder))
     if base is None:
-        return f"python llama.cpp/convert_hf_to_gguf.py {folder} --outfile {file} --outtype bf16"
+        return f"python llama.cpp/convert_hf_to_gguf.py {given} --outfile {file} --outtype bf16"
     # Without the base's files its config is read from the hub.
     flag = "--base" if Path(base).exists() else "--base-model-id"
     convert = "python llama.cpp/convert_lora_to_gguf.py"
     return (
-        f"{convert} {folder} {flag} {base} --outfile {file} --outtype f16\n"
+        f"{convert} {given} {flag} {quote(base)} --outfile {file} --outtype f16\n"
         f"llama.cpp/build/bin/llama-cli -m BASE.gguf --lora {file}"
     )

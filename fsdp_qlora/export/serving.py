@@ -99,11 +99,11 @@ def serve_command(folder: str | Path, base: str | None = None) -> str:
     """The command that serves an adapter that vLLM takes; `base` where it is another than its own."""
     config = read_adapter_config(Path(folder))
     rank = next(r for r in _MAX_RANKS if r >= config["r"])
-    module = f"tuned={folder}"
+    module = f"tuned={shlex.quote(str(folder))}"
     if _has_adapted_experts(Path(folder)):  # in PEFT's layout, A and B of all experts in a tensor
         given = dict(name="tuned", path=str(folder), is_3d_lora_weight=True)
         module = f"{shlex.quote(json.dumps(given))} --enable-mixed-moe-lora-format"
     return (
-        f"vllm serve {base or config['base_model_name_or_path'] or 'BASE'} --enable-lora --max-lora-rank "
-        f"{rank} --lora-modules {module}"
+        f"vllm serve {shlex.quote(base or config['base_model_name_or_path'] or 'BASE')} --enable-lora "
+        f"--max-lora-rank {rank} --lora-modules {module}"
     )

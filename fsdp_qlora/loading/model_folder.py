@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
+from ..catalog.known_models import why_no_model
 from ..hub import asked_hub
 from .weight_files import first_line, reason_of
 
@@ -19,13 +20,9 @@ def read_config(
     """
     folder = Path(model_name)
     if looks_local(model_name) and not (folder / "config.json").is_file():
-        what = (
-            "the folder has no config.json"
-            if folder.is_dir()
-            else "it is a file"
-            if folder.exists()
-            else "the folder does not exist"
-        )
+        if folder.is_dir():
+            raise ValueError(f"--model_name {model_name}: {why_no_model(folder)}")
+        what = "it is a file" if folder.exists() else "the folder does not exist"
         raise ValueError(
             f"--model_name {model_name}: {what}; give a folder in transformers' format or "
             "a hub name such as org/model"
