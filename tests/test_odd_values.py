@@ -396,3 +396,26 @@ def test_rows_longer_than_the_models_positions_are_refused(refused, folder, tmp_
         )
         == 0
     )
+
+
+@pytest.mark.parametrize(
+    "command, flag, needs",
+    [
+        ("data", "output_dir", "--model_name={folder} --dataset={rows}"),
+        ("report", "output", "--run={folder}"),
+        ("calibrate", "output", "--device=cpu --world_size=1"),
+        ("convert", "output_dir", "--weights={rows} --model_name={folder}"),
+        ("export", "output_dir", "--folder={folder} --to=ollama"),
+    ],
+)
+def test_what_a_command_writes_is_asked_for_before_its_work(
+    refused, folder, tmp_path, command, flag, needs
+):
+    """Not with a bare error of the system at the end of it."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "completion": "b"}\n')
+    given = needs.format(folder=folder, rows=rows).split()
+    target = rows / "deep" / "x.html"
+    assert f"--{flag} {target}: {rows} is a file; give another" in refused(
+        command, *given, f"--{flag}={target}"
+    )

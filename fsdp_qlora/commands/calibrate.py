@@ -17,6 +17,7 @@ from ..catalog.machine import host_memory_here
 from ..config import AUTO, RunConfig
 from ..config.flags import parse_alone
 from ..config.settings import opt
+from ..writable import check_file
 
 
 @dataclass
@@ -44,6 +45,7 @@ def calibrate_command(argv: list[str]):
     from ..lifecycle.launcher import run_on_ranks
 
     path = Path(options.output) if options.output else calibration_file()
+    check_file("output", path)
     run_on_ranks(config, "calibrate", argv, lambda config: _calibrate_rank(config, path))
 
 

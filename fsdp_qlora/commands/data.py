@@ -11,10 +11,15 @@ from ..config.settings import counted
 from ..data import StepLoader, StepSampler, Subset, TokenizedDataset, step_sampler
 from ..dist import print_main
 from ..preflight.run_data import load_data, run_tokenizer
+from ..writable import check_folder
 
 
 def report_on_data(config: RunConfig):
-    """Load the data, and say and draw what there is to know before a run."""
+    """Load the data, and say and draw what there is to know before a run.
+
+    Raises ValueError naming --output_dir where no picture can be written.
+    """
+    check_folder("output_dir", config.output_dir)
     rows = load_data(config, run_tokenizer(config)).rows
     if not len(rows):
         return

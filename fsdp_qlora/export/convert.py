@@ -27,6 +27,7 @@ from ..atomic_files import complete_folder
 from ..config.options import TRAIN_TYPES
 from ..loading import first_line, meta_model, read_config
 from ..model.wrappers import wrapper_of
+from ..writable import check_folder
 from .adapter_folder import WEIGHTS_FILE
 from .save import RUN_FILE, save_peft_config
 
@@ -58,6 +59,7 @@ def convert_adapter(
     output_dir = Path(output_dir)
     if output_dir.exists():
         raise ValueError(f"--output_dir {output_dir} already exists; give a new folder")
+    check_folder("output_dir", output_dir)
     state, left_out = _read_original(weights)
     model = meta_model(read_config(model_name), torch.bfloat16)
     if wrapper_of(model):

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from ..atomic_files import write_text
 from ..data import stop_token_ids
+from ..writable import check_folder
 from .adapter_folder import base_of, read_adapter_config
 from .serving import check_adapter_folder, serve_command
 
@@ -32,6 +33,8 @@ def export_to(program: str, folder: str, output_dir: str, model_name: str | None
             f"--folder {folder}: no adapter_config.json and no config.json there; give an adapter or model "
             "folder, such as output/adapter"
         )
+    if program == "ollama":
+        check_folder("output_dir", output_dir)
     base = None
     if (path / "adapter_config.json").is_file():
         _check(program, folder)

@@ -14,6 +14,7 @@ from ..config.run import GROUPS
 from ..config.settings import default_of, shown
 from ..estimate.report import duration
 from ..redact import redact, without_folders
+from ..writable import check_file
 from .charts import Series, chart, histogram, short
 from .run_history import RunHistory, points_of, read_run_history, smoothed
 
@@ -27,9 +28,11 @@ def write_report(
     """Write the page of a run's folder, `report.html` in it if not said otherwise.
 
     is_running: whether the run still is, if that is known (lifecycle/lock.py).
-    Raises ValueError for a folder that is no run's.
+    Raises ValueError for a folder that is no run's, and naming --output for a page that can't be written.
     """
-    target, story = Path(path) if path else Path(run) / "report.html", read_run_history(run)
+    target = Path(path) if path else Path(run) / "report.html"
+    check_file("output", target)
+    story = read_run_history(run)
     story.is_running = is_running
     try:
         text = page(story)
