@@ -242,6 +242,9 @@ def duration(hours: float) -> str:
     return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.1f} days"
 
 
+_MEASURED_MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss")  # docs/performance.md has their rows
+
+
 def notes(found: Estimate) -> list[str]:
     """What to know about the figures."""
     lines, gpu = [], found.machine.gpu
@@ -252,7 +255,7 @@ def notes(found: Estimate) -> list[str]:
         )
     if not found.shape.known_family:
         lines.append(f"{found.shape.family} is not a known family: taken to be built like Llama")
-    if found.shape.experts:
+    if found.shape.experts and found.shape.family not in _MEASURED_MIXTURES:
         lines.append(
             f"{found.shape.experts} experts, {found.shape.experts_per_token} for each token: "
             "no run of such a model was measured against these figures"
