@@ -598,3 +598,38 @@ def test_the_page_of_defaults_is_what_the_rows_say():
     made = runpy.run_path(str(ROOT / "scripts/defaults_page.py"))
     text = (ROOT / "docs/defaults.md").read_text()
     assert made["page"](text, made["read_rows"]()) == text, "run: make -C docs defaults"
+
+
+@pytest.mark.slow
+def test_a_recipe_is_measured_by_the_command_of_its_page(tmp_path, capsys):
+    import recipes
+    from real_rows import tiny_model
+    from real_rows_data import save_tokenizer
+
+    tiny_model(tmp_path / "tiny")
+    save_tokenizer(tmp_path / "tiny")
+    given = "chat --shrink 16 --steps 3 --first 2 --device cpu --context_length 512 --batch_size 1".split()
+    results = tmp_path / "rows.jsonl"
+    recipes.main(
+        [str(tmp_path), *given, "--model", str(tmp_path / "tiny"), "--results", str(results)]
+    )
+    row = json.loads(results.read_text())
+    assert (row["name"], row["data"], row["status"], row["steps_measured"]) == (
+        *("recipe chat", "b", "ok"),
+        2,
+    )
+    assert f"recipe chat: {row['tokens_per_second']:,.0f} tokens/s" in capsys.readouterr().out
+
+
+def test_rows_of_a_recipe_are_enough_for_its_steps():
+    import recipes
+
+    from fsdp_qlora.config import plan_batches
+    from fsdp_qlora.config.flags import parse
+
+    for path in recipes.RECIPES.glob("*.yaml"):
+        (config,) = parse(["--config", str(path)])
+        if not config.is_auto:
+            rows = plan_batches(config, 1).per_step
+            least = rows * min(config.context_length, 256)
+            assert recipes.tokens_of(config, 3) >= 3 * least, path.stem
