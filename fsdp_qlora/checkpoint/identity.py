@@ -82,8 +82,9 @@ def _batch_difference(run: dict, config: RunConfig, world_size: int) -> dict[str
     then = replace(config, sequence_parallel=settings_of(run)["sequence_parallel"])
     now = plan_batches(config, world_size)
     plans = [plan_batches(then, run["world_size"]), now]
-    left_to_run = config.bins_are_open and unit == "bin"
-    if left_to_run or any((plan.per_step, plan.unit) == (count, unit) for plan in plans):
+    if unit == "bin" and (config.bins_are_open or _asks_as_before(run, config)):
+        return {}
+    if any((plan.per_step, plan.unit) == (count, unit) for plan in plans):
         return {}
     is_now = counted(now.per_step, now.unit)
     if unit == "bin" or now.unit == "row":
@@ -94,6 +95,16 @@ def _batch_difference(run: dict, config: RunConfig, world_size: int) -> dict[str
         "global_batch_size": f"--global_batch_size: a step was {counted(count, 'row')} and is "
         f"{is_now}; --global_batch_size {count} keeps to rows"
     }
+
+
+def _asks_as_before(run: dict, config: RunConfig) -> bool:
+    """Whether full bins are asked for in the words of the checkpoint's run, on any ranks since its first.
+
+    After several changes of their number neither that of the checkpoint nor that of now gives its bins.
+    """
+    words = ("batch_size", "gradient_accumulation_steps")
+    same = all(getattr(config, name) == run["config"].get(name) for name in words)
+    return config.has_full_bins and config.bins_per_step == AUTO and same
 
 
 def with_batch_of(run: dict, config: RunConfig, world_size: int) -> RunConfig:
