@@ -279,7 +279,9 @@ class Plan:
     def replays(self, shape: ModelShape) -> bool:
         """Whether micro-batches are CUDA graphs, which some models rule out (training/cuda_graphs.py)."""
         no_masks = (*WITHOUT_MASKS, *(() if shape.traits.windows else ("sdpa",)))
-        return self.loop.cuda_graphs and self.model.attention in no_masks and not shape.has_state
+        widths = (n for size in shape.expert_linears().values() for n in size)
+        fits = not shape.has_state and not any(n % 8 for n in widths)
+        return self.loop.cuda_graphs and self.model.attention in no_masks and fits
 
 
 # Attention that needs no mask for windows and packed rows (model/attention.py).

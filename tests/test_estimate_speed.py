@@ -287,6 +287,12 @@ def test_replayed_micro_batches_wait_for_no_launch_and_their_gradients_stay():
         assert step_seconds(shape, H100, short) == step_seconds(
             shape, H100, short, cuda_graphs=False
         )
+    mixture = model_shape("mixtral-8x7b-v0.1")
+    assert short.replays(mixture)
+    narrow = replace(
+        mixture, intermediate=mixture.intermediate + 4
+    )  # which the kernel does not take
+    assert not short.replays(narrow)
     settings = RunConfig(sharding_strategy="ddp", batch_size=4, context_length=2048)
 
     def replays(world_size=1, **changes):

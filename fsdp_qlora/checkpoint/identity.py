@@ -79,11 +79,11 @@ def _batch_difference(run: dict, config: RunConfig, world_size: int) -> dict[str
     if run["config"].get("packing", False) != config.packing:
         return {}  # which is said already
     count, unit = batch_of(run)
+    if unit == "bin" and (config.bins_are_open or _asks_as_before(run, config)):
+        return {}
     then = replace(config, sequence_parallel=settings_of(run)["sequence_parallel"])
     now = plan_batches(config, world_size)
     plans = [plan_batches(then, run["world_size"]), now]
-    if unit == "bin" and (config.bins_are_open or _asks_as_before(run, config)):
-        return {}
     if any((plan.per_step, plan.unit) == (count, unit) for plan in plans):
         return {}
     is_now = counted(now.per_step, now.unit)
