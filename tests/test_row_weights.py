@@ -6,6 +6,8 @@ How runs train with them: distributed/test_row_weights.py.
 import copy
 import json
 
+import pyarrow
+import pyarrow.parquet as parquet
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -46,7 +48,6 @@ def test_weights_are_read_from_a_field_in_any_kind_of_file(tmp_path, suffix):
         text = "".join(f'"a, ""{n}""",{value}\r\n' for n, value in enumerate(VALUES))
         path.write_bytes(f"text,quality\r\n{text}".encode())
     elif suffix == ".parquet":
-        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
         parquet.write_table(pyarrow.table({"text": list("abcde"), "quality": numbers}), path)
     elif suffix == ".json":
         path.write_text(json.dumps({"data": [dict(text="a", quality=v) for v in VALUES]}))

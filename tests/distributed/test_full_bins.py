@@ -89,30 +89,23 @@ def train_each(
     import torch
     import torch.distributed as dist
 
-    from fsdp_qlora.data import StepLoader, StreamLoader, open_source, tokenize_rows
+    from fsdp_qlora.data import open_source, tokenize_rows
     from fsdp_qlora.preflight.run_data import run_tokenizer
     from fsdp_qlora.training import trainer
+    from tests.watched_steps import watch_steps
 
     trainer.plot_loss = lambda *_: False
     seen, results = [], {}
 
-    def watched(iterate):
-        def steps(self):
-            for step in iterate(self):
-                if len(seen) == stop_at:
-                    raise Killed
-                seen.append(
-                    [
-                        row if isinstance(row, int) else int(row.rpartition(":")[2]) - 1
-                        for row in step.row_ids
-                    ]
-                )
-                yield step
+    def note(step):
+        if len(seen) == stop_at:
+            raise Killed
+        lines = (
+            row if isinstance(row, int) else int(row.rpartition(":")[2]) - 1 for row in step.row_ids
+        )
+        seen.append(list(lines))
 
-        return steps
-
-    for loader in (StepLoader, StreamLoader):
-        loader.__iter__ = watched(loader.__iter__)
+    watch_steps(note)
     for name, case in cases.items():
         seen.clear()
         config = settings(folder, data, Path(out, name), dist.get_world_size(), case)

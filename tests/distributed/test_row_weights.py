@@ -61,23 +61,14 @@ def train_each(folder: str, data: str, out: str, cases: dict[str, dict]) -> dict
     """For each case: losses, norms and tokens of its steps, and its held-out loss."""
     import torch.distributed as dist
 
-    from fsdp_qlora.data import StepLoader, StreamLoader
     from fsdp_qlora.preflight.run_data import load_data, run_tokenizer
     from fsdp_qlora.training import trainer
+    from tests.watched_steps import watch_steps
 
     trainer.plot_loss = lambda *_: False
     seen, results = [], {}
 
-    def watched(iterate):
-        def steps(self):
-            for step in iterate(self):
-                seen.append((step.row_ids, len(step.micro_batches)))
-                yield step
-
-        return steps
-
-    for loader in (StepLoader, StreamLoader):
-        loader.__iter__ = watched(loader.__iter__)
+    watch_steps(lambda step: seen.append((step.row_ids, len(step.micro_batches))))
     for name, case in cases.items():
         seen.clear()
         config = settings(folder, data, Path(out, name), dist.get_world_size(), case)
