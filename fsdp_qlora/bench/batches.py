@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import islice
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..config import RunConfig, plan_batches
@@ -65,3 +66,11 @@ class RunRows:
         """What this rank computes in the run's first steps."""
         loader = build_loader(self.config, plan, self.data.train, self.tokenizer, model, device)
         return list(islice(loader, count))
+
+
+def tokens_computed(steps: list[Step], at_most: int, ranks_per_row: int) -> float:
+    """Tokens, without padding, of the first `at_most` micro-batches of steps; the mean of all ranks."""
+    own = sum(sum(step.micro_batch_tokens[:at_most]) for step in steps)
+    tokens = torch.tensor(float(own), dtype=torch.float64)
+    dist.all_reduce(tokens)
+    return tokens.item() / dist.get_world_size() / ranks_per_row

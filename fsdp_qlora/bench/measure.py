@@ -6,10 +6,12 @@ too. The step is a median after warm-up; memory is the highest over ranks.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import subprocess
 import time
+from collections.abc import Callable
 from datetime import date
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -25,9 +27,11 @@ from ..observe.compilations import say_graph_breaks
 from ..observe.device_timer import mark, seconds_between
 from ..observe.peak_memory import PeakMemory, peak_resident_bytes
 from ..plan import Plan
-from .batches import RunRows, random_batches
+from .batches import RunRows, random_batches, tokens_computed
 from .row import BenchRow, of_plan
 
+_FEWEST = 2  # micro-batches: gradients are there while the second is computed
+_STEP_SECONDS = 4.0  # of a run's own steps, where they are measured: longer ones are cut
 VERSIONED = ("torch", "transformers", "peft", "bitsandbytes", "triton", "fsdp_qlora")
 
 
@@ -153,14 +157,6 @@ def _measure_steps(
     optimizer = build_optimizer(
         model, config.optimizer, plan.optimizer.lr, config.wd, config.loraplus_lr_ratio
     )
-    full = random_batches(config, model.config.vocab_size, row.gradient_accumulation_steps)
-    warmup, measured, tokens = [full] * how.warmup, [full] * how.steps, None
-    if rows:
-        # Full rows show what memory must hold; then each shape is compiled, and seen again for graphs.
-        steps = rows.first_steps(plan, model, device, how.steps)
-        measured = [step.micro_batches for step in steps]
-        warmup = [full, *measured * how.warmup]
-        tokens = sum(step.num_tokens for step in steps) / row.gpus
     clip = config.grad_norm if config.apply_gradient_clipping else None
     one = partial(
         train_step,
@@ -172,6 +168,16 @@ def _measure_steps(
     )
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)  # of the job before
+    full = random_batches(config, model.config.vocab_size, row.gradient_accumulation_steps)
+    warmup, measured, tokens, cut = [full] * how.warmup, [full] * how.steps, None, 1.0
+    if rows:
+        # Full rows show what memory must hold; then each shape is compiled, and seen again for graphs.
+        at_most = _enough_micro_batches(one, full[:_FEWEST], device)
+        steps = rows.first_steps(plan, model, device, how.steps)
+        measured = [step.micro_batches[:at_most] for step in steps]
+        warmup = measured * how.warmup
+        cut = sum(map(len, measured)) / sum(len(step.micro_batches) for step in steps)
+        tokens = tokens_computed(steps, at_most, row.sequence_parallel) / cut
     for number, micro_batches in enumerate(warmup + measured):
         if number == len(warmup):
             timer = StepTimer(device, keep_peak=row.cuda_graphs or rows is not None)
@@ -183,9 +189,24 @@ def _measure_steps(
             timer.step_done()
         limit.check()
     row.loss_last = result.loss
-    record_time(row, timer.seconds(), tokens)
+    record_time(row, [seconds / cut for seconds in timer.seconds()], tokens)
     if config.profile:
         profile_steps(config, device, partial(one, full))
+
+
+def _enough_micro_batches(one: Callable, full: list[dict], device: torch.device) -> int:
+    """Micro-batches of a measured step at most, from the second of two steps of full rows.
+
+    As many as take `_STEP_SECONDS` on the slowest rank: what else a step does is short beside them.
+    """
+    one(full)
+    synchronize(device)
+    started = time.perf_counter()
+    one(full)
+    synchronize(device)
+    seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return max(_FEWEST, math.ceil(_STEP_SECONDS * len(full) / seconds.item()))
 
 
 class StepTimer:

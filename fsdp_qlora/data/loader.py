@@ -42,6 +42,7 @@ class Step:
     num_trained_tokens_local: int  # of this rank
     row_ids: Sequence = ()  # of all ranks: places in the data set, or in the files of a stream
     mean_weight: float = 1.0  # of its trained tokens, which its rows' weights are divided by
+    micro_batch_tokens: Sequence[int] = ()  # of each of this rank's micro-batches, without padding
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ class StepLoader:
         weights, mean_weight = self.dataset.weights, 1.0
         if weights is not None:
             weights, mean_weight = relative_weights(weights, self.dataset.trained_counts, rows)
+        shares = self._shares(index)
         micro_batches = [
             collated(
                 share,
@@ -148,7 +150,7 @@ class StepLoader:
                 self.num_bins,
                 weights,
             )
-            for share in self._shares(index)
+            for share in shares
         ]
         return Step(
             index,
@@ -160,6 +162,7 @@ class StepLoader:
             sum(num_trained_tokens(batch) for batch in micro_batches),
             rows,
             mean_weight,
+            [tokens_of(share, self.dataset.lengths, self.packing) for share in shares],
         )
 
     def padded_shapes(self, num_steps: int = 200) -> list[tuple[int, int]]:
@@ -274,6 +277,12 @@ def share_bins(
     """
     work = [int((lengths[bin].astype(np.int64) ** 2).sum()) for bin in bins]
     return rank_share(bins, rank, world_size, micro_batch_size, work)
+
+
+def tokens_of(share: list, lengths: np.ndarray, packing: bool) -> int:
+    """Tokens of a micro-batch of `share_out`, without padding."""
+    rows = [row for bin in share for row in bin] if packing else share
+    return sum(int(lengths[row]) for row in rows)
 
 
 def collated(

@@ -27,7 +27,15 @@ import numpy as np
 
 from .collate import Example, PadTo
 from .dataset import as_example, check_vocab_size, cut_and_count, groups
-from .loader import Step, collated, num_trained_tokens, relative_weights, share_bins, share_out
+from .loader import (
+    Step,
+    collated,
+    num_trained_tokens,
+    relative_weights,
+    share_bins,
+    share_out,
+    tokens_of,
+)
 from .masking import Encoded, encode_rows
 from .packing import window_bins
 from .records import Source
@@ -380,6 +388,7 @@ class StreamLoader:
             sum(map(num_trained_tokens, micro_batches)),
             [rows[number][1] for number in numbers],
             mean_weight,
+            [tokens_of(share, lengths, self.packing) for share in shares],
         )
 
     def _count(self, part: Part, report: DataReport):

@@ -116,6 +116,7 @@ def keeps_its_promise(promised: dict, steps: list[dict]):
 
 CASES = dict(
     padded=dict(global_batch_size=6, batch_size=2),
+    cut=dict(global_batch_size=20, batch_size=2),
     compiled_widths=dict(global_batch_size=6, batch_size=2, eval_share=0.2),
     bins=dict(packing=True, batch_size=1),
     packed_rows=dict(packing=True, global_batch_size=10),
@@ -127,6 +128,7 @@ def probe_and_run(folder: str, data: str, out: str, cases: dict) -> dict[str, di
     """For each case: what a probe computes, what the run of the same settings does, and its metrics."""
     import torch
 
+    from fsdp_qlora.bench import measure as bench
     from fsdp_qlora.bench.cell_processes import How
     from fsdp_qlora.bench.measure import MemoryLimit, describe_run, measure
     from fsdp_qlora.training import loop, step, trainer
@@ -162,6 +164,7 @@ def probe_and_run(folder: str, data: str, out: str, cases: dict) -> dict[str, di
         plan = plan_run(rows.planned, device)
         row = describe_run(rows.planned, plan, name, 2, device)
         how = How(steps=2, warmup=1)
+        bench._STEP_SECONDS = 0 if name == "cut" else 1e6
         measure(row, rows.planned, plan, how, device, MemoryLimit(None), rows)
         probed, seen[:] = list(seen), []
         train(config, rows.data.train, device, rows.tokenizer, rows.data.held_out)
@@ -186,10 +189,15 @@ def test_a_probe_computes_the_runs_own_first_steps_after_the_longest_rows_and_th
         tokens = 0
         for of_rank in ranks:
             probed, ran = of_rank[name]["probed"], of_rank[name]["ran"]
-            full, *rounds = probed
+            full, again, *rounds = probed
             longest = CONTEXT if config.packing or config.stream else 320
-            assert all(batch.shape == (config.batch_size, longest) for batch in full)
-            first = ran[:2] * 2  # a round of warm-up, and the measured one
+            assert len(full) <= 2 and len(full) == len(again)
+            assert all(batch.shape == (config.batch_size, longest) for batch in full + again)
+            first = ran[:2]
+            if name == "cut":
+                assert all(len(step) == 5 for step in first)
+                first = [step[:2] for step in first]
+            first *= 2  # a round of warm-up, and the measured one
             assert len(rounds) == len(first)
             for ours, theirs in zip(rounds, first, strict=True):
                 assert len(ours) == len(theirs)
@@ -197,6 +205,14 @@ def test_a_probe_computes_the_runs_own_first_steps_after_the_longest_rows_and_th
         steps = metrics_of(tmp_path / "out" / name)
         tokens, row = sum(step["tokens"] for step in steps[:2]), ranks[0][name]["row"]
         seconds = row["seconds_p10"] + row["seconds_p90"]  # the two measured steps
+        if name in ("padded", "cut"):
+            probed = [batch for r in ranks for step in r[name]["probed"][-2:] for batch in step]
+            rows = [row for batch in probed for row in batch if row.any()]
+            of_rows = sum(
+                int(row.nonzero().max()) + 2 for row in rows
+            )  # the end of a row is 0, too
+            assert of_rows == tokens if name == "padded" else of_rows < tokens
+            tokens = of_rows * (5 / 2 if name == "cut" else 1)
         assert row["tokens_per_second_per_gpu"] == pytest.approx(tokens / 2 / seconds)
         if not config.stream:
             promised = batches_of(ranks[0][name]["lengths"], config, 2)

@@ -208,7 +208,7 @@ def test_gpt_oss_agrees_with_its_eager_code_compiled_and_under_policies(tmp_path
     (results,) = run_ranks(model_results, 1, folder, device="cuda")
     reference, rounding = results.pop("fp32"), results.pop("bf16")
     rounding = error(rounding, reference)
-    assert rounding < 0.05 and len(results) == 6 * len(KERNELS)
+    assert rounding < 0.25 and len(results) == 6 * len(KERNELS)
     for case, result in results.items():
         print(case, error(result, reference), rounding)
         torch.testing.assert_close(result[0], reference[0], rtol=2**-7, atol=0)
