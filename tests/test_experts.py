@@ -6,14 +6,16 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora.adapters import apply_fp8
 from fsdp_qlora.build import build_model, planned_model
+from fsdp_qlora.catalog.arch import shape_from_config
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import process_group
 from fsdp_qlora.estimate.experts import PART_VALUES as estimated_values
+from fsdp_qlora.estimate.experts import rerun_linears
 from fsdp_qlora.experts import ExpertLoad, grouped_matmul, mixtures_of
 from fsdp_qlora.experts.grouped_matmul import PART_VALUES, grouped_linear
 from fsdp_qlora.experts.lora_ops import adapted_experts
@@ -22,6 +24,7 @@ from fsdp_qlora.experts.row_sums import sum_rows
 from fsdp_qlora.optim import build_optimizer
 from fsdp_qlora.quantization.formats import dequantize_rows, quantize_rows
 from fsdp_qlora.quantization.fp8 import fp8_problem
+from fsdp_qlora.run_plan import plan_run
 from fsdp_qlora.training.step import train_step
 
 from .families import save_family
@@ -52,6 +55,30 @@ def test_shares_of_experts_are_those_of_what_transformers_routers_chose(settings
     assert busiest == pytest.approx(sum(c.max() / c.sum() for c in counts).item() / 2)
     assert idle == pytest.approx(sum((c == 0).sum() / 64 for c in counts).item() / 2) and idle > 0
     assert nothing == [0, 1]
+
+
+@pytest.mark.parametrize("compile", [False, slow(True)])
+def test_products_that_run_again_are_those_of_the_estimate(compile, tmp_path):
+    """Two products a block, and their backwards; a compiled backward leaves the last one out."""
+    folder = save_family(tmp_path, "Qwen3-MoE")
+    config = RunConfig(
+        model_name=folder,
+        precision="fp32",
+        activation_policy="recompute_all",
+        compile=compile,
+    )
+    shape = shape_from_config(AutoConfig.from_pretrained(folder).to_dict(), "tiny")
+    with process_group(CPU, timeout_minutes=1):
+        again = rerun_linears(shape, plan_run(config, CPU), "recompute_all")
+        model = build_model(config, CPU)
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        with torch.profiler.profile() as profile:
+            model(input_ids=IDS, labels=IDS).loss.backward()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    blocks = shape.layers
+    assert counts["fsdp_qlora::grouped_linear"] == (2 + len(again)) * blocks
+    assert counts["fsdp_qlora::grouped_linear_backward"] == 2 * blocks
+    assert len(again) == (1 if compile else 2)
 
 
 @pytest.mark.parametrize("adapted", [False, True])

@@ -159,10 +159,27 @@ def adapter_weights_used(shape: ModelShape, plan: Plan) -> int:
     )
 
 
-def rerun_weights(shape: ModelShape, policy: str) -> int:
+def rerun_linears(shape: ModelShape, plan: Plan, policy: str) -> dict[str, tuple[int, int]]:
+    """(out, in) of one expert's weights whose product a block's backward runs again.
+
+    A compiled one leaves out the last, whose output no backward needs but that of a norm after it: the
+    router's weights multiply its input. Eager code runs all of them.
+    """
+    if POLICIES[policy].keeps_linears or not shape.experts:
+        return {}
+    (first, size), last = shape.expert_linears().items()
+    needs_last = not plan.loop.compile or shape.traits.output_norm
+    return {first: size} | (dict([last]) if needs_last else {})
+
+
+def rerun_weights(shape: ModelShape, plan: Plan, policy: str) -> int:
     """Weights of experts that a token is multiplied with again in a block's backward."""
-    if POLICIES[policy].keeps_linears:
-        return 0
-    return shape.experts_per_token * sum(
-        out * wide for out, wide in shape.expert_linears().values()
-    )
+    again = rerun_linears(shape, plan, policy).values()
+    return shape.experts_per_token * sum(out * wide for out, wide in again)
+
+
+def not_summed_again(shape: ModelShape, plan: Plan, policy: str) -> float:
+    """Bytes between tokens and rows that a forward moves and a block's backward does not again: their sum."""
+    if not shape.experts or len(rerun_linears(shape, plan, policy)) > 1:
+        return 0.0
+    return row_bytes(shape, plan) * shape.hidden

@@ -89,7 +89,7 @@ def rerun_weights(shape: ModelShape, plan: Plan, policy: str) -> int:
     if not POLICIES[policy].recomputes:
         return 0
     weights = sum(out * wide for out, wide in again.values())
-    weights += experts.rerun_weights(shape, policy)
+    weights += experts.rerun_weights(shape, plan, policy)
     if not again:
         return weights
     weights += experts.adapter_weights_used(shape, plan)

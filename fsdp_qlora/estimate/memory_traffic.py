@@ -12,8 +12,7 @@ from __future__ import annotations
 from ..catalog.arch import ModelShape
 from ..choices import FORMATS, POLICIES
 from ..plan import Plan
-from . import constants
-from .experts import adapted_experts, row_traffic
+from . import constants, experts
 from .flops import adapted_linears, rerun_linears
 from .kinds import mean_of_blocks
 from .weights import BLOCKSIZE, FEEDS, forward_ranks, packed_bits, scale_bytes
@@ -56,8 +55,8 @@ def activation_traffic(shape: ModelShape, plan: Plan) -> tuple[float, float]:
     if plan.adapter.adapter == "dora":
         out = sum(o for o, _ in adapted)
         forward, backward = forward + 2 * out, backward + 4 * out
-    each, experts = plan.batch.tokens * plan.model.product_bytes, row_traffic(shape, plan)
-    return each * forward + experts[0], each * backward + experts[1]
+    each, rows = plan.batch.tokens * plan.model.product_bytes, experts.row_traffic(shape, plan)
+    return each * forward + rows[0], each * backward + rows[1]
 
 
 @mean_of_blocks
@@ -79,17 +78,17 @@ def adapter_traffic(shape: ModelShape, plan: Plan) -> tuple[float, float]:
         groups[key] = wide
         out += rows
     inputs, each = sum(groups.values()), plan.batch.tokens * plan.model.product_bytes
-    experts = _expert_adapter_traffic(shape, plan)
+    of_experts = _expert_adapter_traffic(shape, plan)
     return (
-        each * (inputs + 2 * added_out + experts[0]),
-        each * (2 * out + inputs + 2 * added_in + experts[1]),
+        each * (inputs + 2 * added_out + of_experts[0]),
+        each * (2 * out + inputs + 2 * added_in + of_experts[1]),
     )
 
 
 def _expert_adapter_traffic(shape: ModelShape, plan: Plan) -> tuple[float, float]:
     """Values of a token that experts' products of rank R move, at the rate of other layers'."""
     forward = backward = 0
-    for name, (out, wide) in adapted_experts(shape, plan).items():
+    for name, (out, wide) in experts.adapted_experts(shape, plan).items():
         how = form(plan, plan.adapter.rank(name))
         forward += wide * (how != "merged") + 2 * out * (how == "added")
         backward += 2 * (out + wide) + 2 * wide * (how == "added")
@@ -196,9 +195,10 @@ def rerun_traffic(shape: ModelShape, plan: Plan, policy: str) -> dict[str, float
         return {}
     again = rerun_linears(shape, plan, policy)
     quantize, unpack = quantize_traffic(shape, plan), unpack_traffic(shape, plan)
-    again_too = (*again, *(shape.expert_linears() if not POLICIES[policy].keeps_linears else ()))
+    again_too = (*again, *experts.rerun_linears(shape, plan, policy))
+    moved = activation_traffic(shape, plan)[0] - experts.not_summed_again(shape, plan, policy)
     return dict(
-        activations=activation_traffic(shape, plan)[0],
+        activations=moved,
         adapters=adapter_traffic(shape, plan)[0] if again else 0.0,
         unpack=sum(unpack[name] for name in again_too) + norm_traffic(shape, plan),
         quantize=sum(quantize[name][0] for name in again_too if quantize),
