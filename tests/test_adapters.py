@@ -15,6 +15,7 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.adapters import (
@@ -363,6 +364,30 @@ def test_disable_adapter_gives_the_base_model(folder):
     torch.testing.assert_close(disabled, base(IDS).logits, rtol=0, atol=0)
     assert not torch.allclose(adapted, disabled)
     torch.testing.assert_close(model(IDS).logits, adapted, rtol=0, atol=0)
+
+
+class _Ops(TorchDispatchMode):
+    """The names of the package's own ops that run, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace == "fsdp_qlora":
+            self.names.append(op.name())
+        return op(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_an_adapter_that_is_off_runs_the_same_ops_as_one_that_is_on(folder, dropout):
+    """On a GPU each op unpacks weights in its own way: another op would give a reference other weights."""
+    model = adapted_model(folder, dropout=dropout).train()
+    with _Ops() as on:
+        model(IDS)
+    with model.disable_adapter(), _Ops() as off:
+        model(IDS)
+    assert on.names == off.names and "fsdp_qlora::adapted_linear" in on.names
 
 
 # ---- targets -----------------------------------------------------------------------------------

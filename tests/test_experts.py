@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from fsdp_qlora.adapters import apply_fp8
+from fsdp_qlora.adapters import apply_fp8, trainable_parameters
 from fsdp_qlora.build import build_model, planned_model
 from fsdp_qlora.catalog.arch import shape_from_config
 from fsdp_qlora.cli import main
@@ -190,6 +190,25 @@ def test_a_mixture_in_fp8_multiplies_its_experts_in_fp8_and_learns_alike(adapted
     assert losses["fp8"][-1] < losses["fp8"][0] - 0.05
     torch.testing.assert_close(losses["fp8"], losses["auto"], rtol=3e-2, atol=0)
     assert not torch.equal(losses["fp8"], losses["auto"])
+
+
+def test_adapters_of_experts_are_off_where_adapters_are_disabled(tmp_path):
+    folder = save_family(tmp_path, "Qwen3-MoE")
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    config = RunConfig(
+        model_name=folder, train_type="lora", precision="fp32", compile=False, lora_dropout=0.0,
+        lora_rank=4, sharding_strategy="ddp", lora_target_parameters="experts",
+    )  # fmt: skip
+    with process_group(CPU, timeout_minutes=1), torch.no_grad():
+        model = build_model(config, CPU).eval()
+        for p in trainable_parameters(model).values():
+            p.normal_()
+        adapted = model(input_ids=IDS).logits
+        with model.disable_adapter():
+            off = model(input_ids=IDS).logits
+        assert torch.equal(model(input_ids=IDS).logits, adapted)
+        torch.testing.assert_close(off, base(input_ids=IDS).logits, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(adapted, off, rtol=1e-2)
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (10, 0), (12, 0)])

@@ -124,14 +124,14 @@ class LoraLinear(PeftLinear):
         drop = self.lora_dropout[name]
         p = drop.p if self.training and isinstance(drop, nn.Dropout) else 0.0
         rows = x.reshape(-1, x.shape[-1])
-        with_magnitude = name in self.lora_magnitude_vector
+        with_magnitude = name in self.lora_magnitude_vector and not self.disable_adapters
         y = self.turned(rows, name, p) if with_magnitude else self.adapted(rows, name, p)
         # Not a view to autograd: FSDP warns of units that return one.
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
     def _fused_adapter(self, adapter_names: list[str] | None = None, **_) -> str | None:
-        """The only active adapter, if the fused forward computes it."""
-        if self.disable_adapters or self.merged or adapter_names is not None:
+        """The only active adapter, if the fused forward computes it, also where it is off."""
+        if self.merged or adapter_names is not None:
             return None
         active = self.active_adapters
         if len(active) != 1 or active[0] not in self.lora_A or self.lora_bias[active[0]]:
@@ -188,11 +188,16 @@ class LoraLinear(PeftLinear):
         forget_fp8_weight(self.get_base_layer().weight)
 
     def adapted(self, rows: Tensor, name: str, p: float = 0.0, with_bias: bool = True) -> Tensor:
-        """x W^T + bias + scaling (x' A^T) B^T (N, O), where x' is x with a share p dropped."""
+        """x W^T + bias + scaling (x' A^T) B^T (N, O), where x' is x with a share p dropped.
+
+        An adapter that is off is scaled by 0 in the same ops. W unpacked by itself would be rounded from
+        other numbers than with an adapter, and a reference policy would not be the policy it began as.
+        """
         w = FrozenWeight.of(self.base_layer)
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
         seed = dropout_seed(rows, a) if p else None
-        scale, form = self.scaling[name], (*w.form, self.product_dtype)
+        scale = 0.0 if self.disable_adapters else self.scaling[name]
+        form = (*w.form, self.product_dtype)
         xa, token = adapted_inputs(rows, w.weight, w.absmax, a, b, seed, scale, p, *form)
         bias = self.base_layer.bias if with_bias else None
         trained = bias is not None and bias.requires_grad

@@ -57,7 +57,7 @@ class LoraExperts(nn.Module, LoraLayer):
             w.absmax,
             self.lora_A[name].weight,
             self.lora_B[name].weight,
-            self.scaling[name],
+            0.0 if self.disable_adapters else self.scaling[name],
             *w.form,
             getattr(self.base_layer, "product_dtype", ""),
         )

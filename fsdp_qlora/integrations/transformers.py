@@ -21,6 +21,7 @@ from peft import PeftConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer
 
+from ..adapters import apply_fp8
 from ..build import compile_blocks
 from ..checkpoint.tensors import (
     RowFiles,
@@ -29,13 +30,14 @@ from ..checkpoint.tensors import (
     rank_file,
     write_rows,
 )
-from ..choices import FormatName, StrategyName
+from ..choices import POLICIES, FormatName, StrategyName
 from ..config import block_policies
 from ..dist import ranks_from_env
 from ..export import save_trained
 from ..export.save import load_adapter
 from ..loading import load_weights
 from ..loading.weight_files import Checkpoint
+from ..memory.activation_offload import apply_activation_offload
 from ..memory.checkpointing_policy import apply_activation_policy
 from ..memory.tiled_mlp import apply_tiled_mlp
 from ..model.blocks import decoder_blocks
@@ -46,6 +48,7 @@ from ..sharding import (
 )
 from ..training.step import clip_gradients
 from .peft import register_with_peft
+from .reference_pass import compute_as_trained
 from .streamed import shard_and_load, streamed_model
 
 _SCHEDULER_FILE = "scheduler.json"
@@ -61,7 +64,9 @@ class ShardedTrainerMixin:
     (nf4, fp4, int8, hqq4..., none). sharding_strategy: ddp, shard_grad_op, full_shard or a hybrid of
     them. activation_policy: as --activation_policy; None recomputes blocks where the trainer's
     gradient_checkpointing is on. mlp_tiles: as --mlp_tiles, for long rows. compile: torch.compile each
-    block, for rows of any length. use_cpu_offload: frozen weights wait in host memory.
+    block, for rows of any length. compute_dtype: "fp8" multiplies frozen weights in fp8.
+    use_cpu_offload: frozen weights wait in host memory. use_activation_cpu_offload: what recomputed
+    blocks keep, their inputs, waits there for the backward.
     Raises ValueError for settings of the trainer that would wrap the model a second time.
     """
 
@@ -79,7 +84,9 @@ class ShardedTrainerMixin:
         activation_policy: str | None = None,
         mlp_tiles: int = 1,
         compile: bool = False,
+        compute_dtype: Literal["bf16", "fp8"] = "bf16",
         use_cpu_offload: bool = False,
+        use_activation_cpu_offload: bool = False,
         **kwargs: Any,
     ):
         register_with_peft()
@@ -87,10 +94,18 @@ class ShardedTrainerMixin:
             model = streamed_model(str(model), quant, auto_class=self._auto_class, **self._labels)
         super().__init__(model, *args, **kwargs)
         _check_arguments(self.args)
+        if compute_dtype not in ("bf16", "fp8"):
+            raise ValueError(f"compute_dtype={compute_dtype!r}: use bf16 or fp8")
         on_host = OnHost(use_cpu_offload, False, use_cpu_offload)
-        self._apply_activation_policy(activation_policy, mlp_tiles)
+        if compute_dtype == "fp8":
+            apply_fp8(self.model, self.args.device)
+        policies = self._apply_activation_policy(activation_policy, mlp_tiles)
         if compile:
             compile_blocks(self.model, dynamic=True)
+            compute_as_trained(self.model)
+        if use_activation_cpu_offload:
+            _check_recomputes(policies)
+            apply_activation_offload(self.model, policies)
         shard_and_load(
             self.model,
             self.args.device,
@@ -101,8 +116,11 @@ class ShardedTrainerMixin:
             on_host=on_host,
         )
 
-    def _apply_activation_policy(self, policy: str | None, mlp_tiles: int):
-        """Recompute as our policies do where the trainer would by transformers' own checkpointing."""
+    def _apply_activation_policy(self, policy: str | None, mlp_tiles: int) -> list[str]:
+        """Recompute as our policies do where the trainer would by transformers' own checkpointing.
+
+        Returns each block's policy.
+        """
         if policy is None:
             policy = "recompute_all" if self.args.gradient_checkpointing else "keep_all"
         self.args.gradient_checkpointing = False
@@ -110,6 +128,7 @@ class ShardedTrainerMixin:
         policies = block_policies(policy, len(decoder_blocks(self.model)))
         apply_tiled_mlp(self.model, mlp_tiles, policies)
         apply_activation_policy(self.model, policies)
+        return policies
 
     # ---- what the trainer does itself, but not to a sharded model --------------------------------
 
@@ -213,6 +232,15 @@ class ShardedTrainer(ShardedTrainerMixin, Trainer):
             register_with_peft()
             model = get_peft_model(model, peft_config)
         super().__init__(model, *args, **kwargs)
+
+
+def _check_recomputes(policies: list[str]):
+    """Only what a block starts its recomputation from can leave the GPU."""
+    if not any(POLICIES[policy].recomputes for policy in policies):
+        raise ValueError(
+            "use_activation_cpu_offload=True offloads the inputs of recomputed blocks, and no block is "
+            "recomputed; give activation_policy='recompute_all'"
+        )
 
 
 def _check_arguments(args):
