@@ -62,6 +62,16 @@ def test_a_row_slice_quantizes_to_the_slice_of_the_whole(quant_type, absmax_dtyp
             assert torch.equal(as_bytes(ours), as_bytes(all_rows[start:stop]))
 
 
+def test_rows_that_lie_in_columns_are_quantized_as_others(quant_type, absmax_dtype):
+    """As those of a W^T: Conv1D's, GPTQ's and AWQ's, some mixtures'."""
+    for inputs in (64, 96, 128):
+        weight = normal((inputs, 10)).t()
+        assert not weight.is_contiguous()
+        found = quantize_rows(weight, quant_type, absmax_dtype)
+        expected = quantize_rows(weight.contiguous(), quant_type, absmax_dtype)
+        assert all(map(torch.equal, map(as_bytes, found), map(as_bytes, expected)))
+
+
 def test_normal_weights_lose_what_the_bits_cost_and_no_more(quant_type, absmax_dtype):
     weight = normal((256, 1024))
     packed, scales = quantize_rows(weight, quant_type, absmax_dtype)

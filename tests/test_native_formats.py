@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_4bit
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 from fsdp_qlora.build import build_model, planned_model
+from fsdp_qlora.commands.generate import load_for_inference
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.dist import process_group
 from fsdp_qlora.export import save_trained
@@ -21,6 +23,7 @@ from fsdp_qlora.quantization.quantize import QuantLinear
 from .distributed.test_parity import assert_equal_run, relative, train_model
 from .families import reference
 from .native import MADE, declare, in_format
+from .parts import rest, slow
 from .ranks import run_ranks
 from .tiny import RANK, SEED, reference_run, save_tiny, tiny_rows
 from .wrappers import save_wrapped, whole_model
@@ -256,6 +259,36 @@ def test_an_adapter_merges_into_the_numbers_of_a_native_base(folders, kind, tmp_
     )
     assert not any(info.values()) and not hasattr(theirs.config, "quantization_config")
     assert_near(logits_of(model), logits_of(theirs))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "compressed integers, zeros",
+        "gptq",
+        "awq",
+        rest("fp8, blocks"),
+        slow("compressed integers, 4 bits"),
+    ],
+)
+def test_generate_answers_from_the_numbers_that_an_adapter_was_trained_beside(
+    folders, kind, tmp_path
+):
+    """transformers asks for a library of each format's, or leaves weights random that it can't read."""
+    folder, _ = folders[kind]
+    with process_group(CPU):
+        model = built(folder, train_type="qlora")
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if ".lora_B." in name:
+                    p.add_(0.1)
+        save_trained(model, tmp_path, settings=dict(quant="nf4"))
+    asked = load_for_inference(folder, tmp_path, dtype=torch.float32)
+    assert_near(logits_of(model), logits_of(asked))
+    held = load_for_inference(folder, None, "nf4", dtype=torch.float32, load_in="4bit")
+    written = load_for_inference(folder, None, "nf4", dtype=torch.float32)
+    q_proj, same = (m.model.layers[0].self_attn.q_proj.weight for m in (held, written))
+    torch.testing.assert_close(dequantize_4bit(q_proj.data, q_proj.quant_state), same)
 
 
 def test_a_language_model_in_fp8_inside_of_another_model_trains(tmp_path):

@@ -6,6 +6,7 @@ written out in full, so that generation is fast and nothing else differs.
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 
@@ -14,7 +15,13 @@ from accelerate import dispatch_model, infer_auto_device_map
 from peft import PeftModel
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.pytorch_utils import Conv1D
 
 from ..catalog.known_models import hub_name
@@ -29,12 +36,16 @@ from ..hub import asked_hub
 from ..loading import (
     DTYPES,
     Checkpoint,
+    checkpoint_folder,
     first_line,
     looks_local,
     not_at_hand,
     pinned,
     read_config,
 )
+from ..loading.generation_config import keep_generation_settings
+from ..loading.native_formats import FORMATS as NATIVE_FORMATS
+from ..loading.prequantized import kind_of, open_weights, quantization_of
 from ..loading.tokenizer import load_tokenizer
 from ..model.wrappers import wrapper_class
 from ..quantization.quantize import directly_read, is_plain_linear
@@ -67,14 +78,17 @@ def load_for_inference(
     held = _held_in_fewer_bits(load_in, known, adapter, dtype, device)
     with asked_hub(not looks_local(model_name)) as unreachable:
         try:
-            # Other weights than safetensors are pickles, which can run code.
-            model = (wrapper_class(settings) or AutoModelForCausalLM).from_pretrained(
-                model_name,
-                dtype=dtype,
-                use_safetensors=True,
-                **held,
-                **pinned(revision, trust_remote_code),
-            )
+            if kind_of(quantization_of(settings)) in NATIVE_FORMATS:
+                model = _of_numbers(model_name, revision, settings, dtype=dtype, **held)
+            else:
+                # Other weights than safetensors are pickles, which can run code.
+                model = (wrapper_class(settings) or AutoModelForCausalLM).from_pretrained(
+                    model_name,
+                    dtype=dtype,
+                    use_safetensors=True,
+                    **held,
+                    **pinned(revision, trust_remote_code),
+                )
         except OSError as error:
             if unreachable:
                 raise not_at_hand(model_name, unreachable) from error
@@ -96,6 +110,26 @@ def load_for_inference(
             f"--adapter_folder {adapter}: not an adapter of {model_name} "
             f"({first_line(error)}); save it again, or give the model it was trained on"
         ) from error
+
+
+def _of_numbers(
+    model_name: str, revision: str | None, settings: PretrainedConfig, **how
+) -> PreTrainedModel:
+    """The model of files that its makers quantized, with the numbers that training reads in them.
+
+    transformers would ask for each format's library, and some leave weights random that they can't read.
+    """
+    quantization = quantization_of(settings)
+    files = open_weights(checkpoint_folder(model_name, revision), quantization, model_name)
+    settings = copy.deepcopy(settings)
+    for part in (settings, settings.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    kind = wrapper_class(settings) or MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+    numbers = {name: files.whole(name) for name in files.shapes}
+    model = kind.from_pretrained(None, config=settings, state_dict=numbers, **how)
+    keep_generation_settings(model, files.folder)
+    return model
 
 
 def _held_in_fewer_bits(

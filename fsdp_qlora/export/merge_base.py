@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from ..experts import stacked_weights
 from ..loading import Checkpoint, bnb_4bit, checkpoint_folder, meta_model, read_config
 from ..loading.key_mapping import parts_of_stacks, renamed, tower_tensors
-from ..loading.prequantized import kind_of, open_weights, quantization_of
+from ..loading.prequantized import check_kind, kind_of, open_weights, quantization_of
 from ..model.conv1d import transposed_weights
 from ..model.wrappers import wrapper_of
 from ..quantization.quantize import QuantLinear, quantize_linears
@@ -138,7 +138,8 @@ def _as_fp32(tensor: Tensor) -> Tensor:
 def open_base(name: str, revision: str | None = None) -> BaseModel:
     """Open a model's checkpoint. Raises ValueError naming --model_name."""
     config = read_config(name, revision)
-    quantization, folder = quantization_of(config), checkpoint_folder(name, revision)
+    check_kind(quantization := quantization_of(config), name)  # before anything is downloaded
+    folder = checkpoint_folder(name, revision)
     meta = quantize_linears(meta_model(config, torch.bfloat16), "nf4")
     names = {id(m): n for n, m in meta.named_modules()}
     outer = wrapper.outer if (wrapper := wrapper_of(meta)) else str

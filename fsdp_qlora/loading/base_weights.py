@@ -20,7 +20,7 @@ from ..dist import print_main
 from .key_mapping import match_names
 from .llama_pro import ExpandedCheckpoint, expanded_config
 from .model_folder import checkpoint_folder, read_config
-from .prequantized import FourBitCheckpoint, open_weights, quantization_of
+from .prequantized import FourBitCheckpoint, check_kind, open_weights, quantization_of
 from .quantized_cache import QuantizedCache
 from .stream import (
     LoadProgress,
@@ -62,6 +62,7 @@ def open_checkpoint(
         checkpoint = match_names(model, Checkpoint(config.llama_pro_path))
     else:
         quantization = quantization_of(settings)
+        check_kind(quantization, config.model_name)  # before anything is downloaded
         checkpoint = with_new_rows(
             model,
             match_names(

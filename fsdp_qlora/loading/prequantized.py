@@ -26,18 +26,24 @@ def open_weights(folder: str | Path, quantization: dict | None, model_name: str)
 
     Raises ValueError naming --model_name and the kind of quantization if it can't be trained on.
     """
+    check_kind(quantization, model_name)
     kind = kind_of(quantization)
     if not kind:
         return Checkpoint(folder)
     if kind == "bitsandbytes":
         return FourBitCheckpoint(folder)
-    if kind in FORMATS:
-        return NativeCheckpoint(folder, kind, quantization)
-    raise ValueError(
-        f"--model_name {model_name}: its weights are quantized with {kind}, which can't "
-        "be trained on here; give the 16-bit model it was made from, or one in "
-        "bitsandbytes' 4 bits"
-    )
+    return NativeCheckpoint(folder, kind, quantization)
+
+
+def check_kind(quantization: dict | None, model_name: str):
+    """Refuse a kind of quantization that can't be trained on, which config.json alone tells."""
+    kind = kind_of(quantization)
+    if kind and kind != "bitsandbytes" and kind not in FORMATS:
+        raise ValueError(
+            f"--model_name {model_name}: its weights are quantized with {kind}, which can't "
+            "be trained on here; give the 16-bit model it was made from, or one in "
+            "bitsandbytes' 4 bits"
+        )
 
 
 def quantization_of(settings: PretrainedConfig) -> dict | None:

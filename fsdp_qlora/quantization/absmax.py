@@ -54,8 +54,8 @@ def pad_rows(weight: Tensor) -> Tensor:
 
 
 def in_blocks(weight: Tensor) -> Tensor:
-    """(O, I) as (O, K, 64), padded with zeros."""
-    return pad_rows(weight).reshape(len(weight), blocks_of(weight.shape[1]), BLOCKSIZE)
+    """(O, I) as (O, K, 64), padded with zeros; rows that lie in columns, as of a W^T, are copied."""
+    return pad_rows(weight).contiguous().view(len(weight), blocks_of(weight.shape[1]), BLOCKSIZE)
 
 
 # ---- scales -------------------------------------------------------------------------------------
