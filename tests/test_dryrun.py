@@ -141,6 +141,12 @@ def test_without_a_gpu_it_says_how_to_get_a_prediction(shown):
             "the data have rows of 38 tokens, but the model has 16 positions",
         ),
         (["--model_name", "small"], "the model embeds ids below 8; use the tokenizer"),
+        (["--router_aux_loss_coef", "0.1"], "transformers has no balance loss"),
+        (["--sequence_parallel", "4"], "--sequence_parallel 4: 2 ranks are not a multiple of it"),
+        (
+            ["--sharding_strategy", "hybrid_full_shard", "--world_size", "3"],
+            "3 ranks with --shard_group_size -1 can't be divided like this",
+        ),
     ],
 )
 def test_what_a_run_would_refuse_is_refused(folder, monkeypatch, capsys, flags, says):
@@ -242,3 +248,29 @@ def test_a_warmup_longer_than_the_run_is_said(shown):
     says = "--lr_warmup_steps 50: the run ends before the warmup reaches --lr"
     assert says in shown("--lr_warmup_steps", "50")
     assert "ends before the warmup" not in shown("--lr_warmup_steps", "1")
+
+
+def test_before_a_checkpoint_it_shows_the_steps_that_the_run_goes_on_with(
+    shown, folder, tmp_path, monkeypatch, capsys
+):
+    """In bins of the checkpoint's run, though the default is another; a damaged one stays where it is."""
+    flags = "--packing --context_length 64 --global_batch_size -1 --world_size 1".split()
+    flags += ["--lr_scheduler", "constant", "--checkpoint_every", "1", "--num_epochs", "9"]
+    flags += ["--output_dir", str(tmp_path / "out"), "--log_to", "stdout", "--compile", "false"]
+    monkeypatch.chdir(folder)
+    longer = [*flags, "--max_steps", "4"]
+    argv = ["train", "--config", "recipe.yaml", *flags, "--bins_per_step", "2", "--max_steps", "2"]
+    assert main(argv) == 0
+    step, before = tmp_path / "out" / "checkpoints" / "step-000002", snapshot(tmp_path)
+    text = shown(*longer)
+    assert f"resumes from {step}: after step 2" in text and "4 steps, of 2 bins of 64" in text
+    assert "resumes" not in shown(*longer, "--resume", "none")
+    assert "has ended" in shown(*flags, "--bins_per_step", "2", "--max_steps", "2")
+    assert snapshot(tmp_path) == before
+    assert "has ended" in shown(*longer, "--lora_rank", "4")  # another run
+    argv = ["train", "--config", "recipe.yaml", "--dry_run", *longer, "--resume", str(step)]
+    assert main([*argv, "--lora_rank", "4"]) == 2
+    assert "--lora_rank was 8 and is 4" in capsys.readouterr().err
+    next(step.glob("*.safetensors")).unlink()
+    before = snapshot(tmp_path)
+    assert "resumes from" in shown(*longer) and snapshot(tmp_path) == before

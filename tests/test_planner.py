@@ -5,13 +5,18 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
 
-from fsdp_qlora.catalog.arch import model_shape
-from fsdp_qlora.catalog.machine import MachineOptions, machine_from_options
+from fsdp_qlora.catalog.arch import model_shape, shape_from_config
+from fsdp_qlora.catalog.machine import MachineOptions, cpu_machine, machine_from_options
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig, plan_batches
 from fsdp_qlora.estimate import estimate
 from fsdp_qlora.estimate.policies import _policy_text
+from fsdp_qlora.estimate.question import why_not_shared
+from fsdp_qlora.loading import meta_model
+from fsdp_qlora.model.attention import choose_attention
+from fsdp_qlora.model.sequence_parallel import check_sequence_parallel
 from fsdp_qlora.planner import (
     LADDER,
     climb,
@@ -23,7 +28,8 @@ from fsdp_qlora.planner import (
 )
 from fsdp_qlora.planner.search import offload_combinations, seconds_per_token
 
-from .parts import rest
+from .families import EVERY_FAMILY, family_config
+from .parts import rest, slow
 
 SEVEN, SEVENTY = model_shape("llama-2-7b"), model_shape("llama-2-70b")
 EVERYTHING = free_settings(RunConfig(), set(), everything=True)
@@ -317,11 +323,40 @@ def test_rows_that_fit_are_not_shared():
     assert "sequence_parallel" not in report(found)
 
 
+_SHARED_OR_NOT = ["Llama 3", "StableLM", "Bamba", "Falcon", "Llama 4"]
+
+
+@pytest.mark.parametrize(
+    "family", [*_SHARED_OR_NOT, *map(slow, EVERY_FAMILY.keys() - {*_SHARED_OR_NOT})]
+)
+def test_an_estimate_shares_the_rows_of_those_families_whose_rows_a_run_shares(family):
+    settings, device = family_config(family), torch.device("cpu")
+    try:
+        shape = shape_from_config(settings.to_dict(), family)
+    except ValueError as error:  # a type that nothing is estimated of
+        assert "can't be estimated" in str(error)
+        return
+    config = RunConfig(sequence_parallel=2, context_length=64)
+    attention, _ = choose_attention("auto", False, settings, device, torch.float32)
+    try:
+        check_sequence_parallel(meta_model(settings, torch.float32, attention), 2, 2)
+        refused = False
+    except ValueError:
+        refused = True
+    assert bool(why_not_shared(shape, cpu_machine(2), config)) == refused
+
+
 @pytest.mark.parametrize(
     "shape, gpus, size, message",
     [
         (LONG, 6, 4, "6 GPUs are not a multiple of it; use one of \\[2, 3, 6\\]"),
         (model_shape("Qwen/Qwen3.5-9B"), 2, 2, "carry a state along the tokens"),
+        (
+            model_shape("meta-llama/Llama-4-Scout-17B-16E"),
+            2,
+            2,
+            "can't be computed from a part of a row",
+        ),
     ],
 )
 def test_an_estimate_refuses_to_share_rows_where_a_run_would(shape, gpus, size, message):

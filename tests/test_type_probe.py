@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from fsdp_qlora.build import planned_model
 from fsdp_qlora.cli import main
 from fsdp_qlora.config import RunConfig
 from fsdp_qlora.experts import apply_stacked_experts, check_quantizable
+from fsdp_qlora.loading import meta_model
 from fsdp_qlora.model.blocks import decoder_blocks, linear_layers, linear_names
 from fsdp_qlora.quantization.quantize import (
     QuantLinear,
@@ -22,6 +25,7 @@ from fsdp_qlora.quantization.quantize import (
 from fsdp_qlora.type_probe import check_type
 
 from .families import SIZES, family_config
+from .native import declare
 
 CPU = torch.device("cpu")
 
@@ -195,6 +199,44 @@ def test_check_says_what_works_from_config_json_alone(tmp_path, capsys):
     assert "q_proj x2" in said["all-linear"] and "out_proj" not in said["all-linear"]
     assert "out_proj (the model's code reads its weight)" in said["not adapted"]
     assert "conv1d" in said["in 16 bits"] and "kept apart" in said["packing"]
+
+
+@pytest.mark.parametrize(
+    "family, experts, in_16_bits",
+    [
+        ("gpt-oss", "frozen, or adapted by --lora_target_parameters experts", "router"),
+        ("Llama 4", "frozen, as PEFT can't adapt them", "router"),
+        ("Llama 3", "none", "norms and embeddings alone"),
+    ],
+)
+def test_check_says_of_experts_what_a_run_does_with_them(
+    tmp_path, capsys, family, experts, in_16_bits
+):
+    family_config(family).save_pretrained(tmp_path)
+    assert main(["check", "--model_name", str(tmp_path)]) == 0
+    said = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines())
+    assert said["experts"].strip() == experts and said["in 16 bits"].strip() == in_16_bits
+    model = meta_model(family_config(family), torch.float32)
+    config = lora_config(rank=2, target_parameters=["experts"])
+    refused = (
+        nullcontext() if "adapted" in experts else pytest.raises(ValueError, match="that PEFT")
+    )
+    with refused:
+        apply_adapters(model, config)
+    frozen = quantize_linears(meta_model(family_config(family), torch.float32), "nf4").model.layers
+    matrices = {
+        name.split(".")[-2]
+        for name, p in frozen.named_parameters()
+        if p.dim() > 1 and name.endswith("weight") and p.dtype == torch.float32
+    }
+    assert matrices == ({"router"} if "router" in in_16_bits else set())
+
+
+def test_check_refuses_a_kind_of_quantization_that_cant_be_trained_on(tmp_path, capsys):
+    family_config("Llama 3").save_pretrained(tmp_path)
+    declare(tmp_path, dict(quant_method="eetq", weights="int8"))
+    assert main(["check", "--model_name", str(tmp_path)]) == 2
+    assert "quantized with eetq, which can't be trained on here" in capsys.readouterr().err
 
 
 def test_check_refuses_a_type_that_cant_be_trained_in_one_line(tmp_path, capsys):

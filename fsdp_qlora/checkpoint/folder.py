@@ -120,14 +120,15 @@ def fault_of(folder: Path) -> str | None:
     return None
 
 
-def newest_whole(root: Path, say: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint without a fault; each that has one is said and set aside."""
+def newest_whole(root: Path, say: Callable[[str], None], keep: bool = False) -> Path | None:
+    """The newest checkpoint without a fault; each that has one is said and, unless `keep`, set aside."""
     for folder in all_checkpoints(root):
         fault = fault_of(folder)
         if fault is None:
             return folder
         say(f"warning: {folder} is not used: {fault}; looking for an earlier one")
-        set_aside(folder)
+        if not keep:
+            set_aside(folder)
     return None
 
 

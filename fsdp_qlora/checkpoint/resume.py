@@ -94,17 +94,31 @@ def look(
     """What `find_run` finds, on rank 0; leaves the folder ready for a run that starts over."""
     root = checkpoints_of(config.output_dir)
     remove_scratch(root)
-    folder = chosen(config, root)
-    run = read_run(folder) if folder else None
-    if run is None or _has_ended(config, dataset, content, root, run):
+    found = resumable(config, dataset, content, chosen(config, root), world_size())
+    if not (found.folder and _is_inside(found.folder, root)):
         _make_room(config, LEFT_BY_A_RUN)
+    return found
+
+
+def resumable(
+    config: RunConfig,
+    dataset: TokenizedDataset | Subset | Source,
+    content: dict[str, str] | None,
+    folder: Path | None,
+    ranks: int,
+) -> Found:
+    """Where a run on so many ranks goes on from, given a checkpoint; changes nothing.
+
+    content: None compares settings alone. Raises ValueError as `find_run` does.
+    """
+    root, run = checkpoints_of(config.output_dir), read_run(folder) if folder else None
+    content = content or (run or {}).get("content", {})
+    if run is None or _has_ended(config, dataset, content, root, run, ranks):
         return Found(content)
     ended = config.resume == "auto" and (root / FINISHED).exists()
-    _check_same_run(config, differences(run, config, content, world_size()), folder, ended)
+    _check_same_run(config, differences(run, config, content, ranks), folder, ended)
     _check_length(config, run, dataset, folder)
     kept = _kept_metrics(folder.parent.parent / "metrics.jsonl", run)
-    if not _is_inside(folder, root):
-        _make_room(config, LEFT_BY_A_RUN)
     return Found(content, folder, run, tuple(kept))
 
 
@@ -154,6 +168,7 @@ def _has_ended(
     content: dict[str, str],
     root: Path,
     run: dict,
+    ranks: int,
 ) -> bool:
     """Whether --resume auto meets a run that came to its end, and this is not that run made longer.
 
@@ -164,7 +179,7 @@ def _has_ended(
     asked = steps_asked(config, dataset, run)
     longer = asked is not None and asked > last_step(root, run)
     return not longer or bool(
-        differences(run, config, content, world_size()).keys() - settings_that(RUN_LENGTH)
+        differences(run, config, content, ranks).keys() - settings_that(RUN_LENGTH)
     )
 
 
@@ -187,12 +202,12 @@ def last_step(root: Path, run: dict) -> int:
         return run["step"]
 
 
-def chosen(config: RunConfig, root: Path) -> Path | None:
-    """The checkpoint that --resume asks for, verified."""
+def chosen(config: RunConfig, root: Path, keep: bool = False) -> Path | None:
+    """The checkpoint that --resume asks for, verified; damaged ones are set aside, unless `keep`."""
     if config.resume == "none":
         return None
     if config.resume == "auto":
-        return newest_whole(root, print_main)
+        return newest_whole(root, print_main, keep)
     folder = Path(config.resume)
     if folder.is_symlink() and step_of(folder) < 0:
         folder = folder.resolve()  # such as "latest"
@@ -200,7 +215,7 @@ def chosen(config: RunConfig, root: Path) -> Path | None:
         step_of(folder) < 0 and not (folder / MANIFEST).exists()
     ):  # a run's folder, or its checkpoints
         inside = folder if folder.name == "checkpoints" else checkpoints_of(folder)
-        newest = newest_whole(inside, print_main)
+        newest = newest_whole(inside, print_main, keep)
         if newest is None:
             raise ValueError(
                 f"--resume {folder}: no intact checkpoint there; give a folder that training wrote, "

@@ -9,10 +9,10 @@ from torch import nn
 
 from ..adapters.lora import left_out
 from ..catalog.families import TESTED_TYPES
-from ..experts import check_quantizable
+from ..experts import StackedExperts, adaptable_stacks, check_quantizable
 from ..loading import meta_model
 from ..loading.model_folder import read_config
-from ..loading.prequantized import kind_of
+from ..loading.prequantized import check_kind, kind_of, quantization_of
 from ..model.attention import choose_attention
 from ..model.blocks import decoder_blocks, has_experts, linear_names
 from ..model.packing_probe import keep_rows_apart
@@ -30,6 +30,7 @@ def print_answers(model_name: str, revision: str | None = None, trust_remote_cod
 def _answers(model_name: str, source: dict) -> Iterator[tuple[str, str]]:
     """(topic, answer) of each question. Raises ValueError for a model that can't be trained."""
     settings = read_config(model_name, **source)
+    check_kind(quantization_of(settings), model_name)
     used, _ = choose_attention("auto", False, settings, torch.device("cpu"), torch.float32)
     model = meta_model(settings, torch.float32, used, **source)
     model.config._name_or_path = model_name
@@ -47,13 +48,19 @@ def _answers(model_name: str, source: dict) -> Iterator[tuple[str, str]]:
         yield "not adapted", ", ".join(f"{name} ({why})" for name, why in left.items())
     yield "4 bits", _refusal(check_quantizable, model, "nf4") or "yes"
     yield "in 16 bits", ", ".join(_in_16_bits(model)) or "norms and embeddings alone"
-    yield (
-        "experts",
-        "frozen, or adapted by --lora_target_parameters experts" if has_experts(model) else "none",
-    )
+    yield "experts", _of_experts(model)
     yield "packing", _refusal(_pack, model) or "yes, rows are kept apart"
-    if kind := kind_of(settings.to_dict().get("quantization_config")):
+    if kind := kind_of(quantization_of(settings)):
         yield "its files", f"quantized with {kind}"
+
+
+def _of_experts(model: nn.Module) -> str:
+    """Whether there are experts, and what can be done with them."""
+    if not has_experts(model):
+        return "none"
+    if not adaptable_stacks(model):
+        return "frozen, as PEFT can't adapt them"
+    return "frozen, or adapted by --lora_target_parameters experts"
 
 
 def _pack(model: nn.Module):
@@ -77,7 +84,9 @@ def _in_16_bits(model: nn.Module) -> list[str]:
         for name, m in model.named_modules()
         if any(p.dim() > 1 for p in m.parameters(recurse=False))
         and (m in read or not is_plain_linear(m))
-        and not isinstance(m, nn.Embedding)
+        and not isinstance(
+            m, (nn.Embedding, StackedExperts)
+        )  # which have biases beside their stacks
     ]
     head = {"lm_head"} if model.get_output_embeddings() is not None else set()
     return list(dict.fromkeys(name for name in names if name not in head))

@@ -18,7 +18,9 @@ from ..build import planned_model
 from ..catalog.arch import ModelShape, shape_from_config
 from ..catalog.machine import Machine, MachineOptions, machine_from_options
 from ..checkpoint import checkpoints_of
-from ..checkpoint.resume import chosen
+from ..checkpoint.content import content_of
+from ..checkpoint.identity import with_batch_of
+from ..checkpoint.resume import chosen, resumable
 from ..config import AUTO, RunConfig
 from ..config.flags import given_settings
 from ..config.recipe import as_recipe
@@ -27,17 +29,18 @@ from ..config.settings import changed_settings
 from ..config.without_effect import batch_above_data, warnings_of
 from ..data import RowLengths, StepLoader, choose_pad_token_id, preview, step_sampler
 from ..data.collate import IGNORE
-from ..dist import launched, print_main, rank_device, ranks_from_env
+from ..dist import Ranks, launched, print_main, rank_device, ranks_from_env
 from ..estimate import estimate, padding_line
 from ..estimate import report as estimate_report
 from ..lifecycle.launcher import world_size
 from ..loading import read_config
+from ..loading.prequantized import check_kind, quantization_of
 from ..loading.tokenizer import grow_vocabulary
 from ..observe.trackers import check_trackers
 from ..plan import draft_plan, with_learning_rate
 from ..planner import free_settings, propose
 from ..planner import report as plan_report
-from ..preflight.checks import check_device, check_folders, check_rows
+from ..preflight.checks import check_device, check_folders, check_layout, check_rows
 from ..preflight.precision import precision_line
 from ..preflight.run_data import RunData, load_data, run_tokenizer
 from ..preflight.sampled_lengths import lengths_of
@@ -53,8 +56,7 @@ def dry_run(config: RunConfig, argv: list[str]):
     check_device(config, device)
     check_folders(config)
     check_trackers(config)
-    if config.resume not in ("auto", "none"):
-        print_main(f"resumes from {chosen(config, checkpoints_of(config.output_dir))}")
+    folder = chosen(config, checkpoints_of(config.output_dir), keep=True)
     ranks = ranks_from_env().world_size if launched() else world_size(config)
     for warning in warnings_of(config):
         print_main(f"warning: {warning}")
@@ -66,14 +68,21 @@ def dry_run(config: RunConfig, argv: list[str]):
     settings = asdict(config) if config.verbose else changed_settings(config)
     print_main(as_recipe(_as_typed(settings)) + "\n")
     model_settings = read_config(config.model_name, **config.source)
+    check_kind(quantization_of(model_settings), config.model_name)
     if Path(config.model_name).is_dir():
-        planned_model(config, device)  # its files and target modules
+        model, _ = planned_model(config, device)  # its files and target modules
+        nodes = ranks_from_env().nodes
+        check_layout(config, model, Ranks(world_size=ranks, local_world_size=ranks // nodes))
     data = load_data(
         replace(config, data_cache=None, preview=0), tokenizer := run_tokenizer(config)
     )
-    accumulation = config.gradient_accumulation_steps
+    if not config.is_auto:
+        config = _resumed(config, data, tokenizer, folder, ranks)
+    was_auto, accumulation = config.is_auto, config.gradient_accumulation_steps
     config = predict(config, argv, model_settings, device, ranks, lengths_of(config, data))
     config = replace(config, gradient_accumulation_steps=accumulation)  # of all rows, not a sample
+    if was_auto:
+        config = _resumed(config, data, tokenizer, folder, ranks)
     decided = with_bins_of(config, data.rows.mean_length, ranks)
     if config.new_tokens:
         grow_vocabulary(model_settings, tokenizer)
@@ -84,6 +93,27 @@ def dry_run(config: RunConfig, argv: list[str]):
         print_main(bins_line(decided, data.rows.mean_length, ranks))
     _show_batches(decided, data, tokenizer, model_settings.get_text_config(), ranks, device)
     print_main("dry run: nothing was trained or written")
+
+
+def _resumed(
+    config: RunConfig, data: RunData, tokenizer, folder: Path | None, ranks: int
+) -> RunConfig:
+    """The settings with the size of a step of the run that goes on from a checkpoint, and says so.
+
+    Raises ValueError for a checkpoint of another run. The base of a hub name is not read, nor compared.
+    """
+    if not folder:
+        return config
+    is_here = config.random_weights or Path(config.model_name).is_dir()
+    content = content_of(config, data.train, data.held_out, tokenizer) if is_here else None
+    found = resumable(config, data.train, content, folder, ranks)
+    if not found.run:
+        print_main(
+            f"the run in {config.output_dir} has ended: its files are moved, and it starts over"
+        )
+        return config
+    print_main(f"resumes from {folder}: after step {found.step}")
+    return with_batch_of(found.run, config, ranks)
 
 
 def _as_typed(settings: dict) -> dict:

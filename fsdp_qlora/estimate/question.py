@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from ..catalog.arch import ModelShape
+from ..catalog.families import WITH_WHOLE_ROWS
 from ..catalog.llama_pro import expanded_shape
 from ..catalog.machine import Machine
 from ..config import RunConfig
@@ -177,6 +178,8 @@ def why_not_shared(shape: ModelShape, machine: Machine, config: RunConfig) -> st
     kinds = shape.kinds or (shape,)
     if any(kind.state_width for kind in kinds):
         return f"layers of {shape.name} carry a state along the tokens; leave it out"
+    if shape.traits.mixers or shape.traits.attention == "own" or shape.family in WITH_WHOLE_ROWS:
+        return f"the layers of {shape.name} can't be computed from a part of a row; leave it out"
     return ""
 
 

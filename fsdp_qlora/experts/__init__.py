@@ -4,9 +4,16 @@ Modules, each importing only from those before it: row_sums, fp8_products, group
 stacked, lora_ops, lora.
 """
 
-from .balance import apply_router_balance
+from .balance import apply_router_balance, check_router_balance
 from .fp8_products import fits_grouped_fp8, grouped_fp8_problem
-from .lora import adapt_experts, expert_parameters, is_target, names_of_wrappers, target_ends
+from .lora import (
+    adapt_experts,
+    adaptable_stacks,
+    expert_parameters,
+    is_target,
+    names_of_wrappers,
+    target_ends,
+)
 from .routing import ExpertLoad
 from .stacked import (
     STACKS,
@@ -25,9 +32,11 @@ __all__ = [
     "ExpertLoad",
     "StackedExperts",
     "adapt_experts",
+    "adaptable_stacks",
     "apply_router_balance",
     "apply_stacked_experts",
     "check_quantizable",
+    "check_router_balance",
     "each_of_stacks",
     "expert_parameters",
     "fits_grouped_fp8",

@@ -117,12 +117,7 @@ def apply_router_balance(causal: nn.Module, coefficient: float) -> RouterBalance
 
     Raises ValueError, naming the flag, for a model that transformers has no such loss for.
     """
-    recorder = _router_recorder(causal)
-    if recorder is None:
-        raise ValueError(
-            f"--router_aux_loss_coef {coefficient:g}: transformers has no balance loss for "
-            f"{type(causal).__name__}; leave it out"
-        )
+    recorder = check_router_balance(causal, coefficient)
     balance = RouterBalance(coefficient, causal.config.get_text_config().num_experts_per_tok)
     for name, module in causal.named_modules():
         if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name:
@@ -130,6 +125,17 @@ def apply_router_balance(causal: nn.Module, coefficient: float) -> RouterBalance
             module.forward = partial(_routed, forward, recorder.index, balance.number)
     causal.forward = partial(_balanced_forward, causal, causal.forward, balance)
     return balance
+
+
+def check_router_balance(causal: nn.Module, coefficient: float) -> OutputRecorder:
+    """Which modules a model's router logits come from. Raises ValueError as `apply_router_balance`."""
+    recorder = _router_recorder(causal)
+    if recorder is None:
+        raise ValueError(
+            f"--router_aux_loss_coef {coefficient:g}: transformers has no balance loss for "
+            f"{type(causal).__name__}; leave it out"
+        )
+    return recorder
 
 
 def _router_recorder(causal: nn.Module) -> OutputRecorder | None:

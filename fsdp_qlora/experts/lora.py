@@ -71,26 +71,35 @@ def expert_parameters(
     within: prefixes of names, if only some are meant, such as those of some blocks. Raises ValueError,
     listing what there is, for a target that is not found.
     """
-    known = {
-        f"{name}.{stack}": m.num_experts
-        for name, m in causal.named_modules()
-        if isinstance(m, StackedExperts)
-        and not isinstance(m, AllExperts)  # PEFT mistakes their sides
-        for stack in m.stacks
-    }
+    known = adaptable_stacks(causal)
     ends = target_ends(targets, known)
     missing = [end for end in ends if not any(is_target(name, end) for name in known)]
     if missing:
         stacks = dict.fromkeys(name.rsplit(".", 1)[-1] for name in known)
-        there = f"experts: {', '.join(stacks)}" if known else "no experts that can be adapted"
+        if not known:
+            raise ValueError(
+                f"--lora_target_parameters {','.join(missing)}: this model has no experts that PEFT can "
+                "adapt; leave it out"
+            )
         raise ValueError(
             f"--lora_target_parameters {','.join(missing)}: no such parameter; this model "
-            f"has {there}"
+            f"has experts: {', '.join(stacks)}"
         )
     return {
         name: count
         for name, count in known.items()
         if name.startswith(within or "") and any(is_target(name, end) for end in ends)
+    }
+
+
+def adaptable_stacks(causal: nn.Module) -> dict[str, int]:
+    """Names of the experts' parameters that PEFT can adapt, each with its number of experts."""
+    return {
+        f"{name}.{stack}": m.num_experts
+        for name, m in causal.named_modules()
+        if isinstance(m, StackedExperts)
+        and not isinstance(m, AllExperts)  # PEFT mistakes their sides
+        for stack in m.stacks
     }
 
 

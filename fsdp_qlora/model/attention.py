@@ -39,7 +39,10 @@ _WITHOUT_MASKS = (VARLEN, FA4, FA4_PACKED, TORCH_FA, TORCH_FA_PACKED)
 # They would leave the capping of scores out in silence.
 _WITHOUT_SOFTCAP = ("sdpa", VARLEN, _FLASH_ATTENTION_4)
 _WITH_SOFTCAP = {"cuda": "flex_attention", "cpu": "eager"}
-_ATTENTION_LAYERS = {"full_attention", "sliding_attention"}  # others carry a state along the tokens
+# Layers that any kernel here computes, and those that mix no tokens; others carry a state along them, or
+# attend in an order of their own.
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+_TOKENWISE_LAYERS = {"mlp", "moe"}
 
 
 @contextmanager
@@ -63,7 +66,7 @@ def rows_alone(config: PretrainedConfig) -> Iterator[None]:
 def makes_no_masks(config: PretrainedConfig) -> bool:
     """Whether training on rows that are packed as the model was built makes no attention mask."""
     name = config._attn_implementation
-    alone = name in _WITHOUT_MASKS and not layers_with_a_state(config)
+    alone = name in _WITHOUT_MASKS and not layers_of_another_kind(config)
     return alone or name == "sdpa" and not has_windows(config)
 
 
@@ -215,12 +218,13 @@ def _why_not_sinks(config: PretrainedConfig, device: torch.device, dtype: torch.
 
 def _sees_windows(config: PretrainedConfig) -> bool:
     """True of a model of attention alone, where some layers see a window."""
-    return has_windows(config) and not layers_with_a_state(config)
+    return has_windows(config) and not layers_of_another_kind(config)
 
 
-def layers_with_a_state(config: PretrainedConfig) -> str:
-    """Kinds of layers that are no attention but carry a state along a row, with commas."""
-    return ", ".join(sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS))
+def layers_of_another_kind(config: PretrainedConfig) -> str:
+    """Kinds of layers that mix tokens otherwise than by attention over a row or a window, with commas."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return ", ".join(sorted(kinds - _ATTENTION_LAYERS - _TOKENWISE_LAYERS))
 
 
 def _why_not_varlen(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
@@ -252,7 +256,7 @@ def _why_not_fa4(
     config: PretrainedConfig, device: torch.device, dtype: torch.dtype, packing: bool
 ) -> str:
     """What keeps FlashAttention 4 from running; empty if nothing does."""
-    if layers := layers_with_a_state(config):
+    if layers := layers_of_another_kind(config):
         return f"can't run layers of {layers}"
     if reason := _why_not_varlen(config, device, dtype):
         return reason

@@ -41,7 +41,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..dist import ranks_from_env
 from .attention import (
     drops_scores,
-    layers_with_a_state,
+    layers_of_another_kind,
     makes_no_masks,
     masks_of_rows,
     takes_backends,
@@ -182,7 +182,7 @@ def apply_sequence_parallel(model: nn.Module, size: int) -> SequenceParallel | N
     The model's loss must cut its batches (`memory.chunked_cross_entropy`). Raises ValueError, before
     any rank waits for another, for a model that can't.
     """
-    check_sequence_parallel(model, size)
+    check_sequence_parallel(model, size, ranks_from_env().world_size)
     if size == 1:
         return None
     config = model.config.get_text_config()
@@ -220,14 +220,14 @@ def _angles_of_whole_rows(
     return tuple(angles[:, :-1] for angles in forward(x, seen, *args, **kwargs))
 
 
-def check_sequence_parallel(model: nn.Module, size: int):
-    """Raise ValueError, with the remedy, where `size` ranks can't share a model's rows."""
+def check_sequence_parallel(model: nn.Module, size: int, world_size: int):
+    """Raise ValueError, with the remedy, where `size` of so many ranks can't share a model's rows."""
     if size == 1:
         return
-    if ranks_from_env().world_size % size:
+    if world_size % size:
         raise ValueError(
-            f"--sequence_parallel {size}: {ranks_from_env().world_size} ranks are not a multiple of it; "
-            "start as many, or leave it out"
+            f"--sequence_parallel {size}: {world_size} ranks are not a multiple of it; start as many, or "
+            "leave it out"
         )
     if problem := _why_not(base_model(model), size):
         raise ValueError(f"--sequence_parallel {size}: {problem}")
@@ -237,9 +237,9 @@ def _why_not(model: nn.Module, size: int) -> str:
     """What keeps a model's rows on one rank; empty if nothing does."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", 0)
-    if others := layers_with_a_state(config):
+    if others := layers_of_another_kind(config):
         return (
-            f"{config.model_type} has layers of {others}, which carry a state along the tokens; "
+            f"{config.model_type} has layers of {others}, which can't be computed from a part of a row; "
             "leave it out"
         )
     if not heads or not takes_backends(type(config)):

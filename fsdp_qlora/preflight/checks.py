@@ -11,10 +11,11 @@ from transformers import PretrainedConfig
 
 from ..catalog.families import positions_of
 from ..config import RunConfig, block_policies
-from ..dist import ranks_from_env, resolve_shard_group_size
+from ..dist import Ranks, resolve_shard_group_size
+from ..experts import check_router_balance
 from ..export import weights_folder
 from ..memory.tiled_mlp import check_mlps
-from ..model.blocks import decoder_blocks
+from ..model.blocks import base_model, decoder_blocks
 from ..model.sequence_parallel import check_sequence_parallel
 from ..writable import check_folder
 from .run_data import RunData
@@ -43,19 +44,19 @@ def check_folders(config: RunConfig, size: int = 0):
             check_folder(flag, getattr(config, flag))
 
 
-def check_layout(config: RunConfig, model: nn.Module):
-    """Refuse what these blocks, or this number of ranks, can't be cut up by.
+def check_layout(config: RunConfig, model: nn.Module, ranks: Ranks):
+    """Refuse what these blocks, or these ranks, can't be cut up by, and what no router is there for.
 
     Before an earlier run makes room for this one; `build_model` would come too late.
     """
     if config.activation_budget_gib is None:
         block_policies(config.activation_policy, len(decoder_blocks(model)))
     check_mlps(model, config.mlp_tiles)
-    check_sequence_parallel(model, config.sequence_parallel)
+    check_sequence_parallel(model, config.sequence_parallel, ranks.world_size)
+    if config.router_aux_loss_coef:
+        check_router_balance(base_model(model), config.router_aux_loss_coef)
     if config.strategy.is_hybrid:
-        resolve_shard_group_size(
-            config.shard_group_size, ranks_from_env(), config.sharding_strategy
-        )
+        resolve_shard_group_size(config.shard_group_size, ranks, config.sharding_strategy)
 
 
 def check_rows(config: RunConfig, data: RunData, settings: PretrainedConfig):

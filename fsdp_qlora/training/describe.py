@@ -17,7 +17,7 @@ from ..config.without_effect import batch_above_data
 from ..data import Source, StepLoader, StreamLoader, Subset, TokenizedDataset
 from ..dist import print_main, ranks_from_env
 from ..estimate import Rows
-from ..experts import mixtures_of, names_of_wrappers
+from ..experts import StackedExperts, adaptable_stacks, names_of_wrappers
 from ..export.card import run_record
 from ..observe.metrics import StartRecord, StepMetrics
 from ..observe.runlog import now
@@ -46,10 +46,12 @@ def describe(
         print_main("adapted layers: " + ", ".join(f"{k} x{n}" for k, n in counts.items()))
     if left := getattr(model, "left_out", None):
         print_main("not adapted: " + ", ".join(f"{k} ({why})" for k, why in left.items()))
-    if counts and (mixtures := mixtures_of(model)) and not names_of_wrappers(model):
+    mixtures = [m for m in model.modules() if isinstance(m, StackedExperts)]
+    if counts and mixtures and not names_of_wrappers(model):
+        how = "; --lora_target_parameters experts adapts them too"
         print_main(
-            f"not adapted: the {mixtures[0].num_experts} experts in each of {len(mixtures)} blocks; "
-            "--lora_target_parameters experts adapts them too"
+            f"not adapted: the {mixtures[0].num_experts} experts in each of {len(mixtures)} blocks"
+            + (how if adaptable_stacks(model) else ", which PEFT can't adapt")
         )
     whole = Counter(
         name.rsplit(".", 2)[-2]

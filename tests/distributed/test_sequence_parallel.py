@@ -354,7 +354,7 @@ def test_rows_that_can_not_be_shared_are_refused_in_one_line(settings, message):
         RunConfig(model_name="m", **settings)
 
 
-def test_models_and_ranks_that_can_not_share_rows_are_named(monkeypatch):
+def test_models_and_ranks_that_can_not_share_rows_are_named():
     from transformers import (
         BloomConfig,
         DogeConfig,
@@ -365,10 +365,8 @@ def test_models_and_ranks_that_can_not_share_rows_are_named(monkeypatch):
     from fsdp_qlora.model.sequence_parallel import check_sequence_parallel
 
     def said(config, size: int, world: int) -> str:
-        monkeypatch.setenv("WORLD_SIZE", str(world))
-        monkeypatch.setenv("RANK", "0")
         with torch.device("meta"), pytest.raises(ValueError) as caught:
-            check_sequence_parallel(AutoModelForCausalLM.from_config(config), size)
+            check_sequence_parallel(AutoModelForCausalLM.from_config(config), size, world)
         return str(caught.value)
 
     small = dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=64)
