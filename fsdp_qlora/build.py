@@ -189,6 +189,9 @@ def compile_blocks(model: nn.Module, dynamic: bool = False):
     any number of rows and tokens at once, instead of for the first ones, then the next.
     """
     leave_uncompiled(model)
+    # Else the integers of modules that FSDP owns (head_dim, in_features) are symbols under `dynamic`, and
+    # shapes are terms of them: twice the time to compile. Those of other modules are constants anyway.
+    torch._dynamo.config.skip_fsdp_guards = False
     compiled = partial(torch.compile, dynamic=dynamic or None)
     options = dict(post_grad_custom_pre_pass=SharedInputs())
     for mlp in tiled_mlps(model):

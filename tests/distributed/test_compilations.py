@@ -8,9 +8,11 @@ import random
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from fsdp_qlora.observe.compilations import say_graph_breaks
 from tests.distributed.test_command_line import call
+from tests.families import FAMILIES, MOE_FAMILIES, NEWER_FAMILIES, SIZES
 from tests.parts import rest, slow
 from tests.ranks import run_ranks
 from tests.tokenizers import save_chat_model
@@ -104,6 +106,103 @@ def test_rows_of_thirty_lengths_are_compiled_for_in_the_first_steps_alone(inputs
     assert steps[-1]["compilations"] == graphs
     assert f"torch compiled {graphs} graphs, the last by step" in said
     assert "can't compile all" not in said
+
+
+def graphs_of(folder: str, device: str, cases: list[dict]) -> list[list[int]]:
+    """For each case, the integers that each graph of two steps takes for sizes that may change."""
+    from fsdp_qlora.adapters import trainable_parameters
+    from fsdp_qlora.build import build_model
+    from fsdp_qlora.config import RunConfig
+    from fsdp_qlora.dist import rank_device
+    from fsdp_qlora.training.step import train_step
+
+    compile, found = torch.compile, []  # noqa: A001
+
+    def traced(graph, inputs):
+        found[-1].append(sum(isinstance(value, (int, torch.SymInt)) for value in inputs))
+        return graph.forward
+
+    torch.compile = lambda function, options=None, **kw: compile(function, backend=traced, **kw)
+    for case in cases:
+        torch._dynamo.reset()
+        found.append([])
+        settings = dict(model="Qwen3", layers=LAYERS, micro_batches=1) | case
+        name, layers, micro_batches = (
+            settings.pop(k) for k in ("model", "layers", "micro_batches")
+        )
+        config = RunConfig(
+            model_name=f"{folder}/{name}/{layers}",
+            random_weights=True,
+            precision="fp32",
+            lora_rank=2,
+            device=device,
+            compile=True,
+            **settings,
+        )
+        model = build_model(config, rank_device(device))
+        optimizer = torch.optim.SGD(trainable_parameters(model).values(), 0.0)
+        tokens = torch.arange(32).view(2, 16)
+        for _ in range(2):
+            batches = [dict(input_ids=tokens, labels=tokens)] * micro_batches
+            train_step(model, optimizer, batches, no_sync=config.no_sync)
+    torch.compile = compile
+    return found
+
+
+LAYERS = 4
+RECOMPUTED = dict(sharding_strategy="ddp", activation_policy="recompute_all")
+SHARDED = RECOMPUTED | dict(sharding_strategy="full_shard")
+OFFLOADED = SHARDED | dict(use_cpu_offload=True, use_trained_cpu_offload=False)
+LONGER = dict(layers=2 * LAYERS, micro_batches=2)
+ONE_RANK = [OFFLOADED | LONGER | dict(use_activation_cpu_offload=True)]
+MORE = [OFFLOADED | dict(use_trained_cpu_offload=True, use_vocabulary_cpu_offload=True)]
+TWO_RANKS = [
+    SHARDED | LONGER,
+    RECOMPUTED | dict(sharding_strategy="shard_grad_op"),
+    OFFLOADED | LONGER,
+]
+# Kinds of blocks, of which the first is seen without and with a gradient of its input; and the norm.
+KINDS = [
+    (OFFLOADED | LONGER | dict(train_type="bnb_dora"), 3),
+    (OFFLOADED | LONGER | dict(model="Qwen3-MoE", lora_target_parameters="experts"), 3),
+    (OFFLOADED | LONGER | dict(activation_policy="keep_all:4,keep_linears:2,recompute_all:2"), 5),
+    (OFFLOADED | LONGER | dict(train_type="bnb_llama_pro", layers=12), 5),
+    (OFFLOADED | LONGER | dict(model="gpt-oss"), 4),
+    (OFFLOADED | LONGER | dict(model="Gemma 3"), 4),
+]
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory) -> str:
+    """Folders with the config.json of models of several numbers of layers."""
+    folder = tmp_path_factory.mktemp("configs")
+    for name in ("Qwen3", "Qwen3-MoE", "gpt-oss", "Gemma 3"):
+        family = (FAMILIES | MOE_FAMILIES | NEWER_FAMILIES)[name]
+        for layers in (LAYERS, 8, 12):
+            settings = SIZES | family | dict(num_hidden_layers=layers)
+            if "layer_types" in settings:
+                settings["layer_types"] = family["layer_types"] * (layers // 2)
+            kind = settings.pop("model_type")
+            AutoConfig.for_model(kind, **settings).save_pretrained(folder / name / str(layers))
+    return str(folder)
+
+
+@pytest.mark.parametrize("ranks, cases", [(1, ONE_RANK), rest(1, MORE), rest(2, TWO_RANKS)])
+def test_sharded_and_offloaded_blocks_share_the_graphs_of_resident_ones(configs, ranks, cases):
+    """The first block's, whose input asks for no gradient, the others' and the norm's, for any layers.
+
+    As many sizes may change in them: the model's own integers, such as those of heads, are constants.
+    """
+    cases = [RECOMPUTED, *cases]
+    for resident, *others in run_ranks(graphs_of, ranks, configs, "cpu", cases):
+        assert len(resident) == 3
+        assert others == [resident] * len(others)
+
+
+@pytest.mark.slow
+def test_each_kind_of_blocks_is_compiled_for_once(configs):
+    (found,) = run_ranks(graphs_of, 1, configs, "cpu", [case for case, _ in KINDS])
+    assert [len(graphs) for graphs in found] == [kinds for _, kinds in KINDS]
 
 
 def test_code_that_torch_does_not_compile_is_said_once(capsys):
