@@ -45,6 +45,7 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--activation_policy", help="ours only; as --activation_policy of train.py")
     parser.add_argument("--compile", action="store_true", help="ours only")
     parser.add_argument("--mlp_tiles", type=int, default=1, help="ours only")
+    parser.add_argument("--attention_tiles", type=int, default=1, help="ours only")
     parser.add_argument(
         "--compute_dtype", default="bf16", choices=["bf16", "fp8"], help="ours only"
     )
@@ -196,6 +197,7 @@ def _ours(options: argparse.Namespace, **given):
         activation_policy=options.activation_policy,
         compile=options.compile,
         mlp_tiles=options.mlp_tiles,
+        attention_tiles=options.attention_tiles,
         compute_dtype=options.compute_dtype,
         use_activation_cpu_offload=options.use_activation_cpu_offload,
         **given,
@@ -238,6 +240,7 @@ def run_way(way: str, options: argparse.Namespace, arguments: list[str], seconds
         activation_policy=way == "ours" and options.activation_policy or "recompute_all",
         compile=way == "ours" and options.compile,
         mlp_tiles=options.mlp_tiles if way == "ours" else 1,
+        attention_tiles=options.attention_tiles if way == "ours" else 1,
         compute_dtype=options.compute_dtype if way == "ours" else "bf16",
         activation_offload=way == "ours" and options.use_activation_cpu_offload,
         **(json.loads(found[0]) if found else {}),

@@ -40,6 +40,7 @@ from ..loading.weight_files import Checkpoint
 from ..memory.activation_offload import apply_activation_offload
 from ..memory.checkpointing_policy import apply_activation_policy
 from ..memory.tiled_mlp import apply_tiled_mlp
+from ..model.attention_kernels import apply_attention_tiles
 from ..model.blocks import decoder_blocks
 from ..optim import build_optimizer
 from ..sharding import (
@@ -63,9 +64,9 @@ class ShardedTrainerMixin:
     model that exists on every rank. quant: the format of frozen weights of a model given by name
     (nf4, fp4, int8, hqq4..., none). sharding_strategy: ddp, shard_grad_op, full_shard or a hybrid of
     them. activation_policy: as --activation_policy; None recomputes blocks where the trainer's
-    gradient_checkpointing is on. mlp_tiles: as --mlp_tiles, for long rows. compile: torch.compile each
-    block, for rows of any length. compute_dtype: "fp8" multiplies frozen weights in fp8.
-    use_cpu_offload: frozen weights wait in host memory. use_activation_cpu_offload: what recomputed
+    gradient_checkpointing is on. mlp_tiles, attention_tiles: as the flags, for long rows. compile:
+    torch.compile each block, for rows of any length. compute_dtype: "fp8" multiplies frozen weights in
+    fp8. use_cpu_offload: frozen weights wait in host memory. use_activation_cpu_offload: what recomputed
     blocks keep, their inputs, waits there for the backward.
     Raises ValueError for settings of the trainer that would wrap the model a second time.
     """
@@ -83,6 +84,7 @@ class ShardedTrainerMixin:
         wrap_policy: str = "block",
         activation_policy: str | None = None,
         mlp_tiles: int = 1,
+        attention_tiles: int = 1,
         compile: bool = False,
         compute_dtype: Literal["bf16", "fp8"] = "bf16",
         use_cpu_offload: bool = False,
@@ -99,7 +101,7 @@ class ShardedTrainerMixin:
         on_host = OnHost(use_cpu_offload, False, use_cpu_offload)
         if compute_dtype == "fp8":
             apply_fp8(self.model, self.args.device)
-        policies = self._apply_activation_policy(activation_policy, mlp_tiles)
+        policies = self._apply_activation_policy(activation_policy, mlp_tiles, attention_tiles)
         if compile:
             compile_blocks(self.model, dynamic=True)
             compute_as_trained(self.model)
@@ -116,7 +118,9 @@ class ShardedTrainerMixin:
             on_host=on_host,
         )
 
-    def _apply_activation_policy(self, policy: str | None, mlp_tiles: int) -> list[str]:
+    def _apply_activation_policy(
+        self, policy: str | None, mlp_tiles: int, attention_tiles: int
+    ) -> list[str]:
         """Recompute as our policies do where the trainer would by transformers' own checkpointing.
 
         Returns each block's policy.
@@ -127,6 +131,7 @@ class ShardedTrainerMixin:
         self.model.config.use_cache = False
         policies = block_policies(policy, len(decoder_blocks(self.model)))
         apply_tiled_mlp(self.model, mlp_tiles, policies)
+        apply_attention_tiles(self.model, attention_tiles, policies)
         apply_activation_policy(self.model, policies)
         return policies
 

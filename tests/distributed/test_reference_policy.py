@@ -109,7 +109,12 @@ def with_and_without_offload(folder: str, output: str) -> list[tuple]:
     _HostStore.put = lambda store, hidden: moved.append(hidden.shape) or put(store, hidden)
     for offload in (False, True):
         moved.clear()
-        given = dict(activation_policy="recompute_all", use_activation_cpu_offload=offload)
+        given = dict(
+            activation_policy="recompute_all",
+            mlp_tiles=2,
+            attention_tiles=2,
+            use_activation_cpu_offload=offload,
+        )
         trained = made(folder, output, "DPO", given, max_steps=3)
         trained.train()
         adapters = [full_tensor(p.detach()) for p in trained._trained()]

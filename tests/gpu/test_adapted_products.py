@@ -22,6 +22,7 @@ from fsdp_qlora.adapters.lora_ops import (
     shared_inputs_backward,
 )
 from fsdp_qlora.build import compile_blocks
+from fsdp_qlora.integrations.reference_pass import compute_as_trained
 from fsdp_qlora.quantization.formats import FrozenWeight, dequantize_rows, quantize_rows
 from fsdp_qlora.quantization.kernels import unpack_adapted
 from tests.test_adapters import (
@@ -236,3 +237,23 @@ def test_products_drop_the_places_that_the_seed_says(n, width, rank):
 @pytest.mark.parametrize("base", ["nf4", "plain"])
 def test_gradients_under_dropout_are_those_of_the_formula(base):
     formula_under_dropout(base, "cuda", tolerance=1e-4)
+
+
+@pytest.mark.parametrize("compiled, dropout", [(False, 0.0), (False, 0.5), (True, 0.0)])
+def test_a_model_whose_adapters_are_off_has_the_bits_of_one_whose_adapters_are_zero(
+    compiled, dropout, tmp_path
+):
+    """As the reference policy of DPO: W unpacked without an adapter would be rounded otherwise."""
+    folder = save_tiny(tmp_path, hidden_size=256, intermediate_size=512)
+    model = adapted_model(folder, "recompute_all", "all-linear", dropout).to("cuda", torch.bfloat16)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            p.data.zero_()
+    torch._dynamo.reset()
+    if compiled:
+        compile_blocks(model, dynamic=True)
+        compute_as_trained(model)
+    ids = torch.arange(96, device="cuda").view(2, 48)
+    policy = model(input_ids=ids).logits.detach()
+    with torch.no_grad(), model.disable_adapter():
+        assert torch.equal(model(input_ids=ids).logits, policy)
