@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.build import build_model
 from fsdp_qlora.config import RunConfig
+from fsdp_qlora.data.loader import collated
 from fsdp_qlora.dist import process_group
 from fsdp_qlora.experts import apply_router_balance
 
@@ -109,6 +110,40 @@ def test_packed_rows_are_balanced_as_the_same_rows_in_a_batch(tmp_path):
     torch.testing.assert_close(
         balanced - alone, COEFFICIENT * expected.aux_loss, rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("family", ["Qwen3-MoE", slow("gpt-oss")])
+def test_a_runs_own_padding_and_fillers_count_for_nothing(family, tmp_path):
+    """Its batches have no attention_mask, padded or packed."""
+    folder = save_family(tmp_path, family)
+    rows = [IDS[0], IDS[1, :12], IDS[2, :7]]
+    mask = torch.tensor([[1] * len(row) + [0] * (20 - len(row)) for row in rows])
+    expected = plain(folder)(
+        input_ids=IDS * mask, attention_mask=mask, output_router_logits=True
+    ).aux_loss
+    config = RunConfig(
+        model_name=folder, train_type="full", precision="fp32", sharding_strategy="ddp",
+        compile=False, router_aux_loss_coef=COEFFICIENT,
+    )  # fmt: skip
+    with process_group(CPU, timeout_minutes=1):
+        model = build_model(config, CPU)
+
+    def added(share, packing: bool) -> torch.Tensor:
+        batch = collated(
+            share, lambda i: (rows[i], rows[i]), packing, dict(pad_token_id=5, pad_to=40),
+            num_bins=3, mark_tokens=True,
+        )  # fmt: skip
+        if packing:  # masks keep rows apart here
+            for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
+                del batch[name]
+        with torch.no_grad():
+            return model.train()(**batch).loss - model.eval()(**batch).loss
+
+    for share, packing in ([0, 1, 2], False), ([[0, 1], [2]], True):
+        torch.testing.assert_close(
+            added(share, packing), COEFFICIENT * expected, rtol=1e-4, atol=1e-5
+        )
+    assert added([], False) == 0 and added([], True) == 0
 
 
 @pytest.mark.parametrize("family", [None, "Granite 3 MoE"])

@@ -75,6 +75,7 @@ class StepLoader:
     pad_to_multiple_of, pad_to: as in `collate`.
     num_workers: steps prepared ahead, each in a thread; 0 prepares a step when it is asked for.
     pin_memory: for asynchronous copies to a GPU.
+    mark_tokens: as in `collated`.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class StepLoader:
         pad_to: PadTo = None,
         num_workers: int = 2,
         pin_memory: bool = False,
+        mark_tokens: bool = False,
     ):
         if micro_batch_size < 1:
             raise ValueError(f"--batch_size {micro_batch_size}: give at least 1 row")
@@ -99,6 +101,7 @@ class StepLoader:
         self.dataset, self.sampler = dataset, sampler
         self.rank, self.world_size, self.micro_batch_size = rank, world_size, micro_batch_size
         self.packing, self.num_workers, self.pin_memory = packing, num_workers, pin_memory
+        self.mark_tokens = mark_tokens
         self.padding = {
             "pad_token_id": pad_token_id,
             "pad_to_multiple_of": pad_to_multiple_of,
@@ -149,6 +152,7 @@ class StepLoader:
                 self.pin_memory,
                 self.num_bins,
                 weights,
+                self.mark_tokens,
             )
             for share in shares
         ]
@@ -293,21 +297,31 @@ def collated(
     pin_memory: bool = False,
     num_bins: int = 1,
     weights: dict[int, float] | None = None,
+    mark_tokens: bool = False,
 ) -> dict:
     """A micro-batch of `share_out`, of what `example` makes of a row; a filler if it has no row.
 
     num_bins: packed ones at least, filled up with empty ones so that all batches have one shape.
     weights: of the step's rows, as `relative_weights` gives them; None where all are alike.
+    mark_tokens: add real_tokens (B, T) fp32, which are 1 at rows' tokens and 0 at padding and fillers.
     """
     nothing = filler(padding["pad_token_id"])
     if packing:
-        bins = [[example(row) for row in bin] for bin in share] or [[nothing]]
+        bins = [[example(row) for row in bin] for bin in share]
+        filled = [sum(len(ids) for ids, _ in bin) for bin in bins]
+        bins = bins or [[nothing]]
         bins += [[]] * (num_bins - len(bins))
         of_bins = None if weights is None else [[weights[row] for row in bin] for bin in share]
         batch = collate_packed(bins, **padding, weights=of_bins)
     else:
+        rows = [example(row) for row in share]
+        filled = [len(ids) for ids, _ in rows]
         of_rows = None if weights is None else [weights[row] for row in share]
-        batch = collate([example(row) for row in share] or [nothing], **padding, weights=of_rows)
+        batch = collate(rows or [nothing], **padding, weights=of_rows)
+    if mark_tokens:
+        batch["real_tokens"] = torch.zeros(batch["input_ids"].shape)
+        for places, count in zip(batch["real_tokens"], filled, strict=False):
+            places[:count] = 1
     return pin(batch) if pin_memory else batch
 
 

@@ -238,6 +238,7 @@ class StreamLoader:
         gather: Callable[[object], list] = lambda value: [value],
         windows_ahead: int = 4,
         pin_memory: bool = False,
+        mark_tokens: bool = False,
     ):
         self.sampler, self.rank, self.world_size = sampler, rank, world_size
         self.micro_batch_size, self.packing, self.vocab_size = micro_batch_size, packing, vocab_size
@@ -247,6 +248,7 @@ class StreamLoader:
             "pad_to": pad_to,
         }
         self.gather, self.windows_ahead, self.pin_memory = gather, windows_ahead, pin_memory
+        self.mark_tokens = mark_tokens
         self.num_bins = (
             micro_batch_size if packing and isinstance(pad_to, int) else 1
         )  # as StepLoader
@@ -375,6 +377,7 @@ class StreamLoader:
                 self.pin_memory,
                 self.num_bins,
                 weights,
+                self.mark_tokens,
             )
             for share in shares
         ]

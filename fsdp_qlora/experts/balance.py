@@ -24,10 +24,14 @@ _BALANCES: WeakValueDictionary[int, RouterBalance] = WeakValueDictionary()
 
 
 class RouterBalance:
-    """The loss of one micro-batch at a time; `share` is what it counts for in the step."""
+    """The loss of one micro-batch at a time; `share` is what it counts for in the step.
+
+    That is an equal part of all micro-batches with rows: ranks without one have a filler of padding.
+    """
 
     def __init__(self, coefficient: float, top_k: int):
-        self.coefficient, self.top_k, self.share = coefficient, top_k, 1.0
+        self.coefficient, self.top_k = coefficient, top_k
+        self.share = torch.ones(())  # a tensor, as CUDA graphs read it again
         self.number, self.counting = next(_NUMBERS), False
         _BALANCES[self.number] = self
 
@@ -52,6 +56,7 @@ class RouterBalance:
     def added_to(self, loss: Tensor) -> Tensor:
         """After the forward: its loss with this one."""
         self.counting, rows = False, self.rows.clamp(min=1)
+        self.share = self.share.to(rows.device)
         weights = self.coefficient * self.share * len(self.counts) * self.counts / rows
         self.of_probabilities = weights / rows
         return _AddedLoss.apply(loss, (weights * self.probabilities / rows).sum(), self)
@@ -163,10 +168,14 @@ def _routed(forward, index: int, number: int, *args, **kwargs):
 
 
 def _balanced_forward(causal, forward, balance, *args, **kwargs):
-    """A causal model's forward with the balance in its loss."""
+    """A causal model's forward with the balance in its loss.
+
+    A batch has real_tokens (B, T) where some are padding, and transformers' own has its attention_mask.
+    """
+    real = kwargs.pop("real_tokens", None)
     if not causal.training or kwargs.get("labels") is None:
         return forward(*args, **kwargs)
-    balance.start(kwargs.get("attention_mask"))
+    balance.start(kwargs.get("attention_mask") if real is None else real)
     given = forward(*args, **kwargs)
     given.loss = balance.added_to(given.loss)
     return given

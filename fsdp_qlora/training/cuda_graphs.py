@@ -111,6 +111,7 @@ class GraphedMicroBatches:
         shapes: Sequence[tuple[int, int]],
         scale: Tensor | None = None,
         weighted: bool = False,
+        marked: bool = False,
     ):
         """Capture the graphs of padded batches of these shapes (B, T) before the first step.
 
@@ -124,6 +125,8 @@ class GraphedMicroBatches:
             batch = dict(input_ids=ids, labels=torch.full_like(ids, IGNORE))
             if weighted:
                 batch["loss_weights"] = torch.zeros(ids.shape, device=device)
+            if marked:
+                batch["real_tokens"] = torch.zeros(ids.shape, device=device)
             graph, is_new = self._graph_of(batch, scale)
             if not is_new:
                 break

@@ -87,17 +87,19 @@ def train_step(
     `scaler` the loss is scaled for the backward, and the norm is that of the gradients themselves.
     `forward_backward` may be another way to compute a micro-batch (cuda_graphs.py).
     """
-    trained, tokens = (agree or sum_over_ranks)(
+    balance = getattr(model, "router_balance", None)
+    trained, tokens, *with_rows = (agree or sum_over_ranks)(
         sum(num_trained_tokens(b) for b in micro_batches),
         sum(b["input_ids"].numel() for b in micro_batches),
+        *([sum(map(_has_rows, micro_batches))] if balance else []),
     )
     trained, tokens = trained // ranks_per_row, tokens // ranks_per_row
     if not trained:
         return StepResult(torch.zeros(2), 0, tokens, stepped=False)
     device = compute_device(model)
     loss_sum = torch.zeros((), device=device)
-    if balance := getattr(model, "router_balance", None):
-        balance.share = 1 / len(micro_batches)
+    if balance:
+        balance.share.fill_(dist.get_world_size() / max(1, *with_rows))
     take_right_tokens(model)
     for i, batch in enumerate(micro_batches):
         if i and agree:
@@ -128,6 +130,11 @@ def train_step(
     if scaler:
         scaler.update(finite)
     return StepResult(loss_and_norm, trained, tokens, right, scale)
+
+
+def _has_rows(batch: dict) -> bool:
+    """Whether a micro-batch is more than a filler, which tokens that are marked tell."""
+    return "real_tokens" not in batch or bool(batch["real_tokens"].any())
 
 
 def _summed(loss: Tensor, right: Tensor | None) -> tuple[Tensor, Tensor | None]:

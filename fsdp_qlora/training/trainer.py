@@ -226,6 +226,7 @@ def build_loader(
         packing=config.packing,
         pad_to_multiple_of=batches.ranks_per_row,
         pin_memory=device.type == "cuda",
+        mark_tokens=bool(config.router_aux_loss_coef),
     )
     batching["pad_to"] = padded_widths(config, plan)
     if isinstance(dataset, Source):

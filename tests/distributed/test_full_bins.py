@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.test_parity import relative
+from tests.families import save_family
 from tests.parts import rest, slow
 from tests.ranks import run_ranks
 from tests.tiny import CLIP, LR, RANK, SEED, reference_model, reference_run
-from tests.tokenizers import save_chat_model
+from tests.tokenizers import VOCAB_SIZE, save_chat_model, save_tokenizer
 
 BINS, ROWS, CONTEXT = 4, 9, 64  # of a step; tokens of a bin
 CASES = dict(
@@ -132,13 +133,19 @@ def reference(folder: str, data: str, steps: list[list[int]], train_type: str = 
 
     train_type and more: as `reference_model` takes them.
     """
+    return reference_run(
+        reference_model(folder, train_type, **more), batches_of(folder, data, steps)
+    )
+
+
+def batches_of(folder: str, data: str, steps: list[list[int]]) -> list[list[tuple[list, list]]]:
+    """The tokens and labels of these rows of the file in each step."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = [json.loads(line)["text"] for line in Path(data).read_text().splitlines()]
     ids = [(tokenizer(text)["input_ids"] + [tokenizer.eos_token_id])[:CONTEXT] for text in texts]
-    batches = [[(ids[row], ids[row]) for row in rows] for rows in steps]
-    return reference_run(reference_model(folder, train_type, **more), batches)
+    return [[(ids[row], ids[row]) for row in rows] for rows in steps]
 
 
 @pytest.mark.parametrize("worlds", [(1, 2), slow((1, 4))])
@@ -208,3 +215,36 @@ def test_bins_go_on_where_a_run_was_stopped_also_on_ranks_that_share_them_uneven
         lines = (tmp_path / "moved" / name / "metrics.jsonl").read_text().splitlines()
         losses = [record["loss"] for record in map(json.loads, lines) if record["kind"] == "step"]
         assert losses == pytest.approx(whole[name]["losses"], rel=1e-5)
+
+
+def test_routers_are_balanced_over_the_rows_of_a_step_whatever_ranks_have_none(data, tmp_path):
+    """Four rows on three ranks: two wait in a second micro-batch, which balances no router."""
+    folder = save_family(tmp_path / "mixture", "Qwen3-MoE", vocab_size=VOCAB_SIZE)
+    save_tokenizer(folder)
+    common = dict(router_aux_loss_coef=0.5, batch_size=1, max_steps=3)
+    cases = dict(
+        padded=common | dict(global_batch_size=4),
+        packed=common | dict(packing=True, bins_per_step=4),
+        streamed=common | dict(global_batch_size=4, stream=True, shuffle_buffer=1),
+    )
+    (alone,) = run_ranks(train_each, 1, folder, data, str(tmp_path / "1"), cases)
+    shared = run_ranks(train_each, 3, folder, data, str(tmp_path / "3"), cases)[0]
+    for name in cases:
+        assert shared[name]["losses"] == pytest.approx(alone[name]["losses"], rel=1e-5), name
+        assert shared[name]["norms"] == pytest.approx(alone[name]["norms"], rel=1e-4), name
+
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    model = reference_model(folder, "lora", targets=attention)
+
+    def balance(batch):
+        each = [
+            model(input_ids=ids[mask > 0][None], output_router_logits=True).aux_loss
+            for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+        ]
+        return 0.5 * sum(each) / len(each)
+
+    losses, norms, _ = reference_run(
+        model, batches_of(folder, data, shared["padded"]["rows"]), balance
+    )
+    assert relative(shared["padded"]["losses"], losses) < 1e-5
+    assert relative(shared["padded"]["norms"], norms) < 1e-4
