@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import weakref
 from functools import partial
 
@@ -11,7 +13,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
 from fsdp_qlora.memory.activation_offload import _HostStore, apply_activation_offload
-from fsdp_qlora.memory.pinned_memory import host_tensors
+from fsdp_qlora.memory.pinned_memory import fault_in, host_bytes, host_tensors
 from fsdp_qlora.model.blocks import decoder_blocks
 from tests.parts import rest, slow
 
@@ -154,6 +156,22 @@ def test_a_block_that_keeps_everything_is_left_alone(folder):
     seen = block_inputs(model)
     loss = model(**padded_batch(tiny_rows(1, 3)[0])).loss
     assert [ref() is not None for ref in seen] == [False, True, False, True] and loss.requires_grad
+
+
+def pages_there(region: torch.Tensor) -> int:
+    """How many pages of a region the system has given, which `mincore` knows."""
+    flags = (ctypes.c_ubyte * -(-len(region) // mmap.PAGESIZE))()
+    start, size = ctypes.c_void_p(region.data_ptr()), ctypes.c_size_t(len(region))
+    assert ctypes.CDLL(None).mincore(start, size, flags) == 0
+    return sum(flag & 1 for flag in flags)
+
+
+def test_a_region_has_all_its_pages_before_it_is_locked():
+    """Its last piece is shorter than a thread's share, and no whole page."""
+    region = host_bytes(2**26 + 3 * mmap.PAGESIZE + 5, pinned=False)
+    fault_in(region)
+    assert pages_there(region) == 2**26 // mmap.PAGESIZE + 4
+    assert not region.any()
 
 
 def test_host_tensors_share_one_region_without_rounding_to_powers_of_two():

@@ -8,8 +8,10 @@ tensors, and it goes back to the system with the last of them.
 from __future__ import annotations
 
 import mmap
+import os
 import sys
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from math import prod
 
@@ -17,7 +19,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..dist import ranks_from_env
+
 _ALIGNMENT = 256  # bytes, as the GPU's own allocator starts tensors
+_FAULTED_IN = 2**26  # bytes that a thread asks the system for at a time
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU
 
 
@@ -46,6 +51,7 @@ def host_bytes(size: int, pinned: bool) -> Tensor:
         pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock
     buffer = torch.frombuffer(pages, dtype=torch.uint8)  # keeps `pages` alive
     if pinned:
+        fault_in(buffer)
         failed = int(
             torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), len(buffer), _PORTABLE)
         )
@@ -56,6 +62,17 @@ def host_bytes(size: int, pinned: bool) -> Tensor:
             )
         pages.address = buffer.data_ptr()
     return buffer[:size]
+
+
+def fault_in(buffer: Tensor):
+    """Have the system give all pages of a new region now, to several threads at once.
+
+    Locking takes them one after the other, at 0.2 to 0.3 GiB/s on a virtual machine that gets its memory
+    on first use: a minute for the 16 GB of a 30B model.
+    """
+    threads = max(1, min(8, (os.cpu_count() or 1) // ranks_from_env().local_world_size))
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda part: part[:: mmap.PAGESIZE].zero_(), buffer.split(_FAULTED_IN)))
 
 
 def host_tensors(like: Iterable[Tensor], pinned: bool) -> list[Tensor]:
