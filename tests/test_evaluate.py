@@ -287,6 +287,25 @@ def test_the_data_command_reports_and_draws_without_weights(folder, capsys):
     assert (folder / "out" / "lengths.png").stat().st_size > 1000
 
 
+def test_rows_that_the_template_drops_are_told_with_the_remedy_held_out_ones_too(folder, capsys):
+    call = dict(id="1", type="function", function=dict(name="f", arguments="{}"))
+    turns = [
+        dict(role="user", content="Go"),
+        dict(role="assistant", content=None, tool_calls=[call]),
+        dict(role="tool", content="3", tool_call_id="1"),
+        dict(role="assistant", content="It is 3"),
+    ]
+    plain = [dict(role="user", content="Q"), dict(role="assistant", content="A")]
+    rows, held_out = folder / "tools.jsonl", folder / "held_out_tools.jsonl"
+    rows.write_text("".join(json.dumps(dict(messages=m)) + "\n" for m in [plain] * 4 + [turns] * 2))
+    held_out.write_text("".join(json.dumps(dict(messages=m)) + "\n" for m in [plain, turns]))
+    assert data_command(folder, "--dataset", str(rows), "--eval_dataset", str(held_out)) == 0
+    text = capsys.readouterr().out
+    assert "dropped 2: the chat template leaves out tool calls" in text
+    assert "--chat_template takes another" in text
+    assert f"dropped 1: the chat template leaves out tool calls ({held_out}:2)" in text
+
+
 def test_the_data_command_looks_at_the_beginning_of_a_stream(folder, capsys):
     assert data_command(folder, "--preview", "1", "--stream") == 0
     text = capsys.readouterr().out

@@ -323,6 +323,29 @@ def test_rows_that_fit_are_not_shared():
     assert "sequence_parallel" not in report(found)
 
 
+@pytest.mark.parametrize(
+    "name, settings, message",
+    [
+        ("qwen3-30b-a3b", dict(mlp_tiles=2), "--mlp_tiles 2: the experts of .*leave it out"),
+        (
+            "meta-llama/Llama-4-Scout-17B-16E",
+            dict(lora_target_parameters="experts"),
+            "--lora_target_parameters experts: .* has no experts that PEFT can adapt",
+        ),
+    ],
+)
+def test_an_estimate_refuses_of_experts_what_a_run_does(name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        estimate(model_shape(name), machine(gpu="h100"), RunConfig(**settings))
+
+
+def test_the_number_of_tiles_that_is_left_open_is_1_for_a_mixture():
+    config = RunConfig(mlp_tiles=-1, context_length=32_768)
+    for name, tiled in (("qwen3-30b-a3b", False), ("qwen3-8b", True)):
+        found = estimate(model_shape(name), machine(gpu="h100"), config)
+        assert (found.plan.memory.mlp_tiles > 1) == tiled
+
+
 _SHARED_OR_NOT = ["Llama 3", "StableLM", "Bamba", "Falcon", "Llama 4"]
 
 

@@ -92,6 +92,7 @@ WITH_SINKS = frozenset("gpt_oss granite_swa granitemoe_swa mimo_v2_flash".split(
 # Whose rows stay whole, by name: their config.json does not tell that their code takes no other attention,
 # hands nothing on to it, or has mixers beside it.
 WITH_WHOLE_ROWS = frozenset("bamba falcon llama4_text nemotron olmo_hybrid stablelm".split())
+FROZEN_EXPERTS = frozenset(["llama4_text"])  # PEFT mistakes their sides
 _OWN_ATTENTION = frozenset(
     """
     bloom codegen deepseek_v4 gpt_neo gpt_neox_japanese gptj hy_v4 mpt openai-gpt xglm

@@ -130,7 +130,11 @@ class DataReport:
             f"data: {self.rows_kept:,} of {counted(self.rows_read, 'row')}, {self.tokens_total:,} "
             f"tokens, {self.tokens_trained:,} trained ({share:.1%}, {self.train_on})"
         ]
-        lines += [f"  {line}" for line in (*self.files, *self._dropped_lines())]
+        lines += [f"  {line}" for line in (*self.files, *self.dropped_lines())]
+        if any("chat template" in reason for reason in self.dropped):
+            lines.append(
+                "  nothing is learnt of rows that the template can't write; --chat_template takes another"
+            )
         if self.rows_truncated:
             lines.append(
                 f"  truncated {counted(self.rows_truncated, 'row')} to {self.context_length:,} "
@@ -164,7 +168,7 @@ class DataReport:
         """One line: how many rows were read, and why they were dropped."""
         if not self.rows_read:
             return "it is empty"
-        return "; ".join([f"{self.rows_read:,} read", *self._dropped_lines()])
+        return "; ".join([f"{self.rows_read:,} read", *self.dropped_lines()])
 
     def format_remedy(self) -> str:
         """What to do where every row was dropped."""
@@ -177,7 +181,8 @@ class DataReport:
             return "give rows whose answer fits within --context_length"
         return "give rows with an answer"
 
-    def _dropped_lines(self) -> list[str]:
+    def dropped_lines(self) -> list[str]:
+        """For each reason, how many rows were dropped for it, and some of them."""
         return [
             f"dropped {dropped.rows:,}: {reason} ({_named(dropped)})"
             for reason, dropped in self.dropped.items()

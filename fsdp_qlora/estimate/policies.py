@@ -90,8 +90,10 @@ def keeps_fp8_weights(
 def choose_tiles(shape: ModelShape, plan: Plan, budget_gib: float | None = None) -> int:
     """How many tiles --mlp_tiles -1 is: the fewest that fit, or after which twice as many save little.
 
-    With a budget, for every block recomputed; the most if not even those fit.
+    With a budget, for every block recomputed; the most if not even those fit. Experts take none.
     """
+    if shape.expert_linears():
+        return 1
 
     def peak(tiles: int, **changes) -> float:
         return memory(shape, plan, mlp_tiles=tiles, **changes).peak_allocated

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from ..catalog.arch import ModelShape
-from ..catalog.families import WITH_WHOLE_ROWS
+from ..catalog.families import FROZEN_EXPERTS, WITH_WHOLE_ROWS
 from ..catalog.llama_pro import expanded_shape
 from ..catalog.machine import Machine
 from ..config import RunConfig
@@ -159,6 +159,16 @@ def _check_question(shape: ModelShape, machine: Machine, config: RunConfig):
         )
     if problem := why_not_shared(shape, machine, config):
         raise ValueError(f"--sequence_parallel {config.sequence_parallel}: {problem}")
+    if config.mlp_tiles > 1 and shape.expert_linears():
+        raise ValueError(
+            f"--mlp_tiles {config.mlp_tiles}: the experts of {shape.name} can't be computed in tiles; leave "
+            "it out"
+        )
+    if config.target_parameters and shape.family in FROZEN_EXPERTS:
+        raise ValueError(
+            f"--lora_target_parameters {','.join(config.target_parameters)}: {shape.name} has no experts "
+            "that PEFT can adapt; leave it out"
+        )
     if shape.max_positions and config.context_length > shape.max_positions:
         raise ValueError(
             f"--context_length {config.context_length}: {shape.name} has "

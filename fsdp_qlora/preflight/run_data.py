@@ -92,6 +92,8 @@ def load_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
             f"held out: {counted(len(held_out), 'row')}, {held_out.lengths.sum():,} tokens, "
             f"{held_out.trained_counts.sum():,} of them trained on"
         )
+        for line in held_out.report.dropped_lines() if config.holds_out_a_data_set else ():
+            print_main(f"  {line}")
     if asked := keep_prompt_format(tokenizer, rows.report):
         print_main(
             "the tokenizer has no chat template; the saved tokenizer gets one with the prompt "
