@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -12,8 +14,9 @@ from fsdp_qlora.data import collate, collate_packed
 from fsdp_qlora.dist import process_group
 from fsdp_qlora.loading import meta_model
 from fsdp_qlora.model import packing_probe
+from fsdp_qlora.model import row_mixers as mixers
 from fsdp_qlora.model.packing_probe import keep_rows_apart
-from fsdp_qlora.model.row_mixers import Borders, leave_uncompiled, row_mixers
+from fsdp_qlora.model.row_mixers import Borders, check_kernels, leave_uncompiled, row_mixers
 
 from .families import EVERY_FAMILY, SIZES, family_config, save_family
 
@@ -149,3 +152,37 @@ def test_what_is_compiled_of_a_delta_net_does_not_grow_with_its_row():
         found.append(torch._dynamo.utils.counters["stats"]["calls_captured"])
         assert row.shape[1] == tokens
     assert found[0] == found[1] > 0
+
+
+@pytest.mark.parametrize(
+    "hopper, triton, installed, refused",
+    [
+        (True, "3.6.0", {"fla"}, True),
+        (True, "3.4.0", {"fla"}, True),
+        (True, "3.7.1", {"fla"}, False),
+        (True, "3.3.1", {"fla"}, False),
+        (True, "3.6.0", {"fla", "tilelang"}, False),
+        (True, "3.6.0", set(), False),
+        (False, "3.6.0", {"fla"}, False),
+    ],
+)
+def test_gated_delta_nets_are_refused_where_their_kernels_give_wrong_gradients(
+    hopper, triton, installed, refused, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9 if hopper else 8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(mixers, "find_spec", lambda name: True if name in installed else None)
+    monkeypatch.setattr(mixers.metadata, "version", {"triton": triton}.__getitem__)
+    with torch.device("meta"):
+        models = {
+            name: AutoModelForCausalLM.from_config(family_config(name))
+            for name in ("Qwen3.5", "Qwen3-Next", "OLMo Hybrid", "LFM2", "Granite 4 H", "Qwen3")
+        }
+    for name, model in models.items():
+        gated = name in ("Qwen3.5", "Qwen3-Next", "OLMo Hybrid")
+        expected = (
+            pytest.raises(ValueError, match="tilelang") if refused and gated else nullcontext()
+        )
+        with expected:
+            check_kernels(model, torch.device("cuda", 0))
+        check_kernels(model, torch.device("cpu"))

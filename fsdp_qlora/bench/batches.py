@@ -68,9 +68,22 @@ class RunRows:
         return list(islice(loader, count))
 
 
-def tokens_computed(steps: list[Step], at_most: int, ranks_per_row: int) -> float:
-    """Tokens, without padding, of the first `at_most` micro-batches of steps; the mean of all ranks."""
-    own = sum(sum(step.micro_batch_tokens[:at_most]) for step in steps)
+def part_of(step: Step, at_most: int) -> Step:
+    """At most so many micro-batches of a step, spread evenly over all: the longest come first."""
+    count = len(step.micro_batches)
+    taken = range(count)
+    if at_most < count:
+        taken = [int((i + 0.5) * count / at_most) for i in range(at_most)]
+    return replace(
+        step,
+        micro_batches=[step.micro_batches[i] for i in taken],
+        micro_batch_tokens=[step.micro_batch_tokens[i] for i in taken],
+    )
+
+
+def tokens_computed(steps: list[Step], ranks_per_row: int) -> float:
+    """Tokens of steps, without padding; the mean of all ranks."""
+    own = sum(sum(step.micro_batch_tokens) for step in steps)
     tokens = torch.tensor(float(own), dtype=torch.float64)
     dist.all_reduce(tokens)
     return tokens.item() / dist.get_world_size() / ranks_per_row

@@ -27,7 +27,7 @@ from ..observe.compilations import say_graph_breaks
 from ..observe.device_timer import mark, seconds_between
 from ..observe.peak_memory import PeakMemory, peak_resident_bytes
 from ..plan import Plan
-from .batches import RunRows, random_batches, tokens_computed
+from .batches import RunRows, part_of, random_batches, tokens_computed
 from .row import BenchRow, of_plan
 
 _FEWEST = 2  # micro-batches: gradients are there while the second is computed
@@ -174,10 +174,11 @@ def _measure_steps(
         # Full rows show what memory must hold; then each shape is compiled, and seen again for graphs.
         at_most = _enough_micro_batches(one, full[:_FEWEST], device)
         steps = rows.first_steps(plan, model, device, how.steps)
-        measured = [step.micro_batches[:at_most] for step in steps]
+        parts = [part_of(step, at_most) for step in steps]
+        measured = [part.micro_batches for part in parts]
         warmup = measured * how.warmup
         cut = sum(map(len, measured)) / sum(len(step.micro_batches) for step in steps)
-        tokens = tokens_computed(steps, at_most, row.sequence_parallel) / cut
+        tokens = tokens_computed(parts, row.sequence_parallel) / cut
     for number, micro_batches in enumerate(warmup + measured):
         if number == len(warmup):
             timer = StepTimer(device, keep_peak=row.cuda_graphs or rows is not None)

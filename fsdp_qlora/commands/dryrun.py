@@ -72,7 +72,9 @@ def dry_run(config: RunConfig, argv: list[str]):
     if Path(config.model_name).is_dir():
         model, _ = planned_model(config, device)  # its files and target modules
         nodes = ranks_from_env().nodes
-        check_layout(config, model, Ranks(world_size=ranks, local_world_size=ranks // nodes))
+        check_layout(
+            config, model, Ranks(world_size=ranks, local_world_size=ranks // nodes), device
+        )
     data = load_data(
         replace(config, data_cache=None, preview=0), tokenizer := run_tokenizer(config)
     )

@@ -12,13 +12,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from importlib import metadata
+from importlib.util import find_spec
 from itertools import pairwise
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
 _SHORTEST = 16  # tokens; rows that are shorter go with those of this length
 _WITHOUT_CONVOLUTION = ("MiniMaxLightningAttention",)
+# Versions that give gated delta nets wrong gradients on Hopper, but for kernels of tilelang's
+# (https://github.com/fla-org/flash-linear-attention/issues/640).
+_WRONG_TRITON = Version("3.4"), Version("3.7.1")
 _BY_CHUNKS = ("Delta", "Lightning")  # parts of the names of mixers whose code loops over chunks
 
 
@@ -71,6 +77,22 @@ def row_mixers(model: nn.Module) -> dict[str, nn.Module]:
         if any(isinstance(part, nn.Conv1d) for part in m.children())
         or type(m).__name__ in _WITHOUT_CONVOLUTION
     }
+
+
+def check_kernels(model: nn.Module, device: torch.device):
+    """Refuse gated delta nets on kernels whose backward is wrong on this device."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return
+    gated = [type(m).__name__ for m in row_mixers(model).values() if "Gated" in type(m).__name__]
+    if not gated or find_spec("fla") is None or find_spec("tilelang") is not None:
+        return
+    triton = Version(metadata.version("triton"))
+    if _WRONG_TRITON[0] <= triton < _WRONG_TRITON[1]:
+        raise ValueError(
+            f"{gated[0]}: with Triton {triton} flash-linear-attention's kernels give wrong gradients on "
+            f"{torch.cuda.get_device_name(device)}; pip install tilelang, or uninstall "
+            "flash-linear-attention for plain torch, which is slow"
+        )
 
 
 def leave_uncompiled(model: nn.Module):

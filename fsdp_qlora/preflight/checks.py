@@ -16,6 +16,7 @@ from ..experts import check_router_balance
 from ..export import weights_folder
 from ..memory.tiled_mlp import check_mlps
 from ..model.blocks import base_model, decoder_blocks
+from ..model.row_mixers import check_kernels
 from ..model.sequence_parallel import check_sequence_parallel
 from ..writable import check_folder
 from .run_data import RunData
@@ -44,13 +45,15 @@ def check_folders(config: RunConfig, size: int = 0):
             check_folder(flag, getattr(config, flag))
 
 
-def check_layout(config: RunConfig, model: nn.Module, ranks: Ranks):
-    """Refuse what these blocks, or these ranks, can't be cut up by, and what no router is there for.
+def check_layout(config: RunConfig, model: nn.Module, ranks: Ranks, device: torch.device):
+    """Refuse what these blocks, or these ranks, can't be cut up by, what no router is there for, and blocks
+    that the device's kernels compute wrongly.
 
     Before an earlier run makes room for this one; `build_model` would come too late.
     """
     if config.activation_budget_gib is None:
         block_policies(config.activation_policy, len(decoder_blocks(model)))
+    check_kernels(model, device)
     check_mlps(model, config.mlp_tiles)
     check_sequence_parallel(model, config.sequence_parallel, ranks.world_size)
     if config.router_aux_loss_coef:

@@ -51,7 +51,7 @@ def train_rank(config: RunConfig, signals: StopSignals | None = None):
     if is_main:
         _propose_packing(config, data)
     model, _ = planned_model(config, device)  # a wrong one is found before ranks wait
-    check_layout(config, model, ranks_from_env())
+    check_layout(config, model, ranks_from_env(), device)
     check_graphs(config, draft_plan(config, ranks_from_env().world_size), model, device)
     check_rows(config, data, model.config)
     if line := precision_line(config, device):
