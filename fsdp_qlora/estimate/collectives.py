@@ -16,18 +16,18 @@ from ..catalog.arch import ModelShape
 from ..choices.strategies import BUCKET_BYTES, PIECE_BYTES
 from ..plan import BYTES, Plan
 from .weights import (
-    EMBEDDING,
     Weight,
     all_trained,
     block_weights,
     embedding_weights,
+    embeddings_by_rows,
     gathered,
     linear_weights,
     root_weights,
     trained_bytes,
     trained_tensors,
     trains_head,
-    whole_embedding_bytes,
+    travelling_rows,
 )
 
 
@@ -119,15 +119,14 @@ def _add_vocabulary(add, shape: ModelShape, plan: Plan):
     m, n = plan.batch.accumulation, plan.sharding.shard_ranks
     if not plan.by_rows or n == 1:
         return
-    rows, width = -(-shape.vocab // n) * n, shape.hidden * BYTES[plan.model.stored_dtype]
-    if not plan.adapter.trains(EMBEDDING):
-        tokens = int(plan.batch.tokens)
-        pieces = -(-tokens // max(1, PIECE_BYTES // (n * width)))
+    value, tokens = BYTES[plan.model.stored_dtype], int(plan.batch.tokens)
+    for rows, width in embeddings_by_rows(shape, plan):
+        pieces = -(-tokens // max(1, PIECE_BYTES // (n * width * value)))
         add("all_reduce", m, 8)  # the longest of all ranks' batches
-        if whole_embedding_bytes(shape, plan):
-            add("all_gather", m, rows * width)
+        if travelling_rows(rows, plan) == rows:
+            add("all_gather", m, -(-rows // n) * n * width * value)
         else:
             add("all_gather", m, n * tokens * 8)
-            add("reduce_scatter", m * pieces, n * tokens * width / pieces)
+            add("reduce_scatter", m * pieces, n * tokens * width * value / pieces)
     if not trains_head(shape, plan):
-        add("all_gather", m, rows * width)
+        add("all_gather", m, -(-shape.vocab // n) * n * shape.hidden * value)

@@ -33,14 +33,15 @@ from .weights import (
     all_trained,
     average_gathered,
     average_trained,
-    embedding_rows,
     embedding_weights,
+    embeddings_by_rows,
     gathered,
     head_bytes,
     optimizer_bytes,
     root_weights,
     trained_on_host,
     trained_tensors,
+    travelling_rows,
 )
 
 
@@ -291,8 +292,10 @@ def _exposed_seconds(
     if (
         plan.by_rows
     ):  # the head for the loss, and the rows of all ranks' tokens (memory/vocab_parallel.py)
-        rows = embedding_rows(shape, plan) * shape.hidden * plan.model.product_bytes
-        shown += (head + rows) * network
+        values = sum(
+            travelling_rows(rows, plan) * width for rows, width in embeddings_by_rows(shape, plan)
+        )
+        shown += (head + values * plan.model.product_bytes) * network
     if plan.vocabulary_on_host:
         from_host += 2 * head / n / (host * 1e9)  # both shards pass
     if not plan.sharded:

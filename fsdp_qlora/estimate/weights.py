@@ -284,10 +284,9 @@ def root_weights(shape: ModelShape, plan: Plan) -> list[Weight]:
     for name, (out, wide) in shape.outer_linears().items():
         weights += _stored_linear(name, out, wide, plan)
         weights += adapter(name, out, wide, plan) if name in targets else []
-    for name, (rows, width) in shape.outer_tables():  # whole in a forward, unlike the vocabulary's
-        kind = "embedding" if name.startswith("embed") else "norms"
-        table = plain(kind, rows, width, plan.dtype(name), plan.adapter.trains(name))
-        weights.append(replace(table, by_rows=False))
+    for name, (rows, width) in shape.outer_tables():
+        kind = "embedding" if name.startswith(EMBEDDING) else "norms"
+        weights.append(plain(kind, rows, width, plan.dtype(name), plan.adapter.trains(name)))
     return weights
 
 
@@ -397,17 +396,31 @@ def head_bytes(shape: ModelShape, plan: Plan) -> float:
     return shape.vocab * shape.hidden * BYTES[plan.model.stored_dtype]
 
 
-def embedding_rows(shape: ModelShape, plan: Plan) -> float:
-    """Rows of a frozen embedding that travel in a forward: all ranks' tokens', at most the vocabulary's."""
-    return min(plan.sharding.shard_ranks * plan.batch.tokens, shape.vocab)
+def embeddings_by_rows(shape: ModelShape, plan: Plan) -> list[tuple[int, int]]:
+    """Rows and width of the frozen embeddings that no rank holds whole."""
+    tables = [(EMBEDDING, (shape.vocab, shape.hidden)), *shape.outer_tables()]
+    return [
+        size
+        for name, size in tables
+        if plan.by_rows and name.startswith(EMBEDDING) and not plan.adapter.trains(name)
+    ]
+
+
+def travelling_rows(rows: int, plan: Plan) -> float:
+    """Rows of a frozen embedding that travel in a forward: all ranks' tokens', at most all it has."""
+    return min(plan.sharding.shard_ranks * plan.batch.tokens, rows)
 
 
 def whole_embedding_bytes(shape: ModelShape, plan: Plan) -> float:
-    """The embedding whole, while its rows are looked up; 0 where single rows travel."""
-    if not plan.by_rows or plan.adapter.trains(EMBEDDING):
+    """The largest embedding that is gathered whole to look rows up; 0 where single rows travel."""
+    if plan.sharding.shard_ranks == 1:
         return 0.0
-    is_whole = 1 < plan.sharding.shard_ranks and embedding_rows(shape, plan) == shape.vocab
-    return is_whole * shape.vocab * shape.hidden * BYTES[plan.model.stored_dtype]
+    sizes = (
+        rows * width
+        for rows, width in embeddings_by_rows(shape, plan)
+        if travelling_rows(rows, plan) == rows
+    )
+    return max(sizes, default=0) * BYTES[plan.model.stored_dtype]
 
 
 def trains_head(shape: ModelShape, plan: Plan) -> bool:

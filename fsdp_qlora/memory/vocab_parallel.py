@@ -1,4 +1,4 @@
-"""A frozen embedding and head that no rank holds whole.
+"""Frozen embeddings and a head that no rank holds whole.
 
 Each is 2 GB in a model of 128k tokens and 8192 features. FSDP would gather the embedding at the
 start of every forward, for a few thousand of its rows, and the head, left to the root, for the whole
@@ -20,6 +20,8 @@ from ..choices.strategies import PIECE_BYTES
 from ..dist import all_gather_rows, local_rows, max_over_ranks, reduce_scatter_rows
 from ..model.blocks import base_model, output_head
 
+_OF_BLOCKS = "embed_tokens_per_layer"
+
 try:
     import triton
     import triton.language as tl
@@ -28,7 +30,10 @@ except ImportError:  # CPU builds of torch come without
 
 
 def _vocabulary_layers(model: nn.Module) -> list[nn.Module]:
-    """The embedding and the head, where frozen and plain; both or none if they share a weight."""
+    """Frozen, plain embeddings and the head; of the first and the head none if just one of a tied pair is.
+
+    Gemma 3n's and 4's second embedding has a part for each block, and is several times the size of the first.
+    """
     base = base_model(model)
     if not hasattr(base, "get_input_embeddings"):
         return []  # a plain module
@@ -39,11 +44,16 @@ def _vocabulary_layers(model: nn.Module) -> list[nn.Module]:
         if isinstance(m, kind) and not m.weight.requires_grad
     ]
     shared = getattr(head, "weight", None) is getattr(embedding, "weight", None)
-    return layers if len(layers) == 2 or not shared else []
+    if shared and len(layers) < 2:
+        layers = []
+    of_blocks = getattr(base.get_decoder(), _OF_BLOCKS, None)
+    if isinstance(of_blocks, nn.Embedding) and not of_blocks.weight.requires_grad:
+        layers.append(of_blocks)
+    return layers
 
 
 def apply_vocab_parallel(model: nn.Module, mesh=None) -> list[nn.Parameter]:
-    """Use the frozen embedding and head by rows, sharded over `mesh` if given, in place.
+    """Use frozen embeddings and the head by rows, sharded over `mesh` if given, in place.
 
     Works on the meta device and on a loaded model; every rank must then run the forward equally
     often. Returns their weights, which are no business of FSDP's.
@@ -60,7 +70,7 @@ def apply_vocab_parallel(model: nn.Module, mesh=None) -> list[nn.Parameter]:
 
 
 def vocab_parallel_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Weights of the frozen embedding and head."""
+    """Weights of frozen embeddings and the head."""
     return [layer.weight for layer in _vocabulary_layers(model)]
 
 

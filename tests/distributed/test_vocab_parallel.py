@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from tests.families import save_family
 from tests.ranks import run_ranks
 from tests.tiny import padded_batch, save_tiny, tiny_rows
 
@@ -96,11 +97,12 @@ def test_rows_in_host_memory_come_in_pieces(monkeypatch):
             assert torch.equal(found, expected)
 
 
-def held_rows(folder: str, strategies: list[str]) -> list[dict[str, int]]:
-    """The rows of embedding and head that are on this rank while the last block runs."""
+def held_rows(folder: str, strategies: list[str]) -> list[list[int]]:
+    """The rows of embeddings and head that are on this rank while the last block runs."""
     from fsdp_qlora.build import build_model
     from fsdp_qlora.config import RunConfig
-    from fsdp_qlora.model.blocks import decoder_blocks, output_head
+    from fsdp_qlora.memory.vocab_parallel import vocab_parallel_weights
+    from fsdp_qlora.model.blocks import decoder_blocks
 
     found = []
     for strategy in strategies:
@@ -108,15 +110,10 @@ def held_rows(folder: str, strategies: list[str]) -> list[dict[str, int]]:
             RunConfig(model_name=folder, lora_rank=2, precision="fp32", sharding_strategy=strategy),
             torch.device("cpu"),
         )
-        layers = dict(embedding=model.get_input_embeddings(), head=output_head(model))
+        weights = vocab_parallel_weights(model)
 
-        def look(*_, layers=layers):
-            found.append(
-                {
-                    n: getattr(m.weight, "_local_tensor", m.weight).shape[0]
-                    for n, m in layers.items()
-                }
-            )
+        def look(*_, weights=weights):
+            found.append([getattr(w, "_local_tensor", w).shape[0] for w in weights])
 
         decoder_blocks(model)[-1].register_forward_pre_hook(look)
         with torch.no_grad():
@@ -124,6 +121,11 @@ def held_rows(folder: str, strategies: list[str]) -> list[dict[str, int]]:
     return found
 
 
-def test_while_blocks_run_no_rank_has_more_than_its_rows(folders):
-    for found in run_ranks(held_rows, 2, folders[False], ["full_shard", "shard_grad_op"]):
-        assert all(rows in (48, 49) for held in found for rows in held.values()) and len(found) == 2
+@pytest.mark.parametrize("family, layers", [(None, 2), ("Gemma 3n", 3), ("Gemma 4", 3)])
+def test_while_blocks_run_no_rank_has_more_than_its_rows(family, layers, folders, tmp_path):
+    """Of embedding and head, and of Gemma's embedding for each block."""
+    folder = save_family(tmp_path, family) if family else folders[False]
+    for found in run_ranks(held_rows, 2, folder, ["full_shard", "shard_grad_op"]):
+        assert len(found) == 2
+        for held in found:
+            assert len(held) == layers and all(rows in (48, 49) for rows in held)
