@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.build import build_model
 from fsdp_qlora.config import RunConfig
-from fsdp_qlora.data.loader import collated
+from fsdp_qlora.data.loader import Collation
 from fsdp_qlora.dist import process_group
 from fsdp_qlora.experts import apply_router_balance
 
@@ -129,10 +129,8 @@ def test_a_runs_own_padding_and_fillers_count_for_nothing(family, tmp_path):
         model = build_model(config, CPU)
 
     def added(share, packing: bool) -> torch.Tensor:
-        batch = collated(
-            share, lambda i: (rows[i], rows[i]), packing, dict(pad_token_id=5, pad_to=40),
-            num_bins=3, mark_tokens=True,
-        )  # fmt: skip
+        collation = Collation(3, pad_token_id=5, packing=packing, pad_to=40, mark_tokens=True)
+        batch = collation.batch(share, lambda i: (rows[i], rows[i]))
         if packing:  # masks keep rows apart here
             for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
                 del batch[name]

@@ -257,7 +257,7 @@ def test_a_runs_own_flags_are_told_from_those_of_the_bench():
 
 def test_estimates_are_near_every_measured_peak():
     """Recomputed by today's code, on rows that no constant was set on; what torch reserves, on those of
-    up to 16k tokens. Of those a cut of four wide blocks is told 1.9 GiB too much, 16% of its little.
+    up to 16k tokens. A cut of four wide blocks is told 1.9 GiB too much, 16% of its little.
     """
     compared = compare(RESULTS)
     found = accuracy(compared)
@@ -265,10 +265,13 @@ def test_estimates_are_near_every_measured_peak():
     assert (
         found.memory_median <= 0.05 and found.memory_worst <= 0.12 and found.memory_lowest >= -0.05
     )
-    found = accuracy([c for c in compared if c.row.context_length <= 16384])
+    short = [c for c in compared if c.row.context_length <= 16384]
+    cut = [c for c in short if c.row.name.startswith("qwen3_235b_qlora_4_blocks")]
+    found = accuracy([c for c in short if c not in cut])
     assert found.reserving >= 40
-    assert found.reserved_median <= 0.05 and found.reserved_worst <= 0.16
+    assert found.reserved_median <= 0.05 and found.reserved_worst <= 0.12
     assert found.reserved_lowest >= -0.05
+    assert accuracy(cut).reserved_worst <= 0.16
 
 
 def test_estimates_are_near_every_measured_time_of_todays_code():

@@ -75,7 +75,7 @@ class StepLoader:
     pad_to_multiple_of, pad_to: as in `collate`.
     num_workers: steps prepared ahead, each in a thread; 0 prepares a step when it is asked for.
     pin_memory: for asynchronous copies to a GPU.
-    mark_tokens: as in `collated`.
+    mark_tokens: as in `Collation`.
     """
 
     def __init__(
@@ -100,17 +100,17 @@ class StepLoader:
         assert packing or isinstance(sampler, StepSampler), "bins are for packing"
         self.dataset, self.sampler = dataset, sampler
         self.rank, self.world_size, self.micro_batch_size = rank, world_size, micro_batch_size
-        self.packing, self.num_workers, self.pin_memory = packing, num_workers, pin_memory
-        self.mark_tokens = mark_tokens
-        self.padding = {
-            "pad_token_id": pad_token_id,
-            "pad_to_multiple_of": pad_to_multiple_of,
-            "pad_to": pad_to,
-        }
-        if packing and pad_to is not None:
-            self.padding["longest"] = int(dataset.lengths.max(initial=1))
-        # Of one width, as compiled code wants it, the last step's batches get the others' shape too.
-        self.num_bins = micro_batch_size if packing and isinstance(pad_to, int) else 1
+        self.packing, self.num_workers = packing, num_workers
+        self.collation = Collation(
+            micro_batch_size,
+            pad_token_id,
+            packing,
+            pad_to_multiple_of,
+            pad_to,
+            longest=None if pad_to is None else int(dataset.lengths.max(initial=1)),
+            pin_memory=pin_memory,
+            mark_tokens=mark_tokens,
+        )
 
     def __len__(self) -> int:
         return self.sampler.total_steps - self.sampler.position
@@ -144,17 +144,7 @@ class StepLoader:
             weights, mean_weight = relative_weights(weights, self.dataset.trained_counts, rows)
         shares = self._shares(index)
         micro_batches = [
-            collated(
-                share,
-                self.dataset.__getitem__,
-                self.packing,
-                self.padding,
-                self.pin_memory,
-                self.num_bins,
-                weights,
-                self.mark_tokens,
-            )
-            for share in shares
+            self.collation.batch(share, self.dataset.__getitem__, weights) for share in shares
         ]
         return Step(
             index,
@@ -166,7 +156,7 @@ class StepLoader:
             sum(num_trained_tokens(batch) for batch in micro_batches),
             rows,
             mean_weight,
-            [tokens_of(share, self.dataset.lengths, self.packing) for share in shares],
+            [self.collation.tokens(share, self.dataset.lengths) for share in shares],
         )
 
     def padded_shapes(self, num_steps: int = 200) -> list[tuple[int, int]]:
@@ -188,12 +178,8 @@ class StepLoader:
     def _layout(self, units: list) -> Layout:
         lengths = [np.atleast_1d(self.dataset.lengths[unit]) for unit in units]
         used = [int(rows.sum()) for rows in lengths]
-        width = padded_length(
-            max(used, default=FILLER_TOKENS),
-            self.padding["pad_to_multiple_of"],
-            self.padding["pad_to"],
-        )
-        count = max(len(units), self.num_bins)
+        width = self.collation.width(max(used, default=FILLER_TOKENS))
+        count = max(len(units), self.collation.num_bins)
         squares = count * width**2
         if self.packing:
             empty = [width] * (count - len(units)) + [width - tokens for tokens in used]
@@ -202,8 +188,9 @@ class StepLoader:
 
     def _squares(self, places: int) -> int:
         """Of the rows that the padding of a bin is cut into."""
-        whole, rest = divmod(places, self.padding.get("longest") or max(places, 1))
-        return whole * (self.padding.get("longest") or places) ** 2 + rest**2
+        longest = self.collation.longest or max(places, 1)
+        whole, rest = divmod(places, longest)
+        return whole * longest**2 + rest**2
 
     def filled_share(self, num_steps: int = 100) -> float:
         """Share of this rank's tokens that are the rows' own, not padding, in its first steps."""
@@ -283,46 +270,74 @@ def share_bins(
     return rank_share(bins, rank, world_size, micro_batch_size, work)
 
 
-def tokens_of(share: list, lengths: np.ndarray, packing: bool) -> int:
-    """Tokens of a micro-batch of `share_out`, without padding."""
-    rows = [row for bin in share for row in bin] if packing else share
-    return sum(int(lengths[row]) for row in rows)
+@dataclass(frozen=True)
+class Collation:
+    """How micro-batches are made of rows.
 
-
-def collated(
-    share: list,
-    example: Callable[[object], Example],
-    packing: bool,
-    padding: dict,
-    pin_memory: bool = False,
-    num_bins: int = 1,
-    weights: dict[int, float] | None = None,
-    mark_tokens: bool = False,
-) -> dict:
-    """A micro-batch of `share_out`, of what `example` makes of a row; a filler if it has no row.
-
-    num_bins: packed ones at least, filled up with empty ones so that all batches have one shape.
-    weights: of the step's rows, as `relative_weights` gives them; None where all are alike.
+    pad_to_multiple_of, pad_to, longest: as in `collate` and `collate_packed`.
+    pin_memory: for asynchronous copies to a GPU.
     mark_tokens: add real_tokens (B, T) fp32, which are 1 at rows' tokens and 0 at padding and fillers.
     """
-    nothing = filler(padding["pad_token_id"])
-    if packing:
-        bins = [[example(row) for row in bin] for bin in share]
-        filled = [sum(len(ids) for ids, _ in bin) for bin in bins]
-        bins = bins or [[nothing]]
-        bins += [[]] * (num_bins - len(bins))
-        of_bins = None if weights is None else [[weights[row] for row in bin] for bin in share]
-        batch = collate_packed(bins, **padding, weights=of_bins)
-    else:
-        rows = [example(row) for row in share]
-        filled = [len(ids) for ids, _ in rows]
-        of_rows = None if weights is None else [weights[row] for row in share]
-        batch = collate(rows or [nothing], **padding, weights=of_rows)
-    if mark_tokens:
-        batch["real_tokens"] = torch.zeros(batch["input_ids"].shape)
-        for places, count in zip(batch["real_tokens"], filled, strict=False):
-            places[:count] = 1
-    return pin(batch) if pin_memory else batch
+
+    micro_batch_size: int
+    pad_token_id: int
+    packing: bool = False
+    pad_to_multiple_of: int = 1
+    pad_to: PadTo = None
+    longest: int | None = None
+    pin_memory: bool = False
+    mark_tokens: bool = False
+
+    @property
+    def num_bins(self) -> int:
+        """Bins of a micro-batch at least.
+
+        Of one width, as compiled code wants it, the last step's batches get the others' shape too.
+        """
+        return self.micro_batch_size if self.packing and isinstance(self.pad_to, int) else 1
+
+    def width(self, longest: int) -> int:
+        """T of a micro-batch whose longest row, or fullest bin, has so many tokens."""
+        return padded_length(longest, self.pad_to_multiple_of, self.pad_to)
+
+    def tokens(self, share: list, lengths: np.ndarray) -> int:
+        """Tokens of a micro-batch of `share_out`, without padding."""
+        rows = [row for bin in share for row in bin] if self.packing else share
+        return sum(int(lengths[row]) for row in rows)
+
+    def batch(
+        self,
+        share: list,
+        example: Callable[[object], Example],
+        weights: dict[int, float] | None = None,
+    ) -> dict:
+        """A micro-batch of `share_out`, of what `example` makes of a row; a filler if it has no row.
+
+        weights: of the step's rows, as `relative_weights` gives them; None where all are alike.
+        """
+        padding = dict(
+            pad_token_id=self.pad_token_id,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            pad_to=self.pad_to,
+        )
+        nothing = filler(self.pad_token_id)
+        if self.packing:
+            bins = [[example(row) for row in bin] for bin in share]
+            filled = [sum(len(ids) for ids, _ in bin) for bin in bins]
+            bins = bins or [[nothing]]
+            bins += [[]] * (self.num_bins - len(bins))
+            of_bins = None if weights is None else [[weights[row] for row in bin] for bin in share]
+            batch = collate_packed(bins, **padding, longest=self.longest, weights=of_bins)
+        else:
+            rows = [example(row) for row in share]
+            filled = [len(ids) for ids, _ in rows]
+            of_rows = None if weights is None else [weights[row] for row in share]
+            batch = collate(rows or [nothing], **padding, weights=of_rows)
+        if self.mark_tokens:
+            batch["real_tokens"] = torch.zeros(batch["input_ids"].shape)
+            for places, count in zip(batch["real_tokens"], filled, strict=False):
+                places[:count] = 1
+        return pin(batch) if self.pin_memory else batch
 
 
 def relative_weights(

@@ -27,15 +27,7 @@ import numpy as np
 
 from .collate import Example, PadTo
 from .dataset import as_example, check_vocab_size, cut_and_count, groups
-from .loader import (
-    Step,
-    collated,
-    num_trained_tokens,
-    relative_weights,
-    share_bins,
-    share_out,
-    tokens_of,
-)
+from .loader import Collation, Step, num_trained_tokens, relative_weights, share_bins, share_out
 from .masking import Encoded, encode_rows
 from .packing import window_bins
 from .records import Source
@@ -242,16 +234,16 @@ class StreamLoader:
     ):
         self.sampler, self.rank, self.world_size = sampler, rank, world_size
         self.micro_batch_size, self.packing, self.vocab_size = micro_batch_size, packing, vocab_size
-        self.padding = {
-            "pad_token_id": pad_token_id,
-            "pad_to_multiple_of": pad_to_multiple_of,
-            "pad_to": pad_to,
-        }
-        self.gather, self.windows_ahead, self.pin_memory = gather, windows_ahead, pin_memory
-        self.mark_tokens = mark_tokens
-        self.num_bins = (
-            micro_batch_size if packing and isinstance(pad_to, int) else 1
-        )  # as StepLoader
+        self.gather, self.windows_ahead = gather, windows_ahead
+        self.collation = Collation(
+            micro_batch_size,
+            pad_token_id,
+            packing,
+            pad_to_multiple_of,
+            pad_to,
+            pin_memory=pin_memory,
+            mark_tokens=mark_tokens,
+        )
         self.chat = ChatTemplate(deepcopy(tokenizer))  # its thread's own
         self.report = DataReport(context_length, train_on)  # of this rank's rows, each once
         self.counted_epoch, self.counted_windows = None, 0
@@ -369,16 +361,7 @@ class StreamLoader:
             given = np.array([row.weight for row in encoded])
             weights, mean_weight = relative_weights(given, trained, numbers)
         micro_batches = [
-            collated(
-                share,
-                lambda number: _example_of(encoded[number]),
-                self.packing,
-                self.padding,
-                self.pin_memory,
-                self.num_bins,
-                weights,
-                self.mark_tokens,
-            )
+            self.collation.batch(share, lambda number: _example_of(encoded[number]), weights)
             for share in shares
         ]
         return Step(
@@ -391,7 +374,7 @@ class StreamLoader:
             sum(map(num_trained_tokens, micro_batches)),
             [rows[number][1] for number in numbers],
             mean_weight,
-            [tokens_of(share, lengths, self.packing) for share in shares],
+            [self.collation.tokens(share, lengths) for share in shares],
         )
 
     def _count(self, part: Part, report: DataReport):

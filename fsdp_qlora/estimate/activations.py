@@ -13,7 +13,8 @@ from ..config.run import chunk_tokens
 from ..plan import BYTES, WITHOUT_MASKS, Plan, Runs
 from . import constants, experts
 from .kinds import mean_of_blocks, most_of_blocks
-from .weights import as_given, most_trained, trains_head
+from .vocabulary import trains_head
+from .weights import as_given, most_trained
 
 # That a policy can keep (../memory/checkpointing_policy.py).
 KEPT_ATTENTION = ("sdpa", *WITHOUT_MASKS)

@@ -15,19 +15,17 @@ from dataclasses import dataclass
 from ..catalog.arch import ModelShape
 from ..choices.strategies import BUCKET_BYTES, PIECE_BYTES
 from ..plan import BYTES, Plan
+from .vocabulary import embeddings_by_rows, trains_head, travelling_rows
 from .weights import (
     Weight,
     all_trained,
     block_weights,
     embedding_weights,
-    embeddings_by_rows,
     gathered,
     linear_weights,
     root_weights,
     trained_bytes,
     trained_tensors,
-    trains_head,
-    travelling_rows,
 )
 
 

@@ -11,7 +11,8 @@ from ..plan import Plan
 from . import experts
 from .activations import KEPT_ATTENTION, last_linear, normed_output
 from .kinds import mean_of_blocks
-from .weights import as_given, trained_share, trains_head
+from .vocabulary import trains_head
+from .weights import as_given, trained_share
 
 
 @dataclass(frozen=True)

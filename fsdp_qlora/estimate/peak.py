@@ -17,16 +17,8 @@ from .activations import Kept, block_input, loss_bytes, offloaded_input
 from .constants import CONTEXT_GIB, NCCL_GIB, PROCESS_HOST_GIB
 from .experts import hole_of_block
 from .gathered_units import GatheredUnits, WaitingGradients
-from .weights import (
-    all_trained,
-    all_weights,
-    cast_head_bytes,
-    head_bytes,
-    optimizer_bytes,
-    resident_bytes,
-    trained_on_host,
-    whole_embedding_bytes,
-)
+from .vocabulary import cast_head_bytes, head_bytes, whole_embedding_bytes
+from .weights import all_trained, all_weights, optimizer_bytes, resident_bytes, trained_on_host
 
 GIB = 2**30
 _CUBLAS_WORKSPACE = 2 * 32 * 2**20  # torch's default on Hopper, for the forward and backward thread

@@ -29,19 +29,17 @@ from .memory_traffic import (
     tile_traffic,
     unpack_traffic,
 )
+from .vocabulary import embeddings_by_rows, head_bytes, travelling_rows
 from .weights import (
     all_trained,
     average_gathered,
     average_trained,
     embedding_weights,
-    embeddings_by_rows,
     gathered,
-    head_bytes,
     optimizer_bytes,
     root_weights,
     trained_on_host,
     trained_tensors,
-    travelling_rows,
 )
 
 

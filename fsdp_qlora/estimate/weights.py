@@ -389,56 +389,6 @@ def gathered(weights: Iterable[Weight], plan: Plan) -> float:
     )
 
 
-def head_bytes(shape: ModelShape, plan: Plan) -> float:
-    """The head whole, as the loss gathers or fetches it; 0 where every GPU holds it, or FSDP gathers."""
-    if not (plan.by_rows or plan.vocabulary_on_host) or trains_head(shape, plan):
-        return 0.0
-    return shape.vocab * shape.hidden * BYTES[plan.model.stored_dtype]
-
-
-def embeddings_by_rows(shape: ModelShape, plan: Plan) -> list[tuple[int, int]]:
-    """Rows and width of the frozen embeddings that no rank holds whole."""
-    tables = [(EMBEDDING, (shape.vocab, shape.hidden)), *shape.outer_tables()]
-    return [
-        size
-        for name, size in tables
-        if plan.by_rows and name.startswith(EMBEDDING) and not plan.adapter.trains(name)
-    ]
-
-
-def travelling_rows(rows: int, plan: Plan) -> float:
-    """Rows of a frozen embedding that travel in a forward: all ranks' tokens', at most all it has."""
-    return min(plan.sharding.shard_ranks * plan.batch.tokens, rows)
-
-
-def whole_embedding_bytes(shape: ModelShape, plan: Plan) -> float:
-    """The largest embedding that is gathered whole to look rows up; 0 where single rows travel."""
-    if plan.sharding.shard_ranks == 1:
-        return 0.0
-    sizes = (
-        rows * width
-        for rows, width in embeddings_by_rows(shape, plan)
-        if travelling_rows(rows, plan) == rows
-    )
-    return max(sizes, default=0) * BYTES[plan.model.stored_dtype]
-
-
-def trains_head(shape: ModelShape, plan: Plan) -> bool:
-    """Whether the head's weights are trained themselves; those of a tied one are the embedding's."""
-    return plan.adapter.trains(HEAD) or shape.tied and plan.adapter.trains(EMBEDDING)
-
-
-def cast_head_bytes(shape: ModelShape, plan: Plan) -> float:
-    """A trained head as the loss multiplies with it, if it is stored in another dtype."""
-    cast = not plan.adapter.is_full and plan.adapter.adapter_dtype != plan.model.stored_dtype
-    return (
-        shape.vocab
-        * shape.hidden
-        * BYTES[plan.model.stored_dtype]
-        * (cast and trains_head(shape, plan))
-    )
-
-
 TRAINED_SHARE = (
     1 / 8
 )  # of a GPU that trained weights may take before they are offloaded (../build.py)

@@ -107,7 +107,7 @@ class Training:
                 loader.padded_shapes(),
                 scaler and scaler.scale,
                 weighted=loader.dataset.weights is not None,
-                marked=loader.mark_tokens,
+                marked=loader.collation.mark_tokens,
             )
 
     def ran_through(self) -> bool:

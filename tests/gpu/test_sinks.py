@@ -5,8 +5,11 @@ Each case is compared with the same softmax in 16 bits: rounding may not take it
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from fsdp_qlora.model import attention
 from fsdp_qlora.model.sinks import attention_with_sinks
@@ -201,14 +204,25 @@ def model_results(folder: str) -> dict:
     return found
 
 
+def calm_scores(folder: str):
+    """Smaller queries and keys: random ones have scores that 16 bits round by a sixth of the gradient."""
+    for path in Path(folder).glob("*.safetensors"):
+        tensors = load_file(path)
+        for name in tensors:
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                tensors[name] = tensors[name] / 4
+        save_file(tensors, path, metadata=dict(format="pt"))
+
+
 def test_gpt_oss_agrees_with_its_eager_code_compiled_and_under_policies(tmp_path):
     """In bf16 no further from fp32 than eager is, nearly. One expert, so that none is chosen by rounding."""
     sizes = dict(hidden_size=256, head_dim=64, num_local_experts=1, num_experts_per_tok=1)
     folder = save_family(tmp_path / "model", "gpt-oss", **sizes, sliding_window=128)
+    calm_scores(folder)
     (results,) = run_ranks(model_results, 1, folder, device="cuda")
     reference, rounding = results.pop("fp32"), results.pop("bf16")
     rounding = error(rounding, reference)
-    assert rounding < 0.25 and len(results) == 6 * len(KERNELS)
+    assert rounding < 0.05 and len(results) == 6 * len(KERNELS)
     for case, result in results.items():
         print(case, error(result, reference), rounding)
         torch.testing.assert_close(result[0], reference[0], rtol=2**-7, atol=0)
