@@ -65,7 +65,8 @@ class StopSignals:
         ):  # else it is to be ignored
             self.before[signal.SIGINT] = signal.signal(signal.SIGINT, self.interrupt)
         self.fd_before = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
-        threading.Thread(target=self.listen, name="signals", daemon=True).start()
+        self.listening = threading.Thread(target=self.listen, name="signals", daemon=True)
+        self.listening.start()
         return self
 
     def __exit__(self, *_):
@@ -74,6 +75,7 @@ class StopSignals:
             signal.signal(s, signal.SIG_IGN if self.asked_by and s in STOP_SIGNALS else handler)
         os.close(self.writer)  # which ends the thread
         self.is_over.set()
+        self.listening.join(timeout=2)  # it may be about to start the next
         # Python ends its threads when it ends, and one that is asking the store then aborts the process.
         if self.looking:
             self.looking.join(timeout=2)
@@ -114,8 +116,9 @@ class StopSignals:
             return
         self.asked_by, self.asked_at = name, now
         threading.Thread(target=self.insist, name="grace", daemon=True).start()
-        self.looking = threading.Thread(target=self.look_for_others, name="looking", daemon=True)
-        self.looking.start()
+        looking = threading.Thread(target=self.look_for_others, name="looking", daemon=True)
+        looking.start()
+        self.looking = looking  # only now, since the main thread may be joining it
 
     def insist(self):
         """End the process if the run has not by then."""

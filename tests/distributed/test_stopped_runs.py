@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 from contextlib import redirect_stderr
 from io import StringIO
@@ -240,6 +241,30 @@ def test_a_second_ctrl_c_ends_a_run_at_once(monkeypatch):
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_a_run_that_ends_as_soon_as_it_is_asked_to_waits_for_threads_that_are_about_to_start(
+    monkeypatch,
+):
+    start, ended = threading.Thread.start, []
+
+    def late(thread):
+        if thread.name == "looking":
+            time.sleep(0.5)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", late)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with StopSignals(grace_seconds=1e6) as signals:
+            signals.can_save, signals.missing = True, lambda: ended.append(signals.is_over.is_set())
+            signal.raise_signal(signal.SIGTERM)
+            while not signals.is_asked():
+                time.sleep(0.001)
+        assert signals.looking and not signals.looking.is_alive()
+        assert ended == [True]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 STOPPED = """
