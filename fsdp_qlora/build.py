@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from .adapters import apply_adapters, apply_fp8, keep_fp8_weights
@@ -196,7 +196,21 @@ def compile_blocks(model: nn.Module, dynamic: bool = False):
     options = dict(post_grad_custom_pre_pass=SharedInputs())
     for mlp in tiled_mlps(model):
         mlp.forward = compiled(mlp.forward, options=options)
-    for block in decoder_blocks(model):
+    first, *_ = blocks = decoder_blocks(model)
+    for block in blocks:
         block.forward = compiled(block.forward, options=options)
+    if any(weight.requires_grad for weight in first.parameters()):
+        first.forward = partial(_as_later_blocks, first.forward)
     if norm := final_norm(model):
         norm.forward = compiled(norm.forward)
+
+
+def _as_later_blocks(forward, hidden: Tensor, *args, **kwargs):
+    """The first block's forward on an input that asks for its gradient, as those of later blocks do.
+
+    A frozen embedding's output does not, for which torch would compile the block once more, to save the
+    products of that gradient: three of a model's some hundreds.
+    """
+    if torch.is_grad_enabled() and not hidden.requires_grad:
+        hidden = hidden.detach().requires_grad_()
+    return forward(hidden, *args, **kwargs)

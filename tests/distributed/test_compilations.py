@@ -90,7 +90,7 @@ def inputs(tmp_path_factory) -> tuple[str, str]:
 
 @pytest.mark.parametrize("mode", [slow("padded"), slow("packed"), rest("packed, rows given")])
 def test_rows_of_thirty_lengths_are_compiled_for_in_the_first_steps_alone(inputs, mode, tmp_path):
-    """For the first block, the others and the norm; and once more where nothing is trained."""
+    """For the blocks, the norm and the loss; and once more where nothing is trained."""
     ((code, said, graphs),) = run_ranks(
         run, 1, mode, *inputs, str(tmp_path), grouped=False, timeout=900
     )
@@ -101,8 +101,8 @@ def test_rows_of_thirty_lengths_are_compiled_for_in_the_first_steps_alone(inputs
     widths = {step["padded_tokens"] for step in steps}
     assert len(widths) > 1 or mode == "packed"
     before, after = steps[EVALUATION - 2], steps[EVALUATION]
-    assert steps[9]["compilations"] == before["compilations"] <= 6
-    assert after["compilations"] == steps[-1]["compilations"] <= 10
+    assert steps[9]["compilations"] == before["compilations"] <= 3
+    assert after["compilations"] == steps[-1]["compilations"] <= 6
     assert steps[-1]["compilations"] == graphs
     assert f"torch compiled {graphs} graphs, the last by step" in said
     assert "can't compile all" not in said
