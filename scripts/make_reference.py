@@ -152,7 +152,8 @@ def measured(path: Path) -> str:
     if not (row := found.get(own) or found.get(near)):
         return "estimated only"
     how = "as written" if own in found else f"near it, {near}"
-    how += ", real rows," if "data" in row else ""  # of benchmarks/recipes.py
+    # Rows of benchmarks/recipes.py, or those of `fsdp-qlora bench`, each as long as a bin.
+    how += ", real rows," if "data" in row else ", full random rows,"
     speed = row.get("tokens_per_second_per_gpu") or row["tokens_per_second"]
     return (
         f"{how} on {row['gpus']} x {row['gpu']}: {speed:,.0f} tokens/s per GPU, "
