@@ -12,6 +12,7 @@ from fsdp_qlora.estimate.activations import _attention_working, _widest_in_backw
 from fsdp_qlora.plan import Plan
 
 from .estimates import LLAMA_8B, LLAMA_70B, PRODUCT, TRIAL, TRIAL_HALF
+from .families import save_family
 from .ranks import run_ranks
 
 
@@ -354,3 +355,59 @@ def test_chosen_modules_alone_have_gradients_and_states():
         assert some.parts["optimizer"] == pytest.approx(2 * 2 * weights / GIB, rel=1e-3)
         assert some.peak_allocated < every.peak_allocated
     assert memory(LLAMA_8B, **whole, only_modules=("no_such",)).parts == every.parts
+
+
+def products_of_backward(model: str, adapted: str | None) -> list[str]:
+    """The experts' products in the graph of a recomputed block's backward, in their order."""
+    from functools import partial
+
+    from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    from fsdp_qlora.build import build_model
+    from fsdp_qlora.config.flags import parse
+
+    graphs, compile_with = [], torch.compile
+
+    def run(graph, inputs):
+        return make_boxed_func(graph.forward)
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return run(graph, inputs)
+
+    backend = partial(
+        aot_module_simplified,
+        fw_compiler=run,
+        bw_compiler=keep,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    torch.compile = lambda f, options=None, **more: compile_with(f, backend=backend, **more)
+    argv = ["--model_name", model, "--random_weights", "--dataset", "-", "--device", "cpu"]
+    argv += ["--compile", "true", "--activation_policy", "recompute_all", "--lora_rank", "2"]
+    argv += ["--lora_target_parameters", adapted] if adapted else []
+    (config,) = parse(argv)
+    built = build_model(config, torch.device("cpu")).train()
+    ids = torch.zeros(1, 32, dtype=torch.int64)
+    built(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    known = (
+        "grouped_linear",
+        "adapted_experts",
+        "grouped_linear_backward",
+        "adapted_experts_backward",
+    )
+    found = [
+        [str(n.target).split(".")[1] for n in g.graph.nodes if "." in str(n.target)] for g in graphs
+    ]
+    (block,) = filter(None, ([name for name in names if name in known] for names in found))
+    return block
+
+
+def test_a_recomputed_block_runs_the_first_product_again_between_the_backwards_of_both(tmp_path):
+    """Which the estimate has as a moment of its own; not where an adapter of down_proj asks for its input."""
+    model = save_family(tmp_path, "Qwen3-MoE")
+    frozen, adapted = (
+        run_ranks(products_of_backward, 1, model, names)[0] for names in (None, "experts")
+    )
+    assert frozen == ["grouped_linear_backward", "grouped_linear", "grouped_linear_backward"]
+    assert adapted == ["adapted_experts", "adapted_experts_backward", "adapted_experts_backward"]

@@ -34,6 +34,7 @@ _MIXTURES_SET_ON = (
     "qwen3_30b_qlora_experts on 1",
     "qwen3_30b_qlora_experts_fp8 on 1",
     "qwen3_30b_qlora_fp8 on 1",  # the holes alone, as experts are frozen
+    "qwen3_30b_qlora_experts_full_shard on 2",  # launches in bf16 alone
     "gpt_oss_20b_qlora on 1",
 )
 # Commits whose kernels and hooks the code no longer has: the times of their rows are history, but for

@@ -242,7 +242,7 @@ def _widest_in_backward(shape: ModelShape, plan: Plan, policy: str) -> tuple[flo
     places = [
         (saved, _backward_working(shape, plan, policy)),
         (saved - _saved_at_once(shape, plan, policy), _backward_end(shape, plan)),
-        *((saved - gone, used) for gone, used in experts.backward_moments(shape, plan)),
+        *((saved - gone, used) for gone, used in experts.backward_moments(shape, plan, policy)),
     ]
     if tiles > 1:
         gone = _mlp_saved(shape, plan) / tiles + _mlp_half_saved(shape, plan)

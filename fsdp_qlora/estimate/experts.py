@@ -64,13 +64,16 @@ def outputs(shape: ModelShape, plan: Plan) -> float:
     return row_bytes(shape, plan) * first[0] + last
 
 
-def backward_moments(shape: ModelShape, plan: Plan) -> list[tuple[float, float]]:
+def backward_moments(shape: ModelShape, plan: Plan, policy: str) -> list[tuple[float, float]]:
     """Bytes that are gone of what was saved, and in use, in the backward of the experts' two products.
 
     Of down_proj, the gradients of the block's output as rows (S, D), and of its input (S, F); then gate
     and up are gone, there are their gradients (S, 2F), and of the input one for each row (S, D), twice
     where a second part of the weight is added to it. In fp8 gradients are there once more, in a byte each;
     of the block's output only so, unless an adapter takes them.
+
+    A compiled block that recomputes runs gate and up again between the two, where nothing asks for
+    down_proj's input: then their input as rows (S, D) is beside the gradient (S, F).
     """
     if not shape.experts:
         return []
@@ -81,8 +84,12 @@ def backward_moments(shape: ModelShape, plan: Plan) -> list[tuple[float, float]]
     twice = _parts(shape, plan, first) > 1
     gone = rows * (made + width * (2 * (not plan.loop.compile) + (last in adapted)))
     as_rows = rows * (not byte or last in adapted) + byte
+    again = first in rerun_linears(shape, plan, policy) and plan.loop.compile
+    between = tokens + rows * width + unpacked(shape, plan, first)
+    between += (rows * (not byte or first in adapted) + byte) * shape.hidden
     return [
         (0.0, tokens + as_rows * shape.hidden + rows * width + unpacked(shape, plan, last)),
+        (0.0, between * (again and last not in trained_inputs(shape, plan))),
         (
             gone,
             tokens

@@ -219,10 +219,10 @@ def launch_seconds(shape: ModelShape, plan: Plan) -> float:
     )
     if plan.quantization.quant != "none" and not plan.quantization.keep_fp8_weights:
         once += constants.UNPACK_LAUNCH
-    if plan.quantization.compute_dtype == "fp8":
-        once += constants.FP8_LAUNCH
+    in_fp8 = plan.quantization.compute_dtype == "fp8"
+    once += constants.FP8_LAUNCH * in_fp8
     if shape.experts:
-        once += constants.EXPERTS_LAUNCH
+        once += constants.EXPERTS_LAUNCH + constants.EXPERTS_FP8_LAUNCH * in_fp8
     hooks = (1 + plan.sharding.resharded) * constants.SHARDED_LAUNCH if plan.sharded else 0.0
     # A compiled backward has what runs again in its graph: a forward's kernels, and no hooks.
     whole = 1.0 if plan.loop.compile else constants.RECOMPUTE_LAUNCH
